@@ -1,4 +1,6 @@
-"""Train a GPT with the installed Megatron, with or without `--bpipe`. In: Megatron's flags and ours. Out: what Megatron's trainer writes.
+"""Train a GPT with the installed Megatron, with or without `--bpipe`.
+
+In: Megatron's flags and ours. Out: what Megatron's trainer writes.
 
 Thin on purpose: a model from Megatron's own builder, datasets from its builder, its loss convention, its `pretrain`.
 Launch with torchrun, one process a rank.
@@ -33,8 +35,11 @@ from megatron.training.utils.common_utils import get_blend_and_blend_per_split, 
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
-def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None, vp_stage: int | None) -> tuple[torch.Tensor | None, ...]:
-    """This rank's part of the next micro-batch: tokens, labels, loss mask, attention mask, positions; all None on inner stages."""
+def get_batch(
+    data_iterator: Iterator[dict[str, torch.Tensor]] | None, vp_stage: int | None
+) -> tuple[torch.Tensor | None, ...]:
+    """This rank's part of the next micro-batch: tokens, labels, loss mask, attention mask, positions; all None on
+    inner stages."""
     if not is_first_or_last_pipeline_stage(vp_stage):
         return (None,) * len(_BATCH_KEYS)
     args = get_args()
@@ -57,16 +62,23 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None, vp_stage:
         seq_length=args.seq_length,
         mtp_on_this_rank=args.mtp_num_layers is not None,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        is_pipeline_first_stage=parallel_state.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
-        is_pipeline_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
+        is_pipeline_first_stage=parallel_state.is_pipeline_first_stage(
+            ignore_virtual=vp_stage is None, vp_stage=vp_stage
+        ),
+        is_pipeline_last_stage=parallel_state.is_pipeline_last_stage(
+            ignore_virtual=vp_stage is None, vp_stage=vp_stage
+        ),
     )
     batch.setdefault("cu_seqlens", None)
     batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
     return tuple(batch.get(key) for key in _BATCH_KEYS)
 
 
-def loss_func(loss_mask: torch.Tensor, output_tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Summed loss of one micro-batch, its number of tokens, and both again for the log (Megatron divides them there)."""
+def loss_func(
+    loss_mask: torch.Tensor, output_tensor: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Summed loss of one micro-batch, its number of tokens, and both again for the log (Megatron divides them
+    there)."""
     losses = output_tensor.view(-1).float()
     mask = loss_mask.view(-1).float()
     loss = torch.sum(losses * mask)
@@ -74,16 +86,24 @@ def loss_func(loss_mask: torch.Tensor, output_tensor: torch.Tensor) -> tuple[tor
     if get_args().check_for_nan_in_loss_and_grad:
         for reject, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
             get_rerun_state_machine().validate_result(
-                result=loss, rejection_func=reject, message=f"{what} in the local forward loss", tolerance=0.0, fatal=True
+                result=loss,
+                rejection_func=reject,
+                message=f"{what} in the local forward loss",
+                tolerance=0.0,
+                fatal=True,
             )
     return loss, num_tokens, {"lm loss": torch.cat([loss.clone().detach().view(1), num_tokens.view(1)])}
 
 
-def forward_step(data_iterator: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+def forward_step(
+    data_iterator: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module
+) -> tuple[torch.Tensor, Callable[..., Any]]:
     """One micro-batch through this stage's part of the model."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
-    tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    tokens, labels, loss_mask, attention_mask, position_ids = get_batch(
+        data_iterator, get_attr_wrapped_model(model, "vp_stage")
+    )
     timers("batch-generator").stop()
     output = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
     return output, partial(loss_func, loss_mask)

@@ -1,7 +1,9 @@
-"""The `bpipe` command. In: command line arguments, a schedule file. Out: a schedule as grid, CSV, JSON or picture, or one line of error.
+"""The `bpipe` command. In: command line arguments, a schedule file.
 
-Knows no schedule and no format itself: `program` builds, `ir` writes, `draw` draws. Imports nothing heavy, and what draws only to
-draw. The other sub-commands are files of `bpipe.commands`, imported when they are called.
+Out: a schedule as grid, CSV, JSON or picture, or one line of error.
+
+Knows no schedule and no format itself: `program` builds, `ir` writes, `draw` draws. Imports nothing heavy, and what
+draws only to draw. The other sub-commands are files of `bpipe.commands`, imported when they are called.
 """
 
 from __future__ import annotations
@@ -19,36 +21,36 @@ from fractions import Fraction
 from pathlib import Path
 
 from bpipe import __version__
-from bpipe.check.deadlock import Waits, blocked_ranks
+from bpipe.build import BALANCES, ScheduleConfig, adopt, build, named_balance
+from bpipe.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.commands import shortest
 from bpipe.commands.parser import Parser
 from bpipe.commands.times import times_of, unit_costs
 from bpipe.flag_types import AUTO, HOSTS_SAID, costs, counted, group_size, hop, numbers, positive, share
+from bpipe.formats.document import write_json
+from bpipe.formats.grid import write_grid
+from bpipe.formats.listing import write_listing, write_listing_json
+from bpipe.formats.messages import write_runtime
+from bpipe.formats.read import read_file, source_of
+from bpipe.formats.text import write_csv
 from bpipe.generate.families import (
     FAMILIES,
     exchange_of,
-    that_are_made_for_bounds,
-    that_take_delays,
-    that_take_early,
-    that_take_groups,
-    that_take_shards,
+    families_for_bounds,
+    families_with_deferral,
+    families_with_early_forwarding,
+    families_with_groups,
+    families_with_shards,
 )
 from bpipe.ir.action import SHARDS, Action, Kind
-from bpipe.ir.document import write_json
-from bpipe.ir.grid import write_grid
-from bpipe.ir.host_buffers import num_own_buffers
-from bpipe.ir.hosts import ARRANGEMENTS, in_own_memory
+from bpipe.ir.host_buffers import num_host_memory_buffers
+from bpipe.ir.hosts import ARRANGEMENTS, uses_host_memory
 from bpipe.ir.layout import Vocabulary
-from bpipe.ir.listing import write_listing, write_listing_json
 from bpipe.ir.memory import num_transfers, peak_counts, plain, with_after_input
-from bpipe.ir.messages import write_runtime
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
-from bpipe.ir.text import write_csv
-from bpipe.passes.align import align
-from bpipe.passes.answered import as_run
-from bpipe.program import BALANCES, ScheduleConfig, adopt, balancing, build
-from bpipe.read import read_file, source_of
+from bpipe.lower.align import align
+from bpipe.lower.answered import lower_as_run
 from bpipe.values import printable
 
 # What `--costs` and `--hop` say.
@@ -94,7 +96,8 @@ _OF_FILES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status is 0 or the command's own, 2 with one message on stderr, or 130 where it was interrupted."""
+    """Run the command; the exit status is 0 or the command's own, 2 with one message on stderr, or 130 where it was
+    interrupted."""
     if sys.stdout is None:
         # Started with standard output closed: what is written has to fail like on any other output that takes nothing.
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
@@ -139,7 +142,9 @@ def _in_words(error: ValueError | OSError) -> str:
     path = Path(os.fsdecode(error.filename))
     if error.errno == errno.ENOENT and not path.parent.is_dir():
         return f"{path}: there is no folder {path.parent}: make it, or look at the name"
-    wrong, remedy = _OF_FILES.get(error.errno or 0, (str(error.strerror).lower(), "look at the name, and at what it is"))
+    wrong, remedy = _OF_FILES.get(
+        error.errno or 0, (str(error.strerror).lower(), "look at the name, and at what it is")
+    )
     return f"{path}: {wrong}: {remedy}"
 
 
@@ -153,7 +158,7 @@ def _drop_output() -> None:
 
 
 def _parsers(called: str | None) -> tuple[Parser, dict[str, Parser]]:
-    """The command's parser and those of its sub-commands; only that of the one that is called is complete."""
+    """Return the command's parser and those of its sub-commands; only that of the one that is called is complete."""
     parser = Parser(prog="bpipe", description="Look at pipeline schedules and what they cost before they run.")
     parser.add_argument("--version", action="version", version=f"bpipe {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -177,34 +182,65 @@ def _add_arguments(parser: Parser) -> None:
     add("--schedule", choices=tuple(FAMILIES), help="what to generate")
     add("--stages", type=positive, metavar="P", help="pipeline ranks")
     add("--microbatches", type=positive, metavar="M", help="micro-batches an iteration")
-    add("--chunks", type=positive, metavar="V", help="model chunks a rank (default: the fewest that the schedule has, 1 or 2)")
-    of_groups = that_take_groups()
+    add(
+        "--chunks",
+        type=positive,
+        metavar="V",
+        help="model chunks a rank (default: the fewest that the schedule has, 1 or 2)",
+    )
+    of_groups = families_with_groups()
     add(
         "--group",
         type=group_size,
         metavar="G|auto",
-        help=f"{of_groups}: micro-batches that go through a chunk before the next (default: P, or P/2); auto, or a bound alone: chosen",
+        help=f"{of_groups}: micro-batches that go through a chunk before the next (default: P, or P/2); auto, or a "
+        f"bound alone: chosen",
     )
     add(
         "--vocabulary",
         choices=tuple(one.value for one in Vocabulary),
-        help=f"{that_take_shards()}: split the output layer over all ranks, by algorithm 1 or 2, or interlaced (default none: it is whole)",
+        help=f"{families_with_shards()}: split the output layer over all ranks, by algorithm 1 or 2, or interlaced "
+        f"(default none: it is whole)",
     )
     add("--input-shards", action="store_true", help="with --vocabulary: split the embedding, too")
-    of_delays = that_take_delays()
-    add("--delay", type=counted, metavar="N", help=f"{of_delays}: how many micro-batches' I stand before a W (default 0: W follows its I)")
-    early = that_take_early()
-    add("--early", action="store_true", help=f"{early}: early forwarding, which lets more micro-batches in for less waiting")
+    of_delays = families_with_deferral()
+    add(
+        "--delay",
+        type=counted,
+        metavar="N",
+        help=f"{of_delays}: how many micro-batches' I stand before a W (default 0: W follows its I)",
+    )
+    early = families_with_early_forwarding()
+    add(
+        "--early",
+        action="store_true",
+        help=f"{early}: early forwarding, which lets more micro-batches in for less waiting",
+    )
     add(
         "--costs",
         type=costs,
         metavar="F,B|F,I,W",
-        help="what a rank's forward and backward, or its halves, of a micro-batch take, all chunks together (default 1,2 and 1,1,1)",
+        help="what a rank's forward and backward, or its halves, of a micro-batch take, all chunks together (default "
+        "1,2 and 1,1,1)",
     )
-    add("--hop", type=hop, metavar="H", help="what a message from one rank to the next takes, in the unit of --costs (default 0)")
-    add("--input", metavar="FILE", help="read the schedule from a CSV, JSON or grid file instead ('-' is standard input)")
+    add(
+        "--hop",
+        type=hop,
+        metavar="H",
+        help="what a message from one rank to the next takes, in the unit of --costs (default 0)",
+    )
+    add(
+        "--input",
+        metavar="FILE",
+        help="read the schedule from a CSV, JSON or grid file instead ('-' is standard input)",
+    )
     add("--align", action="store_true", help="with --input: place each rank's order anew on the unit grid")
-    add("--balance", choices=BALANCES, default="none", help="none, or bpipe: keep every rank within its bound (default none)")
+    add(
+        "--balance",
+        choices=BALANCES,
+        default="none",
+        help="none, or bpipe: keep every rank within its bound (default none)",
+    )
     add(
         "--bound",
         type=numbers,
@@ -216,7 +252,12 @@ def _add_arguments(parser: Parser) -> None:
         action="store_true",
         help="where an order is chosen for --bound: host buffers count all the time, as in a training",
     )
-    add("--partners", type=numbers, metavar="N,N,...", help="for each rank the one that hosts for it (default: fullest with emptiest)")
+    add(
+        "--partners",
+        type=numbers,
+        metavar="N,N,...",
+        help="for each rank the one that hosts for it (default: fullest with emptiest)",
+    )
     add("--hosts", choices=ARRANGEMENTS, help=f"where what leaves goes: {HOSTS_SAID}")
     add(
         "--after-input",
@@ -226,8 +267,16 @@ def _add_arguments(parser: Parser) -> None:
         help="share of a micro-batch held between the halves of its backward, I and W (default: the file's, or 1)",
     )
     shortest.add_arguments(parser)
-    add("--format", choices=FORMATS, help="default: by the output file's name, else grid; runtime: csv with torch's messages")
-    add("--messages", action="store_true", help="print what every rank does, messages included, as text or with --format json")
+    add(
+        "--format",
+        choices=FORMATS,
+        help="default: by the output file's name, else grid; runtime: csv with torch's messages",
+    )
+    add(
+        "--messages",
+        action="store_true",
+        help="print what every rank does, messages included, as text or with --format json",
+    )
     add(
         "--exchange",
         choices=tuple(one.value for one in Exchange),
@@ -243,9 +292,13 @@ def _schedule(options: argparse.Namespace) -> None:
     shortest.check(options)
     schedule = shortest.changed(_generated(options) if options.input is None else _imported(options), options)
     if options.messages:
-        content = _listed(schedule, form, Exchange(options.exchange) if options.exchange else exchange_of(schedule.name)).encode()
+        content = _listed(
+            schedule, form, Exchange(options.exchange) if options.exchange else exchange_of(schedule.name)
+        ).encode()
     else:
-        content = _written(schedule, form, (options.costs, options.hop), to_terminal=output is None and sys.stdout.isatty())
+        content = _written(
+            schedule, form, (options.costs, options.hop), to_terminal=output is None and sys.stdout.isatty()
+        )
     if output is not None:
         output.write_bytes(content)
         return
@@ -271,7 +324,9 @@ def _format_of(output: Path | None) -> str:
     if suffix in ("", "txt"):
         return "grid"
     if suffix not in SUFFIXES:
-        raise ValueError(f"--output {output}: .{suffix} is not written, only {', '.join(SUFFIXES)}: end the name so, or say --format")
+        raise ValueError(
+            f"--output {output}: .{suffix} is not written, only {', '.join(SUFFIXES)}: end the name so, or say --format"
+        )
     return suffix
 
 
@@ -288,7 +343,7 @@ def _generated(options: argparse.Namespace) -> Schedule:
         options.stages,
         options.microbatches,
         options.chunks or FAMILIES[options.schedule].min_chunks,
-        balancing(options.balance, options.bound, options.partners, options.buffers_stay, options.hosts),
+        named_balance(options.balance, options.bound, options.partners, options.buffers_stay, options.hosts),
         _group_of(options),
         vocabulary=Vocabulary(options.vocabulary or Vocabulary.WHOLE),
         input_shards=options.input_shards,
@@ -296,16 +351,20 @@ def _generated(options: argparse.Namespace) -> Schedule:
         delay=options.delay or 0,
         after_input=Fraction(1) if options.after_input is None else options.after_input,
     )
-    if options.buffers_stay and config.room is None:
-        raise ValueError("--buffers-stay is for orders that are chosen for a bound: give --bound N and no group, or leave it out")
+    if options.buffers_stay and config.limit is None:
+        raise ValueError(
+            "--buffers-stay is for orders that are chosen for a bound: give --bound N and no group, or leave it out"
+        )
     return build(config)
 
 
 def _early(name: str) -> str:
-    """The family that is this one with early forwarding."""
+    """Return the family that is this one with early forwarding."""
     found = FAMILIES[name].early
     if found is None:
-        raise ValueError(f"--early: {name} has no early forwarding: leave it out, or choose from {that_take_early()}")
+        raise ValueError(
+            f"--early: {name} has no early forwarding: leave it out, or choose from {families_with_early_forwarding()}"
+        )
     return found
 
 
@@ -316,7 +375,8 @@ def _group_of(options: argparse.Namespace) -> int | None:
         return size
     if FAMILIES[options.schedule].within is None:
         raise ValueError(
-            f"--group auto: {options.schedule} makes no orders for a bound: give a number, or choose {that_are_made_for_bounds()}"
+            f"--group auto: {options.schedule} makes no orders for a bound: give a number, or choose "
+            f"{families_for_bounds()}"
         )
     if options.bound is None or len(set(options.bound)) > 1:
         raise ValueError("--group auto is chosen for a bound: give --balance bpipe and --bound N, one for all ranks")
@@ -340,12 +400,14 @@ def _imported(options: argparse.Namespace) -> Schedule:
         "early",
     ):
         if getattr(options, name) not in (None, False):
-            raise ValueError(f"--{name.replace('_', '-')} is for generating, --input reads a schedule: give one of them")
+            raise ValueError(
+                f"--{name.replace('_', '-')} is for generating, --input reads a schedule: give one of them"
+            )
     schedule = read_file(options.input)
     try:
         if options.after_input is not None:
             schedule = with_after_input(schedule, options.after_input)
-        how = balancing(options.balance, options.bound, options.partners, hosts=options.hosts)
+        how = named_balance(options.balance, options.bound, options.partners, hosts=options.hosts)
         return adopt(align(schedule) if options.align else schedule, how)
     except ValueError as error:
         raise ValueError(f"{source_of(options.input)}: {error}") from None
@@ -374,10 +436,13 @@ def _written(schedule: Schedule, form: str, given: Times, to_terminal: bool) -> 
 
 
 def _listed(schedule: Schedule, form: str, exchange: Exchange) -> str:
-    """What every rank does. The exchange may be one that nobody runs the schedule with: where that blocks, it is said beside it."""
-    programs = as_run(schedule, exchange)
-    for one in blocked_ranks(schedule, Waits.ASYNCHRONOUS, exchange):
-        place = f"rank {one.rank}, slot {one.slot}: waits for ever for {one.message}, the other end is on rank {one.peer}"
+    """What every rank does. The exchange may be one that nobody runs the schedule with: where that blocks, it is
+    said beside it."""
+    programs = lower_as_run(schedule, exchange)
+    for one in blocked_ranks(schedule, WaitLevel.ASYNCHRONOUS, exchange):
+        place = (
+            f"rank {one.rank}, slot {one.slot}: waits for ever for {one.message}, the other end is on rank {one.peer}"
+        )
         print(f"bpipe: with --exchange {exchange.value} {place}", file=sys.stderr)
     return (write_listing_json if form == "json" else write_listing)(programs, exchange)
 
@@ -387,10 +452,11 @@ def _paint(text: str, action: Action | None) -> str:
 
 
 def _remarks(schedule: Schedule, given: Times) -> str:
-    """What the grid shows, in numbers, as lines its reader passes over; how long it takes where its slots do not say that."""
+    """What the grid shows, in numbers, as lines its reader passes over; how long it takes where its slots do not say
+    that."""
     evictions = ",".join(str(num_transfers(schedule, rank).evictions) for rank in range(schedule.num_ranks))
     remark = f"# peak={','.join(str(plain(peak)) for peak in peak_counts(schedule))} evictions={evictions}"
-    if in_own_memory(schedule.hosts):
-        remark += f" own_memory={','.join(str(num_own_buffers(schedule, rank)) for rank in range(schedule.num_ranks))}"
+    if uses_host_memory(schedule.hosts):
+        remark += f" own_memory={','.join(str(num_host_memory_buffers(schedule, rank)) for rank in range(schedule.num_ranks))}"
     found = times_of(schedule, *given) if any(given) or schedule.split_stages else None
     return remark + (f" makespan={found['makespan']} bubble_percent={found['bubble_percent']}\n" if found else "\n")

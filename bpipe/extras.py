@@ -1,4 +1,6 @@
-"""Name what an installation lacks, and the pip command that adds it. In: an extra of the distribution. Out: nothing, or one line of error.
+"""Name what an installation lacks, and the pip command that adds it.
+
+In: an extra of the distribution. Out: nothing, or one line of error.
 
 Schedules, simulator, planner and reports need nothing but Python. Imports none of the packages it looks for.
 """
@@ -24,7 +26,8 @@ def require(extra: str, for_what: str) -> None:
 
 
 def install_command(extra: str) -> str:
-    """Return the pip command that adds an extra to the installation that runs: a checkout, its copy, or the package of an index."""
+    """Return the pip command that adds an extra to the installation that runs: a checkout, its copy, or the package
+    of an index."""
     checkout = Path(__file__).resolve().parents[1]
     if (checkout / "pyproject.toml").is_file():
         place = "." if checkout == Path.cwd() else checkout

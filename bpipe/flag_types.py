@@ -1,4 +1,6 @@
-"""Read the values of flags: types for argparse. In: what stands on a command line. Out: numbers within what anybody can use, exactly.
+"""Read the values of flags: types for argparse.
+
+In: what stands on a command line. Out: numbers within what anybody can use, exactly.
 
 Whoever has flags reads them so, the commands and Megatron's parser alike. Knows no flag.
 """
@@ -11,7 +13,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-from bpipe.ir.text import TextError, read_costs, read_numbers, read_share
+from bpipe.formats.text import TextError, read_costs, read_numbers, read_share
 
 # Beyond every batch and every cluster, and far below where numbers stop being exact.
 LARGEST = 10**12
@@ -21,13 +23,14 @@ AUTO = "auto"
 
 # What the arrangements of hosts mean (`ir.hosts`), in the help of every command that has them.
 HOSTS_SAID = (
-    "pair: to the other of its pair; pool: to any rank with room; host: into its own node's memory; all: to any rank with room, and what "
+    "pair: to the other of its pair; pool: to any rank with room; host: into its own node's memory; all: to any rank "
+    "with room, and what "
     "none has room for into its own node's memory (default pair)"
 )
 
 
 def positive(text: str) -> int:
-    """A whole number from 1 on."""
+    """Read a whole number from 1 on."""
     number = int(text) if re.fullmatch("[+-]?[0-9]{1,40}", text) else None
     if number is None or not 1 <= number <= LARGEST:
         raise argparse.ArgumentTypeError(
@@ -37,12 +40,12 @@ def positive(text: str) -> int:
 
 
 def group_size(text: str) -> int | str:
-    """A whole number from 1 on, or `auto`."""
+    """Read a whole number from 1 on, or `auto`."""
     return text if text == AUTO else positive(text)
 
 
 def seconds(text: str) -> float:
-    """A duration above 0."""
+    """Read a duration above 0."""
     try:
         number = float(text)
     except ValueError:
@@ -53,7 +56,7 @@ def seconds(text: str) -> float:
 
 
 def factor(text: str) -> float:
-    """A number above 0."""
+    """Read a number above 0."""
     try:
         number = float(text)
     except ValueError:
@@ -64,34 +67,34 @@ def factor(text: str) -> float:
 
 
 def share(text: str) -> Fraction:
-    """A share of a micro-batch, exactly: `0.5`, and above 1 where more is held than was saved."""
+    """Read a share of a micro-batch exactly: `0.5`, and above 1 where more is held than was saved."""
     return _read(read_share, text, "share")
 
 
 def counted(text: str) -> int:
-    """A whole number from 0 on."""
+    """Read a whole number from 0 on."""
     if not re.fullmatch("[0-9]{1,9}", text):
         raise argparse.ArgumentTypeError(f"{text[:40]!r} must be a whole number, at least 0")
     return int(text)
 
 
 def costs(text: str) -> tuple[Fraction, ...]:
-    """`1,2` or `1,1.5,1/2`: a forward and a backward, or a forward and the halves of a backward, exactly."""
+    """Read `1,2` or `1,1.5,1/2` exactly: a forward and a backward, or a forward, dgrad and wgrad."""
     return _read(read_costs, text, 2, 3)
 
 
 def costs_of_halves(text: str) -> tuple[Fraction, ...]:
-    """`1,1.5,1/2`: a forward and the halves of a backward, exactly."""
+    """Read `1,1.5,1/2` exactly: a forward, dgrad and wgrad."""
     return _read(read_costs, text, 3, 3)
 
 
 def hop(text: str) -> Fraction:
-    """`0.05` or `1/20`: what a message takes, exactly."""
+    """Read `0.05` or `1/20` exactly: the duration of a message."""
     return _read(read_costs, text, 1, 1)[0]
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """`3` or `3,3,2,1`."""
+    """Read `3` or `3,3,2,1`."""
     return _read(read_numbers, text)
 
 

@@ -1,8 +1,8 @@
 """Lay pipeline stages out so that the two stages of a pair share a node. Integers only: no processes, no links.
 
-In: the sizes of a run's parallel dimensions and the GPUs of a node. Out: for every place (GPU, counted over the nodes), which part of
-the model it holds. Tensor and context parallelism stay innermost, then the pipeline, then data parallelism; within a pipeline, stages
-come as pairs: 0, p-1, 1, p-2, ... Source: Kim et al. 2023, section 3.3.
+In: the sizes of a run's parallel dimensions and the GPUs of a node. Out: for every place (GPU, counted over the nodes),
+which part of the model it holds. Tensor and context parallelism stay innermost, then the pipeline, then data
+parallelism; within a pipeline, stages come as pairs: 0, p-1, 1, p-2, ... Source: Kim et al. 2023, section 3.3.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """What is to be placed on what: `num_nodes` nodes of `gpus_per_node` GPUs hold a world of tensor * context * pipeline * data ranks."""
+    """Sizes to place: `num_nodes` nodes of `gpus_per_node` GPUs hold a world of tensor * context * pipeline * data
+    ranks."""
 
     tensor: int
     context: int
@@ -34,12 +35,12 @@ class Topology:
 
     @property
     def block(self) -> int:
-        """GPUs that hold one stage of one replica; they stay together."""
+        """Number of GPUs that hold one stage of one replica; they stay together."""
         return self.tensor * self.context
 
 
 class Part(NamedTuple):
-    """What one GPU holds."""
+    """Part of the model that one GPU holds."""
 
     stage: int
     replica: int
@@ -53,12 +54,16 @@ class _Block(NamedTuple):
 
 
 def pair_adjacent(topology: Topology, partners: Sequence[int] | None = None) -> tuple[Part, ...]:
-    """`parts[place]` for every GPU. Every pair is on one node wherever twice a stage's GPUs divide a node's.
+    """Return `parts[place]` for every GPU.
+
+    Every pair is on one node wherever twice a stage's GPUs divide a node's. Every pair is on one node wherever twice a
+    stage's GPUs divide a node's.
 
     `partners[stage]` is the other stage of its pair or, where it has none, itself; by default the one opposite.
 
-    A node is filled with whole pairs, then with stages without a partner (an odd pipeline has one in the middle), and only then with halves
-    of pairs, whose other halves follow on the next node. The first place has the first stage of the first replica in any case.
+    A node is filled with whole pairs, then with stages without a partner (an odd pipeline has one in the middle), and
+    only then with halves of pairs, whose other halves follow on the next node. The first place has the first stage of
+    the first replica in any case.
     """
     parts: list[Part] = []
     for block in _order(topology, partners or _opposite(topology)):
@@ -74,7 +79,9 @@ def _opposite(topology: Topology) -> Sequence[int]:
 
 
 def _order(topology: Topology, partners: Sequence[int]) -> list[_Block]:
-    pairs = deque((_Block(s, r), _Block(other, r)) for r in range(topology.data) for s, other in enumerate(partners) if s < other)
+    pairs = deque(
+        (_Block(s, r), _Block(other, r)) for r in range(topology.data) for s, other in enumerate(partners) if s < other
+    )
     middles = deque(_Block(s, r) for r in range(topology.data) for s, other in enumerate(partners) if s == other)
     order: list[_Block] = []
     if middles and not middles[0].stage:
@@ -92,7 +99,7 @@ def _order(topology: Topology, partners: Sequence[int]) -> list[_Block]:
 
 
 class Pair(NamedTuple):
-    """Where the GPUs of a pair are: the nodes of its two stages for one replica and one position within the block."""
+    """Nodes of a pair's two stages, for one replica and one position within the block."""
 
     stages: tuple[int, int]
     places: tuple[int, int]
@@ -100,7 +107,8 @@ class Pair(NamedTuple):
 
 
 def pairs(topology: Topology, parts: tuple[Part, ...], partners: Sequence[int] | None = None) -> tuple[Pair, ...]:
-    """Every pair of GPUs that would transfer to each other, by place of the earlier stage; `partners` as `pair_adjacent` has them."""
+    """Return every pair of GPUs that would transfer to each other, by place of the earlier stage; `partners` as
+    `pair_adjacent` has them."""
     other_stage = partners or _opposite(topology)
     place_of = {part: place for place, part in enumerate(parts)}
     found = []

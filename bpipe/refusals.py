@@ -1,7 +1,9 @@
-"""Say what of Megatron's features this project cannot train with, with the reason and the way out: the table that the trainer asks.
+"""Say what of Megatron's features this project cannot train with, with the reason and the way out: the table that the
+trainer asks.
 
-In: Megatron's arguments, the configuration of a model that is about to train, or a launch's flags. Out: a line a reason. What the settings
-do not have does not apply: a model's configuration says nothing of FSDP. Imports nothing, so that a plan asks it as the trainer does.
+In: Megatron's arguments, the configuration of a model that is about to train, or a launch's flags. Out: a line a
+reason. What the settings do not have does not apply: a model's configuration says nothing of FSDP. Imports nothing, so
+that a plan asks it as the trainer does.
 """
 
 from __future__ import annotations
@@ -23,16 +25,18 @@ class Settings:
 
 
 def has_experts(settings: Settings) -> bool:
-    """Whether there are any; the arguments and a model's configuration have different names for it."""
+    """Return whether there are any; the arguments and a model's configuration have different names for it."""
     return bool(settings.num_experts or settings.num_moe_experts)
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Something of Megatron's that `--bpipe` cannot do: its name in the documentation, when it applies, why, and the way out.
+    """Something of Megatron's that `--bpipe` cannot do: its name in the documentation, when it applies, why, and the
+    way out.
 
-    What stands in the way of moving activations only, `moving`, does not hinder measuring them; what stands in the way of our own loop
-    only, `own_loop`, does not hinder Megatron's. What was shown on a CPU only, with a stand-in, may be tried by the name `unproven`.
+    What stands in the way of moving activations only, `moving`, does not hinder measuring them; what stands in the way
+    of our own loop only, `own_loop`, does not hinder Megatron's. What was shown on a CPU only, with a stand-in, may be
+    tried by the name `unproven`.
     """
 
     feature: str
@@ -55,14 +59,16 @@ REFUSALS: tuple[Refusal, ...] = (
         "FP8",
         lambda s: s.fp8 is not None,
         "FP8 saves its values and scales in tensors that were moved with a stand-in only, on a CPU",
-        "drop --fp8-format, or try it with --bpipe-unproven fp8 and compare the first losses with a run without --bpipe",
+        "drop --fp8-format, or try it with --bpipe-unproven fp8 and compare the first losses with a run without "
+        "--bpipe",
         unproven="fp8",
     ),
     Refusal("FP4", lambda s: s.fp4 is not None, "FP4 keeps state beside activations", "drop --fp4-format"),
     Refusal(
         "activation offloading",
         lambda s: s.cpu_offloading or (s.cpu_offloading_num_layers or 0) > 0 or s.fine_grained_activation_offloading,
-        "activation offloading saves tensors through hooks of autograd, and to look at one is to fetch it: who moves what cannot be told",
+        "activation offloading saves tensors through hooks of autograd, and to look at one is to fetch it: who moves "
+        "what cannot be told",
         "drop --cpu-offloading-num-layers / --fine-grained-activation-offloading",
     ),
     Refusal(
@@ -79,12 +85,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "the flex dispatcher keeps tokens in communication buffers of its own, and moving those was never tried",
         "use --moe-token-dispatcher-type alltoall",
     ),
-    # Autograd runs a node's backward on the stream of its forward, and there the memory that a load filled belongs to another stream's
-    # pool: it would be given out again while the node still reads it.
+    # Autograd runs a node's backward on the stream of its forward, and there the memory that a load filled belongs to
+    # another stream's pool: it would be given out again while the node still reads it.
     Refusal(
         "overlapped shared experts",
         lambda s: s.moe_shared_expert_overlap,
-        "overlapped shared experts compute on a stream of their own, and what is moved belongs to the stream of everything else",
+        "overlapped shared experts compute on a stream of their own, and what is moved belongs to the stream of "
+        "everything else",
         "drop --moe-shared-expert-overlap",
         moving=True,
     ),
@@ -98,7 +105,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "hybrid context parallelism",
         lambda s: s.hybrid_context_parallel,
-        "with hybrid context parallelism the number of micro-batches follows from the data, and a program is made before they are seen",
+        "with hybrid context parallelism the number of micro-batches follows from the data, and a program is made "
+        "before they are seen",
         "drop --hybrid-context-parallel",
     ),
     Refusal(
@@ -170,12 +178,14 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
 )
 
-# What a placement that is not Megatron's own cannot do besides: ranks have other layers there, and one has the first stage and the last.
+# What a placement that is not Megatron's own cannot do besides: ranks have other layers there, and one has the first
+# stage and the last.
 PLACED: tuple[Refusal, ...] = (
     Refusal(
         "checkpoints by rank",
         lambda s: (s.save or s.load) and s.ckpt_format != "torch_dist",
-        "only checkpoints of the format torch_dist file weights by layer; others file them by rank, and ranks have other layers here",
+        "only checkpoints of the format torch_dist file weights by layer; others file them by rank, and ranks have "
+        "other layers here",
         "use --ckpt-format torch_dist",
     ),
     Refusal(
@@ -193,7 +203,8 @@ PLACED: tuple[Refusal, ...] = (
     Refusal(
         "further tokens in a layout",
         lambda s: s.mtp_num_layers and s.pipeline_model_parallel_layout,
-        "in a layout the layers that predict further tokens are looked up by pipeline rank, and ranks have other layers here",
+        "in a layout the layers that predict further tokens are looked up by pipeline rank, and ranks have other "
+        "layers here",
         "drop --pipeline-model-parallel-layout or --mtp-num-layers",
     ),
     Refusal(
@@ -204,7 +215,8 @@ PLACED: tuple[Refusal, ...] = (
     ),
 )
 
-# What shards of the vocabulary cannot do besides: no rank has all logits, and every rank has other rows than it has without.
+# What shards of the vocabulary cannot do besides: no rank has all logits, and every rank has other rows than it has
+# without.
 SHARDED: tuple[Refusal, ...] = (
     Refusal(
         "prediction of further tokens",
@@ -227,7 +239,8 @@ SHARDED: tuple[Refusal, ...] = (
     Refusal(
         "checkpoints by rank of shards",
         lambda s: (s.save or s.load) and s.ckpt_format not in (None, "torch_dist"),
-        "only checkpoints of the format torch_dist file rows by their place in the vocabulary; others file them by rank",
+        "only checkpoints of the format torch_dist file rows by their place in the vocabulary; others file them by "
+        "rank",
         "use --ckpt-format torch_dist",
     ),
     Refusal(
@@ -249,7 +262,8 @@ _DEFAULTS = {"add_bias_linear": True, "ckpt_format": "torch_dist"}
 
 
 def settings_of(flags: Iterable[str]) -> SimpleNamespace:
-    """Return a launch's flags as the table reads them: by the names of Megatron's arguments, which has checked their values."""
+    """Return a launch's flags as the table reads them: by the names of Megatron's arguments, which has checked their
+    values."""
     found: dict[str, Any] = dict(_DEFAULTS)
     name = ""
     for word in flags:
@@ -273,7 +287,8 @@ def _value(word: str) -> int | str | None:
 
 
 def reasons(settings: object, balance: bool, executor: bool = False, unproven: str | None = None) -> list[str]:
-    """Why these settings cannot train with `--bpipe`, or by our loop, or cannot be measured with `--bpipe-report`: a line each, or none.
+    """Return why these settings cannot train with `--bpipe`, or in our loop, or cannot be measured with
+    `--bpipe-report`: a line each.
 
     Each names the flag that asks for it, as far as the settings say which: a model's configuration does not.
     """
@@ -292,5 +307,7 @@ def asked_by(settings: object) -> str:
 
 
 def reasons_of(refusals: Sequence[Refusal], settings: object, wanted: str) -> list[str]:
-    """Why these settings cannot train with what `wanted`, a flag and its value, brings: a line each, or none."""
-    return [f"{wanted}: {refusal.reason}; {refusal.remedy}" for refusal in refusals if refusal.applies(Settings(settings))]
+    """Return why these settings cannot train with `wanted`, a flag and its value: a line each."""
+    return [
+        f"{wanted}: {refusal.reason}; {refusal.remedy}" for refusal in refusals if refusal.applies(Settings(settings))
+    ]

@@ -1,7 +1,9 @@
-"""Read JSON of unknown origin, and single values of it, strictly. In: text or parsed values. Out: Python's, or a ValueError in one line.
+"""Read JSON of unknown origin, and single values of it, strictly.
 
-What a file may hold is said where it is read; here is only what no file may: numbers that are none, keys twice, nesting without end, a
-value of another type or beyond its range. Knows no file and no format.
+In: text or parsed values. Out: Python's, or a ValueError in one line.
+
+What a file may hold is said where it is read; here is only what no file may: numbers that are none, keys twice, nesting
+without end, a value of another type or beyond its range. Knows no file and no format.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ _STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u
 
 
 def load_json(text: str | bytes) -> object:
-    """The value of a whole text. A ValueError says where it stops being JSON."""
+    """Read the value of a whole text. A ValueError says where it stops being JSON."""
     try:
         decoded = text if isinstance(text, str) else text.decode("utf-8")
         return json.loads(decoded, object_pairs_hook=_unique, parse_constant=_no_constant)
@@ -57,26 +59,27 @@ def a_list(value: object, name: str) -> list[Any]:
 
 
 def a_text(value: object, name: str) -> str:
-    """As it can be shown."""
+    """Return text as it can be shown."""
     if not isinstance(value, str):
         raise _error(name, value, "must be text")
     return printable(value)
 
 
 def printable(text: str) -> str:
-    r"""Text of unknown origin as a terminal and a page may have it: what steers either, and half a character, as `\x1b` or `\ud800`."""
+    r"""Return the text of unknown origin as a terminal and a page may have it: what steers either, and half a
+    character, as `\x1b` or `\ud800`."""
     return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def a_whole(value: object, name: str, least: int = 0, most: int = LARGEST) -> int:
-    """A whole number from `least` to `most`."""
+    """Read a whole number from `least` to `most`."""
     if type(value) is not int or not least <= value <= most:
         raise _error(name, value, f"must be a whole number from {least} to {most}")
     return value
 
 
 def a_number(value: object, name: str, least: float = 0, most: float = LARGEST) -> float:
-    """A finite number from `least` to `most`."""
+    """Read a finite number from `least` to `most`."""
     if type(value) not in (int, float) or not least <= value <= most:  # type: ignore[operator]
         raise _error(name, value, f"must be a number from {least:g} to {most:g}")
     return float(value)  # type: ignore[arg-type]

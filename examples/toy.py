@@ -1,7 +1,9 @@
-"""BPipe without Megatron: four processes, a stage of a small torch model each, and the engine around every forward and backward.
+"""BPipe without Megatron: four processes, a stage of a small torch model each, and the engine around every forward and
+backward.
 
-In: nothing. Out: a table of what each stage held without and with balancing, and whether both trainings computed the same bits (exit
-status 0) or not (1). Runs on the CPU: `python examples/toy.py`. What each part is for: docs/own_loop.md.
+In: nothing. Out: a table of what each stage held without and with balancing, and whether both trainings computed the
+same bits (exit status 0) or not (1). Runs on the CPU: `python examples/toy.py`. What each part is for:
+docs/own_loop.md.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing import ProcessExitedException, start_processes
 
+from bpipe.build import ScheduleConfig, build, named_balance
 from bpipe.ir.memory import num_transfers
 from bpipe.ir.schedule import Schedule
-from bpipe.program import ScheduleConfig, balancing, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.meter import Meter
@@ -62,8 +64,11 @@ def engine_of(schedule: Schedule, rank: int, meter: Meter) -> Engine:
 
 
 def train(rank: int, balance: str) -> tuple[list[str], list[torch.Tensor], int, int]:
-    """This rank's part of a training: every iteration's loss, the weights at the end, most micro-batches held, and how many left."""
-    schedule = build(ScheduleConfig(schedule="1f1b", num_ranks=STAGES, num_microbatches=MICROBATCHES, balance=balancing(balance)))
+    """This rank's part of a training: every iteration's loss, the weights at the end, most micro-batches held, and
+    how many left."""
+    schedule = build(
+        ScheduleConfig(schedule="1f1b", num_ranks=STAGES, num_microbatches=MICROBATCHES, balance=named_balance(balance))
+    )
     model, meter = StageModel(rank), Meter()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = engine_of(schedule, rank, meter)
@@ -110,7 +115,8 @@ def main() -> int:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:
         try:
-            # Forked, because importing torch four times is most of the time this takes; nothing has started a thread yet.
+            # Forked, because importing torch four times is most of the time this takes; nothing has started a thread
+            # yet.
             start_processes(run, args=(folder,), nprocs=STAGES, start_method="fork")
         except ProcessExitedException:
             return 1

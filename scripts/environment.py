@@ -1,8 +1,9 @@
 """Say what a Python environment still lacks for this project.
 
-In: an extra of pyproject.toml beside this folder, and the interpreter that runs the file. Out: one line for each unmet requirement of the
-project with that extra. With `--stamp` in its place: a fingerprint of what an installation depends on. Installs nothing and imports none of
-the packages it looks for; it runs in an environment that holds nothing but pip.
+In: an extra of pyproject.toml beside this folder, and the interpreter that runs the file. Out: one line for each unmet
+requirement of the project with that extra. With `--stamp` in its place: a fingerprint of what an installation depends
+on. Installs nothing and imports none of the packages it looks for; it runs in an environment that holds nothing but
+pip.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def described(root: Path) -> dict[str, Any]:
 
 
 def requirements(root: Path, extra: str) -> Iterator[str]:
-    """Yield every requirement line of the project with an extra, those of the extras that it names in place of their names."""
+    """Yield every requirement line of the project with an extra, those of the extras that it names in place of their
+    names."""
     project = described(root)
     lines = [*project["dependencies"], *project["optional-dependencies"][extra]]
     for line in lines:
@@ -74,7 +76,8 @@ def project_unmet(root: Path) -> str | None:
 
 
 def stamp(root: Path) -> str:
-    """A fingerprint that changes when an installation has to be repeated: the two project files and the place of the checkout."""
+    """Return a fingerprint that changes when an installation has to be repeated: the two project files and the place
+    of the checkout."""
     digest = hashlib.sha256(str(root).encode())
     for name in ("pyproject.toml", "setup.py"):
         digest.update((root / name).read_bytes())

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Check on one GPU what can be checked there of moving activations, and measure what can be measured.
 
-In: a machine with a GPU and torch; one step also wants Megatron and is skipped without it. --rehearse runs the same code with tiny sizes
-on a CPU and shows nothing of a GPU. Out: a line for everything found, a summary, and with --json a file of all of it, written after every
-step. Every step is a process of its own: one that fails or hangs is ended at its limit and reported, and the others go on. All of it
-takes less than 25 minutes, each of the three parts less than 9.
-Exit status 1 if a step found something wrong or did not come to its end, 2 without a GPU. docs/gpu.md says what each step shows.
+In: a machine with a GPU and torch; one step also wants Megatron and is skipped without it. --rehearse runs the same
+code with tiny sizes on a CPU and shows nothing of a GPU. Out: a line for everything found, a summary, and with --json a
+file of all of it, written after every step. Every step is a process of its own: one that fails or hangs is ended at its
+limit and reported, and the others go on. All of it takes less than 25 minutes, each of the three parts less than 9.
+Exit status 1 if a step found something wrong or did not come to its end, 2 without a GPU. docs/gpu.md says what each
+step shows.
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ ONCE = (Under("", {}),)
 
 @dataclass(frozen=True)
 class Step:
-    """`limit_s`: when it is ended. `part`: the third of everything it belongs to. `run` is None where it only runs other steps again."""
+    """`limit_s`: when it is ended.
+
+    `part`: the third of everything it belongs to. `run` is None where it only runs other steps again.
+    """
 
     run: Callable[..., Result] | None
     sizes: Mapping[str, Any]
@@ -77,8 +81,12 @@ class Step:
 
 # In the order in which a first half hour on a GPU wants them: what everything else stands on comes first.
 STEPS: dict[str, Step] = {
-    "versions": Step(versions.run, versions.SIZES, 1, 40, "what is installed, and that torch and the CUDA runtime mean one device"),
-    "counts": Step(counts.run, counts.SIZES, 1, 75, "the runtime's own tests: reference counts differ between versions of torch"),
+    "versions": Step(
+        versions.run, versions.SIZES, 1, 40, "what is installed, and that torch and the CUDA runtime mean one device"
+    ),
+    "counts": Step(
+        counts.run, counts.SIZES, 1, 75, "the runtime's own tests: reference counts differ between versions of torch"
+    ),
     "queues": Step(
         queues.run,
         queues.SIZES,
@@ -91,7 +99,11 @@ STEPS: dict[str, Step] = {
     "streams": Step(streams.run, streams.SIZES, 1, 90, "the order of streams is right, and each wait is needed"),
     "memory": Step(memory.run, memory.SIZES, 1, 90, "what each stage allocates, against the prediction"),
     "halves": Step(
-        halves.run, halves.SIZES, 1, 50, "backwards of Megatron's own stage in halves, also Transformer Engine's: right or wrong"
+        halves.run,
+        halves.SIZES,
+        1,
+        50,
+        "backwards of Megatron's own stage in halves, also Transformer Engine's: right or wrong",
     ),
     "overhead": Step(overhead.run, overhead.SIZES, 2, 140, "what balancing costs one stage, beside copy engines"),
     "overhead_one_queue": Step(
@@ -111,11 +123,21 @@ STEPS: dict[str, Step] = {
         (Under("", {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}),),
     ),
     "megatron": Step(
-        megatron_stage.run, megatron_stage.SIZES, 2, 160, "Megatron's own stage, compiled: what moves, and that nothing differs"
+        megatron_stage.run,
+        megatron_stage.SIZES,
+        2,
+        160,
+        "Megatron's own stage, compiled: what moves, and that nothing differs",
     ),
-    "nearly_full": Step(nearly_full.run, nearly_full.SIZES, 3, 60, "a balanced program with no room to spare, and lending beside it"),
-    "side_stream": Step(side_stream.run, side_stream.SIZES, 3, 40, "what refusing activations of another stream protects from"),
-    "abandon": Step(abandon.run, abandon.SIZES, 3, 45, "after an error a rank lets go at once, however busy its device is"),
+    "nearly_full": Step(
+        nearly_full.run, nearly_full.SIZES, 3, 60, "a balanced program with no room to spare, and lending beside it"
+    ),
+    "side_stream": Step(
+        side_stream.run, side_stream.SIZES, 3, 40, "what refusing activations of another stream protects from"
+    ),
+    "abandon": Step(
+        abandon.run, abandon.SIZES, 3, 45, "after an error a rank lets go at once, however busy its device is"
+    ),
     "connections": Step(
         None,
         peer.SIZES,
@@ -134,7 +156,11 @@ STEPS: dict[str, Step] = {
         140,
         "the order of streams again under torch's other allocators",
         (
-            Under("expandable segments", {ALLOCATOR: "expandable_segments:True"}, ("versions", "streams", "peer", "memory")),
+            Under(
+                "expandable segments",
+                {ALLOCATOR: "expandable_segments:True"},
+                ("versions", "streams", "peer", "memory"),
+            ),
             Under("cudaMallocAsync", {ALLOCATOR: "backend:cudaMallocAsync"}, ("versions", "streams")),
         ),
     ),
@@ -170,7 +196,9 @@ def _names_of(part: int | None) -> list[str]:
     return [name for name, step in STEPS.items() if part in (None, step.part)]
 
 
-def _find_out(names: Sequence[str], size: str, minutes: float | None, header: Mapping[str, Any], path: Path | None) -> dict[str, Result]:
+def _find_out(
+    names: Sequence[str], size: str, minutes: float | None, header: Mapping[str, Any], path: Path | None
+) -> dict[str, Result]:
     """Run the steps, one after the other, within so many minutes in all."""
     scale = 60 * minutes / sum(STEPS[name].limit_s for name in names) if minutes else 1.0
     results: dict[str, Result] = {}
@@ -201,11 +229,22 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--only", type=steps, metavar="STEP,STEP", help=f"these steps, of {', '.join(STEPS)}")
-    chosen.add_argument("--part", type=int, choices=sorted({step.part for step in STEPS.values()}), help="a third of them (default: all)")
-    parser.add_argument("--minutes", type=minutes, metavar="N", help="all that is chosen ends within N (default: the steps' own limits)")
-    parser.add_argument("--list", action="store_true", help="name the steps that are chosen, with their limits, and run nothing")
+    chosen.add_argument(
+        "--part",
+        type=int,
+        choices=sorted({step.part for step in STEPS.values()}),
+        help="a third of them (default: all)",
+    )
+    parser.add_argument(
+        "--minutes", type=minutes, metavar="N", help="all that is chosen ends within N (default: the steps' own limits)"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="name the steps that are chosen, with their limits, and run nothing"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, after every step")
-    parser.add_argument("--rehearse", action="store_true", help="tiny sizes on the CPU, to try this script without a GPU")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="tiny sizes on the CPU, to try this script without a GPU"
+    )
     parser.add_argument("--size", choices=(FULL, MODERATE, REHEARSAL), help=argparse.SUPPRESS)
     parser.add_argument("--inside", type=Path, metavar="FILE", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -220,7 +259,10 @@ def _list(names: Sequence[str]) -> None:
 
 
 def find_out(name: str, size: str, limit_s: float) -> Result:
-    """Run a step, or what it consists of, in processes of their own. What one of them leaves of the time, the next ones have."""
+    """Run a step, or what it consists of, in processes of their own.
+
+    What one of them leaves of the time, the next ones have.
+    """
     step = STEPS[name]
     runs = step.runs(name)
     if size == REHEARSAL:
@@ -287,10 +329,15 @@ def _header(size: str, arguments: Sequence[str] | None) -> dict[str, str]:
 
 
 def _gpu() -> str:
-    """Name, driver and memory, from the driver's own tool: asking torch would make a context here, and it takes memory."""
+    """Name, driver and memory, from the driver's own tool: asking torch would make a context here, and it takes
+    memory."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
-        return subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.strip().replace("\n", "; ")
+        return (
+            subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+            .stdout.strip()
+            .replace("\n", "; ")
+        )
     except (OSError, subprocess.SubprocessError) as error:
         return f"unknown, nvidia-smi does not answer ({error})"
 

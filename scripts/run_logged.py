@@ -1,12 +1,12 @@
 """Run one command, keep all it prints in a log, show the lines that matter, and leave none of its processes behind.
 
-In: a log file, a regular expression for the lines to show, a command. Out: the command's exit status; on failure, what the log says of the
-cause, or else its end.
-Knows nothing of what it runs. Standard library only: the set-up uses it before anything is installed. Linux only (prctl and /proc).
+In: a log file, a regular expression for the lines to show, a command. Out: the command's exit status; on failure, what
+the log says of the cause, or else its end. Knows nothing of what it runs. Standard library only: the set-up uses it
+before anything is installed. Linux only (prctl and /proc).
 
-A launcher may die before the processes it started. They are adopted by this process, which ends them when the command has ended. Told to
-stop (Ctrl-C, TERM, hang-up), it passes the signal on and waits, then ends what is left, then kills what is left of that. Should this
-process itself be killed, the kernel tells the command.
+A launcher may die before the processes it started. They are adopted by this process, which ends them when the command
+has ended. Told to stop (Ctrl-C, TERM, hang-up), it passes the signal on and waits, then ends what is left, then kills
+what is left of that. Should this process itself be killed, the kernel tells the command.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class Stopped(Exception):
 
 
 def family() -> dict[int, list[int]]:
-    """The children of every living process, from /proc."""
+    """Return the children of every living process, from /proc."""
     below: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
-        # A process may end while it is being read. The zombies among them are dead, unless only their first thread is: then the process
-        # still has its children, and nobody has adopted them yet.
+        # A process may end while it is being read. The zombies among them are dead, unless only their first thread is:
+        # then the process still has its children, and nobody has adopted them yet.
         with contextlib.suppress(OSError):
             if entry.name.isdigit():
                 state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
@@ -82,7 +82,7 @@ def children(root: int) -> list[int]:
 
 
 def descendants(root: int) -> list[int]:
-    """All living processes below `root`."""
+    """Return all living processes below `root`."""
     everyone = family()
     found: list[int] = []
     waiting = [root]
@@ -133,7 +133,13 @@ def stop(number: int, _frame: FrameType | None) -> None:
     raise Stopped(number)
 
 
-def run(log_path: Path, pattern: re.Pattern[str], causes: re.Pattern[str] | None, command: list[str], grace_s: float = GRACE_S) -> int:
+def run(
+    log_path: Path,
+    pattern: re.Pattern[str],
+    causes: re.Pattern[str] | None,
+    command: list[str],
+    grace_s: float = GRACE_S,
+) -> int:
     """Run `command`; return its status, or 128 + n when signal n ended it or asked for the end."""
     LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -159,7 +165,8 @@ def run(log_path: Path, pattern: re.Pattern[str], causes: re.Pattern[str] | None
             reader.join(grace_s)
         except Stopped as stopped:
             command_itself = set(children(os.getpid()))
-            # Ctrl-C goes to the whole group of a terminal, so the command has had it already; a second one would break its clearing-up.
+            # Ctrl-C goes to the whole group of a terminal, so the command has had it already; a second one would break
+            # its clearing-up.
             if stopped.number != signal.SIGINT:
                 for pid in command_itself:
                     send(pid, stopped.number)
@@ -177,12 +184,19 @@ def run(log_path: Path, pattern: re.Pattern[str], causes: re.Pattern[str] | None
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Run a command, log its output, show the lines that match, leave no process behind.")
+    parser = argparse.ArgumentParser(
+        description="Run a command, log its output, show the lines that match, leave no process behind."
+    )
     parser.add_argument("--log", type=Path, required=True, help="file for everything the command prints")
     parser.add_argument(
-        "--show", default="", metavar="REGEX", help="lines to show as they come (default: all; the end of the log is then not repeated)"
+        "--show",
+        default="",
+        metavar="REGEX",
+        help="lines to show as they come (default: all; the end of the log is then not repeated)",
     )
-    parser.add_argument("--causes", metavar="REGEX", help="lines to repeat if the command fails, in place of the end of the log")
+    parser.add_argument(
+        "--causes", metavar="REGEX", help="lines to repeat if the command fails, in place of the end of the log"
+    )
     parser.add_argument("command", nargs="+", help="after --")
     args = parser.parse_args()
     try:

@@ -1,8 +1,8 @@
 """Look at what an imperative PyTorch program issues, step by step, beside the program itself, and run it there.
 
-`audit(step)` runs a step function a few times and says, a source line each, what a CUDA graph or `torch.compile` would freeze, lose or
-break on. `Session` runs a step's operations beside the Python that issues them. A package of its own: it needs torch, and knows neither
-bpipe nor Megatron.
+`audit(step)` runs a step function a few times and says, a source line each, what a CUDA graph or `torch.compile` would
+freeze, lose or break on. `Session` runs a step's operations beside the Python that issues them. A package of its own:
+it needs torch, and knows neither bpipe nor Megatron.
 """
 
 from importlib.util import find_spec

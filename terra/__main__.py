@@ -1,4 +1,5 @@
-"""`python -m terra audit SCRIPT [ARGUMENTS...]`: status 0 where nothing was found, 1 where something was, 2 where it could not be said."""
+"""`python -m terra audit SCRIPT [ARGUMENTS...]`: status 0 where nothing was found, 1 where something was, 2 where it
+could not be said."""
 
 from __future__ import annotations
 
@@ -13,17 +14,26 @@ from terra.audit.run import STEPS, WARM_UP, audit_script
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m terra", description="Look at what a PyTorch program issues, step by step.")
+    parser = argparse.ArgumentParser(
+        prog="python -m terra", description="Look at what a PyTorch program issues, step by step."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     audit = commands.add_parser(
         "audit",
         help="say what a CUDA graph would freeze, lose or break on",
-        description="Run a script until its first optimizer has stepped a few times, and say a source line each what a CUDA graph or "
+        description="Run a script until its first optimizer has stepped a few times, and say a source line each what "
+        "a CUDA graph or "
         "torch.compile would freeze, lose or break on. The script does what it would do; its arguments come last.",
     )
     audit.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"steps to compare (default {STEPS})")
-    audit.add_argument("--warm-up", type=int, default=WARM_UP, metavar="N", help=f"steps before them, at least 1 (default {WARM_UP})")
-    audit.add_argument("--json", metavar="FILE", help="write there what was found, as JSON ('-': to standard output, in place of the text)")
+    audit.add_argument(
+        "--warm-up", type=int, default=WARM_UP, metavar="N", help=f"steps before them, at least 1 (default {WARM_UP})"
+    )
+    audit.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write there what was found, as JSON ('-': to standard output, in place of the text)",
+    )
     audit.add_argument("script", type=Path)
     audit.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)

@@ -1,6 +1,8 @@
-"""What holds for every test: slow ones wait to be asked for, those for a GPU skip without one, and random ones repeat in CI.
+"""What holds for every test: slow ones wait to be asked for, those for a GPU skip without one, and random ones repeat
+in CI.
 
-In: pytest's options and the environment. Out: the collected tests, fewer or marked. Imports torch only where a test asks for a GPU.
+In: pytest's options and the environment. Out: the collected tests, fewer or marked. Imports torch only where a test
+asks for a GPU.
 """
 
 from __future__ import annotations
@@ -11,17 +13,23 @@ import os
 import pytest
 from hypothesis import settings
 
-# Before torch is imported, here and in the processes of tests: their tensors are too small to share out, and threads that wait for each
-# other take the processor from other ranks.
+# Before torch is imported, here and in the processes of tests: their tensors are too small to share out, and threads
+# that wait for each other take the processor from other ranks.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# The machines are shared and small, so a test's own time-out is the only clock; and a failure in CI must come back at home.
+# The machines are shared and small, so a test's own time-out is the only clock; and a failure in CI must come back at
+# home.
 settings.register_profile("bpipe", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("bpipe")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", default=os.environ.get("RUN_SLOW", "0") not in ("", "0"), help="also run slow tests")
+    parser.addoption(
+        "--slow",
+        action="store_true",
+        default=os.environ.get("RUN_SLOW", "0") not in ("", "0"),
+        help="also run slow tests",
+    )
 
 
 def pytest_sessionstart() -> None:

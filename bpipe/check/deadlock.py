@@ -1,18 +1,21 @@
-"""Run programs whose senders and receivers wait for each other. In: a Schedule and an `Exchange`. Out: where it gets stuck, if it does.
+"""Run programs whose senders and receivers wait for each other.
 
-`passes.lower` says what every rank does and what its data waits for. A message or transfer passes when all its ends have arrived at it, and
-until then an end that waits for it goes no further. Every receive names its sender, so one execution that completes means that all do,
-and fewer waits never block more. `Waits` says how much else waits for transfers.
+In: a Schedule and an `Exchange`. Out: where it gets stuck, if it does.
 
-The first iteration waits for more, and is what is run here: a HOST until the evictor has told the sizes of all stages of which it has run
-a forward when it comes to its EVICT, and the first EVICT of a stage into a host buffer until its HOST has made room. Where sizes differ
-every later iteration begins with a word of each evictor to each of its hosts, how large rooms have to be, for which these wait
-(`words_of`): that is run as well, before the first computation.
+`lower.lower` says what every rank does and what its data waits for. A message or transfer passes when all its ends
+have arrived at it, and until then an end that waits for it goes no further. Every receive names its sender, so one
+execution that completes means that all do, and fewer waits never block more. `WaitLevel` says how much else waits for
+transfers.
 
-A communicator is made by the first exchange in it, unless it is there before (`births`). Where messages pass in batches that is one of all
-ranks, and each waits there until the last has come; where they pass one by one, it is one of two. Source: `batch_isend_irecv` in
-torch.distributed, "if this API is the first collective call in the group, all ranks of the group must participate".
-Knows no tensors, no seconds.
+The first iteration waits for more, and is what is run here: a HOST until the evictor has told the sizes of all stages
+of which it has run a forward when it comes to its EVICT, and the first EVICT of a stage into a host buffer until its
+HOST has made room. Where sizes differ every later iteration begins with a word of each evictor to each of its hosts,
+how large rooms have to be, for which these wait (`size_messages`): that is run as well, before the first computation.
+
+A communicator is made by the first exchange in it, unless it is there before (`births`). Where messages pass in batches
+that is one of all ranks, and each waits there until the last has come; where they pass one by one, it is one of two.
+Source: `batch_isend_irecv` in torch.distributed, "if this API is the first collective call in the group, all ranks of
+the group must participate". Knows no tensors, no seconds.
 """
 
 from __future__ import annotations
@@ -24,34 +27,38 @@ from itertools import islice
 from typing import Any
 
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.host_buffers import Hosting, host_buffers, hosts_of, links_of, num_measured
-from bpipe.ir.needs import Needs
-from bpipe.ir.program import Do, Exchange, Numbering, Program, Transfer
+from bpipe.ir.dependencies import Dependencies
+from bpipe.ir.host_buffers import Residency, host_buffers, hosts_of, links_of, num_measured
+from bpipe.ir.program import Exchange, Numbering, Op, Program, Transfer
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.lower import lower
+from bpipe.lower.lower import lower
 
-_RUN, _SEND, _WAIT, _START = int(Do.RUN), int(Do.SEND), int(Do.WAIT), int(Do.START)
+_RUN, _SEND, _WAIT, _START = int(Op.RUN), int(Op.SEND), int(Op.WAIT), int(Op.START)
 _OVER = -1
-_SENDING, _ANOTHER_WAIT = bytes([Do.SEND]), bytes([_WAIT])
+_SENDING, _ANOTHER_WAIT = bytes([Op.SEND]), bytes([_WAIT])
 
 
-class Waits(enum.IntEnum):
-    """When a rank waits for the transfers it has started, beyond what their data needs. Each includes those before it."""
+class WaitLevel(enum.IntEnum):
+    """Levels of waiting for transfers beyond what their data needs. Each level includes those before it."""
 
     ASYNCHRONOUS = 0
-    AFTER_EXCHANGES = 1  # the device is synchronised after every exchange with a neighbouring stage, Megatron's batch_p2p_sync
+    AFTER_EXCHANGES = (
+        1  # the device is synchronised after every exchange with a neighbouring stage, Megatron's batch_p2p_sync
+    )
     IN_EVERY_OPERATION = 2  # and inside every computation, as some communication libraries and allocators do
-    # And for every transfer where it is posted: --bpipe-sync-transfers; or a device whose streams share queues, where an operation at the
-    # head of one that its own stream does not let begin holds up whatever was issued after it, or that somebody synchronises.
+    # And for every transfer where it is posted: --bpipe-sync-transfers; or a device whose streams share queues, where
+    # an operation at the head of one that its own stream does not let begin holds up whatever was issued after it, or
+    # that somebody synchronises.
     AT_ISSUE = 3
-    # And before a message starts, for the one before it to the same ranks: with CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one queue.
-    # So does what takes up the statistics of all shards beside the computation, from S on.
+    # And before a message starts, for the one before it to the same ranks: with CUDA_DEVICE_MAX_CONNECTIONS=1 all
+    # streams share one queue. So does what takes up the statistics of all shards beside the computation, from S on.
     ONE_QUEUE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """A rank that cannot go on: it waits for `message` around the computation at `slot` and its other end is on `peer`."""
+    """A rank that cannot go on: it waits for `message` around the computation at `slot` and its other end is on
+    `peer`."""
 
     rank: int
     slot: int
@@ -60,9 +67,15 @@ class Blocked:
 
 
 def blocked_ranks(
-    schedule: Schedule, waits: Waits = Waits.IN_EVERY_OPERATION, exchange: Exchange = Exchange.POSTED, births: bool = False
+    schedule: Schedule,
+    waits: WaitLevel = WaitLevel.IN_EVERY_OPERATION,
+    exchange: Exchange = Exchange.POSTED,
+    births: bool = False,
 ) -> tuple[Blocked, ...]:
-    """Return every rank that never finishes; empty for a schedule that cannot deadlock. `births`: communicators are not there before."""
+    """Return every rank that never finishes; empty for a schedule that cannot deadlock.
+
+    `births`: communicators are not there before.
+    """
     board = _Board(schedule, exchange, births)
     ranks = [_RankWalk(program, board, waits) for program in lower(schedule, exchange)]
     runnable, waiting = board.runnable, board.waiting
@@ -72,18 +85,27 @@ def blocked_ranks(
         number = next(rank.run, _OVER)
         if number != _OVER:
             waiting.setdefault(number, []).append(rank)
-    return tuple(sorted((rank.blocked_at(number) for number, stuck in waiting.items() for rank in stuck), key=lambda one: one.rank))
+    return tuple(
+        sorted(
+            (rank.blocked_at(number) for number, stuck in waiting.items() for rank in stuck), key=lambda one: one.rank
+        )
+    )
 
 
-def words_of(links: Iterable[tuple[int, int]], rank: int) -> list[tuple[bool, tuple[int, int]]]:
-    """What a rank says, and hears, as it begins, in order: of every rank with which it has to do, ascending, first its own word, if it
-    sends to that one, then the other's, if that sends here. Each pair is at its words before any later one, so nobody waits in a ring."""
+def size_messages(links: Iterable[tuple[int, int]], rank: int) -> list[tuple[bool, tuple[int, int]]]:
+    """Return the order in which a rank sends and hears sizes as it begins: (whether it sends, the link) for each link
+    it is part of.
+
+    Ranks come in ascending order; with each, a rank sends before it hears. Every pair meets before any later pair, so
+    no ring of waiting forms.
+    """
     mine = sorted(link for link in links if rank in link)
     return sorted(((link[0] == rank, link) for link in mine), key=lambda word: (sum(word[1]) - rank, not word[0]))
 
 
 class _Board:
-    """What has passed: messages by their value, then the n-th transfer from one rank to another, and the sizes that ranks have told.
+    """What has passed: messages by their value, then the n-th transfer from one rank to another, and the sizes that
+    ranks have told.
 
     `missing[number]` ends have not arrived yet; `waiting[number]` go on when the last has.
     """
@@ -96,20 +118,21 @@ class _Board:
         # By the ranks of a communicator, its number; and who has come to each.
         self.communicators: dict[tuple[int, ...], int] = {}
         self.born_on: dict[int, set[int]] = {}
-        self.needs = needs = Needs(schedule.layout, schedule.num_microbatches)
-        self.missing = [2] * needs.num_values
-        if needs.layout.shard_kinds:
-            self.missing = [len(needs.route(value).parties) for value in range(needs.num_values)]
+        self.dependencies = dependencies = Dependencies(schedule.layout, schedule.num_microbatches)
+        self.missing = [2] * dependencies.num_values
+        if dependencies.layout.shard_kinds:
+            self.missing = [len(dependencies.route(value).parties) for value in range(dependencies.num_values)]
         # What a collective gathers is taken up at once, beside the computation, to make what the last stage waits for.
-        self.in_two_steps = needs.in_two_steps
+        self.in_two_steps = dependencies.in_two_steps
         # By sender and receiver, the numbers of what passes so, in order.
         self.transfers: dict[tuple[int, int], list[int]] = {}
-        # By evictor and host: by what leaves the one for the other, in order, of how many stages it has told it the sizes by then; and the
-        # numbers of these.
-        self.told_by: dict[tuple[int, int], dict[Hosting, int]] = {}
+        # By evictor and host: by what leaves the one for the other, in order, of how many stages it has told it the
+        # sizes by then; and the numbers of these.
+        self.told_by: dict[tuple[int, int], dict[Residency, int]] = {}
         self.told: dict[tuple[int, int], list[int]] = {}
-        # By host: what it takes, in order, and which of that may make a buffer grow: none of that stage of that rank was in it before.
-        self.hosted: dict[int, dict[Hosting, bool]] = {}
+        # By host: what it takes, in order, and which of that may make a buffer grow: none of that stage of that rank
+        # was in it before.
+        self.hosted: dict[int, dict[Residency, bool]] = {}
         # By evictor and host: the word with which it begins.
         self.words: dict[tuple[int, int], int] = {link: self._expect(1) for link in sorted(links_of(schedule))}
         self.waiting: dict[int, list[_RankWalk]] = {}
@@ -121,7 +144,7 @@ class _Board:
             self.runnable += self.waiting.pop(number)
 
     def transfer(self, key: tuple[int, int, int]) -> int:
-        """The number of a transfer: of its sender, its receiver and how many passed so before it."""
+        """Return the number of a transfer: its sender, its receiver and how many passed between them before."""
         sender, receiver, nth = key
         if sender == receiver:
             # What a rank keeps in its own host memory has no other end.
@@ -136,23 +159,29 @@ class _Board:
         return len(self.missing) - 1
 
     def telling(self, program: Program) -> dict[int, int]:
-        """Where in its program a rank has run, and passed on, the first forward of a stage that leaves: what it tells there, its number."""
-        rank, dos = program.rank, program.dos
+        """Where in its program a rank has run, and passed on, the first forward of a stage that leaves: what it
+        tells there, its number."""
+        rank, ops = program.rank, program.ops
         stages_to: dict[int, set[int]] = {}
-        for stay, host in hosts_of(self.schedule, rank).items():
-            stages_to.setdefault(host, set()).add(stay.stage)
+        for residency, host in hosts_of(self.schedule, rank).items():
+            stages_to.setdefault(host, set()).add(residency.stage)
         left = set().union(*stages_to.values())
         places = {}
         by_stage: dict[int, int] = {}
         # Our own loop sends first (`Engine.sent`).
         sends_first = self.exchange is Exchange.POSTED
-        for index, what in enumerate(program.whats) if left else ():
-            if dos[index] == _RUN and isinstance(what, Action) and what.kind is Kind.FORWARD and what.stage in left:
-                left.remove(what.stage)
+        for index, operand in enumerate(program.operands) if left else ():
+            if (
+                ops[index] == _RUN
+                and isinstance(operand, Action)
+                and operand.kind is Kind.FORWARD
+                and operand.stage in left
+            ):
+                left.remove(operand.stage)
                 behind = index + 1
-                while sends_first and dos[behind : behind + 1] == _SENDING:
+                while sends_first and ops[behind : behind + 1] == _SENDING:
                     behind += 1
-                places[behind] = by_stage[what.stage] = self._expect(1)
+                places[behind] = by_stage[operand.stage] = self._expect(1)
             if not left:
                 break
         for host, stages in stages_to.items():
@@ -161,13 +190,16 @@ class _Board:
         return places
 
     def making(self, program: Program) -> dict[int, list[int]]:
-        """Return the instructions at which a rank makes communicators with others, and the numbers of these: its first messages in each."""
+        """Return the instructions at which a rank makes communicators with others, and the numbers of these: its
+        first messages in each."""
         places: dict[int, list[int]] = {}
         seen: set[tuple[int, ...]] = set()
         everybody = tuple(range(self.schedule.num_ranks))
-        for index, what in enumerate(program.whats) if self.births else ():
-            if isinstance(what, int):
-                ranks = everybody if self.exchange.is_batched else tuple(sorted(self.needs.route(what).parties))
+        for index, operand in enumerate(program.operands) if self.births else ():
+            if isinstance(operand, int):
+                ranks = (
+                    everybody if self.exchange.is_batched else tuple(sorted(self.dependencies.route(operand).parties))
+                )
                 if ranks not in seen:
                     seen.add(ranks)
                     if ranks not in self.communicators:
@@ -177,22 +209,26 @@ class _Board:
                         break
         return places
 
-    def growing(self, host: int) -> dict[Hosting, bool]:
-        """What a rank hosts, in the order in which it comes, and whether the buffer it goes to may have to grow for it."""
+    def growing(self, host: int) -> dict[Residency, bool]:
+        """What a rank hosts, in the order in which it comes, and whether the buffer it goes to may have to grow for
+        it."""
         if host not in self.hosted:
             seen: set[tuple[int, int, int]] = set()
             of_host = self.hosted[host] = {}
-            for stay, buffer in host_buffers(self.schedule, host).items():
-                key = (buffer, stay.stage, self.schedule.layout.rank_of(stay.stage, stay.microbatch))
-                of_host[stay] = key not in seen
+            for residency, buffer in host_buffers(self.schedule, host).items():
+                key = (buffer, residency.stage, self.schedule.layout.rank_of(residency.stage, residency.microbatch))
+                of_host[residency] = key not in seen
                 seen.add(key)
         return self.hosted[host]
 
 
 class _RankWalk:
-    """One rank on its way through its program, with what `waits` adds. `run` yields what it waits for, and ends where it does."""
+    """One rank on its way through its program, with what `waits` adds.
 
-    def __init__(self, program: Program, board: _Board, waits: Waits) -> None:
+    `run` yields what it waits for, and ends where it does.
+    """
+
+    def __init__(self, program: Program, board: _Board, waits: WaitLevel) -> None:
         self.program, self.board, self.waits = program, board, waits
         # The transfers that nobody has waited for, and the number of each by its half.
         self.outstanding: list[int] = []
@@ -208,7 +244,7 @@ class _RankWalk:
         self.run = self._run()
 
     def _run(self) -> Iterator[int]:
-        for tells, link in words_of(self.board.words, self.program.rank):
+        for tells, link in size_messages(self.board.words, self.program.rank):
             if tells:
                 self.board.arrive(self.board.words[link])
             else:
@@ -223,50 +259,54 @@ class _RankWalk:
                 self.board.born_on.setdefault(communicator, set()).add(self.program.rank)
                 self.board.arrive(communicator)
                 yield from self._until(communicator)
-        yield from self._part(begin, len(self.program.dos))
-        self.index = len(self.program.dos) - 1
+        yield from self._part(begin, len(self.program.ops))
+        self.index = len(self.program.ops) - 1
         yield from self._outstanding()
 
     def _part(self, begin: int, end: int) -> Iterator[int]:
-        """The instructions from `begin` to before `end`."""
-        board, outstanding, dos, started = self.board, self.outstanding, self.program.dos, self.started
+        """Return the instructions from `begin` to before `end`."""
+        board, outstanding, ops, started = self.board, self.outstanding, self.program.ops, self.started
         missing, waiting, runnable = board.missing, board.waiting, board.runnable
-        after_exchanges, in_operations = self.waits >= Waits.AFTER_EXCHANGES, self.waits >= Waits.IN_EVERY_OPERATION
-        one_queue = self.waits >= Waits.ONE_QUEUE
-        what: Any
-        for index, what in enumerate(islice(self.program.whats, begin, end), begin):
-            do = dos[index]
-            if do == _WAIT:
-                if missing[what]:
+        after_exchanges, in_operations = (
+            self.waits >= WaitLevel.AFTER_EXCHANGES,
+            self.waits >= WaitLevel.IN_EVERY_OPERATION,
+        )
+        one_queue = self.waits >= WaitLevel.ONE_QUEUE
+        operand: Any
+        for index, operand in enumerate(islice(self.program.operands, begin, end), begin):
+            op = ops[index]
+            if op == _WAIT:
+                if missing[operand]:
                     self.index = index
-                    yield what
-                if outstanding and after_exchanges and dos[index + 1 : index + 2] != _ANOTHER_WAIT:
+                    yield operand
+                if outstanding and after_exchanges and ops[index + 1 : index + 2] != _ANOTHER_WAIT:
                     self.index = index
                     yield from self._outstanding()
-            elif do == _RUN:
+            elif op == _RUN:
                 if outstanding and in_operations:
                     self.index = index
                     yield from self._outstanding()
-            elif do < _WAIT:
-                if one_queue and do == _SEND:
+            elif op < _WAIT:
+                if one_queue and op == _SEND:
                     self.index = index
-                    yield from self._sent_before(what)
-                missing[what] = left = missing[what] - 1
-                if not left and what in waiting:
-                    runnable += waiting.pop(what)
-                elif left and one_queue and what in board.in_two_steps:
+                    yield from self._sent_before(operand)
+                missing[operand] = left = missing[operand] - 1
+                if not left and operand in waiting:
+                    runnable += waiting.pop(operand)
+                elif left and one_queue and operand in board.in_two_steps:
                     self.index = index
-                    yield what
-            elif do == _START:
+                    yield operand
+            elif op == _START:
                 self.index = index
-                yield from self._start(what)
-            elif missing[started[id(what)]]:
+                yield from self._start(operand)
+            elif missing[started[id(operand)]]:
                 self.index = index
-                yield started[id(what)]
+                yield started[id(operand)]
 
     def _sent_before(self, value: int) -> Iterator[int]:
-        """What was sent to the same ranks last: with one queue the next stands at its head until that has been received."""
-        parties = self.board.needs.route(value).parties
+        """What was sent to the same ranks last: with one queue the next stands at its head until that has been
+        received."""
+        parties = self.board.dependencies.route(value).parties
         before = self.last_sent.get(parties)
         if before is not None:
             yield from self._until(before)
@@ -278,11 +318,13 @@ class _RankWalk:
             self.num_hosted += 1
             yield from self._sizes(transfer.sender)
         elif kind is Kind.EVICT:
-            stay = next(self.leaving)
-            grows = transfer.receiver != self.program.rank and self.board.growing(transfer.receiver).get(stay, False)
+            residency = next(self.leaving)
+            grows = transfer.receiver != self.program.rank and self.board.growing(transfer.receiver).get(
+                residency, False
+            )
         number = self.started[id(transfer)] = self.board.transfer(self.halves.start(transfer))
         self.board.arrive(number)
-        if grows or self.waits >= Waits.AT_ISSUE:
+        if grows or self.waits >= WaitLevel.AT_ISSUE:
             yield from self._until(number)
         else:
             self.outstanding.append(number)
@@ -292,9 +334,9 @@ class _RankWalk:
         board, link = self.board, (evictor, self.program.rank)
         told = board.told.get(link)
         if told and board.missing[told[-1]]:
-            stay = next(islice(board.growing(self.program.rank), self.num_hosted - 1, None))
+            residency = next(islice(board.growing(self.program.rank), self.num_hosted - 1, None))
             # How many of its stages it has told of by then: without them there is no room.
-            count = board.told_by[link].get(stay, 0)
+            count = board.told_by[link].get(residency, 0)
             if count:
                 yield from self._until(told[count - 1])
 
@@ -310,21 +352,28 @@ class _RankWalk:
 
     def blocked_at(self, number: int) -> Blocked:
         """Where the rank stands when it waits for this for ever."""
-        own, slot, needs = self.program.rank, self.program.slot_of(self.index), self.board.needs
-        if number < needs.num_values:
-            others = [rank for rank in needs.route(number).parties if rank != own]
-            return Blocked(own, slot, needs.words(number), others[0])
+        own, slot, dependencies = self.program.rank, self.program.slot_of(self.index), self.board.dependencies
+        if number < dependencies.num_values:
+            others = [rank for rank in dependencies.route(number).parties if rank != own]
+            return Blocked(own, slot, dependencies.describe(number), others[0])
         for ranks, communicator in self.board.communicators.items():
             if number == communicator:
                 missing = set(ranks) - self.board.born_on[communicator]
-                whose = "all ranks" if len(ranks) == self.board.schedule.num_ranks else f"ranks {ranks[0]} and {ranks[1]}"
+                whose = (
+                    "all ranks" if len(ranks) == self.board.schedule.num_ranks else f"ranks {ranks[0]} and {ranks[1]}"
+                )
                 return Blocked(own, slot, f"the communicator of {whose} to be made", min(missing))
         for (sender, receiver), numbers in self.board.transfers.items():
             if number in numbers:
                 nth = numbers.index(number)
-                return Blocked(own, slot, f"transfer {nth} from rank {sender} to rank {receiver}", sender if receiver == own else receiver)
+                return Blocked(
+                    own,
+                    slot,
+                    f"transfer {nth} from rank {sender} to rank {receiver}",
+                    sender if receiver == own else receiver,
+                )
         for (evictor, host), word in self.board.words.items():
             if number == word:
                 return Blocked(own, slot, f"the word with which rank {evictor} begins for rank {host}", evictor)
         evictor = next(rank for (rank, _), numbers in self.board.told.items() if number in numbers)
-        return Blocked(own, slot, f"the sizes of what {self.program.whats[self.index]} brings", evictor)
+        return Blocked(own, slot, f"the sizes of what {self.program.operands[self.index]} brings", evictor)

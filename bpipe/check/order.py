@@ -1,10 +1,14 @@
-"""Judge whether a schedule trains the very bits that Megatron's own do. In: a checked Schedule. Out: nothing, or a `ScheduleError`.
+"""Judge whether a schedule trains the very bits that Megatron's own do.
 
-A rule of whoever trains, not of `rules.RULES`: a schedule that breaks it is sound, can be printed, drawn and simulated. Knows no trainer.
+In: a checked Schedule. Out: nothing, or a `ScheduleError`.
 
-Megatron's loops take the micro-batches of every stage in order: forwards, which draw data and random numbers, and backwards, each of which
-adds to the gradients of the stage's weights. Sums in floating point depend on their order. Of a backward in halves the inputs' half adds
-to the weights whose gradients cost nothing to compute at once, the weights' half to all others, so each keeps the order.
+A rule of whoever trains, not of `rules.RULES`: a schedule that breaks it is sound, can be printed, drawn and simulated.
+Knows no trainer.
+
+Megatron's loops take the micro-batches of every stage in order: forwards, which draw data and random numbers, and
+backwards, each of which adds to the gradients of the stage's weights. Sums in floating point depend on their order. Of
+a backward in halves the inputs' half adds to the weights whose gradients cost nothing to compute at once, the weights'
+half to all others, so each keeps the order.
 """
 
 from __future__ import annotations
@@ -14,14 +18,16 @@ from bpipe.ir.action import OF_THE_INPUT, OF_THE_WEIGHTS, Action, Kind
 from bpipe.ir.schedule import Schedule
 
 RULE = "order of micro-batches"
-# What runs once for every micro-batch, and in order: forwards, what passes gradients on, and what completes the weights'.
+# What runs once for every micro-batch, and in order: forwards, what passes gradients on, and what completes the
+# weights'.
 _PASSES = (frozenset({Kind.FORWARD}), OF_THE_INPUT, OF_THE_WEIGHTS)
 
 
 def check_microbatch_order(schedule: Schedule) -> None:
-    """Every rank takes the micro-batches of each of its stages in order, in each pass. Raises ScheduleError naming the first that is late.
+    """Check that every rank takes the micro-batches of each of its stages in order, in each pass.
 
-    With several pipes a rank has a replica's micro-batches only, and takes those in order.
+    With several pipes a rank takes only its replica's micro-batches, in order. Raises ScheduleError that names the
+    first late one.
     """
     for rank, row in enumerate(schedule.ranks):
         latest: dict[tuple[int, frozenset[Kind]], Action] = {}
@@ -33,7 +39,8 @@ def check_microbatch_order(schedule: Schedule) -> None:
                     before = latest.setdefault((action.stage, kinds), action)
                     if before.microbatch > action.microbatch:
                         reason = (
-                            f"comes behind {before}, but Megatron's own schedules take a stage's micro-batches in order: sums of gradients "
+                            f"comes behind {before}, but Megatron's own schedules take a stage's micro-batches in "
+                            f"order: sums of gradients "
                             f"would differ in their last bits. Reorder the file; it can be shown and simulated as it is"
                         )
                         raise Case(schedule).error(RULE, rank, slot, action, reason)

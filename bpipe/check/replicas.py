@@ -1,11 +1,13 @@
-"""Judge two pipes: their ranks are mirror images, and add up and reduce gradients in one order. In: a Case. Out: nothing, or an error.
+"""Judge two pipes: their ranks are mirror images, and add up and reduce gradients in one order.
+
+In: a Case. Out: nothing, or an error.
 
 Rules of `rules.RULES`, which has them behind those that fill in where everything is. With one pipe they ask nothing.
 
-Both ranks of a pair have replicas of the same stages, and their gradients are summed between them, bucket by bucket. Each sum adds
-floating point numbers, whose last bits depend on the order, and the reductions of a pair meet only if both ranks come to them in one order.
-Where the first pipe has one micro-batch more, ranks cannot be mirror images; such a schedule can be shown and simulated, and no training
-has it.
+Both ranks of a pair have replicas of the same stages, and their gradients are summed between them, bucket by bucket.
+Each sum adds floating point numbers, whose last bits depend on the order, and the reductions of a pair meet only if
+both ranks come to them in one order. Where the first pipe has one micro-batch more, ranks cannot be mirror images; such
+a schedule can be shown and simulated, and no training has it.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ from bpipe.ir.schedule import Schedule
 
 
 def check_sum_order(case: Case) -> None:
-    """Both replicas of a stage add up gradients in one order: of its n-th micro-batch the one, of its n-th the other.
+    """Check that both replicas of a stage add up gradients in the same order.
 
-    A replica that adds in another order has other last bits than the one it is averaged with, or than stock training has.
+    A replica with another order differs in its last bits from its twin and from stock training.
     """
     schedule, release, width = case.schedule, case.spots.release, case.schedule.num_microbatches
     if schedule.layout.num_pipes != 2:
@@ -30,14 +32,23 @@ def check_sum_order(case: Case) -> None:
             if one // 2 != other // 2:
                 (rank, here), key = schedule.layout.replicas(stage), stage * width + other
                 reason = (
-                    f"adds to the gradients of stage {stage} where its other replica, on rank {rank}, adds those of micro-batch {one}: "
+                    f"adds to the gradients of stage {stage} where its other replica, on rank {rank}, adds those of "
+                    f"micro-batch {one}: "
                     f"here it must be {one + 1}, for both replicas add in one order"
                 )
-                raise case.error("order of gradient sums", here, of_stage[other], case.at(here, of_stage[other], key), reason, (rank,))
+                raise case.error(
+                    "order of gradient sums",
+                    here,
+                    of_stage[other],
+                    case.at(here, of_stage[other], key),
+                    reason,
+                    (rank,),
+                )
 
 
 def check_reduction_order(case: Case) -> None:
-    """Two ranks that have replicas of the same stages complete their gradients in one order: so the reductions between them meet."""
+    """Check that two ranks with replicas of the same stages complete gradients in one order, so that their
+    reductions meet."""
     if not _take_equally_many(case.schedule):
         return
     completed = _completed(case)
@@ -46,7 +57,8 @@ def check_reduction_order(case: Case) -> None:
         for (slot, stage, microbatch), (_, expected, _) in zip(mine, theirs, strict=True):
             if stage != expected:
                 reason = (
-                    f"completes the gradients of stage {stage} where rank {other}, which has the other replica, completes those of stage "
+                    f"completes the gradients of stage {stage} where rank {other}, which has the other replica, "
+                    f"completes those of stage "
                     f"{expected}: reductions between the two would not meet"
                 )
                 action = case.at(rank, slot, stage * case.schedule.num_microbatches + microbatch)
@@ -54,7 +66,8 @@ def check_reduction_order(case: Case) -> None:
 
 
 def _completed(case: Case) -> dict[tuple[int, int], list[tuple[int, int, int]]]:
-    """By rank and that of the other replicas: the slots in which gradients are complete, in order, each with its stage and micro-batch."""
+    """By rank and that of the other replicas: the slots in which gradients are complete, in order, each with its
+    stage and micro-batch."""
     layout, width = case.schedule.layout, case.schedule.num_microbatches
     found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for stage in range(layout.num_stages):
@@ -66,23 +79,30 @@ def _completed(case: Case) -> dict[tuple[int, int], list[tuple[int, int, int]]]:
 
 
 def check_mirror_images(case: Case) -> None:
-    """With two pipes ranks r and p - 1 - r are mirror images: the same stages, in the same order, each with the other pipe's micro-batches.
+    """Check that with two pipes ranks r and p - 1 - r are mirror images: same stages, same order, each with the other
+    pipe's micro-batches.
 
-    So whatever replicas of a stage do together meets, expert parallelism included.
+    Then everything that replicas of a stage do together meets, expert parallelism included.
     """
     schedule, rule, last = case.schedule, "mirror images", case.schedule.num_ranks - 1
     if schedule.layout.num_pipes != 2:
         return
     for stage, (rank, other) in enumerate(zip(*schedule.layout.placements, strict=True)):
         if rank + other != last:
-            reason = f"stage {stage} is on ranks {rank} and {other}, but the second pipe must be the first one's mirror image"
+            reason = (
+                f"stage {stage} is on ranks {rank} and {other}, but the second pipe must be the first one's "
+                f"mirror image"
+            )
             raise ScheduleError(rule, f"{reason}: put it on ranks {rank} and {last - rank}", rank)
     for rank in range(schedule.num_ranks // 2) if _take_equally_many(schedule) else ():
         other = last - rank
         for (_, expected), (slot, one) in zip(_computed(schedule, rank), _computed(schedule, other), strict=True):
             if (one.kind, one.stage, one.microbatch ^ 1) != (expected.kind, expected.stage, expected.microbatch):
                 image = Action(expected.stage, expected.kind, expected.microbatch ^ 1)
-                reason = f"stands where rank {rank} has {expected}: here it must be {image}, for the two ranks are mirror images"
+                reason = (
+                    f"stands where rank {rank} has {expected}: here it must be {image}, for the two ranks are "
+                    f"mirror images"
+                )
                 raise case.error(rule, other, slot, one, reason, (rank,))
 
 

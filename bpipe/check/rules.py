@@ -1,7 +1,9 @@
-"""Judge a schedule: one function a rule. In: any Schedule. Out: nothing, or a `ScheduleError` that names the place and shows it.
+"""Judge a schedule: one function a rule.
 
-`RULES` holds them in the order in which they run; a rule may rely on those before it. Knows no tensors, no seconds, and not who made
-the schedule.
+In: any Schedule. Out: nothing, or a `ScheduleError` that names the place and shows it.
+
+`RULES` holds them in the order in which they run; a rule may rely on those before it. Knows no tensors, no seconds, and
+not who made the schedule.
 """
 
 from __future__ import annotations
@@ -10,14 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from bpipe.check.case import NOWHERE, Case, Rule, ScheduleError, Spots
-from bpipe.check.deadlock import Waits, blocked_ranks
+from bpipe.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.check.replicas import check_mirror_images, check_reduction_order, check_sum_order
 from bpipe.ir.action import COMPUTE, OTHER_END, SHARDS, TRANSFER, Action, Kind
-from bpipe.ir.host_buffers import Hosting, host_buffers, own_buffers
-from bpipe.ir.hosts import OWN_MEMORY, Hosts, other_ranks, written
+from bpipe.ir.dependencies import NOTHING, Dependencies
+from bpipe.ir.host_buffers import Residency, host_buffers, host_memory_buffers
+from bpipe.ir.hosts import HOST_MEMORY, Hosts, other_ranks, write_host
 from bpipe.ir.layout import MOST_PIPES, TWO_PIPES
 from bpipe.ir.memory import SHARE_DECIMALS, live_counts, plain
-from bpipe.ir.needs import NOTHING, Needs
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule, Slot
 
@@ -30,60 +32,82 @@ _ONCE, _SHARD_ORDER = "each computation once", "order of shards"
 
 
 def check(schedule: Schedule, exchange: Exchange = Exchange.POSTED) -> None:
-    """Raise ScheduleError for the first rule the schedule breaks. `exchange` is that of whoever is to run it; by default our executor's."""
+    """Raise ScheduleError for the first rule the schedule breaks.
+
+    `exchange` is that of whoever is to run it; by default our executor's.
+    """
     case = Case(schedule, exchange)
     for rule in RULES:
         rule(case)
 
 
 def check_shape(case: Case) -> None:
-    """Ranks have equally many slots, and no more stages and micro-batches than these can hold."""
+    """Check that all ranks have equally many slots and that these can hold all stages and micro-batches."""
     schedule, rule = case.schedule, "shape"
     ranks = schedule.num_ranks
     if ranks == 0 or schedule.num_microbatches < 1:
-        raise ScheduleError(rule, f"{ranks} ranks, {schedule.num_microbatches} micro-batches: there must be at least one of each")
+        raise ScheduleError(
+            rule, f"{ranks} ranks, {schedule.num_microbatches} micro-batches: there must be at least one of each"
+        )
     if schedule.layout.num_pipes > MOST_PIPES:
         raise ScheduleError(rule, f"there are {schedule.layout.num_pipes} pipes: {TWO_PIPES}")
     lengths = [len(row) for row in schedule.ranks]
     if len(set(lengths)) != 1:
         shorter = lengths.index(min(lengths))
-        raise ScheduleError(rule, f"rank {shorter} has {min(lengths)} slots, others {max(lengths)}: fill up with bubbles", shorter)
+        raise ScheduleError(
+            rule, f"rank {shorter} has {min(lengths)} slots, others {max(lengths)}: fill up with bubbles", shorter
+        )
     # Tables of this size follow: a file must not make them larger than itself.
     if schedule.num_stages * schedule.num_microbatches > ranks * lengths[0]:
         raise ScheduleError(
-            rule, f"{schedule.num_stages} stages of {schedule.num_microbatches} micro-batches cannot be in {ranks} x {lengths[0]} slots"
+            rule,
+            f"{schedule.num_stages} stages of {schedule.num_microbatches} micro-batches cannot be in {ranks} x "
+            f"{lengths[0]} slots",
         )
 
 
 def check_head(case: Case) -> None:
-    """Stages are shared out evenly, there is one bound a rank, and `after_input` is a share that can be written."""
+    """Check that stages are evenly shared out, that each rank has one bound, and that `after_input` is a share that
+    can be written."""
     schedule, rule, ranks = case.schedule, "shape", case.schedule.num_ranks
     for placement in schedule.layout.placements:
         owned = [placement.count(rank) for rank in range(ranks)]
         if len(set(owned)) != 1 or not owned[0] or sum(owned) != schedule.num_stages:
-            raise ScheduleError(rule, f"stage_to_rank {placement} must give each of the {ranks} ranks equally many stages")
+            raise ScheduleError(
+                rule, f"stage_to_rank {placement} must give each of the {ranks} ranks equally many stages"
+            )
     if schedule.bounds is not None and len(schedule.bounds) != ranks:
         raise ScheduleError(rule, f"{len(schedule.bounds)} bounds for {ranks} ranks: give one for each")
     share = schedule.after_input
     if share < 0 or (share * 10**SHARE_DECIMALS).denominator != 1:
-        raise ScheduleError(rule, f"after_input {share} is no share of at least 0 with at most {SHARE_DECIMALS} decimals")
+        raise ScheduleError(
+            rule, f"after_input {share} is no share of at least 0 with at most {SHARE_DECIMALS} decimals"
+        )
 
 
 def check_hosts(case: Case) -> None:
-    """Every host is another rank, or the rank's own host memory."""
+    """Check that every host is another rank or the rank's own host memory."""
     rule, num_ranks, hosts = "hosts", case.schedule.num_ranks, case.schedule.hosts
     if hosts is not None and len(hosts) != num_ranks:
         raise ScheduleError(rule, f"hosts of {len(hosts)} ranks for {num_ranks}: say where each may evict to")
     for rank, of_rank in enumerate(hosts or ()):
         for host in of_rank:
-            if host != OWN_MEMORY and not (0 <= host < num_ranks and host != rank):
-                raise ScheduleError(rule, f"rank {rank}: host {written(host)} is no other rank of 0 to {num_ranks - 1}", rank)
+            if host != HOST_MEMORY and not (0 <= host < num_ranks and host != rank):
+                raise ScheduleError(
+                    rule, f"rank {rank}: host {write_host(host)} is no other rank of 0 to {num_ranks - 1}", rank
+                )
 
 
 def check_once(case: Case) -> None:
-    """Every stage computes each micro-batch forward once and backward once, on its own rank, and every shard; fills in `case.spots`."""
+    """Check that every stage computes each micro-batch forward once and backward once, on its own rank, with every
+    shard. Fill `case.spots`."""
     schedule, width, spots = case.schedule, case.schedule.num_microbatches, _empty_spots(case.schedule)
-    filled = {_FORWARD: (spots.forward,), _BACKWARD: (spots.need, spots.release), _INPUT: (spots.need,), _WEIGHT: (spots.release,)}
+    filled = {
+        _FORWARD: (spots.forward,),
+        _BACKWARD: (spots.need, spots.release),
+        _INPUT: (spots.need,),
+        _WEIGHT: (spots.release,),
+    }
     filled |= {kind: (slots,) for kind, slots in spots.shards.items()}
     limits = {kind: len(slots[0]) // width for kind, slots in filled.items()}
     rank_of = schedule.layout.rank_of_action
@@ -94,7 +118,9 @@ def check_once(case: Case) -> None:
             raise case.error(_ONCE, rank, slot, compute, f"{kind.value} {what}")
         num_stages = limits[kind]
         if not 0 <= stage < num_stages or not 0 <= microbatch < width:
-            raise case.error(_ONCE, rank, slot, compute, f"there are stages 0 to {num_stages - 1}, micro-batches 0 to {width - 1}")
+            raise case.error(
+                _ONCE, rank, slot, compute, f"there are stages 0 to {num_stages - 1}, micro-batches 0 to {width - 1}"
+            )
         if (owner := rank_of(compute)) != rank:
             raise case.error(_ONCE, rank, slot, compute, f"stage {stage} belongs to rank {owner}", (owner,))
         key = stage * width + microbatch
@@ -146,7 +172,7 @@ def _check_pair(case: Case, rank: int, slot: int, cell: Slot) -> None:
 
 
 def check_forward_first(case: Case) -> None:
-    """Every forward stands before its backward, and an input's backward before the weights'."""
+    """Check that every forward comes before its backward, and BACKWARD_INPUT before BACKWARD_WEIGHT."""
     rule, spots, width = "forward before backward", case.spots, case.schedule.num_microbatches
     for key, (forward, need, release) in enumerate(zip(spots.forward, spots.need, spots.release, strict=True)):
         if forward < need <= release:
@@ -158,38 +184,49 @@ def check_forward_first(case: Case) -> None:
 
 
 def check_needs(case: Case) -> None:
-    """Nothing is computed before all that makes what it needs: a stage forward after the one before it, backward after the one behind."""
+    """Check that no computation comes before those that make its operands: forwards after the stage before,
+    backwards after the stage behind."""
     spots, width = case.spots, case.schedule.num_microbatches
-    needs = Needs(case.schedule.layout, width)
-    made_in = [*spots.forward, *spots.need, *[NOWHERE] * (needs.num_values - needs.first_shared)]
+    dependencies = Dependencies(case.schedule.layout, width)
+    made_in = [*spots.forward, *spots.need, *[NOWHERE] * (dependencies.num_values - dependencies.first_shared)]
     for kind, slots in spots.shards.items():
         for key, slot in enumerate(slots):
-            value = needs.made(Action(key // width, kind, key % width))
+            value = dependencies.value_of(Action(key // width, kind, key % width))
             if value != NOTHING:
                 made_in[value] = max(made_in[value], slot)
     for kind, slots in {_FORWARD: spots.forward, _BACKWARD: spots.need, **spots.shards}.items():
         for key in range(0, len(slots), width):
-            first = needs.first_needed(kind, key // width)
+            first = dependencies.first_operand_of(kind, key // width)
             if first == NOTHING:
                 continue
             for microbatch in range(width):
                 if made_in[first + microbatch] >= slots[key + microbatch]:
-                    raise _too_early(case, needs, Action(key // width, kind, microbatch), slots[key + microbatch])
+                    raise _too_early(
+                        case, dependencies, Action(key // width, kind, microbatch), slots[key + microbatch]
+                    )
 
 
-def _too_early(case: Case, needs: Needs, action: Action, slot: int) -> ScheduleError:
-    """A computation that stands before the last of those that make what it needs."""
-    value, rows = needs.needed(action), case.schedule.ranks
-    makers = [(at, rank, one) for rank in needs.route(value).makers for at, cell in enumerate(rows[rank]) for one in cell.computations]
-    other_slot, other_rank, needed = max((maker for maker in makers if needs.made(maker[2]) == value), key=lambda maker: maker[0])
+def _too_early(case: Case, dependencies: Dependencies, action: Action, slot: int) -> ScheduleError:
+    """Return a computation that stands before the last of those that make its operands."""
+    value, rows = dependencies.operand_of(action), case.schedule.ranks
+    makers = [
+        (at, rank, one)
+        for rank in dependencies.route(value).makers
+        for at, cell in enumerate(rows[rank])
+        for one in cell.computations
+    ]
+    other_slot, other_rank, needed = max(
+        (maker for maker in makers if dependencies.value_of(maker[2]) == value), key=lambda maker: maker[0]
+    )
     rank = case.schedule.layout.rank_of_action(action)
-    mine = next(one for one in rows[rank][slot].computations if needs.needed(one) == value)
+    mine = next(one for one in rows[rank][slot].computations if dependencies.operand_of(one) == value)
     reason = f"needs {needed}, which rank {other_rank} computes in slot {other_slot}"
     return case.error("stage order", rank, slot, mine, reason, (other_rank,))
 
 
 def check_shard_order(case: Case) -> None:
-    """All ranks compute the output layer's shards in one order, and each sort of input shards by micro-batch: their collectives meet."""
+    """Check that all ranks compute shards of the output layer in one order, and input shards by micro-batch, so that
+    collectives meet."""
     if not case.spots.shards:
         return
     first: list[tuple[int, Action]] = []
@@ -208,15 +245,18 @@ def check_shard_order(case: Case) -> None:
 def _check_by_microbatch(case: Case, rank: int, of_kind: Sequence[tuple[int, Action]]) -> None:
     for (_, before), (slot, after) in pairwise(of_kind):
         if after.microbatch < before.microbatch:
-            raise case.error(_SHARD_ORDER, rank, slot, after, f"stands behind {before}: {after.kind.value} goes by micro-batch")
+            raise case.error(
+                _SHARD_ORDER, rank, slot, after, f"stands behind {before}: {after.kind.value} goes by micro-batch"
+            )
 
 
 def check_other_ends(case: Case) -> None:
-    """Every transfer has its other end in the same slot of one host, or goes to own memory; what comes back comes from where it went."""
+    """Check that every transfer has its other end in the same slot of one host or goes to own memory, and that loads
+    come from where evictions went."""
     schedule, rule = case.schedule, "other ends"
     hosts = schedule.hosts or ((),) * schedule.num_ranks
     guests = [_guests(hosts, rank) for rank in range(schedule.num_ranks)]
-    stays: dict[tuple[int, int], int] = {}
+    residencies: dict[tuple[int, int], int] = {}
     for rank, slot, transfer in _transfers(schedule):
         is_evictors = transfer.kind is _EVICT or transfer.kind is _LOAD
         others = hosts[rank] if is_evictors else guests[rank]
@@ -225,20 +265,22 @@ def check_other_ends(case: Case) -> None:
             raise case.error(rule, rank, slot, transfer, wrong)
         stage, microbatch = transfer.stage, transfer.microbatch
         other = Action(stage, OTHER_END[transfer.kind], microbatch)
-        where = _other_end(schedule.ranks, others if is_evictors else (schedule.layout.rank_of(stage, microbatch),), slot, other)
+        where = _other_end(
+            schedule.ranks, others if is_evictors else (schedule.layout.rank_of(stage, microbatch),), slot, other
+        )
         if isinstance(where, str):
             raise case.error(rule, rank, slot, transfer, f"{where} {other} in this slot")
         if not is_evictors:
             continue
-        before = stays.setdefault((stage, microbatch), where)
+        before = residencies.setdefault((stage, microbatch), where)
         if before != where:
             raise case.error(rule, rank, slot, transfer, f"it is with {_place(before)}, not with {_place(where)}")
         if transfer.kind is _LOAD:
-            del stays[stage, microbatch]
+            del residencies[stage, microbatch]
 
 
 def _guests(hosts: Hosts, rank: int) -> list[int]:
-    """The ranks that may evict to this one."""
+    """Return the ranks that may evict to this one."""
     return [guest for guest, of_rank in enumerate(hosts) if rank in other_ranks(of_rank)]
 
 
@@ -258,22 +300,24 @@ def _unfit(schedule: Schedule, rank: int, transfer: Action, others: Sequence[int
 
 
 def _other_end(rows: Sequence[Sequence[Slot]], others: Sequence[int], slot: int, end: Action) -> int | str:
-    """Which of the others has the other end in this slot, own memory where none has to; or in words, why it is not one."""
+    """Which of the others has the other end in this slot, own memory where none has to; or in words, why it is not
+    one."""
     reached = other_ranks(others)
     found = [one for one in reached if end in rows[one][slot].transfers]
     if len(found) == 1:
         return found[0]
     if found:
         return f"ranks {' and '.join(map(str, found))} both have"
-    return OWN_MEMORY if OWN_MEMORY in others else f"rank {' or '.join(map(str, reached))} has no"
+    return HOST_MEMORY if HOST_MEMORY in others else f"rank {' or '.join(map(str, reached))} has no"
 
 
 def _place(host: int) -> str:
-    return "the rank's own host memory" if host == OWN_MEMORY else f"rank {host}"
+    return "the rank's own host memory" if host == HOST_MEMORY else f"rank {host}"
 
 
 def check_residency(case: Case) -> None:
-    """What is evicted was finished and present, what is loaded was away, and nobody computes on what is away or under way."""
+    """Check that evictions take what is finished and present, loads take what is away, and no computation uses what
+    is away or under way."""
     schedule, spots = case.schedule, case.spots
     away: dict[int, int] = {}
     returned: dict[int, int] = {}
@@ -312,65 +356,72 @@ def _cannot_return(slot: int, need: int, left: int) -> str | None:
 
 
 # By rank: the buffer that each stay takes.
-Assigned = Mapping[int, Mapping[Hosting, int]]
+Assigned = Mapping[int, Mapping[Residency, int]]
 
 
 def check_host_buffers(case: Case, assigned: Assigned | None = None, own: Assigned | None = None) -> None:
-    """No host buffer holds two micro-batches at once, on an acceptor or in own host memory, and none is numbered that is never needed.
+    """Check that no host buffer holds two micro-batches at once, and that no buffer is numbered that is never needed.
 
-    `assigned` and `own` replace what `host_buffers` and `own_buffers` give.
+    `assigned` and `own` replace the results of `host_buffers` and `host_memory_buffers`.
     """
     schedule = case.schedule
     for rank in range(schedule.num_ranks):
         if _hosts(schedule, rank):
-            stays = host_buffers(schedule, rank) if assigned is None else assigned[rank]
-            _check_buffers(case, rank, stays, (_HOST, _RETURN), "host buffer")
-        stays = own_buffers(schedule, rank) if own is None else own.get(rank, {})
-        if stays:
-            most = _check_buffers(case, rank, stays, (_EVICT, _LOAD), "host buffer in own memory")
-            if max(stays.values()) >= most:
-                reason = f"own memory has {max(stays.values()) + 1} host buffers, and no more than {most} are ever full at once"
+            residencies = host_buffers(schedule, rank) if assigned is None else assigned[rank]
+            _check_buffers(case, rank, residencies, (_HOST, _RETURN), "host buffer")
+        residencies = host_memory_buffers(schedule, rank) if own is None else own.get(rank, {})
+        if residencies:
+            most = _check_buffers(case, rank, residencies, (_EVICT, _LOAD), "host buffer in own memory")
+            if max(residencies.values()) >= most:
+                reason = (
+                    f"own memory has {max(residencies.values()) + 1} host buffers, and no more than {most} are ever "
+                    f"full at once"
+                )
                 raise case.error("host buffers", rank, 0, None, reason)
 
 
-def _check_buffers(case: Case, rank: int, stays: Mapping[Hosting, int], kinds: tuple[Kind, Kind], what: str) -> int:
-    """How many buffers are full at once, at most."""
+def _check_buffers(
+    case: Case, rank: int, residencies: Mapping[Residency, int], kinds: tuple[Kind, Kind], what: str
+) -> int:
+    """Return how many buffers are full at once, at most."""
     begins, ends = kinds
-    now: dict[tuple[int, int], Hosting] = {}
+    now: dict[tuple[int, int], Residency] = {}
     taken: dict[int, Action] = {}
     most = 0
     for slot, cell in enumerate(case.schedule.ranks[rank]):
         for action in cell.transfers:
             key = (action.stage, action.microbatch)
             if action.kind is begins:
-                stay = now[key] = Hosting(*key, now[key].nth + 1 if key in now else 0)
-                if begins is _EVICT and stay not in stays:
+                residency = now[key] = Residency(*key, now[key].nth + 1 if key in now else 0)
+                if begins is _EVICT and residency not in residencies:
                     # It goes to another rank.
                     continue
-                index = stays[stay]
+                index = residencies[residency]
                 if index in taken:
                     raise case.error("host buffers", rank, slot, action, f"{what} {index} still holds {taken[index]}")
                 taken[index] = action
         most = max(most, len(taken))
         for action in cell.transfers:
-            if action.kind is ends and now[action.stage, action.microbatch] in stays:
-                taken.pop(stays[now[action.stage, action.microbatch]], None)
+            if action.kind is ends and now[action.stage, action.microbatch] in residencies:
+                taken.pop(residencies[now[action.stage, action.microbatch]], None)
     return most
 
 
 def check_bounds(case: Case) -> None:
-    """No rank ever holds more micro-batches than its bound."""
+    """Check that no rank ever holds more micro-batches than its bound."""
     schedule = case.schedule
     for rank, bound in enumerate(schedule.bounds or ()):
         counts = live_counts(schedule, rank)
         if max(counts) > bound:
             slot = next(slot for slot, count in enumerate(counts) if count > bound)
             action = schedule.ranks[rank][slot].compute
-            raise case.error("bound", rank, slot, action, f"holds {plain(counts[slot])} micro-batches, its bound is {bound}")
+            raise case.error(
+                "bound", rank, slot, action, f"holds {plain(counts[slot])} micro-batches, its bound is {bound}"
+            )
 
 
 def check_pair_order(case: Case) -> None:
-    """Both ends of a pair start the transfers of one direction in the same order: those of one slot, where rules before saw both ends."""
+    """Check that both ends of a pair start the transfers of one direction in the same order."""
     hosts = case.schedule.hosts or ()
     for rank, of_rank in enumerate(hosts):
         others = sorted({*other_ranks(of_rank), *_guests(hosts, rank)})
@@ -393,20 +444,22 @@ def _check_received(case: Case, rank: int, slot: int, sent: Sequence[Action], ot
 
 
 def check_no_deadlock(case: Case) -> None:
-    """Every rank reaches its end although sends, receives and transfers wait for each other, and every operation for all of them."""
-    # Our executor's sends wait for nobody, and it receives in the order of sending. Where only messages pass, between two ranks, what a
-    # computation needs was sent from an earlier slot, as rules before saw: slot by slot every rank goes on.
+    """Check that every rank reaches its end at every level of waiting that the schedule must stand."""
+    # Our executor's sends wait for nobody, and it receives in the order of sending. Where only messages pass, between
+    # two ranks, what a computation needs was sent from an earlier slot, as rules before saw: slot by slot every rank
+    # goes on.
     if case.exchange is Exchange.POSTED and case.schedule.hosts is None and not case.schedule.layout.shard_kinds:
         return
-    _check_waits(case, Waits.IN_EVERY_OPERATION)
+    _check_waits(case, WaitLevel.IN_EVERY_OPERATION)
 
 
-def check_waits(schedule: Schedule, waits: Waits, exchange: Exchange) -> None:
-    """The same under other `Waits`: those of a certain run may be stricter than what every schedule has to stand."""
+def check_waits(schedule: Schedule, waits: WaitLevel, exchange: Exchange) -> None:
+    """Check that a schedule does not get stuck at one level of waiting: a run may be stricter than what every
+    schedule must stand."""
     _check_waits(Case(schedule, exchange), waits)
 
 
-def _check_waits(case: Case, waits: Waits) -> None:
+def _check_waits(case: Case, waits: WaitLevel) -> None:
     blocked = blocked_ranks(case.schedule, waits, case.exchange)
     if blocked:
         first = min(blocked, key=lambda one: one.slot)
@@ -437,7 +490,9 @@ RULES: tuple[Rule, ...] = (
 
 
 def _of_rank(schedule: Schedule, rank: int) -> Iterator[tuple[int, Action]]:
-    return ((slot, action) for slot, cell in enumerate(schedule.ranks[rank]) if cell.transfers for action in cell.transfers)
+    return (
+        (slot, action) for slot, cell in enumerate(schedule.ranks[rank]) if cell.transfers for action in cell.transfers
+    )
 
 
 def _transfers(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:

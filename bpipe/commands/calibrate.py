@@ -1,4 +1,6 @@
-"""`bpipe calibrate`: how far a cluster is from its prediction. In: one run, what was trained. Out: a file for `--calibration`, and lines.
+"""`bpipe calibrate`: how far a cluster is from its prediction.
+
+In: one run, what was trained. Out: a file for `--calibration`, and lines.
 
 The run is a folder of `--bpipe-report`, a log that Megatron printed, or seconds. Judges nothing itself.
 """
@@ -25,9 +27,25 @@ from bpipe.plan.training_log import read_log
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("run_of", nargs="?", metavar="RUN", help="the folder of a --bpipe-report, or a log that a Megatron training printed")
-    add("--measured", type=seconds, metavar="SECONDS", help="instead of a run: what an iteration of this configuration takes")
-    add("--warm-up", type=counted, default=WARM_UP, metavar="N", help=f"iterations to leave out after a start (default {WARM_UP})")
+    add(
+        "run_of",
+        nargs="?",
+        metavar="RUN",
+        help="the folder of a --bpipe-report, or a log that a Megatron training printed",
+    )
+    add(
+        "--measured",
+        type=seconds,
+        metavar="SECONDS",
+        help="instead of a run: what an iteration of this configuration takes",
+    )
+    add(
+        "--warm-up",
+        type=counted,
+        default=WARM_UP,
+        metavar="N",
+        help=f"iterations to leave out after a start (default {WARM_UP})",
+    )
     add_configuration_arguments(parser)
     output = parser.add_argument_group("output").add_argument
     output("--output", metavar="FILE", help="write the calibration there, for --calibration of simulate and plan")
@@ -43,7 +61,9 @@ def run(options: argparse.Namespace) -> None:
     every = filled(options, reading, ("pipeline", "global_batch"))
     setup, _ = budgeted(every, setup_of(every, cluster_of(every, reading)))
     found = None if options.run_of is None else _steady(Path(options.run_of), setup, options.warm_up)
-    calibration = calibrate(setup, options.measured if found is None else found.median_s, options.run_of or "--measured")
+    calibration = calibrate(
+        setup, options.measured if found is None else found.median_s, options.run_of or "--measured"
+    )
     if options.output is not None:
         Path(options.output).write_text(calibration.write(), encoding="utf-8")
     if options.format == "json":
@@ -55,7 +75,8 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _reading(options: argparse.Namespace) -> Reading | None:
-    """What the launch says, else the run's log, which fills in the vocabulary too where neither flag says the model's."""
+    """What the launch says, else the run's log, which fills in the vocabulary too where neither flag says the
+    model's."""
     reading = reading_of(options)
     if options.run_of is None or not Path(options.run_of).is_file():
         return reading
@@ -68,7 +89,10 @@ def _reading(options: argparse.Namespace) -> Reading | None:
 def _said(setup: Setup, found: Steady | None, calibration: Calibration) -> list[str]:
     median = ""
     if found is not None:
-        median = f", the median of {found.num} behind the warm-up; the middle half took {found.low_s:.3f} to {found.high_s:.3f} s"
+        median = (
+            f", the median of {found.num} behind the warm-up; the middle half took {found.low_s:.3f} to "
+            f"{found.high_s:.3f} s"
+        )
     factor, devices = calibration.factor, f"{setup.cluster.num_devices} {setup.cluster.device.name}"
     slower = f"{abs(100 * (factor - 1)):.1f} % {'more' if factor >= 1 else 'less'}"
     return [
@@ -88,7 +112,10 @@ def _launch_of(log: Path) -> tuple[Reading | None, int | None]:
 
 
 def _steady(run_of: Path, setup: Setup, warm_up: int) -> Steady:
-    """Of its iterations with this batch size. A log may have a line for several; how far the first reaches back is not said."""
+    """Of its iterations with this batch size.
+
+    A log may have a line for several; how far the first reaches back is not said.
+    """
     training = read_training(run_of)
     numbers = sorted(training.seconds)
     each = min((following - number for number, following in pairwise(numbers)), default=1)
@@ -101,7 +128,9 @@ def _steady(run_of: Path, setup: Setup, warm_up: int) -> Steady:
         before = number
     try:
         if numbers and not spans:
-            raise ValueError(f"no iterations of global batch {setup.global_batch}, only of {sorted(sizes)}: give --global-batch")
+            raise ValueError(
+                f"no iterations of global batch {setup.global_batch}, only of {sorted(sizes)}: give --global-batch"
+            )
         if run_of.is_dir():
             _check_recorded(run_of, setup)
         return steady(spans, warm_up)
@@ -110,7 +139,8 @@ def _steady(run_of: Path, setup: Setup, warm_up: int) -> Steady:
 
 
 def _check_recorded(folder: Path, setup: Setup) -> None:
-    """Raises ValueError where what the run recorded of itself is not this configuration; a run that recorded no iteration says nothing."""
+    """Raises ValueError where what the run recorded of itself is not this configuration; a run that recorded no
+    iteration says nothing."""
     from bpipe.record.read import has_iterations, read_run
 
     if not has_iterations(folder):

@@ -1,4 +1,7 @@
-"""`bpipe compare`: two runs of one training. In: their reports or logs. Out: a table; status 0 equal, 1 different, 2 not comparable."""
+"""`bpipe compare`: two runs of one training.
+
+In: their reports or logs. Out: a table; status 0 equal, 1 different, 2 not comparable.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("a", metavar="A", help="the --bpipe-report folder of one run, the iterations.jsonl in it, or its log")
     add("b", metavar="B", help="the same of the other run")
-    add("--tolerance", type=_part, default=0.0, metavar="R", help="how far two numbers may be apart, as a part of the larger (default: 0)")
+    add(
+        "--tolerance",
+        type=_part,
+        default=0.0,
+        metavar="R",
+        help="how far two numbers may be apart, as a part of the larger (default: 0)",
+    )
     add("--common", action="store_true", help="compare the iterations that both runs have, as after a restart")
     add("--balancing", action="store_true", help="A must have run without balancing, and B with it")
     add("--stages", type=positive, metavar="P", help="pipeline stages that must have reported")
     add("--iterations", type=positive, metavar="N", help="iterations that must be there, from 1 to N and no others")
     add("--rows", type=_count, default=5, metavar="N", help="how many iterations to show (default 5)")
-    add("--json", metavar="FILE", help="write there what was found, as JSON ('-': to standard output, in place of the text)")
+    add(
+        "--json",
+        metavar="FILE",
+        help="write there what was found, as JSON ('-': to standard output, in place of the text)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -15,8 +15,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--pipeline", type=positive, required=True, metavar="P", help="pipeline ranks")
     fits = "the size that fits, and the one balancing makes fit"
     add("--micro-batch", type=positive, nargs=2, required=True, metavar=("Y", "X"), help=fits)
-    add("--stage-mfu", type=float, nargs=2, required=True, metavar=("Y%", "X%"), help="MFU of one stage alone at either size, in percent")
-    add("--stage-seconds", type=seconds, nargs=2, metavar=("Y", "X"), help="forward plus backward of one stage: gives iteration times, too")
+    add(
+        "--stage-mfu",
+        type=float,
+        nargs=2,
+        required=True,
+        metavar=("Y%", "X%"),
+        help="MFU of one stage alone at either size, in percent",
+    )
+    add(
+        "--stage-seconds",
+        type=seconds,
+        nargs=2,
+        metavar=("Y", "X"),
+        help="forward plus backward of one stage: gives iteration times, too",
+    )
     add("--format", choices=("table", "json"), default="table")
 
 
@@ -52,5 +65,8 @@ def run(options: argparse.Namespace) -> None:
         )
         return
     for index, (size, whole) in enumerate(((y, result.mfu_y), (x, result.mfu_x))):
-        print(f"micro-batch {size}: whole model MFU {100 * whole:.1f} %" + (f", iteration {iterations[index]:.3f} s" if iterations else ""))
+        print(
+            f"micro-batch {size}: whole model MFU {100 * whole:.1f} %"
+            + (f", iteration {iterations[index]:.3f} s" if iterations else "")
+        )
     print(text)

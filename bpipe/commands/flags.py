@@ -1,4 +1,6 @@
-"""Flags that several commands share, and what they mean. In: an argparse parser, later its options. Out: Model, Cluster, text.
+"""Flags that several commands share, and what they mean.
+
+In: an argparse parser, later its options. Out: Model, Cluster, text.
 
 Computes nothing.
 """
@@ -28,11 +30,15 @@ from bpipe.plan.options import MODEL_SWITCHES, SIZES
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model", "a preset or a config.json; sizes given besides replace its own, and do without it")
+    group = parser.add_argument_group(
+        "model", "a preset or a config.json; sizes given besides replace its own, and do without it"
+    )
     add = group.add_argument
     add("--model", metavar="NAME|PATH", help=f"{', '.join(PRESETS)}, or a config.json of Hugging Face on disk")
     add("--sequence", type=positive, metavar="N", help="sequence length (default: the model's)")
-    add("--vocabulary", type=positive, metavar="N", help="vocabulary, padded as Megatron pads it (default: the model's)")
+    add(
+        "--vocabulary", type=positive, metavar="N", help="vocabulary, padded as Megatron pads it (default: the model's)"
+    )
     for name in SIZES:
         add(f"--{name.replace('_', '-')}", type=positive, metavar="N")
     for name, (_, _, text) in MODEL_SWITCHES.items():
@@ -47,15 +53,27 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
         "--cluster",
         required=True,
         metavar="DEVICE:NODESxGPUS|FILE",
-        help=f"such as a100-80g:4x8, or a .json or .toml file; devices: {named}; a launch with torchrun may say NODESxGPUS",
+        help=f"such as a100-80g:4x8, or a .json or .toml file; devices: {named}; a launch with torchrun may say "
+        f"NODESxGPUS",
     )
     add("--global-batch", type=positive, metavar="B", help="sequences an iteration")
     add("--attention", choices=ATTENTION, help="default flash")
-    exchange = "with --context: how attention reaches the rest of a sequence, as Megatron's flag has it (default p2p, a ring)"
+    exchange = (
+        "with --context: how attention reaches the rest of a sequence, as Megatron's flag has it (default p2p, a ring)"
+    )
     add("--cp-comm-type", choices=CP_COMM_TYPES, help=exchange)
     add("--precision", choices=PRECISIONS, help="bf16 has 32-bit gradients, fp16 16-bit ones (default bf16)")
-    add("--kernels", choices=KERNELS, default="gpu", help="cpu: what Megatron saves without a GPU, where nothing is fused (default gpu)")
-    add("--no-distributed-optimizer", action="store_true", help="every replica holds the whole optimizer state (default: ZeRO-1)")
+    add(
+        "--kernels",
+        choices=KERNELS,
+        default="gpu",
+        help="cpu: what Megatron saves without a GPU, where nothing is fused (default gpu)",
+    )
+    add(
+        "--no-distributed-optimizer",
+        action="store_true",
+        help="every replica holds the whole optimizer state (default: ZeRO-1)",
+    )
     add("--fp8-format", choices=FORMATS, help="products of the layers' matrices in FP8, as Megatron's flag has it")
     add("--fp8-recipe", choices=RECIPES, help=f"with --fp8-format: where scales come from (default {RECIPES[0]})")
     add("--fp8-param-gather", action="store_true", help="with --fp8-format: weights are kept and gathered in FP8 alone")
@@ -67,15 +85,31 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
 def add_routing_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("experts", "of a model that has them; their loads are taken to be even")
     add = group.add_argument
-    add("--expert", type=positive, metavar="N", help="expert parallel: so many devices share a layer's experts (default 1; plan tries all)")
-    add("--expert-tensor", type=positive, metavar="N", help="so many devices divide each expert (default: tensor parallel; plan 1)")
-    add("--dispatcher", choices=DISPATCHERS, help="how tokens come to experts, as Megatron's flag has it (default alltoall)")
+    add(
+        "--expert",
+        type=positive,
+        metavar="N",
+        help="expert parallel: so many devices share a layer's experts (default 1; plan tries all)",
+    )
+    add(
+        "--expert-tensor",
+        type=positive,
+        metavar="N",
+        help="so many devices divide each expert (default: tensor parallel; plan 1)",
+    )
+    add(
+        "--dispatcher",
+        choices=DISPATCHERS,
+        help="how tokens come to experts, as Megatron's flag has it (default alltoall)",
+    )
     add("--capacity-factor", type=factor, metavar="X", help="no expert takes more than so many times its even share")
     add("--pad-to-capacity", action="store_true", help="and each takes as many")
 
 
 def add_calibration_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--calibration", metavar="FILE", help="how far this cluster is from predictions, as `bpipe calibrate` found it")
+    parser.add_argument(
+        "--calibration", metavar="FILE", help="how far this cluster is from predictions, as `bpipe calibrate` found it"
+    )
     measured = "seconds of single kernels, as `bpipe profile --kernel-times` measured them, in place of formulas"
     parser.add_argument("--kernel-times", nargs="+", metavar="FILE", help=measured)
 
@@ -95,7 +129,7 @@ def cluster_of(options: argparse.Namespace, reading: Reading | None = None) -> C
 
 
 def picture_file(name: str | None, suffixes: Sequence[str]) -> Path | None:
-    """Where --plot draws. Raises ValueError for what is not drawn."""
+    """Return the file that --plot draws. Raises ValueError for a suffix that cannot be drawn."""
     if name is None or Path(name).suffix in suffixes:
         return None if name is None else Path(name)
     *others, last = suffixes

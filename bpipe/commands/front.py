@@ -1,4 +1,7 @@
-"""`bpipe plan --front`: what is fastest for every amount of memory. In: a space, flags. Out: a table or JSON; a picture or page."""
+"""`bpipe plan --front`: what is fastest for every amount of memory.
+
+In: a space, flags. Out: a table or JSON; a picture or page.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from bpipe.commands.flags import print_json
-from bpipe.models.cluster import gib
+from bpipe.models.cluster import gib_text
 from bpipe.plan import stock
-from bpipe.plan.front import Front, Point, find_front, front_document, remarks, what_is, words
-from bpipe.plan.judge import Found
+from bpipe.plan.front import Front, Point, describe_point, find_front, front_document, front_lines, remarks
+from bpipe.plan.judge import Candidate
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.space import Space
 
 SUFFIXES = (".svg", ".png", ".html")
 
 
-def show(space: Space, form: str, plot: Path | None, row: int | None, progress: Callable[[str, int, int], None]) -> Front:
+def show(
+    space: Space, form: str, plot: Path | None, row: int | None, progress: Callable[[str, int, int], None]
+) -> Front:
     """Search, draw and print. Raises ValueError for a row that is not there, or where there is nothing to draw."""
     front = find_front(space, progress)
     progress("front", 1, 1)
@@ -34,7 +39,7 @@ def show(space: Space, form: str, plot: Path | None, row: int | None, progress: 
     elif form == "json":
         print_json({"front": front_document(front), "stock": stock.stock_document(beside)})
     else:
-        print("\n".join((*words(front), *stock.words(beside))))
+        print("\n".join((*front_lines(front), *stock.stock_text(beside))))
     return front
 
 
@@ -42,7 +47,7 @@ def _beside(front: Front, space: Space) -> stock.Stock:
     """What Megatron alone does, beside the point that wins."""
     if front.winner is None:
         return stock.stock_of(space, ())
-    found = stock.stock_of(space, [Found(front.points[front.winner].prediction, None)])
+    found = stock.stock_of(space, [Candidate(front.points[front.winner].prediction, None)])
     return replace(found, row=None if found.row is None else front.winner + 1)
 
 
@@ -50,7 +55,9 @@ def _drawn(front: Front, title: str, suffix: str) -> bytes:
     try:
         from bpipe.draw.plots import FrontPoint, front_chart, to_png, to_svg
     except ImportError:
-        raise ValueError("--plot needs matplotlib, which is not installed: pip install matplotlib, or leave --plot out") from None
+        raise ValueError(
+            "--plot needs matplotlib, which is not installed: pip install matplotlib, or leave --plot out"
+        ) from None
     points = [FrontPoint(point.peak_bytes, point.iteration_s, _group(point)) for point in front.points]
     # A page has the title as its head.
     figure = front_chart(points, front.limit_bytes, front.winner, "" if suffix == ".html" else title)
@@ -74,20 +81,31 @@ tr.large { color: #666; } code { font-size: .85em; overflow-wrap: anywhere; } sv
 
 
 def page(front: Front, title: str, svg: str) -> str:
-    """One file that needs nothing else: the picture, a row a point with its flags, and the words below the table."""
+    """Return one self-contained HTML file: the picture, a row for each point with its flags, and the words below."""
     rows = []
     for place, point in enumerate(front.points):
         kind = "winner" if place == front.winner else "large" if point.peak_bytes > front.limit_bytes else "fits"
         setup = point.prediction.setup
-        numbers = (f"{place + 1}", gib(point.peak_bytes), f"{point.iteration_s:.3f}", f"{100 * point.prediction.mfu:.2f}")
+        numbers = (
+            f"{place + 1}",
+            gib_text(point.peak_bytes),
+            f"{point.iteration_s:.3f}",
+            f"{100 * point.prediction.mfu:.2f}",
+        )
         cells = "".join(f'<td class="number">{number}</td>' for number in numbers)
-        flags = f"<details><summary>flags</summary><code>{html.escape(shlex.join(megatron_flags(setup)))}</code></details>"
-        rows.append(f'<tr class="{kind}">{cells}<td>{html.escape(what_is(front, place))}{flags}</td></tr>')
-    notes = "".join(f"<p>{html.escape(line)}</p>" for line in (words(front)[0], *remarks(front)))
-    head = "".join(f'<th class="number">{name}</th>' for name in ("", "GiB a device", "iteration, s", "MFU, %")) + "<th>configuration</th>"
+        flags = (
+            f"<details><summary>flags</summary><code>{html.escape(shlex.join(megatron_flags(setup)))}</code></details>"
+        )
+        rows.append(f'<tr class="{kind}">{cells}<td>{html.escape(describe_point(front, place))}{flags}</td></tr>')
+    notes = "".join(f"<p>{html.escape(line)}</p>" for line in (front_lines(front)[0], *remarks(front)))
+    head = (
+        "".join(f'<th class="number">{name}</th>' for name in ("", "GiB a device", "iteration, s", "MFU, %"))
+        + "<th>configuration</th>"
+    )
     drawing = svg[svg.index("<svg") :]
     return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style></head>\n'
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta '
+        f'charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style></head>\n'
         f"<body><h1>{html.escape(title)}</h1>\n{drawing}\n{notes}\n<table><thead><tr>{head}</tr></thead><tbody>\n"
         + "\n".join(rows)
         + "\n</tbody></table></body></html>\n"

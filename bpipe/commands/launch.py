@@ -1,4 +1,6 @@
-"""Let a Megatron launch say what other commands ask flags for. In: `-- FLAGS` or `--from-script FILE`. Out: options, filled in.
+"""Let a Megatron launch say what other commands ask flags for.
+
+In: `-- FLAGS` or `--from-script FILE`. Out: options, filled in.
 
 An option that was given on the command line itself stands. Knows no flag of Megatron's.
 """
@@ -19,10 +21,22 @@ from bpipe.values import printable
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("from a launch of Megatron", "what it says need not be said again; what is said here replaces it")
+    group = parser.add_argument_group(
+        "from a launch of Megatron", "what it says need not be said again; what is said here replaces it"
+    )
     add = group.add_argument
-    add("--from-script", metavar="FILE", help="a bash script that starts the training, read without running it ('-' is standard input)")
-    add("--set", action="append", default=[], metavar="NAME=VALUE", help="a variable of that script; the environment is not looked at")
+    add(
+        "--from-script",
+        metavar="FILE",
+        help="a bash script that starts the training, read without running it ('-' is standard input)",
+    )
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a variable of that script; the environment is not looked at",
+    )
     add(
         REST,
         nargs="*",
@@ -33,7 +47,7 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def reading_of(options: argparse.Namespace) -> Reading | None:
-    """What the launch says; None where none was given."""
+    """Return what the launch says, or None where no launch is given."""
     if options.from_script is None:
         if options.set:
             raise ValueError("--set is for a script's variables: name the script with --from-script")
@@ -45,13 +59,15 @@ def reading_of(options: argparse.Namespace) -> Reading | None:
         launch = read_launch(data.decode("utf-8"), given)
         return read_command(launch.words, launch.unknown)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{options.from_script}: byte {error.start} is no UTF-8 text: name the script itself, or convert it") from None
+        raise ValueError(
+            f"{options.from_script}: byte {error.start} is no UTF-8 text: name the script itself, or convert it"
+        ) from None
     except ValueError as error:
         raise ValueError(f"{options.from_script}: {error}") from None
 
 
 def _script(name: str) -> bytes:
-    """No more of a file than shows that it is too long; some have no end."""
+    """Read no more of a file than shows that it is too long; some have no end."""
     if name != "-":
         with Path(name).open("rb") as file:
             return file.read(4 * MOST_CHARACTERS)
@@ -68,7 +84,7 @@ def _assignment(text: str) -> tuple[str, str]:
 
 
 def lines(reading: Reading | None) -> list[str]:
-    """What a reader must know of the translation, for a person."""
+    """Return the notes of the translation that a user must read."""
     if reading is None:
         return []
     found = [f"from the launch: {note}" for note in reading.notes]
@@ -78,5 +94,5 @@ def lines(reading: Reading | None) -> list[str]:
 
 
 def launch_document(reading: Reading) -> dict[str, Any]:
-    """The same for a program."""
+    """Return the notes of the translation as JSON values."""
     return {"notes": list(reading.notes), "not_considered": list(reading.not_considered)}

@@ -1,4 +1,6 @@
-"""Parse command lines, and name what was mistyped. In: argparse's declarations, arguments. Out: options, or one line of error on stderr.
+"""Parse command lines, and name what was mistyped.
+
+In: argparse's declarations, arguments. Out: options, or one line of error on stderr.
 
 Knows no command.
 """
@@ -23,7 +25,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False, **settings})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """What stands behind `--` is a launch where one is taken: argparse would not, where another positional stood before a flag."""
+        """Parse what stands behind `--` as a launch where one is taken; argparse fails there if another positional
+        precedes a flag."""
         if args is None or "--" not in args or self.get_default(REST) is None:
             return super().parse_known_args(args, namespace)
         place = args.index("--")
@@ -32,7 +35,8 @@ class Parser(argparse.ArgumentParser):
         return found, unknown_words
 
     def check_flags(self, arguments: Sequence[str]) -> None:
-        """End with the nearest flag for the first that is unknown: argparse itself would first ask for the one that was mistyped."""
+        """End with the nearest flag for the first that is unknown: argparse itself would first ask for the one that
+        was mistyped."""
         known = self._option_string_actions
         flags = [one.partition("=")[0] for one in takewhile(lambda one: one != "--", arguments) if one.startswith("--")]
         wrong = next((flag for flag in flags if flag not in known), None)
@@ -41,9 +45,11 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unknown flag {wrong}{meant and ','}{meant}")
 
     def error(self, message: str) -> NoReturn:
-        """One line: the usage of a command with thirty flags would push it off the screen."""
+        """Print an error as one line: the usage of a command with thirty flags would push it off the screen."""
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            raise argparse.ArgumentError(action, unknown("command" if action.dest == "command" else "choice", str(value), action.choices))
+            raise argparse.ArgumentError(
+                action, unknown("command" if action.dest == "command" else "choice", str(value), action.choices)
+            )

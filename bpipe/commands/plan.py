@@ -1,4 +1,7 @@
-"""`bpipe plan`: the fastest configurations of a model on a cluster, and what balancing buys. In: flags. Out: a table, JSON or flags."""
+"""`bpipe plan`: the fastest configurations of a model on a cluster, and what balancing buys.
+
+In: flags. Out: a table, JSON or flags.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
+from bpipe.build import BALANCES
 from bpipe.commands.flags import (
     add_calibration_argument,
     add_model_arguments,
@@ -22,7 +26,7 @@ from bpipe.commands.flags import (
 )
 from bpipe.commands.front import SUFFIXES, show
 from bpipe.commands.launch import add_launch_arguments, lines, reading_of
-from bpipe.commands.plan_output import Beside, beside_of, launch_values, plan_document, table, yours_lines
+from bpipe.commands.plan_output import PlanNotes, launch_lines, launch_values, plan_document, plan_notes, table
 from bpipe.commands.simulate import budgeted
 from bpipe.flag_types import HOSTS_SAID, positive
 from bpipe.generate.families import FAMILIES, SEARCHED
@@ -42,7 +46,6 @@ from bpipe.plan.predict import SetupPrediction, predict
 from bpipe.plan.refused import has_transformer_engine
 from bpipe.plan.search import Outcome, search
 from bpipe.plan.space import SEARCHED_SCOPES, VOCABULARIES, Space, divisors, usual_contexts
-from bpipe.program import BALANCES
 
 # The exit status where nothing was found; 2 is an error in what was asked.
 NO_ROWS = 3
@@ -65,11 +68,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("search").add_argument
     add("--recompute", nargs="+", type=scope, default=SEARCHED_SCOPES, metavar="TEXT", help=SCOPES)
     add("--tensor", nargs="+", type=positive, metavar="T", help="tensor parallel (default: all that divide a node)")
-    add("--pipeline", nargs="+", type=positive, metavar="P", help="pipeline ranks (default: all that divide the devices)")
-    add("--micro-batch", nargs="+", type=positive, metavar="N", help="sequences a micro-batch (default: all that divide the batch)")
+    add(
+        "--pipeline",
+        nargs="+",
+        type=positive,
+        metavar="P",
+        help="pipeline ranks (default: all that divide the devices)",
+    )
+    add(
+        "--micro-batch",
+        nargs="+",
+        type=positive,
+        metavar="N",
+        help="sequences a micro-batch (default: all that divide the batch)",
+    )
     add("--schedule", nargs="+", choices=tuple(FAMILIES), default=SEARCHED, help=f"default {' '.join(SEARCHED)}")
     add("--balance", nargs="+", choices=BALANCES, default=BALANCES, help="default both")
-    add("--memory", type=memory, metavar="GIB|auto", help="all that a device may hold; of balanced rows only what must leaves")
+    add(
+        "--memory",
+        type=memory,
+        metavar="GIB|auto",
+        help="all that a device may hold; of balanced rows only what must leaves",
+    )
     add("--hosts", nargs="+", choices=ARRANGEMENTS, help=f"of balanced rows, where what leaves may go: {HOSTS_SAID}")
     help_text = "how many devices may have a part of a sequence each (default 1, of sequences from 32768 on more)"
     add("--context", type=positive, nargs="+", metavar="C", help=help_text)
@@ -77,10 +97,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--vocabulary-parallel",
         nargs="+",
         choices=VOCABULARIES,
-        help="whether the output layer is in shards on all pipeline ranks, and by which algorithm, with the embedding and without where "
-        "that is trained (default: none, and each that lowers the bound of the time where the last rank computes longer than others)",
+        help="whether the output layer is in shards on all pipeline ranks, and by which algorithm, with the embedding "
+        "and without where "
+        "that is trained (default: none, and each that lowers the bound of the time where the last rank computes "
+        "longer than others)",
     )
-    add("--max-micro-batch", type=positive, default=64, metavar="N", help="largest micro-batch to consider (default 64)")
+    add(
+        "--max-micro-batch", type=positive, default=64, metavar="N", help="largest micro-batch to consider (default 64)"
+    )
     add("--max-chunks", type=positive, default=8, metavar="V", help="most model chunks a rank (default 8)")
     add(
         "--even-layers",
@@ -94,7 +118,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     output = parser.add_argument_group("output").add_argument
     output("--rows", type=positive, default=10, metavar="N", help="how many configurations to show (default 10)")
-    output("--front", action="store_true", help="what is fastest for every amount of memory, up to twice what a device has")
+    output(
+        "--front", action="store_true", help="what is fastest for every amount of memory, up to twice what a device has"
+    )
     output("--plot", metavar="FILE", help="with --front: draw it, .svg or .png, or write it as a page, .html")
     output("--format", choices=("table", "json"), default="table")
     output("--emit-args", type=positive, metavar="ROW", help="print only the Megatron flags of a row, the first is 1")
@@ -104,7 +130,9 @@ def run(asked: argparse.Namespace) -> int:
     reading = reading_of(asked)
     # What the search chooses is no one's to say; `yours` below is the launch as it stands.
     every = filled(argparse.Namespace(**{**vars(asked), **dict.fromkeys(("hosts", *CUT))}), reading, ("global_batch",))
-    options = argparse.Namespace(**{**vars(every), **{name: getattr(asked, name) for name in ("recompute", "schedule", "balance")}})
+    options = argparse.Namespace(
+        **{**vars(every), **{name: getattr(asked, name) for name in ("recompute", "schedule", "balance")}}
+    )
     yours = None if reading is None else _yours(asked, reading)
     if options.global_batch is None:
         raise ValueError("the launch does not say --global-batch-size: give --global-batch")
@@ -121,14 +149,17 @@ def run(asked: argparse.Namespace) -> int:
         bar.clear()
         print(_flags_of_row(outcome, options.emit_args))
     else:
-        beside = beside_of(outcome, reading if reading is None or _is_as_launched(asked, reading) else None)
+        beside = plan_notes(outcome, reading if reading is None or _is_as_launched(asked, reading) else None)
         bar.clear()
         _print(outcome, beside, options.format, reading, yours)
     return 0 if outcome.rows else NO_ROWS
 
 
 def _searched(space: Space, options: argparse.Namespace, bar: _Bar) -> Outcome:
-    """Search for as many rows as are shown. Within a budget, or where own memory hosts, balanced rows send only what must leave."""
+    """Search for as many rows as are shown.
+
+    Within a budget, or where own memory hosts, balanced rows send only what must leave.
+    """
     num_rows = max(options.rows, options.emit_args or 0)
     with _seldom_collected():
         if options.memory is None and not set(space.hosts) & set(IN_NODES):
@@ -143,25 +174,41 @@ def _flags_of_row(outcome: Outcome, row: int) -> str:
     return shlex.join(megatron_flags(outcome.rows[row - 1].prediction.setup))
 
 
-def _print(outcome: Outcome, beside: Beside, form: str, reading: Reading | None, yours: SetupPrediction | str | None) -> None:
+def _print(
+    outcome: Outcome, beside: PlanNotes, form: str, reading: Reading | None, yours: SetupPrediction | str | None
+) -> None:
     """Print the rows, and beside them the launch as it stands, where one was given."""
     if form == "json":
         launch = {} if reading is None or yours is None else launch_values(yours, reading)
         print_json(plan_document(outcome, beside) | launch)
         return
-    for line in (*lines(reading), *(() if reading is None or yours is None else yours_lines(yours, reading))):
+    for line in (*lines(reading), *(() if reading is None or yours is None else launch_lines(yours, reading))):
         print(line)
     print(table(outcome, beside), end="")
 
 
 def _is_as_launched(asked: argparse.Namespace, reading: Reading) -> bool:
-    """Whether the launch says all that the search does not choose: a row's flags are then what to change of it."""
-    chosen = {*CUT, "recompute", "schedule", "balance", "hosts", "context", "cp_comm_type", "expert", "vocabulary_parallel", "memory"}
+    """Return whether the launch says all that the search does not choose: a row's flags are then what to change of
+    it."""
+    chosen = {
+        *CUT,
+        "recompute",
+        "schedule",
+        "balance",
+        "hosts",
+        "context",
+        "cp_comm_type",
+        "expert",
+        "vocabulary_parallel",
+        "memory",
+    }
     others = {name: getattr(asked, name, None) for name in reading.options if name not in chosen}
     return asked.model is None and all(value in (None, False, reading.options[name]) for name, value in others.items())
 
 
-def _space(asked: argparse.Namespace, options: argparse.Namespace, contexts: tuple[int, ...], reading: Reading | None) -> Space:
+def _space(
+    asked: argparse.Namespace, options: argparse.Namespace, contexts: tuple[int, ...], reading: Reading | None
+) -> Space:
     """What to search."""
     model, cluster = model_of(options), _budgeted(cluster_of(options, reading), options.memory)
     return Space(
@@ -189,7 +236,9 @@ def _space(asked: argparse.Namespace, options: argparse.Namespace, contexts: tup
         cp_comm_type=options.cp_comm_type,
         fp8=fp8_of(options),
         vocabulary_parallel=None if asked.vocabulary_parallel is None else tuple(asked.vocabulary_parallel),
-        tensors=_one_of(asked.tensor, divisors(cluster.devices_per_domain), "--tensor", f"the devices of {cluster.domain}"),
+        tensors=_one_of(
+            asked.tensor, divisors(cluster.devices_per_domain), "--tensor", f"the devices of {cluster.domain}"
+        ),
         pipelines=_one_of(asked.pipeline, divisors(cluster.num_devices), "--pipeline", "the devices of the cluster"),
         micro_batches=None if asked.micro_batch is None else tuple(asked.micro_batch),
         others=() if reading is None else reading.others,
@@ -207,7 +256,11 @@ def _one_of(asked: Sequence[int] | None, possible: Sequence[int], flag: str, wha
 
 @contextmanager
 def _seldom_collected() -> Iterator[None]:
-    """A search makes millions of small values, and hardly any of them is part of a cycle: to look for some took a fifth of its time."""
+    """Switch cyclic garbage collection off during a search.
+
+    A search makes millions of small values, and hardly any is part of a cycle: to look for some took a fifth of its
+    time.
+    """
     before = gc.get_threshold()
     gc.set_threshold(*_SELDOM)
     try:
@@ -217,7 +270,8 @@ def _seldom_collected() -> Iterator[None]:
 
 
 def _schedules(asked: argparse.Namespace, fp8: Fp8 | None) -> tuple[str, ...]:
-    """In FP8 those that split backwards are looked at only where they are asked for, which is refused with the reason."""
+    """In FP8 those that split backwards are looked at only where they are asked for, which is refused with the
+    reason."""
     if fp8 is None or tuple(asked.schedule) != tuple(SEARCHED):
         return tuple(asked.schedule)
     return tuple(name for name in SEARCHED if not FAMILIES[name].splits)
@@ -228,7 +282,11 @@ def _contexts(asked: argparse.Namespace, every: argparse.Namespace, reading: Rea
     if asked.context is not None:
         return tuple(sorted(set(asked.context)))
     model, cluster = model_of(every), cluster_of(every, reading)
-    is_possible = every.attention == "flash" and every.kernels == "gpu" and model.no_context(model.sequence, every.cp_comm_type) is None
+    is_possible = (
+        every.attention == "flash"
+        and every.kernels == "gpu"
+        and model.no_context(model.sequence, every.cp_comm_type) is None
+    )
     return tuple(sorted({*(usual_contexts(model.sequence, cluster.num_devices) if is_possible else ()), every.context}))
 
 
@@ -253,7 +311,7 @@ def _sending_what_must(space: Space, budget_bytes: int) -> Callable[[Setup], Set
 
 
 def _yours(asked: argparse.Namespace, reading: Reading) -> SetupPrediction | str:
-    """The launch as it stands, or why it cannot be on this cluster."""
+    """Return the launch as it stands, or why it cannot be on this cluster."""
     chosen = ("recompute", "schedule", "balance", "vocabulary_parallel", *CUT)
     options = argparse.Namespace(**{**vars(asked), **dict.fromkeys(chosen)})
     others = ("context", "chunks", "layers", "group", "delay", "keep_weights_halves")
@@ -280,7 +338,9 @@ class _Bar:
         if self.is_terminal and (now - self.shown_at > 0.1):
             self.shown_at = now
             filled = 30 * done // max(total, 1)
-            print(f"\r{what:7}[{'#' * filled}{'.' * (30 - filled)}] {done}/{total} ", end="", file=sys.stderr, flush=True)
+            print(
+                f"\r{what:7}[{'#' * filled}{'.' * (30 - filled)}] {done}/{total} ", end="", file=sys.stderr, flush=True
+            )
 
     def clear(self) -> None:
         if self.is_terminal and self.shown_at:

@@ -1,4 +1,6 @@
-"""Say what `bpipe plan` found. In: the outcome of a search, the launch it is for. Out: lines, or the values of its JSON.
+"""Say what `bpipe plan` found.
+
+In: the outcome of a search, the launch it is for. Out: lines, or the values of its JSON.
 
 Predicts nothing that nobody asks for, and searches only what stands beside the rows.
 """
@@ -9,13 +11,21 @@ import shlex
 from typing import Any, NamedTuple
 
 from bpipe.commands.launch import launch_document
-from bpipe.models.cluster import gib
+from bpipe.models.cluster import gib_text
 from bpipe.models.layout import Setup
 from bpipe.plan import standings, stock
 from bpipe.plan.document import document
-from bpipe.plan.explain import calibrated, costly_halves, describe, only_balanced, pairs_apart, replicas_apart, verdict
+from bpipe.plan.explain import (
+    calibration_lines,
+    costly_halves,
+    describe,
+    only_balanced,
+    pairs_apart,
+    replicas_apart,
+    verdict,
+)
 from bpipe.plan.fewest_layers import BLOCK
-from bpipe.plan.judge import Found
+from bpipe.plan.judge import Candidate
 from bpipe.plan.megatron_command import Reading
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.predict import SetupPrediction
@@ -23,15 +33,18 @@ from bpipe.plan.refused import refused
 from bpipe.plan.row_flags import chosen_flags, common_flags, difference
 from bpipe.plan.search import Outcome
 from bpipe.plan.space import CUTS, VOCABULARIES, Space, num_grids
-from bpipe.plan.state_hosts import StateHosts, hosts_document, instead_of_balancing
-from bpipe.plan.state_hosts import words as words_on_state
+from bpipe.plan.state_hosts import StateHosts, instead_of_balancing, moves_values
+from bpipe.plan.state_hosts import describe_moves as words_on_state
 from bpipe.plan.stock import Stock
-from bpipe.plan.vocabulary import Burden, burden, burden_document, words
+from bpipe.plan.vocabulary import Burden, burden, burden_document, burden_lines
 
 
-class Beside(NamedTuple):
-    """What is said beside the rows: what Megatron alone does, and of the first row in which the vocabulary hurts, and the first that fits
-    only balanced, its number. `launch`: what the rows' flags are a difference from, if they are."""
+class PlanNotes(NamedTuple):
+    """Facts shown beside the rows: Megatron's own best, the first row that the vocabulary hurts, and the first row that
+    fits only balanced.
+
+    `launch`: the launch from which the rows' flags differ, if one is given.
+    """
 
     stock: Stock
     launch: Reading | None
@@ -39,8 +52,8 @@ class Beside(NamedTuple):
     hosts: tuple[StateHosts, int] | None = None
 
 
-def beside_of(outcome: Outcome, launch: Reading | None) -> Beside:
-    beside = Beside(stock.stock_of(outcome.space, outcome.rows), launch)
+def plan_notes(outcome: Outcome, launch: Reading | None) -> PlanNotes:
+    beside = PlanNotes(stock.stock_of(outcome.space, outcome.rows), launch)
     profile, formula = outcome.space.profile, outcome.space.formula
     # Of shards that were searched the rows say what they gain.
     others = [name for name in VOCABULARIES if name not in outcome.space.vocabularies]
@@ -53,13 +66,18 @@ def beside_of(outcome: Outcome, launch: Reading | None) -> Beside:
     return beside._replace(hurts=hurts)
 
 
-def yours_lines(yours: SetupPrediction | str, reading: Reading) -> list[str]:
+def launch_lines(yours: SetupPrediction | str, reading: Reading) -> list[str]:
     if isinstance(yours, str):
         return [f"the launch as it stands: {yours}"]
-    misses = [f"rank {rank.rank} needs {gib(rank.peak_bytes)}" for rank in yours.memory if not rank.fits]
+    misses = [f"rank {rank.rank} needs {gib_text(rank.peak_bytes)}" for rank in yours.memory if not rank.fits]
     fits = "fits" if not misses else f"does not fit: {', '.join(misses[:4])}{', ...' if len(misses) > 4 else ''}"
     reasons = [f"     the trainer refuses it: {reason}" for reason in refused(yours.setup, reading.others)]
-    return ["the launch as it stands, first; then what was found", *_lines(0, Found(yours, None)), f"     {fits}", *reasons]
+    return [
+        "the launch as it stands, first; then what was found",
+        *_lines(0, Candidate(yours, None)),
+        f"     {fits}",
+        *reasons,
+    ]
 
 
 def launch_values(yours: SetupPrediction | str, reading: Reading) -> dict[str, Any]:
@@ -77,8 +95,8 @@ def _unasked(space: Space) -> tuple[str, ...]:
     return (*contexts, *layers, *asked, *(("mamba", "hybrid") if space.model.hybrid is None else ()))
 
 
-def plan_document(outcome: Outcome, beside: Beside) -> dict[str, Any]:
-    """What `--format json` promises (docs/planning.md)."""
+def plan_document(outcome: Outcome, beside: PlanNotes) -> dict[str, Any]:
+    """Return the document that `--format json` promises (docs/planning.md)."""
     return {
         "verdict": verdict(outcome)._asdict(),
         "searched": {
@@ -92,14 +110,16 @@ def plan_document(outcome: Outcome, beside: Beside) -> dict[str, Any]:
         },
         "rows": [_row(found, beside.launch) for found in outcome.rows],
         "stock": stock.stock_document(beside.stock),
-        "families": standings.documents(outcome),
-        "needs": standings.needs(outcome),
+        "families": standings.family_values(outcome),
+        "needs": standings.trainer_needs(outcome),
         "vocabulary": None if beside.hurts is None else burden_document(*beside.hurts),
-        "optimizer_state_hosts": None if beside.hosts is None else {"row": beside.hosts[1], **hosts_document(beside.hosts[0])},
+        "optimizer_state_hosts": None
+        if beside.hosts is None
+        else {"row": beside.hosts[1], **moves_values(beside.hosts[0])},
     }
 
 
-def _row(found: Found, launch: Reading | None) -> dict[str, Any]:
+def _row(found: Candidate, launch: Reading | None) -> dict[str, Any]:
     return {
         **document(found.prediction),
         "only_balanced": found.needs_bytes is not None,
@@ -109,50 +129,57 @@ def _row(found: Found, launch: Reading | None) -> dict[str, Any]:
     }
 
 
-def table(outcome: Outcome, beside: Beside) -> str:
-    """The rows, what each holds in every rank, where the vocabulary hurts, and what balancing buys."""
+def table(outcome: Outcome, beside: PlanNotes) -> str:
+    """Return the rows, what each holds in every rank, where the vocabulary hurts, and what balancing buys."""
     head = f"{outcome.num_configurations} configurations, {outcome.num_fitting} fit"
     if outcome.rows:
         head += f", {outcome.num_simulated} simulated: the {len(outcome.rows)} fastest"
-    lines = [head, *calibrated(outcome.space.cluster)]
+    lines = [head, *calibration_lines(outcome.space.cluster)]
     for number, found in enumerate(outcome.rows, 1):
         apart = pairs_apart(found.prediction, outcome.space.profile)
-        lines += [*_lines(number, found), *([f"     {apart}"] if apart else []), f"     {flags_of(found.prediction.setup, beside.launch)}"]
+        lines += [
+            *_lines(number, found),
+            *([f"     {apart}"] if apart else []),
+            f"     {flags_of(found.prediction.setup, beside.launch)}",
+        ]
     if outcome.rows and beside.launch is None:
         lines.append(f"all rows: {shlex.join(common_flags(outcome.rows[0].prediction.setup))}")
     lines += stock_lines(beside)
-    standing = standings.lines(outcome)
-    hurts = words(*beside.hurts) if beside.hurts else ()
+    standing = standings.family_lines(outcome)
+    hurts = burden_lines(*beside.hurts) if beside.hurts else ()
     hosts = [f"Row {beside.hosts[1]}: {words_on_state(beside.hosts[0])}."] if beside.hosts else ()
     return "\n".join((*lines, *standing, *hurts, *hosts, verdict(outcome).text)) + "\n"
 
 
-def _lines(number: int, found: Found) -> list[str]:
+def _lines(number: int, found: Candidate) -> list[str]:
     prediction = found.prediction
     timing, bandwidth = prediction.timing, prediction.bandwidth
-    peaks = " ".join(gib(rank.peak_bytes) for rank in prediction.memory)
+    peaks = " ".join(gib_text(rank.peak_bytes) for rank in prediction.memory)
     lines = [
-        f"{number:3}. {timing.iteration_s:9.3f} s  MFU {100 * prediction.mfu:5.2f} %  bubble {100 * timing.bubble_of_makespan:5.1f} %  "
+        f"{number:3}. {timing.iteration_s:9.3f} s  MFU {100 * prediction.mfu:5.2f} %  bubble "
+        f"{100 * timing.bubble_of_makespan:5.1f} %  "
         f"exposed {max(timing.exposed_s):.3f} s  {describe(prediction.setup)}",
-        f"     GiB a rank, of {gib(prediction.memory[0].limit_bytes)}: {peaks}",
+        f"     GiB a rank, of {gib_text(prediction.memory[0].limit_bytes)}: {peaks}",
     ]
     if bandwidth:
         lines.append(
-            f"     transfers of {bandwidth.transfer_bytes / 1e9:.2f} GB need {bandwidth.required_bytes_per_s / 1e9:.1f} GB/s "
-            f"({bandwidth.steady_bytes_per_s / 1e9:.1f} in the steady phase) of {bandwidth.available_bytes_per_s / 1e9:.0f}"
+            f"     transfers of {bandwidth.transfer_bytes / 1e9:.2f} GB need "
+            f"{bandwidth.required_bytes_per_s / 1e9:.1f} GB/s "
+            f"({bandwidth.steady_bytes_per_s / 1e9:.1f} in the steady phase) of "
+            f"{bandwidth.available_bytes_per_s / 1e9:.0f}"
         )
     remarks = (only_balanced(found), costly_halves(prediction), replicas_apart(prediction.setup))
     return [*lines, *(f"     {text}" for text in remarks if text)]
 
 
 def flags_of(setup: Setup, launch: Reading | None) -> str:
-    """What to change of the launch, or all that was chosen."""
+    """Return the flags to change in the launch, or all chosen flags without a launch."""
     return shlex.join(chosen_flags(setup)) if launch is None else difference(setup, launch).text
 
 
-def stock_lines(beside: Beside) -> list[str]:
-    """What Megatron alone does, its flags, and whether to take it."""
-    first, *others = stock.words(beside.stock)
+def stock_lines(beside: PlanNotes) -> list[str]:
+    """Return lines about the best configuration of stock Megatron, its flags, and whether to take it."""
+    first, *others = stock.stock_text(beside.stock)
     if beside.stock.found is None:
         return [first]
     setup = beside.stock.found.prediction.setup

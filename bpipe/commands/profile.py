@@ -1,8 +1,10 @@
-"""`bpipe profile`: time one stage of a model, or its kernels, on this machine's device. In: flags. Out: JSON that other commands read.
+"""`bpipe profile`: time one stage of a model, or its kernels, on this machine's device.
 
-A stage is Megatron's own model, timed by `megatron.scheduling.profile` in a process of its own, which gets Megatron's flags; `--profile`
-reads it. Kernels are timed by `bpipe.runtime.kernel_times`, with as many processes as they gather over; `--kernel-times` reads them.
-Imports neither torch nor Megatron.
+In: flags. Out: JSON that other commands read.
+
+A stage is Megatron's own model, timed by `megatron.scheduling.report.profile` in a process of its own, which gets
+Megatron's flags; `--profile` reads it. Kernels are timed by `bpipe.runtime.kernel_times`, with as many processes as
+they gather over; `--kernel-times` reads them. Imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from bpipe.models.recompute import RECOMPUTE
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.options import model_of
 
-PROGRAM, KERNELS_PROGRAM = "megatron.scheduling.profile", "bpipe.runtime.kernel_times"
+PROGRAM, KERNELS_PROGRAM = "megatron.scheduling.report.profile", "bpipe.runtime.kernel_times"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,9 +35,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tensor", type=positive, default=1, metavar="T", help=alone)
     add("--no-sequence-parallel", action="store_true", help="tensor parallelism leaves norms and dropout whole")
     add("--micro-batch", type=positive, nargs="+", default=[1, 2, 4], metavar="N", help="sizes to time (default 1 2 4)")
-    add("--layers", type=positive, default=1, metavar="N", help="layers to time; readers scale to a stage's own number (default 1)")
+    add(
+        "--layers",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="layers to time; readers scale to a stage's own number (default 1)",
+    )
     add("--recompute", choices=RECOMPUTE, default="none", help="default none")
-    add("--attention", choices=ATTENTION, default="flash", help="flash needs a GPU and Transformer Engine (default flash)")
+    add(
+        "--attention",
+        choices=ATTENTION,
+        default="flash",
+        help="flash needs a GPU and Transformer Engine (default flash)",
+    )
     add("--precision", choices=PRECISIONS, default="bf16", help="default bf16")
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one, else cpu")
     add("--repeats", type=positive, default=5, metavar="N", help="the median of N runs counts (default 5)")
@@ -47,16 +60,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     require("torch" if options.kernel_times else "megatron", "bpipe profile")
     program = _measuring_kernels(options) if options.kernel_times else ["-m", PROGRAM, *flags(options)]
-    ended = subprocess.run([sys.executable, *program], env=_environment(options.device, options.kernel_times), check=False)
+    ended = subprocess.run(
+        [sys.executable, *program], env=_environment(options.device, options.kernel_times), check=False
+    )
     if ended.returncode:
         # The program has said why.
         sys.exit(ended.returncode)
 
 
 def flags(options: argparse.Namespace) -> list[str]:
-    """For the program: Megatron's flags of one replica, and what to time of it."""
+    """Return Megatron's flags for one replica and what to time of it."""
     setup = _of_one_rank(options, 1)
-    chosen = ["--profile-layers", options.layers, "--profile-repeats", options.repeats, "--profile-micro-batches", *options.micro_batch]
+    chosen = [
+        "--profile-layers",
+        options.layers,
+        "--profile-repeats",
+        options.repeats,
+        "--profile-micro-batches",
+        *options.micro_batch,
+    ]
     if options.output is not None:
         chosen += ["--profile-output", options.output]
     return [*megatron_flags(setup), "--vocab-size", str(setup.model.vocabulary), *map(str, chosen)]
@@ -65,8 +87,16 @@ def flags(options: argparse.Namespace) -> list[str]:
 def _measuring_kernels(options: argparse.Namespace) -> list[str]:
     shapes = kernel_shapes([_of_one_rank(options, micro_batch) for micro_batch in options.micro_batch])
     program = ["-m", KERNELS_PROGRAM, "--shapes", json.dumps(shapes._asdict()), "--precision", options.precision]
-    program += ["--repeats", str(options.repeats), *(["--output", options.output] if options.output is not None else [])]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.tensor)] if shapes.gathers else []
+    program += [
+        "--repeats",
+        str(options.repeats),
+        *(["--output", options.output] if options.output is not None else []),
+    ]
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.tensor)]
+        if shapes.gathers
+        else []
+    )
     return [*launcher, *program]
 
 

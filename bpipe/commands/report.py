@@ -1,4 +1,7 @@
-"""`bpipe report`: a recorded run beside its prediction. In: its folder. Out: a table or JSON; on request a page and a trace."""
+"""`bpipe report`: a recorded run beside its prediction.
+
+In: its folder. Out: a table or JSON; on request a page and a trace.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,12 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("folder", metavar="DIR", help="what the run was given as --bpipe-report")
-    add("--iteration", type=int, metavar="N", help="only this one (default: all that are recorded, times being their median)")
+    add(
+        "--iteration",
+        type=int,
+        metavar="N",
+        help="only this one (default: all that are recorded, times being their median)",
+    )
     add("--format", choices=("table", "json"), default="table")
     add("--html", metavar="FILE", help="write a page to look at: timeline, memory and differences in one file")
     add("--trace", metavar="FILE", help="write the measured iterations as Chrome trace JSON, for ui.perfetto.dev")
@@ -60,7 +68,9 @@ def _shortage(options: argparse.Namespace, held: Held) -> None:
 
     for flag in ("html", "trace", "iteration"):
         if getattr(options, flag) is not None:
-            raise ValueError(f"--{flag}: {options.folder} has no recorded iteration; the table and --format json say what was held")
+            raise ValueError(
+                f"--{flag}: {options.folder} has no recorded iteration; the table and --format json say what was held"
+            )
     if options.format == "json":
         print_json(document(held))
     else:

@@ -1,4 +1,6 @@
-"""Say how long a schedule's computations take at the costs that a command was given. In: a Schedule, what `--costs` says. Out: numbers.
+"""Say how long a schedule's computations take at the costs that a command was given.
+
+In: a Schedule, what `--costs` says. Out: numbers.
 
 Knows no transfers and no links: `bpipe simulate` does.
 """
@@ -9,7 +11,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from bpipe.generate.family import ALIKE, UnitCosts
-from bpipe.generate.timing import pace
+from bpipe.generate.timing import iteration_time
 from bpipe.ir.memory import plain
 from bpipe.ir.schedule import Schedule
 
@@ -17,10 +19,10 @@ from bpipe.ir.schedule import Schedule
 _DECIMALS = 3
 
 # A forward and a backward, or a forward and the halves of a backward; None where nothing was said.
-Given = tuple[Fraction, ...] | None
+TimeOptions = tuple[Fraction, ...] | None
 
 
-def unit_costs(given: Given, hop: Fraction | None = None) -> UnitCosts:
+def unit_costs(given: TimeOptions, hop: Fraction | None = None) -> UnitCosts:
     if given is None:
         return replace(ALIKE, hop=hop or 0)
     forward, *backward = given
@@ -28,8 +30,9 @@ def unit_costs(given: Given, hop: Fraction | None = None) -> UnitCosts:
     return UnitCosts(forward, halves[0], halves[1], hop or 0)
 
 
-def times_of(schedule: Schedule, given: Given, hop: Fraction | None = None) -> dict[str, object] | None:
-    """`costs`, `hop` if it takes time, `makespan`, `bubble_percent`. None where shards of the vocabulary take part: they have no costs.
+def times_of(schedule: Schedule, given: TimeOptions, hop: Fraction | None = None) -> dict[str, object] | None:
+    """Return `costs`, `hop` if nonzero, `makespan` and `bubble_percent`; None with vocabulary shards, which have no
+    costs.
 
     Raises ValueError for costs that do not fit what the schedule computes.
     """
@@ -41,7 +44,7 @@ def times_of(schedule: Schedule, given: Given, hop: Fraction | None = None) -> d
             raise ValueError("--costs: shards of the vocabulary take part in it, and have no cost here: leave it out")
         return None
     unit = unit_costs(given, hop)
-    found = pace(schedule, unit)
+    found = iteration_time(schedule, unit)
     halves = (unit.backward_input, unit.backward_weight)
     return {
         "costs": [plain(one) for one in (unit.forward, *(halves if halved else (sum(halves),)))],

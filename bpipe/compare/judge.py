@@ -1,7 +1,7 @@
 """Find where two runs differ. In: two `Training`s and how far their numbers may be apart. Out: a `SideBySide`.
 
-Compares bits unless it is told otherwise. What makes two runs not comparable is a ValueError. Only what was computed decides: peaks and
-seconds are laid side by side, and may differ. Reads no file and prints nothing.
+Compares bits unless it is told otherwise. What makes two runs not comparable is a ValueError. Only what was computed
+decides: peaks and seconds are laid side by side, and may differ. Reads no file and prints nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ class Quartiles:
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
-    """Two runs, and what they do not agree on, in the order of the run. `alone`: how many iterations only one of them has."""
+    """Two runs, and what they do not agree on, in the order of the run.
+
+    `alone`: how many iterations only one of them has.
+    """
 
     one: Training
     other: Training
@@ -65,19 +68,29 @@ class SideBySide:
         return self.one.exact and self.tolerance == 0
 
     def seconds_ratio(self) -> Quartiles | None:
-        """B's time by A's, iteration by iteration, where both have one."""
+        """Return quartiles of B's time divided by A's over the iterations in which both have one."""
         pairs = [(self.one.seconds.get(iteration), self.other.seconds.get(iteration)) for iteration in self.common]
-        return Quartiles.of([other / one for one, other in pairs if one is not None and other is not None and one > _NO_TIME_S])
+        return Quartiles.of(
+            [other / one for one, other in pairs if one is not None and other is not None and one > _NO_TIME_S]
+        )
 
 
 def compare(one: Training, other: Training, tolerance: float = 0.0, only_common: bool = False) -> SideBySide:
-    """`tolerance`: how far two numbers may be apart, as a part of the larger; 0 wants every bit. `only_common`: leave the rest out."""
+    """Compare two trainings number by number.
+
+    `tolerance`: the allowed difference as a part of the larger number; 0 wants every bit. `only_common`: leave out
+    iterations that one side lacks.
+    """
     if one.exact != other.exact:
         report, log = (one, other) if one.exact else (other, one)
-        raise ValueError(f"{log.path} is a log, whose numbers are rounded, and {report.path} a report: compare two of a kind")
+        raise ValueError(
+            f"{log.path} is a log, whose numbers are rounded, and {report.path} a report: compare two of a kind"
+        )
     common = tuple(sorted(one.iterations.keys() & other.iterations.keys()))
     if not common:
-        raise ValueError(f"{one.path} and {other.path} have no iteration in common: {one.extent()} and {other.extent()}")
+        raise ValueError(
+            f"{one.path} and {other.path} have no iteration in common: {one.extent()} and {other.extent()}"
+        )
     mismatches = tuple(
         Mismatch(iteration, name, one.iterations[iteration].get(name), other.iterations[iteration].get(name))
         for iteration in common

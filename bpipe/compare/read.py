@@ -1,7 +1,9 @@
-"""Read what one run left of itself. In: its `--bpipe-report` folder, the iterations.jsonl in it, or Megatron's log. Out: a `Training`.
+"""Read what one run left of itself.
 
-Every number keeps every bit that stands there. What cannot be used, or is not what the caller expects, is a ValueError that names the
-file. Starts no run, prints nothing, and compares nothing.
+In: its `--bpipe-report` folder, the iterations.jsonl in it, or Megatron's log. Out: a `Training`.
+
+Every number keeps every bit that stands there. What cannot be used, or is not what the caller expects, is a ValueError
+that names the file. Starts no run, prints nothing, and compares nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ Values = dict[str, float | None]
 
 @dataclass(frozen=True, slots=True)
 class StageNumbers:
-    """What one stage held at most, measured and predicted, and its transfers in an iteration."""
+    """Peak memory of one stage, measured and predicted, and its transfers in an iteration."""
 
     peak_microbatches: int
     peak_bytes: int
@@ -46,7 +48,10 @@ _NUMBERS = tuple(one.name for one in fields(StageNumbers))
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """One run. `exact`: whether its numbers have every bit. `balanced` is None where nothing says so, and what is not known is empty."""
+    """One run. `exact`: whether its numbers have every bit.
+
+    `balanced` is None where nothing says so, and what is not known is empty.
+    """
 
     path: Path
     exact: bool
@@ -59,12 +64,19 @@ class Training:
         return f"{len(self.iterations)} from {min(self.iterations)} to {max(self.iterations)}"
 
 
-def read_training(path: Path, num_ranks: int | None = None, num_iterations: int | None = None, balanced: bool | None = None) -> Training:
-    """A folder or a .jsonl file is a report, any other file a log. What is given besides has to be so, and only a report can show it."""
+def read_training(
+    path: Path, num_ranks: int | None = None, num_iterations: int | None = None, balanced: bool | None = None
+) -> Training:
+    """Read a training: a folder or a .jsonl file is a report, any other file a log.
+
+    Options must fit that: only a report can show them.
+    """
     exact = path.is_dir() or path.suffix == ".jsonl"
     iterations, seconds = _read_iterations(path / STEPS if path.is_dir() else path) if exact else _read_log(path)
     if not iterations:
-        raise ValueError(f"{path}: no iteration in it; is this {'the report' if exact else 'a log of Megatron with --log-interval'}?")
+        raise ValueError(
+            f"{path}: no iteration in it; is this {'the report' if exact else 'a log of Megatron with --log-interval'}?"
+        )
     if num_iterations is not None:
         _check_iterations(path, iterations, num_iterations)
     if not path.is_dir() and not num_ranks and balanced is None:
@@ -73,8 +85,13 @@ def read_training(path: Path, num_ranks: int | None = None, num_iterations: int 
     return Training(path, exact, iterations, seconds, stages, is_balanced)
 
 
-def read_stages(folder: Path, num_ranks: int | None = None, balanced: bool | None = None) -> tuple[dict[int, StageNumbers], bool | None]:
-    """Each stage's row, and whether the run was balanced. Where several ranks hold a stage (replicas), the highest number of each kind."""
+def read_stages(
+    folder: Path, num_ranks: int | None = None, balanced: bool | None = None
+) -> tuple[dict[int, StageNumbers], bool | None]:
+    """Return each stage's row, and whether the run was balanced.
+
+    Where several ranks hold a stage (replicas), the highest number of each kind.
+    """
     stages: dict[int, StageNumbers] = {}
     was_balanced = balanced
     runs: list[tuple[str, str | None]] = []
@@ -82,7 +99,11 @@ def read_stages(folder: Path, num_ranks: int | None = None, balanced: bool | Non
         stage, row, is_balanced, run = _read_rank(path)
         runs.append((path.name, run))
         if was_balanced is not None and is_balanced != was_balanced:
-            swapped = "are the two folders swapped?" if balanced is not None else "its other ranks were otherwise. Are they of one run?"
+            swapped = (
+                "are the two folders swapped?"
+                if balanced is not None
+                else "its other ranks were otherwise. Are they of one run?"
+            )
             raise ValueError(f"{path}: this run was {'' if is_balanced else 'not '}balanced; {swapped}")
         was_balanced = is_balanced
         known = stages.get(stage, row)
@@ -92,7 +113,9 @@ def read_stages(folder: Path, num_ranks: int | None = None, balanced: bool | Non
     if num_ranks is None and balanced is not None and not stages:
         raise ValueError(f"{folder}: no rank_*.json there, so nothing says whether this run was balanced")
     if num_ranks is not None and sorted(stages) != list(range(num_ranks)):
-        raise ValueError(f"{folder}: reports for stages {sorted(stages)}, expected 0 to {num_ranks - 1}; did every rank end well?")
+        raise ValueError(
+            f"{folder}: reports for stages {sorted(stages)}, expected 0 to {num_ranks - 1}; did every rank end well?"
+        )
     return stages, was_balanced
 
 
@@ -110,12 +133,19 @@ def _read_rank(path: Path) -> tuple[int, StageNumbers, bool, str | None]:
 def _check_iterations(path: Path, iterations: Mapping[int, Values], wanted: int) -> None:
     missing = [iteration for iteration in range(1, wanted + 1) if iteration not in iterations]
     if missing or len(iterations) != wanted:
-        detail = f"iterations {missing[:5]}{' and more' if len(missing) > 5 else ''} are missing" if missing else "there are more"
+        detail = (
+            f"iterations {missing[:5]}{' and more' if len(missing) > 5 else ''} are missing"
+            if missing
+            else "there are more"
+        )
         raise ValueError(f"{path}: {len(iterations)} iterations where {wanted} were asked for; {detail}")
 
 
 def _read_iterations(path: Path) -> tuple[dict[int, Values], dict[int, float]]:
-    """Every iteration of the file, which need not begin at 1. Where an iteration was run again, the last time counts."""
+    """Return every iteration of the file, which need not begin at 1.
+
+    Where an iteration was run again, the last time counts.
+    """
     iterations: dict[int, Values] = {}
     seconds: dict[int, float] = {}
     for number, text in enumerate(_read_text(path).splitlines(), start=1):
@@ -127,17 +157,22 @@ def _read_iterations(path: Path) -> tuple[dict[int, Values], dict[int, float]]:
             elapsed_s = found.pop("elapsed_s", None)
             if found.get(LOSS) is None or "grad_norm" not in found:
                 raise ValueError(f"{LOSS} or grad_norm is missing")
-            iterations[iteration] = {**{printable(name): _exact(name, value) for name, value in found.items()}, "skipped": float(skipped)}
+            iterations[iteration] = {
+                **{printable(name): _exact(name, value) for name, value in found.items()},
+                "skipped": float(skipped),
+            }
             seconds.pop(iteration, None)
             if elapsed_s is not None:
                 seconds[iteration] = a_number(elapsed_s, "elapsed_s")
         except ValueError as error:
-            raise ValueError(f"{path}, line {number}: no line of an iteration, so the run was perhaps cut off: {error}") from None
+            raise ValueError(
+                f"{path}, line {number}: no line of an iteration, so the run was perhaps cut off: {error}"
+            ) from None
     return iterations, seconds
 
 
 def _exact(name: str, value: object) -> float | None:
-    """A number as `float.hex` wrote it, every bit kept; None where the run had none."""
+    """Return a number as `float.hex` wrote it, every bit kept; None where the run had none."""
     if value is None:
         return None
     if not isinstance(value, str) or not _EXACT.fullmatch(value):
@@ -149,7 +184,7 @@ def _exact(name: str, value: object) -> float | None:
 
 
 def _read_log(path: Path) -> tuple[dict[int, Values], dict[int, float]]:
-    """Megatron's iteration lines. Where an iteration was run again, the last time counts."""
+    """Return Megatron's iteration lines. Where an iteration was run again, the last time counts."""
     iterations: dict[int, Values] = {}
     seconds: dict[int, float] = {}
     for number, line in enumerate(_read_text(path).splitlines(), start=1):
@@ -160,7 +195,9 @@ def _read_log(path: Path) -> tuple[dict[int, Values], dict[int, float]]:
             iteration, values = int(found[1]), _read_fields(found[2])
             elapsed_s = a_number(values[_LOG_TIME] / 1e3, _LOG_TIME) if _LOG_TIME in values else None
         except ValueError as error:
-            raise ValueError(f"{path}, line {number}: not one of Megatron's iteration lines, or two in one: {error}") from None
+            raise ValueError(
+                f"{path}, line {number}: not one of Megatron's iteration lines, or two in one: {error}"
+            ) from None
         seconds.pop(iteration, None)
         if elapsed_s is not None:
             seconds[iteration] = elapsed_s

@@ -1,4 +1,6 @@
-"""Tell how two runs compare. In: a `SideBySide`. Out: its text, its last line the verdict, or the same as values for JSON.
+"""Tell how two runs compare.
+
+In: a `SideBySide`. Out: its text, its last line the verdict, or the same as values for JSON.
 
 The runs are called A and B. Reads nothing and judges nothing.
 """
@@ -20,7 +22,7 @@ _MIB = 2**20
 
 
 def text(pair: SideBySide, num_rows: int) -> str:
-    """`num_rows`: how many iterations to lay side by side, the last ones up to the first difference."""
+    """Return the comparison as text, with the last `num_rows` iterations up to the first difference side by side."""
     lines = [f"A: {pair.one.path}", f"B: {pair.other.path}"]
     if pair.one.stages and pair.other.stages:
         lines += _peaks(pair.one, pair.other)
@@ -45,9 +47,19 @@ def _peaks(one: Training, other: Training) -> list[str]:
         rows.append(f"{stage:>5}" + "".join(_cells(run.stages.get(stage), bool(run.balanced)) for run in (one, other)))
     notes = []
     for name, run in (("A", one), ("B", other)):
-        if wrong := [stage for stage, row in sorted(run.stages.items()) if row.peak_microbatches != row.predicted_microbatches]:
-            notes.append(f"note: in {name}, the measured peak of stages {wrong} is not the predicted one; please report this")
-    return ["peak of saved activations on each stage: measured (predicted from the schedule)", first, second, *rows, *notes]
+        if wrong := [
+            stage for stage, row in sorted(run.stages.items()) if row.peak_microbatches != row.predicted_microbatches
+        ]:
+            notes.append(
+                f"note: in {name}, the measured peak of stages {wrong} is not the predicted one; please report this"
+            )
+    return [
+        "peak of saved activations on each stage: measured (predicted from the schedule)",
+        first,
+        second,
+        *rows,
+        *notes,
+    ]
 
 
 def _cells(row: StageNumbers | None, balanced: bool) -> str:
@@ -82,11 +94,13 @@ def _cell(value: float | None, exact: bool) -> str:
 
 
 def _losses(pair: SideBySide) -> list[str]:
-    """The first and the last loss; of both runs where they are not the same as far as is shown."""
+    """Return the first and the last loss; of both runs where they are not the same as far as is shown."""
     said = []
     for run in (pair.one, pair.other):
         ends = [(iteration, run.iterations[iteration].get(LOSS)) for iteration in (pair.common[0], pair.common[-1])]
-        said.append(", ".join(f"{value:.3f} at iteration {iteration}" for iteration, value in ends if value is not None))
+        said.append(
+            ", ".join(f"{value:.3f} at iteration {iteration}" for iteration, value in ends if value is not None)
+        )
     if not said[0] or not said[1]:
         return []
     lines = [f"loss: {said[0]}"] if said[0] == said[1] else [f"loss: A {said[0]}; B {said[1]}"]
@@ -137,7 +151,7 @@ def _number(value: float | None) -> str:
 
 
 def document(pair: SideBySide) -> dict[str, Any]:
-    """The same for programs. A number that JSON has no word for stands there as text: nan, inf, -inf."""
+    """Return the comparison as JSON values. Numbers without a JSON form stand there as text: nan, inf, -inf."""
     ratio = pair.seconds_ratio()
     return {
         "equal": pair.equal,
@@ -146,7 +160,8 @@ def document(pair: SideBySide) -> dict[str, Any]:
         "iterations": len(pair.common),
         "in_one_only": pair.alone,
         "differences": [
-            {"iteration": one.iteration, "name": one.name, "a": _plain(one.one), "b": _plain(one.other)} for one in pair.mismatches
+            {"iteration": one.iteration, "name": one.name, "a": _plain(one.one), "b": _plain(one.other)}
+            for one in pair.mismatches
         ],
         "a": _run(pair, pair.one),
         "b": _run(pair, pair.other),

@@ -1,8 +1,11 @@
-"""Lay a schedule out as shapes. In: a Schedule. Out: a `Picture` of boxes, lines and words in pixels, each with the name of its style.
+"""Lay a schedule out as shapes.
 
-Time runs right. A lane is a rank: its computations, below them what it moves, below that the curve of the micro-batches it holds, with its
-bound as a dashed line. Nothing is told by colour alone: forwards are plain boxes, backwards hatched, bubbles dotted outlines without a
-word, transfers pointed boxes with a letter, away (E, R) or towards (L, H). Knows no file format.
+In: a Schedule. Out: a `Picture` of boxes, lines and words in pixels, each with the name of its style.
+
+Time runs right. A lane is a rank: its computations, below them what it moves, below that the curve of the micro-batches
+it holds, with its bound as a dashed line. Nothing is told by colour alone: forwards are plain boxes, backwards hatched,
+bubbles dotted outlines without a word, transfers pointed boxes with a letter, away (E, R) or towards (L, H). Knows no
+file format.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from bpipe.ir.action import SHARDS, Action, Kind
 from bpipe.ir.host_buffers import guests_of
-from bpipe.ir.hosts import written
+from bpipe.ir.hosts import write_host
 from bpipe.ir.memory import Count, live_counts, plain
 from bpipe.ir.schedule import Schedule, Slot
 
@@ -28,7 +31,7 @@ MARGIN_TOP = 56
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How a shape looks. `hatch` draws diagonal lines, `dash` breaks the outline."""
+    """The look of a shape. `hatch` draws diagonal lines, `dash` breaks the outline."""
 
     fill: str
     stroke: str
@@ -61,7 +64,13 @@ _COMPUTE_STYLES = {
 _AWAY = (Kind.EVICT, Kind.RETURN)
 _LINES = ("curve", "bound")
 LEGEND = (
-    *(("forward", "forward"), ("backward", "backward"), ("bubble", "bubble"), ("away", "evict, return"), ("towards", "load, host")),
+    *(
+        ("forward", "forward"),
+        ("backward", "backward"),
+        ("bubble", "bubble"),
+        ("away", "evict, return"),
+        ("towards", "load, host"),
+    ),
     *(("curve", "held"), ("bound", "bound")),
 )
 
@@ -88,7 +97,7 @@ class Word:
 
 @dataclass(slots=True)
 class Picture:
-    """Everything to draw, back to front."""
+    """Shapes and words to draw, back to front."""
 
     width: int
     height: int
@@ -97,7 +106,7 @@ class Picture:
 
 
 def lay_out(schedule: Schedule, subtitle: str = "") -> Picture:
-    """The picture of a schedule; `subtitle` goes on after its name and size."""
+    """Return the picture of a schedule; `subtitle` goes on after its name and size."""
     num_slots = len(schedule.ranks[0])
     lane_height = BOX_HEIGHT + MOVE_HEIGHT + CURVE_HEIGHT + LANE_GAP
     width = MARGIN_LEFT + max(num_slots * SLOT_WIDTH, 14 * SLOT_WIDTH) + MARGIN_RIGHT
@@ -122,7 +131,13 @@ def lay_out(schedule: Schedule, subtitle: str = "") -> Picture:
             _computation(picture, x, y, cell, schedule.num_chunks > 1)
             for index, action in enumerate(cell.transfers):
                 _transfer(picture, x, y + BOX_HEIGHT + 2, index, len(cell.transfers), action)
-        _curve(picture, y + BOX_HEIGHT + MOVE_HEIGHT + 4, curves[rank], top, None if schedule.bounds is None else schedule.bounds[rank])
+        _curve(
+            picture,
+            y + BOX_HEIGHT + MOVE_HEIGHT + 4,
+            curves[rank],
+            top,
+            None if schedule.bounds is None else schedule.bounds[rank],
+        )
     return picture
 
 
@@ -132,11 +147,15 @@ def _pooled(schedule: Schedule, rank: int) -> list[str]:
     if hosts is None:
         return []
     to, of = hosts[rank], guests_of(schedule, rank)
-    return [text for text in (f"to {','.join(map(written, to))}" if to else "", f"for {','.join(map(str, of))}" if of else "") if text]
+    return [
+        text
+        for text in (f"to {','.join(map(write_host, to))}" if to else "", f"for {','.join(map(str, of))}" if of else "")
+        if text
+    ]
 
 
 def stack(pictures: Sequence[Picture]) -> Picture:
-    """One below the other, for comparing."""
+    """Stack pictures one below the other."""
     stacked = Picture(max(picture.width for picture in pictures), sum(picture.height for picture in pictures))
     y = 0
     for picture in pictures:
@@ -152,10 +171,16 @@ def _box(x: float, y: float, width: float, height: float) -> tuple[tuple[float, 
 
 
 def pointed(x: float, y: float, width: float, height: float, away: bool) -> tuple[tuple[float, float], ...]:
-    """A box with a point to the right for what leaves, to the left for what arrives."""
+    """Return a box with a point to the right for what leaves, to the left for what arrives."""
     tip = min(5.0, width / 3)
     if away:
-        return ((x, y), (x + width - tip, y), (x + width, y + height / 2), (x + width - tip, y + height), (x, y + height))
+        return (
+            (x, y),
+            (x + width - tip, y),
+            (x + width, y + height / 2),
+            (x + width - tip, y + height),
+            (x, y + height),
+        )
     return ((x + tip, y), (x + width, y), (x + width, y + height), (x + tip, y + height), (x, y + height / 2))
 
 
@@ -180,7 +205,12 @@ def _transfer(picture: Picture, x: float, y: float, index: int, count: int, acti
     away = action.kind in _AWAY
     picture.shapes.append(Shape("away" if away else "towards", pointed(left, y, width, MOVE_HEIGHT - 4, away)))
     picture.words.append(
-        Word(left + width / 2, y + MOVE_HEIGHT / 2 - 2, f"{action.kind.value[0]}{action.microbatch}", 9 if count == 1 else 6)
+        Word(
+            left + width / 2,
+            y + MOVE_HEIGHT / 2 - 2,
+            f"{action.kind.value[0]}{action.microbatch}",
+            9 if count == 1 else 6,
+        )
     )
 
 
@@ -203,7 +233,7 @@ def _curve(picture: Picture, y: float, counts: Sequence[Count], top: Count, boun
 
 
 def draw_legend(picture: Picture, entries: Sequence[tuple[str, str]], x: float, y: float) -> None:
-    """What shapes of these styles mean, from `x` on with its middle at `y`: lines for open ones, boxes for the others."""
+    """Draw a legend that starts at `x` with its middle at `y`: lines for open styles, boxes for the others."""
     for style, text in entries:
         if style in _LINES:
             picture.shapes.append(Shape(style, ((x, y), (x + 16, y)), closed=False))

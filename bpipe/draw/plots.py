@@ -1,7 +1,9 @@
-"""Draw what was predicted or measured as charts. In: plain numbers. Out: matplotlib figures, and files of them that are the same each time.
+"""Draw what was predicted or measured as charts.
 
-The colours are Okabe and Ito's; bars also differ by hatching and lines by marker and dashes, so nothing is told by colour alone. Every bar
-and point has an id in the svg that names it. Knows no schedule, no run and no planner.
+In: plain numbers. Out: matplotlib figures, and files of them that are the same each time.
+
+The colours are Okabe and Ito's; bars also differ by hatching and lines by marker and dashes, so nothing is told by
+colour alone. Every bar and point has an id in the svg that names it. Knows no schedule, no run and no planner.
 """
 
 from __future__ import annotations
@@ -69,13 +71,19 @@ class Ranked:
 
 
 def memory_chart(stages: Sequence[StagePeaks], title: str) -> Figure:
-    """Two bars a stage, without balancing and with it; a dash where the schedule alone said the bar would end."""
+    """Return two bars a stage, without balancing and with it; a dash where the schedule alone said the bar would
+    end."""
     if not stages:
         raise ValueError("there is no stage to draw")
     figure, axes = _figure(8, 3.9, title)
     width = 0.4
     sides = (
-        ("plain", "without balancing, measured", -width / 2, {"color": SKY, "hatch": "///", "edgecolor": BLACK, "linewidth": 0.7}),
+        (
+            "plain",
+            "without balancing, measured",
+            -width / 2,
+            {"color": SKY, "hatch": "///", "edgecolor": BLACK, "linewidth": 0.7},
+        ),
         ("balanced", "with balancing, measured", width / 2, {"color": BLUE, "edgecolor": BLACK, "linewidth": 0.7}),
     )
     predicted = None
@@ -87,7 +95,12 @@ def memory_chart(stages: Sequence[StagePeaks], title: str) -> Figure:
             bar.set_gid(f"{name}-{stage.stage}")
             count = getattr(stage, f"{name}_microbatches")
             axes.annotate(
-                str(count), (bar.get_x() + width / 2, bar.get_height()), (0, 3), textcoords="offset points", ha="center", fontsize=8.5
+                str(count),
+                (bar.get_x() + width / 2, bar.get_height()),
+                (0, 3),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8.5,
             )
         ends = [getattr(stage, f"{name}_predicted_bytes") / MIB for stage in stages]
         predicted = axes.hlines(ends, [place - width / 2 for place in places], [place + width / 2 for place in places])
@@ -103,7 +116,7 @@ def memory_chart(stages: Sequence[StagePeaks], title: str) -> Figure:
 
 
 def overhead_chart(lines: Sequence[Overhead], title: str, batch: str) -> Figure:
-    """One line each: synchronous ones solid, asynchronous ones dashed."""
+    """Return a chart with one line each: synchronous ones solid, asynchronous ones dashed."""
     if not lines:
         raise ValueError("there is no line to draw")
     figure, axes = _figure(8, 3.9, title)
@@ -145,7 +158,7 @@ def overhead_chart(lines: Sequence[Overhead], title: str, batch: str) -> Figure:
 
 
 def ranking_chart(rows: Sequence[Ranked], title: str) -> Figure:
-    """One bar each, the best on top; balanced configurations are solid, others hatched."""
+    """Return a chart with one bar each, the best on top; balanced configurations are solid, others hatched."""
     if not rows:
         raise ValueError("there is no configuration to draw")
     figure, axes = _figure(9, 1.2 + 0.32 * len(rows), title)
@@ -161,7 +174,9 @@ def ranking_chart(rows: Sequence[Ranked], title: str) -> Figure:
         axes.annotate(text, (row.mfu_percent, place), (4, 0), textcoords="offset points", va="center", fontsize=8.5)
     axes.set_yticks(range(len(rows)), [f"{place}. {row.label}" for place, row in enumerate(rows, 1)], fontsize=9)
     axes.invert_yaxis()
-    axes.set_xlim(0, 10 * math.ceil(max(row.mfu_percent for row in rows) / 10 + (1.5 if any(row.note for row in rows) else 0.5)))
+    axes.set_xlim(
+        0, 10 * math.ceil(max(row.mfu_percent for row in rows) / 10 + (1.5 if any(row.note for row in rows) else 0.5))
+    )
     axes.set_xlabel("predicted MFU, %")
     axes.grid(axis="x", color="#dddddd", linewidth=0.7)
     figure.legend(frameon=False, fontsize=9, loc="outside lower center", ncols=2)
@@ -170,7 +185,10 @@ def ranking_chart(rows: Sequence[Ranked], title: str) -> Figure:
 
 @dataclass(frozen=True, slots=True)
 class FrontPoint:
-    """One configuration on a front: what a device needs, and seconds of an iteration. `group`: what it shares colour and marker with."""
+    """One configuration on a front: what a device needs, and seconds of an iteration.
+
+    `group`: what it shares colour and marker with.
+    """
 
     peak_bytes: int
     iteration_s: float
@@ -202,7 +220,7 @@ def _number_points(axes: Axes, points: Sequence[FrontPoint], winner: int | None)
 
 
 def front_chart(points: Sequence[FrontPoint], limit_bytes: int, winner: int | None, title: str) -> Figure:
-    """Memory to the right, seconds upwards, steps between the points: none searched needs less of both. `limit_bytes` is dashed."""
+    """Return a chart of the Pareto front: memory to the right, seconds upwards, `limit_bytes` dashed."""
     if not points:
         raise ValueError("there is no point to draw")
     figure, axes = _figure(9, 5.2, title)
@@ -211,7 +229,16 @@ def front_chart(points: Sequence[FrontPoint], limit_bytes: int, winner: int | No
     _scatter_groups(axes, points)
     _number_points(axes, points, winner)
     if winner is not None:
-        axes.scatter([gib[winner]], [seconds[winner]], s=190, facecolors="none", edgecolors=BLACK, linewidths=1.4, zorder=4, gid="winner")
+        axes.scatter(
+            [gib[winner]],
+            [seconds[winner]],
+            s=190,
+            facecolors="none",
+            edgecolors=BLACK,
+            linewidths=1.4,
+            zorder=4,
+            gid="winner",
+        )
     axes.axvline(limit_bytes / 2**30, color=BLACK, linestyle="--", linewidth=1, gid="limit")
     axes.annotate(f"{limit_bytes / 2**30:.1f} GiB a device", (limit_bytes / 2**30, 1), (4, -4), xycoords=("data", "axes fraction"),
                   textcoords="offset points", va="top", fontsize=8.5)  # fmt: skip
@@ -222,7 +249,7 @@ def front_chart(points: Sequence[FrontPoint], limit_bytes: int, winner: int | No
 
 
 def to_svg(figure: Figure) -> str:
-    """The same text every time: no date, ids from a fixed salt."""
+    """Return the figure as SVG, the same text every time: no date, ids from a fixed salt."""
     image = io.StringIO()
     with rc_context(_STYLE):  # type: ignore[arg-type]
         figure.savefig(image, format="svg", metadata={"Date": None, "Creator": None})
@@ -237,7 +264,7 @@ def to_png(figure: Figure) -> bytes:
 
 
 def write(figure: Figure, stem: Path) -> list[Path]:
-    """`stem`.svg and `stem`.png."""
+    """Write `stem`.svg and `stem`.png and return both paths."""
     files = [stem.with_suffix(".svg"), stem.with_suffix(".png")]
     files[0].write_text(to_svg(figure), encoding="utf-8")
     files[1].write_bytes(to_png(figure))

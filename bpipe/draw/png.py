@@ -1,4 +1,7 @@
-"""Write a schedule's picture as PNG. In: a Schedule. Out: bytes. Needs matplotlib, imported only here; knows no schedule."""
+"""Write a schedule's picture as PNG.
+
+In: a Schedule. Out: bytes. Needs matplotlib, imported only here; knows no schedule.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ _ANCHORS = {"start": "left", "middle": "center", "end": "right"}
 
 
 def write_png(schedule: Schedule) -> bytes:
-    """One image, a pixel for a pixel of the picture. Raises ValueError where that is too large, or matplotlib is missing."""
+    """Draw a schedule as a PNG image. Raises ValueError where it is too large, or matplotlib is missing."""
     return render_png(lay_out(schedule))
 
 
 def render_png(picture: Picture) -> bytes:
-    """Any picture, such as a simulation's."""
+    """Return any picture, such as a simulation's."""
     if max(picture.width, picture.height) > MAX_PIXELS:
         raise ValueError(
             f"the picture is {picture.width} x {picture.height} pixels, a png takes at most {MAX_PIXELS}: "

@@ -1,4 +1,7 @@
-"""Write a schedule's picture as SVG. In: a Schedule. Out: text any browser shows. Knows no schedule: `picture` lays out, this spells."""
+"""Write a schedule's picture as SVG.
+
+In: a Schedule. Out: text any browser shows. Knows no schedule: `picture` lays out, this spells.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ from bpipe.ir.schedule import Schedule
 
 
 def write_svg(schedule: Schedule) -> str:
-    """One self-contained document."""
+    """Draw a schedule as one self-contained SVG document."""
     return render_svg(lay_out(schedule))
 
 
 def render_svg(picture: Picture) -> str:
-    """Any picture, such as a simulation's."""
+    """Return any picture, such as a simulation's."""
     # What few schedules have costs the others no line.
     drawn = {shape.style for shape in picture.shapes}
     styles = {name: style for name, style in STYLES.items() if name not in RARE or name in drawn}
@@ -56,4 +59,7 @@ def _shape(shape: Shape) -> str:
 
 
 def _word(word: Word) -> str:
-    return f'<text x="{word.x:g}" y="{word.y:g}" font-size="{word.size}" text-anchor="{word.anchor}">{escape(word.text)}</text>'
+    return (
+        f'<text x="{word.x:g}" y="{word.y:g}" font-size="{word.size}" '
+        f'text-anchor="{word.anchor}">{escape(word.text)}</text>'
+    )

@@ -1,7 +1,10 @@
-"""Lay a simulation out to scale. In: a Simulation and its name. Out: a `Picture`. A lane is a rank: computations, transfers, bytes held.
+"""Lay a simulation out to scale.
 
-Styles and shapes are those of `picture`; here a box is as wide as its action is long, over an axis of seconds. The bound of a balanced rank
-is drawn in bytes: as many micro-batches as it may hold, each of the largest size that it ever holds. Knows no file format.
+In: a Simulation and its name. Out: a `Picture`. A lane is a rank: computations, transfers, bytes held.
+
+Styles and shapes are those of `picture`; here a box is as wide as its action is long, over an axis of seconds. The
+bound of a balanced rank is drawn in bytes: as many micro-batches as it may hold, each of the largest size that it ever
+holds. Knows no file format.
 """
 
 from __future__ import annotations
@@ -47,7 +50,10 @@ _BOUND = (("bound", "bound of balancing"),)
 
 
 def lay_out_simulation(simulation: Simulation, name: str = "", width_s: float | None = None) -> Picture:
-    """The picture of a simulation. `name` says of what. As wide as a page is `width_s`, by default all of it, however long it took."""
+    """Return the picture of a simulation.
+
+    `name` says of what. As wide as a page is `width_s`, by default all of it, however long it took.
+    """
     ranks = range(simulation.schedule.num_ranks)
     picture = Picture(MARGIN + WIDTH + MARGIN_RIGHT, TOP + len(ranks) * LANE_HEIGHT + AXIS_HEIGHT)
     scale = WIDTH / float(width_s or simulation.makespan_s or 1)
@@ -64,7 +70,15 @@ def lay_out_simulation(simulation: Simulation, name: str = "", width_s: float | 
             _computation(picture, timed, y, scale, simulation.schedule.num_chunks > 1)
         for timed in simulation.transfers[rank]:
             _transfer(picture, timed, y + BOX_HEIGHT + 2, scale)
-        _curve(picture, simulation, rank, y + BOX_HEIGHT + MOVE_HEIGHT + CURVE_HEIGHT + 2, scale, CURVE_HEIGHT / top, bounds[rank])
+        _curve(
+            picture,
+            simulation,
+            rank,
+            y + BOX_HEIGHT + MOVE_HEIGHT + CURVE_HEIGHT + 2,
+            scale,
+            CURVE_HEIGHT / top,
+            bounds[rank],
+        )
     return picture
 
 
@@ -97,7 +111,9 @@ def _bound_bytes(simulation: Simulation, rank: int) -> int | None:
     if schedule.bounds is None:
         return None
     own = [stages[stage].saved_bytes for stage in schedule.layout.stages_of(rank)]
-    hosted = [stages[stage].moved_bytes for guest in guests_of(schedule, rank) for stage in schedule.layout.stages_of(guest)]
+    hosted = [
+        stages[stage].moved_bytes for guest in guests_of(schedule, rank) for stage in schedule.layout.stages_of(guest)
+    ]
     return schedule.bounds[rank] * max(*own, *hosted, 0)
 
 
@@ -127,7 +143,9 @@ def _axis(picture: Picture, simulation: Simulation, scale: float) -> None:
     ends = float(simulation.pipeline_s)
     if (span - ends) * scale > 60:
         picture.words.append(Word(MARGIN + ends * scale + 4, TOP - 10, "reduction and update", 10, "start"))
-        picture.shapes.append(Shape("axis", ((MARGIN + ends * scale, TOP - 14), (MARGIN + ends * scale, bottom)), closed=False))
+        picture.shapes.append(
+            Shape("axis", ((MARGIN + ends * scale, TOP - 14), (MARGIN + ends * scale, bottom)), closed=False)
+        )
 
 
 def _computation(picture: Picture, timed: Timed, y: float, scale: float, with_stage: bool) -> None:
@@ -155,7 +173,9 @@ def _box(picture: Picture, style: str, x: float, y: float, width: float, height:
     picture.shapes.append(Shape(style, ((x, y), (x + width, y), (x + width, y + height), (x, y + height))))
 
 
-def _curve(picture: Picture, simulation: Simulation, rank: int, bottom: float, scale: float, height: float, bound: int | None) -> None:
+def _curve(
+    picture: Picture, simulation: Simulation, rank: int, bottom: float, scale: float, height: float, bound: int | None
+) -> None:
     points: list[tuple[float, float]] = [(MARGIN, bottom)]
     for level in simulation.levels(rank):
         x = MARGIN + float(level.start_s) * scale
@@ -166,8 +186,12 @@ def _curve(picture: Picture, simulation: Simulation, rank: int, bottom: float, s
     picture.shapes.append(Shape("curve", tuple(points), closed=False))
     peak = simulation.peak_bytes(rank)
     if peak:
-        picture.words.append(Word(right + 6, bottom - CURVE_HEIGHT / 2 - 7, f"peak {peak / 2**30:.2f} GiB", 11, "start"))
+        picture.words.append(
+            Word(right + 6, bottom - CURVE_HEIGHT / 2 - 7, f"peak {peak / 2**30:.2f} GiB", 11, "start")
+        )
     if bound:
         line = bottom - bound * height
         picture.shapes.append(Shape("bound", ((MARGIN, line), (right, line)), closed=False))
-        picture.words.append(Word(right + 6, bottom - CURVE_HEIGHT / 2 + 8, f"bound {bound / 2**30:.2f} GiB", 11, "start"))
+        picture.words.append(
+            Word(right + 6, bottom - CURVE_HEIGHT / 2 + 8, f"bound {bound / 2**30:.2f} GiB", 11, "start")
+        )

@@ -1,8 +1,8 @@
 """Run ahead of the barriers before the last stage's backward. In: a family's orders. Out: the same with shards.
 
-Between the last stage's forward of a micro-batch and its backward all ranks compute their shards of the vocabulary, S and T, and wait for
-each other: no longer than a rank's longest computation lasts, at each of the barriers of which algorithm 1 has two and algorithm 2 one. Two
-ways make room for that, and every rank holds so much more:
+Between the last stage's forward of a micro-batch and its backward all ranks compute their shards of the vocabulary, S
+and T, and wait for each other: no longer than a rank's longest computation lasts, at each of the barriers of which
+algorithm 1 has two and algorithm 2 one. Two ways make room for that, and every rank holds so much more:
 
     further_forwards    Every backward stands behind some more forwards of one chunk, in a full pipeline as many halves of the barriers'
                         time. For chunks that go round the ranks: there a rank's forwards and backwards take turns one by one.
@@ -10,10 +10,12 @@ ways make room for that, and every rank holds so much more:
                         for is as far away as it was, so nobody waits for ever whatever the orders are. For a V, whose turns differ from
                         rank to rank, and where the first way makes ranks wait for each other.
 
-An order that is made for a bound is made for so much less, and then runs ahead; or for all of it, and its backwards wait. Below the usual
-bound what is left is worth more than what a barrier takes. Which is faster is seen with the shards in it.
+An order that is made for a bound is made for so much less, and then runs ahead; or for all of it, and its backwards
+wait. Below the usual bound what is left is worth more than what a barrier takes. Which is faster is seen with the
+shards in it.
 
-Source of the problem: Yeung et al., "Balancing Pipeline Parallelism with Vocabulary Parallelism", 2024. Knows no schedule by name.
+Source of the problem: Yeung et al., "Balancing Pipeline Parallelism with Vocabulary Parallelism", 2024. Knows no
+schedule by name.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from bpipe.generate.family import Asked, Choice, Orders, OrdersWithin, ShardedOrders, ShardedOrdersWithin
+from bpipe.generate.family import FamilyOptions, OrderChoice, Orders, OrdersWithin, ShardedOrders, ShardedOrdersWithin
 from bpipe.generate.place import Order
-from bpipe.generate.shards import fit_shards, fitted
+from bpipe.generate.shards import fit_shards, fit_with_ticks
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.layout import Layout, Vocabulary
 
@@ -37,35 +39,38 @@ BESIDE_HALVES = {Vocabulary.ONE: 1, Vocabulary.TWO: 1}
 
 
 def further_forwards(orders: Orders, num_forwards: Mapping[Vocabulary, int]) -> ShardedOrders:
-    """So many forwards of a chunk further; a micro-batch where that makes ranks wait for each other."""
+    """Return orders that run this many forwards of a chunk further, or one micro-batch further where ranks would
+    wait for each other."""
     by_microbatch = later_microbatch(orders)
 
-    def sharded(num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked, layout: Layout) -> Sequence[Order]:
-        own = orders(num_ranks, num_microbatches, num_chunks, asked)
+    def sharded(
+        num_ranks: int, num_microbatches: int, num_chunks: int, options: FamilyOptions, layout: Layout
+    ) -> Sequence[Order]:
+        own = orders(num_ranks, num_microbatches, num_chunks, options)
         further = [_further(_actions(order), num_forwards[layout.vocabulary]) for order in own]
         try:
-            return fit_shards(layout, num_microbatches, further, asked.costs)
+            return fit_shards(layout, num_microbatches, further, options.costs)
         except ValueError:
-            return by_microbatch(num_ranks, num_microbatches, num_chunks, asked, layout)
+            return by_microbatch(num_ranks, num_microbatches, num_chunks, options, layout)
 
     return sharded
 
 
 def further_within(orders: OrdersWithin, num_forwards: Mapping[Vocabulary, int]) -> ShardedOrdersWithin:
-    """So many forwards of a chunk further than orders that hold as many fewer, or no further; those that then take least time first,
-    without those in which ranks wait for each other."""
+    """Return orders that run further ahead within a bound, fastest first, without those in which ranks wait for each
+    other."""
 
     def sharded(
-        num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked, layout: Layout
-    ) -> Iterator[tuple[Choice, Sequence[Order]]]:
-        assert asked.room is not None, "orders are made for a bound here"
-        found: list[tuple[int, Choice, list[list[Action]]]] = []
+        num_ranks: int, num_microbatches: int, num_chunks: int, options: FamilyOptions, layout: Layout
+    ) -> Iterator[tuple[OrderChoice, Sequence[Order]]]:
+        assert options.limit is not None, "orders are made for a bound here"
+        found: list[tuple[int, OrderChoice, list[list[Action]]]] = []
         for ahead in (num_forwards[layout.vocabulary], 0):
-            left = replace(asked, room=replace(asked.room, bound=max(1, asked.room.bound - ahead)))
+            left = replace(options, limit=replace(options.limit, bound=max(1, options.limit.bound - ahead)))
             for choice, own in orders(num_ranks, num_microbatches, num_chunks, left):
                 further = [_further(_actions(order), ahead) for order in own]
                 with contextlib.suppress(ValueError):
-                    ticks, fit = fitted(layout, num_microbatches, further, asked.costs)
+                    ticks, fit = fit_with_ticks(layout, num_microbatches, further, options.costs)
                     found.append((ticks, choice, fit))
         for _, choice, made in sorted(found, key=lambda one: one[0]):
             yield choice, made
@@ -74,11 +79,15 @@ def further_within(orders: OrdersWithin, num_forwards: Mapping[Vocabulary, int])
 
 
 def later_microbatch(orders: Orders) -> ShardedOrders:
-    """Backwards a micro-batch later."""
+    """Return orders whose backwards come one micro-batch later."""
 
-    def sharded(num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked, layout: Layout) -> Sequence[Order]:
-        own = orders(num_ranks, num_microbatches + 1, num_chunks, asked)
-        return fit_shards(layout, num_microbatches, [_later(_actions(order), num_microbatches) for order in own], asked.costs)
+    def sharded(
+        num_ranks: int, num_microbatches: int, num_chunks: int, options: FamilyOptions, layout: Layout
+    ) -> Sequence[Order]:
+        own = orders(num_ranks, num_microbatches + 1, num_chunks, options)
+        return fit_shards(
+            layout, num_microbatches, [_later(_actions(order), num_microbatches) for order in own], options.costs
+        )
 
     return sharded
 

@@ -1,9 +1,12 @@
-"""Chimera: two pipes in opposite directions, one stage a rank of each. In: sizes, costs. Out: every rank's order. Backwards are whole.
+"""Chimera: two pipes in opposite directions, one stage a rank of each.
 
-A rank holds at most p micro-batches, of both pipes together; of m = p, one unit, rank r holds p / 2 + 1 + min(r, p - 1 - r): the ranks in
-the middle hold most, and mirror images alike. With a forward of 1 and a backward of 2 an iteration of a multiple of p micro-batches takes
-3 m + 2 (p - 2). Of more than p ranks compute a forward wherever there is room for it.
-Source: Li and Hoefler, "Chimera: Efficiently Training Large-Scale Neural Networks with Bidirectional Pipelines", 2021.
+In: sizes, costs. Out: every rank's order. Backwards are whole.
+
+A rank holds at most p micro-batches, of both pipes together; of m = p, one unit, rank r holds p / 2 + 1 + min(r, p - 1
+- r): the ranks in the middle hold most, and mirror images alike. With a forward of 1 and a backward of 2 an iteration
+of a multiple of p micro-batches takes 3 m + 2 (p - 2). Of more than p ranks compute a forward wherever there is room
+for it. Source: Li and Hoefler, "Chimera: Efficiently Training Large-Scale Neural Networks with Bidirectional
+Pipelines", 2021.
 """
 
 from __future__ import annotations
@@ -11,15 +14,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-from bpipe.generate.family import Asked, Family
-from bpipe.generate.two_pipes import PipesRule, Weights, first_of_two, layout, shortest
+from bpipe.generate.bidirectional import PipesRule, Weights, first_of_two, layout, shortest
+from bpipe.generate.family import Family, FamilyOptions
 from bpipe.ir.action import Action
 from bpipe.ir.program import Exchange
 
 
-def orders(num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked) -> Sequence[Sequence[Action]]:
+def orders(
+    num_ranks: int, num_microbatches: int, num_chunks: int, options: FamilyOptions
+) -> Sequence[Sequence[Action]]:
     most = [num_ranks] * num_ranks
-    return shortest(num_ranks, num_microbatches, num_chunks, asked.costs, most, (_RULE,), Fraction(2 * (num_ranks - 2)))
+    return shortest(
+        num_ranks, num_microbatches, num_chunks, options.costs, most, (_RULE,), Fraction(2 * (num_ranks - 2))
+    )
 
 
 _RULE = PipesRule(forwards=Weights(4, 0, 1), backwards=Weights(4, 0, 1))

@@ -30,48 +30,49 @@ FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (
 # What Megatron's own loops run, without and with chunks. No other family here holds less.
 DEFAULTS = (one_f_one_b.FAMILY.name, interleaved.FAMILY.name)
 
-# What is worth predicting: what never stops holding more the more micro-batches there are, is never faster than one that does.
+# What is worth predicting: what never stops holding more the more micro-batches there are, is never faster than one
+# that does.
 SEARCHED = tuple(name for name, family in FAMILIES.items() if family.fill is not None)
 
 
-def default(num_chunks: int) -> str:
-    """What runs where nobody named a schedule."""
+def default_family(num_chunks: int) -> str:
+    """Return the schedule that runs where none is named."""
     return DEFAULTS[num_chunks > 1]
 
 
 def exchange_of(name: str) -> Exchange:
-    """How a schedule of this name is run: a family's as the family says, any other by our executor."""
+    """Return how a schedule of this name is exchanged: as its family says, otherwise as our executor does."""
     return FAMILIES[name].exchange if name in FAMILIES else Exchange.POSTED
 
 
 def _names(of: Callable[[Family], bool]) -> str:
-    """The families that are so, as an error lists them."""
+    """Return the names of these families, as an error lists them."""
     return ", ".join(name for name, family in FAMILIES.items() if of(family))
 
 
-def that_take_groups() -> str:
+def families_with_groups() -> str:
     return _names(lambda family: family.takes_groups)
 
 
-def that_take_delays() -> str:
+def families_with_deferral() -> str:
     return _names(lambda family: family.takes_delay)
 
 
-def that_take_shards() -> str:
+def families_with_shards() -> str:
     return _names(lambda family: family.sharded is not None)
 
 
-def that_interlace() -> str:
+def families_with_interlacing() -> str:
     return _names(lambda family: family.interlaces)
 
 
-def that_take_chunks() -> str:
+def families_with_chunks() -> str:
     return _names(lambda family: family.max_chunks is None)
 
 
-def that_are_made_for_bounds() -> str:
+def families_for_bounds() -> str:
     return _names(lambda family: family.within is not None)
 
 
-def that_take_early() -> str:
+def families_with_early_forwarding() -> str:
     return _names(lambda family: family.early is not None)

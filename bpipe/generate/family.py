@@ -1,6 +1,9 @@
-"""Say what a family of schedules is. In: what its file gives. Out: a value that generates, and answers what plans and commands ask of it.
+"""Say what a family of schedules is.
 
-Nobody outside of this package compares a schedule's name: what tells families apart is a field here. Knows no family itself.
+In: what its file gives. Out: a value that generates, and answers what plans and commands ask of it.
+
+Nobody outside of this package compares a schedule's name: what tells families apart is a field here. Knows no family
+itself.
 """
 
 from __future__ import annotations
@@ -18,10 +21,11 @@ from bpipe.ir.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class UnitCosts:
-    """How long a rank computes on one micro-batch, all its chunks together: a forward, and the two halves of a backward; any unit.
+    """Durations on one rank for one micro-batch, all its chunks together: a forward, and the two parts of a backward;
+    any unit.
 
-    A backward that is not split takes as long as its halves. `hop`: how long a message takes from one rank to another, in the same unit.
-    Raises ValueError for what takes no time, or less; only W and a hop may take none.
+    A backward that is not split takes as long as its halves. `hop`: how long a message takes from one rank to another,
+    in the same unit. Raises ValueError for what takes no time, or less; only W and a hop may take none.
     """
 
     forward: int | Fraction = 1
@@ -32,15 +36,17 @@ class UnitCosts:
     def __post_init__(self) -> None:
         if self.forward <= 0 or self.backward_input <= 0 or min(self.backward_weight, self.hop) < 0:
             costs = f"{self.forward}, {self.backward_input}, {self.backward_weight} and a hop of {self.hop}"
-            raise ValueError(f"costs {costs}: a forward and a backward take some time, the weights' half and a hop no less than none")
+            raise ValueError(
+                f"costs {costs}: a forward and a backward take some time, the weights' half and a hop no less than none"
+            )
 
 
 ALIKE = UnitCosts()
 
 
 @dataclass(frozen=True, slots=True)
-class RankRoom:
-    """What every rank has to do with once pairs share their memory: `bound` micro-batches of a chunk, of which `after_input` is the share
+class RankLimit:
+    """Limits of a rank once pairs share their memory: `bound` micro-batches of a chunk, and `after_input`, the share
     held between I and W."""
 
     bound: int
@@ -48,25 +54,28 @@ class RankRoom:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What may be asked of a family beside sizes; each takes what its fields in `Family` say, and leaves the rest at its default.
+class FamilyOptions:
+    """Options of a family beside sizes.
 
-    `group_size`: micro-batches that go through a chunk before the next. `delay`: micro-batches whose I stands before a W. `costs`: what a
-    family that knows several orders chooses by. `room`: what a family that makes orders for a bound makes them for.
+    Each family takes those that its fields in `Family` name and leaves the rest at their defaults.
+
+    `group_size`: micro-batches that go through a chunk before the next. `delay`: micro-batches whose I stands before a
+    W. `costs`: what a family that knows several orders chooses by. `room`: what a family that makes orders for a bound
+    makes them for.
     """
 
     group_size: int | None = None
     delay: int = 0
     costs: UnitCosts = ALIKE
-    room: RankRoom | None = None
+    limit: RankLimit | None = None
 
 
-NOTHING_ELSE = Asked()
+NO_OPTIONS = FamilyOptions()
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """What an order made for a room is: sizes of the `groups` in which micro-batches go through chunks, and in words by which `rule`."""
+class OrderChoice:
+    """Description of an order made within a bound: sizes of its `groups`, and its `rule` in words."""
 
     groups: tuple[int, ...]
     rule: str
@@ -75,32 +84,33 @@ class Choice:
 # (num_ranks, num_chunks) -> who computes which stage.
 LayoutOf = Callable[[int, int], Layout]
 # (num_ranks, num_microbatches, num_chunks, what else is asked) -> one order a rank.
-Orders = Callable[[int, int, int, Asked], Sequence[Order]]
+Orders = Callable[[int, int, int, FamilyOptions], Sequence[Order]]
 # The same -> orders made for a room, which is given, and what each is: those that take least time first.
-OrdersWithin = Callable[[int, int, int, Asked], Iterable[tuple[Choice, Sequence[Order]]]]
+OrdersWithin = Callable[[int, int, int, FamilyOptions], Iterable[tuple[OrderChoice, Sequence[Order]]]]
 # The same, and a layout -> orders with shards of the vocabulary, as that says.
-ShardedOrders = Callable[[int, int, int, Asked, Layout], Sequence[Order]]
+ShardedOrders = Callable[[int, int, int, FamilyOptions, Layout], Sequence[Order]]
 # Both: orders with shards made for a room.
-ShardedOrdersWithin = Callable[[int, int, int, Asked, Layout], Iterable[tuple[Choice, Sequence[Order]]]]
+ShardedOrdersWithin = Callable[[int, int, int, FamilyOptions, Layout], Iterable[tuple[OrderChoice, Sequence[Order]]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
     """One family of schedules, by the name that commands, files and records give it.
 
-    `orders` may choose among its rules by costs, and raises ValueError for sizes that it cannot take. A rank has `min_chunks` to
-    `max_chunks` stages (None: any number). `takes_groups`: a group size may be given, by default `usual_group` of the number of ranks;
-    `takes_delay`: a delay of W. `splits`: backwards are computed in halves. `exchange` is the rule by which whoever runs it sends and
-    receives between stages. `fill`: with that many micro-batches a rank the pipeline is full, and no rank holds more of them however many
-    follow; None where every rank holds all, and has nothing to share.
-    `ahead`: so many micro-batches of a chunk the first rank holds at least when it holds most, with equal costs, by numbers of ranks,
-    micro-batches and chunks and the group. None where nobody has said. `warm_up`, by the same: what all ranks hold at their first backward.
-    `within`: orders for the room that is asked, fastest first, `sharded_within` with the vocabulary's layers split; whether pairs then keep
-    the bound, balancing says. None where nobody has said how.
-    `sharded`: the orders where the vocabulary's layers are split over all ranks; None where nobody has said how. `interlaces`: also with
-    nothing beside the shards.
-    `early`: the family that is this one with early forwarding, which lets more micro-batches in for less waiting; None where there is none.
-    `num_pipes`: ways through the same ranks, each with its own replica of all stages; the number of ranks is a multiple of it.
+    `orders` may choose among its rules by costs, and raises ValueError for sizes that it cannot take. A rank has
+    `min_chunks` to `max_chunks` stages (None: any number). `takes_groups`: a group size may be given, by default
+    `usual_group` of the number of ranks; `takes_delay`: a delay of W. `splits`: backwards are computed in halves.
+    `exchange` is the rule by which whoever runs it sends and receives between stages. `fill`: with that many
+    micro-batches a rank the pipeline is full, and no rank holds more of them however many follow; None where every rank
+    holds all, and has nothing to share. `ahead`: so many micro-batches of a chunk the first rank holds at least when it
+    holds most, with equal costs, by numbers of ranks, micro-batches and chunks and the group. None where nobody has
+    said. `warm_up`, by the same: what all ranks hold at their first backward. `within`: orders for the room that is
+    asked, fastest first, `sharded_within` with the vocabulary's layers split; whether pairs then keep the bound,
+    balancing says. None where nobody has said how. `sharded`: the orders where the vocabulary's layers are split over
+    all ranks; None where nobody has said how. `interlaces`: also with nothing beside the shards. `early`: the family
+    that is this one with early forwarding, which lets more micro-batches in for less waiting; None where there is none.
+    `num_pipes`: ways through the same ranks, each with its own replica of all stages; the number of ranks is a multiple
+    of it.
     """
 
     name: str
@@ -123,21 +133,32 @@ class Family:
     num_pipes: int = 1
     early: str | None = None
 
-    def generate(self, num_ranks: int, num_microbatches: int, num_chunks: int = 1, asked: Asked = NOTHING_ELSE) -> Schedule:
-        """The compute-only schedule: every rank's order, placed. Costs choose orders; on the grid any computation takes one slot."""
-        orders = self.orders(num_ranks, num_microbatches, num_chunks, asked)
+    def generate(
+        self, num_ranks: int, num_microbatches: int, num_chunks: int = 1, options: FamilyOptions = NO_OPTIONS
+    ) -> Schedule:
+        """Return the compute-only schedule: every rank's order, placed.
+
+        Costs choose orders; on the grid any computation takes one slot.
+        """
+        orders = self.orders(num_ranks, num_microbatches, num_chunks, options)
         return place(self.name, num_microbatches, self.layout(num_ranks, num_chunks), orders)
 
     def generate_sharded(
-        self, num_ranks: int, num_microbatches: int, num_chunks: int, vocabulary: Vocabulary, input_shards: bool, asked: Asked
+        self,
+        num_ranks: int,
+        num_microbatches: int,
+        num_chunks: int,
+        vocabulary: Vocabulary,
+        input_shards: bool,
+        options: FamilyOptions,
     ) -> Schedule:
-        """The same with shards of the output layer on all ranks, of the embedding too where asked. It has a name of its own.
+        """Generate a schedule with shards of the output layer on all ranks, and of the embedding where asked.
 
-        No loop of Megatron's runs shards: by that name it is run by our executor.
+        Its name says so: no loop of Megatron's runs shards, so our executor runs it.
         """
         assert self.sharded is not None, f"nobody has said where shards stand in {self.name}"
         layout = replace(self.layout(num_ranks, num_chunks), vocabulary=vocabulary, input_shards=input_shards)
-        made = self.sharded(num_ranks, num_microbatches, num_chunks, asked, layout)
+        made = self.sharded(num_ranks, num_microbatches, num_chunks, options, layout)
         return place(self._name_of(vocabulary), num_microbatches, layout, made)
 
     def generate_within(
@@ -145,19 +166,21 @@ class Family:
         num_ranks: int,
         num_microbatches: int,
         num_chunks: int,
-        asked: Asked,
+        options: FamilyOptions,
         vocabulary: Vocabulary = Vocabulary.WHOLE,
         input_shards: bool = False,
-    ) -> Iterable[tuple[Choice, Schedule]]:
-        """Either for a room, as many as there are orders for it, one after the other."""
+    ) -> Iterable[tuple[OrderChoice, Schedule]]:
+        """Yield schedules for a bound, one for each order that the family knows for it."""
         layout = replace(self.layout(num_ranks, num_chunks), vocabulary=vocabulary, input_shards=input_shards)
         sizes = num_ranks, num_microbatches, num_chunks
         if vocabulary is Vocabulary.WHOLE:
             assert self.within is not None, f"nobody has said how {self.name} is made for a bound"
-            made = self.within(*sizes, asked)
+            made = self.within(*sizes, options)
         else:
-            assert self.sharded_within is not None, f"nobody has said where shards stand in {self.name} that is made for a bound"
-            made = self.sharded_within(*sizes, asked, layout)
+            assert self.sharded_within is not None, (
+                f"nobody has said where shards stand in {self.name} that is made for a bound"
+            )
+            made = self.sharded_within(*sizes, options, layout)
         for choice, orders in made:
             yield choice, place(self._name_of(vocabulary), num_microbatches, layout, orders)
 
@@ -165,11 +188,11 @@ class Family:
         return self.name if vocabulary is Vocabulary.WHOLE else f"{self.name}-vocabulary-{vocabulary.value}"
 
     def filling(self, num_ranks: int) -> int:
-        """How many micro-batches fill the pipeline; where it never is full, one a rank."""
+        """Return how many micro-batches fill the pipeline; where it never is full, one a rank."""
         return (self.fill or 1) * num_ranks
 
     def chunks(self, most: int) -> range:
-        """The numbers of chunks a rank that there are, up to `most`."""
+        """Return the numbers of chunks a rank that there are, up to `most`."""
         return range(self.min_chunks, min(most, self.max_chunks or most) + 1)
 
 

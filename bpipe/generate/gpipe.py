@@ -1,8 +1,10 @@
-"""GPipe: all forwards, then all backwards. In: number of ranks and micro-batches. Out: every rank's order. One stage a rank.
+"""GPipe: all forwards, then all backwards.
 
-Every rank saves all m micro-batches, so a pair has no room to share and balancing moves nothing. Backwards run in the order of the
-forwards, as torch.distributed.pipelining runs them; the paper's figure draws them reversed, at the same length and peak. The grid has
-2 * (m + p - 1) slots. Source: Huang et al., "GPipe", 2019.
+In: number of ranks and micro-batches. Out: every rank's order. One stage a rank.
+
+Every rank saves all m micro-batches, so a pair has no room to share and balancing moves nothing. Backwards run in the
+order of the forwards, as torch.distributed.pipelining runs them; the paper's figure draws them reversed, at the same
+length and peak. The grid has 2 * (m + p - 1) slots. Source: Huang et al., "GPipe", 2019.
 """
 
 from __future__ import annotations

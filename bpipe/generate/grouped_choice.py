@@ -1,9 +1,12 @@
-"""Make orders of grouped interleaving for a bound. In: sizes, costs, a `RankRoom`. Out: orders, those that take least time first.
+"""Make orders of grouped interleaving for a bound.
 
-A pair that shares its memory pays for what its ranks hold together, so ranks are held to that, and not each to its own. How micro-batches
-are split into groups and how ranks choose is searched: a few splits with two manners of choosing, then the best of them in every
-direction; the published order is among them. Below groups of p / 2, beats are tried besides. Nothing is random, and the number of
-orders tried depends on sizes alone. Whether pairs keep the bound, transfers included, is for `passes.balance` to say.
+In: sizes, costs, a `RankLimit`. Out: orders, those that take least time first.
+
+A pair that shares its memory pays for what its ranks hold together, so ranks are held to that, and not each to its own.
+How micro-batches are split into groups and how ranks choose is searched: a few splits with two manners of choosing,
+then the best of them in every direction; the published order is among them. Below groups of p / 2, beats are tried
+besides. Nothing is random, and the number of orders tried depends on sizes alone. Whether pairs keep the bound,
+transfers included, is for `balance.pairs` to say.
 """
 
 from __future__ import annotations
@@ -14,15 +17,16 @@ from fractions import Fraction
 from itertools import product
 from math import ceil, floor
 
-from bpipe.generate.beats import Beat, in_beats
-from bpipe.generate.family import Asked, Choice, RankRoom
+from bpipe.generate.family import FamilyOptions, OrderChoice, RankLimit
 from bpipe.generate.interleaved import layout
-from bpipe.generate.list_scheduler import ChoiceRule, Discipline, Listed, actions_of, schedule_list
-from bpipe.generate.timing import length, tempo, work_of
+from bpipe.generate.list_scheduler import ChoiceRule, Discipline, ListSchedule, actions_of, schedule_list
+from bpipe.generate.periodic import Period, periodic_orders
+from bpipe.generate.timing import length, stage_ticks, work_of
 from bpipe.generate.turns import evenly, groups_of, spread, tapered, turns
 from bpipe.ir.action import Action
 
-# Computations listed in one choice at most, for p ranks so many times p squared: about a second at p = 8, a few from p = 16 on.
+# Computations listed in one choice at most, for p ranks so many times p squared: about a second at p = 8, a few from p
+# = 16 on.
 _MOST_COMPUTATIONS, _BY_RANKS = 2_000_000, 8_000
 # Orders tried, whatever their size.
 _FEWEST_ORDERS, _MOST_ORDERS = 12, 160
@@ -33,12 +37,13 @@ _TURN, _SOFT, _GREEDY = Discipline.TURN, Discipline.SOFT, Discipline.GREEDY
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
-    """How ranks choose, for any sizes: `extra` is added to the published caps, None for no caps; `tail` names one of `_tail`. `early`: only
-    the first half of the ranks has caps.
+class OrderHeuristic:
+    """A heuristic by which ranks choose, for any sizes.
 
-    `spare`: how much of what a pair may hold is left for what is under way; None for no limit together, as published.
-    `slope`: caps that fall by so much a rank, and on average are the bound, instead of the published ones, which fall by one.
+    `extra` is added to the published caps; None means no caps. `tail` names one of `_tail`. `early`: only the first
+    half of the ranks has caps. `spare`: how much of what a pair may hold is left for what is under way; None for no
+    common limit, as published. `slope`: caps that fall by so much a rank and average the bound, instead of the
+    published ones, which fall by one.
     """
 
     extra: int | None
@@ -50,67 +55,73 @@ class Manner:
     slope: Fraction | None = None
 
     @property
-    def words(self) -> str:
-        """For a reader of logs."""
-        turns = {_TURN: "I, W and F in turn", _SOFT: "in turn where that can start", _GREEDY: "I, else F, else W"}[self.discipline]
+    def description(self) -> str:
+        """The heuristic in words, for logs."""
+        turns = {_TURN: "I, W and F in turn", _SOFT: "in turn where that can start", _GREEDY: "I, else F, else W"}[
+            self.discipline
+        ]
         if self.spare is None:
             return f"ranks hold what is published, {turns}"
         return f"pairs share one room, {turns}"
 
 
-PUBLISHED = tuple(Manner(0, discipline, "none", None) for discipline in Discipline)
+PUBLISHED = tuple(OrderHeuristic(0, discipline, "none", None) for discipline in Discipline)
 _MANNERS = (
-    Manner(0, _TURN, "slanted"),
-    Manner(0, _SOFT, "slanted", patient=True),
-    Manner(0, _TURN, "none", 0),
-    Manner(1, _TURN, "slanted"),
-    Manner(0, _TURN, "short"),
-    Manner(None, _SOFT, "slanted", patient=True),
-    Manner(None, _SOFT, "short", patient=True),
-    Manner(0, _SOFT, "long", patient=True),
-    Manner(0, _GREEDY, "none", patient=True),
-    Manner(1, _GREEDY, "none"),
-    Manner(None, _GREEDY, "none"),
-    Manner(0, _SOFT, "none", patient=True),
-    Manner(1, _SOFT, "short", patient=True),
-    Manner(0, _SOFT, "short", patient=True),
-    Manner(0, _SOFT, "slanted", early=True),
-    Manner(1, _GREEDY, "none", 0),
-    Manner(0, _TURN, "short", early=True),
-    Manner(0, _SOFT, "slanted", 0, patient=True),
-    Manner(0, _TURN, "slanted", 0, patient=True),
-    Manner(1, _SOFT, "slanted", patient=True, early=True),
+    OrderHeuristic(0, _TURN, "slanted"),
+    OrderHeuristic(0, _SOFT, "slanted", patient=True),
+    OrderHeuristic(0, _TURN, "none", 0),
+    OrderHeuristic(1, _TURN, "slanted"),
+    OrderHeuristic(0, _TURN, "short"),
+    OrderHeuristic(None, _SOFT, "slanted", patient=True),
+    OrderHeuristic(None, _SOFT, "short", patient=True),
+    OrderHeuristic(0, _SOFT, "long", patient=True),
+    OrderHeuristic(0, _GREEDY, "none", patient=True),
+    OrderHeuristic(1, _GREEDY, "none"),
+    OrderHeuristic(None, _GREEDY, "none"),
+    OrderHeuristic(0, _SOFT, "none", patient=True),
+    OrderHeuristic(1, _SOFT, "short", patient=True),
+    OrderHeuristic(0, _SOFT, "short", patient=True),
+    OrderHeuristic(0, _SOFT, "slanted", early=True),
+    OrderHeuristic(1, _GREEDY, "none", 0),
+    OrderHeuristic(0, _TURN, "short", early=True),
+    OrderHeuristic(0, _SOFT, "slanted", 0, patient=True),
+    OrderHeuristic(0, _TURN, "slanted", 0, patient=True),
+    OrderHeuristic(1, _SOFT, "slanted", patient=True, early=True),
     # Where ranks wait for nobody's turn, pairs hand over to their later ranks sooner.
-    Manner(0, _GREEDY, "slanted", slope=Fraction(2, 3)),
-    Manner(0, _GREEDY, "slanted", slope=Fraction(3, 4)),
-    Manner(-1, _GREEDY, "slanted", slope=Fraction(2, 3)),
+    OrderHeuristic(0, _GREEDY, "slanted", slope=Fraction(2, 3)),
+    OrderHeuristic(0, _GREEDY, "slanted", slope=Fraction(3, 4)),
+    OrderHeuristic(-1, _GREEDY, "slanted", slope=Fraction(2, 3)),
 )
 _BEATS = tuple(product(((0, 2), (0, 4), (2, 4), (0, 2, 4)), ((0, 2), (0, 4), (2, 4)), (0, 2)))
 
 
-def within(num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked) -> Iterator[tuple[Choice, list[list[Action]]]]:
-    """Orders for the room that is asked, and what each is."""
-    assert asked.room is not None, "orders are made for a bound here"
-    tried = _Trials(num_ranks, num_microbatches, num_chunks, asked, asked.room)
+def orders_within(
+    num_ranks: int, num_microbatches: int, num_chunks: int, options: FamilyOptions
+) -> Iterator[tuple[OrderChoice, list[list[Action]]]]:
+    """Yield orders for the bound that is asked, each with its description."""
+    assert options.limit is not None, "orders are made for a bound here"
+    tried = _HeuristicSearch(num_ranks, num_microbatches, num_chunks, options, options.limit)
     for sizes, rule, listed in tried.search():
-        yield Choice(sizes, rule), actions_of(listed, turns(sizes, num_chunks))
+        yield OrderChoice(sizes, rule), actions_of(listed, turns(sizes, num_chunks))
 
 
-class _Trials:
+class _HeuristicSearch:
     """What has been tried: `found` holds it by split and manner, `beaten` the orders in beats."""
 
-    def __init__(self, num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked, room: RankRoom) -> None:
-        self.p, self.m, self.v, self.room = num_ranks, num_microbatches, num_chunks, room
-        self.at = tempo(asked.costs, num_chunks)
+    def __init__(
+        self, num_ranks: int, num_microbatches: int, num_chunks: int, options: FamilyOptions, limit: RankLimit
+    ) -> None:
+        self.p, self.m, self.v, self.limit = num_ranks, num_microbatches, num_chunks, limit
+        self.at = stage_ticks(options.costs, num_chunks)
         # What is left for whole groups: the pair's slope, and what W needs beyond what its F saved, aside.
-        above = room.bound - Fraction(num_ranks + 1, 2) - max(Fraction(), room.after_input - 1)
+        above = limit.bound - Fraction(num_ranks + 1, 2) - max(Fraction(), limit.after_input - 1)
         self.group = max(Fraction(1), above / (num_chunks - 1)) if num_chunks > 1 else Fraction(num_microbatches)
         most = min(_MOST_COMPUTATIONS, _BY_RANKS * num_ranks**2) // (3 * num_ranks * num_microbatches * num_chunks)
         self.left = min(_MOST_ORDERS, max(_FEWEST_ORDERS, most))
-        self.found: dict[tuple[tuple[int, ...], Manner], Listed] = {}
-        self.beaten: list[tuple[tuple[int, ...], Listed]] = []
+        self.found: dict[tuple[tuple[int, ...], OrderHeuristic], ListSchedule] = {}
+        self.beaten: list[tuple[tuple[int, ...], ListSchedule]] = []
 
-    def search(self) -> Iterator[tuple[tuple[int, ...], str, Listed]]:
+    def search(self) -> Iterator[tuple[tuple[int, ...], str, ListSchedule]]:
         splits = self._splits()
         for size in {min(self.m, max(1, floor(self.group) - less)) for less in (0, 1)}:
             self._try(product([groups_of(self.m, size)], PUBLISHED))
@@ -123,32 +134,34 @@ class _Trials:
             for _, manner in self._best():
                 self._try(product(splits, [manner]))
         every = [(sizes, "in beats", listed) for sizes, listed in self.beaten]
-        every += [(sizes, manner.words, listed) for (sizes, manner), listed in self.found.items()]
+        every += [(sizes, manner.description, listed) for (sizes, manner), listed in self.found.items()]
         # Of orders that take equally long one is enough, if it is the same order.
         return iter({(one[0], one[2].kinds): one for one in sorted(every, key=lambda one: one[2].makespan)}.values())
 
-    def _best(self) -> list[tuple[tuple[int, ...], Manner]]:
+    def _best(self) -> list[tuple[tuple[int, ...], OrderHeuristic]]:
         return sorted(self.found, key=lambda key: self.found[key].makespan)[:_VARIED]
 
-    def _try(self, keys: Iterable[tuple[tuple[int, ...], Manner]]) -> None:
+    def _try(self, keys: Iterable[tuple[tuple[int, ...], OrderHeuristic]]) -> None:
         for sizes, manner in keys:
             if self.left and (sizes, manner) not in self.found:
                 self.left -= 1
-                listed = schedule_list(turns(sizes, self.v), self.p, self.at, self._rule(manner, max(sizes)), self.room.after_input)
+                listed = schedule_list(
+                    turns(sizes, self.v), self.p, self.at, self._rule(manner, max(sizes)), self.limit.after_input
+                )
                 if listed is not None:
                     self.found[sizes, manner] = listed
 
-    def _rule(self, manner: Manner, group: int) -> ChoiceRule:
+    def _rule(self, manner: OrderHeuristic, group: int) -> ChoiceRule:
         caps = [self._cap(manner, group, rank) + (manner.extra or 0) for rank in range(self.p)]
         uncapped = 0 if manner.extra is None else self.p // 2 if manner.early else self.p
         caps[uncapped:] = [self.m * self.v] * (self.p - uncapped)
-        together = None if manner.spare is None else 2 * self.room.bound - manner.spare
+        together = None if manner.spare is None else 2 * self.limit.bound - manner.spare
         return ChoiceRule(tuple(caps), self._tail(manner.tail), manner.discipline, together, manner.patient)
 
-    def _cap(self, manner: Manner, group: int, rank: int) -> int:
+    def _cap(self, manner: OrderHeuristic, group: int, rank: int) -> int:
         if manner.slope is None:
             return (self.v - 1) * group + self.p - rank
-        return floor(self.room.bound + manner.slope * (Fraction(self.p - 1, 2) - rank))
+        return floor(self.limit.bound + manner.slope * (Fraction(self.p - 1, 2) - rank))
 
     def _tail(self, name: str) -> tuple[int, ...]:
         ranks = range(self.p)
@@ -188,8 +201,10 @@ class _Trials:
                 if self.left <= _FEWEST_ORDERS:
                     return
                 self.left -= 1
-                kinds = in_beats(taken, self.p, Beat(forwards, backwards, later, (self.v - 1) * size + self.p + 1))
+                kinds = periodic_orders(
+                    taken, self.p, Period(forwards, backwards, later, (self.v - 1) * size + self.p + 1)
+                )
                 if kinds is not None:
-                    listed = Listed(tuple(map(tuple, kinds)), Fraction())
+                    listed = ListSchedule(tuple(map(tuple, kinds)), Fraction())
                     ticks = length(work_of(stages, self.m, actions_of(listed, taken), at))
-                    self.beaten.append((sizes, Listed(listed.kinds, Fraction(ticks, at.per_unit))))
+                    self.beaten.append((sizes, ListSchedule(listed.kinds, Fraction(ticks, at.per_unit))))

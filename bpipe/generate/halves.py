@@ -1,7 +1,10 @@
-"""Put the weights' halves of 1F1B's backwards off. In: sizes, and for each rank a number of micro-batches. Out: every rank's order.
+"""Put the weights' halves of 1F1B's backwards off.
 
-A rank runs 1F1B with I in place of B; the W of a micro-batch stands right behind the I of the one so many later, and what is left of them
-at the end. The I of a stage is all that the stage before waits for. Rules that differ only in these numbers are families of their own.
+In: sizes, and for each rank a number of micro-batches. Out: every rank's order.
+
+A rank runs 1F1B with I in place of B; the W of a micro-batch stands right behind the I of the one so many later, and
+what is left of them at the end. The I of a stage is all that the stage before waits for. Rules that differ only in
+these numbers are families of their own.
 """
 
 from __future__ import annotations
@@ -14,10 +17,16 @@ from bpipe.ir.action import Action, Kind
 _BACKWARD, _INPUT, _WEIGHT = Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 
 
-def put_off(num_ranks: int, num_microbatches: int, delays: Sequence[int]) -> list[list[Action]]:
-    """One order a rank, stage and rank being the same; `delays[rank]` micro-batches' I stand between an I and its W."""
+def defer_wgrads(num_ranks: int, num_microbatches: int, delays: Sequence[int]) -> list[list[Action]]:
+    """Return 1F1B with split backwards, one order a rank.
+
+    `delays[rank]`: micro-batches whose I stands between an I and its W.
+    """
     whole = one_f_one_b.orders(num_ranks, num_microbatches)
-    return [_split(order, rank, num_microbatches, delay) for rank, (order, delay) in enumerate(zip(whole, delays, strict=True))]
+    return [
+        _split(order, rank, num_microbatches, delay)
+        for rank, (order, delay) in enumerate(zip(whole, delays, strict=True))
+    ]
 
 
 def _split(order: Sequence[Action], rank: int, num_microbatches: int, delay: int) -> list[Action]:
@@ -29,4 +38,6 @@ def _split(order: Sequence[Action], rank: int, num_microbatches: int, delay: int
         found.append(Action(rank, _INPUT, action.microbatch))
         if action.microbatch >= delay:
             found.append(Action(rank, _WEIGHT, action.microbatch - delay))
-    return found + [Action(rank, _WEIGHT, microbatch) for microbatch in range(max(0, num_microbatches - delay), num_microbatches)]
+    return found + [
+        Action(rank, _WEIGHT, microbatch) for microbatch in range(max(0, num_microbatches - delay), num_microbatches)
+    ]

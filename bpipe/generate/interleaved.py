@@ -1,19 +1,20 @@
 """Interleaved 1F1B: several chunks a rank. In: number of ranks, micro-batches, chunks. Out: every rank's order.
 
-Stage s is on rank s % p. Forwards go through the chunks in groups of g micro-batches, by default of p: a group through the first chunk,
-the same group through the second, and so on, then the next group. Backwards follow the same list with the chunks reversed. Warm-up runs
-2 * (p - rank - 1) + (v - 1) * g forwards ahead, then a forward and a backward alternate, then the backwards left over: Megatron's order.
-Groups larger than p hold more and send a chunk's outputs longer before they are needed. Smaller ones would starve the pipeline.
-Where fewer than p micro-batches are left for the last group, Megatron refuses, and its formula can make ranks wait for each other (p=8,
-v=2, m=10). Here the last group is filled up to p, ordered, and the micro-batches that do not exist are left out: what is left waits for
-nothing it did not wait for before.
-Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021.
+Stage s is on rank s % p. Forwards go through the chunks in groups of g micro-batches, by default of p: a group through
+the first chunk, the same group through the second, and so on, then the next group. Backwards follow the same list with
+the chunks reversed. Warm-up runs 2 * (p - rank - 1) + (v - 1) * g forwards ahead, then a forward and a backward
+alternate, then the backwards left over: Megatron's order. Groups larger than p hold more and send a chunk's outputs
+longer before they are needed. Smaller ones would starve the pipeline. Where fewer than p micro-batches are left for the
+last group, Megatron refuses, and its formula can make ranks wait for each other (p=8, v=2, m=10). Here the last group
+is filled up to p, ordered, and the micro-batches that do not exist are left out: what is left waits for nothing it did
+not wait for before. Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+Megatron-LM", 2021.
 """
 
 from __future__ import annotations
 
 from bpipe.generate.ahead import BESIDE_WHOLE, further_forwards
-from bpipe.generate.family import Asked, Family
+from bpipe.generate.family import Family, FamilyOptions
 from bpipe.generate.place import alternate
 from bpipe.generate.turns import WarmUp, chunk_turns, groups_of, warm_up
 from bpipe.ir.action import Action, Kind, by_microbatch
@@ -25,15 +26,16 @@ def layout(num_ranks: int, num_chunks: int) -> Layout:
     return one_pipe([stage % num_ranks for stage in range(num_ranks * num_chunks)])
 
 
-def orders(num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked) -> list[list[Action]]:
-    """`num_chunks` v >= 2 stages a rank; a stage is a v-th of what a rank computes. Groups of the size that is asked, p by default.
+def orders(num_ranks: int, num_microbatches: int, num_chunks: int, options: FamilyOptions) -> list[list[Action]]:
+    """Return interleaved 1F1B: `num_chunks` v >= 2 stages a rank, groups of the size asked, p by default.
 
     Raises ValueError for a group of fewer micro-batches than ranks, or of more than there are.
     """
-    group = num_ranks if asked.group_size is None else asked.group_size
-    if asked.group_size is not None and not num_ranks <= group <= num_microbatches:
+    group = num_ranks if options.group_size is None else options.group_size
+    if options.group_size is not None and not num_ranks <= group <= num_microbatches:
         raise ValueError(
-            f"a group of {group} micro-batches is outside {num_ranks} to {num_microbatches}: interleaved 1F1B takes at least "
+            f"a group of {group} micro-batches is outside {num_ranks} to {num_microbatches}: interleaved 1F1B takes "
+            f"at least "
             f"as many as there are pipeline ranks, and at most as many as an iteration has"
         )
     left = num_microbatches % group
@@ -41,13 +43,21 @@ def orders(num_ranks: int, num_microbatches: int, num_chunks: int, asked: Asked)
     turns = chunk_turns(groups_of(num_microbatches + missing, group), num_chunks)
     ahead = [2 * (num_ranks - rank - 1) + (num_chunks - 1) * group for rank in range(num_ranks)]
     filled = [_order(rank, num_ranks, num_chunks, turns, ahead[rank]) for rank in range(num_ranks)]
-    return [[action for action in order if action.microbatch < num_microbatches] for order in filled] if missing else filled
+    return (
+        [[action for action in order if action.microbatch < num_microbatches] for order in filled]
+        if missing
+        else filled
+    )
 
 
-def _order(rank: int, num_ranks: int, num_chunks: int, turns: list[tuple[int, int]], warm_up_forwards: int) -> list[Action]:
+def _order(
+    rank: int, num_ranks: int, num_chunks: int, turns: list[tuple[int, int]], warm_up_forwards: int
+) -> list[Action]:
     num_microbatches = max(microbatch for _, microbatch in turns) + 1
     stages = range(rank, num_chunks * num_ranks, num_ranks)
-    there, back = ([by_microbatch(stage, kind, num_microbatches) for stage in stages] for kind in (Kind.FORWARD, Kind.BACKWARD))
+    there, back = (
+        [by_microbatch(stage, kind, num_microbatches) for stage in stages] for kind in (Kind.FORWARD, Kind.BACKWARD)
+    )
     forwards = [there[chunk][microbatch] for chunk, microbatch in turns]
     backwards = [back[num_chunks - 1 - chunk][microbatch] for chunk, microbatch in turns]
     ahead = min(warm_up_forwards, len(turns))

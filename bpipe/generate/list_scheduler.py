@@ -1,9 +1,11 @@
-"""Let ranks choose what to compute next, event by event. In: turns, durations, how to choose. Out: every rank's order, and its end.
+"""Let ranks choose what to compute next, event by event.
 
-Stage s is on rank s % p and backwards are split: the k-th forward F needs the k-th of the rank before, or, on the first rank, that of the
-last rank for the chunk before; the k-th I the other way around; the k-th W comes behind the k-th I. So each of the three stands in turn
-order on every rank, and a choice is only between kinds. A rank holds a micro-batch from the start of its F to the end of its W.
-Knows no grid and no transfers.
+In: turns, durations, how to choose. Out: every rank's order, and its end.
+
+Stage s is on rank s % p and backwards are split: the k-th forward F needs the k-th of the rank before, or, on the first
+rank, that of the last rank for the chunk before; the k-th I the other way around; the k-th W comes behind the k-th I.
+So each of the three stands in turn order on every rank, and a choice is only between kinds. A rank holds a micro-batch
+from the start of its F to the end of its W. Knows no grid and no transfers.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import heapq
 from dataclasses import dataclass
 from fractions import Fraction
 
-from bpipe.generate.timing import NEVER, Tempo
+from bpipe.generate.timing import NEVER, StageTicks
 from bpipe.generate.turns import NONE, Turns
 from bpipe.ir.action import Action, Kind, by_microbatch
 
@@ -21,7 +23,7 @@ _F, _I, _W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 
 
 class Discipline(enum.Enum):
-    """What a rank does from its first I on, while forwards are left beyond its tail."""
+    """Rule of what a rank computes from its first I on, while forwards are left beyond its tail."""
 
     TURN = "turn"  # I, W, F in turn, and it waits for each
     SOFT = "soft"  # the same, and where the one whose turn it is cannot start, I, else F, else W
@@ -30,10 +32,12 @@ class Discipline(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ChoiceRule:
-    """How ranks choose. Rank r holds at most `caps[r]` micro-batches of a chunk, except once at most `tails[r]` of its forwards are left.
+    """Rule by which ranks choose.
 
-    `together`: the most that a rank and its mirror image, p - 1 - r, hold; a rank in the middle half of it. `patient`: where nobody's
-    turn it is, no F and no W starts if the next I arrives within half of it.
+    Rank r holds at most `caps[r]` micro-batches of a chunk, except once at most `tails[r]` of its forwards are left.
+
+    `together`: the most that a rank and its mirror image p - 1 - r hold; a rank in the middle holds half of it.
+    `patient`: where nobody's turn it is, no F and no W starts if the next I arrives within half of it.
     """
 
     caps: tuple[int, ...]
@@ -44,17 +48,26 @@ class ChoiceRule:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
-    """`kinds[rank]`: what the rank computes, in order. `makespan`: when all is over, in units of the costs."""
+class ListSchedule:
+    """Result of list scheduling.
+
+    `kinds[rank]`: what the rank computes, in order. `makespan` is in units of the costs.
+    """
 
     kinds: tuple[tuple[Kind, ...], ...]
     makespan: Fraction
 
 
 def schedule_list(
-    turns: Turns, num_ranks: int, at: Tempo, rule: ChoiceRule, after_input: Fraction = Fraction(1), shorter_than: Fraction | None = None
-) -> Listed | None:
-    """What the ranks choose; None where the rule lets them wait for each other, or it is no `shorter_than` that.
+    turns: Turns,
+    num_ranks: int,
+    at: StageTicks,
+    rule: ChoiceRule,
+    after_input: Fraction = Fraction(1),
+    shorter_than: Fraction | None = None,
+) -> ListSchedule | None:
+    """Return what the ranks choose; None where the rule makes them wait for each other, or it is not `shorter_than`
+    that.
 
     `after_input`: the share held between I and W.
     """
@@ -65,11 +78,11 @@ def schedule_list(
     run.go()
     if min(run.done_weights) < len(turns.forwards):
         return None
-    return Listed(tuple(map(tuple, run.kinds)), Fraction(max(run.free), at.per_unit))
+    return ListSchedule(tuple(map(tuple, run.kinds)), Fraction(max(run.free), at.per_unit))
 
 
-def actions_of(listed: Listed, taken: Turns) -> list[list[Action]]:
-    """The order of every rank, with stages and micro-batches."""
+def actions_of(listed: ListSchedule, taken: Turns) -> list[list[Action]]:
+    """Return the order of every rank, with stages and micro-batches."""
     num_ranks, chunks = len(listed.kinds), range(taken.num_chunks)
     num_microbatches = max(microbatch for _, microbatch in taken.forwards) + 1
     orders = []
@@ -86,7 +99,7 @@ def actions_of(listed: Listed, taken: Turns) -> list[list[Action]]:
 class _Ranks:
     """The ranks while they choose. `forwards[r]`, `inputs[r]`: the ends of the F and I that rank r has started."""
 
-    def __init__(self, turns: Turns, num_ranks: int, at: Tempo, rule: ChoiceRule, after_input: Fraction) -> None:
+    def __init__(self, turns: Turns, num_ranks: int, at: StageTicks, rule: ChoiceRule, after_input: Fraction) -> None:
         self.last = num_ranks - 1
         self.total, self.before, self.own = len(turns.forwards), turns.before, turns.own
         self.hop = at.hop if num_ranks > 1 else 0
@@ -107,7 +120,8 @@ class _Ranks:
         self.idle, self.most_idle = [0] * num_ranks, NEVER
         self.turn = [_I] * num_ranks
         self.kinds: list[list[Kind]] = [[] for _ in range(num_ranks)]
-        # By when: ranks that may go on, and what they give back just then. Many fall together, so only the times are a heap.
+        # By when: ranks that may go on, and what they give back just then. Many fall together, so only the times are a
+        # heap.
         self.events = {0: [(rank, 0) for rank in range(num_ranks)]}
         self.times = [0]
 

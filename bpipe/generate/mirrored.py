@@ -1,14 +1,17 @@
-"""Make orders of two pipes shorter by moving everything later, then earlier, mirror images alike. In: `Work`. Out: every rank's order.
+"""Make orders of two pipes shorter by moving everything later, then earlier, mirror images alike.
 
-Mirror images do the same at the same time, so half of the ranks stand for all, as if both pipes were one that is folded in the middle:
-what rank p - 1 - r makes of a micro-batch, rank r makes of the other of two. How things move is `shift`'s. Knows no schedule by name.
+In: `Work`. Out: every rank's order.
+
+Mirror images do the same at the same time, so half of the ranks stand for all, as if both pipes were one that is folded
+in the middle: what rank p - 1 - r makes of a micro-batch, rank r makes of the other of two. How things move is
+`shift`'s. Knows no schedule by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bpipe.generate.shift import Patience, Shifts
+from bpipe.generate.shift import Shifts, Slack
 from bpipe.generate.timing import Work
 from bpipe.ir.action import Action, by_microbatch
 from bpipe.ir.layout import Layout
@@ -18,11 +21,13 @@ from bpipe.ir.memory import counting
 _MOVES = 8
 # Computations looked at, about a second and a half.
 _MOST_VISITS = 150_000
-_AT_ONCE = Patience()
+_AT_ONCE = Slack()
 
 
-def to_and_fro(work: Work, placed: Layout, most: Sequence[int], goal: int) -> tuple[Sequence[Sequence[Action]], int]:
-    """The shortest orders found from mirrored ones, and their ticks; ends at the goal.
+def shift_both_ways(
+    work: Work, placed: Layout, most: Sequence[int], goal: int
+) -> tuple[Sequence[Sequence[Action]], int]:
+    """Return the shortest orders found from mirrored ones, and their ticks; ends at the goal.
 
     Rank r holds at most `most[r]` micro-batches of a chunk, as it does before.
     """
@@ -38,7 +43,10 @@ def _mirrored(one: Action) -> Action:
 
 
 def _halved(work: Work) -> Work:
-    """The first half of the ranks alone. A message from a rank of the other half comes from its mirror image, and takes as long."""
+    """Return the first half of the ranks alone.
+
+    A message from a rank of the other half comes from its mirror image, and takes as long.
+    """
     rows = work.rows[: len(work.rows) // 2]
     number = sum(map(len, rows))
     job_of = {(one.stage, one.kind, one.microbatch): job for job, (one,) in enumerate(work.actions[:number])}

@@ -1,8 +1,9 @@
 """1F1B: one forward, one backward. In: number of ranks and micro-batches. Out: every rank's order. One stage a rank.
 
-A rank runs ahead by as many forwards as ranks follow it (warm-up), then alternates a forward and a backward (steady phase), then runs
-the backwards that are left (cool-down). It saves at most min(p - rank, m) micro-batches; the grid has 2 * (m + p - 1) slots.
-Source: Narayanan et al., "PipeDream-Flush" in "Memory-Efficient Pipeline-Parallel DNN Training", 2021.
+A rank runs ahead by as many forwards as ranks follow it (warm-up), then alternates a forward and a backward (steady
+phase), then runs the backwards that are left (cool-down). It saves at most min(p - rank, m) micro-batches; the grid has
+2 * (m + p - 1) slots. Source: Narayanan et al., "PipeDream-Flush" in "Memory-Efficient Pipeline-Parallel DNN Training",
+2021.
 """
 
 from __future__ import annotations

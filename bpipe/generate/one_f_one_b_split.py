@@ -1,24 +1,27 @@
-"""1F1B with backwards in halves. In: number of ranks and micro-batches, a delay. Out: every rank's order. One stage a rank.
+"""1F1B with backwards in halves.
 
-1F1B's order with I in place of B: the stage before gets its gradient while this one still computes W. The W of a micro-batch stands
-right behind its own I, or with a delay of N behind the I of the one N later, and what is left at the end. A rank holds what 1F1B holds
-and, from I to W, N micro-batches more: min(p - rank + N, m). With durations f, i, w of a forward and the halves an iteration takes
-m (f + i + w) + (p - 1)(f + i), (p - 1) w less than 1F1B, whatever the delay: all ranks put off alike. Early ranks still hold most, so
-balancing pays as in 1F1B. Source: the split of Qi et al., "Zero Bubble Pipeline Parallelism", 2024, on the order of Narayanan et al., 2021.
+In: number of ranks and micro-batches, a delay. Out: every rank's order. One stage a rank.
+
+1F1B's order with I in place of B: the stage before gets its gradient while this one still computes W. The W of a
+micro-batch stands right behind its own I, or with a delay of N behind the I of the one N later, and what is left at the
+end. A rank holds what 1F1B holds and, from I to W, N micro-batches more: min(p - rank + N, m). With durations f, i, w
+of a forward and the halves an iteration takes m (f + i + w) + (p - 1)(f + i), (p - 1) w less than 1F1B, whatever the
+delay: all ranks put off alike. Early ranks still hold most, so balancing pays as in 1F1B. Source: the split of Qi et
+al., "Zero Bubble Pipeline Parallelism", 2024, on the order of Narayanan et al., 2021.
 """
 
 from __future__ import annotations
 
 from bpipe.generate.ahead import BESIDE_HALVES, further_forwards
-from bpipe.generate.family import Asked, Family, one_stage_a_rank
-from bpipe.generate.halves import put_off
+from bpipe.generate.family import Family, FamilyOptions, one_stage_a_rank
+from bpipe.generate.halves import defer_wgrads
 from bpipe.ir.action import Action
 from bpipe.ir.program import Exchange
 
 
-def orders(num_ranks: int, num_microbatches: int, _: int, asked: Asked) -> list[list[Action]]:
-    """W's put off by `asked.delay` micro-batches on every rank."""
-    return put_off(num_ranks, num_microbatches, [asked.delay] * num_ranks)
+def orders(num_ranks: int, num_microbatches: int, _: int, options: FamilyOptions) -> list[list[Action]]:
+    """Return 1F1B with every W deferred by `asked.delay` micro-batches on every rank."""
+    return defer_wgrads(num_ranks, num_microbatches, [options.delay] * num_ranks)
 
 
 FAMILY = Family(

@@ -1,7 +1,7 @@
 """Place every rank's order of computations on the unit grid. In: one order a rank. Out: a compute-only Schedule.
 
-Each computation takes one slot and starts as soon as the one before it on its rank is over, and whatever makes what it needs (`ir.needs`).
-Knows no schedule by name, no memory, no transfers.
+Each computation takes one slot and starts as soon as the one before it on its rank is over, and whatever makes what it
+needs (`ir.dependencies`). Knows no schedule by name, no memory, no transfers.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bpipe.ir.action import Action, Kind, by_microbatch
+from bpipe.ir.dependencies import NOTHING, Dependencies
 from bpipe.ir.layout import Layout
-from bpipe.ir.needs import NOTHING, Needs
-from bpipe.ir.schedule import Schedule, Slot, alone
+from bpipe.ir.schedule import Schedule, Slot, single_slots
 
 # Computations of one rank, in order; a slot is two that overlap.
 Order = Sequence[Action | Slot]
@@ -31,7 +31,7 @@ def backwards(stage: int, microbatches: range) -> list[Action]:
 
 
 def alternate(first: Sequence[Action], second: Sequence[Action]) -> list[Action]:
-    """One of each in turn, as long as the shorter lasts."""
+    """Alternate one of each, as long as the shorter lasts."""
     turns = min(len(first), len(second))
     both = [*first[:turns], *second[:turns]]
     both[::2], both[1::2] = first[:turns], second[:turns]
@@ -39,11 +39,11 @@ def alternate(first: Sequence[Action], second: Sequence[Action]) -> list[Action]
 
 
 def place(name: str, num_microbatches: int, layout: Layout, orders: Sequence[Order]) -> Schedule:
-    """The schedule in which every rank keeps its order and nothing starts later than it must.
+    """Return the schedule in which every rank keeps its order and nothing starts later than it must.
 
     Raises ValueError where the orders wait for each other.
     """
-    placed = _Placement(Needs(layout, num_microbatches), len(orders))
+    placed = _Placement(Dependencies(layout, num_microbatches), len(orders))
     unfinished = [rank for rank, order in enumerate(orders) if order]
     while unfinished:
         advanced = [placed.advance(rank, orders[rank]) for rank in unfinished]
@@ -58,11 +58,12 @@ def place(name: str, num_microbatches: int, layout: Layout, orders: Sequence[Ord
 
 
 class _Placement:
-    """The grid while it grows: `over[value]` is the slot after all that make a value, _UNPLACED until they are placed."""
+    """The grid while it grows: `over[value]` is the slot after all that make a value, _UNPLACED until they are
+    placed."""
 
-    def __init__(self, needs: Needs, num_ranks: int) -> None:
-        self.needs = needs
-        self.over = [_UNPLACED] * needs.num_values
+    def __init__(self, dependencies: Dependencies, num_ranks: int) -> None:
+        self.dependencies = dependencies
+        self.over = [_UNPLACED] * dependencies.num_values
         # Of values that shards make together: how many parts are missing, and the slot after the others.
         self.parts: dict[int, tuple[int, int]] = {}
         # By kind and stage, of micro-batch 0: what it waits for, what it makes; and the slots of all.
@@ -71,8 +72,11 @@ class _Placement:
         self.next = [0] * num_ranks
 
     def advance(self, rank: int, order: Order) -> bool:
-        """Place the rank's computations until one needs what is not placed yet. False if not even one could be placed."""
-        row, over, known, first_shared = self.rows[rank], self.over, self.known, self.needs.first_shared
+        """Place the rank's computations until one needs what is not placed yet.
+
+        False if not even one could be placed.
+        """
+        row, over, known, first_shared = self.rows[rank], self.over, self.known, self.dependencies.first_shared
         first = position = self.next[rank]
         length = len(row)
         while position < len(order):
@@ -93,7 +97,7 @@ class _Placement:
             if isinstance(one, Slot):
                 row.append(one)
                 for action in one.computations:
-                    self._over(self.needs.made(action), length)
+                    self._over(self.dependencies.value_of(action), length)
             else:
                 row.append(slots[one.microbatch])
                 if makes < first_shared:
@@ -108,26 +112,31 @@ class _Placement:
     def _know(self, action: Action) -> tuple[int, int, Sequence[Slot]]:
         """What all of a stage's computations of a kind have in common."""
         first = replace(action, microbatch=0)
-        row = self._waits(first), self.needs.made(first), alone(action.stage, action.kind, self.needs.num_microbatches)
+        row = (
+            self._waits(first),
+            self.dependencies.value_of(first),
+            single_slots(action.stage, action.kind, self.dependencies.num_microbatches),
+        )
         self.known[action.kind, action.stage] = row
         return row
 
     def _waits(self, action: Action) -> int:
-        """The value that has to be there; NOTHING where none has."""
-        value = self.needs.needed(action)
-        # A last stage's backward waits for its own forward alone. What else of its own stage comes too early for it, the rules say.
-        return self.needs.own(action) if value == NOTHING and action.kind is not _WEIGHT else value
+        """Return the value that has to be there; NOTHING where none has."""
+        value = self.dependencies.operand_of(action)
+        # A last stage's backward waits for its own forward alone. What else of its own stage comes too early for it,
+        # the rules say.
+        return self.dependencies.own_operand_of(action) if value == NOTHING and action.kind is not _WEIGHT else value
 
     def _all_ready(self, actions: Sequence[Action]) -> int:
-        """The first slot in which what they need is over; _UNPLACED where that is not known yet."""
+        """Return the first slot in which what they need is over; _UNPLACED where that is not known yet."""
         values = [value for value in map(self._waits, actions) if value != NOTHING]
         ready = [self.over[value] for value in values]
         return _UNPLACED if _UNPLACED in ready else max(ready, default=0)
 
     def _over(self, value: int, slot: int) -> None:
         """A computation that makes this value, or a part of it, is over."""
-        if value >= self.needs.first_shared:
-            missing, latest = self.parts.get(value, (len(self.needs.route(value).makers), 0))
+        if value >= self.dependencies.first_shared:
+            missing, latest = self.parts.get(value, (len(self.dependencies.route(value).makers), 0))
             self.parts[value] = missing - 1, max(latest, slot)
             if missing == 1:
                 self.over[value] = max(latest, slot)

@@ -1,14 +1,18 @@
-"""Fit shards of the vocabulary between what ranks compute anyway. In: a layout, every rank's own order, costs. Out: orders with shards.
+"""Fit shards of the vocabulary between what ranks compute anyway.
 
-Each rank keeps its own order, and beside it S0 T0 S1 T1 ..., IF0 IF1 ... and IB0 IB1 ...; which of the four comes next is found by
-simulated execution: whenever a rank is free it takes the first, of IF, S or T, IB and its own, whose inputs have arrived. So all ranks have
-one order of S and T and one of every sort of input shards, which is the order of their collectives, and nobody can wait for ever: what
-was executed once completes again. Taking S and T at some fixed place of a rank's own order would block while the pipeline fills.
+In: a layout, every rank's own order, costs. Out: orders with shards.
 
-An input shard's pass is of use only to micro-batch 0's first stage and on: it is let go two forwards of that stage ahead, so that no more
-than two embeddings wait. Shards are taken to be short and collectives shorter: an order made so is as long as the pipeline needs it to be
-with shards of any length, where one made with long shards is not with short ones.
-Source of the problem: Yeung et al., "Balancing Pipeline Parallelism with Vocabulary Parallelism", 2024. Knows no schedule by name.
+Each rank keeps its own order, and beside it S0 T0 S1 T1 ..., IF0 IF1 ... and IB0 IB1 ...; which of the four comes next
+is found by simulated execution: whenever a rank is free it takes the first, of IF, S or T, IB and its own, whose inputs
+have arrived. So all ranks have one order of S and T and one of every sort of input shards, which is the order of their
+collectives, and nobody can wait for ever: what was executed once completes again. Taking S and T at some fixed place of
+a rank's own order would block while the pipeline fills.
+
+An input shard's pass is of use only to micro-batch 0's first stage and on: it is let go two forwards of that stage
+ahead, so that no more than two embeddings wait. Shards are taken to be short and collectives shorter: an order made so
+is as long as the pipeline needs it to be with shards of any length, where one made with long shards is not with short
+ones. Source of the problem: Yeung et al., "Balancing Pipeline Parallelism with Vocabulary Parallelism", 2024. Knows no
+schedule by name.
 """
 
 from __future__ import annotations
@@ -19,10 +23,10 @@ from fractions import Fraction
 from math import lcm
 
 from bpipe.generate.family import UnitCosts
-from bpipe.generate.timing import tempo
+from bpipe.generate.timing import stage_ticks
 from bpipe.ir.action import Action, Kind
+from bpipe.ir.dependencies import NOTHING, Dependencies
 from bpipe.ir.layout import Layout, Vocabulary
-from bpipe.ir.needs import NOTHING, Needs
 
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 _S, _T, _IF, _IB = Kind.SHARD_FORWARD, Kind.SHARD_BACKWARD, Kind.INPUT_FORWARD, Kind.INPUT_BACKWARD
@@ -36,38 +40,54 @@ _AHEAD = 2
 _UNMADE = 1 << 62
 
 
-def fit_shards(layout: Layout, num_microbatches: int, own: Sequence[Sequence[Action]], costs: UnitCosts) -> list[list[Action]]:
-    """Every rank's order with its shards. `own[rank]` has everything else, and where nothing may run beside them S and T too.
+def fit_shards(
+    layout: Layout, num_microbatches: int, own: Sequence[Sequence[Action]], costs: UnitCosts
+) -> list[list[Action]]:
+    """Return every rank's order with its shards.
+
+    `own[rank]` has everything else, and where nothing may run beside them S and T too.
 
     Raises ValueError where the ranks' own orders wait for each other.
     """
-    return fitted(layout, num_microbatches, own, costs)[1]
+    return fit_with_ticks(layout, num_microbatches, own, costs)[1]
 
 
-def fitted(layout: Layout, num_microbatches: int, own: Sequence[Sequence[Action]], costs: UnitCosts) -> tuple[int, list[list[Action]]]:
-    """The same behind when all is over, in ticks which are equally long for the same costs and chunks."""
+def fit_with_ticks(
+    layout: Layout, num_microbatches: int, own: Sequence[Sequence[Action]], costs: UnitCosts
+) -> tuple[int, list[list[Action]]]:
+    """Return ticks until all is over and the orders with shards fitted in; ticks are equally long for the same costs
+    and chunks."""
     run = _SimulatedRanks(layout, num_microbatches, own, costs)
     run.go()
     return max(run.free), run.orders
 
 
 class _SimulatedRanks:
-    """The ranks while they compute. `over[value]`: when what passes between them is there, _UNMADE before its last part has begun."""
+    """The ranks while they compute.
 
-    def __init__(self, layout: Layout, num_microbatches: int, own: Sequence[Sequence[Action]], costs: UnitCosts) -> None:
+    `over[value]`: when what passes between them is there, _UNMADE before its last part has begun.
+    """
+
+    def __init__(
+        self, layout: Layout, num_microbatches: int, own: Sequence[Sequence[Action]], costs: UnitCosts
+    ) -> None:
         ranks, everything = range(len(own)), range(num_microbatches)
-        self.needs = Needs(layout, num_microbatches)
+        self.dependencies = Dependencies(layout, num_microbatches)
         self.ticks, self.collective = _ticks(costs, layout.num_stages // len(own))
         together = layout.vocabulary is Vocabulary.INTERLACED
         outputs = [] if together or layout.vocabulary is Vocabulary.WHOLE else [_S, _T]
         sorts = ([_IF], outputs, [_IB]) if layout.input_shards else (outputs,)
-        # By rank what it has to compute, in order, the queues in the order in which it looks at them; where it is in each.
-        self.queues = [[*([Action(rank, kind, k) for k in everything for kind in kinds] for kinds in sorts), own[rank]] for rank in ranks]
+        # By rank what it has to compute, in order, the queues in the order in which it looks at them; where it is in
+        # each.
+        self.queues = [
+            [*([Action(rank, kind, k) for k in everything for kind in kinds] for kinds in sorts), own[rank]]
+            for rank in ranks
+        ]
         self.next = [[0] * len(self.queues[rank]) for rank in ranks]
         self.together = together
         self.orders: list[list[Action]] = [[] for _ in ranks]
         self.free = [0] * len(own)
-        self.over = [_UNMADE] * self.needs.num_values
+        self.over = [_UNMADE] * self.dependencies.num_values
         self.parts: dict[int, tuple[int, int]] = {}
         # When the first stage has begun each micro-batch, in order.
         self.begun: list[int] = []
@@ -101,7 +121,7 @@ class _SimulatedRanks:
             if waits_for < 0:
                 return 0
             return self.begun[waits_for] if waits_for < len(self.begun) else _UNMADE
-        value = self.needs.needed(action)
+        value = self.dependencies.operand_of(action)
         return 0 if value == NOTHING else self.over[value]
 
     def _begin(self, rank: int, action: Action, now: int) -> None:
@@ -110,13 +130,13 @@ class _SimulatedRanks:
         heapq.heappush(self.events, (end, rank))
         if action.kind is _FORWARD and action.stage == 0:
             self.begun.append(now)
-            if self.needs.layout.input_shards:
+            if self.dependencies.layout.input_shards:
                 self.events += [(now, other) for other in range(len(self.free))]
                 heapq.heapify(self.events)
-        value = self.needs.made(action)
+        value = self.dependencies.value_of(action)
         if value == NOTHING:
             return
-        makers, takers = self.needs.route(value)
+        makers, takers = self.dependencies.route(value)
         missing, latest = self.parts.pop(value, (len(makers), 0))
         latest = max(latest, end)
         if missing > 1:
@@ -128,10 +148,14 @@ class _SimulatedRanks:
 
 
 def _ticks(costs: UnitCosts, num_chunks: int) -> tuple[dict[Kind, int], int]:
-    """How long everything takes, in whole numbers of the same part: computations of one chunk by kind, and a collective."""
-    at = tempo(costs, num_chunks)
+    """How long everything takes, in whole numbers of the same part: computations of one chunk by kind, and a
+    collective."""
+    at = stage_ticks(costs, num_chunks)
     whole = Fraction(costs.forward) * at.per_unit
-    exact = {**{kind: Fraction(ticks) for kind, ticks in at.lasts.items()}, **{kind: share * whole for kind, share in _SHARES.items()}}
+    exact = {
+        **{kind: Fraction(ticks) for kind, ticks in at.lasts.items()},
+        **{kind: share * whole for kind, share in _SHARES.items()},
+    }
     collective = _COLLECTIVE * whole
     scale = lcm(*(one.denominator for one in exact.values()), collective.denominator)
     return {kind: int(one * scale) for kind, one in exact.items()}, int(collective * scale)

@@ -1,13 +1,17 @@
-"""Make orders shorter within what every rank may hold. In: `Work`, the most that each rank holds. Out: the same with better orders.
+"""Make orders shorter within what every rank may hold.
 
-All computations are moved as late as the end allows, then as early as the start allows, and so on: what a rank did early for no good
-reason makes room, and what it waited for comes into it. Known from project scheduling as justification or forward-backward improvement
-(Li and Willis, 1992; Valls, Ballestin and Quintanilla, 2005); memory is what is scarce here.
+In: `Work`, the most that each rank holds. Out: the same with better orders.
 
-Going through time from one end, a rank that is free begins the first computation of its order that can begin: what it needs is there, and
-even if all that it passes over follows in the old order, the rank never holds too much. So nobody waits for ever. A stage's forwards, I
-and W each keep the order of their micro-batches. With patience a rank leaves a computation alone while one that stands before it in the
-order comes within some share of its duration. Knows no schedule by name.
+All computations are moved as late as the end allows, then as early as the start allows, and so on: what a rank did
+early for no good reason makes room, and what it waited for comes into it. Known from project scheduling as
+justification or forward-backward improvement (Li and Willis, 1992; Valls, Ballestin and Quintanilla, 2005); memory is
+what is scarce here.
+
+Going through time from one end, a rank that is free begins the first computation of its order that can begin: what it
+needs is there, and even if all that it passes over follows in the old order, the rank never holds too much. So nobody
+waits for ever. A stage's forwards, I and W each keep the order of their micro-batches. With patience a rank leaves a
+computation alone while one that stands before it in the order comes within some share of its duration. Knows no
+schedule by name.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from bpipe.generate.family import UnitCosts
-from bpipe.generate.timing import NEVER, Work, length, tempo, work_of
+from bpipe.generate.timing import NEVER, Work, length, stage_ticks, work_of
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.layout import Layout
 from bpipe.ir.memory import Memory, counting
@@ -29,10 +33,10 @@ _ROUNDS = 2
 _MOST_VISITS = 200_000
 
 
-class Patience(NamedTuple):
-    """In percent of a computation's duration, while everything moves later and while it moves earlier.
+class Slack(NamedTuple):
+    """Percentages of a computation's duration that it may move, later and earlier.
 
-    Without `of_all` only what changes how much is held is left alone, and I, which others wait for, is not.
+    Without `of_all` only computations that change how much is held may stay; I, which others wait for, always moves.
     """
 
     late: int = 0
@@ -40,17 +44,18 @@ class Patience(NamedTuple):
     of_all: bool = True
 
 
-# Each gives other orders, and which is shortest depends on the costs. In this order the more are tried the less another would gain: on
-# average 0.03 % of an iteration behind all of them, at twelve costs of V schedules of 4 and 8 ranks.
+# Each gives other orders, and which is shortest depends on the costs. In this order the more are tried the less another
+# would gain: on average 0.03 % of an iteration behind all of them, at twelve costs of V schedules of 4 and 8 ranks.
 _PATIENCE = (
-    *(Patience(30, 60), Patience(60, 0), Patience(100, 100), Patience(0, 30)),
-    *(Patience(30, 60, False), Patience(100, 0, False), Patience(60, 60, False), Patience(0, 60, False)),
+    *(Slack(30, 60), Slack(60, 0), Slack(100, 100), Slack(0, 30)),
+    *(Slack(30, 60, False), Slack(100, 0, False), Slack(60, 60, False), Slack(0, 60, False)),
 )
 
 
 @dataclass(slots=True)
 class _Side:
-    """The work as seen from one end of time: how many each job waits for, who waits for it and how long, what it takes and gives."""
+    """The work as seen from one end of time: how many each job waits for, who waits for it and how long, what it
+    takes and gives."""
 
     waits_for: list[int]
     behind: list[list[tuple[int, int]]]
@@ -80,7 +85,8 @@ class Shifts:
         self.late = _Side([len(waiting) for waiting in behind], before, gives, takes)
 
     def _sort(self, row: Sequence[int], before: Sequence[list[tuple[int, int]]]) -> int:
-        """Number a rank's sorts and let each job wait for the one of its sort before it; returns how many sorts there are."""
+        """Number a rank's sorts and let each job wait for the one of its sort before it; returns how many sorts
+        there are."""
         sorts: dict[tuple[object, int], tuple[int, int]] = {}
         for job in row:
             (action,) = self.work.actions[job]
@@ -91,17 +97,20 @@ class Shifts:
             sorts[action.kind, action.stage] = number, job
         return len(sorts)
 
-    def earlier(self, rows: Sequence[Sequence[int]], patience: Patience) -> tuple[int, list[list[int]]]:
-        """How many ticks it then takes, and the rows in which everything is as early as it can be."""
+    def earlier(self, rows: Sequence[Sequence[int]], patience: Slack) -> tuple[int, list[list[int]]]:
+        """Return how many ticks it then takes, and the rows in which everything is as early as it can be."""
         return _Pass(self, self.early, rows, patience.early, patience.of_all).go()
 
-    def later(self, rows: Sequence[Sequence[int]], patience: Patience) -> tuple[int, list[list[int]]]:
-        """The same with everything as late as it can be."""
+    def later(self, rows: Sequence[Sequence[int]], patience: Slack) -> tuple[int, list[list[int]]]:
+        """Move everything as late as it can be."""
         ticks, mirrored = _Pass(self, self.late, [row[::-1] for row in rows], patience.late, patience.of_all).go()
         return ticks, [row[::-1] for row in mirrored]
 
-    def to_and_fro(self, patience: Patience, moves: int, goal: int) -> tuple[int, list[list[int]] | None]:
-        """The shortest of so many moves, later first, with its ticks; no rows where the first ones are as short. Ends at the goal."""
+    def to_and_fro(self, patience: Slack, moves: int, goal: int) -> tuple[int, list[list[int]] | None]:
+        """Return the shortest of so many moves, later first, with its ticks; no rows where the first ones are as short.
+
+        Ends at the goal.
+        """
         shortest, found = length(self.work), None
         rows: Sequence[Sequence[int]] = self.work.rows
         for number in range(moves):
@@ -115,7 +124,8 @@ class Shifts:
 
 
 class _Pass:
-    """Once through time. `heads[rank][sort]`: the next of its sort, -1 behind the last; `passed[rank]`: how far the old row is used up."""
+    """Once through time. `heads[rank][sort]`: the next of its sort, -1 behind the last; `passed[rank]`: how far the
+    old row is used up."""
 
     def __init__(self, shifts: Shifts, side: _Side, rows: Sequence[Sequence[int]], patience: int, of_all: bool) -> None:
         work = shifts.work
@@ -184,7 +194,7 @@ class _Pass:
         return soonest if 100 * (soonest - now) < self.patience * self.lasts[job] else NEVER
 
     def _fits(self, rank: int, job: int, at: int) -> bool:
-        """Whether the rank may take this first, and all that stands before it in the old order behind it."""
+        """Return whether the rank may take this first, and all that stands before it in the old order behind it."""
         takes, gives, done, most = self.side.takes, self.side.gives, self.done, self.most[rank]
         held = self.held[rank] + takes[job]
         if held > most:
@@ -224,16 +234,19 @@ class _Pass:
 def shortened(
     layout: Layout, num_microbatches: int, orders: Sequence[Sequence[Action]], most: Sequence[int], costs: UnitCosts
 ) -> Sequence[Sequence[Action]]:
-    """The shortest orders found from these, in none of which a rank holds more than `most[rank]` micro-batches of a chunk.
+    """Return the shortest orders found from these, in none of which a rank holds more than `most[rank]` micro-batches
+    of a chunk.
 
-    What waits for its W counts whole. The orders given have to keep to that, too; where nothing is shorter they come back.
+    What waits for its W counts whole. The given orders must keep to that, too; where nothing is shorter they come back.
     """
-    at = tempo(costs, layout.num_stages // len(orders))
+    at = stage_ticks(costs, layout.num_stages // len(orders))
     work = work_of(layout, num_microbatches, orders, at)
     shifts = Shifts(work, counting(layout.num_stages), most)
     shortest, goal = length(work), _least(work)
     found = None
-    even = len({at.lasts[kind] for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)}) == 1 and not at.hop
+    even = (
+        len({at.lasts[kind] for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)}) == 1 and not at.hop
+    )
     tries = max(1, _MOST_VISITS // (2 * _ROUNDS * len(work.actions)))
     for patience in _PATIENCE[: 1 if even else tries]:
         if shortest == goal:
@@ -245,10 +258,12 @@ def shortened(
 
 
 def _least(work: Work) -> int:
-    """No order takes less: what a rank computes, behind the way of the first forward to it."""
+    """Return a lower bound for all orders: what a rank computes, behind the way of the first forward to it."""
     begins = [0] * len(work.rows)
     for row in work.rows:
         for job in row[:1]:
             rank = work.rank[job]
-            begins[rank] = max((begins[work.rank[maker]] + work.lasts[maker] + lag for maker, lag in work.needed[job]), default=0)
+            begins[rank] = max(
+                (begins[work.rank[maker]] + work.lasts[maker] + lag for maker, lag in work.needed[job]), default=0
+            )
     return max(begin + sum(work.lasts[job] for job in row) for begin, row in zip(begins, work.rows, strict=True))

@@ -1,12 +1,15 @@
-"""Find the shortest order of a schedule's computations that holds no more than it may. In: a Schedule, UnitCosts, a bound. Out: `Shortest`.
+"""Find the shortest order of a schedule's computations that holds no more than it may.
 
-The computations stay on their ranks; which comes first is open. Times, dependencies and memory are those of `timing`, `ir.needs` and
-`ir.memory`, written as constraints for OR-tools' CP-SAT, which is imported only here. It ends with a proof, or, where time ends first, with
-the best order found and what no order can go below.
+In: a Schedule, UnitCosts, a bound. Out: `Shortest`.
 
-Micro-batches that take the same way are alike. Where a stage does not take them in their order, sort the times at which it starts its
-computations of a kind, and give each its micro-batch's: the k-th of them still comes after the k-th of what it needs, and as many are held
-at any time. So only orders are looked at in which every stage takes those of a pipe one after the other, and none shorter is left out.
+The computations stay on their ranks; which comes first is open. Times, dependencies and memory are those of `timing`,
+`ir.dependencies` and `ir.memory`, written as constraints for OR-tools' CP-SAT, which is imported only here. It ends with a
+proof, or, where time ends first, with the best order found and what no order can go below.
+
+Micro-batches that take the same way are alike. Where a stage does not take them in their order, sort the times at which
+it starts its computations of a kind, and give each its micro-batch's: the k-th of them still comes after the k-th of
+what it needs, and as many are held at any time. So only orders are looked at in which every stage takes those of a pipe
+one after the other, and none shorter is left out.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from typing import Any
 from bpipe.extras import install_command
 from bpipe.generate.family import UnitCosts
 from bpipe.generate.place import place
-from bpipe.generate.timing import Work, starts, tempo, work_of
+from bpipe.generate.timing import Work, stage_ticks, starts, work_of
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import counts_of, peak_counts, plain
 from bpipe.ir.schedule import Schedule
@@ -34,7 +37,10 @@ _PREFIX = "shortest-"
 
 @dataclass(frozen=True, slots=True)
 class Shortest:
-    """`schedule` takes `makespan`, in units of the costs; none that holds as little takes less than `proven`."""
+    """A shortest order: `schedule` takes `makespan`, in units of the costs.
+
+    `proven`: lower bound for any that holds as little.
+    """
 
     schedule: Schedule
     makespan: Fraction
@@ -46,20 +52,27 @@ class Shortest:
 
 
 def shortest(schedule: Schedule, costs: UnitCosts, most: int, limit_s: float) -> Shortest:
-    """Of all orders that hold at most `most` chunk micro-batches on any rank. `limit_s`: seconds that may be looked for it.
+    """Return the shortest order that holds at most `most` chunk micro-batches on any rank.
 
-    Raises ValueError where there is none, where none was found in time, for what cannot be ordered so, and without OR-tools.
+    `limit_s`: seconds to search. Raises ValueError where there is none, none was found in time, the schedule cannot be
+    ordered so, or OR-tools is missing.
     """
     orders = _orders(schedule)
     if sum(map(len, orders)) > MAX_COMPUTATIONS:
-        raise ValueError(f"{sum(map(len, orders))} computations are more than {MAX_COMPUTATIONS}: ask for fewer stages or micro-batches")
-    at = tempo(costs, schedule.num_chunks)
+        raise ValueError(
+            f"{sum(map(len, orders))} computations are more than {MAX_COMPUTATIONS}: ask for fewer stages or "
+            f"micro-batches"
+        )
+    at = stage_ticks(costs, schedule.num_chunks)
     work = work_of(schedule.layout, schedule.num_microbatches, orders, at)
-    asked = _Model(schedule, work, most)
+    options = _Model(schedule, work, most)
     if max(peak_counts(schedule)) <= most:
-        asked.hint(starts(work))
-    begun, ticks, proven = asked.solve(limit_s)
-    found = [[work.actions[job][0] for job in sorted(row, key=lambda job: (begun[job], begun[job] + work.lasts[job]))] for row in work.rows]
+        options.hint(starts(work))
+    begun, ticks, proven = options.solve(limit_s)
+    found = [
+        [work.actions[job][0] for job in sorted(row, key=lambda job: (begun[job], begun[job] + work.lasts[job]))]
+        for row in work.rows
+    ]
     placed = place(f"{_PREFIX}{schedule.name}", schedule.num_microbatches, schedule.layout, found)
     placed = replace(placed, after_input=schedule.after_input)
     assert max(peak_counts(placed)) <= most, "the solver counts memory otherwise than the rule"
@@ -70,7 +83,9 @@ def _orders(schedule: Schedule) -> list[list[Action]]:
     for row in schedule.ranks:
         for slot in row:
             if slot.overlapped is not None:
-                raise ValueError(f"{slot.compute} runs together with {slot.overlapped}: such pairs are not ordered anew")
+                raise ValueError(
+                    f"{slot.compute} runs together with {slot.overlapped}: such pairs are not ordered anew"
+                )
             if slot.transfers:
                 raise ValueError(f"{slot.transfers[0]} moves memory between ranks: only computations are ordered anew")
     return [[slot.compute for slot in row if slot.compute is not None] for row in schedule.ranks]
@@ -91,7 +106,9 @@ class _Model:
         # How long something is held, of the jobs at its ends.
         self._spans: list[tuple[Any, int, int]] = []
         for row in work.rows:
-            model.add_no_overlap([model.new_fixed_size_interval_var(self._starts[job], work.lasts[job], "") for job in row])
+            model.add_no_overlap(
+                [model.new_fixed_size_interval_var(self._starts[job], work.lasts[job], "") for job in row]
+            )
         for job, needed in enumerate(work.needed):
             for maker, lag in needed:
                 model.add(self._starts[job] >= self._ends[maker] + lag)
@@ -119,13 +136,16 @@ class _Model:
         """Of a stage's micro-batches on one pipe none passes another."""
         rows: dict[tuple[Kind, int, int], list[Action]] = {}
         for action in self._places:
-            rows.setdefault((action.kind, action.stage, action.microbatch % schedule.layout.num_pipes), []).append(action)
+            rows.setdefault((action.kind, action.stage, action.microbatch % schedule.layout.num_pipes), []).append(
+                action
+            )
         for row in rows.values():
             for one, other in pairwise(sorted(row, key=lambda action: action.microbatch)):
                 self._model.add(self._starts[self._places[other]] >= self._ends[self._places[one]])
 
     def _hold(self, schedule: Schedule) -> None:
-        """What a forward takes is held until a backward is over: all of it to I, or what W needs to W, or more from I on."""
+        """What a forward takes is held until a backward is over: all of it to I, or what W needs to W, or more from
+        I on."""
         memory = counts_of(schedule)
         held: list[list[tuple[Any, int]]] = [[] for _ in self._work.rows]
         for action, job in self._places.items():
@@ -168,11 +188,13 @@ class _Model:
         status = solver.solve(self._model)
         if status == self._cp.INFEASIBLE:
             raise ValueError(
-                f"no order of {self._name}'s computations holds at most {self._most} chunk micro-batches on every rank: raise the memory"
+                f"no order of {self._name}'s computations holds at most {self._most} chunk micro-batches on every "
+                f"rank: raise the memory"
             )
         if status not in (self._cp.OPTIMAL, self._cp.FEASIBLE):
             raise ValueError(
-                f"within {limit_s:g} s no order of {self._name}'s computations was found that holds at most {self._most} chunk "
+                f"within {limit_s:g} s no order of {self._name}'s computations was found that holds at most "
+                f"{self._most} chunk "
                 "micro-batches, nor was it proven that there is none: give more time, or fewer micro-batches"
             )
         length = solver.value(self._length)
@@ -199,7 +221,7 @@ def _ways(edges: Sequence[Sequence[tuple[int, int]]], lasts: Sequence[int]) -> l
 
 
 def _rounded_up(bound: float) -> int:
-    """Times are whole ticks."""
+    """Round times up to whole ticks."""
     return -int(-bound // 1)
 
 
@@ -211,10 +233,13 @@ def _solver() -> Any:
     return cp_model
 
 
-def said_of(found: Shortest, most: int) -> str:
-    """What is known of it, as a line."""
+def describe_result(found: Shortest, most: int) -> str:
+    """Return one line that says what is known of the result."""
     name, takes = found.schedule.name.removeprefix(_PREFIX), plain(found.makespan)
     of = f"order of {name}'s computations that holds at most {most} chunk micro-batch{'es' * (most > 1)} on every rank"
     if found.is_proven:
         return f"no {of} takes less than {takes}"
-    return f"the shortest {of} found so far takes {takes}, and none takes less than {plain(found.proven)}: give more time to know"
+    return (
+        f"the shortest {of} found so far takes {takes}, and none takes less than {plain(found.proven)}: give more "
+        f"time to know"
+    )

@@ -1,7 +1,10 @@
-"""Say in which turns a rank with several chunks takes micro-batches. In: sizes of the groups, number of chunks. Out: `Turns`.
+"""Say in which turns a rank with several chunks takes micro-batches.
 
-A group of micro-batches goes through the first chunk, then through the second, and so on; then the next group. Backwards go the same way
-with the chunks reversed. All ranks take the same turns, so that "the k-th forward" means the same on each. Knows no ranks, no time.
+In: sizes of the groups, number of chunks. Out: `Turns`.
+
+A group of micro-batches goes through the first chunk, then through the second, and so on; then the next group.
+Backwards go the same way with the chunks reversed. All ranks take the same turns, so that "the k-th forward" means the
+same on each. Knows no ranks, no time.
 """
 
 from __future__ import annotations
@@ -16,9 +19,10 @@ NONE = -1
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """`lengths[rank]`: so many forwards, at least, a rank computes before its first backward, in turns of whole groups of `group_size`.
+    """Warm-up lengths: rank r computes at least `lengths[r]` forwards before its first backward, in whole groups of
+    `group_size`.
 
-    Backwards then take turns with further forwards, one by one.
+    Backwards then alternate with further forwards, one by one.
     """
 
     lengths: tuple[int, ...]
@@ -26,11 +30,12 @@ class WarmUp:
     num_chunks: int
 
     def at_first_backward(self, rank: int) -> list[int]:
-        """By chunk, how many micro-batches the rank holds then."""
+        """Return how many micro-batches of each chunk the rank holds at its first backward."""
         return self._by_chunk(self.lengths[rank])
 
     def meanwhile(self, rank: int, later: int) -> list[list[int]]:
-        """What a later rank may hold at that time: it has begun its backwards, and no forward is further than on the rank before."""
+        """Return what a later rank may hold at that time: it has begun its backwards, and no forward is further than
+        on the rank before."""
         mine = self.lengths[later]
         found = []
         for further in range(self.lengths[rank] - mine + 1):
@@ -41,17 +46,20 @@ class WarmUp:
     def _by_chunk(self, number: int) -> list[int]:
         """Of so many computations in turn."""
         rounds, left = divmod(number, self.num_chunks * self.group_size)
-        return [rounds * self.group_size + min(self.group_size, max(0, left - chunk * self.group_size)) for chunk in range(self.num_chunks)]
+        return [
+            rounds * self.group_size + min(self.group_size, max(0, left - chunk * self.group_size))
+            for chunk in range(self.num_chunks)
+        ]
 
 
 def warm_up(lengths: Sequence[int], num_microbatches: int, num_chunks: int, group_size: int) -> WarmUp:
-    """No longer than whole groups are."""
+    """Return the warm-up, no longer than whole groups are."""
     whole = num_chunks * (num_microbatches - num_microbatches % group_size)
     return WarmUp(tuple(min(whole, length) for length in lengths), group_size, num_chunks)
 
 
 def chunk_turns(group_sizes: Sequence[int], num_chunks: int) -> list[tuple[int, int]]:
-    """(chunk, micro-batch) in the order of the forwards of every rank."""
+    """Return (chunk, micro-batch) in the order of every rank's forwards."""
     turns: list[tuple[int, int]] = []
     first = 0
     for size in group_sizes:
@@ -61,17 +69,20 @@ def chunk_turns(group_sizes: Sequence[int], num_chunks: int) -> list[tuple[int, 
 
 
 def groups_of(num_microbatches: int, group_size: int) -> tuple[int, ...]:
-    """Groups of this size, and a smaller last one for what is left."""
+    """Return the groups of this size, and a smaller last one for what is left."""
     whole, left = divmod(num_microbatches, group_size)
     return (group_size,) * whole + ((left,) if left else ())
 
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """`forwards[k]` is the (chunk, micro-batch) of the k-th forward; the k-th backward is of chunk v - 1 - chunk and the same micro-batch.
+    """Order in which chunks take turns.
 
-    `before[k]`: the forward of its micro-batch through the chunk before, NONE for the first chunk. Of backwards, with the chunk behind,
-    it is the same number. `own[k]`: the forward of the k-th backward's chunk and micro-batch.
+    `forwards[k]` is the (chunk, micro-batch) of the k-th forward; the k-th backward is of chunk v - 1 - chunk and the
+    same micro-batch.
+
+    `before[k]`: the forward of its micro-batch through the chunk before, NONE for the first chunk. Of backwards, with
+    the chunk behind, it is the same number. `own[k]`: the forward of the k-th backward's chunk and micro-batch.
     """
 
     num_chunks: int
@@ -82,7 +93,7 @@ class Turns:
 
 @lru_cache(maxsize=64)
 def turns(group_sizes: tuple[int, ...], num_chunks: int) -> Turns:
-    """The turns of groups of these sizes, one behind the other."""
+    """Return the turns of groups of these sizes, one behind the other."""
     before: list[int] = []
     own: list[int] = []
     for size in group_sizes:
@@ -93,19 +104,22 @@ def turns(group_sizes: tuple[int, ...], num_chunks: int) -> Turns:
 
 
 def evenly(num_microbatches: int, num_groups: int) -> tuple[int, ...]:
-    """Groups that differ by one at most, the larger ones first."""
+    """Return the groups that differ by one at most, the larger ones first."""
     size, larger = divmod(num_microbatches, num_groups)
     return (size + 1,) * larger + (size,) * (num_groups - larger)
 
 
 def spread(num_microbatches: int, num_groups: int) -> tuple[int, ...]:
-    """The same, the larger ones spread over all, one of them first."""
+    """Split micro-batches evenly into groups, with the larger groups spread over all, one of them first."""
     ends = [num_microbatches * group // num_groups for group in range(num_groups + 1)]
     return tuple(ends[group + 1] - ends[group] for group in reversed(range(num_groups)))
 
 
 def tapered(num_microbatches: int, num_groups: int, share: Fraction) -> tuple[int, ...] | None:
-    """Groups that shrink evenly: the first is `share` of the mean above it, the last as much below. None where a group would be empty."""
+    """Return the groups that shrink evenly: the first is `share` of the mean above it, the last as much below.
+
+    None where a group would be empty.
+    """
     step = Fraction(2, max(1, num_groups - 1)) * share
     mean = Fraction(num_microbatches, num_groups)
     sizes: list[int] = []

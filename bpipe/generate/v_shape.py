@@ -1,11 +1,14 @@
-"""Two chunks a rank in the shape of a V, within a bound. In: sizes, a building block, a bound, costs. Out: every rank's order.
+"""Two chunks a rank in the shape of a V, within a bound.
 
-Stage s is on rank s, stage p + k on rank p - 1 - k: the last rank has both stages in the middle, the first one both ends, so what enters
-the first chunk last leaves the second first, and ranks hold alike. A building block says when each rank begins the two forwards and the two
-I of a micro-batch; micro-batches repeat it every six slots, in which a rank has room for these and both W. How long a block keeps a
-micro-batch is what a rank holds. W go into the first slots that are free, in order. What is left unused while the pipeline fills and
-empties, and what durations that differ leave, is made use of within the bound by moving everything to and fro (`shift`).
-Source: Qi et al., "Pipeline Parallelism with Controllable Memory", 2024. Knows no schedule by name.
+In: sizes, a building block, a bound, costs. Out: every rank's order.
+
+Stage s is on rank s, stage p + k on rank p - 1 - k: the last rank has both stages in the middle, the first one both
+ends, so what enters the first chunk last leaves the second first, and ranks hold alike. A building block says when each
+rank begins the two forwards and the two I of a micro-batch; micro-batches repeat it every six slots, in which a rank
+has room for these and both W. How long a block keeps a micro-batch is what a rank holds. W go into the first slots that
+are free, in order. What is left unused while the pipeline fills and empties, and what durations that differ leave, is
+made use of within the bound by moving everything to and fro (`shift`). Source: Qi et al., "Pipeline Parallelism with
+Controllable Memory", 2024. Knows no schedule by name.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from bpipe.generate.ahead import later_microbatch
-from bpipe.generate.family import Asked, Family, UnitCosts
+from bpipe.generate.family import Family, FamilyOptions, UnitCosts
 from bpipe.generate.shift import shortened
 from bpipe.ir.action import Action, Kind, by_microbatch
 from bpipe.ir.layout import Layout, one_pipe
@@ -24,7 +27,8 @@ _INTERVAL = 6
 # With so many micro-batches a rank the pipeline is full.
 _FILL = 2
 
-# (num_ranks, rank) -> the slots in which it begins F of micro-batch 0 in its first chunk and its second, and I in the second and the first.
+# (num_ranks, rank) -> the slots in which it begins F of micro-batch 0 in its first chunk and its second, and I in the
+# second and the first.
 Block = Callable[[int, int], tuple[int, int, int, int]]
 
 
@@ -33,24 +37,30 @@ def layout(num_ranks: int, num_chunks: int) -> Layout:
 
 
 def half(num_ranks: int, rank: int) -> tuple[int, int, int, int]:
-    """A rank holds half of what 1F1B's first one does: forwards go down at half speed, everything else at full speed."""
+    """Return V-Half's block: forwards go down at half speed, everything else at full speed, and a rank holds half of
+    what 1F1B's first one does."""
     gap = 0 if num_ranks % 2 else 3
     down, up = 2 * rank, 3 * num_ranks - 2 - rank
     return down, up, 3 * num_ranks - 1 + gap + 2 * rank, 6 * num_ranks - 2 + gap - rank
 
 
 def third(num_ranks: int, rank: int) -> tuple[int, int, int, int]:
-    """A rank holds a third of it, the least: a micro-batch goes both ways without a stop."""
+    """Return V-Min's block: a micro-batch goes both ways without a stop, and a rank holds a third of what 1F1B's
+    first one does, the least."""
     gap = 0 if num_ranks % 3 else 2
     return rank, 2 * num_ranks - 1 - rank, 2 * num_ranks + gap + rank, 4 * num_ranks + gap - 1 - rank
 
 
-def family_within(name: str, block: Block, most: Callable[[int], int], least: Callable[[int], int] | None = None) -> Family:
-    """The family of a block. By the number of ranks: each holds at most `most` micro-batches of a chunk, and in a full pipeline the first
-    one at least `least`, by default as many."""
+def family_within(
+    name: str, block: Block, most: Callable[[int], int], least: Callable[[int], int] | None = None
+) -> Family:
+    """Return the family of a block. Each rank holds at most `most` micro-batches of a chunk, by the number of ranks.
 
-    def orders(num_ranks: int, num_microbatches: int, _: int, asked: Asked) -> Sequence[Sequence[Action]]:
-        return orders_within(num_ranks, num_microbatches, block, most(num_ranks), asked.costs)
+    In a full pipeline the first rank holds at least `least`, by default as many.
+    """
+
+    def orders(num_ranks: int, num_microbatches: int, _: int, options: FamilyOptions) -> Sequence[Sequence[Action]]:
+        return orders_within(num_ranks, num_microbatches, block, most(num_ranks), options.costs)
 
     def ahead(num_ranks: int, num_microbatches: int, _: int, group: int) -> int:
         return (least or most)(num_ranks) if num_microbatches >= _FILL * num_ranks else 1
@@ -69,8 +79,11 @@ def family_within(name: str, block: Block, most: Callable[[int], int], least: Ca
     )
 
 
-def orders_within(num_ranks: int, num_microbatches: int, block: Block, most: int, costs: UnitCosts) -> Sequence[Sequence[Action]]:
-    """The shortest orders found from the block in which no rank holds more than `most` micro-batches of a chunk."""
+def orders_within(
+    num_ranks: int, num_microbatches: int, block: Block, most: int, costs: UnitCosts
+) -> Sequence[Sequence[Action]]:
+    """Return the shortest orders found from the block in which no rank holds more than `most` micro-batches of a
+    chunk."""
     repeated = [_repeated(num_ranks, rank, num_microbatches, block(num_ranks, rank)) for rank in range(num_ranks)]
     return shortened(layout(num_ranks, 2), num_microbatches, repeated, [most] * num_ranks, costs)
 
@@ -79,8 +92,13 @@ def _repeated(num_ranks: int, rank: int, num_microbatches: int, begins: tuple[in
     """One rank's order: its block once every interval, and W wherever there is room."""
     first, second = rank, 2 * num_ranks - 1 - rank
     block = zip(begins, ((first, _FORWARD), (second, _FORWARD), (second, _INPUT), (first, _INPUT)), strict=True)
-    known = {key: by_microbatch(*key, num_microbatches) for key in ((stage, kind) for stage in (first, second) for kind in _KINDS)}
-    begun = sorted((slot + _INTERVAL * k, k, stage, kind) for slot, (stage, kind) in block for k in range(num_microbatches))
+    known = {
+        key: by_microbatch(*key, num_microbatches)
+        for key in ((stage, kind) for stage in (first, second) for kind in _KINDS)
+    }
+    begun = sorted(
+        (slot + _INTERVAL * k, k, stage, kind) for slot, (stage, kind) in block for k in range(num_microbatches)
+    )
     order: list[Action] = []
     waiting: list[Action] = []
     now = 0

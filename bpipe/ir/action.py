@@ -1,4 +1,7 @@
-"""Name one thing a rank does for one micro-batch. In: nothing. Out: `Kind` and `Action`. Knows no time, no cost, no tensors."""
+"""Name one thing a rank does for one micro-batch.
+
+In: nothing. Out: `Kind` and `Action`. Knows no time, no cost, no tensors.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from dataclasses import dataclass
 
 
 class Kind(enum.Enum):
-    """What an action does. The value is its spelling in text, as in torch.distributed.pipelining where it has one."""
+    """Kind of an action. The value is its spelling in text, as in torch.distributed.pipelining where it has one."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -45,8 +48,8 @@ OTHER_END = {Kind.EVICT: Kind.HOST, Kind.LOAD: Kind.RETURN, Kind.HOST: Kind.EVIC
 class Action:
     """One action: `stage` is the pipeline stage whose activations it concerns (with chunks, 0 <= stage < p*v).
 
-    A HOST or RETURN carries the *evictor's* stage, so both ends of a transfer name the same activations. A shard belongs to no stage: there
-    `stage` is its rank.
+    A HOST or RETURN carries the *evictor's* stage, so both ends of a transfer name the same activations. A shard
+    belongs to no stage: there `stage` is its rank.
     """
 
     stage: int
@@ -61,9 +64,10 @@ _KNOWN: dict[tuple[int, Kind], list[Action]] = {}
 
 
 def by_microbatch(stage: int, kind: Kind, num_microbatches: int) -> Sequence[Action]:
-    """A stage's actions of a kind, by micro-batch, these or more.
+    """Return a stage's actions of a kind, by micro-batch, these or more.
 
-    Each is made once and kept: a search asks for the same ones in hundreds of schedules, and making them anew took longer than their order.
+    Each is made once and kept: a search asks for the same ones in hundreds of schedules, and making them anew took
+    longer than their order.
     """
     known = _KNOWN.get((stage, kind))
     if known is None:

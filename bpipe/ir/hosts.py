@@ -1,7 +1,10 @@
-"""Say where evicted activations may go. In: peaks, partners, or text. Out: hosts by rank, or the partners they are. Knows no placement.
+"""Say where evicted activations may go.
 
-`hosts[rank]` are the ranks that may hold what the rank evicts, and OWN_MEMORY where that may be its own host memory, behind its device's.
-Pairs, in which each rank is the other's one host, are what balancing makes; any other arrangement is a pool, own memory included.
+In: peaks, partners, or text. Out: hosts by rank, or the partners they are. Knows no placement.
+
+`hosts[rank]` are the ranks that may hold what the rank evicts, and OWN_MEMORY where that may be its own host memory,
+behind its device's. Pairs, in which each rank is the other's one host, are what balancing makes; any other arrangement
+is a pool, own memory included.
 """
 
 from __future__ import annotations
@@ -11,16 +14,16 @@ from fractions import Fraction
 
 Hosts = tuple[tuple[int, ...], ...]
 
-OWN_MEMORY = -1
+HOST_MEMORY = -1
 
 
 def other_ranks(of_rank: Sequence[int]) -> tuple[int, ...]:
-    """Of a rank's hosts, the ranks that have the other ends of its transfers: not its own memory."""
-    return tuple(host for host in of_rank if host != OWN_MEMORY)
+    """Return those of a rank's hosts that are other ranks, without its own memory."""
+    return tuple(host for host in of_rank if host != HOST_MEMORY)
 
 
-# Where what leaves a rank may go, as commands and files say it: to the other rank of a pair; to any rank with room; into its own node's
-# memory; or to any rank with room and, what none has room for, into its own node's memory.
+# Where what leaves a rank may go, as commands and files say it: to the other rank of a pair; to any rank with room;
+# into its own node's memory; or to any rank with room and, what none has room for, into its own node's memory.
 PAIR, POOL, HOST, ALL = ARRANGEMENTS = ("pair", "pool", "host", "all")
 # Those with which a node's memory takes what leaves.
 IN_NODES = (HOST, ALL)
@@ -30,24 +33,27 @@ _BESIDE, _OWN, _NOBODY = "+", "own", "none"
 
 
 def in_pairs(partners: Sequence[int]) -> Hosts:
-    """The hosts of ranks that host for each other: `partners[rank]` is the other one, or the rank itself, which then has none."""
+    """Return the hosts of ranks that host for each other: `partners[rank]` is the other one, or the rank itself,
+    which then has none."""
     return tuple(() if partner == rank else (partner,) for rank, partner in enumerate(partners))
 
 
 def partners_of(hosts: Hosts) -> tuple[int, ...] | None:
-    """The other rank of each one's pair, or the rank itself. None for a pool."""
+    """Return the other rank of each one's pair, or the rank itself. None for a pool."""
     partners = tuple(of_rank[0] if of_rank else rank for rank, of_rank in enumerate(hosts))
     mutual = all(0 <= partner < len(hosts) and partners[partner] == rank for rank, partner in enumerate(partners))
     return partners if mutual and hosts == in_pairs(partners) else None
 
 
-def mirrored(num_ranks: int) -> tuple[int, ...]:
-    """Rank s and rank p-1-s: what `default_partners` are wherever ranks hold less the later they come, and what a file means by none."""
+def mirrored_pairs(num_ranks: int) -> tuple[int, ...]:
+    """Return the mirrored pairs, s with p-1-s: the default wherever later ranks hold less, and what a file without
+    hosts means."""
     return tuple(reversed(range(num_ranks)))
 
 
-def halved(num_ranks: int) -> tuple[int, ...]:
-    """The first rank with the last of the same half, and so on: `default_partners` where mirror images hold alike and the middle most.
+def halved_pairs(num_ranks: int) -> tuple[int, ...]:
+    """Return the first rank with the last of the same half, and so on: `default_partners` where mirror images hold
+    alike and the middle most.
 
     With an odd number of ranks in a half its middle has nobody there, and they differ a little.
     """
@@ -56,10 +62,11 @@ def halved(num_ranks: int) -> tuple[int, ...]:
 
 
 def default_partners(peaks: Sequence[int | Fraction]) -> tuple[int, ...]:
-    """The heaviest rank with one of the lightest, then the next: the rank opposite, if it is of those, else the nearest.
+    """Return the heaviest rank with one of the lightest, then the next: the rank opposite, if it is of those, else the
+    nearest.
 
-    `peaks[rank]`: what it holds at its fullest. Of equally heavy ranks the first chooses first. The last of an odd number is its own
-    partner and never transfers.
+    `peaks[rank]`: what it holds at its fullest. Of equally heavy ranks the first chooses first. The last of an odd
+    number is its own partner and never transfers.
     """
     partners = list(range(len(peaks)))
     free = set(partners)
@@ -69,14 +76,16 @@ def default_partners(peaks: Sequence[int | Fraction]) -> tuple[int, ...]:
             continue
         least = min(peaks[one] for one in others)
         opposite = len(peaks) - 1 - rank
-        chosen = min((one for one in others if peaks[one] == least), key=lambda one: (one != opposite, abs(one - rank), one))
+        chosen = min(
+            (one for one in others if peaks[one] == least), key=lambda one: (one != opposite, abs(one - rank), one)
+        )
         partners[rank], partners[chosen] = chosen, rank
         free -= {rank, chosen}
     return tuple(partners)
 
 
 def pairing(num_ranks: int, partners: Sequence[int]) -> tuple[int, ...]:
-    """The given pairing. Raises ValueError unless every rank has one partner and is its partner's."""
+    """Check a pairing and return it. Raises ValueError unless every rank has one partner and is its partner's."""
     if len(partners) != num_ranks:
         raise ValueError(f"{len(partners)} partners for {num_ranks} ranks: give one for each rank")
     for rank, partner in enumerate(partners):
@@ -84,29 +93,34 @@ def pairing(num_ranks: int, partners: Sequence[int]) -> tuple[int, ...]:
             raise ValueError(f"rank {rank}: partner {partner} is not a rank, ranks are 0 to {num_ranks - 1}")
     for rank, partner in enumerate(partners):
         if partners[partner] != rank:
-            raise ValueError(f"rank {rank} has partner {partner}, but rank {partner} has partner {partners[partner]}: pair them both ways")
+            raise ValueError(
+                f"rank {rank} has partner {partner}, but rank {partner} has partner {partners[partner]}: pair them "
+                f"both ways"
+            )
     return tuple(partners)
 
 
-def in_own_memory(hosts: Hosts | None) -> bool:
-    """Whether some rank may keep what it evicts in its own host memory."""
-    return any(OWN_MEMORY in of_rank for of_rank in hosts or ())
+def uses_host_memory(hosts: Hosts | None) -> bool:
+    """Return whether some rank may keep what it evicts in its own host memory."""
+    return any(HOST_MEMORY in of_rank for of_rank in hosts or ())
 
 
 def write_hosts(hosts: Hosts) -> str:
-    """A pool in one word: `1+2,3+own,none`."""
-    return ",".join(_BESIDE.join(map(written, of_rank)) or _NOBODY for of_rank in hosts)
+    """Write hosts in one word: `1+2,3+own,none`."""
+    return ",".join(_BESIDE.join(map(write_host, of_rank)) or _NOBODY for of_rank in hosts)
 
 
-def written(host: int) -> str:
-    """One host in text."""
-    return _OWN if host == OWN_MEMORY else str(host)
+def write_host(host: int) -> str:
+    """Write one host as text."""
+    return _OWN if host == HOST_MEMORY else str(host)
 
 
 def read_hosts(text: str) -> Hosts:
-    """What `write_hosts` writes. Raises ValueError for anything else."""
+    """Read what `write_hosts` writes. Raises ValueError for anything else."""
     try:
-        hosts = tuple(tuple(_host(one) for one in word.split(_BESIDE)) if word != _NOBODY else () for word in text.split(","))
+        hosts = tuple(
+            tuple(_host(one) for one in word.split(_BESIDE)) if word != _NOBODY else () for word in text.split(",")
+        )
     except ValueError:
         raise ValueError(f"{text[:40]!r} is no list of hosts such as 1+2,{_OWN},{_NOBODY}") from None
     return hosts
@@ -114,7 +128,7 @@ def read_hosts(text: str) -> Hosts:
 
 def _host(word: str) -> int:
     if word == _OWN:
-        return OWN_MEMORY
+        return HOST_MEMORY
     if not (word.isascii() and word.isdecimal() and str(int(word)) == word and len(word) < 10):
         raise ValueError(word)
     return int(word)

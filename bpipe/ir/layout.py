@@ -1,8 +1,10 @@
-"""Say where a schedule's parts are: which rank computes which stage of which micro-batch. In: placements. Out: a frozen `Layout`.
+"""Say where a schedule's parts are: which rank computes which stage of which micro-batch.
 
-A pipe is one way through all stages; micro-batch m takes pipe m % num_pipes. Several pipes run over the same ranks, each with its own
-replica of every stage. The vocabulary's layers may be split over all ranks, as shards that belong to no stage.
-Knows no order, no tensors, no nodes of a cluster.
+In: placements. Out: a frozen `Layout`.
+
+A pipe is one way through all stages; micro-batch m takes pipe m % num_pipes. Several pipes run over the same ranks,
+each with its own replica of every stage. The vocabulary's layers may be split over all ranks, as shards that belong to
+no stage. Knows no order, no tensors, no nodes of a cluster.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ TWO_PIPES = "rules for replicas are known of two in opposite directions, so give
 
 
 class Vocabulary(enum.Enum):
-    """Whether the output layer is split over all ranks, and what the last stage's backward then waits for.
+    """Mode of vocabulary parallelism: whether the output layer is split over all ranks, and what the last stage's
+    backward waits for.
 
     Source of the algorithms: Yeung et al., "Balancing Pipeline Parallelism with Vocabulary Parallelism", 2024.
     """
@@ -35,7 +38,10 @@ class Vocabulary(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`placements[pipe][stage]` is a rank. `input_shards`: the embedding, too, is split over all ranks."""
+    """Placement of stages: `placements[pipe][stage]` is a rank.
+
+    `input_shards`: the embedding is split over all ranks, too.
+    """
 
     placements: tuple[tuple[int, ...], ...]
     vocabulary: Vocabulary = Vocabulary.WHOLE
@@ -47,41 +53,50 @@ class Layout:
 
     @property
     def num_stages(self) -> int:
-        """Stages over all chunks of one pipe, p*v."""
+        """Number of stages over all chunks of one pipe, p*v."""
         return len(self.placements[0])
 
     @property
     def shard_kinds(self) -> tuple[Kind, ...]:
-        """What every rank computes of every micro-batch beside its stages."""
+        """Kinds of computation that every rank runs for every micro-batch beside its stages."""
         output = () if self.vocabulary is Vocabulary.WHOLE else (Kind.SHARD_FORWARD, Kind.SHARD_BACKWARD)
         return (*output, *((Kind.INPUT_FORWARD, Kind.INPUT_BACKWARD) if self.input_shards else ()))
 
     def rank_of(self, stage: int, microbatch: int) -> int:
-        """Where a stage's computations of a micro-batch run."""
+        """Return the rank that runs a stage's computations of a micro-batch."""
         return self.placements[microbatch % len(self.placements)][stage]
 
     def rank_of_action(self, action: Action) -> int:
-        """Where a computation runs. A shard's is named by its rank."""
-        return action.stage if action.kind in SHARDS else self.placements[action.microbatch % len(self.placements)][action.stage]
+        """Return the rank that runs a computation. A shard's action names its rank."""
+        return (
+            action.stage
+            if action.kind in SHARDS
+            else self.placements[action.microbatch % len(self.placements)][action.stage]
+        )
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank computes in any pipe, ascending."""
+        """Return the stages that a rank computes in any pipe, ascending."""
         found = _stages_by_rank(self.placements)
         return found[rank] if 0 <= rank < len(found) else ()
 
     def replicas(self, stage: int) -> tuple[int, ...]:
-        """The ranks that compute a stage, one a pipe."""
+        """Return the ranks that compute a stage, one a pipe."""
         return tuple(placement[stage] for placement in self.placements)
 
     @property
     def only_placement(self) -> tuple[int, ...]:
-        """`placement[stage]` of a layout with one pipe. Raises ValueError for several: then a stage has no rank of its own."""
+        """The placement of a layout with one pipe: `placement[stage]` is a rank.
+
+        Raises ValueError for several pipes.
+        """
         if len(self.placements) > 1:
-            raise ValueError(f"{len(self.placements)} pipes compute every stage on several ranks: this knows one pipe only")
+            raise ValueError(
+                f"{len(self.placements)} pipes compute every stage on several ranks: this knows one pipe only"
+            )
         return self.placements[0]
 
     def only_rank_of(self, stage: int) -> int:
-        """The rank of a stage where there is one pipe."""
+        """Return the rank of a stage where there is one pipe."""
         return self.only_placement[stage]
 
 
@@ -96,5 +111,5 @@ def _stages_by_rank(placements: tuple[tuple[int, ...], ...]) -> tuple[tuple[int,
 
 
 def one_pipe(stage_to_rank: Sequence[int]) -> Layout:
-    """One way through the stages, `stage_to_rank[stage]` a rank."""
+    """Return a layout with one pipe, in which `stage_to_rank[stage]` is a rank."""
     return Layout((tuple(stage_to_rank),))

@@ -1,4 +1,6 @@
-"""Say what an action holds and gives back: THE memory rule. In: bytes a stage, or none, and a Schedule. Out: a table, curves, peaks.
+"""Say what an action holds and gives back: THE memory rule.
+
+In: bytes a stage, or none, and a Schedule. Out: a table, curves, peaks.
 
     F           takes what it saves                   B           gives all of it back
     I           gives back what W does not need,      W           gives back what is left
@@ -6,8 +8,8 @@
     LOAD, HOST  take what a transfer moves            EVICT, RETURN  give it back (HOST and RETURN not where the device only passes it on)
     S           takes what a shard of the vocabulary holds of a micro-batch, its logits above all;  T gives it back
 
-What an action takes it takes when it starts, what it gives back it gives when it is over: in slots of the grid as in seconds. Other
-actions hold nothing. Counts of micro-batches are the same rule with ones for bytes, and none for shards.
+What an action takes it takes when it starts, what it gives back it gives when it is over: in slots of the grid as in
+seconds. Other actions hold nothing. Counts of micro-batches are the same rule with ones for bytes, and none for shards.
 Knows no tensors and no device.
 """
 
@@ -26,8 +28,8 @@ from bpipe.ir.schedule import Schedule
 # A number of micro-batches: whole, unless a part of one is held between the halves of a split backward.
 Count = int | Fraction
 
-# Host buffers for micro-batches that differ in size are so much larger than the most that was seen. What a router sends to an expert
-# changes from step to step, and to grow costs an iteration's room.
+# Host buffers for micro-batches that differ in size are so much larger than the most that was seen. What a router sends
+# to an expert changes from step to step, and to grow costs an iteration's room.
 RESERVE = Fraction(1, 8)
 
 # A share of a micro-batch has no more decimals, so every count is written exactly.
@@ -35,7 +37,7 @@ SHARE_DECIMALS = 4
 
 
 class Transfers(NamedTuple):
-    """How many transfers one rank takes part in: as evictor the first two, as acceptor the others."""
+    """Counts of the transfers of one rank: the first two as evictor, the others as acceptor."""
 
     evictions: int
     loads: int
@@ -45,10 +47,11 @@ class Transfers(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """What one micro-batch of a stage holds: `saved_bytes` from its forward on, `moved_bytes` of them move in a transfer.
+    """Memory of one micro-batch of a stage: `saved_bytes` from its forward on, of which `moved_bytes` move in a
+    transfer.
 
-    `after_input_bytes` are held from the end of a backward's first half, I, to the end of its second, W. They may be more than were saved:
-    W also needs the gradients of outputs, which tensor parallelism may have gathered.
+    `after_input_bytes` are held from the end of a backward's first half, I, to the end of its second, W. They may be
+    more than were saved: W also needs the gradients of outputs, which tensor parallelism may have gathered.
     """
 
     saved_bytes: int
@@ -58,11 +61,13 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The rule for stages of these sizes. `takes[kind][stage]` at the start of an action, `gives[kind][stage]` at its end.
+    """The rule for stages of these sizes.
 
-    A kind that never takes, or gives, anything has no entry there; `changes[kind][stage]` has both numbers for every kind.
-    Sizes are whole numbers of 1/`parts` of a `unit`. `shard_bytes`: what each rank's shard of the vocabulary holds from S to T.
-    `reserved`: micro-batches may differ in size, so host buffers have a reserve.
+    `takes[kind][stage]` at the start of an action, `gives[kind][stage]` at its end.
+
+    A kind that never takes, or gives, anything has no entry there; `changes[kind][stage]` has both numbers for every
+    kind. Sizes are whole numbers of 1/`parts` of a `unit`. `shard_bytes`: what each rank's shard of the vocabulary
+    holds from S to T. `reserved`: micro-batches may differ in size, so host buffers have a reserve.
     """
 
     stages: tuple[StageMemory, ...]
@@ -75,7 +80,9 @@ class Memory:
     changes: Mapping[Kind, Sequence[tuple[int, int]]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        saved, moved, after = ([getattr(stage, name) for stage in self.stages] for name in StageMemory.__dataclass_fields__)
+        saved, moved, after = (
+            [getattr(stage, name) for stage in self.stages] for name in StageMemory.__dataclass_fields__
+        )
         takes = {Kind.FORWARD: saved, Kind.LOAD: moved, Kind.HOST: moved}
         gives = {Kind.BACKWARD: saved, Kind.BACKWARD_WEIGHT: after, Kind.EVICT: moved, Kind.RETURN: moved}
         if after != saved:
@@ -85,38 +92,47 @@ class Memory:
             # There are no more ranks than stages.
             takes[Kind.SHARD_FORWARD] = gives[Kind.SHARD_BACKWARD] = [self.shard_bytes] * len(self.stages)
         zeros = [0] * len(self.stages)
-        changes = {kind: list(zip(takes.get(kind, zeros), gives.get(kind, zeros), strict=True)) for kind in {**takes, **gives}}
+        changes = {
+            kind: list(zip(takes.get(kind, zeros), gives.get(kind, zeros), strict=True)) for kind in {**takes, **gives}
+        }
         nothing = list(zip(zeros, zeros, strict=True))
         object.__setattr__(self, "takes", takes)
         object.__setattr__(self, "gives", gives)
         object.__setattr__(self, "changes", {kind: changes.get(kind, nothing) for kind in Kind})
 
     def buffer_bytes(self, stages: Iterable[int]) -> int:
-        """What a host buffer takes through which transfers of these stages pass."""
+        """Return the size of a host buffer for transfers of these stages."""
         most = max((self.stages[stage].moved_bytes for stage in stages), default=0)
         return most + int(most * RESERVE) if self.reserved else most
 
     def amount(self, size: int) -> Count:
-        """A size in units."""
+        """Return a size in units."""
         return size if self.parts == 1 else Fraction(size, self.parts)
 
     def text(self, size: int) -> str:
-        """A size in units, without their name."""
+        """Return a size in units, without their name."""
         return str(plain(self.amount(size)))
 
-    def words(self, size: int) -> str:
-        """The same with their name."""
+    def with_unit(self, size: int) -> str:
+        """Return a size as text with its unit."""
         return f"{self.text(size)} {self.unit}"
 
     def check(self, num_stages: int) -> None:
-        """Raises ValueError where these are not the sizes of so many stages, or a transfer moves more than there is."""
+        """Raise ValueError where these are not sizes of so many stages, or a transfer moves more than there is."""
         if len(self.stages) != num_stages:
-            raise ValueError(f"sizes of {len(self.stages)} stages, the schedule has {num_stages}: give one for each stage")
+            raise ValueError(
+                f"sizes of {len(self.stages)} stages, the schedule has {num_stages}: give one for each stage"
+            )
         for stage, size in enumerate(self.stages):
             if not 0 <= size.moved_bytes <= size.saved_bytes:
-                raise ValueError(f"stage {stage}: moved_bytes {size.moved_bytes} must lie between 0 and saved_bytes {size.saved_bytes}")
+                raise ValueError(
+                    f"stage {stage}: moved_bytes {size.moved_bytes} must lie between 0 and saved_bytes "
+                    f"{size.saved_bytes}"
+                )
             if size.after_input_bytes < 0:
-                raise ValueError(f"stage {stage}: after_input_bytes is {size.after_input_bytes}, but nothing holds less than nothing")
+                raise ValueError(
+                    f"stage {stage}: after_input_bytes is {size.after_input_bytes}, but nothing holds less than nothing"
+                )
         if self.shard_bytes < 0:
             raise ValueError(f"shard_bytes is {self.shard_bytes}, but nothing holds less than nothing")
 
@@ -127,7 +143,9 @@ def memory_of(
     after_input_bytes: Sequence[int] | None = None,
     shard_bytes: int = 0,
 ) -> Memory:
-    """The rule for sizes by stage. By default a transfer moves all that is saved, W needs all of it, and shards hold nothing.
+    """Return the rule for sizes by stage.
+
+    By default a transfer moves all that is saved, W needs all of it, and shards hold nothing.
 
     What is not moved stays on its own rank while the micro-batch is away; the acceptor holds the moved part only.
     """
@@ -135,43 +153,53 @@ def memory_of(
     after = saved_bytes if after_input_bytes is None else after_input_bytes
     for name, sizes in (("moved_bytes", moved), ("after_input_bytes", after)):
         if len(sizes) != len(saved_bytes):
-            raise ValueError(f"{name} has {len(sizes)} entries, saved_bytes {len(saved_bytes)}: give one for each stage")
+            raise ValueError(
+                f"{name} has {len(sizes)} entries, saved_bytes {len(saved_bytes)}: give one for each stage"
+            )
     return Memory(tuple(map(StageMemory, saved_bytes, moved, after)), shard_bytes=shard_bytes)
 
 
 @lru_cache(maxsize=16)
 def counting(num_stages: int, after_input: Fraction = Fraction(1)) -> Memory:
-    """The rule that counts micro-batches, of which the share `after_input` is held between I and W."""
+    """Return the rule that counts micro-batches, of which the share `after_input` is held between I and W."""
     whole, part = after_input.denominator, after_input.numerator
     return Memory((StageMemory(whole, whole, part),) * num_stages, "micro-batches", whole)
 
 
 def counts_of(schedule: Schedule) -> Memory:
-    """The rule by which a schedule's own counts, peaks and bounds are meant."""
+    """Return the rule by which a schedule's own counts, peaks and bounds are meant."""
     return counting(schedule.num_stages, schedule.after_input)
 
 
 def plain(count: Count) -> int | float:
-    """A count as it is written: without a point where it is whole. Exact, as the shares that a schedule may have are."""
+    """Return a count as it is written: without a point where it is whole.
+
+    Exact, as the shares that a schedule may have are.
+    """
     return int(count) if count == int(count) else float(count)
 
 
 def with_after_input(schedule: Schedule, share: Fraction) -> Schedule:
-    """The schedule with `share` of a micro-batch counted between I and W. Raises ValueError where no backward is split."""
+    """Return the schedule with `share` of a micro-batch counted between I and W.
+
+    Raises ValueError where no backward is split.
+    """
     if not schedule.split_stages:
-        raise ValueError("no backward of it has halves (I and W) between which a share could be held: leave --after-input out")
+        raise ValueError(
+            "no backward of it has halves (I and W) between which a share could be held: leave --after-input out"
+        )
     return replace(schedule, after_input=share)
 
 
 def live_counts(schedule: Schedule, rank: int) -> tuple[Count, ...]:
-    """Chunk micro-batches whose activations the rank holds during each slot, its own and hosted ones."""
+    """Return how many chunk micro-batches the rank holds during each slot, its own and hosted ones."""
     memory = counts_of(schedule)
     held = live_bytes(schedule, rank, memory)
     return held if memory.parts == 1 else tuple(map(memory.amount, held))
 
 
 def live_bytes(schedule: Schedule, rank: int, memory: Memory) -> tuple[int, ...]:
-    """Bytes of activations the rank holds during each slot."""
+    """Return the bytes of activations the rank holds during each slot."""
     changes = memory.changes
     held = 0
     curve = []
@@ -207,7 +235,7 @@ class TimedAction(Protocol):
 
 
 def changes_in_time(rows: Iterable[TimedAction], memory: Memory) -> list[tuple[int | float | Fraction, int]]:
-    """When one rank takes memory (above 0) and gives it back, in order.
+    """Return the changes of one rank's memory in order of time: (instant, change), above 0 where it takes memory.
 
     At one instant giving back comes first: what starts there waited for it.
     """
@@ -223,23 +251,25 @@ def changes_in_time(rows: Iterable[TimedAction], memory: Memory) -> list[tuple[i
 
 
 def peak_counts(schedule: Schedule) -> tuple[Count, ...]:
-    """The most chunk micro-batches each rank ever holds."""
+    """Return the most chunk micro-batches each rank ever holds."""
     memory = counts_of(schedule)
-    return tuple(memory.amount(max(live_bytes(schedule, rank, memory), default=0)) for rank in range(schedule.num_ranks))
+    return tuple(
+        memory.amount(max(live_bytes(schedule, rank, memory), default=0)) for rank in range(schedule.num_ranks)
+    )
 
 
 def peak_bytes(schedule: Schedule, memory: Memory) -> tuple[int, ...]:
-    """The most bytes of activations each rank ever holds."""
+    """Return the most bytes of activations each rank ever holds."""
     memory.check(schedule.num_stages)
     return tuple(max(live_bytes(schedule, rank, memory)) for rank in range(schedule.num_ranks))
 
 
 def num_transfers(schedule: Schedule, rank: int) -> Transfers:
-    """How many evictions and loads the rank makes, and how many it answers."""
+    """Return how many evictions and loads the rank makes, and how many it answers."""
     kinds = Counter(transfer.kind for slot in schedule.ranks[rank] for transfer in slot.transfers)
     return Transfers(kinds[Kind.EVICT], kinds[Kind.LOAD], kinds[Kind.HOST], kinds[Kind.RETURN])
 
 
 def moves_anything(schedule: Schedule) -> bool:
-    """Whether any rank evicts."""
+    """Return whether any rank evicts."""
     return any(num_transfers(schedule, rank).evictions for rank in range(schedule.num_ranks))

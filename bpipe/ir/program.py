@@ -1,7 +1,9 @@
-"""Hold what each rank does, instruction by instruction, messages included. In: nothing. Out: frozen `Program` values and their parts.
+"""Hold what each rank does, instruction by instruction, messages included.
 
-`passes.lower` makes programs from a schedule; the deadlock check and the simulator interpret them, the executor runs them.
-Knows no tensors and no time.
+In: nothing. Out: frozen `Program` values and their parts.
+
+`lower.lower` makes programs from a schedule; the deadlock check and the simulator interpret them, the executor runs
+them. Knows no tensors and no time.
 """
 
 from __future__ import annotations
@@ -13,43 +15,53 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.needs import Needs
+from bpipe.ir.dependencies import Dependencies
 from bpipe.ir.schedule import Schedule
 
 
 class Exchange(enum.Enum):
-    """When a rank sends and receives what passes between stages, and what it waits for there: the rule of whoever runs the schedule."""
+    """Exchange order: when a rank sends and receives what passes between stages, and what it waits for.
 
-    # Megatron's loop for one stage a rank: between two computations it sends what the first made and receives what the second needs, in one
-    # operation where one neighbour is both, and goes on when that is over. A message passes when both ends are there.
+    Whoever runs the schedule sets it.
+    """
+
+    # Megatron's loop for one stage a rank: between two computations it sends what the first made and receives what the
+    # second needs, in one operation where one neighbour is both, and goes on when that is over. A message passes when
+    # both ends are there.
     MEGATRON_1F1B = "megatron-1f1b"
-    # Megatron's loop for several: right behind a computation it sends what that made, in one operation with all that its neighbours send
-    # before its next. The ring of neighbours would block itself with the rule above.
+    # Megatron's loop for several: right behind a computation it sends what that made, in one operation with all that
+    # its neighbours send before its next. The ring of neighbours would block itself with the rule above.
     MEGATRON_INTERLEAVED = "megatron-interleaved"
-    # The same loop with `--no-overlap-p2p-communication` (`passes.turns`): between two turns it sends what the first made and receives what
-    # the second needs, in one operation, and goes on when that is over.
+    # The same loop with `--no-overlap-p2p-communication` (`lower.turns`): between two turns it sends what the first
+    # made and receives what the second needs, in one operation, and goes on when that is over.
     MEGATRON_TURNS = "megatron-turns"
-    # Our executor: a send is on its way at once, and later let go, never waited for; receives are posted one ahead, in the sender's order,
-    # and only what needs them waits.
+    # Our executor: a send is on its way at once, and later let go, never waited for; receives are posted one ahead, in
+    # the sender's order, and only what needs them waits.
     POSTED = "posted"
 
     __hash__ = object.__hash__
 
     @property
     def is_batched(self) -> bool:
-        """Return whether messages pass in batches, in a communicator of all ranks; else one by one, each two ranks in one of their own."""
+        """Whether messages pass in batches, in one communicator of all ranks.
+
+        Otherwise each two ranks have one of their own.
+        """
         return self in (Exchange.MEGATRON_1F1B, Exchange.MEGATRON_TURNS)
 
     @property
     def predicted(self) -> Exchange:
-        """What a prediction takes for it: unless told not to, Megatron's interleaved loop waits for a message only where it needs it."""
+        """The exchange order that a prediction assumes: by default Megatron's interleaved loop waits for a message
+        only where it needs it."""
         return Exchange.POSTED if self is Exchange.MEGATRON_INTERLEAVED else self
 
 
 class Message(NamedTuple):
-    """What passes between ranks: `value` is its number (`ir.needs`), `made_by` and `needed_by` the computations at its ends.
+    """A message between ranks: `value` is its number (`ir.dependencies`), `made_by` and `needed_by` the computations at its
+    ends.
 
-    `parties` are the ranks that have a part in it, those that make it first; more than two, or several that make it: a collective.
+    `parties` are the ranks that have a part in it, those that make it first; more than two, or several that make it: a
+    collective.
     """
 
     value: int
@@ -86,27 +98,31 @@ class Transfer(NamedTuple):
 
 
 class Numbering:
-    """Which transfer each half of one rank is: the n-th from one rank to another, as both ends start those of a direction in one order."""
+    """Numbers transfers: the n-th from one rank to another, as both ends start those of a direction in one order."""
 
     def __init__(self) -> None:
         self._started: dict[tuple[int, int], int] = {}
-        # By half, told apart as objects: what leaves a second time is the same to read. Only its number, as there may be millions.
+        # By half, told apart as objects: what leaves a second time is the same to read. Only its number, as there may
+        # be millions.
         self._halves: dict[int, int] = {}
 
     def start(self, half: Transfer) -> tuple[int, int, int]:
-        """Sender, receiver and how many passed so before it. Halves are started in the program's order."""
+        """Return sender, receiver and how many passed between them before.
+
+        Halves are started in the program's order.
+        """
         _, sender, receiver = half
         nth = self._halves[id(half)] = self._started.get((sender, receiver), 0)
         self._started[sender, receiver] = nth + 1
         return sender, receiver, nth
 
     def of(self, half: Transfer) -> tuple[int, int, int]:
-        """The same of a half that has been started."""
+        """Return the number of a half that has been started."""
         return half.sender, half.receiver, self._halves[id(half)]
 
 
-class Do(enum.IntEnum):
-    """What an instruction does. Transfers are told apart: interpreters meet millions of instructions."""
+class Op(enum.IntEnum):
+    """Operation of an instruction. Each kind of transfer has its own: interpreters meet millions of instructions."""
 
     RUN = 0  # compute
     POST = 1  # be ready to receive a message
@@ -117,56 +133,61 @@ class Do(enum.IntEnum):
 
 
 class Instruction(NamedTuple):
-    """`what` is a computation to run, a message to post, send or wait for, or half of a transfer to start or finish."""
+    """An operation and its operand: a computation to run, a message to post, send or wait for, or half of a transfer
+    to start or finish."""
 
-    do: Do
-    what: Action | Message | Transfer
+    op: Op
+    operand: Action | Message | Transfer
 
     def __str__(self) -> str:
-        if isinstance(self.what, Transfer):
-            words = {Do.START: "send" if self.what.is_outbound else "post", Do.FINISH: "wait"}
-            return f"{words[self.do]} {self.what}"
-        return f"{self.do.name.lower()} {self.what}"
+        if isinstance(self.operand, Transfer):
+            words = {Op.START: "send" if self.operand.is_outbound else "post", Op.FINISH: "wait"}
+            return f"{words[self.op]} {self.operand}"
+        return f"{self.op.name.lower()} {self.operand}"
 
 
 class MessageTable:
-    """What a schedule's values are as messages, made when somebody asks: running millions needs only their numbers."""
+    """The messages of a schedule's values, made when somebody asks: running millions needs only their numbers."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self.schedule, self.needs = schedule, Needs(schedule.layout, schedule.num_microbatches)
+        self.schedule, self.dependencies = schedule, Dependencies(schedule.layout, schedule.num_microbatches)
         self._ends: tuple[dict[int, list[Action]], dict[int, list[Action]]] | None = None
 
     def __getitem__(self, value: int) -> Message:
         if self._ends is None:
             self._ends = {}, {}
             for action in (one for row in self.schedule.ranks for cell in row for one in cell.computations):
-                for ends, end in zip(self._ends, (self.needs.made(action), self.needs.needed(action)), strict=True):
+                for ends, end in zip(
+                    self._ends, (self.dependencies.value_of(action), self.dependencies.operand_of(action)), strict=True
+                ):
                     ends.setdefault(end, []).append(action)
         made_by, needed_by = (tuple(ends.get(value, ())) for ends in self._ends)
-        return Message(value, made_by, needed_by, self.needs.route(value).parties)
+        return Message(value, made_by, needed_by, self.dependencies.route(value).parties)
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
     """One rank's instructions, in order, packed: the i-th does `dos[i]` with `whats[i]`, a message being its value.
 
-    `starts[k]` is the first instruction of the k-th step, which belongs to column `slots[k]` of the grid. Computations right behind each
-    other, with nothing between, may overlap: what each needs is there.
+    `starts[k]` is the first instruction of the k-th step, which belongs to column `slots[k]` of the grid. Computations
+    right behind each other, with nothing between, may overlap: what each needs is there.
     """
 
     rank: int
-    dos: bytes
-    whats: Sequence[Action | int | Transfer]
+    ops: bytes
+    operands: Sequence[Action | int | Transfer]
     starts: Sequence[int]
     slots: Sequence[int]
     messages: MessageTable
 
     @property
     def instructions(self) -> tuple[Instruction, ...]:
-        """Unpacked, messages with their ends."""
-        pairs = zip(map(Do, self.dos), self.whats, strict=True)
-        return tuple(Instruction(do, self.messages[what] if isinstance(what, int) else what) for do, what in pairs)
+        """Instructions with messages as values, not numbers."""
+        pairs = zip(map(Op, self.ops), self.operands, strict=True)
+        return tuple(
+            Instruction(op, self.messages[operand] if isinstance(operand, int) else operand) for op, operand in pairs
+        )
 
     def slot_of(self, index: int) -> int:
-        """The column of the grid to which an instruction belongs."""
+        """Return the column of the grid to which an instruction belongs."""
         return self.slots[bisect_right(self.starts, index) - 1]

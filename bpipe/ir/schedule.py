@@ -1,4 +1,5 @@
-"""Hold a schedule: for every rank, what it computes in each slot of the unit grid and which transfers start with that slot.
+"""Hold a schedule: for every rank, what it computes in each slot of the unit grid and which transfers start with that
+slot.
 
 In: actions. Out: frozen `Slot` and `Schedule` values. Knows no tensors, no seconds.
 """
@@ -14,8 +15,8 @@ from bpipe.ir.hosts import Hosts, partners_of, write_hosts
 from bpipe.ir.layout import Layout
 
 
-def together(compute: Action | None, overlapped: Action | None) -> tuple[Action, ...]:
-    """What is computed at once: nothing, one computation, or two that overlap."""
+def computed_together(compute: Action | None, overlapped: Action | None) -> tuple[Action, ...]:
+    """Return what is computed at once: nothing, one computation, or two that overlap."""
     if compute is None:
         return ()
     return (compute,) if overlapped is None else (compute, overlapped)
@@ -23,10 +24,11 @@ def together(compute: Action | None, overlapped: Action | None) -> tuple[Action,
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One column of the grid on one rank: a computation or a bubble, and the transfers that start with it and end by its end.
+    """One column of the grid on one rank: a computation or a bubble, and the transfers that start with it and end by
+    its end.
 
-    `overlapped` is the backward that runs together with `compute`, a forward, as one operation: neither begins before both have their
-    inputs, nor passes its output on before both are over.
+    `overlapped` is the backward that runs together with `compute`, a forward, as one operation: neither begins before
+    both have their inputs, nor passes its output on before both are over.
     """
 
     compute: Action | None = None
@@ -35,14 +37,15 @@ class Slot:
 
     @property
     def computations(self) -> tuple[Action, ...]:
-        return together(self.compute, self.overlapped)
+        return computed_together(self.compute, self.overlapped)
 
 
 _ALONE: dict[tuple[int, Kind], list[Slot]] = {}
 
 
-def alone(stage: int, kind: Kind, num_microbatches: int) -> Sequence[Slot]:
-    """The slots in which nothing else stands, by micro-batch, these or more: each is made once, as its action is (`by_microbatch`)."""
+def single_slots(stage: int, kind: Kind, num_microbatches: int) -> Sequence[Slot]:
+    """Return the slots with one action each, by micro-batch, these or more: each is made once, as its action is
+    (`by_microbatch`)."""
     known = _ALONE.get((stage, kind))
     if known is None:
         known = _ALONE[stage, kind] = []
@@ -52,12 +55,13 @@ def alone(stage: int, kind: Kind, num_microbatches: int) -> Sequence[Slot]:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What every rank does, in order.
+    """A schedule: what every rank does, in order.
 
-    `ranks[rank][slot]` is a `Slot`; all ranks have equally many. `layout` says which stages each computes.
-    A schedule with transfers also has `hosts[rank]` (`ir.hosts`), where what the rank evicts may go, and
-    `bounds[rank]`, the most saved chunk micro-batches the rank may hold in any slot, hosted ones included. `after_input` is the share of a
-    micro-batch that is counted between the halves of a split backward: what its bounds, and all its counts, are meant by.
+    `ranks[rank][slot]` is a `Slot`; all ranks have equally many. `layout` says which stages each computes. A schedule
+    with transfers also has `hosts[rank]` (`ir.hosts`), where what the rank evicts may go, and `bounds[rank]`, the most
+    saved chunk micro-batches the rank may hold in any slot, hosted ones included. `after_input` is the share of a
+    micro-batch that is counted between the halves of a split backward: what its bounds, and all its counts, are meant
+    by.
     """
 
     name: str
@@ -70,12 +74,18 @@ class Schedule:
 
     @property
     def partners(self) -> tuple[int, ...] | None:
-        """The other rank of each one's pair, or the rank itself; None where nobody hosts. Raises ValueError for a pool of hosts."""
+        """The other rank of each one's pair, or the rank itself; None where nobody hosts.
+
+        Raises ValueError for a pool of hosts.
+        """
         if self.hosts is None:
             return None
         partners = partners_of(self.hosts)
         if partners is None:
-            raise ValueError(f"ranks host as {write_hosts(self.hosts)}: only pairs are known here, in which each is the other's one host")
+            raise ValueError(
+                f"ranks host as {write_hosts(self.hosts)}: only pairs are known here, in which each is the other's "
+                f"one host"
+            )
         return partners
 
     @property
@@ -89,12 +99,12 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Stages over all chunks, p*v."""
+        """Number of stages over all chunks, p*v."""
         return self.layout.num_stages
 
     @property
     def split_stages(self) -> tuple[int, ...]:
-        """Stages whose backward is computed in halves, ascending."""
+        """Stages with a split backward, ascending."""
         computed = (cell.compute for row in self.ranks for cell in row)
         return tuple(sorted({one.stage for one in computed if one is not None and one.kind is Kind.BACKWARD_WEIGHT}))
 

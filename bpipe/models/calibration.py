@@ -1,6 +1,9 @@
-"""Hold by how much a cluster is slower than its prediction. In: a JSON file of `bpipe calibrate`. Out: a checked `Calibration`, and back.
+"""Hold by how much a cluster is slower than its prediction.
 
-One factor for all that takes time, computations and messages alike: one run does not tell them apart. Knows no run and no setup.
+In: a JSON file of `bpipe calibrate`. Out: a checked `Calibration`, and back.
+
+One factor for all that takes time, computations and messages alike: one run does not tell them apart. Knows no run and
+no setup.
 """
 
 from __future__ import annotations
@@ -14,13 +17,17 @@ from bpipe.models.cluster import Cluster
 from bpipe.values import a_number, a_text, an_object, load_json
 
 FORMAT, VERSION = "bpipe-calibration", 1
-# Predictions of published runs are 23 % wrong at most. Twice or half of one is another configuration, or another device.
+# Predictions of published runs are 23 % wrong at most. Twice or half of one is another configuration, or another
+# device.
 SLOWEST = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """`factor` is `measured_s` / `predicted_s`, seconds of an iteration; `source` says of what run, `configuration` how it was cut."""
+    """Ratio of a measured to a predicted iteration: `factor` is `measured_s` / `predicted_s`.
+
+    `source` names the run, `configuration` says how it was cut.
+    """
 
     device: str
     factor: float
@@ -32,18 +39,22 @@ class Calibration:
     def __post_init__(self) -> None:
         if not 1 / SLOWEST <= self.factor <= SLOWEST:
             raise ValueError(
-                f"{self.source}: {self.measured_s:.4g} s measured are {self.factor:.3g} times the {self.predicted_s:.4g} s predicted: no "
-                f"cluster is so far from it (at most {SLOWEST:g} times either way); is this the configuration that ran, and its device?"
+                f"{self.source}: {self.measured_s:.4g} s measured are {self.factor:.3g} times the "
+                f"{self.predicted_s:.4g} s predicted: no "
+                f"cluster is so far from it (at most {SLOWEST:g} times either way); is this the configuration that "
+                f"ran, and its device?"
             )
 
     def of(self, cluster: Cluster) -> Cluster:
-        """The cluster, calibrated. Raises ValueError for another device than the one that was measured."""
+        """Return the cluster, calibrated. Raises ValueError for another device than the one that was measured."""
         if cluster.device.name != self.device:
-            raise ValueError(f"it is of {self.device}, the cluster has {cluster.device.name}: calibrate with a run on that")
+            raise ValueError(
+                f"it is of {self.device}, the cluster has {cluster.device.name}: calibrate with a run on that"
+            )
         return replace(cluster, factor=self.factor)
 
     def document(self) -> dict[str, Any]:
-        """What the file holds."""
+        """Return the contents of the file."""
         return {"format": FORMAT, "version": VERSION, **asdict(self)}
 
     def write(self) -> str:
@@ -51,17 +62,26 @@ class Calibration:
 
 
 def read_calibration(path: str) -> Calibration:
-    """Raises ValueError for a file that is none, and for a factor that does not follow from its seconds."""
+    """Read a calibration file.
+
+    Raises ValueError for another file, or a factor that does not follow from its seconds.
+    """
     try:
         found = an_object(load_json(Path(path).read_bytes()), "a calibration")
         if found.get("format") != FORMAT or found.get("version") != VERSION:
-            raise ValueError(f"it does not say that it is {FORMAT}, version {VERSION}: bpipe calibrate writes such files")
+            raise ValueError(
+                f"it does not say that it is {FORMAT}, version {VERSION}: bpipe calibrate writes such files"
+            )
         measured, predicted = (a_number(found.get(key), key) for key in ("measured_s", "predicted_s"))
         factor = a_number(found.get("factor"), "factor")
         if abs(factor * predicted - measured) > 1e-3 * measured:
-            raise ValueError(f"factor is {factor:g}, but {measured:g} s measured and {predicted:g} s predicted give another")
+            raise ValueError(
+                f"factor is {factor:g}, but {measured:g} s measured and {predicted:g} s predicted give another"
+            )
         names = (a_text(found.get(key), key) for key in ("device", "source"))
         device, source = names
-        return Calibration(device, factor, measured, predicted, source, dict(an_object(found.get("configuration"), "configuration")))
+        return Calibration(
+            device, factor, measured, predicted, source, dict(an_object(found.get("configuration"), "configuration"))
+        )
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

@@ -1,4 +1,6 @@
-"""Predict how long it takes to write values in FP8 before a layer's products. In: a Setup, a kind of layer. Out: seconds.
+"""Predict how long it takes to write values in FP8 before a layer's products.
+
+In: a Setup, a kind of layer. Out: seconds.
 
 Knows no products.
 """
@@ -16,7 +18,8 @@ CASTS = 2
 
 
 def cast_seconds(setup: Setup, kind: LayerKind) -> tuple[float, float]:
-    """To write what enters a layer's matrices in 8 bit, forward, and the gradients of what leaves them, backward."""
+    """Return seconds to write a layer's matrix inputs in 8 bit, forward, and the gradients of their outputs,
+    backward."""
     if setup.fp8 is None:
         return 0.0, 0.0
     model, tokens, experts = setup.model, num_tokens(setup), setup.model.experts
@@ -29,7 +32,11 @@ def cast_seconds(setup: Setup, kind: LayerKind) -> tuple[float, float]:
         leaving += tokens * model.hybrid.projected_size / setup.tensor
     inner, gates = 0.0, 2 if model.gated else 1
     if kind.has_mlp:
-        inner = tokens * (model.ffn_hidden_size if experts is None or not kind.experts else experts.shared_size) / setup.tensor
+        inner = (
+            tokens
+            * (model.ffn_hidden_size if experts is None or not kind.experts else experts.shared_size)
+            / setup.tensor
+        )
     if kind.experts and experts is not None:
         routed = routed_tokens(setup) * model.hidden_size
         entering, leaving = entering + routed, leaving + routed

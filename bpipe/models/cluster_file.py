@@ -4,16 +4,12 @@ nodes = 16
 gpus_per_node = 8
 gpus_per_domain = 32      # joined by such links as a node's are; by default the node's own
 
-[device]
-like = "h100-80g"        # what is not said is taken from there
-name = "our-h100"
-between_gb_per_s = 25    # half the ports
-between_gap_us = 400     # what a message between stages takes besides
-host_gb_per_s = 32       # a device's link to its node's memory, one direction
-host_node_gb_per_s = 128 # what those of all devices of a node carry together
-mesh_links = 7           # of a full mesh: to so many others it has a link each, and inside_gb_per_s is all of them; no switch
-multiprocessors = 132    # which compute a product's tiles at a time
-fp8_tflops = 1979        # dense products of 8-bit values
+[device] like = "h100-80g"        # what is not said is taken from there name = "our-h100" between_gb_per_s = 25    #
+half the ports between_gap_us = 400     # what a message between stages takes besides host_gb_per_s = 32       # a
+device's link to its node's memory, one direction host_node_gb_per_s = 128 # what those of all devices of a node carry
+together mesh_links = 7           # of a full mesh: to so many others it has a link each, and inside_gb_per_s is all of
+them; no switch multiprocessors = 132    # which compute a product's tiles at a time fp8_tflops = 1979        # dense
+products of 8-bit values
 """
 
 from __future__ import annotations
@@ -53,13 +49,16 @@ LARGEST = 1e6
 
 
 def cluster_named(text: str, devices: tuple[int, int] | None = None) -> Cluster:
-    """A file's, by its name, or `parse_cluster`'s. `devices` are nodes and GPUs of one, where neither says them."""
+    """Return the cluster of a file, by its name, or of `parse_cluster`.
+
+    `devices`: nodes and GPUs of each, where neither says them.
+    """
     path = Path(text)
     return read_cluster(path, devices) if path.suffix in SUFFIXES else parse_cluster(text, devices)
 
 
 def read_cluster(path: Path, devices: tuple[int, int] | None = None) -> Cluster:
-    """`devices` are nodes and GPUs of one, for a file that does not say them."""
+    """Read a cluster file. `devices`: nodes and GPUs of each, for a file that does not say them."""
     data = path.read_bytes()
     try:
         document = load_json(data) if path.suffix == ".json" else tomllib.loads(data.decode("utf-8"))
@@ -77,7 +76,9 @@ def read_cluster(path: Path, devices: tuple[int, int] | None = None) -> Cluster:
     num_nodes, devices_per_node = sizes
     joined, rest = divmod(_size(path, document, "gpus_per_domain", devices_per_node), devices_per_node)
     if rest:
-        raise ValueError(f"{path}: gpus_per_domain is {document['gpus_per_domain']}, but must be whole nodes of {devices_per_node}")
+        raise ValueError(
+            f"{path}: gpus_per_domain is {document['gpus_per_domain']}, but must be whole nodes of {devices_per_node}"
+        )
     return Cluster(_device(path, document["device"]), num_nodes, devices_per_node, nodes_per_domain=joined)
 
 
@@ -95,7 +96,9 @@ def _device(path: Path, said: object) -> DeviceKind:
         raise ValueError(f"{path}: device is {_said(said)}, but must be a name or an object")
     known = {**NUMBERS, **OPTIONAL}
     _refuse_unknown(path, "device.", said, ("like", "name", *known))
-    numbers: dict[str, Any] = {field: _number(path, key, said[key]) * unit for key, (field, unit) in known.items() if key in said}
+    numbers: dict[str, Any] = {
+        field: _number(path, key, said[key]) * unit for key, (field, unit) in known.items() if key in said
+    }
     if "memory_bytes" in numbers:
         numbers["memory_bytes"] = int(numbers["memory_bytes"])
     name = said.get("name", path.stem)
@@ -119,7 +122,9 @@ def _known(path: Path, key: str, name: object) -> DeviceKind:
 def _number(path: Path, key: str, value: Any) -> Any:
     kinds, kind = ((int,), "whole number") if key in WHOLE else ((int, float), "number")
     if type(value) not in kinds or not 0 < value <= LARGEST:
-        raise ValueError(f"{path}: device.{key} is {_said(value)}, but must be a {kind} above 0 and at most {LARGEST:.0f}")
+        raise ValueError(
+            f"{path}: device.{key} is {_said(value)}, but must be a {kind} above 0 and at most {LARGEST:.0f}"
+        )
     return value if key in WHOLE else float(value)
 
 

@@ -1,7 +1,10 @@
-"""Predict seconds of every stage from sizes. In: a Setup. Out: `Costs` for the simulator. A roofline: products at a share of the peak, all
-else at a share of the memory's bandwidth, tensor-parallel collectives at a share of the links'. Knows no schedule.
+"""Predict seconds of every stage from sizes.
 
-How far the result is from measurements is in docs/validation.md. Where a measured profile is given, it replaces what it measured.
+In: a Setup. Out: `Costs` for the simulator. A roofline: products at a share of the peak, all else at a share of the
+memory's bandwidth, tensor-parallel collectives at a share of the links'. Knows no schedule.
+
+How far the result is from measurements is in docs/validation.md. Where a measured profile is given, it replaces what it
+measured.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ from dataclasses import replace
 from operator import mul
 from typing import NamedTuple
 
+from bpipe.build import BALANCES, unchecked
 from bpipe.generate.families import exchange_of
-from bpipe.ir.hosts import OWN_MEMORY, PAIR, Hosts, halved, in_pairs, mirrored, other_ranks
+from bpipe.ir.hosts import HOST_MEMORY, PAIR, Hosts, halved_pairs, in_pairs, mirrored_pairs, other_ranks
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange
 from bpipe.models import scan
@@ -29,7 +33,6 @@ from bpipe.models.routed import routed_tokens
 from bpipe.models.saved import STATISTICS, STATISTICS_BYTES, after_input_bytes, norms_alone, shard_bytes, stage_bytes
 from bpipe.models.sizes import element_bytes, num_tokens, sent_bytes
 from bpipe.models.tensor_parallel import exposed, gather_s
-from bpipe.program import BALANCES, unchecked
 from bpipe.simulate.cost import CollectiveCost, Costs, Link, Links, ShardCost, StageCost
 
 FLASH_BACKWARD = 2.5
@@ -40,10 +43,10 @@ MLP_KERNELS, LATENT_KERNELS = 3, 6
 # Of these the products for weights, in a layer of four matrices.
 WEIGHT_KERNELS = 4
 
-# Bytes read and written for every attention score: by the fused kernel, and by separate ones in 32 bit (convert, scale, mask, softmax,
-# convert back). Megatron fuses only where micro-batch * heads / t is a multiple of 4 and the sequence is at most 4096
-# (`FusedScaleMaskSoftmax.is_kernel_available`): for GPT-3 96B at t=4, micro-batch 1 is not fused and 2 is, which is most of what Kim et
-# al. 2023 gained, and what Huang et al. 2024 could not repeat with flash attention.
+# Bytes read and written for every attention score: by the fused kernel, and by separate ones in 32 bit (convert, scale,
+# mask, softmax, convert back). Megatron fuses only where micro-batch * heads / t is a multiple of 4 and the sequence is
+# at most 4096 (`FusedScaleMaskSoftmax.is_kernel_available`): for GPT-3 96B at t=4, micro-batch 1 is not fused and 2 is,
+# which is most of what Kim et al. 2023 gained, and what Huang et al. 2024 could not repeat with flash attention.
 FUSED_FORWARD, FUSED_BACKWARD = 4, 6
 SEPARATE_FORWARD, SEPARATE_BACKWARD = 33, 40
 DROPOUT_FORWARD, DROPOUT_BACKWARD = 5, 5
@@ -52,10 +55,11 @@ PRODUCT_BYTES = 4
 LOSS_FORWARD, LOSS_BACKWARD = 38, 14
 # A tanh of each, between a division and a product, fused.
 CAPPED = 4
-# The same of a shard, which torch's own kernels go through in 32 bit and in place: statistics in S, the gradient in T, and what of the
-# input's gradient algorithm 2 computes in S.
+# The same of a shard, which torch's own kernels go through in 32 bit and in place: statistics in S, the gradient in T,
+# and what of the input's gradient algorithm 2 computes in S.
 SHARD_STATISTICS, SHARD_GRADIENT, SHARD_EARLY = 32, 42, 36
-# Putting tokens in the order of their experts and back: copied to be sent, sorted there, sorted back, and summed, each read and written.
+# Putting tokens in the order of their experts and back: copied to be sent, sorted there, sorted back, and summed, each
+# read and written.
 ORDERINGS = 8
 ROUTING_KERNELS = 30
 # Adam in 32 bit reads and writes main weight and both moments, reads the gradient, writes the weight.
@@ -63,12 +67,13 @@ UPDATE_BYTES = 30
 
 
 def is_softmax_fused(setup: Setup) -> bool:
-    """Whether Megatron's fused softmax takes these sizes."""
+    """Return whether Megatron's fused softmax takes these sizes."""
     return setup.micro_batch * setup.model.num_attention_heads // setup.tensor % 4 == 0 and setup.sequence <= 4096
 
 
 def core_seconds(setup: Setup, rates: Rates, window: int | None = None) -> tuple[float, float]:
-    """The attention core of one layer, forward and backward, with what context-parallel ranks exchange for it."""
+    """Return the attention core of one layer, forward and backward, with what context-parallel ranks exchange for
+    it."""
     found = _core_alone(setup, rates, window)
     return found if setup.context == 1 else with_exchange(setup, *found)
 
@@ -103,15 +108,30 @@ def _core_alone(setup: Setup, rates: Rates, window: int | None) -> tuple[float, 
 
 
 def layer_seconds(setup: Setup, kind: LayerKind | None = None, scope: LayerScope | None = None) -> tuple[float, float]:
-    """One layer and micro-batch, forward and backward with its recomputation: the first, or another kind and scope of them."""
+    """Return seconds of one layer and micro-batch, forward and backward with its recomputation.
+
+    Default: the first layer.
+    """
     rates, model, tokens = Rates.of(setup), setup.model, num_tokens(setup)
     kind = model.kind(0) if kind is None else kind
     scope = setup.recomputed.scope(0) if scope is None else scope
-    h, element, products, parts = model.hidden_size, element_bytes(setup), layer_products(setup, kind).total(), kind.num_parts
+    h, element, products, parts = (
+        model.hidden_size,
+        element_bytes(setup),
+        layer_products(setup, kind).total(),
+        kind.num_parts,
+    )
     between = element * tokens * h / setup.sequence_shards
     inside = _inside_bytes(setup, kind)
-    # Norms of queries and keys read and write, as those behind attention and MLP; backward they read what went in and out, and write.
-    normed = element * tokens * (model.query_size + model.key_value_size // 2) / setup.tensor * (model.qk_norm and kind.attends)
+    # Norms of queries and keys read and write, as those behind attention and MLP; backward they read what went in and
+    # out, and write.
+    normed = (
+        element
+        * tokens
+        * (model.query_size + model.key_value_size // 2)
+        / setup.tensor
+        * (model.qk_norm and kind.attends)
+    )
     normed += 2 * between * model.post_norms + element * tokens * model.latent_ranks / setup.sequence_shards
     kernels, kernels_back = _num_kernels(kind)
     # In each part a norm reads and writes; a residual sum reads twice and writes, with dropout a mask too.
@@ -131,13 +151,15 @@ def layer_seconds(setup: Setup, kind: LayerKind | None = None, scope: LayerScope
     if scope.whole:
         backward += forward
     elif scope.modules:
-        backward += (core_forward if "core_attn" in scope.modules and kind.attends else 0.0) + _parts_again(setup, kind, scope.modules)
+        backward += (core_forward if "core_attn" in scope.modules and kind.attends else 0.0) + _parts_again(
+            setup, kind, scope.modules
+        )
     return forward + waits.forward_s, backward
 
 
 def _parts_again(setup: Setup, kind: LayerKind, modules: frozenset[str]) -> float:
-    """The forwards of a layer's parts beside the attention core that are computed again in its backward; what of them is waited for on
-    links is in `exposed`."""
+    """Return the forwards of a layer's parts beside the attention core that are computed again in its backward; what
+    of them is waited for on links is in `exposed`."""
     model, memory = setup.model, Rates.of(setup).memory
     between = element_bytes(setup) * num_tokens(setup) * model.hidden_size / setup.sequence_shards
     norm, found = 2 * between / memory + KERNEL_S, 0.0
@@ -157,7 +179,8 @@ def _parts_again(setup: Setup, kind: LayerKind, modules: frozenset[str]) -> floa
         found += norm if setup.kernels == "gpu" else 0.0
     if model.latent is not None and "mla_up_proj" in modules:
         ups = latent_up_products(setup, model.latent)
-        # Norms of what was projected down, and queries, keys and values, which are read and written where their ends are rotated.
+        # Norms of what was projected down, and queries, keys and values, which are read and written where their ends
+        # are rotated.
         moved = 2.0 * element_bytes(setup) * num_tokens(setup)
         moved *= model.latent_ranks / setup.sequence_shards + (model.query_size + model.key_value_size) / setup.tensor
         found += sum(product.forward_s for product in ups) + moved / memory + LATENT_KERNELS * KERNEL_S
@@ -196,14 +219,19 @@ def _core_of(setup: Setup, kind: LayerKind, rates: Rates) -> tuple[float, float]
 
 
 def _inside_bytes(setup: Setup, kind: LayerKind) -> float:
-    """What activation functions read and write, and what it takes to put tokens in the order of their experts and back."""
+    """What activation functions read and write, and what it takes to put tokens in the order of their experts and
+    back."""
     model, element, tokens, experts = setup.model, element_bytes(setup), num_tokens(setup), setup.model.experts
     gates = 2 if model.gated else 1
     if not kind.has_mlp:
         return 0.0
     if not kind.experts or experts is None:
         return element * tokens * (model.first_mlp_size + model.ffn_hidden_size) / setup.tensor
-    routed = element * routed_tokens(setup) * ((1 + gates) * experts.ffn_hidden_size / setup.expert_tensor + ORDERINGS * model.hidden_size)
+    routed = (
+        element
+        * routed_tokens(setup)
+        * ((1 + gates) * experts.ffn_hidden_size / setup.expert_tensor + ORDERINGS * model.hidden_size)
+    )
     return routed + _shared_inside_bytes(setup)
 
 
@@ -215,16 +243,23 @@ def _shared_inside_bytes(setup: Setup) -> float:
 
 
 def _accumulated(setup: Setup, kind: LayerKind) -> float:
-    """Bytes of a layer's backward: every weight's gradient is read and written once a micro-batch."""
+    """Return the bytes of a layer's backward: every weight's gradient is read and written once a micro-batch."""
     found = layer_parameters(setup.model, kind)
-    return 2 * parameter_bytes(setup)[1] * (found.matrices / setup.tensor + found.experts / (setup.routing.expert * setup.expert_tensor))
+    return (
+        2
+        * parameter_bytes(setup)[1]
+        * (found.matrices / setup.tensor + found.experts / (setup.routing.expert * setup.expert_tensor))
+    )
 
 
 def halves_seconds(setup: Setup, kind: LayerKind | None = None, scope: LayerScope | None = None) -> tuple[float, float]:
-    """One layer and micro-batch: the halves of its backward, for its input and for its weights. Attention's core has no weights.
+    """Return seconds of the two parts of one layer's backward, dgrad and wgrad.
 
-    Together they take as long as the whole, and longer under tensor parallelism: no product for weights hides what is scattered or summed,
-    and with sequence parallelism the inputs of the matrices behind the norms are gathered again before it.
+    Attention's core has no weights. Attention's core has no weights.
+
+    Together they take as long as the whole, and longer under tensor parallelism: no product for weights hides what is
+    scattered or summed, and with sequence parallelism the inputs of the matrices behind the norms are gathered again
+    before it.
     """
     rates = Rates.of(setup)
     kind = setup.model.kind(0) if kind is None else kind
@@ -242,7 +277,7 @@ def halves_seconds(setup: Setup, kind: LayerKind | None = None, scope: LayerScop
 
 
 def output_seconds(setup: Setup) -> tuple[float, float]:
-    """The output layer and the loss."""
+    """Return the output layer and the loss."""
     rows, memory = setup.vocabulary / setup.tensor, Rates.of(setup).memory
     logits = num_tokens(setup) * rows
     product = matrix_products(setup, setup.model.hidden_size, rows)
@@ -252,7 +287,7 @@ def output_seconds(setup: Setup) -> tuple[float, float]:
 
 
 def shard_seconds(setup: Setup) -> ShardCost:
-    """A rank's shard of the output layer, and of the embedding where that is split, too."""
+    """Return a rank's shard of the output layer, and of the embedding where that is split, too."""
     rows, memory = setup.vocabulary / setup.vocabulary_shards, Rates.of(setup).memory
     logits = num_tokens(setup) * rows
     product = matrix_products(setup, setup.model.hidden_size, rows)
@@ -265,9 +300,12 @@ def shard_seconds(setup: Setup) -> ShardCost:
 
 
 def collective_seconds(setup: Setup) -> CollectiveCost:
-    """What passes between all shards of a pipeline, at the pace of its slowest link: a ring brings everybody everything once."""
+    """Return the cost of the collective over all shards of a pipeline at its slowest link: a ring brings everybody
+    everything once."""
     device = setup.cluster.device
-    slowest = (device.between_bytes_per_s if len(set(setup.domains())) > 1 else device.among(setup.pipeline)) * LINK_EFFICIENCY
+    slowest = (
+        device.between_bytes_per_s if len(set(setup.domains())) > 1 else device.among(setup.pipeline)
+    ) * LINK_EFFICIENCY
     tokens, sent = num_tokens(setup), sent_bytes(setup)
     statistics = STATISTICS * STATISTICS_BYTES * tokens * setup.vocabulary_shards
     hidden = 4 * tokens * setup.model.hidden_size / setup.sequence_shards
@@ -276,10 +314,11 @@ def collective_seconds(setup: Setup) -> CollectiveCost:
 
 
 def embedding_seconds(setup: Setup) -> tuple[float, float]:
-    """To look a micro-batch's tokens up, and to add up their gradients.
+    """Return seconds to look up a micro-batch's tokens, and to add up their gradients.
 
-    The latter makes a gradient of the whole table, mostly zeros, and adds it to what there is: of 256000 rows of 3072 that was 4.1 ms on an
-    A100, as long as the backward of a layer (Yeung et al. 2024, whose first rank took so much longer than the second).
+    The latter makes a gradient of the whole table, mostly zeros, and adds it to what there is: of 256000 rows of 3072
+    that was 4.1 ms on an A100, as long as the backward of a layer (Yeung et al. 2024, whose first rank took so much
+    longer than the second).
     """
     rates, element = Rates.of(setup), element_bytes(setup)
     tokens = 3 * element * num_tokens(setup) * setup.model.hidden_size / rates.memory
@@ -288,13 +327,13 @@ def embedding_seconds(setup: Setup) -> tuple[float, float]:
 
 
 def hosts_of(setup: Setup) -> Hosts:
-    """Who hosts, of other than pairs as it is planned."""
+    """Return the planned hosts, None for pairs."""
     if setup.balance != BALANCES[0] and setup.how.hosts != PAIR:
         # As many micro-batches as fill the pipeline tell it, but where rooms are planned for all there are.
-        count = setup.num_microbatches if setup.how.rooms else min(setup.num_microbatches, setup.pipeline)
+        count = setup.num_microbatches if setup.how.activation_budget else min(setup.num_microbatches, setup.pipeline)
         return unchecked(setup.program(count)).hosts or ()
     # With two pipes mirror images have nothing for each other.
-    return in_pairs((halved if setup.num_pipes > 1 else mirrored)(setup.pipeline))
+    return in_pairs((halved_pairs if setup.num_pipes > 1 else mirrored_pairs)(setup.pipeline))
 
 
 def links(setup: Setup) -> Links:
@@ -305,30 +344,36 @@ def links(setup: Setup) -> Links:
 
 
 def _host_bytes_per_s(setup: Setup) -> float:
-    """What a device's link to its node's memory carries in one direction, when all devices of the node that send there do so at once."""
+    """What a device's link to its node's memory carries in one direction, when all devices of the node that send
+    there do so at once."""
     device, cluster = setup.cluster.device, setup.cluster
     if device.host_node_bytes_per_s is None:
         return device.host_bytes_per_s
-    sends = [OWN_MEMORY in of_rank for of_rank in hosts_of(setup)]
+    sends = [HOST_MEMORY in of_rank for of_rank in hosts_of(setup)]
     nodes = setup.nodes()
-    # Of a node's devices as large a part sends as of the ranks that the first pipeline has there: replicas do as it does.
+    # Of a node's devices as large a part sends as of the ranks that the first pipeline has there: replicas do as it
+    # does.
     part = max((sum(map(mul, sends, map(node.__eq__, nodes))) / nodes.count(node) for node in set(nodes)), default=0)
     return min(device.host_bytes_per_s, device.host_node_bytes_per_s / max(1.0, part * cluster.devices_per_node))
 
 
 def one_sided(nodes: tuple[int, ...], hosts: Hosts) -> frozenset[int]:
-    """The ranks whose hosts are all on their node.
+    """Return the ranks whose hosts are all on their node.
 
     There `--bpipe-transport auto` reaches into their memory; between nodes both have to meet, whatever joins these.
     """
-    return frozenset(rank for rank, of_rank in enumerate(hosts) if all(nodes[host] == nodes[rank] for host in other_ranks(of_rank)))
+    return frozenset(
+        rank for rank, of_rank in enumerate(hosts) if all(nodes[host] == nodes[rank] for host in other_ranks(of_rank))
+    )
 
 
 def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
-    """For every stage, reducing its gradients over replicas with gathering its weights again, and updating them.
+    """Return, for every stage, seconds to reduce its gradients over replicas and gather its weights, and seconds to
+    update them.
 
-    Where only reductions are overlapped, weights are still gathered behind the update. Where gathering is, too, it hides: the first rank
-    waits for the weights of its first layers, the others wait longer for their first input. A rank's shards count with its first stage.
+    Where only reductions are overlapped, weights are still gathered behind the update. Where gathering is, too, it
+    hides: the first rank waits for the weights of its first layers, the others wait longer for their first input. A
+    rank's shards count with its first stage.
     """
     device, d = setup.cluster.device, setup.replicas
     weight, gradient, *_ = parameter_bytes(setup)
@@ -350,13 +395,21 @@ def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
             gathered *= 1 - matrices[stage] / own * (1 - setup.fp8.gathered_bytes / weight)
             # Every iteration's first micro-batch writes the weights in 8 bit.
             written = weight + setup.fp8.copies(device.fp8_blocks) * float(setup.fp8.value_bytes)
-            updated += (not setup.fp8.param_gather) * written * matrices[stage] / (device.memory_bytes_per_s * MEMORY_EFFICIENCY)
-        rows.append((reduced, gathered + updated) if setup.switches.overlap_grad_reduce else (reduced + gathered, updated))
+            updated += (
+                (not setup.fp8.param_gather)
+                * written
+                * matrices[stage]
+                / (device.memory_bytes_per_s * MEMORY_EFFICIENCY)
+            )
+        rows.append(
+            (reduced, gathered + updated) if setup.switches.overlap_grad_reduce else (reduced + gathered, updated)
+        )
     return tuple(rows)
 
 
 def _replicas_bytes_per_s(setup: Setup, share_node: bool, ports: int) -> float:
-    """What a ring through all replicas of a stage carries: replicas in one node lead rings through as many ports, each its own."""
+    """What a ring through all replicas of a stage carries: replicas in one node lead rings through as many ports,
+    each its own."""
     device = setup.cluster.device
     inside = device.among(ports)
     return (inside if share_node else min(inside, ports * device.between_bytes_per_s)) * LINK_EFFICIENCY
@@ -369,7 +422,8 @@ def _exchange(setup: Setup) -> Exchange:
 
 
 class PartSeconds(NamedTuple):
-    """One micro-batch: of every kind and scope of a layer its forward, its backward and the halves of that; output layer; embedding.
+    """One micro-batch: of every kind and scope of a layer its forward, its backward and the halves of that; output
+    layer; embedding.
 
     How layers are cut into stages, and in which order these are computed, changes none of it.
     """
@@ -380,7 +434,10 @@ class PartSeconds(NamedTuple):
 
 
 def part_seconds(setup: Setup) -> PartSeconds:
-    """Raises ValueError where kernels were measured in another precision."""
+    """Return seconds of the parts of every stage.
+
+    Raises ValueError where kernels were measured in another precision.
+    """
     if setup.cluster.kernels is not None:
         setup.cluster.kernels.check(setup.precision)
     each = dict.fromkeys((kind, scope) for layers in setup.stage_layers for kind, scope, _ in layers)
@@ -389,7 +446,8 @@ def part_seconds(setup: Setup) -> PartSeconds:
 
 
 def stage_cost(parts: PartSeconds, layers: StageLayers, first: bool, last: bool) -> StageCost:
-    """Seconds of a stage of these layers, with the embedding if it is the first, and the output layer if it is the last."""
+    """Return the seconds of a stage of these layers, with the embedding if it is the first, and the output layer if
+    it is the last."""
     forward, backward, input_half, weight_half = (
         sum(number * parts.layers[kind, scope][one] for kind, scope, number in layers) for one in range(4)
     )
@@ -406,7 +464,7 @@ def stage_cost(parts: PartSeconds, layers: StageLayers, first: bool, last: bool)
 
 
 def predict_costs(setup: Setup) -> Costs:
-    """Costs of all stages. Raises ValueError where kernels were measured in another precision."""
+    """Return the costs of all stages. Raises ValueError where kernels were measured in another precision."""
     every, parts = setup.stage_layers, part_seconds(setup)
     saved, sent, updates = stage_bytes(setup), sent_bytes(setup), update_seconds(setup)
     after_input = after_input_bytes(setup)
@@ -441,5 +499,7 @@ def predict_costs(setup: Setup) -> Costs:
     )
     if setup.is_sharded:
         # No loop of Megatron's runs shards.
-        costs = replace(costs, exchange=Exchange.POSTED, shards=(shard_seconds(setup),), collectives=collective_seconds(setup))
+        costs = replace(
+            costs, exchange=Exchange.POSTED, shards=(shard_seconds(setup),), collectives=collective_seconds(setup)
+        )
     return costs if setup.cluster.factor == 1 else costs.scaled(setup.cluster.factor)

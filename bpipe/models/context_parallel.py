@@ -1,4 +1,6 @@
-"""Predict what context parallelism adds to attention. In: a Setup, and seconds of the core alone. Out: seconds and bytes of one layer.
+"""Predict what context parallelism adds to attention.
+
+In: a Setup, and seconds of the core alone. Out: seconds and bytes of one layer.
 
 Of 2c equal parts of a sequence a rank has one from the front and one from the back, so causal loads are even. Its queries need the keys
 and values of all others, which reach it in one of three ways, as Transformer Engine's `context_parallel` does them:
@@ -14,14 +16,14 @@ from __future__ import annotations
 from bpipe.models.expert_parallel import Reach, reach
 from bpipe.models.layout import Setup
 from bpipe.models.rates import LINK_EFFICIENCY, LINK_LATENCY_S, Rates
-from bpipe.models.sizes import element_bytes, num_tokens, shared
+from bpipe.models.sizes import element_bytes, num_tokens, shard_size
 
 # What every step gives is read, and added to a sum of 32 bit.
 _SUM_BYTES = 4
 
 
 def with_exchange(setup: Setup, forward_s: float, backward_s: float) -> tuple[float, float]:
-    """Forward and backward of the core, with what it waits for and with what is copied and added up."""
+    """Return forward and backward seconds of the core with what it waits for and what is copied and added up."""
     c, rates, element = setup.context, Rates.of(setup), element_bytes(setup)
     query, both, given = (element * one for one in _values(setup))
     if setup.cp_comm_type == "p2p":
@@ -43,8 +45,11 @@ def with_exchange(setup: Setup, forward_s: float, backward_s: float) -> tuple[fl
 
 
 def exchange_bytes(setup: Setup) -> int:
-    """What comes and goes while attention is computed: of a ring what passed and every step's result, else what is gathered and its
-    gradients, or what is sent and what comes."""
+    """Return the bytes of buffers for context parallelism's exchange while attention is computed.
+
+    A ring counts what passed and every step's result; otherwise what is gathered and its gradients, or what is sent and
+    received.
+    """
     if setup.context == 1:
         return 0
     element, c = element_bytes(setup), setup.context
@@ -59,7 +64,9 @@ def exchange_bytes(setup: Setup) -> int:
 def _values(setup: Setup) -> tuple[int, int, int]:
     """Of a rank's tokens: queries, keys and values together, and what attention gives."""
     model, tokens = setup.model, num_tokens(setup)
-    query, both, given = (shared(tokens * size, setup.tensor) for size in (model.query_size, model.key_value_size, model.value_size))
+    query, both, given = (
+        shard_size(tokens * size, setup.tensor) for size in (model.query_size, model.key_value_size, model.value_size)
+    )
     return query, both, given
 
 

@@ -1,4 +1,6 @@
-"""Predict how long tokens are on their way to experts and back. In: a Setup. Out: seconds of one layer, and what is between nodes.
+"""Predict how long tokens are on their way to experts and back.
+
+In: a Setup. Out: seconds of one layer, and what is between nodes.
 
 A device sends every expert's tokens to the devices that have it, and gets back what it made of them: two exchanges a forward, two a
 backward, waited for. Loads are taken to be even, so of a device's tokens each of `ep` devices gets as many. What goes to the own node takes
@@ -24,8 +26,7 @@ from bpipe.models.sizes import element_bytes
 
 
 class Reach(NamedTuple):
-    """Of devices that exchange something of a layer, whichever is worst off: how many are on its node, itself included, of how many, on
-    so many nodes."""
+    """The worst case over groups of devices: how many are on one node, how many there are, and on how many nodes."""
 
     here: int
     devices: int
@@ -33,14 +34,17 @@ class Reach(NamedTuple):
 
 
 class Trip(NamedTuple):
-    """One way there or back, of one layer and micro-batch. `between_s` of its seconds are those that the port between nodes is busy."""
+    """One way there or back, of one layer and micro-batch.
+
+    `between_s` of its seconds are those that the port between nodes is busy.
+    """
 
     seconds: float
     between_s: float
 
 
 def exchange(setup: Setup) -> Trip:
-    """Nothing where every device has all experts whole."""
+    """Return seconds of the exchange of tokens; none where every device has all experts whole."""
     experts, device = setup.model.experts, setup.cluster.device
     if experts is None:
         return Trip(0.0, 0.0)
@@ -62,17 +66,25 @@ def exchange(setup: Setup) -> Trip:
     stays, leaves = sent * (found.here - 1), sent * (ep - found.here)
     if setup.routing.dispatcher == "flex" and found.nodes > 1:
         # Once to each other node, and there on to the devices.
-        leaves = local_tokens(setup) * token * _nodes_of_a_token(experts.num_experts, experts.top_k, found.nodes) * (1 - 1 / found.nodes)
+        leaves = (
+            local_tokens(setup)
+            * token
+            * _nodes_of_a_token(experts.num_experts, experts.top_k, found.nodes)
+            * (1 - 1 / found.nodes)
+        )
         stays += sent * (ep - found.here)
     between_s = leaves / between
     seconds = max(stays / (device.among(found.here) * LINK_EFFICIENCY), between_s) + LINK_LATENCY_S * (ep > 1)
     if divided > 1:
-        seconds += local_tokens(setup) * token * copies * (divided - 1) / (device.among(divided) * LINK_EFFICIENCY) + LINK_LATENCY_S
+        seconds += (
+            local_tokens(setup) * token * copies * (divided - 1) / (device.among(divided) * LINK_EFFICIENCY)
+            + LINK_LATENCY_S
+        )
     return Trip(seconds, between_s)
 
 
 def _copies(setup: Setup) -> float:
-    """How often a token is sent."""
+    """Return how often a token is sent."""
     experts, capacity = setup.model.experts, setup.routing.capacity
     assert experts is not None
     share = 1.0 if capacity is None else capacity if setup.routing.padded else min(1.0, capacity)
@@ -86,7 +98,10 @@ def _nodes_of_a_token(num_experts: int, top_k: int, nodes: int) -> float:
 
 
 def reach(setup: Setup, number: int, step: int = 1) -> Reach:
-    """Of groups of `number` devices of a stage, `step` apart: in Megatron's order experts' parts lie beside each other, then experts."""
+    """Return the worst reach of groups of `number` devices of a stage, `step` apart.
+
+    In Megatron's order parts of an expert lie beside each other, then experts.
+    """
     return _worst(tuple(node for node in setup.stage_nodes() for _ in range(setup.tensor)), number, step)
 
 
@@ -103,7 +118,7 @@ def _worst(nodes: tuple[int, ...], number: int, step: int) -> Reach:
 
 
 def replicas_of_experts(setup: Setup) -> tuple[bool, int]:
-    """Whether those that have the same experts share a node, and how few of them any node has of one."""
+    """Return whether those that have the same experts share a node, and how few of them any node has of one."""
     block = setup.routing.expert * setup.expert_tensor
     found = reach(setup, setup.expert_replicas, block)
     return found.nodes == 1, found.here

@@ -1,4 +1,6 @@
-"""Count the FLOPs of training. In: a Model, a batch, a sequence. Out: FLOPs of one iteration, and MFU. Knows no device but its peak.
+"""Count the FLOPs of training.
+
+In: a Model, a batch, a sequence. Out: FLOPs of one iteration, and MFU. Knows no device but its peak.
 
 Two formulas are in use and differ, so every figure says which it is:
   megatron  `num_floating_point_operations` of Megatron 0.19: every matrix product three times, attention's two products over the causal
@@ -16,19 +18,32 @@ from bpipe.models.parameters import layer_parameters, product_parameters
 FORMULAS = ("megatron", "papers")
 
 
-def training_flops(model: Model, batch: int, sequence: int, formula: str = "megatron", vocabulary: int | None = None) -> int:
-    """FLOPs of one iteration over `batch` sequences; recomputation is not counted. `vocabulary`: the padded one, default the model's."""
+def training_flops(
+    model: Model, batch: int, sequence: int, formula: str = "megatron", vocabulary: int | None = None
+) -> int:
+    """Return the FLOPs of one iteration over `batch` sequences; recomputation is not counted.
+
+    `vocabulary`: the padded one, default the model's.
+    """
     vocabulary = model.vocabulary if vocabulary is None else vocabulary
     if formula == "megatron":
-        matrices = sum(number * product_parameters(model, kind) for kind, number in model.kinds()) + model.hidden_size * vocabulary
+        matrices = (
+            sum(number * product_parameters(model, kind) for kind, number in model.kinds())
+            + model.hidden_size * vocabulary
+        )
         attending = sum(number for kind, number in model.kinds() if kind.attends)
         return batch * sequence * (6 * (matrices + attending * model.core_size * sequence) + _scans(model))
     if formula != "papers":
         raise ValueError(f"unknown formula {formula!r}: choose from {', '.join(FORMULAS)}")
     hidden, layers = model.hidden_size, model.num_layers
     if model.experts or model.latent or model.hybrid or layer_parameters(model).matrices != 12 * hidden**2:
-        raise ValueError(f"the papers' formula is for layers of 12 h^2 parameters; {model.name} has others: use the formula megatron")
-    return batch * sequence * (72 * layers * hidden**2 + 12 * layers * hidden * sequence) + 9 * batch * sequence * vocabulary * hidden // 2
+        raise ValueError(
+            f"the papers' formula is for layers of 12 h^2 parameters; {model.name} has others: use the formula megatron"
+        )
+    return (
+        batch * sequence * (72 * layers * hidden**2 + 12 * layers * hidden * sequence)
+        + 9 * batch * sequence * vocabulary * hidden // 2
+    )
 
 
 def _scans(model: Model) -> int:
@@ -40,5 +55,5 @@ def _scans(model: Model) -> int:
 
 
 def mfu(flops: float, seconds: float, num_devices: int, peak_flops_per_s: float) -> float:
-    """Model FLOPs utilization, from 0 to 1."""
+    """Return model FLOPs utilization, from 0 to 1."""
     return flops / (seconds * num_devices * peak_flops_per_s)

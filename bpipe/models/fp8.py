@@ -23,7 +23,10 @@ _IN_BLOCKS = ("blockwise", "mxfp8")
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """`format` is that of gradients: 5 bits of exponent with `hybrid`. `param_gather`: weights are kept and gathered in 8 bit alone."""
+    """FP8 settings. `format` is that of gradients: 5 bits of exponent with `hybrid`.
+
+    `param_gather`: weights are kept and gathered in 8 bit only.
+    """
 
     format: str = FORMATS[0]
     recipe: str = RECIPES[0]
@@ -35,21 +38,28 @@ class Fp8:
                 raise ValueError(f"unknown {name} {value!r}: choose from {', '.join(choices)}")
 
     def check(self, device: DeviceKind) -> None:
-        """Raises ValueError for a device that does not multiply so."""
+        """Raise ValueError for a device that does not multiply so."""
         if device.fp8_flops_per_s is None:
             raise ValueError(
-                f"{device.name} multiplies no FP8 as far as is known: choose another device, or give fp8_tflops in a cluster file"
+                f"{device.name} multiplies no FP8 as far as is known: choose another device, or give fp8_tflops in a "
+                f"cluster file"
             )
         if self.recipe == "mxfp8" and not device.fp8_blocks:
-            raise ValueError(f"{device.name} has no mxfp8, which came with Blackwell: give --fp8-recipe tensorwise, delayed or blockwise")
+            raise ValueError(
+                f"{device.name} has no mxfp8, which came with Blackwell: give --fp8-recipe tensorwise, delayed or "
+                f"blockwise"
+            )
 
     @property
     def value_bytes(self) -> Fraction:
-        """With its part of a scale."""
+        """Bytes of a value with its part of a scale."""
         return Fraction(33, 32) if self.recipe in _IN_BLOCKS else Fraction(1)
 
     def copies(self, multiplies_any_layout: bool) -> int:
-        """As it is and transposed, where products need both: Hopper multiplies 8 bit in one layout alone."""
+        """Return how many copies of an operand are kept: two where products need it transposed, too.
+
+        Hopper multiplies 8 bit in one layout only.
+        """
         return 2 if self.recipe in _IN_BLOCKS or not multiplies_any_layout else 1
 
     @property
@@ -59,5 +69,6 @@ class Fp8:
 
     @property
     def gathered_bytes(self) -> int:
-        """Of a weight, when weights are gathered after an update: those in small blocks pass in 16 bit, through the gradients' buffer."""
+        """Bytes of a weight when weights are gathered after an update: those in small blocks pass in 16 bit, through
+        the gradients' buffer."""
         return 1 if self.param_gather and self.recipe != "mxfp8" else 2

@@ -1,4 +1,6 @@
-"""Count what the ranks of a schedule hold at their fullest, whatever the sizes of its stages. In: a Schedule, or what asks for one.
+"""Count what the ranks of a schedule hold at their fullest, whatever the sizes of its stages.
+
+In: a Schedule, or what asks for one.
 
 Out: one `HeldCounts` a rank. Knows no model.
 """
@@ -10,19 +12,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 from operator import mul, sub
 
+from bpipe.build import ScheduleConfig, orders_of, unchecked
 from bpipe.ir.action import READING, Action, Kind
 from bpipe.ir.host_buffers import num_buffers_for
 from bpipe.ir.memory import live_bytes, memory_of
 from bpipe.ir.schedule import Schedule
-from bpipe.program import ScheduleConfig, orders_of, unchecked
 
 
 @dataclass(frozen=True, slots=True)
 class HeldCounts:
-    """What one rank of a schedule holds at its fullest, whatever the sizes of its stages.
+    """What one rank of a schedule holds at its fullest, for any sizes of its stages.
 
-    `moments` are all that no other exceeds: for every one of `stages`, which are its own, how many micro-batches are held as saved and how
-    many between the halves of their backward. Besides there are host buffers, of `hosted`: how many, and for any of which stages.
+    `moments` are all that no other exceeds: for every one of `stages`, which are its own, how many micro-batches are
+    held as saved and how many between the halves of their backward. Besides there are host buffers, of `hosted`: how
+    many, and for any of which stages.
     """
 
     stages: tuple[int, ...]
@@ -34,14 +37,17 @@ class HeldCounts:
         return sum(count for count, _ in self.hosted)
 
     def num_bytes(self, saved: Sequence[int], after_input: Sequence[int]) -> tuple[int, int]:
-        """Of own micro-batches at their most, and of host buffers, which are allocated throughout. Sizes are those of every stage."""
+        """Return bytes of own micro-batches at their most, and of host buffers, which stay allocated.
+
+        Sizes are those of every stage.
+        """
         sizes = [*(saved[stage] for stage in self.stages), *(after_input[stage] for stage in self.stages)]
         own = max(sum(map(mul, moment, sizes)) for moment in self.moments)
         return own, sum(count * max(saved[stage] for stage in stages) for count, stages in self.hosted)
 
 
 def held_by(schedule: Schedule) -> tuple[HeldCounts, ...]:
-    """One a rank."""
+    """Return the counts of each rank."""
     stages = [schedule.layout.stages_of(rank) for rank in range(schedule.num_ranks)]
     splits = bool(schedule.split_stages)
     return tuple(
@@ -55,9 +61,11 @@ def held_by(schedule: Schedule) -> tuple[HeldCounts, ...]:
 
 
 def _moments(schedule: Schedule, rank: int, stages: tuple[int, ...], splits: bool) -> tuple[tuple[int, ...], ...]:
-    """The memory rule asked with sizes that are powers of one base, so that the digits of what is held count micro-batches by stage.
+    """Return the memory rule asked with sizes that are powers of one base, so that the digits of what is held count
+    micro-batches by stage.
 
-    While an I runs, its micro-batch is held as the larger of both sizes: it is counted once as saved, once as between the halves.
+    While an I runs, its micro-batch is held as the larger of both sizes: it is counted once as saved, once as between
+    the halves.
     """
     base = schedule.num_microbatches + 1
     zeros, ones = [0] * schedule.num_stages, [0] * schedule.num_stages
@@ -77,8 +85,10 @@ def _digits(number: int, base: int, count: int) -> tuple[int, ...]:
 
 
 def _highest(moments: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """All that no other exceeds. Each is packed into one number, with a bit above every count: of a difference of two it remains wherever
-    the first has as many."""
+    """Return all moments that no other exceeds.
+
+    Each is packed into one number, with a bit above every count: of a difference these bits tell.
+    """
     rows = sorted(moments, key=sum, reverse=True)
     width = max(map(max, rows)).bit_length() + 1
     above = sum(1 << (place * width + width - 1) for place in range(len(rows[0])))
@@ -101,7 +111,8 @@ def _highest(moments: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
 
 
 def held_by_orders(config: ScheduleConfig) -> tuple[HeldCounts, ...]:
-    """The same of a schedule without transfers, from its orders alone: bubbles change nothing that is held."""
+    """Return the counts of each rank of a schedule without transfers, from its orders alone: bubbles change nothing
+    that is held."""
     layout = config.layout
     rows = []
     for rank, order in enumerate(orders_of(config)):
@@ -134,5 +145,5 @@ def _moments_of(order: Sequence[Action], stages: tuple[int, ...]) -> tuple[tuple
 
 @lru_cache(maxsize=4096)
 def held_within(config: ScheduleConfig) -> tuple[HeldCounts, ...]:
-    """Of what is asked for, without making more of it than that takes."""
+    """Return the counts of each rank of a configuration, building no more of the schedule than that takes."""
     return held_by_orders(config) if config.balance is None else held_by(unchecked(config))

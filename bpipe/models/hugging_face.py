@@ -1,8 +1,8 @@
 """Read a model that Hugging Face's transformers describe. In: a preset's name, or a config.json. Out: a `Model`.
 
-What a kind has that is not modelled is refused with its name, and so is a key whose value would make it another model. Of models that see,
-too, it is the part that reads and writes text. Defaults of keys that a file leaves out are those of transformers' own classes. Knows no
-weights.
+What a kind has that is not modelled is refused with its name, and so is a key whose value would make it another model.
+Of models that see, too, it is the part that reads and writes text. Defaults of keys that a file leaves out are those of
+transformers' own classes. Knows no weights.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from typing import Any
 
 from bpipe.models.hybrid import MOST_LAYERS
 from bpipe.models.model import PRESETS, Model
-from bpipe.models.parts import EVERY, Experts, Latent
+from bpipe.models.parts import EVERY_LAYER, Experts, Latent
 from bpipe.names import unknown
 from bpipe.values import a_flag, a_list, a_number, a_whole, an_object, load_json
 
 
 @dataclass(frozen=True, slots=True)
 class _ExpertKeys:
-    """Under which keys experts stand: how many, their size, that of shared ones (`num_shared` says how many of the size of one), and the
-    size of the MLP of layers without. Layers have experts from `first` on, one in `step`: the last of each, or the first."""
+    """Under which keys experts stand: how many, their size, that of shared ones (`num_shared` says how many of the
+    size of one), and the size of the MLP of layers without. Layers have experts from `first` on, one in `step`: the
+    last of each, or the first."""
 
     number: str
     size: str
@@ -38,15 +39,15 @@ class _ExpertKeys:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A `model_type`: which activations its MLP may have by its own name, whether embeddings are tied where nothing says so, and what of
-    a `Model` differs from LLaMA's."""
+    """A `model_type`: which activations its MLP may have by its own name, whether embeddings are tied where nothing
+    says so, and what of a `Model` differs from LLaMA's."""
 
     activations: tuple[str, ...] = ("silu", "swish")
     tied: bool = False
     differs: Mapping[str, Any] = field(default_factory=dict)
     experts: _ExpertKeys | None = None
     latent: bool = False
-    windows: tuple[int, ...] = EVERY
+    windows: tuple[int, ...] = EVERY_LAYER
     defaults: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -60,7 +61,13 @@ _DEEPSEEK = _ExpertKeys(
     step_begins=True,
 )
 # Files of Gemma 3 leave most of it to its class.
-_GEMMA3 = {"vocab_size": 262208, "max_position_embeddings": 131072, "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
+_GEMMA3 = {
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+    "head_dim": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
 _GEMMA3 |= {"sliding_window": 4096}
 _GEMMA = {"gated_gelu": True, "post_norms": True}
 _QWEN = _ExpertKeys("num_experts", "moe_intermediate_size", step="decoder_sparse_step")
@@ -80,10 +87,16 @@ _KINDS = {
     "qwen2": _Kind(differs={"qkv_bias": True}),
     "qwen3": _Kind(differs={"qk_norm": True}),
     "gemma": _Kind(_GELU, tied=True, differs={"gated_gelu": True}),
-    "gemma2": _Kind(_GELU, tied=True, differs=_GEMMA, windows=(1, 0), defaults={"head_dim": 256, "sliding_window": 4096}),
-    "gemma3_text": _Kind(_GELU, tied=True, differs={**_GEMMA, "qk_norm": True}, windows=(1, 1, 1, 1, 1, 0), defaults=_GEMMA3),
+    "gemma2": _Kind(
+        _GELU, tied=True, differs=_GEMMA, windows=(1, 0), defaults={"head_dim": 256, "sliding_window": 4096}
+    ),
+    "gemma3_text": _Kind(
+        _GELU, tied=True, differs={**_GEMMA, "qk_norm": True}, windows=(1, 1, 1, 1, 1, 0), defaults=_GEMMA3
+    ),
     "mixtral": _Kind(experts=_ExpertKeys("num_local_experts", "intermediate_size")),
-    "qwen2_moe": _Kind(differs={"qkv_bias": True}, experts=replace(_QWEN, shared="shared_expert_intermediate_size", shared_gate=True)),
+    "qwen2_moe": _Kind(
+        differs={"qkv_bias": True}, experts=replace(_QWEN, shared="shared_expert_intermediate_size", shared_gate=True)
+    ),
     "qwen3_moe": _Kind(differs={"qk_norm": True}, experts=_QWEN),
     "deepseek_v2": _Kind(experts=_DEEPSEEK, latent=True),
     "deepseek_v3": _Kind(experts=replace(_DEEPSEEK, sigmoid=True), latent=True),
@@ -113,7 +126,7 @@ _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def find_model(name: str) -> Model:
-    """A preset, or a Hugging Face config.json (the file or the folder it is in)."""
+    """Return a preset, or a Hugging Face config.json (the file or the folder it is in)."""
     if name in PRESETS:
         return PRESETS[name]
     path = Path(name)
@@ -125,7 +138,10 @@ def find_model(name: str) -> Model:
 
 
 def read_hugging_face(path: Path) -> Model:
-    """The model of a config.json. Raises ValueError for a kind that is not modelled, and names the key that is missing."""
+    """Return the model of a config.json.
+
+    Raises ValueError for a kind that is not modelled, and names the key that is missing.
+    """
     try:
         config: Any = load_json(path.read_bytes())
     except ValueError as error:
@@ -157,7 +173,9 @@ def _model(config: dict[str, Any], name: str) -> Model:
 
     activation = config.get("hidden_activation") or config.get(keys.get("hidden_act", "hidden_act"))
     if activation is not None and activation not in kind.activations:
-        raise ValueError(f"the activation {str(activation)[:40]!r} is not modelled in a {said}, only {', '.join(kind.activations)}")
+        raise ValueError(
+            f"the activation {str(activation)[:40]!r} is not modelled in a {said}, only {', '.join(kind.activations)}"
+        )
     hidden, heads = number("hidden_size"), number("num_attention_heads")
     others: dict[str, Any]
     sizes: dict[str, Any] = {
@@ -170,7 +188,11 @@ def _model(config: dict[str, Any], name: str) -> Model:
         "tied_embedding": _flag(config, "tie_word_embeddings", kind.tied),
     }
     if said == "gpt2":
-        others = {"num_query_groups": heads, "kv_channels": hidden // heads, "ffn_hidden_size": number("intermediate_size", 4 * hidden)}
+        others = {
+            "num_query_groups": heads,
+            "kv_channels": hidden // heads,
+            "ffn_hidden_size": number("intermediate_size", 4 * hidden),
+        }
         return Model(**sizes, **others)
     others = {
         "num_query_groups": number("num_key_value_heads", heads),
@@ -184,15 +206,26 @@ def _model(config: dict[str, Any], name: str) -> Model:
     }
     if kind.latent:
         rank = number("q_lora_rank") if config.get("q_lora_rank") else None
-        others["latent"] = Latent(rank, *map(number, ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")))
+        others["latent"] = Latent(
+            rank, *map(number, ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+        )
         others["num_query_groups"] = heads
-    like_llama = {"gated": True, "rms_norm": True, "linear_bias": _has_biases(config), "learned_positions": False, "dropout": False}
+    like_llama = {
+        "gated": True,
+        "rms_norm": True,
+        "linear_bias": _has_biases(config),
+        "learned_positions": False,
+        "dropout": False,
+    }
     return Model(**{**sizes, **others, **like_llama, **kind.differs})
 
 
 def _windows(config: dict[str, Any], kind: _Kind, number: Callable[..., int]) -> dict[str, Any]:
-    """Whose layers alternate say it by layer or by a number, of which the last has none; of others all or none have one."""
-    if not config.get("sliding_window", kind.defaults.get("sliding_window")) or not _flag(config, "use_sliding_window", True):
+    """Whose layers alternate say it by layer or by a number, of which the last has none; of others all or none have
+    one."""
+    if not config.get("sliding_window", kind.defaults.get("sliding_window")) or not _flag(
+        config, "use_sliding_window", True
+    ):
         return {}
     types = config.get("layer_types")
     if types is not None:
@@ -213,7 +246,7 @@ def _is_windowed(kind: object, layer: int) -> int:
 
 
 def _flag(config: dict[str, Any], key: str, default: bool) -> bool:
-    """A text such as "false" would be true."""
+    """Read a flag: a text such as "false" would be true."""
     value = config.get(key)
     return default if value is None else a_flag(value, key)
 
@@ -226,7 +259,9 @@ def _is_capped(config: dict[str, Any], key: str) -> bool:
 def _experts(config: dict[str, Any], keys: _ExpertKeys, number: Callable[..., int]) -> Experts:
     """Raises ValueError where single layers are named that have none."""
     if config.get("mlp_only_layers"):
-        raise ValueError(f"mlp_only_layers is {str(config['mlp_only_layers'])[:40]}: single layers without experts are not modelled")
+        raise ValueError(
+            f"mlp_only_layers is {str(config['mlp_only_layers'])[:40]}: single layers without experts are not modelled"
+        )
     step = number(keys.step, 1, MOST_LAYERS) if keys.step else 1
     pattern = (1, *(0,) * (step - 1)) if keys.step_begins else (*(0,) * (step - 1), 1)
     first = a_whole(config.get(keys.first) or 0, keys.first, 0, MOST_LAYERS) if keys.first else 0
@@ -241,8 +276,13 @@ def _experts(config: dict[str, Any], keys: _ExpertKeys, number: Callable[..., in
 
 
 def _has_biases(config: dict[str, Any]) -> bool:
-    """Whether all linear layers of a layer have one. Raises ValueError where some do, other than a kind always has."""
+    """Return whether all linear layers of a layer have one.
+
+    Raises ValueError where some do, other than a kind always has.
+    """
     attention, mlp = (_flag(config, key, False) for key in ("attention_bias", "mlp_bias"))
     if attention != mlp:
-        raise ValueError(f"attention_bias is {attention} and mlp_bias {mlp}: biases of one of the two alone are not modelled")
+        raise ValueError(
+            f"attention_bias is {attention} and mlp_bias {mlp}: biases of one of the two alone are not modelled"
+        )
     return mlp

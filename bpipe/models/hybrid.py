@@ -1,7 +1,9 @@
-"""Describe a hybrid model's layers, each of which is one part alone: Mamba, attention, an MLP or experts. In: Megatron's pattern, numbers.
+"""Describe a hybrid model's layers, each of which is one part alone: Mamba, attention, an MLP or experts.
 
-Out: a frozen `Hybrid`, and the number of layers of every stage where the pattern says it. A symbol of the pattern is a layer, `|` begins
-another stage. Knows no other sizes of a model.
+In: Megatron's pattern, numbers.
+
+Out: a frozen `Hybrid`, and the number of layers of every stage where the pattern says it. A symbol of the pattern is a
+layer, `|` begins another stage. Knows no other sizes of a model.
 """
 
 from __future__ import annotations
@@ -25,8 +27,11 @@ MOST_LAYERS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Hybrid:
-    """`pattern`: a symbol a layer. The others are a Mamba layer's (Dao & Gu 2024, Mamba-2): `num_heads` of `head_dim` each, with a state of
-    `state_dim` times `head_dim`; `num_groups` of heads share what is written to the state and what is read of it."""
+    """A hybrid model. `pattern`: a symbol a layer. Other fields describe Mamba-2 layers (Dao & Gu 2024).
+
+    There are `num_heads` of `head_dim` each, with a state of `state_dim` times `head_dim`; `num_groups` of heads share
+    what is written to and read from the state.
+    """
 
     pattern: str
     num_heads: int
@@ -37,7 +42,9 @@ class Hybrid:
     def __post_init__(self) -> None:
         for symbol in self.pattern:
             if symbol in _OTHERS:
-                raise ValueError(f"the pattern of layers has {symbol!r}: {_OTHERS[symbol]} are not modelled, only {_known()}")
+                raise ValueError(
+                    f"the pattern of layers has {symbol!r}: {_OTHERS[symbol]} are not modelled, only {_known()}"
+                )
             if symbol not in (MAMBA, ATTENTION, MLP, EXPERTS):
                 raise ValueError(f"the pattern of layers has {symbol!r}, which is no layer: known are {_known()}")
         if not 1 <= len(self.pattern) <= MOST_LAYERS:
@@ -50,12 +57,12 @@ class Hybrid:
 
     @property
     def inner_size(self) -> int:
-        """Of what goes through the states, and of its gate."""
+        """Size of what goes through the states, and of its gate."""
         return self.num_heads * self.head_dim
 
     @property
     def key_size(self) -> int:
-        """What is written to the states; what is read of them is as large."""
+        """Size of what is written to the states; what is read of them is as large."""
         return self.num_groups * self.state_dim
 
     @property
@@ -64,28 +71,38 @@ class Hybrid:
 
     @property
     def projected_size(self) -> int:
-        """Outputs of the first matrix: a gate, what is convolved, and of every head a step."""
+        """Outputs of the first matrix: a gate, what is convolved, and a step for every head."""
         return self.inner_size + self.convolved_size + self.num_heads
 
     @property
     def small_parameters(self) -> int:
-        """All but the two matrices: the convolution with a bias, of every head a bias of the step, a decay and a skip, and a norm."""
+        """All but the two matrices: the convolution with a bias, of every head a bias of the step, a decay and a
+        skip, and a norm."""
         return self.convolved_size * (CONVOLUTION + 1) + 3 * self.num_heads + self.inner_size
 
     def refused(self, tensor: int, context: int, on_cpu: bool) -> str | None:
-        """Why Mamba layers are not cut so by Megatron, or not predicted so, and the way out."""
+        """Return why Megatron does not cut Mamba layers so, or why they are not predicted so, and the way out.
+
+        None: nothing against it.
+        """
         if MAMBA not in self.pattern:
             return None
         if on_cpu:
             return "Mamba layers have no kernels of a CPU: choose kernels gpu"
         if context > 1:
-            return f"Mamba layers over several context-parallel ranks are not modelled: give context parallel 1, not {context}"
+            return (
+                f"Mamba layers over several context-parallel ranks are not modelled: give context parallel 1, not "
+                f"{context}"
+            )
         if self.num_heads % tensor or self.num_groups % tensor:
-            return f"tensor parallel {tensor} does not divide {self.num_heads} heads and {self.num_groups} groups of Mamba layers"
+            return (
+                f"tensor parallel {tensor} does not divide {self.num_heads} heads and {self.num_groups} groups of "
+                f"Mamba layers"
+            )
         return None
 
     def with_stages(self, layers: tuple[int, ...]) -> str:
-        """Megatron's text of so many layers a stage."""
+        """Return Megatron's text of so many layers a stage."""
         left, stages = self.pattern, []
         for number in layers:
             stages.append(left[:number])
@@ -98,6 +115,6 @@ def _known() -> str:
 
 
 def split_text(text: str) -> tuple[str, tuple[int, ...] | None]:
-    """The symbols of Megatron's text, and the layers of every stage where it says them."""
+    """Return the symbols of Megatron's text, and the layers of every stage where it says them."""
     stages = text.split(NEXT_STAGE)
     return "".join(stages), tuple(map(len, stages)) if len(stages) > 1 else None

@@ -1,7 +1,9 @@
-"""Say which kernels a rank of a model computes. In: setups of its micro-batch sizes. Out: `KernelShapes`, for whoever measures them.
+"""Say which kernels a rank of a model computes.
 
-Of a layer and of the output layer, with all their products, the attention core and what is gathered over tensor-parallel ranks. Knows no
-device.
+In: setups of its micro-batch sizes. Out: `KernelShapes`, for whoever measures them.
+
+Of a layer and of the output layer, with all their products, the attention core and what is gathered over
+tensor-parallel ranks. Knows no device.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ class KernelShapes(NamedTuple):
 
 
 def kernel_shapes(setups: Sequence[Setup]) -> KernelShapes:
-    """Of one rank of each setup."""
+    """Return the kernel shapes of one rank of each setup."""
     products: dict[tuple[int, int, int], None] = {}
     for setup in setups:
         kinds = dict.fromkeys(kind.symbol for kind, _ in setup.model.kinds())
@@ -36,7 +38,12 @@ def kernel_shapes(setups: Sequence[Setup]) -> KernelShapes:
     model = setups[0].model
     cores = (setup for setup in setups if setup.context == 1 or setup.cp_comm_type == "a2a")
     attention = {
-        (one.attention, one.micro_batch * model.num_attention_heads // (one.tensor * one.context), one.sequence, model.kv_channels): None
+        (
+            one.attention,
+            one.micro_batch * model.num_attention_heads // (one.tensor * one.context),
+            one.sequence,
+            model.kv_channels,
+        ): None
         for one in cores
     }
     gathers = {(setup.tensor, gathered_bytes(setup)): None for setup in setups if setup.tensor > 1}

@@ -1,6 +1,9 @@
-"""Say how a model is trained: how it is cut over devices, and what is recomputed and balanced. In: numbers. Out: a checked `Setup`.
+"""Say how a model is trained: how it is cut over devices, and what is recomputed and balanced.
 
-Knows bytes and seconds of nothing. Legend of the messages: t tensor, c context, d data parallel, p pipeline, G devices, B global batch.
+In: numbers. Out: a checked `Setup`.
+
+Knows bytes and seconds of nothing. Legend of the messages: t tensor, c context, d data parallel, p pipeline, G devices,
+B global batch.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
-from bpipe.generate.families import FAMILIES, default
+from bpipe.build import BALANCES, BalanceConfig, ScheduleConfig
+from bpipe.generate.families import FAMILIES, default_family
 from bpipe.ir.layout import Layout, Vocabulary
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster import Cluster
@@ -21,7 +25,6 @@ from bpipe.models.parts import LayerKind, Routing
 from bpipe.models.places import Grid, Places, nodes_of_copies, paired_places, places
 from bpipe.models.recompute import Recompute, StageLayers, read_recompute, stage_layers
 from bpipe.models.switches import Switches
-from bpipe.program import BALANCES, BalanceConfig, ScheduleConfig
 
 ATTENTION = ("unfused", "flash")
 PRECISIONS = ("bf16", "fp16", "fp32")
@@ -53,17 +56,19 @@ _CHOICES = {
 class Setup:
     """One configuration. `layers[stage]` for every stage, chunks included; `placement` says which rank computes it.
 
-    `sequence_parallel` follows from tensor parallelism unless it is switched off; `distributed_optimizer` is ZeRO-1. `kernels` decides
-    what a forward saves: fused ones of a GPU, or plain torch's, with which Megatron runs on a CPU. `group` and `delay` are what some
-    schedules take. `keep_weights_halves`: where backwards are split, those of linear layers wait for their place, or none do.
-    `vocabulary_parallel`: the algorithm by which the output layer is split over all pipeline ranks, `input_shards`: and the embedding with
-    it. Of several stages the first may have the embedding and no layer, the last the output layer and none.
-    `recompute` is a text of `bpipe.models.recompute`. `routing`: how tokens come to experts, whose loads are taken to be even.
-    `fp8`: products of the layers' matrices are of 8-bit values.
-    `context` devices have a part of every sequence each; `cp_comm_type` says how attention reaches the others' parts.
-    `how`: where it is balanced, within which bounds or rooms. `budget_bytes[rank]`: what a device may hold, by default all that it has.
+    `sequence_parallel` follows from tensor parallelism unless it is switched off; `distributed_optimizer` is ZeRO-1.
+    `kernels` decides what a forward saves: fused ones of a GPU, or plain torch's, with which Megatron runs on a CPU.
+    `group` and `delay` are what some schedules take. `keep_weights_halves`: where backwards are split, those of linear
+    layers wait for their place, or none do. `vocabulary_parallel`: the algorithm by which the output layer is split
+    over all pipeline ranks, `input_shards`: and the embedding with it. Of several stages the first may have the
+    embedding and no layer, the last the output layer and none. `recompute` is a text of `bpipe.models.recompute`.
+    `routing`: how tokens come to experts, whose loads are taken to be even. `fp8`: products of the layers' matrices are
+    of 8-bit values. `context` devices have a part of every sequence each; `cp_comm_type` says how attention reaches the
+    others' parts. `how`: where it is balanced, within which bounds or rooms. `budget_bytes[rank]`: what a device may
+    hold, by default all that it has.
 
-    A schedule with two pipes has two copies of every stage in each pipeline: `data` counts pipelines, `replicas` copies of the weights.
+    A schedule with two pipes has two copies of every stage in each pipeline: `data` counts pipelines, `replicas` copies
+    of the weights.
     """
 
     model: Model
@@ -76,7 +81,7 @@ class Setup:
     layers: tuple[int, ...]
     recompute: str = "selective"
     attention: str = "flash"
-    schedule: str = default(1)
+    schedule: str = default_family(1)
     chunks: int = 1
     balance: str = "none"
     precision: str = "bf16"
@@ -106,7 +111,9 @@ class Setup:
             if getattr(self, name) not in choices:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}: choose from {', '.join(choices)}")
         # Of one recomputation there is one text, so that setups that are alike are equal.
-        object.__setattr__(self, "recompute", self.recomputed.checked(self.model, self.kernels, self.fp8 is not None).text)
+        object.__setattr__(
+            self, "recompute", self.recomputed.checked(self.model, self.kernels, self.fp8 is not None).text
+        )
         if self.kernels == "cpu" and self.attention == "flash":
             raise ValueError("kernels cpu compute attention unfused: choose attention unfused")
         for name in ("tensor", "pipeline", "micro_batch", "global_batch", "sequence", "chunks", "context"):
@@ -116,21 +123,36 @@ class Setup:
     def _check_layers(self) -> None:
         whole = len(self.layers) == self.pipeline * self.chunks and sum(self.layers) == self.model.num_layers
         if not whole or without_layers(self.layers) is not None:
-            raise ValueError(f"layers {self.layers} must give {self.pipeline * self.chunks} stages {self.model.num_layers} layers in all")
+            raise ValueError(
+                f"layers {self.layers} must give {self.pipeline * self.chunks} stages {self.model.num_layers} layers "
+                f"in all"
+            )
         gathered = self.tensor == 1 or self.sequence_parallel
-        self.switches.check(self.precision, distributed_optimizer=self.distributed_optimizer, sequence_parallel=gathered)
+        self.switches.check(
+            self.precision, distributed_optimizer=self.distributed_optimizer, sequence_parallel=gathered
+        )
 
     def _check_model(self) -> None:
         """What is not modelled of it."""
         model, cpu = self.model, self.kernels == "cpu"
-        others = (model.qk_norm, model.squared_relu, model.gated_gelu, model.post_norms, model.capped_logits, model.capped_attention)
+        others = (
+            model.qk_norm,
+            model.squared_relu,
+            model.gated_gelu,
+            model.post_norms,
+            model.capped_logits,
+            model.capped_attention,
+        )
         if cpu and (any(others) or model.latent):
             raise ValueError(
-                "what kernels of a CPU save of norms of queries and keys, squared ReLUs, gated GELUs, norms behind attention, capped "
+                "what kernels of a CPU save of norms of queries and keys, squared ReLUs, gated GELUs, norms behind "
+                "attention, capped "
                 "logits and latent attention is not modelled"
             )
         if cpu and model.experts and (self.tensor > 1 or self.routing.expert > 1):
-            raise ValueError("what kernels of a CPU save of experts is modelled without tensor and expert parallelism alone")
+            raise ValueError(
+                "what kernels of a CPU save of experts is modelled without tensor and expert parallelism alone"
+            )
         model.check_mambas(self.tensor, self.context, cpu)
         model.check_attention(self.attention == "flash", self.sequence)
 
@@ -146,12 +168,17 @@ class Setup:
             raise ValueError(f"expert parallel {ep} does not divide the {experts.num_experts} experts")
         if block % (ep * each):
             raise ValueError(
-                f"expert parallel {ep} * expert tensor parallel {each} does not divide t*{'c*' * (self.context > 1)}d = {block}"
+                f"expert parallel {ep} * expert tensor parallel {each} does not divide t*{'c*' * (self.context > 1)}d "
+                f"= {block}"
             )
         if self.tensor > 1 and not self.sequence_parallel:
-            raise ValueError("experts with tensor parallelism are trained with sequence parallelism alone: give --sequence-parallel")
+            raise ValueError(
+                "experts with tensor parallelism are trained with sequence parallelism alone: give --sequence-parallel"
+            )
         if self.num_pipes > 1:
-            raise ValueError(f"{self.schedule} has two pipes, in which experts are not modelled: choose another schedule")
+            raise ValueError(
+                f"{self.schedule} has two pipes, in which experts are not modelled: choose another schedule"
+            )
 
     def _check_division(self) -> None:
         t, p, devices = self.tensor, self.pipeline, self.cluster.num_devices
@@ -164,33 +191,45 @@ class Setup:
         if groups % t and t % groups:
             raise ValueError(f"tensor parallel {t} and {groups} query groups: one must divide the other")
         if self.cluster.devices_per_domain % t:
-            raise ValueError(f"tensor parallel {t} does not divide the {self.cluster.devices_per_domain} devices of {self.cluster.domain}")
+            raise ValueError(
+                f"tensor parallel {t} does not divide the {self.cluster.devices_per_domain} devices of "
+                f"{self.cluster.domain}"
+            )
         if self.global_batch % (self.micro_batch * self.data):
             raise ValueError(
-                f"global batch {self.global_batch} is no multiple of micro-batch {self.micro_batch} * data parallel {self.data}: "
+                f"global batch {self.global_batch} is no multiple of micro-batch {self.micro_batch} * data parallel "
+                f"{self.data}: "
                 f"the nearest is {max(1, round(self.global_batch / (self.micro_batch * self.data))) * self.micro_batch * self.data}"
             )
 
     def _check_schedule(self) -> None:
         p = self.pipeline
-        # Raises for a schedule that does not exist, or not with so many chunks, or ranks, or takes no group, or no shards.
+        # Raises for a schedule that does not exist, or not with so many chunks, or ranks, or takes no group, or no
+        # shards.
         program = self.program(1)
         pipes = program.layout.num_pipes
-        if program.room is not None:
+        if program.limit is not None:
             raise ValueError(
-                f"{self.schedule} without a group has its order chosen for a bound, which is not modelled: give the group, or a bound for "
+                f"{self.schedule} without a group has its order chosen for a bound, which is not modelled: give the "
+                f"group, or a bound for "
                 "each rank"
             )
         if self.num_microbatches % pipes:
             raise ValueError(
-                f"{self.schedule} has {pipes} pipes that take equally many of the {self.num_microbatches} micro-batches: take a global "
+                f"{self.schedule} has {pipes} pipes that take equally many of the {self.num_microbatches} "
+                f"micro-batches: take a global "
                 f"batch that is a multiple of micro-batch {self.micro_batch} * data parallel {self.data} * {pipes}"
             )
         looped = FAMILIES[self.schedule].exchange is Exchange.MEGATRON_INTERLEAVED
         if looped and self.switches.no_overlap_p2p_communication and p < 3:
-            raise ValueError(f"--no-overlap-p2p-communication with chunks is for 3 or more pipeline ranks in Megatron, there are {p}")
+            raise ValueError(
+                f"--no-overlap-p2p-communication with chunks is for 3 or more pipeline ranks in Megatron, there are {p}"
+            )
         if looped and self.num_microbatches % p:
-            raise ValueError(f"with chunks Megatron wants micro-batches ({self.num_microbatches}) in multiples of the {p} pipeline ranks")
+            raise ValueError(
+                f"with chunks Megatron wants micro-batches ({self.num_microbatches}) in multiples of the {p} pipeline "
+                f"ranks"
+            )
 
     def _cut(self) -> str:
         sizes = (self.tensor, self.pipeline) if self.context == 1 else (self.tensor, self.pipeline, self.context)
@@ -206,13 +245,16 @@ class Setup:
             raise ValueError(f"context parallel {c}: the sequence, {self.sequence}, must be a multiple of {parts}")
         if self.kernels == "cpu" or self.attention == "unfused":
             raise ValueError(
-                f"context parallel {c} is for flash attention on GPUs, which alone Transformer Engine computes over several ranks: choose "
+                f"context parallel {c} is for flash attention on GPUs, which alone Transformer Engine computes over "
+                f"several ranks: choose "
                 "attention flash and kernels gpu"
             )
         refused = model.no_context(self.sequence, how)
         if refused is not None:
             raise ValueError(refused)
-        if how == "a2a" and (model.num_attention_heads % (self.tensor * c) or model.num_query_groups % (self.tensor * c)):
+        if how == "a2a" and (
+            model.num_attention_heads % (self.tensor * c) or model.num_query_groups % (self.tensor * c)
+        ):
             raise ValueError(
                 f"a2a gives every context-parallel rank other heads: t*c = {self.tensor * c} does not divide the "
                 f"{model.num_attention_heads} heads and {model.num_query_groups} query groups"
@@ -227,11 +269,14 @@ class Setup:
         if self.fp8.param_gather and not self.distributed_optimizer:
             raise ValueError("--fp8-param-gather is for the distributed optimizer: leave one of the two out")
         if self.splits:
-            raise ValueError(f"{self.schedule} splits backwards, and what its halves hold in FP8 is not modelled: choose another schedule")
+            raise ValueError(
+                f"{self.schedule} splits backwards, and what its halves hold in FP8 is not modelled: choose another "
+                f"schedule"
+            )
 
     @property
     def peak_flops_per_s(self) -> float:
-        """Of a device, by what MFU is counted: in FP8 that of 8-bit products."""
+        """Peak FLOP/s of a device by which MFU is counted: with FP8, that of 8-bit products."""
         device = self.cluster.device
         return device.peak_flops_per_s if self.fp8 is None or device.fp8_flops_per_s is None else device.fp8_flops_per_s
 
@@ -245,12 +290,13 @@ class Setup:
 
     @property
     def limit_bytes(self) -> tuple[int, ...]:
-        """What a device of each rank may hold."""
+        """Bytes that a device of each rank may hold."""
         return self.budget_bytes or (self.cluster.device.memory_bytes,) * self.pipeline
 
     @property
     def vocabulary(self) -> int:
-        """Padded as Megatron does, to a multiple of 128 on every tensor-parallel rank; in shards, to one that every rank has a part of."""
+        """Vocabulary size, padded as Megatron does to a multiple of 128 on every tensor-parallel rank; in shards, so
+        that every rank has a part."""
         multiple = math.lcm(128, self.pipeline if self.is_sharded else 1) * self.tensor
         return -(-self.model.vocabulary // multiple) * multiple
 
@@ -261,7 +307,7 @@ class Setup:
 
     @property
     def vocabulary_shards(self) -> int:
-        """Over how many devices the rows of the output layer are divided."""
+        """Number of devices over which the rows of the output layer are divided."""
         return self.tensor * (self.pipeline if self.is_sharded else 1)
 
     @property
@@ -270,7 +316,7 @@ class Setup:
 
     @property
     def placements(self) -> tuple[tuple[int, ...], ...]:
-        """By pipe, the rank of every stage."""
+        """Placement of each pipe: the rank of every stage."""
         return _layout(self.schedule, self.pipeline, self.chunks).placements
 
     @property
@@ -283,33 +329,33 @@ class Setup:
         return self.data * self.context * self.num_pipes
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Those that a rank computes, in any pipe, ascending."""
+        """Return the stages that a rank computes, in any pipe, ascending."""
         return _layout(self.schedule, self.pipeline, self.chunks).stages_of(rank)
 
     @property
     def stage_kinds(self) -> tuple[tuple[tuple[LayerKind, int], ...], ...]:
-        """For every stage how many layers of each kind it has."""
+        """Number of layers of each kind in every stage."""
         return self.model.stage_kinds(self.layers)
 
     @property
     def recomputed(self) -> Recompute:
-        """What `recompute` says."""
+        """The parsed value of `recompute`."""
         return read_recompute(self.recompute)
 
     @property
     def stage_layers(self) -> tuple[StageLayers, ...]:
-        """For every stage how many layers of each kind it has, by what of them is recomputed."""
+        """Number of layers of each kind in every stage, by what of them is recomputed."""
         return stage_layers(self.model, self.recomputed, self.layers)
 
     @property
     def differs(self) -> bool:
-        """Whether micro-batches of a stage may differ in size, so that host buffers have a reserve: experts that are not padded take what
-        comes."""
+        """Whether micro-batches of a stage may differ in size, so that host buffers have a reserve: experts that are
+        not padded take what comes."""
         return self.switches.bpipe_differing_sizes or (self.model.experts is not None and not self.routing.padded)
 
     @property
     def expert_tensor(self) -> int:
-        """Over so many devices each expert is divided."""
+        """Number of devices over which each expert is divided."""
         return self.routing.expert_tensor or self.tensor
 
     @property
@@ -329,7 +375,7 @@ class Setup:
 
     @property
     def stride(self) -> int:
-        """So many micro-batches are whole groups, and at least as many as ranks: after each so many the steady phase is where it was."""
+        """Micro-batches in whole groups, at least as many as ranks: after each so many the steady phase repeats."""
         return -(-self.pipeline // self.group_size) * self.group_size
 
     @property
@@ -339,39 +385,45 @@ class Setup:
 
     @property
     def sequence_shards(self) -> int:
-        """Over how many devices the parts of a layer between its matrices are divided."""
+        """Number of devices over which a layer's parts between its matrices are divided."""
         return self.tensor if self.sequence_parallel else 1
 
     def program(self, num_microbatches: int | None = None) -> ScheduleConfig:
-        """What the one door builds for this setup."""
+        """Return the schedule configuration of this setup."""
         count = num_microbatches or self.num_microbatches
         split, shards = Vocabulary(self.vocabulary_parallel), self.input_shards
         how = self.how if self.balance != BALANCES[0] else None
         sizes = (self.pipeline, count, self.chunks)
-        return ScheduleConfig(self.schedule, *sizes, how, self.group, delay=self.delay, vocabulary=split, input_shards=shards)
+        return ScheduleConfig(
+            self.schedule, *sizes, how, self.group, delay=self.delay, vocabulary=split, input_shards=shards
+        )
 
     def nodes(self) -> tuple[int, ...]:
-        """The node of every rank of the first pipeline. Where the last stage is not on the last rank, Megatron's ranks are these reversed:
-        the loss stays on its last one."""
+        """Return the node of every rank of the first pipeline.
+
+        Where the last stage is not on the last rank, Megatron's ranks are these reversed: the loss stays on its last
+        one.
+        """
         return self._in_order(self._places(self.cluster.devices_per_node).first)
 
     def domains(self) -> tuple[int, ...]:
-        """The same of nodes that are joined as the devices of one are."""
+        """Return the NVLink domain of every rank."""
         return self._in_order(self._places(self.cluster.devices_per_domain).first)
 
     def _in_order(self, nodes: tuple[int, ...]) -> tuple[int, ...]:
         return nodes if self.num_pipes > 1 or self.placements[0][-1] == self.pipeline - 1 else tuple(reversed(nodes))
 
     def replicas_share_nodes(self) -> bool:
-        """Whether gradients are reduced without leaving a node, or those that are joined as one."""
+        """Return whether gradients are reduced within a node, or within nodes that are joined as one."""
         return self._places(self.cluster.devices_per_domain).share_node
 
     def replica_ports(self) -> int:
-        """Over so many ports a node's replicas of a rank reach those on other nodes: as many as the node has that has fewest of them."""
+        """Return over how many ports a node's replicas of a rank reach other nodes: the fewest that any node has."""
         return self._places(self.cluster.devices_per_domain).ports
 
     def stage_nodes(self) -> tuple[int, ...]:
-        """The nodes, or domains, of the first rank's copies, in the order of these: of each replica all parts of the sequence."""
+        """Return the nodes, or domains, of the first rank's copies, in the order of these: of each replica all parts
+        of the sequence."""
         nodes = nodes_of_copies(self._grid(self.cluster.devices_per_domain), self.balance != "none", self.how.partners)
         return tuple(nodes[0, copy] for copy in range(self.data * self.context))
 
@@ -387,7 +439,7 @@ _FIELDS = tuple(one.name for one in fields(Setup))
 
 
 def setup_from_values(values: Mapping[str, Any]) -> Setup:
-    """Of values by the names of its fields; others are left aside."""
+    """Return a setup from values by the names of its fields; ignore others."""
     return Setup(**{name: values[name] for name in _FIELDS if name in values})
 
 
@@ -397,17 +449,20 @@ def _layout(schedule: str, pipeline: int, chunks: int) -> Layout:
 
 
 def without_layers(layers: Sequence[int]) -> int | None:
-    """The first stage without a layer that needs one: of several the first may have the embedding alone, the last the output layer."""
+    """Return the first stage without a layer that needs one: of several the first may have the embedding alone, the
+    last the output layer."""
     ends = (0, len(layers) - 1) if len(layers) > 1 else ()
     return next((stage for stage, num in enumerate(layers) if num < (stage not in ends)), None)
 
 
 def split_layers(num_layers: int, num_stages: int, allow_uneven: bool = False) -> tuple[int, ...] | None:
-    """Layers of each stage, or None where there is no such split. Uneven: what does not divide goes, one each, to the stages before the
-    last.
+    """Return the layers of each stage, or None where there is no such split.
 
-    The last has the output layer besides, and early stages hold most micro-batches: so the first is the next to be spared. Where there is
-    a stage or two more than layers, the last has the output layer alone, then the first the embedding.
+    Uneven: what does not divide goes, one each, to the stages before the last.
+
+    The last has the output layer besides, and early stages hold most micro-batches: so the first is the next to be
+    spared. Where there is a stage or two more than layers, the last has the output layer alone, then the first the
+    embedding.
     """
     each, rest = divmod(num_layers, num_stages)
     spared = num_stages - num_layers
@@ -419,27 +474,32 @@ def split_layers(num_layers: int, num_stages: int, allow_uneven: bool = False) -
 
 
 def redistribute_layers(num_layers: int, num_stages: int, output_in_layers: float) -> tuple[int, ...] | None:
-    """Fewer layers for the last of several stages, whose output layer takes as long as so many, the others' as equal as can be.
+    """Give the last stage fewer layers, as its output layer takes as long as so many, and the others equal shares.
 
-    Of all numbers that are as fast it has most, then others have fewer. None where the others would not have one each.
+    Of all numbers that are as fast, take the most for the last. None where the others would not have one layer each.
     """
     others = num_stages - 1
     if others < 1 or num_layers < others:
         return None
-    last = min(range(num_layers - others, -1, -1), key=lambda number: max(-(-(num_layers - number) // others), number + output_in_layers))
+    last = min(
+        range(num_layers - others, -1, -1),
+        key=lambda number: max(-(-(num_layers - number) // others), number + output_in_layers),
+    )
     each, rest = divmod(num_layers - last, others)
     return (*(each,) * (others - rest), *(each + 1,) * rest, last)
 
 
 def padded_vocabulary(vocabulary: int, divisible_by: int, tensor: int) -> int:
-    """As Megatron pads it (`--make-vocab-size-divisible-by`)."""
+    """Return the vocabulary size as Megatron pads it (`--make-vocab-size-divisible-by`)."""
     multiple = divisible_by * tensor
     return -(-vocabulary // multiple) * multiple
 
 
 def output_in_layers(vocabulary: int, hidden_size: int, sequence: int) -> float:
-    """How many layers take as long as the output layer: of each token a layer has 24 h^2 + 4 s h FLOPs forward, the output layer 2 V h.
+    """Return how many layers take as long as the output layer: per token a layer has 24 h^2 + 4 s h FLOPs forward, the
+    output layer 2 V h.
 
-    Source: Yeung et al., "Balancing Pipeline Parallelism with Vocabulary Parallelism", 2024; a layer of GPT's, whose MLP is 4 h wide.
+    Source: Yeung et al., "Balancing Pipeline Parallelism with Vocabulary Parallelism", 2024; a layer of GPT's, whose
+    MLP is 4 h wide.
     """
     return 2 * vocabulary / (24 * hidden_size + 4 * sequence)

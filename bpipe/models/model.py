@@ -1,4 +1,7 @@
-"""Describe a transformer by its sizes. In: numbers. Out: a frozen `Model`. Knows no parallelism, no device, no weights and no file."""
+"""Describe a transformer by its sizes.
+
+In: numbers. Out: a frozen `Model`. Knows no parallelism, no device, no weights and no file.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +13,24 @@ from functools import lru_cache
 from itertools import accumulate
 
 from bpipe.models.hybrid import ATTENTION, EXPERTS, MOST_LAYERS, Hybrid
-from bpipe.models.parts import EVERY, Experts, Latent, LayerKind, shortest
+from bpipe.models.parts import EVERY_LAYER, Experts, Latent, LayerKind, shortest
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
     """A decoder with `num_layers` layers. The names are Megatron's flags where it has one.
 
-    `num_query_groups` key and value heads serve `num_attention_heads` heads of `kv_channels` each. `gated` is a SwiGLU MLP: the first
-    projection is twice as wide; `gated_gelu`: its gate is a GELU. `squared_relu` is an MLP's without a gate. `rms_norm` has a weight and no
-    bias. `learned_positions` adds an embedding of the sequence's length; without, positions rotate queries and keys, or with
-    `no_positions` nothing knows them. `qkv_bias`: of linear layers only those of Q, K and V have biases.
-    `qk_norm`: every head's queries and keys are normed, by one norm each. `window`: no token attends to more than so many, in the layers
-    that `window_pattern` says. `chunk`: tokens attend within their own so many alone, which is not modelled.
-    `post_norms`: what attention and MLP give is normed, too. `capped_attention` and `capped_logits` are squeezed by a tanh.
+    `num_query_groups` key and value heads serve `num_attention_heads` heads of `kv_channels` each. `gated` is a SwiGLU
+    MLP: the first projection is twice as wide; `gated_gelu`: its gate is a GELU. `squared_relu` is an MLP's without a
+    gate. `rms_norm` has a weight and no bias. `learned_positions` adds an embedding of the sequence's length; without,
+    positions rotate queries and keys, or with `no_positions` nothing knows them. `qkv_bias`: of linear layers only
+    those of Q, K and V have biases. `qk_norm`: every head's queries and keys are normed, by one norm each. `window`: no
+    token attends to more than so many, in the layers that `window_pattern` says. `chunk`: tokens attend within their
+    own so many alone, which is not modelled. `post_norms`: what attention and MLP give is normed, too.
+    `capped_attention` and `capped_logits` are squeezed by a tanh.
 
-    `experts`: some layers or all have them in place of the MLP, which `ffn_hidden_size` is of the others. `latent`: attention is latent.
-    `hybrid`: every layer is one part alone.
+    `experts`: some layers or all have them in place of the MLP, which `ffn_hidden_size` is of the others. `latent`:
+    attention is latent. `hybrid`: every layer is one part alone.
     """
 
     name: str
@@ -49,7 +53,7 @@ class Model:
     qkv_bias: bool = False
     qk_norm: bool = False
     window: int | None = None
-    window_pattern: tuple[int, ...] = EVERY
+    window_pattern: tuple[int, ...] = EVERY_LAYER
     chunk: int | None = None
     post_norms: bool = False
     capped_attention: bool = False
@@ -65,9 +69,14 @@ class Model:
             if type(value) is int and value < 1:
                 raise ValueError(f"model {self.name}: {name} is {value}, but must be at least 1")
         if self.num_layers > MOST_LAYERS:
-            raise ValueError(f"model {self.name}: num_layers is {self.num_layers}, and no model has more than {MOST_LAYERS}")
+            raise ValueError(
+                f"model {self.name}: num_layers is {self.num_layers}, and no model has more than {MOST_LAYERS}"
+            )
         if self.num_attention_heads % self.num_query_groups:
-            raise ValueError(f"model {self.name}: {self.num_query_groups} query groups do not divide {self.num_attention_heads} heads")
+            raise ValueError(
+                f"model {self.name}: {self.num_query_groups} query groups do not divide {self.num_attention_heads} "
+                f"heads"
+            )
         if self.squared_relu and self.gated:
             raise ValueError(f"model {self.name}: a SwiGLU is no squared ReLU: leave one of the two out")
         if self.no_positions and self.learned_positions:
@@ -77,17 +86,23 @@ class Model:
         self._check_hybrid()
 
     def _check_parts(self) -> None:
-        patterns = {"experts": self.experts.pattern if self.experts else EVERY, "windows": self.window_pattern}
+        patterns = {"experts": self.experts.pattern if self.experts else EVERY_LAYER, "windows": self.window_pattern}
         for what, pattern in patterns.items():
             if len(pattern) > self.num_layers:
-                raise ValueError(f"model {self.name}: {what} are said of {len(pattern)} layers, there are {self.num_layers}")
-        if self.latent and (self.num_query_groups != self.num_attention_heads or self.qk_norm or self.qkv_bias or self.window):
+                raise ValueError(
+                    f"model {self.name}: {what} are said of {len(pattern)} layers, there are {self.num_layers}"
+                )
+        if self.latent and (
+            self.num_query_groups != self.num_attention_heads or self.qk_norm or self.qkv_bias or self.window
+        ):
             raise ValueError(
-                f"model {self.name}: latent attention has no query groups, windows, norms of heads or biases: leave one of them out"
+                f"model {self.name}: latent attention has no query groups, windows, norms of heads or biases: leave "
+                f"one of them out"
             )
         if self.linear_bias and (self.latent or (self.experts and self.experts.shared_size)):
             raise ValueError(
-                f"model {self.name}: with latent attention or shared experts no linear layer has a bias: leave one of them out"
+                f"model {self.name}: with latent attention or shared experts no linear layer has a bias: leave one of "
+                f"them out"
             )
 
     def _check_hybrid(self) -> None:
@@ -99,11 +114,13 @@ class Model:
             raise ValueError(f"model {self.name}: the pattern has {len(pattern)} layers, not {self.num_layers}")
         if (self.experts is not None) != (EXPERTS in pattern):
             raise ValueError(
-                f"model {self.name}: layers with experts are {EXPERTS} in the pattern, and have sizes: give both or neither (--num-experts)"
+                f"model {self.name}: layers with experts are {EXPERTS} in the pattern, and have sizes: give both or "
+                f"neither (--num-experts)"
             )
-        if self.latent or self.post_norms or (self.experts and self.experts.pattern != EVERY):
+        if self.latent or self.post_norms or (self.experts and self.experts.pattern != EVERY_LAYER):
             raise ValueError(
-                f"model {self.name}: hybrid layers have no latent attention, norms behind attention and further pattern of experts: "
+                f"model {self.name}: hybrid layers have no latent attention, norms behind attention and further "
+                f"pattern of experts: "
                 "leave one of them out"
             )
 
@@ -112,11 +129,13 @@ class Model:
         """Whether all layers are alike."""
         if self.hybrid is not None:
             return False
-        return (self.experts is None or self.experts.pattern == EVERY) and (self.window is None or self.window_pattern == EVERY)
+        return (self.experts is None or self.experts.pattern == EVERY_LAYER) and (
+            self.window is None or self.window_pattern == EVERY_LAYER
+        )
 
     @property
     def period(self) -> int:
-        """After so many layers the same kinds come again."""
+        """Number of layers after which the kinds repeat."""
         if self.hybrid is not None:
             return self.num_layers
         return math.lcm(len(self.window_pattern), 1 if self.experts is None else len(self.experts.pattern))
@@ -130,7 +149,7 @@ class Model:
         return LayerKind(experts, windowed)
 
     def kinds(self, first: int = 0, number: int | None = None) -> tuple[tuple[LayerKind, int], ...]:
-        """How many of each kind so many layers are from the first on, without a number all."""
+        """Return how many of each kind the first `number` layers have; without a number, all layers."""
         number = self.num_layers - first if number is None else number
         if self.is_uniform:
             return ((self.kind(0), number),)
@@ -148,20 +167,28 @@ class Model:
             raise ValueError(f"{self.name}: windows and capped attention are modelled with attention flash alone")
         if self.chunk is not None and sequence > self.chunk:
             raise ValueError(
-                f"{self.name} attends within chunks of {self.chunk} tokens, which is not modelled where the sequence, {sequence}, is "
+                f"{self.name} attends within chunks of {self.chunk} tokens, which is not modelled where the sequence, "
+                f"{sequence}, is "
                 f"longer: give --sequence {self.chunk} or less"
             )
 
     def no_context(self, sequence: int, cp_comm_type: str) -> str | None:
-        """Why Transformer Engine computes attention over no context-parallel ranks in this way, and the way out."""
+        """Return why Transformer Engine does not compute attention over context-parallel ranks in this way, and the
+        way out. None: it does."""
         if cp_comm_type == "p2p" and self.window is not None and sequence > self.window:
-            return f"{self.name} has windows, which no ring of context-parallel ranks computes: give --cp-comm-type all_gather or a2a"
+            return (
+                f"{self.name} has windows, which no ring of context-parallel ranks computes: give --cp-comm-type "
+                f"all_gather or a2a"
+            )
         if cp_comm_type != "p2p" and self.latent is not None:
-            return f"{self.name} has latent attention, which context-parallel ranks compute in a ring alone: give --cp-comm-type p2p"
+            return (
+                f"{self.name} has latent attention, which context-parallel ranks compute in a ring alone: give "
+                f"--cp-comm-type p2p"
+            )
         return None
 
     def stage_kinds(self, layers: Sequence[int]) -> tuple[tuple[tuple[LayerKind, int], ...], ...]:
-        """The same of stages with so many layers each."""
+        """Return the kinds of layers of stages with so many layers each."""
         if self.is_uniform:
             kind = self.kind(0)
             return tuple(((kind, number),) for number in layers)
@@ -174,22 +201,22 @@ class Model:
 
     @property
     def value_size(self) -> int:
-        """What attention gives: of every head a value."""
+        """Size of attention's output: a value for every head."""
         return self.num_attention_heads * (self.latent.v_head_dim if self.latent else self.kv_channels)
 
     @property
     def key_value_size(self) -> int:
-        """Keys and values together."""
+        """Size of keys and values together."""
         return self.query_size + self.value_size if self.latent else 2 * self.num_query_groups * self.kv_channels
 
     @property
     def latent_ranks(self) -> int:
-        """What latent attention norms of a token, projected down; 0 of other attention."""
+        """Values of a token that latent attention projects down and norms; 0 for other attention."""
         return 0 if self.latent is None else (self.latent.q_lora_rank or 0) + self.latent.kv_lora_rank
 
     @property
     def core_size(self) -> int:
-        """Of a query and a key, the multiplications of both products, halved as the causal half of the square has them."""
+        """Multiplications of a query with a key over both products, halved for the causal half of the square."""
         return (self.query_size + self.value_size) // 2
 
     @property
@@ -208,28 +235,46 @@ def _counted(model: Model, first: int, number: int) -> tuple[tuple[LayerKind, in
 
 
 def counted[Sort: Hashable](sort_of: Callable[[int], Sort], first: int, number: int, period: int) -> dict[Sort, int]:
-    """How many of each sort so many layers are from the first on, which repeat after a period. A file may say thousands of them."""
+    """Return how many of each sort the first so many layers have, which repeat after a period.
+
+    A file may say thousands of them.
+    """
     periods, rest = divmod(number, period)
     counts = Counter(sort_of(first + place) for place in range(min(number, period)))
     beyond = Counter(sort_of(first + place) for place in range(rest if periods else 0))
     return {sort: count * max(periods, 1) + beyond[sort] for sort, count in counts.items()}
 
 
-def gpt(name: str, num_layers: int, hidden_size: int, heads: int, vocabulary: int = 51200, sequence: int = 2048) -> Model:
-    """A model as in the GPT-3 papers: full attention, MLP of four times the hidden size, biases, dropout, tied embedding."""
-    return Model(name, num_layers, hidden_size, heads, heads, hidden_size // heads, 4 * hidden_size, vocabulary, sequence)
+def gpt(
+    name: str, num_layers: int, hidden_size: int, heads: int, vocabulary: int = 51200, sequence: int = 2048
+) -> Model:
+    """Return a model as in the GPT-3 papers: full attention, MLP of four times the hidden size, biases, dropout,
+    tied embedding."""
+    return Model(
+        name, num_layers, hidden_size, heads, heads, hidden_size // heads, 4 * hidden_size, vocabulary, sequence
+    )
 
 
 def llama(
-    name: str, num_layers: int, hidden_size: int, heads: int, groups: int, ffn: int, vocabulary: int, sequence: int, kv_channels: int = 128
+    name: str,
+    num_layers: int,
+    hidden_size: int,
+    heads: int,
+    groups: int,
+    ffn: int,
+    vocabulary: int,
+    sequence: int,
+    kv_channels: int = 128,
 ) -> Model:
-    """A model as in the LLaMA papers: SwiGLU, RMSNorm, rotary positions, no biases, no dropout, untied embedding."""
+    """Return a model as in the LLaMA papers: SwiGLU, RMSNorm, rotary positions, no biases, no dropout, untied
+    embedding."""
     sizes = (num_layers, hidden_size, heads, groups, kv_channels, ffn, vocabulary, sequence)
     return Model(name, *sizes, True, True, False, False, False, False)
 
 
-# GPT-3 13B, 96B, 134B: Kim et al. 2023 (BPipe), table of models; GPT-3 175B: Brown et al. 2020, vocabulary padded as Megatron pads it.
-# LLaMA 65B: Touvron et al. 2023; sequence 2048 as trained. LLaMA 3: Grattafiori et al. 2024, table 3; sequence 8192.
+# GPT-3 13B, 96B, 134B: Kim et al. 2023 (BPipe), table of models; GPT-3 175B: Brown et al. 2020, vocabulary padded as
+# Megatron pads it. LLaMA 65B: Touvron et al. 2023; sequence 2048 as trained. LLaMA 3: Grattafiori et al. 2024, table 3;
+# sequence 8192.
 PRESETS = {
     model.name: model
     for model in (

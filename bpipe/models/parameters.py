@@ -1,4 +1,6 @@
-"""Count the parameters of a model. In: a Model, a kind of its layers. Out: numbers, apart by who has them. Knows no parallelism.
+"""Count the parameters of a model.
+
+In: a Model, a kind of its layers. Out: numbers, apart by who has them. Knows no parallelism.
 
 Tensor parallelism divides some of a layer's, every rank has others, and those of experts are divided in their own way.
 """
@@ -13,8 +15,13 @@ from bpipe.models.parts import Experts, LayerKind
 
 
 class LayerParameters(NamedTuple):
-    """Of one layer. `matrices` and `biases`: tensor parallelism divides them. `replicated`: every tensor-parallel rank has norms, routers,
-    projections down and the biases of what returns to the hidden size. `experts`: of all experts that tokens are routed to."""
+    """Parameters of one layer.
+
+    `matrices` and `biases`: tensor parallelism divides them. `experts`: those of all routed experts.
+
+    `replicated`: held by every tensor-parallel rank: norms, routers, down projections, and biases of what returns to
+    the hidden size.
+    """
 
     matrices: int
     biases: int
@@ -28,7 +35,7 @@ class LayerParameters(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def layer_parameters(model: Model, kind: LayerKind = LayerKind()) -> LayerParameters:  # noqa: B008  (a frozen value)
-    """Of a layer of one kind, on no matter how many devices."""
+    """Return the parameters of a layer of one kind, on any number of devices."""
     if kind.is_mamba:
         return _mamba(model)
     hidden, gates = model.hidden_size, 2 if model.gated else 1
@@ -40,18 +47,22 @@ def layer_parameters(model: Model, kind: LayerKind = LayerKind()) -> LayerParame
         shared, routers, each = _experts(model, model.experts)
         return LayerParameters(matrices + shared, biases, replicated + routers, model.experts.num_experts * each)
     matrices += hidden * (1 + gates) * model.ffn_hidden_size
-    return LayerParameters(matrices, biases + gates * model.ffn_hidden_size * model.linear_bias, replicated + hidden * model.linear_bias, 0)
+    return LayerParameters(
+        matrices, biases + gates * model.ffn_hidden_size * model.linear_bias, replicated + hidden * model.linear_bias, 0
+    )
 
 
 def _experts(model: Model, experts: Experts) -> tuple[int, int, int]:
     """Of shared ones the matrices, of what weighs and routes all, and of one to which tokens are routed."""
     hidden, gates = model.hidden_size, 2 if model.gated else 1
-    each = hidden * (1 + gates) * experts.ffn_hidden_size + (gates * experts.ffn_hidden_size + hidden) * model.linear_bias
+    each = (
+        hidden * (1 + gates) * experts.ffn_hidden_size + (gates * experts.ffn_hidden_size + hidden) * model.linear_bias
+    )
     return hidden * (1 + gates) * experts.shared_size, hidden * (experts.num_experts + experts.shared_gate), each
 
 
 def _mamba(model: Model) -> LayerParameters:
-    """Megatron's `MambaMixer` behind a norm: its matrices have no biases."""
+    """Return Megatron's `MambaMixer` behind a norm: its matrices have no biases."""
     assert model.hybrid is not None
     matrices = model.hidden_size * (model.hybrid.projected_size + model.hybrid.inner_size)
     return LayerParameters(matrices, model.hybrid.small_parameters, model.norm_parameters, 0)
@@ -71,7 +82,7 @@ def _attention(model: Model) -> tuple[int, int, int]:
 
 
 def num_parameters(model: Model) -> int:
-    """All of them."""
+    """Return the number of all parameters."""
     layers = sum(number * layer_parameters(model, kind).total for kind, number in model.kinds())
     embedding = model.vocabulary * model.hidden_size * (1 if model.tied_embedding else 2)
     positions = model.sequence * model.hidden_size * model.learned_positions
@@ -79,7 +90,10 @@ def num_parameters(model: Model) -> int:
 
 
 def num_active_parameters(model: Model) -> int:
-    """Those that a token meets: of the experts as many as it is routed to. Its embedding is counted whole, as publishers do."""
+    """Return the parameters that a token meets: of the experts as many as it is routed to.
+
+    Its embedding counts whole, as publishers count it.
+    """
     if model.experts is None:
         return num_parameters(model)
     idle = sum(number * layer_parameters(model, kind).experts for kind, number in model.kinds())
@@ -88,9 +102,11 @@ def num_active_parameters(model: Model) -> int:
 
 @lru_cache(maxsize=1024)
 def product_parameters(model: Model, kind: LayerKind = LayerKind()) -> int:  # noqa: B008  (a frozen value)
-    """Parameters of a layer with which every token is multiplied, as Megatron counts them for FLOPs: a router is none of them.
+    """Return the parameters of a layer with which every token is multiplied, as Megatron counts them for FLOPs: a
+    router is none of them.
 
-    Of a Mamba layer it takes what goes through the states to be twice as wide as the hidden size, even where heads say otherwise.
+    Of a Mamba layer it takes what goes through the states to be twice as wide as the hidden size, even where heads say
+    otherwise.
     """
     if kind.is_mamba and model.hybrid is not None:
         wide = 2 * model.hidden_size
@@ -99,13 +115,15 @@ def product_parameters(model: Model, kind: LayerKind = LayerKind()) -> int:  # n
     found = of_layer.matrices
     if model.latent is not None:
         # The norms of what is projected down are among them there.
-        found += model.hidden_size * model.latent.down_size + (model.latent.q_lora_rank or 0) + model.latent.kv_lora_rank
+        found += (
+            model.hidden_size * model.latent.down_size + (model.latent.q_lora_rank or 0) + model.latent.kv_lora_rank
+        )
     if kind.experts and model.experts is not None:
         found += routed_parameters(model)
     return found
 
 
 def routed_parameters(model: Model) -> int:
-    """Of the experts to which a token is routed, the matrices."""
+    """Return matrix parameters of the experts to which a token is routed."""
     assert model.experts is not None
     return model.experts.top_k * model.hidden_size * (3 if model.gated else 2) * model.experts.ffn_hidden_size

@@ -1,8 +1,8 @@
-"""Describe what a transformer's layers may have in place of GPT's: experts, latent attention, windows; or be alone, in hybrid models. In:
-numbers. Out: frozen values.
+"""Describe what a transformer's layers may have in place of GPT's: experts, latent attention, windows; or be alone, in
+hybrid models. In: numbers. Out: frozen values.
 
-Which layers have it says a pattern of ones and zeros, which repeats: Megatron's --moe-layer-freq and --window-attn-skip-freq. Knows no
-model.
+Which layers have it says a pattern of ones and zeros, which repeats: Megatron's --moe-layer-freq and
+--window-attn-skip-freq. Knows no model.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from typing import NamedTuple
 from bpipe.models.hybrid import ATTENTION, EXPERTS, MAMBA, MLP, MOST_LAYERS
 
 # One for every layer.
-EVERY = (1,)
+EVERY_LAYER = (1,)
 
 
 class LayerKind(NamedTuple):
-    """What a layer is, where layers of a model differ: whether it has experts, and how many tokens it attends to at most. `symbol`: that of
-    a hybrid model's layer, which is one part alone; others are attention with an MLP or experts."""
+    """Kind of a layer where layers differ: whether it has experts, and how many tokens it attends to at most.
+
+    `symbol`: that of a hybrid model's layer, which is one part only; others are attention with an MLP or experts.
+    """
 
     experts: bool = False
     window: int | None = None
@@ -36,7 +38,7 @@ class LayerKind(NamedTuple):
 
     @property
     def has_mlp(self) -> bool:
-        """Or experts in its place."""
+        """Whether the layer has an MLP, or experts in its place."""
         return self.symbol in (None, MLP, EXPERTS)
 
     @property
@@ -49,8 +51,9 @@ class LayerKind(NamedTuple):
 class Experts:
     """A layer's MLP in `num_experts` experts of `ffn_hidden_size`, of which every token goes to `top_k`.
 
-    `shared_size`: of the experts that all tokens go to, together; 0 without. `shared_gate`: a sigmoid weighs what these give.
-    `pattern` says which layers have experts. `sigmoid`: scores are sigmoids, and a bias that no gradient trains balances loads.
+    `shared_size`: of the experts that all tokens go to, together; 0 without. `shared_gate`: a sigmoid weighs what these
+    give. `pattern` says which layers have experts. `sigmoid`: scores are sigmoids, and a bias that no gradient trains
+    balances loads.
     """
 
     num_experts: int
@@ -58,7 +61,7 @@ class Experts:
     ffn_hidden_size: int
     shared_size: int = 0
     shared_gate: bool = False
-    pattern: tuple[int, ...] = EVERY
+    pattern: tuple[int, ...] = EVERY_LAYER
     sigmoid: bool = False
 
     def __post_init__(self) -> None:
@@ -68,7 +71,9 @@ class Experts:
         if self.top_k > self.num_experts:
             raise ValueError(f"tokens go to {self.top_k} experts each (top-k), there are {self.num_experts}")
         if self.shared_size < 0 or (self.shared_gate and not self.shared_size):
-            raise ValueError(f"a shared expert of size {self.shared_size}{' with a gate' * self.shared_gate}: give its size")
+            raise ValueError(
+                f"a shared expert of size {self.shared_size}{' with a gate' * self.shared_gate}: give its size"
+            )
         object.__setattr__(self, "pattern", shortest(self.pattern))
         if not any(self.pattern):
             raise ValueError("no layer has experts: leave them out")
@@ -76,9 +81,9 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2"): keys and values come from `kv_lora_rank` values a token, queries from
-    `q_lora_rank`, or from the hidden ones where that is None. A head's query and key are `qk_head_dim` and `qk_pos_emb_head_dim` that
-    rotate, of the latter one key for all heads."""
+    """Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2"): keys and values come from `kv_lora_rank` values
+    a token, queries from `q_lora_rank`, or from the hidden ones where that is None. A head's query and key are
+    `qk_head_dim` and `qk_pos_emb_head_dim` that rotate, of the latter one key for all heads."""
 
     q_lora_rank: int | None
     kv_lora_rank: int
@@ -94,17 +99,17 @@ class Latent:
 
     @property
     def query_head(self) -> int:
-        """Of a head, a query's size and a key's."""
+        """Size of a head's query, and of its key."""
         return self.qk_head_dim + self.qk_pos_emb_head_dim
 
     @property
     def down_size(self) -> int:
-        """What the projections down make of a token, which every tensor-parallel rank has whole."""
+        """Values that the down projections make of a token; every tensor-parallel rank has all of them."""
         return (self.q_lora_rank or 0) + self.kv_lora_rank + self.qk_pos_emb_head_dim
 
 
 def shortest(pattern: tuple[int, ...]) -> tuple[int, ...]:
-    """The shortest that repeats to it."""
+    """Return the shortest pattern that repeats to this one."""
     if not pattern or any(one not in (0, 1) for one in pattern):
         raise ValueError(f"a pattern of layers holds ones and zeros, and at least one of them, not {str(pattern)[:40]}")
     for length in range(1, len(pattern)):
@@ -114,7 +119,8 @@ def shortest(pattern: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def read_pattern(text: str) -> tuple[int, ...]:
-    """Of Megatron's text: a number N is one layer with experts, then N - 1 without; a list is `[0]*3+[1]*58`, `([0]+[1]*3)*4`."""
+    """Read Megatron's pattern: a number N is one layer with experts, then N - 1 without; a list is `[0]*3+[1]*58`,
+    `([0]+[1]*3)*4`."""
     plain = text.replace(" ", "")
     if re.fullmatch("[0-9]{1,5}", plain) and 1 <= int(plain) <= MOST_LAYERS:
         return shortest((1, *(0,) * (int(plain) - 1)))
@@ -144,7 +150,10 @@ def _sum(text: str) -> tuple[int, ...] | None:
 
 
 def _part(text: str) -> tuple[tuple[int, ...] | None, str]:
-    """The list or the bracket that the text begins with, and what stands behind it. None: it begins with neither."""
+    """Return the list or the bracket that the text begins with, and what stands behind it.
+
+    None: it begins with neither.
+    """
     listed = re.match(r"\[([01](?:,[01])*)\]", text)
     if listed is not None:
         return tuple(int(one) for one in listed[1].split(",")), text[listed.end() :]
@@ -165,16 +174,23 @@ def _closing(text: str) -> int:
 
 
 def write_pattern(pattern: tuple[int, ...], num_layers: int) -> str:
-    """Of layers with experts as Megatron reads it: a number where that says it, else a list."""
+    """Write a pattern of layers with experts as Megatron reads it: a number where that says it, else a list."""
     whole = tuple(pattern[layer % len(pattern)] for layer in range(num_layers))
-    every = next((step for step in range(1, len(whole) + 1) if whole == tuple(int(layer % step == 0) for layer in range(num_layers))), None)
+    every = next(
+        (
+            step
+            for step in range(1, len(whole) + 1)
+            if whole == tuple(int(layer % step == 0) for layer in range(num_layers))
+        ),
+        None,
+    )
     if every is not None:
         return str(every)
     return write_list(pattern, num_layers)
 
 
 def write_list(pattern: tuple[int, ...], num_layers: int) -> str:
-    """A list for all layers."""
+    """Return a list for all layers."""
     whole = tuple(pattern[layer % len(pattern)] for layer in range(num_layers))
     if len(pattern) < num_layers and num_layers % len(pattern) == 0:
         return f"({_runs(pattern)})*{num_layers // len(pattern)}"
@@ -190,8 +206,13 @@ DISPATCHERS = ("alltoall", "allgather", "flex")
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How tokens come to their experts. `expert` devices share a layer's experts among them, `expert_tensor` divide each of these: None is
-    as many as tensor parallelism. `capacity`: no expert takes more than so many times its even share, and with `padded` each as many."""
+    """Routing of tokens to experts.
+
+    `expert` devices share a layer's experts; `expert_tensor` divide each of these, as many as tensor parallelism by
+    default. `expert` devices share a layer's experts among them, `expert_tensor` divide each of these: None is as many
+    as tensor parallelism. `capacity`: no expert takes more than so many times its even share, and with `padded` each as
+    many.
+    """
 
     expert: int = 1
     expert_tensor: int | None = None
@@ -206,6 +227,8 @@ class Routing:
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, but must be at least 1")
         if self.capacity is not None and self.capacity <= 0:
-            raise ValueError(f"the capacity of experts is {self.capacity:g} times their even share, but must lie above 0")
+            raise ValueError(
+                f"the capacity of experts is {self.capacity:g} times their even share, but must lie above 0"
+            )
         if self.padded and self.capacity is None:
             raise ValueError("experts are padded to a capacity: give the capacity factor, too")

@@ -1,8 +1,11 @@
-"""Say on which nodes the parts of a training lie. In: how it is cut, and the devices of a node. Out: nodes of ranks and of their copies,
-or, where the links of a node join several, domains.
+"""Say on which nodes the parts of a training lie.
 
-A copy of a rank is a device with the same weights: of every replica, and of every part of the sequence that context parallelism makes. In
-Megatron's order of ranks tensor parallelism is innermost, then context, then data, then pipeline parallelism. Knows no links.
+In: how it is cut, and the devices of a node. Out: nodes of ranks and of their copies, or, where the links of a node
+join several, domains.
+
+A copy of a rank is a device with the same weights: of every replica, and of every part of the sequence that context
+parallelism makes. In Megatron's order of ranks tensor parallelism is innermost, then context, then data, then pipeline
+parallelism. Knows no links.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from bpipe.placement import Topology, pair_adjacent
 
 
 class Grid(NamedTuple):
-    """How a training is cut, over nodes of so many devices, of which so many have the links of a node."""
+    """Parallel sizes of a training, devices of a node, and devices that have a node's links."""
 
     tensor: int
     context: int
@@ -26,8 +29,12 @@ class Grid(NamedTuple):
 
 
 class Places(NamedTuple):
-    """`first`: the nodes of the first copy of every rank. `share_node`: whether all copies of every rank are on one node, `ports`: how few
-    of a rank's any node has that has some."""
+    """Nodes of ranks. `first`: nodes of the first copy of every rank.
+
+    `share_node`: whether all copies of every rank share a node.
+
+    `ports`: the fewest copies of a rank on any node that has some.
+    """
 
     first: tuple[int, ...]
     share_node: bool
@@ -36,7 +43,7 @@ class Places(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def places(grid: Grid, adjacent: bool, partners: tuple[int, ...] | None) -> Places:
-    """A balanced run lies with its pairs adjacent. Any other has Megatron's own order."""
+    """Return the places of ranks: pairs are adjacent in a balanced run; any other has Megatron's own order."""
     nodes = nodes_of_copies(grid, adjacent, partners)
     groups = [[nodes[rank, copy] for copy in range(grid.data * grid.context)] for rank in range(grid.pipeline)]
     return Places(tuple(nodes[rank, 0] for rank in range(grid.pipeline)), *_spread(groups))
@@ -44,11 +51,15 @@ def places(grid: Grid, adjacent: bool, partners: tuple[int, ...] | None) -> Plac
 
 @lru_cache(maxsize=1024)
 def nodes_of_copies(grid: Grid, adjacent: bool, partners: tuple[int, ...] | None) -> dict[tuple[int, int], int]:
-    """By rank and copy; the parts of one sequence are copies that follow each other."""
+    """Return the node of every rank and copy. Parts of one sequence are copies that follow each other."""
     tensor, context, pipeline, data, each, domain = grid
     if adjacent:
         parts = pair_adjacent(Topology(tensor, context, pipeline, data, each), partners)
-        place_of = {(part.stage, part.replica * context + part.context): place for place, part in enumerate(parts) if part.tensor == 0}
+        place_of = {
+            (part.stage, part.replica * context + part.context): place
+            for place, part in enumerate(parts)
+            if part.tensor == 0
+        }
     else:
         copies = data * context
         place_of = {(rank, copy): (rank * copies + copy) * tensor for rank in range(pipeline) for copy in range(copies)}
@@ -57,7 +68,8 @@ def nodes_of_copies(grid: Grid, adjacent: bool, partners: tuple[int, ...] | None
 
 @lru_cache(maxsize=1024)
 def paired_places(grid: Grid) -> Places:
-    """The same with two pipes: to Megatron it is a pipeline of half as many ranks, of which twice as many replicas are neighbours.
+    """Return the places with two pipes: to Megatron it is a pipeline of half as many ranks, whose replicas, twice as
+    many, are neighbours.
 
     So ranks r and p - 1 - r, which have the same weights, lie beside each other, and those with the first stage last.
     """
@@ -70,7 +82,10 @@ def paired_places(grid: Grid) -> Places:
             replica, part = divmod(copy, context)
             place = (((position * data + replica) * 2 + (rank >= half)) * context + part) * tensor
             nodes[rank, copy] = place // domain
-    groups = [[nodes[one, copy] for copy in range(data * context) for one in (rank, pipeline - 1 - rank)] for rank in range(half)]
+    groups = [
+        [nodes[one, copy] for copy in range(data * context) for one in (rank, pipeline - 1 - rank)]
+        for rank in range(half)
+    ]
     return Places(tuple(nodes[rank, 0] for rank in range(pipeline)), *_spread(groups))
 
 

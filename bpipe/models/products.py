@@ -18,8 +18,8 @@ from bpipe.models.rates import Rates
 from bpipe.models.routed import routed_tokens
 from bpipe.models.sizes import element_bytes, num_tokens
 
-# Rows and columns, and what it reaches of the largest's rate: the smaller reads more for every result it computes. cuBLAS has smaller
-# ones still, for products that do not fill a device.
+# Rows and columns, and what it reaches of the largest's rate: the smaller reads more for every result it computes.
+# cuBLAS has smaller ones still, for products that do not fill a device.
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.9))
 
 
@@ -34,9 +34,10 @@ class Products(NamedTuple):
 def matrix_products(
     setup: Setup, inputs: float, outputs: float, tokens: float | None = None, number: int = 1, in_layer: bool = False
 ) -> Products:
-    """All tokens of a micro-batch, or so many, through a matrix of this rank, so many features in and out; of `number` alike at once.
+    """Return the products of a micro-batch's tokens, or of so many, with a matrix of this rank; `number` alike at once.
 
-    What adding up the gradients of its weights reads and writes is not in it. `in_layer`: it is a layer's, which may be in FP8.
+    Reads and writes of the weights' gradients are not included. `in_layer`: the matrix is a layer's, which may be in
+    FP8.
     """
     tokens, written = num_tokens(setup) if tokens is None else tokens, element_bytes(setup)
     rates, kernels = Rates.of(setup), setup.cluster.kernels
@@ -56,7 +57,8 @@ def matrix_products(
 
 
 def product_sizes(tokens: float, inputs: float, outputs: float) -> tuple[tuple[float, float, float, bool], ...]:
-    """Rows, columns and terms of a matrix's three products, as `Products` has them; and whether the result is written down by itself.
+    """Return the rows, columns and terms of a matrix's three products, as `Products` has them; and whether the result
+    is written down by itself.
 
     Gradients of weights are added to what there is.
     """
@@ -74,9 +76,11 @@ class Layer(NamedTuple):
 
 
 def layer_matrices(setup: Setup, kind: LayerKind | None = None) -> tuple[tuple[float, float], ...]:
-    """Features in and out of this rank's part of a layer's matrices: of each part the one behind the norm, and the one that returns.
+    """Return features in and out of this rank's part of a layer's matrices: for each part the one behind the norm, and
+    the one that returns.
 
-    Of the former outputs are split over tensor-parallel ranks, of the latter inputs are. Those of an MLP stand for experts.
+    Of the former outputs are split over tensor-parallel ranks, of the latter inputs are. Those of an MLP stand for
+    experts.
     """
     model, t = setup.model, setup.tensor
     kind, hidden = model.kind(0) if kind is None else kind, model.hidden_size
@@ -88,7 +92,10 @@ def layer_matrices(setup: Setup, kind: LayerKind | None = None) -> tuple[tuple[f
 
 
 def layer_products(setup: Setup, kind: LayerKind | None = None) -> Layer:
-    """Those of experts stand for the MLP's, all of a device at once, with those of shared experts."""
+    """Return a layer's products.
+
+    Those of experts stand for the MLP's, all of a device at once, with those of shared experts.
+    """
     kind = setup.model.kind(0) if kind is None else kind
     made = [_of_layer(setup, inputs, outputs) for inputs, outputs in layer_matrices(setup, kind)]
     if kind.experts:
@@ -105,7 +112,7 @@ def _latent(setup: Setup, latent: Latent) -> Products:
 
 
 def latent_up_products(setup: Setup, latent: Latent) -> tuple[Products, Products]:
-    """To queries, and to keys and values."""
+    """Return the products of the up projections: to queries, and to keys and values."""
     model, t = setup.model, setup.tensor
     keys_and_values = model.num_attention_heads * (latent.qk_head_dim + latent.v_head_dim)
     return (
@@ -130,11 +137,13 @@ def _experts(setup: Setup) -> tuple[Products, Products]:
 
 
 def shared_products(setup: Setup) -> tuple[Products, Products]:
-    """Of the experts that all tokens go to, which there are."""
+    """Return the products of the shared experts, which must exist."""
     model, experts = setup.model, setup.model.experts
     assert experts is not None
     size = experts.shared_size / setup.tensor
-    return _of_layer(setup, model.hidden_size, (2 if model.gated else 1) * size), _of_layer(setup, size, model.hidden_size)
+    return _of_layer(setup, model.hidden_size, (2 if model.gated else 1) * size), _of_layer(
+        setup, size, model.hidden_size
+    )
 
 
 def _of_layer(setup: Setup, inputs: float, outputs: float, tokens: float | None = None, number: int = 1) -> Products:
@@ -146,7 +155,9 @@ def _added(*several: Products) -> Products:
 
 
 @cache
-def _seconds(rates: Rates, processors: int | None, rows: float, columns: float, inner: float, written_bytes: int, number: int) -> float:
+def _seconds(
+    rates: Rates, processors: int | None, rows: float, columns: float, inner: float, written_bytes: int, number: int
+) -> float:
     """Products with results of rows and columns, each a sum of `inner` products; `written_bytes` for each."""
     written = written_bytes / rates.memory
     if processors is None:

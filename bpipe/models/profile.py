@@ -1,11 +1,14 @@
-"""Read measured or given seconds. In: a JSON file. Out: the entries for one micro-batch size, laid over predicted `Costs`.
+"""Read measured or given seconds.
+
+In: a JSON file. Out: the entries for one micro-batch size, laid over predicted `Costs`.
 
     {"stages": [{"forward_s": 0.143, "backward_s": 0.288, "transfer_s": 0.0156, "output_s": 0, "micro_batch": 2, "layers": 10}]}
 
-`bpipe profile` adds what it `measured` and how, and such a file is refused for setups that differ in it.
-One entry for all stages alike, or one for each; entries with `micro_batch` count only for setups of that size, so one file holds several
-sizes. Where an entry says how many `layers` it measured, seconds of the layers follow the stage's own number. Anything left out comes
-from the cost model; halves of a split backward (`input_s` and `weight_s`) are then the predicted shares of `backward_s`. Knows no device.
+`bpipe profile` adds what it `measured` and how, and such a file is refused for setups that differ in it. One entry for
+all stages alike, or one for each; entries with `micro_batch` count only for setups of that size, so one file holds
+several sizes. Where an entry says how many `layers` it measured, seconds of the layers follow the stage's own number.
+Anything left out comes from the cost model; halves of a split backward (`input_s` and `weight_s`) are then the
+predicted shares of `backward_s`. Knows no device.
 """
 
 from __future__ import annotations
@@ -24,7 +27,10 @@ NONE = Exposed(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is known of a stage. None: not given. `output_s` is the output layer and the loss, forward and backward together."""
+    """Measured facts of a stage; None: not given.
+
+    `output_s` is the output layer and the loss, forward and backward together.
+    """
 
     forward_s: float | None = None
     backward_s: float | None = None
@@ -49,7 +55,10 @@ class Profile:
     measured: tuple[tuple[str, object], ...] = ()
 
     def conflict(self, setup: Setup) -> str | None:
-        """Why the file says nothing of this setup: it has other micro-batch sizes, or was measured with other choices. None: it does."""
+        """Return why the file says nothing of this setup: other micro-batch sizes, or measured with other choices.
+
+        None: it does.
+        """
         if self.measured and setup.context > 1:
             return f"measured without context parallelism, the setup has {setup.context}: leave one of the two out"
         if setup.model.hybrid is not None:
@@ -64,25 +73,27 @@ class Profile:
         return f"no stage of micro-batch size {setup.micro_batch}, only of {sizes}: profile that size, too"
 
     def entries_for(self, setup: Setup) -> tuple[Entry, ...]:
-        """One for each stage of the setup."""
+        """Return the entry of each stage of the setup."""
         conflict = self.conflict(setup)
         if conflict:
             raise ValueError(f"{self.source}: {conflict}")
         mine = [entry for entry in self.entries if entry.micro_batch in (None, setup.micro_batch)]
         if len(mine) not in (1, setup.num_stages):
             raise ValueError(
-                f"{self.source}: {len(mine)} stages for micro-batch size {setup.micro_batch}, the setup has {setup.num_stages}: "
+                f"{self.source}: {len(mine)} stages for micro-batch size {setup.micro_batch}, the setup has "
+                f"{setup.num_stages}: "
                 "give one for all alike, or one for each"
             )
         return tuple(mine * setup.num_stages if len(mine) == 1 else mine)
 
     @property
     def is_of_one_rank(self) -> bool:
-        """Whether a tensor-parallel rank was measured alone, which `bpipe profile` says by naming how many there are."""
+        """Whether a tensor-parallel rank was measured alone, which `bpipe profile` says by naming how many there
+        are."""
         return "tensor" in dict(self.measured)
 
     def apply(self, setup: Setup, costs: Costs, collectives: Exposed = NONE) -> Costs:
-        """The costs with what was measured in place of what was predicted.
+        """Return the costs with what was measured in place of what was predicted.
 
         `collectives` are seconds of a layer's tensor-parallel ones: what was measured of one rank alone lacks them.
         """
@@ -95,19 +106,26 @@ class Profile:
             stages=tuple(
                 _with_collectives(
                     _with_entry(
-                        _with_halves(cost, entry, num_layers, setup.keeps_halves), entry, num_layers, stage == first, stage == last
+                        _with_halves(cost, entry, num_layers, setup.keeps_halves),
+                        entry,
+                        num_layers,
+                        stage == first,
+                        stage == last,
                     ),
                     entry,
                     Exposed(*(num_layers * seconds for seconds in missing)),
                 )
                 for stage, (cost, entry, num_layers) in enumerate(zip(costs.stages, entries, setup.layers, strict=True))
             ),
-            shards=tuple(_shard_with(shard, entries[0].embedding_s, entries[-1].output_s, setup) for shard in costs.shards),
+            shards=tuple(
+                _shard_with(shard, entries[0].embedding_s, entries[-1].output_s, setup) for shard in costs.shards
+            ),
         )
 
 
 def _shard_with(shard: ShardCost, embedding_s: float | None, output_s: float | None, setup: Setup) -> ShardCost:
-    """Of a measured output layer a shard takes a part for each rank, S and T as predicted beside each other; of the embedding a look-up."""
+    """Of a measured output layer a shard takes a part for each rank, S and T as predicted beside each other; of the
+    embedding a look-up."""
     if output_s is not None:
         scale = output_s / setup.pipeline / (shard.forward_s + shard.backward_s)
         shard = replace(shard, forward_s=shard.forward_s * scale, backward_s=shard.backward_s * scale)
@@ -169,7 +187,7 @@ def _with_entry(cost: StageCost, entry: Entry, num_layers: int, first: bool, las
 
 
 def read_profile(path: str) -> Profile:
-    """Raises ValueError naming the entry and the key that is wrong."""
+    """Read a profile. Raises ValueError naming the entry and the key that is wrong."""
     try:
         document: Any = load_json(Path(path).read_bytes())
     except ValueError as error:
@@ -184,8 +202,8 @@ def read_profile(path: str) -> Profile:
     return Profile(path, entries, tuple((name, measured[name]) for name in (*_SIZES, *_CHOICES) if name in measured))
 
 
-# What else decides how long a stage takes, of the model and of how it is trained: `measured` of a file may name them, and then the file is
-# for such setups only.
+# What else decides how long a stage takes, of the model and of how it is trained: `measured` of a file may name them,
+# and then the file is for such setups only.
 _SIZES = ("hidden_size", "ffn_hidden_size", "num_attention_heads")
 _CHOICES = ("tensor", "sequence", "recompute", "attention", "precision")
 _KEYS = {field.name for field in fields(Entry)}
@@ -197,12 +215,16 @@ def _entry(path: str, index: int, stage: object) -> Entry:
         raise ValueError(f"{path}: stage {index} is {stage!r}, but must be an object")
     unknown = sorted(set(stage) - _KEYS)
     if unknown:
-        raise ValueError(f"{path}: stage {index} has unknown {', '.join(unknown)}: known are {', '.join(sorted(_KEYS))}")
+        raise ValueError(
+            f"{path}: stage {index} has unknown {', '.join(unknown)}: known are {', '.join(sorted(_KEYS))}"
+        )
     for key, value in stage.items():
         if key in _WHOLE:
             a_whole(value, f"{path}: stage {index}: {key}", int(key != "saved_bytes"), LARGEST_BYTES)
         else:
             a_number(value, f"{path}: stage {index}: {key}")
     if ("input_s" in stage) != ("weight_s" in stage):
-        raise ValueError(f"{path}: stage {index} has one half of a backward alone: give both input_s and weight_s, or neither")
+        raise ValueError(
+            f"{path}: stage {index} has one half of a backward alone: give both input_s and weight_s, or neither"
+        )
     return Entry(**stage)

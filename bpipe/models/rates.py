@@ -1,6 +1,7 @@
 """Say what software reaches of a device's peaks. In: a Setup. Out: `Rates`, a second's work. Knows no layer.
 
-The shares are the same for every model and device; how far predictions made of them are from measurements is in docs/validation.md.
+The shares are the same for every model and device; how far predictions made of them are from measurements is in
+docs/validation.md.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from dataclasses import dataclass
 
 from bpipe.models.layout import Setup
 
-# What products of half precision reach of the best that was measured of any on the device, beside what their shapes cost (`products`):
-# in training they run hot and among other kernels.
+# What products of half precision reach of the best that was measured of any on the device, beside what their shapes
+# cost (`products`): in training they run hot and among other kernels.
 PRODUCT_EFFICIENCY = 0.90
-# FlashAttention-2 reaches 50 to 73 % of an A100's peak forward and less backward (Dao 2023, section 4.1), most at large batches.
+# FlashAttention-2 reaches 50 to 73 % of an A100's peak forward and less backward (Dao 2023, section 4.1), most at large
+# batches.
 FLASH_EFFICIENCY = 0.50
 # Streaming kernels reach 80 to 90 % of the memory's bandwidth; short ones less.
 MEMORY_EFFICIENCY = 0.80
@@ -25,8 +27,10 @@ KERNEL_S = 4e-6
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the device does in a second, for this setup. `products` is of such that fill all waves, `low` of those in FP8; `link` is what
-    it sends while its tensor-parallel ranks exchange."""
+    """Rates of the device for this setup, per second. `products` fill all waves, `low` are those in FP8.
+
+    `link` is what it sends while its tensor-parallel ranks exchange.
+    """
 
     products: float
     flash: float

@@ -1,4 +1,6 @@
-"""Say what of a forward is computed again in the backward, as Megatron's flags can. In: text. Out: a `Recompute`, and a scope a layer.
+"""Say what of a forward is computed again in the backward, as Megatron's flags can.
+
+In: text. Out: a `Recompute`, and a scope a layer.
 
   none                                 everything that a backward needs is saved
   selective                            the attention core, as `selective:core_attn`
@@ -31,21 +33,23 @@ FORMS = "none, selective, full, full:uniform:N, full:block:N, selective:PART+PAR
 
 
 class LayerScope(NamedTuple):
-    """What of one layer is recomputed: these parts, or `whole`; of layers that are recomputed together one `keeps_input`."""
+    """What of one layer is recomputed: these parts, or `whole`; of layers that are recomputed together one
+    `keeps_input`."""
 
     modules: frozenset[str] = frozenset()
     whole: bool = False
     keeps_input: bool = True
 
 
-KEPT = LayerScope()
-WHOLE = LayerScope(whole=True)
+NO_RECOMPUTATION = LayerScope()
+WHOLE_LAYER = LayerScope(whole=True)
 _BEHIND = LayerScope(whole=True, keeps_input=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """`modules` of every layer, or whole layers by `method`, `num_layers` at once or of every stage; neither: nothing."""
+    """Parsed recomputation: `modules` of every layer, or whole layers by `method`, `num_layers` at once or of every
+    stage; neither: none."""
 
     modules: tuple[str, ...] = ()
     method: str | None = None
@@ -54,44 +58,51 @@ class Recompute:
     def __post_init__(self) -> None:
         for name in self.modules:
             if name not in MODULES:
-                raise ValueError(f"no part of a layer that is recomputed is called {name[:40]!r}: choose from {', '.join(MODULES)}")
+                raise ValueError(
+                    f"no part of a layer that is recomputed is called {name[:40]!r}: choose from {', '.join(MODULES)}"
+                )
         if self.method not in (None, *METHODS):
             raise ValueError(f"layers are not recomputed by {self.method[:40]!r}: choose from {', '.join(METHODS)}")
         if self.modules and self.method:
             raise ValueError("parts of layers and whole layers are not recomputed together: leave one of the two out")
         if not 1 <= self.num_layers <= MOST_LAYERS:
-            raise ValueError(f"{self.num_layers} layers are recomputed, but must be 1 to {MOST_LAYERS}: for none of them say none")
+            raise ValueError(
+                f"{self.num_layers} layers are recomputed, but must be 1 to {MOST_LAYERS}: for none of them say none"
+            )
         object.__setattr__(self, "modules", tuple(name for name in MODULES if name in self.modules))
 
     @property
     def text(self) -> str:
         """The shortest that is read as this."""
         if self.method is not None:
-            return "full" if (self.method, self.num_layers) == ("uniform", 1) else f"full:{self.method}:{self.num_layers}"
+            return (
+                "full" if (self.method, self.num_layers) == ("uniform", 1) else f"full:{self.method}:{self.num_layers}"
+            )
         if not self.modules:
             return "none"
         return "selective" if self.modules == MODULES[:1] else f"selective:{'+'.join(self.modules)}"
 
     @property
     def together(self) -> int:
-        """So many layers are recomputed at once; 0 where none is as a whole."""
+        """Number of layers recomputed at once; 0 where no layer is recomputed whole."""
         return 0 if self.method is None else self.num_layers if self.method == "uniform" else 1
 
     @property
     def period(self) -> int:
-        """After so many layers of a stage the same scopes come again; of `block` behind the first so many, and among these."""
+        """Number of layers of a stage after which scopes repeat; with `block`, behind the first `num_layers` and
+        among these."""
         return self.num_layers if self.method == "uniform" else 1
 
     def scope(self, place: int) -> LayerScope:
-        """Of the layer that comes so far behind its stage's first."""
+        """Return the scope of the layer at this place of its stage."""
         if self.method is None:
             return LayerScope(frozenset(self.modules))
         if self.method == "block":
-            return WHOLE if place < self.num_layers else KEPT
-        return _BEHIND if place % self.num_layers else WHOLE
+            return WHOLE_LAYER if place < self.num_layers else NO_RECOMPUTATION
+        return _BEHIND if place % self.num_layers else WHOLE_LAYER
 
     def checked(self, model: Model, kernels: str, in_fp8: bool) -> Recompute:
-        """Itself. Raises ValueError for parts that a model does not have, or Megatron does not recompute."""
+        """Return self. Raises ValueError for parts that a model does not have or Megatron does not recompute."""
         if not self.modules:
             return self
         shares, grouped = model.experts is not None and model.experts.shared_size > 0, kernels != "cpu"
@@ -99,11 +110,16 @@ class Recompute:
             "mla_up_proj": (model.latent is not None, f"{model.name} has no latent attention"),
             "moe": (model.experts is not None, f"{model.name} has no experts"),
             "shared_experts": (shares, f"{model.name} has no shared experts"),
-            "moe_act": (model.experts is not None and grouped, "activations of experts are recomputed in grouped products alone"),
+            "moe_act": (
+                model.experts is not None and grouped,
+                "activations of experts are recomputed in grouped products alone",
+            ),
             "mlp": (not model.linear_bias, "Megatron hangs where an MLP with biases is recomputed"),
         }
         if in_fp8 and self.modules != MODULES[:1]:
-            raise ValueError(f"recompute {self.text}: parts but {MODULES[0]} are not modelled in FP8: leave them out, or FP8")
+            raise ValueError(
+                f"recompute {self.text}: parts but {MODULES[0]} are not modelled in FP8: leave them out, or FP8"
+            )
         for name in self.modules:
             met, why = needs.get(name, (True, ""))
             if not met:
@@ -116,7 +132,10 @@ NOTHING = Recompute()
 
 @lru_cache(maxsize=4096)
 def read_recompute(text: str) -> Recompute:
-    """Of the text in the head of this module; `full:block:0` is `none`. Raises ValueError for anything else."""
+    """Read the text described in the head of this module; `full:block:0` is `none`.
+
+    Raises ValueError for anything else.
+    """
     if text in RECOMPUTE:
         return {"none": NOTHING, "selective": Recompute(MODULES[:1]), "full": Recompute(method="uniform")}[text]
     layers = re.fullmatch(r"full:([a-z]+):([0-9]{1,9})", text)
@@ -136,7 +155,7 @@ StageLayers = tuple[tuple[LayerKind, LayerScope, int], ...]
 
 @lru_cache(maxsize=1024)
 def stage_layers(model: Model, recompute: Recompute, layers: tuple[int, ...]) -> tuple[StageLayers, ...]:
-    """Of stages with so many layers each, in the order of the model's."""
+    """Return layer kinds and scopes of stages with so many layers each, in the model's order."""
     if model.is_uniform:
         kind = model.kind(0)
         return tuple(tuple((kind, scope, count) for scope, count in _scopes(recompute, number)) for number in layers)
@@ -147,7 +166,9 @@ def stage_layers(model: Model, recompute: Recompute, layers: tuple[int, ...]) ->
 @lru_cache(maxsize=4096)
 def _scopes(recompute: Recompute, number: int) -> tuple[tuple[LayerScope, int], ...]:
     """Of so many layers of a stage how many have each; without a layer there is still its first scope."""
-    found = [one for part in _parts(recompute, number) for one in counted(recompute.scope, *part, recompute.period).items()]
+    found = [
+        one for part in _parts(recompute, number) for one in counted(recompute.scope, *part, recompute.period).items()
+    ]
     return tuple(found) or ((recompute.scope(0), 0),)
 
 

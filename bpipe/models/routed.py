@@ -1,10 +1,13 @@
-"""List what experts save, and what of it a split backward's second half needs. In: a Setup. Out: `Saved` rows, in place of an MLP's.
+"""List what experts save, and what of it a split backward's second half needs.
 
-As Megatron's `MoELayer` computes it: a router scores every token for every expert, the tokens are copied into the order of their experts,
-sent there, and each expert is an MLP whose output is weighed by the score before its second matrix. With kernels `gpu` experts are
-Transformer Engine's grouped matrices and the weighed SwiGLU is fused; with `cpu` they are MLPs one after the other, and every step keeps
-its own (a test lays the sum beside Megatron's own layer).
-Loads are taken to be even: without a capacity a device may get more tokens or fewer. Knows no other part of a layer, and no seconds.
+In: a Setup. Out: `Saved` rows, in place of an MLP's.
+
+As Megatron's `MoELayer` computes it: a router scores every token for every expert, the tokens are copied into the order
+of their experts, sent there, and each expert is an MLP whose output is weighed by the score before its second matrix.
+With kernels `gpu` experts are Transformer Engine's grouped matrices and the weighed SwiGLU is fused; with `cpu` they
+are MLPs one after the other, and every step keeps its own (a test lays the sum beside Megatron's own layer). Loads are
+taken to be even: without a capacity a device may get more tokens or fewer. Knows no other part of a layer, and no
+seconds.
 """
 
 from __future__ import annotations
@@ -13,19 +16,20 @@ from math import ceil
 
 from bpipe.models.layout import Setup
 from bpipe.models.parts import Experts
-from bpipe.models.sizes import Saved, element_bytes, kept_bytes, num_tokens, sent_bytes, shared
+from bpipe.models.sizes import Saved, element_bytes, kept_bytes, num_tokens, sent_bytes, shard_size
 
 # Scores are 32 bit, numbers of tokens and experts 64 bit.
 SCORE_BYTES, NUMBER_BYTES = 4, 8
 
 
 def local_tokens(setup: Setup) -> int:
-    """Tokens that a device routes: with sequence parallelism its part of the sequence."""
-    return shared(num_tokens(setup), setup.sequence_shards)
+    """Return the tokens that a device routes: with sequence parallelism its part of the sequence."""
+    return shard_size(num_tokens(setup), setup.sequence_shards)
 
 
 def routed_tokens(setup: Setup) -> int:
-    """Tokens that the experts of a device compute for a micro-batch, each as often as it has come to another one."""
+    """Return the tokens that the experts of a device compute for a micro-batch, each as often as it has come to
+    another one."""
     experts, routing = setup.model.experts, setup.routing
     assert experts is not None
     sent = local_tokens(setup) * experts.top_k
@@ -36,15 +40,17 @@ def routed_tokens(setup: Setup) -> int:
 
 
 def experts_saved(setup: Setup, recomputed: frozenset[str] = frozenset()) -> tuple[Saved, ...]:
-    """Of one layer's router, experts and shared experts, behind the norm, whose output is not among it; less where of Megatron's
-    `moe`, `moe_act` and `shared_experts` some are recomputed."""
+    """Return what a layer's router, experts and shared experts save, without the norm's output.
+
+    `recomputed`: those of Megatron's `moe`, `moe_act` and `shared_experts` that are recomputed.
+    """
     experts = setup.model.experts
     assert experts is not None
     if "moe" in recomputed:
         return ()
     beside = () if "shared_experts" in recomputed else _shared_experts(setup, experts)
     tokens, gates = element_bytes(setup) * routed_tokens(setup), 2 if setup.model.gated else 1
-    inner = shared(tokens * experts.ffn_hidden_size, setup.expert_tensor)
+    inner = shard_size(tokens * experts.ffn_hidden_size, setup.expert_tensor)
     rows = (
         *_router(setup, experts),
         Saved("inputs of experts", kept_bytes(setup, routed_tokens(setup) * setup.model.hidden_size, 1)),
@@ -54,7 +60,9 @@ def experts_saved(setup: Setup, recomputed: frozenset[str] = frozenset()) -> tup
         second = kept_bytes(setup, routed_tokens(setup) * experts.ffn_hidden_size, setup.expert_tensor)
         rows += () if "moe_act" in recomputed else (Saved("inputs of experts' second matrices", second),)
         return (*rows, *beside)
-    inside = "SiLU, other half, product, weighed product of experts" if setup.model.gated else "GELU of experts, weighed"
+    inside = (
+        "SiLU, other half, product, weighed product of experts" if setup.model.gated else "GELU of experts, weighed"
+    )
     return (*rows, Saved(inside, inner, 4 if setup.model.gated else 2), *beside)
 
 
@@ -65,7 +73,11 @@ def _router(setup: Setup, experts: Experts) -> tuple[Saved, ...]:
     scores = Saved("softmax of the chosen scores", SCORE_BYTES * chosen)
     if experts.sigmoid:
         # A score of 1 needs no division.
-        divided = (Saved("chosen scores", SCORE_BYTES * chosen), Saved("their sums", SCORE_BYTES * tokens)) if experts.top_k > 1 else ()
+        divided = (
+            (Saved("chosen scores", SCORE_BYTES * chosen), Saved("their sums", SCORE_BYTES * tokens))
+            if experts.top_k > 1
+            else ()
+        )
         rows: tuple[Saved, ...] = (Saved("sigmoids of all scores", SCORE_BYTES * every), *divided)
     else:
         rows = (scores,)
@@ -73,7 +85,10 @@ def _router(setup: Setup, experts: Experts) -> tuple[Saved, ...]:
     weights = element_bytes(setup) * routed_tokens(setup)
     if setup.routing.dispatcher == "allgather":
         all_tokens = every * setup.expert_tensor
-        mask, gathered = Saved("mask of this device's tokens", all_tokens), Saved("their scores", element_bytes(setup) * all_tokens)
+        mask, gathered = (
+            Saved("mask of this device's tokens", all_tokens),
+            Saved("their scores", element_bytes(setup) * all_tokens),
+        )
         return (*rows, mask, gathered, *((Saved("weights of tokens", weights),) * (setup.kernels == "gpu")))
     # Where experts are padded to a capacity a list of the taken replaces one of all pairs of a token and an expert.
     order = NUMBER_BYTES * (routed_tokens(setup) if setup.routing.padded else every)
@@ -84,26 +99,29 @@ def _shared_experts(setup: Setup, experts: Experts) -> tuple[Saved, ...]:
     """What all tokens go to is an MLP like any; a gate's product keeps its output, too."""
     if not experts.shared_size:
         return ()
-    inner = shared(element_bytes(setup) * num_tokens(setup) * experts.shared_size, setup.tensor)
+    inner = shard_size(element_bytes(setup) * num_tokens(setup) * experts.shared_size, setup.tensor)
     first = Saved("input of the shared experts' activation function", inner * (2 if setup.model.gated else 1))
     fused = setup.kernels == "gpu" or not setup.model.gated
     second = kept_bytes(setup, num_tokens(setup) * experts.shared_size, setup.tensor)
     inside = Saved("inside of the shared experts", second, 1 if fused else 3)
-    gate = (Saved("output of the shared experts", sent_bytes(setup)), Saved("their gate", element_bytes(setup) * local_tokens(setup)))
+    gate = (
+        Saved("output of the shared experts", sent_bytes(setup)),
+        Saved("their gate", element_bytes(setup) * local_tokens(setup)),
+    )
     return (first, inside, *(gate if experts.shared_gate else ()))
 
 
 def experts_after_input(setup: Setup) -> tuple[Saved, ...]:
-    """Of experts' matrices, routed and shared, what enters each and the gradient of what leaves it."""
+    """Return the inputs of experts' matrices, routed and shared, and the gradients of their outputs."""
     model, experts = setup.model, setup.model.experts
     assert experts is not None
     tokens, gates = element_bytes(setup) * routed_tokens(setup), 2 if model.gated else 1
     rows = (
         Saved("inputs of experts, gradients of their outputs", tokens * model.hidden_size, 2),
-        Saved("inside of experts", shared((1 + gates) * tokens * experts.ffn_hidden_size, setup.expert_tensor)),
+        Saved("inside of experts", shard_size((1 + gates) * tokens * experts.ffn_hidden_size, setup.expert_tensor)),
     )
     if not experts.shared_size:
         return rows
     every = element_bytes(setup) * num_tokens(setup)
-    inside = Saved("inside of the shared experts", shared((1 + gates) * every * experts.shared_size, setup.tensor))
+    inside = Saved("inside of the shared experts", shard_size((1 + gates) * every * experts.shared_size, setup.tensor))
     return (*rows, inside, Saved("gradient behind the shared experts", every * model.hidden_size))

@@ -2,10 +2,11 @@
 
 In: a Setup. Out: `Saved` rows and their sums, bytes of one device.
 
-With kernels `gpu` a layer is that of Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer Models", table 2),
-taken apart so that GQA, SwiGLU, flash attention and missing sequence parallelism come out too. With kernels `cpu` it is what Megatron's
-local layers keep on a machine without a GPU, where nothing is fused: exact to the byte, for the first tensor-parallel rank (a test lays
-every storage beside Megatron's own layers). Knows no schedule and no weights.
+With kernels `gpu` a layer is that of Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer
+Models", table 2), taken apart so that GQA, SwiGLU, flash attention and missing sequence parallelism come out too. With
+kernels `cpu` it is what Megatron's local layers keep on a machine without a GPU, where nothing is fused: exact to the
+byte, for the first tensor-parallel rank (a test lays every storage beside Megatron's own layers). Knows no schedule and
+no weights.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from bpipe.ir.layout import Vocabulary
 from bpipe.models.latent import latent_saved, projected_down
 from bpipe.models.layout import Setup
 from bpipe.models.parts import LayerKind
-from bpipe.models.recompute import KEPT, LayerScope, read_recompute
+from bpipe.models.recompute import NO_RECOMPUTATION, LayerScope, read_recompute
 from bpipe.models.routed import experts_after_input, experts_saved
 from bpipe.models.scan import scan_saved
-from bpipe.models.sizes import Saved, element_bytes, kept_bytes, num_tokens, sent_bytes, shared, total
+from bpipe.models.sizes import Saved, element_bytes, kept_bytes, num_tokens, sent_bytes, shard_size, total
 
 # A fused dropout kernel keeps one byte for every value; torch's on a CPU a number of the values' own type.
 GPU_DROPOUT_BYTES = 1
@@ -25,28 +26,33 @@ GPU_DROPOUT_BYTES = 1
 LOSS_BYTES = 4
 # Flash attention keeps one 32-bit number a row and head.
 FLASH_BYTES = 4
-# Token numbers and targets are 64 bit; where the vocabulary is divided, a mask of one byte says which of them are this rank's.
+# Token numbers and targets are 64 bit; where the vocabulary is divided, a mask of one byte says which of them are this
+# rank's.
 TOKEN_BYTES = 8
 MASK_BYTES = 1
-# Of a shard's logits every token's maximum, sum of exponentials and label's logit are gathered from all shards, in 32 bit; what a shard
-# gives the output layer's input before the totals are known is 32 bit, too.
+# Of a shard's logits every token's maximum, sum of exponentials and label's logit are gathered from all shards, in 32
+# bit; what a shard gives the output layer's input before the totals are known is 32 bit, too.
 STATISTICS, STATISTICS_BYTES, EARLY_BYTES = 3, 4, 4
 # torch's RMSNorm computes in 32 bit, and keeps its input and the normalized input so.
 RMS_NORM_BYTES = 4
 # The kind of mask that Megatron hands to a recomputed attention core, as a tensor.
 MASK_KIND_BYTES = 4
-# Megatron divides the loss by the number of tokens, a 32-bit tensor, and of micro-batches, which torch makes one of 64 bit.
+# Megatron divides the loss by the number of tokens, a 32-bit tensor, and of micro-batches, which torch makes one of 64
+# bit.
 TOKEN_COUNT_BYTES, MICROBATCH_COUNT_BYTES = 4, 8
 
 
 def layer_saved(setup: Setup, recompute: str | None = None, kind: LayerKind | None = None) -> tuple[Saved, ...]:
-    """What one layer saves for one micro-batch, under the setup's recomputation or another one; the first, or another kind of them."""
+    """Return what one layer saves for one micro-batch, under the setup's recomputation or another.
+
+    Default: the first layer's kind.
+    """
     recomputed = setup.recomputed if recompute is None else read_recompute(recompute)
     return saved_within(setup, setup.model.kind(0) if kind is None else kind, recomputed.scope(0))
 
 
 def saved_within(setup: Setup, kind: LayerKind, scope: LayerScope) -> tuple[Saved, ...]:
-    """The same of a layer of which so much is recomputed."""
+    """Return what a layer of this kind saves under this scope of recomputation."""
     if scope.whole:
         return (Saved("layer input", sent_bytes(setup)),) if scope.keeps_input else ()
     core = _core(setup) if kind.attends and "core_attn" not in scope.modules else ()
@@ -63,9 +69,13 @@ def saved_within(setup: Setup, kind: LayerKind, scope: LayerScope) -> tuple[Save
 
 
 def stage_saved(setup: Setup, stage: int) -> tuple[Saved, ...]:
-    """What a forward of one micro-batch saves on a stage."""
+    """Return what a forward of one micro-batch saves on a stage."""
     layers = setup.stage_layers[stage]
-    rows = [Saved(name, nbytes, num * number) for kind, scope, number in layers for name, nbytes, num in saved_within(setup, kind, scope)]
+    rows = [
+        Saved(name, nbytes, num * number)
+        for kind, scope, number in layers
+        for name, nbytes, num in saved_within(setup, kind, scope)
+    ]
     if stage == 0:
         rows += _embedding(setup)
     if stage == setup.num_stages - 1:
@@ -74,15 +84,18 @@ def stage_saved(setup: Setup, stage: int) -> tuple[Saved, ...]:
 
 
 def shard_saved(setup: Setup) -> tuple[Saved, ...]:
-    """What each rank's shard of the output layer holds of one micro-batch from S to T; nothing where the vocabulary is whole.
+    """Return what each rank's shard of the output layer holds of one micro-batch from S to T; nothing where the
+    vocabulary is whole.
 
-    Exact to the byte, as the run itself counts it; what is on its way between shards is none of it.
+    Exact to the byte, as a run counts it; what is on its way between shards is not included.
     """
     if not setup.is_sharded:
         return ()
     tokens = num_tokens(setup)
     rows = (
-        Saved("logits of the shard", shared(element_bytes(setup) * tokens * setup.vocabulary, setup.vocabulary_shards)),
+        Saved(
+            "logits of the shard", shard_size(element_bytes(setup) * tokens * setup.vocabulary, setup.vocabulary_shards)
+        ),
         Saved("input of the output layer", sent_bytes(setup)),
         Saved("labels", TOKEN_BYTES * tokens),
         Saved("gradients of the tokens' losses", LOSS_BYTES * tokens),
@@ -94,10 +107,10 @@ def shard_saved(setup: Setup) -> tuple[Saved, ...]:
 
 
 def layer_after_input(setup: Setup, kind: LayerKind | None = None) -> tuple[Saved, ...]:
-    """What one layer holds between the halves of a split backward: of every matrix its input and the gradient of its output.
+    """Return what one layer holds between dgrad and wgrad: the input of every matrix and the gradient of its output.
 
-    The inputs are among what its forward saved, unless that is recomputed; the gradients are new. Sequence parallelism divides what lies
-    between layers, yet the gradients that enter there are whole: they were gathered.
+    Inputs are among what the forward saved, unless recomputed; gradients are new. Sequence parallelism divides what
+    lies between layers, yet the gradients that enter there are whole: they were gathered.
     """
     model, per_width = setup.model, element_bytes(setup) * num_tokens(setup)
     kind = model.kind(0) if kind is None else kind
@@ -115,7 +128,7 @@ def layer_after_input(setup: Setup, kind: LayerKind | None = None) -> tuple[Save
             ("gradient of Q, K, V", model.query_size + model.key_value_size),
         )
     if inside:
-        rows = (*rows, *(Saved(name, shared(per_width * size, setup.tensor)) for name, size in inside), returning)
+        rows = (*rows, *(Saved(name, shard_size(per_width * size, setup.tensor)) for name, size in inside), returning)
     if not kind.has_mlp:
         return rows
     if kind.experts:
@@ -124,24 +137,27 @@ def layer_after_input(setup: Setup, kind: LayerKind | None = None) -> tuple[Save
         ("input of the second MLP matrix", model.ffn_hidden_size),
         ("gradient of the activation function's input", model.first_mlp_size),
     )
-    rows = (*rows, *(Saved(name, shared(per_width * size, setup.tensor)) for name, size in mlp))
+    rows = (*rows, *(Saved(name, shard_size(per_width * size, setup.tensor)) for name, size in mlp))
     return (*rows, returning._replace(name="gradient behind the second MLP matrix"))
 
 
 def core_bytes(setup: Setup) -> int:
-    """What the attention core of a layer saves where it is not recomputed; nothing where no layer attends."""
+    """Return bytes that a layer's attention core saves where it is not recomputed; 0 where no layer attends."""
     return total(_core(setup)) if any(kind.attends for kind, _ in setup.model.kinds()) else 0
 
 
 def layer_bytes(setup: Setup, recompute: str | None = None) -> int:
-    """Of the kind of layer that saves most."""
+    """Return bytes saved by the kind of layer that saves most."""
     return max(total(layer_saved(setup, recompute, kind)) for kind, _ in setup.model.kinds())
 
 
 def stage_bytes(setup: Setup) -> tuple[int, ...]:
-    """For every stage."""
+    """Return bytes saved of one micro-batch by every stage."""
     stages = setup.stage_layers
-    each = {one: total(saved_within(setup, *one)) for one in dict.fromkeys((kind, scope) for layers in stages for kind, scope, _ in layers)}
+    each = {
+        one: total(saved_within(setup, *one))
+        for one in dict.fromkeys((kind, scope) for layers in stages for kind, scope, _ in layers)
+    }
     saved = [sum(number * each[kind, scope] for kind, scope, number in layers) for layers in stages]
     saved[0] += total(_embedding(setup))
     saved[-1] += total(_last(setup))
@@ -149,14 +165,15 @@ def stage_bytes(setup: Setup) -> tuple[int, ...]:
 
 
 def shard_bytes(setup: Setup) -> int:
-    """What each rank's shard holds from S to T."""
+    """Return bytes that each rank's shard holds from S to T."""
     return total(shard_saved(setup))
 
 
 def after_input_bytes(setup: Setup) -> tuple[int, ...]:
-    """For every stage what is held of a micro-batch between the halves of its backward: nothing where no weights' half is put off.
+    """Return, for every stage, bytes of a micro-batch held between dgrad and wgrad; 0 where no wgrad is deferred.
 
-    That of the output layer is never put off, for the gradients of its logits would be held: there and of the embedding nothing remains.
+    The output layer's wgrad is never deferred, as the gradients of its logits would be held; the embedding holds
+    nothing there.
     """
     if not setup.keeps_halves:
         return (0,) * setup.num_stages
@@ -165,36 +182,43 @@ def after_input_bytes(setup: Setup) -> tuple[int, ...]:
 
 
 def kept_share(setup: Setup) -> float:
-    """What layers hold between the halves of their backward, as a share of what their forwards saved."""
+    """Return what layers hold between dgrad and wgrad as a share of what their forwards saved."""
     layers = [one for of_stage in setup.stage_layers for one in of_stage]
     kept = sum(number * total(layer_after_input(setup, kind)) for kind, _, number in layers)
     return kept / sum(number * total(saved_within(setup, kind, scope)) for kind, scope, number in layers)
 
 
 def moved_bytes(setup: Setup, stage: int, minimum_bytes: int) -> int:
-    """What a transfer of one micro-batch moves when storages below `minimum_bytes` stay, and what the pipeline's loop holds, too."""
+    """Return bytes that a transfer of one micro-batch moves.
+
+    Storages below `minimum_bytes` stay, and so does what the pipeline's loop holds.
+    """
     received = sent_bytes(setup) if stage and setup.layers[stage] and _shares_input(setup) else 0
     moved = total(tuple(row for row in stage_saved(setup, stage) if row.nbytes >= minimum_bytes))
     return moved - (received if received >= minimum_bytes else 0)
 
 
 def _shares_input(setup: Setup) -> bool:
-    """Whether what a stage receives is saved as another tensor of the same storage, as Megatron does to recompute a norm: it stays."""
+    """Return whether what a stage receives is saved as another tensor of the same storage, as Megatron does for
+    recomputation."""
     alone = setup.kernels == "cpu" or setup.model.latent is not None
     return alone and "layernorm" in setup.recomputed.modules
 
 
 def saves_input(setup: Setup) -> bool:
-    """Whether what a stage receives is itself among what it saves: torch's RMSNorm keeps a 32-bit copy instead, a norm that is recomputed
-    another tensor of the same storage."""
+    """Return whether what a stage receives is itself among what it saves: torch's RMSNorm keeps a 32-bit copy
+    instead, a norm that is recomputed another tensor of the same storage."""
     copied = setup.kernels == "cpu" and setup.model.rms_norm and setup.precision != "fp32"
     scope = setup.recomputed.scope(0)
     return scope.whole or not (copied or _shares_input(setup))
 
 
 def again_bytes(setup: Setup) -> int:
-    """What recomputation makes anew at once at its most: of layers that are recomputed together all but their input, or of a layer the
-    parts around attention, then those around the MLP."""
+    """Return the peak bytes that recomputation makes at once.
+
+    Of layers recomputed together that is all but their input; of one layer, the parts around attention, then those
+    around the MLP.
+    """
     together = setup.recomputed.together
     if together:
         number = min(together, max(setup.layers))
@@ -214,12 +238,19 @@ _BEHIND_ATTENTION = frozenset(("mlp", "layernorm", "moe_act", "moe", "shared_exp
 
 def _freed(setup: Setup, kind: LayerKind, modules: frozenset[str]) -> int:
     """What a layer saves less where these parts are recomputed."""
-    return total(saved_within(setup, kind, KEPT)) - total(saved_within(setup, kind, LayerScope(modules))) if modules else 0
+    return (
+        total(saved_within(setup, kind, NO_RECOMPUTATION)) - total(saved_within(setup, kind, LayerScope(modules)))
+        if modules
+        else 0
+    )
 
 
 def norms_alone(setup: Setup, kind: LayerKind) -> int:
-    """Of a layer's norms those that Transformer Engine's layers have as modules of their own, before experts and latent attention: others
-    are one with the matrix behind them, and then the norm alone is not recomputed."""
+    """Return how many of a layer's norms are modules of their own in Transformer Engine: those before experts and
+    latent attention.
+
+    The others are one with the matrix behind them, where the norm alone cannot be recomputed.
+    """
     return int(kind.experts) + (setup.model.latent is not None)
 
 
@@ -239,13 +270,15 @@ def _gpu_layer(setup: Setup, kind: LayerKind, modules: frozenset[str]) -> tuple[
         rows = (
             *rows,
             *_query_key_value(setup, "mla_up_proj" in modules),
-            Saved("input of the output projection", shared(per_width * model.value_size, setup.tensor)),
+            Saved("input of the output projection", shard_size(per_width * model.value_size, setup.tensor)),
         )
     if not kind.has_mlp:
         return rows
     mlp = (
-        Saved("input of the activation function", shared(per_width * model.first_mlp_size, setup.tensor)),
-        Saved("input of the second MLP matrix", kept_bytes(setup, num_tokens(setup) * model.ffn_hidden_size, setup.tensor)),
+        Saved("input of the activation function", shard_size(per_width * model.first_mlp_size, setup.tensor)),
+        Saved(
+            "input of the second MLP matrix", kept_bytes(setup, num_tokens(setup) * model.ffn_hidden_size, setup.tensor)
+        ),
     )
     return (*rows, *(experts_saved(setup, modules) if kind.experts else () if recomputes_mlp else mlp))
 
@@ -256,8 +289,8 @@ def _query_key_value(setup: Setup, recomputed: bool) -> tuple[Saved, ...]:
         return projected_down(setup)
     normed = model.query_size + model.key_value_size // 2
     return (
-        Saved("Q, K, V", shared(per_width * (model.query_size + model.key_value_size), setup.tensor)),
-        *((Saved("Q and K before their norms", shared(per_width * normed, setup.tensor)),) * model.qk_norm),
+        Saved("Q, K, V", shard_size(per_width * (model.query_size + model.key_value_size), setup.tensor)),
+        *((Saved("Q and K before their norms", shard_size(per_width * normed, setup.tensor)),) * model.qk_norm),
         *latent_saved(setup),
     )
 
@@ -279,26 +312,36 @@ def _around_norms(setup: Setup, hidden: int, kind: LayerKind, number: int) -> tu
 def _core(setup: Setup) -> tuple[Saved, ...]:
     heads = setup.model.num_attention_heads
     if setup.attention == "flash":
-        rows = (Saved("log-sum-exp of attention", shared(FLASH_BYTES * num_tokens(setup) * heads, setup.tensor)),)
+        rows = (Saved("log-sum-exp of attention", shard_size(FLASH_BYTES * num_tokens(setup) * heads, setup.tensor)),)
         if setup.context == 1 or setup.cp_comm_type == "p2p":
             return rows
         # What is given to the projection is a copy of it.
-        given = shared(element_bytes(setup) * num_tokens(setup) * setup.model.value_size, setup.tensor)
+        given = shard_size(element_bytes(setup) * num_tokens(setup) * setup.model.value_size, setup.tensor)
         return (*rows, Saved("what attention gave, in another order", given))
     scores = num_tokens(setup) * heads * setup.sequence
     element = element_bytes(setup)
-    one = Saved("attention softmax", shared(element * scores, setup.tensor))
+    one = Saved("attention softmax", shard_size(element * scores, setup.tensor))
     if not setup.model.dropout:
         return (one,)
     mask = GPU_DROPOUT_BYTES if setup.kernels == "gpu" else element
-    return (one, Saved("attention after dropout", one.nbytes), Saved("attention dropout mask", shared(mask * scores, setup.tensor)))
+    return (
+        one,
+        Saved("attention after dropout", one.nbytes),
+        Saved("attention dropout mask", shard_size(mask * scores, setup.tensor)),
+    )
 
 
 def _dropout(setup: Setup, num: int) -> tuple[Saved, ...]:
     if not setup.model.dropout:
         return ()
     element = GPU_DROPOUT_BYTES if setup.kernels == "gpu" else element_bytes(setup)
-    return (Saved("dropout mask", shared(element * num_tokens(setup) * setup.model.hidden_size, setup.sequence_shards), num),)
+    return (
+        Saved(
+            "dropout mask",
+            shard_size(element * num_tokens(setup) * setup.model.hidden_size, setup.sequence_shards),
+            num,
+        ),
+    )
 
 
 def _norm(setup: Setup, num: int) -> tuple[Saved, ...]:
@@ -306,19 +349,23 @@ def _norm(setup: Setup, num: int) -> tuple[Saved, ...]:
     shards, tokens, hidden = setup.sequence_shards, num_tokens(setup), setup.model.hidden_size
     behind = Saved("norm output", sent_bytes(setup), num)
     if setup.model.rms_norm:
-        wide = Saved("norm input and normalized input", shared(RMS_NORM_BYTES * tokens * hidden, shards), 2 * num)
-        return (wide, Saved("norm scale", shared(RMS_NORM_BYTES * tokens, shards), num), behind)
-    statistics = Saved("norm mean and scale", shared(element_bytes(setup) * tokens, shards), 2 * num)
+        wide = Saved("norm input and normalized input", shard_size(RMS_NORM_BYTES * tokens * hidden, shards), 2 * num)
+        return (wide, Saved("norm scale", shard_size(RMS_NORM_BYTES * tokens, shards), num), behind)
+    statistics = Saved("norm mean and scale", shard_size(element_bytes(setup) * tokens, shards), 2 * num)
     return (Saved("norm input", sent_bytes(setup), num), statistics, behind)
 
 
 def _attention(setup: Setup, recomputed: bool) -> tuple[Saved, ...]:
-    """What is saved around the core: Q, K and V, as one storage where nothing changes them, and what the projection reads."""
+    """What is saved around the core: Q, K and V, as one storage where nothing changes them, and what the projection
+    reads."""
     model, t = setup.model, setup.tensor
     per_width = element_bytes(setup) * num_tokens(setup)
-    query = Saved("queries", shared(per_width * model.query_size, t))
-    joint = Saved("joint Q, K, V", shared(per_width * (model.query_size + model.key_value_size), t))
-    grouped, rotary = model.num_query_groups != model.num_attention_heads, not (model.learned_positions or model.no_positions)
+    query = Saved("queries", shard_size(per_width * model.query_size, t))
+    joint = Saved("joint Q, K, V", shard_size(per_width * (model.query_size + model.key_value_size), t))
+    grouped, rotary = (
+        model.num_query_groups != model.num_attention_heads,
+        not (model.learned_positions or model.no_positions),
+    )
     # With several groups on a rank a group's keys and values stand between the queries.
     own_query = rotary or (grouped and model.num_query_groups > t)
     rows = [Saved("input of the output projection", query.nbytes)]
@@ -327,11 +374,15 @@ def _attention(setup: Setup, recomputed: bool) -> tuple[Saved, ...]:
         rows.append(Saved("rotary tables", element_bytes(setup) * setup.sequence * model.kv_channels, 4))
     if grouped and not recomputed:
         # K and V are repeated for every head of their group; the core lines up the queries of several sequences.
-        return (*rows, query if own_query or setup.micro_batch > 1 else joint, Saved("repeated K and V", query.nbytes, 2))
+        return (
+            *rows,
+            query if own_query or setup.micro_batch > 1 else joint,
+            Saved("repeated K and V", query.nbytes, 2),
+        )
     if own_query:
         rows.append(query)
     if rotary:
-        rows.append(Saved("rotated keys", shared(per_width * model.key_value_size // 2, t)))
+        rows.append(Saved("rotated keys", shard_size(per_width * model.key_value_size // 2, t)))
     rows.append(joint)
     if recomputed:
         rows.append(Saved("kind of mask", MASK_KIND_BYTES))
@@ -340,7 +391,7 @@ def _attention(setup: Setup, recomputed: bool) -> tuple[Saved, ...]:
 
 def _mlp(setup: Setup) -> tuple[Saved, ...]:
     model = setup.model
-    inner = shared(element_bytes(setup) * num_tokens(setup) * model.ffn_hidden_size, setup.tensor)
+    inner = shard_size(element_bytes(setup) * num_tokens(setup) * model.ffn_hidden_size, setup.tensor)
     if model.gated:
         # SiLU of one half, the other half plus its offset of zero, and their product.
         return (Saved("both halves of the MLP", 2 * inner), Saved("SiLU, other half, product", inner, 3))
@@ -362,7 +413,7 @@ def _last(setup: Setup) -> tuple[Saved, ...]:
 
 
 def _output(setup: Setup) -> tuple[Saved, ...]:
-    """The final norm, and what the output layer reads."""
+    """Return the final norm, and what the output layer reads."""
     if setup.kernels == "cpu":
         return _norm(setup, 1)
     return (Saved("inputs of the final norm and of the output layer", sent_bytes(setup), 2),)
@@ -370,9 +421,14 @@ def _output(setup: Setup) -> tuple[Saved, ...]:
 
 def _loss(setup: Setup) -> tuple[Saved, ...]:
     tokens = num_tokens(setup)
-    softmax = Saved("softmax of the logits", shared(LOSS_BYTES * tokens * setup.vocabulary, setup.tensor))
+    softmax = Saved("softmax of the logits", shard_size(LOSS_BYTES * tokens * setup.vocabulary, setup.tensor))
     if setup.kernels == "gpu":
-        capped = Saved("capped logits", shared(element_bytes(setup) * tokens * setup.vocabulary, setup.tensor))
+        capped = Saved("capped logits", shard_size(element_bytes(setup) * tokens * setup.vocabulary, setup.tensor))
         return (softmax, *((capped,) * setup.model.capped_logits))
     targets = (Saved("targets", TOKEN_BYTES * tokens), Saved("mask of targets", MASK_BYTES * tokens))
-    return (softmax, *targets, Saved("number of tokens", TOKEN_COUNT_BYTES), Saved("number of micro-batches", MICROBATCH_COUNT_BYTES))
+    return (
+        softmax,
+        *targets,
+        Saved("number of tokens", TOKEN_COUNT_BYTES),
+        Saved("number of micro-batches", MICROBATCH_COUNT_BYTES),
+    )

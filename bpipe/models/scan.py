@@ -1,4 +1,6 @@
-"""Say what a Mamba layer's scan takes: what it saves, what comes and goes, and how long. In: a Setup. Out: `Saved` rows, bytes, seconds.
+"""Say what a Mamba layer's scan takes: what it saves, what comes and goes, and how long.
+
+In: a Setup. Out: `Saved` rows, bytes, seconds.
 
 As Megatron's `MambaMixer` trains [1] with the kernels of mamba_ssm [2] (`MambaSplitConv1dScanCombinedFn` and what it calls). Its forward
 keeps what the first matrix gave and what the scan gave before its gate; the convolution, the states of all chunks and the products of
@@ -14,18 +16,20 @@ from __future__ import annotations
 from bpipe.models.hybrid import Hybrid
 from bpipe.models.layout import Setup
 from bpipe.models.rates import Rates
-from bpipe.models.sizes import Saved, element_bytes, kept_bytes, num_tokens, shared
+from bpipe.models.sizes import Saved, element_bytes, kept_bytes, num_tokens, shard_size
 
 # Tokens of a chunk, within which all pairs are multiplied: `MambaMixer` has no flag for it.
 CHUNK = 128
-# States of a chunk are written in 32 bit and passed on in the values' own type, products of reads and writes are 32 bit [2].
+# States of a chunk are written in 32 bit and passed on in the values' own type, products of reads and writes are 32 bit
+# [2].
 WIDE_BYTES = 4
-# How often the kernels of [2], one after the other, read or write a tensor as wide as what goes through the states, and one as wide as
-# what is written to them. Forward: the convolution reads and writes all three of its inputs; states read 1 and 1, products of reads and
-# writes 0 and 2, the scan reads 2 and 1 and writes 2, the norm 2.
+# How often the kernels of [2], one after the other, read or write a tensor as wide as what goes through the states, and
+# one as wide as what is written to them. Forward: the convolution reads and writes all three of its inputs; states read
+# 1 and 1, products of reads and writes 0 and 2, the scan reads 2 and 1 and writes 2, the norm 2.
 FORWARD_INNER, FORWARD_KEYS = 9, 8
-# Backward: convolution, states and products again (3 and 7); of the gate 6 and 0; of states 1 and 1; of the scan's input 3 and 1; of writes
-# and of reads 1 and 2 each; of their products 2 and 6; of decays 2 and 0; of the convolution 3 and 6; of the norm 3 and 0.
+# Backward: convolution, states and products again (3 and 7); of the gate 6 and 0; of states 1 and 1; of the scan's
+# input 3 and 1; of writes and of reads 1 and 2 each; of their products 2 and 6; of decays 2 and 0; of the convolution 3
+# and 6; of the norm 3 and 0.
 BACKWARD_INNER, BACKWARD_KEYS = 25, 25
 # Of states, bytes a value: written wide, read, passed on, read. Backward again, and their gradients the same way.
 STATE_BYTES, STATE_BYTES_BACK = 12, 24
@@ -40,29 +44,34 @@ def _hybrid(setup: Setup) -> Hybrid:
 
 
 def scan_saved(setup: Setup) -> tuple[Saved, ...]:
-    """Of one layer between its two matrices, what enters the second among it."""
+    """Return what a Mamba layer saves between its two matrices, the second one's input included."""
     hybrid, tokens, t = _hybrid(setup), num_tokens(setup), setup.tensor
     per_width = element_bytes(setup) * tokens
     return (
-        Saved("output of Mamba's first matrix", shared(per_width * hybrid.projected_size, t)),
-        Saved("what the scan gave, before and behind its gate", shared(per_width * hybrid.inner_size, t), 2),
-        Saved("scales of the norm behind the scan", shared(WIDE_BYTES * tokens * hybrid.num_groups, t)),
+        Saved("output of Mamba's first matrix", shard_size(per_width * hybrid.projected_size, t)),
+        Saved("what the scan gave, before and behind its gate", shard_size(per_width * hybrid.inner_size, t), 2),
+        Saved("scales of the norm behind the scan", shard_size(WIDE_BYTES * tokens * hybrid.num_groups, t)),
         Saved("input of Mamba's second matrix", kept_bytes(setup, tokens * hybrid.inner_size, t)),
     )
 
 
 def scan_working_bytes(setup: Setup) -> int:
-    """Backward: gradients of what the first matrix gave and of what the convolution gave, that anew, gradients before and behind the gate,
-    and the states of all chunks with theirs."""
+    """Return temporaries of a Mamba layer's backward.
+
+    These are gradients of what the first matrix and the convolution gave, the latter recomputed, gradients before and
+    behind the gate, and the states of all chunks with theirs.
+    """
     hybrid, tokens = _hybrid(setup), num_tokens(setup)
     values = hybrid.projected_size + 2 * hybrid.convolved_size + 2 * hybrid.inner_size
     wide = STATE_BYTES * hybrid.inner_size * hybrid.state_dim // CHUNK + WIDE_BYTES * hybrid.num_groups * CHUNK
-    return shared(tokens * (element_bytes(setup) * values + wide), setup.tensor)
+    return shard_size(tokens * (element_bytes(setup) * values + wide), setup.tensor)
 
 
 def scan_seconds(setup: Setup) -> tuple[float, float]:
-    """Of one layer, forward and backward, without kernels' own times: products within chunks and with states, taken to reach what flash
-    attention's do, and what is read and written."""
+    """Return seconds of a Mamba layer's scan, forward and backward, without its own kernels' times.
+
+    Products within chunks and with states are taken to reach what flash attention's do; reads and writes are added.
+    """
     hybrid, rates = _hybrid(setup), Rates.of(setup)
     mine, element = num_tokens(setup) / setup.tensor, element_bytes(setup)
     inner, keys, states = hybrid.inner_size, hybrid.key_size, hybrid.inner_size * hybrid.state_dim

@@ -1,4 +1,7 @@
-"""Say what a saved tensor takes, and of what its sizes are made. In: a Setup. Out: rows, and bytes of one device. Knows no layer."""
+"""Say what a saved tensor takes, and of what its sizes are made.
+
+In: a Setup. Out: rows, and bytes of one device. Knows no layer.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from bpipe.models.layout import Setup
 
 
 class Saved(NamedTuple):
-    """`num` storages of `nbytes` each."""
+    """Saved storages: `num` of `nbytes` each."""
 
     name: str
     nbytes: int
@@ -20,8 +23,8 @@ def total(rows: tuple[Saved, ...]) -> int:
     return sum(row.nbytes * row.num for row in rows)
 
 
-def shared(value: int, shards: int) -> int:
-    """One shard, rounded up."""
+def shard_size(value: int, shards: int) -> int:
+    """Return the size of one shard, rounded up."""
     return -(-value // shards)
 
 
@@ -30,17 +33,17 @@ def element_bytes(setup: Setup) -> int:
 
 
 def kept_bytes(setup: Setup, num_values: int, shards: int) -> int:
-    """Of so many values that enter a layer's matrix what is kept for the gradient of its weights, on one of so many devices."""
+    """Return bytes kept of inputs of a layer's matrix for the gradient of its weights, on one of so many devices."""
     if setup.fp8 is None:
-        return shared(element_bytes(setup) * num_values, shards)
-    return ceil(shared(num_values, shards) * setup.fp8.value_bytes)
+        return shard_size(element_bytes(setup) * num_values, shards)
+    return ceil(shard_size(num_values, shards) * setup.fp8.value_bytes)
 
 
 def num_tokens(setup: Setup) -> int:
-    """Of one micro-batch, of which context-parallel ranks have a part each."""
+    """Return the tokens of one micro-batch on one context-parallel rank."""
     return setup.sequence * setup.micro_batch // setup.context
 
 
 def sent_bytes(setup: Setup) -> int:
-    """What a stage hands to the next one for a micro-batch: a value for every token and hidden unit."""
-    return shared(element_bytes(setup) * num_tokens(setup) * setup.model.hidden_size, setup.sequence_shards)
+    """Return bytes that a stage sends to the next for a micro-batch: a value for every token and hidden unit."""
+    return shard_size(element_bytes(setup) * num_tokens(setup) * setup.model.hidden_size, setup.sequence_shards)

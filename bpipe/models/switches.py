@@ -1,4 +1,6 @@
-"""Hold the switches of a training that decide how long it takes and what it holds, each named as Megatron's flag. In: yes or no.
+"""Hold the switches of a training that decide how long it takes and what it holds, each named as Megatron's flag.
+
+In: yes or no.
 
 A switch stands here once: commands offer it, launches are read and written with it, predictions ask it. Knows no sizes.
 """
@@ -19,7 +21,9 @@ class Switches:
     overlap_grad_reduce: bool = _switch("gradients are reduced beside computations")
     overlap_param_gather: bool = _switch("updated weights are gathered beside the next forwards")
     no_overlap_p2p_communication: bool = _switch("Megatron's interleaved loop waits for its exchanges between stages")
-    tp_comm_overlap: bool = _switch("with sequence parallelism: Transformer Engine gathers and scatters beside the products, part by part")
+    tp_comm_overlap: bool = _switch(
+        "with sequence parallelism: Transformer Engine gathers and scatters beside the products, part by part"
+    )
     bpipe_differing_sizes: bool = _switch("micro-batches may differ in size: host buffers are an eighth larger")
     grad_reduce_in_bf16: bool = _switch("with bf16: gradients are summed and reduced in 16 bit, not in 32")
 
@@ -28,17 +32,26 @@ class Switches:
             raise ValueError("--overlap-param-gather needs --overlap-grad-reduce: give both")
 
     def check(self, precision: str, *, distributed_optimizer: bool, sequence_parallel: bool) -> None:
-        """Raise ValueError for a switch of what the training does not do. `sequence_parallel`: True without tensor parallelism."""
+        """Raise ValueError for a switch of what the training does not do.
+
+        `sequence_parallel`: True without tensor parallelism.
+        """
         if self.overlap_param_gather and not distributed_optimizer:
-            raise ValueError("--overlap-param-gather is for the distributed optimizer, which gathers weights: leave one of the two out")
+            raise ValueError(
+                "--overlap-param-gather is for the distributed optimizer, which gathers weights: leave one of the two "
+                "out"
+            )
         if self.grad_reduce_in_bf16 and precision != "bf16":
             raise ValueError(f"--grad-reduce-in-bf16 is for bf16, the precision is {precision}: leave it out")
         if self.tp_comm_overlap and not sequence_parallel:
-            raise ValueError("--tp-comm-overlap is for sequence parallelism, whose gathers and scatters it cuts: leave one of the two out")
+            raise ValueError(
+                "--tp-comm-overlap is for sequence parallelism, whose gathers and scatters it cuts: leave one of the "
+                "two out"
+            )
 
     @property
-    def said(self) -> tuple[str, ...]:
-        """Those that are on, as Megatron's flags."""
+    def flags(self) -> tuple[str, ...]:
+        """Switches that are on, as Megatron's flags."""
         return tuple(flag_of(name) for name in SWITCHES if getattr(self, name))
 
 

@@ -1,4 +1,6 @@
-"""Predict what tensor-parallel collectives add to a layer: what of them no product hides. In: a Setup. Out: `Exposed` seconds.
+"""Predict what tensor-parallel collectives add to a layer: what of them no product hides.
+
+In: a Setup. Out: `Exposed` seconds.
 
 What Megatron and Transformer Engine do without being asked [1], and with `--tp-comm-overlap` [2]:
   [1] in a backward, the gradient of what enters a matrix behind a norm is scattered (without sequence parallelism: summed) while the
@@ -24,7 +26,8 @@ from bpipe.models.sizes import element_bytes, num_tokens
 
 
 class Exposed(NamedTuple):
-    """Of one layer and micro-batch, in seconds: of a forward, of a whole backward, and of the first half of a split one.
+    """Exposed tensor-parallel seconds of one layer and micro-batch: of a forward, a whole backward, and the dgrad of a
+    split one.
 
     A backward that recomputes its layer has a forward's in it, too.
     """
@@ -35,24 +38,30 @@ class Exposed(NamedTuple):
 
 
 def gather_s(setup: Setup, low: bool = False) -> float:
-    """To gather over the tensor-parallel ranks what each has a part of, or scatter the sum; a sum that all keep takes twice as long.
-    `low`: what enters a layer's matrix, which may be in FP8."""
+    """Return seconds to gather over tensor-parallel ranks, or to scatter a sum; an all-reduce takes twice as long.
+
+    `low`: for the input of a layer's matrix, which may be in FP8.
+    """
     if setup.tensor == 1:
         return 0.0
     gathered = gathered_bytes(setup)
     if low and setup.fp8 is not None:
         gathered = ceil(gathered * setup.fp8.value_bytes / element_bytes(setup))
     measured = None if setup.cluster.kernels is None else setup.cluster.kernels.gather_s(setup.tensor, gathered)
-    return gathered * (setup.tensor - 1) / setup.tensor / Rates.of(setup).link + LINK_LATENCY_S if measured is None else measured
+    return (
+        gathered * (setup.tensor - 1) / setup.tensor / Rates.of(setup).link + LINK_LATENCY_S
+        if measured is None
+        else measured
+    )
 
 
 def gathered_bytes(setup: Setup) -> int:
-    """What each has in the end."""
+    """Return bytes that each rank has after a gather."""
     return element_bytes(setup) * num_tokens(setup) * setup.model.hidden_size
 
 
 def exposed(setup: Setup, kind: LayerKind | None = None, scope: LayerScope | None = None) -> Exposed:
-    """What is waited for, of the first layer or another kind and scope.
+    """Return exposed seconds of the first layer, or of another kind and scope.
 
     Experts without shared ones gather nothing over tensor-parallel ranks but what `expert_parallel` counts.
     """
@@ -74,7 +83,9 @@ def exposed(setup: Setup, kind: LayerKind | None = None, scope: LayerScope | Non
     return Exposed(found.forward_s, found.backward_s + again, found.input_half_s + again)
 
 
-def _of_gathers(setup: Setup, behind_norms: Sequence[Products], returning: Sequence[Products], one: float, gather: float) -> Exposed:
+def _of_gathers(
+    setup: Setup, behind_norms: Sequence[Products], returning: Sequence[Products], one: float, gather: float
+) -> Exposed:
     """What is waited for with sequence parallelism, where nothing is computed again."""
     # [2] of all products, and in a backward of those whose gradients are gathered first.
     entering = [(gather, product.forward_s) for product in behind_norms]
@@ -86,8 +97,11 @@ def _of_gathers(setup: Setup, behind_norms: Sequence[Products], returning: Seque
     return Exposed(_passing(setup, [*entering, *leaving]), backward, gathered + len(behind_norms) * one)
 
 
-def _again_s(setup: Setup, kind: LayerKind, scope: LayerScope, one: float, gather: float, layer: Layer, forward: float) -> float:
-    """Of the forwards of parts that are computed again in the backward: what is gathered before a product and scattered behind it."""
+def _again_s(
+    setup: Setup, kind: LayerKind, scope: LayerScope, one: float, gather: float, layer: Layer, forward: float
+) -> float:
+    """Of the forwards of parts that are computed again in the backward: what is gathered before a product and
+    scattered behind it."""
     if scope.whole:
         return forward
     shares = kind.experts and setup.model.experts is not None and setup.model.experts.shared_size
@@ -108,5 +122,6 @@ def _passing(setup: Setup, pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def _beside_parts(collective_s: float, product_s: float, parts: int) -> float:
-    """What a collective in a ring adds to a product that is cut into as many parts: each but one part's passes beside a part's product."""
+    """What a collective in a ring adds to a product that is cut into as many parts: each but one part's passes
+    beside a part's product."""
     return max(0.0, collective_s - product_s * (parts - 1) / parts)

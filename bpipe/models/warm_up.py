@@ -1,7 +1,10 @@
-"""Bound what the fullest rank needs by what ranks hold when their backwards begin. In: a Setup. Out: bytes that some rank needs at least.
+"""Bound what the fullest rank needs by what ranks hold when their backwards begin.
 
-Families say how many micro-batches of each chunk that are (`Family.warm_up`), so no order has to be made to tell that it is too much. Near
-to what is needed, where a first rank's stages are smaller than others, and where pairs share what they hold.
+In: a Setup. Out: bytes that some rank needs at least.
+
+Families say how many micro-batches of each chunk that are (`Family.warm_up`), so no order has to be made to tell that
+it is too much. Near to what is needed, where a first rank's stages are smaller than others, and where pairs share what
+they hold.
 """
 
 from __future__ import annotations
@@ -18,7 +21,10 @@ from bpipe.models.saved import stage_bytes
 
 
 def least_warm_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> int:
-    """0 where nobody has said what is held then. `states`: what ranks hold besides, where that is known."""
+    """Return the least bytes held in warm-up, or 0 where the family does not say.
+
+    `states`: what ranks hold besides, if known.
+    """
     family = FAMILIES[setup.schedule]
     if family.warm_up is None:
         return 0
@@ -29,8 +35,8 @@ def least_warm_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> int
 
 
 def _shares_surely(setup: Setup, warm_up: WarmUp) -> bool:
-    """Whether the first rank's partner is the last, and so on, and the first pair has something to share: what ranks hold falls, by enough,
-    and groups are whole, so that nobody takes other turns."""
+    """Return whether the first rank's partner is the last, and so on, and the first pair has something to share:
+    what ranks hold falls, by enough, and groups are whole, so that nobody takes other turns."""
     falls = all(one > other for one, other in zip(warm_up.lengths, warm_up.lengths[1:], strict=False))
     return setup.how.hosts == PAIR and setup.pipeline > 3 and falls and setup.num_microbatches % warm_up.group_size == 0
 
@@ -42,7 +48,10 @@ def _of_one(setup: Setup, warm_up: WarmUp, states: Sequence[int]) -> int:
 
 
 def _of_pairs(setup: Setup, warm_up: WarmUp, states: Sequence[int]) -> int:
-    """Of the first two pairs: who has the first stage and who the last may hold less than others. One of two has half of what both hold."""
+    """Of the first two pairs: who has the first stage and who the last may hold less than others.
+
+    One of two has half of what both hold.
+    """
     working, sizes = working_bytes(setup), _sizes(setup)
     found = 0
     for rank in (0, 1):

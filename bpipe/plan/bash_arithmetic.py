@@ -1,6 +1,9 @@
-"""Compute what bash computes of whole numbers. In: text with + - * / % and brackets, and what its names hold. Out: a number, or None.
+"""Compute what bash computes of whole numbers.
 
-None is for whatever else bash may do with the text. A text that changes a variable is an error: `changes` says so. Knows no script.
+In: text with + - * / % and brackets, and what its names hold. Out: a number, or None.
+
+None is for whatever else bash may do with the text. A text that changes a variable is an error: `changes` says so.
+Knows no script.
 """
 
 from __future__ import annotations
@@ -16,17 +19,17 @@ _LARGEST = 2**63 - 1
 
 
 def is_number(text: str) -> bool:
-    """Whether bash takes it for a decimal number, as it stands."""
+    """Return whether bash takes it for a decimal number, as it stands."""
     return _NUMBER.fullmatch(text) is not None
 
 
 def changes(text: str) -> bool:
-    """Whether it may set a variable: by =, ++ or --, or by a subscript, which is computed itself."""
+    """Return whether it may set a variable: by =, ++ or --, or by a subscript, which is computed itself."""
     return re.search(r"(?<![=!<>])=(?!=)|(?:<<|>>)=|\+\+|--|\[", text) is not None
 
 
 def compute(text: str, value: Callable[[str], str | None]) -> int | None:
-    """`value` says what a name holds, None where that is not known."""
+    """Compute an arithmetic expression. `value` returns what a name holds, None where that is not known."""
     held = {name: value(name) for name in _NAME.findall(text)}
     if any(one is None or not is_number(one) for one in held.values()):
         return None

@@ -1,7 +1,9 @@
-"""Walk a script's commands: through conditions, loops, functions and groups. In: a scanner. Out: each simple command, with what is open.
+"""Walk a script's commands: through conditions, loops, functions and groups.
 
-Bash's grammar as far as it tells one command from the next, and whether one is run, once, by this shell; what is not understood is an error
-at its line. Says of no command what it does: that is for who derives from it.
+In: a scanner. Out: each simple command, with what is open.
+
+Bash's grammar as far as it tells one command from the next, and whether one is run, once, by this shell; what is not
+understood is an error at its line. Says of no command what it does: that is for who derives from it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ _DEEPEST = 100
 
 
 class Commands:
-    """`open` are the words that close what is open, each with what it is: a loop, a function, or another."""
+    """Reads commands. `open` holds the words that close what is open, each with what it is: a loop, a function, or
+    another."""
 
     def __init__(self, variables: Variables) -> None:
         self.variables = variables
@@ -31,7 +34,7 @@ class Commands:
         self._defines = False
 
     def simple(self, words: Sequence[ShellWord], definite: bool) -> None:
-        """One command. `definite`: it is run, once, by this shell."""
+        """Handle one command. `definite`: it runs, once, in this shell."""
         raise NotImplementedError
 
     def is_inside(self, kind: str) -> bool:
@@ -39,13 +42,13 @@ class Commands:
 
     @contextmanager
     def opened(self, what: str) -> Iterator[None]:
-        """What is read meanwhile stands in something that may not be run."""
+        """Mark what is read meanwhile as part of something that may not run."""
         self.open.append((what, ""))
         yield
         self.open.pop()
 
     def read(self, scanner: Scanner) -> None:
-        """Every command of a text, while assignments take effect."""
+        """Read every command of a text, while assignments take effect."""
         base, before, words, closed, odd = len(self.open), "\n", list[ShellWord](), False, False
         while not self.ended:
             token = scanner.next()
@@ -68,7 +71,9 @@ class Commands:
                 after = "\n" if token is None else token.text
                 joins = after == "\n" and before in ("&&", "||", "|", "|&") and not (closed or words)
                 if words:
-                    self.simple(words, before in ("\n", ";", "&") and after in ("\n", ";") and not self.open and not odd)
+                    self.simple(
+                        words, before in ("\n", ";", "&") and after in ("\n", ";") and not self.open and not odd
+                    )
                     words = []
                 if token is None:
                     break
@@ -77,7 +82,7 @@ class Commands:
             scanner.fail(f"the script ends before {self.open[-1][0]}")
 
     def _separator(self, scanner: Scanner, token: Operator) -> bool:
-        """Whether it closed a bracket."""
+        """Return whether it closed a bracket."""
         if token.text in _CASE_ENDS:
             if not self.open or self.open[-1][0] != "esac":
                 scanner.fail(f"{token.text} stands outside of a case")
@@ -88,7 +93,8 @@ class Commands:
         return False
 
     def _compound(self, scanner: Scanner, word: ShellWord, literal: str) -> bool:
-        """Whether the word that begins a command opens, divides or closes something; what belongs to it is read."""
+        """Return whether the word that begins a command opens, divides or closes something; what belongs to it is
+        read."""
         if literal in _OPENS:
             self._push(scanner, _OPENS[literal], "loop" if _OPENS[literal] == "done" else "")
         elif literal in ("fi", "done", "esac", "}"):
@@ -127,7 +133,7 @@ class Commands:
         self.variables.in_function = self.is_inside("function")
 
     def _bracket(self, scanner: Scanner, words: list[ShellWord], token: Operator) -> bool:
-        """A subshell, `((...))`, or a function by its name; whether something was closed by it."""
+        """Return a subshell, `((...))`, or a function by its name; whether something was closed by it."""
         name = words[0].literal if len(words) == 1 else None
         if name is not None:
             closing = scanner.next()
@@ -206,10 +212,12 @@ class Commands:
         words = []
         while (word := scanner.condition_word()).literal != "]]":
             words.append(word)
-        self.judge_test(scanner.line(), [" ".join(self.variables.fields(word, split=False)) for word in words], arithmetic=True)
+        self.judge_test(
+            scanner.line(), [" ".join(self.variables.fields(word, split=False)) for word in words], arithmetic=True
+        )
 
     def judge_test(self, line: int, fields: list[str], arithmetic: bool) -> None:
-        """Of `[[ ... ]]` operands may be arithmetic, and of all tests a name may have a subscript."""
+        """Refuse a test that may compute: operands of `[[ ... ]]` may be arithmetic, and names may have subscripts."""
         for place, field in enumerate(fields):
             if field in ("-v", "-R") and "[" in "".join(fields[place + 1 : place + 2]):
                 raise ValueError(f"line {line}: {field} with a subscript is not read")

@@ -1,4 +1,6 @@
-"""Say what bash's words are made of. In: nothing. Out: frozen values: words, their parts, operators, redirections, assignments.
+"""Say what bash's words are made of.
+
+In: nothing. Out: frozen values: words, their parts, operators, redirections, assignments.
 
 Knows no text of a script, and no variable's value.
 """
@@ -20,7 +22,10 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """`$NAME`; `every` is "@" or "*" for all of an array. `operator` is that of `${NAME:-otherwise}`, or nothing."""
+    """A reference `$NAME`; `every` is "@" or "*" for all of an array.
+
+    `operator` is that of `${NAME:-otherwise}`, or empty.
+    """
 
     name: str
     every: str
@@ -31,7 +36,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """`$((...))`, whose text is expanded as if it was quoted."""
+    """Arithmetic `$((...))`, whose text is expanded as if quoted."""
 
     inner: ShellWord
     quoted: bool
@@ -39,7 +44,7 @@ class Arithmetic:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """`text` is what stands there."""
+    """Text that cannot be evaluated; `text` is its source."""
 
     text: str
     quoted: bool
@@ -50,7 +55,7 @@ Part = Text | Reference | Arithmetic | Opaque
 
 @dataclass(frozen=True, slots=True)
 class ShellWord:
-    """`elements` are the words of an array, where the word is `NAME=(...)`."""
+    """A word of a command. `elements` are the words of an array, where the word is `NAME=(...)`."""
 
     line: int
     parts: tuple[Part, ...]
@@ -58,8 +63,13 @@ class ShellWord:
 
     @property
     def literal(self) -> str | None:
-        """Its text, where nothing in it is quoted or expanded."""
-        if self.elements is None and len(self.parts) == 1 and isinstance(self.parts[0], Text) and not self.parts[0].quoted:
+        """Text of the word, where nothing in it is quoted or expanded."""
+        if (
+            self.elements is None
+            and len(self.parts) == 1
+            and isinstance(self.parts[0], Text)
+            and not self.parts[0].quoted
+        ):
             return self.parts[0].text
         return None
 
@@ -72,7 +82,7 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class Redirection:
-    """`target` is what follows; of a here-document nothing."""
+    """A redirection. `target` is what follows; of a here-document nothing."""
 
     line: int
     target: ShellWord
@@ -83,7 +93,7 @@ Token = ShellWord | Operator | Redirection
 
 @dataclass(frozen=True, slots=True)
 class Assigned:
-    """What an assignment says: `adds` is that of `+=`."""
+    """An assignment: `adds` is that of `+=`."""
 
     name: str
     adds: bool
@@ -91,13 +101,15 @@ class Assigned:
 
 
 def assigned(word: ShellWord) -> Assigned | None:
-    """The assignment that a word is, if it is one. Raises ValueError for one of an array's single element."""
+    """Return the assignment that a word is, if it is one. Raises ValueError for one of an array's single element."""
     first = word.parts[0] if word.parts else None
     match = ASSIGNMENT.match(first.text) if isinstance(first, Text) and not first.quoted else None
     if match is None:
         return None
     if match[2] is not None:
-        raise ValueError(f"line {word.line}: {match[0]} sets one element of an array, which is not read: give the array as a whole")
+        raise ValueError(
+            f"line {word.line}: {match[0]} sets one element of an array, which is not read: give the array as a whole"
+        )
     assert isinstance(first, Text)
     rest = first.text[match.end() :]
     parts = (*((Text(rest, False),) if rest else ()), *word.parts[1:])

@@ -1,7 +1,9 @@
-"""Keep a script's variables, and expand words with them as bash does. In: words and assignments. Out: text, with marks for what is unknown.
+"""Keep a script's variables, and expand words with them as bash does.
 
-A mark names the reason why only running the script would tell. What bash would match against files, expand from braces or take from the
-user's home is unknown, too. Knows no command, and no environment.
+In: words and assignments. Out: text, with marks for what is unknown.
+
+A mark names the reason why only running the script would tell. What bash would match against files, expand from braces
+or take from the user's home is unknown, too. Knows no command, and no environment.
 """
 
 from __future__ import annotations
@@ -33,10 +35,12 @@ _BLANK = re.compile("[ \t\n]+")
 
 @dataclass(slots=True)
 class _Fields:
-    """The words that one word becomes. `now` are the pieces of the one that is not ended; `plain` those of them that were not quoted.
+    """The words that one word becomes.
 
-    `is_void`: an empty array is in it, `is_word`: so are quotes, which make a word of nothing. `unknown` makes the word that stands for one
-    of which only a reason is known.
+    `now` are the pieces of the one that is not ended; `plain` those of them that were not quoted.
+
+    `is_void`: an empty array is in it, `is_word`: so are quotes, which make a word of nothing. `unknown` makes the word
+    that stands for one of which only a reason is known.
     """
 
     split: bool
@@ -76,16 +80,16 @@ class _Fields:
 
 
 def _may_match(text: str) -> bool:
-    """Whether bash compares it with the names of files."""
+    """Return whether bash compares it with the names of files."""
     place = text.find("[")
     return "*" in text or "?" in text or "\\" in text or (place >= 0 and "]" in text[place:])
 
 
 class Variables:
-    """`reasons` of what is unknown, in the order of their marks.
+    """Variables of a script, with `reasons` for unknown ones in the order of their marks.
 
-    `in_function`: what is set now is set whenever the function is called, so never known again. `definite`: what is set now is set.
-    `called`: why arguments are not known; a script that is read has none.
+    `in_function`: what is set now is set whenever the function is called, so never known again. `definite`: what is set
+    now is set. `called`: why arguments are not known; a script that is read has none.
     """
 
     def __init__(self, given: Mapping[str, str], reasons: dict[str, int] | None = None) -> None:
@@ -105,7 +109,7 @@ class Variables:
         self._expanded = 0
 
     def other_shell(self, where: str) -> Variables:
-        """Those of a shell that the script starts, of which nothing is known."""
+        """Return those of a shell that the script starts, of which nothing is known."""
         others = Variables({}, self.reasons)
         others._if_unset, others.called = f"may be exported to what runs {where}", f"is an argument {where}"
         others._expanded = self._expanded
@@ -114,7 +118,8 @@ class Variables:
     def mark(self, reason: str) -> str:
         return f"\0{self.reasons.setdefault(reason, len(self.reasons))}\0"
 
-    # -- setting ---------------------------------------------------------------------------------------------------------------------
+    # -- setting
+    # ------------------------------------------------------------------------------------------------------------------
 
     def forget(self, name: str, why: str) -> None:
         if self.in_function:
@@ -122,7 +127,7 @@ class Variables:
         self._values[name] = self.mark(why)
 
     def forget_all(self, why: str, also_unset: bool = False) -> None:
-        """What was set may be another value now, and with `also_unset` what was not."""
+        """Forget every variable that is set, and with `also_unset` also those that are not."""
         self._if_unset = why if also_unset else self._if_unset
         if self.in_function:
             self._by_calls = why
@@ -131,16 +136,16 @@ class Variables:
         self._values = {name: value for name, value in self._values.items() if name in self._tainted}
 
     def call(self) -> None:
-        """A function is called that may do whatever any of them does."""
+        """Forget what any called function may set."""
         if self._by_calls:
             self.forget_all(self._by_calls)
 
     def keep(self, name: str) -> None:
-        """Read-only from here on."""
+        """Make a variable read-only."""
         self._read_only.add(name)
 
     def assign(self, said: Assigned, why: str) -> None:
-        """`why` it is not known whether it is set, if so."""
+        """Assign a variable. `why`: reason why it is not known whether it is set, if there is one."""
         name, line = said.name, said.value.line
         if name in _READING:
             raise ValueError(f"line {line}: {name} changes how the script is read: leave it out")
@@ -152,7 +157,9 @@ class Variables:
         if why or self.in_function or name in self._tainted:
             if _first(new) and not is_number(str(_first(new))):
                 self._texts.add(name)
-            self.forget(name, f"{name} {why or f'is set on line {line}, under a condition, in a loop or in a function'}")
+            self.forget(
+                name, f"{name} {why or f'is set on line {line}, under a condition, in a loop or in a function'}"
+            )
             return
         self._texts.discard(name)
         old = self._old(name) if said.adds else None
@@ -163,14 +170,15 @@ class Variables:
             self._values[name] = new if old is None else [old, *new]
         elif isinstance(self._values.get(name), list):
             raise ValueError(
-                f"line {line}: {name} is an array, of which this sets the first word alone: write {name}{'+' * said.adds}=(...)"
+                f"line {line}: {name} is an array, of which this sets the first word alone: write "
+                f"{name}{'+' * said.adds}=(...)"
             )
         else:
             self._values[name] = new if old is None else f"{old}{new}"
             self._spend(len(self._values[name]), line)
 
     def look_at(self, said: Assigned) -> None:
-        """Expand what is assigned for one command alone."""
+        """Expand an assignment that holds for one command only."""
         self._assigned(said, said.value.line)
 
     def _assigned(self, said: Assigned, line: int) -> str | list[str]:
@@ -183,10 +191,11 @@ class Variables:
         old = self._value(name, 0)
         return self.mark(f"{name} {self._if_unset}") if old is None and self._if_unset else old
 
-    # -- reading ---------------------------------------------------------------------------------------------------------------------
+    # -- reading
+    # ------------------------------------------------------------------------------------------------------------------
 
     def fields(self, word: ShellWord, split: bool = True) -> list[str]:
-        """The words of a command that one word becomes; with `split=False` the one value of an assignment."""
+        """Return the words of a command that one word becomes; with `split=False` the one value of an assignment."""
         if word.elements is not None:
             raise ValueError(f"line {word.line}: an array is set where nothing can be set: put the bracket in quotes")
         state = _Fields(split, lambda text, why: self.mark(f"{text[:40]!r} on line {word.line} {why}"))
@@ -195,11 +204,14 @@ class Variables:
         return state.done
 
     def judge_sum(self, text: str, line: int, shown: str) -> None:
-        """Raises ValueError where computing it may set a variable, itself or by what a name in it holds, which bash computes, too."""
+        """Raise ValueError where computing it may set a variable, itself or through what a name in it holds, which
+        bash computes, too."""
         if changes(text):
             raise ValueError(f"line {line}: {shown} may change a variable, which is not read: assign it, NAME=$((...))")
         if any(found[0] in self._text_marks for found in MARK.finditer(text)):
-            raise ValueError(f"line {line}: {shown} computes what may be another text than a number: give whole numbers")
+            raise ValueError(
+                f"line {line}: {shown} computes what may be another text than a number: give whole numbers"
+            )
         for name in _NAMES.findall(text):
             held = _first(self._value(name, line)) or ""
             if held in self._text_marks or not (held == "" or MARK.search(held) or is_number(held)):
@@ -209,7 +221,9 @@ class Variables:
     def _spend(self, num_characters: int, line: int) -> None:
         self._expanded += num_characters + 1
         if self._expanded > MOST_EXPANDED:
-            raise ValueError(f"line {line}: the script's variables come to more than {MOST_EXPANDED} characters, which no launch has")
+            raise ValueError(
+                f"line {line}: the script's variables come to more than {MOST_EXPANDED} characters, which no launch has"
+            )
 
     def _expand(self, line: int, parts: Sequence[Part], state: _Fields, inside: bool) -> None:
         """`inside`: of what stands in `${NAME:-...}`, where text is cut at blanks, too."""
@@ -247,7 +261,10 @@ class Variables:
             self._emit(value, part, state, line)
             return
         unknown = self._unknown_of(value, part)
-        kind, missing = part.operator[-1], value is None or value == [] or (part.operator[0] == ":" and _first(value) == "")
+        kind, missing = (
+            part.operator[-1],
+            value is None or value == [] or (part.operator[0] == ":" and _first(value) == ""),
+        )
         if unknown:
             self._emit(unknown, part, state, line)
         elif kind == "+" and missing:
@@ -259,17 +276,21 @@ class Variables:
             self._emit(value, part, state, line)
         elif kind == "=" and not part.every and value in (None, "") and re.fullmatch(NAME, part.name):
             said = Assigned(part.name, False, ShellWord(line, part.otherwise.parts))
-            self.assign(said, "" if self.definite else f"is set on line {line}, under a condition, in a loop or in a function")
+            self.assign(
+                said, "" if self.definite else f"is set on line {line}, under a condition, in a loop or in a function"
+            )
             self._emit(self._value(part.name, line) or "", part, state, line)
         elif kind == "=":
             # Of an array it sets the first word.
             self.forget(part.name, f"{part.name} is set on line {line} by {part.operator}")
             self._emit(self.mark(f"{part.name} is set on line {line} by {part.operator}"), part, state, line)
         else:
-            self._emit(self.mark(f"{part.name} is not set on line {line}, where the script ends without it"), part, state, line)
+            self._emit(
+                self.mark(f"{part.name} is not set on line {line}, where the script ends without it"), part, state, line
+            )
 
     def _unknown_of(self, value: str | list[str] | None, part: Reference) -> str:
-        """The mark of what an operator cannot decide; nothing where it can."""
+        """Return the mark of what an operator cannot decide; nothing where it can."""
         if value is None:
             return self.mark(f"{part.name} {self._if_unset}") if self._if_unset else ""
         values = value if isinstance(value, list) else [value]
@@ -277,7 +298,11 @@ class Variables:
         if found is not None:
             return found[0]
         # Whether such an array is empty is decided otherwise by bash's versions.
-        return self.mark(f"{part.name} has an empty word") if part.every and part.operator[0] == ":" and "" in values else ""
+        return (
+            self.mark(f"{part.name} has an empty word")
+            if part.every and part.operator[0] == ":" and "" in values
+            else ""
+        )
 
     def _emit(self, value: str | list[str], part: Reference, state: _Fields, line: int) -> None:
         values = value if isinstance(value, list) else [value]
@@ -328,7 +353,9 @@ class Variables:
         # Where bash finds no sum it leaves the whole command out, so what is unknown has to be a number at least.
         result = compute(MARK.sub(" 1 ", text), lambda name: MARK.sub("1", held[name]) or "1")
         if result is None:
-            raise ValueError(f"line {line}: {shown} is not read: write whole numbers, + - * / % and brackets, or the result")
+            raise ValueError(
+                f"line {line}: {shown} is not read: write whole numbers, + - * / % and brackets, or the result"
+            )
         return str(result) if unknown is None else unknown[0]
 
 

@@ -1,8 +1,10 @@
-"""Cut a bash script into words, operators and redirections. In: its text. Out: tokens, one by one. Runs nothing, knows no variable's value.
+"""Cut a bash script into words, operators and redirections.
 
-What is cut is what bash cuts, or a ValueError with the line: a construct that is not listed here is refused, never passed over. What stands
-in a word and only running the script would tell (a command's output, `${NAME%.*}`) is an `Opaque` part of it, as long as it changes no
-variable. Every character is looked at a bounded number of times.
+In: its text. Out: tokens, one by one. Runs nothing, knows no variable's value.
+
+What is cut is what bash cuts, or a ValueError with the line: a construct that is not listed here is refused, never
+passed over. What stands in a word and only running the script would tell (a command's output, `${NAME%.*}`) is an
+`Opaque` part of it, as long as it changes no variable. Every character is looked at a bounded number of times.
 """
 
 from __future__ import annotations
@@ -11,7 +13,19 @@ import re
 from bisect import bisect_right
 from typing import NoReturn
 
-from bpipe.plan.bash_parts import ASSIGNMENT, NAME, Arithmetic, Opaque, Operator, Part, Redirection, Reference, ShellWord, Text, Token
+from bpipe.plan.bash_parts import (
+    ASSIGNMENT,
+    NAME,
+    Arithmetic,
+    Opaque,
+    Operator,
+    Part,
+    Redirection,
+    Reference,
+    ShellWord,
+    Text,
+    Token,
+)
 
 MOST_CHARACTERS = 1_000_000
 _CLOSES = {"(": ")", "{": "}", "`": "`"}
@@ -28,7 +42,8 @@ _OPERATOR = re.compile(r"&&|\|\||\|&|;;&|;;|;&|[\n;|()]|&(?!>)")
 _REDIRECTION = re.compile(r"&>>|&>|<<<|<<-?|<>|>>|>&|<&|>\||<(?!\()|>(?!\()")
 _REFERENCE = re.compile(rf"({NAME}|[0-9]+|[@*#?$!-])(\[[@*]\])?(:?[-+=?]|(?=\}}))", re.DOTALL)
 _SHORT = re.compile(rf"{NAME}|[0-9@*#?$!-]")
-# Forms of ${...} that change no variable, whatever the variables hold. Others are refused: a subscript or an offset is arithmetic.
+# Forms of ${...} that change no variable, whatever the variables hold. Others are refused: a subscript or an offset is
+# arithmetic.
 _PASSIVE = re.compile(
     rf"\#({NAME}|[@*#?]|[0-9]+)?(\[[@*]\])?|!{NAME}(\[[@*]\]|[@*])|({NAME}|[0-9@*]+)\[[0-9]+\]|"
     rf"({NAME}|[0-9]+|[@*])(\[([@*]|[0-9]+)\])?([%#/^,].*|:[ ]?-?[0-9]+(:-?[0-9]+)?)",
@@ -40,11 +55,14 @@ _HERE_INSIDE = re.compile(r"<<-?[ \t]*['\"\\A-Za-z_]")
 
 
 class Scanner:
-    """`line`: where the text stands, if it is part of a script; else its lines are counted."""
+    """Splits text into tokens. `line`: where the text stands in a script; without it lines are counted."""
 
     def __init__(self, text: str, line: int | None = None, depth: int = 0) -> None:
         if len(text) > MOST_CHARACTERS:
-            raise ValueError(f"it has more than {MOST_CHARACTERS} characters, and no launch has: name the script that starts the training")
+            raise ValueError(
+                f"it has more than {MOST_CHARACTERS} characters, and no launch has: name the script that starts the "
+                f"training"
+            )
         self._text, self._line, self._depth = text, line, depth
         self._at = 0
         self._starts = [0, *(found.end() for found in re.finditer("\n", text))] if line is None else []
@@ -57,7 +75,7 @@ class Scanner:
         raise ValueError(f"line {self.line(at)}: {message}")
 
     def next(self) -> Token | None:
-        """The next token; None at the end."""
+        """Return the next token; None at the end."""
         self._skip_blanks()
         text, line = self._text, self.line()
         if self._at >= len(text):
@@ -85,11 +103,11 @@ class Scanner:
         return word
 
     def next_is(self, text: str) -> bool:
-        """Whether this follows at once."""
+        """Return whether this follows at once."""
         return self._text.startswith(text, self._at)
 
     def arithmetic_command(self) -> str:
-        """What stands in `((...))`, of which the first bracket is read."""
+        """Return the text of `((...))`, whose first bracket has been read."""
         start = self._at
         end = self._closing(start)
         if self._text[end + 1 : end + 2] != ")":
@@ -98,7 +116,7 @@ class Scanner:
         return self._text[start + 1 : end]
 
     def condition_word(self) -> ShellWord:
-        """The next word inside of `[[ ... ]]`, where operators are words, too."""
+        """Return the next word inside of `[[ ... ]]`, where operators are words, too."""
         self._skip_blanks(newlines=True)
         if self._at >= len(self._text):
             self.fail("[[ is not closed")
@@ -107,7 +125,8 @@ class Scanner:
             return ShellWord(self.line(), (Text(match[0], False),))
         return self._word()
 
-    # -- pieces ----------------------------------------------------------------------------------------------------------------------
+    # -- pieces
+    # ------------------------------------------------------------------------------------------------------------------
 
     def _skip_blanks(self, newlines: bool = False) -> None:
         text = self._text
@@ -139,7 +158,9 @@ class Scanner:
             self._here.append((end, operator == "<<-", match[3] is None))
             return Redirection(line, ShellWord(line, ()))
         self._skip_blanks()
-        if self._at >= len(self._text) or (self._text[self._at] in _ENDS and not self._text.startswith(("<(", ">("), self._at)):
+        if self._at >= len(self._text) or (
+            self._text[self._at] in _ENDS and not self._text.startswith(("<(", ">("), self._at)
+        ):
             self.fail(f"nothing stands behind {operator}")
         return Redirection(line, self._word())
 
@@ -169,7 +190,9 @@ class Scanner:
         parts = self._parts("")
         if self._at == start:
             self.fail(f"{self._text[start]!r} is not understood here")
-        if self._text.startswith("(", self._at) and any(one for one in parts if not isinstance(one, Text) or one.quoted):
+        if self._text.startswith("(", self._at) and any(
+            one for one in parts if not isinstance(one, Text) or one.quoted
+        ):
             self.fail("a bracket in a word must be quoted")
         return ShellWord(line, parts)
 
@@ -196,7 +219,9 @@ class Scanner:
         self._depth += 1
         if self._depth > _DEEPEST:
             self.fail(f"quotes and brackets are inside of each other more than {_DEEPEST} times")
-        while self._at < len(text) and (closing or text[self._at] not in _ENDS or text.startswith(("<(", ">("), self._at)):
+        while self._at < len(text) and (
+            closing or text[self._at] not in _ENDS or text.startswith(("<(", ">("), self._at)
+        ):
             char, at = text[self._at], self._at
             if closing and char == closing:
                 break
@@ -252,7 +277,9 @@ class Scanner:
                 self._at += 2
                 after = text[at + 1 : at + 2]
                 if after != "\n":
-                    parts.append(Text(after if after in ('"', "\\", "$", "`") or after == closing else char + after, True))
+                    parts.append(
+                        Text(after if after in ('"', "\\", "$", "`") or after == closing else char + after, True)
+                    )
             elif char in "$`":
                 parts.append(self._expansion(True))
             else:

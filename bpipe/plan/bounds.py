@@ -1,8 +1,10 @@
-"""Bound the seconds of configurations from below, many of one space. In: Setups, a Profile. Out: seconds no iteration is shorter than.
+"""Bound the seconds of configurations from below, many of one space.
 
-No pipeline is faster than a rank's own work, what comes before its first computation and after its last, and the update. Setups of one
-`Space` share most of it: layers take as long whatever the schedule, updates whatever the micro-batch, so each is asked for once. Makes no
-schedule, and knows no memory.
+In: Setups, a Profile. Out: seconds no iteration is shorter than.
+
+No pipeline is faster than a rank's own work, what comes before its first computation and after its last, and the
+update. Setups of one `Space` share most of it: layers take as long whatever the schedule, updates whatever the
+micro-batch, so each is asked for once. Makes no schedule, and knows no memory.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ class _Work(NamedTuple):
 
 
 def lower_bound_s(setup: Setup, profile: Profile | None = None) -> float:
-    """Of one setup alone."""
+    """Return a lower bound for one setup."""
     return _bound(setup, _work_of(setup, profile)) + _update_s(setup, profile)
 
 
 def last_load(setup: Setup, profile: Profile | None = None) -> float:
-    """How many times as long as the mean of the others the last stage's rank computes, on one micro-batch."""
+    """Return how many times as long as the mean of the others the last stage's rank computes, on one micro-batch."""
     return _load(setup, _work_of(setup, profile))
 
 
@@ -52,7 +54,7 @@ def _update_s(setup: Setup, profile: Profile | None) -> float:
 
 
 class Bounds:
-    """The same of setups that differ in nothing but what a `Space` lets differ; to the bit."""
+    """Lower bounds of setups that differ only in what a `Space` varies; equal to `lower_bound_s` to the bit."""
 
     def __init__(self, profile: Profile | None = None) -> None:
         self._profile = profile
@@ -65,7 +67,7 @@ class Bounds:
         return self._both(setup)[0]
 
     def load(self, setup: Setup) -> float:
-        """As `last_load` says it."""
+        """Return the last rank's load, as `last_load` does."""
         return self._both(setup)[1]
 
     def _both(self, setup: Setup) -> tuple[float, float]:
@@ -75,22 +77,27 @@ class Bounds:
         gathers = setup.tensor, setup.switches.tp_comm_overlap
         grid = gathers, setup.context, setup.pipeline, setup.routing, setup.vocabulary_parallel, setup.input_shards
         lies = setup.balance, setup.how
-        # Balanced ones lie elsewhere, where only experts and parts of a sequence have something to exchange while they compute.
+        # Balanced ones lie elsewhere, where only experts and parts of a sequence have something to exchange while they
+        # compute.
         elsewhere = lies if setup.model.experts is not None or setup.context > 1 else None
         size = setup.micro_batch, setup.recompute, setup.keep_weights_halves
         key = (grid, elsewhere, size, cut)
         if key not in self._known:
             # What a profile says of a stage is not made of parts.
-            work = self._work(setup, (grid, elsewhere, size)) if self._profile is None else _work_of(setup, self._profile)
+            work = (
+                self._work(setup, (grid, elsewhere, size)) if self._profile is None else _work_of(setup, self._profile)
+            )
             self._known[key] = _bound(setup, work), _load(setup, work)
         bound_s, load = self._known[key]
         return bound_s + self._update(setup, (grid, lies, cut, None if self._profile is None else size)), load
 
     def _update(self, setup: Setup, place: object) -> float:
-        """The longest update of a rank."""
+        """Return the longest update of a rank."""
         if place not in self._updates:
             if self._profile is None:
-                self._updates[place] = _longest(setup, [setup.cluster.factor * update for _, update in update_seconds(setup)])
+                self._updates[place] = _longest(
+                    setup, [setup.cluster.factor * update for _, update in update_seconds(setup)]
+                )
             else:
                 self._updates[place] = _update_s(setup, self._profile)
         return self._updates[place]
@@ -108,7 +115,10 @@ class Bounds:
     def _know(self, setup: Setup, size: object, stages: Sequence[StageLayers]) -> None:
         """Seconds of all that its stages are made of."""
         if size not in self._parts:
-            self._parts[size] = part_seconds(setup), scaled(shard_seconds(setup), setup.cluster.factor) if setup.is_sharded else _NO_SHARDS
+            self._parts[size] = (
+                part_seconds(setup),
+                scaled(shard_seconds(setup), setup.cluster.factor) if setup.is_sharded else _NO_SHARDS,
+            )
         elif not {(kind, scope) for one in set(stages) for kind, scope, _ in one} <= self._parts[size][0].layers.keys():
             # Where some layers of a stage are recomputed, not every cut has all sorts.
             self._parts[size][0].layers.update(part_seconds(setup).layers)
@@ -122,7 +132,7 @@ class Bounds:
 
 
 def _both(cost: StageCost, splits: bool) -> tuple[float, float]:
-    """A stage's forward and backward."""
+    """Return a stage's forward and backward."""
     backward = cost.whole_input_s + (cost.weight_s or 0) if splits else cost.whole_backward_s
     return float(cost.whole_forward_s), float(backward)
 
@@ -132,18 +142,22 @@ def _longest(setup: Setup, updates: Sequence[float]) -> float:
 
 
 def _load(setup: Setup, work: _Work) -> float:
-    own = [sum(work.forwards[stage] + work.backwards[stage] for stage in setup.stages_of(rank)) for rank in range(setup.pipeline)]
+    own = [
+        sum(work.forwards[stage] + work.backwards[stage] for stage in setup.stages_of(rank))
+        for rank in range(setup.pipeline)
+    ]
     last = {placement[-1] for placement in setup.placements}
     others = [seconds for rank, seconds in enumerate(own) if rank not in last]
     return max(own[rank] for rank in last) * len(others) / sum(others) if others else 1.0
 
 
 def _bound(setup: Setup, work: _Work) -> float:
-    """A rank's own work, and what comes before its first computation and after its last."""
+    """Return a rank's own work, and what comes before its first computation and after its last."""
     forwards, backwards, shard = work
     p, m, pipes = setup.pipeline, setup.num_microbatches, setup.placements
     within = float(shard.forward_s + shard.backward_s)
-    # Of algorithm 2 T may wait until everything has gone back. Input shards come before a rank's first forward, and behind its backward.
+    # Of algorithm 2 T may wait until everything has gone back. Input shards come before a rank's first forward, and
+    # behind its backward.
     until_back = float(shard.forward_s) if setup.vocabulary_parallel == Vocabulary.TWO.value else within
     since_begun = within + float(shard.input_backward_s)
     throughout = since_begun + float(shard.input_forward_s)
@@ -163,4 +177,7 @@ def _bound(setup: Setup, work: _Work) -> float:
 @lru_cache(maxsize=1024)
 def _stages_by_pipe(pipes: tuple[tuple[int, ...], ...], num_ranks: int) -> list[list[list[int]]]:
     """Of every rank, by pipe, the stages it computes."""
-    return [[[stage for stage, owner in enumerate(placement) if owner == rank] for placement in pipes] for rank in range(num_ranks)]
+    return [
+        [[stage for stage, owner in enumerate(placement) if owner == rank] for placement in pipes]
+        for rank in range(num_ranks)
+    ]

@@ -1,7 +1,10 @@
-"""Plan what leaves each device so that every one keeps its budget. In: a schedule, what devices hold, budgets in bytes. Out: a `Fit`.
+"""Plan what leaves each device so that every one keeps its budget.
 
-Commands and the training ask here, with predicted bytes or with measured ones, and print the same lines. A budget is all that a device may
-hold: weights, gradients, optimizer state, activations, what comes and goes, overhead. Knows no tensors and no command line.
+In: a schedule, what devices hold, budgets in bytes. Out: a `Fit`.
+
+Commands and the training ask here, with predicted bytes or with measured ones, and print the same lines. A budget is
+all that a device may hold: weights, gradients, optimizer state, activations, what comes and goes, overhead. Knows no
+tensors and no command line.
 """
 
 from __future__ import annotations
@@ -13,6 +16,11 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 
+from bpipe.balance.budget import ActivationBudget, BudgetTooSmall, chosen_partners, fewest_moved, smallest_level_of_pair
+from bpipe.balance.pairs import allocated_bytes, choose_partners, pairs_of
+from bpipe.balance.pool import fewest_sent, smallest_level
+from bpipe.balance.tiers import balance_over_hosts
+from bpipe.build import BalanceConfig, balanced, build
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.host_buffers import guests_of, hosts_of
 from bpipe.ir.hosts import ALL, IN_NODES, PAIR, POOL
@@ -23,15 +31,10 @@ from bpipe.models.cluster import GIB
 from bpipe.models.layout import Setup, split_layers
 from bpipe.models.memory import DeviceBesides, besides_of, link_bytes, parts_of, sizes_of
 from bpipe.models.profile import Profile
-from bpipe.passes.balance import choose_partners, occupied, pairs_of
-from bpipe.passes.pool import fewest_sent, smallest_level
-from bpipe.passes.room import NoRoom, Rooms, chosen_partners, fewest, smallest
-from bpipe.passes.tiers import arranged
 from bpipe.plan.fewest_layers import more_recomputed
-from bpipe.plan.fit import Fit, gib, lines
+from bpipe.plan.fit import Fit, budget_text, plan_lines
 from bpipe.plan.predict import costs_of
 from bpipe.plan.windows import in_time, waits_less
-from bpipe.program import BalanceConfig, balanced, build
 from bpipe.simulate.cost import Costs
 
 AUTO = "auto"
@@ -41,19 +44,21 @@ MINIMUM_BYTES = 65536
 _CHUNKS = range(2, 9)
 # What needs hardly less is no help.
 _CLEARLY = 0.99
-# Where a node's memory takes what leaves, a first plan keeps such a part of the budget free for what prediction does not know: what was
-# measured is within 3 % of it (docs/validation.md). With as much as can leaving, a node would need memory that no later plan asks for.
+# Where a node's memory takes what leaves, a first plan keeps such a part of the budget free for what prediction does
+# not know: what was measured is within 3 % of it (docs/validation.md). With as much as can leaving, a node would need
+# memory that no later plan asks for.
 _CUSHION = Fraction(1, 8)
 
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """What there is to plan with: an order of computations, a micro-batch of every stage, what devices hold besides, and their budgets.
+    """Inputs of a plan: an order of computations, memory of a micro-batch of every stage, other memory of devices, and
+    their budgets.
 
-    `moving`: what they hold besides once anything moves; groups for transfers take memory, too. `hosts`: who may host (`ir.hosts`).
-    `nodes[rank]`, where there are several; every rank of another node with which one transfers, the first apart, takes `link_bytes` more.
-    Where it was measured what devices hold besides, it was with all that is `linked`, and others take `link_bytes`.
-    `parts`: by stage, how many bytes of a micro-batch may leave in place of all that can, ascending, the last all; empty: all leave.
+    `moving`: other memory once anything moves, as groups for transfers take memory, too. `hosts`: who may host
+    (`ir.hosts`). `nodes[rank]`: where there are several. Each rank of another node with which one transfers takes
+    `link_bytes`, but for the first. Measured memory includes that of all `linked` ranks; others take `link_bytes`.
+    `parts`: by stage, the bytes of a micro-batch that may leave, ascending, the last all; empty: all leave.
     """
 
     schedule: Schedule
@@ -67,20 +72,25 @@ class Devices:
     parts: tuple[tuple[int, ...], ...] = ()
     linked: frozenset[tuple[int, int]] | None = None
 
-    def rooms(self, more_bytes: int = 0, moving: bool = True) -> Rooms:
-        """With budgets that are so much larger."""
+    def activation_budget(self, more_bytes: int = 0, moving: bool = True) -> ActivationBudget:
+        """Return the memory to balance within, for budgets larger by `more_bytes`."""
         besides = self.moving or self.besides if moving else self.besides
-        rooms = tuple(besides.room_bytes(rank, budget + more_bytes) for rank, budget in enumerate(self.budget_bytes))
-        return Rooms(rooms, self.memory)
+        activation_budget = tuple(
+            besides.activation_bytes(rank, budget + more_bytes) for rank, budget in enumerate(self.budget_bytes)
+        )
+        return ActivationBudget(activation_budget, self.memory)
 
     def need_bytes(self, schedule: Schedule, moving: bool = True) -> tuple[int, ...]:
-        """All that a device of each rank then holds."""
+        """Return all that a device of each rank then holds."""
         besides = self.moving or self.besides if moving else self.besides
-        held = (sum(occupied(schedule, rank, self.memory)) + self.links_bytes(schedule, rank) for rank in range(schedule.num_ranks))
+        held = (
+            sum(allocated_bytes(schedule, rank, self.memory)) + self.links_bytes(schedule, rank)
+            for rank in range(schedule.num_ranks)
+        )
         return tuple(besides.need_bytes(rank, num_bytes) for rank, num_bytes in enumerate(held))
 
     def links_bytes(self, schedule: Schedule, rank: int) -> int:
-        """What its further links to other nodes take."""
+        """Return bytes of a rank's further links to other nodes."""
         if not self.nodes or not self.link_bytes:
             return 0
         others = {*hosts_of(schedule, rank).values(), *guests_of(schedule, rank)}
@@ -91,29 +101,37 @@ class Devices:
 
 
 class OverBudget(ValueError):
-    """No plan keeps the budgets. `smallest_bytes`: by rank, those that one keeps, each by equally much larger; `pair`: who lacks most."""
+    """No plan keeps the budgets.
+
+    `smallest_bytes`: by rank, budgets that a plan keeps, each larger by the same amount; `pair`: who lacks most.
+    """
 
     def __init__(self, smallest_bytes: tuple[int, ...], pair: tuple[int, int], budget_bytes: tuple[int, ...]) -> None:
         who = f"rank {pair[0]}" if pair[0] == pair[1] else f"ranks {pair[0]} and {pair[1]}"
         super().__init__(
-            f"no plan keeps {who} within {gib(budget_bytes)} GiB a device. The smallest budget that one keeps is {gib(smallest_bytes)} GiB"
+            f"no plan keeps {who} within {budget_text(budget_bytes)} GiB a device. The smallest budget that one keeps "
+            f"is "
+            f"{budget_text(smallest_bytes)} GiB"
         )
         self.smallest_bytes, self.pair = smallest_bytes, pair
 
 
 def within(devices: Devices, partners: Sequence[int] | None = None) -> Fit:
-    """The plan that sends only what must leave. Raises OverBudget.
+    """Return the plan that sends only what must leave. Raises OverBudget.
 
-    By default between the schedule's usual partners, which lie beside each other, or else, where these have no room enough, between the
-    device that lacks most and the one that has most to spare, and so on; in a pool, from any to any, or else in such pairs.
+    By default between the schedule's usual partners, which lie beside each other, or else, where these have no room
+    enough, between the device that lacks most and the one that has most to spare, and so on; in a pool, from any to
+    any, or else in such pairs.
     """
     alone = devices.need_bytes(devices.schedule, moving=False)
-    rooms = devices.rooms(moving=any(need > budget for need, budget in zip(alone, devices.budget_bytes, strict=True)))
-    choices: list[Partners] = [tuple(partners)] if partners else _choices(devices, rooms)
+    activation_budget = devices.activation_budget(
+        moving=any(need > budget for need, budget in zip(alone, devices.budget_bytes, strict=True))
+    )
+    choices: list[Partners] = [tuple(partners)] if partners else _choices(devices, activation_budget)
     for chosen in choices:
         try:
-            return _fit(devices, rooms, chosen)
-        except NoRoom:
+            return _fit(devices, activation_budget, chosen)
+        except BudgetTooSmall:
             continue
     more, worst = min(_more(devices, chosen) for chosen in choices)
     raise OverBudget(tuple(budget + more for budget in devices.budget_bytes), worst, devices.budget_bytes)
@@ -123,9 +141,11 @@ def within(devices: Devices, partners: Sequence[int] | None = None) -> Fit:
 Partners = tuple[int, ...] | None
 
 
-def _choices(devices: Devices, rooms: Rooms) -> list[Partners]:
+def _choices(devices: Devices, activation_budget: ActivationBudget) -> list[Partners]:
     """Who may be partners, to try one after the other."""
-    pairs: list[Partners] = list(dict.fromkeys((choose_partners(devices.schedule, None), chosen_partners(devices.schedule, rooms))))
+    pairs: list[Partners] = list(
+        dict.fromkeys((choose_partners(devices.schedule, None), chosen_partners(devices.schedule, activation_budget)))
+    )
     if devices.hosts == PAIR:
         return pairs
     # Where a rank's further links take memory, pairs may keep what no larger pool does.
@@ -139,65 +159,86 @@ def _more(devices: Devices, partners: Partners) -> tuple[int, tuple[int, int]]:
     return levels[worst], worst
 
 
-def tightest(devices: Devices, partners: Sequence[int] | None = None) -> Fit:
-    """The plan with which the fuller device of each pair is as far below its budget as can be, or as little above; all of a micro-batch
-    leaves, so that it can be measured. Where it leaves for a node's memory, an eighth below the budget is far enough."""
+def tightest_plan(devices: Devices, partners: Sequence[int] | None = None) -> Fit:
+    """Return the plan with which the fuller device of each pair is as far below its budget as can be, or as little
+    above; all of a micro-batch leaves, so that it can be measured. Where it leaves for a node's memory, an eighth
+    below the budget is far enough."""
     devices = replace(devices, parts=())
-    chosen = tuple(partners) if partners else min(_choices(devices, devices.rooms()), key=lambda one: _more(devices, one))
+    chosen = (
+        tuple(partners)
+        if partners
+        else min(_choices(devices, devices.activation_budget()), key=lambda one: _more(devices, one))
+    )
     if chosen is None:
         more = _more(devices, None)[0]
-        found = _fit(devices, devices.rooms(more), None)
+        found = _fit(devices, devices.activation_budget(more), None)
         return _looser(devices, found, more) if devices.hosts in IN_NODES else found
-    rooms = list(devices.rooms().room_bytes)
+    activation_budget = list(devices.activation_budget().room_bytes)
     for pair, more in _levels(devices, chosen).items():
         for rank in pair:
-            rooms[rank] = devices.rooms(more).room_bytes[rank]
-    return _fit(devices, Rooms(tuple(rooms), devices.memory), chosen)
+            activation_budget[rank] = devices.activation_budget(more).room_bytes[rank]
+    return _fit(devices, ActivationBudget(tuple(activation_budget), devices.memory), chosen)
 
 
 def _looser(devices: Devices, tight: Fit, more: int) -> Fit:
-    """An eighth below the budgets is enough where the tightest plan, of budgets by `more` larger, is lower: nodes are asked for less.
+    """Return the budgets less an eighth where the tightest plan, for budgets larger by `more`, is lower: then nodes are
+    asked for less.
 
-    Who sends by that one sends something, at least, so that it is measured what of its micro-batches moves.
+    Every sender of that plan still sends something, so that it is measured what of its micro-batches moves.
     """
-    rooms = devices.rooms(max(more, -int(_CUSHION * min(devices.budget_bytes))))
+    activation_budget = devices.activation_budget(max(more, -int(_CUSHION * min(devices.budget_bytes))))
     ranks = range(devices.schedule.num_ranks)
-    alone = (sum(occupied(devices.schedule, rank, devices.memory)) for rank in ranks)
+    alone = (sum(allocated_bytes(devices.schedule, rank, devices.memory)) for rank in ranks)
     sends = (num_transfers(tight.schedule, rank).evictions > 0 for rank in ranks)
-    less = (min(room, held - 1) if send else room for room, held, send in zip(rooms.room_bytes, alone, sends, strict=True))
-    return _fit(devices, Rooms(tuple(less), rooms.memory), None)
+    less = (
+        min(room, held - 1) if send else room
+        for room, held, send in zip(activation_budget.room_bytes, alone, sends, strict=True)
+    )
+    return _fit(devices, ActivationBudget(tuple(less), activation_budget.memory), None)
 
 
-def _fit(devices: Devices, rooms: Rooms, partners: Partners) -> Fit:
-    rooms = _pooled(devices, rooms) if partners is None else fewest(devices.schedule, rooms, devices.parts, partners)
-    sizes = enumerate(zip(rooms.memory.stages, devices.memory.stages, strict=True))
+def _fit(devices: Devices, activation_budget: ActivationBudget, partners: Partners) -> Fit:
+    activation_budget = (
+        _pooled(devices, activation_budget)
+        if partners is None
+        else fewest_moved(devices.schedule, activation_budget, devices.parts, partners)
+    )
+    sizes = enumerate(zip(activation_budget.memory.stages, devices.memory.stages, strict=True))
     parts = tuple(stage for stage, (part, whole) in sizes if part.moved_bytes < whole.moved_bytes)
     hosts, nodes = (devices.hosts, devices.nodes or None) if partners is None else (PAIR, None)
-    how = BalanceConfig(partners=partners, rooms=rooms, hosts=hosts, nodes=nodes, parts=parts)
+    how = BalanceConfig(partners=partners, activation_budget=activation_budget, hosts=hosts, nodes=nodes, parts=parts)
     fitted = balanced(devices.schedule, how)
     moves = any(num_transfers(fitted, rank).evictions for rank in range(fitted.num_ranks))
     alone = devices.need_bytes(devices.schedule, moving=False)
-    needs = replace(devices, memory=rooms.memory).need_bytes(fitted, moves)
-    return Fit(how, fitted, rooms.memory, devices.budget_bytes, alone, needs)
+    needs = replace(devices, memory=activation_budget.memory).need_bytes(fitted, moves)
+    return Fit(how, fitted, activation_budget.memory, devices.budget_bytes, alone, needs)
 
 
-def _pooled(devices: Devices, rooms: Rooms) -> Rooms:
-    """For other hosts than pairs, with the parts that make the fewest bytes if there is room for them. Raises NoRoom."""
+def _pooled(devices: Devices, activation_budget: ActivationBudget) -> ActivationBudget:
+    """For other hosts than pairs, with the parts that make the fewest bytes if there is room for them.
+
+    Raises NoRoom.
+    """
     if devices.parts:
-        with suppress(NoRoom):
-            return _with_links(devices, fewest_sent(devices.schedule, rooms, devices.parts, partial(_arranged, devices)))
-    return _with_links(devices, rooms)
+        with suppress(BudgetTooSmall):
+            return _with_links(
+                devices, fewest_sent(devices.schedule, activation_budget, devices.parts, partial(_arranged, devices))
+            )
+    return _with_links(devices, activation_budget)
 
 
-def _arranged(devices: Devices, rooms: Rooms) -> Schedule:
-    return arranged(devices.schedule, devices.hosts, rooms, devices.nodes)
+def _arranged(devices: Devices, activation_budget: ActivationBudget) -> Schedule:
+    return balance_over_hosts(devices.schedule, devices.hosts, activation_budget, devices.nodes)
 
 
-def _with_links(devices: Devices, rooms: Rooms) -> Rooms:
+def _with_links(devices: Devices, activation_budget: ActivationBudget) -> ActivationBudget:
     """Less room where a pool's further links take it. Raises NoRoom."""
-    taken = [0] * len(rooms.room_bytes)
+    taken = [0] * len(activation_budget.room_bytes)
     while True:
-        less = Rooms(tuple(room - more for room, more in zip(rooms.room_bytes, taken, strict=True)), rooms.memory)
+        less = ActivationBudget(
+            tuple(room - more for room, more in zip(activation_budget.room_bytes, taken, strict=True)),
+            activation_budget.memory,
+        )
         fitted = _arranged(devices, less)
         needed = [max(before, devices.links_bytes(fitted, rank)) for rank, before in enumerate(taken)]
         if needed == taken:
@@ -214,47 +255,62 @@ def _levels(devices: Devices, partners: Partners) -> dict[tuple[int, int], int]:
     alone = devices.need_bytes(devices.schedule)
     most = highest + max(0, *(need - budget for need, budget in zip(alone, devices.budget_bytes, strict=True)))
     if partners is None:
-        level, worst = smallest_level(lambda level: _pooled(devices, devices.rooms(level - highest)), most)
+        level, worst = smallest_level(lambda level: _pooled(devices, devices.activation_budget(level - highest)), most)
         return {worst: level - highest}
     found = {}
     for pair in pairs_of(partners):
-        level = smallest(devices.schedule, partners, pair, lambda level: devices.rooms(level - highest), most, devices.parts)
+        level = smallest_level_of_pair(
+            devices.schedule,
+            partners,
+            pair,
+            lambda level: devices.activation_budget(level - highest),
+            most,
+            devices.parts,
+        )
         found[pair] = level - highest
     return found
 
 
 def smallest_bytes(devices: Devices) -> int:
-    """The smallest budget, the same for all, that a plan keeps."""
+    """Return the smallest budget, the same for all, that a plan keeps."""
     alone = devices.need_bytes(devices.schedule)
     even = replace(devices, budget_bytes=(max(alone),) * devices.schedule.num_ranks)
-    return max(alone) + min(_more(even, partners)[0] for partners in _choices(even, even.rooms()))
+    return max(alone) + min(_more(even, partners)[0] for partners in _choices(even, even.activation_budget()))
 
 
-def better(devices: Devices, now: Schedule, costs: Costs | None = None) -> tuple[Fit | None, list[str]]:
-    """A plan to change to from what runs `now`, or None where none helps; and lines that say why.
+def better_plan(devices: Devices, now: Schedule, costs: Costs | None = None) -> tuple[Fit | None, list[str]]:
+    """Return a plan to change to from what runs `now`, or None where none helps; and lines that say why.
 
     `costs`: seconds and links, where they are known; bytes are those of `devices`.
     """
     needs = devices.need_bytes(now)
     fits = all(need <= budget for need, budget in zip(needs, devices.budget_bytes, strict=True))
-    holds = f"as measured, devices need {gib(needs)} GiB now"
+    holds = f"as measured, devices need {budget_text(needs)} GiB now"
     try:
         found = within(devices, now.partners if devices.hosts == PAIR else None)
     except OverBudget as error:
-        return None, [f"{holds}; {error}: the plan stays, and recomputing more, or fewer layers where it is fullest, would help"]
+        return None, [
+            f"{holds}; {error}: the plan stays, and recomputing more, or fewer layers where it is fullest, would help"
+        ]
     unknown = sorted(_sent_stages(found.schedule) - _sent_stages(now))
     if unknown:
         stages = " and ".join(map(str, unknown))
-        return None, [f"{holds}; what would keep the budget sends of stage {stages}, of which nobody knows yet what moves: the plan stays"]
+        return None, [
+            f"{holds}; what would keep the budget sends of stage {stages}, of which nobody knows yet what moves: the "
+            f"plan stays"
+        ]
     running = replace(found, schedule=now, memory=devices.memory)
     sent = running.moved_bytes
     if costs is not None:
         found = in_time(found, devices.schedule, costs.holding(found.memory))
-    holds = f"{holds}, and {gib([sent])} GiB leave in an iteration"
+    holds = f"{holds}, and {budget_text([sent])} GiB leave in an iteration"
     if not fits or found.moved_bytes < sent:
-        return found, [f"{holds}; changing over:", *lines(found, "as measured")]
+        return found, [f"{holds}; changing over:", *plan_lines(found, "as measured")]
     if costs is not None and found.moved_bytes == sent and waits_less(found, running, costs):
-        return found, [f"{holds}, and a plan that sends as much waits less for it; changing over:", *lines(found, "as measured")]
+        return found, [
+            f"{holds}, and a plan that sends as much waits less for it; changing over:",
+            *plan_lines(found, "as measured"),
+        ]
     return None, [f"{holds}: no plan does with less, so it stays"]
 
 
@@ -262,12 +318,13 @@ def _sent_stages(schedule: Schedule) -> set[int]:
     return {stay.stage for rank in range(schedule.num_ranks) for stay in hosts_of(schedule, rank)}
 
 
-# -- of a setup -------------------------------------------------------------------------------------------------------------------------
+# -- of a setup
+# ----------------------------------------------------------------------------------------------------------------------
 
 
-def predicted(setup: Setup, budget_bytes: Sequence[int], minimum_bytes: int = MINIMUM_BYTES) -> Devices:
-    """What is predicted of a setup."""
-    budgets = spread(budget_bytes, setup.pipeline)
+def predicted_devices(setup: Setup, budget_bytes: Sequence[int], minimum_bytes: int = MINIMUM_BYTES) -> Devices:
+    """Return the predicted inputs of a plan for a setup."""
+    budgets = one_budget_a_rank(budget_bytes, setup.pipeline)
     plain, moving = (replace(setup, balance=name, how=BalanceConfig()) for name in ("none", "bpipe"))
     nodes = setup.how.hosts in (POOL, ALL) and len(set(moving.nodes())) > 1
     return Devices(
@@ -283,8 +340,8 @@ def predicted(setup: Setup, budget_bytes: Sequence[int], minimum_bytes: int = MI
     )
 
 
-def spread(budget_bytes: Sequence[int], num_ranks: int) -> tuple[int, ...]:
-    """One budget for each rank."""
+def one_budget_a_rank(budget_bytes: Sequence[int], num_ranks: int) -> tuple[int, ...]:
+    """Return one budget for each rank."""
     if len(budget_bytes) not in (1, num_ranks):
         raise ValueError(f"{len(budget_bytes)} budgets for {num_ranks} ranks: give one for all or one for each")
     return tuple(budget_bytes) * (num_ranks if len(budget_bytes) == 1 else 1)
@@ -293,51 +350,61 @@ def spread(budget_bytes: Sequence[int], num_ranks: int) -> tuple[int, ...]:
 def within_budget(
     setup: Setup, budget_bytes: Sequence[int], minimum_bytes: int = MINIMUM_BYTES, profile: Profile | None = None
 ) -> tuple[Setup, Fit]:
-    """The setup balanced within budgets, and its plan. Raises ValueError where no plan keeps them, with what would help."""
-    devices = predicted(setup, budget_bytes, minimum_bytes)
-    found = or_what_helps(setup, devices, minimum_bytes)
+    """Return the setup balanced within budgets, and its plan.
+
+    Raises ValueError where no plan keeps them, with what would help.
+    """
+    devices = predicted_devices(setup, budget_bytes, minimum_bytes)
+    found = within_or_remedies(setup, devices, minimum_bytes)
     if not found.moved_bytes:
         return replace(setup, balance="none", how=BalanceConfig(), budget_bytes=devices.budget_bytes), found
-    found = timed(setup, devices, found, profile)
+    found = plan_in_time(setup, devices, found, profile)
     return replace(setup, balance="bpipe", how=found.how, budget_bytes=devices.budget_bytes), found
 
 
-def timed(setup: Setup, devices: Devices, found: Fit, profile: Profile | None = None) -> Fit:
-    """The plan with its transfers where they end in time on the setup's cluster, if it waits less for them, and how long it waits."""
-    return in_time(found, devices.schedule, costs_so(setup, devices, found, profile)) if found.moved_bytes else found
+def plan_in_time(setup: Setup, devices: Devices, found: Fit, profile: Profile | None = None) -> Fit:
+    """Return the plan with its transfers where they end in time on the setup's cluster, if it waits less for them,
+    and how long it waits."""
+    return (
+        in_time(found, devices.schedule, balanced_costs(setup, devices, found, profile)) if found.moved_bytes else found
+    )
 
 
-def costs_so(setup: Setup, devices: Devices, found: Fit, profile: Profile | None = None) -> Costs:
-    """What things cost where the setup is balanced by that plan."""
+def balanced_costs(setup: Setup, devices: Devices, found: Fit, profile: Profile | None = None) -> Costs:
+    """Return the costs of a setup that is balanced by this plan."""
     return costs_of(replace(setup, balance="bpipe", how=found.how, budget_bytes=devices.budget_bytes), profile)
 
 
-def or_what_helps(setup: Setup, devices: Devices, minimum_bytes: int = MINIMUM_BYTES) -> Fit:
-    """The plan within budgets. Raises ValueError where there is none, with what would help."""
+def within_or_remedies(setup: Setup, devices: Devices, minimum_bytes: int = MINIMUM_BYTES) -> Fit:
+    """Return the plan within budgets. Raises ValueError where there is none, with what would help."""
     try:
         return within(devices)
     except OverBudget as error:
-        helpful = sorted(ways(setup, devices, minimum_bytes), key=lambda way: way.need_bytes)
+        helpful = sorted(remedies(setup, devices, minimum_bytes), key=lambda way: way.need_bytes)
         lower = [way for way in helpful if way.need_bytes < _CLEARLY * max(error.smallest_bytes)]
-        said = ", ".join(f"{way.what} ({gib([way.need_bytes])} GiB{way.beside})" for way in lower)
+        said = ", ".join(f"{way.what} ({budget_text([way.need_bytes])} GiB{way.beside})" for way in lower)
         raise ValueError(
-            f"by prediction {error}. {f'What else would help: {said}' if lower else 'Nothing that was tried needs less'}"
+            f"by prediction {error}. "
+            f"{f'What else would help: {said}' if lower else 'Nothing that was tried needs less'}"
         ) from None
 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """Another way to make it fit: the smallest budget with it; `beside`: what it takes within the budget that there is."""
+    """Another way to make it fit: the smallest budget with it. `beside`: what it takes within the present budget."""
 
     what: str
     need_bytes: int
     beside: str = ""
 
 
-def ways(setup: Setup, devices: Devices, minimum_bytes: int = MINIMUM_BYTES) -> Iterator[Remedy]:
-    """What else would make it fit."""
+def remedies(setup: Setup, devices: Devices, minimum_bytes: int = MINIMUM_BYTES) -> Iterator[Remedy]:
+    """Yield other ways to make it fit."""
     if devices.hosts == PAIR:
-        yield Remedy("any rank with room as host, --bpipe-hosts pool", smallest_bytes(_hosted(setup, POOL, devices, minimum_bytes)))
+        yield Remedy(
+            "any rank with room as host, --bpipe-hosts pool",
+            smallest_bytes(_hosted(setup, POOL, devices, minimum_bytes)),
+        )
     if devices.hosts in (PAIR, POOL):
         tiers = _hosted(setup, ALL, devices, minimum_bytes)
         yield Remedy("its node's memory behind other devices, --bpipe-hosts all", smallest_bytes(tiers), _beside(tiers))
@@ -363,7 +430,7 @@ def ways(setup: Setup, devices: Devices, minimum_bytes: int = MINIMUM_BYTES) -> 
 
 def _hosted(setup: Setup, hosts: str, devices: Devices, minimum_bytes: int) -> Devices:
     """The same with other hosts."""
-    return predicted(replace(setup, how=replace(setup.how, hosts=hosts)), devices.budget_bytes, minimum_bytes)
+    return predicted_devices(replace(setup, how=replace(setup.how, hosts=hosts)), devices.budget_bytes, minimum_bytes)
 
 
 def _beside(devices: Devices) -> str:
@@ -372,20 +439,24 @@ def _beside(devices: Devices) -> str:
         most = max(within(devices).own_bytes)
     except OverBudget:
         return ""
-    return f"; within {gib(devices.budget_bytes)} with up to {gib([most])} of the node's memory a device" if most else ""
+    return (
+        f"; within {budget_text(devices.budget_bytes)} with up to {budget_text([most])} of the node's memory a device"
+        if most
+        else ""
+    )
 
 
 def _way(what: str, change: Callable[[], Setup], minimum_bytes: int) -> Remedy | None:
     """None where this cannot be."""
     try:
         changed = change()
-        return Remedy(what, smallest_bytes(predicted(changed, [1], minimum_bytes)))
+        return Remedy(what, smallest_bytes(predicted_devices(changed, [1], minimum_bytes)))
     except ValueError:
         return None
 
 
 def _keeps(devices: Devices, minimum_bytes: int, changed: Setup) -> bool:
-    """Whether what was changed keeps the smallest budget there is."""
+    """Return whether the changed plan keeps the smallest budget there is."""
     found = _way("", lambda: changed, minimum_bytes)
     return found is not None and found.need_bytes <= min(devices.budget_bytes)
 
@@ -407,7 +478,10 @@ def _chunked(setup: Setup, name: str, chunks: int) -> tuple[str, Callable[[], Se
 
 
 def _layer_moved(setup: Setup, devices: Devices) -> tuple[int, ...] | None:
-    """A layer less on the rank that needs most alone, one more on the one that needs least. None with chunks, or where it has only one."""
+    """Return a layer less on the rank that needs most alone, one more on the one that needs least.
+
+    None with chunks, or where it has only one.
+    """
     needs = devices.need_bytes(devices.schedule)
     most, least = needs.index(max(needs)), needs.index(min(needs))
     if setup.num_stages != setup.pipeline or setup.layers[most] < 2 or most == least:
@@ -415,12 +489,16 @@ def _layer_moved(setup: Setup, devices: Devices) -> tuple[int, ...] | None:
     return tuple(count - (stage == most) + (stage == least) for stage, count in enumerate(setup.layers))
 
 
-# -- as text ----------------------------------------------------------------------------------------------------------------------------
+# -- as text
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """A budget as it was asked for, for all ranks or each; None: all that the device has. `learns`: measured bytes replace predicted."""
+    """A budget as it was asked for, for all ranks or each; None: all that the device has.
+
+    `learns`: measured bytes replace predicted.
+    """
 
     budget_bytes: tuple[int, ...] | None
     learns: bool
@@ -430,8 +508,8 @@ class MemoryBudget:
 LARGEST_DEVICE_GIB = 4096
 
 
-def read_asked(text: str) -> MemoryBudget:
-    """`70.5`, `70,70,75,79`, `auto` or `auto:70`. Raises ValueError for anything else."""
+def read_memory_budget(text: str) -> MemoryBudget:
+    """Read `70.5`, `70,70,75,79`, `auto` or `auto:70`. Raises ValueError for anything else."""
     head, colon, rest = text.partition(":")
     if head != AUTO:
         return MemoryBudget(read_gib(text), False)
@@ -439,12 +517,20 @@ def read_asked(text: str) -> MemoryBudget:
 
 
 def read_gib(text: str) -> tuple[int, ...]:
-    """`70.5` or `70,70,75,79`, in bytes. Raises ValueError for anything else."""
+    """Read `70.5` or `70,70,75,79` GiB as bytes. Raises ValueError for anything else."""
     one = r"[0-9]{1,6}(\.[0-9]{1,9})?"
-    found = tuple(int(Fraction(number) * GIB) for number in text.split(",")) if re.fullmatch(f"{one}(,{one})*", text) else ()
+    found = (
+        tuple(int(Fraction(number) * GIB) for number in text.split(","))
+        if re.fullmatch(f"{one}(,{one})*", text)
+        else ()
+    )
     if not found or min(found) < 1:
-        raise ValueError(f"{text[:40]!r} is no number of GiB above 0, no list of them such as 70,70,75,79, and not {AUTO}")
+        raise ValueError(
+            f"{text[:40]!r} is no number of GiB above 0, no list of them such as 70,70,75,79, and not {AUTO}"
+        )
     if max(found) > LARGEST_DEVICE_GIB * GIB:
         most = f"more than the {LARGEST_DEVICE_GIB} GiB of any device"
-        raise ValueError(f"{text[:40]!r} is {most}: it is in GiB, so {max(found) // GIB} MiB are {max(found) / GIB / 1024:g}")
+        raise ValueError(
+            f"{text[:40]!r} is {most}: it is in GiB, so {max(found) // GIB} MiB are {max(found) / GIB / 1024:g}"
+        )
     return found

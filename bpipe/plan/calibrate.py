@@ -1,6 +1,7 @@
 """Lay what a run took beside its prediction. In: seconds of its iterations, a Setup. Out: a `Steady`, a `Calibration`.
 
-Refuses what says nothing of the cluster: too few iterations, unsteady ones, more FLOPs than the devices can do. Reads no file.
+Refuses what says nothing of the cluster: too few iterations, unsteady ones, more FLOPs than the devices can do. Reads
+no file.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ LARGEST_SPREAD = 0.1
 
 
 class Ran(NamedTuple):
-    """What every one of some iterations took that follow each other: `first` to `last`, counted from 1."""
+    """Duration of each of some consecutive iterations: `first` to `last`, counted from 1."""
 
     first: int
     last: int
@@ -31,7 +32,7 @@ class Ran(NamedTuple):
 
 
 class Steady(NamedTuple):
-    """Of so many lines behind the warm-up the median, and between which seconds their middle half lies."""
+    """Median of lines behind the warm-up, and the bounds of their middle half in seconds."""
 
     num: int
     left_out: int
@@ -41,24 +42,26 @@ class Steady(NamedTuple):
 
 
 def steady(ran: Sequence[Ran], warm_up: int = WARM_UP) -> Steady:
-    """Without what began in the first `warm_up` iterations."""
+    """Return the steady state: all but what began in the first `warm_up` iterations."""
     kept = [one.seconds for one in ran if one.first >= ran[0].first + warm_up]
     if len(kept) < FEWEST:
         raise ValueError(
-            f"{len(kept)} of {len(ran)} measured times are left behind {warm_up} iterations of warm-up: a median wants {FEWEST}; "
+            f"{len(kept)} of {len(ran)} measured times are left behind {warm_up} iterations of warm-up: a median "
+            f"wants {FEWEST}; "
             "train longer, log more often, or give another --warm-up"
         )
     low, median, high = statistics.quantiles(kept, n=4, method="inclusive")
     if high - low > LARGEST_SPREAD * median:
         raise ValueError(
-            f"the middle half of {len(kept)} iterations took {low:.4g} to {high:.4g} s, more than {100 * LARGEST_SPREAD:.0f} % apart: that "
+            f"the middle half of {len(kept)} iterations took {low:.4g} to {high:.4g} s, more than "
+            f"{100 * LARGEST_SPREAD:.0f} % apart: that "
             "is no steady training. Give a part of the log that is, or a longer --warm-up"
         )
     return Steady(len(kept), len(ran) - len(kept), median, low, high)
 
 
 def calibrate(setup: Setup, measured_s: float, source: str) -> Calibration:
-    """How far the prediction of the setup is from `measured_s`, seconds of one iteration."""
+    """Return how far the prediction of the setup is from `measured_s`, seconds of one iteration."""
     if not measured_s > 0:
         raise ValueError(f"{source}: an iteration took {measured_s:g} s, but none takes no time")
     device, count = setup.cluster.device, setup.cluster.num_devices
@@ -66,7 +69,8 @@ def calibrate(setup: Setup, measured_s: float, source: str) -> Calibration:
     reached = mfu(flops, measured_s, count, setup.peak_flops_per_s)
     if reached >= 1:
         raise ValueError(
-            f"{source}: {measured_s:.4g} s would be {100 * reached:.0f} % of what {count} {device.name} can compute: is this the "
+            f"{source}: {measured_s:.4g} s would be {100 * reached:.0f} % of what {count} {device.name} can compute: "
+            f"is this the "
             "configuration that ran, and its device?"
         )
     predicted = steady_timing(setup, costs_of(setup)).iteration_s

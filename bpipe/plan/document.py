@@ -1,4 +1,7 @@
-"""Write predictions as the JSON that `bpipe simulate` and `bpipe plan` promise (docs/planning.md). In: a prediction. Out: plain values."""
+"""Write predictions as the JSON that `bpipe simulate` and `bpipe plan` promise (docs/planning.md).
+
+In: a prediction. Out: plain values.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from bpipe.plan.predict import SetupPrediction
 
 
 def configuration(setup: Setup) -> dict[str, Any]:
-    """The configuration, named as the command's flags are; what only some schedules take is there where they do."""
+    """Return the configuration, named as the command's flags are; what only some schedules take is there where they
+    do."""
     family = FAMILIES[setup.schedule]
     return {
         "model": setup.model.name,
@@ -49,7 +53,11 @@ def configuration(setup: Setup) -> dict[str, Any]:
         **({"group": setup.group_size} if setup.group is not None or (family.takes_groups and family.splits) else {}),
         **({"delay": setup.delay} if family.takes_delay else {}),
         **({"keep_weights_halves": setup.keep_weights_halves} if family.splits else {}),
-        **({"vocabulary_parallel": setup.vocabulary_parallel, "input_shards": setup.input_shards} if setup.is_sharded else {}),
+        **(
+            {"vocabulary_parallel": setup.vocabulary_parallel, "input_shards": setup.input_shards}
+            if setup.is_sharded
+            else {}
+        ),
     }
 
 
@@ -72,7 +80,7 @@ def _context(setup: Setup) -> dict[str, Any]:
 
 
 def document(prediction: SetupPrediction) -> dict[str, Any]:
-    """One prediction. `stages` has one entry for each pipeline rank."""
+    """Return one prediction as JSON values. `stages` has one entry for each pipeline rank."""
     setup, timing, bandwidth = prediction.setup, prediction.timing, prediction.bandwidth
     return {
         "iteration_time_s": timing.iteration_s,

@@ -1,4 +1,6 @@
-"""Estimate what another micro-batch size gains, from stage MFUs alone. In: B, p, two sizes, two stage MFUs. Out: times, MFUs, a sentence.
+"""Estimate what another micro-batch size gains, from stage MFUs alone.
+
+In: B, p, two sizes, two stage MFUs. Out: times, MFUs, a sentence.
 
 Source: Huang et al. 2024, "Re-evaluating the Memory-balanced Pipeline Parallelism: BPipe":
     iteration time = (B/b + p - 1) T(b)
@@ -14,7 +16,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """`ratio` is MFU(x) / MFU(y): above 1, size x is faster. MFUs from 0 to 1; a bubble is the share (p-1) b / (B + (p-1) b)."""
+    """Estimate by the paper's formula: `ratio` is MFU(x) / MFU(y); above 1, size x is faster.
+
+    MFUs lie from 0 to 1; a bubble is the share (p-1) b / (B + (p-1) b).
+    """
 
     ratio: float
     mfu_x: float
@@ -24,7 +29,7 @@ class Estimate:
 
 
 def iteration_seconds(batch: int, pipeline: int, micro_batch: int, stage_seconds: float) -> float:
-    """(B/b + p - 1) T(b)."""
+    """Return (B/b + p - 1) T(b), the seconds of an iteration."""
     if not 0 < stage_seconds < math.inf:
         raise ValueError(f"stage seconds are {stage_seconds}, but must lie above 0")
     return (batch / micro_batch + pipeline - 1) * stage_seconds
@@ -51,13 +56,13 @@ def estimate(batch: int, pipeline: int, x: int, y: int, stage_mfu_x: float, stag
     )
 
 
-# Where the authors measured both sizes (GPT-3 96B), the formula says 1.39 with recomputed and 1.03 with flash attention, the clock said
-# 1.35 and 0.99.
+# Where the authors measured both sizes (GPT-3 96B), the formula says 1.39 with recomputed and 1.03 with flash
+# attention, the clock said 1.35 and 0.99.
 ERROR = 0.04
 
 
 def verdict(result: Estimate, x: int, y: int, stage_mfu_x: float, stage_mfu_y: float) -> str:
-    """Whether size x is worth what it takes to make it fit, and why."""
+    """Return whether size x is worth what it takes to make it fit, and why."""
     stage = f"a stage is {stage_mfu_x / stage_mfu_y:.3f} times as fast"
     reason = f"{stage}, the bubble goes from {100 * result.bubble_y:.1f} to {100 * result.bubble_x:.1f} %"
     if result.ratio > 1 + ERROR:

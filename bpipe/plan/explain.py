@@ -1,4 +1,7 @@
-"""Say in words what balancing buys, or what left nothing. In: the Outcome of a search. Out: a `Verdict`. Predicts nothing itself."""
+"""Say in words what balancing buys, or what left nothing.
+
+In: the Outcome of a search. Out: a `Verdict`. Predicts nothing itself.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +9,30 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from bpipe.generate.families import default
+from bpipe.build import BALANCES
+from bpipe.generate.families import default_family
 from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
-from bpipe.models.cluster import Cluster, gib
+from bpipe.models.cluster import Cluster, gib_text
 from bpipe.models.compute import hosts_of, links, update_seconds
 from bpipe.models.kernel_shapes import kernel_shapes
 from bpipe.models.layout import EVENLY, Setup
 from bpipe.models.memory import TIGHT
 from bpipe.models.profile import Profile
 from bpipe.models.saved import kept_share
-from bpipe.plan.judge import Closest, Found
+from bpipe.plan.judge import Candidate, Closest
 from bpipe.plan.predict import SetupPrediction, costs_of, steady_timing
 from bpipe.plan.search import Outcome
 from bpipe.plan.space import CUTS, Space, divisors, num_grids
-from bpipe.program import BALANCES
 
-# Half of the published runs of one model are further from their prediction than this, in either direction (docs/validation.md).
+# Half of the published runs of one model are further from their prediction than this, in either direction
+# (docs/validation.md).
 CLEARLY = 1.05
 # A share of an iteration that is worth a word.
 NOTICED = 0.01
 
 
 class Verdict(NamedTuple):
-    """`kind` is for programs: docs/planning.md lists them."""
+    """Verdict on a search. `kind` is for programs: docs/planning.md lists them."""
 
     kind: str
     text: str
@@ -44,13 +48,17 @@ HOSTS = {
 
 
 def grid_of(setup: Setup) -> str:
-    """How it is cut."""
-    context = f" c={setup.context}{'' if setup.cp_comm_type == 'p2p' else f' by {setup.cp_comm_type}'}" if setup.context > 1 else ""
+    """Return the parallel sizes of a setup as text."""
+    context = (
+        f" c={setup.context}{'' if setup.cp_comm_type == 'p2p' else f' by {setup.cp_comm_type}'}"
+        if setup.context > 1
+        else ""
+    )
     return f"t={setup.tensor}{context} p={setup.pipeline} d={setup.data}"
 
 
 def describe(setup: Setup) -> str:
-    """One configuration in a few words."""
+    """Describe one configuration in a few words."""
     chunks = f" v={setup.chunks}" if setup.chunks > 1 else ""
     group = f" g={setup.group}" if setup.group else ""
     halves = " W at once" if setup.splits and not setup.keeps_halves else ""
@@ -63,86 +71,105 @@ def describe(setup: Setup) -> str:
     return f"{grid} recompute {setup.recompute} {setup.schedule}{chunks}{group}{layers}{shards}{halves}{balance}"
 
 
-def only_balanced(found: Found) -> str | None:
-    """Why this row exists only because of balancing; None for a row that needs none."""
+def only_balanced(found: Candidate) -> str | None:
+    """Return why this row fits only with balancing; None for a row that needs none."""
     if found.needs_bytes is None:
         return None
     limit = found.prediction.memory[0].limit_bytes
-    return f"fits only balanced: without, its fullest rank needs {gib(found.needs_bytes)} of {gib(limit)} GiB"
+    return f"fits only balanced: without, its fullest rank needs {gib_text(found.needs_bytes)} of {gib_text(limit)} GiB"
 
 
 def costly_halves(prediction: SetupPrediction) -> str | None:
-    """What weights' halves that wait for their place cost, and the way out; None where that is little or nothing."""
+    """Return what deferred wgrads cost, and the way out; None where that is little or nothing."""
     if prediction.at_once is None:
         return None
     setup, other = prediction.setup, prediction.at_once
     peak = max(rank.peak_bytes for rank in prediction.memory)
     return (
-        f"from I to W a layer holds {kept_share(setup):.2f} times what its forward saved: with --bpipe-keep-weights-halves none the "
-        f"fullest rank needs {gib(other.peak_bytes)} instead of {gib(peak)} GiB, and an iteration takes {other.iteration_s:.3f} "
+        f"from I to W a layer holds {kept_share(setup):.2f} times what its forward saved: with "
+        f"--bpipe-keep-weights-halves none the "
+        f"fullest rank needs {gib_text(other.peak_bytes)} instead of {gib_text(peak)} GiB, and an iteration takes "
+        f"{other.iteration_s:.3f} "
         f"instead of {prediction.timing.iteration_s:.3f} s"
     )
 
 
-def tight(prediction: SetupPrediction) -> str | None:
-    """A warning where all fits, and hardly."""
+def tightness_warning(prediction: SetupPrediction) -> str | None:
+    """Return a warning where all fits, and hardly."""
     worst = max(prediction.memory, key=lambda rank: rank.peak_bytes / rank.limit_bytes)
     if not prediction.fits or not worst.is_tight:
         return None
     share = f"{100 * worst.peak_bytes / worst.limit_bytes:.0f} %"
     return (
-        f"rank {worst.rank} needs {share} of its device: above {100 * TIGHT:.0f} % the allocator may give memory back and ask again; "
+        f"rank {worst.rank} needs {share} of its device: above {100 * TIGHT:.0f} % the allocator may give memory back "
+        f"and ask again; "
         "published runs there lost 20 to 40 % of their time, which is not predicted"
     )
 
 
-def calibrated(cluster: Cluster) -> list[str]:
-    """That times are not as predicted, where they are not."""
-    lines = [] if cluster.factor == 1 else [f"calibrated: all times are {cluster.factor:.4f} times what the formulas say"]
+def calibration_lines(cluster: Cluster) -> list[str]:
+    """Return lines that say times are calibrated, where they are."""
+    lines = (
+        [] if cluster.factor == 1 else [f"calibrated: all times are {cluster.factor:.4f} times what the formulas say"]
+    )
     return (
-        lines if cluster.kernels is None else [*lines, f"kernels that were measured on {cluster.kernels.device} take what they took there"]
+        lines
+        if cluster.kernels is None
+        else [*lines, f"kernels that were measured on {cluster.kernels.device} take what they took there"]
     )
 
 
 def by_kernel_times(setup: Setup) -> list[str]:
-    """Where kernels were measured: of how many that this setup computes."""
+    """Return lines that say how many of this setup's kernels were measured, where some were."""
     times = setup.cluster.kernels
     if times is None:
         return []
     shapes = kernel_shapes([setup])
     products = [(sizes in times.products, times.product_s(*sizes)) for sizes in shapes.products]
     cores = [
-        ((heads, *size) in times.attention.get(kind, {}), times.attention_s(kind, heads, *size)) for kind, heads, *size in shapes.attention
+        ((heads, *size) in times.attention.get(kind, {}), times.attention_s(kind, heads, *size))
+        for kind, heads, *size in shapes.attention
     ]
     gathers = [(sizes in times.gathers, times.gather_s(*sizes)) for sizes in shapes.gathers]
-    words = [_counted("products", products), _counted("attention cores", cores), *([_counted("gathers", gathers)] if gathers else [])]
+    words = [
+        _counted("products", products),
+        _counted("attention cores", cores),
+        *([_counted("gathers", gathers)] if gathers else []),
+    ]
     return [f"measured kernels: {'; '.join(words)}; all else by formula"]
 
 
 def _counted(name: str, known: Sequence[tuple[bool, object]]) -> str:
-    measured, near = sum(exact for exact, _ in known), sum(not exact and seconds is not None for exact, seconds in known)
+    measured, near = (
+        sum(exact for exact, _ in known),
+        sum(not exact and seconds is not None for exact, seconds in known),
+    )
     return f"of {len(known)} {name} {measured} as measured" + (f", {near} by the nearest" if near else "")
 
 
 def replicas_apart(setup: Setup) -> str | None:
-    """What it costs that pairs share nodes, where the replicas of a rank would without balancing; None where they do, or never did."""
+    """Return what it costs that pairs share nodes where replicas of a rank otherwise would; None where it costs
+    nothing."""
     if setup.balance == "none" or setup.replicas_share_nodes():
         return None
     plain = replace(setup, balance="none", how=EVENLY, budget_bytes=None)
     if not plain.replicas_share_nodes():
         return None
     mine, without = (
-        setup.cluster.factor * max(sum(sum(update_seconds(one)[stage]) for stage in one.stages_of(rank)) for rank in range(one.pipeline))
+        setup.cluster.factor
+        * max(sum(sum(update_seconds(one)[stage]) for stage in one.stages_of(rank)) for rank in range(one.pipeline))
         for one in (setup, plain)
     )
     return (
-        f"balanced pairs share nodes, so that the replicas of a rank do not: to reduce gradients and update weights takes {mine:.3f} "
+        f"balanced pairs share nodes, so that the replicas of a rank do not: to reduce gradients and update weights "
+        f"takes {mine:.3f} "
         f"instead of {without:.3f} s"
     )
 
 
 def pairs_apart(prediction: SetupPrediction, profile: Profile | None = None) -> str | None:
-    """Say that pairs lie on two nodes, why, what it costs, and what else to take; None where every pair that moves something shares one."""
+    """Say that pairs lie on two nodes, why, what it costs, and what else to take; None where every pair that moves
+    something shares one."""
     setup = prediction.setup
     if setup.balance == BALANCES[0] or setup.how.hosts != PAIR or not any(prediction.transfers):
         return None
@@ -152,52 +179,79 @@ def pairs_apart(prediction: SetupPrediction, profile: Profile | None = None) -> 
         return None
     cluster, each = setup.cluster, setup.tensor * setup.context
     fills = 2 * each > cluster.devices_per_domain
-    why = f"a rank has {each} of {cluster.domain}'s {cluster.devices_per_domain} devices" if fills else "ranks do not fill nodes in pairs"
+    why = (
+        f"a rank has {each} of {cluster.domain}'s {cluster.devices_per_domain} devices"
+        if fills
+        else "ranks do not fill nodes in pairs"
+    )
     slow, fast, host = (float(link.bytes_per_s or 0) / 1e9 for link in (joined.between, joined.inside, joined.host))
-    text = f"pairs lie on two nodes, as {why}: what moves passes each device's port of {slow:.0f} GB/s, where links inside have {fast:.0f}"
+    text = (
+        f"pairs lie on two nodes, as {why}: what moves passes each device's port of {slow:.0f} GB/s, where links "
+        f"inside have {fast:.0f}"
+    )
     plain = replace(setup, balance=BALANCES[0], how=EVENLY, budget_bytes=None)
     longer = prediction.timing.iteration_s / steady_timing(plain, costs_of(plain, profile)).iteration_s - 1
     if longer < NOTICED:
         return f"{text}; that hides behind computations here"
     *ways, last = _ways_together(setup, fills, host if host > slow else None)
-    return f"{text}. An iteration takes {100 * longer:.0f} % longer than without balancing. Take {'; '.join(ways)}; or {last}"
+    return (
+        f"{text}. An iteration takes {100 * longer:.0f} % longer than without balancing. Take {'; '.join(ways)}; "
+        f"or {last}"
+    )
 
 
 def _ways_together(setup: Setup, fills: bool, host: float | None) -> list[str]:
-    """What to take where pairs lie on two nodes, which ranks may fill. `host`: GB/s to a node's memory, where that is faster."""
+    """What to take where pairs lie on two nodes, which ranks may fill.
+
+    `host`: GB/s to a node's memory, where that is faster.
+    """
     devices = setup.cluster.devices_per_domain
     fewer = max((one for one in divisors(setup.tensor) if 2 * one * setup.context <= devices), default=None)
     ways = [f"--tensor {fewer}, with which pairs share a node"] if fills and fewer else []
     if host is not None:
         ways.append(f"--hosts host, by {host:.0f} GB/s to each node's memory")
-    return [*ways, "more --recompute, so that less moves", "--schedule v-half or grouped-interleaved, which hold less and move nothing"]
+    return [
+        *ways,
+        "more --recompute, so that less moves",
+        "--schedule v-half or grouped-interleaved, which hold less and move nothing",
+    ]
 
 
 def verdict(outcome: Outcome) -> Verdict:
-    """The gain, or why there is none; of a search for one kind only, no comparison; where there are no rows, what cut them."""
+    """Return the gain, or why there is none; of a search for one kind only, no comparison; where there are no rows,
+    what cut them."""
     if not outcome.num_configurations:
         return Verdict("no-configuration", f"There is no configuration. {_what_cut(outcome)}")
     if not outcome.num_fitting:
         return _nothing(outcome)
     balances = set(outcome.space.balances)
     if balances == {"none"}:
-        return Verdict("not-compared", "Only configurations without balancing were looked at: this says nothing of what it would gain.")
+        return Verdict(
+            "not-compared",
+            "Only configurations without balancing were looked at: this says nothing of what it would gain.",
+        )
     if balances == {"bpipe"}:
         return _only_balanced_looked_at(outcome)
     if outcome.balanced is None:
         return Verdict(
             "no-gain",
-            "Balancing does not help: no configuration fits only because of it. What does not fit as it is does not fit with equal "
+            "Balancing does not help: no configuration fits only because of it. What does not fit as it is does not "
+            "fit with equal "
             "shares either, or has no pair of ranks with anything to share.",
         )
     count = f"{outcome.num_only_balanced} of {outcome.num_fitting} configurations that fit do so only balanced"
     balanced = outcome.balanced.prediction
     if outcome.plain is None:
-        return Verdict("only-balanced", f"Balancing is what makes it fit at all: {count}, the best is {describe(balanced.setup)}.")
+        return Verdict(
+            "only-balanced", f"Balancing is what makes it fit at all: {count}, the best is {describe(balanced.setup)}."
+        )
     plain = outcome.plain.prediction
     gain = plain.timing.iteration_s / balanced.timing.iteration_s
     ours = f"{balanced.timing.iteration_s:.2f} s ({describe(balanced.setup)})"
-    against = f"{ours} against {plain.timing.iteration_s:.2f} s ({describe(plain.setup)}): {compared(plain, balanced)}."
+    against = (
+        f"{ours} against {plain.timing.iteration_s:.2f} s ({describe(plain.setup)}): "
+        f"{describe_change(plain, balanced)}."
+    )
     if gain >= CLEARLY:
         return Verdict("gain", f"Balancing gains {gain:.2f}x: {count}, the best of them takes {against}")
     if gain > 1:
@@ -209,25 +263,30 @@ def verdict(outcome: Outcome) -> Verdict:
 def _only_balanced_looked_at(outcome: Outcome) -> Verdict:
     others = outcome.cuts.get("unneeded", 0)
     text = (
-        f"Only balanced configurations were looked at, and those listed do not fit otherwise; {others} more fit without balancing and are "
+        f"Only balanced configurations were looked at, and those listed do not fit otherwise; {others} more fit "
+        f"without balancing and are "
         "neither listed nor timed: this says nothing of a gain."
     )
     return Verdict("not-compared", text)
 
 
 def _nothing(outcome: Outcome) -> Verdict:
-    """No row, though there were configurations."""
+    """Return the verdict where there is no row, though there were configurations."""
     if outcome.closest is None:
         # Only where balanced ones alone were asked for.
-        text = "Nothing fits only because of balancing: what was looked at fits without it. Ask for --balance none bpipe."
+        text = (
+            "Nothing fits only because of balancing: what was looked at fits without it. Ask for --balance none bpipe."
+        )
         return Verdict("not-needed", f"{text} {_what_cut(outcome)}")
     asked = {"none": "without balancing (balanced was not looked at)", "bpipe": "balanced (without was not looked at)"}
     looked = asked[outcome.space.balances[0]] if len(set(outcome.space.balances)) == 1 else "balanced or not"
-    return Verdict("nothing-fits", f"Nothing fits, {looked}: {_closest(outcome.closest, outcome.space)}. {_what_cut(outcome)}")
+    return Verdict(
+        "nothing-fits", f"Nothing fits, {looked}: {_closest(outcome.closest, outcome.space)}. {_what_cut(outcome)}"
+    )
 
 
 def _what_cut(outcome: Outcome) -> str:
-    """Every constraint that cut something, in the order in which they are asked."""
+    """Return every constraint that cut something, in the order in which they are asked."""
     cluster = outcome.space.cluster
     parts = [f"{outcome.cuts[name]} {text}" for name, text in CUTS.items() if name in outcome.cuts]
     sizes = "t*p*d" if outcome.space.contexts == (1,) else "t*c*p*d"
@@ -237,7 +296,7 @@ def _what_cut(outcome: Outcome) -> str:
 
 def _closest(closest: Closest, space: Space) -> str:
     setup, limit = closest.setup, closest.setup.cluster.device.memory_bytes
-    needs = f"{gib(closest.needs_bytes)} of {gib(limit)} GiB"
+    needs = f"{gib_text(closest.needs_bytes)} of {gib_text(limit)} GiB"
     if closest.is_state:
         cut = f"{needs} of a device ({grid_of(setup)})"
         return f"weights, gradients and optimizer state alone need at least {cut}: {_more_ranks(setup, space)}"
@@ -266,13 +325,13 @@ def _fewer_activations(setup: Setup, space: Space) -> str:
         ways.append("consider --recompute full too")
     if "bpipe" not in space.balances and len(divisors(setup.cluster.num_devices)) > 2:
         ways.append("consider --balance bpipe too")
-    if default(1) not in space.schedules:
-        ways.append(f"consider --schedule {default(1)} too")
+    if default_family(1) not in space.schedules:
+        ways.append(f"consider --schedule {default_family(1)} too")
     return " or ".join(ways) or "take more devices, or a shorter sequence"
 
 
-def compared(one: SetupPrediction, other: SetupPrediction) -> str:
-    """What the other does to a stage's speed, to the bubble, and to waiting."""
+def describe_change(one: SetupPrediction, other: SetupPrediction) -> str:
+    """Describe what the second setup changes: speed of a stage, bubble, and waiting."""
     bubbles = [100 * each.timing.bubble_of_makespan for each in (one, other)]
     parts = [
         f"while it computes, a device is {_while_busy(other) / _while_busy(one):.2f} times as useful",

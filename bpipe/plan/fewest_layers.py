@@ -1,7 +1,7 @@
 """Find how few layers of every stage have to be recomputed. In: what a number of them needs. Out: the number.
 
-Each layer more that is recomputed saves less and takes longer, so the fewest that are enough are the fastest: found by halving. Knows no
-device.
+Each layer more that is recomputed saves less and takes longer, so the fewest that are enough are the fastest: found by
+halving. Knows no device.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ OPEN = f"{BLOCK}:1"
 
 
 def with_block(setup: Setup, num_layers: int) -> Setup:
-    """The same with the first layers of every stage recomputed."""
+    """Return the setup with the first layers of every stage recomputed."""
     return replace(setup, recompute=Recompute(method="block", num_layers=num_layers).text)
 
 
 def fewest_layers(most: int, is_enough: Callable[[int], bool]) -> int | None:
-    """The smallest number from 1 to `most` that is enough, where more are, too; None where not even `most` is."""
+    """Return the smallest number from 1 to `most` that is enough, where more are, too; None where not even `most`
+    is."""
     if most < 1 or not is_enough(most):
         return None
     low, high = 1, most
@@ -35,7 +36,8 @@ def fewest_layers(most: int, is_enough: Callable[[int], bool]) -> int | None:
 
 
 def more_recomputed(setup: Setup, is_enough: Callable[[Setup], bool]) -> Iterator[str]:
-    """What recomputes more: the short names behind the setup's, and of every stage's first layers as few as are enough, if some are."""
+    """Yield settings that recompute more: the short names behind the setup's, then the fewest first layers of every
+    stage that suffice."""
     names, recomputed = RECOMPUTE, setup.recomputed
     yield from names[names.index(setup.recompute) + 1 :] if setup.recompute in names else names[-1:]
     if recomputed.method != "uniform":

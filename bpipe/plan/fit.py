@@ -1,4 +1,6 @@
-"""Hold a plan within budgets, and say who hosts for whom by it, how much, and why. In: a schedule, sizes, budgets. Out: lines, or JSON.
+"""Hold a plan within budgets, and say who hosts for whom by it, how much, and why.
+
+In: a schedule, sizes, budgets. Out: lines, or JSON.
 
 Plans nothing (`budget` does) and knows no command line.
 """
@@ -11,29 +13,31 @@ from fractions import Fraction
 from math import ceil
 from typing import Any
 
+from bpipe.balance.pairs import buffer_bytes
+from bpipe.build import BalanceConfig
 from bpipe.ir.host_buffers import (
-    Hosting,
+    Residency,
     host_buffers,
+    host_memory_buffers,
     hosts_of,
     num_buffers_for,
-    num_own_buffers,
-    own_buffers,
-    stays_by_host,
+    num_host_memory_buffers,
+    residencies_by_host,
 )
-from bpipe.ir.hosts import in_own_memory
+from bpipe.ir.hosts import uses_host_memory
 from bpipe.ir.memory import Memory, num_transfers
 from bpipe.ir.schedule import Schedule
 from bpipe.models.cluster import GIB
-from bpipe.passes.balance import buffer_bytes
-from bpipe.program import BalanceConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A plan: `how` asks the one door for `schedule`. `alone_bytes`: what each device would need if nothing left, `need_bytes`: needs.
+    """A plan: `how` asks the one door for `schedule`.
 
-    `exposed_s`: how long each rank waits for transfers in an iteration, by simulation, where costs are known; `unjudged`: why nobody
-    simulated it all the same.
+    `alone_bytes`: what each device would need if nothing left, `need_bytes`: needs.
+
+    `exposed_s`: how long each rank waits for transfers in an iteration, by simulation, where costs are known;
+    `unjudged`: why nobody simulated it all the same.
     """
 
     how: BalanceConfig
@@ -47,26 +51,28 @@ class Fit:
 
     @property
     def moved_bytes(self) -> int:
-        """What leaves in an iteration, of all ranks together."""
+        """Bytes that leave all ranks in an iteration."""
         return sum(self.sent_bytes(rank) for rank in range(self.schedule.num_ranks))
 
     def sent_bytes(self, rank: int) -> int:
-        """What leaves one rank in an iteration."""
-        return self.stays_bytes(hosts_of(self.schedule, rank))
+        """Return bytes that leave one rank in an iteration."""
+        return self.residency_bytes(hosts_of(self.schedule, rank))
 
     @property
     def own_bytes(self) -> tuple[int, ...]:
-        """What each device's host buffers in its node's memory take."""
+        """Bytes of each device's host buffers in its node's memory."""
         ranks = range(self.schedule.num_ranks)
-        return tuple(buffer_bytes(self.schedule, own_buffers(self.schedule, rank), self.memory) for rank in ranks)
+        return tuple(
+            buffer_bytes(self.schedule, host_memory_buffers(self.schedule, rank), self.memory) for rank in ranks
+        )
 
-    def stays_bytes(self, stays: Iterable[Hosting]) -> int:
-        """What leaves with these."""
-        return sum(self.memory.stages[stay.stage].moved_bytes for stay in stays)
+    def residency_bytes(self, residencies: Iterable[Residency]) -> int:
+        """Return bytes that leave with these residencies."""
+        return sum(self.memory.stages[residency.stage].moved_bytes for residency in residencies)
 
 
-def gib(num_bytes: Sequence[int]) -> str:
-    """One number where all are the same. Rounded up: a budget that is read from it is not smaller."""
+def budget_text(num_bytes: Sequence[int]) -> str:
+    """Write bytes as GiB, rounded up so that a budget read from it is no smaller. One number where all are equal."""
     different = num_bytes[:1] if len(set(num_bytes)) == 1 else num_bytes
     return ",".join(map(_one_gib, different))
 
@@ -76,8 +82,8 @@ def _one_gib(num_bytes: int) -> str:
     return f"{ceil(Fraction(num_bytes * 10**digits, GIB)) / 10**digits:.{digits}f}"
 
 
-def document(found: Fit) -> dict[str, Any]:
-    """The same for a program."""
+def plan_values(found: Fit) -> dict[str, Any]:
+    """Return the plan as JSON values."""
     schedule = found.schedule
     return {
         "budget_bytes": list(found.budget_bytes),
@@ -86,41 +92,54 @@ def document(found: Fit) -> dict[str, Any]:
         "moved_bytes": found.moved_bytes,
         **({} if found.exposed_s is None else {"exposed_s": list(found.exposed_s)}),
         **({} if found.unjudged is None else {"unjudged": found.unjudged}),
-        **({"own_bytes": list(found.own_bytes)} if in_own_memory(schedule.hosts) else {}),
+        **({"own_bytes": list(found.own_bytes)} if uses_host_memory(schedule.hosts) else {}),
         "hosts": [
-            {"rank": rank, "host": host, "evictions": len(stays), "moved_bytes": found.stays_bytes(stays)}
+            {
+                "rank": rank,
+                "host": host,
+                "evictions": len(residencies),
+                "moved_bytes": found.residency_bytes(residencies),
+            }
             for rank in range(schedule.num_ranks)
-            for host, stays in stays_by_host(schedule, rank).items()
-            if found.stays_bytes(stays)
+            for host, residencies in residencies_by_host(schedule, rank).items()
+            if found.residency_bytes(residencies)
         ],
     }
 
 
-def lines(found: Fit, known: str = "by prediction") -> list[str]:
-    """Who hosts for whom, how much, and why."""
+def plan_lines(found: Fit, known: str = "by prediction") -> list[str]:
+    """Return lines that say who hosts for whom, how much, and why."""
     schedule, budgets = found.schedule, found.budget_bytes
-    head = f"{known} within {gib(budgets)} GiB a device"
+    head = f"{known} within {budget_text(budgets)} GiB a device"
     senders = [rank for rank in range(schedule.num_ranks) if num_transfers(schedule, rank).evictions]
     if not senders:
         fullest = max(range(schedule.num_ranks), key=lambda rank: found.alone_bytes[rank] - budgets[rank])
-        return [f"{head}: nothing has to leave, rank {fullest} is the fullest with {gib([found.alone_bytes[fullest]])} GiB"]
-    told = [f"{head}: {gib([found.moved_bytes])} GiB leave in an iteration"]
+        return [
+            f"{head}: nothing has to leave, rank {fullest} is the fullest with "
+            f"{budget_text([found.alone_bytes[fullest]])} GiB"
+        ]
+    told = [f"{head}: {budget_text([found.moved_bytes])} GiB leave in an iteration"]
     return [*told, *(_hosting(found, rank) for rank in senders), *_waiting(found)]
 
 
-def _part(found: Fit, stays: Sequence[Hosting]) -> str:
-    """How much of each, where that is not all."""
-    sizes = {found.memory.stages[stay.stage].moved_bytes for stay in stays}
-    if not {stay.stage for stay in stays} & set(found.how.parts):
+def _part(found: Fit, residencies: Sequence[Residency]) -> str:
+    """Return the bytes of each part, where that is not all."""
+    sizes = {found.memory.stages[residency.stage].moved_bytes for residency in residencies}
+    if not {residency.stage for residency in residencies} & set(found.how.parts):
         return ""
-    return f"{'up to ' if len(sizes) > 1 else ''}{gib([max(sizes)])} GiB of each of "
+    return f"{'up to ' if len(sizes) > 1 else ''}{budget_text([max(sizes)])} GiB of each of "
 
 
 def _waiting(found: Fit) -> list[str]:
     """Where transfers do not end in time."""
     if found.unjudged is not None:
-        return [f"whether transfers end before they are needed was not looked at, and none is issued earlier: {found.unjudged}"]
-    waits = ", ".join(f"rank {rank} {seconds:.3f} s" for rank, seconds in enumerate(found.exposed_s or ()) if seconds >= 0.0005)
+        return [
+            f"whether transfers end before they are needed was not looked at, and none is issued earlier: "
+            f"{found.unjudged}"
+        ]
+    waits = ", ".join(
+        f"rank {rank} {seconds:.3f} s" for rank, seconds in enumerate(found.exposed_s or ()) if seconds >= 0.0005
+    )
     earlier = ", issued earlier where there is room" if found.how.windows is not None else ""
     return [f"not every transfer ends before it is needed{earlier}: waits in an iteration {waits}"] if waits else []
 
@@ -133,17 +152,20 @@ def _where(found: Fit, rank: int, host: int) -> str:
 
 def _hosting(found: Fit, rank: int) -> str:
     """Of one rank that sends."""
-    schedule, by_host = found.schedule, stays_by_host(found.schedule, rank)
+    schedule, by_host = found.schedule, residencies_by_host(found.schedule, rank)
     every = schedule.num_microbatches * len(schedule.layout.stages_of(rank))
     parts = []
-    for host, stays in by_host.items():
+    for host, residencies in by_host.items():
         own = host == rank
-        taken = found.own_bytes[rank] if own else buffer_bytes(schedule, host_buffers(schedule, host), found.memory, rank)
-        count = num_own_buffers(schedule, rank) if own else num_buffers_for(schedule, host)[rank]
-        parts.append(
-            f"{_where(found, rank, host)} hosts {_part(found, stays)}{len(stays)} of its {every} micro-batches, in "
-            f"{count} host buffers of {gib([taken])} GiB in all"
+        taken = (
+            found.own_bytes[rank] if own else buffer_bytes(schedule, host_buffers(schedule, host), found.memory, rank)
         )
-    needs = [gib([found.need_bytes[one]]) for one in (rank, *(host for host in by_host if host != rank))]
+        count = num_host_memory_buffers(schedule, rank) if own else num_buffers_for(schedule, host)[rank]
+        parts.append(
+            f"{_where(found, rank, host)} hosts {_part(found, residencies)}{len(residencies)} of its {every} "
+            f"micro-batches, in "
+            f"{count} host buffers of {budget_text([taken])} GiB in all"
+        )
+    needs = [budget_text([found.need_bytes[one]]) for one in (rank, *(host for host in by_host if host != rank))]
     then = f"they need {', '.join(needs[:-1])} and {needs[-1]} GiB" if len(needs) > 1 else f"it needs {needs[0]} GiB"
-    return f"rank {rank} would need {gib([found.alone_bytes[rank]])} GiB; {', '.join(parts)}: {then}"
+    return f"rank {rank} would need {budget_text([found.alone_bytes[rank]])} GiB; {', '.join(parts)}: {then}"

@@ -1,8 +1,11 @@
-"""Find what is fastest for every amount of memory: the Pareto front of a space. In: the Space. Out: a `Front`, by rising memory.
+"""Find what is fastest for every amount of memory: the Pareto front of a space.
 
-A configuration is on it where none that takes no longer needs less memory, balanced ones, other schedules and recomputation among them. The
-device's own memory says only which point wins. Configurations come by the lower bounds of their times, and what is beaten by bounds alone
-is asked neither for memory nor for time: what is found is what predicting all would find. Knows no command line.
+In: the Space. Out: a `Front`, by rising memory.
+
+A configuration is on it where none that takes no longer needs less memory, balanced ones, other schedules and
+recomputation among them. The device's own memory says only which point wins. Configurations come by the lower bounds of
+their times, and what is beaten by bounds alone is asked neither for memory nor for time: what is found is what
+predicting all would find. Knows no command line.
 """
 
 from __future__ import annotations
@@ -12,21 +15,21 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from bpipe.build import BALANCES
 from bpipe.generate.families import FAMILIES, SEARCHED
 from bpipe.ir.hosts import ARRANGEMENTS
-from bpipe.models.cluster import gib
+from bpipe.models.cluster import gib_text
 from bpipe.models.layout import Setup
 from bpipe.models.memory import least_bytes, least_shared_bytes, peak_bytes
 from bpipe.plan.document import document
-from bpipe.plan.explain import calibrated, describe
+from bpipe.plan.explain import calibration_lines, describe
 from bpipe.plan.fewest_layers import BLOCK
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.predict import SetupPrediction, Timing, costs_of, predict, steady_timing
 from bpipe.plan.search import Progress, by_bound
 from bpipe.plan.shards import stands_still
 from bpipe.plan.space import SEARCHED_SCOPES, VOCABULARIES, Space
-from bpipe.plan.standings import needs_of
-from bpipe.program import BALANCES
+from bpipe.plan.standings import needs_of_setup
 
 # Up to so many times the device's memory: beyond, nobody could give it.
 MOST_TIMES = Fraction(2)
@@ -34,7 +37,8 @@ _SHARDS = "--vocabulary-parallel"
 
 # What no schedule here does, in a sentence each.
 OUTSIDE = (
-    "Seq1F1B and SlimPipe also cut each sequence into k slices that pass one after the other: a rank then holds at most 1 + (p - 1) / k "
+    "Seq1F1B and SlimPipe also cut each sequence into k slices that pass one after the other: a rank then holds at "
+    "most 1 + (p - 1) / k "
     "micro-batches instead of 1F1B's p; use it instead when the sequence is long.",
 )
 
@@ -49,9 +53,11 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """`points` by rising memory, and so by falling time. `limit_bytes`: what a device has. `most_bytes`: beyond, nothing was looked at.
+    """Pareto front: `points` by rising memory and falling time.
 
-    `num_configurations` were looked at, `num_simulated` of them simulated. `not_searched`: what may beat a point and was not looked at.
+    `limit_bytes`: a device's memory. `most_bytes`: limit of the search.
+
+    `num_configurations` were searched, `num_simulated` of them simulated. `not_searched`: what may beat a point.
     """
 
     points: tuple[Point, ...]
@@ -69,9 +75,14 @@ class Front:
 
 
 def find_front(space: Space, progress: Progress = lambda what, done, total: None) -> Front:
-    """Of all configurations up to `MOST_TIMES` the device's memory. Raises ValueError where layers to recompute are to be chosen."""
+    """Find the front of all configurations up to `MOST_TIMES` the device's memory.
+
+    Raises ValueError where layers to recompute are left open.
+    """
     if BLOCK in space.recompute:
-        raise ValueError(f"{BLOCK} chooses a number of layers for one amount of memory: give numbers, such as {BLOCK}:2 {BLOCK}:4")
+        raise ValueError(
+            f"{BLOCK} chooses a number of layers for one amount of memory: give numbers, such as {BLOCK}:2 {BLOCK}:4"
+        )
     limit = space.cluster.device.memory_bytes
     most = int(MOST_TIMES * limit)
     candidates = by_bound(space)
@@ -90,7 +101,8 @@ def find_front(space: Space, progress: Progress = lambda what, done, total: None
 
 
 def not_searched(space: Space) -> tuple[str, ...]:
-    """Name what a space leaves out that may need less memory or take less time, each with the flag that searches it, if there is one."""
+    """Name what a space leaves out that may need less memory or take less time, each with the flag that searches it,
+    if there is one."""
     moves = set(space.balances) != {BALANCES[0]}
     hosts = [one for one in ARRANGEMENTS if one not in space.hosts]
     scopes = [one for one in SEARCHED_SCOPES if one not in space.recompute]
@@ -98,7 +110,10 @@ def not_searched(space: Space) -> tuple[str, ...]:
     others = [name for name in SEARCHED if name not in space.schedules]
     shards = [one for one in VOCABULARIES if one not in space.vocabularies]
     every = (
-        (space.vocabulary_parallel is None, f"shards of the vocabulary that save memory alone ({_SHARDS} {' '.join(VOCABULARIES)})"),
+        (
+            space.vocabulary_parallel is None,
+            f"shards of the vocabulary that save memory alone ({_SHARDS} {' '.join(VOCABULARIES)})",
+        ),
         (shards, f"other shards of the vocabulary ({_SHARDS} {' '.join(shards)})"),
         (
             set(space.recompute) <= set(SEARCHED_SCOPES),
@@ -110,7 +125,10 @@ def not_searched(space: Space) -> tuple[str, ...]:
         (moves, "balanced rows that send only what a budget demands (--memory, without --front)"),
         (BALANCES[0] not in space.balances, "rows without balancing (--balance)"),
         (others, f"other schedules (--schedule {' '.join(others)})"),
-        (any(one.takes_delay or one.splits for one in families), "other groups than p / 2 and p, delays, and W at once (bpipe simulate)"),
+        (
+            any(one.takes_delay or one.splits for one in families),
+            "other groups than p / 2 and p, delays, and W at once (bpipe simulate)",
+        ),
         (space.max_chunks < space.model.num_layers, f"more than {space.max_chunks} chunks a rank (--max-chunks)"),
         (space.contexts == (1,), "sequences in parts (--context 1 2 ...)"),
     )
@@ -142,7 +160,7 @@ class _Unbeaten:
         self.num_added = 0
 
     def beats(self, needs: int, seconds: float) -> bool:
-        """Whether something known needs no more and takes no longer."""
+        """Return whether something known needs no more and takes no longer."""
         return any(peak <= needs and timing.iteration_s <= seconds for peak, timing, _ in self.rows)
 
     def add(self, needs: int, timing: Timing, setup: Setup) -> None:
@@ -153,66 +171,80 @@ class _Unbeaten:
             self.rows = sorted((*kept, (needs, timing, setup)), key=lambda row: row[0])
 
 
-# -- in words and for programs ----------------------------------------------------------------------------------------------------------
+# -- in words and for programs
+# ----------------------------------------------------------------------------------------------------------
 
 
-def words(front: Front) -> list[str]:
-    """The table, which point wins, how far those beside it are, and what lies outside."""
+def front_lines(front: Front) -> list[str]:
+    """Return the table, which point wins, how far those beside it are, and what lies outside."""
     head = f"{front.num_configurations} configurations, {front.num_simulated} simulated"
     if not front.points:
-        return [f"{head}: none needs less than {gib(front.most_bytes)} GiB a device, {float(MOST_TIMES):g} times what one has"]
-    lines = [f"{head}: for every amount of memory the fastest, up to {gib(front.most_bytes)} GiB a device"]
-    lines += calibrated(front.points[0].prediction.setup.cluster)
+        return [
+            f"{head}: none needs less than {gib_text(front.most_bytes)} GiB a device, {float(MOST_TIMES):g} times "
+            f"what one "
+            f"has"
+        ]
+    lines = [f"{head}: for every amount of memory the fastest, up to {gib_text(front.most_bytes)} GiB a device"]
+    lines += calibration_lines(front.points[0].prediction.setup.cluster)
     for place, point in enumerate(front.points):
         mark = "*" if place == front.winner else " " if point.peak_bytes <= front.limit_bytes else "-"
         lines.append(
-            f"{mark}{place + 1:3}. {gib(point.peak_bytes):>6} GiB {point.iteration_s:9.3f} s  MFU {100 * point.prediction.mfu:5.2f} %  "
-            f"{what_is(front, place)}"
+            f"{mark}{place + 1:3}. {gib_text(point.peak_bytes):>6} GiB {point.iteration_s:9.3f} s  MFU "
+            f"{100 * point.prediction.mfu:5.2f} %  "
+            f"{describe_point(front, place)}"
         )
     return [*lines, *remarks(front)]
 
 
-def what_is(front: Front, place: int) -> str:
-    """One point in words, with the numbers of what it needs of the trainer."""
+def describe_point(front: Front, place: int) -> str:
+    """Describe one point in words, with the numbers of what it needs of the trainer."""
     prediction, every = front.points[place].prediction, _needs(front)
-    numbers = "".join(f" [{every.index(need) + 1}]" for need in needs_of(prediction.setup))
+    numbers = "".join(f" [{every.index(need) + 1}]" for need in needs_of_setup(prediction.setup))
     return f"{describe(prediction.setup)}{_moved(prediction)}{numbers}"
 
 
 def remarks(front: Front) -> list[str]:
-    """What stands below the table."""
+    """Return the lines below the table."""
     needs = (f"[{number}] {need}" for number, need in enumerate(_needs(front), 1))
     searched = f"Every row is the best of what was searched. Not searched: {'; '.join(front.not_searched)}."
     return [*needs, standing(front), *([searched] if front.not_searched else []), *OUTSIDE]
 
 
 def _needs(front: Front) -> list[str]:
-    return list(dict.fromkeys(need for point in front.points for need in needs_of(point.prediction.setup)))
+    return list(dict.fromkeys(need for point in front.points for need in needs_of_setup(point.prediction.setup)))
 
 
 def standing(front: Front) -> str:
-    """Which point wins at the memory there is, and how far the ones beside it are."""
-    winner, has = front.winner, f"{gib(front.limit_bytes)} GiB"
+    """Return which point wins at the device's memory, and how far its neighbours are."""
+    winner, has = front.winner, f"{gib_text(front.limit_bytes)} GiB"
     if winner is None:
         first = front.points[0]
-        return f"Nothing fits into {has}: the least that is needed is {gib(first.peak_bytes)} GiB, {_apart(first, front.limit_bytes)} more."
+        return (
+            f"Nothing fits into {has}: the least that is needed is {gib_text(first.peak_bytes)} GiB, "
+            f"{_apart(first, front.limit_bytes)} more."
+        )
     mine = front.points[winner]
-    parts = [f"With {has} row {winner + 1} wins (*): {mine.iteration_s:.3f} s in {gib(mine.peak_bytes)} GiB."]
+    parts = [f"With {has} row {winner + 1} wins (*): {mine.iteration_s:.3f} s in {gib_text(mine.peak_bytes)} GiB."]
     if winner + 1 < len(front.points):
         above = front.points[winner + 1]
         gain = 100 * (1 - above.iteration_s / mine.iteration_s)
-        parts.append(f"The next needs {_apart(above, front.limit_bytes)} more than there is, and takes {gain:.1f} % less time.")
+        parts.append(
+            f"The next needs {_apart(above, front.limit_bytes)} more than there is, and takes {gain:.1f} % less time."
+        )
     else:
         parts.append("Of what was searched nothing with more memory is faster.")
     if winner:
         below = front.points[winner - 1]
         more = 100 * (below.iteration_s / mine.iteration_s - 1)
-        parts.append(f"The one before needs {gib(mine.peak_bytes - below.peak_bytes)} GiB less, and takes {more:.1f} % more.")
+        parts.append(
+            f"The one before needs {gib_text(mine.peak_bytes - below.peak_bytes)} GiB less, and takes {more:.1f} % "
+            f"more."
+        )
     return " ".join(parts)
 
 
 def _apart(point: Point, limit: int) -> str:
-    return f"{gib(point.peak_bytes - limit)} GiB"
+    return f"{gib_text(point.peak_bytes - limit)} GiB"
 
 
 def _moved(prediction: SetupPrediction) -> str:
@@ -223,7 +255,7 @@ def _moved(prediction: SetupPrediction) -> str:
 
 
 def front_document(front: Front) -> dict[str, Any]:
-    """What `--front --format json` promises (docs/planning.md)."""
+    """Return the document that `--front --format json` promises (docs/planning.md)."""
     return {
         "limit_bytes": front.limit_bytes,
         "most_bytes": front.most_bytes,
@@ -235,7 +267,7 @@ def front_document(front: Front) -> dict[str, Any]:
             {
                 "peak_bytes": point.peak_bytes,
                 **document(point.prediction),
-                "needs": needs_of(point.prediction.setup),
+                "needs": needs_of_setup(point.prediction.setup),
                 "megatron_flags": megatron_flags(point.prediction.setup),
             }
             for point in front.points

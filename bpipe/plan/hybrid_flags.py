@@ -33,7 +33,7 @@ _STACKS = (
 
 
 def flags_of_hybrid(setup: Setup) -> list[str]:
-    """Nothing for a model whose layers have both parts."""
+    """Return flags of a hybrid model; none where every layer has both parts."""
     hybrid = setup.model.hybrid
     if hybrid is None:
         return []
@@ -59,66 +59,92 @@ def _rename_pattern(found: argparse.Namespace) -> None:
 
 
 def settle_pattern(found: argparse.Namespace, notes: list[str]) -> None:
-    """As Megatron does: the pattern under its new name, and as many layers as it has. Raises ValueError for what is said without one, or
-    is no stack of Megatron's."""
+    """Rename the pattern and count its layers, as Megatron does.
+
+    Raises ValueError for flags that need a pattern without one, and for a stack that is not Megatron's.
+    """
     _rename_pattern(found)
     if found.spec is not None and (tuple(found.spec) not in _STACKS or found.hybrid_layer_pattern is None):
         said = " ".join(found.spec)[:80]
         raise ValueError(
-            f"--spec {said}: layers by a specification of one's own: not modelled; leave the flag out to predict the training without"
+            f"--spec {said}: layers by a specification of one's own: not modelled; leave the flag out to predict the "
+            f"training without"
         )
     if found.hybrid_layer_pattern is None:
         if found.is_hybrid_model:
             raise ValueError(f"--is-hybrid-model does not say which layers it has: give {PATTERN}, or leave it out")
         return
     if found.transformer_impl == "inference_optimized":
-        raise ValueError("--transformer-impl inference_optimized is a hybrid model's for inference: not modelled; leave the flag out")
+        raise ValueError(
+            "--transformer-impl inference_optimized is a hybrid model's for inference: not modelled; leave the flag out"
+        )
     if not isinstance(found.hybrid_layer_pattern, str):
         # What argparse makes of the word that ends flags; Megatron's does the same.
         raise ValueError(f"{PATTERN} --: two MLPs alone cannot be said, for -- ends flags: give another pattern")
     symbols, _ = split_text(found.hybrid_layer_pattern)
     if found.num_layers not in (None, len(symbols)):
-        notes.append(f"{PATTERN} has {len(symbols)} layers, and Megatron takes those, not --num-layers {found.num_layers}")
+        notes.append(
+            f"{PATTERN} has {len(symbols)} layers, and Megatron takes those, not --num-layers {found.num_layers}"
+        )
     found.num_layers = len(symbols)
     if found.num_experts is not None and EXPERTS not in symbols:
         raise ValueError(
-            f"--num-experts {found.num_experts}, but no layer of {PATTERN} has experts ({EXPERTS}): leave the experts' flags out"
+            f"--num-experts {found.num_experts}, but no layer of {PATTERN} has experts ({EXPERTS}): leave the "
+            f"experts' flags out"
         )
     # Which layers have experts says the pattern alone.
     found.moe_layer_freq = 1
 
 
 def hybrid_of_flags(found: argparse.Namespace, position: str) -> dict[str, Any]:
-    """Options by the names of a Model's fields."""
+    """Return the options by the names of a Model's fields."""
     others = {"no_positions": True} if position == "none" else {}
     if found.hybrid_layer_pattern is None:
         return others
     heads, inner = found.mamba_num_heads, 2 * found.hidden_size
     if heads is None:
         if inner % found.mamba_head_dim:
-            raise ValueError(f"--mamba-head-dim {found.mamba_head_dim} does not divide 2 * --hidden-size = {inner}: give --mamba-num-heads")
+            raise ValueError(
+                f"--mamba-head-dim {found.mamba_head_dim} does not divide 2 * --hidden-size = {inner}: give "
+                f"--mamba-num-heads"
+            )
         heads = inner // found.mamba_head_dim
     symbols, _ = split_text(found.hybrid_layer_pattern)
     try:
-        return {**others, "hybrid": Hybrid(symbols, heads, found.mamba_state_dim, found.mamba_head_dim, found.mamba_num_groups)}
+        return {
+            **others,
+            "hybrid": Hybrid(symbols, heads, found.mamba_state_dim, found.mamba_head_dim, found.mamba_num_groups),
+        }
     except ValueError as error:
         raise ValueError(f"{PATTERN} {found.hybrid_layer_pattern[:60]}: {error}") from None
 
 
 def layers_of(found: argparse.Namespace, split: Split) -> tuple[int, ...]:
-    """Layers of every stage, a pattern's as Megatron deals it out. Raises ValueError where it would refuse."""
+    """Return the layers of every stage, a pattern's as Megatron deals it out.
+
+    Raises ValueError where it would refuse.
+    """
     pipeline = found.pipeline_model_parallel_size
     if found.hybrid_layer_pattern is None:
         return read_split(split, found.num_layers, pipeline)
     symbols, stages = split_text(found.hybrid_layer_pattern)
     ends = split.first is not None or split.last is not None
     others = (found.num_virtual_stages_per_pipeline_rank, split.layers_of_a_chunk, split.layout)
-    if any(one is not None for one in others) or split.count_embedding or split.count_loss or (stages is not None and ends):
-        raise ValueError(f"with {PATTERN} stages begin where it has a |: drop the other flags that say where layers are")
+    if (
+        any(one is not None for one in others)
+        or split.count_embedding
+        or split.count_loss
+        or (stages is not None and ends)
+    ):
+        raise ValueError(
+            f"with {PATTERN} stages begin where it has a |: drop the other flags that say where layers are"
+        )
     if stages is None:
         return read_split(Split(first=split.first, last=split.last), len(symbols), pipeline)
     if len(stages) % pipeline:
-        raise ValueError(f"{PATTERN} has {len(stages)} stages, no multiple of --pipeline-model-parallel-size {pipeline}")
+        raise ValueError(
+            f"{PATTERN} has {len(stages)} stages, no multiple of --pipeline-model-parallel-size {pipeline}"
+        )
     refuse_empty(stages)
     return stages
 
@@ -128,5 +154,6 @@ def refuse_placed(setup: Setup) -> None:
     if setup.model.hybrid is not None and not is_in_order(setup.schedule, setup.pipeline, setup.chunks):
         names = ", ".join(name for name in FAMILIES if is_in_order(name, 4, max(1, FAMILIES[name].min_chunks)))
         raise ValueError(
-            f"{setup.schedule} has other stages on its ranks than Megatron deals a hybrid model's pattern out to: choose one of {names}"
+            f"{setup.schedule} has other stages on its ranks than Megatron deals a hybrid model's pattern out to: "
+            f"choose one of {names}"
         )

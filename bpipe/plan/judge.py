@@ -1,7 +1,10 @@
-"""Say which configurations of a space fit, and count them. In: Setups, one by one. Out: a yes or no each, and how every family stands.
+"""Say which configurations of a space fit, and count them.
 
-What cheap bounds decide is asked no further: weights alone, what the first rank holds, what ranks hold when their backwards begin. Of what
-is too much by a bound it is said only at the end what it needs, where somebody wants to know. Knows no time but what it is told.
+In: Setups, one by one. Out: a yes or no each, and how every family stands.
+
+What cheap bounds decide is asked no further: weights alone, what the first rank holds, what ranks hold when their
+backwards begin. Of what is too much by a bound it is said only at the end what it needs, where somebody wants to know.
+Knows no time but what it is told.
 """
 
 from __future__ import annotations
@@ -20,15 +23,21 @@ from bpipe.plan.space import Space
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """`needs_bytes` is what a balanced setup's fullest rank would need without balancing, None where the setup is not balanced."""
+class Candidate:
+    """A prediction of a row.
+
+    `needs_bytes`: what the fullest rank of a balanced setup would need without balancing; None where it is not
+    balanced.
+    """
 
     prediction: SetupPrediction
     needs_bytes: int | None
 
 
 class Closest(NamedTuple):
-    """The setup that needs fewest bytes on its fullest rank. `is_state`: they are its weights, gradients and optimizer state alone.
+    """The setup that needs fewest bytes on its fullest rank.
+
+    `is_state`: they are its weights, gradients and optimizer state alone.
 
     A setup of which only activations are too much is closer than any whose state is.
     """
@@ -39,11 +48,11 @@ class Closest(NamedTuple):
 
 
 @dataclass(slots=True)
-class Standing:
-    """How one family did. `fastest` is what was simulated of it, `bound_s` a time below which nothing of it is that was not simulated.
+class FamilyResult:
+    """Result of one family. `fastest` was simulated; `bound_s` is a lower bound for everything that was not.
 
-    `num_large` of those that were asked need too much memory, the least of them `least_bytes` on its fullest rank; `num_slower` were not
-    asked, because none could be among the rows.
+    `num_large` need too much memory, at least `least_bytes` on their fullest rank; `num_slower` were skipped, because
+    none could be among the rows.
     """
 
     schedule: str
@@ -52,25 +61,29 @@ class Standing:
     num_slower: int = 0
     least_bytes: int | None = None
     bound_s: float | None = None
-    fastest: Found | None = None
+    fastest: Candidate | None = None
 
     def left(self, bound_s: float) -> None:
-        """One of it is not simulated, and takes at least this long."""
+        """Note one that is not simulated and takes at least this long."""
         self.bound_s = bound_s if self.bound_s is None else min(self.bound_s, bound_s)
 
     def needs(self, num_bytes: int) -> None:
-        """One of it does not fit, and needs at least so much."""
+        """Note one that does not fit and needs at least this much."""
         self.least_bytes = num_bytes if self.least_bytes is None else min(self.least_bytes, num_bytes)
 
 
 class Judge:
-    """Says which setups fit, and counts. `needs_bytes`: what the last one that does would need without balancing at least, where it is
-    balanced. `closest` is there where none did."""
+    """Judges and counts which setups fit.
+
+    `needs_bytes`: what the last fitting balanced one would need without balancing.
+
+    `closest` is there where none fits.
+    """
 
     def __init__(self, space: Space, cuts: Counter[str]) -> None:
         self._recompute = space.recompute
         self._limit, self.cuts = space.cluster.device.memory_bytes, cuts
-        self.families = {name: Standing(name) for name in dict.fromkeys(space.schedules)}
+        self.families = {name: FamilyResult(name) for name in dict.fromkeys(space.schedules)}
         self.needs_bytes: int | None = None
         self.num_only_balanced = 0
         self._states: dict[object, tuple[int, ...]] = {}
@@ -81,7 +94,10 @@ class Judge:
 
     @property
     def closest(self) -> Closest | None:
-        """Asked once there is nothing that fits: what was too much may have been a part of what it needs, so the lowest are asked anew."""
+        """The setup closest to fitting, once nothing fits.
+
+        Bounds may be below true needs, so the lowest are judged again.
+        """
         if not self._large or any(one.num_fitting for one in self.families.values()):
             return None
         found: Closest | None = None
@@ -93,10 +109,12 @@ class Judge:
                 found = one._replace(needs_bytes=needs)
         return found
 
-    def standings(self) -> tuple[Standing, ...]:
-        """Every family's, in the space's order. Of one without a row it is said what the least of it needs."""
+    def standings(self) -> tuple[FamilyResult, ...]:
+        """Return every family's, in the space's order. Of one without a row it is said what the least of it needs."""
         for name, family in self.families.items():
-            for bound, setup in sorted(self._by_bound.get(name, ()), key=lambda one: one[0]) if family.fastest is None else ():
+            for bound, setup in (
+                sorted(self._by_bound.get(name, ()), key=lambda one: one[0]) if family.fastest is None else ()
+            ):
                 if family.least_bytes is not None and bound >= family.least_bytes:
                     break
                 shared = least_shared_bytes(setup) if setup.balance != "none" else 0
@@ -104,14 +122,15 @@ class Judge:
         return tuple(self.families.values())
 
     def is_slower(self, setup: Setup, bound_s: float) -> None:
-        """It cannot be among the rows, so nobody asks."""
+        """Skip a setup that cannot be among the rows."""
         family = self.families[setup.schedule]
         self.cuts["slower"] += 1
         family.num_slower += 1
         family.left(bound_s)
 
     def fitting(self, setup: Setup) -> Setup | None:
-        """The setup if it fits; where the number of layers that it recomputes is open, with as few as that takes. None: it does not."""
+        """Return the setup if it fits; where the number of layers that it recomputes is open, with as few as that
+        takes. None: it does not."""
         if BLOCK not in self._recompute or setup.recompute != OPEN:
             return setup if self.fits(setup) else None
         most, self.needs_bytes = max(setup.layers), None
@@ -161,7 +180,15 @@ class Judge:
     def _states_of(self, setup: Setup) -> tuple[int, ...]:
         """Of every rank, what is there all the time: the same whatever the micro-batch, recomputation and groups."""
         grid = setup.tensor, setup.context, setup.pipeline, setup.routing
-        key = (grid, setup.balance, setup.vocabulary_parallel, setup.input_shards, setup.schedule, setup.chunks, setup.layers)
+        key = (
+            grid,
+            setup.balance,
+            setup.vocabulary_parallel,
+            setup.input_shards,
+            setup.schedule,
+            setup.chunks,
+            setup.layers,
+        )
         if key not in self._states:
             self._states[key] = rank_states(setup)
         return self._states[key]

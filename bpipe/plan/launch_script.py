@@ -1,10 +1,13 @@
-"""Read the training's command line out of a bash launch script, without running it. In: the text. Out: the one command's words.
+"""Read the training's command line out of a bash launch script, without running it.
 
-Reads a part of bash exactly: assignments, `+=`, arrays, quotes, `$NAME`, `${NAME:-text}`, `${NAME[@]}`, `$((...))` of whole numbers,
-`bash -c` or `eval` of a string. Whatever else could change a variable is an error at its line, never passed over. Nothing is executed, no
-file is sourced and no environment is read: a script may have side effects. What only running it would tell (a command's output, what is set
-under a condition, in a function or by a file that is sourced) is kept as unknown, with its line; the reader of the words decides where it
-matters. Knows no flag but those that mark a training.
+In: the text. Out: the one command's words.
+
+Reads a part of bash exactly: assignments, `+=`, arrays, quotes, `$NAME`, `${NAME:-text}`, `${NAME[@]}`, `$((...))` of
+whole numbers, `bash -c` or `eval` of a string. Whatever else could change a variable is an error at its line, never
+passed over. Nothing is executed, no file is sourced and no environment is read: a script may have side effects. What
+only running it would tell (a command's output, what is set under a condition, in a function or by a file that is
+sourced) is kept as unknown, with its line; the reader of the words decides where it matters. Knows no flag but those
+that mark a training.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ from bpipe.plan.bash_words import Scanner
 
 _DECLARE = ("export", "declare", "local", "readonly", "typeset")
 # Of `set`: what changes no word.
-_SET = re.compile(r"[-+][aeuxCEhTbmv]+|[-+][aeuxvE]*o|errexit|nounset|xtrace|pipefail|errtrace|functrace|verbose|monitor|[-+]")
+_SET = re.compile(
+    r"[-+][aeuxCEhTbmv]+|[-+][aeuxvE]*o|errexit|nounset|xtrace|pipefail|errtrace|functrace|verbose|monitor|[-+]"
+)
 _AT_THE_END = re.compile(r"EXIT|0|(SIG)?(INT|TERM|HUP|QUIT|USR1|USR2|PIPE|CONT|ALRM)|-")
 # Commands that are no function of a file that was sourced; of any other that may be one.
 _PLAIN = re.compile(
@@ -37,14 +42,14 @@ _DEEPEST = 10
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """`words` of the command that stands on `line`. What is unknown in a word is found by `unknown`."""
+    """A launch: `words` of the command on `line`. `unknown` says what is unknown in a word."""
 
     line: int
     words: tuple[str, ...]
     reasons: tuple[str, ...]
 
     def unknown(self, word: str) -> str | None:
-        """Why the word is not known; None where it is."""
+        """Return why the word is not known; None where it is."""
         found = MARK.search(word)
         return None if found is None else self.reasons[int(found[1])]
 
@@ -60,7 +65,10 @@ class _Training:
 
 
 def read_launch(text: str, given: Mapping[str, str] | None = None) -> Launch:
-    """Return the script's training. `given` replaces what the script assigns. Raises ValueError where there is none or more than one."""
+    """Return the script's training.
+
+    `given` replaces what the script assigns. Raises ValueError where there is none or more than one.
+    """
     for char, what in (
         ("\0", "a zero byte: this is no script"),
         ("\r\n", "Windows line ends, which bash reads as part of a word: convert it"),
@@ -72,7 +80,8 @@ def read_launch(text: str, given: Mapping[str, str] | None = None) -> Launch:
     found = [one for one in reader.trainings if not one.vague] or reader.trainings
     if not found:
         raise ValueError(
-            "no command with a script (.py) and --num-layers or --hidden-size was found: name the script that starts the training, or "
+            "no command with a script (.py) and --num-layers or --hidden-size was found: name the script that starts "
+            "the training, or "
             "give its flags after --"
         )
     if len({one.words for one in found}) > 1:
@@ -80,12 +89,14 @@ def read_launch(text: str, given: Mapping[str, str] | None = None) -> Launch:
         raise ValueError(f"there are {len(found)} trainings, on lines {lines}: keep one, or give its flags after --")
     hidden = next((one for one in found if one.hidden), None)
     if hidden is not None:
-        raise ValueError(f"line {hidden.line}: the training {hidden.hidden}. Print its command with echo, and give that after --")
+        raise ValueError(
+            f"line {hidden.line}: the training {hidden.hidden}. Print its command with echo, and give that after --"
+        )
     return Launch(found[0].line, found[0].words, tuple(reader.variables.reasons))
 
 
 def _is_training(words: tuple[str, ...]) -> tuple[bool, bool]:
-    """Whether a command is one, and whether only by what is unknown in it: a whole array, say."""
+    """Return whether a command is one, and whether only by what is unknown in it: a whole array, say."""
     has_script = words[0] not in _PRINTS and any(word.endswith(".py") or word == "-m" for word in words)
     flags = {word.partition("=")[0] for word in words}
     sized = has_script and bool({"--num-layers", "--hidden-size", "--seq-length"} & flags)
@@ -94,7 +105,10 @@ def _is_training(words: tuple[str, ...]) -> tuple[bool, bool]:
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """`definite`: it is run, once, by this shell. `prefixed`: by `NAME=VALUE` for it alone. `trains`: it is a training."""
+    """`definite`: it is run, once, by this shell.
+
+    `prefixed`: by `NAME=VALUE` for it alone. `trains`: it is a training.
+    """
 
     line: int
     fields: tuple[str, ...]
@@ -131,7 +145,9 @@ class _ScriptReader(Commands):
             self.variables.look_at(one) if command else self._assign(one, definite)
         fields = tuple(one for word in command for one in self.variables.fields(word))
         if command and not fields and said:
-            raise ValueError(f"line {line}: what stands behind the assignment is nothing, so it is one for the script: leave it out")
+            raise ValueError(
+                f"line {line}: what stands behind the assignment is nothing, so it is one for the script: leave it out"
+            )
         if fields:
             training, vague = _is_training(fields)
             if training:
@@ -143,7 +159,9 @@ class _ScriptReader(Commands):
         inside = next((kind for kind in ("function", "loop") if self.is_inside(kind)), None)
         if inside is not None:
             return f"stands in a {inside}, where its words are not known"
-        return f"is handed to the function {fields[0]}, which may change its words" if fields[0] in self.functions else ""
+        return (
+            f"is handed to the function {fields[0]}, which may change its words" if fields[0] in self.functions else ""
+        )
 
     def _assign(self, said: Assigned, definite: bool) -> None:
         where = f"is set on line {said.value.line}, under a condition, in a loop or in a function"
@@ -186,7 +204,9 @@ class _ScriptReader(Commands):
         elif MARK.search(name) and not command.trains:
             self.variables.forget_all(f"may be set on line {line}, by a command that is not known")
         elif self._sourced and not _PLAIN.fullmatch(name) and "/" not in name and not command.trains:
-            self.variables.forget_all(f"may be set on line {line} by {name}, which may be a function of a file that is sourced")
+            self.variables.forget_all(
+                f"may be set on line {line} by {name}, which may be a function of a file that is sourced"
+            )
         self._inner(line, fields)
 
     def _refuse(self, command: _Command) -> None:
@@ -212,7 +232,9 @@ class _ScriptReader(Commands):
         """A command in a string, `bash -c "$RUN"`: another shell's, which has only what is exported to it."""
         for before, option, text in zip(fields, fields[1:], fields[2:], strict=False):
             if PurePath(before).name in _SHELLS and re.fullmatch("-[a-z]*c", option):
-                inner = _ScriptReader(self.variables.other_shell(f"on line {line}, in a string for {before}"), self._depth)
+                inner = _ScriptReader(
+                    self.variables.other_shell(f"on line {line}, in a string for {before}"), self._depth
+                )
                 self._nested(Scanner(text, line), inner)
                 hidden = self._hidden(fields)
                 self.trainings += [replace(one, hidden=hidden or one.hidden) for one in inner.trainings]
@@ -227,7 +249,9 @@ class _ScriptReader(Commands):
     def _source(self, command: _Command) -> None:
         file = MARK.sub("...", "".join(command.fields[1:2]))
         self._sourced = True
-        self.variables.forget_all(f"may be set by {file}, which is sourced on line {command.line} and not read", also_unset=True)
+        self.variables.forget_all(
+            f"may be set by {file}, which is sourced on line {command.line} and not read", also_unset=True
+        )
 
     def _end(self, command: _Command) -> None:
         self.ended = self.ended or (command.definite and (command.fields[0] == "exit" or len(command.fields) > 1))
@@ -255,7 +279,9 @@ class _ScriptReader(Commands):
 
     def _trap(self, command: _Command) -> None:
         if not all(_AT_THE_END.fullmatch(one) for one in command.fields[2:]):
-            raise ValueError(f"line {command.line}: trap for anything but the end or a signal is not read: leave it out")
+            raise ValueError(
+                f"line {command.line}: trap for anything but the end or a signal is not read: leave it out"
+            )
 
     def _test(self, command: _Command) -> None:
         self.judge_test(command.line, list(command.fields), arithmetic=False)

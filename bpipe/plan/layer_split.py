@@ -1,7 +1,10 @@
-"""Translate how layers lie on stages to Megatron's flags and back. In: layers of every stage, or the values of the flags. Out: the other.
+"""Translate how layers lie on stages to Megatron's flags and back.
 
-Megatron has four ways to say it: equal chunks, numbers for the first and the last rank, the embedding and the loss counted as layers, and
-a layout that lists every stage. Knows no other flag and imports no Megatron; a test holds both directions to Megatron's own layers.
+In: layers of every stage, or the values of the flags. Out: the other.
+
+Megatron has four ways to say it: equal chunks, numbers for the first and the last rank, the embedding and the loss
+counted as layers, and a layout that lists every stage. Knows no other flag and imports no Megatron; a test holds both
+directions to Megatron's own layers.
 """
 
 from __future__ import annotations
@@ -35,7 +38,12 @@ class Split:
     layout: str | None = None
 
     def __post_init__(self) -> None:
-        for flag, value in ((LAYERS_OF_A_CHUNK, self.layers_of_a_chunk), (CHUNKS, self.chunks), (FIRST, self.first), (LAST, self.last)):
+        for flag, value in (
+            (LAYERS_OF_A_CHUNK, self.layers_of_a_chunk),
+            (CHUNKS, self.chunks),
+            (FIRST, self.first),
+            (LAST, self.last),
+        ):
             if value is not None and value < 1:
                 raise ValueError(f"{flag} is {value}, but must be at least 1")
         named = self.layers_of_a_chunk, self.chunks, self.layout
@@ -49,13 +57,18 @@ class Split:
         if ends and counted:
             raise ValueError(f"{FIRST} / {LAST} and {COUNT_EMBEDDING} / {COUNT_LOSS} exclude each other: give either")
         if self.layout is not None and (ends or counted):
-            raise ValueError(f"{LAYOUT} says where every layer is: drop {FIRST}, {LAST}, {COUNT_EMBEDDING} and {COUNT_LOSS}")
+            raise ValueError(
+                f"{LAYOUT} says where every layer is: drop {FIRST}, {LAST}, {COUNT_EMBEDDING} and {COUNT_LOSS}"
+            )
         if ends and self.layers_of_a_chunk is not None:
             raise ValueError(f"beside {FIRST} / {LAST} Megatron wants {CHUNKS} in place of {LAYERS_OF_A_CHUNK}")
 
 
 def split_flags(layers: tuple[int, ...], pipeline: int) -> list[str]:
-    """The shortest way to tell Megatron; nothing for equal layers of one stage a rank. Stage s is on rank s % p."""
+    """Return the shortest way to tell Megatron; nothing for equal layers of one stage a rank.
+
+    Stage s is on rank s % p.
+    """
     chunks = len(layers) // pipeline
     if not layers[-1]:
         return [LAYOUT, layout_text(layers)]
@@ -73,8 +86,12 @@ def split_flags(layers: tuple[int, ...], pipeline: int) -> list[str]:
 
 
 def _first_and_last(layers: tuple[int, ...], pipeline: int) -> list[str] | None:
-    """Two numbers, where every rank's chunks are alike and so are the ranks between the ends."""
-    if pipeline < 2 or any(len(set(layers[rank::pipeline])) > 1 for rank in range(pipeline)) or len(set(layers[1 : pipeline - 1])) > 1:
+    """Return two numbers, where every rank's chunks are alike and so are the ranks between the ends."""
+    if (
+        pipeline < 2
+        or any(len(set(layers[rank::pipeline])) > 1 for rank in range(pipeline))
+        or len(set(layers[1 : pipeline - 1])) > 1
+    ):
         return None
     chunks = len(layers) // pipeline
     first, last = layers[0] * chunks, layers[pipeline - 1] * chunks
@@ -82,7 +99,7 @@ def _first_and_last(layers: tuple[int, ...], pipeline: int) -> list[str] | None:
 
 
 def layout_text(layers: tuple[int, ...]) -> str:
-    """Such as `Et*3|(t*4|)*6t*3L`. The last stage may have nothing but the output layer."""
+    """Write a layout such as `Et*3|(t*4|)*6t*3L`. The last stage may have only the output layer."""
     stages = ["t" if num == 1 else f"t*{num}" if num else "" for num in layers]
     if len(stages) == 1:
         return f"E{stages[0]}L"
@@ -94,14 +111,16 @@ def layout_text(layers: tuple[int, ...]) -> str:
 
 
 def read_split(split: Split, num_layers: int, pipeline: int) -> tuple[int, ...]:
-    """Layers of every stage as Megatron would lay them. Raises ValueError where it would refuse."""
+    """Return the layers of every stage as Megatron would lay them. Raises ValueError where it would refuse."""
     if split.layout is not None:
         return _read_layout(split.layout, num_layers, pipeline)
     ranks = _rank_layers(split, num_layers, pipeline)
     chunks = split.chunks or 1
     if split.layers_of_a_chunk is not None:
         if ranks[0] % split.layers_of_a_chunk:
-            raise ValueError(f"{LAYERS_OF_A_CHUNK} {split.layers_of_a_chunk} does not divide the {ranks[0]} layers of a rank")
+            raise ValueError(
+                f"{LAYERS_OF_A_CHUNK} {split.layers_of_a_chunk} does not divide the {ranks[0]} layers of a rank"
+            )
         chunks = ranks[0] // split.layers_of_a_chunk
     for rank, num in enumerate(ranks):
         if num % chunks:
@@ -121,14 +140,21 @@ def _rank_layers(split: Split, num_layers: int, pipeline: int) -> list[int]:
     if ranks < 0 or left < 0 or (not ranks and left) or (ranks and left % ranks):
         given = _given(split)
         besides = f" with {given}" if given else f": say how with {FIRST} and {LAST}, or {LAYOUT}"
-        raise ValueError(f"--num-layers {num_layers} does not go over --pipeline-model-parallel-size {pipeline}{besides}")
+        raise ValueError(
+            f"--num-layers {num_layers} does not go over --pipeline-model-parallel-size {pipeline}{besides}"
+        )
     return [*first, *([left // ranks] * ranks if ranks else []), *last]
 
 
 def _given(split: Split) -> str:
-    """The flags of uneven ranks, as they were given."""
+    """Return the flags of uneven ranks, as they were given."""
     ends = [f"{flag} {value}" for flag, value in ((FIRST, split.first), (LAST, split.last)) if value is not None]
-    return " ".join([*ends, *(flag for flag, on in ((COUNT_EMBEDDING, split.count_embedding), (COUNT_LOSS, split.count_loss)) if on)])
+    return " ".join(
+        [
+            *ends,
+            *(flag for flag, on in ((COUNT_EMBEDDING, split.count_embedding), (COUNT_LOSS, split.count_loss)) if on),
+        ]
+    )
 
 
 def _read_layout(text: str, num_layers: int, pipeline: int) -> tuple[int, ...]:
@@ -136,7 +162,9 @@ def _read_layout(text: str, num_layers: int, pipeline: int) -> tuple[int, ...]:
         raise ValueError(f"{LAYOUT} {text[:40]}... has {len(text)} characters, and no layout more than {MOST_LAYERS}")
     spelled = text.replace(",", "")
     for repeated in (r"\(([^()]+)\)\*([0-9]+)", r"(.)\*([0-9]+)"):
-        times = [len(found[1]) * int(found[2]) if len(found[2]) < 6 else math.inf for found in re.finditer(repeated, spelled)]
+        times = [
+            len(found[1]) * int(found[2]) if len(found[2]) < 6 else math.inf for found in re.finditer(repeated, spelled)
+        ]
         # Beside every layer of any model there may be a |.
         if sum(times) > 2 * MOST_LAYERS:
             raise ValueError(f"{LAYOUT} {text[:40]} repeats more than the {MOST_LAYERS} layers of any model")
@@ -144,10 +172,14 @@ def _read_layout(text: str, num_layers: int, pipeline: int) -> tuple[int, ...]:
     if "m" in spelled:
         raise ValueError(f"{LAYOUT} {text[:60]}: multi-token prediction (m) is not modelled")
     if set(spelled) - set("EtL|") or not re.fullmatch("E[t|]*L", spelled):
-        raise ValueError(f"{LAYOUT} {text[:60]}: one E first, then t for every layer with | between stages, and one L last")
+        raise ValueError(
+            f"{LAYOUT} {text[:60]}: one E first, then t for every layer with | between stages, and one L last"
+        )
     layers = [stage.count("t") for stage in spelled.split("|")]
     if len(layers) % pipeline:
-        raise ValueError(f"{LAYOUT} {text[:60]} has {len(layers)} stages, no multiple of --pipeline-model-parallel-size {pipeline}")
+        raise ValueError(
+            f"{LAYOUT} {text[:60]} has {len(layers)} stages, no multiple of --pipeline-model-parallel-size {pipeline}"
+        )
     if sum(layers) != num_layers:
         raise ValueError(f"{LAYOUT} {text[:60]} has {sum(layers)} layers, --num-layers is {num_layers}")
     refuse_empty(layers)
@@ -158,4 +190,6 @@ def refuse_empty(layers: Sequence[int]) -> None:
     """Raise ValueError for a stage without a layer that needs one."""
     empty = without_layers(layers)
     if empty is not None:
-        raise ValueError(f"stage {empty} has no layer: stages without one are not modelled, but for the first and the last")
+        raise ValueError(
+            f"stage {empty} has no layer: stages without one are not modelled, but for the first and the last"
+        )

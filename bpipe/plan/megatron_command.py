@@ -1,8 +1,10 @@
-"""Read a Megatron command line as this package's own options. In: the command's words. Out: a `Reading`: options, and what is left out.
+"""Read a Megatron command line as this package's own options.
 
-Three tables decide: what is read (`READ`); what would change the result and is not modelled, so an error (`REFUSED`); and what changes
-neither memory nor time (`WITHOUT_INFLUENCE`). Any other flag is listed as not considered. Imports no Megatron; a test holds the tables to
-the parser of the installed one. Knows no cluster.
+In: the command's words. Out: a `Reading`: options, and what is left out.
+
+Three tables decide: what is read (`READ`); what would change the result and is not modelled, so an error (`REFUSED`);
+and what changes neither memory nor time (`WITHOUT_INFLUENCE`). Any other flag is listed as not considered. Imports no
+Megatron; a test holds the tables to the parser of the installed one. Knows no cluster.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any, NoReturn
 
+from bpipe.formats.text import TextError, read_numbers
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.hosts import ARRANGEMENTS, PAIR
-from bpipe.ir.text import TextError, read_numbers
 from bpipe.models.fp8 import FORMATS, RECIPES
 from bpipe.models.layout import (
     CP_COMM_TYPES,
@@ -29,7 +31,7 @@ from bpipe.models.layout import (
     redistribute_layers,
 )
 from bpipe.models.switches import SWITCHES, flag_of
-from bpipe.plan.budget import MINIMUM_BYTES, MemoryBudget, read_asked
+from bpipe.plan.budget import MINIMUM_BYTES, MemoryBudget, read_memory_budget
 from bpipe.plan.expert_flags import READ_OF_EXPERTS, parts_of_flags
 from bpipe.plan.hybrid_flags import READ_OF_HYBRIDS, hybrid_of_flags, layers_of, settle_pattern
 from bpipe.plan.layer_split import Split
@@ -42,10 +44,19 @@ _POSITIONS = ("learned_absolute", "rope", "yarn", "mrope", "relative", "none")
 
 # Flags, and what argparse is told of them: type, default and choices are Megatron's own. `True` is a switch.
 READ: dict[str, Any] = {
-    **dict.fromkeys(("--num-layers", "--hidden-size", "--num-attention-heads", "--ffn-hidden-size", "--kv-channels"), int),
-    **dict.fromkeys(("--seq-length", "--vocab-size", "--padded-vocab-size", "--micro-batch-size", "--global-batch-size"), int),
-    **dict.fromkeys(("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank", "--recompute-num-layers"), int),
-    **dict.fromkeys(("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers", "--max-position-embeddings"), int),
+    **dict.fromkeys(
+        ("--num-layers", "--hidden-size", "--num-attention-heads", "--ffn-hidden-size", "--kv-channels"), int
+    ),
+    **dict.fromkeys(
+        ("--seq-length", "--vocab-size", "--padded-vocab-size", "--micro-batch-size", "--global-batch-size"), int
+    ),
+    **dict.fromkeys(
+        ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank", "--recompute-num-layers"),
+        int,
+    ),
+    **dict.fromkeys(
+        ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers", "--max-position-embeddings"), int
+    ),
     "--num-query-groups": (int, 1, None),
     "--make-vocab-size-divisible-by": (int, 128, None),
     "--tensor-model-parallel-size": (int, 1, None),
@@ -72,8 +83,17 @@ READ: dict[str, Any] = {
     "--bpipe-min-bytes": (int, MINIMUM_BYTES, None),
     "--bpipe-vocabulary": (str, None, (*TRAINED_SHARDS, REDISTRIBUTE)),
     "--bpipe-keep-weights-halves": (str, KEPT_HALVES[0], KEPT_HALVES),
-    **dict.fromkeys(("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split", "--recompute-activations"), True),
-    **dict.fromkeys(("--group-query-attention", "--use-rotary-position-embeddings", "--swiglu", "--disable-bias-linear"), True),
+    **dict.fromkeys(
+        (
+            "--account-for-embedding-in-pipeline-split",
+            "--account-for-loss-in-pipeline-split",
+            "--recompute-activations",
+        ),
+        True,
+    ),
+    **dict.fromkeys(
+        ("--group-query-attention", "--use-rotary-position-embeddings", "--swiglu", "--disable-bias-linear"), True
+    ),
     **dict.fromkeys(("--squared-relu", "--add-qkv-bias", "--qk-layernorm"), True),
     **dict.fromkeys(("--untie-embeddings-and-output-weights", "--sequence-parallel", "--fp16", "--bf16"), True),
     **dict.fromkeys(("--use-distributed-optimizer", "--bpipe", "--use-flash-attn", "--fp8-param-gather"), True),
@@ -84,7 +104,11 @@ READ: dict[str, Any] = {
     **dict.fromkeys(("--sft", "--dataloader-inter-document-masking"), True),
 }
 
-_OFFLOAD, _FSDP, _LOW = "offloading", "sharding by FSDP", "4-bit training, and 8-bit training of some layers or of more than matrices"
+_OFFLOAD, _FSDP, _LOW = (
+    "offloading",
+    "sharding by FSDP",
+    "4-bit training, and 8-bit training of some layers or of more than matrices",
+)
 GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 # Flags that take a value are refused where it is none of these; of one that says how many shards, 1 is none.
 _NEUTRAL = ("0", "None", "none")
@@ -93,7 +117,9 @@ REFUSED = {
     "--moe-layer-recompute": "an old name of --recompute-granularity selective --recompute-modules moe, which is read",
     "--moe-latent-size": "experts of a smaller hidden size",
     "--expert-tensor-parallel-num-weight-shards": "weights sharded beyond tensor parallelism",
-    **dict.fromkeys(("--cpu-offloading-num-layers", "--fine-grained-activation-offloading", "--optimizer-cpu-offload"), _OFFLOAD),
+    **dict.fromkeys(
+        ("--cpu-offloading-num-layers", "--fine-grained-activation-offloading", "--optimizer-cpu-offload"), _OFFLOAD
+    ),
     **dict.fromkeys(("--use-megatron-fsdp", "--use-torch-fsdp2"), _FSDP),
     **dict.fromkeys(("--fp4-format", "--first-last-layers-bf16", "--fp8-output-proj"), _LOW),
     "--hybrid-context-parallel": "context parallelism of each sequence's own size",
@@ -101,7 +127,10 @@ REFUSED = {
     "--distribute-saved-activations": "distributed saved activations",
     "--experimental-attention-variant": "another attention",
     **dict.fromkeys(("--mtp-num-layers", "--mtp-hybrid-override-pattern"), "multi-token prediction"),
-    **dict.fromkeys(("--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json"), "layers of different kinds"),
+    **dict.fromkeys(
+        ("--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json"),
+        "layers of different kinds",
+    ),
     "--disable-mamba-mem-eff-path": "Mamba layers by kernels that keep more",
     "--attention-output-gate": "a gate behind attention",
     "--quick-geglu": "this activation function",
@@ -112,26 +141,145 @@ REFUSED = {
 }
 
 WITHOUT_INFLUENCE = (
-    *("--lr", "--lr-*", "--min-lr", "--decoupled-*", "--*weight-decay*", "--adam-*", "--sgd-momentum", "--clip-grad", "--seed"),
-    *("--init-method-*", "--train-iters", "--train-samples", "--eval-i*", "--exit-*", "--finetune", "--skip-train", "--norm-epsilon"),
-    *("--save", "--save-interval", "--save-retain-interval", "--load", "--no-load-*", "--no-save-*", "--ckpt-*", "--dist-ckpt-*"),
-    *("--async-*", "--auto-detect-ckpt-format", "--use-dist-ckpt", "--non-persistent-*", "--override-opt*", "--use-checkpoint-opt*"),
-    *("--data-path", "--*-data-path", "--data-args-path", "--data-cache-path", "--split", "--mock-data", "--num-workers"),
-    *("--dataloader-type", "--no-mmap-bin-files", "--num-dataset-builder-threads", "--no-create-attention-mask-in-dataloader"),
-    *("--tokenizer-*", "--vocab-file", "--merge-file", "--trust-remote-code", "--null-tokenizer-*", "--reset-*", "--eod-mask-loss"),
-    *("--log-*", "--tensorboard-*", "--wandb-*", "--timing-*", "--one-logger-*", "--no-one-logger", "--app-tag-*", "--logging-level"),
-    *("--profile*", "--use-pytorch-profiler", "--pytorch-profiler-*", "--manual-gc*", "--distributed-timeout-*", "--distributed-backend"),
-    *("--loss-scale*", "--initial-loss-scale", "--min-loss-scale", "--hysteresis", "--rotary-base", "--use-mcore-models", "--rerun-mode"),
-    *("--no-check-for-nan-in-loss-and-grad", "--disable-gloo-process-groups", "--use-cpu-initialization", "--no-initialization"),
-    *("--bpipe-report*", "--bpipe-timeout", "--bpipe-peak-tflops", "--bpipe-executor", "--local-rank", "--ddp-average-in-collective"),
+    *(
+        "--lr",
+        "--lr-*",
+        "--min-lr",
+        "--decoupled-*",
+        "--*weight-decay*",
+        "--adam-*",
+        "--sgd-momentum",
+        "--clip-grad",
+        "--seed",
+    ),
+    *(
+        "--init-method-*",
+        "--train-iters",
+        "--train-samples",
+        "--eval-i*",
+        "--exit-*",
+        "--finetune",
+        "--skip-train",
+        "--norm-epsilon",
+    ),
+    *(
+        "--save",
+        "--save-interval",
+        "--save-retain-interval",
+        "--load",
+        "--no-load-*",
+        "--no-save-*",
+        "--ckpt-*",
+        "--dist-ckpt-*",
+    ),
+    *(
+        "--async-*",
+        "--auto-detect-ckpt-format",
+        "--use-dist-ckpt",
+        "--non-persistent-*",
+        "--override-opt*",
+        "--use-checkpoint-opt*",
+    ),
+    *(
+        "--data-path",
+        "--*-data-path",
+        "--data-args-path",
+        "--data-cache-path",
+        "--split",
+        "--mock-data",
+        "--num-workers",
+    ),
+    *(
+        "--dataloader-type",
+        "--no-mmap-bin-files",
+        "--num-dataset-builder-threads",
+        "--no-create-attention-mask-in-dataloader",
+    ),
+    *(
+        "--tokenizer-*",
+        "--vocab-file",
+        "--merge-file",
+        "--trust-remote-code",
+        "--null-tokenizer-*",
+        "--reset-*",
+        "--eod-mask-loss",
+    ),
+    *(
+        "--log-*",
+        "--tensorboard-*",
+        "--wandb-*",
+        "--timing-*",
+        "--one-logger-*",
+        "--no-one-logger",
+        "--app-tag-*",
+        "--logging-level",
+    ),
+    *(
+        "--profile*",
+        "--use-pytorch-profiler",
+        "--pytorch-profiler-*",
+        "--manual-gc*",
+        "--distributed-timeout-*",
+        "--distributed-backend",
+    ),
+    *(
+        "--loss-scale*",
+        "--initial-loss-scale",
+        "--min-loss-scale",
+        "--hysteresis",
+        "--rotary-base",
+        "--use-mcore-models",
+        "--rerun-mode",
+    ),
+    *(
+        "--no-check-for-nan-in-loss-and-grad",
+        "--disable-gloo-process-groups",
+        "--use-cpu-initialization",
+        "--no-initialization",
+    ),
+    *(
+        "--bpipe-report*",
+        "--bpipe-timeout",
+        "--bpipe-peak-tflops",
+        "--bpipe-executor",
+        "--local-rank",
+        "--ddp-average-in-collective",
+    ),
     *("--fp8-margin", "--fp8-amax-*", "--bpipe-unproven", "--bpipe-no-repairs", "--mamba-inference-*"),
 )
 
 # Of these, flags whose one value may even be unknown.
 ANY_VALUE = (
-    *("--save", "--load", "--save-interval", "--data-path", "--*-data-path", "--data-args-path", "--data-cache-path", "--split", "--seed"),
-    *("--tokenizer-model", "--vocab-file", "--merge-file", "--tensorboard-dir", "--wandb-project", "--wandb-exp-name", "--wandb-save-dir"),
-    *("--lr", "--min-lr", "--lr-*-iters", "--lr-*-samples", "--lr-warmup-fraction", "--train-iters", "--train-samples", "--eval-i*"),
+    *(
+        "--save",
+        "--load",
+        "--save-interval",
+        "--data-path",
+        "--*-data-path",
+        "--data-args-path",
+        "--data-cache-path",
+        "--split",
+        "--seed",
+    ),
+    *(
+        "--tokenizer-model",
+        "--vocab-file",
+        "--merge-file",
+        "--tensorboard-dir",
+        "--wandb-project",
+        "--wandb-exp-name",
+        "--wandb-save-dir",
+    ),
+    *(
+        "--lr",
+        "--min-lr",
+        "--lr-*-iters",
+        "--lr-*-samples",
+        "--lr-warmup-fraction",
+        "--train-iters",
+        "--train-samples",
+        "--eval-i*",
+    ),
     *("--exit-interval", "--exit-duration-in-mins", "--log-interval", "--bpipe-report", "--num-workers"),
 )
 
@@ -141,9 +289,13 @@ VOCABULARIES = {"GPT2BPETokenizer": 50257}
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """`options` are those of `bpipe simulate`, by their names there; `unmodelled` says of an option what of its flags is not modelled.
-    `devices` are nodes and GPUs of one, where the launcher says so; `flags` are all of its
-    flags, `others` those that no option says, each with its value."""
+    """A launch as read. `options` are those of `bpipe simulate`, by their names there.
+
+    `unmodelled`: by option, what of its flags is not modelled.
+
+    `devices`: nodes and GPUs of each, where the launcher says so. `flags`: all of its flags. `others`: those that no
+    option covers, with values.
+    """
 
     options: dict[str, Any]
     unmodelled: dict[str, str]
@@ -160,7 +312,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of what is read, as Megatron reads it."""
+    """Return a parser that reads launches as Megatron does."""
     made = _Parser(prog="pretrain_gpt.py", allow_abbrev=False, add_help=False)
     for flag, told in READ.items():
         if told is True:
@@ -175,13 +327,20 @@ def parser() -> argparse.ArgumentParser:
 
 
 def read_command(words: Sequence[str], unknown: Callable[[str], str | None] = lambda word: None) -> Reading:
-    """Of `torchrun ... script.py FLAGS`, or of the flags alone. `unknown` says of a word why it is not known, as a script's reader may."""
+    """Read `torchrun ... script.py FLAGS`, or the flags alone.
+
+    `unknown` returns why a word is not known, as a script's reader may.
+    """
     launcher, flags = _without_launcher(words, unknown)
     _refuse_unknown(flags, unknown)
     found, rest = parser().parse_known_args(flags)
     for flag, told in READ.items():
         value = getattr(found, flag[2:].replace("-", "_"))
-        if int in (told, told[0] if isinstance(told, tuple) else None) and value is not None and not 1 <= value <= LARGEST:
+        if (
+            int in (told, told[0] if isinstance(told, tuple) else None)
+            and value is not None
+            and not 1 <= value <= LARGEST
+        ):
             limit = "at least 1" if value < 1 else f"at most {LARGEST}"
             raise ValueError(f"{flag} is {str(value)[:40]}, but must be {limit}")
     others = _others(rest)
@@ -191,7 +350,9 @@ def read_command(words: Sequence[str], unknown: Callable[[str], str | None] = la
         is_neutral = value in _NEUTRAL or (value == "1" and flag in _ONE_IS_NEUTRAL)
         if flag in REFUSED and not is_neutral and not own_group:
             said = f"{flag} {value}".rstrip()
-            raise ValueError(f"{said}: {REFUSED[flag]}: not modelled; leave the flag out to predict the training without")
+            raise ValueError(
+                f"{said}: {REFUSED[flag]}: not modelled; leave the flag out to predict the training without"
+            )
     notes: list[str] = []
     settle_pattern(found, notes)
     options = {**_model(found, notes), **_parallel(found), **_training(found, notes)}
@@ -217,12 +378,15 @@ def _without_launcher(words: Sequence[str], unknown: Callable[[str], str | None]
         if word.endswith(".py") and not word.startswith("-"):
             return list(words[:place]), [one for one in words[place + 1 :] if one != ""]
     if words and not words[0].startswith("-") and unknown(words[0]) is None:
-        raise ValueError(f"{words[0]!r} is no flag, and no script (.py) follows: give a whole command line, or flags alone")
+        raise ValueError(
+            f"{words[0]!r} is no flag, and no script (.py) follows: give a whole command line, or flags alone"
+        )
     return [], list(words)
 
 
 def _refuse_unknown(flags: Sequence[str], unknown: Callable[[str], str | None]) -> None:
-    """Raise ValueError for every word that only running the script would tell, unless it is the value of a flag that does not matter."""
+    """Raise ValueError for every word that only running the script would tell, unless it is the value of a flag that
+    does not matter."""
     reasons = []
     for before, word in pairwise(("", *flags)):
         reason = unknown(word)
@@ -234,7 +398,7 @@ def _refuse_unknown(flags: Sequence[str], unknown: Callable[[str], str | None]) 
 
 
 def _others(rest: Sequence[str]) -> list[tuple[str, str]]:
-    """Flags that the parser left, each with its first value or ``."""
+    """Return the flags that the parser left, each with its first value or ``."""
     found: list[tuple[str, str]] = []
     for word in rest:
         if word.startswith("--"):
@@ -258,7 +422,10 @@ def _devices(launcher: Sequence[str]) -> tuple[int, int] | None:
     if not all(value.isdecimal() for value in values.values()):
         return None
     if any(len(value) > 5 for value in values.values()):
-        raise ValueError(f"{values['nnodes'][:40]} nodes of {values['nproc_per_node'][:40]} processes: there are at most 99999 of each")
+        raise ValueError(
+            f"{values['nnodes'][:40]} nodes of {values['nproc_per_node'][:40]} processes: there are at most 99999 of "
+            f"each"
+        )
     nodes, each = int(values["nnodes"]), int(values["nproc_per_node"])
     return (nodes, each) if nodes and each else None
 
@@ -303,7 +470,11 @@ def _model(found: argparse.Namespace, notes: list[str]) -> dict[str, Any]:
 
 def _parallel(found: argparse.Namespace) -> dict[str, Any]:
     pipeline = found.pipeline_model_parallel_size
-    said = (found.num_layers_per_virtual_pipeline_stage, found.num_virtual_stages_per_pipeline_rank, found.pipeline_model_parallel_layout)
+    said = (
+        found.num_layers_per_virtual_pipeline_stage,
+        found.num_virtual_stages_per_pipeline_rank,
+        found.pipeline_model_parallel_layout,
+    )
     split = Split(
         layers_of_a_chunk=found.num_layers_per_virtual_pipeline_stage,
         chunks=found.num_virtual_stages_per_pipeline_rank if any(said) else _own_chunks(found.bpipe_schedule),
@@ -346,7 +517,10 @@ def _context(found: argparse.Namespace) -> dict[str, Any]:
     ways = set(found.cp_comm_type)
     if len(ways) > 1 or not ways <= set(CP_COMM_TYPES):
         said = " ".join(found.cp_comm_type)[:60]
-        raise ValueError(f"--cp-comm-type {said}: modelled is one of {', '.join(CP_COMM_TYPES)} for all layers; give one to predict that")
+        raise ValueError(
+            f"--cp-comm-type {said}: modelled is one of {', '.join(CP_COMM_TYPES)} for all layers; give one to "
+            f"predict that"
+        )
     return {"context": found.context_parallel_size, "cp_comm_type": ways.pop()}
 
 
@@ -366,11 +540,16 @@ def _redistributed(found: argparse.Namespace, split: Split) -> tuple[int, ...]:
 
 
 def _own_chunks(schedule: str | None) -> int | None:
-    """What the trainer gives a schedule that has several chunks and never another number. Raises ValueError for a file's schedule."""
+    """What the trainer gives a schedule that has several chunks and never another number.
+
+    Raises ValueError for a file's schedule.
+    """
     if schedule is None:
         return None
     if schedule not in FAMILIES:
-        raise ValueError(f"--bpipe-schedule {schedule}: only {', '.join(FAMILIES)} are predicted, and no schedule of a file")
+        raise ValueError(
+            f"--bpipe-schedule {schedule}: only {', '.join(FAMILIES)} are predicted, and no schedule of a file"
+        )
     family = FAMILIES[schedule]
     return family.min_chunks if 1 < family.min_chunks == family.max_chunks else None
 
@@ -392,7 +571,7 @@ def _bounds(text: str | None) -> tuple[int, ...] | None:
 
 def _memory(text: str | None) -> MemoryBudget | None:
     try:
-        return None if text is None else read_asked(text)
+        return None if text is None else read_memory_budget(text)
     except ValueError as error:
         raise ValueError(f"--bpipe-memory {error}") from None
 
@@ -402,7 +581,9 @@ def _training(found: argparse.Namespace, notes: list[str]) -> dict[str, Any]:
         raise ValueError("--fp16 and --bf16 exclude each other: give one of them")
     switches = {name: getattr(found, name) for name in SWITCHES}
     if switches["tp_comm_overlap"] and found.transformer_impl == "local":
-        notes.append("--tp-comm-overlap is Transformer Engine's: nothing of --transformer-impl local is overlapped by it")
+        notes.append(
+            "--tp-comm-overlap is Transformer Engine's: nothing of --transformer-impl local is overlapped by it"
+        )
         switches["tp_comm_overlap"] = False
     return {
         "attention": _attention(found, notes),
@@ -423,8 +604,12 @@ def _fp8(found: argparse.Namespace) -> dict[str, Any]:
 
 
 def _differing(found: argparse.Namespace) -> list[str]:
-    """The flags by which micro-batches may differ in size."""
-    return [flag_of(name) for name in ("bpipe_differing_sizes", "sft", "dataloader_inter_document_masking") if getattr(found, name)]
+    """Return the flags by which micro-batches may differ in size."""
+    return [
+        flag_of(name)
+        for name in ("bpipe_differing_sizes", "sft", "dataloader_inter_document_masking")
+        if getattr(found, name)
+    ]
 
 
 def _sizes_that_differ(found: argparse.Namespace, notes: list[str]) -> None:

@@ -1,41 +1,54 @@
-"""Write a configuration as Megatron's flags, those of 0.19 and this project's own. In: a Setup. Out: a list of arguments.
+"""Write a configuration as Megatron's flags, those of 0.19 and this project's own.
 
-Says nothing of data, learning rate or iterations: those are the user's. Imports no Megatron; a test holds the flags to the real parser.
+In: a Setup. Out: a list of arguments.
+
+Says nothing of data, learning rate or iterations: those are the user's. Imports no Megatron; a test holds the flags to
+the real parser.
 """
 
 from __future__ import annotations
 
 import math
 
-from bpipe.generate.families import default
+from bpipe.build import BALANCES
+from bpipe.generate.families import default_family
 from bpipe.ir.hosts import PAIR
 from bpipe.models.layout import Setup
 from bpipe.models.switches import flag_of
 from bpipe.plan.expert_flags import flags_of_parts
-from bpipe.plan.fit import gib
+from bpipe.plan.fit import budget_text
 from bpipe.plan.hybrid_flags import flags_of_hybrid
 from bpipe.plan.layer_split import split_flags
 from bpipe.plan.recompute_flags import recompute_flags
-from bpipe.program import BALANCES
 
 # Megatron's --make-vocab-size-divisible-by where nobody says another.
 _PADDED = 128
 
 
 def megatron_flags(setup: Setup) -> list[str]:
-    """What to add to the launch of `pretrain_gpt.py`."""
+    """Return the flags to add to the launch of `pretrain_gpt.py`."""
     return [*_model(setup), *flags_of_parts(setup), *flags_of_hybrid(setup), *_parallel(setup), *_memory(setup)]
 
 
 def _model(setup: Setup) -> list[str]:
     model = setup.model
-    flags = ["--num-layers", model.num_layers, "--hidden-size", model.hidden_size, "--num-attention-heads", model.num_attention_heads]
+    flags = [
+        "--num-layers",
+        model.num_layers,
+        "--hidden-size",
+        model.hidden_size,
+        "--num-attention-heads",
+        model.num_attention_heads,
+    ]
     flags += ["--ffn-hidden-size", model.ffn_hidden_size, "--kv-channels", model.kv_channels]
     if model.num_query_groups != model.num_attention_heads:
         flags += ["--group-query-attention", "--num-query-groups", model.num_query_groups]
     flags += ["--seq-length", setup.sequence, "--max-position-embeddings", setup.sequence]
     flags += ["--normalization", "RMSNorm" if model.rms_norm else "LayerNorm"]
-    flags += ["--position-embedding-type", "learned_absolute" if model.learned_positions else "none" if model.no_positions else "rope"]
+    flags += [
+        "--position-embedding-type",
+        "learned_absolute" if model.learned_positions else "none" if model.no_positions else "rope",
+    ]
     switches = {
         "--swiglu": model.gated,
         "--squared-relu": model.squared_relu,
@@ -65,17 +78,17 @@ def _parallel(setup: Setup) -> list[str]:
 
 
 def hosts_flags(setup: Setup) -> list[str]:
-    """Where what leaves goes, and how much leaves; nothing for pairs that hold as little as they can."""
+    """Return flags of hosts and bounds; none for pairs that hold as little as they can."""
     if setup.balance == "none":
         return []
     flags = [] if setup.how.hosts == PAIR else ["--bpipe-hosts", setup.how.hosts]
     flags += [] if setup.how.bounds is None else ["--bpipe-bound", ",".join(map(str, setup.how.bounds))]
-    return flags + ([] if setup.how.rooms is None else ["--bpipe-memory", gib(setup.limit_bytes)])
+    return flags + ([] if setup.how.activation_budget is None else ["--bpipe-memory", budget_text(setup.limit_bytes)])
 
 
 def schedule_flags(setup: Setup) -> list[str]:
-    """Of a schedule that Megatron's own loops do not run, and of what the trainer does only when it is told to; nothing for what they
-    run."""
+    """Return flags of a schedule that Megatron's own loops do not run, and of what the trainer must be told; none
+    otherwise."""
     flags: list[object] = []
     if is_unproven(setup):
         flags += ["--bpipe-unproven", "fp8"]
@@ -85,7 +98,7 @@ def schedule_flags(setup: Setup) -> list[str]:
         # Megatron pads to a multiple of 128 a tensor-parallel rank, of which not every number of ranks has equal parts.
         if _PADDED % setup.pipeline:
             flags += ["--make-vocab-size-divisible-by", math.lcm(_PADDED, setup.pipeline)]
-    if setup.schedule == default(setup.chunks):
+    if setup.schedule == default_family(setup.chunks):
         return [str(flag) for flag in flags]
     flags += ["--bpipe-schedule", setup.schedule]
     if setup.group is not None:
@@ -98,8 +111,8 @@ def schedule_flags(setup: Setup) -> list[str]:
 
 
 def is_unproven(setup: Setup) -> bool:
-    """Whether the trainer wants to be told to try it: FP8 where it moves activations or runs its own loop."""
-    ours = setup.balance != BALANCES[0] or setup.is_sharded or setup.schedule != default(setup.chunks)
+    """Return whether the trainer wants to be told to try it: FP8 where it moves activations or runs its own loop."""
+    ours = setup.balance != BALANCES[0] or setup.is_sharded or setup.schedule != default_family(setup.chunks)
     return setup.fp8 is not None and ours
 
 
@@ -114,5 +127,5 @@ def _memory(setup: Setup) -> list[str]:
     if setup.distributed_optimizer:
         flags.append("--use-distributed-optimizer")
     # Of one tensor-parallel rank there is nothing to overlap, and Megatron refuses to.
-    said = (flag for flag in setup.switches.said if setup.tensor > 1 or flag != flag_of("tp_comm_overlap"))
+    said = (flag for flag in setup.switches.flags if setup.tensor > 1 or flag != flag_of("tp_comm_overlap"))
     return [*flags, *said]

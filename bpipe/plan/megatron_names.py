@@ -1,7 +1,8 @@
 """Know every flag of the trainer by its name. In: a launch's flags. Out: an error for one that was mistyped.
 
-The names stand in `megatron_flags.txt`, one a line: those of the Megatron that this package installs, and ours; a test holds them to its
-parser. A script may have flags of its own, and a newer Megatron others: what is near no known name is passed. Knows no flag's meaning.
+The names stand in `megatron_flags.txt`, one a line: those of the Megatron that this package installs, and ours; a test
+holds them to its parser. A script may have flags of its own, and a newer Megatron others: what is near no known name is
+passed. Knows no flag's meaning.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ def names() -> frozenset[str]:
 
 
 def refuse_mistyped(flags: Sequence[str]) -> None:
-    """Raise ValueError for a flag that nobody knows and that is near a known one: the trainer would not start with it."""
+    """Raise ValueError for a flag that nobody knows and that is near a known one: the trainer would not start with
+    it."""
     known = names()
     unknown = [flag for flag in flags if flag not in known]
     if len(unknown) > MOST_OWN_FLAGS:
-        raise ValueError(f"{len(unknown)} flags that Megatron does not have: no script has more than {MOST_OWN_FLAGS} of its own")
+        raise ValueError(
+            f"{len(unknown)} flags that Megatron does not have: no script has more than {MOST_OWN_FLAGS} of its own"
+        )
     for flag in unknown:
         ours = flag.startswith("--bpipe-")
         near = [one for one in known if one.startswith("--bpipe")] if ours else sorted(known)

@@ -1,7 +1,7 @@
 """Make a `Setup` of options, by the names that `bpipe simulate` has for them, some of which a launch of Megatron says.
 
-In: options, and what the launch says. Out: options, filled in, and the setup they describe. An option that was given itself stands. Knows
-no flag of Megatron's, and no file.
+In: options, and what the launch says. Out: options, filled in, and the setup they describe. An option that was given
+itself stands. Knows no flag of Megatron's, and no file.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from bpipe.generate.families import FAMILIES, default
+from bpipe.build import BALANCES, BalanceConfig
+from bpipe.generate.families import FAMILIES, default_family
 from bpipe.ir.hosts import PAIR
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange
@@ -23,11 +24,10 @@ from bpipe.models.model import Model
 from bpipe.models.parts import Routing
 from bpipe.models.recompute import read_recompute
 from bpipe.models.switches import SWITCHES, Switches, flag_of
-from bpipe.plan.budget import MemoryBudget, read_asked
+from bpipe.plan.budget import MemoryBudget, read_memory_budget
 from bpipe.plan.fewest_layers import BLOCK
 from bpipe.plan.hybrid_flags import refuse_placed
 from bpipe.plan.megatron_command import Reading, read_command
-from bpipe.program import BALANCES, BalanceConfig
 
 SIZES = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size")
 MODEL_SWITCHES = {
@@ -44,7 +44,12 @@ MODEL_SWITCHES = {
 # What a launch alone can say of a model, by the names of its fields.
 PARTS = ("window", "window_pattern", "experts", "latent", "hybrid", "no_positions")
 # How tokens come to experts: options, and fields of `Routing`.
-ROUTING = {"expert": "expert", "expert_tensor": "expert_tensor", "dispatcher": "dispatcher", "capacity_factor": "capacity"}
+ROUTING = {
+    "expert": "expert",
+    "expert_tensor": "expert_tensor",
+    "dispatcher": "dispatcher",
+    "capacity_factor": "capacity",
+}
 # Of options that a launch may leave out.
 _NAMES = ("model", "sequence", *SIZES, "layers", "schedule", "pipeline", "global_batch", "vocabulary_parallel")
 
@@ -70,15 +75,15 @@ DEFAULTS: dict[str, Any] = {
 
 
 def memory(text: str) -> MemoryBudget:
-    """`70.5`, `70,70,75,79`, `auto` or `auto:70`: a type for argparse."""
+    """Read `70.5`, `70,70,75,79`, `auto` or `auto:70`: a type for argparse."""
     try:
-        return read_asked(text)
+        return read_memory_budget(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def recomputation(text: str) -> str:
-    """A text of `bpipe.models.recompute`, as short as it can be: a type for argparse."""
+    """Read a text of `bpipe.models.recompute`, as short as it can be: a type for argparse."""
     try:
         return read_recompute(text).text
     except ValueError as error:
@@ -86,14 +91,16 @@ def recomputation(text: str) -> str:
 
 
 def scope(text: str) -> str:
-    """The same of a search, where the number of layers may be open: a type for argparse."""
+    """Read recomputation for a search, where the number of layers may be open: a type for argparse."""
     return text if text == BLOCK else recomputation(text)
 
 
 def model_of(options: argparse.Namespace) -> Model:
-    """The model the flags describe. Raises ValueError where they describe none."""
+    """Return the model the flags describe. Raises ValueError where they describe none."""
     changes: dict[str, Any] = {
-        name: getattr(options, name) for name in (*SIZES, "sequence", "vocabulary") if getattr(options, name) is not None
+        name: getattr(options, name)
+        for name in (*SIZES, "sequence", "vocabulary")
+        if getattr(options, name) is not None
     }
     changes |= {name: getattr(options, name) for name in PARTS if getattr(options, name, None) is not None}
     changes |= {field: value for name, (field, value, _) in MODEL_SWITCHES.items() if getattr(options, name)}
@@ -106,21 +113,35 @@ def model_of(options: argparse.Namespace) -> Model:
     heads, hidden = changes["num_attention_heads"], changes["hidden_size"]
     if hidden % heads and "kv_channels" not in changes:
         raise ValueError(
-            f"--num-attention-heads {heads} do not divide --hidden-size {hidden}: give other numbers, or --kv-channels, the size of a head"
+            f"--num-attention-heads {heads} do not divide --hidden-size {hidden}: give other numbers, or "
+            f"--kv-channels, the size of a head"
         )
-    sizes = {"name": "custom", "num_query_groups": heads, "kv_channels": hidden // heads, "ffn_hidden_size": 4 * hidden, **changes}
+    sizes = {
+        "name": "custom",
+        "num_query_groups": heads,
+        "kv_channels": hidden // heads,
+        "ffn_hidden_size": 4 * hidden,
+        **changes,
+    }
     return Model(**{field.name: sizes[field.name] for field in fields(Model) if field.name in sizes})
 
 
 def filled(options: argparse.Namespace, reading: Reading | None, needed: tuple[str, ...]) -> argparse.Namespace:
-    """The options with what the launch says where they say nothing, then with defaults. Raises ValueError for what nobody says."""
+    """Return the options with what the launch says where they say nothing, then with defaults.
+
+    Raises ValueError for what nobody says.
+    """
     given = vars(options)
     if reading is None:
         _refuse_missing([flag_of(name) for name in needed if given[name] is None])
     else:
         _refuse_unmodelled(given, reading)
     said = _said(given, {} if reading is None else reading.options)
-    every = {**DEFAULTS, **said, **{name: value for name, value in given.items() if value is not None and value is not False}}
+    every = {
+        **DEFAULTS,
+        **said,
+        **{name: value for name, value in given.items() if value is not None and value is not False},
+    }
     if reading and options.model is None and "vocabulary" not in every:
         raise ValueError("the launch does not say how large the vocabulary is, its tokenizer does: give --vocabulary N")
     return argparse.Namespace(**{**given, **every})
@@ -128,7 +149,9 @@ def filled(options: argparse.Namespace, reading: Reading | None, needed: tuple[s
 
 def _refuse_missing(missing: Sequence[str]) -> None:
     if missing:
-        raise ValueError(f"{', '.join(missing)} missing: give it, or a launch of Megatron after -- or with --from-script")
+        raise ValueError(
+            f"{', '.join(missing)} missing: give it, or a launch of Megatron after -- or with --from-script"
+        )
 
 
 def _refuse_unmodelled(given: Mapping[str, object], reading: Reading) -> None:
@@ -138,7 +161,8 @@ def _refuse_unmodelled(given: Mapping[str, object], reading: Reading) -> None:
 
 
 def _said(given: Mapping[str, Any], launch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the launch says beside these options: nothing of layers and chunks where the options have other stages."""
+    """Return what the launch says beside these options: nothing of layers and chunks where the options have other
+    stages."""
     said = dict(launch)
     for name in ("pipeline", "chunks"):
         if given.get(name) is not None and given[name] != said.get(name):
@@ -154,8 +178,11 @@ def _said(given: Mapping[str, Any], launch: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _fewest_chunks(given: object, said: object, chunks: int) -> int:
-    """Return the fewest chunks that the schedule has, where it cannot have `chunks`. What the trainer refuses in a launch as it stands
-    stays: another number than the schedule has, and Megatron's own schedule of chunks without any."""
+    """Return the fewest chunks that the schedule has, where it cannot have `chunks`.
+
+    What the trainer refuses in a launch as it stands stays: another number than the schedule has, and Megatron's own
+    schedule of chunks without any.
+    """
     family = FAMILIES.get(str(given or said))
     if family is None or chunks in family.chunks(chunks):
         return chunks
@@ -169,7 +196,7 @@ def switches_of(options: argparse.Namespace) -> Switches:
 
 
 def routing_of(options: argparse.Namespace) -> Routing:
-    """What the launch says of it, and what was said besides."""
+    """Return the routing of the launch, changed by options."""
     said = {field: getattr(options, name, None) for name, field in ROUTING.items()}
     changes: dict[str, Any] = {field: value for field, value in said.items() if value is not None}
     changes |= {"padded": True} if getattr(options, "pad_to_capacity", False) else {}
@@ -177,19 +204,21 @@ def routing_of(options: argparse.Namespace) -> Routing:
 
 
 def fp8_of(options: argparse.Namespace) -> Fp8 | None:
-    """None where no format is said. Raises ValueError for what is said of none."""
+    """Return FP8 settings, None where no format is given. Raises ValueError for settings without a format."""
     recipe, gathers = getattr(options, "fp8_recipe", None), getattr(options, "fp8_param_gather", False)
     if getattr(options, "fp8_format", None) is None:
         if gathers:
-            raise ValueError("--fp8-param-gather says how weights are kept in FP8: give --fp8-format, too, or leave it out")
+            raise ValueError(
+                "--fp8-param-gather says how weights are kept in FP8: give --fp8-format, too, or leave it out"
+            )
         return None
     return Fp8(options.fp8_format, recipe or RECIPES[0], bool(gathers))
 
 
 def setup_of(options: argparse.Namespace, cluster: Cluster) -> Setup:
-    """Of filled options. Without a global batch it is one micro-batch a replica, as Megatron has it."""
+    """Return the setup of filled options. Without a global batch it is one micro-batch a replica, as in Megatron."""
     model = model_of(options)
-    schedule = options.schedule or default(options.chunks)
+    schedule = options.schedule or default_family(options.chunks)
     stages = options.pipeline * options.chunks
     layers = options.layers or split_layers(model.num_layers, stages, allow_uneven=True)
     if layers is None:
@@ -202,7 +231,8 @@ def setup_of(options: argparse.Namespace, cluster: Cluster) -> Setup:
     hosts = getattr(options, "hosts", PAIR)
     if hosts != PAIR and options.balance == BALANCES[0]:
         raise ValueError(f"--hosts {hosts} says how to balance: give --balance bpipe, too, or leave it out")
-    # By the names of a setup's fields; what the options call otherwise comes behind. A launch as it stands splits nothing.
+    # By the names of a setup's fields; what the options call otherwise comes behind. A launch as it stands splits
+    # nothing.
     others = {
         "model": model,
         "cluster": cluster,
@@ -224,7 +254,10 @@ def setup_of(options: argparse.Namespace, cluster: Cluster) -> Setup:
 
 
 def setup_from(words: Sequence[str], cluster: str | Cluster, vocabulary: int, kernels: str) -> Setup:
-    """Of a launch's own words, on so many devices: what `bpipe simulate -- WORDS` predicts. Raises ValueError for what it does not."""
+    """Return the setup of a launch's own words on this cluster, as `bpipe simulate -- WORDS` predicts it.
+
+    Raises ValueError for what it does not.
+    """
     given = {
         **dict.fromkeys(_NAMES),
         **dict.fromkeys((*MODEL_SWITCHES, *SWITCHES, "input_shards"), False),

@@ -1,4 +1,6 @@
-"""Predict one configuration: time, MFU, bubble, memory, transfers. In: a Setup and, if there is one, a Profile. Out: a `SetupPrediction`.
+"""Predict one configuration: time, MFU, bubble, memory, transfers.
+
+In: a Setup and, if there is one, a Profile. Out: a `SetupPrediction`.
 
 The schedule is the very one that would run. Knows no command line and compares nothing.
 """
@@ -8,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bpipe.build import built, unchecked
 from bpipe.generate.families import FAMILIES
-from bpipe.ir.hosts import OWN_MEMORY, other_ranks
+from bpipe.ir.hosts import HOST_MEMORY, other_ranks
 from bpipe.ir.memory import num_transfers
 from bpipe.models.compute import predict_costs
 from bpipe.models.flops import mfu, training_flops
@@ -17,7 +20,6 @@ from bpipe.models.layout import Setup
 from bpipe.models.memory import RankMemory, keeps_own, predict_memory
 from bpipe.models.profile import Profile
 from bpipe.models.tensor_parallel import Exposed, exposed
-from bpipe.program import built, unchecked
 from bpipe.simulate.bandwidth import required_bytes_per_s, steady_bytes_per_s
 from bpipe.simulate.cost import Costs
 from bpipe.simulate.engine import simulate
@@ -29,9 +31,11 @@ CLEARLY_MORE = 1.05
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """What the transfers of the rank that needs most must reach to end within one forward, within the steady phase's share, and have.
+    """Rates that the transfers of the busiest rank need: to end within one forward, within the steady phase's share,
+    and what there is.
 
-    In the steady phase an eviction and a load share a forward and a backward, about three forwards: two thirds are enough (Kim et al.).
+    In the steady phase an eviction and a load share a forward and a backward, about three forwards: two thirds are
+    enough (Kim et al.).
     """
 
     transfer_bytes: int
@@ -42,8 +46,11 @@ class Bandwidth:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one iteration. `exposed_s[rank]` is what the rank stands still for transfers. `simulated` micro-batches were, the rest
-    continues the steady phase."""
+    """Seconds of one iteration.
+
+    `exposed_s[rank]` is what the rank stands still for transfers. `simulated` micro-batches were, the rest continues
+    the steady phase.
+    """
 
     iteration_s: float
     pipeline_s: float
@@ -54,13 +61,13 @@ class Timing:
 
     @property
     def bubble_of_pipeline(self) -> float:
-        """1 - computing / pipeline over all ranks: what reduction and update last is none of it."""
+        """Bubble of the pipeline over all ranks, 1 - computing / pipeline, without reduction and update."""
         return 1 - (1 - self.bubble_of_makespan) * self.iteration_s / self.pipeline_s
 
 
 @dataclass(frozen=True, slots=True)
 class AtOnce:
-    """The same where no weights' half waits for its place: seconds of an iteration, and what the fullest rank then needs."""
+    """Iteration seconds and peak with every wgrad at once, right behind its dgrad."""
 
     iteration_s: float
     peak_bytes: int
@@ -68,7 +75,7 @@ class AtOnce:
 
 @dataclass(frozen=True, slots=True)
 class SetupPrediction:
-    """`at_once` is there where putting weights' halves off clearly costs memory."""
+    """Prediction of a setup. `at_once` is given where deferring wgrads clearly costs memory."""
 
     setup: Setup
     formula: str
@@ -85,7 +92,10 @@ class SetupPrediction:
 
 
 def costs_of(setup: Setup, profile: Profile | None = None) -> Costs:
-    """What a profile gives is measured as it stands; what is predicted besides takes as much longer as the cluster was found to."""
+    """Return costs of a setup.
+
+    A profile's values stand as measured; predicted ones are scaled by the cluster's factor.
+    """
     costs = predict_costs(setup)
     if profile is None:
         return costs
@@ -93,7 +103,7 @@ def costs_of(setup: Setup, profile: Profile | None = None) -> Costs:
 
 
 def simulation_of(setup: Setup, profile: Profile | None = None) -> Simulation:
-    """The simulation of every micro-batch."""
+    """Return the simulation of every micro-batch."""
     return simulate(built(setup.program()), costs_of(setup, profile))
 
 
@@ -109,11 +119,12 @@ def whole_timing(simulation: Simulation) -> Timing:
 
 
 def steady_timing(setup: Setup, costs: Costs) -> Timing:
-    """The same from the first micro-batches only: in the steady phase every p further ones take as long as the p before them.
+    """Return the timing from the first micro-batches only: in the steady phase every p further ones take as long as the
+    p before.
 
-    Of schedules with groups it is the whole groups that p are in. GPipe has no steady phase, but each further micro-batch makes both its
-    halves longer by the slowest stage's pass, too. Exact without transfers; with them the phase repeats only nearly, and the result is
-    within some tenths of a percent.
+    Of schedules with groups it is the whole groups that p are in. GPipe has no steady phase, but each further
+    micro-batch makes both its halves longer by the slowest stage's pass, too. Exact without transfers; with them the
+    phase repeats only nearly, and the result is within some tenths of a percent.
     """
     p, m = setup.pipeline, setup.num_microbatches
     short, step = _steady(setup)
@@ -133,7 +144,8 @@ def steady_timing(setup: Setup, costs: Costs) -> Timing:
 
 
 def _steady(setup: Setup) -> tuple[int, int]:
-    """With how many micro-batches the steady phase has begun, as many fewer than all as are whole steps; and how many are a step."""
+    """With how many micro-batches the steady phase has begun, as many fewer than all as are whole steps; and how
+    many are a step."""
     step = setup.stride
     return 4 * step + setup.num_microbatches % step, step
 
@@ -145,8 +157,11 @@ def predict(
     formula: str = "megatron",
     timing: Timing | None = None,
 ) -> SetupPrediction:
-    """Everything about one setup. With a `simulation` of it the times are the simulation's, without they are those of the steady phase;
-    `timing`, where these are known already."""
+    """Predict everything about one setup.
+
+    With a `simulation` of it the times are the simulation's, otherwise those of the steady phase; `timing`: times
+    already known.
+    """
     costs = costs_of(setup, profile) if simulation is None else simulation.costs
     if timing is None:
         timing = steady_timing(setup, costs) if simulation is None else whole_timing(simulation)
@@ -172,7 +187,9 @@ def _at_once(setup: Setup, profile: Profile | None, memory: tuple[RankMemory, ..
     other = predict_memory(without)
     if _fullest(memory) <= CLEARLY_MORE * _fullest(other):
         return None
-    return AtOnce(steady_timing(without, costs_of(without, profile)).iteration_s, max(rank.peak_bytes for rank in other))
+    return AtOnce(
+        steady_timing(without, costs_of(without, profile)).iteration_s, max(rank.peak_bytes for rank in other)
+    )
 
 
 def _fullest(memory: tuple[RankMemory, ...]) -> int:
@@ -180,12 +197,12 @@ def _fullest(memory: tuple[RankMemory, ...]) -> int:
 
 
 def _num_evictions(setup: Setup) -> tuple[int, ...]:
-    """Evictions a rank makes per iteration; grown from the steady phase as times are."""
+    """Return the evictions a rank makes per iteration; grown from the steady phase as times are."""
     fills = FAMILIES[setup.schedule].fill is not None
-    if setup.balance == "none" or not (fills or setup.how.rooms is not None or keeps_own(setup)):
+    if setup.balance == "none" or not (fills or setup.how.activation_budget is not None or keeps_own(setup)):
         return (0,) * setup.pipeline
     m = setup.num_microbatches
-    if setup.how.rooms is not None or not fills:
+    if setup.how.activation_budget is not None or not fills:
         whole = unchecked(setup.program())
         return tuple(num_transfers(whole, rank).evictions for rank in range(setup.pipeline))
     short, step = _steady(setup)
@@ -196,7 +213,9 @@ def _num_evictions(setup: Setup) -> tuple[int, ...]:
 
     if m <= short + step:
         return tuple(count(m))
-    return tuple(less + (m - short) // step * (more - less) for less, more in zip(count(short), count(short + step), strict=True))
+    return tuple(
+        less + (m - short) // step * (more - less) for less, more in zip(count(short), count(short + step), strict=True)
+    )
 
 
 def _bandwidth(setup: Setup, costs: Costs, moves: tuple[int, ...]) -> Bandwidth | None:
@@ -205,18 +224,21 @@ def _bandwidth(setup: Setup, costs: Costs, moves: tuple[int, ...]) -> Bandwidth 
         return None
     needs = []
     # As many micro-batches as fill the pipeline tell who hosts for whom.
-    count = setup.num_microbatches if setup.how.rooms else min(setup.num_microbatches, setup.pipeline)
+    count = setup.num_microbatches if setup.how.activation_budget else min(setup.num_microbatches, setup.pipeline)
     hosts = unchecked(setup.program(count)).hosts or ()
     for rank, evictions in enumerate(moves):
         if not evictions:
             continue
-        ways = [*other_ranks(hosts[rank]), *(rank for host in hosts[rank] if host <= OWN_MEMORY)]
+        ways = [*other_ranks(hosts[rank]), *(rank for host in hosts[rank] if host <= HOST_MEMORY)]
         speeds = [costs.links.link(rank, other).bytes_per_s for other in ways]
         available = min((speed for speed in speeds if speed is not None), default=None)
         for stage in setup.stages_of(rank):
             cost = costs.stages[stage]
             if cost.whole_forward_s and available is not None:
                 forward_s = float(cost.whole_forward_s)
-                required, steady = required_bytes_per_s(cost.moved_bytes, forward_s), steady_bytes_per_s(cost.moved_bytes, forward_s)
+                required, steady = (
+                    required_bytes_per_s(cost.moved_bytes, forward_s),
+                    steady_bytes_per_s(cost.moved_bytes, forward_s),
+                )
                 needs.append(Bandwidth(cost.moved_bytes, required, steady, float(available)))
     return max(needs, key=lambda need: need.required_bytes_per_s / need.available_bytes_per_s, default=None)

@@ -1,4 +1,6 @@
-"""Say what is recomputed in Megatron's flags, and read them. In: a `Recompute`, or parsed flags. Out: flags, or the text of one.
+"""Say what is recomputed in Megatron's flags, and read them.
+
+In: a `Recompute`, or parsed flags. Out: flags, or the text of one.
 
 Knows nothing of the other flags.
 """
@@ -11,19 +13,26 @@ from bpipe.models.recompute import MODULES, Recompute
 
 
 def recompute_flags(recompute: Recompute) -> list[str]:
-    """Nothing where nothing is recomputed."""
+    """Return recomputation flags; none where nothing is recomputed."""
     if recompute.method is not None:
         layers = ["--recompute-method", recompute.method, "--recompute-num-layers", str(recompute.num_layers)]
         return ["--recompute-granularity", "full", *layers]
-    return ["--recompute-granularity", "selective", "--recompute-modules", *recompute.modules] if recompute.modules else []
+    return (
+        ["--recompute-granularity", "selective", "--recompute-modules", *recompute.modules] if recompute.modules else []
+    )
 
 
 def scope_of_flags(found: argparse.Namespace, notes: list[str]) -> tuple[str, dict[str, str]]:
-    """What is recomputed, and what of it is not modelled. Raises ValueError where flags contradict each other."""
+    """Return what is recomputed, and what of it is not modelled.
+
+    Raises ValueError where flags contradict each other.
+    """
     granularity, modules = found.recompute_granularity, found.recompute_modules or ["core_attn"]
     if found.recompute_activations:
         if granularity == "full":
-            raise ValueError("--recompute-activations and --recompute-granularity full exclude each other: give one of them")
+            raise ValueError(
+                "--recompute-activations and --recompute-granularity full exclude each other: give one of them"
+            )
         granularity = "selective"
     if granularity == "selective":
         return _parts(modules, found.num_experts is not None, notes)

@@ -1,7 +1,9 @@
-"""Say what of configurations the trainer refuses, before they are predicted. In: a Setup, what else its launch says. Out: reasons.
+"""Say what of configurations the trainer refuses, before they are predicted.
 
-Asks the trainer's own table (`bpipe.refusals`) with the flags that would launch the setup. What it refuses beside a product's overlapped
-gathers trains without them, and is predicted so. Predicts nothing, and imports no Megatron.
+In: a Setup, what else its launch says. Out: reasons.
+
+Asks the trainer's own table (`bpipe.refusals`) with the flags that would launch the setup. What it refuses beside a
+product's overlapped gathers trains without them, and is predicted so. Predicts nothing, and imports no Megatron.
 """
 
 from __future__ import annotations
@@ -9,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from bpipe.build import BALANCES
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.program import Exchange
 from bpipe.models.layout import Setup
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.space import is_in_order
-from bpipe.program import BALANCES
 from bpipe.refusals import PLACED, SHARDED, Settings, asked_by, reasons, reasons_of, settings_of
 
 # Flags of a launch that no option says, each with its first value or ``.
@@ -22,7 +24,7 @@ Others = Sequence[tuple[str, str]]
 
 
 def runs_ours(setup: Setup) -> bool:
-    """Whether anything but Megatron's own loops and nothing else would run."""
+    """Return whether anything but Megatron's own loops and nothing else would run."""
     return setup.balance != BALANCES[0] or _has_own_loop(setup)
 
 
@@ -31,7 +33,8 @@ def _has_own_loop(setup: Setup) -> bool:
 
 
 def refused(setup: Setup, others: Others = ()) -> tuple[str, ...]:
-    """Return the trainer's reasons against this setup, a line each; none for what Megatron's own loops run without balancing."""
+    """Return the trainer's reasons against this setup, a line each; none for what Megatron's own loops run without
+    balancing."""
     if not runs_ours(setup):
         return ()
     flags = [word for pair in others for word in pair if word]
@@ -46,28 +49,37 @@ def refused(setup: Setup, others: Others = ()) -> tuple[str, ...]:
 
 
 def has_transformer_engine(flags: Sequence[str]) -> bool:
-    """Whether a launch trains with Transformer Engine's layers, as Megatron does where nobody says otherwise."""
+    """Return whether a launch trains with Transformer Engine's layers, as Megatron does where nobody says otherwise."""
     return bool(Settings(settings_of(flags)).transformer_impl != "local")
 
 
 def without_overlap(setup: Setup) -> Setup:
-    """The setup without `--tp-comm-overlap`."""
+    """Return the setup without `--tp-comm-overlap`."""
     return replace(setup, switches=replace(setup.switches, tp_comm_overlap=False))
 
 
 class Launchable:
-    """Of one space: its setups as the trainer takes them."""
+    """Setups of one space as the trainer takes them."""
 
     def __init__(self, others: Others) -> None:
         self._others = others
-        # By all that the table asks for and setups of one space differ in: whether it is refused as it is, and without the overlap.
+        # By all that the table asks for and setups of one space differ in: whether it is refused as it is, and without
+        # the overlap.
         self._refused: dict[object, tuple[bool, bool]] = {}
 
     def of(self, setup: Setup) -> Setup | None:
-        """The setup, without `--tp-comm-overlap` where it is refused with that alone; None where it is refused at all."""
+        """Return the setup, without `--tp-comm-overlap` where it is refused with that alone; None where it is
+        refused at all."""
         if not runs_ours(setup):
             return setup
-        runs = setup.balance, setup.schedule, setup.chunks, setup.pipeline, setup.vocabulary_parallel, setup.input_shards
+        runs = (
+            setup.balance,
+            setup.schedule,
+            setup.chunks,
+            setup.pipeline,
+            setup.vocabulary_parallel,
+            setup.input_shards,
+        )
         key = runs, setup.tensor > 1, setup.recompute, setup.routing.dispatcher, setup.fp8
         if key not in self._refused:
             others = self._others

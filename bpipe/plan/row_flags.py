@@ -1,6 +1,9 @@
-"""Say in flags what launches a row of a plan: what differs from a launch, or all that the search chose. In: a Setup. Out: flags.
+"""Say in flags what launches a row of a plan: what differs from a launch, or all that the search chose.
 
-What the search decides stands in one table, `CHOSEN`; all else is the model's and the user's, and the same in every row. Predicts nothing.
+In: a Setup. Out: flags.
+
+What the search decides stands in one table, `CHOSEN`; all else is the model's and the user's, and the same in every
+row. Predicts nothing.
 """
 
 from __future__ import annotations
@@ -15,18 +18,33 @@ from bpipe.plan.megatron_command import READ, Reading
 from bpipe.plan.megatron_flags import megatron_flags
 
 _SPLIT = (
-    *("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank", "--pipeline-model-parallel-layout"),
+    *(
+        "--num-layers-per-virtual-pipeline-stage",
+        "--num-virtual-stages-per-pipeline-rank",
+        "--pipeline-model-parallel-layout",
+    ),
     *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers", PATTERN, OLD_PATTERN),
     *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
 )
 _RECOMPUTED = (
-    *("--recompute-granularity", "--recompute-method", "--recompute-num-layers", "--recompute-modules", "--recompute-activations"),
+    *(
+        "--recompute-granularity",
+        "--recompute-method",
+        "--recompute-num-layers",
+        "--recompute-modules",
+        "--recompute-activations",
+    ),
 )
 # Of these a row that does not have them says nothing: they are the user's as well.
 _KEPT = ("--bpipe-min-bytes", "--bpipe-differing-sizes", "--make-vocab-size-divisible-by")
 CHOSEN = frozenset(
     (
-        *("--tensor-model-parallel-size", "--context-parallel-size", "--cp-comm-type", "--pipeline-model-parallel-size"),
+        *(
+            "--tensor-model-parallel-size",
+            "--context-parallel-size",
+            "--cp-comm-type",
+            "--pipeline-model-parallel-size",
+        ),
         *("--micro-batch-size", "--sequence-parallel", "--expert-model-parallel-size", "--expert-tensor-parallel-size"),
         *("--overlap-grad-reduce", "--overlap-param-gather", "--no-overlap-p2p-communication"),
         *("--tp-comm-overlap", "--make-vocab-size-divisible-by", "--bpipe-unproven", *_SPLIT, *_RECOMPUTED),
@@ -39,19 +57,21 @@ Group = tuple[str, tuple[str, ...]]
 
 
 class LaunchDifference(NamedTuple):
-    """From a launch to a row: flags to give in place of its own, and such of its own as are to go."""
+    """Difference of a launch and a row: flags to give in place of its own, and flags of its own to leave out."""
 
     given: tuple[str, ...]
     left_out: tuple[str, ...]
 
     @property
     def text(self) -> str:
-        parts = [f"{word} {shlex.join(flags)}" for word, flags in (("with", self.given), ("without", self.left_out)) if flags]
+        parts = [
+            f"{word} {shlex.join(flags)}" for word, flags in (("with", self.given), ("without", self.left_out)) if flags
+        ]
         return f"the launch {' and '.join(parts) or 'as it stands'}"
 
 
 def groups(flags: Sequence[str]) -> list[Group]:
-    """Each flag with the words behind it."""
+    """Return each flag with the words behind it."""
     found: list[tuple[str, list[str]]] = []
     for word in flags:
         if word.startswith("--"):
@@ -67,17 +87,17 @@ def _joined(parts: Sequence[Group]) -> tuple[str, ...]:
 
 
 def chosen_flags(setup: Setup) -> tuple[str, ...]:
-    """What the search chose of a row, all of it."""
+    """Return all flags of a row that the search chose."""
     return _joined([one for one in groups(megatron_flags(setup)) if one[0] in CHOSEN])
 
 
 def common_flags(setup: Setup) -> tuple[str, ...]:
-    """The rest, which is the same in every row."""
+    """Return the rest, which is the same in every row."""
     return _joined([one for one in groups(megatron_flags(setup)) if one[0] not in CHOSEN])
 
 
 def difference(setup: Setup, reading: Reading) -> LaunchDifference:
-    """What to change of a launch."""
+    """Return what to change of a launch."""
     same = _said_alike(setup, reading)
     before = {flag: values for flag, values in groups(reading.flags) if flag in CHOSEN and flag not in same}
     after = {flag: values for flag, values in groups(chosen_flags(setup)) if flag not in same}
@@ -88,12 +108,18 @@ def difference(setup: Setup, reading: Reading) -> LaunchDifference:
 
 
 def _said_alike(setup: Setup, reading: Reading) -> frozenset[str]:
-    """Flags of parts that the launch has as the row does, whichever way it says them."""
+    """Return the flags of parts that the launch has as the row does, whichever way it says them."""
     said = reading.options
     is_cut_so = (said.get("pipeline"), said.get("layers")) == (setup.pipeline, setup.layers)
     # Chunks that nobody but the launch's own schedule says go with it.
-    is_cut_so &= setup.chunks == 1 or said.get("schedule") == setup.schedule or any(flag in _SPLIT for flag, _ in groups(reading.flags))
-    return frozenset((*(_SPLIT if is_cut_so else ()), *(_RECOMPUTED if said.get("recompute") == setup.recompute else ())))
+    is_cut_so &= (
+        setup.chunks == 1
+        or said.get("schedule") == setup.schedule
+        or any(flag in _SPLIT for flag, _ in groups(reading.flags))
+    )
+    return frozenset(
+        (*(_SPLIT if is_cut_so else ()), *(_RECOMPUTED if said.get("recompute") == setup.recompute else ()))
+    )
 
 
 def _default(flag: str) -> tuple[str, ...] | None:

@@ -1,10 +1,12 @@
-"""Find the fastest configurations of a space. In: the Space. Out: counts, and the best `SetupPrediction`s, fastest first.
+"""Find the fastest configurations of a space.
 
-Every configuration is enumerated, and ordered by a lower bound of its time (no pipeline is faster than its slowest rank's work between the
-first arrival and the last departure). Of most schedules with whole backwards every one's memory is predicted; one with split backwards, two
-pipes or shards of the vocabulary is asked for its memory only once it comes up and could be among the rows, for its schedule has to be made
-for that. What fits is simulated in the same order until no bound left is below the last time shown: the first rows are exactly those of
-simulating all. Knows no command line.
+In: the Space. Out: counts, and the best `SetupPrediction`s, fastest first.
+
+Every configuration is enumerated, and ordered by a lower bound of its time (no pipeline is faster than its slowest
+rank's work between the first arrival and the last departure). Of most schedules with whole backwards every one's memory
+is predicted; one with split backwards, two pipes or shards of the vocabulary is asked for its memory only once it comes
+up and could be among the rows, for its schedule has to be made for that. What fits is simulated in the same order until
+no bound left is below the last time shown: the first rows are exactly those of simulating all. Knows no command line.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from bpipe.ir.layout import Vocabulary
 from bpipe.models.layout import Setup
 from bpipe.models.memory import peak_bytes
 from bpipe.plan.bounds import Bounds
-from bpipe.plan.judge import Closest, Found, Judge, Standing
+from bpipe.plan.judge import Candidate, Closest, FamilyResult, Judge
 from bpipe.plan.predict import costs_of, predict, steady_timing
 from bpipe.plan.refused import Launchable
 from bpipe.plan.shards import with_shards
@@ -29,7 +31,8 @@ Progress = Callable[[str, int, int], None]
 
 
 class _Candidate(NamedTuple):
-    """A setup that may be worth simulating: none of its iterations is shorter than `bound_s`, `number` is its place in the enumeration.
+    """A setup that may be worth simulating: none of its iterations is shorter than `bound_s`, `number` is its place in
+    the enumeration.
 
     `judged`: it fits, and `needs_bytes` is what it would need without balancing; otherwise nobody has asked yet.
     """
@@ -43,9 +46,13 @@ class _Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`rows`: the fastest. `plain` and `balanced`: the fastest of either kind, where one fits. `closest` is there where nothing fits.
-    `num_sharded` of the configurations have the vocabulary in shards, `num_only_balanced` fit only balanced. `cuts` counts what was
-    dropped, by the names of `space.CUTS`. `families`: every one that was searched, in the space's order."""
+    """Outcome of a search. `rows`: the fastest.
+
+    `plain`, `balanced`: the fastest of either kind, where one fits. `closest`: where nothing fits.
+
+    `num_sharded` configurations have vocabulary shards, `num_only_balanced` fit only balanced. `cuts` counts what was
+    dropped, by the names of `space.CUTS`. `families`: all that were searched, in the space's order.
+    """
 
     space: Space
     num_configurations: int
@@ -53,22 +60,25 @@ class Outcome:
     num_fitting: int
     num_only_balanced: int
     num_simulated: int
-    rows: tuple[Found, ...]
-    plain: Found | None
-    balanced: Found | None
+    rows: tuple[Candidate, ...]
+    plain: Candidate | None
+    balanced: Candidate | None
     closest: Closest | None
     cuts: dict[str, int]
-    families: tuple[Standing, ...] = ()
+    families: tuple[FamilyResult, ...] = ()
 
 
 def by_bound(space: Space) -> list[tuple[float, Setup]]:
-    """All that the profile covers, each behind its lower bound of seconds, the lowest first."""
+    """Return all that the profile covers, each behind its lower bound of seconds, the lowest first."""
     bounds = Bounds(space.profile)
-    return sorted(((bounds.seconds(setup), setup) for setup in every_setup(space, bounds, Counter())), key=lambda one: one[0])
+    return sorted(
+        ((bounds.seconds(setup), setup) for setup in every_setup(space, bounds, Counter())), key=lambda one: one[0]
+    )
 
 
 def every_setup(space: Space, bounds: Bounds, cuts: Counter[str]) -> Iterator[Setup]:
-    """All that the profile covers and the trainer takes, with shards of the vocabulary behind each that is whole. `cuts` has the rest."""
+    """Return all that the profile covers and the trainer takes, with shards of the vocabulary behind each that is
+    whole. `cuts` has the rest."""
     launchable = Launchable(space.others)
     for setup in _every_covered(space, bounds, cuts):
         taken = launchable.of(setup)
@@ -94,7 +104,7 @@ def _every_covered(space: Space, bounds: Bounds, cuts: Counter[str]) -> Iterator
 
 
 def _is_asked_late(setup: Setup) -> bool:
-    """Whether its orders are found by trying, so that even to ask what it holds takes long."""
+    """Return whether its orders are found by trying, so that even to ask what it holds takes long."""
     return setup.splits or setup.num_pipes > 1 or setup.is_sharded
 
 
@@ -104,10 +114,7 @@ def search(
     progress: Progress = lambda what, done, total: None,
     sending: Callable[[Setup], Setup] = lambda setup: setup,
 ) -> Outcome:
-    """The `num_rows` fastest, and besides the fastest plain and the fastest balanced one.
-
-    `sending`: how a setup that fits only balanced is balanced when it is judged by its time, computing what it did.
-    """
+    """Return the `num_rows` fastest, the fastest plain and the fastest balanced one."""
     cuts: Counter[str] = Counter()
     judge, bounds = Judge(space, cuts), Bounds(space.profile)
     setups = list(every_setup(space, bounds, cuts))
@@ -155,14 +162,15 @@ class _Fastest:
         self._space, self._sending = space, sending
         self._sizes = {"all": num_rows, "plain": 1, "balanced": 1}
         # Of each kind the slowest of the fastest stands first: (-time, -number, row).
-        self._kept: dict[str, list[tuple[float, int, Found]]] = {kind: [] for kind in self._sizes}
+        self._kept: dict[str, list[tuple[float, int, Candidate]]] = {kind: [] for kind in self._sizes}
         self.num_simulated = 0
 
-    def rows(self, kind: str) -> tuple[Found, ...]:
+    def rows(self, kind: str) -> tuple[Candidate, ...]:
         return tuple(found for *_, found in sorted(self._kept[kind], key=lambda one: (-one[0], -one[1])))
 
     def ask(self, candidate: _Candidate, judge: Judge, bounds: Bounds) -> _Candidate | None:
-        """Of one that nobody asked for its memory, what is to be taken when its turn comes: what fits may be slower than its bound."""
+        """Of one that nobody asked for its memory, what is to be taken when its turn comes: what fits may be slower
+        than its bound."""
         bound, number, setup, *_ = candidate
         if self._too_late(("all",), bound):
             judge.is_slower(setup, bound)
@@ -173,7 +181,7 @@ class _Fastest:
         bound = bound if chosen == setup else bounds.seconds(chosen)
         return _Candidate(bound, number, chosen, judged=True, needs_bytes=judge.needs_bytes)
 
-    def take(self, candidate: _Candidate, family: Standing) -> None:
+    def take(self, candidate: _Candidate, family: FamilyResult) -> None:
         """Simulate it where it may be among those kept."""
         bound, number, setup, _, needs = candidate
         mine = ("all", "plain" if needs is None else "balanced")
@@ -183,17 +191,21 @@ class _Fastest:
         self.num_simulated += 1
         self._keep(setup if needs is None else self._sending(setup), number, mine, family)
 
-    def _keep(self, setup: Setup, number: int, mine: tuple[str, ...], family: Standing) -> None:
+    def _keep(self, setup: Setup, number: int, mine: tuple[str, ...], family: FamilyResult) -> None:
         """Among those it is one of, and as its family's fastest."""
         timing = steady_timing(setup, costs_of(setup, self._space.profile))
         place = -timing.iteration_s, -number
-        kept = [self._kept[kind] for kind in mine if len(self._kept[kind]) < self._sizes[kind] or place > self._kept[kind][0][:2]]
+        kept = [
+            self._kept[kind]
+            for kind in mine
+            if len(self._kept[kind]) < self._sizes[kind] or place > self._kept[kind][0][:2]
+        ]
         leads = family.fastest is None or timing.iteration_s < family.fastest.prediction.timing.iteration_s
         if not kept and not leads:
             return
         # To tell that it was too much a part of it may have been enough.
         whole = peak_bytes(replace(setup, balance="none")) if "balanced" in mine else None
-        found = Found(predict(setup, self._space.profile, formula=self._space.formula, timing=timing), whole)
+        found = Candidate(predict(setup, self._space.profile, formula=self._space.formula, timing=timing), whole)
         if leads:
             family.fastest = found
         for rows in kept:
@@ -203,6 +215,6 @@ class _Fastest:
                 heapq.heappop(self._kept[kind])
 
     def _too_late(self, kinds: tuple[str, ...], bound: float) -> bool:
-        """Whether nothing with this bound can be among those kept."""
+        """Return whether nothing with this bound can be among those kept."""
         kept = ((self._kept[kind], self._sizes[kind]) for kind in kinds)
         return all(len(rows) == size and bound >= -rows[0][0] for rows, size in kept if size)

@@ -1,7 +1,9 @@
-"""Say with which shards of the vocabulary a configuration can be trained. In: a Setup with the vocabulary whole. Out: Setups with shards.
+"""Say with which shards of the vocabulary a configuration can be trained.
 
-What the trainer refuses is none of them (docs/megatron.md, "The output layer in shards"), but for ranks that would wait for each other: to
-say so takes the schedule (`stands_still`), which is asked of few. Predicts nothing.
+In: a Setup with the vocabulary whole. Out: Setups with shards.
+
+What the trainer refuses is none of them (docs/megatron.md, "The output layer in shards"), but for ranks that would wait
+for each other: to say so takes the schedule (`stands_still`), which is asked of few. Predicts nothing.
 """
 
 from __future__ import annotations
@@ -10,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+from bpipe.build import ScheduleConfig, unchecked
 from bpipe.check.case import ScheduleError
-from bpipe.check.deadlock import Waits
+from bpipe.check.deadlock import WaitLevel
 from bpipe.check.rules import check_waits
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.layout import Vocabulary
 from bpipe.models.layout import EVENLY, Setup
-from bpipe.program import ScheduleConfig, unchecked
 
 # With so many times as many micro-batches as are a step of the steady phase, ranks that ever wait for each other do.
 _STEPS = 4
@@ -25,7 +27,8 @@ _MANY_QUEUES = ("b200", "gb200")
 
 
 def with_shards(setup: Setup, algorithms: Sequence[str]) -> Iterator[Setup]:
-    """By each algorithm that the trainer has for it: the output layer alone, then the embedding, too."""
+    """Yield the setup with shards by each algorithm that the trainer has for it: the output layer alone, then the
+    embedding, too."""
     family = FAMILIES[setup.schedule]
     if family.sharded is None or setup.pipeline < 2:
         return
@@ -42,13 +45,20 @@ def with_shards(setup: Setup, algorithms: Sequence[str]) -> Iterator[Setup]:
 
 
 def has_one_queue(setup: Setup) -> bool:
-    """Whether all streams of a device share one queue, as Megatron wants it with tensor or context parallelism. Then algorithm 2 and
-    shards of the embedding are refused."""
-    return setup.kernels == "gpu" and max(setup.tensor, setup.context) > 1 and not setup.cluster.device.name.startswith(_MANY_QUEUES)
+    """Return whether all streams of a device share one queue, as Megatron wants it with tensor or context parallelism.
+
+    Then algorithm 2 and shards of the embedding are refused.
+    """
+    return (
+        setup.kernels == "gpu"
+        and max(setup.tensor, setup.context) > 1
+        and not setup.cluster.device.name.startswith(_MANY_QUEUES)
+    )
 
 
 def stands_still(setup: Setup) -> bool:
-    """Whether ranks would wait for each other, as the trainer finds before it begins: by sends ahead of their receivers, in one queue."""
+    """Return whether ranks would wait for each other, as the trainer finds before it begins: by sends ahead of their
+    receivers, in one queue."""
     if not (setup.is_sharded and has_one_queue(setup)):
         return False
     alone = replace(setup, balance="none", how=EVENLY)
@@ -58,7 +68,7 @@ def stands_still(setup: Setup) -> bool:
 @lru_cache(maxsize=1024)
 def _waits(program: ScheduleConfig) -> bool:
     try:
-        check_waits(unchecked(program), Waits.ONE_QUEUE, program.passing)
+        check_waits(unchecked(program), WaitLevel.ONE_QUEUE, program.passing)
     except ScheduleError:
         return True
     return False

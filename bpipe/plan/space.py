@@ -1,4 +1,6 @@
-"""Say which configurations there are. In: a `Space`: a model, a cluster and what to choose from. Out: every Setup, and what cut the others.
+"""Say which configurations there are.
+
+In: a `Space`: a model, a cluster and what to choose from. Out: every Setup, and what cut the others.
 
 Predicts nothing: what needs too much memory is still among them.
 """
@@ -12,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Any, NamedTuple
 
+from bpipe.build import BALANCES, BalanceConfig
 from bpipe.generate.families import DEFAULTS, FAMILIES
 from bpipe.generate.family import Family
 from bpipe.ir.hosts import PAIR
@@ -26,27 +29,31 @@ from bpipe.models.profile import Profile
 from bpipe.models.recompute import RECOMPUTE, read_recompute
 from bpipe.models.switches import Switches
 from bpipe.plan.fewest_layers import BLOCK, OPEN
-from bpipe.program import BALANCES, BalanceConfig
 
 SEARCHED_SCOPES = RECOMPUTE
 VOCABULARIES = tuple(one.value for one in Vocabulary)
 
 
 def read_scope(text: str) -> str:
-    """`BLOCK`, or a text of `bpipe.models.recompute` as short as it can be. Raises ValueError for anything else."""
+    """Read `BLOCK` or a text of `bpipe.models.recompute`, as short as it can be.
+
+    Raises ValueError for anything else.
+    """
     return text if text == BLOCK else read_recompute(text).text
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What to search. Lists hold the choices; `max_micro_batch` ends the micro-batch sizes, `uneven` admits stages of unequal layers where
-    the layers do not divide. `recompute`: texts of `bpipe.models.recompute`, and `BLOCK`. `hosts`: of what is balanced, where what leaves
-    goes (`ir.hosts`). `routing` says how tokens come to experts; without `expert` every number of devices is tried that can share them.
-    `contexts`: over how many devices a sequence may be spread.
-    `vocabulary_parallel`: whether the output layer is whole and by which algorithms it is in shards; None: whole, and by each of them that
-    lowers the bound of its time where the last rank computes longer than others.
-    `tensors`, `pipelines`, `micro_batches`: the sizes to try; None: all that are possible.
-    `others`: what else a launch says, by flag and value, that the trainer may refuse; `has_transformer_engine`: with its layers."""
+    """Space to search. Lists hold the choices; `max_micro_batch` ends micro-batch sizes; `uneven` admits unequal stages
+    where layers do not divide.
+
+    `recompute`: texts of `bpipe.models.recompute`, and `BLOCK`. `hosts`: where balanced setups send what leaves
+    (`ir.hosts`). `routing`: how tokens come to experts; without `expert` every number of devices is tried that can
+    share them. `contexts`: over how many devices a sequence may be spread. `vocabulary_parallel`: algorithms of the
+    output layer's shards; None: whole, and each that lowers the time's bound where the last rank computes longer than
+    others. `tensors`, `pipelines`, `micro_batches`: the sizes to try; None: all that are possible. `others`: flags and
+    values of the launch that the trainer may refuse; `has_transformer_engine`: with its layers.
+    """
 
     model: Model
     cluster: Cluster
@@ -79,26 +86,33 @@ class Space:
     has_transformer_engine: bool = True
 
     def __post_init__(self) -> None:
-        for name, values, choices in (("balance", self.balances, BALANCES), ("vocabulary_parallel", self.vocabularies, VOCABULARIES)):
+        for name, values, choices in (
+            ("balance", self.balances, BALANCES),
+            ("vocabulary_parallel", self.vocabularies, VOCABULARIES),
+        ):
             for value in values:
                 if value not in choices:
                     raise ValueError(f"unknown {name} {value!r}: choose from {', '.join(choices)}")
         object.__setattr__(self, "recompute", tuple(dict.fromkeys(map(read_scope, self.recompute))))
         if self.attention not in ATTENTION:
             raise ValueError(f"unknown attention {self.attention!r}: choose from {', '.join(ATTENTION)}")
-        sizes = {"--global-batch": self.global_batch, "--max-micro-batch": self.max_micro_batch, "--max-chunks": self.max_chunks}
+        sizes = {
+            "--global-batch": self.global_batch,
+            "--max-micro-batch": self.max_micro_batch,
+            "--max-chunks": self.max_chunks,
+        }
         for flag, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{flag} is {size}, but must be at least 1")
 
     @property
     def vocabularies(self) -> tuple[str, ...]:
-        """Whole or in shards: all that may be tried."""
+        """Modes of the output layer that may be tried: whole or in shards."""
         return VOCABULARIES if self.vocabulary_parallel is None else self.vocabulary_parallel
 
 
-# From so many tokens on a sequence is long enough that its activations may be what does not fit, and attention what hides an exchange of
-# keys and values; a device is left with no less than so many.
+# From so many tokens on a sequence is long enough that its activations may be what does not fit, and attention what
+# hides an exchange of keys and values; a device is left with no less than so many.
 LONG_SEQUENCE, LEAST_PART = 32768, 8192
 
 # What can cut candidates, in the order in which it is asked, and what it counts: of grids a whole t*p*d at once.
@@ -106,7 +120,8 @@ CUTS = {
     "asked": "grids and micro-batch sizes: not those asked for (--tensor, --pipeline, --micro-batch)",
     "mamba": "grids: t does not divide heads or groups of Mamba layers, or c is more than 1",
     "tensor": "grids: t does not divide heads, query groups or sequence",
-    "context": "grids: the sequence is no multiple of 2*c and t*c, or a2a has too few heads, or the devices no multiple of t*c",
+    "context": "grids: the sequence is no multiple of 2*c and t*c, or a2a has too few heads, or the devices no "
+    "multiple of t*c",
     "ranks": "grids: p is more than the layers",
     "uneven": "grids: p does not divide the layers (--even-layers)",
     "batch": "grids: d does not divide the global batch",
@@ -122,19 +137,20 @@ CUTS = {
     "queues": "configurations with shards: ranks would wait for each other in the one queue of a device",
     "unneeded": "balanced configurations: they fit without balancing too",
     "refused": "configurations: the trainer refuses them with what the launch says",
-    "slower": "configurations with split backwards, two pipes or shards: slower than every row, by a bound, so nobody asked if they fit",
+    "slower": "configurations with split backwards, two pipes or shards: slower than every row, by a bound, so nobody "
+    "asked if they fit",
 }
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, rising. Takes as many steps as the square root."""
+    """Return all divisors, ascending, in as many steps as the square root."""
     low = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
     return low + [number // one for one in reversed(low) if one * one != number]
 
 
 def enumerate_setups(space: Space, cuts: Counter[str] | None = None) -> Iterator[Setup]:
-    """Every configuration under the papers' constraints with the vocabulary whole, each unbalanced first and then balanced. `cuts` counts
-    what was not possible.
+    """Return every configuration under the papers' constraints with the vocabulary whole, each unbalanced first and
+    then balanced. `cuts` counts what was not possible.
 
     Where a space has `BLOCK`, a setup with `OPEN` stands for all numbers of layers: the least of them.
     """
@@ -150,11 +166,18 @@ def enumerate_setups(space: Space, cuts: Counter[str] | None = None) -> Iterator
                 cuts["asked"] += 1
                 continue
             for choice in _schedules(space, pipeline, per_replica // micro_batch, cuts):
-                for recompute, routing, balanced in product(_scopes(space), _routings(space, tensor * context * data), balances):
+                for recompute, routing, balanced in product(
+                    _scopes(space), _routings(space, tensor * context * data), balances
+                ):
                     if balanced["balance"] != BALANCES[0] and pipeline == 1:
                         cuts["pairs"] += 1
                         continue
-                    chosen = {"tensor": tensor, "pipeline": pipeline, "micro_batch": micro_batch, "recompute": recompute}
+                    chosen = {
+                        "tensor": tensor,
+                        "pipeline": pipeline,
+                        "micro_batch": micro_batch,
+                        "recompute": recompute,
+                    }
                     others = {"context": context, "routing": routing, **balanced}
                     others["vocabulary_parallel"] = Vocabulary.WHOLE.value
                     yield setup_from_values({**common, **chosen, **others, **choice._asdict()})
@@ -168,7 +191,8 @@ def _balanced(space: Space) -> list[dict[str, Any]]:
 
 
 def _routings(space: Space, devices: int) -> tuple[Routing, ...]:
-    """Over how many of a stage's devices experts are spread, each whole where nobody says otherwise: one way for a model without."""
+    """Over how many of a stage's devices experts are spread, each whole where nobody says otherwise: one way for a
+    model without."""
     experts, given = space.model.experts, space.routing
     if experts is None:
         return (given,)
@@ -181,26 +205,28 @@ def _routings(space: Space, devices: int) -> tuple[Routing, ...]:
 
 
 def num_grids(space: Space) -> int:
-    """The ways to write the devices as t*c*p*d with t inside a node."""
+    """Return the ways to write the devices as t*c*p*d with t inside a node."""
     return sum(map(len, (pipelines for *_, pipelines in _with_pipelines(space))))
 
 
 def usual_contexts(sequence: int, devices: int) -> tuple[int, ...]:
-    """What is searched where nobody says it: 1, and where a sequence is long, more, while each device is left with a good part of it."""
+    """Return the context-parallel sizes searched by default: 1, and with long sequences more, while each device
+    keeps a good part."""
     if sequence < LONG_SEQUENCE:
         return (1,)
     return tuple(one for one in divisors(devices) if one * LEAST_PART <= sequence)
 
 
 def _with_pipelines(space: Space) -> Iterator[tuple[int, int, list[int]]]:
-    """How many devices divide a layer and a sequence, with all numbers of ranks there can be besides; 0 where there is none."""
+    """Return how many devices divide a layer and a sequence, with all numbers of ranks there can be besides; 0 where
+    there is none."""
     devices = space.cluster.num_devices
     for tensor, context in product(divisors(space.cluster.devices_per_domain), space.contexts):
         yield tensor, context, [0] if devices % (tensor * context) else divisors(devices // (tensor * context))
 
 
 def _is_divided(space: Space, tensor: int, context: int) -> bool:
-    """Whether so many devices can have a part of a sequence each."""
+    """Return whether so many devices can each have a part of a sequence."""
     shards, model = tensor * context, space.model
     heads = (model.num_attention_heads, model.num_query_groups) if space.cp_comm_type == "a2a" else ()
     whole = (space.cluster.num_devices, space.sequence, *heads)
@@ -281,11 +307,19 @@ def _cut_of(family: Family, space: Space, pipeline: int, num_microbatches: int) 
     if family.max_chunks == 1:
         return None
     # Where exchanges block, Megatron wants 3 ranks.
-    alone = pipeline < (3 if space.switches.no_overlap_p2p_communication and family.exchange is Exchange.MEGATRON_INTERLEAVED else 2)
-    return "micro_batches" if alone or (family.exchange is Exchange.MEGATRON_INTERLEAVED and num_microbatches % pipeline) else None
+    alone = pipeline < (
+        3 if space.switches.no_overlap_p2p_communication and family.exchange is Exchange.MEGATRON_INTERLEAVED else 2
+    )
+    return (
+        "micro_batches"
+        if alone or (family.exchange is Exchange.MEGATRON_INTERLEAVED and num_microbatches % pipeline)
+        else None
+    )
 
 
-def _in_chunks(schedule: str, space: Space, pipeline: int, num_microbatches: int, cuts: Counter[str]) -> Iterator[_Choice]:
+def _in_chunks(
+    schedule: str, space: Space, pipeline: int, num_microbatches: int, cuts: Counter[str]
+) -> Iterator[_Choice]:
     family, num_layers = FAMILIES[schedule], space.model.num_layers
     # Where the ranks themselves divide the layers, chunks that do not would only make some slower than others.
     uneven = space.uneven and num_layers % pipeline != 0
@@ -302,7 +336,7 @@ def _in_chunks(schedule: str, space: Space, pipeline: int, num_microbatches: int
 
 
 def is_in_order(schedule: str, pipeline: int, chunks: int) -> bool:
-    """Whether stages go over ranks as in Megatron: down all of them, and again for the next chunks."""
+    """Return whether stages go over ranks as in Megatron: down all of them, and again for the next chunks."""
     family = FAMILIES[schedule]
     in_order = (tuple(stage % pipeline for stage in range(pipeline * chunks)),)
     return family.num_pipes == 1 and family.layout(pipeline, chunks).placements == in_order
@@ -317,7 +351,8 @@ def _layers_of(schedule: str, num_layers: int, pipeline: int, chunks: int, uneve
 
 
 def _groups(schedule: str, pipeline: int, num_microbatches: int) -> tuple[int | None, ...]:
-    """The fewest micro-batches that keep the pipeline busy, and as many as there are ranks: less memory, or less time."""
+    """Return the fewest micro-batches that keep the pipeline busy, and as many as there are ranks: less memory, or
+    less time."""
     family = FAMILIES[schedule]
     if not (family.takes_groups and family.splits):
         return (None,)
@@ -325,6 +360,7 @@ def _groups(schedule: str, pipeline: int, num_microbatches: int) -> tuple[int | 
 
 
 def _scopes(space: Space) -> tuple[str, ...]:
-    """Flash attention saves nothing that selective recomputation could leave out, so it is tried only where nothing else was asked for."""
+    """Flash attention saves nothing that selective recomputation could leave out, so it is tried only where nothing
+    else was asked for."""
     asked = tuple(dict.fromkeys(OPEN if scope == BLOCK else scope for scope in space.recompute))
     return tuple(scope for scope in asked if not (scope == "selective" and space.attention == "flash")) or asked

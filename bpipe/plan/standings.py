@@ -1,4 +1,6 @@
-"""Say of every family of schedules that a search looked at how it did, and why. In: the Outcome of a search. Out: lines, or plain values.
+"""Say of every family of schedules that a search looked at how it did, and why.
+
+In: the Outcome of a search. Out: lines, or plain values.
 
 The fastest of each is laid beside the fastest of all. Predicts nothing itself.
 """
@@ -9,20 +11,29 @@ from typing import Any
 
 from bpipe.generate.families import FAMILIES
 from bpipe.models.layout import Setup
-from bpipe.plan.explain import compared, describe
-from bpipe.plan.judge import Found, Standing
+from bpipe.plan.explain import describe, describe_change
+from bpipe.plan.judge import Candidate, FamilyResult
 from bpipe.plan.megatron_flags import is_unproven
 from bpipe.plan.search import Outcome
 
 # What the trainer cannot do, or has not done yet, with what a row's schedule needs (docs/megatron.md).
-HALVES = "backwards in halves were never run with Transformer Engine's layers, which GPUs usually have: scripts/gpu_check.py --only halves"
+HALVES = (
+    "backwards in halves were never run with Transformer Engine's layers, which GPUs usually have: "
+    "scripts/gpu_check.py --only halves"
+)
 AS_A_V = "stages placed as a V take checkpoints in torch_dist only, and no hybrid models"
 
 GATED_GELU = "a gated GELU, for which Megatron has no flag: --swiglu, of the same sizes, stands in its place"
-BEHIND_ATTENTION = "norms behind attention and MLP, and capped logits, for which Megatron has no flags: a launch trains without them"
-FP8 = "FP8 with transfers or our own loop was never run on a GPU: --bpipe-unproven fp8 tries it, and the first losses are to be compared"
+BEHIND_ATTENTION = (
+    "norms behind attention and MLP, and capped logits, for which Megatron has no flags: a launch trains without them"
+)
+FP8 = (
+    "FP8 with transfers or our own loop was never run on a GPU: --bpipe-unproven fp8 tries it, and the first losses "
+    "are to be compared"
+)
 HYBRID = (
-    "hybrid models are built by a script of their own, such as Megatron's pretrain_hybrid.py, started with -m megatron.scheduling.launch; "
+    "hybrid models are built by a script of their own, such as Megatron's pretrain_hybrid.py, started with -m "
+    "megatron.scheduling.launch; "
     "with Mamba's own kernels the trainer was never run"
 )
 TWO_PIPES = "two pipes were trained on CPUs alone so far"
@@ -31,23 +42,23 @@ TWO_PIPES = "two pipes were trained on CPUs alone so far"
 _CLEARLY = 0.99
 
 
-def lines(outcome: Outcome) -> list[str]:
-    """Nothing where there are no rows, or one family was searched."""
+def family_lines(outcome: Outcome) -> list[str]:
+    """Return a line for each family; none without rows or with one family."""
     if not outcome.rows or len(outcome.families) < 2:
         return []
     width = max(len(one.schedule) for one in outcome.families)
     found = [f"     {one.schedule:{width}}  {_words(one, outcome)}" for one in _ordered(outcome)]
-    return ["families, each by its fastest:", *found, *(f"     {need}" for need in needs(outcome))]
+    return ["families, each by its fastest:", *found, *(f"     {need}" for need in trainer_needs(outcome))]
 
 
-def needs(outcome: Outcome) -> list[str]:
-    """What the rows' schedules need of the trainer, as far as it is not simply there."""
-    found = {need for row in outcome.rows for need in needs_of(row.prediction.setup)}
+def trainer_needs(outcome: Outcome) -> list[str]:
+    """Return what the rows' schedules need of the trainer beyond the usual."""
+    found = {need for row in outcome.rows for need in needs_of_setup(row.prediction.setup)}
     return [need for need in (HALVES, AS_A_V, TWO_PIPES, GATED_GELU, BEHIND_ATTENTION, FP8, HYBRID) if need in found]
 
 
-def needs_of(setup: Setup) -> list[str]:
-    """The same of one setup."""
+def needs_of_setup(setup: Setup) -> list[str]:
+    """Return what one setup needs of the trainer beyond the usual."""
     halves = setup.splits and setup.kernels == "gpu"
     model = setup.model
     unlike = model.post_norms or model.capped_attention or model.capped_logits
@@ -59,8 +70,8 @@ def needs_of(setup: Setup) -> list[str]:
     return [need for need, there in every if there]
 
 
-def documents(outcome: Outcome) -> list[dict[str, Any]]:
-    """The same for a program."""
+def family_values(outcome: Outcome) -> list[dict[str, Any]]:
+    """Return the families' results as JSON values."""
     return [
         {
             "schedule": one.schedule,
@@ -75,10 +86,10 @@ def documents(outcome: Outcome) -> list[dict[str, Any]]:
     ]
 
 
-def _ordered(outcome: Outcome) -> list[Standing]:
+def _ordered(outcome: Outcome) -> list[FamilyResult]:
     """By the time of the fastest; then what was not simulated, by its bound; then what there is nothing of."""
 
-    def key(one: Standing) -> tuple[int, float]:
+    def key(one: FamilyResult) -> tuple[int, float]:
         if one.fastest is not None:
             return 0, one.fastest.prediction.timing.iteration_s
         return (1, one.bound_s) if one.bound_s is not None else (2, 0.0)
@@ -86,13 +97,15 @@ def _ordered(outcome: Outcome) -> list[Standing]:
     return sorted(outcome.families, key=key)
 
 
-def _words(one: Standing, outcome: Outcome) -> str:
+def _words(one: FamilyResult, outcome: Outcome) -> str:
     best = outcome.rows[0]
     if one.fastest is not None:
         seconds, bound = one.fastest.prediction.timing.iteration_s, one.bound_s
         # Only rows are certainly the fastest there are.
         others = (
-            "" if bound is None or bound > _CLEARLY * seconds else f"; others, not simulated, take {bound:.3f} s or more, by a lower bound"
+            ""
+            if bound is None or bound > _CLEARLY * seconds
+            else f"; others, not simulated, take {bound:.3f} s or more, by a lower bound"
         )
         return _beside(one.fastest, best) + others
     parts = []
@@ -109,12 +122,12 @@ def _words(one: Standing, outcome: Outcome) -> str:
     return "; ".join(parts) or "no configuration"
 
 
-def _beside(mine: Found, best: Found) -> str:
+def _beside(mine: Candidate, best: Candidate) -> str:
     seconds = mine.prediction.timing.iteration_s
     if mine is best:
         return f"{seconds:.3f} s, the fastest: {describe(mine.prediction.setup)}"
     slower = 100 * (seconds / best.prediction.timing.iteration_s - 1)
-    return f"{seconds:.3f} s, {slower:.1f} % more: {compared(best.prediction, mine.prediction)}"
+    return f"{seconds:.3f} s, {slower:.1f} % more: {describe_change(best.prediction, mine.prediction)}"
 
 
 def _is_a_v(setup: Setup) -> bool:

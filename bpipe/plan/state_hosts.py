@@ -1,8 +1,11 @@
-"""Let ranks with room keep optimizer state of ranks without. In: one prediction that does not fit. Out: `StateHosts`, and words for it.
+"""Let ranks with room keep optimizer state of ranks without.
 
-The moments of Adam are needed once an iteration, when no activations are held: they wait on another rank while micro-batches are computed,
-and are home for the update. What passes is the same twice in an iteration, where an activation passes twice for every micro-batch that
-leaves. `megatron.scheduling.optimizer_state` does so in training. Knows no command line.
+In: one prediction that does not fit. Out: `StateHosts`, and words for it.
+
+The moments of Adam are needed once an iteration, when no activations are held: they wait on another rank while
+micro-batches are computed, and are home for the update. What passes is the same twice in an iteration, where an
+activation passes twice for every micro-batch that leaves. `megatron.scheduling.memory.optimizer_state` does so in
+training. Knows no command line.
 """
 
 from __future__ import annotations
@@ -14,13 +17,13 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, NamedTuple
 
-from bpipe.models.cluster import GIB, gib
+from bpipe.build import BALANCES
+from bpipe.models.cluster import GIB, gib_text
 from bpipe.models.compute import links
 from bpipe.models.layout import EVENLY, Setup
 from bpipe.models.memory import RankMemory, parameter_bytes
 from bpipe.models.profile import Profile
 from bpipe.plan.predict import SetupPrediction, predict
-from bpipe.program import BALANCES
 
 FLAG = "--bpipe-optimizer-hosts"
 # Of a parameter: two moments in 32 bit. Weights in 32 bit stay, others read them.
@@ -28,7 +31,8 @@ MOMENTS_BYTES = 8
 
 
 class HostedState(NamedTuple):
-    """Of each device of rank `giver` so many bytes wait on the device of rank `host` with the same place in the other dimensions."""
+    """Move of optimizer state: `num_bytes` of each device of rank `giver` wait on the device of rank `host` with the
+    same place in other dimensions."""
 
     giver: int
     host: int
@@ -37,7 +41,8 @@ class HostedState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateHosts:
-    """`prediction` with `moves`: what every rank then holds, and how much longer an iteration takes at most, with nothing beside them."""
+    """`prediction` with `moves`: memory of every rank, and the longest delay of an iteration, with nothing beside
+    the moves."""
 
     prediction: SetupPrediction
     moves: tuple[HostedState, ...]
@@ -46,7 +51,7 @@ class StateHosts:
 
     @property
     def moved_bytes(self) -> int:
-        """In an iteration, there and back, of one device of each rank in all."""
+        """Bytes moved in an iteration, there and back, of one device of each rank together."""
         return 2 * sum(move.num_bytes for move in self.moves)
 
     @property
@@ -55,7 +60,8 @@ class StateHosts:
 
 
 def state_hosts(prediction: SetupPrediction) -> StateHosts | None:
-    """With the fewest bytes moved that let every rank fit; None where none need be, it does not suffice, or activations move already.
+    """Return the fewest moves that let every rank fit; None where none are needed, none suffice, or activations move
+    already.
 
     Hosts on the giver's node come first, of them the one with most room.
     """
@@ -81,7 +87,8 @@ def state_hosts(prediction: SetupPrediction) -> StateHosts | None:
 
 
 def _movable(row: RankMemory, prediction: SetupPrediction) -> int:
-    """What of a rank's state may be away while micro-batches are computed; none where even the update, which needs it home, is too much."""
+    """What of a rank's state may be away while micro-batches are computed; none where even the update, which needs
+    it home, is too much."""
     updating = row.state_bytes + row.overhead_bytes + row.update_bytes
     if updating > row.limit_bytes:
         return 0
@@ -102,7 +109,7 @@ def _with_moves(row: RankMemory, moves: Sequence[HostedState]) -> RankMemory:
 
 
 def _one_way_s(setup: Setup, moves: Sequence[HostedState]) -> float:
-    """Both ranks of a move are in none of the others that come before it in the list when it begins."""
+    """Return seconds of moves one way: no rank of a move is in those before it in the list when it begins."""
     joined, free = links(setup), [0.0] * setup.pipeline
     for giver, host, num_bytes in moves:
         free[giver] = free[host] = max(free[giver], free[host]) + float(joined.link(giver, host).seconds(num_bytes))
@@ -110,48 +117,54 @@ def _one_way_s(setup: Setup, moves: Sequence[HostedState]) -> float:
 
 
 def instead_of_balancing(setup: Setup, profile: Profile | None = None, formula: str = "megatron") -> StateHosts | None:
-    """For a setup that fits only balanced: the same without, and with optimizer state on other ranks."""
+    """Return moves of optimizer state that let a setup fit without balancing which otherwise fits only balanced."""
     return state_hosts(predict(replace(setup, balance=BALANCES[0], how=EVENLY), profile, formula=formula))
 
 
-# -- as text ----------------------------------------------------------------------------------------------------------------------------
+# -- as text
+# ----------------------------------------------------------------------------------------------------------------------
 
 
-def words(found: StateHosts) -> str:
-    """For a person: what would make it fit, and what it costs."""
+def describe_moves(found: StateHosts) -> str:
+    """Describe what would make it fit and what it costs."""
     return (
-        f"Adam's moments on other ranks would let it fit without balancing: {FLAG} {written(found.moves)}; {gib(found.moved_bytes)} GiB "
+        f"Adam's moments on other ranks would let it fit without balancing: {FLAG} {write_moves(found.moves)}; "
+        f"{gib_text(found.moved_bytes)} GiB "
         f"move in an iteration, which takes {found.iteration_s:.3f} s"
     )
 
 
-def written(moves: Sequence[HostedState]) -> str:
-    """What `read` reads, in GiB, rounded up."""
+def write_moves(moves: Sequence[HostedState]) -> str:
+    """Write moves as `read` reads them, in GiB, rounded up."""
     return ",".join(f"{giver}:{host}:{ceil(100 * num_bytes / GIB) / 100:.2f}" for giver, host, num_bytes in moves)
 
 
-def read(text: str) -> tuple[HostedState, ...]:
-    """`RANK:HOST:GIB`, with commas between. Raises ArgumentTypeError."""
+def read_moves(text: str) -> tuple[HostedState, ...]:
+    """Read `RANK:HOST:GIB`, separated by commas. Raises ArgumentTypeError."""
     moves = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d{1,6}):(\d{1,6}):(\d{1,6}(?:\.\d{1,9})?)", part)
         if match is None or not float(match[3]):
-            raise argparse.ArgumentTypeError(f"{part[:40]!r} must be RANK:HOST:GIB, such as 0:6:7.9, with commas between several")
+            raise argparse.ArgumentTypeError(
+                f"{part[:40]!r} must be RANK:HOST:GIB, such as 0:6:7.9, with commas between several"
+            )
         moves.append(HostedState(int(match[1]), int(match[2]), int(float(match[3]) * GIB)))
     both = {move.giver for move in moves} & {move.host for move in moves}
     if both:
-        raise argparse.ArgumentTypeError(f"rank {min(both)} keeps for another and lets another keep: it has room, or it has not")
+        raise argparse.ArgumentTypeError(
+            f"rank {min(both)} keeps for another and lets another keep: it has room, or it has not"
+        )
     if len({move[:2] for move in moves}) < len(moves):
         raise argparse.ArgumentTypeError(f"{text[:80]!r} names a rank and its host twice: add up what is to be there")
     return tuple(moves)
 
 
-def hosts_document(found: StateHosts) -> dict[str, Any]:
-    """For a program."""
+def moves_values(found: StateHosts) -> dict[str, Any]:
+    """Return the moves as JSON values."""
     return {
         "moves": [{"rank": one.giver, "host": one.host, "num_bytes": one.num_bytes} for one in found.moves],
         "moved_bytes": found.moved_bytes,
         "iteration_s": found.iteration_s,
         "peak_bytes": [row.peak_bytes for row in found.memory],
-        "megatron_flags": [FLAG, written(found.moves)],
+        "megatron_flags": [FLAG, write_moves(found.moves)],
     }

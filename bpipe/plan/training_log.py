@@ -1,7 +1,9 @@
-"""Read what a Megatron training prints of its arguments. In: its log. Out: the words of a launch, and the tokenizer's vocabulary.
+"""Read what a Megatron training prints of its arguments.
 
-The words are those that `megatron_command` reads or refuses: of all others a log has defaults, too, so it does not tell what was said.
-Knows no iteration: `bpipe.compare` reads them.
+In: its log. Out: the words of a launch, and the tokenizer's vocabulary.
+
+The words are those that `megatron_command` reads or refuses: of all others a log has defaults, too, so it does not tell
+what was said. Knows no iteration: `bpipe.compare` reads them.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ _OF_RECOMPUTATION = ("--recompute-modules", "--recompute-method", "--recompute-n
 
 
 class LoggedLaunch(NamedTuple):
-    """`words` are empty where the log has no arguments, `vocabulary` is None where it says none."""
+    """Launch read from a log.
+
+    `words` are empty where the log has no arguments; `vocabulary` is None where it says none.
+    """
 
     words: tuple[str, ...]
     vocabulary: int | None
@@ -37,7 +42,7 @@ _PATTERNS = ("--moe-layer-freq", "--window-attn-skip-freq")
 
 
 def read_log(text: str) -> LoggedLaunch:
-    """Raises ValueError for the arguments of several trainings."""
+    """Read a training log. Raises ValueError for the arguments of several trainings."""
     blocks, vocabulary = [], None
     block: dict[str, str] | None = None
     for line in text.splitlines():
@@ -62,7 +67,11 @@ def _words(block: dict[str, str]) -> tuple[str, ...]:
         flag = _RENAMED.get(name, f"--{name.replace('_', '-')}")
         if value in _NOTHING or flag not in (*READ, *REFUSED) or (flag in _OF_RECOMPUTATION and not recomputes):
             continue
-        words += [flag] if READ.get(flag) is True or value == "True" else [flag, *([value] if flag in _PATTERNS else _values(value))]
+        words += (
+            [flag]
+            if READ.get(flag) is True or value == "True"
+            else [flag, *([value] if flag in _PATTERNS else _values(value))]
+        )
     # Without chunks Megatron switches the overlap off itself.
     if block.get("overlap_p2p_comm") == "False" and block.get("virtual_pipeline_model_parallel_size", "None") != "None":
         words.append("--no-overlap-p2p-communication")

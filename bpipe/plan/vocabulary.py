@@ -1,7 +1,10 @@
-"""Say whether the vocabulary is what hurts, and what would help. In: one prediction. Out: a `Burden` with a prediction for each remedy.
+"""Say whether the vocabulary is what hurts, and what would help.
 
-The output layer and its loss make the last rank compute longer than the others, and every micro-batch waits for it; what they hold besides
-may make it the fullest. Remedies are fewer layers for that rank, and shards of the vocabulary's layers on all ranks. Knows no command line.
+In: one prediction. Out: a `Burden` with a prediction for each remedy.
+
+The output layer and its loss make the last rank compute longer than the others, and every micro-batch waits for it;
+what they hold besides may make it the fullest. Remedies are fewer layers for that rank, and shards of the vocabulary's
+layers on all ranks. Knows no command line.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bpipe.build import BalanceConfig
 from bpipe.models.layout import REDISTRIBUTE, TRAINED_SHARDS, Setup, redistribute_layers
 from bpipe.models.profile import Profile
 from bpipe.plan.bounds import last_load
@@ -17,7 +21,6 @@ from bpipe.plan.budget import within_budget
 from bpipe.plan.document import document
 from bpipe.plan.predict import SetupPrediction, costs_of, predict
 from bpipe.plan.shards import stands_still, with_shards
-from bpipe.program import BalanceConfig
 
 # Below, what the last rank computes longer, or what a remedy gains, is lost among what predictions are worth.
 HURTS = 1.05
@@ -25,7 +28,9 @@ HURTS = 1.05
 
 @dataclass(frozen=True, slots=True)
 class Burden:
-    """`load`: how many times as long as the mean of the others the last stage's rank computes, on one micro-batch.
+    """Burden of the vocabulary.
+
+    `load`: how many times as long as the mean of the others the last stage's rank computes on one micro-batch.
 
     `remedies` by name, as `--bpipe-vocabulary` calls them, each a prediction of the same setup with it.
     """
@@ -37,14 +42,21 @@ class Burden:
     @property
     def best(self) -> str:
         """The fastest that fits, or the fastest of all."""
-        return min(self.remedies, key=lambda name: (not self.remedies[name].fits, self.remedies[name].timing.iteration_s))
+        return min(
+            self.remedies, key=lambda name: (not self.remedies[name].fits, self.remedies[name].timing.iteration_s)
+        )
 
     def gain(self, name: str) -> float:
         return self.prediction.timing.iteration_s / self.remedies[name].timing.iteration_s
 
 
-def burden(prediction: SetupPrediction, profile: Profile | None = None, algorithms: Sequence[str] = TRAINED_SHARDS) -> Burden | None:
-    """None where the vocabulary does not hurt, or nothing would clearly help. `algorithms`: by which shards are a remedy."""
+def burden(
+    prediction: SetupPrediction, profile: Profile | None = None, algorithms: Sequence[str] = TRAINED_SHARDS
+) -> Burden | None:
+    """Return the vocabulary's burden; None where it does not hurt or nothing clearly helps.
+
+    `algorithms`: shards that count as a remedy.
+    """
     setup = prediction.setup
     if setup.is_sharded or setup.pipeline < 2:
         return None
@@ -57,8 +69,10 @@ def burden(prediction: SetupPrediction, profile: Profile | None = None, algorith
     return found if remedies and found.gain(found.best) >= HURTS else None
 
 
-def alternatives(setup: Setup, profile: Profile | None = None, algorithms: Sequence[str] = TRAINED_SHARDS) -> dict[str, Setup]:
-    """The same setup with every remedy that it can take; shards of both layers where the trainer has them."""
+def alternatives(
+    setup: Setup, profile: Profile | None = None, algorithms: Sequence[str] = TRAINED_SHARDS
+) -> dict[str, Setup]:
+    """Return the setup with every remedy that it can take; shards of both layers where the trainer has them."""
     found: dict[str, Setup] = {}
     layers = _redistributed(setup, profile)
     if layers is not None and layers != setup.layers:
@@ -67,8 +81,9 @@ def alternatives(setup: Setup, profile: Profile | None = None, algorithms: Seque
 
 
 def _within(setup: Setup, profile: Profile | None) -> Setup | None:
-    """What was planned within a budget is another plan where ranks hold something else; None where none keeps the budget."""
-    if setup.how.rooms is None or setup.budget_bytes is None:
+    """What was planned within a budget is another plan where ranks hold something else; None where none keeps the
+    budget."""
+    if setup.how.activation_budget is None or setup.budget_bytes is None:
         return setup
     plain = replace(setup, how=BalanceConfig(hosts=setup.how.hosts))
     try:
@@ -78,7 +93,10 @@ def _within(setup: Setup, profile: Profile | None) -> Setup | None:
 
 
 def _redistributed(setup: Setup, profile: Profile | None) -> tuple[int, ...] | None:
-    """Only with one stage a rank: chunks of the other ranks would lie between. The trainer does not choose it for a pattern of layers."""
+    """Only with one stage a rank: chunks of the other ranks would lie between.
+
+    The trainer does not choose it for a pattern of layers.
+    """
     if setup.model.hybrid is not None or setup.chunks > 1 or not setup.layers[-1]:
         return None
     cost = costs_of(setup, profile).stages[-1]
@@ -87,24 +105,31 @@ def _redistributed(setup: Setup, profile: Profile | None) -> tuple[int, ...] | N
     return redistribute_layers(setup.model.num_layers, setup.num_stages, output / layer) if layer else None
 
 
-def words(found: Burden, row: int) -> list[str]:
-    """For a person: how much it hurts in that row of what was found, then a line a remedy, the best first."""
+def burden_lines(found: Burden, row: int) -> list[str]:
+    """Describe how much the vocabulary hurts in that row, then a line for each remedy, the best first."""
     setup = found.prediction.setup
     lines = [
-        f"The vocabulary hurts in row {row}: with {setup.vocabulary} tokens the last stage's rank computes {found.load:.2f} times as long "
+        f"The vocabulary hurts in row {row}: with {setup.vocabulary} tokens the last stage's rank computes "
+        f"{found.load:.2f} times as long "
         "as the others, and all wait for it. Remedies:"
     ]
     for name in sorted(found.remedies, key=lambda one: (one != found.best, -found.gain(one))):
         remedy = found.remedies[name]
         fullest = max(rank.peak_bytes for rank in remedy.memory) / 2**30
         fits = "" if remedy.fits else ", which does not fit"
-        how = f"vocabulary {name}" if name != REDISTRIBUTE else f"{name} (layers {','.join(map(str, remedy.setup.layers))})"
+        how = (
+            f"vocabulary {name}"
+            if name != REDISTRIBUTE
+            else f"{name} (layers {','.join(map(str, remedy.setup.layers))})"
+        )
         seconds, gain = remedy.timing.iteration_s, found.gain(name)
         lines.append(f"     {how}: {seconds:.3f} s, {gain:.2f}x; its fullest rank holds {fullest:.1f} GiB{fits}")
     return lines
 
 
 def burden_document(found: Burden, row: int) -> dict[str, Any]:
-    """The same for a program."""
-    remedies = [{"remedy": name, "gain": found.gain(name), **document(remedy)} for name, remedy in found.remedies.items()]
+    """Return the burden as JSON values."""
+    remedies = [
+        {"remedy": name, "gain": found.gain(name), **document(remedy)} for name, remedy in found.remedies.items()
+    ]
     return {"row": row, "last_load": found.load, "best": found.best, "remedies": remedies}

@@ -7,22 +7,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from bpipe.balance.deadlines import Windows
+from bpipe.build import balanced
 from bpipe.ir.action import COMPUTE
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.windows import Windows
 from bpipe.plan.fit import Fit
-from bpipe.program import balanced
 from bpipe.simulate.cost import Costs
 from bpipe.simulate.durations import durations
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Simulation
 
-# To plan and simulate so many takes about fifteen seconds of one core. Longer iterations are planned without, and that is said.
+# To plan and simulate so many takes about fifteen seconds of one core. Longer iterations are planned without, and that
+# is said.
 MOST_COMPUTATIONS = 200_000
 
 
 def windows_of(costs: Costs, num_ranks: int) -> Windows:
-    """What the simulator charges, of a run in which nobody waits for a transfer or shares a port."""
+    """Return the durations that the simulator charges where nobody waits for a transfer or shares a port."""
     lasts = durations(costs, num_ranks)
     links, stages = costs.links, costs.stages
     inside, between, own = (
@@ -30,11 +31,16 @@ def windows_of(costs: Costs, num_ranks: int) -> Windows:
         for link in (links.inside, links.between, links.host)
     )
     hop = max(links.inside.message_s(cost.sent_bytes) for cost in stages)
-    return Windows(tuple((kind, tuple(lasts[kind])) for kind in lasts if kind in COMPUTE), hop, inside, between, links.nodes, own)
+    return Windows(
+        tuple((kind, tuple(lasts[kind])) for kind in lasts if kind in COMPUTE), hop, inside, between, links.nodes, own
+    )
 
 
 def in_time(found: Fit, plain: Schedule, costs: Costs) -> Fit:
-    """The plan with its transfers where they end in time, if it waits less for them; and how long it waits. `plain`: before any plan."""
+    """Return the plan with its transfers where they end in time, if it waits less for them; and how long it waits.
+
+    `plain`: before any plan.
+    """
     if not found.moved_bytes:
         return found
     count = sum(len(slot.computations) for row in plain.ranks for slot in row)
@@ -51,7 +57,10 @@ def in_time(found: Fit, plain: Schedule, costs: Costs) -> Fit:
 
 
 def waits_less(found: Fit, now: Fit, costs: Costs) -> bool:
-    """Whether transfers are waited for less by the one plan than by the other, and an iteration is no longer. No where nobody looked."""
+    """Return whether transfers are waited for less by the one plan than by the other, and an iteration is no longer.
+
+    No where nobody looked.
+    """
     if found.exposed_s is None:
         return False
     before, after = (simulate(plan.schedule, costs.holding(plan.memory)) for plan in (now, found))

@@ -1,4 +1,6 @@
-"""Say what a run writes down of itself: every file, key and column, once. In: nothing. Out: a class a kind of line. Reads no file.
+"""Say what a run writes down of itself: every file, key and column, once.
+
+In: nothing. Out: a class a kind of line. Reads no file.
 
     DIR/run.json              RunInfo: what is the same for all ranks; rank 0, whole, once
     DIR/record_00003.jsonl    RankHeader, then an Iteration a line, each written at once: a killed run leaves whole lines
@@ -7,12 +9,12 @@
     DIR/rank_00003.json       RankSummary: peaks over all iterations, measured and predicted; of a rank that ended well
     DIR/failure.json          FirstFailure: of a run that failed, the rank that did first, and what of
 
-A field with its rule is the key that `write` writes and `read` reads; a column of the rows is a field of `Row`. So whoever adds one adds
-it here and where it is filled. Keys are added and never renamed; what was added later has a default, so that older records are still read.
-`run` is one name in all files of a run.
+A field with its rule is the key that `write` writes and `read` reads; a column of the rows is a field of `Row`. So
+whoever adds one adds it here and where it is filled. Keys are added and never renamed; what was added later has a
+default, so that older records are still read. `run` is one name in all files of a run.
 
-A *place* is a rank's position in its pipeline, 0 to p-1; with data or tensor parallelism there are several pipelines. Times of a row are
-seconds from its iteration's `begin_s`, which is unix time on rank 0's clock.
+A *place* is a rank's position in its pipeline, 0 to p-1; with data or tensor parallelism there are several pipelines.
+Times of a row are seconds from its iteration's `begin_s`, which is unix time on rank 0's clock.
 """
 
 from __future__ import annotations
@@ -25,16 +27,16 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 
+from bpipe.build import BalanceConfig, ScheduleConfig, named_balance
+from bpipe.formats.text import read_action, read_costs, read_share
 from bpipe.generate.family import ALIKE, UnitCosts
 from bpipe.ir.action import Action
 from bpipe.ir.hosts import PAIR
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import plain
 from bpipe.ir.program import Exchange
-from bpipe.ir.text import read_action, read_costs, read_share
-from bpipe.program import BalanceConfig, ScheduleConfig, balancing
+from bpipe.record.activation_budget import ActivationBudgetKeys, WindowsKeys
 from bpipe.record.keys import Rule, by_name, each, keys_of, line, number, values_of, whole, written
-from bpipe.record.rooms import RoomsKeys, WindowsKeys
 from bpipe.values import LARGEST, LARGEST_BYTES, a_flag, a_number, a_text, a_whole, an_object
 
 VERSION = 1
@@ -62,12 +64,12 @@ class PerRank:
         return folder / f"{self.stem}_{rank:05d}{self.suffix}"
 
     def rank(self, path: Path) -> int | None:
-        """Whose file it is, by its name; None for another kind of file."""
+        """Return the rank whose file it is, by its name; None for another kind of file."""
         match = re.fullmatch(rf"{self.stem}_([0-9]+){re.escape(self.suffix)}", path.name)
         return None if match is None else int(match.group(1))
 
     def files(self, folder: Path) -> list[Path]:
-        """Those that are there, in the order of their names."""
+        """Return the files that are there, in the order of their names."""
         return sorted(file for file in folder.iterdir() if self.rank(file) is not None) if folder.is_dir() else []
 
 
@@ -88,7 +90,11 @@ def _microbatch(found: Any, _: str) -> tuple[int, int, int]:
     if not isinstance(found, list) or len(found) != 3:
         raise ValueError(f"{str(found)[:40]} is no stage, micro-batch and bytes")
     stage, microbatch, num_bytes = found
-    return a_whole(stage, "a stage"), a_whole(microbatch, "a micro-batch"), a_whole(num_bytes, "its bytes", 0, LARGEST_BYTES)
+    return (
+        a_whole(stage, "a stage"),
+        a_whole(microbatch, "a micro-batch"),
+        a_whole(num_bytes, "its bytes", 0, LARGEST_BYTES),
+    )
 
 
 _read_action = lru_cache(maxsize=1 << 18)(read_action)
@@ -104,7 +110,9 @@ Bytes = Annotated[int, whole()]
 BytesByStage = Annotated[Mapping[int, int], Rule(_by_stage)]
 Seconds = Annotated[float, number()]
 _link_ranks = each(whole(0, MOST_RANKS), "a rank of a link")
-LinkRanks = Annotated[frozenset[int], Rule(lambda value, _: frozenset(_link_ranks.read(value, "ranks of a link")), sorted)]
+LinkRanks = Annotated[
+    frozenset[int], Rule(lambda value, _: frozenset(_link_ranks.read(value, "ranks of a link")), sorted)
+]
 SpeedByName = Annotated[Mapping[str, float], by_name(number(1, 1e18), "{key} of a link")]
 ReasonByName = Annotated[Mapping[str, str], by_name(Rule(a_text), "why {key} was refused")]
 # What a row's columns may be.
@@ -112,9 +120,15 @@ Start = Annotated[float, number(-CLOCK_ERROR_S)]
 End = Annotated[float, number(-LARGEST)]
 Wait = Annotated[float, Rule(lambda value, name: max(0.0, a_number(value, name, -_TIMER_ERROR_S)))]
 HostTime = Annotated[float, Rule(lambda value, _: a_number(value, "host time", -CLOCK_ERROR_S))]
-ExchangeName = Annotated[Exchange, Rule(lambda value, name: _read_exchange(value, name), lambda exchange: exchange.value)]
-ShareText = Annotated[Fraction, Rule(lambda value, name: read_share(a_text(value, name), name), lambda share: str(plain(share)))]
-CostsText = Annotated[UnitCosts, Rule(lambda value, name: _read_costs(a_text(value, name), name), lambda costs: _costs_text(costs))]
+ExchangeName = Annotated[
+    Exchange, Rule(lambda value, name: _read_exchange(value, name), lambda exchange: exchange.value)
+]
+ShareText = Annotated[
+    Fraction, Rule(lambda value, name: read_share(a_text(value, name), name), lambda share: str(plain(share)))
+]
+CostsText = Annotated[
+    UnitCosts, Rule(lambda value, name: _read_costs(a_text(value, name), name), lambda costs: _costs_text(costs))
+]
 ActionText = Annotated[Action, Rule(lambda value, _: _read_action(a_text(value, "an action")), str)]
 
 
@@ -126,7 +140,9 @@ def _read_exchange(value: object, name: str) -> Exchange:
 
 
 def _costs_text(costs: UnitCosts) -> str:
-    return ",".join(str(Fraction(one)) for one in (costs.forward, costs.backward_input, costs.backward_weight, costs.hop))
+    return ",".join(
+        str(Fraction(one)) for one in (costs.forward, costs.backward_input, costs.backward_weight, costs.hop)
+    )
 
 
 def _read_costs(text: str, name: str) -> UnitCosts:
@@ -138,8 +154,10 @@ def _read_costs(text: str, name: str) -> UnitCosts:
 
 
 class Row(NamedTuple):
-    """One action of one rank. `wait_s`: how long computation stood still for this transfer; `live_bytes`: the most held meanwhile,
-    `left_bytes`: what was held at its end; `slot`: the number of the host buffer.
+    """One action of one rank.
+
+    `wait_s`: how long computation stood still for this transfer; `live_bytes`: the most held meanwhile, `left_bytes`:
+    what was held at its end; `slot`: the number of the host buffer.
     """
 
     action: ActionText
@@ -163,7 +181,8 @@ COLUMNS = keys_of(Row)
 
 @dataclass(frozen=True, slots=True)
 class _ProgramKeys:
-    """A program as it stands in a file, under the names that files always had: `num_stages` is p, the number of ranks."""
+    """A program as it stands in a file, under the names that files always had: `num_stages` is p, the number of
+    ranks."""
 
     schedule: Text
     num_stages: Count
@@ -173,7 +192,7 @@ class _ProgramKeys:
     bounds: Counts | None = None
     partners: Counts | None = None
     buffers_stay: Flag | None = None
-    rooms: RoomsKeys | None = None
+    activation_budget: ActivationBudgetKeys | None = None
     hosts: Text | None = None
     nodes: Counts | None = None
     parts: Counts | None = None
@@ -189,10 +208,12 @@ class _ProgramKeys:
 
 
 def read_program(found: object, name: str = "program") -> ScheduleConfig:
-    """What was to be built."""
+    """Read the configuration of a schedule."""
     keys = _ProgramKeys(**values_of(_ProgramKeys, found, name, f"{name}."))
-    how = balancing(keys.balance, keys.bounds, keys.partners, bool(keys.buffers_stay), keys.hosts)
-    how = how and replace(how, rooms=keys.rooms, nodes=keys.nodes, parts=keys.parts or (), windows=keys.windows)
+    how = named_balance(keys.balance, keys.bounds, keys.partners, bool(keys.buffers_stay), keys.hosts)
+    how = how and replace(
+        how, activation_budget=keys.activation_budget, nodes=keys.nodes, parts=keys.parts or (), windows=keys.windows
+    )
     return ScheduleConfig(
         keys.schedule,
         keys.num_stages,
@@ -222,7 +243,7 @@ def _write_program(config: ScheduleConfig) -> dict[str, Any]:
         bounds=how.bounds,
         partners=how.partners,
         buffers_stay=how.buffers_stay or None,
-        rooms=how.rooms,
+        activation_budget=how.activation_budget,
         hosts=None if how.hosts == PAIR else how.hosts,
         nodes=how.nodes,
         parts=how.parts or None,
@@ -244,7 +265,7 @@ Program = Annotated[ScheduleConfig, Rule(read_program, _write_program)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpeed:
-    """What a pair's link carried when it was probed at the start, by transport, and why others could not be."""
+    """Speed of a pair's link when it was probed at the start, by transport, and why others were refused."""
 
     ranks: LinkRanks
     transport: Text | None = None
@@ -254,7 +275,7 @@ class LinkSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """What holds for the whole run. `flops_per_iteration` are those of all ranks, `peak_flops` one device's a second.
+    """Facts of the whole run. `flops_per_iteration` are those of all ranks, `peak_flops` one device's per second.
 
     `synchronous`: it waited for every transfer where it started it.
     """
@@ -278,14 +299,18 @@ class RunInfo:
 
     @property
     def versions(self) -> tuple[tuple[str, str], ...]:
-        """Of what ran, as far as they are known."""
-        named = {"torch": self.torch, "megatron_core": self.megatron_core, "megatron_core_path": self.megatron_core_path}
+        """Versions of what ran, as far as they are known."""
+        named = {
+            "torch": self.torch,
+            "megatron_core": self.megatron_core,
+            "megatron_core_path": self.megatron_core_path,
+        }
         return tuple((name, version) for name, version in named.items() if version)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankHeader:
-    """Who wrote a record. `partner` is a rank of the world, like `rank`. `cores` are those it may use on `host`.
+    """Header of a rank's record. `partner` is a rank of the world, like `rank`. `cores` are those it may use on `host`.
 
     Ranks of one machine that share fewer cores than they are slow each other down, which no prediction knows.
     """
@@ -310,11 +335,11 @@ class Iteration:
     """One rank's part of one iteration. `saved_bytes`, `moved_bytes` and `kept_bytes` are of one micro-batch, by stage.
 
     `after_input_bytes` too: what is held between the halves of a backward, of stages whose backwards have any.
-    `shard_bytes`: what a shard of the vocabulary holds of one micro-batch between its passes, S and T.
-    `host_bytes`: of its host buffers for others, on its device; `own_bytes`: of those for itself in its node's memory.
-    `kept_bytes`: all that a forward keeps for its backward, of stages that leave, as the run counted it in its first iteration.
-    Where micro-batches differ in size these are of the largest. Such as were to leave and found too little room have `stayed`, and by so
-    many at once and so many bytes the bound was `passed` at most.
+    `shard_bytes`: what a shard of the vocabulary holds of one micro-batch between its passes, S and T. `host_bytes`: of
+    its host buffers for others, on its device; `own_bytes`: of those for itself in its node's memory. `kept_bytes`: all
+    that a forward keeps for its backward, of stages that leave, as the run counted it in its first iteration. Where
+    micro-batches differ in size these are of the largest. Such as were to leave and found too little room have
+    `stayed`, and by so many at once and so many bytes the bound was `passed` at most.
     """
 
     iteration: Whole
@@ -346,7 +371,9 @@ class RankRecord(RankHeader):
     iterations: Mapping[int, Iteration]
 
     def ended(self, row: Row) -> bool:
-        """Whether the row's end is the transfer's own. A two-sided transport only says that it had ended when somebody asked.
+        """Return whether the row's end is the transfer's own.
+
+        A two-sided transport only says that it had ended when somebody asked.
 
         Then the end is its own where the one who asked had to wait for it.
         """
@@ -365,13 +392,15 @@ class TrainingStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSummary:
-    """One rank over all of its iterations. Bytes of activations and of the host buffers for the partner; transfers are per iteration.
+    """One rank over all of its iterations.
 
-    `own_buffers`, `own_bytes`: the host buffers in its own node's memory, of which its device has nothing.
-    `moved_fraction` is the smallest of its stages': what of a forward's activations leaves with its micro-batch.
-    Where micro-batches differ in size: how many of all iterations `stayed` because they found too little room, and their bytes; by how much
-    at most the bound was `passed` at once; the largest by stage that was to leave, `largest_bytes`, as a host buffer takes it; and how
-    often rooms grew.
+    Bytes of activations and of the host buffers for the partner; transfers are per iteration.
+
+    `host_memory_buffers`, `own_bytes`: the host buffers in its own node's memory, of which its device has nothing.
+    `moved_fraction` is the smallest of its stages': what of a forward's activations leaves with its micro-batch. Where
+    micro-batches differ in size: how many of all iterations `stayed` because they found too little room, and their
+    bytes; by how much at most the bound was `passed` at once; the largest by stage that was to leave, `largest_bytes`,
+    as a host buffer takes it; and how often rooms grew.
     """
 
     run: Text | None = None
@@ -399,7 +428,7 @@ class RankSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstFailure:
-    """Which rank failed first, by the ranks' own account."""
+    """The rank that failed first, by the ranks' own account."""
 
     rank: Rank
     cause: Text
@@ -407,7 +436,8 @@ class FirstFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryHeader:
-    """One rank. Besides activations; `optimizer_to_come_bytes` is what its optimizer had not allocated before the first iteration."""
+    """One rank. Besides activations; `optimizer_to_come_bytes` is what its optimizer had not allocated before the
+    first iteration."""
 
     FORMAT: ClassVar[str] = "bpipe-memory"
 
@@ -432,10 +462,12 @@ class MemoryHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryMark:
-    """What a rank held at one time: when an `action` had run, or, with an `error`, while it ran. `microbatches`: stage, number, bytes.
+    """Memory of a rank at one time: when an `action` had run, or, with an `error`, while it ran.
 
-    `shard_bytes`: what its shard of the vocabulary holds of one micro-batch between its passes, 0 where none was seen yet;
-    `in_shards_bytes`: of those that were between them.
+    `microbatches`: stage, number, bytes.
+
+    `shard_bytes`: what its shard of the vocabulary holds of one micro-batch between its passes, 0 where none was seen
+    yet; `in_shards_bytes`: what those between their passes hold.
     """
 
     iteration: Whole
@@ -474,7 +506,7 @@ class RankHeld(MemoryHeader):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Whatever the ranks of a folder wrote down of their memory."""
+    """Memory records of the ranks of a folder."""
 
     folder: Path
     ranks: tuple[RankHeld, ...]
@@ -483,9 +515,8 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A whole folder. `step_s[iteration]` is a training step with its reduction and update; `run_peak_bytes[rank]` the peak over all
-    iterations, recorded or not. `notes` tell what is missing.
-    """
+    """A whole folder. `step_s[iteration]` is a training step with its reduction and update; `run_peak_bytes[rank]`
+    the peak over all iterations, recorded or not. `notes` tell what is missing."""
 
     folder: Path
     info: RunInfo

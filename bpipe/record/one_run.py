@@ -1,4 +1,6 @@
-"""Refuse what cannot be of one run. In: what was read of a folder. Out: nothing, or what is missing; or a ValueError with the way out.
+"""Refuse what cannot be of one run.
+
+In: what was read of a folder. Out: nothing, or what is missing; or a ValueError with the way out.
 
 Reads no file. Each value was judged alone when it was read; here they are laid beside each other.
 """
@@ -9,39 +11,52 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
+from bpipe.build import ScheduleConfig
 from bpipe.models.flops import mfu
-from bpipe.program import ScheduleConfig
 from bpipe.record.format import CLOCK_ERROR_S, MOST_RANKS, RankRecord, RunInfo
 
 _EMPTY_IT = "Records of two runs lie in one folder: give every run a folder of its own"
 
 
 def refuse_two_runs(folder: Path, runs: Sequence[tuple[str, str | None]]) -> None:
-    """Raise ValueError where files say that they are of different runs. `runs`: what each is of, and the name of its run."""
+    """Raise ValueError where files say that they are of different runs.
+
+    `runs`: what each is of, and the name of its run.
+    """
     for other in runs[1:]:
         if other[1] != runs[0][1]:
-            said = (f"{what} is of {'an older run' if name is None else f'run {name[:40]}'}" for what, name in (runs[0], other))
+            said = (
+                f"{what} is of {'an older run' if name is None else f'run {name[:40]}'}"
+                for what, name in (runs[0], other)
+            )
             raise ValueError(f"{folder}: {', '.join(said)}. {_EMPTY_IT}")
 
 
 def check_one_run(folder: Path, info: RunInfo, ranks: Sequence[RankRecord]) -> None:
-    """Refuse what cannot be of one run: ranks that it does not have, two at one place, disagreement, loops at different times."""
+    """Refuse what cannot be of one run: ranks that it does not have, two at one place, disagreement, loops at
+    different times."""
     refuse_two_runs(folder, [(f"the record of rank {record.rank}", record.run) for record in ranks])
     if info.run is not None:
         refuse_two_runs(folder, [("run.json", info.run), (f"the record of rank {ranks[0].rank}", ranks[0].run)])
     taken: dict[tuple[int, int], int] = {}
     for record in ranks:
         if info.world_size is not None and record.rank >= info.world_size:
-            raise ValueError(f"{folder}: a record of rank {record.rank}, but run.json says {info.world_size} ranks. {_EMPTY_IT}")
+            raise ValueError(
+                f"{folder}: a record of rank {record.rank}, but run.json says {info.world_size} ranks. {_EMPTY_IT}"
+            )
         other = taken.setdefault((record.pipeline, record.place), record.rank)
         if other != record.rank:
             raise ValueError(
-                f"{folder}: ranks {other} and {record.rank} both say they are at place {record.place} of pipeline {record.pipeline}. "
+                f"{folder}: ranks {other} and {record.rank} both say they are at place {record.place} of pipeline "
+                f"{record.pipeline}. "
                 f"{_EMPTY_IT}"
             )
     widest = max((one.program.num_ranks for record in ranks for one in record.iterations.values()), default=0)
     if widest > (info.world_size or MOST_RANKS):
-        raise ValueError(f"{folder}: {widest} stages were run, but run.json says {info.world_size or 'no number of'} ranks. {_EMPTY_IT}")
+        raise ValueError(
+            f"{folder}: {widest} stages were run, but run.json says {info.world_size or 'no number of'} ranks. "
+            f"{_EMPTY_IT}"
+        )
     for number in sorted({number for record in ranks for number in record.iterations}):
         _check_iteration(folder, [record for record in ranks if number in record.iterations], number)
 
@@ -53,35 +68,45 @@ def _check_iteration(folder: Path, ranks: Sequence[RankRecord], number: int) -> 
         other = record.iterations[number].program
         if other != program:
             raise ValueError(
-                f"{folder}: in iteration {number} rank {first.rank} ran {_described(program)}, rank {record.rank} ran {_described(other)}. "
+                f"{folder}: in iteration {number} rank {first.rank} ran {_described(program)}, rank {record.rank} ran "
+                f"{_described(other)}. "
                 f"{_EMPTY_IT}"
             )
         needed, rows = 2 * program.num_microbatches * program.num_chunks, len(record.iterations[number].rows)
         # The rows are compared one by one later; a program of another size altogether is not even built for that.
         if needed > 2 * rows:
             raise ValueError(
-                f"{folder}: iteration {number} of rank {record.rank} has {rows} actions, but its program {needed} computations"
+                f"{folder}: iteration {number} of rank {record.rank} has {rows} actions, but its program {needed} "
+                f"computations"
             )
         if not 0 <= record.place < program.num_ranks:
-            raise ValueError(f"{folder}: rank {record.rank} is at place {record.place} of a pipeline of {program.num_ranks}. {_EMPTY_IT}")
+            raise ValueError(
+                f"{folder}: rank {record.rank} is at place {record.place} of a pipeline of {program.num_ranks}. "
+                f"{_EMPTY_IT}"
+            )
     late = max(ranks, key=lambda record: record.iterations[number].begin_s)
     early = min(ranks, key=lambda record: record.iterations[number].begin_s + record.iterations[number].elapsed_s)
-    began, ended = late.iterations[number].begin_s, early.iterations[number].begin_s + early.iterations[number].elapsed_s
+    began, ended = (
+        late.iterations[number].begin_s,
+        early.iterations[number].begin_s + early.iterations[number].elapsed_s,
+    )
     if began > ended + CLOCK_ERROR_S:
         raise ValueError(
-            f"{folder}: rank {late.rank} began iteration {number} {began - ended:.0f} s after rank {early.rank} had ended it. {_EMPTY_IT}"
+            f"{folder}: rank {late.rank} began iteration {number} {began - ended:.0f} s after rank {early.rank} had "
+            f"ended it. {_EMPTY_IT}"
         )
 
 
 def _described(program: ScheduleConfig) -> str:
     return (
-        f"{program.schedule} of {program.num_ranks} stages, {program.num_microbatches} micro-batches, {program.num_chunks} chunks, "
+        f"{program.schedule} of {program.num_ranks} stages, {program.num_microbatches} micro-batches, "
+        f"{program.num_chunks} chunks, "
         f"balance {program.balance_name}"
     )
 
 
 def missing(info: RunInfo, ranks: Sequence[RankRecord]) -> list[str]:
-    """Which ranks have no record, by rank where the size of the world is known, else by place."""
+    """Return the ranks without a record, by rank where the size of the world is known, else by place."""
     if info.world_size is not None:
         absent = sorted(set(range(info.world_size)) - {record.rank for record in ranks})
         noun = "rank" if len(absent) == 1 else "ranks"
@@ -89,8 +114,13 @@ def missing(info: RunInfo, ranks: Sequence[RankRecord]) -> list[str]:
     num_pipelines = max(record.pipeline for record in ranks) + 1
     num_places = max(iteration.program.num_ranks for record in ranks for iteration in record.iterations.values())
     if num_pipelines * num_places > MOST_RANKS:
-        raise ValueError(f"a rank says that it is of pipeline {num_pipelines - 1}, of {num_places} stages: that many ranks there are not")
-    missing = set(product(range(num_pipelines), range(num_places))) - {(record.pipeline, record.place) for record in ranks}
+        raise ValueError(
+            f"a rank says that it is of pipeline {num_pipelines - 1}, of {num_places} stages: that many ranks there "
+            f"are not"
+        )
+    missing = set(product(range(num_pipelines), range(num_places))) - {
+        (record.pipeline, record.place) for record in ranks
+    }
     named = [f"{place} of pipeline {pipeline}" for pipeline, place in sorted(missing)]
     return [f"no record of stage {_listed(named)}"] if named else []
 
@@ -100,14 +130,16 @@ def _listed(names: Sequence[str], most: int = 100) -> str:
 
 
 def check_speed(path: Path, info: RunInfo, step_s: Mapping[int, float]) -> None:
-    """No device does more than it can: then one of the numbers that say so is wrong."""
+    """Raise ValueError where a device exceeds its peak: then one of the numbers is wrong."""
     if info.flops_per_iteration is None or info.peak_flops is None or info.world_size is None:
         return
     for iteration, elapsed_s in step_s.items():
         reached = mfu(info.flops_per_iteration, elapsed_s, info.world_size, info.peak_flops) if elapsed_s > 0 else 2.0
         if reached > 1:
             raise ValueError(
-                f"{path}: iteration {iteration} would have an MFU of {100 * reached:.4g} %: {info.flops_per_iteration:g} FLOPs in "
-                f"{elapsed_s} s on {info.world_size} devices of {info.peak_flops:g} FLOP/s ({info.peak_source or 'source not said'}). "
+                f"{path}: iteration {iteration} would have an MFU of {100 * reached:.4g} %: "
+                f"{info.flops_per_iteration:g} FLOPs in "
+                f"{elapsed_s} s on {info.world_size} devices of {info.peak_flops:g} FLOP/s "
+                f"({info.peak_source or 'source not said'}). "
                 "Correct peak_flops there, or make it null"
             )

@@ -1,8 +1,9 @@
 """Read the folder of a recorded run. In: the folder of `--bpipe-report`. Out: a `Run` or a `Held`, or a ValueError.
 
-Whatever a killed run may leave is accepted and noted: a torn last line, ranks without a file, no run.json. Whatever cannot be of one run
-is refused, and so is a value that no run can have: one of another type, a negative duration, more FLOPs than the devices can do. Unknown
-keys and columns are passed over: later versions add some. Which there are, `format` says. Knows no schedule and judges no number.
+Whatever a killed run may leave is accepted and noted: a torn last line, ranks without a file, no run.json. Whatever
+cannot be of one run is refused, and so is a value that no run can have: one of another type, a negative duration, more
+FLOPs than the devices can do. Unknown keys and columns are passed over: later versions add some. Which there are,
+`format` says. Knows no schedule and judges no number.
 """
 
 from __future__ import annotations
@@ -45,18 +46,22 @@ MOST_COLUMNS = 200
 
 
 def read_run(folder: str | Path) -> Run:
-    """Everything a run left in its folder of the iterations that it recorded."""
+    """Read everything that a run recorded of its iterations."""
     path = Path(folder)
     if not path.is_dir():
         raise ValueError(f"{path} is no folder: name the one that the run was given as --bpipe-report")
     files = RECORD.files(path)
     if not files:
-        raise ValueError(f"{path} holds no record_*.jsonl: was it the --bpipe-report of a run, and did that record an iteration?")
+        raise ValueError(
+            f"{path} holds no record_*.jsonl: was it the --bpipe-report of a run, and did that record an iteration?"
+        )
     notes: list[str] = []
     info = _read_info(path / RUN, notes)
     ranks = tuple(record for record in (_read_record(file, notes) for file in files) if record is not None)
     if not any(record.iterations for record in ranks):
-        raise ValueError(f"{path}: no iteration is recorded in it. Choose some that the run reaches with --bpipe-report-iterations")
+        raise ValueError(
+            f"{path}: no iteration is recorded in it. Choose some that the run reaches with --bpipe-report-iterations"
+        )
     check_one_run(path, info, ranks)
     notes += missing(info, ranks)
     steps = {step.iteration: step.elapsed_s for step in read_steps(path / STEPS, notes) if step.elapsed_s is not None}
@@ -64,18 +69,20 @@ def read_run(folder: str | Path) -> Run:
     summaries = tuple(read_summaries(path))
     others = [one.rank for one in summaries if one.run != ranks[0].run]
     if others:
-        notes.append(f"{len(others)} of the files rank_*.json are another run's and left out: a rank that was killed leaves none")
+        notes.append(
+            f"{len(others)} of the files rank_*.json are another run's and left out: a rank that was killed leaves none"
+        )
     peaks = {one.rank: one.peak_bytes for one in summaries if one.rank not in others}
     return Run(path, info, ranks, steps, peaks, tuple(notes))
 
 
 def has_iterations(folder: str | Path) -> bool:
-    """Whether any rank recorded a whole one: a line after its header."""
+    """Return whether any rank recorded a whole one: a line after its header."""
     return any(file.read_bytes().count(b"\n") > 1 for file in RECORD.files(Path(folder)))
 
 
 def read_held(folder: str | Path) -> Held | None:
-    """What every rank wrote down of its memory, from its first forward on; None where none did."""
+    """Read the ranks' memory records, from their first forward on; None where there are none."""
     path = Path(folder)
     ranks = tuple(found for found in map(_read_memory, MEMORY.files(path)) if found is not None)
     if ranks:
@@ -84,18 +91,20 @@ def read_held(folder: str | Path) -> Held | None:
 
 
 def read_steps(path: Path, notes: list[str]) -> Iterator[TrainingStep]:
-    """Every line of the file of iterations, in its order; none where there is no file."""
+    """Return every line of the file of iterations, in its order; none where there is no file."""
     keys = {key.name for key in keys_of(TrainingStep)}
     for count, line in _lines(path, notes) if path.exists() else ():
         try:
             values = values_of(TrainingStep, line, "a step")
-            yield TrainingStep(**values, numbers={printable(name): _exact(value) for name, value in line.items() if name not in keys})
+            yield TrainingStep(
+                **values, numbers={printable(name): _exact(value) for name, value in line.items() if name not in keys}
+            )
         except ValueError as error:
             raise ValueError(f"{path}, line {count}: {error}") from None
 
 
 def _exact(value: object) -> float | None:
-    """A number as it was written to the bit; None for whatever else stands there."""
+    """Return a number as it was written to the bit; None for whatever else stands there."""
     try:
         return float.fromhex(value) if isinstance(value, str) else None
     except (ValueError, OverflowError):
@@ -103,7 +112,7 @@ def _exact(value: object) -> float | None:
 
 
 def read_summaries(folder: Path) -> Iterator[RankSummary]:
-    """Of the ranks that ended well."""
+    """Yield summaries of the ranks that ended well."""
     for path in SUMMARY.files(folder):
         try:
             yield RankSummary(**values_of(RankSummary, load_json(path.read_bytes()), "the file"))
@@ -137,24 +146,29 @@ def _check_format(path: Path, found: object, expected: str) -> None:
         raise ValueError(f"{path}: it does not say that it is {expected}, so it is no file of bpipe's --bpipe-report")
     if found.get("version") != VERSION:
         raise ValueError(
-            f"{path}: {expected} version {found.get('version')}, this bpipe reads version {VERSION}: use the one that wrote it"
+            f"{path}: {expected} version {found.get('version')}, this bpipe reads version {VERSION}: use the one that "
+            f"wrote it"
         )
 
 
 def _lines(path: Path, notes: list[str]) -> Iterator[tuple[int, Any]]:
-    """The values of a file with one a line, numbered from 1. A torn last line is left out and noted."""
+    """Read the values of a file with one a line, numbered from 1. A torn last line is left out and noted."""
     with path.open("rb") as file:
         for count, line in enumerate(file, 1):
             try:
                 yield count, load_json(line)
             except ValueError as error:
                 if line.endswith(b"\n"):
-                    raise ValueError(f"{path}, line {count}: no JSON ({error}), though the line is whole. Is the file damaged?") from None
+                    raise ValueError(
+                        f"{path}, line {count}: no JSON ({error}), though the line is whole. Is the file damaged?"
+                    ) from None
                 notes.append(f"{path.name} ends in a torn line, which is left out: the run was killed while it wrote")
 
 
-def _of_a_rank(path: Path, files: PerRank, kind: type[RankHeader | MemoryHeader], notes: list[str]) -> Iterator[tuple[int, Any]]:
-    """A file's header as the arguments of a `kind`, then its lines; nothing of a file without a whole line."""
+def _of_a_rank(
+    path: Path, files: PerRank, kind: type[RankHeader | MemoryHeader], notes: list[str]
+) -> Iterator[tuple[int, Any]]:
+    """Return a file's header as the arguments of a `kind`, then its lines; nothing of a file without a whole line."""
     lines = _lines(path, notes)
     header: Any = next(lines, (0, None))[1]
     if header is None:
@@ -188,7 +202,10 @@ def _read_record(path: Path, notes: list[str]) -> RankRecord | None:
         except ValueError as error:
             raise ValueError(f"{path}, line {count}: {error}") from None
         if iteration.iteration in iterations:
-            raise ValueError(f"{path}, line {count}: iteration {iteration.iteration} stands there twice: two runs wrote into this file")
+            raise ValueError(
+                f"{path}, line {count}: iteration {iteration.iteration} stands there twice: two runs wrote into this "
+                f"file"
+            )
         iterations[iteration.iteration] = iteration
     return RankRecord(**header, iterations=iterations)
 
@@ -213,7 +230,10 @@ def _iteration(line: object) -> Iteration:
     for name in ("columns", "actions"):
         if line.get(name) is None:
             raise ValueError(f"{name!r} is missing")
-    return Iteration(**values, rows=_rows(a_list(line["columns"], "columns"), a_list(line["actions"], "actions"), values["elapsed_s"]))
+    return Iteration(
+        **values,
+        rows=_rows(a_list(line["columns"], "columns"), a_list(line["actions"], "actions"), values["elapsed_s"]),
+    )
 
 
 def _rows(columns: Sequence[object], actions: Sequence[object], elapsed_s: float) -> tuple[Row, ...]:
@@ -229,13 +249,15 @@ def _rows(columns: Sequence[object], actions: Sequence[object], elapsed_s: float
     rows = []
     for row in actions:
         if not isinstance(row, list) or len(row) != len(columns):
-            raise ValueError(f"{str(row)[:60]} has {len(row) if isinstance(row, list) else 'no'} values for {len(columns)} columns")
+            raise ValueError(
+                f"{str(row)[:60]} has {len(row) if isinstance(row, list) else 'no'} values for {len(columns)} columns"
+            )
         rows.append(_row([None if place is None else row[place] for place in places], elapsed_s))
     return tuple(rows)
 
 
 def _row(found: Sequence[Any], elapsed_s: float) -> Row:
-    """A row, if each of its values can be one of an iteration of that length."""
+    """Return a row, if each of its values can be one of an iteration of that length."""
     first, *others = COLUMNS
     action = first.rule.read(found[0], first.name)
     try:

@@ -1,4 +1,6 @@
-"""Write what a run records. In: the values that `format` defines. Out: files, or lines appended to them. Knows no tensor and no rank.
+"""Write what a run records.
+
+In: the values that `format` defines. Out: files, or lines appended to them. Knows no tensor and no rank.
 
 A line is written at once, so that a killed run leaves whole ones; a file of one value is there whole or not at all.
 """
@@ -14,20 +16,20 @@ from bpipe.record.keys import written
 
 
 def write_whole(path: Path, value: Any) -> None:
-    """A file of one value."""
+    """Write a file of one value."""
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(_keys(value), indent=1) + "\n")
     partial.replace(path)
 
 
 def begin(path: Path, *values: Any) -> None:
-    """A new file with these lines; whatever another run left there goes."""
+    """Begin a file with these lines, in place of what another run left."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(map(_line, values)))
 
 
 def append(path: Path, *values: Any) -> None:
-    """Lines for a file of lines."""
+    """Append lines to a file."""
     with path.open("a") as file:
         file.write("".join(map(_line, values)))
 
@@ -39,22 +41,30 @@ def _line(value: Any) -> str:
 
 
 _OWN_MEMORY = ("own_buffers", "own_bytes")
-_DIFFERING = ("stayed_microbatches", "stayed_bytes", "passed_microbatches", "passed_bytes", "largest_bytes", "times_grown")
+_DIFFERING = (
+    "stayed_microbatches",
+    "stayed_bytes",
+    "passed_microbatches",
+    "passed_bytes",
+    "largest_bytes",
+    "times_grown",
+)
 
 
 def _keys(value: Any) -> dict[str, Any]:
     kind = type(value)
     keys = {"format": kind.FORMAT, "version": VERSION} if hasattr(kind, "FORMAT") else {}
     keys |= written(value)
-    # Only of backwards with halves, of shards, of what a node's own memory holds, and of micro-batches that differ in size: elsewhere
-    # there is nothing to say. Nor do older records name their run.
+    # Only of backwards with halves, of shards, of what a node's own memory holds, and of micro-batches that differ in
+    # size: elsewhere there is nothing to say. Nor do older records name their run.
     for name in ("run", "after_input_bytes", "shard_bytes", "in_shards_bytes", *_OWN_MEMORY, *_DIFFERING):
         if not keys.get(name, True):
             del keys[name]
     if isinstance(value, Iteration):
         keys["columns"] = [column.name for column in COLUMNS]
         keys["actions"] = [
-            [None if one is None else column.rule.write(one) for column, one in zip(COLUMNS, row, strict=True)] for row in value.rows
+            [None if one is None else column.rule.write(one) for column, one in zip(COLUMNS, row, strict=True)]
+            for row in value.rows
         ]
     if isinstance(value, TrainingStep):
         exact = {name: None if number is None else number.hex() for name, number in value.numbers.items()}

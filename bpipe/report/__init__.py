@@ -1,1 +1,4 @@
-"""What a run recorded, laid beside what its schedule predicts: read, replay, compare, explain. `out` prints what is found."""
+"""What a run recorded, laid beside what its schedule predicts: read, replay, compare, explain.
+
+`out` prints what is found.
+"""

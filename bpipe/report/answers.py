@@ -1,8 +1,11 @@
-"""Answer what a reader came for. In: a `Comparison`. Out: sentences: what balancing bought and cost, which stage is the bottleneck."""
+"""Answer what a reader came for.
+
+In: a `Comparison`. Out: sentences: what balancing bought and cost, which stage is the bottleneck.
+"""
 
 from __future__ import annotations
 
-from bpipe.ir.host_buffers import num_buffers_for, num_own_buffers, stays_by_host
+from bpipe.ir.host_buffers import num_buffers_for, num_host_memory_buffers, residencies_by_host
 from bpipe.ir.memory import num_transfers
 from bpipe.report.compare import Comparison, StageRow, shared_cores
 from bpipe.report.units import bytes_text, counted, percent_text, seconds_text
@@ -16,12 +19,18 @@ MOST_TOLD = 4
 
 
 def answers(comparison: Comparison) -> tuple[str, ...]:
-    found = (_balancing(comparison), _bottleneck(comparison), _hosting(comparison), _too_large(comparison), _staying(comparison))
+    found = (
+        _balancing(comparison),
+        _bottleneck(comparison),
+        _hosting(comparison),
+        _too_large(comparison),
+        _staying(comparison),
+    )
     return tuple(answer for answer in found if answer)
 
 
 def bottleneck(comparison: Comparison) -> StageRow | None:
-    """The stage nearest to its device's limit; where no limit is known, the one that holds most."""
+    """Return the stage nearest to its device's limit; where no limit is known, the one that holds most."""
     known = [row for row in comparison.stages if row.held_bytes is not None]
     if known and all(row.limit_bytes for row in known):
         return min(known, key=lambda row: (row.limit_bytes or 0) - (row.held_bytes or 0))
@@ -43,7 +52,8 @@ def _bottleneck(comparison: Comparison) -> str:
     if row.limit_bytes:
         free = row.limit_bytes - row.held_bytes
         text += (
-            f": {bytes_text(row.held_bytes)} of {bytes_text(row.limit_bytes)}, {bytes_text(abs(free))} {'free' if free >= 0 else 'over'}"
+            f": {bytes_text(row.held_bytes)} of {bytes_text(row.limit_bytes)}, {bytes_text(abs(free))} "
+            f"{'free' if free >= 0 else 'over'}"
         )
     return f"{text}."
 
@@ -69,7 +79,10 @@ def _hosting(comparison: Comparison) -> str:
     """Who hosts for whom, how much, and why. Empty where nobody does."""
     schedule = comparison.measured.schedule
     senders = [rank for rank in range(schedule.num_ranks) if num_transfers(schedule, rank).evictions]
-    told = ["; ".join(_hosted(comparison, rank, host) for host in stays_by_host(schedule, rank)) for rank in senders[:MOST_TOLD]]
+    told = [
+        "; ".join(_hosted(comparison, rank, host) for host in residencies_by_host(schedule, rank))
+        for rank in senders[:MOST_TOLD]
+    ]
     if len(senders) > MOST_TOLD:
         told.append(f"and so for {counted(len(senders) - MOST_TOLD, 'stage')} more")
     return f"{'; '.join(told)}." if told else ""
@@ -80,20 +93,20 @@ def _hosted(comparison: Comparison, rank: int, host: int) -> str:
     schedule, row = comparison.measured.schedule, comparison.stages[rank]
     how, where = comparison.measured.program.balance, _where(comparison, rank, host)
     alone = "" if row.unbalanced_bytes is None else f", which would hold {bytes_text(row.unbalanced_bytes)} alone"
-    if how is not None and how.rooms is not None:
-        return f"{where}{alone} and has room for {bytes_text(how.rooms.room_bytes[rank])}"
+    if how is not None and how.activation_budget is not None:
+        return f"{where}{alone} and has room for {bytes_text(how.activation_budget.room_bytes[rank])}"
     bound = None if schedule.bounds is None else counted(schedule.bounds[rank], "micro-batch", "es")
     return f"{where}{alone}" + ("" if bound is None else f" and is to hold {bound} at most")
 
 
 def _where(comparison: Comparison, rank: int, host: int) -> str:
-    """How much of one stage is with another, or in a node's memory."""
+    """Return how much of one stage is with another, or in a node's memory."""
     schedule, sizes = comparison.measured.schedule, comparison.prediction.sizes[host]
-    count = len(stays_by_host(schedule, rank)[host])
+    count = len(residencies_by_host(schedule, rank)[host])
     own = schedule.num_microbatches * len(schedule.layout.stages_of(rank)) // schedule.layout.num_pipes
     if host == rank:
         in_all = "" if sizes is None else f" of {bytes_text(sizes.own_bytes)} in all"
-        places = counted(num_own_buffers(schedule, rank), "host buffer")
+        places = counted(num_host_memory_buffers(schedule, rank), "host buffer")
         return f"Stage {rank} keeps {count} of its {own} micro-batches in its own node's memory, in {places}{in_all}"
     where = f"Stage {host} hosts {count} of {own} micro-batches of stage {rank}"
     if sizes is None:
@@ -118,20 +131,27 @@ def _too_large(comparison: Comparison) -> str:
         return ""
     number, place, most = max(stayed, key=lambda each: each[2].passed_bytes)
     return (
-        f"Micro-batches differ in size: {sum(one.stayed_microbatches for _, _, one in stayed)} that were to leave stayed, being too "
-        f"large for their host buffers; the bound was passed by {bytes_text(most.passed_bytes)} at most, on stage {place} in "
+        f"Micro-batches differ in size: {sum(one.stayed_microbatches for _, _, one in stayed)} that were to leave "
+        f"stayed, being too "
+        f"large for their host buffers; the bound was passed by {bytes_text(most.passed_bytes)} at most, on stage "
+        f"{place} in "
         f"iteration {number}. What is predicted takes each for as large as the largest."
     )
 
 
 def _staying(comparison: Comparison) -> str:
     """Empty where nearly all of a micro-batch leaves with it, or nothing was to."""
-    little = {row.stage: row.moved_fraction for row in comparison.stages if row.moved_fraction is not None and row.moved_fraction < ENOUGH}
+    little = {
+        row.stage: row.moved_fraction
+        for row in comparison.stages
+        if row.moved_fraction is not None and row.moved_fraction < ENOUGH
+    }
     if not little:
         return ""
     stages = ", ".join(f"stage {stage} {percent_text(fraction)}" for stage, fraction in little.items())
     return (
-        f"Less memory is freed than could be: of what a forward keeps for its backward only a part moves with its micro-batch ({stages}). "
+        f"Less memory is freed than could be: of what a forward keeps for its backward only a part moves with its "
+        f"micro-batch ({stages}). "
         f"The run's log names what holds the rest."
     )
 
@@ -149,7 +169,8 @@ def _cost(comparison: Comparison) -> str:
     if share < NOTHING:
         return "balancing cost no time: no stage stood still for transfers"
     return (
-        f"balancing cost {percent_text(share)} of an iteration's pipeline time: stage {worst} stood still for transfers for "
+        f"balancing cost {percent_text(share)} of an iteration's pipeline time: stage {worst} stood still for "
+        f"transfers for "
         f"{seconds_text(exposed_s[worst])} of {seconds_text(pipeline_s)}"
     )
 
@@ -162,7 +183,10 @@ def _bought(comparison: Comparison) -> str:
         return ""
     most, least = max(before), max(after)
     change = f"{percent_text(abs(1 - least / most))} {'less' if least <= most else 'more'}"
-    return f"with balancing the fullest stage holds {bytes_text(least)} of activations instead of {bytes_text(most)}, {change}"
+    return (
+        f"with balancing the fullest stage holds {bytes_text(least)} of activations instead of {bytes_text(most)}, "
+        f"{change}"
+    )
 
 
 def _would_buy(comparison: Comparison) -> str:
@@ -171,8 +195,12 @@ def _would_buy(comparison: Comparison) -> str:
     if after is None or not before:
         return "Balancing was off."
     if not after:
-        return f"Balancing was off, and with {counted(comparison.measured.program.num_ranks, 'stage')} there is nothing to balance."
+        return (
+            f"Balancing was off, and with {counted(comparison.measured.program.num_ranks, 'stage')} there is "
+            f"nothing to balance."
+        )
     return (
-        f"Balancing was off: with --bpipe the fullest stage would hold about {bytes_text(max(after))} of activations instead of "
+        f"Balancing was off: with --bpipe the fullest stage would hold about {bytes_text(max(after))} of activations "
+        f"instead of "
         f"{bytes_text(max(before))}."
     )

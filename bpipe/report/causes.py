@@ -1,4 +1,6 @@
-"""Say why a run differs from its prediction. In: a `Comparison` and which difference. Out: a sentence, or None: no likely cause found.
+"""Say why a run differs from its prediction.
+
+In: a `Comparison` and which difference. Out: a sentence, or None: no likely cause found.
 
 Every cause is a condition on recorded numbers, and its sentence names them. Tried in order, the first that holds is taken:
   an iteration      it was the first recorded, and most stages computed slower than later; one computation; one stage; transfers;
@@ -37,12 +39,13 @@ MIN_SAMPLES = 4
 
 
 def transfer_seconds(measured: Measured, place: int, stage: int) -> list[float]:
-    """Of every transfer that the stage made in the iterations shown and whose end is known."""
+    """Return seconds of every transfer of the stage in the iterations shown whose end is known."""
     return [row.seconds for row in ended_transfers(measured, measured.typical, place, stage)]
 
 
 def idle_seconds(comparison: Comparison, place: int) -> float | None:
-    """Between the pipeline's first and last computation, neither computing nor standing still for a transfer."""
+    """Return seconds between the pipeline's first and last computation in which a rank neither computes nor waits
+    for a transfer."""
     lanes = lanes_of(comparison.measured.typical, place)
     found = [timeline.span_s - lane.busy_s - lane.exposed_s for timeline, lane in lanes]
     return median(found) if found else None
@@ -74,7 +77,9 @@ def _varies(comparison: Comparison, timelines: Sequence[Timeline], places: Seque
         if not present:
             return 0.0, 0.0
         slow = median(_slow_ones(comparison, lane) for _, lane in present)
-        return slow, median(sum(late for late, _ in late_starts(comparison, timeline, place)) for timeline, _ in present)
+        return slow, median(
+            sum(late for late, _ in late_starts(comparison, timeline, place)) for timeline, _ in present
+        )
 
     losses = {place: lost(place) for place in places}
     worst = max(losses, key=lambda place: sum(losses[place]), default=None)
@@ -82,7 +87,8 @@ def _varies(comparison: Comparison, timelines: Sequence[Timeline], places: Seque
         return None
     slow, late = losses[worst]
     return (
-        f"Times vary: on stage {worst} computations above the median add up to {seconds_text(slow)} beyond it, and hand-overs from its "
+        f"Times vary: on stage {worst} computations above the median add up to {seconds_text(slow)} beyond it, and "
+        f"hand-overs from its "
         f"neighbours to {seconds_text(late)} more than predicted. In a pipeline the slower neighbour sets the pace."
         f"{_on_shared_cores(comparison)}"
     )
@@ -94,14 +100,19 @@ def _on_shared_cores(comparison: Comparison) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class OfIteration:
+class IterationCauses:
     timeline: Timeline
 
     def __call__(self, comparison: Comparison) -> str | None:
         over = self.timeline.span_s - comparison.totals.predicted_pipeline_s
         if over <= 0:
             return self._faster(comparison, -over)
-        return self._warm_up(comparison) or self._one(comparison, over) or self._stage(comparison, over) or self._all(comparison, over)
+        return (
+            self._warm_up(comparison)
+            or self._one(comparison, over)
+            or self._stage(comparison, over)
+            or self._all(comparison, over)
+        )
 
     def _warm_up(self, comparison: Comparison) -> str | None:
         if self.timeline.iteration != comparison.measured.warm_up:
@@ -109,7 +120,8 @@ class OfIteration:
         ratios = warm_up_ratios(comparison.measured.timelines)
         slower = sum(ratio > SLOWER for ratio in ratios)
         return (
-            f"Warm-up: it is the first that was recorded, and {slower} of {len(ratios)} stages computed {median(ratios):.2f} times as long "
+            f"Warm-up: it is the first that was recorded, and {slower} of {len(ratios)} stages computed "
+            f"{median(ratios):.2f} times as long "
             f"as later. It is in no median."
         )
 
@@ -118,13 +130,21 @@ class OfIteration:
         slowest = max(rows, key=lambda row: _excess(comparison, row))
         if _excess(comparison, slowest) < MOST_OF_IT * over:
             return None
-        return f"One computation: {_against_median(comparison, slowest)}. Another process on that machine, or its first use of something?"
+        return (
+            f"One computation: {_against_median(comparison, slowest)}. Another process on that machine, or its "
+            f"first use of something?"
+        )
 
     def _stage(self, comparison: Comparison, over: float) -> str | None:
-        excess = {place: _excess_of(comparison, lane) for place, lane in enumerate(self.timeline.lanes) if lane is not None}
+        excess = {
+            place: _excess_of(comparison, lane) for place, lane in enumerate(self.timeline.lanes) if lane is not None
+        }
         worst = max(excess, key=lambda place: excess[place])
         if excess[worst] >= MOST_OF_IT * over:
-            return f"Stage {worst} computed {seconds_text(excess[worst])} longer than its medians, over all of its micro-batches."
+            return (
+                f"Stage {worst} computed {seconds_text(excess[worst])} longer than its medians, over all of its "
+                f"micro-batches."
+            )
         exposed = {
             place: lane.exposed_s - comparison.stages[place].predicted_exposed_s
             for place, lane in enumerate(self.timeline.lanes)
@@ -142,7 +162,10 @@ class OfIteration:
         least = min(_excess_of(comparison, lane) for lane in self.timeline.present)
         if -least < MOST_OF_IT * under:
             return None
-        return f"Its computations took up to {seconds_text(-least)} a stage less than the medians over all recorded iterations."
+        return (
+            f"Its computations took up to {seconds_text(-least)} a stage less than the medians over all recorded "
+            f"iterations."
+        )
 
 
 def _against_median(comparison: Comparison, row: Row) -> str:
@@ -151,7 +174,7 @@ def _against_median(comparison: Comparison, row: Row) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class OfComputation:
+class ComputationCauses:
     stage: int
     kind: Kind
     place: int
@@ -173,13 +196,20 @@ class OfComputation:
             or self._spread(comparison, [row.seconds for _, row, _ in samples], typical)
         )
 
-    def _few(self, comparison: Comparison, samples: Sequence[tuple[int, Row]], typical: float, over: float) -> str | None:
+    def _few(
+        self, comparison: Comparison, samples: Sequence[tuple[int, Row]], typical: float, over: float
+    ) -> str | None:
         slow = [(number, row) for number, row in samples if row.seconds > OUTLIER * typical]
-        if not slow or len(slow) > max(1, len(samples) // 8) or sum(row.seconds - typical for _, row in slow) < MOST_OF_IT * over:
+        if (
+            not slow
+            or len(slow) > max(1, len(samples) // 8)
+            or sum(row.seconds - typical for _, row in slow) < MOST_OF_IT * over
+        ):
             return None
         number, slowest = max(slow, key=lambda pair: pair[1].seconds)
         return (
-            f"{len(slow)} of {len(samples)} took more than {OUTLIER} times the median, the slowest in iteration {number}: "
+            f"{len(slow)} of {len(samples)} took more than {OUTLIER} times the median, the slowest in iteration "
+            f"{number}: "
             f"{_against_median(comparison, slowest)}. Something else held them up, such as another process."
         )
 
@@ -190,30 +220,37 @@ class OfComputation:
         ratio = mean(beside) / mean(alone)
         if ratio < SLOWER or (mean(beside) - mean(alone)) * len(beside) < MOST_OF_IT * over:
             return None
-        return f"Those beside a transfer took {ratio:.2f} times as long as those alone: they share cores or memory bandwidth."
+        return (
+            f"Those beside a transfer took {ratio:.2f} times as long as those alone: they share cores or memory "
+            f"bandwidth."
+        )
 
     def _spread(self, comparison: Comparison, seconds: Sequence[float], typical: float) -> str | None:
         low, _, high = quantiles(seconds, n=4)
         if high - low < 0.2 * typical:
             return None
         return (
-            f"They vary throughout: a quarter took less than {seconds_text(low)}, a quarter more than {seconds_text(high)}."
+            f"They vary throughout: a quarter took less than {seconds_text(low)}, a quarter more than "
+            f"{seconds_text(high)}."
             f"{_on_shared_cores(comparison)}"
         )
 
 
 def split_by_transfers(samples: Sequence[tuple[Row, Lane]]) -> tuple[list[float], list[float]]:
-    """Seconds of computations that overlapped a transfer of their rank by half or more, and of the others."""
+    """Return the seconds of computations that overlapped a transfer of their rank by half or more, and of the
+    others."""
     beside: list[float] = []
     alone: list[float] = []
     for row, lane in samples:
-        overlap = max((min(row.end_s, other.end_s) - max(row.start_s, other.start_s) for other in lane.transfers), default=0.0)
+        overlap = max(
+            (min(row.end_s, other.end_s) - max(row.start_s, other.start_s) for other in lane.transfers), default=0.0
+        )
         (beside if overlap >= row.seconds / 2 else alone).append(row.seconds)
     return beside, alone
 
 
 def _slower_than_probed(comparison: Comparison, place: int, stage: int) -> str | None:
-    """Whether transfers reached clearly less than the link's probe did when nothing else ran."""
+    """Return whether transfers reached clearly less than the link's probe did when nothing else ran."""
     measured = comparison.measured
     probed = probed_speed(measured, place)
     seconds = transfer_seconds(measured, place, stage)
@@ -224,13 +261,14 @@ def _slower_than_probed(comparison: Comparison, place: int, stage: int) -> str |
     if probed < SLOWER * reached:
         return None
     return (
-        f"Contention: transfers reached {rate_text(reached)}, and the same link {rate_text(probed)} when it was probed with nothing else "
+        f"Contention: transfers reached {rate_text(reached)}, and the same link {rate_text(probed)} when it was "
+        f"probed with nothing else "
         f"running"
     )
 
 
 @dataclass(frozen=True, slots=True)
-class OfExposed:
+class ExposedCauses:
     place: int
 
     def __call__(self, comparison: Comparison) -> str | None:
@@ -245,13 +283,18 @@ class OfExposed:
             forward = comparison.prediction.basis.seconds[stage, Kind.FORWARD]
             if seconds and median(seconds) > forward:
                 return (
-                    f"A transfer takes {seconds_text(median(seconds))}, longer than the forward of {seconds_text(forward)} that it has to "
+                    f"A transfer takes {seconds_text(median(seconds))}, longer than the forward of "
+                    f"{seconds_text(forward)} that it has to "
                     f"hide behind."
                 )
         return self._one(comparison)
 
     def _one(self, comparison: Comparison) -> str | None:
-        rows = [(timeline.iteration, row) for timeline, lane in lanes_of(comparison.measured.typical, self.place) for row in lane.transfers]
+        rows = [
+            (timeline.iteration, row)
+            for timeline, lane in lanes_of(comparison.measured.typical, self.place)
+            for row in lane.transfers
+        ]
         total = sum(row.wait_s for _, row in rows)
         number, worst = max(rows, key=lambda pair: pair[1].wait_s)
         if worst.wait_s < MOST_OF_IT * total:
@@ -260,7 +303,7 @@ class OfExposed:
 
 
 @dataclass(frozen=True, slots=True)
-class OfTransfer:
+class TransferCauses:
     stage: int
     place: int
 
@@ -272,11 +315,15 @@ class OfTransfer:
             return f"{slower}."
         exposed = comparison.stages[self.place].exposed_s or 0.0
         share = exposed / comparison.totals.pipeline_s if comparison.totals.pipeline_s else 0.0
-        return f"{slower}. It cost {percent_text(share)} of the pipeline time." if share else f"{slower}. It cost no time: all are hidden."
+        return (
+            f"{slower}. It cost {percent_text(share)} of the pipeline time."
+            if share
+            else f"{slower}. It cost no time: all are hidden."
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class OfWaiting:
+class WaitingCauses:
     place: int
 
     def __call__(self, comparison: Comparison) -> str | None:
@@ -288,14 +335,22 @@ class OfWaiting:
 
     def _others(self, comparison: Comparison, over: float) -> str | None:
         places = [place for place in range(len(comparison.stages)) if place != self.place]
-        longer = {place: self._typical(comparison, place, lambda lane: _excess_of(comparison, lane)) for place in places}
+        longer = {
+            place: self._typical(comparison, place, lambda lane: _excess_of(comparison, lane)) for place in places
+        }
         worst = max(longer, key=lambda place: longer[place], default=None)
         if worst is not None and longer[worst] >= MOST_OF_IT * over:
             return f"It waited for stage {worst}, which computed {seconds_text(longer[worst])} longer than its medians."
-        stood = {place: (comparison.stages[place].exposed_s or 0.0) - comparison.stages[place].predicted_exposed_s for place in places}
+        stood = {
+            place: (comparison.stages[place].exposed_s or 0.0) - comparison.stages[place].predicted_exposed_s
+            for place in places
+        }
         worst = max(stood, key=lambda place: stood[place], default=None)
         if worst is not None and stood[worst] >= MOST_OF_IT * over:
-            return f"It waited for stage {worst}, which stood still for transfers {seconds_text(stood[worst])} longer than predicted."
+            return (
+                f"It waited for stage {worst}, which stood still for transfers {seconds_text(stood[worst])} longer "
+                f"than predicted."
+            )
         return None
 
     def _noise(self, comparison: Comparison, over: float) -> str | None:
@@ -306,24 +361,30 @@ class OfWaiting:
         return median([value(lane) for _, lane in lanes_of(comparison.measured.typical, place)] or [0.0])
 
     def _messages(self, comparison: Comparison, over: float) -> str | None:
-        found = [(timeline.iteration, late_starts(comparison, timeline, self.place)) for timeline in comparison.measured.typical]
+        found = [
+            (timeline.iteration, late_starts(comparison, timeline, self.place))
+            for timeline in comparison.measured.typical
+        ]
         lost = median(sum(late for late, _ in one) for _, one in found)
         if lost < MOST_OF_IT * over:
             return None
-        number, (longest, action) = max(((number, late) for number, one in found for late in one), key=lambda pair: pair[1][0])
+        number, (longest, action) = max(
+            ((number, late) for number, one in found for late in one), key=lambda pair: pair[1][0]
+        )
         missing = (
             " Messages are not in the prediction: too few could be told from waiting."
             if comparison.prediction.basis.message_s is None
             else ""
         )
         return (
-            f"Hand-overs from its neighbours took longer than predicted: {seconds_text(lost)} in all, with the input computed and nothing "
+            f"Hand-overs from its neighbours took longer than predicted: {seconds_text(lost)} in all, with the input "
+            f"computed and nothing "
             f"else to wait for; the longest, {seconds_text(longest)}, before {action} in iteration {number}.{missing}"
         )
 
 
 @dataclass(frozen=True, slots=True)
-class OfPeak:
+class PeakCauses:
     place: int
 
     def __call__(self, comparison: Comparison) -> str | None:
@@ -334,9 +395,20 @@ class OfPeak:
         held = row.measured_microbatches
         if held is not None and (held - row.predicted_microbatches) * over > 0:
             word = "more" if over > 0 else "fewer"
-            return f"It held {held} micro-batches at once, {word} than the {row.predicted_microbatches} of the schedule."
-        sizes = [other.bytes for _, lane in lanes_of(comparison.measured.typical, self.place) for other in lane.computations if other.bytes]
-        if sizes and len(size.saved_bytes) == 1 and max(sizes) - min(sizes) >= MOST_OF_IT * abs(over) / max(1, row.predicted_microbatches):
+            return (
+                f"It held {held} micro-batches at once, {word} than the {row.predicted_microbatches} of the schedule."
+            )
+        sizes = [
+            other.bytes
+            for _, lane in lanes_of(comparison.measured.typical, self.place)
+            for other in lane.computations
+            if other.bytes
+        ]
+        if (
+            sizes
+            and len(size.saved_bytes) == 1
+            and max(sizes) - min(sizes) >= MOST_OF_IT * abs(over) / max(1, row.predicted_microbatches)
+        ):
             return f"Its micro-batches differ in size, from {bytes_text(min(sizes))} to {bytes_text(max(sizes))}."
         return self._stays(comparison, over) if over > 0 else None
 
@@ -346,13 +418,15 @@ class OfPeak:
         left = self._left(comparison)
         if left > size.received_bytes and over <= SLOWER * left:
             return (
-                f"After its last backward {bytes_text(left)} of saved activations were still there: something in the model refers to them "
+                f"After its last backward {bytes_text(left)} of saved activations were still there: something in the "
+                f"model refers to them "
                 f"longer than their backward needs, as caches do."
             )
         stays = max((size.saved_bytes.get(stage, 0) - moved for stage, moved in size.moved_bytes.items()), default=0)
         if stays > 0 and over <= stays * (row.evictions or 0):
             return (
-                f"Storages that could not move: of every micro-batch that is away {bytes_text(stays)} stay, and the difference is at most "
+                f"Storages that could not move: of every micro-batch that is away {bytes_text(stays)} stay, and the "
+                f"difference is at most "
                 f"those of its {row.evictions} evictions."
             )
         if (
@@ -361,12 +435,13 @@ class OfPeak:
             and over >= size.received_bytes / SLOWER
         ):
             return (
-                f"About {over / size.received_bytes:.1f} times the {bytes_text(size.received_bytes)} that it receives for a micro-batch: "
+                f"About {over / size.received_bytes:.1f} times the {bytes_text(size.received_bytes)} that it receives "
+                f"for a micro-batch: "
                 f"Megatron's loop may hold inputs longer than their backward."
             )
         return None
 
     def _left(self, comparison: Comparison) -> int:
-        """Bytes of activations that were there when every micro-batch was over, host buffers left out."""
+        """Return the bytes of activations that were there when every micro-batch was over, host buffers left out."""
         lanes = lanes_of(comparison.measured.typical, self.place)
         return max(((lane.computations[-1].left_bytes or 0) - lane.source.host_bytes for _, lane in lanes), default=0)

@@ -1,7 +1,9 @@
-"""Lay a recorded run beside its prediction. In: a `Measured` and its `Prediction`. Out: a `Comparison`: a row a stage, totals, differences.
+"""Lay a recorded run beside its prediction.
 
-Where several iterations are shown, times are the median over them, a warm-up left out, and bytes the most. Knows no format and no
-words.
+In: a `Measured` and its `Prediction`. Out: a `Comparison`: a row a stage, totals, differences.
+
+Where several iterations are shown, times are the median over them, a warm-up left out, and bytes the most. Knows no
+format and no words.
 """
 
 from __future__ import annotations
@@ -10,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from bpipe.build import BalanceConfig
 from bpipe.ir.action import Kind
 from bpipe.models.flops import mfu
-from bpipe.program import BalanceConfig
 from bpipe.record.format import Iteration, Row
 from bpipe.report.measured import Lane, Measured, Timeline, ended_transfers, lanes_of, peak_microbatches, steps_of
 from bpipe.report.replay import Prediction
@@ -22,7 +24,8 @@ from bpipe.report.replay import Prediction
 class StageRow:
     """One stage, measured and predicted. None: not measured, or there is no such thing.
 
-    `all_*` are the most over all pipelines, the one shown included. Bytes are activations; `weights_bytes` are beside them.
+    `all_*` are the most over all pipelines, the one shown included. Bytes are activations; `weights_bytes` are beside
+    them.
     """
 
     stage: int
@@ -50,15 +53,18 @@ class StageRow:
 
     @property
     def held_bytes(self) -> int | None:
-        """Weights, where they are known, and activations."""
+        """Weights, where they are known, plus activations."""
         return None if self.all_measured_bytes is None else self.all_measured_bytes + (self.weights_bytes or 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """`pipeline_s`: from the first computation to the last. `step_s`: a whole training step; None where the run did not say.
+    """Times of an iteration.
 
-    `mfu` is of `step_s`, in 0 to 1; None where FLOPs, step or the device's peak are not known.
+    `pipeline_s`: from the first computation to the last. `step_s`: a whole training step; None where the run did not
+    say.
+
+    `mfu` is of `step_s`, from 0 to 1; None where FLOPs, step or the device's peak are not known.
     """
 
     pipeline_s: float
@@ -124,29 +130,32 @@ def _median(values: Iterable[float]) -> float | None:
 
 
 def _count(lanes: Sequence[tuple[Timeline, Lane]], kind: Kind) -> int | None:
-    """How many transfers of a kind an iteration typically has."""
+    """Return how many transfers of a kind an iteration typically has."""
     found = _median(lane.count(kind) for _, lane in lanes)
     return None if found is None else int(found)
 
 
 def _moved_fraction(sources: Sequence[Iteration], how: BalanceConfig | None) -> float | None:
-    """The smallest of the rank's stages': the share that leaves of what a forward keeps for its backward, or of the part that is to."""
+    """Return the smallest of the rank's stages': the share that leaves of what a forward keeps for its backward, or
+    of the part that is to."""
     parts = {} if how is None else how.part_bytes
     wanted = [
-        (one.moved_bytes.get(stage, 0), min(kept, parts.get(stage, kept))) for one in sources for stage, kept in one.kept_bytes.items()
+        (one.moved_bytes.get(stage, 0), min(kept, parts.get(stage, kept)))
+        for one in sources
+        for stage, kept in one.kept_bytes.items()
     ]
     shares = [min(1.0, moved / least) for moved, least in wanted if least]
     return min(shares, default=None)
 
 
 def _bubble(timeline: Timeline, lanes: Sequence[Lane]) -> float:
-    """The share of these lanes' time in which they did not compute."""
+    """Return the share of these lanes' time in which they did not compute."""
     whole_s = timeline.span_s * len(lanes)
     return 1 - sum(lane.busy_s for lane in lanes) / whole_s if whole_s else 0.0
 
 
 def _bytes_per_s(rows: list[Row]) -> float | None:
-    """Bytes of a stage's own transfers over how long they took."""
+    """Return the bytes of a stage's own transfers over how long they took."""
     known = [row for row in rows if row.bytes]
     return sum(row.bytes or 0 for row in known) / sum(row.seconds for row in known) if known else None
 
@@ -171,8 +180,8 @@ def _totals(measured: Measured, prediction: Prediction) -> Totals:
 
 
 def shared_cores(comparison: Comparison) -> str | None:
-    """Say where ranks that compute on the CPU have fewer cores than there are of them: a transfer then takes its time from computations,
-    and no clock tells how much."""
+    """Say where ranks that compute on the CPU have fewer cores than there are of them: a transfer then takes its
+    time from computations, and no clock tells how much."""
     ranks = comparison.measured.run.ranks
     for host in dict.fromkeys(record.host for record in ranks):
         here = [record for record in ranks if record.host == host and record.device == "cpu"]

@@ -1,8 +1,11 @@
-"""Find where a run differs most from its prediction. In: a `Comparison`. Out: at most three `Difference`s, the largest first.
+"""Find where a run differs most from its prediction.
 
-What is compared, one candidate of each: an iteration's pipeline time, a forward, a backward, standing still for transfers, one transfer,
-waiting for neighbours, a peak. The size of a difference in time is its share of the predicted pipeline time, where a computation counts as
-often as it runs; that of bytes its share of the predicted peak. `causes` says why.
+In: a `Comparison`. Out: at most three `Difference`s, the largest first.
+
+What is compared, one candidate of each: an iteration's pipeline time, a forward, a backward, standing still for
+transfers, one transfer, waiting for neighbours, a peak. The size of a difference in time is its share of the predicted
+pipeline time, where a computation counts as often as it runs; that of bytes its share of the predicted peak. `causes`
+says why.
 """
 
 from __future__ import annotations
@@ -36,7 +39,11 @@ NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """`share` is how large it is, `unit` is "s" or "bytes"; `stage` is None for a whole iteration, `iteration` for the median of all."""
+    """A difference of measured and predicted.
+
+    `share` is its size, `unit` is "s" or "bytes"; `stage` is None for a whole iteration, `iteration` for the median of
+    all.
+    """
 
     kind: str
     stage: int | None
@@ -61,7 +68,7 @@ class Difference:
 
 
 def differences(comparison: Comparison) -> tuple[Difference, ...]:
-    """The cause is looked for only in those that are shown."""
+    """Return the largest differences. A cause is looked for only in those that are shown."""
     largest: dict[str, tuple[Difference, causes.Finder]] = {}
     for found, finder in _candidates(comparison):
         if found.share >= SMALLEST_SHARE and (found.kind not in largest or found.share > largest[found.kind][0].share):
@@ -96,14 +103,17 @@ def _iterations(comparison: Comparison) -> Iterator[tuple[Difference, causes.Fin
     for timeline in comparison.measured.shown:
         what = f"iteration {timeline.iteration}, pipeline time"
         found = _seconds(comparison, "iteration", None, what, timeline.span_s, predicted)
-        yield replace(found, iteration=timeline.iteration), causes.OfIteration(timeline)
+        yield replace(found, iteration=timeline.iteration), causes.IterationCauses(timeline)
 
 
 def _computations(comparison: Comparison) -> Iterator[tuple[Difference, causes.Finder]]:
-    """The mean of an iteration, the median over iterations, against the median of all: they differ by what is rare and slow."""
+    """Return the mean of an iteration, the median over iterations, against the median of all: they differ by what is
+    rare and slow."""
     layout = comparison.measured.schedule.layout
     for (stage, kind), predicted in comparison.prediction.basis.seconds.items():
-        for place in dict.fromkeys(layout.rank_of_action(Action(stage, kind, pipe)) for pipe in range(layout.num_pipes)):
+        for place in dict.fromkeys(
+            layout.rank_of_action(Action(stage, kind, pipe)) for pipe in range(layout.num_pipes)
+        ):
             samples = [_durations(timeline, place, stage, kind) for timeline in comparison.measured.typical]
             present = [one for one in samples if one]
             if present:
@@ -111,19 +121,23 @@ def _computations(comparison: Comparison) -> Iterator[tuple[Difference, causes.F
                 what = f"{_named(comparison, stage, place)}, {NAMES[kind]} (mean)"
                 yield (
                     _seconds(comparison, kind.name.lower(), stage, what, measured, predicted, len(present[0])),
-                    causes.OfComputation(stage, kind, place),
+                    causes.ComputationCauses(stage, kind, place),
                 )
 
 
 def _named(comparison: Comparison, stage: int, place: int) -> str:
-    """A stage, and with several pipes which replica of it."""
+    """Return a stage, and with several pipes which replica of it."""
     replicas = comparison.measured.schedule.layout.replicas(stage)
     return f"stage {stage}" if len(replicas) == 1 else f"stage {stage} of pipe {replicas.index(place)}"
 
 
 def _durations(timeline: Timeline, place: int, stage: int, kind: Kind) -> list[float]:
     lane = timeline.lanes[place]
-    return [row.seconds for row in lane.computations if row.action.stage == stage and row.action.kind is kind] if lane else []
+    return (
+        [row.seconds for row in lane.computations if row.action.stage == stage and row.action.kind is kind]
+        if lane
+        else []
+    )
 
 
 def _transfers(comparison: Comparison) -> Iterator[tuple[Difference, causes.Finder]]:
@@ -133,14 +147,16 @@ def _transfers(comparison: Comparison) -> Iterator[tuple[Difference, causes.Find
         if row.exposed_s is not None:
             what = f"stage {row.stage}, standing still for transfers"
             found = _seconds(comparison, "exposed", row.stage, what, row.exposed_s, row.predicted_exposed_s)
-            yield found, causes.OfExposed(row.stage)
+            yield found, causes.ExposedCauses(row.stage)
     for stage in comparison.prediction.basis.bytes_per_s:
         for place in dict.fromkeys(measured.schedule.layout.replicas(stage)):
             seconds = causes.transfer_seconds(measured, place, stage)
             if seconds:
                 what = f"{_named(comparison, stage, place)}, one transfer (median)"
-                found = _seconds(comparison, "transfer", stage, what, median(seconds), float(costs[stage].transfer_s or 0))
-                yield found, causes.OfTransfer(stage, place)
+                found = _seconds(
+                    comparison, "transfer", stage, what, median(seconds), float(costs[stage].transfer_s or 0)
+                )
+                yield found, causes.TransferCauses(stage, place)
 
 
 def _waiting(comparison: Comparison) -> Iterator[tuple[Difference, causes.Finder]]:
@@ -149,7 +165,7 @@ def _waiting(comparison: Comparison) -> Iterator[tuple[Difference, causes.Finder
         if idle is not None:
             what = f"stage {row.stage}, waiting for its neighbours"
             found = _seconds(comparison, "waiting", row.stage, what, idle, comparison.prediction.idle_s(row.stage))
-            yield found, causes.OfWaiting(row.stage)
+            yield found, causes.WaitingCauses(row.stage)
 
 
 def _peaks(comparison: Comparison) -> Iterator[tuple[Difference, causes.Finder]]:
@@ -159,5 +175,5 @@ def _peaks(comparison: Comparison) -> Iterator[tuple[Difference, causes.Finder]]
             what = f"stage {row.stage}, peak of activations"
             yield (
                 Difference("peak", row.stage, what, row.measured_bytes, row.predicted_bytes, "bytes", share, ""),
-                causes.OfPeak(row.stage),
+                causes.PeakCauses(row.stage),
             )

@@ -1,7 +1,9 @@
-"""Choose what a report is about, on one clock. In: a Run, perhaps an iteration's number. Out: one pipeline's places and their iterations.
+"""Choose what a report is about, on one clock.
 
-Shown is one pipeline: pipeline 0, or the first of which most ranks left a record. Of the others only maxima are asked for. Knows no
-prediction; refuses rows that the program they name does not have.
+In: a Run, perhaps an iteration's number. Out: one pipeline's places and their iterations.
+
+Shown is one pipeline: pipeline 0, or the first of which most ranks left a record. Of the others only maxima are asked
+for. Knows no prediction; refuses rows that the program they name does not have.
 """
 
 from __future__ import annotations
@@ -10,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from bpipe.build import ScheduleConfig, build
 from bpipe.ir.action import COMPUTE, OTHER_END, Action, Kind
-from bpipe.ir.host_buffers import guests_of, num_host_buffers, stays_by_host
+from bpipe.ir.host_buffers import guests_of, num_host_buffers, residencies_by_host
 from bpipe.ir.memory import changes_in_time, counting
 from bpipe.ir.schedule import Schedule
-from bpipe.program import ScheduleConfig, build
 from bpipe.record.format import Iteration, RankRecord, Row, Run
 
 # Slower by less than this is not called slower; an iteration is a warm-up if this share of its stages were.
@@ -27,7 +29,8 @@ OWN_TRANSFERS = {Kind.EVICT, Kind.LOAD}
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One place in one iteration: rows by start in seconds of the common clock, with those that a one-sided partner made for it."""
+    """One place in one iteration: rows by start in seconds of the common clock, with those that a one-sided partner
+    made for it."""
 
     source: Iteration
     computations: tuple[Row, ...]
@@ -39,7 +42,7 @@ class Lane:
 
     @property
     def exposed_s(self) -> float:
-        """How long the rank stood still for transfers."""
+        """Seconds in which the rank waited for transfers."""
         return sum(row.wait_s for row in self.transfers)
 
     @property
@@ -49,7 +52,7 @@ class Lane:
 
     @property
     def levels(self) -> list[tuple[float, int]]:
-        """From when on what was held: the most during each computation, then what it left. Nobody looked in between."""
+        """Held bytes over time: the peak during each computation, then what it left. Nothing is known in between."""
         levels: list[tuple[float, int]] = []
         for row in self.computations:
             if row.live_bytes is not None:
@@ -67,7 +70,10 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One iteration of all places, `lanes[place]` None without a record. Time 0 is when the first rank began its loop."""
+    """One iteration of all places, `lanes[place]` None without a record.
+
+    Time 0 is when the first rank began its loop.
+    """
 
     iteration: int
     lanes: tuple[Lane | None, ...]
@@ -93,10 +99,11 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a report is about. `records[place]` and `ranks[place]` (None where nobody says which) are of the pipeline shown.
+    """Subject of a report. `records[place]` and `ranks[place]` (None where unknown) are of the pipeline shown.
 
-    `timelines` are all recorded iterations of this program, `shown` those that the report measures: all of them, or one. `warm_up` is the
-    number of the first, where most stages computed slower in it than later: no typical time is taken from it if there are others.
+    `timelines` are all recorded iterations of this program, `shown` those that the report measures: all of them, or
+    one. `warm_up` is the number of the first iteration, where most stages computed slower in it: no typical time is
+    taken from it if there are others.
     """
 
     run: Run
@@ -121,7 +128,7 @@ class Measured:
         return _without(self.shown, self.warm_up)
 
     def others(self, place: int) -> list[Iteration]:
-        """The shown iterations of this place in all pipelines, the shown one too."""
+        """Return the shown iterations of this place in all pipelines, the shown one too."""
         numbers = {timeline.iteration for timeline in self.shown}
         return [
             iteration
@@ -133,7 +140,7 @@ class Measured:
 
 
 def choose(run: Run, iteration: int | None = None) -> Measured:
-    """The part of a run to report on: `iteration`, or all that ran the program of the last one."""
+    """Return the part of a run to report on: `iteration`, or all that ran the program of the last one."""
     programs = {number: found.program for record in run.ranks for number, found in record.iterations.items()}
     if iteration is not None and iteration not in programs:
         raise ValueError(f"{run.folder}: iteration {iteration} is not recorded, only {_listed(sorted(programs))}")
@@ -152,16 +159,18 @@ def choose(run: Run, iteration: int | None = None) -> Measured:
         raise ValueError(f"{run.folder}: no rank of pipeline {pipeline} recorded iteration {iteration}")
     ranks = _ranks(run, schedule, records)
     notes += _higher_peaks(run, shown, records)
-    return Measured(run, program, schedule, pipeline, records, ranks, timelines, shown, _warm_up(timelines), tuple(notes))
+    return Measured(
+        run, program, schedule, pipeline, records, ranks, timelines, shown, _warm_up(timelines), tuple(notes)
+    )
 
 
 def lanes_of(timelines: Sequence[Timeline], place: int) -> list[tuple[Timeline, Lane]]:
-    """One place's part of every iteration in which it has a record."""
+    """Return one place's part of every iteration in which it has a record."""
     return [(timeline, lane) for timeline in timelines if (lane := timeline.lanes[place]) is not None]
 
 
 def _higher_peaks(run: Run, shown: Sequence[Timeline], records: Sequence[RankRecord | None]) -> list[str]:
-    """Ranks that held more in an iteration that is not shown than in those that are."""
+    """Return the ranks that held more in an iteration that is not shown than in those that are."""
     higher = []
     for place, record in enumerate(records):
         peaks = [lane.peak_bytes for _, lane in lanes_of(shown, place) if lane.peak_bytes is not None]
@@ -175,7 +184,7 @@ def _without(timelines: tuple[Timeline, ...], warm_up: int | None) -> tuple[Time
 
 
 def warm_up_ratios(timelines: Sequence[Timeline]) -> list[float]:
-    """How many times as long as later, by the median, each stage computed in the first iteration."""
+    """Return how many times as long as later, by the median, each stage computed in the first iteration."""
     ratios = []
     for place, lane in enumerate(timelines[0].lanes):
         later = [other.lanes[place] for other in timelines[1:]]
@@ -196,7 +205,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _pipeline(run: Run, num_places: int, notes: list[str]) -> tuple[int, tuple[RankRecord | None, ...]]:
-    """The pipeline shown: of those with the most records the first."""
+    """Return the pipeline shown: of those with the most records the first."""
     by_pipeline: dict[int, dict[int, RankRecord]] = {}
     for record in run.ranks:
         by_pipeline.setdefault(record.pipeline, {})[record.place] = record
@@ -207,7 +216,8 @@ def _pipeline(run: Run, num_places: int, notes: list[str]) -> tuple[int, tuple[R
 
 
 def _ranks(run: Run, schedule: Schedule, records: Sequence[RankRecord | None]) -> tuple[int | None, ...]:
-    """The rank of every place; of one without a record it is what its partner calls it, or the only rank that is left."""
+    """Return the rank of every place; of one without a record it is what its partner calls it, or the only rank that
+    is left."""
     ranks = [None if record is None else record.rank for record in records]
     # Of a pool a record names no partner.
     for place, partner in enumerate(() if schedule.is_pooled else schedule.partners or ()):
@@ -222,7 +232,9 @@ def _ranks(run: Run, schedule: Schedule, records: Sequence[RankRecord | None]) -
     return tuple(ranks)
 
 
-def _timeline(run: Run, schedule: Schedule, records: Sequence[RankRecord | None], number: int, notes: list[str]) -> Timeline:
+def _timeline(
+    run: Run, schedule: Schedule, records: Sequence[RankRecord | None], number: int, notes: list[str]
+) -> Timeline:
     found = [None if record is None else record.iterations.get(number) for record in records]
     begin_s = min((one.begin_s for one in found if one is not None), default=0.0)
     lanes: list[Lane | None] = []
@@ -237,7 +249,9 @@ def _timeline(run: Run, schedule: Schedule, records: Sequence[RankRecord | None]
         rows = [_shifted(row, shift) for row in one.rows]
         lanes.append(
             Lane(
-                one, tuple(row for row in rows if row.action.kind in COMPUTE), tuple(row for row in rows if row.action.kind not in COMPUTE)
+                one,
+                tuple(row for row in rows if row.action.kind in COMPUTE),
+                tuple(row for row in rows if row.action.kind not in COMPUTE),
             )
         )
     return Timeline(number, _with_other_ends(schedule, lanes))
@@ -246,7 +260,9 @@ def _timeline(run: Run, schedule: Schedule, records: Sequence[RankRecord | None]
 def _shifted(row: Row, shift: float) -> Row:
     host_start_s = None if row.host_start_s is None else row.host_start_s + shift
     host_end_s = None if row.host_end_s is None else row.host_end_s + shift
-    return row._replace(start_s=row.start_s + shift, end_s=row.end_s + shift, host_start_s=host_start_s, host_end_s=host_end_s)
+    return row._replace(
+        start_s=row.start_s + shift, end_s=row.end_s + shift, host_start_s=host_start_s, host_end_s=host_end_s
+    )
 
 
 def _check_rows(run: Run, schedule: Schedule, place: int, one: Iteration) -> None:
@@ -256,17 +272,19 @@ def _check_rows(run: Run, schedule: Schedule, place: int, one: Iteration) -> Non
     if actual == expected:
         return
     index = next(
-        (index for index, pair in enumerate(zip(actual, expected, strict=False)) if pair[0] != pair[1]), min(map(len, (actual, expected)))
+        (index for index, pair in enumerate(zip(actual, expected, strict=False)) if pair[0] != pair[1]),
+        min(map(len, (actual, expected))),
     )
     has, wants = (str(row[index]) if index < len(row) else "nothing" for row in (actual, expected))
     raise ValueError(
-        f"{run.folder}: in iteration {one.iteration}, computation {index} of stage {place} is {has}, but its program says {wants}. "
+        f"{run.folder}: in iteration {one.iteration}, computation {index} of stage {place} is {has}, but its program "
+        f"says {wants}. "
         f"Was it recorded by another version of bpipe?"
     )
 
 
 def _with_other_ends(schedule: Schedule, lanes: Sequence[Lane | None]) -> tuple[Lane | None, ...]:
-    """A host that takes no part in transfers has no rows of them: they are its guests'."""
+    """Add the host's ends of transfers: a host that takes no part in transfers has no rows of them."""
     completed = list(lanes)
     for place, lane in enumerate(lanes):
         if lane is None:
@@ -286,7 +304,7 @@ def _with_other_ends(schedule: Schedule, lanes: Sequence[Lane | None]) -> tuple[
 
 def _sent_to(schedule: Schedule, guest: int, host: int, lane: Lane | None) -> Iterator[Row]:
     """What a rank recorded of its transfers to and from one host."""
-    of_host = {(stay.stage, stay.microbatch) for stay in stays_by_host(schedule, guest).get(host, ())}
+    of_host = {(stay.stage, stay.microbatch) for stay in residencies_by_host(schedule, guest).get(host, ())}
     for row in lane.transfers if lane is not None else ():
         if row.action.kind in OWN_TRANSFERS and (row.action.stage, row.action.microbatch) in of_host:
             yield row
@@ -298,7 +316,8 @@ def _other_end(row: Row) -> Row:
 
 
 def peak_microbatches(schedule: Schedule, place: int, lane: Lane) -> int:
-    """The most micro-batches the rank held at once, by the times of its rows, with the host buffers for its partner.
+    """Return the most micro-batches the rank held at once, by the times of its rows, with the host buffers for its
+    partner.
 
     As in the schedule's own count, whole micro-batches only: none is away between the halves of its backward.
     """
@@ -311,20 +330,25 @@ def peak_microbatches(schedule: Schedule, place: int, lane: Lane) -> int:
     return most + (num_host_buffers(schedule, place) if lane.source.host_bytes else 0)
 
 
-def ended_transfers(measured: Measured, timelines: Sequence[Timeline], place: int, stage: int | None = None) -> list[Row]:
-    """The evictions and loads that a place made, of one stage or all, whose duration is known."""
+def ended_transfers(
+    measured: Measured, timelines: Sequence[Timeline], place: int, stage: int | None = None
+) -> list[Row]:
+    """Return the evictions and loads that a place made, of one stage or all, whose duration is known."""
     record = measured.records[place]
     return [
         row
         for _, lane in lanes_of(timelines, place)
         if record is not None
         for row in lane.transfers
-        if row.action.kind in OWN_TRANSFERS and stage in (None, row.action.stage) and row.seconds > 0 and record.ended(row)
+        if row.action.kind in OWN_TRANSFERS
+        and stage in (None, row.action.stage)
+        and row.seconds > 0
+        and record.ended(row)
     ]
 
 
 def steps_of(measured: Measured) -> Mapping[int, float]:
-    """Seconds of a whole training step, by iteration that is typical."""
+    """Return the seconds of a whole training step, by iteration that is typical."""
     return {
         timeline.iteration: measured.run.step_s[timeline.iteration]
         for timeline in measured.typical

@@ -1,7 +1,9 @@
-"""Say what a run will hold, as the run itself counts it. In: a Schedule, measured sizes of a micro-batch. Out: peaks and bounds in bytes.
+"""Say what a run will hold, as the run itself counts it.
 
-Beside `ir.memory` this knows two things of the run: host buffers are preallocated, so they are held throughout; and Megatron's
-loop keeps the last backward's input until the next forward has returned. Knows no clock.
+In: a Schedule, measured sizes of a micro-batch. Out: peaks and bounds in bytes.
+
+Beside `ir.memory` this knows two things of the run: host buffers are preallocated, so they are held throughout; and
+Megatron's loop keeps the last backward's input until the next forward has returned. Knows no clock.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ from bpipe.ir.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class RankSizes:
-    """What one rank measured: of one micro-batch by stage, what it receives for one, and what its host buffers occupy.
+    """Measured sizes of one rank: of one micro-batch by stage, of what it receives for one, and of its host buffers.
 
-    `after_input_bytes`: of stages whose backward is split, what is held between its halves. `shard_bytes`: what a shard of the vocabulary
-    holds between its passes. `own_bytes`: of its host buffers in its own node's memory.
+    `after_input_bytes`: held between dgrad and wgrad, by stage. `shard_bytes`: held by a shard of the vocabulary
+    between its passes. `own_bytes`: host buffers in its own node's memory.
     """
 
     saved_bytes: Mapping[int, int]
@@ -36,7 +38,8 @@ class RankSizes:
 
 @dataclass(frozen=True, slots=True)
 class RankPeaks:
-    """Of one rank. `bound_*` is None without balancing; the bytes are None where nothing says how large a micro-batch is."""
+    """Peaks of one rank. `bound_*` is None without balancing; bytes are None where the size of a micro-batch is
+    unknown."""
 
     microbatches: int
     num_bytes: int | None
@@ -53,14 +56,16 @@ def own_peak(
     after_input: Mapping[int, int],
     shard: int = 0,
 ) -> int:
-    """The most a rank's own micro-batches occupy, when one of each stage saves `saved[stage]` and a transfer moves `moved[stage]` of it.
+    """Return the most a rank's own micro-batches occupy, when one of each stage saves `saved[stage]` and a transfer
+    moves `moved[stage]` of it.
 
-    `after_input[stage]` is held between the halves of its backward; as much as was saved where nothing says so. `shard` is held between S
-    and T.
+    `after_input[stage]` is held between the halves of its backward; as much as was saved where nothing says so. `shard`
+    is held between S and T.
 
-    Megatron's 1F1B loop keeps the output of its last backward in a variable, and so that micro-batch's input, `received` bytes, until the
-    next forward has returned: a forward right after a backward finds it still there. Its interleaved loop does so at times that depend on
-    how its communication overlaps; there an input more or less is not predicted.
+    Megatron's 1F1B loop keeps the output of its last backward in a variable, and so that micro-batch's input,
+    `received` bytes, until the next forward has returned: a forward right after a backward finds it still there. Its
+    interleaved loop does so at times that depend on how its communication overlaps; there an input more or less is not
+    predicted.
     """
     stages = range(schedule.num_stages)
     keeps_input = exchange_of(schedule.name) is Exchange.MEGATRON_1F1B
@@ -79,9 +84,9 @@ def own_peak(
 
 
 def rank_peaks(schedule: Schedule, rank: int, sizes: RankSizes | None) -> RankPeaks:
-    """What the rank will hold at most, and what it would if it filled its bound.
+    """Return the rank's peak, and its peak if it filled its bound.
 
-    What stays behind of a micro-batch that is away, because it cannot move, is in both.
+    Both include what cannot move of a micro-batch that is away.
     """
     ones = dict.fromkeys(schedule.layout.stages_of(rank), 1)
     # Where partners use their own host memory, no host buffer was made here.
@@ -99,7 +104,7 @@ def rank_peaks(schedule: Schedule, rank: int, sizes: RankSizes | None) -> RankPe
 
 
 def without_transfers(schedule: Schedule) -> Schedule:
-    """The same computations, nothing moved: what would have run without balancing."""
+    """Return the schedule without its transfers, as it would run unbalanced."""
     ranks = tuple(tuple(replace(slot, transfers=()) for slot in row) for row in schedule.ranks)
     return replace(schedule, ranks=ranks, hosts=None, bounds=None)
 
@@ -107,7 +112,8 @@ def without_transfers(schedule: Schedule) -> Schedule:
 def whole_peaks(
     schedule: Schedule, saved_bytes: Mapping[int, int], after_input_bytes: Mapping[int, int], shard_bytes: int = 0
 ) -> tuple[int, ...] | None:
-    """Peaks of a run that has not been made, every transfer moving all that is saved; None unless every stage's size is known."""
+    """Return the peaks of a run that has not been made, every transfer moving all that is saved; None unless every
+    stage's size is known."""
     if not all(stage in saved_bytes for stage in range(schedule.num_stages)):
         return None
     saved = [saved_bytes[stage] for stage in range(schedule.num_stages)]

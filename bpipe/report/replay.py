@@ -1,8 +1,11 @@
-"""Predict a recorded run from its own measurements. In: a `Measured`. Out: a `Prediction`: the schedule simulated, and peaks from it alone.
+"""Predict a recorded run from its own measurements.
 
-Seconds of a computation are the median over all recorded iterations but a warm-up. A transfer takes what the link's probe says, or where
-there was none, the median of the measured ones, and waits for its partner where the transport does. A message between stages takes the
-median gap between a computation and the one that was waiting for it. `Basis` says which. Knows no difference and no cause.
+In: a `Measured`. Out: a `Prediction`: the schedule simulated, and peaks from it alone.
+
+Seconds of a computation are the median over all recorded iterations but a warm-up. A transfer takes what the link's
+probe says, or where there was none, the median of the measured ones, and waits for its partner where the transport
+does. A message between stages takes the median gap between a computation and the one that was waiting for it. `Basis`
+says which. Knows no difference and no cause.
 """
 
 from __future__ import annotations
@@ -12,11 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.ir.action import Kind
+from bpipe.ir.dependencies import NOTHING, Dependencies
 from bpipe.ir.memory import changes_in_time
-from bpipe.ir.needs import NOTHING, Needs
 from bpipe.ir.schedule import Schedule
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.record.format import ONE_SIDED, Row
 from bpipe.report.measured import OWN_TRANSFERS, Measured, Timeline, ended_transfers, lanes_of
 from bpipe.report.memory import RankPeaks, RankSizes, rank_peaks, whole_peaks, without_transfers
@@ -32,9 +35,12 @@ _FORWARD, _BACKWARD = Kind.FORWARD, Kind.BACKWARD
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """What a prediction was made from. By stage: seconds of computations by kind, bytes a second of transfers and who says so.
+    """Inputs of a prediction.
 
-    `message_s` is None where no message could be told from waiting; then the prediction has none. `assumed` are stages without a record.
+    By stage: seconds of computations by kind, and bytes a second of transfers with their source.
+
+    `message_s` is None where no message could be told from waiting; then the prediction has none. `assumed` are stages
+    without a record.
     """
 
     seconds: Mapping[tuple[int, Kind], float]
@@ -47,8 +53,9 @@ class Basis:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """`peaks[place]` as the schedule says, `unbalanced` the same without transfers; `balanced_bytes` is what balancing would make of a run
-    that was not: empty where there is nothing to balance.
+    """Prediction from measured times. `peaks[place]` follow from the schedule; `unbalanced` are without transfers.
+
+    `balanced_bytes`: peaks that balancing would give an unbalanced run; empty where there is nothing to balance.
     """
 
     report: Simulation
@@ -66,11 +73,11 @@ class Prediction:
         return 1 - float(self.report.busy_s(place)) / self.span_s if self.span_s else 0.0
 
     def idle_s(self, place: int) -> float:
-        """Neither computing nor waiting for a transfer: waiting for neighbours."""
+        """Return seconds in which a rank waits for its neighbours: it neither computes nor waits for a transfer."""
         return self.span_s - float(self.report.busy_s(place)) - float(self.report.exposed_s[place])
 
     def levels(self, place: int) -> tuple[Level, ...]:
-        """Bytes over time as the run counts them: host buffers held throughout."""
+        """Return the bytes over time as the run counts them: host buffers held throughout."""
         size = self.sizes[place]
         if size is None:
             return ()
@@ -80,7 +87,7 @@ class Prediction:
 
 
 def replay(measured: Measured) -> Prediction:
-    """What the schedule, on the times and sizes that were measured, should have done."""
+    """Predict what the schedule should have done with the measured times and sizes."""
     schedule = measured.schedule
     sizes = tuple(_sizes(measured, place) for place in range(schedule.num_ranks))
     seconds, assumed = _seconds(measured)
@@ -125,7 +132,9 @@ def _stage_cost(
         transfer_s=0 if bytes_per_s is None else moved / bytes_per_s,
         moved_bytes=moved,
         saved_bytes=saved,
-        after_input_bytes=max((size.after_input_bytes[stage] for size in known if stage in size.after_input_bytes), default=None),
+        after_input_bytes=max(
+            (size.after_input_bytes[stage] for size in known if stage in size.after_input_bytes), default=None
+        ),
     )
 
 
@@ -147,8 +156,11 @@ def _shards(seconds: Mapping[tuple[int, Kind], float], num_ranks: int) -> tuple[
 
 
 def _one_sided(measured: Measured) -> frozenset[int]:
-    """The places whose pair has a one-sided transport, as either of its ranks recorded; of a pool, as they recorded themselves."""
-    found = {place for place, record in enumerate(measured.records) if record is not None and record.transport in ONE_SIDED}
+    """Return the places whose pair has a one-sided transport, as either of its ranks recorded; of a pool, as they
+    recorded themselves."""
+    found = {
+        place for place, record in enumerate(measured.records) if record is not None and record.transport in ONE_SIDED
+    }
     partners = None if measured.schedule.is_pooled else measured.schedule.partners
     return frozenset(found | {partners[place] for place in found if partners})
 
@@ -158,7 +170,8 @@ def _without_buffers(size: RankSizes | None) -> RankSizes | None:
 
 
 def _balanced(program: ScheduleConfig, sizes: Sequence[RankSizes | None]) -> tuple[int, ...] | None:
-    """What balancing would make of a run without it: nothing where there is nothing to balance, None where a size is not known.
+    """What balancing would make of a run without it: nothing where there is nothing to balance, None where a size is
+    not known.
 
     None, too, where a forward and a backward overlap: only schedules of single computations are balanced.
     """
@@ -178,7 +191,9 @@ def _sizes(measured: Measured, place: int) -> RankSizes | None:
     if not found:
         return None
     one = max(found, key=lambda iteration: sum(iteration.saved_bytes.values()))
-    host_bytes, own_bytes = (max(sizes) for sizes in zip(*((each.host_bytes, each.own_bytes) for each in found), strict=True))
+    host_bytes, own_bytes = (
+        max(sizes) for sizes in zip(*((each.host_bytes, each.own_bytes) for each in found), strict=True)
+    )
     return RankSizes(
         saved_bytes=one.saved_bytes,
         moved_bytes=one.moved_bytes,
@@ -191,7 +206,7 @@ def _sizes(measured: Measured, place: int) -> RankSizes | None:
 
 
 def _seconds(measured: Measured) -> tuple[dict[tuple[int, Kind], float], tuple[int, ...]]:
-    """The median of every stage and kind, and the stages whose time had to be taken from the others."""
+    """Return the median of every stage and kind, and the stages whose time had to be taken from the others."""
     samples: dict[tuple[int, Kind], list[float]] = {}
     for timeline in measured.steady:
         for lane in timeline.present:
@@ -207,17 +222,26 @@ def _seconds(measured: Measured) -> tuple[dict[tuple[int, Kind], float], tuple[i
 
 
 def _speeds(measured: Measured) -> tuple[dict[int, float], dict[int, str]]:
-    """Bytes a second of every stage that is moved, and where the number is from."""
-    moved = {action.stage for row in measured.schedule.ranks for slot in row for action in slot.transfers if action.kind is Kind.EVICT}
+    """Return the bytes a second of every stage that is moved, and where the number is from."""
+    moved = {
+        action.stage
+        for row in measured.schedule.ranks
+        for slot in row
+        for action in slot.transfers
+        if action.kind is Kind.EVICT
+    }
     known = {stage: found for stage in sorted(moved) if (found := _speed(measured, stage)) is not None}
     if known:
         others = median([speed for speed, _ in known.values()]), "other stages"
         known |= dict.fromkeys(moved - known.keys(), others)
-    return {stage: speed for stage, (speed, _) in known.items()}, {stage: source for stage, (_, source) in known.items()}
+    return {stage: speed for stage, (speed, _) in known.items()}, {
+        stage: source for stage, (_, source) in known.items()
+    }
 
 
 def _speed(measured: Measured, stage: int) -> tuple[float, str] | None:
-    """What a stage's transfers reach: where its links were probed, that, else what moved; and which of the two it is."""
+    """What a stage's transfers reach: where its links were probed, that, else what moved; and which of the two it
+    is."""
     places = dict.fromkeys(measured.schedule.layout.replicas(stage))
     probed = [speed for place in places if (speed := probed_speed(measured, place)) is not None]
     if probed:
@@ -228,7 +252,7 @@ def _speed(measured: Measured, stage: int) -> tuple[float, str] | None:
 
 
 def probed_speed(measured: Measured, place: int) -> float | None:
-    """What the probe of this place's pair said for the transport that ran."""
+    """Return the probed speed of this place's pair for the transport that ran."""
     record = measured.records[place]
     if record is None or record.partner is None:
         return None
@@ -240,21 +264,21 @@ def probed_speed(measured: Measured, place: int) -> float | None:
 
 
 def _nodes(measured: Measured) -> tuple[int, ...]:
-    """The node of every place; empty where all are on one, or not all are known."""
+    """Return the node of every place; empty where all are on one, or not all are known."""
     hosts = [None if record is None else record.host for record in measured.records]
     names = list(dict.fromkeys(hosts))
     return tuple(names.index(host) for host in hosts) if len(names) > 1 and None not in names else ()
 
 
 def _messages(measured: Measured, nodes: Sequence[int]) -> tuple[float | None, float | None]:
-    """Seconds of a message inside a node and between nodes: the median over pairs of neighbours.
+    """Return the seconds of a message inside a node and between nodes: the median over pairs of neighbours.
 
     Of a pair it is the mean of both directions' median gaps, so that what two clocks differ by drops out.
     """
-    needs = Needs(measured.schedule.layout, measured.schedule.num_microbatches)
+    dependencies = Dependencies(measured.schedule.layout, measured.schedule.num_microbatches)
     found: dict[tuple[int, int], list[float]] = {}
     for timeline in measured.steady:
-        for ranks, gap in gaps(timeline, needs):
+        for ranks, gap in gaps(timeline, dependencies):
             found.setdefault(ranks, []).append(gap)
     inside: list[float] = []
     between: list[float] = []
@@ -266,22 +290,23 @@ def _messages(measured: Measured, nodes: Sequence[int]) -> tuple[float | None, f
     return (median(inside) if inside else None), (median(between) if between else None)
 
 
-def gaps(timeline: Timeline, needs: Needs) -> Iterator[tuple[tuple[int, int], float]]:
-    """From the end of a computation to the start of the one that it allows on another rank, with the places of both.
+def gaps(timeline: Timeline, dependencies: Dependencies) -> Iterator[tuple[tuple[int, int], float]]:
+    """Yield seconds from the end of a computation to the start of the one that it allows on another rank, with the
+    places of both.
 
-    Only where the other rank had nothing else to wait for: it had ended its computation before, and waited for no transfer.
+    Only where the other rank waited for nothing else: it had ended its computation before, and waited for no transfer.
     """
-    ends = {needs.made(row.action): row.end_s for lane in timeline.present for row in lane.computations}
+    ends = {dependencies.value_of(row.action): row.end_s for lane in timeline.present for row in lane.computations}
     for place, lane in enumerate(timeline.lanes):
         if lane is None:
             continue
         waits = sorted(row.end_s for row in lane.transfers if row.wait_s > 0)
         for free, row in _with_free(lane.computations):
-            value = needs.needed(row.action)
+            value = dependencies.operand_of(row.action)
             made = None if value == NOTHING else ends.get(value)
             if made is None or free >= made:
                 continue
-            makers, takers = needs.route(value)
+            makers, takers = dependencies.route(value)
             # What passes between shards is no message of two.
             waited = bisect_left(waits, free) < bisect_right(waits, row.start_s)
             if len(makers) == len(takers) == 1 and makers != (place,) and not waited:
@@ -289,5 +314,5 @@ def gaps(timeline: Timeline, needs: Needs) -> Iterator[tuple[tuple[int, int], fl
 
 
 def _with_free(rows: Sequence[Row]) -> Iterator[tuple[float, Row]]:
-    """Every computation of a rank with when the one before it was over."""
+    """Return every computation of a rank with when the one before it was over."""
     return zip([float("-inf"), *(row.end_s for row in rows)], rows, strict=False)

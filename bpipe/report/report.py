@@ -1,4 +1,6 @@
-"""A whole report: the comparison, the largest differences, the answers. In: a folder, perhaps an iteration. Out: a `Report`.
+"""A whole report: the comparison, the largest differences, the answers.
+
+In: a folder, perhaps an iteration. Out: a `Report`.
 
 The one door for the command and for whoever writes a report down: table, JSON, page and trace all take this value.
 """
@@ -18,7 +20,7 @@ from bpipe.report.replay import replay
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`differences` by size, at most three; `answers` are whole sentences."""
+    """A report: `differences` by size, at most three; `answers` are whole sentences."""
 
     comparison: Comparison
     differences: tuple[Difference, ...]
@@ -30,7 +32,10 @@ class Report:
 
 
 def report_of(folder: str | Path, iteration: int | None = None) -> Report:
-    """Raises ValueError where the folder holds no record of one run, or not this iteration."""
+    """Make the report of a folder.
+
+    Raises ValueError where the folder holds no record of one run, or not this iteration.
+    """
     measured = choose(read_run(folder), iteration)
     comparison = compare(measured, replay(measured))
     return Report(comparison, differences(comparison), answers(comparison))

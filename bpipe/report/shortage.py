@@ -1,9 +1,11 @@
-"""Say of a run that ended early what its stages held, what they would have needed, and what would have fitted. In: a `Held`. Out: text.
+"""Say of a run that ended early what its stages held, what they would have needed, and what would have fitted.
 
-A stage needs what it has besides activations (its optimizer's state too, which an Adam allocates only at its first step), the schedule's
-peak of micro-batches of the measured size, with what a shard of the vocabulary holds of those between its passes, and what else its device
-had allocated at the time. Where a stage was not reached its micro-batches are taken to be as large as the largest that was seen, and that
-is said. Shards are equally large.
+In: a `Held`. Out: text.
+
+A stage needs what it has besides activations (its optimizer's state too, which an Adam allocates only at its first
+step), the schedule's peak of micro-batches of the measured size, with what a shard of the vocabulary holds of those
+between its passes, and what else its device had allocated at the time. Where a stage was not reached its micro-batches
+are taken to be as large as the largest that was seen, and that is said. Shards are equally large.
 """
 
 from __future__ import annotations
@@ -11,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.ir.host_buffers import num_buffers_for
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.schedule import Schedule
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.record.format import Held, MemoryMark, RankHeld
 from bpipe.report.memory import own_peak
 from bpipe.report.units import bytes_text, counted
@@ -22,9 +24,12 @@ from bpipe.report.units import bytes_text, counted
 
 @dataclass(frozen=True, slots=True)
 class StageNeed:
-    """One stage at its fullest, in bytes; None where it is not known. `other_bytes`: what was allocated besides all that is named here.
+    """One stage at its fullest, in bytes; None where it is not known.
 
-    `shard_bytes`: what its shard of the vocabulary holds of a micro-batch between its passes, which is nothing of `microbatch_bytes`.
+    `other_bytes`: what was allocated besides all that is named here.
+
+    `shard_bytes`: what its shard of the vocabulary holds of a micro-batch between its passes, which is nothing of
+    `microbatch_bytes`.
     """
 
     stage: int
@@ -48,7 +53,7 @@ class StageNeed:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class ShortageRemedy:
     """A way the run could have been made: the most any stage needs, and whether that fits."""
 
     name: str
@@ -59,7 +64,8 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Of one micro-batch: what every stage saves, and what a rank's shard of the vocabulary holds between its passes."""
+    """Of one micro-batch: what every stage saves, and what a rank's shard of the vocabulary holds between its
+    passes."""
 
     saved_bytes: Mapping[int, int]
     shard_bytes: int
@@ -74,13 +80,16 @@ class Shortage:
     program: ScheduleConfig
     iteration: int
     stages: tuple[StageNeed, ...]
-    ways: tuple[Way, ...]
+    ways: tuple[ShortageRemedy, ...]
     answers: tuple[str, ...]
     notes: tuple[str, ...]
 
 
 def shortage_of(held: Held) -> Shortage:
-    """Of the first pipeline in which a rank failed, or else the first. Raises ValueError where no forward was made."""
+    """Return the shortage of the first pipeline in which a rank failed, or else the first.
+
+    Raises ValueError where no forward was made.
+    """
     known = [rank for rank in held.ranks if any(mark.program is not None and mark.saved_bytes for mark in rank.marks)]
     if not known:
         raise ValueError(f"{held.folder}: the run ended before any stage had run a forward: {_ending(held)}")
@@ -93,7 +102,9 @@ def shortage_of(held: Held) -> Shortage:
     stages = tuple(_need(rank, schedule, sizes) for _, rank in sorted(ranks.items()))
     ways = _ways(program, ranks, sizes)
     logits_known = program.vocabulary is Vocabulary.WHOLE or bool(sizes.shard_bytes)
-    return Shortage(program, iteration, stages, ways, _answers(held, failed, stages, ways), tuple(_notes(assumed, logits_known)))
+    return Shortage(
+        program, iteration, stages, ways, _answers(held, failed, stages, ways), tuple(_notes(assumed, logits_known))
+    )
 
 
 def _last_program(ranks: Iterable[RankHeld]) -> tuple[ScheduleConfig, int]:
@@ -104,13 +115,16 @@ def _last_program(ranks: Iterable[RankHeld]) -> tuple[ScheduleConfig, int]:
 
 def _notes(assumed: Sequence[int], logits_known: bool) -> Iterator[str]:
     if assumed:
-        yield f"stage {', '.join(map(str, assumed))} ran no forward: its micro-batches are taken to be as large as the largest"
+        yield (
+            f"stage {', '.join(map(str, assumed))} ran no forward: its micro-batches are taken to be as large as "
+            f"the largest"
+        )
     if not logits_known:
         yield "no rank had computed its shard of the output layer: the logits that each will hold are not counted"
 
 
 def _failed(held: Held) -> RankHeld | None:
-    """The rank that failed first: by the ranks' own account, or else one that had no memory left."""
+    """Return the rank that failed first: by the ranks' own account, or else one that had no memory left."""
     if held.failure is not None:
         return next((rank for rank in held.ranks if rank.rank == held.failure.rank), None)
     return next((rank for rank in held.ranks if rank.end is not None and rank.end.out_of_memory), None)
@@ -129,7 +143,7 @@ def _sizes(ranks: Mapping[int, RankHeld], schedule: Schedule) -> tuple[_Sizes, l
 
 
 def _other_bytes(rank: RankHeld) -> int | None:
-    """The most the device had allocated besides what is named."""
+    """Return the most the device had allocated besides what is named."""
     found = [
         mark.allocated_bytes - rank.weights_bytes - rank.gradients_bytes - rank.optimizer_bytes - mark.activations_bytes
         for mark in rank.marks
@@ -139,14 +153,18 @@ def _other_bytes(rank: RankHeld) -> int | None:
 
 
 def _activations(rank: RankHeld, schedule: Schedule, sizes: _Sizes, parts: int = 1) -> tuple[int, int]:
-    """Micro-batches and bytes at the stage's fullest; a host buffer is as large as the largest that its rank may send there.
+    """Return the micro-batches and bytes at the stage's fullest; a host buffer is as large as the largest that its rank
+    may send there.
 
     The micro-batches that ran are in `parts`.
     """
     own = {stage: sizes.saved_bytes[stage] for stage in schedule.layout.stages_of(rank.place)}
     ones = dict.fromkeys(own, 1)
     buffers = num_buffers_for(schedule, rank.place)
-    hosted = sum(count * max(sizes.saved_bytes[stage] for stage in schedule.layout.stages_of(guest)) for guest, count in buffers.items())
+    hosted = sum(
+        count * max(sizes.saved_bytes[stage] for stage in schedule.layout.stages_of(guest))
+        for guest, count in buffers.items()
+    )
     received = max(mark.received_bytes for mark in rank.marks)
     ran = [mark.after_input_bytes for mark in rank.marks]
     between = {stage: max(one.get(stage, 0) for one in ran) // parts for stage in set().union(*ran)}
@@ -182,7 +200,7 @@ def _fullest(rank: RankHeld) -> MemoryMark:
     return out or max(rank.marks, key=lambda mark: mark.activations_bytes)
 
 
-def _ways(program: ScheduleConfig, ranks: Mapping[int, RankHeld], sizes: _Sizes) -> tuple[Way, ...]:
+def _ways(program: ScheduleConfig, ranks: Mapping[int, RankHeld], sizes: _Sizes) -> tuple[ShortageRemedy, ...]:
     """As it was; balanced; with half the micro-batch; with both."""
     ways = [_way("as it was run", program, ranks, sizes, 1)]
     balanced = _balanced(program) if program.balance is None else None
@@ -205,8 +223,13 @@ def _balanced(program: ScheduleConfig) -> ScheduleConfig | None:
     return config if any(slot.transfers for row in build(config).ranks for slot in row) else None
 
 
-def _way(name: str, program: ScheduleConfig, ranks: Mapping[int, RankHeld], sizes: _Sizes, parts: int) -> Way:
-    """The stage that comes nearest to its limit. Of a micro-batch in `parts`, activations and what else was allocated shrink alike."""
+def _way(
+    name: str, program: ScheduleConfig, ranks: Mapping[int, RankHeld], sizes: _Sizes, parts: int
+) -> ShortageRemedy:
+    """Return the stage that comes nearest to its limit.
+
+    Of a micro-batch in `parts`, activations and what else was allocated shrink alike.
+    """
     schedule = build(program)
     smaller = sizes.parted(parts)
     needs = []
@@ -214,7 +237,7 @@ def _way(name: str, program: ScheduleConfig, ranks: Mapping[int, RankHeld], size
         need = rank.besides_bytes + _activations(rank, schedule, smaller, parts)[1] + (_other_bytes(rank) or 0) // parts
         needs.append((need - (rank.limit_bytes or 0), need, rank))
     _, need, rank = max(needs, key=lambda one: one[:2])
-    return Way(name, rank.place, need, None if rank.limit_bytes is None else need <= rank.limit_bytes)
+    return ShortageRemedy(name, rank.place, need, None if rank.limit_bytes is None else need <= rank.limit_bytes)
 
 
 def _ending(held: Held) -> str:
@@ -233,7 +256,9 @@ def _ending(held: Held) -> str:
     return "no error is written down: the run goes on, or it was killed"
 
 
-def _answers(held: Held, failed: RankHeld | None, stages: tuple[StageNeed, ...], ways: tuple[Way, ...]) -> tuple[str, ...]:
+def _answers(
+    held: Held, failed: RankHeld | None, stages: tuple[StageNeed, ...], ways: tuple[ShortageRemedy, ...]
+) -> tuple[str, ...]:
     end = _ending(held)
     answers = [f"{end[0].upper()}{end[1:]}".rstrip(".") + "."]
     stage = next((one for one in stages if failed is not None and one.rank == failed.rank), None)
@@ -245,7 +270,9 @@ def _answers(held: Held, failed: RankHeld | None, stages: tuple[StageNeed, ...],
     elif fitting:
         answers.append(f"What fits: {'; '.join(fitting)}.")
     else:
-        answers.append("None of these fits: recompute more, or split the model further. `bpipe plan` compares such ways.")
+        answers.append(
+            "None of these fits: recompute more, or split the model further. `bpipe plan` compares such ways."
+        )
     return tuple(answers)
 
 
@@ -263,5 +290,7 @@ def _what_it_held(held: Held, stage: StageNeed) -> str:
     if stage.logits_bytes:
         text += f"; {bytes_text(stage.logits_bytes)} of each micro-batch are logits, which balancing does not divide"
     if stage.shard_bytes:
-        text += f"; its shard of the output layer holds {bytes_text(stage.shard_bytes)} of a micro-batch between its passes"
+        text += (
+            f"; its shard of the output layer holds {bytes_text(stage.shard_bytes)} of a micro-batch between its passes"
+        )
     return f"{text}."

@@ -1,11 +1,12 @@
 """Host a partner's activations in host buffers. One of the two roles of a rank; the other is `evictor`.
 
-In: HOST and RETURN actions with their host buffer. Out: buffers filled and emptied. Knows the transport's protocol and no schedule.
-A buffer that is hosted again, or returned, waits for its own last transfer [8], and on a device it does so beside the computation: no
-forward or backward of this rank waits for a buffer. At the end of the iteration everything does, for then they may be given back. The host
-never blocks, except that a HOST may have to learn how large the partner's storages are, a stage at a time, and that on a CPU every wait is
-the host's. It never waits to hear of a stage that the partner comes to only later: that could need this very rank.
-Where the evictor reaches into the buffers by itself, there is nothing but learning this and lending the memory.
+In: HOST and RETURN actions with their host buffer. Out: buffers filled and emptied. Knows the transport's protocol and
+no schedule. A buffer that is hosted again, or returned, waits for its own last transfer [8], and on a device it does so
+beside the computation: no forward or backward of this rank waits for a buffer. At the end of the iteration everything
+does, for then they may be given back. The host never blocks, except that a HOST may have to learn how large the
+partner's storages are, a stage at a time, and that on a CPU every wait is the host's. It never waits to hear of a stage
+that the partner comes to only later: that could need this very rank. Where the evictor reaches into the buffers by
+itself, there is nothing but learning this and lending the memory.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Acceptor(Protocol):
 
     @property
     def num_host_buffers(self) -> int:
-        """Host buffers allocated on this rank, used or not."""
+        """Number of host buffers allocated on this rank, used or not."""
 
     @property
     def host_buffer_bytes(self) -> int:
@@ -36,27 +37,29 @@ class Acceptor(Protocol):
 
     @property
     def moved_bytes(self) -> Mapping[int, int]:
-        """By the partner's stage, the bytes of one micro-batch that come; empty where this rank takes no part in that."""
+        """Bytes of one micro-batch that come, by the partner's stage; empty where this rank takes no part in that."""
 
     @property
     def is_scattered(self) -> bool:
         """Whether the host buffers are in several pieces of memory, some of which may be of no use any more."""
 
     def hear(self, action: Action, num_stages: int) -> None:
-        """Before this HOST: the partner has told how large the micro-batches of so many of its stages are. Blocks until that is here."""
+        """Hear, before this HOST, the sizes of so many of the partner's stages. Blocks until they are here."""
 
     def hear_growth(self) -> bool:
-        """Between two iterations, where sizes differ: whether rooms have to be larger. Blocks until the partner begins this iteration,
-        for which it needs nothing of it."""
+        """Hear between two iterations whether buffers have to grow, where sizes differ.
+
+        Blocks until the partner begins this iteration, for which it needs nothing of this rank.
+        """
 
     def host(self, action: Action, host_buffer: int) -> None:
-        """A host buffer is about to be filled."""
+        """Begin to fill a host buffer."""
 
     def give_back(self, action: Action, host_buffer: int) -> None:
-        """A host buffer is about to be emptied."""
+        """Begin to empty a host buffer."""
 
     def end(self) -> None:
-        """The iteration is over: every host buffer must be free again."""
+        """End the iteration: every host buffer must be free again."""
 
     def let_go(self) -> None:
         """Free the host buffers; the next HOST allocates them again, for all that was heard."""
@@ -69,7 +72,8 @@ class Acceptor(Protocol):
 
 
 class Hearing:
-    """What an acceptor hears: by the partner's stage, how long the storages of one of its micro-batches are, in the order it tells."""
+    """Sizes that an acceptor hears: lengths of the storages of a micro-batch, by the partner's stage, in the order
+    told."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -88,7 +92,7 @@ class Hearing:
 
 
 class HearingAcceptor:
-    """What acceptors have in common: they hear how large what comes is, and have a layout of where it goes."""
+    """Common part of acceptors: they hear the sizes of what comes and lay out where it goes."""
 
     def __init__(self, stages_in_buffers: Sequence[frozenset[int]], transport: Transport) -> None:
         self._layout = BufferLayout(stages_in_buffers)
@@ -117,7 +121,7 @@ class HearingAcceptor:
 
 
 class LendingAcceptor(HearingAcceptor):
-    """Lends memory to an evictor that does the rest by itself; or does nothing, where that uses its own."""
+    """Lends memory to an evictor that does the rest by itself, or does nothing where the evictor uses its own."""
 
     def __init__(self, stages_in_buffers: Sequence[frozenset[int]], transport: OneSided) -> None:
         super().__init__(stages_in_buffers, transport)
@@ -145,13 +149,13 @@ class LendingAcceptor(HearingAcceptor):
             self._transport.lend(nbytes)
 
     def give_back(self, action: Action, host_buffer: int) -> None:
-        """The evictor has taken, or will take, what it wants."""
+        """Do nothing: the evictor takes what it wants."""
 
     def end(self) -> None:
-        """The evictor's own order keeps the buffers apart."""
+        """Do nothing: the evictor's own order keeps the buffers apart."""
 
     def abandon(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no transfer is held."""
 
 
 class ReceivingAcceptor(HearingAcceptor):
@@ -208,14 +212,17 @@ class ReceivingAcceptor(HearingAcceptor):
         if pending is not None and buffer.holds is not None:
             action = buffer.holds
             self._wait(pending, action, buffer.state.value)
-            buffer.move(HostBufferState.FULL if buffer.state is HostBufferState.FILLING else HostBufferState.FREE, action)
+            buffer.move(
+                HostBufferState.FULL if buffer.state is HostBufferState.FILLING else HostBufferState.FREE, action
+            )
 
     def end(self) -> None:
         for buffer in self._host_buffers.buffers:
             self._settle(buffer)
             if buffer.state is not HostBufferState.FREE:
                 raise TransferError(
-                    f"host buffer {buffer.index} still holds {buffer.holds} at the end of the iteration: its RETURN is missing"
+                    f"host buffer {buffer.index} still holds {buffer.holds} at the end of the iteration: its RETURN "
+                    f"is missing"
                 )
 
     def let_go(self) -> None:

@@ -1,7 +1,8 @@
 """A board on which every rank of a run can put a word for the others, outside of any collective.
 
-In: nothing. Out: the store in which the ranks found each other, through a connection of its own; None where there is none. A rank that is
-stuck, or alone in what happened to it, can still write and read here. Knows no failure and no report.
+In: nothing. Out: the store in which the ranks found each other, through a connection of its own; None where there is
+none. A rank that is stuck, or alone in what happened to it, can still write and read here. Knows no failure and no
+report.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ _TIMEOUT = timedelta(seconds=20)
 
 
 def open_board() -> distributed_c10d.Store | None:
-    """A connection for one thread. A restart of all ranks under torchrun may find the same store: it reads a board of its own."""
+    """Open a connection for one thread.
+
+    A restart of all ranks under torchrun may find the same store: it reads a board of its own.
+    """
     if not dist.is_initialized():
         return None
     with contextlib.suppress(Exception):
@@ -29,7 +33,7 @@ def open_board() -> distributed_c10d.Store | None:
 
 
 def first_to_say(what: str) -> bool:
-    """Whether no other rank has said this before; true where nobody can be asked."""
+    """Return whether no other rank has said this before; true where nobody can be asked."""
     board = open_board()
     with contextlib.suppress(Exception):
         if board is not None:

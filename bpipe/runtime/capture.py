@@ -1,13 +1,14 @@
 """Find the storages one micro-batch's forward saved for its backward, and say which of them may leave.
 
-In: the autograd nodes of a stage's outputs. Out: the storages, each once, in a fixed order. Knows no schedule and moves nothing.
+In: the autograd nodes of a stage's outputs. Out: the storages, each once, in a fixed order. Knows no schedule and moves
+nothing.
 
-The graph is walked; `torch.autograd.graph.saved_tensors_hooks` is not used. A hook hands a custom Function a new tensor where it
-saved a Parameter, and attributes such as `main_grad` are gone; and hooks shadow one another. Storages are resized in place instead,
-so autograd's own tensors keep their identity.
+The graph is walked; `torch.autograd.graph.saved_tensors_hooks` is not used. A hook hands a custom Function a new tensor
+where it saved a Parameter, and attributes such as `main_grad` are gone; and hooks shadow one another. Storages are
+resized in place instead, so autograd's own tensors keep their identity.
 
-Of a wrapper that says in which plain tensors it keeps its bytes (`__tensor_flatten__`), as quantised tensors do, these are looked at: they
-may leave if nobody but the graph holds the wrapper, and nobody but the wrapper them.
+Of a wrapper that says in which plain tensors it keeps its bytes (`__tensor_flatten__`), as quantised tensors do, these
+are looked at: they may leave if nobody but the graph holds the wrapper, and nobody but the wrapper them.
 
 A storage may leave only if it lies on the device that computes and nobody but this micro-batch's graph can see it. Three counts say so,
 and each catches what the others cannot:
@@ -30,7 +31,9 @@ from bpipe.runtime.graph import STASH, is_plain, nodes_of, payloads_of, refuse_h
 
 
 class SavedStorage(NamedTuple):
-    """One storage of a micro-batch. `alone` is False where somebody else holds it too, by [1] or [2], or it is not the device's to move.
+    """One storage of a micro-batch.
+
+    `alone` is False where somebody else holds it too, by [1] or [2], or it is not the device's to move.
 
     `kind` is the kind of the node that saved it; of several, the first that the walk came to.
     """
@@ -42,7 +45,8 @@ class SavedStorage(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a tensor is saved: which node in the order of the walk, which of its attributes, which tensor in that, or that one's base."""
+    """Position of a saved tensor: the node in the order of the walk, its attribute, which tensor in that, or that
+    one's base."""
 
     node: int
     name: str
@@ -51,10 +55,11 @@ class Place(NamedTuple):
 
 
 class Uses:
-    """What the walk learns of one storage: the tensors by which the graph uses it, and how many it unpacked from copies.
+    """Uses of one storage: the tensors by which the graph uses it, and how many were unpacked from copies.
 
-    `places` are the first of each original. `saved` and `stashed` tell by a tensor's id whether autograd holds it, and how often a
-    compiled Function's list does; `wrapped` are by their payload's id the ids of wrappers that the graph holds in its place.
+    `places` are the first of each original. `saved` and `stashed` count, by a tensor's id, how often autograd and a
+    compiled Function's list hold it; `wrapped` holds, by their payload's id, the ids of wrappers that the graph holds
+    in its place.
     """
 
     __slots__ = ("copies", "kind", "originals", "places", "saved", "stashed", "storage", "wrapped")
@@ -71,7 +76,7 @@ class Uses:
 
     @property
     def expected(self) -> int:
-        """Return how often the storage is used where nobody but the graph has it, and the one who looks."""
+        """Number of uses of the storage where only the graph and the caller have it."""
         return len(self.originals) + len(self.copies) + 1
 
     def add(self, tensor: torch.Tensor, stashed: bool, place: Place) -> None:
@@ -89,7 +94,7 @@ class Uses:
             self.wrapped[id(payload)] = wrapper
 
     def holders(self, tensor: torch.Tensor) -> int:
-        """The reference count of this tensor where nobody but the graph holds it, or its wrapper."""
+        """Return the reference count of this tensor where nobody but the graph holds it, or its wrapper."""
         if id(tensor) in self.wrapped:
             return _HOLDERS_OF_WRAPPED
         stashed = self.stashed[id(tensor)]
@@ -99,11 +104,12 @@ class Uses:
 
 
 def find(roots: Sequence[Any], inputs: Sequence[torch.Tensor | None], device: torch.device) -> tuple[SavedStorage, ...]:
-    """Every storage saved in the graph behind `roots` (autograd nodes), each once; only what lies on `device` can be alone.
+    """Return every storage saved in the graph behind `roots` (autograd nodes), each once; only what lies on `device`
+    can be alone.
 
-    `inputs` are tensors the pipeline loop itself holds but never reads again, the stage's received input: being held by it does not
-    count. Cost: a few microseconds a node. A graph whose backward ran already raises torch's own error, one that saved through hooks
-    ValueError.
+    `inputs` are tensors the pipeline loop itself holds but never reads again, the stage's received input: being held by
+    it does not count. Cost: a few microseconds a node. A graph whose backward ran already raises torch's own error, one
+    that saved through hooks ValueError.
     """
     uses, wrappers = collect(roots)
     elsewhere = _held_elsewhere(wrappers)
@@ -111,7 +117,8 @@ def find(roots: Sequence[Any], inputs: Sequence[torch.Tensor | None], device: to
 
 
 def collect(roots: Sequence[Any]) -> tuple[dict[int, Uses], dict[int, torch.Tensor]]:
-    """The uses of every storage behind `roots`, and all wrappers that were saved in place of their payloads, by their ids.
+    """Return the uses of every storage behind `roots`, and all wrappers that were saved in place of their payloads, by
+    their ids.
 
     A function of its own: its locals hold tensors, and `_judge` counts holders.
     """
@@ -134,7 +141,9 @@ def collect(roots: Sequence[Any]) -> tuple[dict[int, Uses], dict[int, torch.Tens
                     use = uses[storage._cdata] = Uses(storage, node.name())
                 place = Place(number, name, position)
                 if tensor is not again[position]:
-                    use.copies.append(place)  # saved as the node's own output: every unpacking makes a new tensor, the graph holds one
+                    use.copies.append(
+                        place
+                    )  # saved as the node's own output: every unpacking makes a new tensor, the graph holds one
                 else:
                     use.add(tensor, name == STASH, place)
                     # A view keeps the tensor it is a view of alive, and that one uses the storage too.
@@ -144,7 +153,10 @@ def collect(roots: Sequence[Any]) -> tuple[dict[int, Uses], dict[int, torch.Tens
 
 
 def _held_elsewhere(wrappers: dict[int, torch.Tensor]) -> set[int]:
-    """Those that somebody besides the graph holds. Nobody else may hold `wrappers`, which are gone afterwards."""
+    """Return the storages that somebody besides the graph holds.
+
+    Nobody else may hold `wrappers`, which are gone afterwards.
+    """
     found = set()
     while wrappers:
         number, wrapper = wrappers.popitem()
@@ -153,10 +165,14 @@ def _held_elsewhere(wrappers: dict[int, torch.Tensor]) -> set[int]:
     return found
 
 
-def _judge(use: Uses, inputs: Sequence[torch.Tensor | None], device: torch.device, elsewhere: Collection[int]) -> SavedStorage:
+def _judge(
+    use: Uses, inputs: Sequence[torch.Tensor | None], device: torch.device, elsewhere: Collection[int]
+) -> SavedStorage:
     storage, originals, expected = use.storage, use.originals, use.expected
     use.originals = []
-    alone = num_storage_uses(storage) == expected and not any(wrapper in elsewhere for wrapper in use.wrapped.values())  # [1]
+    alone = num_storage_uses(storage) == expected and not any(
+        wrapper in elsewhere for wrapper in use.wrapped.values()
+    )  # [1]
     while originals:
         tensor = originals.pop()
         if num_python_holders(tensor) > use.holders(tensor) and not any(tensor is known for known in inputs):  # [2]
@@ -165,7 +181,7 @@ def _judge(use: Uses, inputs: Sequence[torch.Tensor | None], device: torch.devic
 
 
 def _on(device: torch.device, storage: torch.UntypedStorage) -> bool:
-    """A device without an index is whichever of its type computes."""
+    """Return whether a device is meant by another: one without an index is whichever of its type computes."""
     return storage.device.type == device.type and device.index in (None, storage.device.index)
 
 
@@ -174,7 +190,7 @@ def num_storage_uses(storage: torch.UntypedStorage) -> int:
 
 
 def only_holder(tensor: torch.Tensor) -> bool:
-    """Whether nothing but this tensor uses its storage: once it is gone, so are its bytes."""
+    """Return whether nothing but this tensor uses its storage: once it is gone, so are its bytes."""
     storage = tensor.untyped_storage()
     return num_storage_uses(storage) == 2  # the tensor and our own hold
 
@@ -184,7 +200,8 @@ def num_python_holders(tensor: torch.Tensor) -> int:
 
 
 def _measure_holders(saved: bool, stashed: bool) -> int:
-    """The reference count of a tensor that only the graph holds, as `_judge` sees it; it depends on torch and Python versions."""
+    """Return the reference count of a tensor that only the graph holds, as `_judge` sees it; it depends on torch and
+    Python versions."""
 
     class Keeping(torch.autograd.Function):
         @staticmethod
@@ -195,7 +212,8 @@ def _measure_holders(saved: bool, stashed: bool) -> int:
             setattr(ctx, STASH, [kept] if stashed else [])
             return x * 3
 
-    # Kept: torch 2.11 lets go of what a Function saved with the last tensor that came out of it, whoever still has the node.
+    # Kept: torch 2.11 lets go of what a Function saved with the last tensor that came out of it, whoever still has the
+    # node.
     output = cast(Any, Keeping.apply(torch.ones(1, requires_grad=True)))
     node = output.grad_fn
     originals = [*(node.saved_tensors or getattr(node, STASH))]
@@ -230,7 +248,7 @@ _HOLDERS_OF_BOTH = _measure_holders(saved=True, stashed=True)
 
 
 class Claims:
-    """Remember which micro-batch saved which storage, to notice one that two of them saved: rule [3]."""
+    """Remembers which micro-batch saved which storage, to notice one that two of them saved: rule [3]."""
 
     def __init__(self) -> None:
         self._owners: dict[int, tuple[StorageWeakRef, Hashable]] = {}

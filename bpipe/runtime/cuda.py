@@ -1,7 +1,7 @@
 """What only CUDA has, and `torch.accelerator` no words for. The only file of `bpipe` that names `torch.cuda`.
 
-In: a device, or nothing. Out: a stream's handle for CUDA's own runtime, ranges for its profilers, and a device's name. What is the same
-on every accelerator stands in `streams`.
+In: a device, or nothing. Out: a stream's handle for CUDA's own runtime, ranges for its profilers, and a device's name.
+What is the same on every accelerator stands in `streams`.
 """
 
 from __future__ import annotations

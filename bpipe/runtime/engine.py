@@ -1,8 +1,8 @@
 """Run a rank's program: start every transfer where the schedule says, and check every operation against it.
 
-In: a checked Schedule, this rank, a transport, and around each computation the calls `before(op)`, `after(op)` and, once what it made is on
-its way, `sent(op)`. Out: the same computations, with activations away in between. Knows no Megatron; whoever drives the pipeline loop makes
-the calls.
+In: a checked Schedule, this rank, a transport, and around each computation the calls `before(op)`, `after(op)` and,
+once what it made is on its way, `sent(op)`. Out: the same computations, with activations away in between. Knows no
+Megatron; whoever drives the pipeline loop makes the calls.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from bpipe.ir.action import READING, TRANSFER, Action, Kind
-from bpipe.ir.host_buffers import Hosting
+from bpipe.ir.host_buffers import Residency
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.steps import Step, one_by_one, steps
 from bpipe.runtime.capture import find
@@ -37,14 +37,14 @@ TIMERS = (*ISSUING.values(), WAITING)
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Where an engine stands and how it moves. `name` says in errors which process this is, such as "rank 3".
+    """Settings of an engine. `name` says in errors which process this is, such as "rank 3".
 
-    `synchronous`: wait for every transfer where it is issued, to see what it would cost. `allocated()`: how many bytes of the device its
-    allocator has given out, None where nobody counts. `differing`: micro-batches of one stage may differ in size; both ranks of a pair, and
-    the transport, are made for that. `waiting(backward)`: what whoever computes keeps, besides the graph, from the first
-    half of a split backward to the second; `between(shard)`: what it keeps of a micro-batch from S to T. `timed(name)` is entered around
-    whatever this rank does for balancing: issuing a transfer, and waiting for one. `parts`: by stage, how many bytes of each micro-batch
-    leave, by default all that may.
+    `synchronous`: wait for every transfer where it is issued, to see what that would cost. `allocated()`: bytes that
+    the device's allocator has given out, None where nobody counts. `differing`: micro-batches of one stage may differ
+    in size; both ranks of a pair and the transport must be made for it. `waiting(backward)`: what the caller keeps,
+    besides the graph, from dgrad to wgrad; `between(shard)`: what it keeps of a micro-batch from S to T. `timed(name)`
+    is entered around everything that this rank does for balancing: issuing a transfer, and waiting for one. `parts`: by
+    stage, bytes of each micro-batch that leave, by default all that may.
     """
 
     name: str
@@ -73,9 +73,9 @@ class Engine:
         meter: Meter | None = None,
         streams: Streams | None = None,
     ) -> None:
-        """`transport` is that to the rank's partner, or one to each rank that it sends to or hosts for, by rank; under its own rank one
-        into its own node's memory. `streams` are those of other programs of this process, which never run beside this one; by default its
-        own."""
+        """`transport` is that to the rank's partner, or one to each rank that it sends to or hosts for, by rank;
+        under its own rank one into its own node's memory. `streams` are those of other programs of this process,
+        which never run beside this one; by default its own."""
         self.schedule = schedule
         self._rank = rank
         self._config = config
@@ -86,7 +86,7 @@ class Engine:
         self._position = 0
         # The computation that has run and whose output nobody has said to be sent.
         self._unsent: Action | None = None
-        self._stays: Counter[tuple[int, int]] = Counter()
+        self._residencies: Counter[tuple[int, int]] = Counter()
         self._leaving = {(a.stage, a.microbatch) for a in self._all_transfers() if a.kind is Kind.EVICT}
         self._unmeasured: Action | None = None
         self._kept = Kept(config.minimum_bytes, config.allocated)
@@ -116,27 +116,28 @@ class Engine:
 
     @property
     def moved_bytes(self) -> dict[int, int]:
-        """By stage, the bytes of one micro-batch that leave with it, of the largest; only stages that leave, once they were measured."""
+        """Bytes of one micro-batch that leave, the largest, by stage; only stages that leave, once measured."""
         return dict(self._evictor.sizing.moved_bytes) if self._evictor else {}
 
     @property
     def most_bytes(self) -> dict[int, int]:
-        """The same of what would leave if there were room for it."""
+        """Bytes that would leave if there were room for them, by stage."""
         return dict(self._evictor.sizing.most_bytes) if self._evictor else {}
 
     @property
     def sizing(self) -> Sizing | None:
-        """What the rooms of what leaves are, and what of the iteration under way, or the last one, found too little."""
+        """Sizes of what leaves, and what of the present or last iteration exceeded its buffers."""
         return self._evictor.sizing if self._evictor else None
 
     @property
     def hosted_bytes(self) -> Mapping[int, int]:
-        """By stage of other ranks, the bytes of one micro-batch that come here; without those that move them by themselves."""
+        """Bytes of one micro-batch that come here, by stage of other ranks; without those that other ranks move by
+        themselves."""
         return self._acceptor.moved_bytes if self._acceptor else {}
 
     @property
     def num_host_buffers(self) -> int:
-        """Host buffers preallocated here for others."""
+        """Number of host buffers preallocated here for others."""
         return self._acceptor.num_host_buffers if self._acceptor else 0
 
     @property
@@ -146,7 +147,7 @@ class Engine:
 
     @property
     def lent_bytes(self) -> int:
-        """See `Partners.lent_bytes`; a part of `host_bytes`."""
+        """Bytes of host buffers that other ranks reach into by themselves; a part of `host_bytes`."""
         return self._partners.lent_bytes
 
     @property
@@ -154,14 +155,15 @@ class Engine:
         """How many host buffers are preallocated in its own node's memory, and their bytes."""
         return self._partners.own_memory
 
-    # -- the calls -----------------------------------------------------------------------------------------------------------------
+    # -- the calls
+    # -----------------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The pipelined loop starts, before its first communication."""
+        """Begin an iteration, before its first communication."""
         if self._position:
             raise RuntimeFault(f"{self._config.name}: a new iteration starts, but the last one stopped {self._where()}")
         self._partners.gather(next(step.compute for step in self._steps if step.compute))
-        self._stays.clear()
+        self._residencies.clear()
         if self._meter:
             self._meter.begin()
         if self.recorder:
@@ -173,18 +175,23 @@ class Engine:
         self._start_after(self._steps[0])
 
     def before(self, op: Action) -> None:
-        """`op`, a computation, is about to run; it has what it needs from its neighbours."""
+        """Prepare for `op`, a computation that is about to run; its inputs from neighbours are there."""
         step = self._steps[self._position] if self._position < len(self._steps) else Step(None)
         if self._unsent is not None:
-            raise RuntimeFault(f"{self._config.name}: {op} is about to run, but nobody said that what {self._unsent} made has been sent")
+            raise RuntimeFault(
+                f"{self._config.name}: {op} is about to run, but nobody said that what {self._unsent} made has been "
+                f"sent"
+            )
         if step.compute != op:
             raise RuntimeFault(
-                f"{self._config.name}: the program says {step.compute or 'the iteration is over'}, the pipeline loop runs {op}, "
+                f"{self._config.name}: the program says {step.compute or 'the iteration is over'}, the pipeline loop "
+                f"runs {op}, "
                 f"{self._where()}. The schedule {self.schedule.name} is not the one this loop runs"
             )
         if self._evictor:
-            # What is evicted beside a computation or in a bubble is gone before the next computation, which takes its memory; and not
-            # earlier: the loop has sent the last one's output meanwhile, and that would have waited too.
+            # What is evicted beside a computation or in a bubble is gone before the next computation, which takes its
+            # memory; and not earlier: the loop has sent the last one's output meanwhile, and that would have waited
+            # too.
             self._evictor.finish_evictions()
         self._transfers(step.before)
         if self._evictor:
@@ -198,8 +205,13 @@ class Engine:
         if op.kind is Kind.FORWARD and self._evictor:
             self._kept.starts()
 
-    def after(self, op: Action, outputs: Sequence[torch.Tensor | None] = (), inputs: Sequence[torch.Tensor | None] = ()) -> None:
-        """`op` has run, and nothing else has. For a forward, `outputs` are the stage's and `inputs` what the loop received for it."""
+    def after(
+        self, op: Action, outputs: Sequence[torch.Tensor | None] = (), inputs: Sequence[torch.Tensor | None] = ()
+    ) -> None:
+        """Continue after `op`, before anything else runs.
+
+        For a forward, `outputs` are the stage's and `inputs` what the loop received.
+        """
         step = self._steps[self._position]
         assert step.compute == op, f"after({op}) follows before({step.compute})"
         if op.kind is Kind.FORWARD:
@@ -220,10 +232,10 @@ class Engine:
         self._unsent = op
 
     def sent(self, op: Action) -> None:
-        """What `op` made is on its way, if anybody else needs it: the transfers behind it start.
+        """Start the transfers behind `op`, whose outputs are on their way.
 
-        One of them may wait for an eviction, and that for the partner, who may wait for what `op` made. A loop that sends only when this
-        returns (Megatron's) calls it at once: its schedules are judged by that.
+        One of these may wait for an eviction, and that for the partner, who may wait for outputs of `op`. A loop that
+        sends only when this returns (Megatron's) calls it at once: its schedules are judged by that.
         """
         assert self._unsent == op, f"sent({op}) follows after({self._unsent})"
         self._unsent = None
@@ -235,22 +247,23 @@ class Engine:
         self._start_after(step)
 
     def communicated(self) -> None:
-        """The loop has sent its last message to a neighbour, and nothing has been asked of all ranks yet: the last transfers start.
+        """Start the last transfers: the loop has sent its last message, and nothing has been asked of all ranks yet.
 
-        They wait until here because the partner's ends of them come behind that message, and not longer because the partner must have
-        its activations back before it can join what all ranks do, such as reducing gradients. A loop that does no such thing leaves
-        this to `end`.
+        The partner's ends come behind that message, so they wait until here. The partner needs its activations back
+        before it can join what all ranks do, such as reducing gradients, so they do not wait longer. A loop without
+        such a step leaves this to `end`.
         """
         left = len(self._steps) - 1 - self._position
         if left > 0:
             raise RuntimeFault(
-                f"{self._config.name}: the pipeline loop is over {self._where()}, next is {self._steps[self._position].compute}"
+                f"{self._config.name}: the pipeline loop is over {self._where()}, next is "
+                f"{self._steps[self._position].compute}"
             )
         if left == 0:
             self._start_after(self._steps[-1])
 
     def end(self) -> None:
-        """The pipelined loop is over."""
+        """End the iteration."""
         self.communicated()
         for role in (self._evictor, self._acceptor):
             if role is not None:
@@ -261,11 +274,14 @@ class Engine:
         self._position = 0
 
     def stop_measuring(self) -> None:
-        """Between two iterations: what the meter showed is enough."""
+        """Stop measuring between two iterations: what the meter showed is enough."""
         self._meter = None
 
     def release(self) -> None:
-        """Give the host buffers back: another program takes over. Both ends of a transfer call this; the next `begin` measures anew."""
+        """Give the host buffers back: another program takes over.
+
+        Both ends of a transfer call this; the next `begin` measures anew.
+        """
         self._partners.release()
 
     def abandon(self) -> None:
@@ -273,10 +289,11 @@ class Engine:
         self._partners.abandon()
 
     def where(self) -> str:
-        """This process and how far it is, for an error that came from elsewhere."""
+        """Return this process and how far it is, for an error that came from elsewhere."""
         return f"{self._config.name}, {self._where()}"
 
-    # -- inside --------------------------------------------------------------------------------------------------------------------
+    # -- inside
+    # ------------------------------------------------------------------------------------------------------------------
 
     def _where(self) -> str:
         last = next((step.compute for step in reversed(self._steps[: self._position]) if step.compute), None)
@@ -295,7 +312,8 @@ class Engine:
             self._evictor.remember(op, roots, inputs, outputs)
 
     def _measure(self) -> None:
-        """Measure a stage's first forward at once: the partner may wait to hear of it, and this rank then waits for the partner."""
+        """Measure a stage's first forward at once: the partner may wait to hear of it, and this rank then waits for
+        the partner."""
         forward, self._unmeasured = self._unmeasured, None
         if forward is not None and self._evictor is not None:
             self._evictor.measure(forward)
@@ -310,22 +328,22 @@ class Engine:
         for action in actions:
             key = (action.stage, action.microbatch)
             if action.kind in (Kind.EVICT, Kind.HOST):
-                self._stays[key] += 1
-            stay = Hosting(*key, self._stays[key] - 1)
+                self._residencies[key] += 1
+            residency = Residency(*key, self._residencies[key] - 1)
             if self.recorder and self._partners.sees(action):
-                self.recorder.started(action, self._partners.buffer_of[stay])
-            self._begin_transfer(action, stay)
+                self.recorder.started(action, self._partners.buffer_of[residency])
+            self._begin_transfer(action, residency)
             if self._meter and action.kind in (Kind.EVICT, Kind.LOAD):
                 self._meter.touched(action)
         if self._config.synchronous and self._evictor:
             self._evictor.finish_all()
 
-    def _begin_transfer(self, action: Action, stay: Hosting) -> None:
+    def _begin_transfer(self, action: Action, residency: Residency) -> None:
         try:
             with self._config.timed(ISSUING[action.kind]), named(str(action), self._config.device):
                 if action.kind is Kind.HOST and self._acceptor:
-                    self._acceptor.hear(action, self._partners.told_by[stay])
-                self._start[action.kind](action, self._partners.buffer_of[stay])
+                    self._acceptor.hear(action, self._partners.told_by[residency])
+                self._start[action.kind](action, self._partners.buffer_of[residency])
         except (RuntimeFault, TransferError):
             raise
         except Exception as error:
@@ -348,6 +366,7 @@ class Engine:
 
     def _failure(self, action: Action, what: str, error: Exception) -> TransferError:
         return TransferError(
-            f"{self._config.name}, stage {self._rank}: {action} with {self._partners.named(action)} {what}; the time-out is "
+            f"{self._config.name}, stage {self._rank}: {action} with {self._partners.named(action)} {what}; the "
+            f"time-out is "
             f"{self._config.timeout_s:g} s, --bpipe-timeout: {error}"
         )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 class RuntimeFault(RuntimeError):
-    """The run left its program: a wait is missing, an operation came out of order, or storages changed between micro-batches."""
+    """The run left its program: a wait is missing, an operation came out of order, or storages changed between
+    micro-batches."""
 
 
 class TransferError(RuntimeError):

@@ -1,7 +1,9 @@
-"""Send micro-batches' activations away and bring them back, in place. One of the two roles of a rank; the other is `acceptor`.
+"""Send micro-batches' activations away and bring them back, in place.
 
-In: EVICT and LOAD actions with their host buffer, and the graphs of finished forwards. Out: storages emptied and refilled.
-Knows the transport's protocol, not which transport it is; knows no schedule, only what it is told to move.
+One of the two roles of a rank; the other is `acceptor`.
+
+In: EVICT and LOAD actions with their host buffer, and the graphs of finished forwards. Out: storages emptied and
+refilled. Knows the transport's protocol, not which transport it is; knows no schedule, only what it is told to move.
 
     HERE --evict--> LEAVING --sent--> AWAY --load--> COMING --received--> HERE
 
@@ -62,7 +64,8 @@ _NEXT = {
     ActivationsState.COMING: ActivationsState.HERE,
 }
 
-# What freed and refilled memory is filled with when poisoning is on: a NaN in every floating type, an absurd index in every integer type.
+# What freed and refilled memory is filled with when poisoning is on: a NaN in every floating type, an absurd index in
+# every integer type.
 POISON = 0xFF
 
 
@@ -70,8 +73,9 @@ POISON = 0xFF
 class Activations:
     """The saved activations of one forward. `roots` and `inputs` are dropped once its storages are known.
 
-    `outputs` are where the stage's outputs lay when it had run: what autograd saved of these stays. How long whoever sends them, or the
-    next stage, holds them too differs between micro-batches, and all of a stage's are to be of one size.
+    `outputs` are where the stage's outputs lay when it had run: what autograd saved of these stays. How long whoever
+    sends them, or the next stage, holds them too differs between micro-batches, and all of a stage's are to be of one
+    size.
     """
 
     forward: Action
@@ -108,8 +112,8 @@ class Evictor:
     ) -> None:
         """`stages_in_buffers` are the partner's host buffers: which of this rank's stages each of them holds.
 
-        `claims` are shared by all evictors of a rank. `differing`: micro-batches of one stage may differ in size. `parts`: by stage, how
-        many bytes of each micro-batch leave, by default all that may.
+        `claims` are shared by all evictors of a rank. `differing`: micro-batches of one stage may differ in size.
+        `parts`: by stage, how many bytes of each micro-batch leave, by default all that may.
         """
         self._stages: frozenset[int] = frozenset().union(*stages_in_buffers)
         self._layout = BufferLayout(stages_in_buffers)
@@ -132,7 +136,7 @@ class Evictor:
         self.sizing = Sizing(differing)
 
     def begin(self) -> None:
-        """A new iteration: nothing may be left of the last one."""
+        """Begin an iteration: nothing may be left of the last one."""
         if self._known:
             left = ", ".join(str(activations.forward) for activations in self._known.values())
             raise RuntimeFault(f"activations of {left} are left over from the last iteration: did a backward not run?")
@@ -140,15 +144,18 @@ class Evictor:
         self.sizing.begin()
 
     def computes(self) -> None:
-        """A computation begins."""
+        """Note that a computation begins."""
         self.sizing.computes()
 
     def tell_growth(self, by: Action) -> bool:
-        """Between two iterations, where sizes differ: tell the partner which rooms have to be larger, and whether any has.
+        """Tell the partner between two iterations which buffers have to grow, where sizes differ.
 
-        It listens at the begin of every iteration but the first, in which it hears of the rooms as they are measured. `by`: in errors.
+        Return whether any has.
+
+        The partner listens at the beginning of every iteration but the first, in which it hears sizes as they are
+        measured. `by`: named in errors.
         """
-        if not self.sizing.rooms:
+        if not self.sizing.announced:
             return False
         grown = self.sizing.grow()
         self._announcements.append((by, self._transport.announce(grown)))
@@ -161,24 +168,24 @@ class Evictor:
         inputs: Sequence[torch.Tensor | None],
         outputs: Sequence[torch.Tensor | None] = (),
     ) -> None:
-        """A forward has finished whose activations will leave, or tell how large they are."""
+        """Remember a finished forward whose activations will leave, or tell how large they are."""
         # Whatever the graph holds was there when the outputs were: nothing of it can be where one of them was.
         places = frozenset(output.untyped_storage()._cdata for output in outputs if output is not None)
         self._known[_key(forward)] = Activations(forward, roots, inputs, places)
 
     def forget(self, forward: Action) -> None:
-        """Activations that never leave: hold nothing of them, or their backward could not free as it goes."""
+        """Forget activations that never leave, or their backward could not free them as it goes."""
         del self._known[_key(forward)]
 
     def unmeasured(self, stage: int) -> bool:
-        """Whether activations of this stage will leave and nobody knows yet how large they are."""
-        return stage in self._stages and stage not in self.sizing.rooms
+        """Return whether activations of this stage will leave and nobody knows yet how large they are."""
+        return stage in self._stages and stage not in self.sizing.announced
 
     def measure(self, forward: Action) -> None:
         """Learn from a remembered forward how long its stage's storages are, and tell the partner.
 
-        The partner listens no earlier than at a HOST, so this does not wait for it. Where there are none, both ends know that
-        nothing of this stage travels, and its transfers are empty, until its room grows.
+        The partner listens no earlier than at a HOST, so this does not wait for it. Where there are none, both ends
+        know that nothing of this stage travels, and its transfers are empty, until its room grows.
         """
         movable = self._movable(forward.stage, self._own(self._known[_key(forward)]))
         self._measured_kinds[forward.stage] = _by_kind(movable)
@@ -188,15 +195,18 @@ class Evictor:
     def _own(self, activations: Activations) -> tuple[SavedStorage, ...]:
         """What this micro-batch saved and no other did."""
         found = find(activations.roots, activations.inputs, self._device)
-        found = tuple(item._replace(alone=False) if item.storage._cdata in activations.outputs else item for item in found)
+        found = tuple(
+            item._replace(alone=False) if item.storage._cdata in activations.outputs else item for item in found
+        )
         mine = self._claims.claim([item.storage for item in found], _key(activations.forward))
         return tuple(compress(found, mine))
 
     def _movable(self, stage: int, own: Sequence[SavedStorage]) -> tuple[SavedStorage, ...]:
-        """What leaves of a micro-batch of a stage: all that may, or, from the end of the walk, as many as hold the stage's part of it.
+        """What leaves of a micro-batch of a stage: all that may, or, from the end of the walk, as many as hold the
+        stage's part of it.
 
-        There the storages of layers follow one another, and what a stage has behind its layers stands at the other end: the part is whole
-        layers' wherever its bytes are theirs.
+        There the storages of layers follow one another, and what a stage has behind its layers stands at the other end:
+        the part is whole layers' wherever its bytes are theirs.
         """
         movable = tuple(item for item in own if item.alone and item.nbytes >= self._minimum_bytes)
         if stage not in self._parts:
@@ -219,30 +229,38 @@ class Evictor:
             storages, lengths = [], ()
         activations.storages, activations.lengths = storages, lengths
         activations.roots, activations.inputs = (), ()
-        self._layout.make_room(host_buffer, action.stage, self.sizing.rooms)
+        self._layout.make_room(host_buffer, action.stage, self.sizing.announced)
         if self._transport.one_sided:
             self._transport.grow()
         with self._streams.outbound():  # [1]
             activations.pending = (
-                self._transport.put(host_buffer, _bytes_of(activations.storages)) if self._travels(activations) else Done()
+                self._transport.put(host_buffer, _bytes_of(activations.storages))
+                if self._travels(activations)
+                else Done()
             )  # [2]
 
     def _again(self, activations: Activations) -> list[torch.UntypedStorage]:
-        """Return what leaves where an earlier micro-batch of the stage saved it; nothing where that is not known, or is not there."""
+        """Return what leaves where an earlier micro-batch of the stage saved it; nothing where that is not known, or
+        is not there."""
         stage, key = activations.forward.stage, _key(activations.forward)
         retrace = self._retraces.get(stage)
         if retrace is None or self._kept.asks(*key):
             return []
         found = retrace.find(activations.roots, activations.inputs) or []
-        own = all(self._claims.claim(found, key)) and not any(storage._cdata in activations.outputs for storage in found)
-        return found if own and _lengths_of(found) == self.sizing.rooms.get(stage) else []
+        own = all(self._claims.claim(found, key)) and not any(
+            storage._cdata in activations.outputs for storage in found
+        )
+        return found if own and _lengths_of(found) == self.sizing.announced.get(stage) else []
 
     def _anew(self, action: Action, activations: Activations) -> list[torch.UntypedStorage]:
-        """Return what leaves of all that was saved, and remember where that was. Raises RuntimeFault where it is not what was announced."""
+        """Return what leaves of all that was saved, and remember where that was.
+
+        Raises RuntimeFault where it is not what was announced.
+        """
         stage, own = action.stage, self._own(activations)
         movable = self._movable(stage, own)
         storages = [item.storage for item in movable]
-        if not self.sizing.differing and _lengths_of(storages) != self.sizing.rooms.get(stage, ()):
+        if not self.sizing.differing and _lengths_of(storages) != self.sizing.announced.get(stage, ()):
             raise self._other_sizes(action, movable, activations.roots)
         if self._kept.asks(*_key(action)):
             self._kept.saw(stage, own, hiding(activations.roots), sum(item.nbytes for item in movable))
@@ -252,27 +270,37 @@ class Evictor:
         return storages
 
     def _travels(self, activations: Activations) -> bool:
-        """Whether anything of a micro-batch does. Where both ends take part and sizes differ, that nothing of it does has to be told."""
+        """Return whether anything of a micro-batch leaves."""
         told = self.sizing.differing and not self._transport.one_sided
-        return bool(activations.storages) or (told and bool(self.sizing.rooms[activations.forward.stage]))
+        return bool(activations.storages) or (told and bool(self.sizing.announced[activations.forward.stage]))
 
     def _other_sizes(self, action: Action, movable: Sequence[SavedStorage], roots: Sequence[Any]) -> RuntimeFault:
-        """This micro-batch's storages are not those that were announced: say which kinds of nodes differ, or may hide what they saved."""
-        announced = self.sizing.rooms.get(action.stage, ())
+        """Return the error for storages other than those announced: which kinds of nodes differ, or may hide what
+        they saved."""
+        announced = self.sizing.announced.get(action.stage, ())
         before, now = self._measured_kinds.get(action.stage, Counter()), _by_kind(movable)
         differing = sorted(before | now, key=lambda kind: -abs(now[kind] - before[kind]))[:3]
-        why = ", ".join(f"{kind} {now[kind]} bytes instead of {before[kind]}" for kind in differing if now[kind] != before[kind])
+        why = ", ".join(
+            f"{kind} {now[kind]} bytes instead of {before[kind]}" for kind in differing if now[kind] != before[kind]
+        )
         hidden = ", ".join(f"{kind} ({number})" for kind, number in hiding(roots).items())
         if hidden:
-            why += f"; hidden is what was saved by {hidden}, as TorchScript's functions hide it from their second call on"
+            why += (
+                f"; hidden is what was saved by {hidden}, as TorchScript's functions hide it from their second call on"
+            )
         return RuntimeFault(
-            f"{action}: this micro-batch saved {len(movable)} movable storages of {sum(now.values())} bytes, but the partner's host "
-            f"buffers were sized for {len(announced)} of {sum(announced)} ({why or 'in another order'}). If micro-batches "
+            f"{action}: this micro-batch saved {len(movable)} movable storages of {sum(now.values())} bytes, but the "
+            f"partner's host "
+            f"buffers were sized for {len(announced)} of {sum(announced)} ({why or 'in another order'}). If "
+            f"micro-batches "
             f"are to differ in size, say so: --bpipe-differing-sizes"
         )
 
     def finish_evictions(self) -> None:
-        """Empty the storages of whatever has been sent. Called as late as the schedule allows: when the slot of the eviction ends."""
+        """Empty the storages that have been sent.
+
+        Called as late as the schedule allows: when the slot of the eviction ends.
+        """
         for activations in self._known.values():
             if activations.state is ActivationsState.LEAVING:
                 self._finish(activations, ActivationsState.AWAY)  # [3]
@@ -300,11 +328,13 @@ class Evictor:
                 _poison(storage)
         with self._streams.inbound():  # [5]
             activations.pending = (
-                self._transport.get(host_buffer, _bytes_of(activations.storages)) if self._travels(activations) else Done()
+                self._transport.get(host_buffer, _bytes_of(activations.storages))
+                if self._travels(activations)
+                else Done()
             )  # [6]
 
     def finish_load(self, backward: Action) -> None:
-        """Before a backward: its activations must be here."""
+        """Wait until the activations of a backward are here."""
         activations = self._known.get(_key(backward))
         if activations is None:
             return
@@ -312,12 +342,16 @@ class Evictor:
             self._finish(activations, ActivationsState.HERE)  # [7]
         elif activations.state is not ActivationsState.HERE:
             raise RuntimeFault(
-                f"{backward} is about to run but its activations are {activations.state.value}: the program has no LOAD for it"
+                f"{backward} is about to run but its activations are {activations.state.value}: the program has no "
+                f"LOAD for it"
             )
         del self._known[_key(backward)]
 
     def _finish(self, activations: Activations, state: ActivationsState) -> None:
-        """Wait for what is pending. A micro-batch that may leave again keeps its storages; its LOAD's backward drops them."""
+        """Wait for what is pending.
+
+        A micro-batch that may leave again keeps its storages; its LOAD's backward drops them.
+        """
         assert activations.pending is not None
         assert activations.action is not None
         self._wait(activations.pending, activations.action, activations.state.value)
@@ -335,13 +369,13 @@ class Evictor:
         return len(self._layout.pieces) > 1
 
     def end(self) -> None:
-        """The iteration is over: whatever the partner was told it has heard, at the latest with its last HOST."""
+        """End the iteration: the partner has heard everything, at the latest with its last HOST."""
         for forward, announcement in self._announcements:
             self._wait(announcement, forward, "telling its sizes")
         self._announcements.clear()
 
     def let_go(self) -> None:
-        """The partner gives its host buffers back; it remembers the sizes."""
+        """Note that the partner gives its host buffers back; it remembers the sizes."""
         self._layout.clear()
 
     def release(self) -> None:
@@ -356,7 +390,7 @@ class Evictor:
 
 
 def _by_kind(movable: Sequence[SavedStorage]) -> Counter[str]:
-    """Bytes by the kind of node that saved them."""
+    """Return the bytes by the kind of node that saved them."""
     kinds: Counter[str] = Counter()
     for found in movable:
         kinds[found.kind] += found.nbytes
@@ -372,7 +406,7 @@ def _poison(storage: torch.UntypedStorage) -> None:
 
 
 def _bytes_of(storages: Sequence[torch.UntypedStorage]) -> list[torch.Tensor]:
-    """Each storage as one flat uint8 tensor over all of it: strided views share storages, so nothing is made contiguous or copied."""
+    """Return each storage as one flat uint8 tensor: strided views share storages, so nothing is made twice."""
     if not storages:
         return []
     # Detached from one, because making a tensor takes longer, and there may be hundreds.

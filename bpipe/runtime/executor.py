@@ -1,15 +1,16 @@
 """Run one rank's program: compute, pass on what other ranks need, hand over what stays here.
 
-In: a schedule and a rank of it; a Stage that computes, Shards of the output layer and of the embedding where it has them, Messages that
-carry, and around every computation an engine, or none. Out: all computations of an iteration, each with what it needs. Knows no model and
-no process group.
+In: a schedule and a rank of it; a Stage that computes, Shards of the output layer and of the embedding where it has
+them, Messages that carry, and around every computation an engine, or none. Out: all computations of an iteration, each
+with what it needs. Knows no model and no process group.
 
-A computation runs once its own input is there, and what it made is sent at once: no other wait stands between two computations. What
-stays on the rank, as between two stages that are both here, is no message. Transfers are the engine's, which starts them around the
-computations by the same schedule; without one nothing moves.
+A computation runs once its own input is there, and what it made is sent at once: no other wait stands between two
+computations. What stays on the rank, as between two stages that are both here, is no message. Transfers are the
+engine's, which starts them around the computations by the same schedule; without one nothing moves.
 
-A collective is sent by everybody who has a part in making it, each right behind its computation, so that all ranks of a sort of collectives
-issue it in one order: that of their S and T, which the schedule's rules hold to be the same on every rank.
+A collective is sent by everybody who has a part in making it, each right behind its computation, so that all ranks of a
+sort of collectives issue it in one order: that of their S and T, which the schedule's rules hold to be the same on
+every rank.
 """
 
 from __future__ import annotations
@@ -21,23 +22,25 @@ from typing import Protocol
 import torch
 
 from bpipe.ir.action import SHARDS, Action, Kind
-from bpipe.ir.needs import NOTHING, Needs
-from bpipe.ir.program import Do, Exchange, Instruction, Message
+from bpipe.ir.dependencies import NOTHING, Dependencies
+from bpipe.ir.program import Exchange, Instruction, Message, Op
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.answered import as_run
+from bpipe.lower.answered import lower_as_run
 from bpipe.runtime.errors import RuntimeFault, TransferError
 from bpipe.runtime.messages import Messages
 from bpipe.runtime.stage import Shards, Stage, Tensors
 
 
-class Calls(Protocol):
-    """What is called around the computations of an iteration: an engine, or somebody who only looks on."""
+class ComputationHooks(Protocol):
+    """Called around the computations of an iteration: an engine, or an observer."""
 
     def begin(self) -> None: ...
 
     def before(self, op: Action) -> None: ...
 
-    def after(self, op: Action, outputs: Sequence[torch.Tensor | None] = (), inputs: Sequence[torch.Tensor | None] = ()) -> None: ...
+    def after(
+        self, op: Action, outputs: Sequence[torch.Tensor | None] = (), inputs: Sequence[torch.Tensor | None] = ()
+    ) -> None: ...
 
     def sent(self, op: Action) -> None: ...
 
@@ -47,9 +50,9 @@ class Calls(Protocol):
 
 
 def neighbours(schedule: Schedule) -> list[tuple[int, int]]:
-    """Every two ranks between which messages pass, the lower one first: the same on every rank that asks."""
-    needs = Needs(schedule.layout, schedule.num_microbatches)
-    parties = {needs.route(value).parties for value in range(needs.num_values)}
+    """Return every two ranks between which messages pass, the lower one first: the same on every rank that asks."""
+    dependencies = Dependencies(schedule.layout, schedule.num_microbatches)
+    parties = {dependencies.route(value).parties for value in range(dependencies.num_values)}
     return sorted({(min(both), max(both)) for both in parties if len(both) == 2})
 
 
@@ -57,15 +60,24 @@ class Executor:
     """One rank's program over real tensors, iteration after iteration."""
 
     def __init__(
-        self, schedule: Schedule, rank: int, stage: Stage, messages: Messages, shards: Shards | None = None, inputs: Shards | None = None
+        self,
+        schedule: Schedule,
+        rank: int,
+        stage: Stage,
+        messages: Messages,
+        shards: Shards | None = None,
+        inputs: Shards | None = None,
     ) -> None:
         self.schedule, self.rank = schedule, rank
-        self._needs = Needs(schedule.layout, schedule.num_microbatches)
+        self._dependencies = Dependencies(schedule.layout, schedule.num_microbatches)
         self._stage, self._messages = stage, messages
-        self.program = program = as_run(schedule, Exchange.POSTED)[rank]
-        self._instructions = [each for each in program.instructions if each.do is Do.RUN or isinstance(each.what, Message)]
-        # Behind it nothing is sent any more; and by the last instruction that sends what a computation made, or that runs it, which it is.
-        passing = [number for number, each in enumerate(self._instructions) if each.do in (Do.RUN, Do.SEND)]
+        self.program = program = lower_as_run(schedule, Exchange.POSTED)[rank]
+        self._instructions = [
+            each for each in program.instructions if each.op is Op.RUN or isinstance(each.operand, Message)
+        ]
+        # Behind it nothing is sent any more; and by the last instruction that sends what a computation made, or that
+        # runs it, which it is.
+        passing = [number for number, each in enumerate(self._instructions) if each.op in (Op.RUN, Op.SEND)]
         self._last = passing[-1] if passing else -1
         self._sent = _sent_with(self._instructions)
         self._compute: dict[Kind, Callable[[Action, Tensors], Tensors]] = {
@@ -79,22 +91,28 @@ class Executor:
         if inputs is not None:
             self._compute |= {Kind.INPUT_FORWARD: inputs.forward, Kind.INPUT_BACKWARD: inputs.backward}
         for each in self._instructions:
-            if isinstance(each.what, Action) and each.what.kind not in self._compute:
-                raise ValueError(f"rank {rank}: {each.what} is no computation of a stage: nothing here computes it")
-        # What was made or received and is not used yet, by its number; how often this rank computes with each value, and how often still.
+            if isinstance(each.operand, Action) and each.operand.kind not in self._compute:
+                raise ValueError(f"rank {rank}: {each.operand} is no computation of a stage: nothing here computes it")
+        # What was made or received and is not used yet, by its number; how often this rank computes with each value,
+        # and how often still.
         self._values: dict[int, Tensors] = {}
-        self._num_uses = Counter(self._needs.needed(each.what) for each in self._instructions if isinstance(each.what, Action))
+        self._num_uses = Counter(
+            self._dependencies.operand_of(each.operand)
+            for each in self._instructions
+            if isinstance(each.operand, Action)
+        )
         self._left: Counter[int] = Counter()
         # Collectives that have passed: everybody who has a part in one waits for it where it is used, and at the end.
         self._passed: set[int] = set()
 
-    def run(self, calls: Calls | None = None) -> None:
-        """One iteration."""
+    def run(self, calls: ComputationHooks | None = None) -> None:
+        """Run one iteration."""
         for _ in self.walk(calls):
             pass
 
-    def walk(self, calls: Calls | None = None) -> Iterator[Instruction]:
-        """One iteration, pausing before each instruction until the next one is asked for: several ranks can take turns in one thread."""
+    def walk(self, calls: ComputationHooks | None = None) -> Iterator[Instruction]:
+        """Run one iteration, pausing before each instruction until the next is asked for, so that ranks can take
+        turns in one thread."""
         self._values.clear()
         self._passed.clear()
         self._left = self._num_uses.copy()
@@ -110,32 +128,32 @@ class Executor:
         if calls:
             calls.end()
         if self._values:
-            left = ", ".join(self._needs.words(value) for value in self._values)
+            left = ", ".join(self._dependencies.describe(value) for value in self._values)
             raise RuntimeFault(f"rank {self.rank}: nothing used {left}")
 
-    def _carry_out(self, instruction: Instruction, calls: Calls | None) -> None:
-        do, what = instruction
-        if isinstance(what, Action):
-            self._run(what, calls)
+    def _carry_out(self, instruction: Instruction, calls: ComputationHooks | None) -> None:
+        op, operand = instruction
+        if isinstance(operand, Action):
+            self._run(operand, calls)
             return
-        assert isinstance(what, Message)
-        if do is Do.SEND:
-            passing = self._values[what.value] if self._keeps(what) else self._take(what.value, what)
-            self._pass("could not be sent", what, lambda: self._messages.send(what, passing))
-        elif do is Do.POST:
-            self._pass("could not be posted", what, lambda: self._messages.post(what))
-        elif what.value not in self._passed:
-            arrived = self._pass("did not pass", what, lambda: self._messages.wait(what))
-            if what.is_collective:
-                self._passed.add(what.value)
-            if self._num_uses[what.value] and not self._keeps(what):
-                self._values[what.value] = arrived
+        assert isinstance(operand, Message)
+        if op is Op.SEND:
+            passing = self._values[operand.value] if self._keeps(operand) else self._take(operand.value, operand)
+            self._pass("could not be sent", operand, lambda: self._messages.send(operand, passing))
+        elif op is Op.POST:
+            self._pass("could not be posted", operand, lambda: self._messages.post(operand))
+        elif operand.value not in self._passed:
+            arrived = self._pass("did not pass", operand, lambda: self._messages.wait(operand))
+            if operand.is_collective:
+                self._passed.add(operand.value)
+            if self._num_uses[operand.value] and not self._keeps(operand):
+                self._values[operand.value] = arrived
 
     def _keeps(self, message: Message) -> bool:
-        """Whether this rank alone makes the value for all, and is one of those who need it."""
+        """Return whether this rank alone makes the value for all, and is one of those who need it."""
         return len(message.made_by) == 1 and message.parties[0] == self.rank and self._num_uses[message.value] > 0
 
-    def _pass[T](self, what: str, message: Message, act: Callable[[], T]) -> T:
+    def _pass[T](self, operand: str, message: Message, act: Callable[[], T]) -> T:
         """Say of what fails which message it was, and who is at its other end."""
         try:
             return act()
@@ -144,12 +162,14 @@ class Executor:
             raise
         except (OSError, RuntimeError) as error:
             others = " and ".join(f"rank {rank}" for rank in message.parties if rank != self.rank)
-            raise TransferError(f"rank {self.rank}: {message} {what}, at its other end is {others}: {error}") from error
+            raise TransferError(
+                f"rank {self.rank}: {message} {operand}, at its other end is {others}: {error}"
+            ) from error
 
-    def _run(self, action: Action, calls: Calls | None) -> None:
-        needed = self._needs.needed(action)
+    def _run(self, action: Action, calls: ComputationHooks | None) -> None:
+        needed = self._dependencies.operand_of(action)
         received = () if needed == NOTHING else self._take(needed, action)
-        if needed in self._needs.in_two_steps:
+        if needed in self._dependencies.in_two_steps:
             # What shards have gathered is theirs, and the sum of what they made of it the stage's.
             received = received[:1] if action.kind in SHARDS else received[1:]
         if calls:
@@ -158,8 +178,8 @@ class Executor:
         forward = action.kind is Kind.FORWARD
         if calls:
             calls.after(action, made, received) if forward else calls.after(action)
-        value = self._needs.made(action)
-        if value != NOTHING and self._needs.route(value).takers:
+        value = self._dependencies.value_of(action)
+        if value != NOTHING and self._dependencies.route(value).takers:
             # Its own tensor: whoever made it may exchange what lies behind the one it has.
             self._values[value] = tuple(tensor.detach() for tensor in made)
             if forward:
@@ -169,11 +189,11 @@ class Executor:
         self._stage.backward_weight(action)
         return ()
 
-    def _take(self, value: int, what: object) -> Tensors:
+    def _take(self, value: int, operand: object) -> Tensors:
         """For a computation, or to be sent: what is needed again stays."""
         if value not in self._values:
-            raise RuntimeFault(f"rank {self.rank}: {self._needs.words(value)} is not here for {what}")
-        if isinstance(what, Action):
+            raise RuntimeFault(f"rank {self.rank}: {self._dependencies.describe(value)} is not here for {operand}")
+        if isinstance(operand, Action):
             self._left[value] -= 1
             if self._left[value]:
                 return self._values[value]
@@ -181,14 +201,17 @@ class Executor:
 
 
 def _sent_with(instructions: Sequence[Instruction]) -> dict[int, Action]:
-    """By instruction: the computation of which it sends the last that others need. What nobody else needs is sent when it was made."""
+    """By instruction: the computation of which it sends the last that others need.
+
+    What nobody else needs is sent when it was made.
+    """
     sent: dict[int, Action] = {}
     ran = -1
-    for number, (do, what) in enumerate(instructions):
-        if do is Do.SEND:
+    for number, (op, operand) in enumerate(instructions):
+        if op is Op.SEND:
             sent[number] = sent.pop(ran)
             ran = number
-        elif isinstance(what, Action):
-            sent[number] = what
+        elif isinstance(operand, Action):
+            sent[number] = operand
             ran = number
     return sent

@@ -1,10 +1,13 @@
-"""Make the first failure of a run known to all of its ranks, so that the last error of each is the cause and nobody waits for a time-out.
+"""Make the first failure of a run known to all of its ranks, so that the last error of each is the cause and nobody
+waits for a time-out.
 
-In: the error that ended this rank's training. Out: the first failure of the run, as its last line on every rank; and the end of ranks that
-are stuck in a collective with one that is gone. Everything goes over the board (`board`), for the run's own messages do not pass any more.
+In: the error that ended this rank's training. Out: the first failure of the run, as its last line on every rank; and
+the end of ranks that are stuck in a collective with one that is gone. Everything goes over the board (`board`), for the
+run's own messages do not pass any more.
 
-A rank whose error only says that a message did not come is not the first to have failed. It waits a moment for the word of the one that
-was, and then calls the roll: each rank has a thread that answers, and who does not answer was killed, or stopped.
+A rank whose error only says that a message did not come is not the first to have failed. It waits a moment for the word
+of the one that was, and then calls the roll: each rank has a thread that answers, and who does not answer was killed,
+or stopped.
 """
 
 from __future__ import annotations
@@ -32,11 +35,14 @@ from bpipe.runtime.errors import TransferError
 _LOOK_S = 1.0
 _BEFORE_S = 0.2
 _RANKS_A_SECOND = 2000
-# Who fails because another did, is given this long for its own error: then its traceback is on the screen before the cause.
+# Who fails because another did, is given this long for its own error: then its traceback is on the screen before the
+# cause.
 _OWN_END_S = 8.0
 _MOST_CHARACTERS = 300
 
-_LOST = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|timed? ?out|timeout|gloo|nccl|socket|peer", re.IGNORECASE)
+_LOST = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|timed? ?out|timeout|gloo|nccl|socket|peer", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class Failure:
 
 
 def cause_of(error: BaseException) -> str:
-    """An error in one line: its type, what it says first, and the notes that say where."""
+    """Return an error in one line: its type, what it says first, and the notes that say where."""
     said = str(error).strip().partition("\n")[0]
     notes = [note.removeprefix("bpipe: ") for note in getattr(error, "__notes__", ())]
     where = f" ({'; '.join(notes)})" if notes else ""
@@ -59,13 +65,13 @@ def cause_of(error: BaseException) -> str:
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Whether the error only says that another rank did not send, or did not answer."""
+    """Return whether the error only says that another rank did not send, or did not answer."""
     kinds = (TransferError, dist.DistError, RuntimeError, OSError)
     return isinstance(error, kinds) and bool(isinstance(error, TransferError) or _LOST.search(str(error)))
 
 
 class Watch:
-    """Over one training of this process, from `begin` to `end`; `failed` where an error left it."""
+    """Watches one training of this process, from `begin` to `end`; `failed` where an error left it."""
 
     def __init__(self, leave: Callable[[int], None] = os._exit) -> None:
         self._leave = leave
@@ -83,13 +89,13 @@ class Watch:
         self._thread.start()
 
     def end(self) -> None:
-        """The training is over on this rank, one way or the other."""
+        """End the watch: the training is over on this rank, one way or the other."""
         self._over.set()
         if self._thread is not None:
             self._thread.join(timeout=5.0)
 
     def failed(self, error: Exception) -> Failure | None:
-        """This rank's training ended with an error: find out whose was the first, and make it the last line that this process prints.
+        """Find out which rank failed first, after this rank's training ended with an error, and print it last.
 
         Returns it on the rank that made it known; None on the others, and where nobody can be asked.
         """
@@ -107,7 +113,9 @@ class Watch:
             pass
         if self._first is None:
             # Whoever keeps the store, rank 0 or the launcher, is gone.
-            self._say_at_the_end("who keeps the store of this run does not answer: rank 0 or its launcher has ended", lambda: None)
+            self._say_at_the_end(
+                "who keeps the store of this run does not answer: rank 0 or its launcher has ended", lambda: None
+            )
             return None
         self._say_at_the_end(str(self._first), lambda: self._linger(board))
         return self._first if told else None
@@ -131,7 +139,8 @@ class Watch:
 
         sys.excepthook = printed
 
-    # -- on the thread -------------------------------------------------------------------------------------------------------------
+    # -- on the thread
+    # -------------------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         answered = False
@@ -164,13 +173,17 @@ class Watch:
         self._leave(1)
 
     def _open(self) -> None:
-        """The ranks have met, or not yet. One connection serves both threads: to connect to a store that is gone would take minutes."""
+        """The ranks have met, or not yet.
+
+        One connection serves both threads: to connect to a store that is gone would take minutes.
+        """
         board = open_board()
         if board is not None:
             self._rank, self._world = dist.get_rank(), dist.get_world_size()
             self._board = board
 
-    # -- inside --------------------------------------------------------------------------------------------------------------------
+    # -- inside
+    # ------------------------------------------------------------------------------------------------------------------
 
     def _look_s(self) -> float:
         return max(_LOOK_S, self._world / _RANKS_A_SECOND)
@@ -186,7 +199,9 @@ class Watch:
             return None
         others = f", nor do ranks {', '.join(map(str, silent[1:9]))}" if silent[1:] else ""
         return Failure(
-            silent[0], f"it does not answer, so it was killed, was stopped or has left{others}; rank {self._rank} noticed: {mine.cause}"
+            silent[0],
+            f"it does not answer, so it was killed, was stopped or has left{others}; rank {self._rank} noticed: "
+            f"{mine.cause}",
         )
 
     def _hear(self, board: Any) -> None:
@@ -213,7 +228,7 @@ def _wait(seconds: float, done: Callable[[], bool]) -> bool:
 
 
 def _tell(board: Any, failure: Failure, by: int) -> tuple[Failure, bool]:
-    """The first failure that was told, and whether it was this rank that told it."""
+    """Return the first failure that was told, and whether it was this rank that told it."""
     teller, first = json.loads(board.compare_set("first", "", json.dumps([by, asdict(failure)])).decode())
     return Failure(**first), teller == by
 

@@ -1,4 +1,6 @@
-"""Read what the nodes of an autograd graph saved. In: nodes. Out: those behind them, the tensors each saved, and which nodes hide theirs.
+"""Read what the nodes of an autograd graph saved.
+
+In: nodes. Out: those behind them, the tensors each saved, and which nodes hide theirs.
 
 Refuses what was saved through a hook: looking at it runs the hook. Judges nothing and keeps nothing.
 """
@@ -11,17 +13,19 @@ from typing import Any
 
 import torch
 
-# What a compiled Function keeps beside its saved tensors: the tensors that the Function it was made from set on its `ctx`.
+# What a compiled Function keeps beside its saved tensors: the tensors that the Function it was made from set on its
+# `ctx`.
 STASH = "_tensors_no_vc_check"
-# Nodes that have no attributes whatever they saved: TorchScript's functions and those of C++ extensions, and writing into a view, which
-# keeps the node of what was written inside.
+# Nodes that have no attributes whatever they saved: TorchScript's functions and those of C++ extensions, and writing
+# into a view, which keeps the node of what was written inside.
 _WITHOUT_ATTRIBUTES = ("CppFunction", "CopySlices")
 
 
 def _hides(kind: type) -> bool:
     """Return whether what a kind of node saved must not, or cannot, be looked at.
 
-    A Function with `clear_saved_tensors_on_access` (torch 2.11) gives its tensors once: the second to ask, its backward, would end the run.
+    A Function with `clear_saved_tensors_on_access` (torch 2.11) gives its tensors once: the second to ask, its
+    backward, would end the run.
     """
     function = getattr(kind, "_forward_cls", None)
     return kind.__name__ in _WITHOUT_ATTRIBUTES or getattr(function, "clear_saved_tensors_on_access", False)
@@ -34,11 +38,14 @@ _saved_names: dict[type, tuple[str, ...]] = {}
 
 
 def saved_names(kind: type) -> tuple[str, ...]:
-    """The attributes under which a kind of node gives its saved tensors. Asking is slow (a `dir`), so the answer is kept."""
+    """Return the attributes under which a kind of node gives its saved tensors.
+
+    Asking is slow (a `dir`), so the answer is kept.
+    """
     names = _saved_names.get(kind)
     if names is None:
-        # Nodes of Python Functions give theirs together; generated C++ nodes one by one, among the sizes and flags they saved too: what
-        # has a raw form as well is a tensor, or a list of them.
+        # Nodes of Python Functions give theirs together; generated C++ nodes one by one, among the sizes and flags they
+        # saved too: what has a raw form as well is a tensor, or a list of them.
         every = () if _hides(kind) else dir(kind)
         together = ("saved_tensors", STASH) if "saved_tensors" in every else ()
         names = together + tuple(name for name in every if name.startswith("_saved_") and f"_raw{name}" in every)
@@ -47,7 +54,7 @@ def saved_names(kind: type) -> tuple[str, ...]:
 
 
 def nodes_of(roots: Iterable[Any]) -> Iterator[Any]:
-    """Every node reachable from the roots, each once, in an order that depends on the graph alone."""
+    """Return every node reachable from the roots, each once, in an order that depends on the graph alone."""
     waiting = [root for root in roots if root is not None]
     seen = set(waiting)
     while waiting:
@@ -60,7 +67,7 @@ def nodes_of(roots: Iterable[Any]) -> Iterator[Any]:
 
 
 def hiding(roots: Sequence[Any]) -> Counter[str]:
-    """The kinds of nodes behind `roots` that do not show what they saved, and how many of each there are."""
+    """Return the kinds of nodes behind `roots` that do not show what they saved, and how many of each there are."""
     return Counter(node.name() for node in nodes_of(roots) if _hides(type(node)))
 
 
@@ -73,15 +80,20 @@ def saved_tensors(node: Any, name: str) -> Iterator[torch.Tensor]:
 
 
 def payloads_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors in which a wrapper keeps its bytes: quantised values and their scales. Empty for what does not say."""
+    """Return the plain tensors in which a wrapper keeps its bytes: quantised values and their scales.
+
+    Empty for what does not say.
+    """
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None or type(tensor) is torch.Tensor:
         return []
-    return [inner for name in flatten()[0] if isinstance(inner := getattr(tensor, name), torch.Tensor) and is_plain(inner)]
+    return [
+        inner for name in flatten()[0] if isinstance(inner := getattr(tensor, name), torch.Tensor) and is_plain(inner)
+    ]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """A dense tensor of our own kind, with a storage that can be resized."""
+    """Return a dense tensor of our own kind, with a storage that can be resized."""
     return type(tensor) in PLAIN and tensor.layout == torch.strided and not tensor.is_quantized
 
 
@@ -92,7 +104,10 @@ def refuse_hooks(node: Any, name: str) -> None:
         hook = getattr(saved, "unpack_hook", None)
         if hook is not None:
             raise ValueError(
-                f"{node.name()} saved a tensor through a hook of {hook.__module__} ({getattr(hook, '__qualname__', hook)}), as "
-                f"torch.utils.checkpoint does with use_reentrant=False: looking at what was saved would run it again. Let Megatron "
-                f"recompute (--recompute-granularity), use use_reentrant=True, or train without --bpipe and --bpipe-report"
+                f"{node.name()} saved a tensor through a hook of {hook.__module__} "
+                f"({getattr(hook, '__qualname__', hook)}), as "
+                f"torch.utils.checkpoint does with use_reentrant=False: looking at what was saved would run it again. "
+                f"Let Megatron "
+                f"recompute (--recompute-granularity), use use_reentrant=True, or train without --bpipe and "
+                f"--bpipe-report"
             )

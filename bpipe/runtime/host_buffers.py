@@ -1,6 +1,7 @@
 """Hold the acceptor's buffers, each a small state machine, in memory that is allocated as their layout asks for it.
 
-In: a layout, and how long a micro-batch's storages are. Out: buffers to receive into and to send from. Knows no transport.
+In: a layout, and how long a micro-batch's storages are. Out: buffers to receive into and to send from. Knows no
+transport.
 
     FREE --HOST posted--> FILLING --received--> FULL --RETURN posted--> EMPTYING --sent--> FREE
 """
@@ -47,7 +48,10 @@ class HostBuffer:
 
 
 class HostBuffers:
-    """All host buffers of a rank. What is outgrown is kept: only the first iteration grows, and its end lets everything go."""
+    """All host buffers of a rank.
+
+    What is outgrown is kept: only the first iteration grows, and its end lets everything go.
+    """
 
     def __init__(self, layout: BufferLayout, count: int, device: torch.device) -> None:
         self._layout = layout
@@ -58,14 +62,14 @@ class HostBuffers:
         self.buffers = tuple(HostBuffer(index) for index in range(count))
 
     def make_room(self, host_buffer: int, stage: int, sizes: Mapping[int, Sequence[int]]) -> None:
-        """A micro-batch of `stage` is about to come into the buffer."""
+        """Make room for a micro-batch of `stage` in the buffer."""
         nbytes = self._layout.make_room(host_buffer, stage, sizes)
         if nbytes:
             self._pieces.append(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
             self._tensors.clear()
 
     def tensors(self, host_buffer: int, stage: int, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """uint8 tensors over the buffer's memory, as long as the stage's storages."""
+        """Return uint8 tensors over the buffer's memory, as long as the stage's storages."""
         key = host_buffer, stage
         if key not in self._tensors:
             piece, offsets = self._layout.place(host_buffer, lengths) if lengths else (0, [])

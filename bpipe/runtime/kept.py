@@ -1,12 +1,13 @@
 """Say how much of what a forward keeps for its backward leaves with its micro-batch, and who holds the rest.
 
-In: a counter of the device's allocator, or none; the tensors of every forward; and what the walk found of one micro-batch that left. Out:
-a `Share` a stage. Knows no schedule; whoever asks says when the first iteration is over.
+In: a counter of the device's allocator, or none; the tensors of every forward; and what the walk found of one
+micro-batch that left. Out: a `Share` a stage. Knows no schedule; whoever asks says when the first iteration is over.
 
-What a forward keeps is counted in one of two ways. On a device by its allocator: what is allocated after the forward and was not before,
-the stage's output left out, which the loop frees, and what the stage received added, which was there before. On a CPU, where nobody counts,
-by the storages that the graph shows and no other micro-batch saved too: what no node shows is missing there.
-A stage's first forward does not count: caches and workspaces are made in it, and what all micro-batches share is taken for its own.
+What a forward keeps is counted in one of two ways. On a device by its allocator: what is allocated after the forward
+and was not before, the stage's output left out, which the loop frees, and what the stage received added, which was
+there before. On a CPU, where nobody counts, by the storages that the graph shows and no other micro-batch saved too:
+what no node shows is missing there. A stage's first forward does not count: caches and workspaces are made in it, and
+what all micro-batches share is taken for its own.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ Counted = Callable[[], int]
 
 @dataclass(frozen=True)
 class Share:
-    """Of one micro-batch of a stage: the bytes that leave and those that its forward keeps, and who counted the latter.
+    """Share of one micro-batch of a stage that leaves: its bytes, the bytes that its forward keeps, and who counted
+    those.
 
-    `staying` are the bytes that the graph shows and that stay, by what holds them; `hiding` the nodes that do not show what they saved.
-    `by_plan_bytes` could leave, and need not.
+    `staying`: bytes that the graph shows and that stay, by what holds them. `hiding`: nodes that do not show what they
+    saved. `by_plan_bytes`: bytes that could leave and need not.
     """
 
     stage: int
@@ -45,7 +47,7 @@ class Share:
 
     @property
     def fraction(self) -> float:
-        """Of what is to leave, what does."""
+        """Fraction of what is to leave that does."""
         wanted = self.kept_bytes - self.by_plan_bytes
         return min(1.0, self.moved_bytes / wanted) if wanted > 0 else 1.0
 
@@ -55,7 +57,7 @@ class Share:
 
     @property
     def sentence(self) -> str:
-        """What was measured, and if it is not enough, who is likely to hold the rest."""
+        """One sentence: what was measured and, if it is not enough, who is likely to hold the rest."""
         who = "by the device's allocator" if self.counted_by == ALLOCATOR else "of the storages that its graph shows"
         text = (
             f"stage {self.stage} moves {self.fraction:.2f} of what a forward keeps for its backward "
@@ -70,13 +72,14 @@ class Share:
         if unseen > 0.01 * self.kept_bytes:
             hidden = ", ".join(f"{kind} ({number})" for kind, number in self.hiding.items())
             holders.append(
-                f"{unseen / 1e6:.4g} MB not shown by the graph" + (f", which hides what was saved by {hidden}" if hidden else "")
+                f"{unseen / 1e6:.4g} MB not shown by the graph"
+                + (f", which hides what was saved by {hidden}" if hidden else "")
             )
         return f"{text}: little memory is freed. What stays: {'; '.join(holders) or 'not known'}"
 
 
 class Kept:
-    """Collects over the forwards of one iteration."""
+    """Collects shares over the forwards of one iteration."""
 
     def __init__(self, minimum_bytes: int, allocated: Counted | None) -> None:
         """`allocated` says how many bytes of the device are allocated now; None where nobody counts."""
@@ -90,25 +93,29 @@ class Kept:
         self._by_plan: dict[int, int] = {}
 
     def starts(self) -> None:
-        """A forward is about to run."""
+        """Note that a forward is about to run."""
         if self._open and self._allocated is not None:
             self._before = self._allocated()
 
-    def ran(self, stage: int, microbatch: int, outputs: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor | None]) -> None:
-        """It has run, and nothing was freed or made since."""
+    def ran(
+        self, stage: int, microbatch: int, outputs: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Note that a forward has run, before anything is freed or made."""
         if not self._open or self._first.setdefault(stage, microbatch) == microbatch or self._allocated is None:
             return
         kept = self._allocated() - self._before
-        kept -= sum(output.untyped_storage().nbytes() for output in outputs if output is not None and only_holder(output))
+        kept -= sum(
+            output.untyped_storage().nbytes() for output in outputs if output is not None and only_holder(output)
+        )
         kept += sum(received.untyped_storage().nbytes() for received in inputs if received is not None)
         self._kept.setdefault(stage, []).append(kept)
 
     def asks(self, stage: int, microbatch: int) -> bool:
-        """Whether what the walk finds of this micro-batch would say something new."""
+        """Return whether what the walk finds of this micro-batch would say something new."""
         return self._open and stage not in self._seen and self._first.get(stage, microbatch) != microbatch
 
     def saw(self, stage: int, own: Sequence[SavedStorage], hiding: Mapping[str, int], leaving_bytes: int) -> None:
-        """The walk found these storages, which no other micro-batch saved; of those that may leave so many bytes do."""
+        """Note the storages that the walk found and no other micro-batch saved; `leaving_bytes` of them leave."""
         staying: Counter[str] = Counter()
         may_leave = sum(found.nbytes for found in own if found.alone and found.nbytes >= self._minimum_bytes)
         self._by_plan[stage] = may_leave - leaving_bytes
@@ -120,7 +127,10 @@ class Kept:
         self._seen[stage] = sum(found.nbytes for found in own), staying, hiding
 
     def shares(self, moved_bytes: Mapping[int, int]) -> dict[int, Share]:
-        """By stage, of which one micro-batch's `moved_bytes` leave; without what was never seen. Nothing is collected any more."""
+        """Return the shares by stage, for stages of which `moved_bytes` leave, without those never seen.
+
+        Collecting ends here.
+        """
         self._open = False
         shares = {}
         for stage, moved in moved_bytes.items():

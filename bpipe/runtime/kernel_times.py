@@ -1,7 +1,10 @@
-"""Measure single kernels on this machine's device. In: `KernelShapes` as JSON. Out: the JSON that `KernelTimes` is read from.
+"""Measure single kernels on this machine's device.
 
-A program of its own: `python -m bpipe.runtime.kernel_times --precision bf16`, under torchrun where gathers are among the shapes. All ranks
-measure at once, as they compute in training; the slowest one's seconds count, each the median of several. Knows no model.
+In: `KernelShapes` as JSON. Out: the JSON that `KernelTimes` is read from.
+
+A program of its own: `python -m bpipe.runtime.kernel_times --precision bf16`, under torchrun where gathers are among
+the shapes. All ranks measure at once, as they compute in training; the slowest one's seconds count, each the median of
+several. Knows no model.
 """
 
 from __future__ import annotations
@@ -32,16 +35,22 @@ Kernel = Callable[[], object]
 
 def product(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Kernel:
     rows, columns, terms = sizes
-    one, other = torch.randn(rows, terms, dtype=dtype, device=device), torch.randn(columns, terms, dtype=dtype, device=device)
+    one, other = (
+        torch.randn(rows, terms, dtype=dtype, device=device),
+        torch.randn(columns, terms, dtype=dtype, device=device),
+    )
     result = torch.empty(rows, columns, dtype=dtype, device=device)
     # As a linear layer has it: weights lie transposed.
     return lambda: torch.mm(one, other.t(), out=result)
 
 
 def attention(kind: str, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Kernel, Kernel]:
-    """Forward and backward: causal, either by torch's fused kernel or by products and a softmax in 32 bit."""
+    """Return kernels of causal attention, forward and backward: torch's fused kernel, or products with a softmax in
+    32 bit."""
     heads, sequence, head_size = sizes
-    inputs = [torch.randn(1, heads, sequence, head_size, dtype=dtype, device=device, requires_grad=True) for _ in range(3)]
+    inputs = [
+        torch.randn(1, heads, sequence, head_size, dtype=dtype, device=device, requires_grad=True) for _ in range(3)
+    ]
     ahead = torch.ones(sequence, sequence, dtype=torch.bool, device=device).triu(1)
 
     def core() -> torch.Tensor:
@@ -62,7 +71,7 @@ def attention(kind: str, sizes: Sequence[int], dtype: torch.dtype, device: torch
 
 
 def gather(num_bytes: int, dtype: torch.dtype, device: torch.device) -> Kernel:
-    """Over all ranks that were started."""
+    """Return a kernel that gathers over all ranks."""
     count = num_bytes // dtype.itemsize
     whole = torch.zeros(count, dtype=dtype, device=device)
     part = torch.zeros(count // dist.get_world_size(), dtype=dtype, device=device)
@@ -70,7 +79,7 @@ def gather(num_bytes: int, dtype: torch.dtype, device: torch.device) -> Kernel:
 
 
 def seconds(kernel: Kernel, calls: int, device: torch.device) -> float:
-    """Of one of so many calls, issued one behind the other."""
+    """Return seconds of one of `calls` calls, issued one behind the other."""
     if device.type != "cpu":
         start, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
         start.record()
@@ -85,8 +94,11 @@ def seconds(kernel: Kernel, calls: int, device: torch.device) -> float:
     return (time.perf_counter() - began) / calls
 
 
-def measured(kernel: Kernel, repeats: int, device: torch.device) -> float:
-    """The median of several measurements, behind one that warms up and says how many calls one takes. The same number on all ranks."""
+def median_of_measurements(kernel: Kernel, repeats: int, device: torch.device) -> float:
+    """Return the median of several measurements, behind one that warms up and says how many calls one takes.
+
+    The same number on all ranks.
+    """
     calls = max(1, round(SHORTEST_S / max(_slowest(seconds(kernel, 1, device), device), 1e-9)))
     return _slowest(statistics.median(seconds(kernel, calls, device) for _ in range(repeats)), device)
 
@@ -100,13 +112,24 @@ def _slowest(value: float, device: torch.device) -> float:
 
 
 def measure(shapes: dict[str, Any], precision: str, repeats: int, device: torch.device) -> dict[str, Any]:
-    """Seconds of all shapes."""
+    """Return the seconds of all shapes."""
     dtype = DTYPES[precision]
-    products = [[*sizes, measured(product(sizes, dtype, device), repeats, device)] for sizes in shapes["products"]]
+    products = [
+        [*sizes, median_of_measurements(product(sizes, dtype, device), repeats, device)] for sizes in shapes["products"]
+    ]
     cores = []
     for kind, *sizes in shapes["attention"]:
-        cores.append([kind, *sizes, *(measured(kernel, repeats, device) for kernel in attention(kind, sizes, dtype, device))])
-    gathers = [[ranks, num_bytes, measured(gather(num_bytes, dtype, device), repeats, device)] for ranks, num_bytes in shapes["gathers"]]
+        cores.append(
+            [
+                kind,
+                *sizes,
+                *(median_of_measurements(kernel, repeats, device) for kernel in attention(kind, sizes, dtype, device)),
+            ]
+        )
+    gathers = [
+        [ranks, num_bytes, median_of_measurements(gather(num_bytes, dtype, device), repeats, device)]
+        for ranks, num_bytes in shapes["gathers"]
+    ]
     return {"products": products, "attention": cores, "gathers": gathers}
 
 
@@ -130,7 +153,13 @@ def main() -> None:
     if not first:
         return
     name = cuda.device_name(device) if device.type == "cuda" else "cpu"
-    head = {"format": "bpipe-kernel-times", "version": 1, "device": name, "precision": options.precision, "torch": torch.__version__}
+    head = {
+        "format": "bpipe-kernel-times",
+        "version": 1,
+        "device": name,
+        "precision": options.precision,
+        "torch": torch.__version__,
+    }
     text = json.dumps({**head, **found}, indent=1) + "\n"
     if options.output is None:
         sys.stdout.write(text)

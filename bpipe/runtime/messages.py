@@ -1,4 +1,5 @@
-"""What the executor asks of whoever carries messages between stages, and the messages of a rank whose neighbours are not there.
+"""What the executor asks of whoever carries messages between stages, and the messages of a rank whose neighbours are
+not there.
 
 In: messages of a Program, in its order. Out: the tensors that they carry. Knows no schedule and no model.
 """
@@ -22,7 +23,10 @@ class Messages(Protocol):
         """Let it go. The tensors must not change until it was waited for, but whoever made them may let go of them."""
 
     def wait(self, message: Message) -> Tensors:
-        """What has come with it; of one that this rank sent nothing, but its tensors are needed no longer."""
+        """Wait for a message and return what came.
+
+        Of one that this rank sent it returns nothing, and its tensors are free.
+        """
 
 
 class Alone:
@@ -36,7 +40,7 @@ class Alone:
         self._posted.add(message.value)
 
     def send(self, message: Message, tensors: Tensors) -> None:
-        """Nobody is there."""
+        """Do nothing: there is no other rank."""
 
     def wait(self, message: Message) -> Tensors:
         if message.value not in self._posted:

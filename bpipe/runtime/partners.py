@@ -2,8 +2,8 @@
 
 Its own node's memory is one of those it sends to, under its own rank, and hosts nothing for anybody.
 
-In: a schedule, a rank, and its transports. Out: one evictor and one acceptor, which pass on what concerns one of several, and whatever has
-to be done with all of them in one order. Starts no transfer.
+In: a schedule, a rank, and its transports. Out: one evictor and one acceptor, which pass on what concerns one of
+several, and whatever has to be done with all of them in one order. Starts no transfer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from bpipe.ir.action import TRANSFER, Action, Kind
 from bpipe.ir.host_buffers import (
-    Hosting,
+    Residency,
     buffers_at,
     guests_of,
     host_buffers,
@@ -36,9 +36,9 @@ from bpipe.transport.base import Pending, Transport
 
 @dataclass(frozen=True)
 class Moving:
-    """How this rank moves, whoever is at the other end; `wait` waits for a transfer of its and says in errors which.
+    """Settings of this rank's transfers, whoever is at the other end; `wait` waits for one and names it in errors.
 
-    `parts`: by stage, how many bytes of each micro-batch leave, where not all that may do.
+    `parts`: by stage, bytes of each micro-batch that leave, where not all that may do.
     """
 
     name: str
@@ -62,10 +62,16 @@ class _Partner:
 
 
 class Partners:
-    """One rank's, by their ranks, ascending: what waits for both ends is done with one after the other, in one order on all ranks."""
+    """One rank's, by their ranks, ascending: what waits for both ends is done with one after the other, in one order
+    on all ranks."""
 
     def __init__(
-        self, schedule: Schedule, rank: int, transports: Transport | Mapping[int, Transport] | None, moving: Moving, streams: Streams | None
+        self,
+        schedule: Schedule,
+        rank: int,
+        transports: Transport | Mapping[int, Transport] | None,
+        moving: Moving,
+        streams: Streams | None,
     ) -> None:
         """Raises ValueError for transfers that there is no transport for."""
         self._rank_of, self._rank, self._moving = schedule.layout.rank_of, rank, moving
@@ -74,12 +80,19 @@ class Partners:
         self._transports = _by_rank(schedule, rank, transports)
         others = sorted({*guests, *hosts.values()})
         if any(other not in self._transports for other in others):
-            raise ValueError(f"{moving.name}: the schedule has transfers for rank {rank} but there is no transport to make them")
-        here, there = host_buffers(schedule, rank), {host: buffers_at(schedule, host, rank) for host in set(hosts.values())}
+            raise ValueError(
+                f"{moving.name}: the schedule has transfers for rank {rank} but there is no transport to make them"
+            )
+        here, there = (
+            host_buffers(schedule, rank),
+            {host: buffers_at(schedule, host, rank) for host in set(hosts.values())},
+        )
         # By stay, hosted here or elsewhere: its host buffer.
-        self.buffer_of = {**here, **{stay: there[host][stay] for stay, host in hosts.items()}}
+        self.buffer_of = {**here, **{residency: there[host][residency] for residency, host in hosts.items()}}
         # By what is hosted here: of how many of its rank's stages it has told the sizes by then.
-        self.told_by = {stay: count for guest in guests for stay, count in num_measured(schedule, guest, rank).items()}
+        self.told_by = {
+            residency: count for guest in guests for residency, count in num_measured(schedule, guest, rank).items()
+        }
         self._partners: dict[int, _Partner] = {}
         if streams is not None:
             claims = Claims()
@@ -87,13 +100,27 @@ class Partners:
                 self._partners[other] = self._with(other, there.get(other, {}), here, moving, streams, claims)
 
     def _with(
-        self, other: int, there: Mapping[Hosting, int], here: Mapping[Hosting, int], moving: Moving, streams: Streams, claims: Claims
+        self,
+        other: int,
+        there: Mapping[Residency, int],
+        here: Mapping[Residency, int],
+        moving: Moving,
+        streams: Streams,
+        claims: Claims,
     ) -> _Partner:
         transport = self._transports[other]
         roles = (transport, streams, moving.device)
         sent, hosted = self._buffers_for(self._rank, there), self._buffers_for(other, here)
         evictor = Evictor(
-            sent, *roles, moving.minimum_bytes, moving.poison, moving.wait, moving.kept, claims, moving.differing, moving.parts
+            sent,
+            *roles,
+            moving.minimum_bytes,
+            moving.poison,
+            moving.wait,
+            moving.kept,
+            claims,
+            moving.differing,
+            moving.parts,
         )
         acceptor: Acceptor
         if transport.one_sided:
@@ -102,13 +129,19 @@ class Partners:
             acceptor = ReceivingAcceptor(hosted, transport, streams, moving.device, moving.wait)
         return _Partner(evictor, acceptor, transport)
 
-    def _buffers_for(self, guest: int, hosted: Mapping[Hosting, int]) -> tuple[frozenset[int], ...]:
+    def _buffers_for(self, guest: int, hosted: Mapping[Residency, int]) -> tuple[frozenset[int], ...]:
         """Of a rank's host buffers those for one guest; others hold nothing of its."""
-        return stages_in_buffers({stay: buffer for stay, buffer in hosted.items() if self._rank_of(stay.stage, stay.microbatch) == guest})
+        return stages_in_buffers(
+            {
+                residency: buffer
+                for residency, buffer in hosted.items()
+                if self._rank_of(residency.stage, residency.microbatch) == guest
+            }
+        )
 
     @property
     def evictor(self) -> Evictor | SeveralHosts | None:
-        """None where this rank has to do with nobody."""
+        """The evictor of this rank; None where it evicts nothing."""
         evictors = {other: partner.evictor for other, partner in self._partners.items()}
         return SeveralHosts(evictors, self._host_of) if len(evictors) > 1 else next(iter(evictors.values()), None)
 
@@ -118,12 +151,12 @@ class Partners:
         return SeveralGuests(acceptors, self._rank_of) if len(acceptors) > 1 else next(iter(acceptors.values()), None)
 
     def other(self, action: Action) -> int:
-        """The rank at the other end of a transfer: this one, where it has none."""
+        """Return the rank at the other end of a transfer: this one, where it has none."""
         key = (action.stage, action.microbatch)
         return self._host_of[key] if action.kind in (Kind.EVICT, Kind.LOAD) else self._rank_of(*key)
 
     def named(self, action: Action) -> str:
-        """The same in an error."""
+        """Return the other end of a transfer, for errors."""
         other = self.other(action)
         return "its own node's memory" if other == self._rank else f"stage {other}"
 
@@ -135,17 +168,24 @@ class Partners:
 
     @property
     def lent_bytes(self) -> int:
-        """Return the bytes of host buffers that other ranks reach into by themselves: on a device its allocator does not count them."""
-        return sum(partner.acceptor.host_buffer_bytes for partner in self._partners.values() if partner.transport.one_sided)
+        """Bytes of host buffers that other ranks reach into by themselves: on a device its allocator does not count
+        them."""
+        return sum(
+            partner.acceptor.host_buffer_bytes for partner in self._partners.values() if partner.transport.one_sided
+        )
 
     def sees(self, action: Action) -> bool:
-        """Whether this rank has to write it down: with a one-sided transport a host sees nothing of its host buffers' transfers."""
-        return action.kind in (Kind.EVICT, Kind.LOAD) or (action.kind in TRANSFER and not self._transports[self.other(action)].one_sided)
+        """Return whether this rank has to write it down: with a one-sided transport a host sees nothing of its host
+        buffers' transfers."""
+        return action.kind in (Kind.EVICT, Kind.LOAD) or (
+            action.kind in TRANSFER and not self._transports[self.other(action)].one_sided
+        )
 
     def gather(self, first: Action) -> None:
-        """Where room was made before all sizes were known, begin anew: now they are, on both ends alike, and one piece holds all.
+        """Allocate host buffers anew as one piece, where they grew before all sizes were known or have become too
+        small.
 
-        The same where it was too little. `first`: what the iteration computes first, in errors.
+        Both ends know all sizes alike now. `first`: what the iteration computes first, named in errors.
         """
         for other, partner in self._partners.items():
             grown = self._moving.differing and self._grown(other, partner, first)
@@ -155,13 +195,14 @@ class Partners:
                 partner.transport.release()
 
     def _grown(self, other: int, partner: _Partner, first: Action) -> bool:
-        """Whether the rooms on either end have to be larger. Each tells the other before it listens."""
+        """Return whether the rooms on either end have to be larger. Each tells the other before it listens."""
         try:
             here = partner.evictor.tell_growth(first)
             there = partner.acceptor.hear_growth()
         except Exception as error:
             raise TransferError(
-                f"{self._moving.name}, stage {self._rank}: at the begin of an iteration stage {other} did not say how much "
+                f"{self._moving.name}, stage {self._rank}: at the begin of an iteration stage {other} did not say how "
+                f"much "
                 f"what it sends takes; the time-out is {self._moving.timeout_s:g} s, --bpipe-timeout: {error}"
             ) from error
         return here or there
@@ -178,18 +219,24 @@ class Partners:
                 role.abandon()
 
 
-def _by_rank(schedule: Schedule, rank: int, transports: Transport | Mapping[int, Transport] | None) -> Mapping[int, Transport]:
+def _by_rank(
+    schedule: Schedule, rank: int, transports: Transport | Mapping[int, Transport] | None
+) -> Mapping[int, Transport]:
     if transports is None or isinstance(transports, Mapping):
         return dict(sorted((transports or {}).items()))
     return {schedule.partners[rank] if schedule.partners else rank: transports}
 
 
-def _only_hosts(hosts: Mapping[Hosting, int], name: str) -> dict[tuple[int, int], int]:
+def _only_hosts(hosts: Mapping[Residency, int], name: str) -> dict[tuple[int, int], int]:
     """By stage and micro-batch. Raises ValueError where one leaves for several."""
     found: dict[tuple[int, int], int] = {}
-    for stay, host in hosts.items():
-        before = found.setdefault((stay.stage, stay.microbatch), host)
+    for residency, host in hosts.items():
+        before = found.setdefault((residency.stage, residency.microbatch), host)
         if before != host:
-            what = f"micro-batch {stay.microbatch} of stage {stay.stage} leaves to rank {before} and to rank {host} in one iteration"
+            what = (
+                f"micro-batch {residency.microbatch} of stage {residency.stage} leaves to rank {before} and to rank "
+                f"{host} "
+                f"in one iteration"
+            )
             raise ValueError(f"{name}: {what}: let it leave to one")
     return found

@@ -1,9 +1,10 @@
 """Write down what an engine did in one iteration: every action with its times, bytes and waits.
 
-In: the engine's own calls, as it makes them. Out: rows, in the order of their start. Knows no file and no prediction.
-A computation is marked when it begins and ends; a transfer begins when it is issued and has ended at the latest when somebody waited for
-it: a one-sided copy knows when it really did, of a two-sided one no more can be said. What a wait held the computation up is its wait.
-`live_bytes` is the most that was held during a computation, `left_bytes` what was held at its end.
+In: the engine's own calls, as it makes them. Out: rows, in the order of their start. Knows no file and no prediction. A
+computation is marked when it begins and ends; a transfer begins when it is issued and has ended at the latest when
+somebody waited for it: a one-sided copy knows when it really did, of a two-sided one no more can be said. What a wait
+held the computation up is its wait. `live_bytes` is the most that was held during a computation, `left_bytes` what was
+held at its end.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ class _Noted:
 
 @dataclass(frozen=True)
 class ExactBytes:
-    """By stage and micro-batch, what each forward saved and what of it moved."""
+    """Bytes that each forward saved, and bytes of it that moved, by stage and micro-batch."""
 
     saved: Mapping[tuple[int, int], int]
     moved: Mapping[tuple[int, int], int]
 
     def of(self, action: Action, saved_bytes: Mapping[int, int], moved_bytes: Mapping[int, int]) -> int | None:
-        """An action's bytes: its micro-batch's own, or those of its stage."""
+        """Return an action's bytes: its micro-batch's own, or those of its stage."""
         key = action.stage, action.microbatch
         if action.kind is Kind.FORWARD:
             return self.saved.get(key, saved_bytes.get(action.stage))
@@ -54,30 +55,33 @@ class Recorder:
         self._transfers: dict[Action, _Noted] = {}
 
     def begin(self) -> None:
-        """A new iteration starts now."""
+        """Begin the record of an iteration."""
         self._rows, self._transfers = [], {}
         self._begin = self._clock.mark()
 
     def started(self, action: Action, host_buffer: int | None = None, live_bytes: int | None = None) -> None:
-        """A computation begins, or a transfer has just been issued."""
+        """Note that a computation begins, or that a transfer has just been issued."""
         row = _Noted(action, self._clock.mark(), host_buffer, live_bytes=live_bytes)
         self._rows.append(row)
         if host_buffer is not None:
             self._transfers[action] = row
 
     def computed(self, live_bytes: int | None) -> None:
-        """The computation that began last has ended."""
+        """Note that the last computation has ended."""
         row = next(row for row in reversed(self._rows) if row.host_buffer is None)
         row.end = self._clock.mark()
         if live_bytes is not None:
             row.live_bytes, row.left_bytes = max(live_bytes, row.live_bytes or 0), live_bytes
 
     def mark(self) -> Mark:
-        """Now."""
+        """Return a mark of the present time."""
         return self._clock.mark()
 
     def waited(self, action: Action, since: Mark, pending: Pending) -> None:
-        """The transfer was waited for, from `since` until now; where nothing of the computation waited, its end is all that is learnt."""
+        """Note that the transfer was waited for, from `since` until now.
+
+        Where no computation waited, only its end is known.
+        """
         row = self._transfers.get(action)
         if row is not None:
             row.end = self._clock.mark()
@@ -87,7 +91,7 @@ class Recorder:
     def rows(
         self, saved_bytes: Mapping[int, int], moved_bytes: Mapping[int, int], exact: ExactBytes | None = None
     ) -> tuple[tuple[Row, ...], float]:
-        """All rows, by their start, and the seconds the iteration took until now. Waits for the device.
+        """Return all rows, by their start, and the seconds the iteration took until now. Waits for the device.
 
         Bytes are by stage; `exact` are those of each micro-batch, where they differ.
         """
@@ -96,7 +100,9 @@ class Recorder:
         elapsed_s = self._clock.mark().since(self._begin)
         # A transfer of a stage of which nothing can move did not happen.
         happened = [(row, sizes.of(row.action, saved_bytes, moved_bytes)) for row in self._rows]
-        rows = [self._row(row, self._begin, nbytes) for row, nbytes in happened if row.host_buffer is None or nbytes != 0]
+        rows = [
+            self._row(row, self._begin, nbytes) for row, nbytes in happened if row.host_buffer is None or nbytes != 0
+        ]
         return tuple(sorted(rows, key=lambda row: row.start_s)), elapsed_s
 
     def _row(self, row: _Noted, base: Mark, nbytes: int | None) -> Row:

@@ -1,11 +1,14 @@
-"""Find the storages that leave again, in the graph of another micro-batch of a stage, without looking at all that it saved.
+"""Find the storages that leave again, in the graph of another micro-batch of a stage, without looking at all that it
+saved.
 
-In: the graph of one micro-batch, and which of its storages leave. Out: for the graph of another micro-batch the storages that are saved in
-the same places, or None where anything about them is not as it was. Knows no schedule and moves nothing.
+In: the graph of one micro-batch, and which of its storages leave. Out: for the graph of another micro-batch the
+storages that are saved in the same places, or None where anything about them is not as it was. Knows no schedule and
+moves nothing.
 
-Looking at everything (`capture.find`) takes some 10 microseconds a node of the main thread, ahead of the next kernels. Here nodes are only
-told apart by their kinds, and of what they saved nothing is looked at but what leaves. That has to pass the counts [1] and [2] of `capture`
-again, whatever it was before; [3] is the caller's. A micro-batch that saved more than the recorded one keeps the rest.
+Looking at everything (`capture.find`) takes some 10 microseconds a node of the main thread, ahead of the next kernels.
+Here nodes are only told apart by their kinds, and of what they saved nothing is looked at but what leaves. That has to
+pass the counts [1] and [2] of `capture` again, whatever it was before; [3] is the caller's. A micro-batch that saved
+more than the recorded one keeps the rest.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ _MADE_ANEW = 1 << 30
 
 
 class _Pick(NamedTuple):
-    """One tensor: which of the attributes that are read, which position in it, if it holds several, and whether it is that one's base."""
+    """One tensor: which of the attributes that are read, which position in it, if it holds several, and whether it
+    is that one's base."""
 
     attribute: int
     position: int | None
@@ -31,17 +35,22 @@ class _Pick(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """One storage that leaves: how many Python references each of its tensors may have, in the order of their picks, and its uses."""
+    """One storage that leaves: how many Python references each of its tensors may have, in the order of their picks,
+    and its uses."""
 
     max_holders: tuple[int, ...]
     num_uses: int
 
 
 class Retrace:
-    """Where the storages of a stage's micro-batches that leave are saved."""
+    """Recorded positions of the storages that leave, of one stage's micro-batches."""
 
     def __init__(
-        self, kinds: tuple[type, ...], attributes: Sequence[tuple[int, str]], picks: Sequence[_Pick], entries: Sequence[_Entry]
+        self,
+        kinds: tuple[type, ...],
+        attributes: Sequence[tuple[int, str]],
+        picks: Sequence[_Pick],
+        entries: Sequence[_Entry],
     ) -> None:
         """`kinds` are those of all nodes, in the order of the walk; `attributes` name a node by its place in it."""
         self._kinds, self._attributes, self._picks = kinds, attributes, picks
@@ -95,8 +104,11 @@ def _entry_of(use: Uses) -> _Entry:
     return _Entry((*map(use.holders, use.originals), *[_MADE_ANEW] * len(use.copies)), use.expected)
 
 
-def _storage_of(tensors: list[Any], entry: _Entry, inputs: Sequence[torch.Tensor | None]) -> torch.UntypedStorage | None:
-    """Take this entry's tensors from the end of the list: their storage, if it is one and nobody else has it or them."""
+def _storage_of(
+    tensors: list[Any], entry: _Entry, inputs: Sequence[torch.Tensor | None]
+) -> torch.UntypedStorage | None:
+    """Take this entry's tensors from the end of the list: their storage, if it is one and nobody else has it or
+    them."""
     storage: torch.UntypedStorage | None = None
     for max_holders in reversed(entry.max_holders):
         tensor = tensors.pop()

@@ -1,7 +1,8 @@
-"""Do one role of a rank for several ranks: evict to several hosts, or host for several guests, each over a transport of its own.
+"""Do one role of a rank for several ranks: evict to several hosts, or host for several guests, each over a transport of
+its own.
 
-In: an evictor a host, or an acceptor a guest, and which micro-batch goes where. Out: the same calls, passed on to whom they concern.
-Knows no transport and no schedule.
+In: an evictor a host, or an acceptor a guest, and which micro-batch goes where. Out: the same calls, passed on to whom
+they concern. Knows no transport and no schedule.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from bpipe.ir.action import Action
 from bpipe.runtime.acceptor import Acceptor
 from bpipe.runtime.evictor import Evictor, Key
-from bpipe.runtime.sizing import Sizing, StayedAtHome, together
+from bpipe.runtime.sizing import Sizing, Unmoved, together
 
 
 class SeveralHosts:
@@ -24,21 +25,23 @@ class SeveralHosts:
         """`host_of`: by stage and micro-batch, for all that leave."""
         self._evictors = dict(evictors)
         self._host_of = host_of
-        self._passed = StayedAtHome()
+        self._passed = Unmoved()
 
     @property
     def sizing(self) -> Sizing:
-        """What all evictors have, as it is now. Each has rooms of its own with its host, and what leaves for it finds room there or not."""
+        """Sizes of all evictors together, as they are now. Each has buffers of its own with its host."""
         return together((evictor.sizing for evictor in self._evictors.values()), self._passed)
 
     def begin(self) -> None:
-        self._passed = StayedAtHome()
+        self._passed = Unmoved()
         for evictor in self._evictors.values():
             evictor.begin()
 
     def computes(self) -> None:
-        """What stayed on account of one host is here beside what stayed on account of another."""
-        self._passed = self._passed.with_here([size for evictor in self._evictors.values() for size in evictor.sizing.at_home])
+        """Note that what stayed because of one host is here beside what stayed because of another."""
+        self._passed = self._passed.with_here(
+            [size for evictor in self._evictors.values() for size in evictor.sizing.at_home]
+        )
 
     def remember(
         self,
@@ -52,13 +55,13 @@ class SeveralHosts:
                 evictor.remember(forward, roots, inputs, outputs)
 
     def forget(self, forward: Action) -> None:
-        """Whoever only measured it has forgotten it."""
+        """Do nothing: whoever only measured it has forgotten it."""
 
     def unmeasured(self, stage: int) -> bool:
         return any(evictor.unmeasured(stage) for evictor in self._evictors.values())
 
     def measure(self, forward: Action) -> None:
-        """Each host is told of the stages that come to it, and of no other: it listens for no more."""
+        """Tell each host the sizes of the stages that come to it, and of no other: it listens for no more."""
         for host, evictor in self._evictors.items():
             if evictor.unmeasured(forward.stage):
                 evictor.measure(forward)

@@ -1,12 +1,15 @@
-"""Compute a rank's shard of the output layer, as our executor asks for S and T of algorithm 1 or 2, and of the embedding, IF and IB.
+"""Compute a rank's shard of the output layer, as our executor asks for S and T of algorithm 1 or 2, and of the
+embedding, IF and IB.
 
-In: a layer that makes logits, what the last stage made for all shards, and what all shards have gathered. Out: a shard's statistics, then
-its part of the gradient of the last stage's output; the losses of a micro-batch's tokens, for whoever wants them. Knows no group, no model.
+In: a layer that makes logits, what the last stage made for all shards, and what all shards have gathered. Out: a
+shard's statistics, then its part of the gradient of the last stage's output; the losses of a micro-batch's tokens, for
+whoever wants them. Knows no group, no model.
 
-Algorithm 1, `OutputShard`: between S and T a micro-batch has its logits and the graph behind them here, in the layer's own type. T makes
-the gradient of the logits in their place, and autograd goes on from there: through the layer, whatever it does, once for each micro-batch
-and in their order. Algorithm 2, `EarlyShard`: S makes what the shard gives that gradient, too, as far as it can be known before the
-statistics of all are. Once they are, `late` puts it right, and what is left for T is the layer's weight: so the layer must be one matrix.
+Algorithm 1, `OutputShard`: between S and T a micro-batch has its logits and the graph behind them here, in the layer's
+own type. T makes the gradient of the logits in their place, and autograd goes on from there: through the layer,
+whatever it does, once for each micro-batch and in their order. Algorithm 2, `EarlyShard`: S makes what the shard gives
+that gradient, too, as far as it can be known before the statistics of all are. Once they are, `late` puts it right, and
+what is left for T is the layer's weight: so the layer must be one matrix.
 """
 
 from __future__ import annotations
@@ -35,27 +38,33 @@ Told = Callable[[int, torch.Tensor], None]
 
 
 def _storages(*held: torch.Tensor | None) -> tuple[torch.UntypedStorage, ...]:
-    """Each once."""
-    return tuple({storage._cdata: storage for storage in (one.untyped_storage() for one in held if one is not None)}.values())
+    """Return each storage once."""
+    return tuple(
+        {storage._cdata: storage for storage in (one.untyped_storage() for one in held if one is not None)}.values()
+    )
 
 
 class OutputShard:
-    """Rows `first_row` and on of an output layer of `vocabulary` rows: `layer` makes their logits [..., r] of a stage's output [..., h].
+    """Rows `first_row` and on of an output layer of `vocabulary` rows: `layer` makes their logits [..., r] of a stage's
+    output [..., h].
 
-    The last stage makes its output, the labels [n] as rows of the whole vocabulary, and the gradient [n] of each token's loss, where n
-    tokens are those of the logits in their order. `told(microbatch, losses)` is called in T with the losses [n], 32 bit at least.
+    The last stage makes its output, the labels [n] as rows of the whole vocabulary, and the gradient [n] of each
+    token's loss, where n tokens are those of the logits in their order. `told(microbatch, losses)` is called in T with
+    the losses [n], 32 bit at least.
     """
 
-    def __init__(self, layer: Callable[[torch.Tensor], torch.Tensor], first_row: int, vocabulary: int, told: Told | None = None) -> None:
+    def __init__(
+        self, layer: Callable[[torch.Tensor], torch.Tensor], first_row: int, vocabulary: int, told: Told | None = None
+    ) -> None:
         self._layer, self._first_row, self._vocabulary, self._told = layer, first_row, vocabulary, told
         self._held: dict[int, _BetweenPasses] = {}
 
     def begin(self) -> None:
-        """Nothing is held of an iteration that did not end."""
+        """Begin an iteration: drop what an unfinished one left."""
         self._held.clear()
 
     def storages(self, microbatch: int) -> tuple[torch.UntypedStorage, ...]:
-        """What is held of a micro-batch between its S and its T."""
+        """Return what is held of a micro-batch between its S and its T."""
         return _storages(*self._held[microbatch])
 
     def forward(self, action: Action, received: Tensors) -> Tensors:
@@ -84,17 +93,18 @@ class Matrix(Protocol):
 
     @property
     def weight(self) -> torch.Tensor:
-        """[r, h]."""
+        """Weight, [r, h]."""
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., r] of [..., h]."""
+        """Return logits [..., r] of x [..., h]."""
 
     def backward_weight(self, x: torch.Tensor, gradient: torch.Tensor) -> None:
         """Add to the weight's gradient what that of the logits brings."""
 
 
 class _Early(NamedTuple):
-    """Of a micro-batch, from S to `late`, and to T: what a shard gives the input's gradient, as far as its own statistics say."""
+    """Of a micro-batch, from S to `late`, and to T: what a shard gives the input's gradient, as far as its own
+    statistics say."""
 
     part: torch.Tensor
     statistics: torch.Tensor
@@ -103,21 +113,25 @@ class _Early(NamedTuple):
 
 
 class EarlyShard:
-    """The same rows by algorithm 2. `late` may run beside S and T, in a thread or on a stream of its own: it shares nothing with T."""
+    """Shard of the output layer by algorithm 2.
+
+    `late` may run beside S and T, in a thread or on its own stream: it shares nothing with T.
+    """
 
     def __init__(self, layer: Matrix, first_row: int, vocabulary: int, told: Told | None = None) -> None:
         self._layer, self._first_row, self._vocabulary, self._told = layer, first_row, vocabulary, told
-        # With what `late` needs: were that gone when `late` has run, what is held until T would depend on how fast other ranks are.
+        # With what `late` needs: were that gone when `late` has run, what is held until T would depend on how fast
+        # other ranks are.
         self._held: dict[int, tuple[_BetweenPasses, _Early | None]] = {}
         self._early: dict[int, _Early] = {}
 
     def begin(self) -> None:
-        """Nothing is held of an iteration that did not end."""
+        """Begin an iteration: drop what an unfinished one left."""
         self._held.clear()
         self._early.clear()
 
     def storages(self, microbatch: int) -> tuple[torch.UntypedStorage, ...]:
-        """What is held of a micro-batch between its S and its T."""
+        """Return what is held of a micro-batch between its S and its T."""
         held, early = self._held[microbatch]
         return _storages(*held, *(early or ()))
 
@@ -135,7 +149,8 @@ class EarlyShard:
         return (own,)
 
     def late(self, microbatch: int, received: Tensors) -> Tensors:
-        """[n, h], 32 bit at least: this shard's part of the gradient of the last stage's output, from the statistics of all shards."""
+        """Return this shard's part of the gradient of the last stage's output, [n, h], 32 bit at least, from the
+        statistics of all shards."""
         (gathered,) = received
         early = self._early.pop(microbatch)
         used_here(gathered, *early)
@@ -157,14 +172,17 @@ class Table(Protocol):
     """Rows of an embedding."""
 
     def part(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[..., h] of tokens [...]: their rows where they are these, else zeros."""
+        """Return embeddings [..., h] of tokens [...]: this shard's rows, zeros for the others."""
 
     def add_gradient(self, tokens: torch.Tensor, gradient: torch.Tensor) -> None:
         """Add to the rows' gradient what that of their embeddings [..., h] brings."""
 
 
 class InputShard:
-    """A rank's rows of the embedding, as our executor asks for IF and IB. `begin` says of which tokens [...], by micro-batch."""
+    """A rank's rows of the embedding, as our executor asks for IF and IB.
+
+    `begin` says of which tokens [...], by micro-batch.
+    """
 
     def __init__(self, table: Table) -> None:
         self._table = table

@@ -1,7 +1,7 @@
 """What the executor asks of whoever computes, and the stages of a rank in plain torch.
 
-In: computations of a Program and the tensors that others made for them. Out: the tensors that others need. Knows no schedule, no messages:
-which computation comes when, and where its tensors come from and go to, is the executor's.
+In: computations of a Program and the tensors that others made for them. Out: the tensors that others need. Knows no
+schedule, no messages: which computation comes when, and where its tensors come from and go to, is the executor's.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from bpipe.ir.action import Action
 Tensors = tuple[torch.Tensor, ...]
 Key = tuple[int, int]
 
-# A stage's model: the micro-batch's number and what the stage before it made, to what it makes. The first stage receives nothing and reads
-# the micro-batch's data; the last one makes the loss.
+# A stage's model: the micro-batch's number and what the stage before it made, to what it makes. The first stage
+# receives nothing and reads the micro-batch's data; the last one makes the loss.
 Part = Callable[..., torch.Tensor | Tensors]
 
 
 class Stage(Protocol):
     """The computations of one rank, of all stages that it has: an action names the stage and the micro-batch.
 
-    A backward receives gradients of what its forward made, and makes gradients of what that received; the last stage's receives none. One
-    that is split does so in its inputs' half; the weights' half comes later.
+    A backward receives gradients of what its forward made, and makes gradients of what that received; the last stage's
+    receives none. One that is split does so in its inputs' half; the weights' half comes later.
     """
 
     def forward(self, action: Action, received: Tensors) -> Tensors: ...
 
     def let_go(self, made: Tensors) -> None:
-        """What a forward made is in other hands: of these tensors only the graph behind them is still needed here."""
+        """Release what a forward made: of these tensors only the graph behind them is still needed here."""
 
     def backward(self, action: Action, gradients: Tensors) -> Tensors: ...
 
@@ -41,31 +41,37 @@ class Stage(Protocol):
 
 
 class Shards(Protocol):
-    """The computations of one rank's shard of the vocabulary's output layer, or of its embedding: an action names rank and micro-batch.
+    """The computations of one rank's shard of the vocabulary's output layer, or of its embedding: an action names rank
+    and micro-batch.
 
-    The last stage's forward makes what all shards of the output layer need; its backward, or the inputs' half, receives what they have made
-    together: of each tensor the sum over all shards (algorithm 1). The first stage's forward receives the sum over all shards of the
-    embedding, and its backward makes what these need.
+    The last stage's forward makes what all shards of the output layer need; its backward, or the inputs' half, receives
+    what they have made together: of each tensor the sum over all shards (algorithm 1). The first stage's forward
+    receives the sum over all shards of the embedding, and its backward makes what these need.
     """
 
     def forward(self, action: Action, received: Tensors) -> Tensors:
-        """S: from what the last stage made to this shard's part of the statistics. IF: from nothing to its part of the embeddings."""
+        """Run S, from what the last stage made to this shard's part of the statistics; or IF, from nothing to its
+        part of the embeddings."""
 
     def backward(self, action: Action, received: Tensors) -> Tensors:
-        """T: from the statistics of all shards, each tensor with a dimension more in front, to this shard's part of the gradient. IB:
-        from the first stage's gradient to nothing."""
+        """Run T, from the statistics of all shards, each tensor with one more leading dimension, to this shard's part
+        of the gradient.
+
+        Or run IB, from the first stage's gradient to nothing.
+        """
 
 
 class TorchStages:
     """The stages of a rank in plain torch: `parts[stage]` computes one, autograd goes back.
 
-    The halves of a split backward walk the same graph twice, so they take longer together than the whole, and nothing is freed between
-    them: right, not fast.
+    The halves of a split backward walk the same graph twice, so they take longer together than the whole, and nothing
+    is freed between them: right, not fast.
     """
 
     def __init__(self, parts: Mapping[int, Part]) -> None:
         self._parts = dict(parts)
-        # By stage and micro-batch: what its forward received and made, and between the halves of its backward the gradients.
+        # By stage and micro-batch: what its forward received and made, and between the halves of its backward the
+        # gradients.
         self._held: dict[Key, tuple[Tensors, Tensors]] = {}
         self._gradients: dict[Key, Tensors] = {}
 
@@ -79,7 +85,7 @@ class TorchStages:
         return outputs
 
     def let_go(self, made: Tensors) -> None:
-        """Torch looks at the shapes of what it goes back from, so the tensors stay."""
+        """Do nothing: torch looks at the shapes of what it goes back from, so the tensors stay."""
 
     def backward(self, action: Action, gradients: Tensors) -> Tensors:
         received, outputs = self._held.pop((action.stage, action.microbatch))
@@ -104,12 +110,15 @@ class TorchStages:
 
 def _gradient(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.grad is None:
-        raise ValueError(f"a part made nothing of a tensor {tuple(tensor.shape)} that it received: whoever sent it waits for its gradient")
+        raise ValueError(
+            f"a part made nothing of a tensor {tuple(tensor.shape)} that it received: whoever sent it waits for its "
+            f"gradient"
+        )
     return tensor.grad
 
 
 def _leaves(outputs: Tensors) -> list[torch.Tensor]:
-    """The leaves of the graph behind the outputs: weights, and what was received."""
+    """Return the leaves of the graph behind the outputs: weights, and what was received."""
     waiting: list[Any] = [output.grad_fn for output in outputs]
     seen, leaves = set(waiting), []
     while waiting:

@@ -1,8 +1,9 @@
 """Order transfers and computation on a device's streams.
 
-In: a device. Out: a context in which a transfer starts behind what compute has issued so far, lanes for one-sided copies, and marks of
-time. Knows no schedule and no bytes, and no kind of device: `torch.accelerator`, streams and events are those of whatever torch computes
-on here, and what only CUDA has stands in `cuda`. On a CPU everything a rank issues is already in order, so nothing has to be said.
+In: a device. Out: a context in which a transfer starts behind what compute has issued so far, lanes for one-sided
+copies, and marks of time. Knows no schedule and no bytes, and no kind of device: `torch.accelerator`, streams and
+events are those of whatever torch computes on here, and what only CUDA has stands in `cuda`. On a CPU everything a rank
+issues is already in order, so nothing has to be said.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def _here() -> torch.Stream:
 
 @contextlib.contextmanager
 def current(stream: torch.Stream) -> Iterator[None]:
-    """Issue to this stream. Unlike a stream's own `with`, this may be nested in itself and entered by several threads."""
+    """Issue to this stream. Unlike a stream's own `with`, this may be nested in itself and entered by several
+    threads."""
     before = _here()
     torch.accelerator.set_stream(stream)
     try:
@@ -47,16 +49,19 @@ def current(stream: torch.Stream) -> Iterator[None]:
 
 
 def allocated_on(device: torch.device) -> Callable[[], int] | None:
-    """How many bytes of a device its allocator has given out, when asked; None for a CPU, where nobody counts."""
+    """Return how many bytes of a device its allocator has given out, when asked; None for a CPU, where nobody
+    counts."""
     return functools.partial(torch.accelerator.memory_allocated, device) if _has_streams(device) else None
 
 
 class Streams:
-    """One stream for what leaves this rank and one for what comes, beside the compute stream. The host never blocks here.
+    """One stream for what leaves this rank and one for what comes, beside the compute stream.
 
-    A process makes one of these, however many programs it runs: torch has 32 streams of a priority, and hands out the first again after
-    the last, NCCL's among them. Copies are timed only where somebody will read it (`timed`): a mark of time may hold up a queue that
-    streams share.
+    The host never blocks here.
+
+    A process makes one of these, however many programs it runs: torch has 32 streams of a priority, and hands out the
+    first again after the last, NCCL's among them. Copies are timed only where somebody will read it (`timed`): a mark
+    of time may hold up a queue that streams share.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -70,13 +75,19 @@ class Streams:
 
     @contextlib.contextmanager
     def outbound(self) -> Iterator[None]:
-        """Evictions and returns start here: they leave this rank. [1] They wait for what compute has issued: it writes what they read."""
+        """Start evictions and returns on the outbound stream.
+
+        [1] They wait for what compute has issued: it writes what they read.
+        """
         with self._behind_compute(self._outbound if self._beside else None):
             yield
 
     @contextlib.contextmanager
     def inbound(self) -> Iterator[None]:
-        """Loads and hostings start here: they come to it. [4][5] They wait for compute: it allocated, and last used, what they write."""
+        """Start loads and hostings on the inbound stream.
+
+        [4][5] They wait for compute: it allocated, and last used, what they write.
+        """
         with self._behind_compute(self._inbound if self._beside else None):
             yield
 
@@ -106,7 +117,8 @@ class _Issued:
 
 
 class StreamLane:
-    """A lane of the stream that is current when a job is asked for: `Streams.outbound` or `Streams.inbound` choose it."""
+    """A lane of the stream that is current when a job is asked for: `Streams.outbound` or `Streams.inbound` choose
+    it."""
 
     def run(self, job: Job, after: Sequence[Pending] = ()) -> Pending:
         for pending in after:
@@ -121,7 +133,7 @@ class StreamLane:
         return _Issued(begin, end)
 
     def close(self, wait: bool = True) -> None:
-        """Nothing of its own: the streams belong to the engine."""
+        """Do nothing: the streams belong to the engine."""
 
 
 class _OwnStreamLane(StreamLane):
@@ -151,8 +163,8 @@ class _Posted:
 class _PostingLane:
     """A thread that issues jobs to a stream of its own, for those that have to hear something from the partner first.
 
-    A job starts behind what the current stream had been given when it was asked for, and behind nothing that came later: what comes later
-    may need what the partner does with this very job.
+    A job starts behind what the current stream had been given when it was asked for, and behind nothing that came
+    later: what comes later may need what the partner does with this very job.
     """
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
@@ -177,37 +189,41 @@ class _PostingLane:
 
 
 def posting(device: torch.device, timeout_s: float) -> CopyLane:
-    """A lane whose jobs may wait for a message of the partner's: never in the host's own thread."""
+    """Return a lane whose jobs may wait for a message of the partner's: never in the host's own thread."""
     return _PostingLane(device, timeout_s) if _has_streams(device) else ThreadLane("posting", timeout_s)
 
 
 def beside(device: torch.device, timeout_s: float) -> CopyLane:
-    """A lane for what is computed once others have made their part, while the computation goes on: a stream of its own, or a thread."""
+    """Return a lane for what is computed once others have made their part, while the computation goes on: a stream
+    of its own, or a thread."""
     return _OwnStreamLane(device) if _has_streams(device) else ThreadLane("shards", timeout_s)
 
 
 def used_here(*tensors: torch.Tensor) -> None:
-    """Memory of another stream is used on the current one: nobody gets it before this is over, whoever lets go of the tensor."""
+    """Mark another stream's memory as used on the current one: nobody gets it before this is over, whoever lets go
+    of the tensor."""
     for tensor in tensors:
         if _has_streams(tensor.device):
             tensor.record_stream(_here())
 
 
 def lanes(device: torch.device, timeout_s: float) -> tuple[CopyLane, CopyLane]:
-    """What carries one-sided copies outbound and inbound beside the computation: the device's streams, or a thread each."""
+    """Return the lanes that carry one-sided copies outbound and inbound: the device's streams, or a thread each."""
     if _has_streams(device):
         return StreamLane(), StreamLane()
     return ThreadLane("outbound", timeout_s), ThreadLane("inbound", timeout_s)
 
 
 def copying_on(device: torch.device) -> Device:
-    """What `bpipe.transport` asks of a device."""
+    """Return what `bpipe.transport` asks of a device."""
     if _has_streams(device):
         # A type alone means the current one, whose number a device's runtime wants to be told.
         index = cast(int | None, device.index)
         device = torch.device(device.type, torch.accelerator.current_device_index() if index is None else index)
     handle = cuda.stream_handle if device.type == "cuda" else _native_handle
-    return Device(device, lanes, posting, synchronize, handle, torch.accelerator.empty_cache, functools.partial(_apart, device))
+    return Device(
+        device, lanes, posting, synchronize, handle, torch.accelerator.empty_cache, functools.partial(_apart, device)
+    )
 
 
 def _native_handle() -> int:
@@ -225,7 +241,7 @@ def _apart(device: torch.device) -> Iterator[None]:
 
 
 def total_bytes(device: torch.device) -> int:
-    """A device's memory; 0 for a CPU, whose memory is the host's."""
+    """Return a device's memory; 0 for a CPU, whose memory is the host's."""
     return torch.accelerator.get_memory_info(device)[1] if _has_streams(device) else 0
 
 
@@ -237,7 +253,7 @@ def synchronize(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def named(name: str, device: torch.device) -> Iterator[None]:
-    """A named range of what is issued here, for profilers of the device."""
+    """Return a named range of what is issued here, for profilers of the device."""
     if device.type != "cuda":
         yield
         return
@@ -253,7 +269,10 @@ class Mark:
     event: torch.Event | None
 
     def since(self, base: Mark) -> float:
-        """Seconds from `base` on the device, or on the host where there is none. Waits for the device to come so far."""
+        """Return the seconds from `base` on the device, or on the host where there is none.
+
+        Waits for the device to come so far.
+        """
         if self.event is None or base.event is None:
             return self.host_s - base.host_s
         self.event.synchronize()
@@ -261,13 +280,14 @@ class Mark:
 
 
 class Clock:
-    """Makes marks. Made where the computation is issued."""
+    """Makes marks where the computation is issued."""
 
     def __init__(self, device: torch.device) -> None:
         self._compute = _here() if _has_streams(device) else None
 
     def beside(self) -> bool:
-        """Whether what is issued now runs beside the computation, so that nothing of that waits when it waits."""
+        """Return whether what is issued now runs beside the computation, so that nothing of that waits when it
+        waits."""
         return self._compute is not None and _here() != self._compute
 
     def mark(self) -> Mark:
@@ -279,7 +299,7 @@ class Clock:
 
 
 def span_s(pending: Pending, base: Mark) -> tuple[float, float] | None:
-    """When a transfer that can tell really began and ended, in seconds since `base`; None for one that cannot."""
+    """Return when a transfer began and ended, in seconds since `base`; None for one that cannot tell."""
     if isinstance(pending, Ticket) and pending.span_s is not None:
         begin_s, end_s = pending.span_s
         return begin_s - base.host_s, end_s - base.host_s

@@ -1,7 +1,9 @@
-"""Say what things cost: seconds a computation takes, bytes a message has, how fast links are. In: numbers. Out: frozen costs, checked.
+"""Say what things cost: seconds a computation takes, bytes a message has, how fast links are.
 
-Any real number will do. With integers and fractions every time of the simulation is exact; a float makes what it touches a float.
-Knows no schedule, no model and no device.
+In: numbers. Out: frozen costs, checked.
+
+Any real number will do. With integers and fractions every time of the simulation is exact; a float makes what it
+touches a float. Knows no schedule, no model and no device.
 """
 
 from __future__ import annotations
@@ -21,13 +23,14 @@ Number = int | float | Fraction
 class StageCost:
     """One stage, one micro-batch: seconds of each kind, bytes it sends, moves and saves.
 
-    `forward_s` and `backward_s` are its layers alone; the output layer with its loss and the embedding come on top where the stage has
-    them. Only schedules with split backwards need `weight_s`, the half that computes weight gradients, and `input_s`, the other one
-    (None: the rest of `backward_s`), to which all of the output layer's and the embedding's backward belongs.
-    `sent_bytes` is what the stage hands to the next one (and the size of the gradient that comes back), `moved_bytes` what a balancing
-    transfer moves, `saved_bytes` what a forward saves, `after_input_bytes` what of a split backward is held between its halves (None: all
-    that was saved). `transfer_s`, where given, is how long such a transfer takes, whatever the link.
-    Per iteration, on every rank with the stage: `reduction_s` reduces its gradients over all replicas, `optimizer_s` updates its weights.
+    `forward_s` and `backward_s` are its layers alone; the output layer with its loss and the embedding come on top
+    where the stage has them. Only schedules with split backwards need `weight_s`, the half that computes weight
+    gradients, and `input_s`, the other one (None: the rest of `backward_s`), to which all of the output layer's and the
+    embedding's backward belongs. `sent_bytes` is what the stage hands to the next one (and the size of the gradient
+    that comes back), `moved_bytes` what a balancing transfer moves, `saved_bytes` what a forward saves,
+    `after_input_bytes` what of a split backward is held between its halves (None: all that was saved). `transfer_s`,
+    where given, is how long such a transfer takes, whatever the link. Per iteration, on every rank with the stage:
+    `reduction_s` reduces its gradients over all replicas, `optimizer_s` updates its weights.
     """
 
     forward_s: Number
@@ -52,7 +55,9 @@ class StageCost:
             if value is not None and not (value >= 0 and math.isfinite(value)):
                 raise ValueError(f"{field.name} is {value}, but no cost is negative or endless")
         if self.weight_s is not None and self.input_s is None and self.weight_s > self.backward_s:
-            raise ValueError(f"weight_s {self.weight_s} is a part of backward_s {self.backward_s}, so it cannot be more")
+            raise ValueError(
+                f"weight_s {self.weight_s} is a part of backward_s {self.backward_s}, so it cannot be more"
+            )
         if self.moved_bytes > self.saved_bytes:
             raise ValueError(f"moved_bytes {self.moved_bytes} must lie between 0 and saved_bytes {self.saved_bytes}")
 
@@ -89,9 +94,10 @@ class ShardCost:
 class CollectiveCost:
     """Seconds of what passes between all shards for a micro-batch, beside the latency of their links.
 
-    `broadcast_s`: the last stage's output to all. `gather_s`: the statistics of the loss of each to all. `reduce_s`: the parts of the last
-    stage's gradient to it; with algorithm 2 behind the statistics, in one. `input_reduce_s`: the parts of the embeddings to the first.
-    `input_broadcast_s`: its gradient to all. Those of a sort come one after the other, beside everything else.
+    `broadcast_s`: the last stage's output to all. `gather_s`: the statistics of the loss of each to all. `reduce_s`:
+    the parts of the last stage's gradient to it; with algorithm 2 behind the statistics, in one. `input_reduce_s`: the
+    parts of the embeddings to the first. `input_broadcast_s`: its gradient to all. Those of a sort come one after the
+    other, beside everything else.
     """
 
     broadcast_s: Number = 0
@@ -105,7 +111,8 @@ class CollectiveCost:
 class Link:
     """One direction between two devices. `bytes_per_s` None: bytes take no time, only the latency does.
 
-    `gap_s` is what a message between stages takes on top: a transfer is one operation of many messages' bytes, and begins early.
+    `gap_s` is what a message between stages takes on top: a transfer is one operation of many messages' bytes, and
+    begins early.
     """
 
     bytes_per_s: Number | None = None
@@ -114,22 +121,24 @@ class Link:
 
     def __post_init__(self) -> None:
         if self.bytes_per_s is not None and not self.bytes_per_s > 0:
-            raise ValueError(f"bytes_per_s is {self.bytes_per_s}, but a link carries more than nothing; None is a link without limit")
+            raise ValueError(
+                f"bytes_per_s is {self.bytes_per_s}, but a link carries more than nothing; None is a link without limit"
+            )
         for name in ("latency_s", "gap_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, but nothing arrives before it left")
 
     def scaled(self, factor: Number) -> Link:
-        """One that takes so many times as long."""
+        """Return a link that takes `factor` times as long."""
         speed = None if self.bytes_per_s is None else self.bytes_per_s / factor
         return Link(speed, self.latency_s * factor, self.gap_s * factor)
 
     def message_s(self, num_bytes: int) -> Number:
-        """What passes between stages."""
+        """Return seconds of a message between stages."""
         return self.gap_s + self.seconds(num_bytes)
 
     def seconds(self, num_bytes: int) -> Number:
-        """Exact where bandwidth and latency are."""
+        """Return seconds of a transfer, exact where bandwidth and latency are."""
         if self.bytes_per_s is None:
             return self.latency_s
         if isinstance(self.bytes_per_s, float):
@@ -141,23 +150,23 @@ FREE = Link()
 
 
 def ports(rank: int, between: bool) -> tuple[int, int]:
-    """Numbers of a rank's port out and port in, inside its node or between nodes."""
+    """Return the numbers of a rank's port out and port in, inside its node or between nodes."""
     first = 4 * rank + 2 * between
     return first, first + 1
 
 
 def host_port(rank: int, num_ranks: int, out: bool) -> int:
-    """Behind all of these: the number of a rank's port out to its node's memory, or in from there."""
+    """Return the number of a rank's port out to its node's memory, or in from there; these follow all others."""
     return 4 * num_ranks + 2 * rank + (not out)
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Which link joins two ranks: `inside` a node or `between` nodes. `nodes[rank]` is the rank's node; empty: all are on one.
+    """Links of ranks: `inside` a node or `between` nodes. `nodes[rank]` is the rank's node; empty: all are on one.
 
-    Each rank has, for either medium, one port out and one port in; what leaves or enters through the same port shares it. With tensor
-    parallelism a rank stands for one of its devices: all of them do the same at once, each over its own ports. `host` joins every rank to
-    its node's memory, there and back beside each other and beside all else.
+    Each rank has, for either medium, one port out and one port in, shared by what leaves or enters there. With tensor
+    parallelism a rank stands for one of its devices: all do the same at once, each over its own ports. `host` joins
+    every rank to its node's memory, both ways at once and beside all else.
     """
 
     inside: Link = FREE
@@ -169,7 +178,7 @@ class Links:
         return bool(self.nodes) and self.nodes[rank] != self.nodes[other]
 
     def link(self, rank: int, other: int) -> Link:
-        """A rank with itself: with its own node's memory."""
+        """Return the link of two ranks; a rank with itself is linked to its own node's memory."""
         if rank == other:
             return self.host
         return self.between if self.crosses(rank, other) else self.inside
@@ -179,11 +188,11 @@ class Links:
 class Costs:
     """Costs of all stages (with chunks p*v of them) and of the links between their ranks.
 
-    `exchange`: when ranks send, receive and wait for what passes between stages. `shards`: what each rank's shard of the vocabulary takes,
-    or one for all alike; `collectives`: what passes between them.
-    `one_sided`: ranks that move their activations by themselves, whatever their partner is doing; others meet it for every transfer.
-    `synchronous`: an evictor waits for every transfer where it starts it, as with `--bpipe-sync-transfers`.
-    `eager`: gradients of a stage are reduced as soon as they are complete, as with `--overlap-grad-reduce`, and not behind everything;
+    `exchange`: when ranks send, receive and wait for what passes between stages. `shards`: what each rank's shard of
+    the vocabulary takes, or one for all alike; `collectives`: what passes between them. `one_sided`: ranks that move
+    their activations by themselves, whatever their partner is doing; others meet it for every transfer. `synchronous`:
+    an evictor waits for every transfer where it starts it, as with `--bpipe-sync-transfers`. `eager`: gradients of a
+    stage are reduced as soon as they are complete, as with `--overlap-grad-reduce`, and not behind everything;
     `replicas_apart`: some of their replicas are on other nodes.
     """
 
@@ -198,34 +207,43 @@ class Costs:
     replicas_apart: bool = False
 
     def scaled(self, factor: Number) -> Costs:
-        """All that takes time takes so many times as long; a link carries as much less."""
+        """Return costs with all durations multiplied by `factor`; a link carries as much less."""
         return replace(
             self,
             stages=tuple(scaled(cost, factor) for cost in self.stages),
-            links=replace(self.links, inside=self.links.inside.scaled(factor), between=self.links.between.scaled(factor)),
+            links=replace(
+                self.links, inside=self.links.inside.scaled(factor), between=self.links.between.scaled(factor)
+            ),
             shards=tuple(scaled(shard, factor) for shard in self.shards),
             collectives=scaled(self.collectives, factor),
         )
 
     def holding(self, memory: Memory) -> Costs:
-        """The same seconds and links, with these bytes of every stage's micro-batch."""
+        """Return the costs with these bytes of every stage's micro-batch."""
         sizes = zip(self.stages, memory.stages, strict=True)
         stages = (
-            replace(cost, saved_bytes=size.saved_bytes, moved_bytes=size.moved_bytes, after_input_bytes=size.after_input_bytes)
+            replace(
+                cost,
+                saved_bytes=size.saved_bytes,
+                moved_bytes=size.moved_bytes,
+                after_input_bytes=size.after_input_bytes,
+            )
             for cost, size in sizes
         )
         return replace(self, stages=tuple(stages))
 
     @property
     def memory(self) -> Memory:
-        """What every stage holds."""
+        """Memory of every stage."""
         after = [cost.saved_bytes if cost.after_input_bytes is None else cost.after_input_bytes for cost in self.stages]
         held = max((shard.held_bytes for shard in self.shards), default=0)
-        return memory_of([cost.saved_bytes for cost in self.stages], [cost.moved_bytes for cost in self.stages], after, held)
+        return memory_of(
+            [cost.saved_bytes for cost in self.stages], [cost.moved_bytes for cost in self.stages], after, held
+        )
 
 
 def scaled[Cost: (StageCost, ShardCost, CollectiveCost)](cost: Cost, factor: Number) -> Cost:
-    """With seconds so many times as long."""
+    """Return a cost with all seconds multiplied by `factor`."""
     if factor == 1:
         return cost
     seconds = {one.name: getattr(cost, one.name) for one in fields(cost) if one.name.endswith("_s")}
@@ -233,20 +251,26 @@ def scaled[Cost: (StageCost, ShardCost, CollectiveCost)](cost: Cost, factor: Num
 
 
 def uniform(num_stages: int, cost: StageCost, links: Links | None = None) -> Costs:
-    """All stages alike."""
+    """Return equal costs for all stages."""
     return Costs((cost,) * num_stages, links or Links())
 
 
 def check_fits(costs: Costs, num_stages: int, num_ranks: int, split_backward: Sequence[int]) -> None:
-    """Costs must cover the schedule. `split_backward`: stages whose backward is computed in halves."""
+    """Raise ValueError unless costs cover the schedule. `split_backward`: stages with a split backward."""
     if len(costs.stages) != num_stages:
         raise ValueError(f"costs of {len(costs.stages)} stages for a schedule of {num_stages}: give one for each stage")
     if costs.links.nodes and len(costs.links.nodes) != num_ranks:
-        raise ValueError(f"links name the nodes of {len(costs.links.nodes)} ranks, the schedule has {num_ranks}: give one for each rank")
+        raise ValueError(
+            f"links name the nodes of {len(costs.links.nodes)} ranks, the schedule has {num_ranks}: give one for each "
+            f"rank"
+        )
     if len(costs.shards) not in (0, 1, num_ranks):
         raise ValueError(
-            f"costs of {len(costs.shards)} shards, the schedule has {num_ranks} ranks: give one for each, or one for all alike"
+            f"costs of {len(costs.shards)} shards, the schedule has {num_ranks} ranks: give one for each, or one for "
+            f"all alike"
         )
     for stage in split_backward:
         if costs.stages[stage].weight_s is None:
-            raise ValueError(f"stage {stage} computes its backward in halves: give weight_s, the seconds of the weights' half")
+            raise ValueError(
+                f"stage {stage} computes its backward in halves: give weight_s, the seconds of the weights' half"
+            )

@@ -1,4 +1,7 @@
-"""Say how long each kind of computation takes. In: costs. Out: seconds by kind and stage. Knows no schedule and no clock."""
+"""Say how long each kind of computation takes.
+
+In: costs. Out: seconds by kind and stage. Knows no schedule and no clock.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from bpipe.simulate.cost import Costs, Number, ShardCost
 
 
 def durations(costs: Costs, num_ranks: int) -> dict[Kind, list[Number]]:
-    """Seconds of every kind of computation on every stage, or, of shards, on every rank."""
+    """Return the seconds of every kind of computation on every stage, or, of shards, on every rank."""
     stages = costs.stages
     shards = costs.shards if len(costs.shards) > 1 else (costs.shards or (ShardCost(),)) * num_ranks
     return {

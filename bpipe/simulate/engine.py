@@ -1,6 +1,8 @@
-"""Run a schedule on costs instead of devices. In: a checked Schedule and `Costs`. Out: a `Simulation` with the time of every action.
+"""Run a schedule on costs instead of devices.
 
-Every rank follows its program (`passes.lower`) and waits as the runtime does; the numbers are those of the code:
+In: a checked Schedule and `Costs`. Out: a `Simulation` with the time of every action.
+
+Every rank follows its program (`lower.lower`) and waits as the runtime does; the numbers are those of the code:
   [1] a computation starts when the one before it is over and what it needs from its neighbouring stage has arrived; two that overlap
       start when what both need has arrived, take as long as one after the other, and pass on what they made when both are over
   [2] an eviction ends before the next computation on its rank, and before a load that comes earlier: they take its memory
@@ -27,11 +29,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from bpipe.ir.action import Action, Kind
+from bpipe.ir.dependencies import Dependencies
 from bpipe.ir.layout import Vocabulary
-from bpipe.ir.needs import Needs
-from bpipe.ir.program import Do, Exchange, Program, Transfer
+from bpipe.ir.program import Exchange, Op, Program, Transfer
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.lower import lower
+from bpipe.lower.lower import lower
 from bpipe.simulate.cost import Costs, Number, check_fits, host_port, ports
 from bpipe.simulate.durations import durations
 from bpipe.simulate.reductions import reductions
@@ -39,7 +41,7 @@ from bpipe.simulate.report import Simulation, Timed
 
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 _EVICT, _HOST, _RETURN, _LOAD = Kind.EVICT, Kind.HOST, Kind.RETURN, Kind.LOAD
-_RUN, _POST, _SEND, _WAIT, _START, _FINISH = map(int, Do)
+_RUN, _POST, _SEND, _WAIT, _START, _FINISH = map(int, Op)
 
 _NOTHING = -1
 
@@ -48,7 +50,7 @@ _Process = Generator[int, None, None]
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Simulation:
-    """Raises ValueError where the costs do not cover the schedule, or its ranks wait for each other."""
+    """Simulate a schedule. Raises ValueError where the costs do not cover it, or its ranks wait for each other."""
     check_fits(costs, schedule.num_stages, schedule.num_ranks, schedule.split_stages)
     if not costs.shards and schedule.layout.shard_kinds:
         raise ValueError(f"schedule {schedule.name} splits the vocabulary: give the costs of its shards")
@@ -59,9 +61,12 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
 
 @dataclass(slots=True)
 class _Transfer:
-    """One move of a micro-batch's activations from `sender` to `receiver`. `behind` is what brought there what comes back now.
+    """One move of a micro-batch's activations from `sender` to `receiver`.
 
-    Behind the ranks are the two ends of each rank's link to its node's memory, on its device and there: p + rank and 2p + rank.
+    `behind` is what brought there what comes back now.
+
+    Behind the ranks are the two ends of each rank's link to its node's memory, on its device and there: p + rank and 2p
+    + rank.
     """
 
     event: int
@@ -85,7 +90,10 @@ class _Transfer:
 
 
 class _Path(NamedTuple):
-    """How a message passes: the ports it takes, and for how long. A collective takes no ports, but turns with others of its sort."""
+    """How a message passes: the ports it takes, and for how long.
+
+    A collective takes no ports, but turns with others of its sort.
+    """
 
     port_out: int
     port_in: int
@@ -103,9 +111,9 @@ def _collective(sort: int, seconds: Number) -> _Path:
 class _Run:
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.schedule, self.costs = schedule, costs
-        self.needs = Needs(schedule.layout, schedule.num_microbatches)
+        self.dependencies = Dependencies(schedule.layout, schedule.num_microbatches)
         self.width = schedule.num_microbatches
-        self.first_transfer = self.needs.num_values
+        self.first_transfer = self.dependencies.num_values
         # When each event is over: values, by their number, then transfers in the order in which they are first posted.
         self.over: list[Number | None] = [None] * self.first_transfer
         self.transfers: list[_Transfer] = []
@@ -129,28 +137,35 @@ class _Run:
         self.durations = durations(costs, schedule.num_ranks)
         pipes = range(min(schedule.layout.num_pipes, self.width))
         self.num_pipes, self.paths = len(pipes), [self._paths(pipe) for pipe in pipes]
-        groups = range(self.needs.num_values // self.width)
-        self.num_parties = [[len(self.needs.route(group * self.width + pipe).parties) for group in groups] for pipe in pipes]
+        groups = range(self.dependencies.num_values // self.width)
+        self.num_parties = [
+            [len(self.dependencies.route(group * self.width + pipe).parties) for group in groups] for pipe in pipes
+        ]
         # By group of values.
         self.collective = [path is not None and path.is_collective for path in self.paths[0]]
         # When the last of each sort of collectives is over.
         self.turns: dict[int, Number] = {}
-        # Messages that pass when both sides are there, or all: how many are still missing, and when the last so far came.
+        # Messages that pass when both sides are there, or all: how many are still missing, and when the last so far
+        # came.
         self.rendezvous = costs.exchange is not Exchange.POSTED
         self.missing: dict[int, tuple[int, Number]] = {}
 
     def _paths(self, pipe: int) -> list[_Path | None]:
         """By group of values: how they pass, on this pipe. None: between no ranks."""
-        links, num_stages, seconds = self.costs.links, self.needs.num_stages, _collective_seconds(self.costs, self.needs)
+        links, num_stages, seconds = (
+            self.costs.links,
+            self.dependencies.num_stages,
+            _collective_seconds(self.costs, self.dependencies),
+        )
         paths: list[_Path | None] = []
-        for group in range(self.needs.num_values // self.width):
-            route = self.needs.route(group * self.width + pipe)
+        for group in range(self.dependencies.num_values // self.width):
+            route = self.dependencies.route(group * self.width + pipe)
             parties = route.parties
             if len(parties) < 2 or not route.takers:
                 paths.append(None)
             elif len(parties) > 2 or len(route.makers) > 1:
                 latency = max(links.link(parties[0], other).latency_s for other in parties[1:])
-                paths.append(_collective(group, latency + seconds[self.needs.sort(group * self.width)]))
+                paths.append(_collective(group, latency + seconds[self.dependencies.sort(group * self.width)]))
             else:
                 # A gradient is as large as the output of the stage before.
                 sent_bytes = self.costs.stages[group if group < num_stages else group - num_stages - 1].sent_bytes
@@ -191,7 +206,10 @@ class _Run:
                 runnable += waiting.pop(event)
         if waiting:
             stuck = ", ".join(sorted(self._where(event) for event in waiting))
-            raise ValueError(f"schedule {self.schedule.name}: the ranks wait for each other: {stuck}. Does it pass bpipe.check.rules?")
+            raise ValueError(
+                f"schedule {self.schedule.name}: the ranks wait for each other: {stuck}. Does it pass "
+                f"bpipe.check.rules?"
+            )
 
     def _pass(self, at: Number, event: int, port_out: int, port_in: int, seconds: Number) -> None:
         """A message takes its ports for as long as it lasts."""
@@ -222,7 +240,7 @@ class _Run:
         heapq.heappush(self.ready, (transfer.end, ~transfer.event, port_out, port_in, 0))
 
     def _finish(self, at: Number, transfer: _Transfer, port_out: int, port_in: int) -> bool:
-        """Whether the transfer is over; where it was paused meanwhile, look again later."""
+        """Return whether the transfer is over; where it was paused meanwhile, look again later."""
         if transfer.end > at:
             heapq.heappush(self.ready, (transfer.end, ~transfer.event, port_out, port_in, 0))
             return False
@@ -243,7 +261,7 @@ class _Run:
         if event >= self.first_transfer:
             transfer = self.transfers[event - self.first_transfer]
             return f"a rank for {' and '.join(str(action) for action in transfer.actions.values())}"
-        return f"a rank for {self.needs.words(event)}"
+        return f"a rank for {self.dependencies.describe(event)}"
 
     def _rank(self, program: Program) -> _Process:
         """One rank's iteration."""
@@ -256,39 +274,39 @@ class _Run:
         started: dict[int, _Transfer] = {}
         # Where transfers are synchronous: what an evictor has started and not waited for.
         issued: list[int] = []
-        rendezvous, first_shared = self.rendezvous, self.needs.first_shared
+        rendezvous, first_shared = self.rendezvous, self.dependencies.first_shared
         over: list[Any] = self.over
         collectives = any(self.collective)
         # What a rank has sent is waited for so that it may let it go, which takes it no time.
         sent: set[int] = set()
-        what: Any
-        for do, what in zip(program.dos, program.whats, strict=True):
-            if issued and do <= _WAIT:
+        operand: Any
+        for op, operand in zip(program.ops, program.operands, strict=True):
+            if issued and op <= _WAIT:
                 clock = yield from self._await(rank, issued, clock)  # [4]
                 issued.clear()
-            if do == _RUN:
-                end = clock + durations[what.kind][what.stage]
-                done(made(Timed, (what, clock, end)))
+            if op == _RUN:
+                end = clock + durations[operand.kind][operand.stage]
+                done(made(Timed, (operand, clock, end)))
                 clock = end
-            elif do == _WAIT:
-                if rendezvous or what not in sent or what >= first_shared:  # [1], [5]
-                    if over[what] is None:
-                        yield what
-                    end = over[what]
+            elif op == _WAIT:
+                if rendezvous or operand not in sent or operand >= first_shared:  # [1], [5]
+                    if over[operand] is None:
+                        yield operand
+                    end = over[operand]
                     clock = end if end > clock else clock
-            elif do == _SEND:
-                sent.add(what)
-                self._come(what, clock)
-            elif do == _POST:
-                if rendezvous or (collectives and self.collective[what // self.width]):
-                    self._come(what, clock)
-            elif do == _START:
-                transfer = started[id(what)] = self._meet(rank, what)
-                self._post_end(transfer, what.action, clock)
-                if self.costs.synchronous and what.action.kind in (_EVICT, _LOAD):
+            elif op == _SEND:
+                sent.add(operand)
+                self._come(operand, clock)
+            elif op == _POST:
+                if rendezvous or (collectives and self.collective[operand // self.width]):
+                    self._come(operand, clock)
+            elif op == _START:
+                transfer = started[id(operand)] = self._meet(rank, operand)
+                self._post_end(transfer, operand.action, clock)
+                if self.costs.synchronous and operand.action.kind in (_EVICT, _LOAD):
                     issued.append(transfer.event)
-            elif what.action.kind in (_EVICT, _LOAD):
-                clock = yield from self._await(rank, [started[id(what)].event], clock)  # [2], [4]
+            elif operand.action.kind in (_EVICT, _LOAD):
+                clock = yield from self._await(rank, [started[id(operand)].event], clock)  # [2], [4]
         self.clocks[rank] = clock
 
     def _end(self, event: int) -> Number:
@@ -297,7 +315,10 @@ class _Run:
         return end
 
     def _come(self, value: int, clock: Number) -> None:
-        """A rank is there with its part of a message, or, where all sides must be, for it: the last lets it go. [5], [6]"""
+        """A rank is there with its part of a message, or, where all sides must be, for it: the last lets it go.
+
+        [5], [6]
+        """
         group, microbatch = divmod(value, self.width)
         if self.rendezvous or self.collective[group]:
             missing, latest = self.missing.pop(value, (self.num_parties[microbatch % self.num_pipes][group], clock))
@@ -310,7 +331,7 @@ class _Run:
         heapq.heappush(self.ready, (clock, value, *path))
 
     def _await(self, rank: int, events: list[int], clock: Number) -> Generator[int, None, Number]:
-        """The rank stands still for transfers and nothing else: that is exposed."""
+        """Wait for transfers: time in which a rank waits for nothing else is exposed."""
         for event in events:
             if self.over[event] is None:
                 yield event
@@ -338,7 +359,7 @@ class _Run:
             self._begin_next(transfer.sender, transfer.ready)
 
     def _meet(self, rank: int, half: Transfer) -> _Transfer:
-        """The transfer this half belongs to: the n-th one sent is the n-th received."""
+        """Return the transfer of this half: the n-th one sent is the n-th received."""
         action, sender, receiver = half
         met = self.open.setdefault((rank, sender, receiver), deque())
         if met:
@@ -346,7 +367,9 @@ class _Run:
         else:
             cost = self.costs.stages[action.stage]
             links = self.costs.links
-            seconds = links.link(sender, receiver).seconds(cost.moved_bytes) if cost.transfer_s is None else cost.transfer_s
+            seconds = (
+                links.link(sender, receiver).seconds(cost.moved_bytes) if cost.transfer_s is None else cost.transfer_s
+            )
             p, ends = self.schedule.num_ranks, (sender, receiver)
             if sender == receiver:
                 ends = (p + rank, 2 * p + rank) if action.kind is _EVICT else (2 * p + rank, p + rank)
@@ -368,7 +391,9 @@ class _Run:
         if transfer.behind is not None and self.over[transfer.behind.event] is None:
             return
         transfer.is_let = True
-        heapq.heappush(self.ready, (max(transfer.ready, now), transfer.event, *self._ports(sender, transfer.receiver), 0))
+        heapq.heappush(
+            self.ready, (max(transfer.ready, now), transfer.event, *self._ports(sender, transfer.receiver), 0)
+        )
 
     def report(self) -> Simulation:
         moves: list[list[Timed]] = [[] for _ in range(self.schedule.num_ranks)]
@@ -376,7 +401,10 @@ class _Run:
             for rank, action in transfer.actions.items():
                 moves[rank].append(Timed(action, transfer.start, self._end(transfer.event)))
         stages, layout = self.costs.stages, self.schedule.layout
-        updates = [sum(stages[stage].optimizer_s for stage in layout.stages_of(rank)) for rank in range(self.schedule.num_ranks)]
+        updates = [
+            sum(stages[stage].optimizer_s for stage in layout.stages_of(rank))
+            for rank in range(self.schedule.num_ranks)
+        ]
         reduced = reductions(self.schedule, self.costs, self.compute, self.clocks, self._busy())
         pipeline = max(self.clocks)
         # The norm of all gradients scales every update, so no rank updates before the last has reduced.
@@ -401,11 +429,11 @@ class _Run:
         return busy
 
 
-def _collective_seconds(costs: Costs, needs: Needs) -> dict[str, Number]:
+def _collective_seconds(costs: Costs, dependencies: Dependencies) -> dict[str, Number]:
     """By the sort of the values that pass."""
     seconds = costs.collectives
     # Where nothing is reduced behind T, it is behind the statistics.
-    also = seconds.reduce_s if needs.layout.vocabulary is Vocabulary.TWO else 0
+    also = seconds.reduce_s if dependencies.layout.vocabulary is Vocabulary.TWO else 0
     return {
         "output": seconds.broadcast_s,
         "gradient": seconds.input_broadcast_s,

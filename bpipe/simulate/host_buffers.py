@@ -1,7 +1,7 @@
 """Say which host buffer each transfer of a simulation takes.
 
-In: a Simulation and a rank. Out: its transfers, each with its buffer.
-The buffers are those of `ir.host_buffers`, which both ends of a pair compute from the schedule. Knows no time of its own.
+In: a Simulation and a rank. Out: its transfers, each with its buffer. The buffers are those of `ir.host_buffers`, which
+both ends of a pair compute from the schedule. Knows no time of its own.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections import Counter
 from collections.abc import Sequence
 
 from bpipe.ir.action import Kind
-from bpipe.ir.host_buffers import Hosting, buffers_met
+from bpipe.ir.host_buffers import Residency, all_buffers
 from bpipe.simulate.report import Simulation, Timed
 
 
 def with_host_buffers(simulation: Simulation, rank: int) -> Sequence[tuple[Timed, int]]:
-    """The rank's transfers in order, with the host buffer on whichever rank hosts, or in its own host memory."""
-    buffers = buffers_met(simulation.schedule, rank)
-    stays: Counter[tuple[int, int]] = Counter()
+    """Return the rank's transfers in order, with the host buffer on whichever rank hosts, or in its own host memory."""
+    buffers = all_buffers(simulation.schedule, rank)
+    residencies: Counter[tuple[int, int]] = Counter()
     found = []
     for timed in simulation.transfers[rank]:
         key = (timed.action.stage, timed.action.microbatch)
-        stays[key] += timed.action.kind in (Kind.EVICT, Kind.HOST)
-        found.append((timed, buffers[Hosting(*key, stays[key] - 1)]))
+        residencies[key] += timed.action.kind in (Kind.EVICT, Kind.HOST)
+        found.append((timed, buffers[Residency(*key, residencies[key] - 1)]))
     return found

@@ -1,11 +1,15 @@
-"""Time the reductions of gradients over replicas, once everything else is timed. In: a Schedule, costs, times, busy ports. Out: `Reduced`.
+"""Time the reductions of gradients over replicas, once everything else is timed.
 
-A stage's gradients are complete with the end of its last backward on every rank that has a replica of it. Lazily they are reduced behind
-all computations of these ranks, eagerly as soon as they are complete, beside what is computed (Megatron's `--overlap-grad-reduce`). The
-replicas of a pair of ranks have one queue, for their reductions share a communicator: the one that is complete first goes first.
+In: a Schedule, costs, times, busy ports. Out: `Reduced`.
 
-Nobody waits for a reduction but the update, so it gives way: one that runs beside computations pauses while a message or a transfer
-passes one of its ports. Replicas that are not in the schedule, those of data parallelism, are part of the seconds that costs give.
+A stage's gradients are complete with the end of its last backward on every rank that has a replica of it. Lazily they
+are reduced behind all computations of these ranks, eagerly as soon as they are complete, beside what is computed
+(Megatron's `--overlap-grad-reduce`). The replicas of a pair of ranks have one queue, for their reductions share a
+communicator: the one that is complete first goes first.
+
+Nobody waits for a reduction but the update, so it gives way: one that runs beside computations pauses while a message
+or a transfer passes one of its ports. Replicas that are not in the schedule, those of data parallelism, are part of the
+seconds that costs give.
 """
 
 from __future__ import annotations
@@ -33,7 +37,10 @@ class _Complete(NamedTuple):
 def reductions(
     schedule: Schedule, costs: Costs, computations: Sequence[Sequence[Timed]], clocks: Sequence[Number], busy: Busy
 ) -> tuple[tuple[Reduced, ...], ...]:
-    """By rank, those that it has a part in, in order. `clocks[rank]`: when the rank has computed everything."""
+    """Return, by rank, the reductions that it has a part in, in order.
+
+    `clocks[rank]`: when the rank has computed everything.
+    """
     found: list[list[Reduced]] = [[] for _ in schedule.ranks]
     for ranks, queue in _queues(schedule, costs, [_completed(row) for row in computations], clocks).items():
         between = costs.replicas_apart or any(costs.links.crosses(ranks[0], other) for other in ranks)
@@ -68,7 +75,7 @@ def _completed(row: Sequence[Timed]) -> dict[int, Number]:
 
 
 def _merged(times: list[tuple[Number, Number]]) -> list[tuple[Number, Number]]:
-    """The times in which any is, in order, none touching another."""
+    """Return the times in which any is busy, in order, none touching another."""
     merged: list[tuple[Number, Number]] = []
     for start, end in sorted(times):
         if merged and start <= merged[-1][1]:

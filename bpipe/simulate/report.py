@@ -1,4 +1,6 @@
-"""Hold what a simulation found. In: the times of every action. Out: a `Simulation`: makespan, bubbles, exposed time, bytes over time.
+"""Hold what a simulation found.
+
+In: the times of every action. Out: a `Simulation`: makespan, bubbles, exposed time, bytes over time.
 
 Legend: busy = seconds a rank computes; span = from a rank's first computation to the end of its last.
 Knows no events and no device; draws nothing.
@@ -26,7 +28,7 @@ class Timed(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """When the gradients of a stage were reduced over its replicas, pauses included."""
+    """Interval in which the gradients of a stage were reduced over its replicas, pauses included."""
 
     stage: int
     start_s: Number
@@ -34,7 +36,7 @@ class Reduced(NamedTuple):
 
 
 class Level(NamedTuple):
-    """From `start_s` on a rank holds `held_bytes` of activations, until the next level."""
+    """Bytes of activations that a rank holds from `start_s` until the next level."""
 
     start_s: Number
     held_bytes: int
@@ -42,10 +44,13 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """`computations[rank]` in order, `transfers[rank]` by start: both ends of a transfer are there, each on its rank.
+    """Result of a simulation.
 
-    `pipeline_s` is when the last rank has computed, `makespan_s` when gradients are reduced and weights updated too. `exposed_s[rank]` is
-    how long a rank stood still for balancing transfers and for nothing else. `reductions[rank]`: those that the rank had a part in.
+    `computations[rank]` in order, `transfers[rank]` by start: each end of a transfer is on its rank.
+
+    `pipeline_s` is when the last rank has computed, `makespan_s` when gradients are reduced and weights updated, too.
+    `exposed_s[rank]` is how long a rank waited only for balancing's transfers. `reductions[rank]`: those that the rank
+    had a part in.
     """
 
     schedule: Schedule
@@ -59,7 +64,7 @@ class Simulation:
 
     @property
     def exposed_reduction_s(self) -> Number:
-        """How long the last reduction lasts beyond the pipeline."""
+        """Seconds of the last reduction beyond the pipeline."""
         ends = [row[-1].end_s for row in self.reductions if row]
         return max(0, max(ends) - self.pipeline_s) if ends else 0
 
@@ -72,32 +77,34 @@ class Simulation:
 
     @property
     def exposed_transfer_s(self) -> Number:
-        """How long the rank that waits most for transfers waits for them."""
+        """Seconds that the rank waits which waits most for transfers."""
         return max(self.exposed_s)
 
     @property
     def bubble_of_makespan(self) -> Number:
-        """1 - busy / makespan over all ranks: the share of the iteration, reduction and update included, without computation."""
+        """Bubble over all ranks, 1 - busy / makespan: the share of the iteration, reduction and update included,
+        without computation."""
         ranks = range(self.schedule.num_ranks)
         return _share(sum(self.busy_s(rank) for rank in ranks), self.makespan_s * len(ranks))
 
     @property
     def bubble_of_span(self) -> Number:
-        """1 - busy / span over all ranks: the same, not counting what a rank waits before its first computation and after its last."""
+        """Bubble over all ranks, 1 - busy / span, without the time before a rank's first computation and after its
+        last."""
         ranks = range(self.schedule.num_ranks)
         return _share(sum(self.busy_s(rank) for rank in ranks), sum(self.span_s(rank) for rank in ranks))
 
     def levels(self, rank: int) -> tuple[Level, ...]:
-        """Bytes of activations the rank holds over time, its own and hosted ones."""
+        """Return the bytes of activations the rank holds over time, its own and hosted ones."""
         return levels_of(changes_in_time((*self.computations[rank], *self.transfers[rank]), self.costs.memory))
 
     def peak_bytes(self, rank: int) -> int:
-        """The most of `levels`."""
+        """Return the most of `levels`."""
         return max((level.held_bytes for level in self.levels(rank)), default=0)
 
 
 def levels_of(changes: Iterable[tuple[Number, int]]) -> tuple[Level, ...]:
-    """What is held from when on, from changes in the order of their times."""
+    """Return the levels of held bytes from changes in the order of their times."""
     levels: list[Level] = []
     held = 0
     for time, change in changes:

@@ -1,9 +1,11 @@
-"""Write what ran, or what was simulated, as a Chrome trace. In: a `Track` a rank, or a Simulation. Out: JSON text for ui.perfetto.dev.
+"""Write what ran, or what was simulated, as a Chrome trace.
 
-A process is a rank. Its threads are what it computes, what it evicts, what it loads, one for each host buffer, and where given what its
-host code did. Computations are named as Megatron's timers are, transfers by their action. An arrow leads from an eviction to the
-host buffer and on to the load. Slices of one thread must not overlap, so what does gets a second thread of the same name. Times are in
-microseconds. Draws nothing itself.
+In: a `Track` a rank, or a Simulation. Out: JSON text for ui.perfetto.dev.
+
+A process is a rank. Its threads are what it computes, what it evicts, what it loads, one for each host buffer, and
+where given what its host code did. Computations are named as Megatron's timers are, transfers by their action. An arrow
+leads from an eviction to the host buffer and on to the load. Slices of one thread must not overlap, so what does gets a
+second thread of the same name. Times are in microseconds. Draws nothing itself.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ _MOST_THREADS = 10_000
 
 
 class Slice(NamedTuple):
-    """An action on the device. `extra` is shown beside it; host buffer and iteration tell stays of one micro-batch apart."""
+    """An action on the device.
+
+    `extra` is shown beside it; host buffer and iteration tell stays of one micro-batch apart.
+    """
 
     action: Action
     start_s: float
@@ -42,7 +47,7 @@ class Slice(NamedTuple):
 
 
 class Span(NamedTuple):
-    """What the host code did meanwhile; spans of one rank must nest."""
+    """What host code did meanwhile; spans of one rank must nest."""
 
     name: str
     start_s: float
@@ -52,7 +57,8 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """One rank: its slices in order of start, its host code, and from when on it holds how many bytes of activations."""
+    """One rank: its slices in order of start, its host code, and from when on it holds how many bytes of
+    activations."""
 
     rank: int
     label: str
@@ -62,12 +68,15 @@ class Track:
 
 
 def write_trace(simulation: Simulation) -> str:
-    """The trace of a simulation."""
+    """Return the trace of a simulation."""
     tracks = []
     for rank in range(simulation.schedule.num_ranks):
-        slices = [Slice(timed.action, float(timed.start_s), float(timed.end_s)) for timed in simulation.computations[rank]]
+        slices = [
+            Slice(timed.action, float(timed.start_s), float(timed.end_s)) for timed in simulation.computations[rank]
+        ]
         slices += [
-            Slice(timed.action, float(timed.start_s), float(timed.end_s), buffer) for timed, buffer in with_host_buffers(simulation, rank)
+            Slice(timed.action, float(timed.start_s), float(timed.end_s), buffer)
+            for timed, buffer in with_host_buffers(simulation, rank)
         ]
         levels = [(float(level.start_s), level.held_bytes) for level in simulation.levels(rank)]
         tracks.append(Track(rank, f"rank {rank}", sorted(slices, key=lambda one: one.start_s), levels=levels))
@@ -75,7 +84,8 @@ def write_trace(simulation: Simulation) -> str:
 
 
 def write_tracks(tracks: Iterable[Track]) -> str:
-    """Metadata first, then every event by time: a slice before what it contains, and before an arrow that touches it."""
+    """Write tracks: metadata first, then events by time, a slice before what it contains and before an arrow that
+    touches it."""
     metadata: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
     flows: dict[tuple[int, ...], dict[str, dict[str, Any]]] = {}
@@ -103,28 +113,36 @@ class _Rank:
     free: dict[tuple[str, int], dict[int, float]] = field(default_factory=dict)
 
     def place(self, flows: dict[tuple[int, ...], dict[str, dict[str, Any]]]) -> None:
-        stays: Counter[tuple[int, int, int]] = Counter()
+        residencies: Counter[tuple[int, int, int]] = Counter()
         hosting: dict[tuple[int, int, int], Slice] = {}
         for one in self.track.slices:
             kind, key = one.action.kind, (one.iteration, one.action.stage, one.action.microbatch)
             if kind in COMPUTE:
                 self._slice(0, NAMES.get(kind, str(one.action)), one)
                 continue
-            stays[key] += kind in (Kind.EVICT, Kind.HOST)
-            stay = (*key, stays[key])
+            residencies[key] += kind in (Kind.EVICT, Kind.HOST)
+            residency = (*key, residencies[key])
             if kind is Kind.HOST:
                 hosting[key] = one
             elif kind is Kind.RETURN and key in hosting:
-                flows.setdefault(stay, {})["t"] = self._stay(hosting.pop(key), one)
+                flows.setdefault(residency, {})["t"] = self._stay(hosting.pop(key), one)
             elif kind in (Kind.EVICT, Kind.LOAD):
                 name = "evict" if kind is Kind.EVICT else "load"
                 thread = self._thread(name, _THREADS.index(name), one.start_s, one.end_s)
-                flows.setdefault(stay, {})["s" if kind is Kind.EVICT else "f"] = self._slice(thread, str(one.action), one)
+                flows.setdefault(residency, {})["s" if kind is Kind.EVICT else "f"] = self._slice(
+                    thread, str(one.action), one
+                )
         for span in self.track.host:
             self.names[_HOST_CODE] = "host code"
             self._event(_HOST_CODE, span.name, "host", span.start_s, span.end_s, span.extra or {})
         self.events += [
-            {"ph": "C", "pid": self.track.rank, "name": "activations", "ts": _microseconds(time), "args": {"bytes": held}}
+            {
+                "ph": "C",
+                "pid": self.track.rank,
+                "name": "activations",
+                "ts": _microseconds(time),
+                "args": {"bytes": held},
+            }
             for time, held in self.track.levels
         ]
 
@@ -141,7 +159,7 @@ class _Rank:
         return event
 
     def _thread(self, name: str, first: int, start_s: float, end_s: float) -> int:
-        """A thread of this name that is free at `start_s`; a new one where none is."""
+        """Return a thread of this name that is free at `start_s`; a new one where none is."""
         threads = self.free.setdefault((name, first), {first: float("-inf")})
         thread = next((one for one, free_s in threads.items() if free_s <= start_s), None)
         if thread is None:
@@ -157,16 +175,28 @@ class _Rank:
             args["slot"] = one.host_buffer
         return self._event(thread, name, action.kind.name.lower(), one.start_s, one.end_s, args)
 
-    def _event(self, thread: int, name: str, category: str, start_s: float, end_s: float, args: dict[str, Any]) -> dict[str, Any]:
+    def _event(
+        self, thread: int, name: str, category: str, start_s: float, end_s: float, args: dict[str, Any]
+    ) -> dict[str, Any]:
         start, end = _microseconds(start_s), _microseconds(end_s)
-        event = {"ph": "X", "pid": self.track.rank, "tid": self._tid(thread), "name": name, "cat": category, "ts": start, "args": args}
+        event = {
+            "ph": "X",
+            "pid": self.track.rank,
+            "tid": self._tid(thread),
+            "name": name,
+            "cat": category,
+            "ts": start,
+            "args": args,
+        }
         event["dur"] = end - start
         self.events.append(event)
         return event
 
     def _tid(self, thread: int) -> int:
-        """A number of its own for every thread of the trace. Perfetto takes thread 0, and the one numbered as its process, for the same:
-        the main thread. It would show what rank 3 computes and its thread 3 as one, and drop what overlaps.
+        """Return a number of its own for every thread of the trace.
+
+        Perfetto takes thread 0, and the one numbered as its process, for the same: the main thread. It would show what
+        rank 3 computes and its thread 3 as one, and drop what overlaps.
         """
         return _MOST_THREADS * (self.track.rank + 1) + thread
 
@@ -184,7 +214,10 @@ class _Rank:
 
 
 def _arrows(flows: dict[tuple[int, ...], dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Each from the start of the eviction over that of the stay to that of the load. A rank without a record leaves out its end."""
+    """Draw each arrow from the start of the eviction over that of the residency to that of the load.
+
+    A rank without a record leaves its end out.
+    """
     found = []
     for number, ends in enumerate(flows.values(), 1):
         if not {"s", "f"} <= ends.keys():
@@ -195,7 +228,15 @@ def _arrows(flows: dict[tuple[int, ...], dict[str, dict[str, Any]]]) -> list[dic
                 slice_ = ends[phase]
                 # A host buffer may be waiting for the eviction before it starts: the arrow must not go back in time.
                 at = min(max(at, slice_["ts"]), slice_["ts"] + slice_["dur"])
-                arrow = {"ph": phase, "id": number, "cat": _FLOW, "name": _FLOW, "pid": slice_["pid"], "tid": slice_["tid"], "ts": at}
+                arrow = {
+                    "ph": phase,
+                    "id": number,
+                    "cat": _FLOW,
+                    "name": _FLOW,
+                    "pid": slice_["pid"],
+                    "tid": slice_["tid"],
+                    "ts": at,
+                }
                 found.append(arrow | ({"bp": "e"} if phase == "f" else {}))
     return found
 

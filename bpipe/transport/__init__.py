@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-# Two-sided over process groups, one-sided into the partner's memory, one-sided into one's own host memory; or whichever measures best.
+# Two-sided over process groups, one-sided into the partner's memory, one-sided into one's own host memory; or whichever
+# measures best.
 AUTO = "auto"
 NAMES = ("nccl", "gloo", "peer", "host")

@@ -1,6 +1,9 @@
-"""Say in front of the first of several messages what they carry. In: tensors' types and shapes. Out: numbers, and from them the same.
+"""Say in front of the first of several messages what they carry.
 
-What a stage makes has the same shape for every micro-batch, so one announcement is enough for all of them. Knows no groups.
+In: tensors' types and shapes. Out: numbers, and from them the same.
+
+What a stage makes has the same shape for every micro-batch, so one announcement is enough for all of them. Knows no
+groups.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ import torch
 
 Shapes = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 
-# An announcement is as many whole numbers: how many tensors, and of each its type, how many dimensions it has, and their lengths.
+# An announcement is as many whole numbers: how many tensors, and of each its type, how many dimensions it has, and
+# their lengths.
 ANNOUNCEMENT = 64
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -24,17 +28,19 @@ def shapes_of(tensors: Iterable[torch.Tensor]) -> Shapes:
 
 
 def announcement(what: object, shapes: Shapes) -> torch.Tensor:
-    """Raises ValueError for more than it can describe, naming what carries it."""
+    """Describe shapes as a tensor. Raises ValueError for more than it can hold, naming what carries it."""
     numbers = [len(shapes)]
     for dtype, shape in shapes:
         numbers += [DTYPES.index(dtype), len(shape), *shape]
     if len(numbers) > ANNOUNCEMENT:
-        raise ValueError(f"{what} carries {len(shapes)} tensors, more than an announcement of {ANNOUNCEMENT} numbers can describe")
+        raise ValueError(
+            f"{what} carries {len(shapes)} tensors, more than an announcement of {ANNOUNCEMENT} numbers can describe"
+        )
     return torch.tensor(numbers + [0] * (ANNOUNCEMENT - len(numbers)))
 
 
 def empty(shapes: Shapes, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """New tensors of these shapes, with nothing in them yet."""
+    """Return new, uninitialised tensors of these shapes."""
     return tuple(torch.empty(shape, dtype=dtype, device=device) for dtype, shape in shapes)
 
 
@@ -49,10 +55,11 @@ def read(numbers: torch.Tensor) -> Shapes:
 
 
 def check_alike(rank: int, what: object, shapes: Shapes, first: Shapes) -> None:
-    """Raises ValueError where a message carries something else than the first of its sort."""
+    """Raise ValueError where a message carries other shapes than the first of its sort."""
     if shapes != first:
         raise ValueError(
-            f"rank {rank}: {what} carries {words(shapes)}, the first of its sort carried {words(first)}: micro-batches of "
+            f"rank {rank}: {what} carries {words(shapes)}, the first of its sort carried {words(first)}: "
+            f"micro-batches of "
             f"differing size are not supported, pad to one length"
         )
 

@@ -1,8 +1,11 @@
-"""What the engine asks of a transport. In: tensors and a host buffer's number. Out: a `Pending` to wait for. Knows no schedule.
+"""What the engine asks of a transport.
 
-Two kinds. A **two-sided** transport carries bytes between this rank and its partner, and both take part: what the evictor puts, the
-acceptor must host, what it gets, the acceptor must give back. With a **one-sided** transport the evictor reaches into the host buffers by
-itself; a partner that lends their memory does so once, and its program's HOST and RETURN move nothing.
+In: tensors and a host buffer's number. Out: a `Pending` to wait for. Knows no schedule.
+
+Two kinds. A **two-sided** transport carries bytes between this rank and its partner, and both take part: what the
+evictor puts, the acceptor must host, what it gets, the acceptor must give back. With a **one-sided** transport the
+evictor reaches into the host buffers by itself; a partner that lends their memory does so once, and its program's HOST
+and RETURN move nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ class Pending(Protocol):
     """A transfer under way."""
 
     def wait(self) -> None:
-        """Order what this rank does next behind the transfer's end (on a GPU the current stream waits, on a CPU the caller).
+        """Order what this rank does next behind the transfer's end (on a GPU the current stream waits, on a CPU the
+        caller).
 
         Raises what the transport raises when it failed or its time ran out.
         """
@@ -42,7 +46,7 @@ class Evicting(Protocol):
     """
 
     def announce(self, sizes: Sizes) -> Pending:
-        """Once for each stage, before its first put: how long the tensors of a micro-batch of each of these stages are."""
+        """Announce, once for each stage before its first put, the lengths of a micro-batch's tensors."""
 
     def put(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Pending:
         """Copy the tensors into the host buffer. They must not change or be freed before the wait."""
@@ -57,8 +61,9 @@ class Evicting(Protocol):
         """Let go after a trial that failed. Both ends call it, the evictor first, and each knows when the other has."""
 
     def abandon(self) -> None:
-        """The run is over, or a transfer failed: drop every reference. Neither waits, for the partner or for the device, nor frees what
-        either may still reach.
+        """Drop every reference after the run, or after a failed transfer.
+
+        It does not wait for the partner or the device, and frees nothing that either may still reach.
         """
 
 
@@ -68,13 +73,13 @@ class TwoSided(Evicting, Protocol):
     one_sided: Literal[False]
 
     def learn(self) -> dict[int, tuple[int, ...]]:
-        """Acceptor: the evictor's next announcement. Blocks until it is there."""
+        """Return the evictor's next announcement, on the acceptor. Blocks until it is there."""
 
     def host(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Pending:
-        """Acceptor: take what the partner puts into this host buffer, whose memory is `tensors`."""
+        """Receive, on the acceptor, what the partner puts into this host buffer, whose memory is `tensors`."""
 
     def give_back(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Pending:
-        """Acceptor: let the partner get this host buffer. It must not be refilled before the wait."""
+        """Let the partner get this host buffer, on the acceptor. It must not be refilled before the wait."""
 
 
 class OneSided(Evicting, Protocol):
@@ -87,16 +92,22 @@ class OneSided(Evicting, Protocol):
         """Whether the host buffers are the acceptor's memory. Where they are not, it does nothing."""
 
     def reach(self, layout: BufferLayout) -> None:
-        """Evictor, once before all: where the host buffers lie. It grows before the put that needs it to."""
+        """Take, on the evictor and before anything else, the layout of the host buffers.
+
+        It grows before the put that needs it to.
+        """
 
     def learn(self) -> dict[int, tuple[int, ...]]:
-        """Acceptor that lends: the evictor's next announcement. Blocks until it is there."""
+        """Return the evictor's next announcement, on an acceptor that lends. Blocks until it is there."""
 
     def grow(self) -> None:
-        """Evictor: the layout may have grown, and an acceptor lends the same whether anything is put or not."""
+        """Follow the layout's growth, on the evictor. An acceptor lends the same whether anything is put or not."""
 
     def lend(self, nbytes: int) -> None:
-        """Acceptor that lends: make the next piece of the layout, of so many bytes. Does not wait for the partner, unless it fails."""
+        """Make the next piece of the layout, on an acceptor that lends.
+
+        Does not wait for the partner, unless it fails.
+        """
 
 
 Transport = TwoSided | OneSided

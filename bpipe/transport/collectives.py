@@ -1,21 +1,25 @@
-"""Carry what all shards of the vocabulary have a part in by `torch.distributed` collectives, gloo and NCCL by the same calls.
+"""Carry what all shards of the vocabulary have a part in by `torch.distributed` collectives, gloo and NCCL by the same
+calls.
 
-In: this rank's groups, and a Program's messages in its order. Out: what they carry, or what was made of it. Knows no schedule.
+In: this rank's groups, and a Program's messages in its order. Out: what they carry, or what was made of it. Knows no
+schedule.
 
     one rank makes, all need it     broadcast     the same tensors
     all make a part, all need it    all-gather    of each tensor all parts, in a dimension more in front
     all make a part, one needs it   reduction     of each tensor the sum, in the type in which it was sent
     and a stage needs it, too       both          what was gathered, and for that stage the sum of what each rank makes of it
 
-Every sort of collectives has a process group of its own, made by all ranks in one order and used once before the first step. Within a sort
-all ranks issue theirs in one order, that of their S and T, which are in one order on all ranks; sorts may stand in another order to each
-other on every rank, and in one communicator would wait for each other. Nobody waits for a collective but who needs what comes of it.
+Every sort of collectives has a process group of its own, made by all ranks in one order and used once before the first
+step. Within a sort all ranks issue theirs in one order, that of their S and T, which are in one order on all ranks;
+sorts may stand in another order to each other on every rank, and in one communicator would wait for each other. Nobody
+waits for a collective but who needs what comes of it.
 
-Of those in two steps (algorithm 2) the second begins when the first is over, on a lane beside the computation. It cannot block: a lane
-waits for first steps alone, and for the lanes of other ranks, all in one order, and no first step waits for a lane. Where streams share a
-queue it holds up what was issued behind it, as if S waited for those of all ranks: slow, and `check.deadlock` sees whether it blocks. Were
-the second step left to T, which waits for the first anyway, the last stage would wait until every rank has come to its T: in 1F1B with
-p = 8, m = 64 that is 11 % of an iteration with short shards, 3 % with S and T of a quarter of a forward, nothing from half a forward on.
+Of those in two steps (algorithm 2) the second begins when the first is over, on a lane beside the computation. It
+cannot block: a lane waits for first steps alone, and for the lanes of other ranks, all in one order, and no first step
+waits for a lane. Where streams share a queue it holds up what was issued behind it, as if S waited for those of all
+ranks: slow, and `check.deadlock` sees whether it blocks. Were the second step left to T, which waits for the first
+anyway, the last stage would wait until every rank has come to its T: in 1F1B with p = 8, m = 64 that is 11 % of an
+iteration with short shards, 3 % with S and T of a quarter of a forward, nothing from half a forward on.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from bpipe.ir.action import SHARDS, Action, Kind
 from bpipe.ir.program import Message
 from bpipe.transport.announcement import ANNOUNCEMENT, Shapes, announcement, check_alike, empty, read, shapes_of
 from bpipe.transport.base import Pending
-from bpipe.transport.distributed import Works, gather_into, new_group, within
+from bpipe.transport.distributed import Works, gather_into, name_timeout, new_group
 from bpipe.transport.edges import Edges
 from bpipe.transport.lanes import CopyLane
 
@@ -44,7 +48,10 @@ INPUT_SORTS = (Kind.INPUT_FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 @dataclass(frozen=True)
 class SharedGroups:
-    """This rank's groups by what makes what they carry. `pipeline` are the global ranks of its pipeline, by their places in it."""
+    """This rank's groups by what makes what they carry.
+
+    `pipeline` are the global ranks of its pipeline, by their places in it.
+    """
 
     pipeline: tuple[int, ...]
     of: Mapping[Kind, dist.ProcessGroup]
@@ -59,10 +66,12 @@ def connect_shared(
     device: torch.device,
     sorts: Sequence[Kind] = SORTS,
 ) -> SharedGroups:
-    """Collective over the world: every rank names the same groups in the same order.
+    """Create groups for the shared vocabulary.
 
-    `sharing`: the ranks that hold one vocabulary together. Those of several pipelines, where tensor parallelism splits it, too: then
-    statistics are gathered from all of these, and everything else is a pipeline's own.
+    Collective over the world: every rank names the same groups in the same order.
+
+    `sharing`: the ranks that hold one vocabulary together. Where tensor parallelism splits it, too, these are ranks of
+    several pipelines: statistics are then gathered from all of them, and everything else is a pipeline's own.
     """
     rank, found = dist.get_rank(), {}
     for kind in sorts:
@@ -79,7 +88,8 @@ def connect_shared(
 
 @dataclass(frozen=True)
 class SecondStep:
-    """What follows a gathering that a stage needs, too: `late(microbatch, gathered)` is this rank's part of a sum, made on `lane`."""
+    """Step after a gathering that a stage needs, too: `late(microbatch, gathered)` is this rank's part of a sum,
+    made on `lane`."""
 
     late: Callable[[int, Tensors], Tensors]
     lane: CopyLane
@@ -95,7 +105,10 @@ class _UnderWay(NamedTuple):
 
 
 class Collectives:
-    """One rank's collectives for one program; the groups may serve several. `rank_of(action)` is where a computation runs."""
+    """One rank's collectives for one program; the groups may serve several.
+
+    `rank_of(action)` is where a computation runs.
+    """
 
     def __init__(
         self,
@@ -143,12 +156,15 @@ class Collectives:
             self._passing[message.value] = self._gather_and_reduce(message, parts, taker)
         elif len(takers) == 1:
             (taker,) = takers
-            self._passing[message.value] = _UnderWay(self._reduce(message, parts, taker), parts if taker == self._rank else ())
+            self._passing[message.value] = _UnderWay(
+                self._reduce(message, parts, taker), parts if taker == self._rank else ()
+            )
         else:
             self._passing[message.value] = self._gather(message, parts)
 
     def wait(self, message: Message) -> Tensors:
-        """What came of it; of a broadcast that this rank sent, and of a reduction for another, nothing."""
+        """Wait for a message and return what came of it: nothing for a broadcast that this rank sent or a reduction
+        for another."""
         if message.value not in self._passing and self._receives(message):
             self._learn(message)
             self._receive(message)
@@ -157,7 +173,7 @@ class Collectives:
         if passing is None:
             return ()
         self._raise_broken()
-        with within(self._groups.timeout_s):
+        with name_timeout(self._groups.timeout_s):
             passing.works.wait()
             if passing.later is not None:
                 passing.later.wait()
@@ -175,7 +191,7 @@ class Collectives:
         if _sort(message) not in self._announced:
             raise ValueError(f"rank {self._rank}: waits for {message}, which it never posted")
         numbers, works = self._announced.pop(_sort(message))
-        with within(self._groups.timeout_s):
+        with name_timeout(self._groups.timeout_s):
             works.wait()
         self._shapes[_sort(message)] = read(numbers)
 
@@ -186,19 +202,22 @@ class Collectives:
     def _broadcast(self, message: Message, tensors: Sequence[torch.Tensor]) -> Works:
         (maker,) = message.made_by
         source, group = self._groups.pipeline[self._rank_of(maker)], self._groups.of[_sort(message)]
-        with within(self._groups.timeout_s):
+        with name_timeout(self._groups.timeout_s):
             return Works([dist.broadcast(tensor, source, group=group, async_op=True) for tensor in tensors], tensors)
 
     def _reduce(self, message: Message, parts: Tensors, taker: int, sort: Kind | None = None) -> Works:
         target, group = self._groups.pipeline[taker], self._groups.of[sort or _sort(message)]
-        with within(self._groups.timeout_s):
+        with name_timeout(self._groups.timeout_s):
             return Works([dist.reduce(part, target, group=group, async_op=True) for part in parts], parts)
 
     def _gather(self, message: Message, parts: Tensors) -> _UnderWay:
         group = self._groups.of[_sort(message)]
         everybody = tuple(part.new_empty((group.size(), *part.shape)) for part in parts)
-        with within(self._groups.timeout_s):
-            works = [gather_into(whole, part[None], group=group, async_op=True) for whole, part in zip(everybody, parts, strict=True)]
+        with name_timeout(self._groups.timeout_s):
+            works = [
+                gather_into(whole, part[None], group=group, async_op=True)
+                for whole, part in zip(everybody, parts, strict=True)
+            ]
         return _UnderWay(Works(works, [*parts, *everybody]), everybody)
 
     def _gather_and_reduce(self, message: Message, parts: Tensors, taker: int) -> _UnderWay:

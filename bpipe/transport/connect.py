@@ -1,7 +1,7 @@
 """Connect the pairs of a world, and choose each pair's transport by what its link measures.
 
-In: pairs of ranks and what the user wants. Out: this rank's `Connection`, which makes transports. Collective over the world.
-Knows no schedule.
+In: pairs of ranks and what the user wants. Out: this rank's `Connection`, which makes transports. Collective over the
+world. Knows no schedule.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch.distributed as dist
 
 from bpipe.transport import AUTO
 from bpipe.transport.base import Transport
-from bpipe.transport.control import About, Control
+from bpipe.transport.control import Control, Subject
 from bpipe.transport.device import Device
 from bpipe.transport.device_memory import DeviceMemory
 from bpipe.transport.distributed import Distributed, PairGroups, abort_groups, destroy_groups, new_group, pair_groups
 from bpipe.transport.headed import Headed
-from bpipe.transport.host_memory import Budget, Buffers, Neighbour, Room, rooms
+from bpipe.transport.host_memory import Budget, Buffers, LocalRank, MemoryLimit, memory_limits
 from bpipe.transport.lanes import CopyLane
 from bpipe.transport.memory import SharedMemory
-from bpipe.transport.one_sided import Host, Peer, Reaching
+from bpipe.transport.one_sided import Host, OneSidedCopies, Peer
 from bpipe.transport.probe import measure, measure_alone
 
 TWO_SIDED = ("nccl", "gloo")
@@ -34,9 +34,12 @@ ONE_SIDED_ADVANTAGE = 1.25
 
 
 @dataclass(frozen=True)
-class Facts:
-    """Where a rank is: two ranks share memory only on one boot of one machine, and see each other's processes only in one namespace.
-    `no_room` says why its buffers might not fit into the host's memory."""
+class Location:
+    """Location of a rank: two ranks share memory only on one boot of one machine, and see each other's processes only
+    in one namespace.
+
+    `no_room` says why its buffers might not fit into the host's memory.
+    """
 
     boot: str
     namespace: str
@@ -44,13 +47,16 @@ class Facts:
     no_room: str | None = None
 
     @staticmethod
-    def here(no_room: str | None = None) -> Facts:
-        return Facts(_first_line("/proc/sys/kernel/random/boot_id"), _target("/proc/self/ns/pid"), socket.gethostname(), no_room)
+    def here(no_room: str | None = None) -> Location:
+        return Location(
+            _first_line("/proc/sys/kernel/random/boot_id"), _target("/proc/self/ns/pid"), socket.gethostname(), no_room
+        )
 
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """What was found of one pair: the transport chosen, bytes a second of each candidate there and back, and why others cannot."""
+    """Measured link of one pair: the chosen transport, bytes a second of each candidate there and back, and why
+    others cannot be used."""
 
     ranks: tuple[int, int]
     transport: str
@@ -59,7 +65,7 @@ class MeasuredLink:
 
 
 def candidates(wanted: str, device_type: str) -> tuple[str, ...]:
-    """The transports to try. Raises ValueError where the wanted one cannot reach the device's memory."""
+    """Return the transports to try. Raises ValueError where the wanted one cannot reach the device's memory."""
     on_cuda = device_type == "cuda"
     # Host memory is where a CPU's activations are anyway: it can be asked for, but is never a way out.
     automatic = ("nccl", "peer", "host") if on_cuda else ("gloo", "peer")
@@ -67,12 +73,14 @@ def candidates(wanted: str, device_type: str) -> tuple[str, ...]:
     if wanted == AUTO:
         return automatic
     if wanted not in possible:
-        raise ValueError(f"--bpipe-transport {wanted} cannot move memory of device {device_type}: use {', '.join(possible)} or auto")
+        raise ValueError(
+            f"--bpipe-transport {wanted} cannot move memory of device {device_type}: use {', '.join(possible)} or auto"
+        )
     return (wanted,)
 
 
-def obstacle(name: str, mine: Facts, theirs: Facts) -> str | None:
-    """Why two ranks cannot use a transport, or None where they may."""
+def obstacle(name: str, mine: Location, theirs: Location) -> str | None:
+    """Return why two ranks cannot use a transport, or None where they can."""
     if name == "host":
         return mine.no_room or theirs.no_room
     if name != "peer":
@@ -85,12 +93,17 @@ def obstacle(name: str, mine: Facts, theirs: Facts) -> str | None:
 
 
 def choose(bytes_per_s: Mapping[str, float]) -> str:
-    """The fastest of what was measured, one-sided ones with an advantage."""
-    return max(bytes_per_s, key=lambda name: bytes_per_s[name] * (ONE_SIDED_ADVANTAGE if name in ("peer", "host") else 1.0))
+    """Return the fastest of what was measured, one-sided ones with an advantage."""
+    return max(
+        bytes_per_s, key=lambda name: bytes_per_s[name] * (ONE_SIDED_ADVANTAGE if name in ("peer", "host") else 1.0)
+    )
 
 
 class Connection:
-    """This rank's way to its partner. `transport()` makes the transport for one program; all of them share groups and lanes."""
+    """This rank's way to its partner.
+
+    `transport()` makes the transport for one program; all of them share groups and lanes.
+    """
 
     def __init__(
         self,
@@ -112,7 +125,10 @@ class Connection:
         self._posting: CopyLane | None = None
 
     def transport(self, name: str | None = None, differing: bool = False) -> Transport:
-        """A transport of this name, or of the one that was chosen. `differing`: micro-batches of one stage may differ in size."""
+        """Return a transport of this name, or of the one that was chosen.
+
+        `differing`: micro-batches of one stage may differ in size.
+        """
         if name is None:
             assert self.link is not None
             name = self.link.transport
@@ -120,14 +136,18 @@ class Connection:
             alike = Distributed(self.control, self._groups[name])
             return Headed(alike, self.control, self._posting_lane()) if differing else alike
         if name in TWO_SIDED:
-            raise RuntimeError(f"this pair has no groups for {name}: it was connected by {self.link.transport if self.link else 'others'}")
+            raise RuntimeError(
+                f"this pair has no groups for {name}: it was connected by "
+                f"{self.link.transport if self.link else 'others'}"
+            )
         if name == "host":
-            return Reaching(Host(self._device, self.budget), *self._lanes)
+            return OneSidedCopies(Host(self._device, self.budget), *self._lanes)
         lender = DeviceMemory(self._device) if self._device.has_runtime else SharedMemory()
-        return Reaching(Peer(self.control, lender), *self._lanes)
+        return OneSidedCopies(Peer(self.control, lender), *self._lanes)
 
     def _posting_lane(self) -> CopyLane:
-        """All programs' transfers of a direction go through one, in the order in which they are asked for."""
+        """Return the lane through which all programs' transfers of a direction go, in the order in which they are
+        asked for."""
         if self._posting is None:
             self._posting = self._device.posting(self._device.device, self.timeout_s)
         return self._posting
@@ -135,15 +155,16 @@ class Connection:
     def settle(self, link: MeasuredLink) -> None:
         """Keep to this link. Both ranks call it with the same one.
 
-        A communicator takes hundreds of megabytes of a GPU, so those that lost go. One that failed stays, aborted or not: to destroy it may
-        take for ever.
+        A communicator takes hundreds of megabytes of a GPU, so those that lost go. One that failed stays, aborted or
+        not: to destroy it may take for ever.
         """
         self.link = link
         for name in [name for name in self._groups if name in link.bytes_per_s and name != link.transport]:
             destroy_groups(self._groups.pop(name))
 
     def abort(self, name: str) -> None:
-        """Give up what is under way by this transport, if that can be done: copies that a rank makes by itself cannot."""
+        """Give up what is under way by this transport, if that can be done: copies that a rank makes by itself
+        cannot."""
         if name in self._groups:
             abort_groups(self._groups[name])
 
@@ -162,11 +183,17 @@ class OwnMemory:
         self.link = MeasuredLink((rank, rank), "host", {"host": measure_alone(self.transport(), device)})
 
     def transport(self, name: str | None = None, differing: bool = False) -> Transport:
-        """A transport for one program; all of them share lanes. It is always the same one, and takes any sizes."""
-        return Reaching(self._host(), *self._lanes)
+        """Return a transport for one program; all of them share lanes.
+
+        It is always the same one, and takes any sizes.
+        """
+        return OneSidedCopies(self._host(), *self._lanes)
 
     def _host(self) -> Host:
-        wanted, way_out = "--bpipe-hosts", "Let less leave (a larger --bpipe-bound or --bpipe-memory, other --bpipe-hosts)"
+        wanted, way_out = (
+            "--bpipe-hosts",
+            "Let less leave (a larger --bpipe-bound or --bpipe-memory, other --bpipe-hosts)",
+        )
         return Host(self._device, self._budget, wanted, way_out)
 
     def close(self) -> None:
@@ -175,7 +202,8 @@ class OwnMemory:
 
 
 def connect_own(buffers: Buffers, timeout_s: float, device: Device) -> tuple[OwnMemory | None, list[MeasuredLink]]:
-    """This rank's way into its node's memory, None where it has no `buffers` to keep there; and every such rank's link, on all ranks.
+    """Return this rank's way into its node's memory, None where it has no `buffers` to keep there; and every such
+    rank's link, on all ranks.
 
     Collective over the world: what all ranks of a node keep there has to fit together.
     """
@@ -188,15 +216,24 @@ def connect_own(buffers: Buffers, timeout_s: float, device: Device) -> tuple[Own
 def connect(
     pairs: Sequence[tuple[int, int]], wanted: str, timeout_s: float, device: Device, buffers: Buffers | None = None
 ) -> tuple[Connection | None, list[MeasuredLink]]:
-    """`connect_all` where no rank is in several pairs: this rank's connection, or None where it is in no pair."""
+    """Connect where no rank is in several pairs.
+
+    Return this rank's connection, None where it is in no pair, and the measured links.
+    """
     connections, links = connect_all(pairs, wanted, timeout_s, device, buffers)
     if len(connections) > 1:
-        raise ValueError(f"rank {dist.get_rank()} is in pairs with ranks {', '.join(map(str, connections))}: connect_all knows several")
+        raise ValueError(
+            f"rank {dist.get_rank()} is in pairs with ranks {', '.join(map(str, connections))}: connect_all knows "
+            f"several"
+        )
     return next(iter(connections.values()), None), links
 
 
-def _connected(pairs: Sequence[tuple[int, int]], two_sided: Sequence[str], timeout_s: float, device: Device) -> dict[int, Connection]:
-    """This rank's connections by the other's rank, ascending, with groups for all transports of two sides but no transport yet."""
+def _connected(
+    pairs: Sequence[tuple[int, int]], two_sided: Sequence[str], timeout_s: float, device: Device
+) -> dict[int, Connection]:
+    """Return this rank's connections by the other's rank, ascending, with groups for all transports of two sides but
+    no transport yet."""
     rank = dist.get_rank()
     connections: dict[int, Connection] = {}
     for low, high in sorted(pairs):
@@ -218,19 +255,21 @@ def connect_all(
     buffers: Buffers | None = None,
     own_memory: bool = False,
 ) -> tuple[dict[int, Connection], list[MeasuredLink]]:
-    """Connect all pairs: this rank's connections by the other's rank, ascending, and every pair's link, the same on all ranks.
+    """Connect all pairs: this rank's connections by the other's rank, ascending, and every pair's link, the same on all
+    ranks.
 
-    `pairs` are (low, high) global ranks and must be equal on every rank: the world makes the groups together, and two ranks that are in
-    several pairs come to those in one order. `buffers` are what this rank would keep in the host's memory; with `own_memory` that is for
-    what goes to no other rank. Raises ValueError or RuntimeError on every rank alike where a pair has no transport.
+    `pairs` are (low, high) global ranks and must be equal on every rank: the world makes the groups together, and two
+    ranks that are in several pairs come to those in one order. `buffers` are what this rank would keep in the host's
+    memory; with `own_memory` that is for what goes to no other rank. Raises ValueError or RuntimeError on every rank
+    alike where a pair has no transport.
     """
     names = tuple(name for name in candidates(wanted, device.device.type) if not (own_memory and name == "host"))
     rank = dist.get_rank()
     everyone = _neighbours(buffers or Buffers())
     connections = _connected(pairs, [name for name in names if name in TWO_SIDED], timeout_s, device)
-    # Who asks for host memory gets it if what is really needed fits, which is known once an iteration has run. Nobody is given it unless
-    # it fits in any case.
-    here = Facts.here(Budget(everyone[rank], everyone).at_most() if wanted == AUTO else None)
+    # Who asks for host memory gets it if what is really needed fits, which is known once an iteration has run. Nobody
+    # is given it unless it fits in any case.
+    here = Location.here(Budget(everyone[rank], everyone).at_most() if wanted == AUTO else None)
     links = _all_links([_find_link(connection, names, rank, device, here) for connection in connections.values()])
     _refuse_without_transport(links, connections.values())
     on_host = {rank for link in links if link.transport == "host" for rank in link.ranks}
@@ -241,11 +280,11 @@ def connect_all(
     return connections, links
 
 
-def _neighbours(buffers: Buffers) -> list[Neighbour]:
+def _neighbours(buffers: Buffers) -> list[LocalRank]:
     """By rank, what each would keep in its host's memory and the limits on that. Collective over the world."""
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (asdict(buffers), [asdict(room) for room in rooms()]))
-    return [Neighbour(Buffers(**one), tuple(Room(**room) for room in limits)) for one, limits in everyone]
+    dist.all_gather_object(everyone, (asdict(buffers), [asdict(room) for room in memory_limits()]))
+    return [LocalRank(Buffers(**one), tuple(MemoryLimit(**room) for room in limits)) for one, limits in everyone]
 
 
 def _all_links(mine: list[dict[str, Any]]) -> list[MeasuredLink]:
@@ -270,11 +309,16 @@ def _refuse_without_transport(links: Sequence[MeasuredLink], connections: Iterab
         raise RuntimeError("no transport joins every pair of ranks, see --bpipe-transport:\n  " + "\n  ".join(lines))
 
 
-def _find_link(connection: Connection, names: Sequence[str], rank: int, device: Device, mine: Facts) -> dict[str, Any]:
-    """Try every candidate with the partner and agree on one. Returns a `MeasuredLink`'s fields, the same on both ranks."""
+def _find_link(
+    connection: Connection, names: Sequence[str], rank: int, device: Device, mine: Location
+) -> dict[str, Any]:
+    """Try every candidate with the partner and agree on one.
+
+    Returns a `MeasuredLink`'s fields, the same on both ranks.
+    """
     partner = connection.partner
     ranks = min(rank, partner), max(rank, partner)
-    theirs = Facts(**connection.control.exchange(About.FACTS, asdict(mine)))
+    theirs = Location(**connection.control.exchange(Subject.FACTS, asdict(mine)))
     measured: dict[str, float] = {}
     refused: dict[str, str] = {}
     for name in names:
@@ -288,7 +332,7 @@ def _find_link(connection: Connection, names: Sequence[str], rank: int, device: 
             refused[name] = why
     # The lower rank has held the clock, so its choice counts.
     link = {"transport": choose(measured) if measured else "", "bytes_per_s": measured, "refused": refused}
-    theirs_link = connection.control.exchange(About.PROBE, link)
+    theirs_link = connection.control.exchange(Subject.PROBE, link)
     return {"ranks": ranks, **(link if rank < partner else theirs_link)}
 
 

@@ -1,7 +1,8 @@
 """Send small messages between the two ranks of a pair, outside the step: sizes, handles, what a probe found.
 
-In: JSON values and what they are about. Out: the same on the other rank. Over gloo on every machine, so that no device has to wait.
-Unlike the transfers, messages carry a tag: they are few, and which of two comes first depends on how far each rank is.
+In: JSON values and what they are about. Out: the same on the other rank. Over gloo on every machine, so that no device
+has to wait. Unlike the transfers, messages carry a tag: they are few, and which of two comes first depends on how far
+each rank is.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 
-class About(enum.IntEnum):
-    """What a message is about; the two ranks' messages about one thing keep their order."""
+class Subject(enum.IntEnum):
+    """Subject of a control message; two ranks' messages about one subject keep their order."""
 
     FACTS = 1
     SIZES = 2
@@ -24,7 +25,7 @@ class About(enum.IntEnum):
     LENGTHS = 5
 
 
-class Sent:
+class SentMessage:
     """A message under way; keeps what is being sent alive."""
 
     def __init__(self, works: list[Any], tensors: list[torch.Tensor]) -> None:
@@ -38,31 +39,34 @@ class Sent:
 
 
 class Control:
-    """Messages to and from one partner (a global rank), through a gloo group of the two. A wait ends with the group's time-out."""
+    """Messages to and from one partner (a global rank), through a gloo group of the two.
+
+    A wait ends with the group's time-out.
+    """
 
     def __init__(self, partner: int, group: dist.ProcessGroup) -> None:
         self._partner = partner
         self._group = group
 
-    def send(self, about: About, value: Any) -> Sent:
+    def send(self, about: Subject, value: Any) -> SentMessage:
         body = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         tensors = [torch.tensor([len(body)]), body]
-        return Sent([dist.isend(tensor, self._partner, self._group, tag=about) for tensor in tensors], tensors)
+        return SentMessage([dist.isend(tensor, self._partner, self._group, tag=about) for tensor in tensors], tensors)
 
-    def receive(self, about: About) -> Any:
-        """The partner's next message about this. Blocks until it is there."""
+    def receive(self, about: Subject) -> Any:
+        """Return the partner's next message about this. Blocks until it is there."""
         length = torch.zeros(1, dtype=torch.int64)
         self._take(length, about)
         body = torch.empty(int(length), dtype=torch.uint8)
         self._take(body, about)
         return json.loads(bytes(body.tolist()))
 
-    def _take(self, tensor: torch.Tensor, about: About) -> None:
+    def _take(self, tensor: torch.Tensor, about: Subject) -> None:
         work = dist.irecv(tensor, self._partner, self._group, tag=about)
         assert work is not None
         work.wait()
 
-    def exchange(self, about: About, value: Any) -> Any:
+    def exchange(self, about: Subject, value: Any) -> Any:
         """Tell the partner and hear what it tells; both call this."""
         sent = self.send(about, value)
         heard = self.receive(about)

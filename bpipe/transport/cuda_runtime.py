@@ -1,9 +1,11 @@
 """Call CUDA's runtime: the very one that torch has loaded.
 
-In: numbers and addresses. Out: numbers and addresses, or a `CudaError` that names the call. Knows no tensors and no schedule.
+In: numbers and addresses. Out: numbers and addresses, or a `CudaError` that names the call. Knows no tensors and no
+schedule.
 
-One process may hold several runtimes, and each has a current device and a last error of its own. So the functions are looked up through
-torch's own extension module, in whatever it was linked with: no package of bindings is needed, and none can be of another CUDA than torch.
+One process may hold several runtimes, and each has a current device and a last error of its own. So the functions are
+looked up through torch's own extension module, in whatever it was linked with: no package of bindings is needed, and
+none can be of another CUDA than torch.
 """
 
 from __future__ import annotations
@@ -78,7 +80,8 @@ _BATCH = (_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _SIZE)
 class CudaRuntime:
     """The calls that are needed, each looked up once. Every error is raised, and taken off CUDA's record.
 
-    Torch reads that record after each kernel it starts: an error left there would be raised in the middle of the model, as torch's own.
+    Torch reads that record after each kernel it starts: an error left there would be raised in the middle of the model,
+    as torch's own.
     """
 
     def __init__(self, library: Any) -> None:
@@ -118,16 +121,16 @@ class CudaRuntime:
 
     @functools.cached_property
     def version(self) -> int:
-        """1000 times the major version of CUDA and 10 times the minor one, of this library."""
+        """Version of this CUDA library: 1000 times the major version plus 10 times the minor one."""
         return self._number("cudaRuntimeGetVersion")
 
     @functools.cached_property
     def driver_version(self) -> int:
-        """The same of the newest CUDA that the driver knows; 0 where there is no driver."""
+        """Version of the newest CUDA that the driver knows; 0 without a driver."""
         return self._number("cudaDriverGetVersion")
 
     def set_device(self, index: int) -> None:
-        """What this thread allocates and opens from now on belongs to that device."""
+        """Make this thread allocate and open on that device from now on."""
         self._call("cudaSetDevice", index)
 
     def synchronize(self) -> None:
@@ -135,7 +138,7 @@ class CudaRuntime:
         self._call("cudaDeviceSynchronize")
 
     def memory(self) -> tuple[int, int]:
-        """Of the current device: bytes that are free, and all."""
+        """Return the current device's free bytes and all its bytes."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         self._call("cudaMemGetInfo", ctypes.byref(free), ctypes.byref(total))
         return free.value, total.value
@@ -147,7 +150,7 @@ class CudaRuntime:
         self._call("cudaFree", address)
 
     def handle_of(self, address: int) -> bytes:
-        """By which another process opens what was allocated here."""
+        """Return the handle by which another process opens what was allocated here."""
         handle = _Handle()
         self._call("cudaIpcGetMemHandle", ctypes.byref(handle), address)
         return bytes(handle.raw)
@@ -208,12 +211,12 @@ class CudaRuntime:
         return batch
 
 
-# By the type of a device, the library with the runtime that torch uses for it. A look-up through one that is open goes on into everything
-# it was linked with.
+# By the type of a device, the library with the runtime that torch uses for it. A look-up through one that is open goes
+# on into everything it was linked with.
 LIBRARIES: dict[str, str] = {"cuda": torch._C.__file__}
 
 
 @functools.cache
 def runtime(device_type: str = "cuda") -> CudaRuntime:
-    """Torch's own. Raises RuntimeError where torch was built without it."""
+    """Return torch's own CUDA runtime. Raises RuntimeError where torch was built without it."""
     return CudaRuntime(ctypes.CDLL(LIBRARIES[device_type]))

@@ -1,10 +1,11 @@
-"""Memory that a GPU's copy engines reach: another process's on a GPU, opened through CUDA's IPC handles, and a host's with locked pages.
+"""Memory that a GPU's copy engines reach: another process's on a GPU, opened through CUDA's IPC handles, and a host's
+with locked pages.
 
 In: a size, or a handle another process gave. Out: a `Region`. Knows no host buffers and no schedule.
 
-Outside torch's allocator on purpose: the memory lives as long as the run, so it must not pin a block of the allocator's, and memory of
-expandable segments has no IPC handle (pytorch/pytorch 165685). The evictor opens a handle with its own device current, so that the
-copies run on its own streams and no context is made on the partner's device.
+Outside torch's allocator on purpose: the memory lives as long as the run, so it must not pin a block of the
+allocator's, and memory of expandable segments has no IPC handle (pytorch/pytorch 165685). The evictor opens a handle
+with its own device current, so that the copies run on its own streams and no context is made on the partner's device.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _abandoned: list[DeviceRegion] = []
 class DeviceRegion:
     """Memory by address. Copies are issued to the stream that is current. `owner` keeps a host's memory alive."""
 
-    def __init__(self, address: int, nbytes: int, device: Device, close: Callable[[], None], owner: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, address: int, nbytes: int, device: Device, close: Callable[[], None], owner: torch.Tensor | None = None
+    ) -> None:
         self._address = address
         self._nbytes = nbytes
         self._device = device
@@ -40,28 +43,33 @@ class DeviceRegion:
 
     def write_all(self, pieces: Iterable[Piece]) -> None:
         _runtime_of(self._device).copy(
-            [(piece.data_ptr(), self._at(offset, piece), piece.numel()) for offset, piece in pieces], self._device.current_stream()
+            [(piece.data_ptr(), self._at(offset, piece), piece.numel()) for offset, piece in pieces],
+            self._device.current_stream(),
         )
 
     def read_all(self, pieces: Iterable[Piece]) -> None:
         _runtime_of(self._device).copy(
-            [(self._at(offset, piece), piece.data_ptr(), piece.numel()) for offset, piece in pieces], self._device.current_stream()
+            [(self._at(offset, piece), piece.data_ptr(), piece.numel()) for offset, piece in pieces],
+            self._device.current_stream(),
         )
 
     def _at(self, offset: int, piece: torch.Tensor) -> int:
         nbytes = piece.numel()
-        assert 0 <= offset <= offset + nbytes <= self._nbytes, f"{nbytes} bytes at {offset} of a region of {self._nbytes}"
+        assert 0 <= offset <= offset + nbytes <= self._nbytes, (
+            f"{nbytes} bytes at {offset} of a region of {self._nbytes}"
+        )
         return self._address + offset
 
     def close(self) -> None:
-        # A transfer's wait orders streams, it does not stop the host: copies may be under way, and what unmapping does to them is not said.
+        # A transfer's wait orders streams, it does not stop the host: copies may be under way, and what unmapping does
+        # to them is not said.
         _make_current(self._device)
         _runtime_of(self._device).synchronize()
         self._close()
 
     def abandon(self) -> None:
-        # Nothing is known of the device any more: a kernel on it may wait for a partner that is gone, and the partner may be copying. The
-        # end of the process gives everything back, in whatever state it is.
+        # Nothing is known of the device any more: a kernel on it may wait for a partner that is gone, and the partner
+        # may be copying. The end of the process gives everything back, in whatever state it is.
         _abandoned.append(self)
 
 
@@ -88,10 +96,15 @@ class DeviceMemory:
     def open(self, handle: Any) -> DeviceRegion:
         _make_current(self._device)
         address = _runtime_of(self._device).open_handle(bytes.fromhex(handle["handle"]))
-        return DeviceRegion(address, handle["nbytes"], self._device, lambda: _runtime_of(self._device).close_handle(address))
+        return DeviceRegion(
+            address, handle["nbytes"], self._device, lambda: _runtime_of(self._device).close_handle(address)
+        )
 
     def _allocate(self, nbytes: int) -> int:
-        """Memory of the driver's. What torch's allocator holds and does not use is given back first, where there is no other."""
+        """Memory of the driver's.
+
+        What torch's allocator holds and does not use is given back first, where there is no other.
+        """
         try:
             return _runtime_of(self._device).allocate(nbytes)
         except CudaError as error:
@@ -105,16 +118,20 @@ class DeviceMemory:
                 raise
             free, total = _runtime_of(self._device).memory()
             raise RuntimeError(
-                f"the partner's host buffers take {_gib(nbytes)} of {self._device.device}, which has {_gib(free)} of {_gib(total)} free "
-                f"after torch gave back what it did not use ({error}). Let this stage hold less (a smaller --micro-batch-size, "
+                f"the partner's host buffers take {_gib(nbytes)} of {self._device.device}, which has {_gib(free)} of "
+                f"{_gib(total)} free "
+                f"after torch gave back what it did not use ({error}). Let this stage hold less (a smaller "
+                f"--micro-batch-size, "
                 f"recomputation), or keep them in the host's memory: --bpipe-transport host"
             ) from error
 
 
 def pinned_memory(nbytes: int, device: Device) -> DeviceRegion:
-    """This process's own host memory, whose pages stay where they are, so that the device copies to and from it by itself.
+    """Return this process's own host memory, whose pages stay where they are, so that the device copies to and from it
+    by itself.
 
-    Locked by hand and not by torch's allocator of pinned memory, which rounds up to a power of two: 9 GiB of host buffers would take 16.
+    Locked by hand and not by torch's allocator of pinned memory, which rounds up to a power of two: 9 GiB of host
+    buffers would take 16.
     """
     _make_current(device)
     memory = torch.empty(nbytes, dtype=torch.uint8)

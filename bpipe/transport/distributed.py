@@ -2,10 +2,10 @@
 
 In: a pair's process groups. Out: the two-sided transport of this rank. Knows no schedule.
 
-A pair has two process groups for the transfers, one per direction of the data, made eagerly by all ranks in one order and used once
-before the first step. A communicator runs its operations in issue order, and both ends issue from one program, so within a direction
-they match by order alone; there are no tags, which would hide an order that differs. Two directions in one communicator would wait for
-each other.
+A pair has two process groups for the transfers, one per direction of the data, made eagerly by all ranks in one order
+and used once before the first step. A communicator runs its operations in issue order, and both ends issue from one
+program, so within a direction they match by order alone; there are no tags, which would hide an order that differs. Two
+directions in one communicator would wait for each other.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ import torch
 import torch.distributed as dist
 
 from bpipe.transport.base import Sizes
-from bpipe.transport.control import About, Control, Sent
+from bpipe.transport.control import Control, SentMessage, Subject
 
 # NCCL opens at most this many point-to-point operations in one group call; more must be split, on both ends alike.
 MAX_BATCHED_OPERATIONS = 512
-# How many blocks NCCL may run for a transfer, each on a compute unit of its own that the computation goes without. By default up to 32 of
-# an H100's 132. NCCL starts two for each NVLink to fill all of them, 36 for 450 GB/s, so one carries some 12 to 25 GB/s. A pair needs a
-# part of that: the paper's GPT-3 96B asks for 16 GB/s on A100s, three times as much on H100s. A power of two, as NCCL rounds up.
+# How many blocks NCCL may run for a transfer, each on a compute unit of its own that the computation goes without. By
+# default up to 32 of an H100's 132. NCCL starts two for each NVLink to fill all of them, 36 for 450 GB/s, so one
+# carries some 12 to 25 GB/s. A pair needs a part of that: the paper's GPT-3 96B asks for 16 GB/s on A100s, three times
+# as much on H100s. A power of two, as NCCL rounds up.
 MAX_CTAS = 4
 
 
-# Gathers every rank's part into one tensor. torch 2.14 gave it this name and warns of the one before, `all_gather_into_tensor`.
+# Gathers every rank's part into one tensor. torch 2.14 gave it this name and warns of the one before,
+# `all_gather_into_tensor`.
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -48,7 +50,7 @@ class Works:
         self._works, self._tensors = [], []
 
     def again(self) -> Works:
-        """The same for somebody else to wait for, on a device for another stream."""
+        """Return works for another waiter, on a device for another stream."""
         return Works(self._works, self._tensors)
 
     @property
@@ -59,7 +61,10 @@ class Works:
 
 @dataclass(frozen=True)
 class PairGroups:
-    """This rank's two groups with its partner (a global rank). What waits in them fails after `timeout_s`, where that is known."""
+    """This rank's two groups with its partner (a global rank).
+
+    What waits in them fails after `timeout_s`, where that is known.
+    """
 
     partner: int
     sending: dist.ProcessGroup
@@ -67,10 +72,15 @@ class PairGroups:
     timeout_s: float | None = None
 
 
-def new_group(ranks: Sequence[int], backend: str, timeout_s: float, name: str, few_units: bool = True) -> dist.ProcessGroup:
-    """A group of these ranks. Collective over the world: every rank calls it, in the same order. Elsewhere the result is not used.
+def new_group(
+    ranks: Sequence[int], backend: str, timeout_s: float, name: str, few_units: bool = True
+) -> dist.ProcessGroup:
+    """Return a group of these ranks.
 
-    `few_units`: for what runs beside a computation and should leave it the device; a computation waits for what has all of them.
+    Collective over the world: every rank calls it, in the same order. Elsewhere the result is not used.
+
+    `few_units`: for what runs beside a computation and should leave it the device; a computation waits for what has all
+    of them.
     """
     timeout = timedelta(seconds=timeout_s)
     options = nccl_options(timeout, few_units) if backend == "nccl" else None
@@ -80,10 +90,11 @@ def new_group(ranks: Sequence[int], backend: str, timeout_s: float, name: str, f
 
 
 def nccl_options(timeout: timedelta, few_units: bool = True) -> Any:
-    """How NCCL is to carry what runs beside a computation: at once, and transfers on few compute units.
+    """Return NCCL's options for what runs beside a computation: at once, and transfers on few compute units.
 
-    Messages between stages are small beside transfers and a computation waits for them: how many units they take is left to NCCL. For them
-    this was never run on GPUs. A torch without one of the settings gets the others, and rank 0 warns of what is missing.
+    Messages between stages are small beside transfers and a computation waits for them: NCCL chooses their units. For
+    messages this was never run on GPUs. A torch without one of the settings gets the others, and rank 0 warns of what
+    is missing.
     """
     options = dist.ProcessGroupNCCL.Options()
     # Else torch complains that it and the group's differ.
@@ -101,7 +112,8 @@ def nccl_options(timeout: timedelta, few_units: bool = True) -> Any:
         missing.append("config.max_ctas")
     if missing and dist.get_rank() == 0:
         warnings.warn(
-            f"bpipe: the NCCL options of this torch ({torch.__version__}) have no {' and no '.join(missing)}: transfers may start later or "
+            f"bpipe: the NCCL options of this torch ({torch.__version__}) have no {' and no '.join(missing)}: "
+            f"transfers may start later or "
             f"take more of the GPU from the computation than they need",
             stacklevel=2,
         )
@@ -109,20 +121,31 @@ def nccl_options(timeout: timedelta, few_units: bool = True) -> Any:
 
 
 def destroy_groups(groups: PairGroups) -> None:
-    """Let go of a pair's groups, and of what they hold on the device. Both ranks call it, with nothing under way in them."""
+    """Let go of a pair's groups, and of what they hold on the device.
+
+    Both ranks call it, with nothing under way in them.
+    """
     upward_first = dist.get_rank() < groups.partner
     for group in (groups.sending, groups.receiving) if upward_first else (groups.receiving, groups.sending):
         dist.destroy_process_group(group)
 
 
 def abort_groups(groups: PairGroups) -> None:
-    """End whatever is under way in a pair's groups, and them. What waits on the device goes on; nobody may use them again."""
+    """End whatever is under way in a pair's groups, and them.
+
+    What waits on the device goes on; nobody may use them again.
+    """
     for group in (groups.sending, groups.receiving):
         group.abort()
 
 
-def pair_groups(low: int, high: int, backend: str, timeout_s: float, purpose: str = "", few_units: bool = True) -> PairGroups | None:
-    """The pair's groups, one a direction; None on any other rank. Collective over the world; arguments as of `new_group`."""
+def pair_groups(
+    low: int, high: int, backend: str, timeout_s: float, purpose: str = "", few_units: bool = True
+) -> PairGroups | None:
+    """Return the pair's groups, one a direction; None on any other rank.
+
+    Collective over the world; arguments as of `new_group`.
+    """
     names = (f"{purpose}{direction}_{low}_{high}" for direction in ("UP", "DOWN"))
     upward, downward = (new_group([low, high], backend, timeout_s, name, few_units) for name in names)
     rank = dist.get_rank()
@@ -133,7 +156,8 @@ def pair_groups(low: int, high: int, backend: str, timeout_s: float, purpose: st
 
 
 def try_out(groups: PairGroups, device: torch.device) -> None:
-    """Exchange one byte in each direction, so that a network that does not connect fails here and not in the middle of a step."""
+    """Exchange one byte in each direction, so that a network that does not connect fails here and not in the middle
+    of a step."""
     byte = torch.zeros(1, dtype=torch.uint8, device=device)
     send, receive = (dist.isend, byte, groups.sending), (dist.irecv, torch.empty_like(byte), groups.receiving)
     for operation, tensor, group in (send, receive) if dist.get_rank() < groups.partner else (receive, send):
@@ -151,8 +175,9 @@ def batched(operation: Any, tensors: Sequence[torch.Tensor], partner: int, group
 def issue(operation: Any, tensors: Sequence[torch.Tensor], partner: int, group: dist.ProcessGroup) -> list[Any]:
     """Start one operation a tensor in one group call, as `batch_isend_irecv` does it.
 
-    That makes an object for each and checks it twice: 4.4 microseconds of the main thread for a tensor, where this takes 1.4. Several
-    operations go to a backend in one call by `_coalescing_manager`, as in Megatron's and torch's sharded data parallelism.
+    That makes an object for each and checks it twice: 4.4 microseconds of the main thread for a tensor, where this
+    takes 1.4. Several operations go to a backend in one call by `_coalescing_manager`, as in Megatron's and torch's
+    sharded data parallelism.
     """
     start = group.send if operation is dist.isend else group.recv
     other, device = dist.get_group_rank(group, partner), tensors[0].device
@@ -167,8 +192,8 @@ def issue(operation: Any, tensors: Sequence[torch.Tensor], partner: int, group: 
 
 
 @contextmanager
-def within(timeout_s: float | None) -> Iterator[None]:
-    """What fails here failed in a group: say how long it would have waited at most, where that is known. Raises what failed so."""
+def name_timeout(timeout_s: float | None) -> Iterator[None]:
+    """Add the time-out, where it is known, to an error of a group. Raises ConnectionError from it."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -186,11 +211,11 @@ class Distributed:
         self._control = control
         self._groups = groups
 
-    def announce(self, sizes: Sizes) -> Sent:
-        return self._control.send(About.SIZES, [[stage, list(lengths)] for stage, lengths in sizes.items()])
+    def announce(self, sizes: Sizes) -> SentMessage:
+        return self._control.send(Subject.SIZES, [[stage, list(lengths)] for stage, lengths in sizes.items()])
 
     def learn(self) -> dict[int, tuple[int, ...]]:
-        return {stage: tuple(lengths) for stage, lengths in self._control.receive(About.SIZES)}
+        return {stage: tuple(lengths) for stage, lengths in self._control.receive(Subject.SIZES)}
 
     def put(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Works:
         return self._send(tensors)
@@ -205,7 +230,7 @@ class Distributed:
         return self._send(tensors)
 
     def release(self) -> None:
-        """The host buffers are the acceptor's; nothing is held here."""
+        """Do nothing: the host buffers are the acceptor's."""
 
     withdraw = abandon = release
 

@@ -1,12 +1,15 @@
-"""Carry the messages between pipeline stages by `torch.distributed` point-to-point operations, gloo and NCCL by the same calls.
+"""Carry the messages between pipeline stages by `torch.distributed` point-to-point operations, gloo and NCCL by the
+same calls.
 
-In: the groups of this rank with its neighbours, and a Program's messages in its order. Out: the tensors that they carry. Knows no schedule.
+In: the groups of this rank with its neighbours, and a Program's messages in its order. Out: the tensors that they
+carry. Knows no schedule.
 
-Every directed edge between two ranks is a process group of its own, made by all ranks in one order and used once before the first step.
-Within an edge both ends issue in the sender's order, so messages match by order alone; two directions in one communicator would wait for
-each other. A sender never waits: what it sent is let go when the program says so, which is once it has arrived, or before that where a
-backend knows. What a stage makes has the same shape for every micro-batch, so it is announced once: in front of the
-first message of its sort goes another that says how many tensors there are, of which types and shapes.
+Every directed edge between two ranks is a process group of its own, made by all ranks in one order and used once before
+the first step. Within an edge both ends issue in the sender's order, so messages match by order alone; two directions
+in one communicator would wait for each other. A sender never waits: what it sent is let go when the program says so,
+which is once it has arrived, or before that where a backend knows. What a stage makes has the same shape for every
+micro-batch, so it is announced once: in front of the first message of its sort goes another that says how many tensors
+there are, of which types and shapes.
 """
 
 from __future__ import annotations
@@ -21,14 +24,19 @@ import torch.distributed as dist
 from bpipe.ir.action import Kind
 from bpipe.ir.program import Message
 from bpipe.transport.announcement import ANNOUNCEMENT, Shapes, announcement, check_alike, empty, read, shapes_of
-from bpipe.transport.distributed import PairGroups, Works, batched, pair_groups, try_out, within
+from bpipe.transport.distributed import PairGroups, Works, batched, name_timeout, pair_groups, try_out
 
 # What a stage makes in its forward, or in its backward: the same for every micro-batch.
 Sort = tuple[int, Kind]
 
 
-def connect_edges(pairs: Iterable[tuple[int, int]], backend: str, timeout_s: float, device: torch.device) -> dict[int, PairGroups]:
-    """This rank's groups by neighbour, one a direction. Collective over the world: every rank names the same pairs in the same order."""
+def connect_edges(
+    pairs: Iterable[tuple[int, int]], backend: str, timeout_s: float, device: torch.device
+) -> dict[int, PairGroups]:
+    """Return this rank's groups by neighbour, one a direction.
+
+    Collective over the world: every rank names the same pairs in the same order.
+    """
     found = {}
     for low, high in pairs:
         groups = pair_groups(low, high, backend, timeout_s, "EDGE_", few_units=False)
@@ -76,20 +84,20 @@ class Edges:
             self._announced[target, sort] = shapes
             parts.insert(0, [announcement(message, shapes).to(self._device)])
         check_alike(self._rank, message, shapes, self._announced[target, sort])
-        with within(groups.timeout_s):
+        with name_timeout(groups.timeout_s):
             self._sent[message.value] = [batched(dist.isend, part, groups.partner, groups.sending) for part in parts]
 
     def wait(self, message: Message) -> tuple[torch.Tensor, ...]:
         inbound = self._inbound[self._neighbour(message)]
         if message.parties[0] == self._rank:
-            with within(inbound.groups.timeout_s):
+            with name_timeout(inbound.groups.timeout_s):
                 for works in self._sent.pop(message.value, ()):
                     works.wait()
             return ()
         if message.value not in inbound.receiving:
             self._receive(inbound, message)
         tensors, works = inbound.receiving.pop(message.value)
-        with within(inbound.groups.timeout_s):
+        with name_timeout(inbound.groups.timeout_s):
             works.wait()
         return tensors
 
@@ -104,7 +112,8 @@ class Edges:
     def _neighbour(self, message: Message) -> int:
         if message.is_collective:
             raise ValueError(
-                f"{message} is of {len(message.parties)} ranks together and an edge has two ends: carry it by `transport.collectives`"
+                f"{message} is of {len(message.parties)} ranks together and an edge has two ends: carry it by "
+                f"`transport.collectives`"
             )
         maker, taker = message.parties
         return taker if maker == self._rank else maker
@@ -117,18 +126,21 @@ class Edges:
             if sort not in inbound.shapes:
                 if inbound.announcement is None:
                     numbers = torch.empty(ANNOUNCEMENT, dtype=torch.int64, device=self._device)
-                    with within(groups.timeout_s):
+                    with name_timeout(groups.timeout_s):
                         inbound.announcement = numbers, batched(dist.irecv, [numbers], groups.partner, groups.receiving)
                 if needed is None:
                     return
                 numbers, works = inbound.announcement
-                with within(groups.timeout_s):
+                with name_timeout(groups.timeout_s):
                     works.wait()
                 inbound.shapes[sort], inbound.announcement = read(numbers), None
             inbound.posted.popleft()
             tensors = empty(inbound.shapes[sort], self._device)
-            with within(groups.timeout_s):
-                inbound.receiving[message.value] = tensors, batched(dist.irecv, tensors, groups.partner, groups.receiving)
+            with name_timeout(groups.timeout_s):
+                inbound.receiving[message.value] = (
+                    tensors,
+                    batched(dist.irecv, tensors, groups.partner, groups.receiving),
+                )
             if message == needed:
                 needed = None
         if needed is not None:

@@ -1,13 +1,13 @@
 """Carry micro-batches of differing size by a two-sided transport: in front of each goes how long its storages are.
 
-In: a two-sided transport, the pair's control group, and a lane that posts what comes. Out: a two-sided transport whose acceptor gives all
-the room of a host buffer and need not know what comes into it. Knows no schedule.
+In: a two-sided transport, the pair's control group, and a lane that posts what comes. Out: a two-sided transport whose
+acceptor gives all the room of a host buffer and need not know what comes into it. Knows no schedule.
 
     evictor     lengths --control--> payload --transport-->           what is empty has lengths too, and no payload
     acceptor    [lane] lengths, then a receive of each into the room  nobody but the lane waits for lengths
 
-A HOST is posted when its lengths are there, and what comes behind it in the same direction after it, by the same lane: so within a
-direction both ends go on posting in one order, that of the evictor's program, whatever the sizes are.
+A HOST is posted when its lengths are there, and what comes behind it in the same direction after it, by the same lane:
+so within a direction both ends go on posting in one order, that of the evictor's program, whatever the sizes are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 
 from bpipe.transport.base import Pending, Sizes, TwoSided
-from bpipe.transport.control import About, Control
+from bpipe.transport.control import Control, Subject
 from bpipe.transport.lanes import CopyLane
 from bpipe.transport.layout import offsets
 
@@ -53,18 +53,18 @@ class Headed:
         return self._inner.learn()
 
     def put(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Pending:
-        lengths = self._control.send(About.LENGTHS, [tensor.numel() for tensor in tensors])
+        lengths = self._control.send(Subject.LENGTHS, [tensor.numel() for tensor in tensors])
         return _Both(lengths, self._inner.put(host_buffer, tensors))
 
     def get(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Pending:
         return self._lane.run(lambda: self._inner.get(host_buffer, tensors).wait())
 
     def host(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Pending:
-        """`tensors` is one, all the room there is."""
+        """Receive into `tensors`, one tensor that is all the room there is."""
         (room,) = tensors
 
         def receive() -> None:
-            lengths = self._control.receive(About.LENGTHS)
+            lengths = self._control.receive(Subject.LENGTHS)
             parts = [room.narrow(0, start, nbytes) for start, nbytes in zip(offsets(lengths), lengths, strict=True)]
             self._held[host_buffer] = parts
             self._inner.host(host_buffer, parts).wait()
@@ -72,7 +72,7 @@ class Headed:
         return self._lane.run(receive)
 
     def give_back(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Pending:
-        """The HOST was waited for."""
+        """Send a host buffer back; its HOST was waited for."""
         return self._inner.give_back(host_buffer, self._held.pop(host_buffer))
 
     def release(self) -> None:

@@ -1,10 +1,11 @@
 """Say whether the host's memory has room for the buffers of all ranks that share it.
 
-In: what the kernel says of this process (a root for /proc and /sys, in tests), and what every rank would take. Out: a refusal with both
-numbers, or none. Knows no transport and no schedule.
+In: what the kernel says of this process (a root for /proc and /sys, in tests), and what every rank would take. Out: a
+refusal with both numbers, or none. Knows no transport and no schedule.
 
-A rank's buffers are pinned, so they are taken whole, at once, and never paged out: too many of them end a node, not a process. What limits
-them is shared: a machine's memory by all ranks on it, a cgroup's by those in it. Every limit has a name by which ranks find the others.
+A rank's buffers are pinned, so they are taken whole, at once, and never paged out: too many of them end a node, not a
+process. What limits them is shared: a machine's memory by all ranks on it, a cgroup's by those in it. Every limit has a
+name by which ranks find the others.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _NO_LIMIT_BYTES = 1 << 62
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryLimit:
     """A limit on the host's memory. `shared` is the same text in all processes under it."""
 
     shared: str
@@ -32,69 +33,79 @@ class Room:
 
 @dataclass(frozen=True)
 class Buffers:
-    """What a rank may come to keep in the host's memory: how many buffers, and how large each can be; 0 where that is not known."""
+    """Buffers that a rank may keep in host memory: how many, and how large each can be; 0 where that is not known."""
 
     count: int = 1
     most_bytes: int = 0
 
 
 @dataclass(frozen=True)
-class Neighbour:
-    """Another rank, or this one: its buffers, and the limits it is under."""
+class LocalRank:
+    """A rank on this machine: its buffers, and the limits it is under."""
 
     buffers: Buffers
-    rooms: tuple[Room, ...]
+    rooms: tuple[MemoryLimit, ...]
 
 
 class Budget:
     """This rank's buffers among those of all ranks that share a limit with it."""
 
-    def __init__(self, mine: Neighbour, everyone: Sequence[Neighbour]) -> None:
+    def __init__(self, mine: LocalRank, everyone: Sequence[LocalRank]) -> None:
         self._mine = mine
         # Of this rank's buffers, what it holds, by whoever holds it: to several others it has several ways.
         self._held: dict[object, int] = {}
         self._sharing = {
-            room: [each.buffers for each in everyone if each.buffers.count and room.shared in {other.shared for other in each.rooms}]
+            room: [
+                each.buffers
+                for each in everyone
+                if each.buffers.count and room.shared in {other.shared for other in each.rooms}
+            ]
             for room in mine.rooms
         }
 
     def at_most(self) -> str | None:
-        """Why buffers as large as they can be would not fit, or None where they would."""
-        return self._lacking({room: sum(one.count * one.most_bytes for one in sharing) for room, sharing in self._sharing.items()})
+        """Return why buffers of the largest size would not fit, or None where they would."""
+        return self._lacking(
+            {room: sum(one.count * one.most_bytes for one in sharing) for room, sharing in self._sharing.items()}
+        )
 
     def of(self, nbytes: int, holder: object = None) -> str | None:
-        """Why `nbytes` for this rank's buffers that a holder has, and as much for each of the others', would not fit, or None."""
+        """Return why `nbytes` for a holder's buffers here, and as much for each of the others', would not fit, or
+        None."""
         self._held[holder] = nbytes
         nbytes = sum(self._held.values())
         count = max(self._mine.buffers.count, 1)
-        needed = {room: -(-nbytes * sum(one.count for one in sharing) // count) for room, sharing in self._sharing.items()}
+        needed = {
+            room: -(-nbytes * sum(one.count for one in sharing) // count) for room, sharing in self._sharing.items()
+        }
         return self._lacking({room: max(total, nbytes) for room, total in needed.items()})
 
     def let_go(self, holder: object) -> None:
-        """It has none any more."""
+        """Forget a holder, which has no buffers any more."""
         self._held.pop(holder, None)
 
-    def _lacking(self, needed: Mapping[Room, int]) -> str | None:
+    def _lacking(self, needed: Mapping[MemoryLimit, int]) -> str | None:
         for room, nbytes in needed.items():
             if nbytes > (1 - KEPT_FREE) * room.available_bytes:
                 ranks = max(len(self._sharing[room]), 1)
                 return (
-                    f"the host buffers of {ranks} rank{'s' if ranks > 1 else ''} would take {_gib(nbytes)}, and of {room.name} "
+                    f"the host buffers of {ranks} rank{'s' if ranks > 1 else ''} would take {_gib(nbytes)}, and of "
+                    f"{room.name} "
                     f"{_gib(room.available_bytes)} are available, a tenth of which stays free"
                 )
         return None
 
 
-def rooms(root: Path = Path("/")) -> tuple[Room, ...]:
-    """The limits on this process, the machine's memory first. What cannot be read limits nothing."""
+def memory_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
+    """Return the limits on this process, the machine's memory first. What cannot be read limits nothing."""
     return tuple(_rooms(root))
 
 
-def _rooms(root: Path) -> Iterator[Room]:
+def _rooms(root: Path) -> Iterator[MemoryLimit]:
     boot = _text(root / "proc/sys/kernel/random/boot_id") or socket.gethostname()
     for line in _text(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
-            yield Room(boot, f"{socket.gethostname()}'s memory (MemAvailable)", int(line.split()[1]) << 10)
+            yield MemoryLimit(boot, f"{socket.gethostname()}'s memory (MemAvailable)", int(line.split()[1]) << 10)
     namespace = _link(root / "proc/self/ns/cgroup")
     for controller, path in _own_groups(root):
         mounted = _mounted(root, controller)
@@ -109,10 +120,13 @@ def _rooms(root: Path) -> Iterator[Room]:
             if found is not None:
                 limit, available = found
                 shared = f"{boot} {namespace} {controller} {base / part}"
-                yield Room(shared, f"the {_gib(limit)} of cgroup {base / part} ({_FILES[controller][0]})", available)
+                yield MemoryLimit(
+                    shared, f"the {_gib(limit)} of cgroup {base / part} ({_FILES[controller][0]})", available
+                )
 
 
-# By the controller's name, which version 2 does not give: the files of a group's limit and use, and what of the use can be given up.
+# By the controller's name, which version 2 does not give: the files of a group's limit and use, and what of the use can
+# be given up.
 _FILES = {
     "": ("memory.max", "memory.current", ("active_file", "inactive_file")),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
@@ -139,7 +153,10 @@ def _mounted(root: Path, controller: str) -> tuple[str, str] | None:
 
 
 def _group(folder: Path, limit_name: str, usage_name: str, reclaimable: Sequence[str]) -> tuple[int, int] | None:
-    """A group's limit and what is left of it, or None where it has none. What it keeps of files can be given up."""
+    """Return a group's limit and what is left of it, or None where it has none.
+
+    What it keeps of files can be given up.
+    """
     limit, usage = _text(folder / limit_name).strip(), _text(folder / usage_name).strip()
     if not limit.isdecimal() or not usage.isdecimal() or int(limit) >= _NO_LIMIT_BYTES:
         return None

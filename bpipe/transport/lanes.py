@@ -1,7 +1,7 @@
 """Copy beside the computation where there is no GPU: one worker thread a direction stands for a copy engine's stream.
 
-In: jobs, and what each has to wait for. Out: a `Pending` each. On a GPU `bpipe.runtime.streams` gives lanes with the same two methods,
-which issue to the device's streams instead. Knows no host buffers and no bytes.
+In: jobs, and what each has to wait for. Out: a `Pending` each. On a GPU `bpipe.runtime.streams` gives lanes with the
+same two methods, which issue to the device's streams instead. Knows no host buffers and no bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class CopyLane(Protocol):
         """Do the job once all of `after` have ended and every earlier job of this lane has."""
 
     def close(self, wait: bool = True) -> None:
-        """No more jobs. Ends what belongs to the lane, and unless told not to waits for it."""
+        """Close the lane to further jobs. End what belongs to it and, unless told not to, wait for that."""
 
 
 class Ticket:

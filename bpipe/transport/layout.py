@@ -1,11 +1,14 @@
-"""Lay host buffers out in memory. In: which stages each buffer hosts, and how large their micro-batches are, as far as known. Out: offsets.
+"""Lay host buffers out in memory.
 
-Both ends of a pair make room at the same transfers, from the same schedule and sizes, so no layout is ever sent. Bytes, integers only.
+In: which stages each buffer hosts, and how large their micro-batches are, as far as known. Out: offsets.
 
-A stage's size is known from its first forward on, and what leaves may leave before another stage has run at all. So room is made when a
-micro-batch comes for which there is none, in a further piece of memory, and then by what is known also for every buffer that has none yet.
-One that has some stays where it is, though it may be too small by now: it may hold something. Mostly all is known by the first one, and
-one piece holds all.
+Both ends of a pair make room at the same transfers, from the same schedule and sizes, so no layout is ever sent. Bytes,
+integers only.
+
+A stage's size is known from its first forward on, and what leaves may leave before another stage has run at all. So
+room is made when a micro-batch comes for which there is none, in a further piece of memory, and then by what is known
+also for every buffer that has none yet. One that has some stays where it is, though it may be too small by now: it may
+hold something. Mostly all is known by the first one, and one piece holds all.
 """
 
 from __future__ import annotations
@@ -14,22 +17,23 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-# Storages start on the boundary copy engines and vector loads like best; the remainder of one's last block is never moved.
+# Storages start on the boundary copy engines and vector loads like best; the remainder of one's last block is never
+# moved.
 ALIGNMENT_BYTES = 512
 
 
 def aligned(nbytes: int) -> int:
-    """`nbytes` rounded up to the alignment."""
+    """Round `nbytes` up to the alignment."""
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def taken(lengths: Iterable[int]) -> int:
-    """What a micro-batch's storages of these lengths take in a host buffer."""
+def allocated_bytes(lengths: Iterable[int]) -> int:
+    """Return bytes that storages of these lengths take in a host buffer."""
     return sum(map(aligned, lengths))
 
 
 def offsets(lengths: Iterable[int], start: int = 0) -> list[int]:
-    """Where each of a micro-batch's storages of these lengths lies, behind one another from `start`."""
+    """Return the offset of each storage of these lengths, laid one behind another from `start`."""
     return list(itertools.accumulate(map(aligned, lengths), initial=start))[:-1]
 
 
@@ -42,7 +46,10 @@ class _Room(NamedTuple):
 
 
 class BufferLayout:
-    """Where each host buffer lies. `pieces` are the bytes of every piece of memory, in the order in which they were needed."""
+    """Layout of host buffers.
+
+    `pieces` are the bytes of every piece of memory, in the order in which they were needed.
+    """
 
     def __init__(self, stages_in_buffers: Sequence[Iterable[int]]) -> None:
         self._stages_in_buffers = [tuple(stages) for stages in stages_in_buffers]
@@ -51,34 +58,38 @@ class BufferLayout:
 
     @staticmethod
     def of(stages_in_buffers: Sequence[Iterable[int]], sizes: Mapping[int, Sequence[int]]) -> BufferLayout:
-        """Of sizes that are all known: one piece, in which each buffer is as large as the largest of the stages it hosts."""
+        """Return a layout for known sizes: one piece, in which each buffer is as large as the largest of the stages
+        it hosts."""
         layout = BufferLayout(stages_in_buffers)
         layout._add_piece(sizes)
         return layout
 
     @property
     def nbytes(self) -> int:
-        """Of all pieces."""
+        """Bytes of all pieces."""
         return sum(self.pieces)
 
     @property
     def num_buffers(self) -> int:
-        """Host buffers that there is room for, so far."""
+        """Number of host buffers for which there is memory so far."""
         return len(self._rooms)
 
     def make_room(self, host_buffer: int, stage: int, sizes: Mapping[int, Sequence[int]]) -> int:
-        """A micro-batch of `stage` is about to come into the buffer. The bytes of the piece that it takes, or 0 where there is room."""
-        if taken(sizes[stage]) <= self._room_bytes(host_buffer):
+        """Make room for a micro-batch of `stage` in the buffer.
+
+        Return the bytes of a new piece, or 0 where there is room.
+        """
+        if allocated_bytes(sizes[stage]) <= self._room_bytes(host_buffer):
             return 0
         # What comes into it finds it empty.
         self._rooms.pop(host_buffer, None)
         return self._add_piece(sizes)
 
     def _add_piece(self, sizes: Mapping[int, Sequence[int]]) -> int:
-        """A piece for all that have no room."""
+        """Add a piece for all buffers that have no room."""
         nbytes = 0
         for number, stages in enumerate(self._stages_in_buffers):
-            most = max((taken(sizes[stage]) for stage in stages if stage in sizes), default=0)
+            most = max((allocated_bytes(sizes[stage]) for stage in stages if stage in sizes), default=0)
             if most and number not in self._rooms:
                 self._rooms[number] = _Room(len(self.pieces), nbytes, most)
                 nbytes += most
@@ -90,7 +101,8 @@ class BufferLayout:
         return self._rooms[host_buffer].nbytes if host_buffer in self._rooms else 0
 
     def place(self, host_buffer: int, lengths: Iterable[int]) -> tuple[int, list[int]]:
-        """The piece in which the buffer lies, and the offset in it of each of a micro-batch's storages, of these lengths."""
+        """Return the piece in which the buffer lies, and the offset in it of each of a micro-batch's storages, of
+        these lengths."""
         room = self._rooms[host_buffer]
         return room.piece, offsets(lengths, room.start)
 

@@ -1,6 +1,8 @@
-"""Memory an evictor's copies can reach, without the acceptor's help, where there is no GPU; and its own memory, anywhere.
+"""Memory an evictor's copies can reach, without the acceptor's help, where there is no GPU; and its own memory,
+anywhere.
 
-In: a size, or a handle another process gave. Out: a `Region` to copy into and from. Knows no host buffers and no schedule.
+In: a size, or a handle another process gave. Out: a `Region` to copy into and from. Knows no host buffers and no
+schedule.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ from bpipe.transport.device_memory import Piece, pinned_memory
 
 
 class Region(Protocol):
-    """A piece of memory to copy into and from. The calls only start their copies where the current stream is a device's."""
+    """A piece of memory to copy into and from.
+
+    The calls only start their copies where the current stream is a device's.
+    """
 
     def write(self, offset: int, source: torch.Tensor) -> None:
         """Copy all of `source`, contiguous uint8, to `offset` bytes from the region's start."""
@@ -26,12 +31,12 @@ class Region(Protocol):
         """Copy into all of `target` from `offset`."""
 
     def write_all(self, pieces: Iterable[Piece]) -> None:
-        """`write` each of these offsets and tensors, none of which overlaps another."""
+        """Write each of these tensors at its offset; none overlaps another."""
         for offset, source in pieces:
             self.write(offset, source)
 
     def read_all(self, pieces: Iterable[Piece]) -> None:
-        """`read` each of these."""
+        """Read each of these tensors from its offset."""
         for offset, target in pieces:
             self.read(offset, target)
 
@@ -39,17 +44,20 @@ class Region(Protocol):
         """Let go of it in good order: wait for the copies that are under way, then free it."""
 
     def abandon(self) -> None:
-        """After an error: forget it, and neither wait for the device nor free what a copy may still reach."""
+        """Forget the region after an error, without waiting for the device or freeing what a copy may still reach."""
 
 
 class Lender(Protocol):
     """The two ends of memory that one process makes and another reaches into."""
 
     def make(self, nbytes: int) -> tuple[Any, Region]:
-        """On the acceptor: memory, and a JSON value by which the partner opens it. The memory lives until the region is closed."""
+        """Make memory on the acceptor, and a JSON value by which the partner opens it.
+
+        The memory lives until the region is closed.
+        """
 
     def open(self, handle: Any) -> Region:
-        """On the evictor. Raises OSError or RuntimeError where it cannot be reached."""
+        """Open the partner's memory on the evictor. Raises OSError or RuntimeError where it cannot be reached."""
 
 
 class TensorRegion(Region):
@@ -73,8 +81,11 @@ class TensorRegion(Region):
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     on_cpu = target.device.type == source.device.type == "cpu"
-    if on_cpu and not any(value % _WORD_BYTES for value in (source.numel(), source.storage_offset(), target.storage_offset())):
-        # torch copies bytes one by one; as words the same memory takes a fifth less time (8.3 to 9.8 GB/s on an EPYC of 2 cores).
+    if on_cpu and not any(
+        value % _WORD_BYTES for value in (source.numel(), source.storage_offset(), target.storage_offset())
+    ):
+        # torch copies bytes one by one; as words the same memory takes a fifth less time (8.3 to 9.8 GB/s on an EPYC of
+        # 2 cores).
         target, source = target.view(torch.int64), source.view(torch.int64)
     target.copy_(source, non_blocking=True)
 
@@ -83,15 +94,15 @@ _WORD_BYTES = 8
 
 
 def own_memory(nbytes: int, device: Device) -> Region:
-    """This process's own host memory, as the device needs it."""
+    """Return this process's own host memory, as the device needs it."""
     return pinned_memory(nbytes, device) if device.has_runtime else TensorRegion(torch.empty(nbytes, dtype=torch.uint8))
 
 
 class SharedMemory:
-    """Shared memory of two processes on one machine.
+    """Memory shared by two processes on one machine.
 
-    It has no name: the partner opens it through the maker's file descriptor. So nothing can be left in /dev/shm, however either process
-    ends, and the size of /dev/shm, which is 64 MB in most containers, is no limit.
+    It has no name: the partner opens it through the maker's file descriptor. So nothing can be left in /dev/shm,
+    however either process ends, and the size of /dev/shm, which is 64 MB in most containers, is no limit.
     """
 
     def make(self, nbytes: int) -> tuple[Any, Region]:
@@ -103,7 +114,9 @@ class SharedMemory:
         return {"process": os.getpid(), "descriptor": descriptor, "nbytes": nbytes}, region
 
     def open(self, handle: Any) -> Region:
-        return _Mapped(os.open(f"/proc/{handle['process']}/fd/{handle['descriptor']}", os.O_RDWR | os.O_CLOEXEC), handle["nbytes"])
+        return _Mapped(
+            os.open(f"/proc/{handle['process']}/fd/{handle['descriptor']}", os.O_RDWR | os.O_CLOEXEC), handle["nbytes"]
+        )
 
 
 class _Mapped(TensorRegion):

@@ -1,6 +1,8 @@
-"""Reach into host buffers without the partner's help: the two one-sided transports, which differ in whose memory they are.
+"""Reach into host buffers without the partner's help: the two one-sided transports, which differ in whose memory they
+are.
 
-In: access to the memory, and a lane of copies for each direction: out of the evictor and into it. Out: puts and gets. Knows no schedule.
+In: access to the memory, and a lane of copies for each direction: out of the evictor and into it. Out: puts and gets.
+Knows no schedule.
 
     FREE --put--> HOLDING --get--> FREE
 
@@ -16,7 +18,7 @@ from typing import Literal, Protocol
 import torch
 
 from bpipe.transport.base import Done, Pending, Sizes
-from bpipe.transport.control import About, Control, Sent
+from bpipe.transport.control import Control, SentMessage, Subject
 from bpipe.transport.device import Device
 from bpipe.transport.device_memory import Piece
 from bpipe.transport.host_memory import Budget
@@ -27,25 +29,25 @@ from bpipe.transport.memory import Lender, Region, own_memory
 Copy = Callable[[Iterable[Piece]], None]
 
 
-class Access(Protocol):
-    """How the evictor comes to the host buffers' memory, a piece after the other."""
+class HostBufferAccess(Protocol):
+    """Access of the evictor to the host buffers' memory, one piece after the other."""
 
     lends: bool
 
     def announce(self, sizes: Sizes) -> Pending:
-        """Evictor: how large what comes is."""
+        """Announce sizes, on the evictor."""
 
     def learn(self) -> dict[int, tuple[int, ...]]:
-        """Acceptor, if the memory is its own: what the evictor announced."""
+        """Return what the evictor announced, on an acceptor that owns the memory."""
 
     def lend(self, nbytes: int) -> None:
-        """Acceptor, if the memory is its own: make the next piece."""
+        """Make the next piece, on an acceptor that owns the memory."""
 
     def grow(self, nbytes: int) -> None:
-        """Evictor: a next piece is about to be used."""
+        """Prepare to use a next piece, on the evictor."""
 
     def region(self, piece: int) -> Region:
-        """Evictor: that piece; blocks, the first time, until it is there."""
+        """Return that piece, on the evictor; block, the first time, until it is there."""
 
     def release(self) -> None:
         """Let go of all pieces, in agreement with the partner."""
@@ -68,31 +70,32 @@ class Peer:
         self._lent: list[Region] = []
         self._opened: list[Region] = []
         self._num_pieces = 0
-        self._told: list[Sent] = []
+        self._told: list[SentMessage] = []
 
     def announce(self, sizes: Sizes) -> Pending:
-        return self._control.send(About.SIZES, [[stage, list(lengths)] for stage, lengths in sizes.items()])
+        return self._control.send(Subject.SIZES, [[stage, list(lengths)] for stage, lengths in sizes.items()])
 
     def learn(self) -> dict[int, tuple[int, ...]]:
-        return {stage: tuple(lengths) for stage, lengths in self._control.receive(About.SIZES)}
+        return {stage: tuple(lengths) for stage, lengths in self._control.receive(Subject.SIZES)}
 
     def lend(self, nbytes: int) -> None:
         try:
             handle, region = self._lender.make(nbytes)
         except Exception as error:
             # Or the partner would wait for its time-out to learn less.
-            self._control.send(About.MEMORY, {"error": f"{type(error).__name__}: {error}"}).wait()
+            self._control.send(Subject.MEMORY, {"error": f"{type(error).__name__}: {error}"}).wait()
             raise
         self._lent.append(region)
-        # The partner hears it with the put that needs it, before which it may have to lend to this rank: not waited for here.
-        self._told.append(self._control.send(About.MEMORY, handle))
+        # The partner hears it with the put that needs it, before which it may have to lend to this rank: not waited for
+        # here.
+        self._told.append(self._control.send(Subject.MEMORY, handle))
 
     def grow(self, nbytes: int) -> None:
         self._num_pieces += 1
 
     def region(self, piece: int) -> Region:
         while len(self._opened) <= piece:
-            handle = self._control.receive(About.MEMORY)
+            handle = self._control.receive(Subject.MEMORY)
             if "error" in handle:
                 raise RuntimeError(f"the partner could not make the host buffers it lends: {handle['error']}")
             self._opened.append(self._lender.open(handle))
@@ -105,10 +108,10 @@ class Peer:
                 self.region(piece).close()
             self._opened.clear()
             # Whoever lends to each other says it at once, and hears it only after that.
-            sent.append(self._control.send(About.MEMORY, "closed"))
+            sent.append(self._control.send(Subject.MEMORY, "closed"))
         if self._lent:
             # CUDA leaves open what happens to memory that is freed while another process has it open.
-            self._control.receive(About.MEMORY)
+            self._control.receive(Subject.MEMORY)
         for message in sent:
             message.wait()
         self.withdraw()
@@ -135,8 +138,11 @@ class Host:
 
     lends = False
 
-    def __init__(self, device: Device, budget: Budget | None = None, wanted: str = _TRANSPORT, way_out: str = _ANOTHER) -> None:
-        """`budget` says whether there is room for this rank's buffers and its neighbours'. `wanted`, `way_out`: in its refusal."""
+    def __init__(
+        self, device: Device, budget: Budget | None = None, wanted: str = _TRANSPORT, way_out: str = _ANOTHER
+    ) -> None:
+        """`budget` says whether there is room for this rank's buffers and its neighbours'. `wanted`, `way_out`: in
+        its refusal."""
         self._device = device
         self._budget = budget
         self._refusal = wanted, way_out
@@ -190,12 +196,12 @@ class _BufferState(enum.Enum):
     HOLDING = "holding"
 
 
-class Reaching:
+class OneSidedCopies:
     """The one-sided transport over access to memory."""
 
     one_sided: Literal[True] = True
 
-    def __init__(self, access: Access, outbound: CopyLane, inbound: CopyLane) -> None:
+    def __init__(self, access: HostBufferAccess, outbound: CopyLane, inbound: CopyLane) -> None:
         self._access = access
         self._outbound = outbound
         self._inbound = inbound
@@ -226,13 +232,18 @@ class Reaching:
             self._num_pieces += 1
 
     def put(self, host_buffer: int, tensors: Sequence[torch.Tensor], after: Sequence[Pending] = ()) -> Pending:
-        """`after`: what else has to be over first, such as what fills the tensors; if that fails, so does this."""
+        """Put tensors into a host buffer.
+
+        `after`: what else has to be over first, such as what fills the tensors; if that fails, so does this.
+        """
         self.grow()
         states = _BufferState.FREE, _BufferState.HOLDING
         return self._move(self._outbound, host_buffer, tensors, lambda region: region.write_all, *states, after)
 
     def get(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Pending:
-        return self._move(self._inbound, host_buffer, tensors, lambda region: region.read_all, _BufferState.HOLDING, _BufferState.FREE)
+        return self._move(
+            self._inbound, host_buffer, tensors, lambda region: region.read_all, _BufferState.HOLDING, _BufferState.FREE
+        )
 
     def release(self) -> None:
         for pending in self._last.values():
@@ -266,7 +277,8 @@ class Reaching:
         now = self._states.get(host_buffer, _BufferState.FREE)
         if now is not before:
             raise RuntimeError(
-                f"host buffer {host_buffer} is {now.value}, but must be {before.value} for this transfer: the program uses it twice"
+                f"host buffer {host_buffer} is {now.value}, but must be {before.value} for this transfer: the program "
+                f"uses it twice"
             )
         # The layout may grow before the copy is made.
         piece, offsets = self._layout.place(host_buffer, (tensor.numel() for tensor in tensors))

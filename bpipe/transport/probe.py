@@ -1,7 +1,7 @@
 """Measure a pair's link through a transport, and see that what comes back is what was sent.
 
-In: a transport that nothing has used yet, on both ranks at once. Out: bytes a second there and back, or why it did not work. A trial runs
-in a thread and on a stream of its own: one that hangs is given up and the run goes on.
+In: a transport that nothing has used yet, on both ranks at once. Out: bytes a second there and back, or why it did not
+work. A trial runs in a thread and on a stream of its own: one that hangs is given up and the run goes on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from bpipe.transport.base import Transport
-from bpipe.transport.control import About, Control
+from bpipe.transport.control import Control, Subject
 from bpipe.transport.device import Device
 from bpipe.transport.layout import BufferLayout
 
@@ -28,7 +28,8 @@ GRACE_S = 10.0
 
 
 class _Trial:
-    """Rounds in a thread of their own: a communicator that is never made holds up its caller, and a copy that never comes the stream."""
+    """Rounds in a thread of their own: a communicator that is never made holds up its caller, and a copy that never
+    comes the stream."""
 
     def __init__(self, transport: Transport, device: Device, evictor: bool) -> None:
         self._seconds: list[float] = []
@@ -60,35 +61,42 @@ def measure(
 ) -> tuple[float, str | None]:
     """Return the speed, or why there is none; the lower rank is the evictor. It ends with both telling how it went.
 
-    `within_s` is less than what a watchdog waits before it ends the process; `abort()` ends what the transport has under way.
+    `within_s` is less than what a watchdog waits before it ends the process; `abort()` ends what the transport has
+    under way.
     """
     seconds, why = _Trial(transport, device, evictor).seconds(within_s, abort)
     # What the trial allocated lies in the pool of its own stream, where nobody would use it again.
     device.empty_cache()
     # The first also connects, allocates and touches pages.
     speed = 0.0 if why else 2 * PROBE_BYTES / statistics.median(seconds[1:])
-    other = control.exchange(About.PROBE, why)
+    other = control.exchange(Subject.PROBE, why)
     if not why and not other:
         transport.release()
         return speed, None
     # Another transport takes over and needs the room. Memory is freed only once nobody has it open.
     if evictor:
         transport.withdraw()
-    control.exchange(About.PROBE, None)
+    control.exchange(Subject.PROBE, None)
     if not evictor:
         transport.withdraw()
     return speed, why or other
 
 
 def measure_alone(transport: Transport, device: Device) -> float:
-    """The speed of a transport into this rank's own memory, of which nobody else is a part. Raises what it raises."""
+    """Return the speed of a transport into this rank's own memory, of which nobody else is a part.
+
+    Raises what it raises.
+    """
     seconds = _rounds(transport, device, evictor=True)
     transport.release()
     return 2 * PROBE_BYTES / statistics.median(seconds[1:])
 
 
 def _rounds(transport: Transport, device: Device, evictor: bool) -> list[float]:
-    """Seconds of every round there and back. Raises RuntimeError where a byte came back that was not sent."""
+    """Return the seconds of every round there and back.
+
+    Raises RuntimeError where a byte came back that was not sent.
+    """
     buffer = torch.arange(PROBE_BYTES // 8, device=device.device).view(torch.uint8)
     back = torch.zeros_like(buffer)
     _open(transport, evictor)

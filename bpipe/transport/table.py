@@ -1,4 +1,7 @@
-"""Say over what each pair talks, and whether that is enough. In: links and where they are. Out: lines of text. Moves nothing."""
+"""Say over what each pair talks, and whether that is enough.
+
+In: links and where they are. Out: lines of text. Moves nothing.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ Pair = tuple[int, int]
 
 
 def describe(links: Iterable[MeasuredLink], stages: Mapping[Pair, Pair]) -> str:
-    """One line for each pair of stages: the transport, what its links measured, and what else was tried."""
+    """Describe each pair of stages in one line: the transport, what its links measured, and what else was tried."""
     of_stages: dict[Pair, list[MeasuredLink]] = defaultdict(list)
     for link in links:
         low, high = sorted(stages[link.ranks])
@@ -27,11 +30,14 @@ def describe(links: Iterable[MeasuredLink], stages: Mapping[Pair, Pair]) -> str:
 
 
 def _chosen(name: str, links: Sequence[MeasuredLink]) -> str:
-    """What links of the same stages have in common: their transport, how fast they are, and what else was tried on the first of them."""
+    """What links of the same stages have in common: their transport, how fast they are, and what else was tried on
+    the first of them."""
     of = "ranks" if links[0].ranks[0] == links[0].ranks[1] else "pairs of ranks"
     count = "" if len(links) == 1 else f", {len(links)} {of}"
     others = [other for other in links[0].bytes_per_s if other != name]
-    tried = [f"{other} {_range(link.bytes_per_s[other] for link in links if other in link.bytes_per_s)}" for other in others]
+    tried = [
+        f"{other} {_range(link.bytes_per_s[other] for link in links if other in link.bytes_per_s)}" for other in others
+    ]
     tried += [f"{other} not: {why}" for other, why in links[0].refused.items()]
     also = f" ({'; '.join(tried)})" if tried else ""
     return f"{count}: {name} {_range(link.bytes_per_s[name] for link in links)}{also}"
@@ -44,14 +50,21 @@ def _range(bytes_per_s: Iterable[float]) -> str:
 
 
 def sufficiency(stage: int, partner: int, moved_bytes: int, window_s: float, bytes_per_s: float) -> tuple[bool, str]:
-    """Whether a link keeps up, and the sentence that says so. `window_s`: one micro-batch's forward and backward, all chunks."""
+    """Return whether a link keeps up, and the sentence that says so.
+
+    `window_s`: one micro-batch's forward and backward, all chunks.
+    """
     # A backward takes about twice as long as a forward.
     needed = steady_bytes_per_s(moved_bytes, window_s / 3)
     enough = needed <= bytes_per_s
     own = stage == partner
-    verdict = f"NOT enough: transfers will hold the computation up. {'Let less leave' if own else 'Put the pair on one node'}, or move less"
+    verdict = (
+        f"NOT enough: transfers will hold the computation up. "
+        f"{'Let less leave' if own else 'Put the pair on one node'}, or move less"
+    )
     where = "its node's memory" if own else f"stage {partner}"
     return enough, (
         f"stage {stage} moves {moved_bytes / 1e6:.4g} MB to {where} and back while a micro-batch computes, about "
-        f"{1e3 * window_s:.3g} ms: {needed / 1e9:.3g} GB/s of the link's {bytes_per_s / 1e9:.3g} GB/s, {'enough' if enough else verdict}"
+        f"{1e3 * window_s:.3g} ms: {needed / 1e9:.3g} GB/s of the link's {bytes_per_s / 1e9:.3g} GB/s, "
+        f"{'enough' if enough else verdict}"
     )

@@ -1,4 +1,6 @@
-"""Look tokens up shard by shard. In: a shard's rows of the embedding, tokens. Out: its part of the embeddings, its rows' gradient.
+"""Look tokens up shard by shard.
+
+In: a shard's rows of the embedding, tokens. Out: its part of the embeddings, its rows' gradient.
 
     IF   `embedded`: a token's row where it is the shard's, else zeros: the sum of all parts is what one table would give, bit for bit
     IB   `rows_gradient`: what the tokens of the shard's rows have for a gradient, added up a row
@@ -13,7 +15,7 @@ import torch
 
 @torch.no_grad()
 def embedded(weight: torch.Tensor, tokens: torch.Tensor, first_row: int) -> torch.Tensor:
-    """[n, h], of the weight's type."""
+    """Return embeddings [n, h], of the weight's type."""
     rows = tokens - first_row
     mine = (rows >= 0) & (rows < len(weight))
     return weight[rows.where(mine, 0)].where(mine[:, None], 0)
@@ -21,7 +23,7 @@ def embedded(weight: torch.Tensor, tokens: torch.Tensor, first_row: int) -> torc
 
 @torch.no_grad()
 def rows_gradient(gradient: torch.Tensor, tokens: torch.Tensor, first_row: int, num_rows: int) -> torch.Tensor:
-    """[r, h], 32 bit at least, of the embeddings' gradient [n, h]."""
+    """Return the rows' gradient [r, h], 32 bit at least, from the embeddings' gradient [n, h]."""
     rows = tokens - first_row
     mine = (rows >= 0) & (rows < num_rows)
     wide = torch.promote_types(gradient.dtype, torch.float32)

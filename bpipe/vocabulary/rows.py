@@ -1,7 +1,9 @@
-"""Say which rows of the vocabulary's layers each shard holds. In: the padded vocabulary and over how many ranks it is split. Out: ranges.
+"""Say which rows of the vocabulary's layers each shard holds.
 
-Tensor parallelism is outermost: the pipeline shares out among its ranks what its tensor-parallel rank holds without shards, so no row
-leaves its pipeline. Knows no tensor and no group.
+In: the padded vocabulary and over how many ranks it is split. Out: ranges.
+
+Tensor parallelism is outermost: the pipeline shares out among its ranks what its tensor-parallel rank holds without
+shards, so no row leaves its pipeline. Knows no tensor and no group.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ MULTIPLE = 128
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """`vocabulary` rows in equal shards, one for each of `tensor` * `pipeline` ranks.
+    """Rows of the vocabulary in equal shards, one for each of `tensor` * `pipeline` ranks.
 
-    Raises ValueError where they are not equally many: rows that nobody asked for would take part in the softmax and change the loss.
+    Raises ValueError where shards differ: rows that nobody asked for would take part in the softmax and change the
+    loss.
     """
 
     vocabulary: int
@@ -28,7 +31,8 @@ class Rows:
         if self.vocabulary % self.num_shards:
             multiple = math.lcm(MULTIPLE, self.pipeline)
             raise ValueError(
-                f"a vocabulary of {self.vocabulary} rows is not to be had in {self.num_shards} equal shards, of {self.tensor} tensor- "
+                f"a vocabulary of {self.vocabulary} rows is not to be had in {self.num_shards} equal shards, of "
+                f"{self.tensor} tensor- "
                 f"times {self.pipeline} pipeline-parallel ranks: pad it with --make-vocab-size-divisible-by {multiple}"
             )
 
@@ -42,9 +46,9 @@ class Rows:
         return self.vocabulary // self.num_shards
 
     def shard(self, tensor_rank: int, pipeline_rank: int) -> int:
-        """The number of a rank's shard."""
+        """Return the number of a rank's shard."""
         return tensor_rank * self.pipeline + pipeline_rank
 
     def of(self, shard: int) -> range:
-        """The rows of a shard."""
+        """Return the rows of a shard."""
         return range(shard * self.each, (shard + 1) * self.each)

@@ -1,7 +1,8 @@
 """Put together what a configuration asks for: the driver, whose loop runs, and who else replaces functions of Megatron.
 
-In: a configuration, and Megatron's arguments where there are any. Out: a `Composition`, which installs all of it and takes it out again.
-The only place that knows which parts there are: the launcher and `install` differ in what they were told, and in nothing else.
+In: a configuration, and Megatron's arguments where there are any. Out: a `Composition`, which installs all of it and
+takes it out again. The only place that knows which parts there are: the launcher and `install` differ in what they were
+told, and in nothing else.
 """
 
 from __future__ import annotations
@@ -9,21 +10,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.scheduling import patches
-from megatron.scheduling.arguments import SchedulingConfig
-from megatron.scheduling.delaying import ask
-from megatron.scheduling.driver import Driver
-from megatron.scheduling.executor import Loop
-from megatron.scheduling.hooks import Hooks
-from megatron.scheduling.learning import Learner
-from megatron.scheduling.optimizer_state import OptimizerState
-from megatron.scheduling.placed import wraps_of
-from megatron.scheduling.reporting import Reporter
+from megatron.scheduling.hooks import patches
+from megatron.scheduling.hooks.loops import Hooks
+from megatron.scheduling.loop.delaying import ask
+from megatron.scheduling.loop.driver import Driver
+from megatron.scheduling.loop.executor import Loop
+from megatron.scheduling.memory.learning import Learner
+from megatron.scheduling.memory.optimizer_state import OptimizerState
+from megatron.scheduling.options.arguments import SchedulingConfig
+from megatron.scheduling.placement.placed import wraps_of
+from megatron.scheduling.report.reporting import Reporter
 
 
 @dataclass(frozen=True)
 class Composition:
-    """What belongs together for one training. `reporter` is None where nothing is to be written."""
+    """Parts of one training that belong together. `reporter` is None where nothing is to be written."""
 
     driver: Driver
     loop: Loop | Hooks
@@ -31,7 +32,10 @@ class Composition:
     wraps: dict[patches.Patch, patches.Wrap]
 
     def install(self) -> patches.Installed:
-        """Replace Megatron's functions. Taking them out ends the loop and the driver, too. Raises Unfit for another Megatron."""
+        """Replace Megatron's functions.
+
+        Taking them out ends the loop and the driver, too. Raises Unfit for another Megatron.
+        """
         installed = patches.install(self.wraps)
         installed.closing(self.driver.close)
         installed.closing(self.loop.close)
@@ -39,9 +43,9 @@ class Composition:
 
 
 def compose(config: SchedulingConfig, args: Any = None) -> Composition:
-    """All that the configuration asks for. Without arguments of Megatron's, layers are not asked to put weights' gradients off themselves.
+    """Compose all that the configuration asks for.
 
-    Raises ValueError for layers that cannot.
+    Without Megatron's arguments, layers are not asked to put weights' gradients off.
     """
     driver = Driver(config)
     loop = Loop(driver, config) if config.own is not None else Hooks(driver, config.num_ranks)

@@ -2,8 +2,9 @@
 
     torchrun ... -m megatron.scheduling.launch pretrain_gpt.py <its flags> --bpipe ...
 
-In: an unmodified script and its arguments. Out: the same script, whose argument parser knows our flags and whose `pretrain` is balanced
-as they say. A script may also call `prepare()` itself, before it imports Megatron, and is then launched as usual.
+In: an unmodified script and its arguments. Out: the same script, whose argument parser knows our flags and whose
+`pretrain` is balanced as they say. A script may also call `prepare()` itself, before it imports Megatron, and is then
+launched as usual.
 """
 
 from __future__ import annotations
@@ -19,21 +20,28 @@ from pathlib import Path
 from typing import Any
 
 from bpipe import extras
-from megatron.scheduling import starting, startup, upstream
+from megatron.scheduling.hooks import upstream
+from megatron.scheduling.start import starting, startup
 
 
 def prepare() -> None:
-    """Ready this process: the CPU stand-in where there is no GPU, our flags, `pretrain` hooked. Call before importing Megatron.
+    """Prepare this process: the CPU stand-in where there is no GPU, our flags, `pretrain` hooked.
+
+    Call before importing Megatron. Call before importing Megatron.
 
     Repairs follow when the arguments are parsed, because a flag leaves them.
     """
     with _or_end():
         extras.require("megatron", "a training")
     startup.prepare(repairing=False)
-    from megatron.scheduling import patches
+    from megatron.scheduling.hooks import patches
 
     with _or_end():
-        wraps = {patches.PARSE_ARGS: _wrap_parse_args, patches.VALIDATE_ARGS: _wrap_validate_args, patches.PRETRAIN: _wrap_pretrain}
+        wraps = {
+            patches.PARSE_ARGS: _wrap_parse_args,
+            patches.VALIDATE_ARGS: _wrap_validate_args,
+            patches.PRETRAIN: _wrap_pretrain,
+        }
         patches.install(wraps)
 
 
@@ -51,10 +59,14 @@ def refuse_packed(args: Any) -> None:
     from bpipe.refusals import Settings
 
     given = Settings(args)
-    for name, wanted in (("sft", given.sft), ("dataloader_inter_document_masking", given.dataloader_inter_document_masking)):
+    for name, wanted in (
+        ("sft", given.sft),
+        ("dataloader_inter_document_masking", given.dataloader_inter_document_masking),
+    ):
         if wanted:
             starting.end(
-                f"--{name.replace('_', '-')}: this script reads sequences that fill a row, and no packed ones; train with Megatron's own "
+                f"--{name.replace('_', '-')}: this script reads sequences that fill a row, and no packed ones; train "
+                f"with Megatron's own "
                 "pretrain_gpt.py, or a script of yours that reads them: python -m megatron.scheduling.launch SCRIPT"
             )
 
@@ -71,7 +83,7 @@ def _or_end() -> Iterator[None]:
 def _wrap_parse_args(parse_args: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(parse_args)
     def parse(extra_args_provider: Callable[[Any], Any] | None = None, ignore_unknown_args: bool = False) -> Any:
-        from megatron.scheduling.flags import add_arguments
+        from megatron.scheduling.options.flags import add_arguments
 
         def provider(parser: Any) -> Any:
             starting.refuse_once(parser)
@@ -90,7 +102,8 @@ def _wrap_parse_args(parse_args: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_validate_args(validate_args: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(validate_args)
     def validated(args: Any, *defaults: Any, **named: Any) -> Any:
-        from megatron.scheduling import following, placement
+        from megatron.scheduling.options import following
+        from megatron.scheduling.placement import rank_order as placement
 
         with _or_end():
             following.complete(args)
@@ -112,7 +125,8 @@ def _wrap_pretrain(pretrain: Callable[..., Any]) -> Callable[..., Any]:
 
         with scheduling(get_args(), signature.bind(*positional, **keywords).arguments):
             result = pretrain(*positional, **keywords)
-        # Only a run that ended well: after an error the other ranks are gone, and leaving their groups could wait for them.
+        # Only a run that ended well: after an error the other ranks are gone, and leaving their groups could wait for
+        # them.
         atexit.register(_leave_process_groups)
         return result
 
@@ -120,7 +134,8 @@ def _wrap_pretrain(pretrain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _leave_process_groups() -> None:
-    """Megatron leaves its process groups to the interpreter's end, where a communication thread still running aborts the process."""
+    """Megatron leaves its process groups to the interpreter's end, where a communication thread still running aborts
+    the process."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -133,7 +148,7 @@ def scheduling(args: Any, given: Mapping[str, Any]) -> Iterator[None]:
 
     `given`: what the script gives `pretrain`, by name.
     """
-    from megatron.scheduling.arguments import config_from_args
+    from megatron.scheduling.options.arguments import config_from_args
 
     with _or_end():
         config = config_from_args(args)
@@ -149,7 +164,7 @@ def scheduling(args: Any, given: Mapping[str, Any]) -> Iterator[None]:
     upstream.say_absent(args, configuration=False)
     from bpipe.runtime.failures import Watch
     from megatron.scheduling.composing import compose
-    from megatron.scheduling.embedding_ranks import Refused, refuse_group
+    from megatron.scheduling.placement.embedding_ranks import Refused, refuse_group
 
     with _or_end():
         refuse_group(config.positions, given.get("pg_collection"))
@@ -179,8 +194,8 @@ def scheduling(args: Any, given: Mapping[str, Any]) -> Iterator[None]:
 @contextlib.contextmanager
 def _audited(num_microbatches: int) -> Iterator[None]:
     # Not at the top: nobody else loads it.
-    from megatron.scheduling.audit import StageAudit
-    from megatron.scheduling.patches import install
+    from megatron.scheduling.hooks.patches import install
+    from megatron.scheduling.report.audit import StageAudit
 
     audit = StageAudit(num_microbatches)
     installed = install(audit.wraps())
@@ -192,7 +207,7 @@ def _audited(num_microbatches: int) -> Iterator[None]:
 
 
 def main() -> None:
-    """`python -m megatron.scheduling.launch SCRIPT [ARGUMENTS]`."""
+    """Run `python -m megatron.scheduling.launch SCRIPT [ARGUMENTS]`."""
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         print(__doc__)
         sys.exit(0 if len(sys.argv) > 1 else 2)

@@ -1,13 +1,16 @@
-"""Measure what co-execution gains and costs: steps of one network plainly, beside Python with each backend, and lazily, taking turns.
+"""Measure what co-execution gains and costs: steps of one network plainly, beside Python with each backend, and lazily,
+taking turns.
 
-In: sizes. Out: a table, and JSON with --json: for each kind and share of Python's work in a step, as part of the plain step's time without
-any, the medians and quartiles over rounds of how many times as fast a step is co-executed, and lazily, as plainly within that round. Work
-is done between a step's layers: "text" counts words and writes lines, as tokenizers and logs do, and keeps the interpreter's lock;
-"unpacking" decompresses, as reading data does, and lets go of it.
+In: sizes. Out: a table, and JSON with --json: for each kind and share of Python's work in a step, as part of the plain
+step's time without any, the medians and quartiles over rounds of how many times as fast a step is co-executed, and
+lazily, as plainly within that round. Work is done between a step's layers: "text" counts words and writes lines, as
+tokenizers and logs do, and keeps the interpreter's lock; "unpacking" decompresses, as reading data does, and lets go of
+it.
 
-Wall clock, for overlap is nothing else; so the machine must have a free core for each side, and torch gets one thread. On cores that others
-use too, two threads get more of them than one, and a gain may be that: the plain side's share of a core is printed, and should be near 1.
-Losses must be equal to the bit. Operations take milliseconds here, as a device's do; with --width 64 they take as long as issuing them.
+Wall clock, for overlap is nothing else; so the machine must have a free core for each side, and torch gets one thread.
+On cores that others use too, two threads get more of them than one, and a gain may be that: the plain side's share of a
+core is printed, and should be near 1. Losses must be equal to the bit. Operations take milliseconds here, as a device's
+do; with --width 64 they take as long as issuing them.
 
 What it cannot show: anything of a GPU, whose queue runs beside Python by itself.
 """
@@ -40,7 +43,24 @@ WAYS = {"operations": ("threaded", "operations"), "script": ("threaded", "script
 FIRST = 5
 
 
-_WORDS = ("a", "step", "of", "the", "training", "has", "come", "to", "its", "end", "and", "this", "is", "what", "it", "lost")
+_WORDS = (
+    "a",
+    "step",
+    "of",
+    "the",
+    "training",
+    "has",
+    "come",
+    "to",
+    "its",
+    "end",
+    "and",
+    "this",
+    "is",
+    "what",
+    "it",
+    "lost",
+)
 _PACKED = zlib.compress(bytes(range(256)) * 512)
 
 
@@ -64,7 +84,7 @@ WORKS: dict[Work, int] = {text: 100_000, unpacking: 300}
 
 
 def training(width: int, layers: int, batch: int) -> Callable[[Work, int], torch.Tensor]:
-    """A step that trains, and does `count` turns of work between its layers."""
+    """Return a step that trains, and does `count` turns of work between its layers."""
     torch.manual_seed(1)
     parts = [torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.GELU()) for _ in range(layers)]
     optimizer = torch.optim.SGD([each for part in parts for each in part.parameters()], lr=1e-3)
@@ -93,7 +113,7 @@ class Way:
         self.wall_s = self.processor_s = 0.0
 
     def run(self, steps: int, work: Work = text, count: int = 0) -> float:
-        """Seconds a step."""
+        """Return the seconds a step."""
         start, processor = time.perf_counter(), time.process_time()
         with self._session.ahead() if self._session else contextlib.nullcontext():
             for _ in range(steps):
@@ -106,7 +126,7 @@ class Way:
 
 
 def _rounds(options: argparse.Namespace, ways: list[Way], work: Work, turns: int) -> list[dict[Way, float]]:
-    """Seconds of every way, in an order that turns from round to round."""
+    """Return the seconds of every way, in an order that turns from round to round."""
     rounds = []
     for number in range(options.rounds):
         first = number % len(ways)
@@ -115,7 +135,7 @@ def _rounds(options: argparse.Namespace, ways: list[Way], work: Work, turns: int
 
 
 def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], float]:
-    """Rows, and the plain side's share of a core."""
+    """Return the rows, and the plain side's share of a core."""
     with contextlib.ExitStack() as stack:
         sessions = {
             name: stack.enter_context(contextlib.closing(terra.Session(runner, backend=backend)))  # type: ignore[arg-type]
@@ -131,12 +151,16 @@ def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], float]:
         kinds = ((text, 0.0), *itertools.product(WORKS, SHARES))
         rows = [_row(options, plain, beside, work, share, step_s) for work, share in kinds]
         for way in beside.values():
-            assert all(torch.equal(one, other) for one, other in zip(plain.losses, way.losses, strict=True)), "losses differ"
+            assert all(torch.equal(one, other) for one, other in zip(plain.losses, way.losses, strict=True)), (
+                "losses differ"
+            )
         assert all(session.fallbacks == 0 for session in sessions.values())
     return rows, plain.processor_s / plain.wall_s
 
 
-def _row(options: argparse.Namespace, plain: Way, beside: dict[str, Way], work: Work, share: float, step_s: float) -> dict[str, Any]:
+def _row(
+    options: argparse.Namespace, plain: Way, beside: dict[str, Way], work: Work, share: float, step_s: float
+) -> dict[str, Any]:
     """One sort of work beside the steps, whose Python takes a share of a plain step's time."""
     turn_s = min(_timed(work, WORKS[work]) for _ in range(3)) / WORKS[work]
     rounds = _rounds(options, [plain, *beside.values()], work, int(step_s * share / turn_s))
@@ -170,15 +194,25 @@ def main() -> None:
     torch.set_num_threads(1)
     rows, core = measure(options)
     print(
-        f"{options.layers} layers {options.width} wide, {options.batch} rows; {os.cpu_count()} cores, {core:.2f} of one for the plain side"
+        f"{options.layers} layers {options.width} wide, {options.batch} rows; {os.cpu_count()} cores, {core:.2f} of "
+        f"one for the plain side"
     )
     print("times as fast as plainly, median (quartiles)")
     print("Python's work     plain ms a step        " + "".join(f"{name:23}" for name in WAYS))
     for row in rows:
-        words = (f"{middle:7.2f} ({first:.2f} to {third:.2f})" for first, middle, third in (row[name] for name in ("plain_ms", *WAYS)))
+        words = (
+            f"{middle:7.2f} ({first:.2f} to {third:.2f})"
+            for first, middle, third in (row[name] for name in ("plain_ms", *WAYS))
+        )
         print(f"{row['work']:9} {row['python']:4.0%}   {'   '.join(words)}")
     if options.json:
-        facts = {"machine": platform.platform(), "torch": torch.__version__, "options": vars(options), "plain_core": core, "rows": rows}
+        facts = {
+            "machine": platform.platform(),
+            "torch": torch.__version__,
+            "options": vars(options),
+            "plain_core": core,
+            "rows": rows,
+        }
         Path(options.json).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 

@@ -1,10 +1,11 @@
-"""Measure what our own loop costs beside Megatron's: iterations of the same 1F1B by one and by the other, taking turns in one run.
+"""Measure what our own loop costs beside Megatron's: iterations of the same 1F1B by one and by the other, taking turns
+in one run.
 
-In: sizes. Out: a table, and JSON with --json: of every rank the processor time of the training thread in an iteration by each loop, and the
-ratio within a turn, medians and quartiles; of all ranks together the median with what it would be in 95 of 100 such runs, by drawing turns
-again. Processor time, because on a machine with fewer cores than ranks the clock says how the ranks shared them. Weights are left as they
-are, so every iteration computes the same. With sizes so small that there is nothing to compute (--hidden 16 --sequence 8) the difference is
-what the loops do themselves.
+In: sizes. Out: a table, and JSON with --json: of every rank the processor time of the training thread in an iteration
+by each loop, and the ratio within a turn, medians and quartiles; of all ranks together the median with what it would be
+in 95 of 100 such runs, by drawing turns again. Processor time, because on a machine with fewer cores than ranks the
+clock says how the ranks shared them. Weights are left as they are, so every iteration computes the same. With sizes so
+small that there is nothing to compute (--hidden 16 --sequence 8) the difference is what the loops do themselves.
 
 What it cannot show: anything of a GPU, where the training thread issues what a device computes.
 """
@@ -31,9 +32,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.scheduling import startup
+from megatron.scheduling.start import startup
 
-# Each process of Megatron's warns of what a CPU lacks, again for every micro-batch, and the table would be lost in it. Errors stay.
+# Each process of Megatron's warns of what a CPU lacks, again for every micro-batch, and the table would be lost in it.
+# Errors stay.
 warnings.simplefilter("ignore")
 logging.disable(logging.WARNING)
 with contextlib.redirect_stdout(None):
@@ -50,12 +52,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.multiprocessing.spawn import start_processes
 
 from bench.transfer import spread
+from bpipe.build import ScheduleConfig
 from bpipe.ir.program import Exchange
-from bpipe.program import ScheduleConfig
-from megatron.scheduling import patches
-from megatron.scheduling.arguments import SchedulingConfig
-from megatron.scheduling.driver import Driver
-from megatron.scheduling.executor import Loop
+from megatron.scheduling.hooks import patches
+from megatron.scheduling.loop.driver import Driver
+from megatron.scheduling.loop.executor import Loop
+from megatron.scheduling.options.arguments import SchedulingConfig
 
 VOCABULARY = 128
 NUM_DRAWS = 2000
@@ -99,7 +101,9 @@ def one_rank(rank: int, folder: str, sizes: argparse.Namespace) -> None:
     stock: Callable[..., Any] = schedules.forward_backward_pipelining_without_interleaving
     loops = {"Megatron's": stock, "ours": Loop(Driver(config), config).wraps()[patches.ONE_F_ONE_B](stock)}
     spent: dict[str, list[float]] = {name: [] for name in loops}
-    batch = torch.randint(VOCABULARY, (sizes.microbatches, 2, sizes.sequence), generator=torch.Generator().manual_seed(11))
+    batch = torch.randint(
+        VOCABULARY, (sizes.microbatches, 2, sizes.sequence), generator=torch.Generator().manual_seed(11)
+    )
     for turn in range(sizes.rounds + 1):
         # Whoever comes first finds other caches.
         for name in list(loops)[:: 1 if turn % 2 else -1]:
@@ -140,12 +144,14 @@ def main() -> None:
     sizes = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:
-        # Forked, because importing Megatron in each process takes longer than the measurement; nothing has started a thread yet.
+        # Forked, because importing Megatron in each process takes longer than the measurement; nothing has started a
+        # thread yet.
         start_processes(one_rank, args=(folder, sizes), nprocs=sizes.stages, start_method="fork")
         found = [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(sizes.stages)]
     rows, together = [], []
     print(
-        f"torch {torch.__version__}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores; 1F1B of {sizes.stages} stages, "
+        f"torch {torch.__version__}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores; 1F1B of "
+        f"{sizes.stages} stages, "
         f"{sizes.microbatches} micro-batches; {sizes.rounds} rounds, medians (quartiles)"
     )
     print(f"{'rank':<5} {'Megatron loop, ms':>28} {'ours, ms':>28} {'ours to Megatron in a turn':>32}")

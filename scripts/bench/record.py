@@ -1,10 +1,10 @@
 """Measure what the record of a run costs: iterations of one stage with and without it, taking turns in one process.
 
-In: sizes. Out: a table, and JSON with --json, with medians and quartiles: what the engine's own calls take of this thread's processor time
-a computation, where a few microseconds show because the computation itself is left out; and the iteration by the clock against the engine
-alone's, where they have to show in the end.
-The stage is the first of a pipeline, its activations go to host memory, so that everything a record notes takes place; its neighbours
-are not there, so an iteration is computation and transfers alone, and a cost shows as large as it can be.
+In: sizes. Out: a table, and JSON with --json, with medians and quartiles: what the engine's own calls take of this
+thread's processor time a computation, where a few microseconds show because the computation itself is left out; and the
+iteration by the clock against the engine alone's, where they have to show in the end. The stage is the first of a
+pipeline, its activations go to host memory, so that everything a record notes takes place; its neighbours are not
+there, so an iteration is computation and transfers alone, and a cost shows as large as it can be.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from bench.transfer import spread
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.ir.action import Action
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.streams import Clock, copying_on, lanes, synchronize
-from bpipe.transport.one_sided import Host, Reaching
+from bpipe.transport.one_sided import Host, OneSidedCopies
 from gpu.one_stage import loop_of
 
 VARIANTS = {"engine alone": (False, False), "with peaks": (True, False), "with peaks and record": (True, True)}
@@ -70,7 +70,9 @@ class Timed:
         with self.timed():
             self._engine.before(op)
 
-    def after(self, op: Action, outputs: Sequence[torch.Tensor | None] = (), inputs: Sequence[torch.Tensor | None] = ()) -> None:
+    def after(
+        self, op: Action, outputs: Sequence[torch.Tensor | None] = (), inputs: Sequence[torch.Tensor | None] = ()
+    ) -> None:
         with self.timed():
             self._engine.after(op, outputs, inputs)
 
@@ -112,17 +114,22 @@ def main() -> None:
     layer = torch.nn.TransformerEncoderLayer(arguments.hidden, 8, 4 * arguments.hidden, batch_first=True)
     model = torch.nn.TransformerEncoder(layer, arguments.layers, enable_nested_tensor=False).to(device)
     inputs = torch.randn(1, arguments.sequence, arguments.hidden, device=device)
-    loop = loop_of(schedule, 0, lambda received: model(received).sum(), lambda microbatch: inputs.clone().requires_grad_())
+    loop = loop_of(
+        schedule, 0, lambda received: model(received).sum(), lambda microbatch: inputs.clone().requires_grad_()
+    )
     out, home = lanes(device, 60.0)
     config = EngineConfig("rank 0", device, minimum_bytes=65536, timeout_s=60.0)
 
     def engine(metered: bool) -> Engine:
-        return Engine(schedule, 0, Reaching(Host(copying_on(device)), out, home), config, Meter() if metered else None)
+        return Engine(
+            schedule, 0, OneSidedCopies(Host(copying_on(device)), out, home), config, Meter() if metered else None
+        )
 
     engines = {name: engine(metered) for name, (metered, _) in VARIANTS.items()}
     # The first round allocates.
     rounds = [
-        {name: _iteration(loop, engine, device, VARIANTS[name][1]) for name, engine in engines.items()} for _ in range(arguments.rounds + 1)
+        {name: _iteration(loop, engine, device, VARIANTS[name][1]) for name, engine in engines.items()}
+        for _ in range(arguments.rounds + 1)
     ]
     spent = {name: [of_all[name] for of_all in rounds[1:]] for name in VARIANTS}
     for lane in (out, home):
@@ -130,7 +137,9 @@ def main() -> None:
     found = {name: against(mine, spent["engine alone"]) for name, mine in spent.items()}
     _report(found, device, arguments.rounds)
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps({name: _quartiles(row) for name, row in found.items()}, indent=1) + "\n")
+        Path(arguments.json).write_text(
+            json.dumps({name: _quartiles(row) for name, row in found.items()}, indent=1) + "\n"
+        )
 
 
 def _quartiles(row: Mapping[str, list[float]]) -> dict[str, list[float]]:
@@ -150,11 +159,16 @@ def _iteration(loop: Executor, engine: Engine, device: torch.device, records: bo
 
 
 def _report(found: Mapping[str, Mapping[str, list[float]]], device: torch.device, rounds: int) -> None:
-    print(f"{device}, torch {torch.__version__}, {platform.processor() or platform.machine()}; {rounds} rounds, medians (quartiles)")
+    print(
+        f"{device}, torch {torch.__version__}, {platform.processor() or platform.machine()}; {rounds} rounds, medians "
+        f"(quartiles)"
+    )
     print(f"{'':<22} {'iteration, ms':>13} {'calls, us a computation':>28} {'iteration to the engine alone':>32}")
     for name, row in found.items():
         iteration_ms = 1e3 * statistics.median(row["iteration_s"])
-        print(f"{name:<22} {iteration_ms:>13.1f} {spread(row['calls_us'], '.0f'):>28} {spread(row['ratio'], '.4f'):>32}")
+        print(
+            f"{name:<22} {iteration_ms:>13.1f} {spread(row['calls_us'], '.0f'):>28} {spread(row['ratio'], '.4f'):>32}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Measure what a schedule costs to build: time and memory an action, growth, and torch.distributed.pipelining beside it in the same run.
+"""Measure what a schedule costs to build: time and memory an action, growth, and torch.distributed.pipelining beside it
+in the same run.
 
-In: nothing (--quick for sizes a quarter as large). Out: a table on stdout. Every figure is processor time of a fresh process, the median of
---repeat of them with the fastest and the slowest behind it, Python's collector running as for any user. The growth is given without the
-collector too, whose share grows with what is alive. What it cannot show: torch's tools also prepare sharded parameters and gradient
-reductions, which is left out here; ours also balance, and check memory.
+In: nothing (--quick for sizes a quarter as large). Out: a table on stdout. Every figure is processor time of a fresh
+process, the median of --repeat of them with the fastest and the slowest behind it, Python's collector running as for
+any user. The growth is given without the collector too, whose share grows with what is alive. What it cannot show:
+torch's tools also prepare sharded parameters and gradient reductions, which is left out here; ours also balance, and
+check memory.
 """
 
 from __future__ import annotations
@@ -37,7 +39,11 @@ def main() -> int:
     if options.one:
         what, name, *numbers = options.one
         p, v, m = map(int, numbers)
-        print(json.dumps({"ours": ours, "uncollected": uncollected_ours, "memory": memory, "torch": theirs}[what](name, p, v, m)))
+        print(
+            json.dumps(
+                {"ours": ours, "uncollected": uncollected_ours, "memory": memory, "torch": theirs}[what](name, p, v, m)
+            )
+        )
         return 0
     for name, p, v, m in SIZES:
         report(name, p, v, m // 4 if options.quick else m, options.repeat)
@@ -54,13 +60,18 @@ def report(name: str, p: int, v: int, m: int, repeat: int) -> None:
         parts = {part: statistics.median(run[part] for run in runs) for part in ("generate", "balance", "check")}
         totals = sorted(run["generate"] + run["balance"] + run["check"] for run in runs)
         points.append((actions, statistics.median(totals)))
-        bare = statistics.median(sum(one("uncollected", name, p, v, size)[part] for part in parts) for _ in range(repeat))
+        bare = statistics.median(
+            sum(one("uncollected", name, p, v, size)[part] for part in parts) for _ in range(repeat)
+        )
         uncollected.append((actions, bare))
         split = ", ".join(f"{part} {seconds / actions * 1e6:.2f}" for part, seconds in parts.items())
         spread = f"{totals[0] / actions * 1e6:.2f} to {totals[-1] / actions * 1e6:.2f}"
         print(f"  m={size:<5} {actions:>7} actions  {points[-1][1] / actions * 1e6:6.2f} ({spread}): {split}")
         beside_torch(name, p, v, size, points[-1][1], repeat)
-    print(f"  time grows as actions to the power {exponent(points):.2f}, without the collector {exponent(uncollected):.2f}")
+    print(
+        f"  time grows as actions to the power {exponent(points):.2f}, without the collector "
+        f"{exponent(uncollected):.2f}"
+    )
     print(f"  {one('memory', name, p, v, m)['bytes']:.0f} bytes an action")
 
 
@@ -78,7 +89,10 @@ def beside_torch(name: str, p: int, v: int, m: int, our_seconds: float, repeat: 
         for part in ("generate", "lower", "validate")
     )
     ratios = sorted(total / our_seconds for total in totals)
-    print(f"    torch: {split}; takes {statistics.median(ratios):.1f} times as long as ours ({ratios[0]:.1f} to {ratios[-1]:.1f})")
+    print(
+        f"    torch: {split}; takes {statistics.median(ratios):.1f} times as long as ours ({ratios[0]:.1f} to "
+        f"{ratios[-1]:.1f})"
+    )
 
 
 def one(what: str, name: str, p: int, v: int, m: int) -> dict[str, float]:
@@ -91,13 +105,15 @@ def one(what: str, name: str, p: int, v: int, m: int) -> dict[str, float]:
 
 def exponent(points: Sequence[tuple[float, float]]) -> float:
     """Slope of the line through the points on logarithmic axes."""
-    return statistics.linear_regression([math.log(actions) for actions, _ in points], [math.log(seconds) for _, seconds in points]).slope
+    return statistics.linear_regression(
+        [math.log(actions) for actions, _ in points], [math.log(seconds) for _, seconds in points]
+    ).slope
 
 
 def ours(name: str, p: int, v: int, m: int) -> dict[str, float]:
+    from bpipe.balance.pairs import balance
     from bpipe.check.rules import check
     from bpipe.generate.families import FAMILIES
-    from bpipe.passes.balance import balance
 
     family = FAMILIES[name]
     start = time.process_time()
@@ -117,7 +133,7 @@ def uncollected_ours(name: str, p: int, v: int, m: int) -> dict[str, float]:
 
 
 def memory(name: str, p: int, v: int, m: int) -> dict[str, float]:
-    from bpipe.program import BalanceConfig, ScheduleConfig, build
+    from bpipe.build import BalanceConfig, ScheduleConfig, build
 
     tracemalloc.start()
     schedule = build(ScheduleConfig(name, p, m, v, BalanceConfig()))
@@ -127,12 +143,17 @@ def memory(name: str, p: int, v: int, m: int) -> dict[str, float]:
 
 
 def theirs(name: str, p: int, v: int, m: int) -> dict[str, float | str]:
-    """The same order of computations by torch's own functions: generated, given its sends and receives, validated, run dry."""
+    """The same order of computations by torch's own functions: generated, given its sends and receives, validated,
+    run dry."""
     try:
         from torch.distributed.pipelining import schedules
 
         order_of = schedules.ScheduleInterleaved1F1B._calculate_single_rank_operations
-        validate, lower, dry_run = schedules._validate_schedule, schedules._add_send_recv, schedules._simulate_comms_compute
+        validate, lower, dry_run = (
+            schedules._validate_schedule,
+            schedules._add_send_recv,
+            schedules._simulate_comms_compute,
+        )
     except (ImportError, AttributeError) as error:
         return {"missing": f"not measured, its functions are not where they were: {error}"}
     # Of the schedule it belongs to, torch asks no more than these.
@@ -144,12 +165,19 @@ def theirs(name: str, p: int, v: int, m: int) -> dict[str, float | str]:
     start = time.process_time()
     orders = {rank: order_of(asked, rank) for rank in range(p)}
     generated = time.process_time()
-    lowered = lower({rank: [action for action in order if action is not None] for rank, order in orders.items()}, rank_of, p * v)
+    lowered = lower(
+        {rank: [action for action in order if action is not None] for rank, order in orders.items()}, rank_of, p * v
+    )
     done = time.process_time()
     validate(orders, p, p * v, m)
     dry_run(lowered, rank_of, p * v)
     validated = time.process_time()
-    return {"actions": 2 * p * v * m, "generate": generated - start, "lower": done - generated, "validate": validated - done}
+    return {
+        "actions": 2 * p * v * m,
+        "generate": generated - start,
+        "lower": done - generated,
+        "validate": validated - done,
+    }
 
 
 if __name__ == "__main__":

@@ -2,14 +2,15 @@
 
 In: sizes and rounds. Out: tables on stdout, and with --json everything that was measured. Two parts.
 
-Links: two processes. One micro-batch there and back, as one storage and as several, over each transport and, in the same round, by a plain
-copy within one process. How long the calls on the acceptor's main thread took, and what its whole process worked meanwhile.
-Pipeline: four processes run 1F1B, an iteration without balancing and then one with each transport, asynchronously and synchronously, in an
-order that turns from round to round. A computation is a wait of fixed length, and so leaves the cores to the copies, as a device would
-leave them to its copy engines. Ratios are to the iteration without balancing of the same round.
+Links: two processes. One micro-batch there and back, as one storage and as several, over each transport and, in the
+same round, by a plain copy within one process. How long the calls on the acceptor's main thread took, and what its
+whole process worked meanwhile. Pipeline: four processes run 1F1B, an iteration without balancing and then one with each
+transport, asynchronously and synchronously, in an order that turns from round to round. A computation is a wait of
+fixed length, and so leaves the cores to the copies, as a device would leave them to its copy engines. Ratios are to the
+iteration without balancing of the same round.
 
-What it cannot show: anything of a GPU, its links or its copy engines; contention between copies and real computation, which on a CPU share
-the same cores and memory.
+What it cannot show: anything of a GPU, its links or its copy engines; contention between copies and real computation,
+which on a CPU share the same cores and memory.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
+from bpipe.build import ScheduleConfig, build, named_balance
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import num_transfers
 from bpipe.ir.schedule import Schedule
-from bpipe.program import ScheduleConfig, balancing, build
 from bpipe.runtime.acceptor import Acceptor, LendingAcceptor, ReceivingAcceptor
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor, neighbours
@@ -62,17 +63,24 @@ WARM_UP = 2
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=float, nargs="+", default=[1, 8, 50], metavar="MB", help="of a micro-batch (default 1 8 50)")
-    parser.add_argument("--storages", type=int, default=17, metavar="N", help="storages a micro-batch has, as a GPT layer (default 17)")
+    parser.add_argument(
+        "--sizes", type=float, nargs="+", default=[1, 8, 50], metavar="MB", help="of a micro-batch (default 1 8 50)"
+    )
+    parser.add_argument(
+        "--storages", type=int, default=17, metavar="N", help="storages a micro-batch has, as a GPT layer (default 17)"
+    )
     parser.add_argument("--rounds", type=int, default=15, metavar="N", help="rounds of each part (default 15)")
-    parser.add_argument("--microbatch", type=float, default=16, metavar="MB", help="what the pipeline's micro-batches save (default 16)")
+    parser.add_argument(
+        "--microbatch", type=float, default=16, metavar="MB", help="what the pipeline's micro-batches save (default 16)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every single measurement there")
     options = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     measured: dict[str, Any] = {"environment": environment()}
     with tempfile.TemporaryDirectory() as folder:
         for part, world in ((links, 2), (pipeline, STAGES)):
-            # Forked, because importing torch in each process is most of the time this would take; nothing has started a thread yet.
+            # Forked, because importing torch in each process is most of the time this would take; nothing has started a
+            # thread yet.
             start_processes(one_rank, args=(part, world, options, folder), nprocs=world, start_method="fork")
             measured[part.__name__] = json.loads((Path(folder) / f"{part.__name__}.json").read_text())
     measured["environment"]["load_after"] = os.getloadavg()[0]
@@ -106,11 +114,12 @@ def one_rank(rank: int, part: Callable[..., Any], world: int, options: argparse.
     dist.destroy_process_group()
 
 
-# -- links ------------------------------------------------------------------------------------------------------------------------------
+# -- links
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def links(rank: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every size, in one storage and in several, over every transport."""
+    """Measure every size, in one storage and in several, over every transport."""
     connections = connected([(0, 1)])
     found = []
     for size in options.sizes:
@@ -122,7 +131,7 @@ def links(rank: int, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def connected(pairs: Sequence[tuple[int, int]]) -> dict[str, Connection]:
-    """This rank's connection over each transport; none where it is in no pair. Together they would keep only what is fastest."""
+    """Return this rank's connection over each transport; none where it is in no pair."""
     made = {name: connect(pairs, name, TIMEOUT_S, copying_on(CPU))[0] for name in TRANSPORTS}
     return {name: connection for name, connection in made.items() if connection is not None}
 
@@ -152,7 +161,9 @@ class Buffers(NamedTuple):
         return cls(sent, [torch.zeros_like(buffer) for buffer in sent], [torch.zeros_like(buffer) for buffer in sent])
 
 
-def one_size(rank: int, connections: Mapping[str, Connection], nbytes: int, storages: int, rounds: int) -> dict[str, Any]:
+def one_size(
+    rank: int, connections: Mapping[str, Connection], nbytes: int, storages: int, rounds: int
+) -> dict[str, Any]:
     """One size over all transports, in an order that turns from round to round."""
     lengths = (nbytes // storages,) * storages
     ends: dict[str, Transport] = {name: connection.transport() for name, connection in connections.items()}
@@ -184,14 +195,15 @@ def there_and_back(name: str, end: Transport | None, buffers: Buffers) -> dict[s
 
 
 def in_turn(names: tuple[str, ...], rounds: int) -> Iterator[tuple[bool, str]]:
-    """Every name in each round, in an order that turns from round to round; and whether the round counts, or only warms up."""
+    """Return every name in each round, in an order that turns from round to round; and whether the round counts, or
+    only warms up."""
     for turn in range(WARM_UP + rounds):
         for name in turned(names, turn):
             yield turn >= WARM_UP, name
 
 
 def announce(end: Transport, lengths: tuple[int, ...]) -> Pending:
-    """The evictor's beginning."""
+    """Announce the evictor's sizes."""
     if end.one_sided:
         end.reach(BufferLayout.of(BUFFER, {0: lengths}))
     return end.announce({0: lengths})
@@ -223,7 +235,7 @@ def copied(sent: list[torch.Tensor], between: list[torch.Tensor], back: list[tor
 
 
 def hosted(acceptor: Acceptor | None) -> dict[str, float]:
-    """The acceptor's half, waited for at once: how long its calls held this thread, and what all threads of the process worked."""
+    """Run the acceptor's half, waited for at once: how long its calls held this thread, and what all threads took."""
     worked = time.process_time()
     begin = time.perf_counter()
     if acceptor is not None:
@@ -241,7 +253,8 @@ def turned(names: tuple[str, ...], turn: int) -> tuple[str, ...]:
     return names[turn:] + names[:turn]
 
 
-# -- pipeline ---------------------------------------------------------------------------------------------------------------------------
+# -- pipeline
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 class Waiting(TorchStages):
@@ -267,7 +280,9 @@ class Waiting(TorchStages):
 class Loop:
     """One rank's 1F1B with an engine."""
 
-    def __init__(self, schedule: Schedule, rank: int, transport: Transport | None, synchronous: bool, stage: Stage, edges: Edges) -> None:
+    def __init__(
+        self, schedule: Schedule, rank: int, transport: Transport | None, synchronous: bool, stage: Stage, edges: Edges
+    ) -> None:
         self.executor = Executor(schedule, rank, stage, edges)
         self.held_s = 0.0
         config = EngineConfig(f"rank {rank}", CPU, 1024, TIMEOUT_S, synchronous=synchronous, timed=self.timed)
@@ -282,7 +297,7 @@ class Loop:
             self.held_s += time.perf_counter() - begin
 
     def iteration(self) -> float:
-        """Seconds from the first operation to the last on this rank."""
+        """Return the seconds from the first operation to the last on this rank."""
         self.held_s = 0.0
         dist.barrier()
         begin = time.perf_counter()
@@ -293,7 +308,11 @@ class Loop:
 def pipeline(rank: int, options: argparse.Namespace) -> dict[str, Any]:
     """Iterations without balancing and with it, over each transport, asynchronously and not."""
     plans = {
-        balance: build(ScheduleConfig(schedule="1f1b", num_ranks=STAGES, num_microbatches=MICROBATCHES, balance=balancing(balance)))
+        balance: build(
+            ScheduleConfig(
+                schedule="1f1b", num_ranks=STAGES, num_microbatches=MICROBATCHES, balance=named_balance(balance)
+            )
+        )
         for balance in ("none", "bpipe")
     }
     partners = plans["bpipe"].partners
@@ -319,14 +338,20 @@ def pipeline(rank: int, options: argparse.Namespace) -> dict[str, Any]:
         loop.engine.release()
     for connection in connections.values():
         connection.close()
-    return {"moved_bytes": moved, "forward_s": FORWARD_S, "transfers": num_transfers(plans["bpipe"], 0).evictions, "samples": samples}
+    return {
+        "moved_bytes": moved,
+        "forward_s": FORWARD_S,
+        "transfers": num_transfers(plans["bpipe"], 0).evictions,
+        "samples": samples,
+    }
 
 
-# -- report -----------------------------------------------------------------------------------------------------------------------------
+# -- report
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def spread(values: list[float], form: str) -> str:
-    """The median, and the quartiles around it."""
+    """Return the median, and the quartiles around it."""
     low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
     return f"{middle:{form}} ({low:{form}} to {high:{form}})"
 
@@ -334,16 +359,24 @@ def spread(values: list[float], form: str) -> str:
 def report(measured: dict[str, Any]) -> None:
     where = measured["environment"]
     machine = f"{where['cores']} cores{' of a virtual machine' if where['virtual'] else ''}, {where['cpu']}"
-    print(f"{where['date']}, {machine}, torch {where['torch']}, load {where['load_before']:.1f} before, {where['load_after']:.1f} after")
+    print(
+        f"{where['date']}, {machine}, torch {where['torch']}, load {where['load_before']:.1f} before, "
+        f"{where['load_after']:.1f} after"
+    )
     print("Medians of all rounds, with quartiles. Ratios are taken within a round.\n")
     print("There and back, GB/s: bytes of both ways by the time of both.")
-    print("| MB | storages | way | GB/s | of memcpy | times gloo | acceptor held % | acceptor's CPU %, barrier included |")
+    print(
+        "| MB | storages | way | GB/s | of memcpy | times gloo | acceptor held % | acceptor's CPU %, barrier included |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for entry in measured["links"]:
         for cells in link_rows(entry):
             print(f"| {' | '.join(cells)} |")
     found = measured["pipeline"]
-    print(f"\n1F1B, {STAGES} stages, {MICROBATCHES} micro-batches, a forward of {1e3 * found['forward_s']:.0f} ms;", end=" ")
+    print(
+        f"\n1F1B, {STAGES} stages, {MICROBATCHES} micro-batches, a forward of {1e3 * found['forward_s']:.0f} ms;",
+        end=" ",
+    )
     print(f"{found['transfers']} micro-batches leave stage 0 and return, {found['moved_bytes'] / MB:.1f} MB each.")
     print("| balancing | iteration ms | to none, % more | evictor held % | acceptor held % |")
     print("|---|---|---|---|---|")
@@ -354,7 +387,10 @@ def report(measured: dict[str, Any]) -> None:
 def link_rows(entry: dict[str, Any]) -> Iterator[list[str]]:
     """Of one size, each way's cells."""
     samples = entry["samples"]
-    both = {name: [sum(pair) for pair in zip(each["there_s"], each["back_s"], strict=True)] for name, each in samples.items()}
+    both = {
+        name: [sum(pair) for pair in zip(each["there_s"], each["back_s"], strict=True)]
+        for name, each in samples.items()
+    }
     for name in (MEMCPY, *TRANSPORTS):
         speeds = [2 * entry["nbytes"] / took / 1e9 for took in both[name]]
         cells = [f"{entry['nbytes'] / MB:.0f}", str(entry["storages"]), name, spread(speeds, ".2f")]
@@ -367,7 +403,7 @@ def link_rows(entry: dict[str, Any]) -> Iterator[list[str]]:
 
 
 def pipeline_rows(samples: dict[str, dict[str, list[float]]]) -> Iterator[list[str]]:
-    """Each way's cells; what is compared to none is empty for none."""
+    """Return each way's cells; what is compared to none is empty for none."""
     for name, each in samples.items():
         took = each["iteration_s"]
         cells = [name, spread([1e3 * one for one in took], ".1f")]

@@ -1,7 +1,8 @@
 """Measure what an eviction takes of the main thread before its bytes move. In: nothing. Out: a table on stdout.
 
-A graph of 24 layers, about as many nodes as a stage of a large model has, with tiny tensors: only Python is measured, in processor time of
-this thread. The two ways to find what leaves alternate. Over NCCL each storage is an operation besides, which no CPU shows.
+A graph of 24 layers, about as many nodes as a stage of a large model has, with tiny tensors: only Python is measured,
+in processor time of this thread. The two ways to find what leaves alternate. Over NCCL each storage is an operation
+besides, which no CPU shows.
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ def main() -> int:
     for _ in range(ROUNDS):
         spent_s["look at everything"].append(seconds(lambda: find(roots, inputs, CPU)))
         spent_s["look where it was"].append(seconds(lambda: retrace.find(roots, inputs)))
-    print(f"{sum(1 for _ in nodes_of(roots))} nodes, {num_leaving} storages leave, {ROUNDS} rounds; processor milliseconds")
+    print(
+        f"{sum(1 for _ in nodes_of(roots))} nodes, {num_leaving} storages leave, {ROUNDS} rounds; processor "
+        f"milliseconds"
+    )
     for name, each in spent_s.items():
         low, _, high = statistics.quantiles(each, n=4)
         print(f"{name:<20} {statistics.median(each) * 1e3:6.2f} ({low * 1e3:.2f} to {high * 1e3:.2f}, the middle half)")

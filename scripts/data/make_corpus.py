@@ -1,8 +1,8 @@
 """Collect a text corpus that every machine already has: the source of Python's own standard library.
 
-In: the running interpreter's library folder. Out: a jsonl file, one line `{"text": ...}` a source file, always in the same order, at most
---max-bytes of text. Reads no network and imports nothing that it collects. The file is left untouched where it would not change, so what
-was made from it stays newer than it.
+In: the running interpreter's library folder. Out: a jsonl file, one line `{"text": ...}` a source file, always in the
+same order, at most --max-bytes of text. Reads no network and imports nothing that it collects. The file is left
+untouched where it would not change, so what was made from it stays newer than it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MAX_BYTES = 6_000_000
-# Tests repeat one another, encodings/ is tables of character codes, and what is installed beside the library is not the library.
+# Tests repeat one another, encodings/ is tables of character codes, and what is installed beside the library is not the
+# library.
 SKIPPED = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "lib-dynload"}
 
 
 def sources(library: Path) -> Iterator[Path]:
-    """Every .py file of the library but tests, ordered by its path's parts, so that neither locale nor file system matters."""
+    """Return every .py file of the library but tests, ordered by its path's parts, so that neither locale nor file
+    system matters."""
     kept = (path for path in library.rglob("*.py") if not SKIPPED.intersection(path.relative_to(library).parts))
     return iter(sorted(kept, key=lambda path: path.relative_to(library).parts))
 
 
 def documents(library: Path, max_bytes: int) -> Iterator[str]:
-    """The texts, whole files only, until the next one would pass `max_bytes`; files that are not UTF-8 or empty are left out."""
+    """Return the texts, whole files only, until the next one would pass `max_bytes`; files that are not UTF-8 or
+    empty are left out."""
     total = 0
     for path in sources(library):
         try:
@@ -43,7 +46,9 @@ def documents(library: Path, max_bytes: int) -> Iterator[str]:
 
 
 def corpus(library: Path, max_bytes: int) -> bytes:
-    return "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in documents(library, max_bytes)).encode()
+    return "".join(
+        json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in documents(library, max_bytes)
+    ).encode()
 
 
 def write_if_changed(path: Path, content: bytes) -> bool:
@@ -68,14 +73,20 @@ def main() -> int:
     library = Path(sysconfig.get_path("stdlib"))
     content = corpus(library, args.max_bytes)
     if not content:
-        print(f"no source text in {library}: this Python was installed without its library's source (.py files)", file=sys.stderr)
+        print(
+            f"no source text in {library}: this Python was installed without its library's source (.py files)",
+            file=sys.stderr,
+        )
         return 1
     try:
         written = write_if_changed(args.output, content)
     except OSError as error:
         print(f"cannot write {args.output}: {error.strerror}", file=sys.stderr)
         return 1
-    print(f"{args.output}: {content.count(b'\n')} documents, {len(content)} bytes, {'written' if written else 'unchanged'}")
+    print(
+        f"{args.output}: {content.count(b'\n')} documents, {len(content)} bytes, "
+        f"{'written' if written else 'unchanged'}"
+    )
     return 0
 
 

@@ -1,11 +1,12 @@
 """Turn text into the token files that Megatron trains on.
 
-In: a .jsonl file (or .jsonl.gz, or a quoted pattern for several), one JSON object a line. Out: for each --json-keys KEY the pair
-PREFIX_KEY_document.bin and .idx, written by the installed Megatron's own builder. Takes the flags of the tool of this name in the
-Megatron-LM repository, which the wheel of megatron-core lacks, and every tokenizer of the wheel. Knows nothing of models and schedules.
+In: a .jsonl file (or .jsonl.gz, or a quoted pattern for several), one JSON object a line. Out: for each --json-keys KEY
+the pair PREFIX_KEY_document.bin and .idx, written by the installed Megatron's own builder. Takes the flags of the tool
+of this name in the Megatron-LM repository, which the wheel of megatron-core lacks, and every tokenizer of the wheel.
+Knows nothing of models and schedules.
 
-The output appears under its name only when it is whole, the index last: an interrupted run leaves nothing that could be taken for a
-data set.
+The output appears under its name only when it is whole, the index last: an interrupted run leaves nothing that could be
+taken for a data set.
 """
 
 from __future__ import annotations
@@ -59,11 +60,14 @@ class Document:
     lengths: list[int]
 
 
-# --- Reading and encoding ---------------------------------------------------------------------------------------------------------------
+# --- Reading and encoding
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def input_files(pattern: str) -> list[str]:
-    files = [pattern] if Path(pattern).is_file() else sorted(name for name in glob.glob(pattern) if Path(name).is_file())
+    files = (
+        [pattern] if Path(pattern).is_file() else sorted(name for name in glob.glob(pattern) if Path(name).is_file())
+    )
     if not files:
         raise InputError(f"--input {pattern}: no such file, and no file matches it as a pattern")
     return files
@@ -83,7 +87,9 @@ def texts_of(line: Line, key: str, record: Any) -> list[str]:
     if not isinstance(record, dict):
         raise line.fault(f'is not a JSON object like {{"{key}": "..."}}')
     if key not in record:
-        raise line.fault(f"has no key {key!r}; it has {', '.join(map(repr, record)) or 'none'} (choose with --json-keys)")
+        raise line.fault(
+            f"has no key {key!r}; it has {', '.join(map(repr, record)) or 'none'} (choose with --json-keys)"
+        )
     value = record[key]
     texts = value if isinstance(value, list) else [value]
     if not all(isinstance(text, str) for text in texts):
@@ -127,7 +133,8 @@ class Encoder:
     append_eod: bool
 
     def __call__(self, line: Line) -> dict[str, Document] | str:
-        """A fault comes back in its place among the documents, so the one reported is the first in the input, not the first found."""
+        """Encode a line. A fault comes back in its place among the documents, so the one reported is the first in
+        the input."""
         try:
             return encode(line, self.keys, self.tokenizer, self.append_eod)
         except InputError as error:
@@ -162,7 +169,8 @@ def encode_all(lines: Iterable[Line], encoder: Encoder, workers: int) -> Iterato
             yield result
 
 
-# --- Writing ----------------------------------------------------------------------------------------------------------------------------
+# --- Writing
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -180,7 +188,8 @@ class Output:
         return path.with_name(f"{path.name}.{os.getpid()}.unfinished")
 
     def publish(self) -> None:
-        """Make the pair visible; without its index a .bin is not a data set, so the old index goes first and the new one comes last."""
+        """Make the pair visible; without its index a .bin is not a data set, so the old index goes first and the new
+        one comes last."""
         self.final("idx").unlink(missing_ok=True)
         for suffix in ("bin", "idx"):
             self.unfinished(suffix).replace(self.final(suffix))
@@ -191,9 +200,13 @@ class Output:
 
 
 def check_outputs(outputs: list[Output], overwrite: bool) -> None:
-    there = [str(output.final(suffix)) for output in outputs for suffix in ("bin", "idx") if output.final(suffix).exists()]
+    there = [
+        str(output.final(suffix)) for output in outputs for suffix in ("bin", "idx") if output.final(suffix).exists()
+    ]
     if there and not overwrite:
-        raise InputError(f"{' and '.join(there)} exist already; remove them, give another --output-prefix, or say --overwrite")
+        raise InputError(
+            f"{' and '.join(there)} exist already; remove them, give another --output-prefix, or say --overwrite"
+        )
     folder = outputs[0].final("bin").parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -221,7 +234,9 @@ class Progress:
             print(f"Processed {self.count} documents ({rates}).", file=sys.stderr, flush=True)
 
 
-def write(outputs: list[Output], documents: Iterable[dict[str, Document]], vocab_size: int, progress: Progress) -> dict[str, int]:
+def write(
+    outputs: list[Output], documents: Iterable[dict[str, Document]], vocab_size: int, progress: Progress
+) -> dict[str, int]:
     """Write all documents; return for each key how many were empty and so left out."""
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
@@ -238,7 +253,9 @@ def write(outputs: list[Output], documents: Iterable[dict[str, Document]], vocab
             progress.add(sum(len(document.ids) for document in parts.values()))
         for output in outputs:
             if empty[output.key] == progress.count:
-                raise InputError(f"key {output.key!r}: all {progress.count} documents are empty, so there is nothing to train on")
+                raise InputError(
+                    f"key {output.key!r}: all {progress.count} documents are empty, so there is nothing to train on"
+                )
             builders[output.key].finalize(str(output.unfinished("idx")))
         for output in outputs:
             output.publish()
@@ -250,31 +267,45 @@ def write(outputs: list[Output], documents: Iterable[dict[str, Document]], vocab
     return empty
 
 
-# --- The command ------------------------------------------------------------------------------------------------------------------------
+# --- The command
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The tokenizer's flags are the installed Megatron's own, so they cannot differ from the trainer's."""
-    from megatron.scheduling.tokenizer import install_byte_level_tokenizer
+    """Build the parser. The tokenizer's flags are the installed Megatron's own, so they cannot differ from the
+    trainer's."""
+    from megatron.scheduling.start.tokenizer import install_byte_level_tokenizer
 
     install_byte_level_tokenizer()
     from megatron.training.argument_utils import ArgumentGroupFactory
     from megatron.training.config import TokenizerConfig
 
-    parser = argparse.ArgumentParser(description="Tokenize a .jsonl file into Megatron's .bin/.idx.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description="Tokenize a .jsonl file into Megatron's .bin/.idx.", allow_abbrev=False
+    )
     ArgumentGroupFactory(TokenizerConfig).build_group(parser, "tokenizer")
     group = parser.add_argument_group("input data")
     group.add_argument("--input", required=True, help="a .jsonl or .jsonl.gz file, or a quoted pattern for several")
-    group.add_argument("--json-keys", nargs="+", default=["text"], help="keys to extract; each gives its own pair of files")
+    group.add_argument(
+        "--json-keys", nargs="+", default=["text"], help="keys to extract; each gives its own pair of files"
+    )
     group = parser.add_argument_group("tokenization process")
     group.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     group = parser.add_argument_group("output data")
     group.add_argument("--output-prefix", required=True, help="path of the output without _KEY_document.bin")
-    group.add_argument("--overwrite", action="store_true", help="replace output that exists (Megatron's tool always does)")
+    group.add_argument(
+        "--overwrite", action="store_true", help="replace output that exists (Megatron's tool always does)"
+    )
     group = parser.add_argument_group("runtime")
     group.add_argument("--workers", type=int, default=1, help="worker processes")
-    group.add_argument("--partitions", type=int, default=1, help="accepted and not needed: documents are written as they come")
-    group.add_argument("--keep-sequential-samples", action="store_true", help="accepted and not needed: the order is always the input's")
+    group.add_argument(
+        "--partitions", type=int, default=1, help="accepted and not needed: documents are written as they come"
+    )
+    group.add_argument(
+        "--keep-sequential-samples",
+        action="store_true",
+        help="accepted and not needed: the order is always the input's",
+    )
     group.add_argument("--log-interval", type=int, default=1000, help="documents between two progress lines")
     group.add_argument("--split-sentences", action="store_true", help="refused: only BERT's data sets want it")
     return parser
@@ -301,7 +332,9 @@ def build(args: argparse.Namespace) -> Tokenizer:
         tokenizer: Tokenizer = build_tokenizer(args)
     # A missing file, package or flag shows up as any kind of error, depending on the tokenizer.
     except Exception as error:
-        raise InputError(f"--tokenizer-type {args.tokenizer_type} cannot be built: {type(error).__name__}: {error}") from error
+        raise InputError(
+            f"--tokenizer-type {args.tokenizer_type} cannot be built: {type(error).__name__}: {error}"
+        ) from error
     return tokenizer
 
 

@@ -1,8 +1,8 @@
 """Whether a rank lets go at once when something failed, although its device is still busy and may stay so for ever.
 
-In: a device. Out: for the rank that evicts and for the one that lends, how long `abandon` kept the host while a kernel went on counting
-behind transfers that had been issued. A kernel of NCCL's whose partner is gone never ends: a host that waits for the device before it
-raises shows no error, and frees memory that the partner's copies still use.
+In: a device. Out: for the rank that evicts and for the one that lends, how long `abandon` kept the host while a kernel
+went on counting behind transfers that had been issued. A kernel of NCCL's whose partner is gone never ends: a host that
+waits for the device before it raises shows no error, and frees memory that the partner's copies still use.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.steps import steps
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.streams import lanes, synchronize
 from bpipe.transport.base import Done, Pending, Transport
-from bpipe.transport.control import About
-from bpipe.transport.one_sided import Peer, Reaching
+from bpipe.transport.control import Subject
+from bpipe.transport.one_sided import OneSidedCopies, Peer
 from gpu.common import FULL, MODERATE, REHEARSAL, Result, hold_back, in_host_memory, lender_on, on_cuda
 from gpu.one_stage import Delays, SmallStage, loop_of
 
@@ -70,7 +70,9 @@ class Breaking:
         if op == self._at:
             raise Broken
 
-    def after(self, op: Action, outputs: Sequence[torch.Tensor | None] = (), inputs: Sequence[torch.Tensor | None] = ()) -> None:
+    def after(
+        self, op: Action, outputs: Sequence[torch.Tensor | None] = (), inputs: Sequence[torch.Tensor | None] = ()
+    ) -> None:
         self._engine.after(op, outputs, inputs)
 
     def sent(self, op: Action) -> None:
@@ -88,10 +90,10 @@ class OneWay:
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lengths = list(lengths)
 
-    def send(self, about: About, value: Any) -> Pending:
+    def send(self, about: Subject, value: Any) -> Pending:
         return Done()
 
-    def receive(self, about: About) -> Any:
+    def receive(self, about: Subject) -> Any:
         return [[0, self._lengths]]
 
 
@@ -101,8 +103,8 @@ def run(device: torch.device, sizes: Sizes, until: float) -> Result:
     both = lanes(device, TIMEOUT_S)
     lent = Peer(OneWay([sizes.rows * sizes.width * 4]), lender)  # type: ignore[arg-type]
     ways = {
-        "evictor, buffers in host memory": (0, Reaching(in_host_memory(device), *both)),
-        "acceptor, buffers lent to a partner": (sizes.stages - 1, Reaching(lent, *both)),
+        "evictor, buffers in host memory": (0, OneSidedCopies(in_host_memory(device), *both)),
+        "acceptor, buffers lent to a partner": (sizes.stages - 1, OneSidedCopies(lent, *both)),
     }
     for name, (rank, transport) in ways.items():
         _let_go(device, rank, transport, sizes, name, result)
@@ -119,7 +121,11 @@ def _let_go(device: torch.device, rank: int, transport: Transport, sizes: Sizes,
     loop.run(engine)
     synchronize(device)
     # Where the first transfer of the second half starts: some are over, some are under way.
-    busiest = [step.compute for step in steps(plan, rank) if step.compute and any(a.kind in (Kind.LOAD, Kind.HOST) for a in step.before)]
+    busiest = [
+        step.compute
+        for step in steps(plan, rank)
+        if step.compute and any(a.kind in (Kind.LOAD, Kind.HOST) for a in step.before)
+    ]
     at = busiest[len(busiest) // 2]
     breaking = Breaking(engine, at, device, sizes.busy_s)
     try:
@@ -130,7 +136,9 @@ def _let_go(device: torch.device, rank: int, transport: Transport, sizes: Sizes,
         taken_s = time.perf_counter() - begin
     else:
         raise AssertionError(f"{at} of stage {rank} did not come")
-    still = "a CPU is never busy" if breaking.busy is None else "no longer busy" if breaking.busy.query() else "still busy"
+    still = (
+        "a CPU is never busy" if breaking.busy is None else "no longer busy" if breaking.busy.query() else "still busy"
+    )
     busy = breaking.busy is None or still == "still busy"
     text = f"abandon after {taken_s * 1e3:.3g} ms at {at}; the device then: {still}"
     result.check(name, taken_s < AT_ONCE_S and busy, text)

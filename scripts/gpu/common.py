@@ -31,7 +31,10 @@ CYCLES_PER_S = 2e9
 
 @dataclass
 class Result:
-    """What a step found. `ok` is None for what is measured: nothing there can be right or wrong. `rows` go into the summary."""
+    """What a step found. `ok` is None for what is measured: nothing there can be right or wrong.
+
+    `rows` go into the summary.
+    """
 
     ok: bool | None = None
     rows: list[tuple[str, str]] = field(default_factory=list)
@@ -51,7 +54,10 @@ class Result:
 
 
 def on_cuda(device: torch.device) -> bool:
-    """Whether to take the way of a GPU. Asked here and nowhere else, so that a test can send a step that way without one."""
+    """Return whether to take the way of a GPU.
+
+    Asked here and nowhere else, so that a test can send a step that way without one.
+    """
     return device.type == "cuda"
 
 
@@ -86,7 +92,8 @@ def ratios(values: Sequence[float], against: Sequence[float]) -> Spread:
 
 
 def repeats(most: int, until: float, least: int = 1) -> Iterator[int]:
-    """0, 1, ... up to `most` times, fewer (at least `least`) where `until`, a moment of `time.monotonic`, has passed."""
+    """0, 1, ... up to `most` times, fewer (at least `least`) where `until`, a moment of `time.monotonic`, has
+    passed."""
     for number in range(most):
         if number >= least and time.monotonic() > until:
             say(f"out of time after {number} of {most}")
@@ -95,7 +102,7 @@ def repeats(most: int, until: float, least: int = 1) -> Iterator[int]:
 
 
 def seconds(device: torch.device, work: Callable[[], Any]) -> float:
-    """How long the device takes for what `work` issues, the current stream's view. Waits for it."""
+    """Return how long the device takes for what `work` issues, the current stream's view. Waits for it."""
     clock = Clock(device)
     begin = clock.mark()
     work()
@@ -103,7 +110,8 @@ def seconds(device: torch.device, work: Callable[[], Any]) -> float:
 
 
 def hold_back(device: torch.device, delay_s: float) -> None:
-    """Keep what is issued next waiting: a kernel that only counts cycles on a GPU, a sleep of the calling thread on a CPU."""
+    """Keep what is issued next waiting: a kernel that only counts cycles on a GPU, a sleep of the calling thread on
+    a CPU."""
     if delay_s <= 0:
         return
     if on_cuda(device):
@@ -154,11 +162,16 @@ def lender_on(device: torch.device) -> Lender:
 
 def moved_bytes(device: torch.device, end: torch.Tensor, received: torch.Tensor, minimum_bytes: int) -> int:
     """Of what a forward saved that ended here, the bytes that would leave."""
-    return sum(found.nbytes for found in find([end.grad_fn], [received], device) if found.alone and found.nbytes >= minimum_bytes)
+    return sum(
+        found.nbytes
+        for found in find([end.grad_fn], [received], device)
+        if found.alone and found.nbytes >= minimum_bytes
+    )
 
 
 def tidy(device: torch.device) -> None:
-    """Give the device's memory that nobody holds back to the driver, so that each part of a step starts from the same place."""
+    """Give the device's memory that nobody holds back to the driver, so that each part of a step starts from the
+    same place."""
     if on_cuda(device):
         gc.collect()
         synchronize(device)

@@ -1,7 +1,8 @@
-"""A copy between two buffers of one device by a chosen number of persistent programs, which occupy that many compute units.
+"""A copy between two buffers of one device by a chosen number of persistent programs, which occupy that many compute
+units.
 
-In: two buffers, how many programs. It is there to occupy units and memory bandwidth as a communication kernel would; it is no transfer and
-says nothing of a link. Imported only where there is a GPU: it needs Triton.
+In: two buffers, how many programs. It is there to occupy units and memory bandwidth as a communication kernel would; it
+is no transfer and says nothing of a link. Imported only where there is a GPU: it needs Triton.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import triton
 import triton.language as tl
 
 BLOCK = 8192
-# As many threads as a communication kernel's block, so that a unit that holds one has no room left for a large product's block.
+# As many threads as a communication kernel's block, so that a unit that holds one has no room left for a large
+# product's block.
 WARPS = 16
 
 

@@ -1,6 +1,8 @@
-"""The runtime's own tests under the torch that is here: what may be moved is found by reference counts, and they differ between versions.
+"""The runtime's own tests under the torch that is here: what may be moved is found by reference counts, and they differ
+between versions.
 
-In: nothing of the device, the tests are a CPU's. Out: how many passed, and which did not. Needs pytest and what the tests import.
+In: nothing of the device, the tests are a CPU's. Out: how many passed, and which did not. Needs pytest and what the
+tests import.
 """
 
 from __future__ import annotations
@@ -45,9 +47,14 @@ def run(device: torch.device, sizes: Sizes, until: float) -> Result:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", sizes.place]
     if sizes.words:
         command += ["-k", sizes.words]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+    }
     left_s = max(until - time.monotonic(), 10.0)
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=left_s, check=False)
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=left_s, check=False
+    )
     lines = ended.stdout.strip().splitlines() or ended.stderr.strip().splitlines() or ["pytest said nothing"]
     result = Result()
     result.check(sizes.place, ended.returncode == 0, f"{lines[-1].strip('= ')}, torch {torch.__version__}")

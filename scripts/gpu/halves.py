@@ -1,8 +1,10 @@
-"""Backwards of one stage of Megatron's own model in halves, against whole ones: of Megatron's layers, and of Transformer Engine's.
+"""Backwards of one stage of Megatron's own model in halves, against whole ones: of Megatron's layers, and of
+Transformer Engine's.
 
-In: a device; needs megatron-core, and for its second half transformer-engine; each is skipped without. Out: whether every gradient has the
-bits of whole backwards, the weights' halves late and several of them waiting, and what waits beside what a forward left allocated. With
-Transformer Engine it is the first time that anybody runs this: it was written from its documented interface.
+In: a device; needs megatron-core, and for its second half transformer-engine; each is skipped without. Out: whether
+every gradient has the bits of whole backwards, the weights' halves late and several of them waiting, and what waits
+beside what a forward left allocated. With Transformer Engine it is the first time that anybody runs this: it was
+written from its documented interface.
 """
 
 from __future__ import annotations
@@ -37,7 +39,12 @@ class Sizes:
 
     @property
     def flags(self) -> list[str]:
-        sizes = {"num-layers": 3 * self.layers, "hidden-size": self.hidden, "num-attention-heads": self.heads, "seq-length": self.sequence}
+        sizes = {
+            "num-layers": 3 * self.layers,
+            "hidden-size": self.hidden,
+            "num-attention-heads": self.heads,
+            "seq-length": self.sequence,
+        }
         sizes["max-position-embeddings"] = self.sequence
         return [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
 
@@ -50,7 +57,7 @@ def run(device: torch.device, sizes: Sizes, until: float) -> Result:
         return Result(skipped="megatron-core is not installed here")
     # Before the first product: with another workspace cuBLAS may add in another order the second time.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    from megatron.scheduling import startup
+    from megatron.scheduling.start import startup
 
     startup.prepare()
     result = Result()
@@ -75,9 +82,10 @@ def _gradients(flags: list[str], device: torch.device, split: bool) -> tuple[lis
     """Of every parameter, and the most bytes that waited for one micro-batch's second half in the store."""
     from megatron.core.pipeline_parallel import schedules
 
-    from megatron.scheduling import one_stage, patches
-    from megatron.scheduling.delaying import ask, delaying
-    from megatron.scheduling.halves import Halves
+    from megatron.scheduling.hooks import patches
+    from megatron.scheduling.loop.delaying import ask, delaying
+    from megatron.scheduling.loop.halves import Halves
+    from megatron.scheduling.report import one_stage
 
     args = one_stage.parse(flags, lambda parser: parser)
     halves, most = Halves(), 0

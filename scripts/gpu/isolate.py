@@ -1,7 +1,8 @@
 """Run a step in a process of its own: what breaks a device's context, crashes or hangs there is over with it.
 
-In: a step's name, how long it may take, and variables of the environment. Out: its result, one that did not come to its end a failure.
-Also what to make of several such runs of one question under different variables: many of them count only when a process starts.
+In: a step's name, how long it may take, and variables of the environment. Out: its result, one that did not come to its
+end a failure. Also what to make of several such runs of one question under different variables: many of them count only
+when a process starts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from gpu.common import Result
 SCRIPT = Path(__file__).resolve().parents[1] / "gpu_check.py"
 # To start Python, torch and a context, and to end.
 STARTING_S = 20.0
-# What a killed process may take to be gone. One that hangs inside the driver may never be, and must not hold up what comes next.
+# What a killed process may take to be gone. One that hangs inside the driver may never be, and must not hold up what
+# comes next.
 DYING_S = 10.0
 # A step runs under these as it says itself, whatever the shell that starts it has set for trainings.
 OURS = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "NCCL_MULTI_RANK_GPU_ENABLE")
@@ -42,7 +44,18 @@ def isolated(name: str, size: str, limit_s: float, environment: Mapping[str, str
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "result.json")
         soft_s = max(limit_s / 2, limit_s - STARTING_S)
-        command = [sys.executable, str(SCRIPT), "--only", name, "--inside", str(file), "--size", size, "--minutes", str(soft_s / 60)]
+        command = [
+            sys.executable,
+            str(SCRIPT),
+            "--only",
+            name,
+            "--inside",
+            str(file),
+            "--size",
+            size,
+            "--minutes",
+            str(soft_s / 60),
+        ]
         inherited = {variable: value for variable, value in os.environ.items() if variable not in OURS}
         process = subprocess.Popen(command, env={**inherited, **environment}, start_new_session=True)
         try:

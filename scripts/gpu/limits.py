@@ -1,7 +1,7 @@
 """What this machine could do at best: copies between device and pinned host memory, and matrix products.
 
-In: a device. Out: rates to hold the other steps against. A copy inside the device's memory is measured as a limit of that memory and is
-never a transfer.
+In: a device. Out: rates to hold the other steps against. A copy inside the device's memory is measured as a limit of
+that memory and is never a transfer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CopyRates:
 
 
 def copy_rates(device: torch.device, nbytes: int, most: int, until: float) -> CopyRates:
-    """Each direction alone, then both at once, in turn."""
+    """Return the rates of each direction alone, then of both at once, in turn."""
     here = [torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=device) for _ in range(2)]
     there = [host_bytes(nbytes, device) for _ in range(2)]
     beside = Beside(device)
@@ -80,7 +80,7 @@ def product_rate(device: torch.device, size: int, products: int, most: int, unti
 
 
 def internal_rate(device: torch.device, nbytes: int, most: int, until: float) -> Spread:
-    """Bytes a second, read and written, of a copy inside the device's memory."""
+    """Return the bytes a second, read and written, of a copy inside the device's memory."""
     source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     seconds(device, lambda: target.copy_(source))

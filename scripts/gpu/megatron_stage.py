@@ -1,8 +1,9 @@
 """One stage of Megatron's own model, its fusions compiled, with the transfers of the fullest stage around it.
 
-In: a device; needs megatron-core, and is skipped without it. Out, for a GPT of the GPT-3 kind and one of LLaMA's: which part of what a
-forward leaves allocated moves, by the allocator's own counters; whether gradients have the bits of a run without an engine, dropout on; and
-whether torch goes on asking the driver for memory over many rounds. The stage is Megatron's, the loop around it ours.
+In: a device; needs megatron-core, and is skipped without it. Out, for a GPT of the GPT-3 kind and one of LLaMA's: which
+part of what a forward leaves allocated moves, by the allocator's own counters; whether gradients have the bits of a run
+without an engine, dropout on; and whether torch goes on asking the driver for memory over many rounds. The stage is
+Megatron's, the loop around it ours.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from typing import Any
 
 import torch
 
-from bpipe.program import BalanceConfig, ScheduleConfig, build
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.capture import find
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.streams import lanes, synchronize
 from bpipe.transport.lanes import CopyLane
-from bpipe.transport.one_sided import Reaching
+from bpipe.transport.one_sided import OneSidedCopies
 from gpu.common import FULL, MODERATE, REHEARSAL, Result, in_host_memory, moved_bytes, on_cuda, repeats, say, tidy
 from gpu.one_stage import loop_of
 
@@ -35,8 +36,23 @@ SEED = 1234
 
 # Everything that Transformer Engine or Apex would do is torch's here, and what Megatron compiles by itself stays on.
 COMMON = (
-    *("--transformer-impl", "local", "--no-persist-layer-norm", "--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion"),
-    *("--no-rope-fusion", "--vocab-size", "512", "--micro-batch-size", "1", "--bf16", "--pipeline-model-parallel-size", "3"),
+    *(
+        "--transformer-impl",
+        "local",
+        "--no-persist-layer-norm",
+        "--no-gradient-accumulation-fusion",
+        "--no-masked-softmax-fusion",
+    ),
+    *(
+        "--no-rope-fusion",
+        "--vocab-size",
+        "512",
+        "--micro-batch-size",
+        "1",
+        "--bf16",
+        "--pipeline-model-parallel-size",
+        "3",
+    ),
 )
 MODELS = {
     "GPT-3 kind, dropout": (),
@@ -62,7 +78,12 @@ class Sizes:
 
     @property
     def flags(self) -> list[str]:
-        sizes = {"num-layers": 3 * self.layers, "hidden-size": self.hidden, "num-attention-heads": self.heads, "seq-length": self.sequence}
+        sizes = {
+            "num-layers": 3 * self.layers,
+            "hidden-size": self.hidden,
+            "num-attention-heads": self.heads,
+            "seq-length": self.sequence,
+        }
         sizes["max-position-embeddings"] = self.sequence
         return [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
 
@@ -75,7 +96,10 @@ SIZES = {
 
 
 class MegatronStage:
-    """An inner stage as the loop wants it. Its output ends in a weighted sum, so that only the graph holds what was computed."""
+    """An inner stage as the loop wants it.
+
+    Its output ends in a weighted sum, so that only the graph holds what was computed.
+    """
 
     def __init__(self, args: Any, model: Any, device: torch.device) -> None:
         from megatron.core.utils import get_attr_wrapped_model
@@ -117,7 +141,7 @@ def run(device: torch.device, sizes: Sizes, until: float) -> Result:
         return Result(skipped="megatron-core is not installed here")
     # Before the first product: with another workspace cuBLAS may add in another order the second time.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    from megatron.scheduling import startup
+    from megatron.scheduling.start import startup
 
     startup.prepare()
     result = Result()
@@ -134,18 +158,19 @@ def run(device: torch.device, sizes: Sizes, until: float) -> Result:
 
 
 def _half(until: float) -> float:
-    """The first model's share of the time that is left."""
+    """Return the first model's share of the time that is left."""
     now = time.monotonic()
     return now + (until - now) / 2
 
 
 @contextmanager
 def _stage(flags: list[str], device: torch.device) -> Iterator[MegatronStage]:
-    from megatron.scheduling import flags as ours
-    from megatron.scheduling import one_stage
+    from megatron.scheduling.options import flags as ours
+    from megatron.scheduling.report import one_stage
 
     args = one_stage.parse(flags, ours.add_arguments)
-    # The second of three: no embedding, no loss. Gradients are summed and not reduced, there is nobody to reduce them with.
+    # The second of three: no embedding, no loss. Gradients are summed and not reduced, there is nobody to reduce them
+    # with.
     with one_stage.stage(args, 1) as model:
         # Megatron's wrapper for data parallelism: its wheel has no types.
         wrapped: Any = model
@@ -154,7 +179,13 @@ def _stage(flags: list[str], device: torch.device) -> Iterator[MegatronStage]:
 
 
 def _look(
-    device: torch.device, stage: MegatronStage, sizes: Sizes, both: tuple[CopyLane, CopyLane], until: float, name: str, result: Result
+    device: torch.device,
+    stage: MegatronStage,
+    sizes: Sizes,
+    both: tuple[CopyLane, CopyLane],
+    until: float,
+    name: str,
+    result: Result,
 ) -> None:
     plan = build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=BalanceConfig()))
     loop = loop_of(plan, 0, stage, stage.received)
@@ -165,14 +196,21 @@ def _look(
     gradients = _gradients_of(device, loop, stage)
     expected = gradients(None)
     same = _equal(gradients(None), expected)
-    result.check(f"{name}: two runs without an engine", same, "the same bits" if same else "differing bits: nothing below can be judged")
+    result.check(
+        f"{name}: two runs without an engine",
+        same,
+        "the same bits" if same else "differing bits: nothing below can be judged",
+    )
     config = EngineConfig("stage 0", device, sizes.minimum_bytes, TIMEOUT_S, poison=True)
-    engine = Engine(plan, 0, Reaching(in_host_memory(device), *both), config)
+    engine = Engine(plan, 0, OneSidedCopies(in_host_memory(device), *both), config)
     wrong, reserved = 0, []
     for _ in repeats(sizes.rounds, until, least=3):
         wrong += not _equal(gradients(engine), expected)
         reserved.append(torch.cuda.memory_reserved(device) if on_cuda(device) else 0)
-    text = f"{wrong} of {len(reserved)} iterations differ, {engine.moved_bytes.get(0, 0) / 2**20:.4g} MiB moved a micro-batch"
+    text = (
+        f"{wrong} of {len(reserved)} iterations differ, {engine.moved_bytes.get(0, 0) / 2**20:.4g} MiB moved a "
+        f"micro-batch"
+    )
     result.check(f"{name}: gradients after evicting and loading", wrong == 0 and engine.moved_bytes.get(0, 0) > 0, text)
     flat = len(set(reserved[1:])) == 1
     text = f"{'flat' if flat else f'NOT flat: {sorted(set(reserved[1:]))} B'} from round 2 to {len(reserved)}"
@@ -182,7 +220,10 @@ def _look(
 
 
 def _fraction(device: torch.device, stage: MegatronStage, sizes: Sizes, name: str, result: Result) -> None:
-    """Of what one forward leaves allocated, how much would leave. Nobody counts a CPU's allocations: all that was found is taken."""
+    """Of what one forward leaves allocated, how much would leave.
+
+    Nobody counts a CPU's allocations: all that was found is taken.
+    """
     begin = torch.cuda.memory_allocated(device) if on_cuda(device) else 0
     received = stage.received(0)
     end = stage(received)
@@ -199,7 +240,9 @@ def _saved_bytes(device: torch.device, stage: MegatronStage, end: torch.Tensor) 
     return sum(found.nbytes for found in find([end.grad_fn], (), device) if found.storage._cdata not in weights)
 
 
-def _gradients_of(device: torch.device, loop: Executor, stage: MegatronStage) -> Callable[[Engine | None], list[torch.Tensor]]:
+def _gradients_of(
+    device: torch.device, loop: Executor, stage: MegatronStage
+) -> Callable[[Engine | None], list[torch.Tensor]]:
     def gradients(engine: Engine | None) -> list[torch.Tensor]:
         stage.start_over()
         loop.run(engine)
@@ -214,7 +257,8 @@ def _equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 
 
 def _compiled(device: torch.device) -> str:
-    """Whether the fusions were compiled at all: a machine without a compiler may run them as they are written."""
+    """Return whether the fusions were compiled at all: a machine without a compiler may run them as they are
+    written."""
     from torch._dynamo.utils import counters
 
     frames = counters["frames"]

@@ -1,9 +1,10 @@
 """What one stage after another really allocates, without and with balancing, against what its schedule says.
 
-In: a device. Out: `max_memory_allocated` of each stage's program beside the prediction, and whether the driver is asked for more once the
-first iteration is over. The prediction: what is there before an iteration, what the schedule holds at each moment, and what one forward or
-backward needs on top while it runs, measured once with a single micro-batch. An acceptor's host buffers come from `cudaMalloc`, outside
-torch's allocator; they are read off the device's free memory and added.
+In: a device. Out: `max_memory_allocated` of each stage's program beside the prediction, and whether the driver is asked
+for more once the first iteration is over. The prediction: what is there before an iteration, what the schedule holds at
+each moment, and what one forward or backward needs on top while it runs, measured once with a single micro-batch. An
+acceptor's host buffers come from `cudaMalloc`, outside torch's allocator; they are read off the device's free memory
+and added.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import Any, Literal
 
 import torch
 
+from bpipe.build import ScheduleConfig, build, named_balance
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import live_bytes, memory_of, num_transfers
 from bpipe.ir.schedule import Schedule
-from bpipe.program import ScheduleConfig, balancing, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.meter import Meter
@@ -25,7 +26,7 @@ from bpipe.runtime.streams import lanes
 from bpipe.transport.base import Pending, Sizes, Transport
 from bpipe.transport.layout import BufferLayout
 from bpipe.transport.memory import Region
-from bpipe.transport.one_sided import Reaching
+from bpipe.transport.one_sided import OneSidedCopies
 from gpu.common import FULL, MODERATE, REHEARSAL, Result, in_host_memory, lender_on, on_cuda, repeats, say, tidy
 from gpu.one_stage import GptStage, Shape, loop_of
 
@@ -58,7 +59,8 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Parts:
-    """Of one micro-batch, bytes: what its forward leaves, and what a forward and a backward take on top of that while they run."""
+    """Of one micro-batch, bytes: what its forward leaves, and what a forward and a backward take on top of that
+    while they run."""
 
     saved: int
     forward_extra: int
@@ -99,7 +101,10 @@ class Watch:
 
 
 def measure_parts(device: torch.device, stage: GptStage) -> Parts:
-    """A micro-batch alone. On a CPU nobody counts allocations: the meter's count of what is saved stands for them."""
+    """Measure the parts of a micro-batch alone.
+
+    A CPU counts no allocations: the meter's count of what is saved stands for them.
+    """
     loop = loop_of(build(ScheduleConfig("1f1b", 1, 1)), 0, stage, stage.received)
     if on_cuda(device):
         watch = Watch()
@@ -111,16 +116,20 @@ def measure_parts(device: torch.device, stage: GptStage) -> Parts:
 
 
 def predicted_bytes(plan: Schedule, rank: int, parts: Parts, moved: int) -> int:
-    """The most this rank's own micro-batches take at any moment, on top of what is there without any."""
+    """Return the most this rank's own micro-batches take at any moment, on top of what is there without any."""
     # What it hosts is in its host buffers, and they are there all the time.
     own = [moved if stage == rank else 0 for stage in range(plan.num_stages)]
     extra = {Kind.FORWARD: parts.forward_extra, Kind.BACKWARD: parts.backward_extra}
     held = live_bytes(plan, rank, memory_of((parts.saved,) * plan.num_stages, own))
-    return max(nbytes + (extra[slot.compute.kind] if slot.compute else 0) for nbytes, slot in zip(held, plan.ranks[rank], strict=True))
+    return max(
+        nbytes + (extra[slot.compute.kind] if slot.compute else 0)
+        for nbytes, slot in zip(held, plan.ranks[rank], strict=True)
+    )
 
 
 class Lent:
-    """The acceptor's half of `peer` with nobody on the other side: it lends its host buffers' memory and nothing comes."""
+    """The acceptor's half of `peer` with nobody on the other side: it lends its host buffers' memory and nothing
+    comes."""
 
     one_sided: Literal[True] = True
     lends = True
@@ -169,7 +178,8 @@ class Lent:
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes of one stage's program, beyond what is there before an iteration; `steady` by iteration, what must not change."""
+    """Bytes of one stage's program, beyond what is there before an iteration; `steady` by iteration, what must not
+    change."""
 
     measured: int
     predicted: int
@@ -179,13 +189,15 @@ class Peak:
     steady: list[Mapping[str, int]]
 
 
-def peak_of(device: torch.device, plan: Schedule, rank: int, stage: GptStage, parts: Parts, moved: int, sizes: StageSizes) -> Peak:
+def peak_of(
+    device: torch.device, plan: Schedule, rank: int, stage: GptStage, parts: Parts, moved: int, sizes: StageSizes
+) -> Peak:
     """Run a stage's program for some iterations; the peak of the last one. `moved` sizes an acceptor's host buffers."""
     tidy(device)
     transfers = num_transfers(plan, rank)
     transport: Transport | None = None
     if transfers.evictions:
-        transport = Reaching(in_host_memory(device), *lanes(device, TIMEOUT_S))
+        transport = OneSidedCopies(in_host_memory(device), *lanes(device, TIMEOUT_S))
     elif transfers.hosts:
         assert plan.partners is not None
         transport = Lent(device, {plan.partners[rank]: (moved,)})
@@ -227,7 +239,7 @@ def run(device: torch.device, sizes: StageSizes, until: float) -> Result:
     extra = f"a forward takes {_mib(parts.forward_extra)} more while it runs, a backward {_mib(parts.backward_extra)}"
     say(f"one micro-batch leaves {_mib(parts.saved)}; {extra}")
     plans = {
-        balance: build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=balancing(balance)))
+        balance: build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=named_balance(balance)))
         for balance in ("none", "bpipe")
     }
     tolerance = TOLERANCE_BYTES if on_cuda(device) else 0
@@ -238,7 +250,10 @@ def run(device: torch.device, sizes: StageSizes, until: float) -> Result:
         for name, peak in (("without", plain), ("with", balanced)):
             off = peak.measured - peak.predicted
             lent = f" + {_mib(peak.lent)} of host buffers (free memory fell by {_mib(peak.taken)})" if peak.lent else ""
-            text = f"{_mib(peak.measured)}, predicted {_mib(peak.predicted)}, off by {off} B{lent}; {_steady_text(peak.steady)}"
+            text = (
+                f"{_mib(peak.measured)}, predicted {_mib(peak.predicted)}, off by {off} B{lent}; "
+                f"{_steady_text(peak.steady)}"
+            )
             result.check(f"stage {rank} {name} balancing", right(peak, tolerance), text)
             result.facts["stages"].append({"stage": rank, "balancing": name, **vars(peak)})
         reached = rank + 1
@@ -248,8 +263,13 @@ def run(device: torch.device, sizes: StageSizes, until: float) -> Result:
 
 
 def right(peak: Peak, tolerance: int) -> bool:
-    """Whether a stage allocated what was predicted, took no more for host buffers than they are long, and then asked for nothing more."""
-    return abs(peak.measured - peak.predicted) <= tolerance and 0 <= peak.taken - peak.lent <= tolerance and _flat(peak.steady)
+    """Return whether a stage allocated what was predicted, took no more for host buffers than they are long, and
+    then asked for nothing more."""
+    return (
+        abs(peak.measured - peak.predicted) <= tolerance
+        and 0 <= peak.taken - peak.lent <= tolerance
+        and _flat(peak.steady)
+    )
 
 
 def _flat(steady: Sequence[Mapping[str, int]]) -> bool:
@@ -261,7 +281,9 @@ def _steady_text(steady: Sequence[Mapping[str, int]]) -> str:
         return "nobody counts a CPU's allocations"
     if _flat(steady):
         return f"flat from iteration 2 on, reserved {_mib(steady[-1]['reserved_bytes.all.current'])}"
-    changed = {name: [stats[name] for stats in steady] for name in STEADY if len({stats[name] for stats in steady[1:]}) > 1}
+    changed = {
+        name: [stats[name] for stats in steady] for name in STEADY if len({stats[name] for stats in steady[1:]}) > 1
+    }
     return f"NOT flat: {changed}"
 
 

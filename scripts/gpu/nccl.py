@@ -1,8 +1,10 @@
-"""The `nccl` transport for the first time, with both ranks of a pair on one device: are the bytes and the gradients right?
+"""The `nccl` transport for the first time, with both ranks of a pair on one device: are the bytes and the gradients
+right?
 
-In: a device, and NCCL 2.30 or newer, which allows two ranks on one GPU where NCCL_MULTI_RANK_GPU_ENABLE is 1. Out: right or wrong. Nothing
-here is timed: two processes on one GPU take turns, and their messages use no link. A rehearsal does the same over gloo.
-Rank 0 runs the program of the first stage and evicts, rank 1 that of the last one and hosts. The middle stages are not there.
+In: a device, and NCCL 2.30 or newer, which allows two ranks on one GPU where NCCL_MULTI_RANK_GPU_ENABLE is 1. Out:
+right or wrong. Nothing here is timed: two processes on one GPU take turns, and their messages use no link. A rehearsal
+does the same over gloo. Rank 0 runs the program of the first stage and evicts, rank 1 that of the last one and hosts.
+The middle stages are not there.
 """
 
 from __future__ import annotations
@@ -40,13 +42,20 @@ def run(device: torch.device, sizes: Sizes, until: float) -> Result:
         version = torch.cuda.nccl.version()
         if version[:2] < NEEDED:
             said, wanted = (".".join(map(str, one)) for one in (version, NEEDED))
-            return Result(skipped=f"torch {torch.__version__} brings NCCL {said}, which refuses two ranks on one GPU; {wanted} does not")
+            return Result(
+                skipped=f"torch {torch.__version__} brings NCCL {said}, which refuses two ranks on one GPU; {wanted} "
+                f"does not"
+            )
     backend = "nccl" if on_cuda(device) else "gloo"
     result = Result()
     evictor, lender = run_pair(_part, device, backend, sizes, until)
     result.check("transport of the pair, probed with 16 MiB", evictor["transport"] == backend, evictor["transport"])
     judge_engines(evictor["engine"], lender["engine"], sizes, result)
-    result.check("host buffers on the acceptor", lender["engine"]["host_buffer_bytes"] > 0, f"{lender['engine']['host_buffer_bytes']} B")
+    result.check(
+        "host buffers on the acceptor",
+        lender["engine"]["host_buffer_bytes"] > 0,
+        f"{lender['engine']['host_buffer_bytes']} B",
+    )
     result.facts = {"evictor": evictor, "lender": lender}
     return result
 

@@ -1,8 +1,10 @@
-"""A GPU with no room to spare, which is what balancing is for: does the balanced program run in what it needs, and can a lender lend?
+"""A GPU with no room to spare, which is what balancing is for: does the balanced program run in what it needs, and can
+a lender lend?
 
-In: a device. Out: with torch's share of the memory cut to what the balanced program of stage 0 was seen to reserve: whether it runs there
-with the right bits, and that the program without balancing does not. And with torch's cache holding all but a little of the device:
-whether memory for host buffers, which is outside torch's allocator, can still be made. On a CPU nothing is cut.
+In: a device. Out: with torch's share of the memory cut to what the balanced program of stage 0 was seen to reserve:
+whether it runs there with the right bits, and that the program without balancing does not. And with torch's cache
+holding all but a little of the device: whether memory for host buffers, which is outside torch's allocator, can still
+be made. On a CPU nothing is cut.
 """
 
 from __future__ import annotations
@@ -11,12 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
+from bpipe.build import ScheduleConfig, build, named_balance
 from bpipe.ir.schedule import Schedule
-from bpipe.program import ScheduleConfig, balancing, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.streams import lanes, synchronize
 from bpipe.transport.lanes import CopyLane
-from bpipe.transport.one_sided import Reaching
+from bpipe.transport.one_sided import OneSidedCopies
 from gpu.common import FULL, MODERATE, REHEARSAL, Result, in_host_memory, lender_on, on_cuda, repeats, tidy
 from gpu.one_stage import Delays, SmallStage, loop_of
 
@@ -48,14 +50,16 @@ SIZES = {
 class Program:
     """Stage 0's program, without balancing or with it."""
 
-    def __init__(self, device: torch.device, stage: SmallStage, plan: Schedule, both: tuple[CopyLane, CopyLane]) -> None:
+    def __init__(
+        self, device: torch.device, stage: SmallStage, plan: Schedule, both: tuple[CopyLane, CopyLane]
+    ) -> None:
         self._device = device
         self._stage = stage
         self._loop = loop_of(plan, 0, stage, stage.received)
         self.engine: Engine | None = None
         if plan.partners is not None:
             config = EngineConfig("stage 0", device, minimum_bytes=1, timeout_s=TIMEOUT_S, poison=True)
-            self.engine = Engine(plan, 0, Reaching(in_host_memory(device), *both), config)
+            self.engine = Engine(plan, 0, OneSidedCopies(in_host_memory(device), *both), config)
 
     def gradient(self) -> torch.Tensor:
         self._loop.run(self.engine)
@@ -77,7 +81,12 @@ def run(device: torch.device, sizes: Sizes, until: float) -> Result:
     both = lanes(device, TIMEOUT_S)
     stage = SmallStage(device, sizes.rows, sizes.width, Delays())
     plain, balanced = (
-        Program(device, stage, build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=balancing(balance))), both)
+        Program(
+            device,
+            stage,
+            build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=named_balance(balance))),
+            both,
+        )
         for balance in ("none", "bpipe")
     )
     expected = plain.gradient()
@@ -92,7 +101,10 @@ def run(device: torch.device, sizes: Sizes, until: float) -> Result:
         wrong += not torch.equal(balanced.gradient(), expected)
         count += 1
     stats = torch.cuda.memory_stats(device) if on_cuda(device) else {}
-    text = f"{wrong} of {count} iterations differ; {stats.get('num_alloc_retries', 0)} retries, {stats.get('num_ooms', 0)} failures"
+    text = (
+        f"{wrong} of {count} iterations differ; {stats.get('num_alloc_retries', 0)} retries, "
+        f"{stats.get('num_ooms', 0)} failures"
+    )
     result.check("balanced, where there is no room to spare", wrong == 0, text)
     if on_cuda(device):
         _must_not_fit(device, plain, needs, result)
@@ -121,7 +133,11 @@ def _must_not_fit(device: torch.device, plain: Program, needs: dict[str, int], r
         result.check("without balancing, in the same room", True, f"out of memory: {str(error).splitlines()[0][:120]}")
     else:
         room = needs["with"] + SLACK_BYTES
-        result.check("without balancing, in the same room", False, f"fits into {room} B: the program above was not short of anything")
+        result.check(
+            "without balancing, in the same room",
+            False,
+            f"fits into {room} B: the program above was not short of anything",
+        )
     torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
@@ -134,7 +150,10 @@ def _lend_beside_a_full_cache(device: torch.device, sizes: Sizes, result: Result
         kept = torch.empty(cached, dtype=torch.uint8, device=device)
         del kept
     lender = lender_on(device)
-    asked = f"{sizes.lent_bytes / 2**20:.0f} MiB with {sizes.left_bytes / 2**20:.0f} MiB free and {cached / 2**20:.0f} MiB in torch's cache"
+    asked = (
+        f"{sizes.lent_bytes / 2**20:.0f} MiB with {sizes.left_bytes / 2**20:.0f} MiB free and "
+        f"{cached / 2**20:.0f} MiB in torch's cache"
+    )
     try:
         _, region = lender.make(sizes.lent_bytes)
     except RuntimeError as error:

@@ -1,7 +1,8 @@
 """One pipeline stage alone, in plain torch: its neighbours are synthetic, its program and its engine are the real ones.
 
-In: a schedule, a rank, and a stage to compute. Out: iterations, with an engine's calls around every operation or without. Knows no
-transport. A stage ends in a sum, so that nothing but the graph holds what it computed, as in a pipeline that has sent its output on.
+In: a schedule, a rank, and a stage to compute. Out: iterations, with an engine's calls around every operation or
+without. Knows no transport. A stage ends in a sum, so that nothing but the graph holds what it computed, as in a
+pipeline that has sent its output on.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from bpipe.runtime.stage import TorchStages
 from gpu.common import hold_back
 
 
-def loop_of(plan: Schedule, rank: int, stage: Callable[[torch.Tensor], torch.Tensor], received: Callable[[int], torch.Tensor]) -> Executor:
-    """A rank's pipeline loop. `received(microbatch)` is what the stage before would have sent."""
+def loop_of(
+    plan: Schedule, rank: int, stage: Callable[[torch.Tensor], torch.Tensor], received: Callable[[int], torch.Tensor]
+) -> Executor:
+    """Return a rank's pipeline loop. `received(microbatch)` is what the stage before would have sent."""
 
     def part(microbatch: int, *from_nobody: torch.Tensor) -> torch.Tensor:
         return stage(received(microbatch))
@@ -39,7 +42,10 @@ class Delays:
 
 
 class SmallStage:
-    """A stage whose every bit is the same each time: no kernel of it adds in an order that varies. `delays` hold it back in the middle."""
+    """A stage whose every bit is the same each time: no kernel of it adds in an order that varies.
+
+    `delays` hold it back in the middle.
+    """
 
     def __init__(self, device: torch.device, rows: int, width: int, delays: Delays, seed: int = 0) -> None:
         generator = torch.Generator(device).manual_seed(seed)
@@ -118,7 +124,11 @@ class GptStage:
     def __call__(self, received: torch.Tensor) -> torch.Tensor:
         x = received
         for number, layer in enumerate(self.layers):
-            x = checkpoint(layer, x, use_reentrant=True, preserve_rng_state=False) if number < self.shape.recomputed else layer(x)
+            x = (
+                checkpoint(layer, x, use_reentrant=True, preserve_rng_state=False)
+                if number < self.shape.recomputed
+                else layer(x)
+            )
         return (x * self._factor).sum()
 
     def received(self, microbatch: int) -> torch.Tensor:

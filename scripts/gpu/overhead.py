@@ -1,11 +1,13 @@
-"""What balancing costs one stage: its real computation with its program's transfers beside it, against the same without, in turn.
+"""What balancing costs one stage: its real computation with its program's transfers beside it, against the same
+without, in turn.
 
-In: a device. Out: ratios with their spread, the waits that were exposed, and what the link can do in the same run. The transfers go to
-pinned host memory by copy engines: that overlap is real on one GPU. Stage 0 of the pipeline stands alone and computes without a pause, so
-there is no bubble for a transfer to hide in and no neighbour to wait for; whole pipelines are faster or slower for other reasons.
+In: a device. Out: ratios with their spread, the waits that were exposed, and what the link can do in the same run. The
+transfers go to pinned host memory by copy engines: that overlap is real on one GPU. Stage 0 of the pipeline stands
+alone and computes without a pause, so there is no bubble for a transfer to hide in and no neighbour to wait for; whole
+pipelines are faster or slower for other reasons.
 
-How much a micro-batch moves is set by how many layers compute again in their backward and so keep only their input: once so much that a
-transfer could hide behind a forward at the measured bandwidth, and once everything.
+How much a micro-batch moves is set by how many layers compute again in their backward and so keep only their input:
+once so much that a transfer could hide behind a forward at the measured bandwidth, and once everything.
 """
 
 from __future__ import annotations
@@ -17,16 +19,28 @@ from typing import Any
 
 import torch
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.ir.host_buffers import num_host_buffers
 from bpipe.ir.memory import num_transfers
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.streams import Clock, lanes
 from bpipe.simulate.bandwidth import required_bytes_per_s
-from bpipe.transport.one_sided import Reaching
-from gpu.common import FULL, MODERATE, REHEARSAL, Result, Spread, in_host_memory, moved_bytes, ratios, repeats, seconds, tidy
+from bpipe.transport.one_sided import OneSidedCopies
+from gpu.common import (
+    FULL,
+    MODERATE,
+    REHEARSAL,
+    Result,
+    Spread,
+    in_host_memory,
+    moved_bytes,
+    ratios,
+    repeats,
+    seconds,
+    tidy,
+)
 from gpu.limits import copy_rates
 from gpu.one_stage import GptStage, Shape, loop_of
 
@@ -54,7 +68,8 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Need:
-    """Of one micro-batch: bytes that leave, the median seconds of a forward, and the bandwidth at which the one hides behind the other."""
+    """Of one micro-batch: bytes that leave, the median seconds of a forward, and the bandwidth at which the one
+    hides behind the other."""
 
     moved: int
     forward_s: float
@@ -82,8 +97,14 @@ def run(device: torch.device, sizes: Sizes, until: float) -> Result:
     link = min(rates.out.median, rates.home.median)
     result.row("link to pinned host memory, slower direction", f"GB/s {link / 1e9:.4g}")
     shape = sizes.shape
-    result.row("stage", f"{shape.num_parameters / 1e9:.3g} billion parameters, {shape} of p={sizes.stages}, m={sizes.microbatches}")
-    whole, inputs = (need(device, GptStage(replace(shape, recomputed=count), device), sizes.minimum_bytes) for count in (0, shape.layers))
+    result.row(
+        "stage",
+        f"{shape.num_parameters / 1e9:.3g} billion parameters, {shape} of p={sizes.stages}, m={sizes.microbatches}",
+    )
+    whole, inputs = (
+        need(device, GptStage(replace(shape, recomputed=count), device), sizes.minimum_bytes)
+        for count in (0, shape.layers)
+    )
     tidy(device)
     layer = (whole.moved - inputs.moved) / shape.layers
     room = COMFORTABLE * link * whole.forward_s
@@ -96,7 +117,9 @@ def run(device: torch.device, sizes: Sizes, until: float) -> Result:
     return result
 
 
-def _case(device: torch.device, shape: Shape, sizes: Sizes, link: float, until: float, result: Result) -> dict[str, Any]:
+def _case(
+    device: torch.device, shape: Shape, sizes: Sizes, link: float, until: float, result: Result
+) -> dict[str, Any]:
     """One amount to move: without, with, and with synchronous transfers, in turn."""
     tidy(device)
     stage = GptStage(shape, device)
@@ -107,7 +130,7 @@ def _case(device: torch.device, shape: Shape, sizes: Sizes, link: float, until: 
 
     def engine(synchronous: bool) -> Engine:
         config = EngineConfig("stage 0", device, sizes.minimum_bytes, TIMEOUT_S, synchronous=synchronous)
-        return Engine(plan, 0, Reaching(in_host_memory(device), *both), config)
+        return Engine(plan, 0, OneSidedCopies(in_host_memory(device), *both), config)
 
     engines: dict[str, Engine | None] = {"without": None, "with": engine(False), "synchronous": engine(True)}
     works: dict[str, Callable[[], None]] = {name: lambda one=one: loop.run(one) for name, one in engines.items()}  # type: ignore[misc]
@@ -126,11 +149,14 @@ def _case(device: torch.device, shape: Shape, sizes: Sizes, link: float, until: 
     for lane in both:
         lane.close()
     fits = wants.bytes_per_s <= link
-    title = f"{shape.layers - shape.recomputed} of {shape.layers} layers kept whole, {'could' if fits else 'cannot'} hide"
+    title = (
+        f"{shape.layers - shape.recomputed} of {shape.layers} layers kept whole, {'could' if fits else 'cannot'} hide"
+    )
     transfers = num_transfers(plan, 0)
     result.row(
         title,
-        f"{wants.moved / 2**20:.4g} MiB a transfer, forward {wants.forward_s * 1e3:.4g} ms: needs {wants.bytes_per_s / 1e9:.4g} GB/s of "
+        f"{wants.moved / 2**20:.4g} MiB a transfer, forward {wants.forward_s * 1e3:.4g} ms: needs "
+        f"{wants.bytes_per_s / 1e9:.4g} GB/s of "
         f"{link / 1e9:.4g}; {transfers.evictions} evictions and {transfers.loads} loads an iteration, "
         f"{num_host_buffers(plan, plan.partners[0] if plan.partners else 0)} host buffers",
     )

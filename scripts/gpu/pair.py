@@ -1,7 +1,8 @@
 """Two processes on the one device, a pair: rank 0 evicts, rank 1 hosts, and the middle stages are not there.
 
-In: a device, a transport, and what each process does with it once they are connected. Out: what both found. Also the engines of a pair,
-each against itself without one: each process makes its own stage's inputs. Nothing here is timed: two processes on one GPU take turns.
+In: a device, a transport, and what each process does with it once they are connected. Out: what both found. Also the
+engines of a pair, each against itself without one: each process makes its own stage's inputs. Nothing here is timed:
+two processes on one GPU take turns.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.ir.memory import num_transfers
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.streams import copying_on, synchronize
@@ -47,24 +48,36 @@ class Member:
     delays: Delays
 
 
-def run_pair(part: Callable[[Member, Any, float], Found], device: torch.device, transport: str, sizes: Any, until: float) -> list[Found]:
+def run_pair(
+    part: Callable[[Member, Any, float], Found], device: torch.device, transport: str, sizes: Any, until: float
+) -> list[Found]:
     """What `part` found in each of the two processes, the evictor's first, and the transport that they agreed on."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:
         # A process that has used CUDA cannot be forked.
-        start_processes(_process, args=(folder, str(device), transport, part, sizes, until), nprocs=2, start_method="spawn")
+        start_processes(
+            _process, args=(folder, str(device), transport, part, sizes, until), nprocs=2, start_method="spawn"
+        )
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in (EVICTOR, LENDER)]
 
 
 def _process(
-    rank: int, folder: str, device_name: str, transport: str, part: Callable[[Member, Any, float], Found], sizes: Any, until: float
+    rank: int,
+    folder: str,
+    device_name: str,
+    transport: str,
+    part: Callable[[Member, Any, float], Found],
+    sizes: Any,
+    until: float,
 ) -> None:
     device = torch.device(device_name)
     if on_cuda(device):
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT_S))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT_S)
+    )
     delays = Delays()
     here = replace(copying_on(device), lanes=lambda device, timeout_s: late_lanes(device, timeout_s, delays))
     connection, links = connect([(EVICTOR, LENDER)], transport, TIMEOUT_S, here)
@@ -76,7 +89,8 @@ def _process(
     dist.destroy_process_group()
 
 
-# -- the engines -------------------------------------------------------------------------------------------------------------------------
+# -- the engines
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 # Whether forwards and copies are held back.
@@ -101,7 +115,7 @@ class EngineSizes(Protocol):
 
 
 def run_engine(member: Member, transport: Transport, sizes: EngineSizes, rounds: Iterable[int]) -> Found:
-    """This process's stage of the pair, iteration after iteration, against itself without an engine."""
+    """Return this process's stage of the pair, iteration after iteration, against itself without an engine."""
     rank, device, delays = member.rank, member.device, member.delays
     plan = build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=BalanceConfig()))
     place = 0 if rank == EVICTOR else sizes.stages - 1
@@ -110,7 +124,12 @@ def run_engine(member: Member, transport: Transport, sizes: EngineSizes, rounds:
     gradient = _gradient_of(device, loop, stage)
     expected = gradient(None)
     reference = torch.equal(gradient(None), expected)
-    engine = Engine(plan, place, transport, EngineConfig(f"stage {place}", device, minimum_bytes=1, timeout_s=TIMEOUT_S, poison=True))
+    engine = Engine(
+        plan,
+        place,
+        transport,
+        EngineConfig(f"stage {place}", device, minimum_bytes=1, timeout_s=TIMEOUT_S, poison=True),
+    )
     wrong = count = 0
     for number in rounds:
         forwards, copies = MODES[number % len(MODES)]
@@ -135,5 +154,7 @@ def judge_engines(evicting: Mapping[str, Any], hosting: Mapping[str, Any], sizes
     """What the two processes found of their engines."""
     for name, one in (("stage 0, evicts", evicting), (f"stage {sizes.stages - 1}, hosts", hosting)):
         text = f"{one['wrong']} of {one['count']} iterations differ from a run without an engine"
-        result.check(f"engine, p={sizes.stages} m={sizes.microbatches}, {name}", one["wrong"] == 0 and one["reference"], text)
+        result.check(
+            f"engine, p={sizes.stages} m={sizes.microbatches}, {name}", one["wrong"] == 0 and one["reference"], text
+        )
     result.check("transfers took place", evicting["evictions"] > 0, f"{evicting['evictions']} evictions an iteration")

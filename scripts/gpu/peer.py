@@ -1,8 +1,10 @@
-"""`peer` between two processes on the one device: bytes put into the other's memory and taken back, and the engine above it.
+"""`peer` between two processes on the one device: bytes put into the other's memory and taken back, and the engine
+above it.
 
-In: a device. Out: whether every byte and every gradient is right. Nothing here is timed: two processes on one GPU take turns.
-Rank 0 is the evictor and does all the copying. Rank 1 lends memory, looks into it at the end of the rounds, and then runs the program of
-the last stage, which hosts. The middle stages are not there: each process makes its own stage's inputs.
+In: a device. Out: whether every byte and every gradient is right. Nothing here is timed: two processes on one GPU take
+turns. Rank 0 is the evictor and does all the copying. Rank 1 lends memory, looks into it at the end of the rounds, and
+then runs the program of the last stage, which hosts. The middle stages are not there: each process makes its own
+stage's inputs.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from bpipe.runtime.streams import Streams, synchronize
 from bpipe.transport.base import Transport
 from bpipe.transport.layout import BufferLayout
 from bpipe.transport.memory import Lender, Region
-from bpipe.transport.one_sided import Peer, Reaching
+from bpipe.transport.one_sided import OneSidedCopies, Peer
 from gpu.common import FULL, MODERATE, REHEARSAL, Result, hold_back, lender_on, repeats
 from gpu.one_stage import Delays
 from gpu.pair import EVICTOR, MODES, TIMEOUT_S, Found, Member, judge_engines, run_engine, run_pair
@@ -44,7 +46,18 @@ class Sizes:
 
 
 SIZES = {
-    FULL: Sizes(((24 << 20, 1, 65537), (513, 4096, 7), ((1 << 20) + 3,), (3 << 20, 3 << 20)), 3, 400, 4, 8, 1024, 1024, 200, 1e-3, 2e-3),
+    FULL: Sizes(
+        ((24 << 20, 1, 65537), (513, 4096, 7), ((1 << 20) + 3,), (3 << 20, 3 << 20)),
+        3,
+        400,
+        4,
+        8,
+        1024,
+        1024,
+        200,
+        1e-3,
+        2e-3,
+    ),
     MODERATE: Sizes(((4 << 20, 1), (513, 4096, 7), ((1 << 20) + 3,)), 3, 60, 4, 8, 512, 512, 20, 1e-3, 2e-3),
     REHEARSAL: Sizes(((4096, 1), (513, 7), (65537,)), 2, 12, 4, 8, 16, 16, 4, 1e-4, 1e-3),
 }
@@ -56,7 +69,9 @@ def run(device: torch.device, sizes: Sizes, until: float) -> Result:
     result.check("transport chosen for the pair", evictor["transport"] == "peer", evictor["transport"])
     rounds = evictor["rounds"]
     result.check(
-        "put and get", rounds["wrong"] == 0, f"{rounds['wrong']} of {rounds['count']} rounds differ, {sizes.num_buffers} buffers reused"
+        "put and get",
+        rounds["wrong"] == 0,
+        f"{rounds['wrong']} of {rounds['count']} rounds differ, {sizes.num_buffers} buffers reused",
     )
     result.check(
         "what lies in the lender's memory",
@@ -93,13 +108,16 @@ def _part(member: Member, sizes: Sizes, until: float) -> Found:
     return {**found, "engine": run_engine(member, member.connection.transport(), sizes, rounds)}
 
 
-# -- rounds ------------------------------------------------------------------------------------------------------------------------------
+# -- rounds
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def _content(number: int, lengths: tuple[int, ...], device: torch.device) -> list[torch.Tensor]:
-    """The tensors of a round: the same numbers in both processes."""
+    """Return the tensors of a round: the same numbers in both processes."""
     generator = torch.Generator(device).manual_seed(number)
-    return [torch.randint(0, 256, (length,), dtype=torch.uint8, device=device, generator=generator) for length in lengths]
+    return [
+        torch.randint(0, 256, (length,), dtype=torch.uint8, device=device, generator=generator) for length in lengths
+    ]
 
 
 def _rounds(member: Member, sizes: Sizes, until: float) -> Found:
@@ -107,7 +125,7 @@ def _rounds(member: Member, sizes: Sizes, until: float) -> Found:
     device, delays = member.device, member.delays
     lender = _Lender(lender_on(device))
     lanes = late_lanes(device, TIMEOUT_S, delays)
-    transport = Reaching(Peer(member.connection.control, lender), *lanes)
+    transport = OneSidedCopies(Peer(member.connection.control, lender), *lanes)
     lengths = dict(enumerate(sizes.kinds))
     layout = BufferLayout.of([range(len(sizes.kinds))] * sizes.num_buffers, lengths)
     found: Found = {}

@@ -1,4 +1,5 @@
-"""Whether a stream waits for another's work that has nothing to do with it, because both stand in one queue of the device.
+"""Whether a stream waits for another's work that has nothing to do with it, because both stand in one queue of the
+device.
 
 In: a device; CUDA_DEVICE_MAX_CONNECTIONS, read by the driver when the process started, is how many queues there are. Out: for each of these
 how often the last kernel ran before the other stream's first work had ended:
@@ -43,10 +44,13 @@ SIZES = {
 
 
 class Issuing(Protocol):
-    """Few calls of a device, so that another can stand in for it. A stream and an event are whatever the device gives."""
+    """Few calls of a device, so that another can stand in for it.
+
+    A stream and an event are whatever the device gives.
+    """
 
     def compute(self) -> Any:
-        """The stream on which a training computes."""
+        """Return the stream on which a training computes."""
 
     def stream(self) -> Any:
         """One beside it."""
@@ -109,8 +113,8 @@ class Device:
 class Simulated:
     """A device made of numbers, for rehearsals: `connections` first-in-first-out queues, and one for copies.
 
-    Nothing in a queue starts before what stands in front of it has; a stream's work starts when the stream's last has ended. It is what
-    the questions suppose, so it shows that they would be answered, and nothing of a GPU.
+    Nothing in a queue starts before what stands in front of it has; a stream's work starts when the stream's last has
+    ended. It is what the questions suppose, so it shows that they would be answered, and nothing of a GPU.
     """
 
     COPY_S = 0.03
@@ -187,7 +191,7 @@ def _behind_a_copy(before: bool, behind: bool, timing: bool) -> Question:
 
 
 def watch(device: Issuing, question: Question) -> tuple[float, float]:
-    """Seconds after which the host saw the first work and the last ended."""
+    """Return the seconds after which the host saw the first work and the last ended."""
     device.drain()
     begin = device.now()
     events = question(device)
@@ -236,7 +240,8 @@ def ask(device: Issuing, sizes: Sizes, until: float, result: Result) -> Result:
         early = sum(last < EARLY * first for first, last in times)
         firsts, lasts = (Spread.of([one[place] for one in times]) for place in (0, 1))
         text = (
-            f"did not wait in {early} of {len(times)} rounds; it had ended after ms {lasts.text(1e3)}, the other after {firsts.text(1e3)}"
+            f"did not wait in {early} of {len(times)} rounds; it had ended after ms {lasts.text(1e3)}, the other "
+            f"after {firsts.text(1e3)}"
         )
         if not long_enough(name, firsts, sizes):
             text = f"cannot be judged, the other's work was too short: {text}"

@@ -1,15 +1,17 @@
-"""What refusing protects from: activations that a forward allocated on a stream beside compute's, moved away and brought back.
+"""What refusing protects from: activations that a forward allocated on a stream beside compute's, moved away and
+brought back.
 
-In: a device. Out: how many micro-batches compute something wrong, without an engine and with one. A storage that was brought back belongs
-to the compute stream's memory, whoever allocated it first. Once the node that reads it has been issued, autograd frees it; a computation
-of the compute stream may take the memory at once, while the other stream is still reading. Megatron's shared expert overlap is of this
-kind. That it goes wrong here is expected: what can be right or wrong is only the run without an engine.
+In: a device. Out: how many micro-batches compute something wrong, without an engine and with one. A storage that was
+brought back belongs to the compute stream's memory, whoever allocated it first. Once the node that reads it has been
+issued, autograd frees it; a computation of the compute stream may take the memory at once, while the other stream is
+still reading. Megatron's shared expert overlap is of this kind. That it goes wrong here is expected: what can be right
+or wrong is only the run without an engine.
 
     forward   side: scaled = received * 1.5      compute: busy      side: hidden = sin(scaled), saved
     backward  side: late, then reads hidden      compute: busy takes memory and fills it      side: scaled's
 
-Autograd makes compute wait for the side stream only when a gradient crosses over, and that is after `busy`: both ends of the side's half
-are on the side stream.
+Autograd makes compute wait for the side stream only when a gradient crosses over, and that is after `busy`: both ends
+of the side's half are on the side stream.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ from typing import Any
 
 import torch
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.ir.memory import num_transfers
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.streams import lanes, synchronize
-from bpipe.transport.one_sided import Reaching
+from bpipe.transport.one_sided import OneSidedCopies
 from gpu.common import FULL, MODERATE, REHEARSAL, Result, hold_back, in_host_memory, on_cuda, repeats
 from gpu.one_stage import loop_of
 
@@ -68,7 +70,8 @@ class _Aside(torch.autograd.Function):
 
 
 class _Busy(torch.autograd.Function):
-    """Runs on the compute stream: its backward takes memory of that size, fills it with what no sum survives, and lets it go."""
+    """Runs on the compute stream: its backward takes memory of that size, fills it with what no sum survives, and
+    lets it go."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -83,7 +86,10 @@ class _Busy(torch.autograd.Function):
 
 
 class Stage:
-    """Half of it beside the compute stream. `seen`: what each backward of that half read, in the order of the backwards."""
+    """Half of it beside the compute stream.
+
+    `seen`: what each backward of that half read, in the order of the backwards.
+    """
 
     def __init__(self, device: torch.device, sizes: Sizes) -> None:
         self.device = device
@@ -122,7 +128,9 @@ def run(device: torch.device, sizes: Sizes, until: float) -> Result:
     both = lanes(device, TIMEOUT_S)
     stage = Stage(device, sizes)
     loop = loop_of(plan, 0, stage, stage.received)
-    engine = Engine(plan, 0, Reaching(in_host_memory(device), *both), EngineConfig("stage 0", device, 1, TIMEOUT_S))
+    engine = Engine(
+        plan, 0, OneSidedCopies(in_host_memory(device), *both), EngineConfig("stage 0", device, 1, TIMEOUT_S)
+    )
     seen = _seen_of(device, loop, stage)
     stage.late_s = 0.0
     expected = seen(None)

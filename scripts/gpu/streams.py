@@ -1,7 +1,8 @@
-"""The engine's order of streams, over hundreds of iterations in which forwards or copies are held back, memory is poisoned and reused.
+"""The engine's order of streams, over hundreds of iterations in which forwards or copies are held back, memory is
+poisoned and reused.
 
-In: a device. Out: whether every gradient has the bits of a run without an engine; and, with one wait of the protocol taken out at a time,
-how many iterations show it. The host buffers are in (pinned) host memory. Nothing here is timed.
+In: a device. Out: whether every gradient has the bits of a run without an engine; and, with one wait of the protocol
+taken out at a time, how many iterations show it. The host buffers are in (pinned) host memory. Nothing here is timed.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from unittest.mock import patch
 
 import torch
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.ir.memory import num_transfers
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.evictor import Activations, ActivationsState, Evictor
 from bpipe.runtime.streams import Streams, current, lanes, synchronize
 from bpipe.transport.base import Done, Pending
 from bpipe.transport.lanes import CopyLane, Job
-from bpipe.transport.one_sided import Reaching
+from bpipe.transport.one_sided import OneSidedCopies
 from gpu.common import FULL, MODERATE, REHEARSAL, Result, hold_back, in_host_memory, on_cuda, repeats, say
 from gpu.one_stage import Delays, SmallStage, loop_of
 
@@ -74,11 +75,12 @@ def late_lanes(device: torch.device, timeout_s: float, delays: Delays) -> tuple[
     return outbound, inbound
 
 
-# -- taking one wait out ----------------------------------------------------------------------------------------------------------------
+# -- taking one wait out
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def _bare(name: str) -> Callable[[Streams], contextlib.AbstractContextManager[None]]:
-    """A side stream that is entered without waiting for compute."""
+    """Return a side stream that is entered without waiting for compute."""
 
     @contextlib.contextmanager
     def enter(streams: Streams) -> Iterator[None]:
@@ -102,7 +104,10 @@ def _unwaited(state: ActivationsState) -> Callable[[Evictor, Activations, Activa
 
 @dataclass(frozen=True)
 class Mutation:
-    """One wait taken out of the code. What makes it show: forwards held back, or copies. `on_cpu`: whether a CPU has this wait."""
+    """One wait taken out of the code.
+
+    What makes it show: forwards held back, or copies. `on_cpu`: whether a CPU has this wait.
+    """
 
     wait: str
     what: str
@@ -117,15 +122,34 @@ class Mutation:
 
 
 MUTATIONS = (
-    Mutation("[1]", "a put does not wait for the forward", Streams, "outbound", lambda: _bare("_outbound"), False, False),
+    Mutation(
+        "[1]", "a put does not wait for the forward", Streams, "outbound", lambda: _bare("_outbound"), False, False
+    ),
     # On a CPU the memory is really gone then: the copy would read what is nobody's, and may crash.
-    Mutation("[3]", "memory is freed before the put has ended", Evictor, "_finish", lambda: _unwaited(ActivationsState.AWAY), True, False),
+    Mutation(
+        "[3]",
+        "memory is freed before the put has ended",
+        Evictor,
+        "_finish",
+        lambda: _unwaited(ActivationsState.AWAY),
+        True,
+        False,
+    ),
     Mutation("[5]", "a get does not wait for compute", Streams, "inbound", lambda: _bare("_inbound"), False, False),
-    Mutation("[7]", "a backward does not wait for the get", Evictor, "_finish", lambda: _unwaited(ActivationsState.HERE), True, True),
+    Mutation(
+        "[7]",
+        "a backward does not wait for the get",
+        Evictor,
+        "_finish",
+        lambda: _unwaited(ActivationsState.HERE),
+        True,
+        True,
+    ),
 )
 
 
-# -- the step ---------------------------------------------------------------------------------------------------------------------------
+# -- the step
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 class Stage0:
@@ -142,7 +166,7 @@ class Stage0:
         self.engine = self._engine()
 
     def _engine(self) -> Engine:
-        transport = Reaching(in_host_memory(self._device), *self._lanes)
+        transport = OneSidedCopies(in_host_memory(self._device), *self._lanes)
         config = EngineConfig("stage 0", self._device, minimum_bytes=1, timeout_s=TIMEOUT_S, poison=True)
         return Engine(self.plan, 0, transport, config)
 
@@ -169,7 +193,9 @@ def run(device: torch.device, sizes: Sizes, until: float) -> Result:
     result = Result(ok=True)
     stage = Stage0(device, sizes)
     again = torch.equal(stage.gradient(None), stage.expected)
-    result.check("two runs without an engine", again, "the same bits" if again else "differing bits: nothing below can be judged")
+    result.check(
+        "two runs without an engine", again, "the same bits" if again else "differing bits: nothing below can be judged"
+    )
     transfers = num_transfers(stage.plan, 0)
     modes = [(sizes.forward_s, 0.0), (0.0, sizes.copy_s), (sizes.forward_s, sizes.copy_s), (0.0, 0.0)]
     wrong = count = 0

@@ -1,10 +1,10 @@
 """How much copies that occupy compute units slow matrix products down, and how much copies by copy engines do.
 
-In: a device. Out: for each number of units, the time of the same products with the copies beside them over the time without, in turn. They
-are computed by the library's kernels, and by a persistent one with a program for each unit, which may take twice as long beside a receive
-that waits for its sender.
-The copies move bytes inside the device's memory only to occupy units and memory bandwidth, as NCCL's kernels would: how fast they are is
-not a transfer rate and is not reported.
+In: a device. Out: for each number of units, the time of the same products with the copies beside them over the time
+without, in turn. They are computed by the library's kernels, and by a persistent one with a program for each unit,
+which may take twice as long beside a receive that waits for its sender. The copies move bytes inside the device's
+memory only to occupy units and memory bandwidth, as NCCL's kernels would: how fast they are is not a transfer rate and
+is not reported.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class Products:
     """The same products, every time, by the library's kernels."""
 
     def __init__(self, device: torch.device, sizes: Sizes) -> None:
-        self.left, self.right = (torch.randn(sizes.matrix, sizes.matrix, device=device).to(torch.bfloat16) for _ in range(2))
+        self.left, self.right = (
+            torch.randn(sizes.matrix, sizes.matrix, device=device).to(torch.bfloat16) for _ in range(2)
+        )
         self.target = torch.empty_like(self.left)
         self.count = sizes.products
 
@@ -103,11 +105,15 @@ def run(device: torch.device, sizes: Sizes, until: float) -> Result:
         result.facts[f"{work} beside {name}"] = found.facts()
     if not torch.equal(source, target):
         result.check("what the copy kernel copied", False, "differs from its source")
-    result.row("what this is", "copies inside the device's memory, only to occupy units; no transfer, and no rate of a link")
+    result.row(
+        "what this is", "copies inside the device's memory, only to occupy units; no transfer, and no rate of a link"
+    )
     return result
 
 
-def _slowed(device: torch.device, products: Callable[[], None], copy: Callable[[int], None], most: int, until: float) -> Spread | None:
+def _slowed(
+    device: torch.device, products: Callable[[], None], copy: Callable[[int], None], most: int, until: float
+) -> Spread | None:
     """Time with copies over time without. Only runs count in which the copies lasted longer than the products."""
     clock, beside = Clock(device), Beside(device)
     seconds(device, products)

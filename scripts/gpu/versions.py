@@ -1,7 +1,7 @@
 """What is installed here, and whether torch and the CUDA runtime that lends memory speak of the same device.
 
-In: a device. Out: versions; the device that each of the two runtimes calls current; and, where the environment asks for an allocator,
-whether it is the one in use. Knows no schedule.
+In: a device. Out: versions; the device that each of the two runtimes calls current; and, where the environment asks for
+an allocator, whether it is the one in use. Knows no schedule.
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ import torch
 from bpipe.transport.cuda_runtime import runtime
 from gpu.common import FULL, MODERATE, REHEARSAL, Result, on_cuda
 
-PACKAGES = ("cuda-bindings", "triton", "megatron-core", "transformer-engine", "flash-attn", "apex", "pytest", "hypothesis")
+PACKAGES = (
+    "cuda-bindings",
+    "triton",
+    "megatron-core",
+    "transformer-engine",
+    "flash-attn",
+    "apex",
+    "pytest",
+    "hypothesis",
+)
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 SIZES = dict.fromkeys((FULL, MODERATE, REHEARSAL))
 
@@ -34,7 +43,9 @@ def run(device: torch.device, sizes: None, until: float) -> Result:
         return result
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)
-        result.row(f"device {index}", f"{found.name}, {found.major}.{found.minor}, {found.total_memory / 2**30:.1f} GiB")
+        result.row(
+            f"device {index}", f"{found.name}, {found.major}.{found.minor}, {found.total_memory / 2**30:.1f} GiB"
+        )
     _same_device(device, result)
     wanted = os.environ.get(ALLOCATOR, "")
     in_use = _allocator(device)
@@ -45,7 +56,7 @@ def run(device: torch.device, sizes: None, until: float) -> Result:
 
 
 def device_of_runtime() -> int:
-    """The device that is current in the runtime by which memory is lent."""
+    """Return the device that is current in the runtime by which memory is lent."""
     found = ctypes.c_int(-1)
     status = runtime()._library.cudaGetDevice(ctypes.byref(found))
     return found.value if status == 0 else -status
@@ -80,7 +91,8 @@ def _same_device(device: torch.device, result: Result) -> None:
 
 
 def _allocator(device: torch.device) -> str:
-    """The allocator in use, as `PYTORCH_CUDA_ALLOC_CONF` would name it: read off what it does, not off what was asked for."""
+    """Return the allocator in use, as `PYTORCH_CUDA_ALLOC_CONF` would name it: read off what it does, not off what
+    was asked for."""
     backend = torch.cuda.memory.get_allocator_backend()
     if backend != "native":
         return f"backend:{backend}"

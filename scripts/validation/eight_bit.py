@@ -1,6 +1,9 @@
-"""Lay predictions of trainings in FP8 beside published throughputs. In: tests/data/fp8_throughput.csv. Out: rows with both.
+"""Lay predictions of trainings in FP8 beside published throughputs.
 
-Nothing is given but what the source says of the run: no time is measured, no constant is fitted. Needs no torch, writes nothing.
+In: tests/data/fp8_throughput.csv. Out: rows with both.
+
+Nothing is given but what the source says of the run: no time is measured, no constant is fitted. Needs no torch, writes
+nothing.
 """
 
 from __future__ import annotations
@@ -18,20 +21,30 @@ from validation.throughput import Throughput
 
 @cache
 def of_fp8() -> tuple[Throughput, ...]:
-    """Every row of the file."""
+    """Return every row of the file."""
     return tuple(_prediction(row) for row in rows("fp8_throughput.csv"))
 
 
 def _prediction(row: dict[str, str]) -> Throughput:
-    fp8, sizes = Fp8("hybrid", row["recipe"], param_gather=True), {name: int(row[name]) for name in ("context", "sequence")}
+    fp8, sizes = (
+        Fp8("hybrid", row["recipe"], param_gather=True),
+        {name: int(row[name]) for name in ("context", "sequence")},
+    )
     setup = setup_of_row(row, {**PRESETS, **MODELS}[row["model"]], "flex", fp8=fp8, **sizes)
     return Throughput(
-        row["source"], setup.model.name, setup.cluster.num_devices, "tflops", setup, float(row["tflops_per_gpu"]), reached(setup)
+        row["source"],
+        setup.model.name,
+        setup.cluster.num_devices,
+        "tflops",
+        setup,
+        float(row["tflops_per_gpu"]),
+        reached(setup),
     )
 
 
 def row_of_fp8(one: Throughput) -> tuple[str, ...]:
-    """As the document shows it; what tensor-parallel messages that are overlapped, too, would make of the prediction stands beside it."""
+    """As the document shows it; what tensor-parallel messages that are overlapped, too, would make of the prediction
+    stands beside it."""
     setup = one.setup
     assert setup.fp8 is not None
     overlapped = replace(setup, switches=replace(setup.switches, tp_comm_overlap=True))

@@ -1,6 +1,9 @@
-"""Lay predictions of models with experts beside published throughputs. In: tests/data/experts_throughput.csv. Out: rows with both.
+"""Lay predictions of models with experts beside published throughputs.
 
-Nothing is given but what the source says of the run: no time is measured, no constant is fitted. Needs no torch, writes nothing.
+In: tests/data/experts_throughput.csv. Out: rows with both.
+
+Nothing is given but what the source says of the run: no time is measured, no constant is fitted. Needs no torch, writes
+nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from bpipe.generate.families import default
+from bpipe.generate.families import default_family
 from bpipe.models.cluster import GIB, parse_cluster
 from bpipe.models.flops import training_flops
 from bpipe.models.layout import Setup, split_layers
@@ -24,7 +27,9 @@ from validation.throughput import Throughput
 SEQUENCE = 4096
 # Sizes by their authors' config.json.
 MODELS: dict[str, Model] = {
-    "mixtral-8x7b": replace(llama("mixtral-8x7b", 32, 4096, 32, 8, 14336, 32000, SEQUENCE), experts=Experts(8, 2, 14336)),
+    "mixtral-8x7b": replace(
+        llama("mixtral-8x7b", 32, 4096, 32, 8, 14336, 32000, SEQUENCE), experts=Experts(8, 2, 14336)
+    ),
     "qwen3-235b-a22b": replace(
         llama("qwen3-235b-a22b", 94, 4096, 64, 4, 12288, 151936, SEQUENCE), qk_norm=True, experts=Experts(128, 8, 1536)
     ),
@@ -39,19 +44,26 @@ NUMBERS = ("tensor", "pipeline", "chunks", "micro_batch", "global_batch")
 
 @cache
 def of_experts() -> tuple[Throughput, ...]:
-    """Every row of the file."""
+    """Return every row of the file."""
     return tuple(_prediction(row) for row in rows("experts_throughput.csv"))
 
 
 def _prediction(row: dict[str, str]) -> Throughput:
     setup = setup_of_row(row, MODELS[row["model"]], row["dispatcher"], sequence=SEQUENCE)
     return Throughput(
-        row["source"], setup.model.name, setup.cluster.num_devices, "tflops_per_gpu", setup, float(row["tflops_per_gpu"]), reached(setup)
+        row["source"],
+        setup.model.name,
+        setup.cluster.num_devices,
+        "tflops_per_gpu",
+        setup,
+        float(row["tflops_per_gpu"]),
+        reached(setup),
     )
 
 
 def setup_of_row(row: dict[str, str], model: Model, dispatcher: str, **others: Any) -> Setup:
-    """As NVIDIA's runs are taken to be where the source does not say it: nothing recomputed, reductions and gathers overlapped."""
+    """As NVIDIA's runs are taken to be where the source does not say it: nothing recomputed, reductions and gathers
+    overlapped."""
     numbers: dict[str, Any] = {name: int(row[name]) for name in NUMBERS}
     layers = split_layers(model.num_layers, numbers["pipeline"] * numbers["chunks"], allow_uneven=True)
     assert layers is not None
@@ -60,7 +72,7 @@ def setup_of_row(row: dict[str, str], model: Model, dispatcher: str, **others: A
         cluster=parse_cluster(row["cluster"]),
         layers=layers,
         recompute="none",
-        schedule=default(numbers["chunks"]),
+        schedule=default_family(numbers["chunks"]),
         switches=Switches(overlap_grad_reduce=True, overlap_param_gather=True),
         routing=Routing(int(row["expert"]), 1, dispatcher) if model.experts else Routing(),
         **numbers,

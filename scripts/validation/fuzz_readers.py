@@ -1,10 +1,11 @@
 #!/usr/bin/env python
 """Give every reader of `bpipe` damaged files, and see that each is refused in one message or rightly taken.
 
-In: --count, --seed, --reader. Out: a line a reader; the inputs that failed are kept, status 1. A reader fails where it ends in a traceback,
-hangs, refuses without naming the file, or takes what it must not: a schedule that cannot be walked slot by slot or is not what the file
-says, messages that do not arrive, a record with a value that no run can have, a launch that bash does not run: scripts for that are
-drawn, not damaged, since they are run. The judges are slow, and share no code with the readers.
+In: --count, --seed, --reader. Out: a line a reader; the inputs that failed are kept, status 1. A reader fails where it
+ends in a traceback, hangs, refuses without naming the file, or takes what it must not: a schedule that cannot be walked
+slot by slot or is not what the file says, messages that do not arrive, a record with a value that no run can have, a
+launch that bash does not run: scripts for that are drawn, not damaged, since they are run. The judges are slow, and
+share no code with the readers.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bpipe.ir.document import write_json
-from bpipe.ir.grid import write_grid
-from bpipe.ir.messages import write_runtime
-from bpipe.ir.text import write_csv
-from bpipe.program import build
+from bpipe.build import build
+from bpipe.formats.document import write_json
+from bpipe.formats.grid import write_grid
+from bpipe.formats.messages import write_runtime
+from bpipe.formats.text import write_csv
 from tests.unit.plan.bash_scripts import Script
 from tests.unit.test_messages import TORCH
 from validation.fuzz import given, records, runs
@@ -63,13 +64,18 @@ READERS = {
     "kernel-times": Reader(lambda _: [json.dumps(given.KERNEL_TIMES)], damaged_json, given.judge_kernel_times),
     "trained": Reader(lambda _: [given.TRAINED], damaged_text, given.judge_trained),
     "script": Reader(lambda _: [given.SCRIPT], damaged_text, given.judge_script),
-    "drawn": Reader(lambda _: [given.DRAWN], lambda _, rng: Script(rng, rng.choice((0.02, 0.2))).draw(), given.judge_drawn),
+    "drawn": Reader(
+        lambda _: [given.DRAWN], lambda _, rng: Script(rng, rng.choice((0.02, 0.2))).draw(), given.judge_drawn
+    ),
     "launch": Reader(lambda _: [given.LAUNCH], damaged_text, given.judge_launch),
 }
 
 
 def fuzz(name: str, count: int, seed: int, kept: Path, limit_s: int | None = None) -> Counter[str]:
-    """How many damaged inputs were accepted, refused, failed; those that failed are kept. `limit_s` is for one, by SIGALRM."""
+    """Return how many damaged inputs were accepted, refused, failed; those that failed are kept.
+
+    `limit_s` is for one, by SIGALRM.
+    """
     rng = random.Random(f"{name} {seed}")
     reader, found = READERS[name], Counter[str]()
     with tempfile.TemporaryDirectory() as place:
@@ -108,10 +114,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=2000, help="damaged inputs for each reader (default 2000)")
     parser.add_argument(
-        "--seed", type=int, default=random.SystemRandom().randrange(10**6), help="what is damaged how (default: another each time)"
+        "--seed",
+        type=int,
+        default=random.SystemRandom().randrange(10**6),
+        help="what is damaged how (default: another each time)",
     )
     parser.add_argument("--reader", nargs="+", choices=tuple(READERS), default=tuple(READERS), help="only these")
-    parser.add_argument("--keep", type=Path, default=Path(tempfile.gettempdir()) / "bpipe_fuzz", help="where inputs that failed are kept")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "bpipe_fuzz",
+        help="where inputs that failed are kept",
+    )
     options = parser.parse_args()
     signal.signal(signal.SIGALRM, _hang)
     print(f"seed {options.seed}", flush=True)
@@ -120,7 +134,8 @@ def main() -> int:
         found = fuzz(name, options.count, options.seed, options.keep, LIMIT_S)
         failed += found["failed"]
         print(
-            f"{name:11} {options.count} inputs: {found['accepted']} accepted, {found['refused']} refused, {found['failed']} failed",
+            f"{name:11} {options.count} inputs: {found['accepted']} accepted, {found['refused']} refused, "
+            f"{found['failed']} failed",
             flush=True,
         )
     return 1 if failed else 0

@@ -1,11 +1,14 @@
 #!/usr/bin/env python
-"""Prove that a change of the code changes nothing that is printed. In: two checkouts. Out: every difference, a table; status 1 if any.
+"""Prove that a change of the code changes nothing that is printed.
+
+In: two checkouts. Out: every difference, a table; status 1 if any.
 
 Usage: scripts/validation/golden.py BEFORE [AFTER] [--only schedule,report] [--limit N]
 
-Hundreds of configurations of every command, refused ones among them, in every format: standard output, standard error, exit status and
-written files, byte for byte. Each side runs in one process of its own, both at once, on the same files, which BEFORE's code has written.
-Both sides are only asked for `bpipe.cli.main` and flags that BEFORE knows. Times nothing: two sides may take different times and be equal.
+Hundreds of configurations of every command, refused ones among them, in every format: standard output, standard error,
+exit status and written files, byte for byte. Each side runs in one process of its own, both at once, on the same files,
+which BEFORE's code has written. Both sides are only asked for `bpipe.cli.main` and flags that BEFORE knows. Times
+nothing: two sides may take different times and be equal.
 """
 
 from __future__ import annotations
@@ -37,15 +40,28 @@ Found = dict[tuple[str, str], dict[str, str]]
 
 def _environment(checkout: Path) -> dict[str, str]:
     """The same for both, save where the code lies. A terminal's width changes --help."""
-    named = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LD_LIBRARY_PATH", "TMPDIR", "MPLCONFIGDIR")}
-    fixed = {"COLUMNS": "80", "LC_ALL": "C.UTF-8", "MPLBACKEND": "Agg", "NO_COLOR": "1", "PYTHONHASHSEED": "0", "TZ": "UTC"}
+    named = {
+        name: value
+        for name, value in os.environ.items()
+        if name in ("PATH", "HOME", "LD_LIBRARY_PATH", "TMPDIR", "MPLCONFIGDIR")
+    }
+    fixed = {
+        "COLUMNS": "80",
+        "LC_ALL": "C.UTF-8",
+        "MPLBACKEND": "Agg",
+        "NO_COLOR": "1",
+        "PYTHONHASHSEED": "0",
+        "TZ": "UTC",
+    }
     # Nothing is written into a checkout.
     return {**named, **fixed, "PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def _start(program: str, folder: Path, checkout: Path, *arguments: object) -> subprocess.Popen[str]:
     command = [sys.executable, str(HERE / program), *map(str, arguments)]
-    return subprocess.Popen(command, cwd=folder, env=_environment(checkout), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, cwd=folder, env=_environment(checkout), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
 
 
 def _finish(what: str, process: subprocess.Popen[str]) -> None:
@@ -55,7 +71,7 @@ def _finish(what: str, process: subprocess.Popen[str]) -> None:
 
 
 def _prepare(folder: Path, before: Path, commands: Sequence[str]) -> Path:
-    """The files that both sides read."""
+    """Return the files that both sides read."""
     folder.mkdir()
     wanted = [flag for command, flag in (("read", "--schedules"), ("report", "--runs")) if command in commands]
     _finish("writing the files that are read", _start("golden_inputs.py", folder, before, before, *wanted))
@@ -63,14 +79,16 @@ def _prepare(folder: Path, before: Path, commands: Sequence[str]) -> Path:
 
 
 def _run(place: Path, checkouts: Sequence[Path], files: Path, cases: Sequence[Case]) -> list[Found]:
-    """Both sides at once. Each works in a folder of its own, of one name: what it prints may tell it."""
+    """Run both sides at once, each in a folder of its own with one name: what it prints may tell it."""
     (place / "cases.json").write_text(json.dumps(cases))
     started = []
     for side, checkout in zip(SIDES, checkouts, strict=True):
         work = place / side / "work"
         shutil.copytree(files, work / "in")
         results = place / side / "results.jsonl"
-        started.append((side, results, _start("golden_side.py", work, checkout, checkout, place / "cases.json", results)))
+        started.append(
+            (side, results, _start("golden_side.py", work, checkout, checkout, place / "cases.json", results))
+        )
     for side, _, process in started:
         _finish(f"the side {side}", process)
     return [_found(results) for _, results, _ in started]
@@ -86,7 +104,7 @@ def _found(results: Path) -> Found:
 
 
 def _difference(first: bytes | None, second: bytes | None) -> Iterable[str]:
-    """The first lines that differ, around the place where they do."""
+    """Return the first lines that differ, around the place where they do."""
     if first is None or second is None:
         yield f"only {SIDES[first is None]}"
         return
@@ -104,7 +122,9 @@ def _difference(first: bytes | None, second: bytes | None) -> Iterable[str]:
         yield from (f"+{number:5} {line[:MOST_COLUMNS]!r}" for number, line in enumerate(news[:MOST_LINES], start + 1))
         yield f"{len(olds)} lines before, {len(news)} after"
         return
-    pairs = [(number, pair) for number, pair in enumerate(zip(olds, news, strict=True), start + 1) if pair[0] != pair[1]]
+    pairs = [
+        (number, pair) for number, pair in enumerate(zip(olds, news, strict=True), start + 1) if pair[0] != pair[1]
+    ]
     for number, pair in pairs[:MOST_LINES]:
         column = max(0, _alike(*pair) - MOST_COLUMNS // 2)
         for mark, line in zip("-+", pair, strict=True):
@@ -114,8 +134,11 @@ def _difference(first: bytes | None, second: bytes | None) -> Iterable[str]:
 
 
 def _alike(first: Sequence[str], second: Sequence[str]) -> int:
-    """How many lines, or letters, are the same from the beginning on."""
-    return next((place for place, (old, new) in enumerate(zip(first, second, strict=False)) if old != new), min(len(first), len(second)))
+    """Return how many lines, or letters, are the same from the beginning on."""
+    return next(
+        (place for place, (old, new) in enumerate(zip(first, second, strict=False)) if old != new),
+        min(len(first), len(second)),
+    )
 
 
 def _compare(place: Path, cases: Sequence[Case], sides: Sequence[Found]) -> Counter[str]:
@@ -163,9 +186,15 @@ def _commands(text: str) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("before", type=Path, metavar="BEFORE", help="a checkout")
-    parser.add_argument("after", type=Path, metavar="AFTER", nargs="?", default=HERE.parents[1], help="another (default: this one)")
-    parser.add_argument("--only", type=_commands, default=list(COMMANDS), metavar="NAME,...", help=f"of {', '.join(COMMANDS)}")
-    parser.add_argument("--limit", type=int, metavar="N", help="at most N configurations of each command, evenly over all")
+    parser.add_argument(
+        "after", type=Path, metavar="AFTER", nargs="?", default=HERE.parents[1], help="another (default: this one)"
+    )
+    parser.add_argument(
+        "--only", type=_commands, default=list(COMMANDS), metavar="NAME,...", help=f"of {', '.join(COMMANDS)}"
+    )
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="at most N configurations of each command, evenly over all"
+    )
     options = parser.parse_args()
     checkouts = [options.before.resolve(), options.after.resolve()]
     for checkout in checkouts:

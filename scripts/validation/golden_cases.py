@@ -1,7 +1,9 @@
-"""List the commands whose outputs are compared. In: the folder of files that they read. Out: cases, always the same, in the same order.
+"""List the commands whose outputs are compared.
 
-A case is one configuration; its runs ask for it in every format. Names flags of the command and nothing else of bpipe: the two sides may
-be laid out differently. What a run writes goes to out/, what it reads comes from in/, both beside it.
+In: the folder of files that they read. Out: cases, always the same, in the same order.
+
+A case is one configuration; its runs ask for it in every format. Names flags of the command and nothing else of bpipe:
+the two sides may be laid out differently. What a run writes goes to out/, what it reads comes from in/, both beside it.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class Case(NamedTuple):
 
 
 def all_cases(files: Path) -> list[Case]:
-    """Those of reading and reporting depend on what lies in `files`."""
+    """Return all cases. Those of reading and reporting depend on what lies in `files`."""
     cases = [*_usage(), *_schedule(), *_read(files), *_simulate(), *_plan(), *_estimate(), *_report(files)]
     # Small sizes come up in more than one way.
     return list({(case.command, case.name): case for case in reversed(cases)}.values())[::-1]
@@ -48,7 +50,8 @@ def _formats(*names: str) -> list[list[str]]:
     return [["--format", name] for name in names]
 
 
-# -- usage -----------------------------------------------------------------------------------------------------------------------------
+# -- usage
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def _usage() -> Iterator[Case]:
@@ -57,11 +60,18 @@ def _usage() -> Iterator[Case]:
         yield _case("usage", command)
         yield _case("usage", f"{command} --sheduel 1f1b")
         yield _case("usage", f"{command} --format ascii")
-    for line in ("--version", "scheduel", "schedule schedule", "profile --model gpt3-13b --micro-batch 0", "profile --model gpt"):
+    for line in (
+        "--version",
+        "scheduel",
+        "schedule schedule",
+        "profile --model gpt3-13b --micro-batch 0",
+        "profile --model gpt",
+    ):
         yield _case("usage", line)
 
 
-# -- schedule --------------------------------------------------------------------------------------------------------------------------
+# -- schedule
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def flags(schedule: str, ranks: int, microbatches: int, *more: str) -> list[str]:
@@ -105,9 +115,14 @@ def _schedule_flags() -> Iterator[list[str]]:
 
 
 def _grouped_flags() -> Iterator[list[str]]:
-    """Groups other than p, and micro-batches that no group divides."""
+    """Return the groups other than p, and micro-batches that no group divides."""
     for ranks in (2, 3, 4, 5, 8):
-        for group, microbatches in ((ranks + 1, 2 * ranks + 2), (2 * ranks, 4 * ranks), (ranks, 2 * ranks + 1), (ranks, ranks - 1)):
+        for group, microbatches in (
+            (ranks + 1, 2 * ranks + 2),
+            (2 * ranks, 4 * ranks),
+            (ranks, 2 * ranks + 1),
+            (ranks, ranks - 1),
+        ):
             for balance in balances("--chunks", "2", "--group", str(group)):
                 yield flags(CHUNKED, ranks, microbatches, *balance)
         yield flags(CHUNKED, ranks, 2 * ranks, "--chunks", "2", "--group", str(ranks - 1))
@@ -121,9 +136,24 @@ def _bounded_flags() -> Iterator[list[str]]:
             yield flags("1f1b", ranks, microbatches, "--balance", "bpipe", "--bound", str(bound))
         falling = ",".join(str(max(2, ranks - rank)) for rank in range(ranks))
         for each in (falling, ",".join(falling.split(",")[::-1]), falling + ",3", "3"):
-            yield flags("1f1b", ranks, microbatches, "--balance", "bpipe", "--bound", each + ("" if "," in each else ",3" * (ranks - 1)))
+            yield flags(
+                "1f1b",
+                ranks,
+                microbatches,
+                "--balance",
+                "bpipe",
+                "--bound",
+                each + ("" if "," in each else ",3" * (ranks - 1)),
+            )
     for ranks, chunks in ((2, 2), (4, 2), (4, 3), (6, 2)):
-        for bound in (2, ranks * chunks - 1, ranks * chunks, ranks * chunks + 1, ranks * chunks + 2, 3 * ranks * chunks):
+        for bound in (
+            2,
+            ranks * chunks - 1,
+            ranks * chunks,
+            ranks * chunks + 1,
+            ranks * chunks + 2,
+            3 * ranks * chunks,
+        ):
             yield flags(CHUNKED, ranks, 2 * ranks, "--chunks", str(chunks), "--balance", "bpipe", "--bound", str(bound))
     for bound in (2, 4, 7, 8):
         yield flags("gpipe", 4, 8, "--balance", "bpipe", "--bound", str(bound))
@@ -174,7 +204,8 @@ SCHEDULE_REFUSED = """
 """
 
 
-# -- schedules from files --------------------------------------------------------------------------------------------------------------
+# -- schedules from files
+# --------------------------------------------------------------------------------------------------------------
 
 
 def _read(files: Path) -> Iterator[Case]:
@@ -185,7 +216,12 @@ def _read(files: Path) -> Iterator[Case]:
         yield _case("read", f"{base} --align", *_formats(*(("grid", "json") if whole else ("grid",))))
         if not whole:
             continue
-        for more in ("--balance bpipe", "--balance bpipe --bound 3", "--align --balance bpipe", "--balance bpipe --partners 1,0,3,2"):
+        for more in (
+            "--balance bpipe",
+            "--balance bpipe --bound 3",
+            "--align --balance bpipe",
+            "--balance bpipe --partners 1,0,3,2",
+        ):
             yield _case("read", f"{base} {more}", *_formats("grid", "csv"))
         if path.suffix in (".csv", ".grid"):
             yield _case("read", "schedule --input -", *_formats("grid", "json"), input=f"in/schedules/{path.name}")
@@ -193,10 +229,12 @@ def _read(files: Path) -> Iterator[Case]:
         yield _case("read", f"schedule --input in/schedules/split.csv {more}")
 
 
-# -- simulate --------------------------------------------------------------------------------------------------------------------------
+# -- simulate
+# ----------------------------------------------------------------------------------------------------------------------
 
 MEGATRON = (
-    "--num-layers 80 --hidden-size 9984 --num-attention-heads 104 --seq-length 2048 --vocab-size 51200 --fp16 --sequence-parallel "
+    "--num-layers 80 --hidden-size 9984 --num-attention-heads 104 --seq-length 2048 --vocab-size 51200 --fp16 "
+    "--sequence-parallel "
     "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 8 --micro-batch-size 2 --global-batch-size 128 "
     "--attention-backend unfused --use-distributed-optimizer --recompute-activations"
 )
@@ -267,31 +305,61 @@ def _simulate() -> Iterator[Case]:
     texts = _formats("table", "json")
     traced = ["--trace", "out/trace.json", "--plot", "out/plot.svg"]
     lines = [f"{BIG} --balance {balance}" for balance in ("none", "bpipe")]
-    lines += [f"{base} {more}" for base, mores in ((BIG, BIG_MORE), (SMALL, SMALL_MORE)) for more in mores.strip().splitlines()]
+    lines += [
+        f"{base} {more}"
+        for base, mores in ((BIG, BIG_MORE), (SMALL, SMALL_MORE))
+        for more in mores.strip().splitlines()
+    ]
     for line in lines:
         yield _case("simulate", line, *texts, traced)
     for model, balance in itertools.product(PRESETS, ("none", "bpipe")):
-        layout = "--tensor 8 --pipeline 8 --global-batch 64" if model not in ("gpt3-13b", "llama3-8b") else "--pipeline 8 --global-batch 32"
+        layout = (
+            "--tensor 8 --pipeline 8 --global-batch 64"
+            if model not in ("gpt3-13b", "llama3-8b")
+            else "--pipeline 8 --global-batch 32"
+        )
         for device in ("a100-80g:16x8", "h200-141g:8x8"):
             yield _case("simulate", f"simulate --model {model} --cluster {device} {layout} --balance {balance}", *texts)
     for schedule, ranks in itertools.product(("gpipe", "1f1b", CHUNKED), (2, 3, 4, 6, 8)):
         for microbatches, balance in itertools.product((1, ranks, 4 * ranks), ("none", "bpipe")):
-            sizes = f"--model gpt3-13b --num-layers 48 --cluster a100-80g:{ranks} --pipeline {ranks} --global-batch {microbatches}"
+            sizes = (
+                f"--model gpt3-13b --num-layers 48 --cluster a100-80g:{ranks} --pipeline {ranks} --global-batch "
+                f"{microbatches}"
+            )
             chunks = " --chunks 2" if schedule == CHUNKED else ""
-            yield _case("simulate", f"simulate {sizes} --schedule {schedule}{chunks} --balance {balance}", *texts, traced)
+            yield _case(
+                "simulate", f"simulate {sizes} --schedule {schedule}{chunks} --balance {balance}", *texts, traced
+            )
     # So many that the steady phase is continued, which a trace would not be.
     yield _case("simulate", f"{SMALL} --global-batch 20000", *texts)
-    yield _case("simulate", f"{SMALL} --balance bpipe --pipeline 4", ["--plot", "out/plot.png"], ["--plot", "out/plot.pdf"])
+    yield _case(
+        "simulate", f"{SMALL} --balance bpipe --pipeline 4", ["--plot", "out/plot.png"], ["--plot", "out/plot.pdf"]
+    )
     yield from _launches("simulate", texts)
 
 
 def _launches(command: str, variants: Sequence[Sequence[str]]) -> Iterator[Case]:
-    for more in ("", CHUNKED_LAUNCH, "--num-experts 8", "--bpipe --recompute-granularity full --recompute-method uniform --hidden-size x"):
+    for more in (
+        "",
+        CHUNKED_LAUNCH,
+        "--num-experts 8",
+        "--bpipe --recompute-granularity full --recompute-method uniform --hidden-size x",
+    ):
         words = f"{MEGATRON} {more}".split()
         for kind in variants:
-            yield Case(command, f"{kind[-1]}: launch {more}", [Run("", [command, "--cluster", "a100-80g:4x8", *kind, "--", *words])])
+            yield Case(
+                command,
+                f"{kind[-1]}: launch {more}",
+                [Run("", [command, "--cluster", "a100-80g:4x8", *kind, "--", *words])],
+            )
     script = f"{command} --cluster a100-80g --from-script in/run.sh"
-    for more in ("", "--set NODES=8", "--set NODES=8 --global-batch 256 --recompute full", "--set nodes", "--set NODES=x"):
+    for more in (
+        "",
+        "--set NODES=8",
+        "--set NODES=8 --global-batch 256 --recompute full",
+        "--set nodes",
+        "--set NODES=x",
+    ):
         yield _case(command, f"{script} {more}", *variants)
     yield _case(command, f"{command} --cluster a100-80g --from-script -", *variants, input="in/run.sh")
     yield _case(command, f"{command} --cluster a100-80g --from-script in/none.sh")
@@ -300,7 +368,8 @@ def _launches(command: str, variants: Sequence[Sequence[str]]) -> Iterator[Case]
     yield _case(command, f"{command} --model gpt3-13b --cluster a100-80g:8")
 
 
-# -- plan and estimate -----------------------------------------------------------------------------------------------------------------
+# -- plan and estimate
+# -----------------------------------------------------------------------------------------------------------------
 
 PLANS = """
 --model gpt3-13b --cluster a100-80g:1x8 --global-batch 64
@@ -342,17 +411,22 @@ def _plan() -> Iterator[Case]:
     texts = _formats("table", "json")
     for line in PLANS.strip().splitlines():
         yield _case("plan", f"plan {line}", *texts, ["--emit-args", "1"], ["--emit-args", "9"])
-    yield from _launches("plan", [["--max-chunks", "2", "--max-micro-batch", "2", "--rows", "3", *one] for one in texts])
+    yield from _launches(
+        "plan", [["--max-chunks", "2", "--max-micro-batch", "2", "--rows", "3", *one] for one in texts]
+    )
 
 
 def _estimate() -> Iterator[Case]:
     for line in ESTIMATES.strip().splitlines():
         yield _case("estimate", f"estimate {line}", *_formats("table", "json"))
     for ranks, size in itertools.product((2, 4, 8, 16), (2, 4, 8)):
-        yield _case("estimate", f"estimate --global-batch 256 --pipeline {ranks} --micro-batch 1 {size} --stage-mfu 35.5 50.25")
+        yield _case(
+            "estimate", f"estimate --global-batch 256 --pipeline {ranks} --micro-batch 1 {size} --stage-mfu 35.5 50.25"
+        )
 
 
-# -- report ----------------------------------------------------------------------------------------------------------------------------
+# -- report
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def _report(files: Path) -> Iterator[Case]:

@@ -1,7 +1,7 @@
 """Write the files that the compared commands read. In: what is written here. Out: in/ below the folder this runs in.
 
-Runs once, with the code of the first side, so that both sides read the same. A schedule file is what the command wrote; runs are those
-that the tests' own writer makes; every damage is seeded.
+Runs once, with the code of the first side, so that both sides read the same. A schedule file is what the command wrote;
+runs are those that the tests' own writer makes; every damage is seeded.
 """
 
 from __future__ import annotations
@@ -27,20 +27,27 @@ NUM_DAMAGED = 16
 # -- models, clusters, launches
 
 PROFILES = {
-    "one.json": '{"stages": [{"forward_s": 0.143, "backward_s": 0.288, "transfer_s": 0.0156, "micro_batch": 2, "layers": 10}]}',
-    "sizes.json": '{"stages": [{"forward_s": 0.1, "backward_s": 0.2, "micro_batch": 1, "layers": 10, "saved_bytes": 1000000000}, '
+    "one.json": '{"stages": [{"forward_s": 0.143, "backward_s": 0.288, "transfer_s": 0.0156, "micro_batch": 2, '
+    '"layers": 10}]}',
+    "sizes.json": '{"stages": [{"forward_s": 0.1, "backward_s": 0.2, "micro_batch": 1, "layers": 10, "saved_bytes": '
+    "1000000000}, "
     '{"forward_s": 0.18, "backward_s": 0.35, "micro_batch": 2, "layers": 10, "optimizer_s": 0.1}]}',
-    "measured.json": '{"stages": [{"forward_s": 0.1, "backward_s": 0.2, "layers": 1}], "measured": {"tensor": 1, "recompute": "none"}}',
-    "each.json": '{"stages": [' + ", ".join(f'{{"forward_s": 0.1{n}, "backward_s": 0.2, "reduction_s": 0.{n}}}' for n in range(8)) + "]}",
+    "measured.json": '{"stages": [{"forward_s": 0.1, "backward_s": 0.2, "layers": 1}], "measured": {"tensor": 1, '
+    '"recompute": "none"}}',
+    "each.json": '{"stages": ['
+    + ", ".join(f'{{"forward_s": 0.1{n}, "backward_s": 0.2, "reduction_s": 0.{n}}}' for n in range(8))
+    + "]}",
     "wrong.json": '{"stages": [{"forward_s": -1}]}',
 }
 CLUSTERS = {
-    "cluster.toml": 'nodes = 4\ngpus_per_node = 8\n\n[device]\nlike = "h100-80g"\nname = "ours"\nbetween_gb_per_s = 25\n',
+    "cluster.toml": 'nodes = 4\ngpus_per_node = 8\n\n[device]\nlike = "h100-80g"\nname = "ours"\nbetween_gb_per_s = '
+    "25\n",
     "cluster.json": '{"nodes": 1, "gpus_per_node": 8, "device": "a100-80g"}',
     "wrong.toml": 'nodes = 4\ngpus_per_node = 8\n\n[device]\nlike = "h100-80g"\nbetween_gb = 25\n',
 }
 CONFIG = (
-    '{"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 4, '
+    '{"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 2048, "num_attention_heads": 16, '
+    '"num_key_value_heads": 4, '
     '"intermediate_size": 8192, "vocab_size": 32000, "max_position_embeddings": 2048, "tie_word_embeddings": false}'
 )
 SCRIPT = f"""\
@@ -55,7 +62,7 @@ torchrun --nnodes $NODES --nproc-per-node 8 pretrain_gpt.py "${{ARGS[@]}}" --lr 
 
 
 def _source_flags() -> Iterator[tuple[str, list[str]]]:
-    """The schedules that are written to files, and by which name."""
+    """Return the schedules that are written to files, and by which name."""
     for ranks, microbatches in ((1, 2), (2, 4), (4, 8), (5, 4), (8, 16)):
         for balance in balances():
             yield f"1f1b-{ranks}-{microbatches}-{balance[1]}", flags("1f1b", ranks, microbatches, *balance)
@@ -108,8 +115,14 @@ def _damaged(text: str, rng: random.Random) -> str:
     place = rng.choice(digits)
     if way == 3:
         return text[:place] + str(rng.randrange(10)) + text[place + 1 :]
-    old, new = rng.choice((("F", "B"), ("B", "I"), ("B", "W"), ("EVICT", "HOST"), ("LOAD", "RETURN"), ("LOAD", "EVICT"), (" ", "  ")))
-    return old.join(text.split(old)[:2]) + new + old.join(text.split(old)[2:]) if text.count(old) > 1 else text.replace(old, new)
+    old, new = rng.choice(
+        (("F", "B"), ("B", "I"), ("B", "W"), ("EVICT", "HOST"), ("LOAD", "RETURN"), ("LOAD", "EVICT"), (" ", "  "))
+    )
+    return (
+        old.join(text.split(old)[:2]) + new + old.join(text.split(old)[2:])
+        if text.count(old) > 1
+        else text.replace(old, new)
+    )
 
 
 def _schedules(folder: Path) -> None:
@@ -133,18 +146,37 @@ RUNS: dict[str, dict[str, Any]] = {
     "plain": {},
     "warm_up": {"warm_up": 5},
     "unbalanced": {"balance": "none"},
-    "small": {"num_stages": 4, "num_microbatches": 4, "iterations": (5, 6), "flops": 1e9, "peak_flops": 1e13, "limit_bytes": 2 * 10**9},
+    "small": {
+        "num_stages": 4,
+        "num_microbatches": 4,
+        "iterations": (5, 6),
+        "flops": 1e9,
+        "peak_flops": 1e13,
+        "limit_bytes": 2 * 10**9,
+    },
     "odd": {"num_stages": 5, "num_microbatches": 9, "cores": 4},
     "single": {"num_stages": 1, "num_microbatches": 4, "balance": "none"},
     "few": {"num_microbatches": 3},
     "chunks": {"schedule": "interleaved-1f1b", "num_stages": 4, "num_microbatches": 8, "num_chunks": 2},
-    "chunks_unbalanced": {"schedule": "interleaved-1f1b", "num_stages": 4, "num_microbatches": 8, "num_chunks": 2, "balance": "none"},
+    "chunks_unbalanced": {
+        "schedule": "interleaved-1f1b",
+        "num_stages": 4,
+        "num_microbatches": 8,
+        "num_chunks": 2,
+        "balance": "none",
+    },
     "gpipe": {"schedule": "gpipe", "num_stages": 4, "num_microbatches": 8, "balance": "none"},
     "gloo": {"transport": "gloo"},
     "nccl": {"transport": "nccl", "num_stages": 4, "num_microbatches": 8},
     "synchronous": {"transport": "gloo", "synchronous": True, "num_stages": 4, "num_microbatches": 8},
     "two": {"num_pipelines": 2, "num_stages": 4},
-    "two_chunked": {"num_pipelines": 2, "schedule": "interleaved-1f1b", "num_stages": 2, "num_microbatches": 4, "num_chunks": 3},
+    "two_chunked": {
+        "num_pipelines": 2,
+        "schedule": "interleaved-1f1b",
+        "num_stages": 2,
+        "num_microbatches": 4,
+        "num_chunks": 3,
+    },
     "messages": {"message_s": 0.0005, "num_stages": 4},
     "slow_link": {"probe": 4e9, "speed": 0.4e9},
     "no_probe": {"probe": None, "speed": 0.9e9},
@@ -152,7 +184,14 @@ RUNS: dict[str, dict[str, Any]] = {
     "slow_stage": {"seconds": {"3F": 0.5}},
     "noise": {"noise": 0.1, "seed": 3},
     "more_bytes": {"extra_bytes": {5: 30_000_000}},
-    "everything": {"warm_up": 5, "probe": 4e9, "speed": 0.4e9, "slow": {(6, "2F3"): 0.1}, "extra_bytes": {5: 30_000_000}, "noise": 0.1},
+    "everything": {
+        "warm_up": 5,
+        "probe": 4e9,
+        "speed": 0.4e9,
+        "slow": {(6, "2F3"): 0.1},
+        "extra_bytes": {5: 30_000_000},
+        "noise": 0.1,
+    },
     "skewed": {"clock_error_s": {0: 0.5}},
     "many": {"iterations": tuple(range(100, 130)), "num_stages": 4, "num_microbatches": 4},
     "kept": {"kept_bytes": 11_500_000, "weights_bytes": None, "received_bytes": 65_536},
@@ -161,10 +200,12 @@ GIB = 2**30
 
 
 def _recorder(checkout: Path) -> Any:
-    """The module of the tests that writes runs, wherever it lies."""
+    """Return the module of the tests that writes runs, wherever it lies."""
     found = sorted(checkout.glob("tests/**/recorded.py"))
     if not found:
-        sys.exit(f"{checkout} has no tests/**/recorded.py, which writes the runs to report: leave report out with --only")
+        sys.exit(
+            f"{checkout} has no tests/**/recorded.py, which writes the runs to report: leave report out with --only"
+        )
     sys.path.insert(0, str(checkout))
     return importlib.import_module(".".join(found[0].relative_to(checkout).with_suffix("").parts))
 
@@ -176,11 +217,16 @@ def _runs(folder: Path, checkout: Path) -> None:
         recorded.write_run(folder / name, **changes)
     for name in ("small", "two", "chunks"):
         for number in range(12):
-            _damage(Path(shutil.copytree(folder / name, folder / f"damaged-{name}-{number:02}")), random.Random(f"{name} {number}"))
+            _damage(
+                Path(shutil.copytree(folder / name, folder / f"damaged-{name}-{number:02}")),
+                random.Random(f"{name} {number}"),
+            )
     _held(folder / "held", 80)
     _held(folder / "held_unlimited", None)
     _held(Path(shutil.copytree(folder / "plain", folder / "failed_later")), 70)
-    (folder / "failed_later" / "failure.json").write_text(json.dumps({"rank": 0, "cause": "OutOfMemoryError: CUDA out of memory"}))
+    (folder / "failed_later" / "failure.json").write_text(
+        json.dumps({"rank": 0, "cause": "OutOfMemoryError: CUDA out of memory"})
+    )
     for path in Path(shutil.copytree(folder / "small", folder / "with_peaks")).glob("record_*"):
         rank = int(path.stem.removeprefix("record_"))
         (path.parent / f"rank_{rank:05d}.json").write_text(json.dumps({"rank": rank, "peak_bytes": 33_000_000}))
@@ -204,10 +250,25 @@ def _held(folder: Path, limit_gib: int | None) -> None:
     """Stage 0 of 8 ran out of memory in its eighth forward; stages 6 and 7 had not begun."""
     folder.mkdir(exist_ok=True)
     program = {"schedule": "1f1b", "num_stages": 8, "num_microbatches": 16, "num_chunks": 1, "balance": "none"}
-    sizes = {"weights_bytes": 8 * GIB, "gradients_bytes": 8 * GIB, "optimizer_bytes": 4 * GIB, "optimizer_to_come_bytes": 8 * GIB}
+    sizes = {
+        "weights_bytes": 8 * GIB,
+        "gradients_bytes": 8 * GIB,
+        "optimizer_bytes": 4 * GIB,
+        "optimizer_to_come_bytes": 8 * GIB,
+    }
     for place in range(6):
-        header = {"format": "bpipe-memory", "version": 1, "rank": place, "pipeline": 0, "place": place, "host": "node1", "micro_batch": 2}
-        lines: list[dict[str, Any]] = [{**header, "limit_bytes": None if limit_gib is None else limit_gib * GIB, **sizes}]
+        header = {
+            "format": "bpipe-memory",
+            "version": 1,
+            "rank": place,
+            "pipeline": 0,
+            "place": place,
+            "host": "node1",
+            "micro_batch": 2,
+        }
+        lines: list[dict[str, Any]] = [
+            {**header, "limit_bytes": None if limit_gib is None else limit_gib * GIB, **sizes}
+        ]
         for forwards in range(1, 8 - place):
             lines.append(
                 {

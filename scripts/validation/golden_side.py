@@ -1,7 +1,9 @@
-"""Run the listed commands with one checkout's code. In: the checkout (first on PYTHONPATH), cases as JSON. Out: a JSON line an output.
+"""Run the listed commands with one checkout's code.
 
-All run in this one process, through the command's `main`, the only thing that is asked of the checkout. An output's bytes lie in
-outputs/, in a file named by their digest. Times nothing.
+In: the checkout (first on PYTHONPATH), cases as JSON. Out: a JSON line an output.
+
+All run in this one process, through the command's `main`, the only thing that is asked of the checkout. An output's
+bytes lie in outputs/, in a file named by their digest. Times nothing.
 """
 
 from __future__ import annotations

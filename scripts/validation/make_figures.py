@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Make the figures of the documentation. In: the repository, and the folder of a quickstart's two runs. Out: docs/figures, svg and png.
+"""Make the figures of the documentation.
+
+In: the repository, and the folder of a quickstart's two runs. Out: docs/figures, svg and png.
 
 Usage: scripts/validation/make_figures.py [--runs runs/quickstart] [--output docs/figures]
 
@@ -10,7 +12,8 @@ Usage: scripts/validation/make_figures.py [--runs runs/quickstart] [--output doc
     overhead   predicted from the stage times that the paper measured: how much longer an iteration is, by batch size (figure 9)
     ranking    `bpipe plan`'s ten fastest configurations of GPT-3 96B on 32 A100s (figure 7)
 
-Draws nothing by hand and knows no numbers of its own: stage times are those of scripts/validation/measurements.py. Needs no torch.
+Draws nothing by hand and knows no numbers of its own: stage times are those of scripts/validation/measurements.py.
+Needs no torch.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build, named_balance
 from bpipe.compare.read import read_stages
 from bpipe.draw.picture import Picture, lay_out, stack
 from bpipe.draw.plots import Overhead, Ranked, StagePeaks, memory_chart, overhead_chart, ranking_chart, write
@@ -32,13 +36,12 @@ from bpipe.draw.svg import render_svg
 from bpipe.draw.timeline import lay_out_simulation
 from bpipe.generate.families import FAMILIES
 from bpipe.generate.family import ALIKE
-from bpipe.generate.timing import pace
+from bpipe.generate.timing import iteration_time
 from bpipe.ir.memory import peak_counts, plain
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.model import PRESETS
 from bpipe.plan.search import search
 from bpipe.plan.space import Space
-from bpipe.program import BalanceConfig, ScheduleConfig, balancing, build
 from bpipe.simulate.cost import Link, Links, StageCost, uniform
 from bpipe.simulate.engine import simulate
 from validation.measurements import STAGE_TIMES, StageTimes
@@ -49,14 +52,20 @@ SCOPES = {"none": "nothing recomputed", "selective": "attention recomputed", "fu
 
 
 def draw_schedule(stem: Path) -> list[Path]:
-    """Two halves, in the project's own picture of a schedule."""
+    """Draw two halves, in the project's own picture of a schedule."""
     subtitles = {"none": "without balancing", "bpipe": "with balancing"}
-    halves = stack([lay_out(build(ScheduleConfig("1f1b", 4, 8, balance=balancing(balance))), text) for balance, text in subtitles.items()])
+    halves = stack(
+        [
+            lay_out(build(ScheduleConfig("1f1b", 4, 8, balance=named_balance(balance))), text)
+            for balance, text in subtitles.items()
+        ]
+    )
     return write_picture(halves, stem)
 
 
 def draw_families(stem: Path) -> list[Path]:
-    """To one scale: on a rank a forward, and either half of a backward, take a second, and a micro-batch saves a GiB."""
+    """To one scale: on a rank a forward, and either half of a backward, take a second, and a micro-batch saves a
+    GiB."""
     configs = {
         "1F1B": ScheduleConfig("1f1b", 4, 8),
         "V-Half": ScheduleConfig("v-half", 4, 8, 2),
@@ -65,12 +74,16 @@ def draw_families(stem: Path) -> list[Path]:
     simulations = {}
     for name, config in configs.items():
         share, saved_bytes = 1 / config.num_chunks, 2**30 // config.num_chunks
-        cost = StageCost(forward_s=share, backward_s=2 * share, weight_s=share, saved_bytes=saved_bytes, moved_bytes=saved_bytes)
+        cost = StageCost(
+            forward_s=share, backward_s=2 * share, weight_s=share, saved_bytes=saved_bytes, moved_bytes=saved_bytes
+        )
         # A transfer takes half as long as the computation beside it.
         links = Links(Link(bytes_per_s=2**31))
         simulations[name] = simulate(build(config), uniform(config.num_ranks * config.num_chunks, cost, links))
     longest = max(float(simulation.makespan_s) for simulation in simulations.values())
-    return write_picture(stack([lay_out_simulation(simulation, name, longest) for name, simulation in simulations.items()]), stem)
+    return write_picture(
+        stack([lay_out_simulation(simulation, name, longest) for name, simulation in simulations.items()]), stem
+    )
 
 
 def draw_every_family(stem: Path) -> list[Path]:
@@ -80,7 +93,7 @@ def draw_every_family(stem: Path) -> list[Path]:
         config = ScheduleConfig(name, 4, 8, family.chunks(2)[-1])
         schedule = build(config)
         peak = plain(Fraction(max(peak_counts(schedule)), config.num_chunks))
-        bubble = float(pace(schedule, ALIKE).bubble_percent)
+        bubble = float(iteration_time(schedule, ALIKE).bubble_percent)
         drawn.append(lay_out(schedule, f"at most {peak} micro-batches held, bubble {bubble:.1f} %"))
     file = stem.with_suffix(".svg")
     file.write_text(render_svg(stack(drawn)), encoding="utf-8")
@@ -95,11 +108,15 @@ def write_picture(picture: Picture, stem: Path) -> list[Path]:
 
 
 def read_memory(runs: Path) -> list[StagePeaks]:
-    """Both runs of a quickstart. Raises ValueError where a rank's file is missing or the folders are swapped."""
+    """Read both runs of a quickstart. Raises ValueError where a rank's file is missing or the folders are swapped."""
     found, _ = read_stages(runs / "plain")
     if not found:
-        raise ValueError(f"{runs / 'plain'}: no rank_*.json there; --runs takes the folder that scripts/quickstart.sh fills")
-    plain, balanced = (read_stages(runs / name, 1 + max(found), name == "balanced")[0] for name in ("plain", "balanced"))
+        raise ValueError(
+            f"{runs / 'plain'}: no rank_*.json there; --runs takes the folder that scripts/quickstart.sh fills"
+        )
+    plain, balanced = (
+        read_stages(runs / name, 1 + max(found), name == "balanced")[0] for name in ("plain", "balanced")
+    )
     return [
         StagePeaks(
             stage,
@@ -115,11 +132,16 @@ def read_memory(runs: Path) -> list[StagePeaks]:
 
 
 def draw_memory(stem: Path, runs: Path) -> list[Path]:
-    return write(memory_chart(read_memory(runs), "The quickstart: most memory of saved activations on each stage"), stem)
+    return write(
+        memory_chart(read_memory(runs), "The quickstart: most memory of saved activations on each stage"), stem
+    )
 
 
 def overheads(times: StageTimes, batch_sizes: tuple[int, ...] = BATCH_SIZES) -> list[Overhead]:
-    """Both kinds of transfer at one stage's times. Raises ValueError for a batch that is no multiple of the micro-batch."""
+    """Return overheads of both kinds of transfer at one stage's times.
+
+    Raises ValueError for a batch that is no multiple of the micro-batch.
+    """
     costs = uniform(times.pipeline, StageCost(times.forward_ms, times.backward_ms, transfer_s=times.transfer_ms))
     percents: dict[bool, list[float]] = {True: [], False: []}
     for size in batch_sizes:
@@ -149,7 +171,10 @@ def draw_ranking(stem: Path) -> list[Path]:
     for found in search(space, 10).rows:
         setup = found.prediction.setup
         form = f"interleaved v={setup.chunks}" if setup.chunks > 1 else setup.schedule.upper()
-        label = f"t={setup.tensor} p={setup.pipeline} d={setup.data} b={setup.micro_batch}, {form}, {SCOPES[setup.recompute]}"
+        label = (
+            f"t={setup.tensor} p={setup.pipeline} d={setup.data} b={setup.micro_batch}, {form}, "
+            f"{SCOPES[setup.recompute]}"
+        )
         note = "" if found.needs_bytes is None else f"without: {found.needs_bytes / 2**30:.1f} GiB"
         rows.append(Ranked(label, 100 * found.prediction.mfu, found.needs_bytes is not None, note))
     limit = cluster.device.memory_bytes / 2**30
@@ -165,10 +190,17 @@ def main() -> int:
     folder: Path = options.output
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        files = [*draw_schedule(folder / "schedule"), *draw_families(folder / "families"), *draw_every_family(folder / "every")]
+        files = [
+            *draw_schedule(folder / "schedule"),
+            *draw_families(folder / "families"),
+            *draw_every_family(folder / "every"),
+        ]
         files += [*draw_overhead(folder / "overhead"), *draw_ranking(folder / "ranking")]
         if options.runs is None:
-            print("memory: not made, it needs measurements: run scripts/quickstart.sh, then this with --runs runs/quickstart")
+            print(
+                "memory: not made, it needs measurements: run scripts/quickstart.sh, then this with --runs "
+                "runs/quickstart"
+            )
         else:
             files += draw_memory(folder / "memory", options.runs)
     except (ValueError, OSError) as error:

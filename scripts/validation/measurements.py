@@ -1,7 +1,9 @@
-"""Hold the measurements that predictions are laid beside, and make the predictions. In: tests/data. Out: rows with both.
+"""Hold the measurements that predictions are laid beside, and make the predictions.
 
-Published runs, and this project's own on CPUs. Fits nothing: every constant is that of bpipe.models, the same for all rows. Needs no torch,
-writes nothing; `validate` makes the document of it.
+In: tests/data. Out: rows with both.
+
+Published runs, and this project's own on CPUs. Fits nothing: every constant is that of bpipe.models, the same for all
+rows. Needs no torch, writes nothing; `validate` makes the document of it.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.ir.host_buffers import num_host_buffers
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange
@@ -23,7 +26,6 @@ from bpipe.models.model import PRESETS, Model, gpt
 from bpipe.models.saved import moved_bytes, saves_input
 from bpipe.models.sizes import sent_bytes
 from bpipe.plan.predict import predict, simulation_of
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.report.memory import RankSizes, rank_peaks
 from bpipe.simulate.cost import CollectiveCost, Costs, ShardCost, StageCost
 from bpipe.simulate.engine import simulate
@@ -71,7 +73,8 @@ def setup_of(model: Model, cluster: str, t: int, p: int, b: int, batch: int, rec
     return Setup(model, parse_cluster(cluster), t, p, b, batch, 2048, layers, recompute, **choices)  # type: ignore[arg-type]
 
 
-# -- replaying published pass times ----------------------------------------------------------------------------------------------------
+# -- replaying published pass times
+# ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -86,24 +89,36 @@ class Replay:
         return 100 * (self.predicted_s / self.measured_s - 1)
 
 
-# By the published name of the method: how the vocabulary is split, and what of S and T together is S. Of three products algorithm 1 leaves
-# two to T, algorithm 2 one.
-SHARDED = {"vocab-1": (Vocabulary.ONE, 1 / 3), "vocab-2": (Vocabulary.TWO, 2 / 3), "interlaced": (Vocabulary.INTERLACED, 1 / 3)}
+# By the published name of the method: how the vocabulary is split, and what of S and T together is S. Of three products
+# algorithm 1 leaves two to T, algorithm 2 one.
+SHARDED = {
+    "vocab-1": (Vocabulary.ONE, 1 / 3),
+    "vocab-2": (Vocabulary.TWO, 2 / 3),
+    "interlaced": (Vocabulary.INTERLACED, 1 / 3),
+}
 # Of redistributed layers, by vocabulary, as the forward times of the ranks show them: 2.65 ms a layer.
-REDISTRIBUTED = {256000: (4, 4, 4, 5, 5, 5, 5, 0), 128000: (4, 4, 4, 4, 4, 5, 5, 2), 64000: (4, 4, 4, 4, 4, 4, 5, 3), 32000: (4,) * 8}
+REDISTRIBUTED = {
+    256000: (4, 4, 4, 5, 5, 5, 5, 0),
+    128000: (4, 4, 4, 4, 4, 5, 5, 2),
+    64000: (4, 4, 4, 4, 4, 4, 5, 3),
+    32000: (4,) * 8,
+}
 
 
 def published(vocabulary: int, method: str = "baseline") -> Setup:
-    """The model of the published runs: 8 A100s of one node, pure pipeline parallelism."""
+    """Return the model of the published runs: 8 A100s of one node, pure pipeline parallelism."""
     model = replace(gpt("published", 32, 3072, 24, vocabulary), tied_embedding=False)
     setup = setup_of(model, "a100-80g:1x8", 1, 8, 1, 128, "none", attention="flash")
     if method == "redis":
         return replace(setup, layers=REDISTRIBUTED[vocabulary])
-    return replace(setup, vocabulary_parallel=SHARDED[method][0].value, input_shards=True) if method in SHARDED else setup
+    return (
+        replace(setup, vocabulary_parallel=SHARDED[method][0].value, input_shards=True) if method in SHARDED else setup
+    )
 
 
 def replays() -> list[Replay]:
-    """1F1B with the pass times as given, the vocabulary in shards or not; links and the update from the device table."""
+    """1F1B with the pass times as given, the vocabulary in shards or not; links and the update from the device
+    table."""
     found = []
     for row in rows("vocabulary_parallelism_a100.csv"):
         method, vocabulary = row["method"], int(row["vocabulary"])
@@ -112,13 +127,16 @@ def replays() -> list[Replay]:
         updates = [update for _, update in update_seconds(setup)]
         times = zip(_seconds(row["forward_us"]), _seconds(row["backward_us"]), updates, strict=True)
         stages = tuple(
-            StageCost(forward, backward, sent_bytes=sent_bytes(setup), optimizer_s=update) for forward, backward, update in times
+            StageCost(forward, backward, sent_bytes=sent_bytes(setup), optimizer_s=update)
+            for forward, backward, update in times
         )
         costs = Costs(stages, links(setup), exchange=Exchange.MEGATRON_1F1B)
         if method in SHARDED:
             costs = replace(costs, exchange=Exchange.POSTED, shards=_shards(row), collectives=_collectives(row))
         schedule = build(setup.program(int(row["micro_batches"])))
-        found.append(Replay(method, vocabulary, float(row["iteration_ms"]) / 1e3, float(simulate(schedule, costs).makespan_s)))
+        found.append(
+            Replay(method, vocabulary, float(row["iteration_ms"]) / 1e3, float(simulate(schedule, costs).makespan_s))
+        )
     return found
 
 
@@ -129,11 +147,13 @@ def _seconds(microseconds: str) -> list[float]:
 def _shards(row: dict[str, str]) -> tuple[ShardCost, ...]:
     share = SHARDED[row["method"]][1]
     passes = zip(*(_seconds(row[f"{name}_us"]) for name in ("output", "input_forward", "input_backward")), strict=True)
-    return tuple(ShardCost(share * output, (1 - share) * output, forward, backward) for output, forward, backward in passes)
+    return tuple(
+        ShardCost(share * output, (1 - share) * output, forward, backward) for output, forward, backward in passes
+    )
 
 
 def _collectives(row: dict[str, str]) -> CollectiveCost:
-    """Every sort takes what the file says of one."""
+    """Return collectives: every sort takes what the file says of one."""
     return CollectiveCost(*(_seconds(row["communication_us"])[0],) * 5)
 
 
@@ -162,29 +182,40 @@ def published_peaks() -> list[PeakRow]:
     return found
 
 
-# -- the papers' stage times and grid --------------------------------------------------------------------------------------------------
+# -- the papers' stage times and grid
+# --------------------------------------------------------------------------------------------------
 
 
 def predicted_mfu(times: StageTimes) -> float:
-    """Percent, from the stage times alone, balanced, with the papers' FLOPs: the stage times contain the output layer's share."""
+    """Return the percent, from the stage times alone, balanced, with the papers' FLOPs: the stage times contain the
+    output layer's share."""
     model = PRESETS[times.model]
     microbatches = times.global_batch // times.micro_batch
     schedule = build(ScheduleConfig("1f1b", times.pipeline, microbatches, balance=BalanceConfig()))
     cost = StageCost(times.forward_ms / 1e3, times.backward_ms / 1e3, transfer_s=times.transfer_ms / 1e3)
     report = simulate(schedule, Costs((cost,) * times.pipeline))
     devices = parse_cluster(times.cluster).num_devices
-    return 100 * mfu(training_flops(model, times.global_batch, 2048, "papers"), float(report.makespan_s), devices, 312e12)
+    return 100 * mfu(
+        training_flops(model, times.global_batch, 2048, "papers"), float(report.makespan_s), devices, 312e12
+    )
 
 
 def stage_setup(times: StageTimes) -> Setup:
     return setup_of(
-        PRESETS[times.model], times.cluster, times.tensor, times.pipeline, times.micro_batch, times.global_batch, times.recompute
+        PRESETS[times.model],
+        times.cluster,
+        times.tensor,
+        times.pipeline,
+        times.micro_batch,
+        times.global_batch,
+        times.recompute,
     )
 
 
 @dataclass(frozen=True)
 class GridRow:
-    """GiB the fullest rank needs: in the stated way; with less recomputation or, where that is balanced, without; the former balanced.
+    """GiB the fullest rank needs: in the stated way; with less recomputation or, where that is balanced, without; the
+    former balanced.
 
     `balanced_gib` is None for rows that are balanced.
     """
@@ -202,14 +233,18 @@ class GridRow:
 
 
 def grid() -> list[GridRow]:
-    """Every row of the paper's table."""
+    """Return every row of the paper's table."""
     found = []
     for row in rows("bpipe_gpt3_96b.csv"):
         scope = PAPER_SCOPES[row["recompute"]]
         balanced = row["balanced"] == "yes"
         size = (int(row["tensor"]), int(row["pipeline"]), int(row["micro_batch"]))
-        stated = setup_of(PRESETS["gpt3-96b"], "a100-80g:4x8", *size, 128, scope, balance="bpipe" if balanced else "none")
-        less = replace(stated, balance="none") if balanced else replace(stated, recompute=SCOPES[SCOPES.index(scope) - 1])
+        stated = setup_of(
+            PRESETS["gpt3-96b"], "a100-80g:4x8", *size, 128, scope, balance="bpipe" if balanced else "none"
+        )
+        less = (
+            replace(stated, balance="none") if balanced else replace(stated, recompute=SCOPES[SCOPES.index(scope) - 1])
+        )
         shared = None if balanced else _fullest_gib(replace(less, balance="bpipe"))
         limit = stated.cluster.device.memory_bytes / 2**30
         found.append(GridRow(row, stated, _fullest_gib(stated), _fullest_gib(less), shared, limit))
@@ -230,7 +265,7 @@ class MfuRow:
 
 
 def grid_mfu() -> list[MfuRow]:
-    """Every row of the paper's table, its times predicted by the roofline."""
+    """Return every row of the paper's table, its times predicted by the roofline."""
     found = []
     for one in grid():
         prediction = predict(one.setup, simulation=simulation_of(one.setup), formula="papers")
@@ -246,7 +281,8 @@ def size_of(one: GridRow) -> str:
     return f"t={one.row['tensor']} p={one.row['pipeline']} b={one.row['micro_batch']}"
 
 
-# -- this project's own runs -----------------------------------------------------------------------------------------------------------
+# -- this project's own runs
+# -----------------------------------------------------------------------------------------------------------
 
 # Smaller storages stay where they are: the default of --bpipe-min-bytes.
 MINIMUM_BYTES = 65536
@@ -273,13 +309,16 @@ def cpu_runs() -> list[CpuRun]:
         layers = split_layers(model.num_layers, chosen["pipeline"])
         assert layers is not None
         cluster = parse_cluster(f"a100-80g:{chosen['tensor'] * chosen['pipeline']}")
-        setup = Setup(model, cluster, sequence=model.sequence, layers=layers, attention="unfused", kernels="cpu", **chosen)
+        setup = Setup(
+            model, cluster, sequence=model.sequence, layers=layers, attention="unfused", kernels="cpu", **chosen
+        )
         found.append(CpuRun(run["name"], setup, tuple(run["peak_bytes"]), predicted_peaks(setup)))
     return found
 
 
 def predicted_peaks(setup: Setup) -> tuple[int, ...]:
-    """What every rank holds at most as a run counts it: its own micro-batches, host buffers, and the input that Megatron's loop keeps."""
+    """What every rank holds at most as a run counts it: its own micro-batches, host buffers, and the input that
+    Megatron's loop keeps."""
     # What the loop holds besides, which is received, a run counts as its own.
     schedule, saved = build(setup.program()), [moved_bytes(setup, stage, 1) for stage in range(setup.num_stages)]
     moved = [moved_bytes(setup, stage, MINIMUM_BYTES) for stage in range(setup.num_stages)]

@@ -1,7 +1,10 @@
-"""Print what examples/smoke_8gpu.sh found, as one table. In: its folder. Out: a row a run; the exit status is 0 only if all are identical.
+"""Print what examples/smoke_8gpu.sh found, as one table.
 
-verdicts.tsv has a line a run (layout, run, verdict); where a run was compared, its folder also has its record and `bpipe compare`'s
-JSON, from which the transport that carried it, what its fullest stage held and its losses are read. Knows no tensors.
+In: its folder. Out: a row a run; the exit status is 0 only if all are identical.
+
+verdicts.tsv has a line a run (layout, run, verdict); where a run was compared, its folder also has its record and
+`bpipe compare`'s JSON, from which the transport that carried it, what its fullest stage held and its losses are read.
+Knows no tensors.
 """
 
 from __future__ import annotations
@@ -13,7 +16,15 @@ from typing import Any
 
 MIB = 2**20
 IDENTICAL = "identical"
-HEAD = ("layout", "run", "carried by", "fullest stage, MiB: stock", "with --bpipe", "loss, first to last", "beside stock")
+HEAD = (
+    "layout",
+    "run",
+    "carried by",
+    "fullest stage, MiB: stock",
+    "with --bpipe",
+    "loss, first to last",
+    "beside stock",
+)
 
 
 def rows(folder: Path) -> list[tuple[str, ...]]:
@@ -43,7 +54,9 @@ def _fullest(run: dict[str, Any]) -> str:
 def table(cells: list[tuple[str, ...]]) -> str:
     lines = [HEAD, *cells]
     widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
 
 
 def main() -> int:

@@ -1,6 +1,9 @@
-"""Lay what the roofline predicts beside published throughputs and peaks. In: tests/data/published_throughput.csv. Out: rows with both.
+"""Lay what the roofline predicts beside published throughputs and peaks.
 
-Nothing is given but what the source says of the run: no time is measured, no constant is fitted. Needs no torch, writes nothing.
+In: tests/data/published_throughput.csv. Out: rows with both.
+
+Nothing is given but what the source says of the run: no time is measured, no constant is fitted. Needs no torch, writes
+nothing.
 """
 
 from __future__ import annotations
@@ -59,12 +62,13 @@ class Throughput:
 
 @cache
 def throughputs() -> tuple[Throughput, ...]:
-    """Every row of the file."""
+    """Return every row of the file."""
     return tuple(_prediction(row) for row in rows("published_throughput.csv"))
 
 
 def without_tp_overlap() -> list[float]:
-    """Percent, with their signs, of the runs with `--tp-comm-overlap`, had they been predicted without it."""
+    """Return the percent, with their signs, of the runs with `--tp-comm-overlap`, had they been predicted without
+    it."""
     setups = ((one, one.setup.switches) for one in throughputs() if one.setup.switches.tp_comm_overlap)
     others = [(one, replace(one.setup, switches=replace(switches, tp_comm_overlap=False))) for one, switches in setups]
     return [100 * (steady_timing(setup, costs_of(setup)).iteration_s / one.measured - 1) for one, setup in others]
@@ -72,18 +76,24 @@ def without_tp_overlap() -> list[float]:
 
 def words_on_tp_overlap() -> str:
     """What the document says of the runs with `--tp-comm-overlap`."""
-    errors, without = [one.error_percent for one in throughputs() if one.setup.switches.tp_comm_overlap], without_tp_overlap()
+    errors, without = (
+        [one.error_percent for one in throughputs() if one.setup.switches.tp_comm_overlap],
+        without_tp_overlap(),
+    )
     return (
-        f"NVIDIA's {len(errors)} are the only runs with `--tp-comm-overlap`, and are predicted {-max(errors):.1f} to {-min(errors):.1f} % "
-        f"too fast. Predicted without it they would be {min(without):+.1f} to {max(without):+.1f} % off: as if it gained nothing. So "
-        "either it gains far less than predicted (products are taken to be as fast beside a collective as alone), or something else took "
+        f"NVIDIA's {len(errors)} are the only runs with `--tp-comm-overlap`, and are predicted {-max(errors):.1f} to "
+        f"{-min(errors):.1f} % "
+        f"too fast. Predicted without it they would be {min(without):+.1f} to {max(without):+.1f} % off: as if it "
+        f"gained nothing. So "
+        "either it gains far less than predicted (products are taken to be as fast beside a collective as alone), or "
+        "something else took "
         "longer there; these runs do not tell which. Do not expect all that a prediction says that the flag gains."
     )
 
 
 @cache
 def kept_back() -> tuple[Throughput, ...]:
-    """Every row of the file of runs that no constant was looked at with."""
+    """Return every row of the file of runs that no constant was looked at with."""
     found = []
     for row in rows("kept_back_throughput.csv"):
         layers, hidden, heads, tensor, pipeline, micro_batch = (int(row[name]) for name in KEPT_BACK)
@@ -103,12 +113,16 @@ def kept_back() -> tuple[Throughput, ...]:
             sequence_parallel=False,
         )
         seconds = steady_timing(setup, costs_of(setup)).iteration_s
-        found.append(Throughput("BigScience 2022", setup.model.name, 384, "iteration_s", setup, float(row["iteration_s"]), seconds))
+        found.append(
+            Throughput(
+                "BigScience 2022", setup.model.name, 384, "iteration_s", setup, float(row["iteration_s"]), seconds
+            )
+        )
     return tuple(found)
 
 
 def errors_by_source() -> dict[str, list[float]]:
-    """Percent, without signs; peaks apart from times."""
+    """Return the percent, without signs; peaks apart from times."""
     errors: dict[str, list[float]] = {}
     for one in throughputs():
         name = one.source.split(" (")[0] + (", peaks" if one.quantity == PEAK else "")
@@ -117,7 +131,8 @@ def errors_by_source() -> dict[str, list[float]]:
 
 
 class Calibrated(NamedTuple):
-    """Percent, without signs, of the other rows: by the factor of the source's first row, and by that of each of its rows in turn."""
+    """Percent, without signs, of the other rows: by the factor of the source's first row, and by that of each of its
+    rows in turn."""
 
     by_first: list[float]
     by_any: list[float]
@@ -130,8 +145,12 @@ def calibrated_errors_by_source() -> dict[str, Calibrated]:
         if one.quantity != PEAK:
             # A throughput is the higher the fewer seconds.
             ratio = one.predicted / one.measured
-            seconds.setdefault(one.source.split(" (")[0], []).append(ratio if one.quantity == "iteration_s" else 1 / ratio)
-    return {source: Calibrated(calibrated(ratios, 1), calibrated(ratios, len(ratios))) for source, ratios in seconds.items()}
+            seconds.setdefault(one.source.split(" (")[0], []).append(
+                ratio if one.quantity == "iteration_s" else 1 / ratio
+            )
+    return {
+        source: Calibrated(calibrated(ratios, 1), calibrated(ratios, len(ratios))) for source, ratios in seconds.items()
+    }
 
 
 def calibrated(ratios: Sequence[float], num_calibrating: int) -> list[float]:
@@ -141,11 +160,13 @@ def calibrated(ratios: Sequence[float], num_calibrating: int) -> list[float]:
 
 
 def agreement(found: Sequence[Throughput]) -> float:
-    """Kendall's coefficient of measured and predicted, over pairs of one source and quantity that were measured over 5 % apart."""
+    """Kendall's coefficient of measured and predicted, over pairs of one source and quantity that were measured over
+    5 % apart."""
     agreeing = [
         (one.measured < other.measured) == (one.predicted < other.predicted)
         for one, other in combinations(found, 2)
-        if (one.source, one.quantity) == (other.source, other.quantity) and abs(one.measured / other.measured - 1) > 0.05
+        if (one.source, one.quantity) == (other.source, other.quantity)
+        and abs(one.measured / other.measured - 1) > 0.05
     ]
     return 2 * sum(agreeing) / len(agreeing) - 1
 
@@ -154,12 +175,16 @@ def _prediction(row: dict[str, str]) -> Throughput:
     if row["quantity"] == PEAK:
         # As many micro-batches as fill the pipeline, three times.
         setup = next(_setups(row, 3 * int(row["pipeline"]) * int(row["micro_batch"])))
-        predicted = max(rank.state_bytes + rank.activations_bytes + rank.working_bytes for rank in predict_memory(setup)) / 1e9
+        predicted = (
+            max(rank.state_bytes + rank.activations_bytes + rank.working_bytes for rank in predict_memory(setup)) / 1e9
+        )
     else:
         found = [setup for setup in _setups(row, int(row["global_batch"])) if row["micro_batch"] or _fits(setup)]
         seconds, setup = min(((_iteration_s(setup, row["source"]), setup) for setup in found), key=lambda one: one[0])
         predicted = _quantity(row["quantity"], setup, seconds)
-    return Throughput(row["source"], row["model"], int(row["gpus"]), row["quantity"], setup, float(row["measured"]), predicted)
+    return Throughput(
+        row["source"], row["model"], int(row["gpus"]), row["quantity"], setup, float(row["measured"]), predicted
+    )
 
 
 def _iteration_s(setup: Setup, source: str) -> float:
@@ -176,18 +201,25 @@ def _waiting(setup: Setup, costs: Costs) -> Costs:
     waits = exposed(setup)
     hidden = waits.input_half_s - waits.backward_s
     stages = zip(costs.stages, setup.layers, strict=True)
-    return replace(costs, stages=tuple(replace(cost, backward_s=cost.backward_s + num * hidden) for cost, num in stages))
+    return replace(
+        costs, stages=tuple(replace(cost, backward_s=cost.backward_s + num * hidden) for cost, num in stages)
+    )
 
 
 def _scattered(setup: Setup, costs: Costs) -> Costs:
-    """Where all tensor-parallel ranks have the same to send: each sends a part, and who receives gathers them (Narayanan et al. 2021, 4.1).
+    """Where all tensor-parallel ranks have the same to send: each sends a part, and who receives gathers them
+    (Narayanan et al. 2021, 4.1).
 
     Megatron has dropped it since, for with sequence parallelism each has a part anyway.
     """
     if setup.tensor == 1 or setup.sequence_parallel:
         return costs
     gathered = (
-        sent_bytes(setup) * (setup.tensor - 1) / setup.tensor / (setup.cluster.device.inside_bytes_per_s * LINK_EFFICIENCY) + LINK_LATENCY_S
+        sent_bytes(setup)
+        * (setup.tensor - 1)
+        / setup.tensor
+        / (setup.cluster.device.inside_bytes_per_s * LINK_EFFICIENCY)
+        + LINK_LATENCY_S
     )
     stages = tuple(
         replace(
@@ -244,7 +276,9 @@ def _setup(row: dict[str, str], chunks: int, micro_batch: int, global_batch: int
     stages = pipeline * chunks
     layers = _ends_spared(model.num_layers, stages) if of_qi else split_layers(model.num_layers, stages)
     if layers is None:
-        raise ValueError(f"{row['source']} {row['model']}: {model.num_layers} layers do not divide into {stages} stages")
+        raise ValueError(
+            f"{row['source']} {row['model']}: {model.num_layers} layers do not divide into {stages} stages"
+        )
     return Setup(
         # Qi et al. leave the output layer untied.
         replace(model, tied_embedding=not of_qi),

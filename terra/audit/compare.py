@@ -1,9 +1,11 @@
-"""Find what differs between steps, and what a step does that a capture cannot hold. In: recorded `Step`s. Out: an `Audit` of `Finding`s.
+"""Find what differs between steps, and what a step does that a capture cannot hold.
 
-The step with the most operations is held against each other one, so that what comes only sometimes is compared too. Two operations are the
-same node where they have the same name and place and come in one order between others that are. Of a node every argument must be the same
-in all steps: the same plain value, the same memory from outside, or what the same node made. What is made from what differs is not said
-again.
+In: recorded `Step`s. Out: an `Audit` of `Finding`s.
+
+The step with the most operations is held against each other one, so that what comes only sometimes is compared too. Two
+operations are the same node where they have the same name and place and come in one order between others that are. Of a
+node every argument must be the same in all steps: the same plain value, the same memory from outside, or what the same
+node made. What is made from what differs is not said again.
 """
 
 from __future__ import annotations
@@ -15,19 +17,36 @@ from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from math import prod
 
-from terra.audit.record import LIFT, OWN_GENERATOR, Argument, Given, Made, Operation, Step
+from terra.audit.record import LIFT, OWN_GENERATOR, Argument, Fixed, MadeInStep, Operation, Step
 from terra.trace.place import Place
 
 # What waits for the device to tell the host: a number, whether it went well, or how large a result is.
 _HOST_READS = frozenset({"_local_scalar_dense", "equal", "is_nonzero", "allclose"})
 _CHECKS = frozenset(
     {
-        *("_linalg_check_errors", "_linalg_eigh", "_linalg_svd", "linalg_eig", "linalg_lstsq", "linalg_pinv", "linalg_polar"),
+        *(
+            "_linalg_check_errors",
+            "_linalg_eigh",
+            "_linalg_svd",
+            "linalg_eig",
+            "linalg_lstsq",
+            "linalg_pinv",
+            "linalg_polar",
+        ),
         *("linalg_matrix_sqrth", "cholesky", "cholesky_inverse", "cholesky_solve"),
     }
 )
 _SIZED_BY_DATA = frozenset(
-    {"nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "repeat_interleave", "bincount", "nonzero_numpy"}
+    {
+        "nonzero",
+        "masked_select",
+        "unique_dim",
+        "_unique2",
+        "unique_consecutive",
+        "repeat_interleave",
+        "bincount",
+        "nonzero_numpy",
+    }
 )
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
 _SEEDS = frozenset({"<manual_seed>", "<manual_seed_all>", "<seed>", "<set_rng_state>"})
@@ -40,11 +59,14 @@ _NOWHERE = -2
 
 
 class Kind(enum.Enum):
-    """What was found, and what comes of it when the step is captured once and replayed."""
+    """Kind of a finding, and what follows from it when the step is captured once and replayed."""
 
     SCALAR = "scalar changes", "a replay repeats the captured number"
     ATTRIBUTE = "setting changes", "a replay repeats the captured one"
-    REPLACED = "tensor replaced", "a replay reads and writes the captured step's memory: copy into one tensor that stays"
+    REPLACED = (
+        "tensor replaced",
+        "a replay reads and writes the captured step's memory: copy into one tensor that stays",
+    )
     SOURCE = "another value", "a replay takes it from where the captured step did"
     SHAPE = "shape varies", "a replay has the captured shape; torch.compile compiles again"
     SOMETIMES = "comes only sometimes", "a replay does what the captured step did"
@@ -56,7 +78,10 @@ class Kind(enum.Enum):
         "a capture ends with an error where the graph was not told of it: CUDAGraph.register_generator_state",
     )
     SEED = "random state set", "a replay sets nothing: its random numbers go on"
-    COLLECTIVE = "collective", "every rank must capture and replay it in one order, and the group's time-out does not watch it"
+    COLLECTIVE = (
+        "collective",
+        "every rank must capture and replay it in one order, and the group's time-out does not watch it",
+    )
 
     def __init__(self, title: str, consequence: str) -> None:
         self.title, self.consequence = title, consequence
@@ -68,7 +93,7 @@ _WAITS = (Kind.HOST_READ, Kind.SIZE)
 
 @dataclass(frozen=True)
 class Finding:
-    """`detail` says what was seen; `times` how often in the step that has it most often."""
+    """A finding: `detail` says what was seen; `times` how often in the step that has it most often."""
 
     kind: Kind
     place: Place
@@ -79,7 +104,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Audit:
-    """`findings` in the program's order; `unseen` says what may be there and could not be looked at."""
+    """Result of an audit: `findings` in the program's order; `unseen` says what may be there and could not be looked
+    at."""
 
     num_steps: int
     num_operations: tuple[int, ...]
@@ -88,7 +114,7 @@ class Audit:
 
 
 def compare(steps: Sequence[Step], unseen: Sequence[str] = ()) -> Audit:
-    """Raises ValueError for fewer than two steps: nothing could be said of what changes."""
+    """Compare recorded steps. Raises ValueError for fewer than two: nothing could be said of what changes."""
     if len(steps) < 2:
         raise ValueError(f"{len(steps)} steps were recorded, and what changes from step to step needs 2 or more")
     found = [*_across(steps), *_of_one_step(steps)]
@@ -102,7 +128,8 @@ _Found = tuple[Kind, Operation, str]
 
 
 def _together(found: Iterable[_Found]) -> Iterator[Finding]:
-    """One finding of what is the same thing at one place, as of all parameters of a model; of a branch, all that is in it."""
+    """One finding of what is the same thing at one place, as of all parameters of a model; of a branch, all that is
+    in it."""
     grouped: dict[tuple[Kind, object, object], list[tuple[Operation, str]]] = {}
     for kind, operation, detail in found:
         place = operation.place
@@ -114,7 +141,8 @@ def _together(found: Iterable[_Found]) -> Iterator[Finding]:
         yield Finding(kind, each[0][0].place, ", ".join(names[:_MANY]) + more, each[0][1], len(each))
 
 
-# -- what every step shows by itself ---------------------------------------------------------------------------------------------------
+# -- what every step shows by itself
+# ---------------------------------------------------------------------------------------------------
 
 
 def _of_one_step(steps: Sequence[Step]) -> Iterator[_Found]:
@@ -122,7 +150,9 @@ def _of_one_step(steps: Sequence[Step]) -> Iterator[_Found]:
     by_kind: dict[tuple[Kind, Place, str], list[list[_Found]]] = {}
     for place, step in enumerate(steps):
         # Beside a device the host may look at what is its own: Adam counts its steps there.
-        host_is_free = any(each.meta and not _is_host(each) for operation in step.operations for each in operation.arguments)
+        host_is_free = any(
+            each.meta and not _is_host(each) for operation in step.operations for each in operation.arguments
+        )
         for operation in step.operations:
             kind, detail = _alone(operation, step)
             if host_is_free and kind in _WAITS and all(_is_host(each) for each in operation.arguments if each.meta):
@@ -146,7 +176,9 @@ def _alone(operation: Operation, step: Step) -> tuple[Kind | None, str]:
         return Kind.HOST_READ, f"a value of {_words(operation.arguments[0])}"
     if short in _CHECKS:
         return Kind.HOST_READ, "whether it went well"
-    if short in _SIZED_BY_DATA or (short in ("index", "index_put_", "index_put") and _is_sized_by_mask(operation, step)):
+    if short in _SIZED_BY_DATA or (
+        short in ("index", "index_put_", "index_put") and _is_sized_by_mask(operation, step)
+    ):
         return Kind.SIZE, f"of what {short} makes"
     if short == "_to_copy" and _leaves_device(operation):
         return Kind.HOST_READ, f"a copy of {_words(operation.arguments[0])} to the host"
@@ -160,24 +192,30 @@ def _is_host(argument: Argument) -> bool:
 
 
 def _is_sized_by_mask(operation: Operation, step: Step) -> bool:
-    """Whether the places where a mask holds are listed. One number of the host's is filled in without a list: `tensor[mask] = 0.`."""
+    """Return whether the places where a mask holds are listed.
+
+    One number of the host's is filled in without a list: `tensor[mask] = 0.`.
+    """
     indices = [each for each in operation.arguments if each.name.startswith("indices") and each.meta]
     masks = [each for each in indices if each.meta.startswith(("bool ", "uint8 "))]
     named = {each.name: each for each in operation.arguments}
     if not masks or "values" not in named:
         return bool(masks)
-    is_filled = len(indices) == 1 and not named["accumulate"].value and _is_host_number(named["values"], operation, step)
+    is_filled = (
+        len(indices) == 1 and not named["accumulate"].value and _is_host_number(named["values"], operation, step)
+    )
     return not is_filled
 
 
 def _is_host_number(argument: Argument, operation: Operation, step: Step) -> bool:
-    """Whether it is one on the host wherever the program runs: beside a device, or made of a number that was set."""
+    """Return whether it is one on the host wherever the program runs: beside a device, or made of a number that was
+    set."""
     if not _is_host(argument) or prod(argument.shape) != 1:
         return False
     if not all(_is_host(each) for each in operation.arguments if each.meta):
         return True
     made = argument.memory
-    if not isinstance(made, Made) or made.operation < 0:
+    if not isinstance(made, MadeInStep) or made.operation < 0:
         return False
     maker = step.operations[made.operation]
     # Its gradient is a zero of the same place, whose forward has been judged.
@@ -189,7 +227,8 @@ def _leaves_device(operation: Operation) -> bool:
     return to == "cpu" and not _is_host(operation.arguments[0])
 
 
-# -- what differs from step to step ----------------------------------------------------------------------------------------------------
+# -- what differs from step to step
+# ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -210,11 +249,11 @@ class _Match:
             there = {start + number: begin + number for start, begin, length in blocks for number in range(length)}
         return cls(other, there, {other: one for one, other in there.items()})
 
-    def as_fullest(self, memory: Given | Made | None) -> Given | Made | None:
+    def as_fullest(self, memory: Fixed | MadeInStep | None) -> Fixed | MadeInStep | None:
         """What an operation made, by the operation of the fullest step that is the same."""
-        if not isinstance(memory, Made) or memory.operation < 0:
+        if not isinstance(memory, MadeInStep) or memory.operation < 0:
             return memory
-        return Made(self.back.get(memory.operation, _NOWHERE))
+        return MadeInStep(self.back.get(memory.operation, _NOWHERE))
 
 
 def _across(steps: Sequence[Step]) -> Iterator[_Found]:
@@ -228,7 +267,7 @@ def _across(steps: Sequence[Step]) -> Iterator[_Found]:
 
 
 def _sometimes(fullest: Step, matches: Sequence[_Match]) -> Iterator[_Found]:
-    """An operation that a step has and another has not, each place once."""
+    """Return an operation that a step has and another has not, each place once."""
     for number, operation in enumerate(fullest.operations):
         having = sum(number in match.there for match in matches)
         if having < len(matches):
@@ -252,10 +291,12 @@ class _Nodes:
     def __init__(self, fullest: Step) -> None:
         self._fullest = fullest
         # Memory of which it was said that it is another, and operations whose sizes vary.
-        self._said: set[Given | Made] = set()
-        self._varying: set[Given | Made] = set()
+        self._said: set[Fixed | MadeInStep] = set()
+        self._varying: set[Fixed | MadeInStep] = set()
 
-    def different(self, number: int, operation: Operation, same: Sequence[tuple[Operation, _Match]]) -> Iterator[_Found]:
+    def different(
+        self, number: int, operation: Operation, same: Sequence[tuple[Operation, _Match]]
+    ) -> Iterator[_Found]:
         if _alone(operation, self._fullest)[0] is Kind.HOST_READ:
             # What the host reads is wrong wherever it comes from.
             return
@@ -267,10 +308,10 @@ class _Nodes:
                 continue
             kind, detail = found
             if kind is Kind.ATTRIBUTE and not argument.meta:
-                self._varying.add(Made(number))
+                self._varying.add(MadeInStep(number))
             if kind is Kind.SHAPE or (kind is Kind.SCALAR and isinstance(argument.value, int)):
-                known = argument.memory in self._varying or Made(number) in self._varying
-                self._varying.add(Made(number))
+                known = argument.memory in self._varying or MadeInStep(number) in self._varying
+                self._varying.add(MadeInStep(number))
                 if known:
                     continue
             if kind in (Kind.REPLACED, Kind.SOURCE) and argument.memory is not None:
@@ -290,7 +331,10 @@ def _argument(argument: Argument, of_steps: Sequence[tuple[Argument, _Match]]) -
     metas = _different(each.meta for each in seen)
     if len(metas) > 1:
         # A number has none.
-        return Kind.ATTRIBUTE, f"{argument.name} is {' then '.join(dict.fromkeys(each.meta or _number(each.value) for each in seen))}"
+        return (
+            Kind.ATTRIBUTE,
+            f"{argument.name} is {' then '.join(dict.fromkeys(each.meta or _number(each.value) for each in seen))}",
+        )
     values = _different(each.value for each in seen)
     if len(values) > 1:
         are_numbers = all(isinstance(value, int | float | complex) and not isinstance(value, bool) for value in values)
@@ -299,13 +343,16 @@ def _argument(argument: Argument, of_steps: Sequence[tuple[Argument, _Match]]) -
     memories = [match.as_fullest(each.memory) for each, match in of_steps]
     if len(_different(memories)) == 1:
         return None
-    if all(isinstance(each.memory, Given) for each in seen):
+    if all(isinstance(each.memory, Fixed) for each in seen):
         return Kind.REPLACED, f"{argument.name}, {_words(argument)}, is another tensor"
     return Kind.SOURCE, f"{argument.name}, {_words(argument)}, comes from elsewhere"
 
 
 def _different[T](values: Iterable[T]) -> list[T]:
-    """Each once, in order. Of equal numbers those of one type: 1 and 1.0 are two settings; no number is equal to itself there only."""
+    """Return each once, in order.
+
+    Of equal numbers those of one type: 1 and 1.0 are two settings; no number is equal to itself there only.
+    """
     found: dict[str, T] = {}
     for value in values:
         found.setdefault(f"{type(value).__name__} {value!r}", value)

@@ -1,11 +1,13 @@
-"""Write down what a step issues, operation by operation. In: a program that runs as it would. Out: a `Step` of `Operation`s each.
+"""Write down what a step issues, operation by operation.
 
-It stands below autograd, where forward, backward, hooks, custom Functions and optimizers all come by as operations. Each operation runs as
-it came; nothing is changed, moved or kept but what tells one tensor's memory from another's. What the host reads without an operation (a
-tensor as a list, as an array) is seen where Python asks for it.
+In: a program that runs as it would. Out: a `Step` of `Operation`s each.
 
-A tensor is told by its memory: it was *made* by an operation of this step, or *given* from outside. Storages made are remembered by weak
-references, which keep no memory and still keep another storage from taking the same address.
+It stands below autograd, where forward, backward, hooks, custom Functions and optimizers all come by as operations.
+Each operation runs as it came; nothing is changed, moved or kept but what tells one tensor's memory from another's.
+What the host reads without an operation (a tensor as a list, as an array) is seen where Python asks for it.
+
+A tensor is told by its memory: it was *made* by an operation of this step, or *given* from outside. Storages made are
+remembered by weak references, which keep no memory and still keep another storage from taking the same address.
 """
 
 from __future__ import annotations
@@ -38,14 +40,15 @@ LIFT = "lift_fresh"
 OWN_GENERATOR = "a generator of its own"
 
 
-class Given(NamedTuple):
+class Fixed(NamedTuple):
     """Memory from outside of the step: the same number is the same memory, in all steps of a recorder."""
 
     number: int
 
 
-class Made(NamedTuple):
-    """Memory that this operation of the step made, by its index; below zero the step's inputs, which whoever records declared."""
+class MadeInStep(NamedTuple):
+    """Memory that this operation of the step made, by its index; below zero the step's inputs, which whoever records
+    declared."""
 
     operation: int
 
@@ -56,14 +59,14 @@ class Argument:
 
     name: str
     value: object = None
-    memory: Given | Made | None = None
+    memory: Fixed | MadeInStep | None = None
     shape: tuple[int, ...] = ()
     meta: str = ""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """`name` as torch's: namespace, operation and overload, or, in pointed brackets, what is none."""
+    """An operation. `name` is torch's: namespace, operation and overload, or, in pointed brackets, what is none."""
 
     name: str
     place: Place
@@ -71,20 +74,20 @@ class Operation:
 
     @property
     def short(self) -> str:
-        """As people say it: `addcdiv_`."""
+        """Short name: `addcdiv_`."""
         return self.name.split(".")[1] if "." in self.name else self.name
 
 
 @dataclass
 class Step:
-    """What was issued between its beginning and its end, in order."""
+    """Operations issued between a step's beginning and its end, in order."""
 
     operations: list[Operation] = field(default_factory=list)
-    made: dict[int, tuple[Any, Made]] = field(default_factory=dict, repr=False)
+    made: dict[int, tuple[Any, MadeInStep]] = field(default_factory=dict, repr=False)
 
 
 class Recorder:
-    """Records steps; several may be under way, as when a pipeline's micro-batches are, and each may come in parts.
+    """Records steps. Several may be under way, as a pipeline's micro-batches are, and each may come in parts.
 
     ```
     with recorder.running():
@@ -99,10 +102,12 @@ class Recorder:
         self.steps: dict[object, Step] = {}
         self._places = Places(through)
         self._now: Step | None = None
-        # Memory from outside is kept while recording: else another tensor could come to lie there and pass for the same.
-        self._given: dict[int, tuple[torch.UntypedStorage, Given]] = {}
+        # Memory from outside is kept while recording: else another tensor could come to lie there and pass for the
+        # same.
+        self._given: dict[int, tuple[torch.UntypedStorage, Fixed]] = {}
         self._seeding = False
-        # Whether `tensor[...] = value` is being done: a number becomes a tensor then, of the host's even beside a device.
+        # Whether `tensor[...] = value` is being done: a number becomes a tensor then, of the host's even beside a
+        # device.
         self.is_setting = False
         # By operation, the value of each argument that is not given.
         self._defaults: dict[int, tuple[Any, dict[str, Argument]]] = {}
@@ -121,25 +126,29 @@ class Recorder:
 
     @contextlib.contextmanager
     def step(self, key: object, inputs: Sequence[torch.Tensor] = ()) -> Iterator[None]:
-        """What is issued inside belongs to this step, as a further part if there was one. `inputs` are known to be others each step."""
+        """Record what is issued inside as this step, or as a further part of it.
+
+        `inputs` are known to be others each step.
+        """
         before, self._now = self._now, self.steps.setdefault(key, Step())
         for tensor in inputs:
             storage = tensor.untyped_storage()
-            self._now.made[storage._cdata] = _weak(storage), Made(-1)
+            self._now.made[storage._cdata] = _weak(storage), MadeInStep(-1)
         try:
             yield
         finally:
             self._now = before
 
     def begin(self, key: object) -> None:
-        """From now on everything belongs to this step."""
+        """Record everything as this step from now on."""
         self._now = self.steps.setdefault(key, Step())
 
     def pause(self) -> None:
-        """From now on nothing is recorded."""
+        """Record nothing from now on."""
         self._now = None
 
-    # -- what comes by -------------------------------------------------------------------------------------------------------------
+    # -- what comes by
+    # -------------------------------------------------------------------------------------------------------------
 
     def issue(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         step = self._now
@@ -154,11 +163,11 @@ class Recorder:
             storage = _storage(each) if isinstance(each, torch.Tensor) else None
             # A view lies in memory that is known already, and so does what was written in place.
             if storage is not None and storage._cdata not in step.made and storage._cdata not in self._given:
-                step.made[storage._cdata] = _weak(storage), Made(index)
+                step.made[storage._cdata] = _weak(storage), MadeInStep(index)
         return made
 
     def read(self, name: str, given: torch.Tensor | torch.UntypedStorage) -> None:
-        """Python needs the bytes of this tensor or memory."""
+        """Record that Python needs the bytes of this tensor or memory."""
         if self._now is not None:
             of: Any = self._storage if isinstance(given, torch.UntypedStorage) else self._tensor
             argument = of(self._now, "self", given)
@@ -190,10 +199,14 @@ class Recorder:
 
         return run
 
-    # -- arguments -----------------------------------------------------------------------------------------------------------------
+    # -- arguments
+    # -----------------------------------------------------------------------------------------------------------------
 
-    def _arguments(self, step: Step, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Argument]:
-        """All that the operation has, in its own order: torch does not pass what is given as it is by default."""
+    def _arguments(
+        self, step: Step, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Iterator[Argument]:
+        """Return all that the operation has, in its own order: torch does not pass what is given as it is by
+        default."""
         given = {**dict(zip(self._defaults_of(operation), args, strict=False)), **kwargs}
         for name, default in self._defaults_of(operation).items():
             if name not in given:
@@ -233,19 +246,23 @@ class Recorder:
         return Argument(name, memory=memory, shape=tuple(tensor.shape), meta=meta)
 
     def _storage(self, step: Step, name: str, storage: torch.UntypedStorage) -> Argument:
-        return Argument(name, memory=self._memory(step, storage), shape=(storage.nbytes(),), meta=f"uint8 {storage.device}")
+        return Argument(
+            name, memory=self._memory(step, storage), shape=(storage.nbytes(),), meta=f"uint8 {storage.device}"
+        )
 
-    def _memory(self, step: Step, storage: torch.UntypedStorage) -> Given | Made:
+    def _memory(self, step: Step, storage: torch.UntypedStorage) -> Fixed | MadeInStep:
         known: Any = step.made.get(storage._cdata) or self._given.get(storage._cdata)
         if known is None:
-            known = self._given[storage._cdata] = storage, Given(len(self._given))
-        memory: Given | Made = known[1]
+            known = self._given[storage._cdata] = storage, Fixed(len(self._given))
+        memory: Fixed | MadeInStep = known[1]
         return memory
 
 
 def _generator(generator: Any) -> str:
     of_torch: Any = (
-        torch.default_generator if generator.device.type == "cpu" else torch.cuda.default_generators[generator.device.index or 0]
+        torch.default_generator
+        if generator.device.type == "cpu"
+        else torch.cuda.default_generators[generator.device.index or 0]
     )
     # It comes as another object each time.
     return "torch's generator" if generator._cdata == of_torch._cdata else OWN_GENERATOR
@@ -303,10 +320,14 @@ def _in_lists(given: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 # What every printing and every saving of a tensor comes to, and what it is called. The second takes memory.
-_PRINTS_AND_SAVES: tuple[tuple[Any, str, str], ...] = ((torch._tensor_str, "_str", "repr"), (torch.serialization, "location_tag", "save"))
+_PRINTS_AND_SAVES: tuple[tuple[Any, str, str], ...] = (
+    (torch._tensor_str, "_str", "repr"),
+    (torch.serialization, "location_tag", "save"),
+)
 
 
-# What sets the state of random numbers, where programs look it up. A generator's own methods are C's and cannot be looked at.
+# What sets the state of random numbers, where programs look it up. A generator's own methods are C's and cannot be
+# looked at.
 _SEEDS: tuple[tuple[Any, str], ...] = (
     (torch, "manual_seed"),
     (torch, "seed"),

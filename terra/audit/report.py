@@ -1,4 +1,7 @@
-"""Say what an audit found. In: an `Audit`. Out: text, a line of the program each, or plain values for JSON. Judges nothing."""
+"""Say what an audit found.
+
+In: an `Audit`. Out: text, a line of the program each, or plain values for JSON. Judges nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from terra.trace.place import Place
 
 
 def text(audit: Audit, steps: str = "steps") -> str:
-    """`steps`: what was compared."""
+    """Return the audit as text. `steps`: what was compared."""
     sizes = sorted(set(audit.num_operations))
     each = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
     lines = [f"{audit.num_steps} {steps} of {each} operations: {_count(audit)}"]
@@ -40,7 +43,9 @@ def _line(found: Finding) -> str:
 
 
 def _where(place: Place) -> str:
-    return "; ".join(each for each in (f"backward, {place.backward_of}" if place.backward_of else "", place.within) if each)
+    return "; ".join(
+        each for each in (f"backward, {place.backward_of}" if place.backward_of else "", place.within) if each
+    )
 
 
 def _short(place: str) -> str:
@@ -53,7 +58,7 @@ def _short(place: str) -> str:
 
 
 def document(audit: Audit) -> dict[str, Any]:
-    """Version 1."""
+    """Return the audit as JSON values, version 1."""
     return {
         "format": "terra-audit",
         "version": 1,

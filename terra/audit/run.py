@@ -30,7 +30,10 @@ def audit(step: Callable[[], Any], num_steps: int = STEPS, warm_up: int = WARM_U
     Raises ValueError for fewer than two steps, and whatever `step` raises.
     """
     if num_steps < 2 or warm_up < 0:
-        raise ValueError(f"{num_steps} steps after {warm_up} of warm-up: what changes from step to step needs 2 or more, after 0 or more")
+        raise ValueError(
+            f"{num_steps} steps after {warm_up} of warm-up: what changes from step to step needs 2 or more, after 0 "
+            f"or more"
+        )
     for _ in range(warm_up):
         step()
     recorder = Recorder()
@@ -49,7 +52,7 @@ class _Steps:
         self.num_ended = 0
 
     def end(self, optimizer: torch.optim.Optimizer) -> bool:
-        """This optimizer has stepped: whether a step is over."""
+        """Note that this optimizer has stepped, and return whether a step is over."""
         if self._first is None:
             self._first = optimizer
         over = optimizer is self._first
@@ -64,8 +67,8 @@ class _Enough(BaseException):
 def audit_script(script: Path, arguments: Sequence[str] = (), num_steps: int = STEPS, warm_up: int = WARM_UP) -> Audit:
     """Run a script as `python script arguments...` would, until its first optimizer has done these steps.
 
-    What lies before its first step is no step, so the warm-up has at least one. Raises ValueError where it ends before two steps, and
-    whatever the script raises.
+    What lies before its first step is no step, so the warm-up has at least one. Raises ValueError where it ends before
+    two steps, and whatever the script raises.
     """
     recorder, steps, warm_up = Recorder(), _Steps(), max(1, warm_up)
 
@@ -93,17 +96,20 @@ def audit_script(script: Path, arguments: Sequence[str] = (), num_steps: int = S
         hook.remove()
         sys.argv, sys.path[:] = before
     if not steps.num_ended:
-        raise ValueError(f"{script}: no torch.optim optimizer stepped in it; call terra.audit(step) with your own step function")
+        raise ValueError(
+            f"{script}: no torch.optim optimizer stepped in it; call terra.audit(step) with your own step function"
+        )
     if len(recorder.steps) < 2:
         raise ValueError(
-            f"{script}: its first optimizer stepped {steps.num_ended} times, and what changes from step to step needs {warm_up + 2} or "
+            f"{script}: its first optimizer stepped {steps.num_ended} times, and what changes from step to step needs "
+            f"{warm_up + 2} or "
             "more; let it train longer"
         )
     return compare(list(recorder.steps.values()), unseen())
 
 
 def unseen() -> tuple[str, ...]:
-    """What an audit cannot look at, in this process."""
+    """Return what an audit cannot look at in this process."""
     loaded = [name for name in _BESIDE_THE_DISPATCHER if name in sys.modules]
     beside = f" (loaded here: {', '.join(loaded)})" if loaded else ""
     return (

@@ -1,4 +1,6 @@
-"""Run a block by calling its operations, one after the other: exactly those that the program issued. In: `Step`s. Out: a program.
+"""Run a block by calling its operations, one after the other: exactly those that the program issued.
+
+In: `Step`s. Out: a program.
 
 The program is one straight Python function, compiled once a variant; a value is let go where it is last used.
 """
@@ -15,8 +17,10 @@ from terra.run.runner import Program
 _FILE = "<terra block>"
 
 
-class Made(NamedTuple):
-    """What an operation makes. Of each output: its form, or the number of the tensor argument that it is, or None where it is none.
+class Outputs(NamedTuple):
+    """Results of an operation.
+
+    For each output: its form, or the number of the tensor argument that it is, or None where it is none.
 
     `is_one`: one tensor, not a sequence of them.
     """
@@ -25,8 +29,11 @@ class Made(NamedTuple):
     is_one: bool
 
 
-class Given(NamedTuple):
-    """A value by its source: `fed` by the message, or made in the block; `in_cell`: the feed is a cell. `kind`: a number's type."""
+class Input(NamedTuple):
+    """A value by its source: `fed` by the message, or made in the block; `in_cell`: the feed is a cell.
+
+    `kind`: a number's type.
+    """
 
     number: int
     is_fed: bool
@@ -35,17 +42,21 @@ class Given(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One operation: arguments are `Given`, lists of them, or plain values as they are. `place` is the line that issued it."""
+    """One operation: arguments are `Given`, lists of them, or plain values as they are.
+
+    `place` is the line that issued it.
+    """
 
     operation: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    made: Made
+    made: Outputs
     place: str
 
 
 def compile_block(steps: Sequence[Step], blamed: Callable[[int, BaseException], Step] | None = None) -> Program:
-    """The lines of the function tell of an error which step it was; `blamed` may say more closely which operation."""
+    """Compile a block as a function whose lines tell, of an error, which operation it was; `blamed` may say so more
+    closely."""
     text, names = _Text(steps).write()
     exec(compile(text, _FILE, "exec"), names)
     block = names["block"]
@@ -74,8 +85,10 @@ def _line(traceback: TracebackType | None) -> int:
 
 def differs(found: Any, form: Form) -> None:
     raise RuntimeError(
-        f"terra: an operation made {tuple(found.shape)} with strides {found.stride()} where it made {form.shape} with {form.stride} of "
-        "the same arguments before: its result depends on something that terra does not know; run this part outside of the session"
+        f"terra: an operation made {tuple(found.shape)} with strides {found.stride()} where it made {form.shape} with "
+        f"{form.stride} of "
+        "the same arguments before: its result depends on something that terra does not know; run this part outside "
+        "of the session"
     )
 
 
@@ -109,7 +122,9 @@ class _Text:
             if each.is_fed and name not in self._loaded:
                 self._loaded.add(name)
                 # Not kept by the message any longer.
-                self._lines.append(f"    {name} = fed[{each.number}]{'.value' if each.in_cell else ''}; fed[{each.number}] = None")
+                self._lines.append(
+                    f"    {name} = fed[{each.number}]{'.value' if each.in_cell else ''}; fed[{each.number}] = None"
+                )
         arguments = [*map(self._word, step.args), *(f"{key}={self._word(value)}" for key, value in step.kwargs.items())]
         self._names[f"o{place}"] = getattr(step.operation, "_op", step.operation)
         self._lines.append(f"    out = o{place}({', '.join(arguments)})")
@@ -121,14 +136,15 @@ class _Text:
                 self._names[f"e{name}"] = form
                 self._lines += [
                     f"    {name} = out{'' if step.made.is_one else f'[{index}]'}",
-                    f"    if ({name}.shape, {name}.stride(), {name}.storage_offset()) != e{name}[:3] or {name}.dtype != e{name}[3]:",
+                    f"    if ({name}.shape, {name}.stride(), {name}.storage_offset()) != e{name}[:3] or {name}.dtype "
+                    f"!= e{name}[3]:",
                     f"        differs({name}, e{name})",
                     f"    cell().value = {name}",
                 ]
         return names
 
     def _word(self, value: Any) -> str:
-        if isinstance(value, Given):
+        if isinstance(value, Input):
             return _name(value)
         if isinstance(value, list):
             return f"[{', '.join(map(self._word, value))}]"
@@ -137,12 +153,12 @@ class _Text:
         return name
 
 
-def _name(given: Given) -> str:
+def _name(given: Input) -> str:
     return f"{'f' if given.is_fed else 'v'}{given.number}"
 
 
-def _givens(value: Any) -> list[Given]:
-    if isinstance(value, Given):
+def _givens(value: Any) -> list[Input]:
+    if isinstance(value, Input):
         return [value]
     if isinstance(value, dict):
         value = list(value.values())

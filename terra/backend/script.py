@@ -1,9 +1,10 @@
-"""Run a block as functions of TorchScript: the same operations in the same order, called from C++ without the interpreter's lock. In:
-`Step`s. Out: a program.
+"""Run a block as functions of TorchScript: the same operations in the same order, called from C++ without the
+interpreter's lock. In: `Step`s. Out: a program.
 
-Operations in a row become one function, written as TorchScript's graph, whose passes are off in the runner's thread, for they would take
-operations out. It returns all that was made, so that what a row makes is kept until it has run. What cannot be written so, as an operation
-that returns nothing, is called as `terra.backend.operations` does. TorchScript is not developed further: all that needs it is here.
+Operations in a row become one function, written as TorchScript's graph, whose passes are off in the runner's thread,
+for they would take operations out. It returns all that was made, so that what a row makes is kept until it has run.
+What cannot be written so, as an operation that returns nothing, is called as `terra.backend.operations` does.
+TorchScript is not developed further: all that needs it is here.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from terra.backend import operations
-from terra.backend.operations import Given, Made, Step
+from terra.backend.operations import Input, Outputs, Step
 from terra.run.cell import Form
 from terra.run.runner import Program
 
@@ -40,7 +41,10 @@ _HERE = re.compile(r"^ *(%.*)\n *~+ <--- HERE$", re.MULTILINE)
 
 
 def compile_block(steps: Sequence[Step]) -> Program:
-    """An operation's error is a RuntimeError of TorchScript's, with what the operation said in it."""
+    """Compile a block as TorchScript.
+
+    An operation's error is a RuntimeError of TorchScript's, with what the operation said in it.
+    """
     fused: list[Step] = []
     rows: dict[int, _Row] = {}
     number = 0
@@ -52,24 +56,29 @@ def compile_block(steps: Sequence[Step]) -> Program:
         else:
             fused += row
         number += sum(_num_made(step) for step in row)
-    return operations.compile_block(fused, lambda place, error: rows[place].blamed(error) if place in rows else fused[place])
+    return operations.compile_block(
+        fused, lambda place, error: rows[place].blamed(error) if place in rows else fused[place]
+    )
 
 
 def _num_made(step: Step) -> int:
     return sum(isinstance(form, Form) for form in step.made.outputs)
 
 
-# -- which operations --------------------------------------------------------------------------------------------------------------------
+# -- which operations
+# --------------------------------------------------------------------------------------------------------------------
 
 
 def _can_be_written(step: Step) -> bool:
-    """Whether TorchScript takes just this operation for what is written."""
+    """Return whether TorchScript takes just this operation for what is written."""
     if step.operation.namespace != "aten" or not isinstance(step.operation, torch._ops.OpOverload):
         return False
     kinds = []
     for argument, value in _arguments(step):
         kind = _kind(argument.type, value)
-        if kind is None or (_is_number(value) and kind == "Tensor" and step.operation._schema.name[6:] not in _WITH_NUMBERS):
+        if kind is None or (
+            _is_number(value) and kind == "Tensor" and step.operation._schema.name[6:] not in _WITH_NUMBERS
+        ):
             return False
         kinds.append("Scalar" if kind == "Tensor" and _is_number(value) else kind)
     made = _made(step.operation)
@@ -77,7 +86,7 @@ def _can_be_written(step: Step) -> bool:
 
 
 def _arguments(step: Step) -> Iterator[tuple[Any, Any]]:
-    """All that the operation has, with their defaults where they were not given."""
+    """Return all that the operation has, with their defaults where they were not given."""
     for place, argument in enumerate(step.operation._schema.arguments):
         if place < len(step.args):
             yield argument, step.args[place]
@@ -86,11 +95,12 @@ def _arguments(step: Step) -> Iterator[tuple[Any, Any]]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Given) and value.kind in (int, float, complex)
+    return isinstance(value, Input) and value.kind in (int, float, complex)
 
 
 def _kind(declared: Any, value: Any) -> str | None:
-    """How the graph names the type of this value, which stands where the operation has `declared`; None if it cannot."""
+    """Return how the graph names the type of this value, which stands where the operation has `declared`; None if it
+    cannot."""
     if declared.kind() == "OptionalType":
         return "NoneType" if value is None else _kind(declared.getElementType(), value)
     if type(value) is bool and declared.kind() != "BoolType":
@@ -122,7 +132,12 @@ def _chosen(name: str, kinds: tuple[str, ...], made: tuple[str, ...]) -> str:
     given = ", ".join(f"%a{place} : {kind}" for place, kind in enumerate(kinds) if kind != "NoneType")
     named = ", ".join("%none" if kind == "NoneType" else f"%a{place}" for place, kind in enumerate(kinds))
     outputs = ", ".join(f"%o{place} : {kind}" for place, kind in enumerate(made))
-    lines = f"graph({given}):", "%none : NoneType = prim::Constant()", f"{outputs} = {name}({named})", "return (%none)\n"
+    lines = (
+        f"graph({given}):",
+        "%none : NoneType = prim::Constant()",
+        f"{outputs} = {name}({named})",
+        "return (%none)\n",
+    )
     return next((node.schema() for node in torch._C.parse_ir("\n  ".join(lines)).nodes() if node.kind() == name), "")
 
 
@@ -136,7 +151,8 @@ def _meant(operation: Any) -> tuple[str, ...]:
     return tuple(meant)
 
 
-# -- how they are written ----------------------------------------------------------------------------------------------------------------
+# -- how they are written
+# ----------------------------------------------------------------------------------------------------------------
 
 
 class _Row:
@@ -156,15 +172,22 @@ class _Row:
             self._write(step, number + len(self._forms))
 
     def step(self) -> Step:
-        """All of them as one operation."""
+        """Run all operations of the row as one."""
         made = ", ".join(sorted(self._made, key=lambda name: int(name[2:])))
-        lines = [f"graph({', '.join(self._inputs)}):", *(f"  {name} = {value}" for name, value in self._constants.items())]
-        lines += [*(f"  {line}" for line in self._lines), f"  %made : Tensor[] = prim::ListConstruct({made})", "  return (%made)\n"]
+        lines = [
+            f"graph({', '.join(self._inputs)}):",
+            *(f"  {name} = {value}" for name, value in self._constants.items()),
+        ]
+        lines += [
+            *(f"  {line}" for line in self._lines),
+            f"  %made : Tensor[] = prim::ListConstruct({made})",
+            "  return (%made)\n",
+        ]
         function = torch._C._create_function_from_graph("block", torch._C.parse_ir("\n".join(lines)))
-        return Step(function, tuple(self._inputs.values()), {}, Made(tuple(self._forms), False), "")
+        return Step(function, tuple(self._inputs.values()), {}, Outputs(tuple(self._forms), False), "")
 
     def blamed(self, error: BaseException) -> Step:
-        """The operation that failed: TorchScript's message shows its line."""
+        """Return the operation that failed: TorchScript's message shows its line."""
         found = _HERE.search(str(error))
         return self._of_lines.get(found[1] if found else "", self._steps[0])
 
@@ -196,7 +219,7 @@ class _Row:
         kind = _kind(declared, value)
         if value is None:
             return "%none"
-        if isinstance(value, Given):
+        if isinstance(value, Input):
             if _is_number(value):
                 return self._input(f"%n{value.number}", "Scalar" if kind == "Tensor" else kind, value)
             name = f"%{'f' if value.is_fed else 'v'}{value.number}"

@@ -1,8 +1,10 @@
-"""Gather operations into a block, and find the program that runs it. In: calls, as they are issued. Out: a `Block` for the runner.
+"""Gather operations into a block, and find the program that runs it.
 
-A variant of a block is known by its signature: of every operation its node, what it makes of the forms that it takes, and *which value*
-each argument is: which of those made in the block, or which of those fed. Without the last `(x if c else y) + 1` would take what it took
-the first time. Numbers are fed each time.
+In: calls, as they are issued. Out: a `Block` for the runner.
+
+A variant of a block is known by its signature: of every operation its node, what it makes of the forms that it takes,
+and *which value* each argument is: which of those made in the block, or which of those fed. Without the last `(x if c
+else y) + 1` would take what it took the first time. Numbers are fed each time.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any
 
 import torch
 
-from terra.backend.operations import Given, Made, Step
+from terra.backend.operations import Input, Outputs, Step
 from terra.run.cell import Cell, Form, below_autograd, undispatched
 from terra.run.issue import Call, Outer, Outers, Source
 from terra.run.runner import Block, Program
@@ -29,7 +31,7 @@ class Gathering:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self.calls: list[tuple[Call, Node, Made]] = []
+        self.calls: list[tuple[Call, Node, Outputs]] = []
         self.signature: list[Any] = [state]
         self.fed: list[Any] = []
         self.made: list[Cell] = []
@@ -38,8 +40,8 @@ class Gathering:
     def __len__(self) -> int:
         return len(self.calls)
 
-    def add(self, call: Call, node: Node, made: Made, outers: Outers, owner: Any) -> list[Cell]:
-        """Returns cells for what it makes."""
+    def add(self, call: Call, node: Node, made: Outputs, outers: Outers, owner: Any) -> list[Cell]:
+        """Add a call and return cells for its results."""
         self.calls.append((call, node, made))
         known, fed, sources = self._sources, self.fed, []
         for leaf in call.leaves:
@@ -69,7 +71,7 @@ class Gathering:
         return tuple(self.signature)
 
     def _outer(self, source: Source, call: Call, outers: Outers) -> int:
-        """A tensor from outside, or memory that Python has too."""
+        """Return a tensor from outside, or memory that Python has too."""
         is_written = any(source is each for each in call.written)
         if source.is_shared or (isinstance(source, Outer) and source.is_host and not is_written):
             # As it is now: Python may write it before the block runs.
@@ -121,7 +123,7 @@ class Variants:
         gathered.calls.clear()
         return Block(program, gathered.fed, gathered.made, gathered.state)
 
-    def _step(self, call: Call, node: Node, made: Made, sources: Iterator[int]) -> Step:
+    def _step(self, call: Call, node: Node, made: Outputs, sources: Iterator[int]) -> Step:
         template, count = call.template, call.num_positional
         args = tuple(_filled(part, sources) for part in template[:count])
         kwargs = {template[place]: _filled(template[place + 1], sources) for place in range(count, len(template), 2)}
@@ -129,10 +131,10 @@ class Variants:
 
 
 def _filled(part: Any, sources: Iterator[int]) -> Any:
-    """A part of a template, with its leaves."""
+    """Return a part of a template, with its leaves."""
     if isinstance(part, tuple) and part[:1] == ("[",):
         return [_filled(each, sources) for each in part[1:]]
     if isinstance(part, type):
         number, kind = divmod(next(sources), 3)
-        return Given(number, kind != _MADE, kind == _CELL, part)
+        return Input(number, kind != _MADE, kind == _CELL, part)
     return part

@@ -1,7 +1,10 @@
-"""Stand in for tensors that are not computed yet. In: forms of what operations make. Out: `Cell`s, and `Placeholder`s before them.
+"""Stand in for tensors that are not computed yet.
 
-The program holds placeholders: tensors of the right shape, type and autograd history, without memory. The value, once the runner has made
-it, lies in the cell behind. Whatever needs the bytes and does not pass the dispatcher asks for the value here, and waits.
+In: forms of what operations make. Out: `Cell`s, and `Placeholder`s before them.
+
+The program holds placeholders: tensors of the right shape, type and autograd history, without memory. The value, once
+the runner has made it, lies in the cell behind. Whatever needs the bytes and does not pass the dispatcher asks for the
+value here, and waits.
 """
 
 from __future__ import annotations
@@ -31,26 +34,27 @@ def form_of(tensor: torch.Tensor) -> Form:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a form tells all: strided memory, read as it is."""
+    """Return whether a form tells all: strided memory, read as it is."""
     is_lazy = tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
     return tensor.layout is torch.strided and not (is_lazy or tensor.is_quantized or tensor.is_nested)
 
 
 class Owner(Protocol):
-    """Who knows what is still to be computed."""
+    """Owner of cells: it knows what is still to be computed."""
 
     def drain(self) -> None:
         """Wait until all that was issued is computed."""
 
     def lend(self) -> None:
-        """The same, and Python may have the memory of any value from now on."""
+        """Compute everything and lend memory: Python may have that of any value from now on."""
 
     def outside(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """Run one operation of a program that takes placeholders outside of a step."""
 
 
 class Cell:
-    """`value` is None until the runner has made it; `is_shared`: Python has the memory too, as an array has."""
+    """Cell of a value. `value` is None until the runner has made it; `is_shared`: Python has the memory too, as an
+    array has."""
 
     __slots__ = ("__weakref__", "form", "is_shared", "owner", "value")
 
@@ -58,7 +62,7 @@ class Cell:
         self.owner, self.form, self.value, self.is_shared = owner, form, value, is_shared
 
     def fetch(self) -> torch.Tensor:
-        """The value, waited for. It is what all operations issued so far have made of it."""
+        """Return the value, waited for. It is what all operations issued so far have made of it."""
         self.owner.drain()
         if self.value is None:
             raise RuntimeError("terra: this value was never computed, for an operation before it failed")
@@ -66,23 +70,24 @@ class Cell:
 
 
 def has_shared_memory(tensor: torch.Tensor) -> bool:
-    """Whether Python may write it without torch: memory of an array or lent to one, of a file, of another process."""
+    """Return whether Python may write it without torch: memory of an array or lent to one, of a file, of another
+    process."""
     shared: bool = tensor.device.type == "cpu" and not _BASE.untyped_storage(tensor).resizable()
     return shared
 
 
 def undispatched() -> Any:
-    """Inside, no mode sees what is done: for what a program does to memory itself."""
+    """Disable dispatch modes inside: for what a program does to memory itself."""
     return torch._C._DisableTorchDispatch()
 
 
 def below_autograd() -> Any:
-    """Inside, nothing is recorded for gradients or counted as written: for operations that passed all this as they were issued."""
+    """Run below autograd inside: for operations that passed autograd and the counters of writes as they were issued."""
     return torch._C._AutoDispatchBelowADInplaceOrView()
 
 
 class Placeholder(torch.Tensor):
-    """`cell` has the value."""
+    """Tensor whose value `cell` has."""
 
     cell: Cell
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -109,7 +114,11 @@ class Placeholder(torch.Tensor):
         # Pending operations mean the memory that there was.
         owner = self.cell.owner
         owner.drain()
-        self.become(given.cell if isinstance(given, Placeholder) else Cell(owner, form_of(given), given, has_shared_memory(given)))
+        self.become(
+            given.cell
+            if isinstance(given, Placeholder)
+            else Cell(owner, form_of(given), given, has_shared_memory(given))
+        )
 
     def become(self, cell: Cell) -> None:
         """Be another cell's from now on, also in size."""
@@ -127,10 +136,12 @@ class Placeholder(torch.Tensor):
         return f"{text[:-1]}, requires_grad=True)" if self.requires_grad else text
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the value, and remember the copy by the placeholder: the identity of the value, a temporary, comes again with others."""
+        """Copy the value, and remember the copy by the placeholder: the identity of the value, a temporary, comes
+        again with others."""
         if not self.is_leaf:
             raise RuntimeError(
-                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol: copy this one's detach() instead"
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol: copy this "
+                "one's detach() instead"
             )
         if id(self) not in memo:
             with undispatched():

@@ -1,13 +1,16 @@
-"""What is another for the whole process while a session is open. In: open sessions. Out: waiting, and a lock that changes hands sooner.
+"""What is another for the whole process while a session is open.
 
-Python waits before it looks at what pending operations still change, where no operation tells: memory of a tensor (`numpy`, `data_ptr`,
-saving it; `terra.run.past`), its exchange (`tensor.data = other`), the state of random generators, and flags that choose kernels. These
-are wrapped where they are looked up; a generator's own methods called on `torch.default_generator` itself are C's and cannot be. And Python
-that computes lets the runner have the interpreter's lock before a kernel's time has passed.
+In: open sessions. Out: waiting, and a lock that changes hands sooner.
 
-Other threads read tensors without any mode to see them. So nothing is pending when one starts, nor while one lives: a session runs its
-operations at once then. So it does where denormal numbers are flushed to zero, which the processor does for each thread that a kernel uses.
-And nothing is pending when the process is forked, for the child has no runner.
+Python waits before it looks at what pending operations still change, where no operation tells: memory of a tensor
+(`numpy`, `data_ptr`, saving it; `terra.run.past`), its exchange (`tensor.data = other`), the state of random
+generators, and flags that choose kernels. These are wrapped where they are looked up; a generator's own methods called
+on `torch.default_generator` itself are C's and cannot be. And Python that computes lets the runner have the
+interpreter's lock before a kernel's time has passed.
+
+Other threads read tensors without any mode to see them. So nothing is pending when one starts, nor while one lives: a
+session runs its operations at once then. So it does where denormal numbers are flushed to zero, which the processor
+does for each thread that a kernel uses. And nothing is pending when the process is forked, for the child has no runner.
 """
 
 from __future__ import annotations
@@ -34,8 +37,8 @@ from terra.run.state import SETTERS, Generator, Generators
 _BASE: Any = torch._C.TensorBase
 # With tensors of other types than these, optimizers and the clipping of gradients go another way, one tensor at a time.
 _FOREACH_TYPES: tuple[list[Any], ...] = (_foreach_utils._foreach_supported_types, _optimizer._foreach_supported_types)
-# After this long Python that computes hands its lock to a runner that waits for it, as it does at each operation. With the 5 ms that Python
-# has of its own nothing was gained where both took 65 ms a step.
+# After this long Python that computes hands its lock to a runner that waits for it, as it does at each operation. With
+# the 5 ms that Python has of its own nothing was gained where both took 65 ms a step.
 _SWITCH_S = 2e-4
 
 
@@ -47,7 +50,7 @@ class Waits(Protocol):
         """Whether a step is under way."""
 
     def is_here(self) -> bool:
-        """Whether this thread issues its operations; what others read is theirs."""
+        """Return whether this thread issues its operations; what others read is theirs."""
 
     def drain(self) -> None:
         """Wait for what is pending."""
@@ -67,8 +70,8 @@ _before: list[tuple[Any, str, Any]] = []
 _ABSENT = object()
 # The interval that there was.
 _intervals_s: list[float] = []
-# Whether operations run at once as long as a session is open: denormal numbers were flushed, or a thread was started of which `threading`
-# does not know when it ends.
+# Whether operations run at once as long as a session is open: denormal numbers were flushed, or a thread was started of
+# which `threading` does not know when it ends.
 _is_for_good = False
 # Half of it is no number where denormal ones are flushed.
 _SMALLEST = sys.float_info.min
@@ -91,7 +94,8 @@ def is_any_open() -> bool:
 
 
 def must_run_at_once() -> bool:
-    """Whether a thread of Python's beside this one may look at tensors, or this one computes otherwise than a runner would."""
+    """Return whether a thread of Python's beside this one may look at tensors, or this one computes otherwise than a
+    runner would."""
     global _is_for_good
     _is_for_good |= _SMALLEST / 2 == 0
     here = threading.current_thread()
@@ -187,7 +191,8 @@ def _exchange(self: torch.Tensor, given: torch.Tensor) -> None:
 
 def refuse_duals() -> None:
     raise RuntimeError(
-        "terra: forward-mode derivatives (torch.autograd.forward_ad, torch.func.jvp) are computed by other formulas under a session, "
+        "terra: forward-mode derivatives (torch.autograd.forward_ad, torch.func.jvp) are computed by other formulas "
+        "under a session, "
         "and would differ in their last digits: take them outside of `with session:`"
     )
 
@@ -202,7 +207,8 @@ def _refusing_duals(enter: Callable[..., Any]) -> Callable[..., Any]:
     return entering
 
 
-# -- other threads and processes ---------------------------------------------------------------------------------------------------------
+# -- other threads and processes
+# ---------------------------------------------------------------------------------------------------------
 
 
 def _starting(start: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,8 +1,10 @@
-"""Take an operation apart as it is issued. In: a function of torch with its arguments. Out: a `Call`: template, leaves, key of its result.
+"""Take an operation apart as it is issued.
 
-The template is what of the arguments never changes where they are issued: settings, types of numbers, how lists are built. Numbers are fed
-and never compared. What an operation makes is known of the forms of its tensors, of its integers, for these may be sizes, and of torch's
-default type; of floats only where they are sizes.
+In: a function of torch with its arguments. Out: a `Call`: template, leaves, key of its result.
+
+The template is what of the arguments never changes where they are issued: settings, types of numbers, how lists are
+built. Numbers are fed and never compared. What an operation makes is known of the forms of its tensors, of its
+integers, for these may be sizes, and of torch's default type; of floats only where they are sizes.
 """
 
 from __future__ import annotations
@@ -18,7 +20,15 @@ from terra.run.cell import Cell, Placeholder, form_of, has_shared_memory, is_pla
 _SIZED_BY_FLOATS = ("arange", "range", "linspace", "logspace", "upsample", "_upsample")
 # Sizes come from the data, which not every one of them declares.
 _SIZED_BY_DATA = frozenset(
-    {"_pack_padded_sequence", "_pad_packed_sequence", "bincount", "histogramdd", "unique_dim", "_unique2", "unique_consecutive"}
+    {
+        "_pack_padded_sequence",
+        "_pad_packed_sequence",
+        "bincount",
+        "histogramdd",
+        "unique_dim",
+        "_unique2",
+        "unique_consecutive",
+    }
 )
 # Which of their tensors has a gradient that torch computes by another formula wherever a mode is on.
 _OTHER_GRADIENTS = {"prod": 0, "masked_fill": 2, "masked_fill_": 2}
@@ -29,11 +39,14 @@ _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
 
 
 class Tensor:
-    """In a template: a tensor stands here."""
+    """Marks the place of a tensor in a template."""
 
 
 class Argument(NamedTuple):
-    """What is known of an operation's argument: `counts`: its integers may be sizes, and floats too where its function says so."""
+    """Facts of an operation's argument.
+
+    `counts`: its integers may be sizes, and floats too where its function says so.
+    """
 
     name: str
     counts: bool
@@ -41,7 +54,7 @@ class Argument(NamedTuple):
 
 
 class Function:
-    """What is known of one of torch's operations."""
+    """Facts of one of torch's operations."""
 
     def __init__(self, operation: Any) -> None:
         schema = operation._schema
@@ -67,31 +80,47 @@ class Function:
         self.arguments = tuple(_argument(each, self.floats_count) for each in schema.arguments)
         self.by_name = {each.name: each for each in self.arguments}
         self.writes = any(each.is_written for each in self.arguments)
-        # How many sequences a packed batch has at each time, which torch reads on the host in the forward and again in the backward.
+        # How many sequences a packed batch has at each time, which torch reads on the host in the forward and again in
+        # the backward.
         self.makes_sizes = name == "_pack_padded_sequence"
         self.makes_views = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
 
 
 def refuse_other_gradient(call: Call) -> None:
-    """Where a gradient would differ in its last digits. Bits are what a session keeps."""
+    """Refuse an operation whose gradient would differ in its last digits: a session keeps bits."""
     place = call.function.other_gradient_of
-    if place is not None and torch.is_grad_enabled() and any(each.requires_grad for each in call.tensors[place : place + 1]):
-        words = "prod(): multiply the numbers one by one" if place == 0 else "what masked_fill() fills in: take torch.where()"
+    if (
+        place is not None
+        and torch.is_grad_enabled()
+        and any(each.requires_grad for each in call.tensors[place : place + 1])
+    ):
+        words = (
+            "prod(): multiply the numbers one by one"
+            if place == 0
+            else "what masked_fill() fills in: take torch.where()"
+        )
         raise RuntimeError(f"{_OTHER_DIGITS} the gradient of {words}, or go without the session here")
 
 
 def refuse_other_higher_derivatives() -> None:
     node: Any = torch._C._current_autograd_node()
     if node is not None and node.name() == _OTHER_HIGHER and torch.is_grad_enabled():
-        raise RuntimeError(f"{_OTHER_DIGITS} derivatives of cumprod() of higher order (create_graph=True): go without the session here")
+        raise RuntimeError(
+            f"{_OTHER_DIGITS} derivatives of cumprod() of higher order (create_graph=True): go without the session here"
+        )
 
 
 _OTHER_DIGITS = "terra: under a session torch computes by another formula, which would differ in its last digits,"
 
 
 def are_sizes(function: Function, kwargs: Mapping[str, Any]) -> bool:
-    """Whether this is memory for whole numbers of the host's, which torch's own code may fill by itself, as lengths of padded sequences."""
-    return function.is_empty and kwargs.get("dtype") is torch.int64 and getattr(kwargs.get("device"), "type", "cpu") == "cpu"
+    """Return whether this is memory for whole numbers of the host's, which torch's own code may fill by itself, as
+    lengths of padded sequences."""
+    return (
+        function.is_empty
+        and kwargs.get("dtype") is torch.int64
+        and getattr(kwargs.get("device"), "type", "cpu") == "cpu"
+    )
 
 
 def _argument(declared: Any, floats_count: bool) -> Argument:
@@ -101,8 +130,10 @@ def _argument(declared: Any, floats_count: bool) -> Argument:
 
 
 class Outer(NamedTuple):
-    """A tensor that no operation of the session made. `is_host`: one number of the CPU, which Python computes itself; `is_single`: its
-    memory holds no more than such a number.
+    """A tensor that no operation of the session made.
+
+    `is_host`: one number of the CPU, which Python computes itself; `is_single`: its memory holds no more than such a
+    number.
     """
 
     tensor: torch.Tensor
@@ -122,7 +153,8 @@ def value_of(source: Source) -> torch.Tensor:
 
 
 class Call:
-    """`leaves` are tensors, as their sources, and numbers, in order; `tensors`, `sources` and `forms` those of the tensors."""
+    """A call. `leaves` are tensors, as their sources, and numbers, in order; `tensors`, `sources` and `forms` those
+    of the tensors."""
 
     __slots__ = (
         *("forms", "function", "has_shared", "is_awaited", "is_host", "leaves", "num_positional", "outers"),
@@ -154,14 +186,16 @@ class Call:
 
     @property
     def reaches_shared(self) -> bool:
-        """Whether it writes memory that Python may have too, or makes a view of it: then it must be that memory and no copy of it."""
+        """Whether it writes memory that Python may have too, or makes a view of it: then it must be that memory and
+        no copy of it."""
         return self.has_shared and (self.function.makes_views or any(source.is_shared for source in self.written))
 
     def result_key(self) -> tuple[Any, ...]:
         return self.function, self.template, tuple(self.forms), tuple(self.sizes), torch.get_default_dtype()
 
 
-# -- what is taken of an argument, by its type -------------------------------------------------------------------------------------------
+# -- what is taken of an argument, by its type
+# -------------------------------------------------------------------------------------------
 
 
 def _placeholder(call: Call, value: Placeholder, argument: Argument) -> type:
@@ -254,10 +288,11 @@ def _taker(kind: type) -> _Taker:
 
 
 class Outers:
-    """What is known of tensors from outside; of a step, for between steps they may change.
+    """Facts of tensors from outside, for one step: between steps they may change.
 
-    A single number in the CPU's memory that the runner never got is the host's: an optimizer counts its steps there. What is done with
-    such numbers alone Python does at once, and the runner gets copies. When it has to write one, it has it from then on.
+    A single number in the CPU's memory that the runner never got is the host's: an optimizer counts its steps there.
+    What is done with such numbers alone Python does at once, and the runner gets copies. When it has to write one, it
+    has it from then on.
     """
 
     def __init__(self, owner: Any) -> None:
@@ -290,7 +325,7 @@ class Outers:
         return Outer(tensor, form, True, is_single, False, has_shared_memory(tensor))
 
     def own(self, outer: Outer) -> None:
-        """The runner gets this tensor itself."""
+        """Give this tensor itself to the runner."""
         if not outer.is_single:
             return
         storage = _storage(outer.tensor)
@@ -307,7 +342,7 @@ def _storage(tensor: torch.Tensor) -> Any:
 
 
 def rebuilt(value: Any, tensor: Any) -> Any:
-    """Arguments with every tensor replaced."""
+    """Return the arguments with every tensor replaced."""
     if isinstance(value, torch.Tensor):
         return tensor(value)
     if isinstance(value, (list, tuple)):

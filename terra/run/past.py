@@ -1,7 +1,10 @@
-"""Know the functions of torch that look at a tensor's memory past the dispatcher. In: ways to wait. Out: stand-ins for these functions.
+"""Know the functions of torch that look at a tensor's memory past the dispatcher.
 
-No operation tells of such a look, and a placeholder has no memory: what is pending is waited for, and values are taken in its place. Some
-functions compute in another way where anything watches the dispatcher; these run unwatched, so that they give the same bits.
+In: ways to wait. Out: stand-ins for these functions.
+
+No operation tells of such a look, and a placeholder has no memory: what is pending is waited for, and values are taken
+in its place. Some functions compute in another way where anything watches the dispatcher; these run unwatched, so that
+they give the same bits.
 """
 
 from __future__ import annotations
@@ -31,10 +34,18 @@ _BY_SECOND = (
     *((_VF, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu", "_pad_packed_sequence")),
 )
 _SECOND = ("indices_or_sections", "tensor_indices_or_sections")
-_DLPACK = ((torch._C, "_to_dlpack"), (torch._C, "_to_dlpack_versioned"), (torch.utils.dlpack, "to_dlpack"), (torch, "to_dlpack"))
+_DLPACK = (
+    (torch._C, "_to_dlpack"),
+    (torch._C, "_to_dlpack_versioned"),
+    (torch.utils.dlpack, "to_dlpack"),
+    (torch, "to_dlpack"),
+)
 # Without gradients these ask for values alone, and for vectors too where a mode is on: the last digits are others.
 _OF_VALUES = (
-    *((torch.linalg, name) for name in ("svdvals", "eigvalsh", "eigvals", "cond", "matrix_rank", "matrix_norm", "norm")),
+    *(
+        (torch.linalg, name)
+        for name in ("svdvals", "eigvalsh", "eigvals", "cond", "matrix_rank", "matrix_norm", "norm")
+    ),
     *((torch, name) for name in ("norm", "nuclear_norm")),
 )
 # Of the norms those that are made of singular values.
@@ -78,7 +89,9 @@ def _of_lists(wait: Callable[[], None], function: Function) -> Function:
 
 
 def _holds_tensors(given: Any) -> bool:
-    return isinstance(given, (list, tuple)) and any(isinstance(each, torch.Tensor) or _holds_tensors(each) for each in given)
+    return isinstance(given, (list, tuple)) and any(
+        isinstance(each, torch.Tensor) or _holds_tensors(each) for each in given
+    )
 
 
 def _values(given: Any) -> Any:
@@ -101,7 +114,10 @@ def _by_second(wait: Callable[[], None], function: Function) -> Function:
 
 
 def _is_index(given: Any) -> bool:
-    """Whether it holds whole numbers. In second place a layer may also have its state, whose history of gradients must stay."""
+    """Return whether it holds whole numbers.
+
+    In second place a layer may also have its state, whose history of gradients counts.
+    """
     return isinstance(given, torch.Tensor) and given.dtype == torch.int64
 
 

@@ -1,4 +1,6 @@
-"""Hand out what an operation made that ran at once, in the program's thread. In: its call and result. Out: placeholders with their values.
+"""Hand out what an operation made that ran at once, in the program's thread.
+
+In: its call and result. Out: placeholders with their values.
 
 What it made of which forms is remembered here: the next time it need not run before the program goes on.
 """
@@ -10,19 +12,19 @@ from typing import Any
 
 import torch
 
-from terra.backend.operations import Made
+from terra.backend.operations import Outputs
 from terra.run.cell import Cell, Form, Owner, Placeholder, below_autograd, form_of, has_shared_memory, is_plain
 from terra.run.issue import Call, Outer, Outers, rebuilt, value_of
 
 
 def run_below(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Below autograd, which has seen it."""
+    """Run an operation below autograd, which has seen it."""
     with below_autograd():
         return operation(*args, **kwargs)
 
 
 def values(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Arguments with their placeholders' values, waited for."""
+    """Return the arguments with their placeholders' values, waited for."""
 
     def value(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.cell.fetch() if isinstance(tensor, Placeholder) else tensor
@@ -31,10 +33,10 @@ def values(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, dict[st
 
 
 class Results:
-    """Of one session. `known`: by `Call.result_key`, what an operation makes."""
+    """Results of one session. `known`: by `Call.result_key`, what an operation makes."""
 
     def __init__(self, owner: Owner, outers: Outers) -> None:
-        self.known: dict[Any, Made] = {}
+        self.known: dict[Any, Outputs] = {}
         self._owner, self._outers = owner, outers
 
     def hand_out(self, call: Call, found: Any) -> Any:
@@ -43,16 +45,20 @@ class Results:
         outputs = [found] if is_one else list(found) if isinstance(found, (tuple, list)) else None
         if outputs is None or not all(each is None or isinstance(each, torch.Tensor) for each in outputs):
             if found is None:
-                self._remember(call, Made((), False))
+                self._remember(call, Outputs((), False))
             return found
         arguments = {id(value_of(source)): place for place, source in reversed(list(enumerate(call.sources)))}
-        handed, forms = zip(*(self._one(call, each, arguments) for each in outputs), strict=True) if outputs else ((), ())
+        handed, forms = (
+            zip(*(self._one(call, each, arguments) for each in outputs), strict=True) if outputs else ((), ())
+        )
         if all(each is None or is_plain(each) for each in outputs):
-            self._remember(call, Made(tuple(forms), is_one))
+            self._remember(call, Outputs(tuple(forms), is_one))
         return handed[0] if is_one else list(handed)
 
-    def _one(self, call: Call, output: torch.Tensor | None, arguments: Mapping[int, int]) -> tuple[Any, Form | int | None]:
-        """An output as the program gets it, and its form, or which argument it is."""
+    def _one(
+        self, call: Call, output: torch.Tensor | None, arguments: Mapping[int, int]
+    ) -> tuple[Any, Form | int | None]:
+        """Return an output as the program gets it, and its form, or which argument it is."""
         if output is None or not is_plain(output) or (call.function.makes_sizes and output.dtype == torch.int64):
             return output, None
         place = arguments.get(id(output))
@@ -72,7 +78,11 @@ class Results:
             if not source.is_host or any(source is each for each in call.written):
                 self._outers.own(source)
 
-    def _remember(self, call: Call, made: Made) -> None:
-        still = all(form_of(value_of(each)) == form for each, form in zip(call.sources, call.forms, strict=True) if isinstance(form, Form))
+    def _remember(self, call: Call, made: Outputs) -> None:
+        still = all(
+            form_of(value_of(each)) == form
+            for each, form in zip(call.sources, call.forms, strict=True)
+            if isinstance(form, Form)
+        )
         if not call.is_awaited and not call.function.moves and still:
             self.known.setdefault(call.result_key(), made)

@@ -1,7 +1,10 @@
-"""Run blocks in order, in a thread beside the program. In: programs of blocks with what they are fed. Out: values in cells.
+"""Run blocks in order, in a thread beside the program.
 
-One queue in the program's order: a block needs only what stands before it, so nothing here ever waits for Python, and nothing can lock.
-An operation's error is kept, with the place that issued it, until Python waits; what comes after it is not run.
+In: programs of blocks with what they are fed. Out: values in cells.
+
+One queue in the program's order: a block needs only what stands before it, so nothing here ever waits for Python, and
+nothing can lock. An operation's error is kept, with the place that issued it, until Python waits; what comes after it
+is not run.
 """
 
 from __future__ import annotations
@@ -29,12 +32,16 @@ class Block(NamedTuple):
 
 
 class RunnerThread(threading.Thread):
-    """Known from threads of the program, which may look at its tensors."""
+    """Thread of a runner, known from threads of the program, which may look at its tensors."""
 
 
 class Runner:
-    """`held_back`: blocks run only when somebody waits, which is then serial: what overlapping gains, this has not. `failed`: the first
-    operation's error, if one failed."""
+    """Runs blocks in a thread.
+
+    `held_back`: blocks run only when somebody waits: serial, without what overlapping gains.
+
+    `failed`: the first operation's error, if one failed.
+    """
 
     def __init__(self, held_back: bool = False) -> None:
         self._held: list[Block] | None = [] if held_back else None
@@ -57,7 +64,10 @@ class Runner:
         self._started().put(block)
 
     def wait(self) -> None:
-        """Until all is done. Raises the first operation's error, with a note of the place that issued it; later calls do so too."""
+        """Wait until all is done.
+
+        Raises the first operation's error, with a note of the place that issued it; later calls do so too.
+        """
         if self._busy:
             self.mark().wait()
             self._busy = False
@@ -65,7 +75,7 @@ class Runner:
             raise self.failed[0]
 
     def mark(self) -> threading.Event:
-        """Is set when all that was put so far is done. What was held back is no longer."""
+        """Return an event that is set when all that was put so far is done. What was held back is put now."""
         messages = self._started()
         for block in self._held or ():
             messages.put(block)

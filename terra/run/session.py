@@ -1,11 +1,13 @@
-"""Run a program's steps beside the program. In: `with session:`, a step each. Out: what the program would compute, to the bit.
+"""Run a program's steps beside the program.
 
-The first step runs as it is, for libraries and optimizers make what they need there. Then steps are traced: their operations run at once,
-and their trace is merged into the graph, until one is covered. From then on Python only issues: an operation finds its node in the graph,
-what it makes is known of the forms it takes, and Python goes on with placeholders. When a block's operations are all issued it goes to the
-runner; nothing runs on a guess, so nothing is ever taken back. What is not in the graph falls back: the step so far is handed over and
-waited for, and the rest of it runs at once, on the same placeholders, and is merged. Design: validated commit, in place of the paper's
-speculation.
+In: `with session:`, a step each. Out: what the program would compute, to the bit.
+
+The first step runs as it is, for libraries and optimizers make what they need there. Then steps are traced: their
+operations run at once, and their trace is merged into the graph, until one is covered. From then on Python only issues:
+an operation finds its node in the graph, what it makes is known of the forms it takes, and Python goes on with
+placeholders. When a block's operations are all issued it goes to the runner; nothing runs on a guess, so nothing is
+ever taken back. What is not in the graph falls back: the step so far is handed over and waited for, and the rest of it
+runs at once, on the same placeholders, and is merged. Design: validated commit, in place of the paper's speculation.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from terra.backend import operations, script
-from terra.backend.operations import Made
+from terra.backend.operations import Outputs
 from terra.run import guards
 from terra.run.blocks import Compiler, Gathering, Variants
 from terra.run.cell import Placeholder
@@ -36,21 +38,26 @@ from terra.run.state import State, current
 from terra.trace.graph import END, Key, Node, TraceGraph
 from terra.trace.place import Sites
 
-# Operations after which a block is handed over, whatever comes: how far the runner may be behind where it has nothing else to do.
+# Operations after which a block is handed over, whatever comes: how far the runner may be behind where it has nothing
+# else to do.
 BLOCK = 32
-# And where the next step may go on otherwise: so that behind a branch blocks are again those that are known. Fewer cost more than they are.
+# And where the next step may go on otherwise: so that behind a branch blocks are again those that are known. Fewer cost
+# more than they are.
 BLOCK_TO_FORK = 8
 # The mode's own, of torch's wrapper around it, and of `issue`: the innermost of every operation, the same for all.
 FRAMES_OF_ISSUE = 3
 # Steps that may be pending when the next one begins: all of them keep their batches.
 STEPS_AHEAD = 2
-# Programs of blocks, and operations' results by forms: of a program whose sizes never come again there would be ever more.
+# Programs of blocks, and operations' results by forms: of a program whose sizes never come again there would be ever
+# more.
 _MOST_KNOWN = 20_000
 # What torch says of code that takes a placeholder for a tensor with memory, and what we add to it.
 _OF_PLACEHOLDERS = ("data is not allocated yet", "python object of type Placeholder")
 _NO_MEMORY = (
-    "terra: what a session's step makes are placeholders, without memory and of a class of their own. What looks at memory past torch's "
-    "dispatcher, or makes a subclass of Tensor without a __torch_dispatch__ of its own, has to run outside of `with session:`"
+    "terra: what a session's step makes are placeholders, without memory and of a class of their own. What looks at "
+    "memory past torch's "
+    "dispatcher, or makes a subclass of Tensor without a __torch_dispatch__ of its own, has to run outside of `with "
+    "session:`"
 )
 _BACKENDS: dict[str, Compiler] = {"operations": operations.compile_block, "script": script.compile_block}
 
@@ -62,20 +69,26 @@ class Phase(enum.Enum):
 
 
 class Session:
-    """`with session:` runs one step of one program, in one thread.
+    """Runs one step of one program, in one thread: `with session:`.
 
-    `backend` says how a block runs: "operations" calls them one after the other from Python, "script" in rows from TorchScript, without the
-    interpreter's lock.
-    `runner="lazy"` runs operations only when somebody waits, at a step's end at the latest: serial, for comparison. `traces`, `fallbacks`
-    and `co_executed` count steps; `at_once` counts those that were known and still ran in Python's thread, for another thread was there to
-    look on, or denormal numbers are flushed. Within `ahead()` a step's end does not wait.
+    `backend`: "operations" calls a block's operations one after the other from Python, "script" in rows from
+    TorchScript, without the interpreter's lock. `runner="lazy"` runs operations only when somebody waits, at a step's
+    end at the latest: serial, for comparison. `traces`, `fallbacks` and `co_executed` count steps; `at_once` counts
+    those that were known and still ran in Python's thread, because another thread could look on, or denormal numbers
+    are flushed. Within `ahead()` a step's end does not wait.
     """
 
     def __init__(
-        self, runner: Literal["threaded", "lazy"] = "threaded", warm_up: int = 1, backend: Literal["operations", "script"] = "operations"
+        self,
+        runner: Literal["threaded", "lazy"] = "threaded",
+        warm_up: int = 1,
+        backend: Literal["operations", "script"] = "operations",
     ) -> None:
         if runner not in ("threaded", "lazy") or warm_up < 0:
-            raise ValueError(f"runner={runner!r}, warm_up={warm_up}: the runner is 'threaded' or 'lazy', after 0 steps of warm-up or more")
+            raise ValueError(
+                f"runner={runner!r}, warm_up={warm_up}: the runner is 'threaded' or 'lazy', after 0 steps of warm-up "
+                f"or more"
+            )
         if backend not in _BACKENDS:
             raise ValueError(f"backend={backend!r} is none of {', '.join(map(repr, _BACKENDS))}")
         self.graph = TraceGraph()
@@ -107,7 +120,8 @@ class Session:
             self._runner.end()
             guards.closed(self)
 
-    # -- steps -----------------------------------------------------------------------------------------------------------------------
+    # -- steps
+    # ------------------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Session:
         if self.in_step:
@@ -132,7 +146,9 @@ class Session:
             self._mode.__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.in_step = False
         if isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_PLACEHOLDERS):
             error.add_note(_NO_MEMORY)
@@ -170,7 +186,8 @@ class Session:
 
     @contextmanager
     def ahead(self) -> Iterator[None]:
-        """Steps inside do not wait at their end; operations between them, in this thread, do, and so does the end of all."""
+        """Run steps inside without waiting at their end; operations between them, in this thread, wait, and so does
+        the end of all."""
         if self._is_ahead or self.in_step:
             raise RuntimeError("terra: ahead() holds steps, and stands in no step and in no other")
         self._is_ahead = True
@@ -183,12 +200,16 @@ class Session:
             self.drain()
 
     def drain(self) -> None:
-        """Wait until all that was issued has run. Raises the first error of an operation, with the place that issued it."""
+        """Wait until all that was issued has run.
+
+        Raises the first error of an operation, with the place that issued it.
+        """
         self._commit()
         self._runner.wait()
 
     def lend(self) -> None:
-        """The same; from now on Python may have the memory of any tensor, or have put another in its place."""
+        """Compute everything and lend memory: from now on Python may have that of any tensor, or have put another in
+        its place."""
         self.drain()
         self._outers.forget()
         self._outers.lent = True
@@ -200,17 +221,21 @@ class Session:
             self.drain()
 
     def forked(self) -> None:
-        """Go on in a child process, which has no runner. All was waited for before; the thread that forked is the child's only one."""
+        """Go on in a child process, which has no runner.
+
+        All was waited for before; the thread that forked is the child's only one.
+        """
         failed = self._runner.failed
         self._runner = Runner(held_back=self._is_lazy)
         self._runner.failed += failed
         self._ends.clear()
 
     def is_here(self) -> bool:
-        """Whether this thread issues the operations: the one that entered, or autograd's for it."""
+        """Return whether this thread issues the operations: the one that entered, or autograd's for it."""
         return threading.get_ident() == self._thread or (self.in_step and torch._C._current_autograd_node() is not None)
 
-    # -- operations ------------------------------------------------------------------------------------------------------------------
+    # -- operations
+    # ------------------------------------------------------------------------------------------------------------------
 
     def issue(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         # By identity, for torch's operations are hashed by Python; the function keeps its operation.
@@ -227,7 +252,12 @@ class Session:
         node = self._found(key)
         if call.is_host and not function.is_random:
             return run_below(operation, args, kwargs)
-        if node is not None and not self._runs_at_once and not call.is_awaited and not (call.has_shared and call.reaches_shared):
+        if (
+            node is not None
+            and not self._runs_at_once
+            and not call.is_awaited
+            and not (call.has_shared and call.reaches_shared)
+        ):
             made = self._results.known.get(call.result_key())
             if made is not None:
                 return self._gather(call, node, made)
@@ -240,7 +270,7 @@ class Session:
         return self._functions.setdefault(id(operation), Function(operation))
 
     def _found(self, key: Key) -> Node | None:
-        """The node in the graph, or None where the step is traced, if it was not till now."""
+        """Return the node in the graph, or None where the step is traced, if it was not till now."""
         if self._stepping is not Phase.CO_EXECUTE:
             return None
         node = self._node.following.get(key)
@@ -255,7 +285,7 @@ class Session:
         self.fallbacks += 1
         self._stepping = Phase.TRACE
 
-    def _gather(self, call: Call, node: Node, made: Made) -> Any:
+    def _gather(self, call: Call, node: Node, made: Outputs) -> Any:
         gathered, state = self._gathered, current()
         if gathered is None or gathered.state != state:
             self._commit()
@@ -266,7 +296,9 @@ class Session:
         if made.is_one and cells:
             return Placeholder(cells[0])
         new = iter(cells)
-        outputs = [call.tensors[form] if type(form) is int else form and Placeholder(next(new)) for form in made.outputs]
+        outputs = [
+            call.tensors[form] if type(form) is int else form and Placeholder(next(new)) for form in made.outputs
+        ]
         return outputs[0] if made.is_one else (outputs or None)
 
     def _commit(self) -> None:
@@ -275,7 +307,10 @@ class Session:
             self._runner.put(self._variants.block(gathered))
 
     def outside(self, operation: Any, args: Any, kwargs: Any) -> Any:
-        """An operation on placeholders where no step is: it runs as it is. What it makes stays a placeholder only if it looks at one."""
+        """Run an operation on placeholders outside of a step as it is.
+
+        What it makes stays a placeholder only where it must.
+        """
         self.drain()
         function = self._function(operation)
         found = run_below(operation, *values(args, kwargs))

@@ -1,7 +1,9 @@
-"""What kernels read besides their arguments. In: the issuing thread's settings. Out: the same ones where the operation runs.
+"""What kernels read besides their arguments.
 
-Settings of a thread travel with each block. What is one for the whole process (the random generator, flags that choose kernels) cannot:
-who reads or sets it in Python waits until all that was issued before has run (`terra.run.guards`).
+In: the issuing thread's settings. Out: the same ones where the operation runs.
+
+Settings of a thread travel with each block. What is one for the whole process (the random generator, flags that choose
+kernels) cannot: who reads or sets it in Python waits until all that was issued before has run (`terra.run.guards`).
 """
 
 from __future__ import annotations
@@ -20,17 +22,17 @@ class State(NamedTuple):
 
 
 def current() -> tuple[bool, int]:
-    """This thread's `State`, unnamed: it is asked for every operation."""
+    """Return this thread's `State`, unnamed: it is asked for every operation."""
     return torch.is_grad_enabled(), torch.get_num_threads()
 
 
 def begin() -> None:
-    """In a thread that runs operations, before the first: TorchScript's passes are off in it, and functions run as they are written."""
+    """Switch TorchScript's passes off, before the first operation of a thread: functions run as they are written."""
     torch._C._set_graph_executor_optimize(False)
 
 
 def apply(state: State) -> None:
-    """In the thread that runs operations."""
+    """Apply a state in the thread that runs operations."""
     if torch.is_grad_enabled() is not state.with_gradients:
         torch._C._set_grad_enabled(state.with_gradients)
     if torch.get_num_threads() != state.num_threads:
@@ -40,20 +42,46 @@ def apply(state: State) -> None:
 # Where programs and torch itself look up what sets a flag for kernels.
 _FLAGS = (
     *("_set_deterministic_algorithms", "_set_deterministic_fill_uninitialized_memory", "_set_default_dtype"),
-    *("_set_mkldnn_enabled", "_set_mkldnn_deterministic", "_set_float32_matmul_precision", "_set_fp32_precision_setter"),
-    *("_set_cudnn_enabled", "_set_cudnn_benchmark", "_set_cudnn_deterministic", "_set_cudnn_allow_tf32", "_set_cublas_allow_tf32"),
-    *("_set_sdp_use_flash", "_set_sdp_use_math", "_set_sdp_use_mem_efficient", "_set_sdp_use_cudnn", "_set_nnpack_enabled"),
+    *(
+        "_set_mkldnn_enabled",
+        "_set_mkldnn_deterministic",
+        "_set_float32_matmul_precision",
+        "_set_fp32_precision_setter",
+    ),
+    *(
+        "_set_cudnn_enabled",
+        "_set_cudnn_benchmark",
+        "_set_cudnn_deterministic",
+        "_set_cudnn_allow_tf32",
+        "_set_cublas_allow_tf32",
+    ),
+    *(
+        "_set_sdp_use_flash",
+        "_set_sdp_use_math",
+        "_set_sdp_use_mem_efficient",
+        "_set_sdp_use_cudnn",
+        "_set_nnpack_enabled",
+    ),
     "set_num_threads",
 )
 SETTERS: tuple[tuple[Any, str], ...] = (
     *((torch._C, name) for name in _FLAGS if hasattr(torch._C, name)),
     (torch, "set_num_threads"),
 )
-_OF_GENERATORS = ("get_state", "set_state", "manual_seed", "seed", "initial_seed", "graphsafe_get_state", "graphsafe_set_state")
+_OF_GENERATORS = (
+    "get_state",
+    "set_state",
+    "manual_seed",
+    "seed",
+    "initial_seed",
+    "graphsafe_get_state",
+    "graphsafe_set_state",
+)
 
 
 class Generator:
-    """Stands where `torch.random` and `torch.cuda` look up a default generator; `before` is called before its state is read or set."""
+    """Stands where `torch.random` and `torch.cuda` look up a default generator; `before` is called before its state
+    is read or set."""
 
     def __init__(self, generator: torch.Generator, before: Callable[[], None]) -> None:
         self.generator, self._before = generator, before
@@ -71,7 +99,8 @@ class Generator:
 
 
 class Generators:
-    """Stands where `torch.cuda` looks up its default generators. Looked up as they are asked for: another's stand-in may have no end."""
+    """Stands where `torch.cuda` looks up its default generators, one by one as asked: another's stand-in may have no
+    end."""
 
     def __init__(self, generators: Sequence[torch.Generator], before: Callable[[], None]) -> None:
         self._generators, self._before = generators, before

@@ -1,13 +1,17 @@
-"""Assign the nodes of a graph of traces to cases of switches. In: edges without loops. Out: `Cases`: switches in order, with cases each.
+"""Assign the nodes of a graph of traces to cases of switches.
 
-A graph executor that knows no branches but a switch runs the switches one after the other, and is told of each which case to run. Nodes
-that always come together are one case. A case's level is the longest way to it from the start; cases of one level exclude each other, for
-a way from one to another would make that one's level greater. So a level is a switch, and a trace takes at most one case of it. It may
-take none: the empty case, which no node stands for. The published algorithm gives a switch no other cases than nodes, and fails on
-`1 -> end | 1 -> 2 -> end`: nothing there says that 2 is left out.
+In: edges without loops. Out: `Cases`: switches in order, with cases each.
 
-Off the way of what runs: blocks of operations are sent as they come (`terra.run.blocks`), for here a trace needs a choice at every
-switch. Pure; knows no tensors. Source: the case assignment of the dissertation on Terra, Algorithm 1, with the empty case it lacks.
+A graph executor that knows no branches but a switch runs the switches one after the other, and is told of each which
+case to run. Nodes that always come together are one case. A case's level is the longest way to it from the start; cases
+of one level exclude each other, for a way from one to another would make that one's level greater. So a level is a
+switch, and a trace takes at most one case of it. It may take none: the empty case, which no node stands for. The
+published algorithm gives a switch no other cases than nodes, and fails on `1 -> end | 1 -> 2 -> end`: nothing there
+says that 2 is left out.
+
+Off the way of what runs: blocks of operations are sent as they come (`terra.run.blocks`), for here a trace needs a
+choice at every switch. Pure; knows no tensors. Source: the case assignment of the dissertation on Terra, Algorithm 1,
+with the empty case it lacks.
 """
 
 from __future__ import annotations
@@ -26,21 +30,26 @@ Choice = tuple[int | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Cases:
-    """`switches[i][j]` are the nodes of case j of switch i, in the order in which they run."""
+    """Cases of switches: `switches[i][j]` are the nodes of case j of switch i, in the order in which they run."""
 
     switches: tuple[tuple[tuple[int, ...], ...], ...]
     always: frozenset[int]
 
     def choose(self, trace: Sequence[int]) -> Choice:
-        """What to tell every switch so that it runs this trace. Raises ValueError for what is no trace of the graph."""
+        """Return what to tell every switch so that it runs this trace.
+
+        Raises ValueError for what is no trace of the graph.
+        """
         nodes = set(trace)
-        chosen = tuple(next((place for place, case in enumerate(each) if case[0] in nodes), None) for each in self.switches)
+        chosen = tuple(
+            next((place for place, case in enumerate(each) if case[0] in nodes), None) for each in self.switches
+        )
         if self.run(chosen) != tuple(trace):
             raise ValueError(f"no choice of cases runs {tuple(trace)}: it is no trace of this graph")
         return chosen
 
     def run(self, choice: Choice) -> tuple[int, ...]:
-        """The nodes that run."""
+        """Return the nodes that run."""
         chosen = zip(self.switches, choice, strict=True)
         return tuple(node for each, place in chosen if place is not None for node in each[place])
 
@@ -51,7 +60,10 @@ class Cases:
 
 
 def assign_cases(edges: Edges) -> Cases:
-    """Raises ValueError for edges with a loop: take them apart first (`without_loops`, `segments`)."""
+    """Assign cases to edges.
+
+    Raises ValueError for edges with a loop: take them apart first (`without_loops`, `segments`).
+    """
     following, before = _neighbours(edges)
     order = _in_order(following, before)
     # A node that can only follow one that only it can follow belongs to that one's case.
@@ -86,7 +98,7 @@ def _neighbours(edges: Edges) -> tuple[dict[int, list[int]], dict[int, list[int]
 
 
 def _in_order(following: Mapping[int, Sequence[int]], before: Mapping[int, Sequence[int]]) -> list[int]:
-    """Every node behind those it follows."""
+    """Order the nodes, every node behind those it follows."""
     left = Counter({node: len(each) for node, each in before.items()})
     ready = [node for node in following if not left[node]]
     for node in ready:
@@ -95,20 +107,27 @@ def _in_order(following: Mapping[int, Sequence[int]], before: Mapping[int, Seque
             if not left[after]:
                 ready.append(after)
     if len(ready) < len(following):
-        raise ValueError(f"the edges of nodes {sorted(following.keys() - set(ready))} lead into a loop or out of one: cases have none")
+        raise ValueError(
+            f"the edges of nodes {sorted(following.keys() - set(ready))} lead into a loop or out of one: cases have "
+            f"none"
+        )
     return ready
 
 
 def _skipped(following: Mapping[int, Sequence[int]], levels: Mapping[int, int]) -> set[int]:
     """Levels that some edge passes over."""
-    return {level for node, each in following.items() for after in each for level in range(levels[node] + 1, levels[after])}
+    return {
+        level for node, each in following.items() for after in each for level in range(levels[node] + 1, levels[after])
+    }
 
 
-# -- loops -----------------------------------------------------------------------------------------------------------------------------
+# -- loops
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def without_loops(edges: Edges, back: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """The edges of what runs between two jumps: an edge back ends one run of the switches, and the next begins where it led."""
+    """Return the edges of what runs between two jumps: an edge back ends one run of the switches, and the next
+    begins where it led."""
     back = dict.fromkeys(back)
     forward = [edge for edge in edges if edge not in back]
     ends = [(one, END) for one, _ in back]
@@ -117,7 +136,7 @@ def without_loops(edges: Edges, back: Iterable[tuple[int, int]]) -> tuple[tuple[
 
 
 def segments(trace: Sequence[int], back: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
-    """A trace with both ends, as the runs of the switches that make it up."""
+    """Return a trace with both ends, as the runs of the switches that make it up."""
     jumps = frozenset(back)
     parts: list[list[int]] = [[trace[0]]]
     for one, other in pairwise(trace):

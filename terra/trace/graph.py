@@ -1,12 +1,15 @@
-"""Merge the traces of a program's steps into one graph. In: traces, each the operations that a step issued, in order. Out: `TraceGraph`.
+"""Merge the traces of a program's steps into one graph.
 
-A node is an operation with its static attributes and the place that issued it; an edge says that some step issued one right after the
-other. The same node again in a trace is a loop, whose edge leads back. A step is covered where all its edges are known: then what came
-before in other steps tells, of every operation, which may come next.
+In: traces, each the operations that a step issued, in order. Out: `TraceGraph`.
 
-Two nodes are equal without a look at what they take: the published definition of equality does so too, and its graph would hand
-`(x if c else y) + 1` the operand of the step that was traced. Here a graph says what may come next and nothing of operands: which value
-each one is belongs to whoever runs the operations (`terra.run.blocks`). Knows no tensors. Paper: Kim et al., Terra, NeurIPS 2021.
+A node is an operation with its static attributes and the place that issued it; an edge says that some step issued one
+right after the other. The same node again in a trace is a loop, whose edge leads back. A step is covered where all its
+edges are known: then what came before in other steps tells, of every operation, which may come next.
+
+Two nodes are equal without a look at what they take: the published definition of equality does so too, and its graph
+would hand `(x if c else y) + 1` the operand of the step that was traced. Here a graph says what may come next and
+nothing of operands: which value each one is belongs to whoever runs the operations (`terra.run.blocks`). Knows no
+tensors. Paper: Kim et al., Terra, NeurIPS 2021.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ END: Key = ("<end>", (), ())
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """`following` has the nodes that were issued right after this one; `number` is its place among all of the graph."""
+    """A node. `following` has the nodes that were issued right after it; `number` is its place among all of the
+    graph."""
 
     key: Key
     number: int
@@ -36,7 +40,7 @@ class Node:
 
 
 class TraceGraph:
-    """Empty at first: `start` and `end` with no edge between them."""
+    """Graph of traces, empty at first: `start` and `end` with no edge between them."""
 
     def __init__(self) -> None:
         self._nodes: dict[Key, Node] = {}
@@ -60,7 +64,10 @@ class TraceGraph:
         return grown
 
     def covers(self, trace: Iterable[Key]) -> bool:
-        """Whether a step with these operations needs nothing new. It need not have been merged: two branches meet in all combinations."""
+        """Return whether a step with these operations needs nothing new.
+
+        It need not have been merged: two branches meet in all combinations.
+        """
         node = self.start
         for key in (*trace, END):
             following = node.following.get(key)
@@ -70,7 +77,7 @@ class TraceGraph:
         return True
 
     def edges(self) -> Iterator[tuple[int, int]]:
-        """Numbers of the nodes; `start` is 0 and `end` is 1."""
+        """Return the edges by numbers of nodes; `start` is 0 and `end` is 1."""
         for node in self._nodes.values():
             for following in node.following.values():
                 yield node.number, following.number
@@ -79,13 +86,16 @@ class TraceGraph:
         return tuple(self._nodes)[number]
 
     def numbers(self, trace: Sequence[Key]) -> tuple[int, ...]:
-        """A trace's nodes, with both ends. Raises ValueError for a trace that the graph does not cover."""
+        """Return a trace's nodes, with both ends. Raises ValueError for a trace that the graph does not cover."""
         if not self.covers(trace):
             raise ValueError("the graph does not cover this trace: merge it first")
         return tuple(self._nodes[key].number for key in (START, *trace, END))
 
     def back_edges(self) -> frozenset[tuple[int, int]]:
-        """The edges that close a loop; without them the graph has none. Found in the order in which the nodes came."""
+        """Return the edges that close a loop; without them the graph has none.
+
+        Found in the order in which the nodes came.
+        """
         following = {node.number: [each.number for each in node.following.values()] for node in self._nodes.values()}
         # Nodes on the way from the start are open; an edge to one of them closes a loop.
         state, back = dict.fromkeys(following, "new"), set()

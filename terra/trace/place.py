@@ -1,8 +1,10 @@
-"""Say where in a program an operation was issued. In: the running thread's frames and autograd node. Out: `Place` values.
+"""Say where in a program an operation was issued.
 
-An operation of a backward pass is issued by autograd, at whichever line began that pass: its place is that of the forward operation whose
-gradient it computes, and says so; where a program wrote the backward itself, it is there. Forward and backward are found to belong together
-by autograd's sequence number, which a node keeps from its forward.
+In: the running thread's frames and autograd node. Out: `Place` values.
+
+An operation of a backward pass is issued by autograd, at whichever line began that pass: its place is that of the
+forward operation whose gradient it computes, and says so; where a program wrote the backward itself, it is there.
+Forward and backward are found to belong together by autograd's sequence number, which a node keeps from its forward.
 """
 
 from __future__ import annotations
@@ -25,9 +27,13 @@ _HERE = str(Path(__file__).parents[1]) + "/"
 _BETWEEN = (
     _HERE,
     "<",
-    *(f"{_TORCH}{name}" for name in ("_dynamo/", "_ops.py", "_compile.py", "overrides.py", "utils/_python_dispatch.py")),
+    *(
+        f"{_TORCH}{name}"
+        for name in ("_dynamo/", "_ops.py", "_compile.py", "overrides.py", "utils/_python_dispatch.py")
+    ),
 )
-# Python's own library runs what a program passes to it, as the entry and the exit of a context, and copies and pickles its tensors.
+# Python's own library runs what a program passes to it, as the entry and the exit of a context, and copies and pickles
+# its tensors.
 _LIBRARY = sysconfig.get_paths()["stdlib"] + "/"
 _PACKAGES = _LIBRARY + "site-packages/"
 # What Python calls of autograd's engine, which runs nodes in this thread or in its own. Not only torch does.
@@ -38,9 +44,11 @@ _NO_FORWARD = 2**64 - 1
 
 @dataclass(frozen=True)
 class Place:
-    """A line of the program, innermost outside of torch and of Python's library; `within`, the innermost line of torch below it, if any.
+    """A line of the program, innermost outside of torch and of Python's library; `within`, the innermost line of torch
+    below it, if any.
 
-    `backward_of` is autograd's name of a node: the operation computes the gradient of one that was issued at this place.
+    `backward_of` is autograd's name of a node: the operation computes the gradient of one that was issued at this
+    place.
     """
 
     file: str
@@ -59,7 +67,8 @@ UNKNOWN = Place("<unknown>", 0, "?")
 class Places:
     """The places of one program; remembers of every forward operation where it was, for its backward.
 
-    `through`: files whose functions stand in for torch's, and hand calls on. What they call is called by whoever called them.
+    `through`: files whose functions stand in for torch's, and hand calls on. What they call is called by whoever called
+    them.
     """
 
     def __init__(self, through: Iterable[str] = ()) -> None:
@@ -68,11 +77,12 @@ class Places:
         self._forwards: dict[int, Place] = {}
 
     def here(self) -> Place:
-        """Of the operation that is being dispatched in this thread."""
+        """Return the place of the operation that is being dispatched in this thread."""
         node: Any = torch._C._current_autograd_node()
         if node is None:
             place = self._line() or UNKNOWN
-            # The operation's own node was made just before, if it has one. Later operations without one must not take it for theirs.
+            # The operation's own node was made just before, if it has one. Later operations without one must not take
+            # it for theirs.
             self._forwards.setdefault(torch._C._autograd._get_sequence_nr() - 1, place)
             return place
         line = self._line(in_node=True)
@@ -84,11 +94,11 @@ class Places:
         return replace(forward or self._line() or UNKNOWN, backward_of=node.name())
 
     def calling(self) -> Place:
-        """Of whoever called into torch just now, whatever node is running."""
+        """Return the place of whoever called into torch just now, whatever node is running."""
         return self._line() or UNKNOWN
 
     def _line(self, in_node: bool = False) -> Place | None:
-        """The innermost line outside of torch; None where there is none; `in_node`: none that the node runs."""
+        """Return the innermost line outside of torch; None where there is none; `in_node`: none that the node runs."""
         inner, outer = None, None
         for frame in _frames(sys._getframe(1)):
             file = frame.f_code.co_filename
@@ -120,10 +130,11 @@ def _frames(frame: FrameType | None) -> Iterator[Any]:
 
 
 class Sites:
-    """Numbers of the places of a step's operations, the same in each step: which frames issued it, and in a backward for which operation.
+    """Numbers of the places of a step's operations, the same in each step: which frames issued it, and in a backward
+    for which operation.
 
-    Finer than lines, for two calls in one line are two sites, and so is one line that two others call. Only what runs inside of the frame
-    that began the step counts.
+    Finer than lines: two calls in one line are two sites, and so is one line that two others call. Only what runs
+    inside of the frame that began the step counts.
     """
 
     def __init__(self) -> None:
@@ -140,7 +151,7 @@ class Sites:
         self._last_forward = -1
 
     def begin(self, frame: FrameType) -> None:
-        """A step that this frame runs."""
+        """Begin a step that this frame runs."""
         self._outermost = frame
         self._forwards.clear()
         self._last_forward = -1
@@ -149,7 +160,10 @@ class Sites:
         self._outermost = None
 
     def here(self, above: int) -> int:
-        """Of the operation that is being dispatched. So many frames of those that called this are none of the program's."""
+        """Return the number of the place of the operation that is being dispatched.
+
+        `above`: frames of the callers that are not the program's.
+        """
         frames: list[int] = []
         frame: FrameType | None = sys._getframe(1 + above)
         while frame is not None:
@@ -179,7 +193,9 @@ class Sites:
         while frame is not None:
             self._codes[id(frame.f_code)] = frame.f_code
             frame = frame.f_back
-        settled = [part for code, at in zip(frames[::2], frames[1::2], strict=True) for part in (code, self._start(code, at))]
+        settled = [
+            part for code, at in zip(frames[::2], frames[1::2], strict=True) for part in (code, self._start(code, at))
+        ]
         number = self._settled.setdefault((*settled, *of_node), len(self.places))
         if number == len(self.places):
             self.places.append(self._place(node, self._last_forward if node is not None else -1))
@@ -187,7 +203,8 @@ class Sites:
         return number
 
     def _start(self, code: int, at: int) -> int:
-        """Where the instruction begins that is being run: Python calls a property from its end when it has seen it a few times."""
+        """Where the instruction begins that is being run: Python calls a property from its end when it has seen it a
+        few times."""
         starts = self._starts.get(code)
         if starts is None:
             starts = self._starts[code] = [each.offset for each in dis.get_instructions(self._codes[code])]

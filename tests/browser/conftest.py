@@ -1,4 +1,7 @@
-"""A headless Chromium for the report's page, and one hand to move in it. Without Chromium, its driver or selenium these tests skip."""
+"""A headless Chromium for the report's page, and one hand to move in it.
+
+Without Chromium, its driver or selenium these tests skip.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ import psutil
 import pytest
 
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-# Root may not have a sandbox, a container has little shared memory, and a fresh profile would ask the network for this and that.
+# Root may not have a sandbox, a container has little shared memory, and a fresh profile would ask the network for this
+# and that.
 FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -32,9 +36,12 @@ class Page:
 
     def __init__(self, driver: Any, path: Path, theme: str = "light") -> None:
         self.driver = driver
-        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": theme}]})
         driver.execute_cdp_cmd(
-            "Emulation.setDeviceMetricsOverride", {"width": WIDTH, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False}
+            "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": theme}]}
+        )
+        driver.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride",
+            {"width": WIDTH, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False},
         )
         driver.get_log("browser")
         driver.get_log("performance")
@@ -47,7 +54,8 @@ class Page:
     def settle(self) -> None:
         """Until what was asked for has been drawn: frames are drawn one after the other."""
         self.driver.execute_async_script(
-            "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => requestAnimationFrame(() => done())))"
+            "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => "
+            "requestAnimationFrame(() => done())))"
         )
 
     def text(self, css: str) -> str:
@@ -88,7 +96,9 @@ class Page:
 
     def shade(self, name: str) -> tuple[int, int, int]:
         """One of the page's colours."""
-        text = self.run("return getComputedStyle(document.documentElement).getPropertyValue('--' + arguments[0]).trim()", name)
+        text = self.run(
+            "return getComputedStyle(document.documentElement).getPropertyValue('--' + arguments[0]).trim()", name
+        )
         return int(text[1:3], 16), int(text[3:5], 16), int(text[5:7], 16)
 
     def picture(self) -> str:
@@ -157,7 +167,11 @@ class Page:
     def requests(self) -> list[str]:
         """Every address that was asked for since the page was opened."""
         messages = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
-        return [message["params"]["request"]["url"] for message in messages if message["method"] == "Network.requestWillBeSent"]
+        return [
+            message["params"]["request"]["url"]
+            for message in messages
+            if message["method"] == "Network.requestWillBeSent"
+        ]
 
 
 @pytest.fixture(scope="session")
@@ -168,7 +182,9 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     chromium = next(filter(None, map(shutil.which, CHROMIUMS)), None)
     chromedriver = shutil.which("chromedriver")
     if chromium is None or chromedriver is None:
-        pytest.skip(f"no {'chromedriver' if chromium else 'Chromium'} here (Debian: apt-get install chromium chromium-driver)")
+        pytest.skip(
+            f"no {'chromedriver' if chromium else 'Chromium'} here (Debian: apt-get install chromium chromium-driver)"
+        )
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
     profile = tmp_path_factory.mktemp("chromium")
@@ -179,8 +195,11 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     driver.set_script_timeout(30)
     yield driver
     theirs = [
-        process for process in psutil.process_iter(["cmdline"]) if any(str(profile) in word for word in process.info["cmdline"] or ())
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if any(str(profile) in word for word in process.info["cmdline"] or ())
     ]
     driver.quit()
-    # The driver does not wait for all of the browser's processes, and whoever runs the tests would find some left behind.
+    # The driver does not wait for all of the browser's processes, and whoever runs the tests would find some left
+    # behind.
     psutil.wait_procs(theirs, timeout=10)

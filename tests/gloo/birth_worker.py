@@ -1,4 +1,5 @@
-"""One rank of a test's training runs in which the first batch of messages in a group waits for all its ranks, as NCCL's does.
+"""One rank of a test's training runs in which the first batch of messages in a group waits for all its ranks, as NCCL's
+does.
 
 In and out: as worker.py. Source: `batch_isend_irecv` in torch.distributed; NCCL makes the group's communicator there.
 """

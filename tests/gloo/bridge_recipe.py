@@ -1,8 +1,10 @@
-"""A recipe for Megatron-Bridge, trained by its own `pretrain` on the CPU: plain, then with `install`. Exit code 0 where the bits are equal.
+"""A recipe for Megatron-Bridge, trained by its own `pretrain` on the CPU: plain, then with `install`.
 
-In: the launcher's environment, and two free ports. Out: a line a rank. What of Bridge's imports needs a GPU or is not installed is stood in
-for by names without anything behind them (`STOOD_IN_FOR`), and said; its training loop, its step, its model, its data and its optimizer are
-its own.
+Exit code 0 where the bits are equal.
+
+In: the launcher's environment, and two free ports. Out: a line a rank. What of Bridge's imports needs a GPU or is not
+installed is stood in for by names without anything behind them (`STOOD_IN_FOR`), and said; its training loop, its step,
+its model, its data and its optimizer are its own.
 """
 
 # ruff: noqa: E402
@@ -18,7 +20,8 @@ import sys
 import types
 from typing import Any
 
-from megatron.scheduling import install, place, startup
+from megatron.scheduling import install, place
+from megatron.scheduling.start import startup
 
 startup.prepare()
 
@@ -27,7 +30,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-from megatron.scheduling.arguments import SchedulingConfig
+from megatron.scheduling.options.arguments import SchedulingConfig
 
 # Megatron has looked for these by now, and goes on not finding them.
 CANDIDATES = ("transformer_engine", "nvidia_resiliency_ext", "megatron.energon")
@@ -83,7 +86,9 @@ def observe() -> None:
 
     def observed(*args: Any, **kwargs: Any) -> Any:
         result = step(*args, **kwargs)
-        STEPS.append((sorted((name, float(value).hex()) for name, value in result[0].items()), result[1], float(result[5]).hex()))
+        STEPS.append(
+            (sorted((name, float(value).hex()) for name, value in result[0].items()), result[1], float(result[5]).hex())
+        )
         model = kwargs["model"] if "model" in kwargs else args[2]
         digest = hashlib.sha256()
         for chunk in model:
@@ -159,7 +164,11 @@ def main(ports: list[str]) -> None:
     rank = place(pipeline=4)
     for chunks in (1, 2):
         plain = train(ports.pop(), chunks)
-        installed = install(SchedulingConfig(balance=True, num_ranks=4, num_chunks=chunks, minimum_bytes=1024, poison=True, timeout_s=60.0))
+        installed = install(
+            SchedulingConfig(
+                balance=True, num_ranks=4, num_chunks=chunks, minimum_bytes=1024, poison=True, timeout_s=60.0
+            )
+        )
         balanced = train(ports.pop(), chunks)
         installed.remove()
         assert len(plain[0]) == 3, plain

@@ -1,7 +1,7 @@
 """Start real processes, give them cases, and take back what they wrote, within a time-out and leaving nothing behind.
 
-The processes are started directly and not by torchrun: its agent kills the other ranks as soon as one fails, and whether they would
-have ended by themselves is one of the things to test.
+The processes are started directly and not by torchrun: its agent kills the other ranks as soon as one fails, and
+whether they would have ended by themselves is one of the things to test.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from tests.gloo.warm import Parents, Rank
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# A GPT small enough that a run is over in seconds, large enough that its activations are worth moving; dropout stays on.
+# A GPT small enough that a run is over in seconds, large enough that its activations are worth moving; dropout stays
+# on.
 TINY = (
     *("--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64", "--max-position-embeddings", "64"),
     *("--micro-batch-size", "2", "--lr", "3e-3", "--min-lr", "3e-4", "--lr-decay-style", "cosine"),
@@ -35,8 +36,9 @@ TINY = (
 ITERATIONS = ("--train-iters", "3")
 # What stands in for an extension there has to come before Megatron is imported.
 COLD_WORKERS = ("fused_worker.py", "named_fused_worker.py")
-# The distributed optimizer keeps its model, and with it every process group: gloo has threads for each that look for news every 10 ms. By
-# two dozen such cases in one process eight ranks had ten thousand of them, and came to nothing else.
+# The distributed optimizer keeps its model, and with it every process group: gloo has threads for each that look for
+# news every 10 ms. By two dozen such cases in one process eight ranks had ten thousand of them, and came to nothing
+# else.
 MOST_IN_A_ROW = 8
 BPIPE = ("--bpipe", "--bpipe-min-bytes", "1024", "--bpipe-poison", "--bpipe-timeout", "60")
 
@@ -83,7 +85,12 @@ def parents() -> Iterator[None]:
 
 
 def start(
-    world: int, script: Sequence[str], folder: Path, port: int, environment: dict[str, str] | None = None, cold: bool = False
+    world: int,
+    script: Sequence[str],
+    folder: Path,
+    port: int,
+    environment: dict[str, str] | None = None,
+    cold: bool = False,
 ) -> Sequence[Process]:
     """One process a rank, each in a session of its own, logging to `<folder>/rank<r>.log`.
 
@@ -100,7 +107,8 @@ def start(
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
-            # What the caller puts before the installed packages stays: another Megatron, or packages in a folder of their own.
+            # What the caller puts before the installed packages stays: another Megatron, or packages in a folder of
+            # their own.
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "CUDA_VISIBLE_DEVICES": "",
             "PYTHONUNBUFFERED": "1",
@@ -113,7 +121,12 @@ def start(
         with path.open("wb") as log:
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, *script], cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                    [sys.executable, *script],
+                    cwd=folder,
+                    env=env,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
                 )
             )
     return processes
@@ -141,7 +154,9 @@ def finish(processes: Sequence[Process], folder: Path, timeout_s: float, only: i
     return Outcome(folder, codes, time.monotonic() - begin, logs)
 
 
-def train(world: int, cases: Sequence[Case], folder: Path, timeout_s: float, worker: str = "plain_worker.py") -> Outcome:
+def train(
+    world: int, cases: Sequence[Case], folder: Path, timeout_s: float, worker: str = "plain_worker.py"
+) -> Outcome:
     """Run all cases on `world` ranks, one pipeline of as many stages unless a case says otherwise."""
     stages = ("--num-layers", str(world), "--pipeline-model-parallel-size", str(world))
     described = []
@@ -180,8 +195,11 @@ def run_cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome
 
 
 def asked_for(request: pytest.FixtureRequest, *parameters: str) -> set[tuple[Any, ...]]:
-    """The values of these parameters in the tests that pytest is about to run with this fixture: nothing else need be trained."""
-    tests: list[Any] = [item for item in request.session.items if request.fixturename in getattr(item, "fixturenames", ())]
+    """The values of these parameters in the tests that pytest is about to run with this fixture: nothing else need
+    be trained."""
+    tests: list[Any] = [
+        item for item in request.session.items if request.fixturename in getattr(item, "fixturenames", ())
+    ]
     given = [test.callspec.params for test in tests if test.module is request.module and hasattr(test, "callspec")]
     return {tuple(values[name] for name in parameters) for values in given if values.keys() >= set(parameters)}
 

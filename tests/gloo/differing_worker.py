@@ -1,7 +1,7 @@
 """One rank of a test's training runs whose micro-batches differ in size by what a script of one's own does.
 
-In: as worker.py; a case says --differing and how. Out: the same records. The sizes follow from how many forwards this rank has run, so that
-all ranks of a pipeline cut and pack a micro-batch alike; and so does stock Megatron's run.
+In: as worker.py; a case says --differing and how. Out: the same records. The sizes follow from how many forwards this
+rank has run, so that all ranks of a pipeline cut and pack a micro-batch alike; and so does stock Megatron's run.
 
     packed    sequences packed into one row: attention saves a square of each. With --sft, which our script refuses: this step reads them
     lengths   rows of differing length, whose shapes Megatron's pipeline then sends in front (variable_seq_lengths)
@@ -49,7 +49,11 @@ if __name__ == "__main__":
             lengths = next(packs)
             ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
             described = PackedSeqParams(
-                qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths)
+                qkv_format="thd",
+                cu_seqlens_q=ends,
+                cu_seqlens_kv=ends,
+                max_seqlen_q=max(lengths),
+                max_seqlen_kv=max(lengths),
             )
             if positions is not None:
                 positions = torch.cat([torch.arange(length) for length in lengths])[None]
@@ -64,7 +68,8 @@ if __name__ == "__main__":
         def step(data: Any, model: Any) -> Any:
             length = next(lengths)
             tokens, labels, loss_mask, _, positions = (
-                each if each is None or each.dim() != 2 else each[:, :length].contiguous() for each in given_out(data, model)
+                each if each is None or each.dim() != 2 else each[:, :length].contiguous()
+                for each in given_out(data, model)
             )
             return model(tokens, positions, None, labels=labels, loss_mask=loss_mask), losses(loss_mask)
 

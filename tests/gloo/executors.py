@@ -1,8 +1,9 @@
 """Four ranks that run programs with the executor over gloo, one case after another in the same processes.
 
-In: a folder. Out: `<folder>/rank<r>.json`: by case, whether every gradient of this rank's stages has the bits of the model in one piece,
-how many bytes of a micro-batch left this rank, and how many came with the partner's. With shards of the output layer: the largest error
-beside the model in one piece, of its stages and its shard, and whether balancing changed no bit.
+In: a folder. Out: `<folder>/rank<r>.json`: by case, whether every gradient of this rank's stages has the bits of the
+model in one piece, how many bytes of a micro-batch left this rank, and how many came with the partner's. With shards of
+the output layer: the largest error beside the model in one piece, of its stages and its shard, and whether balancing
+changed no bit.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
+from bpipe.balance.pairs import balance
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.check.rules import check
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import num_transfers
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.balance import balance
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.shards import EarlyShard
@@ -44,7 +45,8 @@ RANKS, ITERATIONS, TIMEOUT_S = 4, 2, 60.0
 
 
 def v_uneven() -> Schedule:
-    """In V shape and in halves; ranks 0 and 1 evict to each other's neighbours of the V, some of a first chunk before any of a second."""
+    """In V shape and in halves; ranks 0 and 1 evict to each other's neighbours of the V, some of a first chunk
+    before any of a second."""
     return balance(v_flat(RANKS, 4), (3, 16, 16, 4), (2, 3, 0, 1))
 
 

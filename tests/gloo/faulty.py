@@ -1,8 +1,10 @@
-"""One rank of a run in which something breaks: this process stops or dies when it has run a given operation in a given iteration.
+"""One rank of a run in which something breaks: this process stops or dies when it has run a given operation in a given
+iteration.
 
-In: `RANK`, and FAULT="<rank> <operation> <signal> [iteration, 2]"; only before torchrun's first restart. Out: a training run until
-then. Instead of a signal MEMORY: the operation, a forward, raises what torch raises when the device has no memory left.
-Or in: CASES, a list of argument lists, each of which must be refused; out: the refusals, one after another.
+In: `RANK`, and FAULT="<rank> <operation> <signal> [iteration, 2]"; only before torchrun's first restart. Out: a
+training run until then. Instead of a signal MEMORY: the operation, a forward, raises what torch raises when the device
+has no memory left. Or in: CASES, a list of argument lists, each of which must be refused; out: the refusals, one after
+another.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import sys
 import traceback
 from typing import Any
 
-# Megatron writes checkpoints with processes that import this file again, so what takes long is imported where it is used.
+# Megatron writes checkpoints with processes that import this file again, so what takes long is imported where it is
+# used.
 
 
 def break_after(operation: str, what: signal.Signals, iteration: int) -> None:
@@ -47,7 +50,9 @@ def run_out_of_memory(operation: str, iteration: int) -> None:
         runs += 1
         microbatch, per_iteration = int(operation.partition("F")[2]), get_num_microbatches()
         if runs == (iteration - 1) * per_iteration + microbatch + 1:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has a total capacity of 79.10 GiB")
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has a total capacity of 79.10 GiB"
+            )
         return forward_step(*args)
 
     pretrain_gpt.forward_step = short

@@ -1,4 +1,5 @@
-"""Plain torch in the place of the extension that adds a weight's gradient up inside its matrix product: that one needs a GPU.
+"""Plain torch in the place of the extension that adds a weight's gradient up inside its matrix product: that one needs
+a GPU.
 
 In: a process in which Megatron was not imported yet. Out: one in which it finds the extension.
 """

@@ -1,4 +1,5 @@
-"""One rank of two whose two-sided link carries nothing: in a folder it leaves which transport the pair chose, and why not the other."""
+"""One rank of two whose two-sided link carries nothing: in a folder it leaves which transport the pair chose, and
+why not the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Layers of Megatron's own parts where its local ones stop short of what Transformer Engine's do, given to the trainer as `--spec`.
+"""Layers of Megatron's own parts where its local ones stop short of what Transformer Engine's do, given to the trainer
+as `--spec`.
 
 In: a model's configuration. Out: what one of its layers is made of. Knows nothing of the project under test.
 """
@@ -21,14 +22,17 @@ from tests.gloo.plain_attention import PlainAttention
 def attending_plainly(model: Any) -> ModuleSpec:
     """Attention over a sequence that several ranks share, and latent attention; Megatron's own does neither."""
     config = model.transformer
-    spec = get_gpt_layer_local_spec(multi_latent_attention=config.multi_latent_attention, normalization=config.normalization)
+    spec = get_gpt_layer_local_spec(
+        multi_latent_attention=config.multi_latent_attention, normalization=config.normalization
+    )
     attention = spec.submodules.self_attention
     attention.submodules = dataclasses.replace(attention.submodules, core_attention=PlainAttention)
     return spec
 
 
 class ComputesAtOnce(ColumnParallelLinear):
-    """Put off the gradients of the output layer only: Megatron's own looks for a place to keep them in every layer, and finds none."""
+    """Put off the gradients of the output layer only: Megatron's own looks for a place to keep them in every layer,
+    and finds none."""
 
     def __init__(self, *sizes: Any, config: Any, **settings: Any) -> None:
         at_once = copy.copy(config)

@@ -1,7 +1,8 @@
-"""A rank of a test's training runs (see worker.py) whose report cannot be written from some time on: the disk is full, or the folder gone.
+"""A rank of a test's training runs (see worker.py) whose report cannot be written from some time on: the disk is full,
+or the folder gone.
 
-In: the worker's cases; what breaks is in a case's name. Out: the worker's. `full`: what two ranks write goes to a device that is always
-full. `gone`: the folder is taken away after the first iteration.
+In: the worker's cases; what breaks is in a case's name. Out: the worker's. `full`: what two ranks write goes to a
+device that is always full. `gone`: the folder is taken away after the first iteration.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""As named_worker, with gradients of weights added up inside their matrix product, as fused_worker has them. In and out: as there."""
+"""As named_worker, with gradients of weights added up inside their matrix product, as fused_worker has them.
+
+In and out: as there.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""One rank of a test's training runs that are compared across placements: each weight is known by what it is, and not by where.
+"""One rank of a test's training runs that are compared across placements: each weight is known by what it is, and not
+by where.
 
-In: as worker.py; a case that names data has no mock data, and one that names a script of this folder is trained by it. One that says
---seeded draws dropout by iteration, micro-batch and stage; of two pipes with --one-pipes-samples both read the first one's; with
---exact-sums the order of ranks in a sum over them has no part in it. Out: the same records, with a hash of every weight of this rank by its
-name in the whole model, and with --gradients those of the first iteration in `<folder>/<case>.rank<r>.gradients`. Where nothing is loaded
-all weights are drawn by their names, because Megatron draws them in the order of the ranks.
+In: as worker.py; a case that names data has no mock data, and one that names a script of this folder is trained by it.
+One that says --seeded draws dropout by iteration, micro-batch and stage; of two pipes with --one-pipes-samples both
+read the first one's; with --exact-sums the order of ranks in a sum over them has no part in it. Out: the same records,
+with a hash of every weight of this rank by its name in the whole model, and with --gradients those of the first
+iteration in `<folder>/<case>.rank<r>.gradients`. Where nothing is loaded all weights are drawn by their names, because
+Megatron draws them in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ if __name__ == "__main__":
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.utils import get_attr_wrapped_model
 
-    from megatron.scheduling.input_shards import EmbeddingShard
-    from megatron.scheduling.positions import Positions
-    from megatron.scheduling.vocabulary import OutputLayerShard
+    from megatron.scheduling.placement.positions import Positions
+    from megatron.scheduling.vocabulary.input_shards import EmbeddingShard
+    from megatron.scheduling.vocabulary.output_shards import OutputLayerShard
 
     OUTPUT, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
     TIED = {OUTPUT: EMBEDDING}
@@ -48,7 +50,8 @@ if __name__ == "__main__":
                 if name.startswith("decoder.layers."):
                     _, _, number, rest = name.split(".", 3)
                     name = f"decoder.layers.{numbers[int(number)]}.{rest}"
-                # A stage that predicts further tokens embeds, too: the output layer's own weight is there beside it, and nobody uses it.
+                # A stage that predicts further tokens embeds, too: the output layer's own weight is there beside it,
+                # and nobody uses it.
                 layer = inner.get_submodule(name.rpartition(".")[0]) if name in (OUTPUT, EMBEDDING) else None
                 if inner.share_embeddings_and_output_weights and not inner.mtp_process:
                     name = TIED.get(name, name)
@@ -63,7 +66,8 @@ if __name__ == "__main__":
         return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(words.encode()).digest()[:6]))
 
     def draw(name: str, weight: torch.nn.Parameter) -> torch.Tensor:
-        """The same numbers for one name on every rank; norms are around one, and what no tensor-parallel rank shards is equal on all."""
+        """The same numbers for one name on every rank; norms are around one, and what no tensor-parallel rank shards
+        is equal on all."""
         if " from " in name:
             # Rows of what is drawn as a whole.
             whole, _, shard = name.partition(" from ")
@@ -93,7 +97,9 @@ if __name__ == "__main__":
         """The same sums, added in double precision and rounded once: whoever's number comes first."""
 
         @functools.wraps(all_reduce)
-        def reduced(tensor: torch.Tensor, op: Any = torch.distributed.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        def reduced(
+            tensor: torch.Tensor, op: Any = torch.distributed.ReduceOp.SUM, group: Any = None, async_op: bool = False
+        ) -> Any:
             if op != torch.distributed.ReduceOp.SUM or tensor.dtype != torch.float32:
                 return all_reduce(tensor, op, group, async_op)
             parts = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size(group))]
@@ -169,5 +175,7 @@ if __name__ == "__main__":
             if own["--one-pipes-samples"]:
                 during.enter_context(mock.patch.object(Positions, "replica_of", deaf))
             if own["--exact-sums"]:
-                during.enter_context(mock.patch.object(torch.distributed, "all_reduce", exactly(torch.distributed.all_reduce)))
+                during.enter_context(
+                    mock.patch.object(torch.distributed, "all_reduce", exactly(torch.distributed.all_reduce))
+                )
             worker.run(case, Path(folder), NamedRecorder, main)

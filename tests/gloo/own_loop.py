@@ -1,8 +1,8 @@
 """A training loop of one's own around Megatron's pipelined loop: trained plain, then with `install`, then plain again.
 
-In: the launcher's environment, how many chunks a rank has (more than one: interleaved), and a schedule by name where our own loop is to run
-one. Out: exit code 0 where all three trained the same bits, the second one moved activations, and `remove` gave Megatron's own functions
-back; a line for each. Uses megatron.core alone, none of Megatron's trainer.
+In: the launcher's environment, how many chunks a rank has (more than one: interleaved), and a schedule by name where
+our own loop is to run one. Out: exit code 0 where all three trained the same bits, the second one moved activations,
+and `remove` gave Megatron's own functions back; a line for each. Uses megatron.core alone, none of Megatron's trainer.
 """
 
 # ruff: noqa: E402
@@ -15,8 +15,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from bpipe.program import BalanceConfig, ScheduleConfig
-from megatron.scheduling import install, place, startup
+from bpipe.build import BalanceConfig, ScheduleConfig
+from megatron.scheduling import install, place
+from megatron.scheduling.start import startup
 
 startup.prepare()
 
@@ -29,14 +30,16 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.scheduling.arguments import SchedulingConfig
+from megatron.scheduling.options.arguments import SchedulingConfig
 
 # What Megatron's trainer never does: back to a number of micro-batches that was there before.
 NUM_MICROBATCHES = (8, 4, 8, 4)
 LENGTH, VOCABULARY = 64, 128
 NUM_CHUNKS = int(sys.argv[1]) if len(sys.argv) > 1 else 1
 OWN = ScheduleConfig(sys.argv[2], 4, NUM_MICROBATCHES[0], NUM_CHUNKS, BalanceConfig()) if len(sys.argv) > 2 else None
-CONFIG = SchedulingConfig(balance=True, num_ranks=4, num_chunks=NUM_CHUNKS, own=OWN, minimum_bytes=1024, poison=True, timeout_s=60.0)
+CONFIG = SchedulingConfig(
+    balance=True, num_ranks=4, num_chunks=NUM_CHUNKS, own=OWN, minimum_bytes=1024, poison=True, timeout_s=60.0
+)
 LAUNCH_RANK = os.environ["RANK"]
 VIRTUAL_STAGES = NUM_CHUNKS if NUM_CHUNKS > 1 else None
 SETTINGS: dict[str, Any] = {
@@ -79,7 +82,8 @@ def chunk(vp_stage: int | None, **settings: Any) -> GPTModel:
 
 
 def train(**settings: Any) -> tuple[list[str], str]:
-    """Iterations of differing length from the same beginning: every micro-batch's loss, and a hash of the weights they ended with."""
+    """Iterations of differing length from the same beginning: every micro-batch's loss, and a hash of the weights
+    they ended with."""
     torch.manual_seed(7)
     tensor_parallel.model_parallel_cuda_manual_seed(7)
     model = [chunk(index if VIRTUAL_STAGES else None, **settings) for index in range(NUM_CHUNKS)]
@@ -117,7 +121,9 @@ def main() -> None:
     torch.set_num_threads(1)
     place(pipeline=4, config=CONFIG)
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=VIRTUAL_STAGES)
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=VIRTUAL_STAGES
+    )
     own = functions()
     plain = train()
     installed = install(CONFIG)

@@ -1,7 +1,9 @@
-"""A training loop of one's own, by Megatron's 1F1B loop over half of the ranks in twice the replicas, then by two pipes over all.
+"""A training loop of one's own, by Megatron's 1F1B loop over half of the ranks in twice the replicas, then by two pipes
+over all.
 
-In: the launcher's environment, four processes. Out: exit code 0 where both trained the same bits, weight by weight, and a line from each.
-Models are built by the function of Megatron's that knows placements, gradients are summed by the loop itself.
+In: the launcher's environment, four processes. Out: exit code 0 where both trained the same bits, weight by weight, and
+a line from each. Models are built by the function of Megatron's that knows placements, gradients are summed by the loop
+itself.
 """
 
 # ruff: noqa: E402
@@ -11,8 +13,9 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from bpipe.program import ScheduleConfig
-from megatron.scheduling import install, place, samples_of, startup
+from bpipe.build import ScheduleConfig
+from megatron.scheduling import install, place, samples_of
+from megatron.scheduling.start import startup
 
 startup.prepare()
 
@@ -28,7 +31,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.models import dist_utils
 
-from megatron.scheduling.arguments import SchedulingConfig
+from megatron.scheduling.options.arguments import SchedulingConfig
 from tests.gloo.own_loop import LAUNCH_RANK, LENGTH, VOCABULARY, forward
 
 # What a pipe takes of an iteration: as many as a replica.
@@ -78,18 +81,26 @@ def named(model: GPTModel) -> list[tuple[str, torch.nn.Parameter]]:
 
 
 def train(feeds: list[int]) -> tuple[dict[str, str], dict[str, str]]:
-    """Every micro-batch's loss by its replica's number, and a hash of every weight by its name: of all ranks. `feeds[chunk]`: a replica."""
+    """Every micro-batch's loss by its replica's number, and a hash of every weight by its name: of all ranks.
+
+    `feeds[chunk]`: a replica.
+    """
     torch.manual_seed(7)
     tensor_parallel.model_parallel_cuda_manual_seed(7)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    model = dist_utils.build_virtual_pipeline_stages(chunk, groups, len(feeds) if len(feeds) > 1 else None, ModelType.encoder_or_decoder)
+    model = dist_utils.build_virtual_pipeline_stages(
+        chunk, groups, len(feeds) if len(feeds) > 1 else None, ModelType.encoder_or_decoder
+    )
     parameters = [parameter for part in model for parameter in part.parameters()]
     optimizer = torch.optim.Adam(parameters, lr=1e-3)
     tokens = torch.Generator().manual_seed(11)
     mine: dict[str, str] = {}
     for iteration, num_microbatches in enumerate(NUM_MICROBATCHES):
         optimizer.zero_grad()
-        batches = [[torch.randint(VOCABULARY, (2, LENGTH), generator=tokens) for _ in range(num_microbatches)] for _ in range(2)]
+        batches = [
+            [torch.randint(VOCABULARY, (2, LENGTH), generator=tokens) for _ in range(num_microbatches)]
+            for _ in range(2)
+        ]
         losses = get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=[iter(batches[replica]) for replica in feeds] if len(feeds) > 1 else iter(batches[feeds[0]]),
@@ -103,7 +114,11 @@ def train(feeds: list[int]) -> tuple[dict[str, str], dict[str, str]]:
             dist.all_reduce(parameter.grad, group=parallel_state.get_data_parallel_group())
         optimizer.step()
         mine |= {f"{iteration} {feeds[-1]} {number}": loss.hex() for number, loss in enumerate(losses)}
-    hashes = {name: hashlib.sha256(weight.detach().numpy().tobytes()).hexdigest() for part in model for name, weight in named(part)}
+    hashes = {
+        name: hashlib.sha256(weight.detach().numpy().tobytes()).hexdigest()
+        for part in model
+        for name, weight in named(part)
+    }
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, (mine, hashes))
     weights: dict[str, str] = {}

@@ -1,7 +1,7 @@
 """One rank of a test's training runs whose memory is looked at.
 
-In: as worker.py. Out: the same records; in place of the weights' hash what this process held when its second iteration began, weights and
-optimizer state included, and the most that it held in that iteration, in bytes.
+In: as worker.py. Out: the same records; in place of the weights' hash what this process held when its second iteration
+began, weights and optimizer state included, and the most that it held in that iteration, in bytes.
 """
 
 from __future__ import annotations

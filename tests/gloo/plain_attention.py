@@ -1,7 +1,8 @@
-"""A core attention in plain torch, for what Megatron's own cannot do without Transformer Engine: context parallelism and latent attention.
+"""A core attention in plain torch, for what Megatron's own cannot do without Transformer Engine: context parallelism
+and latent attention.
 
-In: Megatron's configuration and queries, keys and values of this rank's part of the sequence. Out: the attended values. Keys and values
-are gathered over the context-parallel ranks; the mask is causal in the positions of the whole sequence.
+In: Megatron's configuration and queries, keys and values of this rank's part of the sequence. Out: the attended values.
+Keys and values are gathered over the context-parallel ranks; the mask is causal in the positions of the whole sequence.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from megatron.core.transformer.module import MegatronModule
 
 
 def positions(length: int, ranks: int, rank: int) -> torch.Tensor:
-    """Where a rank's `length` tokens stand in the sequence: the sequence is cut in twice as many pieces as ranks, and each rank has two."""
+    """Where a rank's `length` tokens stand in the sequence: the sequence is cut in twice as many pieces as ranks,
+    and each rank has two."""
     piece = length // 2
     starts = (rank * piece, (2 * ranks - 1 - rank) * piece)
     return torch.cat([torch.arange(start, start + piece) for start in starts])
@@ -27,19 +29,37 @@ class PlainAttention(MegatronModule):
     """softmax(q k^T / sqrt(d)) v with dropout, as a textbook has it."""
 
     def __init__(
-        self, config: Any, layer_number: int, *, softmax_scale: float | None = None, k_channels: int | None = None, **_: Any
+        self,
+        config: Any,
+        layer_number: int,
+        *,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        **_: Any,
     ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(k_channels or config.kv_channels)
         self.dropout = torch.nn.Dropout(config.attention_dropout)
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, packed_seq_params: Any = None, **__: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *_: Any,
+        packed_seq_params: Any = None,
+        **__: Any,
     ) -> torch.Tensor:
-        """Tensors are (sequence, batch, heads, channels); the result joins heads and channels. Packed ones have no batch."""
+        """Tensors are (sequence, batch, heads, channels); the result joins heads and channels.
+
+        Packed ones have no batch.
+        """
         if packed_seq_params is not None:
             ends = packed_seq_params.cu_seqlens_q.tolist()
-            parts = [[each[None, begin:end].transpose(0, 1) for each in (query, key, value)] for begin, end in itertools.pairwise(ends)]
+            parts = [
+                [each[None, begin:end].transpose(0, 1) for each in (query, key, value)]
+                for begin, end in itertools.pairwise(ends)
+            ]
             return torch.cat([self._attend(*part) for part in parts]).squeeze(1)
         return self._attend(query, key, value)
 

@@ -1,4 +1,5 @@
-"""A training script as a user of Megatron has one, which has never heard of this project: its own flag, model, data and loss."""
+"""A training script as a user of Megatron has one, which has never heard of this project: its own flag, model, data
+and loss."""
 
 from __future__ import annotations
 

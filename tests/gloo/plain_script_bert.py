@@ -1,4 +1,5 @@
-"""Train Megatron's BERT, as a user would who has never heard of this project: every stage needs every micro-batch's own padding mask."""
+"""Train Megatron's BERT, as a user would who has never heard of this project: every stage needs every micro-batch's
+own padding mask."""
 
 from __future__ import annotations
 
@@ -56,4 +57,6 @@ datasets_everywhere.is_distributed = True  # type: ignore[attr-defined]
 
 if __name__ == "__main__":
     arguments = parse_and_validate_args()
-    pretrain(pretrain_cfg_container_from_args(arguments), datasets_everywhere, ModelType.encoder_or_decoder, forward, model)
+    pretrain(
+        pretrain_cfg_container_from_args(arguments), datasets_everywhere, ModelType.encoder_or_decoder, forward, model
+    )

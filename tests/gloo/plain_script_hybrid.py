@@ -1,4 +1,5 @@
-"""Train Megatron's hybrid model, as a user would who has never heard of this project: recurrent, attention and MLP layers.
+"""Train Megatron's hybrid model, as a user would who has never heard of this project: recurrent, attention and MLP
+layers.
 
 The mixer of the recurrent layers is ours, in plain torch: Mamba's own kernels need a GPU.
 """
@@ -62,7 +63,9 @@ def stack() -> ModuleSpec:
     return ModuleSpec(module=HybridStack, params={"post_layer_norm": False}, submodules=parts)
 
 
-def model(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, **kwargs: Any) -> HybridModel:
+def model(
+    pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, **kwargs: Any
+) -> HybridModel:
     args = get_args()
     return HybridModel(
         config=core_transformer_config_from_args(args),
@@ -79,7 +82,9 @@ def model(pre_process: bool = True, post_process: bool = True, vp_stage: int | N
 
 def forward(data: Any, module: Any) -> tuple[torch.Tensor, Any]:
     sample = {key: value.cuda() for key, value in next(data).items()} if data is not None else {}
-    return module(sample.get("tokens"), sample.get("position_ids"), None, labels=sample.get("labels")), partial(mean_loss)
+    return module(sample.get("tokens"), sample.get("position_ids"), None, labels=sample.get("labels")), partial(
+        mean_loss
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Find ports that no socket gets which asks for any: gloo asks by the hundred, and had taken one before it was listened on."""
+"""Find ports that no socket gets which asks for any: gloo asks by the hundred, and had taken one before it was
+listened on."""
 
 from __future__ import annotations
 

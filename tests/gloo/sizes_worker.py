@@ -1,8 +1,9 @@
 """Ranks without Megatron whose micro-batches are of whatever size somebody says, iteration after iteration.
 
-In: a transport, and on every rank's own pipe a pattern a line: by iteration and micro-batch, the bytes of storages that its forward saves,
-and whether the host buffers are given back first. Out: a line each, what came of it on this rank. One process forks all ranks, which serve
-many patterns: importing torch and connecting are most of what one pattern would take.
+In: a transport, and on every rank's own pipe a pattern a line: by iteration and micro-batch, the bytes of storages that
+its forward saves, and whether the host buffers are given back first. Out: a line each, what came of it on this rank.
+One process forks all ranks, which serve many patterns: importing torch and connecting are most of what one pattern
+would take.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.ir.memory import num_transfers
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.messages import Alone, Messages
@@ -47,7 +48,9 @@ class Rank:
         self.connection, _ = connect(pairs, transport, TIMEOUT_S, copying_on(CPU))
         self.edges = connect_edges(neighbours(self.plan), "gloo", TIMEOUT_S, CPU)
         config = EngineConfig(f"rank {rank}", CPU, 512, TIMEOUT_S, poison=True, differing=True)
-        self.engine = Engine(self.plan, rank, self.connection.transport(differing=True) if self.connection else None, config)
+        self.engine = Engine(
+            self.plan, rank, self.connection.transport(differing=True) if self.connection else None, config
+        )
         self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(rank)) / 6)
 
     def serve(self, pattern: dict[str, Any]) -> dict[str, Any]:
@@ -71,7 +74,9 @@ class Rank:
         def part(microbatch: int, *token: torch.Tensor) -> torch.Tensor:
             generator = torch.Generator().manual_seed(100 * iteration + microbatch)
             x = torch.randn(8, WIDTH, generator=generator).requires_grad_()
-            kept = [torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator) for nbytes in sizes[microbatch]]
+            kept = [
+                torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator) for nbytes in sizes[microbatch]
+            ]
             made: torch.Tensor = Keeping.apply(torch.tanh(x @ self.weight), *kept)  # type: ignore[assignment,no-untyped-call]
             # A stage's gradient is one for all that comes in, so what goes wrong on one rank shows there alone.
             return made.square().sum() + sum(each.sum() for each in token)
@@ -87,7 +92,9 @@ def one_rank(transport: str, rank: int, folder: Path, asked: TextIO, answers: Te
     """Serve patterns until the pipe ends."""
     torch.set_num_threads(1)
     timeout = timedelta(seconds=TIMEOUT_S)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS, timeout=timeout)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS, timeout=timeout
+    )
     this = Rank(transport, rank)
     for line in asked:
         print(json.dumps(this.serve(json.loads(line))), file=answers, flush=True)

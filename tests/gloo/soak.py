@@ -1,8 +1,9 @@
 """Ranks without Megatron that move activations for a long time, or until one of them breaks.
 
-In: a list of scenarios and a folder. Out: for each scenario its ranks' exit codes and what each wrote. A rank walks its program over
-small real graphs, computes every gradient a second time without an engine, and rests now and then. Several programs take turns, so host
-buffers are released and lent again. One process forks all ranks of all scenarios: importing torch is most of what a rank would do.
+In: a list of scenarios and a folder. Out: for each scenario its ranks' exit codes and what each wrote. A rank walks its
+program over small real graphs, computes every gradient a second time without an engine, and rests now and then. Several
+programs take turns, so host buffers are released and lent again. One process forks all ranks of all scenarios:
+importing torch is most of what a rank would do.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.ir.action import Action
 from bpipe.ir.host_buffers import links_of
 from bpipe.ir.memory import num_transfers
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.messages import Alone, Messages
@@ -52,9 +53,10 @@ TURNS = 3
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run of at least so many seconds and micro-batches, of `differing` sizes if it says so. `fault` is (rank, moment, signal): what that
-    process does to itself, in the second iteration of the first program unless the moment is "start". With `bounds` any rank with room
-    hosts for any other.
+    """A run of at least so many seconds and micro-batches, of `differing` sizes if it says so.
+
+    `fault` is (rank, moment, signal): what that process does to itself, in the second iteration of the first program
+    unless the moment is "start". With `bounds` any rank with room hosts for any other.
     """
 
     name: str
@@ -102,7 +104,9 @@ class Rank:
         self.chance = random.Random(rank)
         torch.manual_seed(rank)
         self.plans = [
-            build(ScheduleConfig(scenario.schedule, scenario.ranks, m, scenario.chunks, how_of(scenario), scenario.group))
+            build(
+                ScheduleConfig(scenario.schedule, scenario.ranks, m, scenario.chunks, how_of(scenario), scenario.group)
+            )
             for m, _ in PROGRAMS
         ]
         # Stages differ, so what leaves a stage is not what its host would have saved itself.
@@ -117,7 +121,9 @@ class Rank:
         config = EngineConfig(f"rank {rank}", CPU, 1024, scenario.timeout_s, poison=True, differing=differing)
         self.engines = []
         for plan in self.plans:
-            transports = {other: connection.transport(differing=differing) for other, connection in self.connections.items()}
+            transports = {
+                other: connection.transport(differing=differing) for other, connection in self.connections.items()
+            }
             self.engines.append(Engine(plan, rank, transports, config))
         self.running = self.engines[0]
         self.iterations = 0
@@ -155,7 +161,10 @@ class Rank:
             self.record.grown = max(self.record.grown, self.running.sizing.num_grown)
 
     def rows(self, number: int, microbatch: int) -> int:
-        """Of a micro-batch of this program. Where they differ, from a quarter on to what grows with the iterations, up to three times."""
+        """Of a micro-batch of this program.
+
+        Where they differ, from a quarter on to what grows with the iterations, up to three times.
+        """
         rows = PROGRAMS[number][1]
         if not self.scenario.differing:
             return rows
@@ -195,7 +204,8 @@ class Rank:
             os.kill(os.getpid(), signal.Signals[fault[2]])
 
     def break_copies(self) -> None:
-        """For the moment "copying": break in the middle of a transfer, in the thread that copies or right after it was asked for.
+        """For the moment "copying": break in the middle of a transfer, in the thread that copies or right after it was
+        asked for.
 
         For the moment "sending": right after a message was sent.
         """
@@ -223,7 +233,9 @@ class Rank:
         """Note what this process holds now."""
         self.record.descriptors.append(len(os.listdir("/proc/self/fd")))
         self.record.threads.append(threading.active_count())
-        self.record.resident_bytes.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+        self.record.resident_bytes.append(
+            int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        )
 
 
 class Watched:
@@ -237,7 +249,9 @@ class Watched:
         self.engine.before(op)
         self.rank.rest()
 
-    def after(self, op: Action, outputs: Sequence[torch.Tensor | None] = (), inputs: Sequence[torch.Tensor | None] = ()) -> None:
+    def after(
+        self, op: Action, outputs: Sequence[torch.Tensor | None] = (), inputs: Sequence[torch.Tensor | None] = ()
+    ) -> None:
         self.engine.after(op, outputs, inputs)
         self.rank.moment(str(op))
 
@@ -247,7 +261,9 @@ def one_rank(scenario: Scenario, rank: int, folder: Path) -> int:
     torch.set_num_threads(1)
     try:
         timeout = timedelta(seconds=scenario.timeout_s)
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=scenario.ranks, timeout=timeout)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=scenario.ranks, timeout=timeout
+        )
         this = Rank(scenario, rank)
         if scenario.fault is not None:
             this.break_copies()

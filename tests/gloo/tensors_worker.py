@@ -1,7 +1,7 @@
 """One rank of a test's training runs whose tensors are compared, and not only hashes of them.
 
-In: as worker.py. Out: the same records, and beside each `<case>.rank<r>.pt`: this rank's weights before the first iteration, the gradients
-that it left, and the weights at the end, by name.
+In: as worker.py. Out: the same records, and beside each `<case>.rank<r>.pt`: this rank's weights before the first
+iteration, the gradients that it left, and the weights at the end, by name.
 """
 
 from __future__ import annotations

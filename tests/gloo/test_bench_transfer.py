@@ -16,7 +16,16 @@ from tests.gloo.conftest import ROOT
 @pytest.mark.timeout(240)
 def test_every_transport_is_measured(tmp_path: Path) -> None:
     written = tmp_path / "transfers.json"
-    command = [sys.executable, str(ROOT / "scripts/bench/transfer.py"), "--sizes", "0.5", "--microbatch", "0.5", "--rounds", "2"]
+    command = [
+        sys.executable,
+        str(ROOT / "scripts/bench/transfer.py"),
+        "--sizes",
+        "0.5",
+        "--microbatch",
+        "0.5",
+        "--rounds",
+        "2",
+    ]
     ended = subprocess.run([*command, "--json", str(written)], capture_output=True, text=True, timeout=200, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
     measured = json.loads(written.read_text())
@@ -30,7 +39,10 @@ def test_every_transport_is_measured(tmp_path: Path) -> None:
         held = {name: min(samples["held_s"]) for name, samples in entry["samples"].items()}
         assert held["peer"] < held["gloo"]
     modes = measured["pipeline"]["samples"]
-    assert set(modes) == {"none", *(f"{name}{how}" for name in ("gloo", "peer", "host") for how in ("", ", synchronous"))}
+    assert set(modes) == {
+        "none",
+        *(f"{name}{how}" for name in ("gloo", "peer", "host") for how in ("", ", synchronous")),
+    }
     assert measured["pipeline"]["moved_bytes"] > 0
     for name in ("memcpy", *modes):
         assert f"| {name} |" in ended.stdout

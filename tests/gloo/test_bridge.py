@@ -1,4 +1,5 @@
-"""Megatron-Bridge's own training, balanced by `install` and placed by `place`, where Bridge is installed; see docs/bridge.md."""
+"""Megatron-Bridge's own training, balanced by `install` and placed by `place`, where Bridge is installed; see
+docs/bridge.md."""
 
 from __future__ import annotations
 
@@ -19,9 +20,12 @@ def missing() -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-@pytest.mark.skipif(bool(missing()), reason=f"{', '.join(missing())} not installed: docs/bridge.md says how, without a GPU")
+@pytest.mark.skipif(
+    bool(missing()), reason=f"{', '.join(missing())} not installed: docs/bridge.md says how, without a GPU"
+)
 def test_bridges_own_steps_are_balanced(tmp_path: Path) -> None:
-    """Bridge's `pretrain` from its configuration: its loop, step, model, data and optimizer; the recipe compares the bits itself."""
+    """Bridge's `pretrain` from its configuration: its loop, step, model, data and optimizer; the recipe compares the
+    bits itself."""
     port, *ports = free_ports(5)
     script = [str(ROOT / "tests/gloo/bridge_recipe.py"), *map(str, ports)]
     # What it puts in the place of packages comes before Megatron.
@@ -30,7 +34,9 @@ def test_bridges_own_steps_are_balanced(tmp_path: Path) -> None:
     # The second process took the last stage: Bridge reads the rank that `place` has set.
     for process, rank in enumerate((0, 3, 1, 2)):
         for chunks in (1, 2):
-            assert f"rank {rank}, {chunks} chunks: Bridge's steps are equal, balanced and plain" in outcome.logs[process]
+            assert (
+                f"rank {rank}, {chunks} chunks: Bridge's steps are equal, balanced and plain" in outcome.logs[process]
+            )
     assert "bpipe: 1f1b, 4 stages, 8 micro-batches: at most 3 held; evicting 0 -> 3" in outcome.logs[0]
     assert "bpipe: interleaved-1f1b, 4 stages, 8 micro-batches: at most 9 held; evicting 0 -> 3" in outcome.logs[0]
     assert outcome.logs[0].count("bpipe: stage 0 moves 1.0") == 2, "activations really left"

@@ -1,6 +1,8 @@
-"""A budget in bytes: what is held keeps it, only what must leaves, and no bit changes, not even where the plan changes over.
+"""A budget in bytes: what is held keeps it, only what must leaves, and no bit changes, not even where the plan changes
+over.
 
-"One tensor" is what a stage receives for a micro-batch: Megatron's loop may keep the last backward's until the next forward has returned.
+"One tensor" is what a stage receives for a micro-batch: Megatron's loop may keep the last backward's until the next
+forward has returned.
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from bpipe.plan.budget import Devices, OverBudget, predicted, smallest_bytes, within
-from bpipe.plan.fit import gib
+from bpipe.plan.budget import Devices, OverBudget, predicted_devices, smallest_bytes, within
+from bpipe.plan.fit import budget_text
 from bpipe.plan.options import setup_from
-from megatron.scheduling.cpu_runtime import ARGUMENTS
+from megatron.scheduling.cpu import ARGUMENTS
 from tests.gloo.conftest import BPIPE, TINY, Case, Outcome, asked_for
 from tests.gloo.test_parallelism import INPUT_BYTES, INTERLEAVED
 from tests.gloo.test_training import same
@@ -31,7 +33,7 @@ SHAPES: dict[str, Sequence[str]] = {"plain": BATCH, "chunks": (*INTERLEAVED, *BA
 def devices_of(shape: str) -> Devices:
     """What the trainer predicts of it, with budgets that nothing exceeds."""
     words = [*ARGUMENTS, *TINY, *STAGES, *SHAPES[shape], "--bpipe-min-bytes", "1024"]
-    return predicted(setup_from(words, "h100-80g:1x4", 128, "cpu"), [2**40], 1024)
+    return predicted_devices(setup_from(words, "h100-80g:1x4", 128, "cpu"), [2**40], 1024)
 
 
 def budgets(shape: str, steps: int) -> list[str]:
@@ -42,16 +44,19 @@ def budgets(shape: str, steps: int) -> list[str]:
 
 
 def kept(devices: Devices, budget: int) -> str:
-    """The budget, or the next that a plan keeps: where chunks differ in size, a plan may be found for one and for a little more none."""
+    """The budget, or the next that a plan keeps: where chunks differ in size, a plan may be found for one and for a
+    little more none."""
     for tried in range(budget, 2 * budget, budget // 1000):
         with suppress(OverBudget):
-            within(devices_with(devices, gib([tried])))
-            return gib([tried])
+            within(devices_with(devices, budget_text([tried])))
+            return budget_text([tried])
     raise AssertionError(f"no plan for {budget}")
 
 
 def case(name: str, shape: str, memory: str, *more: str) -> Case:
-    return Case(name, [flag.replace("{case}", name) for flag in (*SHAPES[shape], *MEASURED, "--bpipe-memory", memory, *more)])
+    return Case(
+        name, [flag.replace("{case}", name) for flag in (*SHAPES[shape], *MEASURED, "--bpipe-memory", memory, *more)]
+    )
 
 
 def state_bytes(outcome: Outcome, name: str) -> list[int]:
@@ -138,7 +143,8 @@ def test_what_is_learned_changes_the_plan_and_no_bit(four: Outcome, shape: str, 
 
 @pytest.mark.timeout(300)
 def test_what_is_learned_takes_links_that_the_first_plan_had_not(four: Outcome) -> None:
-    """With devices first, the tightest plan has no device with room, so all go to nodes' memory: it stayed, whatever the budget was."""
+    """With devices first, the tightest plan has no device with room, so all go to nodes' memory: it stayed, whatever
+    the budget was."""
     same(four, "chunks", "auto_all", 4)
     first, last = said(four, "auto_all").split("changing over:")
     assert "its own node hosts" in first
@@ -156,7 +162,10 @@ def test_what_is_learned_is_in_time_by_a_clusters_seconds_and_no_bit_changes(fou
     log = said(four, "auto_in_time")
     assert log.count("changing over:") == 1
     assert "issued earlier where there is room" not in log.split("changing over:")[0], "the first plan is by bytes"
-    assert "not every transfer ends before it is needed, issued earlier where there is room: waits in" in log.split("changing over:")[1]
+    assert (
+        "not every transfer ends before it is needed, issued earlier where there is room: waits in"
+        in log.split("changing over:")[1]
+    )
     check_kept(four, "auto_in_time", budgets("chunks", 3)[1])
     assert sum(evictions(four, "auto_in_time")) > 0
 
@@ -176,7 +185,9 @@ def grid(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> O
     cases = [Case(shape, SHAPES[shape]) for shape in sorted({shape for shape, _ in wanted})]
     for shape, prefix in wanted:
         for number, budget in enumerate(budgets(shape, GRID)):
-            cases.append(case(f"{shape}_{prefix}{number}", shape, f"{prefix and 'auto:'}{budget}", "--bpipe-transport", "peer"))
+            cases.append(
+                case(f"{shape}_{prefix}{number}", shape, f"{prefix and 'auto:'}{budget}", "--bpipe-transport", "peer")
+            )
     return run_cases(4, cases, timeout_s=1500)
 
 
@@ -185,7 +196,8 @@ def grid(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> O
 @pytest.mark.parametrize("prefix", ["", "auto"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_budget_is_kept_from_nothing_leaves_to_the_smallest(grid: Outcome, shape: str, prefix: str) -> None:
-    """The smallest by prediction; what is measured leaves out what comes and goes, so with `auto` less may have to leave."""
+    """The smallest by prediction; what is measured leaves out what comes and goes, so with `auto` less may have to
+    leave."""
     sent = []
     for number, budget in enumerate(budgets(shape, GRID)):
         name = f"{shape}_{prefix}{number}"

@@ -1,4 +1,5 @@
-"""Training whose micro-batches differ in size equals stock Megatron's, with memory poisoned, and says what stayed at home."""
+"""Training whose micro-batches differ in size equals stock Megatron's, with memory poisoned, and says what stayed at
+home."""
 
 from __future__ import annotations
 
@@ -11,10 +12,29 @@ from tests.gloo.test_training import same
 
 # No expert has a capacity: each takes the tokens that the router sends.
 DROPLESS = (
-    *("--num-layers", "8", "--num-experts", "4", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "0.01", "--disable-bias-linear"),
+    *(
+        "--num-layers",
+        "8",
+        "--num-experts",
+        "4",
+        "--moe-router-topk",
+        "2",
+        "--moe-aux-loss-coeff",
+        "0.01",
+        "--disable-bias-linear",
+    ),
     *("--moe-router-load-balancing-type", "aux_loss"),
 )
-PACKED = ("--differing", "packed", "--micro-batch-size", "1", "--sft", "--spec", "tests.gloo.layers", "attending_plainly")
+PACKED = (
+    "--differing",
+    "packed",
+    "--micro-batch-size",
+    "1",
+    "--sft",
+    "--spec",
+    "tests.gloo.layers",
+    "attending_plainly",
+)
 COMMON = ("--global-batch-size", "16", "--train-iters", "4")
 POOL = ("--bpipe-hosts", "pool")
 OURS = ("--bpipe-executor", *POOL, "--bpipe-bound", "2,3,3,3", "3,2,2,6", "--bpipe-memory", "auto:0.016")

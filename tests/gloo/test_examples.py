@@ -1,7 +1,8 @@
-"""What the examples would run, read by torchrun's own parser and by Megatron's, with ours in it, as far as a machine without GPUs allows.
+"""What the examples would run, read by torchrun's own parser and by Megatron's, with ours in it, as far as a machine
+without GPUs allows.
 
-The scripts print their commands (DRY_RUN=1), so nothing is tested but what they would start. One process parses them all, because
-importing Megatron takes seconds. The toy, which needs no Megatron, is run.
+The scripts print their commands (DRY_RUN=1), so nothing is tested but what they would start. One process parses them
+all, because importing Megatron takes seconds. The toy, which needs no Megatron, is run.
 """
 
 from __future__ import annotations
@@ -19,14 +20,21 @@ import pytest
 from tests.gloo.conftest import finish, free_ports, start
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = ("train_gpt3_13b.sh", "train_gpt3_96b.sbatch", "train_gpt3_134b.sbatch", "train_llama_65b.sbatch", "smoke_8gpu.sh")
+SCRIPTS = (
+    "train_gpt3_13b.sh",
+    "train_gpt3_96b.sbatch",
+    "train_gpt3_134b.sbatch",
+    "train_llama_65b.sbatch",
+    "smoke_8gpu.sh",
+)
 
-# What a rank does between torchrun and the first collective: its launcher's arguments, Megatron's and ours, the placement, the refusals.
+# What a rank does between torchrun and the first collective: its launcher's arguments, Megatron's and ours, the
+# placement, the refusals.
 PARSE = """
 import contextlib, io, json, os, sys
 from megatron.scheduling import launch
 launch.prepare()
-from megatron.scheduling.arguments import config_from_args
+from megatron.scheduling.options.arguments import config_from_args
 from megatron.training import arguments
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
@@ -48,10 +56,39 @@ for command in json.load(open(sys.argv[2])):
     print("PARSED", json.dumps(parsed | wanted))
 """
 WANTED = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "world_size", "data_parallel_size", "sequence_parallel"),
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_batch_size", "global_batch_size", "seq_length"),
-    *("recompute_granularity", "normalization", "swiglu", "position_embedding_type", "untie_embeddings_and_output_weights", "bf16"),
-    *("add_bias_linear", "exit_duration_in_mins", "save", "load", "deterministic_mode", "bpipe_transport", "timing_log_level"),
+    *(
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "world_size",
+        "data_parallel_size",
+        "sequence_parallel",
+    ),
+    *(
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "micro_batch_size",
+        "global_batch_size",
+        "seq_length",
+    ),
+    *(
+        "recompute_granularity",
+        "normalization",
+        "swiglu",
+        "position_embedding_type",
+        "untie_embeddings_and_output_weights",
+        "bf16",
+    ),
+    *(
+        "add_bias_linear",
+        "exit_duration_in_mins",
+        "save",
+        "load",
+        "deterministic_mode",
+        "bpipe_transport",
+        "timing_log_level",
+    ),
 )
 
 
@@ -59,7 +96,12 @@ def commands_of(script: str) -> list[list[str]]:
     """The trainings a script would start, each from the word after torchrun."""
     environment = {**os.environ, "DRY_RUN": "1", "PYTHON": sys.executable}
     ended = subprocess.run(
-        ["bash", str(ROOT / "examples" / script)], capture_output=True, text=True, timeout=30, env=environment, check=True
+        ["bash", str(ROOT / "examples" / script)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env=environment,
+        check=True,
     )
     commands = []
     for words in map(shlex.split, ended.stdout.splitlines()):
@@ -78,13 +120,18 @@ def parsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str,
     script, asked = folder / "parse.py", folder / "commands.json"
     script.write_text(PARSE)
     asked.write_text(json.dumps([command for those in commands.values() for command in those]))
-    ended = finish(start(1, [str(script), " ".join(WANTED), str(asked)], folder, free_ports(1)[0], environment), folder, 240)
+    ended = finish(
+        start(1, [str(script), " ".join(WANTED), str(asked)], folder, free_ports(1)[0], environment), folder, 240
+    )
     assert ended.codes == [0], ended.logs[0][-3000:]
-    found = [json.loads(line.removeprefix("PARSED ")) for line in ended.logs[0].splitlines() if line.startswith("PARSED ")]
+    found = [
+        json.loads(line.removeprefix("PARSED ")) for line in ended.logs[0].splitlines() if line.startswith("PARSED ")
+    ]
     return {script: [found.pop(0) for _ in those] for script, those in commands.items()}
 
 
-# Kim et al. 2023: layers, hidden size, heads, GPUs, tensor, pipeline, micro-batch, global batch. LLaMA: Touvron et al. 2023; the rest ours.
+# Kim et al. 2023: layers, hidden size, heads, GPUs, tensor, pipeline, micro-batch, global batch. LLaMA: Touvron et al.
+# 2023; the rest ours.
 CONFIGURATIONS = {
     "train_gpt3_13b.sh": (40, 5120, 40, 8, 1, 8, 1, 32),
     "train_gpt3_96b.sbatch": (80, 9984, 104, 32, 4, 8, 2, 128),
@@ -127,7 +174,9 @@ def test_llama_is_a_llama(parsed: dict[str, list[dict[str, Any]]]) -> None:
 def test_the_smoke_test_tries_every_transport_in_three_layouts(parsed: dict[str, list[dict[str, Any]]]) -> None:
     runs = parsed["smoke_8gpu.sh"]
     assert all(run["world_size"] == 8 and run["deterministic_mode"] for run in runs)
-    layouts = [(run["tensor_model_parallel_size"], run["pipeline_model_parallel_size"], run["num_chunks"]) for run in runs]
+    layouts = [
+        (run["tensor_model_parallel_size"], run["pipeline_model_parallel_size"], run["num_chunks"]) for run in runs
+    ]
     assert layouts == [(1, 8, 1)] * 6 + [(2, 4, 1)] * 6 + [(2, 4, 2)] * 6
     tried = [(run["balance"], run["bpipe_transport"], run["timing_log_level"]) for run in runs]
     stock, *balanced = tried[:6]
@@ -148,7 +197,12 @@ def test_the_toy_is_balanced_and_computes_the_same() -> None:
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
     lines = ended.stdout.splitlines()
-    assert [line.split() for line in lines[2:6]] == [["0", "4", "3", "3"], ["1", "3", "3", "0"], ["2", "2", "2", "0"], ["3", "1", "3", "0"]]
+    assert [line.split() for line in lines[2:6]] == [
+        ["0", "4", "3", "3"],
+        ["1", "3", "3", "0"],
+        ["2", "2", "2", "0"],
+        ["3", "1", "3", "0"],
+    ]
     losses = lines[6].removeprefix("losses: ").split(", ")
     assert len(set(losses)) == 3, "a loss that does not change would make any two runs equal"
     assert lines[7] == "identical: losses and weights agree to the last bit"

@@ -1,4 +1,5 @@
-"""The executor over gloo, engine included: the bits of the model in one piece, whatever the schedule and however activations move."""
+"""The executor over gloo, engine included: the bits of the model in one piece, whatever the schedule and however
+activations move."""
 
 from __future__ import annotations
 

@@ -14,10 +14,22 @@ from bpipe.cli import main
 from tests.gloo.conftest import BPIPE, ITERATIONS, ROOT, TINY, Outcome, finish, free_ports, start
 
 # Without placement, process r is stage r.
-STAGES = (*ITERATIONS, "--num-layers", "4", "--pipeline-model-parallel-size", "4", "--global-batch-size", "16", "--bpipe-placement", "none")
+STAGES = (
+    *ITERATIONS,
+    "--num-layers",
+    "4",
+    "--pipeline-model-parallel-size",
+    "4",
+    "--global-batch-size",
+    "16",
+    "--bpipe-placement",
+    "none",
+)
 
 
-def run(folder: Path, arguments: Sequence[str], fault: str | None = None, only: int | None = None, ranks: int = 4) -> Outcome:
+def run(
+    folder: Path, arguments: Sequence[str], fault: str | None = None, only: int | None = None, ranks: int = 4
+) -> Outcome:
     """Train on so many ranks; wait for all of them to end, or for rank `only`."""
     script = [str(ROOT / "tests/gloo/faulty.py"), *TINY, *STAGES, *arguments]
     processes = start(ranks, script, folder, free_ports(1)[0], {"FAULT": fault} if fault else None)
@@ -44,7 +56,9 @@ def last_line(outcome: Outcome, rank: int) -> str:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_first_failure_is_everybodys_last_line(tmp_path: Path, rank: int) -> None:
-    """A stage runs out of memory. Its neighbours find a closed connection, the others nothing at all: every rank ends with the cause.
+    """A stage runs out of memory.
+
+    Its neighbours find a closed connection, the others nothing at all: every rank ends with the cause.
 
     Rank 0 keeps the store in which the others look: it stays until they have.
     """
@@ -54,18 +68,24 @@ def test_the_first_failure_is_everybodys_last_line(tmp_path: Path, rank: int) ->
         assert outcome.codes[other] == 1, outcome.logs[other][-2000:]
         assert (
             last_line(outcome, other)
-            == f"bpipe: rank {rank} failed first: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. {where}"
+            == f"bpipe: rank {rank} failed first: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. "
+            f"{where}"
         )
     assert outcome.seconds < 60
 
 
 @pytest.mark.timeout(120)
 def test_a_partner_that_stops_ends_its_evictor_within_the_time_out(tmp_path: Path) -> None:
-    """Stage 3 freezes: its connections stay open, so only the time-out can tell. The launcher ends the others when stage 0 has gone.
+    """Stage 3 freezes: its connections stay open, so only the time-out can tell.
 
-    Two-sided: who copies by itself does not need a partner that answers, and waits in Megatron's own messages as it would without us.
+    The launcher ends the others when stage 0 has gone.
+
+    Two-sided: who copies by itself does not need a partner that answers, and waits in Megatron's own messages as it
+    would without us.
     """
-    outcome = run(tmp_path, [*BPIPE, "--bpipe-transport", "gloo", "--bpipe-timeout", "5"], fault="3 3F2 SIGSTOP", only=0)
+    outcome = run(
+        tmp_path, [*BPIPE, "--bpipe-transport", "gloo", "--bpipe-timeout", "5"], fault="3 3F2 SIGSTOP", only=0
+    )
     assert outcome.codes[0] not in (0, None)
     assert "rank 0, stage 0: 0" in outcome.logs[0]
     assert "with stage 3 did not end" in outcome.logs[0]
@@ -74,7 +94,16 @@ def test_a_partner_that_stops_ends_its_evictor_within_the_time_out(tmp_path: Pat
 
 # No expert has a capacity: each takes the tokens that the router sends, and sizes travel in front of what they are of.
 DIFFERING = (
-    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.01"),
+    *(
+        "--num-experts",
+        "4",
+        "--moe-router-topk",
+        "2",
+        "--moe-router-load-balancing-type",
+        "aux_loss",
+        "--moe-aux-loss-coeff",
+        "0.01",
+    ),
     *("--moe-token-dispatcher-type", "alltoall", "--disable-bias-linear"),
 )
 # The last of five hosts for three others.
@@ -101,7 +130,8 @@ SHARED = (
 def test_whoever_dies_where_sizes_differ_ends_the_others(
     tmp_path: Path, flags: Sequence[str], ranks: int, fault: str, transport: str
 ) -> None:
-    """In the middle of an iteration, with lengths or payload under way, and between two, where hosts wait for an evictor's word."""
+    """In the middle of an iteration, with lengths or payload under way, and between two, where hosts wait for an
+    evictor's word."""
     outcome = run(tmp_path, [*BPIPE, "--bpipe-transport", transport, *DIFFERING, *flags], fault=fault, ranks=ranks)
     dead = int(fault[0])
     assert outcome.codes[dead] == -signal.SIGKILL
@@ -121,7 +151,8 @@ def test_whoever_dies_where_sizes_differ_ends_the_others(
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("when", ["1F3", "1B0", "1B6"])
 def test_a_stage_that_dies_with_its_own_nodes_memory_full_ends_the_others(tmp_path: Path, when: str) -> None:
-    """Nobody hosts for it, and it hosts for nobody: whoever waits for its messages learns of it, and the others from those."""
+    """Nobody hosts for it, and it hosts for nobody: whoever waits for its messages learns of it, and the others from
+    those."""
     outcome = run(tmp_path, (*BPIPE, "--bpipe-hosts", "host"), fault=f"1 {when} SIGKILL")
     assert outcome.codes[1] == -signal.SIGKILL
     for rank in (0, 2, 3):
@@ -151,7 +182,9 @@ def test_a_neighbour_of_our_own_loop_that_stops_ends_its_receiver_within_the_tim
     """Its connections stay open, so only the time-out can tell."""
     outcome = run(tmp_path, OWN, fault="2 2F2 SIGSTOP", only=3)
     assert outcome.codes[3] not in (0, None)
-    assert "TransferError: rank 3: 2F2>3F2 did not pass, at its other end is rank 2: " in outcome.logs[3], outcome.logs[3][-2000:]
+    assert "TransferError: rank 3: 2F2>3F2 did not pass, at its other end is rank 2: " in outcome.logs[3], outcome.logs[
+        3
+    ][-2000:]
     assert "5000ms" in outcome.logs[3]
     assert "bpipe: rank 3, stage 3, after 3I1, at 3F2" in outcome.logs[3]
 
@@ -161,7 +194,8 @@ def test_a_neighbour_of_our_own_loop_that_stops_ends_its_receiver_within_the_tim
 def test_an_out_of_memory_in_the_first_iteration_leaves_what_was_held(
     tmp_path: Path, balance: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Stage 0 fails in its third forward: the report says which stage, how much of what, and what each way would need."""
+    """Stage 0 fails in its third forward: the report says which stage, how much of what, and what each way would
+    need."""
     report = tmp_path / "report"
     flags = [*BPIPE, "--bpipe-report", str(report)] if balance else ["--bpipe-report", str(report)]
     outcome = run(tmp_path, flags, fault="0 0F2 MEMORY 1")
@@ -170,9 +204,13 @@ def test_an_out_of_memory_in_the_first_iteration_leaves_what_was_held(
     found = json.loads(capsys.readouterr().out)
     assert found["failure"]["rank"] == 0
     assert found["answers"][0].startswith("Rank 0 (stage 0 of pipeline 0, ")
-    assert "failed first: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. (rank 0, stage 0, " in found["answers"][0]
+    assert (
+        "failed first: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. (rank 0, stage 0, "
+        in found["answers"][0]
+    )
     first = found["stages"][0]
-    # Two micro-batches were there when the third was computed; balanced, three would have been the most, and else all four stages' worth.
+    # Two micro-batches were there when the third was computed; balanced, three would have been the most, and else all
+    # four stages' worth.
     assert (first["microbatches_held"], first["peak_microbatches"]) == (2, 3 if balance else 4)
     assert first["held_bytes"] == 2 * first["microbatch_bytes"] > 1_000_000
     assert "in 0F2, iteration 1" in found["answers"][1]
@@ -193,7 +231,9 @@ def test_an_out_of_memory_in_the_first_iteration_leaves_what_was_held(
 
 
 @pytest.mark.timeout(120)
-def test_a_rank_killed_in_the_first_iteration_leaves_what_it_held(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_killed_in_the_first_iteration_leaves_what_it_held(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As the kernel's killer ends a process: no exception, no last word. Its last line is that of its latest peak."""
     report = tmp_path / "report"
     outcome = run(tmp_path, [*BPIPE, "--bpipe-report", str(report)], fault="1 1F1 SIGKILL 1")
@@ -211,22 +251,42 @@ def test_a_rank_killed_in_the_first_iteration_leaves_what_it_held(tmp_path: Path
 REFUSED = [
     (["--bpip"], "error: unrecognized arguments: --bpip\n  instead of --bpip, did you mean --bpipe?\n"),
     (["--bpipe", "--bpipe-transport", "pigeon"], "argument --bpipe-transport: invalid choice: 'pigeon'"),
-    (["--bpipe", "--bpipe-transport", "nccl"], "--bpipe-transport nccl cannot move memory of device cpu: use gloo, peer, host or auto"),
+    (
+        ["--bpipe", "--bpipe-transport", "nccl"],
+        "--bpipe-transport nccl cannot move memory of device cpu: use gloo, peer, host or auto",
+    ),
     (["--bpipe", "--bpipe-timeout", "0"], "--bpipe-timeout 0: must be above 0 seconds"),
-    (["--sft"], "error: --sft: this script reads sequences that fill a row, and no packed ones; train with Megatron's own pretrain_gpt.py"),
-    (["--bpipe-report-iterations", "5-3"], "--bpipe-report-iterations 5-3: must be a number or two with a hyphen, such as 3-5"),
-    (["--bpipe-report-iterations", "3-5"], "--bpipe-report-iterations 3-5: the training ends with iteration 3; choose from 1-3"),
+    (
+        ["--sft"],
+        "error: --sft: this script reads sequences that fill a row, and no packed ones; train with Megatron's own "
+        "pretrain_gpt.py",
+    ),
+    (
+        ["--bpipe-report-iterations", "5-3"],
+        "--bpipe-report-iterations 5-3: must be a number or two with a hyphen, such as 3-5",
+    ),
+    (
+        ["--bpipe-report-iterations", "3-5"],
+        "--bpipe-report-iterations 3-5: the training ends with iteration 3; choose from 1-3",
+    ),
     (["--bpipe-report", "/proc/self/status/here"], "error: --bpipe-report /proc/self/status/here: Not a directory\n"),
-    (["--bpipe", "--recompute-granularity", "selective", "--recompute-modules", "mlp"], "--bpipe: Megatron's own recomputation of the MLP"),
+    (
+        ["--bpipe", "--recompute-granularity", "selective", "--recompute-modules", "mlp"],
+        "--bpipe: Megatron's own recomputation of the MLP",
+    ),
 ]
 ENDED = "ended with status 2\n"
 # What Megatron refuses itself.
-ITS_OWN = (["--bpipe", "--global-batch-size", "7"], "(7) must be divisible by eval_micro_batch_size (2) * data_parallel_size (1)")
+ITS_OWN = (
+    ["--bpipe", "--global-batch-size", "7"],
+    "(7) must be divisible by eval_micro_batch_size (2) * data_parallel_size (1)",
+)
 
 
 @pytest.mark.timeout(120)
 def test_what_cannot_start_is_said_once(tmp_path: Path) -> None:
-    """Four ranks see the same mistakes, none meets another, and one of them speaks: no traceback, one usage where the parser refuses."""
+    """Four ranks see the same mistakes, none meets another, and one of them speaks: no traceback, one usage where
+    the parser refuses."""
     cases = [[*TINY, *STAGES, *arguments] for arguments, _ in [*REFUSED, ITS_OWN]]
     script = [str(ROOT / "tests/gloo/faulty.py")]
     outcome = finish(start(4, script, tmp_path, free_ports(1)[0], {"CASES": json.dumps(cases)}), tmp_path, 100)

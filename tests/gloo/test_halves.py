@@ -1,6 +1,8 @@
-"""Backwards in halves train as stock Megatron's whole ones do, to the last bit, and hold between their halves what was predicted.
+"""Backwards in halves train as stock Megatron's whole ones do, to the last bit, and hold between their halves what was
+predicted.
 
-Stock runs 1F1B with no patch of ours. Ours runs orders whose W stands apart from its I, with dropout and clipping on, by our own loop.
+Stock runs 1F1B with no patch of ours. Ours runs orders whose W stands apart from its I, with dropout and clipping on,
+by our own loop.
 """
 
 from __future__ import annotations
@@ -26,7 +28,16 @@ OURS = {
     "zb_h1": (*H1, *MEASURED),
     "zb_h1_balanced": (*H1, *BPIPE, "--bpipe-transport", "peer", *MEASURED),
     "split": ("--bpipe-schedule", "1f1b-split", *MEASURED),
-    "split_balanced": ("--bpipe-schedule", "1f1b-split", "--bpipe-delay", "1", *BPIPE, "--bpipe-transport", "gloo", *MEASURED),
+    "split_balanced": (
+        "--bpipe-schedule",
+        "1f1b-split",
+        "--bpipe-delay",
+        "1",
+        *BPIPE,
+        "--bpipe-transport",
+        "gloo",
+        *MEASURED,
+    ),
     "whole": (*H1, "--bpipe-keep-weights-halves", "none", *MEASURED),
     "whole_balanced": (*H1, "--bpipe-keep-weights-halves", "none", *BPIPE, *MEASURED),
     "unmeasured": H1,
@@ -48,7 +59,10 @@ ROWS: Rows = {
     "tokens_ahead": ((*MTP, "--untie-embeddings-and-output-weights"), ("zb_h1",)),
     "tokens_ahead_tied": (MTP, ("zb_h1",)),
     "experts": ((*EXPERTS, "--global-batch-size", "8"), ("zb_h1",)),
-    "layout": (("--num-layers", "5", "--pipeline-model-parallel-layout", "Et|tt|t|tL", "--global-batch-size", "8"), ("zb_h1",)),
+    "layout": (
+        ("--num-layers", "5", "--pipeline-model-parallel-layout", "Et|tt|t|tL", "--global-batch-size", "8"),
+        ("zb_h1",),
+    ),
     "per_token_loss": ((*BATCH, "--calculate-per-token-loss"), ("zb_h1",)),
     "batch_that_grows": (GROWS, ("zb_h1_balanced",)),
     "timed": ((*BATCH, "--timing-log-level", "2"), ("zb_h1",)),
@@ -84,7 +98,9 @@ def compared(rows: Rows, always: tuple[str, ...]) -> list[Any]:
     ]
 
 
-def cases(rows: Rows, always: tuple[str, ...], request: pytest.FixtureRequest, common: tuple[str, ...] = ()) -> list[Case]:
+def cases(
+    rows: Rows, always: tuple[str, ...], request: pytest.FixtureRequest, common: tuple[str, ...] = ()
+) -> list[Case]:
     found = []
     wanted = asked_for(request, "row", "ours")
     for name, (flags, which) in rows.items():
@@ -133,7 +149,9 @@ def test_what_is_held_is_what_was_predicted(four: Outcome, case: str) -> None:
 def test_where_more_is_held_than_was_saved_the_run_says_so(four: Outcome) -> None:
     """What is recomputed is saved by no forward."""
     said = "".join(log.split("=== recomputed_unmeasured\n")[1].split("===")[0] for log in four.logs)
-    stages = re.findall(r"^bpipe: stage (\d): between the halves .* costs more memory than it frees", said, re.MULTILINE)
+    stages = re.findall(
+        r"^bpipe: stage (\d): between the halves .* costs more memory than it frees", said, re.MULTILINE
+    )
     assert sorted(stages) == ["0", "1", "2", "3"]
     assert "between the halves" not in "".join(log.split("=== m8_zb_h1\n")[1].split("===")[0] for log in four.logs)
 
@@ -148,8 +166,9 @@ def wide(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> O
 @pytest.mark.parametrize(("row", "ours"), compared(WIDE_ROWS, WIDE_ALWAYS))
 def test_another_dimension_changes_nothing(wide: Outcome, row: str, ours: str) -> None:
     same(wide, row, f"{row}_{ours}", 4)
-    # One tensor of the whole sequence (tokens, micro-batch, hidden size, bytes): on a busy machine a peak was seen to have one more, once.
-    # Collectives run in threads of gloo there, and one of these was probably late to let go of what it gathered.
+    # One tensor of the whole sequence (tokens, micro-batch, hidden size, bytes): on a busy machine a peak was seen to
+    # have one more, once. Collectives run in threads of gloo there, and one of these was probably late to let go of
+    # what it gathered.
     late = 64 * 2 * 64 * 4 if row == "sequence" else 0
     for report in wide.reports(f"{row}_{ours}"):
         assert 0 <= report["peak_bytes"] - report["predicted_bytes"] <= late, f"rank {report['rank']}"
@@ -201,6 +220,7 @@ def saved(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> 
 @pytest.mark.parametrize(("first", "second"), GONE_ON)
 @pytest.mark.parametrize("row", SAVED_ROWS)
 def test_a_checkpoint_does_not_know_of_halves(saved: Outcome, row: str, first: str, second: str) -> None:
-    """The optimizer's state with it, and the random state: dropout goes on, where order does not change what it draws."""
+    """The optimizer's state with it, and the random state: dropout goes on, where order does not change what it
+    draws."""
     same(saved, f"{row}_stock", f"{row}_halves", 4)
     same(saved, f"{row}_stock", f"{row}_{second}_after_{first}", 4, last=2)

@@ -12,21 +12,58 @@ import pytest
 from bpipe.cli import main
 from bpipe.models.kernel_times import read_kernel_times
 
-SIZES = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--sequence", "64", "--vocabulary", "256"]
+SIZES = [
+    "--num-layers",
+    "4",
+    "--hidden-size",
+    "64",
+    "--num-attention-heads",
+    "4",
+    "--sequence",
+    "64",
+    "--vocabulary",
+    "256",
+]
 CHOSEN = [*SIZES, "--tensor", "2", "--attention", "unfused", "--precision", "fp32"]
 
 
 @pytest.mark.timeout(120)
 def test_two_ranks_measure_what_they_compute_and_gather(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "times.json"
-    asked = ["profile", *CHOSEN, "--micro-batch", "1", "2", "--repeats", "2", "--device", "cpu", "--kernel-times", "--output", str(path)]
-    ended = subprocess.run([sys.executable, "-m", "bpipe", *asked], capture_output=True, text=True, timeout=100, check=False)
+    asked = [
+        "profile",
+        *CHOSEN,
+        "--micro-batch",
+        "1",
+        "2",
+        "--repeats",
+        "2",
+        "--device",
+        "cpu",
+        "--kernel-times",
+        "--output",
+        str(path),
+    ]
+    ended = subprocess.run(
+        [sys.executable, "-m", "bpipe", *asked], capture_output=True, text=True, timeout=100, check=False
+    )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
     times = read_kernel_times([str(path)])
     assert times.device == "cpu"
     # 64 and 128 tokens of 64 features of four bytes.
     assert set(times.gathers) == {(2, 64 * 64 * 4), (2, 128 * 64 * 4)}
-    asked = ["simulate", *CHOSEN, "--cluster", "a100-80g:4", "--pipeline", "2", "--micro-batch", "2", "--global-batch", "8"]
+    asked = [
+        "simulate",
+        *CHOSEN,
+        "--cluster",
+        "a100-80g:4",
+        "--pipeline",
+        "2",
+        "--micro-batch",
+        "2",
+        "--global-batch",
+        "8",
+    ]
     assert main([*asked, "--format", "json"]) == 0
     formulas = json.loads(capsys.readouterr().out)["iteration_time_s"]
     assert main([*asked, "--kernel-times", str(path), "--format", "json"]) == 0

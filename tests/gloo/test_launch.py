@@ -34,12 +34,15 @@ def torchrun(folder: Path, processes: int, script: Sequence[str], *options: str)
         "PYTHONPATH": str(ROOT),
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONUNBUFFERED": "1",
-        # torch 2.15 gives restarted workers the store of the rendezvous again, where gloo finds the addresses of the dead ones.
+        # torch 2.15 gives restarted workers the store of the rendezvous again, where gloo finds the addresses of the
+        # dead ones.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), *options, *script]
     with (folder / f"agent{len(list(folder.glob('agent*.log')))}.log").open("wb") as log:
-        return subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        return subprocess.Popen(
+            command, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
 
 
 def end(agents: Sequence[subprocess.Popen[bytes]], folder: Path, timeout_s: float) -> list[int]:
@@ -59,23 +62,33 @@ def test_a_script_without_our_flags_trains_and_each_repair_is_named_once(tmp_pat
     script = str(ROOT / "tests/gloo/plain_script.py")
     two = ("--num-layers", "2", "--pipeline-model-parallel-size", "2", "--global-batch-size", "8")
     outcome = finish(
-        start(2, ["-m", "megatron.scheduling.launch", script, *TINY, *two, *ITERATIONS], tmp_path, free_ports(1)[0]), tmp_path, 100
+        start(2, ["-m", "megatron.scheduling.launch", script, *TINY, *two, *ITERATIONS], tmp_path, free_ports(1)[0]),
+        tmp_path,
+        100,
     )
     assert outcome.codes == [0] * 2, outcome.logs[0][-3000:]
     assert "iteration        3/       3" in "".join(outcome.logs)
-    repaired = [line for log in outcome.logs for line in log.splitlines() if line.startswith("bpipe: repaired in memory")]
+    repaired = [
+        line for log in outcome.logs for line in log.splitlines() if line.startswith("bpipe: repaired in memory")
+    ]
     assert repaired
     assert len(set(repaired)) == len(repaired)
 
 
 @pytest.mark.timeout(120)
 def test_without_repairs_megatron_ends_at_its_own_defect(tmp_path: Path) -> None:
-    """0.19.2 from its wheel runs `make` where there is no Makefile; a repair that were made all the same would train."""
+    """0.19.2 from its wheel runs `make` where there is no Makefile; a repair that were made all the same would
+    train."""
     script = str(ROOT / "tests/gloo/plain_script.py")
     one = ("--num-layers", "1", "--global-batch-size", "8", *ITERATIONS, "--bpipe-no-repairs")
-    outcome = finish(start(1, ["-m", "megatron.scheduling.launch", script, *TINY, *one], tmp_path, free_ports(1)[0]), tmp_path, 100)
+    outcome = finish(
+        start(1, ["-m", "megatron.scheduling.launch", script, *TINY, *one], tmp_path, free_ports(1)[0]), tmp_path, 100
+    )
     assert outcome.codes == [1]
-    assert "bpipe: --bpipe-no-repairs: Megatron is left as it is, and it alone sees to it that dataset helpers" in outcome.logs[0]
+    assert (
+        "bpipe: --bpipe-no-repairs: Megatron is left as it is, and it alone sees to it that dataset helpers"
+        in outcome.logs[0]
+    )
     assert "bpipe: repaired" not in outcome.logs[0]
     assert "make" in outcome.logs[0]
 
@@ -105,7 +118,17 @@ def test_an_unmodified_script_is_balanced(tmp_path: Path, name: str, flags: tupl
         folder = tmp_path / case
         folder.mkdir()
         folders.append(folder)
-        command = ["-m", "megatron.scheduling.launch", script, *FOUR, *flags, *ITERATIONS, "--bpipe-report", str(folder), *more]
+        command = [
+            "-m",
+            "megatron.scheduling.launch",
+            script,
+            *FOUR,
+            *flags,
+            *ITERATIONS,
+            "--bpipe-report",
+            str(folder),
+            *more,
+        ]
         # One imports by itself, as a user's do.
         cold = case == "balanced" and "--label-shift" in flags
         outcome = finish(start(4, command, folder, free_ports(1)[0], cold=cold), folder, 80)
@@ -133,7 +156,8 @@ def test_an_unmodified_script_is_balanced(tmp_path: Path, name: str, flags: tupl
             ["2"],
             [
                 "interleaved-1f1b, 4 stages, 8 micro-batches: at most 9 held; evicting 0 -> 3",
-                "interleaved-1f1b, 4 stages, 4 micro-batches: stages in pairs cannot all keep less than the 8 micro-batches of a chunk",
+                "interleaved-1f1b, 4 stages, 4 micro-batches: stages in pairs cannot all keep less than the 8 "
+                "micro-batches of a chunk",
             ],
             id="interleaved",
         ),
@@ -165,8 +189,11 @@ def test_a_loop_of_ones_own_is_balanced(tmp_path: Path, asked: list[str], said: 
 
 @pytest.mark.timeout(120)
 def test_two_pipes_run_in_a_loop_of_ones_own(tmp_path: Path) -> None:
-    """Whose samples a chunk reads is asked; with the rank's own for all chunks the last one's labels were those of other tokens."""
-    outcome = finish(start(4, [str(ROOT / "tests/gloo/own_loop_of_two_pipes.py")], tmp_path, free_ports(1)[0]), tmp_path, 100)
+    """Whose samples a chunk reads is asked; with the rank's own for all chunks the last one's labels were those of
+    other tokens."""
+    outcome = finish(
+        start(4, [str(ROOT / "tests/gloo/own_loop_of_two_pipes.py")], tmp_path, free_ports(1)[0]), tmp_path, 100
+    )
     assert outcome.codes == [0] * 4, outcome.logs[0][-3000:]
     for rank, log in enumerate(outcome.logs):
         assert f"rank {rank}: stock and two pipes are equal" in log
@@ -176,14 +203,28 @@ def test_two_pipes_run_in_a_loop_of_ones_own(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_killed_run_resumes_under_torchrun(tmp_path: Path) -> None:
-    """Rank 2 dies in its third iteration; torchrun restarts all ranks, which go on from the checkpoint of the second."""
+    """Rank 2 dies in its third iteration; torchrun restarts all ranks, which go on from the checkpoint of the
+    second."""
     common = [*FOUR, "--train-iters", "4", *BPIPE, "--bpipe-placement", "none"]
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for folder in (whole, broken):
         folder.mkdir()
-    outcome = finish(start(4, [str(ROOT / "pretrain_gpt.py"), *common, "--bpipe-report", str(whole)], whole, free_ports(1)[0]), whole, 80)
+    outcome = finish(
+        start(4, [str(ROOT / "pretrain_gpt.py"), *common, "--bpipe-report", str(whole)], whole, free_ports(1)[0]),
+        whole,
+        80,
+    )
     assert outcome.codes == [0] * 4
-    checkpoints = ["--save", str(broken / "c"), "--load", str(broken / "c"), "--save-interval", "2", "--bpipe-report", str(broken)]
+    checkpoints = [
+        "--save",
+        str(broken / "c"),
+        "--load",
+        str(broken / "c"),
+        "--save-interval",
+        "2",
+        "--bpipe-report",
+        str(broken),
+    ]
     script = [str(ROOT / "tests/gloo/faulty.py"), *common, *checkpoints]
     os.environ["FAULT"] = "2 2B1 SIGKILL 3"
     try:
@@ -220,7 +261,17 @@ def test_a_signal_saves_and_ends(tmp_path: Path) -> None:
 @pytest.mark.timeout(180)
 def test_two_agents_are_two_nodes(tmp_path: Path) -> None:
     """Two torchrun agents of four processes each: every pair is on one of them."""
-    eight = [*TINY, "--num-layers", "8", "--pipeline-model-parallel-size", "8", "--global-batch-size", "32", *ITERATIONS, *BPIPE]
+    eight = [
+        *TINY,
+        "--num-layers",
+        "8",
+        "--pipeline-model-parallel-size",
+        "8",
+        "--global-batch-size",
+        "32",
+        *ITERATIONS,
+        *BPIPE,
+    ]
     port = str(free_ports(1)[0])
     options = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port, "--node-rank")
     script = [str(ROOT / "pretrain_gpt.py"), *eight]

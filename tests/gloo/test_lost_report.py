@@ -1,4 +1,5 @@
-"""A report that cannot be written ends no training and changes no bit of it: one line says so, and what can be written is."""
+"""A report that cannot be written ends no training and changes no bit of it: one line says so, and what can be
+written is."""
 
 from __future__ import annotations
 

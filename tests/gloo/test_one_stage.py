@@ -1,4 +1,5 @@
-"""`--bpipe` where there is one stage, and so nothing to balance: it is said, the run is recorded, and no bit is another."""
+"""`--bpipe` where there is one stage, and so nothing to balance: it is said, the run is recorded, and no bit is
+another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Optimizer's moments wait on other ranks while micro-batches are computed, and no bit of a training changes, nor of its checkpoints."""
+"""Optimizer's moments wait on other ranks while micro-batches are computed, and no bit of a training changes, nor of
+its checkpoints."""
 
 from __future__ import annotations
 
@@ -51,7 +52,11 @@ def four(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> O
 def test_moments_that_wait_elsewhere_change_no_bit(four: Outcome, row: str) -> None:
     same(four, row, f"{row}_hosted", 4)
     logs = [log.split(f"=== {row}_hosted\n")[1].split("===")[0] for log in four.logs]
-    waiting = [found for log in logs for found in re.findall(r"optimizer: (\S+) GiB of rank (\d)'s moments wait on rank (\d)", log)]
+    waiting = [
+        found
+        for log in logs
+        for found in re.findall(r"optimizer: (\S+) GiB of rank (\d)'s moments wait on rank (\d)", log)
+    ]
     assert tuple(sorted(f"{giver}:{host}" for _, giver, host in waiting)) == ROWS[row][2]
     assert all(float(gib) >= 0.0001 for gib, _, _ in waiting)
 
@@ -91,10 +96,15 @@ def test_more_than_there_is_ends_every_rank_and_says_how_much_there_is(run_cases
     ("flags", "reason"),
     [
         ((FLAG, "0:4:1"), f"{FLAG} names rank 4, but a pipeline has the ranks 0 to 3"),
-        ((FLAG, "0:3:1", *BPIPE, "--bpipe-memory", "1"), f"{FLAG} beside --bpipe-memory, whose plan counts on all of it at home"),
+        (
+            (FLAG, "0:3:1", *BPIPE, "--bpipe-memory", "1"),
+            f"{FLAG} beside --bpipe-memory, whose plan counts on all of it at home",
+        ),
     ],
 )
-def test_what_it_cannot_stand_beside_is_refused(run_cases: Callable[..., Outcome], flags: tuple[str, ...], reason: str) -> None:
+def test_what_it_cannot_stand_beside_is_refused(
+    run_cases: Callable[..., Outcome], flags: tuple[str, ...], reason: str
+) -> None:
     outcome = run_cases(4, [Case("refused", ("--global-batch-size", "8", *flags))], timeout_s=120)
     assert outcome.codes == [2] * 4
     assert reason in outcome.logs[0]

@@ -19,30 +19,59 @@ LLAMA = (
 GROUPS = ("--microbatch-group-size-per-virtual-pipeline-stage", "6")
 INTERLEAVED = ("--num-layers", "8", "--num-layers-per-virtual-pipeline-stage", "1")
 SELECTIVE = ("--global-batch-size", "16", "--recompute-granularity", "selective", "--recompute-modules")
-# Some steps overflow and are skipped, and some are not: the scale is halved by the first, and doubled after two of the others.
+# Some steps overflow and are skipped, and some are not: the scale is halved by the first, and doubled after two of the
+# others.
 FP16 = (
     *("--fp16", "--initial-loss-scale", "1048576", "--hysteresis", "1", "--loss-scale-window", "2"),
     *("--train-iters", "8"),
 )
-# Megatron's own attention for the CPU does neither contexts nor latents; ours does, and everything around it is Megatron's.
+# Megatron's own attention for the CPU does neither contexts nor latents; ours does, and everything around it is
+# Megatron's.
 PLAIN_ATTENTION = ("--spec", "tests.gloo.layers", "attending_plainly")
 LATENT = (
-    *("--multi-latent-attention", "--q-lora-rank", "32", "--kv-lora-rank", "16", "--qk-head-dim", "16", "--qk-pos-emb-head-dim", "8"),
-    *("--v-head-dim", "16", "--position-embedding-type", "rope", "--rope-type", "rope", "--normalization", "RMSNorm", *PLAIN_ATTENTION),
+    *(
+        "--multi-latent-attention",
+        "--q-lora-rank",
+        "32",
+        "--kv-lora-rank",
+        "16",
+        "--qk-head-dim",
+        "16",
+        "--qk-pos-emb-head-dim",
+        "8",
+    ),
+    *(
+        "--v-head-dim",
+        "16",
+        "--position-embedding-type",
+        "rope",
+        "--rope-type",
+        "rope",
+        "--normalization",
+        "RMSNorm",
+        *PLAIN_ATTENTION,
+    ),
 )
 
-# Every expert takes as many tokens as its capacity, so that every micro-batch saves as much. Always 8 layers: Megatron keeps one list of
-# their auxiliary losses for the whole process.
+# Every expert takes as many tokens as its capacity, so that every micro-batch saves as much. Always 8 layers: Megatron
+# keeps one list of their auxiliary losses for the whole process.
 EXPERTS = (
     *("--num-layers", "8"),
     *("--num-experts", "4", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "0.01", "--disable-bias-linear"),
-    *("--moe-expert-capacity-factor", "1.0", "--moe-pad-expert-input-to-capacity", "--moe-token-dispatcher-type", "alltoall"),
+    *(
+        "--moe-expert-capacity-factor",
+        "1.0",
+        "--moe-pad-expert-input-to-capacity",
+        "--moe-token-dispatcher-type",
+        "alltoall",
+    ),
 )
 
 INPUT_BYTES = 64 * 2 * 64 * 4
 # Bytes that a stage's peak may differ from what is predicted.
 SLACK = {
-    # Megatron's interleaved loop holds up to two received inputs longer than their micro-batches, depending on how it overlaps.
+    # Megatron's interleaved loop holds up to two received inputs longer than their micro-batches, depending on how it
+    # overlaps.
     "interleaved": 2 * INPUT_BYTES,
     # The received input goes with the backward, where other runs hold it until the next forward has returned.
     "recomputed_norms": INPUT_BYTES,
@@ -57,12 +86,31 @@ ROWS = {
     "interleaved_m8": (*INTERLEAVED, "--global-batch-size", "16"),
     "interleaved_m4": (*INTERLEAVED, "--global-batch-size", "8"),
     "interleaved_m16": (*INTERLEAVED, "--global-batch-size", "32"),
-    "interleaved_v3": ("--num-layers", "12", "--num-virtual-stages-per-pipeline-rank", "3", "--global-batch-size", "16"),
+    "interleaved_v3": (
+        "--num-layers",
+        "12",
+        "--num-virtual-stages-per-pipeline-rank",
+        "3",
+        "--global-batch-size",
+        "16",
+    ),
     "interleaved_large_groups": (*INTERLEAVED, *GROUPS, "--global-batch-size", "24"),
     "interleaved_uneven_groups": (*INTERLEAVED, *GROUPS, "--global-batch-size", "20"),
     "interleaved_no_overlap": (*INTERLEAVED, "--global-batch-size", "16", "--no-overlap-p2p-communication"),
-    "interleaved_overlapped_ends": (*INTERLEAVED, "--global-batch-size", "16", "--overlap-p2p-communication-warmup-flush"),
-    "interleaved_layout": ("--num-layers", "9", "--pipeline-model-parallel-layout", "Et|tt|t|t|t|t|t|tL", "--global-batch-size", "16"),
+    "interleaved_overlapped_ends": (
+        *INTERLEAVED,
+        "--global-batch-size",
+        "16",
+        "--overlap-p2p-communication-warmup-flush",
+    ),
+    "interleaved_layout": (
+        "--num-layers",
+        "9",
+        "--pipeline-model-parallel-layout",
+        "Et|tt|t|t|t|t|t|tL",
+        "--global-batch-size",
+        "16",
+    ),
     "llama": ("--global-batch-size", "16", *LLAMA),
     "bf16": ("--global-batch-size", "16", "--bf16"),
     "fp16": ("--global-batch-size", "16", *FP16),
@@ -100,9 +148,24 @@ ROWS = {
         *("--global-batch-size", "16"),
     ),
     # Two layers in both: Megatron keeps one list of their losses for the whole process.
-    "multi_token_prediction": ("--global-batch-size", "16", "--mtp-num-layers", "2", "--position-embedding-type", "rope"),
+    "multi_token_prediction": (
+        "--global-batch-size",
+        "16",
+        "--mtp-num-layers",
+        "2",
+        "--position-embedding-type",
+        "rope",
+    ),
     "repeated_prediction": (
-        *("--global-batch-size", "16", "--mtp-num-layers", "2", "--mtp-use-repeated-layer", "--position-embedding-type", "rope"),
+        *(
+            "--global-batch-size",
+            "16",
+            "--mtp-num-layers",
+            "2",
+            "--mtp-use-repeated-layer",
+            "--position-embedding-type",
+            "rope",
+        ),
     ),
     "per_token_loss": ("--global-batch-size", "16", "--calculate-per-token-loss"),
     # 4, then 8 micro-batches: a program each, made once. Megatron's trainer refuses to go back; own_loop.py does.
@@ -129,7 +192,13 @@ WIDE_ROWS = {
     "distributed_optimizer": (*OVERLAPS, "--global-batch-size", "16"),
     "interleaved_overlaps": (*INTERLEAVED, *OVERLAPS),
     "interleaved_unaligned": (*INTERLEAVED, *OVERLAPS, "--no-align-grad-reduce", "--no-align-param-gather"),
-    "interleaved_early_gather": (*INTERLEAVED, *OVERLAPS, "--overlap-param-gather-with-optimizer-step", "--ckpt-format", "torch"),
+    "interleaved_early_gather": (
+        *INTERLEAVED,
+        *OVERLAPS,
+        "--overlap-param-gather-with-optimizer-step",
+        "--ckpt-format",
+        "torch",
+    ),
     "interleaved_sequence": (*INTERLEAVED, "--tensor-model-parallel-size", "2", "--sequence-parallel"),
     "expert_parallel": (*EXPERTS, "--expert-model-parallel-size", "2"),
     "context": ("--context-parallel-size", "2", *PLAIN_ATTENTION),
@@ -180,13 +249,15 @@ def test_a_balanced_run_equals_stock(rows: Outcome, row: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1560)
-@pytest.mark.parametrize(("row", "num_inputs"), [("experts", 0), ("recomputed_experts", 2), ("fully_recomputed_experts", 2)])
+@pytest.mark.parametrize(
+    ("row", "num_inputs"), [("experts", 0), ("recomputed_experts", 2), ("fully_recomputed_experts", 2)]
+)
 def test_megatron_keeps_what_experts_were_recomputed_from(rows: Outcome, row: str, num_inputs: int) -> None:
     """With recomputed experts a peak lay 30 KiB a layer above the predicted one, and nobody knew why.
 
-    The token dispatcher of a layer keeps the routing probabilities of the last recomputation, their graph its leaf, and that is the input
-    which was saved for it: 32 KiB, until the layer's next forward or recomputation. So they are still there when the next backward
-    begins, where a micro-batch fewer is away, of which 2 KiB a layer could not move.
+    The token dispatcher of a layer keeps the routing probabilities of the last recomputation, their graph its leaf, and
+    that is the input which was saved for it: 32 KiB, until the layer's next forward or recomputation. So they are still
+    there when the next backward begins, where a micro-batch fewer is away, of which 2 KiB a layer could not move.
     """
     first_stage = next(rank for rank in read_run(rows.report_folder(f"{row}_balanced")).ranks if rank.place == 0)
     left = [action.left_bytes for action in first_stage.iterations[3].rows if action.left_bytes is not None]
@@ -216,7 +287,8 @@ def test_another_dimension_changes_nothing(wide_rows: Outcome, row: str) -> None
 
 @pytest.mark.timeout(1560)
 def test_the_distributed_optimizer_resumes(wide_rows: Outcome) -> None:
-    """Upstream's own resume fails without Apex and Transformer Engine, at first loudly and then silently; see repairs."""
+    """Upstream's own resume fails without Apex and Transformer Engine, at first loudly and then silently; see
+    repairs."""
     same(wide_rows, "sharded", "sharded_resumed", 8, last=2)
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from bpipe.balance.pairs import allocated_bytes
 from bpipe.cli import main
-from bpipe.passes.balance import occupied
-from bpipe.plan.budget import Devices, OverBudget, predicted, within
-from bpipe.plan.fit import Fit, gib
+from bpipe.plan.budget import Devices, OverBudget, predicted_devices, within
+from bpipe.plan.fit import Fit, budget_text
 from bpipe.plan.options import setup_from
-from megatron.scheduling.cpu_runtime import ARGUMENTS
+from megatron.scheduling.cpu import ARGUMENTS
 from tests.gloo.conftest import BPIPE, TINY, Case, Outcome, asked_for
 from tests.gloo.test_parallelism import INPUT_BYTES
 from tests.gloo.test_placed import alike
@@ -28,7 +28,16 @@ SHAPES: dict[str, Sequence[str]] = {
     "chunks": ("--num-layers", "16", "--num-layers-per-virtual-pipeline-stage", "2"),
     # The first and the last stage are on one rank, which a larger vocabulary makes the heavy one.
     "v": (
-        *("--num-layers", "16", "--num-layers-per-virtual-pipeline-stage", "2", "--vocab-size", "1023", "--bpipe-schedule", "v-half"),
+        *(
+            "--num-layers",
+            "16",
+            "--num-layers-per-virtual-pipeline-stage",
+            "2",
+            "--vocab-size",
+            "1023",
+            "--bpipe-schedule",
+            "v-half",
+        ),
         *("--attention-dropout", "0", "--hidden-dropout", "0", "--clip-grad", "0"),
     ),
     "uneven": ("--num-layers", "12", "--pipeline-model-parallel-layout", "Et*5|t*3|t*2|ttL", "--bpipe-hosts", "pool"),
@@ -39,7 +48,7 @@ STAGES = ("--pipeline-model-parallel-size", "4", "--global-batch-size", "16")
 @lru_cache
 def devices_of(shape: str) -> Devices:
     words = [*ARGUMENTS, *TINY, *STAGES, *SHAPES[shape], "--bpipe-min-bytes", "1024", "--bpipe"]
-    return predicted(setup_from(words, "h100-80g:1x4", 1024 if shape == "v" else 128, "cpu"), [2**40], 1024)
+    return predicted_devices(setup_from(words, "h100-80g:1x4", 1024 if shape == "v" else 128, "cpu"), [2**40], 1024)
 
 
 def whole(devices: Devices) -> int | None:
@@ -51,11 +60,12 @@ def whole(devices: Devices) -> int | None:
 
 @lru_cache
 def planned(shape: str) -> tuple[str, Fit]:
-    """A budget in GiB with which a part is enough, and fewer bytes leave for it, or which only parts keep; and its plan."""
+    """A budget in GiB with which a part is enough, and fewer bytes leave for it, or which only parts keep; and its
+    plan."""
     devices = devices_of(shape)
     alone = max(devices.need_bytes(devices.schedule))
     for per_mille in range(990, 600, -10):
-        text = gib([alone * per_mille // 1000])
+        text = budget_text([alone * per_mille // 1000])
         tried = replace(devices, budget_bytes=(int(float(text) * 2**30),) * 4)
         with suppress(OverBudget):
             found = within(tried)
@@ -67,7 +77,15 @@ def planned(shape: str) -> tuple[str, Fit]:
 def cases_of(shape: str, transport: str) -> list[Case]:
     name = f"{shape}_{transport}"
     stock = [flag for flag in SHAPES[shape] if flag not in ("--bpipe-schedule", "v-half", "--bpipe-hosts", "pool")]
-    memory = [*BPIPE, "--bpipe-memory", planned(shape)[0], "--bpipe-transport", transport, "--bpipe-report", f"{{folder}}/{name}_part"]
+    memory = [
+        *BPIPE,
+        "--bpipe-memory",
+        planned(shape)[0],
+        "--bpipe-transport",
+        transport,
+        "--bpipe-report",
+        f"{{folder}}/{name}_part",
+    ]
     recorded = ["--bpipe-report-iterations", "3"]
     return [Case(name, [*STAGES, *stock]), Case(f"{name}_part", [*STAGES, *SHAPES[shape], *memory, *recorded])]
 
@@ -76,13 +94,16 @@ def cases_of(shape: str, transport: str) -> list[Case]:
 def measured_budget() -> str:
     """In GiB: of what is measured on a CPU, state and activations, stage 0 has a third of a micro-batch too much."""
     devices = devices_of("plain")
-    own, size = occupied(devices.schedule, 0, devices.memory)[0], devices.memory.stages[0]
-    return gib([devices.besides.fixed_bytes[0] + own - size.moved_bytes // 3])
+    own, size = allocated_bytes(devices.schedule, 0, devices.memory)[0], devices.memory.stages[0]
+    return budget_text([devices.besides.fixed_bytes[0] + own - size.moved_bytes // 3])
 
 
 def learned(transport: str) -> Case:
     """The same training, in which parts are learned by measuring."""
-    flags = [flag.replace(planned("plain")[0], f"auto:{measured_budget()}") for flag in cases_of("plain", transport)[1].arguments]
+    flags = [
+        flag.replace(planned("plain")[0], f"auto:{measured_budget()}")
+        for flag in cases_of("plain", transport)[1].arguments
+    ]
     return Case("learned", [flag.replace("plain_gloo_part", "learned_part") for flag in flags])
 
 
@@ -144,9 +165,13 @@ def check_sizes(outcome: Outcome, shape: str, transport: str) -> None:
         assert abs(report["peak_bytes"] - report["predicted_bytes"]) <= 2 * INPUT_BYTES, f"rank {rank}"
         if shape != "v":
             # Between the halves of a split backward a small stage holds less than is planned for.
-            assert abs(report["peak_bytes"] - sum(occupied(found.schedule, rank, found.memory))) <= 2 * INPUT_BYTES, f"rank {rank}"
+            assert (
+                abs(report["peak_bytes"] - sum(allocated_bytes(found.schedule, rank, found.memory))) <= 2 * INPUT_BYTES
+            ), f"rank {rank}"
         sent = {stage: size for stage, size in moved_of(outcome, name, rank).items() if stage in found.how.parts}
-        assert sent == {stage: found.memory.stages[stage].moved_bytes for stage in sent}, f"rank {rank}: not whole layers"
+        assert sent == {stage: found.memory.stages[stage].moved_bytes for stage in sent}, (
+            f"rank {rank}: not whole layers"
+        )
         senders += bool(sent) and report["evictions"] > 0
     assert senders
     log = outcome.logs[0].split(f"=== {name}_part\n")[1].split("===")[0]
@@ -173,7 +198,7 @@ def timed(run_cases: Callable[..., Outcome], tmp_path_factory: pytest.TempPathFa
     cases = []
     for shape in ("plain", "uneven"):
         devices = devices_of(shape)
-        memory = gib([max(devices.need_bytes(devices.schedule)) * 94 // 100])
+        memory = budget_text([max(devices.need_bytes(devices.schedule)) * 94 // 100])
         stock, part = cases_of(shape, "gloo")
         flags = [memory if flag == planned(shape)[0] else flag for flag in part.arguments]
         flags += ["--bpipe-cluster", str(cluster), "--bpipe-report", f"{{folder}}/{shape}_timed"]
@@ -184,11 +209,15 @@ def timed(run_cases: Callable[..., Outcome], tmp_path_factory: pytest.TempPathFa
 @pytest.mark.slow
 @pytest.mark.timeout(660)
 @pytest.mark.parametrize("shape", ["plain", "uneven"])
-def test_transfers_that_are_issued_earlier_change_no_bit(timed: Outcome, shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_transfers_that_are_issued_earlier_change_no_bit(
+    timed: Outcome, shape: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """And the report makes the schedule anew that ran, by what the record says of it."""
     same(timed, f"{shape}_gloo", f"{shape}_timed", 4)
     log = timed.logs[0].split(f"=== {shape}_timed\n")[1].split("===")[0]
-    assert "not every transfer ends before it is needed, issued earlier where there is room: waits in an iteration " in log
+    assert (
+        "not every transfer ends before it is needed, issued earlier where there is room: waits in an iteration " in log
+    )
     for report in timed.reports(f"{shape}_timed"):
         assert abs(report["peak_bytes"] - report["predicted_bytes"]) <= 2 * INPUT_BYTES
     assert main(["report", timed.report_folder(f"{shape}_timed")]) == 0

@@ -1,7 +1,9 @@
-"""A training whose stages are placed as a V equals stock Megatron's, weight by weight, and so do the checkpoints of both.
+"""A training whose stages are placed as a V equals stock Megatron's, weight by weight, and so do the checkpoints of
+both.
 
-"Stock" runs with no patch of ours in Megatron's scheduler, by its own loop for one stage a rank. Without dropout, whose numbers depend on
-the rank that draws them, and without clipping, whose norm adds up the same numbers in the order of the ranks.
+"Stock" runs with no patch of ours in Megatron's scheduler, by its own loop for one stage a rank. Without dropout, whose
+numbers depend on the rank that draws them, and without clipping, whose norm adds up the same numbers in the order of
+the ranks.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ from typing import Any
 
 import pytest
 
+from bpipe.build import ScheduleConfig, build
+from bpipe.formats.text import write_csv
 from bpipe.generate.place import place
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.schedule import Schedule
-from bpipe.ir.text import write_csv
-from bpipe.program import ScheduleConfig, build
 from bpipe.report.report import report_of
 from tests.gloo.conftest import BPIPE, ROOT, Case, Outcome, asked_for
 from tests.gloo.test_fused_gradients import DEFERRED
@@ -27,7 +29,18 @@ from tests.gloo.test_parallelism import EXPERTS, FP16, LLAMA, OVERLAPS, PLAIN_AT
 from tests.gloo.test_schedules import GROWS
 from tests.unit.torch_schedules import as_csv, torch_schedule
 
-ALIKE = ("--attention-dropout", "0", "--hidden-dropout", "0", "--clip-grad", "0", "--num-layers", "8", "--global-batch-size", "12")
+ALIKE = (
+    "--attention-dropout",
+    "0",
+    "--hidden-dropout",
+    "0",
+    "--clip-grad",
+    "0",
+    "--num-layers",
+    "8",
+    "--global-batch-size",
+    "12",
+)
 BY_LAYER = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
 # A resumed run goes on where another length of the training would have been.
 RESUMED = ("--override-opt-param-scheduler",)
@@ -59,7 +72,14 @@ def written(folder: Path) -> Path:
     (folder / "eager.csv").write_text(write_csv(eager(build(ScheduleConfig("v-min", 4, 8, 2)))))
     (folder / "dual_pipe_v.csv").write_text(as_csv(torch_schedule("ScheduleDualPipeV", 4, 8, 2)))
     (folder / "dual_pipe_v_8.csv").write_text(as_csv(torch_schedule("ScheduleDualPipeV", 8, 16, 2)))
-    for name, chunks in (("v_half", 2), ("v_min", 2), ("zb_v", 2), ("grouped_interleaved", 2), ("zb_h1", 1), ("1f1b", 1)):
+    for name, chunks in (
+        ("v_half", 2),
+        ("v_min", 2),
+        ("zb_v", 2),
+        ("grouped_interleaved", 2),
+        ("zb_h1", 1),
+        ("1f1b", 1),
+    ):
         for ranks, microbatches in ((4, 6), (4, 3), (2, 3), (2, 6)):
             schedule = build(ScheduleConfig(name.replace("_", "-"), ranks, microbatches, chunks))
             (folder / f"{name}_{ranks}_{microbatches}.csv").write_text(write_csv(schedule))
@@ -77,7 +97,11 @@ ROWS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "untied": (LLAMA, 6, ()),
     "per_token_loss_of_a_v": (("--calculate-per-token-loss",), 6, ()),
     "evaluation_of_a_v": (("--eval-interval", "1", "--eval-iters", "2"), 6, ()),
-    "uneven_ends": (("--num-layers", "12", "--decoder-first-pipeline-num-layers", "2", "--decoder-last-pipeline-num-layers", "2"), 6, ()),
+    "uneven_ends": (
+        ("--num-layers", "12", "--decoder-first-pipeline-num-layers", "2", "--decoder-last-pipeline-num-layers", "2"),
+        6,
+        (),
+    ),
     "account_for_both_ends": (
         ("--num-layers", "14", "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
         6,
@@ -91,7 +115,11 @@ ROWS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "experts_in_a_v": (EXPERTS, 6, ()),
     "predictions_in_a_v": (("--mtp-num-layers", "2", "--position-embedding-type", "rope"), 6, ()),
     "untied_predictions": (("--mtp-num-layers", "2", *LLAMA), 6, ()),
-    "recomputed_v": (("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"), 6, ()),
+    "recomputed_v": (
+        ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
+        6,
+        (),
+    ),
     "selective_v": (("--recompute-granularity", "selective"), 6, ()),
     "timed_in_a_v": (("--timing-log-level", "2"), 6, ()),
     "tokens_of_a_file": (
@@ -132,7 +160,8 @@ def by_schedule(rows: Iterable[str]) -> list[tuple[str, str]]:
     return [(row, schedule) for row in rows for schedule in (*SCHEDULES, *MORE.get(row, ()))]
 
 
-# Of four stages and eight micro-batches: families by name, a schedule of torch's own, and one that leaves something to balance.
+# Of four stages and eight micro-batches: families by name, a schedule of torch's own, and one that leaves something to
+# balance.
 MEASURED = ("--bpipe-min-bytes", "1024", "--bpipe-report", "{folder}/")
 EIGHT = ("--global-batch-size", "16")
 FAMILIES: dict[str, tuple[str, ...]] = {
@@ -186,7 +215,9 @@ def schedules(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureR
 @pytest.fixture(scope="module")
 def run_placed(run_cases: Callable[..., Outcome], schedules: Path) -> Placed:
     def run(cases: list[Case], timeout_s: float, worker: str = "named_worker.py", world: int = 4) -> Outcome:
-        placed = [Case(case.name, [each.replace("{schedules}", str(schedules)) for each in case.arguments]) for case in cases]
+        placed = [
+            Case(case.name, [each.replace("{schedules}", str(schedules)) for each in case.arguments]) for case in cases
+        ]
         return run_cases(world, placed, timeout_s=timeout_s, worker=worker)
 
     return run
@@ -206,12 +237,15 @@ def alike(outcome: Outcome, stock: str, ours: str, world: int = 4) -> None:
 
     def losses(case: str) -> list[dict[str, Any]]:
         return [
-            {name: value for name, value in step.items() if name != "grad_norm"} for step in outcome.record(case, world - 1)["iterations"]
+            {name: value for name, value in step.items() if name != "grad_norm"}
+            for step in outcome.record(case, world - 1)["iterations"]
         ]
 
     assert losses(ours) == losses(stock)
     assert not all(step["skipped"] for step in losses(stock)), "weights that never change are equal anyway"
-    assert len({step["lm loss"] for step in losses(stock)}) == len(losses(stock)) > 0, "losses that do not change are equal anyway"
+    assert len({step["lm loss"] for step in losses(stock)}) == len(losses(stock)) > 0, (
+        "losses that do not change are equal anyway"
+    )
     assert weights(outcome, ours, world) == weights(outcome, stock, world)
 
 
@@ -229,10 +263,21 @@ def from_stock(run_placed: Placed, request: pytest.FixtureRequest) -> Outcome:
         stock, ours = (*ALIKE, *flags), (*ALIKE, *flags, *of_file(f"v_half_{ranks}_{microbatches}"), *more)
         first, second = (("--train-iters", "2", *RESUMED), ("--train-iters", "4", *RESUMED))
         for kind, its, others in (("stock", stock, "ours"), ("ours", ours, "stock")):
-            begun = ("--load", f"{{folder}}/{name}_begun", *first, "--save", f"{{folder}}/{name}_{kind}", "--save-interval", "2")
+            begun = (
+                "--load",
+                f"{{folder}}/{name}_begun",
+                *first,
+                "--save",
+                f"{{folder}}/{name}_{kind}",
+                "--save-interval",
+                "2",
+            )
             cases.append(Case(f"{name}_{kind}", (*its, *begun)))
             cases.append(Case(f"{name}_{kind}_on", (*its, "--load", f"{{folder}}/{name}_{others}", *second)))
-        begin = Case(f"{name}_begun", (*stock, "--train-iters", "1", "--save", f"{{folder}}/{name}_begun", "--save-interval", "1"))
+        begin = Case(
+            f"{name}_begun",
+            (*stock, "--train-iters", "1", "--save", f"{{folder}}/{name}_begun", "--save-interval", "1"),
+        )
         cases[-4:] = [begin, cases[-4], cases[-2], cases[-3], cases[-1]]
     return run_placed(cases, 1500)
 
@@ -261,7 +306,10 @@ def test_a_tied_weight_is_saved_once(from_stock: Outcome, name: str) -> None:
 
 
 def trained(
-    rows: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]], pipeline: tuple[str, ...], run: Placed, wanted: set[tuple[Any, ...]]
+    rows: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]],
+    pipeline: tuple[str, ...],
+    run: Placed,
+    wanted: set[tuple[Any, ...]],
 ) -> Outcome:
     cases = []
     for name, (flags, microbatches, more) in rows.items():
@@ -333,13 +381,25 @@ def as_predicted(outcome: Outcome, name: str, world: int, moves: bool) -> None:
         assert report["peak_bytes"] == report["predicted_bytes"] > 0, f"rank {report['rank']}"
     run = report_of(outcome.report_folder(name)).comparison
     assert [stage.measured_bytes for stage in run.stages] == [stage.predicted_bytes for stage in run.stages]
-    assert any(report["evictions"] for report in reports) is moves, "what was to be moved was not, or the other way round"
+    assert any(report["evictions"] for report in reports) is moves, (
+        "what was to be moved was not, or the other way round"
+    )
 
 
 @pytest.fixture(scope="module")
 def eight_ranks(run_placed: Placed, request: pytest.FixtureRequest) -> Outcome:
     wanted = asked_for(request, "name")
-    common = (*ALIKE, "--num-layers", "16", "--pipeline-model-parallel-size", "8", "--micro-batch-size", "1", "--global-batch-size", "16")
+    common = (
+        *ALIKE,
+        "--num-layers",
+        "16",
+        "--pipeline-model-parallel-size",
+        "8",
+        "--micro-batch-size",
+        "1",
+        "--global-batch-size",
+        "16",
+    )
     cases = [measured(name, (*common, *flags)) for name, flags in EIGHT_RANKS.items() if (name,) in wanted]
     return run_placed([Case("stock", common), *cases], 1500, world=8)
 
@@ -355,7 +415,9 @@ def test_eight_stages_train_as_stock_does(eight_ranks: Outcome, name: str) -> No
 @pytest.fixture(scope="module")
 def named(run_placed: Placed, request: pytest.FixtureRequest) -> Outcome:
     common = (*ALIKE, *FOUR, *EIGHT)
-    cases = [measured(name, (*common, *ours)) for name, ours in FAMILIES.items() if (name,) in asked_for(request, "name")]
+    cases = [
+        measured(name, (*common, *ours)) for name, ours in FAMILIES.items() if (name,) in asked_for(request, "name")
+    ]
     return run_placed([Case("stock", common), *cases], 900)
 
 

@@ -1,6 +1,7 @@
 """A pool of hosts in the unmodified trainer: stages that differ, one that sends to several, several that send to one.
 
-What is moved changes no bit, what is held is what was predicted, and where stages differ a pool reaches less than pairs can.
+What is moved changes no bit, what is held is what was predicted, and where stages differ a pool reaches less than pairs
+can.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from dataclasses import replace
 import pytest
 
 from bpipe.cli import main
-from bpipe.plan.budget import Devices, predicted, smallest_bytes, within
-from bpipe.plan.fit import gib
+from bpipe.plan.budget import Devices, predicted_devices, smallest_bytes, within
+from bpipe.plan.fit import budget_text
 from bpipe.plan.options import setup_from
-from megatron.scheduling.cpu_runtime import ARGUMENTS
+from megatron.scheduling.cpu import ARGUMENTS
 from tests.gloo.conftest import BPIPE, TINY, Case, Outcome
 from tests.gloo.test_parallelism import INPUT_BYTES
 from tests.gloo.test_training import same
@@ -39,12 +40,12 @@ def uneven(hosts: str) -> Devices:
         "--bpipe-hosts",
         hosts,
     ]
-    return predicted(setup_from(words, "h100-80g:1x4", 128, "cpu"), [2**40], 1024)
+    return predicted_devices(setup_from(words, "h100-80g:1x4", 128, "cpu"), [2**40], 1024)
 
 
 def least(hosts: str) -> str:
     """The smallest budget that a plan keeps, in GiB."""
-    return gib([smallest_bytes(uneven(hosts))])
+    return budget_text([smallest_bytes(uneven(hosts))])
 
 
 def case(name: str, *flags: str) -> Case:
@@ -57,12 +58,42 @@ def four(run_cases: Callable[..., Outcome]) -> Outcome:
         4,
         [
             Case("even", BATCH),
-            case("to_several", *BATCH, "--bpipe-hosts", "pool", "--bpipe-bound", "2,3,3,3", "--bpipe-transport", "gloo"),
-            case("to_one", *BATCH, "--bpipe-hosts", "pool", "--bpipe-bound", "3,2,2,6", "--bpipe-transport", "peer", "--bpipe-executor"),
+            case(
+                "to_several", *BATCH, "--bpipe-hosts", "pool", "--bpipe-bound", "2,3,3,3", "--bpipe-transport", "gloo"
+            ),
+            case(
+                "to_one",
+                *BATCH,
+                "--bpipe-hosts",
+                "pool",
+                "--bpipe-bound",
+                "3,2,2,6",
+                "--bpipe-transport",
+                "peer",
+                "--bpipe-executor",
+            ),
             Case("uneven", UNEVEN),
             case("uneven_pair", *UNEVEN, "--bpipe-memory", least("pair"), "--bpipe-transport", "peer"),
-            case("uneven_pool", *UNEVEN, "--bpipe-memory", least("pool"), "--bpipe-hosts", "pool", "--bpipe-transport", "peer"),
-            case("uneven_auto", *UNEVEN, "--bpipe-memory", f"auto:{least('pool')}", "--bpipe-hosts", "pool", "--bpipe-transport", "gloo"),
+            case(
+                "uneven_pool",
+                *UNEVEN,
+                "--bpipe-memory",
+                least("pool"),
+                "--bpipe-hosts",
+                "pool",
+                "--bpipe-transport",
+                "peer",
+            ),
+            case(
+                "uneven_auto",
+                *UNEVEN,
+                "--bpipe-memory",
+                f"auto:{least('pool')}",
+                "--bpipe-hosts",
+                "pool",
+                "--bpipe-transport",
+                "gloo",
+            ),
         ],
     )
 
@@ -74,7 +105,13 @@ def said(outcome: Outcome, name: str) -> str:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("stock", "name"),
-    [("even", "to_several"), ("even", "to_one"), ("uneven", "uneven_pair"), ("uneven", "uneven_pool"), ("uneven", "uneven_auto")],
+    [
+        ("even", "to_several"),
+        ("even", "to_one"),
+        ("uneven", "uneven_pair"),
+        ("uneven", "uneven_pool"),
+        ("uneven", "uneven_auto"),
+    ],
 )
 def test_a_pool_changes_no_bit_and_holds_what_was_predicted(four: Outcome, stock: str, name: str) -> None:
     same(four, stock, name, 4)
@@ -86,7 +123,9 @@ def test_a_pool_changes_no_bit_and_holds_what_was_predicted(four: Outcome, stock
 @pytest.mark.timeout(400)
 def test_who_hosts_for_whom(four: Outcome) -> None:
     assert "evicting 0 -> 2 (2 of 8, 1 host buffers), 0 -> 3 (5 of 8, 2 host buffers)\n" in said(four, "to_several")
-    assert re.search(r"evicting 0 -> 3 \(\d of 8, 2 host buffers\), 1 -> 3 \(\d of 8, 2 host buffers\)\n", said(four, "to_one"))
+    assert re.search(
+        r"evicting 0 -> 3 \(\d of 8, 2 host buffers\), 1 -> 3 \(\d of 8, 2 host buffers\)\n", said(four, "to_one")
+    )
     assert [report["evictions"] > 0 for report in four.reports("to_one")] == [True, True, False, False]
     found = within(replace(uneven("pool"), budget_bytes=(int(float(least("pool")) * 2**30),) * 4))
     for line in found_lines(four, "uneven_pool"):

@@ -1,4 +1,7 @@
-"""Our arithmetic of ranks says what Megatron's own RankGenerator says. Not among the unit tests: importing Megatron takes seconds."""
+"""Our arithmetic of ranks says what Megatron's own RankGenerator says.
+
+Not among the unit tests: importing Megatron takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,22 @@ from typing import Any
 import pytest
 
 from bpipe.placement import Part, Topology
-from megatron.scheduling.placement import rank_of
+from megatron.scheduling.placement.rank_order import rank_of
 from tests.gloo.conftest import finish, free_ports, start
 
 ORDERS = {False: "tp-cp-ep-dp-pp", True: "tp-cp-ep-pp-dp"}
 # tensor, context, pipeline, data; among them the sizes of the paper's runs and odd ones.
-SIZES = [(1, 1, 4, 1), (1, 1, 16, 1), (2, 1, 4, 2), (4, 1, 8, 1), (4, 1, 12, 1), (2, 2, 4, 3), (1, 3, 5, 2), (8, 1, 4, 2), (2, 1, 1, 4)]
+SIZES = [
+    (1, 1, 4, 1),
+    (1, 1, 16, 1),
+    (2, 1, 4, 2),
+    (4, 1, 8, 1),
+    (4, 1, 12, 1),
+    (2, 2, 4, 3),
+    (1, 3, 5, 2),
+    (8, 1, 4, 2),
+    (2, 1, 1, 4),
+]
 
 # Megatron puts the axis of sharded weights into the order itself; at its size of 1 it must change nothing.
 ASK_MEGATRON = """
@@ -34,7 +47,9 @@ print("ANSWERS", json.dumps(answers))
 
 
 @pytest.fixture(scope="module")
-def megatron_groups(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[tuple[int, ...], bool], dict[str, list[list[int]]]]:
+def megatron_groups(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[tuple[tuple[int, ...], bool], dict[str, list[list[int]]]]:
     asked = list(product(SIZES, ORDERS))
     question = json.dumps([(sizes, ORDERS[order]) for sizes, order in asked])
     folder = tmp_path_factory.mktemp("groups")
@@ -49,7 +64,12 @@ def megatron_groups(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[tupl
 
 def groups(topology: Topology, pipeline_before_data: bool, along: str) -> list[list[int]]:
     """The ranks that differ in one dimension only, in that dimension's order."""
-    sizes = {"stage": topology.pipeline, "replica": topology.data, "context": topology.context, "tensor": topology.tensor}
+    sizes = {
+        "stage": topology.pipeline,
+        "replica": topology.data,
+        "context": topology.context,
+        "tensor": topology.tensor,
+    }
     fixed = [name for name in sizes if name != along]
     found = []
     for values in product(*(range(sizes[name]) for name in fixed)):
@@ -61,7 +81,9 @@ def groups(topology: Topology, pipeline_before_data: bool, along: str) -> list[l
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("pipeline_before_data", ORDERS, ids=ORDERS.values())
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "x".join(map(str, sizes)))
-def test_groups_are_those_of_megatron(megatron_groups: dict[Any, Any], sizes: tuple[int, ...], pipeline_before_data: bool) -> None:
+def test_groups_are_those_of_megatron(
+    megatron_groups: dict[Any, Any], sizes: tuple[int, ...], pipeline_before_data: bool
+) -> None:
     tensor, context, pipeline, data = sizes
     topology = Topology(tensor, context, pipeline, data, gpus_per_node=8)
     theirs = megatron_groups[sizes, pipeline_before_data]

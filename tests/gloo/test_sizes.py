@@ -55,7 +55,14 @@ def serving(transport: str, folder: Path) -> Iterator[Ranks]:
     """Ranks that serve patterns."""
     ends = [(os.pipe(), os.pipe()) for _ in range(RANKS)]
     theirs = [(asked[0], answers[1]) for asked, answers in ends]
-    command = [sys.executable, "-m", "tests.gloo.sizes_worker", transport, str(folder), *(f"{a}:{b}" for a, b in theirs)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.gloo.sizes_worker",
+        transport,
+        str(folder),
+        *(f"{a}:{b}" for a, b in theirs),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     passed = [each for both in theirs for each in both]
     with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, pass_fds=passed) as process:
@@ -103,5 +110,8 @@ def test_a_few_patterns_of_sizes(transport: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("transport", ["gloo", "peer"])
 def test_a_thousand_patterns_of_sizes(transport: str, tmp_path: Path) -> None:
     ranks = fuzz(transport, tmp_path, 1000)
-    print(f"{transport}: {ranks.patterns} patterns, {ranks.stayed} micro-batches stayed at home, grown {ranks.grown} times")
+    print(
+        f"{transport}: {ranks.patterns} patterns, {ranks.stayed} micro-batches stayed at home, grown {ranks.grown} "
+        f"times"
+    )
     assert ranks.patterns >= 1000

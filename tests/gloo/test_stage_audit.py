@@ -1,4 +1,5 @@
-"""`--terra-audit N`: Megatron's own stages, looked at in a training of its own trainer, which computes what it would."""
+"""`--terra-audit N`: Megatron's own stages, looked at in a training of its own trainer, which computes what it
+would."""
 
 from __future__ import annotations
 
@@ -31,12 +32,16 @@ def test_stages_are_looked_at_and_train_as_they_would(tmp_path: Path) -> None:
     assert len(losses(plain[2])) == 3
     assert losses(audited[2]) == losses(plain[2])
     for rank, log in enumerate(audited):
-        said = [line.partition(f"terra: rank {rank}, chunk 0: ")[2] for line in log.splitlines() if f"terra: rank {rank}, chunk 0" in line]
+        said = [
+            line.partition(f"terra: rank {rank}, chunk 0: ")[2]
+            for line in log.splitlines()
+            if f"terra: rank {rank}, chunk 0" in line
+        ]
         assert said[0].startswith("3 micro-batches of "), log[-3000:]
         # Samples are made of numbers that Python holds, and the stage in the middle has none.
         assert any("gpt_dataset.py" in line for line in said) == (rank != 1)
         # What stands in for a GPU here is no line of the stage.
-        assert not any("cpu_runtime.py" in line for line in said)
+        assert not any("cpu.py" in line for line in said)
         # The check of losses, which Megatron wants off with a graph of a whole iteration (its issue 2056).
         assert any("rerun_state_machine.py" in line for line in said) == (rank == 2)
         # Around dropout in attention Megatron's tracker compares states of random numbers on the host.
@@ -60,13 +65,22 @@ def findings(log: str, rank: int) -> set[tuple[str, str]]:
 @pytest.mark.timeout(330)
 def test_a_stage_is_told_what_upstreams_issues_report(tmp_path: Path) -> None:
     """docs/terra.md has the threads."""
-    experts = ("--num-experts", "4", "--moe-router-topk", "2", "--disable-bias-linear", "--moe-token-dispatcher-type", "alltoall")
+    experts = (
+        "--num-experts",
+        "4",
+        "--moe-router-topk",
+        "2",
+        "--disable-bias-linear",
+        "--moe-token-dispatcher-type",
+        "alltoall",
+    )
     recompute = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
     stage = (*TINY, "--num-layers", "2", "--global-batch-size", "10", *ITERATIONS, "--terra-audit", "3")
     outcome = finish(start(1, [*LAUNCH, *stage, *experts, *recompute], tmp_path, free_ports(1)[0]), tmp_path, 240)
     assert outcome.codes == [0], outcome.logs[0][-3000:]
     found = findings(outcome.logs[0], 0)
-    # Losses are checked; tokens of an expert are counted on the host, and there are as many as the router says; recomputing sets states.
+    # Losses are checked; tokens of an expert are counted on the host, and there are as many as the router says;
+    # recomputing sets states.
     assert {("core/rerun_state_machine.py", "host reads"), ("moe/moe_utils.py", "host reads")} <= found
     assert {("moe/moe_utils.py", "scalar changes"), ("moe/moe_utils.py", "shape varies")} <= found
     assert ("tensor_parallel/random.py", "random state set") in found
@@ -79,13 +93,16 @@ def test_megatrons_optimizer_is_looked_at_in_its_whole_script(tmp_path: Path) ->
     found = tmp_path / "found.json"
     stage = (*TINY, "--num-layers", "1", "--global-batch-size", "4", "--train-iters", "9", "--log-num-zeros-in-grad")
     # Before the script is loaded Megatron is not, so that no process can be forked that has.
-    processes = start(1, ["-m", "terra", "audit", "--json", str(found), *LAUNCH, *stage], tmp_path, free_ports(1)[0], cold=True)
+    processes = start(
+        1, ["-m", "terra", "audit", "--json", str(found), *LAUNCH, *stage], tmp_path, free_ports(1)[0], cold=True
+    )
     outcome = finish(processes, tmp_path, 300)
     assert outcome.codes == [1], outcome.logs[0][-3000:]
     document = json.loads(found.read_text())
     assert document["steps"] == 3
     said = {("/".join(each["file"].split("/")[-2:]), each["kind"], each["operation"]) for each in document["findings"]}
-    # Zeros are counted on the host, and so is the norm where Transformer Engine does not do it; Adam's numbers are Python's.
+    # Zeros are counted on the host, and so is the norm where Transformer Engine does not do it; Adam's numbers are
+    # Python's.
     assert ("optimizer/clip_grads.py", "host_read", "_local_scalar_dense") in said
     assert any(file == "optimizer/optimizer.py" and kind == "scalar" for file, kind, _ in said)
     # A kind that no setting of these brings is not there.

@@ -1,6 +1,8 @@
-"""A node's own memory in the unmodified trainer, alone and behind other devices: no bit changes, and devices hold what was predicted.
+"""A node's own memory in the unmodified trainer, alone and behind other devices: no bit changes, and devices hold what
+was predicted.
 
-Bounds are those that no pair keeps. Freed and refilled memory is poisoned, so what came back too late or to the wrong place would tell.
+Bounds are those that no pair keeps. Freed and refilled memory is poisoned, so what came back too late or to the wrong
+place would tell.
 """
 
 from __future__ import annotations
@@ -9,9 +11,9 @@ from collections.abc import Callable
 
 import pytest
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.cli import main
-from bpipe.ir.host_buffers import num_own_buffers
-from bpipe.program import BalanceConfig, ScheduleConfig, build
+from bpipe.ir.host_buffers import num_host_memory_buffers
 from tests.gloo.conftest import BPIPE, Case, Outcome, asked_for
 from tests.gloo.test_parallelism import INPUT_BYTES, INTERLEAVED
 from tests.gloo.test_placed import ALIKE, CHUNKS, FOUR, alike, as_predicted
@@ -39,7 +41,10 @@ PLAIN: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
     ),
     "chunks": (
         (*INTERLEAVED, *BATCH),
-        {"interleaved": (*HOST, "--bpipe-bound", "4"), "interleaved_all": (*ALL, "--bpipe-bound", "6", "--bpipe-transport", "peer")},
+        {
+            "interleaved": (*HOST, "--bpipe-bound", "4"),
+            "interleaved_all": (*ALL, "--bpipe-bound", "6", "--bpipe-transport", "peer"),
+        },
     ),
 }
 # Weights have names here: stages are elsewhere than stock's.
@@ -60,9 +65,13 @@ NAMED: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
 }
 
 
-def rows_of(groups: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]], always: tuple[str, ...] = ()) -> list[object]:
+def rows_of(
+    groups: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]], always: tuple[str, ...] = ()
+) -> list[object]:
     return [
-        pytest.param(stock, name, marks=() if name in always else pytest.mark.slow) for stock, (_, rows) in groups.items() for name in rows
+        pytest.param(stock, name, marks=() if name in always else pytest.mark.slow)
+        for stock, (_, rows) in groups.items()
+        for name in rows
     ]
 
 
@@ -77,7 +86,10 @@ def trained(
     for stock, (common, rows) in groups.items():
         mine = {name: flags for name, flags in rows.items() if (stock, name) in wanted}
         cases += [Case(stock, common)] if mine else []
-        cases += [Case(name, (*common, *flags, *BPIPE, "--bpipe-report", f"{{folder}}/{name}")) for name, flags in mine.items()]
+        cases += [
+            Case(name, (*common, *flags, *BPIPE, "--bpipe-report", f"{{folder}}/{name}"))
+            for name, flags in mine.items()
+        ]
     return run(4, cases, timeout_s=timeout_s, **how)
 
 
@@ -128,12 +140,24 @@ def in_own_memory(outcome: Outcome, name: str) -> None:
 
 @pytest.mark.timeout(1260)
 @pytest.mark.parametrize(("stock", "name"), [("even", "host")])
-def test_two_are_held_where_pairs_hold_three(plain: Outcome, stock: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    reports, schedule = plain.reports(name), build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig((2,), hosts="host")))
+def test_two_are_held_where_pairs_hold_three(
+    plain: Outcome, stock: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reports, schedule = (
+        plain.reports(name),
+        build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig((2,), hosts="host"))),
+    )
     assert [report["peak_microbatches"] for report in reports] == [2, 2, 2, 1]
-    assert [report.get("own_buffers", 0) for report in reports] == [num_own_buffers(schedule, rank) for rank in range(4)] == [3, 2, 0, 0]
+    assert (
+        [report.get("own_buffers", 0) for report in reports]
+        == [num_host_memory_buffers(schedule, rank) for rank in range(4)]
+        == [3, 2, 0, 0]
+    )
     said = plain.logs[0].split(f"=== {name}\n")[1].split("===")[0]
-    assert "at most 2 held; evicting 0 -> its own memory (7 of 8, 3 host buffers), 1 -> its own memory (6 of 8, 2 host buffers)" in said
+    assert (
+        "at most 2 held; evicting 0 -> its own memory (7 of 8, 3 host buffers), 1 -> its own memory (6 of 8, 2 host "
+        "buffers)" in said
+    )
     assert "stage 0 and its node's memory: host " in said
     assert "placement adjacent" not in said
     assert main(["report", plain.report_folder(name)]) == 0

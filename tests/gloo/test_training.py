@@ -1,7 +1,7 @@
 """Balanced training equals stock Megatron's to the last bit, on real processes, and holds what the schedule predicted.
 
-"Stock" runs with no patch of ours in Megatron's scheduler. The balanced runs poison what they free and what they load into, so a
-missing byte or wait would change a loss.
+"Stock" runs with no patch of ours in Megatron's scheduler. The balanced runs poison what they free and what they load
+into, so a missing byte or wait would change a loss.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from bpipe.program import build
+from bpipe.build import build
 from bpipe.record.format import read_program
 from bpipe.report.report import report_of
 from tests.gloo.conftest import BPIPE, Case, Outcome
@@ -28,7 +28,14 @@ FOUR_STAGES = [
         Case(f"m8_{name}", ["--global-batch-size", "16", *BPIPE, *flags, "--bpipe-report", f"{{folder}}/m8_{name}"])
         for name, flags in {
             "gloo": ["--bpipe-transport", "gloo", "--timing-log-level", "2"],
-            "peer": ["--bpipe-transport", "peer", "--bpipe-report-iterations", "2-3", "--tensorboard-dir", "{folder}/board"],
+            "peer": [
+                "--bpipe-transport",
+                "peer",
+                "--bpipe-report-iterations",
+                "2-3",
+                "--tensorboard-dir",
+                "{folder}/board",
+            ],
             "host": ["--bpipe-transport", "host"],
             # Only rank 1 holds more than it may.
             "bounds": ["--bpipe-transport", "gloo", "--bpipe-bound", "4,2,4,1"],
@@ -39,19 +46,37 @@ FOUR_STAGES = [
             "host_small": ["--bpipe-transport", "host", "--bpipe-min-bytes", "100000000"],
         }.items()
     ),
-    Case("m8_measured", ["--global-batch-size", "16", "--bpipe-min-bytes", "1024", "--bpipe-report", "{folder}/m8_measured"]),
+    Case(
+        "m8_measured",
+        ["--global-batch-size", "16", "--bpipe-min-bytes", "1024", "--bpipe-report", "{folder}/m8_measured"],
+    ),
     Case("m4", ["--global-batch-size", "8"]),
     Case("m4_balanced", ["--global-batch-size", "8", *BPIPE, "--bpipe-report", "{folder}/m4_balanced"]),
     # The norm saves a 32-bit copy of what the stage received, not the 16-bit input itself.
     Case(
         "bf16_measured",
-        ["--normalization", "RMSNorm", "--bf16", "--global-batch-size", "16", *BPIPE, "--bpipe-report", "{folder}/bf16_measured"],
+        [
+            "--normalization",
+            "RMSNorm",
+            "--bf16",
+            "--global-batch-size",
+            "16",
+            *BPIPE,
+            "--bpipe-report",
+            "{folder}/bf16_measured",
+        ],
     ),
     # As few micro-batches as the bound: nothing has to move.
     Case("m3", ["--global-batch-size", "6"]),
     Case("m3_balanced", ["--global-batch-size", "6", *BPIPE]),
-    Case("saved_stock", ["--global-batch-size", "16", "--train-iters", "4", "--save", "{folder}/s", "--save-interval", "2"]),
-    Case("saved_balanced", ["--global-batch-size", "16", "--train-iters", "4", "--save", "{folder}/b", "--save-interval", "2", *BPIPE]),
+    Case(
+        "saved_stock",
+        ["--global-batch-size", "16", "--train-iters", "4", "--save", "{folder}/s", "--save-interval", "2"],
+    ),
+    Case(
+        "saved_balanced",
+        ["--global-batch-size", "16", "--train-iters", "4", "--save", "{folder}/b", "--save-interval", "2", *BPIPE],
+    ),
     Case(
         "stock_from_balanced",
         ["--global-batch-size", "16", "--train-iters", "4", "--load", "{folder}/b", "--ckpt-step", "2"],
@@ -113,7 +138,10 @@ def test_every_transport_carries_the_same_bits(four: Outcome, transport: str) ->
     same(four, "m8", f"m8_{transport}", 4)
     said = four.logs[0].split(f"=== m8_{transport}\n")[1].split("===")[0]
     assert f"bpipe:   stages 0 and 3: {transport.removesuffix('_synchronous')} " in said
-    assert said.count("(batch_p2p_sync) is off in this run; to compare speed, give the run without --bpipe the same\n") == 1
+    assert (
+        said.count("(batch_p2p_sync) is off in this run; to compare speed, give the run without --bpipe the same\n")
+        == 1
+    )
 
 
 @pytest.mark.timeout(300)
@@ -153,7 +181,8 @@ def test_measured_peaks_are_the_predicted(four: Outcome, case: str, peaks: list[
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("case", "iterations"), [("m8_gloo", [3]), ("m8_peer", [2, 3]), ("m8_measured", [3])])
 def test_the_record_holds_every_action_of_the_program(four: Outcome, case: str, iterations: list[int]) -> None:
-    """Each rank's rows are its program, computations in order; where the evictor copies by itself, the acceptor sees nothing of it."""
+    """Each rank's rows are its program, computations in order; where the evictor copies by itself, the acceptor sees
+    nothing of it."""
     folder = Path(four.report_folder(case))
     firsts = [json.loads(path.read_text().splitlines()[0]) for path in folder.glob("[rm]*_0000*.jsonl")]
     whole = [json.loads(path.read_text()) for path in folder.glob("r*.json")]
@@ -191,7 +220,8 @@ def test_megatrons_writers_are_told(four: Outcome) -> None:
 
 @pytest.mark.timeout(300)
 def test_what_balancing_takes_is_among_megatrons_timers(four: Outcome) -> None:
-    """Printed by the last rank, once an iteration, as `--log-interval` asks; which process that is, the placement says."""
+    """Printed by the last rank, once an iteration, as `--log-interval` asks; which process that is, the placement
+    says."""
 
     def logged(case: str) -> str:
         return "".join(log.split(f"=== {case}\n")[1].split("=== ")[0] for log in four.logs)
@@ -237,11 +267,16 @@ def test_what_part_of_a_micro_batch_moves_is_said_and_recorded(four: Outcome) ->
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("transport", ["gloo", slowly("peer"), slowly("host")])
 def test_a_model_too_small_to_move_trains_as_stock_does(four: Outcome, transport: str) -> None:
-    """It ended with an error. Now both ends of a pair know that nothing comes, and the reports say that nothing left."""
+    """It ended with an error.
+
+    Now both ends of a pair know that nothing comes, and the reports say that nothing left.
+    """
     case = f"m8_{transport}_small"
     same(four, "m8", case, 4)
     said = "".join(log.split(f"=== {case}\n")[1].split("===")[0] for log in four.logs)
-    assert said.count("bpipe: stage 0 moves nothing: of what a forward saves no storage of at least 100000000 bytes") == 1
+    assert (
+        said.count("bpipe: stage 0 moves nothing: of what a forward saves no storage of at least 100000000 bytes") == 1
+    )
     reports, unbalanced = four.reports(case), four.reports("m8_measured")
     assert [report["evictions"] for report in reports] == [report["loads"] for report in reports] == [0, 0, 0, 0]
     for report, plain in zip(reports, unbalanced, strict=True):
@@ -257,7 +292,9 @@ def test_a_model_too_small_to_move_trains_as_stock_does(four: Outcome, transport
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("saved", "resumed"), [("saved_balanced", "stock_from_balanced"), slowly("saved_stock", "balanced_from_stock")])
+@pytest.mark.parametrize(
+    ("saved", "resumed"), [("saved_balanced", "stock_from_balanced"), slowly("saved_stock", "balanced_from_stock")]
+)
 def test_a_checkpoint_does_not_know_of_balancing(four: Outcome, saved: str, resumed: str) -> None:
     same(four, "saved_stock", saved, 4)
     same(four, saved, resumed, 4, last=2)
@@ -265,9 +302,11 @@ def test_a_checkpoint_does_not_know_of_balancing(four: Outcome, saved: str, resu
 
 @pytest.mark.timeout(300)
 def test_eight_stages_hold_five_each(run_cases: Callable[..., Outcome]) -> None:
-    """With NCCL's first batch of messages, for which all ranks of a pipeline wait, no run with 8 stages came through its first iteration.
+    """With NCCL's first batch of messages, for which all ranks of a pipeline wait, no run with 8 stages came through
+    its first iteration.
 
-    Rank 6 first waited for what rank 1 tells when it has run, which waited for rank 0's message, which waited there for rank 6.
+    Rank 6 first waited for what rank 1 tells when it has run, which waited for rank 0's message, which waited there for
+    rank 6.
     """
     outcome = run_cases(
         8,
@@ -289,7 +328,9 @@ def test_eight_stages_hold_five_each(run_cases: Callable[..., Outcome]) -> None:
 
 @pytest.mark.timeout(120)
 def test_two_stages_train_as_usual(run_cases: Callable[..., Outcome]) -> None:
-    outcome = run_cases(2, [Case("stock", ["--global-batch-size", "8"]), Case("balanced", ["--global-batch-size", "8", *BPIPE])])
+    outcome = run_cases(
+        2, [Case("stock", ["--global-batch-size", "8"]), Case("balanced", ["--global-batch-size", "8", *BPIPE])]
+    )
     same(outcome, "stock", "balanced", 2)
     why = "stages in pairs cannot all keep less than the 2 micro-batches that the fullest holds alone"
     assert f"bpipe: 1f1b, 2 stages, 4 micro-batches: {why}; training as usual" in outcome.logs[0]

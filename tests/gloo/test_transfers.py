@@ -19,12 +19,15 @@ import pytest
 from tests.gloo.conftest import ROOT, finish, free_ports, start
 from tests.gloo.soak import ITERATIONS_A_TURN, PROGRAMS, TURNS, Scenario
 
-# Allocators keep pools, and which of a few thread arenas serves a copy is chance. One micro-batch that is kept an iteration is more.
+# Allocators keep pools, and which of a few thread arenas serves a copy is chance. One micro-batch that is kept an
+# iteration is more.
 RESIDENT_TOLERANCE_BYTES = 24 << 20
 EVICTOR, ACCEPTOR = 0, 3
-# A process that died is noticed by its closed connections, whatever the time-out is; one that stopped only by it. Busy machines need some.
+# A process that died is noticed by its closed connections, whatever the time-out is; one that stopped only by it. Busy
+# machines need some.
 TIMEOUT_S = {"SIGKILL": 30.0, "SIGSTOP": 6.0}
-# Of one rank, once links were chosen: the world, and of a pair the group for messages and one a direction. What lost must be gone.
+# Of one rank, once links were chosen: the world, and of a pair the group for messages and one a direction. What lost
+# must be gone.
 GROUPS = {None: 1, "peer": 2, "gloo": 4}
 # A rank that moves nothing: who waits for it waits for its messages.
 BETWEEN = 1
@@ -37,7 +40,8 @@ MOMENTS = {
 # Stages 0 and 1 share stage 3, which hosts for both of them.
 SHARED = (3, 2, 2, 6)
 SHARED_MOMENTS = {**MOMENTS, BETWEEN: ("start", "copying", "1F2", "between")}
-# Backwards in halves and two chunks a rank, in groups of two micro-batches: stage 3's rank hosts 0EVICT1 from before 7F0 on.
+# Backwards in halves and two chunks a rank, in groups of two micro-batches: stage 3's rank hosts 0EVICT1 from before
+# 7F0 on.
 GROUPED = ("grouped-interleaved", 2, 2)
 GROUPED_MOMENTS = {EVICTOR: ("copying", "4I0"), BETWEEN: ("sending", "5W1"), ACCEPTOR: ("copying", "7F0")}
 
@@ -109,7 +113,10 @@ def test_a_long_soak(transport: str, tmp_path: Path) -> None:
     """Six stages have two pairs, and host buffers that are filled again while what left them is on its way."""
     (outcome,) = run([Scenario(transport, transport, ranks=6, seconds=60.0, limit_s=300.0)], tmp_path)
     assert_nothing_lost_and_nothing_kept(outcome)
-    print(f"{transport}: {outcome.records[0]['microbatches']} micro-batches, {outcome.records[0]['transfers']} transfers of stage 0")
+    print(
+        f"{transport}: {outcome.records[0]['microbatches']} micro-batches, {outcome.records[0]['transfers']} "
+        f"transfers of stage 0"
+    )
 
 
 @pytest.mark.slow
@@ -121,7 +128,10 @@ def test_a_long_soak_of_a_pool(transport: str, tmp_path: Path) -> None:
     (outcome,) = run([pool], tmp_path)
     assert_nothing_lost_and_nothing_kept(outcome)
     assert all(record["microbatches"] >= 3000 for record in outcome.records)
-    print(f"{transport}: {outcome.records[0]['microbatches']} micro-batches, {outcome.records[0]['transfers']} transfers of rank 0")
+    print(
+        f"{transport}: {outcome.records[0]['microbatches']} micro-batches, {outcome.records[0]['transfers']} "
+        f"transfers of rank 0"
+    )
 
 
 @pytest.mark.slow
@@ -129,25 +139,34 @@ def test_a_long_soak_of_a_pool(transport: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("transport", ["gloo", "peer"])
 def test_a_long_soak_of_halves_in_groups(transport: str, tmp_path: Path) -> None:
     """Backwards in halves, two chunks a rank in groups of two micro-batches, two pairs, freed memory poisoned."""
-    grouped = Scenario(transport, transport, 6, "grouped-interleaved", 2, 2, seconds=0.0, microbatches=4000, limit_s=800.0)
+    grouped = Scenario(
+        transport, transport, 6, "grouped-interleaved", 2, 2, seconds=0.0, microbatches=4000, limit_s=800.0
+    )
     (outcome,) = run([grouped], tmp_path)
     assert_nothing_lost_and_nothing_kept(outcome)
     assert all(record["microbatches"] >= 4000 for record in outcome.records)
     assert all(outcome.records[rank]["transfers"] > 400 for rank in (0, 1))
-    print(f"{transport}: {outcome.records[0]['microbatches']} micro-batches, {outcome.records[0]['transfers']} transfers of rank 0")
+    print(
+        f"{transport}: {outcome.records[0]['microbatches']} micro-batches, {outcome.records[0]['transfers']} "
+        f"transfers of rank 0"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("transport", ["gloo", "peer"])
 def test_a_long_soak_of_sizes_that_differ(transport: str, tmp_path: Path) -> None:
-    """Every micro-batch has rows of its own, and the largest grow: some stay at home, and host buffers grow and are given back."""
+    """Every micro-batch has rows of its own, and the largest grow: some stay at home, and host buffers grow and are
+    given back."""
     (outcome,) = run([Scenario(transport, transport, seconds=45.0, limit_s=300.0, differing=True)], tmp_path)
     assert_nothing_lost_and_nothing_kept(outcome)
     first = outcome.records[EVICTOR]
     assert first["stayed"] > 0
     assert first["grown"] > 1
-    print(f"{transport}: {first['microbatches']} micro-batches, {first['transfers']} transfers, {first['stayed']} stayed at home")
+    print(
+        f"{transport}: {first['microbatches']} micro-batches, {first['transfers']} transfers, {first['stayed']} "
+        f"stayed at home"
+    )
 
 
 @pytest.mark.slow
@@ -155,13 +174,25 @@ def test_a_long_soak_of_sizes_that_differ(transport: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("transport", ["gloo", "peer"])
 def test_a_long_soak_of_a_pool_of_sizes_that_differ(transport: str, tmp_path: Path) -> None:
     """Three ranks with rooms that grow share one host, which gives each its own back."""
-    pool = Scenario(transport, transport, 6, seconds=50.0, microbatches=1000, limit_s=800.0, bounds=(4, 4, 3, 3, 5, 8), differing=True)
+    pool = Scenario(
+        transport,
+        transport,
+        6,
+        seconds=50.0,
+        microbatches=1000,
+        limit_s=800.0,
+        bounds=(4, 4, 3, 3, 5, 8),
+        differing=True,
+    )
     (outcome,) = run([pool], tmp_path)
     assert_nothing_lost_and_nothing_kept(outcome)
     senders = outcome.records[:3]
     assert all(record["microbatches"] >= 1000 and record["transfers"] > 300 for record in senders)
     assert all(record["stayed"] > 0 and record["grown"] > 1 for record in senders)
-    print(f"{transport}: {senders[0]['microbatches']} micro-batches, {[record['transfers'] for record in senders]} transfers")
+    print(
+        f"{transport}: {senders[0]['microbatches']} micro-batches, {[record['transfers'] for record in senders]} "
+        f"transfers"
+    )
 
 
 def breaking(
@@ -190,11 +221,13 @@ def assert_the_others_end_and_say_where(outcome: Outcome) -> None:
             assert code == (-signal.SIGKILL if what == "SIGKILL" else None), where
             continue
         assert code == 1, where
-        # One error, with its action, what it waited for and how long at most: a transfer, or a message of a neighbour. And how far it was.
+        # One error, with its action, what it waited for and how long at most: a transfer, or a message of a neighbour.
+        # And how far it was.
         transfer = rf"rank {rank}, stage {rank}: \d(EVICT|LOAD|HOST|RETURN)\d+ with stage \d did not (end \(it was \w+\)|start)"
         message = rf"rank {rank}: \d[FBI]\d+>\d[FBI]\d+ (did not pass|could not be (sent|posted)), at its other end is rank \d"
         found = re.findall(
-            rf"TransferError: ({transfer}|{message})[;:] the time-out is {outcome.scenario.timeout_s:g} s, --bpipe-timeout: ", log
+            rf"TransferError: ({transfer}|{message})[;:] the time-out is {outcome.scenario.timeout_s:g} s, --bpipe-timeout: ",
+            log,
         )
         assert len(found) == 1, where
         assert re.search(rf"rank {rank}, stage {rank}, after (the start|\d[FBIW]\d+)", log), where
@@ -219,7 +252,9 @@ def test_a_process_that_breaks_ends_the_others(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("what", ["SIGKILL", "SIGSTOP"])
 @pytest.mark.parametrize("transport", ["gloo", "peer"])
-def test_whenever_one_of_three_that_share_a_host_breaks_the_others_end(transport: str, what: str, tmp_path: Path) -> None:
+def test_whenever_one_of_three_that_share_a_host_breaks_the_others_end(
+    transport: str, what: str, tmp_path: Path
+) -> None:
     """The host of two, and each of those for whom it hosts."""
     every = [(rank, moment) for rank in SHARED_MOMENTS for moment in SHARED_MOMENTS[rank]]
     for outcome in run([breaking(transport, *one, what, bounds=SHARED) for one in every], tmp_path):
@@ -233,11 +268,15 @@ def test_whenever_one_of_three_that_share_a_host_breaks_the_others_end(transport
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("what", ["SIGKILL", "SIGSTOP"])
 @pytest.mark.parametrize("transport", ["gloo", "peer"])
-@pytest.mark.parametrize(("how", "moments"), [(("1f1b", 1, None), MOMENTS), (GROUPED, GROUPED_MOMENTS)], ids=["1f1b", "grouped"])
+@pytest.mark.parametrize(
+    ("how", "moments"), [(("1f1b", 1, None), MOMENTS), (GROUPED, GROUPED_MOMENTS)], ids=["1f1b", "grouped"]
+)
 def test_whenever_a_process_breaks_the_others_end(
     how: tuple[str, int, int | None], moments: dict[int, tuple[str, ...]], transport: str, what: str, tmp_path: Path
 ) -> None:
-    for outcome in run([breaking(transport, rank, moment, what, how) for rank in moments for moment in moments[rank]], tmp_path):
+    for outcome in run(
+        [breaking(transport, rank, moment, what, how) for rank in moments for moment in moments[rank]], tmp_path
+    ):
         if outcome.scenario.fault == (ACCEPTOR, "copying", what) and transport == "peer":
             # Its acceptor copies nothing: nothing breaks, and that is the point of it.
             assert outcome.codes == [0] * 4
@@ -254,4 +293,6 @@ def test_a_link_that_carries_nothing_is_given_up_and_another_taken(tmp_path: Pat
     for rank in range(2):
         left = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert left["transport"] == "peer"
-        assert left["refused"] == {"gloo": "nothing came through within 3 s, half of --bpipe-timeout, and it was given up"}
+        assert left["refused"] == {
+            "gloo": "nothing came through within 3 s, half of --bpipe-timeout, and it was given up"
+        }

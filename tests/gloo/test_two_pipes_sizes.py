@@ -1,8 +1,9 @@
-"""Two pipes over 4 and 8 ranks, of every number of chunks and of micro-batches, equal stock with as many virtual stages, bit by bit.
+"""Two pipes over 4 and 8 ranks, of every number of chunks and of micro-batches, equal stock with as many virtual
+stages, bit by bit.
 
-To Megatron they are pipelines of p/2 ranks with 2v virtual stages each in twice as many replicas, and that is "stock" here, by its own
-interleaved loop. What a row has in common with stock stands in `FLAGS`, several features in one run; one at a time they are in
-test_two_pipes_trained.py, with fewer sizes.
+To Megatron they are pipelines of p/2 ranks with 2v virtual stages each in twice as many replicas, and that is "stock"
+here, by its own interleaved loop. What a row has in common with stock stands in `FLAGS`, several features in one run;
+one at a time they are in test_two_pipes_trained.py, with fewer sizes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ BUCKETS = ("--ddp-bucket-size", "20000")
 FLAGS: dict[str, tuple[str, ...]] = {
     "plain": ("--gradients",),
     # Of gradients a rank then has the sums of its shard alone, and stock's shards are other weights.
-    "sharded": ("--use-distributed-optimizer", "--calculate-per-token-loss", "--eval-interval", "1", "--eval-iters", "2"),
+    "sharded": (
+        "--use-distributed-optimizer",
+        "--calculate-per-token-loss",
+        "--eval-interval",
+        "1",
+        "--eval-iters",
+        "2",
+    ),
     "eager": ("--overlap-grad-reduce", "--bf16", *BUCKETS),
     "overlaps": (*OVERLAPS, *BUCKETS),
     "unaligned": (*OVERLAPS, "--no-align-grad-reduce", "--no-align-param-gather"),
@@ -48,7 +56,14 @@ class Sized(NamedTuple):
     def cases(self) -> list[Case]:
         """Stock's, and ours."""
         chunks = chunks_of(self.schedule)
-        sizes = ("--num-layers", str(self.ranks * chunks), "--micro-batch-size", "1", "--global-batch-size", str(self.microbatches))
+        sizes = (
+            "--num-layers",
+            str(self.ranks * chunks),
+            "--micro-batch-size",
+            "1",
+            "--global-batch-size",
+            str(self.microbatches),
+        )
         common = (*ALIKE, *sizes, "--train-iters", "2", *FLAGS[self.row])
         stock = Case(self.stock, (*common, *pipeline(self.ranks // 2, 2 * chunks)))
         return [stock, Case(self.ours, (*common, *by(self.schedule, self.ranks)))]
@@ -80,7 +95,9 @@ def outcome(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -
 @pytest.mark.slow
 @pytest.mark.timeout(2460)
 @pytest.mark.parametrize(Sized._fields, SIZED)
-def test_every_size_trains_as_stock_does(outcome: Callable[[int], Outcome], row: str, ranks: int, microbatches: int, schedule: str) -> None:
+def test_every_size_trains_as_stock_does(
+    outcome: Callable[[int], Outcome], row: str, ranks: int, microbatches: int, schedule: str
+) -> None:
     one, run = Sized(row, ranks, microbatches, schedule), outcome(ranks)
     alike(run, one.stock, one.ours, world=ranks)
     if "--gradients" in FLAGS[row]:

@@ -1,8 +1,10 @@
-"""A training by two pipes in opposite directions equals stock Megatron's, weight by weight, and so do the checkpoints of both.
+"""A training by two pipes in opposite directions equals stock Megatron's, weight by weight, and so do the checkpoints
+of both.
 
-To Megatron two pipes over p ranks are pipelines of p/2 ranks in twice as many replicas, so "stock" has those sizes and no patch of ours in
-its scheduler; its weights are the same bits with virtual stages and without. Without dropout, whose numbers depend on the rank that draws
-them, and without clipping, whose norm adds up the same numbers in the order of the ranks.
+To Megatron two pipes over p ranks are pipelines of p/2 ranks in twice as many replicas, so "stock" has those sizes and
+no patch of ours in its scheduler; its weights are the same bits with virtual stages and without. Without dropout, whose
+numbers depend on the rank that draws them, and without clipping, whose norm adds up the same numbers in the order of
+the ranks.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from bpipe.ir.text import write_csv
-from bpipe.program import BalanceConfig, ScheduleConfig, build
+from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.formats.text import write_csv
 from tests.gloo.conftest import BPIPE, Case, Outcome, asked_for
 from tests.gloo.test_parallelism import EXPERTS, FP16, LLAMA, OVERLAPS, PLAIN_ATTENTION
 from tests.gloo.test_placed import BY_LAYER, MEASURED, RESUMED, SEEDED, alike, as_predicted
@@ -26,7 +28,11 @@ Run = Callable[..., Outcome]
 
 def pipeline(ranks: int, chunks: int = 1) -> tuple[str, ...]:
     """Megatron's flags for so many ranks, and stages on each."""
-    return "--pipeline-model-parallel-size", str(ranks), *(("--num-virtual-stages-per-pipeline-rank", str(chunks)) if chunks > 1 else ())
+    return (
+        "--pipeline-model-parallel-size",
+        str(ranks),
+        *(("--num-virtual-stages-per-pipeline-rank", str(chunks)) if chunks > 1 else ()),
+    )
 
 
 def batch(microbatches: int) -> tuple[str, ...]:
@@ -64,7 +70,11 @@ ROWS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "fp16": (FP16, 8, ("chimera",)),
     "experts": (EXPERTS, 8, ("chimera",)),
     "predictions": (("--mtp-num-layers", "2", "--position-embedding-type", "rope"), 8, ("chimera",)),
-    "recomputed": (("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"), 8, ("chimera",)),
+    "recomputed": (
+        ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
+        8,
+        ("chimera",),
+    ),
     "uneven_ends": (("--num-layers", "12", "--decoder-first-pipeline-num-layers", "2"), 8, ("chimera",)),
     # Drawn by stage, and of chunks as large, so stock has as many.
     "dropout": (SEEDED, 8, ("bitpipe-2",)),
@@ -82,7 +92,8 @@ SHARED_ROWS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
 CONTEXT = ("--context-parallel-size", "2", *PLAIN_ATTENTION)
 WIDE_ROWS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "tensor": (("--tensor-model-parallel-size", "2", "--sequence-parallel"), 8, ("chimera", "bitpipe-2")),
-    # Gradients are summed over four ranks, two of each pipe, and stock's ranks come in another order: to the bit where that has no part.
+    # Gradients are summed over four ranks, two of each pipe, and stock's ranks come in another order: to the bit where
+    # that has no part.
     "context": ((*CONTEXT, "--exact-sums", "--gradients"), 8, ("chimera", "bitpipe-2")),
     "context_dropout": ((*CONTEXT, *SEEDED, "--exact-sums"), 8, ("bitpipe-2",)),
     "data": (("--exact-sums", "--gradients"), 16, ("chimera", "bitpipe-2", "bitpipe-early-2")),
@@ -96,7 +107,8 @@ SIXTEEN_ROWS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "tensor_of_eight": ((*WIDE_ROWS["tensor"][0], *DEEPER), 16, ("chimera", "bitpipe-2")),
     "data_of_eight": ((*WIDE_ROWS["data"][0], *DEEPER), 32, ("chimera", "bitpipe-2")),
 }
-# The same as they are, beside a stock with as many chunks: where a ring begins follows from a weight's place in its chunk's buffer.
+# The same as they are, beside a stock with as many chunks: where a ring begins follows from a weight's place in its
+# chunk's buffer.
 ROUNDED_ROWS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "context_rounded": ((*CONTEXT, "--gradients"), 8, ("chimera",)),
     "data_rounded": (("--gradients",), 16, ("bitpipe-2",)),
@@ -113,7 +125,11 @@ def rows_of(rows: dict[str, Any], always: tuple[str, ...] = ()) -> list[Any]:
 
 
 def trained(
-    rows: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]], run: Run, wanted: set[tuple[Any, ...]], world: int, ranks: int = 4
+    rows: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]],
+    run: Run,
+    wanted: set[tuple[Any, ...]],
+    world: int,
+    ranks: int = 4,
 ) -> Outcome:
     """`world` processes, `ranks` of them a pipeline."""
     cases = []
@@ -121,7 +137,11 @@ def trained(
         common = (*ALIKE, *(batch(microbatches) if microbatches else ()), *flags)
         of_row = [schedule for schedule in schedules if (name, schedule) in wanted]
         if of_row:
-            chunks = max(2 * chunks_of(schedule) for schedule in of_row) if "--seeded" in flags or name in ROUNDED_ROWS else 1
+            chunks = (
+                max(2 * chunks_of(schedule) for schedule in of_row)
+                if "--seeded" in flags or name in ROUNDED_ROWS
+                else 1
+            )
             cases.append(Case(name, (*common, *pipeline(ranks // 2, chunks))))
         cases += [Case(f"{name}_{schedule}", (*common, *by(schedule, ranks))) for schedule in of_row]
     return run(world, cases, timeout_s=2400, worker="named_worker.py")
@@ -171,11 +191,13 @@ def test_experts_of_a_pair_of_eight_ranks_do_too(eight: Outcome, row: str, sched
 
 
 def as_far_as_experts_allow(outcome: Outcome, row: str, ours: str, world: int) -> None:
-    """Tokens of its own pipe come first, and in stock a chunk always serves the same: so experts' sums have other last bits."""
+    """Tokens of its own pipe come first, and in stock a chunk always serves the same: so experts' sums have other
+    last bits."""
 
     def losses(case: str) -> list[dict[str, Any]]:
         return [
-            {name: value for name, value in step.items() if name != "grad_norm"} for step in outcome.record(case, world - 1)["iterations"]
+            {name: value for name, value in step.items() if name != "grad_norm"}
+            for step in outcome.record(case, world - 1)["iterations"]
         ]
 
     assert losses(ours)[0] == losses(row)[0]
@@ -193,7 +215,9 @@ def test_another_dimension_beside_two_pipes_changes_nothing(wide: Outcome, row: 
 
 @pytest.mark.timeout(2460)
 @pytest.mark.parametrize(("row", "schedule"), rows_of(SIXTEEN_ROWS))
-def test_another_dimension_beside_two_pipes_over_eight_ranks_changes_nothing(sixteen: Outcome, row: str, schedule: str) -> None:
+def test_another_dimension_beside_two_pipes_over_eight_ranks_changes_nothing(
+    sixteen: Outcome, row: str, schedule: str
+) -> None:
     same_as_stock(sixteen, row, schedule, 16, SIXTEEN_ROWS[row][0])
 
 
@@ -210,7 +234,8 @@ ITS_OWN_PIPES = {"chimera": {0, 1, 2, 3}, "bitpipe-2": {0, 1, 6, 7}}
 @pytest.mark.timeout(2460)
 @pytest.mark.parametrize(("row", "schedule"), rows_of(ROUNDED_ROWS))
 def test_a_sum_of_four_differs_by_its_order(wide: Outcome, row: str, schedule: str) -> None:
-    """A rank's chunks serve both pipes, and half of them read the samples of its pair, so half of the sums have another order.
+    """A rank's chunks serve both pipes, and half of them read the samples of its pair, so half of the sums have another
+    order.
 
     Of the others even the bits are stock's.
     """
@@ -221,21 +246,27 @@ def test_a_sum_of_four_differs_by_its_order(wide: Outcome, row: str, schedule: s
         stock, found = gradients(wide, row, 8), gradients(wide, ours, 8)
         assert furthest(found, stock) < 1e-6
         layers = {layer: [name for name in stock if name.startswith(f"decoder.layers.{layer}.")] for layer in range(8)}
-        equal = {layer for layer, names in layers.items() if all(torch.equal(found[name], stock[name]) for name in names)}
+        equal = {
+            layer for layer, names in layers.items() if all(torch.equal(found[name], stock[name]) for name in names)
+        }
         assert equal == ITS_OWN_PIPES[schedule]
 
 
 def gradients(outcome: Outcome, case: str, world: int) -> dict[str, torch.Tensor]:
     """Of the whole model, in the first iteration."""
     return {
-        name: gradient for rank in range(world) for name, gradient in torch.load(outcome.folder / f"{case}.rank{rank}.gradients").items()
+        name: gradient
+        for rank in range(world)
+        for name, gradient in torch.load(outcome.folder / f"{case}.rank{rank}.gradients").items()
     }
 
 
 def same_gradients(outcome: Outcome, stock: str, ours: str, world: int) -> None:
     wanted, found = gradients(outcome, stock, world), gradients(outcome, ours, world)
     assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items()), "gradients of the first iteration"
+    assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items()), (
+        "gradients of the first iteration"
+    )
 
 
 def furthest(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
@@ -247,10 +278,14 @@ def furthest(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) ->
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_gradients_are_those_of_one_process_over_the_same_samples(run_cases: Run) -> None:
-    """And not where both pipes read the first one's: samples that nobody reads would show in no loss of a single run."""
+    """And not where both pipes read the first one's: samples that nobody reads would show in no loss of a single
+    run."""
     common = (*ALIKE, *batch(8), "--gradients", "--train-iters", "1")
     alone = run_cases(1, [Case("alone", (*common, *pipeline(1)))], timeout_s=200, worker="named_worker.py")
-    cases = [Case("bitpipe", (*common, *by("bitpipe-2"))), Case("deaf", (*common, *by("bitpipe-2"), "--one-pipes-samples"))]
+    cases = [
+        Case("bitpipe", (*common, *by("bitpipe-2"))),
+        Case("deaf", (*common, *by("bitpipe-2"), "--one-pipes-samples")),
+    ]
     both = run_cases(4, cases, timeout_s=300, worker="named_worker.py")
     wanted = gradients(alone, "alone", 1)
     assert furthest(gradients(both, "bitpipe", 4), wanted) < 1e-6
@@ -308,7 +343,9 @@ def resumed(wanted: set[str], ranks: int) -> list[Case]:
 @pytest.mark.timeout(1560)
 @pytest.mark.parametrize("name", FROM_STOCK)
 @pytest.mark.parametrize("ranks", [4, 8])
-def test_two_pipes_go_on_from_stocks_checkpoint_and_stock_from_theirs(from_stock: Callable[[int], Outcome], ranks: int, name: str) -> None:
+def test_two_pipes_go_on_from_stocks_checkpoint_and_stock_from_theirs(
+    from_stock: Callable[[int], Outcome], ranks: int, name: str
+) -> None:
     """The optimizer's state with it, or the second pair would not be equal."""
     outcome = from_stock(ranks)
     alike(outcome, f"{name}_stock", f"{name}_ours", ranks)
@@ -316,7 +353,8 @@ def test_two_pipes_go_on_from_stocks_checkpoint_and_stock_from_theirs(from_stock
     alike(outcome, f"{name}_stock_on", f"{name}_ours_resumed", ranks)
 
 
-# Of eight ranks: micro-batches and flags, by name and from a file. Of 8 micro-batches, one unit, the ranks in the middle hold most.
+# Of eight ranks: micro-batches and flags, by name and from a file. Of 8 micro-batches, one unit, the ranks in the
+# middle hold most.
 EIGHT_RANKS: dict[str, tuple[int, tuple[str, ...]]] = {
     "chimera": (8, by("chimera", 8)),
     "mixpipe": (8, by("mixpipe", 8)),

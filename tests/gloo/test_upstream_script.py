@@ -1,7 +1,9 @@
-"""A script that chooses ranks with embeddings, as Megatron-LM's own pretrain_gpt.py does, trains by schedules that place stages otherwise.
+"""A script that chooses ranks with embeddings, as Megatron-LM's own pretrain_gpt.py does, trains by schedules that
+place stages otherwise.
 
-From one checkpoint of stock Megatron, by the same script, with stock's losses and weights to the last bit. A V, and two pipes, have the
-first stage and the last on one rank, and the script's choice names two: every such schedule was refused under upstream's script.
+From one checkpoint of stock Megatron, by the same script, with stock's losses and weights to the last bit. A V, and two
+pipes, have the first stage and the last on one rank, and the script's choice names two: every such schedule was refused
+under upstream's script.
 """
 
 from __future__ import annotations
@@ -19,15 +21,19 @@ COMMON = (*ALIKE, *EIGHT, "--script", "upstream_script.py")
 UNTIED = ("--untie-embeddings-and-output-weights",)
 # Untied: stock cannot save the tied weight of a pipeline's last stage that predicts further tokens.
 AHEAD = (*UNTIED, "--mtp-num-layers", "1", "--position-embedding-type", "rope")
-# By what is trained: what a model has besides, flags of ours, and the ranks of the stock pipeline that it is compared with. Two pipes are
-# to Megatron two replicas of half as many ranks, and its sums have the order of those.
+# By what is trained: what a model has besides, flags of ours, and the ranks of the stock pipeline that it is compared
+# with. Two pipes are to Megatron two replicas of half as many ranks, and its sums have the order of those.
 RUNS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "v-half": ((), ("--bpipe-schedule", "v-half"), FOUR),
     "zb-v_of_torch": ((), ("--bpipe-schedule", "{schedules}/zb_v.csv"), FOUR),
     # It takes two chunks, which nobody says.
     "bitpipe": ((), ("--bpipe-schedule", "bitpipe"), TWO),
     "grouped": ((), ("--bpipe-schedule", "grouped-interleaved", "--num-virtual-stages-per-pipeline-rank", "2"), FOUR),
-    "grouped_balanced": ((), ("--bpipe-schedule", "grouped-interleaved", "--num-virtual-stages-per-pipeline-rank", "2", *BPIPE), FOUR),
+    "grouped_balanced": (
+        (),
+        ("--bpipe-schedule", "grouped-interleaved", "--num-virtual-stages-per-pipeline-rank", "2", *BPIPE),
+        FOUR,
+    ),
     "v-half_untied": (UNTIED, ("--bpipe-schedule", "v-half"), FOUR),
     "v-half_predictions": (AHEAD, ("--bpipe-schedule", "v-half"), FOUR),
     "bitpipe_untied": (UNTIED, ("--bpipe-schedule", "bitpipe"), TWO),
@@ -37,7 +43,9 @@ MODELS = {(): "tied", UNTIED: "untied", AHEAD: "ahead"}
 
 
 @pytest.fixture(scope="module")
-def trained(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def trained(
+    run_cases: Callable[..., Outcome], request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Outcome:
     schedules = tmp_path_factory.mktemp("schedules")
     (schedules / "zb_v.csv").write_text(as_csv(torch_schedule("ScheduleZBVZeroBubble", 4, 8, 2)))
     cases: dict[str, Case] = {}
@@ -59,7 +67,9 @@ def stock_of(name: str) -> str:
 
 
 @pytest.mark.timeout(560)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in RUNS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in RUNS]
+)
 def test_upstreams_choice_of_ranks_trains_as_stock_does_from_stocks_checkpoint(trained: Outcome, name: str) -> None:
     alike(trained, stock_of(name), name)
     assert len(trained.record(name, 3)["iterations"]) == 2
@@ -74,10 +84,13 @@ def test_a_choice_that_is_not_megatrons_is_refused_in_a_v(tmp_path: Path) -> Non
     script = tmp_path / "script.py"
     script.write_text(upstreams.replace(given, "get_embedding_ranks=lambda pp_ranks: pp_ranks[1:]"))
     flags = (*TINY, *FOUR, "--num-layers", "8", *EIGHT, "--train-iters", "1", "--bpipe-schedule", "v-half")
-    outcome = finish(start(4, ["-m", "megatron.scheduling.launch", str(script), *flags], tmp_path, free_ports(1)[0]), tmp_path, 100)
+    outcome = finish(
+        start(4, ["-m", "megatron.scheduling.launch", str(script), *flags], tmp_path, free_ports(1)[0]), tmp_path, 100
+    )
     assert outcome.codes == [2] * 4, outcome.logs[0][-3000:]
     said = (
-        "bpipe: error: get_embedding_ranks: of the pipeline of ranks 0, 1, 2, 3 the script chooses 1, 2, 3, where Megatron's own chooses "
+        "bpipe: error: get_embedding_ranks: of the pipeline of ranks 0, 1, 2, 3 the script chooses 1, 2, 3, where "
+        "Megatron's own chooses "
         "0, 3. In this schedule rank 3 has the first stage and the last"
     )
     assert said in outcome.logs[0]

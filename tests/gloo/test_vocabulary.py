@@ -1,7 +1,8 @@
 """The output layer in shards trains what stock Megatron trains, within what another order of additions makes of it.
 
-"Stock" runs with no patch of ours in Megatron's scheduler. Weights are equal to the bit at the start, and so is everything that balancing
-alone changes. Every row has a case of stock's and one with shards; the weight of the output layer is compared in one piece.
+"Stock" runs with no patch of ours in Megatron's scheduler. Weights are equal to the bit at the start, and so is
+everything that balancing alone changes. Every row has a case of stock's and one with shards; the weight of the output
+layer is compared in one piece.
 """
 
 from __future__ import annotations
@@ -34,20 +35,53 @@ INPUT = ("--bpipe-vocabulary-input", "--bpipe-vocabulary")
 OURS = {
     "one": ("--bpipe-vocabulary", "1", "--bpipe-report", "{{folder}}/{case}"),
     "two": ("--bpipe-vocabulary", "2", "--bpipe-report", "{{folder}}/{case}"),
-    "interlaced": ("--bpipe-vocabulary", "interlaced", "--bpipe-min-bytes", "1024", "--bpipe-report", "{{folder}}/{case}"),
+    "interlaced": (
+        "--bpipe-vocabulary",
+        "interlaced",
+        "--bpipe-min-bytes",
+        "1024",
+        "--bpipe-report",
+        "{{folder}}/{case}",
+    ),
     "balanced": ("--bpipe-vocabulary", "1", *BPIPE, "--bpipe-transport", "peer", "--bpipe-report", "{{folder}}/{case}"),
     "input": (*INPUT, "1", "--bpipe-min-bytes", "1024", "--bpipe-report", "{{folder}}/{case}"),
     "input_two": (*INPUT, "2", "--bpipe-min-bytes", "1024", "--bpipe-report", "{{folder}}/{case}"),
     "input_interlaced": (*INPUT, "interlaced", "--bpipe-min-bytes", "1024", "--bpipe-report", "{{folder}}/{case}"),
     "input_balanced": (*INPUT, "1", *BPIPE, "--bpipe-transport", "peer", "--bpipe-report", "{{folder}}/{case}"),
-    "input_zb_h1": (*INPUT, "2", "--bpipe-schedule", "zb-h1", "--bpipe-min-bytes", "1024", "--bpipe-report", "{{folder}}/{case}"),
-    "input_split_balanced": (*INPUT, "1", "--bpipe-schedule", "1f1b-split", *BPIPE, "--bpipe-report", "{{folder}}/{case}"),
-    "two_balanced": ("--bpipe-vocabulary", "2", *BPIPE, "--bpipe-transport", "peer", "--bpipe-report", "{{folder}}/{case}"),
+    "input_zb_h1": (
+        *INPUT,
+        "2",
+        "--bpipe-schedule",
+        "zb-h1",
+        "--bpipe-min-bytes",
+        "1024",
+        "--bpipe-report",
+        "{{folder}}/{case}",
+    ),
+    "input_split_balanced": (
+        *INPUT,
+        "1",
+        "--bpipe-schedule",
+        "1f1b-split",
+        *BPIPE,
+        "--bpipe-report",
+        "{{folder}}/{case}",
+    ),
+    "two_balanced": (
+        "--bpipe-vocabulary",
+        "2",
+        *BPIPE,
+        "--bpipe-transport",
+        "peer",
+        "--bpipe-report",
+        "{{folder}}/{case}",
+    ),
 }
 
 
 class Tolerance(NamedTuple):
-    """Relative: of the first loss, later ones, the first gradient norm, each tensor's gradient (its L2 norm), the whole gradient."""
+    """Relative: of the first loss, later ones, the first gradient norm, each tensor's gradient (its L2 norm), the
+    whole gradient."""
 
     loss: float
     later: float
@@ -79,9 +113,21 @@ ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Tolerance]] = {
     "vocabulary_m3": (("--global-batch-size", "6"), ("one", "two", "input_two"), FP32),
     "vocabulary_m5": (("--global-batch-size", "10"), ("one", "two"), FP32),
     "vocabulary_m16": (("--global-batch-size", "32"), ("one",), FP32),
-    "vocabulary_bf16": (("--global-batch-size", "16", "--bf16"), ("one", "two", "balanced", "two_balanced", "input"), HALF),
-    "vocabulary_fp16": (("--global-batch-size", "16", "--fp16", "--initial-loss-scale", "65536"), ("one", "two", "input"), HALF),
-    "vocabulary_per_token_loss": (("--global-batch-size", "16", "--calculate-per-token-loss"), ("one", "two", "input"), FP32),
+    "vocabulary_bf16": (
+        ("--global-batch-size", "16", "--bf16"),
+        ("one", "two", "balanced", "two_balanced", "input"),
+        HALF,
+    ),
+    "vocabulary_fp16": (
+        ("--global-batch-size", "16", "--fp16", "--initial-loss-scale", "65536"),
+        ("one", "two", "input"),
+        HALF,
+    ),
+    "vocabulary_per_token_loss": (
+        ("--global-batch-size", "16", "--calculate-per-token-loss"),
+        ("one", "two", "input"),
+        FP32,
+    ),
     "vocabulary_evaluation": (
         ("--global-batch-size", "16", "--eval-interval", "2", "--eval-iters", "2"),
         ("one", "two", "interlaced", "input", "input_two", "input_interlaced"),
@@ -113,7 +159,11 @@ WIDE_ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Tolerance]] = {
     "vocabulary_unaligned": ((*OVERLAPS, *UNALIGNED), ("one", "two", "input"), PARTS),
     "vocabulary_tied_unaligned": ((*OVERLAPS, *UNALIGNED), ("one", "two", "input"), PARTS),
     "vocabulary_tied_distributed": (("--use-distributed-optimizer",), ("one",), PARTS),
-    "vocabulary_context": (("--context-parallel-size", "2", *PLAIN_ATTENTION), ("one", "two", "interlaced", "input"), FP32),
+    "vocabulary_context": (
+        ("--context-parallel-size", "2", *PLAIN_ATTENTION),
+        ("one", "two", "interlaced", "input"),
+        FP32,
+    ),
     "vocabulary_tied_context": (("--context-parallel-size", "2", *PLAIN_ATTENTION), ("one", "two", "input"), FP32),
 }
 # Every algorithm, one of them balanced, one weight of both layers, and the embedding in shards, too.
@@ -132,7 +182,8 @@ def compared(rows: dict[str, Any]) -> list[Any]:
 
 
 def cases(rows: dict[str, Any], request: pytest.FixtureRequest, common: tuple[str, ...] = ()) -> list[Case]:
-    """Of each row that a test asks for, stock's and what it is compared with; tests that name a row alone look at its first."""
+    """Of each row that a test asks for, stock's and what it is compared with; tests that name a row alone look at
+    its first."""
     wanted = asked_for(request, "row", "ours") | {(row, "one") for (row,) in asked_for(request, "row")}
     wanted |= {(row, ours) for row, *both in asked_for(request, "row", "plain", "moved") for ours in both}
     wanted |= {(row, "interlaced") for row, _ in asked_for(request, "row", "held")}
@@ -164,7 +215,9 @@ def tensors(outcome: Outcome, case: str, what: str, stages: int) -> dict[str, to
                 found[f"{rank} {name}"] = tensor.double()
     found |= {name: torch.cat(parts) for name, parts in rows.items()}
     # A shard of both layers is one weight.
-    return found | {f"{rank} {OUTPUT}": found[f"{rank} {EMBEDDING}"] for rank in range(beside) if f"{rank} {OUTPUT}" not in found}
+    return found | {
+        f"{rank} {OUTPUT}": found[f"{rank} {EMBEDDING}"] for rank in range(beside) if f"{rank} {OUTPUT}" not in found
+    }
 
 
 def apart(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -199,7 +252,9 @@ def as_stock(outcome: Outcome, row: str, ours: str, tolerance: Tolerance, stages
     assert apart(*whole) <= tolerance.whole
 
 
-def pairs_of(outcome: Outcome, case: str, row: str, what: str, stages: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def pairs_of(
+    outcome: Outcome, case: str, row: str, what: str, stages: int
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     found, expected = tensors(outcome, case, what, stages), tensors(outcome, row, what, stages)
     assert found.keys() == expected.keys()
     return {name: (found[name], expected[name]) for name in expected}
@@ -264,7 +319,8 @@ def shard_modelled(algorithm: str, precision: str = "fp32", stages: int = 4, mic
 
 @pytest.mark.timeout(960)
 @pytest.mark.parametrize(
-    ("row", "held"), [("vocabulary_m8", (6, 5, 3, 2)), pytest.param("vocabulary_m1", (1, 1, 1, 1), marks=pytest.mark.slow)]
+    ("row", "held"),
+    [("vocabulary_m8", (6, 5, 3, 2)), pytest.param("vocabulary_m1", (1, 1, 1, 1), marks=pytest.mark.slow)],
 )
 def test_interlaced_holds_half_as_much_again_as_1f1b(four: Outcome, row: str, held: tuple[int, ...]) -> None:
     """To the byte what is predicted."""
@@ -275,7 +331,8 @@ def test_interlaced_holds_half_as_much_again_as_1f1b(four: Outcome, row: str, he
         assert report["peak_bytes"] == report["predicted_bytes"] > 0
 
 
-# Other numbers of stages, and of micro-batches: from one to four for each. What a rank holds follows from how many stages are behind it.
+# Other numbers of stages, and of micro-batches: from one to four for each. What a rank holds follows from how many
+# stages are behind it.
 SIZES = {2: (1, 3, 8), 8: (1, 9, 32)}
 HELD: dict[str, Callable[[int], int]] = {
     "one": lambda behind: behind + 3,
@@ -294,7 +351,9 @@ def sized(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> 
         wanted = {ours for (ours,) in asked_for(request, "ours")} | {plain for (plain,) in asked_for(request, "plain")}
         for ours in sorted(wanted):
             case = f"m{m}_{ours}"
-            found.append(Case(case, (*flags, "--bpipe-min-bytes", "1024", *(flag.format(case=case) for flag in OURS[ours]))))
+            found.append(
+                Case(case, (*flags, "--bpipe-min-bytes", "1024", *(flag.format(case=case) for flag in OURS[ours])))
+            )
     return p, run_cases(p, found, timeout_s=900, worker="tensors_worker.py")
 
 
@@ -307,14 +366,20 @@ def test_any_number_of_stages_and_micro_batches(sized: tuple[int, Outcome], ours
     for m in SIZES[p]:
         as_stock(outcome, f"m{m}", ours, FP32, stages=p)
         reports = outcome.reports(f"m{m}_{ours}")
-        assert [report["peak_microbatches"] for report in reports] == [min(m, HELD[ours](p - 1 - rank)) for rank in range(p)]
+        assert [report["peak_microbatches"] for report in reports] == [
+            min(m, HELD[ours](p - 1 - rank)) for rank in range(p)
+        ]
         assert all(report["peak_bytes"] == report["predicted_bytes"] > 0 for report in reports)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(960)
-@pytest.mark.parametrize(("ours", "plain", "more"), [("balanced", "one", 2), ("two_balanced", "two", 1), ("input_balanced", "input", 2)])
-def test_balancing_any_number_of_stages_changes_no_bit(sized: tuple[int, Outcome], ours: str, plain: str, more: int) -> None:
+@pytest.mark.parametrize(
+    ("ours", "plain", "more"), [("balanced", "one", 2), ("two_balanced", "two", 1), ("input_balanced", "input", 2)]
+)
+def test_balancing_any_number_of_stages_changes_no_bit(
+    sized: tuple[int, Outcome], ours: str, plain: str, more: int
+) -> None:
     """Within (p + 3) // 2 and as many as there are barriers; with two stages nothing moves."""
     p, outcome = sized
     for m in SIZES[p]:
@@ -370,7 +435,8 @@ LARGE = (
 def test_the_last_rank_no_longer_holds_all_logits(
     run_cases: Callable[..., Outcome], capsys: pytest.CaptureFixture[str], ways: tuple[str, ...]
 ) -> None:
-    """131072 rows: what every process holds when its second iteration begins, and what in it, beside weights and optimizer state."""
+    """131072 rows: what every process holds when its second iteration begins, and what in it, beside weights and
+    optimizer state."""
     beyond, before = {}, {}
     flags = {"shards": SHARDS, "early": (SHARDS[0], "2"), "inputs": (*INPUT, "1")}
     for name, ours in (("stock", ()), *((way, flags[way]) for way in ways)):
@@ -382,12 +448,14 @@ def test_the_last_rank_no_longer_holds_all_logits(
             held = ", ".join(f"{each['peak'] / 2**20:.0f}" for each in found)
             more = ", ".join(f"{each / 2**20:.0f}" for each in beyond[name])
             print(f"\n{name}: MiB of each rank at its peak {held}; beyond what it held when the iteration began {more}")
-    # Stock makes the gradient in the place of the logits, too; beside theirs shards have 32 MiB of them in 32 bit at a time, whatever p is.
+    # Stock makes the gradient in the place of the logits, too; beside theirs shards have 32 MiB of them in 32 bit at a
+    # time, whatever p is.
     logits = 2 * 512 * 131072 * 4
     assert beyond["stock"][-1] > logits
     assert all(max(beyond[way]) < beyond["stock"][-1] / 2 for way in ways)
     if "inputs" in ways:
-        # Weight, gradient and two moments of the embedding, all of them or a quarter; a process rounds what it gives back.
+        # Weight, gradient and two moments of the embedding, all of them or a quarter; a process rounds what it gives
+        # back.
         assert before["shards"][0] - before["inputs"][0] > 4 * (64 * 131072 * 4) * 3 / 4 * 0.8
 
 
@@ -411,15 +479,31 @@ def trained(tmp_path: Path, case: str, script: Path, *flags: str) -> Outcome:
     """By the launcher, with a report beside."""
     folder = tmp_path / case
     folder.mkdir()
-    command = ["-m", "megatron.scheduling.launch", str(script), *FOUR, *ITERATIONS, "--bpipe-report", str(folder), *flags]
+    command = [
+        "-m",
+        "megatron.scheduling.launch",
+        str(script),
+        *FOUR,
+        *ITERATIONS,
+        "--bpipe-report",
+        str(folder),
+        *flags,
+    ]
     return finish(start(4, command, folder, free_ports(1)[0]), folder, 80)
 
 
 OF_SCRIPTS = [
     pytest.param("plain_script.py", ("--num-layers", "4", "--label-shift", "2", *UNTIED), id="gpt"),
-    pytest.param("plain_script.py", ("--num-layers", "4", "--label-shift", "2", *UNTIED, INPUT[0]), id="inputs", marks=pytest.mark.slow),
+    pytest.param(
+        "plain_script.py",
+        ("--num-layers", "4", "--label-shift", "2", *UNTIED, INPUT[0]),
+        id="inputs",
+        marks=pytest.mark.slow,
+    ),
     pytest.param("plain_script_hybrid.py", ("--num-layers", "12"), id="hybrid", marks=pytest.mark.slow),
-    pytest.param("plain_script_hybrid.py", ("--num-layers", "12", INPUT[0]), id="hybrid_inputs", marks=pytest.mark.slow),
+    pytest.param(
+        "plain_script_hybrid.py", ("--num-layers", "12", INPUT[0]), id="hybrid_inputs", marks=pytest.mark.slow
+    ),
 ]
 
 

@@ -1,4 +1,5 @@
-"""Checkpoints of runs with the vocabulary in shards are stock's: its keys and shapes, and each loads and continues the other's."""
+"""Checkpoints of runs with the vocabulary in shards are stock's: its keys and shapes, and each loads and continues
+the other's."""
 
 from __future__ import annotations
 
@@ -42,9 +43,12 @@ SAVED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=() if name == "untied" else pytest.mark.slow) for name in SAVED])
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=() if name == "untied" else pytest.mark.slow) for name in SAVED]
+)
 def checkpoints(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> tuple[Outcome, int]:
-    """Of as many stages: saved after two iterations of four, with and without shards; continued from both, with and without."""
+    """Of as many stages: saved after two iterations of four, with and without shards; continued from both, with and
+    without."""
     flags, shards = SAVED[request.param]
     common = [*flags, *FOUR_MORE]
     found = []
@@ -52,7 +56,9 @@ def checkpoints(run_cases: Callable[..., Outcome], request: pytest.FixtureReques
         found.append(Case(f"{saved}_whole", [*common, "--save", f"{{folder}}/{saved}", "--save-interval", "2", *ours]))
     for saved in ("stock", "shards"):
         for going, ours in (("stock", ()), ("shards", shards)):
-            found.append(Case(f"{going}_from_{saved}", [*common, "--load", f"{{folder}}/{saved}", "--ckpt-step", "2", *ours]))
+            found.append(
+                Case(f"{going}_from_{saved}", [*common, "--load", f"{{folder}}/{saved}", "--ckpt-step", "2", *ours])
+            )
     return run_cases(4, found, timeout_s=300, worker="tensors_worker.py"), 2 if "--num-layers" in common else 4
 
 
@@ -70,7 +76,9 @@ def test_checkpoints_have_the_keys_and_shapes_of_stocks(checkpoints: tuple[Outco
 
 @pytest.mark.timeout(360)
 @pytest.mark.parametrize("saved", ["stock", "shards"])
-def test_a_checkpoint_of_either_is_loaded_to_the_bit_and_continued(checkpoints: tuple[Outcome, int], saved: str) -> None:
+def test_a_checkpoint_of_either_is_loaded_to_the_bit_and_continued(
+    checkpoints: tuple[Outcome, int], saved: str
+) -> None:
     outcome, stages = checkpoints
     pairs = pairs_of(outcome, f"shards_from_{saved}", f"stock_from_{saved}", "start", stages)
     assert all(torch.equal(one, other) for one, other in pairs.values())

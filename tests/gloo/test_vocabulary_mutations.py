@@ -1,6 +1,7 @@
 """Whatever of shards of the vocabulary is done wrongly on purpose, a comparison with stock notices, or the run ends.
 
-Whoever does not wait takes what is there, and one rank is late; the run that is late and does nothing else wrong passes.
+Whoever does not wait takes what is there, and one rank is late; the run that is late and does nothing else wrong
+passes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from tests.gloo.test_parallelism import OVERLAPS
 from tests.gloo.test_vocabulary import FP32, INPUT, PARTS, UNTIED, as_stock
 
 EIGHT = (*UNTIED, "--global-batch-size", "16")
-# Two replicas, whose weights are gathered while the first micro-batches are computed; a shard's in a bucket that is nobody else's.
+# Two replicas, whose weights are gathered while the first micro-batches are computed; a shard's in a bucket that is
+# nobody else's.
 GATHERED = (
     *(*UNTIED, "--num-layers", "2", "--pipeline-model-parallel-size", "2", "--global-batch-size", "8"),
     *(*OVERLAPS, "--ddp-bucket-size", "1000"),
@@ -40,7 +42,8 @@ WRONG = [
 INPUTS = ("lookups", "gradients", "no-lookup", "no-gradient")
 
 
-# What ends a run that does not come so far as to be compared: another rank's message, the run's own check, or Megatron's.
+# What ends a run that does not come so far as to be compared: another rank's message, the run's own check, or
+# Megatron's.
 ENDED = {
     "second-step": "not enough values to unpack",
     "order": "--bpipe-timeout|did not pass",
@@ -61,16 +64,30 @@ def trained(run_cases: Callable[..., Outcome], wrong: str, flags: tuple[str, ...
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("flags", "algorithm"), [(EIGHT, "1"), (EIGHT, "2"), (GATHERED, "1")], ids=["1", "2", "gathered"])
-def test_one_rank_that_is_late_changes_nothing(run_cases: Callable[..., Outcome], flags: tuple[str, ...], algorithm: str) -> None:
+@pytest.mark.parametrize(
+    ("flags", "algorithm"), [(EIGHT, "1"), (EIGHT, "2"), (GATHERED, "1")], ids=["1", "2", "gathered"]
+)
+def test_one_rank_that_is_late_changes_nothing(
+    run_cases: Callable[..., Outcome], flags: tuple[str, ...], algorithm: str
+) -> None:
     gathered = flags is GATHERED
-    as_stock(trained(run_cases, "nothing", flags, algorithm), "stock", "nothing", PARTS if gathered else FP32, 2 if gathered else 4)
+    as_stock(
+        trained(run_cases, "nothing", flags, algorithm),
+        "stock",
+        "nothing",
+        PARTS if gathered else FP32,
+        2 if gathered else 4,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("wrong", "flags", "algorithm"), WRONG, ids=[f"{wrong}-{algorithm}" for wrong, _, algorithm in WRONG])
-def test_what_is_done_wrongly_is_noticed(run_cases: Callable[..., Outcome], wrong: str, flags: tuple[str, ...], algorithm: str) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "flags", "algorithm"), WRONG, ids=[f"{wrong}-{algorithm}" for wrong, _, algorithm in WRONG]
+)
+def test_what_is_done_wrongly_is_noticed(
+    run_cases: Callable[..., Outcome], wrong: str, flags: tuple[str, ...], algorithm: str
+) -> None:
     outcome = trained(run_cases, wrong, flags, algorithm)
     assert (outcome.folder / "stock.rank3.json").exists(), outcome.logs[3][-3000:]
     if any(outcome.codes):

@@ -1,8 +1,10 @@
-"""The output layer in shards trains the same bits whatever the schedule is, the embedding beside it too, and each holds what it predicts.
+"""The output layer in shards trains the same bits whatever the schedule is, the embedding beside it too, and each holds
+what it predicts.
 
-What 1F1B with shards trains is compared with stock in test_vocabulary, here with other schedules, some of which place stages as a V. No
-dropout, whose numbers depend on the rank that draws them, no clipping, whose norm adds up the same numbers in the order of the ranks. A
-weight that both layers share adds up their gradients in the order of a rank's T and IB, which schedules differ in.
+What 1F1B with shards trains is compared with stock in test_vocabulary, here with other schedules, some of which place
+stages as a V. No dropout, whose numbers depend on the rank that draws them, no clipping, whose norm adds up the same
+numbers in the order of the ranks. A weight that both layers share adds up their gradients in the order of a rank's T
+and IB, which schedules differ in.
 """
 
 from __future__ import annotations
@@ -17,7 +19,18 @@ from torch.distributed.checkpoint import FileSystemReader
 from tests.gloo.conftest import BPIPE, Case, Outcome, asked_for
 from tests.gloo.test_parallelism import OVERLAPS, PLAIN_ATTENTION
 from tests.gloo.test_placed import ALIKE, FOUR, TWO, alike, as_predicted
-from tests.gloo.test_vocabulary import FP32, INPUT, SHARDS, TENSOR, UNALIGNED, UNTIED, apart, near, shard_held, shard_modelled
+from tests.gloo.test_vocabulary import (
+    FP32,
+    INPUT,
+    SHARDS,
+    TENSOR,
+    UNALIGNED,
+    UNTIED,
+    apart,
+    near,
+    shard_held,
+    shard_modelled,
+)
 
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
 PEER, GLOO = ((*BPIPE, "--bpipe-transport", name) for name in ("peer", "gloo"))
@@ -107,7 +120,9 @@ def compared(rows: dict[str, Any]) -> list[Any]:
     ]
 
 
-def trained(rows: dict[str, Any], common: tuple[str, ...], run: Callable[..., Outcome], wanted: set[tuple[Any, ...]]) -> Outcome:
+def trained(
+    rows: dict[str, Any], common: tuple[str, ...], run: Callable[..., Outcome], wanted: set[tuple[Any, ...]]
+) -> Outcome:
     """Of each row stock, 1F1B in shards, and what is compared with these."""
     cases = []
     for row, (flags, which) in rows.items():
@@ -115,7 +130,9 @@ def trained(rows: dict[str, Any], common: tuple[str, ...], run: Callable[..., Ou
         shards = ("--bpipe-vocabulary", "2" if "algorithm_2" in row else "1", *(INPUT[:1] if "inputs" in row else ()))
         kinds = {"stock": (), "one": shards, **{ours: (*shards, *OURS[ours][0]) for ours in of_row}} if of_row else {}
         for kind, added in kinds.items():
-            measured = () if kind == "stock" else ("--bpipe-min-bytes", "1024", "--bpipe-report", f"{{folder}}/{row}_{kind}")
+            measured = (
+                () if kind == "stock" else ("--bpipe-min-bytes", "1024", "--bpipe-report", f"{{folder}}/{row}_{kind}")
+            )
             kept = () if exact(row) else ("--gradients",)
             cases.append(Case(f"{row}_{kind}", (*ALIKE, *common, *flags, *added, *measured, *kept)))
     return run(4, cases, timeout_s=1800, worker="named_worker.py")
@@ -170,7 +187,10 @@ def as_1f1b(outcome: Outcome, row: str, ours: str) -> None:
         gradients_near(outcome, row, ours)
     half = bool({"--bf16", "--fp16"} & set(flags_of(row)))
     for mine, its in zip(other["iterations"], stock["iterations"], strict=True):
-        assert near(*(float.fromhex(step["lm loss"]) for step in (mine, its)), 1e-3 if half else FP32.later), (mine, its)
+        assert near(*(float.fromhex(step["lm loss"]) for step in (mine, its)), 1e-3 if half else FP32.later), (
+            mine,
+            its,
+        )
     as_predicted(outcome, f"{row}_{ours}", 4, OURS[ours][1])
 
 
@@ -208,7 +228,20 @@ def resumed(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -
     cases = [Case("begun", (*common, "--train-iters", "1", "--save", "{folder}/begun", *SAVING))]
     for kind, ours in kinds.items():
         cases.append(
-            Case(kind, (*common, *ours, "--load", "{folder}/begun", "--train-iters", "2", "--save", f"{{folder}}/{kind}", *SAVING))
+            Case(
+                kind,
+                (
+                    *common,
+                    *ours,
+                    "--load",
+                    "{folder}/begun",
+                    "--train-iters",
+                    "2",
+                    "--save",
+                    f"{{folder}}/{kind}",
+                    *SAVING,
+                ),
+            )
         )
     for kind, ours in kinds.items():
         cases.append(Case(f"{kind}_on", (*common, *ours, "--load", "{folder}/v_half", "--train-iters", "3")))
@@ -227,7 +260,13 @@ def test_checkpoints_of_any_schedule_are_stocks(resumed: tuple[Outcome, bool]) -
         return {name: tuple(entry.size) if hasattr(entry, "size") else None for name, entry in entries.items()}
 
     assert held("v_half") == held("grouped") == held("one") == held("stock")
-    pairs = [("one", "v_half"), ("one", "grouped"), ("one_on", "v_half_on"), ("one_on", "grouped_on"), ("one_on", "v_half_from_one")]
+    pairs = [
+        ("one", "v_half"),
+        ("one", "grouped"),
+        ("one_on", "v_half_on"),
+        ("one_on", "grouped_on"),
+        ("one_on", "v_half_from_one"),
+    ]
     for its, mine in pairs if exactly else ():
         alike(outcome, its, mine)
     stocks = {"one": "stock", "one_on": "stock_on"}
@@ -263,7 +302,14 @@ def sized(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> 
             for microbatches, (algorithm, tied) in SIZES[stages].items():
                 if (stages, microbatches) not in wanted:
                     continue
-                sizes = ("--num-layers", f"{2 * stages}", "--micro-batch-size", "1", "--global-batch-size", f"{microbatches}")
+                sizes = (
+                    "--num-layers",
+                    f"{2 * stages}",
+                    "--micro-batch-size",
+                    "1",
+                    "--global-batch-size",
+                    f"{microbatches}",
+                )
                 shards = ("--bpipe-vocabulary", algorithm)
                 for kind, ours in {"stock": (), "one": shards, "v_half": (*shards, *OURS["v_half"][0])}.items():
                     name = f"m{microbatches}_{kind}"
@@ -277,9 +323,14 @@ def sized(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("stages", "microbatches"), [(stages, each) for stages, sizes in SIZES.items() for each in sizes])
-def test_a_v_half_is_flat_however_many_stages_there_are(sized: Callable[[int], Outcome], stages: int, microbatches: int) -> None:
-    """Every rank p / 2 + 2 micro-batches, measured as predicted, and logits as modelled; 1F1B's bits, as near stock as that is."""
+@pytest.mark.parametrize(
+    ("stages", "microbatches"), [(stages, each) for stages, sizes in SIZES.items() for each in sizes]
+)
+def test_a_v_half_is_flat_however_many_stages_there_are(
+    sized: Callable[[int], Outcome], stages: int, microbatches: int
+) -> None:
+    """Every rank p / 2 + 2 micro-batches, measured as predicted, and logits as modelled; 1F1B's bits, as near stock
+    as that is."""
     outcome, case = sized(stages), f"m{microbatches}"
     alike(outcome, f"{case}_one", f"{case}_v_half", world=stages)
     as_predicted(outcome, f"{case}_v_half", stages, moves=False)

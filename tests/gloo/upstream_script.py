@@ -1,4 +1,5 @@
-"""A training script that gives Megatron what Megatron-LM 0.19's own pretrain_gpt.py does: a built configuration, and ranks with embeddings.
+"""A training script that gives Megatron what Megatron-LM 0.19's own pretrain_gpt.py does: a built configuration, and
+ranks with embeddings.
 
 It has never heard of this project. Its data and its loss are those of plain_script.py.
 """
@@ -8,14 +9,19 @@ from __future__ import annotations
 from megatron.core.enums import ModelType
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
 from megatron.training import get_args, pretrain
-from megatron.training.argument_utils import core_transformer_config_from_args, gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.argument_utils import (
+    core_transformer_config_from_args,
+    gpt_config_from_args,
+    pretrain_cfg_container_from_args,
+)
 from megatron.training.arguments import parse_and_validate_args
 
 from tests.gloo.plain_script import datasets, flags, forward
 
 
 def ranks_with_embeddings(pp_ranks: list[int]) -> list[int]:
-    """The first stage's; the last stage's where it shares the weight; and those of layers that predict further tokens."""
+    """The first stage's; the last stage's where it shares the weight; and those of layers that predict further
+    tokens."""
     args = get_args()
     if len(pp_ranks) == 1:
         return pp_ranks

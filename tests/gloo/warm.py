@@ -1,11 +1,13 @@
-"""Ranks that need not import torch and Megatron: forked from a process that has, for importing takes most of a short run.
+"""Ranks that need not import torch and Megatron: forked from a process that has, for importing takes most of a short
+run.
 
-In: what `python` would be given, an environment, a folder and a log. Out: a process like a new one, in a session of its own; and what is
-used of subprocess.Popen.
+In: what `python` would be given, an environment, a folder and a log. Out: a process like a new one, in a session of its
+own; and what is used of subprocess.Popen.
 
-There are two such parents, and neighbours come from different ones: their strings have different hashes, so what depends on the order of a
-set still differs between ranks. What this cannot show is that a script imports in the right order: the CPU stand-in is there before it; and
-of the ranks of a run only the first ends as the interpreter ends behind a script, taking everything apart.
+There are two such parents, and neighbours come from different ones: their strings have different hashes, so what
+depends on the order of a set still differs between ranks. What this cannot show is that a script imports in the right
+order: the CPU stand-in is there before it; and of the ranks of a run only the first ends as the interpreter ends behind
+a script, taking everything apart.
 """
 
 from __future__ import annotations
@@ -31,10 +33,20 @@ from typing import Any
 NUM_PARENTS = 2
 # What trainings import, some of it late.
 PRELOADED = (
-    *("megatron.training", "megatron.training.argument_utils", "megatron.training.checkpointing", "megatron.training.training"),
+    *(
+        "megatron.training",
+        "megatron.training.argument_utils",
+        "megatron.training.checkpointing",
+        "megatron.training.training",
+    ),
     *("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.datasets.gpt_dataset", "torch.distributed.checkpoint"),
     *("megatron.core.tokenizers.text.libraries", "megatron.core.models.mimo", "megatron.core.datasets.helpers"),
-    *("megatron.scheduling.driver", "megatron.scheduling.executor", "megatron.scheduling.hooks", "megatron.scheduling.reporting"),
+    *(
+        "megatron.scheduling.loop.driver",
+        "megatron.scheduling.loop.executor",
+        "megatron.scheduling.hooks.loops",
+        "megatron.scheduling.report.reporting",
+    ),
 )
 
 
@@ -75,7 +87,9 @@ class Parents:
     def __init__(self) -> None:
         self._running: dict[int, tuple[socket.socket, subprocess.Popen[bytes]]] = {}
 
-    def start(self, number: int, script: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path) -> Rank:
+    def start(
+        self, number: int, script: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path
+    ) -> Rank:
         for each in range(NUM_PARENTS):
             # All at once, although one is asked: they import side by side.
             if each not in self._running:
@@ -117,7 +131,10 @@ def wait_for_requests(asked: socket.socket) -> dict[str, Any]:
 
 
 def fork_and_tell(answers: socket.socket) -> None:
-    """Tell the id of a process and how it ended, as its parent has to; end it when nobody listens any more. Returns in that process."""
+    """Tell the id of a process and how it ended, as its parent has to; end it when nobody listens any more.
+
+    Returns in that process.
+    """
     child = os.fork()
     if child:
         ended = os.pidfd_open(child)
@@ -181,7 +198,8 @@ def run_and_leave(script: Sequence[str], folder: str) -> None:
 
 
 def remember_docstrings() -> None:
-    """Megatron's parser reads the source of its classes for the help of its flags, twice a run: more than half of what a short one does."""
+    """Megatron's parser reads the source of its classes for the help of its flags, twice a run: more than half of
+    what a short one does."""
     from megatron.training import argument_utils, arguments
 
     factory = argument_utils.ArgumentGroupFactory
@@ -204,7 +222,7 @@ def import_all() -> dict[str, str]:
     gc.disable()
     # As startup.prepare, which a rank comes to when all is imported.
     os.environ.setdefault("NO_VCS_VERSION", "1")
-    from megatron.scheduling import cpu_runtime
+    from megatron.scheduling import cpu as cpu_runtime
 
     cpu_runtime.install()
     for name in PRELOADED:

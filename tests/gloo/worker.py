@@ -1,7 +1,9 @@
-"""One rank of a test's training runs: several cases, one after another, in one process, because importing torch is the expensive part.
+"""One rank of a test's training runs: several cases, one after another, in one process, because importing torch is the
+expensive part.
 
-In: a file of cases (name, arguments) and a folder. Out: `<folder>/<case>.rank<r>.json`, what Megatron said of each iteration, bit for
-bit, and a hash of the final weights. The recording observes `train_step`; it replaces nothing of the pipeline's schedule.
+In: a file of cases (name, arguments) and a folder. Out: `<folder>/<case>.rank<r>.json`, what Megatron said of each
+iteration, bit for bit, and a hash of the final weights. The recording observes `train_step`; it replaces nothing of the
+pipeline's schedule.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class Recorder:
         self.iterations: list[dict[str, Any]] = []
         self.evaluations: list[dict[str, str]] = []
         self.model: list[torch.nn.Module] = []
-        self._originals = {name: getattr(training, name) for name in ("train_step", "evaluate", "setup_model_and_optimizer")}
+        self._originals = {
+            name: getattr(training, name) for name in ("train_step", "evaluate", "setup_model_and_optimizer")
+        }
         training.train_step = self._observe(training.train_step)
         training.evaluate = self._evaluated(training.evaluate)
         training.setup_model_and_optimizer = self._keep_model(training.setup_model_and_optimizer)
@@ -104,7 +108,12 @@ def agree_on_port(path: Path) -> str:
     return path.read_text()
 
 
-def run(case: dict[str, Any], folder: Path, observer: type[Recorder] = Recorder, main: Callable[[], object] = pretrain_gpt.main) -> None:
+def run(
+    case: dict[str, Any],
+    folder: Path,
+    observer: type[Recorder] = Recorder,
+    main: Callable[[], object] = pretrain_gpt.main,
+) -> None:
     """Train once, by our script or another one, and write what happened."""
     # A placement gives this process another rank for one run; the next starts from the launcher's again.
     os.environ["RANK"] = LAUNCH_RANK

@@ -24,16 +24,17 @@ if __name__ == "__main__":
     import torch
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
+    from bpipe.build import ScheduleConfig
     from bpipe.ir.action import Action, Kind
     from bpipe.ir.schedule import Schedule
-    from bpipe.program import ScheduleConfig
     from bpipe.runtime.shards import EarlyShard, InputShard, OutputShard
     from bpipe.transport import collectives
     from bpipe.transport.collectives import Collectives
-    from megatron.scheduling import driver
-    from megatron.scheduling.vocabulary import OutputLayerShard
+    from megatron.scheduling.loop import driver
+    from megatron.scheduling.vocabulary.output_shards import OutputLayerShard
 
-    # One rank comes later than the others to what all have a part in, or a wait would be over before anybody could miss it.
+    # One rank comes later than the others to what all have a part in, or a wait would be over before anybody could miss
+    # it.
     LATE = os.environ["RANK"] == "1"
 
     def come_late() -> None:
@@ -88,11 +89,14 @@ if __name__ == "__main__":
     def add_to_others_rows() -> None:
         """One rank has the gradients of the second and the third micro-batch with the tokens of the other.
 
-        IB themselves exchanged would do no harm: whoever runs a program waits for the gradients in the order in which they are made.
+        IB themselves exchanged would do no harm: whoever runs a program waits for the gradients in the order in which
+        they are made.
         """
         backward = InputShard.backward
 
-        def of_another(self: InputShard, action: Action, received: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        def of_another(
+            self: InputShard, action: Action, received: tuple[torch.Tensor, ...]
+        ) -> tuple[torch.Tensor, ...]:
             number = 3 - action.microbatch if LATE and action.microbatch in (1, 2) else action.microbatch
             return backward(self, Action(action.stage, action.kind, number), received)
 

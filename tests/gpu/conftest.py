@@ -1,4 +1,7 @@
-"""scripts/gpu_check.py for tests on a GPU. In: nothing. Out: the script as a module; everything here skips without a CUDA device."""
+"""scripts/gpu_check.py for tests on a GPU.
+
+In: nothing. Out: the script as a module; everything here skips without a CUDA device.
+"""
 
 from __future__ import annotations
 

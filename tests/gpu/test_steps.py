@@ -1,4 +1,7 @@
-"""On one GPU: the steps of scripts/gpu_check.py with moderate sizes. What they say of speed is not judged here, only that they work."""
+"""On one GPU: the steps of scripts/gpu_check.py with moderate sizes.
+
+What they say of speed is not judged here, only that they work.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ LONGEST_S = 200.0
 
 
 def run(check: ModuleType, name: str) -> Any:
-    # In a process of its own, as the script does it: a step may cut the memory that torch has, or leave its device busy.
+    # In a process of its own, as the script does it: a step may cut the memory that torch has, or leave its device
+    # busy.
     result = check.find_out(name, "moderate", LONGEST_S)
     assert result.failure is None, result.failure
     if result.skipped:

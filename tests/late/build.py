@@ -1,7 +1,7 @@
 """Build the late device: C++ against the installed torch, once for each version of the sources and of torch.
 
-In: the sources beside this file. Out: the loaded module. It is kept in the user's cache folder, under a name made of all it was built of.
-Raises `NoCompiler` where there is none.
+In: the sources beside this file. Out: the loaded module. It is kept in the user's cache folder, under a name made of
+all it was built of. Raises `NoCompiler` where there is none.
 """
 
 from __future__ import annotations
@@ -76,9 +76,15 @@ def _build(library: Path, objects: dict[Path, Path]) -> None:
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
     defined = f"-DTORCH_EXTENSION_NAME={NAME}"
     # The longest first.
-    missing = sorted((source for source in objects if not objects[source].exists()), key=lambda source: -source.stat().st_size)
+    missing = sorted(
+        (source for source in objects if not objects[source].exists()), key=lambda source: -source.stat().st_size
+    )
     with ThreadPoolExecutor(os.cpu_count()) as workers:
-        list(workers.map(lambda source: _make(objects[source], compiler, *FLAGS, abi, defined, *includes, "-c", source), missing))
+        list(
+            workers.map(
+                lambda source: _make(objects[source], compiler, *FLAGS, abi, defined, *includes, "-c", source), missing
+            )
+        )
     paths = [flag for path in library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
     torch_libraries = [f"-l{name}" for name in ("c10", "torch_cpu", "torch", "torch_python")]
     _make(library, compiler, "-shared", *objects.values(), *paths, *torch_libraries)

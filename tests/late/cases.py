@@ -1,15 +1,20 @@
-"""The schedules that run on late devices: every way in which activations leave and come back. In: nothing. Out: schedules by name."""
+"""The schedules that run on late devices: every way in which activations leave and come back.
+
+In: nothing. Out: schedules by name.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from bpipe.balance.pairs import balance
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.balance import balance
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 
 
-def balanced(name: str, p: int, m: int, v: int = 1, bounds: tuple[int, ...] | None = None, hosts: str = "pair") -> Schedule:
+def balanced(
+    name: str, p: int, m: int, v: int = 1, bounds: tuple[int, ...] | None = None, hosts: str = "pair"
+) -> Schedule:
     group_size = 2 if name.startswith("grouped") else None
     return build(ScheduleConfig(name, p, m, v, BalanceConfig(bounds, hosts=hosts), group_size=group_size))
 

@@ -1,6 +1,7 @@
 """The messages of a pair's control group between hosts of late devices: a host that waits for one lets another go on.
 
-In: values of JSON. Out: the same, as from `bpipe.transport.control`. Gloo's time-outs are of no use here: who waits for ever is known.
+In: values of JSON. Out: the same, as from `bpipe.transport.control`. Gloo's time-outs are of no use here: who waits for
+ever is known.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ import json
 from collections import defaultdict, deque
 from typing import Any
 
-from bpipe.transport.control import About
+from bpipe.transport.control import Subject
 from tests.late.devices import extension
 
-Mail = defaultdict[About, deque[str]]
+Mail = defaultdict[Subject, deque[str]]
 
 
 class Sent:
@@ -25,15 +26,15 @@ class LateControl:
         self._who = f"host {rank} waits to hear from host {partner} about"
         self._outbox, self._inbox = outbox, inbox
 
-    def send(self, about: About, value: Any) -> Sent:
+    def send(self, about: Subject, value: Any) -> Sent:
         self._outbox[about].append(json.dumps(value))
         return Sent()
 
-    def receive(self, about: About) -> Any:
+    def receive(self, about: Subject) -> Any:
         extension().wait_until(lambda: bool(self._inbox[about]), f"{self._who} {about.name}")
         return json.loads(self._inbox[about].popleft())
 
-    def exchange(self, about: About, value: Any) -> Any:
+    def exchange(self, about: Subject, value: Any) -> Any:
         self.send(about, value)
         return self.receive(about)
 

@@ -1,7 +1,7 @@
 """Late devices for torch: built, registered as the device type `late`, and begun anew for each case.
 
-In: a `Draw`, which says in which order devices do what nothing orders. Out: devices that have been given nothing. One process has one kind
-of accelerator, so this is never loaded beside a GPU's.
+In: a `Draw`, which says in which order devices do what nothing orders. Out: devices that have been given nothing. One
+process has one kind of accelerator, so this is never loaded beside a GPU's.
 """
 
 from __future__ import annotations
@@ -23,17 +23,23 @@ TYPE = "late"
 CAPACITY_BYTES = 1 << 30
 # Torch's autograd learns once a process how many there are.
 NUM_DEVICES = 8
-DRAWN, AS_LATE, COPIES_LAST, COMPUTE_LAST, STREAM_LAST = "drawn", "as late as can be", "copies last", "compute last", "stream last"
+DRAWN, AS_LATE, COPIES_LAST, COMPUTE_LAST, STREAM_LAST = (
+    "drawn",
+    "as late as can be",
+    "copies last",
+    "compute last",
+    "stream last",
+)
 
 
 @dataclass(frozen=True)
 class Draw:
     """How late devices work in one run. The same draw gives the same run.
 
-    `eagerness`: the chance that a device does another operation whenever it is given one; 0 leaves everything until a host waits.
-    `connections`: hardware queues that all streams of a device share, 0 for one each. `stream`: that of `STREAM_LAST`.
-    `allocation_synchronizes`: whether torch's allocator waits for the device when it takes a new segment; `lending_synchronizes`: the same
-    of memory that a rank makes for a partner.
+    `eagerness`: the chance that a device does another operation whenever it is given one; 0 leaves everything until a
+    host waits. `connections`: hardware queues that all streams of a device share, 0 for one each. `stream`: that of
+    `STREAM_LAST`. `allocation_synchronizes`: whether torch's allocator waits for the device when it takes a new
+    segment; `lending_synchronizes`: the same of memory that a rank makes for a partner.
     """
 
     seed: int

@@ -1,7 +1,8 @@
 """A process group with NCCL's rules on late devices, registered with torch.distributed as the backend `late`.
 
-In: ranks that are threads of one process, each a host in `Hosts` (csrc/hosts.h), and a `SharedStore` between them. Out: sends, receives and
-collectives whose kernels meet on the devices. The rules, and where they stand in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:
+In: ranks that are threads of one process, each a host in `Hosts` (csrc/hosts.h), and a `SharedStore` between them. Out:
+sends, receives and collectives whose kernels meet on the devices. The rules, and where they stand in
+torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:
 
 - A communicator is made with the first operation that needs it, and its ranks' hosts wait there for each other (`initNCCLComm`). A batch of
   messages uses the group's own, with all its ranks; a message by itself one of the two ranks (`pointToPoint`: "For single P2P").
@@ -102,15 +103,16 @@ class LateGroup(dist.ProcessGroup):
     def _get_backend(self, device: object) -> LateGroup:
         return self
 
-    # -- communicators -----------------------------------------------------------------------------------------------------------------
+    # -- communicators
+    # -----------------------------------------------------------------------------------------------------------------
 
     def _communicator(self, ranks: Sequence[int], key: str) -> tuple[str, torch.Stream]:
         """Its name and this rank's stream of it. The first time, wait until all its ranks have come."""
         name = f"{self._name}/{key}"
         if name not in self._streams:
             _born[name].add(self._rank)
-            what = f"a host waits for the communicator {name} of ranks {', '.join(map(str, ranks))} to be made"
-            extension().wait_until(lambda: len(_born[name]) == len(ranks), what)
+            operand = f"a host waits for the communicator {name} of ranks {', '.join(map(str, ranks))} to be made"
+            extension().wait_until(lambda: len(_born[name]) == len(ranks), operand)
             self._streams[name] = torch.Stream(torch.device(TYPE, torch.accelerator.current_device_index()))
         return name, self._streams[name]
 
@@ -120,7 +122,8 @@ class LateGroup(dist.ProcessGroup):
     def _behind_current(self, stream: torch.Stream) -> None:
         stream.wait_event(torch.accelerator.current_stream().record_event())
 
-    # -- messages ----------------------------------------------------------------------------------------------------------------------
+    # -- messages
+    # ------------------------------------------------------------------------------------------------------------------
 
     def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int = 0) -> LateWork | None:
         return self._message(tensors[0], self._rank, dst, True)
@@ -152,7 +155,8 @@ class LateGroup(dist.ProcessGroup):
         over = extension().exchange(stream.device_index, stream.stream_id, messages, label)
         return LateWork(over, [tensor for _, _, tensor in batch])
 
-    # -- collectives -------------------------------------------------------------------------------------------------------------------
+    # -- collectives
+    # ------------------------------------------------------------------------------------------------------------------
 
     def _collective(self, kind: str, source: torch.Tensor, target: torch.Tensor, root: int = -1) -> LateWork:
         name, stream = self._whole()
@@ -212,4 +216,8 @@ def world_of_threads() -> Iterator[None]:
 
 
 def _make(options: Any, backend_options: Any) -> LateGroup:
-    return LateGroup(f"{options.group_id}@{'.'.join(map(str, options.global_ranks_in_group))}", options.group_rank, options.group_size)
+    return LateGroup(
+        f"{options.group_id}@{'.'.join(map(str, options.global_ranks_in_group))}",
+        options.group_rank,
+        options.group_size,
+    )

@@ -1,6 +1,7 @@
 """Ranks as threads of one process, of which one at a time goes on: whose turn it is, the draw says.
 
-In: how many, and what each does. Out: nothing, or what the first to fail raised, and, where nobody could go on, who waited for whom.
+In: how many, and what each does. Out: nothing, or what the first to fail raised, and, where nobody could go on, who
+waited for whom.
 """
 
 from __future__ import annotations

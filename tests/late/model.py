@@ -1,7 +1,8 @@
 """A small model for late devices, and what its gradients have to be.
 
-In: a schedule. Out: the stages of one rank on its device, and by rank and stage the gradient that a CPU makes of it, micro-batch by
-micro-batch in the order in which that rank goes back. Not one bit may differ: the kernels are the same, and so is their order.
+In: a schedule. Out: the stages of one rank on its device, and by rank and stage the gradient that a CPU makes of it,
+micro-batch by micro-batch in the order in which that rank goes back. Not one bit may differ: the kernels are the same,
+and so is their order.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class LateModel:
             self._on_device[rank, stage] = torch.nn.Parameter(self.weights[stage].to(device(rank)))
 
         def part_of(stage: int) -> Callable[..., torch.Tensor]:
-            return lambda microbatch, *received: self.forward(self._on_device[rank, stage], stage, microbatch, *received)
+            return lambda microbatch, *received: self.forward(
+                self._on_device[rank, stage], stage, microbatch, *received
+            )
 
         return TorchStages({stage: part_of(stage) for stage in schedule.layout.stages_of(rank)})
 

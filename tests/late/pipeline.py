@@ -1,8 +1,8 @@
 """All ranks of a schedule on late devices: a host and a device each, and everything between them is the real code.
 
-In: a schedule, over what activations move (`two-sided`, `peer`, `host`), a `Draw`. Out: gradients of all stages' weights, to be compared
-with those of the model in one piece. Real are executor, engine, streams, edges between stages, transports and their copies. Threads stand
-for processes, and a queue for the control group's messages.
+In: a schedule, over what activations move (`two-sided`, `peer`, `host`), a `Draw`. Out: gradients of all stages'
+weights, to be compared with those of the model in one piece. Real are executor, engine, streams, edges between stages,
+transports and their copies. Threads stand for processes, and a queue for the control group's messages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bpipe.transport.distributed import Distributed, pair_groups, try_out
 from bpipe.transport.edges import Edges, connect_edges
 from bpipe.transport.headed import Headed
 from bpipe.transport.lanes import CopyLane
-from bpipe.transport.one_sided import Host, Peer, Reaching
+from bpipe.transport.one_sided import Host, OneSidedCopies, Peer
 from tests.late.control import LateControl, controls
 from tests.late.devices import TYPE, Draw, begin, device, extension
 from tests.late.group import join
@@ -53,7 +53,14 @@ class Rank:
         transports = self._transports()
         named = f"rank {self.rank}"
         config = EngineConfig(
-            named, here, 1, TIMEOUT_S, pipeline.poison, differing=pipeline.differing, allocated=allocated_on(here), synchronous=False
+            named,
+            here,
+            1,
+            TIMEOUT_S,
+            pipeline.poison,
+            differing=pipeline.differing,
+            allocated=allocated_on(here),
+            synchronous=False,
         )
         if pipeline.engines:
             self.engine = Engine(schedule, self.rank, transports, config, self.meter if pipeline.measures else None)
@@ -99,13 +106,13 @@ class Rank:
     def _two_sided(self, low: int, high: int) -> bool:
         return self._pipeline.kind == "two-sided" and low != high
 
-    def _reaching(self, own: bool, control: LateControl | None) -> Reaching:
+    def _reaching(self, own: bool, control: LateControl | None) -> OneSidedCopies:
         copying = copying_on(device(self.rank))
         lanes = copying.lanes(device(self.rank), TIMEOUT_S)
         if own or self._pipeline.kind == "host":
-            return Reaching(Host(copying), *lanes)
+            return OneSidedCopies(Host(copying), *lanes)
         assert control is not None
-        return Reaching(Peer(control, DeviceMemory(copying)), *lanes)  # type: ignore[arg-type]
+        return OneSidedCopies(Peer(control, DeviceMemory(copying)), *lanes)  # type: ignore[arg-type]
 
 
 class LatePipeline:

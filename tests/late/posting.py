@@ -1,6 +1,7 @@
 """A rank's posting thread as a host of its own, which has its turns as the ranks have theirs.
 
-In: the jobs of `bpipe.runtime.streams.posting`. Out: the same as of a `ThreadLane`, in whose place this stands while hosts run.
+In: the jobs of `bpipe.runtime.streams.posting`. Out: the same as of a `ThreadLane`, in whose place this stands while
+hosts run.
 """
 
 from __future__ import annotations

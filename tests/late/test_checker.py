@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from bpipe.check.deadlock import Waits, blocked_ranks
+from bpipe.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.ir.action import Kind
 from bpipe.transport.announcement import shapes_of
 from bpipe.transport.edges import Edges
@@ -19,7 +19,7 @@ from tests.unit.hand_made import far_ahead
 from tests.unit.runtime.pipeline import ROWS, WIDTH
 
 PLANS = {**SCHEDULES, "far ahead": far_ahead}
-CONNECTIONS = {Waits.ASYNCHRONOUS: 0, Waits.ONE_QUEUE: 1}
+CONNECTIONS = {WaitLevel.ASYNCHRONOUS: 0, WaitLevel.ONE_QUEUE: 1}
 
 
 @pytest.fixture

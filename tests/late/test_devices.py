@@ -143,7 +143,8 @@ def test_a_full_device_gives_back_what_is_cached_and_then_says_so() -> None:
 
 
 def test_one_hardware_queue_holds_up_what_is_behind_its_head() -> None:
-    """CUDA_DEVICE_MAX_CONNECTIONS=1: a stream that waits at the head of the queue, and another one with nothing to wait for behind it."""
+    """CUDA_DEVICE_MAX_CONNECTIONS=1: a stream that waits at the head of the queue, and another one with nothing to
+    wait for behind it."""
     for connections, over in ((0, True), (1, False)):
         drawn(Draw(1, connections=connections))
         waits, free, slow = (torch.Stream(LATE) for _ in range(3))
@@ -218,6 +219,8 @@ def test_who_waits_for_whom_is_said_where_nobody_can_go_on() -> None:
     held, behind = torch.Stream(LATE), torch.Stream(LATE)
     extension().hold(0, held.stream_id)
     behind.wait_event(held.record_event())
-    with pytest.raises(RuntimeError, match=r"nobody can go on: .*\n.*stream 1: a kernel that is held .*\n.*stream 2: wait for event"):
+    with pytest.raises(
+        RuntimeError, match=r"nobody can go on: .*\n.*stream 1: a kernel that is held .*\n.*stream 2: wait for event"
+    ):
         behind.synchronize()
     extension().let_go(0)

@@ -1,4 +1,5 @@
-"""The process group on late devices has NCCL's rules: when communicators are made, what meets what, and who waits for whom."""
+"""The process group on late devices has NCCL's rules: when communicators are made, what meets what, and who waits
+for whom."""
 
 from __future__ import annotations
 
@@ -50,8 +51,8 @@ def test_messages_carry_what_they_were_given() -> None:
 
 
 def test_a_batch_makes_the_communicator_of_all_ranks_and_waits_for_them() -> None:
-    """What hung every first iteration of `--bpipe` with 8 stages and more on NCCL: a rank that waits, ahead of its first batch, for what
-    comes only behind those of others."""
+    """What hung every first iteration of `--bpipe` with 8 stages and more on NCCL: a rank that waits, ahead of its
+    first batch, for what comes only behind those of others."""
     told: set[int] = set()
 
     def chain(rank: int) -> None:
@@ -60,7 +61,9 @@ def test_a_batch_makes_the_communicator_of_all_ranks_and_waits_for_them() -> Non
         batch((dist.isend, value(rank), 1) if rank == 0 else (dist.irecv, value(rank), 0)) if rank < 2 else None
         told.add(rank)
 
-    with pytest.raises(RuntimeError, match=r"waits for the communicator \S+/all of ranks 0, 1, 2 to be made(.|\n)*hear from host 1"):
+    with pytest.raises(
+        RuntimeError, match=r"waits for the communicator \S+/all of ranks 0, 1, 2 to be made(.|\n)*hear from host 1"
+    ):
         hosts(3, chain, Draw(1))
 
 
@@ -94,9 +97,12 @@ def exchange(by_batch: bool) -> Callable[[int], None]:
 
 
 def test_two_that_send_to_each_other_first_stand_still_but_in_one_batch() -> None:
-    """Kernels of one communicator run in the order of their issue, and one that waits for its other end holds up the next."""
+    """Kernels of one communicator run in the order of their issue, and one that waits for its other end holds up the
+    next."""
     hosts(2, exchange(by_batch=True), Draw(1))
-    with pytest.raises(RuntimeError, match=r"nobody can go on: (.|\n)*send 0>1 has begun and waits(.|\n)*send 1>0 has begun and waits"):
+    with pytest.raises(
+        RuntimeError, match=r"nobody can go on: (.|\n)*send 0>1 has begun and waits(.|\n)*send 1>0 has begun and waits"
+    ):
         hosts(2, exchange(by_batch=False), Draw(1))
 
 

@@ -1,4 +1,5 @@
-"""Whole pipelines on late devices: not one bit differs, and nobody stands still, in whichever order devices do what nothing orders.
+"""Whole pipelines on late devices: not one bit differs, and nobody stands still, in whichever order devices do what
+nothing orders.
 
 And each wait of the protocol, taken out, is noticed.
 """
@@ -8,16 +9,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bpipe.balance.pairs import allocated_bytes
+from bpipe.build import ScheduleConfig, build
 from bpipe.ir.memory import memory_of, num_transfers, peak_counts
-from bpipe.passes.balance import occupied
-from bpipe.program import ScheduleConfig, build
 from tests.late.cases import SCHEDULES
 from tests.late.devices import DIRECTED, DRAWN, Draw, draws
 from tests.late.pipeline import KINDS, LatePipeline
 from tests.late.waits import WAITS, Wait
 
 ITERATIONS = 2
-# Which of the draws a case makes every day; the others are `slow`. See `test_one_queue_and_two_first_messages_that_cross`.
+# Which of the draws a case makes every day; the others are `slow`. See
+# `test_one_queue_and_two_first_messages_that_cross`.
 ONE_QUEUE_STANDS_STILL = {"bidirectional"}
 
 
@@ -89,31 +91,38 @@ def noticed(wait: Wait, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_one_queue_and_two_first_messages_that_cross() -> None:
-    """What `Waits.ONE_QUEUE` of the checker does not know: the first message of a sort tells its shape, which the host reads of the device.
+    """What `WaitLevel.ONE_QUEUE` of the checker does not know: the first message of a sort tells its shape, which the
+    host reads of the device.
 
-    Two neighbours that send to each other at once, with one hardware queue: each has its second message at the queue's head, behind its
-    first, which the other receives only once it has read the shape; and that stands in its queue behind its own second message.
+    Two neighbours that send to each other at once, with one hardware queue: each has its second message at the queue's
+    head, behind its first, which the other receives only once it has read the shape; and that stands in its queue
+    behind its own second message.
     """
     with pytest.raises(RuntimeError, match=r"nobody can go on: (.|\n)*stands in a hardware queue behind stream"):
         LatePipeline(SCHEDULES["bidirectional"](), "host").run(Draw(1, connections=1))
 
 
 def test_lengths_ahead_of_a_transfer_with_one_queue() -> None:
-    """Where sizes differ and both ends take part, a thread posts a transfer once it has heard its lengths (`Headed`), and the host goes on.
+    """Where sizes differ and both ends take part, a thread posts a transfer once it has heard its lengths (`Headed`),
+    and the host goes on.
 
-    So in a hardware queue that streams share the transfer may stand behind what the host issued meanwhile: a wait for a message that the
-    partner sends only once this very transfer has passed. The checker takes transfers to be issued where the program has them.
+    So in a hardware queue that streams share the transfer may stand behind what the host issued meanwhile: a wait for a
+    message that the partner sends only once this very transfer has passed. The checker takes transfers to be issued
+    where the program has them.
     """
     with pytest.raises(RuntimeError, match=r"nobody can go on: (.|\n)*stands in a hardware queue behind stream"):
         LatePipeline(SCHEDULES["1f1b"](), "two-sided", differing=True).run(Draw(0, connections=1))
 
 
 def test_memory_made_for_a_partner_while_receives_are_posted() -> None:
-    """If cudaMalloc waited for kernels that run, as it is allowed to, and not only for its turn: on the host's device stands a receive for
-    a message that the partner sends only once it has heard of that memory. A GPU has to say whether; Megatron's own loops post no receive
-    ahead. A pipeline without balancing would stand still as well, where torch's allocator takes a segment."""
+    """If cudaMalloc waited for kernels that run, as it is allowed to, and not only for its turn: on the host's
+    device stands a receive for a message that the partner sends only once it has heard of that memory. A GPU has to
+    say whether; Megatron's own loops post no receive ahead. A pipeline without balancing would stand still as well,
+    where torch's allocator takes a segment."""
     draw = Draw(1, lending_synchronizes=True)
-    with pytest.raises(RuntimeError, match=r"nobody can go on: (.|\n)*waits to hear from host 3 about MEMORY(.|\n)*waits for device 3"):
+    with pytest.raises(
+        RuntimeError, match=r"nobody can go on: (.|\n)*waits to hear from host 3 about MEMORY(.|\n)*waits for device 3"
+    ):
         LatePipeline(SCHEDULES["interleaved"](), "peer").run(draw)
 
 
@@ -123,7 +132,8 @@ STORAGE_BYTES = 4 * NUMBERS
 
 @pytest.mark.parametrize(("name", "kind"), [("1f1b", "two-sided"), ("interleaved", "peer"), ("v-half", "two-sided")])
 def test_memory_is_what_the_schedule_says_and_is_taken_once(name: str, kind: str) -> None:
-    """Peaks by the allocator against those of the same schedule without transfers; after the first iteration no segment is taken."""
+    """Peaks by the allocator against those of the same schedule without transfers; after the first iteration no
+    segment is taken."""
     balanced = SCHEDULES[name]()
     plain = build(ScheduleConfig(balanced.name, 4, balanced.num_microbatches, len(balanced.layout.stages_of(0))))
     peaks = {}
@@ -131,11 +141,15 @@ def test_memory_is_what_the_schedule_says_and_is_taken_once(name: str, kind: str
         pipeline = LatePipeline(schedule, kind, extra=lambda stage, microbatch: NUMBERS)
         assert wrong_bits(pipeline, Draw(3), 3) == []
         for rank in pipeline.ranks:
-            assert len({(reserved, taken) for reserved, taken, _ in rank.memory}) == 1, f"rank {rank.rank}: {rank.memory}"
+            assert len({(reserved, taken) for reserved, taken, _ in rank.memory}) == 1, (
+                f"rank {rank.rank}: {rank.memory}"
+            )
         peaks[schedule] = [rank.memory[-1][-1] for rank in pipeline.ranks]
     for rank in range(4):
-        own, hosted = occupied(balanced, rank, memory_of([1] * balanced.num_stages))
+        own, hosted = allocated_bytes(balanced, rank, memory_of([1] * balanced.num_stages))
         held = own + (hosted if kind == "two-sided" else 0) - peak_counts(plain)[rank]
         found = (peaks[balanced][rank] - peaks[plain][rank]) / STORAGE_BYTES
         # Beside the large storage each micro-batch saves three of half a kibibyte, and messages are under way.
-        assert found == pytest.approx(held, abs=0.02), f"rank {rank} holds {found} micro-batches more than without transfers, not {held}"
+        assert found == pytest.approx(held, abs=0.02), (
+            f"rank {rank} holds {found} micro-batches more than without transfers, not {held}"
+        )

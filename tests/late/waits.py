@@ -1,7 +1,9 @@
-"""Each wait of the protocol, and the same code without it. In: nothing. Out: by name, how to take a wait out, and where it matters.
+"""Each wait of the protocol, and the same code without it.
 
-The numbers are those of `bpipe/runtime/evictor.py`. A case is a schedule and a kind of transport in which the wait has something to hold
-apart.
+In: nothing. Out: by name, how to take a wait out, and where it matters.
+
+The numbers are those of `bpipe/runtime/evictor.py`. A case is a schedule and a kind of transport in which the wait has
+something to hold apart.
 """
 
 from __future__ import annotations
@@ -77,5 +79,7 @@ WAITS: dict[str, list[Wait]] = {
     "[8] a host buffer used again behind its last transfer": _where(
         lambda patch: patch.setattr(ReceivingAcceptor, "_settle", lambda self, buffer: None), ("1f1b of 6", "two-sided")
     ),
-    "a computation behind its message": _where(lambda patch: patch.setattr(edges, "batched", _unwaited), ("1f1b", "host")),
+    "a computation behind its message": _where(
+        lambda patch: patch.setattr(edges, "batched", _unwaited), ("1f1b", "host")
+    ),
 }

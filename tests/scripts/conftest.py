@@ -1,4 +1,7 @@
-"""Load a file of scripts/ as a module. In: its name below that folder. Out: the module. Scripts find each other from there, and bpipe."""
+"""Load a file of scripts/ as a module.
+
+In: its name below that folder. Out: the module. Scripts find each other from there, and bpipe.
+"""
 
 from __future__ import annotations
 

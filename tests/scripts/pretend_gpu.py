@@ -1,8 +1,9 @@
-"""Send the steps of scripts/gpu_check.py the way of a GPU where there is none: all that they call of torch.cuda is answered here.
+"""Send the steps of scripts/gpu_check.py the way of a GPU where there is none: all that they call of torch.cuda is
+answered here.
 
-In: pytest's monkeypatch. Out: `on_cuda` says yes everywhere, memory and tensors are a CPU's, and each answer takes just the arguments that
-torch's own function takes. It shows that a step's lines for a GPU run, and nothing of what they would find. What the transports call of
-CUDA has tests of its own; here their memory is the host's.
+In: pytest's monkeypatch. Out: `on_cuda` says yes everywhere, memory and tensors are a CPU's, and each answer takes just
+the arguments that torch's own function takes. It shows that a step's lines for a GPU run, and nothing of what they
+would find. What the transports call of CUDA has tests of its own; here their memory is the host's.
 """
 
 from __future__ import annotations
@@ -80,7 +81,13 @@ class Cuda:
         memory = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
         for name in memory:
             self.answer(name, lambda *arguments, **named: next(allocated))
-        for name in ("reset_peak_memory_stats", "empty_cache", "set_device", "set_per_process_memory_fraction", "_sleep"):
+        for name in (
+            "reset_peak_memory_stats",
+            "empty_cache",
+            "set_device",
+            "set_per_process_memory_fraction",
+            "_sleep",
+        ):
             self.answer(name, lambda *arguments, **named: None)
         self.answer("current_device", lambda: 0)
         self.answer("device_count", lambda: 2)
@@ -96,7 +103,9 @@ class Cuda:
         self.answer("memory_snapshot", lambda: [{"is_expandable": True}])
         self.answer(
             "get_device_properties",
-            lambda *arguments: SimpleNamespace(name="none", major=9, minor=0, total_memory=4 << 20, multi_processor_count=132),
+            lambda *arguments: SimpleNamespace(
+                name="none", major=9, minor=0, total_memory=4 << 20, multi_processor_count=132
+            ),
         )
         self.answer("current_stream", lambda *arguments: Stream())
         accelerator = Accelerator()

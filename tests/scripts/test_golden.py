@@ -1,4 +1,5 @@
-"""scripts/validation/golden.py on checkouts whose command is a few lines: equal sides, and every kind of output that differs."""
+"""scripts/validation/golden.py on checkouts whose command is a few lines: equal sides, and every kind of output that
+differs."""
 
 from __future__ import annotations
 
@@ -45,16 +46,30 @@ def test_equal_sides_are_equal_wherever_they_lie(scripts: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("old", "new", "shown"),
     [
-        ('"made"', '"built"', ["grid stdout:", "-    1 'made 11 at CHECKOUT in WORK", "+    1 'built 11 at CHECKOUT in WORK"]),
+        (
+            '"made"',
+            '"built"',
+            ["grid stdout:", "-    1 'made 11 at CHECKOUT in WORK", "+    1 'built 11 at CHECKOUT in WORK"],
+        ),
         ('"careful"', '"beware"', ["grid stderr:", "-    1 'careful", "+    1 'beware"]),
-        ('    print("careful"', '    print("new")\n    print("careful"', ["+    2 'new\\n'", "0 lines before, 1 after"]),
+        (
+            '    print("careful"',
+            '    print("new")\n    print("careful"',
+            ["+    2 'new\\n'", "0 lines before, 1 after"],
+        ),
         ("return 0", "return 2", ["grid status:", "-    1 '0'", "+    1 '2'"]),
         ("return 0", "raise TypeError('x')", ["-    1 '0'", "+    1 'raised TypeError: x'"]),
         ("[255, 0]", "[255, 1]", ["out/schedule.csv:", "2 bytes before, 2 after, no text"]),
-        ("+ 1]).write", "+ 1] + '.gz').write", ["out/schedule.csv:", "only before", "out/schedule.csv.gz:", "only after"]),
+        (
+            "+ 1]).write",
+            "+ 1] + '.gz').write",
+            ["out/schedule.csv:", "only before", "out/schedule.csv.gz:", "only after"],
+        ),
     ],
 )
-def test_every_difference_is_shown_and_counted(scripts: Path, tmp_path: Path, old: str, new: str, shown: list[str]) -> None:
+def test_every_difference_is_shown_and_counted(
+    scripts: Path, tmp_path: Path, old: str, new: str, shown: list[str]
+) -> None:
     ended = compare(scripts, tmp_path, PLAIN.replace(old, new))
     assert (ended.returncode, ended.stderr) == (1, "")
     assert "DIFFERENT schedule: bpipe schedule --schedule 1f1b" in ended.stdout
@@ -73,6 +88,8 @@ def test_a_side_that_cannot_run_is_no_equal_side(scripts: Path, tmp_path: Path) 
 
 def test_a_folder_without_the_code_is_refused(scripts: Path, tmp_path: Path) -> None:
     script = str(scripts / "validation" / "golden.py")
-    ended = subprocess.run([sys.executable, script, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(
+        [sys.executable, script, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+    )
     assert ended.returncode == 2
     assert "is no checkout" in ended.stderr

@@ -1,4 +1,5 @@
-"""scripts/gpu_check.py without a GPU: every step with tiny sizes, what it says of something broken, and that the others then go on."""
+"""scripts/gpu_check.py without a GPU: every step with tiny sizes, what it says of something broken, and that the
+others then go on."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from bpipe.build import ScheduleConfig, build, named_balance
 from bpipe.ir.action import Kind
 from bpipe.ir.memory import memory_of, peak_bytes
-from bpipe.program import ScheduleConfig, balancing, build
 from bpipe.runtime.evictor import Evictor
 from tests.unit.threads import one_thread_a_rank as one_thread_a_rank
 
@@ -36,7 +37,8 @@ def values(result: Any) -> Mapping[str, str]:
     return dict(result.rows)
 
 
-# -- each step ----------------------------------------------------------------------------------------------------------------------------
+# -- each step
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_limits(check: ModuleType) -> None:
@@ -51,7 +53,9 @@ def test_peer(check: ModuleType) -> None:
     assert result.ok is True
     assert result.facts["evictor"]["rounds"] == {"count": 12, "wrong": 0}
     assert result.facts["lender"]["engine"]["host_buffer_bytes"] > 0
-    assert not any("/s" in value or " ms" in value for value in values(result).values()), "two processes on one GPU are not timed"
+    assert not any("/s" in value or " ms" in value for value in values(result).values()), (
+        "two processes on one GPU are not timed"
+    )
 
 
 def test_streams(check: ModuleType) -> None:
@@ -137,7 +141,10 @@ QUESTIONS = {
 
 @pytest.mark.parametrize("connections", [1, 8])
 def test_queues(check: ModuleType, monkeypatch: pytest.MonkeyPatch, connections: int) -> None:
-    """One queue: whatever stands behind something that has to wait does not run. Eight: nothing waits for another stream's work."""
+    """One queue: whatever stands behind something that has to wait does not run.
+
+    Eight: nothing waits for another stream's work.
+    """
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", str(connections))
     result = rehearse(check, "queues")
     assert result.ok is None
@@ -222,7 +229,8 @@ def test_overhead_with_layers_that_compute_again(check: ModuleType) -> None:
     overhead = check.overhead
     sizes, result = overhead.SIZES["rehearsal"], check.Result()
     whole, part = (
-        overhead._case(CPU, replace(sizes.shape, recomputed=count), sizes, 1.0, time.monotonic() + 60, result) for count in (0, 1)
+        overhead._case(CPU, replace(sizes.shape, recomputed=count), sizes, 1.0, time.monotonic() + 60, result)
+        for count in (0, 1)
     )
     assert 0 < part["moved_bytes"] < whole["moved_bytes"]
     assert "cannot hide" in result.rows[0][0]
@@ -234,7 +242,9 @@ def test_nccl_over_gloo(check: ModuleType) -> None:
     assert result.ok is True
     assert result.facts["evictor"]["engine"]["count"] == result.facts["lender"]["engine"]["count"] == 4
     assert result.facts["lender"]["engine"]["host_buffer_bytes"] > 0
-    assert not any("/s" in value or " ms" in value for value in values(result).values()), "two processes on one GPU are not timed"
+    assert not any("/s" in value or " ms" in value for value in values(result).values()), (
+        "two processes on one GPU are not timed"
+    )
 
 
 @pytest.mark.timeout(300)
@@ -277,7 +287,9 @@ def test_side_stream(check: ModuleType) -> None:
     assert result.ok is True
     assert result.facts["moved"] == 2 * 6
     assert result.facts["moved_bytes"] >= 4 << 10
-    assert values(result)["moved and brought back"].startswith("0 of 12 moved micro-batches read something else; not reproduced")
+    assert values(result)["moved and brought back"].startswith(
+        "0 of 12 moved micro-batches read something else; not reproduced"
+    )
 
 
 def test_side_stream_says_when_nothing_was_tried(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +297,9 @@ def test_side_stream_says_when_nothing_was_tried(check: ModuleType, monkeypatch:
     assert "was not moved: nothing was tried" in values(rehearse(check, "side_stream"))["moved and brought back"]
 
 
-def test_side_stream_tells_micro_batches_that_read_something_else(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_side_stream_tells_micro_batches_that_read_something_else(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Memory that is overwritten while it comes back: the very thing this step would see on a GPU."""
 
     def poisoned(evictor: Evictor, backward: Any) -> None:
@@ -330,14 +344,20 @@ def test_what_needs_a_gpu_says_why_it_is_skipped(check: ModuleType) -> None:
     assert "compute units" in rehearse(check, "compute_units").skipped
 
 
-# -- the prediction -----------------------------------------------------------------------------------------------------------------------
+# -- the prediction
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_prediction_adds_what_an_operation_needs_while_it_runs(check: ModuleType) -> None:
     parts = check.memory.Parts(saved=100, forward_extra=7, backward_extra=20)
-    plain, balanced = (build(ScheduleConfig("1f1b", 4, 8, balance=balancing(balance))) for balance in ("none", "bpipe"))
+    plain, balanced = (
+        build(ScheduleConfig("1f1b", 4, 8, balance=named_balance(balance))) for balance in ("none", "bpipe")
+    )
     assert [check.memory.predicted_bytes(plain, rank, parts, 0) for rank in range(4)] == [420, 320, 220, 120]
-    assert check.memory.predicted_bytes(balanced, 0, parts, 90) == peak_bytes(balanced, memory_of((100,) * 4, (90,) * 4))[0] + 20
+    assert (
+        check.memory.predicted_bytes(balanced, 0, parts, 90)
+        == peak_bytes(balanced, memory_of((100,) * 4, (90,) * 4))[0] + 20
+    )
     # What it hosts is no part of it: host buffers are there all the time, and are added as they are.
     assert check.memory.predicted_bytes(balanced, 3, parts, 90) == 120
 

@@ -69,14 +69,18 @@ def test_a_hung_step_is_ended_with_its_children_and_the_next_one_runs(
         "import json, subprocess, sys, time\n"
         "name, file = sys.argv[2], sys.argv[4]\n"
         "if name == 'limits':\n"
-        f"    child = subprocess.Popen(['sleep', '60']); open({str(tmp_path / 'child')!r}, 'w').write(str(child.pid)); time.sleep(60)\n"
+        f"    child = subprocess.Popen(['sleep', '60']); open({str(tmp_path / 'child')!r}, "
+        f"'w').write(str(child.pid)); time.sleep(60)\n"
         "json.dump({'ok': True, 'rows': [['all', 'ok: well']]}, open(file, 'w'))\n"
     )
     monkeypatch.setattr(check.isolate, "SCRIPT", script)
     monkeypatch.setattr(check, "REHEARSAL_S", 0.0)
     found = tmp_path / "found.json"
     # Of six seconds the first step has four.
-    steps = {"limits": replace(check.STEPS["limits"], limit_s=40), "streams": replace(check.STEPS["streams"], limit_s=20)}
+    steps = {
+        "limits": replace(check.STEPS["limits"], limit_s=40),
+        "streams": replace(check.STEPS["streams"], limit_s=20),
+    }
     monkeypatch.setattr(check, "STEPS", steps)
     begin = time.monotonic()
     assert check.main(["--rehearse", "--minutes", "0.1", "--json", str(found)]) == 1
@@ -108,7 +112,8 @@ def test_a_cut_run_leaves_what_it_had(check: ModuleType, monkeypatch: pytest.Mon
 
 
 def test_everything_ends_in_time(check: ModuleType) -> None:
-    """25 minutes in all, and a part in one sitting of ten with some to spare for starting the machine's first process."""
+    """25 minutes in all, and a part in one sitting of ten with some to spare for starting the machine's first
+    process."""
     limits = {part: sum(step.limit_s for step in check.STEPS.values() if step.part == part) / 60 for part in (1, 2, 3)}
     assert all(minutes <= 9 for minutes in limits.values())
     assert sum(limits.values()) <= 25
@@ -136,7 +141,9 @@ def test_what_a_shell_has_set_for_trainings_does_not_reach_a_step(
 
 
 @pytest.mark.timeout(180)
-def test_the_script_writes_everything_down(check: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_script_writes_everything_down(
+    check: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "found.json"
     assert check.main(["--rehearse", "--only", "streams", "--json", str(file)]) == 0
     found = json.loads(file.read_text())
@@ -155,7 +162,9 @@ def test_what_one_gpu_cannot_show_is_said(check: ModuleType) -> None:
     assert {"NVLink", "NCCL between GPUs", "two processes on one GPU"} <= said.keys()
 
 
-def test_a_wrong_step_is_the_exit_status(check: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_step_is_the_exit_status(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     results = {"limits": check.Result(), "streams": check.Result(ok=False, failure="Traceback\nRuntimeError: broken")}
     monkeypatch.setattr(check.isolate, "isolated", lambda name, *rest: results[name])
     assert check.main(["--rehearse", "--only", "streams,limits"]) == 1
@@ -170,7 +179,9 @@ def test_an_unknown_step_is_refused(check: ModuleType, capsys: pytest.CaptureFix
     assert "no step warmth: choose from versions, counts" in capsys.readouterr().err
 
 
-def test_without_a_gpu_it_says_so(check: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_it_says_so(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert check.main([]) == 2
     assert "--rehearse" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""The lines of scripts/gpu_check.py that only a GPU would run, run without one: a slip in one of them must not cost a GPU's time."""
+"""The lines of scripts/gpu_check.py that only a GPU would run, run without one: a slip in one of them must not cost
+a GPU's time."""
 
 from __future__ import annotations
 
@@ -107,12 +108,15 @@ def test_queues(check: ModuleType, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) 
     result = check.queues.run(CPU, sizes, time.monotonic() + 60)
     assert [value.startswith("cannot be judged") for value in said(result).values()] == [True] * 4
     slept = [arguments[0] for name, arguments in cuda.asked if name == "_sleep"]
-    assert len(slept) == (3 + 3) * (sizes.rounds + 1), "three kernels for the one question, a probe for each of the others"
+    assert len(slept) == (3 + 3) * (sizes.rounds + 1), (
+        "three kernels for the one question, a probe for each of the others"
+    )
     assert max(slept) == 0.02 * check.queues.CYCLES_PER_S
 
 
 def test_streams_with_a_gpus_mutations(check: ModuleType, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU has none of these streams, and its memory is really gone where a wait is missing: what is taken out is put back at once."""
+    """A CPU has none of these streams, and its memory is really gone where a wait is missing: what is taken out is
+    put back at once."""
     for mutation in check.streams.MUTATIONS:
         mutation.instead()
     monkeypatch.setattr(check.streams, "MUTATIONS", check.streams.MUTATIONS[3:])
@@ -128,9 +132,13 @@ def test_abandon(check: ModuleType, cuda: Cuda, monkeypatch: pytest.MonkeyPatch)
     assert ("_sleep", (int(0.01 * 2e9),)) in cuda.asked
 
 
-def test_abandon_notices_a_host_that_waits_for_its_device(check: ModuleType, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abandon_notices_a_host_that_waits_for_its_device(
+    check: ModuleType, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What it did: a synchronisation inside, and no traceback until the device was done, if ever."""
-    assert [value.startswith("FAILED") for value in said(run(check, "abandon")).values()] == [True, True], "the device was done by then"
+    assert [value.startswith("FAILED") for value in said(run(check, "abandon")).values()] == [True, True], (
+        "the device was done by then"
+    )
     monkeypatch.setattr(torch.cuda, "Event", BusyEvent)
     monkeypatch.setattr(check.abandon, "AT_ONCE_S", 0.05)
     monkeypatch.setattr(check.abandon.Engine, "abandon", lambda engine: time.sleep(0.1))
@@ -154,7 +162,10 @@ def test_nearly_full(check: ModuleType, cuda: Cuda, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(nearly_full.Program, "gradient", gradient)
     result = run(check, "nearly_full")
     assert result.ok is True, result.rows
-    assert said(result)["without balancing, in the same room"] == "ok: out of memory: CUDA out of memory. Tried to allocate"
+    assert (
+        said(result)["without balancing, in the same room"]
+        == "ok: out of memory: CUDA out of memory. Tried to allocate"
+    )
     assert ("set_per_process_memory_fraction", (2 * 1024 / (4 << 20), CPU)) in cuda.asked
     assert full == [False], "the limit is lifted again"
 
@@ -163,7 +174,9 @@ def test_nearly_full_notices_a_limit_that_is_none(check: ModuleType, cuda: Cuda)
     assert said(run(check, "nearly_full"))["without balancing, in the same room"].startswith("FAILED: fits into")
 
 
-def test_nearly_full_notices_a_lender_that_does_not_ask_torch(check: ModuleType, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nearly_full_notices_a_lender_that_does_not_ask_torch(
+    check: ModuleType, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Refused:
         def make(self, nbytes: int) -> Any:
             raise RuntimeError("cudaMalloc failed: cudaErrorMemoryAllocation")
@@ -179,7 +192,9 @@ def test_nccl(check: ModuleType, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) ->
         asked.append(args[1:3])
         engine = {"count": 4, "wrong": 0, "reference": True, "host_buffer_bytes": 512, "evictions": 3}
         for rank in (0, 1):
-            Path(args[0], f"{rank}.json").write_text(json.dumps({"transport": "nccl", "engine": engine | {"wrong": rank}}))
+            Path(args[0], f"{rank}.json").write_text(
+                json.dumps({"transport": "nccl", "engine": engine | {"wrong": rank}})
+            )
 
     monkeypatch.setattr("gpu.pair.start_processes", started)
     result = run(check, "nccl")
@@ -227,7 +242,10 @@ torch.testing.assert_close(product, left @ right)
 
 
 def test_the_persistent_kernel_multiplies() -> None:
-    """By Triton's interpreter; on a GPU it has not run. Edges that tiles do not divide, and fewer programs than tiles."""
+    """By Triton's interpreter; on a GPU it has not run.
+
+    Edges that tiles do not divide, and fewer programs than tiles.
+    """
     pytest.importorskip("triton")
     ended = subprocess.run(
         [sys.executable, "-c", INTERPRETED],
@@ -239,7 +257,8 @@ def test_the_persistent_kernel_multiplies() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-# The stand-in for CUDA that Megatron gets on a CPU stays in its process. There memory is never allocated: here it is, more each time.
+# The stand-in for CUDA that Megatron gets on a CPU stays in its process. There memory is never allocated: here it is,
+# more each time.
 MEGATRON = """
 import itertools, json, sys, time
 sys.path.insert(0, "scripts")
@@ -266,7 +285,13 @@ def test_megatron(scripts: Path) -> None:
     root = scripts.parent
     environment = {**os.environ, "PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": ""}
     ended = subprocess.run(
-        [sys.executable, "-c", MEGATRON], cwd=root, env=environment, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-c", MEGATRON],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
     (line,) = [line for line in ended.stdout.splitlines() if line.startswith("FOUND ")]

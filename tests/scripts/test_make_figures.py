@@ -21,7 +21,13 @@ def write_runs(folder: Path, ranks: int = 4) -> Path:
         (folder / name).mkdir(parents=True)
         for rank in range(ranks):
             peak = 3 if name == "balanced" else ranks - rank
-            report = {"rank": rank, "stage": rank, "balanced": name == "balanced", "peak_microbatches": peak, "peak_bytes": peak * 2**20}
+            report = {
+                "rank": rank,
+                "stage": rank,
+                "balanced": name == "balanced",
+                "peak_microbatches": peak,
+                "peak_bytes": peak * 2**20,
+            }
             report |= {"predicted_microbatches": peak, "predicted_bytes": peak * 2**20, "evictions": 0, "loads": 0}
             (folder / name / f"rank_{rank:05d}.json").write_text(json.dumps(report))
     return folder
@@ -32,8 +38,8 @@ def test_overhead_grows_with_the_batch_and_hides_when_asynchronous(make_figures:
     slow, hidden = make_figures.overheads(times, (16, 32))
     assert (slow.is_synchronous, hidden.is_synchronous) == (True, False)
     assert 0 < slow.percents[0] < slow.percents[1]
-    # The authors measured 11 % at 32, with evictions that start as soon as their forward ends. Ours, where they are waited for, start when
-    # the next computation has what it needs: docs/performance.md.
+    # The authors measured 11 % at 32, with evictions that start as soon as their forward ends. Ours, where they are
+    # waited for, start when the next computation has what it needs: docs/performance.md.
     assert 18 < slow.percents[1] < 21
     assert hidden.percents == pytest.approx((0, 0), abs=0.2)
 

@@ -26,7 +26,10 @@ def test_the_table_of_ablations_is_the_pages(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_is_taken_away_costs_what_it_should() -> None:
-    """No V: messages from the last rank to the first, four nodes on. Lazily: every chunk's reduction, where eagerly it is one."""
+    """No V: messages from the last rank to the first, four nodes on.
+
+    Lazily: every chunk's reduction, where eagerly it is one.
+    """
     schedule = pipes_ablations.without_the_v(16)
     placement = schedule.layout.placements[0]
     assert (placement[7], placement[8]) == (7, 0)
@@ -62,4 +65,6 @@ def test_the_table_of_when_to_take_it(vocabulary: int, microbatches: int) -> Non
         )
         fullest = max(rank.peak_bytes for rank in predict_memory(setup)) / 2**30
         cells.append(f"{float(simulation_of(setup).makespan_s):.2f} s, {fullest:.1f}")
-    assert re.search(rf"^\| {vocabulary} \| {microbatches} \| {re.escape(' | '.join(cells))} \|$", PAGE, re.MULTILINE), cells
+    assert re.search(
+        rf"^\| {vocabulary} \| {microbatches} \| {re.escape(' | '.join(cells))} \|$", PAGE, re.MULTILINE
+    ), cells

@@ -1,4 +1,5 @@
-"""scripts/data/preprocess_data.py: what it reads and refuses in this process, what it writes through Megatron in one of its own."""
+"""scripts/data/preprocess_data.py: what it reads and refuses in this process, what it writes through Megatron in one
+of its own."""
 
 from __future__ import annotations
 
@@ -30,8 +31,13 @@ def preprocess(load_script: Callable[[str], ModuleType]) -> ModuleType:
     return load_script("data.preprocess_data")
 
 
-def encoded(preprocess: ModuleType, *lines: str | bytes, keys: tuple[str, ...] = ("text",), eod: bool = True, workers: int = 1) -> list:
-    raw = [preprocess.Line("x.jsonl", n, line.encode() if isinstance(line, str) else line) for n, line in enumerate(lines, start=1)]
+def encoded(
+    preprocess: ModuleType, *lines: str | bytes, keys: tuple[str, ...] = ("text",), eod: bool = True, workers: int = 1
+) -> list:
+    raw = [
+        preprocess.Line("x.jsonl", n, line.encode() if isinstance(line, str) else line)
+        for n, line in enumerate(lines, start=1)
+    ]
     return list(preprocess.encode_all(raw, preprocess.Encoder(list(keys), Bytes(), eod), workers))
 
 
@@ -46,7 +52,9 @@ def test_a_list_keeps_its_sentences(preprocess: ModuleType) -> None:
 
 
 def test_nothing_stays_nothing(preprocess: ModuleType) -> None:
-    assert all(d["text"] == preprocess.Document([], []) for d in encoded(preprocess, '{"text": ""}', "\n", '{"text": []}'))
+    assert all(
+        d["text"] == preprocess.Document([], []) for d in encoded(preprocess, '{"text": ""}', "\n", '{"text": []}')
+    )
 
 
 def test_workers_keep_the_order(preprocess: ModuleType) -> None:
@@ -103,7 +111,8 @@ def test_a_folder_that_cannot_be_made_is_named(preprocess: ModuleType, tmp_path:
 
 
 def test_the_index_appears_last(preprocess: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupted between the two renames, nothing is left that a reader would take for a data set: not even the old index."""
+    """Interrupted between the two renames, nothing is left that a reader would take for a data set: not even the old
+    index."""
     output = preprocess.Output(str(tmp_path / "p"), "text")
     for suffix in ("bin", "idx"):
         output.final(suffix).write_text("old")
@@ -123,9 +132,11 @@ def test_the_index_appears_last(preprocess: ModuleType, tmp_path: Path, monkeypa
     assert [path.name for path in tmp_path.iterdir()] == ["p_text_document.bin"]
 
 
-# --- Through the installed Megatron, with the tokenizer of the quickstart ---------------------------------------------------------------
+# --- Through the installed Megatron, with the tokenizer of the quickstart
+# ---------------------------------------------------------------
 
-# Importing Megatron takes seconds, so one process does several runs; and it is not this one, which stays clean for other tests.
+# Importing Megatron takes seconds, so one process does several runs; and it is not this one, which stays clean for
+# other tests.
 SEVERAL_RUNS = """
 import json, sys
 from data import preprocess_data
@@ -166,7 +177,9 @@ def test_what_is_written_and_that_a_fault_leaves_nothing(scripts: Path, tmp_path
         ["--input", str(good), "--json-keys", "text", "title", "--log-interval", "2", *flags],
         ["--input", str(good), *flags],
     )
-    assert [line for line in result.stdout.splitlines() if "status" in line] == ["status 1", "status 0", "status 1"], result.stderr
+    assert [line for line in result.stdout.splitlines() if "status" in line] == ["status 1", "status 0", "status 1"], (
+        result.stderr
+    )
     assert "Traceback" not in result.stderr
     assert f"{bad}, line 2: is not JSON" in result.stderr
     assert "2 documents, 1 empty ones left out" in result.stdout

@@ -1,4 +1,5 @@
-"""scripts/quickstart.sh with trainings that are made up: which two it runs, what it shows of them, and what it refuses."""
+"""scripts/quickstart.sh with trainings that are made up: which two it runs, what it shows of them, and what it
+refuses."""
 
 from __future__ import annotations
 
@@ -11,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from bpipe.build import ScheduleConfig, build, named_balance
 from bpipe.ir.memory import num_transfers, peak_counts
-from bpipe.program import ScheduleConfig, balancing, build
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = {"grouped-interleaved": ["--num-virtual-stages-per-pipeline-rank", "2"], "zb-h1": []}
 
-# In place of Python: whatever is asked of the environment is there, the text is made, and a training leaves its command line and the report
-# of a run that held what the table in $HELD says.
+# In place of Python: whatever is asked of the environment is there, the text is made, and a training leaves its command
+# line and the report of a run that held what the table in $HELD says.
 FAKE = """
 import json, os, sys
 from pathlib import Path
@@ -51,7 +52,10 @@ print(" iteration 1/ 9 | a line of Megatron's |")
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Path:
-    """A virtual environment in which everything is installed, with one command that is ours. Its report is made up, too."""
+    """A virtual environment in which everything is installed, with one command that is ours.
+
+    Its report is made up, too.
+    """
     folder = tmp_path / "environment"
     (folder / "bin").mkdir(parents=True)
     (folder / "pyvenv.cfg").write_text("")
@@ -67,14 +71,22 @@ def environment(tmp_path: Path) -> Path:
 
 
 def held(schedule: str) -> list[list[tuple[int, int]]]:
-    """Of both runs, by rank: the most that it holds, and what leaves it. The first is Megatron's own schedule of as many chunks."""
+    """Of both runs, by rank: the most that it holds, and what leaves it.
+
+    The first is Megatron's own schedule of as many chunks.
+    """
     chunks = 2 if FLAGS[schedule] else 1
     plain = build(ScheduleConfig("interleaved-1f1b" if chunks == 2 else "1f1b", 8, 16, chunks))
-    balanced = build(ScheduleConfig(schedule, 8, 16, chunks, balancing("bpipe")))
-    return [[(peak, num_transfers(one, rank).evictions) for rank, peak in enumerate(peak_counts(one))] for one in (plain, balanced)]
+    balanced = build(ScheduleConfig(schedule, 8, 16, chunks, named_balance("bpipe")))
+    return [
+        [(peak, num_transfers(one, rank).evictions) for rank, peak in enumerate(peak_counts(one))]
+        for one in (plain, balanced)
+    ]
 
 
-def quickstart(tmp_path: Path, environment: Path, *arguments: str, goes: str = "well") -> subprocess.CompletedProcess[str]:
+def quickstart(
+    tmp_path: Path, environment: Path, *arguments: str, goes: str = "well"
+) -> subprocess.CompletedProcess[str]:
     schedule = arguments[1] if len(arguments) > 1 and arguments[1] in FLAGS else "zb-h1"
     given = {"VENV": str(environment), "RUNS": str(tmp_path / "runs"), "HELD": json.dumps(held(schedule)), "GOES": goes}
     env = {**os.environ, **given, "PYTHONPATH": f"{ROOT}{os.pathsep}{sysconfig.get_path('purelib')}"}
@@ -138,7 +150,9 @@ def test_one_bit_is_enough_to_fail(tmp_path: Path, environment: Path) -> None:
         ("", "--schedule '' is none of these: "),
     ],
 )
-def test_what_cannot_be_compared_is_refused_before_anything_runs(name: str, said: str, tmp_path: Path, environment: Path) -> None:
+def test_what_cannot_be_compared_is_refused_before_anything_runs(
+    name: str, said: str, tmp_path: Path, environment: Path
+) -> None:
     ended = quickstart(tmp_path, environment, "--schedule", name)
     assert ended.returncode == 1
     assert said in ended.stderr
@@ -147,6 +161,8 @@ def test_what_cannot_be_compared_is_refused_before_anything_runs(name: str, said
 
 
 def test_its_usage_is_its_head() -> None:
-    ended = subprocess.run(["bash", str(ROOT / "scripts/quickstart.sh"), "--help"], capture_output=True, text=True, timeout=20, check=True)
+    ended = subprocess.run(
+        ["bash", str(ROOT / "scripts/quickstart.sh"), "--help"], capture_output=True, text=True, timeout=20, check=True
+    )
     assert "Usage: scripts/quickstart.sh [--schedule NAME]" in ended.stdout
     assert ended.stdout.endswith("in a folder of its name there.\n")

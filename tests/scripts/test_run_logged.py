@@ -16,7 +16,19 @@ LONG_S = 1000
 
 
 def start(scripts: Path, log: Path, script: str, show: str = "", *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(scripts / "run_logged.py"), "--log", str(log), "--show", show, *options, "--", "bash", "-c", script]
+    command = [
+        sys.executable,
+        str(scripts / "run_logged.py"),
+        "--log",
+        str(log),
+        "--show",
+        show,
+        *options,
+        "--",
+        "bash",
+        "-c",
+        script,
+    ]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -63,7 +75,14 @@ def test_a_failure_shows_its_cause_before_the_noise_that_follows(scripts: Path, 
 
 
 def test_a_command_that_does_not_exist_is_one_line(scripts: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(scripts / "run_logged.py"), "--log", str(tmp_path / "a.log"), "--", "no-such-command-of-ours"]
+    command = [
+        sys.executable,
+        str(scripts / "run_logged.py"),
+        "--log",
+        str(tmp_path / "a.log"),
+        "--",
+        "no-such-command-of-ours",
+    ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=20)
     assert result.returncode == 127
     assert result.stderr.count("\n") == 1
@@ -113,8 +132,11 @@ ctypes.CDLL(None).syscall(int(sys.argv[2]), 0)
 
 
 @pytest.mark.skipif(platform.machine() not in EXIT, reason="the number of the system call is not known here")
-def test_a_process_of_which_only_the_first_thread_is_dead_is_ended_with_its_children(scripts: Path, tmp_path: Path) -> None:
-    """A command that dies is a zombie before its other threads are gone, and until then nobody has adopted its children.
+def test_a_process_of_which_only_the_first_thread_is_dead_is_ended_with_its_children(
+    scripts: Path, tmp_path: Path
+) -> None:
+    """A command that dies is a zombie before its other threads are gone, and until then nobody has adopted its
+    children.
 
     Whoever looked just then saw no family left: of four test runs that were stopped, three left their workers.
     """

@@ -1,4 +1,5 @@
-"""examples/smoke_8gpu.sh with trainings that are made up: each is compared, what fails or hangs is told and the others go on."""
+"""examples/smoke_8gpu.sh with trainings that are made up: each is compared, what fails or hangs is told and the
+others go on."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# In place of Python: a training leaves the report of a run that went as $GOES says (run=how, run=how); anything else is Python's.
+# In place of Python: a training leaves the report of a run that went as $GOES says (run=how, run=how); anything else is
+# Python's.
 FAKE = """
 import json, os, sys, time
 from pathlib import Path
@@ -46,7 +48,14 @@ def smoke(tmp_path: Path, goes: str = "", **environment: str) -> subprocess.Comp
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/fake.py "$@"\n')
     python.chmod(0o755)
-    given = {"ON_CPU": "1", "LAYOUTS": "pipeline", "PYTHON": str(python), "RUNS": str(tmp_path / "runs"), "GOES": goes, **environment}
+    given = {
+        "ON_CPU": "1",
+        "LAYOUTS": "pipeline",
+        "PYTHON": str(python),
+        "RUNS": str(tmp_path / "runs"),
+        "GOES": goes,
+        **environment,
+    }
     script = ["bash", str(ROOT / "examples/smoke_8gpu.sh")]
     return subprocess.run(script, env={**os.environ, **given}, capture_output=True, text=True, timeout=55, check=False)
 
@@ -60,8 +69,20 @@ def test_every_run_is_compared_and_one_table_has_them_all(tmp_path: Path) -> Non
     ended = smoke(tmp_path, LAYOUTS="pipeline interleaved")
     assert ended.returncode == 0, ended.stderr
     rows = table(ended)
-    assert list(rows) == [f"{layout} {run}" for layout in ("pipeline", "interleaved") for run in ("gloo", "peer", "host", "timers")]
-    assert rows["pipeline peer"].split() == ["pipeline", "peer", "peer", "8.00", "5.00", "7.0000", "to", "1.4000", "identical"]
+    assert list(rows) == [
+        f"{layout} {run}" for layout in ("pipeline", "interleaved") for run in ("gloo", "peer", "host", "timers")
+    ]
+    assert rows["pipeline peer"].split() == [
+        "pipeline",
+        "peer",
+        "peer",
+        "8.00",
+        "5.00",
+        "7.0000",
+        "to",
+        "1.4000",
+        "identical",
+    ]
     assert rows["pipeline timers"].split()[2] == "gloo"
     assert ended.stdout.splitlines()[-1] == "all 8 runs train as stock Megatron does, to the last bit"
 
@@ -101,7 +122,10 @@ def test_a_name_that_is_none_is_refused_before_anything_runs(tmp_path: Path, nam
 
 def test_a_folder_that_is_none_is_said(tmp_path: Path) -> None:
     script = [sys.executable, str(ROOT / "scripts/validation/smoke_table.py")]
-    assert subprocess.run([*script, str(tmp_path)], capture_output=True, text=True, timeout=50, check=False).returncode == 2
+    assert (
+        subprocess.run([*script, str(tmp_path)], capture_output=True, text=True, timeout=50, check=False).returncode
+        == 2
+    )
     (tmp_path / "verdicts.tsv").write_text("")
     ended = subprocess.run([*script, str(tmp_path)], capture_output=True, text=True, timeout=50, check=False)
     assert ended.returncode == 1

@@ -1,4 +1,7 @@
-"""What scripts/test_upstream.sh refuses, before it sets anything up. That it trains is what it is run for, by hand, for a new Megatron."""
+"""What scripts/test_upstream.sh refuses, before it sets anything up.
+
+That it trains is what it is run for, by hand, for a new Megatron.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ import pytest
 
 
 def run(scripts: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(scripts / "test_upstream.sh"), *arguments], capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run(
+        [str(scripts / "test_upstream.sh"), *arguments], capture_output=True, text=True, timeout=30, check=False
+    )
 
 
 def checkout(folder: Path) -> Path:
@@ -44,7 +49,10 @@ def test_the_tests_it_chooses_exist(scripts: Path) -> None:
     """A choice that matches nothing would be a verdict on nothing."""
     said = (scripts / "test_upstream.sh").read_text()
     tests = (scripts.parent / "tests/gloo/test_launch.py").read_text()
-    begins, goes_on = said.index('tests "without_our_flags"'), said.index('tests "loop_of_ones_own or (unmodified_script and gpt)"')
+    begins, goes_on = (
+        said.index('tests "without_our_flags"'),
+        said.index('tests "loop_of_ones_own or (unmodified_script and gpt)"'),
+    )
     assert begins < goes_on, "0.20 ended at start without our flags, too, and every run that it was tried with had some"
     assert "def test_a_script_without_our_flags_trains" in tests
     assert "def test_a_loop_of_ones_own_is_balanced" in tests

@@ -120,7 +120,15 @@ def test_our_own_runs_are_predicted_to_the_byte(validate: ModuleType) -> None:
         assert run.predicted == run.measured, run.name
     assert {run.setup.balance for run in found} == {"none", "bpipe"}
     assert {run.setup.precision for run in found} == {"fp32", "bf16"}
-    scopes = {"none", "selective", "full", "full:block:1", "full:uniform:2", "selective:core_attn+mlp", "selective:layernorm"}
+    scopes = {
+        "none",
+        "selective",
+        "full",
+        "full:block:1",
+        "full:uniform:2",
+        "selective:core_attn+mlp",
+        "selective:layernorm",
+    }
     assert {run.setup.recompute for run in found} == scopes
     assert {run.setup.sequence_shards for run in found if run.setup.tensor == 2} == {1, 2}
 

@@ -14,7 +14,10 @@ F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEI
 
 
 def v_flat(p: int, m: int) -> Schedule:
-    """Every forward before any backward, in V shape: no rank holds less at any time, and a first chunk is long alone. In halves."""
+    """Every forward before any backward, in V shape: no rank holds less at any time, and a first chunk is long alone.
+
+    In halves.
+    """
     orders = []
     for rank in range(p):
         stages = rank, 2 * p - 1 - rank
@@ -25,7 +28,8 @@ def v_flat(p: int, m: int) -> Schedule:
 
 
 def far_ahead() -> Schedule:
-    """Six stages on three ranks; rank 1 takes the second output of the first stage only when the first has come around twice.
+    """Six stages on three ranks; rank 1 takes the second output of the first stage only when the first has come around
+    twice.
 
     Meanwhile rank 0 has made four.
     """

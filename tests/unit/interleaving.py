@@ -1,7 +1,10 @@
-"""Run programs slowly and obviously: one instruction of one rank at a time, in any order. In: instructions. Out: what went wrong, or None.
+"""Run programs slowly and obviously: one instruction of one rank at a time, in any order.
 
-Shares no code with the deadlock check, the simulator or the executor. A message or transfer passes when all its ends have come to it.
-Nothing but their order tells messages from one rank to another apart, nor collectives of one sort and sender.
+In: instructions. Out: what went wrong, or None.
+
+Shares no code with the deadlock check, the simulator or the executor. A message or transfer passes when all its ends
+have come to it. Nothing but their order tells messages from one rank to another apart, nor collectives of one sort and
+sender.
 """
 
 from __future__ import annotations
@@ -10,9 +13,9 @@ import random
 from collections.abc import Sequence
 
 from bpipe.ir.action import Action, Kind
+from bpipe.ir.dependencies import NOTHING, Dependencies
 from bpipe.ir.host_buffers import num_host_buffers
-from bpipe.ir.needs import NOTHING, Needs
-from bpipe.ir.program import Do, Instruction, Message, Transfer
+from bpipe.ir.program import Instruction, Message, Op, Transfer
 from bpipe.ir.schedule import Schedule
 
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
@@ -23,19 +26,28 @@ class Wrong(Exception):
 
 
 def fault_of(schedule: Schedule, programs: Sequence[Sequence[Instruction]], seed: int) -> str | None:
-    """Run all to their end, whose turn it is drawn by lot. None where every computation had what it needs and nothing is left over."""
+    """Run all to their end, whose turn it is drawn by lot.
+
+    None where every computation had what it needs and nothing is left over.
+    """
     world = World(schedule)
     at = [0] * len(programs)
     rng = random.Random(seed)
     try:
         while True:
-            able = [rank for rank, program in enumerate(programs) if at[rank] < len(program) and world.may(rank, program[at[rank]])]
+            able = [
+                rank
+                for rank, program in enumerate(programs)
+                if at[rank] < len(program) and world.may(rank, program[at[rank]])
+            ]
             if not able:
                 break
             rank = rng.choice(able)
-            world.do(rank, programs[rank][at[rank]])
+            world.op(rank, programs[rank][at[rank]])
             at[rank] += 1
-        stuck = [f"rank {rank} at {program[at[rank]]}" for rank, program in enumerate(programs) if at[rank] < len(program)]
+        stuck = [
+            f"rank {rank} at {program[at[rank]]}" for rank, program in enumerate(programs) if at[rank] < len(program)
+        ]
         if stuck:
             raise Wrong(f"stuck: {', '.join(stuck)}")
         world.finish()
@@ -48,7 +60,7 @@ class World:
     """What has happened so far."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self.schedule, self.needs = schedule, Needs(schedule.layout, schedule.num_microbatches)
+        self.schedule, self.dependencies = schedule, Dependencies(schedule.layout, schedule.num_microbatches)
         self.buffers = [num_host_buffers(schedule, rank) for rank in range(schedule.num_ranks)]
         self.ran: list[set[Action]] = [set() for _ in schedule.ranks]
         # By rank: values that have been begun here, and waited for.
@@ -77,40 +89,40 @@ class World:
 
     def may(self, rank: int, instruction: Instruction) -> bool:
         """Whether it need not wait."""
-        do, what = instruction
-        if do is Do.WAIT:
-            assert isinstance(what, Message)
-            return all(what.value in self.begun[party] for party in what.parties)
-        if do is Do.FINISH and id(what) in self.halves:
-            assert isinstance(what, Transfer)
-            way, nth = self.halves[id(what)]
+        op, operand = instruction
+        if op is Op.WAIT:
+            assert isinstance(operand, Message)
+            return all(operand.value in self.begun[party] for party in operand.parties)
+        if op is Op.FINISH and id(operand) in self.halves:
+            assert isinstance(operand, Transfer)
+            way, nth = self.halves[id(operand)]
             return all(len(self.moves[way].get(end, ())) > nth for end in set(way))
-        if do is Do.START and isinstance(what, Transfer) and what.action.kind is Kind.HOST:
+        if op is Op.START and isinstance(operand, Transfer) and operand.action.kind is Kind.HOST:
             # It has heard of all stages that came before, of those too that never leave: that is stricter than need be.
-            return self.measured_by[what.action.stage, what.action.microbatch][0] <= self.ran[what.sender]
+            return self.measured_by[operand.action.stage, operand.action.microbatch][0] <= self.ran[operand.sender]
         return True
 
-    def do(self, rank: int, instruction: Instruction) -> None:
-        do, what = instruction
-        if isinstance(what, Action):
-            self.compute(rank, what)
-        elif isinstance(what, Transfer):
-            (self.start if do is Do.START else self.arrive)(rank, what)
-        elif do is Do.WAIT:
-            if what.value not in self.begun[rank]:
-                raise Wrong(f"rank {rank} waits for {what} and has not begun it")
-            self.waited[rank].add(what.value)
+    def op(self, rank: int, instruction: Instruction) -> None:
+        op, operand = instruction
+        if isinstance(operand, Action):
+            self.compute(rank, operand)
+        elif isinstance(operand, Transfer):
+            (self.start if op is Op.START else self.arrive)(rank, operand)
+        elif op is Op.WAIT:
+            if operand.value not in self.begun[rank]:
+                raise Wrong(f"rank {rank} waits for {operand} and has not begun it")
+            self.waited[rank].add(operand.value)
         else:
-            self.begin(rank, do, what)
+            self.begin(rank, op, operand)
 
     def compute(self, rank: int, action: Action) -> None:
-        value = self.needs.needed(action)
+        value = self.dependencies.operand_of(action)
         if value != NOTHING:
-            makers = self.needs.route(value).makers
+            makers = self.dependencies.route(value).makers
             if set(makers) != {rank} and value not in self.waited[rank]:
-                raise Wrong(f"{action} has not waited for {self.needs.words(value)}")
+                raise Wrong(f"{action} has not waited for {self.dependencies.describe(value)}")
             if any(not self.has_made(maker, value) for maker in makers):
-                raise Wrong(f"{action} comes before {self.needs.words(value)} is made")
+                raise Wrong(f"{action} comes before {self.dependencies.describe(value)} is made")
         if action.kind in BACKWARDS:
             if Action(action.stage, Kind.FORWARD, action.microbatch) not in self.ran[rank]:
                 raise Wrong(f"{action} comes before its forward")
@@ -119,17 +131,17 @@ class World:
         self.ran[rank].add(action)
 
     def has_made(self, rank: int, value: int) -> bool:
-        return any(self.needs.made(action) == value for action in self.ran[rank])
+        return any(self.dependencies.value_of(action) == value for action in self.ran[rank])
 
-    def begin(self, rank: int, do: Do, message: Message) -> None:
+    def begin(self, rank: int, op: Op, message: Message) -> None:
         if message.value in self.begun[rank]:
             raise Wrong(f"rank {rank} begins {message} twice")
-        is_maker = rank in self.needs.route(message.value).makers
-        if is_maker != (do is Do.SEND) or (is_maker and not self.has_made(rank, message.value)):
-            raise Wrong(f"rank {rank} cannot {do.name} {message}")
+        is_maker = rank in self.dependencies.route(message.value).makers
+        if is_maker != (op is Op.SEND) or (is_maker and not self.has_made(rank, message.value)):
+            raise Wrong(f"rank {rank} cannot {op.name} {message}")
         self.begun[rank].add(message.value)
         sort = message.value // self.schedule.num_microbatches
-        channel = (sort, self.needs.route(message.value).makers) if message.is_collective else message.parties
+        channel = (sort, self.dependencies.route(message.value).makers) if message.is_collective else message.parties
         ends = self.channels.setdefault(channel, {})
         ends.setdefault(rank, []).append(message.value)
         nth = len(ends[rank]) - 1

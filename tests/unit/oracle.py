@@ -1,6 +1,9 @@
-"""Judge a schedule slowly and obviously: walk its grid slot by slot and do what each says. In: a Schedule. Out: whether that could be done.
+"""Judge a schedule slowly and obviously: walk its grid slot by slot and do what each says.
 
-Shares no code with `bpipe.check.rules`, and judges all of its rules but deadlocks. Knows nothing that the grid does not say.
+In: a Schedule. Out: whether that could be done.
+
+Shares no code with `bpipe.check.rules`, and judges all of its rules but deadlocks. Knows nothing that the grid does not
+say.
 """
 
 from __future__ import annotations
@@ -16,7 +19,10 @@ BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 @dataclass
 class State:
-    """What has happened to every stage and micro-batch. `backwarded`: its gradient is passed on; `over`: its activations are let go."""
+    """What has happened to every stage and micro-batch.
+
+    `backwarded`: its gradient is passed on; `over`: its activations are let go.
+    """
 
     forwarded: set[Key] = field(default_factory=set)
     backwarded: set[Key] = field(default_factory=set)
@@ -34,10 +40,15 @@ def is_sound(schedule: Schedule) -> bool:
     # What cannot be done in so few slots need not be tried.
     if schedule.num_stages * schedule.num_microbatches > sum(map(len, schedule.ranks)):
         return False
-    every = {(stage, microbatch) for stage in range(schedule.num_stages) for microbatch in range(schedule.num_microbatches)}
+    every = {
+        (stage, microbatch) for stage in range(schedule.num_stages) for microbatch in range(schedule.num_microbatches)
+    }
     for column in zip(*schedule.ranks, strict=True):
         began = now.copy()
-        holding = [sum(schedule.layout.only_placement[stage] == rank for stage, _ in now.present) for rank in range(schedule.num_ranks)]
+        holding = [
+            sum(schedule.layout.only_placement[stage] == rank for stage, _ in now.present)
+            for rank in range(schedule.num_ranks)
+        ]
         for stage, _ in now.away:
             holding[schedule.partners[schedule.layout.only_placement[stage]] if schedule.partners else 0] += 1
         for rank, cell in enumerate(column):
@@ -50,7 +61,9 @@ def is_sound(schedule: Schedule) -> bool:
                 if not moves(schedule, rank, moved, column, began, now, holding):
                     return False
         # What is evicted, returned or computed backward is still held during this slot.
-        if schedule.bounds is not None and any(held > bound for held, bound in zip(holding, schedule.bounds, strict=True)):
+        if schedule.bounds is not None and any(
+            held > bound for held, bound in zip(holding, schedule.bounds, strict=True)
+        ):
             return False
     return now.forwarded == now.backwarded == now.over == every
 
@@ -59,7 +72,9 @@ def overlaps(first: Action, second: Action) -> bool:
     return first.kind is Kind.FORWARD and second.kind in BACKWARDS
 
 
-def computes(schedule: Schedule, rank: int, one: Action, every: set[Key], began: State, now: State, holding: list[int]) -> bool:
+def computes(
+    schedule: Schedule, rank: int, one: Action, every: set[Key], began: State, now: State, holding: list[int]
+) -> bool:
     """Compute, if what is needed was there when the slot began."""
     key = (one.stage, one.microbatch)
     if key not in every or schedule.layout.only_placement[one.stage] != rank:
@@ -84,7 +99,9 @@ def computes(schedule: Schedule, rank: int, one: Action, every: set[Key], began:
     return True
 
 
-def moves(schedule: Schedule, rank: int, moved: Action, column: tuple[Slot, ...], began: State, now: State, holding: list[int]) -> bool:
+def moves(
+    schedule: Schedule, rank: int, moved: Action, column: tuple[Slot, ...], began: State, now: State, holding: list[int]
+) -> bool:
     """Move one micro-batch, if it can be moved in this slot, and its other end is there."""
     if schedule.partners is None or schedule.partners[rank] == rank or moved.kind not in TRANSFER:
         return False
@@ -94,7 +111,9 @@ def moves(schedule: Schedule, rank: int, moved: Action, column: tuple[Slot, ...]
     evictor = rank if moved.kind in (Kind.EVICT, Kind.LOAD) else partner
     if moved.stage not in range(schedule.num_stages) or schedule.layout.only_placement[moved.stage] != evictor:
         return False
-    if key in [(one.stage, one.microbatch) for one in (column[evictor].compute, column[evictor].overlapped) if one is not None]:
+    if key in [
+        (one.stage, one.microbatch) for one in (column[evictor].compute, column[evictor].overlapped) if one is not None
+    ]:
         return False
     if moved.kind is Kind.EVICT:
         if key not in began.present or key not in now.present or key in began.backwarded:

@@ -7,20 +7,20 @@ from itertools import combinations
 
 import pytest
 
+from bpipe.balance.budget import ActivationBudget, balance_within
+from bpipe.balance.evict import OverBound, plan_evictions
+from bpipe.balance.pairs import balance
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.check.rules import check
 from bpipe.generate.families import FAMILIES
-from bpipe.generate.family import Asked
+from bpipe.generate.family import FamilyOptions
 from bpipe.generate.place import place
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.host_buffers import Hosting, host_buffers, num_host_buffers
-from bpipe.ir.hosts import default_partners, mirrored, pairing
+from bpipe.ir.host_buffers import Residency, host_buffers, num_host_buffers
+from bpipe.ir.hosts import default_partners, mirrored_pairs, pairing
 from bpipe.ir.layout import one_pipe
 from bpipe.ir.memory import live_counts, memory_of, num_transfers, peak_bytes, peak_counts
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.balance import balance
-from bpipe.passes.evict import OverBound, plan_evictions
-from bpipe.passes.room import Rooms, fit
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 
 
 def generate(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
@@ -28,9 +28,11 @@ def generate(name: str, num_stages: int, num_microbatches: int, num_chunks: int 
 
 
 def fewest_evictions(schedule: Schedule, rank: int, bound: int) -> int | None:
-    """Try every set of micro-batches, smallest first; each leaves right after its forward and stays away as long as it can.
+    """Try every set of micro-batches, smallest first; each leaves right after its forward and stays away as long as it
+    can.
 
-    To leave later only makes the others' room smaller, so no other plan of this set can do better. None: no set keeps the bound.
+    To leave later only makes the others' room smaller, so no other plan of this set can do better. None: no set keeps
+    the bound.
     """
     forward, need = {}, {}
     for slot, cell in enumerate(schedule.ranks[rank]):
@@ -86,7 +88,16 @@ def test_a_plan_takes_as_few_evictions_as_trying_all(seed: int) -> None:
 
 
 # (p, m) -> evictions of each rank that sends.
-FEWEST = {(4, 4): [1], (4, 5): [2], (4, 8): [3], (5, 8): [2], (6, 6): [2, 1], (6, 10): [4, 3], (8, 8): [3, 2, 1], (8, 10): [3, 3, 2]}
+FEWEST = {
+    (4, 4): [1],
+    (4, 5): [2],
+    (4, 8): [3],
+    (5, 8): [2],
+    (6, 6): [2, 1],
+    (6, 10): [4, 3],
+    (8, 8): [3, 2, 1],
+    (8, 10): [3, 3, 2],
+}
 
 
 @pytest.mark.parametrize(("p", "m"), FEWEST)
@@ -111,10 +122,17 @@ def test_interleaved_sends_ahead_what_the_paper_says(p: int, v: int, ahead: list
     balanced = build(ScheduleConfig("interleaved-1f1b", p, 4 * p, v, BalanceConfig()))
     for rank, expected in enumerate(ahead):
         first_load = next(
-            (slot for slot, cell in enumerate(balanced.ranks[rank]) if any(a.kind is Kind.LOAD for a in cell.transfers)), None
+            (
+                slot
+                for slot, cell in enumerate(balanced.ranks[rank])
+                if any(a.kind is Kind.LOAD for a in cell.transfers)
+            ),
+            None,
         )
         first_backward = next(
-            slot for slot, cell in enumerate(balanced.ranks[rank]) if cell.compute is not None and cell.compute.kind is Kind.BACKWARD
+            slot
+            for slot, cell in enumerate(balanced.ranks[rank])
+            if cell.compute is not None and cell.compute.kind is Kind.BACKWARD
         )
         end = first_backward if first_load is None else min(first_load, first_backward)
         sent = sum(a.kind is Kind.EVICT for cell in balanced.ranks[rank][:end] for a in cell.transfers)
@@ -139,9 +157,10 @@ def test_any_bound_from_the_smallest_up_is_kept(name: str) -> None:
 
 @pytest.mark.parametrize(("p", "v"), [(2, 2), (3, 3), (4, 2), (5, 2), (6, 3), (8, 2)])
 def test_the_smallest_bound_of_interleaved_is_the_formula_once_the_pipeline_is_full(p: int, v: int) -> None:
-    """A pair saves 2 * ((v - 1) * g + p) chunk micro-batches together, and one more place serves an eviction and a load at once."""
+    """A pair saves 2 * ((v - 1) * g + p) chunk micro-batches together, and one more place serves an eviction and a
+    load at once."""
     for m, g in ((p, p), (p + 1, p), (2 * p, p), (3 * p + 1, p), (2 * p, 2 * p), (4 * p, 2 * p)):
-        (bound,) = set(balance(FAMILIES["interleaved-1f1b"].generate(p, m, v, Asked(g))).bounds or ())
+        (bound,) = set(balance(FAMILIES["interleaved-1f1b"].generate(p, m, v, FamilyOptions(g))).bounds or ())
         formula = (v - 1) * g + p + 1
         assert bound == formula if m >= 2 * g else bound <= formula
 
@@ -159,12 +178,17 @@ def test_a_bound_of_its_own_for_each_rank() -> None:
     balanced = balance(plain, [3, 3, 2, 3])
     check(balanced)
     assert peak_counts(balanced) == (3, 3, 2, 3)
-    with pytest.raises(ValueError, match=r"rank 3, hosting for rank 0, holds up to 3 micro-batches, its bound is 2\. The smallest bound"):
+    with pytest.raises(
+        ValueError,
+        match=r"rank 3, hosting for rank 0, holds up to 3 micro-batches, its bound is 2\. The smallest bound",
+    ):
         balance(plain, [3, 3, 3, 2])
 
 
 def test_a_bound_that_the_rank_itself_cannot_keep() -> None:
-    with pytest.raises(ValueError, match=r"rank 0 cannot keep to 1 micro-batches: in slot 1 it needs 2 at once, 2 over all slots"):
+    with pytest.raises(
+        ValueError, match=r"rank 0 cannot keep to 1 micro-batches: in slot 1 it needs 2 at once, 2 over all slots"
+    ):
         balance(generate("1f1b", 4, 8), [1] * 4)
 
 
@@ -185,14 +209,17 @@ def test_default_partners_are_opposite_ranks_in_every_family(name: str, v: int) 
     for p in (1, 2, 3, 4, 5, 8, 11):
         for m in sorted({1, 2, 3, p - 1, p, p + 1, 2 * p, 3 * p + 1} - {0}):
             for g in {None, m} if FAMILIES[name].takes_groups and m > p else {None}:
-                peaks = peak_counts(FAMILIES[name].generate(p, m, v, Asked(g)))
-                assert default_partners(peaks) == mirrored(p), peaks
+                peaks = peak_counts(FAMILIES[name].generate(p, m, v, FamilyOptions(g)))
+                assert default_partners(peaks) == mirrored_pairs(p), peaks
 
 
 @pytest.mark.parametrize(
     ("peaks", "partners"),
     [
-        ((5, 6, 7, 8, 8, 7, 6, 5), (3, 2, 1, 0, 7, 6, 5, 4)),  # two pipes in opposite directions: each half is a pipeline's
+        (
+            (5, 6, 7, 8, 8, 7, 6, 5),
+            (3, 2, 1, 0, 7, 6, 5, 4),
+        ),  # two pipes in opposite directions: each half is a pipeline's
         ((3, 3, 3, 3, 3), (4, 3, 2, 1, 0)),
         ((1, 9, 2, 1, 4), (4, 3, 2, 1, 0)),  # of equally light ranks the opposite one; one is left over
         ((1, 1, 9, 4, 4, 4), (3, 2, 1, 0, 5, 4)),  # no opposite one among the lightest: the nearest
@@ -205,7 +232,11 @@ def test_default_partners_follow_the_peaks(peaks: tuple[int, ...], partners: tup
 
 @pytest.mark.parametrize(
     ("partners", "reason"),
-    [((3, 2, 1), "3 partners for 4 ranks"), ((3, 2, 1, 4), "partner 4 is not a rank"), ((1, 2, 3, 0), "pair them both ways")],
+    [
+        ((3, 2, 1), "3 partners for 4 ranks"),
+        ((3, 2, 1, 4), "partner 4 is not a rank"),
+        ((1, 2, 3, 0), "pair them both ways"),
+    ],
 )
 def test_a_pairing_that_is_none_is_refused(partners: tuple[int, ...], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
@@ -214,7 +245,8 @@ def test_a_pairing_that_is_none_is_refused(partners: tuple[int, ...], reason: st
 
 def test_a_rank_without_partner_cannot_be_balanced() -> None:
     with pytest.raises(
-        ValueError, match=r"rank 0 has no partner and holds up to 4 micro-batches, its bound is 3\. Give it 4, or a partner"
+        ValueError,
+        match=r"rank 0 has no partner and holds up to 4 micro-batches, its bound is 3\. Give it 4, or a partner",
     ):
         balance(generate("1f1b", 4, 8), [3] * 4, (0, 1, 2, 3))
 
@@ -234,12 +266,12 @@ def test_moved_bytes_cannot_exceed_saved_bytes() -> None:
     with pytest.raises(ValueError, match="moved_bytes 11 must lie between 0 and saved_bytes 10"):
         peak_bytes(generate("1f1b", 2, 2), memory_of([10, 10], [10, 11]))
     with pytest.raises(ValueError, match="moved_bytes 11 must lie between 0 and saved_bytes 10"):
-        fit(generate("1f1b", 2, 2), Rooms((99, 99), memory_of([10, 10], [10, 11])))
+        balance_within(generate("1f1b", 2, 2), ActivationBudget((99, 99), memory_of([10, 10], [10, 11])))
 
 
 def test_host_buffers_are_reused_only_in_the_next_slot() -> None:
     balanced = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
-    assert host_buffers(balanced, 3) == {Hosting(0, 1, 0): 0, Hosting(0, 3, 0): 1, Hosting(0, 5, 0): 0}
+    assert host_buffers(balanced, 3) == {Residency(0, 1, 0): 0, Residency(0, 3, 0): 1, Residency(0, 5, 0): 0}
     assert host_buffers(balanced, 0) == {}
     assert (num_host_buffers(balanced, 3), num_host_buffers(balanced, 0)) == (2, 0)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from bpipe.balance.pairs import balance
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.check.rules import check
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.host_buffers import num_host_buffers
 from bpipe.ir.memory import live_counts, num_transfers, peak_counts
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.balance import balance
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 
 SIZES = [(p, m) for p in range(2, 17) for m in sorted({1, 2, p - 1, p, p + 1, 2 * p, 3 * p + 1, 6 * p})]
 LARGE = [pytest.param(p, m, marks=pytest.mark.slow) for p in range(17, 33) for m in (p - 1, p, p + 1, 3 * p, 6 * p)]
@@ -22,7 +22,8 @@ def mu_opt(num_stages: int) -> int:
 
 
 def algorithm_1(schedule: Schedule, stage: int) -> dict[int, set[tuple[str, int]]]:
-    """Kim et al. 2023, Algorithm 1, line by line; "latest finished forward" in place of the index of slot i-3, which may be a bubble."""
+    """Kim et al. 2023, Algorithm 1, line by line; "latest finished forward" in place of the index of slot i-3, which
+    may be a bubble."""
     p, m = schedule.num_stages, schedule.num_microbatches
     row = [slot.compute for slot in schedule.ranks[stage]]
     plan: dict[int, set[tuple[str, int]]] = {}
@@ -55,9 +56,13 @@ def test_the_worked_example() -> None:
     hosted = " .  . H1  .  .  .  . H3 R1  .  . H5 R3  .  .  . R5  .  .  .  .  ."
     row = schedule.ranks[0]
     assert [str(slot.compute)[1:] if slot.compute else "." for slot in row] == computed.split()
-    assert ["+".join(f"{a.kind.value[0]}{a.microbatch}" for a in slot.transfers) or "." for slot in row] == moved.split()
+    assert [
+        "+".join(f"{a.kind.value[0]}{a.microbatch}" for a in slot.transfers) or "." for slot in row
+    ] == moved.split()
     row = schedule.ranks[3]
-    assert ["+".join(f"{a.kind.value[0]}{a.microbatch}" for a in slot.transfers) or "." for slot in row] == hosted.split()
+    assert [
+        "+".join(f"{a.kind.value[0]}{a.microbatch}" for a in slot.transfers) or "." for slot in row
+    ] == hosted.split()
     assert all(action.stage == 0 for slot in row for action in slot.transfers), "a HOST names the evictor's stage"
     assert schedule.bounds == (3, 3, 3, 3)
     assert schedule.partners == (3, 2, 1, 0)

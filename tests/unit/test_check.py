@@ -7,23 +7,20 @@ from dataclasses import replace
 
 import pytest
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.check.case import Case, ScheduleError
 from bpipe.check.rules import RULES, check, check_host_buffers, check_no_deadlock
+from bpipe.formats.text import read_action
 from bpipe.generate.place import place
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.host_buffers import Hosting, host_buffers
+from bpipe.ir.host_buffers import Residency, host_buffers
 from bpipe.ir.hosts import in_pairs
 from bpipe.ir.layout import one_pipe
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule, Slot
-from bpipe.ir.text import read_action
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 
-#      slot  0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16 17 18 19 20 21
 # rank 0 C  F0 F1 F2 F3  .  .  . B0 F4 B1 F5 B2 F6 B3 F7 B4  . B5  . B6  . B7
-#        T   .  . E1  .  .  .  . E3 L1  .  . E5 L3  .  .  . L5  .  .  .  .  .
 # rank 3 C   .  .  . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7  .  .  .
-#        T   .  . H1  .  .  .  . H3 R1  .  . H5 R3  .  .  . R5  .  .  .  .  .
 BALANCED = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
 
 
@@ -49,10 +46,38 @@ def refused(schedule: Schedule, exchange: Exchange = Exchange.MEGATRON_1F1B) -> 
 
 BROKEN = {
     # rule, rank, slot, action, part of the reason
-    "a computation twice": (changed(BALANCED, (0, 4, "0F3")), "each computation once", 0, 4, "0F3", "already computed in slot 3"),
-    "a computation missing": (changed(BALANCED, (2, 2, "")), "each computation once", 2, 21, "", "stage 2 has no F of micro-batch 0"),
-    "another rank's stage": (changed(BALANCED, (1, 4, "2F0")), "each computation once", 1, 4, "2F0", "stage 2 belongs to rank 2"),
-    "no such micro-batch": (changed(BALANCED, (0, 4, "0F8")), "each computation once", 0, 4, "0F8", "micro-batches 0 to 7"),
+    "a computation twice": (
+        changed(BALANCED, (0, 4, "0F3")),
+        "each computation once",
+        0,
+        4,
+        "0F3",
+        "already computed in slot 3",
+    ),
+    "a computation missing": (
+        changed(BALANCED, (2, 2, "")),
+        "each computation once",
+        2,
+        21,
+        "",
+        "stage 2 has no F of micro-batch 0",
+    ),
+    "another rank's stage": (
+        changed(BALANCED, (1, 4, "2F0")),
+        "each computation once",
+        1,
+        4,
+        "2F0",
+        "stage 2 belongs to rank 2",
+    ),
+    "no such micro-batch": (
+        changed(BALANCED, (0, 4, "0F8")),
+        "each computation once",
+        0,
+        4,
+        "0F8",
+        "micro-batches 0 to 7",
+    ),
     "backward before forward": (
         changed(BALANCED, (3, 3, "3B0"), (3, 4, "3F0")),
         "forward before backward",
@@ -61,15 +86,61 @@ BROKEN = {
         "3B0",
         "3F0 comes only in slot 4",
     ),
-    "a stage ahead of the one before": (changed(BALANCED, (2, 0, "2F0"), (2, 2, "")), "stage order", 2, 0, "2F0", "needs 1F0"),
-    "a backward ahead of the next stage's": (changed(BALANCED, (0, 5, "0B0"), (0, 7, "0EVICT3")), "stage order", 0, 5, "0B0", "needs 1B0"),
-    "a transfer without its other end": (changed(BALANCED, (3, 2, "")), "other ends", 0, 2, "0EVICT1", "rank 3 has no 0HOST1"),
-    "an other end without its transfer": (changed(BALANCED, (0, 8, "0F4")), "other ends", 3, 8, "0RETURN1", "rank 0 has no 0LOAD1"),
-    "an eviction of another rank's stage": (changed(BALANCED, (0, 4, "3EVICT0")), "other ends", 0, 4, "3EVICT0", "none of rank 0's"),
-    "a transfer of no micro-batch": (changed(BALANCED, (0, 4, "0EVICT9")), "other ends", 0, 4, "0EVICT9", "micro-batches 0 to 7"),
+    "a stage ahead of the one before": (
+        changed(BALANCED, (2, 0, "2F0"), (2, 2, "")),
+        "stage order",
+        2,
+        0,
+        "2F0",
+        "needs 1F0",
+    ),
+    "a backward ahead of the next stage's": (
+        changed(BALANCED, (0, 5, "0B0"), (0, 7, "0EVICT3")),
+        "stage order",
+        0,
+        5,
+        "0B0",
+        "needs 1B0",
+    ),
+    "a transfer without its other end": (
+        changed(BALANCED, (3, 2, "")),
+        "other ends",
+        0,
+        2,
+        "0EVICT1",
+        "rank 3 has no 0HOST1",
+    ),
+    "an other end without its transfer": (
+        changed(BALANCED, (0, 8, "0F4")),
+        "other ends",
+        3,
+        8,
+        "0RETURN1",
+        "rank 0 has no 0LOAD1",
+    ),
+    "an eviction of another rank's stage": (
+        changed(BALANCED, (0, 4, "3EVICT0")),
+        "other ends",
+        0,
+        4,
+        "3EVICT0",
+        "none of rank 0's",
+    ),
+    "a transfer of no micro-batch": (
+        changed(BALANCED, (0, 4, "0EVICT9")),
+        "other ends",
+        0,
+        4,
+        "0EVICT9",
+        "micro-batches 0 to 7",
+    ),
     "a forward among the transfers": (
         replace(
-            BALANCED, ranks=((Slot(Action(0, Kind.FORWARD, 0), (Action(0, Kind.FORWARD, 0),)), *BALANCED.ranks[0][1:]), *BALANCED.ranks[1:])
+            BALANCED,
+            ranks=(
+                (Slot(Action(0, Kind.FORWARD, 0), (Action(0, Kind.FORWARD, 0),)), *BALANCED.ranks[0][1:]),
+                *BALANCED.ranks[1:],
+            ),
         ),
         "other ends",
         0,
@@ -77,7 +148,14 @@ BROKEN = {
         "0F0",
         "F is no transfer",
     ),
-    "a transfer of a rank without partner": (replace(BALANCED, hosts=in_pairs((0, 2, 1, 3))), "other ends", 0, 2, "0EVICT1", "no partner"),
+    "a transfer of a rank without partner": (
+        replace(BALANCED, hosts=in_pairs((0, 2, 1, 3))),
+        "other ends",
+        0,
+        2,
+        "0EVICT1",
+        "no partner",
+    ),
     "evicted beside its own forward": (
         changed(BALANCED, (0, 2, "0F2 0EVICT2"), (3, 2, "0HOST2")),
         "activations present",
@@ -126,8 +204,22 @@ BROKEN = {
         "0LOAD3",
         "its backward is in slot 13, load before",
     ),
-    "over its bound": (replace(BALANCED, bounds=(3, 2, 3, 3)), "bound", 1, 3, "1F2", "holds 3 micro-batches, its bound is 2"),
-    "acceptor over its bound": (replace(BALANCED, bounds=(3, 3, 3, 2)), "bound", 3, 7, "3F2", "holds 3 micro-batches, its bound is 2"),
+    "over its bound": (
+        replace(BALANCED, bounds=(3, 2, 3, 3)),
+        "bound",
+        1,
+        3,
+        "1F2",
+        "holds 3 micro-batches, its bound is 2",
+    ),
+    "acceptor over its bound": (
+        replace(BALANCED, bounds=(3, 3, 3, 2)),
+        "bound",
+        3,
+        7,
+        "3F2",
+        "holds 3 micro-batches, its bound is 2",
+    ),
 }
 
 
@@ -135,7 +227,12 @@ BROKEN = {
 def test_a_broken_rule_is_named_with_its_place(case: str) -> None:
     schedule, rule, rank, slot, action, reason = BROKEN[case]
     error = refused(schedule)
-    assert (error.rule, error.rank, error.slot, "" if error.action is None else str(error.action)) == (rule, rank, slot, action)
+    assert (error.rule, error.rank, error.slot, "" if error.action is None else str(error.action)) == (
+        rule,
+        rank,
+        slot,
+        action,
+    )
     assert reason in str(error)
     marked = [line for line in str(error).split("\n") if "[" in line]
     assert marked, "the grid shows the spot"
@@ -156,7 +253,10 @@ def test_an_error_shows_the_grid_with_the_spot_marked() -> None:
 SHAPES: dict[str, tuple[Callable[[Schedule], Schedule], str]] = {
     "nothing": (lambda one: replace(one, ranks=()), "0 ranks"),
     "ragged": (lambda one: replace(one, ranks=(one.ranks[0][:-1], *one.ranks[1:])), "rank 0 has 21 slots, others 22"),
-    "more than its slots": (lambda one: replace(one, num_microbatches=999_999_999), "999999999 micro-batches cannot be in 4 x 22 slots"),
+    "more than its slots": (
+        lambda one: replace(one, num_microbatches=999_999_999),
+        "999999999 micro-batches cannot be in 4 x 22 slots",
+    ),
     "uneven": (lambda one: replace(one, layout=one_pipe((0, 1, 2, 2))), "equally many stages"),
     "bounds": (lambda one: replace(one, bounds=(3,)), "1 bounds for 4 ranks"),
     "host": (lambda one: replace(one, hosts=in_pairs((4, 2, 1, 0))), "rank 0: host 4 is no other rank of 0 to 3"),
@@ -182,21 +282,26 @@ def test_a_split_backward_needs_its_input_half_first() -> None:
 def test_a_host_buffer_given_twice_is_refused() -> None:
     assigned = {rank: dict(host_buffers(BALANCED, rank)) for rank in range(4)}
     check_host_buffers(Case(BALANCED), assigned)
-    assigned[3][Hosting(0, 3, 0)] = assigned[3][Hosting(0, 1, 0)]
+    assigned[3][Residency(0, 3, 0)] = assigned[3][Residency(0, 1, 0)]
     with pytest.raises(ScheduleError, match="host buffers: rank 3, slot 7, 0HOST3: host buffer 0 still holds 0HOST1"):
         check_host_buffers(Case(BALANCED), assigned)
 
 
 def test_opposite_orders_on_a_pair_are_refused() -> None:
     """Two transfers in one slot pass in the order in which each end lists them: here the ends disagree."""
-    schedule = changed(BALANCED, (0, 2, "0F2 0EVICT1 0EVICT0"), (3, 2, "0HOST0 0HOST1"), (0, 6, "0LOAD0"), (3, 6, "3B1 0RETURN0"))
+    schedule = changed(
+        BALANCED, (0, 2, "0F2 0EVICT1 0EVICT0"), (3, 2, "0HOST0 0HOST1"), (0, 6, "0LOAD0"), (3, 6, "3B1 0RETURN0")
+    )
     error = refused(schedule)
     assert (error.rule, error.rank, error.slot, str(error.action)) == ("order on a pair", 0, 2, "0EVICT1")
     check(changed(schedule, (3, 2, "0HOST1 0HOST0")))
 
 
 def test_a_rank_that_runs_too_far_ahead_deadlocks_when_sends_block() -> None:
-    """Four forwards ahead of a stage that takes one: rank 0 sits in its send of F2, rank 1 in its send of B0. Posted ones pass."""
+    """Four forwards ahead of a stage that takes one: rank 0 sits in its send of F2, rank 1 in its send of B0.
+
+    Posted ones pass.
+    """
     ahead = listing("0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3")
     behind = listing("1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3")
     schedule = place("ahead", 4, one_pipe((0, 1)), [ahead, behind])

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.check.case import Case, ScheduleError
 from bpipe.check.rules import RULES, check_no_deadlock
 from bpipe.ir.action import OTHER_END, Action, Kind
 from bpipe.ir.schedule import Schedule, Slot
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 from tests.unit.oracle import is_sound
 from tests.unit.test_overlap import OVERLAPPED
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 import bpipe
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.cli import COMMANDS, _parsers, main
 from bpipe.flag_types import positive
-from bpipe.ir.document import read_json
-from bpipe.ir.grid import read_grid
-from bpipe.ir.text import read_csv
-from bpipe.program import BalanceConfig, ScheduleConfig, build
+from bpipe.formats.document import read_json
+from bpipe.formats.grid import read_grid
+from bpipe.formats.text import read_csv
 
 EXAMPLE = ["schedule", "--schedule", "1f1b", "--stages", "4", "--microbatches", "8", "--balance", "bpipe"]
 SCHEDULE = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
@@ -70,7 +70,9 @@ def test_standard_input(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.M
 
 def test_a_listing_from_elsewhere_is_aligned_and_balanced(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "listing.csv"
-    path.write_text("".join(",".join(str(slot.compute) for slot in row if slot.compute) + "\n" for row in SCHEDULE.ranks))
+    path.write_text(
+        "".join(",".join(str(slot.compute) for slot in row if slot.compute) + "\n" for row in SCHEDULE.ranks)
+    )
     assert main(["schedule", "--input", str(path)]) == 2
     assert "stage order: rank 1, slot 0, 1F0: needs 0F0, which rank 0 computes in slot 0" in capfd.readouterr().err
     assert main(["schedule", "--input", str(path), "--align", "--balance", "bpipe", "--format", "json"]) == 0
@@ -87,10 +89,15 @@ def test_a_listing_from_elsewhere_is_aligned_and_balanced(capfd: pytest.CaptureF
             "0F5 cannot be placed: there are stages 0 to 0, micro-batches 0 to 0",
         ),
         ("# bpipe schedule=x microbatches=1 stage_to_rank=0\n3F0,0B0\n", "3F0 cannot be placed"),
-        ("# bpipe schedule=x microbatches=999999999 stage_to_rank=0\n0F0,0B0\n", "1 stages of 999999999 micro-batches are more than what"),
+        (
+            "# bpipe schedule=x microbatches=999999999 stage_to_rank=0\n0F0,0B0\n",
+            "1 stages of 999999999 micro-batches are more than what",
+        ),
     ],
 )
-def test_what_cannot_be_aligned_is_one_line(text: str, reason: str, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_cannot_be_aligned_is_one_line(
+    text: str, reason: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """The first was a traceback, the last took all memory."""
     path = tmp_path / "listing.csv"
     path.write_text(text)
@@ -108,24 +115,46 @@ def test_bounds_and_partners(capfd: pytest.CaptureFixture[str]) -> None:
 REFUSED = {
     "bound too small": ([*EXAMPLE, "--bound", "2"], "smallest bound found that ranks 0 and 3 can both keep is 3"),
     "wrong number of bounds": ([*EXAMPLE, "--bound", "3,3"], "2 bounds for 4 stages: give one for all or one for each"),
-    "bound without balance": ([*EXAMPLE[:-2], "--bound", "3"], "--bound says how to balance: give --balance bpipe, too"),
-    "partners without balance": ([*EXAMPLE[:-2], "--partners", "3,2,1,0"], "--partners says how to balance: give --balance bpipe, too"),
-    "a pool without balance": ([*EXAMPLE[:-2], "--hosts", "pool"], "--hosts says how to balance: give --balance bpipe, too"),
-    "a pool with partners": ([*EXAMPLE, "--hosts", "pool", "--partners", "3,2,1,0"], "partners are pairs, and hosts pool are others"),
+    "bound without balance": (
+        [*EXAMPLE[:-2], "--bound", "3"],
+        "--bound says how to balance: give --balance bpipe, too",
+    ),
+    "partners without balance": (
+        [*EXAMPLE[:-2], "--partners", "3,2,1,0"],
+        "--partners says how to balance: give --balance bpipe, too",
+    ),
+    "a pool without balance": (
+        [*EXAMPLE[:-2], "--hosts", "pool"],
+        "--hosts says how to balance: give --balance bpipe, too",
+    ),
+    "a pool with partners": (
+        [*EXAMPLE, "--hosts", "pool", "--partners", "3,2,1,0"],
+        "partners are pairs, and hosts pool are others",
+    ),
     "a pool without room": (
         [*EXAMPLE, "--hosts", "pool", "--bound", "2"],
-        "for which the others have no room (rank 3 1). The smallest bound found that a pool keeps for all ranks is 3 micro-batches",
+        "for which the others have no room (rank 3 1). The smallest bound found that a pool keeps for all ranks is 3 "
+        "micro-batches",
     ),
     "partners one-sided": ([*EXAMPLE, "--partners", "1,2,3,0"], "pair them both ways"),
     "nothing to do": (["schedule", "--schedule", "1f1b"], "--stages, --microbatches missing"),
-    "too many": (["schedule", "--schedule", "1f1b", "--stages", "9999", "--microbatches", "9999"], "are more than 10000000: ask for fewer"),
+    "too many": (
+        ["schedule", "--schedule", "1f1b", "--stages", "9999", "--microbatches", "9999"],
+        "are more than 10000000: ask for fewer",
+    ),
     "chunks for 1f1b": ([*EXAMPLE, "--chunks", "2"], "takes at most 1 chunk a rank, not 2"),
-    "a format that is not written": ([*EXAMPLE, "--output", "x.pdf"], ".pdf is not written, only grid, csv, json, svg, png"),
+    "a format that is not written": (
+        [*EXAMPLE, "--output", "x.pdf"],
+        ".pdf is not written, only grid, csv, json, svg, png",
+    ),
     "one chunk for interleaved": (
         ["schedule", "--schedule", "interleaved-1f1b", "--stages", "2", "--microbatches", "2", "--chunks", "1"],
         "at least 2 chunks",
     ),
-    "no such file": (["schedule", "--input", "/nowhere/at-all.csv"], "there is no folder /nowhere: make it, or look at the name"),
+    "no such file": (
+        ["schedule", "--input", "/nowhere/at-all.csv"],
+        "there is no folder /nowhere: make it, or look at the name",
+    ),
     "input and generate": (["schedule", "--input", "x", "--stages", "3"], "--stages is for generating"),
     "align what is generated": ([*EXAMPLE, "--align"], "--align is for a schedule read with --input"),
 }
@@ -146,9 +175,18 @@ ESTIMATE = ["estimate", "--global-batch", "8", "--pipeline", "2", "--micro-batch
 MISUSED = {
     "nothing": ([], "bpipe: error: the following arguments are required: COMMAND"),
     "command": (["simulte"], "unknown command 'simulte', did you mean 'simulate'?"),
-    "schedule": (["schedule", "--schedule", "1fb1"], "argument --schedule: unknown choice '1fb1', did you mean '1f1b'? Choose from gpipe,"),
-    "nothing near": (["schedule", "--balance", "zzz"], "argument --balance: unknown choice 'zzz': choose from none, bpipe"),
-    "flag": ([*EXAMPLE, "--microbatchs", "4"], "bpipe schedule: error: unknown flag --microbatchs, did you mean '--microbatches'?"),
+    "schedule": (
+        ["schedule", "--schedule", "1fb1"],
+        "argument --schedule: unknown choice '1fb1', did you mean '1f1b'? Choose from gpipe,",
+    ),
+    "nothing near": (
+        ["schedule", "--balance", "zzz"],
+        "argument --balance: unknown choice 'zzz': choose from none, bpipe",
+    ),
+    "flag": (
+        [*EXAMPLE, "--microbatchs", "4"],
+        "bpipe schedule: error: unknown flag --microbatchs, did you mean '--microbatches'?",
+    ),
     # argparse alone would say that --global-batch is missing.
     "flag that is needed": (
         ["estimate", "--globl-batch=8"],
@@ -159,7 +197,10 @@ MISUSED = {
     "no stages": (["schedule", "--stages", "0"], "argument --stages: '0' must be a whole number, at least 1"),
     "no number": (["schedule", "--microbatches", "many"], "argument --microbatches: 'many' must be a whole number"),
     "no batch": ([*ESTIMATE, "--global-batch", "0"], "argument --global-batch: '0' must be"),
-    "no time": ([*ESTIMATE, "--stage-seconds", "1", "0"], "argument --stage-seconds: '0' must be a number of seconds above 0"),
+    "no time": (
+        [*ESTIMATE, "--stage-seconds", "1", "0"],
+        "argument --stage-seconds: '0' must be a number of seconds above 0",
+    ),
     "endless time": ([*ESTIMATE, "--stage-seconds", "inf", "1"], "argument --stage-seconds: 'inf' must be"),
     "more than floats hold": ([*ESTIMATE, "--global-batch", "1" + 39 * "0"], "at most 1000000000000"),
 }
@@ -187,7 +228,9 @@ def test_a_number_that_must_be_positive_is_refused_by_its_flag(name: str, capfd:
         with pytest.raises(SystemExit):
             main([name, flag, *["0"] * (count if isinstance(count, int) else 1)])
         assert f"argument {flag}: '0' must be a whole number, at least 1" in capfd.readouterr().err
-    assert not [action for action in commands[name]._actions if action.type in (int, float) and action.dest != "stage_mfu"]
+    assert not [
+        action for action in commands[name]._actions if action.type in (int, float) and action.dest != "stage_mfu"
+    ]
 
 
 def test_names_inside_values_suggest_the_nearest(capfd: pytest.CaptureFixture[str]) -> None:
@@ -208,7 +251,13 @@ def test_the_version(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_output_files_say_their_format(tmp_path: Path) -> None:
-    for name, start in (("a.txt", b"# bpipe"), ("a", b"# bpipe"), ("a.CSV", b"# bpipe"), ("a.svg", b"<svg"), ("a.JSON", b"{")):
+    for name, start in (
+        ("a.txt", b"# bpipe"),
+        ("a", b"# bpipe"),
+        ("a.CSV", b"# bpipe"),
+        ("a.svg", b"<svg"),
+        ("a.JSON", b"{"),
+    ):
         assert main([*EXAMPLE, "--output", str(tmp_path / name)]) == 0
         assert (tmp_path / name).read_bytes().startswith(start)
     assert main([*EXAMPLE, "--output", str(tmp_path / "x.pdf")]) == 2
@@ -218,9 +267,15 @@ def test_output_files_say_their_format(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [(b"0F0,0B0\n,1F0,1Q0\n", "line 2, cell 3: '1Q0' is no action"), (b"\xff\xfe0", "byte 0 is no UTF-8 text"), (b"{", "line 1, column 2")],
+    [
+        (b"0F0,0B0\n,1F0,1Q0\n", "line 2, cell 3: '1Q0' is no action"),
+        (b"\xff\xfe0", "byte 0 is no UTF-8 text"),
+        (b"{", "line 1, column 2"),
+    ],
 )
-def test_a_broken_file_gets_its_name_and_place(content: bytes, reason: str, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_broken_file_gets_its_name_and_place(
+    content: bytes, reason: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     path = tmp_path / "broken.csv"
     path.write_bytes(content)
     assert main(["schedule", "--input", str(path)]) == 2
@@ -231,7 +286,17 @@ def test_a_broken_file_gets_its_name_and_place(content: bytes, reason: str, capf
 
 SHORT = {
     "schedule": EXAMPLE,
-    "simulate": ["simulate", "--model", "gpt3-13b", "--cluster", "a100-80g:4", "--pipeline", "4", "--global-batch", "8"],
+    "simulate": [
+        "simulate",
+        "--model",
+        "gpt3-13b",
+        "--cluster",
+        "a100-80g:4",
+        "--pipeline",
+        "4",
+        "--global-batch",
+        "8",
+    ],
     "estimate": ESTIMATE,
     "help": ["plan", "--help"],
 }
@@ -243,7 +308,9 @@ def test_a_reader_that_has_gone_is_no_error(case: str) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "wb") as gone:
-        ended = subprocess.run([sys.executable, "-m", "bpipe", *SHORT[case]], stdout=gone, stderr=subprocess.PIPE, timeout=30, check=False)
+        ended = subprocess.run(
+            [sys.executable, "-m", "bpipe", *SHORT[case]], stdout=gone, stderr=subprocess.PIPE, timeout=30, check=False
+        )
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
@@ -251,7 +318,9 @@ def test_a_reader_that_has_gone_is_no_error(case: str) -> None:
 @pytest.mark.parametrize("case", ["schedule", "estimate"])
 def test_output_that_takes_nothing_is_one_line(case: str, redirection: str) -> None:
     command = shlex.join([sys.executable, "-m", "bpipe", *SHORT[case]])
-    ended = subprocess.run(["sh", "-c", f"{command} {redirection}"], capture_output=True, text=True, timeout=30, check=False)
+    ended = subprocess.run(
+        ["sh", "-c", f"{command} {redirection}"], capture_output=True, text=True, timeout=30, check=False
+    )
     assert ended.returncode == 2
     assert ended.stderr.startswith("bpipe: error: ")
     assert ended.stderr.count("\n") == 1
@@ -272,7 +341,9 @@ def test_closed_standard_input(capfd: pytest.CaptureFixture[str], monkeypatch: p
 
 def test_an_interrupted_command_ends_without_a_traceback() -> None:
     # In a job of the background a shell has interrupts ignored, and who is started there inherits that.
-    program = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); runpy.run_module('bpipe')"
+    program = (
+        "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); runpy.run_module('bpipe')"
+    )
     command = [sys.executable, "-c", program, "schedule", "--input", "-"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdin is not None
@@ -317,8 +388,11 @@ def test_the_command_loads_only_what_it_needs() -> None:
     program = (
         "import sys; from bpipe.cli import main; status = main(sys.argv[1:]); "
         "print(*(name for name in sys.modules if name.split('.')[0] in ('torch', 'megatron', 'matplotlib', 'numpy') "
-        "or name.startswith(('bpipe.plan', 'bpipe.models', 'bpipe.report', 'bpipe.simulate', 'bpipe.draw'))), file=sys.stderr); "
+        "or name.startswith(('bpipe.plan', 'bpipe.models', 'bpipe.report', 'bpipe.simulate', 'bpipe.draw'))), "
+        "file=sys.stderr); "
         "sys.exit(status)"
     )
-    ended = subprocess.run([sys.executable, "-c", program, *EXAMPLE], capture_output=True, text=True, timeout=30, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", program, *EXAMPLE], capture_output=True, text=True, timeout=30, check=True
+    )
     assert ended.stderr.split() == []

@@ -1,4 +1,5 @@
-"""The documentation builds without a warning, its links lead somewhere, its commands are the project's, and its figures are computed."""
+"""The documentation builds without a warning, its links lead somewhere, its commands are the project's, and its
+figures are computed."""
 
 from __future__ import annotations
 
@@ -18,9 +19,15 @@ from bpipe.generate.families import FAMILIES
 from bpipe.refusals import REFUSALS
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "examples/README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 
-# What is run by another test, because it needs more than a command line: by the words it begins with, the test that runs it.
+# What is run by another test, because it needs more than a command line: by the words it begins with, the test that
+# runs it.
 ELSEWHERE = {
     "bpipe calibrate train.log": "tests/unit/plan/test_calibrate.py",
     "bpipe compare": "tests/unit/commands/test_compare.py",
@@ -50,7 +57,9 @@ def commands(page: Path) -> Iterator[str]:
 
 
 def test_the_glossary_has_one_sentence_a_word() -> None:
-    rows = [line.split(" | ") for line in (ROOT / "docs/glossary.md").read_text().splitlines() if line.startswith("| ")][1:]
+    rows = [
+        line.split(" | ") for line in (ROOT / "docs/glossary.md").read_text().splitlines() if line.startswith("| ")
+    ][1:]
     words = [row[0].removeprefix("| ") for row in rows]
     assert {"slot", "host buffer", "bound", "evict", "host", "place", "poison"} <= set(words)
     assert len(set(words)) == len(words)
@@ -59,7 +68,8 @@ def test_the_glossary_has_one_sentence_a_word() -> None:
 
 
 def test_a_slot_is_a_column_of_the_grid_and_nothing_else() -> None:
-    """The grid has slots and a rank lends host buffers: the documentation called both slots, in one sentence at times."""
+    """The grid has slots and a rank lends host buffers: the documentation called both slots, in one sentence at
+    times."""
     called = r"(?i)[^.|]*(?:host slot|slots (?:for|of) (?:its|the) partner|pinned slot|preallocated slot)[^.|]*"
     for page in PAGES:
         lent = re.findall(called, page.read_text())
@@ -71,12 +81,17 @@ COMMANDS = sorted({command for page in PAGES for command in commands(page)})
 
 # A plan searches every family of schedules, here for tens of seconds.
 PLANS = [command for command in COMMANDS if command.startswith("bpipe plan")]
-TRIED = [*(command for command in COMMANDS if command not in PLANS), *(pytest.param(plan, marks=pytest.mark.slow) for plan in PLANS)]
+TRIED = [
+    *(command for command in COMMANDS if command not in PLANS),
+    *(pytest.param(plan, marks=pytest.mark.slow) for plan in PLANS),
+]
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("command", TRIED)
-def test_every_command_runs(command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_runs(
+    command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     test = next((test for words, test in ELSEWHERE.items() if command.startswith(words)), None)
     if test is not None:
         assert (ROOT / test).exists()
@@ -133,7 +148,12 @@ def test_the_readme_is_one_screen() -> None:
 
 def test_the_readme_begins_with_what_has_run_and_what_is_refused() -> None:
     head = README.read_text().partition("\n## ")[0]
-    assert re.findall(r"^\| \*\*([\w ]+)\*\* \|", head, re.MULTILINE) == ["has run", "has not run", "is refused", "needs"]
+    assert re.findall(r"^\| \*\*([\w ]+)\*\* \|", head, re.MULTILINE) == [
+        "has run",
+        "has not run",
+        "is refused",
+        "needs",
+    ]
     (refused,) = re.findall(r"^\| \*\*is refused\*\* \| (.*?): at the start", head, re.MULTILINE)
     features = {refusal.feature.casefold() for refusal in REFUSALS}
     for name in re.sub(r" \(.*?\)|the | schedule", "", refused).split(", "):
@@ -191,7 +211,10 @@ def _pattern(line: str) -> str:
 def test_commands_print_what_the_page_shows(
     page: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In their order, in one folder. `...` stands for any lines, at the end of one for its rest. Files that the page shows are there."""
+    """In their order, in one folder.
+
+    `...` stands for any lines, at the end of one for its rest. Files that the page shows are there.
+    """
     monkeypatch.chdir(tmp_path)
     write_files(page, tmp_path)
     for command, output in SHOWN[page]:

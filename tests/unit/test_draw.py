@@ -8,13 +8,13 @@ from xml.etree import ElementTree
 
 import pytest
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build, named_balance
 from bpipe.cli import main
 from bpipe.draw import png
 from bpipe.draw.picture import STYLES, lay_out
 from bpipe.draw.svg import render_svg, write_svg
 from bpipe.draw.timeline import MARGIN, WIDTH, lay_out_simulation
 from bpipe.ir.memory import live_counts
-from bpipe.program import BalanceConfig, ScheduleConfig, balancing, build
 from bpipe.simulate.cost import StageCost, uniform
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Simulation
@@ -82,7 +82,9 @@ def test_png_refuses_what_no_renderer_can_draw(capfd: pytest.CaptureFixture[str]
     assert "a png takes at most 32000: write svg, or draw fewer" in capfd.readouterr().err
 
 
-def test_png_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_png_without_matplotlib_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -92,8 +94,12 @@ def test_png_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyP
 
 def simulated(seconds: float = 1.0, balance: str = "bpipe", chunks: int = 1, update_s: float = 0.0) -> Simulation:
     """Four ranks; a forward takes `seconds`, a micro-batch holds a GiB."""
-    schedule = build(ScheduleConfig("1f1b" if chunks == 1 else "interleaved-1f1b", 4, 8, chunks, balancing(balance)))
-    cost = StageCost(seconds, 2 * seconds, transfer_s=seconds / 2, saved_bytes=2**30, moved_bytes=2**30, optimizer_s=update_s)
+    schedule = build(
+        ScheduleConfig("1f1b" if chunks == 1 else "interleaved-1f1b", 4, 8, chunks, named_balance(balance))
+    )
+    cost = StageCost(
+        seconds, 2 * seconds, transfer_s=seconds / 2, saved_bytes=2**30, moved_bytes=2**30, optimizer_s=update_s
+    )
     return simulate(schedule, uniform(4 * chunks, cost))
 
 
@@ -101,19 +107,33 @@ def test_a_simulation_has_a_name_a_legend_and_an_axis_with_its_unit() -> None:
     """It had boxes, and neither what they were, nor of what, nor how long."""
     picture = lay_out_simulation(simulated(), "gpt: t=1 p=4")
     words = {word.text for word in picture.words}
-    assert {"gpt: t=1 p=4", "forward", "backward", "evict, return", "load, host", "bytes of activations held", "time, s"} <= words
+    assert {
+        "gpt: t=1 p=4",
+        "forward",
+        "backward",
+        "evict, return",
+        "load, host",
+        "bytes of activations held",
+        "time, s",
+    } <= words
     assert "1f1b: 4 ranks, 8 micro-batches; iteration 33 s, bubble 27.3 %" in words
     assert {"0", "5", "10", "30"} <= words
     ticks = {word.text: word.x for word in picture.words if word.text in ("0", "10", "30")}
     # 33 seconds are the width.
-    assert [ticks[text] for text in ("0", "10", "30")] == pytest.approx([MARGIN, MARGIN + 10 / 33 * WIDTH, MARGIN + 30 / 33 * WIDTH])
+    assert [ticks[text] for text in ("0", "10", "30")] == pytest.approx(
+        [MARGIN, MARGIN + 10 / 33 * WIDTH, MARGIN + 30 / 33 * WIDTH]
+    )
 
 
 def test_a_boxs_place_is_its_time() -> None:
     report = simulated()
     boxes = [shape for shape in lay_out_simulation(report).shapes if shape.style == "forward"][1:]
-    starts = sorted(float(timed.start_s) for row in report.computations for timed in row if timed.action.kind.value == "F")
-    assert sorted(min(x for x, _ in box.points) for box in boxes) == pytest.approx([MARGIN + start / 33 * WIDTH for start in starts])
+    starts = sorted(
+        float(timed.start_s) for row in report.computations for timed in row if timed.action.kind.value == "F"
+    )
+    assert sorted(min(x for x, _ in box.points) for box in boxes) == pytest.approx(
+        [MARGIN + start / 33 * WIDTH for start in starts]
+    )
 
 
 def test_short_simulations_are_in_milliseconds_and_the_update_is_named() -> None:

@@ -1,6 +1,8 @@
-"""The launch scripts of examples/, without a GPU, SLURM or Megatron: they are bash, say what they run, and go on when time was up.
+"""The launch scripts of examples/, without a GPU, SLURM or Megatron: they are bash, say what they run, and go on when
+time was up.
 
-Whether Megatron understands what they say is tested in tests/gloo/test_examples.py, because importing Megatron takes seconds.
+Whether Megatron understands what they say is tested in tests/gloo/test_examples.py, because importing Megatron takes
+seconds.
 """
 
 from __future__ import annotations
@@ -31,7 +33,12 @@ def named(path: Path) -> str:
 def bash(script: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     return subprocess.run(
-        ["bash", str(script), *arguments], capture_output=True, text=True, timeout=30, env={**clean, **environment}, check=False
+        ["bash", str(script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env={**clean, **environment},
+        check=False,
     )
 
 
@@ -52,7 +59,9 @@ def test_bash_can_read_it(script: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_shellcheck_finds_nothing() -> None:
-    ended = subprocess.run(["shellcheck", "-x", *map(str, SCRIPTS)], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(
+        ["shellcheck", "-x", *map(str, SCRIPTS)], capture_output=True, text=True, timeout=60, check=False
+    )
     assert ended.returncode == 0, ended.stdout
 
 
@@ -66,21 +75,27 @@ def test_a_job_starts_one_torchrun_on_each_node_it_asks_for(job: Path) -> None:
     assert f"--nodes {asked['nodes']} --ntasks {asked['nodes']} --ntasks-per-node 1 " in command
     assert f"torchrun --nnodes {asked['nodes']} --nproc-per-node {asked['gpus-per-node']} " in command
     root = EXAMPLES.parent
-    assert f"--container-image registry/image:1 --container-mounts {root}:{root}\\,/data:/data --container-workdir {root} " in command
+    assert (
+        f"--container-image registry/image:1 --container-mounts {root}:{root}\\,/data:/data --container-workdir {root} "
+        in command
+    )
     hours, minutes = map(int, asked["time"].split(":")[:2])
     (exit_minutes,) = re.findall(r"--exit-duration-in-mins (\d+)", command)
     assert 10 <= 60 * hours + minutes - int(exit_minutes) <= 30, "time to start and to write the last checkpoint"
 
 
 def test_more_nodes_and_flags_can_be_given() -> None:
-    ended = bash(EXAMPLES / "train_gpt3_96b.sbatch", "--seed", "7", DRY_RUN="1", SLURM_JOB_NUM_NODES="8", SLURM_JOB_ID="42")
+    ended = bash(
+        EXAMPLES / "train_gpt3_96b.sbatch", "--seed", "7", DRY_RUN="1", SLURM_JOB_NUM_NODES="8", SLURM_JOB_ID="42"
+    )
     assert "torchrun --nnodes 8 " in ended.stdout
     assert "--rdzv-id 42 " in ended.stdout
     assert ended.stdout.rstrip().endswith("--seed 7")
 
 
 def test_every_job_has_a_port_of_its_own() -> None:
-    """At one fixed port, the second of two jobs with the same first node joined the first one's rendezvous, or did not start."""
+    """At one fixed port, the second of two jobs with the same first node joined the first one's rendezvous, or did
+    not start."""
 
     def port(**environment: str) -> int:
         (found,) = re.findall(r"--rdzv-endpoint localhost:(\d+) ", bash(JOBS[0], DRY_RUN="1", **environment).stdout)
@@ -105,10 +120,13 @@ def test_data_need_their_tokenizer(tmp_path: Path) -> None:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run a job whose training saves what it is told to and ends as it is told to; what it asked of SLURM is in `asked`."""
+    """Run a job whose training saves what it is told to and ends as it is told to; what it asked of SLURM is in
+    `asked`."""
     commands = tmp_path / "bin"
     commands.mkdir()
-    srun = 'if [ -n "$SAVES" ]; then echo "$SAVES" >"$CHECKPOINTS/latest_checkpointed_iteration.txt"; fi\nexit "$ENDS"\n'
+    srun = (
+        'if [ -n "$SAVES" ]; then echo "$SAVES" >"$CHECKPOINTS/latest_checkpointed_iteration.txt"; fi\nexit "$ENDS"\n'
+    )
     scontrol = f'echo "$@" >>{tmp_path}/asked\nif [ "$1" = show ]; then echo first-node; fi\n'
     for name, text in (("srun", srun), ("scontrol", scontrol)):
         (commands / name).write_text(f"#!/bin/sh\n{text}")
@@ -173,7 +191,8 @@ def test_a_job_goes_on_only_where_its_time_was_up(
 def test_these_runs_need_balancing_to_fit(
     model: str, nodes: int, pipeline: int, micro_batch: int, batch: int, recompute: str, attention: str
 ) -> None:
-    """What the README says of them: by the memory model, the fullest device is above the limit without --bpipe and below it with."""
+    """What the README says of them: by the memory model, the fullest device is above the limit without --bpipe and
+    below it with."""
     found = find_model(model)
     fits = {}
     for balance in ("none", "bpipe"):

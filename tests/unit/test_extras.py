@@ -1,4 +1,5 @@
-"""bpipe/extras.py, and what runs without any package: a bare Python, without site-packages, stands for the plain installation."""
+"""bpipe/extras.py, and what runs without any package: a bare Python, without site-packages, stands for the plain
+installation."""
 
 from __future__ import annotations
 
@@ -29,13 +30,18 @@ def called(*arguments: str) -> str:
 
 
 def launched(module: str, *arguments: str) -> str:
-    return f"import runpy; sys.argv = ['', *{list(arguments)!r}]; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    return (
+        f"import runpy; sys.argv = ['', *{list(arguments)!r}]; runpy.run_module({module!r}, run_name='__main__', "
+        f"alter_sys=True)"
+    )
 
 
 def test_bare_python_has_no_packages(tmp_path: Path) -> None:
     """Otherwise the tests below would show nothing."""
     ended = bare(
-        "from importlib.util import find_spec; sys.exit(any(map(find_spec, ('torch', 'megatron.core', 'packaging', 'pip'))))", tmp_path
+        "from importlib.util import find_spec; sys.exit(any(map(find_spec, ('torch', 'megatron.core', 'packaging', "
+        "'pip'))))",
+        tmp_path,
     )
     assert ended.returncode == 0, ended.stderr
 
@@ -43,7 +49,10 @@ def test_bare_python_has_no_packages(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("schedule", "--schedule", "1f1b", "--stages", "4", "--microbatches", "8", "--balance", "bpipe"), "# peak=3,3,2,3"),
+        (
+            ("schedule", "--schedule", "1f1b", "--stages", "4", "--microbatches", "8", "--balance", "bpipe"),
+            "# peak=3,3,2,3",
+        ),
         (("schedule", "--schedule", "1f1b", "--stages", "4", "--microbatches", "8", "--format", "svg"), "<svg"),
         (("simulate", *MODEL, "--pipeline", "8", "--balance", "bpipe"), "bubble"),
         (("plan", *MODEL, "--pipeline", "8", "--schedule", "1f1b", "--rows", "1"), "the 1 fastest"),
@@ -58,15 +67,25 @@ def test_command_runs_without_any_package(arguments: tuple[str, ...], words: str
 
 def test_report_and_compare_load_without_any_package(tmp_path: Path) -> None:
     modules = ("simulate", "plan", "estimate", "profile", "calibrate", "report", "compare")
-    ended = bare(f"import importlib; [importlib.import_module('bpipe.commands.' + name) for name in {modules!r}]", tmp_path)
+    ended = bare(
+        f"import importlib; [importlib.import_module('bpipe.commands.' + name) for name in {modules!r}]", tmp_path
+    )
     assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.parametrize(
     ("program", "needs", "extra"),
     [
-        (called("profile", "--model", "gpt3-13b"), "bpipe profile needs torch and megatron.core, which are not installed", "megatron"),
-        (called("profile", "--model", "gpt3-13b", "--kernel-times"), "bpipe profile needs torch, which is not installed", "torch"),
+        (
+            called("profile", "--model", "gpt3-13b"),
+            "bpipe profile needs torch and megatron.core, which are not installed",
+            "megatron",
+        ),
+        (
+            called("profile", "--model", "gpt3-13b", "--kernel-times"),
+            "bpipe profile needs torch, which is not installed",
+            "torch",
+        ),
         (
             launched("megatron.scheduling.launch", str(ROOT / "pretrain_gpt.py"), "--bpipe"),
             "a training needs torch and megatron.core, which are not installed",
@@ -80,7 +99,9 @@ def test_report_and_compare_load_without_any_package(tmp_path: Path) -> None:
     ],
     ids=["profile", "kernel times", "launch", "pretrain_gpt"],
 )
-def test_command_without_its_packages_says_in_one_line_what_to_install(program: str, needs: str, extra: str, tmp_path: Path) -> None:
+def test_command_without_its_packages_says_in_one_line_what_to_install(
+    program: str, needs: str, extra: str, tmp_path: Path
+) -> None:
     """It ended in a traceback of imports, after `pip install` had brought 5.5 GB to whoever wanted a schedule."""
     ended = bare(program, tmp_path)
     assert (ended.returncode, ended.stdout) == (2, "")
@@ -99,7 +120,9 @@ def test_require_accepts_what_is_installed() -> None:
     extras.require("megatron", "this test")
 
 
-def test_install_command_of_a_checkout_is_the_short_one_in_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_install_command_of_a_checkout_is_the_short_one_in_its_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(ROOT)
     assert extras.install_command("torch") == 'pip install -e ".[torch]"'
     monkeypatch.chdir(tmp_path)
@@ -107,7 +130,8 @@ def test_install_command_of_a_checkout_is_the_short_one_in_its_folder(monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("record", "place"), [('{"url": "file:///of/this%20folder", "dir_info": {}}', "/of/this folder"), (None, "torch-bpipe")]
+    ("record", "place"),
+    [('{"url": "file:///of/this%20folder", "dir_info": {}}', "/of/this folder"), (None, "torch-bpipe")],
 )
 def test_install_command_of_a_copy_names_where_it_came_from(
     record: str | None, place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -136,7 +160,9 @@ def test_plain_installation_takes_seconds_and_plans(tmp_path: Path) -> None:
     pip = [environment / "bin/python", "-m", "pip", "--disable-pip-version-check"]
     subprocess.run([*pip, "install", "--quiet", source], timeout=200, check=True)
     took = time.monotonic() - begin
-    listed = subprocess.run([*pip, "list", "--format=freeze"], capture_output=True, text=True, timeout=60, check=True).stdout.split()
+    listed = subprocess.run(
+        [*pip, "list", "--format=freeze"], capture_output=True, text=True, timeout=60, check=True
+    ).stdout.split()
     assert {line.split("==")[0] for line in listed} <= {"torch-bpipe", "pip", "setuptools"}
     # A fetch of torch takes minutes.
     assert took < 120
@@ -146,4 +172,11 @@ def test_plain_installation_takes_seconds_and_plans(tmp_path: Path) -> None:
         ("simulate", *MODEL, "--pipeline", "8"),
         ("plan", *MODEL, "--pipeline", "8", "--rows", "1"),
     ):
-        subprocess.run([environment / "bin/bpipe", *arguments], cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, timeout=100, check=True)
+        subprocess.run(
+            [environment / "bin/bpipe", *arguments],
+            cwd=tmp_path,
+            env=env,
+            stdout=subprocess.DEVNULL,
+            timeout=100,
+            check=True,
+        )

@@ -6,16 +6,18 @@ import re
 from fractions import Fraction
 from pathlib import Path
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.generate.families import FAMILIES
-from bpipe.generate.family import ALIKE, Asked, UnitCosts
-from bpipe.generate.timing import pace
+from bpipe.generate.family import ALIKE, FamilyOptions, UnitCosts
+from bpipe.generate.timing import iteration_time
 from bpipe.ir.memory import num_transfers, peak_counts, plain
 from bpipe.ir.schedule import Schedule
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 
 PAGE = (Path(__file__).parents[2] / "docs/schedules.md").read_text()
 P, M = 8, 32
-ROW = re.compile(r"\| `([\w-]+)`(?: v=(\d+))?(?: g=(\d+))? \| [^|]* \| ([^|]*) \| ([\d.]+) \| ([\d.]+) \| ?([^|]*?) ?\|")
+ROW = re.compile(
+    r"\| `([\w-]+)`(?: v=(\d+))?(?: g=(\d+))? \| [^|]* \| ([^|]*) \| ([\d.]+) \| ([\d.]+) \| ?([^|]*?) ?\|"
+)
 
 
 def held(schedule: Schedule) -> str:
@@ -34,7 +36,7 @@ def test_the_table_says_what_the_families_are() -> None:
         balanced = build(ScheduleConfig(name, P, M, v, BalanceConfig(), group_size=g))
         peaks = [held(plain_one), held(balanced)]
         assert peak.strip() == " → ".join(peaks if peaks[0] != peaks[1] else peaks[:1]), name
-        assert bubble == f"{float(pace(plain_one, ALIKE).bubble_percent):.1f}", name
+        assert bubble == f"{float(iteration_time(plain_one, ALIKE).bubble_percent):.1f}", name
         assert moved == str(plain(Fraction(sum(num_transfers(balanced, rank).evictions for rank in range(P)), v))), name
         in_v = "V" if plain_one.layout.placements[0][-1] == 0 and v > 1 else ""
         pipes = "two pipes" if family.num_pipes > 1 else ""
@@ -44,7 +46,10 @@ def test_the_table_says_what_the_families_are() -> None:
 
 def test_the_sentence_on_costs_that_differ() -> None:
     costs = UnitCosts(1, Fraction(6, 5), Fraction(4, 5))
-    found = [pace(FAMILIES[name].generate(P, M, 2, Asked(costs=costs)), costs).bubble_percent for name in ("zb-v", "v-half", "v-min")]
+    found = [
+        iteration_time(FAMILIES[name].generate(P, M, 2, FamilyOptions(costs=costs)), costs).bubble_percent
+        for name in ("zb-v", "v-half", "v-min")
+    ]
     said = re.search(r"become ([\d.]+) \(ZB-V\),\s([\d.]+) \(V-Half\) and ([\d.]+) % \(V-Min\)", PAGE)
     assert said is not None
     assert all(abs(float(bubble) - float(text)) < 0.1 for bubble, text in zip(found, said.groups(), strict=True))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from bpipe.check.deadlock import Waits, blocked_ranks
+from bpipe.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.layout import Layout, Vocabulary, one_pipe
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.forwards import forwards_only
+from bpipe.lower.forwards import forwards_only
 
 LAYOUTS = {
     "one stage": one_pipe([0]),
@@ -28,9 +28,11 @@ def test_every_forward_once_and_in_order(layout: Layout, num_microbatches: int) 
         ran = [slot.compute for slot in row if slot.compute is not None]
         for stage in layout.stages_of(rank):
             own = [microbatch for microbatch in range(num_microbatches) if layout.rank_of(stage, microbatch) == rank]
-            assert [one for one in ran if one.stage == stage] == [Action(stage, Kind.FORWARD, microbatch) for microbatch in own]
+            assert [one for one in ran if one.stage == stage] == [
+                Action(stage, Kind.FORWARD, microbatch) for microbatch in own
+            ]
         assert all(not slot.transfers for slot in row)
-    assert not blocked_ranks(schedule, Waits.IN_EVERY_OPERATION, Exchange.POSTED)
+    assert not blocked_ranks(schedule, WaitLevel.IN_EVERY_OPERATION, Exchange.POSTED)
 
 
 def test_a_line_takes_no_longer_than_it_must() -> None:
@@ -48,10 +50,12 @@ def test_shards_of_the_output_layer_follow_the_last_stage_in_one_order(num_micro
     layout = Layout((tuple(range(4)),), Vocabulary.ONE)
     schedule = forwards_only(layout, num_microbatches)
     shards = [[one for one in computed(schedule, rank) if one.kind is not Kind.FORWARD] for rank in range(4)]
-    assert [[(one.kind, one.microbatch) for one in of_rank] for of_rank in shards] == [[(o.kind, o.microbatch) for o in shards[0]]] * 4
+    assert [[(one.kind, one.microbatch) for one in of_rank] for of_rank in shards] == [
+        [(o.kind, o.microbatch) for o in shards[0]]
+    ] * 4
     assert {one.stage for one in shards[3]} == {3}
     assert len(shards[0]) == 2 * num_microbatches
-    assert not blocked_ranks(schedule, Waits.ONE_QUEUE, Exchange.POSTED)
+    assert not blocked_ranks(schedule, WaitLevel.ONE_QUEUE, Exchange.POSTED)
 
 
 def computed(schedule: Schedule, rank: int) -> list[Action]:
@@ -67,4 +71,4 @@ def test_shards_of_the_embedding_come_before_the_first_stage(num_microbatches: i
     first = computed(schedule, 0)
     for microbatch in range(num_microbatches):
         assert first.index(Action(0, Kind.INPUT_FORWARD, microbatch)) < first.index(Action(0, Kind.FORWARD, microbatch))
-    assert not blocked_ranks(schedule, Waits.IN_EVERY_OPERATION, Exchange.POSTED)
+    assert not blocked_ranks(schedule, WaitLevel.IN_EVERY_OPERATION, Exchange.POSTED)

@@ -14,7 +14,9 @@ from validation import fuzz_readers
 
 
 @pytest.mark.parametrize("name", fuzz_readers.READERS)
-def test_damaged_inputs_are_refused_or_rightly_taken(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_damaged_inputs_are_refused_or_rightly_taken(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     found = fuzz_readers.fuzz(name, 40, 1, tmp_path / "kept")
     assert found["failed"] == 0, capfd.readouterr().err
     assert found["refused"] > 10, "not everything is taken"
@@ -34,7 +36,7 @@ def test_sound_inputs_are_taken(name: str, tmp_path: Path) -> None:
 def test_a_judge_that_is_deceived_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a checker that takes everything, and messages that nobody holds to anything, the judges object."""
     from bpipe.check import rules
-    from bpipe.ir import messages
+    from bpipe.formats import messages
 
     monkeypatch.setattr(rules, "RULES", ())
     monkeypatch.setattr(messages._Walk, "take", lambda *_: None)

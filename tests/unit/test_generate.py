@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 
 import bpipe
+from bpipe.build import BalanceConfig, ScheduleConfig, build, named_balance
 from bpipe.check.deadlock import blocked_ranks
 from bpipe.check.rules import check
+from bpipe.formats.grid import write_grid
 from bpipe.generate.families import FAMILIES
-from bpipe.generate.family import Asked
+from bpipe.generate.family import FamilyOptions
 from bpipe.generate.place import backwards, forwards, place
 from bpipe.generate.turns import chunk_turns, groups_of
 from bpipe.ir.action import Action, Kind, by_microbatch
-from bpipe.ir.grid import write_grid
 from bpipe.ir.layout import one_pipe
 from bpipe.ir.memory import live_bytes, memory_of, peak_counts
-from bpipe.ir.schedule import Schedule, Slot, alone
-from bpipe.passes.align import align
-from bpipe.program import BalanceConfig, ScheduleConfig, balancing, build
+from bpipe.ir.schedule import Schedule, Slot, single_slots
+from bpipe.lower.align import align
 
 PACKAGE = Path(bpipe.__file__).parent
 
@@ -87,11 +87,13 @@ def test_interleaved_saves_what_the_formula_says(p: int, v: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("p", "m", "v", "g"), [(2, 8, 2, 3), (2, 8, 2, 8), (4, 8, 2, 8), (4, 10, 2, 6), (4, 12, 3, 5), (8, 32, 2, 12), (3, 7, 4, 4)]
+    ("p", "m", "v", "g"),
+    [(2, 8, 2, 3), (2, 8, 2, 8), (4, 8, 2, 8), (4, 10, 2, 6), (4, 12, 3, 5), (8, 32, 2, 12), (3, 7, 4, 4)],
 )
 def test_a_larger_group_saves_what_the_formula_says(p: int, m: int, v: int, g: int) -> None:
-    """A group of g micro-batches passes every chunk but the last before its first backward: (v - 1) (g - p) more than a group of p."""
-    schedule = FAMILIES["interleaved-1f1b"].generate(p, m, v, Asked(g))
+    """A group of g micro-batches passes every chunk but the last before its first backward: (v - 1) (g - p) more
+    than a group of p."""
+    schedule = FAMILIES["interleaved-1f1b"].generate(p, m, v, FamilyOptions(g))
     check(schedule)
     assert peak_counts(schedule) == tuple(min(g * (v - 1) + 2 * (p - rank - 1) + 1, m * v) for rank in range(p))
     balanced = build(ScheduleConfig("interleaved-1f1b", p, m, v, BalanceConfig(), group_size=g))
@@ -100,7 +102,7 @@ def test_a_larger_group_saves_what_the_formula_says(p: int, m: int, v: int, g: i
 
 
 def test_a_group_of_as_many_as_there_are_ranks_is_the_default() -> None:
-    assert FAMILIES["interleaved-1f1b"].generate(4, 9, 3, Asked(4)) == generate("interleaved-1f1b", 4, 9, 3)
+    assert FAMILIES["interleaved-1f1b"].generate(4, 9, 3, FamilyOptions(4)) == generate("interleaved-1f1b", 4, 9, 3)
 
 
 @pytest.mark.parametrize("g", [3, 9])
@@ -114,11 +116,14 @@ def test_a_group_outside_what_can_be_is_refused(g: int) -> None:
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("v", [2, 3])
 def test_interleaved_takes_any_number_of_microbatches(p: int, v: int) -> None:
-    """Megatron's warm-up formula makes ranks wait for each other at p=8, v=2, m=10: it refuses what leaves a small last group."""
+    """Megatron's warm-up formula makes ranks wait for each other at p=8, v=2, m=10: it refuses what leaves a small
+    last group."""
     for m in range(1, 3 * p + 1):
         schedule = generate("interleaved-1f1b", p, m, v)
         check(schedule)
-        order = [one.compute for one in schedule.ranks[0] if one.compute is not None and one.compute.kind is Kind.FORWARD]
+        order = [
+            one.compute for one in schedule.ranks[0] if one.compute is not None and one.compute.kind is Kind.FORWARD
+        ]
         assert [(one.stage // p, one.microbatch) for one in order] == chunk_turns(groups_of(m, p), v)
 
 
@@ -127,11 +132,19 @@ def test_interleaved_takes_any_number_of_microbatches(p: int, v: int) -> None:
 @pytest.mark.parametrize("v", [2, 3])
 def test_interleaved_order_is_megatrons(p: int, v: int, monkeypatch: pytest.MonkeyPatch) -> None:
     schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
-    for m, g in ((p, p), (2 * p, p), (5 * p, p), (3 * p, 3 * p), (5 * p, 2 * p), (4 * p + 1, p + 1), (5 * p + 2, 2 * p + 1)):
+    for m, g in (
+        (p, p),
+        (2 * p, p),
+        (5 * p, p),
+        (3 * p, 3 * p),
+        (5 * p, 2 * p),
+        (4 * p + 1, p + 1),
+        (5 * p + 2, 2 * p + 1),
+    ):
         if 0 < m % g < p:
             continue  # Megatron refuses
         table = schedules.get_schedule_table(m, v, g)
-        for rank, row in enumerate(FAMILIES["interleaved-1f1b"].generate(p, m, v, Asked(g)).ranks):
+        for rank, row in enumerate(FAMILIES["interleaved-1f1b"].generate(p, m, v, FamilyOptions(g)).ranks):
             state = schedules.parallel_state
             monkeypatch.setattr(state, "get_pipeline_model_parallel_world_size", lambda: p)
             monkeypatch.setattr(state, "get_pipeline_model_parallel_rank", lambda rank=rank: rank)
@@ -143,7 +156,10 @@ def test_interleaved_order_is_megatrons(p: int, v: int, monkeypatch: pytest.Monk
                 expected.append(Action(chunk * p + rank, Kind.FORWARD, microbatch))
                 microbatch, chunk = table[index]
                 expected.append(Action((v - 1 - chunk) * p + rank, Kind.BACKWARD, microbatch))
-            expected += [Action((v - 1 - chunk) * p + rank, Kind.BACKWARD, microbatch) for microbatch, chunk in table[total - ahead :]]
+            expected += [
+                Action((v - 1 - chunk) * p + rank, Kind.BACKWARD, microbatch)
+                for microbatch, chunk in table[total - ahead :]
+            ]
             assert [slot.compute for slot in row if slot.compute is not None] == expected
 
 
@@ -156,22 +172,37 @@ def test_orders_that_wait_for_each_other_are_refused() -> None:
 
 def test_aligning_gives_a_plain_listing_its_bubbles() -> None:
     plain = generate("1f1b", 4, 8)
-    squeezed = Schedule("1f1b", 8, plain.layout, tuple(tuple(slot for slot in row if slot.compute is not None) for row in plain.ranks))
+    squeezed = Schedule(
+        "1f1b", 8, plain.layout, tuple(tuple(slot for slot in row if slot.compute is not None) for row in plain.ranks)
+    )
     assert align(squeezed) == plain
 
 
 @pytest.mark.parametrize(
     ("name", "v"),
-    [("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-1f1b", 3), ("chimera", 1), ("mixpipe", 1), ("bitpipe", 2)],
+    [
+        ("gpipe", 1),
+        ("1f1b", 1),
+        ("interleaved-1f1b", 2),
+        ("interleaved-1f1b", 3),
+        ("chimera", 1),
+        ("mixpipe", 1),
+        ("bitpipe", 2),
+    ],
 )
 def test_a_full_pipeline_holds_no_more_of_more_microbatches(name: str, v: int) -> None:
     fill, pipes = FAMILIES[name].fill, FAMILIES[name].num_pipes
     for p in (pipes * one for one in (1, 2, 3, 4, 6)):
         for balance in ("none", "bpipe"):
             full, more = (
-                peak_counts(build(ScheduleConfig(name, p, rounds * p, v, balancing(balance)))) for rounds in (fill or 3, 2 + (fill or 3))
+                peak_counts(build(ScheduleConfig(name, p, rounds * p, v, named_balance(balance))))
+                for rounds in (fill or 3, 2 + (fill or 3))
             )
-            assert more == (5 * p,) * p if fill is None else all(one <= other for one, other in zip(more, full, strict=True))
+            assert (
+                more == (5 * p,) * p
+                if fill is None
+                else all(one <= other for one, other in zip(more, full, strict=True))
+            )
 
 
 def test_no_other_file_names_a_schedule() -> None:
@@ -179,7 +210,9 @@ def test_no_other_file_names_a_schedule() -> None:
     generators = PACKAGE / "generate"
     for path in sorted({*PACKAGE.rglob("*.py")} - {*generators.glob("*.py")}):
         for node in ast.walk(ast.parse(path.read_text())):
-            assert not (isinstance(node, ast.Constant) and node.value in FAMILIES), f"{path}:{node.lineno} names {node.value}"
+            assert not (isinstance(node, ast.Constant) and node.value in FAMILIES), (
+                f"{path}:{node.lineno} names {node.value}"
+            )
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.ahead is not None])
@@ -187,12 +220,23 @@ def test_the_first_rank_holds_at_its_most_as_many_as_is_said(name: str) -> None:
     """Searches count with it before any schedule is made."""
     family = FAMILIES[name]
     assert family.ahead is not None
-    for p, v, m in ((2, 2, 2), (2, 2, 7), (4, 2, 4), (4, 2, 7), (4, 2, 12), (4, 2, 17), (5, 3, 5), (5, 3, 19), (8, 4, 8), (8, 4, 26)):
+    for p, v, m in (
+        (2, 2, 2),
+        (2, 2, 7),
+        (4, 2, 4),
+        (4, 2, 7),
+        (4, 2, 12),
+        (4, 2, 17),
+        (5, 3, 5),
+        (5, 3, 19),
+        (8, 4, 8),
+        (8, 4, 26),
+    ):
         if family.num_pipes == 2 and p in (2, 5):
             continue
         chunks = v if family.max_chunks is None else family.max_chunks
         for group in (family.usual_group(p), p) if family.takes_groups else (1,):
-            asked = Asked(min(group, m)) if family.takes_groups else Asked()
+            asked = FamilyOptions(min(group, m)) if family.takes_groups else FamilyOptions()
             most = peak_counts(family.generate(p, m, chunks, asked))[0]
             assert most >= family.ahead(p, m, chunks, min(group, m)), (p, chunks, m, group)
 
@@ -200,7 +244,10 @@ def test_the_first_rank_holds_at_its_most_as_many_as_is_said(name: str) -> None:
 def test_what_is_made_once_is_what_would_be_made_anew_and_grows_with_who_asks() -> None:
     """Tables of actions and slots outlive a schedule: a shorter one asked before a longer one must not cut that off."""
     for count in (3, 1, 7):
-        actions, slots = by_microbatch(10_001, Kind.BACKWARD_INPUT, count), alone(10_001, Kind.BACKWARD_INPUT, count)
+        actions, slots = (
+            by_microbatch(10_001, Kind.BACKWARD_INPUT, count),
+            single_slots(10_001, Kind.BACKWARD_INPUT, count),
+        )
         wanted = [Action(10_001, Kind.BACKWARD_INPUT, microbatch) for microbatch in range(count)]
         assert list(actions[:count]) == wanted
         assert list(slots[:count]) == [Slot(action) for action in wanted]
@@ -210,12 +257,25 @@ def test_what_is_made_once_is_what_would_be_made_anew_and_grows_with_who_asks() 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.warm_up is not None])
 def test_ranks_warm_up_as_is_said_and_pairs_hold_no_less_together(name: str) -> None:
-    """Searches count with it before any schedule is made. Sizes of stages are anything, and what halves hold between them, too."""
+    """Searches count with it before any schedule is made.
+
+    Sizes of stages are anything, and what halves hold between them, too.
+    """
     family, sizes = FAMILIES[name], random.Random(5)
     assert family.warm_up is not None
-    for p, v, m in ((4, 2, 4), (4, 3, 8), (4, 2, 13), (5, 3, 15), (5, 2, 20), (6, 4, 12), (8, 3, 24), (8, 5, 32), (8, 2, 25)):
+    for p, v, m in (
+        (4, 2, 4),
+        (4, 3, 8),
+        (4, 2, 13),
+        (5, 3, 15),
+        (5, 2, 20),
+        (6, 4, 12),
+        (8, 3, 24),
+        (8, 5, 32),
+        (8, 2, 25),
+    ):
         for group in (family.usual_group(p), p) if family.splits else (p,):
-            schedule, said = family.generate(p, m, v, Asked(group)), family.warm_up(p, m, v, group)
+            schedule, said = family.generate(p, m, v, FamilyOptions(group)), family.warm_up(p, m, v, group)
             for rank in range(p):
                 order = [slot.compute for slot in schedule.ranks[rank] if slot.compute is not None]
                 first = next(place for place, action in enumerate(order) if action.kind is not Kind.FORWARD)
@@ -227,4 +287,6 @@ def test_ranks_warm_up_as_is_said_and_pairs_hold_no_less_together(name: str) -> 
                 memory, partner = memory_of(saved, None, after), p - 1 - rank
                 held = [sum(map(mul, counts, saved[partner::p])) for counts in said.meanwhile(rank, partner)]
                 together = sum(map(mul, said.at_first_backward(rank), saved[rank::p])) + min(held)
-                assert together <= max(map(add, live_bytes(schedule, rank, memory), live_bytes(schedule, partner, memory)))
+                assert together <= max(
+                    map(add, live_bytes(schedule, rank, memory), live_bytes(schedule, partner, memory))
+                )

@@ -13,23 +13,24 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bpipe import cli
+from bpipe.balance.pairs import allocated_counts
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.check.order import check_microbatch_order
 from bpipe.check.rules import check
 from bpipe.generate.families import FAMILIES
-from bpipe.generate.family import ALIKE, Asked, RankRoom, UnitCosts
+from bpipe.generate.family import ALIKE, FamilyOptions, RankLimit, UnitCosts
 from bpipe.generate.list_scheduler import ChoiceRule, Discipline, actions_of, schedule_list
-from bpipe.generate.timing import pace, tempo
+from bpipe.generate.timing import iteration_time, stage_ticks
 from bpipe.generate.turns import groups_of, turns
 from bpipe.ir.action import Kind
 from bpipe.ir.memory import num_transfers, peak_counts
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.balance import occupied_counts
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.report.memory import rank_peaks
 
 NAME = "grouped-interleaved"
 
-# Costs F, I, W and of a hop, and the bubble in percent that a prototype of Rule A reached with them, by p, m, v and bound.
+# Costs F, I, W and of a hop, and the bubble in percent that a prototype of Rule A reached with them, by p, m, v and
+# bound.
 ALL = {
     "1:1:1": UnitCosts(),
     "1:1.2:.8": UnitCosts(1, Fraction(6, 5), Fraction(4, 5)),
@@ -80,7 +81,7 @@ def test_what_it_holds_is_what_the_formula_says(p: int, v: int) -> None:
     """No more with whatever number of micro-batches, and in small groups, which starve the pipeline, less."""
     for g in range(1, p + 3):
         for m in (1, g, g + 1, 2 * g + p, 3 * g + p + 1):
-            peaks = peak_counts(FAMILIES[NAME].generate(p, m, v, Asked(g)))
+            peaks = peak_counts(FAMILIES[NAME].generate(p, m, v, FamilyOptions(g)))
             most = tuple(min(m * v, (v - 1) * min(g, m) + p - rank) for rank in range(p))
             assert all(peak <= one for peak, one in zip(peaks, most, strict=True)), (g, m)
             assert peaks == most or m < 3 * g + p or 2 * g < p, (g, m)
@@ -95,7 +96,7 @@ def test_from_half_as_many_as_ranks_on_the_pipeline_runs_at_its_full_rate() -> N
     """What more micro-batches add is their computing; in smaller groups it is more."""
 
     def added(p: int, v: int, g: int) -> int:
-        few, many = (len(FAMILIES[NAME].generate(p, rounds * g, v, Asked(g)).ranks[0]) for rounds in (4, 6))
+        few, many = (len(FAMILIES[NAME].generate(p, rounds * g, v, FamilyOptions(g)).ranks[0]) for rounds in (4, 6))
         return many - few - 2 * g * 3 * v
 
     for p, v in ((4, 2), (6, 3), (8, 4)):
@@ -104,7 +105,8 @@ def test_from_half_as_many_as_ranks_on_the_pipeline_runs_at_its_full_rate() -> N
 
 
 def test_without_chunks_it_is_1f1b_in_halves() -> None:
-    """What is held, and the order of forwards and first halves, are 1F1B's; the second halves fill what would be bubbles."""
+    """What is held, and the order of forwards and first halves, are 1F1B's; the second halves fill what would be
+    bubbles."""
     schedule, other = build(ScheduleConfig(NAME, 6, 14)), build(ScheduleConfig("1f1b", 6, 14))
     assert peak_counts(schedule) == peak_counts(other)
     for mine, theirs in zip(schedule.ranks, other.ranks, strict=True):
@@ -118,7 +120,9 @@ def test_without_chunks_it_is_1f1b_in_halves() -> None:
 
 sizes = st.tuples(st.integers(1, 8), st.integers(1, 20), st.integers(1, 4))
 durations = st.fractions(Fraction(1, 3), 3, max_denominator=12)
-some_costs = st.builds(UnitCosts, durations, durations, durations, st.just(0) | st.fractions(0, Fraction(1, 4), max_denominator=12))
+some_costs = st.builds(
+    UnitCosts, durations, durations, durations, st.just(0) | st.fractions(0, Fraction(1, 4), max_denominator=12)
+)
 
 
 @settings(max_examples=60)
@@ -136,11 +140,13 @@ def test_any_sizes_and_costs(size: tuple[int, int, int], group: int | None, cost
 def test_what_cannot_be_shorter_is_given_up(size: tuple[int, int, int], group: int, costs: UnitCosts) -> None:
     """The order is that of trying every discipline to its end, and none that is given up would have been shorter."""
     p, m, v = size
-    taken, at = turns(groups_of(m, min(group, m)), v), tempo(costs, v)
-    rules = [ChoiceRule(tuple((v - 1) * min(group, m) + p - rank for rank in range(p)), (0,) * p, one) for one in Discipline]
+    taken, at = turns(groups_of(m, min(group, m)), v), stage_ticks(costs, v)
+    rules = [
+        ChoiceRule(tuple((v - 1) * min(group, m) + p - rank for rank in range(p)), (0,) * p, one) for one in Discipline
+    ]
     every = [one for rule in rules if (one := schedule_list(taken, p, at, rule)) is not None]
     first = min(every, key=lambda one: one.makespan)
-    assert FAMILIES[NAME].orders(p, m, v, Asked(group, costs=costs)) == actions_of(first, taken)
+    assert FAMILIES[NAME].orders(p, m, v, FamilyOptions(group, costs=costs)) == actions_of(first, taken)
     for rule in rules:
         one, other = schedule_list(taken, p, at, rule), schedule_list(taken, p, at, rule, shorter_than=first.makespan)
         assert other is None
@@ -159,7 +165,7 @@ def test_ranks_choose_within_what_a_rule_lets_them_hold(
     caps = tuple(data.draw(st.lists(st.integers(1, 20), min_size=p, max_size=p)))
     rule = ChoiceRule(caps, (0,) * p, data.draw(st.sampled_from(Discipline)), data.draw(st.none() | st.integers(2, 30)))
     taken = turns(groups_of(m, min(group, m)), v)
-    listed = schedule_list(taken, p, tempo(costs, v), rule)
+    listed = schedule_list(taken, p, stage_ticks(costs, v), rule)
     if listed is None:
         return
     for rank, kinds in enumerate(listed.kinds):
@@ -177,7 +183,7 @@ def chosen(p: int, m: int, v: int, bound: int, costs: UnitCosts, kept: Fraction 
     """The bubble in percent of what is chosen for a bound, which it keeps."""
     schedule = build(ScheduleConfig(NAME, p, m, v, BalanceConfig((bound,)), costs=costs, after_input=kept))
     assert max(peak_counts(schedule)) <= bound
-    return float(pace(schedule, costs).bubble_percent)
+    return float(iteration_time(schedule, costs).bubble_percent)
 
 
 # Each takes a choice a cost. The ends and the middle always; what lies between them with --slow.
@@ -197,7 +203,12 @@ def test_the_front_is_reached(size: tuple[int, int, int, int]) -> None:
 
 def front_on_the_page() -> dict[int, list[float]]:
     page = (Path(__file__).parents[2] / "docs/schedules.md").read_text()
-    rows = page.partition("| bound | F:I:W = 1:1:1 |")[2].partition("|---|---|---|---|---|\n")[2].partition("\n\n")[0].splitlines()
+    rows = (
+        page.partition("| bound | F:I:W = 1:1:1 |")[2]
+        .partition("|---|---|---|---|---|\n")[2]
+        .partition("\n\n")[0]
+        .splitlines()
+    )
     return {int(4 * float(row.split("|")[1])): [float(cell) for cell in row.split("|")[2:-1]] for row in rows}
 
 
@@ -213,7 +224,9 @@ def test_the_page_shows_what_is_reached(size: tuple[int, int, int, int]) -> None
 
 def groups_on_the_page() -> list[list[float]]:
     page = (Path(__file__).parents[2] / "docs/schedules.md").read_text()
-    table = page.partition("| p | v | g | held | balanced | bubble | moved |\n|---|---|---|---|---|---|---|\n")[2].partition("\n\n")[0]
+    table = page.partition("| p | v | g | held | balanced | bubble | moved |\n|---|---|---|---|---|---|---|\n")[
+        2
+    ].partition("\n\n")[0]
     return [[float(cell) for cell in row.split("|")[1:-1]] for row in table.splitlines()]
 
 
@@ -234,13 +247,16 @@ def test_the_front_is_reached_with_other_sizes(p: int, m: int, v: int, bound: in
 
 
 def test_caps_may_fall_by_less_than_one_a_rank() -> None:
-    """With published caps alone it took 4.71 here, and on sixteen ranks with nine micro-batches a quarter of a slot too long."""
+    """With published caps alone it took 4.71 here, and on sixteen ranks with nine micro-batches a quarter of a slot
+    too long."""
     assert chosen(8, 32, 4, 22, UnitCosts()) <= 4.01
 
 
 def test_a_choice_takes_costs_as_fine_as_numbers_are() -> None:
     """And a hop that is next to nothing costs next to nothing."""
-    assert chosen(4, 8, 2, 6, UnitCosts(hop=Fraction(5e-324))) == pytest.approx(chosen(4, 8, 2, 6, UnitCosts()), abs=0.06)
+    assert chosen(4, 8, 2, 6, UnitCosts(hop=Fraction(5e-324))) == pytest.approx(
+        chosen(4, 8, 2, 6, UnitCosts()), abs=0.06
+    )
 
 
 @pytest.mark.slow
@@ -260,9 +276,13 @@ def test_where_the_weights_half_holds_more_than_was_saved() -> None:
 
 
 def test_a_bound_that_no_order_keeps_names_one_that_can_be_kept() -> None:
-    with pytest.raises(ValueError, match=r"keeps every rank within 4 micro-batches of a chunk: its groups of 2 keep 9; raise the bound"):
+    with pytest.raises(
+        ValueError, match=r"keeps every rank within 4 micro-batches of a chunk: its groups of 2 keep 9; raise the bound"
+    ):
         build(ScheduleConfig(NAME, 4, 16, 4, BalanceConfig((4,))))
-    with pytest.raises(ValueError, match=r"within 4 micro-batches of a chunk, host buffers included: its groups of 2 keep 9"):
+    with pytest.raises(
+        ValueError, match=r"within 4 micro-batches of a chunk, host buffers included: its groups of 2 keep 9"
+    ):
         build(ScheduleConfig(NAME, 4, 16, 4, BalanceConfig((4,), buffers_stay=True)))
     assert build(ScheduleConfig(NAME, 4, 16, 4, BalanceConfig((9,)))).bounds == (9,) * 4
 
@@ -275,12 +295,17 @@ def test_a_group_or_partners_or_a_bound_for_each_leave_nothing_to_choose() -> No
         ScheduleConfig(NAME, 4, 16, 2, BalanceConfig()),
         ScheduleConfig(NAME, 4, 16, 2),
     ):
-        assert config.room is None
-    assert ScheduleConfig(NAME, 4, 16, 2, BalanceConfig((6,))).room == RankRoom(6)
+        assert config.limit is None
+    assert ScheduleConfig(NAME, 4, 16, 2, BalanceConfig((6,))).limit == RankLimit(6)
 
 
 @settings(max_examples=15)
-@given(st.tuples(st.integers(1, 6), st.integers(1, 12), st.integers(1, 3)), some_costs, st.integers(0, 6), st.sampled_from([1, 0.5, 1.75]))
+@given(
+    st.tuples(st.integers(1, 6), st.integers(1, 12), st.integers(1, 3)),
+    some_costs,
+    st.integers(0, 6),
+    st.sampled_from([1, 0.5, 1.75]),
+)
 # A bound above the smallest was refused: none of the orders made for it keeps it, but the usual one does.
 @example((1, 6, 2), UnitCosts(Fraction(1, 3), Fraction(1, 3), Fraction(1, 3), 0), 1, 1.75)
 def test_what_is_chosen_keeps_the_bound_and_the_order_of_micro_batches(
@@ -301,19 +326,40 @@ def occupied(schedule: Schedule) -> list[int]:
     return [rank_peaks(schedule, rank, None).microbatches for rank in range(schedule.num_ranks)]
 
 
-@pytest.mark.parametrize("size", [(4, 8, 2, 5), (4, 8, 2, 8), (4, 16, 4, 12), (8, 32, 4, 18), (8, 32, 4, 20), (8, 32, 4, 29)])
+@pytest.mark.parametrize(
+    "size", [(4, 8, 2, 5), (4, 8, 2, 8), (4, 16, 4, 12), (8, 32, 4, 18), (8, 32, 4, 20), (8, 32, 4, 29)]
+)
 def test_with_host_buffers_that_stay_the_bound_is_of_all_that_a_run_allocates(size: tuple[int, int, int, int]) -> None:
-    """A rank that hosts early and is full late has room for both; what is fastest while buffers come and go takes a little more."""
+    """A rank that hosts early and is full late has room for both; what is fastest while buffers come and go takes a
+    little more."""
     *sizes, bound = size
-    there, gone = (build(ScheduleConfig(NAME, *sizes, BalanceConfig((bound,), buffers_stay=stay))) for stay in (True, False))  # type: ignore[arg-type]
+    there, gone = (
+        build(ScheduleConfig(NAME, *sizes, BalanceConfig((bound,), buffers_stay=stay))) for stay in (True, False)
+    )  # type: ignore[arg-type]
     assert max(occupied(there)) <= bound
-    assert occupied(there) == list(occupied_counts(there))
-    assert max(occupied(gone)) == max(occupied_counts(gone)) == bound + 1 + 2 * (size[-1] == 20)
-    assert pace(gone, UnitCosts()).makespan <= pace(there, UnitCosts()).makespan < 1.03 * pace(gone, UnitCosts()).makespan
+    assert occupied(there) == list(allocated_counts(there))
+    assert max(occupied(gone)) == max(allocated_counts(gone)) == bound + 1 + 2 * (size[-1] == 20)
+    assert (
+        iteration_time(gone, UnitCosts()).makespan
+        <= iteration_time(there, UnitCosts()).makespan
+        < 1.03 * iteration_time(gone, UnitCosts()).makespan
+    )
 
 
 def test_the_command_chooses_for_a_bound(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["schedule", "--schedule", NAME, "--stages", "4", "--microbatches", "12", "--chunks", "3", "--format", "json"]
+    sizes = [
+        "schedule",
+        "--schedule",
+        NAME,
+        "--stages",
+        "4",
+        "--microbatches",
+        "12",
+        "--chunks",
+        "3",
+        "--format",
+        "json",
+    ]
     bound = ["--balance", "bpipe", "--bound", "9", "--costs", "1,1.2,0.8", "--hop", "1/20", "--kept", "0.5"]
     assert cli.main([*sizes, *bound]) == 0
     alone = json.loads(capsys.readouterr().out)
@@ -329,14 +375,25 @@ def test_the_command_chooses_for_a_bound(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--schedule", NAME, "--chunks", "2", "--balance", "bpipe", "--buffers-stay"], "--buffers-stay is for orders that are chosen"),
-        (["--schedule", NAME, "--group", "auto"], "--group auto is chosen for a bound: give --balance bpipe and --bound N"),
+        (
+            ["--schedule", NAME, "--chunks", "2", "--balance", "bpipe", "--buffers-stay"],
+            "--buffers-stay is for orders that are chosen",
+        ),
+        (
+            ["--schedule", NAME, "--group", "auto"],
+            "--group auto is chosen for a bound: give --balance bpipe and --bound N",
+        ),
         (["--schedule", NAME, "--group", "auto", "--balance", "bpipe", "--bound", "4,4,4,5"], "one for all ranks"),
-        (["--schedule", NAME, "--group", "auto", "--balance", "bpipe", "--bound", "9", "--partners", "3,2,1,0"], "leave --partners out"),
+        (
+            ["--schedule", NAME, "--group", "auto", "--balance", "bpipe", "--bound", "9", "--partners", "3,2,1,0"],
+            "leave --partners out",
+        ),
         (["--schedule", "interleaved-1f1b", "--chunks", "2", "--group", "auto"], f"or choose {NAME}"),
     ],
 )
-def test_a_group_that_cannot_be_chosen_is_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_group_that_cannot_be_chosen_is_refused(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["schedule", "--stages", "4", "--microbatches", "8", *flags]) == 2
     assert message in capsys.readouterr().err
 
@@ -346,7 +403,7 @@ def test_whole_groups_that_fill_the_pipeline_are_shortest_in_strict_turns() -> N
     for p, v in ((2, 2), (3, 4), (4, 3), (5, 2), (6, 5), (8, 3), (9, 2)):
         for group in range(-(-p // 2), p + 2):
             for m in (group, 2 * group, 3 * group, 5 * group):
-                taken, at = turns(groups_of(m, group), v), tempo(ALIKE, v)
+                taken, at = turns(groups_of(m, group), v), stage_ticks(ALIKE, v)
                 caps = tuple((v - 1) * group + p - rank for rank in range(p))
                 found = [schedule_list(taken, p, at, ChoiceRule(caps, (0,) * p, one)) for one in Discipline]
                 strict = found[0]

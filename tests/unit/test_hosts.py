@@ -7,21 +7,21 @@ from itertools import pairwise, product
 
 import pytest
 
+from bpipe.balance.budget import ActivationBudget, BudgetTooSmall
+from bpipe.balance.pairs import balance
+from bpipe.balance.pool import balance_over_pool
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.check.case import ScheduleError
 from bpipe.check.rules import check
+from bpipe.formats.document import read_json, write_json
+from bpipe.formats.grid import read_grid, write_grid
+from bpipe.formats.text import TextError, read_csv, write_csv
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.document import read_json, write_json
-from bpipe.ir.grid import read_grid, write_grid
-from bpipe.ir.hosts import OWN_MEMORY, in_pairs, partners_of, read_hosts, write_hosts
+from bpipe.ir.hosts import HOST_MEMORY, in_pairs, partners_of, read_hosts, write_hosts
 from bpipe.ir.memory import memory_of, peak_counts
 from bpipe.ir.program import Exchange, Transfer
 from bpipe.ir.schedule import Schedule
-from bpipe.ir.text import TextError, read_csv, write_csv
-from bpipe.passes.balance import balance
-from bpipe.passes.lower import lower
-from bpipe.passes.pool import pool
-from bpipe.passes.room import NoRoom, Rooms
-from bpipe.program import BalanceConfig, ScheduleConfig, build
+from bpipe.lower.lower import lower
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 from bpipe.simulate.engine import simulate
 
@@ -32,9 +32,10 @@ GUEST = (Kind.HOST, Kind.RETURN)
 def in_own_memory() -> Schedule:
     """What was evicted to the partner stays with its own rank, and nobody hosts."""
     rows = tuple(
-        tuple(replace(cell, transfers=tuple(one for one in cell.transfers if one.kind not in GUEST)) for cell in row) for row in PAIRS.ranks
+        tuple(replace(cell, transfers=tuple(one for one in cell.transfers if one.kind not in GUEST)) for cell in row)
+        for row in PAIRS.ranks
     )
-    return replace(PAIRS, ranks=rows, hosts=((OWN_MEMORY,),) * 4, bounds=None)
+    return replace(PAIRS, ranks=rows, hosts=((HOST_MEMORY,),) * 4, bounds=None)
 
 
 def in_a_pool() -> Schedule:
@@ -66,9 +67,10 @@ def test_it_is_read_as_it_is_written(schedule: Schedule) -> None:
 
 
 def test_what_comes_to_one_host_from_two_comes_one_after_the_other() -> None:
-    """Each transfer takes as long as two computations, so those of ranks 0 and 1 would overlap on their way into rank 3."""
+    """Each transfer takes as long as two computations, so those of ranks 0 and 1 would overlap on their way into
+    rank 3."""
     plain = build(ScheduleConfig("1f1b", 4, 8))
-    gathered = pool(plain, Rooms((300, 200, 200, 600), memory_of([100] * 4)))
+    gathered = balance_over_pool(plain, ActivationBudget((300, 200, 200, 600), memory_of([100] * 4)))
     report = simulate(gathered, Costs((StageCost(1, 1, transfer_s=2, moved_bytes=1, saved_bytes=1),) * 4))
     arriving = sorted((one.start_s, one.end_s) for one in report.transfers[3] if one.action.kind is Kind.HOST)
     assert len({one.action.stage for one in report.transfers[3]}) == 2
@@ -79,10 +81,10 @@ def test_what_comes_to_one_host_from_two_comes_one_after_the_other() -> None:
 def test_both_ends_of_a_transfer_are_one_whoever_is_there_first(forwards: tuple[int, ...]) -> None:
     """Two hosts may both be there before their guest, and it sends first to the one that came last."""
     plain = build(ScheduleConfig("1f1b", 5, 12))
-    for rooms in product((2, 3, 5, 8), repeat=5):
+    for activation_budget in product((2, 3, 5, 8), repeat=5):
         try:
-            pooled = pool(plain, Rooms(rooms, memory_of([1] * 5)))
-        except NoRoom:
+            pooled = balance_over_pool(plain, ActivationBudget(activation_budget, memory_of([1] * 5)))
+        except BudgetTooSmall:
             continue
         if all(len(of_rank) < 2 for of_rank in pooled.hosts or ()):
             continue
@@ -92,7 +94,7 @@ def test_both_ends_of_a_transfer_are_one_whoever_is_there_first(forwards: tuple[
         for one in (one for row in report.transfers for one in row):
             leaves = one.action.kind in (Kind.EVICT, Kind.HOST)
             spans.setdefault((one.action.stage, one.action.microbatch, leaves), set()).add((one.start_s, one.end_s))
-        assert all(len(same) == 1 for same in spans.values()), rooms
+        assert all(len(same) == 1 for same in spans.values()), activation_budget
 
 
 def test_memory_is_where_the_hosts_are() -> None:
@@ -105,12 +107,14 @@ def test_memory_is_where_the_hosts_are() -> None:
 
 def test_a_transfer_names_both_of_its_ranks() -> None:
     transfers = [
-        {(what.sender, what.receiver) for what in program.whats if isinstance(what, Transfer)}
+        {(operand.sender, operand.receiver) for operand in program.operands if isinstance(operand, Transfer)}
         for program in lower(in_a_pool(), Exchange.POSTED)
     ]
     assert transfers == [{(0, 3), (3, 0), (0, 2), (2, 0)}, set(), {(0, 2), (2, 0)}, {(0, 3), (3, 0)}]
     alone = lower(in_own_memory(), Exchange.POSTED)[0]
-    assert {(what.sender, what.receiver) for what in alone.whats if isinstance(what, Transfer)} == {(0, 0)}
+    assert {(operand.sender, operand.receiver) for operand in alone.operands if isinstance(operand, Transfer)} == {
+        (0, 0)
+    }
 
 
 def test_what_comes_back_from_elsewhere_is_refused() -> None:
@@ -154,6 +158,6 @@ def test_pairs_are_hosts_and_back() -> None:
     assert hosts == ((2,), (), (0,))
     assert partners_of(hosts) == (2, 1, 0)
     assert partners_of(((1,), (2,), (0,))) is None
-    assert read_hosts(write_hosts(((1, OWN_MEMORY), (), (0,)))) == ((1, OWN_MEMORY), (), (0,))
+    assert read_hosts(write_hosts(((1, HOST_MEMORY), (), (0,)))) == ((1, HOST_MEMORY), (), (0,))
     plain = build(ScheduleConfig("1f1b", 4, 8))
     assert balance(plain, [3] * 4, (3, 2, 1, 0)).hosts == in_pairs((3, 2, 1, 0))

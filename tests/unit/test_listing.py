@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.cli import main
+from bpipe.formats.listing import write_listing, write_listing_json
+from bpipe.formats.text import read_csv
 from bpipe.ir.layout import Vocabulary
-from bpipe.ir.listing import write_listing, write_listing_json
-from bpipe.ir.program import Do, Exchange, Instruction, Message, Transfer
+from bpipe.ir.program import Exchange, Instruction, Message, Op, Transfer
 from bpipe.ir.schedule import Schedule
-from bpipe.ir.text import read_csv
-from bpipe.passes.lower import lower
-from bpipe.program import BalanceConfig, ScheduleConfig, build
+from bpipe.lower.lower import lower
 from tests.unit.test_overlap import OVERLAPPED
 from tests.unit.test_sharded_schedules import sharded
 
@@ -99,7 +99,9 @@ SCHEDULES = {
     "two pipes": partial(build, ScheduleConfig("chimera", 4, 4)),
     "vocabulary": partial(sharded, 4, 6, Vocabulary.TWO),
     "vocabulary of two": partial(sharded, 2, 3, Vocabulary.ONE),
-    "own memory": lambda: read_csv("# bpipe schedule=a microbatches=2 stage_to_rank=0 hosts=own\n0F0,0F1 0EVICT0,0B1 0LOAD0,0B0\n"),
+    "own memory": lambda: read_csv(
+        "# bpipe schedule=a microbatches=2 stage_to_rank=0 hosts=own\n0F0,0F1 0EVICT0,0B1 0LOAD0,0B0\n"
+    ),
 }
 
 
@@ -117,7 +119,9 @@ def test_a_file_says_by_its_name_how_it_is_written(tmp_path: Path) -> None:
     assert (tmp_path / "a.json").read_text() == POSTED
 
 
-def test_a_schedule_from_a_file_is_lowered_as_its_own_loop_would(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_schedule_from_a_file_is_lowered_as_its_own_loop_would(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     path = tmp_path / "a.csv"
     path.write_text("# bpipe schedule=1f1b microbatches=2 stage_to_rank=0,1\n0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n")
     assert main(["schedule", "--input", str(path), "--messages"]) == 0
@@ -148,7 +152,9 @@ def test_what_cannot_be_is_refused(capfd: pytest.CaptureFixture[str], tmp_path: 
     assert main([*MESSAGES[:-1], "--exchange", "posted"]) == 2
     assert "--exchange says when messages pass: give --messages, too" in capfd.readouterr().err
     path = tmp_path / "a.csv"
-    path.write_text("# bpipe schedule=a microbatches=1 stage_to_rank=0,1 vocabulary=2\n0F0,,0S0,,0T0,0B0\n,1F0,1S0,1T0,1B0,\n")
+    path.write_text(
+        "# bpipe schedule=a microbatches=1 stage_to_rank=0,1 vocabulary=2\n0F0,,0S0,,0T0,0B0\n,1F0,1S0,1T0,1B0,\n"
+    )
     assert main(["schedule", "--input", str(path), "--messages", "--exchange", "megatron-1f1b"]) == 2
     assert "shards of the vocabulary need posted" in capfd.readouterr().err
 
@@ -160,7 +166,8 @@ def test_an_exchange_that_blocks_is_printed_with_a_word_of_warning(capfd: pytest
     printed, said = capfd.readouterr()
     assert "# exchange=megatron-1f1b\n" in printed
     assert said.splitlines() == [
-        f"bpipe: with --exchange megatron-1f1b rank {rank}, slot 4: waits for ever for the output of {rank}F{3 - rank}, "
+        f"bpipe: with --exchange megatron-1f1b rank {rank}, slot 4: waits for ever for the output of "
+        f"{rank}F{3 - rank}, "
         f"the other end is on rank {(rank + 1) % 4}"
         for rank in range(4)
     ]
@@ -175,22 +182,22 @@ def test_each_end_names_the_other(name: str) -> None:
     lines = write_listing(programs, Exchange.POSTED).splitlines()
     found = re.compile(r"(\d+):(\d+) +(start|end|\d+) +(\w+) (\S+)(?: +(.*))?")
     table = {(int(one[1]), int(one[2])): one for one in map(found.fullmatch, lines[4:]) if one}
-    assert len(table) == sum(len(program.dos) for program in programs)
+    assert len(table) == sum(len(program.ops) for program in programs)
     for (rank, at), one in table.items():
         instruction = programs[rank].instructions[at]
         assert f"{one[4]} {one[5]}" == str(instruction)
         others = [(int(other), int(there)) for other, there in re.findall(r"(\d+):(\d+)", one[6] or "")]
-        if isinstance(instruction.what, Message):
-            assert sorted(other for other, _ in others) == sorted(set(instruction.what.parties) - {rank})
-            assert all(programs[other].instructions[there].what == instruction.what for other, there in others)
-        elif isinstance(instruction.what, Transfer):
-            assert [other for other, _ in others] == [one for one in instruction.what[1:] if one != rank]
+        if isinstance(instruction.operand, Message):
+            assert sorted(other for other, _ in others) == sorted(set(instruction.operand.parties) - {rank})
+            assert all(programs[other].instructions[there].operand == instruction.operand for other, there in others)
+        elif isinstance(instruction.operand, Transfer):
+            assert [other for other, _ in others] == [one for one in instruction.operand[1:] if one != rank]
             for other, there in others:
-                assert programs[other].instructions[there].what[1:] == instruction.what[1:]
+                assert programs[other].instructions[there].operand[1:] == instruction.operand[1:]
                 assert table[other, there][5][-1] == one[5][-1], "the same micro-batch"
         for other, there in others:
-            assert programs[other].dos[there] in (Do.POST, Do.SEND, Do.START)
-            if instruction.do not in (Do.WAIT, Do.FINISH):
+            assert programs[other].ops[there] in (Op.POST, Op.SEND, Op.START)
+            if instruction.op not in (Op.WAIT, Op.FINISH):
                 assert f"{rank}:{at}" in table[other, there][6]
 
 
@@ -204,14 +211,25 @@ def test_the_json_holds_the_programs(name: str) -> None:
         named = {one["message"]: one for one in document["messages"]}
         assert len(named) == len(document["messages"])
         for entry, program in zip(document["ranks"], programs, strict=True):
-            assert [plain(one) for one in program.instructions] == [without_slot(one, named) for one in entry["instructions"]]
+            assert [plain(one) for one in program.instructions] == [
+                without_slot(one, named) for one in entry["instructions"]
+            ]
 
 
 def plain(instruction: Instruction) -> tuple[Any, ...]:
-    what = instruction.what
-    if isinstance(what, Message):
-        return instruction.do.name, [str(one) for one in what.made_by], [str(one) for one in what.needed_by], list(what.parties)
-    return (instruction.do.name, str(what.action), *what[1:]) if isinstance(what, Transfer) else (instruction.do.name, str(what))
+    operand = instruction.operand
+    if isinstance(operand, Message):
+        return (
+            instruction.op.name,
+            [str(one) for one in operand.made_by],
+            [str(one) for one in operand.needed_by],
+            list(operand.parties),
+        )
+    return (
+        (instruction.op.name, str(operand.action), *operand[1:])
+        if isinstance(operand, Transfer)
+        else (instruction.op.name, str(operand))
+    )
 
 
 def without_slot(entry: dict[str, Any], named: dict[str, Any]) -> tuple[Any, ...]:
@@ -219,7 +237,9 @@ def without_slot(entry: dict[str, Any], named: dict[str, Any]) -> tuple[Any, ...
         message = named[entry["message"]]
         return entry["do"].upper(), message["made_by"], message["needed_by"], message["ranks"]
     if "transfer" in entry:
-        do = "FINISH" if entry["do"] == "wait" else "START"
-        assert entry["do"] == "wait" or (entry["do"] == "send") == ("EVICT" in entry["transfer"] or "RETURN" in entry["transfer"])
-        return do, entry["transfer"], entry["sender"], entry["receiver"]
+        op = "FINISH" if entry["do"] == "wait" else "START"
+        assert entry["do"] == "wait" or (entry["do"] == "send") == (
+            "EVICT" in entry["transfer"] or "RETURN" in entry["transfer"]
+        )
+        return op, entry["transfer"], entry["sender"], entry["receiver"]
     return entry["do"].upper(), entry["action"]

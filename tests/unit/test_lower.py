@@ -1,4 +1,5 @@
-"""What each rank does, written out by hand where a person can, and held to the rule of dependencies where nobody can."""
+"""What each rank does, written out by hand where a person can, and held to the rule of dependencies where nobody
+can."""
 
 from __future__ import annotations
 
@@ -12,20 +13,20 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from bpipe.balance.pairs import balance
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.check.case import ScheduleError
-from bpipe.check.deadlock import Waits, blocked_ranks
+from bpipe.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.check.rules import check
+from bpipe.formats.text import read_csv
 from bpipe.generate.families import exchange_of
 from bpipe.generate.place import place
 from bpipe.ir.action import Action, Kind
+from bpipe.ir.dependencies import NOTHING, Dependencies
 from bpipe.ir.layout import Layout, Vocabulary
-from bpipe.ir.needs import NOTHING, Needs
-from bpipe.ir.program import Do, Exchange, Instruction, Message, Program
+from bpipe.ir.program import Exchange, Instruction, Message, Op, Program
 from bpipe.ir.schedule import Schedule
-from bpipe.ir.text import read_csv
-from bpipe.passes.balance import balance
-from bpipe.passes.lower import lower
-from bpipe.program import BalanceConfig, ScheduleConfig, build
+from bpipe.lower.lower import lower
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 from bpipe.simulate.engine import simulate
 from tests.unit.interleaving import fault_of
@@ -99,8 +100,9 @@ run 1B0; send 1B0>0B0; post 2B1>1B1; wait 1B0>0B0; wait 2B1>1B1
 run 1B1; send 1B1>0B1; wait 1B1>0B1
 """
 
-# The last of three ranks with two chunks where the loop is told not to overlap, six micro-batches: three forwards, nine turns of a forward
-# and the backward behind it, three backwards. Behind the first group the ring closes: what rank 0 makes next comes from here.
+# The last of three ranks with two chunks where the loop is told not to overlap, six micro-batches: three forwards, nine
+# turns of a forward and the backward behind it, three backwards. Behind the first group the ring closes: what rank 0
+# makes next comes from here.
 IN_TURNS = """\
 post 1F0>2F0; wait 1F0>2F0; run 2F0
 send 2F0>3F0; post 1F1>2F1; wait 2F0>3F0; wait 1F1>2F1; run 2F1
@@ -129,8 +131,9 @@ send 2B4>1B4; post 3B5>2B5; wait 2B4>1B4; wait 3B5>2B5; run 2B5
 send 2B5>1B5; wait 2B5>1B5
 """
 
-# Micro-batch 2 takes the host buffer in which 1 was. Evictions are waited for before the next computation, or a load; hosts before what
-# they give back, and that before the buffer is filled again, or at the end; loads before their backward.
+# Micro-batch 2 takes the host buffer in which 1 was. Evictions are waited for before the next computation, or a load;
+# hosts before what they give back, and that before the buffer is filled again, or at the end; loads before their
+# backward.
 WITH_TRANSFERS = """\
 post 1B0>0B0
 run 0F0; send 0F0>1F0
@@ -167,7 +170,9 @@ wait 0S0+1S0>0T0+1T0+1B0; run 1T0
 wait 0S0+1S0>0T0+1T0+1B0; run 1B0; send 1B0>0B0
 wait 1F0>0S0+1S0; wait 0S0+1S0>0T0+1T0+1B0; wait 1B0>0B0
 """
-SHARDS_OF_TWO = "# bpipe schedule=a microbatches=1 stage_to_rank=0,1 vocabulary=2\n0F0,,0S0,0T0,,0B0\n,1F0,1S0,1T0,1B0,\n"
+SHARDS_OF_TWO = (
+    "# bpipe schedule=a microbatches=1 stage_to_rank=0,1 vocabulary=2\n0F0,,0S0,0T0,,0B0\n,1F0,1S0,1T0,1B0,\n"
+)
 
 SCHEDULES = {
     "1f1b": partial(build, ScheduleConfig("1f1b", 4, 6, balance=BalanceConfig())),
@@ -175,7 +180,9 @@ SCHEDULES = {
     "gpipe": partial(build, ScheduleConfig("gpipe", 3, 4)),
     "one rank": partial(build, ScheduleConfig("1f1b", 1, 2)),
     "refilled": partial(read_csv, REFILLED),
-    "own memory": lambda: read_csv("# bpipe schedule=a microbatches=2 stage_to_rank=0 hosts=own\n0F0,0F1 0EVICT0,0B1 0LOAD0,0B0\n"),
+    "own memory": lambda: read_csv(
+        "# bpipe schedule=a microbatches=2 stage_to_rank=0 hosts=own\n0F0,0F1 0EVICT0,0B1 0LOAD0,0B0\n"
+    ),
     "overlapped": lambda: OVERLAPPED,
     "v-half": partial(build, ScheduleConfig("v-half", 4, 4, 2)),
     "two pipes": partial(build, ScheduleConfig("chimera", 4, 4)),
@@ -189,7 +196,7 @@ def written(programs: tuple[Program, ...]) -> str:
     """A step a line, without those that do nothing, and ranks apart."""
     ranks = []
     for program in programs:
-        bounds = zip(program.starts, [*program.starts[1:], len(program.dos)], strict=True)
+        bounds = zip(program.starts, [*program.starts[1:], len(program.ops)], strict=True)
         steps = ("; ".join(map(str, program.instructions[start:end])) for start, end in bounds)
         ranks.append("".join(f"{step}\n" for step in steps if step))
     return "\n".join(ranks)
@@ -201,7 +208,9 @@ def test_megatrons_loop_for_one_stage_a_rank(p: int, m: int) -> None:
 
 
 def test_megatrons_loop_for_several_stages_a_rank() -> None:
-    assert written(lower(build(ScheduleConfig("interleaved-1f1b", 2, 2, 2)), Exchange.MEGATRON_INTERLEAVED)) == INTERLEAVED
+    assert (
+        written(lower(build(ScheduleConfig("interleaved-1f1b", 2, 2, 2)), Exchange.MEGATRON_INTERLEAVED)) == INTERLEAVED
+    )
 
 
 def test_megatrons_interleaved_program_where_it_waits() -> None:
@@ -211,12 +220,19 @@ def test_megatrons_interleaved_program_where_it_waits() -> None:
 
 @pytest.mark.parametrize(("p", "v", "m"), [(3, 2, 3), (3, 2, 9), (4, 2, 8), (4, 3, 12), (5, 2, 10)])
 def test_a_loop_in_turns_loses_nothing_to_exchanges_that_take_no_time(p: int, v: int, m: int) -> None:
-    """A forward and a backward take as long on every rank. Waiting behind each computation alone, the shorter waits for the longer."""
+    """A forward and a backward take as long on every rank.
+
+    Waiting behind each computation alone, the shorter waits for the longer.
+    """
     schedule = build(ScheduleConfig("interleaved-1f1b", p, m, v))
     free, gaps = Links(), Links(Link(gap_s=Fraction(1, 10)))
     posted, turns, waiting = (
         simulate(schedule, Costs((StageCost(1, 2),) * (p * v), links, exchange=exchange)).makespan_s
-        for links, exchange in ((free, Exchange.POSTED), (free, Exchange.MEGATRON_TURNS), (gaps, Exchange.MEGATRON_TURNS))
+        for links, exchange in (
+            (free, Exchange.POSTED),
+            (free, Exchange.MEGATRON_TURNS),
+            (gaps, Exchange.MEGATRON_TURNS),
+        )
     )
     assert turns == posted
     # Every rank sends a message a turn at least.
@@ -226,7 +242,7 @@ def test_a_loop_in_turns_loses_nothing_to_exchanges_that_take_no_time(p: int, v:
 @pytest.mark.parametrize(("p", "m", "group"), [(3, 5, 5), (3, 10, 5), (4, 12, 6), (4, 12, 8), (5, 20, 6)])
 def test_a_loop_in_turns_closes_its_ring_whatever_the_group(p: int, m: int, group: int) -> None:
     schedule = build(ScheduleConfig("interleaved-1f1b", p, m, 2, group_size=group))
-    assert not blocked_ranks(schedule, Waits.IN_EVERY_OPERATION, Exchange.MEGATRON_TURNS)
+    assert not blocked_ranks(schedule, WaitLevel.IN_EVERY_OPERATION, Exchange.MEGATRON_TURNS)
 
 
 @pytest.mark.parametrize(("text", "expected"), [(REFILLED, WITH_TRANSFERS), (SHARDS_OF_TWO, TWO_SHARDS)])
@@ -238,19 +254,21 @@ def test_our_executors_program(text: str, expected: str) -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_what_passes_is_sent_once_and_waited_for(name: str) -> None:
     schedule = SCHEDULES[name]()
-    needs = Needs(schedule.layout, schedule.num_microbatches)
+    dependencies = Dependencies(schedule.layout, schedule.num_microbatches)
     programs = lower(schedule, Exchange.POSTED)
-    sent = [(program.rank, what.value) for program in programs for what in messages(program, Do.SEND)]
+    sent = [(program.rank, operand.value) for program in programs for operand in messages(program, Op.SEND)]
     computed = {one for row in schedule.ranks for cell in row for one in cell.computations}
-    routes = {value: needs.route(value) for value in {needs.made(one) for one in computed} - {NOTHING}}
+    routes = {
+        value: dependencies.route(value) for value in {dependencies.value_of(one) for one in computed} - {NOTHING}
+    }
     passing = {value: route for value, route in routes.items() if route.takers and len(route.parties) > 1}
     assert sorted(sent) == sorted((maker, value) for value, route in passing.items() for maker in route.makers)
     for program in programs:
         waited: set[int] = set()
-        for do, what in program.instructions:
-            if do is Do.WAIT and isinstance(what, Message):
-                waited.add(what.value)
-            elif isinstance(what, Action) and (value := needs.needed(what)) != NOTHING:
+        for op, operand in program.instructions:
+            if op is Op.WAIT and isinstance(operand, Message):
+                waited.add(operand.value)
+            elif isinstance(operand, Action) and (value := dependencies.operand_of(operand)) != NOTHING:
                 assert value in waited or routes[value].makers == (program.rank,)
 
 
@@ -259,17 +277,25 @@ def test_one_message_of_every_sender_is_posted_in_its_order(name: str) -> None:
     programs = lower(SCHEDULES[name](), Exchange.POSTED)
     for program in programs:
         for sender in programs:
-            sent = [what for what in messages(sender, Do.SEND) if not what.is_collective and program.rank in what.parties[1:]]
-            assert [what for what in messages(program, Do.POST) if what.parties[0] == sender.rank and not what.is_collective] == sent
+            sent = [
+                operand
+                for operand in messages(sender, Op.SEND)
+                if not operand.is_collective and program.rank in operand.parties[1:]
+            ]
+            assert [
+                operand
+                for operand in messages(program, Op.POST)
+                if operand.parties[0] == sender.rank and not operand.is_collective
+            ] == sent
             ahead = 0
-            for do, what in program.instructions:
-                if what in sent and program is not sender:
-                    ahead += {Do.POST: 1, Do.WAIT: -1}[do]
+            for op, operand in program.instructions:
+                if operand in sent and program is not sender:
+                    ahead += {Op.POST: 1, Op.WAIT: -1}[op]
                     assert ahead in (0, 1)
 
 
-def messages(program: Program, do: Do) -> Iterator[Message]:
-    return (what for each, what in program.instructions if each is do and isinstance(what, Message))
+def messages(program: Program, op: Op) -> Iterator[Message]:
+    return (operand for each, operand in program.instructions if each is op and isinstance(operand, Message))
 
 
 @pytest.mark.parametrize("exchange", Exchange)
@@ -286,7 +312,7 @@ def test_programs_complete_in_any_interleaving_or_in_none(name: str, exchange: E
     if exchange in (Exchange.POSTED, exchange_of(schedule.name)) and name != "refilled":
         check(schedule, exchange)
         assert faults == [None] * 5
-    is_blocked = bool(blocked_ranks(schedule, Waits.ASYNCHRONOUS, exchange))
+    is_blocked = bool(blocked_ranks(schedule, WaitLevel.ASYNCHRONOUS, exchange))
     assert [bool(fault) for fault in faults] == [is_blocked] * 5
     assert all(fault is None or fault.startswith("stuck: ") for fault in faults)
 
@@ -300,22 +326,24 @@ def test_nothing_can_be_left_out(name: str) -> None:
     for rank, program in enumerate(programs):
         for index in range(len(program)):
             without = (*program[:index], *program[index + 1 :])
-            assert fault_of(schedule, [*programs[:rank], without, *programs[rank + 1 :]], index), f"rank {rank} without {program[index]}"
+            assert fault_of(schedule, [*programs[:rank], without, *programs[rank + 1 :]], index), (
+                f"rank {rank} without {program[index]}"
+            )
 
 
-@pytest.mark.parametrize("do", [Do.POST, Do.SEND])
+@pytest.mark.parametrize("op", [Op.POST, Op.SEND])
 @pytest.mark.parametrize("name", ["1f1b", "chunks", "v-half", "two pipes"])
-def test_no_two_messages_of_one_way_can_change_places(name: str, do: Do) -> None:
+def test_no_two_messages_of_one_way_can_change_places(name: str, op: Op) -> None:
     schedule = SCHEDULES[name]()
     programs = [program.instructions for program in lower(schedule, Exchange.POSTED)]
     changed = 0
     for rank, program in enumerate(programs):
-        places = [index for index, one in enumerate(program) if one.do is do]
+        places = [index for index, one in enumerate(program) if one.op is op]
         for first, second in pairwise(places):
-            one, other = program[first].what, program[second].what
+            one, other = program[first].operand, program[second].operand
             if isinstance(one, Message) and isinstance(other, Message) and one.parties == other.parties:
                 swapped = list(program)
-                swapped[first], swapped[second] = Instruction(do, other), Instruction(do, one)
+                swapped[first], swapped[second] = Instruction(op, other), Instruction(op, one)
                 assert fault_of(schedule, [*programs[:rank], swapped, *programs[rank + 1 :]], first)
                 changed += 1
     assert changed > 4
@@ -323,13 +351,21 @@ def test_no_two_messages_of_one_way_can_change_places(name: str, do: Do) -> None
 
 @st.composite
 def orders(draw: st.DrawFn) -> Schedule:
-    """Any order that respects the needs: computations that are ready, drawn by lot. Shards keep one order on all ranks."""
-    p, chunks, pipes, m = draw(st.integers(1, 4)), draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 4))
+    """Any order that respects the needs: computations that are ready, drawn by lot.
+
+    Shards keep one order on all ranks.
+    """
+    p, chunks, pipes, m = (
+        draw(st.integers(1, 4)),
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 4)),
+    )
     vocabulary = draw(st.sampled_from([Vocabulary.WHOLE, Vocabulary.WHOLE, Vocabulary.ONE, Vocabulary.TWO]))
     rng = random.Random(draw(st.integers(0, 10**6)))
     placements = tuple(tuple(rng.sample([*range(p)] * chunks, p * chunks)) for _ in range(pipes))
     layout = Layout(placements, vocabulary)
-    needs = Needs(layout, m)
+    dependencies = Dependencies(layout, m)
     is_split = draw(st.booleans())
     kinds = (Kind.FORWARD, *((Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if is_split else (Kind.BACKWARD,)))
     # Each stage's passes of a micro-batch follow each other, and so do the shards' of a rank.
@@ -340,12 +376,12 @@ def orders(draw: st.DrawFn) -> Schedule:
     rows: list[list[Action]] = [[] for _ in range(p)]
 
     def is_ready(action: Action) -> bool:
-        value = needs.needed(action)
-        return value == NOTHING or made.get(value, 0) == len(needs.route(value).makers)
+        value = dependencies.operand_of(action)
+        return value == NOTHING or made.get(value, 0) == len(dependencies.route(value).makers)
 
     while ready := [queue for queue in queues if queue and is_ready(queue[0])]:
         action = rng.choice(ready).pop(0)
-        made[needs.made(action)] = made.get(needs.made(action), 0) + 1
+        made[dependencies.value_of(action)] = made.get(dependencies.value_of(action), 0) + 1
         rows[layout.rank_of_action(action)].append(action)
     assert not any(queues)
     return place("drawn", m, layout, rows)

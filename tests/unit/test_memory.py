@@ -1,4 +1,5 @@
-"""The memory rule against sums that look at every micro-batch in every slot: overlapped cells, split backwards, and shares held after I."""
+"""The memory rule against sums that look at every micro-batch in every slot: overlapped cells, split backwards, and
+shares held after I."""
 
 from __future__ import annotations
 
@@ -13,22 +14,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bpipe.balance.budget import ActivationBudget, balance_within
+from bpipe.balance.evict import OverBound, plan_evictions
+from bpipe.balance.pairs import balance, smallest_bound
 from bpipe.check.case import ScheduleError
 from bpipe.check.rules import check
 from bpipe.cli import main
 from bpipe.draw.svg import write_svg
+from bpipe.formats.document import read_json, write_json
+from bpipe.formats.grid import read_grid, write_grid
+from bpipe.formats.text import TextError, read_csv, write_csv
 from bpipe.generate.families import FAMILIES
 from bpipe.generate.place import place
 from bpipe.ir.action import COMPUTE, Action, Kind
-from bpipe.ir.document import read_json, write_json
-from bpipe.ir.grid import read_grid, write_grid
 from bpipe.ir.layout import one_pipe
-from bpipe.ir.memory import Memory, StageMemory, counts_of, live_bytes, live_counts, memory_of, num_transfers, peak_counts, with_after_input
+from bpipe.ir.memory import (
+    Memory,
+    StageMemory,
+    counts_of,
+    live_bytes,
+    live_counts,
+    memory_of,
+    num_transfers,
+    peak_counts,
+    with_after_input,
+)
 from bpipe.ir.schedule import Schedule
-from bpipe.ir.text import TextError, read_csv, write_csv
-from bpipe.passes.balance import balance, smallest_bound
-from bpipe.passes.evict import OverBound, plan_evictions
-from bpipe.passes.room import Rooms, fit
 from bpipe.simulate.cost import Costs, StageCost
 from bpipe.simulate.engine import simulate
 
@@ -48,7 +59,8 @@ class Life:
             stays = zip(self.times[Kind.HOST], self.times[Kind.RETURN], strict=True)
             return sum(size.moved_bytes for host, back in stays if host[0] < at < back[1])
         away = any(
-            evict[1] < at < load[0] for evict, load in zip(self.times.get(Kind.EVICT, []), self.times.get(Kind.LOAD, []), strict=True)
+            evict[1] < at < load[0]
+            for evict, load in zip(self.times.get(Kind.EVICT, []), self.times.get(Kind.LOAD, []), strict=True)
         )
         (start, _) = self.times[FORWARD][0]
         (_, end) = self.times[BACKWARD if BACKWARD in self.times else WEIGHT][0]
@@ -111,7 +123,10 @@ def random_schedule(seed: int, halves: float = 0.6) -> Schedule:
 
 
 def overlapping(schedule: Schedule, rng: random.Random) -> Schedule:
-    """Some forwards of rank 0 with the backward behind them in one slot, where those are of two micro-batches. Only rank 0 is kept."""
+    """Some forwards of rank 0 with the backward behind them in one slot, where those are of two micro-batches.
+
+    Only rank 0 is kept.
+    """
     row = [cell for cell in schedule.ranks[0] if cell.compute is not None]
     merged = []
     while row:
@@ -156,7 +171,7 @@ def test_time_holds_it_too_and_balanced_schedules_keep_their_bounds(seed: int, m
     least = [0, 0]
     for _ in range(200):  # bounds in bytes, up from the smallest: the first that can be kept
         try:
-            schedule = fit(plain, Rooms(tuple(max(1, bound + above) for bound in least), memory))
+            schedule = balance_within(plain, ActivationBudget(tuple(max(1, bound + above) for bound in least), memory))
             break
         except ValueError:
             least = [bound + 1 for bound in least]
@@ -164,7 +179,12 @@ def test_time_holds_it_too_and_balanced_schedules_keep_their_bounds(seed: int, m
     costs = Costs(
         tuple(
             StageCost(
-                2, 5, weight_s=3, saved_bytes=size.saved_bytes, moved_bytes=size.moved_bytes, after_input_bytes=size.after_input_bytes
+                2,
+                5,
+                weight_s=3,
+                saved_bytes=size.saved_bytes,
+                moved_bytes=size.moved_bytes,
+                after_input_bytes=size.after_input_bytes,
             )
             for size in memory.stages
         )
@@ -173,16 +193,22 @@ def test_time_holds_it_too_and_balanced_schedules_keep_their_bounds(seed: int, m
     for rank in range(2):
         assert max(slow_curve(schedule, rank, memory)) <= max(1, least[rank] + above)
         assert list(live_bytes(schedule, rank, memory)) == slow_curve(schedule, rank, memory)
-        rows = [(one.action, Fraction(one.start_s), Fraction(one.end_s)) for one in (*report.computations[rank], *report.transfers[rank])]
+        rows = [
+            (one.action, Fraction(one.start_s), Fraction(one.end_s))
+            for one in (*report.computations[rank], *report.transfers[rank])
+        ]
         levels = report.levels(rank)
         for level, behind in pairwise(levels):
             at = Fraction(level.start_s + behind.start_s) / 2
-            assert level.held_bytes == sum(life.held(at, memory.stages[stage]) for (stage, _), life in lives(rows).items())
+            assert level.held_bytes == sum(
+                life.held(at, memory.stages[stage]) for (stage, _), life in lives(rows).items()
+            )
         assert levels[-1].held_bytes == 0
 
 
 def fewest(schedule: Schedule, bound: int, memory: Memory) -> int | None:
-    """Try every set of micro-batches of rank 0, smallest first; each leaves right after its forward and stays away as long as it can."""
+    """Try every set of micro-batches of rank 0, smallest first; each leaves right after its forward and stays away
+    as long as it can."""
     slots = {kind: {} for kind in (FORWARD, INPUT)}
     for slot, cell in enumerate(schedule.ranks[0]):
         if cell.compute is not None and cell.compute.kind is not WEIGHT:
@@ -253,19 +279,28 @@ def test_whoever_takes_more_for_w_takes_it_when_i_starts() -> None:
 )
 def test_sizes_that_cannot_be(memory: Memory, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        fit(random_schedule(0), Rooms((99, 99), memory))
+        balance_within(random_schedule(0), ActivationBudget((99, 99), memory))
 
 
-# -- V-Half of 4 ranks, by hand -----------------------------------------------------------------------------------------------------------
+# -- V-Half of 4 ranks, by hand
+# -----------------------------------------------------------------------------------------------------------
 
 
 def v_half(num_microbatches: int = 8) -> Schedule:
-    """Rank i computes stages i and 7-i. Its F, f, B, b start in slots 2i, 10-i, 14+2i, 25-i, every 6 anew; W fill the rest, in order."""
+    """Rank i computes stages i and 7-i.
+
+    Its F, f, B, b start in slots 2i, 10-i, 14+2i, 25-i, every 6 anew; W fill the rest, in order.
+    """
     orders = []
     for rank in range(4):
         row: dict[int, Action] = {}
         for m in range(num_microbatches):
-            starts = {(rank, FORWARD): 2 * rank, (7 - rank, FORWARD): 10 - rank, (7 - rank, INPUT): 14 + 2 * rank, (rank, INPUT): 25 - rank}
+            starts = {
+                (rank, FORWARD): 2 * rank,
+                (7 - rank, FORWARD): 10 - rank,
+                (7 - rank, INPUT): 14 + 2 * rank,
+                (rank, INPUT): 25 - rank,
+            }
             row |= {start + 6 * m: Action(stage, kind, m) for (stage, kind), start in starts.items()}
         halves = sorted((slot, action) for slot, action in row.items() if action.kind is INPUT)
         for behind, action in halves:
@@ -285,7 +320,9 @@ def test_v_half_holds_what_is_published_and_less_where_w_needs_less() -> None:
     for share in (Fraction(1, 2), Fraction(9, 5)):
         counted = with_after_input(V_HALF, share)
         memory = memory_of([10] * 8, None, [int(10 * share)] * 8)
-        assert [10 * peak for peak in peak_counts(counted)] == [max(slow_curve(V_HALF, rank, memory)) for rank in range(4)]
+        assert [10 * peak for peak in peak_counts(counted)] == [
+            max(slow_curve(V_HALF, rank, memory)) for rank in range(4)
+        ]
     assert max(peak_counts(with_after_input(V_HALF, Fraction(9, 5)))) > 6
 
 
@@ -339,7 +376,8 @@ def late_weights(num_microbatches: int = 8) -> Schedule:
 
 
 def test_bounds_are_kept_by_shares(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Half of each micro-batch goes at I: what W keeps counts half, in the plan, in the check and in what is refused."""
+    """Half of each micro-batch goes at I: what W keeps counts half, in the plan, in the check and in what is
+    refused."""
     path = tmp_path / "late.csv"
     path.write_text(write_csv(late_weights()))
     assert "# peak=4.5,3.5,2.5,1.5 " in run(capfd, "--input", str(path), "--after-input", "0.5")
@@ -361,7 +399,10 @@ def test_bounds_are_kept_by_shares(capfd: pytest.CaptureFixture[str], tmp_path: 
 
 REFUSED = {
     "generated": (["--schedule", "1f1b", "--stages", "4", "--microbatches", "4"], "no backward of it has halves"),
-    "negative": (["--input", "FILE", "--after-input=-1"], "share: '-1' is no share such as 0.5, at least 0, with at most 4 decimals"),
+    "negative": (
+        ["--input", "FILE", "--after-input=-1"],
+        "share: '-1' is no share such as 0.5, at least 0, with at most 4 decimals",
+    ),
     "endless": (["--input", "FILE", "--after-input", "1/3"], "'1/3' is no share"),
     "too fine": (["--input", "FILE", "--after-input", "0.00001"], "'0.00001' is no share"),
     "whole backwards": (["--input", "WHOLE"], "no backward of it has halves (I and W)"),

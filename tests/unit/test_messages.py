@@ -6,13 +6,13 @@ import random
 
 import pytest
 
+from bpipe.build import ScheduleConfig, build
 from bpipe.check.rules import check
 from bpipe.cli import main
-from bpipe.ir.messages import has_messages, read_runtime, write_runtime
-from bpipe.ir.text import TextError, read_csv
-from bpipe.passes.align import align
-from bpipe.program import ScheduleConfig, build
-from bpipe.read import read
+from bpipe.formats.messages import has_messages, read_runtime, write_runtime
+from bpipe.formats.read import read
+from bpipe.formats.text import TextError, read_csv
+from bpipe.lower.align import align
 from tests.unit.test_overlap import OVERLAPPED
 
 # Two ranks in V shape: stages 0 and 3 on rank 0. Torch's own, with ScheduleDualPipeV(p=2, m=4).
@@ -44,7 +44,11 @@ def test_messages_are_dropped() -> None:
     assert read(TORCH).ranks == OVERLAPPED.ranks
     check(align(read_runtime(SMALL)))
     assert align(read_runtime(write_runtime(OVERLAPPED), "dualpipev")) == OVERLAPPED
-    for config in (ScheduleConfig("1f1b", 4, 6), ScheduleConfig("interleaved-1f1b", 3, 6, 2), ScheduleConfig("gpipe", 1, 2)):
+    for config in (
+        ScheduleConfig("1f1b", 4, 6),
+        ScheduleConfig("interleaved-1f1b", 3, 6, 2),
+        ScheduleConfig("gpipe", 1, 2),
+    ):
         schedule = build(config)
         assert align(read_runtime(write_runtime(schedule), config.schedule)) == schedule
 
@@ -94,7 +98,11 @@ def test_a_message_moved_past_its_computation_is_refused() -> None:
         ("0F0,", "0F0,7RECV_F0,", "line 1, cell 2: 7RECV_F0 is of stage 7"),
         ("0F0,", "0F0,0RECV_B7,", "line 1, cell 2: nothing behind it needs what 0RECV_B7 receives"),
         ("0F0,", "0F0,0WAIT_SEND_F0,", "line 1, cell 2: 0WAIT_SEND_F0 waits for what is not sent before it"),
-        ("0SEND_F0,", "0SEND_F0,0WAIT_SEND_F0,", "line 1, cell 5: nobody waits for 0SEND_F1: 0WAIT_SEND_F1 is missing behind it"),
+        (
+            "0SEND_F0,",
+            "0SEND_F0,0WAIT_SEND_F0,",
+            "line 1, cell 5: nobody waits for 0SEND_F1: 0WAIT_SEND_F1 is missing behind it",
+        ),
         ("0F0,", "0F0,,", "line 1, cell 2: an empty cell, but in the runtime's form every cell is an operation"),
         ("0F0,", "0F0,0UNSHARD,", "line 1, cell 2: 0UNSHARD comes behind a computation of its stage"),
         ("0F0,", "0UNSHARD,0F0,", "line 1, cell 1: 0UNSHARD has no 0RESHARD behind it"),
@@ -116,7 +124,9 @@ def test_what_is_wrong_is_said_with_its_cell(old: str, new: str, reason: str) ->
 def test_ranks_that_wait_for_each_other_are_refused() -> None:
     """Each receives first what the other sends only after it has received."""
     stuck = "0F0,0RECV_B0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"
-    with pytest.raises(TextError, match="line 1, cell 2: 0RECV_B0 waits for ever: 1SEND_B0 is missing, or waits for this rank in turn"):
+    with pytest.raises(
+        TextError, match="line 1, cell 2: 0RECV_B0 waits for ever: 1SEND_B0 is missing, or waits for this rank in turn"
+    ):
         read_runtime(stuck)
 
 
@@ -125,7 +135,9 @@ def test_computations_alone_decide_what_is_missing() -> None:
         read_runtime("0F0,0RECV_B0,0B0\n1F0,1B0,1SEND_B0\n")
     # No message at all, but reductions: torch lists single-stage schedules so.
     schedule = read(
-        "0F0,0F1,0B0,0B1,0REDUCE_GRAD,0WAIT_REDUCE_GRAD\n,1F0,1B0,1F1,1B1,1REDUCE_GRAD,1WAIT_REDUCE_GRAD\n".replace("\n,", "\n")
+        "0F0,0F1,0B0,0B1,0REDUCE_GRAD,0WAIT_REDUCE_GRAD\n,1F0,1B0,1F1,1B1,1REDUCE_GRAD,1WAIT_REDUCE_GRAD\n".replace(
+            "\n,", "\n"
+        )
     )
     check(schedule)
     assert [one.compute and str(one.compute) for one in schedule.ranks[1]] == [None, "1F0", "1B0", "1F1", "1B1", None][
@@ -135,7 +147,22 @@ def test_computations_alone_decide_what_is_missing() -> None:
 
 def test_transfers_have_no_place_in_it(capfd: pytest.CaptureFixture[str]) -> None:
     assert (
-        main(["schedule", "--schedule", "1f1b", "--stages", "4", "--microbatches", "4", "--balance", "bpipe", "--format", "runtime"]) == 2
+        main(
+            [
+                "schedule",
+                "--schedule",
+                "1f1b",
+                "--stages",
+                "4",
+                "--microbatches",
+                "4",
+                "--balance",
+                "bpipe",
+                "--format",
+                "runtime",
+            ]
+        )
+        == 2
     )
     assert "0EVICT1 moves activations, for which torch's runtime has no operation" in capfd.readouterr().err
     assert main(["schedule", "--schedule", "1f1b", "--stages", "2", "--microbatches", "1", "--format", "runtime"]) == 0
@@ -146,7 +173,8 @@ def test_transfers_have_no_place_in_it(capfd: pytest.CaptureFixture[str]) -> Non
 
 
 def test_shuffled_files_are_refused_or_mean_the_same() -> None:
-    """Operations exchanged at random: what is still accepted has the computations in the order in which the file has them."""
+    """Operations exchanged at random: what is still accepted has the computations in the order in which the file has
+    them."""
     rng = random.Random(5)
     accepted = 0
     for _ in range(600):
@@ -166,8 +194,8 @@ def test_shuffled_files_are_refused_or_mean_the_same() -> None:
 
 
 def written(schedule: object) -> list[list[str]]:
+    from bpipe.formats.text import write_csv
     from bpipe.ir.schedule import Schedule
-    from bpipe.ir.text import write_csv
 
     assert isinstance(schedule, Schedule)
     return [line.split(",") for line in write_csv(schedule).splitlines()]

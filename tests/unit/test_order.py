@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.check.case import ScheduleError
 from bpipe.check.order import check_microbatch_order
 from bpipe.check.rules import check
+from bpipe.formats.grid import read_grid
 from bpipe.generate.families import FAMILIES
-from bpipe.ir.grid import read_grid
 from bpipe.ir.schedule import Schedule
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 from tests.unit.hand_made import v_flat
 
 # Each is sound; in each one pass of one stage takes micro-batch 1 before 0.
@@ -60,7 +60,9 @@ rank 1 C  . F0 F1 I0 B1 W0  .
 def test_a_pass_out_of_order_is_sound_and_refused_for_training(text: str, place: str) -> None:
     schedule = read_grid(text)
     check(schedule)
-    with pytest.raises(ScheduleError, match=f"order of micro-batches: {place}, but Megatron's own schedules take") as refused:
+    with pytest.raises(
+        ScheduleError, match=f"order of micro-batches: {place}, but Megatron's own schedules take"
+    ) as refused:
         check_microbatch_order(schedule)
     assert "[" in str(refused.value), "the grid shows the spot"
 

@@ -1,4 +1,5 @@
-"""A forward and a backward in one place of the grid, as torch's DualPipeV has them: read, written, checked, counted, timed and drawn."""
+"""A forward and a backward in one place of the grid, as torch's DualPipeV has them: read, written, checked, counted,
+timed and drawn."""
 
 from __future__ import annotations
 
@@ -10,20 +11,20 @@ from pathlib import Path
 
 import pytest
 
+from bpipe.build import BalanceConfig, adopt
 from bpipe.check.case import ScheduleError
-from bpipe.check.deadlock import Waits, blocked_ranks
+from bpipe.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.check.rules import check
 from bpipe.cli import main
 from bpipe.draw.svg import write_svg
+from bpipe.formats.document import read_json, write_json
+from bpipe.formats.grid import read_grid, write_grid
+from bpipe.formats.read import read
+from bpipe.formats.text import TextError, read_csv, write_csv
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.document import read_json, write_json
-from bpipe.ir.grid import read_grid, write_grid
 from bpipe.ir.memory import live_bytes, live_counts, memory_of, peak_counts
 from bpipe.ir.schedule import Schedule, Slot
-from bpipe.ir.text import TextError, read_csv, write_csv
-from bpipe.passes.align import align
-from bpipe.program import BalanceConfig, adopt
-from bpipe.read import read
+from bpipe.lower.align import align
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 from bpipe.simulate.engine import simulate
 
@@ -92,9 +93,21 @@ def changed(rank: int, slot: int, cell: Slot) -> Schedule:
     [
         (changed(0, 7, Slot(PAIR.overlapped, (), PAIR.compute)), "each computation once", "3B1 and 0F3 cannot overlap"),
         (changed(0, 7, Slot(PAIR.compute)), "each computation once", "stage 3 has no B or I of micro-batch 1"),
-        (changed(0, 7, Slot(PAIR.compute, (), Action(3, Kind.BACKWARD, 0))), "each computation once", "3B0: already computed in slot 4"),
-        (changed(0, 7, Slot(PAIR.compute, (), Action(3, Kind.BACKWARD, 9))), "each computation once", "micro-batches 0 to 3"),
-        (changed(0, 7, Slot(PAIR.compute, (), Action(2, Kind.BACKWARD, 1))), "each computation once", "stage 2 belongs to rank 1"),
+        (
+            changed(0, 7, Slot(PAIR.compute, (), Action(3, Kind.BACKWARD, 0))),
+            "each computation once",
+            "3B0: already computed in slot 4",
+        ),
+        (
+            changed(0, 7, Slot(PAIR.compute, (), Action(3, Kind.BACKWARD, 9))),
+            "each computation once",
+            "micro-batches 0 to 3",
+        ),
+        (
+            changed(0, 7, Slot(PAIR.compute, (), Action(2, Kind.BACKWARD, 1))),
+            "each computation once",
+            "stage 2 belongs to rank 1",
+        ),
     ],
 )
 def test_the_checker_sees_both(schedule: Schedule, rule: str, reason: str) -> None:
@@ -105,7 +118,8 @@ def test_the_checker_sees_both(schedule: Schedule, rule: str, reason: str) -> No
 
 
 def test_neither_may_need_what_the_slot_itself_makes() -> None:
-    """Both inputs are there before the pair begins, both outputs only when it is over: as torch's runtime sends them."""
+    """Both inputs are there before the pair begins, both outputs only when it is over: as torch's runtime sends
+    them."""
     ahead = read_csv("0F0,,0F1,,0B0,0B1\n,1F0,(1F1;1B0)OVERLAP_F_B,1B1\n")
     with pytest.raises(ScheduleError, match="rank 1, slot 2, 1F1: needs 0F1, which rank 0 computes in slot 2"):
         check(ahead)
@@ -135,9 +149,15 @@ def test_align_moves_the_pair_as_one() -> None:
 
 
 def slow_times(schedule: Schedule, forward_s: int, backward_s: int, message_s: int) -> dict[Action, tuple[int, int]]:
-    """Start and end of every computation, by asking again and again: when is what it needs over? Weights' halves take nothing else."""
+    """Start and end of every computation, by asking again and again: when is what it needs over? Weights' halves
+    take nothing else."""
     owner, last = schedule.layout.only_placement, schedule.num_stages - 1
-    seconds = {Kind.FORWARD: forward_s, Kind.BACKWARD: backward_s, Kind.BACKWARD_INPUT: backward_s - 1, Kind.BACKWARD_WEIGHT: 1}
+    seconds = {
+        Kind.FORWARD: forward_s,
+        Kind.BACKWARD: backward_s,
+        Kind.BACKWARD_INPUT: backward_s - 1,
+        Kind.BACKWARD_WEIGHT: 1,
+    }
     passed: dict[tuple[str, int, int], int] = {}
     times: dict[Action, tuple[int, int]] = {}
     clocks = [0] * schedule.num_ranks
@@ -182,7 +202,7 @@ def test_the_simulator_times_a_pair_as_one_operation(message_s: int) -> None:
 
 
 def test_it_cannot_deadlock() -> None:
-    for waits in Waits:
+    for waits in WaitLevel:
         assert blocked_ranks(OVERLAPPED, waits) == ()
     single = read_csv("0F0,0F1,,0B0,0B1\n,1F0,(1F1;1B0)OVERLAP_F_B,1B1,\n")
     check(single)
@@ -196,12 +216,19 @@ def test_the_drawing_has_both() -> None:
 
 
 def test_balancing_says_that_it_does_not_take_them() -> None:
-    with pytest.raises(ValueError, match="0F3 and 3B1 overlap: only schedules of single computations are balanced, so leave"):
+    with pytest.raises(
+        ValueError, match="0F3 and 3B1 overlap: only schedules of single computations are balanced, so leave"
+    ):
         adopt(OVERLAPPED, BalanceConfig((5,)))
     table = (
-        (Path(__file__).parents[2] / "docs/schedules.md").read_text().partition("| name | at most a rank holds |")[2].partition("\n\n")[0]
+        (Path(__file__).parents[2] / "docs/schedules.md")
+        .read_text()
+        .partition("| name | at most a rank holds |")[2]
+        .partition("\n\n")[0]
     )
-    assert re.search(r"\n\| a file whose forwards and backwards overlap, as in torch's DualPipeV \|[^\n]*\| not balanced \|", table)
+    assert re.search(
+        r"\n\| a file whose forwards and backwards overlap, as in torch's DualPipeV \|[^\n]*\| not balanced \|", table
+    )
 
 
 def test_the_command_reads_torchs_file(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

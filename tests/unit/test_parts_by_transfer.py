@@ -1,4 +1,5 @@
-"""What parts of a micro-batch could save that differ by transfer: the fewest bytes there can be beside one part for all of a stage.
+"""What parts of a micro-batch could save that differ by transfer: the fewest bytes there can be beside one part for all
+of a stage.
 
 Not built: a transfer's bytes follow from its stage in programs, host buffers and on both ends of a pair.
 """
@@ -9,12 +10,12 @@ from itertools import product
 
 import pytest
 
+from bpipe.balance.budget import less_moved
+from bpipe.balance.pairs import plan_rank
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import READING, Kind
 from bpipe.ir.memory import Memory, live_bytes, memory_of
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.balance import planned
-from bpipe.passes.room import less_moved
 
 
 def absences(schedule: Schedule, rank: int) -> dict[tuple[int, int], range]:
@@ -32,7 +33,8 @@ def absences(schedule: Schedule, rank: int) -> dict[tuple[int, int], range]:
 
 
 def least(schedule: Schedule, rank: int, room: int, memory: Memory) -> int | None:
-    """Bytes that leave where each transfer has a part of its own: wherever room lacks, from what is away longest after that."""
+    """Bytes that leave where each transfer has a part of its own: wherever room lacks, from what is away longest
+    after that."""
     curve, away = list(live_bytes(schedule, rank, memory)), absences(schedule, rank)
     left = {key: memory.stages[key[0]].moved_bytes for key in away}
     total = 0
@@ -51,10 +53,17 @@ def least(schedule: Schedule, rank: int, room: int, memory: Memory) -> int | Non
 def of_all(schedule: Schedule, rank: int, room: int, memory: Memory) -> int | None:
     """Bytes that leave with one part for all of a stage, the best one."""
     parts = tuple(tuple(range(1, size.moved_bytes + 1)) for size in memory.stages)
-    plans = [(one, planned(schedule, rank, room, one)) for one in (memory, *less_moved(schedule, [rank], memory, parts))]
+    plans = [
+        (one, plan_rank(schedule, rank, room, one)) for one in (memory, *less_moved(schedule, [rank], memory, parts))
+    ]
     return min(
         (
-            sum(one.stages[action.stage].moved_bytes for actions in plan.values() for action in actions if action.kind is Kind.EVICT)
+            sum(
+                one.stages[action.stage].moved_bytes
+                for actions in plan.values()
+                for action in actions
+                if action.kind is Kind.EVICT
+            )
             for one, plan in plans
             if not isinstance(plan, str)
         ),
@@ -81,7 +90,8 @@ def test_the_fewest_are_the_fewest(name: str, p: int, m: int) -> None:
     assert any(sent for _, sent in tried)
 
 
-# Layers a stage, room in layers of those that rank 0 holds alone: bytes in layers with one part for all, and with the fewest.
+# Layers a stage, room in layers of those that rank 0 holds alone: bytes in layers with one part for all, and with the
+# fewest.
 SAVED = {
     ("1f1b", 4, 16, 2, 5): (30, 22),
     ("1f1b", 8, 64, 4, 19): (156, 131),

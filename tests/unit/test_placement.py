@@ -25,7 +25,8 @@ def test_tensor_2_pipeline_4_data_2_on_two_nodes() -> None:
 
 
 def test_middle_stages_do_not_push_pairs_apart() -> None:
-    """Five stages on nodes of four: laid out replica by replica, the second replica's pair (1, 3) would stand on two nodes."""
+    """Five stages on nodes of four: laid out replica by replica, the second replica's pair (1, 3) would stand on two
+    nodes."""
     topology = Topology(tensor=1, context=1, pipeline=5, data=4, gpus_per_node=4)
     assert all(pair.nodes[0] == pair.nodes[1] for pair in pairs(topology, pair_adjacent(topology)))
 

@@ -7,10 +7,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from bpipe.build import ScheduleConfig, build, named_balance
 from bpipe.draw.picture import lay_out, stack
 from bpipe.draw.plots import Overhead, Ranked, StagePeaks, memory_chart, overhead_chart, ranking_chart, to_png, to_svg
 from bpipe.draw.svg import render_svg
-from bpipe.program import ScheduleConfig, balancing, build
 
 SVG = "{http://www.w3.org/2000/svg}"
 MIB = 2**20
@@ -18,7 +18,15 @@ MIB = 2**20
 PLAIN = (86.06, 73.80, 63.30, 52.79, 42.28, 31.77, 21.27, 12.27)
 BALANCED = (53.81, 52.80, 52.80, 52.79, 42.28, 52.77, 52.77, 55.27)
 STAGES = tuple(
-    StagePeaks(stage, round(one * MIB), round(one * MIB), 8 - stage, round(other * MIB), round((other + 1) * MIB), 5 - (stage == 4))
+    StagePeaks(
+        stage,
+        round(one * MIB),
+        round(one * MIB),
+        8 - stage,
+        round(other * MIB),
+        round((other + 1) * MIB),
+        5 - (stage == 4),
+    )
     for stage, (one, other) in enumerate(zip(PLAIN, BALANCED, strict=True))
 )
 LINES = (
@@ -26,7 +34,11 @@ LINES = (
     Overhead("nothing recomputed", (16, 32, 64), (0.0, 0.0, 0.1), False),
     Overhead("attention recomputed", (16, 32, 64), (2.0, 3.0, 4.0), True),
 )
-RANKED = (Ranked("t=4 p=8", 46.5, True, "without: 81.7 GiB"), Ranked("t=2 p=8", 40.6, False), Ranked("t=4 p=4", 40.1, False))
+RANKED = (
+    Ranked("t=4 p=8", 46.5, True, "without: 81.7 GiB"),
+    Ranked("t=2 p=8", 40.6, False),
+    Ranked("t=4 p=4", 40.1, False),
+)
 
 
 def groups(svg: str) -> dict[str, list[list[tuple[float, float]]]]:
@@ -50,14 +62,18 @@ def extent(points: list[tuple[float, float]], axis: int) -> float:
 
 def test_memory_bars_are_as_high_as_the_bytes() -> None:
     parts = groups(to_svg(memory_chart(STAGES, "title")))
-    heights = {(name, stage): extent(parts[f"{name}-{stage}"][0], 1) for name in ("plain", "balanced") for stage in range(8)}
+    heights = {
+        (name, stage): extent(parts[f"{name}-{stage}"][0], 1) for name in ("plain", "balanced") for stage in range(8)
+    }
     unit = heights["plain", 0] / PLAIN[0]
     for name, sizes in (("plain", PLAIN), ("balanced", BALANCED)):
         assert [heights[name, stage] / unit for stage in range(8)] == pytest.approx(sizes, rel=1e-3)
     for stage, (dash, bar) in enumerate(
         zip(parts["balanced-predicted"], [parts[f"balanced-{stage}"][0] for stage in range(8)], strict=True)
     ):
-        assert (min(y for _, y in bar) - dash[0][1]) / unit == pytest.approx(1, abs=0.01), f"stage {stage} is predicted 1 MiB higher"
+        assert (min(y for _, y in bar) - dash[0][1]) / unit == pytest.approx(1, abs=0.01), (
+            f"stage {stage} is predicted 1 MiB higher"
+        )
 
 
 def test_memory_bars_say_how_many_microbatches() -> None:
@@ -82,7 +98,15 @@ def test_lines_rise_as_the_numbers_do() -> None:
     gaps = [lines[0][place + 1][0] - lines[0][place][0] for place in range(2)]
     assert gaps[0] == pytest.approx(gaps[1]), "doublings are equally far apart"
     said = words(svg)
-    assert {"16", "32", "64", "12.0 %", "0.1 %", "nothing recomputed, synchronous", "nothing recomputed, asynchronous"} <= set(said)
+    assert {
+        "16",
+        "32",
+        "64",
+        "12.0 %",
+        "0.1 %",
+        "nothing recomputed, synchronous",
+        "nothing recomputed, asynchronous",
+    } <= set(said)
 
 
 def test_ends_upon_each_other_get_one_number() -> None:
@@ -98,14 +122,22 @@ def test_the_best_configuration_is_on_top_and_longest() -> None:
     assert [extent(bar, 0) / unit for bar in bars] == pytest.approx([row.mfu_percent for row in RANKED])
     assert [bar[0][1] for bar in bars] == sorted(bar[0][1] for bar in bars), "down is further"
     said = words(svg)
-    assert {"1. t=4 p=8", "3. t=4 p=4", "46.5 %  (without: 81.7 GiB)", "fits only with balancing", "fits without balancing"} <= set(said)
+    assert {
+        "1. t=4 p=8",
+        "3. t=4 p=4",
+        "46.5 %  (without: 81.7 GiB)",
+        "fits only with balancing",
+        "fits without balancing",
+    } <= set(said)
 
 
 def test_bars_differ_without_colours() -> None:
     for chart in (memory_chart(STAGES, "title"), ranking_chart(RANKED, "title")):
         patterns = {bool(bar.get_hatch()) for bar in chart.axes[0].patches}
         assert patterns == {True, False}
-    looks = {(line.get_linestyle(), line.get_marker()) for line in overhead_chart(LINES, "title", "batch size").axes[0].lines}
+    looks = {
+        (line.get_linestyle(), line.get_marker()) for line in overhead_chart(LINES, "title", "batch size").axes[0].lines
+    }
     assert len(looks) == len(LINES)
 
 
@@ -124,7 +156,7 @@ def test_nothing_to_draw_is_said(draw: object) -> None:
 
 def test_halves_lie_below_each_other() -> None:
     halves = [
-        lay_out(build(ScheduleConfig("1f1b", 4, 8, balance=balancing(balance))), text)
+        lay_out(build(ScheduleConfig("1f1b", 4, 8, balance=named_balance(balance))), text)
         for balance, text in (("none", "without"), ("bpipe", "with"))
     ]
     both = stack(halves)

@@ -1,4 +1,5 @@
-"""What must leave goes to any rank with room: no other choice of all moves less, and where pairs have room enough it is theirs."""
+"""What must leave goes to any rank with room: no other choice of all moves less, and where pairs have room enough it
+is theirs."""
 
 from __future__ import annotations
 
@@ -8,6 +9,11 @@ from itertools import combinations, product
 
 import pytest
 
+from bpipe.balance.budget import ActivationBudget, BudgetTooSmall, balance_within
+from bpipe.balance.packing import Cost, Item, pack
+from bpipe.balance.pairs import allocated_bytes, balance
+from bpipe.balance.pool import balance_over_pool, smallest_level
+from bpipe.balance.tiers import balance_over_hosts_within
 from bpipe.check.rules import check
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import Kind
@@ -15,11 +21,6 @@ from bpipe.ir.host_buffers import host_buffers, num_buffers_for
 from bpipe.ir.hosts import POOL
 from bpipe.ir.memory import live_bytes, memory_of
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.balance import balance, occupied
-from bpipe.passes.packing import Cost, Item, pack
-from bpipe.passes.pool import pool, smallest_level
-from bpipe.passes.room import NoRoom, Rooms, fit
-from bpipe.passes.tiers import arranged_within
 
 
 def generate(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
@@ -31,16 +32,20 @@ def moved(schedule: Schedule, sizes: Sequence[int]) -> int:
     return sum(sizes[one.stage] for one in every if one.kind is Kind.EVICT)
 
 
-# -- against trying everything ------------------------------------------------------------------------------------------------------------
+# -- against trying everything
+# ------------------------------------------------------------------------------------------------------------
 
-# Of one sender: the most of its own micro-batches it holds, the host buffers it needs on every rank, and how many micro-batches leave.
+# Of one sender: the most of its own micro-batches it holds, the host buffers it needs on every rank, and how many
+# micro-batches leave.
 Way = tuple[int, tuple[int, ...], int]
 
 
 def every_way(schedule: Schedule, sender: int) -> set[Way]:
     """Every set of the sender's micro-batches, each from every slot to every later one, on every other rank."""
     row, num_ranks = schedule.ranks[sender], schedule.num_ranks
-    slots = {(cell.compute.kind, cell.compute.microbatch): slot for slot, cell in enumerate(row) if cell.compute is not None}
+    slots = {
+        (cell.compute.kind, cell.compute.microbatch): slot for slot, cell in enumerate(row) if cell.compute is not None
+    }
     own = live_bytes(schedule, sender, memory_of([1] * num_ranks))
     others = [rank for rank in range(num_ranks) if rank != sender]
     choices = []
@@ -75,33 +80,43 @@ def best_of(ways: Sequence[set[Way]]) -> list[list[Way]]:
 
 
 def _as_good(one: Way, other: Way) -> bool:
-    return one[0] <= other[0] and one[2] <= other[2] and all(mine <= theirs for mine, theirs in zip(one[1], other[1], strict=True))
+    return (
+        one[0] <= other[0]
+        and one[2] <= other[2]
+        and all(mine <= theirs for mine, theirs in zip(one[1], other[1], strict=True))
+    )
 
 
-def fewest_bytes(ways: Sequence[Sequence[Way]], sizes: Sequence[int], rooms: Sequence[int], in_turn: bool) -> int | None:
+def fewest_bytes(
+    ways: Sequence[Sequence[Way]], sizes: Sequence[int], activation_budget: Sequence[int], in_turn: bool
+) -> int | None:
     """Over all ways of all ranks together: the fewest bytes that move, None where nothing keeps the rooms.
 
     `in_turn`: a rank may send to make room for what comes to it from another.
     """
     found: list[int] = []
     for chosen in product(*ways):
-        if not in_turn and any(leaving and any(buffers[rank] for _, buffers, _ in chosen) for rank, (_, _, leaving) in enumerate(chosen)):
+        if not in_turn and any(
+            leaving and any(buffers[rank] for _, buffers, _ in chosen) for rank, (_, _, leaving) in enumerate(chosen)
+        ):
             continue
         held = [peak * size for (peak, _, _), size in zip(chosen, sizes, strict=True)]
         for (_, buffers, _), size in zip(chosen, sizes, strict=True):
             held = [one + count * size for one, count in zip(held, buffers, strict=True)]
-        if all(one <= room for one, room in zip(held, rooms, strict=True)):
+        if all(one <= room for one, room in zip(held, activation_budget, strict=True)):
             found.append(sum(count * size for (_, _, count), size in zip(chosen, sizes, strict=True)))
     return min(found, default=None)
 
 
 @pytest.mark.parametrize(
-    ("p", "m", "num_rooms"), [(3, 3, 80), pytest.param(3, 4, 200, marks=pytest.mark.slow), pytest.param(4, 3, 200, marks=pytest.mark.slow)]
+    ("p", "m", "num_rooms"),
+    [(3, 3, 80), pytest.param(3, 4, 200, marks=pytest.mark.slow), pytest.param(4, 3, 200, marks=pytest.mark.slow)],
 )
 def test_no_plan_of_all_moves_less_and_what_is_refused_none_keeps(p: int, m: int, num_rooms: int) -> None:
     """1F1B in rooms of all sizes, micro-batches of each stage of a size of their own.
 
-    No plan of all moves less, also none by which a rank sends to make room for another's. What is refused such a plan alone may keep.
+    No plan of all moves less, also none by which a rank sends to make room for another's. What is refused such a plan
+    alone may keep.
     """
     plain = generate("1f1b", p, m)
     ways = best_of([every_way(plain, rank) for rank in range(p)])
@@ -110,22 +125,24 @@ def test_no_plan_of_all_moves_less_and_what_is_refused_none_keeps(p: int, m: int
     for number in range(num_rooms):
         sizes = [rng.randint(3, 12) for _ in range(p)]
         largest = max((p - rank) * size for rank, size in enumerate(sizes))
-        rooms = [rng.randint(size, (p - rank) * size + 8) for rank, size in enumerate(sizes)]
+        activation_budget = [rng.randint(size, (p - rank) * size + 8) for rank, size in enumerate(sizes)]
         if number % 2:
-            rooms = [rng.randint(largest // 2, largest)] * p
-        fewest = fewest_bytes(ways, sizes, rooms, in_turn=True)
+            activation_budget = [rng.randint(largest // 2, largest)] * p
+        fewest = fewest_bytes(ways, sizes, activation_budget, in_turn=True)
         try:
-            pooled = pool(plain, Rooms(tuple(rooms), memory_of(sizes)))
-        except NoRoom:
+            pooled = balance_over_pool(plain, ActivationBudget(tuple(activation_budget), memory_of(sizes)))
+        except BudgetTooSmall:
             refused += 1
-            assert fewest_bytes(ways, sizes, rooms, in_turn=False) is None, f"micro-batches of {sizes} in rooms of {rooms}"
+            assert fewest_bytes(ways, sizes, activation_budget, in_turn=False) is None, (
+                f"micro-batches of {sizes} in rooms of {activation_budget}"
+            )
             only_in_turn += fewest is not None
             continue
         check(pooled)
         kept += 1
         several += any(len(of_rank) > 1 for of_rank in pooled.hosts or ())
-        assert moved(pooled, sizes) == fewest, f"micro-batches of {sizes} in rooms of {rooms}"
-        assert all(sum(occupied(pooled, rank, memory_of(sizes))) <= rooms[rank] for rank in range(p))
+        assert moved(pooled, sizes) == fewest, f"micro-batches of {sizes} in rooms of {activation_budget}"
+        assert all(sum(allocated_bytes(pooled, rank, memory_of(sizes))) <= activation_budget[rank] for rank in range(p))
     assert min(kept, refused) > num_rooms // 10
     assert only_in_turn <= num_rooms // 50
     print(f"p={p} m={m}: {kept} kept, {refused} refused, of which {only_in_turn} could be kept in turn")
@@ -168,14 +185,16 @@ def _packings(items: Sequence[Item], spare: Sequence[int]) -> Iterator[tuple[int
             yield hosts
 
 
-# -- against pairs ------------------------------------------------------------------------------------------------------------------------
+# -- against pairs
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 16), (12, 24)])
 def test_where_pairs_reach_all_there_is_a_pool_is_theirs(p: int, m: int) -> None:
-    """1F1B with equal stages: what two mirror images hold together is the same for all pairs, so nobody else has more room."""
+    """1F1B with equal stages: what two mirror images hold together is the same for all pairs, so nobody else has
+    more room."""
     plain = generate("1f1b", p, m)
-    pooled, paired = arranged_within(plain, POOL, None), balance(plain)
+    pooled, paired = balance_over_hosts_within(plain, POOL, None), balance(plain)
     assert pooled.bounds == paired.bounds
     assert pooled.ranks == paired.ranks
     assert pooled.partners is not None
@@ -183,21 +202,22 @@ def test_where_pairs_reach_all_there_is_a_pool_is_theirs(p: int, m: int) -> None
 
 def test_one_sends_to_several_and_several_to_one() -> None:
     plain, memory = generate("1f1b", 4, 8), memory_of([100] * 4)
-    spread = pool(plain, Rooms((200, 300, 300, 300), memory))
+    spread = balance_over_pool(plain, ActivationBudget((200, 300, 300, 300), memory))
     check(spread)
     assert spread.hosts == ((2, 3), (), (), ())
-    gathered = pool(plain, Rooms((300, 200, 200, 600), memory))
+    gathered = balance_over_pool(plain, ActivationBudget((300, 200, 200, 600), memory))
     check(gathered)
     assert gathered.hosts == ((3,), (3,), (), ())
-    assert occupied(gathered, 3, memory) == (100, 400)
-    with pytest.raises(NoRoom, match="rank 2, hosting for rank 1, needs 400 bytes"):
-        fit(plain, Rooms((300, 200, 200, 600), memory), (3, 2, 1, 0))
+    assert allocated_bytes(gathered, 3, memory) == (100, 400)
+    with pytest.raises(BudgetTooSmall, match="rank 2, hosting for rank 1, needs 400 bytes"):
+        balance_within(plain, ActivationBudget((300, 200, 200, 600), memory), (3, 2, 1, 0))
 
 
 def test_no_host_buffer_serves_two_ranks() -> None:
-    """Whoever puts something into it would have to wait for whoever takes something out, and neither knows of the other."""
+    """Whoever puts something into it would have to wait for whoever takes something out, and neither knows of the
+    other."""
     plain, memory = generate("1f1b", 4, 8), memory_of([100] * 4)
-    gathered = pool(plain, Rooms((300, 200, 200, 600), memory))
+    gathered = balance_over_pool(plain, ActivationBudget((300, 200, 200, 600), memory))
     of = {rank: {buffer for stay, buffer in host_buffers(gathered, 3).items() if stay.stage == rank} for rank in (0, 1)}
     assert not of[0] & of[1]
     assert num_buffers_for(gathered, 3) == {0: 2, 1: 2}
@@ -208,26 +228,33 @@ def test_whom_it_refuses() -> None:
     cases = {
         (0, 400, 400, 400): "rank 0 has no room for any micro-batch",
         (150, 400, 400, 800): "rank 0 cannot keep to 150 bytes",
-        (200, 300, 200, 200): r"what leaves needs host buffers \(rank 0 300 bytes\) for which the others have no room \(rank 3 100\)",
+        (
+            200,
+            300,
+            200,
+            200,
+        ): r"what leaves needs host buffers \(rank 0 300 bytes\) for which the others have no room \(rank 3 100\)",
     }
-    for rooms, reason in cases.items():
-        with pytest.raises(NoRoom, match=reason):
-            pool(plain, Rooms(rooms, memory))
-    with pytest.raises(NoRoom, match="rank 0 has nobody who could host for it"):
-        pool(generate("gpipe", 1, 4), Rooms((399,), memory_of([100])))
-    with pytest.raises(ValueError, match=r"The smallest bound found that a pool keeps for all ranks is 3 micro-batches"):
-        arranged_within(plain, POOL, [2] * 4)
+    for activation_budget, reason in cases.items():
+        with pytest.raises(BudgetTooSmall, match=reason):
+            balance_over_pool(plain, ActivationBudget(activation_budget, memory))
+    with pytest.raises(BudgetTooSmall, match="rank 0 has nobody who could host for it"):
+        balance_over_pool(generate("gpipe", 1, 4), ActivationBudget((399,), memory_of([100])))
+    with pytest.raises(
+        ValueError, match=r"The smallest bound found that a pool keeps for all ranks is 3 micro-batches"
+    ):
+        balance_over_hosts_within(plain, POOL, [2] * 4)
 
 
 def test_the_smallest_level_is_kept_and_one_below_is_not() -> None:
     plain, memory = generate("1f1b", 6, 12), memory_of([100, 90, 80, 70, 60, 250])
 
     def at(level: int) -> Schedule:
-        return pool(plain, Rooms((level,) * 6, memory))
+        return balance_over_pool(plain, ActivationBudget((level,) * 6, memory))
 
     level, worst = smallest_level(at, 600)
     at(level)
-    with pytest.raises(NoRoom) as error:
+    with pytest.raises(BudgetTooSmall) as error:
         at(level - 1)
     assert error.value.pair == worst
 
@@ -235,17 +262,17 @@ def test_the_smallest_level_is_kept_and_one_below_is_not() -> None:
 def test_same_node_first() -> None:
     """Rank 0's usual partner is on the other node: what has room on its own node comes first."""
     plain, memory = generate("1f1b", 4, 8), memory_of([100] * 4)
-    rooms = Rooms((300, 300, 400, 300), memory)
-    assert pool(plain, rooms).hosts == ((3,), (), (), (0,))
-    assert pool(plain, rooms, (0, 1, 0, 1)).hosts == ((2,), (), (0,), ())
+    activation_budget = ActivationBudget((300, 300, 400, 300), memory)
+    assert balance_over_pool(plain, activation_budget).hosts == ((3,), (), (), (0,))
+    assert balance_over_pool(plain, activation_budget, (0, 1, 0, 1)).hosts == ((2,), (), (0,), ())
 
 
 def test_all_ranks_start_the_transfers_of_a_slot_in_one_order() -> None:
     """Else a ring of ranks may wait for each other, each for its first."""
     memory = memory_of([100 + 30 * (stage % 3) for stage in range(8)])
     plain = generate("1f1b", 8, 24)
-    level, _ = smallest_level(lambda level: pool(plain, Rooms((level,) * 8, memory)), 1200)
-    pooled = pool(plain, Rooms((level,) * 8, memory))
+    level, _ = smallest_level(lambda level: balance_over_pool(plain, ActivationBudget((level,) * 8, memory)), 1200)
+    pooled = balance_over_pool(plain, ActivationBudget((level,) * 8, memory))
     assert any(len(of_rank) > 1 for of_rank in pooled.hosts or ())
     for slot in range(len(pooled.ranks[0])):
         orders = [[(one.stage, one.microbatch) for one in row[slot].transfers] for row in pooled.ranks]

@@ -1,4 +1,5 @@
-"""The project's outer shape: what the repository root may hold, and that the shared `megatron` namespace stays shared."""
+"""The project's outer shape: what the repository root may hold, and that the shared `megatron` namespace stays
+shared."""
 
 from __future__ import annotations
 
@@ -21,14 +22,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_megatron_is_a_namespace_shared_with_the_wheel() -> None:
-    """An __init__.py, a core/ or a training/ here would hide the installed Megatron from whoever stands in the repository."""
+    """An __init__.py, a core/ or a training/ here would hide the installed Megatron from whoever stands in the
+    repository."""
     tracked = {path.name for path in (ROOT / "megatron").iterdir()} - {"__pycache__"}
     assert tracked == {"scheduling"}
 
 
 @pytest.mark.parametrize("isolated", [False, True], ids=["from the checkout", "from elsewhere"])
 def test_both_halves_of_megatron_are_found(isolated: bool, tmp_path: Path) -> None:
-    program = "import importlib.util as u; print(*(u.find_spec(n).origin for n in ('megatron.scheduling', 'megatron.core', 'bpipe')))"
+    program = (
+        "import importlib.util as u; print(*(u.find_spec(n).origin for n in ('megatron.scheduling', "
+        "'megatron.core', 'bpipe')))"
+    )
     command = [sys.executable, *(["-I"] if isolated else []), "-c", program]
     result = subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=tmp_path if isolated else ROOT)
     assert result.returncode == 0, result.stderr
@@ -39,7 +44,8 @@ def test_both_halves_of_megatron_are_found(isolated: bool, tmp_path: Path) -> No
 
 
 def classes(*folders: Path) -> dict[str, list[str]]:
-    """By name, where the classes of all modules below the folders are defined, those inside functions and classes too."""
+    """By name, where the classes of all modules below the folders are defined, those inside functions and classes
+    too."""
     found: dict[str, list[str]] = defaultdict(list)
     for folder in folders:
         for path in sorted(folder.rglob("*.py")):
@@ -50,7 +56,8 @@ def classes(*folders: Path) -> dict[str, list[str]]:
 
 
 def test_no_class_name_stands_for_two_things() -> None:
-    """There were two States, two Links, two Reports and ten more: an import had to be read to know which one was meant."""
+    """There were two States, two Links, two Reports and ten more: an import had to be read to know which one was
+    meant."""
     found = classes(ROOT / "bpipe", ROOT / "megatron" / "scheduling")
     assert "Engine" in found, "nothing was read"
     twice = {name: places for name, places in found.items() if len(places) > 1}
@@ -77,7 +84,8 @@ def test_megatron_core_is_the_version_whose_signatures_were_read() -> None:
 
 
 def test_the_torch_of_a_container_is_kept() -> None:
-    """`torch>=2.11` leaves pre-releases out, so `pip install` in a vendor's container replaced its torch with the one of PyPI."""
+    """`torch>=2.11` leaves pre-releases out, so `pip install` in a vendor's container replaced its torch with the
+    one of PyPI."""
     (torch,) = [wanted for wanted in map(Requirement, EXTRAS["torch"]) if wanted.name == "torch"]
     # As pip asks: pre-releases count only where the specifier itself names one.
     assert torch.specifier.contains("2.11.0a0+eb65b36.nv26.5")
@@ -85,28 +93,54 @@ def test_the_torch_of_a_container_is_kept() -> None:
 
 
 def test_nothing_says_to_install_bpipe_from_pypi() -> None:
-    """A page said `pip install "bpipe[optimal]"`: PyPI's bpipe, of 2018, is somebody else's. Ours, torch-bpipe, is not there yet."""
-    texts = [path for folder in ("bpipe", "megatron", "terra", "scripts", "examples", "docs") for path in (ROOT / folder).rglob("*")]
+    """A page said `pip install "bpipe[optimal]"`: PyPI's bpipe, of 2018, is somebody else's.
+
+    Ours, torch-bpipe, is not there yet.
+    """
+    texts = [
+        path
+        for folder in ("bpipe", "megatron", "terra", "scripts", "examples", "docs")
+        for path in (ROOT / folder).rglob("*")
+    ]
     for path in (ROOT / "README.md", *texts):
         if path.suffix in (".md", ".py", ".sh", ".toml"):
             assert not re.search(r"pip install [^`\n]*\bbpipe(\[|\b(?!-))", path.read_text()), path
 
 
 def test_the_wheel_says_that_it_is_typed(tmp_path: Path) -> None:
-    """pyproject.toml asked for py.typed from the first day on, and there was none: type checkers took everything for Any."""
+    """pyproject.toml asked for py.typed from the first day on, and there was none: type checkers took everything for
+    Any."""
     source = tmp_path / "source"
     source.mkdir()
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in ("bpipe", "megatron", "terra"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", "."]
-    built = subprocess.run([*command, str(source)], cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--wheel-dir",
+        ".",
+    ]
+    built = subprocess.run(
+        [*command, str(source)], cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False
+    )
     assert built.returncode == 0, built.stderr
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as found:
         names = set(found.namelist())
-    assert {"bpipe/py.typed", "megatron/scheduling/py.typed", "terra/py.typed", "bpipe/report/out/assets/page.html"} <= names
+    assert {
+        "bpipe/py.typed",
+        "megatron/scheduling/py.typed",
+        "terra/py.typed",
+        "bpipe/report/out/assets/page.html",
+    } <= names
     # Either would hide the installed Megatron.
     assert not {"megatron/__init__.py", "megatron/py.typed"} & names
 

@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bpipe.balance.pairs import balance, smallest_bound
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.check.rules import check
+from bpipe.formats.document import read_json, write_json
+from bpipe.formats.grid import read_grid, write_grid
+from bpipe.formats.text import read_csv, write_csv
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.document import read_json, write_json
-from bpipe.ir.grid import read_grid, write_grid
 from bpipe.ir.host_buffers import host_buffers
 from bpipe.ir.memory import counts_of, num_transfers
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.steps import steps
-from bpipe.ir.text import read_csv, write_csv
-from bpipe.passes.balance import balance, smallest_bound
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 
 
 @st.composite
@@ -41,20 +41,24 @@ def holds_what_must(config: ScheduleConfig) -> Schedule:
     passes = 3 if FAMILIES[config.schedule].splits else 2
     assert sum(slot.compute is not None for row in schedule.ranks for slot in row) == passes * p * v * m
     if config.balance is not None:
-        plain = FAMILIES[config.schedule].generate(p, m, v, config.asked)
+        plain = FAMILIES[config.schedule].generate(p, m, v, config.family_options)
         (bound,) = set(schedule.bounds or ())
         assert schedule == balance(plain, [bound] * p)
         if bound > 1:
             with pytest.raises(ValueError, match=r"cannot keep|has no partner|hosting for"):
                 balance(plain, [bound - 1] * p)
         for before, after in zip(plain.ranks, schedule.ranks, strict=True):
-            assert [slot.compute for slot in before] == [slot.compute for slot in after], "balancing moves no computation"
+            assert [slot.compute for slot in before] == [slot.compute for slot in after], (
+                "balancing moves no computation"
+            )
     for rank in range(p):
         moved = num_transfers(schedule, rank)
         assert moved.evictions == moved.loads
         assert moved.hosts == moved.returns == len(host_buffers(schedule, rank))
         folded = steps(schedule, rank)
-        assert [step.compute for step in folded[1:-1]] == [slot.compute for slot in schedule.ranks[rank] if slot.compute is not None]
+        assert [step.compute for step in folded[1:-1]] == [
+            slot.compute for slot in schedule.ranks[rank] if slot.compute is not None
+        ]
         flat: list[Action] = [action for step in folded for action in (*step.before, *step.after)]
         assert flat == [action for slot in schedule.ranks[rank] for action in slot.transfers]
     return schedule
@@ -84,7 +88,9 @@ def test_large_schedules_keep_every_rule(config: ScheduleConfig) -> None:
 @given(configs(max_stages=8), st.integers(0, 4), st.randoms(use_true_random=False))
 def test_any_pairing_and_any_bound_above_its_smallest(config: ScheduleConfig, above: int, rng: random.Random) -> None:
     """Rank by rank its own bound: the pair's smallest and up to four more."""
-    plain = FAMILIES[config.schedule].generate(config.num_ranks, config.num_microbatches, config.num_chunks, config.asked)
+    plain = FAMILIES[config.schedule].generate(
+        config.num_ranks, config.num_microbatches, config.num_chunks, config.family_options
+    )
     ranks = list(range(config.num_ranks))
     rng.shuffle(ranks)
     partners = list(range(config.num_ranks))
@@ -106,7 +112,8 @@ def test_any_pairing_and_any_bound_above_its_smallest(config: ScheduleConfig, ab
 @settings(max_examples=60)
 @given(st.integers(4, 32), st.integers(1, 64))
 def test_evictions_of_1f1b(p: int, m: int) -> None:
-    """Warm-up sends min(p - s, m) - mu_opt ahead; every load that a forward precedes makes room by one more eviction."""
+    """Warm-up sends min(p - s, m) - mu_opt ahead; every load that a forward precedes makes room by one more
+    eviction."""
     bound = -(-(p + 2) // 2)
     schedule = build(ScheduleConfig("1f1b", p, m, balance=BalanceConfig((bound,))))
     for stage, row in enumerate(schedule.ranks[: p // 2]):

@@ -1,16 +1,17 @@
-"""What two pipes must keep beside what every schedule must: one order of sums and of reductions on a pair, and mirror images."""
+"""What two pipes must keep beside what every schedule must: one order of sums and of reductions on a pair, and
+mirror images."""
 
 from __future__ import annotations
 
 import pytest
 
+from bpipe.build import ScheduleConfig, build
 from bpipe.check.case import ScheduleError
 from bpipe.check.rules import check
+from bpipe.formats.text import read_action
 from bpipe.generate.place import place
 from bpipe.ir.layout import Layout
 from bpipe.ir.schedule import Schedule
-from bpipe.ir.text import read_action
-from bpipe.program import ScheduleConfig, build
 
 OPPOSITE = Layout(((0, 1), (1, 0)))
 # Two ranks, four micro-batches, all forwards first: rank 1 is rank 0's mirror image.
@@ -37,7 +38,8 @@ BROKEN = {
         "0F0 0F2 1F1 1F3 1B3 1B1 0B0 0B2",
         RANK_1,
         ("order of gradient sums", 0, "1B3"),
-        "its other replica, on rank 1, adds those of micro-batch 0: here it must be 1, for both replicas add in one order",
+        "its other replica, on rank 1, adds those of micro-batch 0: here it must be 1, for both replicas add in one "
+        "order",
     ),
     "reductions in another order": (
         "0F0 0F2 1F1 1F3 0B0 0B2 1B1 1B3",
@@ -75,7 +77,10 @@ def test_pipes_in_one_direction_are_no_mirror_images() -> None:
     orders = "0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"
     error = refused(schedule_of(*orders, layout=Layout(((0, 1), (0, 1))), num_microbatches=2))
     assert (error.rule, error.rank) == ("mirror images", 0)
-    assert "stage 0 is on ranks 0 and 0, but the second pipe must be the first one's mirror image: put it on ranks 0 and 1" in str(error)
+    assert (
+        "stage 0 is on ranks 0 and 0, but the second pipe must be the first one's mirror image: put it on ranks 0 and 1"
+        in str(error)
+    )
 
 
 @pytest.mark.parametrize("m", [1, 3, 7, 9, 13])
@@ -92,7 +97,10 @@ def test_one_pipe_is_asked_nothing() -> None:
             "one",
             2,
             Layout(((0, 1),)),
-            [[read_action(one) for one in ["0F0", "0F1", "0B1", "0B0"]], [*map(read_action, ["1F0", "1F1", "1B1", "1B0"])]],
+            [
+                [read_action(one) for one in ["0F0", "0F1", "0B1", "0B0"]],
+                [*map(read_action, ["1F0", "1F1", "1B1", "1B0"])],
+            ],
         )
     )
 

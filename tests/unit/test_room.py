@@ -1,4 +1,5 @@
-"""Balancing in bytes: only what must leaves, host buffers count all the time, and nothing that was tried does with less."""
+"""Balancing in bytes: only what must leaves, host buffers count all the time, and nothing that was tried does with
+less."""
 
 from __future__ import annotations
 
@@ -9,6 +10,17 @@ from itertools import combinations, product
 
 import pytest
 
+from bpipe.balance.budget import (
+    ActivationBudget,
+    BudgetTooSmall,
+    balance_within,
+    chosen_partners,
+    fewest_moved,
+    sent_bytes,
+    smallest_level_of_pair,
+)
+from bpipe.balance.pairs import allocated_bytes, balance
+from bpipe.balance.pool import balance_over_pool
 from bpipe.check.rules import check
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import Action, Kind
@@ -18,31 +30,31 @@ from bpipe.ir.schedule import Schedule, Slot
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.layout import setup_from_values
 from bpipe.models.model import PRESETS
-from bpipe.passes.balance import balance, occupied
-from bpipe.passes.pool import pool
-from bpipe.passes.room import NoRoom, Rooms, chosen_partners, fewest, fit, sent_bytes, smallest
-from bpipe.plan.budget import predicted, smallest_bytes, within
-from bpipe.plan.fit import lines
+from bpipe.plan.budget import predicted_devices, smallest_bytes, within
+from bpipe.plan.fit import plan_lines
 
 
 def generate(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     return FAMILIES[name].generate(num_stages, num_microbatches, num_chunks)
 
 
-def held(schedule: Schedule, rooms: Rooms) -> tuple[int, ...]:
-    return tuple(sum(occupied(schedule, rank, rooms.memory)) for rank in range(schedule.num_ranks))
+def held(schedule: Schedule, activation_budget: ActivationBudget) -> tuple[int, ...]:
+    return tuple(sum(allocated_bytes(schedule, rank, activation_budget.memory)) for rank in range(schedule.num_ranks))
 
 
 def test_equal_sizes_in_bytes_are_counts() -> None:
     plain = generate("1f1b", 8, 24)
     counted = balance(plain, [5, 5, 5, 5, 8, 8, 8, 8])
-    assert fit(plain, Rooms((5 * 70 + 69,) * 4 + (560,) * 4, memory_of([70] * 8))).ranks == counted.ranks
+    assert (
+        balance_within(plain, ActivationBudget((5 * 70 + 69,) * 4 + (560,) * 4, memory_of([70] * 8))).ranks
+        == counted.ranks
+    )
 
 
 def test_nothing_leaves_where_there_is_room() -> None:
     plain = generate("1f1b", 4, 8)
     memory = memory_of([100, 90, 80, 300])
-    fitted = fit(plain, Rooms(peak_bytes(plain, memory), memory))
+    fitted = balance_within(plain, ActivationBudget(peak_bytes(plain, memory), memory))
     assert fitted.ranks == plain.ranks
     assert fitted.bounds == (4, 3, 2, 1)
 
@@ -53,21 +65,23 @@ def test_the_heavy_rank_sends_wherever_it_is() -> None:
     sizes = [100] * 7 + [900]
     memory = memory_of(sizes)
     peaks = peak_bytes(plain, memory)
-    rooms = Rooms((*(2 * peak for peak in peaks[:3]), peaks[3] - 1), memory)
-    fitted = fit(plain, rooms)
+    activation_budget = ActivationBudget((*(2 * peak for peak in peaks[:3]), peaks[3] - 1), memory)
+    fitted = balance_within(plain, activation_budget)
     check(fitted)
     assert [num_transfers(fitted, rank).evictions > 0 for rank in range(4)] == [False, False, False, True]
-    assert all(most <= room for most, room in zip(held(fitted, rooms), rooms.room_bytes, strict=True))
+    assert all(
+        most <= room for most, room in zip(held(fitted, activation_budget), activation_budget.room_bytes, strict=True)
+    )
 
 
 def test_part_of_a_microbatch() -> None:
     """Half of each micro-batch moves: the evictor keeps the other half, the acceptor hosts only what moved."""
     plain = generate("1f1b", 4, 8)
     memory = memory_of([100] * 4, [50] * 4)
-    fitted = fit(plain, Rooms((350, 400, 400, 400), memory))
+    fitted = balance_within(plain, ActivationBudget((350, 400, 400, 400), memory))
     check(fitted)
     assert max(live_bytes(fitted, 0, memory)) == 350
-    assert occupied(fitted, 3, memory) == (100, 100)
+    assert allocated_bytes(fitted, 3, memory) == (100, 100)
 
 
 def test_whom_it_refuses() -> None:
@@ -78,11 +92,11 @@ def test_whom_it_refuses() -> None:
         (150, 400, 400, 800): "rank 0 cannot keep to 150 bytes",
         (300, 300, 300, 150): "rank 3, hosting for rank 0, needs 300 bytes, and has room for 150 bytes",
     }
-    for rooms, reason in cases.items():
-        with pytest.raises(NoRoom, match=reason):
-            fit(plain, Rooms(rooms, memory), (3, 2, 1, 0))
-    with pytest.raises(NoRoom, match="rank 2 has no partner"):
-        fit(generate("1f1b", 3, 8), Rooms((300, 300, 99), memory_of([100] * 3)), (1, 0, 2))
+    for activation_budget, reason in cases.items():
+        with pytest.raises(BudgetTooSmall, match=reason):
+            balance_within(plain, ActivationBudget(activation_budget, memory), (3, 2, 1, 0))
+    with pytest.raises(BudgetTooSmall, match="rank 2 has no partner"):
+        balance_within(generate("1f1b", 3, 8), ActivationBudget((300, 300, 99), memory_of([100] * 3)), (1, 0, 2))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -93,52 +107,63 @@ def test_the_smallest_level_is_kept_and_one_below_is_not(seed: int) -> None:
     memory = memory_of([rng.randint(50, 150) for _ in range(p)])
     fixed = [rng.randint(0, 400) for _ in range(p)]
 
-    def rooms_at(level: int) -> Rooms:
-        return Rooms(tuple(max(0, level - own) for own in fixed), memory)
+    def rooms_at(level: int) -> ActivationBudget:
+        return ActivationBudget(tuple(max(0, level - own) for own in fixed), memory)
 
     most = max(peak + own for peak, own in zip(peak_bytes(plain, memory), fixed, strict=True))
     partners = chosen_partners(plain, rooms_at(most))
     for pair in sorted({tuple(sorted(both)) for both in enumerate(partners)}):
         low, high = pair
-        level = smallest(plain, partners, (low, high), rooms_at, most)
+        level = smallest_level_of_pair(plain, partners, (low, high), rooms_at, most)
         loose = [10**9 if rank not in pair else room for rank, room in enumerate(rooms_at(level).room_bytes)]
-        fit(plain, Rooms(tuple(loose), memory), partners)
+        balance_within(plain, ActivationBudget(tuple(loose), memory), partners)
         tight = [10**9 if rank not in pair else room for rank, room in enumerate(rooms_at(level - 1).room_bytes)]
-        with pytest.raises(NoRoom):
-            fit(plain, Rooms(tuple(tight), memory), partners)
+        with pytest.raises(BudgetTooSmall):
+            balance_within(plain, ActivationBudget(tuple(tight), memory), partners)
 
 
-# -- against trying everything ------------------------------------------------------------------------------------------------------------
+# -- against trying everything
+# ------------------------------------------------------------------------------------------------------------
 
 
 def every_plan(schedule: Schedule, sender: int, host: int) -> list[Schedule]:
-    """Every set of the sender's micro-batches, each leaving in every slot after its forward and coming back in every one before its need.
+    """Every set of the sender's micro-batches, each leaving in every slot after its forward and coming back in every
+    one before its need.
 
-    What leaves later or comes back earlier only makes less room for the sender; both are tried, as the host has to have room, too.
+    What leaves later or comes back earlier only makes less room for the sender; both are tried, as the host has to have
+    room, too.
     """
     slots = {kind: {} for kind in (Kind.FORWARD, Kind.BACKWARD)}
     for slot, cell in enumerate(schedule.ranks[sender]):
         if cell.compute is not None:
             slots[cell.compute.kind][cell.compute.microbatch] = slot
     stays = {
-        one: [(out, back) for out, back in combinations(range(slots[Kind.FORWARD][one] + 1, slots[Kind.BACKWARD][one]), 2)]
+        one: [
+            (out, back) for out, back in combinations(range(slots[Kind.FORWARD][one] + 1, slots[Kind.BACKWARD][one]), 2)
+        ]
         for one in slots[Kind.FORWARD]
     }
     plans = []
     for count in range(len(stays) + 1):
         for chosen in combinations(stays, count):
-            plans += [with_stays(schedule, sender, host, chosen, times) for times in product(*(stays[one] for one in chosen))]
+            plans += [
+                with_stays(schedule, sender, host, chosen, times) for times in product(*(stays[one] for one in chosen))
+            ]
     return plans
 
 
-def with_stays(schedule: Schedule, sender: int, host: int, chosen: tuple[int, ...], times: tuple[tuple[int, int], ...]) -> Schedule:
+def with_stays(
+    schedule: Schedule, sender: int, host: int, chosen: tuple[int, ...], times: tuple[tuple[int, int], ...]
+) -> Schedule:
     rows = [list(row) for row in schedule.ranks]
     partners = [host if rank == sender else sender if rank == host else rank for rank in range(schedule.num_ranks)]
     (stage,) = schedule.layout.stages_of(sender)
     for one, both in zip(chosen, times, strict=True):
         for slot, own, other in zip(both, (Kind.EVICT, Kind.LOAD), (Kind.HOST, Kind.RETURN), strict=True):
             for rank, kind in ((sender, own), (host, other)):
-                rows[rank][slot] = Slot(rows[rank][slot].compute, (*rows[rank][slot].transfers, Action(stage, kind, one)))
+                rows[rank][slot] = Slot(
+                    rows[rank][slot].compute, (*rows[rank][slot].transfers, Action(stage, kind, one))
+                )
     return replace(schedule, ranks=tuple(map(tuple, rows)), hosts=in_pairs(partners))
 
 
@@ -148,13 +173,20 @@ def test_no_plan_of_all_moves_less_and_what_is_refused_none_keeps(p: int, m: int
     plain, partners = generate("1f1b", p, m), (p - 1, *range(1, p - 1), 0)
     memory = memory_of([10] * p)
     plans = every_plan(plain, 0, p - 1)
-    needs = {(sum(occupied(plan, 0, memory)), sum(occupied(plan, p - 1, memory)), num_transfers(plan, 0).evictions) for plan in plans}
+    needs = {
+        (
+            sum(allocated_bytes(plan, 0, memory)),
+            sum(allocated_bytes(plan, p - 1, memory)),
+            num_transfers(plan, 0).evictions,
+        )
+        for plan in plans
+    }
     refused = 0
     for own, other in product(range(10, 10 * m + 1, 10), range(10, 10 * m + 11, 10)):
         fewest = min((evictions for mine, theirs, evictions in needs if mine <= own and theirs <= other), default=None)
         try:
-            fitted = fit(plain, Rooms((own, *(1000,) * (p - 2), other), memory), partners)
-        except NoRoom:
+            fitted = balance_within(plain, ActivationBudget((own, *(1000,) * (p - 2), other), memory), partners)
+        except BudgetTooSmall:
             refused += 1
             assert fewest is None, f"rooms for {own} and {other}: a plan with {fewest} evictions keeps them"
             continue
@@ -170,37 +202,41 @@ def test_no_part_and_no_plan_of_all_moves_fewer_bytes(p: int, m: int) -> None:
     parts = ((4, 8, 12),) * p
     memories = {part: memory_of([12] * p, [part, *(12,) * (p - 1)]) for part in parts[0]}
     needs = {
-        (sum(occupied(plan, 0, memory)), sum(occupied(plan, p - 1, memory)), part * num_transfers(plan, 0).evictions)
+        (
+            sum(allocated_bytes(plan, 0, memory)),
+            sum(allocated_bytes(plan, p - 1, memory)),
+            part * num_transfers(plan, 0).evictions,
+        )
         for plan in every_plan(plain, 0, p - 1)
         for part, memory in memories.items()
     }
     refused, less = 0, 0
     for own, other in product(range(12, 12 * p + 1, 4), range(12, 12 * m + 13, 4)):
         least = min((moved for mine, theirs, moved in needs if mine <= own and theirs <= other), default=None)
-        rooms = Rooms((own, *(1000,) * (p - 2), other), memories[12])
+        activation_budget = ActivationBudget((own, *(1000,) * (p - 2), other), memories[12])
         try:
-            chosen = fewest(plain, rooms, parts, partners)
-        except NoRoom:
+            chosen = fewest_moved(plain, activation_budget, parts, partners)
+        except BudgetTooSmall:
             refused += 1
             assert least is None, f"rooms for {own} and {other}: a plan that moves {least} keeps them"
             continue
-        fitted = fit(plain, chosen, partners)
+        fitted = balance_within(plain, chosen, partners)
         check(fitted)
         assert sent_bytes(fitted, 0, chosen.memory) == least
-        with suppress(NoRoom):
-            less += sent_bytes(fit(plain, rooms, partners), 0, rooms.memory) > least
+        with suppress(BudgetTooSmall):
+            less += sent_bytes(balance_within(plain, activation_budget, partners), 0, activation_budget.memory) > least
     assert refused
     assert less
 
 
 def test_parts_keep_rooms_that_whole_microbatches_do_not() -> None:
     plain = generate("1f1b", 4, 8)
-    rooms = Rooms((350, 400, 400, 200), memory_of([100] * 4))
-    with pytest.raises(NoRoom):
-        fit(plain, rooms, (3, 2, 1, 0))
-    chosen = fewest(plain, rooms, ((50, 100),) * 4, (3, 2, 1, 0))
+    activation_budget = ActivationBudget((350, 400, 400, 200), memory_of([100] * 4))
+    with pytest.raises(BudgetTooSmall):
+        balance_within(plain, activation_budget, (3, 2, 1, 0))
+    chosen = fewest_moved(plain, activation_budget, ((50, 100),) * 4, (3, 2, 1, 0))
     assert [size.moved_bytes for size in chosen.memory.stages] == [50, 100, 100, 100]
-    fitted = fit(plain, chosen, (3, 2, 1, 0))
+    fitted = balance_within(plain, chosen, (3, 2, 1, 0))
     assert held(fitted, chosen) == (350, 300, 200, 200)
 
 
@@ -219,7 +255,7 @@ def test_a_budget_lets_no_more_leave_than_must() -> None:
             "recompute": "none",
         }
     )
-    devices = predicted(setup, [2**40])
+    devices = predicted_devices(setup, [2**40])
     alone = max(devices.need_bytes(devices.schedule))
     whole = replace(devices, parts=())
     assert smallest_bytes(devices) < smallest_bytes(whole)
@@ -228,7 +264,7 @@ def test_a_budget_lets_no_more_leave_than_must() -> None:
         part, all_of_it = (within(replace(one, budget_bytes=(budget,) * 8)) for one in (devices, whole))
         assert all(need <= budget for need in part.need_bytes)
         assert part.moved_bytes <= all_of_it.moved_bytes
-        assert bool(part.how.parts) == any("GiB of each of" in line for line in lines(part))
+        assert bool(part.how.parts) == any("GiB of each of" in line for line in plan_lines(part))
         moved.append((part.moved_bytes, all_of_it.moved_bytes))
     assert moved[0] == (0, 0)
     assert any(0 < part < 0.5 * all_of_it for part, all_of_it in moved)
@@ -238,12 +274,12 @@ def test_host_buffers_with_a_reserve_take_room() -> None:
     """What they take is counted where rooms are kept, and not what a transfer moves."""
     plain = generate("1f1b", 4, 8)
     memory = memory_of([800] * 4)
-    rooms = Rooms((2400, 3200, 3200, 800 + 2 * 800), memory)
-    assert sent_bytes(fit(plain, rooms, (3, 2, 1, 0)), 0, memory) == 3 * 800
+    activation_budget = ActivationBudget((2400, 3200, 3200, 800 + 2 * 800), memory)
+    assert sent_bytes(balance_within(plain, activation_budget, (3, 2, 1, 0)), 0, memory) == 3 * 800
     reserved = replace(memory, reserved=True)
-    with pytest.raises(NoRoom, match="needs 2600 bytes, and has room for 2400"):
-        fit(plain, Rooms(rooms.room_bytes, reserved), (3, 2, 1, 0))
-    enough = Rooms((*rooms.room_bytes[:3], 800 + 2 * 900), reserved)
-    assert held(fit(plain, enough, (3, 2, 1, 0)), enough) == (2400, 2400, 1600, 2600)
-    pooled = pool(plain, enough)
+    with pytest.raises(BudgetTooSmall, match="needs 2600 bytes, and has room for 2400"):
+        balance_within(plain, ActivationBudget(activation_budget.room_bytes, reserved), (3, 2, 1, 0))
+    enough = ActivationBudget((*activation_budget.room_bytes[:3], 800 + 2 * 900), reserved)
+    assert held(balance_within(plain, enough, (3, 2, 1, 0)), enough) == (2400, 2400, 1600, 2600)
+    pooled = balance_over_pool(plain, enough)
     assert all(need <= room for need, room in zip(held(pooled, enough), enough.room_bytes, strict=True))

@@ -1,4 +1,5 @@
-"""The shortest order of a schedule's computations: as short as the best of all orders, and how far families are from it."""
+"""The shortest order of a schedule's computations: as short as the best of all orders, and how far families are from
+it."""
 
 from __future__ import annotations
 
@@ -13,16 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.cli import main
+from bpipe.formats.text import read_csv, write_csv
 from bpipe.generate.families import FAMILIES
 from bpipe.generate.family import ALIKE, UnitCosts
 from bpipe.generate.shortest import shortest
-from bpipe.generate.timing import pace
+from bpipe.generate.timing import iteration_time
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import peak_counts, with_after_input
 from bpipe.ir.schedule import Schedule
-from bpipe.ir.text import read_csv, write_csv
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 
 PAGE = Path(__file__).parents[2] / "docs/schedules.md"
 LIMIT_S = 60.0
@@ -40,7 +41,8 @@ def made(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
     return build(ScheduleConfig(name, num_ranks, num_microbatches, FAMILIES[name].min_chunks))
 
 
-# -- beside all orders that there are ------------------------------------------------------------------------------------------------------
+# -- beside all orders that there are
+# ------------------------------------------------------------------------------------------------------
 
 
 def merged(ways: list[list[Action]]) -> Iterator[list[Action]]:
@@ -71,7 +73,8 @@ def held(order: list[Action], after_input: Fraction, halves: bool) -> Fraction:
 
 
 def takes(orders: tuple[list[Action], ...], lasts: dict[Kind, Fraction], hop: Fraction) -> Fraction | None:
-    """Seconds of orders of one stage a rank, by going round until nothing is left; None where they wait for each other."""
+    """Seconds of orders of one stage a rank, by going round until nothing is left; None where they wait for each
+    other."""
     over: dict[Action, Fraction] = {}
     at, left = [0] * len(orders), sum(map(len, orders))
     while left:
@@ -95,7 +98,9 @@ def takes(orders: tuple[list[Action], ...], lasts: dict[Kind, Fraction], hop: Fr
     return max(over.values())
 
 
-def best(num_ranks: int, num_microbatches: int, kinds: list[Kind], costs: UnitCosts, after_input: Fraction, most: int) -> Fraction | None:
+def best(
+    num_ranks: int, num_microbatches: int, kinds: list[Kind], costs: UnitCosts, after_input: Fraction, most: int
+) -> Fraction | None:
     halves = [Fraction(costs.backward_input), Fraction(costs.backward_weight)]
     lasts = {Kind.FORWARD: Fraction(costs.forward), Kind.BACKWARD: sum(halves, Fraction())}
     lasts |= dict(zip((Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT), halves, strict=True))
@@ -114,7 +119,14 @@ CASES = {"1f1b": (2, 3), "gpipe": (3, 2), "zb-h1": (2, 2), "1f1b-split": (2, 2)}
 @with_solver
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=8, deadline=None)
-@given(numbers, numbers, numbers, st.integers(0, 2), st.sampled_from([Fraction(1), Fraction(1, 2), Fraction(3, 2)]), st.integers(1, 4))
+@given(
+    numbers,
+    numbers,
+    numbers,
+    st.integers(0, 2),
+    st.sampled_from([Fraction(1), Fraction(1, 2), Fraction(3, 2)]),
+    st.integers(1, 4),
+)
 def test_it_is_as_short_as_the_best_of_all_orders(
     name: str, forward: int, first: int, second: int, hop: int, after_input: Fraction, most: int
 ) -> None:
@@ -131,7 +143,7 @@ def test_it_is_as_short_as_the_best_of_all_orders(
         return
     found = shortest(schedule, costs, most, LIMIT_S)
     assert (found.makespan, found.proven) == (expected, expected)
-    assert pace(found.schedule, costs).makespan == expected
+    assert iteration_time(found.schedule, costs).makespan == expected
     assert max(peak_counts(found.schedule)) <= most
 
 
@@ -146,9 +158,9 @@ def test_all_is_computed_where_it_was(name: str) -> None:
         for row, other in zip(schedule.ranks, found.schedule.ranks, strict=True):
             assert {slot.compute for slot in row} - {None} == {slot.compute for slot in other} - {None}
         assert max(peak_counts(found.schedule)) <= memory
-        assert found.makespan == pace(found.schedule, ALIKE).makespan
+        assert found.makespan == iteration_time(found.schedule, ALIKE).makespan
         lengths.append(found.makespan)
-    assert pace(schedule, ALIKE).makespan >= lengths[0] >= lengths[1]
+    assert iteration_time(schedule, ALIKE).makespan >= lengths[0] >= lengths[1]
 
 
 @with_solver
@@ -157,10 +169,11 @@ def test_where_time_ends_first_it_says_how_far_it_may_be() -> None:
     most = int(max(peak_counts(schedule)))
     found = shortest(schedule, UnitCosts(5, 6, 4), most, 2.0)
     assert not found.is_proven
-    assert 16 * 15 <= found.proven < found.makespan <= pace(schedule, UnitCosts(5, 6, 4)).makespan
+    assert 16 * 15 <= found.proven < found.makespan <= iteration_time(schedule, UnitCosts(5, 6, 4)).makespan
 
 
-# -- the command ---------------------------------------------------------------------------------------------------------------------------
+# -- the command
+# ----------------------------------------------------------------------------------------------------------------------
 
 COMMAND = ("schedule", "--schedule", "1f1b-split", "--stages", "4", "--microbatches", "8")
 
@@ -171,7 +184,7 @@ def test_it_is_written_as_any_other_with_what_is_known_of_it(capsys: pytest.Capt
     written, said = capsys.readouterr()
     schedule = read_csv(written)
     assert write_csv(schedule) == written
-    assert pace(schedule, ALIKE).makespan == 31
+    assert iteration_time(schedule, ALIKE).makespan == 31
     assert f"bpipe {' '.join(COMMAND)} --optimal --memory 3\n{said}" in PAGE.read_text()
 
 
@@ -186,12 +199,16 @@ def test_it_is_written_as_any_other_with_what_is_known_of_it(capsys: pytest.Capt
         (("--optimal", "--memory", "3", "--costs", "1,2"), "give three costs"),
     ],
 )
-def test_what_does_not_go_together_is_refused(flags: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_go_together_is_refused(
+    flags: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*COMMAND, *flags]) == 2
     assert words in capsys.readouterr().err
 
 
-def test_without_the_solver_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_the_solver_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
     assert main([*COMMAND, "--optimal", "--memory", "2"]) == 2
     assert 'pip install -e ".[optimal]"' in capsys.readouterr().err
@@ -204,7 +221,8 @@ def test_what_is_too_large_or_moves_memory_is_refused() -> None:
         shortest(build(ScheduleConfig("1f1b", 8, 16, balance=BalanceConfig())), ALIKE, 8, LIMIT_S)
 
 
-# -- the table -----------------------------------------------------------------------------------------------------------------------------
+# -- the table
+# ----------------------------------------------------------------------------------------------------------------------
 
 COSTS = (ALIKE, UnitCosts(5, 6, 4))
 ROW = re.compile(r"\| `([^`]+)`(?: v=(\d+))?(?: g=\d+)? \| (\d+) \| (.+) \|$", re.MULTILINE)
@@ -222,7 +240,7 @@ def test_the_table_has_every_family_and_its_own_lengths() -> None:
         schedule = build(ScheduleConfig(name, 4, 8, chunks))
         assert most == max(peak_counts(schedule))
         for costs, cell in zip(COSTS, cells, strict=True):
-            assert Fraction(re.match(r"[\d.]+", cell)[0]) == pace(schedule, costs).makespan, name  # type: ignore[index]
+            assert Fraction(re.match(r"[\d.]+", cell)[0]) == iteration_time(schedule, costs).makespan, name  # type: ignore[index]
 
 
 @with_solver
@@ -243,8 +261,18 @@ def test_the_table_is_what_the_solver_finds() -> None:
 
 def test_the_oracle_knows_what_waits_for_itself() -> None:
     """Else it would hold impossible orders for short."""
-    ordered = [Action(0, Kind.FORWARD, 0), Action(0, Kind.BACKWARD, 0), Action(0, Kind.FORWARD, 1), Action(0, Kind.BACKWARD, 1)]
-    behind = [Action(1, Kind.FORWARD, 0), Action(1, Kind.FORWARD, 1), Action(1, Kind.BACKWARD, 1), Action(1, Kind.BACKWARD, 0)]
+    ordered = [
+        Action(0, Kind.FORWARD, 0),
+        Action(0, Kind.BACKWARD, 0),
+        Action(0, Kind.FORWARD, 1),
+        Action(0, Kind.BACKWARD, 1),
+    ]
+    behind = [
+        Action(1, Kind.FORWARD, 0),
+        Action(1, Kind.FORWARD, 1),
+        Action(1, Kind.BACKWARD, 1),
+        Action(1, Kind.BACKWARD, 0),
+    ]
     lasts = dict.fromkeys(Kind, Fraction(1))
     assert takes((ordered, behind), lasts, Fraction(0)) is None
     behind.sort(key=lambda action: action.microbatch)

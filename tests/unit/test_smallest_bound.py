@@ -1,6 +1,7 @@
 """The smallest bound of a pair, beside an oracle that tries every eviction and load in every slot.
 
-Of families it is the smallest there is. Of drawn orders, as files may have them, it is the smallest found: seldom one less can be kept.
+Of families it is the smallest there is. Of drawn orders, as files may have them, it is the smallest found: seldom one
+less can be kept.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from itertools import combinations, product
 
 import pytest
 
+from bpipe.balance.pairs import balance, choose_partners, pairs_of, smallest_bound
 from bpipe.check.rules import check
 from bpipe.generate.families import FAMILIES
 from bpipe.generate.place import place
@@ -18,7 +20,6 @@ from bpipe.ir.action import Action, Kind
 from bpipe.ir.layout import one_pipe
 from bpipe.ir.memory import counts_of, peak_counts
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.balance import balance, choose_partners, pairs_of, smallest_bound
 
 F, B = Kind.FORWARD, Kind.BACKWARD
 
@@ -62,7 +63,8 @@ def subsets(items: list[Key]) -> Iterator[Keys]:
 
 
 def can_keep(schedule: Schedule, pair: tuple[int, int], bound: int) -> bool:
-    """Whether any evictions and loads keep both ranks within so many micro-batches, each of which leaves once at most."""
+    """Whether any evictions and loads keep both ranks within so many micro-batches, each of which leaves once at
+    most."""
     spans = [spans_of(schedule, rank) for rank in pair]
     states: set[State] = {((NOTHING, NOTHING), (NOTHING, NOTHING))}
     for slot in range(len(schedule.ranks[0])):
@@ -80,7 +82,8 @@ def can_keep(schedule: Schedule, pair: tuple[int, int], bound: int) -> bool:
                 ]
                 if max(held) <= bound:
                     mine, other = (
-                        ((away - loaded) | evicted, back | loaded) for (away, back), (loaded, evicted) in zip(state, chosen, strict=True)
+                        ((away - loaded) | evicted, back | loaded)
+                        for (away, back), (loaded, evicted) in zip(state, chosen, strict=True)
                     )
                     after.add((mine, other))
         states = after
@@ -100,7 +103,11 @@ def spans_of(schedule: Schedule, rank: int) -> Spans:
 def moves(spans: Spans, away: Keys, back: Keys, slot: int) -> Iterator[tuple[Keys, Keys]]:
     """What a rank may load and evict beside a slot. What its next slot computes on has to come back now."""
     due = {key for key in away if spans[key][1] == slot + 1}
-    may_leave = [key for key, (first, needed, _) in spans.items() if first < slot < needed - 1 and key not in away and key not in back]
+    may_leave = [
+        key
+        for key, (first, needed, _) in spans.items()
+        if first < slot < needed - 1 and key not in away and key not in back
+    ]
     for loaded in subsets(sorted(away)):
         if due <= loaded:
             yield from ((loaded, evicted) for evicted in subsets(may_leave))
@@ -112,13 +119,18 @@ def bounds_of(schedule: Schedule) -> Iterator[tuple[int, int]]:
     for pair in pairs_of(choose_partners(schedule, None)):
         if pair[0] != pair[1]:
             found = smallest_bound(schedule, pair, memory)
-            yield found, next(bound for bound in range(1, found + 1) if bound == found or can_keep(schedule, pair, bound))
+            yield (
+                found,
+                next(bound for bound in range(1, found + 1) if bound == found or can_keep(schedule, pair, bound)),
+            )
 
 
 SMALL = [(name, p, m, 1) for name in ("gpipe", "1f1b", "1f1b-split", "zb-h1") for p in (2, 3, 4) for m in (2, 3, 4, 5)]
 LARGER = [(name, p, m, 1) for name in ("1f1b", "1f1b-split") for p, m in ((6, 6), (8, 8))]
 LARGER.append(("grouped-interleaved", 4, 4, 2))
-CHUNKS = [(name, 2, m, 2) for name in ("interleaved-1f1b", "grouped-interleaved", "zb-v", "v-half", "v-min") for m in (2, 4)]
+CHUNKS = [
+    (name, 2, m, 2) for name in ("interleaved-1f1b", "grouped-interleaved", "zb-v", "v-half", "v-min") for m in (2, 4)
+]
 
 
 @pytest.mark.parametrize(("name", "p", "m", "chunks"), [*SMALL, *LARGER, *CHUNKS])
@@ -127,7 +139,8 @@ def test_of_a_family_it_is_the_smallest_there_is(name: str, p: int, m: int, chun
 
 
 def test_of_drawn_orders_it_is_hardly_ever_more_than_the_smallest() -> None:
-    """Loads always stood right before their backwards, so that partners hosted longer than they had to: 2 % of these kept one less."""
+    """Loads always stood right before their backwards, so that partners hosted longer than they had to: 2 % of these
+    kept one less."""
     every = [pair for seed in range(600) for pair in bounds_of(drawn(seed))]
     assert len(every) > 700
     assert max(found - least for found, least in every) <= 1

@@ -14,15 +14,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.check.case import ScheduleError
 from bpipe.check.rules import check
+from bpipe.formats.document import read_json, write_json
+from bpipe.formats.grid import read_grid, write_grid
+from bpipe.formats.read import read
+from bpipe.formats.text import TextError, read_action, read_csv, write_csv
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.document import read_json, write_json
-from bpipe.ir.grid import read_grid, write_grid
 from bpipe.ir.schedule import Schedule, Slot
-from bpipe.ir.text import TextError, read_action, read_csv, write_csv
-from bpipe.program import BalanceConfig, ScheduleConfig, build
-from bpipe.read import read
 
 BALANCED = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
 CONFIGS = [
@@ -77,7 +77,14 @@ def test_json() -> None:
 def test_json_is_what_the_manual_says() -> None:
     document = json.loads(write_json(BALANCED))
     head = {key: document[key] for key in ("schedule", "stages", "microbatches", "chunks", "balance", "bounds")}
-    assert head == {"schedule": "1f1b", "stages": 4, "microbatches": 8, "chunks": 1, "balance": "bpipe", "bounds": [3, 3, 3, 3]}
+    assert head == {
+        "schedule": "1f1b",
+        "stages": 4,
+        "microbatches": 8,
+        "chunks": 1,
+        "balance": "bpipe",
+        "bounds": [3, 3, 3, 3],
+    }
     assert [rank["peak"] for rank in document["ranks"]] == [3, 3, 2, 3]
     assert [rank["evictions"] for rank in document["ranks"]] == [3, 0, 0, 0]
     assert document["ranks"][0]["slots"][16] == {"compute": None, "transfers": ["0LOAD5"]}
@@ -90,13 +97,32 @@ def test_json_may_leave_out_what_is_usual() -> None:
 
 
 def test_a_grid_names_the_stage_where_the_lane_does_not() -> None:
-    odd = replace(BALANCED, ranks=((Slot(None, (Action(0, Kind.HOST, 3), Action(3, Kind.HOST, 1))),), (Slot(),), (Slot(),), (Slot(),)))
+    odd = replace(
+        BALANCED,
+        ranks=((Slot(None, (Action(0, Kind.HOST, 3), Action(3, Kind.HOST, 1))),), (Slot(),), (Slot(),), (Slot(),)),
+    )
     assert "T 0H3+H1" in write_grid(odd)
     assert read_grid(write_grid(odd)) == odd
 
 
 @pytest.mark.parametrize(
-    "cell", ["", "F0", "0F", "0F0junk", "0Q0", "-1F0", "00F0", "0F01", "0f0", " 0F0", "٣F0", "0F0\n", "0F9999999999", "0UNSHARD"]
+    "cell",
+    [
+        "",
+        "F0",
+        "0F",
+        "0F0junk",
+        "0Q0",
+        "-1F0",
+        "00F0",
+        "0F01",
+        "0f0",
+        " 0F0",
+        "٣F0",
+        "0F0\n",
+        "0F9999999999",
+        "0UNSHARD",
+    ],
 )
 def test_a_cell_is_read_to_its_last_character_or_not_at_all(cell: str) -> None:
     with pytest.raises(TextError, match="is no action"):
@@ -114,7 +140,11 @@ def test_a_cell_is_read_to_its_last_character_or_not_at_all(cell: str) -> None:
         (read_csv, "0F0\n3F0\n", "nobody computes stage 1"),
         (read_csv, '"0F0","0B0"\n', "line 1, cell 1"),
         (read_csv, "# bpipe schedule=a microbatches=1\n0F0\n", "line 1: the header lacks stage_to_rank="),
-        (read_csv, "# bpipe schedule=a microbatches=1 stage_to_rank=0 colour=red\n0F0\n", "'colour=red' is no header field"),
+        (
+            read_csv,
+            "# bpipe schedule=a microbatches=1 stage_to_rank=0 colour=red\n0F0\n",
+            "'colour=red' is no header field",
+        ),
         (read_csv, "# bpipe schedule=a microbatches=1 stage_to_rank=0 bounds=1, 2\n0F0\n", "'2' is no header field"),
         (read_csv, "# a remark\n0F0\n", "a header starts with '# bpipe'"),
         (read_json, "{", "line 1, column 2"),
@@ -138,14 +168,46 @@ def test_a_cell_is_read_to_its_last_character_or_not_at_all(cell: str) -> None:
         (read_json, JSON.replace('"schedule": "1f1b"', '"schedule": ""'), "schedule: '' is no name"),
         (read_json, JSON.replace('"rank": 1', '"extra": 1, "rank": 1'), "unknown 'extra'"),
         (read_grid, "slot 0\n", "line 1: a header starts with '# bpipe'"),
-        (read_grid, "# bpipe schedule=a microbatches=1 stage_to_rank=0\nslot 1\n", "line 2: a block's slots are numbered on from 0"),
-        (read_grid, "# bpipe schedule=a microbatches=1 stage_to_rank=0\nslot 0 1\nrank 0 C F0\n", "line 3: 1 cells under 2 slots"),
-        (read_grid, "# bpipe schedule=a microbatches=1 stage_to_rank=0\nslot 0\nrank 0 C X0\n", "line 3, slot 0: 'X0' is no cell"),
-        (read_grid, "# bpipe schedule=a microbatches=1 stage_to_rank=0\nslot 0\nrank 0 C H0\n", "H0 must name its stage"),
-        (read_grid, "# bpipe schedule=a microbatches=1 stage_to_rank=0\nslot 0\nrank 0 C E0\n", "what is moved on line T"),
-        (read_grid, "# bpipe schedule=a microbatches=1 stage_to_rank=0\nslot 0\nrank 0 C .\nT F0\n", "what is computed stands on line C"),
-        (read_grid, "# bpipe schedule=a microbatches=1 stage_to_rank=0\nslot 0\nrank 1 C F0\n", "every rank needs a lane"),
-        (read_grid, "# bpipe schedule=a microbatches=1 stage_to_rank=0\nslot 0\nnonsense\n", "line 3: expected 'rank N C'"),
+        (
+            read_grid,
+            "# bpipe schedule=a microbatches=1 stage_to_rank=0\nslot 1\n",
+            "line 2: a block's slots are numbered on from 0",
+        ),
+        (
+            read_grid,
+            "# bpipe schedule=a microbatches=1 stage_to_rank=0\nslot 0 1\nrank 0 C F0\n",
+            "line 3: 1 cells under 2 slots",
+        ),
+        (
+            read_grid,
+            "# bpipe schedule=a microbatches=1 stage_to_rank=0\nslot 0\nrank 0 C X0\n",
+            "line 3, slot 0: 'X0' is no cell",
+        ),
+        (
+            read_grid,
+            "# bpipe schedule=a microbatches=1 stage_to_rank=0\nslot 0\nrank 0 C H0\n",
+            "H0 must name its stage",
+        ),
+        (
+            read_grid,
+            "# bpipe schedule=a microbatches=1 stage_to_rank=0\nslot 0\nrank 0 C E0\n",
+            "what is moved on line T",
+        ),
+        (
+            read_grid,
+            "# bpipe schedule=a microbatches=1 stage_to_rank=0\nslot 0\nrank 0 C .\nT F0\n",
+            "what is computed stands on line C",
+        ),
+        (
+            read_grid,
+            "# bpipe schedule=a microbatches=1 stage_to_rank=0\nslot 0\nrank 1 C F0\n",
+            "every rank needs a lane",
+        ),
+        (
+            read_grid,
+            "# bpipe schedule=a microbatches=1 stage_to_rank=0\nslot 0\nnonsense\n",
+            "line 3: expected 'rank N C'",
+        ),
         (
             read_grid,
             "# bpipe schedule=a microbatches=1 stage_to_rank=0 partners=5\nslot 0\nrank 0 C F0\n",
@@ -162,7 +224,8 @@ TEXTS = [writer(build(config)) for config in CONFIGS[:6] for writer in (write_cs
 
 
 def survives(reader: Callable[[str], Schedule], writer: Callable[[Schedule], str], text: str) -> None:
-    """What a reader takes must come out as a text that it reads as the same schedule, and be judged; everything else is a TextError."""
+    """What a reader takes must come out as a text that it reads as the same schedule, and be judged; everything else
+    is a TextError."""
     try:
         schedule = reader(text)
     except TextError:
@@ -172,16 +235,22 @@ def survives(reader: Callable[[str], Schedule], writer: Callable[[Schedule], str
         check(schedule)
 
 
-@pytest.mark.parametrize(("reader", "writer"), [(read_csv, write_csv), (read_json, write_json), (read_grid, write_grid)])
+@pytest.mark.parametrize(
+    ("reader", "writer"), [(read_csv, write_csv), (read_json, write_json), (read_grid, write_grid)]
+)
 @settings(max_examples=60)
 @given(text=st.one_of(st.text(max_size=80), st.text("0123456789FBIW,. \n#rankslotC", max_size=120)))
 @example("\x00")
 @example("0F0,\r\n,1F0\r\n")
-def test_any_text_is_read_or_refused(reader: Callable[[str], Schedule], writer: Callable[[Schedule], str], text: str) -> None:
+def test_any_text_is_read_or_refused(
+    reader: Callable[[str], Schedule], writer: Callable[[Schedule], str], text: str
+) -> None:
     survives(reader, writer, text)
 
 
-@pytest.mark.parametrize(("reader", "writer"), [(read_csv, write_csv), (read_json, write_json), (read_grid, write_grid)])
+@pytest.mark.parametrize(
+    ("reader", "writer"), [(read_csv, write_csv), (read_json, write_json), (read_grid, write_grid)]
+)
 @settings(max_examples=60)
 @given(data=st.data())
 def test_damaged_files_are_read_or_refused(
@@ -194,7 +263,9 @@ def test_damaged_files_are_read_or_refused(
         place = rng.randrange(len(text) + 1)
         end = min(len(text), place + rng.randint(0, 12))
         text = (
-            text[:place] + rng.choice(["", "0F0", ",", " ", "\n", "9", '"', "null", "-1", "{}", "[", rng.choice(TEXTS)[:30]]) + text[end:]
+            text[:place]
+            + rng.choice(["", "0F0", ",", " ", "\n", "9", '"', "null", "-1", "{}", "[", rng.choice(TEXTS)[:30]])
+            + text[end:]
         )
     survives(reader, writer, text)
 
@@ -213,7 +284,8 @@ VALUES = st.recursive(
     | st.text(max_size=5)
     | st.sampled_from(["0F0", "0B0", "1EVICT0", "bpipe"]),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["rank", "slots", "compute", "transfers", "peak"]), inner, max_size=3)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["rank", "slots", "compute", "transfers", "peak"]), inner, max_size=3)
     ),
     max_leaves=8,
 )
@@ -239,7 +311,11 @@ def test_any_value_anywhere_in_a_document_is_read_or_refused(value: object, numb
 def test_torchs_own_reader_takes_our_files(tmp_path: Path) -> None:
     """Compute-only files go through torch.distributed.pipelining's parser, and come out as what we wrote."""
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
-    for config in (ScheduleConfig("1f1b", 4, 8), ScheduleConfig("gpipe", 3, 4), ScheduleConfig("interleaved-1f1b", 4, 8, 2)):
+    for config in (
+        ScheduleConfig("1f1b", 4, 8),
+        ScheduleConfig("gpipe", 3, 4),
+        ScheduleConfig("interleaved-1f1b", 4, 8, 2),
+    ):
         schedule = build(config)
         path = tmp_path / "schedule.csv"
         path.write_text(write_csv(schedule))
@@ -247,5 +323,7 @@ def test_torchs_own_reader_takes_our_files(tmp_path: Path) -> None:
             rows = [[schedules._Action.from_str(cell) for cell in row] for row in csv.reader(file)]
         ours = [["" if slot.compute is None else str(slot.compute) for slot in row] for row in schedule.ranks]
         assert [["" if action is None else repr(action) for action in row] for row in rows] == ours
-        owners = schedules._validate_schedule(dict(enumerate(rows)), schedule.num_ranks, schedule.num_stages, schedule.num_microbatches)
+        owners = schedules._validate_schedule(
+            dict(enumerate(rows)), schedule.num_ranks, schedule.num_stages, schedule.num_microbatches
+        )
         assert tuple(owners[stage] for stage in range(schedule.num_stages)) == schedule.layout.only_placement

@@ -1,4 +1,5 @@
-"""What must leave goes to a node's own memory, alone or behind all devices with room: as little as can be, and never two in one place."""
+"""What must leave goes to a node's own memory, alone or behind all devices with room: as little as can be, and never
+two in one place."""
 
 from __future__ import annotations
 
@@ -9,21 +10,21 @@ from itertools import combinations, pairwise, product
 
 import pytest
 
+from bpipe.balance.budget import ActivationBudget, BudgetTooSmall
+from bpipe.balance.pairs import allocated_bytes
+from bpipe.balance.tiers import balance_over_hosts
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.check.case import Case, ScheduleError
 from bpipe.check.rules import check, check_host_buffers
+from bpipe.formats.document import read_json, write_json
+from bpipe.formats.grid import read_grid, write_grid
+from bpipe.formats.text import read_csv, write_csv
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import Kind
-from bpipe.ir.document import read_json, write_json
-from bpipe.ir.grid import read_grid, write_grid
-from bpipe.ir.host_buffers import Hosting, hosts_of, num_buffers_for, num_own_buffers, own_buffers
-from bpipe.ir.hosts import ALL, ARRANGEMENTS, HOST, OWN_MEMORY, PAIR, POOL
+from bpipe.ir.host_buffers import Residency, host_memory_buffers, hosts_of, num_buffers_for, num_host_memory_buffers
+from bpipe.ir.hosts import ALL, ARRANGEMENTS, HOST, HOST_MEMORY, PAIR, POOL
 from bpipe.ir.memory import live_bytes, memory_of, peak_counts
 from bpipe.ir.schedule import Schedule
-from bpipe.ir.text import read_csv, write_csv
-from bpipe.passes.balance import occupied
-from bpipe.passes.room import NoRoom, Rooms
-from bpipe.passes.tiers import arranged
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.host_buffers import with_host_buffers
@@ -31,15 +32,18 @@ from bpipe.simulate.report import Simulation
 from tests.unit.test_pool import generate, moved
 
 
-def balanced(name: str, p: int, m: int, v: int = 1, hosts: str = HOST, bounds: tuple[int, ...] | None = None) -> Schedule:
+def balanced(
+    name: str, p: int, m: int, v: int = 1, hosts: str = HOST, bounds: tuple[int, ...] | None = None
+) -> Schedule:
     return build(ScheduleConfig(name, p, m, v, balance=BalanceConfig(bounds, hosts=hosts)))
 
 
-def in_own(schedule: Schedule, rank: int) -> list[Hosting]:
+def in_own(schedule: Schedule, rank: int) -> list[Residency]:
     return [stay for stay, host in hosts_of(schedule, rank).items() if host == rank]
 
 
-# -- every family -------------------------------------------------------------------------------------------------------------------------
+# -- every family
+# ----------------------------------------------------------------------------------------------------------------------
 
 # Sizes and chunks that each family knows.
 SHAPES = {name: (4, 8, max(1, family.min_chunks)) for name, family in FAMILIES.items()}
@@ -62,27 +66,29 @@ def test_two_are_held_where_pairs_hold_three_and_none_can_hold_one() -> None:
     """While one is computed on another is on its way."""
     schedule = balanced("1f1b", 4, 8)
     assert schedule.bounds == (2, 2, 2, 2)
-    assert schedule.hosts == ((OWN_MEMORY,), (OWN_MEMORY,), (), ())
+    assert schedule.hosts == ((HOST_MEMORY,), (HOST_MEMORY,), (), ())
     assert peak_counts(schedule) == (2, 2, 2, 1)
-    assert [num_own_buffers(schedule, rank) for rank in range(4)] == [3, 2, 0, 0]
-    with pytest.raises(ValueError, match=r"rank 0 cannot keep to 1 micro-batches.*a node's own memory keeps for all ranks is 2"):
+    assert [num_host_memory_buffers(schedule, rank) for rank in range(4)] == [3, 2, 0, 0]
+    with pytest.raises(
+        ValueError, match=r"rank 0 cannot keep to 1 micro-batches.*a node's own memory keeps for all ranks is 2"
+    ):
         balanced("1f1b", 4, 8, bounds=(1,))
     # With a rank of its own each does what it can.
     assert peak_counts(balanced("1f1b", 4, 8, bounds=(2, 4, 4, 4))) == (2, 3, 2, 1)
-    with pytest.raises(NoRoom, match="rank 0 has no room for any micro-batch"):
-        arranged(generate("1f1b", 4, 8), HOST, Rooms((0, 1, 1, 1), memory_of([1] * 4)))
+    with pytest.raises(BudgetTooSmall, match="rank 0 has no room for any micro-batch"):
+        balance_over_hosts(generate("1f1b", 4, 8), HOST, ActivationBudget((0, 1, 1, 1), memory_of([1] * 4)))
 
 
 def test_one_rank_alone_keeps_what_no_partner_could() -> None:
     alone = balanced("gpipe", 1, 6, bounds=(3,))
-    assert alone.hosts == ((OWN_MEMORY,),)
+    assert alone.hosts == ((HOST_MEMORY,),)
     assert peak_counts(alone) == (3,)
 
 
 def test_devices_come_before_a_nodes_memory() -> None:
     """Rank 3 has room for one micro-batch of rank 0, and nobody for any of rank 1."""
     schedule = balanced("1f1b", 4, 8, hosts=ALL)
-    assert schedule.hosts == ((3, OWN_MEMORY), (OWN_MEMORY,), (), ())
+    assert schedule.hosts == ((3, HOST_MEMORY), (HOST_MEMORY,), (), ())
     assert num_buffers_for(schedule, 3) == {0: 1}
     # With room enough on devices it is the pool's plan to the last action.
     assert balanced("1f1b", 4, 8, hosts=ALL, bounds=(3,)) == balanced("1f1b", 4, 8, hosts=POOL, bounds=(3,))
@@ -96,7 +102,8 @@ def test_what_an_arrangement_is_called() -> None:
         BalanceConfig(partners=(3, 2, 1, 0), hosts=ALL)
 
 
-# -- buffers ------------------------------------------------------------------------------------------------------------------------------
+# -- buffers
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("hosts", [HOST, ALL])
@@ -105,7 +112,7 @@ def test_as_many_buffers_as_are_full_at_once(name: str, v: int, hosts: str) -> N
     schedule = balanced(name, 4, 12, v, hosts)
     for rank in range(4):
         mine = set(in_own(schedule, rank))
-        assert set(own_buffers(schedule, rank)) == mine
+        assert set(host_memory_buffers(schedule, rank)) == mine
         full: set[tuple[int, int]] = set()
         most, nth = 0, {}
         for cell in schedule.ranks[rank]:
@@ -113,20 +120,23 @@ def test_as_many_buffers_as_are_full_at_once(name: str, v: int, hosts: str) -> N
                 key = (one.stage, one.microbatch)
                 if one.kind is Kind.EVICT:
                     nth[key] = nth.get(key, -1) + 1
-                    full |= {key} if Hosting(*key, nth[key]) in mine else set()
+                    full |= {key} if Residency(*key, nth[key]) in mine else set()
             most = max(most, len(full))
             full -= {(one.stage, one.microbatch) for one in cell.transfers if one.kind is Kind.LOAD}
-        assert num_own_buffers(schedule, rank) == most
+        assert num_host_memory_buffers(schedule, rank) == most
 
 
 def test_a_buffer_used_again_too_early_is_refused() -> None:
     schedule = balanced("1f1b", 4, 8)
-    own = {rank: own_buffers(schedule, rank) for rank in range(4)}
+    own = {rank: host_memory_buffers(schedule, rank) for rank in range(4)}
     check_host_buffers(Case(schedule), None, own)
-    wrong = {**own[0], Hosting(0, 1, 0): own[0][Hosting(0, 0, 0)]}
-    with pytest.raises(ScheduleError, match="host buffers: rank 0, slot 2, 0EVICT1: host buffer in own memory 0 still holds 0EVICT0"):
+    wrong = {**own[0], Residency(0, 1, 0): own[0][Residency(0, 0, 0)]}
+    with pytest.raises(
+        ScheduleError, match="host buffers: rank 0, slot 2, 0EVICT1: host buffer in own memory 0 still holds 0EVICT0"
+    ):
         check_host_buffers(Case(schedule), None, {**own, 0: wrong})
-    # A buffer is free in the slot after its load, not beside it: micro-batch 2 leaves where 0 has just come back, 3 before.
+    # A buffer is free in the slot after its load, not beside it: micro-batch 2 leaves where 0 has just come back, 3
+    # before.
     every = list(own[0].items())
     for (stay, buffer), (other, _) in pairwise(every):
         trial = {**own[0], other: buffer}
@@ -138,13 +148,13 @@ def test_a_buffer_used_again_too_early_is_refused() -> None:
 
 def test_more_buffers_than_are_ever_full_are_refused() -> None:
     schedule = balanced("1f1b", 4, 8)
-    own = {rank: own_buffers(schedule, rank) for rank in range(4)}
+    own = {rank: host_memory_buffers(schedule, rank) for rank in range(4)}
     spread = {stay: number for number, stay in enumerate(own[0])}
     with pytest.raises(ScheduleError, match="own memory has 7 host buffers, and no more than 3 are ever full at once"):
         check_host_buffers(Case(schedule), None, {**own, 0: spread})
 
 
-def _away(schedule: Schedule, stay: Hosting) -> tuple[int, int]:
+def _away(schedule: Schedule, stay: Residency) -> tuple[int, int]:
     """The slots beside which it leaves and comes back."""
     rank = schedule.layout.rank_of(stay.stage, stay.microbatch)
     slots = {
@@ -156,31 +166,37 @@ def _away(schedule: Schedule, stay: Hosting) -> tuple[int, int]:
     return slots[Kind.EVICT], slots[Kind.LOAD]
 
 
-# -- against trying everything ------------------------------------------------------------------------------------------------------------
+# -- against trying everything
+# ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("p", "m", "num_rooms"), [(3, 5, 200), (4, 4, 150), pytest.param(4, 5, 200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("p", "m", "num_rooms"), [(3, 5, 200), (4, 4, 150), pytest.param(4, 5, 200, marks=pytest.mark.slow)]
+)
 def test_nothing_moves_less_and_nothing_of_it_stays_off_devices_needlessly(p: int, m: int, num_rooms: int) -> None:
-    """Of all plans none moves fewer bytes; and of what moves so, no choice of hosts leaves fewer bytes to the nodes' memory."""
+    """Of all plans none moves fewer bytes; and of what moves so, no choice of hosts leaves fewer bytes to the nodes'
+    memory."""
     plain = generate("1f1b", p, m)
     ways = [every_way(plain, rank) for rank in range(p)]
     rng = random.Random(p * m)
     mixed = refused = alone = 0
     for _ in range(num_rooms):
         sizes = [rng.randint(3, 12) for _ in range(p)]
-        rooms = [rng.randint(2 * size - 2, (p - rank) * size + 12) for rank, size in enumerate(sizes)]
-        fewest = [least_moved(ways[rank], sizes[rank], rooms[rank]) for rank in range(p)]
+        activation_budget = [rng.randint(2 * size - 2, (p - rank) * size + 12) for rank, size in enumerate(sizes)]
+        fewest = [least_moved(ways[rank], sizes[rank], activation_budget[rank]) for rank in range(p)]
         try:
-            tiers = arranged(plain, ALL, Rooms(tuple(rooms), memory_of(sizes)))
-        except NoRoom:
+            tiers = balance_over_hosts(plain, ALL, ActivationBudget(tuple(activation_budget), memory_of(sizes)))
+        except BudgetTooSmall:
             refused += 1
             assert None in fewest
             continue
         check(tiers)
         assert moved(tiers, sizes) == sum(fewest)
-        assert all(sum(occupied(tiers, rank, memory_of(sizes))) <= rooms[rank] for rank in range(p))
+        assert all(sum(allocated_bytes(tiers, rank, memory_of(sizes))) <= activation_budget[rank] for rank in range(p))
         kept = sum(sizes[rank] * len(in_own(tiers, rank)) for rank in range(p))
-        assert kept == fewest_kept(tiers, sizes, rooms), f"micro-batches of {sizes} in rooms of {rooms}"
+        assert kept == fewest_kept(tiers, sizes, activation_budget), (
+            f"micro-batches of {sizes} in rooms of {activation_budget}"
+        )
         alone += kept == moved(tiers, sizes) > 0
         mixed += 0 < kept < moved(tiers, sizes)
     print(f"p={p} m={m}: {refused} refused, {mixed} on devices and in memory, {alone} in memory only")
@@ -188,9 +204,12 @@ def test_nothing_moves_less_and_nothing_of_it_stays_off_devices_needlessly(p: in
 
 
 def every_way(schedule: Schedule, rank: int) -> set[tuple[int, int]]:
-    """The most a rank holds and how many leave, of every set of its micro-batches, each from every slot to every later one."""
+    """The most a rank holds and how many leave, of every set of its micro-batches, each from every slot to every
+    later one."""
     own = live_bytes(schedule, rank, memory_of([1] * schedule.num_ranks))
-    slots = {(one.kind, one.microbatch): slot for slot, cell in enumerate(schedule.ranks[rank]) for one in cell.computations}
+    slots = {
+        (one.kind, one.microbatch): slot for slot, cell in enumerate(schedule.ranks[rank]) for one in cell.computations
+    }
     choices = []
     for microbatch in range(schedule.num_microbatches):
         between = range(slots[Kind.FORWARD, microbatch] + 1, slots[Kind.BACKWARD, microbatch])
@@ -210,13 +229,15 @@ def least_moved(ways: Collection[tuple[int, int]], size: int, room: int) -> int 
     return min((count * size for peak, count in ways if peak * size <= room), default=None)
 
 
-def fewest_kept(schedule: Schedule, sizes: Sequence[int], rooms: Sequence[int]) -> int:
+def fewest_kept(schedule: Schedule, sizes: Sequence[int], activation_budget: Sequence[int]) -> int:
     """Over every choice of a host, or none, for every stay: the fewest bytes that none has."""
     p = schedule.num_ranks
     senders = [rank for rank in range(p) if hosts_of(schedule, rank)]
     hosts = [rank for rank in range(p) if rank not in senders]
-    plain = replace(schedule, ranks=tuple(tuple(replace(cell, transfers=()) for cell in row) for row in schedule.ranks), hosts=None)
-    spare = {rank: rooms[rank] - max(live_bytes(plain, rank, memory_of(sizes))) for rank in hosts}
+    plain = replace(
+        schedule, ranks=tuple(tuple(replace(cell, transfers=()) for cell in row) for row in schedule.ranks), hosts=None
+    )
+    spare = {rank: activation_budget[rank] - max(live_bytes(plain, rank, memory_of(sizes))) for rank in hosts}
     stays = [(rank, *_away(schedule, stay)) for rank in senders for stay in hosts_of(schedule, rank)]
     best = sum(sizes[rank] for rank, _, _ in stays)
     for chosen in product([None, *hosts], repeat=len(stays)):
@@ -230,12 +251,17 @@ def _taken(stays: Sequence[tuple[int, int, int]], chosen: Sequence[int | None], 
     """What a host's buffers take: for each sender as many as are full at once."""
     total = 0
     for sender in {rank for rank, _, _ in stays}:
-        mine = [(out, back) for (rank, out, back), where in zip(stays, chosen, strict=True) if where == host and rank == sender]
+        mine = [
+            (out, back)
+            for (rank, out, back), where in zip(stays, chosen, strict=True)
+            if where == host and rank == sender
+        ]
         total += sizes[sender] * max((sum(out <= at <= back for out, back in mine) for at, _ in mine), default=0)
     return total
 
 
-# -- simulated ----------------------------------------------------------------------------------------------------------------------------
+# -- simulated
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def times(schedule: Schedule, links: Links) -> Simulation:
@@ -256,7 +282,9 @@ def test_there_and_back_are_two_directions_each_one_after_the_other() -> None:
     rows = found.transfers
     both = 0
     for row in rows:
-        out, back = ([(one.start_s, one.end_s) for one in row if one.action.kind is kind] for kind in (Kind.EVICT, Kind.LOAD))
+        out, back = (
+            [(one.start_s, one.end_s) for one in row if one.action.kind is kind] for kind in (Kind.EVICT, Kind.LOAD)
+        )
         for lane in (out, back):
             assert all(before[1] <= after[0] for before, after in pairwise(sorted(lane)))
         both += sum(a < d and c < b for a, b in out for c, d in back)

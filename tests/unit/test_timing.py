@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.cli import main
+from bpipe.formats.document import read_json
+from bpipe.formats.text import read_csv
 from bpipe.generate.families import FAMILIES
 from bpipe.generate.family import ALIKE, UnitCosts
 from bpipe.generate.place import backwards, forwards
-from bpipe.generate.timing import pace, starts, tempo, work_of
-from bpipe.ir.document import read_json
+from bpipe.generate.timing import iteration_time, stage_ticks, starts, work_of
 from bpipe.ir.layout import one_pipe
-from bpipe.ir.text import read_csv
-from bpipe.passes.align import align
-from bpipe.program import BalanceConfig, ScheduleConfig, build
+from bpipe.lower.align import align
 from bpipe.simulate.cost import Costs, StageCost
 from bpipe.simulate.engine import simulate
 
@@ -29,7 +29,7 @@ COSTS = st.builds(UnitCosts, *[st.fractions(Fraction(1, 4), 4, max_denominator=1
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 4), (4, 8), (3, 2), (8, 5)])
 def test_a_pipeline_is_as_long_as_its_formula(name: str, p: int, m: int) -> None:
-    found = pace(build(ScheduleConfig(name, p, m)), UnitCosts(Fraction(3, 2), 1, Fraction(1, 3)))
+    found = iteration_time(build(ScheduleConfig(name, p, m)), UnitCosts(Fraction(3, 2), 1, Fraction(1, 3)))
     each = Fraction(3, 2) + 1 + Fraction(1, 3)
     assert found.makespan == (m + p - 1) * each
     assert found.bubble_percent == 100 * Fraction(p - 1, m + p - 1)
@@ -45,7 +45,7 @@ def test_it_takes_as_long_as_the_simulator_says(name: str, p: int, m: int, costs
     backward = costs.backward_input + costs.backward_weight
     one = StageCost(Fraction(costs.forward) / v, Fraction(backward) / v, weight_s=Fraction(costs.backward_weight) / v)
     simulation = simulate(schedule, Costs((one,) * schedule.num_stages))
-    found = pace(schedule, costs)
+    found = iteration_time(schedule, costs)
     assert found.makespan == simulation.pipeline_s
     busiest = max(sum(timed.end_s - timed.start_s for timed in row) for row in simulation.computations)
     assert found.bubble_percent == 100 * (1 - Fraction(busiest) / found.makespan)
@@ -55,21 +55,24 @@ def test_it_takes_as_long_as_the_simulator_says(name: str, p: int, m: int, costs
 def test_a_message_takes_its_hop(p: int, m: int) -> None:
     """The first forward to the last rank, the last backward back."""
     hop = Fraction(1, 3)
-    assert pace(build(ScheduleConfig("gpipe", p, m)), UnitCosts(1, 1, 1, hop)).makespan == 3 * (m + p - 1) + 2 * (p - 1) * hop
+    assert (
+        iteration_time(build(ScheduleConfig("gpipe", p, m)), UnitCosts(1, 1, 1, hop)).makespan
+        == 3 * (m + p - 1) + 2 * (p - 1) * hop
+    )
 
 
 def test_two_that_overlap_take_as_long_as_both_and_begin_with_the_later_input() -> None:
     text = "# bpipe schedule=a microbatches=2 stage_to_rank=0,1\n0F0,0F1,0B0,0B1\n1F0,(1F1;1B0)OVERLAP_F_B,1B1\n"
     schedule = align(read_csv(text))
     # 1F1 waits for 0F1, with it 1B0; 0B0 for both of them.
-    assert pace(schedule, UnitCosts(2, 1, 2)).makespan == 2 + 2 + (2 + 3) + 3 + 3
+    assert iteration_time(schedule, UnitCosts(2, 1, 2)).makespan == 2 + 2 + (2 + 3) + 3 + 3
 
 
 def test_orders_that_wait_for_each_other_are_named() -> None:
     everything = range(2)
     orders = [forwards(0, everything) + backwards(0, everything), backwards(1, everything) + forwards(1, everything)]
     with pytest.raises(ValueError, match=r"wait for each other: rank 0 at 0B0, rank 1 at 1B0"):
-        starts(work_of(one_pipe((0, 1)), 2, orders, tempo(ALIKE, 1)))
+        starts(work_of(one_pipe((0, 1)), 2, orders, stage_ticks(ALIKE, 1)))
 
 
 @pytest.mark.parametrize("costs", [(0, 1, 1), (1, 0, 1), (1, 1, -1), (-1, 2, 2), (1, 1, 1, -1)])

@@ -9,28 +9,33 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from bpipe.balance.pairs import balance
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.check.order import check_microbatch_order
 from bpipe.check.rules import check
 from bpipe.cli import main
+from bpipe.formats.document import read_json, write_json
+from bpipe.formats.text import TextError, read_csv, write_csv
 from bpipe.generate.families import FAMILIES
-from bpipe.generate.family import ALIKE, Asked, UnitCosts
-from bpipe.generate.timing import pace
+from bpipe.generate.family import ALIKE, FamilyOptions, UnitCosts
+from bpipe.generate.timing import iteration_time
 from bpipe.ir.action import Action
-from bpipe.ir.document import read_json, write_json
 from bpipe.ir.memory import num_transfers, peak_counts
 from bpipe.ir.schedule import Schedule
-from bpipe.ir.text import TextError, read_csv, write_csv
-from bpipe.passes.balance import balance
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 
 # Families of two pipes, with the numbers of chunks that are looked at, and what a rank of p holds at most.
 CASES = [("chimera", 1), ("mixpipe", 1), ("bitpipe", 2), ("bitpipe", 3), ("bitpipe-early", 2)]
 # The last with two chunks a rank: more of them hold less.
-MOST = {"chimera": lambda p: p, "mixpipe": lambda p: 3 * p // 2, "bitpipe": lambda p: p, "bitpipe-early": lambda p: (5 * p + 14) // 4}
+MOST = {
+    "chimera": lambda p: p,
+    "mixpipe": lambda p: 3 * p // 2,
+    "bitpipe": lambda p: p,
+    "bitpipe-early": lambda p: (5 * p + 14) // 4,
+}
 
 
 def generate(name: str, p: int, m: int, v: int = 1, costs: UnitCosts = ALIKE) -> Schedule:
-    return FAMILIES[name].generate(p, m, v, Asked(costs=costs))
+    return FAMILIES[name].generate(p, m, v, FamilyOptions(costs=costs))
 
 
 def computed(schedule: Schedule, rank: int) -> list[Action]:
@@ -63,7 +68,7 @@ def test_chimera_takes_and_holds_what_its_formulas_say(p: int) -> None:
     for rounds in (1, 2, 3):
         schedule = generate("chimera", p, rounds * p)
         check(schedule)
-        assert pace(schedule, ALIKE).makespan == 3 * rounds * p + 2 * (p - 2)
+        assert iteration_time(schedule, ALIKE).makespan == 3 * rounds * p + 2 * (p - 2)
         unit = tuple(p // 2 + 1 + min(rank, p - 1 - rank) for rank in range(p))
         assert peak_counts(schedule) == (unit if rounds == 1 else (p,) * p)
 
@@ -72,7 +77,7 @@ def test_chimera_takes_and_holds_what_its_formulas_say(p: int) -> None:
 @pytest.mark.parametrize("p", [20, 24, 32])
 def test_chimera_of_up_to_32_ranks(p: int) -> None:
     for rounds in (1, 2, 4):
-        assert pace(generate("chimera", p, rounds * p), ALIKE).makespan == 3 * rounds * p + 2 * (p - 2)
+        assert iteration_time(generate("chimera", p, rounds * p), ALIKE).makespan == 3 * rounds * p + 2 * (p - 2)
 
 
 def test_the_middle_of_chimera_is_relieved_by_its_ends_and_not_by_its_mirror_image() -> None:
@@ -91,7 +96,7 @@ def test_mixpipe_takes_and_holds_what_its_formulas_say(p: int) -> None:
     for rounds in (2, 3, 4):
         schedule = generate("mixpipe", p, rounds * p)
         check(schedule)
-        assert 2 * pace(schedule, ALIKE).makespan == 6 * rounds * p + 3 * (p - 2)
+        assert 2 * iteration_time(schedule, ALIKE).makespan == 6 * rounds * p + 3 * (p - 2)
         held = tuple(p + 1 + min(rank, p - 1 - rank) for rank in range(p))
         assert peak_counts(schedule) == (held if p > 2 else (2, 2))
     # A unit holds less, and its ends have room for its middle.
@@ -103,7 +108,7 @@ def test_mixpipe_takes_and_holds_what_its_formulas_say(p: int) -> None:
 def test_mixpipe_of_up_to_64_ranks(p: int) -> None:
     for rounds in (2, 3, 4):
         schedule = generate("mixpipe", p, rounds * p)
-        assert 2 * pace(schedule, ALIKE).makespan == 6 * rounds * p + 3 * (p - 2)
+        assert 2 * iteration_time(schedule, ALIKE).makespan == 6 * rounds * p + 3 * (p - 2)
         assert max(held(schedule)) <= 3 * p // 2
 
 
@@ -118,7 +123,7 @@ def test_balancing_levels_mixpipe() -> None:
 
 def test_mixpipe_of_32_ranks_takes_what_its_formula_says() -> None:
     """By one rule alone it was one forward longer."""
-    assert pace(generate("mixpipe", 32, 96), ALIKE).makespan == 3 * 96 + 45
+    assert iteration_time(generate("mixpipe", 32, 96), ALIKE).makespan == 3 * 96 + 45
 
 
 @pytest.mark.parametrize("v", [2, 3, 4])
@@ -126,12 +131,13 @@ def test_mixpipe_of_32_ranks_takes_what_its_formula_says() -> None:
 def test_bitpipe_takes_and_holds_what_its_formulas_say(p: int, v: int) -> None:
     for rounds in (1, 2, 4) if p < 14 else (1, 2):
         schedule = generate("bitpipe", p, rounds * p, v)
-        assert pace(schedule, ALIKE).makespan == 3 * rounds * p + Fraction(2 * (p - 2), v)
+        assert iteration_time(schedule, ALIKE).makespan == 3 * rounds * p + Fraction(2 * (p - 2), v)
         least = [p - Fraction(max(p // 2 - 1 - min(rank, p - 1 - rank), 0), v) for rank in range(p)]
         assert held(schedule) == (tuple(least) if rounds == 1 else (p,) * p)
 
 
-# p, m: what two chunks a rank take, and how long the authors' public order takes: units, each begun before the one before is over.
+# p, m: what two chunks a rank take, and how long the authors' public order takes: units, each begun before the one
+# before is over.
 AGAINST_UNITS = {(8, 16): (54, 57), (8, 32): (102, 111), (16, 32): (110, 117), (16, 64): (206, 227)}
 
 
@@ -139,7 +145,7 @@ AGAINST_UNITS = {(8, 16): (54, 57), (8, 32): (102, 111), (16, 32): (110, 117), (
 def test_bitpipe_takes_less_than_its_authors_order(p: int, m: int) -> None:
     takes, theirs = AGAINST_UNITS[p, m]
     assert theirs == 3 * m + (p - 2) * (m // p + 1) / 2
-    assert pace(generate("bitpipe", p, m, 2), ALIKE).makespan == takes < theirs
+    assert iteration_time(generate("bitpipe", p, m, 2), ALIKE).makespan == takes < theirs
 
 
 @pytest.mark.slow
@@ -148,7 +154,7 @@ def test_bitpipe_takes_less_than_its_authors_order(p: int, m: int) -> None:
 def test_bitpipe_of_more_ranks_takes_no_more_than_its_authors_order(p: int, rounds: int) -> None:
     """Up to 16 it takes what its formula says."""
     m = p * rounds
-    assert pace(generate("bitpipe", p, m, 2), ALIKE).makespan <= 3 * m + Fraction((p - 2) * (rounds + 1), 2)
+    assert iteration_time(generate("bitpipe", p, m, 2), ALIKE).makespan <= 3 * m + Fraction((p - 2) * (rounds + 1), 2)
 
 
 # Rules alone left up to 4.5 forwards more: with three and four chunks everything is moved to and fro.
@@ -160,17 +166,20 @@ def test_bitpipe_of_up_to_16_ranks(p: int, v: int, rounds: int) -> None:
     schedule = generate("bitpipe", p, p * rounds, v)
     check(schedule)
     over = Fraction(1, 3) if (p, v, rounds) == (16, 3, 4) else 0
-    assert pace(schedule, ALIKE).makespan == 3 * p * rounds + Fraction(2 * (p - 2), v) + over
+    assert iteration_time(schedule, ALIKE).makespan == 3 * p * rounds + Fraction(2 * (p - 2), v) + over
     assert max(held(schedule)) <= p
 
 
 def test_what_rules_leave_is_gained_by_moving_everything_to_and_fro() -> None:
-    """Sixteen ranks with four chunks: the best of seven rules was a forward longer, and units one behind the other are seven."""
+    """Sixteen ranks with four chunks: the best of seven rules was a forward longer, and units one behind the other
+    are seven."""
     schedule = generate("bitpipe", 16, 32, 4)
     check(schedule)
-    assert pace(schedule, ALIKE).makespan == 3 * 32 + 7
+    assert iteration_time(schedule, ALIKE).makespan == 3 * 32 + 7
     for rank in range(8):
-        assert computed(schedule, rank) == [Action(one.stage, one.kind, one.microbatch ^ 1) for one in computed(schedule, 15 - rank)]
+        assert computed(schedule, rank) == [
+            Action(one.stage, one.kind, one.microbatch ^ 1) for one in computed(schedule, 15 - rank)
+        ]
 
 
 @pytest.mark.parametrize(
@@ -192,7 +201,7 @@ def test_early_forwarding_takes_and_holds_what_its_formulas_say(p: int, v: int, 
     for rounds in (2, 3, 4) if p < 16 else (2,):
         schedule = generate("bitpipe-early", p, rounds * p, v)
         check(schedule)
-        assert pace(schedule, ALIKE).makespan == 3 * rounds * p + Fraction(3 * (p - 2), 2 * v)
+        assert iteration_time(schedule, ALIKE).makespan == 3 * rounds * p + Fraction(3 * (p - 2), 2 * v)
         assert max(peak_counts(schedule)) == most <= Fraction(3 * (p - 1), 2) * v
     # A unit lets nobody in early, and its ends have room for its middle.
     unit = generate("bitpipe-early", p, p, v)
@@ -211,7 +220,9 @@ def test_early_forwarding_of_up_to_16_ranks(p: int, v: int, rounds: int) -> None
     """By rules alone it was up to 7.5 forwards over, and let more in."""
     schedule = generate("bitpipe-early", p, rounds * p, v)
     check(schedule)
-    assert pace(schedule, ALIKE).makespan == 3 * rounds * p + Fraction(3 * (p - 2), 2 * v) + EARLY_OVER.get((p, v, rounds), 0)
+    assert iteration_time(schedule, ALIKE).makespan == 3 * rounds * p + Fraction(3 * (p - 2), 2 * v) + EARLY_OVER.get(
+        (p, v, rounds), 0
+    )
     assert all(peak <= v * p + min(rank, p - 1 - rank) + 2 for rank, peak in enumerate(peak_counts(schedule)))
 
 
@@ -221,7 +232,9 @@ def test_early_names_the_family_with_early_forwarding(capfd: pytest.CaptureFixtu
         assert main(["schedule", "--schedule", name, "--early", "--chunks", chunks, *sizes]) == 0
         assert f"schedule={early} " in capfd.readouterr().out
     assert main(["schedule", "--schedule", "1f1b", "--early", *sizes]) == 2
-    assert "--early: 1f1b has no early forwarding: leave it out, or choose from chimera, bitpipe" in capfd.readouterr().err
+    assert (
+        "--early: 1f1b has no early forwarding: leave it out, or choose from chimera, bitpipe" in capfd.readouterr().err
+    )
 
 
 def test_the_middle_of_bitpipe_is_relieved_too() -> None:
@@ -260,7 +273,7 @@ TABLE = {
 @pytest.mark.parametrize(("p", "m"), TABLE)
 def test_makespans_beside_each_other(p: int, m: int) -> None:
     families = (("1f1b", 1), ("interleaved-1f1b", 2), ("chimera", 1), ("bitpipe", 2))
-    assert tuple(pace(generate(name, p, m, v), ALIKE).makespan for name, v in families) == TABLE[p, m]
+    assert tuple(iteration_time(generate(name, p, m, v), ALIKE).makespan for name, v in families) == TABLE[p, m]
 
 
 @pytest.mark.parametrize(("name", "v"), CASES)
@@ -280,16 +293,23 @@ def test_ranks_are_mirror_images_where_the_pipes_take_equally_many(name: str, v:
     st.sampled_from(CASES),
     st.integers(1, 5),
     st.integers(1, 20),
-    st.builds(UnitCosts, *[st.fractions(Fraction(1, 4), 4, max_denominator=6)] * 3, st.fractions(0, 3, max_denominator=4)),
+    st.builds(
+        UnitCosts, *[st.fractions(Fraction(1, 4), 4, max_denominator=6)] * 3, st.fractions(0, 3, max_denominator=4)
+    ),
 )
-def test_whatever_the_sizes_and_costs_it_keeps_its_rules_and_its_room(case: tuple[str, int], half: int, m: int, costs: UnitCosts) -> None:
-    """Orders made for other costs, or with slow messages, may let ranks wait for each other: then there are the units."""
+def test_whatever_the_sizes_and_costs_it_keeps_its_rules_and_its_room(
+    case: tuple[str, int], half: int, m: int, costs: UnitCosts
+) -> None:
+    """Orders made for other costs, or with slow messages, may let ranks wait for each other: then there are the
+    units."""
     (name, v), p = case, 2 * half
     schedule = generate(name, p, m, v, costs)
     check(schedule)
     check_microbatch_order(schedule)
     assert max(held(schedule)) <= MOST[name](p)
-    assert pace(schedule, costs).makespan <= pace(generate(name, p, m, v), costs).makespan, "costs are looked at"
+    assert iteration_time(schedule, costs).makespan <= iteration_time(generate(name, p, m, v), costs).makespan, (
+        "costs are looked at"
+    )
 
 
 @pytest.mark.parametrize(("name", "v"), CASES)
@@ -307,12 +327,16 @@ def test_it_is_read_back_balanced_with_its_pipes(name: str, v: int) -> None:
     assert read_json(write_json(schedule)) == schedule
     text = write_csv(schedule)
     assert read_csv(text) == schedule
-    with pytest.raises(TextError, match=r"is on rank .*; several pipes are read with a header that places each, such as"):
+    with pytest.raises(
+        TextError, match=r"is on rank .*; several pipes are read with a header that places each, such as"
+    ):
         read_csv(text.partition("\n")[2])
 
 
 def test_formats_that_know_one_pipe_say_so(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["schedule", "--schedule", "chimera", "--stages", "4", "--microbatches", "4", "--format", "runtime"]) == 2
+    assert (
+        main(["schedule", "--schedule", "chimera", "--stages", "4", "--microbatches", "4", "--format", "runtime"]) == 2
+    )
     assert "torch's runtime knows one pipe and no shards of the vocabulary: write csv" in capfd.readouterr().err
 
 

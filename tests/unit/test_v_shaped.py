@@ -10,29 +10,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bpipe.build import BalanceConfig, ScheduleConfig, adopt, build
 from bpipe.check.deadlock import blocked_ranks
 from bpipe.check.rules import check
 from bpipe.cli import main
 from bpipe.generate.families import FAMILIES
-from bpipe.generate.family import ALIKE, Asked, UnitCosts, one_stage_a_rank
+from bpipe.generate.family import ALIKE, FamilyOptions, UnitCosts, one_stage_a_rank
 from bpipe.generate.shift import shortened
-from bpipe.generate.timing import pace, starts, tempo, work_of
+from bpipe.generate.timing import iteration_time, stage_ticks, starts, work_of
 from bpipe.generate.v_shape import layout
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import peak_counts
 from bpipe.ir.schedule import Schedule
-from bpipe.program import BalanceConfig, ScheduleConfig, adopt, build
 
 # Micro-batches of a rank's share that a rank of p holds.
 MOST = {"zb-v": lambda p: p, "v-half": lambda p: (p + 2) // 2, "v-min": lambda p: (p + 4) // 3}
 
 
 def generate(name: str, p: int, m: int, costs: UnitCosts = ALIKE) -> Schedule:
-    return FAMILIES[name].generate(p, m, 2, Asked(costs=costs))
+    return FAMILIES[name].generate(p, m, 2, FamilyOptions(costs=costs))
 
 
 def more_slots(name: str, p: int) -> int:
-    """What an iteration takes beyond the six slots of every micro-batch, in slots of half a micro-batch; as the files' docstrings say."""
+    """What an iteration takes beyond the six slots of every micro-batch, in slots of half a micro-batch; as the
+    files' docstrings say."""
     if name == "zb-v" or p <= 2:
         return p - 1
     if name == "v-half":
@@ -47,7 +48,7 @@ def test_it_holds_and_takes_what_its_formulas_say(name: str, p: int) -> None:
         schedule = generate(name, p, m)
         check(schedule)
         assert max(peak_counts(schedule)) == 2 * MOST[name](p)
-        assert pace(schedule, ALIKE).makespan * 2 == 6 * m + more_slots(name, p)
+        assert iteration_time(schedule, ALIKE).makespan * 2 == 6 * m + more_slots(name, p)
 
 
 @pytest.mark.slow
@@ -57,17 +58,18 @@ def test_up_to_32_ranks(name: str, p: int) -> None:
     schedule = generate(name, p, 2 * p)
     check(schedule)
     assert max(peak_counts(schedule)) == 2 * MOST[name](p)
-    assert pace(schedule, ALIKE).makespan * 2 == 12 * p + more_slots(name, p)
+    assert iteration_time(schedule, ALIKE).makespan * 2 == 12 * p + more_slots(name, p)
 
 
 @pytest.mark.parametrize("p", range(4, 17))
 def test_the_last_rank_of_zb_v_never_waits_between_its_first_computation_and_its_last(p: int) -> None:
-    """Nothing is shorter than its 6 m slots behind the p - 1 until it can begin; earlier ranks begin before it and wait no longer."""
+    """Nothing is shorter than its 6 m slots behind the p - 1 until it can begin; earlier ranks begin before it and
+    wait no longer."""
     m = 2 * p
     schedule = generate("zb-v", p, m)
     assert max(peak_counts(schedule)) == 2 * p
     orders = [[slot.compute for slot in row if slot.compute is not None] for row in schedule.ranks]
-    work = work_of(schedule.layout, m, orders, tempo(ALIKE, 2))
+    work = work_of(schedule.layout, m, orders, stage_ticks(ALIKE, 2))
     begun = starts(work)
     spans = [begun[row[-1]] + 1 - begun[row[0]] for row in work.rows]
     assert spans[p - 1] == 6 * m
@@ -85,15 +87,22 @@ MAKESPANS: list[Any] = [
 
 @pytest.mark.parametrize(("p", "m", "slots"), MAKESPANS)
 def test_makespans_at_equal_durations(p: int, m: int, slots: tuple[int, ...]) -> None:
-    assert tuple(pace(generate(name, p, m), ALIKE).makespan * 2 for name in MOST) == slots
+    assert tuple(iteration_time(generate(name, p, m), ALIKE).makespan * 2 for name in MOST) == slots
 
 
 DURATION = st.fractions(Fraction(1, 4), 4, max_denominator=6)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(sorted(MOST)), st.integers(1, 7), st.integers(1, 20), st.builds(UnitCosts, *[DURATION] * 3, st.fractions(0, 1)))
-def test_whatever_the_sizes_and_costs_it_keeps_its_peak_and_its_order(name: str, p: int, m: int, costs: UnitCosts) -> None:
+@given(
+    st.sampled_from(sorted(MOST)),
+    st.integers(1, 7),
+    st.integers(1, 20),
+    st.builds(UnitCosts, *[DURATION] * 3, st.fractions(0, 1)),
+)
+def test_whatever_the_sizes_and_costs_it_keeps_its_peak_and_its_order(
+    name: str, p: int, m: int, costs: UnitCosts
+) -> None:
     schedule = generate(name, p, m, costs)
     check(schedule)
     assert not blocked_ranks(schedule)
@@ -104,7 +113,9 @@ def test_whatever_the_sizes_and_costs_it_keeps_its_peak_and_its_order(name: str,
             if slot.compute is not None:
                 by_sort.setdefault((slot.compute.stage, slot.compute.kind), []).append(slot.compute.microbatch)
         assert all(found == list(range(m)) for found in by_sort.values()), "weights add up in micro-batch order"
-    assert pace(schedule, costs).makespan <= pace(generate(name, p, m), costs).makespan * Fraction(21, 20), "costs are looked at"
+    assert iteration_time(schedule, costs).makespan <= iteration_time(generate(name, p, m), costs).makespan * Fraction(
+        21, 20
+    ), "costs are looked at"
 
 
 def test_costs_may_be_as_fine_as_numbers_are() -> None:
@@ -113,7 +124,10 @@ def test_costs_may_be_as_fine_as_numbers_are() -> None:
         costs = UnitCosts(2, 2, Fraction(3, 4), hop)
         schedule = generate("v-half", 5, 20, costs)
         check(schedule)
-        assert pace(schedule, costs).makespan <= pace(generate("v-half", 5, 20, UnitCosts(2, 2, Fraction(3, 4))), costs).makespan + 1
+        assert (
+            iteration_time(schedule, costs).makespan
+            <= iteration_time(generate("v-half", 5, 20, UnitCosts(2, 2, Fraction(3, 4))), costs).makespan + 1
+        )
 
 
 # Costs of F, I, W and a hop, and the bubbles of zb-v, v-half, v-min at p = 8 and m = 32 in percent.
@@ -129,7 +143,7 @@ BUBBLES = {
 @pytest.mark.parametrize("costs", BUBBLES)
 def test_bubbles_at_durations_that_differ(costs: tuple[int | Fraction, ...]) -> None:
     at = UnitCosts(*costs)
-    found = [float(pace(generate(name, 8, 32, at), at).bubble_percent) for name in MOST]
+    found = [float(iteration_time(generate(name, 8, 32, at), at).bubble_percent) for name in MOST]
     assert all(bubble <= most for bubble, most in zip(found, BUBBLES[costs], strict=True)), found
 
 

@@ -1,4 +1,5 @@
-"""Transfers that end in time: never more waiting than without by simulation, every room kept, and nothing changed where links are fast."""
+"""Transfers that end in time: never more waiting than without by simulation, every room kept, and nothing changed
+where links are fast."""
 
 from __future__ import annotations
 
@@ -8,6 +9,10 @@ from fractions import Fraction
 
 import pytest
 
+from bpipe.balance.budget import ActivationBudget, BudgetTooSmall
+from bpipe.balance.deadlines import balance_in_time
+from bpipe.balance.pairs import allocated_bytes
+from bpipe.build import BalanceConfig, balanced
 from bpipe.check.rules import check
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import Action, Kind
@@ -15,12 +20,8 @@ from bpipe.ir.host_buffers import hosts_of
 from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
 from bpipe.ir.memory import memory_of, num_transfers, peak_bytes
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.balance import occupied
-from bpipe.passes.room import NoRoom, Rooms
-from bpipe.passes.windows import in_time
 from bpipe.plan import windows
-from bpipe.plan.fit import Fit, document, lines
-from bpipe.program import BalanceConfig, balanced
+from bpipe.plan.fit import Fit, plan_lines, plan_values
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 from bpipe.simulate.engine import simulate
 
@@ -35,14 +36,14 @@ class Drawn:
     planned: Schedule
 
     @property
-    def rooms(self) -> Rooms:
-        assert self.how.rooms is not None
-        return self.how.rooms
+    def activation_budget(self) -> ActivationBudget:
+        assert self.how.activation_budget is not None
+        return self.how.activation_budget
 
     @property
     def found(self) -> Fit:
         nothing = (0,) * self.plain.num_ranks
-        return Fit(self.how, self.planned, self.costs.memory, self.rooms.room_bytes, nothing, nothing)
+        return Fit(self.how, self.planned, self.costs.memory, self.activation_budget.room_bytes, nothing, nothing)
 
 
 def drawn(seed: int, arrangements: tuple[str, ...] = (PAIR, POOL)) -> Drawn | None:
@@ -53,17 +54,18 @@ def drawn(seed: int, arrangements: tuple[str, ...] = (PAIR, POOL)) -> Drawn | No
     plain = FAMILIES[name].generate(p, p * rng.choice([2, 3]), chunks)
     sizes = [rng.randint(60, 140) for _ in range(p * chunks)]
     stages = [
-        StageCost(rng.randint(8, 12), rng.randint(16, 24), weight_s=8, moved_bytes=size, saved_bytes=size, sent_bytes=1) for size in sizes
+        StageCost(rng.randint(8, 12), rng.randint(16, 24), weight_s=8, moved_bytes=size, saved_bytes=size, sent_bytes=1)
+        for size in sizes
     ]
     slow, alone = Links(Link(Fraction(rng.randint(2, 20)))), frozenset(range(p))
     slow = replace(slow, host=Link(Fraction(2 + seed % 19)))
     costs = Costs(tuple(stages), slow, FAMILIES[name].exchange, one_sided=rng.choice([alone, frozenset()]))
     most = max(peak_bytes(plain, costs.memory))
-    rooms = Rooms((int(most * rng.choice([0.7, 0.8, 0.9])),) * p, costs.memory)
-    how = BalanceConfig(rooms=rooms, hosts=rng.choice(arrangements))
+    activation_budget = ActivationBudget((int(most * rng.choice([0.7, 0.8, 0.9])),) * p, costs.memory)
+    how = BalanceConfig(activation_budget=activation_budget, hosts=rng.choice(arrangements))
     try:
         return Drawn(plain, costs, how, balanced(plain, how))
-    except NoRoom:
+    except BudgetTooSmall:
         return None
 
 
@@ -79,10 +81,12 @@ def evictions(schedule: Schedule) -> set[tuple[int, int]]:
 def test_what_is_taken_waits_less_and_keeps_every_room() -> None:
     better, none_left = 0, 0
     for seed, case in CASES.items():
-        schedule = in_time(case.planned, case.rooms, windows.windows_of(case.costs, case.plain.num_ranks))
+        schedule = balance_in_time(
+            case.planned, case.activation_budget, windows.windows_of(case.costs, case.plain.num_ranks)
+        )
         check(schedule, case.costs.exchange)
-        for rank, room in enumerate(case.rooms.room_bytes):
-            assert sum(occupied(schedule, rank, case.rooms.memory)) <= room, f"{seed}: rank {rank}"
+        for rank, room in enumerate(case.activation_budget.room_bytes):
+            assert sum(allocated_bytes(schedule, rank, case.activation_budget.memory)) <= room, f"{seed}: rank {rank}"
             assert num_transfers(schedule, rank).evictions == num_transfers(case.planned, rank).evictions
         found = windows.in_time(case.found, case.plain, case.costs)
         assert found.moved_bytes <= case.found.moved_bytes
@@ -103,20 +107,24 @@ def test_what_goes_to_a_ranks_own_memory_is_issued_earlier_by_its_own_link() -> 
     better = 0
     for seed, case in BEHIND.items():
         costs = windows.windows_of(case.costs, case.plain.num_ranks)
-        schedule = in_time(case.planned, case.rooms, costs)
+        schedule = balance_in_time(case.planned, case.activation_budget, costs)
         check(schedule, case.costs.exchange)
-        for rank, room in enumerate(case.rooms.room_bytes):
-            assert sum(occupied(schedule, rank, case.rooms.memory)) <= room, f"{seed}: rank {rank}"
+        for rank, room in enumerate(case.activation_budget.room_bytes):
+            assert sum(allocated_bytes(schedule, rank, case.activation_budget.memory)) <= room, f"{seed}: rank {rank}"
             assert sorted(hosts_of(schedule, rank).items()) == sorted(hosts_of(case.planned, rank).items())
         if case.how.hosts == HOST:
             # Whatever the other links are like.
             elsewhere = replace(case.costs, links=replace(case.costs.links, inside=Link(1)))
             assert (
-                in_time(case.planned, case.rooms, replace(windows.windows_of(elsewhere, case.plain.num_ranks), hop_s=costs.hop_s))
+                balance_in_time(
+                    case.planned,
+                    case.activation_budget,
+                    replace(windows.windows_of(elsewhere, case.plain.num_ranks), hop_s=costs.hop_s),
+                )
                 == schedule
             )
             # As older records have it.
-            assert in_time(case.planned, case.rooms, replace(costs, own_s=())) is case.planned
+            assert balance_in_time(case.planned, case.activation_budget, replace(costs, own_s=())) is case.planned
         found = windows.in_time(case.found, case.plain, case.costs)
         before, after = simulate(case.planned, case.costs), simulate(found.schedule, case.costs)
         assert sum(after.exposed_s) <= sum(before.exposed_s)
@@ -126,59 +134,73 @@ def test_what_goes_to_a_ranks_own_memory_is_issued_earlier_by_its_own_link() -> 
 
 
 def test_an_iteration_too_long_to_look_at_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = next(case for case in CASES.values() if windows.in_time(case.found, case.plain, case.costs).how.windows is not None)
+    case = next(
+        case for case in CASES.values() if windows.in_time(case.found, case.plain, case.costs).how.windows is not None
+    )
     count = sum(len(slot.computations) for row in case.plain.ranks for slot in row)
     monkeypatch.setattr(windows, "MOST_COMPUTATIONS", count - 1)
     found = windows.in_time(case.found, case.plain, case.costs)
     assert found.schedule is case.planned
     why = f"{count} computations of an iteration are more than {count - 1}"
-    assert lines(found)[-1] == f"whether transfers end before they are needed was not looked at, and none is issued earlier: {why}"
-    assert document(found)["unjudged"] == why
+    assert (
+        plan_lines(found)[-1]
+        == f"whether transfers end before they are needed was not looked at, and none is issued earlier: {why}"
+    )
+    assert plan_values(found)["unjudged"] == why
 
 
 @pytest.mark.parametrize("links", [Links(), Links(Link(10**9))])
 def test_with_fast_links_the_plan_is_the_very_same(links: Links) -> None:
     for case in CASES.values():
         costs = replace(case.costs, links=links)
-        assert in_time(case.planned, case.rooms, windows.windows_of(costs, case.plain.num_ranks)) is case.planned
+        assert (
+            balance_in_time(case.planned, case.activation_budget, windows.windows_of(costs, case.plain.num_ranks))
+            is case.planned
+        )
         found = windows.in_time(case.found, case.plain, costs)
         assert found.schedule is case.planned
         assert found.how == case.how
 
 
 def test_a_load_comes_as_much_earlier_as_it_needs_and_has_room() -> None:
-    """One half micro-batch of stage 0 leaves, beside a long forward; between two backwards, of a second each, is a bubble of a second.
+    """One half micro-batch of stage 0 leaves, beside a long forward; between two backwards, of a second each, is a
+    bubble of a second.
 
     From the bubble behind the first backward on, five slots before this one's, there is room.
     """
     plain = FAMILIES["1f1b"].generate(6, 6, 1)
     memory = memory_of([100] * 6, [50] * 6)
-    rooms = Rooms((550, *(600,) * 5), memory)
-    planned = balanced(plain, BalanceConfig(rooms=rooms))
+    activation_budget = ActivationBudget((550, *(600,) * 5), memory)
+    planned = balanced(plain, BalanceConfig(activation_budget=activation_budget))
     ((stage, microbatch),) = evictions(planned)
     need = [cell.compute for cell in plain.ranks[0]].index(Action(stage, Kind.BACKWARD, microbatch))
 
     def earlier(seconds: int) -> tuple[int, int]:
-        """How many slots before its backward it comes back, and how long is waited for it, where a transfer takes so long."""
+        """How many slots before its backward it comes back, and how long is waited for it, where a transfer takes so
+        long."""
         links = Links(Link(Fraction(50, seconds)))
         stages = [StageCost(10 if rank == 0 else 1, 1, moved_bytes=50, saved_bytes=100) for rank in range(6)]
         costs = Costs(tuple(stages), links)
-        changed = in_time(planned, rooms, windows.windows_of(costs, 6))
-        (slot,) = (place for place, cell in enumerate(changed.ranks[0]) for one in cell.transfers if one.kind is Kind.LOAD)
+        changed = balance_in_time(planned, activation_budget, windows.windows_of(costs, 6))
+        (slot,) = (
+            place for place, cell in enumerate(changed.ranks[0]) for one in cell.transfers if one.kind is Kind.LOAD
+        )
         return need - slot, int(max(simulate(changed, costs).exposed_s))
 
     assert [earlier(seconds) for seconds in (1, 2, 3, 5, 6)] == [(1, 0), (2, 0), (3, 0), (5, 0), (5, 1)]
 
 
 def test_what_is_waited_for_all_the_same_is_said() -> None:
-    case = next(case for case in CASES.values() if any(windows.in_time(case.found, case.plain, case.costs).exposed_s or ()))
+    case = next(
+        case for case in CASES.values() if any(windows.in_time(case.found, case.plain, case.costs).exposed_s or ())
+    )
     found = windows.in_time(case.found, case.plain, case.costs)
     assert found.exposed_s is not None
-    assert lines(found)[-1].startswith("not every transfer ends before it is needed")
-    assert f"{max(found.exposed_s):.3f} s" in lines(found)[-1]
-    assert document(found)["exposed_s"] == list(found.exposed_s)
+    assert plan_lines(found)[-1].startswith("not every transfer ends before it is needed")
+    assert f"{max(found.exposed_s):.3f} s" in plan_lines(found)[-1]
+    assert plan_values(found)["exposed_s"] == list(found.exposed_s)
     # Nobody asked, so nothing is said.
-    assert "exposed_s" not in document(case.found)
+    assert "exposed_s" not in plan_values(case.found)
 
 
 def test_windows_are_of_plans_within_rooms() -> None:

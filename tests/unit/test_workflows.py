@@ -1,4 +1,5 @@
-"""What runs on the repository's host, and before a commit: files that parse, run what is there, and get no more rights than they need."""
+"""What runs on the repository's host, and before a commit: files that parse, run what is there, and get no more
+rights than they need."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def test_every_job_ends_and_only_the_publishing_one_may_write(path: Path) -> Non
     assert "secrets." not in path.read_text()
     for name, job in jobs(path).items():
         assert "uses" in job or job["timeout-minutes"] <= 60
-        assert job.get("permissions") == ({"id-token": "write"} if (path.stem, name) == ("release", "publish") else None)
+        assert job.get("permissions") == (
+            {"id-token": "write"} if (path.stem, name) == ("release", "publish") else None
+        )
 
 
 def test_a_release_is_tested_before_it_is_published() -> None:

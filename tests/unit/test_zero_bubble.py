@@ -8,12 +8,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.cli import main
+from bpipe.formats.grid import write_grid
 from bpipe.generate.family import UnitCosts
-from bpipe.generate.timing import pace
-from bpipe.ir.grid import write_grid
+from bpipe.generate.timing import iteration_time
 from bpipe.ir.memory import peak_counts
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 
 ZB_H1 = """\
 # bpipe schedule=zb-h1 microbatches=8 stage_to_rank=0,1,2,3
@@ -33,19 +33,23 @@ def test_zb_h1_is_its_papers_figure() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 20), DURATION, DURATION, DURATION)
-def test_zb_h1_holds_the_same_everywhere_and_is_as_long_as_its_formula(p: int, m: int, f: Fraction, i: Fraction, w: Fraction) -> None:
+def test_zb_h1_holds_the_same_everywhere_and_is_as_long_as_its_formula(
+    p: int, m: int, f: Fraction, i: Fraction, w: Fraction
+) -> None:
     schedule = build(ScheduleConfig("zb-h1", p, m))
     assert peak_counts(schedule) == (min(p, m),) * p
     assume(m >= p and w <= min(f, i))
-    assert pace(schedule, UnitCosts(f, i, w)).makespan == m * (f + i + w) + (p - 1) * (f + i - w)
+    assert iteration_time(schedule, UnitCosts(f, i, w)).makespan == m * (f + i + w) + (p - 1) * (f + i - w)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 20), st.integers(0, 25), DURATION, DURATION, DURATION)
-def test_1f1b_split_holds_and_takes_what_its_formulas_say(p: int, m: int, delay: int, f: Fraction, i: Fraction, w: Fraction) -> None:
+def test_1f1b_split_holds_and_takes_what_its_formulas_say(
+    p: int, m: int, delay: int, f: Fraction, i: Fraction, w: Fraction
+) -> None:
     schedule = build(ScheduleConfig("1f1b-split", p, m, delay=delay))
     assert peak_counts(schedule) == tuple(min(p - rank + delay, m) for rank in range(p))
-    assert pace(schedule, UnitCosts(f, i, w)).makespan == m * (f + i + w) + (p - 1) * (f + i)
+    assert iteration_time(schedule, UnitCosts(f, i, w)).makespan == m * (f + i + w) + (p - 1) * (f + i)
 
 
 def test_1f1b_split_is_balanced_as_1f1b_is() -> None:

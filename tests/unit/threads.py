@@ -1,6 +1,8 @@
-"""One thread a rank, as the launcher sets it: a fixture for the tests that compute with torch; a conftest or a test module imports it.
+"""One thread a rank, as the launcher sets it: a fixture for the tests that compute with torch; a conftest or a test
+module imports it.
 
-With more, every thread that computes brings a pool of its own, and pools that spin on few cores make a test of milliseconds take seconds.
+With more, every thread that computes brings a pool of its own, and pools that spin on few cores make a test of
+milliseconds take seconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Build torch's own pipeline schedules without processes. In: a class's name and sizes. Out: torch's schedule, its rows as CSV, its peaks.
+"""Build torch's own pipeline schedules without processes.
+
+In: a class's name and sizes. Out: torch's schedule, its rows as CSV, its peaks.
 
 Only what a schedule asks a stage when it is made is there; no module, no group. Imports torch.
 """
@@ -12,7 +14,8 @@ from typing import Any
 
 from torch.distributed.pipelining import schedules
 
-# Torch 2.15 counts what a schedule holds, and waits for sends and reductions in the form that its runtime loads; before it did neither.
+# Torch 2.15 counts what a schedule holds, and waits for sends and reductions in the form that its runtime loads; before
+# it did neither.
 COUNTS = hasattr(schedules, "analyze_pipeline_activation_liveness")
 WAITS = hasattr(schedules._ComputationType, "WAIT_REDUCE_GRAD")
 
@@ -54,10 +57,13 @@ def rows(schedule: Any, with_messages: bool = False) -> dict[int, list[Any]]:
     else:
         found = schedule._get_pipeline_order()
         if isinstance(schedule, schedules.Schedule1F1B):
-            # Torch 2.15 counts the last rank's forwards from 1 and so names one micro-batch too many; its loop, which runs, does not.
+            # Torch 2.15 counts the last rank's forwards from 1 and so names one micro-batch too many; its loop, which
+            # runs, does not.
             last = max(found)
             found[last] = [
-                one._replace(microbatch_index=one.microbatch_index - 1) if one.computation_type.name == "FORWARD" else one
+                one._replace(microbatch_index=one.microbatch_index - 1)
+                if one.computation_type.name == "FORWARD"
+                else one
                 for one in found[last]
             ]
     return found
@@ -72,12 +78,17 @@ def as_csv(schedule: Any, with_messages: bool = False) -> str:
 
 def parsed(text: str) -> dict[int, list[Any]]:
     """What torch's own `_load_csv` reads."""
-    return {rank: [schedules._Action.from_str(cell) for cell in row] for rank, row in enumerate(csv.reader(io.StringIO(text)))}
+    return {
+        rank: [schedules._Action.from_str(cell) for cell in row]
+        for rank, row in enumerate(csv.reader(io.StringIO(text)))
+    }
 
 
 def peak(schedule: Any, rank: int, stages: list[int]) -> int:
     """The most (stage, micro-batch) pairs whose activations the rank holds at once, as torch counts them."""
     if not isinstance(schedule, schedules.PipelineScheduleMulti):
         schedule = SimpleNamespace(pipeline_order=rows(schedule), _n_microbatches=schedule._n_microbatches)
-    found = schedules.analyze_pipeline_activation_liveness(schedule, pp_rank=rank, stage_indices=stages, granularity="stage_microbatch")
+    found = schedules.analyze_pipeline_activation_liveness(
+        schedule, pp_rank=rank, stage_indices=stages, granularity="stage_microbatch"
+    )
     return found.num_slots

@@ -1,4 +1,7 @@
-"""Write a report as JSON. In: a `Report`. Out: plain values whose keys docs/report.md lists: added to, never renamed. Computes nothing."""
+"""Write a report as JSON.
+
+In: a `Report`. Out: plain values whose keys docs/report.md lists: added to, never renamed. Computes nothing.
+"""
 
 from __future__ import annotations
 

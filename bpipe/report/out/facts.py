@@ -1,4 +1,7 @@
-"""Say what a report is about and its totals, as label and value. In: a `Comparison`. Out: pairs of text, for table and page."""
+"""Say what a report is about and its totals, as label and value.
+
+In: a `Comparison`. Out: pairs of text, for table and page.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,11 @@ def facts(comparison: Comparison) -> list[tuple[str, str]]:
         ("run", run_name(measured)),
         ("started", info.started or "not known"),
         ("host", hosts(measured)),
-        ("schedule", f"{program.schedule}, {counted(program.num_ranks, 'stage')}{chunks}, {program.num_microbatches} micro-batches"),
+        (
+            "schedule",
+            f"{program.schedule}, {counted(program.num_ranks, 'stage')}{chunks}, {program.num_microbatches} "
+            f"micro-batches",
+        ),
         *_pipes(measured),
         ("balance", program.balance_name + (", synchronous transfers" if info.synchronous else "")),
         *_vocabulary(measured),
@@ -33,12 +40,16 @@ def facts(comparison: Comparison) -> list[tuple[str, str]]:
     if info.num_pipelines is not None and info.num_pipelines > 1:
         found.append(("pipelines", f"{info.num_pipelines}, shown is {measured.pipeline}"))
     found.append(_iterations(measured))
-    found.append(("pipeline", f"{seconds_text(totals.pipeline_s)} (predicted {seconds_text(totals.predicted_pipeline_s)})"))
+    found.append(
+        ("pipeline", f"{seconds_text(totals.pipeline_s)} (predicted {seconds_text(totals.predicted_pipeline_s)})")
+    )
     found.append(("bubble", f"{percent_text(totals.bubble)} (predicted {percent_text(totals.predicted_bubble)})"))
     if totals.step_s is not None:
         found.append(("training step", seconds_text(totals.step_s)))
     found.append(("MFU", _mfu(comparison)))
-    found.append(("message", "not measurable, predicted without" if basis.message_s is None else seconds_text(basis.message_s)))
+    found.append(
+        ("message", "not measurable, predicted without" if basis.message_s is None else seconds_text(basis.message_s))
+    )
     return [*found, *_link(basis)]
 
 
@@ -57,18 +68,19 @@ def _vocabulary(measured: Measured) -> list[tuple[str, str]]:
 
 
 def _pipes(measured: Measured) -> list[tuple[str, str]]:
-    """Where there are several a place in the pipeline has two stages of a chunk, and a row of the table is named by the first pipe's."""
+    """Where there are several a place in the pipeline has two stages of a chunk, and a row of the table is named by
+    the first pipe's."""
     pipes = measured.schedule.layout.num_pipes
     return [("pipes", f"{pipes}, rows in the order of the first one's stages")] if pipes > 1 else []
 
 
 def run_name(measured: Measured) -> str:
-    """What its folder is called: the user's own name for it."""
+    """Return the name of the run's folder: the user's own name for it."""
     return measured.run.folder.resolve().name
 
 
 def hosts(measured: Measured) -> str:
-    """The machines that left a record, with the number of their ranks where there are several."""
+    """Return the machines that left a record, with the number of their ranks where there are several."""
     ranks = Counter(record.host for record in measured.run.ranks)
     if len(ranks) == 1:
         return next(iter(ranks))
@@ -87,7 +99,10 @@ def _iterations(measured: Measured) -> tuple[str, str]:
 def _mfu(comparison: Comparison) -> str:
     info, totals = comparison.measured.run.info, comparison.totals
     if totals.mfu is not None and info.peak_flops is not None:
-        return f"{percent_text(totals.mfu)} of {info.peak_flops / 1e12:g} TFLOP/s a device ({info.peak_source or 'source not said'})"
+        return (
+            f"{percent_text(totals.mfu)} of {info.peak_flops / 1e12:g} TFLOP/s a device "
+            f"({info.peak_source or 'source not said'})"
+        )
     missing = [
         name
         for name, value in (

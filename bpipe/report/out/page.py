@@ -1,8 +1,11 @@
-"""Write the report as one HTML file. In: the view, plain JSON values as `bpipe report` prints them. Out: the text of the page.
+"""Write the report as one HTML file.
 
-The page asks the network for nothing: styles, scripts and data stand in it. Actions travel as columns of whole numbers (ticks of 0.1
-microseconds, each column in the shortest of four spellings), because the timeline of a large pipeline has a hundred thousand of them.
-Knows no record, no schedule and no simulation: whatever is drawn, counted or concluded was said by the view.
+In: the view, plain JSON values as `bpipe report` prints them. Out: the text of the page.
+
+The page asks the network for nothing: styles, scripts and data stand in it. Actions travel as columns of whole numbers
+(ticks of 0.1 microseconds, each column in the shortest of four spellings), because the timeline of a large pipeline has
+a hundred thousand of them. Knows no record, no schedule and no simulation: whatever is drawn, counted or concluded was
+said by the view.
 """
 
 from __future__ import annotations
@@ -13,14 +16,25 @@ from html import escape
 from importlib import resources
 from typing import Any, NamedTuple
 
+from bpipe.formats.text import TextError, read_action
 from bpipe.ir.action import Kind
-from bpipe.ir.text import TextError, read_action
 
 TICK_S = 1e-7
 # What no action has: a host buffer, or bytes, where there are none.
 NOTHING = -1
 
-SCRIPTS = ("data.js", "format.js", "tables.js", "bars.js", "paint.js", "lanes.js", "layout.js", "timeline.js", "input.js", "main.js")
+SCRIPTS = (
+    "data.js",
+    "format.js",
+    "tables.js",
+    "bars.js",
+    "paint.js",
+    "lanes.js",
+    "layout.js",
+    "timeline.js",
+    "input.js",
+    "main.js",
+)
 _KINDS = tuple(kind.value for kind in Kind)
 _COLUMNS = 6
 # A table of distinct values pays only while its indices are shorter than what they stand for.
@@ -28,7 +42,7 @@ _MOST_DISTINCT = 1000
 
 
 def render(view: Mapping[str, Any]) -> str:
-    """The page. Raises ValueError, with its place, for a view that is not of the agreed form."""
+    """Return the page. Raises ValueError, with its place, for a view that is not of the agreed form."""
     tracks = _Tracks()
     iterations = [_iteration(iteration, tracks) for iteration in _of(view, "iterations", "the view")]
     data = {
@@ -56,7 +70,7 @@ def render(view: Mapping[str, Any]) -> str:
 
 
 def embed(value: object) -> str:
-    """JSON that may stand in a script element: no `<` that could end it, and no number that JSON does not have."""
+    """Write JSON that may stand in a script element: no `<` that could end it, and no number that JSON lacks."""
     try:
         text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     except ValueError:
@@ -65,7 +79,8 @@ def embed(value: object) -> str:
 
 
 def column(values: Sequence[int]) -> dict[str, Any]:
-    """Whole numbers in the shortest of: as they are, as differences, or either as indices into their distinct values."""
+    """Write whole numbers in the shortest form: as they are, as differences, or either as indices into their
+    distinct values."""
     differences = [value - before for before, value in zip([0, *values], values, strict=False)]
     candidates: list[dict[str, Any]] = []
     for name, numbers in (("values", list(values)), ("differences", differences)):
@@ -123,7 +138,9 @@ def _track(track: Mapping[str, Any], place: str) -> dict[str, Any]:
     actions = _of(track, "actions", place)
     for row in actions:
         if len(row) != _COLUMNS:
-            raise ValueError(f"{place}: {row!r} has {len(row)} entries, an action has 6: text, start, end, wait, bytes, slot")
+            raise ValueError(
+                f"{place}: {row!r} has {len(row)} entries, an action has 6: text, start, end, wait, bytes, slot"
+            )
     rows = [_packed(row, place) for row in actions]
     memory = _of(track, "memory", place)
     return {
@@ -134,7 +151,8 @@ def _track(track: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 class _Packed(NamedTuple):
-    """An action as whole numbers, each of which is a column of its track: the kind's place in `_KINDS`, times in ticks."""
+    """An action as whole numbers, each of which is a column of its track: the kind's place in `_KINDS`, times in
+    ticks."""
 
     kind: int
     stage: int

@@ -1,4 +1,7 @@
-"""Write down what the stages of a run that ended early held. In: a `Held`. Out: text of at most 120 columns, or plain JSON values."""
+"""Write down what the stages of a run that ended early held.
+
+In: a `Held`. Out: text of at most 120 columns, or plain JSON values.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ def text(held: Held) -> str:
         else f"; vocabulary {program.vocabulary.value}{', and the embedding' * program.input_shards}"
     )
     lines = wrapped(
-        f"{program.schedule}, {counted(program.num_ranks, 'stage')}, {counted(program.num_microbatches, 'micro-batch', 'es')}; balance "
+        f"{program.schedule}, {counted(program.num_ranks, 'stage')}, "
+        f"{counted(program.num_microbatches, 'micro-batch', 'es')}; balance "
         f"{program.balance_name}{split}; what was held until iteration {found.iteration}",
         "",
     )
@@ -42,7 +46,20 @@ def _table(stages: tuple[StageNeed, ...]) -> list[str]:
     above, below = ("shard,", "S to T") if any(row.shard_bytes for row in stages) else ("of it", "logits")
     titles = [
         ["", "", "held", "activa-", "one micro-", above, "", "", "", "", "device's", ""],
-        ["stage", "rank", "micro-b.", "tions", "batch", below, "weights", "gradients", "optimizer", "other", "limit", "needs"],
+        [
+            "stage",
+            "rank",
+            "micro-b.",
+            "tions",
+            "batch",
+            below,
+            "weights",
+            "gradients",
+            "optimizer",
+            "other",
+            "limit",
+            "needs",
+        ],
     ]
     rows = [
         [

@@ -21,7 +21,9 @@ def table(report: Report) -> str:
     lines += ["", *_stages(comparison.stages, report.num_pipelines)]
     lines += ["", "largest differences between measurement and prediction:"]
     for number, one in enumerate(report.differences, 1):
-        lines += wrapped(f"{number}. {one.what}: measured {one.measured_text}, predicted {one.predicted_text}. {one.cause}", "   ")
+        lines += wrapped(
+            f"{number}. {one.what}: measured {one.measured_text}, predicted {one.predicted_text}. {one.cause}", "   "
+        )
     if not report.differences:
         lines.append("   none of more than half a percent")
     lines.append("")
@@ -33,8 +35,15 @@ def table(report: Report) -> str:
 
 
 def _stages(rows: Sequence[StageRow], num_pipelines: int) -> list[str]:
-    """One line a stage below two of titles. A measured value has its prediction in brackets behind it, as in the quickstart's table."""
-    sizes = [size or 0 for row in rows for size in (row.measured_bytes, row.predicted_bytes, row.bound_bytes, row.unbalanced_bytes)]
+    """One line a stage below two of titles.
+
+    A measured value has its prediction in brackets behind it, as in the quickstart's table.
+    """
+    sizes = [
+        size or 0
+        for row in rows
+        for size in (row.measured_bytes, row.predicted_bytes, row.bound_bytes, row.unbalanced_bytes)
+    ]
     unit, name = size_unit(sizes)
 
     def size(value: int | None) -> str:
@@ -44,7 +53,11 @@ def _stages(rows: Sequence[StageRow], num_pipelines: int) -> list[str]:
         ("", "stage", lambda row: str(row.stage)),
         ("", "rank", lambda row: _or(row.rank)),
         ("held", "micro-b.", lambda row: f"{_or(row.measured_microbatches)} ({row.predicted_microbatches})"),
-        (f"activations, {name}", "peak (predicted)", lambda row: f"{size(row.measured_bytes)} ({size(row.predicted_bytes)})"),
+        (
+            f"activations, {name}",
+            "peak (predicted)",
+            lambda row: f"{size(row.measured_bytes)} ({size(row.predicted_bytes)})",
+        ),
     ]
     if num_pipelines > 1:
         columns.append(("all", "pipelines", lambda row: size(row.all_measured_bytes)))
@@ -53,7 +66,11 @@ def _stages(rows: Sequence[StageRow], num_pipelines: int) -> list[str]:
         ("without", "balancing", lambda row: size(row.unbalanced_bytes)),
         ("weights,", "optimizer", lambda row: _size(row.weights_bytes)),
         ("bubble, %", "(pred.)", lambda row: f"{_percent(row.bubble)} ({_percent(row.predicted_bubble)})"),
-        ("exposed, ms", "(pred.)", lambda row: f"{_milliseconds(row.exposed_s)} ({_milliseconds(row.predicted_exposed_s)})"),
+        (
+            "exposed, ms",
+            "(pred.)",
+            lambda row: f"{_milliseconds(row.exposed_s)} ({_milliseconds(row.predicted_exposed_s)})",
+        ),
         ("", "moved", lambda row: "-" if row.moved_fraction is None else f"{row.moved_fraction:.2f}"),
         ("evict", "/load", lambda row: f"{_or(row.evictions)}/{_or(row.loads)}"),
         ("", "GB/s", lambda row: "-" if row.bytes_per_s is None else f"{row.bytes_per_s / 1e9:.2f}"),
@@ -63,7 +80,7 @@ def _stages(rows: Sequence[StageRow], num_pipelines: int) -> list[str]:
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Every column to the right, as wide as its longest cell."""
+    """Align every column to the right, as wide as its longest cell."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [" ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 

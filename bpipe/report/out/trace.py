@@ -1,4 +1,6 @@
-"""Write a recorded run as a Chrome trace. In: a `Measured`. Out: JSON text for ui.perfetto.dev, all iterations shown after each other.
+"""Write a recorded run as a Chrome trace.
+
+In: a `Measured`. Out: JSON text for ui.perfetto.dev, all iterations shown after each other.
 
 Device times; where the host's differ (on a GPU the host runs ahead), its own beside them. Knows no prediction.
 """
@@ -11,7 +13,7 @@ from bpipe.simulate.trace import LOOP, NAMES, Slice, Span, Track, write_tracks
 
 
 def write_trace(measured: Measured) -> str:
-    """A process is a rank; one whose rank nobody knows is numbered after all others."""
+    """Write a trace with a process for each rank; unknown ranks are numbered after all others."""
     first = min(_begin_s(timeline) for timeline in measured.shown)
     unknown = 1 + max(rank for rank in measured.ranks if rank is not None)
     tracks = []
@@ -36,7 +38,14 @@ def _begin_s(timeline: Timeline) -> float:
 def _slices(lane: Lane, iteration: int, offset: float) -> list[Slice]:
     rows = sorted((*lane.computations, *lane.transfers), key=lambda row: row.start_s)
     return [
-        Slice(row.action, row.start_s + offset, row.end_s + offset, row.slot, iteration, {"iteration": iteration, **_extra(row)})
+        Slice(
+            row.action,
+            row.start_s + offset,
+            row.end_s + offset,
+            row.slot,
+            iteration,
+            {"iteration": iteration, **_extra(row)},
+        )
         for row in rows
     ]
 
@@ -47,7 +56,8 @@ def _extra(row: Row) -> dict[str, int | float]:
 
 
 def _host(lane: Lane, timeline: Timeline, offset: float) -> list[Span]:
-    """The loop, and inside it what the host did for every computation where that is not what the device did."""
+    """Return spans of the loop, and inside it of what the host did for every computation where the device did
+    something else."""
     begin = lane.source.begin_s - _begin_s(timeline) + offset
     end = begin + lane.source.elapsed_s
     spans = [Span(LOOP, begin, end, {"iteration": timeline.iteration})]

@@ -1,4 +1,6 @@
-"""Say what the page draws. In: a `Report`. Out: plain JSON values: head, rows, differences, and every iteration measured and simulated.
+"""Say what the page draws.
+
+In: a `Report`. Out: plain JSON values: head, rows, differences, and every iteration measured and simulated.
 
 Measured memory is what was seen during each computation and at its end. Computes nothing else.
 """

@@ -10,10 +10,75 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-JUNK: tuple[Any, ...] = (None, [], {}, "", "x", "1", True, False, -1, 0, 1, 3, 1.5, -0.5, 1e300, -1e300, 1e-300, math.inf, math.nan)
-JUNK = (*JUNK, "false", "\x1b[2J", "\ud800", 10**6, 10**8, 10**9, 10**18, 10**30, 10**400, -(10**400), [1], {"a": 1}, "0F0", "9" * 60)
-TOKENS = ["0F0", "1B1", "0EVICT1", "2HOST0", "(0F1;0B0)OVERLAP_F_B", "0SEND_F0", "1RECV_F0", "0WAIT_SEND_F0", "0UNSHARD", "3REDUCE_GRAD"]
-TOKENS += ["", ",", " ", "\n", "\r\n", "9", "999999999", "-1", "\t", '"', "null", "{}", "[", "٣", "\x00", "\ufeff", "# bpipe "]
+JUNK: tuple[Any, ...] = (
+    None,
+    [],
+    {},
+    "",
+    "x",
+    "1",
+    True,
+    False,
+    -1,
+    0,
+    1,
+    3,
+    1.5,
+    -0.5,
+    1e300,
+    -1e300,
+    1e-300,
+    math.inf,
+    math.nan,
+)
+JUNK = (
+    *JUNK,
+    "false",
+    "\x1b[2J",
+    "\ud800",
+    10**6,
+    10**8,
+    10**9,
+    10**18,
+    10**30,
+    10**400,
+    -(10**400),
+    [1],
+    {"a": 1},
+    "0F0",
+    "9" * 60,
+)
+TOKENS = [
+    "0F0",
+    "1B1",
+    "0EVICT1",
+    "2HOST0",
+    "(0F1;0B0)OVERLAP_F_B",
+    "0SEND_F0",
+    "1RECV_F0",
+    "0WAIT_SEND_F0",
+    "0UNSHARD",
+    "3REDUCE_GRAD",
+]
+TOKENS += [
+    "",
+    ",",
+    " ",
+    "\n",
+    "\r\n",
+    "9",
+    "999999999",
+    "-1",
+    "\t",
+    '"',
+    "null",
+    "{}",
+    "[",
+    "٣",
+    "\x00",
+    "\ufeff",
+    "# bpipe ",
+]
 TOKENS += ["=", "&", "+", ".", "\x1b[31m", "*99999999999999999999", "("]
 
 
@@ -43,13 +108,25 @@ def damaged_text(text: str, rng: random.Random) -> str:
             if numbers:
                 found = rng.choice(numbers)
                 new = rng.choice(
-                    [str(int(found[0]) + 1), str(max(0, int(found[0][:9]) - 1)), "0", "1", "7", "00", "999999999", "1" * 30, "9" * 400]
+                    [
+                        str(int(found[0]) + 1),
+                        str(max(0, int(found[0][:9]) - 1)),
+                        "0",
+                        "1",
+                        "7",
+                        "00",
+                        "999999999",
+                        "1" * 30,
+                        "9" * 400,
+                    ]
                 )
                 text = text[: found.start()] + new + text[found.end() :]
         elif change == 4:
             lines = text.split("\n")
             one, other = rng.randrange(len(lines)), rng.randrange(len(lines))
-            lines[one], lines[other] = rng.choice([(lines[other], lines[one]), (lines[one], lines[one]), ("", lines[other])])
+            lines[one], lines[other] = rng.choice(
+                [(lines[other], lines[one]), (lines[one], lines[one]), ("", lines[other])]
+            )
             text = "\n".join(lines)
         else:
             kinds = list(re.finditer("[FBIWEHRL]", text))
@@ -60,7 +137,7 @@ def damaged_text(text: str, rng: random.Random) -> str:
 
 
 def damaged_json(text: str, rng: random.Random) -> str:
-    """A value anywhere replaced by what it cannot be, or the text itself damaged."""
+    """Return JSON with a value replaced by what it cannot be, or the text itself damaged."""
     if rng.random() < 0.25:
         return damaged_text(text, rng) if rng.random() < 0.95 else rng.choice(["[", '{"a":']) * 100_000
     lines = [json.loads(line) for line in text.splitlines()] if text.count("\n{") else [json.loads(text)]

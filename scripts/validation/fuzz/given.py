@@ -1,4 +1,7 @@
-"""What predictions are made from: profiles, models, clusters, launch scripts. In: text. Out: whether it was taken, or Wrong."""
+"""What predictions are made from: profiles, models, clusters, launch scripts.
+
+In: text. Out: whether it was taken, or Wrong.
+"""
 
 from __future__ import annotations
 
@@ -24,24 +27,66 @@ STAGE = {
     "optimizer_s": 0.1,
 }
 STAGE |= {"saved_bytes": 10**8, "micro_batch": 1, "layers": 10}
-MEASURED = {"hidden_size": 5120, "ffn_hidden_size": 20480, "num_attention_heads": 40, "tensor": 1, "recompute": "none", "precision": "bf16"}
-CONFIG = {"model_type": "llama", "num_hidden_layers": 8, "hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
-CONFIG |= {"intermediate_size": 4096, "vocab_size": 32000, "max_position_embeddings": 2048, "tie_word_embeddings": False, "head_dim": 128}
+MEASURED = {
+    "hidden_size": 5120,
+    "ffn_hidden_size": 20480,
+    "num_attention_heads": 40,
+    "tensor": 1,
+    "recompute": "none",
+    "precision": "bf16",
+}
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 8,
+    "hidden_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+CONFIG |= {
+    "intermediate_size": 4096,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "head_dim": 128,
+}
 
 
 ROUTED = {**CONFIG, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
 ROUTED |= {"decoder_sparse_step": 1}
-GEMMA = {**CONFIG, "model_type": "gemma3_text", "sliding_window": 1024, "layer_types": ["sliding_attention", "full_attention"] * 4}
-DEEPSEEK = {**CONFIG, "model_type": "deepseek_v3", "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
-DEEPSEEK |= {"n_shared_experts": 1, "first_k_dense_replace": 2, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64}
+GEMMA = {
+    **CONFIG,
+    "model_type": "gemma3_text",
+    "sliding_window": 1024,
+    "layer_types": ["sliding_attention", "full_attention"] * 4,
+}
+DEEPSEEK = {
+    **CONFIG,
+    "model_type": "deepseek_v3",
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 512,
+}
+DEEPSEEK |= {
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 2,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+}
 DEEPSEEK |= {"v_head_dim": 64, "num_key_value_heads": 8}
 # Keys that are true or false, or a list of what layers are.
-FLAGS, KINDS = ("tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias"), ("full_attention", "sliding_attention")
+FLAGS, KINDS = (
+    ("tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias"),
+    ("full_attention", "sliding_attention"),
+)
 NO_SIZES = ("model_type", "layer_types", *FLAGS)
 
 
 def profile_texts(_: Path) -> list[str]:
-    return [json.dumps({"stages": [STAGE], "measured": MEASURED}), json.dumps({"stages": [{**STAGE, "layers": 10}] * 4})]
+    return [
+        json.dumps({"stages": [STAGE], "measured": MEASURED}),
+        json.dumps({"stages": [{**STAGE, "layers": 10}] * 4}),
+    ]
 
 
 def config_texts(_: Path) -> list[str]:
@@ -66,7 +111,12 @@ def judge_profile(path: Path, text: str, _: random.Random) -> bool:
         return False
     for stage in found["stages"]:
         for key, value in stage.items():
-            if key not in STAGE or isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            if (
+                key not in STAGE
+                or isinstance(value, bool)
+                or not isinstance(value, int | float)
+                or not 0 <= value < math.inf
+            ):
                 raise Wrong(f"{key} {value!r:.60} was accepted")
     return True
 
@@ -79,7 +129,11 @@ def judge_config(path: Path, text: str, _: random.Random) -> bool:
     judge_numbers("", json.loads(printed))
     found = json.loads(text)
     for key, value in found.items():
-        known = key in CONFIG if found["model_type"] != "gpt2" else key in ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size")
+        known = (
+            key in CONFIG
+            if found["model_type"] != "gpt2"
+            else key in ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size")
+        )
         if known and key not in NO_SIZES and value is not None and (type(value) is not int or value < 1):
             raise Wrong(f"{key} {value!r:.60} was accepted")
         if key in FLAGS and value is not None and type(value) is not bool:
@@ -90,7 +144,11 @@ def judge_config(path: Path, text: str, _: random.Random) -> bool:
     return True
 
 
-CLUSTER = {"nodes": 1, "gpus_per_node": 4, "device": {"like": "h100-80g", "name": "ours", "between_gb_per_s": 25, "memory_gib": 79.1}}
+CLUSTER = {
+    "nodes": 1,
+    "gpus_per_node": 4,
+    "device": {"like": "h100-80g", "name": "ours", "between_gb_per_s": 25, "memory_gib": 79.1},
+}
 TOML = """\
 nodes = 1
 gpus_per_node = 4
@@ -123,14 +181,34 @@ def judge_cluster(path: Path, text: str, _: random.Random) -> bool:
     file = path.with_suffix(".toml" if "[device]" in text and not text.startswith("{") else ".json")
     file.write_text(text, encoding="utf-8", errors="surrogatepass")
     printed = outcome(
-        ["simulate", "--cluster", str(file), "--pipeline", "4", "--global-batch", "8", "--format", "json", "--model", "gpt3-13b"], None
+        [
+            "simulate",
+            "--cluster",
+            str(file),
+            "--pipeline",
+            "4",
+            "--global-batch",
+            "8",
+            "--format",
+            "json",
+            "--model",
+            "gpt3-13b",
+        ],
+        None,
     )
     if printed is not None:
         judge_numbers("", json.loads(printed), math.inf)
     return printed is not None
 
 
-CALIBRATION = {"format": "bpipe-calibration", "version": 1, "device": "a100-80g", "factor": 1.25, "measured_s": 5.0, "predicted_s": 4.0}
+CALIBRATION = {
+    "format": "bpipe-calibration",
+    "version": 1,
+    "device": "a100-80g",
+    "factor": 1.25,
+    "measured_s": 5.0,
+    "predicted_s": 4.0,
+}
 CALIBRATION |= {"source": "run.log", "configuration": {"tensor": 4}}
 
 
@@ -140,7 +218,11 @@ def judge_calibration(path: Path, text: str, _: random.Random) -> bool:
     if found is None:
         return False
     factor, seconds = found["factor"], (found["measured_s"], found["predicted_s"])
-    if isinstance(factor, bool) or not 0.5 <= factor <= 2 or not math.isclose(factor * seconds[1], seconds[0], rel_tol=2e-3):
+    if (
+        isinstance(factor, bool)
+        or not 0.5 <= factor <= 2
+        or not math.isclose(factor * seconds[1], seconds[0], rel_tol=2e-3)
+    ):
         raise Wrong(f"a factor of {factor} was accepted")
     return True
 
@@ -169,13 +251,19 @@ ARGUMENTS: dict[str, object] = {
     "micro_batch_size": 1,
     "bf16": True,
 }
-ARGUMENTS |= {"global_batch_size": 16, "pipeline_model_parallel_size": 4, "recompute_granularity": None, "recompute_modules": ["core_attn"]}
+ARGUMENTS |= {
+    "global_batch_size": 16,
+    "pipeline_model_parallel_size": 4,
+    "recompute_granularity": None,
+    "recompute_modules": ["core_attn"],
+}
 TRAINED = (
     f"{'-' * 24} arguments {'-' * 24}\n"
     + "".join(f"  {name} {'.' * (48 - len(name))} {value}\n" for name, value in ARGUMENTS.items())
     + f"{'-' * 20} end of arguments {'-' * 21}\n > padded vocab (size: 50257) with 943 dummy tokens (new size: 51200)\n"
     + "".join(
-        f" [2026-01-01 00:00:00.0] iteration {number:8d}/      20 | elapsed time per iteration (ms): 10{number % 3}.5 | lm loss: 5.5 |\n"
+        f" [2026-01-01 00:00:00.0] iteration {number:8d}/      20 | elapsed time per iteration (ms): 10{number % 3}.5 "
+        f"| lm loss: 5.5 |\n"
         for number in range(1, 21)
     )
 )
@@ -191,8 +279,10 @@ def judge_trained(path: Path, text: str, _: random.Random) -> bool:
 
 
 LAUNCH = (
-    "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 51200 --micro-batch-size 1 "
-    "--global-batch-size 16 --pipeline-model-parallel-size 4 --pipeline-model-parallel-layout E(tt|)*3ttL --num-experts 4 "
+    "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 51200 "
+    "--micro-batch-size 1 "
+    "--global-batch-size 16 --pipeline-model-parallel-size 4 --pipeline-model-parallel-layout E(tt|)*3ttL "
+    "--num-experts 4 "
     "--moe-layer-freq [0]*2+[1]*6 --moe-ffn-hidden-size 512 --window-size 127,0 --window-attn-skip-freq 4 --bf16 "
     "--recompute-granularity selective --recompute-modules core_attn --bpipe --bpipe-bound 3"
 )

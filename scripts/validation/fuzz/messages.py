@@ -1,4 +1,7 @@
-"""Judge messages that were taken. In: the text with its operations, the schedule read from it. Out: Wrong where one does not arrive."""
+"""Judge messages that were taken.
+
+In: the text with its operations, the schedule read from it. Out: Wrong where one does not arrive.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ def judge_messages(text: str, schedule: Schedule) -> None:
         raise Wrong("messages were accepted that do not arrive")
 
 
-def _runs(cell: str, rank: int, owner: tuple[int, ...], lines: dict[tuple[int, int], deque[str]], done: list[set[str]]) -> bool:
+def _runs(
+    cell: str, rank: int, owner: tuple[int, ...], lines: dict[tuple[int, int], deque[str]], done: list[set[str]]
+) -> bool:
     """Do the operation if it can be done now."""
     sent = re.fullmatch("([0-9]+)(SEND|RECV)_([FB])([0-9]+)", cell)
     if sent is not None:

@@ -1,6 +1,9 @@
-"""Run the command on an input, and say whether it refused it as it should. In: its arguments. Out: what it printed, or None.
+"""Run the command on an input, and say whether it refused it as it should.
 
-A reader fails where it ends in a traceback or refuses without naming the file; `judge_numbers` finds what no answer may say.
+In: its arguments. Out: what it printed, or None.
+
+A reader fails where it ends in a traceback or refuses without naming the file; `judge_numbers` finds what no answer may
+say.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ class Wrong(Exception):
 
 @dataclass(frozen=True)
 class Reader:
-    """`texts` are sound inputs; `damage` makes one that may not be; `judge` raises Wrong, and says whether it was accepted."""
+    """`texts` are sound inputs; `damage` makes one that may not be; `judge` raises Wrong, and says whether it was
+    accepted."""
 
     texts: Callable[[Path], list[str]]
     damage: Callable[[str, random.Random], str]
@@ -35,7 +39,7 @@ class Reader:
 
 
 def run_command(arguments: list[str]) -> tuple[int, str, str]:
-    """The command in this process, with all that it prints."""
+    """Run the command in this process and return what it prints."""
     out, err = io.StringIO(), io.StringIO()
     # What is written as bytes goes to a buffer of its own.
     out.buffer = io.BytesIO()  # type: ignore[misc]
@@ -63,7 +67,10 @@ def outcome(arguments: list[str], path: Path | None) -> str | None:
 
 
 def judge_numbers(name: str, value: Any, most: float = 1e21) -> None:
-    """What a report says: no seconds below 0, no share above 1, nothing endless. A prediction of absurd sizes may be absurd."""
+    """What a report says: no seconds below 0, no share above 1, nothing endless.
+
+    A prediction of absurd sizes may be absurd.
+    """
     if isinstance(value, dict):
         for key, one in value.items():
             judge_numbers(key, one, most)

@@ -1,4 +1,7 @@
-"""Records of runs: a sound one, and a judge of what was read of a damaged one. In: a file's name and text. Out: whether it was taken."""
+"""Records of runs: a sound one, and a judge of what was read of a damaged one.
+
+In: a file's name and text. Out: whether it was taken.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,28 @@ from validation.fuzz.damage import damaged_json
 from validation.fuzz.reader import Wrong, judge_numbers, outcome
 
 # Numbers that a report is made of: text, lists or negative ones in their place must be refused.
-NUMBERS = {"rank", "pipeline", "place", "world_size", "num_pipelines", "iteration", "begin_s", "elapsed_s", "received_bytes", "host_bytes"}
-NUMBERS |= {"weights_bytes", "limit_bytes", "cores", "partner", "flops_per_iteration", "peak_flops", "num_stages", "num_microbatches"}
+NUMBERS = {
+    "rank",
+    "pipeline",
+    "place",
+    "world_size",
+    "num_pipelines",
+    "iteration",
+    "begin_s",
+    "elapsed_s",
+    "received_bytes",
+    "host_bytes",
+}
+NUMBERS |= {
+    "weights_bytes",
+    "limit_bytes",
+    "cores",
+    "partner",
+    "flops_per_iteration",
+    "peak_flops",
+    "num_stages",
+    "num_microbatches",
+}
 NUMBERS |= {"peak_bytes", "device_peak_bytes", "num_chunks"}
 
 
@@ -23,10 +46,21 @@ RUN_NAME = "cafe"
 
 
 def texts(folder: Path) -> list[str]:
-    """Every file of a run, each as one text that names its file first."""
-    write_run(folder, num_stages=4, num_microbatches=4, iterations=(5, 6), flops=1e9, peak_flops=1e13, limit_bytes=2 * 10**9, cores=4)
+    """Return every file of a run, each as one text that names its file first."""
+    write_run(
+        folder,
+        num_stages=4,
+        num_microbatches=4,
+        iterations=(5, 6),
+        flops=1e9,
+        peak_flops=1e13,
+        limit_bytes=2 * 10**9,
+        cores=4,
+    )
     for rank in range(4):
-        (folder / f"rank_{rank:05d}.json").write_text(json.dumps({"run": RUN_NAME, "rank": rank, "peak_bytes": 33_000_000}))
+        (folder / f"rank_{rank:05d}.json").write_text(
+            json.dumps({"run": RUN_NAME, "rank": rank, "peak_bytes": 33_000_000})
+        )
         path = folder / f"record_{rank:05d}.jsonl"
         first, _, rest = path.read_text().partition("\n")
         path.write_text(f"{json.dumps({'run': RUN_NAME, **json.loads(first)})}\n{rest}")
@@ -48,7 +82,9 @@ def judge(folder: Path, text: str, rng: random.Random) -> bool:
     before = path.read_text()
     path.write_text(content, encoding="utf-8", errors="surrogatepass")
     try:
-        more = rng.choice([[], ["--html", str(folder.parent / "page.html")], ["--trace", str(folder.parent / "trace.json")]])
+        more = rng.choice(
+            [[], ["--html", str(folder.parent / "page.html")], ["--trace", str(folder.parent / "trace.json")]]
+        )
         printed = outcome(["report", str(folder), "--format", "json", *more], folder)
         shown = outcome(["report", str(folder)], folder)
     finally:
@@ -78,6 +114,10 @@ def _judge_line(line: Any) -> None:
             raise Wrong(f"{key} {value!r:.60} was accepted")
     for row in line.get("actions", ()):
         # What later versions add in columns of their own is passed over.
-        for value in (value for name, value in zip(line["columns"], row, strict=True) if name in Row._fields and name != "action"):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not -2 < value < 2**60 + 1):
+        for value in (
+            value for name, value in zip(line["columns"], row, strict=True) if name in Row._fields and name != "action"
+        ):
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int | float) or not -2 < value < 2**60 + 1
+            ):
                 raise Wrong(f"{row!r:.100} was accepted")

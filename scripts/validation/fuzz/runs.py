@@ -1,6 +1,7 @@
 """What `bpipe compare` reads: iterations of a report, Megatron's log. In: text. Out: whether it was taken, or Wrong.
 
-The judge reads a file once more by hand: what is taken as equal to itself must hold numbers, and as many as the command says.
+The judge reads a file once more by hand: what is taken as equal to itself must hold numbers, and as many as the command
+says.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from validation.fuzz.reader import Wrong, judge_numbers, outcome
 LOSSES = (5.5, 4.25, 0.1, float("nan"))
 LINE = (
     " [2026-01-01 00:00:00.0] iteration {:8d}/       4 | consumed samples: 32 | elapsed time per iteration (ms): 10.5 |"
-    " learning rate: 6.000000E-04 | lm loss: {:.6E} | loss scale: 1.0 | grad norm: 8.632 | number of nan iterations:   0 |\n"
+    " learning rate: 6.000000E-04 | lm loss: {:.6E} | loss scale: 1.0 | grad norm: 8.632 | number of nan iterations:  "
+    " 0 |\n"
 )
 
 
@@ -24,11 +26,16 @@ def report_texts(_: Path) -> list[str]:
         {"iteration": number, "lm loss": loss.hex(), "grad_norm": (0.3).hex(), "skipped": 0, "elapsed_s": 0.5}
         for number, loss in enumerate(LOSSES, start=1)
     ]
-    return ["".join(json.dumps(line) + "\n" for line in lines), "".join(json.dumps({**line, "grad_norm": None}) + "\n" for line in lines)]
+    return [
+        "".join(json.dumps(line) + "\n" for line in lines),
+        "".join(json.dumps({**line, "grad_norm": None}) + "\n" for line in lines),
+    ]
 
 
 def log_texts(_: Path) -> list[str]:
-    return ["> building the model\n" + "".join(LINE.format(number, loss) for number, loss in enumerate(LOSSES, start=1))]
+    return [
+        "> building the model\n" + "".join(LINE.format(number, loss) for number, loss in enumerate(LOSSES, start=1))
+    ]
 
 
 def judge_report(path: Path, text: str, _: random.Random) -> bool:
@@ -39,8 +46,18 @@ def judge_report(path: Path, text: str, _: random.Random) -> bool:
     for line in text.splitlines():
         found = json.loads(line)
         for name, value in found.items():
-            wanted = int if name in ("iteration", "skipped") else (int, float, type(None)) if name == "elapsed_s" else (str, type(None))
-            if isinstance(value, bool) or not isinstance(value, wanted) or (isinstance(value, str) and not re.search("0x|nan|inf", value)):
+            wanted = (
+                int
+                if name in ("iteration", "skipped")
+                else (int, float, type(None))
+                if name == "elapsed_s"
+                else (str, type(None))
+            )
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, wanted)
+                or (isinstance(value, str) and not re.search("0x|nan|inf", value))
+            ):
                 raise Wrong(f"{name} {value!r:.60} was accepted")
     if numbers != len({json.loads(line)["iteration"] for line in text.splitlines()}):
         raise Wrong(f"{numbers} iterations are said to be in it")

@@ -1,6 +1,7 @@
 """Schedules: sound ones, and a judge of what was read of damaged ones. In: text. Out: whether it was taken, or Wrong.
 
-The judge reads a file by the simplest reading there can be, walks what was read slot by slot, and shares no code with the readers.
+The judge reads a file by the simplest reading there can be, walks what was read slot by slot, and shares no code with
+the readers.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.formats.read import read
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.align import align
-from bpipe.program import BalanceConfig, ScheduleConfig, build
-from bpipe.read import read
+from bpipe.lower.align import align
 from tests.unit.oracle import is_sound
 from tests.unit.test_overlap import OVERLAPPED
 from validation.fuzz.messages import judge_messages, words_of
@@ -66,10 +67,12 @@ def actions_of(row: Any) -> Iterator[str]:
 
 
 def text_means(text: str) -> list[list[str]]:
-    """Each rank's actions in order, by the simplest reading there can be."""
+    """Return each rank's actions in order, by the simplest reading there can be."""
     if text.lstrip(" \n\r\t").startswith("{"):
         ranks = json.loads(text)["ranks"]
-        cells = [[cell for slot in rank["slots"] for cell in [slot["compute"] or "", *slot["transfers"]]] for rank in ranks]
+        cells = [
+            [cell for slot in rank["slots"] for cell in [slot["compute"] or "", *slot["transfers"]]] for rank in ranks
+        ]
         return [words_of(" ".join(row)) for row in cells]
     lines = text.removesuffix("\n").split("\n")
     if lines[0].startswith("#") and len(lines) > 1 and lines[1].startswith("slot"):

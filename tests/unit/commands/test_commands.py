@@ -15,7 +15,19 @@ import pytest
 from bpipe.cli import main
 from bpipe.generate.families import FAMILIES, SEARCHED
 
-SIMULATE = ["simulate", "--model", "gpt3-96b", "--cluster", "a100-80g:4x8", "--tensor", "4", "--pipeline", "8", "--micro-batch", "2"]
+SIMULATE = [
+    "simulate",
+    "--model",
+    "gpt3-96b",
+    "--cluster",
+    "a100-80g:4x8",
+    "--tensor",
+    "4",
+    "--pipeline",
+    "8",
+    "--micro-batch",
+    "2",
+]
 SIMULATE += ["--global-batch", "128", "--recompute", "selective", "--attention", "unfused"]
 BALANCED = [*SIMULATE, "--balance", "bpipe", "--precision", "fp16"]
 
@@ -27,7 +39,15 @@ def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_simulate_promises_this_json(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(output(capsys, *BALANCED, "--format", "json"))
-    assert {"iteration_time_s", "mfu_percent", "bubble_percent", "exposed_transfer_s", "stages", "balanced", "fits"} <= set(found)
+    assert {
+        "iteration_time_s",
+        "mfu_percent",
+        "bubble_percent",
+        "exposed_transfer_s",
+        "stages",
+        "balanced",
+        "fits",
+    } <= set(found)
     assert found["balanced"] is True
     assert found["fits"] is True
     assert [stage["stage"] for stage in found["stages"]] == list(range(8))
@@ -38,12 +58,28 @@ def test_simulate_promises_this_json(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_replicas_that_pairs_part_are_said(capsys: pytest.CaptureFixture[str]) -> None:
-    """Balancing cost 4 % with 0 s exposed, and nothing said why: pairs share nodes, so gradients are reduced between nodes."""
-    flags = ["simulate", "--model", "llama3-70b", "--cluster", "h100-80g:4x8", "--tensor", "4", "--pipeline", "4", "--chunks", "5"]
+    """Balancing cost 4 % with 0 s exposed, and nothing said why: pairs share nodes, so gradients are reduced between
+    nodes."""
+    flags = [
+        "simulate",
+        "--model",
+        "llama3-70b",
+        "--cluster",
+        "h100-80g:4x8",
+        "--tensor",
+        "4",
+        "--pipeline",
+        "4",
+        "--chunks",
+        "5",
+    ]
     flags += ["--global-batch", "32"]
     said = re.search(r"takes ([\d.]+) instead of ([\d.]+) s", output(capsys, *flags, "--balance", "bpipe"))
     assert said is not None
-    times = [json.loads(output(capsys, *flags, "--balance", one, "--format", "json"))["iteration_time_s"] for one in ("bpipe", "none")]
+    times = [
+        json.loads(output(capsys, *flags, "--balance", one, "--format", "json"))["iteration_time_s"]
+        for one in ("bpipe", "none")
+    ]
     assert float(said[1]) - float(said[2]) == pytest.approx(times[0] - times[1], rel=0.1)
     assert "instead of" not in output(capsys, *flags)
     # Where replicas were apart before, balancing changes nothing of that.
@@ -51,13 +87,31 @@ def test_replicas_that_pairs_part_are_said(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_simulate_a_schedule_that_splits_its_backwards(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Under sequence parallelism waiting halves hold more than their forwards saved: said, with the way out, which then holds."""
-    split = ["simulate", "--model", "llama3-70b", "--cluster", "h100-80g:8x8", "--tensor", "8", "--pipeline", "8", "--global-batch", "32"]
+    """Under sequence parallelism waiting halves hold more than their forwards saved: said, with the way out, which
+    then holds."""
+    split = [
+        "simulate",
+        "--model",
+        "llama3-70b",
+        "--cluster",
+        "h100-80g:8x8",
+        "--tensor",
+        "8",
+        "--pipeline",
+        "8",
+        "--global-batch",
+        "32",
+    ]
     split += ["--schedule", "zb-h1"]
     trace, plot = tmp_path / "trace.json", tmp_path / "plot.svg"
     text = output(capsys, *split, "--trace", str(trace), "--plot", str(plot))
-    assert "from I to W a layer holds 1.83 times what its forward saved: with --bpipe-keep-weights-halves none the fullest rank" in text
-    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event.get("cat") == "backward_weight"}
+    assert (
+        "from I to W a layer holds 1.83 times what its forward saved: with --bpipe-keep-weights-halves none the "
+        "fullest rank" in text
+    )
+    names = {
+        event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event.get("cat") == "backward_weight"
+    }
     assert names
     assert plot.read_text().startswith("<svg")
     found = json.loads(output(capsys, *split, "--format", "json"))
@@ -88,9 +142,24 @@ def test_simulate_groups(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("schedule", [name for name, family in FAMILIES.items() if family.min_chunks > 1])
-def test_simulate_takes_the_fewest_chunks_that_a_schedule_has_as_schedule_does(schedule: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """It asked for a flag that `bpipe schedule` did without: "schedule v-half needs at least 2 chunks a rank, not 1"."""
-    sizes = ["simulate", "--model", "gpt3-13b", "--cluster", "a100-80g:8", "--pipeline", "4", "--global-batch", "64", "--format", "json"]
+def test_simulate_takes_the_fewest_chunks_that_a_schedule_has_as_schedule_does(
+    schedule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It asked for a flag that `bpipe schedule` did without: "schedule v-half needs at least 2 chunks a rank, not
+    1"."""
+    sizes = [
+        "simulate",
+        "--model",
+        "gpt3-13b",
+        "--cluster",
+        "a100-80g:8",
+        "--pipeline",
+        "4",
+        "--global-batch",
+        "64",
+        "--format",
+        "json",
+    ]
     found = json.loads(output(capsys, *sizes, "--schedule", schedule))
     assert found["configuration"]["chunks"] == 2
     assert found == json.loads(output(capsys, *sizes, "--schedule", schedule, "--chunks", "2"))
@@ -98,22 +167,56 @@ def test_simulate_takes_the_fewest_chunks_that_a_schedule_has_as_schedule_does(s
 
 
 def test_simulate_refuses_chunks_of_a_launch_that_the_trainer_refuses(capsys: pytest.CaptureFixture[str]) -> None:
-    launch = ["--num-layers", "40", "--hidden-size", "5120", "--num-attention-heads", "40", "--seq-length", "2048", "--bf16"]
-    launch += ["--pipeline-model-parallel-size", "4", "--micro-batch-size", "1", "--global-batch-size", "8", "--vocab-size", "50257"]
+    launch = [
+        "--num-layers",
+        "40",
+        "--hidden-size",
+        "5120",
+        "--num-attention-heads",
+        "40",
+        "--seq-length",
+        "2048",
+        "--bf16",
+    ]
+    launch += [
+        "--pipeline-model-parallel-size",
+        "4",
+        "--micro-batch-size",
+        "1",
+        "--global-batch-size",
+        "8",
+        "--vocab-size",
+        "50257",
+    ]
     simulated = ["simulate", "--cluster", "a100-80g:1x4", "--", *launch]
     assert "v-half" in output(capsys, *simulated, "--bpipe-schedule", "v-half")
     for more, words in (
         (["--bpipe-schedule", "interleaved-1f1b"], "interleaved-1f1b needs at least 2 chunks a rank, not 1"),
-        (["--bpipe-schedule", "v-half", "--num-virtual-stages-per-pipeline-rank", "5"], "v-half takes at most 2 chunks a rank, not 5"),
+        (
+            ["--bpipe-schedule", "v-half", "--num-virtual-stages-per-pipeline-rank", "5"],
+            "v-half takes at most 2 chunks a rank, not 5",
+        ),
     ):
         assert main([*simulated, *more]) == 2
         assert words in capsys.readouterr().err
 
 
-def test_simulate_takes_a_bound_for_each_rank_from_its_flag_or_from_a_launch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_takes_a_bound_for_each_rank_from_its_flag_or_from_a_launch(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Only ranks over their own evict; a launch says the same with the trainer's flag."""
     sizes = ["simulate", "--cluster", "a100-80g:1x4", "--vocabulary", "50257", "--format", "json"]
-    launch = ["--num-layers", "40", "--hidden-size", "5120", "--num-attention-heads", "40", "--seq-length", "2048", "--bf16"]
+    launch = [
+        "--num-layers",
+        "40",
+        "--hidden-size",
+        "5120",
+        "--num-attention-heads",
+        "40",
+        "--seq-length",
+        "2048",
+        "--bf16",
+    ]
     launch += ["--pipeline-model-parallel-size", "4", "--micro-batch-size", "1", "--global-batch-size", "8", "--bpipe"]
     found = [
         json.loads(output(capsys, *sizes, *flags, "--", *launch, *more))
@@ -140,14 +243,18 @@ def test_a_budget_sends_only_what_must_and_says_who_hosts_for_whom(capsys: pytes
     for budget in (most + 1, most - 0.1, max(stage["peak_bytes"] for stage in tightest["stages"]) / 2**30 + 0.1):
         found = json.loads(output(capsys, *BALANCED, "--memory", f"{budget:.2f}", "--format", "json"))
         assert found["fits"]
-        assert [stage["peak_bytes"] for stage in found["stages"]] == found["plan"]["need_bytes"], "the table and the plan differ"
+        assert [stage["peak_bytes"] for stage in found["stages"]] == found["plan"]["need_bytes"], (
+            "the table and the plan differ"
+        )
         assert {stage["limit_bytes"] for stage in found["stages"]} == set(found["plan"]["budget_bytes"])
         sent = {host["rank"]: host["evictions"] for host in found["plan"]["hosts"]}
         assert [stage["evictions"] for stage in found["stages"]] == [sent.get(rank, 0) for rank in range(8)]
         evictions.append(sum(sent.values()))
     assert 0 == evictions[0] < evictions[1] < evictions[2]
     text = output(capsys, *BALANCED, "--memory", f"{most - 0.1:.2f}")
-    assert re.search(r"^by prediction within [\d.]+ GiB a device: [\d.]+ GiB leave in an iteration$", text, re.MULTILINE)
+    assert re.search(
+        r"^by prediction within [\d.]+ GiB a device: [\d.]+ GiB leave in an iteration$", text, re.MULTILINE
+    )
     assert re.search(
         r"^rank 0 would need [\d.]+ GiB; rank 7 hosts [\d.]+ GiB of each of \d+ of its 64 micro-batches, in \d+ host buffers of",
         text,
@@ -156,7 +263,9 @@ def test_a_budget_sends_only_what_must_and_says_who_hosts_for_whom(capsys: pytes
     assert "nothing has to leave, rank 0 is the fullest with" in output(capsys, *BALANCED, "--memory", "auto:200")
 
 
-def test_a_budget_that_nothing_keeps_is_refused_with_the_smallest_that_something_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_budget_that_nothing_keeps_is_refused_with_the_smallest_that_something_does(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     few = [*BALANCED, "--global-batch", "32"]
     assert main([*few, "--memory", "30"]) == 2
     said = capsys.readouterr().err
@@ -185,7 +294,9 @@ def test_the_papers_stage_times_as_a_profile(capsys: pytest.CaptureFixture[str],
     path = tmp_path / "profile.json"
     stage = {"forward_s": 0.14337, "backward_s": 0.2879, "transfer_s": 0.01563, "output_s": 0, "embedding_s": 0}
     path.write_text(json.dumps({"stages": [stage]}))
-    found = json.loads(output(capsys, *BALANCED, "--profile", str(path), "--flops-formula", "papers", "--format", "json"))
+    found = json.loads(
+        output(capsys, *BALANCED, "--profile", str(path), "--flops-formula", "papers", "--format", "json")
+    )
     assert found["mfu_percent"] == pytest.approx(50.64, rel=0.025)
     assert found["exposed_transfer_s"] == 0
     assert found["required_bytes_per_s"] == pytest.approx(24.25e9, rel=0.01)
@@ -194,7 +305,9 @@ def test_the_papers_stage_times_as_a_profile(capsys: pytest.CaptureFixture[str],
 def test_a_profile_of_several_sizes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_text(
-        json.dumps({"stages": [{"micro_batch": b, "layers": 1, "forward_s": 0.01 * b, "backward_s": 0.02 * b} for b in (1, 2)]})
+        json.dumps(
+            {"stages": [{"micro_batch": b, "layers": 1, "forward_s": 0.01 * b, "backward_s": 0.02 * b} for b in (1, 2)]}
+        )
     )
     found = json.loads(output(capsys, *SIMULATE, "--profile", str(path), "--format", "json"))
     # Ten layers a stage, 64 micro-batches and 7 more, and what the profile leaves out.
@@ -218,7 +331,9 @@ def test_a_profile_of_several_sizes(capsys: pytest.CaptureFixture[str], tmp_path
         ('{"stages": [{"forward_s": 1, "layers": 0}]}', "layers is 0, but must be a whole number from 1"),
     ],
 )
-def test_profiles_that_are_no_good(content: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_profiles_that_are_no_good(
+    content: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     path = tmp_path / "profile.json"
     path.write_text(content)
     assert main([*SIMULATE, "--profile", str(path)]) == 2
@@ -227,7 +342,19 @@ def test_profiles_that_are_no_good(content: str, message: str, capsys: pytest.Ca
 
 def test_a_trace_and_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     trace, svg, png = (str(tmp_path / name) for name in ("trace.json", "plot.svg", "plot.png"))
-    small = ["simulate", "--model", "gpt3-13b", "--cluster", "a100-80g:4", "--pipeline", "4", "--global-batch", "8", "--balance", "bpipe"]
+    small = [
+        "simulate",
+        "--model",
+        "gpt3-13b",
+        "--cluster",
+        "a100-80g:4",
+        "--pipeline",
+        "4",
+        "--global-batch",
+        "8",
+        "--balance",
+        "bpipe",
+    ]
     output(capsys, *small, "--trace", trace, "--plot", svg)
     output(capsys, *small, "--plot", png)
     events: list[dict[str, Any]] = json.loads(Path(trace).read_text())["traceEvents"]
@@ -241,7 +368,18 @@ def test_a_trace_and_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path
 
 
 def test_sizes_as_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--num-layers", "8", "--hidden-size", "1024", "--num-attention-heads", "16", "--sequence", "1024", "--vocabulary", "50257"]
+    sizes = [
+        "--num-layers",
+        "8",
+        "--hidden-size",
+        "1024",
+        "--num-attention-heads",
+        "16",
+        "--sequence",
+        "1024",
+        "--vocabulary",
+        "50257",
+    ]
     rest = ["--cluster", "h100-80g:1x4", "--pipeline", "4", "--global-batch", "16"]
     found = json.loads(output(capsys, "simulate", *sizes, *rest, "--format", "json"))
     assert found["configuration"]["vocabulary"] == 50304
@@ -288,8 +426,30 @@ PLAN = [
 
 
 def test_a_plan_compares_every_family_and_says_how_each_did(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--num-layers", "16", "--hidden-size", "8192", "--num-attention-heads", "64", "--sequence", "4096", "--vocabulary", "32000"]
-    small = ["plan", *sizes, "--cluster", "a100-80g:4", "--global-batch", "16", "--max-micro-batch", "1", "--recompute", "none"]
+    sizes = [
+        "--num-layers",
+        "16",
+        "--hidden-size",
+        "8192",
+        "--num-attention-heads",
+        "64",
+        "--sequence",
+        "4096",
+        "--vocabulary",
+        "32000",
+    ]
+    small = [
+        "plan",
+        *sizes,
+        "--cluster",
+        "a100-80g:4",
+        "--global-batch",
+        "16",
+        "--max-micro-batch",
+        "1",
+        "--recompute",
+        "none",
+    ]
     text = output(capsys, *small, "--rows", "3")
     families = text.split("families, each by its fastest:\n")[1].splitlines()
     named = [line.split()[0] for line in families[: len(SEARCHED)]]
@@ -345,7 +505,18 @@ def test_a_plan_without_rows_has_a_status_of_its_own(capsys: pytest.CaptureFixtu
 
 def test_heads_that_do_not_divide_the_hidden_size_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """Their size was rounded down, and the answer was about a model of nobody's."""
-    sizes = ["--num-layers", "8", "--hidden-size", "1000", "--num-attention-heads", "7", "--sequence", "128", "--vocabulary", "512"]
+    sizes = [
+        "--num-layers",
+        "8",
+        "--hidden-size",
+        "1000",
+        "--num-attention-heads",
+        "7",
+        "--sequence",
+        "128",
+        "--vocabulary",
+        "512",
+    ]
     run = ["simulate", *sizes, "--cluster", "h100-80g:8", "--global-batch", "8", "--pipeline", "4"]
     assert main(run) == 2
     assert "--num-attention-heads 7 do not divide --hidden-size 1000" in capsys.readouterr().err
@@ -383,17 +554,31 @@ def test_estimate(capsys: pytest.CaptureFixture[str]) -> None:
 def test_no_command_loads_torch_before_it_must() -> None:
     arguments = [[*BALANCED, "--format", "json"], [*PLAN, "--rows", "1"]]
     program = (
-        f"import sys; import bpipe.cli as cli; [cli.main(arguments) for arguments in {arguments!r}]; import bpipe.commands.profile; "
+        f"import sys; import bpipe.cli as cli; [cli.main(arguments) for arguments in {arguments!r}]; import "
+        f"bpipe.commands.profile; "
         "sys.exit(' '.join({'torch', 'megatron', 'matplotlib', 'numpy'} & set(sys.modules)) or 0)"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr
 
 
-SMALL = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--sequence", "64", "--vocabulary", "128"]
+SMALL = [
+    "--num-layers",
+    "4",
+    "--hidden-size",
+    "64",
+    "--num-attention-heads",
+    "4",
+    "--sequence",
+    "64",
+    "--vocabulary",
+    "128",
+]
 
 
-def test_profile_starts_megatron_with_its_own_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_starts_megatron_with_its_own_flags(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     started: list[list[str]] = []
 
     def run(command: list[str], **options: Any) -> Any:
@@ -403,9 +588,25 @@ def test_profile_starts_megatron_with_its_own_flags(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(SystemExit, match="3"):
-        main(["profile", *SMALL, "--tensor", "2", "--recompute", "full", "--device", "cpu", "--micro-batch", "2", "8", "--layers", "3"])
+        main(
+            [
+                "profile",
+                *SMALL,
+                "--tensor",
+                "2",
+                "--recompute",
+                "full",
+                "--device",
+                "cpu",
+                "--micro-batch",
+                "2",
+                "8",
+                "--layers",
+                "3",
+            ]
+        )
     text = " ".join(started[0])
-    assert "-m megatron.scheduling.profile --num-layers 4 --hidden-size 64" in text
+    assert "-m megatron.scheduling.report.profile --num-layers 4 --hidden-size 64" in text
     assert "--tensor-model-parallel-size 2" in text
     assert "--recompute-granularity full" in text
     assert text.endswith("--vocab-size 128 --profile-layers 3 --profile-repeats 5 --profile-micro-batches 2 8")
@@ -421,15 +622,50 @@ LLAMA = ["--swiglu", "--rms-norm", "--rotary", "--num-query-groups", "2", "--dis
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("model", "tensor"), [(SMALL, "1"), ([*SMALL, *LLAMA], "2")])
-def test_profile_writes_what_simulate_reads(model: list[str], tensor: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Megatron's own layers: a micro-batch saves what the model says of CPUs, and times are those of a stage's own number of layers."""
+def test_profile_writes_what_simulate_reads(
+    model: list[str], tensor: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Megatron's own layers: a micro-batch saves what the model says of CPUs, and times are those of a stage's own
+    number of layers."""
     path = tmp_path / "profile.json"
     cut = ["--tensor", tensor, "--precision", "fp32", "--attention", "unfused"]
-    assert main(["profile", *model, *cut, "--micro-batch", "1", "2", "--repeats", "1", "--device", "cpu", "--output", str(path)]) == 0
+    assert (
+        main(
+            [
+                "profile",
+                *model,
+                *cut,
+                "--micro-batch",
+                "1",
+                "2",
+                "--repeats",
+                "1",
+                "--device",
+                "cpu",
+                "--output",
+                str(path),
+            ]
+        )
+        == 0
+    )
     stages = json.loads(path.read_text())["stages"]
     assert [stage["micro_batch"] for stage in stages] == [1, 2]
-    assert all(stage[key] > 0 for stage in stages for key in ("forward_s", "backward_s", "transfer_s", "output_s", "saved_bytes"))
-    rest = [*cut, "--cluster", f"a100-80g:1x{4 * int(tensor)}", "--pipeline", "4", "--global-batch", "32", "--micro-batch", "2"]
+    assert all(
+        stage[key] > 0
+        for stage in stages
+        for key in ("forward_s", "backward_s", "transfer_s", "output_s", "saved_bytes")
+    )
+    rest = [
+        *cut,
+        "--cluster",
+        f"a100-80g:1x{4 * int(tensor)}",
+        "--pipeline",
+        "4",
+        "--global-batch",
+        "32",
+        "--micro-batch",
+        "2",
+    ]
     rest += ["--num-layers", "8"]
     predicted = json.loads(output(capsys, "simulate", *model, *rest, "--kernels", "cpu", "--format", "json"))["stages"]
     assert predicted[1]["activations_bytes"] == 3 * 2 * stages[1]["saved_bytes"], "three micro-batches of two layers"
@@ -444,15 +680,21 @@ def test_profile_writes_what_simulate_reads(model: list[str], tensor: str, capsy
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_plan_within_a_budget_ranks_by_what_it_then_sends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Over slow links the fastest sends less than all that balancing could, and so it is whatever number of rows is asked for.
+    """Over slow links the fastest sends less than all that balancing could, and so it is whatever number of rows is
+    asked for.
 
     A vocabulary's remedies are balanced for what they hold themselves.
     """
     cluster = tmp_path / "slow.toml"
 
     def first(speed: int, batch: int, rows: int) -> str:
-        cluster.write_text(f'nodes = 4\ngpus_per_node = 8\n[device]\nlike = "h100-80g"\nname = "slow"\ninside_gb_per_s = {speed}\n')
-        words = f"--model llama-65b --global-batch {batch} --memory 70 --schedule 1f1b --recompute none --balance bpipe --rows {rows} "
+        cluster.write_text(
+            f'nodes = 4\ngpus_per_node = 8\n[device]\nlike = "h100-80g"\nname = "slow"\ninside_gb_per_s = {speed}\n'
+        )
+        words = (
+            f"--model llama-65b --global-batch {batch} --memory 70 --schedule 1f1b --recompute none --balance "
+            f"bpipe --rows {rows} "
+        )
         words += "--even-layers --max-micro-batch 2"
         assert main(["plan", "--cluster", str(cluster), *words.split()]) == 0
         return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  1."))

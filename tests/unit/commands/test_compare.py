@@ -1,4 +1,5 @@
-"""`bpipe compare` on made-up reports and logs: which bit it names, what it lays side by side, when it refuses, and what JSON says."""
+"""`bpipe compare` on made-up reports and logs: which bit it names, what it lays side by side, when it refuses, and
+what JSON says."""
 
 from __future__ import annotations
 
@@ -33,9 +34,19 @@ def iterations(folder: Path, losses: list[float] = LOSSES, first: int = 1) -> Pa
 def report(folder: Path, balanced: bool) -> Path:
     iterations(folder)
     for stage, peak in enumerate(PEAKS[balanced]):
-        row: dict[str, Any] = {"rank": stage, "stage": stage, "pipeline": 0, "balanced": balanced, "num_microbatches": 8}
+        row: dict[str, Any] = {
+            "rank": stage,
+            "stage": stage,
+            "pipeline": 0,
+            "balanced": balanced,
+            "num_microbatches": 8,
+        }
         row |= {"peak_microbatches": peak, "peak_bytes": peak * UNIT_BYTES, "predicted_microbatches": peak}
-        row |= {"predicted_bytes": peak * UNIT_BYTES, "evictions": EVICTIONS[stage] * balanced, "loads": EVICTIONS[stage] * balanced}
+        row |= {
+            "predicted_bytes": peak * UNIT_BYTES,
+            "evictions": EVICTIONS[stage] * balanced,
+            "loads": EVICTIONS[stage] * balanced,
+        }
         (folder / f"rank_{stage:05d}.json").write_text(json.dumps(row))
     for iteration, elapsed_s in enumerate([9.0, 1.0, 1.25] if balanced else [8.0, 1.0, 1.0], start=1):
         edit_iteration(folder, iteration, elapsed_s=elapsed_s)
@@ -46,9 +57,12 @@ def log(path: Path, losses: list[float] = LOSSES, milliseconds: float = 10.0, pr
     lines = ["> building the model", "bpipe: placement adjacent"]
     for iteration, loss in enumerate(losses, start=1):
         lines.append(
-            f"{prefix} [2026-01-01 00:00:00.0] iteration {iteration:8d}/{len(losses):8d} | consumed samples: {32 * iteration:12d} |"
-            f" elapsed time per iteration (ms): {milliseconds * iteration:.1f} | throughput per GPU (TFLOP/s/GPU): {milliseconds:.1f} |"
-            f" learning rate: 6.000000E-04 | global batch size:    32 | lm loss: {loss:.6E} | loss scale: 1.0 | grad norm: 8.632 |"
+            f"{prefix} [2026-01-01 00:00:00.0] iteration {iteration:8d}/{len(losses):8d} | consumed samples: "
+            f"{32 * iteration:12d} |"
+            f" elapsed time per iteration (ms): {milliseconds * iteration:.1f} | throughput per GPU (TFLOP/s/GPU): "
+            f"{milliseconds:.1f} |"
+            f" learning rate: 6.000000E-04 | global batch size:    32 | lm loss: {loss:.6E} | loss scale: 1.0 | grad "
+            f"norm: 8.632 |"
             " number of skipped iterations:   0 | number of nan iterations:   0 |"
         )
     path.write_text("\n".join(lines) + "\n")
@@ -85,9 +99,12 @@ def test_equal_reports_are_shown_side_by_side(tmp_path: Path, capsys: pytest.Cap
         f"A: {one}",
         f"B: {other}",
         "                                lm loss                                            grad_norm",
-        "iteration                         A                         B                         A                         B",
-        "        2      0x1.1000000000000p+2      0x1.1000000000000p+2      0x1.3333333333333p-2      0x1.3333333333333p-2",
-        "        3      0x1.999999999999ap-4      0x1.999999999999ap-4      0x1.3333333333333p-2      0x1.3333333333333p-2",
+        "iteration                         A                         B                         A                      "
+        "   B",
+        "        2      0x1.1000000000000p+2      0x1.1000000000000p+2      0x1.3333333333333p-2      "
+        "0x1.3333333333333p-2",
+        "        3      0x1.999999999999ap-4      0x1.999999999999ap-4      0x1.3333333333333p-2      "
+        "0x1.3333333333333p-2",
         "loss: 5.500 at iteration 1, 0.100 at iteration 3",
         "identical: all numbers of 3 iterations agree to the last bit",
     ]
@@ -97,16 +114,20 @@ def test_the_first_flipped_bit_is_named(tmp_path: Path, capsys: pytest.CaptureFi
     changed = [5.5, math.nextafter(4.25, 5), 0.2]
     assert compare(iterations(tmp_path / "one"), iterations(tmp_path / "other", changed)) == 1
     *rows, losses, last = capsys.readouterr().out.splitlines()
-    assert rows[-1].split()[:3] == ["2", "0x1.1000000000000p+2", "0x1.1000000000001p+2"], "shown as far as the first difference"
+    assert rows[-1].split()[:3] == ["2", "0x1.1000000000000p+2", "0x1.1000000000001p+2"], (
+        "shown as far as the first difference"
+    )
     assert losses == "loss: A 5.500 at iteration 1, 0.100 at iteration 3; B 5.500 at iteration 1, 0.200 at iteration 3"
     assert last == (
-        "NOT identical: lm loss of iteration 2: 4.25 (0x1.1000000000000p+2) in A, 4.250000000000001 (0x1.1000000000001p+2) in B; "
+        "NOT identical: lm loss of iteration 2: 4.25 (0x1.1000000000000p+2) in A, 4.250000000000001 "
+        "(0x1.1000000000001p+2) in B; "
         "1 more differ in what follows"
     )
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "status"), [(0.0, -0.0, 1), (math.nan, math.nan, 0), (math.inf, -math.inf, 1), (None, None, 0), (None, 0.0, 1)]
+    ("one", "other", "status"),
+    [(0.0, -0.0, 1), (math.nan, math.nan, 0), (math.inf, -math.inf, 1), (None, None, 0), (None, 0.0, 1)],
 )
 def test_bits_are_compared_not_values(tmp_path: Path, one: float | None, other: float | None, status: int) -> None:
     folders = [iterations(tmp_path / name) for name in ("one", "other")]
@@ -116,17 +137,25 @@ def test_bits_are_compared_not_values(tmp_path: Path, one: float | None, other: 
 
 
 @pytest.mark.parametrize("change", [{"skipped": 1}, {"mtp loss": (1.0).hex()}, {"mtp loss": None}])
-def test_a_skipped_iteration_and_a_value_of_one_run_alone_are_differences(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_a_skipped_iteration_and_a_value_of_one_run_alone_are_differences(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
     one, other = iterations(tmp_path / "one"), iterations(tmp_path / "other")
     edit_iteration(one, 3, **change)
     assert compare(one, other) == 1
 
 
 @pytest.mark.parametrize(
-    ("loss", "status"), [(4.25, 0), (4.25 * (1 + 9e-4), 0), (4.25 * (1 - 2e-3), 1), (math.nan, 1), (math.inf, 1), (-4.25, 1)]
+    ("loss", "status"),
+    [(4.25, 0), (4.25 * (1 + 9e-4), 0), (4.25 * (1 - 2e-3), 1), (math.nan, 1), (math.inf, 1), (-4.25, 1)],
 )
-def test_with_a_tolerance_numbers_may_be_apart(tmp_path: Path, loss: float, status: int, capsys: pytest.CaptureFixture[str]) -> None:
-    assert compare(iterations(tmp_path / "one"), iterations(tmp_path / "other", [5.5, loss, 0.1]), "--tolerance", "1e-3") == status
+def test_with_a_tolerance_numbers_may_be_apart(
+    tmp_path: Path, loss: float, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        compare(iterations(tmp_path / "one"), iterations(tmp_path / "other", [5.5, loss, 0.1]), "--tolerance", "1e-3")
+        == status
+    )
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("NOT equal within 0.001: lm loss of iteration 2" if status else "equal within 0.001: ")
     assert "identical" not in last
@@ -150,7 +179,9 @@ def test_logs_that_differ_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "lm loss of iteration 3: 0.1 (" in capsys.readouterr().out
 
 
-def test_a_restarted_run_is_compared_where_both_have_iterations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_restarted_run_is_compared_where_both_have_iterations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole, restarted = iterations(tmp_path / "whole"), iterations(tmp_path / "restarted", LOSSES[1:], first=2)
     assert compare(whole, restarted) == 2
     assert "1 iterations are in one run only (3 from 1 to 3 and 2 from 2 to 3)" in capsys.readouterr().err
@@ -219,7 +250,9 @@ def test_json_says_the_same(pair: tuple[Path, Path], tmp_path: Path, capsys: pyt
     assert compare(*pair, "--json", "-") == 1
     found = json.loads(capsys.readouterr().out)
     assert found == json.loads(file.read_text())
-    assert {name: found[name] for name in ("equal", "exact", "tolerance", "iterations", "in_one_only", "differences")} == {
+    assert {
+        name: found[name] for name in ("equal", "exact", "tolerance", "iterations", "in_one_only", "differences")
+    } == {
         "equal": False,
         "exact": True,
         "tolerance": 0.0,
@@ -231,7 +264,12 @@ def test_json_says_the_same(pair: tuple[Path, Path], tmp_path: Path, capsys: pyt
     a, b = found["a"], found["b"]
     assert (a["balanced"], b["balanced"], a["first_loss"], b["last_loss"]) == (False, True, 5.5, 0.1)
     assert a["iteration_s"] == {"median": 1.0, "low": 1.0, "high": 8.0}
-    peaks = {"peak_microbatches": 3, "peak_bytes": 3 * UNIT_BYTES, "predicted_microbatches": 3, "predicted_bytes": 3 * UNIT_BYTES}
+    peaks = {
+        "peak_microbatches": 3,
+        "peak_bytes": 3 * UNIT_BYTES,
+        "predicted_microbatches": 3,
+        "predicted_bytes": 3 * UNIT_BYTES,
+    }
     assert b["stages"][0] == {"stage": 0, **peaks, "evictions": 5, "loads": 5}
     assert [row["stage"] for row in a["stages"]] == [0, 1, 2, 3]
 
@@ -247,8 +285,14 @@ def test_a_loss_that_is_not_finite_is_noted(tmp_path: Path, capsys: pytest.Captu
     assert "note: the loss is not finite" in capsys.readouterr().out
 
 
-def test_replicas_of_a_stage_share_a_row_with_the_highest_numbers(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    replica = json.loads((pair[0] / "rank_00001.json").read_text()) | {"rank": 4, "pipeline": 1, "peak_bytes": 999 * UNIT_BYTES}
+def test_replicas_of_a_stage_share_a_row_with_the_highest_numbers(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    replica = json.loads((pair[0] / "rank_00001.json").read_text()) | {
+        "rank": 4,
+        "pipeline": 1,
+        "peak_bytes": 999 * UNIT_BYTES,
+    }
     (pair[0] / "rank_00004.json").write_text(json.dumps(replica))
     assert compare(*pair, *WANTED, "--json", "-") == 0
     row = json.loads(capsys.readouterr().out)["a"]["stages"][1]
@@ -259,7 +303,9 @@ def test_pipelines_of_other_lengths_have_gaps(tmp_path: Path, capsys: pytest.Cap
     one, other = report(tmp_path / "one", False), report(tmp_path / "other", True)
     (other / "rank_00003.json").unlink()
     assert compare(one, other) == 0
-    assert "    3          1 (1)   0.75 (0.75)              -             -          -      -" in capsys.readouterr().out
+    assert (
+        "    3          1 (1)   0.75 (0.75)              -             -          -      -" in capsys.readouterr().out
+    )
 
 
 def drop_rank(plain: Path, balanced: Path) -> None:
@@ -322,20 +368,31 @@ def swap(plain: Path, balanced: Path) -> None:
     [
         (drop_rank, "reports for stages [0, 1, 2], expected 0 to 3; did every rank end well?"),
         (cut_rank, "rank_00001.json: no row of a stage, so the run was perhaps cut off: line 1"),
-        (drop_key, "rank_00001.json: no row of a stage, so the run was perhaps cut off: 'peak_microbatches' is missing"),
+        (
+            drop_key,
+            "rank_00001.json: no row of a stage, so the run was perhaps cut off: 'peak_microbatches' is missing",
+        ),
         (mix_runs, "rank_00003.json: this run was balanced; are the two folders swapped?"),
         (drop_iterations, "iterations.jsonl: No such file or directory; did the run end well?"),
         (cut_iterations, "2 iterations where 3 were asked for; iterations [3] are missing"),
         (cut_line, "line 3: no line of an iteration, so the run was perhaps cut off: line 1"),
         (add_iteration, "4 iterations where 3 were asked for; there are more"),
-        (rounded_loss, "line 1: no line of an iteration, so the run was perhaps cut off: lm loss is 5.5, no number with all its bits"),
+        (
+            rounded_loss,
+            "line 1: no line of an iteration, so the run was perhaps cut off: lm loss is 5.5, no number with all its "
+            "bits",
+        ),
         (endless_loss, "lm loss is 0x1.0p+5000, which no number can be"),
         (no_loss, "line 1: no line of an iteration, so the run was perhaps cut off: lm loss or grad_norm is missing"),
         (swap, "are the two folders swapped?"),
     ],
 )
 def test_an_unusable_report_says_why(
-    pair: tuple[Path, Path], tmp_path: Path, damage: Callable[[Path, Path], None], message: str, capsys: pytest.CaptureFixture[str]
+    pair: tuple[Path, Path],
+    tmp_path: Path,
+    damage: Callable[[Path, Path], None],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     damage(*pair)
     assert compare(*pair, *WANTED, "--json", tmp_path / "summary.json") == 2
@@ -343,14 +400,17 @@ def test_an_unusable_report_says_why(
     assert not (tmp_path / "summary.json").exists()
 
 
-def test_without_being_asked_ranks_of_two_runs_are_refused_too(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_being_asked_ranks_of_two_runs_are_refused_too(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     mix_runs(*pair)
     assert compare(*pair) == 2
     assert "rank_00003.json: this run was balanced; its other ranks were otherwise" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--tolerance", "-1"), ("--tolerance", "nan"), ("--tolerance", "1"), ("--rows", "-1"), ("--stages", "0")]
+    "arguments",
+    [("--tolerance", "-1"), ("--tolerance", "nan"), ("--tolerance", "1"), ("--rows", "-1"), ("--stages", "0")],
 )
 def test_numbers_that_mean_nothing_are_refused(arguments: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -359,7 +419,9 @@ def test_numbers_that_mean_nothing_are_refused(arguments: tuple[str, str], capsy
 
 
 @pytest.mark.parametrize("flag", ["--balancing", "--stages=4"])
-def test_what_only_a_report_can_show_is_not_taken_from_a_log(tmp_path: Path, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_only_a_report_can_show_is_not_taken_from_a_log(
+    tmp_path: Path, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert compare(log(tmp_path / "one.log"), log(tmp_path / "other.log"), flag) == 2
     assert "one.log: " in capsys.readouterr().err
 

@@ -24,11 +24,18 @@ from tests.unit.report.recorded import write_run
         (["--from-script", "latin.sh"], "latin.sh: byte 6 is no UTF-8 text: name the script itself, or convert it"),
         (["--from-script", "/dev/zero"], "/dev/zero: line 1: a zero byte: this is no script"),
         (["--from-script", "-"], "--from-script -: standard input is closed: pipe the script into it, or name a file"),
-        (["--model", "gpt3-13b", "--pipeline", "8", "--global-batch", "8", "--trace", "no/a.json"], "no/a.json: there is no folder no"),
+        (
+            ["--model", "gpt3-13b", "--pipeline", "8", "--global-batch", "8", "--trace", "no/a.json"],
+            "no/a.json: there is no folder no",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named_with_what_to_do(
-    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Once a number of the operating system, a codec's words, or a traceback."""
     monkeypatch.chdir(tmp_path)
@@ -46,7 +53,17 @@ def test_a_file_that_cannot_be_used_is_named_with_what_to_do(
         (["plan", "--nodes", "4"], "unknown flag --nodes (see"),
         (["report", "--htm", "x"], "unknown flag --htm, did you mean '--html'?"),
         (["simulate", "--tensr", "2"], "unknown flag --tensr, did you mean '--tensor'?"),
-        (["simulate", "--cluster", "h100-80g:128", "--model", "gpt3-13b", *["--pipeline", "8", "--global-batch", "128"]], "h100-80g:16x8"),
+        (
+            [
+                "simulate",
+                "--cluster",
+                "h100-80g:128",
+                "--model",
+                "gpt3-13b",
+                *["--pipeline", "8", "--global-batch", "128"],
+            ],
+            "h100-80g:16x8",
+        ),
         (
             [
                 "simulate",
@@ -59,13 +76,30 @@ def test_a_file_that_cannot_be_used_is_named_with_what_to_do(
             "'81920' is more than the 4096 GiB of any device: it is in GiB, so 81920 MiB are 80",
         ),
         (
-            ["estimate", *["--global-batch", "128", "--pipeline", "8", "--micro-batch", "1", "2", "--stage-mfu", "0.378", "0.476"]],
+            [
+                "estimate",
+                *[
+                    "--global-batch",
+                    "128",
+                    "--pipeline",
+                    "8",
+                    "--micro-batch",
+                    "1",
+                    "2",
+                    "--stage-mfu",
+                    "0.378",
+                    "0.476",
+                ],
+            ],
             "--stage-mfu 0.378 is less than 1 %: it is in percent, so give 37.8",
         ),
     ],
 )
-def test_what_was_meant_is_said_and_nothing_absurd(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--tp` was once to be `--set`, and `--html` `--help`; units and a node of 128 devices were taken as they stood."""
+def test_what_was_meant_is_said_and_nothing_absurd(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--tp` was once to be `--set`, and `--html` `--help`; units and a node of 128 devices were taken as they
+    stood."""
     try:
         status = main(arguments)
     except SystemExit as ended:
@@ -75,14 +109,48 @@ def test_what_was_meant_is_said_and_nothing_absurd(arguments: list[str], message
 
 
 def test_a_node_of_many_devices_can_be_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--cluster", "h100-80g:1x32", "--model", "gpt3-13b", *["--pipeline", "8", "--global-batch", "32"]]) == 0
+    assert (
+        main(
+            [
+                "simulate",
+                "--cluster",
+                "h100-80g:1x32",
+                "--model",
+                "gpt3-13b",
+                *["--pipeline", "8", "--global-batch", "32"],
+            ]
+        )
+        == 0
+    )
 
 
-LAUNCH = ["--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64", "--vocab-size", "128"]
+LAUNCH = [
+    "--num-layers",
+    "8",
+    "--hidden-size",
+    "64",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "64",
+    "--vocab-size",
+    "128",
+]
 LAUNCH += ["--micro-batch-size", "1", "--global-batch-size", "8", "--pipeline-model-parallel-size", "4"]
 LAYOUT = "--pipeline-model-parallel-layout"
-CONFIG: dict[str, Any] = {"model_type": "qwen3_moe", "num_hidden_layers": 8, "hidden_size": 1024, "num_attention_heads": 8}
-CONFIG |= {"num_key_value_heads": 4, "intermediate_size": 4096, "vocab_size": 32000, "max_position_embeddings": 2048, "head_dim": 128}
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 8,
+    "hidden_size": 1024,
+    "num_attention_heads": 8,
+}
+CONFIG |= {
+    "num_key_value_heads": 4,
+    "intermediate_size": 4096,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+    "head_dim": 128,
+}
 CONFIG |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
 GEMMA = {**CONFIG, "model_type": "gemma3_text", "num_experts": None, "sliding_window": 1024}
 SIMULATE = ["simulate", "--cluster", "a100-80g:4", "--pipeline", "4", "--global-batch", "8"]
@@ -98,7 +166,10 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([LAYOUT, "Et*99999999999999999999L"], f"{LAYOUT} Et*99999999999999999999L repeats more than the 10000 layers of any model"),
+        (
+            [LAYOUT, "Et*99999999999999999999L"],
+            f"{LAYOUT} Et*99999999999999999999L repeats more than the 10000 layers of any model",
+        ),
         ([LAYOUT, "Et*1000000000L"], "repeats more than the 10000 layers of any model"),
         ([LAYOUT, "E" + "t*9999" * 99 + "L"], "repeats more than the 10000 layers of any model"),
         ([LAYOUT, "(" * 100_000], "has 100000 characters, and no layout more than 10000"),
@@ -108,19 +179,36 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ([f"--own-{number}" for number in range(5000)], "5000 flags that Megatron does not have"),
     ],
 )
-def test_a_launch_beyond_any_model_is_a_limit_in_words(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_launch_beyond_any_model_is_a_limit_in_words(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert message in refused(["simulate", "--cluster", "a100-80g:4", "--", *LAUNCH, *flags], capsys)
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({**CONFIG, "decoder_sparse_step": 10**9}, "decoder_sparse_step is 1000000000, but must be a whole number from 1 to 10000"),
-        ({**CONFIG, "decoder_sparse_step": 1e9}, "decoder_sparse_step is 1000000000.0, but must be a whole number from 1 to 10000"),
-        ({**CONFIG, "num_hidden_layers": 10**8}, "num_hidden_layers is 100000000, but must be a whole number from 1 to 10000"),
-        ({**GEMMA, "sliding_window_pattern": 10**8}, "sliding_window_pattern is 100000000, but must be a whole number from 1 to 10000"),
+        (
+            {**CONFIG, "decoder_sparse_step": 10**9},
+            "decoder_sparse_step is 1000000000, but must be a whole number from 1 to 10000",
+        ),
+        (
+            {**CONFIG, "decoder_sparse_step": 1e9},
+            "decoder_sparse_step is 1000000000.0, but must be a whole number from 1 to 10000",
+        ),
+        (
+            {**CONFIG, "num_hidden_layers": 10**8},
+            "num_hidden_layers is 100000000, but must be a whole number from 1 to 10000",
+        ),
+        (
+            {**GEMMA, "sliding_window_pattern": 10**8},
+            "sliding_window_pattern is 100000000, but must be a whole number from 1 to 10000",
+        ),
         ({**GEMMA, "tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', but must be true or false"),
-        ({**GEMMA, "layer_types": ["full_attention", "linear_attention"] * 4}, "layer_types[1] is 'linear_attention': modelled are"),
+        (
+            {**GEMMA, "layer_types": ["full_attention", "linear_attention"] * 4},
+            "layer_types[1] is 'linear_attention': modelled are",
+        ),
         ({**GEMMA, "use_sliding_window": "no"}, "use_sliding_window is 'no', but must be true or false"),
         ({**GEMMA, "attention_bias": 1}, "attention_bias is 1, but must be true or false"),
         ({**GEMMA, "attn_logit_softcapping": "50"}, "attn_logit_softcapping is '50', but must be a number"),
@@ -141,7 +229,9 @@ def test_json_of_many_keys_takes_linear_time(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("number", [3, 500_000])
-def test_more_pipes_than_rules_know_are_refused(number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_pipes_than_rules_know_are_refused(
+    number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     slots = [{"compute": "0F0", "transfers": []}, {"compute": "0B0", "transfers": []}]
     document = {"schedule": "x", "stages": 1, "microbatches": 1, "chunks": 1, "balance": "none", "bounds": None}
     document |= {"stage_to_rank": [[0]] * number, "ranks": [{"rank": 0, "peak": 1, "evictions": 0, "slots": slots}]}
@@ -154,7 +244,9 @@ def test_more_pipes_than_rules_know_are_refused(number: int, tmp_path: Path, cap
     assert message in refused(["schedule", "--input", str(path)], capsys)
 
 
-@pytest.mark.parametrize("row", ["-" * 300_000, "iteration" + " " * 300_000, "padded vocab (size: " * 30_000, " a " + "." * 300_000])
+@pytest.mark.parametrize(
+    "row", ["-" * 300_000, "iteration" + " " * 300_000, "padded vocab (size: " * 30_000, " a " + "." * 300_000]
+)
 def test_long_lines_of_a_log_take_linear_time(row: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.log"
     path.write_text(f"{'-' * 24} arguments {'-' * 24}\n{row}\n" * 2)
@@ -164,7 +256,10 @@ def test_long_lines_of_a_log_take_linear_time(row: str, tmp_path: Path, capsys: 
 def test_a_log_of_many_lines_takes_linear_time(tmp_path: Path) -> None:
     path = tmp_path / "run.log"
     path.write_text(
-        "".join(f" iteration {number}/ 100000 | elapsed time per iteration (ms): 10.5 | lm loss: 1.0 |\n" for number in range(10**5))
+        "".join(
+            f" iteration {number}/ 100000 | elapsed time per iteration (ms): 10.5 | lm loss: 1.0 |\n"
+            for number in range(10**5)
+        )
     )
     begin = time.monotonic()
     assert main(["compare", str(path), str(path)]) == 0
@@ -176,7 +271,9 @@ def test_what_steers_a_terminal_is_shown_and_not_obeyed(tmp_path: Path, capsys: 
     folder = write_run(tmp_path / "run", num_stages=2, num_microbatches=4, iterations=(5, 6), cores=1)
     for path in folder.glob("record_*.jsonl"):
         first, _, rest = path.read_text().partition("\n")
-        path.write_text(json.dumps({**json.loads(first), "host": "\x1b[2J\ud800\u202ehost", "device": "\x9b31m"}) + "\n" + rest)
+        path.write_text(
+            json.dumps({**json.loads(first), "host": "\x1b[2J\ud800\u202ehost", "device": "\x9b31m"}) + "\n" + rest
+        )
     (folder / "failure.json").write_text(json.dumps({"rank": 0, "cause": "\x1b]0;title\x07\r"}))
     page = tmp_path / "page.html"
     assert main(["report", str(folder), "--html", str(page)]) == 0

@@ -1,4 +1,5 @@
-"""`bpipe report`: what it prints and writes, what it refuses, that it is quick, and that the commands of its page run."""
+"""`bpipe report`: what it prints and writes, what it refuses, that it is quick, and that the commands of its page
+run."""
 
 from __future__ import annotations
 
@@ -56,7 +57,11 @@ def test_a_page_and_a_trace(folder: Path, tmp_path: Path, capsys: pytest.Capture
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(
-    folder: Path, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(folder.parent)
     assert main(["report", *arguments]) == 2
@@ -70,7 +75,9 @@ def test_it_loads_nothing_heavy(folder: Path) -> None:
         "import sys; import bpipe.cli as cli; status = cli.main(['report', sys.argv[1]]); "
         "sys.exit(' '.join({'torch', 'megatron', 'matplotlib', 'numpy'} & set(sys.modules)) or status)"
     )
-    ended = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, timeout=30, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", program, str(folder)], capture_output=True, text=True, timeout=30, check=False
+    )
     assert ended.returncode == 0, ended.stderr
 
 

@@ -1,8 +1,9 @@
-"""Megatron's own hybrid layers on a CPU, beside what the model says of them: parameters of every kind of layer, and every storage that
-layers of attention, of an MLP and of experts save.
+"""Megatron's own hybrid layers on a CPU, beside what the model says of them: parameters of every kind of layer, and
+every storage that layers of attention, of an MLP and of experts save.
 
-In a process of its own, because importing Megatron takes seconds. Mamba's kernels need a GPU, and its layer is only built: by Megatron's
-`MambaMixer`, with a stand-in for the norm that mamba_ssm has. Prints the number of cases; ends with 0 when all is well.
+In a process of its own, because importing Megatron takes seconds. Mamba's kernels need a GPU, and its layer is only
+built: by Megatron's `MambaMixer`, with a stand-in for the norm that mamba_ssm has. Prints the number of cases; ends
+with 0 when all is well.
 """
 
 # ruff: noqa: E402
@@ -34,12 +35,13 @@ from bpipe.models.saved import layer_saved
 from bpipe.models.sizes import total
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.runtime import capture
-from megatron.scheduling import one_stage, startup
+from megatron.scheduling.report import one_stage
+from megatron.scheduling.start import startup
 
 with contextlib.redirect_stdout(io.StringIO()):
     startup.prepare()
 
-from megatron.scheduling.flags import add_arguments
+from megatron.scheduling.options.flags import add_arguments
 
 GPT = replace(gpt("gpt", 3, 64, 4, 256, 32), hybrid=Hybrid("*-M", 8, 16, 16, 4))
 LLAMA = replace(
@@ -67,7 +69,10 @@ class Norm(torch.nn.Module):
 def setup(model: Model, precision: str, recompute: str, tensor: int) -> Setup:
     """Kernels of a CPU are modelled of all layers but Mamba's, which are not run here either."""
     return Setup(
-        model=replace(model, hybrid=replace(model.hybrid, pattern=model.hybrid.pattern.replace("M", "*")) if model.hybrid else None),
+        model=replace(
+            model,
+            hybrid=replace(model.hybrid, pattern=model.hybrid.pattern.replace("M", "*")) if model.hybrid else None,
+        ),
         cluster=parse_cluster(f"a100-80g:{tensor}"),
         tensor=tensor,
         pipeline=1,
@@ -148,10 +153,14 @@ def layers(args: Any, model: Model) -> Any:
 def saved_by(args: Any, layer: torch.nn.Module) -> Counter[int]:
     """How many storages of each size a forward saves."""
     shards = args.tensor_model_parallel_size if args.sequence_parallel else 1
-    received = torch.randn(args.seq_length // shards, args.micro_batch_size, args.hidden_size, dtype=args.params_dtype, requires_grad=True)
+    received = torch.randn(
+        args.seq_length // shards, args.micro_batch_size, args.hidden_size, dtype=args.params_dtype, requires_grad=True
+    )
     output = layer(hidden_states=received, attention_mask=None)
     output = output[0] if isinstance(output, tuple) else output
-    return Counter(found.nbytes for found in capture.find([output.grad_fn], [received], torch.device("cpu")) if found.alone)
+    return Counter(
+        found.nbytes for found in capture.find([output.grad_fn], [received], torch.device("cpu")) if found.alone
+    )
 
 
 def differences(args: Any, one: Setup, model: Model) -> tuple[int, list[str]]:
@@ -180,7 +189,9 @@ def differences(args: Any, one: Setup, model: Model) -> tuple[int, list[str]]:
 
 def main() -> int:
     num_cases, every = 0, []
-    for model, precision, recompute, tensor in product((GPT, LLAMA, MIXTURE), ("fp32", "bf16"), ("none", "selective"), (1, 2)):
+    for model, precision, recompute, tensor in product(
+        (GPT, LLAMA, MIXTURE), ("fp32", "bf16"), ("none", "selective"), (1, 2)
+    ):
         one = setup(model, precision, recompute, tensor) if model.experts is None or tensor == 1 else None
         if one is None:
             continue

@@ -1,7 +1,8 @@
-"""What Megatron's own layers save on a CPU, beside what the model says of kernels `cpu`: every storage of every case must agree.
+"""What Megatron's own layers save on a CPU, beside what the model says of kernels `cpu`: every storage of every case
+must agree.
 
-In a process of its own, because importing Megatron takes seconds. Tensor parallel ranks that are not there are fake ones. Prints the number
-of cases; ends with 0 when all is well.
+In a process of its own, because importing Megatron takes seconds. Tensor parallel ranks that are not there are fake
+ones. Prints the number of cases; ends with 0 when all is well.
 """
 
 # ruff: noqa: E402
@@ -30,12 +31,13 @@ from bpipe.models.parts import Experts, Routing
 from bpipe.models.saved import moved_bytes, stage_saved
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.runtime import capture
-from megatron.scheduling import one_stage, startup
+from megatron.scheduling.report import one_stage
+from megatron.scheduling.start import startup
 
 with contextlib.redirect_stdout(io.StringIO()):
     startup.prepare()
 
-from megatron.scheduling.flags import add_arguments
+from megatron.scheduling.options.flags import add_arguments
 
 GPT = gpt("gpt", 4, 64, 4, 256, 32)
 LLAMA = replace(
@@ -57,7 +59,15 @@ ROTARY = replace(GPT, name="rotary", learned_positions=False)
 FIRST, INNER, LAST = 0, 1, 3
 
 
-def setup(model: Model, precision: str, recompute: str, tensor: int, sequence_parallel: bool, micro_batch: int, pipeline: int = 4) -> Setup:
+def setup(
+    model: Model,
+    precision: str,
+    recompute: str,
+    tensor: int,
+    sequence_parallel: bool,
+    micro_batch: int,
+    pipeline: int = 4,
+) -> Setup:
     return Setup(
         model=model,
         cluster=parse_cluster(f"a100-80g:{pipeline * tensor}"),
@@ -94,28 +104,41 @@ def cases() -> list[tuple[Setup, tuple[int, ...]]]:
 
 
 def experts() -> list[tuple[Setup, tuple[int, ...]]]:
-    """Each way of routing, and of layers with and without experts some of each. Eight experts of another size than the MLP."""
+    """Each way of routing, and of layers with and without experts some of each.
+
+    Eight experts of another size than the MLP.
+    """
     made = Experts(8, 3, 96)
     every = [(made, Routing()), (made, Routing(dispatcher="allgather")), (replace(made, sigmoid=True), Routing())]
     every += [(replace(made, top_k=1, sigmoid=True), Routing()), (made, Routing(capacity=1.0, padded=True))]
-    every += [(replace(made, shared_size=128), Routing()), (replace(made, shared_size=128, shared_gate=True), Routing())]
+    every += [
+        (replace(made, shared_size=128), Routing()),
+        (replace(made, shared_size=128, shared_gate=True), Routing()),
+    ]
     found = []
     for (one, routing), precision in product(every, ("fp32", "bf16")):
         made_setup = setup(LLAMA, precision, "none", 1, True, 2)
         found.append((replace(made_setup, model=replace(LLAMA, name=f"{one}", experts=one), routing=routing), (INNER,)))
     some = replace(LLAMA, name="some with experts", num_layers=8, experts=replace(made, pattern=(0, 1)))
-    found += [(setup(some, "bf16", recompute, 1, True, 1), (FIRST, LAST)) for recompute in ("none", "selective", "full")]
+    found += [
+        (setup(some, "bf16", recompute, 1, True, 1), (FIRST, LAST)) for recompute in ("none", "selective", "full")
+    ]
     return found
 
 
 def recomputed() -> list[tuple[Setup, tuple[int, ...]]]:
     """Of three layers a stage some, or some at once; of layers parts, one or several."""
     found = []
-    for model, recompute in product((GPT, LLAMA), ("full:block:1", "full:block:2", "full:block:5", "full:uniform:2", "full:uniform:3")):
+    for model, recompute in product(
+        (GPT, LLAMA), ("full:block:1", "full:block:2", "full:block:5", "full:uniform:2", "full:uniform:3")
+    ):
         deep = replace(model, name=f"{model.name} of 12", num_layers=12)
         found.append((setup(deep, "bf16", recompute, 1, True, 2), (FIRST, INNER, LAST)))
     found.append((setup(replace(GPT, num_layers=12), "fp32", "full:block:1", 2, True, 1), (FIRST, LAST)))
-    plain, parts = replace(GPT, name="gpt without biases", linear_bias=False), ("mlp", "layernorm", "core_attn+mlp+layernorm")
+    plain, parts = (
+        replace(GPT, name="gpt without biases", linear_bias=False),
+        ("mlp", "layernorm", "core_attn+mlp+layernorm"),
+    )
     for precision, part, (t, sp) in product(("fp32", "bf16"), parts, ((1, True), (2, True), (2, False))):
         found.append((setup(plain, precision, f"selective:{part}", t, sp, 2), (INNER,)))
     for precision, part in product(("fp32", "bf16"), parts):
@@ -127,18 +150,28 @@ def recomputed() -> list[tuple[Setup, tuple[int, ...]]]:
         model = replace(LLAMA, name=f"experts {pattern}", num_layers=8, experts=replace(made, pattern=pattern))
         found.append((setup(model, "bf16", f"selective:{part}", 1, True, 2), (INNER,)))
     some = replace(LLAMA, name="some with experts", num_layers=12, experts=Experts(8, 3, 96, pattern=(0, 1)))
-    return [*found, *((setup(some, "bf16", recompute, 1, True, 1), (FIRST, INNER)) for recompute in ("full:block:1", "full:uniform:2"))]
+    return [
+        *found,
+        *(
+            (setup(some, "bf16", recompute, 1, True, 1), (FIRST, INNER))
+            for recompute in ("full:block:1", "full:uniform:2")
+        ),
+    ]
 
 
 def agree(setup: Setup, found: Counter[int], said: Counter[int]) -> bool:
-    """Storage by storage; of experts one after the other in the sum, for how many tokens each gets is the router's choice."""
+    """Storage by storage; of experts one after the other in the sum, for how many tokens each gets is the router's
+    choice."""
     if setup.model.experts is None:
         return found == said
     return sum(size * num for size, num in found.items()) == sum(size * num for size, num in said.items())
 
 
 def saved_by_megatron(args: Any, stage: int) -> tuple[Counter[int], int]:
-    """How many storages of each size, and how many bytes of them may leave. What is received may be held by the loop, too."""
+    """How many storages of each size, and how many bytes of them may leave.
+
+    What is received may be held by the loop, too.
+    """
     with one_stage.stage(args, stage) as model:
         runner = one_stage.Runner(args, model, args.micro_batch_size)
         output = runner.forward()
@@ -162,7 +195,9 @@ def main() -> int:
             num_cases += 1
             if not agree(one, found, said) or movable != moved_bytes(one, stage, 1):
                 num_wrong += 1
-                described = f"{one.model.name} {one.precision} {one.recompute} t={one.tensor} b={one.micro_batch} stage {stage}"
+                described = (
+                    f"{one.model.name} {one.precision} {one.recompute} t={one.tensor} b={one.micro_batch} stage {stage}"
+                )
                 print(f"{described}: besides {dict(found - said)}, missing {dict(said - found)}, {movable} move")
     print(f"{num_cases} cases, {num_wrong} differ")
     return 1 if num_wrong or not num_cases else 0

@@ -1,4 +1,6 @@
-"""Load two functions of the installed Megatron without the rest of it, which takes seconds. In: nothing. Out: the functions.
+"""Load two functions of the installed Megatron without the rest of it, which takes seconds.
+
+In: nothing. Out: the functions.
 
 They are oracles: what Megatron itself says a model weighs and computes.
 """
@@ -32,7 +34,9 @@ def megatron_memory() -> ModuleType:
     utils.is_hybrid_model = lambda args: False  # type: ignore[attr-defined]
     utils.print_rank_0 = print  # type: ignore[attr-defined]
     sys.modules |= {"theoretical": package, "theoretical.utils": utils}
-    spec = importlib.util.spec_from_file_location("theoretical.memory", _training_folder() / "theoretical_memory_usage.py")
+    spec = importlib.util.spec_from_file_location(
+        "theoretical.memory", _training_folder() / "theoretical_memory_usage.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -56,7 +60,8 @@ def megatron_flops() -> Callable[..., float]:
 
 @pytest.fixture
 def megatron_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `num_floating_point_operations` imports of hybrid models' patterns, where it looks for it: compiled by itself, too."""
+    """What `num_floating_point_operations` imports of hybrid models' patterns, where it looks for it: compiled by
+    itself, too."""
     name = "megatron.core.models.hybrid.hybrid_layer_allocation"
     path = _training_folder().parent / "core" / "models" / "hybrid" / "hybrid_layer_allocation.py"
     wanted = ("Symbols", "ParsedHybridPattern", "parse_hybrid_pattern", "get_hybrid_layer_counts", "_validate_pattern")

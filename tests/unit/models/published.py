@@ -1,4 +1,7 @@
-"""Hybrid models, and such with experts, latent attention and windows, by the sizes that their authors publish. Knows no test."""
+"""Hybrid models, and such with experts, latent attention and windows, by the sizes that their authors publish.
+
+Knows no test.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,21 @@ DEEPSEEK_V2 = replace(
     latent=Latent(1536, 512, 128, 64, 128),
 )
 # Yang et al. 2025, "Qwen3 Technical Report": 30.5 and 3.3 billion, 235 and 22.
-QWEN3_30B = replace(llama("qwen3-30b-a3b", 48, 2048, 32, 4, 6144, 151936, 4096), qk_norm=True, experts=Experts(128, 8, 768))
-QWEN3_235B = replace(llama("qwen3-235b-a22b", 94, 4096, 64, 4, 12288, 151936, 4096), qk_norm=True, experts=Experts(128, 8, 1536))
+QWEN3_30B = replace(
+    llama("qwen3-30b-a3b", 48, 2048, 32, 4, 6144, 151936, 4096), qk_norm=True, experts=Experts(128, 8, 768)
+)
+QWEN3_235B = replace(
+    llama("qwen3-235b-a22b", 94, 4096, 64, 4, 12288, 151936, 4096), qk_norm=True, experts=Experts(128, 8, 1536)
+)
 
 
-def nemotron(name: str, pattern: str, sizes: tuple[int, int, int, int], hybrid: Hybrid, experts: Experts | None = None) -> Model:
-    """A hybrid: squared ReLU, RMSNorm, no positions, no biases, 131072 tokens. `sizes`: hidden, heads, groups, and an MLP's."""
+def nemotron(
+    name: str, pattern: str, sizes: tuple[int, int, int, int], hybrid: Hybrid, experts: Experts | None = None
+) -> Model:
+    """A hybrid: squared ReLU, RMSNorm, no positions, no biases, 131072 tokens.
+
+    `sizes`: hidden, heads, groups, and an MLP's.
+    """
     hidden, heads, groups, ffn = sizes
     return replace(
         llama(name, len(pattern), hidden, heads, groups, ffn, 131072, 8192),
@@ -46,7 +58,9 @@ _NEMOTRON_H = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
 NEMOTRON_H_8B = nemotron("nemotron-h-8b", _NEMOTRON_H, (4096, 32, 8, 21504), Hybrid(_NEMOTRON_H, 128))
 # NVIDIA 2025, "NVIDIA Nemotron Nano 2": 8.89 billion, in 17.78 GB of 16 bit.
 _NEMOTRON_NANO_2 = "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"
-NEMOTRON_NANO_9B = nemotron("nemotron-nano-9b-v2", _NEMOTRON_NANO_2, (4480, 40, 8, 15680), Hybrid(_NEMOTRON_NANO_2, 128, head_dim=80))
+NEMOTRON_NANO_9B = nemotron(
+    "nemotron-nano-9b-v2", _NEMOTRON_NANO_2, (4480, 40, 8, 15680), Hybrid(_NEMOTRON_NANO_2, 128, head_dim=80)
+)
 # NVIDIA 2025, "Nemotron 3 Nano": 31.6 billion, 3.2 of them for a token without its embedding, 3.6 with.
 _NEMOTRON_3 = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 _EXPERTS = Experts(128, 6, 1856, 3712, sigmoid=True)

@@ -1,4 +1,5 @@
-"""Clusters, by name and from files: every number arrives in its unit, and what is wrong is named with its key and file."""
+"""Clusters, by name and from files: every number arrives in its unit, and what is wrong is named with its key and
+file."""
 
 from __future__ import annotations
 
@@ -57,13 +58,19 @@ def test_what_a_port_carries_and_what_a_message_takes_besides_may_be_said(tmp_pa
     assert (usual.inside_gap_s, usual.between_gap_s) == (300e-6, 300e-6)
     path = tmp_path / "cluster.toml"
     path.write_text(OWN + "between_gap_us = 400\n")
-    assert (read_cluster(path).device.inside_gap_s, read_cluster(path).device.between_gap_s) == pytest.approx((300e-6, 400e-6))
+    assert (read_cluster(path).device.inside_gap_s, read_cluster(path).device.between_gap_s) == pytest.approx(
+        (300e-6, 400e-6)
+    )
     with pytest.raises(ValueError, match=r"a port of 0\.0 GB/s carries nothing"):
         parse_cluster("a100-80g:4x8@0.0")
 
 
 def test_racks_are_nodes_that_one_link_joins(tmp_path: Path) -> None:
-    racks, nodes, launched = parse_cluster("gb200-nvl72:2"), parse_cluster("gb200-nvl72:36x4"), parse_cluster("gb200-nvl72", (36, 4))
+    racks, nodes, launched = (
+        parse_cluster("gb200-nvl72:2"),
+        parse_cluster("gb200-nvl72:36x4"),
+        parse_cluster("gb200-nvl72", (36, 4)),
+    )
     assert racks == nodes == launched
     assert (racks.num_nodes, racks.devices_per_node, racks.devices_per_domain, racks.num_devices) == (36, 4, 72, 144)
     assert racks.device == DEVICES["gb200-186g"]
@@ -79,15 +86,26 @@ def test_racks_are_nodes_that_one_link_joins(tmp_path: Path) -> None:
 
 
 def setup_on(cluster: str, **changes: Any) -> Setup:
-    values = {"tensor": 4, "pipeline": 8, "micro_batch": 1, "global_batch": 64, "sequence": 8192, "recompute": "none", **changes}
+    values = {
+        "tensor": 4,
+        "pipeline": 8,
+        "micro_batch": 1,
+        "global_batch": 64,
+        "sequence": 8192,
+        "recompute": "none",
+        **changes,
+    }
     return Setup(
-        model=PRESETS["llama3-70b"], cluster=parse_cluster(cluster), layers=(80 // values["pipeline"],) * values["pipeline"], **values
+        model=PRESETS["llama3-70b"],
+        cluster=parse_cluster(cluster),
+        layers=(80 // values["pipeline"],) * values["pipeline"],
+        **values,
     )
 
 
 def test_what_a_rack_joins_takes_its_links_and_memory_stays_the_nodes() -> None:
-    """Between trays of a rack messages, tensor parallelism and reductions are as fast as inside of one; copies into a partner's memory end
-    at the tray."""
+    """Between trays of a rack messages, tensor parallelism and reductions are as fast as inside of one; copies into
+    a partner's memory end at the tray."""
     rack, trays, node = setup_on("gb200-nvl72:16x4"), setup_on("gb200-186g:16x4"), setup_on("gb200-186g:1x64")
     assert (rack.nodes(), rack.domains()) == ((0, 2, 4, 6, 8, 10, 12, 14), (0,) * 8)
     assert trays.nodes() == trays.domains() == rack.nodes()
@@ -105,11 +123,15 @@ def test_what_a_rack_joins_takes_its_links_and_memory_stays_the_nodes() -> None:
     assert setup_on("gb200-nvl72:16x4", tensor=8, pipeline=4).domains() == (0,) * 4
     with pytest.raises(ValueError, match="tensor parallel 8 does not divide the 4 devices of a node"):
         setup_on("gb200-186g:16x4", tensor=8, pipeline=4)
-    with pytest.raises(ValueError, match="tensor parallel 64 does not divide the 72 devices of nodes that NVLink joins"):
+    with pytest.raises(
+        ValueError, match="tensor parallel 64 does not divide the 72 devices of nodes that NVLink joins"
+    ):
         setup_on("gb200-nvl72:128x4", tensor=64, pipeline=4)
     assert set(setup_on("gb200-nvl72:2", tensor=4, pipeline=4, global_batch=63).domains()) == {0, 1}
     assert predict(rack).setup.cluster.nodes_per_domain == 18
-    assert {setup.tensor for setup in enumerate_setups(Space(rack.model, rack.cluster, 64, 8192, schedules=("1f1b",)))} == {
+    assert {
+        setup.tensor for setup in enumerate_setups(Space(rack.model, rack.cluster, 64, 8192, schedules=("1f1b",)))
+    } == {
         1,
         2,
         4,
@@ -123,7 +145,14 @@ def test_what_a_rack_joins_takes_its_links_and_memory_stays_the_nodes() -> None:
 
 
 def test_experts_on_a_rack_reach_each_other_over_its_links() -> None:
-    many = {"model": MIXTRAL_8X7B, "tensor": 1, "pipeline": 8, "sequence": 4096, "layers": (4,) * 8, "routing": Routing(8)}
+    many = {
+        "model": MIXTRAL_8X7B,
+        "tensor": 1,
+        "pipeline": 8,
+        "sequence": 4096,
+        "layers": (4,) * 8,
+        "routing": Routing(8),
+    }
     rack, trays = (replace(setup_on(cluster), **many) for cluster in ("gb200-nvl72:16x4", "gb200-186g:16x4"))
     assert exchange(rack).between_s == 0 < exchange(trays).between_s
     assert exchange(rack).seconds < exchange(trays).seconds
@@ -135,10 +164,15 @@ def switched(setup: Setup) -> Setup:
 
 
 def test_of_a_mesh_devices_have_the_links_to_each_other_and_no_more() -> None:
-    """Any two MI300X were given all seven links, so t = 2 stood first: it gathers over one of them. All eight of a node use all."""
+    """Any two MI300X were given all seven links, so t = 2 stood first: it gathers over one of them.
+
+    All eight of a node use all.
+    """
     device = DEVICES["mi300x-192g"]
     assert [device.among(number) / 64e9 for number in (1, 2, 4, 8)] == [1, 1, 3, 7]
-    assert {one.among(number) == one.inside_bytes_per_s for one in DEVICES.values() if one != device for number in (2, 8)} == {True}
+    assert {
+        one.among(number) == one.inside_bytes_per_s for one in DEVICES.values() if one != device for number in (2, 8)
+    } == {True}
     for tensor, slower in ((2, 7), (4, 7 / 3), (8, 1)):
         mesh = setup_on("mi300x-192g:8x8", tensor=tensor, pipeline=8)
         latency = gather_s(replace(mesh, micro_batch=2)) - 2 * gather_s(mesh)
@@ -154,11 +188,22 @@ def test_of_a_mesh_a_message_and_a_transfer_take_one_link() -> None:
 
 
 def test_of_a_mesh_replicas_experts_and_parts_of_a_sequence_use_the_links_among_them() -> None:
-    replicas = setup_on("mi300x-192g:1x8", tensor=1, pipeline=4, switches=Switches(overlap_param_gather=True, overlap_grad_reduce=True))
+    replicas = setup_on(
+        "mi300x-192g:1x8", tensor=1, pipeline=4, switches=Switches(overlap_param_gather=True, overlap_grad_reduce=True)
+    )
     assert update_seconds(replicas)[0][0] == pytest.approx(7 * update_seconds(switched(replicas))[0][0])
-    many = {"model": MIXTRAL_8X7B, "tensor": 1, "pipeline": 4, "sequence": 4096, "layers": (8,) * 4, "routing": Routing(2)}
+    many = {
+        "model": MIXTRAL_8X7B,
+        "tensor": 1,
+        "pipeline": 4,
+        "sequence": 4096,
+        "layers": (8,) * 4,
+        "routing": Routing(2),
+    }
     experts = replace(setup_on("mi300x-192g:1x8", tensor=1), **many)
-    assert exchange(experts).seconds - LINK_LATENCY_S == pytest.approx(7 * (exchange(switched(experts)).seconds - LINK_LATENCY_S))
+    assert exchange(experts).seconds - LINK_LATENCY_S == pytest.approx(
+        7 * (exchange(switched(experts)).seconds - LINK_LATENCY_S)
+    )
     parts = setup_on("mi300x-192g:1x8", tensor=1, pipeline=2, context=4, cp_comm_type="all_gather")
     waits, fewer = (with_exchange(one, 0.0, 0.0)[0] for one in (parts, switched(parts)))
     # From three others keys and values of 2048 tokens each, in 16 bit.
@@ -173,12 +218,16 @@ def test_of_a_mesh_replicas_experts_and_parts_of_a_sequence_use_the_links_among_
 def test_a_file_may_say_that_its_links_are_a_mesh(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(OWN + "mesh_links = 3\n")
-    assert [read_cluster(path).device.among(number) for number in (2, 3, 4)] == pytest.approx([200e9 / 3, 400e9 / 3, 200e9])
+    assert [read_cluster(path).device.among(number) for number in (2, 3, 4)] == pytest.approx(
+        [200e9 / 3, 400e9 / 3, 200e9]
+    )
 
 
 def test_a_file_changes_a_known_device(tmp_path: Path) -> None:
     path = tmp_path / "half-the-ports.json"
-    path.write_text(json.dumps({"nodes": 2, "gpus_per_node": 8, "device": {"like": "h100-80g", "between_gb_per_s": 25}}))
+    path.write_text(
+        json.dumps({"nodes": 2, "gpus_per_node": 8, "device": {"like": "h100-80g", "between_gb_per_s": 25}})
+    )
     device = read_cluster(path).device
     assert device.between_bytes_per_s == 25e9
     assert device.peak_flops_per_s == DEVICES["h100-80g"].peak_flops_per_s
@@ -197,7 +246,10 @@ def test_a_file_changes_a_known_device(tmp_path: Path) -> None:
         ("nodes = 1\ngpus_per_node = 8\ndevice = 3", "device is 3, but must be a name or an object"),
         ('nodes = 1\ngpus_per_node = 8\ndevice = "h100"', "device: unknown device 'h100'"),
         ("nodes = 1\ngpu_per_node = 8", "unknown key 'gpu_per_node', did you mean 'gpus_per_node'"),
-        (OWN.replace("peak_tflops = 500", 'peak_tflops = "500"'), "device.peak_tflops is '500', but must be a number above 0"),
+        (
+            OWN.replace("peak_tflops = 500", 'peak_tflops = "500"'),
+            "device.peak_tflops is '500', but must be a number above 0",
+        ),
         (OWN.replace("60.5", "-1"), "device.memory_gib is -1"),
         (OWN.replace("60.5", "nan"), "device.memory_gib is nan"),
         (OWN + "multiprocessors = 0.5\n", "device.multiprocessors is 0.5, but must be a whole number above 0"),
@@ -205,14 +257,22 @@ def test_a_file_changes_a_known_device(tmp_path: Path) -> None:
         (OWN.replace("peak_tflops = 500\n", ""), "device.peak_tflops missing: give all, or device.like"),
         ("gpus_per_domain = 6\n" + OWN, "gpus_per_domain is 6, but must be whole nodes of 4"),
         ("gpus_per_domain = 0\n" + OWN, "gpus_per_domain is 0, but must be a whole number"),
-        (OWN.replace("peak_tflops", "peak_flops"), "unknown key 'device.peak_flops', did you mean 'device.peak_tflops'"),
+        (
+            OWN.replace("peak_tflops", "peak_flops"),
+            "unknown key 'device.peak_flops', did you mean 'device.peak_tflops'",
+        ),
         (OWN.replace('name = "own"', "name = 3"), "device.name is 3"),
     ],
 )
-def test_errors_name_the_key_and_the_file(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_name_the_key_and_the_file(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(text)
-    assert main(["simulate", "--model", "gpt3-13b", "--cluster", str(path), "--pipeline", "8", "--global-batch", "32"]) == 2
+    assert (
+        main(["simulate", "--model", "gpt3-13b", "--cluster", str(path), "--pipeline", "8", "--global-batch", "32"])
+        == 2
+    )
     error = capsys.readouterr().err
     assert message in error
     assert str(path) in error

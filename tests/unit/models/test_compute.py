@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from bpipe.balance.budget import ActivationBudget
+from bpipe.build import BalanceConfig
 from bpipe.ir.memory import memory_of
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.compute import predict_costs
 from bpipe.models.layout import Setup
 from bpipe.models.model import PRESETS
 from bpipe.models.saved import stage_bytes
-from bpipe.passes.room import Rooms
-from bpipe.program import BalanceConfig
 
 
 def test_stages_that_are_alike_move_what_leaves_of_each() -> None:
-    """What alike stages cost is made once. Of two of them differing parts left, and both were charged for the first one's."""
+    """What alike stages cost is made once.
+
+    Of two of them differing parts left, and both were charged for the first one's.
+    """
     setup = Setup(PRESETS["gpt3-13b"], parse_cluster("h100-80g:8"), 1, 8, 4, 128, 2048, (5,) * 8, balance="bpipe")
     saved = stage_bytes(setup)
     moved = [size // (stage + 1) for stage, size in enumerate(saved)]
-    rooms = Rooms((10**12,) * 8, memory_of(saved, moved))
-    found = predict_costs(replace(setup, how=BalanceConfig(rooms=rooms, parts=(1, 2, 3)))).stages
+    activation_budget = ActivationBudget((10**12,) * 8, memory_of(saved, moved))
+    found = predict_costs(
+        replace(setup, how=BalanceConfig(activation_budget=activation_budget, parts=(1, 2, 3)))
+    ).stages
     assert [cost.moved_bytes for cost in found] == [saved[0], *moved[1:4], *saved[4:]]

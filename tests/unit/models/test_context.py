@@ -1,4 +1,5 @@
-"""Context parallelism: what is divided, who waits for whom beside a clock, where parts lie beside Megatron's own ranks, what is refused."""
+"""Context parallelism: what is divided, who waits for whom beside a clock, where parts lie beside Megatron's own
+ranks, what is refused."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ def test_optimizer_state_is_of_every_copy_where_it_is_not_distributed() -> None:
     state = parameter_bytes(LLAMA)[2]
     for context in (1, 4):
         setup = over(context, distributed_optimizer=False)
-        assert [row.optimizer_bytes for row in predict_memory(setup)] == [state * count for count in rank_parameters(setup)]
+        assert [row.optimizer_bytes for row in predict_memory(setup)] == [
+            state * count for count in rank_parameters(setup)
+        ]
 
 
 def test_gradients_are_reduced_over_all_copies() -> None:
@@ -72,7 +75,8 @@ def test_gradients_are_reduced_over_all_copies() -> None:
 
 @pytest.mark.parametrize("context", [2, 4, 8])
 def test_steps_of_a_ring_are_of_equal_work(context: int) -> None:
-    """Of 2c parts a rank has one from the front and one from the back; pairs of tokens are counted one by one, half of the diagonal's."""
+    """Of 2c parts a rank has one from the front and one from the back; pairs of tokens are counted one by one, half
+    of the diagonal's."""
     size = 4
     mine = [[one, 2 * context - 1 - one] for one in range(context)]
 
@@ -159,7 +163,9 @@ def _megatrons_groups(tensor: int, context: int, pipeline: int, data: int, token
     future = ast.parse("from __future__ import annotations").body
     namespace: dict[str, Any] = {"List": list, "Optional": Any}
     exec(compile(ast.Module([*future, *nodes], []), "parallel_state.py", "exec"), namespace)
-    made = namespace["RankGenerator"](tp=tensor, ep=1, dp=data, pp=pipeline, cp=context, order="tp-cp-ep-dp-pp", rank_offset=0)
+    made = namespace["RankGenerator"](
+        tp=tensor, ep=1, dp=data, pp=pipeline, cp=context, order="tp-cp-ep-dp-pp", rank_offset=0
+    )
     groups: list[list[int]] = made.get_ranks(token)
     return groups
 
@@ -186,7 +192,9 @@ def test_a_pairs_blocks_stay_whole() -> None:
 
 
 def test_experts_are_spread_over_context_parallel_ranks_too() -> None:
-    setup = Setup(MIXTRAL_8X7B, parse_cluster("h100-80g:4x8"), 1, 4, 1, 64, 32768, (8,) * 4, context=8, routing=Routing(8))
+    setup = Setup(
+        MIXTRAL_8X7B, parse_cluster("h100-80g:4x8"), 1, 4, 1, 64, 32768, (8,) * 4, context=8, routing=Routing(8)
+    )
     assert (setup.data, setup.expert_replicas) == (1, 1)
     with pytest.raises(ValueError, match=r"does not divide t\*c\*d = 4"):
         replace(setup, context=2, cluster=parse_cluster("h100-80g:2x8"))

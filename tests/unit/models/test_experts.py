@@ -1,4 +1,5 @@
-"""Experts and latent attention: parameters as published, FLOPs as Megatron counts them, bytes by hand, what travels, what is refused."""
+"""Experts and latent attention: parameters as published, FLOPs as Megatron counts them, bytes by hand, what travels,
+what is refused."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from bpipe.models.layout import Setup
 from bpipe.models.memory import predict_memory, rank_experts, rank_parameters, stage_experts
 from bpipe.models.model import Model
 from bpipe.models.parameters import num_active_parameters, num_parameters
-from bpipe.models.parts import EVERY, Experts, Latent, LayerKind, Routing, read_pattern, write_pattern
+from bpipe.models.parts import EVERY_LAYER, Experts, Latent, LayerKind, Routing, read_pattern, write_pattern
 from bpipe.models.saved import layer_saved, stage_bytes, stage_saved
 from bpipe.models.sizes import total
 from tests.unit.models.published import DEEPSEEK_V2, DEEPSEEK_V3, MIXTRAL_8X7B, MIXTRAL_8X22B, QWEN3_30B, QWEN3_235B
@@ -43,7 +44,9 @@ def test_as_many_parameters_as_published(model: Model, every: float, active: flo
 def test_deepseeks_parameters_by_hand() -> None:
     """Shape by shape, as its safetensors have them."""
     hidden, heads = 7168, 128
-    attention = hidden * 1536 + 1536 + 1536 * heads * 192 + hidden * (512 + 64) + 512 + 512 * heads * 256 + heads * 128 * hidden
+    attention = (
+        hidden * 1536 + 1536 + 1536 * heads * 192 + hidden * (512 + 64) + 512 + 512 * heads * 256 + heads * 128 * hidden
+    )
     dense, expert = 3 * hidden * 18432, 3 * hidden * 2048
     layers = 61 * (attention + 2 * hidden) + 3 * dense + 58 * (257 * expert + 256 * hidden)
     assert num_parameters(DEEPSEEK_V3) == layers + 2 * 129280 * hidden + hidden == 671_026_404_352
@@ -57,7 +60,9 @@ def setup_of(model: Model, t: int = 1, p: int = 4, devices: str = "h100-80g:4x8"
 
 
 @pytest.mark.parametrize("model", [row[0] for row in PUBLISHED], ids=[row[0].name for row in PUBLISHED])
-def test_flops_are_megatrons(model: Model, megatron_flops: Callable[..., float], megatron_args: Callable[[Any], Any]) -> None:
+def test_flops_are_megatrons(
+    model: Model, megatron_flops: Callable[..., float], megatron_args: Callable[[Any], Any]
+) -> None:
     args = megatron_args(setup_of(model))
     assert training_flops(model, 256, model.sequence, vocabulary=args.padded_vocab_size) == pytest.approx(
         megatron_flops(args, 256), rel=1e-12
@@ -93,7 +98,8 @@ def test_saved_bytes_of_a_layer_by_hand() -> None:
     assert rows["inputs of experts' activation functions"].nbytes == 2 * copies * 2 * 14336
     assert rows["inputs of experts' second matrices"].nbytes == 2 * copies * 14336
     assert "input of the second MLP matrix" not in rows
-    # Even loads: with experts elsewhere as many tokens come as leave. Divided experts see all tokens of those who share them.
+    # Even loads: with experts elsewhere as many tokens come as leave. Divided experts see all tokens of those who share
+    # them.
     assert total(layer_saved(setup_of(MIXTRAL_8X7B, routing=Routing(8)))) == total(tuple(rows.values()))
     halved = {row.name: row for row in layer_saved(setup_of(MIXTRAL_8X7B, 2))}
     assert halved["inputs of experts"].nbytes == rows["inputs of experts"].nbytes
@@ -102,7 +108,11 @@ def test_saved_bytes_of_a_layer_by_hand() -> None:
 
 def test_a_capacity_bounds_and_pads() -> None:
     def inputs(routing: Routing) -> int:
-        return next(row.nbytes for row in layer_saved(setup_of(MIXTRAL_8X7B, routing=routing)) if row.name == "inputs of experts")
+        return next(
+            row.nbytes
+            for row in layer_saved(setup_of(MIXTRAL_8X7B, routing=routing))
+            if row.name == "inputs of experts"
+        )
 
     free = inputs(Routing())
     assert inputs(Routing(capacity=1.5)) == free
@@ -133,11 +143,14 @@ def test_stages_have_the_kinds_of_their_layers() -> None:
     assert tuple(total(stage_saved(setup, stage)) for stage in range(4)) == stage_bytes(setup)
     seconds = [stage.forward_s for stage in predict_costs(setup).stages]
     assert seconds[1] == pytest.approx(15 * layer_seconds(setup, LayerKind(True))[0])
-    assert seconds[0] == pytest.approx(13 * layer_seconds(setup, LayerKind(True))[0] + 3 * layer_seconds(setup, LayerKind(False))[0])
+    assert seconds[0] == pytest.approx(
+        13 * layer_seconds(setup, LayerKind(True))[0] + 3 * layer_seconds(setup, LayerKind(False))[0]
+    )
 
 
 def test_tokens_on_their_way() -> None:
-    """Within a node NVLink has seven eighths of what is sent; over two nodes a device's port has half of it, and takes longer."""
+    """Within a node NVLink has seven eighths of what is sent; over two nodes a device's port has half of it, and
+    takes longer."""
     assert exchange(setup_of(MIXTRAL_8X7B, routing=Routing(1))).seconds == 0
     inside = exchange(setup_of(MIXTRAL_8X7B, routing=Routing(8)))
     sent = 4096 * 2 * 4096 * 2
@@ -171,7 +184,7 @@ def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str) -> Non
 @pytest.mark.parametrize(
     ("text", "pattern"),
     [
-        ("1", EVERY),
+        ("1", EVERY_LAYER),
         ("2", (1, 0)),
         ("[0]*3+[1]*58", (0,) * 3 + (1,) * 58),
         ("([0]+[1]*3)*4", (0, 1, 1, 1)),

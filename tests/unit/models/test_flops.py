@@ -1,4 +1,5 @@
-"""FLOPs and MFU: Megatron's function and the papers' formula, and the papers' own MFU from the papers' own stage times."""
+"""FLOPs and MFU: Megatron's function and the papers' formula, and the papers' own MFU from the papers' own stage
+times."""
 
 from __future__ import annotations
 
@@ -9,19 +10,21 @@ from typing import Any
 
 import pytest
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.flops import mfu, training_flops
 from bpipe.models.hugging_face import find_model
 from bpipe.models.layout import Setup, split_layers
 from bpipe.models.model import PRESETS
 from bpipe.models.parameters import num_parameters
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.simulate.cost import Costs, StageCost
 from bpipe.simulate.engine import simulate
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_megatrons_formula_is_megatrons(name: str, megatron_flops: Callable[..., float], megatron_args: Callable[[Any], Any]) -> None:
+def test_megatrons_formula_is_megatrons(
+    name: str, megatron_flops: Callable[..., float], megatron_args: Callable[[Any], Any]
+) -> None:
     model = PRESETS[name]
     layers = split_layers(model.num_layers, 2)
     assert layers is not None

@@ -1,4 +1,5 @@
-"""FP8: what a layer keeps by hand, which copies of weights there are, what is faster and what is not, what is refused, what is emitted."""
+"""FP8: what a layer keeps by hand, which copies of weights there are, what is faster and what is not, what is
+refused, what is emitted."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from bpipe.models.switches import Switches
 from bpipe.models.tensor_parallel import gather_s
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.predict import predict
-from bpipe.plan.standings import needs_of
+from bpipe.plan.standings import needs_of_setup
 from tests.unit.models.published import DEEPSEEK_V3, MIXTRAL_8X7B
 
 PLAIN = Setup(PRESETS["llama3-70b"], parse_cluster("h100-80g:8x8"), 4, 8, 1, 128, 8192, (10,) * 8, recompute="none")
@@ -36,15 +37,17 @@ B200 = parse_cluster("b200-180g:8x8")
 
 
 def test_a_layer_keeps_what_enters_its_matrices_in_8_bit() -> None:
-    """By hand, of a token: two norms' inputs in 16 bit; queries, keys and values; what attention gives, in 16 bit for itself and in 8 for
-    the projection; the gated halves in 16 bit; what enters the four matrices in 8."""
+    """By hand, of a token: two norms' inputs in 16 bit; queries, keys and values; what attention gives, in 16 bit
+    for itself and in 8 for the projection; the gated halves in 16 bit; what enters the four matrices in 8."""
     tokens, hidden, ffn, t = 8192, 8192, 28672, 4
     lse = 4 * 64 * tokens // t
     wide = tokens * (2 * 2 * hidden + 2 * (hidden + 2048) + 2 * hidden + 2 * 2 * ffn) // t
     assert total(layer_saved(DELAYED)) == wide + tokens * (2 * hidden + hidden + ffn) // t + lse
     assert total(layer_saved(PLAIN)) == wide + tokens * (2 * 2 * hidden + 2 * ffn) // t + lse
     # Blocks of 128 have a scale of four bytes, those of 32 one of a byte.
-    blocks = [total(layer_saved(replace(DELAYED, cluster=B200, fp8=Fp8(recipe=recipe)))) for recipe in ("blockwise", "mxfp8")]
+    blocks = [
+        total(layer_saved(replace(DELAYED, cluster=B200, fp8=Fp8(recipe=recipe)))) for recipe in ("blockwise", "mxfp8")
+    ]
     assert blocks == [wide + tokens * (3 * hidden + ffn) // t * 33 // 32 + lse] * 2
     # A recomputed layer's input is none of that, nor what passes between stages.
     assert stage_bytes(replace(DELAYED, recompute="full")) == stage_bytes(replace(PLAIN, recompute="full"))
@@ -67,7 +70,8 @@ def test_experts_and_latent_attention_keep_less_too(model: Any) -> None:
 
 
 def test_weights_are_there_in_8_bit_besides_or_alone() -> None:
-    """Hopper multiplies one layout alone and keeps both; Blackwell multiplies any, but scales in blocks lie along the sum."""
+    """Hopper multiplies one layout alone and keeps both; Blackwell multiplies any, but scales in blocks lie along
+    the sum."""
     every = [rank_parameters(PLAIN)[0], stage_matrices(DELAYED)[0]]
     for cluster, fp8, wanted in (
         (PLAIN.cluster, None, 2 * every[0]),
@@ -110,7 +114,8 @@ def test_products_of_layers_are_faster_and_nothing_else_is() -> None:
 
 
 def test_what_is_gathered_after_an_update() -> None:
-    """Weights in 8 bit alone pass so, but for those in small blocks, which pass in 16; without, each is written anew once an iteration."""
+    """Weights in 8 bit alone pass so, but for those in small blocks, which pass in 16; without, each is written anew
+    once an iteration."""
     late = replace(PLAIN, cluster=B200, switches=Switches(overlap_grad_reduce=True))
 
     def update(fp8: Fp8 | None) -> float:
@@ -119,7 +124,10 @@ def test_what_is_gathered_after_an_update() -> None:
     plain = update(None)
     assert update(Fp8(recipe="tensorwise", param_gather=True)) < plain < update(Fp8(recipe="tensorwise"))
     assert update(Fp8(recipe="mxfp8", param_gather=True)) == plain
-    reductions = {float(predict_costs(replace(late, fp8=fp8)).stages[1].reduction_s) for fp8 in (None, Fp8(), Fp8(param_gather=True))}
+    reductions = {
+        float(predict_costs(replace(late, fp8=fp8)).stages[1].reduction_s)
+        for fp8 in (None, Fp8(), Fp8(param_gather=True))
+    }
     assert len(reductions) == 1
 
 
@@ -129,7 +137,10 @@ def test_what_is_gathered_after_an_update() -> None:
         ({"cluster": parse_cluster("a100-80g:8x8")}, "a100-80g multiplies no FP8"),
         ({"fp8": Fp8(recipe="mxfp8")}, "h100-80g has no mxfp8, which came with Blackwell"),
         ({"precision": "fp32"}, "FP8 is for trainings in bf16 or fp16"),
-        ({"fp8": Fp8(param_gather=True), "distributed_optimizer": False}, "--fp8-param-gather is for the distributed optimizer"),
+        (
+            {"fp8": Fp8(param_gather=True), "distributed_optimizer": False},
+            "--fp8-param-gather is for the distributed optimizer",
+        ),
         ({"schedule": "zb-h1"}, "zb-h1 splits backwards, and what its halves hold in FP8 is not modelled"),
     ],
 )
@@ -142,19 +153,28 @@ def test_what_is_not_modelled_is_refused(changes: dict[str, Any], message: str) 
 
 def test_flags_say_that_the_trainer_has_to_be_told() -> None:
     plain = megatron_flags(replace(PLAIN, fp8=Fp8(recipe="tensorwise", param_gather=True)))
-    assert plain[plain.index("--fp8-format") :][:5] == ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise", "--fp8-param-gather"]
+    assert plain[plain.index("--fp8-format") :][:5] == [
+        "--fp8-format",
+        "hybrid",
+        "--fp8-recipe",
+        "tensorwise",
+        "--fp8-param-gather",
+    ]
     assert "--bpipe-unproven" not in plain
     for ours in (replace(DELAYED, balance="bpipe"), replace(DELAYED, schedule="gpipe")):
         flags = megatron_flags(ours)
         assert flags[flags.index("--bpipe-unproven") + 1] == "fp8"
-        assert any("--bpipe-unproven fp8" in need for need in needs_of(ours))
-    assert not any("fp8" in need for need in needs_of(DELAYED))
+        assert any("--bpipe-unproven fp8" in need for need in needs_of_setup(ours))
+    assert not any("fp8" in need for need in needs_of_setup(DELAYED))
     assert "--bpipe-unproven" not in megatron_flags(replace(PLAIN, balance="bpipe"))
 
 
 def test_commands_take_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     common = ["--model", "llama3-8b", "--cluster", "h100-80g:8", "--global-batch", "32"]
-    assert main(["simulate", *common, "--tensor", "2", "--pipeline", "2", "--fp8-format", "hybrid", "--format", "json"]) == 0
+    assert (
+        main(["simulate", *common, "--tensor", "2", "--pipeline", "2", "--fp8-format", "hybrid", "--format", "json"])
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert found["peak_flops_per_s"] == 1979e12
     wanted = {"fp8_format": "hybrid", "fp8_recipe": "delayed", "fp8_param_gather": False}
@@ -174,4 +194,7 @@ def test_commands_take_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     path = tmp_path / "cluster.toml"
     path.write_text('nodes = 1\ngpus_per_node = 8\n[device]\nlike = "a100-80g"\nfp8_tflops = 600\n')
     assert read_cluster(path).device.fp8_flops_per_s == 600e12
-    assert main(["simulate", *common[:2], "--cluster", str(path), *common[4:], "--pipeline", "2", "--fp8-format", "e4m3"]) == 0
+    assert (
+        main(["simulate", *common[:2], "--cluster", str(path), *common[4:], "--pipeline", "2", "--fp8-format", "e4m3"])
+        == 0
+    )

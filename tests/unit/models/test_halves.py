@@ -1,4 +1,5 @@
-"""Split backwards: seconds of their halves, measured ones, and what a rank holds between them, from orders of any shape."""
+"""Split backwards: seconds of their halves, measured ones, and what a rank holds between them, from orders of any
+shape."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from bpipe.balance.pairs import balance
+from bpipe.build import ScheduleConfig, build
 from bpipe.generate import one_f_one_b
 from bpipe.generate.place import place
 from bpipe.ir.action import Action, Kind
@@ -22,9 +25,7 @@ from bpipe.models.layout import Setup
 from bpipe.models.model import PRESETS
 from bpipe.models.profile import read_profile
 from bpipe.models.tensor_parallel import exposed, gather_s
-from bpipe.passes.balance import balance
 from bpipe.plan.predict import costs_of
-from bpipe.program import ScheduleConfig, build
 from bpipe.simulate.cost import StageCost
 
 LLAMA = Setup(PRESETS["llama3-70b"], parse_cluster("h100-80g:8x8"), 8, 8, 1, 32, 8192, (10,) * 8, recompute="none")
@@ -81,7 +82,9 @@ def test_one_rank_measured_alone_has_its_collectives_on_top(recompute: str, tmp_
     assert waits.forward_s > 0
     assert alone.forward_s - whole.forward_s == pytest.approx(10 * waits.forward_s)
     assert alone.backward_s - whole.backward_s == pytest.approx(10 * waits.backward_s)
-    assert alone.whole_input_s + alone.weight_s - whole.whole_input_s - whole.weight_s == pytest.approx(10 * waits.input_half_s)
+    assert alone.whole_input_s + alone.weight_s - whole.whole_input_s - whole.weight_s == pytest.approx(
+        10 * waits.input_half_s
+    )
     # What is predicted has them: of a device that computes in no time they are what is left.
     assert layer_seconds(setup)[0] > waits.forward_s
 
@@ -100,7 +103,11 @@ def test_measured_seconds(tmp_path: Path) -> None:
     assert stage.input_s == pytest.approx(before.input_s * 0.2 / float(before.backward_s))
     path.write_text(json.dumps({"stages": [{"input_s": 0.012, "weight_s": 0.009, "layers": 1}]}))
     stage = read_profile(str(path)).apply(LLAMA, predicted).stages[3]
-    assert (stage.input_s, stage.weight_s, stage.backward_s) == (pytest.approx(0.12), pytest.approx(0.09), before.backward_s)
+    assert (stage.input_s, stage.weight_s, stage.backward_s) == (
+        pytest.approx(0.12),
+        pytest.approx(0.09),
+        before.backward_s,
+    )
     at_once = replace(LLAMA, keep_weights_halves="none")
     assert read_profile(str(path)).apply(at_once, predict_costs(at_once)).stages[3].weight_s == 0
     path.write_text(json.dumps({"stages": [{"weight_s": 0.009}]}))

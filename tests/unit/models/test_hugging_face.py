@@ -1,4 +1,5 @@
-"""Models of Hugging Face's files: as many parameters as their authors say, what differs from LLaMA, and what is refused by name."""
+"""Models of Hugging Face's files: as many parameters as their authors say, what differs from LLaMA, and what is
+refused by name."""
 
 from __future__ import annotations
 
@@ -23,15 +24,27 @@ from bpipe.models.saved import layer_bytes
 from bpipe.plan.megatron_command import read_command
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.options import setup_from
-from bpipe.plan.standings import BEHIND_ATTENTION, GATED_GELU, needs_of
+from bpipe.plan.standings import BEHIND_ATTENTION, GATED_GELU, needs_of_setup
 
-NAMES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size")
+NAMES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+)
 
-# As their config.json on the hub has them, and the parameters that their authors count, in billions. Nemotron-4: its two reports, of which
-# the first says 12.5 without embeddings and 3.1 in them, the second 331.6 and 9.4.
+# As their config.json on the hub has them, and the parameters that their authors count, in billions. Nemotron-4: its
+# two reports, of which the first says 12.5 without embeddings and 3.1 in them, the second 331.6 and 9.4.
 PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], float]] = {
     "Nemotron-4 15B": ({"model_type": "nemotron", "hidden_act": "relu2"}, (32, 6144, 48, 8, 128, 24576, 256000), 15.6),
-    "Nemotron-4 340B": ({"model_type": "nemotron", "hidden_act": "relu2"}, (96, 18432, 96, 8, 192, 73728, 256000), 341.0),
+    "Nemotron-4 340B": (
+        {"model_type": "nemotron", "hidden_act": "relu2"},
+        (96, 18432, 96, 8, 192, 73728, 256000),
+        341.0,
+    ),
     "Nemotron-Mini-4B": ({"model_type": "nemotron", "hidden_act": "relu2"}, (32, 3072, 24, 8, 128, 9216, 256000), 4.19),
     "Gemma 7B": ({"model_type": "gemma", "hidden_act": "gelu"}, (28, 3072, 16, 16, 256, 24576, 256000), 8.54),
     "Gemma 2B": ({"model_type": "gemma", "hidden_act": "gelu"}, (18, 2048, 8, 1, 256, 16384, 256000), 2.51),
@@ -43,10 +56,16 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], float]] = {
 }
 
 
-# With experts, latent attention or windows: as their config.json on the hub have them, and billions of all parameters and of a token's. Of
-# Gemma 3 and LLaMA 4 without what sees, which has 0.4 and 0.9.
+# With experts, latent attention or windows: as their config.json on the hub have them, and billions of all parameters
+# and of a token's. Of Gemma 3 and LLaMA 4 without what sees, which has 0.4 and 0.9.
 QWEN_MOE = {"decoder_sparse_step": 1, "mlp_only_layers": [], "num_experts": 128, "num_experts_per_tok": 8}
-DEEPSEEK = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "q_lora_rank": 1536}
+DEEPSEEK = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "q_lora_rank": 1536,
+}
 KNOWN: dict[str, tuple[dict[str, Any], tuple[int | None, ...], float, float]] = {
     "Mixtral 8x7B": (
         {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
@@ -137,13 +156,23 @@ KNOWN: dict[str, tuple[dict[str, Any], tuple[int | None, ...], float, float]] = 
         17.0,
     ),
     "Gemma-2-9B": (
-        {"model_type": "gemma2", "sliding_window": 4096, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+        {
+            "model_type": "gemma2",
+            "sliding_window": 4096,
+            "final_logit_softcapping": 30.0,
+            "attn_logit_softcapping": 50.0,
+        },
         (42, 3584, 16, 8, 256, 14336, 256000),
         9.24,
         9.24,
     ),
     "Gemma-2-27B": (
-        {"model_type": "gemma2", "sliding_window": 4096, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+        {
+            "model_type": "gemma2",
+            "sliding_window": 4096,
+            "final_logit_softcapping": 30.0,
+            "attn_logit_softcapping": 50.0,
+        },
         (46, 4608, 32, 16, 128, 36864, 256000),
         27.2,
         27.2,
@@ -178,7 +207,12 @@ def test_layers_that_differ(tmp_path: Path) -> None:
         return "".join("w" if model.kind(layer).window else "." for layer in range(8))
 
     gemma = known(tmp_path, "Gemma-2-9B")
-    assert (windows(gemma), gemma.capped_attention, gemma.capped_logits, gemma.post_norms) == ("w.w.w.w.", True, True, True)
+    assert (windows(gemma), gemma.capped_attention, gemma.capped_logits, gemma.post_norms) == (
+        "w.w.w.w.",
+        True,
+        True,
+        True,
+    )
     assert windows(known(tmp_path, "Gemma-3-27B")) == "wwwww.ww"
     types = ["full_attention", "sliding_attention"] * 31
     assert windows(known(tmp_path, "Gemma-3-27B", layer_types=types)) == ".w.w.w.w"
@@ -197,7 +231,9 @@ def test_chunks_of_attention_are_refused_where_they_matter(tmp_path: Path) -> No
 def test_the_text_of_a_model_that_sees(tmp_path: Path) -> None:
     sizes = {"hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62, "num_attention_heads": 32}
     text = {**sizes, "num_key_value_heads": 16, "head_dim": 128, "sliding_window": 1024, "model_type": "gemma3_text"}
-    model = find_model(written(tmp_path, {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 1152}}))
+    model = find_model(
+        written(tmp_path, {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 1152}})
+    )
     assert num_parameters(model) == num_parameters(replace(known(tmp_path, "Gemma-3-27B"), sequence=131072))
 
 
@@ -206,19 +242,34 @@ def test_a_launch_says_the_same_of_layers(name: str, tmp_path: Path) -> None:
     """There and back through Megatron's flags: experts, latent attention, windows, and how tokens come to experts."""
     model = known(tmp_path, name)
     routing = Routing(2, 1, "flex", 1.25, True) if model.experts else Routing()
-    values = {"model": model, "cluster": parse_cluster("h100-80g:1x8"), "tensor": 2, "pipeline": 2, "micro_batch": 1, "global_batch": 16}
+    values = {
+        "model": model,
+        "cluster": parse_cluster("h100-80g:1x8"),
+        "tensor": 2,
+        "pipeline": 2,
+        "micro_batch": 1,
+        "global_batch": 16,
+    }
     layers = (model.num_layers // 2, model.num_layers - model.num_layers // 2)
     mine = Setup(**values, sequence=4096, layers=layers, routing=routing)
     options = read_command(megatron_flags(mine)).options
-    assert (options.get("experts"), options.get("latent"), options.get("window")) == (model.experts, model.latent, model.window)
+    assert (options.get("experts"), options.get("latent"), options.get("window")) == (
+        model.experts,
+        model.latent,
+        model.window,
+    )
     assert options.get("routing", Routing()) == routing
     assert options["qk_layernorm"] is model.qk_norm
-    back = setup_from([*megatron_flags(mine), "--vocab-size", str(model.vocabulary)], mine.cluster, model.vocabulary, "gpu")
-    assert [back.model.kind(layer) for layer in range(model.num_layers)] == [model.kind(layer) for layer in range(model.num_layers)]
+    back = setup_from(
+        [*megatron_flags(mine), "--vocab-size", str(model.vocabulary)], mine.cluster, model.vocabulary, "gpu"
+    )
+    assert [back.model.kind(layer) for layer in range(model.num_layers)] == [
+        model.kind(layer) for layer in range(model.num_layers)
+    ]
     like = replace(model, gated_gelu=False, post_norms=False, capped_attention=False, capped_logits=False)
     assert rank_parameters(back) == rank_parameters(replace(mine, model=like))
     assert layer_seconds(back) == layer_seconds(replace(mine, model=like))
-    assert (BEHIND_ATTENTION in needs_of(mine)) == model.post_norms
+    assert (BEHIND_ATTENTION in needs_of_setup(mine)) == model.post_norms
 
 
 def config_of(name: str, **changes: Any) -> dict[str, Any]:
@@ -249,7 +300,9 @@ def test_to_the_last_parameter(tmp_path: Path) -> None:
 def setup_of(model: Model, **changes: Any) -> Setup:
     p = 4
     values = {"tensor": 2, "pipeline": p, "micro_batch": 1, "global_batch": 16, "sequence": 4096}
-    return Setup(model=model, cluster=parse_cluster("h100-80g:8"), layers=(model.num_layers // p,) * p, **{**values, **changes})
+    return Setup(
+        model=model, cluster=parse_cluster("h100-80g:8"), layers=(model.num_layers // p,) * p, **{**values, **changes}
+    )
 
 
 @pytest.mark.parametrize(
@@ -268,7 +321,7 @@ def test_the_flags_say_which_model_it_is(name: str, flags: list[str], tmp_path: 
     switches = {"--squared-relu", "--swiglu", "--add-qkv-bias", "--qk-layernorm"}
     assert set(flags) <= set(said)
     assert switches & set(said) == switches & set(flags)
-    assert (GATED_GELU in needs_of(mine)) == (name == "Gemma 7B")
+    assert (GATED_GELU in needs_of_setup(mine)) == (name == "Gemma 7B")
     options = read_command(said).options
     model = mine.model
     assert (options["squared_relu"], options["add_qkv_bias"], options["qk_layernorm"]) == (
@@ -304,7 +357,9 @@ def test_windows_make_attention_shorter(tmp_path: Path) -> None:
     mine, rates = setup_of(model), Rates.of(setup_of(model))
     assert core_seconds(mine, rates, 2048)[0] == pytest.approx(0.75 * core_seconds(mine, rates)[0])
     assert layer_seconds(mine)[0] < layer_seconds(setup_of(replace(model, window=None)))[0]
-    assert layer_seconds(setup_of(model, sequence=2048)) == layer_seconds(setup_of(replace(model, window=None), sequence=2048))
+    assert layer_seconds(setup_of(model, sequence=2048)) == layer_seconds(
+        setup_of(replace(model, window=None), sequence=2048)
+    )
     # Qwen's files name one, and do not use it.
     assert model_of(tmp_path, "Qwen2.5-72B", sliding_window=2048, use_sliding_window=False).window is None
 
@@ -314,7 +369,10 @@ def test_windows_make_attention_shorter(tmp_path: Path) -> None:
     [
         ({"num_local_experts": 8}, "num_local_experts is 8: experts are not modelled in a llama"),
         ({"model_type": "gpt_oss"}, "model_type 'gpt_oss' is not modelled, only .*: sinks of attention"),
-        ({"model_type": "qwen3_moe", "num_experts": 8, "mlp_only_layers": [1]}, "mlp_only_layers is .1.: single layers"),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 8, "mlp_only_layers": [1]},
+            "mlp_only_layers is .1.: single layers",
+        ),
         ({"model_type": "mixtral", "num_local_experts": 8}, "num_experts_per_tok"),
         ({"model_type": "llama4"}, "text_config"),
         ({"model_type": "mamba"}, "give the sizes as flags"),

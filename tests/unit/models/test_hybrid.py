@@ -1,4 +1,5 @@
-"""Hybrid models: parameters as published, FLOPs as Megatron counts them, what layers of one part save and take, and what is refused."""
+"""Hybrid models: parameters as published, FLOPs as Megatron counts them, what layers of one part save and take, and
+what is refused."""
 
 from __future__ import annotations
 
@@ -31,7 +32,14 @@ MAMBA, ATTENTION, MLP = (LayerKind(symbol=symbol) for symbol in "M*-")
 def setup_of(model: Model, p: int = 4, t: int = 1, **changes: Any) -> Setup:
     layers = split_layers(model.num_layers, p, allow_uneven=True)
     assert layers is not None
-    values = {"micro_batch": 1, "global_batch": 64, "sequence": model.sequence, "layers": layers, "recompute": "none", **changes}
+    values = {
+        "micro_batch": 1,
+        "global_batch": 64,
+        "sequence": model.sequence,
+        "layers": layers,
+        "recompute": "none",
+        **changes,
+    }
     return Setup(model=model, cluster=parse_cluster("h100-80g:2x8"), tensor=t, pipeline=p, **values)
 
 
@@ -60,7 +68,9 @@ def test_a_mamba_layers_parameters_by_hand() -> None:
 
 @pytest.mark.usefixtures("megatron_patterns")
 @pytest.mark.parametrize("model", [NEMOTRON_H_8B, NEMOTRON_NANO_9B, NEMOTRON_3_NANO], ids=lambda one: one.name)
-def test_flops_are_megatrons(model: Model, megatron_flops: Callable[..., float], megatron_args: Callable[[Any], Any]) -> None:
+def test_flops_are_megatrons(
+    model: Model, megatron_flops: Callable[..., float], megatron_args: Callable[[Any], Any]
+) -> None:
     """Megatron takes what goes through states to be twice the hidden size: of Nemotron Nano 9B it is 2.29 times."""
     hybrid = model.hybrid
     assert hybrid is not None
@@ -94,7 +104,9 @@ def test_attention_and_mlp_apart_are_a_layer(kernels: str, recompute: str) -> No
     assert stage_bytes(whole) == stage_bytes(apart)
     assert after_input_bytes(whole) == after_input_bytes(apart)
     for mine, other in zip(predict_costs(apart).stages, predict_costs(whole).stages, strict=True):
-        assert (mine.forward_s, mine.backward_s, mine.weight_s) == pytest.approx((other.forward_s, other.backward_s, other.weight_s))
+        assert (mine.forward_s, mine.backward_s, mine.weight_s) == pytest.approx(
+            (other.forward_s, other.backward_s, other.weight_s)
+        )
 
 
 def test_apart_in_fp8_too() -> None:
@@ -108,7 +120,8 @@ def test_apart_in_fp8_too() -> None:
 
 
 def test_what_a_mamba_layer_saves_by_hand() -> None:
-    """Values of 2 bytes a token: hidden before and behind the norm, 18560 of the first matrix, 8192 three times, and 8 scales of 4."""
+    """Values of 2 bytes a token: hidden before and behind the norm, 18560 of the first matrix, 8192 three times, and
+    8 scales of 4."""
     setup = setup_of(NEMOTRON_H_8B)
     per_token = 2 * (2 * 4096 + 18560 + 3 * 8192) + 8 * 4
     assert total(layer_saved(setup, None, MAMBA)) == 8192 * per_token
@@ -121,7 +134,10 @@ def test_what_a_mamba_layer_saves_by_hand() -> None:
 
 def test_stages_have_their_own_layers() -> None:
     setup = setup_of(NEMOTRON_H_8B)
-    assert [dict(kinds) for kinds in setup.stage_kinds[:2]] == [{MAMBA: 6, MLP: 6, ATTENTION: 1}, {MAMBA: 6, MLP: 6, ATTENTION: 1}]
+    assert [dict(kinds) for kinds in setup.stage_kinds[:2]] == [
+        {MAMBA: 6, MLP: 6, ATTENTION: 1},
+        {MAMBA: 6, MLP: 6, ATTENTION: 1},
+    ]
     assert tuple(total(stage_saved(setup, stage)) for stage in range(4)) == stage_bytes(setup)
     seconds = {kind: layer_seconds(setup, kind) for kind in (MAMBA, ATTENTION, MLP)}
     assert predict_costs(setup).stages[1].forward_s == pytest.approx(
@@ -210,7 +226,8 @@ def test_how_mamba_layers_are_not_cut() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_layers_are_megatrons_own() -> None:
-    """Parameters of every kind, Mamba's by Megatron's `MambaMixer`; and what attention, MLPs and experts alone save, storage by storage."""
+    """Parameters of every kind, Mamba's by Megatron's `MambaMixer`; and what attention, MLPs and experts alone save,
+    storage by storage."""
     program = Path(__file__).with_name("check_hybrid.py")
     ended = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=220, check=False)
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]

@@ -1,4 +1,5 @@
-"""Measured kernels in the place of formulas: taken as they stand, scaled from near ones, refused where they are of something else."""
+"""Measured kernels in the place of formulas: taken as they stand, scaled from near ones, refused where they are of
+something else."""
 
 from __future__ import annotations
 
@@ -21,7 +22,16 @@ from bpipe.models.rates import Rates
 from bpipe.models.tensor_parallel import gather_s
 
 SETUP = Setup(
-    PRESETS["llama3-70b"], parse_cluster("h100-80g:8x8"), 8, 8, 1, 32, 8192, (10,) * 8, recompute="selective", attention="unfused"
+    PRESETS["llama3-70b"],
+    parse_cluster("h100-80g:8x8"),
+    8,
+    8,
+    1,
+    32,
+    8192,
+    (10,) * 8,
+    recompute="selective",
+    attention="unfused",
 )
 
 
@@ -35,7 +45,12 @@ def by_formula(setup: Setup, slower: float = 1.0) -> KernelTimes:
     for rows, columns, terms in shapes.products:
         # As a matrix whose forward product has these sizes: its tokens are the rows.
         same = replace(
-            setup, micro_batch=1, sequence=rows, model=replace(setup.model, window=None), tensor=1, cluster=parse_cluster("h100-80g:8x8")
+            setup,
+            micro_batch=1,
+            sequence=rows,
+            model=replace(setup.model, window=None),
+            tensor=1,
+            cluster=parse_cluster("h100-80g:8x8"),
         )
         products[rows, columns, terms] = slower * matrix_products(same, terms, columns).forward_s
     cores: dict[str, dict[Any, tuple[float, float]]] = {}
@@ -47,7 +62,12 @@ def by_formula(setup: Setup, slower: float = 1.0) -> KernelTimes:
 
 def test_a_device_that_is_as_the_formulas_say_changes_nothing() -> None:
     """Of all kernels, each at its own sizes: none is asked for by others than those that are measured."""
-    for setup in (SETUP, replace(SETUP, recompute="full"), replace(SETUP, sequence_parallel=False), replace(SETUP, schedule="zb-h1")):
+    for setup in (
+        SETUP,
+        replace(SETUP, recompute="full"),
+        replace(SETUP, sequence_parallel=False),
+        replace(SETUP, schedule="zb-h1"),
+    ):
         mine, formulas = predict_costs(with_times(setup, by_formula(setup))), predict_costs(setup)
         for measured, predicted in zip(mine.stages, formulas.stages, strict=True):
             for name in ("forward_s", "backward_s", "input_s", "weight_s", "output_forward_s"):
@@ -105,7 +125,9 @@ def test_files_are_joined(tmp_path: Path) -> None:
     assert dict(times.products) == {(1, 2, 3): 0.5, (4, 5, 6): 0.25}, "the first that measured something counts"
     assert dict(times.gathers) == {(4, 1000): 5.0, (2, 8): 1.0}
     assert times.attention == {"flash": {(8, 1024, 64): (1.0, 2.0)}}
-    with pytest.raises(ValueError, match=r"2\.json: measured on other with bf16, .*1\.json on d with bf16: give files of one device"):
+    with pytest.raises(
+        ValueError, match=r"2\.json: measured on other with bf16, .*1\.json on d with bf16: give files of one device"
+    ):
         read_kernel_times([one, write(tmp_path / "2.json", device="other")])
 
 
@@ -130,14 +152,28 @@ def test_what_a_file_may_not_say(changed: dict[str, Any], message: str, tmp_path
 
 
 def test_simulate_and_plan_say_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--num-layers", "4", "--hidden-size", "256", "--num-attention-heads", "4", "--sequence", "256", "--vocabulary", "1024"]
+    sizes = [
+        "--num-layers",
+        "4",
+        "--hidden-size",
+        "256",
+        "--num-attention-heads",
+        "4",
+        "--sequence",
+        "256",
+        "--vocabulary",
+        "1024",
+    ]
     path = write(tmp_path / "times.json", products=[[256, 256, 256, 1.0]])
     asked = [*sizes, "--cluster", "a100-80g:4", "--global-batch", "16", "--kernel-times", path]
     cut = ["--tensor", "1", "--pipeline", "4"]
     assert main(["simulate", *asked, *cut]) == 0
     said = capsys.readouterr().out
     assert "kernels that were measured on d take what they took there\n" in said
-    assert "measured kernels: of 6 products 1 as measured; of 1 attention cores 0 as measured; all else by formula\n" in said
+    assert (
+        "measured kernels: of 6 products 1 as measured; of 1 attention cores 0 as measured; all else by formula\n"
+        in said
+    )
     assert main(["simulate", *asked, *cut, "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["configuration"]["kernel_times"] == "d"
     assert main(["plan", *asked, "--rows", "1"]) == 0

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build, unchecked
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import memory_of, peak_bytes
@@ -20,12 +21,13 @@ from bpipe.models.layout import Setup, split_layers
 from bpipe.models.memory import PARAMETER_BYTES, predict_memory
 from bpipe.models.model import PRESETS, Model, gpt
 from bpipe.models.saved import core_bytes, layer_bytes, stage_bytes
-from bpipe.program import BalanceConfig, ScheduleConfig, build, unchecked
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 
 
-def setup(model: str | Model = "gpt3-96b", t: int = 4, p: int = 8, b: int = 2, cluster: str = "a100-80g:4x8", **changes: Any) -> Setup:
+def setup(
+    model: str | Model = "gpt3-96b", t: int = 4, p: int = 8, b: int = 2, cluster: str = "a100-80g:4x8", **changes: Any
+) -> Setup:
     model = PRESETS[model] if isinstance(model, str) else model
     layers = split_layers(model.num_layers, p * changes.get("chunks", 1), allow_uneven=True)
     assert layers is not None
@@ -52,7 +54,13 @@ def without_what_megatron_leaves_out(model: Model) -> Model:
     ],
 )
 def test_weights_and_optimizer_agree_with_megatron(
-    name: str, t: int, p: int, tied: bool, distributed: bool, megatron_memory: ModuleType, megatron_args: Callable[[Setup], Any]
+    name: str,
+    t: int,
+    p: int,
+    tied: bool,
+    distributed: bool,
+    megatron_memory: ModuleType,
+    megatron_args: Callable[[Setup], Any],
 ) -> None:
     model = replace(without_what_megatron_leaves_out(PRESETS[name]), tied_embedding=tied)
     mine = setup(model, t, p, 1, distributed_optimizer=distributed)
@@ -63,7 +71,9 @@ def test_weights_and_optimizer_agree_with_megatron(
     assert predict_memory(mine)[0].state_bytes == pytest.approx(theirs - norm, rel=1e-9, abs=4)
 
 
-@pytest.mark.parametrize(("t", "p", "b", "m"), [(4, 8, 2, 64), (1, 8, 1, 128), (8, 2, 4, 2), (2, 4, 1, 3), (8, 1, 2, 4)])
+@pytest.mark.parametrize(
+    ("t", "p", "b", "m"), [(4, 8, 2, 64), (1, 8, 1, 128), (8, 2, 4, 2), (2, 4, 1, 3), (8, 1, 2, 4)]
+)
 def test_activations_agree_with_megatron(
     t: int, p: int, b: int, m: int, megatron_memory: ModuleType, megatron_args: Callable[[Setup], Any]
 ) -> None:
@@ -78,7 +88,8 @@ def test_activations_agree_with_megatron(
 def test_activations_without_sequence_parallelism_agree_with_megatron(
     megatron_memory: ModuleType, megatron_args: Callable[[Setup], Any]
 ) -> None:
-    """Its estimate adds 5 % and uses the factor 24 for GPT's layers: compared per layer, between two numbers of layers."""
+    """Its estimate adds 5 % and uses the factor 24 for GPT's layers: compared per layer, between two numbers of
+    layers."""
     mine = setup(sequence_parallel=False)
     args = megatron_args(mine)
     more = megatron_args(mine)
@@ -99,7 +110,8 @@ def test_a_layer_by_the_papers_formulas() -> None:
 
 
 def test_transfer_sizes_and_bandwidths_of_the_paper() -> None:
-    """GPT-3 96B, t=4, p=8, b=2: 3.48 GB within a forward of 143.37 ms need 24.25 GB/s, without recomputation 100.31 GB/s."""
+    """GPT-3 96B, t=4, p=8, b=2: 3.48 GB within a forward of 143.37 ms need 24.25 GB/s, without recomputation 100.31
+    GB/s."""
     moved = stage_bytes(setup())[1]
     assert moved == pytest.approx(3.48e9, rel=0.002)
     assert moved / 0.14337 == pytest.approx(24.25e9, rel=0.002)
@@ -110,19 +122,25 @@ def test_gqa_and_swiglu() -> None:
     llama = PRESETS["llama3-8b"]
     mine = setup(llama, 1, 8, 1, recompute="none", attention="flash")
     tokens = 2048
-    # Norm inputs and matrix inputs 8 h; Q and context 4 h, K and V 2 * 2 * 8 * 128; SwiGLU's two halves and their product 6 f.
+    # Norm inputs and matrix inputs 8 h; Q and context 4 h, K and V 2 * 2 * 8 * 128; SwiGLU's two halves and their
+    # product 6 f.
     assert layer_bytes(mine) == tokens * (8 * 4096 + 4 * 4096 + 4 * 8 * 128 + 6 * 14336 + 4 * 32)
 
 
 def test_bytes_a_parameter_add_up_to_megatrons() -> None:
-    """18 for bf16 with 32-bit gradients, 20 for fp16, 16 for fp32: docs/user-guide/features/dist_optimizer.md of Megatron-LM."""
+    """18 for bf16 with 32-bit gradients, 20 for fp16, 16 for fp32: docs/user-guide/features/dist_optimizer.md of
+    Megatron-LM."""
     assert {name: sum(parts) for name, parts in PARAMETER_BYTES.items()} == {"bf16": 18, "fp16": 20, "fp32": 16}
 
 
 def test_the_published_grid_of_gpt3_96b() -> None:
-    """Kim et al. 2023: the stated scope fits, less recomputation does not, and balanced rows fit only balanced. One of 19 is missed."""
+    """Kim et al. 2023: the stated scope fits, less recomputation does not, and balanced rows fit only balanced.
+
+    One of 19 is missed.
+    """
     missed = [row["id"] + "/" + row["micro_batch"] for row in rows("bpipe_gpt3_96b.csv") if not agrees(row)]
-    # t=8, p=2, b=2 needs as much as t=4, p=4, b=1 in all parts that a formula knows, and only the latter is said to fit.
+    # t=8, p=2, b=2 needs as much as t=4, p=4, b=1 in all parts that a formula knows, and only the latter is said to
+    # fit.
     assert missed == ["4/2"]
 
 
@@ -149,9 +167,14 @@ def agrees(row: dict[str, str]) -> bool:
 
 @pytest.mark.parametrize("vocabulary", [32000, 64000, 128000])
 def test_real_runs_on_eight_a100(vocabulary: int) -> None:
-    """Published with Yeung et al. 2024: megabytes allocated at peak. Of plain runs with these vocabularies the first rank has most."""
+    """Published with Yeung et al. 2024: megabytes allocated at peak.
+
+    Of plain runs with these vocabularies the first rank has most.
+    """
     measured = next(
-        row for row in rows("vocabulary_parallelism_a100.csv") if row["method"] == "baseline" and row["vocabulary"] == str(vocabulary)
+        row
+        for row in rows("vocabulary_parallelism_a100.csv")
+        if row["method"] == "baseline" and row["vocabulary"] == str(vocabulary)
     )
     model = replace(gpt("published", 32, 3072, 24, vocabulary), tied_embedding=False)
     mine = setup(model, 1, 8, 1, "a100-80g:1x8", precision="fp16", recompute="none", attention="flash")
@@ -163,7 +186,9 @@ def test_real_runs_on_eight_a100(vocabulary: int) -> None:
 def test_activations_are_the_schedules_own_peak() -> None:
     for chunks, schedule in ((1, "1f1b"), (2, "interleaved-1f1b")):
         for balance in ("none", "bpipe"):
-            mine = setup(p=4, t=2, cluster="a100-80g:1x8", schedule=schedule, chunks=chunks, balance=balance, global_batch=32)
+            mine = setup(
+                p=4, t=2, cluster="a100-80g:1x8", schedule=schedule, chunks=chunks, balance=balance, global_batch=32
+            )
             exact = peak_bytes(build(mine.program()), memory_of(stage_bytes(mine)))
             predicted = [rank.activations_bytes + rank.hosted_bytes for rank in predict_memory(mine)]
             # Host buffers are there throughout, own micro-batches not always with them.
@@ -194,15 +219,20 @@ def test_uneven_splits_leave_less_to_the_ends() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_orders_alone_say_what_is_held_and_the_first_rank_no_less_than_its_family(name: str) -> None:
-    """Placed on the grid it is the same, shards of the vocabulary beside it or not; and what plans take for the least is no more."""
+    """Placed on the grid it is the same, shards of the vocabulary beside it or not; and what plans take for the
+    least is no more."""
     family = FAMILIES[name]
-    for p, m, v in ((ranks, m, v) for ranks in (2, 4, 6) for m in (1, ranks, ranks + 1, 3 * ranks) for v in family.chunks(3)):
+    for p, m, v in (
+        (ranks, m, v) for ranks in (2, 4, 6) for m in (1, ranks, ranks + 1, 3 * ranks) for v in family.chunks(3)
+    ):
         for vocabulary in (Vocabulary.WHOLE, Vocabulary.ONE) if family.sharded and m == p else (Vocabulary.WHOLE,):
             if m % family.num_pipes:
                 continue
             config = ScheduleConfig(name, p, m, v, vocabulary=vocabulary)
             alone, placed = held_by_orders(config), held_by(unchecked(config))
-            assert [(one.stages, set(one.moments)) for one in alone] == [(one.stages, set(one.moments)) for one in placed], config
+            assert [(one.stages, set(one.moments)) for one in alone] == [
+                (one.stages, set(one.moments)) for one in placed
+            ], config
             if family.ahead is not None:
                 assert family.ahead(p, m, v, family.usual_group(p)) <= max(map(sum, alone[0].moments)), config
 

@@ -1,4 +1,5 @@
-"""Two pipes in the models: two copies of weights and gradients a pipeline, one optimizer state, where ranks lie, what they reduce."""
+"""Two pipes in the models: two copies of weights and gradients a pipeline, one optimizer state, where ranks lie,
+what they reduce."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.generate.families import FAMILIES
-from bpipe.ir.hosts import halved
+from bpipe.ir.hosts import halved_pairs
 from bpipe.ir.memory import moves_anything
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.compute import predict_costs, update_seconds
@@ -18,7 +20,6 @@ from bpipe.models.model import PRESETS
 from bpipe.models.switches import Switches
 from bpipe.plan.bounds import lower_bound_s
 from bpipe.plan.predict import costs_of, simulation_of, steady_timing, whole_timing
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 
 MODEL = replace(PRESETS["gpt3-13b"], num_layers=32)
 TWO_PIPES = [("chimera", 1), ("mixpipe", 1), ("bitpipe", 2), ("bitpipe", 4)]
@@ -28,14 +29,23 @@ def setup(schedule: str = "chimera", chunks: int = 1, cluster: str = "a100-80g:1
     pipeline = changes.pop("pipeline", 8)
     layers = split_layers(MODEL.num_layers, pipeline * chunks)
     assert layers is not None
-    sizes = {"tensor": 1, "pipeline": pipeline, "micro_batch": 1, "global_batch": 16, "sequence": 2048, "layers": layers}
+    sizes = {
+        "tensor": 1,
+        "pipeline": pipeline,
+        "micro_batch": 1,
+        "global_batch": 16,
+        "sequence": 2048,
+        "layers": layers,
+    }
     return Setup(MODEL, parse_cluster(cluster), **{**sizes, "schedule": schedule, "chunks": chunks, **changes})
 
 
 def test_a_rank_has_the_stages_of_both_pipes_and_a_half_of_the_optimizer_state_of_each() -> None:
     one, two = setup("1f1b"), setup("chimera")
     assert stage_parameters(two) == stage_parameters(one) == rank_parameters(one)
-    mirrored = tuple(mine + other for mine, other in zip(rank_parameters(one), reversed(rank_parameters(one)), strict=True))
+    mirrored = tuple(
+        mine + other for mine, other in zip(rank_parameters(one), reversed(rank_parameters(one)), strict=True)
+    )
     assert rank_parameters(two) == mirrored
     alone, beside = predict_memory(one), predict_memory(two)
     for rank, (before, after) in enumerate(zip(alone, beside, strict=True)):
@@ -56,7 +66,8 @@ def test_data_parallelism_counts_pipelines_and_each_has_two_replicas() -> None:
 
 
 def test_mirror_images_lie_beside_each_other() -> None:
-    """To Megatron it is a pipeline of four, whose last rank has the embedding and the loss; replicas are inside of it."""
+    """To Megatron it is a pipeline of four, whose last rank has the embedding and the loss; replicas are inside of
+    it."""
     assert setup(cluster="a100-80g:4x2").nodes() == (3, 2, 1, 0, 0, 1, 2, 3)
     assert setup(cluster="a100-80g:4x2").replicas_share_nodes()
     assert setup("1f1b", cluster="a100-80g:4x2").nodes() == (0, 0, 1, 1, 2, 2, 3, 3)
@@ -70,7 +81,8 @@ def test_mirror_images_lie_beside_each_other() -> None:
 
 def test_what_two_pipes_cannot_take_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"chimera has 2 pipes that take equally many of the 15 micro-batches: take a global batch that is"
+        ValueError,
+        match=r"chimera has 2 pipes that take equally many of the 15 micro-batches: take a global batch that is",
     ):
         setup(global_batch=15)
     with pytest.raises(ValueError, match=r"two pipes need an even number of ranks, not 1"):
@@ -78,7 +90,8 @@ def test_what_two_pipes_cannot_take_is_refused() -> None:
 
 
 def test_pairs_reduce_what_one_pipeline_alone_would_not() -> None:
-    """32-bit gradients are scattered, half of them to each, and 16-bit weights gathered: lazily together, eagerly with the update."""
+    """32-bit gradients are scattered, half of them to each, and 16-bit weights gathered: lazily together, eagerly
+    with the update."""
     assert all(reduction == 0 for reduction, _ in update_seconds(setup("1f1b")))
     lazy, eager = update_seconds(setup()), update_seconds(setup(switches=Switches(overlap_grad_reduce=True)))
     assert all(one > 0 for one, _ in lazy)
@@ -86,7 +99,9 @@ def test_pairs_reduce_what_one_pipeline_alone_would_not() -> None:
         assert scattered == pytest.approx(2 / 3 * reduced)
         assert scattered + gathered == pytest.approx(reduced + updated)
     for name, v in TWO_PIPES[1:]:
-        times = [simulation_of(setup(name, v, switches=Switches(overlap_grad_reduce=overlap))) for overlap in (False, True)]
+        times = [
+            simulation_of(setup(name, v, switches=Switches(overlap_grad_reduce=overlap))) for overlap in (False, True)
+        ]
         assert times[1].exposed_reduction_s < times[0].exposed_reduction_s
         assert times[1].makespan_s < times[0].makespan_s
         assert times[1].pipeline_s == times[0].pipeline_s
@@ -102,7 +117,7 @@ def test_hosts_are_in_the_same_half_wherever_anything_moves() -> None:
                 schedule = build(ScheduleConfig(name, p, rounds * p, v, BalanceConfig()))
                 if moves_anything(schedule):
                     moved += 1
-                    assert schedule.partners == halved(p), (name, p, rounds)
+                    assert schedule.partners == halved_pairs(p), (name, p, rounds)
     assert moved > 4
     assert predict_costs(setup("mixpipe", cluster="a100-80g:4x2", balance="bpipe")).one_sided == frozenset()
     assert predict_costs(setup("mixpipe", balance="bpipe")).one_sided == frozenset(range(8))
@@ -113,7 +128,13 @@ def test_hosts_are_in_the_same_half_wherever_anything_moves() -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_steady_phase_of_two_pipes_is_continued(name: str, v: int, balance: str, overlap: bool) -> None:
     mine = setup(
-        name, v, global_batch=48, pipeline=4, cluster="a100-80g:1x4", balance=balance, switches=Switches(overlap_grad_reduce=overlap)
+        name,
+        v,
+        global_batch=48,
+        pipeline=4,
+        cluster="a100-80g:1x4",
+        balance=balance,
+        switches=Switches(overlap_grad_reduce=overlap),
     )
     whole, steady = whole_timing(simulation_of(mine)), steady_timing(mine, costs_of(mine))
     assert steady.simulated < 48

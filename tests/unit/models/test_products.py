@@ -1,4 +1,5 @@
-"""Seconds of products of matrices: whole waves of tiles, beside an obvious count of them, and what follows for shapes."""
+"""Seconds of products of matrices: whole waves of tiles, beside an obvious count of them, and what follows for
+shapes."""
 
 from __future__ import annotations
 
@@ -46,20 +47,33 @@ def test_as_counted_tile_by_tile(device: str, inputs: int, outputs: int) -> None
 
 
 def test_a_wave_is_paid_for_whole() -> None:
-    """4096 tokens by 128 features are 16 tiles of 256 rows: 108 multiprocessors compute 6 times as many at once, and not one more."""
+    """4096 tokens by 128 features are 16 tiles of 256 rows: 108 multiprocessors compute 6 times as many at once, and
+    not one more."""
     within, beyond = (matrix_products(SETUP, 4096, columns).forward_s for columns in (6 * 128, 6 * 128 + 1))
     assert beyond > 1.05 * within
     assert matrix_products(SETUP, 4096, 5 * 128).forward_s == pytest.approx(within)
 
 
 def test_wide_models_reach_more_of_the_peak_than_narrow_ones_do() -> None:
-    """Of the four models of Korthikanti et al. 2022, 8 tensor-parallel ranks: what narrow ones lose stays the wider ones' gain."""
+    """Of the four models of Korthikanti et al. 2022, 8 tensor-parallel ranks: what narrow ones lose stays the wider
+    ones' gain."""
     reached = []
     for hidden, heads, micro_batch in ((6144, 64, 4), (12288, 96, 1), (20480, 128, 1), (25600, 160, 1)):
         model = replace(
-            PRESETS["gpt3-175b"], hidden_size=hidden, num_attention_heads=heads, num_query_groups=heads, ffn_hidden_size=4 * hidden
+            PRESETS["gpt3-175b"],
+            hidden_size=hidden,
+            num_attention_heads=heads,
+            num_query_groups=heads,
+            ffn_hidden_size=4 * hidden,
         )
-        setup = replace(SETUP, model=model, tensor=8, micro_batch=micro_batch, layers=(12,) * 8, cluster=parse_cluster("a100-80g:8x8"))
+        setup = replace(
+            SETUP,
+            model=model,
+            tensor=8,
+            micro_batch=micro_batch,
+            layers=(12,) * 8,
+            cluster=parse_cluster("a100-80g:8x8"),
+        )
         flops = 2 * micro_batch * 2048 * layer_parameters(model).matrices / 8
         reached.append(3 * flops / sum(layer_products(setup).total()) / setup.cluster.device.peak_flops_per_s)
     assert 0.6 < max(reached[:2]) < min(reached[2:]) < 0.77
@@ -69,4 +83,6 @@ def test_nothing_is_rounded_up_where_multiprocessors_are_unknown() -> None:
     device = replace(SETUP.cluster.device, num_processors=None)
     setup = replace(SETUP, cluster=replace(SETUP.cluster, device=device))
     rates = Rates.of(setup)
-    assert matrix_products(setup, 1000, 3000).forward_s == pytest.approx(4096 * 3000 * (2 * 1000 / rates.products + 2 / rates.memory))
+    assert matrix_products(setup, 1000, 3000).forward_s == pytest.approx(
+        4096 * 3000 * (2 * 1000 / rates.products + 2 / rates.memory)
+    )

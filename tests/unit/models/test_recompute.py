@@ -1,5 +1,5 @@
-"""What is recomputed: texts and values both ways, and what follows for bytes and seconds; bytes beside Megatron's layers are in
-`test_saved`."""
+"""What is recomputed: texts and values both ways, and what follows for bytes and seconds; bytes beside Megatron's
+layers are in `test_saved`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,33 @@ from bpipe.models.layout import Setup
 from bpipe.models.memory import parts_of, predict_memory, working_bytes
 from bpipe.models.model import PRESETS, Model
 from bpipe.models.parts import Experts, Latent, LayerKind
-from bpipe.models.recompute import KEPT, METHODS, MODULES, WHOLE, LayerScope, Recompute, read_recompute, stage_layers
+from bpipe.models.recompute import (
+    METHODS,
+    MODULES,
+    NO_RECOMPUTATION,
+    WHOLE_LAYER,
+    LayerScope,
+    Recompute,
+    read_recompute,
+    stage_layers,
+)
 from bpipe.models.saved import again_bytes, layer_bytes, layer_saved, moved_bytes, stage_bytes, stage_saved
 from bpipe.models.sizes import sent_bytes, total
 from bpipe.models.tensor_parallel import exposed, gather_s
 
 LLAMA = Setup(PRESETS["llama3-70b"], parse_cluster("h100-80g:8x8"), 8, 8, 1, 32, 8192, (10,) * 8, recompute="none")
-BIASED = Setup(PRESETS["gpt3-96b"], parse_cluster("a100-80g:4x8"), 4, 8, 1, 128, 2048, (10,) * 8, recompute="none", attention="unfused")
+BIASED = Setup(
+    PRESETS["gpt3-96b"],
+    parse_cluster("a100-80g:4x8"),
+    4,
+    8,
+    1,
+    128,
+    2048,
+    (10,) * 8,
+    recompute="none",
+    attention="unfused",
+)
 MIXED = replace(
     LLAMA,
     model=replace(
@@ -88,12 +108,19 @@ def test_what_is_none_is_refused(text: str, message: str) -> None:
 
 
 def test_what_megatron_cannot_is_refused() -> None:
-    with pytest.raises(ValueError, match="Megatron hangs where an MLP with biases is recomputed: leave mlp out or the biases"):
+    with pytest.raises(
+        ValueError, match="Megatron hangs where an MLP with biases is recomputed: leave mlp out or the biases"
+    ):
         replace(BIASED, recompute="selective:mlp")
     with pytest.raises(ValueError, match="parts of layers and whole layers are not recomputed together"):
         Recompute(("mlp",), "block", 2)
     small = replace(
-        LLAMA, tensor=1, pipeline=8, global_batch=64, attention="unfused", model=replace(LLAMA.model, experts=Experts(8, 2, 96))
+        LLAMA,
+        tensor=1,
+        pipeline=8,
+        global_batch=64,
+        attention="unfused",
+        model=replace(LLAMA.model, experts=Experts(8, 2, 96)),
     )
     with pytest.raises(ValueError, match="in grouped products alone: leave moe_act out"):
         replace(small, kernels="cpu", recompute="selective:moe_act")
@@ -114,7 +141,9 @@ def test_block_goes_from_none_to_full_and_saves_less_with_every_layer(setup: Set
         backwards = [of_stages[stage].backward_s for of_stages in seconds]
         assert backwards[:-1] == sorted(set(backwards[:-1]))
         assert backwards[-2] == pytest.approx(backwards[-1])
-        assert len({of_stages[stage].forward_s for of_stages in seconds}) <= 2, "forwards are the same, but for rounding"
+        assert len({of_stages[stage].forward_s for of_stages in seconds}) <= 2, (
+            "forwards are the same, but for rounding"
+        )
 
 
 def test_a_block_is_so_many_layers_of_either_kind() -> None:
@@ -124,13 +153,16 @@ def test_a_block_is_so_many_layers_of_either_kind() -> None:
     assert stage_bytes(block)[1] == 3 * full + 7 * none
     experts, dense = LayerKind(True), LayerKind(False)
     assert replace(MIXED, recompute="full:block:3").stage_layers[0] == (
-        (dense, WHOLE, 2),
-        (experts, WHOLE, 1),
-        (dense, KEPT, 5),
-        (experts, KEPT, 2),
+        (dense, WHOLE_LAYER, 2),
+        (experts, WHOLE_LAYER, 1),
+        (dense, NO_RECOMPUTATION, 5),
+        (experts, NO_RECOMPUTATION, 2),
     )
     # The eleventh layer is the second of three.
-    assert replace(MIXED, recompute="full:block:2").stage_layers[1][:2] == ((dense, WHOLE, 1), (experts, WHOLE, 1))
+    assert replace(MIXED, recompute="full:block:2").stage_layers[1][:2] == (
+        (dense, WHOLE_LAYER, 1),
+        (experts, WHOLE_LAYER, 1),
+    )
     chunked = replace(LLAMA, chunks=2, layers=(5,) * 16, schedule="interleaved-1f1b", recompute="full:block:3")
     assert stage_bytes(chunked)[1] == 3 * full + 2 * none, "of every chunk"
 
@@ -145,7 +177,9 @@ def test_layers_are_counted_as_one_after_the_other_would_be(
 ) -> None:
     # Some layer has experts.
     experts, windows = (*patterns[0], 1), tuple(patterns[1])
-    model = replace(LLAMA.model, num_layers=60, experts=Experts(8, 2, 4096, pattern=experts), window=64, window_pattern=windows)
+    model = replace(
+        LLAMA.model, num_layers=60, experts=Experts(8, 2, 4096, pattern=experts), window=64, window_pattern=windows
+    )
     found, first = stage_layers(model, recompute, tuple(stages)), 0
     for of_stage, number in zip(found, stages, strict=True):
         every = Counter((model.kind(first + place), recompute.scope(place)) for place in range(number))
@@ -156,7 +190,8 @@ def test_layers_are_counted_as_one_after_the_other_would_be(
 @pytest.mark.parametrize("model", [LLAMA.model, MIXED.model], ids=["alike", "in a pattern"])
 @pytest.mark.parametrize("text", ["none", "full", "full:block:3", "full:uniform:4", "selective"])
 def test_many_layers_are_counted(model: Model, text: str) -> None:
-    """A damaged config.json said 300 million, and for a minute nothing was answered: no model has more than ten thousand."""
+    """A damaged config.json said 300 million, and for a minute nothing was answered: no model has more than ten
+    thousand."""
     many = replace(model, num_layers=10**4)
     (stage,) = stage_layers(many, read_recompute(text), (10**4,))
     assert sum(count for _, _, count in stage) == 10**4
@@ -188,7 +223,8 @@ def test_parts_of_a_gpus_layer_by_hand() -> None:
 
 
 def test_parts_of_experts_and_latent_attention_by_hand() -> None:
-    """Up-projections keep what was projected down, in place of queries, keys, values and the inputs and outputs of norms."""
+    """Up-projections keep what was projected down, in place of queries, keys, values and the inputs and outputs of
+    norms."""
     dense, experts = LayerKind(False), LayerKind(True)
     rows = {name: num * nbytes for name, nbytes, num in layer_saved(MIXED, "none", experts)}
 
@@ -200,7 +236,12 @@ def test_parts_of_experts_and_latent_attention_by_hand() -> None:
     assert less("moe_act", experts) == rows["inputs of experts' second matrices"]
     shared = rows["input of the shared experts' activation function"] + rows["inside of the shared experts"]
     assert less("shared_experts", experts) == shared
-    around = {"inputs of norms and of the matrices behind them", "Q, K, V", "input of the output projection", "log-sum-exp of attention"}
+    around = {
+        "inputs of norms and of the matrices behind them",
+        "Q, K, V",
+        "input of the output projection",
+        "log-sum-exp of attention",
+    }
     latents = "inputs of the norms of what is projected down, and of the matrices behind"
     assert less("moe", experts) == sum(rows.values()) - sum(rows[name] for name in {*around, latents})
     assert less("moe+shared_experts+moe_act", experts) == less("moe", experts)
@@ -215,7 +256,7 @@ def test_parts_take_their_forward_again() -> None:
     def more(setup: Setup, part: str, kind: LayerKind) -> float:
         scope = LayerScope(frozenset(part.split("+")))
         forward, backward = layer_seconds(setup, kind, scope)
-        plain = layer_seconds(setup, kind, KEPT)
+        plain = layer_seconds(setup, kind, NO_RECOMPUTATION)
         assert forward == plain[0]
         return backward - plain[1]
 
@@ -227,14 +268,16 @@ def test_parts_take_their_forward_again() -> None:
         each = [more(MIXED, part, kind) for part in parts]
         assert min(each) > 0
         assert more(MIXED, "+".join(parts), kind) == pytest.approx(sum(each))
-        assert sum(each) < layer_seconds(MIXED, kind, KEPT)[0]
+        assert sum(each) < layer_seconds(MIXED, kind, NO_RECOMPUTATION)[0]
     assert 0 < more(MIXED, "moe_act", experts) < more(MIXED, "shared_experts", experts) < more(MIXED, "moe", experts)
     assert more(MIXED, "moe", dense) == more(MIXED, "mlp", experts) == 0
     # A gather before the first matrix and a scatter behind the second.
     mlp = replace(LLAMA, recompute="selective:mlp")
     assert exposed(mlp).backward_s - exposed(LLAMA).backward_s == pytest.approx(2 * gather_s(LLAMA))
     apart = replace(LLAMA, sequence_parallel=False)
-    assert exposed(replace(apart, recompute="selective:mlp")).backward_s - exposed(apart).backward_s == pytest.approx(2 * gather_s(LLAMA))
+    assert exposed(replace(apart, recompute="selective:mlp")).backward_s - exposed(apart).backward_s == pytest.approx(
+        2 * gather_s(LLAMA)
+    )
 
 
 def test_what_leaves_of_layers_that_differ_is_never_more_than_all() -> None:
@@ -257,5 +300,7 @@ def test_in_fp8_whole_layers_and_the_attention_core_are_modelled() -> None:
     low = replace(LLAMA, fp8=Fp8())
     for text in ("selective", "full", "full:uniform:2", "full:block:3"):
         assert stage_bytes(replace(low, recompute=text))[1] <= stage_bytes(replace(LLAMA, recompute=text))[1]
-    with pytest.raises(ValueError, match="selective:mlp: parts but core_attn are not modelled in FP8: leave them out, or FP8"):
+    with pytest.raises(
+        ValueError, match="selective:mlp: parts but core_attn are not modelled in FP8: leave them out, or FP8"
+    ):
         replace(low, recompute="selective:mlp")

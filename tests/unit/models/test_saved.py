@@ -1,4 +1,5 @@
-"""What a forward saves: kernels `cpu` beside Megatron's own layers, to the byte, and by hand; those of a GPU are in test_memory."""
+"""What a forward saves: kernels `cpu` beside Megatron's own layers, to the byte, and by hand; those of a GPU are in
+test_memory."""
 
 from __future__ import annotations
 
@@ -12,7 +13,15 @@ import pytest
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.layout import Setup
 from bpipe.models.model import gpt
-from bpipe.models.saved import after_input_bytes, layer_after_input, layer_saved, moved_bytes, saves_input, stage_bytes, stage_saved
+from bpipe.models.saved import (
+    after_input_bytes,
+    layer_after_input,
+    layer_saved,
+    moved_bytes,
+    saves_input,
+    stage_bytes,
+    stage_saved,
+)
 from bpipe.models.sizes import total
 
 # That of the quickstart: 8 layers of 128, 4 heads, 256 tokens, a vocabulary of 512, 32 bit.
@@ -33,7 +42,8 @@ SMALL = Setup(
 
 
 def test_a_layer_by_hand() -> None:
-    """In units of sequence * micro-batch * hidden size, 4 bytes each: two norms, two matrices, ctx, two masks; QKV; GELU; three scores."""
+    """In units of sequence * micro-batch * hidden size, 4 bytes each: two norms, two matrices, ctx, two masks; QKV;
+    GELU; three scores."""
     sbh = 256 * 2 * 128
     scores = 2 * 4 * 256 * 256
     statistics = 2 * 2 * 256 * 2
@@ -49,7 +59,10 @@ def test_first_and_last_stage_by_hand() -> None:
 
 
 def test_stages_are_the_sums_of_their_rows() -> None:
-    for kernels, setup in (("cpu", SMALL), ("gpu", replace(SMALL, kernels="gpu", precision="bf16", recompute="selective"))):
+    for kernels, setup in (
+        ("cpu", SMALL),
+        ("gpu", replace(SMALL, kernels="gpu", precision="bf16", recompute="selective")),
+    ):
         assert tuple(total(stage_saved(setup, stage)) for stage in range(8)) == stage_bytes(setup), kernels
 
 
@@ -78,7 +91,14 @@ A_THIRD_MORE = replace(SMALL, sequence=170, model=replace(SMALL.model, sequence=
 GPU = replace(TWICE_FOUR, kernels="gpu", precision="bf16", attention="flash")
 SWIGLU = gpt("swiglu", 8, 384, 12, 512, 128)
 SWIGLU = replace(
-    SWIGLU, ffn_hidden_size=1024, gated=True, rms_norm=True, linear_bias=False, learned_positions=False, tied_embedding=False, dropout=False
+    SWIGLU,
+    ffn_hidden_size=1024,
+    gated=True,
+    rms_norm=True,
+    linear_bias=False,
+    learned_positions=False,
+    tied_embedding=False,
+    dropout=False,
 )
 
 
@@ -99,12 +119,20 @@ def units(setup: Setup) -> tuple[float, float]:
         pytest.param(replace(TWICE_FOUR, model=SWIGLU), 29, 16, id="swiglu"),
         pytest.param(replace(TWICE_FOUR, recompute="full"), 1, 16, id="all recomputed"),
         # 14 / t + 2: the gradients behind the output projection and the second MLP matrix were gathered.
-        pytest.param(replace(GPU, tensor=8, pipeline=1, layers=(8,), model=gpt("eight heads", 8, 128, 8, 512, 128)), 2.1, 3.75, id="tp 8"),
-        pytest.param(replace(GPU, tensor=4, pipeline=2, layers=(4, 4), sequence_parallel=False), 8, 7, id="tp 4, no sp"),
+        pytest.param(
+            replace(GPU, tensor=8, pipeline=1, layers=(8,), model=gpt("eight heads", 8, 128, 8, 512, 128)),
+            2.1,
+            3.75,
+            id="tp 8",
+        ),
+        pytest.param(
+            replace(GPU, tensor=4, pipeline=2, layers=(4, 4), sequence_parallel=False), 8, 7, id="tp 4, no sp"
+        ),
     ],
 )
 def test_between_the_halves_of_a_backward(setup: Setup, saved: float, after_input: float) -> None:
-    """As a run on Megatron's layers measured it: .47 to .53 of what a forward saved, .89 to 1.0 without scores, .55 of SwiGLU."""
+    """As a run on Megatron's layers measured it: .47 to .53 of what a forward saved, .89 to 1.0 without scores, .55
+    of SwiGLU."""
     found = units(setup)
     assert found[0] == pytest.approx(saved, rel=0.025)
     assert found[1] == pytest.approx(after_input, rel=1e-3)
@@ -125,7 +153,8 @@ def test_neither_the_embedding_nor_the_output_layer_puts_off_its_weights() -> No
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_every_storage_is_megatrons_own() -> None:
-    """First, inner and last stage; fp32 and bf16; every recomputation; with and without sequence parallelism; LLaMA, experts."""
+    """First, inner and last stage; fp32 and bf16; every recomputation; with and without sequence parallelism; LLaMA,
+    experts."""
     program = Path(__file__).with_name("check_saved.py")
     ended = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=220, check=False)
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bpipe.build import build
 from bpipe.ir.memory import memory_of, peak_bytes
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster import parse_cluster
@@ -19,7 +20,6 @@ from bpipe.models.memory import predict_memory, rank_parameters
 from bpipe.models.model import Model, gpt
 from bpipe.models.profile import Entry, Profile
 from bpipe.models.saved import shard_bytes, shard_saved, stage_bytes
-from bpipe.program import build
 
 UNTIED = replace(gpt("published", 32, 3072, 24, 256000), tied_embedding=False)
 SPLIT = ("1", "2", "interlaced")
@@ -44,7 +44,10 @@ def test_every_rank_holds_its_part_of_both_layers() -> None:
 
 
 def test_a_tied_embedding_that_stays_whole_has_a_copy_of_each_row_in_a_shard() -> None:
-    """As training has it: the first rank all rows, and every rank some again. Time and everything else are an untied one's."""
+    """As training has it: the first rank all rows, and every rank some again.
+
+    Time and everything else are an untied one's.
+    """
     tied, untied = (setup(replace(UNTIED, tied_embedding=both), input_shards=False) for both in (True, False))
     assert rank_parameters(tied) == rank_parameters(untied)
     counts, one_shard = rank_parameters(tied), rank_parameters(setup(replace(UNTIED, tied_embedding=True)))
@@ -86,20 +89,31 @@ def test_activations_are_the_schedules_own_peak(vocabulary: str, balance: str) -
 
 
 def test_a_shard_takes_its_part_of_the_time() -> None:
-    """Published: S and T of an eighth of 256000 rows take 8.38 ms by algorithm 2, 7.95 by algorithm 1; of 32000 rows 1.57 and 1.42."""
-    for vocabulary, rows, measured in (("2", 256000, 8.38), ("1", 256000, 7.95), ("2", 32000, 1.57), ("1", 32000, 1.42)):
+    """Published: S and T of an eighth of 256000 rows take 8.38 ms by algorithm 2, 7.95 by algorithm 1; of 32000 rows
+    1.57 and 1.42."""
+    for vocabulary, rows, measured in (
+        ("2", 256000, 8.38),
+        ("1", 256000, 7.95),
+        ("2", 32000, 1.57),
+        ("1", 32000, 1.42),
+    ):
         (shard,) = predict_costs(setup(replace(UNTIED, vocabulary=rows), vocabulary_parallel=vocabulary)).shards
         assert 1e3 * float(shard.forward_s + shard.backward_s) == pytest.approx(measured, rel=0.4)
     costs = predict_costs(setup())
     whole = sum(output_seconds(setup(vocabulary_parallel="none", input_shards=False)))
     assert float(costs.shards[0].forward_s + costs.shards[0].backward_s) == pytest.approx(whole / 8, rel=0.25)
     assert costs.exchange is Exchange.POSTED
-    assert [cost.output_forward_s for cost in costs.stages] == [cost.embedding_forward_s for cost in costs.stages] == [0.0] * 8
+    assert (
+        [cost.output_forward_s for cost in costs.stages]
+        == [cost.embedding_forward_s for cost in costs.stages]
+        == [0.0] * 8
+    )
     assert costs.memory.shard_bytes == shard_bytes(setup())
 
 
 def test_the_gradient_of_a_table_is_as_long_as_its_rows() -> None:
-    """Published: the first rank's backward took 4.08 ms longer than the second's with 256000 rows; a shard's took 0.79."""
+    """Published: the first rank's backward took 4.08 ms longer than the second's with 256000 rows; a shard's took
+    0.79."""
     for rows, measured in ((256000, 4.08), (128000, 2.37), (64000, 1.31)):
         whole = predict_costs(setup(replace(UNTIED, vocabulary=rows), vocabulary_parallel="none", input_shards=False))
         assert 1e3 * float(whole.stages[0].embedding_backward_s) == pytest.approx(measured, rel=0.25)
@@ -120,7 +134,9 @@ def test_collectives_pay_by_what_they_carry() -> None:
 def test_a_measured_output_layer_is_shared_out() -> None:
     mine = setup()
     predicted = predict_costs(mine)
-    measured = Profile("profile.json", (Entry(forward_s=1.0, backward_s=2.0, output_s=16.0, embedding_s=3.0),)).apply(mine, predicted)
+    measured = Profile("profile.json", (Entry(forward_s=1.0, backward_s=2.0, output_s=16.0, embedding_s=3.0),)).apply(
+        mine, predicted
+    )
     (shard,), (before,) = measured.shards, predicted.shards
     assert float(shard.forward_s + shard.backward_s) == pytest.approx(16 / 8)
     assert shard.forward_s / shard.backward_s == pytest.approx(before.forward_s / before.backward_s)
@@ -139,9 +155,14 @@ def test_fewer_layers_for_the_last_are_as_fast_as_any(num_layers: int, num_stage
     assert (len(found), sum(found)) == (num_stages, num_layers)
     assert 1 <= min(found[:-1]) <= max(found[:-1]) <= min(found[:-1]) + 1
     slowest = max(max(found[:-1]), found[-1] + output)
-    assert all(slowest <= max(math.ceil((num_layers - last) / others), last + output) for last in range(num_layers - others + 1))
+    assert all(
+        slowest <= max(math.ceil((num_layers - last) / others), last + output)
+        for last in range(num_layers - others + 1)
+    )
     # With one more it would be slower.
-    assert found[-1] == num_layers - others or slowest < max(math.ceil((num_layers - found[-1] - 1) / others), found[-1] + 1 + output)
+    assert found[-1] == num_layers - others or slowest < max(
+        math.ceil((num_layers - found[-1] - 1) / others), found[-1] + 1 + output
+    )
 
 
 def test_the_published_redistribution() -> None:

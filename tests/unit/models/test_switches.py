@@ -1,4 +1,5 @@
-"""What Megatron's switches change of times and bytes, that contradictions are refused, and that each stands in one place."""
+"""What Megatron's switches change of times and bytes, that contradictions are refused, and that each stands in one
+place."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from bpipe.models.memory import predict_memory
 from bpipe.models.model import PRESETS
 from bpipe.models.switches import SWITCHES, Switches
 from bpipe.plan.document import configuration
-from bpipe.plan.explain import tight
+from bpipe.plan.explain import tightness_warning
 from bpipe.plan.megatron_command import read_command
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.predict import predict, simulation_of, whole_timing
@@ -42,7 +43,9 @@ def test_gradients_in_16_bit_are_accumulated_and_reduced_in_half_the_time() -> N
     (halved, again), *_ = update_seconds(setup("grad_reduce_in_bf16"))
     assert halved == pytest.approx(usual * (2 + 2) / (4 + 2))
     assert again == updated
-    assert predict_costs(setup("grad_reduce_in_bf16")).stages[1].backward_s < predict_costs(setup()).stages[1].backward_s
+    assert (
+        predict_costs(setup("grad_reduce_in_bf16")).stages[1].backward_s < predict_costs(setup()).stages[1].backward_s
+    )
 
 
 def test_what_is_gathered_beside_forwards_takes_no_time_of_its_own() -> None:
@@ -69,12 +72,12 @@ def test_a_rank_that_hardly_fits_is_warned_of() -> None:
     plain = predict(setup())
     fullest = max(rank.peak_bytes for rank in plain.memory)
     assert not any(rank.is_tight for rank in plain.memory)
-    assert tight(plain) is None
+    assert tightness_warning(plain) is None
     nearly = predict(setup(budget_bytes=(int(fullest / 0.97),) * 4))
     assert nearly.fits
-    assert "needs 97 % of its device: above 95 % the allocator may" in (tight(nearly) or "")
+    assert "needs 97 % of its device: above 95 % the allocator may" in (tightness_warning(nearly) or "")
     # What does not fit at all is said elsewhere.
-    assert tight(predict(setup(budget_bytes=(fullest - 1,) * 4))) is None
+    assert tightness_warning(predict(setup(budget_bytes=(fullest - 1,) * 4))) is None
 
 
 def test_one_rank_alone_has_no_bubble_whatever_it_reduces() -> None:
@@ -102,7 +105,11 @@ def test_replicas_in_one_node_reduce_over_all_of_its_ports() -> None:
             "is for 3 or more pipeline ranks",
         ),
         (("overlap_param_gather",), {}, "--overlap-param-gather needs --overlap-grad-reduce"),
-        (("overlap_grad_reduce", "overlap_param_gather"), {"distributed_optimizer": False}, "is for the distributed optimizer"),
+        (
+            ("overlap_grad_reduce", "overlap_param_gather"),
+            {"distributed_optimizer": False},
+            "is for the distributed optimizer",
+        ),
         (("tp_comm_overlap",), {"sequence_parallel": False}, "--tp-comm-overlap is for sequence parallelism"),
         (("grad_reduce_in_bf16",), {"precision": "fp16"}, "--grad-reduce-in-bf16 is for bf16, the precision is fp16"),
     ],
@@ -120,8 +127,8 @@ def test_every_switch_is_offered_read_written_and_told(capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         main(["simulate", "--help"])
     offered = capsys.readouterr().out
-    assert all(flag in offered and flag in flags for flag in mine.switches.said)
-    assert len(mine.switches.said) == len(SWITCHES)
+    assert all(flag in offered and flag in flags for flag in mine.switches.flags)
+    assert len(mine.switches.flags) == len(SWITCHES)
     # Megatron refuses it where there is one tensor-parallel rank.
     alone = setup("tp_comm_overlap", tensor=1)
     assert "--tp-comm-overlap" not in megatron_flags(alone)

@@ -1,4 +1,5 @@
-"""What of tensor-parallel collectives is waited for, beside a clock that goes through a layer's products and collectives one by one."""
+"""What of tensor-parallel collectives is waited for, beside a clock that goes through a layer's products and
+collectives one by one."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ def with_link(setup: Setup, bytes_per_s: float) -> Setup:
     """A link so slow that products do not hide it, or so fast that they do."""
     cluster = setup.cluster
     return replace(
-        setup, cluster=Cluster(replace(cluster.device, inside_bytes_per_s=bytes_per_s), cluster.num_nodes, cluster.devices_per_node)
+        setup,
+        cluster=Cluster(
+            replace(cluster.device, inside_bytes_per_s=bytes_per_s), cluster.num_nodes, cluster.devices_per_node
+        ),
     )
 
 
@@ -65,7 +69,11 @@ def clocked(setup: Setup) -> tuple[float, float]:
 
 @pytest.mark.parametrize(
     ("overlap", "sequence_parallel", "speed", "tensor"),
-    [case for case in every((False, True), (False, True), (1e9, 3e10, 1e11, 4.5e11, 1e13), (2, 4, 8)) if not (case[0] and not case[1])],
+    [
+        case
+        for case in every((False, True), (False, True), (1e9, 3e10, 1e11, 4.5e11, 1e13), (2, 4, 8))
+        if not (case[0] and not case[1])
+    ],
 )
 def test_as_a_clock_has_it(overlap: bool, sequence_parallel: bool, speed: float, tensor: int) -> None:
     setup = with_link(replace(OVERLAP if overlap else LLAMA, sequence_parallel=sequence_parallel, tensor=tensor), speed)
@@ -87,7 +95,10 @@ def test_a_layer_is_longer_by_what_is_waited_for() -> None:
     ):
         free = with_link(setup, 1e30)
         for mine, without, waits in zip(
-            layer_seconds(setup), layer_seconds(free), map(float.__sub__, exposed(setup)[:2], exposed(free)[:2]), strict=True
+            layer_seconds(setup),
+            layer_seconds(free),
+            map(float.__sub__, exposed(setup)[:2], exposed(free)[:2]),
+            strict=True,
         ):
             assert mine - without == pytest.approx(waits)
     full, none = exposed(replace(LLAMA, recompute="full")), exposed(LLAMA)

@@ -1,6 +1,9 @@
-"""Draw bash scripts that start a training, and say what bash itself hands to it. In: a source of chance. Out: a script; its words.
+"""Draw bash scripts that start a training, and say what bash itself hands to it.
 
-The scripts have what launch scripts have, and beside it what can change a variable in a way that is easily overlooked. Knows no reader.
+In: a source of chance. Out: a script; its words.
+
+The scripts have what launch scripts have, and beside it what can change a variable in a way that is easily overlooked.
+Knows no reader.
 """
 
 from __future__ import annotations
@@ -273,7 +276,21 @@ TEXTS = ("a", "1", "-b", "x y", "  ", "", "a b ", " c", "8", "N=9", "\u00a0", "\
 DEFAULTS = ("${A}", "$B", "d", "'q r'", "${M:-2}", "${L[@]}", "$((N+1))", '"$B"', "a b")
 OPERATORS = (":-", "-", ":+", "+", ":=", "=", ":?")
 SUMS = ("§i + §i", "§i - §i", "§i * §i", "§i / §i", "§i % §i", "(§i + §i) * 2", "-§i / 2", "§i/§i", "§i*(§i-§i)")
-ODD_SUMS = ("N++", "N *= 2", "N=5", "B", "§i ? 2 : 3", "010 + 1", "N == M", "", "§i ** §i", "§i < §i", "§i << 2", "§i && §i", "$N+$N++1")
+ODD_SUMS = (
+    "N++",
+    "N *= 2",
+    "N=5",
+    "B",
+    "§i ? 2 : 3",
+    "010 + 1",
+    "N == M",
+    "",
+    "§i ** §i",
+    "§i < §i",
+    "§i << 2",
+    "§i && §i",
+    "$N+$N++1",
+)
 NUMBERS = ("N", "M", "2", "7", "-3", "$N", "${M}", "0")
 
 
@@ -291,7 +308,11 @@ class Script:
         layers = self._rng.choice(("$N", "1", "$((N * 2))", "${N}", "$M"))
         launch = f"torchrun a.py --num-layers {layers} {' '.join(self._word() for _ in range(self._rng.randint(0, 3)))}"
         if self._rng.random() < 0.4:
-            row = self._rng.choice(LAUNCHES).replace("§q", launch.replace('"', "")).replace("§a1", launch.replace("'", ""))
+            row = (
+                self._rng.choice(LAUNCHES)
+                .replace("§q", launch.replace('"', ""))
+                .replace("§a1", launch.replace("'", ""))
+            )
             launch = row.replace("§l", launch)
         lines += [launch, self._rng.choice(("", "N=77", "exit"))]
         return "\n".join(lines) + "\n"
@@ -301,7 +322,8 @@ class Script:
 
     def _word(self) -> str:
         pieces = (
-            self._filled(self._rng.choice(ODD_PIECES if self._is_odd() else PIECES)) for _ in range(self._rng.choice((1, 1, 1, 2, 3)))
+            self._filled(self._rng.choice(ODD_PIECES if self._is_odd() else PIECES))
+            for _ in range(self._rng.choice((1, 1, 1, 2, 3)))
         )
         # What follows a bare name must not make it another's, which nobody has set.
         return re.sub(r"\$([ABNM])(?=\w)", r"${\1}", "".join(pieces))

@@ -1,4 +1,5 @@
-"""One run says how far a cluster is from its prediction: read from logs and folders, applied to all times, or refused."""
+"""One run says how far a cluster is from its prediction: read from logs and folders, applied to all times, or
+refused."""
 
 from __future__ import annotations
 
@@ -15,9 +16,34 @@ from bpipe.plan.calibrate import Ran, steady
 from bpipe.plan.training_log import read_log
 from bpipe.simulate.cost import CollectiveCost, Costs, Link, Links, ShardCost, StageCost
 
-TRAINED = ["--num-layers", "16", "--hidden-size", "2048", "--num-attention-heads", "16", "--seq-length", "2048", "--swiglu", "--bf16"]
-TRAINED += ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "4", "--num-layers-per-virtual-pipeline-stage", "2"]
-TRAINED += ["--no-overlap-p2p-communication", "--micro-batch-size", "1", "--global-batch-size", "32", "--sequence-parallel"]
+TRAINED = [
+    "--num-layers",
+    "16",
+    "--hidden-size",
+    "2048",
+    "--num-attention-heads",
+    "16",
+    "--seq-length",
+    "2048",
+    "--swiglu",
+    "--bf16",
+]
+TRAINED += [
+    "--tensor-model-parallel-size",
+    "2",
+    "--pipeline-model-parallel-size",
+    "4",
+    "--num-layers-per-virtual-pipeline-stage",
+    "2",
+]
+TRAINED += [
+    "--no-overlap-p2p-communication",
+    "--micro-batch-size",
+    "1",
+    "--global-batch-size",
+    "32",
+    "--sequence-parallel",
+]
 TRAINED += ["--recompute-granularity", "selective", "--attention-backend", "flash"]
 CLUSTER = ["--cluster", "h100-80g:2x8"]
 
@@ -49,17 +75,23 @@ ARGUMENTS = {
     "virtual_pipeline_model_parallel_size": "2",
     "world_size": "16",
 }
-LINE = " [2026-01-01 00:00:00.0] iteration {:8d}/     200 | consumed samples: 32 | elapsed time per iteration (ms): {:.1f} | "
+LINE = (
+    " [2026-01-01 00:00:00.0] iteration {:8d}/     200 | consumed samples: 32 | elapsed time per iteration (ms): "
+    "{:.1f} | "
+)
 LINE += "learning rate: 6.0E-04 | global batch size: {:5d} | lm loss: 5.5E+00 | loss scale: 1.0 | grad norm: 8.632 |\n"
 
 
-def log(seconds: list[float], arguments: dict[str, str] | None = None, every: int = 1, batches: list[int] | None = None) -> str:
+def log(
+    seconds: list[float], arguments: dict[str, str] | None = None, every: int = 1, batches: list[int] | None = None
+) -> str:
     named = ARGUMENTS if arguments is None else arguments
     block = "".join(f"  {name} {'.' * (48 - len(name))} {value}\n" for name, value in named.items())
     head = f"{'-' * 24} arguments {'-' * 24}\n{block}{'-' * 20} end of arguments {'-' * 21}\n"
     head += " > padded vocab (size: 50257) with 175 dummy tokens (new size: 50432)\n"
     return head + "".join(
-        LINE.format((number + 1) * every, 1e3 * one, batches[number] if batches else 32) for number, one in enumerate(seconds)
+        LINE.format((number + 1) * every, 1e3 * one, batches[number] if batches else 32)
+        for number, one in enumerate(seconds)
     )
 
 
@@ -80,15 +112,22 @@ def predicted(capsys: pytest.CaptureFixture[str]) -> float:
     return float(output(capsys, *words)["iteration_time_s"])
 
 
-def test_a_log_says_what_was_trained_and_how_fast(predicted: float, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Warm-up is slow, one iteration saved a checkpoint, the rest vary: the factor is the median's, and then all times are."""
+def test_a_log_says_what_was_trained_and_how_fast(
+    predicted: float, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Warm-up is slow, one iteration saved a checkpoint, the rest vary: the factor is the median's, and then all
+    times are."""
     seconds = [9 * predicted] * 5 + [predicted * (1.2 + 0.002 * (number % 7 - 3)) for number in range(30)]
     seconds[20] = 30 * predicted
     (tmp_path / "run.log").write_text(log(seconds))
     file = str(tmp_path / "calibration.json")
     found = output(capsys, "calibrate", str(tmp_path / "run.log"), *CLUSTER, "--output", file, "--format", "json")
     assert found["factor"] == pytest.approx(1.2, rel=2e-3)
-    assert (found["predicted_s"], found["iterations"]["num"], found["iterations"]["left_out"]) == (pytest.approx(predicted), 30, 5)
+    assert (found["predicted_s"], found["iterations"]["num"], found["iterations"]["left_out"]) == (
+        pytest.approx(predicted),
+        30,
+        5,
+    )
     assert found["configuration"]["no_overlap_p2p_communication"] is True
     assert json.loads(Path(file).read_text()).items() <= found.items()
     launch = [*CLUSTER, "--vocabulary", "50257", "--calibration", file, "--format", "json", "--", *TRAINED]
@@ -107,7 +146,8 @@ def test_a_log_says_what_was_trained_and_how_fast(predicted: float, capsys: pyte
 
 
 def test_lines_for_several_iterations(predicted: float, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Of lines every 10 the first holds the warm-up; of a batch that grows only the last size counts, and it has to be there."""
+    """Of lines every 10 the first holds the warm-up; of a batch that grows only the last size counts, and it has to
+    be there."""
     path = tmp_path / "run.log"
     path.write_text(log([5 * predicted, *[predicted] * 3], every=10))
     found = output(capsys, "calibrate", str(path), *CLUSTER, "--format", "json")
@@ -198,7 +238,9 @@ def test_a_recorded_run_has_to_be_the_configuration(capsys: pytest.CaptureFixtur
     words = ["calibrate", folder, "--cluster", "a100-80g:4", "--vocabulary", "1000", "--warm-up", "0"]
     small = ["--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "128", "--bpipe"]
     small += ["--pipeline-model-parallel-size", "4", "--global-batch-size"]
-    assert "micro-batches of the run: 8, of what is to be predicted: 5; say what ran" in refused(capsys, *words, "--", *small, "5")
+    assert "micro-batches of the run: 8, of what is to be predicted: 5; say what ran" in refused(
+        capsys, *words, "--", *small, "5"
+    )
     # It was a CPU, and three iterations.
     assert "no steady training" in refused(capsys, *words, "--", *small, "8")
 
@@ -232,7 +274,11 @@ def test_everything_that_takes_time_is_scaled() -> None:
     links = Links(Link(Fraction(10), 3, 5), Link(None, 7, 11), (0, 1))
     costs = Costs((stage,), links, shards=(filled(ShardCost),), collectives=filled(CollectiveCost))
     twice = costs.scaled(2)
-    for one, other in ((costs.stages[0], twice.stages[0]), (costs.shards[0], twice.shards[0]), (costs.collectives, twice.collectives)):
+    for one, other in (
+        (costs.stages[0], twice.stages[0]),
+        (costs.shards[0], twice.shards[0]),
+        (costs.collectives, twice.collectives),
+    ):
         for field in fields(one):
             times = 2 if field.name.endswith("_s") else 1
             assert getattr(other, field.name) == times * getattr(one, field.name), field.name

@@ -17,7 +17,9 @@ def test_the_authors_examples() -> None:
     # They measured 52.0 -> 51.7 %.
     assert flash.ratio == pytest.approx(51.7 / 52.0, rel=0.04)
     assert verdict(flash, 2, 1, 0.624, 0.577).startswith("micro-batch 2 does not clearly help over 1")
-    assert verdict(estimate(128, 8, 4, 1, 0.6, 0.577), 4, 1, 0.6, 0.577).startswith("micro-batch 4 does not help over 1")
+    assert verdict(estimate(128, 8, 4, 1, 0.6, 0.577), 4, 1, 0.6, 0.577).startswith(
+        "micro-batch 4 does not help over 1"
+    )
 
 
 def test_iteration_time() -> None:

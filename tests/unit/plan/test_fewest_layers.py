@@ -1,4 +1,5 @@
-"""How few layers have to be recomputed: found by halving, in a search as by trying all, and named where a budget is too small."""
+"""How few layers have to be recomputed: found by halving, in a search as by trying all, and named where a budget is
+too small."""
 
 from __future__ import annotations
 
@@ -73,13 +74,17 @@ def test_where_nothing_else_is_asked_for_one_layer_is_the_least() -> None:
 
 
 def test_a_front_has_no_one_amount_of_memory_to_choose_for() -> None:
-    with pytest.raises(ValueError, match="full:block chooses a number of layers for one amount of memory: give numbers"):
+    with pytest.raises(
+        ValueError, match="full:block chooses a number of layers for one amount of memory: give numbers"
+    ):
         find_front(SMALL)
 
 
 def test_what_recomputes_more() -> None:
     def more(recompute: str, enough: int) -> list[str]:
-        return list(more_recomputed(replace(LLAMA, recompute=recompute), lambda one: one.recomputed.num_layers >= enough))
+        return list(
+            more_recomputed(replace(LLAMA, recompute=recompute), lambda one: one.recomputed.num_layers >= enough)
+        )
 
     assert more("none", 3) == ["selective", "full", "full:block:3"]
     assert more("selective", 9) == ["full", "full:block:9"]
@@ -91,8 +96,22 @@ def test_what_recomputes_more() -> None:
 
 
 def test_a_budget_that_is_too_small_names_the_fewest_layers(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = "--num-layers 16 --hidden-size 4096 --num-attention-heads 32 --sequence 4096 --vocabulary 32000 --global-batch 8"
-    asked = ["simulate", *sizes.split(), "--cluster", "a100-80g:4", "--pipeline", "4", "--balance", "bpipe", "--memory", "24"]
+    sizes = (
+        "--num-layers 16 --hidden-size 4096 --num-attention-heads 32 --sequence 4096 --vocabulary 32000 "
+        "--global-batch 8"
+    )
+    asked = [
+        "simulate",
+        *sizes.split(),
+        "--cluster",
+        "a100-80g:4",
+        "--pipeline",
+        "4",
+        "--balance",
+        "bpipe",
+        "--memory",
+        "24",
+    ]
     assert main(asked) == 2
     assert "recompute full:block:2 (" in capsys.readouterr().err
     assert main([*asked, "--recompute", "full:block:2"]) == 0

@@ -12,7 +12,7 @@ from bpipe.cli import main
 from bpipe.ir.hosts import ARRANGEMENTS
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.model import gpt
-from bpipe.plan.front import Front, find_front, not_searched, standing, words
+from bpipe.plan.front import Front, find_front, front_lines, not_searched, standing
 from bpipe.plan.predict import predict
 from bpipe.plan.space import VOCABULARIES, Space, enumerate_setups
 
@@ -27,9 +27,32 @@ SPACE = Space(
     max_chunks=2,
     max_micro_batch=2,
 )
-MODEL = ["--num-layers", "16", "--hidden-size", "4096", "--num-attention-heads", "32", "--sequence", "2048", "--vocabulary", "50304"]
+MODEL = [
+    "--num-layers",
+    "16",
+    "--hidden-size",
+    "4096",
+    "--num-attention-heads",
+    "32",
+    "--sequence",
+    "2048",
+    "--vocabulary",
+    "50304",
+]
 FLAGS = ["plan", *MODEL, "--cluster", "a100-80g:4"]
-FEW = ["--global-batch", "8", "--schedule", "1f1b", "zb-h1", "--max-micro-batch", "1", "--max-chunks", "1", "--recompute", "none"]
+FEW = [
+    "--global-batch",
+    "8",
+    "--schedule",
+    "1f1b",
+    "zb-h1",
+    "--max-micro-batch",
+    "1",
+    "--max-chunks",
+    "1",
+    "--recompute",
+    "none",
+]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +66,9 @@ def test_it_is_the_front_of_predicting_everything(front: Front) -> None:
         found = predict(setup)
         every.append((max(rank.peak_bytes for rank in found.memory), found.timing.iteration_s))
     every = [one for one in every if one[0] <= front.most_bytes]
-    wanted = {one for one in every if not any(other != one and other[0] <= one[0] and other[1] <= one[1] for other in every)}
+    wanted = {
+        one for one in every if not any(other != one and other[0] <= one[0] and other[1] <= one[1] for other in every)
+    }
     assert [(point.peak_bytes, point.iteration_s) for point in front.points] == sorted(wanted)
     assert front.num_simulated < len(every) / 2
     # Both kinds are on it, so that neither could be left out of the search.
@@ -58,7 +83,7 @@ def test_it_says_which_wins_and_how_far_the_others_are(front: Front) -> None:
     said = standing(between)
     assert f"row {middle + 1} wins (*): {front.points[middle].iteration_s:.3f} s" in said
     assert f"The next needs {(peaks[middle + 1] - between.limit_bytes) / 2**30:.1f} GiB more than there is" in said
-    lines = words(between)
+    lines = front_lines(between)
     assert [line[0] for line in lines[1 : 1 + len(peaks)]] == [" "] * middle + ["*"] + ["-"] * (len(peaks) - middle - 1)
     assert lines[-1].startswith("Seq1F1B and SlimPipe")
     assert "Of what was searched nothing with more memory is faster" in standing(replace(front, limit_bytes=peaks[-1]))
@@ -66,10 +91,18 @@ def test_it_says_which_wins_and_how_far_the_others_are(front: Front) -> None:
 
 
 def test_it_says_what_was_not_searched() -> None:
-    """It said that less memory and less time is nowhere to be had, of points that its own search beats where a default is lifted."""
+    """It said that less memory and less time is nowhere to be had, of points that its own search beats where a
+    default is lifted."""
     model = gpt("deep", 32, 8192, 64, sequence=4096)
     few = Space(
-        model, parse_cluster("a100-80g:2x8"), 32, 4096, recompute=("none",), max_chunks=2, max_micro_batch=2, vocabulary_parallel=None
+        model,
+        parse_cluster("a100-80g:2x8"),
+        32,
+        4096,
+        recompute=("none",),
+        max_chunks=2,
+        max_micro_batch=2,
+        vocabulary_parallel=None,
     )
     few = replace(few, schedules=("1f1b", "grouped-interleaved"))
     found, more = find_front(few), find_front(replace(few, max_chunks=4))
@@ -79,13 +112,23 @@ def test_it_says_what_was_not_searched() -> None:
         if any(one.peak_bytes < point.peak_bytes and one.iteration_s < point.iteration_s for one in more.points)
     ]
     assert beaten
-    (line,) = [line for line in words(found) if line.startswith("Every row is the best of what was searched. Not searched: ")]
+    (line,) = [
+        line
+        for line in front_lines(found)
+        if line.startswith("Every row is the best of what was searched. Not searched: ")
+    ]
     assert "more than 2 chunks a rank (--max-chunks)" in line
     assert "shards of the vocabulary that save memory alone (--vocabulary-parallel none 1 2 interlaced)" in line
     assert "recomputation selective, full (--recompute)" in line
     assert f"other hosts of what leaves (--hosts {' '.join(ARRANGEMENTS[1:])})" in line
-    everything = replace(few, max_chunks=32, schedules=("1f1b",), balances=("none",), vocabulary_parallel=VOCABULARIES, contexts=(1, 2))
-    assert [text for text in not_searched(everything) if any(flag in text for flag in ("chunks", "shards", "--hosts", "--context"))] == []
+    everything = replace(
+        few, max_chunks=32, schedules=("1f1b",), balances=("none",), vocabulary_parallel=VOCABULARIES, contexts=(1, 2)
+    )
+    assert [
+        text
+        for text in not_searched(everything)
+        if any(flag in text for flag in ("chunks", "shards", "--hosts", "--context"))
+    ] == []
 
 
 def test_the_command_prints_and_draws_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

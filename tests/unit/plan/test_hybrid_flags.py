@@ -1,4 +1,5 @@
-"""A hybrid model's launch, read and written: patterns and stages as Megatron deals them out, what is refused, and what a plan searches."""
+"""A hybrid model's launch, read and written: patterns and stages as Megatron deals them out, what is refused, and
+what a plan searches."""
 
 from __future__ import annotations
 
@@ -37,11 +38,28 @@ def read(*flags: str) -> Reading:
 def setups(draw: st.DrawFn) -> Setup:
     pipeline, chunks = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2]))
     chunks = chunks if pipeline > 1 else 1
-    stages = draw(st.lists(st.text("M*-E", min_size=1, max_size=4), min_size=pipeline * chunks, max_size=pipeline * chunks))
+    stages = draw(
+        st.lists(st.text("M*-E", min_size=1, max_size=4), min_size=pipeline * chunks, max_size=pipeline * chunks)
+    )
     pattern = "".join(stages)
     hybrid = Hybrid(pattern, draw(st.sampled_from([8, 16])), 64, 32, draw(st.sampled_from([4, 8])))
     tensor, squared, learned = draw(st.sampled_from([1, 2])), draw(st.booleans()), draw(st.booleans())
-    model = Model("custom", len(pattern), 512, 8, 8, 64, 2048, 1000, 256, False, draw(st.booleans()), False, learned, draw(st.booleans()))
+    model = Model(
+        "custom",
+        len(pattern),
+        512,
+        8,
+        8,
+        64,
+        2048,
+        1000,
+        256,
+        False,
+        draw(st.booleans()),
+        False,
+        learned,
+        draw(st.booleans()),
+    )
     return Setup(
         model=replace(
             model,
@@ -68,7 +86,8 @@ def setups(draw: st.DrawFn) -> Setup:
 @settings(deadline=None, max_examples=100)
 @given(setups())
 def test_what_we_write_we_read(setup: Setup) -> None:
-    """A device computes experts whole where tensor parallelism does not divide them: the launch says as much as the setup does."""
+    """A device computes experts whole where tensor parallelism does not divide them: the launch says as much as the
+    setup does."""
     # Of all patterns the one that Megatron cannot be told.
     assume(setup.model.hybrid is None or setup.model.hybrid.pattern != "--")
     flags = megatron_flags(setup)
@@ -90,7 +109,12 @@ def test_stages_begin_where_the_pattern_says() -> None:
     assert found.options["layers"] == (3, 4, 2, 2)
     assert (found.options["num_layers"], found.options["chunks"]) == (11, 2)
     # The embedding or the output layer may be alone.
-    assert read("--hybrid-layer-pattern", "|M*|-|", "--pipeline-model-parallel-size", "4").options["layers"] == (0, 2, 1, 0)
+    assert read("--hybrid-layer-pattern", "|M*|-|", "--pipeline-model-parallel-size", "4").options["layers"] == (
+        0,
+        2,
+        1,
+        0,
+    )
 
 
 def test_without_stages_a_pattern_is_dealt_out_evenly_or_by_its_ends() -> None:
@@ -101,9 +125,17 @@ def test_without_stages_a_pattern_is_dealt_out_evenly_or_by_its_ends() -> None:
 
 
 def test_what_megatron_takes_for_granted() -> None:
-    """The old flag, the old stack, a number of layers that the pattern overrides, and as many heads as twice the hidden size has."""
+    """The old flag, the old stack, a number of layers that the pattern overrides, and as many heads as twice the
+    hidden size has."""
     words = ("--hybrid-override-pattern", "M-M*", "--is-hybrid-model", "--num-layers", "8", "--mamba-head-dim", "128")
-    found = read(*words, "--spec", "megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec", "--position-embedding-type", "none")
+    found = read(
+        *words,
+        "--spec",
+        "megatron.core.models.mamba.mamba_layer_specs",
+        "mamba_stack_spec",
+        "--position-embedding-type",
+        "none",
+    )
     assert found.options["hybrid"] == Hybrid("M-M*", 8, 128, 128, 8)
     assert found.options["num_layers"] == 4
     assert found.options["no_positions"] is True
@@ -111,8 +143,16 @@ def test_what_megatron_takes_for_granted() -> None:
 
 
 def test_a_logs_arguments_are_a_launch() -> None:
-    said = {"hybrid_layer_pattern": "M*|M-", "spec": list(STACK), "hidden_size": 512, "mamba_num_heads": None, "mamba_state_dim": 64}
-    rows = "\n".join(f"  {name} ......... {value}" for name, value in {**said, "seq_length": 64, "num_attention_heads": 8}.items())
+    said = {
+        "hybrid_layer_pattern": "M*|M-",
+        "spec": list(STACK),
+        "hidden_size": 512,
+        "mamba_num_heads": None,
+        "mamba_state_dim": 64,
+    }
+    rows = "\n".join(
+        f"  {name} ......... {value}" for name, value in {**said, "seq_length": 64, "num_attention_heads": 8}.items()
+    )
     log = f"-------- arguments --------\n{rows}\n-------- end of arguments --------\n"
     assert read_command(read_log(log).words).options["hybrid"] == Hybrid("M*M-", 16, 64)
 
@@ -120,23 +160,42 @@ def test_a_logs_arguments_are_a_launch() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--hybrid-layer-pattern M*/M/M", r"--hybrid-layer-pattern M\*/M/M: .* prediction of further tokens \(/\) are not modelled"),
+        (
+            "--hybrid-layer-pattern M*/M/M",
+            r"--hybrid-layer-pattern M\*/M/M: .* prediction of further tokens \(/\) are not modelled",
+        ),
         ("--hybrid-layer-pattern MG", "gated delta nets"),
         ("--hybrid-layer-pattern=--", "two MLPs alone cannot be said"),
         ("--hybrid-layer-pattern M --hybrid-override-pattern M", "exclude each other"),
         ("--hybrid-layer-pattern M* --mtp-num-layers 2", "multi-token prediction"),
-        ("--hybrid-layer-pattern M* --spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_inference_stack_spec", "of one's own"),
+        (
+            "--hybrid-layer-pattern M* --spec megatron.core.models.hybrid.hybrid_layer_specs "
+            "hybrid_inference_stack_spec",
+            "of one's own",
+        ),
         ("--num-layers 2 --spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec", "of one's own"),
         ("--num-layers 2 --is-hybrid-model", "--is-hybrid-model does not say which layers it has"),
         ("--hybrid-layer-pattern M* --transformer-impl inference_optimized", "for inference"),
         ("--hybrid-layer-pattern M*M* --num-virtual-stages-per-pipeline-rank 2", "stages begin where it has a |"),
-        ("--hybrid-layer-pattern M|* --decoder-first-pipeline-num-layers 1 --pipeline-model-parallel-size 2", "drop the other flags"),
-        ("--hybrid-layer-pattern M|*|M --pipeline-model-parallel-size 2", "has 3 stages, no multiple of --pipeline-model-parallel-size 2"),
+        (
+            "--hybrid-layer-pattern M|* --decoder-first-pipeline-num-layers 1 --pipeline-model-parallel-size 2",
+            "drop the other flags",
+        ),
+        (
+            "--hybrid-layer-pattern M|*|M --pipeline-model-parallel-size 2",
+            "has 3 stages, no multiple of --pipeline-model-parallel-size 2",
+        ),
         ("--hybrid-layer-pattern M||* --pipeline-model-parallel-size 3", "stage 1 has no layer"),
-        ("--hybrid-layer-pattern M*M --pipeline-model-parallel-size 2", "does not go over --pipeline-model-parallel-size 2"),
+        (
+            "--hybrid-layer-pattern M*M --pipeline-model-parallel-size 2",
+            "does not go over --pipeline-model-parallel-size 2",
+        ),
         ("--hybrid-layer-pattern M* --num-experts 8", r"no layer of --hybrid-layer-pattern has experts \(E\)"),
         ("--hybrid-layer-pattern M* --mamba-head-dim 48", "--mamba-head-dim 48 does not divide"),
-        ("--hybrid-layer-pattern M*M* --pipeline-model-parallel-size 2 --bpipe-vocabulary redistribute", "says where every layer is"),
+        (
+            "--hybrid-layer-pattern M*M* --pipeline-model-parallel-size 2 --bpipe-vocabulary redistribute",
+            "says where every layer is",
+        ),
         ("--hybrid-layer-pattern M* --disable-mamba-mem-eff-path", "kernels that keep more"),
     ],
 )
@@ -152,7 +211,9 @@ def test_inference_flags_do_not_matter() -> None:
 def test_only_schedules_that_the_trainer_runs_are_searched() -> None:
     """As a V and in two pipes ranks have other stages than Megatron deals a pattern out to."""
     model = replace(NEMOTRON_H_8B, num_layers=8, hybrid=Hybrid("M*M-" * 2, 128))
-    space = Space(model, parse_cluster("h100-80g:1x8"), 64, 8192, schedules=tuple(FAMILIES), max_micro_batch=1, max_chunks=2)
+    space = Space(
+        model, parse_cluster("h100-80g:1x8"), 64, 8192, schedules=tuple(FAMILIES), max_micro_batch=1, max_chunks=2
+    )
     found = {setup.schedule for setup in enumerate_setups(space)}
     assert {"1f1b", "interleaved-1f1b", "zb-h1"} <= found
     assert found == {name for name in found if is_in_order(name, 4, FAMILIES[name].min_chunks)}
@@ -164,7 +225,9 @@ def test_only_schedules_that_the_trainer_runs_are_searched() -> None:
 def test_no_cut_is_searched_that_mamba_layers_do_not_take() -> None:
     """Two groups of heads, and a sequence so long that it would be tried in parts."""
     model = replace(NEMOTRON_H_8B, num_layers=4, hybrid=Hybrid("M*M-", 128, num_groups=2), sequence=65536)
-    space = Space(model, parse_cluster("h100-80g:1x8"), 64, 65536, max_micro_batch=1, schedules=("1f1b",), contexts=(1, 2, 4))
+    space = Space(
+        model, parse_cluster("h100-80g:1x8"), 64, 65536, max_micro_batch=1, schedules=("1f1b",), contexts=(1, 2, 4)
+    )
     cuts: Counter[str] = Counter()
     assert {(setup.tensor, setup.context) for setup in enumerate_setups(space, cuts)} == {(1, 1), (2, 1)}
     assert cuts["mamba"] > 0
@@ -172,13 +235,40 @@ def test_no_cut_is_searched_that_mamba_layers_do_not_take() -> None:
 
 
 def test_simulate_and_plan_of_a_launch(capsys: pytest.CaptureFixture[str]) -> None:
-    launch = ["--", *SIZES, "--hybrid-layer-pattern", "M-M*|M-M-", "--pipeline-model-parallel-size", "2", "--bf16", "--spec", *STACK]
+    launch = [
+        "--",
+        *SIZES,
+        "--hybrid-layer-pattern",
+        "M-M*|M-M-",
+        "--pipeline-model-parallel-size",
+        "2",
+        "--bf16",
+        "--spec",
+        *STACK,
+    ]
     assert main(["simulate", "--cluster", "h100-80g:1x2", "--format", "json", *launch]) == 0
     assert json.loads(capsys.readouterr().out)["configuration"]["pattern"] == "M-M*|M-M-"
-    assert main(["plan", "--cluster", "h100-80g:1x2", "--rows", "1", "--emit-args", "1", "--global-batch", "8", *launch]) == 0
+    assert (
+        main(["plan", "--cluster", "h100-80g:1x2", "--rows", "1", "--emit-args", "1", "--global-batch", "8", *launch])
+        == 0
+    )
     assert "--hybrid-layer-pattern" in capsys.readouterr().out
     assert (
-        main(["plan", "--cluster", "h100-80g:1x2", "--rows", "50", "--schedule", "interleaved-1f1b", "--global-batch", "8", *launch]) == 0
+        main(
+            [
+                "plan",
+                "--cluster",
+                "h100-80g:1x2",
+                "--rows",
+                "50",
+                "--schedule",
+                "interleaved-1f1b",
+                "--global-batch",
+                "8",
+                *launch,
+            ]
+        )
+        == 0
     )
     found = capsys.readouterr().out
     assert "--hybrid-layer-pattern 'M-|M*|M-|M-'" in found

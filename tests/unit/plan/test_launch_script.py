@@ -1,4 +1,5 @@
-"""Launch scripts, read without running them: our own examples, scripts as they are usual, and what cannot be known is named."""
+"""Launch scripts, read without running them: our own examples, scripts as they are usual, and what cannot be known
+is named."""
 
 from __future__ import annotations
 
@@ -72,7 +73,10 @@ def test_arrays_arithmetic_and_continued_lines() -> None:
     launch = read_launch(ARRAYS)
     known = [word for word in launch.words if launch.unknown(word) is None]
     wanted = "torchrun --nproc_per_node 8 --nnodes 16 --master_addr pretrain_gpt.py --num-layers 96 --hidden-size 12288"
-    wanted += " --num-attention-heads 96 --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 1 --global-batch-size 1536"
+    wanted += (
+        " --num-attention-heads 96 --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 1 "
+        "--global-batch-size 1536"
+    )
     assert known == [*wanted.split(), "--bf16", "--data-path", "--vocab-size", "51200", "--save"]
     assert launch.line == ARRAYS[: ARRAYS.index("torchrun ")].count("\n") + 1
     reading = read_command(launch.words, launch.unknown)
@@ -89,22 +93,33 @@ def test_a_command_in_a_string() -> None:
     assert reading.devices is None
 
 
-@pytest.mark.parametrize("name", ["train_gpt3_13b.sh", "train_gpt3_96b.sbatch", "train_gpt3_134b.sbatch", "train_llama_65b.sbatch"])
+@pytest.mark.parametrize(
+    "name", ["train_gpt3_13b.sh", "train_gpt3_96b.sbatch", "train_gpt3_134b.sbatch", "train_llama_65b.sbatch"]
+)
 def test_our_examples_name_what_another_file_sets(name: str) -> None:
     """Functions of common.sh set two arrays; with them said, the words are those that the script itself would run."""
     text = (EXAMPLES / name).read_text()
     launch = read_launch(text)
-    with pytest.raises(ValueError, match=r"DATA_ARGS is not set in the script .*CHECKPOINT_ARGS is not set.*--set NAME=VALUE"):
+    with pytest.raises(
+        ValueError, match=r"DATA_ARGS is not set in the script .*CHECKPOINT_ARGS is not set.*--set NAME=VALUE"
+    ):
         read_command(launch.words, launch.unknown)
     environment = {"DRY_RUN": "1", "PATH": "/usr/bin:/bin"}
     printed = subprocess.run(["bash", EXAMPLES / name], env=environment, capture_output=True, text=True, check=True)
     own = shlex.split(printed.stdout)
     data = own[own.index("--mock-data") : own.index("--save")]
     saved = own[own.index("--save") : own.index("--log-interval")]
-    given = {"DATA_ARGS": shlex.join(data), "CHECKPOINT_ARGS": shlex.join(saved), "SRUN_ARGS": "", "DISTRIBUTED_ARGS": ""}
+    given = {
+        "DATA_ARGS": shlex.join(data),
+        "CHECKPOINT_ARGS": shlex.join(saved),
+        "SRUN_ARGS": "",
+        "DISTRIBUTED_ARGS": "",
+    }
     launch = read_launch(text, given)
     unknown = {launch.unknown(word) for word in launch.words} - {None}
-    assert all(re.match("(TRAIN_ITERS|EXIT_MINUTES) may be set", str(reason)) for reason in unknown), "by the file's functions"
+    assert all(re.match("(TRAIN_ITERS|EXIT_MINUTES) may be set", str(reason)) for reason in unknown), (
+        "by the file's functions"
+    )
     assert read_command(launch.words, launch.unknown).options == read_command(own).options
     launch = read_launch(text, {**given, "TRAIN_ITERS": "50000", "EXIT_MINUTES": "225"})
     flags = list(launch.words[launch.words.index("pretrain_gpt.py") :])
@@ -135,10 +150,22 @@ REST = "--hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 12
     ("before", "flags", "message"),
     [
         ("", "--num-layers $LAYERS", r"LAYERS is not set in the script \(line 2\)"),
-        ("LAYERS=$(nvidia-smi -L | wc -l)", "--num-layers $LAYERS", r"the output of \$\(nvidia-smi -L | wc -l\) on line 1"),
-        ('if [ -n "$BIG" ]; then LAYERS=8; else LAYERS=4; fi', "--num-layers $LAYERS", "LAYERS is set on line 1, under a condition"),
+        (
+            "LAYERS=$(nvidia-smi -L | wc -l)",
+            "--num-layers $LAYERS",
+            r"the output of \$\(nvidia-smi -L | wc -l\) on line 1",
+        ),
+        (
+            'if [ -n "$BIG" ]; then LAYERS=8; else LAYERS=4; fi',
+            "--num-layers $LAYERS",
+            "LAYERS is set on line 1, under a condition",
+        ),
         ("for LAYERS in 2 4; do :; done", "--num-layers $LAYERS", "LAYERS runs through a loop on line 1"),
-        ("set_up() { LAYERS=8; }", "--num-layers $LAYERS", "LAYERS is set on line 1, under a condition, in a loop or in a function"),
+        (
+            "set_up() { LAYERS=8; }",
+            "--num-layers $LAYERS",
+            "LAYERS is set on line 1, under a condition, in a loop or in a function",
+        ),
         ("[[ -n $BIG ]] && LAYERS=8", "--num-layers $LAYERS", "LAYERS is set on line 1, under a condition"),
         ("LAYERS=4\ntest $BIG || LAYERS=8", "--num-layers $LAYERS", "LAYERS is set on line 2, under a condition"),
         ("LAYERS=4\nread LAYERS", "--num-layers $LAYERS", "LAYERS is set on line 2 by read"),
@@ -157,7 +184,9 @@ def test_what_only_running_it_would_tell_is_named_with_its_line(before: str, fla
 
 
 def test_what_is_unknown_and_does_not_matter_is_no_obstacle() -> None:
-    launch = read_launch(f'torchrun pretrain_gpt.py {REST} --num-layers 2 --save "$OUT/a" --load $IN --lr $(cat lr) "$@"')
+    launch = read_launch(
+        f'torchrun pretrain_gpt.py {REST} --num-layers 2 --save "$OUT/a" --load $IN --lr $(cat lr) "$@"'
+    )
     assert read_command(launch.words, launch.unknown).options["num_layers"] == 2
 
 
@@ -170,7 +199,9 @@ def test_what_is_given_replaces_what_the_script_says() -> None:
 
 def test_a_script_is_not_run(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
-    launch = read_launch(f"touch {mark}\nX=$(touch {mark})\nY=`touch {mark}`\ntorchrun pretrain_gpt.py {REST} --num-layers 2 --save $X")
+    launch = read_launch(
+        f"touch {mark}\nX=$(touch {mark})\nY=`touch {mark}`\ntorchrun pretrain_gpt.py {REST} --num-layers 2 --save $X"
+    )
     assert read_command(launch.words, launch.unknown).options["num_layers"] == 2
     assert not mark.exists()
 
@@ -226,7 +257,12 @@ def scripts(draw: st.DrawFn) -> str:
                 )
             )
         )
-    return "\n".join([*lines, f"torchrun a.py --num-layers 1 {' '.join(draw(st.lists(words(), max_size=4)))} \\\n  $C end > /dev/stderr"])
+    return "\n".join(
+        [
+            *lines,
+            f"torchrun a.py --num-layers 1 {' '.join(draw(st.lists(words(), max_size=4)))} \\\n  $C end > /dev/stderr",
+        ]
+    )
 
 
 @settings(deadline=None, max_examples=120)
@@ -237,7 +273,9 @@ def test_words_are_those_of_bash(script: str) -> None:
     with tempfile.TemporaryFile() as printed:
         command = ["bash", "--norc", "-c", f"exec 3>&{printed.fileno()}\n{stub}{script}"]
         environment = {"PATH": "/usr/bin:/bin"}
-        ended = subprocess.run(command, env=environment, capture_output=True, check=False, pass_fds=(printed.fileno(),), timeout=20)
+        ended = subprocess.run(
+            command, env=environment, capture_output=True, check=False, pass_fds=(printed.fileno(),), timeout=20
+        )
         assert ended.returncode == 0, ended.stderr
         printed.seek(0)
         wanted = printed.read().decode().split("\0")[:-1]
@@ -251,21 +289,42 @@ LAUNCH = f"torchrun pretrain_gpt.py {REST} --num-layers"
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        (f"X={'$(' * 3000}{')' * 3000}\n{LAUNCH} 2", "line 1: quotes and brackets are inside of each other more than 40 times"),
-        (f"X={'${X:-' * 3000}{'}' * 3000}\n{LAUNCH} 2", "line 1: quotes and brackets are inside of each other more than 40 times"),
-        (f"X=$(({'$((' * 3000}{'))' * 3000}))\n{LAUNCH} 2", "line 1: quotes and brackets are inside of each other more than 40 times"),
+        (
+            f"X={'$(' * 3000}{')' * 3000}\n{LAUNCH} 2",
+            "line 1: quotes and brackets are inside of each other more than 40 times",
+        ),
+        (
+            f"X={'${X:-' * 3000}{'}' * 3000}\n{LAUNCH} 2",
+            "line 1: quotes and brackets are inside of each other more than 40 times",
+        ),
+        (
+            f"X=$(({'$((' * 3000}{'))' * 3000}))\n{LAUNCH} 2",
+            "line 1: quotes and brackets are inside of each other more than 40 times",
+        ),
         ("eval " * 3000 + f"{LAUNCH} 2", "line 1: commands are in strings of each other more than 10 times"),
-        ("A=xy\n" + 'A="$A$A"\n' * 100 + f"{LAUNCH} 2", "line 2[0-9]: the script's variables come to more than 20000000 characters"),
-        ("A=(x y)\n" + 'A+=("${A[@]}")\n' * 100 + f"{LAUNCH} 2", "line 2[0-9]: the script's variables come to more than"),
+        (
+            "A=xy\n" + 'A="$A$A"\n' * 100 + f"{LAUNCH} 2",
+            "line 2[0-9]: the script's variables come to more than 20000000 characters",
+        ),
+        (
+            "A=(x y)\n" + 'A+=("${A[@]}")\n' * 100 + f"{LAUNCH} 2",
+            "line 2[0-9]: the script's variables come to more than",
+        ),
         (f"A=x\nA={'$A' * 1000}\nB={'$A' * 100_000}\n{LAUNCH} 2", "line 3: the script's variables come to more than"),
         (f"N=2\r\n{LAUNCH} $N\r\n", "line 1: Windows line ends"),
         (f"N=2\n{LAUNCH} \0000\0", "line 2: a zero byte"),
         ("#" * 1_000_001, "it has more than 1000000 characters, and no launch has"),
         (f"cat <<END\na\\\nEND\n{LAUNCH} 2\nEND", "line 3: a here-document's last line goes on into its end"),
-        (f"f() {{ {LAUNCH} 2; }}\nf", "line 1: the training stands in a function, .* Print its command with echo, and give that after --"),
+        (
+            f"f() {{ {LAUNCH} 2; }}\nf",
+            "line 1: the training stands in a function, .* Print its command with echo, and give that after --",
+        ),
         (f"{{ if true; then\n{LAUNCH} 2\n", "line 3: the script ends before fi"),
         (f"fi\n{LAUNCH} 2", "line 1: fi is unexpected"),
-        (f"A=(a b)\nA+=' --bf16'\n{LAUNCH} 2 $A", r"line 2: A is an array, of which this sets the first word alone: write A\+=\(...\)"),
+        (
+            f"A=(a b)\nA+=' --bf16'\n{LAUNCH} 2 $A",
+            r"line 2: A is an array, of which this sets the first word alone: write A\+=\(...\)",
+        ),
     ],
 )
 def test_what_is_not_read_is_an_error_at_its_line(script: str, message: str) -> None:
@@ -280,12 +339,26 @@ def test_characters_of_private_use_are_characters() -> None:
     assert not any(map(launch.unknown, launch.words))
 
 
-SLOW = ("A+=(x)", "echo $N", "if true; then N=3; fi", "f() { N=2; }", "unknown $N", "echo }}}}}}}}", "eval 'N=5'", "# x")
+SLOW = (
+    "A+=(x)",
+    "echo $N",
+    "if true; then N=3; fi",
+    "f() { N=2; }",
+    "unknown $N",
+    "echo }}}}}}}}",
+    "eval 'N=5'",
+    "# x",
+)
 
 
-@pytest.mark.parametrize("line", ["N=4", "source x", "B=$(x `y`)", *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)])
+@pytest.mark.parametrize(
+    "line", ["N=4", "source x", "B=$(x `y`)", *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)]
+)
 def test_long_scripts_take_linear_time(line: str) -> None:
-    """A hundred thousand lines once took time by their square. Seconds are bounded loosely; the square of it is minutes."""
+    """A hundred thousand lines once took time by their square.
+
+    Seconds are bounded loosely; the square of it is minutes.
+    """
     text = f"A=()\n{(line + chr(10)) * min(100_000, 900_000 // (len(line) + 1))}{LAUNCH} 2"
     begin = time.monotonic()
     assert read_launch(text).words[-1] == "2"

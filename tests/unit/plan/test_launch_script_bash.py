@@ -1,4 +1,7 @@
-"""Drawn launch scripts, read and run: what is read is what bash hands to the training, or it is refused. Nothing differs silently."""
+"""Drawn launch scripts, read and run: what is read is what bash hands to the training, or it is refused.
+
+Nothing differs silently.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ def read(script: str) -> Launch | None:
         return read_launch(script)
     except ValueError as error:
         message = str(error)
-    assert re.match("line [0-9]+: |there are [0-9]+ trainings, on lines|no command with a script", message), f"{script}\n{message}"
+    assert re.match("line [0-9]+: |there are [0-9]+ trainings, on lines|no command with a script", message), (
+        f"{script}\n{message}"
+    )
     return None
 
 
@@ -65,7 +70,8 @@ def test_none_of_thousands_is(seed: int, tmp_path: Path) -> None:
 
 
 def test_no_line_that_may_change_a_variable_is_passed_over(tmp_path: Path) -> None:
-    """An attacker's: `((N*=2))`, `let`, `A[0]=`, `declare -i`, `VAR=x command`, `$'...'`, division, splitting; each before one launch."""
+    """An attacker's: `((N*=2))`, `let`, `A[0]=`, `declare -i`, `VAR=x command`, `$'...'`, division, splitting; each
+    before one launch."""
     environment, found = stubs(tmp_path / "bin"), Counter[str]()
     launch = 'torchrun a.py --num-layers $N --seq-length $M "$A" $B "${L[@]}" "${U:-8}"'
     for row in (*ODD, *CONDITIONAL):

@@ -68,7 +68,8 @@ def test_llama_405b_as_its_authors_laid_it() -> None:
 
 
 def test_llama_405b_with_ends_that_have_no_layers() -> None:
-    """As NVIDIA lays it over 16 ranks with 8 chunks: one layer a stage, the ends the embedding and the output layer alone."""
+    """As NVIDIA lays it over 16 ranks with 8 chunks: one layer a stage, the ends the embedding and the output layer
+    alone."""
     layers = split_layers(126, 128, allow_uneven=True)
     assert layers == (0, *(1,) * 126, 0)
     assert read_split(parsed(split_flags(layers, 16)), 126, 16) == layers
@@ -90,7 +91,10 @@ def test_a_layout_of_the_documentation() -> None:
         ({}, r"--num-layers 10 does not go over --pipeline-model-parallel-size 4: say how with"),
         ({"first": 2}, "with --decoder-first-pipeline-num-layers 2"),
         ({"first": 1, "chunks": 2}, "does not divide the 1 layers of rank 0"),
-        ({"count_embedding": True, "count_loss": True, "layers_of_a_chunk": 2}, "does not divide the 3 layers of a rank"),
+        (
+            {"count_embedding": True, "count_loss": True, "layers_of_a_chunk": 2},
+            "does not divide the 3 layers of a rank",
+        ),
         ({"layout": "Et|t|t|t*3L"}, "has 6 layers, --num-layers is 10"),
         ({"layout": "Et*5|t*5L|"}, "one E first"),
         ({"layout": "Et*5|t*4mL"}, "multi-token prediction"),

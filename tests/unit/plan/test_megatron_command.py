@@ -1,4 +1,5 @@
-"""Megatron's command line, read as our options: there and back for every setup, contradictions refused, and the tables held to Megatron."""
+"""Megatron's command line, read as our options: there and back for every setup, contradictions refused, and the
+tables held to Megatron."""
 
 from __future__ import annotations
 
@@ -26,7 +27,18 @@ from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.megatron_names import names
 from bpipe.plan.options import filled, setup_of
 
-SMALL = ["--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "128", "--vocab-size", "1000"]
+SMALL = [
+    "--num-layers",
+    "8",
+    "--hidden-size",
+    "64",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "128",
+    "--vocab-size",
+    "1000",
+]
 
 
 def read(*flags: str) -> Reading:
@@ -35,22 +47,45 @@ def read(*flags: str) -> Reading:
 
 @st.composite
 def setups(draw: st.DrawFn) -> Setup:
-    """Any that Megatron's flags can say: without selective recomputation of flash attention's module, everything can."""
-    pipeline, chunks, tensor = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2]))
+    """Any that Megatron's flags can say: without selective recomputation of flash attention's module, everything
+    can."""
+    pipeline, chunks, tensor = (
+        draw(st.sampled_from([1, 2, 4])),
+        draw(st.sampled_from([1, 2])),
+        draw(st.sampled_from([1, 2])),
+    )
     chunks = chunks if pipeline > 1 else 1
     heads, groups = 8, draw(st.sampled_from([2, 8]))
     gated, rotary, dropout = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
     layers = draw(st.lists(st.integers(1, 3), min_size=pipeline * chunks, max_size=pipeline * chunks))
     attention = draw(st.sampled_from(["flash", "unfused"]))
     precision, distributed = draw(st.sampled_from(["bf16", "fp16", "fp32"])), draw(st.booleans())
-    recipes = st.builds(Fp8, st.sampled_from(FORMATS), st.sampled_from(RECIPES[:3]), st.booleans() if distributed else st.just(False))
+    recipes = st.builds(
+        Fp8, st.sampled_from(FORMATS), st.sampled_from(RECIPES[:3]), st.booleans() if distributed else st.just(False)
+    )
     # Of eight devices, and of no more than two query groups.
     context = draw(st.sampled_from([1, 2])) if attention == "flash" and pipeline * tensor < 8 else 1
     ways = ["p2p", "all_gather", *(["a2a"] if groups % (tensor * context) == 0 else [])]
-    sizes = (sum(layers), 512, heads, groups, draw(st.sampled_from([32, 64])), draw(st.sampled_from([1024, 2048])), 1000, 256)
+    sizes = (
+        sum(layers),
+        512,
+        heads,
+        groups,
+        draw(st.sampled_from([32, 64])),
+        draw(st.sampled_from([1024, 2048])),
+        1000,
+        256,
+    )
     switches = (gated, draw(st.booleans()), draw(st.booleans()), not rotary, draw(st.booleans()), dropout)
     fp8 = draw(st.none() | recipes) if precision != "fp32" else None
-    scopes = ["none", "selective", "full", "full:uniform:2", "full:block:3", *(["selective:core_attn+layernorm"] if fp8 is None else [])]
+    scopes = [
+        "none",
+        "selective",
+        "full",
+        "full:uniform:2",
+        "full:block:3",
+        *(["selective:core_attn+layernorm"] if fp8 is None else []),
+    ]
     return Setup(
         model=Model("custom", *sizes, *switches),
         cluster=parse_cluster("h100-80g:1x8"),
@@ -85,10 +120,36 @@ OPTIONS = argparse.Namespace(
     calibration=None,
 )
 NOT_GIVEN = (
-    *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size", "sequence", "vocabulary"),
-    *("swiglu", "rms_norm", "disable_bias_linear", "rotary", "untie_embeddings_and_output_weights", "no_dropout", "layers", "chunks"),
+    *(
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "kv_channels",
+        "ffn_hidden_size",
+        "sequence",
+        "vocabulary",
+    ),
+    *(
+        "swiglu",
+        "rms_norm",
+        "disable_bias_linear",
+        "rotary",
+        "untie_embeddings_and_output_weights",
+        "no_dropout",
+        "layers",
+        "chunks",
+    ),
     *("tensor", "pipeline", "micro_batch", "global_batch", "recompute", "balance", "attention", "precision"),
-    *("no_distributed_optimizer", "no_sequence_parallel", "context", "cp_comm_type", "fp8_format", "fp8_recipe", "fp8_param_gather"),
+    *(
+        "no_distributed_optimizer",
+        "no_sequence_parallel",
+        "context",
+        "cp_comm_type",
+        "fp8_format",
+        "fp8_recipe",
+        "fp8_param_gather",
+    ),
 )
 
 
@@ -107,7 +168,9 @@ def test_the_rows_of_the_presets_come_back() -> None:
     model = PRESETS["llama3-405b"]
     layers = split_layers(126, 64, allow_uneven=True)
     assert layers is not None
-    setup = Setup(model, parse_cluster("h100-80g:16x8"), 8, 16, 1, 64, 8192, layers, "full", schedule="interleaved-1f1b", chunks=4)
+    setup = Setup(
+        model, parse_cluster("h100-80g:16x8"), 8, 16, 1, 64, 8192, layers, "full", schedule="interleaved-1f1b", chunks=4
+    )
     options = read_command([*megatron_flags(setup), "--vocab-size", "128256"]).options
     assert options["layers"] == layers
     assert (options["chunks"], options["num_query_groups"], options["ffn_hidden_size"]) == (4, 8, 53248)
@@ -118,7 +181,9 @@ def test_shards_of_the_output_layer_are_read() -> None:
     assert "input_shards" not in read("--bpipe-vocabulary", "1").options
     assert read("--bpipe-vocabulary", "1", "--bpipe-vocabulary-input").options["input_shards"] is True
     assert "vocabulary_parallel" not in read().options
-    moved = read("--bpipe-vocabulary", "redistribute", "--vocab-size", "3000", "--pipeline-model-parallel-size", "4").options
+    moved = read(
+        "--bpipe-vocabulary", "redistribute", "--vocab-size", "3000", "--pipeline-model-parallel-size", "4"
+    ).options
     assert "vocabulary_parallel" not in moved
     assert moved["layers"] == (2, 3, 3, 0)
     with pytest.raises(ValueError, match="--bpipe-vocabulary"):
@@ -155,7 +220,10 @@ def test_what_is_not_considered_is_listed_and_what_does_not_matter_is_not() -> N
     ("flags", "message"),
     [
         ("--fp16 --bf16", "--fp16 and --bf16 exclude each other"),
-        ("--recompute-activations --recompute-granularity full", "--recompute-activations and --recompute-granularity full"),
+        (
+            "--recompute-activations --recompute-granularity full",
+            "--recompute-activations and --recompute-granularity full",
+        ),
         ("--recompute-granularity full", "needs --recompute-method"),
         ("--moe-latent-size 8", "--moe-latent-size 8: experts of a smaller hidden size: not modelled"),
         ("--num-experts 8 --moe-layer-freq [2]", "is no pattern of layers"),
@@ -166,10 +234,16 @@ def test_what_is_not_considered_is_listed_and_what_does_not_matter_is_not() -> N
         ("--heterogeneous-layers-config-encoded-json {}", "layers of different kinds"),
         ("--attention-output-gate", "--attention-output-gate: a gate behind attention"),
         ("--fp4-format e2m1", "--fp4-format e2m1: 4-bit training"),
-        ("--fp8-format hybrid --first-last-layers-bf16", "--first-last-layers-bf16: 4-bit training, and 8-bit training of some layers"),
+        (
+            "--fp8-format hybrid --first-last-layers-bf16",
+            "--first-last-layers-bf16: 4-bit training, and 8-bit training of some layers",
+        ),
         ("--fp8-format hybrid --fp8-recipe custom", "--fp8-recipe custom is not modelled"),
         ("--fp8-format e5m2", "argument --fp8-format"),
-        ("--context-parallel-size 2 --cp-comm-type a2a+p2p", "--cp-comm-type a2a.p2p: modelled is one of p2p, all_gather, a2a"),
+        (
+            "--context-parallel-size 2 --cp-comm-type a2a+p2p",
+            "--cp-comm-type a2a.p2p: modelled is one of p2p, all_gather, a2a",
+        ),
         ("--context-parallel-size 2 --cp-comm-type p2p a2a p2p", "--cp-comm-type p2p a2a p2p: modelled is one of"),
         ("--hybrid-context-parallel", "--hybrid-context-parallel: context parallelism of each sequence's own size"),
         ("--use-megatron-fsdp", "--use-megatron-fsdp: sharding by FSDP"),
@@ -190,7 +264,12 @@ def test_contradictions_and_what_is_not_modelled_are_refused(flags: str, message
 
 
 def test_neutral_values_of_refused_flags_are_none() -> None:
-    assert read("--context-parallel-size", "1", "--expert-model-parallel-size=1", "--cpu-offloading-num-layers", "0").not_considered == ()
+    assert (
+        read(
+            "--context-parallel-size", "1", "--expert-model-parallel-size=1", "--cpu-offloading-num-layers", "0"
+        ).not_considered
+        == ()
+    )
     pipeline = ("--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "2")
     assert read(*pipeline, "--microbatch-group-size-per-virtual-pipeline-stage", "2").options["chunks"] == 2
     with pytest.raises(ValueError, match="larger groups of micro-batches"):
@@ -205,8 +284,14 @@ def test_a_sequence_in_parts_is_read() -> None:
 
 
 def test_what_is_in_8_bit_is_read() -> None:
-    read_so = read("--fp8-format", "hybrid", "--fp8-param-gather", "--fp8-amax-history-len", "1024", "--bpipe-unproven", "fp8")
-    assert {"fp8_format": "hybrid", "fp8_recipe": "delayed", "fp8_param_gather": True}.items() <= read_so.options.items()
+    read_so = read(
+        "--fp8-format", "hybrid", "--fp8-param-gather", "--fp8-amax-history-len", "1024", "--bpipe-unproven", "fp8"
+    )
+    assert {
+        "fp8_format": "hybrid",
+        "fp8_recipe": "delayed",
+        "fp8_param_gather": True,
+    }.items() <= read_so.options.items()
     assert read_so.not_considered == ()
     assert read("--fp8-format", "e4m3", "--fp8-recipe", "mxfp8").options["fp8_recipe"] == "mxfp8"
     # Without a format a recipe is of nothing.
@@ -221,15 +306,30 @@ def test_the_command_line_replaces_the_launch(capsys: pytest.CaptureFixture[str]
     assert json.loads(capsys.readouterr().out)["configuration"]["recompute"] == "full:uniform:2"
     assert main(["simulate", "--cluster", "a100-80g", *launch, "--recompute-method", "block"]) == 2
     error = capsys.readouterr().err
-    assert "--recompute-method block without --recompute-num-layers is not modelled: say what to predict in its place" in error
+    assert (
+        "--recompute-method block without --recompute-num-layers is not modelled: say what to predict in its place"
+        in error
+    )
     said = ["simulate", "--cluster", "a100-80g", "--recompute", "none", "--format", "json"]
     assert main([*said, *launch, *uniform, "--my-own-flag"]) == 0
     found = json.loads(capsys.readouterr().out)
-    wanted = {"recompute": "none", "micro_batch": 2, "pipeline": 4, "data": 2, "layers": [2, 2, 2, 2], "precision": "fp32"}
+    wanted = {
+        "recompute": "none",
+        "micro_batch": 2,
+        "pipeline": 4,
+        "data": 2,
+        "layers": [2, 2, 2, 2],
+        "precision": "fp32",
+    }
     assert wanted.items() <= found["configuration"].items()
-    assert found["launch"] == {"notes": ["--attention-backend auto is predicted as flash"], "not_considered": ["--my-own-flag"]}
+    assert found["launch"] == {
+        "notes": ["--attention-backend auto is predicted as flash"],
+        "not_considered": ["--my-own-flag"],
+    }
     assert main([*said, "--pipeline", "8", *launch, *uniform]) == 0
-    assert json.loads(capsys.readouterr().out)["configuration"]["layers"] == [1] * 8, "layers of 4 stages say nothing of 8"
+    assert json.loads(capsys.readouterr().out)["configuration"]["layers"] == [1] * 8, (
+        "layers of 4 stages say nothing of 8"
+    )
 
 
 def test_what_nobody_says_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -248,8 +348,13 @@ def test_what_nobody_says_is_asked_for(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_plan_shows_the_launch_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
-    launch = "--num-layers 80 --hidden-size 9984 --num-attention-heads 104 --seq-length 2048 --vocab-size 51200 --fp16 --sequence-parallel"
-    launch += " --tensor-model-parallel-size 4 --pipeline-model-parallel-size 8 --micro-batch-size 2 --global-batch-size 128"
+    launch = (
+        "--num-layers 80 --hidden-size 9984 --num-attention-heads 104 --seq-length 2048 --vocab-size 51200 "
+        "--fp16 --sequence-parallel"
+    )
+    launch += (
+        " --tensor-model-parallel-size 4 --pipeline-model-parallel-size 8 --micro-batch-size 2 --global-batch-size 128"
+    )
     launch += " --attention-backend unfused --use-distributed-optimizer --recompute-activations"
     arguments = ["plan", "--cluster", "a100-80g:4x8", "--rows", "1", "--schedule", "1f1b", "interleaved-1f1b"]
     assert main([*arguments, "--", *launch.split()]) == 0
@@ -260,7 +365,10 @@ def test_a_plan_shows_the_launch_as_it_stands(capsys: pytest.CaptureFixture[str]
     found = json.loads(capsys.readouterr().out)
     assert found["launch"]["as_it_stands"]["fits"] is False
     assert found["rows"][0]["fits"] is True
-    assert main(["plan", "--cluster", "a100-80g:3x8", "--rows", "1", "--schedule", "1f1b", "--", *launch.split()]) in (0, 3)
+    assert main(["plan", "--cluster", "a100-80g:3x8", "--rows", "1", "--schedule", "1f1b", "--", *launch.split()]) in (
+        0,
+        3,
+    )
     assert "the launch as it stands: t*p = 4*8 = 32 does not divide the 24 devices" in capsys.readouterr().out
 
 
@@ -270,7 +378,7 @@ import argparse, contextlib, io, json
 with contextlib.redirect_stdout(io.StringIO()):
     from megatron.scheduling import launch
     launch.prepare()
-    from megatron.scheduling.flags import add_arguments
+    from megatron.scheduling.options.flags import add_arguments
     from megatron.training.arguments import add_megatron_arguments
     parser = add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
 def plain(value):
@@ -291,7 +399,9 @@ print("FLAGS", json.dumps({
 @pytest.fixture(scope="module")
 def megatrons() -> dict[str, dict[str, Any]]:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    ended = subprocess.run([sys.executable, "-c", FLAGS], capture_output=True, text=True, timeout=100, env=environment, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", FLAGS], capture_output=True, text=True, timeout=100, env=environment, check=False
+    )
     assert ended.returncode == 0, ended.stderr[-2000:]
     line = next(line for line in ended.stdout.splitlines() if line.startswith("FLAGS "))
     found: dict[str, dict[str, Any]] = json.loads(line.removeprefix("FLAGS "))
@@ -321,11 +431,27 @@ def test_the_other_tables_name_flags_that_exist(megatrons: dict[str, dict[str, A
         assert any(fnmatchcase(flag, pattern) for flag in megatrons), pattern
     without = {flag for flag in megatrons if any(fnmatchcase(flag, pattern) for pattern in WITHOUT_INFLUENCE)}
     assert not without & (set(READ) | set(REFUSED))
-    words = ("recompute", "offload", "fp8", "fp4", "moe", "expert", "fsdp", "shard", "dtype", "fusion", "overlap", "cuda-graph", "mtp")
+    words = (
+        "recompute",
+        "offload",
+        "fp8",
+        "fp4",
+        "moe",
+        "expert",
+        "fsdp",
+        "shard",
+        "dtype",
+        "fusion",
+        "overlap",
+        "cuda-graph",
+        "mtp",
+    )
     # What only says how a scale comes from past values is done either way, and no training generates text.
     scales = {"--fp8-margin", "--fp8-amax-history-len", "--fp8-amax-compute-algo"}
     inference = {flag for flag in without if flag.startswith("--mamba-inference-")}
-    assert [flag for flag in without - scales - inference if any(word in flag for word in words) and "ckpt" not in flag] == []
+    assert [
+        flag for flag in without - scales - inference if any(word in flag for word in words) and "ckpt" not in flag
+    ] == []
     valued = {flag for flag in megatrons if any(fnmatchcase(flag, pattern) for pattern in ANY_VALUE)}
     assert valued <= without
     assert [flag for flag in valued if megatrons[flag]["nargs"] == 0] == []
@@ -350,13 +476,17 @@ def test_the_names_are_those_of_the_installed_megatron_and_ours(megatrons: dict[
     ],
 )
 def test_a_mistyped_or_unmodelled_flag_is_no_silent_one(flags: str, message: str) -> None:
-    """Listed as not considered, a typo was predicted as if the flag was not there; 1 passed for nothing of every flag."""
+    """Listed as not considered, a typo was predicted as if the flag was not there; 1 passed for nothing of every
+    flag."""
     with pytest.raises(ValueError, match=re.escape(message)):
         read(*flags.split())
 
 
 def test_flags_of_a_scripts_own_and_one_shard_are_no_typos() -> None:
-    assert read("--my-own-flag", "--num-layers-of-teacher", "3").not_considered == ("--my-own-flag", "--num-layers-of-teacher")
+    assert read("--my-own-flag", "--num-layers-of-teacher", "3").not_considered == (
+        "--my-own-flag",
+        "--num-layers-of-teacher",
+    )
     assert read("--tensor-parallel-num-weight-shards", "1", "--mtp-num-layers", "0").not_considered == ()
 
 

@@ -1,4 +1,5 @@
-"""The flags of a configuration: each once, with its values; and Megatron's own parser and validation take them and mean the same."""
+"""The flags of a configuration: each once, with its values; and Megatron's own parser and validation take them and
+mean the same."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from bpipe.plan.megatron_command import read_command
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.search import search
 from bpipe.plan.space import Space
-from megatron.scheduling.flags import add_arguments
+from megatron.scheduling.options.flags import add_arguments
 
 
 def setup(name: str, t: int, p: int, chunks: int = 1, **changes: Any) -> Setup:
@@ -36,7 +37,9 @@ def uneven(layers: tuple[int, ...], pipeline: int) -> Setup:
     model = replace(PRESETS["gpt3-13b"], num_layers=sum(layers))
     chunks = len(layers) // pipeline
     schedule = "interleaved-1f1b" if chunks > 1 else "1f1b"
-    return Setup(model, parse_cluster(f"a100-80g:{pipeline}"), 1, pipeline, 1, 32, 2048, layers, schedule=schedule, chunks=chunks)
+    return Setup(
+        model, parse_cluster(f"a100-80g:{pipeline}"), 1, pipeline, 1, 32, 2048, layers, schedule=schedule, chunks=chunks
+    )
 
 
 # Every way Megatron can be told, with one stage a rank and with chunks.
@@ -77,7 +80,9 @@ def test_shards_are_said_as_the_trainer_has_them() -> None:
         assert (found.bpipe_vocabulary, found.bpipe_vocabulary_input) == (split, True)
     sharded = setup("llama3-8b", 2, 4, vocabulary_parallel="interlaced")
     assert "--bpipe-vocabulary interlaced" in " ".join(megatron_flags(sharded))
-    assert "--bpipe-vocabulary interlaced --bpipe-vocabulary-input" in " ".join(megatron_flags(replace(sharded, input_shards=True)))
+    assert "--bpipe-vocabulary interlaced --bpipe-vocabulary-input" in " ".join(
+        megatron_flags(replace(sharded, input_shards=True))
+    )
     chunks = replace(setup("llama3-8b", 2, 4, 2), schedule="v-half", vocabulary_parallel="1", input_shards=True)
     assert "--bpipe-vocabulary 1 --bpipe-vocabulary-input --bpipe-schedule v-half" in " ".join(megatron_flags(chunks))
 
@@ -89,12 +94,13 @@ def test_uneven_layers_are_said_with_two_flags() -> None:
     assert "--pipeline-model-parallel-layout Et*10|t*11|t*9|t*10L" in " ".join(megatron_flags(odd))
 
 
-# What a rank does between torchrun and the first collective: Megatron's own parser with our flags, its validation, ours, the placement.
+# What a rank does between torchrun and the first collective: Megatron's own parser with our flags, its validation,
+# ours, the placement.
 PROGRAM = """
 import contextlib, io, json, os, sys
 from megatron.scheduling import launch
 launch.prepare()
-from megatron.scheduling.arguments import config_from_args
+from megatron.scheduling.options.arguments import config_from_args
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build as num_layers
 from megatron.training import arguments
@@ -124,10 +130,19 @@ for world_size, flags in json.load(sys.stdin):
 
 
 def rows_of_plans() -> list[Setup]:
-    """The first rows of real searches: GPT and LLaMA, old and new attention, even and uneven layers, and balanced ones of their own."""
+    """The first rows of real searches: GPT and LLaMA, old and new attention, even and uneven layers, and balanced
+    ones of their own."""
     spaces = [
         Space(PRESETS["gpt3-96b"], parse_cluster("a100-80g:4x8"), 128, 2048, "unfused", precision="fp16"),
-        Space(PRESETS["gpt3-13b"], parse_cluster("a100-40g:1x8"), 32, 2048, "unfused", balances=("bpipe",), precision="fp32"),
+        Space(
+            PRESETS["gpt3-13b"],
+            parse_cluster("a100-40g:1x8"),
+            32,
+            2048,
+            "unfused",
+            balances=("bpipe",),
+            precision="fp32",
+        ),
         Space(PRESETS["llama3-70b"], parse_cluster("h100-80g:8x8"), 256, 8192, max_micro_batch=4),
         Space(PRESETS["llama-65b"], parse_cluster("a100-80g:4x8"), 128, 2048, balances=("bpipe",), max_micro_batch=4),
         Space(
@@ -153,10 +168,18 @@ def test_megatron_validates_them_and_means_the_same() -> None:
     asked = json.dumps([(row.cluster.num_devices, megatron_flags(row)) for row in rows])
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM], input=asked, capture_output=True, text=True, timeout=200, env=environment, check=False
+        [sys.executable, "-c", PROGRAM],
+        input=asked,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=environment,
+        check=False,
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
-    parsed = [json.loads(line.removeprefix("PARSED ")) for line in ended.stdout.splitlines() if line.startswith("PARSED ")]
+    parsed = [
+        json.loads(line.removeprefix("PARSED ")) for line in ended.stdout.splitlines() if line.startswith("PARSED ")
+    ]
     for row, args in zip(rows, parsed, strict=True):
         assert args == expected(row), " ".join(megatron_flags(row))
 

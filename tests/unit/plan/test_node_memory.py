@@ -1,4 +1,5 @@
-"""Budgets that no pair and no pool keeps, with a node's own memory: planned, recommended with the numbers, and printed; and its link."""
+"""Budgets that no pair and no pool keeps, with a node's own memory: planned, recommended with the numbers, and
+printed; and its link."""
 
 from __future__ import annotations
 
@@ -9,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from bpipe.balance.pairs import allocated_bytes
+from bpipe.build import BalanceConfig
 from bpipe.cli import main
 from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
 from bpipe.models.compute import links
 from bpipe.models.layout import Setup
-from bpipe.passes.balance import occupied
-from bpipe.plan.budget import OverBudget, predicted, smallest_bytes, within, within_budget
-from bpipe.plan.fit import document, lines
+from bpipe.plan.budget import OverBudget, predicted_devices, smallest_bytes, within, within_budget
+from bpipe.plan.fit import plan_lines, plan_values
 from bpipe.plan.options import setup_from
-from bpipe.program import BalanceConfig
 
 GIB = 2**30
 MODEL = ("--model", "llama3-8b", "--pipeline", "4", "--sequence", "8192", "--global-batch", "16")
@@ -25,32 +26,56 @@ MODEL = ("--model", "llama3-8b", "--pipeline", "4", "--sequence", "8192", "--glo
 
 def setup(hosts: str) -> Setup:
     words = ["--num-layers", "32", "--hidden-size", "4096", "--ffn-hidden-size", "14336", "--num-attention-heads", "32"]
-    words += ["--group-query-attention", "--num-query-groups", "8", "--seq-length", "8192", "--max-position-embeddings", "8192"]
-    words += ["--swiglu", "--disable-bias-linear", "--position-embedding-type", "rope", "--normalization", "RMSNorm", "--bf16"]
-    words += ["--untie-embeddings-and-output-weights", "--attention-dropout", "0", "--hidden-dropout", "0", "--attention-backend", "flash"]
+    words += [
+        "--group-query-attention",
+        "--num-query-groups",
+        "8",
+        "--seq-length",
+        "8192",
+        "--max-position-embeddings",
+        "8192",
+    ]
+    words += [
+        "--swiglu",
+        "--disable-bias-linear",
+        "--position-embedding-type",
+        "rope",
+        "--normalization",
+        "RMSNorm",
+        "--bf16",
+    ]
+    words += [
+        "--untie-embeddings-and-output-weights",
+        "--attention-dropout",
+        "0",
+        "--hidden-dropout",
+        "0",
+        "--attention-backend",
+        "flash",
+    ]
     words += ["--pipeline-model-parallel-size", "4", "--micro-batch-size", "1", "--global-batch-size", "16"]
     words += ["--use-distributed-optimizer", "--bpipe", "--bpipe-hosts", hosts]
     return setup_from(words, "h100-80g:1x4", 128256, "gpu")
 
 
 def test_own_memory_keeps_what_no_device_can() -> None:
-    least = {hosts: smallest_bytes(predicted(setup(hosts), [1])) for hosts in (PAIR, POOL, HOST, ALL)}
+    least = {hosts: smallest_bytes(predicted_devices(setup(hosts), [1])) for hosts in (PAIR, POOL, HOST, ALL)}
     assert least[HOST] == least[ALL] < 0.95 * least[POOL] < least[POOL] <= least[PAIR]
     for hosts in (HOST, ALL):
-        devices = predicted(setup(hosts), [least[hosts]])
+        devices = predicted_devices(setup(hosts), [least[hosts]])
         found = within(devices)
         assert max(found.need_bytes) <= least[hosts]
         with pytest.raises(OverBudget):
             within(replace(devices, budget_bytes=(least[hosts] - 1,) * 4))
         assert max(found.own_bytes) > 0
         # Devices have nothing of it.
-        held = [occupied(found.schedule, rank, found.memory) for rank in range(4)]
+        held = [allocated_bytes(found.schedule, rank, found.memory) for rank in range(4)]
         assert all(hosted == 0 for _, hosted in held) if hosts == HOST else True
 
 
 def test_with_devices_first_less_goes_to_the_nodes() -> None:
     budget = [66 * GIB]
-    alone, behind = (within(predicted(setup(hosts), budget)) for hosts in (HOST, ALL))
+    alone, behind = (within(predicted_devices(setup(hosts), budget)) for hosts in (HOST, ALL))
     assert behind.moved_bytes == alone.moved_bytes
     assert behind.own_bytes != alone.own_bytes
     assert sum(behind.own_bytes) < sum(alone.own_bytes)
@@ -77,12 +102,15 @@ def test_what_is_over_a_budget_is_told_what_it_takes() -> None:
 
 def test_the_plan_says_where_everything_goes() -> None:
     _, found = within_budget(setup(ALL), [66 * GIB])
-    told = lines(found)
+    told = plan_lines(found)
     assert any("its own node hosts " in line and " host buffers of " in line for line in told)
-    assert any(re.search(r"its own node hosts .*, rank \d hosts ", line) or re.search(r"; rank \d hosts ", line) for line in told)
-    (alone,) = [line for line in lines(within_budget(setup(HOST), [66 * GIB])[1]) if line.startswith("rank 0")]
+    assert any(
+        re.search(r"its own node hosts .*, rank \d hosts ", line) or re.search(r"; rank \d hosts ", line)
+        for line in told
+    )
+    (alone,) = [line for line in plan_lines(within_budget(setup(HOST), [66 * GIB])[1]) if line.startswith("rank 0")]
     assert re.search(r"rank 0 would need \S+ GiB; its own node hosts .* GiB in all: it needs \S+ GiB$", alone)
-    written = document(found)
+    written = plan_values(found)
     assert written["own_bytes"] == list(found.own_bytes)
     assert any(one["host"] == one["rank"] for one in written["hosts"])
 
@@ -97,7 +125,9 @@ def test_the_plan_says_where_everything_goes() -> None:
     ],
 )
 def test_the_text_says_which_hosts(hosts: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", *MODEL, "--balance", "bpipe", "--hosts", hosts, "--cluster", "h100-80g:1x4", "--memory", "75"]) in (0, None)
+    assert main(
+        ["simulate", *MODEL, "--balance", "bpipe", "--hosts", hosts, "--cluster", "h100-80g:1x4", "--memory", "75"]
+    ) in (0, None)
     assert words in capsys.readouterr().out
 
 
@@ -113,7 +143,8 @@ def test_gpipe_is_balanced_with_own_memory_and_predicted_so() -> None:
     assert (own, hosted) == (whole * 4 // 16, 0)
 
 
-# -- its link -----------------------------------------------------------------------------------------------------------------------------
+# -- its link
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def shared(tmp_path: Path, **keys: float) -> str:
@@ -142,4 +173,6 @@ def test_who_does_not_send_leaves_the_others_more() -> None:
     one = replace(one, cluster=replace(one.cluster, device=device))
     two = replace(one, how=BalanceConfig((2,), hosts=HOST))
     none = replace(one, balance="none", how=BalanceConfig())
-    assert [links(each).host.bytes_per_s for each in (none, one, two)] == pytest.approx([32e9 * 0.77, 32e9 * 0.77, 16e9 * 0.77])
+    assert [links(each).host.bytes_per_s for each in (none, one, two)] == pytest.approx(
+        [32e9 * 0.77, 32e9 * 0.77, 16e9 * 0.77]
+    )

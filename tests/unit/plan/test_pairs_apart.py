@@ -1,4 +1,5 @@
-"""Where tensor parallelism fills a node, pairs lie on two, and the prediction says so, what it costs and what else to take."""
+"""Where tensor parallelism fills a node, pairs lie on two, and the prediction says so, what it costs and what else
+to take."""
 
 from __future__ import annotations
 
@@ -9,7 +10,17 @@ import pytest
 
 from bpipe.cli import main
 
-SIMULATE = ["simulate", "--model", "gpt3-175b", "--cluster", "a100-80g:64x8", "--pipeline", "8", "--global-batch", "1536"]
+SIMULATE = [
+    "simulate",
+    "--model",
+    "gpt3-175b",
+    "--cluster",
+    "a100-80g:64x8",
+    "--pipeline",
+    "8",
+    "--global-batch",
+    "1536",
+]
 SIMULATE += ["--attention", "unfused", "--precision", "fp16"]
 
 
@@ -25,14 +36,23 @@ def seconds(text: str) -> float:
 
 
 def test_it_says_why_and_what_it_costs(capsys: pytest.CaptureFixture[str]) -> None:
-    """GPT-3 175B on 64 nodes of 8 A100s with t = 8 was predicted to take over half as long again, and nothing said why."""
+    """GPT-3 175B on 64 nodes of 8 A100s with t = 8 was predicted to take over half as long again, and nothing said
+    why."""
     found, plain = simulated(capsys, "--tensor", "8", "--balance", "bpipe"), simulated(capsys, "--tensor", "8")
     (line,) = [line for line in found.splitlines() if line.startswith("pairs lie on two nodes")]
-    assert "as a rank has 8 of a node's 8 devices: what moves passes each device's port of 19 GB/s, where links inside have 231." in line
+    assert (
+        "as a rank has 8 of a node's 8 devices: what moves passes each device's port of 19 GB/s, where links inside "
+        "have 231." in line
+    )
     longer = re.search(r"An iteration takes (\d+) % longer than without balancing", line)
     assert longer is not None
     assert int(longer[1]) == round(100 * (seconds(found) / seconds(plain) - 1)) > 50
-    for way in ("--tensor 4, with which pairs share a node", "--hosts host, by 25 GB/s", "--recompute", "--schedule v-half"):
+    for way in (
+        "--tensor 4, with which pairs share a node",
+        "--hosts host, by 25 GB/s",
+        "--recompute",
+        "--schedule v-half",
+    ):
         assert way in line
     assert "pairs lie" not in plain
 
@@ -64,6 +84,19 @@ def test_plans_and_programs_are_told_too(capsys: pytest.CaptureFixture[str]) -> 
         "--memory",
         "45",
     ]
-    plan += ["--tensor", "8", "--pipeline", "8", "--micro-batch", "1", "--schedule", "1f1b", "--recompute", "none", "--precision", "fp16"]
+    plan += [
+        "--tensor",
+        "8",
+        "--pipeline",
+        "8",
+        "--micro-batch",
+        "1",
+        "--schedule",
+        "1f1b",
+        "--recompute",
+        "none",
+        "--precision",
+        "fp16",
+    ]
     assert main([*plan, "--balance", "bpipe", "--vocabulary-parallel", "none"]) == 0
     assert "     pairs lie on two nodes, as a rank has 8 of a node's 8 devices" in capsys.readouterr().out

@@ -1,5 +1,5 @@
-"""A plan asks the trainer's own table what it would launch, reads a launch's flags as Megatron's parser does, and prints no row that is
-refused."""
+"""A plan asks the trainer's own table what it would launch, reads a launch's flags as Megatron's parser does, and
+prints no row that is refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,13 @@ FLAGS = {
     "overlapped shared experts": ("--moe-shared-expert-overlap",),
     "hybrid context parallelism": ("--hybrid-context-parallel",),
     "distributed saved activations": ("--distribute-saved-activations",),
-    "recomputation of the MLP with biases": ("--recompute-granularity", "selective", "--recompute-modules", "core_attn", "mlp"),
+    "recomputation of the MLP with biases": (
+        "--recompute-granularity",
+        "selective",
+        "--recompute-modules",
+        "core_attn",
+        "mlp",
+    ),
     "overlapped tensor-parallel communication": ("--tp-comm-overlap",),
     "ring exchange": ("--use-ring-exchange-p2p",),
     "FSDP": ("--use-megatron-fsdp",),
@@ -97,7 +103,8 @@ def test_a_reason_names_the_flag_that_was_typed() -> None:
 
 
 def test_no_row_is_one_that_the_trainer_refuses() -> None:
-    """Rows with shards, another schedule or balancing had --tp-comm-overlap, with which the trainer ends at its start."""
+    """Rows with shards, another schedule or balancing had --tp-comm-overlap, with which the trainer ends at its
+    start."""
     outcome = search(replace(SPACE, switches=OVERLAP), 60)
     rows = [row.prediction.setup for row in outcome.rows]
     ours = [setup for setup in rows if runs_ours(setup) and setup.tensor > 1]
@@ -125,13 +132,42 @@ def test_what_else_a_launch_says_is_asked_for_too() -> None:
     assert not any(row.prediction.setup.is_sharded for row in by_rank.rows)
 
 
-LAUNCH = ["--num-layers", "16", "--hidden-size", "4096", "--num-attention-heads", "32", "--seq-length", "2048", "--vocab-size", "131072"]
-LAUNCH += ["--max-position-embeddings", "2048", "--bf16", "--use-distributed-optimizer", "--tensor-model-parallel-size", "2"]
-LAUNCH += ["--sequence-parallel", "--pipeline-model-parallel-size", "4", "--micro-batch-size", "1", "--global-batch-size", "16"]
+LAUNCH = [
+    "--num-layers",
+    "16",
+    "--hidden-size",
+    "4096",
+    "--num-attention-heads",
+    "32",
+    "--seq-length",
+    "2048",
+    "--vocab-size",
+    "131072",
+]
+LAUNCH += [
+    "--max-position-embeddings",
+    "2048",
+    "--bf16",
+    "--use-distributed-optimizer",
+    "--tensor-model-parallel-size",
+    "2",
+]
+LAUNCH += [
+    "--sequence-parallel",
+    "--pipeline-model-parallel-size",
+    "4",
+    "--micro-batch-size",
+    "1",
+    "--global-batch-size",
+    "16",
+]
 
 
 def test_simulate_says_that_a_launch_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    said = "the trainer refuses this: --bpipe-vocabulary 1: Transformer Engine keeps activations in communication buffers of its own"
+    said = (
+        "the trainer refuses this: --bpipe-vocabulary 1: Transformer Engine keeps activations in communication "
+        "buffers of its own"
+    )
     for more, is_refused in ((["--bpipe-vocabulary", "1", "--tp-comm-overlap"], True), (["--tp-comm-overlap"], False)):
         assert main(["simulate", "--cluster", "a100-80g:8", "--", *LAUNCH, *more]) == 0
         assert (said in capsys.readouterr().out) is is_refused

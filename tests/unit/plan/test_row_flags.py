@@ -1,4 +1,5 @@
-"""What a row prints launches that row: a launch with the difference is read as the row's setup, and all other flags are in every row."""
+"""What a row prints launches that row: a launch with the difference is read as the row's setup, and all other flags
+are in every row."""
 
 from __future__ import annotations
 
@@ -27,8 +28,24 @@ MEMORY_GIB = 70
 LAUNCHES = {
     "as it is": [],
     "in chunks": ["--num-virtual-stages-per-pipeline-rank", "2", "--recompute-activations"],
-    "ours": ["--bpipe", "--bpipe-schedule", "v-half", "--bpipe-vocabulary", "1", "--bpipe-vocabulary-input", "--bpipe-min-bytes", "4096"],
-    "overlapping": ["--tp-comm-overlap", "--overlap-grad-reduce", "--recompute-granularity", "full", "--recompute-method", "uniform"],
+    "ours": [
+        "--bpipe",
+        "--bpipe-schedule",
+        "v-half",
+        "--bpipe-vocabulary",
+        "1",
+        "--bpipe-vocabulary-input",
+        "--bpipe-min-bytes",
+        "4096",
+    ],
+    "overlapping": [
+        "--tp-comm-overlap",
+        "--overlap-grad-reduce",
+        "--recompute-granularity",
+        "full",
+        "--recompute-method",
+        "uniform",
+    ],
 }
 LAUNCHES["overlapping"] += ["--recompute-num-layers", "1"]
 
@@ -84,7 +101,19 @@ def test_what_cannot_differ_is_left_alone() -> None:
 
 
 def test_a_balanced_row_says_its_flag_and_how_it_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = ["plan", "--cluster", CLUSTER, "--memory", "60", "--schedule", "interleaved-1f1b", "--balance", "bpipe", "--rows", "1"]
+    plan = [
+        "plan",
+        "--cluster",
+        CLUSTER,
+        "--memory",
+        "60",
+        "--schedule",
+        "interleaved-1f1b",
+        "--balance",
+        "bpipe",
+        "--rows",
+        "1",
+    ]
     plan += ["--vocabulary-parallel", "none", "--recompute", "none"]
     assert main([*plan, *SIZES, "--sequence", "8192", "--vocabulary", "51200", "--global-batch", "32"]) == 0
     alone = capsys.readouterr().out.splitlines()

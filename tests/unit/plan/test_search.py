@@ -1,4 +1,5 @@
-"""The search: its first rows are those of simulating everything, it drops what does not fit, and it says when balancing does not help."""
+"""The search: its first rows are those of simulating everything, it drops what does not fit, and it says when
+balancing does not help."""
 
 from __future__ import annotations
 
@@ -8,15 +9,23 @@ from dataclasses import replace
 
 import pytest
 
+from bpipe.build import ScheduleConfig, build, named_balance
 from bpipe.cli import main
-from bpipe.generate.families import FAMILIES, SEARCHED, default
+from bpipe.generate.families import FAMILIES, SEARCHED, default_family
 from bpipe.generate.family import Family
 from bpipe.ir.hosts import HOST, PAIR
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.held import held_by
 from bpipe.models.layout import Setup
-from bpipe.models.memory import activations, least_bytes, least_shared_bytes, moves_anything, predict_memory, state_bytes
+from bpipe.models.memory import (
+    activations,
+    least_bytes,
+    least_shared_bytes,
+    moves_anything,
+    predict_memory,
+    state_bytes,
+)
 from bpipe.models.model import PRESETS, gpt
 from bpipe.models.parts import Routing
 from bpipe.models.saved import after_input_bytes, stage_bytes
@@ -29,7 +38,6 @@ from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.predict import costs_of, predict, simulation_of, steady_timing, whole_timing
 from bpipe.plan.search import Outcome, search
 from bpipe.plan.space import CUTS, Space, divisors, enumerate_setups, num_grids, usual_contexts
-from bpipe.program import ScheduleConfig, balancing, build
 from tests.unit.models.published import MIXTRAL_8X7B
 
 A100 = parse_cluster("a100-80g:4x8")
@@ -42,10 +50,17 @@ def outcome() -> Outcome:
 
 
 def test_the_papers_case_gains_and_says_why(outcome: Outcome) -> None:
-    """Kim et al. 2023: t=4, p=8, b=2 with recomputed attention is the fastest of 96B on 32 A100s, and fits only balanced."""
+    """Kim et al. 2023: t=4, p=8, b=2 with recomputed attention is the fastest of 96B on 32 A100s, and fits only
+    balanced."""
     best = outcome.rows[0]
     setup = best.prediction.setup
-    assert (setup.tensor, setup.pipeline, setup.micro_batch, setup.recompute, setup.balance) == (4, 8, 2, "selective", "bpipe")
+    assert (setup.tensor, setup.pipeline, setup.micro_batch, setup.recompute, setup.balance) == (
+        4,
+        8,
+        2,
+        "selective",
+        "bpipe",
+    )
     assert "fits only balanced: without, its fullest rank needs 81.7 of 79.2 GiB" in (only_balanced(best) or "")
     assert verdict(outcome).text.startswith("Balancing gains 1.")
     assert outcome.plain is not None
@@ -84,15 +99,18 @@ def test_several_kinds_of_hosts_are_compared_in_one_search() -> None:
     assert [found.prediction.timing.iteration_s for found in both.rows] == sorted(merged.values())[:6]
     setups = [found.prediction.setup for found in both.rows]
     assert {setup.how.hosts for setup in setups if setup.balance == "bpipe"} == {PAIR, HOST}
-    assert ["--bpipe-hosts" in megatron_flags(setup) for setup in setups] == [setup.how.hosts == HOST for setup in setups]
+    assert ["--bpipe-hosts" in megatron_flags(setup) for setup in setups] == [
+        setup.how.hosts == HOST for setup in setups
+    ]
     assert len(list(enumerate_setups(replace(space, hosts=(PAIR, HOST))))) < 2 * len(list(enumerate_setups(space)))
 
 
 def test_of_a_family_that_was_not_simulated_to_its_end_it_is_said(outcome: Outcome) -> None:
-    """Compared with hosts in nodes' memory, 1F1B was said to take 95.5 s: its pairs, too slow for a row, were not simulated."""
+    """Compared with hosts in nodes' memory, 1F1B was said to take 95.5 s: its pairs, too slow for a row, were not
+    simulated."""
     (one, *_) = outcome.families
     slow = replace(one, bound_s=0.5 * one.fastest.prediction.timing.iteration_s if one.fastest else 0.0)
-    text = standings.documents(replace(outcome, families=(slow,)))[0]["why"]
+    text = standings.family_values(replace(outcome, families=(slow,)))[0]["why"]
     assert text.endswith(f"; others, not simulated, take {slow.bound_s:.3f} s or more, by a lower bound")
 
 
@@ -121,7 +139,9 @@ def test_bounds_of_many_are_those_of_each_alone_to_the_bit() -> None:
 def test_nothing_needs_less_than_what_its_warm_up_says(schedule: str, balance: str) -> None:
     """Layers that do not divide, so that stages differ; ends without layers among them."""
     model = gpt("odd", 22, 1024, 16)
-    space = Space(model, parse_cluster("h100-80g:1x8"), 48, 1024, schedules=(schedule,), balances=(balance,), recompute=("none",))
+    space = Space(
+        model, parse_cluster("h100-80g:1x8"), 48, 1024, schedules=(schedule,), balances=(balance,), recompute=("none",)
+    )
     setups = list(enumerate_setups(space))
     assert any(least_warm_bytes(setup) for setup in setups)
     for setup in setups[::3]:
@@ -140,13 +160,16 @@ def test_layers_that_do_not_divide_are_split_unevenly_by_itself() -> None:
     splits = {setup.pipeline: setup.layers for setup in enumerate_setups(odd) if setup.chunks == 1}
     assert splits == {1: (22,), 2: (11, 11), 4: (5, 6, 6, 5), 8: (2, *(3,) * 6, 2)}
     # Two ranks divide the layers: there chunks have to, too.
-    assert not any(setup.pipeline == 2 and setup.chunks > 1 and len(set(setup.layers)) > 1 for setup in enumerate_setups(odd))
+    assert not any(
+        setup.pipeline == 2 and setup.chunks > 1 and len(set(setup.layers)) > 1 for setup in enumerate_setups(odd)
+    )
     even = list(enumerate_setups(replace(odd, uneven=False)))
     assert {setup.pipeline for setup in even} == {1, 2}
 
 
 def test_405b_on_16384_gpus_fits_without_more_devices() -> None:
-    """126 layers divide by none of 4, 8, 16, 32: it said `take more devices`, though Megatron takes 7 and 8 layers a stage."""
+    """126 layers divide by none of 4, 8, 16, 32: it said `take more devices`, though Megatron takes 7 and 8 layers a
+    stage."""
     found = search(Space(PRESETS["llama3-405b"], parse_cluster("h100-80g:2048x8"), 2048, 8192), num_rows=3)
     assert found.num_fitting > 10
     best = found.rows[0].prediction.setup
@@ -163,7 +186,9 @@ def test_405b_on_16384_gpus_fits_without_more_devices() -> None:
     [("gpipe", 1, 4, 101), ("1f1b", 1, 8, 150), ("interleaved-1f1b", 2, 4, 128), ("1f1b", 1, 4, 101)],
 )
 @pytest.mark.parametrize("balance", ["none", "bpipe"])
-def test_the_steady_phase_continued_is_the_whole(schedule: str, chunks: int, pipeline: int, batch: int, balance: str) -> None:
+def test_the_steady_phase_continued_is_the_whole(
+    schedule: str, chunks: int, pipeline: int, batch: int, balance: str
+) -> None:
     setup = Setup(
         model=PRESETS["gpt3-13b"],
         cluster=parse_cluster(f"a100-80g:1x{pipeline}"),
@@ -184,22 +209,40 @@ def test_the_steady_phase_continued_is_the_whole(schedule: str, chunks: int, pip
 
 
 def test_schedules_of_our_executor_are_compared_with_their_flags() -> None:
-    """Small, so that all fit: split backwards are faster, and a row says how to launch it; reading that back gives the row."""
-    space = Space(gpt("small", 16, 1024, 16), parse_cluster("h100-80g:1x4"), 16, 1024, recompute=("none",), max_micro_batch=1, max_chunks=4)
+    """Small, so that all fit: split backwards are faster, and a row says how to launch it; reading that back gives
+    the row."""
+    space = Space(
+        gpt("small", 16, 1024, 16),
+        parse_cluster("h100-80g:1x4"),
+        16,
+        1024,
+        recompute=("none",),
+        max_micro_batch=1,
+        max_chunks=4,
+    )
     base = search(space, num_rows=1)
     found = search(replace(space, schedules=("1f1b", "zb-h1", "grouped-interleaved"), balances=("none",)), num_rows=200)
     assert base.rows
     setups = [row.prediction.setup for row in found.rows]
-    grouped = {(setup.chunks, setup.group) for setup in setups if setup.pipeline == 4 and setup.schedule == "grouped-interleaved"}
+    grouped = {
+        (setup.chunks, setup.group)
+        for setup in setups
+        if setup.pipeline == 4 and setup.schedule == "grouped-interleaved"
+    }
     assert {(2, 2), (2, 4), (4, 2), (4, 4)} <= grouped
     assert not any(setup.splits for setup in setups if setup.pipeline == 1)
     of_four = {
-        setup.schedule: row.prediction.timing.iteration_s for row, setup in zip(found.rows, setups, strict=True) if cut_in_four(setup)
+        setup.schedule: row.prediction.timing.iteration_s
+        for row, setup in zip(found.rows, setups, strict=True)
+        if cut_in_four(setup)
     }
     assert of_four["zb-h1"] < of_four["1f1b"]
     for setup in setups:
         said = read_command([*megatron_flags(setup), "--vocab-size", "512"]).options
-        assert (said.get("schedule") or default(setup.chunks), said.get("group")) == (setup.schedule, setup.group)
+        assert (said.get("schedule") or default_family(setup.chunks), said.get("group")) == (
+            setup.schedule,
+            setup.group,
+        )
         assert lower_bound_s(setup) <= steady_timing(setup, costs_of(setup)).iteration_s * (1 + 1e-9)
 
 
@@ -216,7 +259,9 @@ def test_the_first_rows_of_every_family_are_those_of_asking_everything() -> None
     assert found.cuts["slower"] > 100
     fitting = []
     for setup in enumerate_setups(SMALL):
-        if state_bytes(setup) > SMALL.cluster.device.memory_bytes or not all(rank.fits for rank in predict_memory(setup)):
+        if state_bytes(setup) > SMALL.cluster.device.memory_bytes or not all(
+            rank.fits for rank in predict_memory(setup)
+        ):
             continue
         if setup.balance == "none" or not all(rank.fits for rank in predict_memory(replace(setup, balance="none"))):
             fitting.append(setup)
@@ -252,7 +297,18 @@ def test_what_balancing_moves_is_asked_of_the_pass() -> None:
         layers = (2,) * pipeline * chunks
         model = gpt("small", sum(layers), 1024, 16)
         return moves_anything(
-            Setup(model, parse_cluster(f"a100-80g:{pipeline}"), 1, pipeline, 1, 24, 1024, layers, schedule=schedule, chunks=chunks)
+            Setup(
+                model,
+                parse_cluster(f"a100-80g:{pipeline}"),
+                1,
+                pipeline,
+                1,
+                24,
+                1024,
+                layers,
+                schedule=schedule,
+                chunks=chunks,
+            )
         )
 
     assert not moves("1f1b", 1)
@@ -318,10 +374,15 @@ def test_the_steady_phase_of_our_executors_schedules_is_continued(
 @pytest.mark.parametrize("balance", ["none", "bpipe"])
 def test_few_micro_batches_hold_as_much_as_many(schedule: str, chunks: int, balance: str) -> None:
     for p in (4, 6):
-        few, many = (build(ScheduleConfig(schedule, p, m, chunks, balancing(balance))) for m in ((2 if chunks == 1 else 3) * p, 7 * p))
+        few, many = (
+            build(ScheduleConfig(schedule, p, m, chunks, named_balance(balance)))
+            for m in ((2 if chunks == 1 else 3) * p, 7 * p)
+        )
         ones = (1,) * few.num_stages
         for less, more in zip(held_by(few), held_by(many), strict=True):
-            assert all(one >= other for one, other in zip(less.num_bytes(ones, ones), more.num_bytes(ones, ones), strict=True))
+            assert all(
+                one >= other for one, other in zip(less.num_bytes(ones, ones), more.num_bytes(ones, ones), strict=True)
+            )
 
 
 def test_nothing_fits_is_said_with_the_least() -> None:
@@ -329,21 +390,38 @@ def test_nothing_fits_is_said_with_the_least() -> None:
     assert found.rows == ()
     kind, text = verdict(found)
     assert kind == "nothing-fits"
-    assert text.startswith("Nothing fits, balanced or not: weights, gradients and optimizer state alone need at least 8")
+    assert text.startswith(
+        "Nothing fits, balanced or not: weights, gradients and optimizer state alone need at least 8"
+    )
     assert "of 79.2 GiB of a device (t=8 p=1 d=1): take more devices." in text
     assert f"{found.num_configurations} {CUTS['memory']}" in text
     # Weights fit here, and what one micro-batch saves does not, whatever is recomputed.
     long = search(Space(PRESETS["llama3-8b"], parse_cluster("a100-80g:2"), 16, 2**20, recompute=("full",)))
     assert verdict(long).text.startswith("Nothing fits, balanced or not: the least is t=2 p=1 d=1 b=1 recompute full")
     assert "a shorter sequence" in verdict(long).text
-    tried = search(Space(PRESETS["gpt3-96b"], parse_cluster("a100-80g:3x8"), 24, 8192, "unfused", recompute=("none",), balances=("none",)))
+    tried = search(
+        Space(
+            PRESETS["gpt3-96b"],
+            parse_cluster("a100-80g:3x8"),
+            24,
+            8192,
+            "unfused",
+            recompute=("none",),
+            balances=("none",),
+        )
+    )
     assert verdict(tried).text.startswith("Nothing fits, without balancing (balanced was not looked at)")
     assert "consider --recompute full too or consider --balance bpipe too" in verdict(tried).text
 
 
 def test_long_sequences_are_tried_in_parts() -> None:
     """From 32768 tokens on, with 8192 or more for each device; of shorter ones where that is asked for."""
-    assert [usual_contexts(sequence, 32) for sequence in (8192, 32767, 32768, 131072)] == [(1,), (1,), (1, 2, 4), (1, 2, 4, 8, 16)]
+    assert [usual_contexts(sequence, 32) for sequence in (8192, 32767, 32768, 131072)] == [
+        (1,),
+        (1,),
+        (1, 2, 4),
+        (1, 2, 4, 8, 16),
+    ]
     cluster, model = parse_cluster("h100-80g:2x8"), PRESETS["llama3-8b"]
     space = Space(model, cluster, 16, 65536, schedules=("1f1b",), recompute=("none",), balances=("none",))
     plain, parts = search(space), search(replace(space, contexts=(1, 2, 3, 8)))
@@ -390,30 +468,45 @@ def test_no_configuration_names_what_cut_them_all() -> None:
 def test_a_search_of_one_kind_claims_nothing_of_the_other() -> None:
     """`--balance bpipe` said "Balancing is what makes it fit at all", having never looked at anything else."""
     model = PRESETS["gpt3-96b"]
-    plain = search(Space(model, A100, 128, 2048, "unfused", precision="fp16", balances=("none",), max_micro_batch=2), num_rows=1)
+    plain = search(
+        Space(model, A100, 128, 2048, "unfused", precision="fp16", balances=("none",), max_micro_batch=2), num_rows=1
+    )
     assert verdict(plain).kind == "not-compared"
     assert "says nothing" in verdict(plain).text
-    balanced = search(Space(model, A100, 128, 2048, "unfused", precision="fp16", balances=("bpipe",), max_micro_batch=2), num_rows=1)
+    balanced = search(
+        Space(model, A100, 128, 2048, "unfused", precision="fp16", balances=("bpipe",), max_micro_batch=2), num_rows=1
+    )
     assert balanced.rows[0].needs_bytes is not None
     assert verdict(balanced).kind == "not-compared"
     assert f"{balanced.cuts['unneeded']} more fit without balancing" in verdict(balanced).text
-    roomy = search(Space(PRESETS["gpt3-13b"], parse_cluster("a100-80g:8"), 16, 2048, balances=("bpipe",), max_micro_batch=1))
+    roomy = search(
+        Space(PRESETS["gpt3-13b"], parse_cluster("a100-80g:8"), 16, 2048, balances=("bpipe",), max_micro_batch=1)
+    )
     assert roomy.rows == ()
     assert verdict(roomy).kind == "not-needed"
 
 
 def test_a_batch_with_a_huge_prime_is_answered() -> None:
-    """All divisors were tried one by one: a batch of 10^9 + 7 took minutes, and one of 10^12 for ever. The test's time-out is the limit."""
+    """All divisors were tried one by one: a batch of 10^9 + 7 took minutes, and one of 10^12 for ever.
+
+    The test's time-out is the limit.
+    """
     assert divisors(360) == [number for number in range(1, 361) if 360 % number == 0]
     assert divisors(1) == [1]
     assert divisors(49) == [1, 7, 49]
     for batch in (1_000_000_007, 1_000_000_000_039, 65536):
-        found = search(Space(PRESETS["llama3-8b"], parse_cluster("h100-80g:8"), batch, 8192, schedules=("1f1b", "gpipe")), num_rows=1)
+        found = search(
+            Space(PRESETS["llama3-8b"], parse_cluster("h100-80g:8"), batch, 8192, schedules=("1f1b", "gpipe")),
+            num_rows=1,
+        )
         assert found.rows[0].prediction.setup.num_microbatches >= 65536 // 8 // 64
 
 
 def test_a_gain_within_the_error_of_predictions_is_no_clear_gain() -> None:
-    found = search(Space(PRESETS["gpt3-175b"], parse_cluster("h100-80g:8x8"), 256, 2048, max_chunks=2, max_micro_batch=2), num_rows=1)
+    found = search(
+        Space(PRESETS["gpt3-175b"], parse_cluster("h100-80g:8x8"), 256, 2048, max_chunks=2, max_micro_batch=2),
+        num_rows=1,
+    )
     assert found.rows[0].needs_bytes is not None
     assert verdict(found).text.startswith("Balancing does not clearly help, 1.0")
 
@@ -425,7 +518,14 @@ def test_without_enough_ranks_there_is_nothing_to_share() -> None:
 
 def test_two_pipes_are_compared_and_wanted_to_be_even() -> None:
     """Of p = 1, 2, 3 and 6 only the last is a pipeline of two pipes, and 24 micro-batches are a multiple of it."""
-    space = Space(PRESETS["gpt3-13b"], parse_cluster("a100-80g:1x6"), 24, 2048, schedules=("1f1b", "chimera", "bitpipe"), max_micro_batch=1)
+    space = Space(
+        PRESETS["gpt3-13b"],
+        parse_cluster("a100-80g:1x6"),
+        24,
+        2048,
+        schedules=("1f1b", "chimera", "bitpipe"),
+        max_micro_batch=1,
+    )
     found = search(space, num_rows=100)
     assert found.cuts["pipes"] > 0
     two = [setup for setup in enumerate_setups(space) if setup.num_pipes > 1]
@@ -438,7 +538,15 @@ def test_two_pipes_are_compared_and_wanted_to_be_even() -> None:
 
 def test_experts_are_spread_over_every_number_of_devices() -> None:
     """Where the model has them; nothing is added for a model without. The fastest keeps its tokens inside nodes."""
-    space = Space(MIXTRAL_8X7B, parse_cluster("h100-80g:4x8"), 256, 4096, schedules=("1f1b",), max_micro_batch=1, balances=("none",))
+    space = Space(
+        MIXTRAL_8X7B,
+        parse_cluster("h100-80g:4x8"),
+        256,
+        4096,
+        schedules=("1f1b",),
+        max_micro_batch=1,
+        balances=("none",),
+    )
     setups = list(enumerate_setups(space))
     assert {setup.routing.expert for setup in setups} == {1, 2, 4, 8}
     assert {setup.expert_tensor for setup in setups} == {1}
@@ -458,11 +566,25 @@ def test_experts_are_spread_over_every_number_of_devices() -> None:
 
 def test_a_cut_of_ones_own_can_be_asked(capsys: pytest.CaptureFixture[str]) -> None:
     """A plan chose t, p and the micro-batch, and nobody could ask it for theirs."""
-    plan = ["plan", "--model", "gpt3-13b", "--cluster", "a100-80g:2x8", "--global-batch", "32", "--schedule", "1f1b", "--format", "json"]
+    plan = [
+        "plan",
+        "--model",
+        "gpt3-13b",
+        "--cluster",
+        "a100-80g:2x8",
+        "--global-batch",
+        "32",
+        "--schedule",
+        "1f1b",
+        "--format",
+        "json",
+    ]
     plan += ["--vocabulary-parallel", "none"]
     assert main([*plan, "--tensor", "2", "4", "--pipeline", "4", "--micro-batch", "1", "2", "--rows", "100"]) == 0
     found = json.loads(capsys.readouterr().out)
-    cuts = {tuple(row["configuration"][name] for name in ("tensor", "pipeline", "micro_batch")) for row in found["rows"]}
+    cuts = {
+        tuple(row["configuration"][name] for name in ("tensor", "pipeline", "micro_batch")) for row in found["rows"]
+    }
     assert cuts == {(2, 4, 1), (2, 4, 2), (4, 4, 1), (4, 4, 2)}
     assert found["searched"]["cut"]["asked"] > 0
     assert main([*plan, "--rows", "400"]) == 0
@@ -477,7 +599,10 @@ def test_a_cut_of_ones_own_can_be_asked(capsys: pytest.CaptureFixture[str]) -> N
     ("flags", "message"),
     [
         (["--tensor", "3"], "--tensor 3 does not divide the devices of a node: choose from 1, 2, 4, 8"),
-        (["--pipeline", "4", "3"], "--pipeline 3 does not divide the devices of the cluster: choose from 1, 2, 4, 8, 16"),
+        (
+            ["--pipeline", "4", "3"],
+            "--pipeline 3 does not divide the devices of the cluster: choose from 1, 2, 4, 8, 16",
+        ),
     ],
 )
 def test_a_cut_that_cannot_be_is_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,5 @@
-"""The vocabulary in shards as candidates of the search: those that the trainer has, the first rows those of simulating all."""
+"""The vocabulary in shards as candidates of the search: those that the trainer has, the first rows those of
+simulating all."""
 
 from __future__ import annotations
 
@@ -48,8 +49,11 @@ def with_memory(space: Space, num_bytes: int) -> Space:
 
 
 def test_every_schedule_is_tried_with_all_shards_that_the_trainer_has() -> None:
-    """With tensor parallelism before Blackwell there is one queue, in which algorithm 2 and shards of the embedding are refused."""
-    found = Counter((setup.schedule, setup.tensor > 1, setup.vocabulary_parallel, setup.input_shards) for setup in setups_of(SMALL))
+    """With tensor parallelism before Blackwell there is one queue, in which algorithm 2 and shards of the embedding
+    are refused."""
+    found = Counter(
+        (setup.schedule, setup.tensor > 1, setup.vocabulary_parallel, setup.input_shards) for setup in setups_of(SMALL)
+    )
     sorts = {(schedule, one_queue): set[tuple[str, bool]]() for schedule, one_queue, *_ in found}
     for schedule, one_queue, algorithm, inputs in found:
         sorts[schedule, one_queue].add((algorithm, inputs))
@@ -64,8 +68,11 @@ def test_every_schedule_is_tried_with_all_shards_that_the_trainer_has() -> None:
 
 
 def test_what_would_stand_still_in_one_queue_is_no_row() -> None:
-    """As the trainer refuses it: of groups of as many micro-batches as ranks, sends ahead of their receivers hold each other up."""
-    space = replace(SMALL, cluster=parse_cluster("h100-80g:1x8"), schedules=("grouped-interleaved",), vocabulary_parallel=("1",))
+    """As the trainer refuses it: of groups of as many micro-batches as ranks, sends ahead of their receivers hold
+    each other up."""
+    space = replace(
+        SMALL, cluster=parse_cluster("h100-80g:1x8"), schedules=("grouped-interleaved",), vocabulary_parallel=("1",)
+    )
     found = search(space, num_rows=1000)
     setups = [row.prediction.setup for row in found.rows]
     assert 0 < found.cuts["queues"] <= sum(stands_still(setup) for setup in setups_of(space))
@@ -93,7 +100,11 @@ def test_where_nobody_chose_shards_are_tried_where_they_promise_something() -> N
 @pytest.mark.parametrize("schedule", [name for name in SEARCHED if FAMILIES[name].sharded is not None])
 def test_bounds_of_shards_hold(schedule: str) -> None:
     space = replace(
-        SMALL, schedules=(schedule,), cluster=parse_cluster("h100-80g:1x8"), global_batch=24, vocabulary_parallel=VOCABULARIES[1:]
+        SMALL,
+        schedules=(schedule,),
+        cluster=parse_cluster("h100-80g:1x8"),
+        global_batch=24,
+        vocabulary_parallel=VOCABULARIES[1:],
     )
     bounds = Bounds()
     for setup in setups_of(space)[::5]:
@@ -112,7 +123,9 @@ def test_the_first_rows_are_those_of_simulating_all(share: float) -> None:
     found = search(space, num_rows=12)
     fitting = [setup for setup in setups_of(space) if peak_bytes(setup) <= limit]
     fitting = [setup for setup in fitting if not stands_still(setup)]
-    fitting = [setup for setup in fitting if setup.balance == "none" or peak_bytes(replace(setup, balance="none")) > limit]
+    fitting = [
+        setup for setup in fitting if setup.balance == "none" or peak_bytes(replace(setup, balance="none")) > limit
+    ]
     assert len(fitting) > 30
     times = sorted(steady_timing(setup, costs_of(setup)).iteration_s for setup in fitting)
     assert [row.prediction.timing.iteration_s for row in found.rows] == pytest.approx(times[:12], rel=1e-12)
@@ -124,11 +137,15 @@ def test_the_front_takes_them_too() -> None:
     space = replace(SMALL, schedules=("1f1b", "zb-h1"), vocabulary_parallel=None)
     points = find_front(space).points
     every = [
-        (peak_bytes(setup), steady_timing(setup, costs_of(setup)).iteration_s) for setup in setups_of(space) if not stands_still(setup)
+        (peak_bytes(setup), steady_timing(setup, costs_of(setup)).iteration_s)
+        for setup in setups_of(space)
+        if not stands_still(setup)
     ]
     assert any(point.prediction.setup.is_sharded for point in points)
     for point in points:
-        assert not any(peak <= point.peak_bytes and seconds < point.iteration_s * (1 - 1e-12) for peak, seconds in every)
+        assert not any(
+            peak <= point.peak_bytes and seconds < point.iteration_s * (1 - 1e-12) for peak, seconds in every
+        )
 
 
 def test_flags_of_a_row_say_its_shards() -> None:

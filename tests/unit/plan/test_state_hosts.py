@@ -1,4 +1,5 @@
-"""Optimizer state on other ranks: no more of it than must leave, where there is room, and what that costs beside balancing."""
+"""Optimizer state on other ranks: no more of it than must leave, where there is room, and what that costs beside
+balancing."""
 
 from __future__ import annotations
 
@@ -15,14 +16,21 @@ from bpipe.models.cluster import GIB, Cluster, parse_cluster
 from bpipe.models.layout import Setup
 from bpipe.models.model import PRESETS
 from bpipe.plan.predict import predict
-from bpipe.plan.state_hosts import HostedState, StateHosts, instead_of_balancing, read, state_hosts, written
+from bpipe.plan.state_hosts import HostedState, StateHosts, instead_of_balancing, read_moves, state_hosts, write_moves
 
 
 def setup(gib: float = 40.0, cluster: Cluster | None = None, **changes: Any) -> Setup:
     """GPT-3 13B on eight devices, of which the first need 48 GiB."""
     on = cluster or parse_cluster("a100-40g:1x8")
     on = replace(on, device=replace(on.device, memory_bytes=int(gib * GIB)))
-    usual: dict[str, Any] = {"tensor": 1, "pipeline": 8, "micro_batch": 1, "global_batch": 64, "sequence": 2048, "recompute": "none"}
+    usual: dict[str, Any] = {
+        "tensor": 1,
+        "pipeline": 8,
+        "micro_batch": 1,
+        "global_batch": 64,
+        "sequence": 2048,
+        "recompute": "none",
+    }
     return Setup(PRESETS["gpt3-13b"], on, **{**usual, "layers": (5,) * 8, **changes})
 
 
@@ -33,16 +41,22 @@ def hosted(mine: Setup) -> StateHosts:
 
 
 @pytest.mark.parametrize("gib", [39.0, 40.0, 44.0])
-@pytest.mark.parametrize("changes", [{}, {"precision": "fp16"}, {"distributed_optimizer": False}, {"precision": "fp32", "micro_batch": 1}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"precision": "fp16"}, {"distributed_optimizer": False}, {"precision": "fp32", "micro_batch": 1}]
+)
 def test_every_rank_fits_then_and_what_moves_is_what_lacks(gib: float, changes: dict[str, Any]) -> None:
     mine = setup(gib + (14 if "fp32" in changes.values() else 0), **changes)
     before = predict(mine).memory
     found = hosted(mine)
     assert all(row.fits for row in found.memory)
-    assert sum(row.optimizer_bytes for row in found.memory) == sum(row.optimizer_bytes for row in before), "none is lost"
+    assert sum(row.optimizer_bytes for row in found.memory) == sum(row.optimizer_bytes for row in before), (
+        "none is lost"
+    )
     sent = [sum(move.num_bytes for move in found.moves if move.giver == rank) for rank in range(8)]
     assert sent == [max(0, row.peak_bytes - row.limit_bytes) for row in before]
-    assert all(row.peak_bytes == row.limit_bytes for row, one in zip(found.memory, sent, strict=True) if one), "none less would do"
+    assert all(row.peak_bytes == row.limit_bytes for row, one in zip(found.memory, sent, strict=True) if one), (
+        "none less would do"
+    )
     assert found.moved_bytes == 2 * sum(sent)
     assert not {move.giver for move in found.moves} & {move.host for move in found.moves}
 
@@ -53,11 +67,14 @@ def test_it_takes_as_long_as_its_exchanges_which_pass_one_by_one_on_a_rank() -> 
     link = 0.8 * mine.cluster.device.inside_bytes_per_s
     shares = [sum(move.num_bytes for move in found.moves if rank in move[:2]) for rank in range(8)]
     assert 2 * max(shares) / mine.cluster.device.inside_bytes_per_s < found.longer_s < found.moved_bytes / link * 1.5
-    assert hosted(setup(cluster=parse_cluster("a100-40g:8x1"))).longer_s > found.longer_s, "links between nodes are slower"
+    assert hosted(setup(cluster=parse_cluster("a100-40g:8x1"))).longer_s > found.longer_s, (
+        "links between nodes are slower"
+    )
 
 
 def test_it_moves_a_tenth_of_what_balancing_does_or_less() -> None:
-    """And reaches a budget that pairs cannot: activations are on the host while it computes, as moments are, but twice as many leave."""
+    """And reaches a budget that pairs cannot: activations are on the host while it computes, as moments are, but
+    twice as many leave."""
     balanced = predict(setup(44.0, balance="bpipe"))
     assert balanced.fits
     assert balanced.bandwidth is not None
@@ -91,20 +108,23 @@ def test_it_is_found_wherever_there_is_room_enough() -> None:
         prediction = predict(setup(gib, schedule=schedule, global_batch=16))
         if prediction.fits:
             continue
-        rooms = [row.limit_bytes - row.peak_bytes for row in prediction.memory]
-        movable = all(-room <= 2 * row.optimizer_bytes // 3 for room, row in zip(rooms, prediction.memory, strict=True))
+        activation_budget = [row.limit_bytes - row.peak_bytes for row in prediction.memory]
+        movable = all(
+            -room <= 2 * row.optimizer_bytes // 3
+            for room, row in zip(activation_budget, prediction.memory, strict=True)
+        )
         found = state_hosts(prediction) is not None
-        assert found is (sum(rooms) >= 0 and movable), (gib, schedule)
+        assert found is (sum(activation_budget) >= 0 and movable), (gib, schedule)
         seen.add(found)
     assert seen == {True, False}
 
 
 def test_what_is_printed_is_read_and_is_enough() -> None:
     moves = hosted(setup()).moves
-    again = read(written(moves))
+    again = read_moves(write_moves(moves))
     assert [move[:2] for move in again] == [move[:2] for move in moves]
     assert all(0 <= one.num_bytes - other.num_bytes <= GIB / 100 for one, other in zip(again, moves, strict=True))
-    assert read("0:3:0.5,1:2:1") == (HostedState(0, 3, GIB // 2), HostedState(1, 2, GIB))
+    assert read_moves("0:3:0.5,1:2:1") == (HostedState(0, 3, GIB // 2), HostedState(1, 2, GIB))
 
 
 @pytest.mark.parametrize(
@@ -121,20 +141,26 @@ def test_what_is_printed_is_read_and_is_enough() -> None:
 )
 def test_what_cannot_be_is_refused(text: str, reason: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=reason):
-        read(text)
+        read_moves(text)
 
 
 def test_simulate_and_plan_say_it(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--model", "gpt3-13b", "--cluster", "a100-40g:1x8", "--global-batch", "64"]
     one = [*("simulate", *sizes, "--pipeline", "8"), "--recompute", "none"]
     assert main(one) == 0
-    assert "moments on other ranks would let it fit without balancing: --bpipe-optimizer-hosts 0:6:7." in capsys.readouterr().out
+    assert (
+        "moments on other ranks would let it fit without balancing: --bpipe-optimizer-hosts 0:6:7."
+        in capsys.readouterr().out
+    )
     assert main([*one, "--format", "json"]) == 0
     said = json.loads(capsys.readouterr().out)["optimizer_state_hosts"]
     assert said["moves"][0]["rank"] == 0
     assert max(said["peak_bytes"]) <= parse_cluster("a100-40g:1x8").device.memory_bytes
     sizes[3] = "a100-80g:1x8"
-    assert main(["plan", *sizes, "--schedule", "1f1b", "--recompute", "none", "--max-micro-batch", "1", "--memory", "44"]) == 0
+    assert (
+        main(["plan", *sizes, "--schedule", "1f1b", "--recompute", "none", "--max-micro-batch", "1", "--memory", "44"])
+        == 0
+    )
     out = capsys.readouterr().out
     assert "fits only balanced" in out
     assert "moments on other ranks would let it fit without balancing" in out

@@ -1,4 +1,5 @@
-"""What Megatron alone does stands beside every plan: the fastest of its kind with its free flags, taken where ours is level."""
+"""What Megatron alone does stands beside every plan: the fastest of its kind with its free flags, taken where ours
+is level."""
 
 from __future__ import annotations
 
@@ -17,12 +18,23 @@ from bpipe.plan.predict import predict
 from bpipe.plan.refused import runs_ours
 from bpipe.plan.search import search
 from bpipe.plan.space import enumerate_setups
-from bpipe.plan.stock import Stock, stock_of, words
+from bpipe.plan.stock import Stock, stock_of, stock_text
 from tests.unit.plan.test_refused import SPACE
 
 FREE = Switches(overlap_grad_reduce=True, overlap_param_gather=True, tp_comm_overlap=True)
 PLAN = ["plan", "--cluster", "a100-80g:8", "--num-layers", "16", "--hidden-size", "4096", "--num-attention-heads", "32"]
-PLAN += ["--sequence", "2048", "--vocabulary", "51200", "--global-batch", "16", "--max-micro-batch", "2", "--max-chunks", "2"]
+PLAN += [
+    "--sequence",
+    "2048",
+    "--vocabulary",
+    "51200",
+    "--global-batch",
+    "16",
+    "--max-micro-batch",
+    "2",
+    "--max-chunks",
+    "2",
+]
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +47,11 @@ def test_it_is_the_fastest_that_megatron_alone_does_with_flags_that_cost_it_noth
     fitting = [setup for setup in enumerate_setups(alone) if all(rank.fits for rank in predict_memory(setup))]
     assert len(fitting) > 20
     assert stock.found is not None
-    assert stock.found.prediction.timing.iteration_s == pytest.approx(min(predict(one).timing.iteration_s for one in fitting), rel=1e-3)
+    assert stock.found.prediction.timing.iteration_s == pytest.approx(
+        min(predict(one).timing.iteration_s for one in fitting), rel=1e-3
+    )
     assert not runs_ours(stock.found.prediction.setup)
-    assert stock.free == FREE.said
+    assert stock.free == FREE.flags
 
 
 def test_ours_is_laid_beside_it_with_the_flags_that_it_may_have(stock: Stock) -> None:
@@ -60,11 +74,11 @@ def test_where_they_are_level_stock_is_taken(stock: Stock) -> None:
     ):
         one = replace(stock, row=3, ours_s=seconds / gain)
         assert one.is_enough is is_taken
-        last = words(one)[-1]
+        last = stock_text(one)[-1]
         assert said in last
         assert last.startswith("Take stock: row 3 takes") is is_taken
-    assert words(replace(stock, row=None, ours_s=None))[-1] == "Take stock: no row is anything else."
-    (none,) = words(replace(stock, found=None))
+    assert stock_text(replace(stock, row=None, ours_s=None))[-1] == "Take stock: no row is anything else."
+    (none,) = stock_text(replace(stock, found=None))
     assert none == "Stock: nothing that Megatron's own loops run fits without balancing."
     assert not replace(stock, found=None).is_enough
 
@@ -85,7 +99,11 @@ def test_it_stands_beside_every_plan(more: list[str], capsys: pytest.CaptureFixt
     """A plan of our schedules, or of balanced rows alone, said nothing of what the user has already."""
     main([*PLAN, *more])
     lines = capsys.readouterr().out.splitlines()
-    (place,) = [place for place, line in enumerate(lines) if line.startswith("Stock, the fastest that Megatron's own loops run, with ")]
+    (place,) = [
+        place
+        for place, line in enumerate(lines)
+        if line.startswith("Stock, the fastest that Megatron's own loops run, with ")
+    ]
     assert "--overlap-grad-reduce" in lines[place + 1]
     assert "--bpipe" not in lines[place + 1]
     main([*PLAN, *more, "--format", "json"])

@@ -27,7 +27,8 @@ def hurting() -> Burden:
 
 
 def test_the_gains_are_those_that_were_measured() -> None:
-    """By formula alone, no time given: within 15 %, most of which is that published shards' passes took longer than their layers alone."""
+    """By formula alone, no time given: within 15 %, most of which is that published shards' passes took longer than
+    their layers alone."""
     found = hurting()
     assert found.load == pytest.approx((36.8 + 52.4) / (10.5 + 21.1), rel=0.1)
     assert set(found.remedies) == set(MEASURED)
@@ -48,7 +49,9 @@ def test_a_small_vocabulary_does_not_hurt() -> None:
 
 def test_a_profile_says_how_long_the_output_layer_takes() -> None:
     mine = setup(vocabulary_parallel="none", input_shards=False)
-    light, heavy = (Profile("p.json", (Entry(forward_s=0.01, backward_s=0.02, output_s=seconds),)) for seconds in (0.001, 0.06))
+    light, heavy = (
+        Profile("p.json", (Entry(forward_s=0.01, backward_s=0.02, output_s=seconds),)) for seconds in (0.001, 0.06)
+    )
     assert burden(predict(mine, light), light) is None
     found = burden(predict(mine, heavy), heavy)
     assert found is not None
@@ -61,8 +64,32 @@ def test_the_plan_says_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     cluster = tmp_path / "cluster.json"
     device = {"like": "a100-80g", "memory_gib": 24}
     cluster.write_text(json.dumps({"nodes": 1, "gpus_per_node": 8, "device": device}))
-    sizes = ["--num-layers", "32", "--hidden-size", "3072", "--num-attention-heads", "24", "--sequence", "2048", "--vocabulary", "128000"]
-    asked = ["plan", *sizes, "--cluster", str(cluster), "--global-batch", "32", "--rows", "3", "--schedule", "1f1b", "--recompute", "none"]
+    sizes = [
+        "--num-layers",
+        "32",
+        "--hidden-size",
+        "3072",
+        "--num-attention-heads",
+        "24",
+        "--sequence",
+        "2048",
+        "--vocabulary",
+        "128000",
+    ]
+    asked = [
+        "plan",
+        *sizes,
+        "--cluster",
+        str(cluster),
+        "--global-batch",
+        "32",
+        "--rows",
+        "3",
+        "--schedule",
+        "1f1b",
+        "--recompute",
+        "none",
+    ]
     asked += ["--vocabulary-parallel", "none"]
     assert main([*asked, "--untie-embeddings-and-output-weights", "--max-micro-batch", "1"]) == 0
     text = capsys.readouterr().out
@@ -80,8 +107,27 @@ def test_the_plan_says_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
 
 
 def test_simulate_predicts_shards(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--num-layers", "32", "--hidden-size", "3072", "--num-attention-heads", "24", "--sequence", "2048", "--vocabulary", "256000"]
-    asked = ["simulate", *sizes, "--untie-embeddings-and-output-weights", "--cluster", "a100-80g:1x8", "--pipeline", "8"]
+    sizes = [
+        "--num-layers",
+        "32",
+        "--hidden-size",
+        "3072",
+        "--num-attention-heads",
+        "24",
+        "--sequence",
+        "2048",
+        "--vocabulary",
+        "256000",
+    ]
+    asked = [
+        "simulate",
+        *sizes,
+        "--untie-embeddings-and-output-weights",
+        "--cluster",
+        "a100-80g:1x8",
+        "--pipeline",
+        "8",
+    ]
     asked += ["--global-batch", "128", "--precision", "fp16", "--format", "json"]
     seconds = {}
     for split in ("none", "1", "2", "interlaced"):

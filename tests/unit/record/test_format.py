@@ -1,4 +1,5 @@
-"""A record has one definition: what it says is what is written and what is read, also of a run that was recorded before there was one."""
+"""A record has one definition: what it says is what is written and what is read, also of a run that was recorded
+before there was one."""
 
 from __future__ import annotations
 
@@ -10,20 +11,21 @@ from pathlib import Path
 
 import pytest
 
+from bpipe.balance.budget import ActivationBudget
+from bpipe.balance.deadlines import Windows
+from bpipe.build import BalanceConfig, ScheduleConfig, build, config_of_schedule
 from bpipe.generate.family import UnitCosts
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import memory_of
 from bpipe.ir.program import Exchange
-from bpipe.passes.room import Rooms
-from bpipe.passes.windows import Windows
-from bpipe.program import BalanceConfig, ScheduleConfig, build, given
 from bpipe.record import format as form
 from bpipe.record.keys import keys_of
 from bpipe.record.read import read_held, read_run, read_steps, read_summaries
 from bpipe.record.write import append, begin, write_whole
 
 ROOT = Path(__file__).resolve().parents[3]
-# Four stages, eight micro-batches, balanced over shared memory; iterations 2 and 3 of 3. Written before `bpipe.record` was.
+# Four stages, eight micro-batches, balanced over shared memory; iterations 2 and 3 of 3. Written before `bpipe.record`
+# was.
 BEFORE = ROOT / "tests" / "data" / "recorded_run"
 
 
@@ -83,7 +85,9 @@ def test_what_was_held_is_written_again(tmp_path: Path) -> None:
         path = form.MEMORY.path(tmp_path, rank.rank)
         header = form.MemoryHeader(**{key.name: getattr(rank, key.name) for key in keys_of(form.MemoryHeader)})
         begin(path, header, *rank.marks)
-        lines, before = ([json.loads(line) for line in one.read_text().splitlines()] for one in (path, BEFORE / path.name))
+        lines, before = (
+            [json.loads(line) for line in one.read_text().splitlines()] for one in (path, BEFORE / path.name)
+        )
         assert lines == [before[0], *(line | {"error": None, "out_of_memory": False} for line in before[1:])]
     assert read_held(tmp_path) == form.Held(tmp_path, held.ranks, None)
 
@@ -118,7 +122,12 @@ def test_a_loss_keeps_every_bit(tmp_path: Path, number: float | None) -> None:
 )
 def test_every_key_is_documented(heading: str, kinds: tuple[type, ...]) -> None:
     section = (ROOT / "docs" / "report.md").read_text().split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
-    named = {key for line in section.splitlines() if line.startswith("| `") for key in re.findall(r"`([^`]+)`", line.split("|")[1])}
+    named = {
+        key
+        for line in section.splitlines()
+        if line.startswith("| `")
+        for key in re.findall(r"`([^`]+)`", line.split("|")[1])
+    }
     defined = {key.name for kind in kinds for key in keys_of(kind)}
     assert defined <= named
     assert {name for name in named if "." not in name} - defined <= {"format", "version", "columns", "actions"}
@@ -134,8 +143,8 @@ PROGRAMS = (
     ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig((3,), (3, 2, 1, 0))),
     ScheduleConfig("interleaved-1f1b", 4, 10, 2, group_size=6, exchange=Exchange.POSTED),
     ScheduleConfig("1f1b-split", 4, 8, delay=2),
-    given(build(ScheduleConfig("zb-h1", 4, 8))),
-    given(build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig())), BalanceConfig()),
+    config_of_schedule(build(ScheduleConfig("zb-h1", 4, 8))),
+    config_of_schedule(build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig())), BalanceConfig()),
     ScheduleConfig("grouped-interleaved", 4, 8, 2, BalanceConfig((6,)), after_input=Fraction(1, 2)),
     ScheduleConfig(
         "grouped-interleaved",
@@ -145,21 +154,33 @@ PROGRAMS = (
         BalanceConfig((6,), buffers_stay=True),
         costs=UnitCosts(1, Fraction(6, 5), Fraction(4, 5), Fraction(1, 20)),
     ),
-    ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig(rooms=Rooms((300, 400, 400, 400), memory_of([100] * 4, [90] * 4)))),
+    ScheduleConfig(
+        "1f1b",
+        4,
+        8,
+        balance=BalanceConfig(activation_budget=ActivationBudget((300, 400, 400, 400), memory_of([100] * 4, [90] * 4))),
+    ),
     ScheduleConfig(
         "1f1b",
         4,
         8,
         balance=BalanceConfig(
-            rooms=Rooms((300, 400, 400, 400), memory_of([100] * 4)),
-            windows=Windows(((Kind.FORWARD, (0.1,) * 4), (Kind.BACKWARD, (0.25,) * 4)), 1e-5, (0.3,) * 4, (0.9,) * 4, (0, 0, 1, 1)),
+            activation_budget=ActivationBudget((300, 400, 400, 400), memory_of([100] * 4)),
+            windows=Windows(
+                ((Kind.FORWARD, (0.1,) * 4), (Kind.BACKWARD, (0.25,) * 4)), 1e-5, (0.3,) * 4, (0.9,) * 4, (0, 0, 1, 1)
+            ),
         ),
     ),
     ScheduleConfig(
         "1f1b",
         4,
         8,
-        balance=BalanceConfig(rooms=Rooms((350, 400, 400, 400), replace(memory_of([100] * 4, [50] * 4), reserved=True)), parts=(0,)),
+        balance=BalanceConfig(
+            activation_budget=ActivationBudget(
+                (350, 400, 400, 400), replace(memory_of([100] * 4, [50] * 4), reserved=True)
+            ),
+            parts=(0,),
+        ),
     ),
 )
 
@@ -175,7 +196,9 @@ def test_what_was_run_can_be_built_again(program: ScheduleConfig) -> None:
 
 def test_an_exchange_that_there_is_not_is_refused() -> None:
     keys = form._write_program(PROGRAMS[0]) | {"exchange": "pigeon"}
-    with pytest.raises(ValueError, match="exchange: 'pigeon' is none of megatron-1f1b, megatron-interleaved, megatron-turns, posted"):
+    with pytest.raises(
+        ValueError, match="exchange: 'pigeon' is none of megatron-1f1b, megatron-interleaved, megatron-turns, posted"
+    ):
         form.read_program(keys)
 
 

@@ -1,4 +1,5 @@
-"""Reading a folder: what a killed run leaves is accepted and noted, what cannot be of one run is refused with the way out."""
+"""Reading a folder: what a killed run leaves is accepted and noted, what cannot be of one run is refused with the
+way out."""
 
 from __future__ import annotations
 
@@ -100,7 +101,10 @@ PROGRAM = {"schedule": "1f1b", "num_stages": 4, "num_microbatches": 8, "num_chun
         (header(place=0), "ranks 0 and 1 both say they are at place 0 of pipeline 0"),
         (header(place=9), "rank 1 is at place 9 of a pipeline of 4"),
         (line(iteration=6), "line 3: iteration 6 stands there twice"),
-        (line(program=PROGRAM), "in iteration 5 rank 0 ran 1f1b of 4 stages, 4 micro-batches, 1 chunks, balance bpipe, rank 1 ran"),
+        (
+            line(program=PROGRAM),
+            "in iteration 5 rank 0 ran 1f1b of 4 stages, 4 micro-batches, 1 chunks, balance bpipe, rank 1 ran",
+        ),
         (line(program=PROGRAM | {"schedule": "magic"}), "line 2: unknown schedule 'magic'"),
         (line(begin_s=0.0), "began iteration 5 1763721600 s after rank 1 had ended it"),
         (line(columns=["action"]), "line 2: columns start_s, end_s are missing"),
@@ -111,7 +115,9 @@ PROGRAM = {"schedule": "1f1b", "num_stages": 4, "num_microbatches": 8, "num_chun
         (lambda lines: lines.insert(2, lines[0]), "line 3: a second header: two runs wrote into this file"),
     ],
 )
-def test_what_is_no_record_of_one_run_is_refused(folder: Path, change: Callable[[list[dict[str, Any]]], None], message: str) -> None:
+def test_what_is_no_record_of_one_run_is_refused(
+    folder: Path, change: Callable[[list[dict[str, Any]]], None], message: str
+) -> None:
     path = folder / "record_00001.jsonl"
     edit(path, change)
     with pytest.raises(ValueError) as raised:
@@ -155,8 +161,11 @@ def cell(column: str, value: Any) -> Callable[[list[dict[str, Any]]], None]:
         (cell("action", 7), "an action is 7, but must be text"),
     ],
 )
-def test_a_value_that_no_run_has_is_refused(folder: Path, change: Callable[[list[dict[str, Any]]], None], message: str) -> None:
-    """A number replaced by a list, null, infinity or text was a traceback somewhere in the report, or a report of nonsense."""
+def test_a_value_that_no_run_has_is_refused(
+    folder: Path, change: Callable[[list[dict[str, Any]]], None], message: str
+) -> None:
+    """A number replaced by a list, null, infinity or text was a traceback somewhere in the report, or a report of
+    nonsense."""
     path = folder / "record_00001.jsonl"
     edit(path, change)
     with pytest.raises(ValueError) as raised:
@@ -174,7 +183,12 @@ def test_a_value_that_no_run_has_is_refused(folder: Path, change: Callable[[list
         ("run.json", "flops_per_iteration", [], "flops_per_iteration is [], but must be a number"),
         ("run.json", "peak_flops", 1e300, "peak_flops is 1e+300, but must be a number"),
         ("run.json", "synchronous", "no", "synchronous is 'no', but must be true or false"),
-        ("run.json", "links", [{"ranks": [0, 3], "bytes_per_s": {"peer": 0}}], "peer of a link is 0, but must be a number from 1"),
+        (
+            "run.json",
+            "links",
+            [{"ranks": [0, 3], "bytes_per_s": {"peer": 0}}],
+            "peer of a link is 0, but must be a number from 1",
+        ),
         ("run.json", "links", [3], "a link is 3, but must be an object"),
         ("run.json", "torch", {}, "torch is {}, but must be text"),
         ("run.json", "peak_flops", 1e9, "an MFU of"),
@@ -184,9 +198,13 @@ def test_a_value_that_no_run_has_is_refused(folder: Path, change: Callable[[list
         ("rank_00000.json", "rank", None, "'rank' is missing"),
     ],
 )
-def test_a_value_beside_the_records_that_no_run_has_is_refused(folder: Path, name: str, key: str, value: Any, message: str) -> None:
+def test_a_value_beside_the_records_that_no_run_has_is_refused(
+    folder: Path, name: str, key: str, value: Any, message: str
+) -> None:
     path = folder / name
-    found = [json.loads(one) for one in path.read_text().splitlines()] if path.exists() else [{"rank": 0, "peak_bytes": 1}]
+    found = (
+        [json.loads(one) for one in path.read_text().splitlines()] if path.exists() else [{"rank": 0, "peak_bytes": 1}]
+    )
     found[0][key] = value
     path.write_text("".join(json.dumps(one) + "\n" for one in found))
     with pytest.raises(ValueError) as raised:
@@ -258,7 +276,9 @@ def test_a_record_of_thousands_of_columns_is_refused(folder: Path) -> None:
         lines[1]["columns"] += [f"column {number}" for number in range(20_000)]
 
     edit(folder / "record_00001.jsonl", widen)
-    with pytest.raises(ValueError, match=r"record_00001.jsonl, line 2: it has 200[0-9]+ columns, and none has more than 200"):
+    with pytest.raises(
+        ValueError, match=r"record_00001.jsonl, line 2: it has 200[0-9]+ columns, and none has more than 200"
+    ):
         read_run(folder)
 
 
@@ -301,8 +321,12 @@ def test_records_of_two_runs_are_not_one(folder: Path, names: dict[str, str], me
 def test_a_summary_that_an_earlier_run_left_is_left_out(folder: Path) -> None:
     """A killed run leaves none, and the peaks of the one before were taken for its own."""
     for rank in range(4):
-        (folder / f"rank_{rank:05d}.json").write_text(json.dumps({"rank": rank, "peak_bytes": 33, "run": "cafe" if rank else "beef"}))
+        (folder / f"rank_{rank:05d}.json").write_text(
+            json.dumps({"rank": rank, "peak_bytes": 33, "run": "cafe" if rank else "beef"})
+        )
     name_runs(folder, {**RECORDS, "run.json": "cafe"})
     run = read_run(folder)
     assert run.run_peak_bytes == {1: 33, 2: 33, 3: 33}
-    assert run.notes == ("1 of the files rank_*.json are another run's and left out: a rank that was killed leaves none",)
+    assert run.notes == (
+        "1 of the files rank_*.json are another run's and left out: a rank that was killed leaves none",
+    )

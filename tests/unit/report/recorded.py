@@ -1,7 +1,10 @@
-"""Write folders as a recorded run leaves them, from a simulation with known changes. In: sizes and a `Truth`. Out: files; no torch.
+"""Write folders as a recorded run leaves them, from a simulation with known changes.
 
-The run that is written is simulated with costs of its own and then disturbed, so that a test knows in what it differs from the prediction:
-seeded noise, single slow micro-batches, a slow first iteration, slow transfers, messages that take time.
+In: sizes and a `Truth`. Out: files; no torch.
+
+The run that is written is simulated with costs of its own and then disturbed, so that a test knows in what it differs
+from the prediction: seeded noise, single slow micro-batches, a slow first iteration, slow transfers, messages that take
+time.
 """
 
 from __future__ import annotations
@@ -15,13 +18,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from bpipe.build import ScheduleConfig, build, named_balance
 from bpipe.generate.families import exchange_of
 from bpipe.ir.action import SHARDS, Action, Kind
-from bpipe.ir.host_buffers import Hosting, host_buffers, num_host_buffers
+from bpipe.ir.host_buffers import Residency, host_buffers, num_host_buffers
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import live_bytes, memory_of
 from bpipe.ir.schedule import Schedule
-from bpipe.program import ScheduleConfig, balancing, build
 from bpipe.record.format import ONE_SIDED
 from bpipe.report.memory import own_peak
 from bpipe.simulate import engine
@@ -36,8 +39,9 @@ BEGIN_S = 1_763_721_600.0
 class Truth:
     """What the run does. Seconds of a forward and a backward by stage, defaults for the rest.
 
-    `slow[iteration, action]` is how much longer that computation takes; in `warm_up` (a number of an iteration) all take `warm_up_times`.
-    `probe` is the link's bytes a second when probed, `speed` what transfers then reach. `extra_bytes[place]` lie above the prediction.
+    `slow[iteration, action]` is how much longer that computation takes; in `warm_up` (a number of an iteration) all
+    take `warm_up_times`. `probe` is the link's bytes a second when probed, `speed` what transfers then reach.
+    `extra_bytes[place]` lie above the prediction.
     """
 
     schedule: str = "1f1b"
@@ -76,10 +80,27 @@ class Truth:
     @property
     def program(self) -> ScheduleConfig:
         sizes = (self.num_stages, self.num_microbatches, self.num_chunks)
-        return ScheduleConfig(self.schedule, *sizes, balancing(self.balance), vocabulary=Vocabulary(self.vocabulary), written=self.written)
+        return ScheduleConfig(
+            self.schedule,
+            *sizes,
+            named_balance(self.balance),
+            vocabulary=Vocabulary(self.vocabulary),
+            written=self.written,
+        )
 
 
-COLUMNS = ["action", "start_s", "end_s", "wait_s", "host_start_s", "host_end_s", "bytes", "slot", "live_bytes", "left_bytes"]
+COLUMNS = [
+    "action",
+    "start_s",
+    "end_s",
+    "wait_s",
+    "host_start_s",
+    "host_end_s",
+    "bytes",
+    "slot",
+    "live_bytes",
+    "left_bytes",
+]
 
 
 def write_run(folder: Path, truth: Truth | None = None, **changes: Any) -> Path:
@@ -90,7 +111,12 @@ def write_run(folder: Path, truth: Truth | None = None, **changes: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     partners = schedule.partners or (None,) * places
     links = [
-        {"ranks": [place, partner], "transport": truth.transport, "bytes_per_s": {truth.transport: truth.probe, "nccl": 1.0}, "refused": {}}
+        {
+            "ranks": [place, partner],
+            "transport": truth.transport,
+            "bytes_per_s": {truth.transport: truth.probe, "nccl": 1.0},
+            "refused": {},
+        }
         for place, partner in enumerate(partners)
         if truth.probe and partner is not None and place < partner
     ]
@@ -121,7 +147,14 @@ def write_run(folder: Path, truth: Truth | None = None, **changes: Any) -> Path:
         for place in range(places):
             rank = pipeline * places + place
             partner = None if partners[place] is None else pipeline * places + partners[place]
-            header = {"format": "bpipe-record", "version": 1, "rank": rank, "pipeline": pipeline, "place": place, "host": "node-0"}
+            header = {
+                "format": "bpipe-record",
+                "version": 1,
+                "rank": rank,
+                "pipeline": pipeline,
+                "place": place,
+                "host": "node-0",
+            }
             header |= {"device": "cpu", "transport": None if partner is None else truth.transport, "partner": partner}
             header |= {"weights_bytes": truth.weights_bytes, "limit_bytes": truth.limit_bytes, "cores": truth.cores}
             lines = [header, *(_line(schedule, truth, place, index, *one) for index, one in enumerate(reports))]
@@ -137,14 +170,18 @@ def _simulated(schedule: Schedule, truth: Truth, number: int) -> Simulation:
     moved = truth.moved_bytes if truth.balance != "none" else 0
     stages = []
     for stage in range(schedule.num_stages):
-        forward, backward = truth.seconds.get(f"{stage}F", truth.forward_s), truth.seconds.get(f"{stage}B", truth.backward_s)
+        forward, backward = (
+            truth.seconds.get(f"{stage}F", truth.forward_s),
+            truth.seconds.get(f"{stage}B", truth.backward_s),
+        )
         # Where a backward has halves, each takes half of it; elsewhere nobody asks.
         seconds = (forward * times, backward * times, backward * times / 2)
         stages.append(StageCost(*seconds, transfer_s=moved / truth.speed, moved_bytes=moved, saved_bytes=_saved(stage)))
     alone = frozenset(range(schedule.num_ranks)) if truth.transport in ONE_SIDED else frozenset[int]()
     links = Links(Link(latency_s=truth.message_s))
     shards = tuple(
-        ShardCost(truth.seconds.get(f"{rank}S", 0.001), truth.seconds.get(f"{rank}T", 0.002)) for rank in range(schedule.num_ranks)
+        ShardCost(truth.seconds.get(f"{rank}S", 0.001), truth.seconds.get(f"{rank}T", 0.002))
+        for rank in range(schedule.num_ranks)
     )
     costs = Costs(tuple(stages), links, exchange_of(schedule.name).predicted, alone, truth.synchronous, shards)
     source = random.Random(f"{truth.seed} {number}")
@@ -152,7 +189,10 @@ def _simulated(schedule: Schedule, truth: Truth, number: int) -> Simulation:
 
     def durations(costs: Costs, num_ranks: int) -> dict[Kind, Any]:
         return {
-            kind: {stage: _Times(truth, number, Action(stage, kind, 0), seconds, source) for stage, seconds in enumerate(values)}
+            kind: {
+                stage: _Times(truth, number, Action(stage, kind, 0), seconds, source)
+                for stage, seconds in enumerate(values)
+            }
             for kind, values in plain(costs, num_ranks).items()
         }
 
@@ -177,7 +217,8 @@ class _Lookup:
 
 
 class _Times:
-    """The seconds of one stage's forwards, or backwards, micro-batch after micro-batch: the engine asks once for each, in order."""
+    """The seconds of one stage's forwards, or backwards, micro-batch after micro-batch: the engine asks once for
+    each, in order."""
 
     def __init__(self, truth: Truth, number: int, first: Action, seconds: float, source: random.Random) -> None:
         self._truth, self._number, self._action, self._seconds, self._source = truth, number, first, seconds, source
@@ -185,17 +226,24 @@ class _Times:
     def __next__(self) -> float:
         action, truth = self._action, self._truth
         self._action = replace(action, microbatch=action.microbatch + 1)
-        return self._seconds * (1 + truth.noise * self._source.uniform(-1, 1)) + truth.slow.get((self._number, str(action)), 0.0)
+        return self._seconds * (1 + truth.noise * self._source.uniform(-1, 1)) + truth.slow.get(
+            (self._number, str(action)), 0.0
+        )
 
 
 def _line(schedule: Schedule, truth: Truth, place: int, index: int, number: int, report: Simulation) -> dict[str, Any]:
-    """One rank's line of one iteration. Iterations follow each other; a rank's clock may be wrong by `clock_error_s`."""
+    """One rank's line of one iteration.
+
+    Iterations follow each other; a rank's clock may be wrong by `clock_error_s`.
+    """
     stages = schedule.layout.stages_of(place)
     moves = {action.stage for slot in schedule.ranks[place] for action in slot.transfers if action.kind is Kind.EVICT}
     host_bytes = num_host_buffers(schedule, place) * truth.moved_bytes
     saved = {stage: _saved(stage) for stage in stages}
     moved = dict.fromkeys(sorted(moves), truth.moved_bytes)
-    peak = own_peak(schedule, place, saved, moved, truth.received_bytes, {}) + host_bytes + truth.extra_bytes.get(place, 0)
+    peak = (
+        own_peak(schedule, place, saved, moved, truth.received_bytes, {}) + host_bytes + truth.extra_bytes.get(place, 0)
+    )
     return {
         "iteration": number,
         "program": {
@@ -211,7 +259,9 @@ def _line(schedule: Schedule, truth: Truth, place: int, index: int, number: int,
         "elapsed_s": float(report.pipeline_s),
         "saved_bytes": {str(stage): size for stage, size in saved.items()},
         "moved_bytes": {str(stage): size for stage, size in moved.items()},
-        "kept_bytes": {str(stage): truth.moved_bytes if truth.kept_bytes is None else truth.kept_bytes for stage in moved},
+        "kept_bytes": {
+            str(stage): truth.moved_bytes if truth.kept_bytes is None else truth.kept_bytes for stage in moved
+        },
         "kept_counted_by": "allocator" if moved else None,
         "received_bytes": truth.received_bytes,
         "host_bytes": host_bytes,
@@ -225,7 +275,9 @@ def _asked(report: Simulation, place: int, action: Action, start: float) -> floa
     """When somebody waits for a two-sided transfer, which is all that is known of its end."""
     rows = report.computations[place]
     if action.kind is Kind.LOAD:
-        return float(next(row.start_s for row in rows if row.action == Action(action.stage, Kind.BACKWARD, action.microbatch)))
+        return float(
+            next(row.start_s for row in rows if row.action == Action(action.stage, Kind.BACKWARD, action.microbatch))
+        )
     if action.kind is Kind.HOST:
         back = Action(action.stage, Kind.RETURN, action.microbatch)
         return float(min(row.start_s for row in report.transfers[place] if row.action == back and row.start_s > start))
@@ -248,7 +300,7 @@ def _rows(schedule: Schedule, truth: Truth, place: int, report: Simulation, peak
             continue
         if truth.transport not in ONE_SIDED:
             end = max(end, _asked(report, place, action, start))
-        slot = slots[Hosting(*key, stays[key] - 1)]
+        slot = slots[Residency(*key, stays[key] - 1)]
         rows.append([str(action), start, end, left if own else 0.0, start, end, truth.moved_bytes, slot, None, None])
         left = 0.0 if own else left
     levels = live_bytes(schedule, place, memory_of([_saved(stage) for stage in range(schedule.num_stages)]))
@@ -258,7 +310,20 @@ def _rows(schedule: Schedule, truth: Truth, place: int, report: Simulation, peak
         start, end, forward = float(timed.start_s), float(timed.end_s), timed.action.kind is Kind.FORWARD
         held = peak if index == top else min(live[index], peak)
         saved = _saved(timed.action.stage) * (timed.action.kind not in SHARDS)
-        rows.append([str(timed.action), start, end, 0.0, start, end, saved if forward else None, None, held, held - saved * (not forward)])
+        rows.append(
+            [
+                str(timed.action),
+                start,
+                end,
+                0.0,
+                start,
+                end,
+                saved if forward else None,
+                None,
+                held,
+                held - saved * (not forward),
+            ]
+        )
     return sorted(rows, key=lambda row: row[1])
 
 

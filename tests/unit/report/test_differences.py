@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bpipe.ir.action import Kind
-from bpipe.report.causes import OfWaiting
+from bpipe.report.causes import WaitingCauses
 from bpipe.report.differences import MOST, Difference
 from bpipe.report.report import report_of
 from tests.unit.report.recorded import MOVED, RECEIVED, SAVED, edit_rows, write_run
@@ -28,7 +28,9 @@ def test_a_warm_up(tmp_path: Path) -> None:
     assert one.what == "iteration 5, pipeline time"
     assert one.measured == pytest.approx(1.5 * one.predicted)
     assert one.share == pytest.approx(0.5)
-    assert one.cause.startswith("Warm-up: it is the first that was recorded, and 8 of 8 stages computed 1.50 times as long as later")
+    assert one.cause.startswith(
+        "Warm-up: it is the first that was recorded, and 8 of 8 stages computed 1.50 times as long as later"
+    )
 
 
 def test_a_slow_iteration_that_is_not_the_first_is_no_warm_up(tmp_path: Path) -> None:
@@ -43,7 +45,9 @@ def test_one_slow_micro_batch(tmp_path: Path) -> None:
     changes = found(tmp_path, 6, slow={(6, "3B7"): 0.06})
     assert changes["iteration"].cause.startswith("One computation: 3B7 took 80 ms, its stage's median is 20 ms.")
     assert changes["backward"].what == "stage 3, backward (mean)"
-    assert changes["backward"].cause.startswith("1 of 16 took more than 1.5 times the median, the slowest in iteration 6: 3B7")
+    assert changes["backward"].cause.startswith(
+        "1 of 16 took more than 1.5 times the median, the slowest in iteration 6: 3B7"
+    )
     assert changes["waiting"].cause.startswith("It waited for stage 3, which computed 60 ms longer than its medians.")
 
 
@@ -52,7 +56,9 @@ def test_times_that_vary(tmp_path: Path) -> None:
     assert any(cause.startswith("Times vary: on stage ") for cause in causes)
     assert not any("cores" in cause for cause in causes)
     causes = [one.cause for one in found(tmp_path / "b", noise=0.4, cores=2).values()]
-    assert any(cause.endswith("the slower neighbour sets the pace. 8 ranks share 2 cores on node-0.") for cause in causes)
+    assert any(
+        cause.endswith("the slower neighbour sets the pace. 8 ranks share 2 cores on node-0.") for cause in causes
+    )
 
 
 def test_transfers_slower_than_the_probe(tmp_path: Path) -> None:
@@ -99,7 +105,11 @@ def test_transfers_that_do_not_fit_behind_a_forward(tmp_path: Path) -> None:
 
 def test_computations_beside_a_transfer_are_slower(tmp_path: Path) -> None:
     """The forwards of stage 0 that a transfer overlaps take 1.4 times as long as the others."""
-    plain = report_of(write_run(tmp_path / "plain", iterations=(5,), speed=1.2e9)).comparison.measured.timelines[0].present[0]
+    plain = (
+        report_of(write_run(tmp_path / "plain", iterations=(5,), speed=1.2e9))
+        .comparison.measured.timelines[0]
+        .present[0]
+    )
     forwards = [row for row in plain.computations if row.action.kind is Kind.FORWARD]
     beside = [
         row.action
@@ -107,12 +117,15 @@ def test_computations_beside_a_transfer_are_slower(tmp_path: Path) -> None:
         if any(min(row.end_s, other.end_s) - max(row.start_s, other.start_s) > 0.005 for other in plain.transfers)
     ]
     assert 4 <= len(beside) < 12
-    one = found(tmp_path / "slow", iterations=(5,), speed=1.2e9, probe=None, slow={(5, str(action)): 0.004 for action in beside})["forward"]
+    one = found(
+        tmp_path / "slow", iterations=(5,), speed=1.2e9, probe=None, slow={(5, str(action)): 0.004 for action in beside}
+    )["forward"]
     assert one.cause.startswith("Those beside a transfer took 1.4")
 
 
 def test_hand_overs_that_take_longer_than_predicted(tmp_path: Path) -> None:
-    """When stage 0 waits for its first gradient, everything stands still for a tenth of a second, and nobody computes longer."""
+    """When stage 0 waits for its first gradient, everything stands still for a tenth of a second, and nobody
+    computes longer."""
     write_run(tmp_path, iterations=(5,), message_s=0.0005)
     rows = report_of(tmp_path).comparison.measured.timelines[0].present[0].computations
     (start_s,) = (row.start_s for row in rows if str(row.action) == "0B0")
@@ -125,7 +138,7 @@ def test_hand_overs_that_take_longer_than_predicted(tmp_path: Path) -> None:
     for rank in range(8):
         edit_rows(tmp_path, rank, late)
     comparison = report_of(tmp_path).comparison
-    cause = OfWaiting(0)(comparison)
+    cause = WaitingCauses(0)(comparison)
     assert cause is not None
     assert cause.startswith("Hand-overs from its neighbours took longer than predicted: 100 ms in all")
     assert cause.endswith("the longest, 100 ms, before 0B0 in iteration 5.")
@@ -182,7 +195,9 @@ def test_inputs_that_are_held_longer(tmp_path: Path) -> None:
 
 def test_three_at_most_and_the_largest_first(tmp_path: Path) -> None:
     report = report_of(
-        write_run(tmp_path, warm_up=5, probe=4e9, speed=0.4e9, slow={(6, "2F3"): 0.1}, extra_bytes={5: 30_000_000}, noise=0.1)
+        write_run(
+            tmp_path, warm_up=5, probe=4e9, speed=0.4e9, slow={(6, "2F3"): 0.1}, extra_bytes={5: 30_000_000}, noise=0.1
+        )
     )
     shares = [one.share for one in report.differences]
     assert len(shares) == MOST

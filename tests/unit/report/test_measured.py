@@ -48,7 +48,9 @@ def test_micro_batches_are_counted_from_the_times(tmp_path: Path, sizes: dict[st
     """A count from rows and one from the schedule's grid have nothing in common but the run."""
     measured = choose(read_run(write_run(tmp_path, iterations=(5,), **sizes)))
     lanes = measured.timelines[0].lanes
-    counts = tuple(peak_microbatches(measured.schedule, place, lane) for place, lane in enumerate(lanes) if lane is not None)
+    counts = tuple(
+        peak_microbatches(measured.schedule, place, lane) for place, lane in enumerate(lanes) if lane is not None
+    )
     assert counts == peak_counts(measured.schedule)
 
 
@@ -83,7 +85,8 @@ def test_the_pipeline_that_left_most_is_shown(tmp_path: Path) -> None:
 
 
 def test_one_program_at_a_time(tmp_path: Path) -> None:
-    """A batch size that grows changes the number of micro-batches: the last program is reported on, or that of the iteration asked for."""
+    """A batch size that grows changes the number of micro-batches: the last program is reported on, or that of the
+    iteration asked for."""
     write_run(tmp_path, num_microbatches=8, iterations=(3, 4))
     small = {path.name: path.read_text().splitlines()[1:] for path in tmp_path.glob("record_*")}
     write_run(tmp_path, num_microbatches=16, iterations=(5, 6))
@@ -133,7 +136,9 @@ def test_peaks_of_iterations_that_are_not_shown_are_noted(tmp_path: Path) -> Non
     write_run(tmp_path, num_stages=4, num_microbatches=4, iterations=(5,))
     (tmp_path / "rank_00001.json").write_text(json.dumps({"rank": 1, "peak_bytes": 99_000_000}))
     (tmp_path / "rank_00002.json").write_text(json.dumps({"rank": 2, "peak_bytes": 1}))
-    assert choose(read_run(tmp_path)).notes == ("more was held in iterations that are not shown: rank 1 99000000 bytes",)
+    assert choose(read_run(tmp_path)).notes == (
+        "more was held in iterations that are not shown: rank 1 99000000 bytes",
+    )
 
 
 def test_memory_steps_down_where_a_computation_ends(tmp_path: Path) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.generate.place import place
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.host_buffers import num_host_buffers
 from bpipe.ir.layout import one_pipe
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.report.memory import RankSizes, own_peak, rank_peaks, whole_peaks, without_transfers
 
 FORWARD, INPUT, WEIGHT = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
@@ -16,7 +16,8 @@ BALANCED = build(ScheduleConfig("1f1b", 8, 16, balance=BalanceConfig()))
 
 
 def test_an_evictor_holds_its_bound_what_stays_behind_and_the_last_input() -> None:
-    """Stage 0 holds 5 micro-batches of 100, 40 of each of the 3 that are away, and 7 of the input that Megatron's loop still refers to."""
+    """Stage 0 holds 5 micro-batches of 100, 40 of each of the 3 that are away, and 7 of the input that Megatron's
+    loop still refers to."""
     assert own_peak(BALANCED, 0, {0: 100}, {0: 60}, 7, {}) == 5 * 100 + 3 * 40 + 7
     assert rank_peaks(BALANCED, 0, RankSizes({0: 100}, {0: 60}, 7, 0)).num_bytes == 627
 

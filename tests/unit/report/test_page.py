@@ -1,4 +1,7 @@
-"""The page as text: whole, harmless, compact, and true to the view it was given. What it draws is tested in tests/browser."""
+"""The page as text: whole, harmless, compact, and true to the view it was given.
+
+What it draws is tested in tests/browser.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,13 @@ class Outline(HTMLParser):
 def numbers(packed: dict[str, Any]) -> list[int]:
     """What a column says, read as the page's own script reads it."""
     table: list[int] = packed.get("differences", packed.get("values"))
-    entries = table * packed["times"] if "times" in packed else [table[place] for place in packed["of"]] if "of" in packed else table
+    entries = (
+        table * packed["times"]
+        if "times" in packed
+        else [table[place] for place in packed["of"]]
+        if "of" in packed
+        else table
+    )
     if "differences" not in packed:
         return entries
     total, sums = 0, []
@@ -66,15 +75,28 @@ def outline(view: dict[str, Any]) -> Outline:
 
 
 def test_the_page_is_whole_and_asks_the_network_for_nothing(outline: Outline) -> None:
-    named = {value for _, attributes in outline.elements for name, value in attributes.items() if name in ("src", "href", "action")}
+    named = {
+        value
+        for _, attributes in outline.elements
+        for name, value in attributes.items()
+        if name in ("src", "href", "action")
+    }
     assert named == {"data:,"}, "the empty icon keeps browsers from asking for one"
     policy = next(
-        attributes["content"] for tag, attributes in outline.elements if attributes.get("http-equiv") == "Content-Security-Policy"
+        attributes["content"]
+        for tag, attributes in outline.elements
+        if attributes.get("http-equiv") == "Content-Security-Policy"
     )
     assert policy is not None
     assert policy.startswith("default-src 'none'")
-    assert not re.search(r"https?://(?!www\.w3\.org/)|@import|url\((?!#)", "".join(outline.scripts) + outline.texts["style"])
-    assert [attributes.get("type") for tag, attributes in outline.elements if tag == "script"] == [None, "application/json", None]
+    assert not re.search(
+        r"https?://(?!www\.w3\.org/)|@import|url\((?!#)", "".join(outline.scripts) + outline.texts["style"]
+    )
+    assert [attributes.get("type") for tag, attributes in outline.elements if tag == "script"] == [
+        None,
+        "application/json",
+        None,
+    ]
 
 
 def test_every_script_is_in_it_and_every_part_filled(view: dict[str, Any]) -> None:
@@ -121,7 +143,9 @@ def test_actions_and_memory_come_back_as_they_were(view: dict[str, Any], outline
             columns = {name: numbers(values) for name, values in data["tracks"][packed[side]].items()}
             names = ("stage", "kind", "microbatch", "start", "length", "wait", "bytes", "slot")
             rows = zip(*(columns[name] for name in names), strict=True)
-            for row, (stage, kind, microbatch, start, length, wait, num_bytes, slot) in zip(given[side]["actions"], rows, strict=True):
+            for row, (stage, kind, microbatch, start, length, wait, num_bytes, slot) in zip(
+                given[side]["actions"], rows, strict=True
+            ):
                 assert row[0] == f"{stage}{data['kinds'][kind]}{microbatch}"
                 assert start * TICK_S == pytest.approx(row[1], abs=TICK_S)
                 assert (start + length) * TICK_S == pytest.approx(row[2], abs=TICK_S)
@@ -133,7 +157,9 @@ def test_actions_and_memory_come_back_as_they_were(view: dict[str, Any], outline
                 assert held == given_held
 
 
-@pytest.mark.parametrize("values", [[], [5], [7] * 50, list(range(0, 5000, 7)), [1, 10**9] * 40, [0, 3, 1, 4, 1, 5, -9], [2**45, 3]])
+@pytest.mark.parametrize(
+    "values", [[], [5], [7] * 50, list(range(0, 5000, 7)), [1, 10**9] * 40, [0, 3, 1, 4, 1, 5, -9], [2**45, 3]]
+)
 def test_a_column_says_the_same_in_fewer_letters(values: list[int]) -> None:
     packed = json.loads(json.dumps(column(values)))
     assert numbers(packed) == values

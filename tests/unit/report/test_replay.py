@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from bpipe.build import config_of_schedule
 from bpipe.ir.action import Kind
 from bpipe.ir.memory import peak_counts
-from bpipe.program import given
 from bpipe.record.read import read_run
 from bpipe.report.answers import answers
 from bpipe.report.compare import compare
@@ -33,7 +33,10 @@ def same_times(measured: Measured) -> None:
             assert (row.start_s, row.end_s) == pytest.approx((timed.start_s, timed.end_s), abs=1e-8)
         # Which of a message and a transfer takes a port first may hang on the last bit of a time.
         for row, timed in zip(
-            *(sorted(rows, key=lambda one: (str(one.action), one.start_s)) for rows in (lane.transfers, report.transfers[place])),
+            *(
+                sorted(rows, key=lambda one: (str(one.action), one.start_s))
+                for rows in (lane.transfers, report.transfers[place])
+            ),
             strict=True,
         ):
             assert row.action == timed.action
@@ -62,8 +65,13 @@ def test_an_undisturbed_run_is_predicted_to_the_instant(tmp_path: Path, changes:
 
 
 @pytest.mark.parametrize(("transport", "meets"), [("gloo", True), ("peer", False)])
-def test_only_a_two_sided_transfer_is_predicted_to_meet_its_partner(tmp_path: Path, transport: str, meets: bool) -> None:
-    """The quickstart's last stage has the output layer. Its partner was predicted to wait 240 ms for it, and did not: nobody has to."""
+def test_only_a_two_sided_transfer_is_predicted_to_meet_its_partner(
+    tmp_path: Path, transport: str, meets: bool
+) -> None:
+    """The quickstart's last stage has the output layer.
+
+    Its partner was predicted to wait 240 ms for it, and did not: nobody has to.
+    """
     seconds = {"7F": 0.040, "7B": 0.080}
     prediction = replay(measured_of(tmp_path, iterations=(5,), transport=transport, seconds=seconds))
     assert (prediction.report.exposed_s[0] > 0.01) == meets
@@ -78,7 +86,12 @@ def test_messages_are_told_from_waiting_whatever_the_clocks(tmp_path: Path) -> N
 
 def test_too_few_gaps_tell_nothing_of_messages(tmp_path: Path) -> None:
     """With one micro-batch and one iteration there is one gap in either direction."""
-    assert replay(measured_of(tmp_path, num_stages=4, num_microbatches=1, iterations=(5,), message_s=0.001)).basis.message_s is None
+    assert (
+        replay(
+            measured_of(tmp_path, num_stages=4, num_microbatches=1, iterations=(5,), message_s=0.001)
+        ).basis.message_s
+        is None
+    )
 
 
 def test_messages_between_nodes_are_told_apart(tmp_path: Path) -> None:
@@ -140,7 +153,7 @@ def test_a_run_without_balancing_says_what_balancing_would_make_of_it(tmp_path: 
 
 def test_a_run_whose_computations_overlap_is_read_and_predicted(tmp_path: Path) -> None:
     """As DualPipeV's do, which is not balanced: a report of one ended with an error."""
-    program = given(OVERLAPPED)
+    program = config_of_schedule(OVERLAPPED)
     measured = measured_of(
         tmp_path,
         iterations=(5,),

@@ -61,7 +61,8 @@ def write(folder: Path, limit_gib: int | None = 80, **first: Any) -> Path:
 
 
 def test_it_says_what_would_have_fitted(tmp_path: Path) -> None:
-    """28 GiB beside activations with the moments to come, 2 of something else, 6 a micro-batch: 8 are 78, 5 balanced are 60."""
+    """28 GiB beside activations with the moments to come, 2 of something else, 6 a micro-batch: 8 are 78, 5 balanced
+    are 60."""
     found = shortage_of(held(write(tmp_path / "run", 70)))
     assert found.stages[0].need_bytes == (8 + 8 + 12 + 2 + 8 * 6) * GIB
     assert found.stages[0].other_bytes == 2 * GIB
@@ -73,7 +74,10 @@ def test_it_says_what_would_have_fitted(tmp_path: Path) -> None:
         "with --micro-batch-size 1 and --bpipe": (28 + 1 + 5 * 3, True),
     }
     said = text(held(tmp_path / "run"))
-    assert "Rank 0 (stage 0 of pipeline 0, node1) had no memory left: OutOfMemoryError: CUDA out of memory (rank 0)." in said
+    assert (
+        "Rank 0 (stage 0 of pipeline 0, node1) had no memory left: OutOfMemoryError: CUDA out of memory (rank 0)."
+        in said
+    )
     assert "7 of 8 42.0 GiB" in " ".join(said.split())
     assert "What fits: with --bpipe; with --micro-batch-size 1; with --micro-batch-size 1 and --bpipe." in said
     assert "note: stage 6, 7 ran no forward" in said
@@ -81,12 +85,19 @@ def test_it_says_what_would_have_fitted(tmp_path: Path) -> None:
 
 
 def test_two_pipes_hold_stages_of_both(tmp_path: Path) -> None:
-    """A rank's stages were looked for in one pipe. Of one unit of Chimera the ranks in the middle come to 8 micro-batches."""
+    """A rank's stages were looked for in one pipe.
+
+    Of one unit of Chimera the ranks in the middle come to 8 micro-batches.
+    """
     two = {"schedule": "chimera", "num_stages": 8, "num_microbatches": 8, "num_chunks": 1, "balance": "none"}
     folder = tmp_path / "run"
     folder.mkdir()
     for place in range(8):
-        of_both = {"program": two, "saved_bytes": {str(place): 6 * GIB, str(7 - place): 5 * GIB}, "allocated_bytes": None}
+        of_both = {
+            "program": two,
+            "saved_bytes": {str(place): 6 * GIB, str(7 - place): 5 * GIB},
+            "allocated_bytes": None,
+        }
         lines = [header(place), mark(place, 1, **of_both)]
         (folder / f"memory_{place:05d}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = shortage_of(held(folder))
@@ -96,21 +107,34 @@ def test_two_pipes_hold_stages_of_both(tmp_path: Path) -> None:
 
 
 def sharded(folder: Path, shard_gib: int = 3) -> Path:
-    """4 stages, algorithm 1. Rank 0 held 5 micro-batches and one in its shard when it had no memory for its sixth; rank 3 had run none."""
+    """4 stages, algorithm 1.
+
+    Rank 0 held 5 micro-batches and one in its shard when it had no memory for its sixth; rank 3 had run none.
+    """
     folder.mkdir()
     program = {**PROGRAM, "num_stages": 4, "vocabulary": "1"}
     for place in range(3):
-        here = mark(place, 5 - place, program=program, shard_bytes=shard_gib * GIB, in_shards_bytes=shard_gib * GIB, logits_bytes=0)
+        here = mark(
+            place,
+            5 - place,
+            program=program,
+            shard_bytes=shard_gib * GIB,
+            in_shards_bytes=shard_gib * GIB,
+            logits_bytes=0,
+        )
         here["allocated_bytes"] = (22 + 6 * (5 - place) + shard_gib) * GIB
         lines = [header(place, 70), here]
         if place == 0:
-            lines.append(here | {"action": "0F5", "error": "OutOfMemoryError: CUDA out of memory", "out_of_memory": True})
+            lines.append(
+                here | {"action": "0F5", "error": "OutOfMemoryError: CUDA out of memory", "out_of_memory": True}
+            )
         (folder / f"memory_{place:05d}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
 
 def test_what_shards_hold_is_needed_too(tmp_path: Path) -> None:
-    """28 GiB beside activations, 2 of something else, 6 micro-batches of 6, and what a shard keeps of one; halved, half as much."""
+    """28 GiB beside activations, 2 of something else, 6 micro-batches of 6, and what a shard keeps of one; halved,
+    half as much."""
     found = shortage_of(held(sharded(tmp_path / "run")))
     assert found.stages[0].held_bytes == (5 * 6 + 3) * GIB
     assert found.stages[0].other_bytes == 2 * GIB
@@ -130,7 +154,10 @@ def test_what_shards_hold_is_needed_too(tmp_path: Path) -> None:
 def test_shards_that_no_rank_had_computed_are_said_not_to_count(tmp_path: Path) -> None:
     found = shortage_of(held(sharded(tmp_path / "run", shard_gib=0)))
     assert found.stages[0].need_bytes == (28 + 2 + 6 * 6) * GIB
-    assert found.notes[-1] == "no rank had computed its shard of the output layer: the logits that each will hold are not counted"
+    assert (
+        found.notes[-1]
+        == "no rank had computed its shard of the output layer: the logits that each will hold are not counted"
+    )
 
 
 def test_where_nothing_fits_it_says_so(tmp_path: Path) -> None:
@@ -138,7 +165,10 @@ def test_where_nothing_fits_it_says_so(tmp_path: Path) -> None:
 
 
 def test_without_a_limit_it_promises_nothing(tmp_path: Path) -> None:
-    assert shortage_of(held(write(tmp_path / "run", None))).answers[-1] == "Which way fits is not known, for no device's limit is."
+    assert (
+        shortage_of(held(write(tmp_path / "run", None))).answers[-1]
+        == "Which way fits is not known, for no device's limit is."
+    )
 
 
 def held(folder: Path) -> Any:
@@ -161,7 +191,10 @@ def test_a_killed_rank_leaves_a_torn_line(tmp_path: Path) -> None:
         ({"saved_bytes": [1]}, "line 9: saved_bytes is [1], but must be an object"),
         ({"microbatches": [[0, 0]]}, "line 9: [0, 0] is no stage, micro-batch and bytes"),
         ({"microbatches": 7}, "line 9: microbatches is 7, but must be a list"),
-        ({"program": {"schedule": "1f1b", "num_stages": 1e300, "num_microbatches": 8}}, "line 9: program.num_stages is 1e+300, but"),
+        (
+            {"program": {"schedule": "1f1b", "num_stages": 1e300, "num_microbatches": 8}},
+            "line 9: program.num_stages is 1e+300, but",
+        ),
         ({"program": "1f1b"}, "line 9: program is '1f1b', but must be an object"),
         ({"saved_bytes": {"0": -5}}, "line 9: saved_bytes of stage 0 is -5, but"),
         ({"allocated_bytes": float("inf")}, "line 9: no JSON (Infinity is no number"),

@@ -1,6 +1,8 @@
-"""Traces as a reader takes them: every event of the format, slices of a thread nest, time does not go back, arrows touch their slices.
+"""Traces as a reader takes them: every event of the format, slices of a thread nest, time does not go back, arrows
+touch their slices.
 
-Read back here by a reader of our own that knows only the format; tests/browser/test_trace.py has Perfetto itself read such files.
+Read back here by a reader of our own that knows only the format; tests/browser/test_trace.py has Perfetto itself read
+such files.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.formats.text import read_action
 from bpipe.ir.action import Kind
-from bpipe.ir.text import read_action
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.report.out.trace import write_trace
 from bpipe.report.report import report_of
 from bpipe.simulate import trace as simulated
@@ -82,7 +84,9 @@ def arrows(events: list[Event]) -> Iterator[list[Event]]:
         assert [event["ph"] for event in arrow] in (["s", "t", "f"], ["s", "f"])
         touched = []
         for event in arrow:
-            around = [one for one in rows[event["pid"], event["tid"]] if one["ts"] <= event["ts"] < one["ts"] + one["dur"]]
+            around = [
+                one for one in rows[event["pid"], event["tid"]] if one["ts"] <= event["ts"] < one["ts"] + one["dur"]
+            ]
             touched.append(min(around, key=lambda one: one["dur"]))
         yield touched
 
@@ -133,11 +137,19 @@ def test_computations_are_named_as_megatrons_timers(tmp_path: Path) -> None:
     events = check(write_trace(report_of(write_run(tmp_path)).comparison.measured))
     names = threads(events)
     found = {
-        (names[event["pid"], event["tid"]], event["name"]) for event in events if event["ph"] == "X" and event["cat"] not in ("hosted",)
+        (names[event["pid"], event["tid"]], event["name"])
+        for event in events
+        if event["ph"] == "X" and event["cat"] not in ("hosted",)
     }
     assert {name for thread, name in found if thread == "compute"} == {"forward-compute", "backward-compute"}
     assert {name for thread, name in found if thread == "host code"} == {"forward-backward"}
-    assert {thread for thread, _ in found} == {"compute", "evict", "load", "host code", *(f"host buffer {slot}" for slot in range(4))}
+    assert {thread for thread, _ in found} == {
+        "compute",
+        "evict",
+        "load",
+        "host code",
+        *(f"host buffer {slot}" for slot in range(4)),
+    }
 
 
 def test_iterations_follow_each_other_and_memory_is_counted(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ def report(folder: Path, **changes: Any) -> Report:
 def test_the_answers_of_a_balanced_run(tmp_path: Path) -> None:
     balancing, bottleneck, hosting = report(tmp_path, speed=0.4e9).answers
     assert bottleneck == (
-        "Stage 0 (rank 0) is the memory bottleneck: 53.9 MiB of activations (exactly its bound) and 28.6 MiB of weights, gradients and "
+        "Stage 0 (rank 0) is the memory bottleneck: 53.9 MiB of activations (exactly its bound) and 28.6 MiB of "
+        "weights, gradients and "
         "optimizer state."
     )
     first, *_, last = hosting.split("; ")
@@ -39,7 +40,9 @@ def test_the_answers_of_a_balanced_run(tmp_path: Path) -> None:
     assert last.startswith("Stage 5 hosts ")
     bought, cost = balancing.split("; ")
     assert bought == "With balancing the fullest stage holds 53.9 MiB of activations instead of 84.0 MiB, 35.8 % less"
-    share = re.fullmatch(r"balancing cost (\d+\.\d) % of an iteration's pipeline time: stage 0 stood still for transfers for .*\.", cost)
+    share = re.fullmatch(
+        r"balancing cost (\d+\.\d) % of an iteration's pipeline time: stage 0 stood still for transfers for .*\.", cost
+    )
     assert share is not None
     assert float(share.group(1)) > 5
 
@@ -50,11 +53,13 @@ def test_hidden_transfers_cost_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("speed", [None, 0.4e9], ids=["hidden", "exposed"])
 def test_where_ranks_outnumber_cores_no_time_is_judged(speed: float | None, tmp_path: Path) -> None:
-    """The quickstart on two cores printed that B took 1.252 times as long as A, and below that balancing had cost no time."""
+    """The quickstart on two cores printed that B took 1.252 times as long as A, and below that balancing had cost no
+    time."""
     changes = {} if speed is None else {"speed": speed}
     cost = report(tmp_path, cores=2, **changes).answers[0].split("; ")[1]
     assert cost == (
-        "what balancing cost in time cannot be told here: 8 ranks share 2 cores on node-0, so transfers take time from computations."
+        "what balancing cost in time cannot be told here: 8 ranks share 2 cores on node-0, so transfers take time "
+        "from computations."
     )
 
 
@@ -62,7 +67,9 @@ def test_the_bottleneck_is_nearest_to_its_limit(tmp_path: Path) -> None:
     fits = report(tmp_path / "a", limit_bytes=100_000_000).answers[1]
     assert fits.endswith("optimizer state: 82.5 MiB of 95.4 MiB, 12.8 MiB free.")
     over = report(tmp_path / "b", limit_bytes=100_000_000, extra_bytes={2: 30_000_000}).answers[1]
-    assert over.startswith("Stage 2 (rank 2) is the memory bottleneck: 81.6 MiB of activations (28.6 MiB above its bound of 53.0 MiB)")
+    assert over.startswith(
+        "Stage 2 (rank 2) is the memory bottleneck: 81.6 MiB of activations (28.6 MiB above its bound of 53.0 MiB)"
+    )
     assert over.endswith("110.2 MiB of 95.4 MiB, 14.8 MiB over.")
     assert "weights not recorded" in report(tmp_path / "d", weights_bytes=None).answers[1]
 
@@ -89,15 +96,20 @@ def test_the_answers_say_what_found_too_little_room(tmp_path: Path) -> None:
     lines[1] |= {"stayed_microbatches": 3, "stayed_bytes": 3 << 20, "passed_microbatches": 2, "passed_bytes": 2 << 20}
     path.write_text("".join(json.dumps(line) + "\n" for line in (head, *lines)))
     assert report_of(tmp_path).answers[-1] == (
-        "Micro-batches differ in size: 3 that were to leave stayed, being too large for their host buffers; the bound was passed by 2.0 "
-        f"MiB at most, on stage 0 in iteration {lines[1]['iteration']}. What is predicted takes each for as large as the largest."
+        "Micro-batches differ in size: 3 that were to leave stayed, being too large for their host buffers; the bound "
+        "was passed by 2.0 "
+        f"MiB at most, on stage 0 in iteration {lines[1]['iteration']}. What is predicted takes each for as large as "
+        f"the largest."
     )
 
 
 def test_the_answers_of_a_run_without_balancing(tmp_path: Path) -> None:
     answers = report(tmp_path / "a", balance="none").answers
     assert answers[1].startswith("Stage 0 (rank 0) is the memory bottleneck: 84.0 MiB of activations")
-    assert answers[0] == ("Balancing was off: with --bpipe the fullest stage would hold about 52.5 MiB of activations instead of 84.0 MiB.")
+    assert answers[0] == (
+        "Balancing was off: with --bpipe the fullest stage would hold about 52.5 MiB of activations instead of 84.0 "
+        "MiB."
+    )
     small = report(tmp_path / "b", balance="none", num_stages=2).answers[0]
     assert small == "Balancing was off, and with 2 stages there is nothing to balance."
 
@@ -136,12 +148,17 @@ def test_table_and_page_say_which_run_this_is(tmp_path: Path) -> None:
 
 
 def test_two_pipes_are_reported(tmp_path: Path) -> None:
-    """Their reports were refused: a stage was looked for on one rank. The slow replica is named, and rows say in which order they are."""
+    """Their reports were refused: a stage was looked for on one rank.
+
+    The slow replica is named, and rows say in which order they are.
+    """
     sizes = {"schedule": "chimera", "num_microbatches": 8, "probe": None}
     slow = {(iteration, f"2B{microbatch}"): 0.004 for iteration in (5, 6, 7) for microbatch in (1, 3, 5)}
     found = report(tmp_path, slow=slow, **sizes)
     assert [row.evictions for row in found.comparison.stages] == [0, 0, 0, 1, 1, 0, 0, 0]
-    assert [row.measured_bytes for row in found.comparison.stages] == [row.predicted_bytes for row in found.comparison.stages]
+    assert [row.measured_bytes for row in found.comparison.stages] == [
+        row.predicted_bytes for row in found.comparison.stages
+    ]
     text = table(found)
     assert "pipes 2, rows in the order of the first one's stages" in text
     assert "stage 2 of pipe 1, backward (mean): measured 23 ms, predicted 20 ms" in text
@@ -165,7 +182,9 @@ def test_the_view_names_the_iteration_of_a_difference(tmp_path: Path) -> None:
 
 def test_the_table_names_what_is_not_known(tmp_path: Path) -> None:
     write_run(tmp_path, num_stages=4, flops=1e12, peak_flops=1e13)
-    assert re.search(r"MFU 4\.\d % of 10 TFLOP/s a device \(--bpipe-peak-tflops\)", " ".join(table(report_of(tmp_path)).split()))
+    assert re.search(
+        r"MFU 4\.\d % of 10 TFLOP/s a device \(--bpipe-peak-tflops\)", " ".join(table(report_of(tmp_path)).split())
+    )
     (tmp_path / "run.json").unlink()
     (tmp_path / "record_00001.jsonl").unlink()
     (tmp_path / "iterations.jsonl").unlink()
@@ -211,7 +230,12 @@ def keys(value: Any, prefix: str = "") -> set[str]:
 def documented(heading: str) -> set[str]:
     """The keys in the first column of the table under a heading."""
     section = DOCS.read_text().split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
-    return {key for line in section.splitlines() if line.startswith("| `") for key in re.findall(r"`([^`]+)`", line.split("|")[1])}
+    return {
+        key
+        for line in section.splitlines()
+        if line.startswith("| `")
+        for key in re.findall(r"`([^`]+)`", line.split("|")[1])
+    }
 
 
 def test_every_key_of_the_json_is_documented(tmp_path: Path) -> None:
@@ -229,7 +253,9 @@ def test_every_key_of_a_record_is_documented(tmp_path: Path) -> None:
     of_some = {"after_input_bytes", "shard_bytes", "own_bytes", "run"} | differing
     assert keys(head) | keys(line) | columns | of_some == documented("The record of a rank")
     run = json.loads((tmp_path / "run.json").read_text())
-    assert {"run"} | keys(run) - {"unknown", "links.bytes_per_s.peer", "links.bytes_per_s.nccl"} == documented("The run")
+    assert {"run"} | keys(run) - {"unknown", "links.bytes_per_s.peer", "links.bytes_per_s.nccl"} == documented(
+        "The run"
+    )
 
 
 def test_the_view_is_what_the_page_takes(tmp_path: Path) -> None:

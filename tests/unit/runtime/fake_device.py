@@ -1,12 +1,13 @@
 """A device that does nothing in order unless it was told to, and an allocator that hands memory out again at once.
 
-In: the real engine's calls, made to fakes of torch's streams and events, of storages and of point-to-point operations. Out: what touched
-which memory and what that was ordered behind, and from it every pair of touches that nothing orders, every cycle of waiting, and every
-value that a backward would have read wrongly.
+In: the real engine's calls, made to fakes of torch's streams and events, of storages and of point-to-point operations.
+Out: what touched which memory and what that was ordered behind, and from it every pair of touches that nothing orders,
+every cycle of waiting, and every value that a backward would have read wrongly.
 
-Whatever is issued becomes a node of a graph. A node comes after the last one of its stream and after the events that stream was told to
-wait for; that is all the order there is, because the host never blocks. The allocator belongs to the host: memory that was freed is given
-out by the very next call, whatever is still under way in it, as CUDA's caching allocator does within its stream.
+Whatever is issued becomes a node of a graph. A node comes after the last one of its stream and after the events that
+stream was told to wait for; that is all the order there is, because the host never blocks. The allocator belongs to the
+host: memory that was freed is given out by the very next call, whatever is still under way in it, as CUDA's caching
+allocator does within its stream.
 """
 
 from __future__ import annotations
@@ -65,7 +66,14 @@ class Machine:
             self.devices[name] = Device(name, self)
         return self.devices[name]
 
-    def issue(self, stream: FakeStream, label: str, reads: Sequence[Unit] = (), writes: Sequence[Unit] = (), effect: Any = None) -> Node:
+    def issue(
+        self,
+        stream: FakeStream,
+        label: str,
+        reads: Sequence[Unit] = (),
+        writes: Sequence[Unit] = (),
+        effect: Any = None,
+    ) -> Node:
         behind = [*stream.waits, *([stream.last] if stream.last else [])]
         stream.waits = []
         if self.one_connection:
@@ -84,7 +92,8 @@ class Machine:
             for unit in units:
                 self.touches[unit].append((node, writing))
 
-    # -- what came of it -------------------------------------------------------------------------------------------------------------
+    # -- what came of it
+    # -------------------------------------------------------------------------------------------------------------
 
     def findings(self) -> list[str]:
         """Everything that is wrong, in words. Empty if the protocol holds."""
@@ -136,7 +145,9 @@ def _races(unit: Unit, touches: Sequence[tuple[Node, bool]], ordered: Callable[[
         node = each.real
         for earlier in [*([written] if written else []), *(read if writing else [])]:
             if not ordered(earlier, node):
-                yield f"{node.label} {'writes' if writing else 'reads'} {unit} and is not ordered behind {earlier.label}"
+                yield (
+                    f"{node.label} {'writes' if writing else 'reads'} {unit} and is not ordered behind {earlier.label}"
+                )
         if writing:
             written, read = node, []
         else:
@@ -206,7 +217,9 @@ def fake_torch(machine: Machine) -> SimpleNamespace:
     return SimpleNamespace(
         Stream=lambda device, priority=0: FakeStream(machine.on, f"stream {next(names)}"),
         Event=lambda device, enable_timing=False: FakeEvent(enable_timing),
-        accelerator=SimpleNamespace(current_stream=lambda: machine.on.current, set_stream=set_stream, synchronize=blocked),
+        accelerator=SimpleNamespace(
+            current_stream=lambda: machine.on.current, set_stream=set_stream, synchronize=blocked
+        ),
         empty=empty,
         uint8=torch.uint8,
     )
@@ -237,7 +250,9 @@ class FakeStorage:
 
     def fill_(self, value: int) -> None:
         unit = self.unit()
-        self.device.machine.issue(self.device.current, "poisoning", writes=[unit], effect=lambda values: values.update({unit: POISONED}))
+        self.device.machine.issue(
+            self.device.current, "poisoning", writes=[unit], effect=lambda values: values.update({unit: POISONED})
+        )
 
 
 @dataclass(frozen=True)
@@ -295,7 +310,8 @@ class FakeTensor:
 
 
 class FakeMemory(Region):
-    """Memory that is allocated once and cut into pieces: an acceptor's host buffers, a `Region` of a one-sided transport."""
+    """Memory that is allocated once and cut into pieces: an acceptor's host buffers, a `Region` of a one-sided
+    transport."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self._device = device
@@ -320,12 +336,14 @@ class FakeMemory(Region):
     def _copy(self, source: FakeBuffer, target: FakeBuffer, label: str) -> None:
         machine = self._device.machine
         read, written = source.place(), target.place()
-        machine.issue(machine.on.current, label, [read], [written], lambda values: values.update({written: values.get(read)}))
+        machine.issue(
+            machine.on.current, label, [read], [written], lambda values: values.update({written: values.get(read)})
+        )
 
 
 class FakeDist:
-    """`torch.distributed` as `bpipe.transport.distributed` uses it, with NCCL's order: a group's operations in the order of their issue,
-    on a stream of its own behind the current one, and none without its other half."""
+    """`torch.distributed` as `bpipe.transport.distributed` uses it, with NCCL's order: a group's operations in the
+    order of their issue, on a stream of its own behind the current one, and none without its other half."""
 
     isend, irecv = "isend", "irecv"
 
@@ -385,13 +403,17 @@ class Microbatch:
     def forward(self, device: Device) -> None:
         tag, units = self.tag, [storage.unit() for storage in self.storages]
         label = f"forward of {tag}"
-        device.machine.issue(device.compute, label, writes=units, effect=lambda values: values.update(dict.fromkeys(units, tag)))
+        device.machine.issue(
+            device.compute, label, writes=units, effect=lambda values: values.update(dict.fromkeys(units, tag))
+        )
 
     def backward(self, device: Device) -> None:
         tag, units = self.tag, [storage.unit() for storage in self.storages]
 
         def read(values: Values) -> None:
-            device.machine.wrong += [f"backward of {tag} reads {values.get(unit)} in {unit}" for unit in units if values.get(unit) != tag]
+            device.machine.wrong += [
+                f"backward of {tag} reads {values.get(unit)} in {unit}" for unit in units if values.get(unit) != tag
+            ]
 
         device.machine.issue(device.compute, f"backward of {tag}", reads=units, effect=read)
         for storage in self.storages:
@@ -418,7 +440,9 @@ def put_under(patch: pytest.MonkeyPatch, machine: Machine) -> None:
     patch.setattr(evictor, "hiding", lambda roots: Counter())
     patch.setattr(evictor.Retrace, "of", lambda roots, leaving: None)
     patch.setattr(evictor, "_bytes_of", fake_bytes_of)
-    patch.setattr(partners, "Claims", lambda: SimpleNamespace(claim=lambda found, key: [True] * len(found), clear=lambda: None))
+    patch.setattr(
+        partners, "Claims", lambda: SimpleNamespace(claim=lambda found, key: [True] * len(found), clear=lambda: None)
+    )
 
 
 def without_the_end_of(state: ActivationsState, patch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
-"""All ranks of a schedule on devices that order nothing by themselves: executor, engine, edges and transports are the real ones.
+"""All ranks of a schedule on devices that order nothing by themselves: executor, engine, edges and transports are the
+real ones.
 
-In: a schedule. Out: everything that is wrong with the order of what their devices were given, in words. A host runs ahead of its device and
-of the other hosts; it blocks only where a real one does, for a message of the control group and for the first message of its sort. One host
-is at work at a time, and whose turn is next is drawn by lot.
+In: a schedule. Out: everything that is wrong with the order of what their devices were given, in words. A host runs
+ahead of its device and of the other hosts; it blocks only where a real one does, for a message of the control group and
+for the first message of its sort. One host is at work at a time, and whose turn is next is drawn by lot.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from bpipe.transport import announcement as announcing
 from bpipe.transport import distributed, edges
 from bpipe.transport.distributed import Distributed, PairGroups
 from bpipe.transport.edges import Edges
-from bpipe.transport.one_sided import Peer, Reaching
+from bpipe.transport.one_sided import OneSidedCopies, Peer
 from tests.unit.runtime.fake_device import (
     Device,
     FakeDist,
@@ -138,7 +139,8 @@ class FakeLender:
 
 
 class Saved:
-    """What a forward of a stage keeps: what it received, and storages of its own; and what comes between the halves of its backward."""
+    """What a forward of a stage keeps: what it received, and storages of its own; and what comes between the halves
+    of its backward."""
 
     def __init__(self, device: Device, received: FakeTensor | None) -> None:
         self.received = received
@@ -155,7 +157,8 @@ class Saved:
 
 
 class FakeStages:
-    """The stages of a rank. Each computation says on the device what it reads and writes, and knows what it ought to read."""
+    """The stages of a rank. Each computation says on the device what it reads and writes, and knows what it ought to
+    read."""
 
     def __init__(self, device: Device, last: int) -> None:
         self._device, self._last = device, last
@@ -188,7 +191,9 @@ class FakeStages:
             unit: self._gradient(action.stage + 1, action.microbatch) for unit in _units(gradients)
         }
         made = (FakeTensor(self._device),) if action.stage else ()
-        self._issue(action, expected, {tensor.place(): self._gradient(action.stage, action.microbatch) for tensor in made})
+        self._issue(
+            action, expected, {tensor.place(): self._gradient(action.stage, action.microbatch) for tensor in made}
+        )
         if whole:
             del self._live[key]
             saved.free(0, 1, 2)
@@ -213,7 +218,9 @@ class FakeStages:
 
         def run(values: Values) -> None:
             device.machine.wrong += [
-                f"{action} reads {values.get(unit)} for {value}" for unit, value in expected.items() if values.get(unit) != value
+                f"{action} reads {values.get(unit)} for {value}"
+                for unit, value in expected.items()
+                if values.get(unit) != value
             ]
             values.update(written)
 
@@ -295,7 +302,9 @@ class Ranks:
             groups = PairGroups(other, sending, receiving)  # type: ignore[arg-type]
             lender: Any = FakeLender(self._machine)
             self.transports[own] = (
-                Reaching(Peer(control, lender), StreamLane(), StreamLane()) if kind == "one-sided" else Distributed(control, groups)
+                OneSidedCopies(Peer(control, lender), StreamLane(), StreamLane())
+                if kind == "one-sided"
+                else Distributed(control, groups)
             )
 
     def run(self, rank: int) -> None:

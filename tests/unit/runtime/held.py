@@ -1,8 +1,10 @@
-"""Hold a transfer's producer back until somebody waits for it: the latest moment the protocol allows, whatever the clock says.
+"""Hold a transfer's producer back until somebody waits for it: the latest moment the protocol allows, whatever the
+clock says.
 
-In: nothing. Out: lanes with real threads whose jobs stop before, or midway through, their copy until they are waited for; memory that
-notices when what it copies was freed; and a two-sided pair in one process with the same freedom on either end. A wait that is missing
-is then wrong every time: what nobody waits for does not happen before the lanes are closed.
+In: nothing. Out: lanes with real threads whose jobs stop before, or midway through, their copy until they are waited
+for; memory that notices when what it copies was freed; and a two-sided pair in one process with the same freedom on
+either end. A wait that is missing is then wrong every time: what nobody waits for does not happen before the lanes are
+closed.
 """
 
 from __future__ import annotations
@@ -93,7 +95,9 @@ class HeldRegion(Region):
 
 
 def _alive(buffer: torch.Tensor) -> torch.Tensor:
-    assert buffer.untyped_storage().nbytes() >= buffer.numel(), "a copy was to use memory that had been freed: a wait is missing"
+    assert buffer.untyped_storage().nbytes() >= buffer.numel(), (
+        "a copy was to use memory that had been freed: a wait is missing"
+    )
     return buffer
 
 
@@ -195,7 +199,11 @@ class HeldTwoSided:
     one_sided: Literal[False] = False
 
     def __init__(
-        self, channels: tuple[Channel, Channel], telling: queue.SimpleQueue[Sizes], hearing: queue.SimpleQueue[Sizes], timeout_s: float
+        self,
+        channels: tuple[Channel, Channel],
+        telling: queue.SimpleQueue[Sizes],
+        hearing: queue.SimpleQueue[Sizes],
+        timeout_s: float,
     ) -> None:
         self._sending, self._receiving = channels
         self._telling, self._hearing = telling, hearing

@@ -1,4 +1,7 @@
-"""Save what one is told to, for micro-batches whose sizes differ. In: bytes. Out: a gradient that depends on all of them."""
+"""Save what one is told to, for micro-batches whose sizes differ.
+
+In: bytes. Out: a gradient that depends on all of them.
+"""
 
 from __future__ import annotations
 

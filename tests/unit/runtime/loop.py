@@ -1,7 +1,7 @@
 """One rank of a pipeline over a small real autograd graph, run by the executor with an engine around every operation.
 
-In: a schedule, a rank, an engine or none. Out: gradients that depend on every micro-batch's every bit. Its neighbours are not there: what
-they would send is drawn from the micro-batch's number.
+In: a schedule, a rank, an engine or none. Out: gradients that depend on every micro-batch's every bit. Its neighbours
+are not there: what they would send is drawn from the micro-batch's number.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 import torch
 
+from bpipe.build import ScheduleConfig, build, named_balance
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.program import Message
 from bpipe.ir.schedule import Schedule
-from bpipe.program import ScheduleConfig, balancing, build
-from bpipe.runtime.executor import Calls, Executor
+from bpipe.runtime.executor import ComputationHooks, Executor
 from bpipe.runtime.messages import Alone
 from bpipe.runtime.stage import Tensors, TorchStages
 
@@ -25,7 +25,7 @@ Layer = Callable[[torch.nn.Parameter, torch.Tensor], torch.Tensor]
 
 
 def schedule(p: int = 4, m: int = 8, balance: str = "bpipe") -> Schedule:
-    return build(ScheduleConfig(schedule="1f1b", num_ranks=p, num_microbatches=m, balance=balancing(balance)))
+    return build(ScheduleConfig(schedule="1f1b", num_ranks=p, num_microbatches=m, balance=named_balance(balance)))
 
 
 def inputs_of(microbatch: int, rows: int = 16) -> torch.Tensor:
@@ -46,7 +46,10 @@ Rows = Callable[[int], int]
 
 
 class Small(TorchStages):
-    """A rank's stages, all of one weight. `computing` is called inside every forward and backward, to hold the computation up."""
+    """A rank's stages, all of one weight.
+
+    `computing` is called inside every forward and backward, to hold the computation up.
+    """
 
     def __init__(
         self,
@@ -85,7 +88,7 @@ def drawn(rows: Rows = lambda microbatch: 16) -> Alone:
 
 
 def run_iteration(
-    engine: Calls | None,
+    engine: ComputationHooks | None,
     plan: Schedule,
     weight: torch.nn.Parameter,
     rows: Rows = lambda microbatch: 16,
@@ -98,7 +101,11 @@ def run_iteration(
 
 
 def gradient(
-    engine: Calls | None, plan: Schedule, iterations: int = 1, rank: int = 0, computing: Callable[[], None] = lambda: None
+    engine: ComputationHooks | None,
+    plan: Schedule,
+    iterations: int = 1,
+    rank: int = 0,
+    computing: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
     """The weight's gradient after so many iterations."""
     weight = new_weight()

@@ -1,8 +1,8 @@
 """Every line of the runtime and its transports that waits, what it is without its wait, and which tests must notice.
 
 In: nothing. Out: the table, and the lines that ought to be in it, read from the source. As a program: `python -m
-tests.unit.runtime.mutations FILE` runs each mutation's tests against a copy of its module in memory, in a process of its own, and writes
-what they said. The checkout is never touched.
+tests.unit.runtime.mutations FILE` runs each mutation's tests against a copy of its module in memory, in a process of
+its own, and writes what they said. The checkout is never touched.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ class Mutation:
         lines = (ROOT / self.file).read_text().splitlines()
         places = [place for place, text in enumerate(lines) if text.strip() == self.line]
         if self.nth >= len(places):
-            raise LookupError(f"{self.file} has no line {self.nth + 1} that reads {self.line!r}: bring the table of mutations up to date")
+            raise LookupError(
+                f"{self.file} has no line {self.nth + 1} that reads {self.line!r}: bring the table of mutations up to "
+                f"date"
+            )
         place = places[self.nth]
         indentation = lines[place][: len(lines[place]) - len(lines[place].lstrip())]
         lines[place] = indentation + self.instead
@@ -80,8 +83,18 @@ ON_STREAM = "with current(self.{}) if self._beside else contextlib.nullcontext()
 
 TABLE = (
     # [1] and [5]: transfers behind the computation. Seen only where a device runs ahead of its host.
-    mutate("streams", "with self._behind_compute(self._outbound if self._beside else None):", ON_STREAM.format("_outbound"), FAKE),
-    mutate("streams", "with self._behind_compute(self._inbound if self._beside else None):", ON_STREAM.format("_inbound"), FAKE),
+    mutate(
+        "streams",
+        "with self._behind_compute(self._outbound if self._beside else None):",
+        ON_STREAM.format("_outbound"),
+        FAKE,
+    ),
+    mutate(
+        "streams",
+        "with self._behind_compute(self._inbound if self._beside else None):",
+        ON_STREAM.format("_inbound"),
+        FAKE,
+    ),
     mutate("streams", "stream.wait_event(_here().record_event())", "pass", FAKE),
     mutate("streams", "self._stream.wait_event(_here().record_event())", "pass", FAKE),
     mutate("streams", "_here().wait_event(self.end)", "pass", FAKE),
@@ -138,8 +151,8 @@ TABLE = (
     # Messages between the two ends.
     mutate(
         "one_sided",
-        'self._control.send(About.MEMORY, {"error": f"{type(error).__name__}: {error}"}).wait()',
-        'self._control.send(About.MEMORY, {"error": f"{type(error).__name__}: {error}"})',
+        'self._control.send(Subject.MEMORY, {"error": f"{type(error).__name__}: {error}"}).wait()',
+        'self._control.send(Subject.MEMORY, {"error": f"{type(error).__name__}: {error}"})',
         ONE_SIDED,
     ),
     mutate("one_sided", "message.wait()", "pass", ONE_SIDED),
@@ -163,7 +176,12 @@ TABLE = (
     ),
     mutate("headed", "self._inner.host(host_buffer, parts).wait()", "self._inner.host(host_buffer, parts)", HEADED),
     # Messages between stages.
-    mutate("executor", 'arrived = self._pass("did not pass", what, lambda: self._messages.wait(what))', "arrived = ()", EXECUTOR),
+    mutate(
+        "executor",
+        'arrived = self._pass("did not pass", operand, lambda: self._messages.wait(operand))',
+        "arrived = ()",
+        EXECUTOR,
+    ),
     mutate("edges", "works.wait()", "pass", EDGES),
     mutate("edges", "works.wait()", "pass", EDGES, nth=1),
     mutate("edges", "works.wait()", "pass", EDGES, nth=2),
@@ -192,7 +210,8 @@ def waiting_lines() -> Iterator[tuple[str, str, int]]:
                 seen[line] = seen.get(line, 0) + 1
 
 
-# -- running them -----------------------------------------------------------------------------------------------------------------------
+# -- running them
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 class Mutated(importlib.abc.MetaPathFinder):
@@ -202,7 +221,9 @@ class Mutated(importlib.abc.MetaPathFinder):
         self._module = mutation.file.removesuffix(".py").replace("/", ".")
         self._source = mutation.apply()
 
-    def find_spec(self, name: str, path: object, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: object, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if name != self._module:
             return None
         file = str(ROOT / (name.replace(".", "/") + ".py"))
@@ -237,7 +258,8 @@ def run_tests(mutation: Mutation | None, tests: tuple[str, ...]) -> int | None:
 
 
 def main() -> None:
-    # Once, before the forks: most of the time a test process takes. Nothing of ours may be imported here, or it could not be replaced.
+    # Once, before the forks: most of the time a test process takes. Nothing of ours may be imported here, or it could
+    # not be replaced.
     import hypothesis  # noqa: F401
     import pytest  # noqa: F401
     import torch
@@ -245,7 +267,10 @@ def main() -> None:
     torch.set_num_threads(1)
     assert not [name for name in sys.modules if name.split(".")[0] == "bpipe"]
     every = tuple(sorted({test for mutation in TABLE for test in mutation.tests}))
-    codes = {"": run_tests(None, every), **{str(place): run_tests(mutation, mutation.tests) for place, mutation in enumerate(TABLE)}}
+    codes = {
+        "": run_tests(None, every),
+        **{str(place): run_tests(mutation, mutation.tests) for place, mutation in enumerate(TABLE)},
+    }
     Path(sys.argv[1]).write_text(json.dumps(codes))
 
 

@@ -1,7 +1,7 @@
 """All ranks of a schedule in one thread, each at its own place in its program: whoever can go on does.
 
-In: a schedule. Out: gradients of all stages' weights, and those of the same model in one piece. Messages are copied, and have to be posted
-in the order in which they are sent.
+In: a schedule. Out: gradients of all stages' weights, and those of the same model in one piece. Messages are copied,
+and have to be posted in the order in which they are sent.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bpipe.ir.program import Do, Instruction, Message
+from bpipe.ir.program import Instruction, Message, Op
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.stage import Tensors, TorchStages
@@ -51,8 +51,10 @@ class Mail:
 
     def can(self, instruction: Instruction) -> bool:
         """Whether this would not have to wait for another rank."""
-        what = instruction.what
-        return instruction.do is not Do.WAIT or what.parties[0] == self._rank or bool(self._post.sent[what.parties])  # type: ignore[union-attr]
+        operand = instruction.operand
+        return (
+            instruction.op is not Op.WAIT or operand.parties[0] == self._rank or bool(self._post.sent[operand.parties])
+        )  # type: ignore[union-attr]
 
 
 def inputs_of(microbatch: int) -> torch.Tensor:
@@ -64,7 +66,9 @@ class Model:
 
     def __init__(self, num_stages: int) -> None:
         generator = torch.Generator().manual_seed(7)
-        self.weights = [torch.nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator) / 2) for _ in range(num_stages)]
+        self.weights = [
+            torch.nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator) / 2) for _ in range(num_stages)
+        ]
 
     def part(self, stage: int, microbatch: int, *received: torch.Tensor) -> torch.Tensor:
         (x,) = received or (inputs_of(microbatch),)
@@ -86,7 +90,9 @@ class Model:
         return found
 
 
-def in_one_piece(num_stages: int, num_microbatches: int, iterations: int = 1, model: Model | None = None) -> list[torch.Tensor]:
+def in_one_piece(
+    num_stages: int, num_microbatches: int, iterations: int = 1, model: Model | None = None
+) -> list[torch.Tensor]:
     """The gradients that nobody's pipeline made."""
     model = model or Model(num_stages)
     for microbatch in [*range(num_microbatches)] * iterations:

@@ -1,7 +1,8 @@
 """All ranks of a schedule with shards of the output layer in one thread, collectives included.
 
-In: a schedule. Out: gradients of all stages' weights and of the whole output layer, and every token's loss; and the same in one piece, by
-torch's own cross entropy. Collectives have to be sent in one order by all ranks, a sort of them for itself.
+In: a schedule. Out: gradients of all stages' weights and of the whole output layer, and every token's loss; and the
+same in one piece, by torch's own cross entropy. Collectives have to be sent in one order by all ranks, a sort of them
+for itself.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from bpipe.ir.action import SHARDS, Kind
 from bpipe.ir.layout import Vocabulary
-from bpipe.ir.program import Do, Instruction, Message
+from bpipe.ir.program import Instruction, Message, Op
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.shards import EarlyShard, OutputShard
@@ -25,7 +26,8 @@ VOCABULARY = 6
 
 
 class SharedPost(Post):
-    """Also the parts of collectives, by value and rank, and in which order each rank sent its own, by what makes them."""
+    """Also the parts of collectives, by value and rank, and in which order each rank sent its own, by what makes
+    them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,9 +71,9 @@ class SharedMail(Mail):
         return *together, *(torch.stack(one).sum(0) for one in late)
 
     def can(self, instruction: Instruction) -> bool:
-        what = instruction.what
-        if instruction.do is Do.WAIT and isinstance(what, Message) and what.is_collective:
-            return len(self._post.parts[what.value]) == len(what.made_by)
+        operand = instruction.operand
+        if instruction.op is Op.WAIT and isinstance(operand, Message) and operand.is_collective:
+            return len(self._post.parts[operand.value]) == len(operand.made_by)
         return super().can(instruction)
 
 
@@ -151,7 +153,9 @@ def in_one_piece(num_stages: int, num_shards: int, num_microbatches: int) -> Sha
         made: Tensors = ()
         for stage in range(num_stages):
             made = (model.stage(stage, microbatch, *made),)
-        found = torch.nn.functional.cross_entropy(made[0] @ model.output.t(), model.labels(microbatch), reduction="none")
+        found = torch.nn.functional.cross_entropy(
+            made[0] @ model.output.t(), model.labels(microbatch), reduction="none"
+        )
         model.losses[microbatch] = found.detach()
         (found * model.token_gradients(microbatch)).sum().backward()  # type: ignore[no-untyped-call]
     return model
@@ -163,8 +167,12 @@ def in_shards(schedule: Schedule) -> ShardedModel:
     mails = [SharedMail(rank, post) for rank in range(num_ranks)]
     shards = [model.shard(rank, schedule.layout.vocabulary) for rank in range(num_ranks)]
     post.late = [shard.late for shard in shards if isinstance(shard, EarlyShard)]
-    executors = [Executor(schedule, rank, model.parts(schedule, rank), mail, shards[rank]) for rank, mail in enumerate(mails)]
+    executors = [
+        Executor(schedule, rank, model.parts(schedule, rank), mail, shards[rank]) for rank, mail in enumerate(mails)
+    ]
     take_turns(executors, mails)
     for by_rank in post.orders.values():
-        assert len({tuple(order) for order in by_rank.values()}) == 1, "ranks send one sort of collectives in several orders"
+        assert len({tuple(order) for order in by_rank.values()}) == 1, (
+            "ranks send one sort of collectives in several orders"
+        )
     return model

@@ -122,7 +122,9 @@ def test_only_tensors_are_asked_for_and_all_of_them() -> None:
         asked = saved_names(type(node))
         for name in dir(node):
             value = getattr(node, name) if name.startswith("_saved_") else None
-            holds_tensors = isinstance(value, torch.Tensor) or (isinstance(value, (tuple, list)) and any(map(torch.is_tensor, value)))
+            holds_tensors = isinstance(value, torch.Tensor) or (
+                isinstance(value, (tuple, list)) and any(map(torch.is_tensor, value))
+            )
             assert not holds_tensors or name in asked, f"{node.name()}: {name}"
 
 
@@ -139,7 +141,9 @@ def test_what_two_micro_batches_saved_is_nobodys() -> None:
 
     def claim(out: torch.Tensor, microbatch: int) -> set[int]:
         storages = [item.storage for item in find([out.grad_fn], [x], CPU)]
-        return {storage._cdata for storage, mine in zip(storages, shared.claim(storages, microbatch), strict=True) if mine}
+        return {
+            storage._cdata for storage, mine in zip(storages, shared.claim(storages, microbatch), strict=True) if mine
+        }
 
     assert table in claim(first, 0)
     assert table not in claim(second, 1)
@@ -199,7 +203,8 @@ def test_a_device_without_an_index_is_any_of_its_type() -> None:
 
 
 class Stashing(torch.autograd.Function):
-    """As a compiled Function keeps what the one that it was made from set on its `ctx`: in a list, and some of it saved too."""
+    """As a compiled Function keeps what the one that it was made from set on its `ctx`: in a list, and some of it
+    saved too."""
 
     kept: ClassVar[list[torch.Tensor]] = []
 
@@ -269,7 +274,9 @@ def test_what_was_saved_through_a_hook_is_refused() -> None:
 
     x = torch.randn(4, 8, requires_grad=True)
     out = checkpoint(body, x, use_reentrant=False)
-    with pytest.raises(ValueError, match=r"MmBackward0 saved a tensor through a hook of torch\.utils\.checkpoint .*use_reentrant=False"):
+    with pytest.raises(
+        ValueError, match=r"MmBackward0 saved a tensor through a hook of torch\.utils\.checkpoint .*use_reentrant=False"
+    ):
         find([out.grad_fn], [x], CPU)
     assert len(runs) == 1
     with torch.autograd.graph.save_on_cpu():
@@ -299,18 +306,22 @@ class ReadOnce(Twice):
 
 
 def test_what_a_function_gives_only_once_is_left_to_its_backward() -> None:
-    """The walk looked twice: the second look ended the run, and even the first would have taken what the backward needs."""
+    """The walk looked twice: the second look ended the run, and even the first would have taken what the backward
+    needs."""
     x = torch.randn(4, 8, requires_grad=True)
     once = ReadOnce.apply(torch.exp(x).neg())
     out = torch.exp(once).sum()
     found = find([out.grad_fn], [x], CPU)
-    assert [saved.nbytes for saved in found if saved.alone] == [128, 128], "the two exponentials' outputs, and nothing of the Function's"
+    assert [saved.nbytes for saved in found if saved.alone] == [128, 128], (
+        "the two exponentials' outputs, and nothing of the Function's"
+    )
     assert hiding([out.grad_fn]) == {"ReadOnceBackward": 1}
     out.backward()
     assert x.grad is not None
 
 
-# -- quantised ----------------------------------------------------------------------------------------------------------------------
+# -- quantised
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 class Quantised(torch.Tensor):
@@ -344,7 +355,8 @@ def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Product(torch.autograd.Function):
-    """Saves its input in 8 bits: as a wrapper, or as its parts, which is how quantising layers save a wrapper of theirs."""
+    """Saves its input in 8 bits: as a wrapper, or as its parts, which is how quantising layers save a wrapper of
+    theirs."""
 
     cached: list[torch.Tensor] | None = None
 

@@ -1,8 +1,9 @@
 """Every hand-over of the protocol with its producer held back: a missing wait is wrong every time, not now and then.
 
-Two engines in one process, the evictor's and its acceptor's, each in a thread of its own over real graphs, poisoned memory, and real
-lanes. What is held goes on only when somebody waits for it. On a CPU whatever the computation has issued is done, so what a transfer owes
-to the computation before it ([1] and [5]) cannot be seen here: see `test_fake_device`.
+Two engines in one process, the evictor's and its acceptor's, each in a thread of its own over real graphs, poisoned
+memory, and real lanes. What is held goes on only when somebody waits for it. On a CPU whatever the computation has
+issued is done, so what a transfer owes to the computation before it ([1] and [5]) cannot be seen here: see
+`test_fake_device`.
 """
 
 from __future__ import annotations
@@ -30,9 +31,13 @@ ITERATIONS = 2
 
 
 def both(
-    plan: Schedule, transports: tuple[Transport, Transport], computing: Callable[[], None] = lambda: None, minimum_bytes: int = 1
+    plan: Schedule,
+    transports: tuple[Transport, Transport],
+    computing: Callable[[], None] = lambda: None,
+    minimum_bytes: int = 1,
 ) -> None:
-    """Run the evictor's and the acceptor's engine beside each other and compare their gradients with those of plain loops."""
+    """Run the evictor's and the acceptor's engine beside each other and compare their gradients with those of plain
+    loops."""
     ranks = 0, len(plan.ranks) - 1
     config = EngineConfig("a test", CPU, minimum_bytes=minimum_bytes, timeout_s=TIMEOUT_S, poison=True)
     engines = [Engine(plan, rank, transport, config) for rank, transport in zip(ranks, transports, strict=True)]
@@ -87,7 +92,8 @@ def test_two_sided_transfers_that_come_as_late_as_they_may(late_send: bool, late
 
 @pytest.mark.parametrize("kind", ["peer", "host", "two-sided"])
 def test_both_ends_agree_that_nothing_moves(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two-sided, one end's empty transfer would wait for the other's; one-sided, memory of no bytes would be made and waited for."""
+    """Two-sided, one end's empty transfer would wait for the other's; one-sided, memory of no bytes would be made
+    and waited for."""
 
     def refused(*arguments: object) -> object:
         raise AssertionError("no memory was to be made")
@@ -123,7 +129,8 @@ def test_a_computation_that_is_held_up(late: bool) -> None:
 
 
 def test_a_partner_that_lends_late() -> None:
-    """The first put waits for the memory in the lane's thread; the evictor's loop goes on until it needs what the put frees."""
+    """The first put waits for the memory in the lane's thread; the evictor's loop goes on until it needs what the
+    put frees."""
     asked = threading.Event()
 
     class Asked(HeldLane):

@@ -1,6 +1,7 @@
 """Micro-batches of one stage that differ in size: what is too large for its room stays at home, and no bit differs.
 
-The first iteration has the room of each stage's first micro-batch and a reserve; the next has room for all that was seen.
+The first iteration has the room of each stage's first micro-batch and a reserve; the next has room for all that was
+seen.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bpipe.balance.pairs import balance
+from bpipe.build import BalanceConfig, ScheduleConfig, build, named_balance
 from bpipe.ir.memory import RESERVE, num_transfers
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.balance import balance
-from bpipe.program import BalanceConfig, ScheduleConfig, balancing, build
 from bpipe.runtime.errors import TransferError
-from bpipe.runtime.sizing import Sizing, StayedAtHome
-from bpipe.transport.layout import aligned, taken
+from bpipe.runtime.sizing import Sizing, Unmoved
+from bpipe.transport.layout import aligned, allocated_bytes
 from tests.unit.hand_made import v_flat
 from tests.unit.runtime.keeping import Keeping
 from tests.unit.runtime.pipeline import Model, in_one_piece
 from tests.unit.runtime.threaded import KINDS, Pipeline
 
-PLAN = build(ScheduleConfig(schedule="1f1b", num_ranks=4, num_microbatches=8, balance=balancing("bpipe")))
+PLAN = build(ScheduleConfig(schedule="1f1b", num_ranks=4, num_microbatches=8, balance=named_balance("bpipe")))
 # By iteration and micro-batch, how many bytes each further storage has that its forward saves.
 Pattern = Sequence[Sequence[Sequence[int]]]
 
@@ -41,7 +42,10 @@ class Differing(Model):
         iteration = self._runs[stage, microbatch] = self._runs.get((stage, microbatch), -1) + 1
         made = super().part(stage, microbatch, *received)
         generator = torch.Generator().manual_seed(1000 * iteration + 10 * microbatch + stage)
-        kept = [torch.randint(0, 256, (n,), dtype=torch.uint8, generator=generator) for n in self.pattern[iteration][microbatch]]
+        kept = [
+            torch.randint(0, 256, (n,), dtype=torch.uint8, generator=generator)
+            for n in self.pattern[iteration][microbatch]
+        ]
         return Keeping.apply(made, *kept) if kept else made  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -50,7 +54,9 @@ def trained(schedule: Schedule, kind: str, pattern: Pattern, timeout_s: float = 
     pipeline = Pipeline(schedule, kind, timeout_s, model=Differing(schedule.num_stages, pattern), differing=True)
     found = pipeline.run(len(pattern))
     model = Differing(schedule.num_stages, pattern)
-    assert all(map(torch.equal, found, in_one_piece(schedule.num_stages, schedule.num_microbatches, len(pattern), model)))
+    assert all(
+        map(torch.equal, found, in_one_piece(schedule.num_stages, schedule.num_microbatches, len(pattern), model))
+    )
     return pipeline
 
 
@@ -61,7 +67,11 @@ SMALL, LARGE = [2000], [2000, 9000, 30]
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_too_large_stays_at_home_once_and_has_room_from_then_on(kind: str) -> None:
     pipeline = Pipeline(
-        PLAN, kind, timeout_s=20.0, model=Differing(4, [[LARGE if m in (1, 3) else SMALL for m in range(8)]] * 3), differing=True
+        PLAN,
+        kind,
+        timeout_s=20.0,
+        model=Differing(4, [[LARGE if m in (1, 3) else SMALL for m in range(8)]] * 3),
+        differing=True,
     )
     evictor = pipeline.engines[0]
     seen = []
@@ -70,7 +80,9 @@ def test_what_is_too_large_stays_at_home_once_and_has_room_from_then_on(kind: st
     def noted() -> None:
         ended()
         assert evictor.sizing is not None
-        seen.append((evictor.sizing.stayed.microbatches, evictor.sizing.stayed.passed_microbatches, evictor.sizing.num_grown))
+        seen.append(
+            (evictor.sizing.stayed.microbatches, evictor.sizing.stayed.passed_microbatches, evictor.sizing.num_grown)
+        )
 
     evictor.end = noted  # type: ignore[method-assign]
     pipeline.run(3)
@@ -94,14 +106,15 @@ def test_a_stage_of_which_nothing_moves_at_first_moves_once_it_can(kind: str) ->
     sizing = pipeline.engines[0].sizing
     assert sizing is not None
     assert sizing.num_grown == 1
-    assert sizing.stayed == StayedAtHome()
+    assert sizing.stayed == Unmoved()
     assert sizing.most_bytes[0] == aligned(4000)
 
 
 @pytest.mark.parametrize("iterations", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_iteration_in_which_all_stayed_hangs_nobody(kind: str, iterations: int) -> None:
-    """The acceptor lent its memory, the evictor never reached for it: one waited to hear that it was closed, the other had not opened it.
+    """The acceptor lent its memory, the evictor never reached for it: one waited to hear that it was closed, the other
+    had not opened it.
 
     What was lent and not taken was taken for what was lent next.
     """
@@ -131,7 +144,9 @@ def test_whatever_the_sizes_are_no_bit_differs(kind: str, pattern: Pattern) -> N
 )
 def test_several_stages_of_a_rank_and_either_rank_of_a_pair(plan: Callable[[], Schedule], kind: str) -> None:
     schedule = plan()
-    sizes = [[[100 * (1 + (7 * m + 3 * i) % 5)] * ((m + i) % 3) for m in range(schedule.num_microbatches)] for i in range(3)]
+    sizes = [
+        [[100 * (1 + (7 * m + 3 * i) % 5)] * ((m + i) % 3) for m in range(schedule.num_microbatches)] for i in range(3)
+    ]
     trained(schedule, kind, sizes)
     assert any(num_transfers(schedule, rank).evictions for rank in range(schedule.num_ranks))
 
@@ -170,7 +185,8 @@ def test_in_a_pool_two_thousand_patterns_differ_in_no_bit(name: str, kind: str, 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_stays_on_account_of_several_hosts_is_counted_together(kind: str) -> None:
-    """The first is small, so no host has room for the others until the second iteration; stage 0 then holds what it would alone."""
+    """The first is small, so no host has room for the others until the second iteration; stage 0 then holds what it
+    would alone."""
     schedule = pooled("one to several")
     pipeline = Pipeline(schedule, kind, timeout_s=20.0, model=Differing(4, [[SMALL, *[LARGE] * 7]] * 2), differing=True)
     evictor, seen = pipeline.engines[0], []
@@ -189,7 +205,7 @@ def test_what_stays_on_account_of_several_hosts_is_counted_together(kind: str) -
     assert first.stayed.passed_microbatches == 2
     assert first.stayed.passed_bytes == 2 * first.stayed.nbytes // first.stayed.microbatches
     assert sorted(size > 0 for size in first.moved_each.values()) == [False] * first.stayed.microbatches + [True]
-    assert (second.stayed, second.num_grown) == (StayedAtHome(), 1)
+    assert (second.stayed, second.num_grown) == (Unmoved(), 1)
     assert all(second.moved_each.values())
 
 
@@ -197,13 +213,15 @@ def test_a_partner_that_does_not_begin_is_named() -> None:
     pipeline = Pipeline(PLAN, "peer", timeout_s=0.5, model=Differing(4, [[[]] * 8] * 2), differing=True)
     pipeline.run(release=False)
     with pytest.raises(
-        TransferError, match=r"rank 3, stage 3: at the begin .* stage 0 did not say how much .*0\.5 s, --bpipe-timeout: no message"
+        TransferError,
+        match=r"rank 3, stage 3: at the begin .* stage 0 did not say how much .*0\.5 s, --bpipe-timeout: no message",
     ):
         pipeline.engines[3].begin()
     pipeline.close()
 
 
-# -- rooms ------------------------------------------------------------------------------------------------------------------------------
+# -- rooms
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_alike_is_exactly_as_large() -> None:
@@ -215,24 +233,24 @@ def test_alike_is_exactly_as_large() -> None:
 def test_a_room_has_a_reserve_and_grows_to_the_most_that_was_seen() -> None:
     sizing = Sizing(differing=True)
     (room,) = sizing.first(0, (5000, 600))
-    assert room == aligned(int(taken((5000, 600)) * (1 + RESERVE)))
+    assert room == aligned(int(allocated_bytes((5000, 600)) * (1 + RESERVE)))
     assert sizing.leaves(0, 1, (room,))
     assert not sizing.leaves(0, 2, (room, 1))
     sizing.computes()
-    assert sizing.stayed == StayedAtHome(1, room + 1), "beside its eviction it may be here"
+    assert sizing.stayed == Unmoved(1, room + 1), "beside its eviction it may be here"
     sizing.away(0, 2)
     sizing.computes()
     assert not sizing.leaves(0, 3, (2 * room,))
     sizing.away(0, 3)
     sizing.back(0, 2)
     sizing.computes()
-    assert sizing.stayed == StayedAtHome(2, 3 * room + 1, 1, 2 * room)
+    assert sizing.stayed == Unmoved(2, 3 * room + 1, 1, 2 * room)
     (grown,) = sizing.grow()[0]
     assert grown >= 2 * room * (1 + RESERVE)
     assert sizing.grow() == {}
     sizing.begin()
     assert sizing.leaves(0, 3, (2 * room,))
-    assert (sizing.stayed, sizing.num_grown, sizing.moved_bytes[0]) == (StayedAtHome(), 1, 2 * room)
+    assert (sizing.stayed, sizing.num_grown, sizing.moved_bytes[0]) == (Unmoved(), 1, 2 * room)
 
 
 def test_what_was_seen_is_remembered_by_the_next_program() -> None:

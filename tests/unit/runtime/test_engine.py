@@ -1,7 +1,8 @@
-"""The engine over a real autograd graph, without processes: a transport that is as late as it may be, and poisoned memory.
+"""The engine over a real autograd graph, without processes: a transport that is as late as it may be, and poisoned
+memory.
 
-The late transport copies only when its `wait` is called, which is the latest moment the protocol allows. Whatever the engine frees,
-fills or reads before the wait it owes is then wrong every time, not now and then.
+The late transport copies only when its `wait` is called, which is the latest moment the protocol allows. Whatever the
+engine frees, fills or reads before the wait it owes is then wrong every time, not now and then.
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ def engine_for(
     synchronous: bool = False,
     rank: int = 0,
 ) -> Engine:
-    config = EngineConfig(f"rank {rank}", CPU, minimum_bytes=minimum_bytes, timeout_s=1.0, poison=True, synchronous=synchronous)
+    config = EngineConfig(
+        f"rank {rank}", CPU, minimum_bytes=minimum_bytes, timeout_s=1.0, poison=True, synchronous=synchronous
+    )
     return Engine(plan, rank, transport or LateTransport(), config, meter)
 
 
@@ -159,7 +162,9 @@ def test_an_evicted_micro_batch_has_no_bytes_here() -> None:
 def test_another_operation_than_the_programs_is_refused() -> None:
     engine = engine_for(schedule())
     engine.begin()
-    with pytest.raises(RuntimeFault, match="rank 0: the program says 0F0, the pipeline loop runs 0B0, stage 0, after the start, at 0F0"):
+    with pytest.raises(
+        RuntimeFault, match="rank 0: the program says 0F0, the pipeline loop runs 0B0, stage 0, after the start, at 0F0"
+    ):
         engine.before(Action(0, Kind.BACKWARD, 0))
 
 
@@ -215,7 +220,8 @@ def test_a_function_that_hides_what_it_saved_is_named() -> None:
 
     plan = schedule()
     message = (
-        r"0EVICT1: this micro-batch saved .*hidden is what was saved by torch::jit::.*DifferentiableGraphBackward \(1\), as TorchScript"
+        r"0EVICT1: this micro-batch saved .*hidden is what was saved by torch::jit::.*DifferentiableGraphBackward \(1\), "
+        r"as TorchScript"
     )
     with pytest.raises(RuntimeFault, match=message):
         run_iteration(engine_for(plan), plan, new_weight(), forward=lambda weight, x: scripted(x, weight).exp())
@@ -281,11 +287,14 @@ def noted_in(counts: list[int], function: Callable[..., Any]) -> Callable[..., A
 
 
 def test_micro_batches_that_stay_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a meter only what leaves is looked at, and as a whole only the first micro-batch, to learn how large they are, and the first
-    that leaves; of the others it is known where they saved it. A look at all took 13 ms of the main thread, before every such backward."""
+    """Without a meter only what leaves is looked at, and as a whole only the first micro-batch, to learn how large
+    they are, and the first that leaves; of the others it is known where they saved it. A look at all took 13 ms of
+    the main thread, before every such backward."""
     walks: list[int] = []
 
-    def counted(roots: Sequence[object], inputs: Sequence[torch.Tensor | None], device: torch.device) -> tuple[SavedStorage, ...]:
+    def counted(
+        roots: Sequence[object], inputs: Sequence[torch.Tensor | None], device: torch.device
+    ) -> tuple[SavedStorage, ...]:
         walks.append(1)
         return find(roots, inputs, device)
 
@@ -304,7 +313,8 @@ def test_micro_batches_that_stay_cost_nothing(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_stages_output_is_not_kept() -> None:
-    """The loop frees what it has sent on; a reference of the engine's would keep it for as long as its micro-batch lives."""
+    """The loop frees what it has sent on; a reference of the engine's would keep it for as long as its micro-batch
+    lives."""
     plan = schedule()
     engine = engine_for(plan)
     engine.begin()
@@ -336,7 +346,8 @@ def test_a_released_engine_measures_and_announces_again() -> None:
 
 
 def test_synchronous_transfers_are_waited_for_where_they_are_issued() -> None:
-    """What they would cost can only be seen if nothing runs beside them; and an eviction has freed its memory by then."""
+    """What they would cost can only be seen if nothing runs beside them; and an eviction has freed its memory by
+    then."""
     log: list[str] = []
 
     class Logged(LateTransport):
@@ -367,7 +378,8 @@ def test_synchronous_transfers_are_waited_for_where_they_are_issued() -> None:
 
 
 def into_the_bubble_before(patch: pytest.MonkeyPatch, found: Callable[[set[Kind], set[Kind]], bool]) -> None:
-    """What starts with a computation starts in the bubble before it: with the first whose kinds, and those of the one before, are such."""
+    """What starts with a computation starts in the bubble before it: with the first whose kinds, and those of the
+    one before, are such."""
 
     def moved(plan: Schedule, rank: int) -> tuple[Step, ...]:
         program = list(steps(plan, rank))
@@ -381,12 +393,15 @@ def into_the_bubble_before(patch: pytest.MonkeyPatch, found: Callable[[set[Kind]
 
 
 def test_an_eviction_in_a_bubble_ends_before_the_next_computation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No generator makes such a schedule today, and the grid allows it: an eviction that has a bubble's place to itself."""
+    """No generator makes such a schedule today, and the grid allows it: an eviction that has a bubble's place to
+    itself."""
     into_the_bubble_before(monkeypatch, lambda before, step: Kind.EVICT in step)
     plan = schedule()
     engine = engine_for(plan)
     leaving: list[int] = []
-    assert torch.equal(gradient(engine, plan, computing=lambda: leaving.append(leaving_in(engine))), gradient(None, plan))
+    assert torch.equal(
+        gradient(engine, plan, computing=lambda: leaving.append(leaving_in(engine))), gradient(None, plan)
+    )
     assert leaving[:4] == [0, 0, 0, 0], "0EVICT1 stands after 0F1 now, so at 0F2 it has left"
 
 
@@ -411,7 +426,8 @@ def leaving_in(engine: Engine) -> int:
 
 
 def test_an_eviction_ends_before_the_next_operation_and_not_before_the_output_is_sent() -> None:
-    """Megatron's loop sends an operation's output when its hooks return: waiting for the eviction there kept the next stage waiting."""
+    """Megatron's loop sends an operation's output when its hooks return: waiting for the eviction there kept the
+    next stage waiting."""
     plan = schedule(6, 12)
     engine = engine_for(plan)
     sending: list[int] = []
@@ -426,11 +442,14 @@ def test_an_eviction_ends_before_the_next_operation_and_not_before_the_output_is
     run_iteration(engine, plan, new_weight(), computing=lambda: before.append(leaving_in(engine)))
     beside = [any(action.kind is Kind.EVICT for action in step.before) for step in steps(plan, 0)[1:-1]]
     assert sum(beside) == num_transfers(plan, 0).evictions
-    assert sending == before == [int(evicts) for evicts in beside], "each is under way beside its own operation and beside no other"
+    assert sending == before == [int(evicts) for evicts in beside], (
+        "each is under way beside its own operation and beside no other"
+    )
 
 
 def test_an_eviction_ends_before_a_load_in_the_bubble_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The load takes its memory while no computation comes in between: together they would hold one micro-batch more."""
+    """The load takes its memory while no computation comes in between: together they would hold one micro-batch
+    more."""
     into_the_bubble_before(monkeypatch, lambda before, step: (before, step) == ({Kind.EVICT}, {Kind.LOAD}))
     plan, transport = schedule(6, 12), LateTransport()
     engine = engine_for(plan, transport)
@@ -446,7 +465,8 @@ def test_an_eviction_ends_before_a_load_in_the_bubble_behind_it(monkeypatch: pyt
 
 
 def test_what_stands_behind_a_computation_starts_when_its_output_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A load in the bubble waits for an eviction before it, and that for the partner, who may need the output to come so far."""
+    """A load in the bubble waits for an eviction before it, and that for the partner, who may need the output to
+    come so far."""
     into_the_bubble_before(monkeypatch, lambda before, step: Kind.LOAD in step)
     log: list[str] = []
 
@@ -473,7 +493,9 @@ def test_a_loop_that_does_not_say_what_was_sent_is_refused() -> None:
     engine.begin()
     engine.before(Action(0, Kind.FORWARD, 0))
     engine.after(Action(0, Kind.FORWARD, 0))
-    with pytest.raises(RuntimeFault, match="rank 0: 0F1 is about to run, but nobody said that what 0F0 made has been sent"):
+    with pytest.raises(
+        RuntimeFault, match="rank 0: 0F1 is about to run, but nobody said that what 0F0 made has been sent"
+    ):
         engine.before(Action(0, Kind.FORWARD, 1))
 
 
@@ -524,7 +546,8 @@ def test_an_output_that_is_saved_too_stays_however_long_it_is_being_sent() -> No
 
 
 def test_what_stands_behind_the_last_computation_starts_when_the_loop_has_sent_its_last_message() -> None:
-    """In front of that message it could make the partner wait for what waits for it: one queue for all streams is enough."""
+    """In front of that message it could make the partner wait for what waits for it: one queue for all streams is
+    enough."""
     returned: list[int] = []
 
     class Watched(LateTransport):
@@ -547,7 +570,9 @@ def test_what_stands_behind_the_last_computation_starts_when_the_loop_has_sent_i
 
         return looked
 
-    calls: Any = SimpleNamespace(begin=engine.begin, before=engine.before, after=engine.after, sent=engine.sent, end=looking(engine.end))
+    calls: Any = SimpleNamespace(
+        begin=engine.begin, before=engine.before, after=engine.after, sent=engine.sent, end=looking(engine.end)
+    )
     calls.communicated = looking(engine.communicated)
     run_iteration(calls, plan, new_weight(), rank=5)
     assert seen == [4, 5, 5, 5]

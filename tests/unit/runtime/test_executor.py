@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.formats.grid import read_grid
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.grid import read_grid
-from bpipe.ir.program import Do, Instruction, Message, Program, Transfer
+from bpipe.ir.program import Instruction, Message, Op, Program, Transfer
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.steps import steps
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime import executor as executor_module
 from bpipe.runtime.errors import RuntimeFault, TransferError
 from bpipe.runtime.executor import Executor, neighbours
@@ -74,12 +74,17 @@ def test_a_backward_in_halves_gives_the_same_gradients() -> None:
 
 def test_a_forward_and_a_backward_in_one_place_are_computed_one_after_the_other() -> None:
     assert same(in_a_pipeline(OVERLAPPED, 2), in_one_piece(4, 4, 2))
-    computed = [each.what for each in Executor(OVERLAPPED, 0, TorchStages({}), Alone()).program.instructions if each.do is Do.RUN]
+    computed = [
+        each.operand
+        for each in Executor(OVERLAPPED, 0, TorchStages({}), Alone()).program.instructions
+        if each.op is Op.RUN
+    ]
     assert list(map(str, computed))[6:10] == ["3F1", "0F3", "3B1", "3F2"]
 
 
 def test_an_engine_stands_around_each_of_the_two() -> None:
-    """It took them for one, and ended every run of DualPipeV: it stands around a run's computations where nothing moves, too."""
+    """It took them for one, and ended every run of DualPipeV: it stands around a run's computations where nothing
+    moves, too."""
     engine = engine_for(OVERLAPPED, rank=0)
     for _ in range(2):
         Executor(OVERLAPPED, 0, Small(OVERLAPPED, 0, new_weight()), drawn()).run(engine)
@@ -87,7 +92,11 @@ def test_an_engine_stands_around_each_of_the_two() -> None:
 
 def test_what_stays_on_its_rank_is_handed_over_without_a_message() -> None:
     schedule = read_grid(FOLDED)
-    sent = [each.what for each in Executor(schedule, 1, TorchStages({}), Alone()).program.instructions if each.do is Do.SEND]
+    sent = [
+        each.operand
+        for each in Executor(schedule, 1, TorchStages({}), Alone()).program.instructions
+        if each.op is Op.SEND
+    ]
     assert [str(message) for message in sent] == ["2F0>3F0", "2F1>3F1", "1B0>0B0", "1B1>0B1"]
     assert neighbours(schedule) == [(0, 1)]
     assert same(in_a_pipeline(schedule), in_one_piece(4, 2))
@@ -99,10 +108,10 @@ def test_a_programs_transfers_are_those_that_an_engine_starts(config: ScheduleCo
     schedule = build(config)
     for rank in range(schedule.num_ranks):
         program = Executor(schedule, rank, TorchStages({}), Alone()).program
-        found = [each.what for each in program.instructions if each.do in (Do.RUN, Do.START)]
+        found = [each.operand for each in program.instructions if each.op in (Op.RUN, Op.START)]
         told = [action for step in steps(schedule, rank) for action in (*step.before, *step.computations, *step.after)]
         assert [each.action if isinstance(each, Transfer) else each for each in found] == told
-        assert any(each.do is Do.START for each in program.instructions) is (rank in (0, schedule.num_ranks - 1))
+        assert any(each.op is Op.START for each in program.instructions) is (rank in (0, schedule.num_ranks - 1))
 
 
 def test_an_input_that_the_loop_holds_leaves_too() -> None:
@@ -198,12 +207,14 @@ def test_nobody_else_has_the_loss() -> None:
 
 def dropping(monkeypatch: pytest.MonkeyPatch, *dropped: str) -> None:
     """Programs without some instructions."""
-    as_run = executor_module.as_run
+    lower_as_run = executor_module.lower_as_run
 
     def without(program: Program) -> SimpleNamespace:
         return SimpleNamespace(instructions=[each for each in program.instructions if str(each) not in dropped])
 
-    monkeypatch.setattr(executor_module, "as_run", lambda *given: [without(program) for program in as_run(*given)])
+    monkeypatch.setattr(
+        executor_module, "lower_as_run", lambda *given: [without(program) for program in lower_as_run(*given)]
+    )
 
 
 def run_alone(plan: Schedule, rank: int) -> None:
@@ -224,13 +235,14 @@ def test_a_program_that_leaves_something_over_is_refused(monkeypatch: pytest.Mon
 
 def test_what_no_stage_computes_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = balanced()
-    shard = Instruction(Do.RUN, Action(0, Kind.SHARD_FORWARD, 0))
-    monkeypatch.setattr(executor_module, "as_run", lambda *given: [SimpleNamespace(instructions=[shard])])
+    shard = Instruction(Op.RUN, Action(0, Kind.SHARD_FORWARD, 0))
+    monkeypatch.setattr(executor_module, "lower_as_run", lambda *given: [SimpleNamespace(instructions=[shard])])
     with pytest.raises(ValueError, match="rank 0: 0S0 is no computation of a stage"):
         Executor(plan, 0, TorchStages({}), Alone())
 
 
-# -- stages in plain torch --------------------------------------------------------------------------------------------------------------
+# -- stages in plain torch
+# --------------------------------------------------------------------------------------------------------------
 
 FORWARD, BACKWARD = Action(1, Kind.FORWARD, 0), Action(1, Kind.BACKWARD, 0)
 
@@ -259,7 +271,9 @@ def test_a_part_that_makes_nothing_of_what_it_receives_is_refused() -> None:
         ("send", "rank 1: 1F0>2F0 could not be sent, at its other end is rank 2: it is gone"),
     ],
 )
-def test_a_message_that_does_not_pass_is_named_with_its_edge(failing: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_that_does_not_pass_is_named_with_its_edge(
+    failing: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> Tensors:
         raise RuntimeError("it is gone")
 

@@ -1,4 +1,7 @@
-"""Every rank learns which one failed first; those that are stuck are ended. Ranks are threads, and their store is in this process."""
+"""Every rank learns which one failed first; those that are stuck are ended.
+
+Ranks are threads, and their store is in this process.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,9 @@ def test_a_closed_connection_waits_for_the_word_of_who_closed_it() -> None:
     """The error of the neighbour comes first, as it may: its connection closes before the cause is told."""
     ranks = Ranks(2, [0, 1])
     found: list[Failure | None] = []
-    neighbour = threading.Thread(target=lambda: found.append(ranks.watches[0].failed(RuntimeError("Connection closed by peer [::1]:4"))))
+    neighbour = threading.Thread(
+        target=lambda: found.append(ranks.watches[0].failed(RuntimeError("Connection closed by peer [::1]:4")))
+    )
     neighbour.start()
     time.sleep(0.05)
     told = ranks.watches[1].failed(ValueError("no such token"))

@@ -1,6 +1,8 @@
-"""The protocol on a device that orders nothing by itself: the real engine, both of its roles, its streams and both kinds of transport.
+"""The protocol on a device that orders nothing by itself: the real engine, both of its roles, its streams and both
+kinds of transport.
 
-Nothing may depend on luck there: whatever nothing orders is reported, on every run. And each wait of the protocol, taken away, is.
+Nothing may depend on luck there: whatever nothing orders is reported, on every run. And each wait of the protocol,
+taken away, is.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import torch
 
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import num_transfers
-from bpipe.ir.program import Do
+from bpipe.ir.program import Op
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime import streams
 from bpipe.runtime.acceptor import ReceivingAcceptor
@@ -35,7 +37,7 @@ from bpipe.runtime.streams import StreamLane, Streams
 from bpipe.transport import distributed
 from bpipe.transport.base import Done, Transport
 from bpipe.transport.distributed import Distributed, PairGroups
-from bpipe.transport.one_sided import Reaching
+from bpipe.transport.one_sided import OneSidedCopies
 from tests.unit.runtime.fake_device import (
     Device,
     FakeDist,
@@ -74,11 +76,13 @@ class Way:
         return self._regions[piece]
 
 
-def transports(kind: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Transport], Callable[[], list[str]]]:
+def transports(
+    kind: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> tuple[dict[str, Transport], Callable[[], list[str]]]:
     """By device, the transports of the two ranks; and what is left over in between when they have ended."""
     if kind == "one-sided":
         # The acceptor of a one-sided transport does nothing: it need not be there.
-        return {"evictor": Reaching(Way(machine), StreamLane(), StreamLane())}, list  # type: ignore[arg-type]
+        return {"evictor": OneSidedCopies(Way(machine), StreamLane(), StreamLane())}, list  # type: ignore[arg-type]
     dist = FakeDist(machine)
     monkeypatch.setattr(distributed, "dist", dist)
     monkeypatch.setattr(distributed, "issue", dist.issue)
@@ -107,7 +111,9 @@ class Fake:
         microbatch = self._live[action.microbatch] = Microbatch(self._device, (str(action), self._iteration))
         with self._workspace(action):
             microbatch.forward(self._device)
-        output = SimpleNamespace(grad_fn=microbatch, detach=lambda: None, untyped_storage=lambda: SimpleNamespace(_cdata=0))
+        output = SimpleNamespace(
+            grad_fn=microbatch, detach=lambda: None, untyped_storage=lambda: SimpleNamespace(_cdata=0)
+        )
         return (output,)  # type: ignore[return-value]
 
     def let_go(self, made: Tensors) -> None:
@@ -138,7 +144,7 @@ def program(plan: Schedule, rank: int, engine: Engine, device: Device) -> Iterat
     executor = Executor(plan, rank, Fake(device), Alone())
     for _ in range(ITERATIONS):
         for instruction in executor.walk(engine):
-            if instruction.do is Do.RUN:
+            if instruction.op is Op.RUN:
                 yield
 
 
@@ -166,7 +172,8 @@ def run(
 
 
 def take_turns(programs: dict[str, Iterator[None]], machine: Machine, seed: int) -> None:
-    """The acceptor's host blocks once, for the sizes: not before they are known, which is when the evictor's second operation begins."""
+    """The acceptor's host blocks once, for the sizes: not before they are known, which is when the evictor's second
+    operation begins."""
     chance = random.Random(seed)
     for _ in range(3):
         advance(programs, "evictor", machine)
@@ -175,7 +182,10 @@ def take_turns(programs: dict[str, Iterator[None]], machine: Machine, seed: int)
 
 
 def places_of_waits(machine: Machine, acceptor: type[Any], monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often the acceptor's rank waits for a transfer, by the stream, or by "end", an iteration's. Counted while it runs."""
+    """How often the acceptor's rank waits for a transfer, by the stream, or by "end", an iteration's.
+
+    Counted while it runs.
+    """
     places: Counter[str] = Counter()
     ending: list[bool] = []
     post, end = FakeDist._post, acceptor.end
@@ -200,8 +210,13 @@ def places_of_waits(machine: Machine, acceptor: type[Any], monkeypatch: pytest.M
     return places
 
 
-def test_no_computation_of_an_acceptor_waits_for_a_host_buffer(fakes: Callable[[Machine], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """[8] What waits for a host buffer is the stream of the next transfer into or out of it. Only at an iteration's end all of it waits."""
+def test_no_computation_of_an_acceptor_waits_for_a_host_buffer(
+    fakes: Callable[[Machine], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """[8] What waits for a host buffer is the stream of the next transfer into or out of it.
+
+    Only at an iteration's end all of it waits.
+    """
     machine = Machine()
     fakes(machine)
     places = places_of_waits(machine, ReceivingAcceptor, monkeypatch)
@@ -217,7 +232,10 @@ def test_a_wait_beside_the_computation_holds_nothing_up(fakes: Callable[[Machine
     beside, clock = Streams(CUDA), streams.Clock(CUDA)
     recorder = Recorder(clock)
     waited = {}
-    for action, stream in ((Action(0, Kind.HOST, 1), beside.inbound()), (Action(0, Kind.EVICT, 1), contextlib.nullcontext())):
+    for action, stream in (
+        (Action(0, Kind.HOST, 1), beside.inbound()),
+        (Action(0, Kind.EVICT, 1), contextlib.nullcontext()),
+    ):
         recorder.started(action, host_buffer=0)
         with stream:
             recorder.waited(action, recorder.mark(), Done())
@@ -241,7 +259,8 @@ def test_a_lane_of_its_own_starts_behind_what_the_computation_was_given(fakes: C
 
 
 def test_a_lane_that_posts_starts_behind_what_was_given_when_it_was_asked(fakes: Callable[[Machine], None]) -> None:
-    """Its job waits for a message in its own thread, meanwhile the computation goes on: what that is given later need not come first."""
+    """Its job waits for a message in its own thread, meanwhile the computation goes on: what that is given later
+    need not come first."""
     machine = Machine()
     fakes(machine)
     lane, room, earlier = streams.posting(CUDA, 5.0), ("room", 0), MagicMock()
@@ -261,7 +280,9 @@ def test_a_lane_that_posts_starts_behind_what_was_given_when_it_was_asked(fakes:
     earlier.wait.assert_called_once()
     machine.issue(machine.on.current, "send back", reads=[room])
     assert machine.findings() == []
-    receive, forward = (next(node for node in machine.nodes if node.label.startswith(name)) for name in ("receive", "next forward"))
+    receive, forward = (
+        next(node for node in machine.nodes if node.label.startswith(name)) for name in ("receive", "next forward")
+    )
     assert forward not in _all_behind(receive)
     lane.close()
 
@@ -301,7 +322,9 @@ def test_everything_is_ordered(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_synchronous_transfers_are_ordered_too(kind: str, fakes: Callable[[Machine], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_synchronous_transfers_are_ordered_too(
+    kind: str, fakes: Callable[[Machine], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine = Machine()
     fakes(machine)
     assert run(kind, schedule(6, 12), machine, monkeypatch, synchronous=True) == []
@@ -314,7 +337,9 @@ def test_no_more_memory_is_asked_for_after_the_first_iteration(
     """What an eviction frees is what the next forward and the next load take."""
     asked = []
     monkeypatch.setattr(
-        Engine, "end", lambda engine, end=Engine.end: (asked.append(machine.devices["evictor"].asked_of_the_driver), end(engine))
+        Engine,
+        "end",
+        lambda engine, end=Engine.end: (asked.append(machine.devices["evictor"].asked_of_the_driver), end(engine)),
     )
     machine = Machine()
     fakes(machine)
@@ -322,8 +347,11 @@ def test_no_more_memory_is_asked_for_after_the_first_iteration(
     assert len(set(asked)) == 1
 
 
-def test_copies_are_timed_only_where_an_iteration_is_recorded(fakes: Callable[[Machine], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where all streams share one queue, each mark of time holds up what is behind it; there were two a transfer, for nobody."""
+def test_copies_are_timed_only_where_an_iteration_is_recorded(
+    fakes: Callable[[Machine], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all streams share one queue, each mark of time holds up what is behind it; there were two a transfer,
+    for nobody."""
     plan, counts = schedule(4, 8), num_transfers(schedule(4, 8), 0)
     for recorded in (False, True):
         machine = Machine()
@@ -334,7 +362,8 @@ def test_copies_are_timed_only_where_an_iteration_is_recorded(fakes: Callable[[M
         assert len(marks) == recorded * ITERATIONS * 2 * (counts.evictions + counts.loads)
 
 
-# -- each wait, taken away --------------------------------------------------------------------------------------------------------------
+# -- each wait, taken away
+# --------------------------------------------------------------------------------------------------------------
 
 
 def without_waiting_for_compute(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,15 +388,23 @@ BROKEN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
         lambda patch: without_waiting_for_compute("outbound", patch),
         "not ordered behind forward of",
     ),
-    "[3] freed before the put has ended": (lambda patch: without_the_end_of(ActivationsState.AWAY, patch), "not ordered behind"),
-    "[5] a get into memory that compute still uses": (lambda patch: without_waiting_for_compute("inbound", patch), "not ordered behind"),
+    "[3] freed before the put has ended": (
+        lambda patch: without_the_end_of(ActivationsState.AWAY, patch),
+        "not ordered behind",
+    ),
+    "[5] a get into memory that compute still uses": (
+        lambda patch: without_waiting_for_compute("inbound", patch),
+        "not ordered behind",
+    ),
     "[7] a backward without its load": (lambda patch: without_the_end_of(ActivationsState.HERE, patch), "backward of"),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_missing_wait_is_reported(name: str, kind: str, fakes: Callable[[Machine], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_wait_is_reported(
+    name: str, kind: str, fakes: Callable[[Machine], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine = Machine()
     fakes(machine)
     breaking, message = BROKEN[name]
@@ -394,11 +431,16 @@ def test_an_acceptor_that_does_not_wait_for_its_host_buffer_is_refused(
     machine = Machine()
     fakes(machine)
     monkeypatch.setattr(ReceivingAcceptor, "_settle", lambda self, buffer: None)
-    with pytest.raises(RuntimeFault, match=r"host buffer \d+, holding 0HOST\d+: FILLING -> EMPTYING on 0RETURN\d+.* is a wait missing\?"):
+    with pytest.raises(
+        RuntimeFault,
+        match=r"host buffer \d+, holding 0HOST\d+: FILLING -> EMPTYING on 0RETURN\d+.* is a wait missing\?",
+    ):
         run("two-sided", schedule(6, 12), machine, monkeypatch)
 
 
-def test_opposite_orders_on_the_two_ends_are_a_deadlock(fakes: Callable[[Machine], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opposite_orders_on_the_two_ends_are_a_deadlock(
+    fakes: Callable[[Machine], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a communicator does when its two ends do not agree: the fake must be able to see it."""
     machine = Machine()
     fakes(machine)

@@ -1,4 +1,5 @@
-"""Whole pipelines on devices that order nothing by themselves: messages, transfers and halves of backwards, with one queue too."""
+"""Whole pipelines on devices that order nothing by themselves: messages, transfers and halves of backwards, with one
+queue too."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from bpipe.balance.pairs import balance
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import num_transfers
-from bpipe.ir.program import Do, Instruction
+from bpipe.ir.program import Instruction, Op
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.balance import balance
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime import executor as executor_module
 from bpipe.runtime import streams
 from bpipe.runtime.evictor import ActivationsState, Evictor
@@ -58,7 +59,8 @@ def test_one_queue_stands_still_where_messages_run_far_ahead() -> None:
     assert finding.startswith("deadlock: ")
 
 
-# -- each part of the order, taken away -------------------------------------------------------------------------------------------------
+# -- each part of the order, taken away
+# -------------------------------------------------------------------------------------------------
 
 
 def without_waiting_for_messages(patch: pytest.MonkeyPatch) -> None:
@@ -74,12 +76,12 @@ def without_waiting_for_messages(patch: pytest.MonkeyPatch) -> None:
 
 
 def with_programs(patch: pytest.MonkeyPatch, change: Callable[[list[Instruction]], list[Instruction]]) -> None:
-    as_run = executor_module.as_run
+    lower_as_run = executor_module.lower_as_run
 
     def changed(*given: object) -> list[SimpleNamespace]:
-        return [SimpleNamespace(instructions=change([*program.instructions])) for program in as_run(*given)]  # type: ignore[arg-type]
+        return [SimpleNamespace(instructions=change([*program.instructions])) for program in lower_as_run(*given)]  # type: ignore[arg-type]
 
-    patch.setattr(executor_module, "as_run", changed)
+    patch.setattr(executor_module, "lower_as_run", changed)
 
 
 def without_one(text: str) -> Callable[[pytest.MonkeyPatch], None]:
@@ -92,8 +94,12 @@ def without_handing_over(patch: pytest.MonkeyPatch) -> None:
 
     def lost(self: Executor, action: Action, calls: Any) -> None:
         run(self, action, calls)
-        sent = {each.what.value for each in self._instructions if each.do is Do.SEND and not isinstance(each.what, Action)}
-        if (value := self._needs.made(action)) not in sent:
+        sent = {
+            each.operand.value
+            for each in self._instructions
+            if each.op is Op.SEND and not isinstance(each.operand, Action)
+        }
+        if (value := self._dependencies.value_of(action)) not in sent:
             self._values.pop(value, None)
 
     patch.setattr(Executor, "_run", lost)
@@ -149,7 +155,11 @@ def without_events_of_compute(patch: pytest.MonkeyPatch) -> None:
 
 BROKEN: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], str]] = {
     "a message is not waited for": ("v-half", without_waiting_for_messages, "not ordered behind"),
-    "a receive is missing": ("split", without_one("post 1F1>2F1"), "never posted|wait for each other|is not here for|never begin"),
+    "a receive is missing": (
+        "split",
+        without_one("post 1F1>2F1"),
+        "never posted|wait for each other|is not here for|never begin",
+    ),
     "a wait is missing": ("grouped", without_one("wait 1F1>2F1"), "the output of 1F1 is not here for 2F1"),
     "a send is missing": ("v-half", without_one("send 1F1>2F1"), "nothing used|wait for each other|reads|never begin"),
     "a hand-over is missing": ("v-half", without_handing_over, "the output of 3F0 is not here for 4F0"),
@@ -158,8 +168,16 @@ BROKEN: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], str]] = {
     "the inputs' half does not wait for its load": ("split", with_halves_that_do_not_wait, "not ordered behind"),
     "the weights' half comes too late": ("v-flat", with_weights_that_let_go_first, "memory that was freed is used"),
     "transfers do not wait for the computation": ("grouped", without_events_of_compute, "not ordered behind"),
-    "memory is freed before it has left": ("v-half", partial(without_the_end_of, ActivationsState.AWAY), "not ordered behind"),
-    "a backward does not wait for its load": ("grouped", partial(without_the_end_of, ActivationsState.HERE), "not ordered behind"),
+    "memory is freed before it has left": (
+        "v-half",
+        partial(without_the_end_of, ActivationsState.AWAY),
+        "not ordered behind",
+    ),
+    "a backward does not wait for its load": (
+        "grouped",
+        partial(without_the_end_of, ActivationsState.HERE),
+        "not ordered behind",
+    ),
 }
 
 

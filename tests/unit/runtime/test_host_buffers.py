@@ -67,7 +67,8 @@ def test_the_round_trip_and_what_is_held() -> None:
         (
             [],
             HostBufferState.EMPTYING,
-            "host buffer 0, holding None: FREE -> EMPTYING on 0RETURN5, but only FILLING may follow FREE; is a wait missing",
+            "host buffer 0, holding None: FREE -> EMPTYING on 0RETURN5, but only FILLING may follow FREE; is a wait "
+            "missing",
         ),
         (
             [HostBufferState.FILLING],

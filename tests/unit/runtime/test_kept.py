@@ -50,7 +50,9 @@ def share(forward: Stage, counted_by: str, minimum_bytes: int = 1) -> Share:
     plan = schedule()
     with Allocator() as allocator:
         allocated = allocator.allocated if counted_by == ALLOCATOR else None
-        config = EngineConfig("rank 0", CPU, minimum_bytes=minimum_bytes, timeout_s=1.0, poison=True, allocated=allocated)
+        config = EngineConfig(
+            "rank 0", CPU, minimum_bytes=minimum_bytes, timeout_s=1.0, poison=True, allocated=allocated
+        )
         engine = Engine(plan, 0, LateTransport(), config)
         run_iteration(engine, plan, new_weight(), forward=forward)
     found = engine.shares[0]
@@ -61,7 +63,8 @@ def share(forward: Stage, counted_by: str, minimum_bytes: int = 1) -> Share:
 
 @pytest.mark.parametrize("counted_by", [ALLOCATOR, STORAGES])
 def test_where_all_that_is_kept_moves_the_fraction_is_one(counted_by: str) -> None:
-    """The weight is everybody's, the stage's output the loop frees, and caches of the first forward are nobody's: none of them counts."""
+    """The weight is everybody's, the stage's output the loop frees, and caches of the first forward are nobody's:
+    none of them counts."""
     caches: list[torch.Tensor] = []
 
     def forward(weight: torch.nn.Parameter, x: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,9 @@ def test_what_is_measured_can_be_read(tmp_path: Path) -> None:
     shapes = {"products": [[8, 16, 32]], "attention": [["flash", 2, 16, 8], ["unfused", 2, 16, 8]], "gathers": []}
     found = measure(shapes, "fp32", 2, CPU)
     path = tmp_path / "times.json"
-    path.write_text(json.dumps({"format": "bpipe-kernel-times", "version": 1, "device": "cpu", "precision": "fp32", **found}))
+    path.write_text(
+        json.dumps({"format": "bpipe-kernel-times", "version": 1, "device": "cpu", "precision": "fp32", **found})
+    )
     times = read_kernel_times([str(path)])
     assert times.product_s(8, 16, 32) == found["products"][0][-1] > 0
     assert times.attention_s("flash", 2, 16, 8) == tuple(found["attention"][0][-2:])

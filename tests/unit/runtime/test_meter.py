@@ -86,7 +86,8 @@ def test_what_the_loop_lets_go_of_late_is_seen_to_go() -> None:
 
 
 def test_what_is_left_after_its_backward_is_no_micro_batch() -> None:
-    """Where a stage saves only what it receives (one layer, recomputed in full) one micro-batch more was counted than it held."""
+    """Where a stage saves only what it receives (one layer, recomputed in full) one micro-batch more was counted
+    than it held."""
     plan, meter = schedule(8, 16, "none"), Meter()
     run_holding(meter, plan, lambda weight, received: received @ weight)
     nbytes = inputs_of(0).untyped_storage().nbytes()
@@ -101,7 +102,9 @@ def test_between_the_halves_of_its_backward_a_micro_batch_is_here_with_what_is_l
     tensors = {microbatch: [torch.zeros(30), torch.zeros(10)] for microbatch in range(2)}
     for microbatch, saved in tensors.items():
         storages = [tensor.untyped_storage() for tensor in saved]
-        meter.saved(Action(0, Kind.FORWARD, microbatch), [SavedStorage(storage, storage.nbytes(), True) for storage in storages])
+        meter.saved(
+            Action(0, Kind.FORWARD, microbatch), [SavedStorage(storage, storage.nbytes(), True) for storage in storages]
+        )
         del storages
         del tensors[microbatch][0]
         meter.touched(Action(0, Kind.BACKWARD_INPUT, microbatch))
@@ -114,7 +117,10 @@ def test_between_the_halves_of_its_backward_a_micro_batch_is_here_with_what_is_l
 
 
 def test_what_waits_for_the_second_half_counts_whether_it_was_saved_or_is_new() -> None:
-    """A linear layer's input was saved, unless it was recomputed; the gradient of its output is new. What all share is nobody's."""
+    """A linear layer's input was saved, unless it was recomputed; the gradient of its output is new.
+
+    What all share is nobody's.
+    """
     meter = Meter()
     common = torch.zeros(1000)
     for iteration in range(2):
@@ -122,7 +128,10 @@ def test_what_waits_for_the_second_half_counts_whether_it_was_saved_or_is_new() 
         for microbatch in range(2):
             saved = [torch.zeros(30), torch.zeros(10)]
             storages = [tensor.untyped_storage() for tensor in saved]
-            meter.saved(Action(0, Kind.FORWARD, microbatch), [SavedStorage(storage, storage.nbytes(), True) for storage in storages])
+            meter.saved(
+                Action(0, Kind.FORWARD, microbatch),
+                [SavedStorage(storage, storage.nbytes(), True) for storage in storages],
+            )
             del storages
             waiting = [saved[0], torch.zeros(25), common]
             del saved
@@ -148,12 +157,19 @@ def test_a_row_has_bytes_where_its_action_saves_or_moves_them() -> None:
     recorder.started(Action(0, Kind.EVICT, 0), host_buffer=0)
     recorder.waited(Action(0, Kind.EVICT, 0), recorder.mark(), Done())
     rows, _ = recorder.rows({0: 40}, {0: 30})
-    assert {str(row.action): row.bytes for row in rows} == {"0F0": 40, "0I0": None, "0W0": None, "0B0": None, "0EVICT0": 30}
+    assert {str(row.action): row.bytes for row in rows} == {
+        "0F0": 40,
+        "0I0": None,
+        "0W0": None,
+        "0B0": None,
+        "0EVICT0": 30,
+    }
 
 
 @pytest.mark.parametrize("balance", ["none", "bpipe"])
 def test_looks_at_no_more_storages_for_more_micro_batches(balance: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It looked at every storage of the iteration, twice a computation: 1.5 ms each, and with the square of the micro-batches."""
+    """It looked at every storage of the iteration, twice a computation: 1.5 ms each, and with the square of the
+    micro-batches."""
     looks = 0
     plain = meter_module._Storage.nbytes_now
 

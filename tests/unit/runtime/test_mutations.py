@@ -26,7 +26,9 @@ def test_every_wait_of_the_code_is_in_the_table() -> None:
 def test_every_line_of_the_table_is_in_the_code_and_waits() -> None:
     waiting = set(waiting_lines())
     for mutation in TABLE:
-        assert (mutation.file, mutation.line, mutation.nth) in waiting, f"{mutation.file} no longer has a wait {mutation.line!r}"
+        assert (mutation.file, mutation.line, mutation.nth) in waiting, (
+            f"{mutation.file} no longer has a wait {mutation.line!r}"
+        )
         compile(mutation.apply(), mutation.file, "exec")
     assert {mutation.file for mutation in TABLE} == set(MODULES)
 
@@ -35,7 +37,9 @@ def test_every_line_of_the_table_is_in_the_code_and_waits() -> None:
 @pytest.mark.timeout(900)
 def test_without_any_one_wait_a_test_fails(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.unit.runtime.mutations", str(tmp_path / "codes.json")]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    ended = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert ended.returncode == 0, ended.stderr[-2000:]
     codes = json.loads((tmp_path / "codes.json").read_text())
     assert codes.pop("") == 0, "the tests fail without any mutation:\n" + ended.stdout[:3000]

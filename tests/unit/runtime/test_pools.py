@@ -1,4 +1,5 @@
-"""Engines of all ranks in threads, where one sends to several and several to one: the bits of one piece, the peaks of the plan.
+"""Engines of all ranks in threads, where one sends to several and several to one: the bits of one piece, the peaks of
+the plan.
 
 Freed memory is poisoned, transfers are late, and every iteration is another's memory.
 """
@@ -11,24 +12,24 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bpipe.balance.budget import ActivationBudget
+from bpipe.balance.pairs import allocated_bytes
+from bpipe.balance.pool import balance_over_pool
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.check.rules import check
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.host_buffers import guests_of
 from bpipe.ir.memory import memory_of
 from bpipe.ir.schedule import Schedule, Slot
-from bpipe.passes.balance import occupied
-from bpipe.passes.pool import pool
-from bpipe.passes.room import Rooms
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from tests.unit.runtime.pipeline import in_one_piece
 from tests.unit.runtime.threaded import CPU, KINDS, Pipeline
 
 
-def in_counts(rooms: Sequence[int], name: str = "1f1b", m: int = 8, v: int = 1) -> Schedule:
-    plain = FAMILIES[name].generate(len(rooms), m, v)
-    return pool(plain, Rooms(tuple(rooms), memory_of([1] * plain.num_stages)))
+def in_counts(announced: Sequence[int], name: str = "1f1b", m: int = 8, v: int = 1) -> Schedule:
+    plain = FAMILIES[name].generate(len(announced), m, v)
+    return balance_over_pool(plain, ActivationBudget(tuple(announced), memory_of([1] * plain.num_stages)))
 
 
 POOLS: dict[str, Callable[[], Schedule]] = {
@@ -37,7 +38,9 @@ POOLS: dict[str, Callable[[], Schedule]] = {
     "three to one": lambda: in_counts((4, 3, 2, 3, 11), m=10),
     "both": lambda: in_counts((3, 3, 4, 5, 4, 4), m=12),
     "chunks": lambda: in_counts((9, 9, 8, 6), "interleaved-1f1b", 8, 2),
-    "halves, as a V": lambda: build(ScheduleConfig("v-half", 4, 8, 2, balance=BalanceConfig((4, 7, 7, 7), hosts="pool"))),
+    "halves, as a V": lambda: build(
+        ScheduleConfig("v-half", 4, 8, 2, balance=BalanceConfig((4, 7, 7, 7), hosts="pool"))
+    ),
 }
 
 
@@ -57,7 +60,9 @@ def test_pools_move_activations_and_give_the_bits_of_the_model_in_one_piece(name
     pipeline = Pipeline(schedule, kind, timeout_s=20.0)
     found = pipeline.run(3)
     assert all(map(torch.equal, found, in_one_piece(schedule.num_stages, schedule.num_microbatches, 3)))
-    held = [sum(occupied(schedule, rank, memory_of([1] * schedule.num_stages))) for rank in range(schedule.num_ranks)]
+    held = [
+        sum(allocated_bytes(schedule, rank, memory_of([1] * schedule.num_stages))) for rank in range(schedule.num_ranks)
+    ]
     if not schedule.split_stages:
         assert [meter.peak_microbatches for meter in pipeline.meters] == held
 
@@ -72,5 +77,7 @@ def test_a_micro_batch_goes_to_one_host_only() -> None:
             rows[rank][slot] = Slot(rows[rank][slot].compute, (*rows[rank][slot].transfers, Action(0, kind, 1)))
     schedule = replace(plain, ranks=tuple(map(tuple, rows)), hosts=((2, 3), (), (), ()))
     check(schedule)
-    with pytest.raises(ValueError, match=r"rank 0: micro-batch 1 of stage 0 leaves to rank 2 and to rank 3 in one iteration"):
+    with pytest.raises(
+        ValueError, match=r"rank 0: micro-batch 1 of stage 0 leaves to rank 2 and to rank 3 in one iteration"
+    ):
         Engine(schedule, 0, {}, EngineConfig("rank 0", CPU, 1, 1.0))

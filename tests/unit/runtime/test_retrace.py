@@ -1,4 +1,5 @@
-"""What leaves is found again where another micro-batch saved it, just as a look at everything finds it, or not at all."""
+"""What leaves is found again where another micro-batch saved it, just as a look at everything finds it, or not at
+all."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ WEIGHT, MASK = torch.nn.Parameter(torch.randn(8, 8)), torch.rand(4, 8)
 
 
 def stage(x: torch.Tensor, held: list[torch.Tensor]) -> torch.Tensor:
-    """A micro-batch with everything that is told apart: inputs, outputs of their own node, views and what they are views of, lists."""
+    """A micro-batch with everything that is told apart: inputs, outputs of their own node, views and what they are
+    views of, lists."""
     hidden = torch.relu(x @ WEIGHT) * MASK
     held.append(hidden)
     first, second = torch.exp(hidden).split(4, -1)

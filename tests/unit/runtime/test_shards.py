@@ -1,4 +1,5 @@
-"""Shards of the output layer in our own loop: what they compute is what the layer in one piece does, whatever the schedule."""
+"""Shards of the output layer in our own loop: what they compute is what the layer in one piece does, whatever the
+schedule."""
 
 from __future__ import annotations
 
@@ -8,12 +9,12 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from bpipe.balance.pairs import balance
+from bpipe.build import ScheduleConfig, build
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.layout import Vocabulary
-from bpipe.ir.program import Do, Message, Program
-from bpipe.passes.balance import balance
-from bpipe.passes.forwards import forwards_only
-from bpipe.program import ScheduleConfig, build
+from bpipe.ir.program import Message, Op, Program
+from bpipe.lower.forwards import forwards_only
 from bpipe.runtime import executor as executor_module
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.runtime.executor import Executor
@@ -56,22 +57,28 @@ def test_what_shards_compute_finishes_no_load() -> None:
     moved = balance(build(schedule(4, 8, Vocabulary.ONE)))
     for rank in range(4):
         program = Executor(moved, rank, TorchStages({}), Alone(), _Nothing()).program
-        finished = [at for at, do in enumerate(program.dos) if do == Do.FINISH and str(program.whats[at]).find("LOAD") > 0]
+        finished = [
+            at for at, op in enumerate(program.ops) if op == Op.FINISH and str(program.operands[at]).find("LOAD") > 0
+        ]
         assert bool(finished) is (rank == 0)
         for at in finished:
-            behind = next(what for what in program.whats[at:] if isinstance(what, Action))
+            behind = next(operand for operand in program.operands[at:] if isinstance(operand, Action))
             assert behind.kind is Kind.BACKWARD
 
 
 def test_a_barrier_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever does not wait for the statistics of all has none."""
-    as_run = executor_module.as_run
+    lower_as_run = executor_module.lower_as_run
 
     def without(program: Program) -> SimpleNamespace:
         barrier = "wait 0S0+1S0+2S0>0T0+1T0+2T0"
-        return SimpleNamespace(instructions=[each for each in program.instructions if program.rank != 1 or str(each) != barrier])
+        return SimpleNamespace(
+            instructions=[each for each in program.instructions if program.rank != 1 or str(each) != barrier]
+        )
 
-    monkeypatch.setattr(executor_module, "as_run", lambda *given: [without(program) for program in as_run(*given)])
+    monkeypatch.setattr(
+        executor_module, "lower_as_run", lambda *given: [without(program) for program in lower_as_run(*given)]
+    )
     with pytest.raises(RuntimeFault, match="rank 1: the statistics of micro-batch 0 is not here for 1T0"):
         in_shards(build(schedule(3, 2, Vocabulary.ONE)))
 
@@ -87,7 +94,13 @@ def test_what_the_last_stage_makes_stays_until_its_own_shard_has_used_it() -> No
     program = Executor(build(schedule(3, 1, Vocabulary.ONE)), 2, TorchStages({}), Alone(), _Nothing()).program
     assert list(map(str, program.instructions)) == [
         *("post 1F0>2F0", "wait 1F0>2F0", "run 2F0", "send 2F0>0S0+1S0+2S0", "run 2S0"),
-        *("send 0S0+1S0+2S0>0T0+1T0+2T0", "wait 0S0+1S0+2S0>0T0+1T0+2T0", "wait 2F0>0S0+1S0+2S0", "run 2T0", "send 0T0+1T0+2T0>2B0"),
+        *(
+            "send 0S0+1S0+2S0>0T0+1T0+2T0",
+            "wait 0S0+1S0+2S0>0T0+1T0+2T0",
+            "wait 2F0>0S0+1S0+2S0",
+            "run 2T0",
+            "send 0T0+1T0+2T0>2B0",
+        ),
         *("wait 0T0+1T0+2T0>2B0", "run 2B0", "send 2B0>1B0"),
         *("wait 0S0+1S0+2S0>0T0+1T0+2T0", "wait 0T0+1T0+2T0>2B0", "wait 2B0>1B0"),
     ]
@@ -135,9 +148,14 @@ def test_evaluation_computes_losses_and_nothing_else(p: int, m: int) -> None:
 
 @pytest.mark.parametrize("vocabulary", [Vocabulary.ONE, Vocabulary.TWO])
 def test_what_a_shard_holds_is_listed_and_gone_behind_t(vocabulary: Vocabulary) -> None:
-    """Logits, input, labels and the tokens' gradients, in 64 bit here; by algorithm 2 also its statistics and its part of the gradient."""
+    """Logits, input, labels and the tokens' gradients, in 64 bit here; by algorithm 2 also its statistics and its
+    part of the gradient."""
     shard = ShardedModel(1, 1).shard(0, vocabulary)
-    received = torch.randn(ROWS, WIDTH, dtype=torch.float64), torch.zeros(ROWS, dtype=torch.long), torch.ones(ROWS, dtype=torch.float64)
+    received = (
+        torch.randn(ROWS, WIDTH, dtype=torch.float64),
+        torch.zeros(ROWS, dtype=torch.long),
+        torch.ones(ROWS, dtype=torch.float64),
+    )
     (own,) = shard.forward(Action(0, Kind.SHARD_FORWARD, 3), received)
     storages = shard.storages(3)
     early = (3 + WIDTH) * ROWS * 8 if vocabulary is Vocabulary.TWO else 0
@@ -158,7 +176,9 @@ class _Rows(torch.nn.Embedding):
         return embedded(self.weight, tokens.flatten(), 4).view(*tokens.shape, -1)
 
     def add_gradient(self, tokens: torch.Tensor, gradient: torch.Tensor) -> None:
-        torch.autograd.backward(self.weight, rows_gradient(gradient.flatten(0, 1), tokens.flatten(), 4, len(self.weight)))
+        torch.autograd.backward(
+            self.weight, rows_gradient(gradient.flatten(0, 1), tokens.flatten(), 4, len(self.weight))
+        )
 
 
 def test_a_shard_of_the_embedding_looks_up_its_own_tokens() -> None:

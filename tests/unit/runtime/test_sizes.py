@@ -1,4 +1,5 @@
-"""Sizes are told a stage at a time: an acceptor in front of its evictor, as in V-shaped schedules, waits for no stage that needs it."""
+"""Sizes are told a stage at a time: an acceptor in front of its evictor, as in V-shaped schedules, waits for no
+stage that needs it."""
 
 from __future__ import annotations
 
@@ -7,16 +8,16 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from bpipe.balance.pairs import balance
+from bpipe.build import ScheduleConfig, build
 from bpipe.check import deadlock
 from bpipe.check.case import ScheduleError
-from bpipe.check.deadlock import Waits, blocked_ranks
+from bpipe.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.check.rules import check
-from bpipe.ir.host_buffers import Hosting, host_buffers, num_measured, stages_in_buffers
+from bpipe.formats.text import read_csv
+from bpipe.ir.host_buffers import Residency, host_buffers, num_measured, stages_in_buffers
 from bpipe.ir.memory import num_transfers, peak_counts
 from bpipe.ir.schedule import Schedule
-from bpipe.ir.text import read_csv
-from bpipe.passes.balance import balance
-from bpipe.program import ScheduleConfig, build
 from bpipe.runtime import partners as partners_module
 from bpipe.runtime.errors import TransferError
 from bpipe.transport.layout import aligned
@@ -34,15 +35,17 @@ UNEVEN: dict[str, Callable[[], Schedule]] = {
 }
 
 
-def all_at_once(schedule: Schedule, evictor: int, host: int) -> dict[Hosting, int]:
+def all_at_once(schedule: Schedule, evictor: int, host: int) -> dict[Residency, int]:
     """As it was: told when all stages that leave have run."""
-    return dict.fromkeys(num_measured(schedule, evictor, host), len({stay.stage for stay in num_measured(schedule, evictor, host)}))
+    return dict.fromkeys(
+        num_measured(schedule, evictor, host), len({stay.stage for stay in num_measured(schedule, evictor, host)})
+    )
 
 
 def test_what_leaves_first_leaves_before_the_other_stage_has_run() -> None:
     told = num_measured(FLAT, 0, 1)
     assert {(stay.stage, count) for stay, count in told.items()} == {(0, 1), (0, 2), (3, 2)}
-    assert next(iter(told)) == Hosting(0, 1, 0)
+    assert next(iter(told)) == Residency(0, 1, 0)
     assert num_measured(FLAT, 1, 0) == {}
 
 
@@ -55,7 +58,8 @@ def test_v_shaped_schedules_move_activations_and_give_the_bits_of_the_model_in_o
     found = pipeline.run(3)
     assert all(map(torch.equal, found, in_one_piece(schedule.num_stages, schedule.num_microbatches, 3)))
     assert any(num_transfers(schedule, rank).evictions for rank in range(schedule.num_ranks))
-    # Halves by TorchStages free nothing before the second, and that is what is counted: the last iteration's peak is the schedule's.
+    # Halves by TorchStages free nothing before the second, and that is what is counted: the last iteration's peak is
+    # the schedule's.
     assert [meter.peak_microbatches for meter in pipeline.meters] == list(peak_counts(schedule))
 
 
@@ -63,21 +67,24 @@ def test_v_shaped_schedules_move_activations_and_give_the_bits_of_the_model_in_o
 def test_telling_all_sizes_at_once_stands_still(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 waits at its first HOST for the sizes of stage 3, and stage 3 for what rank 1 would compute next."""
     monkeypatch.setattr(partners_module, "num_measured", all_at_once)
-    with pytest.raises(TransferError, match=r"0(HOST|EVICT)1 with stage \d did not (start|end).*; the time-out is 1 s, .*within 1 s"):
+    with pytest.raises(
+        TransferError, match=r"0(HOST|EVICT)1 with stage \d did not (start|end).*; the time-out is 1 s, .*within 1 s"
+    ):
         Pipeline(FLAT, kind, timeout_s=1.0).run()
 
 
 def test_the_checker_sees_a_host_that_waits_for_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not any(blocked_ranks(FLAT, waits) for waits in Waits)
+    assert not any(blocked_ranks(FLAT, waits) for waits in WaitLevel)
     monkeypatch.setattr(deadlock, "num_measured", all_at_once)
-    blocked = {one.rank: (one.message, one.peer) for one in blocked_ranks(FLAT, Waits.ASYNCHRONOUS)}
+    blocked = {one.rank: (one.message, one.peer) for one in blocked_ranks(FLAT, WaitLevel.ASYNCHRONOUS)}
     assert blocked[1] == ("the sizes of what 0HOST1 brings", 0)
     with pytest.raises(ScheduleError, match=r"no deadlock: rank 0, slot 2, 0F2: .* rank 1 for rank 0 at slot 2"):
         check(FLAT)
 
 
 class Wider(Model):
-    """Stages save more the later they are, so that host buffers which were sized for the first are too small for others."""
+    """Stages save more the later they are, so that host buffers which were sized for the first are too small for
+    others."""
 
     def part(self, stage: int, microbatch: int, *received: torch.Tensor) -> torch.Tensor:
         for _ in range(stage):
@@ -96,7 +103,8 @@ REUSED = """\
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["v-flat", "one buffer for both"])
 def test_what_was_lent_too_early_is_lent_in_one_piece_from_the_second_iteration_on(name: str, kind: str) -> None:
-    """In the first, a buffer may be there for a smaller stage, or another come later: both ends make room alike, and nothing is lost."""
+    """In the first, a buffer may be there for a smaller stage, or another come later: both ends make room alike, and
+    nothing is lost."""
     schedule = FLAT if name == "v-flat" else read_csv(REUSED)
     check(schedule)
     pipeline = Pipeline(schedule, kind, timeout_s=20.0, model=Wider(4))
@@ -106,7 +114,7 @@ def test_what_was_lent_too_early_is_lent_in_one_piece_from_the_second_iteration_
     def told() -> None:
         ended[0]()
         assert evictor._evictor is not None
-        sizes.update(evictor._evictor.sizing.rooms)
+        sizes.update(evictor._evictor.sizing.announced)
 
     def looked() -> None:
         ended[1]()

@@ -1,4 +1,7 @@
-"""A rank's own node's memory through the real engine: alone, and behind other devices. Nothing changes a bit, and devices hold less."""
+"""A rank's own node's memory through the real engine: alone, and behind other devices.
+
+Nothing changes a bit, and devices hold less.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +11,24 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from bpipe.ir.host_buffers import num_host_buffers, num_own_buffers
+from bpipe.balance.pairs import allocated_bytes
+from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.ir.host_buffers import num_host_buffers, num_host_memory_buffers
 from bpipe.ir.memory import memory_of
 from bpipe.ir.schedule import Schedule
-from bpipe.passes.balance import occupied
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.errors import RuntimeFault, TransferError
-from bpipe.transport.host_memory import Budget, Buffers, Neighbour, Room
-from bpipe.transport.one_sided import Host, Reaching
+from bpipe.transport.host_memory import Budget, Buffers, LocalRank, MemoryLimit
+from bpipe.transport.one_sided import Host, OneSidedCopies
 from tests.unit.runtime.pipeline import in_one_piece
 from tests.unit.runtime.threaded import CPU, KINDS, Pipeline
 from tests.unit.transport.loopback import CPU as COPYING
 from tests.unit.transport.loopback import AtOnce
 
 
-def tiered(name: str, p: int, m: int, v: int = 1, hosts: str = "host", bounds: tuple[int, ...] | None = None) -> Schedule:
+def tiered(
+    name: str, p: int, m: int, v: int = 1, hosts: str = "host", bounds: tuple[int, ...] | None = None
+) -> Schedule:
     return build(ScheduleConfig(name, p, m, v, balance=BalanceConfig(bounds, hosts=hosts)))
 
 
@@ -46,11 +51,13 @@ def test_it_changes_no_bit_and_devices_hold_what_was_said(name: str, kind: str) 
     assert all(map(torch.equal, found, in_one_piece(schedule.num_stages, schedule.num_microbatches, 3)))
     for rank, engine in enumerate(pipeline.engines):
         count, num_bytes = engine.own_memory
-        assert count == num_own_buffers(schedule, rank)
+        assert count == num_host_memory_buffers(schedule, rank)
         assert bool(num_bytes) == bool(count)
         # Nothing of it is on the device.
         assert engine.num_host_buffers in (0, num_host_buffers(schedule, rank))
-    held = [sum(occupied(schedule, rank, memory_of([1] * schedule.num_stages))) for rank in range(schedule.num_ranks)]
+    held = [
+        sum(allocated_bytes(schedule, rank, memory_of([1] * schedule.num_stages))) for rank in range(schedule.num_ranks)
+    ]
     if not schedule.split_stages:
         assert [meter.peak_microbatches for meter in pipeline.meters] == held
     pipeline.close()
@@ -76,11 +83,11 @@ def _regions(pipeline: Pipeline, rank: int) -> list[object]:
 def test_a_node_without_room_for_all_its_ranks_is_refused_with_the_numbers() -> None:
     """Two ranks with 3 and 2 buffers share 100 bytes: the first buffers already say how much all take."""
     schedule = tiered("1f1b", 4, 8)
-    room = Room("machine", "the machine's memory (MemAvailable)", 100)
-    neighbours = [Neighbour(Buffers(num_own_buffers(schedule, rank)), (room,)) for rank in range(4)]
+    room = MemoryLimit("machine", "the machine's memory (MemAvailable)", 100)
+    neighbours = [LocalRank(Buffers(num_host_memory_buffers(schedule, rank)), (room,)) for rank in range(4)]
     host = Host(COPYING, Budget(neighbours[0], neighbours), "--bpipe-hosts", "Let less leave")
     pipeline = Pipeline(schedule, "peer", timeout_s=2.0)
-    transports = {0: Reaching(host, AtOnce(), AtOnce())}
+    transports = {0: OneSidedCopies(host, AtOnce(), AtOnce())}
     pipeline.engines[0] = Engine(schedule, 0, transports, EngineConfig("rank 0", CPU, 1, 2.0, poison=True))
     pattern = (
         r"rank 0, stage 0: 0EVICT0 with its own node's memory did not start; .*--bpipe-hosts: the host buffers of 2 ranks would take "
@@ -99,7 +106,7 @@ def test_a_failed_copy_names_the_nodes_memory() -> None:
 
     schedule = tiered("1f1b", 4, 8)
     pipeline = Pipeline(schedule, "peer", timeout_s=2.0)
-    transports = {0: Reaching(Host(COPYING), Failing(), Failing())}  # type: ignore[arg-type]
+    transports = {0: OneSidedCopies(Host(COPYING), Failing(), Failing())}  # type: ignore[arg-type]
     pipeline.engines[0] = Engine(schedule, 0, transports, EngineConfig("rank 0", CPU, 1, 2.0))
     with pytest.raises(TransferError, match=r"0EVICT0 with its own node's memory did not start; .*no such luck"):
         pipeline.run(1)

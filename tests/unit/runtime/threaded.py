@@ -1,7 +1,8 @@
-"""All ranks of a schedule, each in a thread of its own with an engine around its computations, over real lanes and shared memory.
+"""All ranks of a schedule, each in a thread of its own with an engine around its computations, over real lanes and
+shared memory.
 
-In: a schedule, and how two ranks move activations to each other. Out: gradients of all stages' weights. Messages between stages are queues.
-Whatever waits for ever ends with a time-out, which the first rank to notice raises.
+In: a schedule, and how two ranks move activations to each other. Out: gradients of all stages' weights. Messages
+between stages are queues. Whatever waits for ever ends with a time-out, which the first rank to notice raises.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class Mail:
 class Pipeline:
     """Engines and executors of all ranks, iteration after iteration. `meters` are by rank."""
 
-    def __init__(self, schedule: Schedule, kind: str, timeout_s: float, model: Model | None = None, differing: bool = False) -> None:
+    def __init__(
+        self, schedule: Schedule, kind: str, timeout_s: float, model: Model | None = None, differing: bool = False
+    ) -> None:
         self.schedule, self.model = schedule, model or Model(schedule.num_stages)
         self.meters = [Meter() for _ in schedule.ranks]
         self._lanes: list[HeldLane | ThreadLane] = []
@@ -67,13 +70,16 @@ class Pipeline:
         edges: Edges = defaultdict(queue.SimpleQueue)
         self.engines, self._executors = [], []
         for rank, meter in enumerate(self.meters):
-            config = EngineConfig(f"rank {rank}", CPU, minimum_bytes=1, timeout_s=timeout_s, poison=True, differing=differing)
+            config = EngineConfig(
+                f"rank {rank}", CPU, minimum_bytes=1, timeout_s=timeout_s, poison=True, differing=differing
+            )
             self.engines.append(Engine(schedule, rank, transports.get(rank), config, meter))
             mail = Mail(rank, edges, timeout_s)
             self._executors.append(Executor(schedule, rank, self.model.parts(schedule, rank), mail))
 
     def _transports(self, kind: str, timeout_s: float) -> dict[int, dict[int, Transport]]:
-        """By rank and other rank, for all that move anything to each other; by a rank itself into its own node's memory."""
+        """By rank and other rank, for all that move anything to each other; by a rank itself into its own node's
+        memory."""
         made: dict[int, dict[int, Transport]] = defaultdict(dict)
         for low, high in sorted({(min(link), max(link)) for link in links_of(self.schedule)}):
             if low == high:
@@ -87,7 +93,9 @@ class Pipeline:
                 lanes = [HeldLane(name, "free") for name in ("outbound", "inbound", "outbound", "inbound")]
                 self._lanes += lanes
                 others = lanes[2], lanes[3]
-                made[low][high], made[high][low] = peers(*lanes[:2], lender=HeldMemory, timeout_s=timeout_s, others=others)
+                made[low][high], made[high][low] = peers(
+                    *lanes[:2], lender=HeldMemory, timeout_s=timeout_s, others=others
+                )
         return made
 
     def _headed(self, alike: tuple[HeldTwoSided, HeldTwoSided], timeout_s: float) -> tuple[Headed, Headed]:
@@ -97,7 +105,10 @@ class Pipeline:
         return here, there
 
     def run(self, iterations: int = 1, release: bool = True) -> list[torch.Tensor]:
-        """All stages' gradients after so many iterations. Raises what the first rank to fail raised. `release`: and nothing comes after."""
+        """All stages' gradients after so many iterations.
+
+        Raises what the first rank to fail raised. `release`: and nothing comes after.
+        """
 
         def one_rank(rank: int) -> None:
             for _ in range(iterations):

@@ -1,6 +1,5 @@
-"""The audit of a stage with micro-batches under way as in 1F1B, by steps that are called as Megatron's, in a process that may import it.
-Ends with 0 when all is well.
-"""
+"""The audit of a stage with micro-batches under way as in 1F1B, by steps that are called as Megatron's, in a process
+that may import it. Ends with 0 when all is well."""
 
 # ruff: noqa: E402
 
@@ -13,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from megatron.scheduling import startup
+from megatron.scheduling.start import startup
 
 startup.prepare()
 
@@ -21,8 +20,9 @@ startup.prepare()
 import torch
 from torch.autograd import Variable
 
-from megatron.scheduling import audit, cpu_runtime
-from megatron.scheduling.audit import StageAudit
+from megatron.scheduling import cpu as cpu_runtime
+from megatron.scheduling.report import audit
+from megatron.scheduling.report.audit import StageAudit
 from terra import Recorder
 
 
@@ -37,7 +37,13 @@ class Stage:
         self.model = SimpleNamespace(training=True)
 
     def forward_step(
-        self, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int, input_tensor: Any, **more: Any
+        self,
+        forward_step_func: Any,
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        input_tensor: Any,
+        **more: Any,
     ) -> Any:
         self._num_forwards += 1
         hidden = input_tensor @ self.weight
@@ -63,7 +69,12 @@ def said_of(stage: Stage, num_microbatches: int, looking: StageAudit, iterations
     wraps = {patch.name: wrap for patch, wrap in looking.wraps().items()}
 
     def forward_step(
-        forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: Any, input_tensor: Any, vp_stage: Any = None
+        forward_step_func: Any,
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: Any,
+        input_tensor: Any,
+        vp_stage: Any = None,
     ) -> Any:
         return stage.forward_step(forward_step_func, data_iterator, model, num_microbatches, input_tensor)
 
@@ -89,7 +100,9 @@ def said_of(stage: Stage, num_microbatches: int, looking: StageAudit, iterations
 
 def what_comes_from_neighbours_is_no_finding() -> None:
     said = said_of(Stage(), 5, StageAudit(4))
-    assert said.startswith("bpipe: terra: rank 0, chunk 0: 4 micro-batches of 14 operations: nothing found that a CUDA graph would"), said
+    assert said.startswith(
+        "bpipe: terra: rank 0, chunk 0: 4 micro-batches of 14 operations: nothing found that a CUDA graph would"
+    ), said
 
 
 def a_number_of_the_forward_is_found_there_and_in_its_backward() -> None:
@@ -101,18 +114,22 @@ def a_number_of_the_forward_is_found_there_and_in_its_backward() -> None:
 
 def a_training_too_short_says_so() -> None:
     said = said_of(Stage(), 3, StageAudit(4))
-    assert said == "bpipe: terra: rank 0, chunk 0: 3 micro-batches were trained after the first iteration, too few to compare\n"
+    assert (
+        said
+        == "bpipe: terra: rank 0, chunk 0: 3 micro-batches were trained after the first iteration, too few to compare\n"
+    )
     said = said_of(Stage(), 3, StageAudit(4), iterations=1)
     assert said == "bpipe: --terra-audit looks at micro-batches of the second iteration, and there was none\n"
 
 
 def what_stands_in_for_a_gpu_is_looked_at_unchanged() -> None:
-    """A mode of torch's finds a replaced method by the plain one's name: a type was called torch.cuda.cuda, which the optimizer refuses."""
+    """A mode of torch's finds a replaced method by the plain one's name: a type was called torch.cuda.cuda, which
+    the optimizer refuses."""
     with Recorder().running():
         assert torch.ones(2).type() == "torch.cuda.FloatTensor"
     # Known by its path: where there is a GPU, importing it would say that there is none.
     assert cpu_runtime.__file__ == audit._STAND_IN
-    assert "cpu_runtime" not in vars(audit)
+    assert "cpu" not in vars(audit)
 
 
 if __name__ == "__main__":

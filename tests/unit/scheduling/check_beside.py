@@ -1,6 +1,6 @@
-"""What the hooks and their driver do around a loop, with Megatron's own timers and configuration, in a process of its own: importing takes
-seconds. The loop is not Megatron's and its neighbours are not there; which engine's calls it makes when, is. Ends with 0 when all is well.
-"""
+"""What the hooks and their driver do around a loop, with Megatron's own timers and configuration, in a process of
+its own: importing takes seconds. The loop is not Megatron's and its neighbours are not there; which engine's calls
+it makes when, is. Ends with 0 when all is well."""
 
 # ruff: noqa: E402
 
@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from megatron.scheduling import startup
+from megatron.scheduling.start import startup
 
 startup.prepare()
 
@@ -24,15 +24,15 @@ import torch
 from megatron.core import timers as megatron_timers
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.generate import one_f_one_b
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.transport.connect import MeasuredLink
-from megatron.scheduling import beside, patches
-from megatron.scheduling.arguments import SchedulingConfig
-from megatron.scheduling.driver import Driver
-from megatron.scheduling.hooks import Hooks
-from megatron.scheduling.log import FirstIterations, microbatch_s
+from megatron.scheduling.hooks import beside, patches
+from megatron.scheduling.hooks.loops import Hooks
+from megatron.scheduling.loop.driver import Driver
+from megatron.scheduling.options.arguments import SchedulingConfig
+from megatron.scheduling.report.log import FirstIterations, microbatch_s
 from tests.unit.runtime.loop import new_weight, run_iteration, schedule
 from tests.unit.runtime.test_engine import LateTransport
 from tests.unit.scheduling.test_waiting import STILL
@@ -91,7 +91,8 @@ def computing(driver: Driver, rank: int) -> None:
 
 
 def last_transfers_start_before_gradients_are_finalised() -> None:
-    """The acceptor's last RETURN used to start in front of its last message to a neighbour; after finalising it would be too late."""
+    """The acceptor's last RETURN used to start in front of its last message to a neighbour; after finalising it
+    would be too late."""
     log: list[str] = []
     model = Stage(finalize_model_grads_func=lambda *_, **__: log.append("finalised"))
     finalize = model.config.finalize_model_grads_func
@@ -145,7 +146,8 @@ def a_loop_that_finalises_in_the_middle_is_refused_and_its_function_put_back() -
 
 
 def megatrons_timers_never_run_around_a_transfer() -> None:
-    """Starting and stopping one synchronises the device: every transfer would be waited for where it starts, and ranks for each other."""
+    """Starting and stopping one synchronises the device: every transfer would be waited for where it starts, and
+    ranks for each other."""
     timers = megatron_timers.Timers(2, "minmax")
     model = Stage(timers=timers)
     logged: dict[str, float] = {}
@@ -167,7 +169,9 @@ def megatrons_timers_never_run_around_a_transfer() -> None:
     ):
         run = wrapped(driver, lambda model, num_microbatches: computing(driver, 0))
         run(model=model, num_microbatches=MICROBATCHES)
-        assert logged == {"bpipe-evict": 5, "bpipe-load": 5, "bpipe-wait": 5 + 5 + 1}, "in the first iteration the sizes too"
+        assert logged == {"bpipe-evict": 5, "bpipe-load": 5, "bpipe-wait": 5 + 5 + 1}, (
+            "in the first iteration the sizes too"
+        )
         run(model=model, num_microbatches=MICROBATCHES)
         assert logged == {"bpipe-evict": 5, "bpipe-load": 5, "bpipe-wait": 5 + 5}
 
@@ -177,7 +181,9 @@ def below_their_level_timers_are_told_nothing() -> None:
     timers.log = lambda names, normalizer: None
     model = Stage(timers=timers)
     with driver_of(0, LateTransport()) as driver:
-        wrapped(driver, lambda model, num_microbatches: computing(driver, 0))(model=model, num_microbatches=MICROBATCHES)
+        wrapped(driver, lambda model, num_microbatches: computing(driver, 0))(
+            model=model, num_microbatches=MICROBATCHES
+        )
     assert not timers._timers
 
 
@@ -186,11 +192,13 @@ def a_run_that_would_stand_still_is_refused() -> None:
     config = SchedulingConfig(balance=True, num_ranks=10, num_chunks=2, synchronous=True)
     connected: Any = {}, [MeasuredLink((0, 9), "gloo", {})], "a table"
     with (
-        mock.patch("megatron.scheduling.links.connect_pairs", return_value=connected),
-        mock.patch("megatron.scheduling.driver.built", return_value=STILL),
+        mock.patch("megatron.scheduling.loop.links.connect_pairs", return_value=connected),
+        mock.patch("megatron.scheduling.loop.driver.built", return_value=STILL),
         mock.patch("torch.distributed.get_rank", return_value=0),
         pytest.raises(
-            ValueError, match="with --bpipe-sync-transfers ranks can wait for each other for ever: drop it, or take --bpipe-transport peer"
+            ValueError,
+            match="with --bpipe-sync-transfers ranks can wait for each other for ever: drop it, or take "
+            "--bpipe-transport peer",
         ),
     ):
         Driver(config)._engine(ScheduleConfig(STILL.name, STILL.num_ranks, STILL.num_microbatches, 2), Stage())
@@ -211,8 +219,12 @@ def a_loop_of_ones_own_drives_the_same_iteration() -> None:
 
 
 def all_programs_share_their_streams() -> None:
-    """Each made two of its own. torch has 32 of a priority: from 16 numbers of micro-batches on transfers stood behind NCCL's kernels."""
-    with driver_of(5, Told([])) as driver, mock.patch("bpipe.runtime.streams.Streams.__init__", autospec=True, return_value=None) as made:
+    """Each made two of its own. torch has 32 of a priority: from 16 numbers of micro-batches on transfers stood
+    behind NCCL's kernels."""
+    with (
+        driver_of(5, Told([])) as driver,
+        mock.patch("bpipe.runtime.streams.Streams.__init__", autospec=True, return_value=None) as made,
+    ):
         for num_microbatches in range(8, 16):
             driver._engine(driver.program(one_f_one_b.FAMILY, num_microbatches), Stage().config)
     assert (len(driver._engines), made.call_count) == (8, 1)
@@ -224,7 +236,9 @@ def the_loop_that_is_called_says_which_schedule_it_runs() -> None:
     with driver_of(0, LateTransport()) as driver:
         loops = Hooks(driver, STAGES).wraps()
         with pytest.raises(ValueError, match="schedule interleaved-1f1b needs at least 2 chunks a rank, not 1"):
-            loops[patches.INTERLEAVED](lambda **_: called.append("interleaved"))(model=Stage(), num_microbatches=MICROBATCHES)
+            loops[patches.INTERLEAVED](lambda **_: called.append("interleaved"))(
+                model=Stage(), num_microbatches=MICROBATCHES
+            )
         driver._config = replace(driver._config, num_chunks=2)
         with pytest.raises(ValueError, match="schedule 1f1b takes at most 1 chunk a rank, not 2"):
             wrapped(driver, lambda **_: called.append("1F1B"))(model=Stage(), num_microbatches=MICROBATCHES)
@@ -232,7 +246,8 @@ def the_loop_that_is_called_says_which_schedule_it_runs() -> None:
 
 
 def a_micro_batch_takes_its_slots_of_an_iteration() -> None:
-    """A pipeline of p ranks is full but for p - 1 of a rank's forwards and backwards; with v chunks those are a v-th."""
+    """A pipeline of p ranks is full but for p - 1 of a rank's forwards and backwards; with v chunks those are a
+    v-th."""
     assert microbatch_s(PLAN, 0, 34.0) == pytest.approx(34.0 / (12 + 5))
     interleaved = build(ScheduleConfig("interleaved-1f1b", 4, 8, 2, BalanceConfig()))
     assert microbatch_s(interleaved, 0, 38.0) == pytest.approx(38.0 / (8 + 3 / 2))

@@ -1,6 +1,6 @@
-"""Backwards of Megatron's own layers whole and in halves, side by side, in a process of its own: importing takes seconds. What comes out is
-the same in every bit, and what does not belong together is refused. Ends with 0 when all is well.
-"""
+"""Backwards of Megatron's own layers whole and in halves, side by side, in a process of its own: importing takes
+seconds. What comes out is the same in every bit, and what does not belong together is refused. Ends with 0 when all
+is well."""
 
 # ruff: noqa: E402
 
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron.scheduling import startup
+from megatron.scheduling.start import startup
 from tests.gloo.fused import stand_in
 
 stand_in()
@@ -41,9 +41,9 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bpipe.runtime.errors import RuntimeFault
-from megatron.scheduling import patches
-from megatron.scheduling.delaying import ask, delaying
-from megatron.scheduling.halves import Halves, Keep
+from megatron.scheduling.hooks import patches
+from megatron.scheduling.loop.delaying import ask, delaying
+from megatron.scheduling.loop.halves import Halves, Keep
 
 HIDDEN, LENGTH, BATCH = 64, 16, 2
 MICROBATCHES = 4
@@ -55,7 +55,13 @@ ORDERS = (LATE, AT_ONCE, OUT_OF_STEP)
 
 
 def config(**settings: Any) -> TransformerConfig:
-    given = {"num_layers": 2, "hidden_size": HIDDEN, "num_attention_heads": 4, "use_cpu_initialization": True, **settings}
+    given = {
+        "num_layers": 2,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": 4,
+        "use_cpu_initialization": True,
+        **settings,
+    }
     return TransformerConfig(**given)
 
 
@@ -65,7 +71,9 @@ class Layers(torch.nn.Module):
     def __init__(self, **settings: Any) -> None:
         super().__init__()
         self.config = config(**settings)
-        spec = get_gpt_layer_local_spec(num_experts=self.config.num_moe_experts, normalization=self.config.normalization)
+        spec = get_gpt_layer_local_spec(
+            num_experts=self.config.num_moe_experts, normalization=self.config.normalization
+        )
         self.block = TransformerBlock(self.config, spec, pre_process=False, post_process=False)
 
     def forward(self, received: torch.Tensor, microbatch: int) -> torch.Tensor:
@@ -97,7 +105,9 @@ class Whole(torch.nn.Module):
     def __init__(self, **settings: Any) -> None:
         super().__init__()
         self.config = config(**settings)
-        self.model = GPTModel(self.config, get_gpt_layer_local_spec(), 128, LENGTH, share_embeddings_and_output_weights=True)
+        self.model = GPTModel(
+            self.config, get_gpt_layer_local_spec(), 128, LENGTH, share_embeddings_and_output_weights=True
+        )
 
     def forward(self, received: torch.Tensor, microbatch: int) -> torch.Tensor:
         tokens = torch.randint(128, (BATCH, LENGTH), generator=torch.Generator().manual_seed(microbatch))
@@ -107,7 +117,8 @@ class Whole(torch.nn.Module):
 
 
 class Engines(torch.nn.Module):
-    """As a module of Transformer Engine's that delays: its W are a queue of its own, and only it knows what is in there."""
+    """As a module of Transformer Engine's that delays: its W are a queue of its own, and only it knows what is in
+    there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +127,9 @@ class Engines(torch.nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         output = hidden @ self.weight.detach().t()
-        output.register_hook(lambda gradient: self.waiting.append(gradient.flatten(0, 1).t() @ hidden.detach().flatten(0, 1)))
+        output.register_hook(
+            lambda gradient: self.waiting.append(gradient.flatten(0, 1).t() @ hidden.detach().flatten(0, 1))
+        )
         return output
 
     def backward_dw(self) -> None:
@@ -213,7 +226,9 @@ CASES = {
     "reduced, one weight thrice": case(Thrice, wrapped=True),
     "fused": case(**FUSED, wrapped=True),
     "fused, one weight thrice": case(Thrice, **FUSED, wrapped=True),
-    "fused, recomputed": case(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1, **FUSED, wrapped=True),
+    "fused, recomputed": case(
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1, **FUSED, wrapped=True
+    ),
     "fused, tied": case(Whole, **FUSED, wrapped=True),
 }
 
@@ -298,7 +313,9 @@ def same(expected: dict[str, torch.Tensor | None], found: dict[str, torch.Tensor
             assert other is None, f"{name}: {key} has a gradient"
             continue
         assert other is not None, f"{name}: {key} has no gradient"
-        assert gradient.abs().sum() > 0, f"{name}: {key} has a gradient of zeros, which would be equal to anything forgotten"
+        assert gradient.abs().sum() > 0, (
+            f"{name}: {key} has a gradient of zeros, which would be equal to anything forgotten"
+        )
         assert torch.equal(gradient, other), f"{name}: {key} differs by {(gradient - other).abs().max()}"
 
 
@@ -344,7 +361,10 @@ def told(of: Case, run: Callable[[Case, str], Stage], order: str) -> Counter[str
         names.update({id(parameter): name for name, parameter in model.named_parameters()})
         return model
 
-    with mock.patch.object(_ParamAndGradBucketGroup, "register_grad_ready", ready), mock.patch.object(Case, "make", named):
+    with (
+        mock.patch.object(_ParamAndGradBucketGroup, "register_grad_ready", ready),
+        mock.patch.object(Case, "make", named),
+    ):
         run(of, order)
     return counts
 
@@ -358,7 +378,8 @@ def every_parameter_is_told_once_a_micro_batch() -> None:
 
 
 def only_what_linear_layers_need_is_left_between() -> None:
-    """Their inputs and the gradients of their outputs: 16 numbers a hidden one, four linear layers of 1 to 3, 1 to 1, 1 to 4 and 4 to 1."""
+    """Their inputs and the gradients of their outputs: 16 numbers a hidden one, four linear layers of 1 to 3, 1 to
+    1, 1 to 4 and 4 to 1."""
     halves = Halves()
     stage = Stage(case(num_layers=1).make(), halves)
     with installed(halves):
@@ -384,7 +405,9 @@ def what_waits_is_freed_as_it_is_done() -> None:
         stage.run("F0 I0")
         weak = [StorageWeakRef(storage) for storage in halves.storages((0, 0))]
         for parameter in stage.model.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda _: alive.append(sum(not each.expired() for each in weak)))
+            parameter.register_post_accumulate_grad_hook(
+                lambda _: alive.append(sum(not each.expired() for each in weak))
+            )
         stage.run("W0")
     assert alive == sorted(alive, reverse=True)
     assert alive[-1] <= 2 < alive[0]
@@ -405,13 +428,19 @@ def halves_out_of_turn_are_refused() -> None:
         stage.run("F0")
         with pytest.raises(RuntimeFault, match="a backward runs whole whose forward was split"):
             stage.backward(0)
-    with halves.deferring((0, 0)), pytest.raises(RuntimeFault, match="begins inside of another one"), halves.deferring((0, 1)):
+    with (
+        halves.deferring((0, 0)),
+        pytest.raises(RuntimeFault, match="begins inside of another one"),
+        halves.deferring((0, 1)),
+    ):
         pass
 
 
 def a_weight_that_is_used_otherwise_too_is_refused() -> None:
     of = case(Besides)
-    with pytest.raises(RuntimeFault, match=r"a weight of \(64, 64\) is used by a linear layer.*--bpipe-keep-weights-halves none"):
+    with pytest.raises(
+        RuntimeFault, match=r"a weight of \(64, 64\) is used by a linear layer.*--bpipe-keep-weights-halves none"
+    ):
         split(of, LATE)
     same(gradients(whole(of, LATE)), gradients(split(of, LATE, Halves(Keep.NONE))), "besides")
 
@@ -434,18 +463,24 @@ def a_module_that_keeps_its_own_halves_is_called_in_its_order() -> None:
     stage = Stage(case(Mixed).make(), halves)
     with installed(halves):
         halves.begin({0: delaying(stage.model.modules())})
-        with pytest.raises(RuntimeFault, match="micro-batch 1: its W comes before that of micro-batch 0, whose I came first"):
+        with pytest.raises(
+            RuntimeFault, match="micro-batch 1: its W comes before that of micro-batch 0, whose I came first"
+        ):
             stage.run("F0 F1 I0 I1 W1")
 
 
 def transformer_engine_is_asked_to_delay_where_it_can() -> None:
-    usual = {"transformer_impl": "transformer_engine", "gradient_accumulation_fusion": True, "overlap_grad_reduce": False}
+    usual = {
+        "transformer_impl": "transformer_engine",
+        "gradient_accumulation_fusion": True,
+        "overlap_grad_reduce": False,
+    }
 
     def asked(version: str, **given: Any) -> SimpleNamespace:
         args = SimpleNamespace(**{**usual, "add_bias_linear": True, "delay_wgrad_compute": False, **given})
         since = tuple(map(int, version.split(".")))
         able = lambda least: since >= tuple(map(int, least.split(".")))  # noqa: E731
-        with mock.patch("megatron.scheduling.delaying.is_te_min_version", able):
+        with mock.patch("megatron.scheduling.loop.delaying.is_te_min_version", able):
             args.wraps = ask(args)
         return args
 
@@ -454,8 +489,16 @@ def transformer_engine_is_asked_to_delay_where_it_can() -> None:
     assert args.delay_wgrad_compute
     for version, given, what in (
         ("2.2.0", {}, "off at all from version 2.3.0 on; use --bpipe-keep-weights-halves none"),
-        ("2.6.0", {"gradient_accumulation_fusion": False}, "without --gradient-accumulation-fusion from version 2.7.0 on"),
-        ("2.7.0", {"overlap_grad_reduce": True, "add_bias_linear": False}, "with --overlap-grad-reduce from version 2.8.0 on"),
+        (
+            "2.6.0",
+            {"gradient_accumulation_fusion": False},
+            "without --gradient-accumulation-fusion from version 2.7.0 on",
+        ),
+        (
+            "2.7.0",
+            {"overlap_grad_reduce": True, "add_bias_linear": False},
+            "with --overlap-grad-reduce from version 2.8.0 on",
+        ),
         ("2.8.0", {"overlap_grad_reduce": True}, "use --disable-bias-linear"),
     ):
         with pytest.raises(ValueError, match=what):

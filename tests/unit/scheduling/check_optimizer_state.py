@@ -1,6 +1,6 @@
-"""Where an optimizer's moments are in every moment of a step, with two ranks as threads, in a process of its own: importing Megatron takes
-seconds. The step is not Megatron's; its optimizer is torch's Adam. Ends with 0 when all is well.
-"""
+"""Where an optimizer's moments are in every moment of a step, with two ranks as threads, in a process of its own:
+importing Megatron takes seconds. The step is not Megatron's; its optimizer is torch's Adam. Ends with 0 when all is
+well."""
 
 # ruff: noqa: E402
 
@@ -12,7 +12,7 @@ from queue import Queue
 from typing import Any
 from unittest import mock
 
-from megatron.scheduling import startup
+from megatron.scheduling.start import startup
 
 startup.prepare()
 
@@ -20,8 +20,9 @@ startup.prepare()
 import torch
 
 from bpipe.plan.state_hosts import HostedState
-from megatron.scheduling import optimizer_state, patches
-from megatron.scheduling.optimizer_state import OptimizerState
+from megatron.scheduling.hooks import patches
+from megatron.scheduling.memory import optimizer_state
+from megatron.scheduling.memory.optimizer_state import OptimizerState
 
 SIZES = (40, 30, 20, 10)
 
@@ -52,7 +53,10 @@ class TwoRanks:
 
 
 class Rank:
-    """Trains weights of its own. `seen`: for each step the bytes of its moments, and whether they can be read, while it computes."""
+    """Trains weights of its own.
+
+    `seen`: for each step the bytes of its moments, and whether they can be read, while it computes.
+    """
 
     def __init__(self, rank: int, moves: Sequence[HostedState], ranks: TwoRanks) -> None:
         self.rank, self.ranks = rank, ranks
@@ -78,7 +82,9 @@ class Rank:
             for iteration in range(steps):
                 self.step(model=[self.model], optimizer=self.optimizer, iteration=iteration)
                 if iteration:
-                    assert all(len(state) == 3 for state in self.optimizer.state.values()), "all at home between two steps"
+                    assert all(len(state) == 3 for state in self.optimizer.state.values()), (
+                        "all at home between two steps"
+                    )
         except BaseException as error:
             self.failed = error
 
@@ -112,7 +118,8 @@ def check_moments_are_away_while_it_computes_and_no_bit_changes() -> None:
         assert all(map(torch.equal, weights(one), weights(other)))
     whole = 2 * 4 * sum(SIZES)
     assert plain[0].seen == [(0, 0)] + [(whole, 8)] * 3
-    # Of 160, 160, 120, 120, 80, 80, 40, 40 bytes the largest that are not too much, 160 and 120, and the smallest for the last 20.
+    # Of 160, 160, 120, 120, 80, 80, 40, 40 bytes the largest that are not too much, 160 and 120, and the smallest for
+    # the last 20.
     assert hosted[0].seen == [(0, 0)] + [(whole - 320, 5)] * 3
     assert hosted[1].seen == plain[1].seen
     kept = [tensor.nbytes for stay in hosted[1].state._stays for tensor in stay.kept]

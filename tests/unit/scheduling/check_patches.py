@@ -1,4 +1,7 @@
-"""What the patch table does to a real Megatron, in a process of its own: importing it takes seconds. Ends with 0 when all is well."""
+"""What the patch table does to a real Megatron, in a process of its own: importing it takes seconds.
+
+Ends with 0 when all is well.
+"""
 
 # ruff: noqa: E402
 
@@ -14,7 +17,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from unittest import mock
 
-from megatron.scheduling import startup
+from megatron.scheduling.start import startup
 
 startup.prepare()
 
@@ -26,15 +29,20 @@ from megatron.training import training
 from megatron.training.arguments import add_megatron_arguments
 
 import megatron.scheduling
-from megatron.scheduling import patches, upstream
-from megatron.scheduling.arguments import SchedulingConfig
+from megatron.scheduling.hooks import patches, upstream
+from megatron.scheduling.options.arguments import SchedulingConfig
 from tests.unit.scheduling.test_docs import table
 
 CONFIG = SchedulingConfig(balance=True, num_ranks=4, num_chunks=1)
 
 
 def functions() -> list[object]:
-    return [getattr(module, patch.name) for patch in patches.PATCHES for module in (schedules, training) if hasattr(module, patch.name)]
+    return [
+        getattr(module, patch.name)
+        for patch in patches.PATCHES
+        for module in (schedules, training)
+        if hasattr(module, patch.name)
+    ]
 
 
 def a_class_gets_back_what_it_had() -> None:
@@ -78,7 +86,8 @@ def another_signature_is_refused_with_nothing_replaced() -> None:
 
 
 def said_with_version(version: str) -> str:
-    """What installing and removing twice prints where the megatron-core that runs calls itself so, whatever pip says of its wheel."""
+    """What installing and removing twice prints where the megatron-core that runs calls itself so, whatever pip says
+    of its wheel."""
     said = io.StringIO()
     upstream.remark.cache_clear()
     with mock.patch.object(megatron.core, "__version__", version), contextlib.redirect_stdout(said):
@@ -91,10 +100,13 @@ def the_megatron_that_runs_is_named_once() -> None:
     place = Path(megatron.core.__file__).parent
     tried = f"bpipe: megatron-core 0.19.2 from {place}\n"
     assert said_with_version("0.19.2") == tried
-    assert said_with_version("0.19.2+a1b2c3d") == tried.replace("0.19.2 from", "0.19.2+a1b2c3d from"), "a build of a version that was tried"
+    assert said_with_version("0.19.2+a1b2c3d") == tried.replace("0.19.2 from", "0.19.2+a1b2c3d from"), (
+        "a build of a version that was tried"
+    )
     assert said_with_version("0.20.0+a1b2c3d") == (
         f"bpipe: megatron-core 0.20.0+a1b2c3d from {place}\n"
-        "bpipe: megatron-core 0.20.0 is not among the versions tried (0.19.2); what is replaced has the parameters that are relied on\n"
+        "bpipe: megatron-core 0.20.0 is not among the versions tried (0.19.2); what is replaced has the parameters "
+        "that are relied on\n"
     )
 
 
@@ -129,7 +141,9 @@ def every_flag_near_the_pipeline_is_in_a_table() -> None:
         near = [flag for flag in action.option_strings if NEAR.search(flag)]
         if near and not any(fnmatch(flag, pattern) for flag in action.option_strings for pattern in known):
             missing.append(near[0])
-    assert not missing, f"docs/megatron.md says nothing of {missing}: are they supported, refused, or do they make no difference?"
+    assert not missing, (
+        f"docs/megatron.md says nothing of {missing}: are they supported, refused, or do they make no difference?"
+    )
     flags = {flag for action in parser._actions for flag in action.option_strings}
     of_others = {"--max-restarts", "--nnodes"}  # torchrun's
     gone = [pattern for pattern in known if not any(fnmatch(flag, pattern) for flag in flags | of_others)]
@@ -142,7 +156,12 @@ def what_may_be_missing_is_there() -> None:
     add_megatron_arguments(parser)
     arguments = {action.dest for action in parser._actions}
     # Made of flags when the arguments are validated, or of the environment when they are parsed.
-    made = {"gtp_weight_remat_size", "expert_gtp_weight_remat_size", "virtual_pipeline_model_parallel_size", "data_parallel_size"}
+    made = {
+        "gtp_weight_remat_size",
+        "expert_gtp_weight_remat_size",
+        "virtual_pipeline_model_parallel_size",
+        "data_parallel_size",
+    }
     arguments |= made | {"params_dtype", "rank", "world_size"}
     configuration = {field.name for field in fields(TransformerConfig)}
     names = set(upstream.OPTIONAL)

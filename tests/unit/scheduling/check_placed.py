@@ -1,6 +1,6 @@
-"""What a placement that is not Megatron's own does to Megatron's answers, without a pipeline: in a process of its own, because importing
-Megatron takes seconds. A group of ranks is a pair of numbers here, and a model says what it was built as. Ends with 0 when all is well.
-"""
+"""What a placement that is not Megatron's own does to Megatron's answers, without a pipeline: in a process of its
+own, because importing Megatron takes seconds. A group of ranks is a pair of numbers here, and a model says what it
+was built as. Ends with 0 when all is well."""
 
 # ruff: noqa: E402
 
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from megatron.scheduling import startup
+from megatron.scheduling.start import startup
 
 startup.prepare()
 
@@ -33,10 +33,11 @@ from megatron.training import training
 from megatron.training.models import dist_utils
 
 from bpipe.ir.layout import Layout, one_pipe
-from megatron.scheduling import patches, repairs, tied, twins
-from megatron.scheduling.embedding_ranks import Refused, refuse_group
-from megatron.scheduling.placed import View, require_built_here, wraps_of
-from megatron.scheduling.positions import Positions
+from megatron.scheduling.hooks import patches, repairs
+from megatron.scheduling.placement import tied, twins
+from megatron.scheduling.placement.embedding_ranks import Refused, refuse_group
+from megatron.scheduling.placement.placed import View, require_built_here, wraps_of
+from megatron.scheduling.placement.positions import Positions
 
 RANKS = 4
 
@@ -76,7 +77,8 @@ class Chunk(torch.nn.Module):
 
 @contextlib.contextmanager
 def of_rank(layout: Layout, rank: int) -> Iterator[SimpleNamespace]:
-    """Inside, this process is one of Megatron's pipeline ranks, with the placement's patches in; gives the groups of its model."""
+    """Inside, this process is one of Megatron's pipeline ranks, with the placement's patches in; gives the groups of
+    its model."""
     groups = SimpleNamespace(pp=Ranks(rank), tp=Ranks(0, 1))
     state = {
         "_PIPELINE_MODEL_PARALLEL_GROUP": groups.pp,
@@ -97,7 +99,11 @@ def built(layout: Layout, rank: int, settings: TransformerConfig) -> list[Chunk]
 
     def build(groups: Any, pre_process: bool, post_process: bool, vp_stage: int) -> Chunk:
         seen = groups.pp.rank()
-        assert parallel_state.get_pipeline_model_parallel_rank() == parallel_state.get_pipeline_model_parallel_group().rank() == seen
+        assert (
+            parallel_state.get_pipeline_model_parallel_rank()
+            == parallel_state.get_pipeline_model_parallel_group().rank()
+            == seen
+        )
         assert groups.tp is of.tp
         first = get_transformer_layer_offset(settings, vp_stage, seen)
         layers = range(first, first + get_num_layers_to_build(settings, vp_stage, seen))
@@ -113,14 +119,21 @@ def built(layout: Layout, rank: int, settings: TransformerConfig) -> list[Chunk]
 
 def config(layout: Layout, **settings: Any) -> TransformerConfig:
     sizes = {"num_layers": 24, "hidden_size": 8, "num_attention_heads": 2, "pipeline_dtype": torch.float32}
-    pipeline = {"pipeline_model_parallel_size": RANKS, "virtual_pipeline_model_parallel_size": layout.num_stages // RANKS}
+    pipeline = {
+        "pipeline_model_parallel_size": RANKS,
+        "virtual_pipeline_model_parallel_size": layout.num_stages // RANKS,
+    }
     return TransformerConfig(**{**sizes, **pipeline, **settings})
 
 
 # Settings, and how many layers each stage of Megatron's own pipeline has with them.
 EVEN: dict[str, Any] = {}
 UNEVEN = {"num_layers_in_first_pipeline_stage": 4, "num_layers_in_last_pipeline_stage": 8}
-COUNTED = {"num_layers": 22, "account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+COUNTED = {
+    "num_layers": 22,
+    "account_for_embedding_in_pipeline_split": True,
+    "account_for_loss_in_pipeline_split": True,
+}
 BY_HAND = {"num_layers": 10, "pipeline_model_parallel_layout": "Et|tt|t|t|t|t|t|ttL"}
 CUTS: list[tuple[Layout, dict[str, Any], list[int]]] = [
     (V, EVEN, [3] * 8),
@@ -136,9 +149,13 @@ def every_stage_is_built_as_what_it_is() -> None:
         positions = Positions.of(layout)
         chunks = [built(layout, rank, config(layout, **settings)) for rank in range(RANKS)]
         last = layout.num_stages - 1
-        by_stage = [chunks[positions.rank_at(position)][stage // RANKS] for stage, position in enumerate(layout.only_placement)]
+        by_stage = [
+            chunks[positions.rank_at(position)][stage // RANKS] for stage, position in enumerate(layout.only_placement)
+        ]
         assert [chunk.built.stage for chunk in by_stage] == list(range(layout.num_stages))
-        assert [(chunk.pre_process, chunk.post_process) for chunk in by_stage] == [(at == 0, at == last) for at in range(last + 1)]
+        assert [(chunk.pre_process, chunk.post_process) for chunk in by_stage] == [
+            (at == 0, at == last) for at in range(last + 1)
+        ]
         assert [len(chunk.built.layers) for chunk in by_stage] == sizes, settings
         assert [layer for chunk in by_stage for layer in chunk.built.layers] == list(range(sum(sizes))), settings
 
@@ -166,7 +183,9 @@ def a_model_that_nobody_placed_is_refused() -> None:
     wrapped = [SimpleNamespace(module=SimpleNamespace(module=chunk)) for chunk in chunks]
     for models in (chunks, wrapped):
         require_built_here(Positions.of(V), models)
-    with pytest.raises(ValueError, match=r"^chunk 1 of the model has the layers .* build it by megatron.training.training.get_model or"):
+    with pytest.raises(
+        ValueError, match=r"^chunk 1 of the model has the layers .* build it by megatron.training.training.get_model or"
+    ):
         require_built_here(Positions.of(V), [wrapped[0], SimpleNamespace(module=Chunk(False, True))])
     require_built_here(Positions.of(LOOPS), [Chunk(True, False), Chunk(False, True)])
 
@@ -175,17 +194,21 @@ def nothing_can_be_sent_in_a_view() -> None:
     view = View(1, RANKS)
     assert (view.rank(), view.size()) == (1, RANKS)
     with pytest.raises(
-        AttributeError, match=r"a view of the pipeline has no allreduce: .* communicate in the model's own pg_collection.pp"
+        AttributeError,
+        match=r"a view of the pipeline has no allreduce: .* communicate in the model's own pg_collection.pp",
     ):
         view.allreduce()  # type: ignore[operator]
 
 
 def megatrons_own_placement_is_left_alone() -> None:
     assert wraps_of(Positions.of(LOOPS)) == {}
-    # With the first stage and the last on different ranks, embeddings, data and checkpoints are where Megatron has them.
+    # With the first stage and the last on different ranks, embeddings, data and checkpoints are where Megatron has
+    # them.
     of_a_wave = wraps_of(Positions.of(WAVE))
     assert patches.BUILD_CHUNKS in of_a_wave
-    assert not {patches.EMBEDDING_RANKS, patches.FIRST_STAGE, patches.TIED_GRADIENTS, patches.INITIALIZE} & set(of_a_wave)
+    assert not {patches.EMBEDDING_RANKS, patches.FIRST_STAGE, patches.TIED_GRADIENTS, patches.INITIALIZE} & set(
+        of_a_wave
+    )
 
 
 def the_last_rank_has_the_first_stages_data() -> None:
@@ -237,11 +260,15 @@ def first_and_last(pp_ranks: list[int]) -> list[int]:
 
 
 def chosen(**choices: Callable[[list[int]], list[int]]) -> dict[str, list[int]]:
-    """What Megatron is told of a V where a script gives these functions; its own set-up asks for every pipeline in turn."""
+    """What Megatron is told of a V where a script gives these functions; its own set-up asks for every pipeline in
+    turn."""
     told: dict[str, list[int]] = {}
 
     def initialize(get_embedding_ranks: Any = None, get_position_embedding_ranks: Any = None) -> None:
-        functions = {"get_embedding_ranks": get_embedding_ranks, "get_position_embedding_ranks": get_position_embedding_ranks}
+        functions = {
+            "get_embedding_ranks": get_embedding_ranks,
+            "get_position_embedding_ranks": get_position_embedding_ranks,
+        }
         told.update({name: function(PIPELINE) for name, function in functions.items() if function is not None})
 
     with mock.patch.object(parallel_state, "initialize_model_parallel", initialize), of_rank(V, 0):
@@ -259,7 +286,9 @@ def one_rank_has_both_embeddings() -> None:
 def it_takes_the_place_of_what_megatron_would_choose() -> None:
     """Upstream's pretrain_gpt.py gives the ranks of the first stage and of the last: no V could be trained by it."""
     assert chosen(get_embedding_ranks=first_and_last) == {"get_embedding_ranks": [14]}
-    assert chosen(get_embedding_ranks=lambda ranks: ranks[-1:]) == {"get_embedding_ranks": [14]}, "a script that was written for a V"
+    assert chosen(get_embedding_ranks=lambda ranks: ranks[-1:]) == {"get_embedding_ranks": [14]}, (
+        "a script that was written for a V"
+    )
     assert chosen(get_position_embedding_ranks=lambda ranks: ranks[:1]) == {"get_position_embedding_ranks": [14]}
 
 
@@ -272,12 +301,17 @@ def another_choice_than_megatrons_is_refused_with_the_difference() -> None:
         chosen(get_embedding_ranks=lambda ranks: ranks[1::2])
     with pytest.raises(Refused, match=r"chooses none, where"):
         chosen(get_embedding_ranks=lambda ranks: [])
-    with pytest.raises(Refused, match=r"^get_position_embedding_ranks: .* chooses 2, 14, where Megatron's own chooses 2\."):
+    with pytest.raises(
+        Refused, match=r"^get_position_embedding_ranks: .* chooses 2, 14, where Megatron's own chooses 2\."
+    ):
         chosen(get_position_embedding_ranks=first_and_last)
 
 
 def a_copy_that_the_script_leaves_out_must_not_be_there() -> None:
-    """Upstream's script leaves the last stage out where no weight is tied. A tied one would go apart in stock, and not here."""
+    """Upstream's script leaves the last stage out where no weight is tied.
+
+    A tied one would go apart in stock, and not here.
+    """
 
     def initialize(get_embedding_ranks: Any, get_position_embedding_ranks: Any = None) -> None:
         assert get_embedding_ranks(PIPELINE) == [14]
@@ -293,9 +327,16 @@ def a_copy_that_the_script_leaves_out_must_not_be_there() -> None:
 
 
 def two_ranks_that_add_up_one_weight_are_refused() -> None:
-    """A script's own groups: in a V one of the two would wait for the other, for ever. Where they are given, and where they are used."""
-    both, alone, outside = (SimpleNamespace(pp=Ranks(3), tp=Ranks(0, 1), embd=embd) for embd in (Ranks(0, 2), Ranks(0, 1), -100))
-    refusal = r"^pg_collection\.embd: the script lets 2 ranks add up .* last rank alone, or None \(.*, or take a schedule"
+    """A script's own groups: in a V one of the two would wait for the other, for ever.
+
+    Where they are given, and where they are used.
+    """
+    both, alone, outside = (
+        SimpleNamespace(pp=Ranks(3), tp=Ranks(0, 1), embd=embd) for embd in (Ranks(0, 2), Ranks(0, 1), -100)
+    )
+    refusal = (
+        r"^pg_collection\.embd: the script lets 2 ranks add up .* last rank alone, or None \(.*, or take a schedule"
+    )
     with pytest.raises(ValueError, match=refusal) as refused:
         refuse_group(Positions.of(V), both)
     assert not isinstance(refused.value, Refused), "ranks outside of the group do not see it, and go on"
@@ -322,7 +363,10 @@ def copies_of_a_tied_weight_stay_equal() -> None:
             delattr(chunk.weight, name) if name == "main_grad" else setattr(chunk.weight, name, None)
     tied.add_up(*chunks)
     assert chunks[0].weight.grad is None, "frozen weights have no gradients"
-    for first, last in ((Chunk(True, False, shared=False), Chunk(False, True, shared=False)), (Chunk(False, False), Chunk(False, True))):
+    for first, last in (
+        (Chunk(True, False, shared=False), Chunk(False, True, shared=False)),
+        (Chunk(False, False), Chunk(False, True)),
+    ):
         first.weight.grad, last.weight.grad = torch.ones(3, 2), torch.ones(3, 2)
         tied.add_up(first, last)
         assert torch.equal(first.weight.grad, torch.ones(3, 2)), "two weights of their own"
@@ -334,12 +378,12 @@ def a_copy_is_saved_once_and_loaded_apart() -> None:
 
     state = {"first": {"weight": shard(0)}, "last": {"weight": shard(1)}, "step": 3}
     for order in (state, dict(reversed(state.items()))):
-        kept = twins.without(order)
+        kept = twins.first_replicas(order)
         assert isinstance(kept["first"]["weight"], ShardedTensor)
         assert not isinstance(kept["last"]["weight"], ShardedTensor)
         assert kept["step"] == 3
     one = torch.arange(4.0)
-    apart = twins.apart({"first": one, "last": one, "empty": [one[:0], one[:0]], "step": 3})
+    apart = twins.separate_copies({"first": one, "last": one, "empty": [one[:0], one[:0]], "step": 3})
     assert torch.equal(apart["first"], apart["last"])
     assert apart["first"].data_ptr() != apart["last"].data_ptr()
     assert apart["step"] == 3
@@ -349,7 +393,9 @@ def state_behind_a_padded_bucket_is_saved_as_its_own() -> None:
     """Of three parameters in two buckets, the first of which is padded from 5 to 8."""
     buckets = [SimpleNamespace(numel_unpadded=5), SimpleNamespace(numel_unpadded=3)]
     buffer = SimpleNamespace(
-        buckets=buckets, bucket_indices=[(0, 8), (8, 12)], param_index_map={"a": (0, 2, 0), "b": (2, 5, 0), "c": (8, 11, 1)}
+        buckets=buckets,
+        bucket_indices=[(0, 8), (8, 12)],
+        param_index_map={"a": (0, 2, 0), "b": (2, 5, 0), "c": (8, 11, 1)},
     )
     assert repairs.without_padding(buffer) == {"a": (0, 2, 0), "b": (2, 5, 0), "c": (5, 8, 1)}
     mended = DistributedOptimizer.sharded_param_state_fully_reshardable
@@ -364,7 +410,10 @@ def a_repair_whose_stand_in_lacks_what_a_newer_megatron_reads_is_left_out() -> N
         return self.buffers[0].buckets[0].grad_data.numel()
 
     last = repairs.REPAIRS[-1:]
-    with mock.patch.object(DistributedOptimizer, last[0].names[0].rpartition(".")[2], newer), mock.patch.object(repairs, "REPAIRS", last):
+    with (
+        mock.patch.object(DistributedOptimizer, last[0].names[0].rpartition(".")[2], newer),
+        mock.patch.object(repairs, "REPAIRS", last),
+    ):
         (said,) = repairs.apply()
         assert DistributedOptimizer.sharded_param_state_fully_reshardable is newer
     assert said.startswith("left out, because it cannot be tried on this Megatron (AttributeError: "), said
@@ -382,7 +431,8 @@ def state_that_is_filed_by_rank_is_refused() -> None:
             assert wraps[patches.CHECKPOINT_FORMAT](lambda name, args, form=form: form)("iter_1", None) == "torch_dist"
     for patch in (patches.STATE_BY_BUFFER, patches.STATE_BY_RANK):
         with pytest.raises(
-            ValueError, match="save it there with --dist-ckpt-optim-fully-reshardable, or go on without it by --no-load-optim"
+            ValueError,
+            match="save it there with --dist-ckpt-optim-fully-reshardable, or go on without it by --no-load-optim",
         ):
             wraps[patch](print)("self", {}, True)
 

@@ -1,6 +1,6 @@
-"""Stages of Megatron's own model under `terra.Session`, three micro-batches in flight, in a process that may import it: gradients, what is
-sent and random states are those without a session, in every byte. Ends with 0 when all is well.
-"""
+"""Stages of Megatron's own model under `terra.Session`, three micro-batches in flight, in a process that may import
+it: gradients, what is sent and random states are those without a session, in every byte. Ends with 0 when all is
+well."""
 
 # ruff: noqa: E402
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from megatron.scheduling import startup
+from megatron.scheduling.start import startup
 
 startup.prepare()
 
@@ -51,8 +51,12 @@ class Stage:
             deallocate_pipeline_outputs=True,
         )
         spec = get_gpt_layer_local_spec()
-        model = GPTModel(self.config, spec, TOKENS, LENGTH, is_first, is_last, share_embeddings_and_output_weights=False)
-        self.model = DistributedDataParallel(self.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+        model = GPTModel(
+            self.config, spec, TOKENS, LENGTH, is_first, is_last, share_embeddings_and_output_weights=False
+        )
+        self.model = DistributedDataParallel(
+            self.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
+        )
         self.under_way: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
         # What a step leaves, and what goes to the neighbours.
         self.sent: list[torch.Tensor] = []
@@ -72,7 +76,9 @@ class Stage:
         tokens = torch.randint(TOKENS, (BATCH, LENGTH), generator=generator)
         self.model.module.set_input_tensor(received)
         mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
-        output = self.model(tokens, torch.arange(LENGTH).expand(BATCH, LENGTH), mask, labels=tokens if self.is_last else None)
+        output = self.model(
+            tokens, torch.arange(LENGTH).expand(BATCH, LENGTH), mask, labels=tokens if self.is_last else None
+        )
         if self.is_last:
             output = output.mean()
         self.sent.append(output.detach().clone())
@@ -94,7 +100,11 @@ class Stage:
         for name, parameter in self.model.named_parameters():
             found |= {name: parameter.detach().clone(), f"{name}.main_grad": parameter.main_grad.clone()}
         states = tensor_parallel.get_cuda_rng_tracker().get_states()
-        return found | {f"random state {name}": state.clone() for name, state in states.items()} | {"random state": torch.get_rng_state()}
+        return (
+            found
+            | {f"random state {name}": state.clone() for name, state in states.items()}
+            | {"random state": torch.get_rng_state()}
+        )
 
 
 def trained(kind: tuple[bool, bool], dropout: float, session: terra.Session | None) -> list[dict[str, torch.Tensor]]:
@@ -124,7 +134,9 @@ def same(expected: list[dict[str, torch.Tensor]], found: list[dict[str, torch.Te
         assert one.keys() == other.keys()
         gradients = [key for key in one if key.endswith(".main_grad")]
         assert gradients
-        assert all(one[key].any() for key in gradients), f"{name}: a gradient is all zeros, which what was forgotten is too"
+        assert all(one[key].any() for key in gradients), (
+            f"{name}: a gradient is all zeros, which what was forgotten is too"
+        )
         for key in one:
             assert _bytes(one[key]) == _bytes(other[key]), f"{name}, iteration {number}: {key} differs"
 

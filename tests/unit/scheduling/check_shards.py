@@ -1,5 +1,7 @@
-"""The output layer of a real Megatron model as one shard, in a process of its own: importing takes seconds. One rank's shard has all rows,
-so what comes out is Megatron's but for the order in which a softmax is added up. Ends with 0 when all is well.
+"""The output layer of a real Megatron model as one shard, in a process of its own: importing takes seconds.
+
+One rank's shard has all rows, so what comes out is Megatron's but for the order in which a softmax is added up. Ends
+with 0 when all is well.
 """
 
 # ruff: noqa: E402
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from megatron.scheduling import startup
+from megatron.scheduling.start import startup
 
 startup.prepare()
 
@@ -30,12 +32,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from bpipe.ir.action import Action, Kind
 from bpipe.runtime.shards import EarlyShard
 from bpipe.vocabulary.rows import Rows
-from megatron.scheduling import tied_shards, twins
-from megatron.scheduling.chunks import Call, ChunkStages
-from megatron.scheduling.halves import Halves, Keep
-from megatron.scheduling.input_shards import Inputs, noted_steps, told
-from megatron.scheduling.shards import ShardedStages
-from megatron.scheduling.vocabulary import OutputLayerShard, output_shard, split
+from megatron.scheduling.loop.chunks import Call, ChunkStages
+from megatron.scheduling.loop.halves import Halves, Keep
+from megatron.scheduling.placement import twins
+from megatron.scheduling.vocabulary import tied_shards
+from megatron.scheduling.vocabulary.input_shards import Inputs, gather_tokens, noted_steps
+from megatron.scheduling.vocabulary.output_shards import OutputLayerShard, output_shard, split
+from megatron.scheduling.vocabulary.sharded_stages import ShardedStages
 
 HIDDEN, LENGTH, BATCH, VOCABULARY = 64, 16, 2, 96
 MICROBATCHES = 3
@@ -43,14 +46,22 @@ Loss = Callable[[torch.Tensor], Any]
 
 
 def config(**settings: Any) -> TransformerConfig:
-    given = {"num_layers": 1, "hidden_size": HIDDEN, "num_attention_heads": 4, "use_cpu_initialization": True, "hidden_dropout": 0.0}
+    given = {
+        "num_layers": 1,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": 4,
+        "use_cpu_initialization": True,
+        "hidden_dropout": 0.0,
+    }
     return TransformerConfig(**{**given, "attention_dropout": 0.0, "calculate_per_token_loss": False, **settings})
 
 
 def model(**settings: Any) -> GPTModel:
     torch.manual_seed(1)
     shared = settings.pop("share_embeddings_and_output_weights", False)
-    given = {name: settings.pop(name) for name in ("parallel_output", "pre_process", "post_process") if name in settings}
+    given = {
+        name: settings.pop(name) for name in ("parallel_output", "pre_process", "post_process") if name in settings
+    }
     spec = get_gpt_layer_local_spec()
     return GPTModel(config(**settings), spec, VOCABULARY, LENGTH, share_embeddings_and_output_weights=shared, **given)
 
@@ -128,7 +139,9 @@ def sharded(inner: GPTModel, call: Call, early: bool = False) -> ShardedStages:
 
 def one_shard_trains_what_the_whole_layer_does() -> None:
     scaled = {"use_mup": True, "mup_output_mult": 0.25}
-    for loss, settings, early in product((mean, summed), ({}, {"calculate_per_token_loss": True}, scaled), (False, True)):
+    for loss, settings, early in product(
+        (mean, summed), ({}, {"calculate_per_token_loss": True}, scaled), (False, True)
+    ):
         if settings.get("calculate_per_token_loss") and loss is mean:
             continue
         expected, stock = whole(loss, **settings)
@@ -156,12 +169,18 @@ def splitting_changes_no_weight_and_draws_nothing() -> None:
     assert all(torch.equal(one, other) for one, other in zip(inner.parameters(), plain.parameters(), strict=True))
     weight = inner.output_layer.weight
     assert weight.is_embedding_or_output_parameter
-    assert (weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride, weight.allreduce) == (True, 0, 1, True)
+    assert (weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride, weight.allreduce) == (
+        True,
+        0,
+        1,
+        True,
+    )
     assert list(inner.state_dict()) == list(plain.state_dict())
 
 
 def logits_are_computed_through_the_module() -> None:
-    """Its hooks gather its weight where the distributed optimizer overlaps that: without them the weight would be stale, silently."""
+    """Its hooks gather its weight where the distributed optimizer overlaps that: without them the weight would be
+    stale, silently."""
     inner = model()
     split(inner, inner)
     called_for: list[torch.Size] = []
@@ -189,8 +208,13 @@ def evaluation_calls_the_loss_function_once() -> None:
         assert all(map(torch.equal, call.losses, seen))
         plain = model()
         tokens = next(batches())
-        places, mask = torch.arange(LENGTH).expand(BATCH, LENGTH), torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
-        torch.testing.assert_close(seen[0], plain(tokens, places, mask, labels=tokens.roll(-1, 1)), rtol=1e-6, atol=1e-6)
+        places, mask = (
+            torch.arange(LENGTH).expand(BATCH, LENGTH),
+            torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1),
+        )
+        torch.testing.assert_close(
+            seen[0], plain(tokens, places, mask, labels=tokens.roll(-1, 1)), rtol=1e-6, atol=1e-6
+        )
 
 
 def what_shards_cannot_compute_is_refused() -> None:
@@ -204,9 +228,14 @@ def what_shards_cannot_compute_is_refused() -> None:
         sharded(inner, called(inner, lambda losses: (torch.ones(1, requires_grad=True) * 1, {})))
     for settings, reason in (
         ({"parallel_output": False}, "gathers its logits"),
-        ({"defer_embedding_wgrad_compute": True, "gradient_accumulation_fusion": True}, "drop --defer-embedding-wgrad-compute"),
+        (
+            {"defer_embedding_wgrad_compute": True, "gradient_accumulation_fusion": True},
+            "drop --defer-embedding-wgrad-compute",
+        ),
     ):
-        refused = SimpleNamespace(config=SimpleNamespace(**settings), parallel_output=settings.get("parallel_output", True), vp_stage=None)
+        refused = SimpleNamespace(
+            config=SimpleNamespace(**settings), parallel_output=settings.get("parallel_output", True), vp_stage=None
+        )
         with pytest.raises(ValueError, match=reason):
             split(refused, refused)
     with pytest.raises(ValueError, match="and this is a Linear: train without --bpipe-vocabulary"):
@@ -222,7 +251,9 @@ def a_tied_weight_is_filed_in_pieces_of_one_size() -> None:
         def sharded_state_dict(self, prefix: str) -> dict[str, Any]:
             return {f"{prefix}weight": ShardedTensor.from_rank_offsets(f"{prefix}weight", whole, replica_id=(0, 0, 2))}
 
-    first = SimpleNamespace(pre_process=True, post_process=False, embedding=SimpleNamespace(word_embeddings=Embedding()))
+    first = SimpleNamespace(
+        pre_process=True, post_process=False, embedding=SimpleNamespace(word_embeddings=Embedding())
+    )
     first.pg_collection = SimpleNamespace(tp=SimpleNamespace(rank=lambda: 0))
     weight = torch.nn.Parameter(whole[4:8].clone())
     tied_shards.tie(first, first, weight, rows)
@@ -234,18 +265,23 @@ def a_tied_weight_is_filed_in_pieces_of_one_size() -> None:
     assert torch.equal(found.merge_fn([piece.data for piece in pieces]), whole)
     copy = tied_shards.entry(weight, 1, rows, "output_layer.", 2)
     for piece in (*pieces, copy):
-        assert (piece.key, piece.global_shape, piece.local_shape, piece.axis_fragmentations) == (key, (12, 2), (4, 2), (3, 1))
+        assert (piece.key, piece.global_shape, piece.local_shape, piece.axis_fragmentations) == (
+            key,
+            (12, 2),
+            (4, 2),
+            (3, 1),
+        )
     assert [piece.global_offset for piece in pieces] == [(0, 0), (4, 0), (8, 0)]
     assert {piece.replica_id for piece in pieces} == {(0, 0, 2)}
     assert (copy.global_offset, copy.replica_id) == ((4, 0), (1, 0, 2))
     assert torch.equal(copy.data, pieces[1].data)
     # Of the rank's own rows only the embedding's are saved: a fully parallel save would write both.
     whole_and_part = {"embedding": found, "output": tied_shards.entry(weight, 1, rows, "output_layer.", 0)}
-    saved = twins.without(whole_and_part)
+    saved = twins.first_replicas(whole_and_part)
     assert saved["embedding"] is found
     assert isinstance(saved["output"], LocalNonpersistentObject)
     alone = {"output": copy}
-    assert twins.without(alone) == alone
+    assert twins.first_replicas(alone) == alone
 
 
 def an_embedding_in_shards_is_looked_up_before_the_model_asks() -> None:
@@ -269,9 +305,13 @@ def an_embedding_in_shards_is_looked_up_before_the_model_asks() -> None:
 
 
 def an_embedding_of_another_chunk_leaves_the_first_stage_no_rows() -> None:
-    """Both layers' shards are in the last chunk, which its first stage has not got; a weight that they share is one parameter there."""
+    """Both layers' shards are in the last chunk, which its first stage has not got; a weight that they share is one
+    parameter there."""
     for tied in (False, True):
-        first, last = (model(share_embeddings_and_output_weights=tied, **{without: False}) for without in ("post_process", "pre_process"))
+        first, last = (
+            model(share_embeddings_and_output_weights=tied, **{without: False})
+            for without in ("post_process", "pre_process")
+        )
         table = first.embedding.word_embeddings.weight.detach().clone()
         split(first, last, 0)
         shard, given, _ = Inputs.of(first, last, 0)
@@ -289,7 +329,7 @@ def steps_are_noted_before_anything_is_computed() -> None:
     inner = model()
     steps, expected = noted_steps(called(inner, mean), 0), batches()
     assert len(steps) == MICROBATCHES
-    found = told(steps, inner.pg_collection.pp, 0)
+    found = gather_tokens(steps, inner.pg_collection.pp, 0)
     assert all(torch.equal(one, next(expected)) for one in found)
     assert "forward" not in vars(inner)
     for what, wrong in {
@@ -299,9 +339,11 @@ def steps_are_noted_before_anything_is_computed() -> None:
         with pytest.raises(ValueError, match="does not call its model once and hand on what that returns"):
             noted_steps(called(inner, mean, forward_step_func=wrong), 0)
         assert "forward" not in vars(inner), what
-    untold = noted_steps(called(inner, mean, forward_step_func=lambda data, module: (module(None, None, None), mean)), 0)
+    untold = noted_steps(
+        called(inner, mean, forward_step_func=lambda data, module: (module(None, None, None), mean)), 0
+    )
     with pytest.raises(ValueError, match="calls its model without tokens"):
-        told(untold, inner.pg_collection.pp, 0)
+        gather_tokens(untold, inner.pg_collection.pp, 0)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""A budget before training: the command's own prediction, the same plan and lines, and what is refused; and when a plan changes over."""
+"""A budget before training: the command's own prediction, the same plan and lines, and what is refused; and when a
+plan changes over."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from bpipe import cli
+from bpipe.build import BalanceConfig, balanced, build
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.host_buffers import links_of
 from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
@@ -18,24 +20,62 @@ from bpipe.ir.memory import memory_of, num_transfers
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster_file import cluster_named
 from bpipe.models.memory import DeviceBesides
-from bpipe.plan.budget import Devices, MemoryBudget, better, predicted, read_asked, smallest_bytes, tightest, within
-from bpipe.plan.fit import gib
+from bpipe.plan.budget import (
+    Devices,
+    MemoryBudget,
+    better_plan,
+    predicted_devices,
+    read_memory_budget,
+    smallest_bytes,
+    tightest_plan,
+    within,
+)
+from bpipe.plan.fit import budget_text
 from bpipe.plan.options import setup_from
-from bpipe.program import BalanceConfig, balanced, build
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 from bpipe.simulate.engine import simulate
-from megatron.scheduling.choosing import balance_asked, costs_asked, own_schedule
+from megatron.scheduling.options.choosing import own_schedule, requested_balance, requested_costs
 from tests.unit.scheduling.test_choosing import args
 
 # What `args` stand for.
 WORDS = [
-    *("--num-layers", "8", "--hidden-size", "1024", "--num-attention-heads", "16", "--seq-length", "1024", "--transformer-impl", "local"),
-    *("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "4", "--micro-batch-size", "2", "--global-batch-size", "48"),
+    *(
+        "--num-layers",
+        "8",
+        "--hidden-size",
+        "1024",
+        "--num-attention-heads",
+        "16",
+        "--seq-length",
+        "1024",
+        "--transformer-impl",
+        "local",
+    ),
+    *(
+        "--tensor-model-parallel-size",
+        "2",
+        "--pipeline-model-parallel-size",
+        "4",
+        "--micro-batch-size",
+        "2",
+        "--global-batch-size",
+        "48",
+    ),
     *("--vocab-size", "1024", "--max-position-embeddings", "1024", "--bpipe"),
 ]
 
 LLAMA_70B = [
-    *("--num-layers", "80", "--hidden-size", "8192", "--ffn-hidden-size", "28672", "--num-attention-heads", "64", "--swiglu"),
+    *(
+        "--num-layers",
+        "80",
+        "--hidden-size",
+        "8192",
+        "--ffn-hidden-size",
+        "28672",
+        "--num-attention-heads",
+        "64",
+        "--swiglu",
+    ),
     *("--group-query-attention", "--num-query-groups", "8", "--normalization", "RMSNorm", "--disable-bias-linear"),
     *("--position-embedding-type", "rope", "--untie-embeddings-and-output-weights", "--attention-backend", "flash"),
     *("--attention-dropout", "0", "--hidden-dropout", "0"),
@@ -46,7 +86,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, memory: str, *words: str, **more: Any
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *WORDS, *words])
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     sizes = {"world_size": 24, "vocab_size": 1024, "bpipe_min_bytes": 65536}
-    return args(**{**sizes, "bpipe": True, "bpipe_memory": read_asked(memory), **more})
+    return args(**{**sizes, "bpipe": True, "bpipe_memory": read_memory_budget(memory), **more})
 
 
 def test_the_plan_is_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,7 +94,7 @@ def test_the_plan_is_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     simulate = ["simulate", "--cluster", "h100-80g:3x8", "--kernels", "cpu", "--attention", "unfused"]
     moved = []
     for memory in ("2.8", "2.4", "2.2"):
-        how, told = balance_asked(asked(monkeypatch, memory))
+        how, told = requested_balance(asked(monkeypatch, memory))
         assert cli.main([*simulate, "--memory", memory, "--", *WORDS]) == 0
         printed = capsys.readouterr().out.splitlines()
         assert told
@@ -72,11 +112,24 @@ def test_where_links_are_said_transfers_end_in_time_as_the_command_plans_them(
     """By a cluster whose links are slow; without it the plan is by bytes alone."""
     slow = tmp_path / "slow.toml"
     slow.write_text(
-        'nodes = 3\ngpus_per_node = 8\n[device]\nlike = "h100-80g"\nname = "slow"\ninside_gb_per_s = 80\nbetween_gb_per_s = 80\n'
+        'nodes = 3\ngpus_per_node = 8\n[device]\nlike = "h100-80g"\nname = "slow"\ninside_gb_per_s = '
+        "80\nbetween_gb_per_s = 80\n"
     )
-    simulate = ["simulate", "--cluster", str(slow), "--kernels", "cpu", "--attention", "unfused", "--memory", "2.6", "--", *WORDS]
-    by_bytes, _ = balance_asked(asked(monkeypatch, "2.6"))
-    how, told = balance_asked(asked(monkeypatch, "2.6", "--bpipe-cluster", str(slow), bpipe_cluster=str(slow)))
+    simulate = [
+        "simulate",
+        "--cluster",
+        str(slow),
+        "--kernels",
+        "cpu",
+        "--attention",
+        "unfused",
+        "--memory",
+        "2.6",
+        "--",
+        *WORDS,
+    ]
+    by_bytes, _ = requested_balance(asked(monkeypatch, "2.6"))
+    how, told = requested_balance(asked(monkeypatch, "2.6", "--bpipe-cluster", str(slow), bpipe_cluster=str(slow)))
     assert cli.main(simulate) == 0
     printed = capsys.readouterr().out.splitlines()
     assert list(told) == [line for line in printed if line in told]
@@ -93,10 +146,13 @@ def test_where_links_are_said_transfers_end_in_time_as_the_command_plans_them(
 
 
 def test_where_links_are_said_what_is_learned_is_planned_by_their_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first iteration's plan is by bytes alone. A budget that is given is planned for once; what is not predicted has no seconds."""
+    """The first iteration's plan is by bytes alone.
+
+    A budget that is given is planned for once; what is not predicted has no seconds.
+    """
 
     def costs(memory: str, *words: str, cluster: str | None = "h100-80g") -> Costs | None:
-        return costs_asked(asked(monkeypatch, memory, *words, bpipe_cluster=cluster))
+        return requested_costs(asked(monkeypatch, memory, *words, bpipe_cluster=cluster))
 
     found, slower = costs("auto:2.6"), costs("auto:2.6", cluster="a100-80g")
     assert found is not None
@@ -105,15 +161,18 @@ def test_where_links_are_said_what_is_learned_is_planned_by_their_seconds(monkey
     assert costs("auto:2.6", cluster=None) is None
     assert costs("2.6") is None
     assert costs("auto:2", "--moe-latent-size", "8") is None
-    how, told = balance_asked(asked(monkeypatch, "auto:2.6", bpipe_cluster="h100-80g"))
-    assert (how, told) == balance_asked(asked(monkeypatch, "auto:2.6"))
-    _, told = balance_asked(asked(monkeypatch, "auto:2", "--moe-latent-size", "8", bpipe_cluster="h100-80g"))
+    how, told = requested_balance(asked(monkeypatch, "auto:2.6", bpipe_cluster="h100-80g"))
+    assert (how, told) == requested_balance(asked(monkeypatch, "auto:2.6"))
+    _, told = requested_balance(asked(monkeypatch, "auto:2", "--moe-latent-size", "8", bpipe_cluster="h100-80g"))
     assert told[0].endswith("keeps the smallest bound, and plans are by bytes alone")
 
 
 def test_links_are_said_for_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="--bpipe-cluster h100-80g says how long transfers take within a budget: give --bpipe-memory, too"):
-        balance_asked(args(bpipe=True, bpipe_cluster="h100-80g"))
+    with pytest.raises(
+        ValueError,
+        match="--bpipe-cluster h100-80g says how long transfers take within a budget: give --bpipe-memory, too",
+    ):
+        requested_balance(args(bpipe=True, bpipe_cluster="h100-80g"))
 
 
 def plain_config() -> Any:
@@ -129,10 +188,16 @@ def plain_config() -> Any:
             "1.2",
             [],
             {},
-            "--bpipe-memory: by prediction no plan keeps ranks . and . within 1.2 GiB a device. The smallest budget that one keeps",
+            "--bpipe-memory: by prediction no plan keeps ranks . and . within 1.2 GiB a device. The smallest budget "
+            "that one keeps",
         ),
         ("1.2", [], {}, r"What else would help: .*recompute full \(.*With auto:GIB it is tried, and measured"),
-        ("2", [], {"bpipe_bound": (3,)}, "--bpipe-memory says how to balance, and so does --bpipe-bound: give one of them"),
+        (
+            "2",
+            [],
+            {"bpipe_bound": (3,)},
+            "--bpipe-memory says how to balance, and so does --bpipe-bound: give one of them",
+        ),
         ("2,2", [], {}, "2 budgets for 4 ranks: give one for all or one for each"),
         (
             "2",
@@ -150,34 +215,36 @@ def test_what_cannot_be_kept_is_said_before_training(
         own_schedule(asked(monkeypatch, memory, *words, **more))
 
 
-def test_learning_begins_with_what_helps_most_or_where_nothing_predicts_with_the_smallest_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    how, told = balance_asked(asked(monkeypatch, "auto:1"))
+def test_learning_begins_with_what_helps_most_or_where_nothing_predicts_with_the_smallest_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    how, told = requested_balance(asked(monkeypatch, "auto:1"))
     assert how is not None
-    assert how.rooms is not None
+    assert how.activation_budget is not None
     schedule = build(replace(plain_config(), balance=how))
     assert num_transfers(schedule, 0).evictions > 0, "even a budget that is too small by prediction is tried"
     assert told[0] == "the first iteration sends as much as helps, until bytes are measured:"
-    how, told = balance_asked(asked(monkeypatch, "auto:2", "--moe-latent-size", "8"))
+    how, told = requested_balance(asked(monkeypatch, "auto:2", "--moe-latent-size", "8"))
     assert how == BalanceConfig()
     assert told[0].endswith(": the first iteration keeps the smallest bound")
 
 
 def test_before_there_is_a_tokenizer_pairs_are_the_usual(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert balance_asked(asked(monkeypatch, "2", vocab_size=None, padded_vocab_size=None)) == (BalanceConfig(), ())
+    assert requested_balance(asked(monkeypatch, "2", vocab_size=None, padded_vocab_size=None)) == (BalanceConfig(), ())
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "1e3", "70;80", "auto:", "auto:x", "70,", "0.0000000001"])
 def test_no_budget(text: str) -> None:
     with pytest.raises(ValueError, match="is no number of GiB above 0"):
-        read_asked(text)
+        read_memory_budget(text)
 
 
 def test_budgets() -> None:
-    assert read_asked("auto") == MemoryBudget(None, True)
-    assert read_asked("auto:1.5,2") == MemoryBudget((3 * 2**29, 2**31), True)
-    assert read_asked("0.5") == MemoryBudget((2**29,), False)
-    assert gib([2**30, 2**30]) == "1.0"
-    assert gib([2**30 + 1]) == "1.1", "a budget that is read from it is not smaller"
+    assert read_memory_budget("auto") == MemoryBudget(None, True)
+    assert read_memory_budget("auto:1.5,2") == MemoryBudget((3 * 2**29, 2**31), True)
+    assert read_memory_budget("0.5") == MemoryBudget((2**29,), False)
+    assert budget_text([2**30, 2**30]) == "1.0"
+    assert budget_text([2**30 + 1]) == "1.1", "a budget that is read from it is not smaller"
 
 
 def devices(*budget: int) -> Devices:
@@ -187,47 +254,54 @@ def devices(*budget: int) -> Devices:
 
 
 def test_a_plan_changes_over_only_where_that_helps() -> None:
-    tight = tightest(devices(1400)).schedule
+    tight = tightest_plan(devices(1400)).schedule
     assert num_transfers(tight, 0).evictions == 3
-    found, told = better(devices(1400), tight)
+    found, told = better_plan(devices(1400), tight)
     assert found is not None
     assert found.moved_bytes == 0
     assert told[0].endswith("leave in an iteration; changing over:")
-    assert better(devices(1300), tight)[0] is None
-    assert "no plan does with less, so it stays" in better(devices(1300), tight)[1][0]
-    found, told = better(devices(1300), within(devices(1400)).schedule)
+    assert better_plan(devices(1300), tight)[0] is None
+    assert "no plan does with less, so it stays" in better_plan(devices(1300), tight)[1][0]
+    found, told = better_plan(devices(1300), within(devices(1400)).schedule)
     assert found is None
     assert "sends of stage 0, of which nobody knows yet what moves" in told[0]
-    found, told = better(devices(1200), tight)
+    found, told = better_plan(devices(1200), tight)
     assert found is None
     assert "no plan keeps ranks 0 and 3 within" in told[0]
     # Now too little leaves, and the link is there.
     less = within(devices(1300, 1200, 1400, 1300)).schedule
     assert num_transfers(less, 1).evictions
-    assert better(devices(1300, 1200, 1400, 1300), less)[0] is None
+    assert better_plan(devices(1300, 1200, 1400, 1300), less)[0] is None
 
 
 @pytest.mark.parametrize("hosts", [HOST, ALL])
 def test_a_first_plan_asks_a_node_for_little_more_memory_than_the_last(hosts: str) -> None:
-    """It had all leave that can: a training was ended because its node had not the memory for that, which it never needed again."""
+    """It had all leave that can: a training was ended because its node had not the memory for that, which it never
+    needed again."""
     besides = DeviceBesides((1000,) * 8, (0,) * 8, (0,) * 8)
     room = Devices(FAMILIES["1f1b"].generate(8, 16, 1), memory_of([100] * 8), besides, (1750,) * 8, hosts=hosts)
-    first, last, all_leave = tightest(room), within(room), tightest(replace(room, budget_bytes=(1,) * 8))
+    first, last, all_leave = tightest_plan(room), within(room), tightest_plan(replace(room, budget_bytes=(1,) * 8))
     assert sum(last.own_bytes) <= sum(first.own_bytes) < sum(all_leave.own_bytes)
     assert max(first.need_bytes) <= 1750 - 1750 // 8
     # Of whoever can send it is measured what moves, so any budget can be changed to, by other links, too.
     for budget in (1200, 1300, 1500, 1700):
-        found, told = better(replace(room, budget_bytes=(budget,) * 8), first.schedule)
+        found, told = better_plan(replace(room, budget_bytes=(budget,) * 8), first.schedule)
         assert found is not None, told
     assert hosts == HOST or not links_of(within(room).schedule) <= links_of(all_leave.schedule)
 
 
 def test_a_pool_keeps_every_budget_that_pairs_keep() -> None:
     """V-Half of a 70B model, each rank on a node of its own: links to several hosts made a pool need 0.8 GiB more."""
-    flags = "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 8 --bpipe-schedule v-half --bpipe"
-    flags += " --seq-length 4096 --micro-batch-size 1 --global-batch-size 32 --bf16 --grad-reduce-in-bf16 --use-distributed-optimizer"
+    flags = (
+        "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 8 --bpipe-schedule "
+        "v-half --bpipe"
+    )
+    flags += (
+        " --seq-length 4096 --micro-batch-size 1 --global-batch-size 32 --bf16 --grad-reduce-in-bf16 "
+        "--use-distributed-optimizer"
+    )
     setup = setup_from([*LLAMA_70B, *flags.split()], cluster_named("h100-80g", (8, 8)), 262144, "gpu")
-    paired, pool = (predicted(replace(setup, how=BalanceConfig(hosts=hosts)), [1]) for hosts in (PAIR, POOL))
+    paired, pool = (predicted_devices(replace(setup, how=BalanceConfig(hosts=hosts)), [1]) for hosts in (PAIR, POOL))
     least = smallest_bytes(paired)
     assert smallest_bytes(pool) <= least
     assert max(within(replace(pool, budget_bytes=(least,) * 8)).need_bytes) <= least
@@ -236,13 +310,15 @@ def test_a_pool_keeps_every_budget_that_pairs_keep() -> None:
 def costs_of(transfer_s: int) -> Costs:
     """With which a micro-batch as it is measured takes so long. Predicted were others, of which nothing would move."""
     cost = StageCost(1, 2, saved_bytes=1, moved_bytes=0)
-    return Costs((cost,) * 4, Links(Link(Fraction(100, transfer_s))), Exchange.MEGATRON_1F1B, one_sided=frozenset(range(4)))
+    return Costs(
+        (cost,) * 4, Links(Link(Fraction(100, transfer_s))), Exchange.MEGATRON_1F1B, one_sided=frozenset(range(4))
+    )
 
 
 def test_a_plan_that_is_learned_has_its_transfers_end_in_time_by_measured_bytes() -> None:
     room, less = devices(1300, 1400, 1400, 1400), devices(1200, 1400, 1400, 1400)
-    by_bytes, _ = better(room, within(less).schedule)
-    found, told = better(room, within(less).schedule, costs_of(3))
+    by_bytes, _ = better_plan(room, within(less).schedule)
+    found, told = better_plan(room, within(less).schedule, costs_of(3))
     assert by_bytes is not None
     assert found is not None
     assert found.how == replace(by_bytes.how, windows=found.how.windows)
@@ -253,19 +329,19 @@ def test_a_plan_that_is_learned_has_its_transfers_end_in_time_by_measured_bytes(
     assert told[-1].startswith(
         "not every transfer ends before it is needed, issued earlier where there is room: waits in an iteration rank 0 "
     )
-    quick, _ = better(room, within(less).schedule, costs_of(1))
+    quick, _ = better_plan(room, within(less).schedule, costs_of(1))
     assert quick is not None
     assert quick.how == by_bytes.how
 
 
 def test_a_plan_that_sends_as_much_is_changed_to_where_less_is_waited_for() -> None:
     room = devices(1300, 1400, 1400, 1400)
-    now = tightest(room).schedule
-    assert better(room, now)[0] is None
-    assert better(room, now, costs_of(1))[0] is None
-    found, told = better(room, now, costs_of(3))
+    now = tightest_plan(room).schedule
+    assert better_plan(room, now)[0] is None
+    assert better_plan(room, now, costs_of(1))[0] is None
+    found, told = better_plan(room, now, costs_of(3))
     assert found is not None
     assert told[0].endswith("a plan that sends as much waits less for it; changing over:")
     waits = [sum(simulate(one, costs_of(3).holding(room.memory)).exposed_s) for one in (now, found.schedule)]
     assert waits[1] < waits[0]
-    assert better(room, found.schedule, costs_of(3))[0] is None
+    assert better_plan(room, found.schedule, costs_of(3))[0] is None

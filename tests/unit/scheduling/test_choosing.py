@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 
 from bpipe import cli
+from bpipe.build import BalanceConfig, ScheduleConfig, build, choice_for_bound
+from bpipe.formats.document import write_json
+from bpipe.formats.grid import write_grid
+from bpipe.formats.text import write_csv
 from bpipe.generate.family import ALIKE, UnitCosts
-from bpipe.generate.timing import pace
-from bpipe.ir.document import write_json
-from bpipe.ir.grid import write_grid
+from bpipe.generate.timing import iteration_time
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
-from bpipe.ir.text import write_csv
 from bpipe.plan.budget import MemoryBudget
-from bpipe.program import BalanceConfig, ScheduleConfig, build, choice_of
-from megatron.scheduling import upstream
-from megatron.scheduling.choosing import own_schedule, unplaced
-from megatron.scheduling.following import complete
+from megatron.scheduling.hooks import upstream
+from megatron.scheduling.options.choosing import own_schedule, unplaced
+from megatron.scheduling.options.following import complete
 
 # Sound, but sums of gradients come out otherwise.
 LATE_FIRST = "0F0,0F1,,,,,,,0B1,0B0\n,1F0,1F1,,,,,1B1,1B0,\n,,2F0,2F1,,,2B1,2B0,,\n,,,3F0,3F1,3B1,3B0,,,\n"
@@ -101,7 +101,9 @@ def test_two_pipes_are_counted_as_the_schedule_counts_them(tmp_path: Path) -> No
     """Megatron has half as many ranks with twice as many virtual stages, in twice as many replicas."""
     assert own_schedule(args(**TWO_PIPES)) == ScheduleConfig("chimera", 4, 8, exchange=Exchange.POSTED)
     more = {"bpipe_schedule": "bitpipe", "virtual_pipeline_model_parallel_size": 6, "bpipe": True}
-    assert own_schedule(args(**TWO_PIPES | more)) == ScheduleConfig("bitpipe", 4, 8, 3, BalanceConfig(), exchange=Exchange.POSTED)
+    assert own_schedule(args(**TWO_PIPES | more)) == ScheduleConfig(
+        "bitpipe", 4, 8, 3, BalanceConfig(), exchange=Exchange.POSTED
+    )
     unknown = {"global_batch_size": None, "step_batch_size_schedule": "0:12 600:24"}
     assert own_schedule(args(**TWO_PIPES | unknown)) == ScheduleConfig("chimera", 4, 2, exchange=Exchange.POSTED)
     file = tmp_path / "mine.csv"
@@ -120,7 +122,9 @@ def test_a_bound_holds_for_every_schedule() -> None:
     each = own_schedule(args(bpipe_executor=True, bpipe=True, bpipe_bound=(4, 3, 2, 1)))
     assert each is not None
     assert build(each).bounds == (4, 3, 2, 1)
-    assert own_schedule(args(bpipe=True, bpipe_bound=(4,))) is None, "Megatron's loop runs it, and the driver balances to the bound"
+    assert own_schedule(args(bpipe=True, bpipe_bound=(4,))) is None, (
+        "Megatron's loop runs it, and the driver balances to the bound"
+    )
 
 
 COSTS = UnitCosts(1, Fraction(6, 5), Fraction(4, 5))
@@ -140,18 +144,30 @@ def test_an_order_is_chosen_for_a_bound_as_the_command_chooses_it(
     """With host buffers, which a training keeps. Also where the group is `auto`, which is how the parser says None."""
     found = own_schedule(args(**GROUPED, bpipe_bound=(8,), **flags))
     assert found is not None
-    sizes = ["--stages", "4", "--microbatches", "8", "--chunks", "2", "--balance", "bpipe", "--bound", "8", "--buffers-stay"]
+    sizes = [
+        "--stages",
+        "4",
+        "--microbatches",
+        "8",
+        "--chunks",
+        "2",
+        "--balance",
+        "bpipe",
+        "--bound",
+        "8",
+        "--buffers-stay",
+    ]
     assert cli.main(["schedule", "--schedule", "grouped-interleaved", *sizes, *asked, "--format", "csv"]) == 0
     assert write_csv(build(found)) == capsys.readouterr().out
     usual = own_schedule(args(**GROUPED))
     assert usual is not None
-    assert pace(build(found), ALIKE).makespan < pace(build(usual), ALIKE).makespan
+    assert iteration_time(build(found), ALIKE).makespan < iteration_time(build(usual), ALIKE).makespan
 
 
 def test_a_group_that_is_given_stays_and_is_balanced_to_the_bound() -> None:
     found = own_schedule(args(**GROUPED, bpipe_bound=(7,), bpipe_group=3))
     assert found is not None
-    assert choice_of(found) is None
+    assert choice_for_bound(found) is None
     assert build(found) == build(
         ScheduleConfig("grouped-interleaved", 4, 8, 2, BalanceConfig((7,)), group_size=3, exchange=Exchange.POSTED)
     )
@@ -160,12 +176,17 @@ def test_a_group_that_is_given_stays_and_is_balanced_to_the_bound() -> None:
 def test_every_process_chooses_the_same() -> None:
     """Ranks do not agree on an order, each computes it: so it may not hang on how a process hashes."""
     program = (
-        "from bpipe.program import *; import hashlib; from bpipe.ir.text import write_csv;"
-        "print(hashlib.sha256(write_csv(build(ScheduleConfig('grouped-interleaved', 4, 8, 2, BalanceConfig((6,))))).encode()).hexdigest())"
+        "from bpipe.build import *; import hashlib; from bpipe.formats.text import write_csv;"
+        "print(hashlib.sha256(write_csv(build(ScheduleConfig('grouped-interleaved', 4, 8, 2, "
+        "BalanceConfig((6,))))).encode()).hexdigest())"
     )
     run = [
         subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONHASHSEED": seed}
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
         )
         for seed in "12"
     ]
@@ -219,7 +240,11 @@ def test_a_file_that_moves_activations_stays_as_it_is(tmp_path: Path) -> None:
 
 
 def test_stages_that_somebody_asked_for_are_left() -> None:
-    for flag in ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout"):
+    for flag in (
+        "num_virtual_stages_per_pipeline_rank",
+        "num_layers_per_virtual_pipeline_stage",
+        "pipeline_model_parallel_layout",
+    ):
         given = args(bpipe_schedule="gpipe", **{flag: 3})
         complete(given)
         assert {**vars(given)} == vars(args(bpipe_schedule="gpipe", **{flag: 3}))
@@ -227,8 +252,14 @@ def test_stages_that_somebody_asked_for_are_left() -> None:
 
 REFUSED = [
     ({"bpipe_schedule": "1f1b", "virtual_pipeline_model_parallel_size": 2}, "1f1b takes at most 1 chunk a rank, not 2"),
-    ({"bpipe_schedule": "interleaved-1f1b"}, "needs at least 2 chunks a rank, not 1\n  a rank's chunks are its virtual stages, --num-"),
-    ({"bpipe_schedule": "gpipe", "bpipe_group": 2}, "--bpipe-group 2: gpipe has no groups of micro-batches: choose from"),
+    (
+        {"bpipe_schedule": "interleaved-1f1b"},
+        "needs at least 2 chunks a rank, not 1\n  a rank's chunks are its virtual stages, --num-",
+    ),
+    (
+        {"bpipe_schedule": "gpipe", "bpipe_group": 2},
+        "--bpipe-group 2: gpipe has no groups of micro-batches: choose from",
+    ),
     (
         {"bpipe_schedule": "interleaved-1f1b", "virtual_pipeline_model_parallel_size": 2, "bpipe_group": 2},
         "is --microbatch-group-size-per-virtual-pipeline-stage",
@@ -249,8 +280,14 @@ REFUSED = [
     ),
     ({"bpipe_schedule": "1f1b", "bpipe_kept": Fraction(1, 2)}, "--bpipe-kept 0.5: 1f1b computes whole backwards"),
     ({"bpipe_schedule": "gpipe", "bpipe_costs": COSTS}, "--bpipe-costs: gpipe has the same order at any: leave it out"),
-    ({"bpipe_schedule": "zb-h1", "bpipe_hop": Fraction(1, 20)}, "--bpipe-hop 0.05 is in the unit of --bpipe-costs: give that, too"),
-    ({**TWO_PIPES, "bpipe_schedule": "bitpipe"}, "bitpipe needs at least 2 chunks a rank, not 1\n  a rank's chunks are its virtual stages"),
+    (
+        {"bpipe_schedule": "zb-h1", "bpipe_hop": Fraction(1, 20)},
+        "--bpipe-hop 0.05 is in the unit of --bpipe-costs: give that, too",
+    ),
+    (
+        {**TWO_PIPES, "bpipe_schedule": "bitpipe"},
+        "bitpipe needs at least 2 chunks a rank, not 1\n  a rank's chunks are its virtual stages",
+    ),
     ({**TWO_PIPES, "virtual_pipeline_model_parallel_size": 4}, "chimera takes at most 1 chunk a rank, not 2"),
     (
         {**TWO_PIPES, "bpipe_schedule": "MIRROR", "global_batch_size": 24},
@@ -262,7 +299,10 @@ REFUSED = [
     ),
     ({"bpipe_schedule": "gpip"}, "did you mean .gpipe..*nor is there a file of that name"),
     ({"bpipe_schedule": "FILE"}, "it has 2 stages a rank, and this run 1: a rank's chunks are its virtual stages"),
-    ({"bpipe_schedule": "FILE", "pipeline_model_parallel_size": 8}, "it has 4 ranks, and the pipeline 8: --pipeline-model-parallel-size 4"),
+    (
+        {"bpipe_schedule": "FILE", "pipeline_model_parallel_size": 8},
+        "it has 4 ranks, and the pipeline 8: --pipeline-model-parallel-size 4",
+    ),
     (
         {"bpipe_schedule": "FILE", "virtual_pipeline_model_parallel_size": 2, "global_batch_size": 96},
         "it has 8 micro-batches, and an iteration 16: --global-batch-size 48",
@@ -287,13 +327,22 @@ REFUSED = [
         {"bpipe_schedule": "BALANCED", "bpipe": True, "bpipe_memory": MemoryBudget((2**30,), False)},
         "it moves activations itself, within its own bounds: leave --bpipe-memory out",
     ),
-    ({"bpipe_memory": MemoryBudget((2**30,), False)}, "--bpipe-memory says how to balance: give --bpipe, too, or leave it out"),
+    (
+        {"bpipe_memory": MemoryBudget((2**30,), False)},
+        "--bpipe-memory says how to balance: give --bpipe, too, or leave it out",
+    ),
     (
         {"bpipe_schedule": "BROKEN", "virtual_pipeline_model_parallel_size": 2},
         "rank 0, slot 37, a bubble: stage 0 has no B or I of micro-batch 0 in any slot",
     ),
-    ({"bpipe_schedule": "DISORDERED", "global_batch_size": 12}, "order of micro-batches: rank 0, slot 9, 0B0: comes behind 0B1"),
-    ({"bpipe_schedule": "WAITING", "pipeline_model_parallel_size": 2}, "waiting.csv: .*wait for each other: rank 0 at 0B0, rank 1 at 1B0"),
+    (
+        {"bpipe_schedule": "DISORDERED", "global_batch_size": 12},
+        "order of micro-batches: rank 0, slot 9, 0B0: comes behind 0B1",
+    ),
+    (
+        {"bpipe_schedule": "WAITING", "pipeline_model_parallel_size": 2},
+        "waiting.csv: .*wait for each other: rank 0 at 0B0, rank 1 at 1B0",
+    ),
     ({"bpipe_schedule": "GARBLED"}, "garbled.csv: line 1, cell 1: 'what' is no action"),
 ]
 
@@ -329,18 +378,26 @@ def test_an_embedding_in_shards_stands_beside_the_output_layer() -> None:
     found = own_schedule(args(bpipe_vocabulary="2", bpipe_vocabulary_input=True))
     assert found == ScheduleConfig("1f1b", 4, 8, vocabulary=Vocabulary.TWO, input_shards=True, exchange=Exchange.POSTED)
     for vocabulary in (None, "redistribute"):
-        with pytest.raises(ValueError, match=r"--bpipe-vocabulary-input splits .* give --bpipe-vocabulary 1, 2 or interlaced, too"):
+        with pytest.raises(
+            ValueError, match=r"--bpipe-vocabulary-input splits .* give --bpipe-vocabulary 1, 2 or interlaced, too"
+        ):
             own_schedule(args(bpipe_vocabulary_input=True, bpipe_vocabulary=vocabulary))
-    chunks = own_schedule(args(bpipe_vocabulary_input=True, bpipe_vocabulary="1", virtual_pipeline_model_parallel_size=2))
+    chunks = own_schedule(
+        args(bpipe_vocabulary_input=True, bpipe_vocabulary="1", virtual_pipeline_model_parallel_size=2)
+    )
     assert (chunks.schedule, chunks.num_chunks, chunks.input_shards) == ("interleaved-1f1b", 2, True)
 
 
 def test_shards_that_cannot_be_are_refused_with_the_way_out() -> None:
     with pytest.raises(ValueError, match=r"gpipe has no place for shards of the vocabulary: .* choose from 1f1b"):
         own_schedule(args(bpipe_vocabulary="1", bpipe_schedule="gpipe"))
-    with pytest.raises(ValueError, match=r"interleaved-1f1b has no place where all ranks compute shards at the same time: .* from 1f1b"):
+    with pytest.raises(
+        ValueError, match=r"interleaved-1f1b has no place where all ranks compute shards at the same time: .* from 1f1b"
+    ):
         own_schedule(args(bpipe_vocabulary="interlaced", virtual_pipeline_model_parallel_size=2))
-    with pytest.raises(ValueError, match=r"--bpipe-vocabulary interlaced: --bpipe-schedule mine.csv is a file; choose from 1f1b"):
+    with pytest.raises(
+        ValueError, match=r"--bpipe-vocabulary interlaced: --bpipe-schedule mine.csv is a file; choose from 1f1b"
+    ):
         own_schedule(args(bpipe_vocabulary="interlaced", bpipe_schedule="mine.csv"))
     uneven = args(bpipe_vocabulary="1", padded_vocab_size=1028)
     (problem,) = unplaced(uneven, own_schedule(uneven))  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""What is said of micro-batches that found too little room: of the first iterations one by one, and of all in the report."""
+"""What is said of micro-batches that found too little room: of the first iterations one by one, and of all in the
+report."""
 
 from __future__ import annotations
 
@@ -7,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from bpipe.runtime.sizing import Sizing, StayedAtHome
-from megatron.scheduling import differing
-from megatron.scheduling.differing import MOST_TOLD, Differing
+from bpipe.runtime.sizing import Sizing, Unmoved
+from megatron.scheduling.memory import differing
+from megatron.scheduling.memory.differing import MOST_TOLD, Differing
 
 
-def engine(stayed: StayedAtHome, differs: bool = True) -> Any:
+def engine(stayed: Unmoved, differs: bool = True) -> Any:
     sizing = Sizing(differs)
     sizing.stayed, sizing.most_bytes, sizing.num_grown = stayed, {0: 4096}, 1
     return SimpleNamespace(sizing=sizing)
@@ -28,22 +29,28 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_what_stayed_is_told_and_added_up(lines: list[str]) -> None:
     found = Differing()
-    found.ended(engine(StayedAtHome(2, 5_000_000, 1, 3_000_000)), 0)
-    found.ended(engine(StayedAtHome()), 0)
-    found.ended(engine(StayedAtHome(1, 2_000_000, 2, 2_000_000)), 0)
+    found.ended(engine(Unmoved(2, 5_000_000, 1, 3_000_000)), 0)
+    found.ended(engine(Unmoved()), 0)
+    found.ended(engine(Unmoved(1, 2_000_000, 2, 2_000_000)), 0)
     assert lines[0] == (
-        "stage 0: 2 micro-batches of 5 MB in all were too large for their host buffers and stayed here; the bound was passed by 1 of 3 MB "
+        "stage 0: 2 micro-batches of 5 MB in all were too large for their host buffers and stayed here; the bound was "
+        "passed by 1 of 3 MB "
         "at most, and the next iteration has room for them"
     )
     assert len(lines) == 2
-    assert (found.microbatches, found.nbytes, found.passed_microbatches, found.passed_bytes) == (3, 7_000_000, 2, 3_000_000)
+    assert (found.microbatches, found.nbytes, found.passed_microbatches, found.passed_bytes) == (
+        3,
+        7_000_000,
+        2,
+        3_000_000,
+    )
     assert (found.largest_bytes, found.num_grown) == ({0: 4096}, 1)
 
 
 def test_not_every_iteration_is_told(lines: list[str]) -> None:
     found = Differing()
     for _ in range(MOST_TOLD + 3):
-        found.ended(engine(StayedAtHome(1, 10, 1, 10)), 2)
+        found.ended(engine(Unmoved(1, 10, 1, 10)), 2)
     assert len(lines) == MOST_TOLD
     assert lines[-1].endswith("; further ones only in the report")
     assert found.microbatches == MOST_TOLD + 3
@@ -51,6 +58,6 @@ def test_not_every_iteration_is_told(lines: list[str]) -> None:
 
 def test_nothing_is_said_where_sizes_are_alike(lines: list[str]) -> None:
     found = Differing()
-    found.ended(engine(StayedAtHome(), differs=False), 0)
+    found.ended(engine(Unmoved(), differs=False), 0)
     found.ended(SimpleNamespace(sizing=None), 0)  # type: ignore[arg-type]
     assert (lines, found) == ([], Differing())

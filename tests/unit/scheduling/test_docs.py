@@ -1,4 +1,5 @@
-"""docs/megatron.md says what the code does: its flags, what it refuses and how it says so, what it replaces, and which test shows what.
+"""docs/megatron.md says what the code does: its flags, what it refuses and how it says so, what it replaces, and which
+test shows what.
 
 Nothing here imports Megatron, and neither may what it reads.
 """
@@ -17,11 +18,11 @@ import pytest
 
 from bpipe.generate.families import FAMILIES
 from bpipe.refusals import PLACED, REFUSALS, SHARDED, Refusal
-from megatron.scheduling.arguments import SchedulingConfig
-from megatron.scheduling.flags import add_arguments
-from megatron.scheduling.patches import PATCHES
-from megatron.scheduling.repairs import REPAIRS
-from megatron.scheduling.upstream import TRIED_VERSIONS
+from megatron.scheduling.hooks.patches import PATCHES
+from megatron.scheduling.hooks.repairs import REPAIRS
+from megatron.scheduling.hooks.upstream import TRIED_VERSIONS
+from megatron.scheduling.options.arguments import SchedulingConfig
+from megatron.scheduling.options.flags import add_arguments
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = (ROOT / "docs/megatron.md").read_text()
@@ -45,7 +46,8 @@ def plain(cell: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("heading", "refusals"), [("What is refused", REFUSALS), ("Stages placed as a V", PLACED), ("The output layer in shards", SHARDED)]
+    ("heading", "refusals"),
+    [("What is refused", REFUSALS), ("Stages placed as a V", PLACED), ("The output layer in shards", SHARDED)],
 )
 def test_every_refusal_is_in_the_table_as_it_is_said(heading: str, refusals: tuple[Refusal, ...]) -> None:
     documented = {row[0]: (plain(row[1]), plain(row[2])) for row in table(heading)}
@@ -66,7 +68,11 @@ def names_in_gloo_tests() -> set[str]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 names.add(node.name)
-            elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and ast.unparse(node.targets[0]).endswith("ROWS"):
+            elif (
+                isinstance(node, ast.Assign)
+                and isinstance(node.value, ast.Dict)
+                and ast.unparse(node.targets[0]).endswith("ROWS")
+            ):
                 names.update(ast.literal_eval(key) for key in node.value.keys if key is not None)
     return names
 
@@ -102,11 +108,21 @@ def test_what_our_own_loop_trains_is_what_its_tests_compare() -> None:
     shown, _, _ = tables("By our own loop")
     exists = names_in_gloo_tests()
     elsewhere = {
-        (column, name) for row in shown for column in range(1, 5) for name in re.findall(r"`(\w+)`, a row of `test_halves.py`", row[column])
+        (column, name)
+        for row in shown
+        for column in range(1, 5)
+        for name in re.findall(r"`(\w+)`, a row of `test_halves.py`", row[column])
     }
     for test, columns in {"schedules": (1, 3), "halves": (2,), "placed": (4,)}.items():
-        rows = {row for name, keys in tables_of(test).items() if name.endswith("ROWS") or name == "FROM_STOCK" for row in keys}
-        named = {(column, name) for row in shown for column in columns for name in re.findall(r"`(\w+)`", row[column])} - elsewhere
+        rows = {
+            row
+            for name, keys in tables_of(test).items()
+            if name.endswith("ROWS") or name == "FROM_STOCK"
+            for row in keys
+        }
+        named = {
+            (column, name) for row in shown for column in columns for name in re.findall(r"`(\w+)`", row[column])
+        } - elsewhere
         found = {name for _, name in named} | ({name for _, name in elsewhere} if test == "halves" else set())
         assert {name for name in found if not name.startswith("test_")} == rows, test
         assert {name for name in found if name.startswith("test_")} <= exists
@@ -129,7 +145,7 @@ def test_what_two_pipes_train_is_what_their_test_compares() -> None:
 def test_what_our_own_loop_says_is_in_the_code() -> None:
     """Across the pieces of its messages, whatever stands in their places."""
     said = []
-    for path in (*(ROOT / "megatron/scheduling").glob("*.py"), ROOT / "bpipe/check/order.py"):
+    for path in (*(ROOT / "megatron/scheduling").rglob("*.py"), ROOT / "bpipe/check/order.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             parts = node.values if isinstance(node, ast.JoinedStr) else [node]
             said.append("".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in parts))
@@ -142,7 +158,9 @@ def test_what_our_own_loop_says_is_in_the_code() -> None:
 def test_nothing_is_supported_and_refused_at_once() -> None:
     supported = {flag for row in table("What is supported") for flag in re.findall(r"`(--[\w-]+)", row[1])}
     # "drop X / Y" takes flags away; "use X" and "drop a value from X" leave them.
-    dropped = [dropped for row in table("What is refused") for dropped in re.findall(r"drop ((?:`--[\w-]+`(?: / )?)+)", row[2])]
+    dropped = [
+        dropped for row in table("What is refused") for dropped in re.findall(r"drop ((?:`--[\w-]+`(?: / )?)+)", row[2])
+    ]
     refused = {flag for flags in dropped for flag in re.findall(r"--[\w-]+", flags)}
     assert "--tp-comm-overlap" in refused
     assert not supported & refused
@@ -158,7 +176,9 @@ def test_every_flag_is_in_the_table_with_its_default() -> None:
 
 
 def test_every_replaced_function_is_in_the_table() -> None:
-    assert {plain(row[0]) for row in table("How the hooks work")} == {f"{patch.module}.{patch.name}" for patch in PATCHES}
+    assert {plain(row[0]) for row in table("How the hooks work")} == {
+        f"{patch.module}.{patch.name}" for patch in PATCHES
+    }
     assert f"pip install megatron-core=={TRIED_VERSIONS[-1]}" in TEXT
 
 
@@ -170,7 +190,9 @@ def test_every_repair_is_in_the_table() -> None:
 def test_the_example_gives_the_configuration_all_it_needs() -> None:
     block = next(block for block in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if "SchedulingConfig" in block)
     (call,) = [
-        node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Call) and ast.unparse(node.func) == SchedulingConfig.__name__
+        node
+        for node in ast.walk(ast.parse(block))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == SchedulingConfig.__name__
     ]
     values = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
     assert list(values) == [field.name for field in fields(SchedulingConfig) if field.default is MISSING]
@@ -179,15 +201,22 @@ def test_the_example_gives_the_configuration_all_it_needs() -> None:
 
 def test_reading_the_table_of_refusals_loads_nothing_heavy() -> None:
     """A fresh interpreter, because other tests may have loaded torch into this one."""
-    program = "import sys, megatron.scheduling.arguments; sys.exit(' '.join({'torch', 'megatron.core'} & set(sys.modules)) or 0)"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, cwd=ROOT, check=False)
+    program = (
+        "import sys, megatron.scheduling.options.arguments; sys.exit(' '.join({'torch', 'megatron.core'} & "
+        "set(sys.modules)) or 0)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, cwd=ROOT, check=False
+    )
     assert ended.returncode == 0, ended.stderr
 
 
 def test_every_scalar_that_is_written_is_explained() -> None:
-    source = (ROOT / "megatron/scheduling/metrics.py").read_text()
+    source = (ROOT / "megatron/scheduling/report/metrics.py").read_text()
     written = set(re.findall(r'scalars\[f?"(bpipe-[^"]+)"\]', source))
     section = (ROOT / "docs/report.md").read_text().split("## While it runs\n", 1)[1].split("\n## ")[0]
-    explained = {name.replace("stage-0", "stage-{stage}") for name in re.findall(r"^\| `(bpipe-[^`]+)`", section, re.MULTILINE)}
+    explained = {
+        name.replace("stage-0", "stage-{stage}") for name in re.findall(r"^\| `(bpipe-[^`]+)`", section, re.MULTILINE)
+    }
     assert explained == written
     assert len(written) == 3

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from bpipe.refusals import PLACED, SHARDED, reasons_of
-from megatron.scheduling import upstream
-from megatron.scheduling.following import complete, follow
-from megatron.scheduling.positions import Positions
+from megatron.scheduling.hooks import upstream
+from megatron.scheduling.options.following import complete, follow
+from megatron.scheduling.placement.positions import Positions
 
 V = Positions(4, backwards=True, mirrored=(True, False))
 ROUNDS = Positions(4, mirrored=(False, False))
@@ -35,7 +35,9 @@ ALLOWED: list[dict[str, Any]] = [
 def parsed(**more: Any) -> SimpleNamespace:
     """What Megatron's parser leaves."""
     names = dict.fromkeys(upstream.REQUIRED["following"])
-    return SimpleNamespace(**{**names, "pipeline_model_parallel_size": 4, "num_layers": 16, "overlap_p2p_comm": False, **more})
+    return SimpleNamespace(
+        **{**names, "pipeline_model_parallel_size": 4, "num_layers": 16, "overlap_p2p_comm": False, **more}
+    )
 
 
 def test_two_stages_a_rank_follow() -> None:
@@ -78,7 +80,9 @@ def test_two_ranks_need_not_ask_for_overlap() -> None:
     assert args.overlap_p2p_comm
 
 
-def test_the_optimizers_state_is_saved_by_layer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_optimizers_state_is_saved_by_layer(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANK", "0")
     upstream.remark.cache_clear()
     args, rounds = parsed(use_distributed_optimizer=True), parsed(use_distributed_optimizer=True)
@@ -95,15 +99,26 @@ def test_the_optimizers_state_is_saved_by_layer(capsys: pytest.CaptureFixture[st
     [
         ({"num_layers": 12}, "8 or 16"),
         ({"num_layers": 4}, "8"),
-        ({"num_layers": 16, "account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}, "14 or 22"),
+        (
+            {
+                "num_layers": 16,
+                "account_for_embedding_in_pipeline_split": True,
+                "account_for_loss_in_pipeline_split": True,
+            },
+            "14 or 22",
+        ),
     ],
 )
 def test_layers_that_make_no_equal_stages_are_refused_with_the_nearest(given: dict[str, Any], nearest: str) -> None:
-    with pytest.raises(ValueError, match=f"^{given['num_layers']} layers do not make 8 equal stages: take --num-layers {nearest}, "):
+    with pytest.raises(
+        ValueError, match=f"^{given['num_layers']} layers do not make 8 equal stages: take --num-layers {nearest}, "
+    ):
         follow(parsed(**given), V)
 
 
-@pytest.mark.parametrize("given", [{"decoder_first_pipeline_num_layers": 2}, {"decoder_last_pipeline_num_layers": 2}, {"num_layers": None}])
+@pytest.mark.parametrize(
+    "given", [{"decoder_first_pipeline_num_layers": 2}, {"decoder_last_pipeline_num_layers": 2}, {"num_layers": None}]
+)
 def test_uneven_stages_are_megatrons_to_judge(given: dict[str, Any]) -> None:
     args = parsed(**{"num_layers": 12, **given})
     follow(args, V)
@@ -112,7 +127,13 @@ def test_uneven_stages_are_megatrons_to_judge(given: dict[str, Any]) -> None:
 
 def of_two_pipes(**more: Any) -> SimpleNamespace:
     """Of 4 ranks and 2 replicas."""
-    sizes = {"tensor_model_parallel_size": 1, "context_parallel_size": 1, "world_size": 8, "micro_batch_size": 2, "global_batch_size": 16}
+    sizes = {
+        "tensor_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "world_size": 8,
+        "micro_batch_size": 2,
+        "global_batch_size": 16,
+    }
     return parsed(**{**dict.fromkeys(upstream.REQUIRED["pipes"]), **sizes, "pipeline_model_parallel_size": 4, **more})
 
 
@@ -132,7 +153,11 @@ def of_two_pipes(**more: Any) -> SimpleNamespace:
     ],
 )
 def test_two_pipes_halve_the_pipeline_once(
-    schedule: str, given: dict[str, Any], chunks: int | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    schedule: str,
+    given: dict[str, Any],
+    chunks: int | None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     upstream.remark.cache_clear()
@@ -144,7 +169,8 @@ def test_two_pipes_halve_the_pipeline_once(
     assert (args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank) == (2, chunks)
     assert args.overlap_p2p_comm, "Megatron needs it of two ranks"
     assert capsys.readouterr().out == (
-        "bpipe: 2 pipes over the same 4 ranks are to Megatron pipelines of 2 ranks, with 2 times as many virtual stages on each, and 2 "
+        "bpipe: 2 pipes over the same 4 ranks are to Megatron pipelines of 2 ranks, with 2 times as many virtual "
+        "stages on each, and 2 "
         "times as many data-parallel replicas: so it counts them from here on\n"
     )
 
@@ -152,16 +178,29 @@ def test_two_pipes_halve_the_pipeline_once(
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"pipeline_model_parallel_size": 2}, "2 pipes need 4 ranks or more, not 2: take --pipeline-model-parallel-size 4"),
+        (
+            {"pipeline_model_parallel_size": 2},
+            "2 pipes need 4 ranks or more, not 2: take --pipeline-model-parallel-size 4",
+        ),
         (
             {"pipeline_model_parallel_size": 5, "world_size": 10},
             "an even number of ranks, not 5: take --pipeline-model-parallel-size 4 or 6",
         ),
-        ({"world_size": 6}, "6 processes are no multiple of 4, as tensor 1 times context 1 times pipeline 4 take: launch 4, or a multiple"),
-        ({"global_batch_size": 20}, "20 samples are no multiple of 8, 2 micro-batches of 2 on each of 2 replicas: .*-size 16 or 24"),
+        (
+            {"world_size": 6},
+            "6 processes are no multiple of 4, as tensor 1 times context 1 times pipeline 4 take: launch 4, or a "
+            "multiple",
+        ),
+        (
+            {"global_batch_size": 20},
+            "20 samples are no multiple of 8, 2 micro-batches of 2 on each of 2 replicas: .*-size 16 or 24",
+        ),
         ({"global_batch_size": 4}, "take --global-batch-size 8$"),
         ({"use_tp_pp_dp_mapping": True}, "drop --use-tp-pp-dp-mapping"),
-        ({"use_mp_args_from_checkpoint_args": True}, "drop --use-mp-args-from-checkpoint-args, and give --pipeline-model-parallel-size"),
+        (
+            {"use_mp_args_from_checkpoint_args": True},
+            "drop --use-mp-args-from-checkpoint-args, and give --pipeline-model-parallel-size",
+        ),
         ({"num_layers": 6}, "6 layers do not make 4 equal stages: take --num-layers 4 or 8"),
     ],
 )
@@ -179,7 +218,9 @@ def test_every_refusal_is_tried() -> None:
     assert list(REFUSED) == [refusal.feature for refusal in PLACED]
 
 
-@pytest.mark.parametrize(("feature", "settings"), [(feature, each) for feature, tried in REFUSED.items() for each in tried])
+@pytest.mark.parametrize(
+    ("feature", "settings"), [(feature, each) for feature, tried in REFUSED.items() for each in tried]
+)
 def test_what_cannot_be_placed_is_refused_for_its_own_reason(feature: str, settings: dict[str, Any]) -> None:
     (refusal,) = (refusal for refusal in PLACED if refusal.feature == feature)
     assert reasons_of(PLACED, SimpleNamespace(**settings), WANTED) == [f"{WANTED}: {refusal.reason}; {refusal.remedy}"]
@@ -204,7 +245,9 @@ def test_what_cannot_be_split_is_refused_for_its_own_reason() -> None:
     for refusal in SHARDED:
         settings = SimpleNamespace(**SPLIT[refusal.feature])
         assert reasons_of(SHARDED, settings, "--x") == [f"--x: {refusal.reason}; {refusal.remedy}"]
-    fine = SimpleNamespace(untie_embeddings_and_output_weights=False, save="here", ckpt_format="torch_dist", mtp_num_layers=None)
+    fine = SimpleNamespace(
+        untie_embeddings_and_output_weights=False, save="here", ckpt_format="torch_dist", mtp_num_layers=None
+    )
     assert reasons_of(SHARDED, fine, "--x") == []
 
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.scheduling.driver import FirstMeasured
-from megatron.scheduling.learning import Seen, seen
-from megatron.scheduling.watermark import Besides
+from megatron.scheduling.loop.driver import FirstMeasured
+from megatron.scheduling.memory.learning import ProcessMemory, measure_process
+from megatron.scheduling.memory.watermark import Besides
 
 GIB = 1 << 30
 CUDA = torch.device("cuda")
-# Weights and gradients 20 GiB, Adam's moments 10 to come; contexts and communicators 2; micro-batches 12, host buffers 14, 3 came and went.
+# Weights and gradients 20 GiB, Adam's moments 10 to come; contexts and communicators 2; micro-batches 12, host buffers
+# 14, 3 came and went.
 STATE, MOMENTS, OUTSIDE, HELD, HOSTED, WORKING, UPDATING = (n * GIB for n in (20, 10, 2, 12, 14, 3, 1))
 
 
-def seen_with(lent_bytes: int, monkeypatch: pytest.MonkeyPatch) -> Seen:
-    """Return what a device with the host buffers above shows, of which so many bytes lie outside of torch's allocator."""
+def seen_with(lent_bytes: int, monkeypatch: pytest.MonkeyPatch) -> ProcessMemory:
+    """Return what a device with the host buffers above shows, of which so many bytes lie outside of torch's
+    allocator."""
     inside = HOSTED - lent_bytes
     allocated = STATE + HELD + inside + WORKING
     updated = STATE + MOMENTS + UPDATING + inside
@@ -29,11 +31,14 @@ def seen_with(lent_bytes: int, monkeypatch: pytest.MonkeyPatch) -> Seen:
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer)
     measured = FirstMeasured({}, {}, {}, 0, 0, HELD + HOSTED, allocated, allocated, lent_bytes)
-    return seen(0, measured, Besides(10 * GIB, 10 * GIB, 0, None), Besides(10 * GIB, 10 * GIB, MOMENTS, None), CUDA)
+    return measure_process(
+        0, measured, Besides(10 * GIB, 10 * GIB, 0, None), Besides(10 * GIB, 10 * GIB, MOMENTS, None), CUDA
+    )
 
 
 @pytest.mark.parametrize("lent_bytes", [0, HOSTED])
 def test_lent_buffers_are_counted_once(lent_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `peer` they were somebody else's memory, and came on top of the micro-batches' peak: 37 GiB in place of 27."""
+    """With `peer` they were somebody else's memory, and came on top of the micro-batches' peak: 37 GiB in place of
+    27."""
     found = seen_with(lent_bytes, monkeypatch)
     assert (found.fixed_bytes, found.working_bytes, found.fragmentation) == (STATE + MOMENTS + OUTSIDE, WORKING, 0)

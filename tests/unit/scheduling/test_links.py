@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.ir.memory import peak_counts
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.transport.host_memory import Buffers
-from megatron.scheduling.links import host_buffers
+from megatron.scheduling.loop.links import host_buffers
 
 GIB = 1 << 30
 

@@ -1,4 +1,5 @@
-"""Which ranks are put on one node is the schedule's to say: its pairs, wherever their stages are among Megatron's ranks."""
+"""Which ranks are put on one node is the schedule's to say: its pairs, wherever their stages are among Megatron's
+ranks."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.formats.text import write_csv
 from bpipe.generate.family import UnitCosts
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import moves_anything
-from bpipe.ir.text import write_csv
-from bpipe.program import BalanceConfig, ScheduleConfig, build
-from megatron.scheduling import placement
-from megatron.scheduling.schedule_lines import describe, grouped
+from megatron.scheduling.placement import rank_order as placement
+from megatron.scheduling.report.schedule_lines import describe, grouped
 from tests.unit.scheduling.test_choosing import args as megatrons
 
 
@@ -33,17 +34,35 @@ def test_two_pipes_have_mirror_images_and_both_their_partners_on_one_node(
 ) -> None:
     """Of 8 ranks hosts are within a half: 0 and 3, and their mirror images 7 and 4."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    two_pipes = {"bpipe_schedule": "chimera", "virtual_pipeline_model_parallel_size": 2, "data_parallel_size": 2, "world_size": 8}
+    two_pipes = {
+        "bpipe_schedule": "chimera",
+        "virtual_pipeline_model_parallel_size": 2,
+        "data_parallel_size": 2,
+        "world_size": 8,
+    }
     found = placed(4, 8, processes=8, **two_pipes)
     # Megatron's rank is its replica's number, and twice its pipeline rank.
     assert found == [0, 1, 6, 7, 2, 3, 4, 5]
-    assert capsys.readouterr().out.splitlines()[1:] == ["bpipe:   node 0: stages 3 4 0 7", "bpipe:   node 1: stages 2 5 1 6"]
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "bpipe:   node 0: stages 3 4 0 7",
+        "bpipe:   node 1: stages 2 5 1 6",
+    ]
 
 
 def args(ranks: int, microbatches: int, rank: int = 0, **more: Any) -> SimpleNamespace:
     """One pipeline of so many ranks."""
-    sizes = {"pipeline_model_parallel_size": ranks, "world_size": ranks, "global_batch_size": microbatches, "micro_batch_size": 1}
-    dimensions = {"data_parallel_size": 1, "tensor_model_parallel_size": 1, "context_parallel_size": 1, "use_tp_pp_dp_mapping": False}
+    sizes = {
+        "pipeline_model_parallel_size": ranks,
+        "world_size": ranks,
+        "global_batch_size": microbatches,
+        "micro_batch_size": 1,
+    }
+    dimensions = {
+        "data_parallel_size": 1,
+        "tensor_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "use_tp_pp_dp_mapping": False,
+    }
     # Validated, so the shards of a weight are as many as tensor parallelism makes of it.
     dimensions["tensor_parallel_num_weight_shards"] = 1
     return megatrons(**{"bpipe": True, "bpipe_placement": "adjacent", "rank": rank, **sizes, **dimensions, **more})
@@ -72,10 +91,14 @@ def test_pairs_are_first_and_last_where_ranks_hold_less_the_later_they_come(caps
 def test_a_v_is_named_by_its_positions_and_counts_backwards(capsys: pytest.CaptureFixture[str]) -> None:
     """Its first stage and its last are on Megatron's last rank."""
     assert placed(6, 6, bpipe_schedule="zb-v", virtual_pipeline_model_parallel_size=2) == [0, 5, 1, 4, 2, 3]
-    assert capsys.readouterr().out.splitlines()[1:] == [f"bpipe:   node {node}: stages {5 - node} {node}" for node in range(3)]
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        f"bpipe:   node {node}: stages {5 - node} {node}" for node in range(3)
+    ]
 
 
-@pytest.mark.parametrize(("schedule", "chunks", "ranks"), [("1f1b", 1, [0, 4, 1, 3, 2, 5]), ("zb-v", 2, [0, 4, 1, 5, 2, 3])])
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "ranks"), [("1f1b", 1, [0, 4, 1, 3, 2, 5]), ("zb-v", 2, [0, 4, 1, 5, 2, 3])]
+)
 def test_other_pairs_are_taken_from_the_schedule(
     schedule: str, chunks: int, ranks: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,7 +110,9 @@ def test_other_pairs_are_taken_from_the_schedule(
     more = {"virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None}
     assert placed(6, 6, bpipe_schedule=str(file), **more) == ranks
     held = [line.partition("stages ")[2].split() for line in capsys.readouterr().out.splitlines()[1:]]
-    assert {frozenset(map(int, node)) for node in held} == {frozenset((one, other)) for one, other in enumerate(partners)}
+    assert {frozenset(map(int, node)) for node in held} == {
+        frozenset((one, other)) for one, other in enumerate(partners)
+    }
 
 
 def test_a_rank_that_has_no_partner_and_is_the_first_stays_first(tmp_path: Path) -> None:
@@ -123,8 +148,16 @@ def test_three_ranks_are_enough_where_chunks_hold_more_than_one_apart() -> None:
 
 WHY = [
     (("1f1b", 1, 4), None, "1 stage, 4 micro-batches: one stage has no other to share with; training as usual"),
-    (("1f1b", 3, 8), None, "stages in pairs cannot all keep less than the 3 micro-batches that the fullest holds alone; training as usual"),
-    (("v-half", 4, 8, 2), None, "every stage holds 6 micro-batches of a chunk, so there is nothing to share; training as usual"),
+    (
+        ("1f1b", 3, 8),
+        None,
+        "stages in pairs cannot all keep less than the 3 micro-batches that the fullest holds alone; training as usual",
+    ),
+    (
+        ("v-half", 4, 8, 2),
+        None,
+        "every stage holds 6 micro-batches of a chunk, so there is nothing to share; training as usual",
+    ),
     (("1f1b", 4, 8), 4, "no stage holds more than its bound; training as usual"),
     (("interleaved-1f1b", 3, 6, 2), None, "at most 7 held; evicting 0 -> 2 (2 of 6, 2 host buffers)"),
 ]
@@ -144,7 +177,9 @@ def test_what_was_chosen_is_said() -> None:
     costs = UnitCosts(1, Fraction(6, 5), Fraction(4, 5), Fraction(1, 20))
     (line,) = grouped(replace(config, costs=costs), build(config))
     assert "a bound of 6 micro-batches of a chunk at costs of 1,1.2,0.8 and a hop of 0.05: groups" in line
-    shards = ScheduleConfig("grouped-interleaved", 4, 12, 2, BalanceConfig((6,), buffers_stay=True), vocabulary=Vocabulary.ONE)
+    shards = ScheduleConfig(
+        "grouped-interleaved", 4, 12, 2, BalanceConfig((6,), buffers_stay=True), vocabulary=Vocabulary.ONE
+    )
     (line,) = grouped(shards, build(shards))
     assert line.startswith("grouped-interleaved-vocabulary-1, chosen for a bound of 6 micro-batches of a chunk")
     assert line.endswith("at most 6 held")

@@ -1,4 +1,5 @@
-"""The patch table, hooks around a loop, backwards in halves, and placements, with the installed Megatron; in processes of their own."""
+"""The patch table, hooks around a loop, backwards in halves, and placements, with the installed Megatron; in
+processes of their own."""
 
 from __future__ import annotations
 
@@ -9,10 +10,18 @@ from pathlib import Path
 
 import pytest
 
-# The last puts an extension in place of one that is not there, before Megatron is imported. The others can share what importing it takes.
+# The last puts an extension in place of one that is not there, before Megatron is imported. The others can share what
+# importing it takes.
 ALONE = (
     (
-        *("check_patches.py", "check_beside.py", "check_shards.py", "check_placed.py", "check_audit.py", "check_sessions.py"),
+        *(
+            "check_patches.py",
+            "check_beside.py",
+            "check_shards.py",
+            "check_placed.py",
+            "check_audit.py",
+            "check_sessions.py",
+        ),
         "check_optimizer_state.py",
     ),
     ("check_halves.py",),

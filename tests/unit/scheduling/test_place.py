@@ -7,12 +7,12 @@ import os
 import pytest
 import torch.distributed as dist
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build, config_of_schedule
 from bpipe.generate.place import place as on_the_grid
 from bpipe.ir.action import Kind
 from bpipe.ir.schedule import Schedule
-from bpipe.program import BalanceConfig, ScheduleConfig, build, given
 from megatron.scheduling import install, place
-from megatron.scheduling.arguments import SchedulingConfig
+from megatron.scheduling.options.arguments import SchedulingConfig
 
 
 @pytest.fixture(autouse=True)
@@ -44,23 +44,38 @@ def ranks(monkeypatch: pytest.MonkeyPatch, **sizes: int | bool | SchedulingConfi
 def test_partners_are_neighbours(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert ranks(monkeypatch, pipeline=8) == [0, 7, 1, 6, 2, 5, 3, 4]
     said = capsys.readouterr().out
-    assert said.count("bpipe: placement adjacent: 8 ranks on nodes of 4") == 1, "the table comes from the first process alone"
+    assert said.count("bpipe: placement adjacent: 8 ranks on nodes of 4") == 1, (
+        "the table comes from the first process alone"
+    )
     assert "bpipe:   node 0: stages 0 7 1 6" in said
 
 
 def test_pairs_are_those_of_the_schedule(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the one that is installed: a V counts its positions from the other end, and what moves nothing has no pairs."""
+    """Of the one that is installed: a V counts its positions from the other end, and what moves nothing has no
+    pairs."""
     pairs = (4, 5, 7, 6, 0, 1, 3, 2)
     for schedule, chunks in (("1f1b-split", 1), ("grouped-interleaved", 2)):
         own = ScheduleConfig(schedule, 8, 16, chunks, BalanceConfig(None, pairs))
-        assert ranks(monkeypatch, pipeline=8, config=SchedulingConfig(True, 8, chunks, own=own)) == [0, 4, 1, 5, 2, 7, 3, 6]
+        assert ranks(monkeypatch, pipeline=8, config=SchedulingConfig(True, 8, chunks, own=own)) == [
+            0,
+            4,
+            1,
+            5,
+            2,
+            7,
+            3,
+            6,
+        ]
     of_a_file = eager(build(ScheduleConfig("v-min", 8, 16, 2)))
-    own = given(of_a_file, BalanceConfig())
+    own = config_of_schedule(of_a_file, BalanceConfig())
     capsys.readouterr()
     found = ranks(monkeypatch, pipeline=8, config=SchedulingConfig(True, 8, 2, own=own))
     assert found[:2] == [0, 7]
     assert "bpipe:   node 0: stages 7 0 " in capsys.readouterr().out
-    for config in (SchedulingConfig(True, 8, 2, own=ScheduleConfig("v-half", 8, 16, 2, BalanceConfig())), SchedulingConfig(False, 8, 1)):
+    for config in (
+        SchedulingConfig(True, 8, 2, own=ScheduleConfig("v-half", 8, 16, 2, BalanceConfig())),
+        SchedulingConfig(False, 8, 1),
+    ):
         assert ranks(monkeypatch, pipeline=8, config=config) == list(range(8))
     usual = ranks(monkeypatch, pipeline=8)
     assert ranks(monkeypatch, pipeline=8, config=SchedulingConfig(True, 8, 1)) == usual
@@ -70,11 +85,16 @@ def test_pairs_are_those_of_the_schedule(monkeypatch: pytest.MonkeyPatch, capsys
 def test_two_pipes_are_placed_and_ask_whose_samples_a_chunk_reads(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whoever feeds all chunks alike would give the last of an odd number of chunks labels of other samples than its tokens."""
+    """Whoever feeds all chunks alike would give the last of an odd number of chunks labels of other samples than its
+    tokens."""
     config = SchedulingConfig(True, 8, 1, own=ScheduleConfig("chimera", 8, 8, balance=BalanceConfig()))
-    with pytest.raises(ValueError, match=r"samples of the data-parallel replica samples_of\(config, c\), and install\(config, samples_by"):
+    with pytest.raises(
+        ValueError,
+        match=r"samples of the data-parallel replica samples_of\(config, c\), and install\(config, samples_by",
+    ):
         install(config)
-    # Mirror images are neighbours, as of Megatron's replicas 0 and 1; partners are of a half, and each pair of pairs is on one node.
+    # Mirror images are neighbours, as of Megatron's replicas 0 and 1; partners are of a half, and each pair of pairs is
+    # on one node.
     found = ranks(monkeypatch, pipeline=8, config=config)
     assert sorted(found) == list(range(8))
     assert [rank // 2 for rank in found[::2]] == [rank // 2 for rank in found[1::2]]
@@ -84,12 +104,16 @@ def test_two_pipes_are_placed_and_ask_whose_samples_a_chunk_reads(
 
 
 def test_what_is_not_the_configurations_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"pipeline 8 is not the num_ranks 4 of the configuration: give place\(\) the same"):
+    with pytest.raises(
+        ValueError, match=r"pipeline 8 is not the num_ranks 4 of the configuration: give place\(\) the same"
+    ):
         place(pipeline=8, config=SchedulingConfig(True, 4, 1))
     assert os.environ["RANK"] == "1"
     with pytest.raises(ValueError, match="num_chunks is 1, but of the schedule in own 2: give both the same"):
         SchedulingConfig(True, 8, 1, own=ScheduleConfig("v-half", 8, 16, 2, BalanceConfig()))
-    with pytest.raises(ValueError, match=r"balance is True, but own is a schedule without balance: give own a BalanceConfig\(\) where"):
+    with pytest.raises(
+        ValueError, match=r"balance is True, but own is a schedule without balance: give own a BalanceConfig\(\) where"
+    ):
         SchedulingConfig(True, 8, 2, own=ScheduleConfig("v-half", 8, 16, 2))
 
 
@@ -108,7 +132,9 @@ def test_without_pairs_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sizes_must_divide_the_world() -> None:
-    with pytest.raises(ValueError, match="tensor 1 times context 1 times pipeline 5 does not divide a world of 8 processes"):
+    with pytest.raises(
+        ValueError, match="tensor 1 times context 1 times pipeline 5 does not divide a world of 8 processes"
+    ):
         place(pipeline=5)
     with pytest.raises(ValueError, match="context 0"):
         place(pipeline=4, context=0)
@@ -117,7 +143,9 @@ def test_sizes_must_divide_the_world() -> None:
 
 def test_a_second_call_would_move_the_rank_again() -> None:
     place(pipeline=8)
-    with pytest.raises(RuntimeError, match=r"place\(\) was called before in this process, whose rank was 1: call it once"):
+    with pytest.raises(
+        RuntimeError, match=r"place\(\) was called before in this process, whose rank was 1: call it once"
+    ):
         place(pipeline=8)
     assert os.environ["RANK"] == "7"
 

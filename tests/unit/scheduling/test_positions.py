@@ -1,13 +1,14 @@
-"""A schedule's ranks and Megatron's are the same processes, counted from one end or the other; stages are built where they are computed."""
+"""A schedule's ranks and Megatron's are the same processes, counted from one end or the other; stages are built
+where they are computed."""
 
 from __future__ import annotations
 
 import pytest
 
+from bpipe.build import ScheduleConfig
 from bpipe.ir.layout import Layout, one_pipe
-from bpipe.program import ScheduleConfig
-from megatron.scheduling.arguments import SchedulingConfig
-from megatron.scheduling.positions import Positions
+from megatron.scheduling.options.arguments import SchedulingConfig
+from megatron.scheduling.placement.positions import Positions
 
 
 def rounds(num_ranks: int, *ways: int) -> Layout:
@@ -16,8 +17,12 @@ def rounds(num_ranks: int, *ways: int) -> Layout:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
-@pytest.mark.parametrize(("ways", "backwards"), [((1,), False), ((1, 1, 1), False), ((1, -1), True), ((1, -1, 1), False), ((-1, 1), False)])
-def test_every_stage_is_built_where_the_schedule_computes_it(num_ranks: int, ways: tuple[int, ...], backwards: bool) -> None:
+@pytest.mark.parametrize(
+    ("ways", "backwards"), [((1,), False), ((1, 1, 1), False), ((1, -1), True), ((1, -1, 1), False), ((-1, 1), False)]
+)
+def test_every_stage_is_built_where_the_schedule_computes_it(
+    num_ranks: int, ways: tuple[int, ...], backwards: bool
+) -> None:
     layout = rounds(num_ranks, *ways)
     positions = Positions.of(layout)
     assert positions.backwards is backwards
@@ -59,7 +64,9 @@ def test_one_rank_has_one_way() -> None:
 
 @pytest.mark.parametrize("placement", [(0, 0, 1, 1), (0, 2, 1, 3), (0, 1, 2, 0, 2, 1)])
 def test_a_chunk_that_jumps_is_refused(placement: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"stages \d to \d are on ranks .* goes through ranks 0 to \d in order, one way or the other"):
+    with pytest.raises(
+        ValueError, match=r"stages \d to \d are on ranks .* goes through ranks 0 to \d in order, one way or the other"
+    ):
         Positions.of(one_pipe(placement))
 
 
@@ -81,7 +88,9 @@ def test_two_pipes_are_two_replicas_of_half_as_many_ranks(num_ranks: int, ways: 
     for position in range(num_ranks):
         rank, half = positions.rank_at(position), positions.half_of(position)
         assert positions.position_of(rank, half) == position
-        assert rank == positions.rank_at(num_ranks - 1 - position), "mirror images are one rank of Megatron's, of two replicas"
+        assert rank == positions.rank_at(num_ranks - 1 - position), (
+            "mirror images are one rank of Megatron's, of two replicas"
+        )
         for chunk, stage in enumerate(layout.stages_of(position)):
             assert chunk * (num_ranks // 2) + positions.seen(rank, chunk) == stage
             for pair in (0, 4):
@@ -90,7 +99,9 @@ def test_two_pipes_are_two_replicas_of_half_as_many_ranks(num_ranks: int, ways: 
                 found.add((stage, pipe))
     assert len(found) == 2 * layout.num_stages
     first, last = (layout.rank_of(stage, 0) for stage in (0, layout.num_stages - 1))
-    assert positions.rank_at(first) == positions.rank_at(last) == num_ranks // 2 - 1, "Megatron's last rank has the loss"
+    assert positions.rank_at(first) == positions.rank_at(last) == num_ranks // 2 - 1, (
+        "Megatron's last rank has the loss"
+    )
 
 
 def test_both_halves_are_put_in_order() -> None:
@@ -107,5 +118,7 @@ def test_both_halves_are_put_in_order() -> None:
     "layout", [opposite(2, 1), Layout(((0, 1, 2, 3), (0, 1, 2, 3))), Layout(((0, 1, 2, 3), (3, 2, 1, 0), (0, 1, 2, 3)))]
 )
 def test_other_pipes_are_refused(layout: Layout) -> None:
-    with pytest.raises(ValueError, match=r"[23] pipes over \d ranks: trained are two in opposite directions, over 4 ranks or more"):
+    with pytest.raises(
+        ValueError, match=r"[23] pipes over \d ranks: trained are two in opposite directions, over 4 ranks or more"
+    ):
         Positions.of(layout)

@@ -1,4 +1,5 @@
-"""The rank a part of the model has in Megatron's order, for any sizes: every rank once, neighbours where Megatron wants them.
+"""The rank a part of the model has in Megatron's order, for any sizes: every rank once, neighbours where Megatron wants
+them.
 
 That Megatron itself agrees is tested in tests/gloo/test_rank_order.py, because importing it takes seconds.
 """
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bpipe.placement import Part, Topology, pair_adjacent
-from megatron.scheduling.placement import rank_of
+from megatron.scheduling.placement.rank_order import rank_of
 
 TOPOLOGIES = st.builds(
     Topology,
@@ -48,7 +49,12 @@ def test_dimensions_come_in_order_from_the_innermost(pipeline_before_data: bool,
     """Slow and obvious: nest the loops from the outermost dimension to the innermost and count."""
     outer, inner = (topology.data, topology.pipeline) if pipeline_before_data else (topology.pipeline, topology.data)
     parts = (
-        Part(stage=(b if pipeline_before_data else a), replica=(a if pipeline_before_data else b), context=context, tensor=tensor)
+        Part(
+            stage=(b if pipeline_before_data else a),
+            replica=(a if pipeline_before_data else b),
+            context=context,
+            tensor=tensor,
+        )
         for a in range(outer)
         for b in range(inner)
         for context in range(topology.context)
@@ -59,7 +65,8 @@ def test_dimensions_come_in_order_from_the_innermost(pipeline_before_data: bool,
 
 
 def test_the_sixteen_stages_of_the_paper() -> None:
-    """On two nodes of eight GPUs, GPU 1 of the first node takes the last stage, and the last GPU of the second stage 8."""
+    """On two nodes of eight GPUs, GPU 1 of the first node takes the last stage, and the last GPU of the second stage
+    8."""
     topology = Topology(tensor=1, context=1, pipeline=16, data=1, gpus_per_node=8)
     ranks = [rank_of(part, topology, False) for part in pair_adjacent(topology)]
     assert ranks == [0, 15, 1, 14, 2, 13, 3, 12, 4, 11, 5, 10, 6, 9, 7, 8]

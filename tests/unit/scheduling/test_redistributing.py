@@ -8,14 +8,20 @@ from typing import Any
 import pytest
 
 from bpipe.models.layout import output_in_layers
-from megatron.scheduling import upstream
-from megatron.scheduling.following import complete
+from megatron.scheduling.hooks import upstream
+from megatron.scheduling.options.following import complete
 
 
 def parsed(**more: Any) -> SimpleNamespace:
     """What Megatron's parser leaves: the published model, on 8 stages."""
     names = dict.fromkeys((*upstream.REQUIRED["redistributing"], *upstream.REQUIRED["following"]))
-    sizes = {"num_layers": 32, "hidden_size": 3072, "seq_length": 2048, "vocab_size": 255999, "pipeline_model_parallel_size": 8}
+    sizes = {
+        "num_layers": 32,
+        "hidden_size": 3072,
+        "seq_length": 2048,
+        "vocab_size": 255999,
+        "pipeline_model_parallel_size": 8,
+    }
     ours = {
         "bpipe_vocabulary": "redistribute",
         "bpipe_schedule": None,
@@ -26,11 +32,18 @@ def parsed(**more: Any) -> SimpleNamespace:
 
 
 def test_the_output_layer_in_layers() -> None:
-    """6.25 of the published model's, and in the rule by FLOPs alone: less than what it took, 10.1, which its memory traffic adds to."""
-    assert output_in_layers(256000, 3072, 2048) == pytest.approx(2 * 256000 / (24 * 3072 + 4 * 2048)) == pytest.approx(6.25)
+    """6.25 of the published model's, and in the rule by FLOPs alone: less than what it took, 10.1, which its memory
+    traffic adds to."""
+    assert (
+        output_in_layers(256000, 3072, 2048)
+        == pytest.approx(2 * 256000 / (24 * 3072 + 4 * 2048))
+        == pytest.approx(6.25)
+    )
 
 
-def test_the_last_stage_has_fewer_layers_and_it_is_said_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_stage_has_fewer_layers_and_it_is_said_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANK", "0")
     upstream.remark.cache_clear()
     args, again = parsed(), parsed()
@@ -38,7 +51,8 @@ def test_the_last_stage_has_fewer_layers_and_it_is_said_once(capsys: pytest.Capt
         complete(one)
     assert args.pipeline_model_parallel_layout == "Et*4|t*4|t*4|(t*5|)*4L"
     assert capsys.readouterr().out == (
-        "bpipe: --bpipe-vocabulary redistribute: the output layer takes as long as 6.2 layers, so stages have 4, 4, 4, 5, 5, 5, 5, 0: "
+        "bpipe: --bpipe-vocabulary redistribute: the output layer takes as long as 6.2 layers, so stages have 4, 4, "
+        "4, 5, 5, 5, 5, 0: "
         "--pipeline-model-parallel-layout Et*4|t*4|t*4|(t*5|)*4L\n"
     )
     complete(args)
@@ -55,9 +69,15 @@ def test_a_small_vocabulary_moves_nothing() -> None:
     ("given", "message"),
     [
         ({"pipeline_model_parallel_size": 1}, "a pipeline of one rank has no other"),
-        ({"decoder_last_pipeline_num_layers": 2}, "--decoder-last-pipeline-num-layers says, too, how many layers a stage has"),
+        (
+            {"decoder_last_pipeline_num_layers": 2},
+            "--decoder-last-pipeline-num-layers says, too, how many layers a stage has",
+        ),
         ({"account_for_loss_in_pipeline_split": True}, "--account-for-loss-in-pipeline-split says, too"),
-        ({"num_virtual_stages_per_pipeline_rank": 2}, "--num-virtual-stages-per-pipeline-rank: with several stages a rank"),
+        (
+            {"num_virtual_stages_per_pipeline_rank": 2},
+            "--num-virtual-stages-per-pipeline-rank: with several stages a rank",
+        ),
         ({"bpipe_schedule": "v-half"}, "--bpipe-schedule v-half has several stages a rank"),
         ({"mtp_num_layers": 1}, "drop --mtp-num-layers, or give a layout"),
         ({"hybrid_layer_pattern": "M*M-"}, r"put the \| further back in --hybrid-layer-pattern"),

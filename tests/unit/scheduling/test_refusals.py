@@ -1,4 +1,5 @@
-"""Every refusal applies to what it names, in Megatron's arguments and in a model's configuration, and to nothing else."""
+"""Every refusal applies to what it names, in Megatron's arguments and in a model's configuration, and to nothing
+else."""
 
 from __future__ import annotations
 
@@ -10,14 +11,18 @@ import pytest
 
 import terra
 from bpipe.refusals import REFUSALS, UNPROVEN, reasons
-from megatron.scheduling.refusals import differ, refuse
+from megatron.scheduling.start.refusals import differ, refuse
 
 # Settings that are refused, by feature; several where several names lead to one feature.
 REFUSED: dict[str, list[dict[str, Any]]] = {
     "CUDA graphs": [{"cuda_graph_impl": "local"}, {"enable_cuda_graph": True}, {"external_cuda_graph": True}],
     "FP8": [{"fp8": "hybrid"}],
     "FP4": [{"fp4": "e2m1"}],
-    "activation offloading": [{"cpu_offloading": True}, {"cpu_offloading_num_layers": 1}, {"fine_grained_activation_offloading": True}],
+    "activation offloading": [
+        {"cpu_offloading": True},
+        {"cpu_offloading_num_layers": 1},
+        {"fine_grained_activation_offloading": True},
+    ],
     "combined 1F1B": [{"overlap_moe_expert_parallel_comm": True}],
     "paged stash": [{"moe_paged_stash": True}],
     "the flex dispatcher of experts": [
@@ -45,7 +50,11 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
 # What looks like one of them and is none.
 ALLOWED: list[dict[str, Any]] = [
     {},
-    {"virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_size": 4, "microbatch_group_size_per_vp_stage": 4},
+    {
+        "virtual_pipeline_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 4,
+        "microbatch_group_size_per_vp_stage": 4,
+    },
     {"pipeline_model_parallel_size": 4, "microbatch_group_size_per_vp_stage": 8},
     {"cuda_graph_impl": "none", "enable_cuda_graph": False, "cpu_offloading_num_layers": 0, "gtp_weight_remat_size": 1},
     {"recompute_granularity": "selective", "recompute_modules": ["core_attn"], "add_bias_linear": True},
@@ -60,10 +69,14 @@ def test_every_refusal_is_tried() -> None:
     assert list(REFUSED) == [refusal.feature for refusal in REFUSALS]
 
 
-@pytest.mark.parametrize(("feature", "settings"), [(feature, each) for feature, tried in REFUSED.items() for each in tried])
+@pytest.mark.parametrize(
+    ("feature", "settings"), [(feature, each) for feature, tried in REFUSED.items() for each in tried]
+)
 def test_what_cannot_be_balanced_is_refused_for_its_own_reason(feature: str, settings: dict[str, Any]) -> None:
     (refusal,) = (refusal for refusal in REFUSALS if refusal.feature == feature)
-    assert reasons(SimpleNamespace(**settings), True, executor=refusal.own_loop) == [f"--bpipe: {refusal.reason}; {refusal.remedy}"]
+    assert reasons(SimpleNamespace(**settings), True, executor=refusal.own_loop) == [
+        f"--bpipe: {refusal.reason}; {refusal.remedy}"
+    ]
 
 
 def test_what_is_unproven_may_be_tried_by_its_name() -> None:
@@ -113,7 +126,9 @@ def test_what_only_moving_must_not_meet_is_measured() -> None:
 
 
 def test_all_reasons_come_at_once_and_name_what_was_asked_for() -> None:
-    with pytest.raises(ValueError, match=r"^this run cannot start:\n  --bpipe-report: FP8.*\n  --bpipe-report: paged stash"):
+    with pytest.raises(
+        ValueError, match=r"^this run cannot start:\n  --bpipe-report: FP8.*\n  --bpipe-report: paged stash"
+    ):
         refuse(SimpleNamespace(fp8="hybrid", moe_paged_stash=True), balance=False)
 
 
@@ -121,6 +136,8 @@ def test_a_session_that_is_open_is_refused_with_the_reason() -> None:
     """BPipe would look for the memory of placeholders."""
     with contextlib.closing(terra.Session()):
         refuse(SimpleNamespace(), balance=False)
-        with pytest.raises(ValueError, match=r"a terra\.Session is open: .* close the session, or train without --bpipe"):
+        with pytest.raises(
+            ValueError, match=r"a terra\.Session is open: .* close the session, or train without --bpipe"
+        ):
             refuse(SimpleNamespace(), balance=True)
     refuse(SimpleNamespace(), balance=True)

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.scheduling import repairs, startup
+from megatron.scheduling.hooks import repairs
+from megatron.scheduling.start import startup
 
 
 def missing_attribute() -> bool:
@@ -28,10 +29,12 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_repair_that_cannot_be_tried_is_left_out_and_said() -> None:
-    """Megatron 0.20's own function reads a bucket's grad_data, which our stand-in has not: every run ended there, also without --bpipe."""
+    """Megatron 0.20's own function reads a bucket's grad_data, which our stand-in has not: every run ended there,
+    also without --bpipe."""
     assert repairs.apply() == [
         "repaired in memory, no file is edited: megatron.core.made: what was broken works",
-        "left out, because it cannot be tried on this Megatron (AttributeError: 'types.SimpleNamespace' object has no attribute "
+        "left out, because it cannot be tried on this Megatron (AttributeError: 'types.SimpleNamespace' object has no "
+        "attribute "
         "'grad_data'): the repair of megatron.core.changed, megatron.core.other, by which state is saved",
         "repaired in memory, no file is edited: megatron.core.last: the last works",
     ]
@@ -49,7 +52,8 @@ def test_each_repair_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_repairs_none_is_made(capsys: pytest.CaptureFixture[str]) -> None:
     startup.leave_unrepaired()
     assert capsys.readouterr().out == (
-        "bpipe: --bpipe-no-repairs: Megatron is left as it is, and it alone sees to it that what was broken works; nothing was broken; "
+        "bpipe: --bpipe-no-repairs: Megatron is left as it is, and it alone sees to it that what was broken works; "
+        "nothing was broken; "
         "state is saved; the last works\n"
     )
 

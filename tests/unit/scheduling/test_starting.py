@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.scheduling import launch, starting
-from megatron.scheduling.flags import add_arguments
+from megatron.scheduling import launch
+from megatron.scheduling.options.flags import add_arguments
+from megatron.scheduling.start import starting
 
 
 def parser() -> argparse.ArgumentParser:
@@ -22,10 +23,14 @@ def parser() -> argparse.ArgumentParser:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--bpip"], "pretrain.py: error: unrecognized arguments: --bpip\n  instead of --bpip, did you mean --bpipe?\n"),
+        (
+            ["--bpip"],
+            "pretrain.py: error: unrecognized arguments: --bpip\n  instead of --bpip, did you mean --bpipe?\n",
+        ),
         (
             ["--bpipe-reprot=x", "--num-layer", "4"],
-            "  instead of --bpipe-reprot, did you mean --bpipe-report?\n  instead of --num-layer, did you mean --num-layers?\n",
+            "  instead of --bpipe-reprot, did you mean --bpipe-report?\n  instead of --num-layer, did you mean "
+            "--num-layers?\n",
         ),
         (["--qqq"], "pretrain.py: error: unrecognized arguments: --qqq\n"),
         (["--num-layers", "many"], "pretrain.py: error: argument --num-layers: invalid int value: 'many'\n"),

@@ -1,4 +1,5 @@
-"""Gradients are reduced behind a chunk's last backward and never earlier, parameters gathered before their chunk computes."""
+"""Gradients are reduced behind a chunk's last backward and never earlier, parameters gathered before their chunk
+computes."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from bpipe.build import ScheduleConfig, build
+from bpipe.formats.text import read_action
 from bpipe.ir.action import Action
-from bpipe.ir.text import read_action
-from bpipe.program import ScheduleConfig, build
-from megatron.scheduling.syncing import Marks, Syncing
+from megatron.scheduling.loop.syncing import Marks, Syncing
 
 
 class Log(list[str]):
@@ -101,19 +102,28 @@ def test_a_shard_of_the_output_layer_reduces_in_its_last_t() -> None:
     walked(order, {0: 0}, log, log.config(no_sync_func=log.no_sync))
     assert log == ["0F0", "0F1", "0S0", "0T0", "0S1", "0B0", "0T1 alone", "0B1 alone"]
     aligned = Log(1)
-    walked(order, {0: 0}, aligned, aligned.config(no_sync_func=aligned.no_sync, grad_sync_func=aligned.start("reduce", 0)))
+    walked(
+        order, {0: 0}, aligned, aligned.config(no_sync_func=aligned.no_sync, grad_sync_func=aligned.start("reduce", 0))
+    )
     assert aligned == log
 
 
 def test_a_shard_of_the_embedding_ends_the_iteration_on_every_rank() -> None:
-    """Behind the first stage's last backward all ranks add up their rows, so nowhere is anything left to reduce beside."""
+    """Behind the first stage's last backward all ranks add up their rows, so nowhere is anything left to reduce
+    beside."""
     log, texts = Log(1), ["2IF0", "2IF1", "2F0", "2S0", "2B0", "2IB0", "2F1", "2T0", "2S1", "2T1", "2B1", "2IB1"]
-    walked([read_action(one) for one in texts], {2: 0}, log, log.config(no_sync_func=log.no_sync, grad_sync_func=log.start("reduce", 0)))
+    walked(
+        [read_action(one) for one in texts],
+        {2: 0},
+        log,
+        log.config(no_sync_func=log.no_sync, grad_sync_func=log.start("reduce", 0)),
+    )
     assert log == [*texts[:-3], "2T1 alone", "2B1 alone", "2IB1 alone"]
 
 
 def test_a_shard_of_the_embedding_reads_its_chunks_weights_first() -> None:
-    """It is in the last of a rank's chunks, whose stage computes later: weights are gathered in the order in which they are read."""
+    """It is in the last of a rank's chunks, whose stage computes later: weights are gathered in the order in which
+    they are read."""
     texts = ["1IF0", "1IF1", "1F0", "1F1", "2F0", "1S0", "1T0", "2I0", "2W0", "1I0", "1W0", "1IB0"]
     log, order = Log(2), [read_action(one) for one in texts]
     functions = [log.start("gather", chunk) for chunk in range(2)]
@@ -128,14 +138,17 @@ def test_a_shard_of_the_embedding_reads_its_chunks_weights_first() -> None:
 
 
 def test_an_aligned_reduction_of_the_first_stage_starts_inside() -> None:
-    """Nothing is computed behind its last backward that a reduction could run beside; shards and halves have a last of their own."""
+    """Nothing is computed behind its last backward that a reduction could run beside; shards and halves have a last
+    of their own."""
     for behind, text in ((1, "1F0 1F1 1S0 1T0 1S1 1B0 1T1 1B1"), (0, "0F0 0F1 0I0 0I1 0W0 0W1")):
         log, order = Log(1), [read_action(one) for one in text.split()]
         walked(order, {behind: 0}, log, log.config(no_sync_func=log.no_sync, grad_sync_func=log.start("reduce", 0)))
         inside = [*text.split()[:3], "0I1 alone", "0W0", "0W1 alone"]
         assert log == ([*text.split(), "reduce 0"] if behind else inside)
     two, order = Log(1), [read_action(one) for one in ("0F0", "0B0")]
-    syncing = Syncing(Marks.of(order, {0: 0}, num_pipes=2), two.config(grad_sync_func=two.start("reduce", 0)), two.models)
+    syncing = Syncing(
+        Marks.of(order, {0: 0}, num_pipes=2), two.config(grad_sync_func=two.start("reduce", 0)), two.models
+    )
     syncing.begin()
     for action in order:
         syncing.before(action)
@@ -148,18 +161,30 @@ def test_an_aligned_reduction_starts_behind_the_last() -> None:
     log = Log(2)
     order = order_of(ScheduleConfig("interleaved-1f1b", 2, 2, num_chunks=2), 1)
     functions = {"no_sync_func": [lambda: log.no_sync(0), lambda: log.no_sync(1)]}
-    walked(order, {1: 0, 3: 1}, log, log.config(**functions, grad_sync_func=[log.start("reduce", chunk) for chunk in range(2)]))
+    walked(
+        order,
+        {1: 0, 3: 1},
+        log,
+        log.config(**functions, grad_sync_func=[log.start("reduce", chunk) for chunk in range(2)]),
+    )
     assert not [line for line in log if line.endswith(" alone")]
     assert log[log.index("3B1") + 1] == "reduce 1"
     assert log[-2:] == ["1B1", "reduce 0"]
 
 
-@pytest.mark.parametrize(("num_chunks", "gathered"), [(1, []), (2, ["gather 0", "gather 1"]), (3, ["gather 0", "gather 1", "gather 2"])])
+@pytest.mark.parametrize(
+    ("num_chunks", "gathered"), [(1, []), (2, ["gather 0", "gather 1"]), (3, ["gather 0", "gather 1", "gather 2"])]
+)
 def test_parameters_are_gathered_a_chunk_ahead(num_chunks: int, gathered: list[str]) -> None:
     log = Log(num_chunks)
     schedule = ScheduleConfig("interleaved-1f1b" if num_chunks > 1 else "1f1b", 2, 2, num_chunks=num_chunks)
     chunks = {2 * chunk: chunk for chunk in range(num_chunks)}
-    walked(order_of(schedule, 0), chunks, log, log.config(param_sync_func=[log.start("gather", chunk) for chunk in range(num_chunks)]))
+    walked(
+        order_of(schedule, 0),
+        chunks,
+        log,
+        log.config(param_sync_func=[log.start("gather", chunk) for chunk in range(num_chunks)]),
+    )
     assert [line for line in log if line.startswith("gather")] == gathered
     assert log[: len(gathered[:2])] == gathered[:2]
     if num_chunks == 3:

@@ -1,4 +1,5 @@
-"""What is read of Megatron's arguments and configuration is what the tables in `upstream` say, and what is missing is named in one line.
+"""What is read of Megatron's arguments and configuration is what the tables in `upstream` say, and what is missing is
+named in one line.
 
 Megatron is not imported: that 0.19.2 has these names is looked at in check_patches.py.
 """
@@ -14,14 +15,16 @@ from typing import Any
 
 import pytest
 
-from megatron.scheduling import placement, upstream
-from megatron.scheduling.arguments import config_from_args
-from megatron.scheduling.flags import add_arguments
+from megatron.scheduling.hooks import upstream
+from megatron.scheduling.options.arguments import config_from_args
+from megatron.scheduling.options.flags import add_arguments
+from megatron.scheduling.placement import rank_order as placement
 
 ROOT = Path(__file__).resolve().parents[3]
-SOURCES = [*sorted((ROOT / "megatron/scheduling").glob("*.py")), ROOT / "bpipe/refusals.py", ROOT / "pretrain_gpt.py"]
+SOURCES = [*sorted((ROOT / "megatron/scheduling").rglob("*.py")), ROOT / "bpipe/refusals.py", ROOT / "pretrain_gpt.py"]
 OURS = ("bpipe", "profile_", "terra_")
-# Mends one class of Megatron's, having tried that class with a configuration of its own; a model's was never read before.
+# Mends one class of Megatron's, having tried that class with a configuration of its own; a model's was never read
+# before.
 NOT_HELD = {"repairs"}
 
 
@@ -56,9 +59,11 @@ def read_of_megatron(path: Path) -> tuple[set[str], set[str]]:
 
 def test_what_must_be_there_is_what_the_code_reads() -> None:
     read = {path.stem: names for path in SOURCES if (names := read_of_megatron(path)[0])}
-    assert {name: set(names) for name, names in upstream.REQUIRED.items()} == read, "bring upstream.REQUIRED up to the code"
+    assert {name: set(names) for name, names in upstream.REQUIRED.items()} == read, (
+        "bring upstream.REQUIRED up to the code"
+    )
     assert "barrier_with_L1_time" in read["beside"]
-    assert "world_size" in read["placement"]
+    assert "world_size" in read["rank_order"]
 
 
 def test_what_may_be_missing_is_what_the_code_reads() -> None:
@@ -73,7 +78,9 @@ def test_settings_give_none_for_what_is_missing() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
                 whose, name = (ast.unparse(argument) for argument in node.args[:2])
-                assert whose not in ("args", "get_args()") or name.strip("'").startswith(OURS), f"{path.name} reads {name} past the tables"
+                assert whose not in ("args", "get_args()") or name.strip("'").startswith(OURS), (
+                    f"{path.name} reads {name} past the tables"
+                )
 
 
 @pytest.fixture
@@ -90,11 +97,24 @@ def megatron(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def parsed(**more: Any) -> SimpleNamespace:
-    """What Megatron's parser leaves, as far as it is read before a process group exists; rank 1 of four stages on one node."""
+    """What Megatron's parser leaves, as far as it is read before a process group exists; rank 1 of four stages on
+    one node."""
     needed = (*upstream.REQUIRED["arguments"], *upstream.REQUIRED["choosing"], *upstream.REQUIRED["sizes"])
     ours = (
         f"bpipe_{name}"
-        for name in ("schedule", "group", "bound", "memory", "cluster", "kept", "costs", "hop", "delay", "vocabulary", "executor")
+        for name in (
+            "schedule",
+            "group",
+            "bound",
+            "memory",
+            "cluster",
+            "kept",
+            "costs",
+            "hop",
+            "delay",
+            "vocabulary",
+            "executor",
+        )
     )
     names = dict.fromkeys((*upstream.OPTIONAL, *needed, *ours))
     for name in upstream._NOT_IN_ARGUMENTS:
@@ -118,8 +138,11 @@ def parsed(**more: Any) -> SimpleNamespace:
     )
 
 
-def test_the_development_branch_is_placed_without_its_shards(megatron: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its signatures equal 0.19.2's, and its arguments have no tensor_parallel_num_weight_shards: that was a bare AttributeError."""
+def test_the_development_branch_is_placed_without_its_shards(
+    megatron: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its signatures equal 0.19.2's, and its arguments have no tensor_parallel_num_weight_shards: that was a bare
+    AttributeError."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     args = parsed()
@@ -128,14 +151,17 @@ def test_the_development_branch_is_placed_without_its_shards(megatron: SimpleNam
     assert args.rank == 3, "the partner of stage 0 is its neighbour"
 
 
-def test_absent_settings_of_an_untried_version_are_said_once(megatron: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_absent_settings_of_an_untried_version_are_said_once(
+    megatron: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
     args = parsed()
     del args.tensor_parallel_num_weight_shards, args.yaml_cfg
     for _ in range(2):
         upstream.say_absent(args, configuration=False)
     assert capsys.readouterr().out == (
         "bpipe: megatron-core 0.20.0rc0 lacks in its arguments, and bpipe takes for: "
-        "tensor_parallel_num_weight_shards (weights sharded by tensor parallelism alone); yaml_cfg (no YAML configuration)\n"
+        "tensor_parallel_num_weight_shards (weights sharded by tensor parallelism alone); yaml_cfg (no YAML "
+        "configuration)\n"
     )
     megatron.set_version("0.19.2+a1b2c3d")
     upstream.remark.cache_clear()
@@ -143,7 +169,9 @@ def test_absent_settings_of_an_untried_version_are_said_once(megatron: SimpleNam
     assert capsys.readouterr().out == "", "0.19.2 was read: what it lacks is known"
 
 
-def test_a_model_is_not_asked_for_what_only_arguments_have(megatron: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_is_not_asked_for_what_only_arguments_have(
+    megatron: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
     names = set(upstream.OPTIONAL) - upstream._NOT_IN_CONFIGURATION
     upstream.say_absent(SimpleNamespace(**dict.fromkeys(names)), configuration=True)
     assert capsys.readouterr().out == ""
@@ -151,14 +179,15 @@ def test_a_model_is_not_asked_for_what_only_arguments_have(megatron: SimpleNames
     assert "model's configuration, and bpipe takes for: fp8 (no FP8)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", upstream.REQUIRED["placement"])
+@pytest.mark.parametrize("name", upstream.REQUIRED["rank_order"])
 def test_what_placement_needs_is_asked_for_by_name(megatron: SimpleNamespace, name: str) -> None:
     args = parsed()
     delattr(args, name)
     with pytest.raises(upstream.Unfit) as refused:
         placement.apply(args)
     assert str(refused.value) == (
-        f"megatron-core 0.20.0rc0+1a2b3c4 at /checkout/megatron/core cannot be used by bpipe's placement: its arguments have no {name}. "
+        f"megatron-core 0.20.0rc0+1a2b3c4 at /checkout/megatron/core cannot be used by bpipe's rank_order: its "
+        f"arguments have no {name}. "
         "Install megatron-core==0.19.2, or train without bpipe"
     )
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bpipe.check.deadlock import Waits, blocked_ranks
+from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange
-from bpipe.program import BalanceConfig, ScheduleConfig, build
 from bpipe.transport.connect import MeasuredLink
-from megatron.scheduling.arguments import SchedulingConfig
-from megatron.scheduling.waiting import refuse_standstill, waits_of
+from megatron.scheduling.loop.waiting import refuse_standstill, wait_level
+from megatron.scheduling.options.arguments import SchedulingConfig
 from tests.unit.hand_made import far_ahead
 
 INTERLEAVED = Exchange.MEGATRON_INTERLEAVED
@@ -19,48 +19,57 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PLAIN = SchedulingConfig(balance=True, num_ranks=10, num_chunks=2)
 SYNCHRONOUS = SchedulingConfig(balance=True, num_ranks=10, num_chunks=2, synchronous=True)
 TIMED = SchedulingConfig(balance=True, num_ranks=10, num_chunks=2, timers_interval=100)
-# One micro-batch is left for the last group. Megatron refuses that, so no training has this schedule; it stands still all the same.
+# One micro-batch is left for the last group. Megatron refuses that, so no training has this schedule; it stands still
+# all the same.
 STILL = build(ScheduleConfig("interleaved-1f1b", 10, 21, 2, BalanceConfig()))
 
 
 @pytest.mark.parametrize(
     ("config", "device", "connections", "waits"),
     [
-        (PLAIN, CPU, None, Waits.IN_EVERY_OPERATION),
-        (PLAIN, CPU, "1", Waits.IN_EVERY_OPERATION),
-        (TIMED, CPU, None, Waits.IN_EVERY_OPERATION),
-        (SYNCHRONOUS, CPU, None, Waits.AT_ISSUE),
+        (PLAIN, CPU, None, WaitLevel.IN_EVERY_OPERATION),
+        (PLAIN, CPU, "1", WaitLevel.IN_EVERY_OPERATION),
+        (TIMED, CPU, None, WaitLevel.IN_EVERY_OPERATION),
+        (SYNCHRONOUS, CPU, None, WaitLevel.AT_ISSUE),
         # With 8 queues streams share them too: only 1 was judged as if they did.
-        (PLAIN, CUDA, None, Waits.AT_ISSUE),
-        (PLAIN, CUDA, "8", Waits.AT_ISSUE),
-        (PLAIN, CUDA, "1", Waits.ONE_QUEUE),
-        (TIMED, CUDA, None, Waits.AT_ISSUE),
-        (SYNCHRONOUS, CUDA, "1", Waits.ONE_QUEUE),
-        (SYNCHRONOUS, CUDA, None, Waits.AT_ISSUE),
+        (PLAIN, CUDA, None, WaitLevel.AT_ISSUE),
+        (PLAIN, CUDA, "8", WaitLevel.AT_ISSUE),
+        (PLAIN, CUDA, "1", WaitLevel.ONE_QUEUE),
+        (TIMED, CUDA, None, WaitLevel.AT_ISSUE),
+        (SYNCHRONOUS, CUDA, "1", WaitLevel.ONE_QUEUE),
+        (SYNCHRONOUS, CUDA, None, WaitLevel.AT_ISSUE),
     ],
 )
 def test_what_makes_a_run_wait(
-    config: SchedulingConfig, device: torch.device, connections: str | None, waits: Waits, monkeypatch: pytest.MonkeyPatch
+    config: SchedulingConfig,
+    device: torch.device,
+    connections: str | None,
+    waits: WaitLevel,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     if connections is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
-    assert waits_of(config, device)[0] is waits
+    assert wait_level(config, device)[0] is waits
 
 
 def test_a_run_that_would_stand_still_is_refused_with_what_makes_it_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    assert not blocked_ranks(STILL, Waits.IN_EVERY_OPERATION)
+    assert not blocked_ranks(STILL, WaitLevel.IN_EVERY_OPERATION)
     over_nccl, by_copies = (
         [MeasuredLink((0, 9), "nccl", {}), MeasuredLink((1, 8), "peer", {})],
         [MeasuredLink((0, 9), "peer", {}), MeasuredLink((1, 8), "host", {})],
     )
-    message = r"with transfers over NCCL .* ranks can wait for each other for ever: take --bpipe-transport peer\. no deadlock"
+    message = (
+        r"with transfers over NCCL .* ranks can wait for each other for ever: take --bpipe-transport peer\. no deadlock"
+    )
     with pytest.raises(ValueError, match=message):
         refuse_standstill(STILL, INTERLEAVED, PLAIN, CUDA, over_nccl)
     refuse_standstill(STILL, INTERLEAVED, PLAIN, CUDA, by_copies)
     refuse_standstill(STILL, INTERLEAVED, PLAIN, CPU, over_nccl)
-    refuse_standstill(build(ScheduleConfig("interleaved-1f1b", 10, 20, 2, BalanceConfig())), INTERLEAVED, PLAIN, CUDA, over_nccl)
+    refuse_standstill(
+        build(ScheduleConfig("interleaved-1f1b", 10, 20, 2, BalanceConfig())), INTERLEAVED, PLAIN, CUDA, over_nccl
+    )
 
 
 def test_messages_that_run_ahead_of_their_receivers_are_refused_with_one_queue(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,30 +79,45 @@ def test_messages_that_run_ahead_of_their_receivers_are_refused_with_one_queue(m
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     refuse_standstill(far_ahead(), posted, small, CPU, [])
     refuse_standstill(build(ScheduleConfig("1f1b", 3, 8)), posted, small, CUDA, [])
-    message = r"for ever: drop it, or take another schedule\. no deadlock: rank 0, slot 3, 0F3: waits for the output of 0F2"
+    message = (
+        r"for ever: drop it, or take another schedule\. no deadlock: rank 0, slot 3, 0F3: waits for the output of 0F2"
+    )
     with pytest.raises(ValueError, match=message):
         refuse_standstill(far_ahead(), posted, small, CUDA, [])
 
 
 def test_first_messages_that_cross_are_refused_with_one_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device that runs late with one queue, two pipes stood still in their first iteration, whatever transfers went over."""
+    """On a device that runs late with one queue, two pipes stood still in their first iteration, whatever transfers
+    went over."""
     posted, small = Exchange.POSTED, SchedulingConfig(balance=False, num_ranks=4, num_chunks=1)
     schedule = build(ScheduleConfig("chimera", 4, 8))
     refuse_standstill(schedule, posted, small, CUDA, [])
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     refuse_standstill(schedule, posted, small, CPU, [])
-    with pytest.raises(ValueError, match=r"with CUDA_DEVICE_MAX_CONNECTIONS=1 the first messages of two pipes, .*: drop it, or take"):
+    with pytest.raises(
+        ValueError, match=r"with CUDA_DEVICE_MAX_CONNECTIONS=1 the first messages of two pipes, .*: drop it, or take"
+    ):
         refuse_standstill(schedule, posted, small, CUDA, [])
 
 
 def test_sizes_that_differ_are_refused_over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread posts each transfer behind what the host issued meanwhile: with 2 and 8 queues, too, a device that runs late stood still."""
+    """A thread posts each transfer behind what the host issued meanwhile: with 2 and 8 queues, too, a device that
+    runs late stood still."""
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    schedule, small = build(ScheduleConfig("1f1b", 4, 8, 1, BalanceConfig())), SchedulingConfig(balance=True, num_ranks=4, num_chunks=1)
+    schedule, small = (
+        build(ScheduleConfig("1f1b", 4, 8, 1, BalanceConfig())),
+        SchedulingConfig(balance=True, num_ranks=4, num_chunks=1),
+    )
     for device, transport in ((CPU, "gloo"), (CUDA, "peer")):
-        refuse_standstill(schedule, Exchange.MEGATRON_1F1B, small, device, [MeasuredLink((0, 3), transport, {})], differing=True)
-    with pytest.raises(ValueError, match=r"micro-batches differ in size, and over NCCL .* Take --bpipe-transport peer or host, or pad"):
-        refuse_standstill(schedule, Exchange.MEGATRON_1F1B, small, CUDA, [MeasuredLink((0, 3), "nccl", {})], differing=True)
+        refuse_standstill(
+            schedule, Exchange.MEGATRON_1F1B, small, device, [MeasuredLink((0, 3), transport, {})], differing=True
+        )
+    with pytest.raises(
+        ValueError, match=r"micro-batches differ in size, and over NCCL .* Take --bpipe-transport peer or host, or pad"
+    ):
+        refuse_standstill(
+            schedule, Exchange.MEGATRON_1F1B, small, CUDA, [MeasuredLink((0, 3), "nccl", {})], differing=True
+        )
 
 
 def test_what_goes_on_beside_the_computation_is_refused_in_one_queue(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,5 +128,7 @@ def test_what_goes_on_beside_the_computation_is_refused_in_one_queue(monkeypatch
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     refuse_standstill(two, posted, small, CPU, [])
     refuse_standstill(one, posted, small, CUDA, [])
-    with pytest.raises(ValueError, match=r"with CUDA_DEVICE_MAX_CONNECTIONS=1 .*: drop it, or take --bpipe-vocabulary 1"):
+    with pytest.raises(
+        ValueError, match=r"with CUDA_DEVICE_MAX_CONNECTIONS=1 .*: drop it, or take --bpipe-vocabulary 1"
+    ):
         refuse_standstill(two, posted, small, CUDA, [])

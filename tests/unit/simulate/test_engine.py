@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build, named_balance
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import live_counts
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
-from bpipe.program import BalanceConfig, ScheduleConfig, balancing, build
 from bpipe.simulate.cost import Costs, Link, Links, StageCost, uniform
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Simulation, Timed
@@ -26,9 +26,9 @@ UNIT = StageCost(1, 1, moved_bytes=1, saved_bytes=1)
 
 def schedules() -> Iterator[Schedule]:
     for balance in ("none", "bpipe"):
-        yield build(ScheduleConfig("1f1b", 4, 8, balance=balancing(balance)))
-        yield build(ScheduleConfig("1f1b", 8, 20, balance=balancing(balance)))
-        yield build(ScheduleConfig("interleaved-1f1b", 4, 8, 2, balance=balancing(balance)))
+        yield build(ScheduleConfig("1f1b", 4, 8, balance=named_balance(balance)))
+        yield build(ScheduleConfig("1f1b", 8, 20, balance=named_balance(balance)))
+        yield build(ScheduleConfig("interleaved-1f1b", 4, 8, 2, balance=named_balance(balance)))
     yield build(ScheduleConfig("gpipe", 4, 6))
 
 
@@ -36,7 +36,9 @@ def when(report: Simulation, rank: int, text: str) -> Timed:
     return next(timed for timed in (*report.computations[rank], *report.transfers[rank]) if str(timed.action) == text)
 
 
-@pytest.mark.parametrize("schedule", list(schedules()), ids=lambda schedule: f"{schedule.name}-{schedule.num_ranks}-{schedule.bounds}")
+@pytest.mark.parametrize(
+    "schedule", list(schedules()), ids=lambda schedule: f"{schedule.name}-{schedule.num_ranks}-{schedule.bounds}"
+)
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_unit_costs_and_free_links_give_the_unit_grid(schedule: Schedule, exchange: Exchange) -> None:
     if schedule.num_chunks > 1:
@@ -52,7 +54,9 @@ def test_unit_costs_and_free_links_give_the_unit_grid(schedule: Schedule, exchan
 
 
 @pytest.mark.parametrize(
-    "schedule", [one for one in schedules() if one.partners], ids=lambda schedule: f"{schedule.name}-{schedule.num_ranks}"
+    "schedule",
+    [one for one in schedules() if one.partners],
+    ids=lambda schedule: f"{schedule.name}-{schedule.num_ranks}",
 )
 def test_transfers_as_long_as_a_slot_hide_and_peak_as_the_schedule_says(schedule: Schedule) -> None:
     report = simulate(schedule, uniform(schedule.num_stages, replace(UNIT, transfer_s=1)))
@@ -87,8 +91,8 @@ def test_a_blocking_exchange_keeps_the_sender() -> None:
     schedule = build(ScheduleConfig("1f1b", 2, 2))
     costs = Costs((StageCost(3, 5, sent_bytes=2),) * 2, Links(Link(2, 1)), exchange=Exchange.MEGATRON_1F1B)
     report = simulate(schedule, costs)
-    # Rank 0 sends F0 from 3 to 5 before it computes F1; then it is there for both, the output of F1 and the gradient of B0, at 8; rank 1
-    # is there for them at 13.
+    # Rank 0 sends F0 from 3 to 5 before it computes F1; then it is there for both, the output of F1 and the gradient of
+    # B0, at 8; rank 1 is there for them at 13.
     assert when(report, 0, "0F1").start_s == 5
     assert when(report, 1, "1B0").end_s == 13
     assert when(report, 0, "0B0").start_s == 15
@@ -97,7 +101,8 @@ def test_a_blocking_exchange_keeps_the_sender() -> None:
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_an_eviction_holds_up_the_next_computation_and_not_the_output(exchange: Exchange) -> None:
-    """0EVICT1 stands beside 0F2 and lasts five times as long: stage 1 has 0F2's output at once, stage 0 its memory only then."""
+    """0EVICT1 stands beside 0F2 and lasts five times as long: stage 1 has 0F2's output at once, stage 0 its memory
+    only then."""
     schedule = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
     report = simulate(schedule, Costs((replace(UNIT, transfer_s=5),) * 4, exchange=exchange))
     assert when(report, 0, "0EVICT1").start_s == when(report, 0, "0F2").start_s == 2
@@ -107,10 +112,15 @@ def test_an_eviction_holds_up_the_next_computation_and_not_the_output(exchange: 
 
 
 def test_what_stands_behind_the_last_computation_waits_for_its_message() -> None:
-    """Stage 5 is on another node: its last gradient is on the way for longer than stage 0 takes to ask for micro-batch 10."""
+    """Stage 5 is on another node: its last gradient is on the way for longer than stage 0 takes to ask for
+    micro-batch 10."""
     schedule = build(ScheduleConfig("1f1b", 6, 12, balance=BalanceConfig()))
     links = Links(Link(2, 1), Link(2, 20), (0, 0, 0, 0, 0, 1))
-    costs = Costs((StageCost(1, 4, sent_bytes=2, moved_bytes=1, saved_bytes=1, transfer_s=1),) * 6, links, exchange=Exchange.MEGATRON_1F1B)
+    costs = Costs(
+        (StageCost(1, 4, sent_bytes=2, moved_bytes=1, saved_bytes=1, transfer_s=1),) * 6,
+        links,
+        exchange=Exchange.MEGATRON_1F1B,
+    )
     report = simulate(schedule, costs)
     assert when(report, 5, "0RETURN10").start_s == when(report, 4, "4B11").start_s > when(report, 5, "5B11").end_s + 20
 
@@ -134,7 +144,8 @@ def test_equal_stages_take_the_textbook_time(p: int, m: int, forward: int, backw
 
 
 def test_what_a_transfer_costs_beyond_its_slot_is_exposed() -> None:
-    """With three units for each forward and backward a transfer of 3 hides; one of 5 keeps the evictor 2 more, every time."""
+    """With three units for each forward and backward a transfer of 3 hides; one of 5 keeps the evictor 2 more, every
+    time."""
     schedule = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
     hidden, exposed = (simulate(schedule, uniform(4, StageCost(3, 3, transfer_s=seconds))) for seconds in (3, 5))
     assert hidden.exposed_transfer_s == 0
@@ -143,12 +154,14 @@ def test_what_a_transfer_costs_beyond_its_slot_is_exposed() -> None:
 
 
 def test_messages_and_transfers_share_a_port() -> None:
-    """Rank 0 sends outputs to rank 1 and evictions to rank 3 through one port, unless the one is inside its node and the other is not."""
+    """Rank 0 sends outputs to rank 1 and evictions to rank 3 through one port, unless the one is inside its node and
+    the other is not."""
     schedule = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
     sized = StageCost(6, 6, moved_bytes=6, saved_bytes=6, sent_bytes=1)
     shared = simulate(schedule, uniform(4, sized, Links(Link(1))))
     apart = simulate(schedule, uniform(4, sized, Links(Link(1), Link(1), (0, 0, 1, 1))))
-    # F1's output is ready at 12, and so is the eviction beside F2: the output goes first. F2's is ready at 18, and the eviction pauses.
+    # F1's output is ready at 12, and so is the eviction beside F2: the output goes first. F2's is ready at 18, and the
+    # eviction pauses.
     assert (when(shared, 0, "0EVICT1").start_s, when(shared, 0, "0EVICT1").end_s) == (13, 20)
     assert (when(apart, 0, "0EVICT1").start_s, when(apart, 0, "0EVICT1").end_s) == (12, 18)
 
@@ -162,13 +175,19 @@ def test_a_slow_partner_is_waited_for() -> None:
 
 
 def test_a_one_sided_transfer_waits_for_no_partner() -> None:
-    """The last stage computes long when the first one evicts. Its program takes part only where the transport asks for it."""
+    """The last stage computes long when the first one evicts.
+
+    Its program takes part only where the transport asks for it.
+    """
     schedule = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
     stages = (StageCost(1, 1, transfer_s=1),) * 3 + (StageCost(10, 10, transfer_s=1),)
     met, alone = (simulate(schedule, Costs(stages, one_sided=ranks)) for ranks in (frozenset[int](), frozenset({0})))
     assert met.exposed_s[0] > 0 == alone.exposed_s[0]
     assert (
-        when(alone, 0, "0EVICT3").start_s == when(alone, 0, "0B0").start_s == when(met, 0, "0B0").start_s < when(met, 0, "0EVICT3").start_s
+        when(alone, 0, "0EVICT3").start_s
+        == when(alone, 0, "0B0").start_s
+        == when(met, 0, "0B0").start_s
+        < when(met, 0, "0EVICT3").start_s
     )
     # What is fetched back has been put there, also where the putting takes longer than everything between.
     slow = simulate(schedule, Costs((replace(stages[0], transfer_s=50), *stages[1:]), one_sided=frozenset({0})))
@@ -201,7 +220,13 @@ def test_synchronous_transfers_hold_up_the_evictor_for_as_long_as_they_take(one_
 )
 @settings(max_examples=60)
 def test_everything_happens_after_what_it_needs(
-    p: int, m: int, seconds: list[tuple[int, int, int]], exchange: Exchange, balanced: bool, one_sided: frozenset[int], synchronous: bool
+    p: int,
+    m: int,
+    seconds: list[tuple[int, int, int]],
+    exchange: Exchange,
+    balanced: bool,
+    one_sided: frozenset[int],
+    synchronous: bool,
 ) -> None:
     schedule = build(ScheduleConfig("1f1b", p, m, balance=BalanceConfig() if balanced else None))
     stages = tuple(StageCost(f, b, transfer_s=t, sent_bytes=1, moved_bytes=1, saved_bytes=1) for f, b, t in seconds[:p])

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from bpipe.program import ScheduleConfig, balancing, build
+from bpipe.build import ScheduleConfig, build, named_balance
 from bpipe.simulate.cost import Costs, Link, Links, StageCost, uniform
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Reduced
@@ -52,11 +52,15 @@ def test_eagerly_one_reduction_is_exposed_and_lazily_one_for_each_chunk(name: st
 
 
 def test_a_reduction_waits_for_the_later_of_a_pair() -> None:
-    """Rank 7 is on another node, behind slow links: its mirror image, rank 0, has long completed what the two reduce together."""
+    """Rank 7 is on another node, behind slow links: its mirror image, rank 0, has long completed what the two reduce
+    together."""
     schedule = build(ScheduleConfig("bitpipe", 8, 16, 2))
     links = Links(Link(latency_s=1), Link(latency_s=7), (0, 0, 0, 0, 0, 0, 0, 1))
     found = simulate(schedule, Costs((StageCost(2, 4, reduction_s=1),) * 16, links, eager=True))
-    ends = [{timed.action.stage: timed.end_s for timed in row if timed.action.kind.value == "B"} for row in found.computations]
+    ends = [
+        {timed.action.stage: timed.end_s for timed in row if timed.action.kind.value == "B"}
+        for row in found.computations
+    ]
     assert any(ends[0][stage] != ends[7][stage] for stage in ends[0])
     for rank, row in enumerate(found.reductions):
         assert row == found.reductions[7 - rank]
@@ -67,7 +71,7 @@ def test_a_reduction_waits_for_the_later_of_a_pair() -> None:
 
 
 def test_a_transfer_is_given_way_to_as_well() -> None:
-    schedule = build(ScheduleConfig("bitpipe", 8, 8, 2, balancing("bpipe")))
+    schedule = build(ScheduleConfig("bitpipe", 8, 8, 2, named_balance("bpipe")))
     cost = StageCost(6, 12, saved_bytes=1, moved_bytes=1, transfer_s=5, reduction_s=40)
     plain, eager = (simulate(schedule, replace(uniform(16, cost), eager=eager)) for eager in (False, True))
     assert eager.transfers == plain.transfers, "nobody waits for a reduction"

@@ -1,7 +1,8 @@
-"""A 70B model on H100s by costs that were given, eight ranks, 32 micro-batches: every schedule's seconds, bubble and peak, and their order.
+"""A 70B model on H100s by costs that were given, eight ranks, 32 micro-batches: every schedule's seconds, bubble and
+peak, and their order.
 
-F, I and W take 73, 75 and 66 ms a rank and micro-batch; nodes are apart and pairs together; a message has 33.5 MB at 45 GB/s, a
-micro-batch's activations 4 GB at 180 GB/s.
+F, I and W take 73, 75 and 66 ms a rank and micro-batch; nodes are apart and pairs together; a message has 33.5 MB at 45
+GB/s, a micro-batch's activations 4 GB at 180 GB/s.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from typing import NamedTuple
 
 import pytest
 
+from bpipe.build import ScheduleConfig, build, named_balance
 from bpipe.generate.families import FAMILIES, exchange_of
 from bpipe.generate.family import ALIKE, UnitCosts
 from bpipe.ir.memory import peak_counts
-from bpipe.program import ScheduleConfig, balancing, build
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 from bpipe.simulate.engine import simulate
 
@@ -22,7 +23,9 @@ P, M = 8, 32
 
 
 class Row(NamedTuple):
-    """What a prototype's simulation of the same costs said. `peaks`: micro-batches of a rank's share, as generated and balanced.
+    """What a prototype's simulation of the same costs said.
+
+    `peaks`: micro-batches of a rank's share, as generated and balanced.
 
     `quicker`: by what share of its time the order is found to be quicker here.
     """
@@ -61,16 +64,28 @@ class Result(NamedTuple):
 def result(row: Row, balance: str) -> Result:
     # The families placed as a V make their order for costs.
     chosen_by = UnitCosts(73, 75, 66, Fraction(3, 4)) if FAMILIES[row.schedule].max_chunks == 2 else ALIKE
-    schedule = build(ScheduleConfig(row.schedule, P, M, row.chunks, balancing(balance), row.group, chosen_by))
+    schedule = build(ScheduleConfig(row.schedule, P, M, row.chunks, named_balance(balance), row.group, chosen_by))
     moved = 4e9 / row.chunks
     cost = StageCost(
-        0.073 / row.chunks, 0.141 / row.chunks, 0.066 / row.chunks, sent_bytes=33_500_000, transfer_s=moved / 180e9, saved_bytes=int(moved)
+        0.073 / row.chunks,
+        0.141 / row.chunks,
+        0.066 / row.chunks,
+        sent_bytes=33_500_000,
+        transfer_s=moved / 180e9,
+        saved_bytes=int(moved),
     )
     links = Links(Link(450e9), Link(45e9), tuple(min(rank, P - 1 - rank) for rank in range(P)))
-    costs = Costs((cost,) * schedule.num_stages, links, exchange_of(row.schedule).predicted, one_sided=frozenset(range(P)))
+    costs = Costs(
+        (cost,) * schedule.num_stages, links, exchange_of(row.schedule).predicted, one_sided=frozenset(range(P))
+    )
     run = simulate(schedule, costs)
     busy, seconds = max(float(run.busy_s(rank)) for rank in range(P)), float(run.makespan_s)
-    return Result(seconds, 100 * (1 - busy / seconds), float(max(peak_counts(schedule))) / row.chunks, float(run.exposed_transfer_s))
+    return Result(
+        seconds,
+        100 * (1 - busy / seconds),
+        float(max(peak_counts(schedule))) / row.chunks,
+        float(run.exposed_transfer_s),
+    )
 
 
 RESULTS = [(row, tuple(result(row, balance) for balance in ("none", "bpipe"))) for row in ROWS]

@@ -7,11 +7,11 @@ from itertools import pairwise
 
 import pytest
 
+from bpipe.balance.budget import ActivationBudget, balance_within
 from bpipe.check.rules import check
 from bpipe.ir.action import Kind
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import live_bytes, memory_of, peak_bytes
-from bpipe.passes.room import Rooms, fit
 from bpipe.simulate.cost import CollectiveCost, Costs, Link, Links, Number, ShardCost, StageCost
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Simulation
@@ -24,13 +24,21 @@ ALL_ONE = ShardCost(1, 1, 1, 1)
 def times(simulation: Simulation, kind: Kind, microbatch: int) -> list[tuple[Number, Number]]:
     """From when to when, by rank."""
     rows = simulation.computations
-    return [(one.start_s, one.end_s) for row in rows for one in row if (one.action.kind, one.action.microbatch) == (kind, microbatch)]
+    return [
+        (one.start_s, one.end_s)
+        for row in rows
+        for one in row
+        if (one.action.kind, one.action.microbatch) == (kind, microbatch)
+    ]
 
 
 @pytest.mark.parametrize("vocabulary", SPLIT)
 def test_one_micro_batch_by_hand(vocabulary: Vocabulary) -> None:
-    """Forwards until 3, what the last made is with the others at 4, S until 5, statistics until 7, with algorithm 2 reduced until 10."""
-    simulation = simulate(sharded(3, 1, vocabulary), Costs((StageCost(1, 2),) * 3, shards=(ALL_ONE,), collectives=COLLECTIVES))
+    """Forwards until 3, what the last made is with the others at 4, S until 5, statistics until 7, with algorithm 2
+    reduced until 10."""
+    simulation = simulate(
+        sharded(3, 1, vocabulary), Costs((StageCost(1, 2),) * 3, shards=(ALL_ONE,), collectives=COLLECTIVES)
+    )
     assert times(simulation, Kind.SHARD_FORWARD, 0) == [(4, 5), (4, 5), (3, 4)]
     assert times(simulation, Kind.SHARD_BACKWARD, 0) == [(10, 11) if vocabulary is TWO else (7, 8)] * 3
     # Algorithm 1 reduces from 8 to 11. With algorithm 2 T and the last B could both begin at 10: T does.
@@ -38,9 +46,12 @@ def test_one_micro_batch_by_hand(vocabulary: Vocabulary) -> None:
 
 
 def test_shards_of_the_embedding_by_hand() -> None:
-    """IF until 1, embeddings with the first stage at 5; with links of half a second each way, half a second more for everything."""
+    """IF until 1, embeddings with the first stage at 5; with links of half a second each way, half a second more for
+    everything."""
     for latency, begin in ((0, 5), (0.5, 5.5)):
-        costs = Costs((StageCost(1, 2),) * 3, Links(Link(latency_s=latency)), shards=(ALL_ONE,), collectives=COLLECTIVES)
+        costs = Costs(
+            (StageCost(1, 2),) * 3, Links(Link(latency_s=latency)), shards=(ALL_ONE,), collectives=COLLECTIVES
+        )
         simulation = simulate(sharded(3, 1, ONE, input_shards=True), costs)
         assert times(simulation, Kind.INPUT_FORWARD, 0) == [(0, 1)] * 3
         assert times(simulation, Kind.FORWARD, 0)[0] == (begin, begin + 1)
@@ -50,7 +61,8 @@ def test_shards_of_the_embedding_by_hand() -> None:
 
 
 def test_collectives_of_a_sort_take_turns() -> None:
-    """Statistics of 10 seconds: S0 and S1 end sooner after each other than that, and T1 waits for the second gathering all the same."""
+    """Statistics of 10 seconds: S0 and S1 end sooner after each other than that, and T1 waits for the second
+    gathering all the same."""
     costs = Costs((StageCost(1, 2),) * 3, shards=(ShardCost(1, 1),), collectives=CollectiveCost(gather_s=10))
     simulation = simulate(sharded(3, 6, ONE), costs)
     begun = [times(simulation, Kind.SHARD_BACKWARD, k)[0][0] for k in range(6)]
@@ -84,11 +96,15 @@ def test_each_rank_may_have_a_cost_of_its_own() -> None:
 
 @pytest.mark.parametrize("vocabulary", SPLIT)
 def test_logits_are_held_from_s_to_t_on_every_rank(vocabulary: Vocabulary) -> None:
-    """In slots as in seconds, beside what stages save: never more than one micro-batch's, for T follows S everywhere."""
+    """In slots as in seconds, beside what stages save: never more than one micro-batch's, for T follows S
+    everywhere."""
     p, m = 4, 12
     schedule = sharded(p, m, vocabulary)
     for rank, row in enumerate(schedule.ranks):
-        curve, held = live_bytes(schedule, rank, memory_of([100] * p, shard_bytes=7)), live_bytes(schedule, rank, memory_of([100] * p))
+        curve, held = (
+            live_bytes(schedule, rank, memory_of([100] * p, shard_bytes=7)),
+            live_bytes(schedule, rank, memory_of([100] * p)),
+        )
         between = False
         for slot, cell in enumerate(row):
             kind = cell.compute.kind if cell.compute else None
@@ -105,11 +121,11 @@ def test_evictions_make_room_for_logits() -> None:
     schedule = sharded(8, 24, ONE)
     for logits in (0, 90):
         memory = memory_of([100] * 8, shard_bytes=logits)
-        balanced = fit(schedule, Rooms((800,) * 8, memory))
+        balanced = balance_within(schedule, ActivationBudget((800,) * 8, memory))
         check(balanced)
         assert max(peak_bytes(balanced, memory)) <= 800
     tight = memory_of([100] * 8, shard_bytes=90)
-    plain = fit(schedule, Rooms((800,) * 8, memory_of([100] * 8)))
+    plain = balance_within(schedule, ActivationBudget((800,) * 8, memory_of([100] * 8)))
     assert max(peak_bytes(plain, tight)) > 800
     with pytest.raises(ValueError, match="shard_bytes is -1"):
         peak_bytes(schedule, memory_of([100] * 8, shard_bytes=-1))

@@ -1,4 +1,5 @@
-"""The audit of single steps: each defect at its own line, nothing where there is none, and the program computes what it would.
+"""The audit of single steps: each defect at its own line, nothing where there is none, and the program computes what it
+would.
 
 A step marks the line of its defect by a comment, and the test reads the line's number from the source.
 """
@@ -48,7 +49,9 @@ def model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Dropout(0.25), torch.nn.Linear(8, 2))
 
 
-def training(optimizer: Callable[..., torch.optim.Optimizer], set_to_none: bool = True, **settings: Any) -> tuple[torch.nn.Module, Step]:
+def training(
+    optimizer: Callable[..., torch.optim.Optimizer], set_to_none: bool = True, **settings: Any
+) -> tuple[torch.nn.Module, Step]:
     net = model()
     stepping, batch = optimizer(net.parameters(), lr=0.1, **settings), torch.randn(5, 4)
 
@@ -71,7 +74,9 @@ def test_a_clean_step_has_nothing(settings: dict[str, Any], set_to_none: bool) -
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW])
-def test_corrections_of_an_optimizer_that_python_computes_are_frozen(optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+def test_corrections_of_an_optimizer_that_python_computes_are_frozen(
+    optimizer: Callable[..., torch.optim.Optimizer],
+) -> None:
     """Replayed, the first step's would be used for all: the commonest way to train wrongly with a graph."""
     _, step = training(optimizer)
     audit = terra.audit(step)
@@ -110,7 +115,8 @@ def _raises() -> None:
     raise RuntimeError("on purpose")
 
 
-# -- one defect a step -----------------------------------------------------------------------------------------------------------------
+# -- one defect a step
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def growing_rate() -> Step:
@@ -223,7 +229,8 @@ def reads() -> Step:
 
 
 def options_that_are_not_always_given() -> Step:
-    """What is given as it is by default torch leaves out of an operation's arguments: alternating with it went unseen."""
+    """What is given as it is by default torch leaves out of an operation's arguments: alternating with it went
+    unseen."""
     weight, turns = torch.randn(1, 2, 3, 3), count()
 
     def step() -> None:
@@ -391,7 +398,16 @@ DEFECTS = (
         longer_batches,
     ),
     *(options_that_are_not_always_given, prints_and_saves, checks_of_linear_algebra, places_that_are_set),
-    *(reads, sizes_by_data, seeding, seeding_inside_of_a_context, own_generator, copies, number_or_tensor, gradient_of_a_number),
+    *(
+        reads,
+        sizes_by_data,
+        seeding,
+        seeding_inside_of_a_context,
+        own_generator,
+        copies,
+        number_or_tensor,
+        gradient_of_a_number,
+    ),
 )
 
 
@@ -436,7 +452,10 @@ def test_details_are_short() -> None:
 
 
 def test_beside_a_device_the_host_may_read_its_own() -> None:
-    """Adam counts its steps on the host: said to end a capture, which it does not. What it computes of them is frozen all the same."""
+    """Adam counts its steps on the host: said to end a capture, which it does not.
+
+    What it computes of them is frozen all the same.
+    """
     weight, steps = torch.ones(3, device="meta"), torch.ones(())
 
     def step() -> None:
@@ -459,7 +478,8 @@ def test_a_collective_is_said(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-# -- what is said ----------------------------------------------------------------------------------------------------------------------
+# -- what is said
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_branch_is_one_finding_with_what_is_in_it() -> None:
@@ -486,7 +506,8 @@ def test_what_changes_needs_two_steps(num_steps: int, warm_up: int) -> None:
         terra.audit(growing_rate(), num_steps, warm_up)
 
 
-# -- memory ----------------------------------------------------------------------------------------------------------------------------
+# -- memory
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_what_a_step_made_is_not_kept() -> None:
@@ -510,12 +531,16 @@ def test_memory_that_comes_to_lie_where_other_lay_is_not_taken_for_it() -> None:
                 weight.sin()
                 for _ in range(20):
                     weight + torch.tensor([1.0] * 1000)
-    memories = [[each.arguments[0].memory for each in step.operations if each.short == "lift_fresh"] for step in recorder.steps.values()]
+    memories = [
+        [each.arguments[0].memory for each in step.operations if each.short == "lift_fresh"]
+        for step in recorder.steps.values()
+    ]
     assert len({*memories[0], *memories[1]}) == 40
 
 
 def test_two_steps_may_be_under_way_and_come_in_parts() -> None:
-    """As micro-batches of a pipeline do: what the forward of one made, its backward does not take for memory from outside."""
+    """As micro-batches of a pipeline do: what the forward of one made, its backward does not take for memory from
+    outside."""
     recorder, weight = terra.Recorder(), torch.randn(3, requires_grad=True)
     # Else the first makes it and the others add to it.
     weight.grad = torch.zeros(3)

@@ -1,4 +1,5 @@
-"""The audit over programs of all kinds: what a program's features say is found, and nothing is found that no feature says."""
+"""The audit over programs of all kinds: what a program's features say is found, and nothing is found that no feature
+says."""
 
 from __future__ import annotations
 
@@ -40,8 +41,23 @@ MAY: dict[Feature, set[Kind]] = {
 }
 # These a capture keeps, or Python does them and no dispatcher sees it.
 HARMLESS = {
-    *(Feature.MUTATION, Feature.RANDOM, Feature.VIEW, Feature.IN_PLACE, Feature.FUNCTION, Feature.HOOK, Feature.ACCUMULATION),
-    *(Feature.CLIPPING, Feature.TWO_NETWORKS, Feature.AUTOCAST, Feature.MODES, Feature.DOUBLE_BACKWARD, Feature.COMPLEX),
+    *(
+        Feature.MUTATION,
+        Feature.RANDOM,
+        Feature.VIEW,
+        Feature.IN_PLACE,
+        Feature.FUNCTION,
+        Feature.HOOK,
+        Feature.ACCUMULATION,
+    ),
+    *(
+        Feature.CLIPPING,
+        Feature.TWO_NETWORKS,
+        Feature.AUTOCAST,
+        Feature.MODES,
+        Feature.DOUBLE_BACKWARD,
+        Feature.COMPLEX,
+    ),
     *(Feature.RECOMPUTE, Feature.NUMPY_MEMORY),
 }
 STEPS = 6

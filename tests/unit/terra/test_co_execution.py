@@ -1,4 +1,5 @@
-"""Co-execution of whole programs: to the last bit what plain execution computes, threaded and lazy, and as often traced as must be."""
+"""Co-execution of whole programs: to the last bit what plain execution computes, threaded and lazy, and as often
+traced as must be."""
 
 from __future__ import annotations
 
@@ -34,9 +35,17 @@ pytestmark = [
 
 
 def co_executed(
-    build: Build, kind: Any = "threaded", steps: int = STEPS, seed: int = 0, ahead: bool = True, backend: Any = "operations"
+    build: Build,
+    kind: Any = "threaded",
+    steps: int = STEPS,
+    seed: int = 0,
+    ahead: bool = True,
+    backend: Any = "operations",
 ) -> tuple[Difference | None, terra.Session]:
-    with contextlib.closing(terra.Session(kind, backend=backend)) as beside, beside.ahead() if ahead else contextlib.nullcontext():
+    with (
+        contextlib.closing(terra.Session(kind, backend=backend)) as beside,
+        beside.ahead() if ahead else contextlib.nullcontext(),
+    ):
 
         def run(step: Callable[[], torch.Tensor]) -> torch.Tensor:
             with beside:
@@ -45,7 +54,8 @@ def co_executed(
         return compare(build, steps, run, seed=seed, each_step=not ahead), beside
 
 
-# -- programs ----------------------------------------------------------------------------------------------------------------------------
+# -- programs
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -107,7 +117,8 @@ def test_other_draws_of_what_branches(name: str, seed: int) -> None:
     assert (beside.traces, beside.fallbacks) == counts(paths(PROGRAMS[name], 30, seed))
 
 
-# -- delays ------------------------------------------------------------------------------------------------------------------------------
+# -- delays
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 class Delays:
@@ -147,11 +158,14 @@ def test_stress(backend: str, part: int, monkeypatch: pytest.MonkeyPatch) -> Non
             if number % 2:
                 difference, _ = co_executed(grammar.build, steps=6, seed=number % len(GRAMMAR), backend=backend)
             else:
-                difference, _ = co_executed(PROGRAMS[names[number // 2 % len(names)]], steps=6, seed=number, backend=backend)
+                difference, _ = co_executed(
+                    PROGRAMS[names[number // 2 % len(names)]], steps=6, seed=number, backend=backend
+                )
         assert difference is None, f"run {number}: {difference}"
 
 
-# -- what would be wrong is seen ---------------------------------------------------------------------------------------------------------
+# -- what would be wrong is seen
+# ---------------------------------------------------------------------------------------------------------
 
 
 class HostNumbers(Program):

@@ -1,4 +1,5 @@
-"""The oracle of traces and fallbacks: what must hold of any program, what the published ones have, and that the graph covers just that."""
+"""The oracle of traces and fallbacks: what must hold of any program, what the published ones have, and that the
+graph covers just that."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def test_each_step_has_one_phase_and_what_was_seen_falls_back_never(steps: list[
         assert (phase is W) == (number < warm_up)
         if phase is F:
             assert path not in seen
-        # Every change to co-execution comes right after a traced step, and every fall back after a co-executed one or such a step.
+        # Every change to co-execution comes right after a traced step, and every fall back after a co-executed one or
+        # such a step.
         if phase is C:
             assert found[number - 1] in (T, C)
         if phase is F:
@@ -85,7 +87,8 @@ def test_the_graph_covers_what_the_oracle_says(steps: list[list[str]]) -> None:
     assert found == phases(steps, warm_up=0)
 
 
-# -- programs ----------------------------------------------------------------------------------------------------------------------------
+# -- programs
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [name for name, build in PUBLISHED.items() if build.expected is not None])
@@ -103,7 +106,9 @@ def test_a_draw_of_sdpoint_decides_its_path() -> None:
     assert {point for point, _ in drawn_paths} == {"-1", "0", "1", "2"}
     for point, path in drawn_paths:
         assert all((path == other) is (point == at) for at, other in drawn_paths)
-    last = max(number for number, (point, _) in enumerate(drawn_paths) if point not in [at for at, _ in drawn_paths[:number]])
+    last = max(
+        number for number, (point, _) in enumerate(drawn_paths) if point not in [at for at, _ in drawn_paths[:number]]
+    )
     assert F not in phases([path for _, path in drawn_paths], warm_up=0)[last + 1 :]
 
 

@@ -1,4 +1,5 @@
-"""What other threads and processes see of a step's tensors: what they would see without a session, and nothing hangs."""
+"""What other threads and processes see of a step's tensors: what they would see without a session, and nothing
+hangs."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ import terra
 from tests.unit.terra.equal import KINDS, Step, is_equal, opened
 from tests.unit.threads import one_thread_a_rank as one_thread_a_rank
 
-# -- other threads -------------------------------------------------------------------------------------------------------------------------
+# -- other threads
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def trained(weight: torch.nn.Parameter) -> torch.Tensor:
@@ -40,7 +42,8 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def saved_beside(start: Callable[[Callable[[], None]], Callable[[], object]]) -> Step:
-    """Saves a parameter in another thread, which is waited for at the end of the step as an asynchronous checkpoint is."""
+    """Saves a parameter in another thread, which is waited for at the end of the step as an asynchronous checkpoint
+    is."""
     weight = torch.nn.Parameter(torch.ones(200))
 
     def step() -> Any:
@@ -88,7 +91,8 @@ def test_a_thread_from_before_reads_what_was_written_before(kind: str, pool: Thr
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_logger_reads_losses_while_steps_go_on(kind: str) -> None:
-    """It took a block out of the hands of the thread that issued it: the run ended with an error, or with other numbers."""
+    """It took a block out of the hands of the thread that issued it: the run ended with an error, or with other
+    numbers."""
     weight, losses, logged = torch.nn.Parameter(torch.ones(50)), queue.SimpleQueue[Any](), []
 
     def log() -> None:
@@ -132,7 +136,8 @@ def test_a_step_is_co_executed_again_when_the_other_thread_has_ended() -> None:
         assert (session.co_executed, session.at_once, session.fallbacks) == (4, 3, 0)
 
 
-# -- other processes -----------------------------------------------------------------------------------------------------------------------
+# -- other processes
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")

@@ -1,4 +1,5 @@
-"""What programs do with a step's tensors that is no operation: they copy, swap, lend and write them, and what torch itself reads of them.
+"""What programs do with a step's tensors that is no operation: they copy, swap, lend and write them, and what torch
+itself reads of them.
 
 Every step here is run plainly and with a session; what it gives must be equal in every bit, with its type.
 """
@@ -21,12 +22,15 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from tests.unit.terra.equal import KINDS, STEPS, Step, bits, in_session, is_equal, opened, plainly
 from tests.unit.threads import one_thread_a_rank as one_thread_a_rank
 
-# -- copies --------------------------------------------------------------------------------------------------------------------------------
+# -- copies
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def best_weights() -> Step:
     net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
-    net.load_state_dict({name: torch.full_like(each, place) for place, (name, each) in enumerate(net.state_dict().items())})
+    net.load_state_dict(
+        {name: torch.full_like(each, place) for place, (name, each) in enumerate(net.state_dict().items())}
+    )
 
     def step() -> Any:
         with torch.no_grad():
@@ -39,7 +43,8 @@ def best_weights() -> Step:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_deep_copy_of_several_has_each_of_them(kind: str) -> None:
-    """Every copy was that of the first: it was remembered by the identity of a value that was gone, which the next one got."""
+    """Every copy was that of the first: it was remembered by the identity of a value that was gone, which the next
+    one got."""
     is_equal(kind, best_weights)
     with opened(kind) as session, session:
         copied = best_weights()()
@@ -70,7 +75,11 @@ def test_a_deep_copy_is_built_as_what_is_copied(kind: str) -> None:
     assert leaf.requires_grad
     assert leaf.grad is not None
     assert leaf.grad.tolist() == (weight * 6).tolist()
-    assert (parameter.tolist(), outer.tolist(), weight.tolist()) == ((weight * 4).tolist(), weight.tolist(), list(range(6)))
+    assert (parameter.tolist(), outer.tolist(), weight.tolist()) == (
+        (weight * 4).tolist(),
+        weight.tolist(),
+        list(range(6)),
+    )
 
 
 def test_a_deep_copy_of_what_has_a_history_is_refused_as_ever() -> None:
@@ -95,7 +104,8 @@ def parameters_made_in_the_step() -> Step:
     return step
 
 
-# -- memory that is lent, swapped and written ----------------------------------------------------------------------------------------------
+# -- memory that is lent, swapped and written
+# ----------------------------------------------------------------------------------------------
 
 
 def capsules() -> Step:
@@ -105,7 +115,11 @@ def capsules() -> Step:
         weight.mul_(1.5)
         made = weight * 2
         taken = [torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(each)) for each in (made, weight)]
-        taken += [torch.from_dlpack(made * 1), torch.from_dlpack((made * 1).__dlpack__()), torch.from_numpy(np.from_dlpack(made * 1))]
+        taken += [
+            torch.from_dlpack(made * 1),
+            torch.from_dlpack((made * 1).__dlpack__()),
+            torch.from_numpy(np.from_dlpack(made * 1)),
+        ]
         made.add_(1)
         return [*taken, made]
 
@@ -136,8 +150,19 @@ def lists_of_tensors() -> Step:
         weight.mul_(1.5)
         loss = weight.sum()
         mean.copy_(loss)
-        lists = [torch.tensor([loss, mean, 2.0]), torch.as_tensor([[loss], [mean]]), torch.asarray([loss]), weight.new_tensor([loss, 1])]
-        return [*lists, torch.Tensor([loss, mean]), weight.new([loss, mean]), torch.tensor([1, 2]), torch.tensor(weight * 2)]
+        lists = [
+            torch.tensor([loss, mean, 2.0]),
+            torch.as_tensor([[loss], [mean]]),
+            torch.asarray([loss]),
+            weight.new_tensor([loss, 1]),
+        ]
+        return [
+            *lists,
+            torch.Tensor([loss, mean]),
+            weight.new([loss, mean]),
+            torch.tensor([1, 2]),
+            torch.tensor(weight * 2),
+        ]
 
     return step
 
@@ -248,15 +273,30 @@ def singular_values() -> Step:
     def step() -> Any:
         weight.mul_(1.1)
         made, even = weight * 2, weight + weight.T
-        norms = torch.linalg.matrix_norm(made, ord=2), torch.linalg.norm(weight, "nuc"), torch.norm(made, "nuc"), made.norm("nuc")
+        norms = (
+            torch.linalg.matrix_norm(made, ord=2),
+            torch.linalg.norm(weight, "nuc"),
+            torch.norm(made, "nuc"),
+            made.norm("nuc"),
+        )
         each = torch.vmap(torch.linalg.svdvals)(torch.stack([made, even]))
-        return each, torch.linalg.svdvals(made), torch.linalg.svdvals(weight), torch.linalg.eigvalsh(even), torch.linalg.cond(made), *norms
+        return (
+            each,
+            torch.linalg.svdvals(made),
+            torch.linalg.svdvals(weight),
+            torch.linalg.eigvalsh(even),
+            torch.linalg.cond(made),
+            *norms,
+        )
 
     return step
 
 
 PROGRAMS = {
-    **{each.__name__: each for each in (parameters_made_in_the_step, capsules, called_on_each_number, lists_of_tensors, swapped)},
+    **{
+        each.__name__: each
+        for each in (parameters_made_in_the_step, capsules, called_on_each_number, lists_of_tensors, swapped)
+    },
     **{each.__name__: each for each in (set_apart_by_a_made_index, default_type_of_the_step, truths_for_numbers)},
     **{f"packed {kind}": packed(kind) for kind in ("LSTM", "GRU", "RNN")},
     **{f"state of {kind}": states_of_layers(kind) for kind in ("LSTM", "GRU", "RNN")},
@@ -335,9 +375,15 @@ def twice_of_products(weight: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("loss", "words"),
-    [(product, "multiply the numbers one by one"), (filled_in, r"take torch.where\(\)"), (twice_of_products, "cumprod.* of higher order")],
+    [
+        (product, "multiply the numbers one by one"),
+        (filled_in, r"take torch.where\(\)"),
+        (twice_of_products, "cumprod.* of higher order"),
+    ],
 )
-def test_gradients_of_other_formulas_are_refused_in_steps(loss: Callable[[torch.Tensor], torch.Tensor], words: str) -> None:
+def test_gradients_of_other_formulas_are_refused_in_steps(
+    loss: Callable[[torch.Tensor], torch.Tensor], words: str
+) -> None:
     """They differed in their last digits: torch takes another formula where a mode looks on."""
     weight = torch.linspace(-1, 1, 5).requires_grad_()
     with opened("threaded") as session:

@@ -1,4 +1,5 @@
-"""The programs that co-execution is judged by, and the judge: each computes the same twice, and no changed bit passes."""
+"""The programs that co-execution is judged by, and the judge: each computes the same twice, and no changed bit
+passes."""
 
 from __future__ import annotations
 
@@ -47,12 +48,16 @@ def test_there_are_ten_and_sixteen_and_every_feature_is_had() -> None:
     assert (len(PUBLISHED), len(HARDER), len(PROGRAMS)) == (10, 16, 26)
     had = {feature for build in PROGRAMS.values() for feature in build.features}
     assert had == set(Feature)
-    lengths = {path.name: len(path.read_text().splitlines()) for path in (*FOLDER.glob("published/*.py"), *FOLDER.glob("harder/*.py"))}
+    lengths = {
+        path.name: len(path.read_text().splitlines())
+        for path in (*FOLDER.glob("published/*.py"), *FOLDER.glob("harder/*.py"))
+    }
     assert len(lengths) == 26
     assert max(lengths.values()) <= 100, lengths
 
 
-# -- the judge ---------------------------------------------------------------------------------------------------------------------------
+# -- the judge
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 class Small(Program):
@@ -91,7 +96,10 @@ def swap(log: list[str]) -> None:
 MISCHIEF: dict[str, tuple[Callable[[Small], Any], tuple[str, str, int]]] = {
     "weight": (lambda program: flip(program.weight), ("state", "tensors.weight", 2)),
     "gradient": (lambda program: flip(program.weight.grad), ("state", "tensors.weight.grad", 2)),
-    "gradient from nowhere": (lambda program: setattr(program.bias, "grad", torch.zeros(1)), ("state", "tensors.bias.grad", 2)),
+    "gradient from nowhere": (
+        lambda program: setattr(program.bias, "grad", torch.zeros(1)),
+        ("state", "tensors.bias.grad", 2),
+    ),
     "momentum": (
         lambda program: flip(program.optimizers["sgd"].state[program.weight]["momentum_buffer"]),
         ("state", "sgd.0.momentum_buffer", 2),
@@ -123,7 +131,8 @@ def test_the_judge_names_what_a_runner_did_to_a_step(what: str) -> None:
     found = compare(Small, 5, mischievous(do, at=2), each_step=True)
     assert found is not None
     assert (found.what, found.name, found.step) == expected
-    # Looked at after the last step only, it is found too, at the latest there; a gradient and a momentum are computed anew meanwhile.
+    # Looked at after the last step only, it is found too, at the latest there; a gradient and a momentum are computed
+    # anew meanwhile.
     at_end = compare(Small, 3, mischievous(do, at=2))
     assert at_end == found
 
@@ -149,7 +158,11 @@ def test_the_judge_reads_losses_at_the_end() -> None:
         (torch.ones(2), torch.ones(2, dtype=torch.float64), "torch.float64 [2] in place of torch.float32 [2]"),
         (torch.ones(2), torch.ones(1, 2), "torch.float32 [1, 2] in place of torch.float32 [2]"),
         (torch.tensor([1 + 2j]).conj(), torch.tensor([1 - 2j]), ""),
-        (torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 2j]), "1 of 1 elements, the first at 0: (1+2j) in place of (1-2j)"),
+        (
+            torch.tensor([1 + 2j]).conj(),
+            torch.tensor([1 + 2j]),
+            "1 of 1 elements, the first at 0: (1+2j) in place of (1-2j)",
+        ),
         (torch.ones(0), torch.ones(0), ""),
         (torch.ones(1), None, "is missing"),
         (None, torch.ones(1), "should not be there"),
@@ -175,7 +188,8 @@ def test_an_error_of_a_runner_is_not_swallowed() -> None:
         compare(Small, 2, broken)
 
 
-# -- the grammar -------------------------------------------------------------------------------------------------------------------------
+# -- the grammar
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_every_rule_of_the_grammar_is_drawn() -> None:
@@ -209,7 +223,9 @@ def test_a_failure_shows_the_listings_line() -> None:
     assert "x1 = x0 @ self.weights[9]" in "".join(traceback.format_tb(raised.tb))
 
 
-@pytest.mark.parametrize(("seeds", "steps"), [(GRAMMAR[:40], 3), pytest.param(GRAMMAR, 6, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize(
+    ("seeds", "steps"), [(GRAMMAR[:40], 3), pytest.param(GRAMMAR, 6, marks=pytest.mark.slow)], ids=["some", "all"]
+)
 @pytest.mark.timeout(300)
 def test_programs_of_the_grammar_compute_the_same_twice(seeds: range, steps: int) -> None:
     for seed in seeds:

@@ -26,7 +26,9 @@ open(sys.argv[2], "w").write("trained to the end")
 """
 
 
-def audit(folder: Path, content: str, *arguments: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+def audit(
+    folder: Path, content: str, *arguments: str, options: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
     script = folder / "train.py"
     script.write_text(content)
     command = [sys.executable, "-m", "terra", "audit", *options, str(script), *arguments]
@@ -44,8 +46,13 @@ def test_a_script_is_run_for_a_few_steps_of_its_first_optimizer(tmp_path: Path) 
 
 
 def test_what_a_script_prints_and_asserts_is_found(tmp_path: Path) -> None:
-    """A print, an assertion that values are close and an option that alternates with its default gave "nothing found" and status 0."""
-    lines = "print(batch)", "assert torch.allclose(batch, batch)", "torch.nn.functional.gelu(batch, approximate=('none', 'tanh')[step % 2])"
+    """A print, an assertion that values are close and an option that alternates with its default gave "nothing
+    found" and status 0."""
+    lines = (
+        "print(batch)",
+        "assert torch.allclose(batch, batch)",
+        "torch.nn.functional.gelu(batch, approximate=('none', 'tanh')[step % 2])",
+    )
     ended = audit(tmp_path, TRAINING.replace("DEFECT", "\n    ".join(lines)), "5", str(tmp_path / "end"))
     assert ended.returncode == 1, ended.stderr
     said = ended.stdout[ended.stdout.index("3 steps of") :]
@@ -64,7 +71,10 @@ def test_a_script_that_ends_by_itself_is_judged_by_what_it_did(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [("import torch\ntorch.ones(3)\n", "no torch.optim optimizer stepped in it"), (TRAINING, "stepped 2 times, and what changes")],
+    [
+        ("import torch\ntorch.ones(3)\n", "no torch.optim optimizer stepped in it"),
+        (TRAINING, "stepped 2 times, and what changes"),
+    ],
     ids=["none", "too few"],
 )
 def test_where_nothing_can_be_said_that_is_said(tmp_path: Path, content: str, words: str) -> None:

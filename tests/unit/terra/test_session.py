@@ -1,4 +1,5 @@
-"""What a session does besides whole programs: who runs what, errors, what stays of placeholders, and what it leaves alone."""
+"""What a session does besides whole programs: who runs what, errors, what stays of placeholders, and what it leaves
+alone."""
 
 from __future__ import annotations
 
@@ -96,7 +97,8 @@ def test_in_a_traced_step_python_runs_all(session: terra.Session) -> None:
     assert threads == {threading.get_ident()}
 
 
-# -- errors --------------------------------------------------------------------------------------------------------------------------------
+# -- errors
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_an_operation_s_error_is_raised_with_the_line_that_issued_it(session: terra.Session) -> None:
@@ -185,7 +187,8 @@ class Holder:
 
 
 def test_a_property_stays_one_place(session: terra.Session) -> None:
-    """A Megatron stage was traced three times, for a hook reads `param.grad.data`: from then on the place was another instruction."""
+    """A Megatron stage was traced three times, for a hook reads `param.grad.data`: from then on the place was
+    another instruction."""
     holder, turns = Holder(), count(1)
 
     def step() -> torch.Tensor:
@@ -208,7 +211,8 @@ def test_steps_do_not_nest(session: terra.Session) -> None:
         terra.Session(backend="graph")  # type: ignore[arg-type]
 
 
-# -- placeholders --------------------------------------------------------------------------------------------------------------------------
+# -- placeholders
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def placeholder(session: terra.Session, make: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -306,7 +310,8 @@ def test_memory_goes_where_it_is_last_used(session: terra.Session) -> None:
     assert max(alive[-20:]) <= 3
 
 
-# -- what it leaves alone ------------------------------------------------------------------------------------------------------------------
+# -- what it leaves alone
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def test_other_threads_are_let_alone(session: terra.Session) -> None:
@@ -315,7 +320,9 @@ def test_other_threads_are_let_alone(session: terra.Session) -> None:
 
     def step() -> torch.Tensor:
         made = weight + 1
-        other = threading.Thread(target=lambda: read.append((torch.arange(3).numpy().tolist(), torch.arange(2).tolist())))
+        other = threading.Thread(
+            target=lambda: read.append((torch.arange(3).numpy().tolist(), torch.arange(2).tolist()))
+        )
         other.start()
         other.join()
         return made * 2

@@ -1,8 +1,8 @@
-"""Which thread runs what, by the profiler, over all programs: in co-executed steps kernels run on the runner's thread, but for what is
-declared here.
+"""Which thread runs what, by the profiler, over all programs: in co-executed steps kernels run on the runner's thread,
+but for what is declared here.
 
-In Python's thread an operation that is issued ends in the mode. One that Python runs itself is called again from inside of the mode, and
-one that passes it by has no mode below it.
+In Python's thread an operation that is issued ends in the mode. One that Python runs itself is called again from inside
+of the mode, and one that passes it by has no mode below it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,19 @@ MODE = "PythonDispatchMode"
 # They compute nothing: another look at memory that there is.
 VIEWS = frozenset(
     {
-        *("_conj", "_neg_view", "alias", "as_strided", "detach", "expand", "permute", "select", "slice", "split", "split_with_sizes"),
+        *(
+            "_conj",
+            "_neg_view",
+            "alias",
+            "as_strided",
+            "detach",
+            "expand",
+            "permute",
+            "select",
+            "slice",
+            "split",
+            "split_with_sizes",
+        ),
         *("t", "transpose", "transpose_", "unbind", "unsqueeze", "view"),
     }
 )
@@ -47,7 +59,15 @@ DECLARED: dict[str, frozenset[str]] = {
     # Sizes that the data decide, and what takes them: those are others each step.
     "masks": frozenset(
         {
-            *("_has_compatible_shallow_copy_type", "_unique2", "index", "index_put", "masked_scatter", "masked_select", "mul"),
+            *(
+                "_has_compatible_shallow_copy_type",
+                "_unique2",
+                "index",
+                "index_put",
+                "masked_scatter",
+                "masked_select",
+                "mul",
+            ),
             *("new_zeros", "nonzero", "pow", "repeat_interleave", "set_", "sum"),
         }
     ),
@@ -60,7 +80,19 @@ PAST: dict[str, frozenset[str]] = {
     # It prints values.
     "masks": frozenset(
         {
-            *("_local_scalar_dense", "abs", "as_strided", "bitwise_and", "ceil", "copy_", "div", "empty_strided", "eq", "fill_", "flatten"),
+            *(
+                "_local_scalar_dense",
+                "abs",
+                "as_strided",
+                "bitwise_and",
+                "ceil",
+                "copy_",
+                "div",
+                "empty_strided",
+                "eq",
+                "fill_",
+                "flatten",
+            ),
             *("gt", "lt", "mul", "ne", "set_", "view"),
         }
     ),
@@ -76,8 +108,8 @@ pytestmark = [
 
 
 class Seen:
-    """`inside`: operations that Python's thread ran from inside of the mode, with whether any has a size; `past`: those that it ran with no
-    mode below them; `beside`: those of the runner's thread."""
+    """`inside`: operations that Python's thread ran from inside of the mode, with whether any has a size; `past`:
+    those that it ran with no mode below them; `beside`: those of the runner's thread."""
 
     def __init__(self, step: Callable[[], object]) -> None:
         settings = _ExperimentalConfig(profile_all_threads=True)
@@ -119,7 +151,8 @@ def undeclared(name: str, seen: Seen) -> set[str]:
 
 
 def steps(name: str, backend: Any) -> Iterator[tuple[bool, bool, Seen]]:
-    """Of each step after the warm-up: whether it was co-executed, whether it met sizes for the first time, and what was seen."""
+    """Of each step after the warm-up: whether it was co-executed, whether it met sizes for the first time, and what
+    was seen."""
     with random_states_kept(), contextlib.closing(terra.Session(backend=backend)) as session:
         program = PROGRAMS[name](0)
 
@@ -160,7 +193,9 @@ def test_a_kernel_in_pythons_thread_would_be_seen() -> None:
 def test_what_is_declared_is_there() -> None:
     """And nothing is declared that no step needs."""
     for name, declared in DECLARED.items():
-        found = {each for is_co_executed, _, seen in steps(name, "operations") if is_co_executed for each, _ in seen.inside}
+        found = {
+            each for is_co_executed, _, seen in steps(name, "operations") if is_co_executed for each, _ in seen.inside
+        }
         assert declared <= found, name
     for name, declared in PAST.items():
         found = {each for is_co_executed, _, seen in steps(name, "operations") if is_co_executed for each in seen.past}

@@ -1,4 +1,5 @@
-"""Traces merged into a graph, and a graph's nodes assigned to cases: against enumeration of every way through random graphs."""
+"""Traces merged into a graph, and a graph's nodes assigned to cases: against enumeration of every way through random
+graphs."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def ways(edges: Sequence[tuple[int, int]], node: int = START) -> Iterator[tuple[
                 yield (node, *way)
 
 
-# -- the graph -------------------------------------------------------------------------------------------------------------------------
+# -- the graph
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @given(TRACES, st.text("abcdef", max_size=9))
@@ -85,7 +87,8 @@ def test_an_edge_to_an_earlier_node_is_no_loop_by_itself() -> None:
 
 
 def test_operands_are_no_part_of_a_node() -> None:
-    """The published equality leaves them out, and its graph takes a stale operand; here whoever runs the operations has to look."""
+    """The published equality leaves them out, and its graph takes a stale operand; here whoever runs the operations
+    has to look."""
     one, other = ("add", (("T", 1),), "line 3"), ("add", (("T", 2),), "line 3")
     graph = TraceGraph()
     graph.merge([one])
@@ -99,7 +102,8 @@ def test_a_trace_that_is_not_covered_has_no_numbers() -> None:
         merged("ab").numbers(keys("ba"))
 
 
-# -- cases -----------------------------------------------------------------------------------------------------------------------------
+# -- cases
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @given(TRACES)
@@ -128,7 +132,9 @@ def test_every_way_has_one_choice_and_every_node_one_case(traces: list[str]) -> 
     assert len({cases.choose(way) for way in found}) == len(found)
     for place in cases.always:
         assert {cases.choose(way)[place] for way in found} == {0}
-    assert cases.num_choices == sum(len({cases.choose(way)[place] for way in found}) > 1 for place in range(len(cases.switches)))
+    assert cases.num_choices == sum(
+        len({cases.choose(way)[place] for way in found}) > 1 for place in range(len(cases.switches))
+    )
 
 
 def test_the_empty_case_is_what_the_published_algorithm_lacks() -> None:

@@ -1,7 +1,7 @@
 """A CUDA runtime made of this process's own memory, behind C functions, as `ctypes` finds them in a library.
 
-In: calls. Out: what they would do to memory, a list of them, and refusals of what no error path and no order may do. Signatures are those
-of CUDA's header, written down here a second time. It shows nothing of CUDA.
+In: calls. Out: what they would do to memory, a list of them, and refusals of what no error path and no order may do.
+Signatures are those of CUDA's header, written down here a second time. It shows nothing of CUDA.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ class FakeCuda:
 
         return call
 
-    # -- the calls -------------------------------------------------------------------------------------------------------------------
+    # -- the calls
+    # ------------------------------------------------------------------------------------------------------------------
 
     @c_function(ADDRESS)
     def cudaRuntimeGetVersion(self, found: int) -> None:
@@ -179,7 +180,9 @@ class FakeCuda:
         self.under_way = True
         ctypes.memmove(to, source, nbytes)
 
-    def _batch(self, targets: int, sources: int, sizes: int, number: int, attributes: int, first: int, kinds: int, *rest: int) -> int:
+    def _batch(
+        self, targets: int, sources: int, sizes: int, number: int, attributes: int, first: int, kinds: int, *rest: int
+    ) -> int:
         self.calls.append("cudaMemcpyBatchAsync")
         *failed, stream = rest
         assert stream, "the default stream takes no batches"
@@ -197,7 +200,8 @@ class FakeCuda:
         self.streams.append(stream)
         return self.failing.get("cudaMemcpyBatchAsync", 0)
 
-    # -- what stands on it -----------------------------------------------------------------------------------------------------------
+    # -- what stands on it
+    # -----------------------------------------------------------------------------------------------------------
 
     def runtime(self) -> CudaRuntime:
         return CudaRuntime(self.library)

@@ -1,4 +1,6 @@
-"""Both ends of a pair in one process: messages through queues instead of a process group. Everything above them is the real thing.
+"""Both ends of a pair in one process: messages through queues instead of a process group.
+
+Everything above them is the real thing.
 
 In: nothing. Out: two controls that hear each other, and two one-sided transports joined by them.
 """
@@ -16,13 +18,13 @@ import torch
 
 from bpipe.runtime.streams import copying_on
 from bpipe.transport.base import Done, Pending
-from bpipe.transport.control import About
+from bpipe.transport.control import Subject
 from bpipe.transport.lanes import CopyLane
 from bpipe.transport.memory import Lender, SharedMemory
-from bpipe.transport.one_sided import Host, Peer, Reaching
+from bpipe.transport.one_sided import Host, OneSidedCopies, Peer
 
 CPU = copying_on(torch.device("cpu"))
-Mail = dict[About, "queue.SimpleQueue[_Message]"]
+Mail = dict[Subject, "queue.SimpleQueue[_Message]"]
 
 
 class _Message:
@@ -33,14 +35,19 @@ class _Message:
 
 
 class Sending:
-    """A message under way. As with gloo, one that nobody waits for and nobody keeps may never arrive, and a wait may last until it has."""
+    """A message under way. As with gloo, one that nobody waits for and nobody keeps may never arrive, and a wait may
+    last until it has."""
 
     def __init__(self, message: _Message, rendezvous_s: float | None) -> None:
         self._message: _Message | None = message
         self._rendezvous_s = rendezvous_s
 
     def wait(self) -> None:
-        if self._rendezvous_s is not None and self._message is not None and not self._message.taken.wait(self._rendezvous_s):
+        if (
+            self._rendezvous_s is not None
+            and self._message is not None
+            and not self._message.taken.wait(self._rendezvous_s)
+        ):
             raise TimeoutError(f"a message was not received within {self._rendezvous_s:g} s")
         self._message = None
 
@@ -50,8 +57,8 @@ class Sending:
 
 
 class LoopbackControl:
-    """One end. Like the real one it carries JSON and keeps apart what messages are about; unlike it, sending needs no partner, unless
-    `rendezvous` says so."""
+    """One end. Like the real one it carries JSON and keeps apart what messages are about; unlike it, sending needs
+    no partner, unless `rendezvous` says so."""
 
     def __init__(self, outbox: Mail, inbox: Mail, timeout_s: float, rendezvous: bool) -> None:
         self._outbox = outbox
@@ -59,12 +66,12 @@ class LoopbackControl:
         self._timeout_s = timeout_s
         self._rendezvous_s = timeout_s if rendezvous else None
 
-    def send(self, about: About, value: Any) -> Sending:
+    def send(self, about: Subject, value: Any) -> Sending:
         message = _Message(value)
         self._outbox[about].put(message)
         return Sending(message, self._rendezvous_s)
 
-    def receive(self, about: About) -> Any:
+    def receive(self, about: Subject) -> Any:
         try:
             message = self._inbox[about].get(timeout=self._timeout_s)
         except queue.Empty:
@@ -74,7 +81,7 @@ class LoopbackControl:
         message.taken.set()
         return json.loads(message.text)
 
-    def exchange(self, about: About, value: Any) -> Any:
+    def exchange(self, about: Subject, value: Any) -> Any:
         sending = self.send(about, value)
         heard = self.receive(about)
         sending.wait()
@@ -94,16 +101,17 @@ def peers(
     lender: Callable[[], Lender] = SharedMemory,
     timeout_s: float = 5.0,
     others: tuple[CopyLane, CopyLane] | None = None,
-) -> tuple[Reaching, Reaching]:
-    """An evictor's transport, its copies on these lanes, and its acceptor's, which has no copies to make unless it has lanes too."""
+) -> tuple[OneSidedCopies, OneSidedCopies]:
+    """An evictor's transport, its copies on these lanes, and its acceptor's, which has no copies to make unless it
+    has lanes too."""
     here, there = controls(timeout_s, rendezvous=others is not None)
     lanes = others or (NoLane(), NoLane())
-    return Reaching(Peer(here, lender()), outbound, inbound), Reaching(Peer(there, lender()), *lanes)  # type: ignore[arg-type]
+    return OneSidedCopies(Peer(here, lender()), outbound, inbound), OneSidedCopies(Peer(there, lender()), *lanes)  # type: ignore[arg-type]
 
 
-def alone(outbound: CopyLane, inbound: CopyLane) -> tuple[Reaching, Reaching]:
+def alone(outbound: CopyLane, inbound: CopyLane) -> tuple[OneSidedCopies, OneSidedCopies]:
     """The same over the evictor's own memory."""
-    return Reaching(Host(CPU), outbound, inbound), Reaching(Host(CPU), NoLane(), NoLane())
+    return OneSidedCopies(Host(CPU), outbound, inbound), OneSidedCopies(Host(CPU), NoLane(), NoLane())
 
 
 class NoLane:

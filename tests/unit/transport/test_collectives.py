@@ -1,4 +1,5 @@
-"""What all ranks have a part in, in groups that deliver only what is waited for: what comes of it where, and how it is announced."""
+"""What all ranks have a part in, in groups that deliver only what is waited for: what comes of it where, and how it
+is announced."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ class Seat:
 
 def broadcast(tensor: torch.Tensor, source: int, group: Seat, async_op: bool) -> Any:
     mine = group.place == source
-    return group.issue(tensor if mine else None, None if mine else lambda given: tensor.copy_(given[PIPELINE.index(source)]))
+    return group.issue(
+        tensor if mine else None, None if mine else lambda given: tensor.copy_(given[PIPELINE.index(source)])
+    )
 
 
 def reduce(tensor: torch.Tensor, target: int, group: Seat, async_op: bool) -> Any:
@@ -88,7 +91,9 @@ def shards(kind: Kind, microbatch: int) -> tuple[Action, ...]:
 
 def output(microbatch: int) -> Message:
     """What the last stage makes, for all shards."""
-    return Message(microbatch, (Action(LAST, Kind.FORWARD, microbatch),), shards(Kind.SHARD_FORWARD, microbatch), (LAST, 0, 1))
+    return Message(
+        microbatch, (Action(LAST, Kind.FORWARD, microbatch),), shards(Kind.SHARD_FORWARD, microbatch), (LAST, 0, 1)
+    )
 
 
 def statistics(microbatch: int) -> Message:
@@ -205,7 +210,9 @@ def test_another_shape_than_the_first_is_refused(ranks: list[Collectives]) -> No
         ranks[0].send(statistics(1), (torch.zeros(3),))
 
 
-def test_a_failure_says_how_long_it_would_have_waited(ranks: list[Collectives], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_says_how_long_it_would_have_waited(
+    ranks: list[Collectives], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ranks[0].send(statistics(0), (torch.zeros(2),))
 
     def broken(self: object) -> None:
@@ -219,7 +226,9 @@ def test_a_failure_says_how_long_it_would_have_waited(ranks: list[Collectives], 
 def test_each_message_goes_its_way(ranks: list[Collectives]) -> None:
     """Those with two ends over edges."""
     log: list[str] = []
-    edges: Any = SimpleNamespace(post=lambda message: log.append(f"post {message}"), wait=lambda message: (torch.tensor(4),))
+    edges: Any = SimpleNamespace(
+        post=lambda message: log.append(f"post {message}"), wait=lambda message: (torch.tensor(4),)
+    )
     both = [EdgesAndCollectives(edges, one) for one in ranks]
     for rank in range(RANKS):
         both[rank].send(statistics(0), (torch.tensor([rank]),))

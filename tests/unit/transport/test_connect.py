@@ -12,14 +12,14 @@ import torch
 
 from bpipe.runtime.streams import copying_on
 from bpipe.transport import AUTO, NAMES, connect
-from bpipe.transport.connect import Connection, Facts, MeasuredLink, candidates, choose, obstacle
+from bpipe.transport.connect import Connection, Location, MeasuredLink, candidates, choose, obstacle
 from bpipe.transport.distributed import Distributed, PairGroups
-from bpipe.transport.host_memory import Buffers, Neighbour
-from bpipe.transport.one_sided import Host, Peer, Reaching
+from bpipe.transport.host_memory import Buffers, LocalRank
+from bpipe.transport.one_sided import Host, OneSidedCopies, Peer
 from tests.unit.transport.loopback import controls
 
-NOBODY = Neighbour(Buffers(), ())
-HERE = Facts("boot-1", "pid:[1]", "node-a")
+NOBODY = LocalRank(Buffers(), ())
+HERE = Location("boot-1", "pid:[1]", "node-a")
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cpu", ("gloo", "peer")), ("cuda", ("nccl", "peer", "host"))])
@@ -42,21 +42,23 @@ def _allowed(name: str, device: str) -> bool:
 
 
 def test_what_cannot_reach_the_memory_is_refused_with_the_way_out() -> None:
-    with pytest.raises(ValueError, match="--bpipe-transport nccl cannot move memory of device cpu: use gloo, peer, host or auto"):
+    with pytest.raises(
+        ValueError, match="--bpipe-transport nccl cannot move memory of device cpu: use gloo, peer, host or auto"
+    ):
         candidates("nccl", "cpu")
 
 
 @pytest.mark.parametrize(
     ("theirs", "why"),
     [
-        (Facts("boot-1", "pid:[1]", "node-a"), None),
-        (Facts("boot-2", "pid:[1]", "node-b"), "node-a and node-b are two machines"),
+        (Location("boot-1", "pid:[1]", "node-a"), None),
+        (Location("boot-2", "pid:[1]", "node-b"), "node-a and node-b are two machines"),
         # Container images often give every machine one name.
-        (Facts("boot-2", "pid:[1]", "node-a"), "node-a and node-a are two machines"),
-        (Facts("boot-1", "pid:[2]", "node-a"), "the two processes are in different containers (process namespaces)"),
+        (Location("boot-2", "pid:[1]", "node-a"), "node-a and node-a are two machines"),
+        (Location("boot-1", "pid:[2]", "node-a"), "the two processes are in different containers (process namespaces)"),
     ],
 )
-def test_peer_needs_one_machine_and_one_process_namespace(theirs: Facts, why: str | None) -> None:
+def test_peer_needs_one_machine_and_one_process_namespace(theirs: Location, why: str | None) -> None:
     assert obstacle("peer", HERE, theirs) == why
     for name in set(NAMES) - {"peer"}:
         assert obstacle(name, HERE, theirs) is None
@@ -68,7 +70,9 @@ def test_a_pair_that_finds_no_room_in_host_memory_takes_another_and_says_why(mon
     found: dict[int, dict[str, Any]] = {}
 
     def end(rank: int, control: Any) -> None:
-        connection = SimpleNamespace(partner=1 - rank, control=control, transport=lambda name: name, timeout_s=1.0, abort=print)
+        connection = SimpleNamespace(
+            partner=1 - rank, control=control, transport=lambda name: name, timeout_s=1.0, abort=print
+        )
         facts = replace(HERE, no_room="too little") if rank else HERE
         found[rank] = connect._find_link(connection, ("peer", "host"), rank, None, facts)  # type: ignore[arg-type]
 
@@ -77,12 +81,16 @@ def test_a_pair_that_finds_no_room_in_host_memory_takes_another_and_says_why(mon
         thread.start()
     for thread in threads:
         thread.join(20.0)
-    assert found[0] == found[1] == {"ranks": (0, 1), "transport": "peer", "bytes_per_s": {"peer": 1e9}, "refused": {"host": "too little"}}
+    assert (
+        found[0]
+        == found[1]
+        == {"ranks": (0, 1), "transport": "peer", "bytes_per_s": {"peer": 1e9}, "refused": {"host": "too little"}}
+    )
 
 
 def test_facts_name_this_machine() -> None:
-    here = Facts.here()
-    assert here == Facts.here()
+    here = Location.here()
+    assert here == Location.here()
     assert all((here.boot, here.namespace, here.host))
 
 
@@ -96,7 +104,9 @@ def test_facts_name_this_machine() -> None:
         ({"gloo": 1e9}, "gloo"),
     ],
 )
-def test_the_fastest_link_is_taken_and_one_sided_ones_may_be_a_little_slower(measured: dict[str, float], taken: str) -> None:
+def test_the_fastest_link_is_taken_and_one_sided_ones_may_be_a_little_slower(
+    measured: dict[str, float], taken: str
+) -> None:
     assert choose(measured) == taken
 
 
@@ -107,10 +117,10 @@ def test_a_connection_makes_the_transport_its_link_chose() -> None:
     connection = Connection(1, None, groups, device, lanes, 1.0)  # type: ignore[arg-type]
     connection.link = MeasuredLink((0, 1), "peer", {})
     chosen = connection.transport()
-    assert isinstance(chosen, Reaching)
+    assert isinstance(chosen, OneSidedCopies)
     assert isinstance(chosen._access, Peer)
     host = connection.transport("host")
-    assert isinstance(host, Reaching)
+    assert isinstance(host, OneSidedCopies)
     assert isinstance(host._access, Host)
     assert isinstance(connection.transport("gloo"), Distributed)
     connection.close()
@@ -136,7 +146,7 @@ def test_groups_that_lost_are_destroyed_once_the_link_is_chosen(
     connection = Connection(1, None, groups, copying_on(torch.device("cpu")), (None, None), 1.0)  # type: ignore[arg-type]
     connection.settle(MeasuredLink((0, 1), chosen, measured))
     assert destroyed == [groups[name] for name in gone]
-    assert isinstance(connection.transport(), Distributed if chosen == "nccl" else Reaching)
+    assert isinstance(connection.transport(), Distributed if chosen == "nccl" else OneSidedCopies)
     if gone:
         with pytest.raises(RuntimeError, match="this pair has no groups for nccl: it was connected by peer"):
             connection.transport("nccl")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bpipe.transport import control
-from bpipe.transport.control import About, Control
+from bpipe.transport.control import Control, Subject
 
 
 class Wire:
@@ -44,29 +44,37 @@ def ends() -> tuple[Control, Control]:
     return Control(1, None), Control(0, None)  # type: ignore[arg-type]
 
 
-VALUES = [None, "", "zu wenig Speicher: 17 €", {"0": [1, 2]}, [[3, [10**12, 0]], [0, []]], {"handle": "00" * 64}, ["x" * 100_000]]
+VALUES = [
+    None,
+    "",
+    "zu wenig Speicher: 17 €",
+    {"0": [1, 2]},
+    [[3, [10**12, 0]], [0, []]],
+    {"handle": "00" * 64},
+    ["x" * 100_000],
+]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:20])
 def test_values_arrive_as_they_were(wire: Wire, value: Any) -> None:
     here, there = ends()
-    here.send(About.SIZES, value)
-    assert there.receive(About.SIZES) == value
+    here.send(Subject.SIZES, value)
+    assert there.receive(Subject.SIZES) == value
 
 
 def test_what_a_message_is_about_tells_it_from_the_others(wire: Wire) -> None:
     """An acceptor may part from its memory before its evictor has asked for it."""
     here, there = ends()
-    here.send(About.MEMORY, "memory")
-    here.send(About.SIZES, "sizes")
-    here.send(About.MEMORY, "closed")
-    assert there.receive(About.SIZES) == "sizes"
-    assert [there.receive(About.MEMORY), there.receive(About.MEMORY)] == ["memory", "closed"]
+    here.send(Subject.MEMORY, "memory")
+    here.send(Subject.SIZES, "sizes")
+    here.send(Subject.MEMORY, "closed")
+    assert there.receive(Subject.SIZES) == "sizes"
+    assert [there.receive(Subject.MEMORY), there.receive(Subject.MEMORY)] == ["memory", "closed"]
 
 
 def test_what_is_being_sent_lives_until_it_is_waited_for(wire: Wire) -> None:
     """Until then gloo reads it."""
-    sent = ends()[0].send(About.FACTS, "kept")
+    sent = ends()[0].send(Subject.FACTS, "kept")
     assert len(sent._tensors) == len(sent._works) == 2
     sent.wait()
     assert wire.waited == 2
@@ -76,7 +84,7 @@ def test_what_is_being_sent_lives_until_it_is_waited_for(wire: Wire) -> None:
 def test_an_exchange_tells_before_it_listens(wire: Wire) -> None:
     """Both ends call it at once: neither may wait for the other to begin."""
     here, there = ends()
-    there.send(About.PROBE, "from there")
-    assert here.exchange(About.PROBE, "from here") == "from there"
-    assert there.receive(About.PROBE) == "from here"
+    there.send(Subject.PROBE, "from there")
+    assert here.exchange(Subject.PROBE, "from here") == "from there"
+    assert there.receive(Subject.PROBE) == "from here"
     assert wire.waited == 2

@@ -1,4 +1,7 @@
-"""The runtime that torch brings: it is the one that is called, and all that is asked of it is there. No GPU is needed to load it."""
+"""The runtime that torch brings: it is the one that is called, and all that is asked of it is there.
+
+No GPU is needed to load it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ with_cuda = pytest.mark.skipif(torch.version.cuda is None, reason="torch was bui
 
 @with_cuda
 def test_it_is_torchs_own() -> None:
-    """A package of bindings brought a second one, made for a CUDA of its own: without a driver for that, `peer` and `host` were gone."""
+    """A package of bindings brought a second one, made for a CUDA of its own: without a driver for that, `peer` and
+    `host` were gone."""
     major, minor = (int(part) for part in (torch.version.cuda or "").split(".")[:2])
     assert runtime().version == 1000 * major + 10 * minor
     with open("/proc/self/maps") as maps:

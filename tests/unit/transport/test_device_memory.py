@@ -89,7 +89,8 @@ def test_nothing_is_copied_beyond_the_end(cuda: FakeCuda) -> None:
 
 @pytest.mark.parametrize(("asked", "allocated"), [(1, 2 << 20), (2 << 20, 2 << 20), ((2 << 20) + 1, 4 << 20)])
 def test_what_is_lent_fills_whole_blocks(cuda: FakeCuda, asked: int, allocated: int) -> None:
-    """A handle opens the whole block of the driver's that an allocation lies in, and with it whatever else lies there."""
+    """A handle opens the whole block of the driver's that an allocation lies in, and with it whatever else lies
+    there."""
     _, lent = memory(cuda).make(asked)
     assert [len(piece) for piece in cuda.allocated.values()] == [allocated]
     with pytest.raises(AssertionError, match="of a region of"):
@@ -151,7 +152,8 @@ def test_pages_that_cannot_be_locked_are_an_error(cuda: FakeCuda) -> None:
 
 @pytest.mark.parametrize("index", [0, 3])
 def test_memory_is_made_and_opened_on_this_ranks_device(cuda: FakeCuda, index: int) -> None:
-    """Whatever device the runtime thinks of: it used to be device 0 for every rank, unless something had set it before."""
+    """Whatever device the runtime thinks of: it used to be device 0 for every rank, unless something had set it
+    before."""
     handle, _ = memory(cuda, index).make(100)
     cuda.current_device = 7
     memory(cuda, index).open(handle)
@@ -162,7 +164,14 @@ def test_what_torch_keeps_unused_is_given_back_before_lending_fails(cuda: FakeCu
     """On a GPU that torch's cache fills, the driver has nothing left: this used to be the end of it."""
     cuda.free_bytes, cuda.cached_bytes = 1 << 20, 16 << 20
     _, lent = memory(cuda).make(8 << 20)
-    assert cuda.calls == ["cudaSetDevice", "cudaMalloc", "cudaGetLastError", "empty_cache", "cudaMalloc", "cudaIpcGetMemHandle"]
+    assert cuda.calls == [
+        "cudaSetDevice",
+        "cudaMalloc",
+        "cudaGetLastError",
+        "empty_cache",
+        "cudaMalloc",
+        "cudaIpcGetMemHandle",
+    ]
     lent.close()
 
 
@@ -191,7 +200,8 @@ def test_another_failure_to_allocate_is_not_tried_twice(cuda: FakeCuda) -> None:
 
 
 def test_an_error_is_taken_off_the_record(cuda: FakeCuda) -> None:
-    """torch looks there after each kernel it starts: it would raise, in the middle of the model, what a probe had already dealt with."""
+    """torch looks there after each kernel it starts: it would raise, in the middle of the model, what a probe had
+    already dealt with."""
     cuda.failing["cudaIpcGetMemHandle"] = Error.cudaErrorMapBufferObjectFailed
     with pytest.raises(RuntimeError, match="cudaIpcGetMemHandle failed"):
         memory(cuda).make(100)
@@ -206,8 +216,13 @@ def pieces(*lengths: int) -> list[tuple[int, torch.Tensor]]:
     ("version", "driver", "batched"),
     [(13020, 13020, True), (13000, 13010, True), (12080, 12080, True), (12080, 12040, False), (12060, 13000, False)],
 )
-def test_a_transfer_is_one_call_where_cuda_has_one(version: int, driver: int, batched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """340 storages of 20 layers took 340 calls, milliseconds of the host's time. CUDA 12.8 has one call for all; 13.0 changed it."""
+def test_a_transfer_is_one_call_where_cuda_has_one(
+    version: int, driver: int, batched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """340 storages of 20 layers took 340 calls, milliseconds of the host's time.
+
+    CUDA 12.8 has one call for all; 13.0 changed it.
+    """
     cuda = installed(FakeCuda(version, driver), monkeypatch)
     _, lent = memory(cuda).make(4096)
     lent.write_all(pieces(10, 1000, 7))
@@ -263,7 +278,10 @@ FORBIDDEN = {"cudaDeviceSynchronize", "cudaFree", "cudaIpcCloseMemHandle", "cuda
 
 
 def test_after_an_error_nothing_waits_for_the_device_and_nothing_is_freed(cuda: FakeCuda) -> None:
-    """A kernel that waits for a partner that is gone never ends: the error used to wait for it, unread. And the partner may be copying."""
+    """A kernel that waits for a partner that is gone never ends: the error used to wait for it, unread.
+
+    And the partner may be copying.
+    """
     handle, lent = memory(cuda).make(4096)
     opened, pinned = memory(cuda).open(handle), own_memory(4096, cuda.device())
     for region in (lent, opened, pinned):

@@ -1,4 +1,7 @@
-"""The two-sided transport's calls: which group, which order, how many at once, and what is waited for. Processes are in tests/gloo."""
+"""The two-sided transport's calls: which group, which order, how many at once, and what is waited for.
+
+Processes are in tests/gloo.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +120,9 @@ def test_each_direction_has_its_group_and_every_operation_is_waited_for(dist: Re
 
 
 def test_no_group_call_is_larger_than_nccls_limit(dist: Recorded) -> None:
-    Distributed(None, PairGroups(5, "away", "here")).put(0, [torch.zeros(1, dtype=torch.uint8)] * (2 * MAX_BATCHED_OPERATIONS + 3)).wait()  # type: ignore[arg-type]
+    Distributed(None, PairGroups(5, "away", "here")).put(
+        0, [torch.zeros(1, dtype=torch.uint8)] * (2 * MAX_BATCHED_OPERATIONS + 3)
+    ).wait()  # type: ignore[arg-type]
     assert dist.calls == [("batch", MAX_BATCHED_OPERATIONS), ("batch", MAX_BATCHED_OPERATIONS), ("batch", 3)]
     assert len(dist.waited) == 2 * MAX_BATCHED_OPERATIONS + 3
 
@@ -143,8 +148,13 @@ class Group:
 
 @pytest.mark.parametrize("operation", ["send", "recv"])
 @pytest.mark.parametrize("at_once", [True, False])
-def test_operations_are_started_in_one_call_where_a_backend_has_one(at_once: bool, operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ranks of the group, not of the world. By torch's own batch it took two thirds more of the main thread's time."""
+def test_operations_are_started_in_one_call_where_a_backend_has_one(
+    at_once: bool, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ranks of the group, not of the world.
+
+    By torch's own batch it took two thirds more of the main thread's time.
+    """
     group = Group(at_once)
 
     @contextlib.contextmanager
@@ -226,15 +236,21 @@ class WithoutConfig:
         self.is_high_priority_stream = False
 
 
-@pytest.mark.parametrize(("options", "missing"), [(WithoutPriority, "is_high_priority_stream"), (WithoutConfig, r"config\.max_ctas")])
-def test_a_torch_without_a_setting_gets_the_other_and_rank_0_says_so(options: type, missing: str, dist: Recorded) -> None:
+@pytest.mark.parametrize(
+    ("options", "missing"), [(WithoutPriority, "is_high_priority_stream"), (WithoutConfig, r"config\.max_ctas")]
+)
+def test_a_torch_without_a_setting_gets_the_other_and_rank_0_says_so(
+    options: type, missing: str, dist: Recorded
+) -> None:
     dist.ProcessGroupNCCL = SimpleNamespace(Options=options)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         new_group([0, 1], "nccl", 2.5, "UP_0_1")
     assert len(warned) == (dist.rank == 0)
     for one in warned:
-        assert re.search(rf"bpipe: the NCCL options of this torch \(.*\) have no {missing}: transfers may", str(one.message))
+        assert re.search(
+            rf"bpipe: the NCCL options of this torch \(.*\) have no {missing}: transfers may", str(one.message)
+        )
     made = dist.options[0]
     assert getattr(made, "is_high_priority_stream", True)
     assert not hasattr(made, "config") or made.config.max_ctas == MAX_CTAS

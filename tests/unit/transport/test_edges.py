@@ -1,4 +1,5 @@
-"""Messages over edges, on a wire that delivers only what is waited for: what is announced when, and in which order all of it goes."""
+"""Messages over edges, on a wire that delivers only what is waited for: what is announced when, and in which order
+all of it goes."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ CPU = torch.device("cpu")
 
 
 class Wire:
-    """One directed edge. What is received is there once it was waited for, and what is sent may not change before that."""
+    """One directed edge. What is received is there once it was waited for, and what is sent may not change before
+    that."""
 
     def __init__(self) -> None:
         self.under_way: deque[Sequence[torch.Tensor]] = deque()
@@ -122,7 +124,9 @@ def test_what_is_sent_is_waited_for_with_its_announcement(ends: tuple[Edges, Edg
 def test_a_micro_batch_of_another_shape_is_refused(ends: tuple[Edges, Edges]) -> None:
     low, _ = ends
     low.send(forward(0), (made(0),))
-    refused = r"rank 0: 0F1>1F1 carries float32 \[4\], the first of its sort carried float32 \[2, 3\]: .* pad to one length"
+    refused = (
+        r"rank 0: 0F1>1F1 carries float32 \[4\], the first of its sort carried float32 \[2, 3\]: .* pad to one length"
+    )
     with pytest.raises(ValueError, match=refused):
         low.send(forward(1), (made(1, 4),))
 
@@ -139,7 +143,9 @@ def test_an_edge_has_two_ends(ends: tuple[Edges, Edges]) -> None:
 
 
 def test_more_than_an_announcement_can_describe_is_refused(ends: tuple[Edges, Edges]) -> None:
-    with pytest.raises(ValueError, match="0F0>1F0 carries 16 tensors, more than an announcement of 64 numbers can describe"):
+    with pytest.raises(
+        ValueError, match="0F0>1F0 carries 16 tensors, more than an announcement of 64 numbers can describe"
+    ):
         ends[0].send(forward(0), (made(0),) * 16)
 
 
@@ -169,7 +175,9 @@ def test_what_fails_says_how_long_it_would_have_waited(step: str, ends: tuple[Ed
         calls[step]()
 
 
-def test_a_backend_that_never_knows_is_asked_of_the_oldest_send_only(ends: tuple[Edges, Edges], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_never_knows_is_asked_of_the_oldest_send_only(
+    ends: tuple[Edges, Edges], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each send once asked all that were under way: an iteration of m micro-batches asked m * m / 2 times."""
     asked = []
     monkeypatch.setattr(Pending, "completed", property(lambda pending: asked.append(pending) or False))

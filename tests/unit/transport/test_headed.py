@@ -1,4 +1,5 @@
-"""Lengths in front of a two-sided transport: they come by a lane, what is behind them stays behind them, and everything is waited for."""
+"""Lengths in front of a two-sided transport: they come by a lane, what is behind them stays behind them, and
+everything is waited for."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from bpipe.transport.base import Pending, Sizes
-from bpipe.transport.control import About
+from bpipe.transport.control import Subject
 from bpipe.transport.headed import Headed
 from bpipe.transport.lanes import ThreadLane
 from tests.unit.transport.loopback import controls
@@ -105,7 +106,9 @@ def test_parts_of_a_room_lie_apart(ends: tuple[Headed, Below, Headed, Below]) ->
     assert all(part.untyped_storage().data_ptr() == room.data_ptr() for part in parts)
 
 
-def test_nobody_but_the_lane_waits_for_lengths_and_what_comes_behind_them_stays_behind(ends: tuple[Headed, Below, Headed, Below]) -> None:
+def test_nobody_but_the_lane_waits_for_lengths_and_what_comes_behind_them_stays_behind(
+    ends: tuple[Headed, Below, Headed, Below],
+) -> None:
     """This rank hosts and loads in one direction: the partner sends the one before the other."""
     evictor, _, acceptor, receiving = ends
     hosted, loaded = acceptor.host(0, bytes_of(512)), acceptor.get(1, bytes_of(9))
@@ -130,7 +133,7 @@ def test_a_put_ends_when_its_lengths_have_arrived_too() -> None:
     ended = threading.Event()
     threading.Thread(target=lambda: (going.wait(), ended.set()), daemon=True).start()
     assert not ended.wait(0.1), "a message that nobody keeps may never arrive"
-    heard: Any = there.receive(About.LENGTHS)
+    heard: Any = there.receive(Subject.LENGTHS)
     assert heard == [7]
     assert ended.wait(5.0)
     lane.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bpipe.transport.host_memory import Budget, Buffers, Neighbour, Room, rooms
+from bpipe.transport.host_memory import Budget, Buffers, LocalRank, MemoryLimit, memory_limits
 from bpipe.transport.one_sided import Host
 from tests.unit.transport.loopback import CPU
 
@@ -17,7 +17,10 @@ V1_MOUNT = "35 31 0:32 {base} /sys/fs/cgroup/memory rw shared:9 - cgroup cgroup 
 
 
 def machine(root: Path, groups: str = "", mounts: str = "", **files: str) -> Path:
-    """A machine with 64 GiB available. `files` are those of cgroups: their folder, with __ for slashes, and what is in each."""
+    """A machine with 64 GiB available.
+
+    `files` are those of cgroups: their folder, with __ for slashes, and what is in each.
+    """
     proc = root / "proc"
     (proc / "self/ns").mkdir(parents=True)
     (proc / "self/ns/cgroup").symlink_to("cgroup:[4026531835]")
@@ -36,37 +39,50 @@ def machine(root: Path, groups: str = "", mounts: str = "", **files: str) -> Pat
 
 
 def available(root: Path) -> list[float]:
-    return [room.available_bytes / GIB for room in rooms(root)]
+    return [room.available_bytes / GIB for room in memory_limits(root)]
 
 
 def version_2(limit: object, current: int, inactive: int = 0) -> str:
-    return f"memory.max={limit}; memory.current={current}; memory.stat=anon 5\nactive_file 0\ninactive_file {inactive}\nslab 7"
+    return (
+        f"memory.max={limit}; memory.current={current}; memory.stat=anon 5\nactive_file 0\ninactive_file "
+        f"{inactive}\nslab 7"
+    )
 
 
 def version_1(limit: int, usage: int, inactive: int = 0) -> str:
-    return f"memory.limit_in_bytes={limit}; memory.usage_in_bytes={usage}; memory.stat=cache 5\ntotal_inactive_file {inactive}"
+    return (
+        f"memory.limit_in_bytes={limit}; memory.usage_in_bytes={usage}; memory.stat=cache 5\ntotal_inactive_file "
+        f"{inactive}"
+    )
 
 
 def test_without_groups_the_machines_memory_is_the_limit(tmp_path: Path) -> None:
-    (room,) = rooms(machine(tmp_path))
+    (room,) = memory_limits(machine(tmp_path))
     assert room.available_bytes == 64 * GIB
     assert room.name.endswith("'s memory (MemAvailable)")
 
 
 def test_a_group_of_version_2_and_its_parents_limit(tmp_path: Path) -> None:
     """What it keeps of files can be given up: a job that read its data looks full and is not."""
-    files = {"job__step": version_2(32 * GIB, 10 * GIB, 4 * GIB), "job": version_2(48 * GIB, 40 * GIB), ".": version_2("max", GIB)}
+    files = {
+        "job__step": version_2(32 * GIB, 10 * GIB, 4 * GIB),
+        "job": version_2(48 * GIB, 40 * GIB),
+        ".": version_2("max", GIB),
+    }
     root = machine(tmp_path, "0::/job/step\n", V2_MOUNT.format(base="/"), **files)
     assert available(root) == [64, 26, 8]
-    names = [room.name for room in rooms(root)[1:]]
+    names = [room.name for room in memory_limits(root)[1:]]
     assert names == ["the 32 GiB of cgroup /job/step (memory.max)", "the 48 GiB of cgroup /job (memory.max)"]
 
 
 def test_a_group_of_version_1_limits_and_no_limit_does_not(tmp_path: Path) -> None:
-    files = {"memory__slurm__job": version_1(16 * GIB, 3 * GIB, GIB), "memory__slurm": version_1(0x7FFFFFFFFFFFF000, GIB)}
+    files = {
+        "memory__slurm__job": version_1(16 * GIB, 3 * GIB, GIB),
+        "memory__slurm": version_1(0x7FFFFFFFFFFFF000, GIB),
+    }
     root = machine(tmp_path, "5:devices:/x\n4:memory:/slurm/job\n0::/\n", V1_MOUNT.format(base="/"), **files)
     assert available(root) == [64, 14]
-    assert rooms(root)[1].name == "the 16 GiB of cgroup /slurm/job (memory.limit_in_bytes)"
+    assert memory_limits(root)[1].name == "the 16 GiB of cgroup /slurm/job (memory.limit_in_bytes)"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +96,14 @@ def test_in_a_container_its_own_part_of_the_tree_is_what_is_there(path: str, tmp
 
 def test_containers_with_one_namespace_do_not_share_their_groups(tmp_path: Path) -> None:
     first, second = (
-        rooms(machine(tmp_path / name, f"0::/docker/{name}\n", V2_MOUNT.format(base=f"/docker/{name}"), **{".": version_2(8 * GIB, GIB)}))
+        memory_limits(
+            machine(
+                tmp_path / name,
+                f"0::/docker/{name}\n",
+                V2_MOUNT.format(base=f"/docker/{name}"),
+                **{".": version_2(8 * GIB, GIB)},
+            )
+        )
         for name in ("abc", "def")
     )
     assert first[0].shared == second[0].shared, "the machine is one"
@@ -88,18 +111,19 @@ def test_containers_with_one_namespace_do_not_share_their_groups(tmp_path: Path)
 
 
 def test_this_machine_can_be_read() -> None:
-    assert all(room.available_bytes > 0 for room in rooms())
-    assert len(rooms()) >= 1
+    assert all(room.available_bytes > 0 for room in memory_limits())
+    assert len(memory_limits()) >= 1
 
 
-# -- what fits ----------------------------------------------------------------------------------------------------------------------------
+# -- what fits
+# ----------------------------------------------------------------------------------------------------------------------
 
-NODE = Room("boot-1", "node-a's memory (MemAvailable)", 40 * GIB)
-OTHER = Room("boot-2", "node-b's memory (MemAvailable)", 40 * GIB)
+NODE = MemoryLimit("boot-1", "node-a's memory (MemAvailable)", 40 * GIB)
+OTHER = MemoryLimit("boot-2", "node-b's memory (MemAvailable)", 40 * GIB)
 
 
-def neighbours(*counts: int, most_gib: int = 0, node: Room = NODE) -> list[Neighbour]:
-    return [Neighbour(Buffers(count, most_gib * GIB), (node,)) for count in counts]
+def neighbours(*counts: int, most_gib: int = 0, node: MemoryLimit = NODE) -> list[LocalRank]:
+    return [LocalRank(Buffers(count, most_gib * GIB), (node,)) for count in counts]
 
 
 def test_the_buffers_of_all_ranks_of_a_node_count() -> None:
@@ -129,15 +153,19 @@ def test_others_take_as_much_a_buffer_as_this_rank() -> None:
 
 
 def test_a_group_of_ones_own_limits_only_ones_own() -> None:
-    own = [Room(f"task {rank}", f"the 10 GiB of cgroup /task{rank} (memory.max)", 10 * GIB) for rank in range(4)]
-    everyone = [Neighbour(Buffers(1), (Room("boot-1", "the node", 400 * GIB), room)) for room in own]
+    own = [MemoryLimit(f"task {rank}", f"the 10 GiB of cgroup /task{rank} (memory.max)", 10 * GIB) for rank in range(4)]
+    everyone = [LocalRank(Buffers(1), (MemoryLimit("boot-1", "the node", 400 * GIB), room)) for room in own]
     assert Budget(everyone[0], everyone).of(9 * GIB) is None
-    assert "would take 9.5 GiB, and of the 10 GiB of cgroup /task0" in (Budget(everyone[0], everyone).of(19 * GIB // 2) or "")
+    assert "would take 9.5 GiB, and of the 10 GiB of cgroup /task0" in (
+        Budget(everyone[0], everyone).of(19 * GIB // 2) or ""
+    )
 
 
 def test_nobody_is_given_host_memory_that_might_not_suffice() -> None:
     everyone = neighbours(3, 0, 2, most_gib=10)
-    assert re.search("2 ranks would take 50 GiB, .* 40 GiB are available", Budget(everyone[1], everyone).at_most() or "")
+    assert re.search(
+        "2 ranks would take 50 GiB, .* 40 GiB are available", Budget(everyone[1], everyone).at_most() or ""
+    )
     everyone = neighbours(2, 0, 1, most_gib=10)
     assert Budget(everyone[1], everyone).at_most() is None
 

@@ -102,9 +102,11 @@ def test_closing_ends_the_thread_when_its_jobs_are_done() -> None:
     assert not any(thread.name == "bpipe-closing" for thread in threading.enumerate())
 
 
-def test_nothing_is_kept_alive_once_a_wait_has_returned(lanes: tuple[ThreadLane, ThreadLane], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker used to let go of a job only after it had said that it was done: a backward that began at once could then not free as
-    it went. Here the worker is held up right after it said so."""
+def test_nothing_is_kept_alive_once_a_wait_has_returned(
+    lanes: tuple[ThreadLane, ThreadLane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker used to let go of a job only after it had said that it was done: a backward that began at once
+    could then not free as it went. Here the worker is held up right after it said so."""
     buffer = torch.empty(16)
     gone = weakref.ref(buffer)
     said = threading.Event.set

@@ -1,4 +1,5 @@
-"""Host buffers in one piece of memory: nothing overlaps, everything is aligned, and both ends of a pair lay out the same."""
+"""Host buffers in one piece of memory: nothing overlaps, everything is aligned, and both ends of a pair lay out the
+same."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from hypothesis import strategies as st
 
 from bpipe.transport.layout import ALIGNMENT_BYTES, BufferLayout, aligned
 
-SIZES = st.dictionaries(st.integers(0, 5), st.lists(st.integers(1, 1200), min_size=1, max_size=4), min_size=1, max_size=3)
+SIZES = st.dictionaries(
+    st.integers(0, 5), st.lists(st.integers(1, 1200), min_size=1, max_size=4), min_size=1, max_size=3
+)
 NOBODY = 255
 
 
@@ -21,7 +24,9 @@ def buffers_and_sizes(draw: st.DrawFn) -> tuple[list[frozenset[int]], dict[int, 
 
 
 @given(buffers_and_sizes())
-def test_no_two_storages_of_different_buffers_share_a_byte(drawn: tuple[list[frozenset[int]], dict[int, list[int]]]) -> None:
+def test_no_two_storages_of_different_buffers_share_a_byte(
+    drawn: tuple[list[frozenset[int]], dict[int, list[int]]],
+) -> None:
     """Slow and obvious: paint every byte that any stage may write in a buffer, and see whose it was."""
     buffers, sizes = drawn
     layout = BufferLayout.of(buffers, sizes)
@@ -41,7 +46,9 @@ def test_no_two_storages_of_different_buffers_share_a_byte(drawn: tuple[list[fro
 
 
 @given(buffers_and_sizes())
-def test_buffers_take_no_more_than_their_largest_stage(drawn: tuple[list[frozenset[int]], dict[int, list[int]]]) -> None:
+def test_buffers_take_no_more_than_their_largest_stage(
+    drawn: tuple[list[frozenset[int]], dict[int, list[int]]],
+) -> None:
     buffers, sizes = drawn
     largest = [max(sum(aligned(nbytes) for nbytes in sizes[stage]) for stage in stages) for stages in buffers]
     assert BufferLayout.of(buffers, sizes).nbytes == sum(largest)
@@ -51,7 +58,8 @@ def test_buffers_take_no_more_than_their_largest_stage(drawn: tuple[list[frozens
 def test_whatever_is_known_when_both_ends_make_room_alike_and_there_is_enough(
     drawn: tuple[list[frozenset[int]], dict[int, list[int]]], data: st.DataObject
 ) -> None:
-    """Stages become known one after the other, and buffers are used in between: the acceptor's sizes came as messages."""
+    """Stages become known one after the other, and buffers are used in between: the acceptor's sizes came as
+    messages."""
     buffers, sizes = drawn
     here, there = BufferLayout(buffers), BufferLayout(buffers)
     known: dict[int, list[int]] = {}
@@ -76,7 +84,8 @@ def test_whatever_is_known_when_both_ends_make_room_alike_and_there_is_enough(
 
 
 def test_a_buffer_that_may_hold_something_stays_where_it_is() -> None:
-    """It was moved with the one that a larger micro-batch came for, and what it held was read from where it would have been."""
+    """It was moved with the one that a larger micro-batch came for, and what it held was read from where it would
+    have been."""
     layout = BufferLayout([{0, 3}, {0, 3}])
     assert layout.make_room(0, 0, {0: [600]}) == 2 * 1024
     assert layout.make_room(1, 3, {0: [600], 3: [2000]}) == 2048

@@ -88,7 +88,8 @@ def test_it_has_no_name_in_the_file_system() -> None:
 
 
 def test_the_memory_lives_as_long_as_either_end_has_it() -> None:
-    """An acceptor that ended must not take an evictor's mapping away: the evictor would die of SIGBUS, not of an error."""
+    """An acceptor that ended must not take an evictor's mapping away: the evictor would die of SIGBUS, not of an
+    error."""
     handle, made = SharedMemory().make(5000)
     opened = SharedMemory().open(handle)
     sent, back = numbers(5000), torch.zeros(5000, dtype=torch.uint8)

@@ -15,7 +15,7 @@ from bpipe.transport.device_memory import DeviceMemory
 from bpipe.transport.lanes import Job, ThreadLane
 from bpipe.transport.layout import BufferLayout
 from bpipe.transport.memory import SharedMemory
-from bpipe.transport.one_sided import Host, Peer, Reaching
+from bpipe.transport.one_sided import Host, OneSidedCopies, Peer
 from tests.unit.transport.fake_cuda import FakeCuda
 from tests.unit.transport.loopback import AtOnce, alone, controls, peers
 
@@ -24,20 +24,22 @@ STAGES = (frozenset({0}), frozenset({0}))
 LAYOUT = BufferLayout.of(STAGES, SIZES)
 
 
-def announce(evictor: Reaching, sizes: Sizes = SIZES, layout: BufferLayout = LAYOUT) -> Pending:
+def announce(evictor: OneSidedCopies, sizes: Sizes = SIZES, layout: BufferLayout = LAYOUT) -> Pending:
     """An evictor knows where its host buffers lie, and tells how large what comes is."""
     evictor.reach(layout)
     return evictor.announce(sizes)
 
 
-def lend(acceptor: Reaching) -> None:
+def lend(acceptor: OneSidedCopies) -> None:
     """An acceptor lends what it was told to be needed."""
     if acceptor.lends:
         acceptor.lend(BufferLayout.of(STAGES, acceptor.learn()).nbytes)
 
 
 @pytest.fixture(params=[peers, alone], ids=["peer", "host"])
-def pair(request: pytest.FixtureRequest, lanes: tuple[ThreadLane, ThreadLane]) -> Iterator[tuple[Reaching, Reaching]]:
+def pair(
+    request: pytest.FixtureRequest, lanes: tuple[ThreadLane, ThreadLane]
+) -> Iterator[tuple[OneSidedCopies, OneSidedCopies]]:
     """An evictor and an acceptor that know each other's memory."""
     evictor, acceptor = request.param(*lanes)
     announce(evictor).wait()
@@ -58,7 +60,7 @@ def same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
     return all(map(torch.equal, left, right))
 
 
-def test_what_was_put_comes_back(pair: tuple[Reaching, Reaching]) -> None:
+def test_what_was_put_comes_back(pair: tuple[OneSidedCopies, OneSidedCopies]) -> None:
     evictor, _ = pair
     back = [tensors(), tensors()]
     for number in (0, 1):
@@ -69,7 +71,7 @@ def test_what_was_put_comes_back(pair: tuple[Reaching, Reaching]) -> None:
     assert same(back[1], tensors(1))
 
 
-def test_a_host_buffer_can_be_used_again_and_again(pair: tuple[Reaching, Reaching]) -> None:
+def test_a_host_buffer_can_be_used_again_and_again(pair: tuple[OneSidedCopies, OneSidedCopies]) -> None:
     evictor, _ = pair
     for seed in range(20):
         back = tensors()
@@ -78,17 +80,19 @@ def test_a_host_buffer_can_be_used_again_and_again(pair: tuple[Reaching, Reachin
         assert same(back, tensors(seed))
 
 
-def test_a_host_buffer_that_is_taken_is_refused(pair: tuple[Reaching, Reaching]) -> None:
+def test_a_host_buffer_that_is_taken_is_refused(pair: tuple[OneSidedCopies, OneSidedCopies]) -> None:
     evictor, _ = pair
     evictor.put(0, tensors(1)).wait()
-    with pytest.raises(RuntimeError, match="host buffer 0 is holding, but must be free for this transfer: the program uses it twice"):
+    with pytest.raises(
+        RuntimeError, match="host buffer 0 is holding, but must be free for this transfer: the program uses it twice"
+    ):
         evictor.put(0, tensors(2))
     back = tensors()
     evictor.get(0, back).wait()
     assert same(back, tensors(1)), "what was refused must not have moved"
 
 
-def test_a_host_buffer_that_holds_nothing_is_refused(pair: tuple[Reaching, Reaching]) -> None:
+def test_a_host_buffer_that_holds_nothing_is_refused(pair: tuple[OneSidedCopies, OneSidedCopies]) -> None:
     evictor, _ = pair
     with pytest.raises(RuntimeError, match="host buffer 1 is free, but must be holding for this transfer"):
         evictor.get(1, tensors())
@@ -134,7 +138,8 @@ def test_a_put_that_is_held_up_holds_up_its_get(lanes: tuple[ThreadLane, ThreadL
 
 
 def test_a_layout_that_grows_is_lent_piece_by_piece(lanes: tuple[ThreadLane, ThreadLane]) -> None:
-    """A stage that was measured later is larger than the buffer: it moves into a further piece, and what was in the first is not harmed."""
+    """A stage that was measured later is larger than the buffer: it moves into a further piece, and what was in the
+    first is not harmed."""
     evictor, acceptor = peers(*lanes)
     stages = (frozenset({0, 3}), frozenset({0}))
     here, there = BufferLayout(stages), BufferLayout(stages)
@@ -238,7 +243,9 @@ def test_release_waits_for_what_is_under_way(lanes: tuple[ThreadLane, ThreadLane
 
 
 @pytest.mark.parametrize("part", ["release", "abandon"])
-def test_after_parting_the_host_buffers_are_free_and_nothing_is_open(lanes: tuple[ThreadLane, ThreadLane], part: str) -> None:
+def test_after_parting_the_host_buffers_are_free_and_nothing_is_open(
+    lanes: tuple[ThreadLane, ThreadLane], part: str
+) -> None:
     opened = len(os.listdir("/proc/self/fd"))
     evictor, acceptor = peers(*lanes)
     for seed in range(3):
@@ -260,7 +267,9 @@ def test_an_acceptor_without_memory_tells_its_evictor(lanes: tuple[ThreadLane, T
     announce(evictor).wait()
     with pytest.raises(OSError, match="Cannot allocate memory"):
         lend(acceptor)
-    with pytest.raises(RuntimeError, match=r"the partner could not make the host buffers it lends: OSError: .* Cannot allocate memory"):
+    with pytest.raises(
+        RuntimeError, match=r"the partner could not make the host buffers it lends: OSError: .* Cannot allocate memory"
+    ):
         evictor.put(0, tensors(1)).wait()
 
 
@@ -286,17 +295,23 @@ def test_asking_never_waits_for_the_partner(lanes: tuple[ThreadLane, ThreadLane]
         end.abandon()
 
 
-def on_a_device(cuda: FakeCuda, kind: str) -> tuple[Reaching, Reaching]:
+def on_a_device(cuda: FakeCuda, kind: str) -> tuple[OneSidedCopies, OneSidedCopies]:
     """Both ends as on a GPU, where copies are issued at once and nobody knows when they end."""
     here, there = controls()
-    ways = [Peer(control, DeviceMemory(cuda.device())) if kind == "peer" else Host(cuda.device()) for control in (here, there)]  # type: ignore[arg-type]
-    evictor, acceptor = (Reaching(way, AtOnce(), AtOnce()) for way in ways)
+    ways = [
+        Peer(control, DeviceMemory(cuda.device())) if kind == "peer" else Host(cuda.device())
+        for control in (here, there)
+    ]  # type: ignore[arg-type]
+    evictor, acceptor = (OneSidedCopies(way, AtOnce(), AtOnce()) for way in ways)
     return evictor, acceptor
 
 
 @pytest.mark.parametrize("kind", ["peer", "host"])
-def test_after_an_error_neither_end_waits_for_its_device_or_frees_what_is_copied(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that waits for a partner that is gone never ends: whoever waited for the device had no traceback for minutes."""
+def test_after_an_error_neither_end_waits_for_its_device_or_frees_what_is_copied(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that waits for a partner that is gone never ends: whoever waited for the device had no traceback for
+    minutes."""
     cuda = FakeCuda()
     runtime = cuda.runtime()
     monkeypatch.setattr(device_memory, "runtime", lambda device_type="cuda": runtime)
@@ -328,11 +343,15 @@ def test_parting_in_good_order_waits_for_the_device_and_frees(kind: str, monkeyp
 
 
 def test_two_that_lend_to_each_other_need_not_wait_for_each_other() -> None:
-    """With gloo a message's wait lasts until it was received: both used to wait for the other to listen, when lending and when parting."""
-    ends = [Reaching(Peer(control, SharedMemory()), AtOnce(), AtOnce()) for control in controls(timeout_s=2.0, rendezvous=True)]  # type: ignore[arg-type]
+    """With gloo a message's wait lasts until it was received: both used to wait for the other to listen, when
+    lending and when parting."""
+    ends = [
+        OneSidedCopies(Peer(control, SharedMemory()), AtOnce(), AtOnce())
+        for control in controls(timeout_s=2.0, rendezvous=True)
+    ]  # type: ignore[arg-type]
     errors: list[Exception] = []
 
-    def both_roles(end: Reaching, seed: int) -> None:
+    def both_roles(end: OneSidedCopies, seed: int) -> None:
         try:
             announced = announce(end)
             lend(end)

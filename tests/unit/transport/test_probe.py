@@ -1,4 +1,5 @@
-"""What a trial of a link leaves behind when it fails: nothing, since another transport takes over and needs the room."""
+"""What a trial of a link leaves behind when it fails: nothing, since another transport takes over and needs the
+room."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import torch
 from bpipe.transport import device_memory, probe
 from bpipe.transport.base import Done, Pending, Sizes
 from bpipe.transport.device_memory import DeviceMemory
-from bpipe.transport.one_sided import Peer, Reaching
+from bpipe.transport.one_sided import OneSidedCopies, Peer
 from bpipe.transport.probe import measure
 from tests.unit.transport.fake_cuda import Error, FakeCuda
 from tests.unit.transport.loopback import CPU, AtOnce, controls
@@ -34,10 +35,12 @@ def tried(cuda: FakeCuda) -> list[tuple[float, str | None]]:
     found: dict[bool, tuple[float, str | None]] = {}
 
     def end(control: object, evictor: bool) -> None:
-        transport = Reaching(Peer(control, DeviceMemory(cuda.device())), AtOnce(), AtOnce())  # type: ignore[arg-type]
+        transport = OneSidedCopies(Peer(control, DeviceMemory(cuda.device())), AtOnce(), AtOnce())  # type: ignore[arg-type]
         found[evictor] = measure(transport, control, device, evictor, 20.0, lambda: None)  # type: ignore[arg-type]
 
-    threads = [threading.Thread(target=end, args=each) for each in zip(controls(rendezvous=True), (True, False), strict=True)]
+    threads = [
+        threading.Thread(target=end, args=each) for each in zip(controls(rendezvous=True), (True, False), strict=True)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -62,7 +65,8 @@ def test_a_trial_that_fails_leaves_nothing_and_both_say_why(cuda: FakeCuda, call
 
 
 class Hanging:
-    """A two-sided transport of which nothing comes back until it is aborted, as of a network that loses what is sent."""
+    """A two-sided transport of which nothing comes back until it is aborted, as of a network that loses what is
+    sent."""
 
     one_sided: Literal[False] = False
 
@@ -92,7 +96,9 @@ class Hanging:
 
 
 @pytest.mark.parametrize("is_aborted_at_all", [True, False])
-def test_a_trial_that_hangs_is_given_up_and_the_run_goes_on(is_aborted_at_all: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_that_hangs_is_given_up_and_the_run_goes_on(
+    is_aborted_at_all: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It hung until NCCL's watchdog ended the process, with peer and host yet to be tried."""
     monkeypatch.setattr(probe, "GRACE_S", 0.1)
     transports = [Hanging(is_aborted_at_all=is_aborted_at_all) for _ in range(2)]
@@ -104,7 +110,10 @@ def test_a_trial_that_hangs_is_given_up_and_the_run_goes_on(is_aborted_at_all: b
         device = replace(CPU, empty_cache=lambda: emptied.append(None))
         found[evictor] = measure(transport, control, device, evictor, 0.2, transport.abort)
 
-    threads = [threading.Thread(target=functools.partial(end, *each)) for each in zip(controls(), transports, (True, False), strict=True)]
+    threads = [
+        threading.Thread(target=functools.partial(end, *each))
+        for each in zip(controls(), transports, (True, False), strict=True)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

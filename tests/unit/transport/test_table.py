@@ -18,7 +18,8 @@ def test_pairs_of_the_same_stages_share_a_line() -> None:
     stages = {(0, 6): (0, 3), (1, 7): (0, 3), (2, 4): (2, 1)}
     assert describe(links, stages).split("\nbpipe: ") == [
         "links, measured there and back:",
-        "  stages 0 and 3, 2 pairs of ranks: peer 180 to 190 GB/s (nccl 200 to 210 GB/s; host not: RuntimeError: no pinned memory)",
+        "  stages 0 and 3, 2 pairs of ranks: peer 180 to 190 GB/s (nccl 200 to 210 GB/s; host not: RuntimeError: no "
+        "pinned memory)",
         "  stages 1 and 2: nccl 20 GB/s (peer not: a and b are two machines)",
     ]
 
@@ -33,7 +34,8 @@ def test_a_link_that_keeps_up_and_one_that_does_not() -> None:
     enough, sentence = sufficiency(0, 7, 3_000_000_000, 0.3, 25e9)
     assert enough
     assert sentence == (
-        "stage 0 moves 3000 MB to stage 7 and back while a micro-batch computes, about 300 ms: 20 GB/s of the link's 25 GB/s, enough"
+        "stage 0 moves 3000 MB to stage 7 and back while a micro-batch computes, about 300 ms: 20 GB/s of the link's "
+        "25 GB/s, enough"
     )
     enough, sentence = sufficiency(0, 7, 3_000_000_000, 0.3, 12.5e9)
     assert not enough

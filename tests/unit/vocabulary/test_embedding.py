@@ -48,6 +48,9 @@ def test_a_tied_shard_adds_what_both_layers_give_it(algorithm: int) -> None:
     (torch.nn.functional.cross_entropy(x @ weight.t(), given.labels, reduction="none") * given.go).sum().backward()
     mine = in_shards(given._replace(x=given.weight[tokens]), 4, algorithm)
     each = Rows(VOCABULARY, 1, 4).each
-    shards = [mine.weight[first : first + each] + rows_gradient(mine.x, tokens, first, each) for first in range(0, VOCABULARY, each)]
+    shards = [
+        mine.weight[first : first + each] + rows_gradient(mine.x, tokens, first, each)
+        for first in range(0, VOCABULARY, each)
+    ]
     assert weight.grad is not None
     assert distance(torch.cat(shards), weight.grad) < 2e-15

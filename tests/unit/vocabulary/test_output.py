@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from bpipe.vocabulary import output
-from bpipe.vocabulary.output import SoftmaxTotals, early_part, late_part, logits_gradient, losses, statistics, summed, totals
+from bpipe.vocabulary.output import (
+    SoftmaxTotals,
+    early_part,
+    late_part,
+    logits_gradient,
+    losses,
+    statistics,
+    summed,
+    totals,
+)
 from bpipe.vocabulary.rows import Rows
 
 TOKENS, HIDDEN, VOCABULARY = 48, 32, 640
@@ -58,7 +67,10 @@ def in_shards(given: Layer, num_shards: int, algorithm: int) -> Result:
     go = given.go.to(own[0].dtype)
     early = [early_part(*each, go) for each in zip(logits, weights, own, strict=True)] if algorithm == 2 else []
     found = totals(torch.stack(own))
-    gradients = [logits_gradient(y, given.labels, of.start, found, go, overwrite=True) for y, of in zip(logits, rows, strict=True)]
+    gradients = [
+        logits_gradient(y, given.labels, of.start, found, go, overwrite=True)
+        for y, of in zip(logits, rows, strict=True)
+    ]
     if algorithm == 2:
         parts = [
             late_part(part, weight, given.labels, of.start, mine, found, go)
@@ -98,7 +110,9 @@ def test_single_precision_loses_its_own_rounding_only(num_shards: int, algorithm
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("algorithm", [1, 2])
-def test_half_precision_is_reduced_in_32_bit_so_its_error_does_not_grow_with_the_shards(algorithm: int, dtype: torch.dtype) -> None:
+def test_half_precision_is_reduced_in_32_bit_so_its_error_does_not_grow_with_the_shards(
+    algorithm: int, dtype: torch.dtype
+) -> None:
     """`scale` is a loss scale, without which gradients of 1/32 of a token times a probability leave fp16's range."""
     given = layer(dtype, scale=1024.0 if dtype == torch.float16 else 1.0)
     right = whole(given)
@@ -145,7 +159,9 @@ def test_everybody_makes_the_same_bits_of_what_all_gathered() -> None:
     """And large logits overflow nowhere: the sum is relative to the maximum of all, not of the shard."""
     given = layer(torch.float32)
     logits = 40 * given.x @ given.weight.t()
-    own = torch.stack([statistics(logits[:, first : first + 80], given.labels, first) for first in range(0, VOCABULARY, 80)])
+    own = torch.stack(
+        [statistics(logits[:, first : first + 80], given.labels, first) for first in range(0, VOCABULARY, 80)]
+    )
     found = totals(own)
     assert torch.isfinite(losses(found, given.labels, VOCABULARY)).all()
     assert all(torch.equal(*pair) for pair in zip(found, totals(own.clone()), strict=True))
@@ -182,4 +198,6 @@ def test_rows_that_pad_the_vocabulary_take_part_as_in_one_layer() -> None:
 def test_totals_are_of_the_shards_together() -> None:
     own = torch.tensor([[[1.0], [2.0], [0.5]], [[3.0], [4.0], [0.0]]])
     found = totals(own)
-    assert found == SoftmaxTotals(torch.tensor([3.0]), torch.tensor([2.0]) * torch.tensor([-2.0]).exp() + 4, torch.tensor([0.5]))
+    assert found == SoftmaxTotals(
+        torch.tensor([3.0]), torch.tensor([2.0]) * torch.tensor([-2.0]).exp() + 4, torch.tensor([0.5])
+    )

@@ -1,8 +1,8 @@
 """Draw programs at random. In: a seed. Out: a `Program`, and its listing, which is Python and is what runs.
 
-A listing is complete: `from_listing` builds the same program of it again. Each statement has a line of its own, as a program's statements
-have, so that places tell operations apart. What is drawn is valid: all values are 4 x 4 matrices that stay small, and what is written in
-place is a copy of the statement's own that no backward needs.
+A listing is complete: `from_listing` builds the same program of it again. Each statement has a line of its own, as a
+program's statements have, so that places tell operations apart. What is drawn is valid: all values are 4 x 4 matrices
+that stay small, and what is written in place is a copy of the statement's own that no backward needs.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ def draw(seed: int) -> Drawing:
     lines = [*writer.block(writer.random.randint(6, 12), depth=0), *writer.ending()]
     optimizer, setup = writer.optimizer()
     features = sorted(writer.features)
-    head = _HEAD.format(seed=seed, features=", ".join(features), drawn=features, optimizer=optimizer, more_setup=_indented(setup, 2))
+    head = _HEAD.format(
+        seed=seed, features=", ".join(features), drawn=features, optimizer=optimizer, more_setup=_indented(setup, 2)
+    )
     return Drawing(seed, frozenset(features), head + _indented(lines, 2))
 
 
@@ -105,7 +107,8 @@ def _indented(lines: list[str], depth: int) -> str:
 
 @dataclass
 class _Writer:
-    """Draws statements. `values` are names of matrices that every path has by now; all but the first depend on a weight."""
+    """Draws statements. `values` are names of matrices that every path has by now; all but the first depend on a
+    weight."""
 
     random: random.Random
     features: set[str] = field(default_factory=set)
@@ -141,12 +144,15 @@ class _Writer:
         self.values, self.numbers = values, numbers
         return lines, made
 
-    # -- the end of a step -----------------------------------------------------------------------------------------------------------
+    # -- the end of a step
+    # -----------------------------------------------------------------------------------------------------------
 
     def ending(self) -> list[str]:
         # All of them, so that one that is wrong is seen in the loss.
         used = ", ".join(self.values[1:])
-        lines = [f"loss = torch.stack([{used}]).mean(0).tanh().square().mean() + self.weights[2].square().mean() * 0.01"]
+        lines = [
+            f"loss = torch.stack([{used}]).mean(0).tanh().square().mean() + self.weights[2].square().mean() * 0.01"
+        ]
         way = self.one_of("set to none", "kept", "accumulated")
         self.features.add(f"gradients {way}")
         if way == "accumulated":
@@ -183,7 +189,8 @@ class _Writer:
         return made, setup
 
 
-# -- rules: each writes the lines of one statement ---------------------------------------------------------------------------------------
+# -- rules: each writes the lines of one statement
+# ---------------------------------------------------------------------------------------
 
 Rule = Callable[[_Writer, int], list[str]]
 
@@ -197,19 +204,25 @@ def unary(w: _Writer, depth: int) -> list[str]:
 def binary(w: _Writer, depth: int) -> list[str]:
     name, one, other = w.new(), w.value(), w.value()
     w.values.append(name)
-    return [f"{name} = {w.one_of(f'{one} + {other}', f'{one} - {other}', f'({one} * {other}).tanh()', f'torch.maximum({one}, {other})')}"]
+    return [
+        f"{name} = {w.one_of(f'{one} + {other}', f'{one} - {other}', f'({one} * {other}).tanh()', f'torch.maximum({one}, {other})')}"
+    ]
 
 
 def matmul(w: _Writer, depth: int) -> list[str]:
     name, given, number = w.new(), w.value(), w.random.randrange(3)
     w.values.append(name)
-    return [f"{name} = ({w.one_of(f'{given} @ self.weights[{number}]', f'F.linear({given}, self.weights[{number}])')}).tanh()"]
+    return [
+        f"{name} = ({w.one_of(f'{given} @ self.weights[{number}]', f'F.linear({given}, self.weights[{number}])')}).tanh()"
+    ]
 
 
 def normalized(w: _Writer, depth: int) -> list[str]:
     name, given = w.new(), w.value()
     w.values.append(name)
-    return [f"{name} = {w.one_of(f'F.layer_norm({given}, (4,))', f'{given}.softmax(-1)', f'F.gelu({given})', f'{given} / 2')}"]
+    return [
+        f"{name} = {w.one_of(f'F.layer_norm({given}, (4,))', f'{given}.softmax(-1)', f'F.gelu({given})', f'{given} / 2')}"
+    ]
 
 
 def scalar(w: _Writer, depth: int) -> list[str]:
@@ -222,9 +235,18 @@ def view(w: _Writer, depth: int) -> list[str]:
     name, given = w.new(), w.value()
     w.values.append(name)
     ways = (
-        *(f"{given}.t()", f"{given}.reshape(2, 8).view(4, 4)", f"{given}[1:2].expand(4, 4)", f"{given}.unsqueeze(1).squeeze(1)"),
+        *(
+            f"{given}.t()",
+            f"{given}.reshape(2, 8).view(4, 4)",
+            f"{given}[1:2].expand(4, 4)",
+            f"{given}.unsqueeze(1).squeeze(1)",
+        ),
         *(f"torch.cat([{given}[2:], {given}[:2]])", f"{given}.flip(0)", f"{given}.transpose(0, 1).contiguous()"),
-        *(f"torch.stack({given}.unbind(1))", f"{given}.narrow(1, 1, 2).repeat(1, 2)", f"{given}.view(2, 2, 4).movedim(0, 1).reshape(4, 4)"),
+        *(
+            f"torch.stack({given}.unbind(1))",
+            f"{given}.narrow(1, 1, 2).repeat(1, 2)",
+            f"{given}.view(2, 2, 4).movedim(0, 1).reshape(4, 4)",
+        ),
     )
     return [f"{name} = {w.one_of(*ways).replace('.view(2, 2', '.reshape(2, 2')}"]
 
@@ -240,8 +262,17 @@ def in_place(w: _Writer, depth: int) -> list[str]:
     name, given, other = w.new(), w.value(), w.value()
     w.values.append(name)
     writes = (
-        *(f"{name}.mul_({w.one_of(*w.numbers)})", f"{name}.add_({other}, alpha=0.5)", f"{name}[1:3] = {other}[:2]", f"{name}[0].zero_()"),
-        *(f"{name}.view(-1)[3:9].mul_(2)", f"{name}.t()[1].add_(1)", f"{name}.masked_fill_(torch.eye(4, dtype=torch.bool), 0.5)"),
+        *(
+            f"{name}.mul_({w.one_of(*w.numbers)})",
+            f"{name}.add_({other}, alpha=0.5)",
+            f"{name}[1:3] = {other}[:2]",
+            f"{name}[0].zero_()",
+        ),
+        *(
+            f"{name}.view(-1)[3:9].mul_(2)",
+            f"{name}.t()[1].add_(1)",
+            f"{name}.masked_fill_(torch.eye(4, dtype=torch.bool), 0.5)",
+        ),
         *(f"{name}.diagonal().copy_({other}[0])", f"{name}[:, i % 4] -= 0.5"),
     )
     return [
@@ -255,7 +286,11 @@ def drawn(w: _Writer, depth: int) -> list[str]:
     name, given = w.new(), w.value()
     w.values.append(name)
     ways = (
-        *(f"F.dropout({given}, 0.3)", f"{given} + torch.randn(4, 4) * 0.1", f"{given} * torch.bernoulli(torch.full((4, 4), 0.8))"),
+        *(
+            f"F.dropout({given}, 0.3)",
+            f"{given} + torch.randn(4, 4) * 0.1",
+            f"{given} * torch.bernoulli(torch.full((4, 4), 0.8))",
+        ),
         *(f"{given}[torch.randperm(4)]", f"{given} + torch.rand_like({given}) * {w.one_of(*w.numbers)}"),
     )
     return [f"{name} = {w.one_of(*ways)}"]
@@ -279,7 +314,11 @@ def item(w: _Writer, depth: int) -> list[str]:
     name, given = f"c{w.count}", w.value()
     w.count += 1
     w.numbers.append(name)
-    way = w.one_of(f"{given}.mean().tanh().item()", f"float({given}.detach().max().sigmoid())", f"{given}.detach().sin().tolist()[0][1]")
+    way = w.one_of(
+        f"{given}.mean().tanh().item()",
+        f"float({given}.detach().max().sigmoid())",
+        f"{given}.detach().sin().tolist()[0][1]",
+    )
     return [f"{name} = {way}", f"self.note({name!r}, {name})"]
 
 
@@ -294,7 +333,11 @@ def fed(w: _Writer, depth: int) -> list[str]:
     """An array that lends its memory is overwritten behind the operation that reads it."""
     name, given = w.new(), w.value()
     w.values.append(name)
-    return ["self.buffer[:] = self.array(i + 100, 4, 4)", f"{name} = {given} + torch.from_numpy(self.buffer)", "self.buffer[:] = -1"]
+    return [
+        "self.buffer[:] = self.array(i + 100, 4, 4)",
+        f"{name} = {given} + torch.from_numpy(self.buffer)",
+        "self.buffer[:] = -1",
+    ]
 
 
 def numbers(w: _Writer, depth: int) -> list[str]:
@@ -305,7 +348,9 @@ def numbers(w: _Writer, depth: int) -> list[str]:
 
 def branch(w: _Writer, depth: int) -> list[str]:
     name, given = w.new(), w.value()
-    condition = w.one_of("i % 2", "i % 3 == 1", "self.python.random() < 0.5", f"{w.value()}.mean() > 0", f"{w.one_of(*w.numbers)} > 0.3")
+    condition = w.one_of(
+        "i % 2", "i % 3 == 1", "self.python.random() < 0.5", f"{w.value()}.mean() > 0", f"{w.one_of(*w.numbers)} > 0.3"
+    )
     inner, made = w.inner(depth, w.random.randint(1, 3))
     lines = [f"{name} = {given}", f"if {condition}:", *(f"    {line}" for line in inner), f"    {name} = {made} + 0.1"]
     if w.random.random() < 0.5:
@@ -381,14 +426,20 @@ def function(w: _Writer, depth: int) -> list[str]:
 def hook(w: _Writer, depth: int) -> list[str]:
     name, given = w.new(), w.random.choice([each for each in w.values if each != "x0"])
     w.values.append(name)
-    return [f"{name} = {given} * 1.5", f"_ = {name}.register_hook(lambda gradient: gradient * 0.5) if {name}.requires_grad else None"]
+    return [
+        f"{name} = {given} * 1.5",
+        f"_ = {name}.register_hook(lambda gradient: gradient * 0.5) if {name}.requires_grad else None",
+    ]
 
 
 def recomputed(w: _Writer, depth: int) -> list[str]:
     name, given = w.new(), w.value()
     w.values.append(name)
     way = w.one_of("True", "False")
-    return [f"{name} = torch.utils.checkpoint.checkpoint(lambda x: F.dropout(x.tanh(), 0.2).sin(), {given}, use_reentrant={way})"]
+    return [
+        f"{name} = torch.utils.checkpoint.checkpoint(lambda x: F.dropout(x.tanh(), 0.2).sin(), {given}, "
+        f"use_reentrant={way})"
+    ]
 
 
 def double_backward(w: _Writer, depth: int) -> list[str]:
@@ -408,11 +459,45 @@ def complex_value(w: _Writer, depth: int) -> list[str]:
 def autocast(w: _Writer, depth: int) -> list[str]:
     name, given = w.new(), w.value()
     w.values.append(name)
-    return ["with torch.autocast('cpu', torch.bfloat16):", f"    {name} = {given} @ self.weights[1]", f"{name} = {name}.float().tanh()"]
+    return [
+        "with torch.autocast('cpu', torch.bfloat16):",
+        f"    {name} = {given} @ self.weights[1]",
+        f"{name} = {name}.float().tanh()",
+    ]
 
 
 RULES: tuple[Rule, ...] = (
-    *(unary, binary, matmul, normalized, scalar, view, view_of_size, in_place, drawn, drawn_by_own, reseeded, item, array, fed, numbers),
-    *(branch, loop, identity, carried, kept, averaged, masked, function, hook, recomputed, double_backward, complex_value, autocast),
+    *(
+        unary,
+        binary,
+        matmul,
+        normalized,
+        scalar,
+        view,
+        view_of_size,
+        in_place,
+        drawn,
+        drawn_by_own,
+        reseeded,
+        item,
+        array,
+        fed,
+        numbers,
+    ),
+    *(
+        branch,
+        loop,
+        identity,
+        carried,
+        kept,
+        averaged,
+        masked,
+        function,
+        hook,
+        recomputed,
+        double_backward,
+        complex_value,
+        autocast,
+    ),
 )
 _NESTING = (branch, loop)

@@ -1,7 +1,10 @@
-"""Judge whether a runner computes what plain execution does, to the last bit. In: a program's build, a runner. Out: the first difference.
+"""Judge whether a runner computes what plain execution does, to the last bit.
 
-A runner is given a function that runs one step, and runs it in its way. Everything that a step leaves behind is compared: losses, weights,
-gradients, optimizer's state, the states of random numbers, and what Python did besides torch.
+In: a program's build, a runner. Out: the first difference.
+
+A runner is given a function that runs one step, and runs it in its way. Everything that a step leaves behind is
+compared: losses, weights, gradients, optimizer's state, the states of random numbers, and what Python did besides
+torch.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ class Difference:
 
 @dataclass
 class History:
-    """What was seen after each step that was looked at; a step's loss is kept as it was returned and read at the end."""
+    """What was seen after each step that was looked at; a step's loss is kept as it was returned and read at the
+    end."""
 
     program: Program
     losses: list[torch.Tensor] = field(default_factory=list)
@@ -50,8 +54,11 @@ def plain(step: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 
 def compare(build: Build, steps: int, runner: Runner, *, seed: int = 0, each_step: bool = False) -> Difference | None:
-    """None where nothing differs. With `each_step` the runner's state is looked at after every step, else after the last one only, so that
-    the runner may go on with a step while Python is at the next."""
+    """None where nothing differs.
+
+    With `each_step` the runner's state is looked at after every step, else after the last one only, so that the runner
+    may go on with a step while Python is at the next.
+    """
     with random_states_kept():
         expected = run(build, steps, plain, seed=seed, each_step=True)
         found = run(build, steps, runner, seed=seed, each_step=each_step)

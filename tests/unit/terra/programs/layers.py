@@ -34,7 +34,9 @@ class Block(nn.Module):
         super().__init__()
         self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = attention(width, dropout)
-        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width), nn.Dropout(dropout))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width), nn.Dropout(dropout)
+        )
 
     def forward(self, given: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         hidden = given + self.attention(self.first(given), mask)

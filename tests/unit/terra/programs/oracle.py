@@ -1,9 +1,12 @@
-"""Say what a correct co-executor must do with each step of a program. In: each step's path, as tokens. Out: a phase for each step.
+"""Say what a correct co-executor must do with each step of a program.
 
-A token is whatever tells two operations apart. The first steps warm up. Then steps are traced until one brings nothing new: no token right
-after another that did not come so before, a step's beginning and its end being tokens too. From then on steps are co-executed; one that
-brings something new falls back in mid-step, is kept as well, and the next ones are traced again. A set of pairs, and no graph. Counted as
-in Kim et al., Terra, NeurIPS 2021, where a fixed program is traced twice: once to know it, once to see that nothing is new.
+In: each step's path, as tokens. Out: a phase for each step.
+
+A token is whatever tells two operations apart. The first steps warm up. Then steps are traced until one brings nothing
+new: no token right after another that did not come so before, a step's beginning and its end being tokens too. From
+then on steps are co-executed; one that brings something new falls back in mid-step, is kept as well, and the next ones
+are traced again. A set of pairs, and no graph. Counted as in Kim et al., Terra, NeurIPS 2021, where a fixed program is
+traced twice: once to know it, once to see that nothing is new.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""Write down the path of each step of a program: which operations came, from where. In: a program. Out: tokens, for the oracle.
+"""Write down the path of each step of a program: which operations came, from where.
 
-A token has the operation, its settings, and the whole stack of calls that issued it, from the step on;
-in a backward autograd's node too, and the token of the operation whose gradient it computes. Slow, and nothing is shared with `terra`.
+In: a program. Out: tokens, for the oracle.
+
+A token has the operation, its settings, and the whole stack of calls that issued it, from the step on; in a backward
+autograd's node too, and the token of the operation whose gradient it computes. Slow, and nothing is shared with
+`terra`.
 """
 
 from __future__ import annotations
@@ -46,7 +49,9 @@ class _Tokens(TorchDispatchMode):
         self._by_number: dict[int, Hashable] = {}
         self._last: Hashable = None
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func.namespace not in _BESIDE and not str(func).startswith(_LIFT):
             self.tokens.append(self._token(func, args, kwargs))

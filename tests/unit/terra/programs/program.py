@@ -1,4 +1,6 @@
-"""What a program is that co-execution and the audit are judged by. In: a seed. Out: steps that train, and all that they leave behind.
+"""What a program is that co-execution and the audit are judged by.
+
+In: a seed. Out: steps that train, and all that they leave behind.
 
 Plain torch on a CPU, a few milliseconds a step. A program knows nothing of whoever runs or looks on.
 """
@@ -58,8 +60,9 @@ class Counts(NamedTuple):
 class Program:
     """`step(i)` trains step i, counted from 0, and returns its loss; steps are to be called in order, each once.
 
-    A subclass fills `modules`, `optimizers`, `tensors` and `generators` with what its steps change. `log` has what its steps did besides
-    torch, in order. `expected`: the counts that are the same for every seed, as the dissertation gives them; None where they are not.
+    A subclass fills `modules`, `optimizers`, `tensors` and `generators` with what its steps change. `log` has what its
+    steps did besides torch, in order. `expected`: the counts that are the same for every seed, as the dissertation
+    gives them; None where they are not.
     """
 
     name: ClassVar[str]

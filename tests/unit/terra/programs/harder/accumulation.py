@@ -1,4 +1,5 @@
-"""Gradients of a changing number of micro-batches, clipped where they are large, a step left out, a rate that follows the loss."""
+"""Gradients of a changing number of micro-batches, clipped where they are large, a step left out, a rate that
+follows the loss."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ class Accumulation(Program):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.net = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2))
-        self.first, self.last = (torch.optim.SGD(self.net[place].parameters(), lr=0.1, momentum=0.5) for place in (0, 2))
+        self.first, self.last = (
+            torch.optim.SGD(self.net[place].parameters(), lr=0.1, momentum=0.5) for place in (0, 2)
+        )
         self.cycle = OneCycleLR(self.first, max_lr=0.2, total_steps=200)
         self.plateau = ReduceLROnPlateau(self.last, factor=0.5, patience=0)
         self.modules, self.optimizers = {"net": self.net}, {"first": self.first, "last": self.last}

@@ -1,4 +1,5 @@
-"""Sections in bfloat16, one of them nested, weights cast once a section; losses scaled, and a step left out where a gradient overflows."""
+"""Sections in bfloat16, one of them nested, weights cast once a section; losses scaled, and a step left out where a
+gradient overflows."""
 
 from __future__ import annotations
 

@@ -30,7 +30,12 @@ class ComplexNumbers(Program):
             torch.view_as_real(self.kept)[..., 1] = made.angle()
             self.kept.conj().mul_(0.9j)
             self.kept[0] = turned[0]
-        loss = back.square().mean() + product.abs().mean() * 0.01 + (lazy * made.real).mean() + torch.view_as_real(made * 1).amax()
+        loss = (
+            back.square().mean()
+            + product.abs().mean() * 0.01
+            + (lazy * made.real).mean()
+            + torch.view_as_real(made * 1).amax()
+        )
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()

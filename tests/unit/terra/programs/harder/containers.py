@@ -1,4 +1,5 @@
-"""Tensors in lists, deques, dictionaries and objects, carried from step to step, some with their graph, some let go in mid-step."""
+"""Tensors in lists, deques, dictionaries and objects, carried from step to step, some with their graph, some let go
+in mid-step."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ class Memory:
 
 class Containers(Program):
     name = "containers"
-    features = frozenset({Feature.CARRIED, Feature.BATCH, Feature.BRANCH, Feature.LOOP, Feature.MUTATION, Feature.READ, Feature.NUMBER})
+    features = frozenset(
+        {Feature.CARRIED, Feature.BATCH, Feature.BRANCH, Feature.LOOP, Feature.MUTATION, Feature.READ, Feature.NUMBER}
+    )
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -33,7 +36,10 @@ class Containers(Program):
         self.optimizers = {"adam": self.optimizer}
 
     def state(self) -> dict[str, torch.Tensor]:
-        carried = {"hidden": self.memory.hidden, **{f"replayed{number}": each for number, each in enumerate(self.replayed)}}
+        carried = {
+            "hidden": self.memory.hidden,
+            **{f"replayed{number}": each for number, each in enumerate(self.replayed)},
+        }
         if self.memory.best is not None:
             carried["best"] = self.memory.best
         return {**super().state(), **{name: each.detach().clone() for name, each in carried.items()}}

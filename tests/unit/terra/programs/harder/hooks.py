@@ -1,4 +1,5 @@
-"""Hooks on tensors, parameters, modules and autograd's nodes, some taken away in mid-step; the order of what they say is the log's."""
+"""Hooks on tensors, parameters, modules and autograd's nodes, some taken away in mid-step; the order of what they
+say is the log's."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from tests.unit.terra.programs.program import Feature, Program
 
 class Hooks(Program):
     name = "hooks"
-    features = frozenset({Feature.HOOK, Feature.BRANCH, Feature.BATCH, Feature.NUMBER, Feature.READ, Feature.MUTATION, Feature.IN_PLACE})
+    features = frozenset(
+        {Feature.HOOK, Feature.BRANCH, Feature.BATCH, Feature.NUMBER, Feature.READ, Feature.MUTATION, Feature.IN_PLACE}
+    )
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -36,7 +39,9 @@ class Hooks(Program):
             parameter.sub_(parameter.grad, alpha=0.1)
         parameter.grad = None
 
-    def passed(self, module: nn.Module, given: tuple[torch.Tensor, ...], made: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+    def passed(
+        self, module: nn.Module, given: tuple[torch.Tensor, ...], made: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...] | None:
         self.note("passed", len(given))
         return (given[0].clamp(-0.05, 0.05),) if self.now % 3 else None
 
@@ -45,7 +50,10 @@ class Hooks(Program):
         self.optimizer.zero_grad()
         hidden = torch.from_numpy(self.array(i, 4, 5))
         inner = self.net[0](hidden)
-        handles = [inner.register_hook(lambda gradient: self.note("inner")), inner.register_hook(lambda gradient: gradient * 2)]
+        handles = [
+            inner.register_hook(lambda gradient: self.note("inner")),
+            inner.register_hook(lambda gradient: gradient * 2),
+        ]
         if i % 2:
             handles.pop().remove()
         made = self.net(hidden)

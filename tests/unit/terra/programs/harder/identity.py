@@ -1,4 +1,5 @@
-"""The same line takes another value each time: nothing but which tensor it is tells one step's operation from the other's."""
+"""The same line takes another value each time: nothing but which tensor it is tells one step's operation from the
+other's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The data say how large results are: masks as indices, what is not zero, what is unique; Python reads in mid-step in every way it can."""
+"""The data say how large results are: masks as indices, what is not zero, what is unique; Python reads in mid-step
+in every way it can."""
 
 from __future__ import annotations
 
@@ -12,7 +13,17 @@ from tests.unit.terra.programs.program import Feature, Program
 
 class Masks(Program):
     name = "masks"
-    features = frozenset({Feature.DATA_SIZE, Feature.READ, Feature.BATCH, Feature.NUMBER, Feature.IN_PLACE, Feature.BRANCH, Feature.SHAPE})
+    features = frozenset(
+        {
+            Feature.DATA_SIZE,
+            Feature.READ,
+            Feature.BATCH,
+            Feature.NUMBER,
+            Feature.IN_PLACE,
+            Feature.BRANCH,
+            Feature.SHAPE,
+        }
+    )
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -31,7 +42,9 @@ class Masks(Program):
         hidden[hidden < -1] = -1
         hidden = hidden.index_put((places[:, 0], places[:, 1]), torch.tensor(0.5), accumulate=True)
         self.note("sizes", len(positive), places.tolist(), kinds.numpy().tolist())
-        self.note("said", repr(hidden[0].detach()), f"{hidden[0, 0]:.5f}", int(self.counts[0]), bool((hidden > 2).any()))
+        self.note(
+            "said", repr(hidden[0].detach()), f"{hidden[0, 0]:.5f}", int(self.counts[0]), bool((hidden > 2).any())
+        )
         kept = pickle.loads(pickle.dumps(hidden.detach()[0])), copy.deepcopy(places)
         repeated = torch.repeat_interleave(hidden[0, :4], self.counts.clamp(max=3))
         loss = positive.square().sum() * 0.1 + hidden.square().mean() + repeated.sum() * 0.01 + kept[0].sum() * 0

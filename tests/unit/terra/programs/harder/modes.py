@@ -1,4 +1,5 @@
-"""Sections without autograd and in inference mode, parameters that freeze and thaw, and a penalty on gradients that trains too."""
+"""Sections without autograd and in inference mode, parameters that freeze and thaw, and a penalty on gradients that
+trains too."""
 
 from __future__ import annotations
 
@@ -11,7 +12,15 @@ from tests.unit.terra.programs.program import Feature, Program
 class Modes(Program):
     name = "modes"
     features = frozenset(
-        {Feature.MODES, Feature.DOUBLE_BACKWARD, Feature.BATCH, Feature.BRANCH, Feature.READ, Feature.NUMBER, Feature.RANDOM}
+        {
+            Feature.MODES,
+            Feature.DOUBLE_BACKWARD,
+            Feature.BATCH,
+            Feature.BRANCH,
+            Feature.READ,
+            Feature.NUMBER,
+            Feature.RANDOM,
+        }
     )
 
     def __init__(self, seed: int) -> None:
@@ -19,7 +28,11 @@ class Modes(Program):
         self.net = nn.Sequential(nn.Linear(5, 6), nn.Softplus(), nn.Dropout(0.2), nn.Linear(6, 1))
         self.target = torch.zeros(3, 1)
         self.optimizer = torch.optim.Adam(self.net.parameters(), lr=0.01)
-        self.modules, self.optimizers, self.tensors = {"net": self.net}, {"adam": self.optimizer}, {"target": self.target}
+        self.modules, self.optimizers, self.tensors = (
+            {"net": self.net},
+            {"adam": self.optimizer},
+            {"target": self.target},
+        )
 
     @torch.no_grad()
     def update(self, made: torch.Tensor) -> None:

@@ -1,4 +1,5 @@
-"""Arrays and tensors that share memory: what is fed is overwritten while the step goes on, and what was computed is written by Python."""
+"""Arrays and tensors that share memory: what is fed is overwritten while the step goes on, and what was computed is
+written by Python."""
 
 from __future__ import annotations
 

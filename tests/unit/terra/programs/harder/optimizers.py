@@ -1,4 +1,5 @@
-"""Optimizers side by side: momentum, Adam one by one and all at once, and others; groups of their own rates; gradients kept or let go."""
+"""Optimizers side by side: momentum, Adam one by one and all at once, and others; groups of their own rates;
+gradients kept or let go."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ class Optimizers(Program):
         optim, groups = torch.optim, [[*layer.parameters()] for layer in self.net]
         self.optimizers = {
             "momentum": optim.SGD(groups[0], lr=0.05, momentum=0.9, dampening=0.1, weight_decay=0.01),
-            "nesterov": optim.SGD([{"params": groups[1][:1], "lr": 0.1}, {"params": groups[1][1:]}], lr=0.02, momentum=0.8, nesterov=True),
+            "nesterov": optim.SGD(
+                [{"params": groups[1][:1], "lr": 0.1}, {"params": groups[1][1:]}], lr=0.02, momentum=0.8, nesterov=True
+            ),
             "adam": optim.Adam(groups[2], lr=0.01, foreach=False),
             "adam at once": optim.Adam(groups[3], lr=0.01, foreach=True, amsgrad=True),
             "adamw fused": optim.AdamW(groups[4], lr=0.01, fused=True),

@@ -1,4 +1,5 @@
-"""Random numbers of every kind: dropout, draws, a generator of its own, states saved, set again and seeded anew in mid-step."""
+"""Random numbers of every kind: dropout, draws, a generator of its own, states saved, set again and seeded anew in
+mid-step."""
 
 from __future__ import annotations
 
@@ -13,7 +14,17 @@ from tests.unit.terra.programs.program import Feature, Program
 
 class Randoms(Program):
     name = "randoms"
-    features = frozenset({Feature.RANDOM, Feature.GENERATOR, Feature.RESEED, Feature.BATCH, Feature.NUMBER, Feature.READ, Feature.IN_PLACE})
+    features = frozenset(
+        {
+            Feature.RANDOM,
+            Feature.GENERATOR,
+            Feature.RESEED,
+            Feature.BATCH,
+            Feature.NUMBER,
+            Feature.READ,
+            Feature.IN_PLACE,
+        }
+    )
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)

@@ -11,7 +11,9 @@ from tests.unit.terra.programs.program import Feature, Program
 
 class Recompute(Program):
     name = "recompute"
-    features = frozenset({Feature.RECOMPUTE, Feature.RANDOM, Feature.RESEED, Feature.BATCH, Feature.NUMBER, Feature.MUTATION})
+    features = frozenset(
+        {Feature.RECOMPUTE, Feature.RANDOM, Feature.RESEED, Feature.BATCH, Feature.NUMBER, Feature.MUTATION}
+    )
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)

@@ -44,7 +44,12 @@ class Views(Program):
             self.table.transpose_(0, 1).transpose_(0, 1)
             flat = self.weight.data.ravel()
             flat.clamp_(-2, 2)
-        self.note("shared", self.rows[0].data_ptr() == self.table[1].data_ptr(), self.rows[1]._base is None, folded.is_contiguous())
+        self.note(
+            "shared",
+            self.rows[0].data_ptr() == self.table[1].data_ptr(),
+            self.rows[1]._base is None,
+            folded.is_contiguous(),
+        )
         return loss.detach()
 
 

@@ -1,4 +1,5 @@
-"""BERT-Q&A: an encoder that points at an answer's first and last token; padding, dropout, clipping, a rate that falls."""
+"""BERT-Q&A: an encoder that points at an answer's first and last token; padding, dropout, clipping, a rate that
+falls."""
 
 from __future__ import annotations
 
@@ -15,7 +16,11 @@ VOCABULARY, LENGTH, WIDTH = 20, 6, 8
 class Reader(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.places, self.parts = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH), nn.Embedding(2, WIDTH)
+        self.tokens, self.places, self.parts = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.Embedding(LENGTH, WIDTH),
+            nn.Embedding(2, WIDTH),
+        )
         self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
         self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(2))
         self.ends = nn.Linear(WIDTH, 2)
@@ -31,7 +36,9 @@ class Reader(nn.Module):
 
 class BertQA(Program):
     name = "BERT-Q&A"
-    features = frozenset({Feature.BATCH, Feature.NUMBER, Feature.SCHEDULE, Feature.RANDOM, Feature.CLIPPING, Feature.VIEW})
+    features = frozenset(
+        {Feature.BATCH, Feature.NUMBER, Feature.SCHEDULE, Feature.RANDOM, Feature.CLIPPING, Feature.VIEW}
+    )
     expected = Counts(2, 0)
 
     def __init__(self, seed: int) -> None:
@@ -39,7 +46,9 @@ class BertQA(Program):
         self.reader = Reader()
         plain = [each for name, each in self.reader.named_parameters() if name.endswith("bias")]
         decayed = [each for name, each in self.reader.named_parameters() if not name.endswith("bias")]
-        self.optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.01}, {"params": plain, "weight_decay": 0.0}], lr=1e-2)
+        self.optimizer = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": 0.01}, {"params": plain, "weight_decay": 0.0}], lr=1e-2
+        )
         self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.1, total_iters=50)
         self.modules, self.optimizers = {"reader": self.reader}, {"adamw": self.optimizer}
 

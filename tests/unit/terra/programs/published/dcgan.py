@@ -15,7 +15,9 @@ def against(made: torch.Tensor, label: float) -> torch.Tensor:
 
 class DCGAN(Program):
     name = "DCGAN"
-    features = frozenset({Feature.BATCH, Feature.NUMBER, Feature.RANDOM, Feature.TWO_NETWORKS, Feature.READ, Feature.IN_PLACE})
+    features = frozenset(
+        {Feature.BATCH, Feature.NUMBER, Feature.RANDOM, Feature.TWO_NETWORKS, Feature.READ, Feature.IN_PLACE}
+    )
     expected = Counts(2, 0)
 
     def __init__(self, seed: int) -> None:
@@ -26,7 +28,12 @@ class DCGAN(Program):
         )
         self.judge = nn.Sequential(
             *(nn.Conv2d(1, 4, 4, 2, 1, bias=False), nn.LeakyReLU(0.2, inplace=True), nn.Dropout(0.3)),
-            *(nn.Conv2d(4, 6, 3, 1, 1, bias=False), nn.BatchNorm2d(6), nn.LeakyReLU(0.2), nn.Conv2d(6, 1, 4, bias=False)),
+            *(
+                nn.Conv2d(4, 6, 3, 1, 1, bias=False),
+                nn.BatchNorm2d(6),
+                nn.LeakyReLU(0.2),
+                nn.Conv2d(6, 1, 4, bias=False),
+            ),
         )
         for parameter in (*self.generator.parameters(), *self.judge.parameters()):
             if parameter.dim() > 1:

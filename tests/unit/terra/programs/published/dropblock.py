@@ -40,7 +40,14 @@ class DropBlockNet(Program):
         self.drop = DropBlock()
         self.net = nn.Sequential(
             *(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), self.drop),
-            *(nn.Conv2d(6, 6, 3, padding=1), nn.ReLU(), self.drop, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4)),
+            *(
+                nn.Conv2d(6, 6, 3, padding=1),
+                nn.ReLU(),
+                self.drop,
+                nn.AdaptiveAvgPool2d(1),
+                nn.Flatten(),
+                nn.Linear(6, 4),
+            ),
         )
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9, nesterov=True)
         self.modules, self.optimizers = {"net": self.net}, {"sgd": self.optimizer}

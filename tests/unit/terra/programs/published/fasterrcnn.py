@@ -1,4 +1,5 @@
-"""FasterRCNN: a library of arrays suppresses overlapping proposals, so that the data say how many regions the second stage has."""
+"""FasterRCNN: a library of arrays suppresses overlapping proposals, so that the data say how many regions the second
+stage has."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ class Net(nn.Module):
 
 class FasterRCNN(Program):
     name = "FasterRCNN"
-    features = frozenset({Feature.BATCH, Feature.NUMBER, Feature.READ, Feature.LIBRARY, Feature.SHAPE, Feature.MUTATION})
+    features = frozenset(
+        {Feature.BATCH, Feature.NUMBER, Feature.READ, Feature.LIBRARY, Feature.SHAPE, Feature.MUTATION}
+    )
     expected = Counts(2, 0)
 
     def __init__(self, seed: int) -> None:
@@ -60,7 +63,9 @@ class FasterRCNN(Program):
         hidden = self.net.body(torch.from_numpy(self.array(i, 1, 3, 16, 16)))
         made = self.net.proposals(hidden).flatten(2)[0].t()
         there = torch.from_numpy((self.array(i + 1000, SIDE * SIDE) > 0.5).astype(np.float32))
-        first = F.binary_cross_entropy_with_logits(made[:, 0], there) + F.smooth_l1_loss(made[:, 1:], torch.zeros_like(made[:, 1:]))
+        first = F.binary_cross_entropy_with_logits(made[:, 0], there) + F.smooth_l1_loss(
+            made[:, 1:], torch.zeros_like(made[:, 1:])
+        )
         regions = self.regions(made)
         size, middle = regions[:, 2:] - regions[:, :2], regions[:, 2:] + regions[:, :2] - 1
         ways = torch.diag_embed(size)

@@ -1,4 +1,5 @@
-"""GPT2: a causal model whose output layer is its embedding, two micro-batches a step, decay for matrices only, a rate on a cosine."""
+"""GPT2: a causal model whose output layer is its embedding, two micro-batches a step, decay for matrices only, a
+rate on a cosine."""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ class Decoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.drop, self.blocks, self.norm = nn.Dropout(0.1), nn.ModuleList(Block(WIDTH) for _ in range(2)), nn.LayerNorm(WIDTH)
+        self.drop, self.blocks, self.norm = (
+            nn.Dropout(0.1),
+            nn.ModuleList(Block(WIDTH) for _ in range(2)),
+            nn.LayerNorm(WIDTH),
+        )
         self.register_buffer("later", torch.full((LENGTH, LENGTH), float("-inf")).triu(1))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -47,7 +52,10 @@ class GPT2(Program):
         super().__init__(seed)
         self.net = Decoder()
         groups = [
-            {"params": [each for each in self.net.parameters() if (each.dim() > 1) is matrices], "weight_decay": 0.1 * matrices}
+            {
+                "params": [each for each in self.net.parameters() if (each.dim() > 1) is matrices],
+                "weight_decay": 0.1 * matrices,
+            }
             for matrices in (True, False)
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))

@@ -1,4 +1,5 @@
-"""MusicTransformer: attention by distance, in pieces of changing length; layers keep what they saw as their own attributes."""
+"""MusicTransformer: attention by distance, in pieces of changing length; layers keep what they saw as their own
+attributes."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ NOTES, LONGEST, WIDTH = 16, 12, 8
 
 
 class Relative(Attention):
-    """Scores depend on how far a note lies back; the distances' table is shifted into place by reading it in other rows."""
+    """Scores depend on how far a note lies back; the distances' table is shifted into place by reading it in other
+    rows."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__(width, dropout)
@@ -32,7 +34,9 @@ class Relative(Attention):
 
 class MusicTransformer(Program):
     name = "MusicTransformer"
-    features = frozenset({Feature.BATCH, Feature.NUMBER, Feature.RANDOM, Feature.SHAPE, Feature.MUTATION, Feature.VIEW, Feature.READ})
+    features = frozenset(
+        {Feature.BATCH, Feature.NUMBER, Feature.RANDOM, Feature.SHAPE, Feature.MUTATION, Feature.VIEW, Feature.READ}
+    )
     expected = Counts(2, 0)
 
     def __init__(self, seed: int) -> None:

@@ -18,7 +18,9 @@ class Shrinking(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Conv2d(given, 5, 3, padding=1), nn.BatchNorm2d(5), nn.ReLU()) for given in (3, 5, 5))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(given, 5, 3, padding=1), nn.BatchNorm2d(5), nn.ReLU()) for given in (3, 5, 5)
+        )
         self.out, self.point, self.ratio = nn.Linear(5, 4), -1, 1.0
 
     def draw(self) -> None:
@@ -36,7 +38,9 @@ class Shrinking(nn.Module):
 
 class SDPoint(Program):
     name = "SDPoint"
-    features = frozenset({Feature.BATCH, Feature.NUMBER, Feature.BRANCH, Feature.SHAPE, Feature.MUTATION, Feature.SCHEDULE})
+    features = frozenset(
+        {Feature.BATCH, Feature.NUMBER, Feature.BRANCH, Feature.SHAPE, Feature.MUTATION, Feature.SCHEDULE}
+    )
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)

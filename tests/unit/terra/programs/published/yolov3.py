@@ -1,4 +1,5 @@
-"""YOLOv3: two scales, the coarse one enlarged and joined to the fine one; a library finds each box its anchor before the step computes."""
+"""YOLOv3: two scales, the coarse one enlarged and joined to the fine one; a library finds each box its anchor before
+the step computes."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ class YoloV3(Program):
     def targets(self, i: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Of each scale: which cells have a box, and what it is."""
         drawn = np.random.default_rng((self.seed, i, 2))
-        made = [(np.zeros((2, 2, side, side, 1), np.float32), np.zeros((2, 2, side, side, 5), np.float32)) for side in SIDES]
+        made = [
+            (np.zeros((2, 2, side, side, 1), np.float32), np.zeros((2, 2, side, side, 5), np.float32)) for side in SIDES
+        ]
         for image in range(2):
             x, y, width, height = drawn.uniform(0.05, 0.9, 4).astype(np.float32)
             shared = np.minimum(ANCHORS, [width, height]).prod(-1)
@@ -64,7 +67,9 @@ class YoloV3(Program):
     def step(self, i: int) -> torch.Tensor:
         self.optimizer.zero_grad(set_to_none=False)
         losses = []
-        for made, (there, box) in zip(self.net(torch.from_numpy(self.array(i, 2, 3, 16, 16))), self.targets(i), strict=True):
+        for made, (there, box) in zip(
+            self.net(torch.from_numpy(self.array(i, 2, 3, 16, 16))), self.targets(i), strict=True
+        ):
             losses.append(F.binary_cross_entropy_with_logits(made[..., 4:5], there))
             losses.append((there * (torch.sigmoid(made[..., :2]) - box[..., :2]) ** 2).sum())
             losses.append((there * (made[..., 2:4] - box[..., 2:4]) ** 2).sum())

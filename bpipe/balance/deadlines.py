@@ -1,0 +1,272 @@
+"""Let transfers end in time.
+
+In: a Schedule balanced within rooms, those rooms, and what computations and transfers take. Out: a Schedule.
+
+A transfer's window is the time from where it is issued to where the rank needs it to be over: an eviction's to the next
+computation, which takes its memory, a load's to the backward of its micro-batch. What does not end within it is issued
+earlier, where there is room for that: an eviction beside an earlier computation that lasts long enough, a load as much
+earlier as the transfers behind it on its way leave time for. What leaves and comes back is what it was, and every rank
+keeps its room. Another micro-batch in the place of one that cannot end in time would not either: the one that is needed
+last has left, and any other has less time to come back in. What goes to a rank's own node's memory takes its own link,
+beside all that goes to other ranks; that memory is not counted, and may be asked for another buffer.
+
+The clock is that of a run in which nobody waits for a transfer. Whoever knows better (the simulator, which also knows
+who shares a port) judges whether the result helps. Knows no tensors and no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import ceil
+from typing import NamedTuple
+
+from bpipe.balance.budget import ActivationBudget
+from bpipe.balance.pairs import allocated_bytes, own_bytes
+from bpipe.ir.action import OTHER_END, READING, Action, Kind
+from bpipe.ir.dependencies import NOTHING, Dependencies
+from bpipe.ir.host_buffers import hosts_of
+from bpipe.ir.memory import Memory, peak_counts
+from bpipe.ir.schedule import Schedule, Slot
+
+Seconds = int | float | Fraction
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Durations in seconds. `lasts_s`: a computation by kind and stage (a shard's by rank); `hop_s`: a message between
+    stages.
+
+    `inside_s`, `between_s`: by stage, a transfer between two ranks of a node, or of two; `nodes[rank]`, empty where all
+    are on one. `own_s`: a transfer to the own node's memory.
+    """
+
+    lasts_s: tuple[tuple[Kind, tuple[Seconds, ...]], ...]
+    hop_s: Seconds
+    inside_s: tuple[Seconds, ...]
+    between_s: tuple[Seconds, ...] = ()
+    nodes: tuple[int, ...] = ()
+    own_s: tuple[Seconds, ...] = ()
+
+    def transfer_s(self, stage: int, rank: int, host: int) -> Seconds:
+        """Return seconds of a transfer of this stage's micro-batch; a rank as its own host is its node's memory."""
+        if rank == host:
+            return self.own_s[stage]
+        apart = bool(self.nodes) and self.nodes[rank] != self.nodes[host]
+        return (self.between_s if apart else self.inside_s)[stage]
+
+
+class _Stay(NamedTuple):
+    """A micro-batch leaves beside slot `out` for `host` and comes back beside slot `back`."""
+
+    stage: int
+    microbatch: int
+    host: int
+    out: int
+    back: int
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Of one rank, by slot: when what stands beside it is issued, and when the next computation behind it begins."""
+
+    issued: list[Seconds]
+    following: list[Seconds]
+
+
+def balance_in_time(schedule: Schedule, activation_budget: ActivationBudget, windows: Windows) -> Schedule:
+    """Return the schedule itself where every transfer ends in time. Its bounds are the counts it reaches."""
+    changed = schedule
+    for rank, clock in enumerate(_clocks(schedule, windows)):
+        sender, moving = _Sender(changed, rank, activation_budget, windows, clock), _Moving(changed)
+        for before, after in sender.changed():
+            moving.move(rank, before, after)
+        tried = moving.schedule()
+        # Where sizes differ, other micro-batches in a host buffer can make it larger.
+        if all(
+            sum(allocated_bytes(tried, one, activation_budget.memory)) <= activation_budget.room_bytes[one]
+            for one in (rank, *sender.there)
+        ):
+            changed = tried
+    return schedule if changed is schedule else replace(changed, bounds=tuple(map(ceil, peak_counts(changed))))
+
+
+def _clocks(schedule: Schedule, windows: Windows) -> list[_Clock]:
+    """Return when each computation runs, as early as the one before it on its rank and its operands allow."""
+    dependencies, lasts = Dependencies(schedule.layout, schedule.num_microbatches), dict(windows.lasts_s)
+    free: list[Seconds] = [0] * schedule.num_ranks
+    made: dict[int, tuple[Seconds, int]] = {}
+    issued: list[list[Seconds]] = [[] for _ in schedule.ranks]
+    for cells in zip(*schedule.ranks, strict=True):
+        # What a slot needs was made in an earlier one.
+        ended: list[tuple[int, Seconds, int]] = []
+        for rank, cell in enumerate(cells):
+            start = free[rank]
+            for action in cell.computations:
+                at, maker = made.get(dependencies.operand_of(action), (start, rank))
+                start = max(start, at if maker == rank else at + windows.hop_s)
+            issued[rank].append(start)
+            free[rank] = start + sum(lasts[action.kind][action.stage] for action in cell.computations)
+            ended += [(dependencies.value_of(action), free[rank], rank) for action in cell.computations]
+        for value, at, rank in ended:
+            if value != NOTHING:
+                made[value] = max(made.get(value, (at, rank)), (at, rank), key=_first)
+    return [_Clock(issued[rank], _following(row, issued[rank], free[rank])) for rank, row in enumerate(schedule.ranks)]
+
+
+def _first(made: tuple[Seconds, int]) -> Seconds:
+    return made[0]
+
+
+def _following(row: Sequence[Slot], issued: Sequence[Seconds], end: Seconds) -> list[Seconds]:
+    """By slot, when the next computation behind it begins; behind the last, when that is over."""
+    following = []
+    for cell, start in zip(reversed(row), reversed(issued), strict=True):
+        following.append(end)
+        end = end if cell.compute is None else start
+    return following[::-1]
+
+
+class _Moving:
+    """A schedule while transfers of it move.
+
+    Each end that moves stands last in its new slot, on both ranks: so transfers of a slot stay in one order everywhere.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.begun = schedule
+        self.rows: dict[int, list[Slot]] = {}
+
+    def schedule(self) -> Schedule:
+        """As it is now."""
+        if not self.rows:
+            return self.begun
+        return replace(
+            self.begun, ranks=tuple(tuple(self.rows.get(rank, row)) for rank, row in enumerate(self.begun.ranks))
+        )
+
+    def move(self, rank: int, before: _Stay, after: _Stay) -> None:
+        """Of what leaves this rank, one stay. In its own node's memory it has no other end."""
+        for kind, old, new in ((Kind.EVICT, before.out, after.out), (Kind.LOAD, before.back, after.back)):
+            if old == new:
+                continue
+            for one, of_kind in {after.host: OTHER_END[kind], rank: kind}.items():
+                row, action = (
+                    self.rows.setdefault(one, list(self.begun.ranks[one])),
+                    Action(after.stage, of_kind, after.microbatch),
+                )
+                row[old] = replace(row[old], transfers=tuple(other for other in row[old].transfers if other != action))
+                row[new] = replace(row[new], transfers=(*row[new].transfers, action))
+
+
+def _residencies(schedule: Schedule, rank: int) -> list[_Stay]:
+    """What leaves a rank, in the order in which it comes back."""
+    out: dict[tuple[int, int], int] = {}
+    hosts = {residency[:2]: host for residency, host in hosts_of(schedule, rank).items()}
+    found = []
+    for slot, cell in enumerate(schedule.ranks[rank]):
+        for action in cell.transfers:
+            key = action.stage, action.microbatch
+            if action.kind is Kind.EVICT:
+                out[key] = slot
+            elif action.kind is Kind.LOAD:
+                found.append(_Stay(*key, hosts[key], out.pop(key), slot))
+    return found
+
+
+class _Sender:
+    """One rank's transfers, while they are planned anew."""
+
+    def __init__(
+        self, schedule: Schedule, rank: int, activation_budget: ActivationBudget, windows: Windows, clock: _Clock
+    ) -> None:
+        self.rank, self.windows, self.clock = rank, windows, clock
+        self.memory: Memory = activation_budget.memory
+        # Older records do not say what a transfer to the own node's memory takes: it stayed where it was.
+        self.residencies = [
+            residency for residency in _residencies(schedule, rank) if residency.host != rank or windows.own_s
+        ]
+        self.forward: dict[tuple[int, int], int] = {}
+        self.need: dict[tuple[int, int], int] = {}
+        for slot, cell in enumerate(schedule.ranks[rank]):
+            for action in cell.computations:
+                if action.kind is Kind.FORWARD:
+                    self.forward[action.stage, action.microbatch] = slot
+                elif action.kind in READING:
+                    self.need.setdefault((action.stage, action.microbatch), slot)
+        self.curve = list(own_bytes(schedule, rank, self.memory))
+        # What is hosted here has its buffers all the time.
+        self.room = activation_budget.room_bytes[rank] - allocated_bytes(schedule, rank, self.memory)[1]
+        # By whether it is its own link, and by slot: seconds of what leaves beside it.
+        self.taken: dict[bool, list[Seconds]] = {own: [0] * len(self.curve) for own in (False, True)}
+        # By other rank that hosts, and by slot: how many are there; and how many there may be at once.
+        self.there: dict[int, list[int]] = {}
+        for residency in self.residencies:
+            self.taken[residency.host == rank][residency.out] += self._seconds(residency)
+            if residency.host != rank:
+                there = self.there.setdefault(residency.host, [0] * len(self.curve))
+                for slot in range(residency.out, residency.back + 1):
+                    there[slot] += 1
+        self.most = {
+            host: max(there) + self._further(schedule, host, activation_budget) for host, there in self.there.items()
+        }
+
+    def _further(self, schedule: Schedule, host: int, activation_budget: ActivationBudget) -> int:
+        """Return how many more host buffers another rank has room for."""
+        size = self.memory.buffer_bytes({residency.stage for residency in self.residencies if residency.host == host})
+        spare: int = activation_budget.room_bytes[host] - sum(allocated_bytes(schedule, host, self.memory))
+        return max(0, spare) // size if size else len(self.residencies)
+
+    def changed(self) -> Iterator[tuple[_Stay, _Stay]]:
+        """What moves, as it was and as it is then."""
+        residencies = [(residency, self._evict_earlier(residency)) for residency in self.residencies]
+        # From the last that is needed on: the way back is free until the one behind it has to begin.
+        free: dict[bool, Seconds | None] = {False: None, True: None}
+        for before, residency in sorted(residencies, key=lambda one: -self.need[one[1][:2]]):
+            own = residency.host == self.rank
+            after, free[own] = self._load_earlier(residency, free[own])
+            if after != before:
+                yield before, after
+
+    def _seconds(self, residency: _Stay) -> Seconds:
+        return self.windows.transfer_s(residency.stage, self.rank, residency.host)
+
+    def _moved(self, residency: _Stay) -> int:
+        return self.memory.stages[residency.stage].moved_bytes
+
+    def _evict_earlier(self, residency: _Stay) -> _Stay:
+        """To the latest slot before in which it ends in time; where there is none it stays."""
+        seconds, clock, taken = self._seconds(residency), self.clock, self.taken[residency.host == self.rank]
+        if seconds <= clock.following[residency.out] - clock.issued[residency.out]:
+            return residency
+        there = self.there.get(residency.host)
+        for slot in range(residency.out - 1, self.forward[residency[:2]], -1):
+            if there is not None and there[slot] >= self.most[residency.host]:
+                break
+            if clock.issued[slot] + taken[slot] + seconds <= clock.following[slot]:
+                taken[residency.out] -= seconds
+                taken[slot] += seconds
+                for earlier in range(slot, residency.out):
+                    self.curve[earlier + 1] -= self._moved(residency)
+                    if there is not None:
+                        there[earlier] += 1
+                return residency._replace(out=slot)
+        return residency
+
+    def _load_earlier(self, residency: _Stay, free: Seconds | None) -> tuple[_Stay, Seconds]:
+        """Bring it back early enough to be over by `free`, if anything, or as early as there is room.
+
+        And when it begins at the latest.
+        """
+        need = self.clock.issued[self.need[residency[:2]]]
+        begin = (need if free is None else min(need, free)) - self._seconds(residency)
+        slot = residency.back
+        while (
+            self.clock.issued[slot] > begin
+            and slot - 1 > residency.out
+            and self.curve[slot - 1] + self._moved(residency) <= self.room
+        ):
+            slot -= 1
+            self.curve[slot] += self._moved(residency)
+        return residency._replace(back=slot), max(begin, self.clock.issued[slot])

@@ -1,0 +1,123 @@
+"""Plan one rank's transfers.
+
+In: a Schedule, a rank, its bound and what its stages hold. Out: evictions and loads by slot.
+
+Walk the rank's slots. When what starts in the next slot would exceed the bound, send away, beside this slot, the
+finished micro-batch needed furthest in the future; load it beside the slot before its backward, or as soon as there is
+room for it again. Each micro-batch is needed once more, so where all are of one size furthest-first (Belady's rule)
+takes the fewest evictions there can be. Where sizes differ it finds a plan whenever there is one, and no eviction of it
+can be left out. Knows no partner, no tensors, no clock.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.memory import Memory
+from bpipe.ir.schedule import Schedule, Slot
+
+_FORWARD, _BACKWARD, _INPUT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT
+
+# One rank's own halves, by slot.
+Plan = dict[int, list[Action]]
+
+
+class OverBound(ValueError):
+    """The bound cannot be kept in `slot`: `needed` is what nothing can send away from there."""
+
+    def __init__(self, slot: int, needed: int) -> None:
+        super().__init__(f"slot {slot} needs {needed}")
+        self.slot, self.needed = slot, needed
+
+
+def plan_evictions(schedule: Schedule, rank: int, bound: int, memory: Memory, early: bool = False) -> Plan:
+    """Return the evictions that keep what the rank itself saves within `bound`, each as late as can be, and their
+    loads.
+
+    Loads are as late as can be, too, or `early`: as soon as the bound has room for them, so that the partner hosts for
+    less long. `bound` is of the same unit and parts as `memory`. Raises OverBound where no plan can keep it.
+    """
+    walk = _EvictionWalk(schedule.ranks[rank], bound, memory)
+    for slot in range(len(schedule.ranks[rank])):
+        walk.step(slot)
+    own = {memory.stages[stage] for stage in schedule.layout.stages_of(rank)}
+    if len({size.saved_bytes for size in own}) > 1 or len({size.moved_bytes for size in own}) > 1:
+        walk.leave_out()
+    if early:
+        walk.load_early()
+    plan: Plan = {}
+    for evicted, (loaded, stage, microbatch) in walk.stays:
+        plan.setdefault(evicted, []).append(Action(stage, Kind.EVICT, microbatch))
+        plan.setdefault(loaded, []).append(Action(stage, Kind.LOAD, microbatch))
+    return plan
+
+
+class _EvictionWalk:
+    """The state of the walk. A stay is (slot of the eviction, (slot of the load, stage, micro-batch))."""
+
+    def __init__(self, row: Sequence[Slot], bound: int, memory: Memory) -> None:
+        self.bound, self.changes, self.moved = bound, memory.changes, [stage.moved_bytes for stage in memory.stages]
+        self.computes = [slot.compute for slot in row] + [None, None]
+        self.needed_at: dict[tuple[int, int], int] = {}
+        for slot, compute in enumerate(self.computes):
+            if compute is not None and (compute.kind is _BACKWARD or compute.kind is _INPUT):
+                self.needed_at[compute.stage, compute.microbatch] = slot
+        self.loads: dict[int, int] = {}  # slot of a load -> the stage whose micro-batch it brings back
+        self.finished: list[tuple[int, int, int]] = []  # (-slot needed, stage, micro-batch): a heap, furthest first
+        self.stays: list[tuple[int, tuple[int, int, int]]] = []
+        self.held = 0
+        self.starting = self._starting(0)
+        self.curve: list[int] = []
+
+    def step(self, slot: int) -> None:
+        """Account for one slot and evict beside it what the next has no room for."""
+        compute = self.computes[slot]
+        self.held += self.starting
+        self.curve.append(self.held)
+        if self.held > self.bound:
+            raise OverBound(slot, self.held)
+        if compute is not None:
+            self.held -= self.changes[compute.kind][compute.stage][1]
+        # No eviction from here on adds to it: what leaves now returns in the slot after the next at the earliest.
+        self.starting = self._starting(slot + 1)
+        while self.held + self.starting > self.bound:
+            self._evict(slot)
+        # A forward is finished only now: it cannot leave beside itself.
+        if compute is not None and compute.kind is _FORWARD and self.moved[compute.stage]:
+            key = (compute.stage, compute.microbatch)
+            heapq.heappush(self.finished, (-self.needed_at[key], *key))
+
+    def _starting(self, slot: int) -> int:
+        """What a slot adds at its start."""
+        compute = self.computes[slot]
+        added = 0 if compute is None else self.changes[compute.kind][compute.stage][0]
+        return added + self.moved[self.loads[slot]] if slot in self.loads else added
+
+    def _evict(self, slot: int) -> None:
+        # What is needed two slots on would have to come back in the very next one.
+        if not self.finished or -self.finished[0][0] <= slot + 2:
+            raise OverBound(slot + 1, self.held + self.starting)
+        needed, stage, microbatch = heapq.heappop(self.finished)
+        self.stays.append((slot, (-needed - 1, stage, microbatch)))
+        self.loads[-needed - 1] = stage
+        self.held -= self.moved[stage]
+
+    def load_early(self) -> None:
+        """Move every load to the first slot from which on the bound has room for it."""
+        for place, (evicted, (loaded, stage, microbatch)) in enumerate(self.stays):
+            while loaded - 1 > evicted and self.curve[loaded - 1] + self.moved[stage] <= self.bound:
+                loaded -= 1
+                self.curve[loaded] += self.moved[stage]
+            self.stays[place] = evicted, (loaded, stage, microbatch)
+
+    def leave_out(self) -> None:
+        """Drop every eviction without which the bound holds all the same, the smallest first."""
+        for stay in sorted(self.stays, key=lambda one: self.moved[one[1][1]]):
+            evicted, (loaded, stage, _) = stay
+            absent = range(evicted + 1, loaded)
+            if max(self.curve[slot] for slot in absent) + self.moved[stage] <= self.bound:
+                for slot in absent:
+                    self.curve[slot] += self.moved[stage]
+                self.stays.remove(stay)

@@ -1,0 +1,312 @@
+"""Share a pair's memory: add transfers until every rank keeps its bound.
+
+In: a compute-only Schedule, bounds. Out: one with transfers.
+
+Bounds are counts of chunk micro-batches; `room` has bytes. A rank whose own activations exceed its bound evicts to its
+partner (`evict` plans how); the partner's halves stand in the same slots of its own row, and what it hosts counts
+against its bound. On 1F1B with `mu_opt` this is Algorithm 1 of the BPipe paper (Kim et al. 2023), with its steady-phase
+eviction read as "the latest finished forward". A bound that cannot be kept is refused with the smallest found that can:
+of generated orders the smallest there is, of others now and then one more (`tests/unit/test_smallest_bound.py`). Knows
+no tensors, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from operator import add
+
+from bpipe.balance.evict import OverBound, Plan, plan_evictions
+from bpipe.ir.action import OTHER_END, Action
+from bpipe.ir.host_buffers import Residency, host_buffers, stages_in_buffers
+from bpipe.ir.hosts import default_partners, halved_pairs, in_pairs, pairing
+from bpipe.ir.memory import Count, Memory, StageMemory, counts_of, live_bytes, peak_counts
+from bpipe.ir.schedule import Schedule, Slot
+
+
+def balance(schedule: Schedule, bounds: Sequence[int] | None = None, partners: Sequence[int] | None = None) -> Schedule:
+    """Return the schedule with the fewest evictions that keep every rank within its bound, a number of chunk
+    micro-batches.
+
+    By default that is the smallest found that every pair can keep, the same for all. Raises ValueError where a bound
+    cannot be kept, naming the smallest found that can.
+    """
+    if bounds is None:
+        return _balance_evenly(schedule, partners)
+    return replace(_balance(schedule, bounds, partners), bounds=tuple(bounds))
+
+
+def keeps_bound(schedule: Schedule, bound: int, buffers_stay: bool = False) -> bool:
+    """Return whether balancing can keep every rank within so many chunk micro-batches, with the partners that the peaks
+    suggest.
+
+    `buffers_stay`: host buffers count all the time, and not only while a micro-batch is in them.
+    """
+    memory = counts_of(schedule)
+    partners = choose_partners(schedule, None)
+    outcomes = {}
+    for pair in pairs_of(partners):
+        outcomes[pair] = share(schedule, pair, (bound * memory.parts,) * 2, memory)
+        if outcomes[pair].refusal is not None:
+            return False
+    return not buffers_stay or max(allocated_counts(_joined(schedule, partners, outcomes))) <= bound
+
+
+def allocated_counts(schedule: Schedule) -> tuple[Count, ...]:
+    """Return the most chunk micro-batches that each rank has room for at once: what its own hold, and its host
+    buffers, which a run keeps."""
+    memory = counts_of(schedule)
+    return tuple(memory.amount(sum(allocated_bytes(schedule, rank, memory))) for rank in range(schedule.num_ranks))
+
+
+def allocated_bytes(schedule: Schedule, rank: int, memory: Memory) -> tuple[int, int]:
+    """Return bytes that a run allocates on a rank: for its own micro-batches at their most, and for host buffers,
+    which stay."""
+    return max(own_bytes(schedule, rank, memory), default=0), buffer_bytes(
+        schedule, host_buffers(schedule, rank), memory
+    )
+
+
+def own_bytes(schedule: Schedule, rank: int, memory: Memory) -> tuple[int, ...]:
+    """Return bytes that a rank holds of its own micro-batches during each slot."""
+    own = set(schedule.layout.stages_of(rank))
+    sizes = tuple(size if stage in own else StageMemory(0, 0, 0) for stage, size in enumerate(memory.stages))
+    return live_bytes(schedule, rank, replace(memory, stages=sizes))
+
+
+def buffer_bytes(schedule: Schedule, hosted: Mapping[Residency, int], memory: Memory, guest: int | None = None) -> int:
+    """Return bytes of host buffers, of one guest's only where it is named. `hosted`: result of `host_buffers`."""
+    rank_of = schedule.layout.rank_of
+    found = {
+        residency: buffer
+        for residency, buffer in hosted.items()
+        if guest in (None, rank_of(residency.stage, residency.microbatch))
+    }
+    return sum(map(memory.buffer_bytes, stages_in_buffers(found)))
+
+
+def _balance(schedule: Schedule, bounds: Sequence[int], partners: Sequence[int] | None) -> Schedule:
+    memory, chosen = counts_of(schedule), choose_partners(schedule, partners)
+    check_input(schedule, bounds, memory)
+    outcomes: dict[Pair, Shared] = {}
+    for pair in pairs_of(chosen):
+        outcome = share(schedule, pair, [bounds[rank] * memory.parts for rank in pair], memory)
+        if outcome.refusal is not None:
+            raise ValueError(f"{outcome.refusal}{_way_out(schedule, pair, memory)}")
+        outcomes[pair] = outcome
+    return _joined(schedule, chosen, outcomes)
+
+
+def _balance_evenly(schedule: Schedule, partners: Sequence[int] | None) -> Schedule:
+    """Balance to the smallest bound found that every pair keeps.
+
+    It starts where none could keep less, and rises where a pair has to.
+    """
+    given = None if partners is None else pairing(schedule.num_ranks, partners)
+    memory = counts_of(schedule)
+    check_input(schedule, (1,) * schedule.num_ranks, memory)
+    curves = [live_bytes(schedule, rank, memory) for rank in range(schedule.num_ranks)]
+    peaks = [max(curve) for curve in curves]
+    chosen = given or _usual(schedule, peaks)
+    bound = max(_together([curves[rank] for rank in pair], memory) for pair in pairs_of(chosen))
+    found: dict[Pair, tuple[int, Shared]] = {}
+    for pair in pairs_of(chosen):
+        outcome = share(schedule, pair, (bound * memory.parts,) * 2, memory, [peaks[rank] for rank in pair])
+        if outcome.refusal is not None:
+            bound, outcome = _smallest(schedule, pair, memory, bound + 1)
+        found[pair] = (bound, outcome)
+    # A pair that kept less takes fewer evictions where it may hold as much as the others.
+    outcomes = {
+        pair: outcome if tried == bound else share(schedule, pair, (bound * memory.parts,) * 2, memory)
+        for pair, (tried, outcome) in found.items()
+    }
+    return replace(_joined(schedule, chosen, outcomes), bounds=(bound,) * schedule.num_ranks)
+
+
+def choose_partners(schedule: Schedule, partners: Sequence[int] | None) -> tuple[int, ...]:
+    """Return the given partners, or those that the ranks' peaks suggest."""
+    return _usual(schedule, peak_counts(schedule)) if partners is None else pairing(schedule.num_ranks, partners)
+
+
+def _usual(schedule: Schedule, peaks: Sequence[Count]) -> tuple[int, ...]:
+    """Of two pipes mirror images hold about alike, and hosts are in the same half: partners by peaks alone level no
+    lower there."""
+    return halved_pairs(schedule.num_ranks) if schedule.layout.num_pipes > 1 else default_partners(peaks)
+
+
+def pairs_of(partners: Sequence[int]) -> list[Pair]:
+    """Return every pair once, the lower rank first; a rank without a partner is a pair with itself."""
+    return sorted({(min(rank, partner), max(rank, partner)) for rank, partner in enumerate(partners)})
+
+
+def _joined(schedule: Schedule, partners: tuple[int, ...], outcomes: Mapping[Pair, Shared]) -> Schedule:
+    rows = list(schedule.ranks)
+    for pair, outcome in outcomes.items():
+        for rank, row in zip(pair, outcome.rows, strict=True):
+            rows[rank] = row
+    return replace(schedule, ranks=tuple(rows), hosts=in_pairs(partners))
+
+
+# The lower rank first; a rank without a partner is both.
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A pair's rows with transfers and their peaks, or why its bounds cannot be kept."""
+
+    rows: tuple[tuple[Slot, ...], ...] = ()
+    peaks: tuple[int, ...] = ()
+    refusal: str | None = None
+
+
+def share(
+    schedule: Schedule, pair: Pair, bounds: Sequence[int], memory: Memory, own: Sequence[int] | None = None
+) -> Shared:
+    """Balance one pair; a rank paired with itself can only be within its bound as it is.
+
+    `bounds` and peaks are in parts of a unit.
+
+    `own`: the pair's peaks before, where they are known.
+    """
+    rows = [schedule.ranks[rank] for rank in pair]
+    peaks = tuple(own or (max(live_bytes(schedule, rank, memory)) for rank in pair))
+    over = [index for index in (0, 1) if peaks[index] > bounds[index]]
+    if not over:
+        return Shared(tuple(rows), peaks)
+    if pair[0] == pair[1]:
+        return Shared(
+            refusal=f"rank {pair[0]} has no partner and holds up to {memory.with_unit(peaks[0])}, its bound is "
+            f"{memory.text(bounds[0])}"
+        )
+    late = _shared(schedule, pair, bounds, memory, over, early=False)
+    if late.refusal is None or not late.peaks:
+        return late
+    # Only what is hosted is too much, so it may help to host it for less long.
+    early = _shared(schedule, pair, bounds, memory, over, early=True)
+    return early if early.refusal is None else late
+
+
+def _shared(
+    schedule: Schedule, pair: Pair, bounds: Sequence[int], memory: Memory, over: Sequence[int], early: bool
+) -> Shared:
+    """Balance the ranks of a pair that are `over`.
+
+    A refusal with peaks says that a plan was there and that hosting is too much.
+    """
+    rows = [schedule.ranks[rank] for rank in pair]
+    for index in over:
+        plan = plan_rank(schedule, pair[index], bounds[index], memory, early)
+        if isinstance(plan, str):
+            return Shared(refusal=plan)
+        rows = [with_transfers(row, plan, own=side == index) for side, row in enumerate(rows)]
+    peaks = tuple(_peak(schedule, rank, row, memory) for rank, row in zip(pair, rows, strict=True))
+    for rank, other, bound, peak in zip(pair, reversed(pair), bounds, peaks, strict=True):
+        if peak > bound:
+            text = (
+                f"rank {rank}, hosting for rank {other}, holds up to {memory.with_unit(peak)}, its bound is "
+                f"{memory.text(bound)}"
+            )
+            return Shared(peaks=peaks, refusal=text)
+    return Shared(tuple(rows), peaks)
+
+
+def plan_rank(schedule: Schedule, rank: int, bound: int, memory: Memory, early: bool = False) -> Plan | str:
+    """Return the rank's plan of evictions, or why no plan keeps the bound."""
+    try:
+        return plan_evictions(schedule, rank, bound, memory, early)
+    except OverBound as over:
+        place = f"in slot {over.slot} it needs {memory.text(over.needed)} at once"
+        least = memory.text(_least(schedule, rank, over.needed, memory))
+        return f"rank {rank} cannot keep to {memory.with_unit(bound)}: {place}, {least} over all slots"
+
+
+def smallest_bound(schedule: Schedule, pair: Pair, memory: Memory) -> int:
+    """Return the smallest bound found, in whole units, that both ranks of a pair can keep: at the latest the higher
+    of their own peaks."""
+    return _smallest(schedule, pair, memory, 1)[0]
+
+
+def _smallest(schedule: Schedule, pair: Pair, memory: Memory, least: int) -> tuple[int, Shared]:
+    """Return the smallest bound found from `least` up, and the pair within it.
+
+    It is near half of what the pair holds together, so the search goes up from there in growing steps before it halves:
+    a higher bound takes no more evictions, so it asks no more of the partner either.
+    """
+    curves = [live_bytes(schedule, rank, memory) for rank in pair]
+    low, high = max(least, _together(curves, memory)) - 1, ceil(memory.amount(max(map(max, curves))))
+    step, kept = 1, None
+    while high - low > 1:
+        probe = min(low + step, (low + high) // 2)
+        outcome = share(schedule, pair, (probe * memory.parts,) * 2, memory)
+        if outcome.refusal is None:
+            step, high = high, ceil(memory.amount(max(outcome.peaks)))
+            kept = outcome if high == probe else None
+        else:
+            low, step = probe, 2 * step
+    return high, kept or share(schedule, pair, (high * memory.parts,) * 2, memory)
+
+
+def _together(curves: Sequence[Sequence[int]], memory: Memory) -> int:
+    """Return the least that a pair holds together: no transfer lowers it, so no bound may be below.
+
+    A rank without a partner is both.
+    """
+    together: int = max(map(add, *curves))
+    return -(-together // (2 * memory.parts))
+
+
+def _least(schedule: Schedule, rank: int, needed: int, memory: Memory) -> int:
+    """Return the smallest bound the rank keeps if its partner hosts whatever it sends."""
+    while True:
+        try:
+            plan_evictions(schedule, rank, needed, memory)
+            return needed
+        except OverBound as over:
+            needed = over.needed
+
+
+def _way_out(schedule: Schedule, pair: Pair, memory: Memory) -> str:
+    smallest = smallest_bound(schedule, pair, memory)
+    if pair[0] == pair[1]:
+        return f". Give it {smallest}, or a partner"
+    return f". The smallest bound found that ranks {pair[0]} and {pair[1]} can both keep is {smallest} {memory.unit}"
+
+
+def with_transfers(row: tuple[Slot, ...], plan: Plan, own: bool) -> tuple[Slot, ...]:
+    """Return the row with a plan's transfers, or with their other ends.
+
+    Slots the plan leaves alone stay the same values.
+    """
+    slots = list(row)
+    for slot, actions in plan.items():
+        added = (
+            actions if own else [Action(action.stage, OTHER_END[action.kind], action.microbatch) for action in actions]
+        )
+        slots[slot] = Slot(slots[slot].compute, (*slots[slot].transfers, *added))
+    return tuple(slots)
+
+
+def _peak(schedule: Schedule, rank: int, row: tuple[Slot, ...], memory: Memory) -> int:
+    rows = (*schedule.ranks[:rank], row, *schedule.ranks[rank + 1 :])
+    return max(live_bytes(replace(schedule, ranks=rows), rank, memory))
+
+
+def check_input(schedule: Schedule, bounds: Sequence[int], memory: Memory) -> None:
+    if len(bounds) != schedule.num_ranks:
+        raise ValueError(f"{len(bounds)} bounds for {schedule.num_ranks} ranks: give one for all or one for each")
+    for rank, bound in enumerate(bounds):
+        if bound < 1:
+            raise ValueError(f"rank {rank}: bound {bound} is below 1, and what is computed on must be held")
+    for slot in (slot for row in schedule.ranks for slot in row if slot.transfers or slot.overlapped is not None):
+        if slot.transfers:
+            raise ValueError(f"the schedule already has transfers ({slot.transfers[0]}): balance it as it was before")
+        raise ValueError(
+            f"{slot.compute} and {slot.overlapped} overlap: only schedules of single computations are balanced, so "
+            f"leave balancing out"
+        )
+    memory.check(schedule.num_stages)
+    for stage, size in enumerate(memory.stages):
+        if size.saved_bytes < 1:
+            raise ValueError(f"stage {stage}: saved_bytes is {size.saved_bytes}, but a forward saves more than nothing")

@@ -1,0 +1,184 @@
+"""Let what must leave a rank go to its own node's memory: all of it, or only what no device has room for.
+
+In: a compute-only Schedule, rooms and sizes. Out: one with transfers, each to a rank or OWN_MEMORY.
+
+What leaves is what `pool` sends, so it is as little as can be wherever it goes. With other devices first, as few bytes
+of it as can be stay behind: of a rank that has so many host buffers on devices, those micro-batches are kept out that
+stay away longest where they are too many at once. That is exact where all of a rank are of one size. Knows no tensors,
+no clock, and not how much memory a node has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import ceil
+from typing import NamedTuple
+
+from bpipe.balance.budget import ActivationBudget, BudgetTooSmall
+from bpipe.balance.evict import Plan
+from bpipe.balance.packing import Item, pack
+from bpipe.balance.pairs import check_input
+from bpipe.balance.pool import Stay, balance_over_pool, distances, plan_overfull_ranks, smallest_level, with_hosts
+from bpipe.ir.action import Kind
+from bpipe.ir.hosts import ALL, HOST, HOST_MEMORY, POOL
+from bpipe.ir.memory import Memory, counts_of, peak_counts
+from bpipe.ir.schedule import Schedule
+
+
+def balance_over_hosts(
+    schedule: Schedule, hosts: str, activation_budget: ActivationBudget, nodes: Sequence[int] = ()
+) -> Schedule:
+    """Balance over hosts other than pairs, with only those transfers without which some rank lacks room.
+
+    Raises NoRoom.
+    """
+    return _ARRANGED[hosts](schedule, activation_budget, nodes)
+
+
+def balance_over_hosts_within(
+    schedule: Schedule, hosts: str, bounds: Sequence[int] | None, nodes: Sequence[int] = ()
+) -> Schedule:
+    """Arrange hosts within counts of chunk micro-batches, host buffers counted all the time; by default the smallest
+    that is kept for all.
+
+    Raises ValueError where bounds cannot be kept, naming the smallest that can.
+    """
+    memory = counts_of(schedule)
+    parts = memory.parts
+
+    def kept(limits: Sequence[int]) -> Schedule:
+        activation_budget = ActivationBudget(tuple(limit * parts for limit in limits), memory)
+        return replace(balance_over_hosts(schedule, hosts, activation_budget, nodes), bounds=tuple(limits))
+
+    if bounds is not None:
+        try:
+            check_input(schedule, bounds, memory)
+            return kept(bounds)
+        except BudgetTooSmall as error:
+            least = _smallest(kept, schedule)
+            raise ValueError(
+                f"{error}. The smallest bound found that {_NAMES[hosts]} keeps for all ranks is {least} {memory.unit}"
+            ) from None
+    return kept((_smallest(kept, schedule),) * schedule.num_ranks)
+
+
+def _smallest(kept: Callable[[Sequence[int]], Schedule], schedule: Schedule) -> int:
+    return smallest_level(lambda bound: kept((bound,) * schedule.num_ranks), ceil(max(peak_counts(schedule))) - 1)[0]
+
+
+def balance_over_host_memory(
+    schedule: Schedule, activation_budget: ActivationBudget, nodes: Sequence[int] = ()
+) -> Schedule:
+    """Send all that leaves a rank to its own node's memory; no device needs room for it. Raises NoRoom."""
+    plans, _ = plan_overfull_ranks(schedule, activation_budget)
+    residencies = (residency for plan in plans.values() for residency in _away(plan))
+    return with_hosts(
+        schedule,
+        plans,
+        {(residency.stage, residency.microbatch): HOST_MEMORY for residency in residencies},
+        activation_budget,
+    )
+
+
+def balance_over_tiers(schedule: Schedule, activation_budget: ActivationBudget, nodes: Sequence[int] = ()) -> Schedule:
+    """Send what leaves to any rank with room, as in a pool, and what none has room for to its own node's memory.
+
+    Raises NoRoom.
+    """
+    plans, spare = plan_overfull_ranks(schedule, activation_budget)
+    room = [0 if rank in plans else left for rank, left in enumerate(spare)]
+    buffers = [item for rank, plan in plans.items() for item in _buffers(rank, plan, room, activation_budget.memory)]
+    cost = distances(schedule, nodes)
+    hosts = pack(buffers, room, cost, own_memory=True)
+    assert hosts is not None, "own memory has room for all"
+    host_of: dict[Stay, int] = {}
+    for rank, plan in plans.items():
+        mine = [host for item, host in zip(buffers, hosts, strict=True) if item.owner == rank and host != HOST_MEMORY]
+        # Through the nearest passes most.
+        nearest = sorted(mine, key=lambda host: (cost(rank, host), host))
+        residencies = _away(plan)
+        through = _through(residencies, len(nearest))
+        through.sort(
+            key=lambda some: -sum(activation_budget.memory.stages[residency.stage].moved_bytes for residency in some)
+        )
+        host_of |= {(residency.stage, residency.microbatch): HOST_MEMORY for residency in residencies}
+        for host, some in zip(nearest, through, strict=True):
+            host_of |= {(residency.stage, residency.microbatch): host for residency in some}
+    return with_hosts(schedule, plans, host_of, activation_budget)
+
+
+_ARRANGED: Mapping[str, Callable[[Schedule, ActivationBudget, Sequence[int]], Schedule]] = {
+    POOL: balance_over_pool,
+    HOST: balance_over_host_memory,
+    ALL: balance_over_tiers,
+}
+_NAMES = {
+    POOL: "a pool",
+    HOST: "a node's own memory",
+    ALL: "a pool with a node's own memory behind it",
+}
+
+
+class _Away(NamedTuple):
+    """A micro-batch that leaves beside slot `out` and comes back beside `back`."""
+
+    out: int
+    back: int
+    stage: int
+    microbatch: int
+
+
+def _away(plan: Plan) -> list[_Away]:
+    """In the order in which they leave."""
+    left: dict[Stay, int] = {}
+    found = []
+    for slot, actions in sorted(plan.items()):
+        for action in actions:
+            key = (action.stage, action.microbatch)
+            if action.kind is Kind.EVICT:
+                left[key] = slot
+            else:
+                found.append(_Away(left[key], slot, *key))
+    return sorted(found)
+
+
+def _buffers(rank: int, plan: Plan, room: Sequence[int], memory: Memory) -> list[Item]:
+    """As many host buffers as a rank can use and others have room for, each with what it lets pass beside those
+    before it."""
+    residencies = _away(plan)
+    size = memory.buffer_bytes({residency.stage for residency in residencies})
+    found: list[Item] = []
+    passing, most = 0, sum(left // size for left in room)
+    while len(found) < most:
+        through = _through(residencies, len(found) + 1)
+        more = sum(memory.stages[residency.stage].moved_bytes for some in through for residency in some) - passing
+        if more <= 0:
+            break
+        found.append(Item(rank, size, more))
+        passing += more
+    return found
+
+
+def _through(residencies: Sequence[_Away], num_buffers: int) -> list[list[_Away]]:
+    """What passes through so many host buffers, by buffer: as many stays as can be.
+
+    A buffer is free in the slot after a load's.
+    """
+    full: list[tuple[_Away, list[_Away]]] = []
+    buffers: list[list[_Away]] = [[] for _ in range(num_buffers)]
+    for residency in residencies:
+        full = [one for one in full if one[0].back >= residency.out]
+        empty = [buffer for buffer in buffers if not any(buffer is other for _, other in full)]
+        if empty:
+            full.append((residency, empty[0]))
+            empty[0].append(residency)
+        elif full:
+            # Too many at once: without the one that is away longest the others come through.
+            last, buffer = max(full, key=lambda one: one[0].back)
+            if last.back > residency.back:
+                full = [one for one in full if one[0] is not last]
+                buffer.remove(last)
+                full.append((residency, buffer))
+                buffer.append(residency)
+    return buffers

@@ -1,0 +1,431 @@
+"""Build the schedule a configuration asks for: the one door. In: a `ScheduleConfig`. Out: a checked Schedule.
+
+The command, the planner and the trainer's hooks all ask here, so they cannot differ. Knows no tensors and no command
+line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
+
+from bpipe.balance.budget import ActivationBudget, balance_within
+from bpipe.balance.deadlines import Windows, balance_in_time
+from bpipe.balance.pairs import allocated_counts, balance, keeps_bound
+from bpipe.balance.tiers import balance_over_hosts, balance_over_hosts_within
+from bpipe.check.rules import check
+from bpipe.formats.text import header, read_csv, write_rows
+from bpipe.generate.families import (
+    FAMILIES,
+    exchange_of,
+    families_with_chunks,
+    families_with_deferral,
+    families_with_groups,
+    families_with_interlacing,
+    families_with_shards,
+)
+from bpipe.generate.family import ALIKE, Family, FamilyOptions, OrderChoice, RankLimit, UnitCosts
+from bpipe.generate.place import Order, place
+from bpipe.generate.turns import groups_of
+from bpipe.ir.action import Action
+from bpipe.ir.hosts import ARRANGEMENTS, PAIR
+from bpipe.ir.layout import Layout, Vocabulary
+from bpipe.ir.memory import with_after_input
+from bpipe.ir.program import Exchange
+from bpipe.ir.schedule import Schedule, Slot
+from bpipe.names import unknown
+
+# What commands and files call no `BalanceConfig`, and one.
+BALANCES = ("none", "bpipe")
+
+# About a gigabyte and a half of schedule, and a minute and a half to build it.
+MAX_COMPUTATIONS = 10_000_000
+
+Pass = Callable[[Schedule], Schedule]
+
+
+@dataclass(frozen=True, slots=True)
+class BalanceConfig:
+    """Options of balancing. `bounds`: one number for every rank, or one for all; by default the smallest found that
+    every pair keeps.
+
+    `partners[rank]`: the rank that hosts for it; by default the heaviest rank and the lightest are a pair, and so on.
+    `buffers_stay`: where an order is chosen for a bound, host buffers count all the time, as in a run, not only while
+    they are full. `rooms`: bytes of each rank, in place of bounds. `hosts` (`ir.hosts`): "pair"; "pool": any rank with
+    room hosts for any other; "host": all that leaves goes to its own node's memory; "all": the pool first, then that
+    memory. With any but pairs host buffers count all the time, and `nodes[rank]` says which ranks share a node, where
+    not all do. `windows`: beside rooms, durations of computations and transfers, for transfers that end in time.
+    `parts`: stages of which only the bytes leave that rooms say, not all that can.
+    """
+
+    bounds: tuple[int, ...] | None = None
+    partners: tuple[int, ...] | None = None
+    buffers_stay: bool = False
+    activation_budget: ActivationBudget | None = None
+    hosts: str = PAIR
+    nodes: tuple[int, ...] | None = None
+    windows: Windows | None = None
+    parts: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.activation_budget is not None and self.bounds is not None:
+            raise ValueError("bounds and rooms both say how to balance: give one of them")
+        if self.windows is not None and self.activation_budget is None:
+            raise ValueError("windows say where transfers of a plan within rooms end in time: give rooms, too")
+        if self.parts and self.activation_budget is None:
+            raise ValueError("parts of micro-batches leave as rooms say: give rooms, too")
+        if self.hosts not in ARRANGEMENTS:
+            raise ValueError(unknown("hosts", self.hosts, ARRANGEMENTS))
+        if self.hosts != PAIR and self.partners is not None:
+            raise ValueError(
+                f"partners are pairs, and hosts {self.hosts} are others: give partners, or hosts {self.hosts}"
+            )
+
+    @property
+    def part_bytes(self) -> dict[int, int]:
+        """Bytes of each micro-batch that leave, by stage of which only a part leaves."""
+        return (
+            {}
+            if self.activation_budget is None
+            else {stage: self.activation_budget.memory.stages[stage].moved_bytes for stage in self.parts}
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleConfig:
+    """Schedule to build: `num_ranks` p pipeline ranks; with `num_chunks` v each of them computes v of p*v stages.
+
+    `balance` None leaves it as it is. Without `balance` as it is.
+
+    `group_size`: how many micro-batches of an interleaved schedule go through a chunk before they go through the next,
+    by default as many as there are ranks. `costs` are for families that choose among their rules. `vocabulary`: how the
+    output layer is split over all ranks; `input_shards`: and the embedding beside it. `delay`: how many micro-batches'
+    I stand before a W, where the weights' half is put off by a number. `after_input`: the share of a micro-batch that
+    is held between I and W, by which it is counted. `exchange`: when whoever runs it sends and receives, by default as
+    the family says. `written`: the schedule itself, as CSV with its header, where it is no family's but from elsewhere;
+    then `schedule` is its own name.
+    """
+
+    schedule: str
+    num_ranks: int
+    num_microbatches: int
+    num_chunks: int = 1
+    balance: BalanceConfig | None = None
+    group_size: int | None = None
+    costs: UnitCosts = ALIKE
+    vocabulary: Vocabulary = Vocabulary.WHOLE
+    input_shards: bool = False
+    delay: int = 0
+    after_input: Fraction = Fraction(1)
+    exchange: Exchange | None = None
+    written: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.written is not None:
+            return
+        if self.schedule not in FAMILIES:
+            raise ValueError(unknown("schedule", self.schedule, FAMILIES))
+        for name in ("num_ranks", "num_microbatches", "num_chunks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, but there must be at least 1")
+        family = FAMILIES[self.schedule]
+        shards = 2 * (self.vocabulary is not Vocabulary.WHOLE) + 2 * self.input_shards
+        computations = ((3 if family.splits else 2) * self.num_chunks + shards) * self.num_ranks * self.num_microbatches
+        if computations > MAX_COMPUTATIONS:
+            raise ValueError(
+                f"{computations} computations are more than {MAX_COMPUTATIONS}: ask for fewer stages or micro-batches"
+            )
+        self._check_chunks(family)
+        if self.group_size is not None and not family.takes_groups:
+            others = f"leave the group out, or choose from {families_with_groups()}"
+            raise ValueError(f"schedule {self.schedule} has no groups of micro-batches: {others}")
+        self._check_shards(family)
+        self._check_delay(family)
+
+    def _check_delay(self, family: Family) -> None:
+        if self.delay and not family.takes_delay:
+            others = f"leave the delay out, or choose from {families_with_deferral()}"
+            raise ValueError(
+                f"schedule {self.schedule} puts no weights' halves off by a number of micro-batches: {others}"
+            )
+        if self.delay < 0:
+            raise ValueError(
+                f"delay is {self.delay}, but a weights' half cannot stand before its own I: give 0 or more"
+            )
+
+    def _check_chunks(self, family: Family) -> None:
+        if self.num_chunks < family.min_chunks:
+            raise ValueError(
+                f"schedule {self.schedule} needs at least {family.min_chunks} chunks a rank, not {self.num_chunks}"
+            )
+        if family.max_chunks is not None and self.num_chunks > family.max_chunks:
+            most = f"{family.max_chunks} chunk{'s' * (family.max_chunks > 1)}"
+            raise ValueError(
+                f"schedule {self.schedule} takes at most {most} a rank, not {self.num_chunks}: "
+                f"leave it at {family.max_chunks}, or choose a schedule with any number ({families_with_chunks()})"
+            )
+
+    def _check_shards(self, family: Family) -> None:
+        if self.vocabulary is Vocabulary.WHOLE:
+            if self.input_shards:
+                raise ValueError(
+                    "shards of the embedding stand beside those of the output layer: choose a vocabulary 1, 2 or "
+                    "interlaced, too"
+                )
+        elif family.sharded is None:
+            raise ValueError(
+                f"schedule {self.schedule} has no place for shards of the vocabulary: leave the vocabulary whole, or "
+                f"choose from "
+                f"{families_with_shards()}"
+            )
+        elif self.vocabulary is Vocabulary.INTERLACED and not family.interlaces:
+            raise ValueError(
+                f"schedule {self.schedule} has no place where all ranks compute shards at the same time: take "
+                f"vocabulary 1 or 2, or choose "
+                f"from {families_with_interlacing()}"
+            )
+        elif self.num_ranks < 2:
+            raise ValueError("1 rank has nobody to share the vocabulary with: leave it whole, or take more ranks")
+
+    @property
+    def family_options(self) -> FamilyOptions:
+        """Options of the family beside sizes."""
+        return FamilyOptions(self.group_size, self.delay, self.costs, self.limit)
+
+    @property
+    def limit(self) -> RankLimit | None:
+        """Limits for which orders are made: one bound for all, where groups and pairs are not chosen and the family
+        makes orders for a bound."""
+        how = self.balance
+        bounds = None if how is None or how.partners is not None or how.hosts != PAIR else how.bounds
+        if (
+            self.written is not None
+            or FAMILIES[self.schedule].within is None
+            or self.group_size is not None
+            or bounds is None
+        ):
+            return None
+        return RankLimit(bounds[0], self.after_input) if len(set(bounds)) == 1 else None
+
+    @property
+    def passing(self) -> Exchange:
+        """Exchange order of whoever runs it."""
+        ours = self.written is not None or self.vocabulary is not Vocabulary.WHOLE
+        return self.exchange or (Exchange.POSTED if ours else FAMILIES[self.schedule].exchange)
+
+    @property
+    def layout(self) -> Layout:
+        """Placement of stages on ranks."""
+        if self.written is not None:
+            return _read(self.written).layout
+        layout = FAMILIES[self.schedule].layout(self.num_ranks, self.num_chunks)
+        return replace(layout, vocabulary=self.vocabulary, input_shards=self.input_shards)
+
+    @property
+    def splits(self) -> bool:
+        """Whether backwards are computed in halves."""
+        if self.written is None:
+            return FAMILIES[self.schedule].splits
+        return bool(_read(self.written).split_stages)
+
+    @property
+    def balance_name(self) -> str:
+        return BALANCES[self.balance is not None]
+
+
+def named_balance(
+    name: str,
+    bounds: Sequence[int] | None = None,
+    partners: Sequence[int] | None = None,
+    buffers_stay: bool = False,
+    hosts: str | None = None,
+) -> BalanceConfig | None:
+    """Return the balance that a command or a file names."""
+    if name not in BALANCES:
+        raise ValueError(unknown("balance", name, BALANCES))
+    if name != BALANCES[0]:
+        given = (None if bounds is None else tuple(bounds), None if partners is None else tuple(partners))
+        return BalanceConfig(*given, buffers_stay, hosts=hosts or PAIR)
+    if hosts is not None:
+        raise ValueError(
+            f'hosts {hosts} says how to balance, but balance is "none": choose balance "bpipe" or leave it out'
+        )
+    if bounds is not None or partners is not None:
+        raise ValueError(
+            'bounds and partners say how to balance, but balance is "none": choose balance "bpipe" or leave them out'
+        )
+    return None
+
+
+def build(config: ScheduleConfig) -> Schedule:
+    """Generate, then run the passes, checking the schedule after each.
+
+    Raises ValueError for what cannot be built, naming the value, the limit and the way out.
+    """
+    return run(*_recipe(config))
+
+
+@lru_cache(maxsize=256)
+def built(config: ScheduleConfig) -> Schedule:
+    """Build a schedule, remembered."""
+    return build(config)
+
+
+@lru_cache(maxsize=256)
+def unchecked(config: ScheduleConfig) -> Schedule:
+    """Build a schedule for predictions without checking it, remembered: thousands of configurations of a search share
+    about a hundred.
+
+    Checking takes several times as long as building: whoever prints or runs a schedule checks it.
+    """
+    schedule, changes, _ = _recipe(config)
+    for change in changes:
+        schedule = change(schedule)
+    return schedule
+
+
+def orders_of(config: ScheduleConfig) -> Iterator[list[Action]]:
+    """Return every rank's computations in their order before any pass, not placed, of a family's usual order."""
+    assert config.written is None, "what was written is no family's"
+    assert config.limit is None, "an order made for a bound is not the usual one"
+    family, sizes = FAMILIES[config.schedule], (config.num_ranks, config.num_microbatches, config.num_chunks)
+    orders: Sequence[Order]
+    if config.vocabulary is Vocabulary.WHOLE:
+        orders = _usual_orders(config.schedule, sizes, config.family_options)
+    else:
+        assert family.sharded is not None, f"nobody has said where shards stand in {family.name}"
+        orders = family.sharded(*sizes, config.family_options, config.layout)
+    for order in orders:
+        yield [action for one in order for action in (one.computations if isinstance(one, Slot) else (one,))]
+
+
+def _recipe(config: ScheduleConfig) -> tuple[Schedule, tuple[Pass, ...], Exchange]:
+    """What to start from, the passes, and the exchange by which it is checked."""
+    if config.written is not None:
+        return _adopted(config, config.written)
+    if config.limit is not None:
+        return _made_for(config, config.limit)[1], passes(config.balance), config.passing
+    schedule = _usual(config)
+    if config.after_input != 1:
+        schedule = with_after_input(schedule, config.after_input)
+    return schedule, passes(config.balance), config.passing
+
+
+def _usual(config: ScheduleConfig) -> Schedule:
+    """Return the family's own order, whatever bound is asked."""
+    family, sizes = FAMILIES[config.schedule], (config.num_ranks, config.num_microbatches, config.num_chunks)
+    family_options = replace(config.family_options, limit=None)
+    if config.vocabulary is Vocabulary.WHOLE:
+        layout = family.layout(config.num_ranks, config.num_chunks)
+        return place(
+            family.name, config.num_microbatches, layout, _usual_orders(config.schedule, sizes, family_options)
+        )
+    return family.generate_sharded(*sizes, config.vocabulary, config.input_shards, family_options)
+
+
+@lru_cache(maxsize=2)
+def _usual_orders(schedule: str, sizes: tuple[int, int, int], family_options: FamilyOptions) -> Sequence[Order]:
+    """What is asked for as it is, and then balanced, has the same orders, and some take as long to find as all else."""
+    return FAMILIES[schedule].orders(*sizes, family_options)
+
+
+def choice_for_bound(config: ScheduleConfig) -> OrderChoice | None:
+    """Return what was chosen for the bound; None where nothing was left to choose.
+
+    Raises ValueError where no order keeps the bound.
+    """
+    return None if config.limit is None else _made_for(config, config.limit)[0]
+
+
+@lru_cache(maxsize=16)
+def _made_for(config: ScheduleConfig, limit: RankLimit) -> tuple[OrderChoice, Schedule]:
+    """Return the fastest of the family's orders for a bound that pairs can keep.
+
+    Raises ValueError where there is none.
+    """
+    family, sizes = FAMILIES[config.schedule], (config.num_ranks, config.num_microbatches, config.num_chunks)
+    staying = config.balance is not None and config.balance.buffers_stay
+    for choice, made in family.generate_within(*sizes, config.family_options, config.vocabulary, config.input_shards):
+        schedule = replace(made, after_input=limit.after_input)
+        if keeps_bound(schedule, limit.bound, staying):
+            return choice, schedule
+    usual = replace(_usual(config), after_input=limit.after_input)
+    if keeps_bound(usual, limit.bound, staying):
+        group = min(family.usual_group(config.num_ranks), config.num_microbatches)
+        return OrderChoice(groups_of(config.num_microbatches, group), "the usual order"), usual
+    evened = balance(usual)
+    (kept,) = {max(allocated_counts(evened))} if staying else set(evened.bounds or ())
+    raise ValueError(
+        f"no order of {config.schedule} was found that keeps every rank within {limit.bound} micro-batches of a chunk"
+        f"{', host buffers included' if staying else ''}: "
+        f"its groups of {family.usual_group(config.num_ranks)} keep {kept}; raise the bound, or take more chunks"
+    )
+
+
+def config_of_schedule(schedule: Schedule, balance: BalanceConfig | None = None) -> ScheduleConfig:
+    """Return the configuration of a schedule from elsewhere, balanced if asked.
+
+    One with transfers is balanced already and stays as it is.
+
+    Raises ValueError for one that breaks a rule.
+    """
+    check(schedule, Exchange.POSTED)
+    text = f"{header(schedule)}\n{write_rows(schedule)}"
+    return ScheduleConfig(
+        schedule.name, schedule.num_ranks, schedule.num_microbatches, schedule.num_chunks, balance, written=text
+    )
+
+
+@lru_cache(maxsize=16)
+def _read(written: str) -> Schedule:
+    return read_csv(written)
+
+
+def _adopted(config: ScheduleConfig, written: str) -> tuple[Schedule, tuple[Pass, ...], Exchange]:
+    schedule = _read(written)
+    for name in ("num_ranks", "num_microbatches", "num_chunks"):
+        if getattr(config, name) != getattr(schedule, name):
+            raise ValueError(
+                f"schedule {schedule.name} has {name} {getattr(schedule, name)}, and not {getattr(config, name)}"
+            )
+    return schedule, passes(config.balance) if schedule.hosts is None else (), config.passing
+
+
+def adopt(schedule: Schedule, how: BalanceConfig | None = None) -> Schedule:
+    """Return a schedule from elsewhere, checked, and balanced if asked."""
+    return run(schedule, passes(how), exchange_of(schedule.name))
+
+
+def passes(how: BalanceConfig | None) -> tuple[Pass, ...]:
+    """Return the passes that a configuration asks for, in order."""
+    return () if how is None else (lambda schedule: balanced(schedule, how),)
+
+
+def run(schedule: Schedule, changes: Sequence[Pass], exchange: Exchange) -> Schedule:
+    """Run the passes, checking after each, as it will be run. What a pass gets has been checked."""
+    check(schedule, exchange)
+    for change in changes:
+        schedule = change(schedule)
+        check(schedule, exchange)
+    return schedule
+
+
+def balanced(schedule: Schedule, how: BalanceConfig) -> Schedule:
+    """Return the balancing pass with one bound for each rank, one for all, or the smallest for all."""
+    p = schedule.num_ranks
+    if how.activation_budget is not None:
+        paired = how.hosts == PAIR
+        fitted = (
+            balance_within(schedule, how.activation_budget, how.partners)
+            if paired
+            else balance_over_hosts(schedule, how.hosts, how.activation_budget, how.nodes or ())
+        )
+        return fitted if how.windows is None else balance_in_time(fitted, how.activation_budget, how.windows)
+    if how.bounds is not None and len(how.bounds) not in (1, p):
+        raise ValueError(f"{len(how.bounds)} bounds for {p} stages: give one for all or one for each")
+    bounds = None if how.bounds is None else how.bounds * (p if len(how.bounds) == 1 else 1)
+    if how.hosts == PAIR:
+        return balance(schedule, bounds, how.partners)
+    return balance_over_hosts_within(schedule, how.hosts, bounds, how.nodes or ())

@@ -1,0 +1,461 @@
+"""Lower a schedule to what each rank does, messages included.
+
+In: a checked Schedule and an `Exchange`. Out: one `Program` a rank.
+
+Computations and transfers stand in the order of `ir.steps`; what passes between ranks follows from `ir.dependencies`;
+`exchange` says when it is sent, received and waited for. What the data needs is always waited for:
+
+- a computation waits for what it needs from other ranks, a backward for the load of its activations,
+- the next computation, or a load before it, waits for what was evicted: it takes that memory,
+- a RETURN waits for its HOST, a HOST for the RETURN that empties its buffer.
+
+Knows no tensors, no seconds, no schedule by name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+from bpipe.ir.action import COMPUTE, READING, SHARDS, Action, Kind
+from bpipe.ir.dependencies import NOTHING, Dependencies
+from bpipe.ir.host_buffers import Residency, evicted_to, host_buffers
+from bpipe.ir.program import Exchange, MessageTable, Op, Program, Transfer
+from bpipe.ir.schedule import Schedule, Slot
+from bpipe.ir.steps import Step, each_step
+from bpipe.lower.turns import received_before, turns_of
+
+_FORWARD = Kind.FORWARD
+_EVICT, _HOST, _RETURN, _LOAD = Kind.EVICT, Kind.HOST, Kind.RETURN, Kind.LOAD
+_RUN, _POST, _SEND, _WAIT, _START, _FINISH = map(int, Op)
+
+# In place of the rank at a message's other end: it is a collective.
+_ALL = -2
+_NOBODY = -1
+
+# With one neighbour in both directions, to one, and from one.
+_BOTH, _GIVE, _TAKE = bytes([_SEND, _POST, _WAIT, _WAIT]), bytes([_SEND, _WAIT]), bytes([_POST, _WAIT])
+
+
+def lower(schedule: Schedule, exchange: Exchange) -> tuple[Program, ...]:
+    """Lower a schedule to one program a rank.
+
+    Raises ValueError where Megatron's loops cannot run it: computations that overlap, or values of more than two ranks.
+    """
+    if exchange is not Exchange.POSTED:
+        _check_runnable(schedule, exchange)
+    passing = _Passing(schedule)
+    # One rank after the other: what it takes to lower a rank is as large as what comes of it, and need not be there for
+    # all at once.
+    ranks = (_Lowering(schedule, rank, passing) for rank in range(schedule.num_ranks))
+    if exchange is Exchange.MEGATRON_1F1B:
+        return tuple(lowering.between() for lowering in ranks)
+    if exchange is Exchange.MEGATRON_INTERLEAVED:
+        return tuple(
+            lowering.behind(received) for lowering, received in zip(ranks, passing.received_behind(), strict=True)
+        )
+    if exchange is Exchange.MEGATRON_TURNS:
+        turns = turns_of(schedule)
+        received = received_before(schedule, turns, passing.needed, passing.needed_from, passing.made)
+        return tuple(
+            lowering.in_turns(mine, before) for lowering, mine, before in zip(ranks, turns, received, strict=True)
+        )
+    return tuple(lowering.posted(inbound) for lowering, inbound in zip(ranks, passing.inbound(), strict=True))
+
+
+def _check_runnable(schedule: Schedule, exchange: Exchange) -> None:
+    overlapped = next((cell for row in schedule.ranks for cell in row if cell.overlapped is not None), None)
+    if overlapped is not None:
+        raise ValueError(
+            f"{overlapped.compute} and {overlapped.overlapped} overlap: the exchanges of {exchange.value} know one at "
+            f"a time"
+        )
+    if schedule.layout.shard_kinds:
+        raise ValueError(
+            f"the exchanges of {exchange.value} are between two ranks: shards of the vocabulary need "
+            f"{Exchange.POSTED.value}"
+        )
+
+
+class _Passing:
+    """What passes between ranks.
+
+    By rank, with an entry a computation, in order: what it needs and from whom, what it makes and for whom.
+
+    From and for _NOBODY where that stays on the rank.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule, self.messages = schedule, MessageTable(schedule)
+        dependencies = self.messages.dependencies
+        # A pipe that no micro-batch takes passes nothing.
+        pipes = range(min(schedule.layout.num_pipes, schedule.num_microbatches))
+        tables = [
+            (_ends(dependencies, dependencies.operand_of, pipe), _ends(dependencies, dependencies.value_of, pipe))
+            for pipe in pipes
+        ]
+        found = [_values(row, tables) for row in schedule.ranks]
+        self.needed, self.needed_from, self.made, self.made_for = (
+            [of_rank[part] for of_rank in found] for part in range(4)
+        )
+
+    def received_behind(self) -> list[list[list[int]]]:
+        """By rank, for the loop's start and each computation: what neighbours make, by the grid, from then until its
+        next computation."""
+        # By rank and slot: how many computations it has begun by then.
+        begun = [list(accumulate(cell.compute is not None for cell in row)) for row in self.schedule.ranks]
+        received: list[list[list[int]]] = [[[] for _ in range(of_rank[-1] + 1)] for of_rank in begun]
+        for row, made, made_for in zip(self.schedule.ranks, self.made, self.made_for, strict=True):
+            slots = (slot for slot, cell in enumerate(row) if cell.compute is not None)
+            for slot, value, to in zip(slots, made, made_for, strict=True):
+                if to != _NOBODY:
+                    received[to][begun[to][slot]].append(value)
+        return received
+
+    def inbound(self) -> list[dict[int, list[int]]]:
+        """By rank and channel: what a rank receives without having a part in making it, in the order in which it is
+        sent.
+
+        A channel is a directed edge, named by its sender, or, as a negative number, collectives of one sort and sender.
+        """
+        inbound: list[dict[int, list[int]]] = [{} for _ in self.made]
+        dependencies = self.messages.dependencies
+        for sender, (made, made_for) in enumerate(zip(self.made, self.made_for, strict=True)):
+            for value, to in zip(made, made_for, strict=True):
+                if to >= 0:
+                    inbound[to].setdefault(sender, []).append(value)
+                elif to == _ALL:
+                    makers, takers = dependencies.route(value)
+                    for rank in set(takers) - set(makers):
+                        inbound[rank].setdefault(self.channel(value, to), []).append(value)
+        return inbound
+
+    def channel(self, value: int, source: int) -> int:
+        """What a value comes through.
+
+        With several pipes, a sort of collectives has several senders, each with an order of its own.
+        """
+        if source != _ALL:
+            return source
+        dependencies = self.messages.dependencies
+        return ~(value // dependencies.num_microbatches * dependencies.num_ranks + dependencies.route(value).makers[0])
+
+
+# The value of a pipe's first micro-batch and the rank at its other end, by kind and stage.
+_Table = dict[Kind, list[tuple[int, int]]]
+
+
+def _ends(dependencies: Dependencies, ask: Callable[[Action], int], pipe: int) -> _Table:
+    """What every computation makes, or needs (`ask`), of micro-batch 0 by the routes of a pipe, and who is at its
+    other end."""
+    making = ask == dependencies.value_of
+    stages = {kind: range(dependencies.num_ranks if kind in SHARDS else dependencies.num_stages) for kind in COMPUTE}
+    return {
+        kind: [
+            _end(dependencies, action, ask(action), making)
+            for action in (Action(stage, kind, pipe) for stage in of_kind)
+        ]
+        for kind, of_kind in stages.items()
+    }
+
+
+def _end(dependencies: Dependencies, action: Action, value: int, making: bool) -> tuple[int, int]:
+    """What passes of the micro-batch 0, and who is at the other end of the computation that makes it, or needs it."""
+    nothing = (NOTHING, _NOBODY)
+    if value == NOTHING or not dependencies.route(value).takers:
+        return nothing
+    route, first = dependencies.route(value), value - action.microbatch
+    # The one that makes a value for all shards has it for its own.
+    if action.kind in SHARDS and route.makers == (action.stage,) and not making:
+        return nothing
+    if len(route.parties) > 2 or len(route.makers) > 1:
+        return first, _ALL
+    if len(route.parties) == 2:
+        return first, route.parties[1] if making else route.makers[0]
+    return nothing
+
+
+def _values(
+    row: Sequence[Slot], tables: Sequence[tuple[_Table, _Table]]
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    """What the row's computations need, from whom, what they make, for whom."""
+    found: tuple[list[int], list[int], list[int], list[int]] = ([], [], [], [])
+    add_needed, add_source, add_made, add_to = (values.append for values in found)
+    num_pipes = len(tables)
+    needed, made = tables[0]
+    for cell in row:
+        one = cell.compute
+        while one is not None:
+            kind, stage, microbatch = one.kind, one.stage, one.microbatch
+            if num_pipes > 1:
+                needed, made = tables[microbatch % num_pipes]
+            first, other = needed[kind][stage]
+            add_needed(first + microbatch)
+            add_source(other)
+            first, other = made[kind][stage]
+            add_made(first + microbatch)
+            add_to(other)
+            one = None if one is cell.overlapped else cell.overlapped
+    return found
+
+
+@functools.cache
+def _exchanged(num_sent: int, num_received: int) -> bytes:
+    """So many messages sent and received in one operation."""
+    return bytes([_SEND] * num_sent + [_POST] * num_received + [_WAIT] * (num_sent + num_received))
+
+
+class _Lowering:
+    """The instructions of one rank while they are made, and which of its transfers nobody has waited for yet."""
+
+    def __init__(self, schedule: Schedule, rank: int, passing: _Passing) -> None:
+        self.rank, self.passing = rank, passing
+        self.needed, self.needed_from = passing.needed[rank], passing.needed_from[rank]
+        self.made, self.made_for = passing.made[rank], passing.made_for[rank]
+        self.schedule, self.layout = schedule, schedule.layout
+        self.evicted_to = evicted_to(schedule, rank)
+        self.away: dict[tuple[int, int], int] = {}
+        row = schedule.ranks[rank]
+        self.steps = each_step(schedule, rank)
+        self.slots = [0, *(slot for slot, cell in enumerate(row) if cell.compute is not None), len(row) - 1]
+        # By stay, once one is hosted here: half of the ranks host nothing.
+        self.buffers: dict[Residency, int] = {}
+        self.ops = bytearray()
+        self.operands: list[Action | int | Transfer] = []
+        self.starts: list[int] = []
+        self.leaving: list[Transfer] = []
+        self.loading: dict[tuple[int, int], Transfer] = {}
+        self.hosted: dict[tuple[int, int], Transfer] = {}
+        self.residencies: dict[tuple[int, int], int] = {}
+        # By host buffer: the RETURN that empties it.
+        self.emptied: dict[int, Transfer] = {}
+
+    def _program(self) -> Program:
+        """Nothing is left behind: what was given back is waited for."""
+        for transfer in self.emptied.values():
+            self._add(_FINISH, transfer)
+        return Program(self.rank, bytes(self.ops), self.operands, self.starts, self.slots, self.passing.messages)
+
+    def between(self) -> Program:
+        """Return messages as in Megatron's loop for one stage a rank: between two computations, what the first made
+        and the second needs."""
+        ops, operands, add_start = self.ops, self.operands, self.starts.append
+        left, left_to = NOTHING, _NOBODY
+        # The loop's start and end compute nothing.
+        ends = [*self.needed, NOTHING], [*self.needed_from, _NOBODY], [*self.made, NOTHING], [*self.made_for, _NOBODY]
+        self.starts.append(0)
+        self._step(next(self.steps))
+        for step, value, source, made, made_for in zip(self.steps, *ends, strict=True):
+            add_start(len(operands))
+            if left_to == source:
+                if source != _NOBODY:
+                    ops += _BOTH
+                    operands += (left, value, left, value)
+            else:
+                if left_to != _NOBODY:
+                    ops += _GIVE
+                    operands += (left, left)
+                if source != _NOBODY:
+                    ops += _TAKE
+                    operands += (value, value)
+            self._step(step)
+            left, left_to = made, made_for
+        return self._program()
+
+    def behind(self, received: Sequence[list[int]]) -> Program:
+        """Return messages as in Megatron's loop for several stages a rank: behind a computation, what it made and
+        all that precedes the next."""
+        ops, operands = self.ops, self.operands
+        done = 0
+        for step, inputs in zip(self.steps, [*received, []], strict=True):
+            self.starts.append(len(operands))
+            self._step(step)
+            num_sent = 0
+            if step.compute is not None:
+                if self.made_for[done] != _NOBODY:
+                    inputs.insert(0, self.made[done])
+                    num_sent = 1
+                done += 1
+            if inputs:
+                ops += _exchanged(num_sent, len(inputs) - num_sent)
+                operands += inputs
+                operands += inputs
+        return self._program()
+
+    def in_turns(self, turns: Sequence[int], received: Sequence[list[int]]) -> Program:
+        """Return messages as in Megatron's loop for several stages a rank without overlap: between turns, what one
+        made and the next needs."""
+        left: list[int] = []
+        begun = -1
+        self.starts.append(0)
+        self._step(next(self.steps))
+        # The loop's end is a turn that computes nothing.
+        ends = [*turns, turns[-1] + 1], [*self.made, NOTHING], [*self.made_for, _NOBODY]
+        for step, turn, made, made_for in zip(self.steps, *ends, strict=True):
+            self.starts.append(len(self.operands))
+            if turn != begun:
+                both = [*left, *received[turn]]
+                self.ops += _exchanged(len(left), len(received[turn]))
+                self.operands += both + both
+                left, begun = [], turn
+            self._step(step)
+            if made_for != _NOBODY:
+                left.append(made)
+        return self._program()
+
+    def posted(self, inbound: dict[int, list[int]]) -> Program:
+        """Our executor: on every channel receives are posted one ahead, in the order in which their sender sends
+        them."""
+        row = self.schedule.ranks[self.rank]
+        if any(cell.transfers or cell.overlapped for cell in row):
+            return self._posted_beside(inbound)
+        return self._posted_alone([cell.compute for cell in row if cell.compute is not None], inbound)
+
+    def _posted_beside(self, inbound: dict[int, list[int]]) -> Program:
+        """With what moves, and what overlaps."""
+        taken = dict.fromkeys(inbound, 0)
+        early: set[int] = set()
+        sent: list[int] = []
+        needed_from, made, made_for = self.needed_from, self.made, self.made_for
+        done = 0
+        for step in self.steps:
+            self.starts.append(len(self.operands))
+            if step.compute is None:
+                self._step(step)
+                if len(self.starts) == 1:
+                    for messages in inbound.values():
+                        self._add(_POST, messages[0])
+                continue
+            together = (done,) if step.overlapped is None else (done, done + 1)
+            done += len(together)
+            for at in together:
+                if needed_from[at] != _NOBODY:
+                    self._take(self.needed[at], needed_from[at], inbound, taken, early)
+            outputs = [made[at] for at in together if made_for[at] != _NOBODY]
+            self._step(step, outputs)
+            sent += outputs
+        self.ops += bytes([_WAIT] * len(sent))
+        self.operands += sent
+        return self._program()
+
+    def _posted_alone(self, computations: Sequence[Action], inbound: dict[int, list[int]]) -> Program:
+        """The same where nothing moves and nothing overlaps, as in most schedules of a search: without looking for
+        either."""
+        taken = dict.fromkeys(inbound, 0)
+        early: set[int] = set()
+        sent: list[int] = []
+        ops, operands, add_start = self.ops, self.operands, self.starts.append
+        add_do, add_what = ops.append, operands.append
+        add_start(0)
+        for messages in inbound.values():
+            self._add(_POST, messages[0])
+        ends = self.needed, self.needed_from, self.made, self.made_for
+        for action, value, source, made, made_for in zip(computations, *ends, strict=True):
+            add_start(len(operands))
+            if source != _NOBODY:
+                self._take(value, source, inbound, taken, early)
+            add_do(_RUN)
+            add_what(action)
+            if made_for != _NOBODY:
+                add_do(_SEND)
+                add_what(made)
+                sent.append(made)
+        add_start(len(operands))
+        ops += bytes([_WAIT] * len(sent))
+        operands += sent
+        return self._program()
+
+    def _take(
+        self, value: int, source: int, inbound: dict[int, list[int]], taken: dict[int, int], early: set[int]
+    ) -> None:
+        """Wait for a value, and before it for all that its sender sent before it."""
+        channel = source if source != _ALL else self.passing.channel(value, source)
+        messages = inbound.get(channel)
+        if messages is None or (source == _ALL and value not in messages):
+            # The rank has a part in making it, and has sent that.
+            assert source == _ALL, "what a rank needs and does not make is on one of its channels"
+            self._add(_WAIT, value)
+            return
+        if value in early:
+            early.remove(value)
+            return
+        ops, operands, place = self.ops, self.operands, taken[channel]
+        while True:
+            passed = messages[place]
+            place += 1
+            ops.append(_WAIT)
+            operands.append(passed)
+            if place < len(messages):
+                ops.append(_POST)
+                operands.append(messages[place])
+            if passed == value:
+                break
+            early.add(passed)
+        taken[channel] = place
+
+    def _add(self, op: int, operand: Action | int | Transfer) -> None:
+        self.ops.append(op)
+        self.operands.append(operand)
+
+    def _step(self, step: Step, sent: Sequence[int] = ()) -> None:
+        """The transfers and computations of a step, and `sent` right behind these."""
+        compute, before, after, overlapped = step
+        if self.leaving:
+            self._finish_evictions()
+        for action in before:
+            self._start(action)
+        if self.loading:
+            self._finish_loads(step.computations)
+        if compute is not None:
+            self.ops.append(_RUN)
+            self.operands.append(compute)
+        if overlapped is not None:
+            self._add(_RUN, overlapped)
+        for value in sent:
+            self.ops.append(_SEND)
+            self.operands.append(value)
+        if after:
+            if self.leaving and any(action.kind is _LOAD for action in after):
+                self._finish_evictions()
+            for action in after:
+                self._start(action)
+
+    def _finish_loads(self, needed_by: Sequence[Action]) -> None:
+        for one in needed_by:
+            if one.kind in READING and (one.stage, one.microbatch) in self.loading:
+                self._add(_FINISH, self.loading.pop((one.stage, one.microbatch)))
+
+    def _finish_evictions(self) -> None:
+        for transfer in self.leaving:
+            self._add(_FINISH, transfer)
+        self.leaving.clear()
+
+    def _start(self, action: Action) -> None:
+        kind, key = action.kind, (action.stage, action.microbatch)
+        outbound = kind is _EVICT or kind is _RETURN
+        if kind is _EVICT:
+            self.away[key] = next(self.evicted_to)
+        other = self.away.get(key, self.rank) if kind is _EVICT or kind is _LOAD else self.layout.rank_of(*key)
+        transfer = Transfer(action, self.rank, other) if outbound else Transfer(action, other, self.rank)
+        if kind is _HOST:
+            self.residencies[key] = self.residencies.get(key, -1) + 1
+            emptied = self.emptied.pop(self._buffer(key), None)
+            if emptied is not None:
+                self._add(_FINISH, emptied)
+            self.hosted[key] = transfer
+        elif kind is _RETURN:
+            # A schedule that gives back what it does not host is refused by the rules before; one under judgement may.
+            if key in self.hosted:
+                self._add(_FINISH, self.hosted.pop(key))
+                self.emptied[self._buffer(key)] = transfer
+        elif kind is _LOAD:
+            self.loading[key] = transfer
+        else:
+            self.leaving.append(transfer)
+        self._add(_START, transfer)
+
+    def _buffer(self, key: tuple[int, int]) -> int:
+        if not self.buffers:
+            self.buffers = host_buffers(self.schedule, self.rank)
+        return self.buffers[Residency(*key, self.residencies[key])]

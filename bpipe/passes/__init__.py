@@ -1,1 +1,0 @@
-"""Pure functions from a schedule to a schedule, or to what one rank has to do."""

@@ -1,0 +1,95 @@
+"""Write down for which bytes a schedule was balanced, and for which seconds.
+
+In: `RankBudgets`, `Windows`. Out: JSON objects, and the same read strictly. Reads no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any
+
+from bpipe.balance.budget import ActivationBudget
+from bpipe.balance.deadlines import Windows
+from bpipe.ir.action import Kind
+from bpipe.ir.memory import memory_of
+from bpipe.record.keys import Rule, by_name, each, number, values_of, whole, written
+from bpipe.values import a_flag
+
+_Flag = Annotated[bool, Rule(a_flag)]
+_Sizes = Annotated[tuple[int, ...], each(whole())]
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """By rank, what there is room for; by stage, what one micro-batch holds; and what a shard of the vocabulary holds
+    of one.
+
+    `reserved`: host buffers have a reserve.
+    """
+
+    room_bytes: _Sizes
+    saved_bytes: _Sizes
+    moved_bytes: _Sizes
+    after_input_bytes: _Sizes
+    shard_bytes: Annotated[int, whole()] = 0
+    reserved: _Flag = False
+
+
+def _read(found: object, name: str) -> ActivationBudget:
+    keys = _Keys(**values_of(_Keys, found, name, f"{name}."))
+    memory = memory_of(keys.saved_bytes, keys.moved_bytes, keys.after_input_bytes, keys.shard_bytes)
+    return ActivationBudget(keys.room_bytes, replace(memory, reserved=keys.reserved))
+
+
+def _write(activation_budget: ActivationBudget) -> dict[str, Any]:
+    stages = activation_budget.memory.stages
+    saved, moved, after = (
+        (*(size[name] for size in map(asdict, stages)),) for name in ("saved_bytes", "moved_bytes", "after_input_bytes")
+    )
+    return written(
+        _Keys(
+            activation_budget.room_bytes,
+            saved,
+            moved,
+            after,
+            activation_budget.memory.shard_bytes,
+            activation_budget.memory.reserved,
+        )
+    )
+
+
+ActivationBudgetKeys = Annotated[ActivationBudget, Rule(_read, _write)]
+
+_Seconds = Annotated[float, number()]
+_SecondsByStage = Annotated[tuple[float, ...], each(number())]
+
+
+@dataclass(frozen=True, slots=True)
+class _WindowsKeys:
+    """What things take: computations by kind and stage, a message, and by stage a transfer in a node, between two,
+    and to its memory."""
+
+    lasts_s: Annotated[Mapping[str, tuple[float, ...]], by_name(each(number()), "{key} of what lasts")]
+    hop_s: _Seconds
+    inside_s: _SecondsByStage
+    between_s: _SecondsByStage
+    nodes: _Sizes = ()
+    own_s: _SecondsByStage = ()
+
+
+def _read_windows(found: object, name: str) -> Windows:
+    keys = _WindowsKeys(**values_of(_WindowsKeys, found, name, f"{name}."))
+    lasts = tuple((Kind(kind), seconds) for kind, seconds in keys.lasts_s.items())
+    return Windows(lasts, keys.hop_s, keys.inside_s, keys.between_s, keys.nodes, keys.own_s)
+
+
+def _write_windows(windows: Windows) -> dict[str, Any]:
+    lasts = {kind.value: tuple(map(float, seconds)) for kind, seconds in windows.lasts_s}
+    inside, between, own = (
+        tuple(map(float, seconds)) for seconds in (windows.inside_s, windows.between_s, windows.own_s)
+    )
+    return written(_WindowsKeys(lasts, float(windows.hop_s), inside, between, windows.nodes, own))
+
+
+WindowsKeys = Annotated[Windows, Rule(_read_windows, _write_windows)]

@@ -1,0 +1,305 @@
+"""Answer for the CUDA runtime on a machine without a GPU, so that Megatron's own trainer runs there unmodified.
+
+In: a process in which `megatron` has not been imported yet. Out: the same process, where "cuda" means the CPU. Knows
+nothing of schedules or transfers. Installed only when no CUDA device exists, never imported otherwise.
+
+Every replacement is explicit and visible in `_CUDA` and below. A TorchFunctionMode would be shorter but is
+thread-local: autograd's and the data loader's threads would escape it. It must come before Megatron's import, because
+Megatron binds some of these names (`from torch.cuda import _lazy_call`) when it is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+_CPU = torch.device("cpu")
+
+# Megatron's flags that a machine without a GPU needs. A user there should not have to know them; what the user gives
+# wins.
+ARGUMENTS = (
+    *("--distributed-backend", "gloo", "--transformer-impl", "local", "--use-cpu-initialization"),
+    *("--no-masked-softmax-fusion", "--no-bias-swiglu-fusion", "--no-bias-gelu-fusion", "--no-bias-dropout-fusion"),
+    *("--no-gradient-accumulation-fusion", "--no-rope-fusion", "--no-persist-layer-norm"),
+)
+
+
+def install() -> None:
+    """Replace the CUDA runtime by the CPU. Call once, before Megatron is imported; a second call does nothing."""
+    if getattr(torch.cuda, "_bpipe_stand_in", False):
+        return
+    if any(name == "megatron.core" or name.startswith("megatron.core.") for name in sys.modules):
+        raise RuntimeError(
+            "the CPU stand-in must be installed before megatron.core is imported: call cpu_runtime.install() first"
+        )
+    # Compiling element-wise fusions for a handful of small CPU steps costs more than it saves, and needs a C++ compiler
+    # at run time.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    _replace_runtime()
+    _replace_rng()
+    _replace_factories()
+    _replace_moves()
+    _fence_data_loader()
+    _replace(torch.cuda, _bpipe_stand_in=True)
+
+
+class _Inert:
+    """A stream or an event on a device that runs everything in order: every wait is already over."""
+
+    cuda_stream = 0
+    device = _CPU
+    stream_id = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record_event(self, event: _Inert | None = None) -> _Inert:
+        return event or _Inert()
+
+    def elapsed_time(self, end: _Inert) -> float:
+        return 0.0
+
+    def query(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    record = wait = wait_event = wait_stream = synchronize = _nothing
+
+    def __enter__(self) -> _Inert:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        return None
+
+
+class _Generators:
+    """`torch.cuda.default_generators`: whatever the index, the CPU's generator."""
+
+    def __getitem__(self, index: object) -> torch.Generator:
+        return torch.default_generator
+
+    def __len__(self) -> int:
+        return 1
+
+
+def _replace(owner: object, **replacements: Any) -> None:
+    for name, value in replacements.items():
+        setattr(owner, name, value)
+
+
+def _answer(value: Any) -> Callable[..., Any]:
+    """Return a function of its own for every name: torch's compiler tables refuse one object under two names."""
+    return lambda *args, **kwargs: value
+
+
+class _Device(contextlib.nullcontext[None]):
+    """`torch.cuda.device(index)`: a class, because torch asks whether something is an instance of it."""
+
+
+def _context() -> Callable[..., Any]:
+    """Return a context manager that changes nothing, for `torch.cuda.stream`."""
+
+    @contextlib.contextmanager
+    def unchanged(*args: Any) -> Iterator[None]:
+        yield
+
+    return unchanged
+
+
+def _replace_runtime() -> None:
+    """Runtime queries, streams, events and memory counters of one device that is the CPU."""
+    stream = _Inert()
+    cuda: dict[str, Any] = {
+        "is_available": _answer(True),
+        "is_initialized": _answer(True),
+        "is_bf16_supported": _answer(True),
+        "is_current_stream_capturing": _answer(False),
+        "init": _answer(None),
+        "_lazy_init": _answer(None),
+        "_lazy_call": lambda call, **kwargs: call(),
+        "device_count": _answer(1),
+        "current_device": _answer(_CPU),
+        "set_device": _answer(None),
+        "get_device_capability": _answer((8, 0)),
+        "get_device_name": _answer("CPU"),
+        "get_device_properties": _answer(
+            SimpleNamespace(name="CPU", major=8, minor=0, multi_processor_count=1, total_memory=0)
+        ),
+        "synchronize": _answer(None),
+        "empty_cache": _answer(None),
+        "ipc_collect": _answer(None),
+        "memory_allocated": _answer(0),
+        "memory_reserved": _answer(0),
+        "max_memory_allocated": _answer(0),
+        "max_memory_reserved": _answer(0),
+        "device_memory_used": _answer(0),
+        "memory_stats": lambda *args, **kwargs: _ZeroStatistics(),
+        "reset_peak_memory_stats": _answer(None),
+        "reset_max_memory_allocated": _answer(None),
+        "Stream": _Inert,
+        "Event": _Inert,
+        "current_stream": _answer(stream),
+        "default_stream": _answer(stream),
+        "set_stream": _answer(None),
+        "stream": _context(),
+        "device": _Device,
+    }
+    _replace(torch.cuda, **cuda)
+    _replace(torch.cuda.nvtx, range_push=_answer(None), range_pop=_answer(None))
+    _replace(
+        torch.accelerator, is_available=_answer(True), current_device_index=_answer(0), current_stream=_answer(stream)
+    )
+
+
+class _ZeroStatistics(dict[str, int]):
+    """Memory statistics of an allocator that does not exist: zero, whatever is asked."""
+
+    def __missing__(self, key: str) -> int:
+        return 0
+
+
+def _replace_rng() -> None:
+    """One generator serves as the CPU's and as the device's.
+
+    Looked up where torch does, for others may have put one of theirs there.
+    """
+    random: Any = torch.random
+    get_state: Callable[[], torch.Tensor] = torch.get_rng_state
+    set_state: Callable[[torch.Tensor], None] = torch.set_rng_state
+    for module in (torch.cuda, torch.cuda.random):
+        _replace(
+            module,
+            get_rng_state=lambda device="cuda": get_state(),
+            set_rng_state=lambda new_state, device="cuda": set_state(new_state),
+            manual_seed=lambda seed: random.default_generator.manual_seed(seed) and None,
+            manual_seed_all=lambda seed: random.default_generator.manual_seed(seed) and None,
+            initial_seed=lambda: random.default_generator.initial_seed(),
+        )
+    _replace(torch.cuda, default_generators=_Generators())
+
+
+def _is_cuda(device: object) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.split(":")[0] == "cuda"
+
+
+def _to_cpu(value: Any) -> Any:
+    """Return the CPU for a device that names CUDA (also by its index), everything else unchanged."""
+    return _CPU if _is_cuda(value) else value
+
+
+_FACTORIES = (
+    *(
+        "empty",
+        "zeros",
+        "ones",
+        "full",
+        "rand",
+        "randn",
+        "randint",
+        "randperm",
+        "arange",
+        "linspace",
+        "tensor",
+        "as_tensor",
+        "eye",
+    ),
+    *("empty_strided", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+)
+
+
+def _replace_factories() -> None:
+    """`torch.zeros(..., device="cuda")` and its kin make CPU tensors."""
+
+    def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(factory)
+        def make(*args: Any, **kwargs: Any) -> Any:
+            device = kwargs.get("device")
+            if device is not None:
+                # An index alone names a CUDA device too.
+                kwargs["device"] = _CPU if isinstance(device, int) else _to_cpu(device)
+            if kwargs.get("pin_memory"):
+                kwargs["pin_memory"] = False
+            return factory(*args, **kwargs)
+
+        return make
+
+    for name in _FACTORIES:
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+
+
+def _replace_moves() -> None:
+    """`.cuda()`, `.to("cuda")`, `.pin_memory()` stay where they are; a CPU tensor's type name is that of its CUDA
+    twin."""
+
+    def on_cpu(move: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(move)
+        def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if "device" in kwargs:
+                kwargs["device"] = _to_cpu(kwargs["device"])
+            return move(self, *(_to_cpu(arg) for arg in args), **kwargs)
+
+        return to
+
+    def stay(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    plain_type: Callable[..., Any] = torch.Tensor.type
+
+    def type_name(self: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
+        # Megatron's optimizer sorts parameters by this name and asserts on any other.
+        if dtype is None:
+            # A torch function mode finds this function by the name of the plain one, and comes through here a second
+            # time.
+            return plain_type(self).replace("torch.cuda.", "torch.", 1).replace("torch.", "torch.cuda.", 1)
+        if isinstance(dtype, str):
+            dtype = dtype.replace("torch.cuda.", "torch.", 1)
+        return plain_type(self, dtype, **kwargs)
+
+    for owner in (torch.Tensor, torch.nn.Module):
+        _replace(owner, to=on_cpu(owner.to), cuda=stay)
+    for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"):
+        setattr(torch.Tensor, name, on_cpu(getattr(torch.Tensor, name)))
+    _replace(torch.Tensor, pin_memory=stay, type=type_name)
+
+
+def _fence_data_loader() -> None:
+    """No pinned memory, no workers, and no draw from the generator that also serves as the device's.
+
+    `DataLoader.__iter__` draws a base seed. On a GPU that draw cannot touch the CUDA generator; here it would, and a
+    resumed run, which iterates anew, would not continue with the same dropout.
+    """
+    loader = torch.utils.data.DataLoader
+    plain_init, plain_iter = loader.__init__, loader.__iter__
+
+    @functools.wraps(plain_init)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs["pin_memory"] = False
+        kwargs["num_workers"] = 0
+        for name in ("persistent_workers", "prefetch_factor"):
+            kwargs.pop(name, None)
+        plain_init(self, *args, **kwargs)
+
+    @functools.wraps(plain_iter)
+    def iterate(self: Any) -> Any:
+        state = torch.get_rng_state()
+        try:
+            return plain_iter(self)
+        finally:
+            torch.set_rng_state(state)
+
+    _replace(loader, __init__=init, __iter__=iterate)

@@ -1,0 +1,267 @@
+"""Mend defects of the installed Megatron that would stop a run, each only where the defect is present.
+
+In: an imported Megatron. Out: the same with some of its functions replaced in memory, and a line for each repair that
+was made or could not be tried. Edits no file and knows nothing of schedules. `REPAIRS` is the whole table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import itertools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Repair:
+    """One defect: the names in Megatron that are replaced where it is present, what works then, and how to replace
+    them.
+
+    `make` looks for the defect, replaces nothing where there is none, and returns whether it did.
+    """
+
+    names: tuple[str, ...]
+    mends: str
+    make: Callable[[], bool]
+
+
+def apply() -> list[str]:
+    """Make every repair whose defect is present. Returns a line for each, and one for each that could not be tried.
+
+    A repair tries the defect on stand-ins and reads names that another Megatron may not have: that must end no run.
+    """
+    lines = []
+    for repair in REPAIRS:
+        try:
+            made = repair.make()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            lines.append(
+                f"left out, because it cannot be tried on this Megatron ({reason}): the repair of "
+                f"{', '.join(repair.names)}, by which "
+                f"{repair.mends}"
+            )
+            continue
+        if made:
+            lines.append(f"repaired in memory, no file is edited: {', '.join(repair.names)}: {repair.mends}")
+    return lines
+
+
+def _skip_compiling_helpers() -> bool:
+    """Skip compiling dataset helpers: the wheel ships them compiled and no Makefile, and `make` there fails and ends
+    the process."""
+    from megatron.core.datasets import utils
+
+    if os.path.exists(os.path.join(os.path.dirname(utils.__file__), "Makefile")):
+        return False
+    utils.compile_helpers = lambda: None
+    return True
+
+
+def _torch_norm_with_sequence_parallelism() -> bool:
+    """Without Apex and Transformer Engine, Megatron's norm is torch's, and refuses sequence parallelism.
+
+    All that is missing is a mark on its weights, which tells Megatron to sum their gradients over the tensor-parallel
+    ranks.
+    """
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    sample = SimpleNamespace(
+        **dict.fromkeys(("layernorm_zero_centered_gamma", "persist_layer_norm", "memory_efficient_layer_norm"), False),
+        sequence_parallel=True,
+        normalization="LayerNorm",
+    )
+    try:
+        WrappedTorchNorm(sample, 1)
+    except AssertionError:
+        pass
+    else:
+        return False
+    plain = WrappedTorchNorm.__new__
+
+    @functools.wraps(plain)
+    def marked(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        if not config.sequence_parallel:
+            return plain(cls, config, *args, **kwargs)
+        without = copy.copy(config)
+        without.sequence_parallel = False
+        norm = plain(cls, without, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = True
+        return norm
+
+    WrappedTorchNorm.__new__ = marked
+    return True
+
+
+def _recompute_norms_without_transformer_engine() -> bool:
+    """Recomputing a norm asks Transformer Engine whether FP8 is on, also where it is not installed: a NameError in
+    the first forward."""
+    from megatron.core.tensor_parallel import random
+
+    if hasattr(random, "FP8GlobalStateManager"):
+        return False
+    random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
+    random.activation_recompute_forward = random.fp8_autocast = lambda **_: contextlib.nullcontext()
+    return True
+
+
+def _resume_distributed_optimizer_with_torch_adam() -> bool:
+    """Without Apex and Transformer Engine the distributed optimizer wraps torch's Adam, and cannot resume with it.
+
+    It asks for the common step of a state that torch makes only at the first step; it writes loaded values into
+    parameters that require a gradient; it gives all parameters one tensor as their step, which torch counts up once for
+    each of them, or the step from before the loading; and in the fully reshardable format it looks for that step where
+    it was not put.
+    """
+    from megatron.core.optimizer import distrib_optimizer
+
+    if distrib_optimizer.HAVE_APEX_OR_TE:
+        return False
+    kind = distrib_optimizer.DistributedOptimizer
+    plain_state_dict, plain_load = kind.state_dict, kind.load_state_dict
+
+    @functools.wraps(plain_state_dict)
+    def state_dict(self: Any) -> Any:
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = self.optimizer.state[parameter]
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    state.update({key: torch.zeros_like(parameter) for key in self.optimizer_state_keys})
+        return plain_state_dict(self)
+
+    @functools.wraps(plain_load)
+    def load_state_dict(self: Any, loaded: Any) -> None:
+        step = float(loaded["optimizer"]["param_groups"][0]["step"])
+        plain_load(self, loaded)
+        for state in self.optimizer.state.values():
+            state["step"] = torch.tensor(step)
+
+    plain_set = torch.no_grad()(kind._set_main_param_and_optimizer_states)
+
+    @functools.wraps(plain_set)
+    def set_states(self: Any, model_param: Any, tensors: Any) -> None:
+        # What is no tensor is passed over.
+        plain_set(self, model_param, {"step": None, **tensors})
+
+    kind.state_dict, kind.load_state_dict = state_dict, load_state_dict
+    kind._set_main_param_and_optimizer_states = set_states
+    return True
+
+
+def _save_padded_buckets_by_layer() -> bool:
+    """Saved by layer, the distributed optimizer's state is put together without the padding behind each bucket, and
+    then cut up as with it.
+
+    So behind a padded bucket every weight's state is another's, and the last one's ends in zeros; Megatron warns of no
+    more than that.
+    """
+    from megatron.core.optimizer import distrib_optimizer
+
+    kind = distrib_optimizer.DistributedOptimizer
+    plain = getattr(kind, "sharded_param_state_fully_reshardable", None)
+    if plain is None or tuple(inspect.signature(plain).parameters) != (
+        "self",
+        "model_sharded_state_dict",
+        "is_loading",
+        "metadata",
+    ):
+        return False
+    if not _cuts_as_with_padding(plain):
+        return False
+
+    @functools.wraps(plain)
+    def sharded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        padded = [buffer.param_index_map for buffer in self.buffers]
+        try:
+            for buffer in self.buffers:
+                buffer.param_index_map = without_padding(buffer)
+            return plain(self, *args, **kwargs)
+        finally:
+            for buffer, index in zip(self.buffers, padded, strict=True):
+                buffer.param_index_map = index
+
+    kind.sharded_param_state_fully_reshardable = sharded
+    return True
+
+
+def without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
+    """Return the begin, end and bucket of each parameter of a buffer, where buckets follow each other without
+    padding."""
+    sizes = [0, *itertools.accumulate(bucket.numel_unpadded for bucket in buffer.buckets)]
+    moved = [buffer.bucket_indices[bucket][0] - before for bucket, before in enumerate(sizes[:-1])]
+    return {
+        param: (start - moved[at], end - moved[at], at) for param, (start, end, at) in buffer.param_index_map.items()
+    }
+
+
+def _cuts_as_with_padding(sharded: Callable[..., Any]) -> bool:
+    """Of two parameters in buckets of 4 that each have 1, whose state is 1 and 2: whether the second's is found to
+    be another."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from megatron.core.optimizer import distrib_optimizer
+
+    params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    buffer = SimpleNamespace(
+        param_index_map={params[0]: (0, 1, 0), params[1]: (4, 5, 1)},
+        bucket_indices=[(0, 4), (4, 8)],
+        buckets=[SimpleNamespace(numel_unpadded=1)] * 2,
+        numel_unpadded=2,
+    )
+    state = {0: {torch.float32: {"param": torch.tensor([1.0, 2.0]), "numel_unpadded": 2}}}
+    optimizer = SimpleNamespace(
+        gbuf_ranges=[{torch.float32: None}], buffers=[buffer], get_parameter_state_dp_zero=lambda **_: state
+    )
+    named = {str(number): ShardedTensor.from_rank_offsets(str(number), param) for number, param in enumerate(params)}
+    logger = distrib_optimizer.logger
+    said, logger.disabled = logger.disabled, True
+    try:
+        found = sharded(optimizer, named, False, {})
+    finally:
+        logger.disabled = said
+    return float(found[1]["param"].data) != 2.0
+
+
+_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
+_RANDOM = "megatron.core.tensor_parallel.random"
+REPAIRS = (
+    Repair(
+        ("megatron.core.datasets.utils.compile_helpers",),
+        "dataset helpers that are shipped compiled are not built again",
+        _skip_compiling_helpers,
+    ),
+    Repair(
+        ("megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",),
+        "torch's norm takes part in sequence parallelism",
+        _torch_norm_with_sequence_parallelism,
+    ),
+    Repair(
+        tuple(
+            f"{_RANDOM}.{name}" for name in ("FP8GlobalStateManager", "activation_recompute_forward", "fp8_autocast")
+        ),
+        "norms are recomputed without asking Transformer Engine for FP8",
+        _recompute_norms_without_transformer_engine,
+    ),
+    Repair(
+        tuple(
+            f"{_DISTRIBUTED}.{name}"
+            for name in ("state_dict", "load_state_dict", "_set_main_param_and_optimizer_states")
+        ),
+        "the distributed optimizer resumes with torch's Adam",
+        _resume_distributed_optimizer_with_torch_adam,
+    ),
+    Repair(
+        (f"{_DISTRIBUTED}.sharded_param_state_fully_reshardable",),
+        "the distributed optimizer's state is saved by layer also behind padded buckets",
+        _save_padded_buckets_by_layer,
+    ),
+)

@@ -1,0 +1,382 @@
+"""Which Megatron runs in this process, and what of its arguments and configuration this project reads.
+
+In: an imported Megatron, its parsed arguments, a model's configuration. Out: a line for the log, or an error that names
+what this Megatron lacks. Replaces nothing and knows no tensors. Importing this module imports no Megatron.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+TRIED_VERSIONS = ("0.19.2",)
+
+
+class Unfit(RuntimeError):
+    """The Megatron that runs is not one that bpipe can use."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """The megatron-core that was imported.
+
+    `version` is what it says of itself, a commit's hash maybe with it; `place` is its folder.
+    """
+
+    version: str
+    place: Path
+
+    @property
+    def release(self) -> str:
+        """The version without what a build or a checkout appended, which may be compared."""
+        # Not at the top: it comes with megatron-core, and whoever starts without is told so in one line.
+        from packaging.version import InvalidVersion, Version
+
+        try:
+            return Version(self.version).public
+        except InvalidVersion:
+            return self.version
+
+    @property
+    def tried(self) -> bool:
+        return self.release in TRIED_VERSIONS
+
+
+def running() -> Running:
+    """Return the Megatron that Python finds first: a checkout's folder may come before the installed wheel on
+    sys.path."""
+    # Not at the top: the CPU stand-in has to precede Megatron.
+    from megatron import core
+
+    return Running(str(core.__version__), Path(str(core.__file__)).resolve().parent)
+
+
+def describe(found: Running) -> list[str]:
+    """Return the lines for the log: version and place, and what is unusual about them."""
+    wheel = _installed()
+    shadowed = (
+        f", not the installed wheel's {wheel[0]}: it comes first on sys.path"
+        if wheel and wheel[1] != found.place
+        else ""
+    )
+    lines = [f"megatron-core {found.version} from {found.place}{shadowed}"]
+    if not found.tried:
+        lines.append(
+            f"megatron-core {found.release} is not among the versions tried ({', '.join(TRIED_VERSIONS)}); what is "
+            f"replaced has the "
+            "parameters that are relied on"
+        )
+    training = importlib.util.find_spec("megatron.training")
+    origin = Path(training.origin).resolve().parent if training is not None and training.origin is not None else None
+    if origin is not None and origin.parent != found.place.parent:
+        lines.append(f"megatron.training is another copy's, from {origin}: two versions may be mixed here")
+    return lines
+
+
+def _installed() -> tuple[str, Path] | None:
+    """Version and folder of the wheel that pip installed, if there is one.
+
+    An editable installation has no folder of its own.
+    """
+    try:
+        wheel = metadata.distribution("megatron-core")
+    except metadata.PackageNotFoundError:
+        return None
+    place = Path(str(wheel.locate_file("megatron/core")))
+    return (wheel.version, place.resolve()) if place.is_dir() else None
+
+
+@functools.cache
+def remark(line: str) -> None:
+    """Print one line, once, from rank 0; there may be no process group yet to ask."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"bpipe: {line}", flush=True)
+
+
+# These modules read a model's configuration, the others Megatron's arguments.
+OF_CONFIGURATION = ("beside", "driver", "executor", "loops", "links", "syncing")
+
+# What is read as an attribute of Megatron's arguments, or of a model's configuration, by the module that reads it. It
+# cannot work without. A test holds this to the code.
+REQUIRED: dict[str, tuple[str, ...]] = {
+    "rank_order": (
+        *(
+            "context_parallel_size",
+            "pipeline_model_parallel_size",
+            "rank",
+            "tensor_model_parallel_size",
+            "use_tp_pp_dp_mapping",
+        ),
+        "world_size",
+    ),
+    "arguments": (
+        *("context_parallel_size", "distributed_timeout_minutes", "log_interval", "micro_batch_size"),
+        "padded_vocab_size",
+        *(
+            "pipeline_model_parallel_size",
+            "seq_length",
+            "tensor_model_parallel_size",
+            "tensorboard_dir",
+            "tensorboard_log_interval",
+        ),
+        *("timing_log_level", "train_iters", "wandb_project"),
+    ),
+    "beside": ("barrier_with_L1_time", "finalize_model_grads_func"),
+    "driver": ("batch_p2p_sync", "timers"),
+    "choosing": (
+        *("micro_batch_size", "padded_vocab_size", "pipeline_model_parallel_size", "tensor_model_parallel_size"),
+        "virtual_pipeline_model_parallel_size",
+    ),
+    "budgets": ("padded_vocab_size", "step_batch_size_schedule", "vocab_size", "world_size"),
+    "sizes": (
+        *(
+            "data_parallel_size",
+            "global_batch_size",
+            "micro_batch_size",
+            "pipeline_model_parallel_size",
+            "step_batch_size_schedule",
+        ),
+        "virtual_pipeline_model_parallel_size",
+    ),
+    "pipes": (
+        *("context_parallel_size", "global_batch_size", "micro_batch_size", "num_virtual_stages_per_pipeline_rank"),
+        *(
+            "pipeline_model_parallel_size",
+            "tensor_model_parallel_size",
+            "use_mp_args_from_checkpoint_args",
+            "use_tp_pp_dp_mapping",
+        ),
+        "world_size",
+    ),
+    "following": (
+        *(
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+            "decoder_first_pipeline_num_layers",
+        ),
+        *(
+            "decoder_last_pipeline_num_layers",
+            "dist_ckpt_optim_fully_reshardable",
+            "num_layers",
+            "num_layers_per_virtual_pipeline_stage",
+        ),
+        *(
+            "num_virtual_stages_per_pipeline_rank",
+            "overlap_p2p_comm",
+            "pipeline_model_parallel_layout",
+            "pipeline_model_parallel_size",
+        ),
+        *("use_distributed_optimizer", "use_mp_args_from_checkpoint_args"),
+    ),
+    "redistributing": (
+        *(
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+            "decoder_first_pipeline_num_layers",
+        ),
+        *(
+            "decoder_last_pipeline_num_layers",
+            "hidden_size",
+            "hybrid_layer_pattern",
+            "make_vocab_size_divisible_by",
+            "mtp_num_layers",
+        ),
+        *(
+            "num_layers",
+            "num_layers_per_virtual_pipeline_stage",
+            "num_virtual_stages_per_pipeline_rank",
+            "padded_vocab_size",
+        ),
+        *(
+            "pipeline_model_parallel_layout",
+            "pipeline_model_parallel_size",
+            "seq_length",
+            "tensor_model_parallel_size",
+            "vocab_size",
+        ),
+    ),
+    "executor": ("barrier_with_L1_time", "calculate_per_token_loss", "finalize_model_grads_func", "timers"),
+    "syncing": ("grad_sync_func", "no_sync_func", "param_sync_func"),
+    "delaying": (
+        "add_bias_linear",
+        "delay_wgrad_compute",
+        "gradient_accumulation_fusion",
+        "overlap_grad_reduce",
+        "transformer_impl",
+    ),
+    "loops": ("microbatch_group_size_per_vp_stage",),
+    "links": ("pipeline_dtype",),
+    "tokenizer": ("pad_vocab_size", "tokenizer_type", "vocab_size"),
+    "one_stage": (
+        *(
+            "hidden_size",
+            "make_vocab_size_divisible_by",
+            "padded_vocab_size",
+            "params_dtype",
+            "pipeline_model_parallel_size",
+            "seed",
+        ),
+        *("seq_length", "sequence_parallel", "tensor_model_parallel_size", "vocab_size", "world_size"),
+    ),
+    "profile": (
+        *(
+            "attention_backend",
+            "bf16",
+            "ffn_hidden_size",
+            "fp16",
+            "global_batch_size",
+            "hidden_size",
+            "num_attention_heads",
+            "num_layers",
+        ),
+        *(
+            "pipeline_model_parallel_size",
+            "recompute_granularity",
+            "seq_length",
+            "tensor_model_parallel_size",
+            "transformer_impl",
+        ),
+    ),
+    "pretrain_gpt": (
+        *(
+            "allow_ambiguous_pad_tokens",
+            "check_for_nan_in_loss_and_grad",
+            "context_parallel_size",
+            "create_attention_mask_in_dataloader",
+        ),
+        *(
+            "data_cache_path",
+            "eod_mask_loss",
+            "full_validation",
+            "micro_batch_size",
+            "mid_level_dataset_surplus",
+            "mmap_bin_files",
+        ),
+        *(
+            "mock_data",
+            "mtp_num_layers",
+            "multiple_validation_sets",
+            "num_dataset_builder_threads",
+            "object_storage_cache_path",
+        ),
+        *("pipeline_model_parallel_size", "reset_attention_mask", "reset_position_ids", "seed", "seq_length", "split"),
+    ),
+}
+
+
+_NO_CUDA_GRAPHS, _NO_OFFLOADING, _NO_COMBINED = "no CUDA graphs", "no activation offloading", "no combined 1F1B"
+_NO_EXPERTS, _NO_SHARDS, _NO_PACKING = (
+    "no experts",
+    "weights sharded by tensor parallelism alone",
+    "no packed sequences",
+)
+_NO_RECOMPUTATION, _NO_FURTHER = "no recomputation", "no multi-token prediction"
+
+# What is read through `bpipe.refusals.Settings`, for which a missing setting is None, and what that is taken for.
+OPTIONAL: dict[str, str] = {
+    "add_bias_linear": "linear layers without biases",
+    "async_save": "checkpoints are written before training goes on",
+    "ckpt_format": "checkpoints by rank",
+    "cpu_offloading": _NO_OFFLOADING,
+    "cpu_offloading_num_layers": _NO_OFFLOADING,
+    "cuda_graph_impl": _NO_CUDA_GRAPHS,
+    "dataloader_inter_document_masking": _NO_PACKING,
+    "defer_embedding_wgrad_compute": "no gradients put off",
+    "distribute_saved_activations": "saved activations stay whole",
+    "enable_cuda_graph": _NO_CUDA_GRAPHS,
+    "expert_gtp_weight_remat_size": _NO_SHARDS,
+    "external_cuda_graph": _NO_CUDA_GRAPHS,
+    "fake_process_group": "real process groups",
+    "fine_grained_activation_offloading": _NO_OFFLOADING,
+    "fp4": "no FP4",
+    "fp8": "no FP8",
+    "gtp_weight_remat_size": _NO_SHARDS,
+    "hybrid_context_parallel": _NO_PACKING,
+    "hybrid_layer_pattern": "layers of one kind",
+    "init_model_with_meta_device": "models are built with their weights",
+    "inprocess_restart": "no in-process restart",
+    "iterations_to_skip": "no iteration is skipped",
+    "load": "nothing is loaded",
+    "moe_pad_expert_input_to_capacity": "experts without a fixed capacity",
+    "moe_paged_stash": "no paged stash",
+    "moe_shared_expert_overlap": "shared experts are not overlapped",
+    "moe_token_dispatcher_type": "not the flex dispatcher",
+    "mtp_num_layers": _NO_FURTHER,
+    "non_persistent_ckpt_type": "checkpoints for all",
+    "num_experts": _NO_EXPERTS,
+    "num_microbatches_with_partial_activation_checkpoints": "all micro-batches recompute alike",
+    "num_moe_experts": _NO_EXPERTS,
+    "optimizer_cpu_offload": "the optimizer's state is on the device",
+    "overlap_moe_expert_parallel_comm": _NO_COMBINED,
+    "perform_rl_step": "no reinforcement learning",
+    "pipeline_model_parallel_layout": "no layout of layers",
+    "recompute_granularity": _NO_RECOMPUTATION,
+    "recompute_modules": _NO_RECOMPUTATION,
+    "save": "nothing is saved",
+    "sft": _NO_PACKING,
+    "tensor_parallel_num_weight_shards": _NO_SHARDS,
+    "tp_comm_overlap": "tensor-parallel communication is not overlapped",
+    "use_megatron_fsdp": "no FSDP",
+    "use_ring_exchange_p2p": "no ring exchange",
+    "use_torch_fsdp2": "no FSDP",
+    "variable_seq_lengths": "sequences of one length",
+    "yaml_cfg": "no YAML configuration",
+}
+# 0.19.2 has these in one of the two only.
+_NOT_IN_ARGUMENTS = frozenset(
+    (
+        "cpu_offloading",
+        "num_microbatches_with_partial_activation_checkpoints",
+        "num_moe_experts",
+        "variable_seq_lengths",
+    )
+)
+_NOT_IN_CONFIGURATION = frozenset(
+    (
+        *(
+            "dataloader_inter_document_masking",
+            "fake_process_group",
+            "inprocess_restart",
+            "num_experts",
+            "perform_rl_step",
+            "sft",
+        ),
+        *("async_save", "optimizer_cpu_offload", "use_megatron_fsdp", "use_torch_fsdp2", "yaml_cfg"),
+        *("ckpt_format", "hybrid_layer_pattern", "iterations_to_skip", "load", "non_persistent_ckpt_type", "save"),
+    )
+)
+
+
+def require(source: object, module: str) -> None:
+    """Raise Unfit, with nothing done yet, where Megatron's arguments or a configuration lack what a module of ours
+    reads."""
+    lacking = [name for name in REQUIRED[module] if not hasattr(source, name)]
+    if lacking:
+        found = running()
+        kind = "configuration has" if module in OF_CONFIGURATION else "arguments have"
+        raise Unfit(
+            f"megatron-core {found.version} at {found.place} cannot be used by bpipe's {module}: its {kind} no "
+            f"{', '.join(lacking)}. "
+            f"Install megatron-core=={TRIED_VERSIONS[-1]}, or train without bpipe"
+        )
+
+
+def say_absent(source: object, *, configuration: bool) -> None:
+    """Say, in a version that was never tried, which settings it lacks and what that is taken for.
+
+    It may have renamed one.
+    """
+    found = running()
+    if found.tried:
+        return
+    elsewhere = _NOT_IN_CONFIGURATION if configuration else _NOT_IN_ARGUMENTS
+    absent = [
+        f"{name} ({taken})" for name, taken in OPTIONAL.items() if name not in elsewhere and not hasattr(source, name)
+    ]
+    if absent:
+        kind = "model's configuration" if configuration else "arguments"
+        remark(f"megatron-core {found.release} lacks in its {kind}, and bpipe takes for: {'; '.join(absent)}")

@@ -1,0 +1,1 @@
+"""Run an iteration: the driver, our own loop, and its parts."""

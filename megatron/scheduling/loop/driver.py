@@ -1,0 +1,415 @@
+"""Own an iteration: the engine of its program, the connections to whom it sends or hosts for, what is measured, and
+what is written of it.
+
+In: a configuration; for each iteration its program, and `begin`, `before`, `after`, `sent`, `communicated` and `end` as
+an engine has them, from whoever runs the pipelined loop. Out: the same calls, made on the program's engine; lines in
+the log, and measurements for a report. Knows neither who runs the loop nor how its operations are found out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bpipe.build import BalanceConfig, ScheduleConfig, built
+from bpipe.generate.family import Family
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.host_buffers import links_of
+from bpipe.ir.memory import moves_anything
+from bpipe.ir.program import Exchange
+from bpipe.ir.schedule import Schedule
+from bpipe.record.format import RankSummary
+from bpipe.runtime.engine import TIMERS, Engine, EngineConfig
+from bpipe.runtime.meter import Meter
+from bpipe.runtime.recorder import ExactBytes, Recorder
+from bpipe.runtime.sizing import Unmoved
+from bpipe.runtime.streams import Clock, Streams, allocated_on
+from bpipe.transport.base import Transport
+from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory
+from megatron.scheduling.hooks import upstream
+from megatron.scheduling.hooks.beside import OwnTime
+from megatron.scheduling.loop import links
+from megatron.scheduling.loop.waiting import refuse_standstill
+from megatron.scheduling.memory.differing import Differing
+from megatron.scheduling.memory.watermark import Watermark
+from megatron.scheduling.memory.weighing import Waiting, Weighing
+from megatron.scheduling.options.arguments import SchedulingConfig
+from megatron.scheduling.report.log import FirstIterations, pipeline_begins_with_rank_0, say
+from megatron.scheduling.report.recording import IterationNotes
+from megatron.scheduling.report.schedule_lines import describe, grouped
+from megatron.scheduling.report.stage_report import summary_of
+from megatron.scheduling.start.refusals import differ, refuse
+
+# Computations behind which a rank holds more.
+_GROWING = (Kind.FORWARD, Kind.SHARD_FORWARD)
+
+
+@dataclass(frozen=True)
+class FirstMeasured:
+    """Measured memory of one rank in its first iteration: of one micro-batch by stage, of what it receives for one, and
+    the peak.
+
+    `moved_bytes`: of stages that left. `allocated_bytes`, `reserved_bytes`: peaks of the device's allocator until the
+    loop's end, before weights were updated; 0 where nobody counts. `lent_bytes`: host buffers outside of that
+    allocator; `peak_bytes` includes them. `parts`: what could leave in place of all, see `Sizing.parts`.
+    """
+
+    saved_bytes: Mapping[int, int]
+    moved_bytes: Mapping[int, int]
+    after_input_bytes: Mapping[int, int]
+    shard_bytes: int
+    received_bytes: int
+    peak_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    lent_bytes: int = 0
+    parts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+
+class Driver:
+    """One rank's iterations, one after the other.
+
+    What lives on between them: an engine a program, and the pair's groups.
+
+    `waiting`: what whoever computes keeps between the halves of a backward, by its first half; whoever splits backwards
+    sets it. `between`: the same of a shard of the vocabulary between S and T, by S. `running` is true inside of
+    `iteration`. `recording`, `watermark`: what a report wants to be noted; `recorded` is the last iteration's note.
+    `changed_over`: this iteration is the first of its program since another one's, and every rank's is. `how`: how what
+    runs is balanced, if at all. `differing`: micro-batches may differ in size; known from the first iteration on.
+    """
+
+    def __init__(self, config: SchedulingConfig) -> None:
+        self._config = config
+        self._engines: dict[ScheduleConfig, Engine] = {}
+        self._streams: Streams | None = None
+        self._program: ScheduleConfig | None = None
+        self._active: Engine | None = None
+        self._at: Action | None = None
+        # By the place of the other rank.
+        self._connections: dict[int, Connection | OwnMemory] = {}
+        self.how = config.balancing
+        self._learns = config.memory is not None and config.memory.learns
+        self._meter = Meter(keeps_inputs=config.own is None) if config.report is not None or self._learns else None
+        self._peaks: list[tuple[int, int]] = []
+        self._most = 0, 0
+        self._first_iterations = FirstIterations(config.minimum_bytes)
+        self._differing = Differing()
+        self._own_time = OwnTime()
+        self._num_iterations = 0
+        self.changed_over = False
+        self.differing = False
+        self.links: list[MeasuredLink] = []
+        self.recording = False
+        self.recorded: IterationNotes | None = None
+        self.watermark: Watermark | None = None
+        self.waiting: Waiting = lambda backward: ()
+        self.between: Waiting = lambda shard: ()
+        self._weighing: Weighing | None = None
+
+    # -- an iteration
+    # --------------------------------------------------------------------------------------------------------------
+
+    def program(
+        self, family: Family, num_microbatches: int, group_size: int | None = None, exchange: Exchange | None = None
+    ) -> ScheduleConfig:
+        """Return this family's schedule over this run's ranks and chunks, balanced if the run is."""
+        return ScheduleConfig(
+            schedule=family.name,
+            num_ranks=self._config.num_ranks,
+            num_microbatches=num_microbatches,
+            num_chunks=self._config.num_chunks,
+            balance=self.how,
+            group_size=group_size,
+            exchange=exchange,
+        )
+
+    @contextlib.contextmanager
+    def iteration(self, program: ScheduleConfig, config: Any) -> Iterator[Schedule]:
+        """Enter around one iteration's loop, which runs this schedule: it calls `begin` before its first communication
+        and `end` after its last.
+
+        `config` is Megatron's, of the model. Raises ValueError for what it says that cannot be balanced. Collective
+        over the world in a program's first iteration, and wherever timers are printed.
+        """
+        if not self._engines:
+            # What only the model's configuration says; the arguments were judged at the start, if there were any.
+            upstream.require(config, "driver")
+            upstream.say_absent(config, configuration=True)
+        refuse(config, self._config.balance, self._config.own is not None, self._config.unproven)
+        first = not self._engines
+        engine = self._active = self._engine(program, config)
+        if first and any(
+            action.kind is Kind.BACKWARD_WEIGHT
+            for slot in engine.schedule.ranks[self.rank]
+            for action in slot.computations
+        ):
+            self._weighing = Weighing(self.waiting, self.device)
+        recorder = engine.recorder = Recorder(Clock(self.device)) if self.recording else None
+        begin_s = time.time()
+        try:
+            yield engine.schedule
+        except Exception as error:
+            error.add_note(f"bpipe: {engine.where()}")
+            engine.abandon()
+            raise
+        finally:
+            self._active = None
+        self._ended(engine)
+        self._print_timers(config.timers)
+        if recorder is not None:
+            self._keep(program, engine, recorder, begin_s)
+
+    def _ended(self, engine: Engine) -> None:
+        """Note what the iteration reached, and say what only its end shows."""
+        if self._learns:
+            # The CPU's stand-in has no counters and says 0.
+            self._most = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        if self._meter is not None:
+            self._peaks.append((self._meter.peak_microbatches, self._meter.peak_bytes))
+        self._differing.ended(engine, self.rank)
+        self._first_iterations.ended(
+            engine, self.rank, {place: one.link for place, one in self._connections.items() if one.link}
+        )
+        if self._weighing is not None and pipeline_begins_with_rank_0():
+            for line in self._weighing.lines():
+                say(line, everywhere=True)
+        self._weighing = None
+
+    @property
+    def running(self) -> bool:
+        """Whether an iteration is under way. Outside of one, as in evaluation, no call is for an engine."""
+        return self._active is not None
+
+    def begin(self) -> None:
+        """See `Engine.begin`, as for the other calls."""
+        self._engine_now.begin()
+
+    def before(self, op: Action) -> None:
+        self._engine_now.before(op)
+        self._at = op
+
+    def after(
+        self, op: Action, outputs: Sequence[torch.Tensor | None] = (), inputs: Sequence[torch.Tensor | None] = ()
+    ) -> None:
+        engine, self._at = self._engine_now, None
+        engine.after(op, outputs, inputs)
+        if self._weighing is not None:
+            self._weighing.after(op, outputs, inputs)
+        if op.kind in _GROWING and self.watermark is not None and self._meter is not None and self._program is not None:
+            self.watermark.saw(op, self._meter, engine, self._program)
+
+    def sent(self, op: Action) -> None:
+        self._engine_now.sent(op)
+
+    def communicated(self) -> None:
+        self._engine_now.communicated()
+
+    def end(self) -> None:
+        self._engine_now.end()
+
+    @property
+    def _engine_now(self) -> Engine:
+        assert self._active is not None, "no iteration is under way"
+        return self._active
+
+    # -- set-up
+    # ------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in its schedule."""
+        return self._config.positions.here()
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(torch.cuda.current_device())
+
+    def _engine(self, program: ScheduleConfig, config: Any) -> Engine:
+        """Return this program's engine, made at the first iteration that has it."""
+        self.changed_over = self._program != program
+        if self._program is not None and self.changed_over:
+            # Every rank changes over at once, so the host buffers of one program are enough.
+            self._engines[self._program].release()
+        self._program = program
+        engine = self._engines.get(program)
+        if engine is None:
+            schedule = built(program)
+            for line in grouped(program, schedule):
+                say(line)
+            if self._config.balance:
+                for line in () if self._engines else self._config.plan:
+                    say(line)
+                say(describe(schedule))
+            differing = self.differing = self._config.differing or differ(config)
+            transports = self._transports(schedule, self.device, config, differing)
+            refuse_standstill(schedule, program.passing, self._config, self.device, self.links, differing)
+            self._streams = self._streams or Streams(self.device)
+            engine_config = self._engine_config(differing, program.balance)
+            engine = Engine(schedule, self.rank, transports, engine_config, self._meter, self._streams)
+            self._engines[program] = engine
+        return engine
+
+    def _engine_config(self, differing: bool, how: BalanceConfig | None) -> EngineConfig:
+        return EngineConfig(
+            name=f"rank {dist.get_rank()}",
+            device=self.device,
+            minimum_bytes=self._config.minimum_bytes,
+            timeout_s=self._config.timeout_s,
+            poison=self._config.poison,
+            synchronous=self._config.synchronous,
+            differing=differing,
+            parts={} if how is None else how.part_bytes,
+            allocated=allocated_on(self.device),
+            waiting=lambda backward: self.waiting(backward),
+            between=lambda shard: self.between(shard),
+            timed=self._own_time.of,
+        )
+
+    def _transports(
+        self, schedule: Schedule, device: torch.device, config: Any, differing: bool
+    ) -> dict[int, Transport]:
+        """By place, to all with whom this program moves anything; who was connected for another program stays so."""
+        if not moves_anything(schedule):
+            return {}
+        known = {link.ranks for link in self.links}
+        asked = (self._config.positions, self._config.transport, self._config.timeout_s, device, known)
+        connections, found, table = links.connect_pairs(schedule, *asked)
+        self._connections |= connections
+        if found:
+            say(table)
+        if not self.links:
+            say(without_p2p_sync(config))
+        self.links += found
+        used = {frozenset(pair) for pair in links_of(schedule)}
+        mine = {place: one for place, one in self._connections.items() if frozenset((self.rank, place)) in used}
+        return {place: one.transport(differing=differing) for place, one in mine.items()}
+
+    def close(self) -> None:
+        """End the threads that copy: training is over."""
+        for connection in self._connections.values():
+            connection.close()
+
+    # -- measuring
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _print_timers(self, timers: Any) -> None:
+        """Megatron prints a fixed list of its own timers; ours come after the loop, as often.
+
+        Collective over the world.
+        """
+        self._num_iterations += 1
+        if timers is not None:
+            self._own_time.tell(timers)
+        interval = self._config.timers_interval
+        if interval is not None and timers is not None and self._num_iterations % interval == 0:
+            timers.log(list(TIMERS), normalizer=interval)
+
+    def _keep(self, program: ScheduleConfig, engine: Engine, recorder: Recorder, begin_s: float) -> None:
+        assert self._meter is not None
+        sizing = engine.sizing if engine.sizing is not None and engine.sizing.differing else None
+        # What a host buffer takes at most is not what came into it.
+        exact = None if sizing is None else ExactBytes(self._meter.each_bytes, sizing.moved_each)
+        hosted = engine.hosted_bytes if sizing is None else {}
+        rows, elapsed_s = recorder.rows(self._meter.saved_bytes, {**hosted, **engine.moved_bytes}, exact)
+        self.recorded = IterationNotes(
+            program=program,
+            begin_s=begin_s,
+            elapsed_s=elapsed_s,
+            rows=rows,
+            saved_bytes=self._meter.saved_bytes,
+            moved_bytes=engine.moved_bytes,
+            after_input_bytes=self._meter.after_input_bytes,
+            shard_bytes=self._meter.shard_bytes,
+            received_bytes=self._meter.received_bytes,
+            host_bytes=engine.host_bytes,
+            own_bytes=engine.own_memory[1],
+            peak_bytes=self._meter.peak_bytes,
+            shares=engine.shares,
+            stayed=Unmoved() if sizing is None else sizing.stayed,
+        )
+
+    @property
+    def program_now(self) -> ScheduleConfig:
+        """Configuration that ran last."""
+        assert self._program is not None, "no iteration was run"
+        return self._program
+
+    @property
+    def schedule(self) -> Schedule:
+        """Schedule that ran last."""
+        return self._engines[self.program_now].schedule
+
+    def measured(self) -> FirstMeasured:
+        """Return what the last iteration showed."""
+        assert self._meter is not None, "nobody measures"
+        meter, engine = self._meter, self._engines[self.program_now]
+        # Of sizes that differ the most there was: rooms have to be that large.
+        saved, moved = (
+            (meter.saved_bytes, engine.most_bytes) if self.differing else (meter.latest_bytes, engine.moved_bytes)
+        )
+        sizes = (saved, moved, meter.after_input_bytes, meter.shard_bytes)
+        parts = engine.sizing.parts() if engine.sizing is not None else {}
+        return FirstMeasured(*sizes, meter.received_bytes, meter.peak_bytes, *self._most, engine.lent_bytes, parts)
+
+    def learned(self, how: BalanceConfig | None) -> None:
+        """End measuring. From the next iteration on balance as in `how`, on every rank; None: as before."""
+        self.how, self._learns = how or self.how, False
+        if self._config.report is None:
+            self._meter = None
+            for engine in self._engines.values():
+                engine.stop_measuring()
+
+    def failed(self, error: Exception) -> None:
+        """Write down what was held when a training step ended with this error."""
+        if self.watermark is not None and self._meter is not None:
+            engine = None if self._program is None else self._engines.get(self._program)
+            self.watermark.failed(error, self._at, self._meter, engine, self._program)
+
+    def stage_report(self, pipeline: int) -> RankSummary | None:
+        """Return what this rank of this pipeline measured, beside the prediction; None where no iteration was trained.
+
+        The first iteration does not count when there are others: what micro-batches share is known only after two of
+        them.
+        """
+        if self._meter is None or self._program is None or not self._peaks:
+            return None
+        engine = self._engines[self._program]
+        peaks = self._peaks[1:] or self._peaks
+        return summary_of(
+            engine.schedule,
+            self.rank,
+            peak_microbatches=max(peak[0] for peak in peaks),
+            peak_bytes=max(peak[1] for peak in peaks),
+            saved_bytes=self._meter.saved_bytes,
+            moved_bytes=engine.moved_bytes,
+            after_input_bytes=self._meter.after_input_bytes,
+            shard_bytes=self._meter.shard_bytes,
+            received_bytes=self._meter.received_bytes,
+            num_host_buffers=engine.num_host_buffers,
+            host_bytes=engine.host_bytes,
+            own_memory=engine.own_memory,
+            shares=engine.shares,
+            balanced=self._config.balance,
+            pipeline=pipeline,
+            differing=self._differing,
+        )
+
+
+def without_p2p_sync(config: Any) -> str:
+    """Let Megatron no longer wait for the whole device after every message between stages, and say so: it would end all
+    overlap.
+
+    It does by default, and no flag changes that.
+    """
+    config.batch_p2p_sync = False
+    return (
+        "Megatron's wait for the whole device after every message between stages (batch_p2p_sync) is off in this run; "
+        "to compare speed, "
+        "give the run without --bpipe the same"
+    )

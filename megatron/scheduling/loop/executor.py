@@ -1,0 +1,291 @@
+"""Run our own loop in place of Megatron's: any schedule, by Megatron's own steps, for training and for evaluation.
+
+In: the calls that Megatron's trainer makes of its pipelined loops. Out: what these return, and all that they do around
+their steps, such as synchronising and finalising gradients, by calling Megatron's functions for it. The driver stands
+around an iteration and its computations as it does around Megatron's loops. Knows no schedule by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+
+from bpipe.build import ScheduleConfig
+from bpipe.generate.families import FAMILIES
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.layout import Vocabulary
+from bpipe.ir.program import Exchange
+from bpipe.ir.schedule import Schedule
+from bpipe.lower.forwards import forwards_only
+from bpipe.runtime.executor import Executor, neighbours
+from bpipe.runtime.shards import EarlyShard, OutputShard
+from bpipe.runtime.streams import beside
+from bpipe.transport.collectives import Collectives, EdgesAndCollectives, SecondStep, SharedGroups
+from bpipe.transport.edges import Edges
+from bpipe.transport.lanes import CopyLane
+from megatron.scheduling.hooks import patches, upstream
+from megatron.scheduling.hooks.beside import no_barrier
+from megatron.scheduling.hooks.loops import as_list, group_of
+from megatron.scheduling.loop.chunks import Call, ChunkStages
+from megatron.scheduling.loop.delaying import delaying
+from megatron.scheduling.loop.driver import Driver
+from megatron.scheduling.loop.halves import Halves, Keep
+from megatron.scheduling.loop.links import connect_neighbours, connect_shards
+from megatron.scheduling.loop.syncing import Marks, Syncing
+from megatron.scheduling.options.arguments import SchedulingConfig
+from megatron.scheduling.placement.embedding_ranks import refuse_group
+from megatron.scheduling.placement.placed import require_built_here
+from megatron.scheduling.vocabulary import output_shards as vocabulary
+from megatron.scheduling.vocabulary.output_shards import input_shard, output_shard
+from megatron.scheduling.vocabulary.sharded_stages import ShardedStages
+
+# The process groups that finalising gradients, and the embedding's deferred ones, are told of.
+_GROUPS = ["tp", "cp", "pp", "embd", "pos_embd", "dp", "dp_cp", "tp_dp_cp"]
+
+
+@dataclass
+class _Prepared:
+    """A program ready to run: of one schedule and one size of micro-batches, forwards only or not."""
+
+    executor: Executor
+    stages: ChunkStages
+    marks: Marks
+
+
+class Loop:
+    """Runs in place of Megatron's pipelined loops."""
+
+    def __init__(self, driver: Driver, config: SchedulingConfig) -> None:
+        self._driver = driver
+        assert config.own is not None, "a schedule for our own loop"
+        self._own = config.own
+        self._num_pipes = config.own.layout.num_pipes
+        self._config = config
+        self._halves = Halves(Keep(config.keep_weights_halves))
+        driver.waiting = lambda backward: self._halves.storages((backward.stage, backward.microbatch))
+        self._prepared: dict[object, _Prepared] = {}
+        self._groups: Any = None
+        self._shared: SharedGroups | None = None
+        self._lane: CopyLane | None = None
+
+    def wraps(self) -> dict[patches.Patch, patches.Wrap]:
+        """Return what to put in place of what; Megatron's steps stay as they are, and are called."""
+        loops = (patches.ONE_F_ONE_B, patches.INTERLEAVED, patches.NO_PIPELINING)
+        halves = self._halves.wraps() if self._own.splits else {}
+        shards = (
+            {}
+            if self._own.vocabulary is Vocabulary.WHOLE
+            else vocabulary.Splitting(self._config.positions, self._own.input_shards).wraps()
+        )
+        return {**dict.fromkeys(loops, self._wrap), **dict.fromkeys(patches.LEAVES, _as_it_is), **halves, **shards}
+
+    def close(self) -> None:
+        """End the loop: training is over, one way or the other."""
+        self._halves.abandon()
+        if self._lane is not None:
+            # What was asked of it is over, or others are gone and it waits for them.
+            self._lane.close(wait=False)
+
+    def _wrap(self, loop: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(loop)
+        def run(**kwargs: Any) -> Any:
+            return self._run(**kwargs)
+
+        return run
+
+    def _run(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+        p2p_communicator: Any = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool | None = False,
+    ) -> Any:
+        """As Megatron's loops are called. `p2p_communicator` is not asked: messages have groups of their own."""
+        models = as_list(model)
+        config = get_model_config(models[0])
+        for module in ("executor", "syncing"):
+            upstream.require(config, module)
+        if adjust_tensor_shapes_fn is not None or (
+            pg_collection is not None and not isinstance(pg_collection, ProcessGroupCollection)
+        ):
+            raise ValueError(
+                "our own loop passes what stages make as it is, between stages of one model: it knows neither "
+                "adjust_tensor_shapes_fn "
+                "nor a pipeline of several modules; train without --bpipe-schedule"
+            )
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(_GROUPS)
+        refuse_group(self._config.positions, groups)
+        call = Call(
+            config=config,
+            models=models,
+            data=as_list(data_iterator),
+            forward_step_func=forward_step_func,
+            num_microbatches=num_microbatches,
+            cp_size=groups.cp.size(),
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            first_val_step=first_val_step,
+        )
+        sizes = seq_length, micro_batch_size, decoder_seq_length
+        if forward_only:
+            prepared = self._prepare(
+                (num_microbatches, *sizes), functools.partial(self._forwards, num_microbatches), models
+            )
+            with _timed(config), _of(prepared.stages, call):
+                prepared.executor.run()
+            return call.losses
+        program = self._program(num_microbatches, config)
+        with self._driver.iteration(program, config) as schedule:
+            prepared = self._prepare((program, *sizes), lambda: schedule, models)
+            with no_barrier(config) if self._driver.changed_over else contextlib.nullcontext(), _timed(config):
+                self._train(prepared, call, config, groups, force_all_reduce)
+        return call.losses
+
+    def _train(self, prepared: _Prepared, call: Call, config: Any, groups: Any, force_all_reduce: bool | None) -> None:
+        last = prepared.stages.has_last
+        finalize = config.finalize_model_grads_func
+        embedding = (
+            schedules.clear_embedding_activation_buffer(config, call.models, last) if finalize is not None else None
+        )
+        syncing = Syncing(prepared.marks, config, call.models)
+        if isinstance(prepared.stages, ShardedStages):
+            shard = prepared.stages.shard
+            self._driver.between = lambda action: shard.storages(action.microbatch)
+        with _of(prepared.stages, call):
+            self._halves.begin(
+                {stage: delaying(call.models[chunk].modules()) for stage, chunk in prepared.stages.chunks.items()}
+            )
+            syncing.begin()
+            try:
+                prepared.executor.run(_Around(self._driver, syncing))
+                prepared.stages.check()
+            finally:
+                syncing.end()
+        if finalize is not None:
+            schedules.finish_embedding_wgrad_compute(config, embedding, last, groups.tp)
+            num_tokens = call.num_tokens if config.calculate_per_token_loss else None
+            finalize(call.models, num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce)
+
+    # -- set-up
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _program(self, num_microbatches: int, config: Any) -> ScheduleConfig:
+        """Return the program of an iteration.
+
+        Megatron's own schedule has Megatron's groups in our loop, too; it counts one pipe's micro-batches.
+        """
+        own = replace(self._own, num_microbatches=num_microbatches * self._num_pipes, balance=self._driver.how)
+        family = None if own.written is not None else FAMILIES[own.schedule]
+        if family is None or family.exchange is Exchange.POSTED:
+            return own
+        return replace(own, group_size=group_of(config, family, own.num_ranks))
+
+    def _forwards(self, num_microbatches: int) -> Schedule:
+        return forwards_only(self._own.layout, num_microbatches * self._num_pipes)
+
+    def _prepare(
+        self, key: object, schedule_of: Callable[[], Schedule], models: Sequence[torch.nn.Module]
+    ) -> _Prepared:
+        """Collective over the world the first time."""
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            schedule, rank = schedule_of(), self._driver.rank
+            if self._groups is None:
+                require_built_here(self._config.positions, models)
+                self._groups = connect_neighbours(
+                    neighbours(schedule), self._config.positions, self._config.message_timeout_s, self._driver.device
+                )
+            own = schedule.layout.stages_of(rank)
+            order = [action for slot in schedule.ranks[rank] for action in slot.computations]
+            split = {(action.stage, action.microbatch) for action in order if action.kind is Kind.BACKWARD_WEIGHT}
+            chunks, last = {stage: chunk for chunk, stage in enumerate(own)}, schedule.num_stages - 1
+            edges = Edges(rank, self._groups, self._driver.device)
+            if schedule.layout.vocabulary is Vocabulary.WHOLE:
+                stages = ChunkStages(chunks, last, split, self._halves, self._num_pipes)
+                executor = Executor(schedule, rank, stages, edges)
+            else:
+                early = self._own.vocabulary is Vocabulary.TWO
+                inputs = input_shard(models, self._config.positions.rank_at(0)) if self._own.input_shards else None
+                stages = sharded = ShardedStages(
+                    chunks, last, split, self._halves, output_shard(models[-1]), early, inputs
+                )
+                carried = EdgesAndCollectives(edges, self._collectives(schedule, sharded.shard))
+                executor = Executor(schedule, rank, stages, carried, sharded.shard, sharded.inputs)
+            prepared = self._prepared[key] = _Prepared(
+                executor, stages, Marks.of(order, stages.chunks, self._num_pipes)
+            )
+        return prepared
+
+    def _collectives(self, schedule: Schedule, shard: OutputShard | EarlyShard) -> Collectives:
+        """Collective over the world the first time."""
+        timeout_s, device = self._config.message_timeout_s, self._driver.device
+        if self._shared is None:
+            self._shared = connect_shards(self._config.positions, timeout_s, device, self._own.input_shards)
+        second = None
+        if isinstance(shard, EarlyShard):
+            self._lane = self._lane or beside(device, timeout_s)
+            second = SecondStep(shard.late, self._lane)
+        return Collectives(self._driver.rank, self._shared, schedule.layout.rank_of_action, device, second)
+
+
+class _Around:
+    """What happens around the computations of a training iteration."""
+
+    def __init__(self, driver: Driver, syncing: Syncing) -> None:
+        self._driver, self._syncing = driver, syncing
+        self.begin, self.sent, self.communicated, self.end = driver.begin, driver.sent, driver.communicated, driver.end
+
+    def before(self, op: Action) -> None:
+        self._syncing.before(op)
+        self._driver.before(op)
+
+    def after(
+        self, op: Action, outputs: Sequence[torch.Tensor | None] = (), inputs: Sequence[torch.Tensor | None] = ()
+    ) -> None:
+        self._driver.after(op, outputs, inputs)
+        self._syncing.after(op)
+
+
+@contextlib.contextmanager
+def _timed(config: Any) -> Iterator[None]:
+    """Return Megatron's timer of a loop, where there are timers."""
+    if config.timers is None:
+        yield
+        return
+    config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    yield
+    config.timers("forward-backward").stop()
+
+
+@contextlib.contextmanager
+def _of(stages: ChunkStages, call: Call) -> Iterator[None]:
+    """Enter a call: computations inside belong to it, and nothing of it is kept."""
+    stages.begin(call)
+    try:
+        yield
+    finally:
+        stages.begin(None)
+
+
+def _as_it_is(leaf: Callable[..., Any]) -> Callable[..., Any]:
+    """Its signature is looked at like that of what is replaced."""
+    return leaf

@@ -1,0 +1,93 @@
+"""Judge a schedule by how this very run waits for its transfers, before its first iteration.
+
+In: a schedule, the run's configuration, the device, and every pair's link. Out: nothing, or a ValueError that names
+what waits and the way out. Starts nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import torch
+
+from bpipe.check.case import ScheduleError
+from bpipe.check.deadlock import WaitLevel
+from bpipe.check.rules import check_waits
+from bpipe.ir.layout import Vocabulary
+from bpipe.ir.program import Exchange
+from bpipe.ir.schedule import Schedule
+from bpipe.record.format import ONE_SIDED
+from bpipe.report.memory import without_transfers
+from bpipe.transport.connect import MeasuredLink
+from megatron.scheduling.options.arguments import SchedulingConfig
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def wait_level(config: SchedulingConfig, device: torch.device) -> tuple[WaitLevel, str]:
+    """Return how strictly a rank may wait for transfers that need their partner, and what makes it so; "" where nothing
+    does.
+
+    A GPU has fewer queues than a run has streams, and which streams share one is not known; timers and profilers
+    synchronise it, and NCCL may order its kernels across communicators (`NCCL_LAUNCH_ORDER_IMPLICIT`). A plan that
+    stands all of this waits for each transfer where it is posted. With one queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`)
+    messages stand behind each other, too.
+    """
+    if device.type == "cuda" and os.environ.get(CONNECTIONS) == "1":
+        return WaitLevel.ONE_QUEUE, f"{CONNECTIONS}=1"
+    if config.synchronous:
+        return WaitLevel.AT_ISSUE, "--bpipe-sync-transfers"
+    if device.type == "cuda":
+        return WaitLevel.AT_ISSUE, "transfers over NCCL and streams that share a GPU's queues"
+    return WaitLevel.IN_EVERY_OPERATION, ""
+
+
+def refuse_standstill(
+    schedule: Schedule,
+    exchange: Exchange,
+    config: SchedulingConfig,
+    device: torch.device,
+    links: Iterable[MeasuredLink],
+    differing: bool = False,
+) -> None:
+    """Raise ValueError where ranks could wait for each other. One-sided transfers wait for no partner.
+
+    Megatron's loops wait for each message themselves; of our own loop's, sends ahead of their receivers can stand in
+    the way of others in one queue. `differing`: micro-batches may differ in size. Two of these were seen on devices
+    that run late (tests/late): no checker of programs knows what a thread posts, and which first messages say how large
+    others are.
+    """
+    waits, cause = wait_level(config, device)
+    one_queue = waits is WaitLevel.ONE_QUEUE
+    if one_queue and schedule.layout.vocabulary is Vocabulary.TWO:
+        raise ValueError(
+            f"with {cause} every rank would wait behind its S for all others', because what follows it waits in the "
+            f"one queue that there "
+            "is: drop it, or take --bpipe-vocabulary 1"
+        )
+    if one_queue and schedule.layout.num_pipes > 1:
+        raise ValueError(
+            f"with {cause} the first messages of two pipes, which say how large the others are, would wait for each "
+            f"other in the one queue "
+            "that there is: drop it, or take a schedule of one pipe"
+        )
+    meets = any(link.transport not in ONE_SIDED for link in links)
+    if meets and differing and device.type == "cuda":
+        raise ValueError(
+            "micro-batches differ in size, and over NCCL a thread posts each transfer once it has heard how large it "
+            "is: in a queue that "
+            "streams share that can stand behind what waits for it. Take --bpipe-transport peer or host, or pad "
+            "micro-batches to one size"
+        )
+    if not cause or not (meets or (one_queue and exchange is Exchange.POSTED)):
+        return
+    try:
+        check_waits(schedule if meets else without_transfers(schedule), waits, exchange)
+    except ScheduleError as error:
+        ways = ["drop it"] * (one_queue or config.synchronous) + [
+            f"take {'--bpipe-transport peer' if meets else 'another schedule'}"
+        ]
+        raise ValueError(
+            f"with {cause} ranks can wait for each other for ever: {', or '.join(ways)}. {error}"
+        ) from None

@@ -1,0 +1,53 @@
+"""Say of micro-batches that differ in size which found too little room, and add them up.
+
+In: an engine after each iteration. Out: lines in the log, and what a report says. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from bpipe.runtime.engine import Engine
+from megatron.scheduling.report.log import pipeline_begins_with_rank_0, say
+
+# So many iterations are told of one by one; all are in the report.
+MOST_TOLD = 5
+
+
+@dataclass
+class Differing:
+    """Sums over all iterations of one rank: what stayed, the most by which the bound was exceeded, and the largest
+    micro-batch by stage."""
+
+    microbatches: int = 0
+    nbytes: int = 0
+    passed_microbatches: int = 0
+    passed_bytes: int = 0
+    num_grown: int = 0
+    largest_bytes: Mapping[int, int] = field(default_factory=dict)
+    _told: int = 0
+
+    def ended(self, engine: Engine, rank: int) -> None:
+        """Note that an iteration's loop is over."""
+        sizing = engine.sizing
+        if sizing is None or not sizing.differing:
+            return
+        stayed = sizing.stayed
+        self.microbatches += stayed.microbatches
+        self.nbytes += stayed.nbytes
+        self.passed_microbatches = max(self.passed_microbatches, stayed.passed_microbatches)
+        self.passed_bytes = max(self.passed_bytes, stayed.passed_bytes)
+        self.num_grown = sizing.num_grown
+        self.largest_bytes = dict(sizing.most_bytes)
+        if stayed.microbatches and self._told < MOST_TOLD and pipeline_begins_with_rank_0():
+            self._told += 1
+            last = "; further ones only in the report" if self._told == MOST_TOLD else ""
+            say(
+                f"stage {rank}: {stayed.microbatches} micro-batches of {stayed.nbytes / 1e6:.4g} MB in all were too "
+                f"large for their host "
+                f"buffers and stayed here; the bound was passed by {stayed.passed_microbatches} of "
+                f"{stayed.passed_bytes / 1e6:.4g} MB at "
+                f"most, and the next iteration has room for them{last}",
+                everywhere=True,
+            )

@@ -1,0 +1,1 @@
+"""Turn flags into one validated configuration: schedule, budget, sizes."""

@@ -1,0 +1,326 @@
+"""Turn Megatron's parsed arguments into one frozen configuration, or refuse with the reason.
+
+In: Megatron's parsed arguments, ours (`flags`) among them. Out: `SchedulingConfig`. Knows no tensors and starts
+nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from bpipe.build import BalanceConfig, ScheduleConfig, built
+from bpipe.generate.families import (
+    FAMILIES,
+    default_family,
+)
+from bpipe.ir.layout import Vocabulary
+from bpipe.ir.schedule import Schedule
+from bpipe.plan.budget import MemoryBudget
+from bpipe.plan.state_hosts import FLAG, HostedState
+from bpipe.refusals import Settings, reasons
+from bpipe.simulate.cost import Costs
+from bpipe.transport import AUTO
+from megatron.scheduling.hooks import upstream
+from megatron.scheduling.options.choosing import (
+    own_schedule,
+    requested_balance,
+    requested_costs,
+    unplaced,
+    vocabulary_of,
+)
+from megatron.scheduling.options.sizes import Sizes
+from megatron.scheduling.placement.positions import Positions
+from megatron.scheduling.start.refusals import differ, end_where, refuse
+
+# What Megatron's trainer alone can be given, by the field that asks for it: what it is made of, and what to do in a
+# loop of one's own.
+_BY_LAUNCHER = "launch a script that calls Megatron's pretrain by python -m megatron.scheduling.launch, with"
+_OF_REPORT = f"a record is written around Megatron's train_step: {_BY_LAUNCHER} --bpipe-report"
+BY_TRAINER = {
+    "report": _OF_REPORT,
+    "report_iterations": _OF_REPORT,
+    "peak_tflops": _OF_REPORT,
+    "metrics_interval": _OF_REPORT,
+    "memory": "a budget is planned by Megatron's arguments, and learned around its train_step: give "
+    "how=BalanceConfig(...), as `bpipe "
+    f"simulate --memory` plans it, or {_BY_LAUNCHER} --bpipe-memory",
+    "costs": f"they are for a budget that is learned: leave them out, or {_BY_LAUNCHER} --bpipe-memory and "
+    f"--bpipe-cluster",
+    "optimizer_hosts": f"moments leave and come back around Megatron's train_step: {_BY_LAUNCHER} {FLAG}",
+    "audit": f"stages are audited around Megatron's own training: {_BY_LAUNCHER} --terra-audit",
+}
+
+# Megatron's --timing-log-level from which on our timers run: the one for what happens many times an iteration.
+TIMERS_LEVEL = 2
+
+
+@dataclass(frozen=True)
+class SchedulingConfig:
+    """Validated settings of driver and hooks.
+
+    `report` is a folder or None; a pipeline has `num_ranks` ranks of `num_chunks` chunks. `report` is a folder or None;
+    a pipeline has `num_ranks` ranks of `num_chunks` chunks.
+
+    `how`: how Megatron's own schedule is balanced, by default to the fewest micro-batches that all pairs can keep;
+    `plan`: lines that say why. `memory`: the budget that was asked for, where there is one; `costs`: by what to plan in
+    time once its bytes are measured. `own` is what our own loop runs, each iteration with its own number of
+    micro-batches; None where Megatron's loops run. Where it splits backwards, `keep_weights_halves` says of what W is
+    put off. `differing`: micro-batches of one stage may save differing sizes, by these arguments; a model's
+    configuration may say it, too. `unproven`: what is tried although it was never shown on a GPU. `report_iterations`
+    are the first and the last to record, by default the third to the fifth that this program trains; `last_iteration`
+    is the training's, where that is known. Every `metrics_interval` iterations Megatron's writers are told, every
+    `timers_interval` our timers are printed as Megatron prints its own. `flops_per_microbatch` are the model's FLOPs of
+    one micro-batch on every pipeline, by Megatron's own count; `logits_per_microbatch` are those of one rank's part of
+    the vocabulary and of the sequence. `audit`: so many micro-batches of each chunk are compared. `optimizer_hosts`:
+    whose optimizer's moments wait where while micro-batches are computed.
+    """
+
+    balance: bool
+    num_ranks: int
+    num_chunks: int
+    how: BalanceConfig | None = None
+    plan: tuple[str, ...] = ()
+    memory: MemoryBudget | None = None
+    costs: Costs | None = None
+    own: ScheduleConfig | None = None
+    keep_weights_halves: str = "linear"
+    transport: str = AUTO
+    timeout_s: float = 300.0
+    message_timeout_s: float = 600.0
+    minimum_bytes: int = 65536
+    poison: bool = False
+    synchronous: bool = False
+    differing: bool = False
+    unproven: str | None = None
+    report: str | None = None
+    report_iterations: tuple[int, int] | None = None
+    last_iteration: int | None = None
+    peak_tflops: float | None = None
+    metrics_interval: int | None = None
+    timers_interval: int | None = None
+    flops_per_microbatch: float | None = None
+    micro_batch_size: int | None = None
+    logits_per_microbatch: int | None = None
+    audit: int | None = None
+    optimizer_hosts: tuple[HostedState, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where `own` says otherwise."""
+        for name in ("num_ranks", "num_chunks") if self.own is not None else ():
+            if getattr(self, name) != getattr(self.own, name):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, but of the schedule in own {getattr(self.own, name)}: give "
+                    f"both the same"
+                )
+        if self.own is not None and self.balance is not (self.own.balance is not None):
+            raise ValueError(
+                f"balance is {self.balance}, but own is a schedule {'with' if self.own.balance else 'without'} "
+                f"balance: give own a "
+                "BalanceConfig() where activations are to move, and none where they are not"
+            )
+
+    @property
+    def balancing(self) -> BalanceConfig | None:
+        """How to balance, None if not at all. A schedule of our own says so itself."""
+        if self.own is not None:
+            return self.own.balance
+        return (self.how or BalanceConfig()) if self.balance else None
+
+    @property
+    def active(self) -> bool:
+        """Whether anything of Megatron is to be hooked at all."""
+        return self.balance or self.own is not None or self.report is not None or bool(self.optimizer_hosts)
+
+    @property
+    def positions(self) -> Positions:
+        """The process of each rank of the schedule."""
+        return (
+            Positions(self.num_ranks, mirrored=(False,) * self.num_chunks)
+            if self.own is None
+            else Positions.of(self.own.layout)
+        )
+
+    def first_schedule(self) -> Schedule:
+        """Return the schedule of `own`, or with as many micro-batches as fill the pipeline; its pairs are those of
+        all others."""
+        if self.own is not None:
+            return built(self.own)
+        name = default_family(self.num_chunks)
+        full = FAMILIES[name].filling(self.num_ranks)
+        return built(ScheduleConfig(name, self.num_ranks, full, self.num_chunks, self.balancing))
+
+    def refuse_what_needs_the_trainer(self) -> None:
+        """Raise ValueError, a line each, for what a loop of one's own would never see happen."""
+        end_where(
+            [f"{name} in the configuration: {reason}" for name, reason in BY_TRAINER.items() if getattr(self, name)]
+        )
+
+    def flops(self, num_microbatches: int) -> float | None:
+        """Return the model's FLOPs of one iteration of the whole world."""
+        return None if self.flops_per_microbatch is None else self.flops_per_microbatch * num_microbatches
+
+
+def config_from_args(args: Any) -> SchedulingConfig:
+    """Return the configuration, once Megatron has validated its own arguments.
+
+    Raises ValueError with one line a reason.
+    """
+    if not hasattr(args, "bpipe"):
+        # Megatron gives what the file says instead of what was parsed, so nobody knows whether --bpipe was asked for.
+        refuse(args, balance=True)
+    upstream.require(args, "arguments")
+    own, how, plan = _asked(args)
+    sizes = Sizes.of(args, 1 if own is None else own.layout.num_pipes)
+    writers = args.tensorboard_dir or args.wandb_project
+    return SchedulingConfig(
+        balance=args.bpipe,
+        how=how,
+        plan=plan,
+        memory=args.bpipe_memory,
+        costs=None if args.bpipe_cluster is None else requested_costs(args),
+        transport=args.bpipe_transport,
+        timeout_s=SchedulingConfig.timeout_s if args.bpipe_timeout is None else args.bpipe_timeout,
+        message_timeout_s=60.0 * args.distributed_timeout_minutes if args.bpipe_timeout is None else args.bpipe_timeout,
+        minimum_bytes=args.bpipe_min_bytes,
+        poison=args.bpipe_poison,
+        synchronous=args.bpipe_sync_transfers,
+        differing=args.bpipe_differing_sizes or differ(args),
+        unproven=args.bpipe_unproven,
+        report=args.bpipe_report,
+        num_ranks=sizes.num_ranks,
+        num_chunks=sizes.num_chunks,
+        own=own,
+        keep_weights_halves=args.bpipe_keep_weights_halves,
+        report_iterations=_iterations(args),
+        last_iteration=_last_iteration(args),
+        peak_tflops=args.bpipe_peak_tflops,
+        metrics_interval=args.tensorboard_log_interval if writers else None,
+        timers_interval=args.log_interval if args.timing_log_level >= TIMERS_LEVEL else None,
+        flops_per_microbatch=_flops_per_microbatch(args, sizes) if args.bpipe_report is not None else None,
+        micro_batch_size=args.micro_batch_size,
+        logits_per_microbatch=_logits_per_microbatch(args),
+        audit=args.terra_audit,
+        optimizer_hosts=args.bpipe_optimizer_hosts or (),
+    )
+
+
+def _asked(args: Any) -> tuple[ScheduleConfig | None, BalanceConfig | None, tuple[str, ...]]:
+    """What our own loop runs, how to balance whatever runs, and lines that say why; ends where anything is in the
+    way."""
+    problems = list(_out_of_range(args))
+    own, how, plan = None, None, ()  # type: ScheduleConfig | None, BalanceConfig | None, tuple[str, ...]
+    try:
+        own = own_schedule(args)
+        how, plan = requested_balance(args)
+        problems += [] if own is None else unplaced(args, own)
+    except ValueError as error:
+        problems.append(str(error))
+    if args.bpipe or own is not None or args.bpipe_report is not None:
+        problems += reasons(args, args.bpipe, own is not None, args.bpipe_unproven)
+    problems += _audited(args, own is not None)
+    problems += _hosting(args, own)
+    end_where(problems)
+    return own, how, plan
+
+
+def _audited(args: Any, own: bool) -> Iterator[str]:
+    """Return a line for everything that `--terra-audit` cannot stand beside."""
+    if args.terra_audit is None:
+        return
+    if args.terra_audit < 2:
+        yield f"--terra-audit {args.terra_audit}: what changes from micro-batch to micro-batch needs 2 or more"
+    ours = {"--bpipe": args.bpipe, "--bpipe-schedule": own, "--bpipe-report": args.bpipe_report is not None}
+    for flag in (flag for flag, given in ours.items() if given):
+        yield (
+            f"--terra-audit with {flag}: what we issue around a stage would be taken for the stage's own; audit it in "
+            f"a run of one or two "
+            f"iterations without {flag}, which computes the same"
+        )
+
+
+def _hosting(args: Any, own: ScheduleConfig | None) -> Iterator[str]:
+    """Return a line for everything that stands in the way of optimizer state on other ranks."""
+    moves = args.bpipe_optimizer_hosts
+    if not moves:
+        return
+    settings, ranks = Settings(args), args.pipeline_model_parallel_size
+    highest = max(max(move.giver, move.host) for move in moves)
+    if highest >= ranks:
+        yield f"{FLAG} names rank {highest}, but a pipeline has the ranks 0 to {ranks - 1}"
+    if own is not None and own.layout.num_pipes > 1:
+        yield f"{FLAG}: two pipes have other ranks in Megatron than in the schedule; leave it out, or take one pipe"
+    for given, flag in (
+        (settings.optimizer_cpu_offload, "--optimizer-cpu-offload, which moves the same tensors"),
+        (settings.use_megatron_fsdp or settings.use_torch_fsdp2, "FSDP, which keeps state elsewhere"),
+        (settings.async_save, "--async-save, which may still read what has left"),
+        (args.terra_audit is not None, "--terra-audit, for which nothing of ours is to run"),
+        (args.bpipe_memory is not None, "--bpipe-memory, whose plan counts on all of it at home"),
+    ):
+        if given:
+            yield f"{FLAG} beside {flag}: leave one of them out"
+
+
+def _out_of_range(args: Any) -> Iterator[str]:
+    """Return a line for every one of our flags whose value cannot be."""
+    if args.bpipe_timeout is not None and args.bpipe_timeout <= 0:
+        yield f"--bpipe-timeout {args.bpipe_timeout:g}: must be above 0 seconds"
+    if args.bpipe_min_bytes < 1:
+        yield f"--bpipe-min-bytes {args.bpipe_min_bytes}: must be at least 1"
+    if args.bpipe_peak_tflops is not None and args.bpipe_peak_tflops <= 0:
+        yield f"--bpipe-peak-tflops {args.bpipe_peak_tflops:g}: must be above 0"
+    if args.bpipe:
+        # Not at the top: who only reads the flags needs no torch.
+        from bpipe.transport.connect import candidates
+        from megatron.scheduling.start import startup
+
+        try:
+            candidates(args.bpipe_transport, startup.device_type())
+        except ValueError as error:
+            yield str(error)
+    chosen, end = _iterations(args), _last_iteration(args)
+    if chosen is not None and not 1 <= chosen[0] <= chosen[1]:
+        yield (
+            f"--bpipe-report-iterations {args.bpipe_report_iterations}: must be a number or two with a hyphen, such "
+            f"as 3-5"
+        )
+    elif chosen is not None and end is not None and chosen[1] > end:
+        yield (
+            f"--bpipe-report-iterations {args.bpipe_report_iterations}: the training ends with iteration {end}; "
+            f"choose from 1-{end}"
+        )
+
+
+def _iterations(args: Any) -> tuple[int, int] | None:
+    """Return the first and the last iteration to record; (0, 0) where the text names none, None where there is no
+    text."""
+    if args.bpipe_report_iterations is None:
+        return None
+    chosen = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", args.bpipe_report_iterations)
+    return (int(chosen[1]), int(chosen[2] or chosen[1])) if chosen else (0, 0)
+
+
+def _last_iteration(args: Any) -> int | None:
+    """Return the training's, where its length is given in iterations; one given in samples may have batches of
+    several sizes."""
+    return args.train_iters or None
+
+
+def _logits_per_microbatch(args: Any) -> int | None:
+    if args.padded_vocab_size is None or args.seq_length is None:
+        return None
+    tokens = args.micro_batch_size * args.seq_length // args.context_parallel_size
+    shards = 1 if vocabulary_of(args) is Vocabulary.WHOLE else args.pipeline_model_parallel_size
+    return int(tokens * args.padded_vocab_size // (args.tensor_model_parallel_size * shards))
+
+
+def _flops_per_microbatch(args: Any, sizes: Sizes) -> float | None:
+    if args.padded_vocab_size is None:
+        # No tokenizer yet, so nothing will train: the arguments are only being looked at.
+        return None
+    # Not at the top: the CPU stand-in has to come before Megatron.
+    from megatron.training.training import num_floating_point_operations
+
+    return float(num_floating_point_operations(args, args.micro_batch_size * sizes.num_replicas))

@@ -1,0 +1,93 @@
+"""Give Megatron the sizes that several pipes over the same ranks are to it.
+
+In: Megatron's parsed arguments, before it judges them, and the number of pipes. Out: the same with Megatron's sizes,
+and a line in the log; a ValueError for what cannot be cut so. Two pipes in opposite directions over p ranks, with v
+stages a rank each, are to Megatron pipelines of p/2 ranks with 2v virtual stages, and twice as many replicas: ranks i
+and p-1-i have the same stages and are neighbours in data parallelism, so gradients, norms, the optimizer, samples and
+checkpoints of both are Megatron's own affair. Imports no Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.scheduling.hooks import upstream
+
+
+def share(args: Any, num_pipes: int) -> None:
+    """Give Megatron the sizes that `num_pipes` over the ranks asked for are to it.
+
+    Does nothing for one, nor a second time.
+    """
+    if num_pipes == 1 or getattr(args, "bpipe_num_pipes", 1) == num_pipes:
+        return
+    upstream.require(args, "pipes")
+    problems = list(_unfit(args, num_pipes))
+    if problems:
+        raise ValueError("\n  ".join(problems))
+    num_ranks, chunks = args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank
+    args.bpipe_num_pipes = num_pipes
+    args.pipeline_model_parallel_size = num_ranks // num_pipes
+    # Layers of a virtual stage, and a layout of layers, say the same of either sizes.
+    if chunks is not None:
+        args.num_virtual_stages_per_pipeline_rank = chunks * num_pipes
+    upstream.remark(
+        f"{num_pipes} pipes over the same {num_ranks} ranks are to Megatron pipelines of {num_ranks // num_pipes} "
+        f"ranks, with {num_pipes} "
+        f"times as many virtual stages on each, and {num_pipes} times as many data-parallel replicas: so it counts "
+        f"them from here on"
+    )
+
+
+def _unfit(args: Any, num_pipes: int) -> Iterator[str]:
+    """Why these arguments cannot have so many pipes: a line each, or none."""
+    num_ranks = args.pipeline_model_parallel_size
+    if num_ranks < 2 * num_pipes:
+        # Megatron knows virtual stages only where a pipeline has two ranks or more.
+        yield (
+            f"{num_pipes} pipes need {2 * num_pipes} ranks or more, not {num_ranks}: take "
+            f"--pipeline-model-parallel-size {2 * num_pipes}"
+        )
+    elif num_ranks % num_pipes:
+        yield (
+            f"{num_pipes} pipes need an even number of ranks, not {num_ranks}: take --pipeline-model-parallel-size "
+            f"{num_ranks - 1} "
+            f"or {num_ranks + 1}"
+        )
+    block = args.tensor_model_parallel_size * args.context_parallel_size * num_ranks
+    if args.world_size % block:
+        yield (
+            f"{args.world_size} processes are no multiple of {block}, as tensor {args.tensor_model_parallel_size} "
+            f"times context "
+            f"{args.context_parallel_size} times pipeline {num_ranks} take: launch {block}, or a multiple of it"
+        )
+    else:
+        yield from _uneven_batch(args, num_pipes, args.world_size // block)
+    if args.use_tp_pp_dp_mapping:
+        yield (
+            "replicas of the two pipes are neighbours in data parallelism, and the order of ranks that was asked for "
+            "parts these: drop "
+            "--use-tp-pp-dp-mapping"
+        )
+    if args.use_mp_args_from_checkpoint_args:
+        yield (
+            "a checkpoint has Megatron's sizes, which are not those of its pipes: drop "
+            "--use-mp-args-from-checkpoint-args, and give "
+            "--pipeline-model-parallel-size and the other sizes"
+        )
+
+
+def _uneven_batch(args: Any, num_pipes: int, replicas: int) -> Iterator[str]:
+    if args.global_batch_size is None or args.micro_batch_size is None:
+        return
+    together = args.micro_batch_size * num_pipes * replicas
+    below, rest = divmod(args.global_batch_size, together)
+    if rest:
+        nearest = " or ".join(str(count * together) for count in (below, below + 1) if count)
+        yield (
+            f"pipes take equally many micro-batches, and {args.global_batch_size} samples are no multiple of "
+            f"{together}, {num_pipes} "
+            f"micro-batches of {args.micro_batch_size} on each of {replicas} replicas: take --global-batch-size "
+            f"{nearest}"
+        )

@@ -1,0 +1,1 @@
+"""Place ranks on nodes and stages on ranks where Megatron has another order."""

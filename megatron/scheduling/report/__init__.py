@@ -1,0 +1,1 @@
+"""Tell the log, Megatron's writers and the report's folder what a run did."""

@@ -1,0 +1,137 @@
+"""Build any one stage of Megatron's own GPT in a process of its own.
+
+In: Megatron's flags, a place in the pipeline. Out: the stage, to run.
+
+The model is the trainer's, from the trainer's flags: validated arguments, its builder, its wrappers. The other ranks
+are not there: torch's fake process group, which Megatron uses too (`--fake-process-group`), ends every collective at
+once and without data. So sizes and a rank's own work are right, and what comes out is not. Knows no schedule and no
+clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.scheduling.hooks import upstream
+from megatron.scheduling.start import startup
+
+# What Megatron asks for and a stage does not depend on; the user's own come later, and win.
+_DEFAULTS = ("--tokenizer-type", "NullTokenizer", "--lr", "1e-4", "--train-iters", "1", "--micro-batch-size", "1")
+
+
+def parse(flags: Sequence[str], provider: Callable[..., Any], change: Callable[[Any], None] | None = None) -> Any:
+    """Return Megatron's validated arguments, for a world of one replica.
+
+    `provider` adds flags, `change` edits what was parsed.
+    """
+    from megatron.training import arguments
+    from megatron.training.vocab_utils import calculate_padded_vocab_size
+
+    sys.argv[1:] = [*_DEFAULTS, *flags]
+    startup.complete_arguments()
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    args = arguments.parse_args(provider)
+    if change is not None:
+        change(args)
+    # One process stands for all: there is nobody to change places with.
+    args.bpipe_placement = "none"
+    args.world_size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    arguments.validate_args(args, {})
+    upstream.require(args, "one_stage")
+    if args.padded_vocab_size is None:
+        if args.vocab_size is None:
+            raise ValueError("the size of the output layer is not known: give --vocab-size")
+        args.padded_vocab_size = calculate_padded_vocab_size(
+            args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size, logging_enabled=False
+        )
+    return args
+
+
+@contextlib.contextmanager
+def stage(args: Any, place: int) -> Iterator[torch.nn.Module]:
+    """Return the first tensor-parallel rank's part of the model at `place` of the pipeline, wrapped as the trainer
+    wraps it."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.training import get_megatron_ddp_config
+    from torch._C._distributed_c10d import HashStore
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
+
+    size = args.tensor_model_parallel_size
+    # A real store, nobody waits in it: Megatron also makes gloo groups, and torch 2.11 cannot make even those of one
+    # rank with a fake one.
+    dist.init_process_group("fake", store=HashStore(), rank=place * size, world_size=args.world_size)
+    try:
+        parallel_state.initialize_model_parallel(size, args.pipeline_model_parallel_size)
+        tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
+        config = gpt_config_from_args(args)
+        config.finalize()
+        builder = config.get_builder_cls()(config)
+        (model,) = builder.build_distributed_models(
+            ProcessGroupCollection.use_mpu_process_groups(),
+            get_megatron_ddp_config(args),
+            data_parallel_random_init=False,
+        )
+        yield model
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+class Runner:
+    """Runs micro-batches of one size through a stage, forward and backward, as the trainer's loop does."""
+
+    def __init__(self, args: Any, model: torch.nn.Module, micro_batch: int) -> None:
+        from megatron.core.utils import get_attr_wrapped_model
+
+        self.model = model
+        self.set_input = get_attr_wrapped_model(model, "set_input_tensor")
+        self.first, self.last = (get_attr_wrapped_model(model, name) for name in ("pre_process", "post_process"))
+        shards = args.tensor_model_parallel_size if args.sequence_parallel else 1
+        device = torch.device(torch.cuda.current_device())
+        shape = (args.seq_length // shards, micro_batch, args.hidden_size)
+        self.received = torch.randn(shape, dtype=args.params_dtype, device=device, requires_grad=True)
+        self.gradient = torch.randn(shape, dtype=args.params_dtype, device=device)
+        size = (micro_batch, args.seq_length)
+        self.tokens, self.labels = (torch.randint(args.vocab_size, size, device=device) for _ in range(2))
+        self.positions = torch.arange(args.seq_length, device=device).expand(size).contiguous()
+        self.mask = torch.ones(size, device=device)
+
+    @property
+    def inputs(self) -> list[torch.Tensor | None]:
+        """Inputs that the stage receives for a micro-batch."""
+        return [None if self.first else self.received]
+
+    def forward(self) -> torch.Tensor:
+        """Return the stage's output; the last stage's is the loss."""
+        self.set_input(self.inputs)
+        tokens, positions = (self.tokens, self.positions) if self.first else (None, None)
+        output = self.model(tokens, positions, None, labels=self.labels if self.last else None)
+        return self._loss(output) if self.last else output
+
+    def after_layers(self) -> torch.Tensor:
+        """Run what the last stage has besides layers: the final norm, the output layer, the loss."""
+        from megatron.core.utils import unwrap_model
+
+        model = unwrap_model(self.model)
+        hidden = model.decoder.final_layernorm(self.received)
+        logits, _ = model.output_layer(hidden)
+        return self._loss(model.compute_language_model_loss(self.labels, logits))
+
+    def _loss(self, output: torch.Tensor) -> torch.Tensor:
+        """Return the losses of all tokens summed and scaled, as the trainer does."""
+        loss = torch.sum(output.view(-1).float() * self.mask.view(-1))
+        loss /= torch.clamp(self.mask.sum().to(torch.int), min=1)
+        loss /= 1  # micro-batches
+        return loss
+
+    def backward(self, output: torch.Tensor) -> None:
+        torch.autograd.backward(output, None if self.last else self.gradient)

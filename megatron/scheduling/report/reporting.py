@@ -1,0 +1,175 @@
+"""Collect what a run says of itself: the record's files under the folder of `--bpipe-report`, and what Megatron's own
+writers are told.
+
+In: measurements, from Megatron's training step and from the driver. Out: files, as `bpipe.record.format` defines them.
+Knows no tensors' insides.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bpipe.models.flops import mfu
+from bpipe.record.format import FAILURE, STEPS, SUMMARY, FirstFailure, TrainingStep
+from bpipe.record.write import append, write_whole
+from bpipe.runtime.failures import Failure
+from megatron.scheduling.hooks import patches
+from megatron.scheduling.loop.driver import Driver
+from megatron.scheduling.memory.watermark import Watermark, held
+from megatron.scheduling.options.arguments import SchedulingConfig
+from megatron.scheduling.report import metrics
+from megatron.scheduling.report.guard import Guard
+from megatron.scheduling.report.log import say
+from megatron.scheduling.report.recording import PeakFlops, RunRecord, device_name, limit_bytes, peak_of
+
+
+class Reporter:
+    """Collects what a run says of itself into a folder, from Megatron's training step and from the driver."""
+
+    def __init__(self, config: SchedulingConfig, driver: Driver) -> None:
+        assert config.report is not None
+        self._config = config
+        self._driver = driver
+        self._folder = Path(config.report)
+        self._guard = Guard("recording")
+        self._writers = Guard("what TensorBoard and Weights & Biases are told")
+        self._watermark = Watermark(self._folder, config, self._guard)
+        self._peak: PeakFlops | None = None
+        self._record: RunRecord | None = None
+        self._started = False
+        self._first, self._last = 0, 0
+
+    def wraps(self) -> dict[patches.Patch, patches.Wrap]:
+        """Return Megatron's training step, observed."""
+        return {patches.TRAIN_STEP: self._wrap_train_step}
+
+    def _wrap_train_step(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(train_step)
+
+        @functools.wraps(train_step)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            iteration = given["iteration"] + 1
+            if self._record is None:
+                self._choose(iteration)
+                self._peak = peak_of(device_name(), self._config.peak_tflops)
+                record = self._record = RunRecord(self._folder, self._config, self._peak)
+                self._guard.run(record.clear, record.path)
+                self._guard.run(lambda: self._begin(record, given["model"], given["optimizer"]), self._folder)
+            record = self._record
+            chosen = self._guard.open and self._first <= iteration <= self._last
+            logged = self._config.metrics_interval is not None and iteration % self._config.metrics_interval == 0
+            self._driver.recording = chosen or logged
+            begin_s = time.perf_counter()
+            self._watermark.iteration = iteration
+            try:
+                result = train_step(*args, **kwargs)
+            except Exception as error:
+                self._driver.failed(error)
+                raise
+            elapsed_s = time.perf_counter() - begin_s
+            self._append(iteration, result, elapsed_s)
+            recorded = self._driver.recorded
+            if recorded is not None:
+                flops = self._config.flops(recorded.program.num_microbatches)
+                if chosen:
+                    besides = functools.partial(held, given["model"], given["optimizer"])
+                    self._guard.run(
+                        lambda: record.add(iteration, recorded, flops, self._driver.links, besides), record.path
+                    )
+                if logged:
+                    peak = self._peak
+                    share = (
+                        None
+                        if peak is None or flops is None
+                        else mfu(flops, elapsed_s, dist.get_world_size(), peak.flops_per_s)
+                    )
+                    metrics.write(
+                        self._writers, self._config.positions, iteration, recorded.peak_bytes, recorded.exposed_s, share
+                    )
+            return result
+
+        return step
+
+    def _begin(self, record: RunRecord, model: Sequence[torch.nn.Module], optimizer: Any) -> None:
+        self._watermark.begin(record.run, record.pipeline, device_name(), limit_bytes(), held(model, optimizer))
+        self._driver.watermark = self._watermark
+
+    def failed(self, first: Failure) -> None:
+        """Note which rank failed first, as this rank found out."""
+        path = self._folder / FAILURE
+        self._guard.run(lambda: write_whole(path, FirstFailure(rank=first.rank, cause=first.cause)), path)
+
+    def _choose(self, iteration: int) -> None:
+        """What to record, now that the first iteration to be trained is known: a resumed run begins where its
+        checkpoint was."""
+        end = self._config.last_iteration
+        default = (iteration + 2, iteration + 4) if end is None else (min(iteration + 2, end), min(iteration + 4, end))
+        self._first, self._last = self._config.report_iterations or default
+        if iteration > self._last:
+            say(
+                f"nothing will be recorded: --bpipe-report-iterations ends with {self._last}, and the first to be "
+                f"trained is {iteration}"
+            )
+
+    def _append(self, iteration: int, result: Sequence[Any], elapsed_s: float) -> None:
+        """The last rank's line: losses, gradient norm, and how long the step took."""
+        if dist.get_rank() != dist.get_world_size() - 1:
+            return
+        losses, skipped, grad_norm = result[0], result[1], result[5]
+        numbers = {name: _exact(value) for name, value in {**losses, "grad_norm": grad_norm}.items()}
+        step = TrainingStep(iteration=iteration, numbers=numbers, skipped=int(skipped), elapsed_s=round(elapsed_s, 6))
+        path = self._folder / STEPS
+        self._guard.run(lambda: self._write(path, step), path)
+
+    def _write(self, path: Path, step: TrainingStep) -> None:
+        if not self._started:
+            # A resumed run goes on where its checkpoint was; what was trained after it, or by another run before, is
+            # not this run's.
+            self._started = True
+            path.write_text("".join(_before(path, step.iteration)))
+        append(path, step)
+
+    def finish(self) -> None:
+        """Write this rank's row, whole or not at all."""
+        record = self._record
+        if record is not None:
+            path = SUMMARY.path(self._folder, dist.get_rank())
+            self._guard.run(lambda: self._finish(path, record), path)
+
+    def _finish(self, path: Path, record: RunRecord) -> None:
+        report = self._driver.stage_report(record.pipeline)
+        if report is not None:
+            write_whole(path, replace(report, run=record.run))
+
+
+def _before(path: Path, iteration: int) -> list[str]:
+    """Return the whole lines of a file of iterations that come before `iteration`; a killed run may have left half a
+    line."""
+    if iteration == 1 or not path.exists():
+        return []
+    return [line for line in path.read_text(errors="replace").splitlines(keepends=True) if _number(line) < iteration]
+
+
+def _number(line: str) -> float:
+    """Return the iteration of a line; of a torn or damaged line, one that never comes."""
+    try:
+        return float(json.loads(line)["iteration"]) if line.endswith("\n") else math.inf
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def _exact(value: Any) -> float | None:
+    """Return a number without losing a bit, or None where there is none."""
+    return None if value is None else float(value.item() if isinstance(value, torch.Tensor) else value)

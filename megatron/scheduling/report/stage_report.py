@@ -1,0 +1,80 @@
+"""Lay what one rank measured beside what its schedule predicts.
+
+In: a schedule and measurements. Out: its summary in the record.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch.distributed as dist
+
+from bpipe.ir.action import Kind
+from bpipe.ir.schedule import Schedule
+from bpipe.record.format import RankSummary
+from bpipe.report.memory import own_peak
+from bpipe.runtime.kept import Share
+from megatron.scheduling.memory.differing import Differing
+
+
+def summary_of(
+    schedule: Schedule,
+    stage: int,
+    *,
+    peak_microbatches: int,
+    peak_bytes: int,
+    saved_bytes: Mapping[int, int],
+    moved_bytes: Mapping[int, int],
+    after_input_bytes: Mapping[int, int],
+    shard_bytes: int,
+    received_bytes: int,
+    num_host_buffers: int,
+    host_bytes: int,
+    own_memory: tuple[int, int],
+    shares: Mapping[int, Share],
+    balanced: bool,
+    pipeline: int,
+    differing: Differing,
+) -> RankSummary:
+    """Compare the measurement with what the schedule says for micro-batches of this size.
+
+    Host buffers are preallocated, so a rank holds all of them from the first HOST on: the prediction is the most its
+    own micro-batches occupy in any slot, and its buffers. `received_bytes` is what of it the stage received.
+    `own_memory`: the host buffers in its own node's memory and their bytes.
+    """
+    # As the meter counts: a micro-batch of which less than half has left is still here.
+    leaves = {
+        stage: int(moved_bytes.get(stage, saved) > 0 and 2 * moved_bytes.get(stage, saved) >= saved)
+        for stage, saved in saved_bytes.items()
+    }
+    # Evictions and loads of a stage of which nothing can move were none.
+    transfers = Counter(
+        action.kind for slot in schedule.ranks[stage] for action in slot.transfers if moved_bytes.get(action.stage)
+    )
+    return RankSummary(
+        rank=dist.get_rank(),
+        stage=stage,
+        pipeline=pipeline,
+        balanced=balanced,
+        num_microbatches=schedule.num_microbatches,
+        peak_microbatches=peak_microbatches,
+        peak_bytes=peak_bytes,
+        predicted_microbatches=own_peak(schedule, stage, dict.fromkeys(saved_bytes, 1), leaves, 0, {})
+        + num_host_buffers,
+        predicted_bytes=own_peak(
+            schedule, stage, saved_bytes, moved_bytes, received_bytes, after_input_bytes, shard_bytes
+        )
+        + host_bytes,
+        evictions=transfers[Kind.EVICT],
+        loads=transfers[Kind.LOAD],
+        own_buffers=own_memory[0],
+        own_bytes=own_memory[1],
+        moved_fraction=min((share.fraction for share in shares.values()), default=None),
+        stayed_microbatches=differing.microbatches,
+        stayed_bytes=differing.nbytes,
+        passed_microbatches=differing.passed_microbatches,
+        passed_bytes=differing.passed_bytes,
+        largest_bytes=differing.largest_bytes,
+        times_grown=differing.num_grown,
+    )

@@ -1,0 +1,51 @@
+"""Refuse what `--bpipe` cannot do, before or while a training starts. The table is `bpipe.refusals`.
+
+In: Megatron's parsed arguments, or the configuration of a model that is about to train. Out: nothing, or a ValueError
+with a line a reason. Knows no tensors and imports no Megatron.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+from bpipe.refusals import Settings, has_experts, reasons
+
+# What makes micro-batches of one stage save differing sizes: where the router sends tokens, what was packed together,
+# how long sequences are, and which micro-batches recompute.
+_DIFFERING: tuple[Callable[[Settings], object], ...] = (
+    lambda s: has_experts(s) and not s.moe_pad_expert_input_to_capacity,
+    lambda s: s.sft or s.dataloader_inter_document_masking,
+    lambda s: s.variable_seq_lengths,
+    lambda s: s.num_microbatches_with_partial_activation_checkpoints is not None,
+)
+
+
+def differ(settings: object) -> bool:
+    """Return whether micro-batches of one stage may save differing sizes by these settings."""
+    return any(applies(Settings(settings)) for applies in _DIFFERING)
+
+
+def refuse(settings: object, balance: bool, executor: bool = False, unproven: str | None = None) -> None:
+    """Raise ValueError with every reason.
+
+    A script of one's own may set in its model what no flag says: give that model's configuration.
+    """
+    end_where([*reasons(settings, balance, executor, unproven), *(_of_sessions() if balance else ())])
+
+
+def _of_sessions() -> Iterator[str]:
+    """Asked of what is loaded: whoever trains without a session never loads it."""
+    guards = sys.modules.get("terra.run.guards")
+    if guards is not None and guards.is_any_open():
+        yield (
+            "a terra.Session is open: under it a stage saves placeholders, whose memory is not there when --bpipe "
+            "looks for it; close the "
+            "session, or train without --bpipe"
+        )
+
+
+def end_where(problems: Sequence[str]) -> None:
+    """Raise ValueError with all of them at once, if there are any."""
+    if problems:
+        raise ValueError("\n  ".join(["this run cannot start:", *problems]))

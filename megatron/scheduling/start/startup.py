@@ -1,0 +1,81 @@
+"""Make this process ready to import and run Megatron: the CPU stand-in where there is no GPU, and the repairs.
+
+In: a fresh process. Out: one where `megatron.training` runs. Must be called before `megatron.core` is imported.
+Importing this module imports no torch, so that whoever starts without it is told how to install it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+
+
+def prepare(*, repairing: bool = True) -> None:
+    """Install what this machine needs. Rank 0 says what was done, a line each.
+
+    `repairing`: mend Megatron, too. Whoever parses --bpipe-no-repairs calls `repair` once that is known.
+    """
+    # Without this, importing megatron.core appends the commit of whatever git checkout the process stands in to its
+    # version.
+    os.environ.setdefault("NO_VCS_VERSION", "1")
+    import torch
+
+    if not torch.cuda.is_available():
+        from megatron.scheduling import cpu as cpu_runtime
+
+        cpu_runtime.install()
+    if repairing:
+        repair()
+    from megatron.scheduling.start import tokenizer
+
+    without = tokenizer.install_byte_level_tokenizer()
+    if without is not None:
+        _say(without)
+
+
+@functools.cache
+def repair() -> None:
+    """Mend what of the installed Megatron would stop a run, once in a process: a second time would wrap the
+    wrappers."""
+    from megatron.scheduling.hooks import repairs
+
+    for line in repairs.apply():
+        _say(line)
+
+
+def leave_unrepaired() -> None:
+    """Leave Megatron as it is, and say what nobody sees to then.
+
+    Raises ValueError where it has been mended in this process.
+    """
+    from megatron.scheduling.hooks import repairs
+
+    if repair.cache_info().currsize:
+        raise ValueError(
+            "--bpipe-no-repairs: this process has mended Megatron before these arguments were parsed; start another one"
+        )
+    left = "; ".join(repair.mends for repair in repairs.REPAIRS)
+    _say(f"--bpipe-no-repairs: Megatron is left as it is, and it alone sees to it that {left}")
+
+
+def device_type() -> str:
+    """Return the device type of activations here: "cuda", or "cpu" where that only stands in."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() and "megatron.scheduling.cpu" not in sys.modules else "cpu"
+
+
+def complete_arguments() -> None:
+    """Add to the command line what a machine without a GPU needs; what the user gives wins."""
+    cpu_runtime = sys.modules.get("megatron.scheduling.cpu")
+    if cpu_runtime is not None and tuple(sys.argv[1 : len(cpu_runtime.ARGUMENTS) + 1]) != cpu_runtime.ARGUMENTS:
+        # In front: argparse lets the last value win, and that is the user's.
+        sys.argv[1:1] = cpu_runtime.ARGUMENTS
+        _say(f"no CUDA device: running on the CPU with {' '.join(cpu_runtime.ARGUMENTS)}")
+
+
+def _say(line: str) -> None:
+    """One line to the training log, from rank 0 (there is no process group yet to ask)."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"bpipe: {line}", flush=True)

@@ -1,0 +1,1 @@
+"""Split embedding and output layer over all ranks of a pipeline."""

@@ -1,0 +1,289 @@
+"""Split the output layer of a model over all ranks of its pipeline, as soon as Megatron has built it.
+
+In: a rank's model as Megatron's constructor leaves it. Out: the same with a shard of the output layer, under the name
+of the whole one. On the last rank the model's forward notes what it would have computed logits and losses of, and
+computes neither. Knows no schedule.
+
+Megatron's constructor runs to its end first, so that all weights are those of a run without shards: each rank draws by
+a seed of its own, and a shard that was drawn where it lies would be another. Then the last rank deals its rows out.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.utils import unwrap_model
+
+from bpipe.refusals import SHARDED, reasons_of
+from bpipe.vocabulary.rows import Rows
+from megatron.scheduling.hooks import patches
+from megatron.scheduling.loop.halves import backward_of_weight
+from megatron.scheduling.placement.placed import BY_LAYER, ONCE
+from megatron.scheduling.placement.positions import Positions
+from megatron.scheduling.start.refusals import end_where
+from megatron.scheduling.vocabulary import input_shards, tied_shards
+
+
+class LossInputs(NamedTuple):
+    """Inputs of a micro-batch's loss: the last layer's output [s, b, h], of this rank's part of s, and the labels [b,
+    s].
+
+    `losses` [b, s], zeros, stood in for the tokens' losses.
+    """
+
+    hidden: torch.Tensor
+    labels: torch.Tensor
+    losses: torch.Tensor
+
+
+class OutputLayerShard(ColumnParallelLinear):  # type: ignore[misc]
+    """Megatron's own layer with fewer rows.
+
+    A model that calls it in its forward gets back what it gave: only `logits` computes.
+    """
+
+    def __init__(self, model: Any) -> None:
+        """New rows, with nothing in them yet. Raises ValueError where the vocabulary does not make equal shards."""
+        config, pipeline = model.config, model.pg_collection.pp
+        self.rows = Rows(model.vocab_size, model.pg_collection.tp.size(), pipeline.size())
+        self.number = self.rows.shard(model.pg_collection.tp.rank(), pipeline.rank())
+        # To draw numbers here would change all that are drawn afterwards, dropout among them.
+        undrawn = copy.copy(config)
+        undrawn.perform_initialization = False
+        super().__init__(
+            config.hidden_size,
+            self.rows.each * self.rows.tensor,
+            config=undrawn,
+            init_method=config.init_method,
+            bias=False,
+            gather_output=False,
+            tp_group=model.pg_collection.tp,
+        )
+        self.config = config
+        self.tied = model.share_embeddings_and_output_weights
+        # Whether the weight is the embedding's shard's.
+        self.shared = False
+        self._scaled = model._scale_logits
+        self._computes = False
+        self._hidden: torch.Tensor | None = None
+        self._noted: LossInputs | None = None
+
+    @property
+    def first_row(self) -> int:
+        return self.rows.of(self.number).start
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits [s, b, r] of the last layer's output, as Megatron makes them.
+
+        Called through the module, so that its hooks see to its weight.
+        """
+        self._computes = True
+        try:
+            return self._scaled(self(x)[0])  # type: ignore[no-any-return]
+        finally:
+            self._computes = False
+
+    def of_input(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the last layer's output as it goes back, from this tensor-parallel rank's part [s, b,
+        h] of it.
+
+        It is the sum over these ranks, and of s this rank's part, as in Megatron's own backward. May be in the same
+        memory.
+        """
+        scaled = self._scaled(part)
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(scaled, group=self.tp_group)  # type: ignore[no-any-return]
+        return reduce_from_tensor_model_parallel_region(scaled, group=self.tp_group)  # type: ignore[no-any-return]
+
+    def backward_weight(self, x: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Add what a gradient [s, b, r] of logits brings the weight, as Megatron's own backward does; `x` as
+        `logits` was given it."""
+        if self.weight.requires_grad:
+            gathers = self.tp_group if self.sequence_parallel else None
+            backward_of_weight(self.weight, x, self._scaled(gradient), gathers, self.gradient_accumulation_fusion)
+
+    def forward(
+        self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> Any:
+        if self._computes:
+            return super().forward(input_, weight, runtime_gather_output)
+        self._hidden = input_
+        return input_, None
+
+    def note(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Return what stands in for the tokens' losses, in place of the model's `compute_language_model_loss`."""
+        assert self._hidden is not None, "a model computes its losses behind its output layer"
+        losses = torch.zeros(
+            labels.shape, dtype=torch.float32, device=labels.device, requires_grad=torch.is_grad_enabled()
+        )
+        self._noted, self._hidden = LossInputs(self._hidden, labels, losses), None
+        return losses
+
+    def noted(self) -> LossInputs:
+        """Return what the model's forward noted. Raises ValueError where it computed no losses."""
+        noted, self._noted, self._hidden = self._noted, None, None
+        if noted is None:
+            raise ValueError(
+                "with --bpipe-vocabulary no rank has all logits of a micro-batch, and this script asked its model for "
+                "them: call the model "
+                "with labels, or train without --bpipe-vocabulary"
+            )
+        return noted
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        """Return the rows of the whole layer's weight, under its key and of its shape."""
+        assert metadata is not None, "Megatron says which ranks have replicas"
+        assert not sharded_offsets, "an output layer is in no layer of a stage"
+        key, replica = f"{prefix}weight", metadata["dp_cp_group"].rank()
+        if self.shared:
+            return {}
+        if self.tied:
+            return {key: tied_shards.entry(self.weight, self.number, self.rows, prefix, replica)}
+        offsets = (0, self.number, self.rows.num_shards)
+        return {
+            key: ShardedTensor.from_rank_offsets(
+                key, self.weight, offsets, replica_id=(0, 0, replica), allow_shape_mismatch=True
+            )
+        }
+
+
+class Splitting:
+    """The wrappers, for models whose chunks are where `positions` has them.
+
+    A rank's rows are dealt out to its last chunk.
+
+    `inputs`: the embedding's, too.
+    """
+
+    def __init__(self, positions: Positions, inputs: bool = False) -> None:
+        self._positions, self._inputs = positions, inputs
+        # Of the model that is being built, this rank's first chunk.
+        self._first: Any = None
+
+    def wraps(self) -> dict[patches.Patch, patches.Wrap]:
+        """Return what to put in place of what, before any model is built."""
+        models = dict.fromkeys((patches.GPT_MODEL, patches.HYBRID_MODEL), self._wrap_constructor)
+        return {**models, patches.TIED_GRADIENTS: self._wrap_tied_gradients, **BY_LAYER, **ONCE}
+
+    def _wrap_constructor(self, construct: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(construct)
+        def constructed(model: Any, *args: Any, **kwargs: Any) -> None:
+            construct(model, *args, **kwargs)
+            chunk = model.vp_stage or 0
+            if chunk == 0:
+                self._first = model
+            if chunk == len(self._positions.mirrored) - 1:
+                split(self._first, model, self._positions.rank_at(0) if self._inputs else None)
+                self._first = None
+
+        return constructed
+
+    def _wrap_tied_gradients(self, all_reduce: Callable[..., None]) -> Callable[..., None]:
+        """Where Megatron adds up the copies' gradients: behind their reduction, before they are scaled."""
+        embeds = self._positions.rank_at(0)
+
+        @functools.wraps(all_reduce)
+        def added(model: list[torch.nn.Module], *args: Any, **kwargs: Any) -> None:
+            layer = output_shard(model[-1])
+            if layer.shared:
+                # One weight has both gradients already.
+                return
+            if not layer.tied:
+                all_reduce(model, *args, **kwargs)
+                return
+            tied_shards.add_up(model, layer.weight, embeds)
+
+        return added
+
+
+def output_shard(model: Any) -> OutputLayerShard:
+    """Return a model's shard, whatever is wrapped around it. Raises ValueError for a model that has none."""
+    inner = unwrap_model(model)
+    layer = getattr(inner, "output_layer", None)
+    if not isinstance(layer, OutputLayerShard):
+        raise ValueError(
+            f"--bpipe-vocabulary splits the output layer of a GPTModel or HybridModel when that is built, and this is "
+            f"a "
+            f"{type(inner).__name__}: train without --bpipe-vocabulary"
+        )
+    return layer
+
+
+def input_shard(models: Sequence[Any], place: int) -> input_shards.Inputs:
+    """Return the embedding's shard of a rank's chunks; the first stage's rank is at this place of the pipeline."""
+    output_shard(models[-1])
+    return input_shards.Inputs.of(unwrap_model(models[0]), unwrap_model(models[-1]), place)
+
+
+def split(first: Any, model: Any, embeds: int | None = None) -> None:
+    """Deal the output layer's rows out to the last chunks, `model`, of all ranks; `first` is this rank's first chunk.
+
+    `embeds`: the place of the pipeline that has the embedding, which is then split, too; a weight that both have is one
+    on every rank. Collective over the model's pipeline. Raises ValueError for what cannot be split.
+    """
+    end_where([*reasons_of(SHARDED, model.config, "--bpipe-vocabulary"), *_of_model(model)])
+    shard = OutputLayerShard(model)
+    whole = model.output_layer.weight if model.post_process else None
+    if whole is not None and shard.tied and first.pre_process:
+        # A copy on the embedding's own rank is nothing yet: between two ranks Megatron's constructor has filled it.
+        whole = first.embedding.word_embeddings.weight
+    with torch.no_grad():
+        _deal(None if whole is None else whole.data, shard.weight.data, model.pg_collection.pp, -1)
+    # As Megatron marks the whole layer's.
+    shard.weight.is_embedding_or_output_parameter = True
+    if model.config.use_mup:
+        shard.weight.is_embedding_parameter = True
+    if embeds is not None:
+        _split_embedding(first, model, shard, embeds)
+    elif shard.tied:
+        tied_shards.tie(first, model, shard.weight, shard.rows)
+    if embeds is not None and model.post_process:
+        # Behind the embedding on every rank: a weight that both share has one name.
+        del model.output_layer
+    model.output_layer = shard
+    if model.post_process:
+        model.compute_language_model_loss = shard.note
+
+
+def _split_embedding(first: Any, model: Any, output: OutputLayerShard, embeds: int) -> None:
+    """A rank's shard of the embedding beside that of its output layer, in its last chunk."""
+    shard = input_shards.EmbeddingShard(model, output.rows, output.number)
+    whole = first.embedding.word_embeddings.weight.data if first.pre_process else None
+    with torch.no_grad():
+        _deal(whole, shard.weight.data, model.pg_collection.pp, embeds)
+    input_shards.place(first, model, shard)
+    if output.tied:
+        output.weight, output.shared = shard.weight, True
+        for chunk in (first, model):
+            # Megatron would look for a copy, and keep two of one rank equal.
+            chunk.tie_embeddings_and_output_weights_state_dict = lambda *args, **kwargs: None
+            chunk.shared_embedding_or_output_weight = lambda: None
+
+
+def _of_model(model: Any) -> Iterator[str]:
+    """What only a model says; flags say the same where the model is made of them."""
+    if not model.parallel_output:
+        yield "--bpipe-vocabulary: this model gathers its logits, and shards never do; build it with parallel_output"
+
+
+def _deal(whole: torch.Tensor | None, rows: torch.Tensor, pipeline: Any, place: int) -> None:
+    """`whole` is of all rows, of the rank at this place of the pipeline; into `rows` come this rank's."""
+    source = dist.get_process_group_ranks(pipeline)[place]
+    # Models may be built on the CPU where the group cannot send from.
+    parts = None if whole is None else [part.contiguous().cuda() for part in whole.chunk(pipeline.size())]
+    mine = rows.cuda()
+    dist.scatter(mine, parts, src=source, group=pipeline)
+    rows.copy_(mine)
