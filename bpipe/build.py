@@ -97,7 +97,7 @@ class BalanceConfig:
 class ScheduleConfig:
     """Schedule to build: `num_ranks` p pipeline ranks; with `num_chunks` v each of them computes v of p*v stages.
 
-    `balance` None leaves it as it is. Without `balance` as it is.
+    `balance` None leaves it as it is.
 
     `group_size`: how many micro-batches of an interleaved schedule go through a chunk before they go through the next,
     by default as many as there are ranks. `costs` are for families that choose among their rules. `vocabulary`: how the

@@ -54,10 +54,7 @@ class _Block(NamedTuple):
 
 
 def pair_adjacent(topology: Topology, partners: Sequence[int] | None = None) -> tuple[Part, ...]:
-    """Return `parts[place]` for every GPU.
-
-    Every pair is on one node wherever twice a stage's GPUs divide a node's. Every pair is on one node wherever twice a
-    stage's GPUs divide a node's.
+    """Return `parts[place]` for every GPU. Every pair is on one node wherever twice a stage's GPUs divide a node's.
 
     `partners[stage]` is the other stage of its pair or, where it has none, itself; by default the one opposite.
 

@@ -48,8 +48,7 @@ class Weights(NamedTuple):
 class PipesRule:
     """Rule by which ranks choose.
 
-    A rank that holds fewer micro-batches of a chunk than it may computes a forward, else a backward. A rank that holds
-    fewer micro-batches of a chunk than it may computes a forward, else a backward.
+    A rank that holds fewer micro-batches of a chunk than it may computes a forward, else a backward.
 
     `willing(rank)`, where given, is fewer: from so many on it computes a forward only where no backward may start. Of
     several forwards, and of several backwards, it takes the one that weighs least.

@@ -192,7 +192,6 @@ class Cluster:
     """Devices of a training.
 
     `factor`: measured seconds for one predicted second (`bpipe calibrate`). `kernels`: measured kernel times, if any.
-    `kernels`: seconds that were measured, if any.
 
     `nodes_per_domain`: so many nodes have the links between them that the devices of one have. Memory of nodes stays
     apart.
@@ -223,7 +222,7 @@ class Cluster:
 def parse_cluster(text: str, devices: tuple[int, int] | None = None) -> Cluster:
     """Read `DEVICE:NODESxDEVICES`, such as a100-80g:4x8; without `NODESx` it is one node.
 
-    `devices`: both, where the text says none. `devices`: both, where the text says none.
+    `devices`: both, where the text says none.
 
     `@GB` behind it is what a device's port between nodes carries, in 1e9 bytes a second: a100-80g:4x8@12.5 has one of
     200 Gbit/s for two. Of `RACKS` a number alone is one of racks: gb200-nvl72:8, or 36x4 nodes of two.

@@ -253,9 +253,7 @@ def _accumulated(setup: Setup, kind: LayerKind) -> float:
 
 
 def halves_seconds(setup: Setup, kind: LayerKind | None = None, scope: LayerScope | None = None) -> tuple[float, float]:
-    """Return seconds of the two parts of one layer's backward, dgrad and wgrad.
-
-    Attention's core has no weights. Attention's core has no weights.
+    """Return seconds of the two parts of one layer's backward, dgrad and wgrad. Attention's core has no weights.
 
     Together they take as long as the whole, and longer under tensor parallelism: no product for weights hides what is
     scattered or summed, and with sequence parallelism the inputs of the matrices behind the norms are gathered again

@@ -108,7 +108,7 @@ def early_part(
 ) -> torch.Tensor:
     """Return what a shard gives the layer's input, [n, h], 32 bit, as far as it is known before the totals.
 
-    `own` are its statistics. `own` are its statistics.
+    `own` are its statistics.
 
     The gradients of the tokens' losses are in it already: with the scale of a half-precision training no probability is
     too small.

@@ -27,7 +27,7 @@ from megatron.scheduling.start import starting, startup
 def prepare() -> None:
     """Prepare this process: the CPU stand-in where there is no GPU, our flags, `pretrain` hooked.
 
-    Call before importing Megatron. Call before importing Megatron.
+    Call before importing Megatron.
 
     Repairs follow when the arguments are parsed, because a flag leaves them.
     """

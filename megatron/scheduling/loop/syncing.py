@@ -48,8 +48,7 @@ class Marks:
     def of(cls, order: Iterable[Action], chunks: Mapping[int, int], num_pipes: int = 1) -> Marks:
         """Return the marks of an order.
 
-        `chunks[stage]` is a stage's place in the list of models. A shard's weight is in the last of them. A shard's
-        weight is in the last of them.
+        `chunks[stage]` is a stage's place in the list of models. A shard's weight is in the last of them.
 
         Two pipes end with two stages, and mirror images reduce in one order, which is that of their last computations.
         """

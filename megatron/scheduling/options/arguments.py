@@ -61,8 +61,7 @@ TIMERS_LEVEL = 2
 class SchedulingConfig:
     """Validated settings of driver and hooks.
 
-    `report` is a folder or None; a pipeline has `num_ranks` ranks of `num_chunks` chunks. `report` is a folder or None;
-    a pipeline has `num_ranks` ranks of `num_chunks` chunks.
+    `report` is a folder or None; a pipeline has `num_ranks` ranks of `num_chunks` chunks.
 
     `how`: how Megatron's own schedule is balanced, by default to the fewest micro-batches that all pairs can keep;
     `plan`: lines that say why. `memory`: the budget that was asked for, where there is one; `costs`: by what to plan in

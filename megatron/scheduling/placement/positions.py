@@ -21,8 +21,7 @@ from bpipe.ir.layout import Layout
 class Positions:
     """Positions of pipelines of `num_ranks`.
 
-    `backwards`: position j is Megatron's last pipeline rank less j, otherwise j. `backwards`: position j is Megatron's
-    last pipeline rank less j, otherwise j.
+    `backwards`: position j is Megatron's last pipeline rank less j, otherwise j.
 
     `mirrored[chunk]`: the chunk's stages go down Megatron's pipeline ranks, from the last to the first, where
     Megatron's own go up. `pipes[chunk]`: whose micro-batches the chunk takes in the first half of the positions, in the
