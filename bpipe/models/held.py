@@ -21,7 +21,7 @@ from bpipe.ir.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class HeldCounts:
-    """What one rank of a schedule holds at its fullest, for any sizes of its stages.
+    """Counts of what one rank of a schedule holds at its fullest, for any sizes of its stages.
 
     `moments` are all that no other exceeds: for every one of `stages`, which are its own, how many micro-batches are
     held as saved and how many between the halves of their backward. Besides there are host buffers, of `hosted`: how

@@ -33,8 +33,7 @@ FORMS = "none, selective, full, full:uniform:N, full:block:N, selective:PART+PAR
 
 
 class LayerScope(NamedTuple):
-    """What of one layer is recomputed: these parts, or `whole`; of layers that are recomputed together one
-    `keeps_input`."""
+    """Recomputed parts of one layer, or the `whole` layer; of layers recomputed together one `keeps_input`."""
 
     modules: frozenset[str] = frozenset()
     whole: bool = False

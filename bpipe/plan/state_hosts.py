@@ -41,8 +41,7 @@ class HostedState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateHosts:
-    """`prediction` with `moves`: memory of every rank, and the longest delay of an iteration, with nothing beside
-    the moves."""
+    """Moves of optimizer state and their prediction: memory of every rank, and the longest delay of an iteration."""
 
     prediction: SetupPrediction
     moves: tuple[HostedState, ...]

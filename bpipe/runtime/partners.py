@@ -150,14 +150,14 @@ class Partners:
         acceptors = {other: partner.acceptor for other, partner in self._partners.items()}
         return SeveralGuests(acceptors, self._rank_of) if len(acceptors) > 1 else next(iter(acceptors.values()), None)
 
-    def other(self, action: Action) -> int:
+    def partner_of(self, action: Action) -> int:
         """Return the rank at the other end of a transfer: this one, where it has none."""
         key = (action.stage, action.microbatch)
         return self._host_of[key] if action.kind in (Kind.EVICT, Kind.LOAD) else self._rank_of(*key)
 
     def named(self, action: Action) -> str:
         """Return the other end of a transfer, for errors."""
-        other = self.other(action)
+        other = self.partner_of(action)
         return "its own node's memory" if other == self._rank else f"stage {other}"
 
     @property
@@ -178,7 +178,7 @@ class Partners:
         """Return whether this rank has to write it down: with a one-sided transport a host sees nothing of its host
         buffers' transfers."""
         return action.kind in (Kind.EVICT, Kind.LOAD) or (
-            action.kind in TRANSFER and not self._transports[self.other(action)].one_sided
+            action.kind in TRANSFER and not self._transports[self.partner_of(action)].one_sided
         )
 
     def gather(self, first: Action) -> None:

@@ -47,7 +47,7 @@ class Slice(NamedTuple):
 
 
 class Span(NamedTuple):
-    """What host code did meanwhile; spans of one rank must nest."""
+    """Interval of host code; spans of one rank must nest."""
 
     name: str
     start_s: float

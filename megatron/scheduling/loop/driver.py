@@ -187,7 +187,7 @@ class Driver:
         return self._active is not None
 
     def begin(self) -> None:
-        """See `Engine.begin`, as for the other calls."""
+        """Begin the engine's iteration. This and the other calls pass on to `Engine`."""
         self._engine_now.begin()
 
     def before(self, op: Action) -> None:
