@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 DISTRIBUTION = "torch-bpipe"
 # The modules that each extra of pyproject.toml brings, as far as a command of ours cannot do without them.
-MODULES = {"torch": ("torch",), "megatron": ("torch", "megatron.core")}
+MODULES = {"completion": ("shtab",), "torch": ("torch",), "megatron": ("torch", "megatron.core")}
 
 
 def require(extra: str, for_what: str) -> None:

@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+# What the trainer does about it: pairs on one node, or Megatron's own rank order.
+PLACEMENTS = ("adjacent", "none")
+
 
 @dataclass(frozen=True, slots=True)
 class Topology:

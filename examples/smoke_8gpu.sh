@@ -125,8 +125,8 @@ verdict() {
     elif (($2)); then
         echo "failed with $2"
     else
-        "$PYTHON" -m bpipe compare "$(dirname "$1")/stock" "$1" --balancing --stages "$STAGES" --iterations "$ITERATIONS" --rows 0 \
-            --json "$1/summary.json" >"$1.compared" 2>&1 || compared=$?
+        "$PYTHON" -m bpipe compare "$(dirname "$1")/stock" "$1" --balancing --pp "$STAGES" --iterations "$ITERATIONS" --rows 0 \
+            --output "$1/summary.json" >"$1.compared" 2>&1 || compared=$?
         case "$compared" in
             0) echo identical ;;
             1) echo DIFFERS ;;

@@ -151,8 +151,8 @@ if ((${#SCHEDULE_ARGS[@]} > 0)); then
     echo "A trained $PLAIN, B $BALANCED"
     if ((LAYERS > STAGES)); then echo "2 virtual stages a rank: a stage below is a rank, and a micro-batch one of one virtual stage"; fi
 fi
-bpipe compare "$RESULTS/plain" "$RESULTS/balanced" --balancing --stages "$STAGES" --iterations "$ITERATIONS" --rows 0 \
-    --json "$RESULTS/summary.json"
+bpipe compare "$RESULTS/plain" "$RESULTS/balanced" --balancing --pp "$STAGES" --iterations "$ITERATIONS" --rows 0 \
+    --output "$RESULTS/summary.json"
 
 # --- The report of the balanced run -----------------------------------------------------------------------------------------------------
 

@@ -7,56 +7,49 @@ The run is a folder of `--bpipe-report`, a log that Megatron printed, or seconds
 
 from __future__ import annotations
 
-import argparse
 from itertools import pairwise
 from pathlib import Path
 
-from bpipe.commands.flags import cluster_of, print_json
 from bpipe.commands.launch import lines, reading_of
-from bpipe.commands.simulate import add_configuration_arguments, budgeted
+from bpipe.commands.shared import CONFIGURED, cluster_of, print_json
+from bpipe.commands.simulate import budgeted
 from bpipe.compare.read import read_training
-from bpipe.flag_types import counted, seconds
+from bpipe.flags import outputs
+from bpipe.flags.flag import Command, Group, Options, Task
 from bpipe.models.calibration import Calibration
 from bpipe.models.layout import Setup
-from bpipe.plan.calibrate import WARM_UP, Ran, Steady, calibrate, steady
+from bpipe.plan.calibrate import Ran, Steady, calibrate, steady
 from bpipe.plan.explain import describe
 from bpipe.plan.megatron_command import Reading, read_command
 from bpipe.plan.options import filled, setup_of
 from bpipe.plan.training_log import read_log
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "run_of",
-        nargs="?",
-        metavar="RUN",
-        help="the folder of a --bpipe-report, or a log that a Megatron training printed",
-    )
-    add(
-        "--measured",
-        type=seconds,
-        metavar="SECONDS",
-        help="instead of a run: what an iteration of this configuration takes",
-    )
-    add(
-        "--warm-up",
-        type=counted,
-        default=WARM_UP,
-        metavar="N",
-        help=f"iterations to leave out after a start (default {WARM_UP})",
-    )
-    add_configuration_arguments(parser)
-    output = parser.add_argument_group("output").add_argument
-    output("--output", metavar="FILE", help="write the calibration there, for --calibration of simulate and plan")
-    output("--format", choices=("table", "json"), default="table")
-    # What is calibrated is the prediction as it stands.
-    parser.set_defaults(calibration=None, kernel_times=None)
+COMMAND = Command(
+    (
+        Group("the run", (outputs.RUN, outputs.MEASURED, outputs.WARM_UP)),
+        *CONFIGURED,
+        Group("output", (outputs.OUTPUT, outputs.FORMAT)),
+    ),
+    (
+        Task(
+            "compare a log with its prediction",
+            "bpipe calibrate train.log --cluster h100-80g:4x8 --output cluster.json",
+            ("run_of", "cluster", "warm_up", "output"),
+        ),
+        Task(
+            "say what ran by flags",
+            "bpipe calibrate --measured 12.5 --model gpt3-13b --cluster a100-80g:4 --pp 4 --gbs 8",
+            ("measured", "model", "tensor", "pipeline", "micro_batch", "global_batch"),
+        ),
+    ),
+)
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: Options) -> None:
     if (options.measured is None) == (options.run_of is None):
         raise ValueError("name a run's folder or log, or give --measured SECONDS: one of them, the other says the same")
+    # What is calibrated is the prediction as it stands.
+    options.calibration = options.kernel_times = None
     reading = _reading(options)
     every = filled(options, reading, ("pipeline", "global_batch"))
     setup, _ = budgeted(every, setup_of(every, cluster_of(every, reading)))
@@ -74,7 +67,7 @@ def run(options: argparse.Namespace) -> None:
         print("give --output FILE to keep it for --calibration of bpipe simulate and bpipe plan")
 
 
-def _reading(options: argparse.Namespace) -> Reading | None:
+def _reading(options: Options) -> Reading | None:
     """What the launch says, else the run's log, which fills in the vocabulary too where neither flag says the
     model's."""
     reading = reading_of(options)
@@ -128,9 +121,7 @@ def _steady(run_of: Path, setup: Setup, warm_up: int) -> Steady:
         before = number
     try:
         if numbers and not spans:
-            raise ValueError(
-                f"no iterations of global batch {setup.global_batch}, only of {sorted(sizes)}: give --global-batch"
-            )
+            raise ValueError(f"no iterations of global batch {setup.global_batch}, only of {sorted(sizes)}: give --gbs")
         if run_of.is_dir():
             _check_recorded(run_of, setup)
         return steady(spans, warm_up)

@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import replace
 
-from bpipe.commands.flags import print_json
-from bpipe.flag_types import positive, seconds
+from bpipe.commands.shared import print_json
+from bpipe.flags import outputs
+from bpipe.flags.flag import Command, Group, Options, Task
+from bpipe.flags.schedules import GLOBAL_BATCH, PIPELINE
 from bpipe.plan.estimate import estimate, iteration_seconds, verdict
 
+COMMAND = Command(
+    (
+        Group(
+            "",
+            (
+                replace(GLOBAL_BATCH, required=True, help="sequences an iteration of one replica"),
+                replace(PIPELINE, required=True),
+                outputs.TWO_SIZES,
+                outputs.STAGE_MFU,
+                outputs.STAGE_SECONDS,
+                outputs.FORMAT,
+            ),
+        ),
+    ),
+    (
+        Task(
+            "estimate the gain of a larger micro-batch",
+            "bpipe estimate --gbs 128 --pp 8 --mbs 1 2 --stage-mfu 37.8 55.2",
+            ("global_batch", "pipeline", "micro_batch", "stage_mfu", "stage_seconds"),
+        ),
+    ),
+)
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--global-batch", type=positive, required=True, metavar="B", help="sequences an iteration of one replica")
-    add("--pipeline", type=positive, required=True, metavar="P", help="pipeline ranks")
-    fits = "the size that fits, and the one balancing makes fit"
-    add("--micro-batch", type=positive, nargs=2, required=True, metavar=("Y", "X"), help=fits)
-    add(
-        "--stage-mfu",
-        type=float,
-        nargs=2,
-        required=True,
-        metavar=("Y%", "X%"),
-        help="MFU of one stage alone at either size, in percent",
-    )
-    add(
-        "--stage-seconds",
-        type=seconds,
-        nargs=2,
-        metavar=("Y", "X"),
-        help="forward plus backward of one stage: gives iteration times, too",
-    )
-    add("--format", choices=("table", "json"), default="table")
 
-
-def run(options: argparse.Namespace) -> None:
+def run(options: Options) -> None:
     share = next((value for value in options.stage_mfu if 0 < value < 1), None)
     if share is not None:
         raise ValueError(f"--stage-mfu {share:g} is less than 1 %: it is in percent, so give {100 * share:g}")

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from bpipe.commands.flags import print_json
+from bpipe.commands.shared import print_json
+from bpipe.flags.flag import Options
 from bpipe.models.cluster import gib_text
 from bpipe.plan import stock
 from bpipe.plan.front import Front, Point, describe_point, find_front, front_document, front_lines, remarks
@@ -19,12 +20,8 @@ from bpipe.plan.judge import Candidate
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.space import Space
 
-SUFFIXES = (".svg", ".png", ".html")
 
-
-def show(
-    space: Space, form: str, plot: Path | None, row: int | None, progress: Callable[[str, int, int], None]
-) -> Front:
+def show(space: Space, options: Options, plot: Path | None, progress: Callable[[str, int, int], None]) -> Front:
     """Search, draw and print. Raises ValueError for a row that is not there, or where there is nothing to draw."""
     front = find_front(space, progress)
     progress("front", 1, 1)
@@ -32,11 +29,16 @@ def show(
     title = f"{space.model.name} on {space.cluster.num_devices} {space.cluster.device.name}, batch {space.global_batch}"
     if plot is not None:
         plot.write_bytes(_drawn(front, title, plot.suffix))
+    if options.html is not None:
+        # A page has the title as its head.
+        svg = _drawn(front, "", ".svg").decode()
+        Path(options.html).write_text(page(front, title, svg), encoding="utf-8")
+    row: int | None = options.emit_args
     if row is not None:
         if row > len(front.points):
             raise ValueError(f"--emit-args {row}: there are {len(front.points)} rows")
         print(shlex.join(megatron_flags(front.points[row - 1].prediction.setup)))
-    elif form == "json":
+    elif options.format == "json":
         print_json({"front": front_document(front), "stock": stock.stock_document(beside)})
     else:
         print("\n".join((*front_lines(front), *stock.stock_text(beside))))
@@ -56,15 +58,11 @@ def _drawn(front: Front, title: str, suffix: str) -> bytes:
         from bpipe.draw.plots import FrontPoint, front_chart, to_png, to_svg
     except ImportError:
         raise ValueError(
-            "--plot needs matplotlib, which is not installed: pip install matplotlib, or leave --plot out"
+            "--plot and --html need matplotlib, which is not installed: pip install matplotlib, or leave them out"
         ) from None
     points = [FrontPoint(point.peak_bytes, point.iteration_s, _group(point)) for point in front.points]
-    # A page has the title as its head.
-    figure = front_chart(points, front.limit_bytes, front.winner, "" if suffix == ".html" else title)
-    if suffix == ".png":
-        return to_png(figure)
-    svg = to_svg(figure)
-    return (svg if suffix == ".svg" else page(front, title, svg)).encode()
+    figure = front_chart(points, front.limit_bytes, front.winner, title)
+    return to_png(figure) if suffix == ".png" else to_svg(figure).encode()
 
 
 def _group(point: Point) -> str:

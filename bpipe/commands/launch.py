@@ -7,46 +7,19 @@ An option that was given on the command line itself stands. Knows no flag of Meg
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
-from bpipe.commands.parser import REST
+from bpipe.flags.flag import Options
 from bpipe.plan.bash_words import MOST_CHARACTERS
 from bpipe.plan.launch_script import read_launch
 from bpipe.plan.megatron_command import Reading, read_command
 from bpipe.values import printable
 
 
-def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "from a launch of Megatron", "what it says need not be said again; what is said here replaces it"
-    )
-    add = group.add_argument
-    add(
-        "--from-script",
-        metavar="FILE",
-        help="a bash script that starts the training, read without running it ('-' is standard input)",
-    )
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a variable of that script; the environment is not looked at",
-    )
-    add(
-        REST,
-        nargs="*",
-        default=[],
-        metavar="FLAGS",
-        help="after --: flags of pretrain_gpt.py, or a whole command: torchrun ... script.py ...",
-    )
-
-
-def reading_of(options: argparse.Namespace) -> Reading | None:
+def reading_of(options: Options) -> Reading | None:
     """Return what the launch says, or None where no launch is given."""
     if options.from_script is None:
         if options.set:
@@ -54,7 +27,7 @@ def reading_of(options: argparse.Namespace) -> Reading | None:
         return read_command(options.megatron) if options.megatron else None
     if options.megatron:
         raise ValueError("--from-script and flags after -- say the same: give one of them")
-    given, data = dict(map(_assignment, options.set)), _script(options.from_script)
+    given, data = dict(map(_assignment, options.set or ())), _script(options.from_script)
     try:
         launch = read_launch(data.decode("utf-8"), given)
         return read_command(launch.words, launch.unknown)

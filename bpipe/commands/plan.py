@@ -5,7 +5,6 @@ In: flags. Out: a table, JSON or flags.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import shlex
 import sys
@@ -15,135 +14,95 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 from bpipe.build import BALANCES
-from bpipe.commands.flags import (
-    add_calibration_argument,
-    add_model_arguments,
-    add_routing_arguments,
-    add_training_arguments,
-    cluster_of,
-    picture_file,
-    print_json,
-)
-from bpipe.commands.front import SUFFIXES, show
-from bpipe.commands.launch import add_launch_arguments, lines, reading_of
+from bpipe.commands.front import show
+from bpipe.commands.launch import lines, reading_of
 from bpipe.commands.plan_output import PlanNotes, launch_lines, launch_values, plan_document, plan_notes, table
-from bpipe.commands.simulate import budgeted
-from bpipe.flag_types import HOSTS_SAID, positive
+from bpipe.commands.shared import TRAINED, cluster_of, picture_file, print_json
+from bpipe.commands.simulate import SUFFIXES, budgeted
+from bpipe.flags import outputs
+from bpipe.flags.budgets import MemoryBudget
+from bpipe.flags.configurations import LAUNCHED, MEASURED, SEARCHED_FLAGS
+from bpipe.flags.flag import Command, Group, Options, Task
+from bpipe.flags.values import positive
 from bpipe.generate.families import FAMILIES, SEARCHED
-from bpipe.ir.hosts import ARRANGEMENTS, IN_NODES
+from bpipe.ir.hosts import IN_NODES
 from bpipe.models.cluster import Cluster
 from bpipe.models.fp8 import Fp8
 from bpipe.models.layout import Setup
 from bpipe.models.profile import read_profile
-from bpipe.models.recompute import FORMS
-from bpipe.plan.budget import MemoryBudget, within_budget
+from bpipe.plan.budget import within_budget
 from bpipe.plan.explain import verdict
-from bpipe.plan.fewest_layers import BLOCK
 from bpipe.plan.megatron_command import Reading
 from bpipe.plan.megatron_flags import megatron_flags
-from bpipe.plan.options import filled, fp8_of, memory, model_of, routing_of, scope, setup_of, switches_of
+from bpipe.plan.options import filled, fp8_of, model_of, routing_of, setup_of, switches_of
 from bpipe.plan.predict import SetupPrediction, predict
 from bpipe.plan.refused import has_transformer_engine
 from bpipe.plan.search import Outcome, search
-from bpipe.plan.space import SEARCHED_SCOPES, VOCABULARIES, Space, divisors, usual_contexts
+from bpipe.plan.space import Space, divisors, usual_contexts
 
 # The exit status where nothing was found; 2 is an error in what was asked.
 NO_ROWS = 3
-SCOPES = (
-    f"what to recompute, each one of {FORMS}, or {BLOCK}: of every stage the fewest layers with which it fits (default "
-    f"{' '.join(SEARCHED_SCOPES)})"
-)
 # How a model is cut: the search chooses, but among what is asked for.
 CUT = ("tensor", "pipeline", "micro_batch")
 # As `gc.set_threshold` takes them.
 _SELDOM = (200_000, 20, 100)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
-    add_training_arguments(parser)
-    add_routing_arguments(parser)
-    add_calibration_argument(parser)
-    add_launch_arguments(parser)
-    add = parser.add_argument_group("search").add_argument
-    add("--recompute", nargs="+", type=scope, default=SEARCHED_SCOPES, metavar="TEXT", help=SCOPES)
-    add("--tensor", nargs="+", type=positive, metavar="T", help="tensor parallel (default: all that divide a node)")
-    add(
-        "--pipeline",
-        nargs="+",
-        type=positive,
-        metavar="P",
-        help="pipeline ranks (default: all that divide the devices)",
-    )
-    add(
-        "--micro-batch",
-        nargs="+",
-        type=positive,
-        metavar="N",
-        help="sequences a micro-batch (default: all that divide the batch)",
-    )
-    add("--schedule", nargs="+", choices=tuple(FAMILIES), default=SEARCHED, help=f"default {' '.join(SEARCHED)}")
-    add("--balance", nargs="+", choices=BALANCES, default=BALANCES, help="default both")
-    add(
-        "--memory",
-        type=memory,
-        metavar="GIB|auto",
-        help="all that a device may hold; of balanced rows only what must leaves",
-    )
-    add("--hosts", nargs="+", choices=ARRANGEMENTS, help=f"of balanced rows, where what leaves may go: {HOSTS_SAID}")
-    help_text = "how many devices may have a part of a sequence each (default 1, of sequences from 32768 on more)"
-    add("--context", type=positive, nargs="+", metavar="C", help=help_text)
-    add(
-        "--vocabulary-parallel",
-        nargs="+",
-        choices=VOCABULARIES,
-        help="whether the output layer is in shards on all pipeline ranks, and by which algorithm, with the embedding "
-        "and without where "
-        "that is trained (default: none, and each that lowers the bound of the time where the last rank computes "
-        "longer than others)",
-    )
-    add(
-        "--max-micro-batch", type=positive, default=64, metavar="N", help="largest micro-batch to consider (default 64)"
-    )
-    add("--max-chunks", type=positive, default=8, metavar="V", help="most model chunks a rank (default 8)")
-    add(
-        "--even-layers",
-        action="store_true",
-        help="no unequal stages where the layers do not divide (default: those before the last get one more)",
-    )
-    add(
-        "--profile",
-        metavar="FILE",
-        help="measured seconds; what it does not cover (micro-batch sizes, tensor, recompute, ...) is not considered",
-    )
-    output = parser.add_argument_group("output").add_argument
-    output("--rows", type=positive, default=10, metavar="N", help="how many configurations to show (default 10)")
-    output(
-        "--front", action="store_true", help="what is fastest for every amount of memory, up to twice what a device has"
-    )
-    output("--plot", metavar="FILE", help="with --front: draw it, .svg or .png, or write it as a page, .html")
-    output("--format", choices=("table", "json"), default="table")
-    output("--emit-args", type=positive, metavar="ROW", help="print only the Megatron flags of a row, the first is 1")
+COMMAND = Command(
+    (
+        *TRAINED[:-1],
+        MEASURED,
+        LAUNCHED,
+        SEARCHED_FLAGS,
+        Group(
+            "output",
+            (outputs.rows(10, positive), outputs.FRONT, outputs.PLOT, outputs.HTML, outputs.FORMAT, outputs.EMIT_ARGS),
+        ),
+    ),
+    (
+        Task(
+            "find the fastest configurations of a model on a cluster",
+            "bpipe plan --model gpt3-96b --cluster a100-80g:4x8 --gbs 128",
+            ("model", "cluster", "global_batch", "schedule", "recompute", "balance", "rows"),
+        ),
+        Task(
+            "say what to change of a launch",
+            "bpipe plan --cluster h100-80g --from-script train.sh",
+            ("from_script", "megatron", "emit_args"),
+        ),
+        Task(
+            "keep within a budget",
+            "bpipe plan --model llama3-70b --cluster h100-80g:8x8 --gbs 256 --memory 70",
+            ("memory", "hosts"),
+        ),
+        Task(
+            "see what is fastest for every amount of memory",
+            "bpipe plan --model gpt3-96b --cluster a100-80g:4x8 --gbs 128 --front --html front.html",
+            ("front", "plot", "html"),
+        ),
+    ),
+)
 
 
-def run(asked: argparse.Namespace) -> int:
+def run(asked: Options) -> int:
     reading = reading_of(asked)
     # What the search chooses is no one's to say; `yours` below is the launch as it stands.
-    every = filled(argparse.Namespace(**{**vars(asked), **dict.fromkeys(("hosts", *CUT))}), reading, ("global_batch",))
-    options = argparse.Namespace(
+    every = filled(Options(**{**vars(asked), **dict.fromkeys(("hosts", *CUT))}), reading, ("global_batch",))
+    options = Options(
         **{**vars(every), **{name: getattr(asked, name) for name in ("recompute", "schedule", "balance")}}
     )
     yours = None if reading is None else _yours(asked, reading)
     if options.global_batch is None:
-        raise ValueError("the launch does not say --global-batch-size: give --global-batch")
+        raise ValueError("the launch does not say --global-batch-size: give --gbs")
     space = _space(asked, options, _contexts(asked, every, reading), reading)
     bar = _Bar()
     if options.front:
         with _seldom_collected():
-            found = show(space, options.format, picture_file(options.plot, SUFFIXES), options.emit_args, bar.show)
+            found = show(space, options, picture_file(options.plot, SUFFIXES), bar.show)
         return NO_ROWS if found.winner is None else 0
-    if options.plot is not None:
-        raise ValueError("--plot draws a front: give --front, too, or leave it out")
+    drawn = next((flag.name for flag in (outputs.PLOT, outputs.HTML) if getattr(options, flag.field) is not None), None)
+    if drawn is not None:
+        raise ValueError(f"{drawn} draws a front: give --front, too, or leave it out")
     outcome = _searched(space, options, bar)
     if options.emit_args is not None:
         bar.clear()
@@ -155,7 +114,7 @@ def run(asked: argparse.Namespace) -> int:
     return 0 if outcome.rows else NO_ROWS
 
 
-def _searched(space: Space, options: argparse.Namespace, bar: _Bar) -> Outcome:
+def _searched(space: Space, options: Options, bar: _Bar) -> Outcome:
     """Search for as many rows as are shown.
 
     Within a budget, or where own memory hosts, balanced rows send only what must leave.
@@ -187,7 +146,7 @@ def _print(
     print(table(outcome, beside), end="")
 
 
-def _is_as_launched(asked: argparse.Namespace, reading: Reading) -> bool:
+def _is_as_launched(asked: Options, reading: Reading) -> bool:
     """Return whether the launch says all that the search does not choose: a row's flags are then what to change of
     it."""
     chosen = {
@@ -206,9 +165,7 @@ def _is_as_launched(asked: argparse.Namespace, reading: Reading) -> bool:
     return asked.model is None and all(value in (None, False, reading.options[name]) for name, value in others.items())
 
 
-def _space(
-    asked: argparse.Namespace, options: argparse.Namespace, contexts: tuple[int, ...], reading: Reading | None
-) -> Space:
+def _space(asked: Options, options: Options, contexts: tuple[int, ...], reading: Reading | None) -> Space:
     """What to search."""
     model, cluster = model_of(options), _budgeted(cluster_of(options, reading), options.memory)
     return Space(
@@ -236,10 +193,8 @@ def _space(
         cp_comm_type=options.cp_comm_type,
         fp8=fp8_of(options),
         vocabulary_parallel=None if asked.vocabulary_parallel is None else tuple(asked.vocabulary_parallel),
-        tensors=_one_of(
-            asked.tensor, divisors(cluster.devices_per_domain), "--tensor", f"the devices of {cluster.domain}"
-        ),
-        pipelines=_one_of(asked.pipeline, divisors(cluster.num_devices), "--pipeline", "the devices of the cluster"),
+        tensors=_one_of(asked.tensor, divisors(cluster.devices_per_domain), "--tp", f"the devices of {cluster.domain}"),
+        pipelines=_one_of(asked.pipeline, divisors(cluster.num_devices), "--pp", "the devices of the cluster"),
         micro_batches=None if asked.micro_batch is None else tuple(asked.micro_batch),
         others=() if reading is None else reading.others,
         has_transformer_engine=reading is None or has_transformer_engine(reading.flags),
@@ -269,7 +224,7 @@ def _seldom_collected() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def _schedules(asked: argparse.Namespace, fp8: Fp8 | None) -> tuple[str, ...]:
+def _schedules(asked: Options, fp8: Fp8 | None) -> tuple[str, ...]:
     """In FP8 those that split backwards are looked at only where they are asked for, which is refused with the
     reason."""
     if fp8 is None or tuple(asked.schedule) != tuple(SEARCHED):
@@ -277,7 +232,7 @@ def _schedules(asked: argparse.Namespace, fp8: Fp8 | None) -> tuple[str, ...]:
     return tuple(name for name in SEARCHED if not FAMILIES[name].splits)
 
 
-def _contexts(asked: argparse.Namespace, every: argparse.Namespace, reading: Reading | None) -> tuple[int, ...]:
+def _contexts(asked: Options, every: Options, reading: Reading | None) -> tuple[int, ...]:
     """What was asked for; else what a launch has is tried beside the usual ones."""
     if asked.context is not None:
         return tuple(sorted(set(asked.context)))
@@ -310,12 +265,12 @@ def _sending_what_must(space: Space, budget_bytes: int) -> Callable[[Setup], Set
     return anew
 
 
-def _yours(asked: argparse.Namespace, reading: Reading) -> SetupPrediction | str:
+def _yours(asked: Options, reading: Reading) -> SetupPrediction | str:
     """Return the launch as it stands, or why it cannot be on this cluster."""
     chosen = ("recompute", "schedule", "balance", "vocabulary_parallel", *CUT)
-    options = argparse.Namespace(**{**vars(asked), **dict.fromkeys(chosen)})
+    options = Options(**{**vars(asked), **dict.fromkeys(chosen)})
     others = ("context", "chunks", "layers", "group", "delay", "keep_weights_halves")
-    options = argparse.Namespace(**{**vars(options), **dict.fromkeys(others), "no_sequence_parallel": False})
+    options = Options(**{**vars(options), **dict.fromkeys(others), "no_sequence_parallel": False})
     try:
         every = filled(options, reading, ())
         if every.balance == BALANCES[0]:
@@ -323,7 +278,7 @@ def _yours(asked: argparse.Namespace, reading: Reading) -> SetupPrediction | str
         setup, _ = budgeted(every, setup_of(every, cluster_of(every, reading)))
     except ValueError as error:
         return str(error)
-    return predict(setup, formula=asked.flops_formula)
+    return predict(setup, formula=every.flops_formula)
 
 
 @dataclass(slots=True)

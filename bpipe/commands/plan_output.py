@@ -11,8 +11,10 @@ import shlex
 from typing import Any, NamedTuple
 
 from bpipe.commands.launch import launch_document
+from bpipe.commands.terminal import BOLD, paint
 from bpipe.models.cluster import gib_text
 from bpipe.models.layout import Setup
+from bpipe.models.recompute import BLOCK
 from bpipe.plan import standings, stock
 from bpipe.plan.document import document
 from bpipe.plan.explain import (
@@ -24,7 +26,6 @@ from bpipe.plan.explain import (
     replicas_apart,
     verdict,
 )
-from bpipe.plan.fewest_layers import BLOCK
 from bpipe.plan.judge import Candidate
 from bpipe.plan.megatron_command import Reading
 from bpipe.plan.megatron_flags import megatron_flags
@@ -155,10 +156,13 @@ def _lines(number: int, found: Candidate) -> list[str]:
     prediction = found.prediction
     timing, bandwidth = prediction.timing, prediction.bandwidth
     peaks = " ".join(gib_text(rank.peak_bytes) for rank in prediction.memory)
-    lines = [
+    first = (
         f"{number:3}. {timing.iteration_s:9.3f} s  MFU {100 * prediction.mfu:5.2f} %  bubble "
         f"{100 * timing.bubble_of_makespan:5.1f} %  "
-        f"exposed {max(timing.exposed_s):.3f} s  {describe(prediction.setup)}",
+        f"exposed {max(timing.exposed_s):.3f} s  {describe(prediction.setup)}"
+    )
+    lines = [
+        paint(first, BOLD),
         f"     GiB a rank, of {gib_text(prediction.memory[0].limit_bytes)}: {peaks}",
     ]
     if bandwidth:

@@ -9,18 +9,18 @@ they gather over; `--kernel-times` reads them. Imports neither torch nor Megatro
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
-from bpipe.commands.flags import add_model_arguments
 from bpipe.extras import require
-from bpipe.flag_types import positive
+from bpipe.flags import configurations, outputs
+from bpipe.flags.flag import Command, Group, Options, Task
 from bpipe.models.cluster import DEVICES, Cluster
 from bpipe.models.kernel_shapes import kernel_shapes
-from bpipe.models.layout import ATTENTION, PRECISIONS, Setup
+from bpipe.models.layout import Setup
 from bpipe.models.recompute import RECOMPUTE
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.options import model_of
@@ -28,52 +28,61 @@ from bpipe.plan.options import model_of
 PROGRAM, KERNELS_PROGRAM = "megatron.scheduling.report.profile", "bpipe.runtime.kernel_times"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
-    add = parser.add_argument_group("stage").add_argument
-    alone = "time one rank of this tensor parallelism, without its collectives (default 1)"
-    add("--tensor", type=positive, default=1, metavar="T", help=alone)
-    add("--no-sequence-parallel", action="store_true", help="tensor parallelism leaves norms and dropout whole")
-    add("--micro-batch", type=positive, nargs="+", default=[1, 2, 4], metavar="N", help="sizes to time (default 1 2 4)")
-    add(
-        "--layers",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="layers to time; readers scale to a stage's own number (default 1)",
-    )
-    add("--recompute", choices=RECOMPUTE, default="none", help="default none")
-    add(
-        "--attention",
-        choices=ATTENTION,
-        default="flash",
-        help="flash needs a GPU and Transformer Engine (default flash)",
-    )
-    add("--precision", choices=PRECISIONS, default="bf16", help="default bf16")
-    add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one, else cpu")
-    add("--repeats", type=positive, default=5, metavar="N", help="the median of N runs counts (default 5)")
-    kernels = "time products of matrices, the attention core and gathers over T processes by themselves, not a stage"
-    add("--kernel-times", action="store_true", help=kernels)
-    add("--output", metavar="FILE", help="write there instead of to standard output")
+COMMAND = Command(
+    (
+        configurations.MODEL,
+        Group(
+            "stage",
+            (
+                replace(
+                    configurations.TENSOR,
+                    help="time one rank of this tensor parallelism, without its collectives (default 1)",
+                ),
+                configurations.NO_SEQUENCE_PARALLEL,
+                configurations.MICRO_BATCH.several("sizes to time (default 1 2 4)", (1, 2, 4)),
+                outputs.TIMED_LAYERS,
+                replace(configurations.RECOMPUTED, help="default none", value="", read=None, choices=RECOMPUTE),
+                configurations.ATTENTION_KIND,
+                configurations.PRECISION,
+                outputs.DEVICE,
+                outputs.REPEATS,
+                outputs.TIME_KERNELS,
+                outputs.OUTPUT,
+            ),
+        ),
+    ),
+    (
+        Task(
+            "time a stage for --profile of simulate and plan",
+            "bpipe profile --model gpt3-13b --tp 2 --mbs 1 2 4 --output profile.json",
+            ("model", "tensor", "micro_batch", "recompute", "attention", "output"),
+        ),
+        Task(
+            "time single kernels for --kernel-times",
+            "bpipe profile --model gpt3-13b --time-kernels --output kernels.json",
+            ("time_kernels",),
+        ),
+    ),
+)
 
 
-def run(options: argparse.Namespace) -> None:
-    require("torch" if options.kernel_times else "megatron", "bpipe profile")
-    program = _measuring_kernels(options) if options.kernel_times else ["-m", PROGRAM, *flags(options)]
+def run(options: Options) -> None:
+    require("torch" if options.time_kernels else "megatron", "bpipe profile")
+    program = _measuring_kernels(options) if options.time_kernels else ["-m", PROGRAM, *flags(options)]
     ended = subprocess.run(
-        [sys.executable, *program], env=_environment(options.device, options.kernel_times), check=False
+        [sys.executable, *program], env=_environment(options.device, options.time_kernels), check=False
     )
     if ended.returncode:
         # The program has said why.
         sys.exit(ended.returncode)
 
 
-def flags(options: argparse.Namespace) -> list[str]:
+def flags(options: Options) -> list[str]:
     """Return Megatron's flags for one replica and what to time of it."""
     setup = _of_one_rank(options, 1)
     chosen = [
         "--profile-layers",
-        options.layers,
+        options.timed_layers,
         "--profile-repeats",
         options.repeats,
         "--profile-micro-batches",
@@ -84,7 +93,7 @@ def flags(options: argparse.Namespace) -> list[str]:
     return [*megatron_flags(setup), "--vocab-size", str(setup.model.vocabulary), *map(str, chosen)]
 
 
-def _measuring_kernels(options: argparse.Namespace) -> list[str]:
+def _measuring_kernels(options: Options) -> list[str]:
     shapes = kernel_shapes([_of_one_rank(options, micro_batch) for micro_batch in options.micro_batch])
     program = ["-m", KERNELS_PROGRAM, "--shapes", json.dumps(shapes._asdict()), "--precision", options.precision]
     program += [
@@ -100,7 +109,7 @@ def _measuring_kernels(options: argparse.Namespace) -> list[str]:
     return [*launcher, *program]
 
 
-def _of_one_rank(options: argparse.Namespace, micro_batch: int) -> Setup:
+def _of_one_rank(options: Options, micro_batch: int) -> Setup:
     """One pipeline stage with all layers; nothing of the device goes into what is measured."""
     model = model_of(options)
     return Setup(

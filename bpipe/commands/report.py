@@ -5,31 +5,27 @@ In: its folder. Out: a table or JSON; on request a page and a trace.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bpipe.commands.flags import print_json
+from bpipe.commands.shared import print_json
+from bpipe.flags import outputs
+from bpipe.flags.flag import Command, Group, Options, Task
 
 if TYPE_CHECKING:
     from bpipe.record.format import Held
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("folder", metavar="DIR", help="what the run was given as --bpipe-report")
-    add(
-        "--iteration",
-        type=int,
-        metavar="N",
-        help="only this one (default: all that are recorded, times being their median)",
-    )
-    add("--format", choices=("table", "json"), default="table")
-    add("--html", metavar="FILE", help="write a page to look at: timeline, memory and differences in one file")
-    add("--trace", metavar="FILE", help="write the measured iterations as Chrome trace JSON, for ui.perfetto.dev")
+COMMAND = Command(
+    (Group("", (outputs.FOLDER, outputs.ITERATION, outputs.FORMAT, outputs.HTML, outputs.TRACE)),),
+    (
+        Task("read what a run held and where it waited", "bpipe report runs/first", ("folder", "iteration", "format")),
+        Task("look at it", "bpipe report runs/first --html report.html --trace trace.json", ("html", "trace")),
+    ),
+)
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: Options) -> None:
     from bpipe.record.read import has_iterations, read_held
     from bpipe.report.report import report_of
 
@@ -62,7 +58,7 @@ def run(options: argparse.Namespace) -> None:
             print(f"\n{text(held)}", end="")
 
 
-def _shortage(options: argparse.Namespace, held: Held) -> None:
+def _shortage(options: Options, held: Held) -> None:
     """Of a run that ended before it recorded an iteration: what was held, and what would have fitted."""
     from bpipe.report.out.shortage_text import document, text
 

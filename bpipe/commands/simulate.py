@@ -5,30 +5,21 @@ In: flags. Out: a table or JSON; on request a trace and a picture.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bpipe.build import BALANCES
-from bpipe.commands.flags import (
-    add_calibration_argument,
-    add_model_arguments,
-    add_routing_arguments,
-    add_training_arguments,
-    cluster_of,
-    picture_file,
-    print_json,
-)
-from bpipe.commands.launch import add_launch_arguments, launch_document, lines, reading_of
-from bpipe.flag_types import HOSTS_SAID, numbers, positive
-from bpipe.generate.families import DEFAULTS, FAMILIES, families_with_deferral, families_with_groups
-from bpipe.ir.hosts import ARRANGEMENTS
-from bpipe.ir.layout import Vocabulary
+from bpipe.commands.launch import launch_document, lines, reading_of
+from bpipe.commands.shared import CONFIGURED, cluster_of, picture_file, print_json
+from bpipe.commands.terminal import BOLD, RED, columns, paint
+from bpipe.flags import outputs
+from bpipe.flags.configurations import MEASURED
+from bpipe.flags.flag import Command, Group, Options, Task
 from bpipe.models.cluster import gib_text
-from bpipe.models.layout import KEPT_HALVES, Setup
+from bpipe.models.layout import Setup
+from bpipe.models.memory import RankMemory
 from bpipe.models.profile import Profile, read_profile
-from bpipe.models.recompute import FORMS
 from bpipe.plan import budget, fit
 from bpipe.plan.document import document
 from bpipe.plan.explain import (
@@ -43,7 +34,7 @@ from bpipe.plan.explain import (
 )
 from bpipe.plan.megatron_command import Reading
 from bpipe.plan.megatron_flags import is_unproven
-from bpipe.plan.options import filled, memory, recomputation, setup_of
+from bpipe.plan.options import filled, setup_of
 from bpipe.plan.predict import SetupPrediction, predict, simulation_of
 from bpipe.plan.refused import refused
 from bpipe.plan.standings import FP8
@@ -55,79 +46,42 @@ MOST_COMPUTATIONS = 100_000
 
 SUFFIXES = (".svg", ".png")
 
-RECOMPUTED = (
-    f"{FORMS}: what is computed again in the backward. selective: the attention core; full: whole layers (default none)"
+COMMAND = Command(
+    (*CONFIGURED, MEASURED, Group("output", (outputs.FORMAT, outputs.TRACE, outputs.PLOT))),
+    (
+        Task(
+            "predict a configuration",
+            "bpipe simulate --model gpt3-96b --cluster a100-80g:4x8 --tp 4 --pp 8 --mbs 2 --gbs 128 --recompute "
+            "selective",
+            (
+                "model",
+                "cluster",
+                "tensor",
+                "pipeline",
+                "chunks",
+                "micro_batch",
+                "global_batch",
+                "schedule",
+                "recompute",
+            ),
+        ),
+        Task(
+            "predict a launch as it stands",
+            "bpipe simulate --cluster h100-80g --from-script train.sh",
+            ("from_script", "megatron"),
+        ),
+        Task(
+            "balance it, within what a device has",
+            "bpipe simulate --cluster h100-80g --from-script train.sh --balance bpipe --memory 75",
+            ("balance", "memory", "hosts"),
+        ),
+        Task(
+            "look at it",
+            "bpipe simulate --cluster h100-80g --from-script train.sh --plot run.svg",
+            ("plot", "trace", "format"),
+        ),
+    ),
 )
-
-MEMORY = (
-    "with --balance bpipe: all that a device may hold, for all ranks or each; only what must leaves. auto: what "
-    "the device has"
-)
-
-
-def add_configuration_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add flags that describe one configuration, or a launch to read it from."""
-    add_model_arguments(parser)
-    add_training_arguments(parser)
-    add_routing_arguments(parser)
-    add = parser.add_argument_group("configuration").add_argument
-    add("--tensor", type=positive, metavar="T", help="tensor parallel (default 1)")
-    add(
-        "--context",
-        type=positive,
-        metavar="C",
-        help="context parallel: so many devices have a part of every sequence each (default 1)",
-    )
-    add("--pipeline", type=positive, metavar="P", help="pipeline ranks; data parallel follows from the cluster")
-    add("--micro-batch", type=positive, metavar="N", help="sequences a micro-batch (default 1)")
-    add("--recompute", type=recomputation, metavar="TEXT", help=RECOMPUTED)
-    add("--schedule", choices=tuple(FAMILIES), help=f"default {', with chunks '.join(DEFAULTS)}")
-    add(
-        "--chunks",
-        type=positive,
-        metavar="V",
-        help="model chunks a rank (default: the fewest that the schedule has, 1 or 2)",
-    )
-    add(
-        "--group",
-        type=positive,
-        metavar="G",
-        help=f"of {families_with_groups()}: micro-batches that go through a chunk before the next",
-    )
-    add(
-        "--delay",
-        type=positive,
-        metavar="N",
-        help=f"of {families_with_deferral()}: micro-batches whose I stands before a W",
-    )
-    add(
-        "--keep-weights-halves",
-        choices=KEPT_HALVES,
-        help="none: where backwards are split, compute W with I (default linear)",
-    )
-    add("--balance", choices=BALANCES, help="default none")
-    add(
-        "--bound",
-        type=numbers,
-        metavar="N|N,N,...",
-        help="with --balance bpipe: most micro-batches of a chunk, for all ranks or each",
-    )
-    add("--memory", type=memory, metavar="GIB|GIB,GIB,...|auto", help=MEMORY)
-    add("--hosts", choices=ARRANGEMENTS, help=f"with --balance bpipe, where what leaves goes: {HOSTS_SAID}")
-    add(
-        "--layers",
-        type=_layers,
-        metavar="N,N,...",
-        help="layers of every stage (default: equal, else one more on those before the last)",
-    )
-    add(
-        "--vocabulary-parallel",
-        choices=tuple(one.value for one in Vocabulary),
-        help="the output layer in shards on all pipeline ranks, by algorithm 1 or 2, or interlaced (default none)",
-    )
-    add("--input-shards", action="store_true", help="with --vocabulary-parallel: the embedding in shards, too")
-    add("--no-sequence-parallel", action="store_true", help="tensor parallelism leaves norms and dropout whole")
-    add_launch_arguments(parser)
 
 
 class _Answer(NamedTuple):
@@ -141,26 +95,7 @@ class _Answer(NamedTuple):
     reasons: Sequence[str]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_configuration_arguments(parser)
-    add_calibration_argument(parser)
-    output = parser.add_argument_group("output").add_argument
-    parser.add_argument(
-        "--profile", metavar="FILE", help="seconds measured by `bpipe profile` or given; the rest is predicted"
-    )
-    output("--format", choices=("table", "json"), default="table")
-    output("--trace", metavar="FILE", help="write the simulation as Chrome trace JSON, for ui.perfetto.dev")
-    output("--plot", metavar="FILE", help="draw the simulation to scale, .svg or .png")
-
-
-def _layers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(number) for number in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers such as 7,8,8,7") from None
-
-
-def run(options: argparse.Namespace) -> None:
+def run(options: Options) -> None:
     reading = reading_of(options)
     options = filled(options, reading, ("pipeline", "global_batch"))
     setup = setup_of(options, cluster_of(options, reading))
@@ -212,7 +147,7 @@ def _draw(simulation: Simulation, setup: Setup, trace: str | None, plot: Path | 
         plot.write_bytes(_picture(simulation, plot.suffix, f"{setup.model.name}: {describe(setup)}"))
 
 
-def budgeted(options: argparse.Namespace, setup: Setup, profile: Profile | None = None) -> tuple[Setup, fit.Fit | None]:
+def budgeted(options: Options, setup: Setup, profile: Profile | None = None) -> tuple[Setup, fit.Fit | None]:
     """Return the setup and plan within the memory budget asked for. Raises ValueError where no plan keeps it."""
     if options.memory is None:
         return setup, None
@@ -223,9 +158,8 @@ def budgeted(options: argparse.Namespace, setup: Setup, profile: Profile | None 
             else ", and so does --bound: give one of them"
         )
         raise ValueError(f"--memory says how to balance{wanted}")
-    minimum = options.min_bytes or budget.MINIMUM_BYTES
     try:
-        return budget.within_budget(setup, options.memory.budget_bytes or setup.limit_bytes, minimum, profile)
+        return budget.within_budget(setup, options.memory.budget_bytes or setup.limit_bytes, options.min_bytes, profile)
     except ValueError as error:
         raise ValueError(f"--memory: {error}") from None
 
@@ -306,23 +240,27 @@ def table(prediction: SetupPrediction) -> str:
         "peak",
         "evictions",
     )
-    lines.append("  ".join(titles) + f"  GiB, of {gib_text(prediction.memory[0].limit_bytes)}")
-    for row in prediction.memory:
-        layers = sum(setup.layers[stage] for stage in setup.stages_of(row.rank))
-        sizes = (
-            row.weights_bytes,
-            row.gradients_bytes,
-            row.optimizer_bytes,
-            row.activations_bytes,
-            row.hosted_bytes,
-            row.working_bytes,
-        )
-        cells = [
-            str(row.rank),
-            str(layers),
-            *map(gib_text, (*sizes, row.fragmentation_bytes, row.overhead_bytes, row.peak_bytes)),
-        ]
-        cells.append(str(prediction.transfers[row.rank]))
-        line = "  ".join(cell.rjust(len(title)) for cell, title in zip(cells, titles, strict=True))
-        lines.append(line + ("" if row.fits else "  does not fit"))
+    rows: list[tuple[str, ...]] = [titles, *(_cells(prediction, row) for row in prediction.memory)]
+    head, *drawn = columns(rows)
+    lines.append(paint(f"{head}  GiB, of {gib_text(prediction.memory[0].limit_bytes)}", BOLD))
+    lines += [
+        line if row.fits else paint(f"{line}  does not fit", RED)
+        for line, row in zip(drawn, prediction.memory, strict=True)
+    ]
     return "\n".join(lines) + "\n"
+
+
+def _cells(prediction: SetupPrediction, row: RankMemory) -> tuple[str, ...]:
+    """Write what one rank holds, in the order of the titles."""
+    setup = prediction.setup
+    layers = sum(setup.layers[stage] for stage in setup.stages_of(row.rank))
+    sizes = (
+        row.weights_bytes,
+        row.gradients_bytes,
+        row.optimizer_bytes,
+        row.activations_bytes,
+        row.hosted_bytes,
+        row.working_bytes,
+    )
+    held = map(gib_text, (*sizes, row.fragmentation_bytes, row.overhead_bytes, row.peak_bytes))
+    return (str(row.rank), str(layers), *held, str(prediction.transfers[row.rank]))

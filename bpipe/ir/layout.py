@@ -36,6 +36,12 @@ class Vocabulary(enum.Enum):
     __hash__ = object.__hash__
 
 
+# How the trainer can split the output layer.
+TRAINED_SHARDS = tuple(one.value for one in Vocabulary if one is not Vocabulary.WHOLE)
+# What it calls fewer layers for the last stage instead.
+REDISTRIBUTE = "redistribute"
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Placement of stages: `placements[pipe][stage]` is a rank.

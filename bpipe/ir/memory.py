@@ -185,9 +185,7 @@ def with_after_input(schedule: Schedule, share: Fraction) -> Schedule:
     Raises ValueError where no backward is split.
     """
     if not schedule.split_stages:
-        raise ValueError(
-            "no backward of it has halves (I and W) between which a share could be held: leave --after-input out"
-        )
+        raise ValueError("no backward of it has halves (I and W) between which a share could be held: leave --kept out")
     return replace(schedule, after_input=share)
 
 

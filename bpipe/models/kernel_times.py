@@ -1,6 +1,6 @@
 """Hold seconds of single kernels as a device took them.
 
-In: files of `bpipe profile --kernel-times`. Out: a checked `KernelTimes`.
+In: files of `bpipe profile --time-kernels`. Out: a checked `KernelTimes`.
 
     {"format": "bpipe-kernel-times", "version": 1, "device": "NVIDIA H100 80GB HBM3", "precision": "bf16",
      "products": [[4096, 7168, 8192, 0.00071]], "attention": [["flash", 16, 4096, 128, 0.0004, 0.0011]], "gathers": [[4, 67108864, 0.0002]]}
@@ -118,7 +118,7 @@ def _read(path: str) -> KernelTimes:
         found = an_object(load_json(Path(path).read_bytes()), "kernel times")
         if found.get("format") != FORMAT or found.get("version") != VERSION:
             raise ValueError(
-                f"it does not say that it is {FORMAT}, version {VERSION}: bpipe profile --kernel-times writes such "
+                f"it does not say that it is {FORMAT}, version {VERSION}: bpipe profile --time-kernels writes such "
                 f"files"
             )
         attention: dict[str, dict[Sizes, tuple[float, float]]] = {}

@@ -33,10 +33,6 @@ KERNELS = ("gpu", "cpu")
 KEPT_HALVES = ("linear", "none")
 # How attention reaches what other context-parallel ranks have of a sequence: Megatron's --cp-comm-type.
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
-# How the trainer can split the output layer, --bpipe-vocabulary.
-TRAINED_SHARDS = tuple(one.value for one in Vocabulary if one is not Vocabulary.WHOLE)
-# And what it calls fewer layers for the last stage instead.
-REDISTRIBUTE = "redistribute"
 
 # To the fewest micro-batches that all pairs can keep.
 EVENLY = BalanceConfig()

@@ -169,7 +169,7 @@ class Model:
             raise ValueError(
                 f"{self.name} attends within chunks of {self.chunk} tokens, which is not modelled where the sequence, "
                 f"{sequence}, is "
-                f"longer: give --sequence {self.chunk} or less"
+                f"longer: give --seq {self.chunk} or less"
             )
 
     def no_context(self, sequence: int, cp_comm_type: str) -> str | None:

@@ -29,6 +29,8 @@ RECOMPUTE = ("none", "selective", "full")
 # Megatron's --recompute-modules, in the order in which they are written here.
 MODULES = ("core_attn", "mlp", "layernorm", "moe_act", "moe", "shared_experts", "mla_up_proj")
 METHODS = ("uniform", "block")
+# Among what a search may recompute: of every stage the first layers, as many as it takes to fit.
+BLOCK = "full:block"
 FORMS = "none, selective, full, full:uniform:N, full:block:N, selective:PART+PART"
 
 
@@ -185,3 +187,8 @@ def _parts(recompute: Recompute, number: int) -> list[tuple[int, int]]:
     """Where layers of a stage begin that repeat from there on, and how many they are."""
     ends = min(recompute.num_layers, number) if recompute.method == "block" else 0
     return [part for part in ((0, ends), (ends, number - ends)) if part[1]]
+
+
+def read_scope(text: str) -> str:
+    """Read `BLOCK`, or any other text of this module as short as it can be. Raises ValueError for anything else."""
+    return text if text == BLOCK else read_recompute(text).text

@@ -9,7 +9,6 @@ tensors and no command line.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,13 +20,13 @@ from bpipe.balance.pairs import allocated_bytes, choose_partners, pairs_of
 from bpipe.balance.pool import fewest_sent, smallest_level
 from bpipe.balance.tiers import balance_over_hosts
 from bpipe.build import BalanceConfig, balanced, build
+from bpipe.flags.budgets import MINIMUM_BYTES
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.host_buffers import guests_of, hosts_of
 from bpipe.ir.hosts import ALL, IN_NODES, PAIR, POOL
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import Memory, num_transfers
 from bpipe.ir.schedule import Schedule
-from bpipe.models.cluster import GIB
 from bpipe.models.layout import Setup, split_layers
 from bpipe.models.memory import DeviceBesides, besides_of, link_bytes, parts_of, sizes_of
 from bpipe.models.profile import Profile
@@ -37,9 +36,6 @@ from bpipe.plan.predict import costs_of
 from bpipe.plan.windows import in_time, waits_less
 from bpipe.simulate.cost import Costs
 
-AUTO = "auto"
-# Storages below this stay where they are, unless somebody says otherwise: the trainer's --bpipe-min-bytes.
-MINIMUM_BYTES = 65536
 # How many chunks a rank schedules are tried with that are made for a bound.
 _CHUNKS = range(2, 9)
 # What needs hardly less is no help.
@@ -487,50 +483,3 @@ def _layer_moved(setup: Setup, devices: Devices) -> tuple[int, ...] | None:
     if setup.num_stages != setup.pipeline or setup.layers[most] < 2 or most == least:
         return None
     return tuple(count - (stage == most) + (stage == least) for stage, count in enumerate(setup.layers))
-
-
-# -- as text
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryBudget:
-    """A budget as it was asked for, for all ranks or each; None: all that the device has.
-
-    `learns`: measured bytes replace predicted.
-    """
-
-    budget_bytes: tuple[int, ...] | None
-    learns: bool
-
-
-# More than any device has; a size in MiB is beyond it.
-LARGEST_DEVICE_GIB = 4096
-
-
-def read_memory_budget(text: str) -> MemoryBudget:
-    """Read `70.5`, `70,70,75,79`, `auto` or `auto:70`. Raises ValueError for anything else."""
-    head, colon, rest = text.partition(":")
-    if head != AUTO:
-        return MemoryBudget(read_gib(text), False)
-    return MemoryBudget(read_gib(rest) if colon else None, True)
-
-
-def read_gib(text: str) -> tuple[int, ...]:
-    """Read `70.5` or `70,70,75,79` GiB as bytes. Raises ValueError for anything else."""
-    one = r"[0-9]{1,6}(\.[0-9]{1,9})?"
-    found = (
-        tuple(int(Fraction(number) * GIB) for number in text.split(","))
-        if re.fullmatch(f"{one}(,{one})*", text)
-        else ()
-    )
-    if not found or min(found) < 1:
-        raise ValueError(
-            f"{text[:40]!r} is no number of GiB above 0, no list of them such as 70,70,75,79, and not {AUTO}"
-        )
-    if max(found) > LARGEST_DEVICE_GIB * GIB:
-        most = f"more than the {LARGEST_DEVICE_GIB} GiB of any device"
-        raise ValueError(
-            f"{text[:40]!r} is {most}: it is in GiB, so {max(found) // GIB} MiB are {max(found) / GIB / 1024:g}"
-        )
-    return found

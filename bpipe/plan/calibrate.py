@@ -10,14 +10,13 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from bpipe.flags.outputs import WARM_UP_ITERATIONS
 from bpipe.models.calibration import Calibration
 from bpipe.models.flops import mfu, training_flops
 from bpipe.models.layout import Setup
 from bpipe.plan.document import configuration
 from bpipe.plan.predict import costs_of, steady_timing
 
-# Libraries load, communicators form and the allocator grows.
-WARM_UP = 5
 FEWEST = 3
 # Where the middle half of the iterations is wider apart, something else took the time.
 LARGEST_SPREAD = 0.1
@@ -41,7 +40,7 @@ class Steady(NamedTuple):
     high_s: float
 
 
-def steady(ran: Sequence[Ran], warm_up: int = WARM_UP) -> Steady:
+def steady(ran: Sequence[Ran], warm_up: int = WARM_UP_ITERATIONS) -> Steady:
     """Return the steady state: all but what began in the first `warm_up` iterations."""
     kept = [one.seconds for one in ran if one.first >= ran[0].first + warm_up]
     if len(kept) < FEWEST:

@@ -7,94 +7,62 @@ Knows nothing of the other flags. Of experts, what the launch does not say has M
 
 from __future__ import annotations
 
-import argparse
 import re
 from typing import Any
 
+from bpipe.flags.flag import Options
+from bpipe.flags.launches import words
 from bpipe.models.layout import Setup
-from bpipe.models.parts import (
-    DISPATCHERS,
-    EVERY_LAYER,
-    Experts,
-    Latent,
-    Routing,
-    read_pattern,
-    shortest,
-    write_list,
-    write_pattern,
-)
+from bpipe.models.parts import EVERY_LAYER, Experts, Latent, Routing, read_pattern, shortest, write_list, write_pattern
 
-# As `megatron_command.READ` has them.
-READ_OF_EXPERTS: dict[str, Any] = {
-    **dict.fromkeys(
-        ("--num-experts", "--moe-ffn-hidden-size", "--moe-shared-expert-intermediate-size", "--q-lora-rank"), int
-    ),
-    "--expert-tensor-parallel-size": int,
-    "--expert-model-parallel-size": (int, 1, None),
-    "--moe-router-topk": (int, 2, None),
-    "--kv-lora-rank": (int, 32, None),
-    "--qk-head-dim": (int, 128, None),
-    "--qk-pos-emb-head-dim": (int, 64, None),
-    "--v-head-dim": (int, 128, None),
-    "--moe-expert-capacity-factor": (float, None, None),
-    "--moe-router-score-function": (str, "softmax", ("softmax", "sigmoid", "sqrtsoftplus")),
-    "--moe-token-dispatcher-type": (str, "allgather", DISPATCHERS),
-    "--moe-layer-freq": (str, 1, None),
-    "--window-size": (str, None, None),
-    "--window-attn-skip-freq": (str, None, None),
-    **dict.fromkeys(("--moe-shared-expert-gate", "--moe-pad-expert-input-to-capacity", "--moe-grouped-gemm"), True),
-    "--multi-latent-attention": True,
-}
+# Fields of a `Latent`, as they are written.
+_LATENT = ("kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
 
 def flags_of_parts(setup: Setup) -> list[str]:
     """Return flags of the model's parts; none for layers like GPT's or LLaMA's."""
-    model, flags = setup.model, []
+    model = setup.model
+    values: dict[str, object] = {}
     if model.latent is not None:
-        flags += ["--multi-latent-attention", "--qk-layernorm", "--kv-lora-rank", model.latent.kv_lora_rank]
-        flags += [] if model.latent.q_lora_rank is None else ["--q-lora-rank", model.latent.q_lora_rank]
-        flags += ["--qk-head-dim", model.latent.qk_head_dim, "--qk-pos-emb-head-dim", model.latent.qk_pos_emb_head_dim]
-        flags += ["--v-head-dim", model.latent.v_head_dim]
+        values |= {
+            "multi_latent_attention": True,
+            "qk_layernorm": True,
+            **{name: getattr(model.latent, name) for name in _LATENT},
+        }
     if model.window is not None:
         # The token itself is one of those that it attends to.
-        flags += ["--window-size", f"{model.window - 1},0"]
-        flags += (
-            []
-            if model.window_pattern == EVERY_LAYER
-            else ["--window-attn-skip-freq", write_list(model.window_pattern, model.num_layers)]
+        values["window_size"] = f"{model.window - 1},0"
+        values["window_attn_skip_freq"] = (
+            None if model.window_pattern == EVERY_LAYER else write_list(model.window_pattern, model.num_layers)
         )
-    return [*map(str, flags), *_of_experts(setup)]
+    return words({**values, **_of_experts(setup)})
 
 
-def _of_experts(setup: Setup) -> list[str]:
+def _of_experts(setup: Setup) -> dict[str, object]:
+    """Return values by their fields; none for a model without experts."""
     experts, routing = setup.model.experts, setup.routing
     if experts is None:
-        return []
-    flags = [
-        "--num-experts",
-        experts.num_experts,
-        "--moe-router-topk",
-        experts.top_k,
-        "--moe-ffn-hidden-size",
-        experts.ffn_hidden_size,
-    ]
-    flags += (
-        []
+        return {}
+    return {
+        "num_experts": experts.num_experts,
+        "moe_router_topk": experts.top_k,
+        "moe_ffn_hidden_size": experts.ffn_hidden_size,
+        "moe_layer_freq": None
         if experts.pattern == EVERY_LAYER
-        else ["--moe-layer-freq", write_pattern(experts.pattern, setup.model.num_layers)]
-    )
-    flags += ["--moe-shared-expert-intermediate-size", experts.shared_size] if experts.shared_size else []
-    flags += ["--moe-shared-expert-gate"] * experts.shared_gate
-    flags += ["--moe-router-score-function", "sigmoid"] if experts.sigmoid else []
-    flags += ["--moe-grouped-gemm"] * (setup.kernels == "gpu")
-    flags += ["--expert-model-parallel-size", routing.expert, "--expert-tensor-parallel-size", setup.expert_tensor]
-    flags += ["--moe-token-dispatcher-type", routing.dispatcher]
-    flags += [] if routing.capacity is None else ["--moe-expert-capacity-factor", routing.capacity]
-    flags += ["--moe-pad-expert-input-to-capacity"] * routing.padded
-    return [str(flag) for flag in flags]
+        else write_pattern(experts.pattern, setup.model.num_layers),
+        "moe_shared_expert_intermediate_size": experts.shared_size or None,
+        "moe_shared_expert_gate": experts.shared_gate,
+        "moe_router_score_function": "sigmoid" if experts.sigmoid else None,
+        "moe_grouped_gemm": setup.kernels == "gpu",
+        "expert": routing.expert,
+        "expert_tensor": setup.expert_tensor,
+        "dispatcher": routing.dispatcher,
+        "capacity_factor": routing.capacity,
+        "pad_to_capacity": routing.padded,
+    }
 
 
-def parts_of_flags(found: argparse.Namespace, ffn_hidden_size: int, notes: list[str]) -> dict[str, Any]:
+def parts_of_flags(found: Options, ffn_hidden_size: int, notes: list[str]) -> dict[str, Any]:
     """Return the options by the names of a Model's fields, and `routing`."""
     options: dict[str, Any] = {}
     if found.multi_latent_attention:

@@ -207,7 +207,7 @@ def _ways_together(setup: Setup, fills: bool, host: float | None) -> list[str]:
     """
     devices = setup.cluster.devices_per_domain
     fewer = max((one for one in divisors(setup.tensor) if 2 * one * setup.context <= devices), default=None)
-    ways = [f"--tensor {fewer}, with which pairs share a node"] if fills and fewer else []
+    ways = [f"--tp {fewer}, with which pairs share a node"] if fills and fewer else []
     if host is not None:
         ways.append(f"--hosts host, by {host:.0f} GB/s to each node's memory")
     return [

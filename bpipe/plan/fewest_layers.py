@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from bpipe.models.layout import Setup
-from bpipe.models.recompute import RECOMPUTE, Recompute
+from bpipe.models.recompute import BLOCK, RECOMPUTE, Recompute
 
-# Among what a search may recompute: of every stage the first layers, as many as it takes to fit.
-BLOCK = "full:block"
 # A setup of which nobody has asked yet how many.
 OPEN = f"{BLOCK}:1"
 

@@ -21,9 +21,9 @@ from bpipe.ir.hosts import ARRANGEMENTS
 from bpipe.models.cluster import gib_text
 from bpipe.models.layout import Setup
 from bpipe.models.memory import least_bytes, least_shared_bytes, peak_bytes
+from bpipe.models.recompute import BLOCK
 from bpipe.plan.document import document
 from bpipe.plan.explain import calibration_lines, describe
-from bpipe.plan.fewest_layers import BLOCK
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.predict import SetupPrediction, Timing, costs_of, predict, steady_timing
 from bpipe.plan.search import Progress, by_bound
@@ -33,7 +33,7 @@ from bpipe.plan.standings import needs_of_setup
 
 # Up to so many times the device's memory: beyond, nobody could give it.
 MOST_TIMES = Fraction(2)
-_SHARDS = "--vocabulary-parallel"
+_SHARDS = "--vocabulary"
 
 # What no schedule here does, in a sentence each.
 OUTSIDE = (
@@ -130,7 +130,7 @@ def not_searched(space: Space) -> tuple[str, ...]:
             "other groups than p / 2 and p, delays, and W at once (bpipe simulate)",
         ),
         (space.max_chunks < space.model.num_layers, f"more than {space.max_chunks} chunks a rank (--max-chunks)"),
-        (space.contexts == (1,), "sequences in parts (--context 1 2 ...)"),
+        (space.contexts == (1,), "sequences in parts (--cp 1 2 ...)"),
     )
     return tuple(text for is_left_out, text in every if is_left_out)
 

@@ -5,9 +5,10 @@ Its pattern says how many layers there are and, by `|`, where stages begin. Know
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
+from bpipe.flags.flag import Options
+from bpipe.flags.launches import words
 from bpipe.generate.families import FAMILIES
 from bpipe.models.hybrid import EXPERTS, Hybrid, split_text
 from bpipe.models.layout import Setup
@@ -15,16 +16,6 @@ from bpipe.plan.layer_split import Split, read_split, refuse_empty
 from bpipe.plan.space import is_in_order
 
 PATTERN, OLD_PATTERN = "--hybrid-layer-pattern", "--hybrid-override-pattern"
-# As `megatron_command.READ` has them.
-READ_OF_HYBRIDS: dict[str, Any] = {
-    **dict.fromkeys((PATTERN, OLD_PATTERN), (str, None, None)),
-    "--spec": ("*", None, None),
-    "--mamba-state-dim": (int, 128, None),
-    "--mamba-head-dim": (int, 64, None),
-    "--mamba-num-groups": (int, 8, None),
-    "--mamba-num-heads": int,
-    "--is-hybrid-model": True,
-}
 # Where Megatron's own stack is, the name in front being today's.
 _STACKS = (
     ("megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"),
@@ -37,12 +28,15 @@ def flags_of_hybrid(setup: Setup) -> list[str]:
     hybrid = setup.model.hybrid
     if hybrid is None:
         return []
-    flags: list[object] = [*_pattern(hybrid, setup.layers)]
-    flags += ["--mamba-num-heads", hybrid.num_heads, "--mamba-head-dim", hybrid.head_dim]
-    flags += ["--mamba-state-dim", hybrid.state_dim, "--mamba-num-groups", hybrid.num_groups]
-    # Megatron's stack is Transformer Engine's.
-    flags += ["--spec", *_STACKS[0]] if setup.kernels == "gpu" else []
-    return [str(flag) for flag in flags]
+    sizes = {
+        "mamba_num_heads": hybrid.num_heads,
+        "mamba_head_dim": hybrid.head_dim,
+        "mamba_state_dim": hybrid.state_dim,
+        "mamba_num_groups": hybrid.num_groups,
+        # Megatron's stack is Transformer Engine's.
+        "spec": _STACKS[0] if setup.kernels == "gpu" else None,
+    }
+    return [*_pattern(hybrid, setup.layers), *words(sizes)]
 
 
 def _pattern(hybrid: Hybrid, layers: tuple[int, ...]) -> list[str]:
@@ -51,14 +45,14 @@ def _pattern(hybrid: Hybrid, layers: tuple[int, ...]) -> list[str]:
     return [f"{PATTERN}={text}"] if text.startswith("-") else [PATTERN, text]
 
 
-def _rename_pattern(found: argparse.Namespace) -> None:
+def _rename_pattern(found: Options) -> None:
     if found.hybrid_override_pattern is not None:
         if found.hybrid_layer_pattern is not None:
             raise ValueError(f"{PATTERN} and {OLD_PATTERN} exclude each other: give the first")
         found.hybrid_layer_pattern = found.hybrid_override_pattern
 
 
-def settle_pattern(found: argparse.Namespace, notes: list[str]) -> None:
+def settle_pattern(found: Options, notes: list[str]) -> None:
     """Rename the pattern and count its layers, as Megatron does.
 
     Raises ValueError for flags that need a pattern without one, and for a stack that is not Megatron's.
@@ -96,7 +90,7 @@ def settle_pattern(found: argparse.Namespace, notes: list[str]) -> None:
     found.moe_layer_freq = 1
 
 
-def hybrid_of_flags(found: argparse.Namespace, position: str) -> dict[str, Any]:
+def hybrid_of_flags(found: Options, position: str) -> dict[str, Any]:
     """Return the options by the names of a Model's fields."""
     others = {"no_positions": True} if position == "none" else {}
     if found.hybrid_layer_pattern is None:
@@ -119,7 +113,7 @@ def hybrid_of_flags(found: argparse.Namespace, position: str) -> dict[str, Any]:
         raise ValueError(f"{PATTERN} {found.hybrid_layer_pattern[:60]}: {error}") from None
 
 
-def layers_of(found: argparse.Namespace, split: Split) -> tuple[int, ...]:
+def layers_of(found: Options, split: Split) -> tuple[int, ...]:
     """Return the layers of every stage, a pattern's as Megatron deals it out.
 
     Raises ValueError where it would refuse.

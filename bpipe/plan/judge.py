@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 from bpipe.models.layout import Setup
 from bpipe.models.memory import least_bytes, least_shared_bytes, moves_anything, peak_bytes, rank_states
+from bpipe.models.recompute import BLOCK
 from bpipe.models.warm_up import least_warm_bytes
-from bpipe.plan.fewest_layers import BLOCK, OPEN, fewest_layers, with_block
+from bpipe.plan.fewest_layers import OPEN, fewest_layers, with_block
 from bpipe.plan.predict import SetupPrediction
 from bpipe.plan.shards import stands_still
 from bpipe.plan.space import Space

@@ -2,107 +2,35 @@
 
 In: the command's words. Out: a `Reading`: options, and what is left out.
 
-Three tables decide: what is read (`READ`); what would change the result and is not modelled, so an error (`REFUSED`);
-and what changes neither memory nor time (`WITHOUT_INFLUENCE`). Any other flag is listed as not considered. Imports no
-Megatron; a test holds the tables to the parser of the installed one. Knows no cluster.
+Three tables decide: what is read (`flags.launches.READ`); what would change the result and is not modelled, so an error
+(`REFUSED`); and what changes neither memory nor time (`WITHOUT_INFLUENCE`). Any other flag is listed as not considered.
+Imports no Megatron; a test holds the tables to the parser of the installed one. Knows no cluster.
 """
 
 from __future__ import annotations
 
-import argparse
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any
 
-from bpipe.formats.text import TextError, read_numbers
+from bpipe.build import BALANCES
+from bpipe.flags.configurations import MODEL_SWITCHES
+from bpipe.flags.flag import Options
+from bpipe.flags.launches import READ, SAME
+from bpipe.flags.parser import parser_of_launch
+from bpipe.flags.values import AUTO
 from bpipe.generate.families import FAMILIES
-from bpipe.ir.hosts import ARRANGEMENTS, PAIR
-from bpipe.models.fp8 import FORMATS, RECIPES
-from bpipe.models.layout import (
-    CP_COMM_TYPES,
-    KEPT_HALVES,
-    REDISTRIBUTE,
-    TRAINED_SHARDS,
-    output_in_layers,
-    padded_vocabulary,
-    redistribute_layers,
-)
+from bpipe.ir.layout import REDISTRIBUTE
+from bpipe.models.fp8 import RECIPES
+from bpipe.models.layout import CP_COMM_TYPES, output_in_layers, padded_vocabulary, redistribute_layers
 from bpipe.models.switches import SWITCHES, flag_of
-from bpipe.plan.budget import MINIMUM_BYTES, MemoryBudget, read_memory_budget
-from bpipe.plan.expert_flags import READ_OF_EXPERTS, parts_of_flags
-from bpipe.plan.hybrid_flags import READ_OF_HYBRIDS, hybrid_of_flags, layers_of, settle_pattern
+from bpipe.plan.expert_flags import parts_of_flags
+from bpipe.plan.hybrid_flags import hybrid_of_flags, layers_of, settle_pattern
 from bpipe.plan.layer_split import Split
 from bpipe.plan.megatron_names import refuse_mistyped
 from bpipe.plan.recompute_flags import scope_of_flags
-from bpipe.values import LARGEST
-
-_BACKENDS = ("flash", "fused", "unfused", "local", "auto")
-_POSITIONS = ("learned_absolute", "rope", "yarn", "mrope", "relative", "none")
-
-# Flags, and what argparse is told of them: type, default and choices are Megatron's own. `True` is a switch.
-READ: dict[str, Any] = {
-    **dict.fromkeys(
-        ("--num-layers", "--hidden-size", "--num-attention-heads", "--ffn-hidden-size", "--kv-channels"), int
-    ),
-    **dict.fromkeys(
-        ("--seq-length", "--vocab-size", "--padded-vocab-size", "--micro-batch-size", "--global-batch-size"), int
-    ),
-    **dict.fromkeys(
-        ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank", "--recompute-num-layers"),
-        int,
-    ),
-    **dict.fromkeys(
-        ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers", "--max-position-embeddings"), int
-    ),
-    "--num-query-groups": (int, 1, None),
-    "--make-vocab-size-divisible-by": (int, 128, None),
-    "--tensor-model-parallel-size": (int, 1, None),
-    "--pipeline-model-parallel-size": (int, 1, None),
-    "--context-parallel-size": (int, 1, None),
-    "--cp-comm-type": ("+", ["p2p"], None),
-    "--attention-dropout": (float, 0.1, None),
-    "--hidden-dropout": (float, 0.1, None),
-    "--pipeline-model-parallel-layout": (str, None, None),
-    "--normalization": (str, "LayerNorm", ("LayerNorm", "RMSNorm")),
-    "--position-embedding-type": (str, "learned_absolute", _POSITIONS),
-    "--attention-backend": (str, "auto", _BACKENDS),
-    "--transformer-impl": (str, "transformer_engine", ("local", "transformer_engine", "inference_optimized")),
-    "--recompute-granularity": (str, None, ("full", "selective")),
-    "--recompute-method": (str, None, ("uniform", "block")),
-    "--recompute-modules": ("+", None, None),
-    "--fp8-format": (str, None, FORMATS),
-    "--fp8-recipe": (str, RECIPES[0], (*RECIPES, "custom")),
-    "--bpipe-schedule": (str, None, None),
-    "--bpipe-group": (str, None, None),
-    "--bpipe-delay": (int, None, None),
-    **dict.fromkeys(("--bpipe-bound", "--bpipe-memory", "--bpipe-cluster"), (str, None, None)),
-    "--bpipe-hosts": (str, PAIR, ARRANGEMENTS),
-    "--bpipe-min-bytes": (int, MINIMUM_BYTES, None),
-    "--bpipe-vocabulary": (str, None, (*TRAINED_SHARDS, REDISTRIBUTE)),
-    "--bpipe-keep-weights-halves": (str, KEPT_HALVES[0], KEPT_HALVES),
-    **dict.fromkeys(
-        (
-            "--account-for-embedding-in-pipeline-split",
-            "--account-for-loss-in-pipeline-split",
-            "--recompute-activations",
-        ),
-        True,
-    ),
-    **dict.fromkeys(
-        ("--group-query-attention", "--use-rotary-position-embeddings", "--swiglu", "--disable-bias-linear"), True
-    ),
-    **dict.fromkeys(("--squared-relu", "--add-qkv-bias", "--qk-layernorm"), True),
-    **dict.fromkeys(("--untie-embeddings-and-output-weights", "--sequence-parallel", "--fp16", "--bf16"), True),
-    **dict.fromkeys(("--use-distributed-optimizer", "--bpipe", "--use-flash-attn", "--fp8-param-gather"), True),
-    **dict.fromkeys(map(flag_of, SWITCHES), True),
-    "--bpipe-vocabulary-input": True,
-    **READ_OF_EXPERTS,
-    **READ_OF_HYBRIDS,
-    **dict.fromkeys(("--sft", "--dataloader-inter-document-masking"), True),
-}
 
 _OFFLOAD, _FSDP, _LOW = (
     "offloading",
@@ -283,6 +211,22 @@ ANY_VALUE = (
     *("--exit-interval", "--exit-duration-in-mins", "--log-interval", "--bpipe-report", "--num-workers"),
 )
 
+# Fields that a launch says as they are.
+_CUT = (
+    *(
+        "tensor",
+        "micro_batch",
+        "global_batch",
+        "schedule",
+        "delay",
+        "bound",
+        "memory",
+        "hosts",
+        "min_bytes",
+        "keep_weights_halves",
+    ),
+)
+
 # Where the flags do not say it.
 VOCABULARIES = {"GPT2BPETokenizer": 50257}
 
@@ -306,26 +250,6 @@ class Reading:
     flags: tuple[str, ...] = ()
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"Megatron's flags: {message}")
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return a parser that reads launches as Megatron does."""
-    made = _Parser(prog="pretrain_gpt.py", allow_abbrev=False, add_help=False)
-    for flag, told in READ.items():
-        if told is True:
-            made.add_argument(flag, action="store_true")
-        elif told is int:
-            made.add_argument(flag, type=int)
-        else:
-            kind, default, choices = told
-            more = {"nargs": kind, "type": str} if kind in ("+", "*") else {"type": kind}
-            made.add_argument(flag, default=default, choices=choices, **more)
-    return made
-
-
 def read_command(words: Sequence[str], unknown: Callable[[str], str | None] = lambda word: None) -> Reading:
     """Read `torchrun ... script.py FLAGS`, or the flags alone.
 
@@ -333,16 +257,7 @@ def read_command(words: Sequence[str], unknown: Callable[[str], str | None] = la
     """
     launcher, flags = _without_launcher(words, unknown)
     _refuse_unknown(flags, unknown)
-    found, rest = parser().parse_known_args(flags)
-    for flag, told in READ.items():
-        value = getattr(found, flag[2:].replace("-", "_"))
-        if (
-            int in (told, told[0] if isinstance(told, tuple) else None)
-            and value is not None
-            and not 1 <= value <= LARGEST
-        ):
-            limit = "at least 1" if value < 1 else f"at most {LARGEST}"
-            raise ValueError(f"{flag} is {str(value)[:40]}, but must be {limit}")
+    found, rest = parser_of_launch(READ.values()).parse_known_args(flags, Options())
     others = _others(rest)
     for flag, value in others:
         # Groups of as many micro-batches as there are ranks are what Megatron has anyway.
@@ -430,9 +345,9 @@ def _devices(launcher: Sequence[str]) -> tuple[int, int] | None:
     return (nodes, each) if nodes and each else None
 
 
-def _model(found: argparse.Namespace, notes: list[str]) -> dict[str, Any]:
+def _model(found: Options, notes: list[str]) -> dict[str, Any]:
     needed = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
-    missing = [f"--{name.replace('_', '-')}" for name in needed if getattr(found, name) is None]
+    missing = [flag_of(name) for name in needed if getattr(found, name) is None]
     if missing:
         raise ValueError(f"Megatron's flags lack {', '.join(missing)}")
     hidden, heads = found.hidden_size, found.num_attention_heads
@@ -453,14 +368,9 @@ def _model(found: argparse.Namespace, notes: list[str]) -> dict[str, Any]:
         "kv_channels": found.kv_channels or hidden // heads,
         "ffn_hidden_size": found.ffn_hidden_size or ffn,
         "sequence": found.seq_length,
-        "swiglu": found.swiglu,
-        "squared_relu": found.squared_relu,
-        "add_qkv_bias": found.add_qkv_bias,
-        "qk_layernorm": found.qk_layernorm,
+        **{flag.field: getattr(found, flag.field) for flag in MODEL_SWITCHES if flag.launch is not None},
         "rms_norm": found.normalization == "RMSNorm",
-        "disable_bias_linear": found.disable_bias_linear,
         "rotary": position != "learned_absolute",
-        "untie_embeddings_and_output_weights": found.untie_embeddings_and_output_weights,
         "no_dropout": dropouts == {False},
     }
     options |= {**parts_of_flags(found, found.ffn_hidden_size or ffn, notes), **hybrid_of_flags(found, position)}
@@ -468,7 +378,7 @@ def _model(found: argparse.Namespace, notes: list[str]) -> dict[str, Any]:
     return {**options, "vocabulary": vocabulary} if vocabulary else options
 
 
-def _parallel(found: argparse.Namespace) -> dict[str, Any]:
+def _parallel(found: Options) -> dict[str, Any]:
     pipeline = found.pipeline_model_parallel_size
     said = (
         found.num_layers_per_virtual_pipeline_stage,
@@ -487,30 +397,21 @@ def _parallel(found: argparse.Namespace) -> dict[str, Any]:
     redistributed = found.bpipe_vocabulary == REDISTRIBUTE
     layers = _redistributed(found, split) if redistributed else layers_of(found, split)
     options = {
-        "tensor": found.tensor_model_parallel_size,
+        **{field: getattr(found, SAME[field]) for field in _CUT},
         "pipeline": pipeline,
         **_context(found),
         "chunks": len(layers) // pipeline,
         "layers": layers,
         "no_sequence_parallel": not found.sequence_parallel,
-        "balance": "bpipe" if found.bpipe else "none",
-        "bound": _bounds(found.bpipe_bound),
-        "memory": _memory(found.bpipe_memory),
-        "hosts": found.bpipe_hosts,
-        "min_bytes": found.bpipe_min_bytes,
-        "micro_batch": found.micro_batch_size,
-        "global_batch": found.global_batch_size,
-        "schedule": found.bpipe_schedule,
-        "group": _group(found.bpipe_group),
-        "delay": found.bpipe_delay,
+        "balance": BALANCES[found.bpipe],
+        "group": None if found.bpipe_group == AUTO else found.bpipe_group,
         "vocabulary_parallel": None if redistributed else found.bpipe_vocabulary,
         "input_shards": found.bpipe_vocabulary_input or None,
-        "keep_weights_halves": found.bpipe_keep_weights_halves,
     }
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _context(found: argparse.Namespace) -> dict[str, Any]:
+def _context(found: Options) -> dict[str, Any]:
     """Raises ValueError where ranks exchange in a way that is not modelled."""
     if found.context_parallel_size == 1:
         return {}
@@ -524,7 +425,7 @@ def _context(found: argparse.Namespace) -> dict[str, Any]:
     return {"context": found.context_parallel_size, "cp_comm_type": ways.pop()}
 
 
-def _redistributed(found: argparse.Namespace, split: Split) -> tuple[int, ...]:
+def _redistributed(found: Options, split: Split) -> tuple[int, ...]:
     """As the trainer chooses them."""
     wanted, vocabulary = f"--bpipe-vocabulary {REDISTRIBUTE}", found.padded_vocab_size or found.vocab_size
     if split != Split() or found.hybrid_layer_pattern is not None:
@@ -554,29 +455,7 @@ def _own_chunks(schedule: str | None) -> int | None:
     return family.min_chunks if 1 < family.min_chunks == family.max_chunks else None
 
 
-def _group(text: str | None) -> int | None:
-    if text in (None, "auto"):
-        return None
-    if not (re.fullmatch("[0-9]{1,13}", text) and 1 <= int(text) <= LARGEST):
-        raise ValueError(f"--bpipe-group {text[:40]} is no number of micro-batches, and not auto")
-    return int(text)
-
-
-def _bounds(text: str | None) -> tuple[int, ...] | None:
-    try:
-        return None if text is None else read_numbers(text)
-    except TextError as error:
-        raise ValueError(f"--bpipe-bound {error}") from None
-
-
-def _memory(text: str | None) -> MemoryBudget | None:
-    try:
-        return None if text is None else read_memory_budget(text)
-    except ValueError as error:
-        raise ValueError(f"--bpipe-memory {error}") from None
-
-
-def _training(found: argparse.Namespace, notes: list[str]) -> dict[str, Any]:
+def _training(found: Options, notes: list[str]) -> dict[str, Any]:
     if found.fp16 and found.bf16:
         raise ValueError("--fp16 and --bf16 exclude each other: give one of them")
     switches = {name: getattr(found, name) for name in SWITCHES}
@@ -595,7 +474,7 @@ def _training(found: argparse.Namespace, notes: list[str]) -> dict[str, Any]:
     }
 
 
-def _fp8(found: argparse.Namespace) -> dict[str, Any]:
+def _fp8(found: Options) -> dict[str, Any]:
     if found.fp8_format is None:
         return {}
     if found.fp8_recipe == "custom":
@@ -603,7 +482,7 @@ def _fp8(found: argparse.Namespace) -> dict[str, Any]:
     return {"fp8_format": found.fp8_format, "fp8_recipe": found.fp8_recipe, "fp8_param_gather": found.fp8_param_gather}
 
 
-def _differing(found: argparse.Namespace) -> list[str]:
+def _differing(found: Options) -> list[str]:
     """Return the flags by which micro-batches may differ in size."""
     return [
         flag_of(name)
@@ -612,14 +491,14 @@ def _differing(found: argparse.Namespace) -> list[str]:
     ]
 
 
-def _sizes_that_differ(found: argparse.Namespace, notes: list[str]) -> None:
+def _sizes_that_differ(found: Options, notes: list[str]) -> None:
     """What is assumed of them."""
     given = _differing(found)
     if given:
         notes.append(f"{given[0]}: micro-batches may differ in size; each is predicted as one full sequence")
 
 
-def _attention(found: argparse.Namespace, notes: list[str]) -> str:
+def _attention(found: Options, notes: list[str]) -> str:
     backend = found.attention_backend
     if backend == "unfused" or (found.transformer_impl == "local" and not found.use_flash_attn):
         return "unfused"

@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 
 from bpipe.build import BALANCES
+from bpipe.flags.launches import words
 from bpipe.generate.families import default_family
 from bpipe.ir.hosts import PAIR
 from bpipe.models.layout import Setup
-from bpipe.models.switches import flag_of
+from bpipe.models.switches import SWITCHES
 from bpipe.plan.expert_flags import flags_of_parts
 from bpipe.plan.fit import budget_text
 from bpipe.plan.hybrid_flags import flags_of_hybrid
@@ -32,82 +33,93 @@ def megatron_flags(setup: Setup) -> list[str]:
 
 def _model(setup: Setup) -> list[str]:
     model = setup.model
-    flags = [
-        "--num-layers",
-        model.num_layers,
-        "--hidden-size",
-        model.hidden_size,
-        "--num-attention-heads",
-        model.num_attention_heads,
-    ]
-    flags += ["--ffn-hidden-size", model.ffn_hidden_size, "--kv-channels", model.kv_channels]
-    if model.num_query_groups != model.num_attention_heads:
-        flags += ["--group-query-attention", "--num-query-groups", model.num_query_groups]
-    flags += ["--seq-length", setup.sequence, "--max-position-embeddings", setup.sequence]
-    flags += ["--normalization", "RMSNorm" if model.rms_norm else "LayerNorm"]
-    flags += [
-        "--position-embedding-type",
-        "learned_absolute" if model.learned_positions else "none" if model.no_positions else "rope",
-    ]
-    switches = {
-        "--swiglu": model.gated,
-        "--squared-relu": model.squared_relu,
-        "--disable-bias-linear": not model.linear_bias,
-        "--add-qkv-bias": model.qkv_bias,
-        "--qk-layernorm": model.qk_norm,
-        "--untie-embeddings-and-output-weights": not model.tied_embedding,
-    }
-    flags += [flag for flag, wanted in switches.items() if wanted]
-    if not model.dropout:
-        flags += ["--attention-dropout", "0.0", "--hidden-dropout", "0.0"]
-    return [str(flag) for flag in flags]
+    grouped = model.num_query_groups != model.num_attention_heads
+    dropout = None if model.dropout else 0.0
+    return words(
+        {
+            **{
+                name: getattr(model, name)
+                for name in ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels")
+            },
+            "group_query_attention": grouped,
+            "num_query_groups": model.num_query_groups if grouped else None,
+            "sequence": setup.sequence,
+            "max_position_embeddings": setup.sequence,
+            "normalization": "RMSNorm" if model.rms_norm else "LayerNorm",
+            "position_embedding_type": "learned_absolute"
+            if model.learned_positions
+            else "none"
+            if model.no_positions
+            else "rope",
+            "swiglu": model.gated,
+            "squared_relu": model.squared_relu,
+            "disable_bias_linear": not model.linear_bias,
+            "add_qkv_bias": model.qkv_bias,
+            "qk_layernorm": model.qk_norm,
+            "untie_embeddings_and_output_weights": not model.tied_embedding,
+            "attention_dropout": dropout,
+            "hidden_dropout": dropout,
+        }
+    )
 
 
 def _parallel(setup: Setup) -> list[str]:
-    flags = ["--tensor-model-parallel-size", setup.tensor, "--pipeline-model-parallel-size", setup.pipeline]
-    if setup.context > 1:
-        flags += ["--context-parallel-size", setup.context, "--cp-comm-type", setup.cp_comm_type]
-    flags += ["--micro-batch-size", setup.micro_batch, "--global-batch-size", setup.global_batch]
-    if setup.tensor > 1 and setup.sequence_parallel:
-        flags.append("--sequence-parallel")
+    cut = {
+        "tensor": setup.tensor,
+        "pipeline": setup.pipeline,
+        "context": setup.context if setup.context > 1 else None,
+        "cp_comm_type": setup.cp_comm_type if setup.context > 1 else None,
+        "micro_batch": setup.micro_batch,
+        "global_batch": setup.global_batch,
+        "sequence_parallel": setup.tensor > 1 and setup.sequence_parallel,
+    }
     # A hybrid model's pattern says it.
-    flags += split_flags(setup.layers, setup.pipeline) if setup.model.hybrid is None else []
-    if setup.balance != "none":
-        flags.append("--bpipe")
-    return [str(flag) for flag in (*flags, *hosts_flags(setup), *schedule_flags(setup))]
+    layers = split_flags(setup.layers, setup.pipeline) if setup.model.hybrid is None else []
+    return [
+        *words(cut),
+        *layers,
+        *words({"bpipe": setup.balance != BALANCES[0]}),
+        *hosts_flags(setup),
+        *schedule_flags(setup),
+    ]
 
 
 def hosts_flags(setup: Setup) -> list[str]:
     """Return flags of hosts and bounds; none for pairs that hold as little as they can."""
-    if setup.balance == "none":
+    if setup.balance == BALANCES[0]:
         return []
-    flags = [] if setup.how.hosts == PAIR else ["--bpipe-hosts", setup.how.hosts]
-    flags += [] if setup.how.bounds is None else ["--bpipe-bound", ",".join(map(str, setup.how.bounds))]
-    return flags + ([] if setup.how.activation_budget is None else ["--bpipe-memory", budget_text(setup.limit_bytes)])
+    how = setup.how
+    return words(
+        {
+            "hosts": None if how.hosts == PAIR else how.hosts,
+            "bound": None if how.bounds is None else ",".join(map(str, how.bounds)),
+            "memory": None if how.activation_budget is None else budget_text(setup.limit_bytes),
+        }
+    )
 
 
 def schedule_flags(setup: Setup) -> list[str]:
     """Return flags of a schedule that Megatron's own loops do not run, and of what the trainer must be told; none
     otherwise."""
-    flags: list[object] = []
-    if is_unproven(setup):
-        flags += ["--bpipe-unproven", "fp8"]
-    if setup.is_sharded:
-        flags += ["--bpipe-vocabulary", setup.vocabulary_parallel]
-        flags += ["--bpipe-vocabulary-input"] * setup.input_shards
-        # Megatron pads to a multiple of 128 a tensor-parallel rank, of which not every number of ranks has equal parts.
-        if _PADDED % setup.pipeline:
-            flags += ["--make-vocab-size-divisible-by", math.lcm(_PADDED, setup.pipeline)]
-    if setup.schedule == default_family(setup.chunks):
-        return [str(flag) for flag in flags]
-    flags += ["--bpipe-schedule", setup.schedule]
-    if setup.group is not None:
-        flags += ["--bpipe-group", setup.group]
-    if setup.delay:
-        flags += ["--bpipe-delay", setup.delay]
-    if setup.splits and not setup.keeps_halves:
-        flags += ["--bpipe-keep-weights-halves", setup.keep_weights_halves]
-    return [str(flag) for flag in flags]
+    of_its_own = setup.schedule != default_family(setup.chunks)
+    return words(
+        {
+            "unproven": "fp8" if is_unproven(setup) else None,
+            "vocabulary_parallel": setup.vocabulary_parallel if setup.is_sharded else None,
+            "input_shards": setup.is_sharded and setup.input_shards,
+            # Megatron pads to a multiple of 128 a tensor-parallel rank, of which not every number of ranks has equal
+            # parts.
+            "make_vocab_size_divisible_by": math.lcm(_PADDED, setup.pipeline)
+            if setup.is_sharded and _PADDED % setup.pipeline
+            else None,
+            "schedule": setup.schedule if of_its_own else None,
+            "group": setup.group if of_its_own else None,
+            "delay": setup.delay or None if of_its_own else None,
+            "keep_weights_halves": setup.keep_weights_halves
+            if of_its_own and setup.splits and not setup.keeps_halves
+            else None,
+        }
+    )
 
 
 def is_unproven(setup: Setup) -> bool:
@@ -117,15 +129,17 @@ def is_unproven(setup: Setup) -> bool:
 
 
 def _memory(setup: Setup) -> list[str]:
-    flags = recompute_flags(setup.recomputed)
-    flags += ["--attention-backend", "flash" if setup.attention == "flash" else "unfused"]
-    if setup.precision != "fp32":
-        flags.append(f"--{setup.precision}")
-    if setup.fp8 is not None:
-        flags += ["--fp8-format", setup.fp8.format, "--fp8-recipe", setup.fp8.recipe]
-        flags += ["--fp8-param-gather"] * setup.fp8.param_gather
-    if setup.distributed_optimizer:
-        flags.append("--use-distributed-optimizer")
-    # Of one tensor-parallel rank there is nothing to overlap, and Megatron refuses to.
-    said = (flag for flag in setup.switches.flags if setup.tensor > 1 or flag != flag_of("tp_comm_overlap"))
-    return [*flags, *said]
+    fp8 = setup.fp8
+    values = {
+        "attention_backend": "flash" if setup.attention == "flash" else "unfused",
+        **{name: setup.precision == name for name in ("bf16", "fp16")},
+        "fp8_format": None if fp8 is None else fp8.format,
+        "fp8_recipe": None if fp8 is None else fp8.recipe,
+        "fp8_param_gather": fp8 is not None and fp8.param_gather,
+        "use_distributed_optimizer": setup.distributed_optimizer,
+        # Of one tensor-parallel rank there is nothing to overlap, and Megatron refuses to.
+        **{
+            name: getattr(setup.switches, name) and (setup.tensor > 1 or name != "tp_comm_overlap") for name in SWITCHES
+        },
+    }
+    return [*recompute_flags(setup.recomputed), *words(values)]

@@ -6,12 +6,14 @@ itself stands. Knows no flag of Megatron's, and no file.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 from bpipe.build import BALANCES, BalanceConfig
+from bpipe.flags.configurations import CONFIGURATION, DEFAULTS, EXPERTS, MODEL, SIZES, TRAINING
+from bpipe.flags.flag import Options
+from bpipe.flags.values import AUTO
 from bpipe.generate.families import FAMILIES, default_family
 from bpipe.ir.hosts import PAIR
 from bpipe.ir.layout import Vocabulary
@@ -19,28 +21,26 @@ from bpipe.ir.program import Exchange
 from bpipe.models.cluster import Cluster, parse_cluster
 from bpipe.models.fp8 import RECIPES, Fp8
 from bpipe.models.hugging_face import find_model
-from bpipe.models.layout import CP_COMM_TYPES, KEPT_HALVES, Setup, setup_from_values, split_layers
+from bpipe.models.layout import Setup, setup_from_values, split_layers
 from bpipe.models.model import Model
 from bpipe.models.parts import Routing
-from bpipe.models.recompute import read_recompute
-from bpipe.models.switches import SWITCHES, Switches, flag_of
-from bpipe.plan.budget import MemoryBudget, read_memory_budget
-from bpipe.plan.fewest_layers import BLOCK
+from bpipe.models.switches import SWITCHES, Switches
 from bpipe.plan.hybrid_flags import refuse_placed
 from bpipe.plan.megatron_command import Reading, read_command
 
-SIZES = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size")
+# Fields of a Model, and what a switch makes of them.
 MODEL_SWITCHES = {
-    "swiglu": ("gated", True, "the MLP is a SwiGLU"),
-    "rms_norm": ("rms_norm", True, "norms have a weight and no bias"),
-    "disable_bias_linear": ("linear_bias", False, "linear layers have no bias"),
-    "squared_relu": ("squared_relu", True, "the MLP is a squared ReLU, without a gate"),
-    "add_qkv_bias": ("qkv_bias", True, "of linear layers those of Q, K and V have biases, with --disable-bias-linear"),
-    "qk_layernorm": ("qk_norm", True, "every head's queries and keys are normed"),
-    "rotary": ("learned_positions", False, "positions are not learned"),
-    "untie_embeddings_and_output_weights": ("tied_embedding", False, "the output layer has weights of its own"),
-    "no_dropout": ("dropout", False, "no dropout, and so no masks to save"),
+    "swiglu": ("gated", True),
+    "rms_norm": ("rms_norm", True),
+    "disable_bias_linear": ("linear_bias", False),
+    "squared_relu": ("squared_relu", True),
+    "add_qkv_bias": ("qkv_bias", True),
+    "qk_layernorm": ("qk_norm", True),
+    "rotary": ("learned_positions", False),
+    "untie_embeddings_and_output_weights": ("tied_embedding", False),
+    "no_dropout": ("dropout", False),
 }
+_SIZES = tuple(flag.field for flag in SIZES)
 # What a launch alone can say of a model, by the names of its fields.
 PARTS = ("window", "window_pattern", "experts", "latent", "hybrid", "no_positions")
 # How tokens come to experts: options, and fields of `Routing`.
@@ -50,64 +50,27 @@ ROUTING = {
     "dispatcher": "dispatcher",
     "capacity_factor": "capacity",
 }
-# Of options that a launch may leave out.
-_NAMES = ("model", "sequence", *SIZES, "layers", "schedule", "pipeline", "global_batch", "vocabulary_parallel")
-
-# What is predicted where nobody says it.
-DEFAULTS: dict[str, Any] = {
-    "tensor": 1,
-    "context": 1,
-    "cp_comm_type": CP_COMM_TYPES[0],
-    "micro_batch": 1,
-    "recompute": "none",
-    "chunks": 1,
-    "balance": "none",
-    "bound": None,
-    "memory": None,
-    "hosts": PAIR,
-    "min_bytes": None,
-    "group": None,
-    "delay": 0,
-    "keep_weights_halves": KEPT_HALVES[0],
-    "attention": "flash",
-    "precision": "bf16",
+# Of every field of a configuration what it is where nobody says it.
+_UNSAID = {
+    flag.field: False if flag.is_switch else None
+    for group in (MODEL, TRAINING, EXPERTS, CONFIGURATION)
+    for flag in group.flags
 }
 
 
-def memory(text: str) -> MemoryBudget:
-    """Read `70.5`, `70,70,75,79`, `auto` or `auto:70`: a type for argparse."""
-    try:
-        return read_memory_budget(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def recomputation(text: str) -> str:
-    """Read a text of `bpipe.models.recompute`, as short as it can be: a type for argparse."""
-    try:
-        return read_recompute(text).text
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def scope(text: str) -> str:
-    """Read recomputation for a search, where the number of layers may be open: a type for argparse."""
-    return text if text == BLOCK else recomputation(text)
-
-
-def model_of(options: argparse.Namespace) -> Model:
+def model_of(options: Options) -> Model:
     """Return the model the flags describe. Raises ValueError where they describe none."""
     changes: dict[str, Any] = {
         name: getattr(options, name)
-        for name in (*SIZES, "sequence", "vocabulary")
+        for name in (*_SIZES, "sequence", "vocabulary")
         if getattr(options, name) is not None
     }
     changes |= {name: getattr(options, name) for name in PARTS if getattr(options, name, None) is not None}
-    changes |= {field: value for name, (field, value, _) in MODEL_SWITCHES.items() if getattr(options, name)}
+    changes |= {field: value for name, (field, value) in MODEL_SWITCHES.items() if getattr(options, name)}
     if options.model is not None:
         return replace(find_model(options.model), **changes)
     needed = ("num_layers", "hidden_size", "num_attention_heads", "sequence", "vocabulary")
-    missing = [flag_of(name) for name in needed if name not in changes]
+    missing = [_name(name) for name in needed if name not in changes]
     if missing:
         raise ValueError(f"no --model, and {', '.join(missing)} missing: name a model, or give all of its sizes")
     heads, hidden = changes["num_attention_heads"], changes["hidden_size"]
@@ -126,14 +89,14 @@ def model_of(options: argparse.Namespace) -> Model:
     return Model(**{field.name: sizes[field.name] for field in fields(Model) if field.name in sizes})
 
 
-def filled(options: argparse.Namespace, reading: Reading | None, needed: tuple[str, ...]) -> argparse.Namespace:
+def filled(options: Options, reading: Reading | None, needed: tuple[str, ...]) -> Options:
     """Return the options with what the launch says where they say nothing, then with defaults.
 
     Raises ValueError for what nobody says.
     """
     given = vars(options)
     if reading is None:
-        _refuse_missing([flag_of(name) for name in needed if given[name] is None])
+        _refuse_missing([_name(name) for name in needed if given[name] is None])
     else:
         _refuse_unmodelled(given, reading)
     said = _said(given, {} if reading is None else reading.options)
@@ -143,8 +106,8 @@ def filled(options: argparse.Namespace, reading: Reading | None, needed: tuple[s
         **{name: value for name, value in given.items() if value is not None and value is not False},
     }
     if reading and options.model is None and "vocabulary" not in every:
-        raise ValueError("the launch does not say how large the vocabulary is, its tokenizer does: give --vocabulary N")
-    return argparse.Namespace(**{**given, **every})
+        raise ValueError("the launch does not say how large the vocabulary is, its tokenizer does: give --vocab-size N")
+    return Options(**{**given, **every})
 
 
 def _refuse_missing(missing: Sequence[str]) -> None:
@@ -157,7 +120,7 @@ def _refuse_missing(missing: Sequence[str]) -> None:
 def _refuse_unmodelled(given: Mapping[str, object], reading: Reading) -> None:
     for name, what in reading.unmodelled.items():
         if given.get(name) is None:
-            raise ValueError(f"{what} is not modelled: say what to predict in its place with --{name}")
+            raise ValueError(f"{what} is not modelled: say what to predict in its place with {_name(name)}")
 
 
 def _said(given: Mapping[str, Any], launch: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,11 +154,16 @@ def _fewest_chunks(given: object, said: object, chunks: int) -> int:
     return family.min_chunks
 
 
-def switches_of(options: argparse.Namespace) -> Switches:
+def _name(field: str) -> str:
+    """What a message calls the flag of a field."""
+    return next(flag.name for group in (MODEL, TRAINING, CONFIGURATION) for flag in group.flags if flag.field == field)
+
+
+def switches_of(options: Options) -> Switches:
     return Switches(**{name: getattr(options, name) for name in SWITCHES})
 
 
-def routing_of(options: argparse.Namespace) -> Routing:
+def routing_of(options: Options) -> Routing:
     """Return the routing of the launch, changed by options."""
     said = {field: getattr(options, name, None) for name, field in ROUTING.items()}
     changes: dict[str, Any] = {field: value for field, value in said.items() if value is not None}
@@ -203,7 +171,7 @@ def routing_of(options: argparse.Namespace) -> Routing:
     return replace(getattr(options, "routing", None) or Routing(), **changes)
 
 
-def fp8_of(options: argparse.Namespace) -> Fp8 | None:
+def fp8_of(options: Options) -> Fp8 | None:
     """Return FP8 settings, None where no format is given. Raises ValueError for settings without a format."""
     recipe, gathers = getattr(options, "fp8_recipe", None), getattr(options, "fp8_param_gather", False)
     if getattr(options, "fp8_format", None) is None:
@@ -215,14 +183,14 @@ def fp8_of(options: argparse.Namespace) -> Fp8 | None:
     return Fp8(options.fp8_format, recipe or RECIPES[0], bool(gathers))
 
 
-def setup_of(options: argparse.Namespace, cluster: Cluster) -> Setup:
+def setup_of(options: Options, cluster: Cluster) -> Setup:
     """Return the setup of filled options. Without a global batch it is one micro-batch a replica, as in Megatron."""
     model = model_of(options)
     schedule = options.schedule or default_family(options.chunks)
     stages = options.pipeline * options.chunks
     layers = options.layers or split_layers(model.num_layers, stages, allow_uneven=True)
     if layers is None:
-        of = f"--pipeline {options.pipeline} with {options.chunks} chunks"
+        of = f"--pp {options.pipeline} with {options.chunks} chunks"
         raise ValueError(f"{of} are {stages} stages for {model.num_layers} layers: every stage needs one")
     replicas = max(1, cluster.num_devices // (options.tensor * options.context * options.pipeline))
     bounds = getattr(options, "bound", None)
@@ -240,6 +208,7 @@ def setup_of(options: argparse.Namespace, cluster: Cluster) -> Setup:
         "sequence": model.sequence,
         "layers": layers,
         "schedule": schedule,
+        "group": None if options.group == AUTO else options.group,
         "distributed_optimizer": not options.no_distributed_optimizer,
         "sequence_parallel": not options.no_sequence_parallel,
         "vocabulary_parallel": getattr(options, "vocabulary_parallel", None) or Vocabulary.WHOLE.value,
@@ -258,11 +227,6 @@ def setup_from(words: Sequence[str], cluster: str | Cluster, vocabulary: int, ke
 
     Raises ValueError for what it does not.
     """
-    given = {
-        **dict.fromkeys(_NAMES),
-        **dict.fromkeys((*MODEL_SWITCHES, *SWITCHES, "input_shards"), False),
-        "vocabulary": vocabulary,
-        "kernels": kernels,
-    }
-    options = filled(argparse.Namespace(**given), read_command(words), ())
+    given = {**_UNSAID, "vocabulary": vocabulary, "kernels": kernels}
+    options = filled(Options(**given), read_command(words), ())
     return setup_of(options, parse_cluster(cluster) if isinstance(cluster, str) else cluster)

@@ -7,22 +7,24 @@ Knows nothing of the other flags.
 
 from __future__ import annotations
 
-import argparse
-
+from bpipe.flags.flag import Options
+from bpipe.flags.launches import words
 from bpipe.models.recompute import MODULES, Recompute
 
 
 def recompute_flags(recompute: Recompute) -> list[str]:
     """Return recomputation flags; none where nothing is recomputed."""
     if recompute.method is not None:
-        layers = ["--recompute-method", recompute.method, "--recompute-num-layers", str(recompute.num_layers)]
-        return ["--recompute-granularity", "full", *layers]
+        layers = {"recompute_method": recompute.method, "recompute_num_layers": recompute.num_layers}
+        return words({"recompute_granularity": "full", **layers})
     return (
-        ["--recompute-granularity", "selective", "--recompute-modules", *recompute.modules] if recompute.modules else []
+        words({"recompute_granularity": "selective", "recompute_modules": tuple(recompute.modules)})
+        if recompute.modules
+        else []
     )
 
 
-def scope_of_flags(found: argparse.Namespace, notes: list[str]) -> tuple[str, dict[str, str]]:
+def scope_of_flags(found: Options, notes: list[str]) -> tuple[str, dict[str, str]]:
     """Return what is recomputed, and what of it is not modelled.
 
     Raises ValueError where flags contradict each other.

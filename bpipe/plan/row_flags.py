@@ -12,9 +12,10 @@ import shlex
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from bpipe.flags.launches import READ
 from bpipe.models.layout import Setup
 from bpipe.plan.hybrid_flags import OLD_PATTERN, PATTERN
-from bpipe.plan.megatron_command import READ, Reading
+from bpipe.plan.megatron_command import Reading
 from bpipe.plan.megatron_flags import megatron_flags
 
 _SPLIT = (
@@ -124,7 +125,7 @@ def _said_alike(setup: Setup, reading: Reading) -> frozenset[str]:
 
 def _default(flag: str) -> tuple[str, ...] | None:
     """What is meant where a launch does not have it; None where it has to be said."""
-    told = READ.get(flag)
-    if not isinstance(told, tuple) or told[1] is None:
+    row = READ.get(flag)
+    if row is None or row.is_switch or row.default is None:
         return None
-    return tuple(told[1]) if isinstance(told[1], list) else (str(told[1]),)
+    return tuple(row.default) if isinstance(row.default, list) else (str(row.default),)

@@ -26,20 +26,12 @@ from bpipe.models.layout import ATTENTION, CP_COMM_TYPES, EVENLY, Setup, setup_f
 from bpipe.models.model import Model
 from bpipe.models.parts import Routing
 from bpipe.models.profile import Profile
-from bpipe.models.recompute import RECOMPUTE, read_recompute
+from bpipe.models.recompute import BLOCK, RECOMPUTE, read_scope
 from bpipe.models.switches import Switches
-from bpipe.plan.fewest_layers import BLOCK, OPEN
+from bpipe.plan.fewest_layers import OPEN
 
 SEARCHED_SCOPES = RECOMPUTE
 VOCABULARIES = tuple(one.value for one in Vocabulary)
-
-
-def read_scope(text: str) -> str:
-    """Read `BLOCK` or a text of `bpipe.models.recompute`, as short as it can be.
-
-    Raises ValueError for anything else.
-    """
-    return text if text == BLOCK else read_recompute(text).text
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +88,7 @@ class Space:
         object.__setattr__(self, "recompute", tuple(dict.fromkeys(map(read_scope, self.recompute))))
         if self.attention not in ATTENTION:
             raise ValueError(f"unknown attention {self.attention!r}: choose from {', '.join(ATTENTION)}")
-        sizes = {
-            "--global-batch": self.global_batch,
-            "--max-micro-batch": self.max_micro_batch,
-            "--max-chunks": self.max_chunks,
-        }
+        sizes = {"--gbs": self.global_batch, "--max-micro-batch": self.max_micro_batch, "--max-chunks": self.max_chunks}
         for flag, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{flag} is {size}, but must be at least 1")
@@ -117,7 +105,7 @@ LONG_SEQUENCE, LEAST_PART = 32768, 8192
 
 # What can cut candidates, in the order in which it is asked, and what it counts: of grids a whole t*p*d at once.
 CUTS = {
-    "asked": "grids and micro-batch sizes: not those asked for (--tensor, --pipeline, --micro-batch)",
+    "asked": "grids and micro-batch sizes: not those asked for (--tp, --pp, --mbs)",
     "mamba": "grids: t does not divide heads or groups of Mamba layers, or c is more than 1",
     "tensor": "grids: t does not divide heads, query groups or sequence",
     "context": "grids: the sequence is no multiple of 2*c and t*c, or a2a has too few heads, or the devices no "

@@ -10,15 +10,13 @@ training. Knows no command line.
 
 from __future__ import annotations
 
-import argparse
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
-from typing import Any, NamedTuple
+from typing import Any
 
 from bpipe.build import BALANCES
-from bpipe.models.cluster import GIB, gib_text
+from bpipe.flags.budgets import HostedState, write_moves
+from bpipe.models.cluster import gib_text
 from bpipe.models.compute import links
 from bpipe.models.layout import EVENLY, Setup
 from bpipe.models.memory import RankMemory, parameter_bytes
@@ -28,15 +26,6 @@ from bpipe.plan.predict import SetupPrediction, predict
 FLAG = "--bpipe-optimizer-hosts"
 # Of a parameter: two moments in 32 bit. Weights in 32 bit stay, others read them.
 MOMENTS_BYTES = 8
-
-
-class HostedState(NamedTuple):
-    """Move of optimizer state: `num_bytes` of each device of rank `giver` wait on the device of rank `host` with the
-    same place in other dimensions."""
-
-    giver: int
-    host: int
-    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,34 +117,9 @@ def describe_moves(found: StateHosts) -> str:
     """Describe what would make it fit and what it costs."""
     return (
         f"Adam's moments on other ranks would let it fit without balancing: {FLAG} {write_moves(found.moves)}; "
-        f"{gib_text(found.moved_bytes)} GiB "
-        f"move in an iteration, which takes {found.iteration_s:.3f} s"
+        f"{gib_text(found.moved_bytes)} "
+        f"GiB move in an iteration, which takes {found.iteration_s:.3f} s"
     )
-
-
-def write_moves(moves: Sequence[HostedState]) -> str:
-    """Write moves as `read` reads them, in GiB, rounded up."""
-    return ",".join(f"{giver}:{host}:{ceil(100 * num_bytes / GIB) / 100:.2f}" for giver, host, num_bytes in moves)
-
-
-def read_moves(text: str) -> tuple[HostedState, ...]:
-    """Read `RANK:HOST:GIB`, separated by commas. Raises ArgumentTypeError."""
-    moves = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d{1,6}):(\d{1,6}):(\d{1,6}(?:\.\d{1,9})?)", part)
-        if match is None or not float(match[3]):
-            raise argparse.ArgumentTypeError(
-                f"{part[:40]!r} must be RANK:HOST:GIB, such as 0:6:7.9, with commas between several"
-            )
-        moves.append(HostedState(int(match[1]), int(match[2]), int(float(match[3]) * GIB)))
-    both = {move.giver for move in moves} & {move.host for move in moves}
-    if both:
-        raise argparse.ArgumentTypeError(
-            f"rank {min(both)} keeps for another and lets another keep: it has room, or it has not"
-        )
-    if len({move[:2] for move in moves}) < len(moves):
-        raise argparse.ArgumentTypeError(f"{text[:80]!r} names a rank and its host twice: add up what is to be there")
-    return tuple(moves)
 
 
 def moves_values(found: StateHosts) -> dict[str, Any]:

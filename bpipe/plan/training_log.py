@@ -13,7 +13,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from bpipe.plan.megatron_command import READ, REFUSED
+from bpipe.flags.launches import READ
+from bpipe.plan.megatron_command import REFUSED
 from bpipe.values import LARGEST
 
 _BEGIN, _END = re.compile(r"(?<!-)-{8,} arguments -{8}"), re.compile(r"(?<!-)-{8,} end of arguments -{8}")
@@ -69,7 +70,7 @@ def _words(block: dict[str, str]) -> tuple[str, ...]:
             continue
         words += (
             [flag]
-            if READ.get(flag) is True or value == "True"
+            if (flag in READ and READ[flag].is_switch) or value == "True"
             else [flag, *([value] if flag in _PATTERNS else _values(value))]
         )
     # Without chunks Megatron switches the overlap off itself.

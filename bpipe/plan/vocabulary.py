@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bpipe.build import BalanceConfig
-from bpipe.models.layout import REDISTRIBUTE, TRAINED_SHARDS, Setup, redistribute_layers
+from bpipe.ir.layout import REDISTRIBUTE, TRAINED_SHARDS
+from bpipe.models.layout import Setup, redistribute_layers
 from bpipe.models.profile import Profile
 from bpipe.plan.bounds import last_load
 from bpipe.plan.budget import within_budget

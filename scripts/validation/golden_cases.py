@@ -64,7 +64,7 @@ def _usage() -> Iterator[Case]:
         "--version",
         "scheduel",
         "schedule schedule",
-        "profile --model gpt3-13b --micro-batch 0",
+        "profile --model gpt3-13b --mbs 0",
         "profile --model gpt",
     ):
         yield _case("usage", line)
@@ -75,7 +75,7 @@ def _usage() -> Iterator[Case]:
 
 
 def flags(schedule: str, ranks: int, microbatches: int, *more: str) -> list[str]:
-    return ["schedule", "--schedule", schedule, "--stages", str(ranks), "--microbatches", str(microbatches), *more]
+    return ["schedule", "--schedule", schedule, "--pp", str(ranks), "--microbatches", str(microbatches), *more]
 
 
 def balances(*more: str) -> Iterator[list[str]]:
@@ -90,7 +90,7 @@ def _schedule() -> Iterator[Case]:
             # The name says the format.
             variants += [["--output", f"out/schedule.{suffix}"] for suffix in ("csv", "json", "svg", "txt", "pdf")]
         # Those of many cells take seconds to draw.
-        if number % 50 == 0 and int(asked[asked.index("--stages") + 1]) <= 6:
+        if number % 50 == 0 and int(asked[asked.index("--pp") + 1]) <= 6:
             variants.append(["--output", "out/schedule.png"])
         yield _case("schedule", asked, *variants)
     for line in SCHEDULE_REFUSED.strip().splitlines():
@@ -107,7 +107,7 @@ def _schedule_flags() -> Iterator[list[str]]:
             yield flags("gpipe", ranks, times * ranks - (times == 4), *balance)
     for ranks, chunks in itertools.product((1, 2, 3, 4, 5, 6, 8, 12, 16), (2, 3, 4)):
         for microbatches in (ranks, 2 * ranks, 4 * ranks) if chunks == 2 else (3 * ranks,):
-            for balance in balances("--chunks", str(chunks)):
+            for balance in balances("--vp", str(chunks)):
                 yield flags(CHUNKED, ranks, microbatches, *balance)
     yield from _grouped_flags()
     yield from _bounded_flags()
@@ -123,10 +123,10 @@ def _grouped_flags() -> Iterator[list[str]]:
             (ranks, 2 * ranks + 1),
             (ranks, ranks - 1),
         ):
-            for balance in balances("--chunks", "2", "--group", str(group)):
+            for balance in balances("--vp", "2", "--group", str(group)):
                 yield flags(CHUNKED, ranks, microbatches, *balance)
-        yield flags(CHUNKED, ranks, 2 * ranks, "--chunks", "2", "--group", str(ranks - 1))
-        yield flags(CHUNKED, ranks, 2 * ranks + 1, "--chunks", "3", "--balance", "bpipe")
+        yield flags(CHUNKED, ranks, 2 * ranks, "--vp", "2", "--group", str(ranks - 1))
+        yield flags(CHUNKED, ranks, 2 * ranks + 1, "--vp", "3", "--balance", "bpipe")
 
 
 def _bounded_flags() -> Iterator[list[str]]:
@@ -154,7 +154,7 @@ def _bounded_flags() -> Iterator[list[str]]:
             ranks * chunks + 2,
             3 * ranks * chunks,
         ):
-            yield flags(CHUNKED, ranks, 2 * ranks, "--chunks", str(chunks), "--balance", "bpipe", "--bound", str(bound))
+            yield flags(CHUNKED, ranks, 2 * ranks, "--vp", str(chunks), "--balance", "bpipe", "--bound", str(bound))
     for bound in (2, 4, 7, 8):
         yield flags("gpipe", 4, 8, "--balance", "bpipe", "--bound", str(bound))
 
@@ -170,35 +170,35 @@ def _partnered_flags() -> Iterator[list[str]]:
             words = ["--balance", "bpipe", "--partners", ",".join(map(str, partners))]
             yield flags("1f1b", ranks, 2 * ranks, *words)
             if ranks == 4:
-                yield flags(CHUNKED, ranks, 8, "--chunks", "2", *words)
+                yield flags(CHUNKED, ranks, 8, "--vp", "2", *words)
                 yield flags("1f1b", ranks, 8, *words, "--bound", "3,4,4,3")
 
 
 SCHEDULE_REFUSED = """
---schedule 1f1b --stages 4
---stages 4 --microbatches 8
---schedule 1f1b --stages 0 --microbatches 8
---schedule 1f1b --stages 4 --microbatches -1
---schedule 1f1b --stages 4 --microbatches x
---schedule 1f1b --stages 4 --microbatches 8 --chunks 2
---schedule gpipe --stages 4 --microbatches 8 --chunks 2
---schedule gpipe --stages 4 --microbatches 8 --group 2
---schedule 1f1b --stages 4 --microbatches 8 --group 4
---schedule interleaved-1f1b --stages 4 --microbatches 8
---schedule interleaved-1f1b --stages 4 --microbatches 8 --chunks 1
---schedule interleaved-1f1b --stages 4 --microbatches 8 --chunks 2 --group 1
---schedule interleaved-1f1b --stages 4 --microbatches 2 --chunks 2
---schedule 1f1bb --stages 4 --microbatches 8
---schedule 1f1b --stages 4 --microbatches 8 --align
---schedule 1f1b --stages 4 --microbatches 8 --bound 3
---schedule 1f1b --stages 4 --microbatches 8 --partners 3,2,1,0
---schedule 1f1b --stages 4 --microbatches 8 --balance bpipe --bound x
---schedule 1f1b --stages 4 --microbatches 8 --balance bpipe --bound 0
---schedule 1f1b --stages 4 --microbatches 8 --balance bpipe --partners 3,2
---schedule 1f1b --stages 4 --microbatches 8 --balance paper
---schedule 1f1b --stages 4 --microbatches 8 --output out/nowhere/file.csv
---schedule 1f1b --stages 100000 --microbatches 100000
---schedule 1f1b --stages 4 --microbatches 8 --input in/none.csv
+--schedule 1f1b --pp 4
+--pp 4 --microbatches 8
+--schedule 1f1b --pp 0 --microbatches 8
+--schedule 1f1b --pp 4 --microbatches -1
+--schedule 1f1b --pp 4 --microbatches x
+--schedule 1f1b --pp 4 --microbatches 8 --vp 2
+--schedule gpipe --pp 4 --microbatches 8 --vp 2
+--schedule gpipe --pp 4 --microbatches 8 --group 2
+--schedule 1f1b --pp 4 --microbatches 8 --group 4
+--schedule interleaved-1f1b --pp 4 --microbatches 8
+--schedule interleaved-1f1b --pp 4 --microbatches 8 --vp 1
+--schedule interleaved-1f1b --pp 4 --microbatches 8 --vp 2 --group 1
+--schedule interleaved-1f1b --pp 4 --microbatches 2 --vp 2
+--schedule 1f1bb --pp 4 --microbatches 8
+--schedule 1f1b --pp 4 --microbatches 8 --align
+--schedule 1f1b --pp 4 --microbatches 8 --bound 3
+--schedule 1f1b --pp 4 --microbatches 8 --partners 3,2,1,0
+--schedule 1f1b --pp 4 --microbatches 8 --balance bpipe --bound x
+--schedule 1f1b --pp 4 --microbatches 8 --balance bpipe --bound 0
+--schedule 1f1b --pp 4 --microbatches 8 --balance bpipe --partners 3,2
+--schedule 1f1b --pp 4 --microbatches 8 --balance paper
+--schedule 1f1b --pp 4 --microbatches 8 --output out/nowhere/file.csv
+--schedule 1f1b --pp 100000 --microbatches 100000
+--schedule 1f1b --pp 4 --microbatches 8 --input in/none.csv
 --input in/none.csv
 --input in
 """
@@ -225,7 +225,7 @@ def _read(files: Path) -> Iterator[Case]:
             yield _case("read", f"{base} {more}", *_formats("grid", "csv"))
         if path.suffix in (".csv", ".grid"):
             yield _case("read", "schedule --input -", *_formats("grid", "json"), input=f"in/schedules/{path.name}")
-    for more in ("--schedule 1f1b", "--stages 4", "--microbatches 8", "--group 4", "--chunks 2", "--bound 3"):
+    for more in ("--schedule 1f1b", "--pp 4", "--microbatches 8", "--group 4", "--vp 2", "--bound 3"):
         yield _case("read", f"schedule --input in/schedules/split.csv {more}")
 
 
@@ -239,65 +239,65 @@ MEGATRON = (
     "--attention-backend unfused --use-distributed-optimizer --recompute-activations"
 )
 CHUNKED_LAUNCH = "--num-layers-per-virtual-pipeline-stage 5 --bpipe --overlap-grad-reduce"
-BIG = "simulate --model gpt3-96b --cluster a100-80g:4x8 --tensor 4 --pipeline 8 --global-batch 128"
-SMALL = "simulate --model gpt3-13b --cluster a100-80g:8 --pipeline 8 --global-batch 32"
+BIG = "simulate --model gpt3-96b --cluster a100-80g:4x8 --tp 4 --pp 8 --gbs 128"
+SMALL = "simulate --model gpt3-13b --cluster a100-80g:8 --pp 8 --gbs 32"
 # A line is one configuration: what stands behind BIG, or behind SMALL.
 BIG_MORE = """
 --recompute selective
 --recompute full
 --attention unfused
---attention unfused --precision fp16 --micro-batch 2
---attention unfused --precision fp16 --micro-batch 2 --balance bpipe
+--attention unfused --precision fp16 --mbs 2
+--attention unfused --precision fp16 --mbs 2 --balance bpipe
 --precision fp32 --balance bpipe
 --no-distributed-optimizer
 --flops-formula papers --balance bpipe
 --no-sequence-parallel
---chunks 2
---chunks 5 --balance bpipe
+--vp 2
+--vp 5 --balance bpipe
 --schedule gpipe
 --schedule gpipe --balance bpipe
 --schedule interleaved-1f1b
---schedule interleaved-1f1b --chunks 2 --balance bpipe
+--schedule interleaved-1f1b --vp 2 --balance bpipe
 --layers 9,10,10,10,10,10,10,11 --balance bpipe
 --layers 10,10,10
 --kernels cpu
---sequence 4096 --balance bpipe
---vocabulary 256000
---profile in/one.json --micro-batch 2
+--seq 4096 --balance bpipe
+--vocab-size 256000
+--profile in/one.json --mbs 2
 --profile in/sizes.json --balance bpipe
 --profile in/measured.json
 --profile in/each.json --balance bpipe
 --profile in/wrong.json
 --profile in/none.json
---micro-batch 3
---tensor 3
---chunks 7
---chunks 100
+--mbs 3
+--tp 3
+--vp 7
+--vp 100
 --cluster a100:4x8
 --cluster in/cluster.toml
 --cluster in/wrong.toml
 --model gpt
 --model in/config.json
---model in/config.json --tensor 2 --pipeline 16 --balance bpipe
+--model in/config.json --tp 2 --pp 16 --balance bpipe
 """
 SMALL_MORE = """
---pipeline 1
---pipeline 2
---pipeline 4 --balance bpipe
---pipeline 5 --cluster a100-80g:5 --balance bpipe
---pipeline 7 --cluster a100-80g:7 --global-batch 4 --balance bpipe
---global-batch 4 --balance bpipe
---global-batch 1
---pipeline 8 --balance bpipe
---pipeline 4 --chunks 2
---pipeline 4 --chunks 2 --balance bpipe
---pipeline 4 --chunks 2 --global-batch 9 --cluster a100-80g:4 --balance bpipe
+--pp 1
+--pp 2
+--pp 4 --balance bpipe
+--pp 5 --cluster a100-80g:5 --balance bpipe
+--pp 7 --cluster a100-80g:7 --gbs 4 --balance bpipe
+--gbs 4 --balance bpipe
+--gbs 1
+--pp 8 --balance bpipe
+--pp 4 --vp 2
+--pp 4 --vp 2 --balance bpipe
+--pp 4 --vp 2 --gbs 9 --cluster a100-80g:4 --balance bpipe
 --schedule gpipe
 --cluster h100-80g:8 --recompute full --balance bpipe
 --cluster in/cluster.json --balance bpipe
 --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --swiglu --rms-norm --disable-bias-linear --rotary --no-dropout
 --num-layers 24 --untie-embeddings-and-output-weights --num-query-groups 4 --kv-channels 128 --ffn-hidden-size 10000
---cluster b200-180g:8x8 --tensor 8 --global-batch 128
+--cluster b200-180g:8x8 --tp 8 --gbs 128
 """
 
 
@@ -313,28 +313,19 @@ def _simulate() -> Iterator[Case]:
     for line in lines:
         yield _case("simulate", line, *texts, traced)
     for model, balance in itertools.product(PRESETS, ("none", "bpipe")):
-        layout = (
-            "--tensor 8 --pipeline 8 --global-batch 64"
-            if model not in ("gpt3-13b", "llama3-8b")
-            else "--pipeline 8 --global-batch 32"
-        )
+        layout = "--tp 8 --pp 8 --gbs 64" if model not in ("gpt3-13b", "llama3-8b") else "--pp 8 --gbs 32"
         for device in ("a100-80g:16x8", "h200-141g:8x8"):
             yield _case("simulate", f"simulate --model {model} --cluster {device} {layout} --balance {balance}", *texts)
     for schedule, ranks in itertools.product(("gpipe", "1f1b", CHUNKED), (2, 3, 4, 6, 8)):
         for microbatches, balance in itertools.product((1, ranks, 4 * ranks), ("none", "bpipe")):
-            sizes = (
-                f"--model gpt3-13b --num-layers 48 --cluster a100-80g:{ranks} --pipeline {ranks} --global-batch "
-                f"{microbatches}"
-            )
-            chunks = " --chunks 2" if schedule == CHUNKED else ""
+            sizes = f"--model gpt3-13b --num-layers 48 --cluster a100-80g:{ranks} --pp {ranks} --gbs {microbatches}"
+            chunks = " --vp 2" if schedule == CHUNKED else ""
             yield _case(
                 "simulate", f"simulate {sizes} --schedule {schedule}{chunks} --balance {balance}", *texts, traced
             )
     # So many that the steady phase is continued, which a trace would not be.
-    yield _case("simulate", f"{SMALL} --global-batch 20000", *texts)
-    yield _case(
-        "simulate", f"{SMALL} --balance bpipe --pipeline 4", ["--plot", "out/plot.png"], ["--plot", "out/plot.pdf"]
-    )
+    yield _case("simulate", f"{SMALL} --gbs 20000", *texts)
+    yield _case("simulate", f"{SMALL} --balance bpipe --pp 4", ["--plot", "out/plot.png"], ["--plot", "out/plot.pdf"])
     yield from _launches("simulate", texts)
 
 
@@ -353,13 +344,7 @@ def _launches(command: str, variants: Sequence[Sequence[str]]) -> Iterator[Case]
                 [Run("", [command, "--cluster", "a100-80g:4x8", *kind, "--", *words])],
             )
     script = f"{command} --cluster a100-80g --from-script in/run.sh"
-    for more in (
-        "",
-        "--set NODES=8",
-        "--set NODES=8 --global-batch 256 --recompute full",
-        "--set nodes",
-        "--set NODES=x",
-    ):
+    for more in ("", "--set NODES=8", "--set NODES=8 --gbs 256 --recompute full", "--set nodes", "--set NODES=x"):
         yield _case(command, f"{script} {more}", *variants)
     yield _case(command, f"{command} --cluster a100-80g --from-script -", *variants, input="in/run.sh")
     yield _case(command, f"{command} --cluster a100-80g --from-script in/none.sh")
@@ -372,38 +357,38 @@ def _launches(command: str, variants: Sequence[Sequence[str]]) -> Iterator[Case]
 # -----------------------------------------------------------------------------------------------------------------
 
 PLANS = """
---model gpt3-13b --cluster a100-80g:1x8 --global-batch 64
---model gpt3-13b --cluster a100-40g:2x8 --global-batch 64 --rows 30
---model gpt3-13b --cluster a100-40g:8 --global-batch 32 --schedule gpipe 1f1b interleaved-1f1b --even-layers
---model gpt3-13b --cluster in/cluster.json --global-batch 64 --recompute none --balance bpipe
---model gpt3-13b --cluster a100-80g:5 --global-batch 20
---model llama3-8b --cluster h100-80g:8 --global-batch 64 --max-chunks 4
---model llama-65b --cluster h100-80g:2x8 --global-batch 64 --recompute none --max-chunks 2 --max-micro-batch 4
---model llama-65b --cluster a100-80g:4x8 --global-batch 64 --max-chunks 1 --max-micro-batch 4
---model llama3-70b --cluster in/cluster.toml --global-batch 64 --max-chunks 2 --max-micro-batch 2
---model gpt3-96b --cluster a100-80g:4x8 --global-batch 64 --attention unfused --precision fp16 --max-micro-batch 4 --max-chunks 2
---model gpt3-96b --cluster a100-80g:4x8 --global-batch 64 --schedule 1f1b --recompute none --flops-formula papers
---model gpt3-96b --cluster a100-80g:4x8 --global-batch 128 --profile in/sizes.json --max-chunks 2
---model gpt3-96b --cluster a100-80g:4x8 --global-batch 64 --balance none --schedule interleaved-1f1b
---model gpt3-175b --cluster a100-80g:1x8 --global-batch 64
---model gpt3-134b --cluster h200-141g:4x8 --global-batch 32 --max-micro-batch 2 --no-distributed-optimizer
---model in/config.json --cluster a100-80g:4 --global-batch 16 --precision fp32
---model gpt3-13b --cluster a100-80g:7 --global-batch 5
---model gpt3-13b --cluster a100-80g:8 --global-batch 64 --schedule gpip
---model gpt3-13b --cluster a100-80g:8 --global-batch 64 --profile in/wrong.json
+--model gpt3-13b --cluster a100-80g:1x8 --gbs 64
+--model gpt3-13b --cluster a100-40g:2x8 --gbs 64 --rows 30
+--model gpt3-13b --cluster a100-40g:8 --gbs 32 --schedule gpipe 1f1b interleaved-1f1b --even-layers
+--model gpt3-13b --cluster in/cluster.json --gbs 64 --recompute none --balance bpipe
+--model gpt3-13b --cluster a100-80g:5 --gbs 20
+--model llama3-8b --cluster h100-80g:8 --gbs 64 --max-chunks 4
+--model llama-65b --cluster h100-80g:2x8 --gbs 64 --recompute none --max-chunks 2 --max-micro-batch 4
+--model llama-65b --cluster a100-80g:4x8 --gbs 64 --max-chunks 1 --max-micro-batch 4
+--model llama3-70b --cluster in/cluster.toml --gbs 64 --max-chunks 2 --max-micro-batch 2
+--model gpt3-96b --cluster a100-80g:4x8 --gbs 64 --attention unfused --precision fp16 --max-micro-batch 4 --max-chunks 2
+--model gpt3-96b --cluster a100-80g:4x8 --gbs 64 --schedule 1f1b --recompute none --flops-formula papers
+--model gpt3-96b --cluster a100-80g:4x8 --gbs 128 --profile in/sizes.json --max-chunks 2
+--model gpt3-96b --cluster a100-80g:4x8 --gbs 64 --balance none --schedule interleaved-1f1b
+--model gpt3-175b --cluster a100-80g:1x8 --gbs 64
+--model gpt3-134b --cluster h200-141g:4x8 --gbs 32 --max-micro-batch 2 --no-distributed-optimizer
+--model in/config.json --cluster a100-80g:4 --gbs 16 --precision fp32
+--model gpt3-13b --cluster a100-80g:7 --gbs 5
+--model gpt3-13b --cluster a100-80g:8 --gbs 64 --schedule gpip
+--model gpt3-13b --cluster a100-80g:8 --gbs 64 --profile in/wrong.json
 """
 ESTIMATES = """
---global-batch 128 --pipeline 8 --micro-batch 1 2 --stage-mfu 37.8 55.2
---global-batch 128 --pipeline 8 --micro-batch 2 4 --stage-mfu 48.2 52.1 --stage-seconds 0.5 0.9
---global-batch 64 --pipeline 4 --micro-batch 1 8 --stage-mfu 30 60
---global-batch 16 --pipeline 16 --micro-batch 1 4 --stage-mfu 40 41
---global-batch 8 --pipeline 1 --micro-batch 1 2 --stage-mfu 40 50
---global-batch 128 --pipeline 8 --micro-batch 2 1 --stage-mfu 55.2 37.8
---global-batch 128 --pipeline 8 --micro-batch 1 3 --stage-mfu 37.8 55.2
---global-batch 128 --pipeline 8 --micro-batch 1 2 --stage-mfu 0 55.2
---global-batch 128 --pipeline 8 --micro-batch 1 2 --stage-mfu 37.8 155
---global-batch 128 --pipeline 8 --micro-batch 1 --stage-mfu 37.8 55.2
---pipeline 8 --micro-batch 1 2 --stage-mfu 37.8 55.2
+--gbs 128 --pp 8 --mbs 1 2 --stage-mfu 37.8 55.2
+--gbs 128 --pp 8 --mbs 2 4 --stage-mfu 48.2 52.1 --stage-seconds 0.5 0.9
+--gbs 64 --pp 4 --mbs 1 8 --stage-mfu 30 60
+--gbs 16 --pp 16 --mbs 1 4 --stage-mfu 40 41
+--gbs 8 --pp 1 --mbs 1 2 --stage-mfu 40 50
+--gbs 128 --pp 8 --mbs 2 1 --stage-mfu 55.2 37.8
+--gbs 128 --pp 8 --mbs 1 3 --stage-mfu 37.8 55.2
+--gbs 128 --pp 8 --mbs 1 2 --stage-mfu 0 55.2
+--gbs 128 --pp 8 --mbs 1 2 --stage-mfu 37.8 155
+--gbs 128 --pp 8 --mbs 1 --stage-mfu 37.8 55.2
+--pp 8 --mbs 1 2 --stage-mfu 37.8 55.2
 """
 
 
@@ -420,9 +405,7 @@ def _estimate() -> Iterator[Case]:
     for line in ESTIMATES.strip().splitlines():
         yield _case("estimate", f"estimate {line}", *_formats("table", "json"))
     for ranks, size in itertools.product((2, 4, 8, 16), (2, 4, 8)):
-        yield _case(
-            "estimate", f"estimate --global-batch 256 --pipeline {ranks} --micro-batch 1 {size} --stage-mfu 35.5 50.25"
-        )
+        yield _case("estimate", f"estimate --gbs 256 --pp {ranks} --mbs 1 {size} --stage-mfu 35.5 50.25")
 
 
 # -- report

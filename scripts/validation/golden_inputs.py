@@ -67,7 +67,7 @@ def _source_flags() -> Iterator[tuple[str, list[str]]]:
         for balance in balances():
             yield f"1f1b-{ranks}-{microbatches}-{balance[1]}", flags("1f1b", ranks, microbatches, *balance)
             yield f"gpipe-{ranks}-{microbatches}-{balance[1]}", flags("gpipe", ranks, microbatches, *balance)
-            chunked = flags(CHUNKED, ranks, 2 * ranks, "--chunks", "2", *balance)
+            chunked = flags(CHUNKED, ranks, 2 * ranks, "--vp", "2", *balance)
             yield f"interleaved-{ranks}-{2 * ranks}-{balance[1]}", chunked
 
 

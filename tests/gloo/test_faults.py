@@ -251,11 +251,11 @@ def test_a_rank_killed_in_the_first_iteration_leaves_what_it_held(
 REFUSED = [
     (["--bpip"], "error: unrecognized arguments: --bpip\n  instead of --bpip, did you mean --bpipe?\n"),
     (["--bpipe", "--bpipe-transport", "pigeon"], "argument --bpipe-transport: invalid choice: 'pigeon'"),
+    (["--bpipe", "--bpipe-timeout", "0"], "argument --bpipe-timeout: '0' must be a number of seconds above 0"),
     (
         ["--bpipe", "--bpipe-transport", "nccl"],
         "--bpipe-transport nccl cannot move memory of device cpu: use gloo, peer, host or auto",
     ),
-    (["--bpipe", "--bpipe-timeout", "0"], "--bpipe-timeout 0: must be above 0 seconds"),
     (
         ["--sft"],
         "error: --sft: this script reads sequences that fill a row, and no packed ones; train with Megatron's own "
@@ -296,7 +296,7 @@ def test_what_cannot_start_is_said_once(tmp_path: Path) -> None:
         assert message in first[index], arguments
         assert "Traceback" not in first[index]
         assert first[index].endswith(ENDED), arguments
-        assert first[index].count("usage: ") == (index < 2), arguments
+        assert first[index].count("usage: ") == (index < 3), arguments
         for parts in others:
             assert not any(said in parts[index] for said in (message, "error:", "usage:", "Traceback")), arguments
             assert parts[index].endswith(ENDED), arguments

@@ -1,4 +1,4 @@
-"""`bpipe profile --kernel-times` on this machine's CPU: two ranks measure, and predictions take what they found."""
+"""`bpipe profile --time-kernels` on this machine's CPU: two ranks measure, and predictions take what they found."""
 
 from __future__ import annotations
 
@@ -12,19 +12,8 @@ import pytest
 from bpipe.cli import main
 from bpipe.models.kernel_times import read_kernel_times
 
-SIZES = [
-    "--num-layers",
-    "4",
-    "--hidden-size",
-    "64",
-    "--num-attention-heads",
-    "4",
-    "--sequence",
-    "64",
-    "--vocabulary",
-    "256",
-]
-CHOSEN = [*SIZES, "--tensor", "2", "--attention", "unfused", "--precision", "fp32"]
+SIZES = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq", "64", "--vocab-size", "256"]
+CHOSEN = [*SIZES, "--tp", "2", "--attention", "unfused", "--precision", "fp32"]
 
 
 @pytest.mark.timeout(120)
@@ -33,14 +22,14 @@ def test_two_ranks_measure_what_they_compute_and_gather(tmp_path: Path, capsys: 
     asked = [
         "profile",
         *CHOSEN,
-        "--micro-batch",
+        "--mbs",
         "1",
         "2",
         "--repeats",
         "2",
         "--device",
         "cpu",
-        "--kernel-times",
+        "--time-kernels",
         "--output",
         str(path),
     ]
@@ -52,18 +41,7 @@ def test_two_ranks_measure_what_they_compute_and_gather(tmp_path: Path, capsys: 
     assert times.device == "cpu"
     # 64 and 128 tokens of 64 features of four bytes.
     assert set(times.gathers) == {(2, 64 * 64 * 4), (2, 128 * 64 * 4)}
-    asked = [
-        "simulate",
-        *CHOSEN,
-        "--cluster",
-        "a100-80g:4",
-        "--pipeline",
-        "2",
-        "--micro-batch",
-        "2",
-        "--global-batch",
-        "8",
-    ]
+    asked = ["simulate", *CHOSEN, "--cluster", "a100-80g:4", "--pp", "2", "--mbs", "2", "--gbs", "8"]
     assert main([*asked, "--format", "json"]) == 0
     formulas = json.loads(capsys.readouterr().out)["iteration_time_s"]
     assert main([*asked, "--kernel-times", str(path), "--format", "json"]) == 0

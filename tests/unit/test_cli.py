@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import re
 import shlex
 import signal
 import subprocess
@@ -16,13 +17,13 @@ import pytest
 
 import bpipe
 from bpipe.build import BalanceConfig, ScheduleConfig, build
-from bpipe.cli import COMMANDS, _parsers, main
-from bpipe.flag_types import positive
+from bpipe.cli import COMMANDS, command_of, main
+from bpipe.flags.values import positive
 from bpipe.formats.document import read_json
 from bpipe.formats.grid import read_grid
 from bpipe.formats.text import read_csv
 
-EXAMPLE = ["schedule", "--schedule", "1f1b", "--stages", "4", "--microbatches", "8", "--balance", "bpipe"]
+EXAMPLE = ["schedule", "--schedule", "1f1b", "--pp", "4", "--microbatches", "8", "--balance", "bpipe"]
 SCHEDULE = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
 
 GRID = """\
@@ -137,25 +138,25 @@ REFUSED = {
         "micro-batches",
     ),
     "partners one-sided": ([*EXAMPLE, "--partners", "1,2,3,0"], "pair them both ways"),
-    "nothing to do": (["schedule", "--schedule", "1f1b"], "--stages, --microbatches missing"),
+    "nothing to do": (["schedule", "--schedule", "1f1b"], "--pp, --microbatches missing"),
     "too many": (
-        ["schedule", "--schedule", "1f1b", "--stages", "9999", "--microbatches", "9999"],
+        ["schedule", "--schedule", "1f1b", "--pp", "9999", "--microbatches", "9999"],
         "are more than 10000000: ask for fewer",
     ),
-    "chunks for 1f1b": ([*EXAMPLE, "--chunks", "2"], "takes at most 1 chunk a rank, not 2"),
+    "chunks for 1f1b": ([*EXAMPLE, "--vp", "2"], "takes at most 1 chunk a rank, not 2"),
     "a format that is not written": (
         [*EXAMPLE, "--output", "x.pdf"],
         ".pdf is not written, only grid, csv, json, svg, png",
     ),
     "one chunk for interleaved": (
-        ["schedule", "--schedule", "interleaved-1f1b", "--stages", "2", "--microbatches", "2", "--chunks", "1"],
+        ["schedule", "--schedule", "interleaved-1f1b", "--pp", "2", "--microbatches", "2", "--vp", "1"],
         "at least 2 chunks",
     ),
     "no such file": (
         ["schedule", "--input", "/nowhere/at-all.csv"],
         "there is no folder /nowhere: make it, or look at the name",
     ),
-    "input and generate": (["schedule", "--input", "x", "--stages", "3"], "--stages is for generating"),
+    "input and generate": (["schedule", "--input", "x", "--pp", "3"], "--pp is for generating"),
     "align what is generated": ([*EXAMPLE, "--align"], "--align is for a schedule read with --input"),
 }
 
@@ -171,7 +172,7 @@ def test_a_refusal_is_one_message_with_the_way_out(case: str, capfd: pytest.Capt
     assert "Traceback" not in captured.err
 
 
-ESTIMATE = ["estimate", "--global-batch", "8", "--pipeline", "2", "--micro-batch", "1", "2", "--stage-mfu", "30", "40"]
+ESTIMATE = ["estimate", "--gbs", "8", "--pp", "2", "--mbs", "1", "2", "--stage-mfu", "30", "40"]
 MISUSED = {
     "nothing": ([], "bpipe: error: the following arguments are required: COMMAND"),
     "command": (["simulte"], "unknown command 'simulte', did you mean 'simulate'?"),
@@ -187,22 +188,25 @@ MISUSED = {
         [*EXAMPLE, "--microbatchs", "4"],
         "bpipe schedule: error: unknown flag --microbatchs, did you mean '--microbatches'?",
     ),
-    # argparse alone would say that --global-batch is missing.
+    # argparse alone would say that a flag is missing.
     "flag that is needed": (
-        ["estimate", "--globl-batch=8"],
-        "bpipe estimate: error: unknown flag --globl-batch, did you mean '--global-batch'?",
+        ["estimate", "--global-bach-size=8"],
+        "bpipe estimate: error: unknown flag --global-bach-size, did you mean '--global-batch-size'?",
     ),
     "no list": (["schedule", "--bound", "3;3"], "argument --bound: '3;3' is no number"),
     "format": (["schedule", "--format", "pdf"], "argument --format: unknown choice 'pdf'"),
-    "no stages": (["schedule", "--stages", "0"], "argument --stages: '0' must be a whole number, at least 1"),
+    "no stages": (
+        ["schedule", "--pp", "0"],
+        "argument --pipeline-model-parallel-size/--pp: '0' must be a whole number, at least 1",
+    ),
     "no number": (["schedule", "--microbatches", "many"], "argument --microbatches: 'many' must be a whole number"),
-    "no batch": ([*ESTIMATE, "--global-batch", "0"], "argument --global-batch: '0' must be"),
+    "no batch": ([*ESTIMATE, "--gbs", "0"], "argument --global-batch-size/--gbs: '0' must be"),
     "no time": (
         [*ESTIMATE, "--stage-seconds", "1", "0"],
         "argument --stage-seconds: '0' must be a number of seconds above 0",
     ),
     "endless time": ([*ESTIMATE, "--stage-seconds", "inf", "1"], "argument --stage-seconds: 'inf' must be"),
-    "more than floats hold": ([*ESTIMATE, "--global-batch", "1" + 39 * "0"], "at most 1000000000000"),
+    "more than floats hold": ([*ESTIMATE, "--gbs", "1" + 39 * "0"], "at most 1000000000000"),
 }
 
 
@@ -220,21 +224,20 @@ def test_what_was_mistyped_is_named_in_one_line(case: str, capfd: pytest.Capture
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "report"])
 def test_a_number_that_must_be_positive_is_refused_by_its_flag(name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """It once took `--stages 0` and complained of num_stages, and `estimate --global-batch 0` gained 1.333x."""
-    _, commands = _parsers(name)
-    flags = {action.option_strings[0]: action.nargs for action in commands[name]._actions if action.type is positive}
+    """It once took `--pp 0` and complained of num_stages, and `estimate --gbs 0` gained 1.333x."""
+    flags = [flag for flag in command_of(name).flags if flag.read is positive]
     assert flags
-    for flag, count in flags.items():
+    for flag in flags:
         with pytest.raises(SystemExit):
-            main([name, flag, *["0"] * (count if isinstance(count, int) else 1)])
-        assert f"argument {flag}: '0' must be a whole number, at least 1" in capfd.readouterr().err
-    assert not [
-        action for action in commands[name]._actions if action.type in (int, float) and action.dest != "stage_mfu"
-    ]
+            main([name, flag.name, *["0"] * (flag.count if isinstance(flag.count, int) else 1)])
+        assert (
+            f"argument {'/'.join(flag.names.split())}: '0' must be a whole number, at least 1" in capfd.readouterr().err
+        )
+    assert not [flag for flag in command_of(name).flags if flag.read in (int, float) and flag.field != "stage_mfu"]
 
 
 def test_names_inside_values_suggest_the_nearest(capfd: pytest.CaptureFixture[str]) -> None:
-    rest = ["--pipeline", "4", "--global-batch", "8"]
+    rest = ["--pp", "4", "--gbs", "8"]
     for changed, reason in (
         (["--model", "gpt3-13", "--cluster", "a100-80g:4"], "unknown model 'gpt3-13', did you mean 'gpt3-13b'?"),
         (["--model", "gpt3-13b", "--cluster", "A100:4"], "is not DEVICE:NODESxDEVICES"),
@@ -286,17 +289,7 @@ def test_a_broken_file_gets_its_name_and_place(
 
 SHORT = {
     "schedule": EXAMPLE,
-    "simulate": [
-        "simulate",
-        "--model",
-        "gpt3-13b",
-        "--cluster",
-        "a100-80g:4",
-        "--pipeline",
-        "4",
-        "--global-batch",
-        "8",
-    ],
+    "simulate": ["simulate", "--model", "gpt3-13b", "--cluster", "a100-80g:4", "--pp", "4", "--gbs", "8"],
     "estimate": ESTIMATE,
     "help": ["plan", "--help"],
 }
@@ -396,3 +389,42 @@ def test_the_command_loads_only_what_it_needs() -> None:
         [sys.executable, "-c", program, *EXAMPLE], capture_output=True, text=True, timeout=30, check=True
     )
     assert ended.stderr.split() == []
+
+
+def test_a_terminal_gets_a_table_that_is_aligned_and_what_does_not_fit_in_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere a column stays as wide as its title, and no byte is a colour's."""
+    asked = [
+        "simulate",
+        "--model",
+        "gpt3-96b",
+        "--cluster",
+        "a100-80g:4x8",
+        "--tp",
+        "4",
+        "--pp",
+        "8",
+        "--gbs",
+        "128",
+        "--mbs",
+        "4",
+    ]
+    said = {}
+    for is_terminal in (False, True):
+        written = io.StringIO()
+        monkeypatch.setattr(written, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        monkeypatch.setattr(sys, "stdout", written)
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        assert main(asked) == 0
+        said[is_terminal] = written.getvalue()
+    assert "\x1b" not in said[False]
+    assert re.sub(r"\x1b\[\d+m", "", said[True]).split() == said[False].split()
+    rows = [line for line in said[True].splitlines() if line.startswith("\x1b[31m")]
+    assert rows
+    assert all(line.endswith("  does not fit\x1b[0m") for line in rows)
+    plain = [re.sub(r"\x1b\[\d+m", "", line) for line in said[True].splitlines()]
+    table = plain[next(number for number, line in enumerate(plain) if "rank  layers" in line) :][:9]
+    assert len({len(line.removesuffix("  does not fit").split("  GiB")[0]) for line in table}) == 1
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main(asked) == 0
+    assert written.getvalue().count("\x1b") == said[True].count("\x1b")

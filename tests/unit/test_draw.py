@@ -78,7 +78,7 @@ def test_png() -> None:
 
 
 def test_png_refuses_what_no_renderer_can_draw(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["schedule", "--schedule", "1f1b", "--stages", "4", "--microbatches", "600", "--format", "png"]) == 2
+    assert main(["schedule", "--schedule", "1f1b", "--pp", "4", "--microbatches", "600", "--format", "png"]) == 2
     assert "a png takes at most 32000: write svg, or draw fewer" in capfd.readouterr().err
 
 
@@ -88,7 +88,7 @@ def test_png_without_matplotlib_says_what_to_install(
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["schedule", "--schedule", "1f1b", "--stages", "2", "--microbatches", "2", "--format", "png"]) == 2
+    assert main(["schedule", "--schedule", "1f1b", "--pp", "2", "--microbatches", "2", "--format", "png"]) == 2
     assert "pip install matplotlib, or write svg" in capfd.readouterr().err
 
 

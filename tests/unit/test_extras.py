@@ -18,7 +18,7 @@ ROOT = Path(bpipe.__file__).parents[1]
 # -S: no site-packages. -I: nothing of the environment's variables or the current folder.
 BARE = (sys.executable, "-I", "-S", "-c")
 FIND = f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
-MODEL = ("--model", "gpt3-13b", "--cluster", "a100-80g:1x8", "--global-batch", "64")
+MODEL = ("--model", "gpt3-13b", "--cluster", "a100-80g:1x8", "--gbs", "64")
 
 
 def bare(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -50,12 +50,12 @@ def test_bare_python_has_no_packages(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (
-            ("schedule", "--schedule", "1f1b", "--stages", "4", "--microbatches", "8", "--balance", "bpipe"),
+            ("schedule", "--schedule", "1f1b", "--pp", "4", "--microbatches", "8", "--balance", "bpipe"),
             "# peak=3,3,2,3",
         ),
-        (("schedule", "--schedule", "1f1b", "--stages", "4", "--microbatches", "8", "--format", "svg"), "<svg"),
-        (("simulate", *MODEL, "--pipeline", "8", "--balance", "bpipe"), "bubble"),
-        (("plan", *MODEL, "--pipeline", "8", "--schedule", "1f1b", "--rows", "1"), "the 1 fastest"),
+        (("schedule", "--schedule", "1f1b", "--pp", "4", "--microbatches", "8", "--format", "svg"), "<svg"),
+        (("simulate", *MODEL, "--pp", "8", "--balance", "bpipe"), "bubble"),
+        (("plan", *MODEL, "--pp", "8", "--schedule", "1f1b", "--rows", "1"), "the 1 fastest"),
     ],
     ids=["schedule", "svg", "simulate", "plan"],
 )
@@ -82,7 +82,7 @@ def test_report_and_compare_load_without_any_package(tmp_path: Path) -> None:
             "megatron",
         ),
         (
-            called("profile", "--model", "gpt3-13b", "--kernel-times"),
+            called("profile", "--model", "gpt3-13b", "--time-kernels"),
             "bpipe profile needs torch, which is not installed",
             "torch",
         ),
@@ -168,9 +168,9 @@ def test_plain_installation_takes_seconds_and_plans(tmp_path: Path) -> None:
     assert took < 120
     env = {"PATH": os.environ["PATH"]}
     for arguments in (
-        ("schedule", "--schedule", "1f1b", "--stages", "4", "--microbatches", "8"),
-        ("simulate", *MODEL, "--pipeline", "8"),
-        ("plan", *MODEL, "--pipeline", "8", "--rows", "1"),
+        ("schedule", "--schedule", "1f1b", "--pp", "4", "--microbatches", "8"),
+        ("simulate", *MODEL, "--pp", "8"),
+        ("plan", *MODEL, "--pp", "8", "--rows", "1"),
     ):
         subprocess.run(
             [environment / "bin/bpipe", *arguments],

@@ -347,19 +347,7 @@ def test_with_host_buffers_that_stay_the_bound_is_of_all_that_a_run_allocates(si
 
 
 def test_the_command_chooses_for_a_bound(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = [
-        "schedule",
-        "--schedule",
-        NAME,
-        "--stages",
-        "4",
-        "--microbatches",
-        "12",
-        "--chunks",
-        "3",
-        "--format",
-        "json",
-    ]
+    sizes = ["schedule", "--schedule", NAME, "--pp", "4", "--microbatches", "12", "--vp", "3", "--format", "json"]
     bound = ["--balance", "bpipe", "--bound", "9", "--costs", "1,1.2,0.8", "--hop", "1/20", "--kept", "0.5"]
     assert cli.main([*sizes, *bound]) == 0
     alone = json.loads(capsys.readouterr().out)
@@ -376,7 +364,7 @@ def test_the_command_chooses_for_a_bound(capsys: pytest.CaptureFixture[str]) -> 
     ("flags", "message"),
     [
         (
-            ["--schedule", NAME, "--chunks", "2", "--balance", "bpipe", "--buffers-stay"],
+            ["--schedule", NAME, "--vp", "2", "--balance", "bpipe", "--buffers-stay"],
             "--buffers-stay is for orders that are chosen",
         ),
         (
@@ -388,13 +376,13 @@ def test_the_command_chooses_for_a_bound(capsys: pytest.CaptureFixture[str]) -> 
             ["--schedule", NAME, "--group", "auto", "--balance", "bpipe", "--bound", "9", "--partners", "3,2,1,0"],
             "leave --partners out",
         ),
-        (["--schedule", "interleaved-1f1b", "--chunks", "2", "--group", "auto"], f"or choose {NAME}"),
+        (["--schedule", "interleaved-1f1b", "--vp", "2", "--group", "auto"], f"or choose {NAME}"),
     ],
 )
 def test_a_group_that_cannot_be_chosen_is_refused(
     flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["schedule", "--stages", "4", "--microbatches", "8", *flags]) == 2
+    assert cli.main(["schedule", "--pp", "4", "--microbatches", "8", *flags]) == 2
     assert message in capsys.readouterr().err
 
 

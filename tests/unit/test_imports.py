@@ -30,7 +30,6 @@ MAY: dict[str, set[str]] = {
     "lower": {"ir", "generate.place"},
     "balance": {"ir"},
     "formats": {"values", "ir", "lower.align"},
-    "flag_types": {"formats.text"},
     "check": {"ir", "formats.grid", "lower.lower"},
     "build": {"names", "ir", "generate", "balance", "formats.text", "check"},
     "simulate": {"ir", "lower.lower"},
@@ -56,13 +55,25 @@ MAY: dict[str, set[str]] = {
         "models.flops",
     },
     "transport": {"ir.action", "ir.program", "simulate.bandwidth"},
-    "runtime": {"ir", "lower.answered", "record.format", "transport", "vocabulary"},
-    "plan": {
-        "values",
+    "flags": {
         "names",
+        "placement",
         "refusals",
         "ir",
         "formats.text",
+        "generate.families",
+        "generate.family",
+        "build",
+        "models",
+        "transport",
+    },
+    "runtime": {"ir", "lower.answered", "record.format", "transport", "vocabulary"},
+    "plan": {
+        "values",
+        "flags",
+        "names",
+        "refusals",
+        "ir",
         "check",
         "generate.families",
         "generate.family",
@@ -82,32 +93,19 @@ MAY: dict[str, set[str]] = {
     "commands": {
         *(
             "values",
-            "names",
             "extras",
             "ir",
-            "flag_types",
+            "flags",
             "generate.families",
             "generate.family",
             "generate.shortest",
             "generate.timing",
-            "build",
-            "simulate",
         ),
+        *("formats", "lower.align", "lower.answered", "check.deadlock", "build", "simulate"),
         *("models", "plan", "record", "report", "report.out", "compare", "draw"),
     },
-    "cli": {
-        "values",
-        "ir",
-        "flag_types",
-        "generate.families",
-        "lower.align",
-        "lower.answered",
-        "check.deadlock",
-        "build",
-        "formats",
-        "draw",
-        "commands",
-    },
+    "cli": {"values", "extras", "flags"},
+    "reference": {"flags", "cli"},
     "__main__": {"cli"},
 }
 
@@ -154,6 +152,13 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "context_parallel tensor_parallel",
         "memory",
         "compute kernel_shapes profile warm_up",
+    ),
+    "flags": (
+        "flag values",
+        "budgets megatron outputs parser schedules",
+        "configurations",
+        "trainer",
+        "launches",
     ),
     "plan": (
         "bash_arithmetic bash_parts estimate expert_flags fewest_layers fit layer_split megatron_names predict "
@@ -364,7 +369,7 @@ def test_terra_stands_alone() -> None:
 def test_the_command_loads_nothing_heavy() -> None:
     program = (
         "import sys; import bpipe.cli as cli; "
-        "cli.main(['schedule', '--schedule', '1f1b', '--stages', '4', '--microbatches', '4', '--format', 'svg']); "
+        "cli.main(['schedule', '--schedule', '1f1b', '--pp', '4', '--microbatches', '4', '--format', 'svg']); "
         "heavy = {'torch', 'megatron', 'matplotlib', 'numpy'} & set(sys.modules); sys.exit(' '.join(heavy) or 0)"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)

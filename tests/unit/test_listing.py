@@ -21,7 +21,7 @@ from bpipe.lower.lower import lower
 from tests.unit.test_overlap import OVERLAPPED
 from tests.unit.test_sharded_schedules import sharded
 
-MESSAGES = ["schedule", "--schedule", "1f1b", "--stages", "2", "--microbatches", "2", "--messages"]
+MESSAGES = ["schedule", "--schedule", "1f1b", "--pp", "2", "--microbatches", "2", "--messages"]
 
 TEXT = """\
 # bpipe schedule=1f1b microbatches=2 stage_to_rank=0,1
@@ -161,7 +161,7 @@ def test_what_cannot_be_is_refused(capfd: pytest.CaptureFixture[str], tmp_path: 
 
 def test_an_exchange_that_blocks_is_printed_with_a_word_of_warning(capfd: pytest.CaptureFixture[str]) -> None:
     """The ring of neighbours that all send first."""
-    sizes = ["--schedule", "interleaved-1f1b", "--stages", "4", "--microbatches", "8", "--chunks", "2", "--messages"]
+    sizes = ["--schedule", "interleaved-1f1b", "--pp", "4", "--microbatches", "8", "--vp", "2", "--messages"]
     assert main(["schedule", *sizes, "--exchange", "megatron-1f1b"]) == 0
     printed, said = capfd.readouterr()
     assert "# exchange=megatron-1f1b\n" in printed

@@ -339,21 +339,21 @@ def run(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_the_command_shows_shares(capfd: pytest.CaptureFixture[str], file: Path, tmp_path: Path) -> None:
-    whole, more = run(capfd, "--input", str(file)), run(capfd, "--input", str(file), "--after-input", "1.50")
+    whole, more = run(capfd, "--input", str(file)), run(capfd, "--input", str(file), "--kept", "1.50")
     assert "# peak=6,6,6,6 " in whole
     assert "# peak=7,6.5,7,6.5 " in more
     assert more.splitlines()[0] == whole.splitlines()[0] + " after_input=1.5"
-    document = json.loads(run(capfd, "--input", str(file), "--after-input", "1.5", "--format", "json"))
+    document = json.loads(run(capfd, "--input", str(file), "--kept", "1.5", "--format", "json"))
     assert [str(row["peak"]) for row in document["ranks"]] == ["7", "6.5", "7", "6.5"]
     assert document["after_input"] == 1.5
     assert ">peak 6.5<" in write_svg(with_after_input(V_HALF, Fraction(3, 2)))
     # What was written says it itself, in every format; said anew, it is replaced.
     for form in ("grid", "csv", "json"):
         path = tmp_path / f"again.{form}"
-        run(capfd, "--input", str(file), "--after-input", "1.5", "--output", str(path))
+        run(capfd, "--input", str(file), "--kept", "1.5", "--output", str(path))
         assert run(capfd, "--input", str(path)) == more
         assert run(capfd, "--input", str(path), "--align") == more
-        assert run(capfd, "--input", str(path), "--after-input", "1") == whole
+        assert run(capfd, "--input", str(path), "--kept", "1") == whole
 
 
 def late_weights(num_microbatches: int = 8) -> Schedule:
@@ -380,8 +380,8 @@ def test_bounds_are_kept_by_shares(capfd: pytest.CaptureFixture[str], tmp_path: 
     refused."""
     path = tmp_path / "late.csv"
     path.write_text(write_csv(late_weights()))
-    assert "# peak=4.5,3.5,2.5,1.5 " in run(capfd, "--input", str(path), "--after-input", "0.5")
-    common = ("--input", str(path), "--balance", "bpipe", "--after-input")
+    assert "# peak=4.5,3.5,2.5,1.5 " in run(capfd, "--input", str(path), "--kept", "0.5")
+    common = ("--input", str(path), "--balance", "bpipe", "--kept")
     bounds = {share: run(capfd, *common, share).splitlines()[0].split("bounds=")[1] for share in ("0", "0.5", "1")}
     assert bounds == {"0": "3,3,3,3 after_input=0", "0.5": "4,4,4,4 after_input=0.5", "1": "4,4,4,4"}
     balanced = read_grid(run(capfd, *common, "0"))
@@ -398,13 +398,13 @@ def test_bounds_are_kept_by_shares(capfd: pytest.CaptureFixture[str], tmp_path: 
 
 
 REFUSED = {
-    "generated": (["--schedule", "1f1b", "--stages", "4", "--microbatches", "4"], "no backward of it has halves"),
+    "generated": (["--schedule", "1f1b", "--pp", "4", "--microbatches", "4"], "no backward of it has halves"),
     "negative": (
-        ["--input", "FILE", "--after-input=-1"],
+        ["--input", "FILE", "--kept=-1"],
         "share: '-1' is no share such as 0.5, at least 0, with at most 4 decimals",
     ),
-    "endless": (["--input", "FILE", "--after-input", "1/3"], "'1/3' is no share"),
-    "too fine": (["--input", "FILE", "--after-input", "0.00001"], "'0.00001' is no share"),
+    "endless": (["--input", "FILE", "--kept", "1/3"], "'1/3' is no share"),
+    "too fine": (["--input", "FILE", "--kept", "0.00001"], "'0.00001' is no share"),
     "whole backwards": (["--input", "WHOLE"], "no backward of it has halves (I and W)"),
 }
 
@@ -416,8 +416,8 @@ def test_what_is_refused(case: str, capfd: pytest.CaptureFixture[str], file: Pat
     arguments, reason = REFUSED[case]
     arguments = [{"FILE": str(file), "WHOLE": str(whole)}.get(one, one) for one in arguments]
     with pytest.raises(SystemExit) if "share" in reason else pytest.MonkeyPatch.context():
-        if not any(one.startswith("--after-input") for one in arguments):
-            arguments += ["--after-input", "0.5"]
+        if not any(one.startswith("--kept") for one in arguments):
+            arguments += ["--kept", "0.5"]
         assert main(["schedule", *arguments]) == 2
     assert reason in capfd.readouterr().err
 

@@ -152,7 +152,7 @@ def test_transfers_have_no_place_in_it(capfd: pytest.CaptureFixture[str]) -> Non
                 "schedule",
                 "--schedule",
                 "1f1b",
-                "--stages",
+                "--pp",
                 "4",
                 "--microbatches",
                 "4",
@@ -165,7 +165,7 @@ def test_transfers_have_no_place_in_it(capfd: pytest.CaptureFixture[str]) -> Non
         == 2
     )
     assert "0EVICT1 moves activations, for which torch's runtime has no operation" in capfd.readouterr().err
-    assert main(["schedule", "--schedule", "1f1b", "--stages", "2", "--microbatches", "1", "--format", "runtime"]) == 0
+    assert main(["schedule", "--schedule", "1f1b", "--pp", "2", "--microbatches", "1", "--format", "runtime"]) == 0
     assert capfd.readouterr().out.splitlines() == [
         "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0WAIT_SEND_F0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0RESHARD",
         "1RECV_F0,1UNSHARD,1F0,1B0,1SEND_B0,1REDUCE_GRAD,1WAIT_REDUCE_GRAD,1WAIT_SEND_B0,1RESHARD",

@@ -74,7 +74,7 @@ def test_project_alone_needs_no_other_package() -> None:
 
 
 def test_extras_are_those_that_pages_and_commands_name() -> None:
-    assert set(EXTRAS) == {"torch", "megatron", "gpu", "dev", "hf", "optimal"}
+    assert set(EXTRAS) == {"torch", "megatron", "gpu", "dev", "hf", "optimal", "completion"}
     assert set(MODULES) <= set(EXTRAS)
     assert PROJECT["name"] == DISTRIBUTION
 

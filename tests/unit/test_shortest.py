@@ -175,28 +175,26 @@ def test_where_time_ends_first_it_says_how_far_it_may_be() -> None:
 # -- the command
 # ----------------------------------------------------------------------------------------------------------------------
 
-COMMAND = ("schedule", "--schedule", "1f1b-split", "--stages", "4", "--microbatches", "8")
+COMMAND = ("schedule", "--schedule", "1f1b-split", "--pp", "4", "--microbatches", "8")
 
 
 @with_solver
 def test_it_is_written_as_any_other_with_what_is_known_of_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*COMMAND, "--optimal", "--memory", "3", "--format", "csv"]) == 0
+    assert main([*COMMAND, "--optimal", "3", "--format", "csv"]) == 0
     written, said = capsys.readouterr()
     schedule = read_csv(written)
     assert write_csv(schedule) == written
     assert iteration_time(schedule, ALIKE).makespan == 31
-    assert f"bpipe {' '.join(COMMAND)} --optimal --memory 3\n{said}" in PAGE.read_text()
+    assert f"bpipe {' '.join(COMMAND)} --optimal 3\n{said}" in PAGE.read_text()
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--optimal",), "give --memory M"),
-        (("--memory", "3"), "--memory is for --optimal"),
         (("--time-limit", "3"), "--time-limit is for --optimal"),
-        (("--optimal", "--memory", "3", "--balance", "bpipe"), "leave --balance out"),
-        (("--optimal", "--memory", "3", "--vocabulary", "1"), "leave --vocabulary out"),
-        (("--optimal", "--memory", "3", "--costs", "1,2"), "give three costs"),
+        (("--optimal", "3", "--balance", "bpipe"), "leave --balance out"),
+        (("--optimal", "3", "--vocabulary", "1"), "leave --vocabulary out"),
+        (("--optimal", "3", "--costs", "1,2"), "give three costs"),
     ],
 )
 def test_what_does_not_go_together_is_refused(
@@ -210,7 +208,7 @@ def test_without_the_solver_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
-    assert main([*COMMAND, "--optimal", "--memory", "2"]) == 2
+    assert main([*COMMAND, "--optimal", "2"]) == 2
     assert 'pip install -e ".[optimal]"' in capsys.readouterr().err
 
 

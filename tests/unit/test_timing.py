@@ -81,7 +81,7 @@ def test_costs_below_nothing_are_refused(costs: tuple[int, ...]) -> None:
         UnitCosts(*costs)
 
 
-EXAMPLE = ["schedule", "--schedule", "1f1b", "--stages", "4", "--microbatches", "8"]
+EXAMPLE = ["schedule", "--schedule", "1f1b", "--pp", "4", "--microbatches", "8"]
 
 
 def test_the_command_says_how_long_it_takes(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:

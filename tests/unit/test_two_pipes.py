@@ -59,7 +59,7 @@ rank 3 C 0F1 0F3   . 3F0 3B0 3F2 3B2 0B1   . 0B3
 
 
 def test_chimera_is_its_papers_figure(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["schedule", "--schedule", "chimera", "--stages", "4", "--microbatches", "4"]) == 0
+    assert main(["schedule", "--schedule", "chimera", "--pp", "4", "--microbatches", "4"]) == 0
     assert capfd.readouterr().out == CHIMERA
 
 
@@ -227,9 +227,9 @@ def test_early_forwarding_of_up_to_16_ranks(p: int, v: int, rounds: int) -> None
 
 
 def test_early_names_the_family_with_early_forwarding(capfd: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--stages", "4", "--microbatches", "8"]
+    sizes = ["--pp", "4", "--microbatches", "8"]
     for name, chunks, early in (("chimera", "1", "mixpipe"), ("bitpipe", "2", "bitpipe-early")):
-        assert main(["schedule", "--schedule", name, "--early", "--chunks", chunks, *sizes]) == 0
+        assert main(["schedule", "--schedule", name, "--early", "--vp", chunks, *sizes]) == 0
         assert f"schedule={early} " in capfd.readouterr().out
     assert main(["schedule", "--schedule", "1f1b", "--early", *sizes]) == 2
     assert (
@@ -334,18 +334,16 @@ def test_it_is_read_back_balanced_with_its_pipes(name: str, v: int) -> None:
 
 
 def test_formats_that_know_one_pipe_say_so(capfd: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(["schedule", "--schedule", "chimera", "--stages", "4", "--microbatches", "4", "--format", "runtime"]) == 2
-    )
+    assert main(["schedule", "--schedule", "chimera", "--pp", "4", "--microbatches", "4", "--format", "runtime"]) == 2
     assert "torch's runtime knows one pipe and no shards of the vocabulary: write csv" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "v"), CASES)
 def test_it_is_predicted(name: str, v: int, capfd: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--model", "gpt3-13b", "--cluster", "a100-80g:1x8", "--global-batch", "32", "--schedule", name]
+    sizes = ["--model", "gpt3-13b", "--cluster", "a100-80g:1x8", "--gbs", "32", "--schedule", name]
     times = []
     for overlap in ([], ["--overlap-grad-reduce"]):
-        assert main(["simulate", *sizes, "--pipeline", "8", "--chunks", str(v), *overlap]) == 0
+        assert main(["simulate", *sizes, "--pp", "8", "--vp", str(v), *overlap]) == 0
         found = re.search(r"iteration ([0-9.]+) s", capfd.readouterr().out)
         assert found is not None
         times.append(float(found[1]))

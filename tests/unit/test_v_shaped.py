@@ -169,11 +169,11 @@ def test_large_ones_are_made_in_seconds() -> None:
 
 
 def test_the_command_knows_how_many_chunks_it_has(capfd: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--stages", "4", "--microbatches", "8"]
+    sizes = ["--pp", "4", "--microbatches", "8"]
     assert main(["schedule", "--schedule", "v-half", *sizes]) == 0
     out = capfd.readouterr().out
     assert out.startswith("# bpipe schedule=v-half microbatches=8 stage_to_rank=0,1,2,3,3,2,1,0\n")
     assert out.endswith("# peak=6,6,6,6 evictions=0,0,0,0 makespan=26.5 bubble_percent=9.434\n")
-    assert main(["schedule", "--schedule", "v-half", *sizes, "--chunks", "3"]) == 2
+    assert main(["schedule", "--schedule", "v-half", *sizes, "--vp", "3"]) == 2
     assert "schedule v-half takes at most 2 chunks a rank, not 3: leave it at 2" in capfd.readouterr().err
     assert build(ScheduleConfig("v-half", 4, 8, 2)).layout == layout(4, 2)

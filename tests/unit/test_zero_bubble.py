@@ -60,15 +60,15 @@ def test_1f1b_split_is_balanced_as_1f1b_is() -> None:
 
 
 def test_a_share_held_between_the_halves_is_counted(capfd: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--stages", "4", "--microbatches", "8"]
-    assert main(["schedule", "--schedule", "zb-h1", *sizes, "--after-input", "0.5"]) == 0
+    sizes = ["--pp", "4", "--microbatches", "8"]
+    assert main(["schedule", "--schedule", "zb-h1", *sizes, "--kept", "0.5"]) == 0
     assert "# peak=4,3.5,3,2.5 " in capfd.readouterr().out
-    assert main(["schedule", "--schedule", "1f1b", *sizes, "--after-input", "0.5"]) == 2
+    assert main(["schedule", "--schedule", "1f1b", *sizes, "--kept", "0.5"]) == 2
     assert "no backward of it has halves (I and W)" in capfd.readouterr().err
 
 
 def test_a_delay_is_for_those_that_take_it(capfd: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--stages", "4", "--microbatches", "8", "--delay", "2"]
+    sizes = ["--pp", "4", "--microbatches", "8", "--delay", "2"]
     assert main(["schedule", "--schedule", "1f1b-split", *sizes]) == 0
     assert "# peak=6,5,4,3 " in capfd.readouterr().out
     assert main(["schedule", "--schedule", "1f1b", *sizes]) == 2

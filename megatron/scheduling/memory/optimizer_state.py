@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from bpipe.flags.budgets import HostedState
 from bpipe.models.cluster import GIB
-from bpipe.plan.state_hosts import FLAG, HostedState
+from bpipe.plan.state_hosts import FLAG
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.report.log import say
 

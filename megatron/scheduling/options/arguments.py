@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from bpipe.build import BalanceConfig, ScheduleConfig, built
+from bpipe.flags.budgets import MINIMUM_BYTES, HostedState, MemoryBudget
+from bpipe.flags.trainer import TIMEOUT_S
 from bpipe.generate.families import (
     FAMILIES,
     default_family,
 )
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.schedule import Schedule
-from bpipe.plan.budget import MemoryBudget
-from bpipe.plan.state_hosts import FLAG, HostedState
+from bpipe.plan.state_hosts import FLAG
 from bpipe.refusals import Settings, reasons
 from bpipe.simulate.cost import Costs
 from bpipe.transport import AUTO
@@ -87,9 +88,9 @@ class SchedulingConfig:
     own: ScheduleConfig | None = None
     keep_weights_halves: str = "linear"
     transport: str = AUTO
-    timeout_s: float = 300.0
+    timeout_s: float = TIMEOUT_S
     message_timeout_s: float = 600.0
-    minimum_bytes: int = 65536
+    minimum_bytes: int = MINIMUM_BYTES
     poison: bool = False
     synchronous: bool = False
     differing: bool = False
@@ -264,12 +265,6 @@ def _hosting(args: Any, own: ScheduleConfig | None) -> Iterator[str]:
 
 def _out_of_range(args: Any) -> Iterator[str]:
     """Return a line for every one of our flags whose value cannot be."""
-    if args.bpipe_timeout is not None and args.bpipe_timeout <= 0:
-        yield f"--bpipe-timeout {args.bpipe_timeout:g}: must be above 0 seconds"
-    if args.bpipe_min_bytes < 1:
-        yield f"--bpipe-min-bytes {args.bpipe_min_bytes}: must be at least 1"
-    if args.bpipe_peak_tflops is not None and args.bpipe_peak_tflops <= 0:
-        yield f"--bpipe-peak-tflops {args.bpipe_peak_tflops:g}: must be above 0"
     if args.bpipe:
         # Not at the top: who only reads the flags needs no torch.
         from bpipe.transport.connect import candidates

@@ -15,13 +15,13 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.flags.budgets import MemoryBudget
+from bpipe.flags.values import AUTO
 from bpipe.generate.families import FAMILIES
 from bpipe.models.cluster_file import cluster_named
 from bpipe.models.layout import Setup
 from bpipe.plan.budget import (
-    AUTO,
     Devices,
-    MemoryBudget,
     balanced_costs,
     plan_in_time,
     predicted_devices,

@@ -22,11 +22,10 @@ from bpipe.generate.families import (
 )
 from bpipe.generate.family import ALIKE, Family, UnitCosts
 from bpipe.ir.hosts import HOST, PAIR
-from bpipe.ir.layout import Vocabulary
+from bpipe.ir.layout import REDISTRIBUTE, Vocabulary
 from bpipe.ir.memory import plain
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
-from bpipe.models.layout import REDISTRIBUTE
 from bpipe.refusals import PLACED, SHARDED, asked_by, reasons_of
 from bpipe.simulate.cost import Costs
 from bpipe.transport import AUTO
@@ -130,7 +129,7 @@ def _of_family(
             num_microbatches=first or family.num_pipes,
             num_chunks=sizes.num_chunks,
             balance=balance,
-            group_size=args.bpipe_group,
+            group_size=None if args.bpipe_group == AUTO else args.bpipe_group,
             vocabulary=vocabulary,
             input_shards=args.bpipe_vocabulary_input,
             delay=args.bpipe_delay or 0,
@@ -210,7 +209,7 @@ def _costs_of(args: Any) -> UnitCosts:
 
 
 def _check_asked(args: Any, family: Family) -> None:
-    if args.bpipe_group is not None and (not family.takes_groups or _is_megatrons(family)):
+    if args.bpipe_group not in (None, AUTO) and (not family.takes_groups or _is_megatrons(family)):
         own = "the group of Megatron's own schedule is --microbatch-group-size-per-virtual-pipeline-stage"
         reason = (
             own
@@ -283,7 +282,7 @@ def _unlike(args: Any, schedule: Schedule, sizes: Sizes) -> Iterator[str]:
             f"--global-batch-size {size}"
         )
     asked = {
-        "group": args.bpipe_group,
+        "group": None if args.bpipe_group == AUTO else args.bpipe_group,
         "delay": args.bpipe_delay,
         "kept": args.bpipe_kept,
         "costs": args.bpipe_costs,

@@ -15,10 +15,9 @@ from typing import Any
 from bpipe.formats.read import read_file
 from bpipe.formats.text import NAME
 from bpipe.generate.families import FAMILIES
-from bpipe.ir.layout import Layout
+from bpipe.ir.layout import REDISTRIBUTE, Layout
 from bpipe.ir.schedule import Schedule
 from bpipe.lower.align import align, is_listing
-from bpipe.models.layout import REDISTRIBUTE
 from bpipe.names import unknown
 from megatron.scheduling.hooks import upstream
 from megatron.scheduling.options import pipes

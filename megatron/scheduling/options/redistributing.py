@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from bpipe.generate.families import FAMILIES
-from bpipe.models.layout import REDISTRIBUTE, output_in_layers, padded_vocabulary, redistribute_layers
+from bpipe.ir.layout import REDISTRIBUTE
+from bpipe.models.layout import output_in_layers, padded_vocabulary, redistribute_layers
 from bpipe.plan.layer_split import (
     CHUNKS,
     COUNT_EMBEDDING,

@@ -26,8 +26,6 @@ from megatron.scheduling.placement.positions import Positions
 if TYPE_CHECKING:
     from megatron.scheduling.options.arguments import SchedulingConfig
 
-PLACEMENTS = ("adjacent", "none")
-
 
 def apply(args: Any) -> None:
     """Change this process's rank as `--bpipe-placement` says.

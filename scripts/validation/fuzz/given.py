@@ -16,7 +16,7 @@ from tests.unit.plan.bash_scripts import calls_of, environment_of, stubs
 from validation.fuzz.damage import damaged_json, damaged_text
 from validation.fuzz.reader import Wrong, judge_numbers, outcome
 
-SIMULATE = ["simulate", "--cluster", "a100-80g:4", "--pipeline", "4", "--global-batch", "8", "--format", "json"]
+SIMULATE = ["simulate", "--cluster", "a100-80g:4", "--pp", "4", "--gbs", "8", "--format", "json"]
 STAGE = {
     "forward_s": 0.1,
     "backward_s": 0.2,
@@ -181,20 +181,7 @@ def judge_cluster(path: Path, text: str, _: random.Random) -> bool:
     file = path.with_suffix(".toml" if "[device]" in text and not text.startswith("{") else ".json")
     file.write_text(text, encoding="utf-8", errors="surrogatepass")
     printed = outcome(
-        [
-            "simulate",
-            "--cluster",
-            str(file),
-            "--pipeline",
-            "4",
-            "--global-batch",
-            "8",
-            "--format",
-            "json",
-            "--model",
-            "gpt3-13b",
-        ],
-        None,
+        ["simulate", "--cluster", str(file), "--pp", "4", "--gbs", "8", "--format", "json", "--model", "gpt3-13b"], None
     )
     if printed is not None:
         judge_numbers("", json.loads(printed), math.inf)

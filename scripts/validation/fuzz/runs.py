@@ -74,7 +74,7 @@ def judge_log(path: Path, text: str, _: random.Random) -> bool:
 def _compared(file: Path, text: str) -> int | None:
     """How many iterations a run has that is laid beside itself: nothing can differ."""
     file.write_text(text, encoding="utf-8", errors="surrogatepass")
-    printed = outcome(["compare", str(file), str(file), "--json", "-"], file)
+    printed = outcome(["compare", str(file), str(file), "--format", "json"], file)
     shown = outcome(["compare", str(file), str(file)], file)
     if (printed is None) != (shown is None):
         raise Wrong("text and JSON do not agree on whether it is a run")

@@ -15,20 +15,8 @@ import pytest
 from bpipe.cli import main
 from bpipe.generate.families import FAMILIES, SEARCHED
 
-SIMULATE = [
-    "simulate",
-    "--model",
-    "gpt3-96b",
-    "--cluster",
-    "a100-80g:4x8",
-    "--tensor",
-    "4",
-    "--pipeline",
-    "8",
-    "--micro-batch",
-    "2",
-]
-SIMULATE += ["--global-batch", "128", "--recompute", "selective", "--attention", "unfused"]
+SIMULATE = ["simulate", "--model", "gpt3-96b", "--cluster", "a100-80g:4x8", "--tp", "4", "--pp", "8", "--mbs", "2"]
+SIMULATE += ["--gbs", "128", "--recompute", "selective", "--attention", "unfused"]
 BALANCED = [*SIMULATE, "--balance", "bpipe", "--precision", "fp16"]
 
 
@@ -60,20 +48,8 @@ def test_simulate_promises_this_json(capsys: pytest.CaptureFixture[str]) -> None
 def test_replicas_that_pairs_part_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     """Balancing cost 4 % with 0 s exposed, and nothing said why: pairs share nodes, so gradients are reduced between
     nodes."""
-    flags = [
-        "simulate",
-        "--model",
-        "llama3-70b",
-        "--cluster",
-        "h100-80g:4x8",
-        "--tensor",
-        "4",
-        "--pipeline",
-        "4",
-        "--chunks",
-        "5",
-    ]
-    flags += ["--global-batch", "32"]
+    flags = ["simulate", "--model", "llama3-70b", "--cluster", "h100-80g:4x8", "--tp", "4", "--pp", "4", "--vp", "5"]
+    flags += ["--gbs", "32"]
     said = re.search(r"takes ([\d.]+) instead of ([\d.]+) s", output(capsys, *flags, "--balance", "bpipe"))
     assert said is not None
     times = [
@@ -89,19 +65,7 @@ def test_replicas_that_pairs_part_are_said(capsys: pytest.CaptureFixture[str]) -
 def test_simulate_a_schedule_that_splits_its_backwards(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Under sequence parallelism waiting halves hold more than their forwards saved: said, with the way out, which
     then holds."""
-    split = [
-        "simulate",
-        "--model",
-        "llama3-70b",
-        "--cluster",
-        "h100-80g:8x8",
-        "--tensor",
-        "8",
-        "--pipeline",
-        "8",
-        "--global-batch",
-        "32",
-    ]
+    split = ["simulate", "--model", "llama3-70b", "--cluster", "h100-80g:8x8", "--tp", "8", "--pp", "8", "--gbs", "32"]
     split += ["--schedule", "zb-h1"]
     trace, plot = tmp_path / "trace.json", tmp_path / "plot.svg"
     text = output(capsys, *split, "--trace", str(trace), "--plot", str(plot))
@@ -127,8 +91,8 @@ def test_simulate_a_schedule_that_splits_its_backwards(capsys: pytest.CaptureFix
 
 
 def test_simulate_groups(capsys: pytest.CaptureFixture[str]) -> None:
-    grouped = ["simulate", "--model", "gpt3-13b", "--cluster", "h100-80g:8", "--pipeline", "4", "--global-batch", "32"]
-    grouped += ["--schedule", "grouped-interleaved", "--chunks", "5", "--balance", "bpipe"]
+    grouped = ["simulate", "--model", "gpt3-13b", "--cluster", "h100-80g:8", "--pp", "4", "--gbs", "32"]
+    grouped += ["--schedule", "grouped-interleaved", "--vp", "5", "--balance", "bpipe"]
     assert "grouped-interleaved (group 3), balance bpipe" in output(capsys, *grouped, "--group", "3")
     peaks = []
     for group in ("2", "4"):
@@ -153,17 +117,17 @@ def test_simulate_takes_the_fewest_chunks_that_a_schedule_has_as_schedule_does(
         "gpt3-13b",
         "--cluster",
         "a100-80g:8",
-        "--pipeline",
+        "--pp",
         "4",
-        "--global-batch",
+        "--gbs",
         "64",
         "--format",
         "json",
     ]
     found = json.loads(output(capsys, *sizes, "--schedule", schedule))
     assert found["configuration"]["chunks"] == 2
-    assert found == json.loads(output(capsys, *sizes, "--schedule", schedule, "--chunks", "2"))
-    assert output(capsys, "schedule", "--schedule", schedule, "--stages", "4", "--microbatches", "8")
+    assert found == json.loads(output(capsys, *sizes, "--schedule", schedule, "--vp", "2"))
+    assert output(capsys, "schedule", "--schedule", schedule, "--pp", "4", "--microbatches", "8")
 
 
 def test_simulate_refuses_chunks_of_a_launch_that_the_trainer_refuses(capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,7 +169,7 @@ def test_simulate_takes_a_bound_for_each_rank_from_its_flag_or_from_a_launch(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Only ranks over their own evict; a launch says the same with the trainer's flag."""
-    sizes = ["simulate", "--cluster", "a100-80g:1x4", "--vocabulary", "50257", "--format", "json"]
+    sizes = ["simulate", "--cluster", "a100-80g:1x4", "--vocab-size", "50257", "--format", "json"]
     launch = [
         "--num-layers",
         "40",
@@ -230,7 +194,7 @@ def test_simulate_takes_a_bound_for_each_rank_from_its_flag_or_from_a_launch(
     assert "--bound says how to balance: give --balance bpipe, too" in capsys.readouterr().err
     assert main([*sizes, "--", *launch, "--bpipe-bound", "3,x"]) == 2
     assert "'3,x' is no number and no list of numbers such as 3,3,2,1" in capsys.readouterr().err
-    grouped = ["--schedule", "grouped-interleaved", "--chunks", "2", "--bound", "8"]
+    grouped = ["--schedule", "grouped-interleaved", "--vp", "2", "--bound", "8"]
     assert main([*sizes, *grouped, "--", *launch]) == 2
     assert "has its order chosen for a bound, which is not modelled: give the group" in capsys.readouterr().err
 
@@ -266,7 +230,7 @@ def test_a_budget_sends_only_what_must_and_says_who_hosts_for_whom(capsys: pytes
 def test_a_budget_that_nothing_keeps_is_refused_with_the_smallest_that_something_does(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    few = [*BALANCED, "--global-batch", "32"]
+    few = [*BALANCED, "--gbs", "32"]
     assert main([*few, "--memory", "30"]) == 2
     said = capsys.readouterr().err
     found = re.search(r"The smallest budget that one keeps is ([\d.]+) GiB. What else would help: (.*)", said)
@@ -312,7 +276,7 @@ def test_a_profile_of_several_sizes(capsys: pytest.CaptureFixture[str], tmp_path
     found = json.loads(output(capsys, *SIMULATE, "--profile", str(path), "--format", "json"))
     # Ten layers a stage, 64 micro-batches and 7 more, and what the profile leaves out.
     assert found["iteration_time_s"] == pytest.approx(71 * 10 * 0.06, rel=0.1)
-    assert main([*SIMULATE[:-1], "unfused", "--micro-batch", "4", "--profile", str(path)]) == 2
+    assert main([*SIMULATE[:-1], "unfused", "--mbs", "4", "--profile", str(path)]) == 2
     assert "no stage of micro-batch size 4, only of [1, 2]" in capsys.readouterr().err
 
 
@@ -348,9 +312,9 @@ def test_a_trace_and_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path
         "gpt3-13b",
         "--cluster",
         "a100-80g:4",
-        "--pipeline",
+        "--pp",
         "4",
-        "--global-batch",
+        "--gbs",
         "8",
         "--balance",
         "bpipe",
@@ -375,12 +339,12 @@ def test_sizes_as_flags(capsys: pytest.CaptureFixture[str]) -> None:
         "1024",
         "--num-attention-heads",
         "16",
-        "--sequence",
+        "--seq",
         "1024",
-        "--vocabulary",
+        "--vocab-size",
         "50257",
     ]
-    rest = ["--cluster", "h100-80g:1x4", "--pipeline", "4", "--global-batch", "16"]
+    rest = ["--cluster", "h100-80g:1x4", "--pp", "4", "--gbs", "16"]
     found = json.loads(output(capsys, "simulate", *sizes, *rest, "--format", "json"))
     assert found["configuration"]["vocabulary"] == 50304
     assert main(["simulate", *rest]) == 2
@@ -390,10 +354,10 @@ def test_sizes_as_flags(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_is_wrong_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for change, message in (
-        (["--tensor", "3"], "does not divide the 32 devices"),
+        (["--tp", "3"], "does not divide the 32 devices"),
         (["--cluster", "tpu:4"], "unknown device 'tpu'"),
         (["--model", "gpt5"], "unknown model 'gpt5'"),
-        (["--global-batch", "127"], "the nearest is 128"),
+        (["--gbs", "127"], "the nearest is 128"),
         (["--layers", "80"], "layers (80,) must give 8 stages 80 layers"),
     ):
         assert main([*SIMULATE, *change]) == 2
@@ -408,7 +372,7 @@ PLAN = [
     "gpt3-96b",
     "--cluster",
     "a100-80g:4x8",
-    "--global-batch",
+    "--gbs",
     "128",
     "--attention",
     "unfused",
@@ -433,23 +397,12 @@ def test_a_plan_compares_every_family_and_says_how_each_did(capsys: pytest.Captu
         "8192",
         "--num-attention-heads",
         "64",
-        "--sequence",
+        "--seq",
         "4096",
-        "--vocabulary",
+        "--vocab-size",
         "32000",
     ]
-    small = [
-        "plan",
-        *sizes,
-        "--cluster",
-        "a100-80g:4",
-        "--global-batch",
-        "16",
-        "--max-micro-batch",
-        "1",
-        "--recompute",
-        "none",
-    ]
+    small = ["plan", *sizes, "--cluster", "a100-80g:4", "--gbs", "16", "--max-micro-batch", "1", "--recompute", "none"]
     text = output(capsys, *small, "--rows", "3")
     families = text.split("families, each by its fastest:\n")[1].splitlines()
     named = [line.split()[0] for line in families[: len(SEARCHED)]]
@@ -491,7 +444,7 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_plan_without_rows_has_a_status_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     """It ended with 0, and a script could not tell; 2 stays for what was asked wrongly."""
-    nothing = ["plan", "--model", "llama3-405b", "--cluster", "a100-80g:8", "--global-batch", "16"]
+    nothing = ["plan", "--model", "llama3-405b", "--cluster", "a100-80g:8", "--gbs", "16"]
     assert main(nothing) == 3
     assert capsys.readouterr().out.splitlines()[0].endswith(" configurations, 0 fit"), "none is the fastest of none"
     assert main([*nothing, "--format", "json"]) == 3
@@ -512,12 +465,12 @@ def test_heads_that_do_not_divide_the_hidden_size_are_refused(capsys: pytest.Cap
         "1000",
         "--num-attention-heads",
         "7",
-        "--sequence",
+        "--seq",
         "128",
-        "--vocabulary",
+        "--vocab-size",
         "512",
     ]
-    run = ["simulate", *sizes, "--cluster", "h100-80g:8", "--global-batch", "8", "--pipeline", "4"]
+    run = ["simulate", *sizes, "--cluster", "h100-80g:8", "--gbs", "8", "--pp", "4"]
     assert main(run) == 2
     assert "--num-attention-heads 7 do not divide --hidden-size 1000" in capsys.readouterr().err
     assert main([*run, "--kv-channels", "128"]) == 0
@@ -525,14 +478,14 @@ def test_heads_that_do_not_divide_the_hidden_size_are_refused(capsys: pytest.Cap
 
 def test_many_micro_batches_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
     """65,536 took 40 seconds, ten million were refused."""
-    many = ["simulate", "--model", "llama3-8b", "--cluster", "h100-80g:8", "--pipeline", "8", "--balance", "bpipe"]
-    found = json.loads(output(capsys, *many, "--global-batch", "65536", "--format", "json"))
+    many = ["simulate", "--model", "llama3-8b", "--cluster", "h100-80g:8", "--pp", "8", "--balance", "bpipe"]
+    found = json.loads(output(capsys, *many, "--gbs", "65536", "--format", "json"))
     assert found["simulated_microbatches"] == 40
-    few = json.loads(output(capsys, *many, "--global-batch", "2048", "--format", "json"))
+    few = json.loads(output(capsys, *many, "--gbs", "2048", "--format", "json"))
     assert few["simulated_microbatches"] == 2048
     assert found["iteration_time_s"] == pytest.approx(few["iteration_time_s"] * 32, rel=0.01)
     assert found["stages"][0]["peak_bytes"] == few["stages"][0]["peak_bytes"]
-    assert "the other 9999960 continue" in output(capsys, *many, "--global-batch", "10000000")
+    assert "the other 9999960 continue" in output(capsys, *many, "--gbs", "10000000")
 
 
 def test_plan_emits_flags(capsys: pytest.CaptureFixture[str]) -> None:
@@ -545,7 +498,7 @@ def test_plan_emits_flags(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_estimate(capsys: pytest.CaptureFixture[str]) -> None:
-    numbers = ["--global-batch", "128", "--pipeline", "8", "--micro-batch", "1", "2", "--stage-mfu", "37.8", "55.2"]
+    numbers = ["--gbs", "128", "--pp", "8", "--mbs", "1", "2", "--stage-mfu", "37.8", "55.2"]
     assert "gains 1.388x" in output(capsys, "estimate", *numbers)
     found = json.loads(output(capsys, "estimate", *numbers, "--stage-seconds", "0.322", "0.441", "--format", "json"))
     assert found["sizes"][1]["iteration_time_s"] == pytest.approx(71 * 0.441)
@@ -562,18 +515,7 @@ def test_no_command_loads_torch_before_it_must() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-SMALL = [
-    "--num-layers",
-    "4",
-    "--hidden-size",
-    "64",
-    "--num-attention-heads",
-    "4",
-    "--sequence",
-    "64",
-    "--vocabulary",
-    "128",
-]
+SMALL = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq", "64", "--vocab-size", "128"]
 
 
 def test_profile_starts_megatron_with_its_own_flags(
@@ -592,16 +534,16 @@ def test_profile_starts_megatron_with_its_own_flags(
             [
                 "profile",
                 *SMALL,
-                "--tensor",
+                "--tp",
                 "2",
                 "--recompute",
                 "full",
                 "--device",
                 "cpu",
-                "--micro-batch",
+                "--mbs",
                 "2",
                 "8",
-                "--layers",
+                "--timed-layers",
                 "3",
             ]
         )
@@ -610,7 +552,7 @@ def test_profile_starts_megatron_with_its_own_flags(
     assert "--tensor-model-parallel-size 2" in text
     assert "--recompute-granularity full" in text
     assert text.endswith("--vocab-size 128 --profile-layers 3 --profile-repeats 5 --profile-micro-batches 2 8")
-    assert main(["profile", *SMALL, "--tensor", "3"]) == 2
+    assert main(["profile", *SMALL, "--tp", "3"]) == 2
     assert "does not divide 4" in capsys.readouterr().err
     assert len(started) == 1
 
@@ -628,24 +570,9 @@ def test_profile_writes_what_simulate_reads(
     """Megatron's own layers: a micro-batch saves what the model says of CPUs, and times are those of a stage's own
     number of layers."""
     path = tmp_path / "profile.json"
-    cut = ["--tensor", tensor, "--precision", "fp32", "--attention", "unfused"]
+    cut = ["--tp", tensor, "--precision", "fp32", "--attention", "unfused"]
     assert (
-        main(
-            [
-                "profile",
-                *model,
-                *cut,
-                "--micro-batch",
-                "1",
-                "2",
-                "--repeats",
-                "1",
-                "--device",
-                "cpu",
-                "--output",
-                str(path),
-            ]
-        )
+        main(["profile", *model, *cut, "--mbs", "1", "2", "--repeats", "1", "--device", "cpu", "--output", str(path)])
         == 0
     )
     stages = json.loads(path.read_text())["stages"]
@@ -655,17 +582,7 @@ def test_profile_writes_what_simulate_reads(
         for stage in stages
         for key in ("forward_s", "backward_s", "transfer_s", "output_s", "saved_bytes")
     )
-    rest = [
-        *cut,
-        "--cluster",
-        f"a100-80g:1x{4 * int(tensor)}",
-        "--pipeline",
-        "4",
-        "--global-batch",
-        "32",
-        "--micro-batch",
-        "2",
-    ]
+    rest = [*cut, "--cluster", f"a100-80g:1x{4 * int(tensor)}", "--pp", "4", "--gbs", "32", "--mbs", "2"]
     rest += ["--num-layers", "8"]
     predicted = json.loads(output(capsys, "simulate", *model, *rest, "--kernels", "cpu", "--format", "json"))["stages"]
     assert predicted[1]["activations_bytes"] == 3 * 2 * stages[1]["saved_bytes"], "three micro-batches of two layers"
@@ -692,8 +609,8 @@ def test_a_plan_within_a_budget_ranks_by_what_it_then_sends(tmp_path: Path, caps
             f'nodes = 4\ngpus_per_node = 8\n[device]\nlike = "h100-80g"\nname = "slow"\ninside_gb_per_s = {speed}\n'
         )
         words = (
-            f"--model llama-65b --global-batch {batch} --memory 70 --schedule 1f1b --recompute none --balance "
-            f"bpipe --rows {rows} "
+            f"--model llama-65b --gbs {batch} --memory 70 --schedule 1f1b --recompute none --balance bpipe --rows "
+            f"{rows} "
         )
         words += "--even-layers --max-micro-batch 2"
         assert main(["plan", "--cluster", str(cluster), *words.split()]) == 0

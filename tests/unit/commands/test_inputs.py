@@ -25,7 +25,7 @@ from tests.unit.report.recorded import write_run
         (["--from-script", "/dev/zero"], "/dev/zero: line 1: a zero byte: this is no script"),
         (["--from-script", "-"], "--from-script -: standard input is closed: pipe the script into it, or name a file"),
         (
-            ["--model", "gpt3-13b", "--pipeline", "8", "--global-batch", "8", "--trace", "no/a.json"],
+            ["--model", "gpt3-13b", "--pp", "8", "--gbs", "8", "--trace", "no/a.json"],
             "no/a.json: there is no folder no",
         ),
     ],
@@ -48,20 +48,16 @@ def test_a_file_that_cannot_be_used_is_named_with_what_to_do(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plan", "--tp", "2"], "unknown flag --tp (see"),
+        (["plan", "--zp", "2"], "unknown flag --zp (see"),
         (["simulate", "--html", "x"], "unknown flag --html (see"),
         (["plan", "--nodes", "4"], "unknown flag --nodes (see"),
         (["report", "--htm", "x"], "unknown flag --htm, did you mean '--html'?"),
-        (["simulate", "--tensr", "2"], "unknown flag --tensr, did you mean '--tensor'?"),
         (
-            [
-                "simulate",
-                "--cluster",
-                "h100-80g:128",
-                "--model",
-                "gpt3-13b",
-                *["--pipeline", "8", "--global-batch", "128"],
-            ],
+            ["simulate", "--tensor-paralel-size", "2"],
+            "unknown flag --tensor-paralel-size, did you mean '--tensor-model-parallel-size'?",
+        ),
+        (
+            ["simulate", "--cluster", "h100-80g:128", "--model", "gpt3-13b", *["--pp", "8", "--gbs", "128"]],
             "h100-80g:16x8",
         ),
         (
@@ -71,26 +67,12 @@ def test_a_file_that_cannot_be_used_is_named_with_what_to_do(
                 "h100-80g:8",
                 "--model",
                 "gpt3-13b",
-                *["--pipeline", "8", "--global-batch", "8", "--memory", "81920"],
+                *["--pp", "8", "--gbs", "8", "--memory", "81920"],
             ],
             "'81920' is more than the 4096 GiB of any device: it is in GiB, so 81920 MiB are 80",
         ),
         (
-            [
-                "estimate",
-                *[
-                    "--global-batch",
-                    "128",
-                    "--pipeline",
-                    "8",
-                    "--micro-batch",
-                    "1",
-                    "2",
-                    "--stage-mfu",
-                    "0.378",
-                    "0.476",
-                ],
-            ],
+            ["estimate", *["--gbs", "128", "--pp", "8", "--mbs", "1", "2", "--stage-mfu", "0.378", "0.476"]],
             "--stage-mfu 0.378 is less than 1 %: it is in percent, so give 37.8",
         ),
     ],
@@ -98,7 +80,7 @@ def test_a_file_that_cannot_be_used_is_named_with_what_to_do(
 def test_what_was_meant_is_said_and_nothing_absurd(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`--tp` was once to be `--set`, and `--html` `--help`; units and a node of 128 devices were taken as they
+    """`--zp` was once to be `--set`, and `--html` `--help`; units and a node of 128 devices were taken as they
     stood."""
     try:
         status = main(arguments)
@@ -109,19 +91,7 @@ def test_what_was_meant_is_said_and_nothing_absurd(
 
 
 def test_a_node_of_many_devices_can_be_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(
-            [
-                "simulate",
-                "--cluster",
-                "h100-80g:1x32",
-                "--model",
-                "gpt3-13b",
-                *["--pipeline", "8", "--global-batch", "32"],
-            ]
-        )
-        == 0
-    )
+    assert main(["simulate", "--cluster", "h100-80g:1x32", "--model", "gpt3-13b", *["--pp", "8", "--gbs", "32"]]) == 0
 
 
 LAUNCH = [
@@ -153,7 +123,7 @@ CONFIG |= {
 }
 CONFIG |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
 GEMMA = {**CONFIG, "model_type": "gemma3_text", "num_experts": None, "sliding_window": 1024}
-SIMULATE = ["simulate", "--cluster", "a100-80g:4", "--pipeline", "4", "--global-batch", "8"]
+SIMULATE = ["simulate", "--cluster", "a100-80g:4", "--pp", "4", "--gbs", "8"]
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:

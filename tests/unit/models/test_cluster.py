@@ -269,10 +269,7 @@ def test_errors_name_the_key_and_the_file(
 ) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(text)
-    assert (
-        main(["simulate", "--model", "gpt3-13b", "--cluster", str(path), "--pipeline", "8", "--global-batch", "32"])
-        == 2
-    )
+    assert main(["simulate", "--model", "gpt3-13b", "--cluster", str(path), "--pp", "8", "--gbs", "32"]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert str(path) in error
@@ -280,7 +277,7 @@ def test_errors_name_the_key_and_the_file(
 
 
 def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--model", "gpt3-13b", "--cluster", "nowhere.toml", "--global-batch", "32"]) == 2
+    assert main(["plan", "--model", "gpt3-13b", "--cluster", "nowhere.toml", "--gbs", "32"]) == 2
     assert "nowhere.toml" in capsys.readouterr().err
 
 

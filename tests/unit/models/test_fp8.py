@@ -170,18 +170,15 @@ def test_flags_say_that_the_trainer_has_to_be_told() -> None:
 
 
 def test_commands_take_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    common = ["--model", "llama3-8b", "--cluster", "h100-80g:8", "--global-batch", "32"]
-    assert (
-        main(["simulate", *common, "--tensor", "2", "--pipeline", "2", "--fp8-format", "hybrid", "--format", "json"])
-        == 0
-    )
+    common = ["--model", "llama3-8b", "--cluster", "h100-80g:8", "--gbs", "32"]
+    assert main(["simulate", *common, "--tp", "2", "--pp", "2", "--fp8-format", "hybrid", "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["peak_flops_per_s"] == 1979e12
     wanted = {"fp8_format": "hybrid", "fp8_recipe": "delayed", "fp8_param_gather": False}
     assert wanted.items() <= found["configuration"].items()
-    assert main(["simulate", *common, "--pipeline", "4", "--fp8-format", "hybrid", "--balance", "bpipe"]) == 0
+    assert main(["simulate", *common, "--pp", "4", "--fp8-format", "hybrid", "--balance", "bpipe"]) == 0
     assert "--bpipe-unproven fp8" in capsys.readouterr().out
-    assert main(["simulate", *common, "--pipeline", "2", "--fp8-param-gather"]) == 2
+    assert main(["simulate", *common, "--pp", "2", "--fp8-param-gather"]) == 2
     assert "give --fp8-format, too" in capsys.readouterr().err
     plan = ["plan", *common, "--fp8-format", "hybrid", "--max-micro-batch", "1", "--rows", "1"]
     assert main([*plan, "--format", "json"]) == 0
@@ -195,6 +192,5 @@ def test_commands_take_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     path.write_text('nodes = 1\ngpus_per_node = 8\n[device]\nlike = "a100-80g"\nfp8_tflops = 600\n')
     assert read_cluster(path).device.fp8_flops_per_s == 600e12
     assert (
-        main(["simulate", *common[:2], "--cluster", str(path), *common[4:], "--pipeline", "2", "--fp8-format", "e4m3"])
-        == 0
+        main(["simulate", *common[:2], "--cluster", str(path), *common[4:], "--pp", "2", "--fp8-format", "e4m3"]) == 0
     )

@@ -69,7 +69,7 @@ def test_the_output_layer_belongs_to_the_first_half() -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_one_rank_measured_alone_has_its_collectives_on_top(recompute: str, tmp_path: Path) -> None:
-    """What `bpipe profile --tensor 8` times has none: predictions with it came out 5 to 15 % too fast."""
+    """What `bpipe profile --tp 8` times has none: predictions with it came out 5 to 15 % too fast."""
     setup = replace(LLAMA, recompute=recompute)
     path = tmp_path / "profile.json"
     seconds = {"stages": [{"forward_s": 0.01, "backward_s": 0.02, "layers": 1}]}

@@ -224,7 +224,7 @@ def test_layers_that_differ(tmp_path: Path) -> None:
 def test_chunks_of_attention_are_refused_where_they_matter(tmp_path: Path) -> None:
     model = known(tmp_path, "Llama-4-Scout")
     assert setup_of(model).sequence == 4096
-    with pytest.raises(ValueError, match=r"attends within chunks of 8192 tokens, .*: give --sequence 8192 or less"):
+    with pytest.raises(ValueError, match=r"attends within chunks of 8192 tokens, .*: give --seq 8192 or less"):
         setup_of(model, sequence=16384)
 
 
@@ -394,7 +394,7 @@ def test_all_biases_are_megatrons(tmp_path: Path) -> None:
 def test_a_plan_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its activations by flags, too."""
     path = written(tmp_path, config_of("Nemotron-4 15B"))
-    rest = ["--cluster", "h100-80g:8", "--tensor", "8", "--pipeline", "1", "--global-batch", "8", "--format", "json"]
+    rest = ["--cluster", "h100-80g:8", "--tp", "8", "--pp", "1", "--gbs", "8", "--format", "json"]
     assert main(["simulate", "--model", path, *rest]) == 0
     by_file = json.loads(capsys.readouterr().out)
     sizes = [
@@ -412,9 +412,9 @@ def test_a_plan_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     sizes += [
         "--ffn-hidden-size",
         "24576",
-        "--vocabulary",
+        "--vocab-size",
         "256000",
-        "--sequence",
+        "--seq",
         "4096",
         "--squared-relu",
         "--disable-bias-linear",

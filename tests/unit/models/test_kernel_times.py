@@ -159,14 +159,14 @@ def test_simulate_and_plan_say_what_was_measured(tmp_path: Path, capsys: pytest.
         "256",
         "--num-attention-heads",
         "4",
-        "--sequence",
+        "--seq",
         "256",
-        "--vocabulary",
+        "--vocab-size",
         "1024",
     ]
     path = write(tmp_path / "times.json", products=[[256, 256, 256, 1.0]])
-    asked = [*sizes, "--cluster", "a100-80g:4", "--global-batch", "16", "--kernel-times", path]
-    cut = ["--tensor", "1", "--pipeline", "4"]
+    asked = [*sizes, "--cluster", "a100-80g:4", "--gbs", "16", "--kernel-times", path]
+    cut = ["--tp", "1", "--pp", "4"]
     assert main(["simulate", *asked, *cut]) == 0
     said = capsys.readouterr().out
     assert "kernels that were measured on d take what they took there\n" in said

@@ -125,7 +125,7 @@ def test_every_switch_is_offered_read_written_and_told(capsys: pytest.CaptureFix
     options = read_command(flags).options
     assert all(options[name] is True and configuration(mine)[name] is True for name in SWITCHES)
     with pytest.raises(SystemExit):
-        main(["simulate", "--help"])
+        main(["simulate", "--help-all"])
     offered = capsys.readouterr().out
     assert all(flag in offered and flag in flags for flag in mine.switches.flags)
     assert len(mine.switches.flags) == len(SWITCHES)

@@ -108,7 +108,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 @pytest.fixture
 def predicted(capsys: pytest.CaptureFixture[str]) -> float:
-    words = ("simulate", *CLUSTER, "--vocabulary", "50257", "--format", "json", "--", *TRAINED)
+    words = ("simulate", *CLUSTER, "--vocab-size", "50257", "--format", "json", "--", *TRAINED)
     return float(output(capsys, *words)["iteration_time_s"])
 
 
@@ -130,13 +130,13 @@ def test_a_log_says_what_was_trained_and_how_fast(
     )
     assert found["configuration"]["no_overlap_p2p_communication"] is True
     assert json.loads(Path(file).read_text()).items() <= found.items()
-    launch = [*CLUSTER, "--vocabulary", "50257", "--calibration", file, "--format", "json", "--", *TRAINED]
+    launch = [*CLUSTER, "--vocab-size", "50257", "--calibration", file, "--format", "json", "--", *TRAINED]
     after = output(capsys, "simulate", *launch)
     assert after["iteration_time_s"] == pytest.approx(found["measured_s"])
     assert after["configuration"]["calibration_factor"] == found["factor"]
     # In the order in which they were, for all are slower alike.
     plans = [
-        ["plan", *CLUSTER, "--vocabulary", "50257", "--schedule", "1f1b", "--format", "json", *more]
+        ["plan", *CLUSTER, "--vocab-size", "50257", "--schedule", "1f1b", "--format", "json", *more]
         for more in ([], ["--calibration", file])
     ]
     rows = [output(capsys, *plan, "--", *TRAINED)["rows"] for plan in plans]
@@ -160,7 +160,7 @@ def test_lines_for_several_iterations(predicted: float, capsys: pytest.CaptureFi
 
 
 def test_seconds_for_a_configuration(predicted: float, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("calibrate", "--measured", str(1.1 * predicted), *CLUSTER, "--vocabulary", "50257")
+    words = ("calibrate", "--measured", str(1.1 * predicted), *CLUSTER, "--vocab-size", "50257")
     assert output(capsys, *words, "--format", "json", "--", *TRAINED)["factor"] == pytest.approx(1.1)
     assert main([*words, "--", *TRAINED]) == 0
     said = capsys.readouterr().out
@@ -190,7 +190,7 @@ def test_what_says_nothing_is_refused(
 
 
 def test_a_run_or_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    both = ("--pipeline", "4", "--global-batch", "8", "--model", "gpt3-13b", *CLUSTER)
+    both = ("--pp", "4", "--gbs", "8", "--model", "gpt3-13b", *CLUSTER)
     assert "one of them" in refused(capsys, "calibrate", *both)
     assert "one of them" in refused(capsys, "calibrate", "run.log", "--measured", "3", *both)
 
@@ -235,7 +235,7 @@ def test_the_arguments_of_a_log_are_the_launch() -> None:
 
 def test_a_recorded_run_has_to_be_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(Path(__file__).parents[2] / "data/recorded_run")
-    words = ["calibrate", folder, "--cluster", "a100-80g:4", "--vocabulary", "1000", "--warm-up", "0"]
+    words = ["calibrate", folder, "--cluster", "a100-80g:4", "--vocab-size", "1000", "--warm-up", "0"]
     small = ["--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "128", "--bpipe"]
     small += ["--pipeline-model-parallel-size", "4", "--global-batch-size"]
     assert "micro-batches of the run: 8, of what is to be predicted: 5; say what ran" in refused(
@@ -247,7 +247,7 @@ def test_a_recorded_run_has_to_be_the_configuration(capsys: pytest.CaptureFixtur
 
 def test_a_file_that_is_none_is_refused(predicted: float, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "calibration.json"
-    given = [*CLUSTER, "--vocabulary", "50257"]
+    given = [*CLUSTER, "--vocab-size", "50257"]
     assert main(["calibrate", "--measured", str(1.1 * predicted), *given, "--output", str(file), "--", *TRAINED]) == 0
     capsys.readouterr()
     right = json.loads(file.read_text())

@@ -16,7 +16,8 @@ from bpipe.models.cluster import parse_cluster
 from bpipe.models.layout import Setup
 from bpipe.models.memory import predict_memory
 from bpipe.models.model import PRESETS, gpt
-from bpipe.plan.fewest_layers import BLOCK, fewest_layers, more_recomputed, with_block
+from bpipe.models.recompute import BLOCK
+from bpipe.plan.fewest_layers import fewest_layers, more_recomputed, with_block
 from bpipe.plan.front import find_front
 from bpipe.plan.search import search
 from bpipe.plan.space import Space, enumerate_setups
@@ -96,22 +97,8 @@ def test_what_recomputes_more() -> None:
 
 
 def test_a_budget_that_is_too_small_names_the_fewest_layers(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = (
-        "--num-layers 16 --hidden-size 4096 --num-attention-heads 32 --sequence 4096 --vocabulary 32000 "
-        "--global-batch 8"
-    )
-    asked = [
-        "simulate",
-        *sizes.split(),
-        "--cluster",
-        "a100-80g:4",
-        "--pipeline",
-        "4",
-        "--balance",
-        "bpipe",
-        "--memory",
-        "24",
-    ]
+    sizes = "--num-layers 16 --hidden-size 4096 --num-attention-heads 32 --seq 4096 --vocab-size 32000 --gbs 8"
+    asked = ["simulate", *sizes.split(), "--cluster", "a100-80g:4", "--pp", "4", "--balance", "bpipe", "--memory", "24"]
     assert main(asked) == 2
     assert "recompute full:block:2 (" in capsys.readouterr().err
     assert main([*asked, "--recompute", "full:block:2"]) == 0
@@ -126,7 +113,7 @@ def test_the_command_reads_what_it_may_recompute(capsys: pytest.CaptureFixture[s
         "llama3-8b",
         "--cluster",
         "a100-80g:4",
-        "--global-batch",
+        "--gbs",
         "16",
         "--max-micro-batch",
         "1",

@@ -34,14 +34,14 @@ MODEL = [
     "4096",
     "--num-attention-heads",
     "32",
-    "--sequence",
+    "--seq",
     "2048",
-    "--vocabulary",
+    "--vocab-size",
     "50304",
 ]
 FLAGS = ["plan", *MODEL, "--cluster", "a100-80g:4"]
 FEW = [
-    "--global-batch",
+    "--gbs",
     "8",
     "--schedule",
     "1f1b",
@@ -118,7 +118,7 @@ def test_it_says_what_was_not_searched() -> None:
         if line.startswith("Every row is the best of what was searched. Not searched: ")
     ]
     assert "more than 2 chunks a rank (--max-chunks)" in line
-    assert "shards of the vocabulary that save memory alone (--vocabulary-parallel none 1 2 interlaced)" in line
+    assert "shards of the vocabulary that save memory alone (--vocabulary none 1 2 interlaced)" in line
     assert "recomputation selective, full (--recompute)" in line
     assert f"other hosts of what leaves (--hosts {' '.join(ARRANGEMENTS[1:])})" in line
     everything = replace(
@@ -127,13 +127,13 @@ def test_it_says_what_was_not_searched() -> None:
     assert [
         text
         for text in not_searched(everything)
-        if any(flag in text for flag in ("chunks", "shards", "--hosts", "--context"))
+        if any(flag in text for flag in ("chunks", "shards", "--hosts", "--cp"))
     ] == []
 
 
 def test_the_command_prints_and_draws_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "front.html"
-    assert main([*FLAGS, *FEW, "--front", "--format", "json", "--plot", str(page)]) == 0
+    assert main([*FLAGS, *FEW, "--front", "--format", "json", "--html", str(page)]) == 0
     found = json.loads(capsys.readouterr().out)["front"]
     text = page.read_text()
     assert text.count("<tr class=") == len(found["points"])
@@ -146,6 +146,7 @@ def test_the_command_prints_and_draws_it(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_what_cannot_be_drawn_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FLAGS, *FEW, "--front", "--plot", "front.pdf"]) == 2
-    assert "the name must end in .svg, .png or .html" in capsys.readouterr().err
-    assert main([*FLAGS, *FEW, "--plot", "front.svg"]) == 2
-    assert "--plot draws a front: give --front, too" in capsys.readouterr().err
+    assert "the name must end in .svg or .png" in capsys.readouterr().err
+    for flag, name in (("--plot", "front.svg"), ("--html", "front.html")):
+        assert main([*FLAGS, *FEW, flag, name]) == 2
+        assert f"{flag} draws a front: give --front, too" in capsys.readouterr().err

@@ -248,10 +248,7 @@ def test_simulate_and_plan_of_a_launch(capsys: pytest.CaptureFixture[str]) -> No
     ]
     assert main(["simulate", "--cluster", "h100-80g:1x2", "--format", "json", *launch]) == 0
     assert json.loads(capsys.readouterr().out)["configuration"]["pattern"] == "M-M*|M-M-"
-    assert (
-        main(["plan", "--cluster", "h100-80g:1x2", "--rows", "1", "--emit-args", "1", "--global-batch", "8", *launch])
-        == 0
-    )
+    assert main(["plan", "--cluster", "h100-80g:1x2", "--rows", "1", "--emit-args", "1", "--gbs", "8", *launch]) == 0
     assert "--hybrid-layer-pattern" in capsys.readouterr().out
     assert (
         main(
@@ -263,7 +260,7 @@ def test_simulate_and_plan_of_a_launch(capsys: pytest.CaptureFixture[str]) -> No
                 "50",
                 "--schedule",
                 "interleaved-1f1b",
-                "--global-batch",
+                "--gbs",
                 "8",
                 *launch,
             ]

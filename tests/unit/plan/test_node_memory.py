@@ -21,7 +21,7 @@ from bpipe.plan.fit import plan_lines, plan_values
 from bpipe.plan.options import setup_from
 
 GIB = 2**30
-MODEL = ("--model", "llama3-8b", "--pipeline", "4", "--sequence", "8192", "--global-batch", "16")
+MODEL = ("--model", "llama3-8b", "--pp", "4", "--seq", "8192", "--gbs", "16")
 
 
 def setup(hosts: str) -> Setup:

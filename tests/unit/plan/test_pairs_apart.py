@@ -10,17 +10,7 @@ import pytest
 
 from bpipe.cli import main
 
-SIMULATE = [
-    "simulate",
-    "--model",
-    "gpt3-175b",
-    "--cluster",
-    "a100-80g:64x8",
-    "--pipeline",
-    "8",
-    "--global-batch",
-    "1536",
-]
+SIMULATE = ["simulate", "--model", "gpt3-175b", "--cluster", "a100-80g:64x8", "--pp", "8", "--gbs", "1536"]
 SIMULATE += ["--attention", "unfused", "--precision", "fp16"]
 
 
@@ -38,7 +28,7 @@ def seconds(text: str) -> float:
 def test_it_says_why_and_what_it_costs(capsys: pytest.CaptureFixture[str]) -> None:
     """GPT-3 175B on 64 nodes of 8 A100s with t = 8 was predicted to take over half as long again, and nothing said
     why."""
-    found, plain = simulated(capsys, "--tensor", "8", "--balance", "bpipe"), simulated(capsys, "--tensor", "8")
+    found, plain = simulated(capsys, "--tp", "8", "--balance", "bpipe"), simulated(capsys, "--tp", "8")
     (line,) = [line for line in found.splitlines() if line.startswith("pairs lie on two nodes")]
     assert (
         "as a rank has 8 of a node's 8 devices: what moves passes each device's port of 19 GB/s, where links inside "
@@ -48,7 +38,7 @@ def test_it_says_why_and_what_it_costs(capsys: pytest.CaptureFixture[str]) -> No
     assert longer is not None
     assert int(longer[1]) == round(100 * (seconds(found) / seconds(plain) - 1)) > 50
     for way in (
-        "--tensor 4, with which pairs share a node",
+        "--tp 4, with which pairs share a node",
         "--hosts host, by 25 GB/s",
         "--recompute",
         "--schedule v-half",
@@ -59,17 +49,17 @@ def test_it_says_why_and_what_it_costs(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_where_a_pair_shares_a_node_there_is_nothing_to_say(capsys: pytest.CaptureFixture[str]) -> None:
     """The way out that it names is one."""
-    assert "pairs lie" not in simulated(capsys, "--tensor", "4", "--balance", "bpipe")
-    assert "pairs lie" not in simulated(capsys, "--tensor", "8", "--balance", "bpipe", "--hosts", "host")
+    assert "pairs lie" not in simulated(capsys, "--tp", "4", "--balance", "bpipe")
+    assert "pairs lie" not in simulated(capsys, "--tp", "8", "--balance", "bpipe", "--hosts", "host")
 
 
 def test_what_hides_is_said_to(capsys: pytest.CaptureFixture[str]) -> None:
-    found = simulated(capsys, "--tensor", "8", "--balance", "bpipe", "--recompute", "selective")
+    found = simulated(capsys, "--tp", "8", "--balance", "bpipe", "--recompute", "selective")
     assert "links inside have 231; that hides behind computations here" in found
 
 
 def test_plans_and_programs_are_told_too(capsys: pytest.CaptureFixture[str]) -> None:
-    document = json.loads(simulated(capsys, "--tensor", "8", "--balance", "bpipe", "--format", "json"))
+    document = json.loads(simulated(capsys, "--tp", "8", "--balance", "bpipe", "--format", "json"))
     assert document["pairs_apart"].startswith("pairs lie on two nodes")
     plan = [
         "plan",
@@ -77,26 +67,13 @@ def test_plans_and_programs_are_told_too(capsys: pytest.CaptureFixture[str]) -> 
         "gpt3-175b",
         "--cluster",
         "a100-80g:64x8",
-        "--global-batch",
+        "--gbs",
         "1536",
         "--attention",
         "unfused",
         "--memory",
         "45",
     ]
-    plan += [
-        "--tensor",
-        "8",
-        "--pipeline",
-        "8",
-        "--micro-batch",
-        "1",
-        "--schedule",
-        "1f1b",
-        "--recompute",
-        "none",
-        "--precision",
-        "fp16",
-    ]
-    assert main([*plan, "--balance", "bpipe", "--vocabulary-parallel", "none"]) == 0
+    plan += ["--tp", "8", "--pp", "8", "--mbs", "1", "--schedule", "1f1b", "--recompute", "none", "--precision", "fp16"]
+    assert main([*plan, "--balance", "bpipe", "--vocabulary", "none"]) == 0
     assert "     pairs lie on two nodes, as a rank has 8 of a node's 8 devices" in capsys.readouterr().out

@@ -114,8 +114,8 @@ def test_a_balanced_row_says_its_flag_and_how_it_is_cut(capsys: pytest.CaptureFi
         "--rows",
         "1",
     ]
-    plan += ["--vocabulary-parallel", "none", "--recompute", "none"]
-    assert main([*plan, *SIZES, "--sequence", "8192", "--vocabulary", "51200", "--global-batch", "32"]) == 0
+    plan += ["--vocabulary", "none", "--recompute", "none"]
+    assert main([*plan, *SIZES, "--seq", "8192", "--vocab-size", "51200", "--gbs", "32"]) == 0
     alone = capsys.readouterr().out.splitlines()
     (row,) = [line for line in alone if line.lstrip().startswith("--tensor-model-parallel-size")][:1]
     assert " --bpipe " in f"{row} "

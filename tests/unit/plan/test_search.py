@@ -572,15 +572,15 @@ def test_a_cut_of_ones_own_can_be_asked(capsys: pytest.CaptureFixture[str]) -> N
         "gpt3-13b",
         "--cluster",
         "a100-80g:2x8",
-        "--global-batch",
+        "--gbs",
         "32",
         "--schedule",
         "1f1b",
         "--format",
         "json",
     ]
-    plan += ["--vocabulary-parallel", "none"]
-    assert main([*plan, "--tensor", "2", "4", "--pipeline", "4", "--micro-batch", "1", "2", "--rows", "100"]) == 0
+    plan += ["--vocabulary", "none"]
+    assert main([*plan, "--tp", "2", "4", "--pp", "4", "--mbs", "1", "2", "--rows", "100"]) == 0
     found = json.loads(capsys.readouterr().out)
     cuts = {
         tuple(row["configuration"][name] for name in ("tensor", "pipeline", "micro_batch")) for row in found["rows"]
@@ -598,13 +598,10 @@ def test_a_cut_of_ones_own_can_be_asked(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--tensor", "3"], "--tensor 3 does not divide the devices of a node: choose from 1, 2, 4, 8"),
-        (
-            ["--pipeline", "4", "3"],
-            "--pipeline 3 does not divide the devices of the cluster: choose from 1, 2, 4, 8, 16",
-        ),
+        (["--tp", "3"], "--tp 3 does not divide the devices of a node: choose from 1, 2, 4, 8"),
+        (["--pp", "4", "3"], "--pp 3 does not divide the devices of the cluster: choose from 1, 2, 4, 8, 16"),
     ],
 )
 def test_a_cut_that_cannot_be_is_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--model", "gpt3-13b", "--cluster", "a100-80g:2x8", "--global-batch", "32", *flags]) == 2
+    assert main(["plan", "--model", "gpt3-13b", "--cluster", "a100-80g:2x8", "--gbs", "32", *flags]) == 2
     assert message in capsys.readouterr().err

@@ -3,7 +3,6 @@ balancing."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import replace
 from itertools import product
@@ -12,11 +11,12 @@ from typing import Any
 import pytest
 
 from bpipe.cli import main
+from bpipe.flags.budgets import HostedState, read_moves, write_moves
 from bpipe.models.cluster import GIB, Cluster, parse_cluster
 from bpipe.models.layout import Setup
 from bpipe.models.model import PRESETS
 from bpipe.plan.predict import predict
-from bpipe.plan.state_hosts import HostedState, StateHosts, instead_of_balancing, read_moves, state_hosts, write_moves
+from bpipe.plan.state_hosts import StateHosts, instead_of_balancing, state_hosts
 
 
 def setup(gib: float = 40.0, cluster: Cluster | None = None, **changes: Any) -> Setup:
@@ -140,13 +140,13 @@ def test_what_is_printed_is_read_and_is_enough() -> None:
     ],
 )
 def test_what_cannot_be_is_refused(text: str, reason: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match=reason):
+    with pytest.raises(ValueError, match=reason):
         read_moves(text)
 
 
 def test_simulate_and_plan_say_it(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--model", "gpt3-13b", "--cluster", "a100-40g:1x8", "--global-batch", "64"]
-    one = [*("simulate", *sizes, "--pipeline", "8"), "--recompute", "none"]
+    sizes = ["--model", "gpt3-13b", "--cluster", "a100-40g:1x8", "--gbs", "64"]
+    one = [*("simulate", *sizes, "--pp", "8"), "--recompute", "none"]
     assert main(one) == 0
     assert (
         "moments on other ranks would let it fit without balancing: --bpipe-optimizer-hosts 0:6:7."

@@ -23,18 +23,7 @@ from tests.unit.plan.test_refused import SPACE
 
 FREE = Switches(overlap_grad_reduce=True, overlap_param_gather=True, tp_comm_overlap=True)
 PLAN = ["plan", "--cluster", "a100-80g:8", "--num-layers", "16", "--hidden-size", "4096", "--num-attention-heads", "32"]
-PLAN += [
-    "--sequence",
-    "2048",
-    "--vocabulary",
-    "51200",
-    "--global-batch",
-    "16",
-    "--max-micro-batch",
-    "2",
-    "--max-chunks",
-    "2",
-]
+PLAN += ["--seq", "2048", "--vocab-size", "51200", "--gbs", "16", "--max-micro-batch", "2", "--max-chunks", "2"]
 
 
 @pytest.fixture(scope="module")

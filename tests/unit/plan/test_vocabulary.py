@@ -71,9 +71,9 @@ def test_the_plan_says_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
         "3072",
         "--num-attention-heads",
         "24",
-        "--sequence",
+        "--seq",
         "2048",
-        "--vocabulary",
+        "--vocab-size",
         "128000",
     ]
     asked = [
@@ -81,7 +81,7 @@ def test_the_plan_says_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
         *sizes,
         "--cluster",
         str(cluster),
-        "--global-batch",
+        "--gbs",
         "32",
         "--rows",
         "3",
@@ -90,7 +90,7 @@ def test_the_plan_says_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
         "--recompute",
         "none",
     ]
-    asked += ["--vocabulary-parallel", "none"]
+    asked += ["--vocabulary", "none"]
     assert main([*asked, "--untie-embeddings-and-output-weights", "--max-micro-batch", "1"]) == 0
     text = capsys.readouterr().out
     said = re.search(r"The vocabulary hurts in row (\d): with 128000 tokens the last stage's rank computes", text)
@@ -114,28 +114,20 @@ def test_simulate_predicts_shards(capsys: pytest.CaptureFixture[str]) -> None:
         "3072",
         "--num-attention-heads",
         "24",
-        "--sequence",
+        "--seq",
         "2048",
-        "--vocabulary",
+        "--vocab-size",
         "256000",
     ]
-    asked = [
-        "simulate",
-        *sizes,
-        "--untie-embeddings-and-output-weights",
-        "--cluster",
-        "a100-80g:1x8",
-        "--pipeline",
-        "8",
-    ]
-    asked += ["--global-batch", "128", "--precision", "fp16", "--format", "json"]
+    asked = ["simulate", *sizes, "--untie-embeddings-and-output-weights", "--cluster", "a100-80g:1x8", "--pp", "8"]
+    asked += ["--gbs", "128", "--precision", "fp16", "--format", "json"]
     seconds = {}
     for split in ("none", "1", "2", "interlaced"):
-        shards = [] if split == "none" else ["--vocabulary-parallel", split, "--input-shards"]
+        shards = [] if split == "none" else ["--vocabulary", split, "--vocabulary-input"]
         assert main([*asked, *shards]) == 0
         found = json.loads(capsys.readouterr().out)
         assert found["configuration"].get("vocabulary_parallel", "none") == split
         seconds[split] = found["iteration_time_s"]
     assert seconds["none"] > 1.8 * max(seconds[split] for split in ("1", "2", "interlaced"))
-    assert main([*asked, "--vocabulary-parallel", "1", "--schedule", "gpipe"]) == 2
+    assert main([*asked, "--vocabulary", "1", "--schedule", "gpipe"]) == 2
     assert "gpipe has no place for shards of the vocabulary" in capsys.readouterr().err

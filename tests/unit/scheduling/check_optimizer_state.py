@@ -19,7 +19,7 @@ startup.prepare()
 # isort: split
 import torch
 
-from bpipe.plan.state_hosts import HostedState
+from bpipe.flags.budgets import HostedState
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.memory import optimizer_state
 from megatron.scheduling.memory.optimizer_state import OptimizerState

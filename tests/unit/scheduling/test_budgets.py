@@ -13,6 +13,7 @@ import pytest
 
 from bpipe import cli
 from bpipe.build import BalanceConfig, balanced, build
+from bpipe.flags.budgets import MemoryBudget, read_budget
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.host_buffers import links_of
 from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
@@ -20,16 +21,7 @@ from bpipe.ir.memory import memory_of, num_transfers
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster_file import cluster_named
 from bpipe.models.memory import DeviceBesides
-from bpipe.plan.budget import (
-    Devices,
-    MemoryBudget,
-    better_plan,
-    predicted_devices,
-    read_memory_budget,
-    smallest_bytes,
-    tightest_plan,
-    within,
-)
+from bpipe.plan.budget import Devices, better_plan, predicted_devices, smallest_bytes, tightest_plan, within
 from bpipe.plan.fit import budget_text
 from bpipe.plan.options import setup_from
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
@@ -86,7 +78,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, memory: str, *words: str, **more: Any
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *WORDS, *words])
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     sizes = {"world_size": 24, "vocab_size": 1024, "bpipe_min_bytes": 65536}
-    return args(**{**sizes, "bpipe": True, "bpipe_memory": read_memory_budget(memory), **more})
+    return args(**{**sizes, "bpipe": True, "bpipe_memory": read_budget(memory), **more})
 
 
 def test_the_plan_is_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,13 +228,13 @@ def test_before_there_is_a_tokenizer_pairs_are_the_usual(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("text", ["", "0", "-1", "1e3", "70;80", "auto:", "auto:x", "70,", "0.0000000001"])
 def test_no_budget(text: str) -> None:
     with pytest.raises(ValueError, match="is no number of GiB above 0"):
-        read_memory_budget(text)
+        read_budget(text)
 
 
 def test_budgets() -> None:
-    assert read_memory_budget("auto") == MemoryBudget(None, True)
-    assert read_memory_budget("auto:1.5,2") == MemoryBudget((3 * 2**29, 2**31), True)
-    assert read_memory_budget("0.5") == MemoryBudget((2**29,), False)
+    assert read_budget("auto") == MemoryBudget(None, True)
+    assert read_budget("auto:1.5,2") == MemoryBudget((3 * 2**29, 2**31), True)
+    assert read_budget("0.5") == MemoryBudget((2**29,), False)
     assert budget_text([2**30, 2**30]) == "1.0"
     assert budget_text([2**30 + 1]) == "1.1", "a budget that is read from it is not smaller"
 

@@ -15,6 +15,7 @@ import pytest
 
 from bpipe import cli
 from bpipe.build import BalanceConfig, ScheduleConfig, build, choice_for_bound
+from bpipe.flags.budgets import MemoryBudget
 from bpipe.formats.document import write_json
 from bpipe.formats.grid import write_grid
 from bpipe.formats.text import write_csv
@@ -23,7 +24,6 @@ from bpipe.generate.timing import iteration_time
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
-from bpipe.plan.budget import MemoryBudget
 from megatron.scheduling.hooks import upstream
 from megatron.scheduling.options.choosing import own_schedule, unplaced
 from megatron.scheduling.options.following import complete
@@ -144,19 +144,7 @@ def test_an_order_is_chosen_for_a_bound_as_the_command_chooses_it(
     """With host buffers, which a training keeps. Also where the group is `auto`, which is how the parser says None."""
     found = own_schedule(args(**GROUPED, bpipe_bound=(8,), **flags))
     assert found is not None
-    sizes = [
-        "--stages",
-        "4",
-        "--microbatches",
-        "8",
-        "--chunks",
-        "2",
-        "--balance",
-        "bpipe",
-        "--bound",
-        "8",
-        "--buffers-stay",
-    ]
+    sizes = ["--pp", "4", "--microbatches", "8", "--vp", "2", "--balance", "bpipe", "--bound", "8", "--buffers-stay"]
     assert cli.main(["schedule", "--schedule", "grouped-interleaved", *sizes, *asked, "--format", "csv"]) == 0
     assert write_csv(build(found)) == capsys.readouterr().out
     usual = own_schedule(args(**GROUPED))

@@ -6,7 +6,6 @@ Nothing here imports Megatron, and neither may what it reads.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import re
 import subprocess
@@ -22,7 +21,6 @@ from megatron.scheduling.hooks.patches import PATCHES
 from megatron.scheduling.hooks.repairs import REPAIRS
 from megatron.scheduling.hooks.upstream import TRIED_VERSIONS
 from megatron.scheduling.options.arguments import SchedulingConfig
-from megatron.scheduling.options.flags import add_arguments
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = (ROOT / "docs/megatron.md").read_text()
@@ -164,15 +162,6 @@ def test_nothing_is_supported_and_refused_at_once() -> None:
     refused = {flag for flags in dropped for flag in re.findall(r"--[\w-]+", flags)}
     assert "--tp-comm-overlap" in refused
     assert not supported & refused
-
-
-def test_every_flag_is_in_the_table_with_its_default() -> None:
-    defaults = {}
-    for action in add_arguments(argparse.ArgumentParser(add_help=False))._actions:
-        value = str(action.metavar or "|".join(action.choices or ()))
-        usage = f"{action.option_strings[0]} {value}".rstrip()
-        defaults[usage] = {None: "none", False: "off"}.get(action.default, f"{action.default}".removesuffix(".0"))
-    assert {plain(row[0]): plain(row[1]) for row in table("Flags")} == defaults
 
 
 def test_every_replaced_function_is_in_the_table() -> None:

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from bpipe.plan.budget import MemoryBudget
-from bpipe.plan.state_hosts import read_moves
+from bpipe.flags.budgets import MemoryBudget, read_moves
 from bpipe.simulate.cost import Costs
 from megatron.scheduling import install
 from megatron.scheduling.options.arguments import BY_TRAINER, SchedulingConfig

@@ -1,0 +1,267 @@
+"""`bpipe schedule`: a schedule made or read, balanced and checked.
+
+In: flags, a schedule file. Out: text in a format, or a picture.
+
+Knows no schedule and no format itself: `program` builds, `ir` writes, `draw` draws. Imports nothing heavy, and what
+draws only to draw.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+from bpipe.build import BALANCES, ScheduleConfig, adopt, build, named_balance
+from bpipe.check.deadlock import WaitLevel, blocked_ranks
+from bpipe.commands import shortest
+from bpipe.commands.terminal import has_colours, is_terminal
+from bpipe.commands.times import times_of, unit_costs
+from bpipe.flags import outputs, schedules
+from bpipe.flags.flag import Command, Group, Options, Task
+from bpipe.flags.schedules import SUFFIXES
+from bpipe.flags.values import AUTO
+from bpipe.formats.document import write_json
+from bpipe.formats.grid import write_grid
+from bpipe.formats.listing import write_listing, write_listing_json
+from bpipe.formats.messages import write_runtime
+from bpipe.formats.read import read_file, source_of
+from bpipe.formats.text import write_csv
+from bpipe.generate.families import FAMILIES, exchange_of, families_for_bounds, families_with_early_forwarding
+from bpipe.ir.action import SHARDS, Action, Kind
+from bpipe.ir.host_buffers import num_host_memory_buffers
+from bpipe.ir.hosts import uses_host_memory
+from bpipe.ir.layout import Vocabulary
+from bpipe.ir.memory import num_transfers, peak_counts, plain, with_after_input
+from bpipe.ir.program import Exchange
+from bpipe.ir.schedule import Schedule
+from bpipe.lower.align import align
+from bpipe.lower.answered import lower_as_run
+
+# What `--costs` and `--hop` say.
+Times = tuple[tuple[Fraction, ...] | None, Fraction | None]
+
+# What makes a schedule, and has no meaning for one that is read.
+_MADE = (
+    schedules.SCHEDULE,
+    schedules.PIPELINE,
+    schedules.MICROBATCHES,
+    schedules.CHUNKS,
+    schedules.GROUP,
+    schedules.DELAY,
+    schedules.VOCABULARY,
+    schedules.VOCABULARY_INPUT,
+    schedules.HOP,
+    schedules.BUFFERS_STAY,
+    schedules.EARLY,
+)
+_NEEDED = _MADE[:3]
+_BALANCED = (schedules.BOUND, schedules.PARTNERS, schedules.HOSTS)
+COMMAND = Command(
+    (
+        Group("what is made", (*_MADE, schedules.COSTS, schedules.KEPT)),
+        Group("what is read", (schedules.INPUT, schedules.ALIGN)),
+        Group("how it is balanced", (schedules.BALANCE, *_BALANCED)),
+        Group("the shortest order", (schedules.OPTIMAL, schedules.TIME_LIMIT)),
+        Group("output", (schedules.SCHEDULE_FORMAT, schedules.MESSAGES, schedules.EXCHANGE, outputs.OUTPUT)),
+    ),
+    (
+        Task(
+            "make a schedule",
+            "bpipe schedule --schedule zb-h1 --pp 4 --microbatches 8",
+            ("schedule", "pipeline", "microbatches", "chunks", "costs"),
+        ),
+        Task(
+            "balance it",
+            "bpipe schedule --schedule 1f1b --pp 4 --microbatches 8 --balance bpipe",
+            ("balance", "bound", "hosts"),
+        ),
+        Task(
+            "draw it, or write it for others",
+            "bpipe schedule --schedule 1f1b --pp 4 --microbatches 8 --output 1f1b.svg",
+            ("output", "format"),
+        ),
+        Task("check one of your own", "bpipe schedule --input mine.csv --align", ("input", "align")),
+        Task(
+            "see every message",
+            "bpipe schedule --schedule 1f1b --pp 4 --microbatches 8 --messages",
+            ("messages", "exchange"),
+        ),
+    ),
+)
+
+_COLOURS = {
+    Kind.FORWARD: "34",
+    Kind.BACKWARD: "32",
+    Kind.BACKWARD_INPUT: "32",
+    Kind.BACKWARD_WEIGHT: "36",
+    **dict.fromkeys(SHARDS, "35;1"),
+    Kind.EVICT: "31",
+    Kind.HOST: "33",
+    Kind.RETURN: "33",
+    Kind.LOAD: "35",
+}
+
+
+def run(options: Options) -> None:
+    """Make or read it, then write it."""
+    output = None if options.output is None else Path(options.output)
+    form = options.format or _format_of(output)
+    _refuse_unused(options, form)
+    shortest.check(options)
+    schedule = shortest.changed(_generated(options) if options.input is None else _imported(options), options)
+    if options.messages:
+        content = _listed(
+            schedule, form, Exchange(options.exchange) if options.exchange else exchange_of(schedule.name)
+        ).encode()
+    else:
+        content = _written(schedule, form, (options.costs, options.hop), to_terminal=output is None and is_terminal())
+    if output is not None:
+        output.write_bytes(content)
+        return
+    sys.stdout.buffer.write(content)
+    sys.stdout.buffer.flush()
+
+
+def _refuse_unused(options: Options, form: str) -> None:
+    """Raises ValueError for a flag that says how to do what is not asked for."""
+    if options.exchange is not None and not options.messages:
+        raise ValueError("--exchange says when messages pass: give --messages, too, or leave it out")
+    if options.messages and (form not in ("grid", "json") or options.format == "grid"):
+        own = "runtime writes torch's messages itself" if form == "runtime" else f"a {form} has no room for messages"
+        raise ValueError(f"--messages is written as text, or with --format json: {own}, leave one of them out")
+    said = next((flag.name for flag in _BALANCED if getattr(options, flag.field)), None)
+    if options.balance == BALANCES[0] and said:
+        raise ValueError(f"{said} says how to balance: give --balance bpipe, too, or leave it out")
+
+
+def _format_of(output: Path | None) -> str:
+    """What a file of this name is to hold."""
+    suffix = "" if output is None else output.suffix.removeprefix(".").lower()
+    if suffix in ("", "txt"):
+        return "grid"
+    if suffix not in SUFFIXES:
+        raise ValueError(
+            f"--output {output}: .{suffix} is not written, only {', '.join(SUFFIXES)}: end the name so, or say --format"
+        )
+    return suffix
+
+
+def _generated(options: Options) -> Schedule:
+    missing = [flag.name for flag in _NEEDED if getattr(options, flag.field) is None]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} missing: say what to generate, or read a schedule with --input")
+    if options.align:
+        raise ValueError("--align is for a schedule read with --input: what is generated is aligned")
+    if options.early:
+        options.schedule = _early(options.schedule)
+    config = ScheduleConfig(
+        options.schedule,
+        options.pipeline,
+        options.microbatches,
+        options.chunks or FAMILIES[options.schedule].min_chunks,
+        named_balance(options.balance, options.bound, options.partners, options.buffers_stay, options.hosts),
+        _group_of(options),
+        vocabulary=Vocabulary(options.vocabulary_parallel or Vocabulary.WHOLE),
+        input_shards=options.input_shards,
+        costs=unit_costs(options.costs, options.hop),
+        delay=options.delay or 0,
+        after_input=Fraction(1) if options.kept is None else options.kept,
+    )
+    if options.buffers_stay and config.limit is None:
+        raise ValueError(
+            "--buffers-stay is for orders that are chosen for a bound: give --bound N and no group, or leave it out"
+        )
+    return build(config)
+
+
+def _early(name: str) -> str:
+    """The family that is this one with early forwarding."""
+    found = FAMILIES[name].early
+    if found is None:
+        raise ValueError(
+            f"--early: {name} has no early forwarding: leave it out, or choose from {families_with_early_forwarding()}"
+        )
+    return found
+
+
+def _group_of(options: Options) -> int | None:
+    """None where it is chosen, or the schedule's usual one."""
+    if options.group != AUTO:
+        size: int | None = options.group
+        return size
+    if FAMILIES[options.schedule].within is None:
+        raise ValueError(
+            f"--group auto: {options.schedule} makes no orders for a bound: give a number, or choose "
+            f"{families_for_bounds()}"
+        )
+    if options.bound is None or len(set(options.bound)) > 1:
+        raise ValueError("--group auto is chosen for a bound: give --balance bpipe and --bound N, one for all ranks")
+    if options.partners is not None:
+        raise ValueError("--group auto is made for opposite ranks as partners: leave --partners out, or give a group")
+    return None
+
+
+def _imported(options: Options) -> Schedule:
+    for flag in _MADE:
+        if getattr(options, flag.field) not in (None, False):
+            raise ValueError(f"{flag.name} is for generating, --input reads a schedule: give one of them")
+    schedule = read_file(options.input)
+    try:
+        if options.kept is not None:
+            schedule = with_after_input(schedule, options.kept)
+        how = named_balance(options.balance, options.bound, options.partners, hosts=options.hosts)
+        return adopt(align(schedule) if options.align else schedule, how)
+    except ValueError as error:
+        raise ValueError(f"{source_of(options.input)}: {error}") from None
+
+
+def _written(schedule: Schedule, form: str, given: Times, to_terminal: bool) -> bytes:
+    if form == "csv":
+        return write_csv(schedule).encode()
+    if form == "runtime":
+        return write_runtime(schedule).encode()
+    if form == "json":
+        return write_json(schedule, times_of(schedule, *given)).encode()
+    if form == "svg":
+        from bpipe.draw.svg import write_svg
+
+        return write_svg(schedule).encode()
+    if form == "png":
+        if to_terminal:
+            raise ValueError("a png is not for the terminal: name a file with --output")
+        from bpipe.draw.png import write_png
+
+        return write_png(schedule)
+    width = shutil.get_terminal_size().columns if to_terminal else None
+    return (
+        write_grid(schedule, width, _paint if to_terminal and has_colours() else None) + _remarks(schedule, given)
+    ).encode()
+
+
+def _listed(schedule: Schedule, form: str, exchange: Exchange) -> str:
+    """What every rank does. The exchange may be one that nobody runs the schedule with: where that blocks, it is
+    said beside it."""
+    programs = lower_as_run(schedule, exchange)
+    for one in blocked_ranks(schedule, WaitLevel.ASYNCHRONOUS, exchange):
+        place = (
+            f"rank {one.rank}, slot {one.slot}: waits for ever for {one.message}, the other end is on rank {one.peer}"
+        )
+        print(f"bpipe: with --exchange {exchange.value} {place}", file=sys.stderr)
+    return (write_listing_json if form == "json" else write_listing)(programs, exchange)
+
+
+def _paint(text: str, action: Action | None) -> str:
+    return text if action is None else f"\x1b[{_COLOURS.get(action.kind, '0')}m{text}\x1b[0m"
+
+
+def _remarks(schedule: Schedule, given: Times) -> str:
+    """What the grid shows, in numbers, as lines its reader passes over; how long it takes where its slots do not say
+    that."""
+    evictions = ",".join(str(num_transfers(schedule, rank).evictions) for rank in range(schedule.num_ranks))
+    remark = f"# peak={','.join(str(plain(peak)) for peak in peak_counts(schedule))} evictions={evictions}"
+    if uses_host_memory(schedule.hosts):
+        remark += f" own_memory={','.join(str(num_host_memory_buffers(schedule, rank)) for rank in range(schedule.num_ranks))}"
+    found = times_of(schedule, *given) if any(given) or schedule.split_stages else None
+    return remark + (f" makespan={found['makespan']} bubble_percent={found['bubble_percent']}\n" if found else "\n")

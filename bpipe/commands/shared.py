@@ -1,0 +1,55 @@
+"""What several commands share: groups of flags, and what these mean.
+
+In: options. Out: Cluster, text. Computes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from bpipe.flags.configurations import CONFIGURATION, EXPERTS, LAUNCHED, MODEL, TRAINING
+from bpipe.flags.flag import Group, Options
+from bpipe.models.calibration import read_calibration
+from bpipe.models.cluster import Cluster
+from bpipe.models.cluster_file import cluster_named
+from bpipe.models.kernel_times import read_kernel_times
+from bpipe.plan.megatron_command import Reading
+
+# What a launch may say: its defaults are filled in once it was read.
+TRAINED = tuple(
+    group._replace(flags=tuple(flag.where_a_launch_may_say_it() for flag in group.flags))
+    for group in (MODEL, TRAINING, EXPERTS, CONFIGURATION)
+)
+# Of one configuration, by flags or from a launch.
+CONFIGURED: tuple[Group, ...] = (*TRAINED, LAUNCHED)
+
+
+def cluster_of(options: Options, reading: Reading | None = None) -> Cluster:
+    """Return the cluster; what its text does not say of nodes and their devices, the launch says."""
+    cluster = cluster_named(options.cluster, None if reading is None else reading.devices)
+    if options.kernel_times is not None:
+        cluster = replace(cluster, kernels=read_kernel_times(options.kernel_times))
+    if options.calibration is None:
+        return cluster
+    calibration = read_calibration(options.calibration)
+    try:
+        return calibration.of(cluster)
+    except ValueError as error:
+        raise ValueError(f"--calibration {options.calibration}: {error}") from None
+
+
+def picture_file(name: str | None, suffixes: Sequence[str]) -> Path | None:
+    """Where --plot draws. Raises ValueError for what is not drawn."""
+    if name is None or Path(name).suffix in suffixes:
+        return None if name is None else Path(name)
+    *others, last = suffixes
+    raise ValueError(f"--plot {name}: the name must end in {', '.join(others)} or {last}")
+
+
+def print_json(value: object) -> None:
+    json.dump(value, sys.stdout, indent=1, allow_nan=False)
+    print()

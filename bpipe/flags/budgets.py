@@ -1,0 +1,92 @@
+"""Read and write the values of flags that say how many bytes are where. In: text, in GiB. Out: bytes, or a ValueError.
+
+Plans and the training ask with them. Knows no flag.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+from typing import NamedTuple
+
+from bpipe.flags.values import AUTO
+from bpipe.models.cluster import GIB
+
+# Storages below this stay where they are, unless somebody says otherwise.
+MINIMUM_BYTES = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """A budget as it was asked for, for all ranks or each; None: all that the device has.
+
+    `learns`: measured bytes replace predicted.
+    """
+
+    budget_bytes: tuple[int, ...] | None
+    learns: bool
+
+
+# More than any device has; a size in MiB is beyond it.
+LARGEST_DEVICE_GIB = 4096
+
+
+def read_budget(text: str) -> MemoryBudget:
+    """Read `70.5`, `70,70,75,79`, `auto` or `auto:70`. Raises ValueError for anything else."""
+    head, colon, rest = text.partition(":")
+    if head != AUTO:
+        return MemoryBudget(read_gib(text), False)
+    return MemoryBudget(read_gib(rest) if colon else None, True)
+
+
+def read_gib(text: str) -> tuple[int, ...]:
+    """Read `70.5` or `70,70,75,79`, in bytes. Raises ValueError for anything else."""
+    one = r"[0-9]{1,6}(\.[0-9]{1,9})?"
+    found = (
+        tuple(int(Fraction(number) * GIB) for number in text.split(","))
+        if re.fullmatch(f"{one}(,{one})*", text)
+        else ()
+    )
+    if not found or min(found) < 1:
+        raise ValueError(
+            f"{text[:40]!r} is no number of GiB above 0, no list of them such as 70,70,75,79, and not {AUTO}"
+        )
+    if max(found) > LARGEST_DEVICE_GIB * GIB:
+        most = f"more than the {LARGEST_DEVICE_GIB} GiB of any device"
+        raise ValueError(
+            f"{text[:40]!r} is {most}: it is in GiB, so {max(found) // GIB} MiB are {max(found) / GIB / 1024:g}"
+        )
+    return found
+
+
+class HostedState(NamedTuple):
+    """Of each device of rank `giver` so many bytes wait on the device of rank `host` with the same place in the
+    other dimensions."""
+
+    giver: int
+    host: int
+    num_bytes: int
+
+
+def write_moves(moves: Sequence[HostedState]) -> str:
+    """Write what `read_moves` reads, in GiB, rounded up."""
+    return ",".join(f"{giver}:{host}:{ceil(100 * num_bytes / GIB) / 100:.2f}" for giver, host, num_bytes in moves)
+
+
+def read_moves(text: str) -> tuple[HostedState, ...]:
+    """Read `RANK:HOST:GIB`, with commas between. Raises ValueError for anything else."""
+    moves = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d{1,6}):(\d{1,6}):(\d{1,6}(?:\.\d{1,9})?)", part)
+        if match is None or not float(match[3]):
+            raise ValueError(f"{part[:40]!r} must be RANK:HOST:GIB, such as 0:6:7.9, with commas between several")
+        moves.append(HostedState(int(match[1]), int(match[2]), int(float(match[3]) * GIB)))
+    both = {move.giver for move in moves} & {move.host for move in moves}
+    if both:
+        raise ValueError(f"rank {min(both)} keeps for another and lets another keep: it has room, or it has not")
+    if len({move[:2] for move in moves}) < len(moves):
+        raise ValueError(f"{text[:80]!r} names a rank and its host twice: add up what is to be there")
+    return tuple(moves)
