@@ -43,7 +43,7 @@ def cluster_of(options: Options, reading: Reading | None = None) -> Cluster:
 
 
 def picture_file(name: str | None, suffixes: Sequence[str]) -> Path | None:
-    """Where --plot draws. Raises ValueError for what is not drawn."""
+    """Return the file that --plot draws. Raises ValueError for a suffix that cannot be drawn."""
     if name is None or Path(name).suffix in suffixes:
         return None if name is None else Path(name)
     *others, last = suffixes

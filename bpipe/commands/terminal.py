@@ -15,12 +15,12 @@ BOLD, RED, GREEN = "1", "31", "32"
 
 
 def is_terminal() -> bool:
-    """Whether a person reads standard output."""
+    """Return whether standard output is a terminal."""
     return sys.stdout.isatty()
 
 
 def has_colours() -> bool:
-    """Whether that terminal shows colours, and nobody said to leave them out."""
+    """Return whether that terminal shows colours and nothing forbids them."""
     return is_terminal() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 

@@ -63,8 +63,8 @@ def read_gib(text: str) -> tuple[int, ...]:
 
 
 class HostedState(NamedTuple):
-    """Of each device of rank `giver` so many bytes wait on the device of rank `host` with the same place in the
-    other dimensions."""
+    """Move of optimizer state: `num_bytes` of each device of rank `giver` wait on the device of rank `host` with the
+    same place in other dimensions."""
 
     giver: int
     host: int

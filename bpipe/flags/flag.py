@@ -67,12 +67,12 @@ class Flag:
 
     @property
     def name(self) -> str:
-        """What a message calls it: the shortest of its names."""
+        """Name in messages: the shortest of its names."""
         return self.names.split()[-1] if self.names else self.value
 
     @property
     def in_launch(self) -> str:
-        """Its name on Megatron's command line. Raises ValueError where it has none."""
+        """Name on Megatron's command line. Raises ValueError where it has none."""
         if self.launch is None:
             raise ValueError(f"{self.field} is no flag of a launch")
         return self.launch.name or self.names.split()[0]
@@ -95,11 +95,11 @@ class Flag:
         )
 
     def several(self, help: str, default: object = None, **changes: object) -> Flag:
-        """The same with as many values as are given."""
+        """Return the flag with any number of values."""
         return replace(self, help=help, default=default, count="+", **changes)  # type: ignore[arg-type]
 
     def where_a_launch_may_say_it(self) -> Flag:
-        """The same with no default of its own: a launch comes before that."""
+        """Return the flag without a default of its own: a launch comes before that."""
         return replace(self, default=None)
 
 
@@ -119,7 +119,7 @@ class Group(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What somebody wants to do with a command: an example, and the fields of the flags for it."""
+    """Task of a command: an example, and the fields of the flags for it."""
 
     title: str
     example: str

@@ -95,8 +95,8 @@ class Parser(argparse.ArgumentParser):
                 declare(to, flag)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """What stands behind `--` is a launch where one is taken: argparse would not, where another positional stood
-        before a flag."""
+        """Parse what stands behind `--` as a launch where one is taken; argparse fails there if another positional
+        precedes a flag."""
         if args is None or "--" not in args or self.get_default(REST) is None:
             return super().parse_known_args(args, namespace)
         place = args.index("--")
@@ -115,7 +115,7 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unknown flag {wrong}{meant and ','}{meant}")
 
     def error(self, message: str) -> NoReturn:
-        """One line: the usage of a command with thirty flags would push it off the screen."""
+        """Print an error as one line: the usage of a command with thirty flags would push it off the screen."""
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
