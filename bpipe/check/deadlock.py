@@ -11,6 +11,12 @@ The first iteration waits for more, and is what is run here: a HOST until the ev
 of which it has run a forward when it comes to its EVICT, and the first EVICT of a stage into a host buffer until its
 HOST has made room. Where sizes differ every later iteration begins with a word of each evictor to each of its hosts,
 how large rooms have to be, for which these wait (`size_messages`): that is run as well, before the first computation.
+And where both ends of a transfer take part a HOST waits until its evictor has come to the EVICT and told how long its
+storages are (`differing`).
+
+The first message of a sort tells its shape, and passes by way of the hosts (`transport.edges`): it stands in no queue.
+It is run like those of every later iteration, which stand in one. One thread of a rank issues everything, in the order
+of its program.
 
 A communicator is made by the first exchange in it, unless it is there before (`births`). Where messages pass in batches
 that is one of all ranks, and each waits there until the last has come; where they pass one by one, it is one of two.
@@ -71,12 +77,14 @@ def blocked_ranks(
     waits: WaitLevel = WaitLevel.IN_EVERY_OPERATION,
     exchange: Exchange = Exchange.POSTED,
     births: bool = False,
+    differing: bool = False,
 ) -> tuple[Blocked, ...]:
     """Return every rank that never finishes; empty for a schedule that cannot deadlock.
 
-    `births`: communicators are not there before.
+    `births`: communicators are not there before. `differing`: micro-batches differ in size, and both ends of each
+    transfer take part.
     """
-    board = _Board(schedule, exchange, births)
+    board = _Board(schedule, exchange, births, differing)
     ranks = [_RankWalk(program, board, waits) for program in lower(schedule, exchange)]
     runnable, waiting = board.runnable, board.waiting
     runnable += ranks
@@ -110,8 +118,9 @@ class _Board:
     `missing[number]` ends have not arrived yet; `waiting[number]` go on when the last has.
     """
 
-    def __init__(self, schedule: Schedule, exchange: Exchange, births: bool) -> None:
+    def __init__(self, schedule: Schedule, exchange: Exchange, births: bool, differing: bool) -> None:
         self.schedule = schedule
+        self.differing = differing
         self.exchange = exchange
         # Our own loop's communicators are made before it runs.
         self.births = births and exchange is not Exchange.POSTED
@@ -313,9 +322,10 @@ class _RankWalk:
         self.last_sent[parties] = value
 
     def _start(self, transfer: Transfer) -> Iterator[int]:
-        kind, grows = transfer.action.kind, False
+        kind, grows, hears = transfer.action.kind, False, False
         if kind is Kind.HOST:
             self.num_hosted += 1
+            hears = self.board.differing
             yield from self._sizes(transfer.sender)
         elif kind is Kind.EVICT:
             residency = next(self.leaving)
@@ -324,7 +334,7 @@ class _RankWalk:
             )
         number = self.started[id(transfer)] = self.board.transfer(self.halves.start(transfer))
         self.board.arrive(number)
-        if grows or self.waits >= WaitLevel.AT_ISSUE:
+        if grows or hears or self.waits >= WaitLevel.AT_ISSUE:
             yield from self._until(number)
         else:
             self.outstanding.append(number)

@@ -453,14 +453,14 @@ def check_no_deadlock(case: Case) -> None:
     _check_waits(case, WaitLevel.IN_EVERY_OPERATION)
 
 
-def check_waits(schedule: Schedule, waits: WaitLevel, exchange: Exchange) -> None:
-    """Check that a schedule does not get stuck at one level of waiting: a run may be stricter than what every
-    schedule must stand."""
-    _check_waits(Case(schedule, exchange), waits)
+def check_waits(schedule: Schedule, waits: WaitLevel, exchange: Exchange, differing: bool = False) -> None:
+    """Check that a schedule does not get stuck at one level of waiting: a run may be stricter than what every schedule
+    must stand."""
+    _check_waits(Case(schedule, exchange), waits, differing)
 
 
-def _check_waits(case: Case, waits: WaitLevel) -> None:
-    blocked = blocked_ranks(case.schedule, waits, case.exchange)
+def _check_waits(case: Case, waits: WaitLevel, differing: bool = False) -> None:
+    blocked = blocked_ranks(case.schedule, waits, case.exchange, differing=differing)
     if blocked:
         first = min(blocked, key=lambda one: one.slot)
         others = ", ".join(f"rank {one.rank} for rank {one.peer} at slot {one.slot}" for one in blocked[:8])

@@ -3,8 +3,8 @@
 In: a Schedule, UnitCosts, a bound. Out: `Shortest`.
 
 The computations stay on their ranks; which comes first is open. Times, dependencies and memory are those of `timing`,
-`ir.dependencies` and `ir.memory`, written as constraints for OR-tools' CP-SAT, which is imported only here. It ends with a
-proof, or, where time ends first, with the best order found and what no order can go below.
+`ir.dependencies` and `ir.memory`, written as constraints for OR-tools' CP-SAT, which is imported only here. It ends
+with a proof, or, where time ends first, with the best order found and what no order can go below.
 
 Micro-batches that take the same way are alike. Where a stage does not take them in their order, sort the times at which
 it starts its computations of a kind, and give each its micro-batch's: the k-th of them still comes after the k-th of

@@ -2,9 +2,9 @@
 
 In: a Layout, one order a rank, UnitCosts. Out: `Work`, when it starts, a `IterationTime`.
 
-A computation starts when the one before it on its rank is over and what it needs has been made (`ir.dependencies`), on another
-rank a hop ago. Two that overlap take as long as both. Times are whole numbers of ticks, as many to a unit of the costs
-as make every duration whole. Knows no memory, no transfers and no bandwidth: who wants these asks `simulate`.
+A computation starts when the one before it on its rank is over and what it needs has been made (`ir.dependencies`), on
+another rank a hop ago. Two that overlap take as long as both. Times are whole numbers of ticks, as many to a unit of
+the costs as make every duration whole. Knows no memory, no transfers and no bandwidth: who wants these asks `simulate`.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class Exchange(enum.Enum):
 
 
 class Message(NamedTuple):
-    """A message between ranks: `value` is its number (`ir.dependencies`), `made_by` and `needed_by` the computations at its
-    ends.
+    """A message between ranks: `value` is its number (`ir.dependencies`), `made_by` and `needed_by` the computations at
+    its ends.
 
     `parties` are the ranks that have a part in it, those that make it first; more than two, or several that make it: a
     collective.

@@ -58,11 +58,18 @@ def has_one_queue(setup: Setup) -> bool:
 
 def stands_still(setup: Setup) -> bool:
     """Return whether ranks would wait for each other, as the trainer finds before it begins: by sends ahead of their
-    receivers, in one queue."""
-    if not (setup.is_sharded and has_one_queue(setup)):
+    receivers, in one queue.
+
+    Two pipes do from 12 ranks on, with some numbers of micro-batches and not with more.
+    """
+    if not (has_one_queue(setup) and (setup.is_sharded or setup.num_pipes > 1)):
         return False
     alone = replace(setup, balance="none", how=EVENLY)
-    return _waits(alone.program(min(setup.num_microbatches, _STEPS * setup.stride)))
+    return _waits(
+        alone.program(
+            setup.num_microbatches if setup.num_pipes > 1 else min(setup.num_microbatches, _STEPS * setup.stride)
+        )
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -148,51 +148,6 @@ class _OwnStreamLane(StreamLane):
             return super().run(job, after)
 
 
-class _Posted:
-    """A job that a thread issues to a stream: the host waits until it has, and then the current stream for its end."""
-
-    def __init__(self, ticket: Pending, end: torch.Event) -> None:
-        self._ticket = ticket
-        self._end = end
-
-    def wait(self) -> None:
-        self._ticket.wait()
-        _here().wait_event(self._end)
-
-
-class _PostingLane:
-    """A thread that issues jobs to a stream of its own, for those that have to hear something from the partner first.
-
-    A job starts behind what the current stream had been given when it was asked for, and behind nothing that came
-    later: what comes later may need what the partner does with this very job.
-    """
-
-    def __init__(self, device: torch.device, timeout_s: float) -> None:
-        self._thread = ThreadLane("posting", timeout_s)
-        self._stream = torch.Stream(device, priority=-1)
-
-    def run(self, job: Job, after: Sequence[Pending] = ()) -> Pending:
-        asked, end = _here().record_event(), torch.Event(self._stream.device)
-
-        def issue() -> None:
-            with current(self._stream):
-                self._stream.wait_event(asked)
-                for pending in after:
-                    pending.wait()
-                job()
-                end.record(self._stream)
-
-        return _Posted(self._thread.run(issue), end)
-
-    def close(self, wait: bool = True) -> None:
-        self._thread.close(wait)
-
-
-def posting(device: torch.device, timeout_s: float) -> CopyLane:
-    """Return a lane whose jobs may wait for a message of the partner's: never in the host's own thread."""
-    return _PostingLane(device, timeout_s) if _has_streams(device) else ThreadLane("posting", timeout_s)
-
-
 def beside(device: torch.device, timeout_s: float) -> CopyLane:
     """Return a lane for what is computed once others have made their part, while the computation goes on: a stream
     of its own, or a thread."""
@@ -221,9 +176,7 @@ def copying_on(device: torch.device) -> Device:
         index = cast(int | None, device.index)
         device = torch.device(device.type, torch.accelerator.current_device_index() if index is None else index)
     handle = cuda.stream_handle if device.type == "cuda" else _native_handle
-    return Device(
-        device, lanes, posting, synchronize, handle, torch.accelerator.empty_cache, functools.partial(_apart, device)
-    )
+    return Device(device, lanes, synchronize, handle, torch.accelerator.empty_cache, functools.partial(_apart, device))
 
 
 def _native_handle() -> int:

@@ -9,6 +9,9 @@ schedule.
     all make a part, one needs it   reduction     of each tensor the sum, in the type in which it was sent
     and a stage needs it, too       both          what was gathered, and for that stage the sum of what each rank makes of it
 
+What one rank makes for all has a shape that the others learn of its first, which passes by way of the hosts (see
+`edges`).
+
 Every sort of collectives has a process group of its own, made by all ranks in one order and used once before the first
 step. Within a sort all ranks issue theirs in one order, that of their S and T, which are in one order on all ranks;
 sorts may stand in another order to each other on every rank, and in one communicator would wait for each other. Nobody
@@ -33,17 +36,26 @@ import torch.distributed as dist
 
 from bpipe.ir.action import SHARDS, Action, Kind
 from bpipe.ir.program import Message
-from bpipe.transport.announcement import ANNOUNCEMENT, Shapes, announcement, check_alike, empty, read, shapes_of
 from bpipe.transport.base import Pending
+from bpipe.transport.control import Control, SentMessage, Subject
 from bpipe.transport.distributed import Works, gather_into, name_timeout, new_group
 from bpipe.transport.edges import Edges
 from bpipe.transport.lanes import CopyLane
+from bpipe.transport.shapes import Shapes, check_alike, empty, shapes_of
 
 Tensors = tuple[torch.Tensor, ...]
 
 # What makes what a sort of collectives carries: of the output layer's shards, and of the embedding's.
 SORTS = (Kind.FORWARD, Kind.SHARD_FORWARD, Kind.SHARD_BACKWARD)
 INPUT_SORTS = (Kind.INPUT_FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT)
+# Of these one rank makes what all need.
+_FIRST = {
+    Kind.FORWARD: Subject.FIRST_OUTPUT,
+    Kind.BACKWARD: Subject.FIRST_GRADIENT,
+    Kind.BACKWARD_INPUT: Subject.FIRST_SPLIT_GRADIENT,
+}
+# The rank that makes a message, or the first of them, and what it computes for it.
+Sort = tuple[int, Kind]
 
 
 @dataclass(frozen=True)
@@ -51,10 +63,13 @@ class SharedGroups:
     """This rank's groups by what makes what they carry.
 
     `pipeline` are the global ranks of its pipeline, by their places in it.
+
+    `hosts` are the control groups with each of the others, by its place.
     """
 
     pipeline: tuple[int, ...]
     of: Mapping[Kind, dist.ProcessGroup]
+    hosts: Mapping[int, Control]
     timeout_s: float | None = None
 
 
@@ -79,7 +94,12 @@ def connect_shared(
             group = new_group(ranks, backend, timeout_s, f"SHARDS_{kind.value}_{ranks[0]}_{ranks[-1]}", few_units=False)
             if rank in ranks:
                 found[kind] = group
-    groups = SharedGroups(next(ranks for ranks in pipelines if rank in ranks), found, timeout_s)
+    hosts: dict[int, Control] = {}
+    for ranks in pipelines:
+        group = new_group(ranks, "gloo", timeout_s, f"SHARDS_CONTROL_{ranks[0]}_{ranks[-1]}")
+        if rank in ranks:
+            hosts = {place: Control(other, group) for place, other in enumerate(ranks) if other != rank}
+    groups = SharedGroups(next(ranks for ranks in pipelines if rank in ranks), found, hosts, timeout_s)
     # A network that does not connect fails here and not in the middle of a step.
     for group in found.values():
         dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -121,33 +141,34 @@ class Collectives:
         self._rank, self._groups, self._rank_of, self._device, self._second = rank, groups, rank_of, device, second
         # What broke on the lane, of which only the rank that needs the sum would hear.
         self._broken: list[Exception] = []
-        self._shapes: dict[Kind, Shapes] = {}
-        # By sort, until its first message has told what the others are.
-        self._announced: dict[Kind, tuple[torch.Tensor, Works]] = {}
+        self._shapes: dict[Sort, Shapes] = {}
+        # What was posted of which the shape is not known; and by message, what passes by way of the hosts.
+        self._posted: set[int] = set()
+        self._firsts: dict[int, list[SentMessage]] = {}
         # By message: what carries it, and what will have come of it here.
         self._passing: dict[int, _UnderWay] = {}
 
     def post(self, message: Message) -> None:
         """Be ready for a broadcast."""
-        if _sort(message) in self._shapes:
+        if self._sort(message) in self._shapes:
             self._receive(message)
-        elif _sort(message) not in self._announced:
-            numbers = torch.empty(ANNOUNCEMENT, dtype=torch.int64, device=self._device)
-            self._announced[_sort(message)] = numbers, self._broadcast(message, [numbers])
+        else:
+            self._posted.add(message.value)
 
     def send(self, message: Message, tensors: Tensors) -> None:
         """Let this rank's part go: it is not to be used again, and a reduction may write over it."""
         self._raise_broken()
         # Some backends know what is over without being waited for; what nobody here needs may go.
         self._passing = {value: one for value, one in self._passing.items() if one.made or not one.works.completed}
-        sort, parts = _sort(message), tuple(tensor.detach().contiguous() for tensor in tensors)
+        sort, parts = self._sort(message), tuple(tensor.detach().contiguous() for tensor in tensors)
         shapes = shapes_of(parts)
         first = sort not in self._shapes
         check_alike(self._rank, message, shapes, self._shapes.setdefault(sort, shapes))
         if len(message.made_by) == 1:
-            # The announcement is over with what follows it.
-            ahead = [announcement(message, shapes).to(self._device)] if first else []
-            self._passing[message.value] = _UnderWay(self._broadcast(message, [*ahead, *parts]), ())
+            if first:
+                self._firsts[message.value] = self._by_hosts(message, parts)
+            else:
+                self._passing[message.value] = _UnderWay(self._broadcast(message, parts), ())
             return
         takers = {self._rank_of(action) for action in message.needed_by}
         stages = {self._rank_of(action) for action in message.needed_by if action.kind not in SHARDS}
@@ -165,8 +186,17 @@ class Collectives:
     def wait(self, message: Message) -> Tensors:
         """Wait for a message and return what came of it: nothing for a broadcast that this rank sent or a reduction
         for another."""
+        if message.value in self._firsts:
+            with name_timeout(self._groups.timeout_s):
+                for sent in self._firsts.pop(message.value):
+                    sent.wait()
+            return ()
         if message.value not in self._passing and self._receives(message):
-            self._learn(message)
+            if message.value not in self._posted:
+                raise ValueError(f"rank {self._rank}: waits for {message}, which it never posted")
+            self._posted.remove(message.value)
+            if self._sort(message) not in self._shapes:
+                return self._take_first(message)
             self._receive(message)
         # What a backend knows to be over may be gone already.
         passing = self._passing.pop(message.value, None)
@@ -183,35 +213,41 @@ class Collectives:
         if self._broken:
             raise self._broken[0]
 
+    def _sort(self, message: Message) -> Sort:
+        return self._rank_of(message.made_by[0]), _kind(message)
+
     def _receives(self, message: Message) -> bool:
         return len(message.made_by) == 1 and self._rank_of(message.made_by[0]) != self._rank
 
-    def _learn(self, message: Message) -> None:
-        """The shapes of a sort, before its first message."""
-        if _sort(message) not in self._announced:
-            raise ValueError(f"rank {self._rank}: waits for {message}, which it never posted")
-        numbers, works = self._announced.pop(_sort(message))
+    def _by_hosts(self, message: Message, parts: Tensors) -> list[SentMessage]:
+        others = [place for place in message.parties if place != self._rank]
         with name_timeout(self._groups.timeout_s):
-            works.wait()
-        self._shapes[_sort(message)] = read(numbers)
+            return [self._groups.hosts[place].send_tensors(_FIRST[_kind(message)], parts) for place in others]
+
+    def _take_first(self, message: Message) -> Tensors:
+        """Take the first message of a sort, for which the host waits."""
+        with name_timeout(self._groups.timeout_s):
+            tensors = self._groups.hosts[self._rank_of(message.made_by[0])].receive_tensors(_FIRST[_kind(message)])
+        self._shapes[self._sort(message)] = shapes_of(tensors)
+        return tuple(tensor.to(self._device) for tensor in tensors)
 
     def _receive(self, message: Message) -> None:
-        tensors = empty(self._shapes[_sort(message)], self._device)
+        tensors = empty(self._shapes[self._sort(message)], self._device)
         self._passing[message.value] = _UnderWay(self._broadcast(message, tensors), tensors)
 
     def _broadcast(self, message: Message, tensors: Sequence[torch.Tensor]) -> Works:
         (maker,) = message.made_by
-        source, group = self._groups.pipeline[self._rank_of(maker)], self._groups.of[_sort(message)]
+        source, group = self._groups.pipeline[self._rank_of(maker)], self._groups.of[_kind(message)]
         with name_timeout(self._groups.timeout_s):
             return Works([dist.broadcast(tensor, source, group=group, async_op=True) for tensor in tensors], tensors)
 
-    def _reduce(self, message: Message, parts: Tensors, taker: int, sort: Kind | None = None) -> Works:
-        target, group = self._groups.pipeline[taker], self._groups.of[sort or _sort(message)]
+    def _reduce(self, message: Message, parts: Tensors, taker: int, kind: Kind | None = None) -> Works:
+        target, group = self._groups.pipeline[taker], self._groups.of[kind or _kind(message)]
         with name_timeout(self._groups.timeout_s):
             return Works([dist.reduce(part, target, group=group, async_op=True) for part in parts], parts)
 
     def _gather(self, message: Message, parts: Tensors) -> _UnderWay:
-        group = self._groups.of[_sort(message)]
+        group = self._groups.of[_kind(message)]
         everybody = tuple(part.new_empty((group.size(), *part.shape)) for part in parts)
         with name_timeout(self._groups.timeout_s):
             works = [
@@ -261,5 +297,5 @@ class EdgesAndCollectives:
         return self._collectives if message.is_collective else self._edges
 
 
-def _sort(message: Message) -> Kind:
+def _kind(message: Message) -> Kind:
     return message.made_by[0].kind

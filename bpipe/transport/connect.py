@@ -20,7 +20,7 @@ from bpipe.transport.base import Transport
 from bpipe.transport.control import Control, Subject
 from bpipe.transport.device import Device
 from bpipe.transport.device_memory import DeviceMemory
-from bpipe.transport.distributed import Distributed, PairGroups, abort_groups, destroy_groups, new_group, pair_groups
+from bpipe.transport.distributed import Distributed, PairGroups, abort_groups, destroy_groups, pair_control, pair_groups
 from bpipe.transport.headed import Headed
 from bpipe.transport.host_memory import Budget, Buffers, LocalRank, MemoryLimit, memory_limits
 from bpipe.transport.lanes import CopyLane
@@ -122,7 +122,6 @@ class Connection:
         self._device = device
         self._lanes = lanes
         self.timeout_s = timeout_s
-        self._posting: CopyLane | None = None
 
     def transport(self, name: str | None = None, differing: bool = False) -> Transport:
         """Return a transport of this name, or of the one that was chosen.
@@ -134,7 +133,7 @@ class Connection:
             name = self.link.transport
         if name in self._groups:
             alike = Distributed(self.control, self._groups[name])
-            return Headed(alike, self.control, self._posting_lane()) if differing else alike
+            return Headed(alike, self.control) if differing else alike
         if name in TWO_SIDED:
             raise RuntimeError(
                 f"this pair has no groups for {name}: it was connected by "
@@ -144,13 +143,6 @@ class Connection:
             return OneSidedCopies(Host(self._device, self.budget), *self._lanes)
         lender = DeviceMemory(self._device) if self._device.has_runtime else SharedMemory()
         return OneSidedCopies(Peer(self.control, lender), *self._lanes)
-
-    def _posting_lane(self) -> CopyLane:
-        """Return the lane through which all programs' transfers of a direction go, in the order in which they are
-        asked for."""
-        if self._posting is None:
-            self._posting = self._device.posting(self._device.device, self.timeout_s)
-        return self._posting
 
     def settle(self, link: MeasuredLink) -> None:
         """Keep to this link. Both ranks call it with the same one.
@@ -169,7 +161,7 @@ class Connection:
             abort_groups(self._groups[name])
 
     def close(self) -> None:
-        for lane in (*self._lanes, *([self._posting] if self._posting else [])):
+        for lane in self._lanes:
             lane.close()
 
 
@@ -237,13 +229,13 @@ def _connected(
     rank = dist.get_rank()
     connections: dict[int, Connection] = {}
     for low, high in sorted(pairs):
-        group = new_group([low, high], "gloo", timeout_s, f"CONTROL_{low}_{high}")
+        control = pair_control(low, high, timeout_s)
         groups = {name: pair_groups(low, high, name, timeout_s) for name in two_sided}
-        if rank in (low, high):
+        if control is not None:
             partner = high if rank == low else low
             mine = {name: made for name, made in groups.items() if made is not None}
             lanes = device.lanes(device.device, timeout_s)
-            connections[partner] = Connection(partner, Control(partner, group), mine, device, lanes, timeout_s)
+            connections[partner] = Connection(partner, control, mine, device, lanes, timeout_s)
     return dict(sorted(connections.items()))
 
 

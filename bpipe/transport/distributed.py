@@ -155,6 +155,13 @@ def pair_groups(
     return PairGroups(partner, sending, receiving, timeout_s)
 
 
+def pair_control(low: int, high: int, timeout_s: float, purpose: str = "") -> Control | None:
+    """Return this rank's end of the pair's control group, None on any other rank. Collective over the world."""
+    group = new_group([low, high], "gloo", timeout_s, f"{purpose}CONTROL_{low}_{high}")
+    rank = dist.get_rank()
+    return Control(high if rank == low else low, group) if rank in (low, high) else None
+
+
 def try_out(groups: PairGroups, device: torch.device) -> None:
     """Exchange one byte in each direction, so that a network that does not connect fails here and not in the middle
     of a step."""

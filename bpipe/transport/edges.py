@@ -8,14 +8,18 @@ Every directed edge between two ranks is a process group of its own, made by all
 the first step. Within an edge both ends issue in the sender's order, so messages match by order alone; two directions
 in one communicator would wait for each other. A sender never waits: what it sent is let go when the program says so,
 which is once it has arrived, or before that where a backend knows. What a stage makes has the same shape for every
-micro-batch, so it is announced once: in front of the first message of its sort goes another that says how many tensors
-there are, of which types and shapes.
+micro-batch, which its first message tells.
+
+That first message of its sort passes by way of the hosts. Whoever is to receive it knows no shape, so it cannot post it
+ahead; and where streams share a hardware queue, the sender's next message would stand in it until that is posted, and
+whatever comes behind, too. Of two neighbours that send to each other at once neither would go on. What passes by way of
+the hosts stands in no queue.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -23,81 +27,103 @@ import torch.distributed as dist
 
 from bpipe.ir.action import Kind
 from bpipe.ir.program import Message
-from bpipe.transport.announcement import ANNOUNCEMENT, Shapes, announcement, check_alike, empty, read, shapes_of
-from bpipe.transport.distributed import PairGroups, Works, batched, name_timeout, pair_groups, try_out
+from bpipe.transport.control import Control, SentMessage, Subject
+from bpipe.transport.distributed import PairGroups, Works, batched, name_timeout, pair_control, pair_groups, try_out
+from bpipe.transport.shapes import Shapes, check_alike, empty, shapes_of
 
 # What a stage makes in its forward, or in its backward: the same for every micro-batch.
 Sort = tuple[int, Kind]
 
 
+@dataclass(frozen=True)
+class Edge:
+    """This rank's way to a neighbour: a group for each direction, and the hosts' control group."""
+
+    groups: PairGroups
+    control: Control
+
+
 def connect_edges(
-    pairs: Iterable[tuple[int, int]], backend: str, timeout_s: float, device: torch.device
-) -> dict[int, PairGroups]:
-    """Return this rank's groups by neighbour, one a direction.
+    pairs: Iterable[tuple[int, int]],
+    backend: str,
+    timeout_s: float,
+    device: torch.device,
+    control_of: Callable[[int, int, float, str], Control | None] = pair_control,
+) -> dict[int, Edge]:
+    """Return this rank's edges by neighbour.
 
     Collective over the world: every rank names the same pairs in the same order.
     """
-    found = {}
+    edges = {}
     for low, high in pairs:
         groups = pair_groups(low, high, backend, timeout_s, "EDGE_", few_units=False)
-        if groups is not None:
+        control = control_of(low, high, timeout_s, "EDGE_")
+        if groups is not None and control is not None:
             try_out(groups, device)
-            found[groups.partner] = groups
-    return found
+            edges[groups.partner] = Edge(groups, control)
+    return edges
 
 
 @dataclass
 class _Inbound:
-    """What comes from one neighbour: what was posted, and of that what is being received, into memory of its shape."""
+    """What comes from one neighbour: what was posted, and of that what is being received, or has come by way of the
+    hosts."""
 
-    groups: PairGroups
     posted: deque[Message] = field(default_factory=deque)
-    announcement: tuple[torch.Tensor, Works] | None = None
     shapes: dict[Sort, Shapes] = field(default_factory=dict)
     receiving: dict[int, tuple[tuple[torch.Tensor, ...], Works]] = field(default_factory=dict)
+    arrived: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
 
 class Edges:
-    """One rank's messages for one program; the groups may serve several."""
+    """One rank's messages for one program; the edges may serve several."""
 
-    def __init__(self, rank: int, groups: Mapping[int, PairGroups], device: torch.device) -> None:
-        """`groups` are by the neighbour's rank in the pipeline."""
+    def __init__(self, rank: int, edges: Mapping[int, Edge], device: torch.device) -> None:
+        """`edges` are by the neighbour's rank in the pipeline."""
         self._rank = rank
         self._device = device
-        self._inbound = {neighbour: _Inbound(both) for neighbour, both in groups.items()}
-        self._announced: dict[tuple[int, Sort], Shapes] = {}
-        # By message, what carries it and keeps its tensors, until it is waited for.
-        self._sent: dict[int, list[Works]] = {}
+        self._edges = edges
+        self._inbound = {neighbour: _Inbound() for neighbour in edges}
+        self._shapes: dict[tuple[int, Sort], Shapes] = {}
+        # By message, what carries it and keeps its tensors, until it is waited for: over an edge, and by way of the
+        # hosts.
+        self._sent: dict[int, Works] = {}
+        self._firsts: dict[int, SentMessage] = {}
 
     def post(self, message: Message) -> None:
-        inbound = self._inbound[self._neighbour(message)]
-        inbound.posted.append(message)
-        self._receive(inbound, None)
+        neighbour = self._neighbour(message)
+        self._inbound[neighbour].posted.append(message)
+        self._receive(neighbour)
 
     def send(self, message: Message, tensors: tuple[torch.Tensor, ...]) -> None:
         target, sort = self._neighbour(message), _sort(message)
-        groups = self._inbound[target].groups
+        groups = self._edges[target].groups
         self._let_go()
         shapes = shapes_of(tensors)
-        parts = [[tensor.detach().contiguous() for tensor in tensors]]
-        if (target, sort) not in self._announced:
-            self._announced[target, sort] = shapes
-            parts.insert(0, [announcement(message, shapes).to(self._device)])
-        check_alike(self._rank, message, shapes, self._announced[target, sort])
+        is_first = (target, sort) not in self._shapes
+        check_alike(self._rank, message, shapes, self._shapes.setdefault((target, sort), shapes))
+        parts = [tensor.detach().contiguous() for tensor in tensors]
         with name_timeout(groups.timeout_s):
-            self._sent[message.value] = [batched(dist.isend, part, groups.partner, groups.sending) for part in parts]
+            if is_first:
+                self._firsts[message.value] = self._edges[target].control.send_tensors(Subject.FIRST, parts)
+            else:
+                self._sent[message.value] = batched(dist.isend, parts, groups.partner, groups.sending)
 
     def wait(self, message: Message) -> tuple[torch.Tensor, ...]:
-        inbound = self._inbound[self._neighbour(message)]
+        neighbour = self._neighbour(message)
+        inbound, timeout_s = self._inbound[neighbour], self._edges[neighbour].groups.timeout_s
         if message.parties[0] == self._rank:
-            with name_timeout(inbound.groups.timeout_s):
-                for works in self._sent.pop(message.value, ()):
-                    works.wait()
+            sent = self._firsts.pop(message.value, None) or self._sent.pop(message.value, None)
+            if sent is not None:
+                with name_timeout(timeout_s):
+                    sent.wait()
             return ()
-        if message.value not in inbound.receiving:
-            self._receive(inbound, message)
+        while message.value not in inbound.receiving and message.value not in inbound.arrived:
+            self._take_first(neighbour, message)
+        if message.value in inbound.arrived:
+            return inbound.arrived.pop(message.value)
         tensors, works = inbound.receiving.pop(message.value)
-        with name_timeout(inbound.groups.timeout_s):
+        with name_timeout(timeout_s):
             works.wait()
         return tensors
 
@@ -105,7 +131,7 @@ class Edges:
         """Some backends know that a send is over without being waited for; what it carried may go, oldest first."""
         while self._sent:
             oldest = next(iter(self._sent))
-            if not all(works.completed for works in self._sent[oldest]):
+            if not self._sent[oldest].completed:
                 return
             del self._sent[oldest]
 
@@ -118,33 +144,32 @@ class Edges:
         maker, taker = message.parties
         return taker if maker == self._rank else maker
 
-    def _receive(self, inbound: _Inbound, needed: Message | None) -> None:
-        """Receive what was posted, as far as its shapes are known; for what is `needed`, wait until they are."""
-        groups = inbound.groups
-        while inbound.posted:
-            message, sort = inbound.posted[0], _sort(inbound.posted[0])
-            if sort not in inbound.shapes:
-                if inbound.announcement is None:
-                    numbers = torch.empty(ANNOUNCEMENT, dtype=torch.int64, device=self._device)
-                    with name_timeout(groups.timeout_s):
-                        inbound.announcement = numbers, batched(dist.irecv, [numbers], groups.partner, groups.receiving)
-                if needed is None:
-                    return
-                numbers, works = inbound.announcement
-                with name_timeout(groups.timeout_s):
-                    works.wait()
-                inbound.shapes[sort], inbound.announcement = read(numbers), None
-            inbound.posted.popleft()
-            tensors = empty(inbound.shapes[sort], self._device)
+    def _receive(self, neighbour: int) -> None:
+        """Receive what was posted, up to the first message of which the shape is not known."""
+        inbound, groups = self._inbound[neighbour], self._edges[neighbour].groups
+        while inbound.posted and _sort(inbound.posted[0]) in inbound.shapes:
+            message = inbound.posted.popleft()
+            tensors = empty(inbound.shapes[_sort(message)], self._device)
             with name_timeout(groups.timeout_s):
                 inbound.receiving[message.value] = (
                     tensors,
                     batched(dist.irecv, tensors, groups.partner, groups.receiving),
                 )
-            if message == needed:
-                needed = None
-        if needed is not None:
+
+    def _take_first(self, neighbour: int, needed: Message) -> None:
+        """Take the first message of a sort, for which the host waits, and receive what was posted behind it.
+
+        Raises ValueError where there is none, so that `needed` was never posted.
+        """
+        inbound, edge = self._inbound[neighbour], self._edges[neighbour]
+        if not inbound.posted:
             raise ValueError(f"rank {self._rank}: waits for {needed}, which it never posted")
+        message = inbound.posted.popleft()
+        with name_timeout(edge.groups.timeout_s):
+            tensors = edge.control.receive_tensors(Subject.FIRST)
+        inbound.shapes[_sort(message)] = shapes_of(tensors)
+        inbound.arrived[message.value] = tuple(tensor.to(self._device) for tensor in tensors)
+        self._receive(neighbour)
 
 
 def _sort(message: Message) -> Sort:

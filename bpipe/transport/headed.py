@@ -1,13 +1,15 @@
 """Carry micro-batches of differing size by a two-sided transport: in front of each goes how long its storages are.
 
-In: a two-sided transport, the pair's control group, and a lane that posts what comes. Out: a two-sided transport whose
-acceptor gives all the room of a host buffer and need not know what comes into it. Knows no schedule.
+In: a two-sided transport and the pair's control group. Out: a two-sided transport whose acceptor gives all the room of
+a host buffer and need not know what comes into it. Knows no schedule.
 
-    evictor     lengths --control--> payload --transport-->           what is empty has lengths too, and no payload
-    acceptor    [lane] lengths, then a receive of each into the room  nobody but the lane waits for lengths
+    evictor     lengths --control--> payload --transport-->     what is empty has lengths too, and no payload
+    acceptor    lengths, then a receive of each into the room   its host waits for the lengths
 
-A HOST is posted when its lengths are there, and what comes behind it in the same direction after it, by the same lane:
-so within a direction both ends go on posting in one order, that of the evictor's program, whatever the sizes are.
+The host that issues everything else of its rank posts a HOST, too, where the program has it, and waits there until the
+evictor's host has come to its EVICT. A thread that posted it once the lengths are there would post it behind what the
+host issued meanwhile. In a hardware queue that streams share it could stand behind a wait for a message that the
+evictor sends only once this very transfer has passed. `check.deadlock` judges this wait.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ import torch
 
 from bpipe.transport.base import Pending, Sizes, TwoSided
 from bpipe.transport.control import Control, Subject
-from bpipe.transport.lanes import CopyLane
 from bpipe.transport.layout import offsets
 
 
@@ -39,10 +40,9 @@ class Headed:
 
     one_sided: Literal[False] = False
 
-    def __init__(self, inner: TwoSided, control: Control, lane: CopyLane) -> None:
+    def __init__(self, inner: TwoSided, control: Control) -> None:
         self._inner = inner
         self._control = control
-        self._lane = lane
         # By host buffer: the parts of its room in which what it holds lies.
         self._held: dict[int, list[torch.Tensor]] = {}
 
@@ -57,22 +57,18 @@ class Headed:
         return _Both(lengths, self._inner.put(host_buffer, tensors))
 
     def get(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Pending:
-        return self._lane.run(lambda: self._inner.get(host_buffer, tensors).wait())
+        return self._inner.get(host_buffer, tensors)
 
     def host(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Pending:
-        """Receive into `tensors`, one tensor that is all the room there is."""
+        """Wait for lengths, and post their receives. `tensors` is one, all the room there is."""
         (room,) = tensors
-
-        def receive() -> None:
-            lengths = self._control.receive(Subject.LENGTHS)
-            parts = [room.narrow(0, start, nbytes) for start, nbytes in zip(offsets(lengths), lengths, strict=True)]
-            self._held[host_buffer] = parts
-            self._inner.host(host_buffer, parts).wait()
-
-        return self._lane.run(receive)
+        lengths = self._control.receive(Subject.LENGTHS)
+        parts = [room.narrow(0, start, nbytes) for start, nbytes in zip(offsets(lengths), lengths, strict=True)]
+        self._held[host_buffer] = parts
+        return self._inner.host(host_buffer, parts)
 
     def give_back(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Pending:
-        """Send a host buffer back; its HOST was waited for."""
+        """Send back what the host buffer holds."""
         return self._inner.give_back(host_buffer, self._held.pop(host_buffer))
 
     def release(self) -> None:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from bpipe.transport.control import Subject
 from tests.late.devices import extension
 
-Mail = defaultdict[Subject, deque[str]]
+Mail = defaultdict[Subject, deque[Any]]
 
 
 class Sent:
@@ -33,6 +36,15 @@ class LateControl:
     def receive(self, about: Subject) -> Any:
         extension().wait_until(lambda: bool(self._inbox[about]), f"{self._who} {about.name}")
         return json.loads(self._inbox[about].popleft())
+
+    def send_tensors(self, about: Subject, tensors: Sequence[torch.Tensor]) -> Sent:
+        # Copies on the host, which waits for its device.
+        self._outbox[about].append([tensor.cpu() for tensor in tensors])
+        return Sent()
+
+    def receive_tensors(self, about: Subject) -> tuple[torch.Tensor, ...]:
+        extension().wait_until(lambda: bool(self._inbox[about]), f"{self._who} {about.name}")
+        return tuple(self._inbox[about].popleft())
 
     def exchange(self, about: Subject, value: Any) -> Any:
         self.send(about, value)

@@ -22,7 +22,7 @@ from tests.late import build
 TYPE = "late"
 CAPACITY_BYTES = 1 << 30
 # Torch's autograd learns once a process how many there are.
-NUM_DEVICES = 8
+NUM_DEVICES = 12
 DRAWN, AS_LATE, COPIES_LAST, COMPUTE_LAST, STREAM_LAST = (
     "drawn",
     "as late as can be",

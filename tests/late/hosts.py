@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from unittest.mock import patch
 
-from bpipe.runtime import streams
 from tests.late.devices import extension
 from tests.late.group import world_of_threads
-from tests.late.posting import HostLane
 
 TIMEOUT_S = 60.0
 
@@ -32,7 +29,7 @@ def run_hosts(count: int, does: Callable[[int], None]) -> None:
         finally:
             late.leave(rank)
 
-    with world_of_threads(), patch.object(streams, "ThreadLane", HostLane):
+    with world_of_threads():
         threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(count)]
         for thread in threads:
             thread.start()

@@ -7,12 +7,16 @@ transports and their copies. Threads stand for processes, and a queue for the co
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from bpipe.ir.host_buffers import links_of
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime.engine import Engine, EngineConfig
-from bpipe.runtime.executor import Executor, neighbours
+from bpipe.runtime.executor import ComputationHooks, Executor, neighbours
+from bpipe.runtime.messages import Messages
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.streams import allocated_on, copying_on
 from bpipe.transport.base import Transport
@@ -20,7 +24,6 @@ from bpipe.transport.device_memory import DeviceMemory
 from bpipe.transport.distributed import Distributed, pair_groups, try_out
 from bpipe.transport.edges import Edges, connect_edges
 from bpipe.transport.headed import Headed
-from bpipe.transport.lanes import CopyLane
 from bpipe.transport.one_sided import Host, OneSidedCopies, Peer
 from tests.late.control import LateControl, controls
 from tests.late.devices import TYPE, Draw, begin, device, extension
@@ -44,12 +47,11 @@ class Rank:
         self.memory: list[tuple[int, int, int]] = []
         self.gradients: dict[Place, torch.Tensor] = {}
         self.moved_bytes: dict[int, int] = {}
-        self._posting: list[CopyLane] = []
 
     def run(self, iterations: int) -> None:
         pipeline, schedule, here = self._pipeline, self._pipeline.schedule, device(self.rank)
         join(self.rank, schedule.num_ranks)
-        edges = Edges(self.rank, connect_edges(neighbours(schedule), TYPE, TIMEOUT_S, here), here)
+        messages = self.messages(here)
         transports = self._transports()
         named = f"rank {self.rank}"
         config = EngineConfig(
@@ -65,9 +67,9 @@ class Rank:
         if pipeline.engines:
             self.engine = Engine(schedule, self.rank, transports, config, self.meter if pipeline.measures else None)
         stages = pipeline.model.on_device(schedule, self.rank)
-        executor = Executor(schedule, self.rank, stages, edges)
+        executor = Executor(schedule, self.rank, stages, messages)
         for _ in range(iterations):
-            for _ in executor.walk(self.engine):
+            for _ in executor.walk(self.calls()):
                 extension().perhaps_yield()
             stats = torch.accelerator.memory_stats(here)
             names = "reserved_bytes.all.current", "num_device_alloc", "allocated_bytes.all.peak"
@@ -78,8 +80,17 @@ class Rank:
         if self.engine is not None:
             self.moved_bytes = self.engine.moved_bytes
             self.engine.release()
-        for lane in self._posting:
-            lane.close(wait=False)
+
+    def messages(self, here: torch.device) -> Messages:
+        """Return what carries its messages. Collective over all ranks."""
+        pairs = neighbours(self._pipeline.schedule)
+        return Edges(
+            self.rank, connect_edges(pairs, TYPE, TIMEOUT_S, here, self._pipeline.edge_control(self.rank)), here
+        )
+
+    def calls(self) -> ComputationHooks | None:
+        """Return what is called around its computations."""
+        return self.engine
 
     def _transports(self) -> dict[int, Transport]:
         """By the other rank; under its own number into its own node's memory."""
@@ -96,11 +107,7 @@ class Rank:
                 continue
             try_out(groups, device(self.rank))
             alike = Distributed(control, groups)  # type: ignore[arg-type]
-            copying = copying_on(device(self.rank))
-            made[partner] = alike
-            if self._pipeline.differing:
-                self._posting.append(copying.posting(device(self.rank), TIMEOUT_S))
-                made[partner] = Headed(alike, control, self._posting[-1])  # type: ignore[arg-type]
+            made[partner] = Headed(alike, control) if self._pipeline.differing else alike  # type: ignore[arg-type]
         return made
 
     def _two_sided(self, low: int, high: int) -> bool:
@@ -132,10 +139,18 @@ class LatePipeline:
         self.engines, self.poison, self.measures, self.differing = engines, poison, measures, differing
         self.links = sorted({(min(link), max(link)) for link in links_of(schedule)}) if engines else []
         self.controls = {(low, high): controls(low, high) for low, high in self.links if low != high}
+        self._edge_controls = {pair: controls(*pair) for pair in neighbours(schedule)}
         self.model = LateModel(schedule.num_stages, differing_sizes if differing else extra)
-        self.ranks = [Rank(self, rank) for rank in range(schedule.num_ranks)]
+        self.ranks = [self.rank_of(rank) for rank in range(schedule.num_ranks)]
 
     def run(self, draw: Draw, iterations: int = 2) -> dict[Place, torch.Tensor]:
         begin(draw)
         run_hosts(len(self.ranks), lambda rank: self.ranks[rank].run(iterations))
         return {key: gradient for rank in self.ranks for key, gradient in rank.gradients.items()}
+
+    def rank_of(self, rank: int) -> Rank:
+        return Rank(self, rank)
+
+    def edge_control(self, rank: int) -> Callable[[int, int, float, str], Any]:
+        """Return what makes a rank's end of the control group of two neighbours."""
+        return lambda low, high, timeout_s, purpose: self._edge_controls[low, high].get(rank)

@@ -74,7 +74,7 @@ WAITS: dict[str, list[Wait]] = {
     "[5] a get behind what compute did with its memory": _where(_without_compute("inbound"), *BOTH),
     "[7] a backward behind its get": _where(lambda patch: without_the_end_of(ActivationsState.HERE, patch), *BOTH),
     "[8] a host buffer used again behind its last copy": _where(
-        _without_the_last_in_the_buffer, ("1f1b of 8", "peer"), ("1f1b of 6", "host")
+        _without_the_last_in_the_buffer, ("1f1b of 8", "peer"), ("1f1b of 8", "host")
     ),
     "[8] a host buffer used again behind its last transfer": _where(
         lambda patch: patch.setattr(ReceivingAcceptor, "_settle", lambda self, buffer: None), ("1f1b of 6", "two-sided")

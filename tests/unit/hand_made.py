@@ -5,6 +5,7 @@ In: sizes. Out: a layout and one order a rank. They show what a schedule can be 
 
 from __future__ import annotations
 
+from bpipe.formats.text import read_csv
 from bpipe.generate.place import place
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.layout import one_pipe
@@ -44,3 +45,15 @@ def far_ahead() -> Schedule:
         [*all_of((2, F), (4, F)), *all_of((4, B), (2, B))],
     ]
     return place("far-ahead", m, layout, orders)
+
+
+HOST_FIRST = """\
+# bpipe schedule=1f1b microbatches=3 stage_to_rank=0,1 partners=1,0
+0F0,0F1,0F2,,1HOST2 0EVICT2,0B0 1RETURN2 0LOAD2,0B1,0B2
+,1F0,1F1,1F2,1B0 0HOST2 1EVICT2,1B1 0RETURN2 1LOAD2,1B2,
+"""
+
+
+def host_first() -> Schedule:
+    """Return a schedule in which two ranks evict to each other, and each starts to host before it evicts."""
+    return read_csv(HOST_FIRST)

@@ -19,7 +19,7 @@ from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.steps import Step, steps
 from bpipe.lower import lower
-from tests.unit.hand_made import far_ahead
+from tests.unit.hand_made import far_ahead, host_first
 
 
 def blocked_ranks(schedule: Schedule, waits: WaitLevel = WaitLevel.IN_EVERY_OPERATION) -> tuple[Blocked, ...]:
@@ -182,6 +182,30 @@ def test_with_one_queue_what_is_sent_far_ahead_of_its_receiver_stands_in_the_way
     blocked = {waits: blocked_in(schedule, waits, Exchange.POSTED) for waits in WaitLevel}
     assert [bool(found) for found in blocked.values()] == [waits >= WaitLevel.ONE_QUEUE for waits in WaitLevel]
     assert blocked[WaitLevel.ONE_QUEUE][0] == Blocked(0, 3, "the output of 0F2", 1)
+
+
+def test_where_sizes_differ_a_host_waits_for_its_evictor() -> None:
+    """It hears how long the storages are; two that host before they evict would wait for each other's."""
+    schedule = host_first()
+    for waits in WaitLevel:
+        assert bool(blocked_in(schedule, waits, Exchange.POSTED)) == (waits >= WaitLevel.AT_ISSUE)
+        blocked = blocked_in(schedule, waits, Exchange.POSTED, differing=True)
+        assert next((one.rank, one.peer, one.message) for one in blocked) == (0, 1, "transfer 0 from rank 1 to rank 0")
+
+
+@pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 16), (12, 24)])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_default_plan_stands_still_on_account_of_lengths(name: str, p: int, m: int) -> None:
+    """Whoever waits for each transfer where it starts waits for its lengths, too: no plan is refused that was not
+    before."""
+    for exchange in exchanges(name):
+        for hosts in ("pair", "pool"):
+            balanced = BalanceConfig(hosts=hosts)
+            try:
+                schedule = build(ScheduleConfig(name, p, m, FAMILIES[name].min_chunks, balanced, exchange=exchange))
+            except ScheduleError:
+                continue
+            assert not blocked_in(schedule, WaitLevel.IN_EVERY_OPERATION, exchange, differing=True)
 
 
 POSTED = [

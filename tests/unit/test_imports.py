@@ -184,8 +184,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "report.out": ("facts page trace", "document table view", "shortage_text"),
     "transport": (
-        "announcement control cuda_runtime host_memory layout",
-        "base",
+        "cuda_runtime host_memory layout shapes",
+        "base control",
         "distributed lanes",
         "device edges headed",
         "collectives device_memory probe",

@@ -21,8 +21,7 @@ from bpipe.ir.schedule import Schedule
 from bpipe.runtime.streams import copying_on, total_bytes
 from bpipe.transport.collectives import INPUT_SORTS, SORTS, SharedGroups, connect_shared
 from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory, connect_all, connect_own
-from bpipe.transport.distributed import PairGroups
-from bpipe.transport.edges import connect_edges
+from bpipe.transport.edges import Edge, connect_edges
 from bpipe.transport.host_memory import Buffers
 from bpipe.transport.table import Pair, describe
 from megatron.scheduling.loop.directory import pipelines
@@ -31,8 +30,8 @@ from megatron.scheduling.placement.positions import Positions
 
 def connect_neighbours(
     edges: Sequence[Pair], positions: Positions, timeout_s: float, device: torch.device
-) -> dict[int, PairGroups]:
-    """Return this rank's groups for messages, by the place of the neighbour; `edges` are places of neighbours.
+) -> dict[int, Edge]:
+    """Return this rank's edges for messages, by the place of the neighbour; `edges` are places of neighbours.
 
     Collective over the world.
     """

@@ -54,9 +54,8 @@ def refuse_standstill(
     """Raise ValueError where ranks could wait for each other. One-sided transfers wait for no partner.
 
     Megatron's loops wait for each message themselves; of our own loop's, sends ahead of their receivers can stand in
-    the way of others in one queue. `differing`: micro-batches may differ in size. Two of these were seen on devices
-    that run late (tests/late): no checker of programs knows what a thread posts, and which first messages say how large
-    others are.
+    the way of others in one queue. `differing`: micro-batches may differ in size, and a HOST waits to hear how long its
+    storages are.
     """
     waits, cause = wait_level(config, device)
     one_queue = waits is WaitLevel.ONE_QUEUE
@@ -66,24 +65,13 @@ def refuse_standstill(
             f"one queue that there "
             "is: drop it, or take --bpipe-vocabulary 1"
         )
-    if one_queue and schedule.layout.num_pipes > 1:
-        raise ValueError(
-            f"with {cause} the first messages of two pipes, which say how large the others are, would wait for each "
-            f"other in the one queue "
-            "that there is: drop it, or take a schedule of one pipe"
-        )
     meets = any(link.transport not in ONE_SIDED for link in links)
-    if meets and differing and device.type == "cuda":
-        raise ValueError(
-            "micro-batches differ in size, and over NCCL a thread posts each transfer once it has heard how large it "
-            "is: in a queue that "
-            "streams share that can stand behind what waits for it. Take --bpipe-transport peer or host, or pad "
-            "micro-batches to one size"
-        )
+    if meets and differing and not cause:
+        cause = "micro-batches that differ in size"
     if not cause or not (meets or (one_queue and exchange is Exchange.POSTED)):
         return
     try:
-        check_waits(schedule if meets else without_transfers(schedule), waits, exchange)
+        check_waits(schedule if meets else without_transfers(schedule), waits, exchange, differing and meets)
     except ScheduleError as error:
         ways = ["drop it"] * (one_queue or config.synchronous) + [
             f"take {'--bpipe-transport peer' if meets else 'another schedule'}"

@@ -277,7 +277,7 @@ class _Held:
 
 
 class FakeTensor:
-    """As much of a tensor as passes between stages. `payload`: what a host reads of it, once it is there."""
+    """As much of a tensor as passes between stages."""
 
     dtype = torch.float32
     shape = (2, 3)
@@ -286,7 +286,6 @@ class FakeTensor:
         self.held = held or _Held(device, nbytes)
         self.device = device
         self.grad_fn: Any = None
-        self.payload: list[int] | None = None
 
     @property
     def storage(self) -> FakeStorage:
@@ -350,7 +349,7 @@ class FakeDist:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._streams: dict[tuple[str, str], FakeStream] = {}
-        self._halves: dict[tuple[str, str], deque[tuple[Node, Node, Unit, Any]]] = defaultdict(deque)
+        self._halves: dict[tuple[str, str], deque[tuple[Node, Node, Unit]]] = defaultdict(deque)
 
     def issue(self, operation: str, buffers: Sequence[FakeBuffer], partner: int, group: str) -> list[Any]:
         """For `bpipe.transport.distributed.issue`."""
@@ -366,7 +365,7 @@ class FakeDist:
         machine.nodes.append(ended)
         machine.touch(ended, *(([unit], []) if operation == self.isend else ([], [unit])))
         own.last = ended
-        self._halves[group, operation].append((began, ended, unit, buffer))
+        self._halves[group, operation].append((began, ended, unit))
         self._match(group)
 
         def wait() -> None:
@@ -378,9 +377,7 @@ class FakeDist:
     def _match(self, group: str) -> None:
         sends, receives = self._halves[group, self.isend], self._halves[group, self.irecv]
         if sends and receives:
-            (sent, sender, source, carried), (received, receiver, target, arrived) = sends.popleft(), receives.popleft()
-            if isinstance(arrived, FakeTensor):
-                arrived.payload = carried.payload
+            (sent, sender, source), (received, receiver, target) = sends.popleft(), receives.popleft()
             both = Node(f"{sent.label} with {received.label}", [sent, received])
             both.effect = lambda values: values.update({target: values.get(source)})
             self._machine.nodes.append(both)

@@ -2,8 +2,8 @@
 real ones.
 
 In: a schedule. Out: everything that is wrong with the order of what their devices were given, in words. A host runs
-ahead of its device and of the other hosts; it blocks only where a real one does, for a message of the control group and
-for the first message of its sort. One host is at work at a time, and whose turn is next is drawn by lot.
+ahead of its device and of the other hosts; it blocks only where a real one does, for a message of the control group, as
+the first of its sort is. One host is at work at a time, and whose turn is next is drawn by lot.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from bpipe.ir.schedule import Schedule
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.streams import StreamLane
-from bpipe.transport import announcement as announcing
-from bpipe.transport import distributed, edges
+from bpipe.transport import distributed, edges, shapes
 from bpipe.transport.distributed import Distributed, PairGroups
-from bpipe.transport.edges import Edges
+from bpipe.transport.edges import Edge, Edges
 from bpipe.transport.one_sided import OneSidedCopies, Peer
 from tests.unit.runtime.fake_device import (
     Device,
@@ -37,6 +36,7 @@ from tests.unit.runtime.fake_device import (
     FakeStorage,
     FakeTensor,
     Machine,
+    Node,
     Unit,
     Values,
     put_under,
@@ -54,7 +54,7 @@ class Turns:
     """Threads, of which one runs at a time."""
 
     def __init__(self, machine: Machine, ranks: int, seed: int) -> None:
-        self._machine, self._chance = machine, random.Random(seed)
+        self.machine, self._chance = machine, random.Random(seed)
         self._condition = threading.Condition()
         self._waiting: dict[int, Callable[[], bool]] = {rank: lambda: True for rank in range(ranks)}
         self._now = -1
@@ -101,7 +101,7 @@ class Turns:
         able = [rank for rank, ready in sorted(self._waiting.items()) if ready()]
         if able:
             self._now = self._chance.choice(able)
-            self._machine.on = self._machine.device(f"rank {self._now}")
+            self.machine.on = self.machine.device(f"rank {self._now}")
         elif self._waiting:
             self._error = self._error or Stuck(f"ranks {sorted(self._waiting)} wait for each other")
         self._condition.notify_all()
@@ -121,6 +121,32 @@ class FakeControl:
     def receive(self, about: object) -> Any:
         self._turns.until(lambda: bool(self._inbox[about]))
         return self._inbox[about].popleft()
+
+    def send_tensors(self, about: object, tensors: Any) -> Any:
+        """The host reads them, behind what its compute stream was given."""
+        machine = self._turns.machine
+        read = [
+            (machine.issue(machine.on.compute, "read by the host", [tensor.place()]), tensor.place())
+            for tensor in tensors
+        ]
+        self._outbox[about].append(read)
+        return SimpleNamespace(wait=lambda: None)
+
+    def receive_tensors(self, about: object) -> Any:
+        machine = self._turns.machine
+        return tuple(self._written(machine, node, source) for node, source in self.receive(about))
+
+    def _written(self, machine: Machine, read: Node, source: Unit) -> Any:
+        tensor = FakeTensor(machine.on)
+        carried: list[object] = []
+        read.effect = lambda values: carried.append(values.get(source))
+        machine.on.compute.waits.append(read)
+        target = tensor.place()
+        machine.issue(
+            machine.on.compute, "written by the host", [], [target], lambda values: values.update({target: carried[0]})
+        )
+        tensor.to = lambda device: tensor  # type: ignore[attr-defined]
+        return tensor
 
 
 class FakeLender:
@@ -250,25 +276,9 @@ def fakes(machine: Machine, turns: Turns) -> Iterator[FakeDist]:
     """A machine under the runtime."""
     dist = FakeDist(machine)
 
-    def announcement(numbers: list[int]) -> Any:
-        tensor = FakeTensor(machine.on)
-        tensor.payload = numbers
-        return SimpleNamespace(to=lambda device: tensor)
-
-    def received(*shape: object, dtype: object, device: object) -> FakeTensor:
-        tensor = FakeTensor(machine.on)
-
-        def tolist() -> list[int] | None:
-            turns.until(lambda: tensor.payload is not None)
-            return tensor.payload
-
-        tensor.tolist = tolist  # type: ignore[attr-defined]
-        return tensor
-
     with pytest.MonkeyPatch.context() as patch:
         put_under(patch, machine)
-        for module in (edges, announcing):
-            patch.setattr(module, "torch", SimpleNamespace(empty=received, tensor=announcement, int64=torch.int64))
+        patch.setattr(shapes, "torch", SimpleNamespace(empty=lambda shape, dtype, device: FakeTensor(machine.on)))
         patch.setattr(edges, "dist", dist)
         patch.setattr(distributed, "dist", dist)
         patch.setattr(distributed, "issue", dist.issue)
@@ -284,21 +294,24 @@ class Ranks:
         for rank, partner in enumerate(schedule.partners or ()):
             if rank < partner and any(num_transfers(schedule, each).evictions for each in (rank, partner)):
                 self._pair(kind, rank, partner)
-        groups: dict[int, dict[int, PairGroups]] = defaultdict(dict)
+        self._edges: dict[int, dict[int, Edge]] = defaultdict(dict)
         for low, high in neighbours(schedule):
             up, down = f"edge {low} to {high}", f"edge {high} to {low}"
-            groups[low][high], groups[high][low] = PairGroups(high, up, down), PairGroups(low, down, up)  # type: ignore[arg-type]
-        self._groups = groups
+            there, back = self._controls()
+            self._edges[low][high] = Edge(PairGroups(high, up, down), there)  # type: ignore[arg-type]
+            self._edges[high][low] = Edge(PairGroups(low, down, up), back)  # type: ignore[arg-type]
+
+    def _controls(self) -> tuple[Any, Any]:
+        mail: tuple[Any, Any] = defaultdict(deque), defaultdict(deque)
+        return FakeControl(self._turns, *mail), FakeControl(self._turns, *reversed(mail))
 
     def _pair(self, kind: str, rank: int, partner: int) -> None:
-        there: defaultdict[Any, deque[Any]] = defaultdict(deque)
-        back: defaultdict[Any, deque[Any]] = defaultdict(deque)
+        here, there = self._controls()
         up, down = f"pair {rank} to {partner}", f"pair {partner} to {rank}"
-        for own, other, outbox, inbox, sending, receiving in (
-            (rank, partner, there, back, up, down),
-            (partner, rank, back, there, down, up),
+        for own, other, control, sending, receiving in (
+            (rank, partner, here, up, down),
+            (partner, rank, there, down, up),
         ):
-            control: Any = FakeControl(self._turns, outbox, inbox)
             groups = PairGroups(other, sending, receiving)  # type: ignore[arg-type]
             lender: Any = FakeLender(self._machine)
             self.transports[own] = (
@@ -313,7 +326,7 @@ class Ranks:
         config = EngineConfig(f"rank {rank}", CUDA, minimum_bytes=1, timeout_s=1.0, poison=True)
         engine = Engine(self._schedule, rank, self.transports.get(rank), config)
         stages = FakeStages(device, self._schedule.num_stages - 1)
-        executor = Executor(self._schedule, rank, stages, Edges(rank, self._groups[rank], CUDA))
+        executor = Executor(self._schedule, rank, stages, Edges(rank, self._edges[rank], CUDA))
         for iteration in range(ITERATIONS):
             stages.iteration = iteration
             for _ in executor.walk(engine):

@@ -99,10 +99,6 @@ TABLE = (
     mutate("streams", "self._stream.wait_event(_here().record_event())", "pass", FAKE),
     mutate("streams", "_here().wait_event(self.end)", "pass", FAKE),
     mutate("streams", "pending.wait()", "pass", FAKE),
-    mutate("streams", "pending.wait()", "pass", FAKE, nth=1),
-    mutate("streams", "self._stream.wait_event(asked)", "pass", FAKE),
-    mutate("streams", "self._ticket.wait()", "pass", FAKE),
-    mutate("streams", "_here().wait_event(self._end)", "pass", FAKE),
     # [3] and [7]: memory and backwards behind the transfers.
     mutate(
         "evictor",
@@ -168,13 +164,6 @@ TABLE = (
     ),
     # Lengths in front.
     mutate("headed", "part.wait()", "pass", HEADED),
-    mutate(
-        "headed",
-        "return self._lane.run(lambda: self._inner.get(host_buffer, tensors).wait())",
-        "return self._lane.run(lambda: self._inner.get(host_buffer, tensors))",
-        HEADED,
-    ),
-    mutate("headed", "self._inner.host(host_buffer, parts).wait()", "self._inner.host(host_buffer, parts)", HEADED),
     # Messages between stages.
     mutate(
         "executor",
@@ -183,10 +172,9 @@ TABLE = (
         EXECUTOR,
     ),
     mutate("edges", "works.wait()", "pass", EDGES),
-    mutate("edges", "works.wait()", "pass", EDGES, nth=1),
-    mutate("edges", "works.wait()", "pass", EDGES, nth=2),
+    mutate("edges", "sent.wait()", "pass", EDGES),
     mutate("collectives", "passing.works.wait()", "pass", COLLECTIVES),
-    mutate("collectives", "works.wait()", "pass", COLLECTIVES),
+    mutate("collectives", "sent.wait()", "pass", COLLECTIVES),
     mutate("collectives", "passing.later.wait()", "pass", COLLECTIVES),
     mutate(
         "collectives",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -45,7 +44,6 @@ from tests.unit.runtime.fake_device import (
     FakeStorage,
     Machine,
     Microbatch,
-    Node,
     put_under,
     without_the_end_of,
 )
@@ -256,49 +254,6 @@ def test_a_lane_of_its_own_starts_behind_what_the_computation_was_given(fakes: C
     done.wait()
     machine.issue(machine.on.current, "backward", writes=[made])
     assert machine.findings() == []
-
-
-def test_a_lane_that_posts_starts_behind_what_was_given_when_it_was_asked(fakes: Callable[[Machine], None]) -> None:
-    """Its job waits for a message in its own thread, meanwhile the computation goes on: what that is given later
-    need not come first."""
-    machine = Machine()
-    fakes(machine)
-    lane, room, earlier = streams.posting(CUDA, 5.0), ("room", 0), MagicMock()
-    arrived, issued = threading.Event(), threading.Event()
-
-    def job() -> None:
-        assert arrived.wait(5.0)
-        machine.issue(machine.on.current, "receive", writes=[room])
-        issued.set()
-
-    machine.issue(machine.on.current, "what read it last", reads=[room])
-    done = lane.run(job, after=[earlier])
-    machine.issue(machine.on.current, "next forward")
-    arrived.set()
-    assert issued.wait(5.0)
-    done.wait()
-    earlier.wait.assert_called_once()
-    machine.issue(machine.on.current, "send back", reads=[room])
-    assert machine.findings() == []
-    receive, forward = (
-        next(node for node in machine.nodes if node.label.startswith(name)) for name in ("receive", "next forward")
-    )
-    assert forward not in _all_behind(receive)
-    lane.close()
-
-
-def _all_behind(node: Node) -> list[Node]:
-    return [*node.behind, *(each for other in node.behind for each in _all_behind(other))]
-
-
-def test_whoever_waits_for_what_is_posted_waits_until_it_has_been(fakes: Callable[[Machine], None]) -> None:
-    fakes(Machine())
-    lane, arrived = streams.posting(CUDA, 0.2), threading.Event()
-    done = lane.run(lambda: None if arrived.wait(5.0) else pytest.fail("never came"))
-    with pytest.raises(TimeoutError):
-        done.wait()
-    arrived.set()
-    lane.close()
 
 
 def advance(programs: dict[str, Iterator[None]], name: str, machine: Machine) -> None:

@@ -23,7 +23,6 @@ from bpipe.runtime.meter import Meter
 from bpipe.runtime.stage import Tensors
 from bpipe.transport.base import Transport
 from bpipe.transport.headed import Headed
-from bpipe.transport.lanes import ThreadLane
 from tests.unit.runtime.held import HeldLane, HeldMemory, HeldTwoSided
 from tests.unit.runtime.pipeline import Model
 from tests.unit.transport.loopback import alone, controls, peers
@@ -64,7 +63,7 @@ class Pipeline:
     ) -> None:
         self.schedule, self.model = schedule, model or Model(schedule.num_stages)
         self.meters = [Meter() for _ in schedule.ranks]
-        self._lanes: list[HeldLane | ThreadLane] = []
+        self._lanes: list[HeldLane] = []
         self._differing = differing
         transports = self._transports(kind, timeout_s)
         edges: Edges = defaultdict(queue.SimpleQueue)
@@ -99,9 +98,7 @@ class Pipeline:
         return made
 
     def _headed(self, alike: tuple[HeldTwoSided, HeldTwoSided], timeout_s: float) -> tuple[Headed, Headed]:
-        lanes = [ThreadLane("posting", timeout_s) for _ in alike]
-        self._lanes += lanes
-        here, there = (Headed(*end) for end in zip(alike, controls(timeout_s), lanes, strict=True))  # type: ignore[arg-type]
+        here, there = (Headed(*end) for end in zip(alike, controls(timeout_s), strict=True))  # type: ignore[arg-type]
         return here, there
 
     def run(self, iterations: int = 1, release: bool = True) -> list[torch.Tensor]:

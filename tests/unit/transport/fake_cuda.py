@@ -216,4 +216,4 @@ class FakeCuda:
         def unused(*arguments: Any) -> Any:
             raise AssertionError("memory asks nothing of the kind")
 
-        return Device(torch.device("cuda", index), unused, unused, unused, stream, self.empty_cache)
+        return Device(torch.device("cuda", index), unused, unused, stream, self.empty_cache)

@@ -81,6 +81,16 @@ class LoopbackControl:
         message.taken.set()
         return json.loads(message.text)
 
+    def send_tensors(self, about: Subject, tensors: Sequence[torch.Tensor]) -> Sending:
+        values = [(str(tensor.dtype).removeprefix("torch."), tensor.tolist(), list(tensor.shape)) for tensor in tensors]
+        return self.send(about, values)
+
+    def receive_tensors(self, about: Subject) -> tuple[torch.Tensor, ...]:
+        return tuple(
+            torch.tensor(values, dtype=getattr(torch, dtype)).reshape(shape)
+            for dtype, values, shape in self.receive(about)
+        )
+
     def exchange(self, about: Subject, value: Any) -> Any:
         sending = self.send(about, value)
         heard = self.receive(about)

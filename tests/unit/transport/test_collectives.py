@@ -1,8 +1,10 @@
-"""What all ranks have a part in, in groups that deliver only what is waited for: what comes of it where, and how it
-is announced."""
+"""What all ranks have a part in, in groups that deliver only what is waited for: what comes of it where, and how its
+first passes."""
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ from bpipe.ir.action import Action, Kind
 from bpipe.ir.program import Message
 from bpipe.transport import collectives
 from bpipe.transport.collectives import SORTS, Collectives, EdgesAndCollectives, SharedGroups
+from tests.unit.transport.loopback import controls
 
 CPU = torch.device("cpu")
 RANKS = 3
@@ -79,9 +82,14 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Collectives]:
     monkeypatch.setattr(collectives, "gather_into", gather)
     groups = {kind: Group() for kind in SORTS}
     found = []
+    hosts: list[dict[int, Any]] = [{} for _ in range(RANKS)]
+    for low, high in itertools.combinations(range(RANKS), 2):
+        hosts[low][high], hosts[high][low] = controls(timeout_s=2.0, rendezvous=True)
     for rank in range(RANKS):
         seats: Any = {kind: Seat(group, rank) for kind, group in groups.items()}
-        found.append(Collectives(rank, SharedGroups(PIPELINE, seats, 7.0), lambda action: action.stage, CPU))
+        found.append(
+            Collectives(rank, SharedGroups(PIPELINE, seats, hosts[rank], 7.0), lambda action: action.stage, CPU)
+        )
     return found
 
 
@@ -107,16 +115,31 @@ def gradient(microbatch: int) -> Message:
 
 
 def test_all_get_what_one_makes(ranks: list[Collectives]) -> None:
-    """Its shapes are announced once, whatever they are."""
-    for microbatch in range(2):
+    """The first tells the shapes of all, whatever they are, and by way of the hosts: until all have come to it, it
+    stands in no queue."""
+    for microbatch in range(3):
         made = torch.arange(6.0).reshape(2, 3) + microbatch, torch.tensor([microbatch])
         for rank in (0, 1):
             ranks[rank].post(output(microbatch))
         ranks[LAST].send(output(microbatch), made)
-        assert ranks[LAST].wait(output(microbatch)) == ()
         for rank in (0, 1):
             got = ranks[rank].wait(output(microbatch))
             assert [tensor.tolist() for tensor in got] == [tensor.tolist() for tensor in made]
+        assert ranks[LAST].wait(output(microbatch)) == ()
+    seat: Any = ranks[LAST]._groups.of[Kind.FORWARD]
+    assert seat._next == 4, "two tensors of each but the first"
+
+
+def test_the_first_is_kept_until_everybody_has_it(ranks: list[Collectives]) -> None:
+    for rank in (0, 1):
+        ranks[rank].post(output(0))
+    ranks[LAST].send(output(0), (torch.ones(2),))
+    ended = threading.Event()
+    threading.Thread(target=lambda: (ranks[LAST].wait(output(0)), ended.set()), daemon=True).start()
+    assert len(ranks[0].wait(output(0))) == 1
+    assert not ended.wait(0.1)
+    ranks[1].wait(output(0))
+    assert ended.wait(5.0)
 
 
 def test_all_get_what_all_make(ranks: list[Collectives]) -> None:

@@ -1,10 +1,10 @@
-"""Lengths in front of a two-sided transport: they come by a lane, what is behind them stays behind them, and
-everything is waited for."""
+"""Lengths in front of a two-sided transport: a HOST waits for them and posts nothing before, and everything is
+waited for."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import pytest
@@ -13,7 +13,6 @@ import torch
 from bpipe.transport.base import Pending, Sizes
 from bpipe.transport.control import Subject
 from bpipe.transport.headed import Headed
-from bpipe.transport.lanes import ThreadLane
 from tests.unit.transport.loopback import controls
 
 
@@ -69,21 +68,18 @@ def bytes_of(*lengths: int) -> list[torch.Tensor]:
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Headed, Below, Headed, Below]]:
+def ends() -> tuple[Headed, Below, Headed, Below]:
     """An evictor and an acceptor, and what lies below each."""
     here, there = controls(timeout_s=2.0, rendezvous=True)
     below = Below(), Below()
-    lanes = [ThreadLane(name, 5.0) for name in ("evictor", "acceptor")]
-    yield Headed(below[0], here, lanes[0]), below[0], Headed(below[1], there, lanes[1]), below[1]  # type: ignore[arg-type]
-    for lane in lanes:
-        lane.close()
+    return Headed(below[0], here), below[0], Headed(below[1], there), below[1]  # type: ignore[arg-type]
 
 
 def test_a_room_takes_whatever_lengths_are_said_to_come(ends: tuple[Headed, Below, Headed, Below]) -> None:
     evictor, sending, acceptor, receiving = ends
     (room,) = bytes_of(4096)
     for lengths in ([100, 700, 1], [], [4096]):
-        coming, going = acceptor.host(3, [room]), evictor.put(3, bytes_of(*lengths))
+        going, coming = evictor.put(3, bytes_of(*lengths)), acceptor.host(3, [room])
         for pending in (coming, going):
             pending.wait()
         acceptor.give_back(3, [room]).wait()
@@ -98,7 +94,7 @@ def test_a_room_takes_whatever_lengths_are_said_to_come(ends: tuple[Headed, Belo
 def test_parts_of_a_room_lie_apart(ends: tuple[Headed, Below, Headed, Below]) -> None:
     evictor, _, acceptor, _ = ends
     (room,) = bytes_of(4096)
-    coming, going = acceptor.host(0, [room]), evictor.put(0, bytes_of(100, 700, 1))
+    going, coming = evictor.put(0, bytes_of(100, 700, 1)), acceptor.host(0, [room])
     coming.wait()
     going.wait()
     parts = acceptor._held[0]
@@ -106,34 +102,37 @@ def test_parts_of_a_room_lie_apart(ends: tuple[Headed, Below, Headed, Below]) ->
     assert all(part.untyped_storage().data_ptr() == room.data_ptr() for part in parts)
 
 
-def test_nobody_but_the_lane_waits_for_lengths_and_what_comes_behind_them_stays_behind(
-    ends: tuple[Headed, Below, Headed, Below],
-) -> None:
-    """This rank hosts and loads in one direction: the partner sends the one before the other."""
+def test_a_host_posts_where_the_program_has_it(ends: tuple[Headed, Below, Headed, Below]) -> None:
+    """A thread once posted it when the lengths had come, behind what the rank had issued meanwhile."""
     evictor, _, acceptor, receiving = ends
-    hosted, loaded = acceptor.host(0, bytes_of(512)), acceptor.get(1, bytes_of(9))
+    hosting = threading.Thread(
+        target=lambda: (acceptor.host(0, bytes_of(512)), acceptor.get(1, bytes_of(9))), daemon=True
+    )
+    hosting.start()
+    hosting.join(0.1)
+    assert hosting.is_alive(), "nobody has told the lengths"
     assert receiving.asked == []
     going = evictor.put(0, bytes_of(5))
-    for pending in (loaded, hosted, going):
-        pending.wait()
+    hosting.join(5.0)
     assert [asked.said for asked in receiving.asked] == [("host", 0, [5]), ("get", 1, [9])]
+    going.wait()
 
 
-def test_lengths_that_never_come_are_an_error_where_somebody_waits(ends: tuple[Headed, Below, Headed, Below]) -> None:
-    _, _, acceptor, _ = ends
-    coming = acceptor.host(0, bytes_of(512))
+def test_lengths_that_never_come_are_an_error_where_they_are_waited_for(
+    ends: tuple[Headed, Below, Headed, Below],
+) -> None:
+    _, _, acceptor, receiving = ends
     with pytest.raises(TimeoutError, match="no message about LENGTHS within 2 s"):
-        coming.wait()
+        acceptor.host(0, bytes_of(512))
+    assert receiving.asked == []
 
 
 def test_a_put_ends_when_its_lengths_have_arrived_too() -> None:
     here, there = controls(timeout_s=5.0, rendezvous=True)
-    lane = ThreadLane("evictor", 5.0)
-    going = Headed(Below(), here, lane).put(0, bytes_of(7))  # type: ignore[arg-type]
+    going = Headed(Below(), here).put(0, bytes_of(7))  # type: ignore[arg-type]
     ended = threading.Event()
     threading.Thread(target=lambda: (going.wait(), ended.set()), daemon=True).start()
     assert not ended.wait(0.1), "a message that nobody keeps may never arrive"
     heard: Any = there.receive(Subject.LENGTHS)
     assert heard == [7]
     assert ended.wait(5.0)
-    lane.close()

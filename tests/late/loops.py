@@ -1,0 +1,192 @@
+"""Run a schedule on late devices as Megatron's own loops pass messages: its exchanges, its groups, its order of calls.
+
+In: a schedule and an `Exchange` of Megatron's. Out: what `LatePipeline` gives. Computations, engines and transports are
+the real ones, and the program is the one that `check.deadlock` judges; what stands here is how an exchange of it
+becomes operations of torch.distributed.
+
+Source: megatron-core 0.19.2, `p2p_communication.py`. Where messages pass in batches, `_batched_p2p_ops` gives all of an
+exchange to `batch_isend_irecv`, in the communicator of all ranks. Else `_p2p_ops` gives them one by one, in
+communicators of two: an even rank begins with the next one, an odd one with the one before. Here all of an exchange
+that is between two ranks is one operation: in which order Megatron issues them is not said by a program.
+`make_communicators` of `megatron.scheduling.loop.links` exchanges one number with both before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from bpipe.ir.action import Action
+from bpipe.ir.program import Exchange, Message, Program
+from bpipe.ir.schedule import Schedule
+from bpipe.lower.lower import lower
+from bpipe.runtime import executor
+from bpipe.runtime.engine import Engine
+from bpipe.runtime.executor import ComputationHooks
+from bpipe.runtime.messages import Messages
+from bpipe.runtime.stage import Tensors
+from tests.late.devices import Draw
+from tests.late.group import LateGroup
+from tests.late.model import Place
+from tests.late.pipeline import LatePipeline, Rank
+from tests.unit.runtime.pipeline import ROWS, WIDTH
+
+
+class Exchanges:
+    """One rank's messages: what was sent and posted passes together, when the first of it is waited for."""
+
+    def __init__(self, rank: int, size: int, is_batched: bool, synchronizes: bool, device: torch.device) -> None:
+        self._rank, self._size, self._is_batched, self._synchronizes, self._device = (
+            rank,
+            size,
+            is_batched,
+            synchronizes,
+            device,
+        )
+        # By whether it is sent and whether the next rank is at its other end.
+        self._sends: dict[bool, torch.Tensor] = {}
+        self._receives: dict[bool, tuple[Message, torch.Tensor]] = {}
+        self._arrived: dict[int, torch.Tensor] = {}
+
+    def begin(self, is_ring: bool) -> None:
+        """Make the communicators, as `make_communicators` does."""
+        has_before, has_after = is_ring or self._rank > 0, is_ring or self._rank + 1 < self._size
+        sides = [side for side, there in ((True, has_after), (False, has_before)) if there]
+        self._exchange(*({side: torch.zeros(1, device=self._device) for side in sides} for _ in range(2)))
+
+    def post(self, message: Message) -> None:
+        side = self._is_next(message)
+        assert side not in self._receives, "an exchange has one message from each neighbour"
+        self._receives[side] = message, torch.empty(ROWS, WIDTH, device=self._device)
+
+    def send(self, message: Message, tensors: Tensors) -> None:
+        side = self._is_next(message)
+        assert side not in self._sends, "an exchange has one message to each neighbour"
+        (self._sends[side],) = (tensor.detach().contiguous() for tensor in tensors)
+
+    def wait(self, message: Message) -> Tensors:
+        if self._sends or self._receives:
+            self._exchange(self._sends, {side: tensor for side, (_, tensor) in self._receives.items()})
+            self._arrived |= {received.value: tensor for received, tensor in self._receives.values()}
+            self._sends, self._receives = {}, {}
+        return () if message.parties[0] == self._rank else (self._arrived.pop(message.value),)
+
+    def _exchange(self, sends: dict[bool, torch.Tensor], receives: dict[bool, torch.Tensor]) -> None:
+        works = self._in_a_batch(sends, receives) if self._is_batched else self._by_pairs(sends, receives)
+        for work in works:
+            work.wait()
+        if self._synchronizes:
+            torch.accelerator.synchronize(self._device)
+
+    def _in_a_batch(self, sends: dict[bool, torch.Tensor], receives: dict[bool, torch.Tensor]) -> Sequence[Any]:
+        operations = []
+        for side in (False, True):
+            for operation, tensors in ((dist.isend, sends), (dist.irecv, receives)):
+                if side in tensors:
+                    operations.append(dist.P2POp(operation, tensors[side], self._neighbour(side)))
+        return list(dist.batch_isend_irecv(operations))
+
+    def _by_pairs(self, sends: dict[bool, torch.Tensor], receives: dict[bool, torch.Tensor]) -> Sequence[Any]:
+        group = dist.distributed_c10d._get_default_group()
+        assert isinstance(group, LateGroup)
+        works = []
+        for side in (True, False) if self._rank % 2 == 0 else (False, True):
+            messages = [(sends[side], True)] if side in sends else []
+            messages += [(receives[side], False)] if side in receives else []
+            if messages:
+                works.append(group.with_one(self._neighbour(side), messages))
+        return works
+
+    def _neighbour(self, is_next: bool) -> int:
+        return (self._rank + (1 if is_next else -1)) % self._size
+
+    def _is_next(self, message: Message) -> bool:
+        (other,) = set(message.parties) - {self._rank}
+        assert other in (self._neighbour(True), self._neighbour(False)), f"{message} is of no neighbours"
+        return other == self._neighbour(True)
+
+
+class LoopCalls:
+    """The calls of `megatron.scheduling.hooks.loops`: transfers behind a computation start before its exchange, the
+    last ones after all."""
+
+    def __init__(self, engine: Engine, device: torch.device, synchronizes: bool) -> None:
+        self._engine, self._device, self._synchronizes = engine, device, synchronizes
+        self.begin, self.end = engine.begin, engine.end
+
+    def before(self, op: Action) -> None:
+        self._engine.before(op)
+        if self._synchronizes:
+            torch.accelerator.synchronize(self._device)
+
+    def after(
+        self, op: Action, outputs: Sequence[torch.Tensor | None] = (), inputs: Sequence[torch.Tensor | None] = ()
+    ) -> None:
+        self._engine.after(op, outputs, inputs)
+        self._engine.sent(op)
+
+    def sent(self, op: Action) -> None:
+        """It was said at once."""
+
+    def communicated(self) -> None:
+        """The end of the loop says it."""
+
+
+class LoopRank(Rank):
+    def messages(self, here: torch.device) -> Messages:
+        loop = self._pipeline
+        assert isinstance(loop, LateLoop)
+        made = Exchanges(self.rank, loop.schedule.num_ranks, loop.exchange.is_batched, loop.after_exchanges, here)
+        if not loop.births:
+            made.begin(is_ring=loop.schedule.num_chunks > 1)
+        return made
+
+    def calls(self) -> ComputationHooks | None:
+        loop, engine = self._pipeline, self.engine
+        assert isinstance(loop, LateLoop)
+        return None if engine is None else LoopCalls(engine, engine._config.device, loop.in_operations)
+
+
+class LateLoop(LatePipeline):
+    """All ranks of one of Megatron's loops. `births`: its communicators are not made before it runs.
+
+    `after_exchanges`: the device is synchronised behind each exchange (`batch_p2p_sync`); `in_operations`: and inside
+    each computation.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        kind: str,
+        exchange: Exchange,
+        births: bool = False,
+        after_exchanges: bool = False,
+        in_operations: bool = False,
+        differing: bool = False,
+    ) -> None:
+        self.exchange, self.births = exchange, births
+        self.after_exchanges, self.in_operations = after_exchanges, in_operations
+        super().__init__(schedule, kind, differing=differing)
+
+    def rank_of(self, rank: int) -> Rank:
+        return LoopRank(self, rank)
+
+    def run(self, draw: Draw, iterations: int = 2) -> dict[Place, torch.Tensor]:
+        with _programs_of(self.exchange):
+            return super().run(draw, iterations)
+
+
+@contextmanager
+def _programs_of(exchange: Exchange) -> Iterator[None]:
+    """Executors run what the loop with these exchanges does."""
+
+    def programs(schedule: Schedule, posted: Exchange) -> tuple[Program, ...]:
+        return lower(schedule, exchange)
+
+    with patch.object(executor, "as_run", programs):
+        yield

@@ -1,0 +1,65 @@
+"""Bidirectional pipelines in one hardware queue: a row is what the trainer goes on to train, and the other way
+round."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bpipe.build import unchecked
+from bpipe.ir.program import Exchange
+from bpipe.models.cluster import parse_cluster
+from bpipe.models.layout import EVENLY, Setup
+from bpipe.models.model import gpt
+from bpipe.plan.bounds import Bounds
+from bpipe.plan.search import every_setup
+from bpipe.plan.shards import has_one_queue, stands_still
+from bpipe.plan.space import Space
+from megatron.scheduling.loop.waiting import refuse_standstill
+from megatron.scheduling.options.arguments import SchedulingConfig
+
+FAMILIES = ("chimera", "mixpipe", "bitpipe", "bitpipe-early")
+# Pipelines of up to 48 ranks beside tensor parallelism, before Blackwell.
+SPACE = Space(
+    gpt("deep", 48, 1024, 16),
+    parse_cluster("h100-80g:12x8"),
+    96,
+    1024,
+    recompute=("none",),
+    schedules=FAMILIES,
+    max_micro_batch=1,
+    max_chunks=2,
+    vocabulary_parallel=("none",),
+)
+
+
+def is_refused(setup: Setup) -> bool:
+    program = replace(setup, balance="none", how=EVENLY).program()
+    config = SchedulingConfig(balance=False, num_ranks=setup.pipeline, num_chunks=setup.chunks)
+    try:
+        refuse_standstill(unchecked(program), Exchange.POSTED, config, torch.device("cuda"), [])
+    except ValueError:
+        return True
+    return False
+
+
+def test_the_plan_has_the_bidirectional_pipelines_that_the_trainer_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside tensor parallelism all were refused by the trainer and rows of the plan.
+
+    Now only sends far ahead of their receivers are.
+    """
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    setups = {
+        (setup.schedule, setup.pipeline, setup.chunks, setup.num_microbatches): setup
+        for setup in every_setup(SPACE, Bounds(), Counter())
+        if has_one_queue(setup) and setup.balance == "none"
+    }
+    assert {schedule for schedule, *_ in setups} == set(FAMILIES)
+    verdicts = {key: stands_still(setup) for key, setup in setups.items()}
+    assert verdicts == {key: is_refused(setup) for key, setup in setups.items()}
+    stuck = {key for key, stands in verdicts.items() if stands}
+    assert 0 < len(stuck) < len(verdicts) / 8
+    assert min(pipeline for _, pipeline, *_ in stuck) == 12
