@@ -66,10 +66,10 @@ class MeasuredLink:
 
 def candidates(wanted: str, device_type: str) -> tuple[str, ...]:
     """Return the transports to try. Raises ValueError where the wanted one cannot reach the device's memory."""
-    on_cuda = device_type == "cuda"
+    on_cpu = device_type == "cpu"
     # Host memory is where a CPU's activations are anyway: it can be asked for, but is never a way out.
-    automatic = ("nccl", "peer", "host") if on_cuda else ("gloo", "peer")
-    possible = ("nccl", "peer", "host") if on_cuda else ("gloo", "peer", "host")
+    automatic = ("gloo", "peer") if on_cpu else ("nccl", "peer", "host")
+    possible = ("gloo" if on_cpu else "nccl", "peer", "host")
     if wanted == AUTO:
         return automatic
     if wanted not in possible:

@@ -1,7 +1,8 @@
 """Answer for the CUDA runtime on a machine without a GPU, so that Megatron's own trainer runs there unmodified.
 
-In: a process in which `megatron` has not been imported yet. Out: the same process, where "cuda" means the CPU. Knows
-nothing of schedules or transfers. Installed only when no CUDA device exists, never imported otherwise.
+In: a process in which `megatron` has not been imported yet. Out: the same process, where "cuda" means the CPU, or
+another device that somebody brings with answers of its own (`stand_in`). Knows nothing of schedules or transfers.
+Installed only when no CUDA device exists, never imported otherwise.
 
 Every replacement is explicit and visible in `_CUDA` and below. A TorchFunctionMode would be shorter but is
 thread-local: autograd's and the data loader's threads would escape it. It must come before Megatron's import, because
@@ -14,7 +15,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +34,21 @@ ARGUMENTS = (
 
 def install() -> None:
     """Replace the CUDA runtime by the CPU. Call once, before Megatron is imported; a second call does nothing."""
-    if getattr(torch.cuda, "_bpipe_stand_in", False):
+    stand_in(
+        _CPU,
+        _answers_of_cpu(),
+        {"is_available": _answer(True), "current_device_index": _answer(0), "current_stream": _answer(_Inert())},
+    )
+
+
+def stand_in(device: torch.device, cuda: Mapping[str, Any], accelerator: Mapping[str, Any]) -> None:
+    """Let "cuda" mean `device`, and `torch.cuda` and `torch.accelerator` give these answers.
+
+    Once, before Megatron is imported.
+
+    A second call does nothing. Random numbers are those of the host's generator.
+    """
+    if standing_in():
         return
     if any(name == "megatron.core" or name.startswith("megatron.core.") for name in sys.modules):
         raise RuntimeError(
@@ -43,12 +58,19 @@ def install() -> None:
     # at run time.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    _replace_runtime()
+    _replace(torch.cuda, **cuda)
+    _replace(torch.cuda.nvtx, range_push=_answer(None), range_pop=_answer(None))
+    _replace(torch.accelerator, **accelerator)
     _replace_rng()
-    _replace_factories()
-    _replace_moves()
+    _replace_factories(device)
+    _replace_moves(device)
     _fence_data_loader()
-    _replace(torch.cuda, _bpipe_stand_in=True)
+    _replace(torch.cuda, _bpipe_stand_in=device.type)
+
+
+def standing_in() -> str | None:
+    """Return the type of the device that stands in for CUDA's in this process, or None."""
+    return getattr(torch.cuda, "_bpipe_stand_in", None)
 
 
 class _Inert:
@@ -119,10 +141,9 @@ def _context() -> Callable[..., Any]:
     return unchanged
 
 
-def _replace_runtime() -> None:
-    """Runtime queries, streams, events and memory counters of one device that is the CPU."""
-    stream = _Inert()
-    cuda: dict[str, Any] = {
+def answers() -> dict[str, Any]:
+    """Return what `torch.cuda` answers whatever stands in for its devices."""
+    return {
         "is_available": _answer(True),
         "is_initialized": _answer(True),
         "is_bf16_supported": _answer(True),
@@ -130,23 +151,32 @@ def _replace_runtime() -> None:
         "init": _answer(None),
         "_lazy_init": _answer(None),
         "_lazy_call": lambda call, **kwargs: call(),
+        "get_device_capability": _answer((8, 0)),
+        "ipc_collect": _answer(None),
+        "device_memory_used": _answer(0),
+        "device": _Device,
+    }
+
+
+def _answers_of_cpu() -> dict[str, Any]:
+    """Runtime queries, streams, events and memory counters of one device that is the CPU."""
+    stream = _Inert()
+    return {
+        **answers(),
         "device_count": _answer(1),
         "current_device": _answer(_CPU),
         "set_device": _answer(None),
-        "get_device_capability": _answer((8, 0)),
         "get_device_name": _answer("CPU"),
         "get_device_properties": _answer(
             SimpleNamespace(name="CPU", major=8, minor=0, multi_processor_count=1, total_memory=0)
         ),
         "synchronize": _answer(None),
         "empty_cache": _answer(None),
-        "ipc_collect": _answer(None),
         "memory_allocated": _answer(0),
         "memory_reserved": _answer(0),
         "max_memory_allocated": _answer(0),
         "max_memory_reserved": _answer(0),
-        "device_memory_used": _answer(0),
-        "memory_stats": lambda *args, **kwargs: _ZeroStatistics(),
+        "memory_stats": lambda *args, **kwargs: ZeroStatistics(),
         "reset_peak_memory_stats": _answer(None),
         "reset_max_memory_allocated": _answer(None),
         "Stream": _Inert,
@@ -155,17 +185,11 @@ def _replace_runtime() -> None:
         "default_stream": _answer(stream),
         "set_stream": _answer(None),
         "stream": _context(),
-        "device": _Device,
     }
-    _replace(torch.cuda, **cuda)
-    _replace(torch.cuda.nvtx, range_push=_answer(None), range_pop=_answer(None))
-    _replace(
-        torch.accelerator, is_available=_answer(True), current_device_index=_answer(0), current_stream=_answer(stream)
-    )
 
 
-class _ZeroStatistics(dict[str, int]):
-    """Memory statistics of an allocator that does not exist: zero, whatever is asked."""
+class ZeroStatistics(dict[str, int]):
+    """Memory statistics that are zero wherever nobody counts."""
 
     def __missing__(self, key: str) -> int:
         return 0
@@ -197,9 +221,9 @@ def _is_cuda(device: object) -> bool:
     return isinstance(device, str) and device.split(":")[0] == "cuda"
 
 
-def _to_cpu(value: Any) -> Any:
-    """Return the CPU for a device that names CUDA (also by its index), everything else unchanged."""
-    return _CPU if _is_cuda(value) else value
+def _meant(value: Any, device: torch.device) -> Any:
+    """`device` for one that names CUDA (also by its index), everything else unchanged."""
+    return device if _is_cuda(value) else value
 
 
 _FACTORIES = (
@@ -222,16 +246,16 @@ _FACTORIES = (
 )
 
 
-def _replace_factories() -> None:
-    """`torch.zeros(..., device="cuda")` and its kin make CPU tensors."""
+def _replace_factories(target: torch.device) -> None:
+    """`torch.zeros(..., device="cuda")` and its kin make tensors of what stands in."""
 
-    def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    def redirected(factory: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(factory)
         def make(*args: Any, **kwargs: Any) -> Any:
             device = kwargs.get("device")
             if device is not None:
                 # An index alone names a CUDA device too.
-                kwargs["device"] = _CPU if isinstance(device, int) else _to_cpu(device)
+                kwargs["device"] = target if isinstance(device, int) else _meant(device, target)
             if kwargs.get("pin_memory"):
                 kwargs["pin_memory"] = False
             return factory(*args, **kwargs)
@@ -239,41 +263,45 @@ def _replace_factories() -> None:
         return make
 
     for name in _FACTORIES:
-        setattr(torch, name, on_cpu(getattr(torch, name)))
+        setattr(torch, name, redirected(getattr(torch, name)))
 
 
-def _replace_moves() -> None:
-    """`.cuda()`, `.to("cuda")`, `.pin_memory()` stay where they are; a CPU tensor's type name is that of its CUDA
-    twin."""
+def _replace_moves(target: torch.device) -> None:
+    """`.cuda()` and `.to("cuda")` go to what stands in, `.pin_memory()` stays; a tensor's type name is that of its
+    CUDA twin."""
 
-    def on_cpu(move: Callable[..., Any]) -> Callable[..., Any]:
+    def redirected(move: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(move)
         def to(self: Any, *args: Any, **kwargs: Any) -> Any:
             if "device" in kwargs:
-                kwargs["device"] = _to_cpu(kwargs["device"])
-            return move(self, *(_to_cpu(arg) for arg in args), **kwargs)
+                kwargs["device"] = _meant(kwargs["device"], target)
+            return move(self, *(_meant(arg, target) for arg in args), **kwargs)
 
         return to
 
     def stay(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self
 
+    def go(self: Any, device: object = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        return self.to(target, non_blocking=non_blocking)
+
     plain_type: Callable[..., Any] = torch.Tensor.type
+    own_name = "torch." if target.type == "cpu" else f"torch.{target.type}."
 
     def type_name(self: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
         # Megatron's optimizer sorts parameters by this name and asserts on any other.
         if dtype is None:
             # A torch function mode finds this function by the name of the plain one, and comes through here a second
             # time.
-            return plain_type(self).replace("torch.cuda.", "torch.", 1).replace("torch.", "torch.cuda.", 1)
+            return plain_type(self).replace("torch.cuda.", own_name, 1).replace(own_name, "torch.cuda.", 1)
         if isinstance(dtype, str):
-            dtype = dtype.replace("torch.cuda.", "torch.", 1)
+            dtype = dtype.replace("torch.cuda.", own_name, 1)
         return plain_type(self, dtype, **kwargs)
 
     for owner in (torch.Tensor, torch.nn.Module):
-        _replace(owner, to=on_cpu(owner.to), cuda=stay)
+        _replace(owner, to=redirected(owner.to), cuda=stay if target.type == "cpu" else go)
     for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"):
-        setattr(torch.Tensor, name, on_cpu(getattr(torch.Tensor, name)))
+        setattr(torch.Tensor, name, redirected(getattr(torch.Tensor, name)))
     _replace(torch.Tensor, pin_memory=stay, type=type_name)
 
 

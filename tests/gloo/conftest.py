@@ -91,10 +91,12 @@ def start(
     port: int,
     environment: dict[str, str] | None = None,
     cold: bool = False,
+    parents: Parents = PARENTS,
 ) -> Sequence[Process]:
     """One process a rank, each in a session of its own, logging to `<folder>/rank<r>.log`.
 
-    `cold`: each imports for itself, as every user's does. So does each where COLD_RANKS is set.
+    `cold`: each imports for itself, as every user's does. So does each where COLD_RANKS is set. Else they come from
+    `parents`.
     """
     processes: list[Process] = []
     for rank in range(world):
@@ -116,7 +118,7 @@ def start(
         }
         path = folder / f"rank{rank}.log"
         if not cold and not os.environ.get("COLD_RANKS"):
-            processes.append(PARENTS.start(rank, script, env, folder, path))
+            processes.append(parents.start(rank, script, env, folder, path))
             continue
         with path.open("wb") as log:
             processes.append(

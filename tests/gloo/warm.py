@@ -82,9 +82,13 @@ class Rank:
 
 
 class Parents:
-    """Started when the first rank is asked for."""
+    """Started when the first rank is asked for.
 
-    def __init__(self) -> None:
+    `stand_in`: the module whose `install` answers for the CUDA runtime there.
+    """
+
+    def __init__(self, stand_in: str = "megatron.scheduling.cpu") -> None:
+        self._stand_in = stand_in
         self._running: dict[int, tuple[socket.socket, subprocess.Popen[bytes]]] = {}
 
     def start(
@@ -102,7 +106,7 @@ class Parents:
     def _begin(self, environment: Mapping[str, str]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, __file__, str(theirs.fileno())]
+            command = [sys.executable, __file__, str(theirs.fileno()), self._stand_in]
             return ours, subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], start_new_session=True)
 
     def close(self) -> None:
@@ -215,16 +219,14 @@ def remember_docstrings() -> None:
     arguments.add_megatron_arguments(argparse.ArgumentParser())
 
 
-def import_all() -> dict[str, str]:
+def import_all(stand_in: str) -> dict[str, str]:
     """Returns what that leaves in the environment."""
     given = dict(os.environ)
     # What is imported is no garbage, and looking for some takes a tenth of the time.
     gc.disable()
     # As startup.prepare, which a rank comes to when all is imported.
     os.environ.setdefault("NO_VCS_VERSION", "1")
-    from megatron.scheduling import cpu as cpu_runtime
-
-    cpu_runtime.install()
+    importlib.import_module(stand_in).install()
     for name in PRELOADED:
         importlib.import_module(name)
     remember_docstrings()
@@ -237,5 +239,5 @@ def import_all() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    left = import_all()
+    left = import_all(sys.argv[2])
     become(wait_for_requests(socket.socket(fileno=int(sys.argv[1]))), left)

@@ -86,7 +86,7 @@ class Recorder:
         for chunk in self.model:
             for name, parameter in sorted(chunk.named_parameters()):
                 digest.update(name.encode())
-                digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+                digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
 

@@ -39,7 +39,8 @@ class Draw:
     `eagerness`: the chance that a device does another operation whenever it is given one; 0 leaves everything until a
     host waits. `connections`: hardware queues that all streams of a device share, 0 for one each. `stream`: that of
     `STREAM_LAST`. `allocation_synchronizes`: whether torch's allocator waits for the device when it takes a new
-    segment; `lending_synchronizes`: the same of memory that a rank makes for a partner.
+    segment; `lending_synchronizes`: the same of memory that a rank makes for a partner. `launch_blocks`: whether a host
+    waits for each kernel, as by CUDA_LAUNCH_BLOCKING.
     """
 
     seed: int
@@ -49,6 +50,7 @@ class Draw:
     connections: int = 0
     allocation_synchronizes: bool = False
     lending_synchronizes: bool = False
+    launch_blocks: bool = False
 
     @staticmethod
     def of(seed: int) -> Draw:
@@ -64,7 +66,8 @@ class Draw:
         queues = f"{self.connections or 'all'} queues"
         order = f"{self.order} {self.stream}" if self.order == STREAM_LAST else self.order
         allocating = "synchronizing" if self.allocation_synchronizes else "free"
-        return f"seed {self.seed}, {order}, eagerness {self.eagerness:g}, {queues}, {allocating} allocation"
+        blocking = ", launches block" if self.launch_blocks else ""
+        return f"seed {self.seed}, {order}, eagerness {self.eagerness:g}, {queues}, {allocating} allocation{blocking}"
 
 
 # The streams of a rank's engine are the first of high priority that it takes: see `kStreamsPerPool` of csrc/machine.h.
@@ -110,7 +113,14 @@ def begin(draw: Draw, capacity: int = CAPACITY_BYTES) -> None:
     late = extension()
     # While what is left is freed, nothing is drawn.
     late.order(DRAWN, 0, -1, 0.0)
-    late.reset(NUM_DEVICES, draw.connections, capacity, draw.allocation_synchronizes, draw.lending_synchronizes)
+    late.reset(
+        NUM_DEVICES,
+        draw.connections,
+        capacity,
+        draw.allocation_synchronizes,
+        draw.lending_synchronizes,
+        draw.launch_blocks,
+    )
     late.order(draw.order, draw.seed, draw.stream, draw.eagerness)
     torch.accelerator.set_device_index(0)
 

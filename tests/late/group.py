@@ -24,10 +24,13 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg
 
+from bpipe.runtime.streams import current
 from tests.late.devices import TYPE, extension
 
 DTYPES = {torch.float32: "f", torch.float64: "d", torch.int64: "q", torch.int32: "i", torch.uint8: "B", torch.bool: "?"}
-KINDS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max"}
+KINDS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min"}
+# By whose rank in the group, whether this one sends, and what.
+Message = tuple[int, bool, torch.Tensor]
 
 # By communicator, the ranks that have come to its birth. Of all threads.
 _born: dict[str, set[int]] = defaultdict(set)
@@ -67,12 +70,12 @@ class LateWork(dist.Work):
 
     def __init__(self, over: Any, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self._over, self._tensors = over, list(tensors)
+        self._over, self.tensors = over, list(tensors)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         stream = torch.accelerator.current_stream()
         extension().block(stream.device_index, stream.stream_id, self._over)
-        self._tensors = []
+        self.tensors = []
         return True
 
     def is_completed(self) -> bool:
@@ -85,8 +88,8 @@ class LateWork(dist.Work):
         self.wait()
 
 
-class LateGroup(dist.ProcessGroup):
-    """One rank's end of a group."""
+class Group(dist.ProcessGroup):
+    """One rank's end of a group. Subclasses say how ranks meet: `_make`, `_begin` and `_begin_collective`."""
 
     supports_coalescing = True
     supports_splitting = False
@@ -95,24 +98,26 @@ class LateGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self._name, self._rank, self._size = name, rank, size
         self._streams: dict[str, torch.Stream] = {}
-        self._batch: list[tuple[str, bool, torch.Tensor]] | None = None
+        self._batch: list[Message] | None = None
 
     def getBackendName(self) -> str:
         return TYPE
 
-    def _get_backend(self, device: object) -> LateGroup:
+    def _get_backend(self, device: object) -> Group:
         return self
 
     # -- communicators
     # -----------------------------------------------------------------------------------------------------------------
 
+    def _make(self, name: str, ranks: Sequence[int]) -> None:
+        """Wait until all ranks of a communicator have come to its birth."""
+        raise NotImplementedError
+
     def _communicator(self, ranks: Sequence[int], key: str) -> tuple[str, torch.Stream]:
         """Its name and this rank's stream of it. The first time, wait until all its ranks have come."""
         name = f"{self._name}/{key}"
         if name not in self._streams:
-            _born[name].add(self._rank)
-            operand = f"a host waits for the communicator {name} of ranks {', '.join(map(str, ranks))} to be made"
-            extension().wait_until(lambda: len(_born[name]) == len(ranks), operand)
+            self._make(name, ranks)
             self._streams[name] = torch.Stream(torch.device(TYPE, torch.accelerator.current_device_index()))
         return name, self._streams[name]
 
@@ -126,19 +131,18 @@ class LateGroup(dist.ProcessGroup):
     # ------------------------------------------------------------------------------------------------------------------
 
     def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int = 0) -> LateWork | None:
-        return self._message(tensors[0], self._rank, dst, True)
+        return self._message(dst, True, tensors[0])
 
     def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int = 0) -> LateWork | None:
-        return self._message(tensors[0], src, self._rank, False)
+        return self._message(src, False, tensors[0])
 
-    def _message(self, tensor: torch.Tensor, source: int, target: int, sends: bool) -> LateWork | None:
+    def _message(self, peer: int, sends: bool, tensor: torch.Tensor) -> LateWork | None:
         assert tensor.is_contiguous()
-        message = f"{source}>{target}", sends, tensor
         if self._batch is not None:
-            self._batch.append(message)
+            self._batch.append((peer, sends, tensor))
             return None
-        pair = sorted((source, target))
-        return self._exchange(*self._communicator(pair, ":".join(map(str, pair))), [message])
+        pair = sorted((peer, self._rank))
+        return self._exchange(*self._communicator(pair, ":".join(map(str, pair))), pair, [(peer, sends, tensor)])
 
     def with_one(self, other: int, messages: Sequence[tuple[torch.Tensor, bool]]) -> LateWork:
         """Exchange messages with one rank, whether each is sent, in the communicator of the two."""
@@ -153,26 +157,42 @@ class LateGroup(dist.ProcessGroup):
     def _end_coalescing(self, device: torch.device) -> LateWork:
         batch, self._batch = self._batch, None
         assert batch is not None
-        return self._exchange(*self._whole(), batch)
+        return self._exchange(*self._whole(), range(self._size), batch)
 
-    def _exchange(self, name: str, stream: torch.Stream, batch: Sequence[tuple[str, bool, torch.Tensor]]) -> LateWork:
+    def _exchange(self, name: str, stream: torch.Stream, ranks: Sequence[int], batch: Sequence[Message]) -> LateWork:
         self._behind_current(stream)
-        messages = [(f"{name}:{channel}", sends, tensor.data_ptr(), tensor.nbytes) for channel, sends, tensor in batch]
-        label = f"{name} " + ", ".join(f"{'send' if sends else 'receive'} {channel}" for channel, sends, _ in batch[:2])
-        over = extension().exchange(stream.device_index, stream.stream_id, messages, label)
+        label = f"{name} " + ", ".join(
+            f"{'send' if sends else 'receive'} {self._channel(peer, sends)}" for peer, sends, _ in batch[:2]
+        )
+        over = self._begin(name, stream, ranks, batch, label)
         return LateWork(over, [tensor for _, _, tensor in batch])
+
+    def _channel(self, peer: int, sends: bool) -> str:
+        return f"{self._rank}>{peer}" if sends else f"{peer}>{self._rank}"
+
+    def _begin(
+        self, name: str, stream: torch.Stream, ranks: Sequence[int], batch: Sequence[Message], label: str
+    ) -> Any:
+        """Issue the kernel of a batch; return its end."""
+        raise NotImplementedError
 
     # -- collectives
     # ------------------------------------------------------------------------------------------------------------------
 
     def _collective(self, kind: str, source: torch.Tensor, target: torch.Tensor, root: int = -1) -> LateWork:
+        assert source.is_contiguous()
+        assert target.is_contiguous()
         name, stream = self._whole()
         self._behind_current(stream)
-        dtype = DTYPES[source.dtype]
-        where = stream.device_index, stream.stream_id
+        dtype = DTYPES.get(source.dtype, "-")
         numbers = dtype, source.data_ptr(), target.data_ptr(), source.nbytes
-        over = extension().collective(*where, name, self._rank, self._size, kind, root, *numbers, f"{name} {kind}")
-        return LateWork(over, [source, target])
+        return LateWork(self._begin_collective(name, stream, kind, root, numbers), [source, target])
+
+    def _begin_collective(
+        self, name: str, stream: torch.Stream, kind: str, root: int, numbers: tuple[str, int, int, int]
+    ) -> Any:
+        """Issue the kernel of a collective; return its end."""
+        raise NotImplementedError
 
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any) -> LateWork:
         return self._collective("broadcast", tensors[0], tensors[0], opts.rootRank)
@@ -183,20 +203,93 @@ class LateGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> LateWork:
         return self._collective("sum" if opts is None else KINDS[opts.reduceOp.op], tensors[0], tensors[0])
 
+    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> LateWork:
+        """One after the other: NCCL's are one kernel, which is over when all are."""
+        works = [
+            self._collective("sum" if opts is None else KINDS[opts.reduceOp.op], tensor, tensor) for tensor in tensors
+        ]
+        stream = self._whole()[1]
+        return LateWork(
+            extension().mark(stream.device_index, stream.stream_id),
+            [tensor for work in works for tensor in work.tensors],
+        )
+
     def _allgather_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> LateWork:
         return self._collective("gather", source, output)
 
     all_gather_single = _allgather_base
+
+    def allgather(
+        self, outputs: Sequence[Sequence[torch.Tensor]], sources: Sequence[torch.Tensor], opts: Any = None
+    ) -> LateWork:
+        """By one tensor, which is copied behind it: ProcessGroupNCCL::allgather, newLikeFlat."""
+        ((source,), (into,)) = sources, outputs
+        whole = source.new_empty((self._size, *source.shape))
+        work = self._collective("gather", source, whole)
+        _, stream = self._whole()
+        with current(stream):
+            for rank, each in enumerate(into):
+                each.copy_(whole[rank], non_blocking=True)
+        return LateWork(extension().mark(stream.device_index, stream.stream_id), [*work.tensors, *into])
+
+    def scatter(
+        self, outputs: Sequence[torch.Tensor], sources: Sequence[Sequence[torch.Tensor]], opts: Any = None
+    ) -> LateWork:
+        """By messages in one batch, the root's own among them: torch/csrc/cuda/nccl.cpp, scatter."""
+        root = opts.rootRank
+        batch: list[Message] = [(root, False, outputs[0])]
+        if self._rank == root:
+            batch = [*((rank, True, part) for rank, part in enumerate(sources[0])), *batch]
+        return self._exchange(*self._whole(), range(self._size), batch)
+
+    def gather(
+        self, outputs: Sequence[Sequence[torch.Tensor]], sources: Sequence[torch.Tensor], opts: Any = None
+    ) -> LateWork:
+        """Likewise: torch/csrc/cuda/nccl.cpp, gather."""
+        root = opts.rootRank
+        batch: list[Message] = [(root, True, sources[0])]
+        if self._rank == root:
+            batch += [(rank, False, part) for rank, part in enumerate(outputs[0])]
+        return self._exchange(*self._whole(), range(self._size), batch)
 
     def barrier(self, opts: Any = None) -> LateWork:
         one = torch.zeros(1, device=TYPE)
         return self._collective("sum", one, one)
 
     def abort(self) -> None:
+        """End what is under way."""
+        raise NotImplementedError
+
+    def shutdown(self) -> None:
+        self.abort()
+
+
+class LateGroup(Group):
+    """Its ranks are threads of one process."""
+
+    def _make(self, name: str, ranks: Sequence[int]) -> None:
+        _born[name].add(self._rank)
+        operand = f"a host waits for the communicator {name} of ranks {', '.join(map(str, ranks))} to be made"
+        extension().wait_until(lambda: len(_born[name]) == len(ranks), operand)
+
+    def _begin(
+        self, name: str, stream: torch.Stream, ranks: Sequence[int], batch: Sequence[Message], label: str
+    ) -> Any:
+        messages = [
+            (f"{name}:{self._channel(peer, sends)}", sends, tensor.data_ptr(), tensor.nbytes)
+            for peer, sends, tensor in batch
+        ]
+        return extension().exchange(stream.device_index, stream.stream_id, messages, label)
+
+    def _begin_collective(
+        self, name: str, stream: torch.Stream, kind: str, root: int, numbers: tuple[str, int, int, int]
+    ) -> Any:
+        where = stream.device_index, stream.stream_id
+        return extension().collective(*where, name, self._rank, self._size, kind, root, *numbers, f"{name} {kind}")
+
+    def abort(self) -> None:
         for name in self._streams:
             extension().abort(name)
-
-    shutdown = abort
 
 
 def join(rank: int, size: int) -> None:

@@ -77,7 +77,7 @@ def connect_shards(positions: Positions, timeout_s: float, device: torch.device,
 
 
 def _backend(device: torch.device) -> str:
-    return "nccl" if device.type == "cuda" else "gloo"
+    return "gloo" if device.type == "cpu" else "nccl"
 
 
 def connect_pairs(

@@ -23,6 +23,7 @@ from bpipe.transport.connect import MeasuredLink
 from megatron.scheduling.options.arguments import SchedulingConfig
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+BLOCKING = "CUDA_LAUNCH_BLOCKING"
 
 
 def wait_level(config: SchedulingConfig, device: torch.device) -> tuple[WaitLevel, str]:
@@ -34,11 +35,11 @@ def wait_level(config: SchedulingConfig, device: torch.device) -> tuple[WaitLeve
     stands all of this waits for each transfer where it is posted. With one queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`)
     messages stand behind each other, too.
     """
-    if device.type == "cuda" and os.environ.get(CONNECTIONS) == "1":
+    if device.type != "cpu" and os.environ.get(CONNECTIONS) == "1":
         return WaitLevel.ONE_QUEUE, f"{CONNECTIONS}=1"
     if config.synchronous:
         return WaitLevel.AT_ISSUE, "--bpipe-sync-transfers"
-    if device.type == "cuda":
+    if device.type != "cpu":
         return WaitLevel.AT_ISSUE, "transfers over NCCL and streams that share a GPU's queues"
     return WaitLevel.IN_EVERY_OPERATION, ""
 
@@ -58,6 +59,11 @@ def refuse_standstill(
     storages are.
     """
     waits, cause = wait_level(config, device)
+    if device.type != "cpu" and os.environ.get(BLOCKING, "0") != "0" and exchange is Exchange.POSTED:
+        raise ValueError(
+            f"with {BLOCKING}=1 the host waits where it posts a receive, and our own loop posts receives before it sends "
+            f"what they answer: drop it, or take a schedule that Megatron's own loops run"
+        )
     one_queue = waits is WaitLevel.ONE_QUEUE
     if one_queue and schedule.layout.vocabulary is Vocabulary.TWO:
         raise ValueError(

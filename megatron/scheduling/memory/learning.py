@@ -105,7 +105,7 @@ class Learner:
 
     def _link_bytes(self) -> int:
         """What communicators with one more rank of another node take, predicted: those that there are were measured."""
-        return 2 * COMMUNICATOR_OF_TWO_BYTES if self._driver.device.type == "cuda" else 0
+        return 2 * COMMUNICATOR_OF_TWO_BYTES if self._driver.device.type != "cpu" else 0
 
 
 def measure_process(
@@ -117,7 +117,7 @@ def measure_process(
     allocator: they are neither somebody else's, nor missing in what came and went.
     """
     state = after.now_bytes + (after.optimizer_to_come_bytes or 0)
-    if device.type != "cuda":
+    if device.type == "cpu":
         return ProcessMemory(place, measured, state, measured.received_bytes, 0, Fraction(0))
     free, total = torch.cuda.mem_get_info(device)
     # Contexts and communicators, and whoever else is on this device.

@@ -213,9 +213,9 @@ def pipeline_index(positions: Positions) -> int:
 def device_name() -> str:
     """Return the device's name as torch has it, or "cpu"."""
     device = torch.device(torch.cuda.current_device())
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
 def limit_bytes() -> int | None:
     device = torch.device(torch.cuda.current_device())
-    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
+    return None if device.type == "cpu" else int(torch.cuda.get_device_properties(device).total_memory)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from typing import Any
 
 
 def prepare(*, repairing: bool = True) -> None:
@@ -60,19 +61,29 @@ def leave_unrepaired() -> None:
 
 
 def device_type() -> str:
-    """Return the device type of activations here: "cuda", or "cpu" where that only stands in."""
+    """Return what activations lie on here: "cuda", or the type of what only stands in for it."""
+    stand_in = _stand_in()
+    if stand_in is not None:
+        return str(stand_in.standing_in())
     import torch
 
-    return "cuda" if torch.cuda.is_available() and "megatron.scheduling.cpu" not in sys.modules else "cpu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def complete_arguments() -> None:
     """Add to the command line what a machine without a GPU needs; what the user gives wins."""
-    cpu_runtime = sys.modules.get("megatron.scheduling.cpu")
-    if cpu_runtime is not None and tuple(sys.argv[1 : len(cpu_runtime.ARGUMENTS) + 1]) != cpu_runtime.ARGUMENTS:
+    stand_in = _stand_in()
+    if stand_in is not None and tuple(sys.argv[1 : len(stand_in.ARGUMENTS) + 1]) != stand_in.ARGUMENTS:
         # In front: argparse lets the last value win, and that is the user's.
-        sys.argv[1:1] = cpu_runtime.ARGUMENTS
-        _say(f"no CUDA device: running on the CPU with {' '.join(cpu_runtime.ARGUMENTS)}")
+        sys.argv[1:1] = stand_in.ARGUMENTS
+        where = "the CPU" if device_type() == "cpu" else f"{device_type()} devices"
+        _say(f"no CUDA device: running on {where} with {' '.join(stand_in.ARGUMENTS)}")
+
+
+def _stand_in() -> Any:
+    """The module that answers for the CUDA runtime, where one does."""
+    module = sys.modules.get("megatron.scheduling.cpu")
+    return module if module is not None and module.standing_in() else None
 
 
 def _say(line: str) -> None:

@@ -67,25 +67,34 @@ void meet(Channel& channel) {
   }
 }
 
+// From the last rank down. NCCL promises no order; this is the one in which gloo's ring adds what is one number, such as a norm, so that
+// one run can be laid beside one on CPUs bit by bit.
 template <typename T>
-void reduce_as(const std::vector<Part>& parts, std::vector<char>& result, bool adds) {
+void reduce_as(const std::vector<Contribution>& parts, std::vector<char>& result) {
   size_t count = result.size() / sizeof(T);
   auto* into = reinterpret_cast<T*>(result.data());
-  for (size_t part = 0; part < parts.size(); ++part) {
-    auto* from = reinterpret_cast<const T*>(parts[part].contribution.input);
-    for (size_t i = 0; i < count; ++i) into[i] = part == 0 ? from[i] : adds ? into[i] + from[i] : std::max(into[i], from[i]);
+  auto& kind = parts.front().kind;
+  for (size_t part = parts.size(); part-- > 0;) {
+    auto* from = reinterpret_cast<const T*>(parts[part].input);
+    for (size_t i = 0; i < count; ++i) {
+      if (part + 1 == parts.size()) into[i] = from[i];
+      else if (kind == "sum") into[i] += from[i];
+      else if (kind == "max") into[i] = std::max(into[i], from[i]);
+      else into[i] = std::min(into[i], from[i]);
+    }
   }
 }
 
-std::vector<char> reduced(const std::vector<Part>& parts) {
-  auto& first = parts.front().contribution;
+std::vector<char> reduced(const std::vector<Contribution>& parts) {
+  auto& first = parts.front();
   std::vector<char> result(first.nbytes);
-  bool adds = first.kind == "sum";
   switch (first.dtype) {
-    case 'f': reduce_as<float>(parts, result, adds); break;
-    case 'd': reduce_as<double>(parts, result, adds); break;
-    case 'q': reduce_as<int64_t>(parts, result, adds); break;
-    case 'i': reduce_as<int32_t>(parts, result, adds); break;
+    case 'f': reduce_as<float>(parts, result); break;
+    case 'd': reduce_as<double>(parts, result); break;
+    case 'q': reduce_as<int64_t>(parts, result); break;
+    case 'i': reduce_as<int32_t>(parts, result); break;
+    case '?':
+    case 'B': reduce_as<uint8_t>(parts, result); break;
     default: TORCH_CHECK(false, "late: no reduction of numbers of type ", first.dtype);
   }
   return result;
@@ -93,25 +102,15 @@ std::vector<char> reduced(const std::vector<Part>& parts) {
 
 void finish_meeting(std::vector<Part>& parts) {
   std::sort(parts.begin(), parts.end(), [](auto& one, auto& other) { return one.contribution.rank < other.contribution.rank; });
-  auto& first = parts.front().contribution;
   double time = 0;
+  std::vector<Contribution> contributions;
   for (auto& part : parts) {
-    auto& own = part.contribution;
-    TORCH_CHECK(own.kind == first.kind && own.nbytes == first.nbytes && own.root == first.root, "late: communicator ", own.communicator,
-                ": rank ", first.rank, " is at ", first.kind, " of ", first.nbytes, " bytes and rank ", own.rank, " at ", own.kind, " of ",
-                own.nbytes);
     time = std::max(time, part.kernel->end->time);
+    contributions.push_back(part.contribution);
   }
-  std::vector<char> result;
-  if (first.kind == "gather")
-    for (auto& part : parts) result.insert(result.end(), part.contribution.input, part.contribution.input + first.nbytes);
-  else if (first.kind == "broadcast")
-    result.assign(parts.at(first.root).contribution.input, parts.at(first.root).contribution.input + first.nbytes);
-  else
-    result = reduced(parts);
+  auto result = result_of(contributions);
   for (auto& part : parts) {
-    bool takes = first.root < 0 || first.kind == "broadcast" || part.contribution.rank == first.root;
-    if (takes) std::memcpy(part.contribution.output, result.data(), result.size());
+    if (takes_result(part.contribution)) std::memcpy(part.contribution.output, result.data(), result.size());
     count_down(part.kernel, time);
   }
 }
@@ -126,6 +125,26 @@ Ending joint(int device, int stream, const std::string& label, std::shared_ptr<K
 }
 
 }  // namespace
+
+std::vector<char> result_of(const std::vector<Contribution>& parts) {
+  auto& first = parts.front();
+  for (auto& own : parts)
+    TORCH_CHECK(own.kind == first.kind && own.nbytes == first.nbytes && own.root == first.root, "late: communicator ", own.communicator,
+                ": rank ", first.rank, " is at ", first.kind, " of ", first.nbytes, " bytes and rank ", own.rank, " at ", own.kind, " of ",
+                own.nbytes);
+  std::vector<char> result;
+  if (first.kind == "gather")
+    for (auto& part : parts) result.insert(result.end(), part.input, part.input + first.nbytes);
+  else if (first.kind == "broadcast")
+    result.assign(parts.at(first.root).input, parts.at(first.root).input + first.nbytes);
+  else
+    result = reduced(parts);
+  return result;
+}
+
+bool takes_result(const Contribution& contribution) {
+  return contribution.root < 0 || contribution.kind == "broadcast" || contribution.rank == contribution.root;
+}
 
 Ending exchange(int device, int stream, const std::vector<Message>& messages, const std::string& label) {
   auto kernel = std::make_shared<Kernel>(Kernel{nullptr, messages.size()});

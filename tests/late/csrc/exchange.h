@@ -22,7 +22,7 @@ struct Message {
 // Several messages of one communicator by one kernel: over when all of them are.
 Ending exchange(int device, int stream, const std::vector<Message>& messages, const std::string& label);
 
-// One rank's part of a collective. `kind`: broadcast, gather, sum or max; `root`: the only one that gets a result, or gives it; -1 for all.
+// One rank's part of a collective. `kind`: broadcast, gather, sum, max or min; `root`: the only one that gets a result, or gives it; -1 for all.
 struct Contribution {
   std::string communicator;
   int rank;
@@ -35,6 +35,11 @@ struct Contribution {
   size_t nbytes;  // Of the input.
 };
 Ending collective(int device, int stream, const Contribution& contribution, const std::string& label);
+
+// What all parts of one collective come to, by rank. Throws where they are not of one.
+std::vector<char> result_of(const std::vector<Contribution>& parts);
+// Whether its rank gets that.
+bool takes_result(const Contribution& contribution);
 
 // Nobody comes any more: what has not ended never will.
 void forget_exchanges();

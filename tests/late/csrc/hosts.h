@@ -1,7 +1,8 @@
 // The hosts of late devices: one thread a rank, of which one at a time goes on, whichever the seed says.
 //
 // So a run with several ranks in one process repeats, and "everybody waits" is known and not guessed by a clock. A process with one host
-// needs none of this: it waits for its devices, or there is nobody to wait for.
+// needs none of this: it waits for its devices, or there is nobody to wait for. Nor does one of several processes, whose devices work by
+// themselves (wire.h): whether another one ever comes only a clock can say, and that is the watchdog's.
 #pragma once
 #include <condition_variable>
 #include <functional>
@@ -39,6 +40,7 @@ class Hosts {
     const Test* waits_for = nullptr;
     std::string what;
   };
+  void wait_alone(const Test& over, const Test& go_on);
   bool hand_over(std::unique_lock<std::mutex>& lock);
   int another_that_can();
   void wait_for_turn(std::unique_lock<std::mutex>& lock, int me);

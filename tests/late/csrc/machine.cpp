@@ -6,6 +6,7 @@
 #include <sstream>
 
 #include "hosts.h"
+#include "wire.h"
 
 namespace late {
 
@@ -32,6 +33,7 @@ void Machine::reset(int devices, int connections) {
     handed_out_[device] = {};
   }
   counts.clear();
+  failed.clear();
 }
 
 Stream& Machine::stream(int device, int id) {
@@ -59,6 +61,8 @@ const std::deque<int>* Machine::hardware_queue(int device, int stream) const {
 
 Ending Machine::issue(int device, int id, Operation operation) {
   Ending end = operation.end;
+  bool waits = launch_blocks && operation.run && !operation.copies;
+  host_is_here();
   {
     Guard guard(mutex);
     Stream& into = stream(device, id);
@@ -72,6 +76,7 @@ Ending Machine::issue(int device, int id, Operation operation) {
     for (int left = order.meanwhile(); left > 0; --left)
       if (!step()) break;
   }
+  if (waits) wait(end);
   return end;
 }
 
@@ -125,6 +130,7 @@ void Machine::begin_head(Stream& stream) {
 
 bool Machine::step() {
   Guard guard(mutex);
+  if (poll_wires()) return true;
   std::vector<Choice> choices;
   for (int device = 0; device < devices_; ++device)
     for (auto& [id, stream] : streams_[device])
@@ -133,6 +139,17 @@ bool Machine::step() {
   auto& chosen = choices[order.choose(choices)];
   begin_head(stream(chosen.device, chosen.stream));
   return true;
+}
+
+bool Machine::step_alone() {
+  Guard guard(mutex);
+  if (!failed.empty()) return false;
+  try {
+    return step();
+  } catch (const std::exception& error) {
+    failed = error.what();
+    return false;
+  }
 }
 
 bool Machine::step_towards(const Ending& ending, std::set<std::pair<int, int>>& asked) {

@@ -39,6 +39,8 @@ class Machine {
   Order order;
   bool allocation_synchronizes = true;  // Where torch takes a segment of the driver.
   bool lending_synchronizes = false;    // Where a transport does.
+  // CUDA_LAUNCH_BLOCKING=1: a host waits for each kernel that it gives (CUDA C++ Programming Guide, environment variables).
+  bool launch_blocks = false;
 
   // Forget everything that was issued and begin anew; `connections` is the number of hardware queues, 0 one a stream.
   void reset(int devices, int connections);
@@ -66,6 +68,9 @@ class Machine {
 
   // Let a stream do one thing. False where none can.
   bool step();
+  // The same for a device that works by itself: what goes wrong is told to whoever waits next.
+  bool step_alone();
+  std::string failed;
   // Who waits for what, a line a stream.
   std::string standing();
   std::map<std::string, long> counts;  // Operations issued, by kind: "deferred", "forced".

@@ -8,6 +8,7 @@
 #include "hosts.h"
 #include "locked.h"
 #include "machine.h"
+#include "wire.h"
 
 namespace py = pybind11;
 using late::CachingAllocator;
@@ -16,7 +17,7 @@ using late::Machine;
 
 namespace {
 
-void reset(int devices, int connections, size_t capacity, bool allocation_synchronizes, bool lending_synchronizes) {
+void reset(int devices, int connections, size_t capacity, bool allocation_synchronizes, bool lending_synchronizes, bool launch_blocks) {
   py::gil_scoped_release without_python;
   late::forget_exchanges();
   late::Locked::get().clear();
@@ -25,6 +26,7 @@ void reset(int devices, int connections, size_t capacity, bool allocation_synchr
   CachingAllocator::get().reset(capacity);
   Machine::get().allocation_synchronizes = allocation_synchronizes;
   Machine::get().lending_synchronizes = lending_synchronizes;
+  Machine::get().launch_blocks = launch_blocks;
 }
 
 // One message of an exchange: channel, whether it is sent, address and bytes.
@@ -41,6 +43,32 @@ late::Ending collective(int device, int stream, const std::string& communicator,
   auto *from = reinterpret_cast<const char*>(input);
   auto *to = reinterpret_cast<char*>(output);
   return late::collective(device, stream, {communicator, rank, size, kind, root, dtype, from, to, nbytes}, label);
+}
+
+// The same between processes: whose end the other one is, whether this one sends, address and bytes.
+using Wired = std::tuple<int, bool, uintptr_t, size_t>;
+
+late::Ending wired_exchange(int device, int stream, const std::string& communicator, const std::vector<Wired>& ends, const std::string& label,
+                            double timeout_s) {
+  std::vector<late::WiredMessage> messages;
+  for (auto& [peer, sends, address, nbytes] : ends) messages.push_back({peer, sends, reinterpret_cast<char*>(address), nbytes});
+  return late::wired_exchange(device, stream, communicator, messages, label, timeout_s);
+}
+
+late::Ending wired_collective(int device, int stream, const std::string& communicator, int rank, int size, const std::string& kind, int root,
+                              char dtype, uintptr_t input, uintptr_t output, size_t nbytes, const std::string& label, double timeout_s) {
+  auto *from = reinterpret_cast<const char*>(input);
+  auto *to = reinterpret_cast<char*>(output);
+  return late::wired_collective(device, stream, {communicator, rank, size, kind, root, dtype, from, to, nbytes}, label, timeout_s);
+}
+
+std::pair<int, int> make_board(const std::string& communicator, int rank, int size) {
+  auto place = late::make_board(communicator, rank, size);
+  return {place.process, place.descriptor};
+}
+
+void map_board(const std::string& communicator, int other, int process, int descriptor) {
+  late::map_board(communicator, other, {process, descriptor});
 }
 
 void order(const std::string& kind, uint64_t seed, int stream, double eagerness) {
@@ -80,8 +108,10 @@ void wait_until(const std::function<bool()>& over, const std::string& what) {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  // Other threads run what is issued here, so nobody keeps Python's lock while it waits for theirs.
+  auto without = py::call_guard<py::gil_scoped_release>();
   m.def("reset", &reset, py::arg("devices"), py::arg("connections"), py::arg("capacity"), py::arg("allocation_synchronizes"),
-        py::arg("lending_synchronizes"));
+        py::arg("lending_synchronizes"), py::arg("launch_blocks"));
   m.def("order", &order, py::arg("kind"), py::arg("seed"), py::arg("stream"), py::arg("eagerness"));
   m.def("devices", [] { return Machine::get().devices(); });
   m.def("counts", [] { return Machine::get().counts; });
@@ -94,6 +124,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("exchange", &exchange);
   m.def("collective", &collective);
   m.def("abort", &late::abort);
+  m.def("make_board", &make_board);
+  m.def("map_board", &map_board);
+  m.def("wired_exchange", &wired_exchange, without);
+  m.def("wired_collective", &wired_collective, without);
+  m.def("abort_wired", &late::abort_wired);
+  m.def("works_by_itself", &late::works_by_itself);
+  m.def("work_by_themselves", &late::work_by_themselves);
   m.def("mark", [](int device, int stream) { return Machine::get().mark(device, stream, "event"); });
   m.def("block", [](int device, int stream, const late::Ending& ending) { Machine::get().block(device, stream, ending); });
   m.def("wait", [](const late::Ending& ending) { Machine::get().wait(ending); });

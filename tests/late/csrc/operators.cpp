@@ -1,19 +1,21 @@
 // Operations of torch on late devices: shapes now, from the meta kernels; the work later, by the CPU kernels, on raw addresses.
 //
 // An operation without a meta kernel, or with a result whose size depends on values, waits for its stream and runs at once, as
-// torch.nonzero does on CUDA ("forced"). What draws random numbers draws them when it is issued.
+// torch.nonzero does on CUDA ("forced"). What draws random numbers draws them when it is issued, see `draw_now`.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_cpu_dispatch.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_cpu_dispatch.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
@@ -156,6 +158,20 @@ bool draws(const c10::OperatorHandle& op) {
   return false;
 }
 
+// The argument that is filled with random numbers, where these depend on nothing but its shape: -1 where they do.
+int drawn_into(const c10::FunctionSchema& schema, const Values& arguments) {
+  int found = -1;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    std::vector<at::Tensor> tensors;
+    gather(arguments[i], tensors);
+    if (tensors.empty()) continue;
+    auto* alias = schema.arguments()[i].alias_info();
+    if (found >= 0 || !alias || !alias->isWrite() || !arguments[i].isTensor()) return -1;
+    found = static_cast<int>(i);
+  }
+  return found;
+}
+
 Operation later(std::string label, std::function<void()> run) {
   Operation operation;
   operation.label = std::move(label);
@@ -193,12 +209,37 @@ void forced(const c10::OperatorHandle& op, const Values& kernel, const std::vect
   }
 }
 
+// The numbers are drawn when this is issued, by the host's generator, and written when the device comes to it: as CUDA's, which are fixed
+// by the generator's state at the issue (CUDAGeneratorImpl::philox_cuda_state), they do not depend on when that is.
+void draw_now(const c10::OperatorHandle& op, const Values& arguments, size_t filled) {
+  auto into = arguments[filled].toTensor();
+  auto numbers = at::empty_strided(into.sizes(), into.strides(), into.options().device(at::kCPU));
+  Values kernel = arguments;
+  kernel[filled] = numbers;
+  {
+    BelowAutograd below;
+    torch::jit::Stack stack(kernel);
+    op.callBoxed(&stack);
+  }
+  auto operation = later(toString(op.operator_name()), [numbers, to = raw(into)] {
+    BelowAutograd below;
+    const_cast<at::Tensor&>(to).copy_(numbers);
+  });
+  issue_here(std::move(operation));
+}
+
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   at::AutoDispatchBelowADInplaceOrView below;
   const auto& schema = op.schema();
   Values arguments(stack->end() - static_cast<long>(schema.arguments().size()), stack->end());
   c10::DeviceGuard guard(device_of(arguments));
   Values shapes = all_changed(arguments, shape_of, at::kMeta);
+  if (int filled = draws(op) ? drawn_into(schema, arguments) : -1; filled >= 0) {
+    draw_now(op, arguments, static_cast<size_t>(filled));
+    torch::jit::drop(*stack, schema.arguments().size());
+    stack->push_back(arguments[static_cast<size_t>(filled)]);
+    return;
+  }
   auto known = draws(op) ? std::nullopt : shapes_of(op, shapes);
   if (known) resize_outputs(schema, arguments, shapes);
   Values kernel = all_changed(arguments, for_kernel, at::kCPU);
@@ -282,10 +323,10 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
     if (from.device() == to.device()) issue_here(copying(raw(from), raw(to), false));
     else copy_across(from, to);
   } else if (ours(to)) {
-    issue_here(copying(non_blocking && locked(from) ? from : from.clone(), raw(to), true));
+    issue_here(copying(non_blocking && locked(from) ? from.detach() : from.clone(), raw(to), true));
     if (!non_blocking && locked(from)) Machine::get().wait_stream(device, stream);
   } else if (non_blocking && locked(to)) {
-    issue_here(copying(raw(from), to, true));
+    issue_here(copying(raw(from), to.detach(), true));
   } else {
     Machine::get().wait_stream(device, stream);
     const_cast<at::Tensor&>(to).copy_(raw(from));
@@ -314,6 +355,24 @@ at::Tensor& set_part(at::Tensor& tensor, at::Storage storage, int64_t offset, c1
 
 void record_stream(at::Tensor& tensor, c10::Stream stream) { CachingAllocator::get().recordStream(tensor.storage().data_ptr(), stream); }
 
+// torch would take a fused kernel on devices (is_fused_kernel_acceptable of Dropout.cpp), of other roundings than those of a CPU.
+at::Tensor dropout(const at::Tensor& input, double p, bool train) {
+  if (p == 0 || !train || !input.numel()) return input;
+  if (p == 1) return input.mul(at::zeros({}, input.options()));
+  return input.mul(at::empty_like(input).bernoulli_(1 - p).div_(1 - p));
+}
+
+// A parameter may become one of another device in place, as between a CPU and CUDA (TensorImpl::has_compatible_shallow_copy_type, whose
+// list of devices leaves out those of others).
+bool may_become(const at::Tensor& self, const at::Tensor& from) {
+  return self.layout() == at::kStrided && from.layout() == at::kStrided;
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+  m.impl("dropout", dropout);
+  m.impl("_has_compatible_shallow_copy_type", may_become);
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
@@ -330,6 +389,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", set_storage);
   m.impl("set_.source_Storage_storage_offset", set_part);
   m.impl("record_stream", record_stream);
+  // Has a kernel of its own on a CPU and on CUDA, and elsewhere one made of others, of other roundings.
+  m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
 }  // namespace

@@ -138,3 +138,16 @@ def test_what_goes_on_beside_the_computation_is_refused_in_one_queue(monkeypatch
         ValueError, match=r"with CUDA_DEVICE_MAX_CONNECTIONS=1 .*: drop it, or take --bpipe-vocabulary 1"
     ):
         refuse_standstill(two, posted, small, CUDA, [])
+
+
+def test_our_own_loop_is_refused_where_launches_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On late devices it stood still: a receive that is posted ahead held its host."""
+    schedule = build(ScheduleConfig("1f1b", 4, 8, 1, BalanceConfig()))
+    links = [MeasuredLink((0, 3), "nccl", {})]
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    with pytest.raises(ValueError, match=r"with CUDA_LAUNCH_BLOCKING=1 .* our own loop .*: drop it, or take"):
+        refuse_standstill(schedule, Exchange.POSTED, PLAIN, CUDA, links)
+    refuse_standstill(schedule, Exchange.MEGATRON_1F1B, PLAIN, CUDA, links)
+    refuse_standstill(schedule, Exchange.POSTED, PLAIN, CPU, links)
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
+    refuse_standstill(schedule, Exchange.POSTED, PLAIN, CUDA, links)

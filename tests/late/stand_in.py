@@ -1,0 +1,81 @@
+"""Let Megatron's own trainer run on late devices: "cuda" means them, and the backend `nccl` is the late group.
+
+In: a process in which `megatron` has not been imported yet. Out: the same, by the seams of the CPU stand-in. Devices do
+nothing before `tests.late.processes.begin_process`. Streams, events and memory are the late device's own.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from bpipe.runtime.streams import current
+from megatron.scheduling import cpu as cpu_runtime
+from tests.late.devices import CAPACITY_BYTES, NUM_DEVICES, TYPE, extension
+from tests.late.processes import stand_in_for_nccl
+
+# As on a GPU, but for what has no kernel outside of CUDA. The backend is NCCL's by default.
+ARGUMENTS = tuple(argument for argument in cpu_runtime.ARGUMENTS if argument not in ("--distributed-backend", "gloo"))
+
+
+class _Stream:
+    """`torch.cuda.Stream`: makes streams of the current device. A class, because annotations name it."""
+
+    def __new__(cls, device: object = None, priority: int = 0, **kwargs: object) -> Any:
+        return torch.Stream(torch.device(TYPE, torch.accelerator.current_device_index()), priority=priority)
+
+
+class _Event:
+    """`torch.cuda.Event`, likewise."""
+
+    def __new__(cls, enable_timing: bool = False, **kwargs: object) -> Any:
+        return torch.Event(torch.device(TYPE), enable_timing=enable_timing)
+
+
+def _number(device: Any) -> int:
+    return (
+        torch.accelerator.current_device_index()
+        if device is None
+        else torch.device(device).index
+        if not isinstance(device, int)
+        else device
+    )
+
+
+def _properties(device: object = None) -> SimpleNamespace:
+    return SimpleNamespace(name="late device", major=8, minor=0, multi_processor_count=1, total_memory=CAPACITY_BYTES)
+
+
+def install() -> None:
+    """Call once, before Megatron is imported."""
+    extension()
+    stand_in_for_nccl()
+    here = torch.accelerator
+    cuda = {
+        **cpu_runtime.answers(),
+        "device_count": lambda: NUM_DEVICES,
+        "current_device": lambda: here.current_device_index(),
+        "set_device": lambda device: here.set_device_index(_number(device)),
+        "get_device_name": lambda device=None: "late device",
+        "get_device_properties": _properties,
+        "synchronize": lambda device=None: here.synchronize(),
+        "empty_cache": lambda: here.empty_cache(),
+        "memory_allocated": lambda device=None: here.memory_allocated(_number(device)),
+        "memory_reserved": lambda device=None: here.memory_reserved(_number(device)),
+        "max_memory_allocated": lambda device=None: here.max_memory_allocated(_number(device)),
+        "max_memory_reserved": lambda device=None: here.max_memory_reserved(_number(device)),
+        "memory_stats": lambda device=None: cpu_runtime.ZeroStatistics(here.memory_stats(_number(device))),
+        "mem_get_info": lambda device=None: here.get_memory_info(_number(device)),
+        "reset_peak_memory_stats": lambda device=None: here.reset_peak_memory_stats(_number(device)),
+        "reset_max_memory_allocated": lambda device=None: here.reset_peak_memory_stats(_number(device)),
+        "Stream": _Stream,
+        "Event": _Event,
+        "current_stream": lambda device=None: here.current_stream(),
+        "default_stream": lambda device=None: here.current_stream(),
+        "set_stream": lambda stream: here.set_stream(stream),
+        "stream": current,
+    }
+    cpu_runtime.ARGUMENTS = ARGUMENTS
+    cpu_runtime.stand_in(torch.device(TYPE), cuda, {})

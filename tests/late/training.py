@@ -1,0 +1,52 @@
+"""Launch Megatron's trainer on late devices, a process a rank, and on the CPU, whose stock loop says what has to come
+out.
+
+In: cases, each with the draw its devices work by. Out: what each left, as of tests/gloo/conftest.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from tests.gloo.conftest import ITERATIONS, PARENTS, ROOT, TINY, Outcome, Parents, finish, start
+from tests.gloo.ports import free_ports
+from tests.late.devices import Draw
+
+LATE_PARENTS = Parents("tests.late.stand_in")
+
+
+def close_parents() -> None:
+    LATE_PARENTS.close()
+    PARENTS.close()
+
+
+@dataclass(frozen=True)
+class LateCase:
+    """One training run. `arguments` come after those of the tiny model, so they win."""
+
+    name: str
+    arguments: Sequence[str] = ()
+    draw: Draw = field(default_factory=lambda: Draw(1))
+
+
+def train(
+    device: str,
+    world: int,
+    cases: Sequence[LateCase],
+    folder: Path,
+    timeout_s: float = 240.0,
+    environment: dict[str, str] | None = None,
+) -> Outcome:
+    """Run all cases on `world` ranks, one pipeline of as many stages unless a case says otherwise."""
+    stages = ("--num-layers", str(world), "--pipeline-model-parallel-size", str(world))
+    described = [
+        {"name": case.name, "arguments": [*TINY, *ITERATIONS, *stages, *case.arguments], "draw": asdict(case.draw)}
+        for case in cases
+    ]
+    (folder / "cases.json").write_text(json.dumps(described))
+    script = [str(ROOT / "tests/late/worker.py"), device, str(folder / "cases.json"), str(folder)]
+    parents = LATE_PARENTS if device == "late" else PARENTS
+    return finish(start(world, script, folder, free_ports(1)[0], environment, parents=parents), folder, timeout_s)

@@ -1,0 +1,71 @@
+"""One rank of a test's training runs, on late devices or, for what they have to come to, on the CPU.
+
+In: the kind of device, a file of cases and a folder. Out: as of tests/gloo/worker.py, and of each iteration a hash of
+all gradients. A case's `draw` says in which order its devices work. What Megatron needs is installed before this is
+imported where ranks are forked.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__" and sys.argv[1] == "late":
+    from tests.late import stand_in
+
+    stand_in.install()
+
+import torch
+
+from megatron.scheduling import cpu as cpu_runtime
+from tests.gloo import worker
+from tests.late.devices import Draw
+from tests.late.processes import begin_process
+
+
+class Recorder(worker.Recorder):
+    """Observes gradients, too."""
+
+    def _observe(self, train_step: Any) -> Any:
+        observed = super()._observe(train_step)
+
+        @functools.wraps(train_step)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            result = observed(*args, **kwargs)
+            self.iterations[-1]["gradients"] = self.gradients()
+            return result
+
+        return step
+
+    def gradients(self) -> str:
+        digest = hashlib.sha256()
+        for chunk in self.model:
+            for name, parameter in sorted(chunk.named_parameters()):
+                digest.update(name.encode())
+                digest.update(parameter.main_grad.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+
+def on_device(arguments: tuple[str, ...]) -> tuple[str, ...]:
+    """What a stand-in adds to the command line, with weights that are drawn where they are used: else Megatron
+    leaves them on the host."""
+    return tuple(argument for argument in arguments if argument != "--use-cpu-initialization")
+
+
+def main(device: str, cases: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    cpu_runtime.ARGUMENTS = on_device(cpu_runtime.ARGUMENTS)
+    for case in json.loads(Path(cases).read_text()):
+        if device == "late":
+            begin_process(rank, int(os.environ["LOCAL_RANK"]), Draw(**case["draw"]))
+        worker.run(case, Path(folder), Recorder)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
