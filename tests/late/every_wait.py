@@ -22,7 +22,7 @@ MODULES = ("evictor", "acceptor", "engine", "streams", "executor", "one_sided", 
 ELSEWHERE = {
     "self._stream.wait_event(_here().record_event())": "the lane beside the computation, which only shards of the "
     "vocabulary have",
-    'self._control.send(About.MEMORY, {"error": f"{type(error).__name__}: {error}"}).wait()': "a lender that fails",
+    'self._control.send(Subject.MEMORY, {"error": f"{type(error).__name__}: {error}"}).wait()': "a lender that fails",
     "message.wait()": "a message of the control group, which needs no receiver here",
     "sent.wait()": "the same",
     'self._wait(announcement, forward, "telling its sizes")': "the same",

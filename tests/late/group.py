@@ -147,9 +147,8 @@ class Group(dist.ProcessGroup):
     def with_one(self, other: int, messages: Sequence[tuple[torch.Tensor, bool]]) -> LateWork:
         """Exchange messages with one rank, whether each is sent, in the communicator of the two."""
         pair = sorted((self._rank, other))
-        sent, received = f"{self._rank}>{other}", f"{other}>{self._rank}"
-        batch = [(sent if sends else received, sends, tensor) for tensor, sends in messages]
-        return self._exchange(*self._communicator(pair, ":".join(map(str, pair))), batch)
+        batch = [(other, sends, tensor) for tensor, sends in messages]
+        return self._exchange(*self._communicator(pair, ":".join(map(str, pair))), pair, batch)
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._batch = []

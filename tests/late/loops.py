@@ -188,5 +188,5 @@ def _programs_of(exchange: Exchange) -> Iterator[None]:
     def programs(schedule: Schedule, posted: Exchange) -> tuple[Program, ...]:
         return lower(schedule, exchange)
 
-    with patch.object(executor, "as_run", programs):
+    with patch.object(executor, "lower_as_run", programs):
         yield

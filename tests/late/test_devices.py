@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bpipe.runtime.streams import current
-from tests.late.devices import AS_LATE, COPIES_LAST, Draw, begin, device, extension
+from tests.late.devices import AS_LATE, COPIES_LAST, NUM_DEVICES, Draw, begin, device, extension
 
 LATE = device()
 MIB = 1 << 20
@@ -179,8 +179,8 @@ def test_several_devices_have_streams_and_memory_of_their_own() -> None:
     other.copy_(one)
     assert torch.equal(other.cpu(), numbers())
     assert [torch.accelerator.memory_allocated(index) for index in range(3)] == [0, 4096, 4096]
-    with pytest.raises(RuntimeError, match="no device 8"):
-        torch.zeros(1, device=device(8))
+    with pytest.raises(RuntimeError, match=f"no device {NUM_DEVICES}"):
+        torch.zeros(1, device=device(NUM_DEVICES))
 
 
 def test_a_copy_to_the_host_and_a_number_wait_for_their_stream() -> None:
