@@ -25,6 +25,7 @@ from bpipe.generate.families import (
     families_with_groups,
     families_with_interlacing,
     families_with_shards,
+    families_with_slices,
 )
 from bpipe.generate.family import ALIKE, Family, FamilyOptions, OrderChoice, RankLimit, UnitCosts
 from bpipe.generate.place import Order, place
@@ -104,8 +105,8 @@ class ScheduleConfig:
     output layer is split over all ranks; `input_shards`: and the embedding beside it. `delay`: how many micro-batches'
     I stand before a W, where the weights' half is put off by a number. `after_input`: the share of a micro-batch that
     is held between I and W, by which it is counted. `exchange`: when whoever runs it sends and receives, by default as
-    the family says. `written`: the schedule itself, as CSV with its header, where it is no family's but from elsewhere;
-    then `schedule` is its own name.
+    the family says. `slices`: into how many each micro-batch's sequence is cut. `written`: the schedule itself, as CSV
+    with its header, where it is no family's but from elsewhere; then `schedule` is its own name.
     """
 
     schedule: str
@@ -121,28 +122,54 @@ class ScheduleConfig:
     after_input: Fraction = Fraction(1)
     exchange: Exchange | None = None
     written: str | None = None
+    slices: int = 1
 
     def __post_init__(self) -> None:
         if self.written is not None:
             return
         if self.schedule not in FAMILIES:
             raise ValueError(unknown("schedule", self.schedule, FAMILIES))
-        for name in ("num_ranks", "num_microbatches", "num_chunks"):
+        for name in ("num_ranks", "num_microbatches", "num_chunks", "slices"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but there must be at least 1")
         family = FAMILIES[self.schedule]
         shards = 2 * (self.vocabulary is not Vocabulary.WHOLE) + 2 * self.input_shards
-        computations = ((3 if family.splits else 2) * self.num_chunks + shards) * self.num_ranks * self.num_microbatches
+        computations = (
+            ((3 if family.splits else 2) * self.num_chunks + shards)
+            * self.num_ranks
+            * self.num_microbatches
+            * self.slices
+        )
         if computations > MAX_COMPUTATIONS:
             raise ValueError(
                 f"{computations} computations are more than {MAX_COMPUTATIONS}: ask for fewer stages or micro-batches"
             )
+        self._check_slices(family)
         self._check_chunks(family)
         if self.group_size is not None and not family.takes_groups:
             others = f"leave the group out, or choose from {families_with_groups()}"
             raise ValueError(f"schedule {self.schedule} has no groups of micro-batches: {others}")
         self._check_shards(family)
         self._check_delay(family)
+
+    def _check_slices(self, family: Family) -> None:
+        if self.slices == 1:
+            return
+        if not family.takes_slices:
+            why = (
+                "its two pipes keep the orders of their replicas in step"
+                if family.num_pipes > 1
+                else "its order is known of whole ones"
+            )
+            raise ValueError(
+                f"schedule {self.schedule} cuts no micro-batches into slices, {why}: leave slices out, or choose from "
+                f"{families_with_slices()}"
+            )
+        if self.vocabulary is not Vocabulary.WHOLE:
+            raise ValueError(
+                f"slices {self.slices} and vocabulary {self.vocabulary.value}: where shards of a slice stand is not "
+                f"known: leave one out"
+            )
 
     def _check_delay(self, family: Family) -> None:
         if self.delay and not family.takes_delay:
@@ -192,12 +219,17 @@ class ScheduleConfig:
     @property
     def family_options(self) -> FamilyOptions:
         """Options of the family beside sizes."""
-        return FamilyOptions(self.group_size, self.delay, self.costs, self.limit)
+        return FamilyOptions(self.group_size, self.delay, self.costs, self.limit, self.slices)
 
     @property
     def limit(self) -> RankLimit | None:
         """Limits for which orders are made: one bound for all, where groups and pairs are not chosen and the family
-        makes orders for a bound."""
+        makes orders for a bound.
+
+        None are made for slices.
+        """
+        if self.slices > 1:
+            return None
         how = self.balance
         bounds = None if how is None or how.partners is not None or how.hosts != PAIR else how.bounds
         if (
@@ -221,7 +253,7 @@ class ScheduleConfig:
         if self.written is not None:
             return _read(self.written).layout
         layout = FAMILIES[self.schedule].layout(self.num_ranks, self.num_chunks)
-        return replace(layout, vocabulary=self.vocabulary, input_shards=self.input_shards)
+        return replace(layout, vocabulary=self.vocabulary, input_shards=self.input_shards, slices=self.slices)
 
     @property
     def splits(self) -> bool:
@@ -318,9 +350,11 @@ def _usual(config: ScheduleConfig) -> Schedule:
     family, sizes = FAMILIES[config.schedule], (config.num_ranks, config.num_microbatches, config.num_chunks)
     family_options = replace(config.family_options, limit=None)
     if config.vocabulary is Vocabulary.WHOLE:
-        layout = family.layout(config.num_ranks, config.num_chunks)
         return place(
-            family.name, config.num_microbatches, layout, _usual_orders(config.schedule, sizes, family_options)
+            family.name,
+            config.num_microbatches * config.slices,
+            config.layout,
+            _usual_orders(config.schedule, sizes, family_options),
         )
     return family.generate_sharded(*sizes, config.vocabulary, config.input_shards, family_options)
 
@@ -373,9 +407,8 @@ def config_of_schedule(schedule: Schedule, balance: BalanceConfig | None = None)
     """
     check(schedule, Exchange.POSTED)
     text = f"{header(schedule)}\n{write_rows(schedule)}"
-    return ScheduleConfig(
-        schedule.name, schedule.num_ranks, schedule.num_microbatches, schedule.num_chunks, balance, written=text
-    )
+    sizes = schedule.num_ranks, schedule.num_whole_microbatches, schedule.num_chunks
+    return ScheduleConfig(schedule.name, *sizes, balance, written=text, slices=schedule.layout.slices)
 
 
 @lru_cache(maxsize=16)
@@ -385,11 +418,15 @@ def _read(written: str) -> Schedule:
 
 def _adopted(config: ScheduleConfig, written: str) -> tuple[Schedule, tuple[Pass, ...], Exchange]:
     schedule = _read(written)
-    for name in ("num_ranks", "num_microbatches", "num_chunks"):
-        if getattr(config, name) != getattr(schedule, name):
-            raise ValueError(
-                f"schedule {schedule.name} has {name} {getattr(schedule, name)}, and not {getattr(config, name)}"
-            )
+    own = {
+        "num_ranks": schedule.num_ranks,
+        "num_microbatches": schedule.num_whole_microbatches,
+        "num_chunks": schedule.num_chunks,
+        "slices": schedule.layout.slices,
+    }
+    for name, size in own.items():
+        if getattr(config, name) != size:
+            raise ValueError(f"schedule {schedule.name} has {name} {size}, and not {getattr(config, name)}")
     return schedule, passes(config.balance) if schedule.hosts is None else (), config.passing
 
 

@@ -251,8 +251,108 @@ SHARDED: tuple[Refusal, ...] = (
     ),
 )
 
+
+def _routing(settings: Settings) -> tuple[str, ...]:
+    """How the router of experts balances loads: Megatron takes one way, or a list."""
+    types = settings.moe_router_load_balancing_type
+    return tuple(types) if isinstance(types, (list, tuple)) else (types,)
+
+
+def _has_auxiliary_losses(settings: Settings) -> bool:
+    """Whether the router of experts has a loss of its own."""
+    coefficients = settings.moe_aux_loss_coeff
+    weighed = any(coefficients) if isinstance(coefficients, (list, tuple)) else bool(coefficients)
+    return has_experts(settings) and bool(settings.moe_z_loss_coeff or weighed)
+
+
+def _routes_again(settings: Settings) -> bool:
+    """Whether routers are computed again in the backward."""
+    selective = settings.recompute_granularity == "selective" and "moe" in (settings.recompute_modules or ())
+    return settings.recompute_granularity == "full" or selective
+
+
+# What micro-batches that are cut into slices cannot do besides: a slice sees the keys of those before it, and nothing
+# else of them.
+SLICED: tuple[Refusal, ...] = (
+    Refusal(
+        "Transformer Engine's attention",
+        lambda s: s.transformer_impl == "transformer_engine",
+        "its causal mask of slices was read and never run, nor was flash attention's",
+        "use --transformer-impl local, or try it with --bpipe-unproven slices and compare the first losses with a run "
+        "without slices",
+        unproven="slices",
+    ),
+    Refusal(
+        "context parallelism",
+        lambda s: (s.context_parallel_size or 1) > 1,
+        "a ring of ranks exchanges parts of equal length, and slices attend to ever more keys",
+        "use --context-parallel-size 1: slices need as much less memory",
+    ),
+    Refusal(
+        "packed sequences",
+        lambda s: s.sft or s.dataloader_inter_document_masking,
+        "where packed sequences begin is told of a whole row",
+        "drop --sft / --dataloader-inter-document-masking",
+    ),
+    Refusal(
+        "hybrid models in slices",
+        lambda s: s.hybrid_layer_pattern or s.is_hybrid_model,
+        "Mamba layers carry a state from token to token, which slices do not",
+        "drop --hybrid-layer-pattern",
+    ),
+    Refusal(
+        "other attention",
+        lambda s: s.experimental_attention_variant,
+        "sparse and linear attention keep other things than keys and values",
+        "drop --experimental-attention-variant",
+    ),
+    Refusal(
+        "fused rotary positions of latent attention",
+        lambda s: s.multi_latent_attention and s.apply_rope_fusion,
+        "the fused kernel looks positions up from the sequence's beginning",
+        "use --no-rope-fusion",
+    ),
+    Refusal(
+        "fused softmax",
+        lambda s: s.transformer_impl == "local" and (s.bf16 or s.fp16) and s.masked_softmax_fusion,
+        "the fused softmax takes as many keys as queries, and slices have more",
+        "use --no-masked-softmax-fusion",
+    ),
+    Refusal(
+        "further tokens in slices",
+        lambda s: s.mtp_num_layers,
+        "further tokens are behind a slice's end",
+        "drop --mtp-num-layers",
+    ),
+    Refusal(
+        "capacity of experts",
+        lambda s: has_experts(s) and s.moe_expert_capacity_factor is not None,
+        "which tokens an expert drops is decided among a whole micro-batch's",
+        "drop --moe-expert-capacity-factor",
+    ),
+    Refusal(
+        "routing of a whole micro-batch",
+        lambda s: has_experts(s) and {"sinkhorn", "quantile_balancing", "global_aux_loss"} & set(_routing(s)),
+        "Sinkhorn and quantile balancing choose experts among all tokens of a micro-batch, and a global loss counts "
+        "those of several",
+        "use --moe-router-load-balancing-type aux_loss, seq_aux_loss or none",
+    ),
+    Refusal(
+        "losses of experts computed again",
+        lambda s: _has_auxiliary_losses(s) and _routes_again(s),
+        "tokens by expert would be known only behind the backwards that need them",
+        "use --recompute-granularity selective without moe, or set --moe-aux-loss-coeff and --moe-z-loss-coeff to 0",
+    ),
+    Refusal(
+        "losses of experts by token",
+        lambda s: _has_auxiliary_losses(s) and s.calculate_per_token_loss,
+        "Megatron weighs a router's losses by the tokens that it is given, which are a slice's",
+        "drop --calculate-per-token-loss, or set --moe-aux-loss-coeff and --moe-z-loss-coeff to 0",
+    ),
+)
+
 # What `--bpipe-unproven` takes.
-UNPROVEN = tuple(refusal.unproven for refusal in REFUSALS if refusal.unproven is not None)
+UNPROVEN = tuple(refusal.unproven for refusal in (*REFUSALS, *SLICED) if refusal.unproven is not None)
 
 
 # What Megatron's parser calls otherwise than the flag.

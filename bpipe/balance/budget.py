@@ -106,7 +106,9 @@ def with_moved_sizes(schedule: Schedule, ranks: Sequence[int], memory: Memory, o
     """Return a memory in which these ranks' stages move as in `other`, all others as in `memory`."""
     stages = {stage for rank in ranks for stage in schedule.layout.stages_of(rank)}
     pairs = enumerate(zip(memory.stages, other.stages, strict=True))
-    return replace(memory, stages=tuple(two if stage in stages else one for stage, (one, two) in pairs))
+    return replace(
+        memory, stages=tuple(two if place // memory.slices in stages else one for place, (one, two) in pairs)
+    )
 
 
 def less_moved(schedule: Schedule, ranks: Sequence[int], memory: Memory, parts: Parts) -> Iterator[Memory]:
@@ -115,8 +117,9 @@ def less_moved(schedule: Schedule, ranks: Sequence[int], memory: Memory, parts: 
     most = max((len(parts[stage]) for stage in stages), default=0) if parts else 0
     for less in range(2, most + 1):
         part = {stage: parts[stage][max(0, len(parts[stage]) - less)] for stage in stages}
+        places = enumerate(memory.stages)
         sizes = (
-            replace(size, moved_bytes=part.get(stage, size.moved_bytes)) for stage, size in enumerate(memory.stages)
+            replace(size, moved_bytes=part.get(place // memory.slices, size.moved_bytes)) for place, size in places
         )
         yield replace(memory, stages=tuple(sizes))
 
@@ -124,7 +127,9 @@ def less_moved(schedule: Schedule, ranks: Sequence[int], memory: Memory, parts: 
 def sent_bytes(schedule: Schedule, rank: int, memory: Memory) -> int:
     """Return bytes that leave a rank in an iteration."""
     every = (action for slot in schedule.ranks[rank] for action in slot.transfers)
-    return sum(memory.stages[action.stage].moved_bytes for action in every if action.kind is Kind.EVICT)
+    return sum(
+        memory.size(action.stage, action.microbatch).moved_bytes for action in every if action.kind is Kind.EVICT
+    )
 
 
 def chosen_partners(schedule: Schedule, activation_budget: ActivationBudget) -> tuple[int, ...]:

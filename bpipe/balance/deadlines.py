@@ -233,7 +233,7 @@ class _Sender:
         return self.windows.transfer_s(residency.stage, self.rank, residency.host)
 
     def _moved(self, residency: _Stay) -> int:
-        return self.memory.stages[residency.stage].moved_bytes
+        return self.memory.size(residency.stage, residency.microbatch).moved_bytes
 
     def _evict_earlier(self, residency: _Stay) -> _Stay:
         """To the latest slot before in which it ends in time; where there is none it stays."""

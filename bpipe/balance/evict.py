@@ -42,7 +42,7 @@ def plan_evictions(schedule: Schedule, rank: int, bound: int, memory: Memory, ea
     walk = _EvictionWalk(schedule.ranks[rank], bound, memory)
     for slot in range(len(schedule.ranks[rank])):
         walk.step(slot)
-    own = {memory.stages[stage] for stage in schedule.layout.stages_of(rank)}
+    own = {size for stage in schedule.layout.stages_of(rank) for size in memory.sizes(stage)}
     if len({size.saved_bytes for size in own}) > 1 or len({size.moved_bytes for size in own}) > 1:
         walk.leave_out()
     if early:
@@ -58,13 +58,13 @@ class _EvictionWalk:
     """The state of the walk. A stay is (slot of the eviction, (slot of the load, stage, micro-batch))."""
 
     def __init__(self, row: Sequence[Slot], bound: int, memory: Memory) -> None:
-        self.bound, self.changes, self.moved = bound, memory.changes, [stage.moved_bytes for stage in memory.stages]
+        self.bound, self.changes, self.memory = bound, memory.changes, memory
         self.computes = [slot.compute for slot in row] + [None, None]
         self.needed_at: dict[tuple[int, int], int] = {}
         for slot, compute in enumerate(self.computes):
             if compute is not None and (compute.kind is _BACKWARD or compute.kind is _INPUT):
                 self.needed_at[compute.stage, compute.microbatch] = slot
-        self.loads: dict[int, int] = {}  # slot of a load -> the stage whose micro-batch it brings back
+        self.loads: dict[int, int] = {}  # slot of a load -> what it brings back
         self.finished: list[tuple[int, int, int]] = []  # (-slot needed, stage, micro-batch): a heap, furthest first
         self.stays: list[tuple[int, tuple[int, int, int]]] = []
         self.held = 0
@@ -79,21 +79,24 @@ class _EvictionWalk:
         if self.held > self.bound:
             raise OverBound(slot, self.held)
         if compute is not None:
-            self.held -= self.changes[compute.kind][compute.stage][1]
+            self.held -= self.changes[compute.kind][self.memory.place(compute)][1]
         # No eviction from here on adds to it: what leaves now returns in the slot after the next at the earliest.
         self.starting = self._starting(slot + 1)
         while self.held + self.starting > self.bound:
             self._evict(slot)
         # A forward is finished only now: it cannot leave beside itself.
-        if compute is not None and compute.kind is _FORWARD and self.moved[compute.stage]:
+        if compute is not None and compute.kind is _FORWARD and self._moved(compute.stage, compute.microbatch):
             key = (compute.stage, compute.microbatch)
             heapq.heappush(self.finished, (-self.needed_at[key], *key))
 
     def _starting(self, slot: int) -> int:
         """What a slot adds at its start."""
         compute = self.computes[slot]
-        added = 0 if compute is None else self.changes[compute.kind][compute.stage][0]
-        return added + self.moved[self.loads[slot]] if slot in self.loads else added
+        added = 0 if compute is None else self.changes[compute.kind][self.memory.place(compute)][0]
+        return added + self.loads.get(slot, 0)
+
+    def _moved(self, stage: int, microbatch: int) -> int:
+        return self.memory.size(stage, microbatch).moved_bytes
 
     def _evict(self, slot: int) -> None:
         # What is needed two slots on would have to come back in the very next one.
@@ -101,23 +104,24 @@ class _EvictionWalk:
             raise OverBound(slot + 1, self.held + self.starting)
         needed, stage, microbatch = heapq.heappop(self.finished)
         self.stays.append((slot, (-needed - 1, stage, microbatch)))
-        self.loads[-needed - 1] = stage
-        self.held -= self.moved[stage]
+        moved = self.loads[-needed - 1] = self._moved(stage, microbatch)
+        self.held -= moved
 
     def load_early(self) -> None:
         """Move every load to the first slot from which on the bound has room for it."""
         for place, (evicted, (loaded, stage, microbatch)) in enumerate(self.stays):
-            while loaded - 1 > evicted and self.curve[loaded - 1] + self.moved[stage] <= self.bound:
+            moved = self._moved(stage, microbatch)
+            while loaded - 1 > evicted and self.curve[loaded - 1] + moved <= self.bound:
                 loaded -= 1
-                self.curve[loaded] += self.moved[stage]
+                self.curve[loaded] += moved
             self.stays[place] = evicted, (loaded, stage, microbatch)
 
     def leave_out(self) -> None:
         """Drop every eviction without which the bound holds all the same, the smallest first."""
-        for stay in sorted(self.stays, key=lambda one: self.moved[one[1][1]]):
-            evicted, (loaded, stage, _) = stay
-            absent = range(evicted + 1, loaded)
-            if max(self.curve[slot] for slot in absent) + self.moved[stage] <= self.bound:
+        for stay in sorted(self.stays, key=lambda one: self._moved(*one[1][1:])):
+            evicted, (loaded, stage, microbatch) = stay
+            absent, moved = range(evicted + 1, loaded), self._moved(stage, microbatch)
+            if max(self.curve[slot] for slot in absent) + moved <= self.bound:
                 for slot in absent:
-                    self.curve[slot] += self.moved[stage]
+                    self.curve[slot] += moved
                 self.stays.remove(stay)

@@ -71,7 +71,9 @@ def allocated_bytes(schedule: Schedule, rank: int, memory: Memory) -> tuple[int,
 def own_bytes(schedule: Schedule, rank: int, memory: Memory) -> tuple[int, ...]:
     """Return bytes that a rank holds of its own micro-batches during each slot."""
     own = set(schedule.layout.stages_of(rank))
-    sizes = tuple(size if stage in own else StageMemory(0, 0, 0) for stage, size in enumerate(memory.stages))
+    sizes = tuple(
+        size if place // memory.slices in own else StageMemory(0, 0, 0) for place, size in enumerate(memory.stages)
+    )
     return live_bytes(schedule, rank, replace(memory, stages=sizes))
 
 
@@ -307,6 +309,9 @@ def check_input(schedule: Schedule, bounds: Sequence[int], memory: Memory) -> No
             f"leave balancing out"
         )
     memory.check(schedule.num_stages)
-    for stage, size in enumerate(memory.stages):
+    for place, size in enumerate(memory.stages):
         if size.saved_bytes < 1:
-            raise ValueError(f"stage {stage}: saved_bytes is {size.saved_bytes}, but a forward saves more than nothing")
+            raise ValueError(
+                f"stage {place // memory.slices}: saved_bytes is {size.saved_bytes}, but a forward saves more than "
+                f"nothing"
+            )

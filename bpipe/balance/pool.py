@@ -91,7 +91,7 @@ def _fewest_of(schedule: Schedule, rank: int, room: int, memory: Memory, parts: 
         if isinstance(plan, str):
             continue
         evicted = (action for actions in plan.values() for action in actions if action.kind is Kind.EVICT)
-        moved = sum(tried.stages[action.stage].moved_bytes for action in evicted)
+        moved = sum(tried.size(action.stage, action.microbatch).moved_bytes for action in evicted)
         if best is None or moved < best[0]:
             best = moved, tried
     return memory if best is None else best[1]
@@ -140,7 +140,7 @@ def _item(rank: int, residencies: Sequence[Stay], memory: Memory) -> Item:
     return Item(
         rank,
         memory.buffer_bytes({stage for stage, _ in residencies}),
-        sum(memory.stages[stage].moved_bytes for stage, _ in residencies),
+        sum(memory.size(*residency).moved_bytes for residency in residencies),
     )
 
 

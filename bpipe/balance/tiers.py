@@ -100,7 +100,12 @@ def balance_over_tiers(schedule: Schedule, activation_budget: ActivationBudget, 
         residencies = _away(plan)
         through = _through(residencies, len(nearest))
         through.sort(
-            key=lambda some: -sum(activation_budget.memory.stages[residency.stage].moved_bytes for residency in some)
+            key=lambda some: (
+                -sum(
+                    activation_budget.memory.size(residency.stage, residency.microbatch).moved_bytes
+                    for residency in some
+                )
+            )
         )
         host_of |= {(residency.stage, residency.microbatch): HOST_MEMORY for residency in residencies}
         for host, some in zip(nearest, through, strict=True):
@@ -152,7 +157,12 @@ def _buffers(rank: int, plan: Plan, room: Sequence[int], memory: Memory) -> list
     passing, most = 0, sum(left // size for left in room)
     while len(found) < most:
         through = _through(residencies, len(found) + 1)
-        more = sum(memory.stages[residency.stage].moved_bytes for some in through for residency in some) - passing
+        more = (
+            sum(
+                memory.size(residency.stage, residency.microbatch).moved_bytes for some in through for residency in some
+            )
+            - passing
+        )
         if more <= 0:
             break
         found.append(Item(rank, size, more))

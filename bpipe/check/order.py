@@ -8,13 +8,15 @@ Knows no trainer.
 Megatron's loops take the micro-batches of every stage in order: forwards, which draw data and random numbers, and
 backwards, each of which adds to the gradients of the stage's weights. Sums in floating point depend on their order. Of
 a backward in halves the inputs' half adds to the weights whose gradients cost nothing to compute at once, the weights'
-half to all others, so each keeps the order.
+half to all others, so each keeps the order. Of a micro-batch cut into slices the backwards come from the last slice to
+the first.
 """
 
 from __future__ import annotations
 
 from bpipe.check.case import Case
 from bpipe.ir.action import OF_THE_INPUT, OF_THE_WEIGHTS, Action, Kind
+from bpipe.ir.layout import reversed_slice
 from bpipe.ir.schedule import Schedule
 
 RULE = "order of micro-batches"
@@ -29,6 +31,7 @@ def check_microbatch_order(schedule: Schedule) -> None:
     With several pipes a rank takes only its replica's micro-batches, in order. Raises ScheduleError that names the
     first late one.
     """
+    slices = schedule.layout.slices
     for rank, row in enumerate(schedule.ranks):
         latest: dict[tuple[int, frozenset[Kind]], Action] = {}
         for slot, cell in enumerate(row):
@@ -37,7 +40,7 @@ def check_microbatch_order(schedule: Schedule) -> None:
                     if action.kind not in kinds:
                         continue
                     before = latest.setdefault((action.stage, kinds), action)
-                    if before.microbatch > action.microbatch:
+                    if _turn(before, slices) > _turn(action, slices):
                         reason = (
                             f"comes behind {before}, but Megatron's own schedules take a stage's micro-batches in "
                             f"order: sums of gradients "
@@ -45,3 +48,8 @@ def check_microbatch_order(schedule: Schedule) -> None:
                         )
                         raise Case(schedule).error(RULE, rank, slot, action, reason)
                     latest[action.stage, kinds] = action
+
+
+def _turn(action: Action, slices: int) -> int:
+    """The place of a pass among those of its stage and kind."""
+    return action.microbatch if action.kind is Kind.FORWARD else reversed_slice(action.microbatch, slices)

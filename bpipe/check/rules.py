@@ -14,6 +14,7 @@ from itertools import pairwise
 from bpipe.check.case import NOWHERE, Case, Rule, ScheduleError, Spots
 from bpipe.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.check.replicas import check_mirror_images, check_reduction_order, check_sum_order
+from bpipe.check.slices import check_slices
 from bpipe.ir.action import COMPUTE, OTHER_END, SHARDS, TRANSFER, Action, Kind
 from bpipe.ir.dependencies import NOTHING, Dependencies
 from bpipe.ir.host_buffers import Residency, host_buffers, host_memory_buffers
@@ -476,6 +477,7 @@ RULES: tuple[Rule, ...] = (
     check_once,
     check_forward_first,
     check_needs,
+    check_slices,
     check_shard_order,
     check_sum_order,
     check_reduction_order,

@@ -50,6 +50,7 @@ _MADE = (
     schedules.CHUNKS,
     schedules.GROUP,
     schedules.DELAY,
+    schedules.SLICES,
     schedules.VOCABULARY,
     schedules.VOCABULARY_INPUT,
     schedules.HOP,
@@ -168,6 +169,7 @@ def _generated(options: Options) -> Schedule:
         costs=unit_costs(options.costs, options.hop),
         delay=options.delay or 0,
         after_input=Fraction(1) if options.kept is None else options.kept,
+        slices=options.slices or 1,
     )
     if options.buffers_stay and config.limit is None:
         raise ValueError(

@@ -111,7 +111,7 @@ def lay_out(schedule: Schedule, subtitle: str = "") -> Picture:
     lane_height = BOX_HEIGHT + MOVE_HEIGHT + CURVE_HEIGHT + LANE_GAP
     width = MARGIN_LEFT + max(num_slots * SLOT_WIDTH, 14 * SLOT_WIDTH) + MARGIN_RIGHT
     picture = Picture(width, MARGIN_TOP + schedule.num_ranks * lane_height)
-    title = f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_microbatches} micro-batches"
+    title = f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_whole_microbatches} micro-batches"
     if schedule.num_chunks > 1:
         title += f", {schedule.num_chunks} chunks a rank"
     if subtitle:

@@ -88,7 +88,8 @@ def _summary(simulation: Simulation) -> str:
     exposed = float(simulation.exposed_transfer_s)
     waits = f", transfers exposed {_seconds(exposed)}" if exposed else ""
     return (
-        f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_microbatches} micro-batches{chunks}; iteration "
+        f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_whole_microbatches} micro-batches{chunks}; "
+        f"iteration "
         f"{_seconds(float(simulation.makespan_s))}, bubble {100 * float(simulation.bubble_of_makespan):.1f} %{waits}"
     )
 

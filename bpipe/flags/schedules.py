@@ -13,6 +13,7 @@ from bpipe.generate.families import (
     families_with_early_forwarding,
     families_with_groups,
     families_with_shards,
+    families_with_slices,
 )
 from bpipe.ir.hosts import ARRANGEMENTS, PAIR
 from bpipe.ir.layout import REDISTRIBUTE, TRAINED_SHARDS, Vocabulary
@@ -74,6 +75,15 @@ GROUP = Flag(
     "G|auto",
     group_size,
     launch=InLaunch("--bpipe-group"),
+)
+SLICES = Flag(
+    "slices",
+    "--slices",
+    f"of {families_with_slices()}: cut every micro-batch's sequence into K slices, which go through the pipeline one "
+    f"behind the other (default 1)",
+    "K",
+    positive,
+    launch=InLaunch("--bpipe-slices", is_read=False),
 )
 DELAY = Flag(
     "delay",

@@ -120,3 +120,18 @@ def tolerance(text: str) -> float:
 def whole(text: str) -> int:
     """Read a whole number from 0 on, however large."""
     return 0 if text == "0" else positive(text)
+
+
+# What `--bpipe-slice-lengths` takes beside a list.
+EVEN, WORK = "even", "work"
+SliceLengths = str | tuple[int, ...]
+
+
+def slice_lengths(text: str) -> SliceLengths:
+    """Read `even`, `work`, or the tokens of each slice, such as 1024,768,256. Raises ValueError for anything else."""
+    if text in (EVEN, WORK):
+        return text
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(f"{text[:40]!r} is neither {EVEN} nor {WORK}, and no list of lengths such as 1024,768,256")
+    return tuple(map(int, parts))

@@ -10,7 +10,8 @@ In: text or a Schedule. Out: the other, or a `TextError` with the place.
 `peak` and `evictions` follow from the slots and must agree with them. Beside them may stand `costs`, `hop`, `makespan`
 and `bubble_percent`: how long whoever wrote it found that the computations take, for whoever reads it as data.
 `partners` and `stage_to_rank` may be left out where they are the usual ones; a schedule that counts only a share of a
-micro-batch between the halves of its backward says so in `after_input`.
+micro-batch between the halves of its backward says so in `after_input`. One whose micro-batches are cut says into how
+many `slices`; numbers in its slots are of slices then, and `peak` and `bounds` count slices of a chunk.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from fractions import Fraction
 from bpipe.formats.text import (
     NAME,
     TextError,
+    check_slices,
     describe,
     read_computation,
     read_partners,
@@ -38,7 +40,7 @@ from bpipe.ir.schedule import Schedule, Slot
 from bpipe.values import load_json
 
 _KEYS = ("schedule", "stages", "microbatches", "chunks", "balance", "bounds", "ranks")
-_USUAL = ("partners", "hosts", "stage_to_rank", "vocabulary", "input", "after_input")
+_USUAL = ("partners", "hosts", "stage_to_rank", "vocabulary", "input", "after_input", "slices")
 # What durations say, of which slots know nothing.
 _TIMES = ("costs", "hop", "makespan", "bubble_percent")
 
@@ -60,7 +62,7 @@ def _usual_head(schedule: Schedule) -> dict[str, object]:
     return {
         "schedule": schedule.name,
         "stages": schedule.num_ranks,
-        "microbatches": schedule.num_microbatches,
+        "microbatches": schedule.num_whole_microbatches,
         "chunks": schedule.num_chunks,
         "balance": "none" if schedule.hosts is None else "bpipe",
         "bounds": schedule.bounds,
@@ -72,6 +74,8 @@ def _usual_head(schedule: Schedule) -> dict[str, object]:
 def _special_head(schedule: Schedule) -> dict[str, object]:
     """What a document says only where it is not the usual."""
     special: dict[str, object] = {}
+    if schedule.layout.slices > 1:
+        special["slices"] = schedule.layout.slices
     if schedule.layout.vocabulary is not Vocabulary.WHOLE:
         special["vocabulary"] = schedule.layout.vocabulary.value
     if schedule.layout.input_shards:
@@ -120,7 +124,9 @@ def read_json(text: str) -> Schedule:
         if len(placement) != num_ranks * num_chunks:
             raise TextError(f"there are {len(placement)} stages, but stages times chunks is {num_ranks * num_chunks}")
     bounds = None if fields["bounds"] is None else _numbers(fields["bounds"], "bounds")
-    schedule = Schedule(name, num_microbatches, layout, ranks, _hosts(fields, num_ranks), bounds, _after_input(fields))
+    schedule = Schedule(
+        name, num_microbatches * layout.slices, layout, ranks, _hosts(fields, num_ranks), bounds, _after_input(fields)
+    )
     _compare(schedule, entries)
     return schedule
 
@@ -137,7 +143,8 @@ def _read_layout(fields: dict[str, object], ranks: Sequence[Sequence[Slot]]) -> 
     if len(placements) > MOST_PIPES:
         raise TextError(f"stage_to_rank places {len(placements)} pipes: {TWO_PIPES}")
     pipes = tuple(_numbers(one, "stage_to_rank") for one in placements)
-    return Layout(pipes, read_vocabulary(str(vocabulary), "vocabulary"), "input" in fields)
+    slices = check_slices(_number(fields.get("slices", 1), "slices", 1), "")
+    return Layout(pipes, read_vocabulary(str(vocabulary), "vocabulary"), "input" in fields, slices)
 
 
 def _hosts(fields: dict[str, object], num_ranks: int) -> Hosts | None:

@@ -76,7 +76,8 @@ def write_listing_json(programs: Sequence[Program], exchange: Exchange) -> str:
     head = {
         "schedule": table.schedule.name,
         "exchange": exchange.value,
-        "microbatches": table.schedule.num_microbatches,
+        "microbatches": table.schedule.num_whole_microbatches,
+        **({"slices": table.schedule.layout.slices} if table.schedule.layout.slices > 1 else {}),
         "stage_to_rank": placements[0] if len(placements) == 1 else placements,
     }
     values = sorted({operand for program in programs for operand in program.operands if isinstance(operand, int)})

@@ -40,6 +40,7 @@ _FIELDS = (
     "hosts",
     "bounds",
     "after_input",
+    "slices",
 )
 # Parts the placements of several pipes.
 PIPES = "/"
@@ -156,7 +157,9 @@ def header(schedule: Schedule) -> str:
     if not NAME.fullmatch(schedule.name):
         raise ValueError(f"schedule name {schedule.name!r} cannot be written: use letters, digits, '.', '_' and '-'")
     layout = schedule.layout
-    fields = [f"schedule={schedule.name}", f"microbatches={schedule.num_microbatches}"]
+    fields = [f"schedule={schedule.name}", f"microbatches={schedule.num_whole_microbatches}"]
+    if layout.slices > 1:
+        fields.append(f"slices={layout.slices}")
     fields.append(f"stage_to_rank={PIPES.join(map(_join, layout.placements))}")
     if layout.vocabulary is not Vocabulary.WHOLE:
         fields.append(f"vocabulary={layout.vocabulary.value}")
@@ -199,12 +202,10 @@ def assemble(rows: Sequence[Sequence[Slot]], fields: dict[str, str], name: str) 
             raise TextError(f"line 1: schedule={fields['schedule'][:40]!r} is no name")
         layout = _read_layout(fields)
         bounds = _numbers(fields["bounds"], "bounds") if "bounds" in fields else None
-        microbatches = _numbers(fields["microbatches"], "microbatches")
-        if len(microbatches) != 1:
-            raise TextError("line 1: microbatches= takes one number")
+        num_microbatches = _number(fields, "microbatches") * layout.slices
         share = read_share(fields.get("after_input", "1"), "line 1: after_input")
         return Schedule(
-            fields["schedule"], microbatches[0], layout, ranks, _read_hosts(fields, len(ranks)), bounds, share
+            fields["schedule"], num_microbatches, layout, ranks, _read_hosts(fields, len(ranks)), bounds, share
         )
     num_microbatches, stage_to_rank = describe(ranks)
     return Schedule(name, num_microbatches, one_pipe(stage_to_rank), ranks)
@@ -221,7 +222,13 @@ def _read_layout(fields: Mapping[str, str]) -> Layout:
         )
     if fields.get("input", "shards") != "shards":
         raise TextError(f"line 1: input={fields['input'][:40]!r} is not shards")
-    return Layout(placements, read_vocabulary(fields.get("vocabulary", "none"), "line 1"), "input" in fields)
+    slices = _number(fields, "slices") if "slices" in fields else 1
+    return Layout(
+        placements,
+        read_vocabulary(fields.get("vocabulary", "none"), "line 1"),
+        "input" in fields,
+        check_slices(slices, "line 1: "),
+    )
 
 
 def _read_hosts(fields: Mapping[str, str], num_ranks: int) -> Hosts | None:
@@ -248,6 +255,13 @@ def read_vocabulary(text: str, place: str) -> Vocabulary:
     except ValueError:
         names = ", ".join(one.value for one in Vocabulary)
         raise TextError(f"{place}: vocabulary {text[:40]!r} is none of {names}") from None
+
+
+def check_slices(slices: int, place: str) -> int:
+    """Return a number of slices. Raises TextError for none of a micro-batch."""
+    if slices < 1:
+        raise TextError(f"{place}slices={slices} cuts a micro-batch into nothing: give 1 or more")
+    return slices
 
 
 def read_costs(text: str, least: int, most: int) -> tuple[Fraction, ...]:
@@ -299,6 +313,13 @@ def describe(ranks: Sequence[Sequence[Slot]]) -> tuple[int, tuple[int, ...]]:
 
 def _join(values: Sequence[int]) -> str:
     return ",".join(map(str, values))
+
+
+def _number(fields: Mapping[str, str], name: str) -> int:
+    numbers = _numbers(fields[name], name)
+    if len(numbers) != 1:
+        raise TextError(f"line 1: {name}= takes one number")
+    return numbers[0]
 
 
 def _numbers(text: str, name: str) -> tuple[int, ...]:

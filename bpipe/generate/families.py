@@ -58,6 +58,10 @@ def families_with_deferral() -> str:
     return _names(lambda family: family.takes_delay)
 
 
+def families_with_slices() -> str:
+    return _names(lambda family: family.takes_slices)
+
+
 def families_with_shards() -> str:
     return _names(lambda family: family.sharded is not None)
 

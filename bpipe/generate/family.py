@@ -60,14 +60,16 @@ class FamilyOptions:
     Each family takes those that its fields in `Family` name and leaves the rest at their defaults.
 
     `group_size`: micro-batches that go through a chunk before the next. `delay`: micro-batches whose I stands before a
-    W. `costs`: what a family that knows several orders chooses by. `room`: what a family that makes orders for a bound
-    makes them for.
+    W. `costs`: what a family that knows several orders chooses by. `limit`: what a family that makes orders for a bound
+    makes them for. `slices`: into how many a micro-batch's sequence is cut; orders are then of slices, each with its
+    number (`generate.slices`), and a delay counts them.
     """
 
     group_size: int | None = None
     delay: int = 0
     costs: UnitCosts = ALIKE
     limit: RankLimit | None = None
+    slices: int = 1
 
 
 NO_OPTIONS = FamilyOptions()
@@ -99,18 +101,18 @@ class Family:
 
     `orders` may choose among its rules by costs, and raises ValueError for sizes that it cannot take. A rank has
     `min_chunks` to `max_chunks` stages (None: any number). `takes_groups`: a group size may be given, by default
-    `usual_group` of the number of ranks; `takes_delay`: a delay of W. `splits`: backwards are computed in halves.
-    `exchange` is the rule by which whoever runs it sends and receives between stages. `fill`: with that many
-    micro-batches a rank the pipeline is full, and no rank holds more of them however many follow; None where every rank
-    holds all, and has nothing to share. `ahead`: so many micro-batches of a chunk the first rank holds at least when it
-    holds most, with equal costs, by numbers of ranks, micro-batches and chunks and the group. None where nobody has
-    said. `warm_up`, by the same: what all ranks hold at their first backward. `within`: orders for the room that is
-    asked, fastest first, `sharded_within` with the vocabulary's layers split; whether pairs then keep the bound,
-    balancing says. None where nobody has said how. `sharded`: the orders where the vocabulary's layers are split over
-    all ranks; None where nobody has said how. `interlaces`: also with nothing beside the shards. `early`: the family
-    that is this one with early forwarding, which lets more micro-batches in for less waiting; None where there is none.
-    `num_pipes`: ways through the same ranks, each with its own replica of all stages; the number of ranks is a multiple
-    of it.
+    `usual_group` of the number of ranks; `takes_delay`: a delay of W; `takes_slices`: micro-batches may be cut.
+    `splits`: backwards are computed in halves. `exchange` is the rule by which whoever runs it sends and receives
+    between stages. `fill`: with that many micro-batches a rank the pipeline is full, and no rank holds more of them
+    however many follow; None where every rank holds all, and has nothing to share. `ahead`: so many micro-batches of a
+    chunk the first rank holds at least when it holds most, with equal costs, by numbers of ranks, micro-batches and
+    chunks and the group. None where nobody has said. `warm_up`, by the same: what all ranks hold at their first
+    backward. `within`: orders for the room that is asked, fastest first, `sharded_within` with the vocabulary's layers
+    split; whether pairs then keep the bound, balancing says. None where nobody has said how. `sharded`: the orders
+    where the vocabulary's layers are split over all ranks; None where nobody has said how. `interlaces`: also with
+    nothing beside the shards. `early`: the family that is this one with early forwarding, which lets more micro-batches
+    in for less waiting; None where there is none. `num_pipes`: ways through the same ranks, each with its own replica
+    of all stages; the number of ranks is a multiple of it.
     """
 
     name: str
@@ -122,6 +124,7 @@ class Family:
     takes_groups: bool = False
     usual_group: Callable[[int], int] = lambda num_ranks: 1
     takes_delay: bool = False
+    takes_slices: bool = False
     splits: bool = False
     fill: int | None = None
     ahead: Callable[[int, int, int, int], int] | None = None
@@ -141,7 +144,8 @@ class Family:
         Costs choose orders; on the grid any computation takes one slot.
         """
         orders = self.orders(num_ranks, num_microbatches, num_chunks, options)
-        return place(self.name, num_microbatches, self.layout(num_ranks, num_chunks), orders)
+        layout = replace(self.layout(num_ranks, num_chunks), slices=options.slices)
+        return place(self.name, num_microbatches * options.slices, layout, orders)
 
     def generate_sharded(
         self,

@@ -9,15 +9,18 @@ length and peak. The grid has 2 * (m + p - 1) slots. Source: Huang et al., "GPip
 
 from __future__ import annotations
 
-from bpipe.generate.family import Family, one_stage_a_rank
+from bpipe.generate.family import Family, FamilyOptions, one_stage_a_rank
 from bpipe.generate.place import backwards, forwards
+from bpipe.generate.slices import in_slices
 from bpipe.ir.action import Action
 from bpipe.ir.program import Exchange
 
 
-def orders(num_ranks: int, num_microbatches: int, *_: object) -> list[list[Action]]:
-    everything = range(num_microbatches)
-    return [forwards(rank, everything) + backwards(rank, everything) for rank in range(num_ranks)]
+def orders(num_ranks: int, num_microbatches: int, _: int, options: FamilyOptions) -> list[list[Action]]:
+    everything = range(num_microbatches * options.slices)
+    return in_slices(
+        [forwards(rank, everything) + backwards(rank, everything) for rank in range(num_ranks)], options.slices
+    )
 
 
-FAMILY = Family("gpipe", one_stage_a_rank, orders, Exchange.POSTED)
+FAMILY = Family("gpipe", one_stage_a_rank, orders, Exchange.POSTED, takes_slices=True)

@@ -8,42 +8,83 @@ micro-batches of a chunk that it holds. So what ranks hold falls evenly from fir
 together, and balancing levels it: to (v - 1) g + (p + 1) / 2, and the one that is under way. From g = p / 2 on the
 pipeline runs at its full rate; with fewer, ranks wait. Where a small last group would make ranks that keep strict turns
 wait for ever, or only longer, they take what can start: the order is that of the fastest discipline at the given costs.
-A last group of fewer costs time, not memory. Source of the order: Wan et al., "PipeOffload: Improving Scalability of
+A last group of fewer costs time, not memory. Cut into k slices a rank runs k - 1 further ahead, groups are of whole
+micro-batches, and of p / 2 slices at least. Source of the order: Wan et al., "PipeOffload: Improving Scalability of
 Pipeline Parallelism with Memory Optimization", 2025.
 """
 
 from __future__ import annotations
+
+from itertools import islice
 
 from bpipe.generate.ahead import BESIDE_HALVES, further_forwards, further_within
 from bpipe.generate.family import ALIKE, Family, FamilyOptions
 from bpipe.generate.grouped_choice import orders_within
 from bpipe.generate.interleaved import layout
 from bpipe.generate.list_scheduler import ChoiceRule, Discipline, actions_of, schedule_list
-from bpipe.generate.timing import stage_ticks
-from bpipe.generate.turns import WarmUp, groups_of, turns, warm_up
-from bpipe.ir.action import Action
+from bpipe.generate.slices import in_slices
+from bpipe.generate.timing import StageTicks, length, stage_ticks, work_of
+from bpipe.generate.turns import Turns, WarmUp, groups_of, turns, warm_up
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.layout import Layout
 from bpipe.ir.program import Exchange
 
 
 def usual_group(num_ranks: int) -> int:
     """Return p / 2, rounded up: no smaller group keeps a pipeline at its full rate."""
-    return -(-num_ranks // 2)
+    return _least_group(num_ranks, 1)
+
+
+def _least_group(num_ranks: int, slices: int) -> int:
+    """Whole micro-batches that have p / 2 slices."""
+    return -(-num_ranks // (2 * slices))
 
 
 def orders(num_ranks: int, num_microbatches: int, num_chunks: int, options: FamilyOptions) -> list[list[Action]]:
     """Return interleaved orders with groups of the size that is asked."""
-    group = min(usual_group(num_ranks) if options.group_size is None else options.group_size, num_microbatches)
-    taken, at = turns(groups_of(num_microbatches, group), num_chunks), stage_ticks(options.costs, num_chunks)
-    caps = tuple((num_chunks - 1) * group + num_ranks - rank for rank in range(num_ranks))
+    slices, costs = options.slices, options.costs
+    group = min(_least_group(num_ranks, slices) if options.group_size is None else options.group_size, num_microbatches)
+    taken, at = turns(groups_of(num_microbatches, group), num_chunks, slices), stage_ticks(costs, num_chunks * slices)
+    caps = tuple((num_chunks - 1) * group * slices + slices - 1 + num_ranks - rank for rank in range(num_ranks))
+    whole = num_microbatches % group == 0
+    # In groups of fewer slices than ranks who begins backwards as soon as they can start is out of step with the ranks
+    # before.
+    in_step = [_in_turn(rank, num_ranks, taken, cap) for rank, cap in enumerate(caps)] if slices > 1 and whole else None
+    if in_step is not None and costs == ALIKE:
+        return in_step
     shortest = None
     # Whole groups that fill the pipeline are never shorter otherwise at equal costs: so a test finds for all sizes that
     # it tries.
-    strict = options.costs == ALIKE and num_microbatches % group == 0 and 2 * group >= num_ranks
+    strict = costs == ALIKE and whole and 2 * group * slices >= num_ranks
     for discipline in (Discipline.TURN,) if strict else Discipline:
         rule, least = ChoiceRule(caps, (0,) * num_ranks, discipline), None if shortest is None else shortest.makespan
         shortest = schedule_list(taken, num_ranks, at, rule, shorter_than=least) or shortest
     assert shortest is not None, "who takes what can start never waits for ever"
+    if (
+        in_step is not None
+        and _ticks(in_step, layout(num_ranks, num_chunks), taken, at) <= shortest.makespan * at.per_unit
+    ):
+        return in_step
     return actions_of(shortest, taken)
+
+
+def _ticks(in_step: list[list[Action]], placed: Layout, taken: Turns, at: StageTicks) -> int:
+    return length(work_of(placed, len(taken.forwards) // taken.num_chunks, in_step, at))
+
+
+def _in_turn(rank: int, num_ranks: int, taken: Turns, warm_up_forwards: int) -> list[Action]:
+    """One rank's order with so many forwards ahead, and then I, W and F in turn, by slices."""
+    last = taken.num_chunks - 1
+    forwards = [Action(chunk * num_ranks + rank, Kind.FORWARD, number) for chunk, number in taken.forwards]
+    order, left = forwards[:warm_up_forwards], iter(forwards[warm_up_forwards:])
+    for chunk, number in taken.forwards:
+        stage = (last - chunk) * num_ranks + rank
+        order += [
+            Action(stage, Kind.BACKWARD_INPUT, number),
+            Action(stage, Kind.BACKWARD_WEIGHT, number),
+            *islice(left, 1),
+        ]
+    return in_slices([order], taken.slices)[0]
 
 
 def _ahead(num_ranks: int, num_microbatches: int, num_chunks: int, group: int) -> int:
@@ -69,6 +110,7 @@ FAMILY = Family(
     Exchange.POSTED,
     max_chunks=None,
     takes_groups=True,
+    takes_slices=True,
     usual_group=usual_group,
     splits=True,
     fill=3,

@@ -12,21 +12,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bpipe.generate import one_f_one_b
+from bpipe.generate.slices import in_slices
 from bpipe.ir.action import Action, Kind
 
 _BACKWARD, _INPUT, _WEIGHT = Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 
 
-def defer_wgrads(num_ranks: int, num_microbatches: int, delays: Sequence[int]) -> list[list[Action]]:
+def defer_wgrads(num_ranks: int, num_microbatches: int, delays: Sequence[int], slices: int = 1) -> list[list[Action]]:
     """Return 1F1B with split backwards, one order a rank.
 
-    `delays[rank]`: micro-batches whose I stands between an I and its W.
+    `delays[rank]`: micro-batches' I, or slices', that stand between an I and its W.
     """
-    whole = one_f_one_b.orders(num_ranks, num_microbatches)
-    return [
-        _split(order, rank, num_microbatches, delay)
+    whole = one_f_one_b.in_turn(num_ranks, num_microbatches, slices)
+    split = [
+        _split(order, rank, num_microbatches * slices, delay)
         for rank, (order, delay) in enumerate(zip(whole, delays, strict=True))
     ]
+    return in_slices(split, slices)
 
 
 def _split(order: Sequence[Action], rank: int, num_microbatches: int, delay: int) -> list[Action]:

@@ -7,7 +7,8 @@ alternate, then the backwards left over: Megatron's order. Groups larger than p 
 longer before they are needed. Smaller ones would starve the pipeline. Where fewer than p micro-batches are left for the
 last group, Megatron refuses, and its formula can make ranks wait for each other (p=8, v=2, m=10). Here the last group
 is filled up to p, ordered, and the micro-batches that do not exist are left out: what is left waits for nothing it did
-not wait for before. Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+not wait for before. Cut into k slices, a group is of whole micro-batches and has p slices at least: 1 micro-batch where
+k is p or more. Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM", 2021.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 from bpipe.generate.ahead import BESIDE_WHOLE, further_forwards
 from bpipe.generate.family import Family, FamilyOptions
 from bpipe.generate.place import alternate
+from bpipe.generate.slices import in_slices
 from bpipe.generate.turns import WarmUp, chunk_turns, groups_of, warm_up
 from bpipe.ir.action import Action, Kind, by_microbatch
 from bpipe.ir.layout import Layout, one_pipe
@@ -31,23 +33,24 @@ def orders(num_ranks: int, num_microbatches: int, num_chunks: int, options: Fami
 
     Raises ValueError for a group of fewer micro-batches than ranks, or of more than there are.
     """
-    group = num_ranks if options.group_size is None else options.group_size
-    if options.group_size is not None and not num_ranks <= group <= num_microbatches:
+    slices = options.slices
+    least = -(-num_ranks // slices)
+    group = least if options.group_size is None else options.group_size
+    if options.group_size is not None and not least <= group <= num_microbatches:
+        ranks = "pipeline ranks" if slices == 1 else f"pipeline ranks, {num_ranks}, in slices of {slices} a micro-batch"
         raise ValueError(
-            f"a group of {group} micro-batches is outside {num_ranks} to {num_microbatches}: interleaved 1F1B takes "
-            f"at least "
-            f"as many as there are pipeline ranks, and at most as many as an iteration has"
+            f"a group of {group} micro-batches is outside {least} to {num_microbatches}: interleaved 1F1B takes at "
+            f"least "
+            f"as many as there are {ranks}, and at most as many as an iteration has"
         )
     left = num_microbatches % group
-    missing = num_ranks - left if 0 < left < num_ranks else 0
-    turns = chunk_turns(groups_of(num_microbatches + missing, group), num_chunks)
-    ahead = [2 * (num_ranks - rank - 1) + (num_chunks - 1) * group for rank in range(num_ranks)]
-    filled = [_order(rank, num_ranks, num_chunks, turns, ahead[rank]) for rank in range(num_ranks)]
-    return (
-        [[action for action in order if action.microbatch < num_microbatches] for order in filled]
-        if missing
-        else filled
-    )
+    missing = least - left if 0 < left < least else 0
+    sizes = [size * slices for size in groups_of(num_microbatches + missing, group)]
+    turns = chunk_turns(sizes, num_chunks)
+    ahead = [2 * (num_ranks - rank - 1) + (num_chunks - 1) * group * slices + slices - 1 for rank in range(num_ranks)]
+    filled = in_slices([_order(rank, num_ranks, num_chunks, turns, ahead[rank]) for rank in range(num_ranks)], slices)
+    width = num_microbatches * slices
+    return [[action for action in order if action.microbatch < width] for order in filled] if missing else filled
 
 
 def _order(
@@ -79,6 +82,7 @@ FAMILY = Family(
     min_chunks=2,
     max_chunks=None,
     takes_groups=True,
+    takes_slices=True,
     usual_group=lambda num_ranks: num_ranks,
     fill=3,
     ahead=lambda p, m, v, g: min(2 * p - 1 + (v - 1) * g, v * (m - m % g)),

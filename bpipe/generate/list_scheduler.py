@@ -15,6 +15,7 @@ import heapq
 from dataclasses import dataclass
 from fractions import Fraction
 
+from bpipe.generate.slices import in_slices
 from bpipe.generate.timing import NEVER, StageTicks
 from bpipe.generate.turns import NONE, Turns
 from bpipe.ir.action import Action, Kind, by_microbatch
@@ -93,7 +94,7 @@ def actions_of(listed: ListSchedule, taken: Turns) -> list[list[Action]]:
             known = [by_microbatch(stage, kind, num_microbatches) for stage in stages]
             in_turn[kind] = iter([known[chunk][microbatch] for chunk, microbatch in taken.forwards])
         orders.append([next(in_turn[kind]) for kind in kinds])
-    return orders
+    return in_slices(orders, taken.slices)
 
 
 class _Ranks:

@@ -2,25 +2,31 @@
 
 A rank runs ahead by as many forwards as ranks follow it (warm-up), then alternates a forward and a backward (steady
 phase), then runs the backwards that are left (cool-down). It saves at most min(p - rank, m) micro-batches; the grid has
-2 * (m + p - 1) slots. Source: Narayanan et al., "PipeDream-Flush" in "Memory-Efficient Pipeline-Parallel DNN Training",
-2021.
+2 * (m + p - 1) slots. Cut into k slices it saves min(p - rank + k - 1, m k) of them, (p - rank + k - 1) / k
+micro-batches. Source: Narayanan et al., "PipeDream-Flush" in "Memory-Efficient Pipeline-Parallel DNN Training", 2021.
 """
 
 from __future__ import annotations
 
-from bpipe.generate.family import Family, one_stage_a_rank
+from bpipe.generate.family import Family, FamilyOptions, one_stage_a_rank
 from bpipe.generate.place import alternate, backwards, forwards
 from bpipe.generate.sharded_1f1b import sharded
+from bpipe.generate.slices import in_slices
 from bpipe.ir.action import Action
 from bpipe.ir.program import Exchange
 
 
-def orders(num_ranks: int, num_microbatches: int, *_: object) -> list[list[Action]]:
-    return [_order(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
+def orders(num_ranks: int, num_microbatches: int, _: int, options: FamilyOptions) -> list[list[Action]]:
+    return in_slices(in_turn(num_ranks, num_microbatches, options.slices), options.slices)
 
 
-def _order(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
-    ahead = min(num_ranks - rank - 1, num_microbatches)
+def in_turn(num_ranks: int, num_microbatches: int, slices: int) -> list[list[Action]]:
+    """Return the orders whose backwards have not got their slices' numbers."""
+    return [_order(rank, num_ranks - rank - 1 + slices - 1, num_microbatches * slices) for rank in range(num_ranks)]
+
+
+def _order(rank: int, warm_up_forwards: int, num_microbatches: int) -> list[Action]:
+    ahead = min(warm_up_forwards, num_microbatches)
     warm_up = forwards(rank, range(ahead))
     steady = alternate(forwards(rank, range(ahead, num_microbatches)), backwards(rank, range(num_microbatches - ahead)))
     cool_down = backwards(rank, range(num_microbatches - ahead, num_microbatches))
@@ -36,4 +42,5 @@ FAMILY = Family(
     ahead=lambda p, m, v, g: min(p, m),
     sharded=sharded(orders),
     interlaces=True,
+    takes_slices=True,
 )

@@ -20,8 +20,8 @@ from bpipe.ir.program import Exchange
 
 
 def orders(num_ranks: int, num_microbatches: int, _: int, options: FamilyOptions) -> list[list[Action]]:
-    """Return 1F1B with every W deferred by `asked.delay` micro-batches on every rank."""
-    return defer_wgrads(num_ranks, num_microbatches, [options.delay] * num_ranks)
+    """W's put off by `asked.delay` micro-batches on every rank, or slices."""
+    return defer_wgrads(num_ranks, num_microbatches, [options.delay] * num_ranks, options.slices)
 
 
 FAMILY = Family(
@@ -30,6 +30,7 @@ FAMILY = Family(
     orders,
     Exchange.POSTED,
     takes_delay=True,
+    takes_slices=True,
     splits=True,
     fill=2,
     ahead=lambda p, m, v, g: min(p, m),

@@ -79,7 +79,7 @@ class Shifts:
         for job, needed in enumerate(before):
             for maker, lag in needed:
                 behind[maker].append((job, lag))
-        changes = [memory.changes[action.kind][action.stage] for (action,) in work.actions]
+        changes = [memory.changes[action.kind][memory.place(action)] for (action,) in work.actions]
         takes, gives = [one for one, _ in changes], [one for _, one in changes]
         self.early = _Side([len(needed) for needed in before], behind, takes, gives)
         self.late = _Side([len(waiting) for waiting in behind], before, gives, takes)
@@ -239,7 +239,7 @@ def shortened(
 
     What waits for its W counts whole. The given orders must keep to that, too; where nothing is shorter they come back.
     """
-    at = stage_ticks(costs, layout.num_stages // len(orders))
+    at = stage_ticks(costs, layout.num_stages // len(orders) * layout.slices)
     work = work_of(layout, num_microbatches, orders, at)
     shifts = Shifts(work, counting(layout.num_stages), most)
     shortest, goal = length(work), _least(work)

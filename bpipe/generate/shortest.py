@@ -63,7 +63,7 @@ def shortest(schedule: Schedule, costs: UnitCosts, most: int, limit_s: float) ->
             f"{sum(map(len, orders))} computations are more than {MAX_COMPUTATIONS}: ask for fewer stages or "
             f"micro-batches"
         )
-    at = stage_ticks(costs, schedule.num_chunks)
+    at = stage_ticks(costs, schedule.num_chunks * schedule.layout.slices)
     work = work_of(schedule.layout, schedule.num_microbatches, orders, at)
     options = _Model(schedule, work, most)
     if max(peak_counts(schedule)) <= most:
@@ -151,7 +151,7 @@ class _Model:
         for action, job in self._places.items():
             if action.kind is not Kind.FORWARD:
                 continue
-            size, rank = memory.stages[action.stage], self._work.rank[job]
+            size, rank = memory.size(action.stage, action.microbatch), self._work.rank[job]
             first, last = (self._places.get(Action(action.stage, kind, action.microbatch)) for kind in _HALVES)
             if first is None or last is None:
                 whole = self._places[Action(action.stage, Kind.BACKWARD, action.microbatch)]

@@ -58,7 +58,10 @@ class Work:
 
 
 def stage_ticks(costs: UnitCosts, num_chunks: int) -> StageTicks:
-    """Return the durations of one stage where a rank has `num_chunks`; costs are of all its chunks together."""
+    """Return the durations of one stage where a rank has `num_chunks`; costs are of all its chunks together.
+
+    With slices a stage computes so many parts of a rank's work.
+    """
     halves = (Fraction(costs.backward_input), Fraction(costs.backward_weight))
     of_a_rank = (Fraction(costs.forward), *halves, sum(halves, Fraction()))
     of_a_stage = [one / num_chunks for one in of_a_rank]
@@ -155,7 +158,7 @@ def length(work: Work) -> int:
 
 def iteration_time(schedule: Schedule, costs: UnitCosts) -> IterationTime:
     """Return how long the computations of a schedule take at these costs; its transfers take no time."""
-    at = stage_ticks(costs, schedule.num_chunks)
+    at = stage_ticks(costs, schedule.num_chunks * schedule.layout.slices)
     orders = [[slot for slot in row if slot.compute is not None] for row in schedule.ranks]
     work = work_of(schedule.layout, schedule.num_microbatches, orders, at)
     ticks = length(work)

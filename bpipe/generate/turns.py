@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
+from bpipe.ir.layout import reversed_slice
+
 NONE = -1
 
 
@@ -81,6 +83,9 @@ class Turns:
     `forwards[k]` is the (chunk, micro-batch) of the k-th forward; the k-th backward is of chunk v - 1 - chunk and the
     same micro-batch.
 
+    Of micro-batches cut into `slices` the numbers are those of slices, and the k-th backward is that of the reversed
+    one.
+
     `before[k]`: the forward of its micro-batch through the chunk before, NONE for the first chunk. Of backwards, with
     the chunk behind, it is the same number. `own[k]`: the forward of the k-th backward's chunk and micro-batch.
     """
@@ -89,18 +94,21 @@ class Turns:
     forwards: tuple[tuple[int, int], ...]
     before: tuple[int, ...]
     own: tuple[int, ...]
+    slices: int = 1
 
 
 @lru_cache(maxsize=64)
-def turns(group_sizes: tuple[int, ...], num_chunks: int) -> Turns:
-    """Return the turns of groups of these sizes, one behind the other."""
+def turns(group_sizes: tuple[int, ...], num_chunks: int, slices: int = 1) -> Turns:
+    """Return the turns of groups of these sizes, one behind the other; sizes are of micro-batches."""
     before: list[int] = []
     own: list[int] = []
-    for size in group_sizes:
+    sizes = [size * slices for size in group_sizes]
+    for size in sizes:
         first = len(before)
         before += [NONE] * size + [first + index for index in range((num_chunks - 1) * size)]
-        own += [first + chunk * size + index for chunk in reversed(range(num_chunks)) for index in range(size)]
-    return Turns(num_chunks, tuple(chunk_turns(group_sizes, num_chunks)), tuple(before), tuple(own))
+        reversed_ones = [reversed_slice(index, slices) for index in range(size)]
+        own += [first + chunk * size + index for chunk in reversed(range(num_chunks)) for index in reversed_ones]
+    return Turns(num_chunks, tuple(chunk_turns(sizes, num_chunks)), tuple(before), tuple(own), slices)
 
 
 def evenly(num_microbatches: int, num_groups: int) -> tuple[int, ...]:

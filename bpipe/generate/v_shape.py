@@ -7,17 +7,20 @@ ends, so what enters the first chunk last leaves the second first, and ranks hol
 rank begins the two forwards and the two I of a micro-batch; micro-batches repeat it every six slots, in which a rank
 has room for these and both W. How long a block keeps a micro-batch is what a rank holds. W go into the first slots that
 are free, in order. What is left unused while the pipeline fills and empties, and what durations that differ leave, is
-made use of within the bound by moving everything to and fro (`shift`). Source: Qi et al., "Pipeline Parallelism with
-Controllable Memory", 2024. Knows no schedule by name.
+made use of within the bound by moving everything to and fro (`shift`). Cut into k slices, what is repeated is a slice:
+backwards begin k - 1 intervals later, for which a rank has room for as many more. Source: Qi et al., "Pipeline
+Parallelism with Controllable Memory", 2024. Knows no schedule by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from bpipe.generate.ahead import later_microbatch
 from bpipe.generate.family import Family, FamilyOptions, UnitCosts
 from bpipe.generate.shift import shortened
+from bpipe.generate.slices import in_slices
 from bpipe.ir.action import Action, Kind, by_microbatch
 from bpipe.ir.layout import Layout, one_pipe
 from bpipe.ir.program import Exchange
@@ -60,7 +63,10 @@ def family_within(
     """
 
     def orders(num_ranks: int, num_microbatches: int, _: int, options: FamilyOptions) -> Sequence[Sequence[Action]]:
-        return orders_within(num_ranks, num_microbatches, block, most(num_ranks), options.costs)
+        slices = options.slices
+        return orders_within(
+            num_ranks, num_microbatches, block, most(num_ranks) + 2 * (slices - 1), options.costs, slices
+        )
 
     def ahead(num_ranks: int, num_microbatches: int, _: int, group: int) -> int:
         return (least or most)(num_ranks) if num_microbatches >= _FILL * num_ranks else 1
@@ -76,16 +82,22 @@ def family_within(
         fill=_FILL,
         ahead=ahead,
         sharded=later_microbatch(orders),
+        takes_slices=True,
     )
 
 
 def orders_within(
-    num_ranks: int, num_microbatches: int, block: Block, most: int, costs: UnitCosts
+    num_ranks: int, num_microbatches: int, block: Block, most: int, costs: UnitCosts, slices: int = 1
 ) -> Sequence[Sequence[Action]]:
     """Return the shortest orders found from the block in which no rank holds more than `most` micro-batches of a
-    chunk."""
-    repeated = [_repeated(num_ranks, rank, num_microbatches, block(num_ranks, rank)) for rank in range(num_ranks)]
-    return shortened(layout(num_ranks, 2), num_microbatches, repeated, [most] * num_ranks, costs)
+    chunk, or slices."""
+    width, later = num_microbatches * slices, _INTERVAL * (slices - 1)
+    repeated = []
+    for rank in range(num_ranks):
+        down, up, back, last = block(num_ranks, rank)
+        repeated.append(_repeated(num_ranks, rank, width, (down, up, back + later, last + later)))
+    placed = replace(layout(num_ranks, 2), slices=slices)
+    return shortened(placed, width, in_slices(repeated, slices), [most] * num_ranks, costs)
 
 
 def _repeated(num_ranks: int, rank: int, num_microbatches: int, begins: tuple[int, int, int, int]) -> list[Action]:

@@ -13,14 +13,14 @@ et al., "Zero Bubble Pipeline Parallelism", 2024.
 from __future__ import annotations
 
 from bpipe.generate.ahead import BESIDE_HALVES, further_forwards
-from bpipe.generate.family import Family, one_stage_a_rank
+from bpipe.generate.family import Family, FamilyOptions, one_stage_a_rank
 from bpipe.generate.halves import defer_wgrads
 from bpipe.ir.action import Action
 from bpipe.ir.program import Exchange
 
 
-def orders(num_ranks: int, num_microbatches: int, *_: object) -> list[list[Action]]:
-    return defer_wgrads(num_ranks, num_microbatches, range(num_ranks))
+def orders(num_ranks: int, num_microbatches: int, _: int, options: FamilyOptions) -> list[list[Action]]:
+    return defer_wgrads(num_ranks, num_microbatches, range(num_ranks), options.slices)
 
 
 FAMILY = Family(
@@ -29,6 +29,7 @@ FAMILY = Family(
     orders,
     Exchange.POSTED,
     splits=True,
+    takes_slices=True,
     fill=2,
     ahead=lambda p, m, v, g: min(p, m),
     sharded=further_forwards(orders, BESIDE_HALVES),

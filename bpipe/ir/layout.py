@@ -4,7 +4,9 @@ In: placements. Out: a frozen `Layout`.
 
 A pipe is one way through all stages; micro-batch m takes pipe m % num_pipes. Several pipes run over the same ranks,
 each with its own replica of every stage. The vocabulary's layers may be split over all ranks, as shards that belong to
-no stage. Knows no order, no tensors, no nodes of a cluster.
+no stage. A micro-batch's sequence may be cut into slices that go through the stages one behind the other: number n,
+which stands where a micro-batch does, is then slice n % slices of micro-batch n // slices. Knows no order, no tensors,
+no nodes of a cluster.
 """
 
 from __future__ import annotations
@@ -47,11 +49,14 @@ class Layout:
     """Placement of stages: `placements[pipe][stage]` is a rank.
 
     `input_shards`: the embedding is split over all ranks, too.
+
+    `slices`: a micro-batch's sequence is cut into so many, each with a number of its own.
     """
 
     placements: tuple[tuple[int, ...], ...]
     vocabulary: Vocabulary = Vocabulary.WHOLE
     input_shards: bool = False
+    slices: int = 1
 
     @property
     def num_pipes(self) -> int:
@@ -119,3 +124,8 @@ def _stages_by_rank(placements: tuple[tuple[int, ...], ...]) -> tuple[tuple[int,
 def one_pipe(stage_to_rank: Sequence[int]) -> Layout:
     """Return a layout with one pipe, in which `stage_to_rank[stage]` is a rank."""
     return Layout((tuple(stage_to_rank),))
+
+
+def reversed_slice(number: int, slices: int) -> int:
+    """Return the number whose backward is a stage's `number`-th: of each micro-batch the last slice's comes first."""
+    return number // slices * slices + slices - 1 - number % slices

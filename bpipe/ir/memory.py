@@ -8,6 +8,13 @@ In: bytes a stage, or none, and a Schedule. Out: a table, curves, peaks.
     LOAD, HOST  take what a transfer moves            EVICT, RETURN  give it back (HOST and RETURN not where the device only passes it on)
     S           takes what a shard of the vocabulary holds of a micro-batch, its logits above all;  T gives it back
 
+Where micro-batches are cut into slices, a stage's slices may differ in size. Beside what each saves a stage keeps the
+keys and values of the whole micro-batch, of which every slice writes a part that later ones read:
+
+    F of the first slice     takes room for all keys and values
+    B, I of the last slice   takes room for all their gradients
+    B, I of the first slice  gives both back; neither moves in a transfer
+
 What an action takes it takes when it starts, what it gives back it gives when it is over: in slots of the grid as in
 seconds. Other actions hold nothing. Counts of micro-batches are the same rule with ones for bytes, and none for shards.
 Knows no tensors and no device.
@@ -47,8 +54,8 @@ class Transfers(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Memory of one micro-batch of a stage: `saved_bytes` from its forward on, of which `moved_bytes` move in a
-    transfer.
+    """Memory of one micro-batch, or slice, of a stage: `saved_bytes` from its forward on, of which `moved_bytes` move
+    in a transfer.
 
     `after_input_bytes` are held from the end of a backward's first half, I, to the end of its second, W. They may be
     more than were saved: W also needs the gradients of outputs, which tensor parallelism may have gathered.
@@ -60,14 +67,25 @@ class StageMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptMemory:
+    """Memory that a stage keeps of a micro-batch cut into slices: all keys and values and, while its backwards run,
+    their gradients."""
+
+    keys_bytes: int
+    gradients_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Memory:
     """The rule for stages of these sizes.
 
-    `takes[kind][stage]` at the start of an action, `gives[kind][stage]` at its end.
+    `takes[kind][place]` at the start of an action, `gives[kind][place]` at its end.
 
-    A kind that never takes, or gives, anything has no entry there; `changes[kind][stage]` has both numbers for every
-    kind. Sizes are whole numbers of 1/`parts` of a `unit`. `shard_bytes`: what each rank's shard of the vocabulary
-    holds from S to T. `reserved`: micro-batches may differ in size, so host buffers have a reserve.
+    A kind that never takes, or gives, anything has no entry there; `changes[kind][place]` has both numbers for every
+    kind. A place is a stage; where sizes are by slice, of `slices` a micro-batch, it is a slice of a stage: `place`. So
+    are `stages`; `kept` is by stage. Sizes are whole numbers of 1/`parts` of a `unit`. `shard_bytes`: what each rank's
+    shard of the vocabulary holds from S to T. `reserved`: micro-batches may differ in size, so host buffers have a
+    reserve.
     """
 
     stages: tuple[StageMemory, ...]
@@ -75,6 +93,8 @@ class Memory:
     parts: int = 1
     shard_bytes: int = 0
     reserved: bool = False
+    slices: int = 1
+    kept: tuple[KeptMemory, ...] = ()
     takes: Mapping[Kind, Sequence[int]] = field(init=False, repr=False, compare=False)
     gives: Mapping[Kind, Sequence[int]] = field(init=False, repr=False, compare=False)
     changes: Mapping[Kind, Sequence[tuple[int, int]]] = field(init=False, repr=False, compare=False)
@@ -88,6 +108,8 @@ class Memory:
         if after != saved:
             takes[Kind.BACKWARD_INPUT] = [max(0, stage.after_input_bytes - stage.saved_bytes) for stage in self.stages]
             gives[Kind.BACKWARD_INPUT] = [max(0, stage.saved_bytes - stage.after_input_bytes) for stage in self.stages]
+        for stage, kept in enumerate(self.kept):
+            self._keep(kept, stage * self.slices, takes, gives)
         if self.shard_bytes:
             # There are no more ranks than stages.
             takes[Kind.SHARD_FORWARD] = gives[Kind.SHARD_BACKWARD] = [self.shard_bytes] * len(self.stages)
@@ -100,9 +122,30 @@ class Memory:
         object.__setattr__(self, "gives", gives)
         object.__setattr__(self, "changes", {kind: changes.get(kind, nothing) for kind in Kind})
 
+    def _keep(self, kept: KeptMemory, first: int, takes: dict[Kind, list[int]], gives: dict[Kind, list[int]]) -> None:
+        """Add what a stage keeps whose first slice's place is `first`."""
+        zeros = [0] * len(self.stages)
+        last = first + self.slices - 1
+        _add(takes, Kind.FORWARD, first, kept.keys_bytes, zeros)
+        for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            _add(takes, kind, last, kept.gradients_bytes, zeros)
+            _add(gives, kind, first, kept.keys_bytes + kept.gradients_bytes, zeros)
+
+    def place(self, action: Action) -> int:
+        """Return where the tables have an action's sizes."""
+        return action.stage * self.slices + action.microbatch % self.slices
+
+    def size(self, stage: int, microbatch: int) -> StageMemory:
+        """Return the sizes of a stage's micro-batch, or slice."""
+        return self.stages[stage * self.slices + microbatch % self.slices]
+
+    def sizes(self, stage: int) -> tuple[StageMemory, ...]:
+        """Return the sizes that a stage's micro-batches, or slices, have."""
+        return self.stages[stage * self.slices : (stage + 1) * self.slices]
+
     def buffer_bytes(self, stages: Iterable[int]) -> int:
         """Return the size of a host buffer for transfers of these stages."""
-        most = max((self.stages[stage].moved_bytes for stage in stages), default=0)
+        most = max((size.moved_bytes for stage in stages for size in self.sizes(stage)), default=0)
         return most + int(most * RESERVE) if self.reserved else most
 
     def amount(self, size: int) -> Count:
@@ -119,11 +162,16 @@ class Memory:
 
     def check(self, num_stages: int) -> None:
         """Raise ValueError where these are not sizes of so many stages, or a transfer moves more than there is."""
-        if len(self.stages) != num_stages:
+        if len(self.stages) != num_stages * self.slices:
+            found = len(self.stages) // self.slices
+            raise ValueError(f"sizes of {found} stages, the schedule has {num_stages}: give one for each stage")
+        if len(self.kept) not in (0, num_stages):
             raise ValueError(
-                f"sizes of {len(self.stages)} stages, the schedule has {num_stages}: give one for each stage"
+                f"{len(self.kept)} stages keep keys and values, the schedule has {num_stages}: give one for each "
+                f"stage, or none"
             )
-        for stage, size in enumerate(self.stages):
+        for place, size in enumerate(self.stages):
+            stage = place // self.slices
             if not 0 <= size.moved_bytes <= size.saved_bytes:
                 raise ValueError(
                     f"stage {stage}: moved_bytes {size.moved_bytes} must lie between 0 and saved_bytes "
@@ -135,6 +183,12 @@ class Memory:
                 )
         if self.shard_bytes < 0:
             raise ValueError(f"shard_bytes is {self.shard_bytes}, but nothing holds less than nothing")
+
+
+def _add(changes: dict[Kind, list[int]], kind: Kind, place: int, more: int, zeros: Sequence[int]) -> None:
+    """Add to a table's entry; what stands under several kinds as one list is copied."""
+    row = changes[kind] = list(changes.get(kind, zeros))
+    row[place] += more
 
 
 def memory_of(
@@ -198,22 +252,22 @@ def live_counts(schedule: Schedule, rank: int) -> tuple[Count, ...]:
 
 def live_bytes(schedule: Schedule, rank: int, memory: Memory) -> tuple[int, ...]:
     """Return the bytes of activations the rank holds during each slot."""
-    changes = memory.changes
+    changes, slices = memory.changes, memory.slices
     held = 0
     curve = []
     for slot in schedule.ranks[rank]:
         freed = 0
         compute = slot.compute
         if compute is not None:
-            takes, freed = changes[compute.kind][compute.stage]
+            takes, freed = changes[compute.kind][compute.stage * slices + compute.microbatch % slices]
             held += takes
             beside = slot.overlapped
             if beside is not None:
-                takes, gives = changes[beside.kind][beside.stage]
+                takes, gives = changes[beside.kind][memory.place(beside)]
                 held += takes
                 freed += gives
         for transfer in slot.transfers:
-            takes, gives = changes[transfer.kind][transfer.stage]
+            takes, gives = changes[transfer.kind][memory.place(transfer)]
             held += takes
             freed += gives
         curve.append(held)
@@ -242,9 +296,9 @@ def changes_in_time(rows: Iterable[TimedAction], memory: Memory) -> list[tuple[i
     for row in rows:
         action = row.action
         if action.kind in takes:
-            changes.append((row.start_s, takes[action.kind][action.stage]))
+            changes.append((row.start_s, takes[action.kind][memory.place(action)]))
         if action.kind in gives:
-            changes.append((row.end_s, -gives[action.kind][action.stage]))
+            changes.append((row.end_s, -gives[action.kind][memory.place(action)]))
     return sorted(changes)
 
 

@@ -61,7 +61,8 @@ class Schedule:
     with transfers also has `hosts[rank]` (`ir.hosts`), where what the rank evicts may go, and `bounds[rank]`, the most
     saved chunk micro-batches the rank may hold in any slot, hosted ones included. `after_input` is the share of a
     micro-batch that is counted between the halves of a split backward: what its bounds, and all its counts, are meant
-    by.
+    by. Where micro-batches are cut into slices, `num_microbatches` counts slices, and so do bounds and all other
+    counts.
     """
 
     name: str
@@ -101,6 +102,11 @@ class Schedule:
     def num_stages(self) -> int:
         """Number of stages over all chunks, p*v."""
         return self.layout.num_stages
+
+    @property
+    def num_whole_microbatches(self) -> int:
+        """Micro-batches, all slices of one together."""
+        return self.num_microbatches // self.layout.slices
 
     @property
     def split_stages(self) -> tuple[int, ...]:

@@ -68,7 +68,7 @@ class Fit:
 
     def residency_bytes(self, residencies: Iterable[Residency]) -> int:
         """Return bytes that leave with these residencies."""
-        return sum(self.memory.stages[residency.stage].moved_bytes for residency in residencies)
+        return sum(self.memory.size(residency.stage, residency.microbatch).moved_bytes for residency in residencies)
 
 
 def budget_text(num_bytes: Sequence[int]) -> str:
@@ -124,7 +124,7 @@ def plan_lines(found: Fit, known: str = "by prediction") -> list[str]:
 
 def _part(found: Fit, residencies: Sequence[Residency]) -> str:
     """Return the bytes of each part, where that is not all."""
-    sizes = {found.memory.stages[residency.stage].moved_bytes for residency in residencies}
+    sizes = {found.memory.size(residency.stage, residency.microbatch).moved_bytes for residency in residencies}
     if not {residency.stage for residency in residencies} & set(found.how.parts):
         return ""
     return f"{'up to ' if len(sizes) > 1 else ''}{budget_text([max(sizes)])} GiB of each of "

@@ -40,7 +40,11 @@ _OFFLOAD, _FSDP, _LOW = (
 GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 # Flags that take a value are refused where it is none of these; of one that says how many shards, 1 is none.
 _NEUTRAL = ("0", "None", "none")
-_ONE_IS_NEUTRAL = ("--tensor-parallel-num-weight-shards", "--expert-tensor-parallel-num-weight-shards")
+_ONE_IS_NEUTRAL = (
+    "--bpipe-slices",
+    "--tensor-parallel-num-weight-shards",
+    "--expert-tensor-parallel-num-weight-shards",
+)
 REFUSED = {
     "--moe-layer-recompute": "an old name of --recompute-granularity selective --recompute-modules moe, which is read",
     "--moe-latent-size": "experts of a smaller hidden size",
@@ -66,6 +70,7 @@ REFUSED = {
     "--yaml-cfg": "flags that stand in a file",
     GROUP: "larger groups of micro-batches",
     "--bpipe-kept": "another share of a micro-batch than the model's",
+    **dict.fromkeys(("--bpipe-slices", "--bpipe-slice-lengths"), "sequences in slices"),
 }
 
 WITHOUT_INFLUENCE = (

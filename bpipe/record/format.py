@@ -204,6 +204,7 @@ class _ProgramKeys:
     costs: CostsText | None = None
     vocabulary: Text | None = None
     input_shards: Flag | None = None
+    slices: Count | None = None
     written: Text | None = None
 
 
@@ -227,6 +228,7 @@ def read_program(found: object, name: str = "program") -> ScheduleConfig:
         costs=ALIKE if keys.costs is None else keys.costs,
         vocabulary=Vocabulary.WHOLE if keys.vocabulary is None else Vocabulary(keys.vocabulary),
         input_shards=bool(keys.input_shards),
+        slices=keys.slices or 1,
         written=keys.written,
     )
 
@@ -255,6 +257,7 @@ def _write_program(config: ScheduleConfig) -> dict[str, Any]:
         costs=None if config.costs == ALIKE else config.costs,
         vocabulary=None if config.vocabulary is Vocabulary.WHOLE else config.vocabulary.value,
         input_shards=config.input_shards or None,
+        slices=None if config.slices == 1 else config.slices,
         written=config.written,
     )
     return {name: value for name, value in written(keys).items() if value is not None}
@@ -400,7 +403,8 @@ class RankSummary:
     `moved_fraction` is the smallest of its stages': what of a forward's activations leaves with its micro-batch. Where
     micro-batches differ in size: how many of all iterations `stayed` because they found too little room, and their
     bytes; by how much at most the bound was `passed` at once; the largest by stage that was to leave, `largest_bytes`,
-    as a host buffer takes it; and how often rooms grew.
+    as a host buffer takes it; and how often rooms grew. `keys_bytes`: of micro-batches cut into slices, the keys,
+    values and their gradients that it kept beside all this.
     """
 
     run: Text | None = None
@@ -424,6 +428,8 @@ class RankSummary:
     passed_bytes: Bytes = 0
     largest_bytes: BytesByStage = field(default_factory=dict)
     times_grown: Whole = 0
+    keys_bytes: Bytes = 0
+    predicted_keys_bytes: Bytes = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,7 +72,10 @@ def _check_iteration(folder: Path, ranks: Sequence[RankRecord], number: int) -> 
                 f"{_described(other)}. "
                 f"{_EMPTY_IT}"
             )
-        needed, rows = 2 * program.num_microbatches * program.num_chunks, len(record.iterations[number].rows)
+        needed, rows = (
+            2 * program.num_microbatches * program.slices * program.num_chunks,
+            len(record.iterations[number].rows),
+        )
         # The rows are compared one by one later; a program of another size altogether is not even built for that.
         if needed > 2 * rows:
             raise ValueError(

@@ -49,15 +49,16 @@ _DIFFERING = (
     "largest_bytes",
     "times_grown",
 )
+_SLICED = ("keys_bytes", "predicted_keys_bytes")
 
 
 def _keys(value: Any) -> dict[str, Any]:
     kind = type(value)
     keys = {"format": kind.FORMAT, "version": VERSION} if hasattr(kind, "FORMAT") else {}
     keys |= written(value)
-    # Only of backwards with halves, of shards, of what a node's own memory holds, and of micro-batches that differ in
-    # size: elsewhere there is nothing to say. Nor do older records name their run.
-    for name in ("run", "after_input_bytes", "shard_bytes", "in_shards_bytes", *_OWN_MEMORY, *_DIFFERING):
+    # Only of backwards with halves, of shards, of what a node's own memory holds, of micro-batches that differ in size,
+    # and of slices: elsewhere there is nothing to say. Nor do older records name their run.
+    for name in ("run", "after_input_bytes", "shard_bytes", "in_shards_bytes", *_OWN_MEMORY, *_DIFFERING, *_SLICED):
         if not keys.get(name, True):
             del keys[name]
     if isinstance(value, Iteration):

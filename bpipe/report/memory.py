@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from bpipe.generate.families import exchange_of
 from bpipe.ir.action import Kind
 from bpipe.ir.host_buffers import num_host_buffers
-from bpipe.ir.memory import live_bytes, memory_of, peak_bytes
+from bpipe.ir.memory import KeptMemory, Memory, StageMemory, live_bytes, memory_of, peak_bytes
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 
@@ -81,6 +81,15 @@ def own_peak(
             after_backward = not forward
         peak = max(peak, held)
     return peak
+
+
+def kept_peak(schedule: Schedule, rank: int, kept: Mapping[int, KeptMemory]) -> int:
+    """Return the most that a rank keeps of keys, values and their gradients at once, when `kept[stage]` is that of
+    one micro-batch."""
+    stages, nothing = range(schedule.num_stages), KeptMemory(0, 0)
+    sizes = (StageMemory(0, 0, 0),) * (schedule.num_stages * schedule.layout.slices)
+    memory = Memory(sizes, slices=schedule.layout.slices, kept=tuple(kept.get(stage, nothing) for stage in stages))
+    return max(live_bytes(schedule, rank, memory), default=0)
 
 
 def rank_peaks(schedule: Schedule, rank: int, sizes: RankSizes | None) -> RankPeaks:

@@ -44,7 +44,8 @@ class EngineConfig:
     in size; both ranks of a pair and the transport must be made for it. `waiting(backward)`: what the caller keeps,
     besides the graph, from dgrad to wgrad; `between(shard)`: what it keeps of a micro-batch from S to T. `timed(name)`
     is entered around everything that this rank does for balancing: issuing a transfer, and waiting for one. `parts`: by
-    stage, bytes of each micro-batch that leave, by default all that may.
+    stage, bytes of each micro-batch that leave, by default all that may. `shared(storage)`: whether several slices of a
+    micro-batch share it, so that it stays, as planned.
     """
 
     name: str
@@ -59,6 +60,7 @@ class EngineConfig:
     waiting: Callable[[Action], Sequence[torch.UntypedStorage]] = lambda backward: ()
     between: Callable[[Action], Sequence[torch.UntypedStorage]] = lambda shard: ()
     timed: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext()
+    shared: Callable[[torch.UntypedStorage], bool] = lambda storage: False
 
 
 class Engine:
@@ -89,7 +91,7 @@ class Engine:
         self._residencies: Counter[tuple[int, int]] = Counter()
         self._leaving = {(a.stage, a.microbatch) for a in self._all_transfers() if a.kind is Kind.EVICT}
         self._unmeasured: Action | None = None
-        self._kept = Kept(config.minimum_bytes, config.allocated)
+        self._kept = Kept(config.minimum_bytes, config.allocated, config.shared)
         # By stage that leaves, what part of it does; known from the first iteration on.
         self.shares: Mapping[int, Share] = {}
         self._first_iteration = True

@@ -81,9 +81,18 @@ class Share:
 class Kept:
     """Collects shares over the forwards of one iteration."""
 
-    def __init__(self, minimum_bytes: int, allocated: Counted | None) -> None:
-        """`allocated` says how many bytes of the device are allocated now; None where nobody counts."""
+    def __init__(
+        self,
+        minimum_bytes: int,
+        allocated: Counted | None,
+        shared: Callable[[torch.UntypedStorage], bool] = lambda storage: False,
+    ) -> None:
+        """`allocated` says how many bytes of the device are allocated now; None where nobody counts.
+
+        What is `shared` by slices of a micro-batch is none of one's own.
+        """
         self._minimum_bytes = minimum_bytes
+        self._shared = shared
         self._allocated = allocated
         self._open = True
         self._before = 0
@@ -117,6 +126,7 @@ class Kept:
     def saw(self, stage: int, own: Sequence[SavedStorage], hiding: Mapping[str, int], leaving_bytes: int) -> None:
         """Note the storages that the walk found and no other micro-batch saved; `leaving_bytes` of them leave."""
         staying: Counter[str] = Counter()
+        own = [found for found in own if not self._shared(found.storage)]
         may_leave = sum(found.nbytes for found in own if found.alone and found.nbytes >= self._minimum_bytes)
         self._by_plan[stage] = may_leave - leaving_bytes
         for found in own:

@@ -8,7 +8,7 @@ Every directed edge between two ranks is a process group of its own, made by all
 the first step. Within an edge both ends issue in the sender's order, so messages match by order alone; two directions
 in one communicator would wait for each other. A sender never waits: what it sent is let go when the program says so,
 which is once it has arrived, or before that where a backend knows. What a stage makes has the same shape for every
-micro-batch, which its first message tells.
+micro-batch, or for that slice of each, which its first message tells.
 
 That first message of its sort passes by way of the hosts. Whoever is to receive it knows no shape, so it cannot post it
 ahead; and where streams share a hardware queue, the sender's next message would stand in it until that is posted, and
@@ -31,8 +31,8 @@ from bpipe.transport.control import Control, SentMessage, Subject
 from bpipe.transport.distributed import PairGroups, Works, batched, name_timeout, pair_control, pair_groups, try_out
 from bpipe.transport.shapes import Shapes, check_alike, empty, shapes_of
 
-# What a stage makes in its forward, or in its backward: the same for every micro-batch.
-Sort = tuple[int, Kind]
+# What a stage makes in its forward, or in its backward, of one slice: the same for every micro-batch.
+Sort = tuple[int, Kind, int]
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,11 @@ class _Inbound:
 class Edges:
     """One rank's messages for one program; the edges may serve several."""
 
-    def __init__(self, rank: int, edges: Mapping[int, Edge], device: torch.device) -> None:
-        """`edges` are by the neighbour's rank in the pipeline."""
+    def __init__(self, rank: int, edges: Mapping[int, Edge], device: torch.device, slices: int = 1) -> None:
+        """`edges` are by the neighbour's rank in the pipeline; a micro-batch goes in so many slices, which may differ
+        in shape."""
         self._rank = rank
+        self._slices = slices
         self._device = device
         self._edges = edges
         self._inbound = {neighbour: _Inbound() for neighbour in edges}
@@ -96,7 +98,7 @@ class Edges:
         self._receive(neighbour)
 
     def send(self, message: Message, tensors: tuple[torch.Tensor, ...]) -> None:
-        target, sort = self._neighbour(message), _sort(message)
+        target, sort = self._neighbour(message), self._sort(message)
         groups = self._edges[target].groups
         self._let_go()
         shapes = shapes_of(tensors)
@@ -144,12 +146,16 @@ class Edges:
         maker, taker = message.parties
         return taker if maker == self._rank else maker
 
+    def _sort(self, message: Message) -> Sort:
+        (maker,) = message.made_by
+        return maker.stage, maker.kind, maker.microbatch % self._slices
+
     def _receive(self, neighbour: int) -> None:
         """Receive what was posted, up to the first message of which the shape is not known."""
         inbound, groups = self._inbound[neighbour], self._edges[neighbour].groups
-        while inbound.posted and _sort(inbound.posted[0]) in inbound.shapes:
+        while inbound.posted and self._sort(inbound.posted[0]) in inbound.shapes:
             message = inbound.posted.popleft()
-            tensors = empty(inbound.shapes[_sort(message)], self._device)
+            tensors = empty(inbound.shapes[self._sort(message)], self._device)
             with name_timeout(groups.timeout_s):
                 inbound.receiving[message.value] = (
                     tensors,
@@ -167,11 +173,6 @@ class Edges:
         message = inbound.posted.popleft()
         with name_timeout(edge.groups.timeout_s):
             tensors = edge.control.receive_tensors(Subject.FIRST)
-        inbound.shapes[_sort(message)] = shapes_of(tensors)
+        inbound.shapes[self._sort(message)] = shapes_of(tensors)
         inbound.arrived[message.value] = tuple(tensor.to(self._device) for tensor in tensors)
         self._receive(neighbour)
-
-
-def _sort(message: Message) -> Sort:
-    (maker,) = message.made_by
-    return maker.stage, maker.kind

@@ -21,16 +21,17 @@ def facts(comparison: Comparison) -> list[tuple[str, str]]:
     measured, totals, basis = comparison.measured, comparison.totals, comparison.prediction.basis
     program, info = measured.program, measured.run.info
     chunks = f", {program.num_chunks} chunks" if program.num_chunks > 1 else ""
+    parts = f" in {program.slices} slices each" if program.slices > 1 else ""
+    schedule = (
+        f"{program.schedule}, {counted(program.num_ranks, 'stage')}{chunks}, {program.num_microbatches} "
+        f"micro-batches{parts}"
+    )
     device = info.device or next((record.device for record in measured.records if record is not None), "not known")
     found = [
         ("run", run_name(measured)),
         ("started", info.started or "not known"),
         ("host", hosts(measured)),
-        (
-            "schedule",
-            f"{program.schedule}, {counted(program.num_ranks, 'stage')}{chunks}, {program.num_microbatches} "
-            f"micro-batches",
-        ),
+        ("schedule", schedule),
         *_pipes(measured),
         ("balance", program.balance_name + (", synchronous transfers" if info.synchronous else "")),
         *_vocabulary(measured),

@@ -143,6 +143,42 @@ _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 STATE_BY_BUFFER = Patch(_OPTIMIZER, "DistributedOptimizer.sharded_param_state_dp_reshardable", _BY_BUFFER)
 STATE_BY_RANK = Patch(_OPTIMIZER, "DistributedOptimizer.sharded_param_state_dp_zero", _BY_BUFFER)
 
+# Where micro-batches are cut into slices: whose attention sees the keys of earlier ones, and whose positions begin
+# where a slice does.
+LOCAL_ATTENTION = Patch(
+    "megatron.core.transformer.dot_product_attention",
+    "DotProductAttention.forward",
+    (*("self", "query", "key", "value", "attention_mask", "attn_mask_type"), "attention_bias", "packed_seq_params"),
+)
+CHECKPOINTED_ATTENTION = Patch(
+    "megatron.core.transformer.attention",
+    "Attention._checkpointed_attention_forward",
+    (
+        *("self", "query", "key", "value", "attention_mask", "rotary_pos_emb", "attn_mask_type", "attention_bias"),
+        *("packed_seq_params", "core_attention_extra_kwargs"),
+    ),
+)
+_POSITIONS = ("self", "max_seq_len", "offset", "packed_seq", "cp_group")
+_EMBEDDINGS = "megatron.core.models.common.embeddings"
+ROTARY = Patch(f"{_EMBEDDINGS}.rotary_pos_embedding", "RotaryEmbedding.forward", _POSITIONS)
+YARN = Patch(f"{_EMBEDDINGS}.yarn_rotary_pos_embedding", "YarnRotaryEmbedding.forward", _POSITIONS)
+_ROUTER = "megatron.core.transformer.moe.router"
+_OF_ROUTER = ("self", "probs", "scores_for_aux_loss", "routing_map")
+AUX_LOSS = Patch(_ROUTER, "TopKRouter._apply_aux_loss", (*_OF_ROUTER, "with_padding_mask"))
+SEQUENCE_AUX_LOSS = Patch(
+    _ROUTER, "TopKRouter._apply_seq_aux_loss", (*_OF_ROUTER, "seq_length", "bsz", "with_padding_mask")
+)
+BALANCING_LOSS = Patch(
+    _ROUTER,
+    "switch_load_balancing_loss_func",
+    (
+        *("probs", "tokens_per_expert", "total_num_tokens", "topk", "num_experts", "moe_aux_loss_coeff"),
+        "fused",
+        "padding_mask",
+    ),
+)
+Z_LOSS = Patch(_ROUTER, "z_loss_func", ("logits", "z_loss_coeff", "padding_mask"))
+
 PATCHES = (
     *(
         FORWARD_STEP,
@@ -170,6 +206,7 @@ PATCHES = (
         GPT_MODEL,
         HYBRID_MODEL,
     ),
+    *(LOCAL_ATTENTION, CHECKPOINTED_ATTENTION, ROTARY, YARN, AUX_LOSS, SEQUENCE_AUX_LOSS, BALANCING_LOSS, Z_LOSS),
     *(
         LAYERS_BEFORE,
         LAYERS_TO_BUILD,

@@ -98,7 +98,7 @@ def remark(line: str) -> None:
 
 
 # These modules read a model's configuration, the others Megatron's arguments.
-OF_CONFIGURATION = ("beside", "driver", "executor", "loops", "links", "syncing")
+OF_CONFIGURATION = ("beside", "driver", "executor", "lengths", "links", "loops", "syncing")
 
 # What is read as an attribute of Megatron's arguments, or of a model's configuration, by the module that reads it. It
 # cannot work without. A test holds this to the code.
@@ -130,6 +130,17 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "choosing": (
         *("micro_batch_size", "padded_vocab_size", "pipeline_model_parallel_size", "tensor_model_parallel_size"),
         "virtual_pipeline_model_parallel_size",
+    ),
+    "lengths": (
+        *(
+            "ffn_hidden_size",
+            "gated_linear_unit",
+            "hidden_size",
+            "kv_channels",
+            "moe_ffn_hidden_size",
+            "moe_router_topk",
+        ),
+        *("num_attention_heads", "num_moe_experts", "num_query_groups"),
     ),
     "budgets": ("padded_vocab_size", "step_batch_size_schedule", "vocab_size", "world_size"),
     "sizes": (
@@ -279,8 +290,12 @@ _NO_RECOMPUTATION, _NO_FURTHER = "no recomputation", "no multi-token prediction"
 # What is read through `bpipe.refusals.Settings`, for which a missing setting is None, and what that is taken for.
 OPTIONAL: dict[str, str] = {
     "add_bias_linear": "linear layers without biases",
+    "apply_rope_fusion": "rotary positions are not fused",
     "async_save": "checkpoints are written before training goes on",
+    "bf16": "32 bits",
     "ckpt_format": "checkpoints by rank",
+    "context_parallel_size": "no context parallelism",
+    "calculate_per_token_loss": "losses are averages of a micro-batch",
     "cpu_offloading": _NO_OFFLOADING,
     "cpu_offloading_num_layers": _NO_OFFLOADING,
     "cuda_graph_impl": _NO_CUDA_GRAPHS,
@@ -288,10 +303,12 @@ OPTIONAL: dict[str, str] = {
     "defer_embedding_wgrad_compute": "no gradients put off",
     "distribute_saved_activations": "saved activations stay whole",
     "enable_cuda_graph": _NO_CUDA_GRAPHS,
+    "experimental_attention_variant": "attention of the usual kind",
     "expert_gtp_weight_remat_size": _NO_SHARDS,
     "external_cuda_graph": _NO_CUDA_GRAPHS,
     "fake_process_group": "real process groups",
     "fine_grained_activation_offloading": _NO_OFFLOADING,
+    "fp16": "32 bits",
     "fp4": "no FP4",
     "fp8": "no FP8",
     "gtp_weight_remat_size": _NO_SHARDS,
@@ -299,13 +316,20 @@ OPTIONAL: dict[str, str] = {
     "hybrid_layer_pattern": "layers of one kind",
     "init_model_with_meta_device": "models are built with their weights",
     "inprocess_restart": "no in-process restart",
+    "is_hybrid_model": "layers of one kind",
     "iterations_to_skip": "no iteration is skipped",
     "load": "nothing is loaded",
+    "masked_softmax_fusion": "softmax is not fused",
+    "moe_aux_loss_coeff": "experts without auxiliary losses",
+    "moe_expert_capacity_factor": "experts without a fixed capacity",
     "moe_pad_expert_input_to_capacity": "experts without a fixed capacity",
     "moe_paged_stash": "no paged stash",
+    "moe_router_load_balancing_type": "experts without auxiliary losses",
     "moe_shared_expert_overlap": "shared experts are not overlapped",
     "moe_token_dispatcher_type": "not the flex dispatcher",
+    "moe_z_loss_coeff": "experts without auxiliary losses",
     "mtp_num_layers": _NO_FURTHER,
+    "multi_latent_attention": "no latent attention",
     "non_persistent_ckpt_type": "checkpoints for all",
     "num_experts": _NO_EXPERTS,
     "num_microbatches_with_partial_activation_checkpoints": "all micro-batches recompute alike",
@@ -317,9 +341,13 @@ OPTIONAL: dict[str, str] = {
     "recompute_granularity": _NO_RECOMPUTATION,
     "recompute_modules": _NO_RECOMPUTATION,
     "save": "nothing is saved",
+    "seq_length": "slices of one length",
+    "sequence_parallel": "no sequence parallelism",
     "sft": _NO_PACKING,
+    "tensor_model_parallel_size": "no tensor parallelism",
     "tensor_parallel_num_weight_shards": _NO_SHARDS,
     "tp_comm_overlap": "tensor-parallel communication is not overlapped",
+    "transformer_impl": "layers of neither kind",
     "use_megatron_fsdp": "no FSDP",
     "use_ring_exchange_p2p": "no ring exchange",
     "use_torch_fsdp2": "no FSDP",
@@ -346,7 +374,15 @@ _NOT_IN_CONFIGURATION = frozenset(
             "sft",
         ),
         *("async_save", "optimizer_cpu_offload", "use_megatron_fsdp", "use_torch_fsdp2", "yaml_cfg"),
-        *("ckpt_format", "hybrid_layer_pattern", "iterations_to_skip", "load", "non_persistent_ckpt_type", "save"),
+        *(
+            "ckpt_format",
+            "hybrid_layer_pattern",
+            "iterations_to_skip",
+            "load",
+            "non_persistent_ckpt_type",
+            "save",
+            "seq_length",
+        ),
     )
 )
 

@@ -49,15 +49,15 @@ class ChunkStages:
 
     `begin` says first of which call.
 
-    Of `split`, stages and their micro-batches, the backward comes in halves. A chunk has every `num_pipes`-th
-    micro-batch, as many as the call has.
+    Of `split`, stages and their micro-batches, the backward comes in halves. So many `numbers` of actions are one
+    micro-batch of the call: with several pipes a chunk has every so many-th, and slices are parts of one.
     """
 
     def __init__(
-        self, chunks: Mapping[int, int], last_stage: int, split: Set[Key], halves: Halves, num_pipes: int = 1
+        self, chunks: Mapping[int, int], last_stage: int, split: Set[Key], halves: Halves, numbers: int = 1
     ) -> None:
         self.chunks = dict(chunks)
-        self._num_pipes = num_pipes
+        self._numbers = numbers
         self._split = frozenset(split)
         self._halves = halves
         self.last_stage = last_stage
@@ -96,7 +96,7 @@ class ChunkStages:
         if given is not None:
             given.requires_grad_(given.is_floating_point())
         key = action.stage, action.microbatch
-        number = action.microbatch // self._num_pipes
+        number = action.microbatch // self._numbers
         with self._halves.deferring(key) if key in self._split and not call.forward_only else contextlib.nullcontext():
             made, num_tokens = schedules.forward_step(
                 forward_step_func,
@@ -113,10 +113,15 @@ class ChunkStages:
                 vp_stage=chunk if len(call.models) > 1 else None,
                 is_last_stage=is_last_stage,
             )
-        call.num_tokens += num_tokens
+        self.count(action, num_tokens)
         # The model would keep it until its next forward.
         get_attr_wrapped_model(call.models[chunk], "set_input_tensor")([None])
         return given, made
+
+    def count(self, _: Action, num_tokens: torch.Tensor) -> None:
+        """Add the tokens of a forward to the call's."""
+        assert self._call is not None
+        self._call.num_tokens += num_tokens
 
     def check(self) -> None:
         """Raise ValueError, behind the last computation of a call, for what only then is known to be wrong."""

@@ -44,6 +44,7 @@ from megatron.scheduling.report.log import FirstIterations, pipeline_begins_with
 from megatron.scheduling.report.recording import IterationNotes
 from megatron.scheduling.report.schedule_lines import describe, grouped
 from megatron.scheduling.report.stage_report import summary_of
+from megatron.scheduling.slices.slicing import Slicing
 from megatron.scheduling.start.refusals import differ, refuse
 
 # Computations behind which a rank holds more.
@@ -104,6 +105,7 @@ class Driver:
         self._num_iterations = 0
         self.changed_over = False
         self.differing = False
+        self.slicing: Slicing | None = None
         self.links: list[MeasuredLink] = []
         self.recording = False
         self.recorded: IterationNotes | None = None
@@ -269,6 +271,7 @@ class Driver:
             waiting=lambda backward: self.waiting(backward),
             between=lambda shard: self.between(shard),
             timed=self._own_time.of,
+            shared=lambda storage: self.slicing is not None and self.slicing.keeps(storage),
         )
 
     def _transports(
@@ -398,6 +401,7 @@ class Driver:
             balanced=self._config.balance,
             pipeline=pipeline,
             differing=self._differing,
+            slicing=self.slicing,
         )
 
 

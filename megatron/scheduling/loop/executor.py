@@ -43,6 +43,8 @@ from megatron.scheduling.loop.syncing import Marks, Syncing
 from megatron.scheduling.options.arguments import SchedulingConfig
 from megatron.scheduling.placement.embedding_ranks import refuse_group
 from megatron.scheduling.placement.placed import require_built_here
+from megatron.scheduling.slices.slicing import Slicing
+from megatron.scheduling.slices.stages import SlicedStages
 from megatron.scheduling.vocabulary import output_shards as vocabulary
 from megatron.scheduling.vocabulary.output_shards import input_shard, output_shard
 from megatron.scheduling.vocabulary.sharded_stages import ShardedStages
@@ -69,6 +71,9 @@ class Loop:
         self._own = config.own
         self._num_pipes = config.own.layout.num_pipes
         self._config = config
+        self._slicing = driver.slicing = (
+            Slicing(config.own.slices, config.slice_lengths) if config.own.slices > 1 else None
+        )
         self._halves = Halves(Keep(config.keep_weights_halves))
         driver.waiting = lambda backward: self._halves.storages((backward.stage, backward.microbatch))
         self._prepared: dict[object, _Prepared] = {}
@@ -85,7 +90,14 @@ class Loop:
             if self._own.vocabulary is Vocabulary.WHOLE
             else vocabulary.Splitting(self._config.positions, self._own.input_shards).wraps()
         )
-        return {**dict.fromkeys(loops, self._wrap), **dict.fromkeys(patches.LEAVES, _as_it_is), **halves, **shards}
+        slices = {} if self._slicing is None else self._slicing.wraps()
+        return {
+            **dict.fromkeys(loops, self._wrap),
+            **dict.fromkeys(patches.LEAVES, _as_it_is),
+            **halves,
+            **shards,
+            **slices,
+        }
 
     def close(self) -> None:
         """End the loop: training is over, one way or the other."""
@@ -146,6 +158,8 @@ class Loop:
             first_val_step=first_val_step,
         )
         sizes = seq_length, micro_batch_size, decoder_seq_length
+        if self._slicing is not None:
+            self._slicing.begin(seq_length, config)
         if forward_only:
             prepared = self._prepare(
                 (num_microbatches, *sizes), functools.partial(self._forwards, num_microbatches), models
@@ -195,12 +209,13 @@ class Loop:
         """
         own = replace(self._own, num_microbatches=num_microbatches * self._num_pipes, balance=self._driver.how)
         family = None if own.written is not None else FAMILIES[own.schedule]
-        if family is None or family.exchange is Exchange.POSTED:
+        # Of slices fewer micro-batches fill a group, and Megatron's default is that of whole ones.
+        if family is None or family.exchange is Exchange.POSTED or own.slices > 1:
             return own
         return replace(own, group_size=group_of(config, family, own.num_ranks))
 
     def _forwards(self, num_microbatches: int) -> Schedule:
-        return forwards_only(self._own.layout, num_microbatches * self._num_pipes)
+        return forwards_only(self._own.layout, num_microbatches * self._num_pipes * self._own.slices)
 
     def _prepare(
         self, key: object, schedule_of: Callable[[], Schedule], models: Sequence[torch.nn.Module]
@@ -218,8 +233,12 @@ class Loop:
             order = [action for slot in schedule.ranks[rank] for action in slot.computations]
             split = {(action.stage, action.microbatch) for action in order if action.kind is Kind.BACKWARD_WEIGHT}
             chunks, last = {stage: chunk for chunk, stage in enumerate(own)}, schedule.num_stages - 1
-            edges = Edges(rank, self._groups, self._driver.device)
-            if schedule.layout.vocabulary is Vocabulary.WHOLE:
+            edges = Edges(rank, self._groups, self._driver.device, self._own.slices)
+            stages: ChunkStages
+            if self._slicing is not None:
+                stages = SlicedStages(chunks, last, split, self._halves, self._slicing)
+                executor = Executor(schedule, rank, stages, edges)
+            elif schedule.layout.vocabulary is Vocabulary.WHOLE:
                 stages = ChunkStages(chunks, last, split, self._halves, self._num_pipes)
                 executor = Executor(schedule, rank, stages, edges)
             else:

@@ -14,6 +14,7 @@ from typing import Any
 from bpipe.build import BalanceConfig, ScheduleConfig, built
 from bpipe.flags.budgets import MINIMUM_BYTES, HostedState, MemoryBudget
 from bpipe.flags.trainer import TIMEOUT_S
+from bpipe.flags.values import EVEN, SliceLengths
 from bpipe.generate.families import (
     FAMILIES,
     default_family,
@@ -34,7 +35,7 @@ from megatron.scheduling.options.choosing import (
 )
 from megatron.scheduling.options.sizes import Sizes
 from megatron.scheduling.placement.positions import Positions
-from megatron.scheduling.start.refusals import differ, end_where, refuse
+from megatron.scheduling.start.refusals import differ, end_where, refuse, slices_differ
 
 # What Megatron's trainer alone can be given, by the field that asks for it: what it is made of, and what to do in a
 # loop of one's own.
@@ -69,13 +70,14 @@ class SchedulingConfig:
     time once its bytes are measured. `own` is what our own loop runs, each iteration with its own number of
     micro-batches; None where Megatron's loops run. Where it splits backwards, `keep_weights_halves` says of what W is
     put off. `differing`: micro-batches of one stage may save differing sizes, by these arguments; a model's
-    configuration may say it, too. `unproven`: what is tried although it was never shown on a GPU. `report_iterations`
-    are the first and the last to record, by default the third to the fifth that this program trains; `last_iteration`
-    is the training's, where that is known. Every `metrics_interval` iterations Megatron's writers are told, every
-    `timers_interval` our timers are printed as Megatron prints its own. `flops_per_microbatch` are the model's FLOPs of
-    one micro-batch on every pipeline, by Megatron's own count; `logits_per_microbatch` are those of one rank's part of
-    the vocabulary and of the sequence. `audit`: so many micro-batches of each chunk are compared. `optimizer_hosts`:
-    whose optimizer's moments wait where while micro-batches are computed.
+    configuration may say it, too. `unproven`: what is tried although it was never shown on a GPU. `slice_lengths`:
+    where `own` cuts micro-batches into slices, how long these are. `report_iterations` are the first and the last to
+    record, by default the third to the fifth that this program trains; `last_iteration` is the training's, where that
+    is known. Every `metrics_interval` iterations Megatron's writers are told, every `timers_interval` our timers are
+    printed as Megatron prints its own. `flops_per_microbatch` are the model's FLOPs of one micro-batch on every
+    pipeline, by Megatron's own count; `logits_per_microbatch` are those of one rank's part of the vocabulary and of the
+    sequence. `audit`: so many micro-batches of each chunk are compared. `optimizer_hosts`: whose optimizer's moments
+    wait where while micro-batches are computed.
     """
 
     balance: bool
@@ -95,6 +97,7 @@ class SchedulingConfig:
     synchronous: bool = False
     differing: bool = False
     unproven: str | None = None
+    slice_lengths: SliceLengths = EVEN
     report: str | None = None
     report_iterations: tuple[int, int] | None = None
     last_iteration: int | None = None
@@ -187,8 +190,9 @@ def config_from_args(args: Any) -> SchedulingConfig:
         minimum_bytes=args.bpipe_min_bytes,
         poison=args.bpipe_poison,
         synchronous=args.bpipe_sync_transfers,
-        differing=args.bpipe_differing_sizes or differ(args),
+        differing=args.bpipe_differing_sizes or differ(args) or slices_differ(args, 1 if own is None else own.slices),
         unproven=args.bpipe_unproven,
+        slice_lengths=args.bpipe_slice_lengths,
         report=args.bpipe_report,
         num_ranks=sizes.num_ranks,
         num_chunks=sizes.num_chunks,

@@ -13,6 +13,7 @@ from typing import Any
 
 from bpipe.build import BalanceConfig, ScheduleConfig, built, config_of_schedule
 from bpipe.check.order import check_microbatch_order
+from bpipe.flags.values import EVEN
 from bpipe.generate.families import (
     FAMILIES,
     default_family,
@@ -26,7 +27,7 @@ from bpipe.ir.layout import REDISTRIBUTE, Vocabulary
 from bpipe.ir.memory import plain
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
-from bpipe.refusals import PLACED, SHARDED, asked_by, reasons_of
+from bpipe.refusals import PLACED, SHARDED, SLICED, asked_by, reasons_of
 from bpipe.simulate.cost import Costs
 from bpipe.transport import AUTO
 from bpipe.vocabulary.rows import Rows
@@ -90,6 +91,12 @@ def _asked_for(args: Any) -> tuple[ScheduleConfig, bool]:
         return config, ours
     if config.balance is None:
         raise ValueError("--bpipe-memory says how to balance: give --bpipe, too, or leave it out")
+    if config.slices > 1:
+        raise ValueError(
+            f"--bpipe-memory: what {config.slices} slices hold is not planned in bytes yet: give --bpipe-bound, which "
+            f"counts slices of a "
+            "chunk, or leave both out"
+        )
     return budgets.budgeted(args, config), ours
 
 
@@ -118,7 +125,8 @@ def _of_family(
     args: Any, family: Family, balance: BalanceConfig | None, vocabulary: Vocabulary
 ) -> tuple[ScheduleConfig, bool]:
     sizes = Sizes.of(args, family.num_pipes)
-    ours = args.bpipe_executor or not _is_megatrons(family) or vocabulary is not Vocabulary.WHOLE
+    slices = args.bpipe_slices or 1
+    ours = args.bpipe_executor or not _is_megatrons(family) or vocabulary is not Vocabulary.WHOLE or slices > 1
     _check_asked(args, family)
     _check_inputs(args)
     first = sizes.num_microbatches
@@ -136,6 +144,7 @@ def _of_family(
             after_input=Fraction(1) if args.bpipe_kept is None else args.bpipe_kept,
             costs=_costs_of(args),
             exchange=Exchange.POSTED if ours else None,
+            slices=slices,
         )
         # Of Megatron's own schedule only a bound can be more than there is.
         if first is not None and (ours or args.bpipe_bound is not None):
@@ -187,6 +196,11 @@ def unplaced(args: Any, own: ScheduleConfig) -> list[str]:
     if own.vocabulary is not Vocabulary.WHOLE:
         found += reasons_of(SHARDED, args, f"--bpipe-vocabulary {args.bpipe_vocabulary}")
         found += _unequal_shards(args)
+    if own.slices == 1 and args.bpipe_slice_lengths != EVEN:
+        found.append("--bpipe-slice-lengths says how long slices are: give --bpipe-slices, too, or leave it out")
+    if own.slices > 1:
+        refusals = [one for one in SLICED if one.unproven is None or one.unproven != args.bpipe_unproven]
+        found += reasons_of(refusals, args, f"--bpipe-slices {own.slices}")
     return found
 
 
@@ -275,11 +289,16 @@ def _unlike(args: Any, schedule: Schedule, sizes: Sizes) -> Iterator[str]:
         )
     elif schedule.num_chunks != sizes.num_chunks:
         yield f"it has {schedule.num_chunks} stages a rank, and this run {sizes.num_chunks}: {_WAY_OUT}"
-    if microbatches is not None and schedule.num_microbatches != microbatches:
-        size = schedule.num_microbatches * args.micro_batch_size * sizes.num_replicas
+    if microbatches is not None and schedule.num_whole_microbatches != microbatches:
+        size = schedule.num_whole_microbatches * args.micro_batch_size * sizes.num_replicas
         yield (
-            f"it has {schedule.num_microbatches} micro-batches, and an iteration {microbatches}: "
+            f"it has {schedule.num_whole_microbatches} micro-batches, and an iteration {microbatches}: "
             f"--global-batch-size {size}"
+        )
+    if args.bpipe_slices not in (None, schedule.layout.slices):
+        yield (
+            f"it has {schedule.layout.slices} slices a micro-batch, and not {args.bpipe_slices}: leave "
+            f"--bpipe-slices out"
         )
     asked = {
         "group": None if args.bpipe_group == AUTO else args.bpipe_group,

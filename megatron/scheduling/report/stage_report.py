@@ -13,9 +13,10 @@ import torch.distributed as dist
 from bpipe.ir.action import Kind
 from bpipe.ir.schedule import Schedule
 from bpipe.record.format import RankSummary
-from bpipe.report.memory import own_peak
+from bpipe.report.memory import kept_peak, own_peak
 from bpipe.runtime.kept import Share
 from megatron.scheduling.memory.differing import Differing
+from megatron.scheduling.slices.slicing import Slicing
 
 
 def summary_of(
@@ -36,12 +37,14 @@ def summary_of(
     balanced: bool,
     pipeline: int,
     differing: Differing,
+    slicing: Slicing | None,
 ) -> RankSummary:
-    """Compare the measurement with what the schedule says for micro-batches of this size.
+    """Lay the measurement beside what the schedule says for micro-batches of this size.
 
     Host buffers are preallocated, so a rank holds all of them from the first HOST on: the prediction is the most its
     own micro-batches occupy in any slot, and its buffers. `received_bytes` is what of it the stage received.
-    `own_memory`: the host buffers in its own node's memory and their bytes.
+    `own_memory`: the host buffers in its own node's memory and their bytes. `slicing`: what is kept of micro-batches
+    that are cut.
     """
     # As the meter counts: a micro-batch of which less than half has left is still here.
     leaves = {
@@ -57,7 +60,7 @@ def summary_of(
         stage=stage,
         pipeline=pipeline,
         balanced=balanced,
-        num_microbatches=schedule.num_microbatches,
+        num_microbatches=schedule.num_whole_microbatches,
         peak_microbatches=peak_microbatches,
         peak_bytes=peak_bytes,
         predicted_microbatches=own_peak(schedule, stage, dict.fromkeys(saved_bytes, 1), leaves, 0, {})
@@ -77,4 +80,6 @@ def summary_of(
         passed_bytes=differing.passed_bytes,
         largest_bytes=differing.largest_bytes,
         times_grown=differing.num_grown,
+        keys_bytes=0 if slicing is None else slicing.peak_kept_bytes,
+        predicted_keys_bytes=0 if slicing is None else kept_peak(schedule, stage, slicing.kept_memory),
     )

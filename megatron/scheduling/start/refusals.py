@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
+from bpipe.flags.values import EVEN
 from bpipe.refusals import Settings, has_experts, reasons
 
 # What makes micro-batches of one stage save differing sizes: where the router sends tokens, what was packed together,
@@ -24,6 +25,19 @@ _DIFFERING: tuple[Callable[[Settings], object], ...] = (
 def differ(settings: object) -> bool:
     """Return whether micro-batches of one stage may save differing sizes by these settings."""
     return any(applies(Settings(settings)) for applies in _DIFFERING)
+
+
+def slices_differ(settings: object, slices: int) -> bool:
+    """Return whether slices of one stage save differing sizes: by their lengths, or by scores of ever more keys,
+    which are not fused."""
+    even = getattr(settings, "bpipe_slice_lengths", EVEN) == EVEN
+    s = Settings(settings)
+    # Megatron's selective recomputation is that of attention where nothing is named.
+    selective = s.recompute_granularity == "selective" and "core_attn" in (s.recompute_modules or ("core_attn",))
+    again = s.recompute_granularity == "full" or selective
+    return slices > 1 and (
+        not even or bool((s.seq_length or 0) % slices) or (s.transformer_impl == "local" and not again)
+    )
 
 
 def refuse(settings: object, balance: bool, executor: bool = False, unproven: str | None = None) -> None:

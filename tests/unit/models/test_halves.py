@@ -125,7 +125,7 @@ def test_halves_of_their_own_need_not_add_up() -> None:
 def split_1f1b(p: int, m: int) -> Schedule:
     """1F1B whose weights' halves run one backward late."""
     orders = []
-    for order in one_f_one_b.orders(p, m):
+    for order in one_f_one_b.in_turn(p, m, 1):
         row: list[Action] = []
         late: list[Action] = []
         for action in order:

@@ -13,6 +13,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bpipe.runtime.capture import SavedStorage
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.kept import ALLOCATOR, STORAGES, Kept, Share
 from tests.unit.runtime.loop import WIDTH, new_weight, run_iteration, schedule
@@ -172,3 +173,19 @@ def test_an_acceptor_measures_nothing() -> None:
     engine = engine_for(plan, transport, rank=3)
     run_iteration(engine, plan, new_weight(), rank=3)
     assert engine.shares == {}
+
+
+def test_what_slices_share_is_none_of_ones_own() -> None:
+    """Keys of a whole micro-batch stay, as planned: they are no reason to say that little memory is freed."""
+    own, keys = (torch.ones(number).untyped_storage() for number in (100, 400))
+    found = [SavedStorage(own, own.nbytes(), True, "Mul"), SavedStorage(keys, keys.nbytes(), False, "Bmm")]
+    for shared, fraction in (
+        (lambda storage: storage.data_ptr() == keys.data_ptr(), 1.0),
+        (lambda storage: False, 0.2),
+    ):
+        kept = Kept(1, None, shared)
+        kept.ran(0, 0, (), ())
+        kept.saw(0, found, {}, own.nbytes())
+        share = kept.shares({0: own.nbytes()})[0]
+        assert share.fraction == fraction
+        assert ("little memory is freed" in share.sentence) is (fraction < 1)

@@ -53,6 +53,8 @@ def args(**more: Any) -> SimpleNamespace:
             "bpipe_executor": False,
             "bpipe_group": None,
             "bpipe_delay": None,
+            "bpipe_slices": None,
+            "bpipe_slice_lengths": "even",
             "bpipe_bound": None,
             "bpipe_hosts": "pair",
             "bpipe_memory": None,
@@ -238,6 +240,33 @@ def test_stages_that_somebody_asked_for_are_left() -> None:
         assert {**vars(given)} == vars(args(bpipe_schedule="gpipe", **{flag: 3}))
 
 
+def test_slices_are_run_by_our_own_loop_whoever_has_the_schedule() -> None:
+    found = own_schedule(args(bpipe_slices=4))
+    assert found == ScheduleConfig("1f1b", 4, 8, exchange=Exchange.POSTED, slices=4)
+    assert (build(found).num_microbatches, build(found).num_whole_microbatches) == (32, 8)
+    assert own_schedule(args(bpipe_slices=1)) is None
+
+
+def test_a_file_of_slices_has_the_micro_batches_of_the_run(tmp_path: Path) -> None:
+    file = tmp_path / "sliced.csv"
+    file.write_text(write_csv(build(ScheduleConfig("1f1b", 4, 8, slices=4))))
+    for slices in (None, 4):
+        found = own_schedule(args(bpipe_schedule=str(file), bpipe_slices=slices))
+        assert found is not None
+        assert (found.num_microbatches, found.slices) == (8, 4)
+    with pytest.raises(ValueError, match="it has 8 micro-batches, and an iteration 16: --global-batch-size 48"):
+        own_schedule(args(bpipe_schedule=str(file), global_batch_size=96))
+
+
+def test_what_slices_refuse_is_said_beside_what_others_do() -> None:
+    given = args(bpipe_slices=4, context_parallel_size=2, bpipe_unproven=None, transformer_impl="transformer_engine")
+    found = own_schedule(given)
+    assert found is not None
+    assert [problem.partition(": ")[0] for problem in unplaced(given, found)] == ["--bpipe-slices 4"] * 2
+    given.bpipe_unproven = "slices"
+    assert len(unplaced(given, found)) == 1
+
+
 REFUSED = [
     ({"bpipe_schedule": "1f1b", "virtual_pipeline_model_parallel_size": 2}, "1f1b takes at most 1 chunk a rank, not 2"),
     (
@@ -253,6 +282,20 @@ REFUSED = [
         "is --microbatch-group-size-per-virtual-pipeline-stage",
     ),
     ({"bpipe_schedule": "gpipe", "bpipe_delay": 2}, "--bpipe-delay 2: gpipe takes none: choose from 1f1b-split"),
+    ({**TWO_PIPES, "bpipe_slices": 2}, "schedule chimera cuts no micro-batches into slices, its two pipes keep"),
+    (
+        {"bpipe_slices": 2, "bpipe_vocabulary": "1"},
+        "slices 2 and vocabulary 1: where shards of a slice stand is not known",
+    ),
+    (
+        {"bpipe_schedule": "FILE", "virtual_pipeline_model_parallel_size": 2, "bpipe_slices": 2},
+        "it has 1 slices a micro-batch, and not 2: leave --bpipe-slices out",
+    ),
+    (
+        {"bpipe_slices": 2, "bpipe": True, "bpipe_memory": MemoryBudget((2**30,), False)},
+        "--bpipe-memory: what 2 slices hold is not planned in bytes yet: give --bpipe-bound, which counts slices of a "
+        "chunk",
+    ),
     ({"bpipe_bound": (3,)}, "--bpipe-bound 3 says how to balance: give --bpipe, too"),
     (
         {"bpipe_bound": (2,), "bpipe": True},

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from bpipe.generate.families import FAMILIES
-from bpipe.refusals import PLACED, REFUSALS, SHARDED, Refusal
+from bpipe.refusals import PLACED, REFUSALS, SHARDED, SLICED, Refusal
 from megatron.scheduling.hooks.patches import PATCHES
 from megatron.scheduling.hooks.repairs import REPAIRS
 from megatron.scheduling.hooks.upstream import TRIED_VERSIONS
@@ -45,7 +45,12 @@ def plain(cell: str) -> str:
 
 @pytest.mark.parametrize(
     ("heading", "refusals"),
-    [("What is refused", REFUSALS), ("Stages placed as a V", PLACED), ("The output layer in shards", SHARDED)],
+    [
+        ("What is refused", REFUSALS),
+        ("Stages placed as a V", PLACED),
+        ("The output layer in shards", SHARDED),
+        ("Sequences in slices", SLICED),
+    ],
 )
 def test_every_refusal_is_in_the_table_as_it_is_said(heading: str, refusals: tuple[Refusal, ...]) -> None:
     documented = {row[0]: (plain(row[1]), plain(row[2])) for row in table(heading)}

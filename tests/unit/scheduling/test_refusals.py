@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import terra
-from bpipe.refusals import REFUSALS, UNPROVEN, reasons
-from megatron.scheduling.start.refusals import differ, refuse
+from bpipe.refusals import REFUSALS, SLICED, UNPROVEN, reasons, reasons_of
+from megatron.scheduling.start.refusals import differ, refuse, slices_differ
 
 # Settings that are refused, by feature; several where several names lead to one feature.
 REFUSED: dict[str, list[dict[str, Any]]] = {
@@ -80,7 +80,7 @@ def test_what_cannot_be_balanced_is_refused_for_its_own_reason(feature: str, set
 
 
 def test_what_is_unproven_may_be_tried_by_its_name() -> None:
-    assert UNPROVEN == ("fp8",)
+    assert UNPROVEN == ("fp8", "slices")
     refuse(SimpleNamespace(fp8="hybrid"), balance=True, unproven="fp8")
     with pytest.raises(ValueError, match="FP4 keeps state"):
         refuse(SimpleNamespace(fp8="hybrid", fp4="e2m1"), balance=True, unproven="fp8")
@@ -141,3 +141,96 @@ def test_a_session_that_is_open_is_refused_with_the_reason() -> None:
         ):
             refuse(SimpleNamespace(), balance=True)
     refuse(SimpleNamespace(), balance=True)
+
+
+SLICED_TOO: dict[str, list[dict[str, Any]]] = {
+    "Transformer Engine's attention": [{"transformer_impl": "transformer_engine"}],
+    "context parallelism": [{"context_parallel_size": 2}],
+    "packed sequences": [{"sft": True}, {"dataloader_inter_document_masking": True}],
+    "hybrid models in slices": [{"hybrid_layer_pattern": "M*"}, {"is_hybrid_model": True}],
+    "other attention": [{"experimental_attention_variant": "dsa"}],
+    "fused rotary positions of latent attention": [{"multi_latent_attention": True, "apply_rope_fusion": True}],
+    "fused softmax": [
+        {"transformer_impl": "local", "bf16": True, "masked_softmax_fusion": True},
+        {"transformer_impl": "local", "fp16": True, "masked_softmax_fusion": True},
+    ],
+    "further tokens in slices": [{"mtp_num_layers": 1}],
+    "capacity of experts": [{"num_experts": 4, "moe_expert_capacity_factor": 1.0}],
+    "routing of a whole micro-batch": [
+        {"num_experts": 4, "moe_router_load_balancing_type": "sinkhorn"},
+        {"num_moe_experts": 4, "moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]},
+        {"num_experts": 4, "moe_router_load_balancing_type": "quantile_balancing"},
+    ],
+    "losses of experts computed again": [
+        {"num_experts": 4, "moe_aux_loss_coeff": 0.1, "recompute_granularity": "full"},
+        {"num_experts": 4, "moe_z_loss_coeff": 0.1, "recompute_granularity": "selective", "recompute_modules": ["moe"]},
+        {"num_experts": 4, "moe_aux_loss_coeff": [0.0, 0.1], "recompute_granularity": "full"},
+    ],
+    "losses of experts by token": [{"num_moe_experts": 4, "moe_z_loss_coeff": 0.001, "calculate_per_token_loss": True}],
+}
+UNSLICED: list[dict[str, Any]] = [
+    {"transformer_impl": "local", "context_parallel_size": 1, "masked_softmax_fusion": True},
+    {"transformer_impl": "local", "bf16": True, "masked_softmax_fusion": False, "multi_latent_attention": True},
+    {
+        "num_experts": 4,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_enable_expert_bias": True,
+    },
+    {
+        "num_experts": 4,
+        "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+        "moe_aux_loss_coeff": [0.01, 0.1],
+    },
+    {
+        "num_experts": 4,
+        "moe_z_loss_coeff": 0.01,
+        "recompute_granularity": "selective",
+        "recompute_modules": ["core_attn"],
+    },
+    {"num_experts": 4, "moe_aux_loss_coeff": 0.0, "recompute_granularity": "full", "calculate_per_token_loss": True},
+    {"moe_router_load_balancing_type": "sinkhorn", "recompute_granularity": "full", "moe_aux_loss_coeff": 0.1},
+    {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01, "apply_rope_fusion": True},
+]
+
+
+def test_every_refusal_of_slices_is_tried() -> None:
+    assert list(SLICED_TOO) == [refusal.feature for refusal in SLICED]
+
+
+@pytest.mark.parametrize(
+    ("feature", "settings"), [(feature, each) for feature, tried in SLICED_TOO.items() for each in tried]
+)
+def test_what_cannot_be_cut_is_refused_for_its_own_reason(feature: str, settings: dict[str, Any]) -> None:
+    (refusal,) = (refusal for refusal in SLICED if refusal.feature == feature)
+    expected = [f"--bpipe-slices 4: {refusal.reason}; {refusal.remedy}"]
+    assert reasons_of(SLICED, SimpleNamespace(**settings), "--bpipe-slices 4") == expected
+
+
+@pytest.mark.parametrize("settings", UNSLICED)
+def test_what_can_be_cut_is_not_refused(settings: dict[str, Any]) -> None:
+    assert reasons_of(SLICED, SimpleNamespace(**settings), "--bpipe-slices 4") == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"seq_length": 64, "transformer_impl": "local"}, True),
+        ({"seq_length": 64, "transformer_impl": "transformer_engine"}, False),
+        ({"seq_length": 63, "transformer_impl": "transformer_engine"}, True),
+        ({"seq_length": 64, "transformer_impl": "local", "recompute_granularity": "full"}, False),
+        ({"seq_length": 64, "transformer_impl": "local", "recompute_granularity": "selective"}, False),
+        (
+            {
+                "seq_length": 64,
+                "transformer_impl": "local",
+                "recompute_granularity": "selective",
+                "recompute_modules": ["mlp"],
+            },
+            True,
+        ),
+    ],
+)
+def test_slices_of_unfused_attention_or_uneven_lengths_differ_in_size(settings: dict[str, Any], expected: bool) -> None:
+    assert slices_differ(SimpleNamespace(**settings), 4) is expected
+    assert not slices_differ(SimpleNamespace(**settings), 1)

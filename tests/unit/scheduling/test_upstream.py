@@ -124,6 +124,8 @@ def parsed(**more: Any) -> SimpleNamespace:
             **names,
             "bpipe": True,
             "bpipe_hosts": "pair",
+            "bpipe_slices": None,
+            "bpipe_slice_lengths": "even",
             "bpipe_placement": "adjacent",
             "bpipe_vocabulary_input": False,
             "rank": 1,

@@ -1,0 +1,592 @@
+"""Megatron's GPT whole and in slices, side by side, in a process of its own: importing takes seconds.
+
+Losses and gradients are equal to rounding in 64 and 32 bits, whatever layers are made of; in 16 bits they are as far
+from those of 64 as the whole's. A mistake is noticed. Ends with 0 when all is well.
+"""
+
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from megatron.scheduling.start import startup
+
+startup.prepare()
+
+# isort: split
+import pytest
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from bpipe.flags.values import EVEN, WORK, slice_lengths
+from bpipe.ir.memory import KeptMemory
+from bpipe.runtime.errors import RuntimeFault
+from megatron.scheduling.hooks import patches
+from megatron.scheduling.slices import attention, cutting, judging, kept
+from megatron.scheduling.slices.lengths import attention_share, bounds_of, even_bounds
+from megatron.scheduling.slices.slicing import Slicing
+
+LENGTH, ROWS, VOCABULARY = 96, 2, 128
+# What may be between the losses, and between the worst gradients of any parameter, relative to its largest value.
+NEAR = {torch.float64: (1e-12, 1e-12), torch.float32: (2e-6, 2e-6)}
+
+Row = dict[str, torch.Tensor]
+Gradients = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Settings of a model beside the usual ones: of its configuration, and `model` of the GPT itself."""
+
+    config: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    later: dict[str, Any] = field(default_factory=dict)
+    documents: bool = False
+    # Megatron's routers compute in 32 bits, whatever the model does.
+    routed: bool = False
+
+
+def _selective(*modules: str) -> Case:
+    return Case({"recompute_granularity": "selective", "recompute_modules": list(modules)})
+
+
+YARN = {
+    "yarn_rotary_scaling_factor": 4.0,
+    "yarn_original_max_position_embeddings": 24,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_mscale": 1.0,
+    "yarn_mscale_all_dim": 0.0,
+    "yarn_correction_range_round_to_int": True,
+}
+GPT = {
+    "normalization": "LayerNorm",
+    "gated_linear_unit": False,
+    "activation_func": torch.nn.functional.gelu,
+    "add_bias_linear": True,
+    "num_query_groups": 8,
+}
+CASES = {
+    "learned positions, every head its keys, biases": Case(GPT, {"position_embedding_type": "learned_absolute"}),
+    "rotary positions, groups of heads, gated": Case(),
+    "rotary positions, interleaved, half of the channels": Case({"rotary_interleaved": True}, {"rotary_percent": 0.5}),
+    "YaRN": Case({}, {"position_embedding_type": "yarn"}, YARN),
+    "no positions": Case({}, {"position_embedding_type": "none"}),
+    "norms of queries and keys": Case({"qk_layernorm": True}),
+    "a window in every layer": Case({"window_size": (15, 0)}),
+    "a window in every second layer": Case({"window_size": (15, 0), "window_attn_skip_freq": 2}),
+    "sinks": Case({"softmax_type": "learnable"}),
+    "documents, by a mask of the data": Case(documents=True),
+    "attention computed again": _selective("core_attn"),
+    "the MLP computed again": _selective("mlp"),
+    "norms computed again": _selective("layernorm"),
+    "all computed again": Case(
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    ),
+    "two layers computed again": Case(
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
+    ),
+}
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 64,
+    "moe_token_dispatcher_type": "allgather",
+    "moe_router_load_balancing_type": "none",
+}
+CASES |= {
+    name: Case(EXPERTS | more, routed=True)
+    for name, more in {
+        "experts": {},
+        "experts, even by a bias": {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 1e-3,
+        },
+        "experts, z loss": {"moe_z_loss_coeff": 1e-2},
+        "experts, balancing loss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-1},
+        "experts, balancing loss by sequence": {
+            "moe_router_load_balancing_type": "seq_aux_loss",
+            "moe_aux_loss_coeff": 1e-1,
+        },
+        "experts, both balancing losses": {
+            "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+            "moe_aux_loss_coeff": [1e-1, 1e-2],
+        },
+    }.items()
+}
+USUAL = CASES["rotary positions, groups of heads, gated"]
+WAYS = {
+    "2": even_bounds(LENGTH, 2),
+    "4": even_bounds(LENGTH, 4),
+    "uneven": (0, 48, 72, 96),
+    "short": even_bounds(LENGTH - 1, 4),
+}
+
+
+def model_of(case: Case, dtype: torch.dtype) -> GPTModel:
+    """Three layers; the same weights for the same case."""
+    given = {
+        "num_layers": 3,
+        "hidden_size": 64,
+        "num_attention_heads": 8,
+        "num_query_groups": 2,
+        "ffn_hidden_size": 128,
+        "use_cpu_initialization": True,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "bias_activation_fusion": False,
+        "masked_softmax_fusion": False,
+        "attention_softmax_in_fp32": False,
+        **case.config,
+    }
+    config = TransformerConfig(**given)
+    for name, value in case.later.items():
+        setattr(config, name, value)
+    torch.manual_seed(7)
+    tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+    )
+    about = {"position_embedding_type": "rope", "rotary_base": 10000, **case.model}
+    model = GPTModel(config, layer, VOCABULARY, LENGTH, share_embeddings_and_output_weights=False, **about)
+    return model.to(dtype).train()
+
+
+def rows_of(length: int, documents: bool) -> list[Row]:
+    """Two micro-batches; a tenth of their tokens has no loss."""
+    generator = torch.Generator().manual_seed(3)
+    rows = []
+    for _ in range(2):
+        text = torch.randint(VOCABULARY, (ROWS, length + 1), generator=generator)
+        row = {
+            "tokens": text[:, :-1].contiguous(),
+            "labels": text[:, 1:].contiguous(),
+            "loss_mask": (torch.rand(ROWS, length, generator=generator) > 0.1).float(),
+            "position_ids": torch.arange(length).expand(ROWS, -1).contiguous(),
+        }
+        if documents:
+            ends = torch.tensor([0] * 20 + [1] * 41 + [2] * (length - 61))
+            same = ends[:, None] == ends[None, :]
+            row["attention_mask"] = ~(same & torch.ones(length, length, dtype=torch.bool).tril())[None, None]
+        rows.append(row)
+    return rows
+
+
+def losses_of(model: GPTModel, row: Row) -> torch.Tensor:
+    """By token, in the model's own precision: Megatron's cross entropy computes in 32 bits."""
+    logits = model(row["tokens"], row["position_ids"], row.get("attention_mask"))
+    wide = logits if logits.dtype is torch.float64 else logits.float()
+    return torch.nn.functional.cross_entropy(wide.flatten(0, 1), row["labels"].flatten(), reduction="none").view(
+        row["labels"].shape
+    )
+
+
+def part_of(losses: torch.Tensor, row: Row) -> torch.Tensor:
+    """What a script makes of losses by token: their mean over the micro-batch's tokens, of two micro-batches."""
+    mask = row["loss_mask"].to(losses.dtype)
+    return (losses * mask).sum() / mask.sum() / 2
+
+
+def whole(model: GPTModel, rows: Sequence[Row]) -> float:
+    total = 0.0
+    for row in rows:
+        loss = part_of(losses_of(model, row), row)
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def in_slices(model: GPTModel, rows: Sequence[Row], slicing: Slicing) -> float:
+    """All forwards of a micro-batch, then its backwards reversed; two micro-batches are under way at once, as in a
+    pipeline."""
+    cutting_of, total = slicing.cutting, 0.0
+    number = cutting_of.slices
+    waiting: list[tuple[int, list[torch.Tensor]]] = []
+    for microbatch, row in enumerate(rows):
+        made = []
+        for each in range(number):
+            with cutting_of.at(microbatch * number + each):
+                cut = {name: cutting_of.cut(value) for name, value in row.items()}
+                made.append(part_of(cutting_of.pad(losses_of(model, cut)), row))
+            total += made[-1].item()
+        waiting.append((microbatch, made))
+        if len(waiting) > 1:
+            _backwards(slicing, *waiting.pop(0))
+    _backwards(slicing, *waiting.pop(0))
+    assert slicing.kept_bytes == 0, "keys are kept of a micro-batch that is over"
+    return total
+
+
+def _backwards(slicing: Slicing, microbatch: int, made: list[torch.Tensor]) -> None:
+    number = slicing.cutting.slices
+    for each in reversed(range(number)):
+        with slicing.cutting.at(microbatch * number + each):
+            made[each].backward()
+    slicing.free(0, microbatch)
+
+
+def gradients(model: GPTModel) -> Gradients:
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad()
+    return found
+
+
+@contextmanager
+def sliced(bounds: Sequence[int]) -> Iterator[Slicing]:
+    """Inside, Megatron's functions are wrapped."""
+    slicing = Slicing(len(bounds) - 1)
+    slicing.cutting.bounds = tuple(bounds)
+    installed = patches.install(slicing.wraps())
+    try:
+        yield slicing
+    finally:
+        installed.remove()
+
+
+def apart(found: Gradients, expected: Gradients) -> float:
+    """The worst of all parameters."""
+    assert found.keys() == expected.keys()
+    return max(
+        float((found[name] - one).abs().max() / one.abs().max().clamp(min=1e-30)) for name, one in expected.items()
+    )
+
+
+def differences(case: Case, dtype: torch.dtype, bounds: Sequence[int]) -> tuple[float, float]:
+    """Relative differences between slices and the whole: of the loss, and the worst of any parameter's gradient."""
+    model, rows = model_of(case, dtype), rows_of(bounds[-1], case.documents)
+    reference = whole(model, rows)
+    expected = gradients(model)
+    assert len(expected) == len(list(model.parameters())), "a parameter without gradient would be equal to anything"
+    with sliced(bounds) as slicing:
+        loss = in_slices(model, rows, slicing)
+    return abs(loss - reference) / abs(reference), apart(gradients(model), expected)
+
+
+def slices_make_the_whole() -> None:
+    for name, case in CASES.items():
+        for dtype, (loss_near, gradients_near) in NEAR.items():
+            # In 32 bits fewer: they show what no rounding hides less well.
+            for way, bounds in WAYS.items() if dtype is torch.float64 else [("4", WAYS["4"])]:
+                loss, worst = differences(case, dtype, bounds)
+                if case.routed:
+                    loss_near, gradients_near = NEAR[torch.float32]
+                assert loss <= loss_near, f"{name}, {dtype}, {way}: the loss is {loss:.1e} off"
+                assert worst <= gradients_near, f"{name}, {dtype}, {way}: a gradient is {worst:.1e} off"
+
+
+def logged_losses_of_experts_add_up() -> None:
+    """What Megatron logs of routers, by layer, over two micro-batches."""
+    case = Case({**CASES["experts, both balancing losses"].config, "moe_z_loss_coeff": 1e-2})
+    model, rows = model_of(case, torch.float64), rows_of(LENGTH, False)
+    tracker = get_moe_metrics_tracker()
+    tracker.clear()
+    whole(model, rows)
+    expected = {name: entry.values.clone() for name, entry in tracker._metrics.items()}
+    assert set(expected) == {"load_balancing_loss", "seq_load_balancing_loss", "z_loss"}
+    assert all(bool((one > 0).all()) for one in expected.values())
+    tracker.clear()
+    with sliced(WAYS["uneven"]) as slicing:
+        in_slices(model, rows, slicing)
+    for name, entry in tracker._metrics.items():
+        assert torch.allclose(entry.values, expected[name], rtol=1e-6, atol=0), (
+            f"{name}: {entry.values} for {expected[name]}"
+        )
+
+
+def sixteen_bits_are_no_further_off_than_the_whole() -> None:
+    rows = rows_of(LENGTH, False)
+    exact_model, model = model_of(USUAL, torch.float64), model_of(USUAL, torch.bfloat16)
+    with torch.no_grad():
+        for wide, narrow in zip(exact_model.parameters(), model.parameters(), strict=True):
+            wide.copy_(narrow)
+    exact_loss = whole(exact_model, rows)
+    exact = gradients(exact_model)
+    # Megatron adds gradients of weights up in 32 bits.
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(_add_up)
+    loss = whole(model, rows)
+    off = _far(_added(model), exact), abs(loss - exact_loss)
+    for number in (4, 12):
+        with sliced(even_bounds(LENGTH, number)) as slicing:
+            loss = in_slices(model, rows, slicing)
+        mine = _far(_added(model), exact), abs(loss - exact_loss)
+        assert mine[0] <= 1.1 * off[0], (
+            f"gradients of {number} slices are {mine[0]:.4f} off in 16 bits, the whole's {off[0]:.4f}"
+        )
+        assert mine[1] <= 2 * off[1] + 1e-4, (
+            f"the loss of {number} slices is {mine[1]:.1e} off in 16 bits, the whole's {off[1]:.1e}"
+        )
+
+
+def _add_up(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    before: torch.Tensor | None = getattr(parameter, "added", None)
+    parameter.added = parameter.grad.float() if before is None else before + parameter.grad.float()  # type: ignore[attr-defined]
+    parameter.grad = None
+
+
+def _added(model: GPTModel) -> Gradients:
+    found: Gradients = {name: parameter.added for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        del parameter.added
+    return found
+
+
+def _far(found: Gradients, exact: Gradients) -> float:
+    """On average over parameters, by norm."""
+    return sum(float((found[name].double() - one).norm() / one.norm()) for name, one in exact.items()) / len(exact)
+
+
+def kept_keys_take_what_is_predicted() -> None:
+    """All keys and values of three layers, from a micro-batch's first forward to its first slice's backward; their
+    gradients beside them once its backwards run. In 64 bits gradients have as many bytes."""
+    model, (row, _) = model_of(USUAL, torch.float64), rows_of(LENGTH, False)
+    both = 3 * 2 * LENGTH * ROWS * 2 * 8 * 8
+    with sliced(even_bounds(LENGTH, 3)) as slicing:
+        made, held = [], []
+        for each in range(3):
+            with slicing.cutting.at(each):
+                made.append(
+                    part_of(
+                        slicing.cutting.pad(
+                            losses_of(model, {name: slicing.cutting.cut(one) for name, one in row.items()})
+                        ),
+                        row,
+                    )
+                )
+            held.append(slicing.kept_bytes)
+        for each in (2, 1, 0):
+            with slicing.cutting.at(each):
+                made[each].backward()
+            held.append(slicing.kept_bytes)
+        assert held == [both] * 3 + [2 * both] * 3, held
+        slicing.free(0, 0)
+        assert (slicing.kept_bytes, slicing.peak_kept_bytes) == (0, 2 * both)
+        assert slicing.kept_memory == {0: KeptMemory(both, both)}
+
+
+def what_is_out_of_order_is_refused() -> None:
+    model, (row, _) = model_of(USUAL, torch.float32), rows_of(LENGTH, False)
+    with sliced(even_bounds(LENGTH, 2)) as slicing:
+        at, cut = slicing.cutting.at, slicing.cutting.cut
+        with (
+            at(1),
+            pytest.raises(RuntimeFault, match="slice 1 of micro-batch 0 is in a layer that knows no slice before it"),
+        ):
+            losses_of(model, {name: cut(one) for name, one in row.items()})
+        with at(0), pytest.raises(ValueError, match=r"positions of 96 tokens are asked for in a slice of 48"):
+            losses_of(model, row)
+        with at(0):
+            first = part_of(slicing.cutting.pad(losses_of(model, {name: cut(one) for name, one in row.items()})), row)
+        with at(0), pytest.raises(RuntimeFault, match="the backward of slice 0 runs before that of slice 1"):
+            first.backward()
+        with (
+            at(1),
+            pytest.raises(
+                RuntimeFault, match=r"the last stage made \(2, 96\), but of slices .* \(batch, 48\): give the model"
+            ),
+        ):
+            slicing.cutting.pad(torch.zeros(2, 96))
+
+
+def outside_of_a_slice_nothing_changes() -> None:
+    model, rows = model_of(USUAL, torch.float32), rows_of(LENGTH, False)
+    loss = whole(model, rows)
+    expected = gradients(model)
+    with sliced(even_bounds(LENGTH, 2)):
+        assert whole(model, rows) == loss
+    assert all(torch.equal(one, expected[name]) for name, one in gradients(model).items())
+
+
+def lengths_are_whole_units() -> None:
+    assert even_bounds(64, 4) == (0, 16, 32, 48, 64)
+    assert even_bounds(63, 4) == (0, 15, 31, 47, 63)
+    assert even_bounds(20, 3, 4) == (0, 4, 12, 20)
+    with pytest.raises(ValueError, match="a sequence of 63 tokens is no multiple of 2"):
+        even_bounds(63, 4, 2)
+    with pytest.raises(ValueError, match="a sequence of 8 tokens has no 4 slices of 4 or more: take 2 at most"):
+        even_bounds(8, 4, 4)
+
+
+class _Alone(torch.nn.Module):
+    """A core attention of a script's own, which sees what it is given."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return query.flatten(2)
+
+
+def layers_that_see_their_own_slice_alone_are_refused() -> None:
+    with sliced(even_bounds(LENGTH, 2)):
+        model = model_of(USUAL, torch.float32)
+        judging.judge([model])
+        model.decoder.layers[1].self_attention.core_attention = _Alone()
+        with pytest.raises(
+            ValueError,
+            match="this model cannot be cut:\n  _Alone sees the keys of its own slice alone: take Megatron's",
+        ):
+            judging.judge([model])
+        model.decoder.layers[1].self_attention = _Alone()
+        with pytest.raises(ValueError, match="_Alone is no attention of Megatron's, and sees its own slice alone"):
+            judging.judge([model])
+        model = model_of(USUAL, torch.float32)
+        model.decoder.layers[0].self_attention.attn_mask_type = AttnMaskType.padding
+        with pytest.raises(ValueError, match="SelfAttention masks padding, and earlier slices cannot see later ones"):
+            judging.judge([model])
+        model.decoder.layers[0].cross_attention = _Alone()
+        with pytest.raises(ValueError, match="TransformerLayer attends to another sequence"):
+            judging.judge([model])
+    with pytest.raises(ValueError, match="DotProductAttention sees the keys of its own slice alone"):
+        judging.judge([model_of(USUAL, torch.float32)])
+
+
+def transformer_engine_is_asked_for_a_mask_that_ends_bottom_right() -> None:
+    """A stand-in that notes what it is given: Transformer Engine is not here."""
+    told: list[tuple[str, int]] = []
+
+    def stand_in(_: Any, query: Any, key: Any, value: Any, mask: Any, kind: Any, *args: Any, **kwargs: Any) -> Any:
+        told.append((kind.name, key.size(0)))
+        return query
+
+    of_cutting = cutting.Cutting(even_bounds(LENGTH, 2))
+    run, layer = attention._engines_attention(kept.KeptKeys(of_cutting), stand_in), torch.nn.Identity()
+    own = torch.ones(48, 1, 2, 8)
+    for number in (0, 1):
+        with of_cutting.at(number):
+            run(layer, own, own, own, None, AttnMaskType.causal)
+            if not number:
+                with pytest.raises(ValueError, match="slices attend causally, and this layer masks no_mask"):
+                    run(layer, own, own, own, None, AttnMaskType.no_mask)
+    run(layer, own, own, own, None, AttnMaskType.no_mask)
+    assert told == [("causal", 48), ("causal_bottom_right", 96), ("no_mask", 48)], told
+
+
+def lengths_of_equal_work_take_as_long() -> None:
+    """By FLOPs of a forward and a backward, between bounds that are rounded to tokens."""
+    config = model_of(USUAL, torch.float32).config
+    for length, number in ((4096, 4), (131072, 8)):
+        share = attention_share(length, config)
+        bounds = bounds_of(WORK, length, number, 1, config)
+        work = [3 * (1 - share) * one / length + 3.5 * share * (one / length) ** 2 for one in bounds]
+        parts = [end - begin for begin, end in itertools.pairwise(work)]
+        assert max(parts) - min(parts) < 4 / length * number
+        lengths = [end - begin for begin, end in itertools.pairwise(bounds)]
+        assert lengths == sorted(lengths, reverse=True)
+        assert lengths[0] > 1.5 * lengths[-1]
+        assert all(one % 64 == 0 for one in bounds_of(WORK, length, number, 64, config))
+    # 8 channels of 8 heads, and 2 of keys; an MLP of 128 with a gate.
+    assert attention_share(96, config) == 64 * 96 / (64 * (2 * 64 + 2 * 16) + 3 * 64 * 128 + 64 * 96)
+    assert bounds_of(WORK, 4, 4, 1, config) == (0, 1, 2, 3, 4), "each has a token"
+
+
+def lengths_are_read_and_must_be_all_of_the_sequence() -> None:
+    assert [slice_lengths(text) for text in ("even", "work", "3,2,1")] == [EVEN, WORK, (3, 2, 1)]
+    for text in ("", "3,0", "3,,1", "long", "-1"):
+        with pytest.raises(ValueError, match="is neither even nor work, and no list of lengths"):
+            slice_lengths(text)
+    assert bounds_of((40, 32, 24), 96, 3, 8, None) == (0, 40, 72, 96)
+    for lengths, unit, message in (
+        ((48, 48), 1, "2 lengths for 3 slices"),
+        ((40, 32, 23), 1, "add up to 95 tokens, and a sequence has 96"),
+        ((40, 33, 23), 8, "a slice of 33 tokens is no multiple of 8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            bounds_of(lengths, 96, 3, unit, None)
+    slicing = Slicing(3, (48, 48))
+    with pytest.raises(ValueError, match="--bpipe-slices 3 --bpipe-slice-lengths 48,48: 2 lengths for 3 slices"):
+        slicing.begin(96, model_of(USUAL, torch.float32).config)
+
+
+# By module: a line, and what it says instead.
+MUTATIONS: Sequence[tuple[ModuleType, str, str]] = (
+    (kept, "kept.gradient[:end] += gradient", "kept.gradient[begin:end] += gradient[begin:end]"),
+    (kept, "kept.gradient[:end] += gradient", "pass"),
+    (kept, "return kept.gradient[begin:end].to(gradient.dtype, copy=True)", "return gradient[begin:end].clone()"),
+    (
+        kept,
+        "kept.whole.data[begin:end] = own.detach()",
+        "kept.whole.data[begin:end] = own.detach() if not number else 0",
+    ),
+    (kept, "return kept.whole.data[:end]", "return kept.whole.data[:end] * 1.0000001"),
+    (kept, ".triu(1)", ".triu(0)"),
+    (kept, ".triu(1)", ".triu(2)"),
+    (kept, "self._mask[..., begin:end, :end]", "self._mask[..., : end - begin, :end]"),
+    (attention, "else made[begin:end]", "else made[: end - begin]"),
+    (cutting, "(begin, self.length - end)", "(begin + 1, self.length - end - 1)"),
+    (cutting, "value[:, begin:end].contiguous()", "value[:, max(0, begin - 1) : end - (begin > 0)].contiguous()"),
+)
+
+
+def mistakes_are_noticed() -> None:
+    """In 64 bits, in 4 slices: another gradient or loss, or an error."""
+    wraps_of: Callable[..., Any] = attention.wraps
+    for module, line, instead in MUTATIONS:
+        source = Path(str(module.__file__)).read_text()
+        assert source.count(line) == 1, f"{line} is not in the code: bring the table up to date"
+        mutated: Any = ModuleType("mutated")
+        sys.modules["mutated"] = mutated
+        exec(compile(source.replace(line, instead), "mutated", "exec"), mutated.__dict__)
+        of_cutting = mutated.Cutting if module is cutting else cutting.Cutting
+        of_kept = mutated.KeptKeys if module is kept else kept.KeptKeys
+        slicing = Slicing(4)
+        slicing.cutting = of_cutting(WAYS["4"])
+        slicing._kept = of_kept(slicing.cutting)
+        installed = patches.install((mutated.wraps if module is attention else wraps_of)(slicing._kept))
+        model, rows = model_of(USUAL, torch.float64), rows_of(LENGTH, False)
+        try:
+            loss = in_slices(model, rows, slicing)
+            found = gradients(model)
+        except (RuntimeError, ValueError):
+            continue
+        finally:
+            installed.remove()
+        expected_loss = whole(model, rows)
+        if abs(loss - expected_loss) <= 1e-12 * expected_loss and apart(found, gradients(model)) <= 1e-12:
+            raise SystemExit(f"with {instead!r} instead of {line!r} slices make the same gradients")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    slices_make_the_whole()
+    logged_losses_of_experts_add_up()
+    sixteen_bits_are_no_further_off_than_the_whole()
+    kept_keys_take_what_is_predicted()
+    what_is_out_of_order_is_refused()
+    outside_of_a_slice_nothing_changes()
+    lengths_are_whole_units()
+    lengths_of_equal_work_take_as_long()
+    lengths_are_read_and_must_be_all_of_the_sequence()
+    layers_that_see_their_own_slice_alone_are_refused()
+    transformer_engine_is_asked_for_a_mask_that_ends_bottom_right()
+    mistakes_are_noticed()
