@@ -139,7 +139,7 @@ def test_every_schedule_says_which_runs_show_it() -> None:
 def test_what_two_pipes_train_is_what_their_test_compares() -> None:
     found = tables_of("two_pipes_trained")
     rows = {row for name, keys in found.items() if name.endswith("ROWS") or name == "FROM_STOCK" for row in keys}
-    assert {name for row in table("Two pipes") for name in re.findall(r"`(\w+)`", row[1])} == rows
+    assert {name for row in table("Bidirectional pipelines") for name in re.findall(r"`(\w+)`", row[1])} == rows
 
 
 def test_what_our_own_loop_says_is_in_the_code() -> None:
