@@ -230,6 +230,32 @@ def test_every_name_of_ours_that_a_page_names_exists(page: Path) -> None:
                 assert exists(name), f"{page.name} names {name}"
 
 
+# Of Python and of Megatron.
+OTHERS = (
+    "ValueError",
+    "RuntimeError",
+    "ByteLevelTokenizer",
+    "ColumnParallelLinear",
+    "MemAvailable",
+    "ConstrainDevices",
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_type_that_a_page_names_exists(page: Path, source: str) -> None:
+    """Pages called types `Needs` and `Hosting` after they had become `Dependencies` and `Residency`."""
+    for name in {name for span in spans(page) for name in re.findall(r"^([A-Z]\w*[a-z]\w*)(?:\(|$)", span)}:
+        if any(letter.isupper() for letter in name[1:]) and name not in OTHERS:
+            assert re.search(rf"^(?:class|type) {name}\b|^{name} = ", source, re.MULTILINE), f"{page.name} names {name}"
+
+
+@pytest.fixture(scope="module")
+def source() -> str:
+    """What stands in every module of ours."""
+    folders = ("bpipe", "megatron/scheduling", "terra")
+    return "\n".join(path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
 def exists(name: str) -> bool:
     """Whether a module or an attribute has this dotted name, by its source: nothing is imported."""
     parts = name.split(".")
