@@ -42,7 +42,7 @@ if [[ "${1:-}" == --schedule ]]; then
         1f1b-split | zb-h1) ;;
         zb-v | v-half | v-min)
             die "--schedule $2: there each rank has other layers, whose weights begin otherwise, so nothing could be compared with Megatron's" \
-                "own loop. Remedy: --schedule grouped-interleaved; docs/megatron.md says how to train by $2."
+                "own loop. Remedy: --schedule grouped-interleaved; docs/placed.md says how to train by $2."
             ;;
         *) die "--schedule '${2:-}' is none of these: grouped-interleaved, zb-h1, 1f1b-split, interleaved-1f1b. Remedy: name one of them." ;;
     esac

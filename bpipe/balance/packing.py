@@ -40,7 +40,7 @@ def pack(
 
     `cost(owner, host)` is that of one byte.
 
-    `own_memory`: use OWN_MEMORY where no rank has room; it holds any, and a byte there costs more than all others
+    `own_memory`: use HOST_MEMORY where no rank has room; it holds any, and a byte there costs more than all others
     elsewhere.
     """
     order = sorted(

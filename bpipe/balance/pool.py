@@ -182,7 +182,7 @@ def _no_room(items: Sequence[Item], spare: Sequence[int], memory: Memory) -> Bud
 def with_hosts(
     schedule: Schedule, plans: Mapping[int, Plan], host_of: Mapping[Stay, int], activation_budget: ActivationBudget
 ) -> Schedule:
-    """Return the schedule with these transfers, to a rank, OWN_MEMORY or through a rank.
+    """Return the schedule with these transfers, to a rank, HOST_MEMORY or through a rank.
 
     Its bounds are the counts it reaches. Raises NoRoom.
 

@@ -1,6 +1,6 @@
 """Let what must leave a rank go to its own node's memory: all of it, or only what no device has room for.
 
-In: a compute-only Schedule, rooms and sizes. Out: one with transfers, each to a rank or OWN_MEMORY.
+In: a compute-only Schedule, rooms and sizes. Out: one with transfers, each to a rank or HOST_MEMORY.
 
 What leaves is what `pool` sends, so it is as little as can be wherever it goes. With other devices first, as few bytes
 of it as can be stay behind: of a rank that has so many host buffers on devices, those micro-batches are kept out that

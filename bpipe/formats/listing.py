@@ -70,7 +70,7 @@ def _when(program: Program, index: int) -> str:
 
 
 def write_listing_json(programs: Sequence[Program], exchange: Exchange) -> str:
-    """Write a line for each message, then a line for each instruction, as docs/schedules.md says."""
+    """Write a line for each message, then a line for each instruction, as docs/formats.md says."""
     table = programs[0].messages
     placements = table.schedule.layout.placements
     head = {

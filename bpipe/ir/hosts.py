@@ -2,7 +2,7 @@
 
 In: peaks, partners, or text. Out: hosts by rank, or the partners they are. Knows no placement.
 
-`hosts[rank]` are the ranks that may hold what the rank evicts, and OWN_MEMORY where that may be its own host memory,
+`hosts[rank]` are the ranks that may hold what the rank evicts, and HOST_MEMORY where that may be its own host memory,
 behind its device's. Pairs, in which each rank is the other's one host, are what balancing makes; any other arrangement
 is a pool, own memory included.
 """

@@ -32,7 +32,7 @@ NOTICED = 0.01
 
 
 class Verdict(NamedTuple):
-    """Verdict on a search. `kind` is for programs: docs/planning.md lists them."""
+    """Verdict on a search. `kind` is for programs: docs/predictions.md lists them."""
 
     kind: str
     text: str

@@ -2,7 +2,7 @@
 
 In: a Setup with the vocabulary whole. Out: Setups with shards.
 
-What the trainer refuses is none of them (docs/megatron.md, "The output layer in shards"), but for ranks that would wait
+What the trainer refuses is none of them (docs/vocabulary.md, "The output layer in shards"), but for ranks that would wait
 for each other: to say so takes the schedule (`stands_still`), which is asked of few. Predicts nothing.
 """
 

@@ -16,7 +16,7 @@ from bpipe.plan.judge import Candidate, FamilyResult
 from bpipe.plan.megatron_flags import is_unproven
 from bpipe.plan.search import Outcome
 
-# What the trainer cannot do, or has not done yet, with what a row's schedule needs (docs/megatron.md).
+# What the trainer cannot do, or has not done yet, with what a row's schedule needs (docs/supported.md).
 HALVES = (
     "backwards in halves were never run with Transformer Engine's layers, which GPUs usually have: "
     "scripts/gpu_check.py --only halves"

@@ -1,6 +1,6 @@
 """Take from BitPipe, one at a time, what it is made of.
 
-In: nothing. Out: the table of docs/schedules.md, on standard output.
+In: nothing. Out: the table of docs/bidirectional.md, on standard output.
 
 A GPT of 96 layers with 3072 hidden units on 4 nodes of 8 A800s, sizes such as the paper's (Wu et al. 2024), in 4
 pipelines of 8 ranks. Simulated, on predicted seconds:

@@ -563,7 +563,7 @@ def main() -> None:
         [
             "# Predictions beside measurements",
             "",
-            "Made by `scripts/validation/validate.py`; how the figures are computed is in `docs/planning.md`.",
+            "Made by `scripts/validation/validate.py`; how the figures are computed is in `docs/model.md`.",
             "",
         ]
         + [line for part in PARTS for line in part()]

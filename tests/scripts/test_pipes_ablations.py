@@ -16,7 +16,7 @@ from bpipe.models.switches import Switches
 from bpipe.plan.predict import simulation_of
 from scripts.validation import pipes_ablations
 
-PAGE = (Path(__file__).parents[2] / "docs/schedules.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/bidirectional.md").read_text()
 
 
 def test_the_table_of_ablations_is_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ figures are computed."""
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import re
 import shlex
@@ -28,6 +29,11 @@ PAGES = [
 # Made of the table of flags, whose examples tests/unit/flags parses.
 MADE = ("flags.md", "flags_training.md")
 
+# Longer than a page may be: made by a program, or a list of checks with their results.
+LONG = (*MADE, "validation.md", "gpu.md")
+MOST_WORDS = 2500
+MOST_WORDS_A_SENTENCE = 30
+SHORT = [page for page in PAGES if page.name not in LONG]
 # What is run by another test, because it needs more than a command line: by the words it begins with, the test that
 # runs it.
 ELSEWHERE = {
@@ -138,6 +144,149 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     ended = subprocess.run(build_it, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert (tmp_path / "site/megatron/index.html").exists()
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Every sentence of paragraphs and list items: headings, tables, pictures and code left out."""
+    text = re.sub(r"^(`{3}).*?^`{3}", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^(?:#|\||!\[|    ).*$", "", text, flags=re.MULTILINE)
+    for part in re.split(r"\n\s*\n|^\s*(?:[-*]|\d+\.) ", text, flags=re.MULTILINE):
+        plain = re.sub(r"\]\([^)]*\)", "]", " ".join(part.split()))
+        plain = re.sub(r"`[^`]*`", "code", plain)
+        yield from re.split(r"(?<=[.!?:])(?:\*\*)? +(?=[(*\"]*[A-Z`\[]|code)", plain)
+
+
+def test_sentences_are_told_apart() -> None:
+    text = "# A b.\n\nOne two `a b c`.\nThree [four](five six): seven.\n\n| a | b |\n\n- Eight.\n- Nine ten\n\n```\ncode\n```\n"
+    assert [len(sentence.split()) for sentence in sentences(text) if sentence] == [3, 3, 1, 2]
+
+
+@pytest.mark.parametrize("page", SHORT, ids=lambda page: str(page.relative_to(ROOT)))
+def test_sentences_are_short(page: Path) -> None:
+    long = [part for part in sentences(page.read_text()) if len(part.split()) > MOST_WORDS_A_SENTENCE]
+    assert not long, "\n".join(long)
+
+
+@pytest.mark.parametrize("page", SHORT, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_is_short(page: Path) -> None:
+    """One page had 12,000 words, and nobody who looked for one answer read them."""
+    assert len(page.read_text().split()) <= MOST_WORDS
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in SHORT if page.is_relative_to(ROOT / "docs")], ids=lambda page: page.stem
+)
+def test_a_page_begins_with_its_reader(page: Path) -> None:
+    """One sentence says for whom the page is, and what it has."""
+    assert re.match(r"# .*\n\nTh(?:is page is|ese pages are) (?:for|the reference for) ", page.read_text())
+
+
+def spans(page: Path) -> Iterator[str]:
+    """What stands in single backticks."""
+    yield from re.findall(
+        r"`([^`\n]+)`", re.sub(r"^(`{3}).*?^`{3}", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    )
+
+
+def upstream_files() -> Iterator[Path]:
+    for folder in importlib.util.find_spec("megatron.core").submodule_search_locations or ():  # type: ignore[union-attr]
+        yield from Path(folder).rglob("*.py")
+
+
+@pytest.fixture(scope="module")
+def files() -> tuple[str, ...]:
+    """Every file of this project, and of the installed megatron-core, as `/a/b.py`."""
+    folders = ("bpipe", "megatron", "terra", "scripts", "examples", "tests", ".ci")
+    mine = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    top = [path for path in ROOT.iterdir() if path.is_file()]
+    return tuple(f"/{path}" for path in (*(path.relative_to(ROOT) for path in (*mine, *top)), *upstream_files()))
+
+
+# Named for example, in commands of a user's.
+ANYBODYS = ("your_script.py", "script.py", "pretrain_mamba.py", "train.py", "run.sh")
+# Named because it must never be there.
+NEVER = ("megatron/__init__.py",)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_file_that_a_page_names_exists(page: Path, files: tuple[str, ...]) -> None:
+    """Pages named `program.py` and `passes/levels.py` long after they had gone."""
+    own = FILE.findall("\n".join(re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)))
+    for span in spans(page):
+        for name in re.findall(r"(?<![\w./<-])([\w.-]+(?:/[\w.-]+)*\.(?:py|sh))\b", span):
+            name = name.removeprefix("./")
+            if name in NEVER:
+                assert not (ROOT / name).exists()
+            elif name not in (*own, *ANYBODYS):
+                assert any(path.endswith(f"/{name}") for path in files), f"{page.name} names {name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_name_of_ours_that_a_page_names_exists(page: Path) -> None:
+    """As `bpipe.ir.memory.memory_of`: a module, what stands in it, or an attribute of that."""
+    for span in spans(page):
+        for name in re.findall(r"(?<![\w./-])((?:bpipe|terra|megatron\.scheduling)(?:\.\w+)+)", span):
+            if not name.endswith((".py", ".json")):
+                assert exists(name), f"{page.name} names {name}"
+
+
+# Of Python and of Megatron.
+OTHERS = (
+    "ValueError",
+    "RuntimeError",
+    "ByteLevelTokenizer",
+    "ColumnParallelLinear",
+    "MemAvailable",
+    "ConstrainDevices",
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_type_that_a_page_names_exists(page: Path, source: str) -> None:
+    """Pages called types `Needs` and `Hosting` after they had become `Dependencies` and `Residency`."""
+    for name in {name for span in spans(page) for name in re.findall(r"^([A-Z]\w*[a-z]\w*)(?:\(|$)", span)}:
+        if any(letter.isupper() for letter in name[1:]) and name not in OTHERS:
+            assert re.search(rf"^(?:class|type) {name}\b|^{name} = ", source, re.MULTILINE), f"{page.name} names {name}"
+
+
+@pytest.fixture(scope="module")
+def source() -> str:
+    """What stands in every module of ours."""
+    folders = ("bpipe", "megatron/scheduling", "terra")
+    return "\n".join(path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def exists(name: str) -> bool:
+    """Whether a module or an attribute has this dotted name, by its source: nothing is imported."""
+    parts = name.split(".")
+    folder, place = ROOT, 0
+    while place < len(parts) and (folder / parts[place]).is_dir():
+        folder, place = folder / parts[place], place + 1
+    module = folder / f"{parts[place]}.py" if place < len(parts) else folder / "__init__.py"
+    if module.exists():
+        place += 1
+    else:
+        module = folder / "__init__.py"
+    if place >= len(parts):
+        return True
+    return (
+        module.exists()
+        and re.search(
+            rf"^(?:(?:async )?def |class |)(?:{parts[place]})\b|^from .* import .*\b{parts[place]}\b|\"{parts[place]}\"",
+            module.read_text(),
+            re.MULTILINE,
+        )
+        is not None
+    )
+
+
+def test_a_name_that_is_gone_is_missed() -> None:
+    assert exists("bpipe.ir.memory.memory_of")
+    assert exists("bpipe.build")
+    assert exists("terra.audit")
+    assert not exists("bpipe.ir.memory.gone")
+    assert not exists("bpipe.passes.levels")
+    assert not exists("bpipe.program")
 
 
 README = ROOT / "README.md"

@@ -17,7 +17,7 @@ from bpipe.report.out.view import view
 from bpipe.report.report import Report, report_of
 from tests.unit.report.recorded import MOVED, edit_rows, write_run
 
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "report.md"
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "record.md"
 
 
 def report(folder: Path, **changes: Any) -> Report:

@@ -130,7 +130,7 @@ def every_flag_near_the_pipeline_is_in_a_table() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_megatron_arguments(parser)
     cells = [
-        *(cell for row in table("What is supported") for cell in row[1:2]),
+        *(cell for row in table("By Megatron's loops") for cell in row[1:2]),
         *(row[2] for row in table("What is refused")),
         *(row[0] for row in table("What makes no difference")),
         *(row[0] for row in table("What costs overlap")),
@@ -142,12 +142,12 @@ def every_flag_near_the_pipeline_is_in_a_table() -> None:
         if near and not any(fnmatch(flag, pattern) for flag in action.option_strings for pattern in known):
             missing.append(near[0])
     assert not missing, (
-        f"docs/megatron.md says nothing of {missing}: are they supported, refused, or do they make no difference?"
+        f"docs/supported.md and docs/refused.md say nothing of {missing}: are they supported, refused, or do they make no difference?"
     )
     flags = {flag for action in parser._actions for flag in action.option_strings}
     of_others = {"--max-restarts", "--nnodes"}  # torchrun's
     gone = [pattern for pattern in known if not any(fnmatch(flag, pattern) for flag in flags | of_others)]
-    assert not gone, f"docs/megatron.md names flags that Megatron does not have: {gone}"
+    assert not gone, f"docs/supported.md or docs/refused.md names flags that Megatron does not have: {gone}"
 
 
 def what_may_be_missing_is_there() -> None:

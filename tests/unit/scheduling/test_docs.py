@@ -1,5 +1,5 @@
-"""docs/megatron.md says what the code does: its flags, what it refuses and how it says so, what it replaces, and which
-test shows what.
+"""The pages on Megatron say what the code does: its flags, what it refuses and how it says so, what it replaces, and
+which test shows what.
 
 Nothing here imports Megatron, and neither may what it reads.
 """
@@ -23,12 +23,14 @@ from megatron.scheduling.hooks.upstream import TRIED_VERSIONS
 from megatron.scheduling.options.arguments import SchedulingConfig
 
 ROOT = Path(__file__).resolve().parents[3]
-TEXT = (ROOT / "docs/megatron.md").read_text()
+# Headings that stand in no two of these.
+PAGES = ("megatron", "supported", "refused", "hooks", "placed", "vocabulary", "slices")
+TEXT = "\n".join((ROOT / f"docs/{page}.md").read_text() for page in PAGES)
 
 
 def table(heading: str) -> list[list[str]]:
     """The cells of the first table under a heading, without its head."""
-    lines = TEXT.split(f"## {heading}\n", 1)[1].splitlines()
+    lines = TEXT.split(f"\n## {heading}\n", 1)[1].splitlines()
     rows = []
     for line in lines:
         if line.startswith("|"):
@@ -83,7 +85,7 @@ def names_in_gloo_tests() -> set[str]:
 def test_what_is_supported_names_its_test() -> None:
     exists = names_in_gloo_tests()
     assert {"tensor", "interleaved_m8"} <= exists
-    for feature, _, tests in table("What is supported"):
+    for feature, _, tests in table("By Megatron's loops"):
         named = re.findall(r"`(\w+)`", tests)
         assert named, f"{feature}: no test named"
         assert set(named) <= exists, f"{feature}: {set(named) - exists} is no test and no row of one in tests/gloo"
@@ -142,7 +144,7 @@ def test_every_schedule_says_which_runs_show_it() -> None:
 def test_what_two_pipes_train_is_what_their_test_compares() -> None:
     found = tables_of("two_pipes_trained")
     rows = {row for name, keys in found.items() if name.endswith("ROWS") or name == "FROM_STOCK" for row in keys}
-    assert {name for row in table("Two pipes") for name in re.findall(r"`(\w+)`", row[1])} == rows
+    assert {name for row in table("Bidirectional pipelines") for name in re.findall(r"`(\w+)`", row[1])} == rows
 
 
 def test_what_our_own_loop_says_is_in_the_code() -> None:
@@ -159,7 +161,7 @@ def test_what_our_own_loop_says_is_in_the_code() -> None:
 
 
 def test_nothing_is_supported_and_refused_at_once() -> None:
-    supported = {flag for row in table("What is supported") for flag in re.findall(r"`(--[\w-]+)", row[1])}
+    supported = {flag for row in table("By Megatron's loops") for flag in re.findall(r"`(--[\w-]+)", row[1])}
     # "drop X / Y" takes flags away; "use X" and "drop a value from X" leave them.
     dropped = [
         dropped for row in table("What is refused") for dropped in re.findall(r"drop ((?:`--[\w-]+`(?: / )?)+)", row[2])
@@ -170,7 +172,7 @@ def test_nothing_is_supported_and_refused_at_once() -> None:
 
 
 def test_every_replaced_function_is_in_the_table() -> None:
-    assert {plain(row[0]) for row in table("How the hooks work")} == {
+    assert {plain(row[0]) for row in table("Wrapped functions")} == {
         f"{patch.module}.{patch.name}" for patch in PATCHES
     }
     assert f"pip install megatron-core=={TRIED_VERSIONS[-1]}" in TEXT
