@@ -264,7 +264,7 @@ import itertools, json, sys, time
 sys.path.insert(0, "scripts")
 import gpu_check, torch
 from gpu import megatron_stage
-from megatron.scheduling import startup
+from megatron.scheduling.start import startup
 
 prepare, counter = startup.prepare, itertools.count(0, 100)
 
