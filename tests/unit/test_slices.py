@@ -59,9 +59,9 @@ def test_slices_of_1f1b_stand_as_drawn() -> None:
 
 def test_the_page_shows_what_the_command_prints_and_the_table_what_it_finds() -> None:
     page = (
-        (Path(__file__).parents[2] / "docs/schedules.md")
+        (Path(__file__).parents[2] / "docs/slices.md")
         .read_text()
-        .partition("## Slices of sequences")[2]
+        .partition("## What a slice is")[2]
         .partition("\n## ")[0]
     )
     drawn = page.partition("--slices 2\n")[2].partition("```")[0]
