@@ -31,6 +31,10 @@ class _KeptTensor:
     gradient: torch.Tensor | None = None
 
     @property
+    def address(self) -> int:
+        return self.whole.untyped_storage().data_ptr()
+
+    @property
     def nbytes(self) -> int:
         return self.whole.nbytes + (0 if self.gradient is None else self.gradient.nbytes)
 
@@ -45,6 +49,8 @@ class KeptKeys:
     def __init__(self, cutting: Cutting) -> None:
         self.cutting = cutting
         self._kept: dict[tuple[int, int], _Layers] = {}
+        # Of all that is kept: asked for each storage that a forward saves.
+        self._addresses: set[int] = set()
         self._mask: torch.Tensor | None = None
         # Bytes that are kept now, gradients included, and at most so far; and of one micro-batch by stage, of keys and
         # of gradients.
@@ -52,11 +58,9 @@ class KeptKeys:
         self.keys_bytes: dict[int, int] = {}
         self.gradients_bytes: dict[int, int] = {}
 
-    @property
-    def addresses(self) -> set[int]:
-        """Return the storages of all keys and values that are kept."""
-        layers = (both for of_stage in self._kept.values() for both in of_stage.values())
-        return {one.whole.untyped_storage().data_ptr() for both in layers for one in both}
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        """Return whether it is one of keys or values that are kept."""
+        return storage.data_ptr() in self._addresses
 
     def mask(self, device: torch.device) -> torch.Tensor:
         """Return Megatron's causal mask of the slice that is computed: True where a token must not see another.
@@ -78,7 +82,7 @@ class KeptKeys:
         assert now is not None, "no slice is computed now"
         layers = self._kept.setdefault((now.stage, now.microbatch), {})
         both = layers.get(layer)
-        if both is not None and key.untyped_storage().data_ptr() == both[0].whole.untyped_storage().data_ptr():
+        if both is not None and key.untyped_storage().data_ptr() == both[0].address:
             return key, value
         begin, end = self.cutting.span
         if key.size(0) != end - begin:
@@ -102,6 +106,7 @@ class KeptKeys:
         gradients = sum(one.gradient.nbytes for one in kept if one.gradient is not None)
         if gradients:
             self.gradients_bytes[stage] = gradients
+        self._addresses.difference_update(one.address for one in kept)
         self._count(-gradients - sum(one.whole.nbytes for one in kept))
 
     def collected(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -116,10 +121,13 @@ class KeptKeys:
     def clear(self) -> None:
         """Drop everything: a call has ended, one way or the other."""
         self._kept.clear()
+        self._addresses.clear()
         self.nbytes = 0
 
     def _room(self, own: torch.Tensor) -> _KeptTensor:
-        return _KeptTensor(own.new_empty((self.cutting.length, *own.shape[1:])))
+        kept = _KeptTensor(own.new_empty((self.cutting.length, *own.shape[1:])))
+        self._addresses.add(kept.address)
+        return kept
 
 
 class _Join(torch.autograd.Function):

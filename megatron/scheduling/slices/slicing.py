@@ -45,7 +45,7 @@ class Slicing:
 
     def keeps(self, storage: torch.UntypedStorage) -> bool:
         """Return whether it is one of keys or values, which all slices of a micro-batch share."""
-        return storage.data_ptr() in self._kept.addresses
+        return self._kept.holds(storage)
 
     def wraps(self) -> dict[patches.Patch, patches.Wrap]:
         return {**attention.wraps(self._kept), **self._losses.wraps()}
