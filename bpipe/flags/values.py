@@ -36,12 +36,17 @@ def group_size(text: str) -> int | str:
     return text if text == AUTO else positive(text)
 
 
+def _real(text: str) -> float:
+    """Read a number; what is none is not a number, which lies within no limits."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
 def seconds(text: str) -> float:
     """Read a duration above 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
+    number = _real(text)
     if not 0 < number <= LARGEST:
         raise ValueError(f"{text[:40]!r} must be a number of seconds above 0")
     return number
@@ -49,10 +54,7 @@ def seconds(text: str) -> float:
 
 def factor(text: str) -> float:
     """Read a number above 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
+    number = _real(text)
     if not 0 < number < 1e6:
         raise ValueError(f"{text!r} must be a number above 0, such as 1.25")
     return number
@@ -108,10 +110,7 @@ def layers(text: str) -> tuple[int, ...]:
 
 def tolerance(text: str) -> float:
     """Read a part of a number: `1e-6`."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
+    number = _real(text)
     if not 0 <= number < 1:
         raise ValueError(f"{text[:40]!r} must be a number from 0 to below 1, such as 1e-6")
     return number
