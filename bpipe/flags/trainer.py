@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection
 from bpipe.flags import configurations, schedules
 from bpipe.flags.budgets import MINIMUM_BYTES, read_moves
 from bpipe.flags.flag import Flag, Group, InLaunch
-from bpipe.flags.values import EVEN, factor, positive, seconds, slice_lengths
+from bpipe.flags.values import factor, positive, seconds, slice_lengths
+from bpipe.models.slice_lengths import EVEN
 from bpipe.placement import PLACEMENTS
 from bpipe.refusals import UNPROVEN
 from bpipe.transport import AUTO, NAMES

@@ -13,6 +13,7 @@ from fractions import Fraction
 
 from bpipe.formats.text import read_costs, read_numbers, read_share
 from bpipe.generate.family import UnitCosts
+from bpipe.models.slice_lengths import EVEN, WORK, SliceLengths
 
 # Beyond every batch and every cluster, and far below where numbers stop being exact.
 LARGEST = 10**12
@@ -119,11 +120,6 @@ def tolerance(text: str) -> float:
 def whole(text: str) -> int:
     """Read a whole number from 0 on, however large."""
     return 0 if text == "0" else positive(text)
-
-
-# What `--bpipe-slice-lengths` takes beside a list.
-EVEN, WORK = "even", "work"
-SliceLengths = str | tuple[int, ...]
 
 
 def slice_lengths(text: str) -> SliceLengths:

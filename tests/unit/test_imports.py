@@ -140,7 +140,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "check": ("case deadlock", "replicas slices", "rules", "order"),
     "simulate": ("bandwidth cost", "durations report", "host_buffers reductions", "engine trace"),
     "models": (
-        "held hybrid kernel_times places switches",
+        "held hybrid kernel_times places slice_lengths switches",
         "parts",
         "cluster model",
         "fp8",

@@ -13,7 +13,6 @@ from typing import Any
 
 from bpipe.build import BalanceConfig, ScheduleConfig, built, config_of_schedule
 from bpipe.check.order import check_microbatch_order
-from bpipe.flags.values import EVEN
 from bpipe.generate.families import (
     FAMILIES,
     default_family,
@@ -27,6 +26,7 @@ from bpipe.ir.layout import REDISTRIBUTE, Vocabulary
 from bpipe.ir.memory import plain
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
+from bpipe.models.slice_lengths import EVEN
 from bpipe.refusals import PLACED, SHARDED, SLICED, asked_by, reasons_of
 from bpipe.simulate.cost import Costs
 from bpipe.transport import AUTO
