@@ -18,7 +18,7 @@ from bpipe.models.parts import LayerKind
 from bpipe.models.recompute import NO_RECOMPUTATION, LayerScope, read_recompute
 from bpipe.models.routed import experts_after_input, experts_saved
 from bpipe.models.scan import scan_saved
-from bpipe.models.sizes import Saved, element_bytes, kept_bytes, num_tokens, sent_bytes, shard_size, total
+from bpipe.models.sizes import Saved, element_bytes, kept_bytes, num_keys, num_tokens, sent_bytes, shard_size, total
 
 # A fused dropout kernel keeps one byte for every value; torch's on a CPU a number of the values' own type.
 GPU_DROPOUT_BYTES = 1
@@ -288,8 +288,10 @@ def _query_key_value(setup: Setup, recomputed: bool) -> tuple[Saved, ...]:
     if recomputed:
         return projected_down(setup)
     normed = model.query_size + model.key_value_size // 2
+    # Of slices a layer keeps keys and values apart.
+    attended = model.query_size + (model.key_value_size if setup.span is None else 0)
     return (
-        Saved("Q, K, V", shard_size(per_width * (model.query_size + model.key_value_size), setup.tensor)),
+        Saved("Q, K, V" if setup.span is None else "queries", shard_size(per_width * attended, setup.tensor)),
         *((Saved("Q and K before their norms", shard_size(per_width * normed, setup.tensor)),) * model.qk_norm),
         *latent_saved(setup),
     )
@@ -318,7 +320,7 @@ def _core(setup: Setup) -> tuple[Saved, ...]:
         # What is given to the projection is a copy of it.
         given = shard_size(element_bytes(setup) * num_tokens(setup) * setup.model.value_size, setup.tensor)
         return (*rows, Saved("what attention gave, in another order", given))
-    scores = num_tokens(setup) * heads * setup.sequence
+    scores = num_tokens(setup) * heads * num_keys(setup)
     element = element_bytes(setup)
     one = Saved("attention softmax", shard_size(element * scores, setup.tensor))
     if not setup.model.dropout:

@@ -9,13 +9,9 @@ slices of equal work get shorter towards the end. The trainer and predictions as
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import sqrt
 from typing import NamedTuple
-
-EVEN, WORK = "even", "work"
-# How slices are cut: one of these, or the tokens of each.
-SliceLengths = str | tuple[int, ...]
 
 # A forward and a backward, in forwards: attention's backward computes its scores again.
 _LINEAR, _ATTENTION = 3, 3.5
@@ -72,6 +68,11 @@ def equal_bounds(length: int, slices: int, unit: int, growth: Growth) -> tuple[i
         left = (slices - number) * unit
         found.append(min(max(round(place * length / unit) * unit, found[-1] + unit), length - left))
     return (*found, length)
+
+
+def lengths_of(bounds: Sequence[int]) -> tuple[int, ...]:
+    """Return the tokens of each slice."""
+    return tuple(end - begin for begin, end in pairwise(bounds))
 
 
 def work_of(share: float) -> Growth:

@@ -41,7 +41,6 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 # Flags that take a value are refused where it is none of these; of one that says how many shards, 1 is none.
 _NEUTRAL = ("0", "None", "none")
 _ONE_IS_NEUTRAL = (
-    "--bpipe-slices",
     "--tensor-parallel-num-weight-shards",
     "--expert-tensor-parallel-num-weight-shards",
 )
@@ -70,7 +69,6 @@ REFUSED = {
     "--yaml-cfg": "flags that stand in a file",
     GROUP: "larger groups of micro-batches",
     "--bpipe-kept": "another share of a micro-batch than the model's",
-    **dict.fromkeys(("--bpipe-slices", "--bpipe-slice-lengths"), "sequences in slices"),
 }
 
 WITHOUT_INFLUENCE = (

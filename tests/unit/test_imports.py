@@ -147,7 +147,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "calibration cluster_file hugging_face parameters recompute",
         "layout",
         "flops rates sizes",
-        "latent routed scan",
+        "latent routed scan slices",
         "casts expert_parallel products saved",
         "context_parallel tensor_parallel",
         "memory",

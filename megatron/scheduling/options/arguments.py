@@ -18,9 +18,8 @@ from bpipe.generate.families import (
     FAMILIES,
     default_family,
 )
-from bpipe.ir.layout import Vocabulary
+from bpipe.ir.layout import EVEN, SliceLengths, Vocabulary
 from bpipe.ir.schedule import Schedule
-from bpipe.models.slice_lengths import EVEN, SliceLengths
 from bpipe.plan.state_hosts import FLAG
 from bpipe.refusals import Settings, reasons
 from bpipe.simulate.cost import Costs

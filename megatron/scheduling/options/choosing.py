@@ -22,11 +22,10 @@ from bpipe.generate.families import (
 )
 from bpipe.generate.family import ALIKE, Family, UnitCosts
 from bpipe.ir.hosts import HOST, PAIR
-from bpipe.ir.layout import REDISTRIBUTE, Vocabulary
+from bpipe.ir.layout import EVEN, REDISTRIBUTE, Vocabulary
 from bpipe.ir.memory import plain
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
-from bpipe.models.slice_lengths import EVEN
 from bpipe.refusals import PLACED, SHARDED, SLICED, asked_by, reasons_of
 from bpipe.simulate.cost import Costs
 from bpipe.transport import AUTO

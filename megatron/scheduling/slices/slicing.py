@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from bpipe.ir.layout import EVEN, SliceLengths
 from bpipe.ir.memory import KeptMemory
-from bpipe.models.slice_lengths import EVEN, SliceLengths
 from bpipe.refusals import Settings
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.slices import attention

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from bpipe.models.slice_lengths import EVEN
+from bpipe.ir.layout import EVEN
 from bpipe.refusals import Settings, has_experts, reasons
 
 # What makes micro-batches of one stage save differing sizes: where the router sends tokens, what was packed together,

@@ -35,8 +35,9 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bpipe.flags.values import slice_lengths
+from bpipe.ir.layout import EVEN, WORK
 from bpipe.ir.memory import KeptMemory
-from bpipe.models.slice_lengths import EVEN, WORK, even_bounds
+from bpipe.models.slice_lengths import even_bounds
 from bpipe.runtime.errors import RuntimeFault
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.slices import attention, cutting, judging, kept
