@@ -372,8 +372,11 @@ def _attention(setup: Setup, recomputed: bool) -> tuple[Saved, ...]:
     own_query = rotary or (grouped and model.num_query_groups > t)
     rows = [Saved("input of the output projection", query.nbytes)]
     if rotary:
-        # Sine and cosine, anew for Q and for K of every layer, over the whole sequence on every rank.
-        rows.append(Saved("rotary tables", element_bytes(setup) * setup.sequence * model.kv_channels, 4))
+        # Sine and cosine, anew for Q and for K of every layer, over the whole sequence, or slice, on every rank.
+        length = num_tokens(setup) // setup.micro_batch
+        rows.append(Saved("rotary tables", element_bytes(setup) * length * model.kv_channels, 4))
+    if setup.span is not None:
+        return (*rows, *_beside_kept(setup, recomputed, grouped, query if own_query else joint))
     if grouped and not recomputed:
         # K and V are repeated for every head of their group; the core lines up the queries of several sequences.
         return (
@@ -391,6 +394,20 @@ def _attention(setup: Setup, recomputed: bool) -> tuple[Saved, ...]:
     return tuple(rows)
 
 
+def _beside_kept(setup: Setup, recomputed: bool, grouped: bool, query: Saved) -> tuple[Saved, ...]:
+    """What a slice saves beside the keys and values that its layer keeps: of groups, all so far, repeated."""
+    if recomputed:
+        return (query, Saved("kind of mask", MASK_KIND_BYTES))
+    if not grouped:
+        return (query,)
+    own, every = (
+        tokens * setup.model.query_size for tokens in (num_tokens(setup), num_keys(setup) * setup.micro_batch)
+    )
+    queries, repeated = (shard_size(element_bytes(setup) * values, setup.tensor) for values in (own, every))
+    lined_up = query if setup.micro_batch == 1 else Saved("queries", queries)
+    return (lined_up, Saved("repeated K and V", repeated, 2))
+
+
 def _mlp(setup: Setup) -> tuple[Saved, ...]:
     model = setup.model
     inner = shard_size(element_bytes(setup) * num_tokens(setup) * model.ffn_hidden_size, setup.tensor)
@@ -404,9 +421,11 @@ def _embedding(setup: Setup) -> tuple[Saved, ...]:
     tokens = num_tokens(setup)
     if setup.kernels == "gpu":
         return (Saved("tokens", TOKEN_BYTES * tokens), *_dropout(setup, 1))
-    # The tokens are the data iterator's own, unless a divided vocabulary needs them masked.
+    # The tokens are the data iterator's own, unless a divided vocabulary needs them masked, or a slice is cut from them.
     divided = (Saved("tokens of this part", TOKEN_BYTES * tokens), Saved("mask of this part", MASK_BYTES * tokens))
-    return (*_dropout(setup, 1), *(divided if setup.tensor > 1 else ()))
+    cut = (Saved("tokens of this slice", TOKEN_BYTES * tokens),) if setup.span is not None else ()
+    positions = cut if setup.model.learned_positions else ()
+    return (*_dropout(setup, 1), *(divided if setup.tensor > 1 else cut), *positions)
 
 
 def _last(setup: Setup) -> tuple[Saved, ...]:

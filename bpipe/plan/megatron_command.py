@@ -410,6 +410,8 @@ def _parallel(found: Options) -> dict[str, Any]:
         "group": None if found.bpipe_group == AUTO else found.bpipe_group,
         "vocabulary_parallel": None if redistributed else found.bpipe_vocabulary,
         "input_shards": found.bpipe_vocabulary_input or None,
+        "slices": found.bpipe_slices,
+        "slice_lengths": found.bpipe_slice_lengths if (found.bpipe_slices or 1) > 1 else None,
     }
     return {name: value for name, value in options.items() if value is not None}
 
