@@ -33,13 +33,14 @@ from bpipe.plan.explain import (
     pairs_apart,
     replicas_apart,
     tightness_warning,
+    uneven_by_counts,
 )
 from bpipe.plan.megatron_command import Reading
-from bpipe.plan.megatron_flags import is_unproven
+from bpipe.plan.megatron_flags import unproven_feature
 from bpipe.plan.options import filled, setup_of
 from bpipe.plan.predict import SetupPrediction, predict, simulation_of
 from bpipe.plan.refused import refused
-from bpipe.plan.standings import FP8
+from bpipe.plan.standings import UNPROVEN
 from bpipe.plan.state_hosts import StateHosts, describe_moves, moves_values, state_hosts
 from bpipe.simulate.report import Simulation
 
@@ -237,9 +238,17 @@ def table(prediction: SetupPrediction) -> str:
             f"the link has {bandwidth.available_bytes_per_s / 1e9:.0f}"
         )
     lines += [
-        remark for remark in (costly_halves(prediction), replicas_apart(setup), tightness_warning(prediction)) if remark
+        remark
+        for remark in (
+            costly_halves(prediction),
+            replicas_apart(setup),
+            uneven_by_counts(setup),
+            tightness_warning(prediction),
+        )
+        if remark
     ]
-    lines += [FP8] if is_unproven(setup) else []
+    unproven = unproven_feature(setup)
+    lines += [] if unproven is None else [UNPROVEN[unproven]]
     titles = (
         "rank",
         "layers",

@@ -379,7 +379,7 @@ class Setup:
             return False
         recomputed = self.recomputed
         again = recomputed.method is not None or "core_attn" in recomputed.modules
-        is_even = self.slice_lengths == EVEN and self.sequence % self.slices == 0
+        is_even = self.slice_lengths == EVEN and self.sequence % (self.slices * self.sequence_shards) == 0
         return not is_even or (self.attention == "unfused" and not again)
 
     @property

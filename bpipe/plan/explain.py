@@ -84,6 +84,18 @@ def only_balanced(found: Candidate) -> str | None:
     return f"fits only balanced: without, its fullest rank needs {gib_text(found.needs_bytes)} of {gib_text(limit)} GiB"
 
 
+def uneven_by_counts(setup: Setup) -> str | None:
+    """Return that slices of differing lengths are balanced by their number, and the way out; None where they are
+    not."""
+    counted = setup.balance != BALANCES[0] and setup.how.activation_budget is None
+    if setup.slices == 1 or setup.slice_lengths == EVEN or not counted:
+        return None
+    return (
+        "slices of differing lengths are balanced by their number, and host buffers are as large as the largest: "
+        "--memory balances their bytes"
+    )
+
+
 def costly_halves(prediction: SetupPrediction) -> str | None:
     """Return what deferred wgrads cost, and the way out; None where that is little or nothing."""
     if prediction.at_once is None:

@@ -114,7 +114,7 @@ def whole_timing(simulation: Simulation) -> Timing:
         tuple(float(seconds) for seconds in simulation.exposed_s),
         float(simulation.bubble_of_makespan),
         float(simulation.bubble_of_span),
-        simulation.schedule.num_microbatches,
+        simulation.schedule.num_whole_microbatches,
     )
 
 
