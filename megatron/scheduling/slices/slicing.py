@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from bpipe.flags.values import EVEN, SliceLengths
+from bpipe.ir.layout import EVEN, SliceLengths
 from bpipe.ir.memory import KeptMemory
 from bpipe.refusals import Settings
 from megatron.scheduling.hooks import patches
