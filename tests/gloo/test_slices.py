@@ -258,6 +258,69 @@ def test_a_script_that_never_heard_of_slices_trains_in_them(of_upstream: Outcome
     close(of_upstream, "stock", "sliced")
 
 
+# Eight layers, whose weights are drawn by name. No gradient is scaled: that would be by a norm, whose sum over ranks
+# is rounded otherwise than one rank's.
+ALIKE = (*BATCH, *LLAMA, "--num-layers", "8", "--clip-grad", "1000")
+UNEVEN = ("--bpipe-slice-lengths", "24,18,12,10")
+ON_ONE_RANK: dict[str, tuple[str, ...]] = {
+    "whole": (),
+    "even": SLICES,
+    "uneven": (*SLICES, *UNEVEN),
+}
+ON_SEVERAL: dict[str, tuple[str, tuple[str, ...]]] = {
+    "even": ("even", SLICES),
+    "even_balanced": ("even", (*SLICES, *BPIPE)),
+    "even_split_balanced": ("even", (*SLICES, "--bpipe-schedule", "1f1b-split", "--bpipe-delay", "1", *BPIPE)),
+    "uneven_balanced": ("uneven", (*SLICES, *UNEVEN, *BPIPE)),
+}
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(run_cases: Callable[..., Outcome]) -> Outcome:
+    one = (*ALIKE, "--pipeline-model-parallel-size", "1")
+    cases = [Case(name, (*one, *more)) for name, more in ON_ONE_RANK.items()]
+    return run_cases(1, cases, 600, worker="named_worker.py")
+
+
+@pytest.fixture(scope="module")
+def on_several(request: pytest.FixtureRequest, run_cases: Callable[..., Outcome]) -> dict[int, Outcome]:
+    wanted = asked_for(request, "ranks", "name")
+    done = {}
+    for ranks in sorted({ranks for ranks, _ in wanted}):
+        names = [name for name in ON_SEVERAL if (ranks, name) in wanted]
+        cases = [Case(name, (*ALIKE, *ON_SEVERAL[name][1])) for name in names]
+        done[ranks] = run_cases(ranks, cases, 1200, worker="named_worker.py")
+    return done
+
+
+@pytest.mark.parametrize("name", ["even", "uneven"])
+def test_one_rank_trains_slices_as_stock_trains_the_whole(on_one_rank: Outcome, name: str) -> None:
+    close(on_one_rank, "whole", name)
+    whole, sliced = (on_one_rank.record(each, 0)["weights"] for each in ("whole", name))
+    assert whole.keys() == sliced.keys()
+    assert whole != sliced, "nothing was cut: sums in slices are rounded otherwise"
+
+
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ON_SEVERAL)
+def test_several_ranks_agree_with_one_in_every_bit(
+    on_one_rank: Outcome, on_several: dict[int, Outcome], ranks: int, name: str
+) -> None:
+    """Losses of 5 iterations, and every weight behind them."""
+    alone, done = ON_SEVERAL[name][0], on_several[ranks]
+    expected = on_one_rank.record(alone, 0)
+    weights: dict[str, str] = {}
+    for rank in range(ranks):
+        weights |= done.record(name, rank)["weights"]
+    assert weights == expected["weights"]
+    losses, alone_losses = (
+        [row["lm loss"] for row in rows]
+        for rows in (done.record(name, ranks - 1)["iterations"], expected["iterations"])
+    )
+    assert losses == alone_losses
+    assert len(set(losses)) == 5
+
+
 @pytest.fixture(scope="module")
 def eight(run_cases: Callable[..., Outcome]) -> Outcome:
     cases = {
