@@ -7,61 +7,17 @@ trainer's own code. `differing`: scores are saved, so a later slice saves more; 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime.stage import Part, Tensors, TorchStages
-from megatron.scheduling.slices.cutting import Cutting
 from megatron.scheduling.slices.kept import KeptKeys
 from tests.late.devices import device
 from tests.late.model import LateModel, Place
-from tests.unit.runtime.pipeline import ROWS, WIDTH, inputs_of
-
-
-def _scores(query: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return (query @ keys.t() / WIDTH**0.5).masked_fill(mask, -1e9).softmax(dim=-1)
-
-
-class _Attend(torch.autograd.Function):
-    """Attention that saves what it was given, and no scores."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(query, keys, values)
-        ctx.mask = mask
-        return _scores(query, keys, mask) @ values
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        saved = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
-        with torch.enable_grad():
-            query, keys, values = saved
-            made = _scores(query, keys, ctx.mask) @ values
-        return (*torch.autograd.grad(made, saved, gradients), None)
-
-
-class SlicedStages(TorchStages):
-    """The stages of a rank; says which slice is computed, and frees keys behind the first one's backward."""
-
-    def __init__(self, parts: Mapping[int, Part], keys: KeptKeys) -> None:
-        super().__init__(parts)
-        self._keys = keys
-
-    def forward(self, action: Action, received: Tensors) -> Tensors:
-        with self._keys.cutting.at(action.microbatch, action.stage):
-            return super().forward(action, received)
-
-    def backward(self, action: Action, gradients: Tensors) -> Tensors:
-        with self._keys.cutting.at(action.microbatch, action.stage) as now:
-            made = super().backward(action, gradients)
-        if now.number == 0:
-            self._keys.free(now.stage, now.microbatch)
-        return made
+from tests.unit.runtime.pipeline import ROWS, inputs_of
+from tests.unit.runtime.slices import Attend, SlicedStages, new_keys, probabilities
 
 
 class SlicedModel(LateModel):
@@ -107,7 +63,7 @@ class SlicedModel(LateModel):
         return found
 
     def _new_keys(self) -> KeptKeys:
-        return KeptKeys(Cutting([ROWS * number for number in range(self._slices + 1)]))
+        return new_keys(ROWS, self._slices)
 
     def _stages(self, weights: Mapping[int, torch.nn.Parameter], keys: KeptKeys) -> TorchStages:
         layers = {stage: torch.nn.Identity() for stage in weights}
@@ -131,6 +87,8 @@ class SlicedModel(LateModel):
         joined, values = keys.join(layer, torch.nn.functional.gelu(x @ weight), x @ weight.t())
         mask = keys.mask(weight.device)[0, 0]
         query = x @ weight
-        made = _scores(query, joined, mask) @ values if self._differing else _Attend.apply(query, joined, values, mask)
-        made = x + made
+        if self._differing:
+            made = x + probabilities(query, joined, mask) @ values
+        else:
+            made = x + Attend.apply(query, joined, values, mask)
         return made if now.stage + 1 < self._num_stages else (made * (number + 1)).square().mean()
