@@ -319,10 +319,16 @@ SLICED: tuple[Refusal, ...] = (
         "use --no-masked-softmax-fusion",
     ),
     Refusal(
-        "further tokens in slices",
-        lambda s: s.mtp_num_layers,
-        "further tokens are behind a slice's end",
-        "drop --mtp-num-layers",
+        "one layer for all further tokens",
+        lambda s: s.mtp_num_layers and s.mtp_use_repeated_layer,
+        "a layer keeps the keys of one pass, and this one runs once for each further token",
+        "drop --mtp-use-repeated-layer",
+    ),
+    Refusal(
+        "further tokens in a layout of slices",
+        lambda s: s.mtp_num_layers and s.pipeline_model_parallel_layout,
+        "a layout may predict further tokens on another stage than the loss, which never ran in slices",
+        "drop --pipeline-model-parallel-layout or --mtp-num-layers",
     ),
     Refusal(
         "capacity of experts",

@@ -21,10 +21,11 @@ from bpipe.build import BalanceConfig, ScheduleConfig, built
 from bpipe.generate.family import Family
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.host_buffers import links_of
-from bpipe.ir.memory import moves_anything
+from bpipe.ir.memory import Memory, moves_anything
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 from bpipe.record.format import RankSummary
+from bpipe.report.memory import rule_by_slice
 from bpipe.runtime.engine import TIMERS, Engine, EngineConfig
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import ExactBytes, Recorder
@@ -402,7 +403,18 @@ class Driver:
             pipeline=pipeline,
             differing=self._differing,
             slicing=self.slicing,
+            by_slice=None if self.slicing is None else self._by_slice(engine),
         )
+
+    def _by_slice(self, engine: Engine) -> Memory:
+        """Return the rule for the slices of the last iteration, which may differ in size."""
+        assert self._meter is not None
+        saved = self._meter.each_bytes
+        if engine.sizing is not None and engine.sizing.differing:
+            moved: Mapping[tuple[int, int], int] = engine.sizing.moved_each
+        else:
+            moved = {key: engine.moved_bytes.get(key[0], 0) for key in saved}
+        return rule_by_slice(engine.schedule, saved, moved, self._meter.after_each_bytes)
 
 
 def without_p2p_sync(config: Any) -> str:

@@ -154,7 +154,8 @@ SLICED_TOO: dict[str, list[dict[str, Any]]] = {
         {"transformer_impl": "local", "bf16": True, "masked_softmax_fusion": True},
         {"transformer_impl": "local", "fp16": True, "masked_softmax_fusion": True},
     ],
-    "further tokens in slices": [{"mtp_num_layers": 1}],
+    "one layer for all further tokens": [{"mtp_num_layers": 2, "mtp_use_repeated_layer": True}],
+    "further tokens in a layout of slices": [{"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|tmL"}],
     "capacity of experts": [{"num_experts": 4, "moe_expert_capacity_factor": 1.0}],
     "routing of a whole micro-batch": [
         {"num_experts": 4, "moe_router_load_balancing_type": "sinkhorn"},
@@ -191,6 +192,8 @@ UNSLICED: list[dict[str, Any]] = [
     {"num_experts": 4, "moe_aux_loss_coeff": 0.0, "recompute_granularity": "full", "calculate_per_token_loss": True},
     {"moe_router_load_balancing_type": "sinkhorn", "recompute_granularity": "full", "moe_aux_loss_coeff": 0.1},
     {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01, "apply_rope_fusion": True},
+    {"mtp_num_layers": 2, "mtp_use_repeated_layer": False},
+    {"mtp_use_repeated_layer": True, "pipeline_model_parallel_layout": "Et|tL"},
 ]
 
 
