@@ -198,7 +198,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "board cuda errors graph sizing stage",
         "kernel_times streams",
         "capture failures messages recorder states",
-        "kept meter retrace",
+        "kept links meter retrace",
         "evictor executor host_buffers shards",
         "acceptor",
         "several",
