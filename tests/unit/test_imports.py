@@ -68,6 +68,17 @@ MAY: dict[str, set[str]] = {
         "transport",
     },
     "runtime": {"ir", "lower.answered", "record.format", "transport", "vocabulary"},
+    "torch": {
+        "names",
+        "ir",
+        "generate.families",
+        "lower.align",
+        "formats.read",
+        "formats.text",
+        "build",
+        "transport",
+        "runtime",
+    },
     "plan": {
         "values",
         "flags",
@@ -205,13 +216,14 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "partners",
         "engine",
     ),
+    "torch": ("upstream pipelines", "calls orders", "schedule"),
     "compare": ("read", "judge", "show"),
     "draw": ("picture plots", "png svg timeline"),
 }
 
 # Who may load what is not Python's own: any place of these, and no other.
 FOREIGN = {
-    "torch": {"transport", "runtime", "vocabulary"},
+    "torch": {"transport", "runtime", "torch", "vocabulary"},
     "numpy": set[str](),
     "matplotlib": {"draw"},
     "megatron": set[str](),
