@@ -1,6 +1,6 @@
 """Name everything private of `torch.distributed.pipelining` that this project uses, and refuse a torch without it.
 
-In: the installed torch. Out: its classes under the names used here, or `Unfit` with what is missing. The only module of
+In: the installed torch. Out: its classes under the names used here, or `UnfitTorch` with what is missing. The only module of
 `bpipe` that imports torch's pipelining. Replaces nothing.
 
 Signatures were compared in the sources of 2.11, 2.12, 2.13 and 2.14; what is run by tests is 2.14.1. In these
@@ -22,11 +22,11 @@ RUN_VERSION = "2.14.1"
 _SCHEDULES, _STAGE = "torch.distributed.pipelining.schedules", "torch.distributed.pipelining.stage"
 
 
-class Unfit(RuntimeError):
+class UnfitTorch(RuntimeError):
     """The installed torch is not one whose pipelining bpipe can use."""
 
 
-class Name(NamedTuple):
+class TorchName(NamedTuple):
     """A name of torch's: its module, and its first parameters that are given or read here.
 
     `use` says what for; it stands in the error where the name is missing.
@@ -39,54 +39,56 @@ class Name(NamedTuple):
 
 
 NAMES = (
-    Name(_SCHEDULES, "get_schedule_class", ("schedule_name",), "torch's schedules by name"),
-    Name(
+    TorchName(_SCHEDULES, "get_schedule_class", ("schedule_name",), "torch's schedules by name"),
+    TorchName(
         _SCHEDULES, "PipelineScheduleSingle", ("stage", "n_microbatches", "loss_fn"), "torch's schedules of one stage"
     ),
-    Name(_SCHEDULES, "PipelineScheduleMulti", ("stages", "n_microbatches", "loss_fn"), "torch's schedules of several"),
-    Name(_SCHEDULES, "_PipelineScheduleRuntime", (), "the loop that runs a list of actions"),
-    Name(
+    TorchName(
+        _SCHEDULES, "PipelineScheduleMulti", ("stages", "n_microbatches", "loss_fn"), "torch's schedules of several"
+    ),
+    TorchName(_SCHEDULES, "_PipelineScheduleRuntime", (), "the loop that runs a list of actions"),
+    TorchName(
         _SCHEDULES,
         "_PipelineScheduleRuntime._prepare_schedule_with_comms",
         ("self", "actions"),
         "messages between computations",
     ),
-    Name(
+    TorchName(
         _SCHEDULES,
         "_PipelineScheduleRuntime._step_microbatches",
         ("self", "arg_mbs", "kwarg_mbs", "target_mbs", "losses"),
         "one step",
     ),
-    Name(
+    TorchName(
         _SCHEDULES, "_PipelineScheduleRuntime._initialize_stages", ("self", "args", "kwargs"), "the stages' handshake"
     ),
-    Name(
+    TorchName(
         _SCHEDULES,
         "_PipelineScheduleRuntime._maybe_compute_loss",
         ("self", "stage", "output", "target_mbs", "mb_index"),
         "the end of a forward",
     ),
-    Name(
+    TorchName(
         _SCHEDULES,
         "_Action",
         ("stage_index", "computation_type", "microbatch_index", "sub_actions"),
         "what a rank does",
     ),
-    Name(_SCHEDULES, "_ComputationType", (), "kinds of actions"),
-    Name(
+    TorchName(_SCHEDULES, "_ComputationType", (), "kinds of actions"),
+    TorchName(
         _SCHEDULES,
         "_check_torch_compile_compatibility",
         ("stages", "schedule_name"),
         "split backwards of compiled stages",
     ),
-    Name(_STAGE, "_PipelineStageBase.forward_one_chunk", ("self", "fwd_chunk_id"), "the begin of a forward"),
-    Name(
+    TorchName(_STAGE, "_PipelineStageBase.forward_one_chunk", ("self", "fwd_chunk_id"), "the begin of a forward"),
+    TorchName(
         _STAGE,
         "_PipelineStageBase.backward_one_chunk",
         ("self", "bwd_chunk_id", "loss", "full_backward"),
         "the begin and end of a backward",
     ),
-    Name(
+    TorchName(
         _STAGE, "_PipelineStageBase.backward_weight_one_chunk", ("self", "bwd_chunk_id"), "the begin and end of a wgrad"
     ),
 )
@@ -124,7 +126,7 @@ def lacking() -> list[str]:
 
 def _require(missing: list[str]) -> None:
     if missing:
-        raise Unfit(
+        raise UnfitTorch(
             f"torch {torch.__version__} cannot be used by bpipe.torch: torch.distributed.pipelining has no "
             f"{', '.join(missing)}. Install one of torch {', '.join(READ_VERSIONS)} (run was {RUN_VERSION}), or use its "
             f"own schedules"
@@ -132,7 +134,7 @@ def _require(missing: list[str]) -> None:
 
 
 def require_attributes(schedule: object, stages: list[Any]) -> None:
-    """Raise Unfit where a schedule or one of its stages lacks an attribute that is read."""
+    """Raise UnfitTorch where a schedule or one of its stages lacks an attribute that is read."""
     of_stages = [f"stage.{name}" for name in OF_STAGE if not all(hasattr(stage, name) for stage in stages)]
     _require([name for name in OF_SCHEDULE if not hasattr(schedule, name)] + of_stages)
 

@@ -31,7 +31,7 @@ def test_a_torch_without_a_name_or_a_parameter_is_refused(monkeypatch: pytest.Mo
         "get_schedule_class(rank) (torch's schedules by name)",
     ]
     with pytest.raises(
-        upstream.Unfit,
+        upstream.UnfitTorch,
         match=r"torch 2\.\S+ cannot be used by bpipe\.torch: torch\.distributed\.pipelining has no _Gone\.method "
         r"\(torch's schedules by name\), .*Install one of torch 2\.11, .*, or use its own schedules",
     ):
@@ -43,7 +43,7 @@ def test_a_stage_without_an_attribute_is_refused() -> None:
     stage = SimpleNamespace(**dict.fromkeys(upstream.OF_STAGE))
     upstream.require_attributes(schedule, [stage])
     del stage.fwd_cache, schedule._internal_losses
-    with pytest.raises(upstream.Unfit, match=r"has no _internal_losses, stage\.fwd_cache\. "):
+    with pytest.raises(upstream.UnfitTorch, match=r"has no _internal_losses, stage\.fwd_cache\. "):
         upstream.require_attributes(schedule, [stage])
 
 
