@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bpipe.ir.action import Action, Kind
 from bpipe.runtime.capture import SavedStorage
+from bpipe.runtime.graph import plain_tensors
 
 Key = tuple[int, int]
 
@@ -109,7 +110,7 @@ class Meter:
 
     def saved(self, forward: Action, found: Sequence[SavedStorage], inputs: Sequence[torch.Tensor | None] = ()) -> None:
         """Note the storages that a finished forward saved; `inputs` are what the stage received for it."""
-        received = {tensor.untyped_storage()._cdata for tensor in inputs if tensor is not None and self._keeps_inputs}
+        received = {tensor.untyped_storage()._cdata for tensor in plain_tensors(inputs) if self._keeps_inputs}
         self.received_bytes = sum(item.nbytes for item in found if item.storage._cdata in received)
         owner = (forward.stage, forward.microbatch)
         held = self._held[owner] = _Held()

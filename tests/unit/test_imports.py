@@ -206,7 +206,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "table",
     ),
     "runtime": (
-        "board cuda errors graph sizing stage",
+        "board checkpoints cuda errors graph sizing stage",
         "kernel_times streams",
         "capture failures messages recorder states",
         "kept links meter retrace",
