@@ -160,11 +160,6 @@ def _listed(stages: Sequence[int]) -> str:
     return " and ".join(map(str, stages)) or "none"
 
 
-def splits_backwards(schedule: Schedule) -> bool:
-    """Return whether any backward is computed in two halves."""
-    return bool(schedule.split_stages)
-
-
 def torch_orders(schedule: Schedule) -> dict[int, list[Any]]:
     """Return every rank's computations as torch has them, without bubbles."""
     return {rank: [_cell(slot) for slot in row if slot.compute is not None] for rank, row in enumerate(schedule.ranks)}

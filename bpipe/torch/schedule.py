@@ -26,10 +26,10 @@ from bpipe.torch.orders import (
     config_of,
     refuse_other_places,
     refuse_unrunnable,
-    splits_backwards,
     torch_orders,
 )
 from bpipe.torch.pipelines import connected
+from bpipe.torch.recomputed import refuse_split_recomputation
 from bpipe.torch.upstream import Computation, Runtime, SingleStage, refuse_compiled, require_attributes
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,9 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         self.schedule = build(self.config)
         refuse_unrunnable(self.schedule)
         refuse_other_places(self.schedule, stages)
-        if splits_backwards(self.schedule):
+        # Stages with split backwards whose graph nobody has looked at yet.
+        self._unseen_split = set(self.schedule.split_stages)
+        if self._unseen_split:
             refuse_compiled(stages, self.schedule.name)
         super().__init__(stages, n_microbatches, loss_fn=loss_fn, **torch_options)
         self.pipeline_order = torch_orders(self.schedule)
@@ -186,7 +188,11 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         # What the caller gives, to the first stage and as keywords, is the caller's.
         num_received = 0 if stage.is_first else len(stage.args_recv_info[mb_index])
         received = [each for each in taken[:num_received] if isinstance(each, torch.Tensor) and each.requires_grad]
-        self._calls.forward_ran([each for each in roots if isinstance(each, torch.Tensor)], received)
+        made = [each for each in roots if isinstance(each, torch.Tensor)]
+        if stage.stage_index in self._unseen_split:
+            self._unseen_split.remove(stage.stage_index)
+            refuse_split_recomputation(stage, made, self.schedule.name)
+        self._calls.forward_ran(made, received)
 
     def _between_halves(self, backward: Action) -> list[torch.UntypedStorage]:
         """What torch keeps from dgrad to wgrad besides the graph: gradients at the edges of the parameters' graphs."""

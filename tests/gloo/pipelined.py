@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,10 +23,23 @@ import torch.distributed as dist
 from torch.distributed.pipelining import schedules
 from torch.multiprocessing import start_processes
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.formats.text import write_csv
 from bpipe.ir.memory import num_transfers, peak_counts
+from bpipe.ir.schedule import Schedule
 from bpipe.runtime.meter import Meter
 from bpipe.torch import BalancedSchedule
-from tests.gloo.pipelined_stages import Part, loss_of, same, stages_of, steps_of
+from tests.gloo.pipelined_stages import (
+    Pair,
+    Part,
+    Several,
+    deferred_stages,
+    loss_of,
+    same,
+    stages_of,
+    steps_and_evaluation,
+    steps_of,
+)
 
 MICROBATCHES, TIMEOUT_S = 8, 60.0
 OPTIONS = {"minimum_bytes": 256, "timeout_s": TIMEOUT_S, "poison": True}
@@ -40,21 +54,66 @@ PLACES: dict[str, Callable[[int, int], tuple[list[int], int]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One schedule beside torch's own class of the same stages."""
+    """One schedule beside torch's own class of the same stages.
+
+    `moves`: whether anything leaves on 4 ranks. `torch_options` are given to both. `frees`: dgrad frees most of what a
+    micro-batch holds, so less is held than counted, which is whole ones.
+    """
 
     places: str
-    reference: type
+    reference: Any
     schedule: Any
     options: dict[str, Any] = field(default_factory=dict)
     moves: bool = True
+    make: Callable[..., Any] = Part
+    steps: Callable[..., Any] = steps_of
+    torch_options: dict[str, Any] = field(default_factory=dict)
+    stages: Callable[..., Any] = stages_of
+    frees: bool = False
+
+
+ONE, LOOP, ZBV = schedules.Schedule1F1B, schedules.ScheduleInterleaved1F1B, schedules.ScheduleZBVZeroBubble
+# Where ranks hold evenly much, what leaves goes to the node's own memory: also between the halves of a backward.
+AWAY = {"hosts": "host"}
+
+
+def _file(schedule: Schedule) -> str:
+    """A schedule as a user keeps it; every rank has its own copy."""
+    path = Path(tempfile.mkdtemp()) / "schedule.csv"
+    path.write_text(write_csv(schedule))
+    return str(path)
 
 
 CASES = {
-    "1f1b": Case("chain", schedules.Schedule1F1B, "1f1b"),
-    "1f1b, not balanced": Case("chain", schedules.Schedule1F1B, "1f1b", {"balance": "none"}, moves=False),
-    "1f1b over peer": Case("chain", schedules.Schedule1F1B, "1f1b", {"transport": "peer"}),
-    "interleaved": Case("loop", schedules.ScheduleInterleaved1F1B, "interleaved-1f1b"),
-    "torch's interleaved": Case("loop", schedules.ScheduleInterleaved1F1B, "Interleaved1F1B"),
+    "1f1b": Case("chain", ONE, "1f1b"),
+    "1f1b, not balanced": Case("chain", ONE, "1f1b", {"balance": "none"}, moves=False),
+    "1f1b over peer": Case("chain", ONE, "1f1b", {"transport": "peer"}),
+    "interleaved": Case("loop", LOOP, "interleaved-1f1b"),
+    # Torch's own, by name or class, on the ranks that these want.
+    "GPipe": Case("chain", schedules.ScheduleGPipe, schedules.ScheduleGPipe, AWAY),
+    "Interleaved1F1B": Case("loop", LOOP, "Interleaved1F1B"),
+    "LoopedBFS": Case("loop", schedules.ScheduleLoopedBFS, schedules.ScheduleLoopedBFS, AWAY),
+    "InterleavedZeroBubble": Case("loop", schedules.ScheduleInterleavedZeroBubble, "InterleavedZeroBubble", AWAY),
+    "ZBVZeroBubble": Case("v", ZBV, "ZBVZeroBubble", AWAY),
+    "DualPipeV": Case("v", schedules.ScheduleDualPipeV, "DualPipeV", AWAY),
+    "DualPipeV, overlapping": Case("v", schedules.ScheduleDualPipeV, "DualPipeV", {"balance": "none"}, moves=False),
+    # Ours, beside torch's of the same stages.
+    "zb-v": Case("v", ZBV, "zb-v", AWAY),
+    "v-half": Case("v", ZBV, "v-half", AWAY),
+    "v-half of pairs": Case("v", ZBV, "v-half", {"balance": "none"}, make=Pair, moves=False),
+    "zb-h1": Case("chain", ONE, "zb-h1", AWAY, moves=False),
+    "grouped": Case("loop", LOOP, "grouped-interleaved"),
+    "pool": Case("loop", LOOP, "interleaved-1f1b", {"hosts": "pool"}),
+    "a file, balanced here": Case("loop", LOOP, lambda p: _file(build(ScheduleConfig("interleaved-1f1b", p, 8, 2)))),
+    "a file, balanced": Case(
+        "chain", ONE, lambda p: _file(build(ScheduleConfig("1f1b", p, 8, balance=BalanceConfig())))
+    ),
+    # What a step takes and gives.
+    "several tensors, keywords, evaluation": Case("chain", ONE, "1f1b", make=Several, steps=steps_and_evaluation),
+    "pairs of tensors": Case("loop", LOOP, "interleaved-1f1b", make=Pair),
+    "not scaled": Case("chain", ONE, "1f1b", torch_options={"scale_grads": False}),
+    "deferred by the stages": Case("v", ZBV, "v-half", AWAY, stages=deferred_stages, frees=True),
+    "of another": Case("loop", LOOP, None),
 }
 
 
@@ -62,17 +121,23 @@ def of_case(case: Case, rank: int, world: int) -> dict[str, Any]:
     indices, num_stages = PLACES[case.places](rank, world)
 
     def stages() -> Any:
-        return stages_of(indices, num_stages, Part)
+        return case.stages(indices, num_stages, *(() if case.make is Part else (case.make,)))
 
-    theirs = stages()
-    reference = case.reference(theirs if len(theirs) > 1 else theirs[0], MICROBATCHES, loss_fn=loss_of)
-    wanted = steps_of(reference, theirs, MICROBATCHES)
+    def theirs(of: Any) -> Any:
+        return case.reference(of if len(of) > 1 else of[0], MICROBATCHES, loss_fn=loss_of, **case.torch_options)
+
+    first = stages()
+    wanted = case.steps(theirs(first), first, MICROBATCHES)
     ours, meter = stages(), Meter()
-    balanced = BalancedSchedule(
-        ours, MICROBATCHES, loss_of, schedule=case.schedule, meter=meter, **{**OPTIONS, **case.options}
-    )
-    found = steps_of(balanced, ours, MICROBATCHES)
-    return facts(balanced, meter, same(wanted, found), rank)
+    options = {**OPTIONS, **case.options, "meter": meter}
+    if case.schedule is None:
+        balanced = BalancedSchedule.of(theirs(ours), **options)
+    else:
+        source = (
+            case.schedule(world) if callable(case.schedule) and not isinstance(case.schedule, type) else case.schedule
+        )
+        balanced = BalancedSchedule(ours, MICROBATCHES, loss_of, schedule=source, **case.torch_options, **options)
+    return facts(balanced, meter, same(wanted, case.steps(balanced, ours, MICROBATCHES)), rank)
 
 
 def facts(balanced: BalancedSchedule, meter: Meter, is_same: bool, place: int) -> dict[str, Any]:

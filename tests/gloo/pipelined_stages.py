@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
+from torch.utils.checkpoint import checkpoint
 
 CPU = torch.device("cpu")
 WIDTH, VOCABULARY, HEADS = 48, 80, 4
@@ -50,6 +51,104 @@ class Part(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x if self.head is None else self.head(x)
+
+
+class Several(Part):
+    """Passes three tensors on, one of them no gradient's, and takes two by keyword."""
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        side: torch.Tensor | None = None,
+        numbers: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> Any:
+        if self.embedding is not None:
+            numbers, x = x, self.embedding(x)
+            side = x.mean(-1, keepdim=True)
+        for block in self.blocks:
+            x = block(x, mask)
+        assert side is not None
+        x = x + side * 0.1 + (0 if bias is None else bias.view(-1, 1, 1))
+        return (x, side + x.std(-1, keepdim=True), numbers) if self.head is None else self.head(x)
+
+
+class Pair(Part):
+    """Passes two tensors on, to another rank or to a stage of its own."""
+
+    def forward(self, x: torch.Tensor, side: torch.Tensor | None = None) -> Any:
+        if self.embedding is not None:
+            x = self.embedding(x)
+            side = x.mean(-1, keepdim=True)
+        for block in self.blocks:
+            x = block(x)
+        assert side is not None
+        x = x + side * 0.1
+        return (x, side + x.std(-1, keepdim=True)) if self.head is None else self.head(x)
+
+
+class _Deferring(torch.autograd.Function):
+    """A product whose weight's gradient is computed when its owner asks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, owner: Deferred) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.owner = owner
+        return x @ owner.weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (x,), owner = ctx.saved_tensors, ctx.owner
+        owner.waiting.append((x.detach().flatten(0, -2), gradients[0].flatten(0, -2)))
+        return gradients[0] @ owner.weight, None
+
+
+class Deferred(nn.Module):
+    """A linear layer that puts its wgrad off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+        self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.nn.functional.gelu(_Deferring.apply(x, self))  # type: ignore[no-untyped-call]
+
+
+class DeferredBlock(nn.Module):
+    """Two of them, computed again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Deferred(), Deferred())
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.layers, x, use_reentrant=False)
+
+
+def deferred_stages(indices: Sequence[int], num_stages: int) -> list[PipelineStage]:
+    """Stages that have their wgrads put off by themselves, torch's `dw_builder`."""
+
+    def builder(module: nn.Module) -> Callable[[], Callable[[], None]]:
+        def build() -> Callable[[], None]:
+            of_backward = [(layer, layer.waiting.pop()) for layer in module.modules() if isinstance(layer, Deferred)]
+
+            def compute() -> None:
+                for layer, (x, gradient) in of_backward:
+                    wgrad = gradient.t() @ x
+                    layer.weight.grad = wgrad if layer.weight.grad is None else layer.weight.grad + wgrad
+
+            return compute
+
+        return build
+
+    stages = []
+    for index in indices:
+        torch.manual_seed(100 + index)
+        module = Part(index, num_stages, DeferredBlock)
+        stages.append(PipelineStage(module, index, num_stages, CPU, dw_builder=builder(module)))
+    return stages
 
 
 def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -111,13 +210,35 @@ def steps_of(
             **(keywords or {}),
             **options,
         )
-        losses += [float(loss).hex() for loss in of_step]
-        losses += [] if made is None else [float(local(made).double().sum()).hex()]
+        losses += [float(loss.detach()).hex() for loss in of_step]
+        losses += [] if made is None else [float(local(made).detach().double().sum()).hex()]
         gradients = {name: local(one.grad).clone() for name, one in parameters.items() if one.grad is not None}
         optimizer.step()
         optimizer.zero_grad()
     weights = {name: local(one).detach().clone() for name, one in parameters.items()}
     return {"losses": losses, "gradients": gradients, "weights": weights}
+
+
+def steps_and_evaluation(schedule: Any, stages: Sequence[PipelineStage], num_microbatches: int) -> Bits:
+    """Steps with keywords, an evaluation between them, and a step that returns no outputs."""
+    rows = num_microbatches * ROWS
+    mask = torch.zeros(rows, 1, LENGTH, LENGTH).masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), float("-inf"))
+    keywords = {"mask": mask, "bias": torch.arange(float(rows)) / 10}
+    first = steps_of(schedule, stages, num_microbatches, keywords=keywords)
+    is_first, is_last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
+    inputs, target = batch(9, num_microbatches)
+    losses: list[torch.Tensor] = []
+    with torch.no_grad():
+        made = schedule.eval(
+            *([inputs] if is_first else []),
+            target=target if is_last else None,
+            losses=losses if is_last else None,
+            **keywords,
+        )
+    evaluated = [] if made is None else [float(made.double().sum()).hex(), *(float(loss).hex() for loss in losses)]
+    assert bool(evaluated) is is_last
+    last = steps_of(schedule, stages, num_microbatches, 1, keywords=keywords, first_step=2, return_outputs=False)
+    return {**last, "losses": [*first["losses"], *evaluated, *last["losses"]]}
 
 
 def same(wanted: Bits, found: Bits) -> bool:

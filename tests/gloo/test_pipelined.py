@@ -37,7 +37,11 @@ def test_every_bit_is_that_of_torchs_own_class(case: str, found: Found) -> None:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("case", CASES)
 def test_peaks_are_those_predicted(case: str, found: Found) -> None:
-    assert [rank[case]["peak"] for rank in found] == [rank[case]["predicted"] for rank in found]
+    peaks = [(rank[case]["peak"], rank[case]["predicted"]) for rank in found]
+    if CASES[case].frees:
+        assert all(measured <= predicted for measured, predicted in peaks), peaks
+    else:
+        assert [measured for measured, _ in peaks] == [predicted for _, predicted in peaks]
 
 
 @pytest.mark.timeout(180)
@@ -46,6 +50,7 @@ def test_what_was_to_leave_has_left(case: str, found: Found) -> None:
     for rank in found:
         of_case = rank[case]
         assert (of_case["moved"] > 0) is (of_case["evictions"] > 0)
-        assert all(share > 0.9 for share in of_case["shares"]), of_case["said"]
+        # What a stage hands over on its own rank is held by both stages, and stays.
+        assert CASES[case].frees or all(share > 0.9 for share in of_case["shares"]), of_case["said"]
     if len(found) == 4:
         assert any(rank[case]["evictions"] for rank in found) is CASES[case].moves

@@ -216,7 +216,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "partners",
         "engine",
     ),
-    "torch": ("upstream pipelines", "calls orders", "schedule"),
+    "torch": ("pipelines recomputed upstream", "calls orders", "schedule"),
     "compare": ("read", "judge", "show"),
     "draw": ("picture plots", "png svg timeline"),
 }
