@@ -61,7 +61,7 @@ def config_of(
     name = _family_named(source)
     if name is not None:
         sizes = num_ranks, num_microbatches, num_stages // num_ranks
-        return ScheduleConfig(name, *sizes, balance, group_size, exchange=Exchange.POSTED)
+        return ScheduleConfig(name, *sizes, balance, group_size, exchange=Exchange.TORCH)
     if group_size is not None:
         raise ValueError(f"group_size {group_size} is of bpipe's own families, and {source} is none: leave it out")
     schedule = _schedule_of(source, stages, num_microbatches, overlaps=balance is None)
@@ -73,7 +73,7 @@ def config_of(
         )
     if schedule.hosts is not None and balance is not None and balance != BalanceConfig():
         raise ValueError(f"schedule {schedule.name} is balanced as it stands: leave bounds, memory and hosts out")
-    return replace(config_of_schedule(schedule, balance), exchange=Exchange.POSTED)
+    return replace(config_of_schedule(schedule, balance), exchange=Exchange.TORCH)
 
 
 def _family_named(source: Source) -> str | None:

@@ -20,6 +20,7 @@ from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.streams import allocated_on
 from bpipe.torch.calls import StepCalls
+from bpipe.torch.judged import refuse_standstill
 from bpipe.torch.orders import (
     KIND_OF,
     Source,
@@ -100,6 +101,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         device = torch.device(stages[0].device)
         connections = connected(stages[0].group, self.schedule, transport, timeout_s, device)
         self.links = connections.links
+        refuse_standstill(self.schedule, self.pipeline_order_with_comms, device, self.links, differing)
         if connections.table:
             logger.info("bpipe: %s", connections.table)
         engine_config = EngineConfig(

@@ -68,17 +68,6 @@ MAY: dict[str, set[str]] = {
         "transport",
     },
     "runtime": {"ir", "lower.answered", "record.format", "transport", "vocabulary"},
-    "torch": {
-        "names",
-        "ir",
-        "generate.families",
-        "lower.align",
-        "formats.read",
-        "formats.text",
-        "build",
-        "transport",
-        "runtime",
-    },
     "plan": {
         "values",
         "flags",
@@ -99,6 +88,10 @@ MAY: dict[str, set[str]] = {
     },
     "report": {"ir", "generate.families", "build", "simulate", "models.flops", "record"},
     "report.out": {"ir", "formats.text", "simulate", "record.format", "report"},
+    "torch": {
+        *("names", "ir", "generate.families", "lower.align", "lower.lower", "formats.read", "formats.text"),
+        *("check.deadlock", "build", "record.format", "transport", "runtime", "report.memory"),
+    },
     "compare": {"values", "record.format", "record.keys", "record.one_run"},
     "draw": {"ir", "simulate.report"},
     "commands": {
@@ -146,7 +139,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "v_half v_min zb_v",
         "families",
     ),
-    "lower": ("align forwards turns", "lower", "answered"),
+    "lower": ("align forwards torch_receives turns", "lower", "answered"),
     "balance": ("evict packing", "pairs", "budget", "deadlines pool", "tiers"),
     "check": ("case deadlock", "replicas slices", "rules", "order"),
     "simulate": ("bandwidth cost", "durations report", "host_buffers reductions", "engine trace"),
@@ -216,7 +209,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "partners",
         "engine",
     ),
-    "torch": ("pipelines recomputed upstream", "calls orders", "schedule"),
+    "torch": ("pipelines recomputed upstream", "calls judged orders", "schedule"),
     "compare": ("read", "judge", "show"),
     "draw": ("picture plots", "png svg timeline"),
 }
