@@ -19,6 +19,7 @@ from bpipe.ir.action import Action
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.streams import allocated_on
+from bpipe.torch.buffers import ReceiveBuffers
 from bpipe.torch.calls import StepCalls
 from bpipe.torch.judged import refuse_standstill
 from bpipe.torch.orders import (
@@ -41,8 +42,9 @@ _OURS = (*KIND_OF.values(), Computation.OVERLAP_F_B)
 class BalancedSchedule(Runtime):  # type: ignore[misc]
     """A schedule, torch's or ours, balanced, under torch's own runtime.
 
-    `step`, `eval`, targets, losses and keywords are those of torch's schedules. `engine` moves activations, and
-    `config` and `schedule` say what is run. `links` are the measured links of all pairs.
+    `step`, `eval`, targets, losses and keywords are those of torch's schedules. `config` and `schedule` say what is run,
+    `engine` moves activations. `links` are the measured links of all pairs, `buffers` torch's for what it receives,
+    where they are kept lean.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         timeout_s: float = 600.0,
         differing: bool = False,
         poison: bool = False,
+        lean_buffers: bool = True,
         meter: Meter | None = None,
         **torch_options: Any,
     ) -> None:
@@ -72,7 +75,8 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         micro-batches of a chunk that each rank may hold, one number for all or one a rank; by default the smallest that
         all keep. `hosts`: who keeps what leaves: "pair", "pool", "host" (the node's own memory) or "all".
         `minimum_bytes`: smaller storages stay. `transport`: as `--bpipe-transport`. `differing`: micro-batches of a
-        stage may differ in size. `poison` fills freed memory with NaN, for tests. `meter` measures. `torch_options` are
+        stage may differ in size. `poison` fills freed memory with NaN, for tests. `lean_buffers`: what torch receives
+        takes memory only while it is needed. `meter` measures. `torch_options` are
         those of torch's schedules: `scale_grads`, `args_chunk_spec`, `kwargs_chunk_spec`, `output_merge_spec`,
         `backward_requires_autograd`. Raises ValueError for what cannot be built or run.
         """
@@ -97,6 +101,8 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         self._prepare_schedule_with_comms(self.pipeline_order)
         require_attributes(self, stages)
         self.meter = meter
+        own = {stage.stage_index for stage in stages}
+        self.buffers = ReceiveBuffers(stages, own.__contains__) if lean_buffers else None
         self._calls: StepCalls | None = None
         device = torch.device(stages[0].device)
         connections = connected(stages[0].group, self.schedule, transport, timeout_s, device)
@@ -160,11 +166,16 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         """Have the engine called for the time of one step."""
         order = self.pipeline_order_with_comms
         mine = order[self.rank]
-        calls = self._calls = StepCalls(self.engine, mine)
+        buffers = self.buffers
+        calls = self._calls = StepCalls(
+            self.engine, mine, *(() if buffers is None else (buffers.receives, buffers.used))
+        )
         order[self.rank] = calls.watched()
         try:
             with calls.around(self._stages):
                 yield
+            if buffers is not None:
+                buffers.end()
         except Exception as error:
             if calls.begun:
                 error.add_note(f"bpipe: {self.engine.where()}")
@@ -177,6 +188,8 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
         super()._initialize_stages(*args, **kwargs)
         if self._calls is not None:
+            if self.buffers is not None:
+                self.buffers.begin()
             self._calls.begin()
 
     def _maybe_compute_loss(

@@ -103,18 +103,8 @@ OF_SCHEDULE = (
     "stage_index_to_group_rank",
 )
 OF_STAGE = (
-    *(
-        "args_recv_info",
-        "backward_state",
-        "device",
-        "dw_builder",
-        "fwd_cache",
-        "group",
-        "group_rank",
-        "group_size",
-        "is_first",
-    ),
-    *("is_last", "num_stages", "stage_index"),
+    *("args_recv_info", "backward_state", "device", "dw_builder", "fwd_cache", "grad_recv_info", "group", "group_rank"),
+    *("group_size", "is_first", "is_last", "num_stages", "stage_index"),
 )
 
 

@@ -209,7 +209,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "partners",
         "engine",
     ),
-    "torch": ("pipelines recomputed upstream", "calls judged orders", "schedule"),
+    "torch": ("pipelines recomputed upstream", "buffers calls judged orders", "schedule"),
     "compare": ("read", "judge", "show"),
     "draw": ("picture plots", "png svg timeline"),
 }
