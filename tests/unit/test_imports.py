@@ -88,6 +88,10 @@ MAY: dict[str, set[str]] = {
     },
     "report": {"ir", "generate.families", "build", "simulate", "models.flops", "record"},
     "report.out": {"ir", "formats.text", "simulate", "record.format", "report"},
+    "torch": {
+        *("names", "ir", "generate.families", "lower.align", "lower.lower", "formats.read", "formats.text"),
+        *("check.deadlock", "build", "record.format", "transport", "runtime", "report.memory"),
+    },
     "compare": {"values", "record.format", "record.keys", "record.one_run"},
     "draw": {"ir", "simulate.report"},
     "commands": {
@@ -135,7 +139,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "v_half v_min zb_v",
         "families",
     ),
-    "lower": ("align forwards turns", "lower", "answered"),
+    "lower": ("align forwards torch_receives turns", "lower", "answered"),
     "balance": ("evict packing", "pairs", "budget", "deadlines pool", "tiers"),
     "check": ("case deadlock", "replicas slices", "rules", "order"),
     "simulate": ("bandwidth cost", "durations report", "host_buffers reductions", "engine trace"),
@@ -195,23 +199,24 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "table",
     ),
     "runtime": (
-        "board cuda errors graph sizing stage",
+        "board checkpoints cuda errors graph sizing stage",
         "kernel_times streams",
         "capture failures messages recorder states",
-        "kept meter retrace",
+        "kept links meter retrace",
         "evictor executor host_buffers shards",
         "acceptor",
         "several",
         "partners",
         "engine",
     ),
+    "torch": ("pipelines recomputed upstream", "buffers calls judged orders", "schedule"),
     "compare": ("read", "judge", "show"),
     "draw": ("picture plots", "png svg timeline"),
 }
 
 # Who may load what is not Python's own: any place of these, and no other.
 FOREIGN = {
-    "torch": {"transport", "runtime", "vocabulary"},
+    "torch": {"transport", "runtime", "torch", "vocabulary"},
     "numpy": set[str](),
     "matplotlib": {"draw"},
     "megatron": set[str](),
