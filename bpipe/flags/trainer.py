@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from bpipe.flags import configurations, schedules
 from bpipe.flags.budgets import MINIMUM_BYTES, read_moves
 from bpipe.flags.flag import Flag, Group, InLaunch
-from bpipe.flags.values import EVEN, factor, positive, seconds, slice_lengths
+from bpipe.flags.values import EVEN, factor, iterations, positive, seconds, slice_lengths
 from bpipe.placement import PLACEMENTS
 from bpipe.refusals import UNPROVEN
 from bpipe.transport import AUTO, NAMES
@@ -161,6 +161,14 @@ TRAINER = (
                 "leave defects of the installed Megatron as they are. By default the log names each that is mended, "
                 "in memory only. Works "
                 "with and without --bpipe",
+            ),
+            _flag(
+                "--bpipe-verify",
+                "in the first N iterations compare checksums of everything that leaves a rank before it leaves, before "
+                "its memory is freed and before it is used again. What differs ends the run before weights are "
+                "updated, and is named",
+                "N|all",
+                iterations,
             ),
             _flag(
                 "--bpipe-poison",

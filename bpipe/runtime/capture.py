@@ -35,13 +35,18 @@ class SavedStorage(NamedTuple):
 
     `alone` is False where somebody else holds it too, by [1] or [2], or it is not the device's to move.
 
-    `kind` is the kind of the node that saved it; of several, the first that the walk came to.
+    `kind` is the kind of the node that saved it, `tensor` the tensor; of several, the first that the walk came to.
     """
 
     storage: torch.UntypedStorage
     nbytes: int
     alone: bool
     kind: str = ""
+    tensor: tuple[torch.dtype, torch.Size] | None = None
+
+    def __str__(self) -> str:
+        dtype, shape = self.tensor or (torch.uint8, torch.Size((self.nbytes,)))
+        return f"{str(dtype).removeprefix('torch.')} {list(shape)}, saved by {self.kind}"
 
 
 class Place(NamedTuple):
@@ -62,11 +67,13 @@ class Uses:
     in its place.
     """
 
-    __slots__ = ("copies", "kind", "originals", "places", "saved", "stashed", "storage", "wrapped")
+    __slots__ = ("copies", "kind", "originals", "places", "saved", "stashed", "storage", "tensor", "wrapped")
 
-    def __init__(self, storage: torch.UntypedStorage, kind: str) -> None:
+    def __init__(self, storage: torch.UntypedStorage, kind: str, first: torch.Tensor) -> None:
         self.storage = storage
         self.kind = kind
+        # Not the tensor itself: holders are counted.
+        self.tensor = first.dtype, first.shape
         self.originals: list[torch.Tensor] = []
         self.saved: set[int] = set()
         self.stashed: Counter[int] = Counter()
@@ -133,12 +140,14 @@ def collect(roots: Sequence[Any]) -> tuple[dict[int, Uses], dict[int, torch.Tens
                     for payload in payloads_of(tensor) if tensor is again[position] else ():
                         wrappers[id(tensor)] = tensor
                         inside = payload.untyped_storage()
-                        uses.setdefault(inside._cdata, Uses(inside, node.name())).add_wrapped(payload, id(tensor))
+                        uses.setdefault(inside._cdata, Uses(inside, node.name(), payload)).add_wrapped(
+                            payload, id(tensor)
+                        )
                     continue
                 storage = tensor.untyped_storage()
                 use = uses.get(storage._cdata)
                 if use is None:
-                    use = uses[storage._cdata] = Uses(storage, node.name())
+                    use = uses[storage._cdata] = Uses(storage, node.name(), tensor)
                 place = Place(number, name, position)
                 if tensor is not again[position]:
                     use.copies.append(
@@ -177,7 +186,8 @@ def _judge(
         tensor = originals.pop()
         if num_python_holders(tensor) > use.holders(tensor) and not any(tensor is known for known in inputs):  # [2]
             alone = False
-    return SavedStorage(storage, storage.nbytes(), alone and storage.resizable() and _on(device, storage), use.kind)
+    movable = alone and storage.resizable() and _on(device, storage)
+    return SavedStorage(storage, storage.nbytes(), movable, use.kind, use.tensor)
 
 
 def _on(device: torch.device, storage: torch.UntypedStorage) -> bool:

@@ -196,7 +196,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "runtime": (
         "board cuda errors graph sizing stage",
-        "kernel_times streams",
+        "kernel_times streams verifying",
         "capture failures messages recorder states",
         "kept meter retrace",
         "evictor executor host_buffers shards",

@@ -30,6 +30,7 @@ from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import ExactBytes, Recorder
 from bpipe.runtime.sizing import Unmoved
 from bpipe.runtime.streams import Clock, Streams, allocated_on
+from bpipe.runtime.verifying import Certificate, Verifier
 from bpipe.transport.base import Transport
 from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory
 from megatron.scheduling.hooks import upstream
@@ -40,7 +41,7 @@ from megatron.scheduling.memory.differing import Differing
 from megatron.scheduling.memory.watermark import Watermark
 from megatron.scheduling.memory.weighing import Waiting, Weighing
 from megatron.scheduling.options.arguments import SchedulingConfig
-from megatron.scheduling.report.log import FirstIterations, pipeline_begins_with_rank_0, say
+from megatron.scheduling.report.log import FirstIterations, pipeline_begins_with_rank_0, say, verified
 from megatron.scheduling.report.recording import IterationNotes
 from megatron.scheduling.report.schedule_lines import describe, grouped
 from megatron.scheduling.report.stage_report import summary_of
@@ -89,6 +90,7 @@ class Driver:
         self._config = config
         self._engines: dict[ScheduleConfig, Engine] = {}
         self._streams: Streams | None = None
+        self._verifier: Verifier | None = None
         self._program: ScheduleConfig | None = None
         self._active: Engine | None = None
         self._at: Action | None = None
@@ -178,6 +180,9 @@ class Driver:
         self._first_iterations.ended(
             engine, self.rank, {place: one.link for place, one in self._connections.items() if one.link}
         )
+        if self._verifier is not None and self._verifier.first_over and pipeline_begins_with_rank_0():
+            for line in verified(self._verifier.certificate, engine, self.rank):
+                say(line, everywhere=True)
         if self._weighing is not None and pipeline_begins_with_rank_0():
             for line in self._weighing.lines():
                 say(line, everywhere=True)
@@ -258,8 +263,11 @@ class Driver:
         return engine
 
     def _engine_config(self, differing: bool, how: BalanceConfig | None) -> EngineConfig:
+        name = f"rank {dist.get_rank()}"
+        if self._config.verify and self._verifier is None:
+            self._verifier = Verifier(name, self.device, self._config.verify)
         return EngineConfig(
-            name=f"rank {dist.get_rank()}",
+            name=name,
             device=self.device,
             minimum_bytes=self._config.minimum_bytes,
             timeout_s=self._config.timeout_s,
@@ -272,6 +280,8 @@ class Driver:
             between=lambda shard: self.between(shard),
             timed=self._own_time.of,
             shared=lambda storage: self.slicing is not None and self.slicing.keeps(storage),
+            verifier=self._verifier,
+            links={place: one.link.transport for place, one in self._connections.items() if one.link},
         )
 
     def _transports(
@@ -402,6 +412,7 @@ class Driver:
             pipeline=pipeline,
             differing=self._differing,
             slicing=self.slicing,
+            certificate=Certificate() if self._verifier is None else self._verifier.certificate,
         )
 
 

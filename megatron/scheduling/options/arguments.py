@@ -74,10 +74,11 @@ class SchedulingConfig:
     where `own` cuts micro-batches into slices, how long these are. `report_iterations` are the first and the last to
     record, by default the third to the fifth that this program trains; `last_iteration` is the training's, where that
     is known. Every `metrics_interval` iterations Megatron's writers are told, every `timers_interval` our timers are
-    printed as Megatron prints its own. `flops_per_microbatch` are the model's FLOPs of one micro-batch on every
-    pipeline, by Megatron's own count; `logits_per_microbatch` are those of one rank's part of the vocabulary and of the
-    sequence. `audit`: so many micro-batches of each chunk are compared. `optimizer_hosts`: whose optimizer's moments
-    wait where while micro-batches are computed.
+    printed as Megatron prints its own. `verify`: in so many first iterations what moves is checked.
+    `flops_per_microbatch` are the model's FLOPs of one micro-batch on every pipeline, by Megatron's own count;
+    `logits_per_microbatch` are those of one rank's part of the vocabulary and of the sequence. `audit`: so many
+    micro-batches of each chunk are compared. `optimizer_hosts`: whose optimizer's moments wait where while
+    micro-batches are computed.
     """
 
     balance: bool
@@ -94,6 +95,7 @@ class SchedulingConfig:
     message_timeout_s: float = 600.0
     minimum_bytes: int = MINIMUM_BYTES
     poison: bool = False
+    verify: float = 0
     synchronous: bool = False
     differing: bool = False
     unproven: str | None = None
@@ -189,6 +191,7 @@ def config_from_args(args: Any) -> SchedulingConfig:
         message_timeout_s=60.0 * args.distributed_timeout_minutes if args.bpipe_timeout is None else args.bpipe_timeout,
         minimum_bytes=args.bpipe_min_bytes,
         poison=args.bpipe_poison,
+        verify=args.bpipe_verify or 0,
         synchronous=args.bpipe_sync_transfers,
         differing=args.bpipe_differing_sizes or differ(args) or slices_differ(args, 1 if own is None else own.slices),
         unproven=args.bpipe_unproven,
