@@ -59,6 +59,10 @@ class Place(NamedTuple):
     of_base: bool = False
 
 
+# Not wrapped: whoever looks at hundreds of tensors pays for every call.
+num_python_holders = sys.getrefcount
+
+
 class Uses:
     """Uses of one storage: the tensors by which the graph uses it, and how many were unpacked from copies.
 
@@ -205,10 +209,6 @@ def only_holder(tensor: torch.Tensor) -> bool:
     return num_storage_uses(storage) == 2  # the tensor and our own hold
 
 
-def num_python_holders(tensor: torch.Tensor) -> int:
-    return sys.getrefcount(tensor)
-
-
 def _measure_holders(saved: bool, stashed: bool) -> int:
     """Return the reference count of a tensor that only the graph holds, as `_judge` sees it; it depends on torch and
     Python versions."""
@@ -258,21 +258,47 @@ _HOLDERS_OF_BOTH = _measure_holders(saved=True, stashed=True)
 
 
 class Claims:
-    """Remembers which micro-batch saved which storage, to notice one that two of them saved: rule [3]."""
+    """Remembers which micro-batch saved which storage, to notice one that two of them saved: rule [3].
+
+    What may die while it is claimed is known by a weak reference, which takes a microsecond to make. What leaves is held
+    by whoever moves it until its backward, so its address is enough.
+    """
 
     def __init__(self) -> None:
         self._owners: dict[int, tuple[StorageWeakRef, Hashable]] = {}
+        self._held: dict[Hashable, frozenset[int]] = {}
 
     def claim(self, storages: Sequence[torch.UntypedStorage], microbatch: Hashable) -> list[bool]:
         """Return of which of these no other living micro-batch saved them; from now on they are this micro-batch's."""
+        held = frozenset[int]().union(*self._held_by_others(microbatch))
         mine = []
         for storage in storages:
-            known = self._owners.get(storage._cdata)
-            if known is None or known[0].expired():
-                known = self._owners[storage._cdata] = StorageWeakRef(storage), microbatch
-            mine.append(known[1] == microbatch)
+            address = storage._cdata
+            known = self._owners.get(address)
+            if address not in held and (known is None or known[0].expired()):
+                known = self._owners[address] = StorageWeakRef(storage), microbatch
+            mine.append(address not in held and known is not None and known[1] == microbatch)
         return mine
+
+    def hold(self, addresses: frozenset[int], microbatch: Hashable) -> bool:
+        """Claim storages that the caller holds until it calls `release`; return whether no other micro-batch has one,
+        and else claim none."""
+        claimed = (self._owners[address] for address in self._owners.keys() & addresses)
+        if any(owner != microbatch and not reference.expired() for reference, owner in claimed):
+            return False
+        if not all(map(addresses.isdisjoint, self._held_by_others(microbatch))):
+            return False
+        self._held[microbatch] = addresses
+        return True
+
+    def release(self, microbatch: Hashable) -> None:
+        """Give up what a micro-batch holds: its backward is about to run."""
+        self._held.pop(microbatch, None)
 
     def clear(self) -> None:
         """Forget all: a new iteration's micro-batches carry the old numbers."""
         self._owners.clear()
+        self._held.clear()
+
+    def _held_by_others(self, microbatch: Hashable) -> list[frozenset[int]]:
+        return [held for owner, held in self._held.items() if owner != microbatch]

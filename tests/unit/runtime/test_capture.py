@@ -149,6 +149,21 @@ def test_what_two_micro_batches_saved_is_nobodys() -> None:
     assert table not in claim(second, 1)
 
 
+def test_what_one_micro_batch_holds_is_no_other_ones_until_it_is_released() -> None:
+    storages = [torch.rand(4).untyped_storage() for _ in range(3)]
+    addresses = frozenset(storage._cdata for storage in storages[:2])
+    claims = Claims()
+    assert claims.hold(addresses, 0)
+    assert not claims.hold(addresses, 1)
+    assert claims.claim(storages, 1) == [False, False, True]
+    claims.release(0)
+    assert claims.claim(storages, 1) == [True, True, True]
+    claims.clear()
+    assert claims.claim(storages[1:], 1) == [True, True]
+    assert not claims.hold(addresses, 0), "one of two is another one's, so none is held"
+    assert claims.claim(storages[:1], 1) == [True]
+
+
 def test_looking_keeps_nothing_alive() -> None:
     x = torch.randn(4, 8, requires_grad=True)
     hidden = torch.exp(x * 2)
