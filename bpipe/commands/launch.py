@@ -9,28 +9,38 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from bpipe.flags.flag import Options
 from bpipe.plan.bash_words import MOST_CHARACTERS
 from bpipe.plan.launch_script import read_launch
-from bpipe.plan.megatron_command import Reading, read_command
+from bpipe.plan.megatron_command import Reading, flags_of_command, read_command
 from bpipe.values import printable
 
 
 def reading_of(options: Options) -> Reading | None:
     """Return what the launch says, or None where no launch is given."""
+    return _read(options, read_command)
+
+
+def flags_of(options: Options) -> list[str] | None:
+    """Return the flags of the training's script, or None where no launch is given."""
+    return _read(options, flags_of_command)
+
+
+def _read[Read](options: Options, reader: Callable[..., Read]) -> Read | None:
     if options.from_script is None:
         if options.set:
             raise ValueError("--set is for a script's variables: name the script with --from-script")
-        return read_command(options.megatron) if options.megatron else None
+        return reader(options.megatron) if options.megatron else None
     if options.megatron:
         raise ValueError("--from-script and flags after -- say the same: give one of them")
     given, data = dict(map(_assignment, options.set or ())), _script(options.from_script)
     try:
         launch = read_launch(data.decode("utf-8"), given)
-        return read_command(launch.words, launch.unknown)
+        return reader(launch.words, launch.unknown)
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{options.from_script}: byte {error.start} is no UTF-8 text: name the script itself, or convert it"

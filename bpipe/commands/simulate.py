@@ -33,11 +33,10 @@ from bpipe.plan.explain import (
     tightness_warning,
 )
 from bpipe.plan.megatron_command import Reading
-from bpipe.plan.megatron_flags import is_unproven
 from bpipe.plan.options import filled, setup_of
 from bpipe.plan.predict import SetupPrediction, predict, simulation_of
 from bpipe.plan.refused import refused
-from bpipe.plan.standings import FP8
+from bpipe.plan.standings import FP8, needs_of_setup
 from bpipe.plan.state_hosts import StateHosts, describe_moves, moves_values, state_hosts
 from bpipe.simulate.report import Simulation
 
@@ -225,7 +224,7 @@ def table(prediction: SetupPrediction) -> str:
     lines += [
         remark for remark in (costly_halves(prediction), replicas_apart(setup), tightness_warning(prediction)) if remark
     ]
-    lines += [FP8] if is_unproven(setup) else []
+    lines += [FP8] if FP8 in needs_of_setup(setup) else []
     titles = (
         "rank",
         "layers",

@@ -104,7 +104,6 @@ def schedule_flags(setup: Setup) -> list[str]:
     of_its_own = setup.schedule != default_family(setup.chunks)
     return words(
         {
-            "unproven": "fp8" if is_unproven(setup) else None,
             "vocabulary_parallel": setup.vocabulary_parallel if setup.is_sharded else None,
             "input_shards": setup.is_sharded and setup.input_shards,
             # Megatron pads to a multiple of 128 a tensor-parallel rank, of which not every number of ranks has equal
@@ -120,12 +119,6 @@ def schedule_flags(setup: Setup) -> list[str]:
             else None,
         }
     )
-
-
-def is_unproven(setup: Setup) -> bool:
-    """Return whether the trainer wants to be told to try it: FP8 where it moves activations or runs its own loop."""
-    ours = setup.balance != BALANCES[0] or setup.is_sharded or setup.schedule != default_family(setup.chunks)
-    return setup.fp8 is not None and ours
 
 
 def _memory(setup: Setup) -> list[str]:

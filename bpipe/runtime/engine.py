@@ -47,7 +47,8 @@ class EngineConfig:
     is entered around everything that this rank does for balancing: issuing a transfer, and waiting for one. `parts`: by
     stage, bytes of each micro-batch that leave, by default all that may. `shared(storage)`: whether several slices of a
     micro-batch share it, so that it stays, as planned. `verifier` checks what leaves and comes back, if anything does;
-    `links` are the names of transports by the other's rank, for its errors.
+    `links` are the names of transports by the other's rank, for its errors. `beside()`: streams, other than the one it is
+    called from, on which a stage computes parts of its forwards and backwards.
     """
 
     name: str
@@ -65,6 +66,7 @@ class EngineConfig:
     shared: Callable[[torch.UntypedStorage], bool] = lambda storage: False
     verifier: Verifier | None = None
     links: Mapping[int, str] = field(default_factory=dict)
+    beside: Callable[[], Sequence[torch.Stream]] = lambda: ()
 
 
 class Engine:
@@ -103,7 +105,7 @@ class Engine:
         how = (config.poison, config.differing, config.timeout_s)
         moving = Moving(
             *(config.name, config.device, config.minimum_bytes, *how, self._wait, self._kept, config.parts),
-            *(config.verifier, config.links),
+            *(config.verifier, config.links, config.beside),
         )
         self._partners = Partners(schedule, rank, transport, moving, self._streams)
         self._evictor, self._acceptor = self._partners.evictor, self._partners.acceptor

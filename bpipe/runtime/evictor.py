@@ -37,7 +37,7 @@ from bpipe.runtime.kept import Kept
 from bpipe.runtime.retrace import Retrace
 from bpipe.runtime.sizing import Sizing
 from bpipe.runtime.states import advance
-from bpipe.runtime.streams import Streams
+from bpipe.runtime.streams import Streams, used_here, used_on
 from bpipe.runtime.verifying import Verifier
 from bpipe.transport.base import Done, Pending, Transport
 from bpipe.transport.layout import BufferLayout
@@ -112,12 +112,14 @@ class Evictor:
         parts: Mapping[int, int] = MappingProxyType({}),
         verifier: Verifier | None = None,
         link: str = "",
+        beside: Callable[[], Sequence[torch.Stream]] = lambda: (),
     ) -> None:
         """`stages_in_buffers` are the partner's host buffers: which of this rank's stages each of them holds.
 
         `claims` are shared by all evictors of a rank. `differing`: micro-batches of one stage may differ in size.
         `parts`: by stage, how many bytes of each micro-batch leave, by default all that may. `verifier` checks what
-        leaves; `link` says there how it travels.
+        leaves; `link` says there how it travels. `beside()`: other streams than compute's on which forwards and
+        backwards run parts of a layer.
         """
         self._stages: frozenset[int] = frozenset().union(*stages_in_buffers)
         self._layout = BufferLayout(stages_in_buffers)
@@ -132,7 +134,7 @@ class Evictor:
         self._kept = kept
         self._claims = claims
         self._parts = parts
-        self._verifier, self._link = verifier, link
+        self._verifier, self._link, self._beside = verifier, link, beside
         # By stage, what leaves last was looked at as a whole: for a check to name.
         self._described: dict[int, Sequence[str]] = {}
         self._known: dict[Key, Activations] = {}
@@ -326,6 +328,9 @@ class Evictor:
                 self._finish(activations, ActivationsState.AWAY)  # [3]
                 self.sizing.away(*_key(activations.forward))
                 self._check(activations)
+                if self._beside():
+                    # Some of it was made on another stream, whose allocator does not know who read it meanwhile.
+                    used_here(*_bytes_of(activations.storages))
                 for storage in activations.storages:
                     if self._poison:
                         _poison(storage)
@@ -347,6 +352,9 @@ class Evictor:
             storage.resize_(nbytes)  # [4]
             if self._poison:
                 _poison(storage)
+        if beside := self._beside():
+            # Now it is compute's, and nodes of other streams read it.
+            used_on(beside, _bytes_of(activations.storages))
         with self._streams.inbound():  # [5]
             activations.pending = (
                 self._transport.get(host_buffer, _bytes_of(activations.storages))

@@ -8,7 +8,7 @@ several, and whatever has to be done with all of them in one order. Starts no tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -41,7 +41,7 @@ class Moving:
     """Settings of this rank's transfers, whoever is at the other end; `wait` waits for one and names it in errors.
 
     `parts`: by stage, bytes of each micro-batch that leave, where not all that may do. `verifier`: checks what leaves,
-    where anything does. `links`: by the other's rank, over which transport.
+    where anything does. `links`: by the other's rank, over which transport. `beside()`: streams of a stage's own.
     """
 
     name: str
@@ -55,6 +55,7 @@ class Moving:
     parts: Mapping[int, int]
     verifier: Verifier | None = None
     links: Mapping[int, str] = MappingProxyType({})
+    beside: Callable[[], Sequence[torch.Stream]] = lambda: ()
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ class Partners:
             moving.parts,
             moving.verifier,
             self._end(other) + (f" over {moving.links[other]}" if other in moving.links else ""),
+            moving.beside,
         )
         acceptor: Acceptor
         if transport.one_sided:

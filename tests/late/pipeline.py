@@ -8,7 +8,7 @@ transports and their copies. Threads stand for processes, and a queue for the co
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,7 @@ class Rank:
             synchronous=False,
             verifier=self.verifier,
             links=dict.fromkeys(range(schedule.num_ranks), pipeline.kind),
+            beside=lambda: pipeline.beside(self.rank),
         )
         if pipeline.engines:
             self.engine = Engine(schedule, self.rank, transports, config, self.meter if pipeline.measures else None)
@@ -141,14 +142,16 @@ class LatePipeline:
         differing: bool = False,
         extra: Extra = nothing,
         verify: bool = False,
+        model: LateModel | None = None,
+        beside: Callable[[int], Sequence[torch.Stream]] = lambda rank: (),
     ) -> None:
         self.schedule, self.kind = schedule, kind
         self.engines, self.poison, self.measures, self.differing = engines, poison, measures, differing
-        self.verify = verify
+        self.verify, self.beside = verify, beside
         self.links = sorted({(min(link), max(link)) for link in links_of(schedule)}) if engines else []
         self.controls = {(low, high): controls(low, high) for low, high in self.links if low != high}
         self._edge_controls = {pair: controls(*pair) for pair in neighbours(schedule)}
-        self.model = LateModel(schedule.num_stages, differing_sizes if differing else extra)
+        self.model = model or LateModel(schedule.num_stages, differing_sizes if differing else extra)
         self.ranks = [self.rank_of(rank) for rank in range(schedule.num_ranks)]
 
     def run(self, draw: Draw, iterations: int = 2) -> dict[Place, torch.Tensor]:
