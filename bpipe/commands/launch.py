@@ -17,7 +17,7 @@ from typing import Any
 from bpipe.flags.flag import Options
 from bpipe.plan.bash_words import MOST_CHARACTERS
 from bpipe.plan.launch_script import Launch, read_launch
-from bpipe.plan.megatron_command import Reading, read_command
+from bpipe.plan.megatron_command import Reading, flags_of_command, read_command
 from bpipe.values import printable
 
 
@@ -35,6 +35,15 @@ def launch_of(options: Options) -> Launch | None:
             return read_launch(data.decode("utf-8"), given)
         except UnicodeDecodeError as error:
             raise ValueError(f"byte {error.start} is no UTF-8 text: name the script itself, or convert it") from None
+
+
+def flags_of(options: Options) -> list[str] | None:
+    """Return the flags of the training's script, or None where no launch is given."""
+    launch = launch_of(options)
+    if launch is None:
+        return None
+    with _naming(options):
+        return flags_of_command(launch.words, launch.unknown)
 
 
 def reading_of(options: Options) -> Reading | None:

@@ -45,8 +45,9 @@ TE_ATTENTION = patches.Patch(
         "num_splits",
     ),
 )
-# What a wrapped forward says of itself.
+# What a wrapped forward says of itself; and one that leaves a slice's mask to the kernel.
 _SEES_SLICES = "_bpipe_sees_slices"
+BY_MASK = "_bpipe_by_mask"
 
 
 def sees_slices(core_attention: object) -> bool:
@@ -101,6 +102,7 @@ def _engines_attention(kept: KeptKeys, forward: Callable[..., Any]) -> Callable[
         return forward(module, query, key, value, attention_mask, attn_mask_type, *args, **kwargs)
 
     setattr(run, _SEES_SLICES, True)
+    setattr(run, BY_MASK, True)
     return run
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
+from bpipe.features import Settings
 from bpipe.ir.layout import EVEN, SliceLengths
 from bpipe.ir.memory import KeptMemory
-from bpipe.refusals import Settings
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.slices import attention, further
 from megatron.scheduling.slices.cutting import Cutting

@@ -259,12 +259,10 @@ def test_a_file_of_slices_has_the_micro_batches_of_the_run(tmp_path: Path) -> No
 
 
 def test_what_slices_refuse_is_said_beside_what_others_do() -> None:
-    given = args(bpipe_slices=4, context_parallel_size=2, bpipe_unproven=None, transformer_impl="transformer_engine")
+    given = args(bpipe_slices=4, context_parallel_size=2, transformer_impl="transformer_engine")
     found = own_schedule(given)
     assert found is not None
     assert [problem.partition(": ")[0] for problem in unplaced(given, found)] == ["--bpipe-slices 4"] * 2
-    given.bpipe_unproven = "slices"
-    assert len(unplaced(given, found)) == 1
 
 
 REFUSED = [
