@@ -363,8 +363,11 @@ SLICED: tuple[Feature, ...] = (
     Feature(
         "Transformer Engine's attention",
         lambda s: s.transformer_impl == "transformer_engine",
-        "its causal mask of fewer queries than keys was read and never run, and no check of what moves would notice it",
+        "the first slice that sees earlier keys also asks the kernel for a mask of known answer, and the run ends where it "
+        "is another",
         "use --transformer-impl local",
+        State.GUARDED,
+        "an_engine_that_masks_otherwise_ends_the_run",
     ),
     Feature(
         "context parallelism",
@@ -403,10 +406,16 @@ SLICED: tuple[Feature, ...] = (
         "use --no-masked-softmax-fusion",
     ),
     Feature(
-        "further tokens in slices",
-        lambda s: s.mtp_num_layers,
-        "further tokens are behind a slice's end",
-        "drop --mtp-num-layers",
+        "one layer for all further tokens",
+        lambda s: s.mtp_num_layers and s.mtp_use_repeated_layer,
+        "a layer keeps the keys of one pass, and this one runs once for each further token",
+        "drop --mtp-use-repeated-layer",
+    ),
+    Feature(
+        "further tokens in a layout of slices",
+        lambda s: s.mtp_num_layers and s.pipeline_model_parallel_layout,
+        "a layout may predict further tokens on another stage than the loss, which never ran in slices",
+        "drop --pipeline-model-parallel-layout or --mtp-num-layers",
     ),
     Feature(
         "capacity of experts",
@@ -438,7 +447,19 @@ SLICED: tuple[Feature, ...] = (
 # What Megatron's parser calls otherwise than the flag.
 _NAMES = {"fp8_format": "fp8", "fp4_format": "fp4"}
 # What a launch has that does not say it, as far as the table asks.
-_DEFAULTS = {"add_bias_linear": True, "ckpt_format": "torch_dist"}
+_DEFAULTS = {
+    "add_bias_linear": True,
+    "ckpt_format": "torch_dist",
+    "transformer_impl": "transformer_engine",
+    "masked_softmax_fusion": True,
+    "apply_rope_fusion": True,
+}
+# Flags that switch one of these off.
+_SWITCHED_OFF = {
+    "disable_bias_linear": "add_bias_linear",
+    "no_masked_softmax_fusion": "masked_softmax_fusion",
+    "no_rope_fusion": "apply_rope_fusion",
+}
 
 
 def settings_of(flags: Iterable[str]) -> SimpleNamespace:
@@ -457,8 +478,9 @@ def settings_of(flags: Iterable[str]) -> SimpleNamespace:
         elif name:
             before = found[name]
             found[name] = [*(before if isinstance(before, list) else [before]), _value(word)]
-    if found.pop("disable_bias_linear", False):
-        found["add_bias_linear"] = False
+    for flag, name in _SWITCHED_OFF.items():
+        if found.pop(flag, False):
+            found[name] = False
     return SimpleNamespace(**found)
 
 
@@ -485,7 +507,16 @@ def reasons(settings: object, balance: bool, executor: bool = False, strict: boo
     what is guarded is refused too.
     """
     wanted = "--bpipe" if balance else asked_by(settings) if executor else "--bpipe-report"
-    found = features_of(settings, balance, executor)
+    return _lines(features_of(settings, balance, executor), wanted, strict)
+
+
+def sliced_reasons(settings: object, slices: int, strict: bool = False) -> list[str]:
+    """Return why these settings cannot train in so many slices, of 2 or more: a line each."""
+    found = by_state(one for one in SLICED if one.applies(Settings(settings)))
+    return _lines(found, f"--bpipe-slices {slices}", strict)
+
+
+def _lines(found: Sequence[Feature], wanted: str, strict: bool) -> list[str]:
     lines = [f"{wanted}: {one.reason}; {one.remedy}" for one in found if one.state is State.REFUSED]
     if strict:
         lines += [
@@ -504,7 +535,12 @@ def guarded(settings: object, balance: bool, executor: bool = False) -> list[Fea
 def asked_by(settings: object) -> str:
     """Return the flag by which our own loop runs."""
     said = Settings(settings)
-    for flag, value in (("--bpipe-schedule", said.bpipe_schedule), ("--bpipe-vocabulary", said.bpipe_vocabulary)):
+    asked = {
+        "--bpipe-schedule": said.bpipe_schedule,
+        "--bpipe-vocabulary": said.bpipe_vocabulary,
+        "--bpipe-slices": None if said.bpipe_slices in (None, 1) else said.bpipe_slices,
+    }
+    for flag, value in asked.items():
         if value is not None:
             return f"{flag} {value}"
     return "--bpipe-executor" if said.bpipe_executor else "--bpipe-schedule"

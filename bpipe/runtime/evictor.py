@@ -32,7 +32,7 @@ import torch
 from bpipe.ir.action import Action
 from bpipe.runtime.capture import Claims, SavedStorage, find
 from bpipe.runtime.errors import RuntimeFault
-from bpipe.runtime.graph import hiding
+from bpipe.runtime.graph import hiding, plain_tensors
 from bpipe.runtime.kept import Kept
 from bpipe.runtime.retrace import Retrace
 from bpipe.runtime.sizing import Sizing
@@ -179,7 +179,7 @@ class Evictor:
     ) -> None:
         """Remember a finished forward whose activations will leave, or tell how large they are."""
         # Whatever the graph holds was there when the outputs were: nothing of it can be where one of them was.
-        places = frozenset(output.untyped_storage()._cdata for output in outputs if output is not None)
+        places = frozenset(output.untyped_storage()._cdata for output in plain_tensors(outputs))
         self._known[_key(forward)] = Activations(forward, roots, inputs, places)
 
     def forget(self, forward: Action) -> None:

@@ -58,11 +58,12 @@ class Retrace:
 
     @staticmethod
     def of(roots: Sequence[Any], leaving: Sequence[torch.UntypedStorage]) -> Retrace | None:
-        """Record where these storages are saved; None where one lies inside of a wrapper."""
+        """Record where these storages are saved; None where one lies inside of a wrapper, or in a region that is
+        computed again."""
         uses, wrappers = collect(roots)
         wrappers.clear()
         chosen = [uses[storage._cdata] for storage in leaving]
-        if any(use.wrapped for use in chosen):
+        if any(use.wrapped or use.unplaced for use in chosen):
             return None
         nodes = list(nodes_of(roots))
         attributes: dict[tuple[int, str], int] = {}

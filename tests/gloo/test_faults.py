@@ -211,6 +211,56 @@ def test_a_stage_that_dies_with_its_own_nodes_memory_full_ends_the_others(tmp_pa
     assert outcome.seconds < 60
 
 
+# Stage 3 hosts the first slice of the second micro-batch, 4, from 0F4 to 0B6.
+SLICED = (*BPIPE, "--bpipe-slices", "4", "--bpipe-timeout", "30")
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param("3 3B2", id="host between backwards"),
+        *(
+            pytest.param(fault, id=name, marks=pytest.mark.slow)
+            for name, fault in {
+                "host between forwards": "3 3F5",
+                "host behind the first slice": "3 3B0",
+                "evictor with a slice away": "0 0F7",
+                "evictor between backwards": "0 0B1",
+                "evictor before its load": "0 0B7",
+                "neighbour between forwards": "1 1F6",
+                "neighbour between backwards": "2 2B3",
+                "in the first iteration": "3 3F6 SIGKILL 1",
+            }.items()
+        ),
+    ],
+)
+def test_whoever_dies_between_slices_ends_the_others(tmp_path: Path, fault: str) -> None:
+    outcome = run(tmp_path, SLICED, fault=fault if "SIGKILL" in fault else f"{fault} SIGKILL")
+    dead = int(fault[0])
+    assert outcome.codes[dead] == -signal.SIGKILL
+    for rank in set(range(4)) - {dead}:
+        assert outcome.codes[rank] not in (0, None), f"rank {rank} did not notice"
+        said = (
+            f"rank {dead} failed first: it does not answer, so it was killed,"
+            if dead
+            else "who keeps the store of this run does not answer"
+        )
+        assert last_line(outcome, rank).startswith(f"bpipe: {said}"), outcome.logs[rank][-2000:]
+    assert outcome.seconds < 60
+
+
+@pytest.mark.timeout(120)
+def test_a_slice_that_finds_no_memory_is_everybodys_last_line(tmp_path: Path) -> None:
+    outcome = run(tmp_path, SLICED, fault="1 1F6 MEMORY 1")
+    for rank in range(4):
+        assert outcome.codes[rank] == 1, outcome.logs[rank][-2000:]
+        assert last_line(outcome, rank) == (
+            "bpipe: rank 1 failed first: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. (rank 1, "
+            "stage 1, after 1B3, at 1F6)"
+        )
+
+
 OWN = ("--bpipe-schedule", "zb-h1", "--bpipe-timeout", "5")
 
 

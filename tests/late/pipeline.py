@@ -33,6 +33,7 @@ from tests.late.group import join
 from tests.late.hosts import run_hosts
 from tests.late.model import Extra, LateModel, Place, nothing
 from tests.late.model import differing as differing_sizes
+from tests.late.slices import SlicedModel
 
 KINDS = ("two-sided", "peer", "host")
 TIMEOUT_S = 30.0
@@ -151,7 +152,11 @@ class LatePipeline:
         self.links = sorted({(min(link), max(link)) for link in links_of(schedule)}) if engines else []
         self.controls = {(low, high): controls(low, high) for low, high in self.links if low != high}
         self._edge_controls = {pair: controls(*pair) for pair in neighbours(schedule)}
-        self.model = model or LateModel(schedule.num_stages, differing_sizes if differing else extra)
+        self.model = model or (
+            LateModel(schedule.num_stages, differing_sizes if differing else extra)
+            if schedule.layout.slices == 1
+            else SlicedModel(schedule, differing)
+        )
         self.ranks = [self.rank_of(rank) for rank in range(schedule.num_ranks)]
 
     def run(self, draw: Draw, iterations: int = 2) -> dict[Place, torch.Tensor]:

@@ -331,6 +331,7 @@ OPTIONAL: dict[str, str] = {
     "moe_token_dispatcher_type": "not the flex dispatcher",
     "moe_z_loss_coeff": "experts without auxiliary losses",
     "mtp_num_layers": _NO_FURTHER,
+    "mtp_use_repeated_layer": _NO_FURTHER,
     "multi_latent_attention": "no latent attention",
     "non_persistent_ckpt_type": "checkpoints for all",
     "num_experts": _NO_EXPERTS,

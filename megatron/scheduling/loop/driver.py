@@ -24,11 +24,13 @@ from bpipe.features import guarded
 from bpipe.generate.family import Family
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.host_buffers import links_of
-from bpipe.ir.memory import moves_anything
+from bpipe.ir.memory import Memory, moves_anything
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 from bpipe.record.format import RankSummary
+from bpipe.report.memory import rule_by_slice
 from bpipe.runtime.engine import TIMERS, Engine, EngineConfig
+from bpipe.runtime.links import connect_pairs
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import ExactBytes, Recorder
 from bpipe.runtime.sizing import Unmoved
@@ -38,7 +40,7 @@ from bpipe.transport.base import Transport
 from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory
 from megatron.scheduling.hooks import upstream
 from megatron.scheduling.hooks.beside import OwnTime, streams_of_layers
-from megatron.scheduling.loop import links
+from megatron.scheduling.loop.directory import pipelines
 from megatron.scheduling.loop.waiting import refuse_standstill
 from megatron.scheduling.memory.differing import Differing
 from megatron.scheduling.memory.watermark import Watermark
@@ -314,8 +316,8 @@ class Driver:
         if not moves_anything(schedule):
             return {}
         known = {link.ranks for link in self.links}
-        asked = (self._config.positions, self._config.transport, self._config.timeout_s, device, known)
-        connections, found, table = links.connect_pairs(schedule, *asked)
+        asked = (pipelines(self._config.positions), self._config.transport, self._config.timeout_s, device)
+        connections, found, table = connect_pairs(schedule, *asked, known)
         self._connections |= connections
         if found:
             say(table)
@@ -436,7 +438,18 @@ class Driver:
             differing=self._differing,
             slicing=self.slicing,
             certificate=Certificate() if self._verifier is None else self._verifier.certificate,
+            by_slice=None if self.slicing is None else self._by_slice(engine),
         )
+
+    def _by_slice(self, engine: Engine) -> Memory:
+        """Return the rule for the slices of the last iteration, which may differ in size."""
+        assert self._meter is not None
+        saved = self._meter.each_bytes
+        if engine.sizing is not None and engine.sizing.differing:
+            moved: Mapping[tuple[int, int], int] = engine.sizing.moved_each
+        else:
+            moved = {key: engine.moved_bytes.get(key[0], 0) for key in saved}
+        return rule_by_slice(engine.schedule, saved, moved, self._meter.after_each_bytes)
 
 
 def without_p2p_sync(config: Any) -> str:

@@ -13,8 +13,7 @@ from typing import Any
 
 from bpipe.build import BalanceConfig, ScheduleConfig, built, config_of_schedule
 from bpipe.check.order import check_microbatch_order
-from bpipe.features import PLACED, SHARDED, SLICED, asked_by, reasons_of
-from bpipe.flags.values import EVEN
+from bpipe.features import PLACED, SHARDED, asked_by, reasons_of, sliced_reasons
 from bpipe.generate.families import (
     FAMILIES,
     default_family,
@@ -24,7 +23,7 @@ from bpipe.generate.families import (
 )
 from bpipe.generate.family import ALIKE, Family, UnitCosts
 from bpipe.ir.hosts import HOST, PAIR
-from bpipe.ir.layout import REDISTRIBUTE, Vocabulary
+from bpipe.ir.layout import EVEN, REDISTRIBUTE, Vocabulary
 from bpipe.ir.memory import plain
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
@@ -199,7 +198,7 @@ def unplaced(args: Any, own: ScheduleConfig) -> list[str]:
     if own.slices == 1 and args.bpipe_slice_lengths != EVEN:
         found.append("--bpipe-slice-lengths says how long slices are: give --bpipe-slices, too, or leave it out")
     if own.slices > 1:
-        found += reasons_of(SLICED, args, f"--bpipe-slices {own.slices}")
+        found += sliced_reasons(args, own.slices, args.bpipe_strict)
     return found
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 
 from bpipe.features import Settings
-from bpipe.flags.values import EVEN, SliceLengths
+from bpipe.ir.layout import EVEN, SliceLengths
 from bpipe.ir.memory import KeptMemory
 from megatron.scheduling.hooks import patches
-from megatron.scheduling.slices import attention
+from megatron.scheduling.slices import attention, further
 from megatron.scheduling.slices.cutting import Cutting
 from megatron.scheduling.slices.experts import ExpertLosses
 from megatron.scheduling.slices.kept import KeptKeys
@@ -48,7 +48,7 @@ class Slicing:
         return self._kept.holds(storage)
 
     def wraps(self) -> dict[patches.Patch, patches.Wrap]:
-        return {**attention.wraps(self._kept), **self._losses.wraps()}
+        return {**attention.wraps(self._kept), **self._losses.wraps(), **further.wraps(self.cutting)}
 
     def begin(self, length: int, config: object) -> None:
         """Begin with sequences of so many tokens. `config` is Megatron's, of the model.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import terra
-from bpipe.features import FEATURES, SLICED, State, features_of, guarded, reasons, reasons_of
+from bpipe.features import FEATURES, SLICED, State, features_of, guarded, reasons, sliced_reasons
 from megatron.scheduling.start.refusals import differ, refuse, slices_differ
 
 # Settings that are refused, by feature; several where several names lead to one feature.
@@ -177,7 +177,8 @@ SLICED_TOO: dict[str, list[dict[str, Any]]] = {
         {"transformer_impl": "local", "bf16": True, "masked_softmax_fusion": True},
         {"transformer_impl": "local", "fp16": True, "masked_softmax_fusion": True},
     ],
-    "further tokens in slices": [{"mtp_num_layers": 1}],
+    "one layer for all further tokens": [{"mtp_num_layers": 2, "mtp_use_repeated_layer": True}],
+    "further tokens in a layout of slices": [{"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|tmL"}],
     "capacity of experts": [{"num_experts": 4, "moe_expert_capacity_factor": 1.0}],
     "routing of a whole micro-batch": [
         {"num_experts": 4, "moe_router_load_balancing_type": "sinkhorn"},
@@ -214,6 +215,8 @@ UNSLICED: list[dict[str, Any]] = [
     {"num_experts": 4, "moe_aux_loss_coeff": 0.0, "recompute_granularity": "full", "calculate_per_token_loss": True},
     {"moe_router_load_balancing_type": "sinkhorn", "recompute_granularity": "full", "moe_aux_loss_coeff": 0.1},
     {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01, "apply_rope_fusion": True},
+    {"mtp_num_layers": 2, "mtp_use_repeated_layer": False},
+    {"mtp_use_repeated_layer": True, "pipeline_model_parallel_layout": "Et|tL"},
 ]
 
 
@@ -226,13 +229,17 @@ def test_every_refusal_of_slices_is_tried() -> None:
 )
 def test_what_cannot_be_cut_is_refused_for_its_own_reason(feature: str, settings: dict[str, Any]) -> None:
     (refusal,) = (refusal for refusal in SLICED if refusal.name == feature)
-    expected = [f"--bpipe-slices 4: {refusal.reason}; {refusal.remedy}"]
-    assert reasons_of(SLICED, SimpleNamespace(**settings), "--bpipe-slices 4") == expected
+    given, said = SimpleNamespace(**settings), f"{refusal.reason}; {refusal.remedy}"
+    assert sliced_reasons(given, 4) == [f"--bpipe-slices 4: {said}"] * (refusal.state is State.REFUSED)
+    strictly = sliced_reasons(given, 4, strict=True)
+    assert strictly == sliced_reasons(given, 4) or strictly == [
+        f"--bpipe-strict: {refusal.name} is guarded: {said}, or drop --bpipe-strict"
+    ]
 
 
 @pytest.mark.parametrize("settings", UNSLICED)
 def test_what_can_be_cut_is_not_refused(settings: dict[str, Any]) -> None:
-    assert reasons_of(SLICED, SimpleNamespace(**settings), "--bpipe-slices 4") == []
+    assert sliced_reasons(SimpleNamespace(**settings), 4, strict=True) == []
 
 
 @pytest.mark.parametrize(
@@ -241,6 +248,10 @@ def test_what_can_be_cut_is_not_refused(settings: dict[str, Any]) -> None:
         ({"seq_length": 64, "transformer_impl": "local"}, True),
         ({"seq_length": 64, "transformer_impl": "transformer_engine"}, False),
         ({"seq_length": 63, "transformer_impl": "transformer_engine"}, True),
+        # Of 4 * 8 units of 2 tokens, or of 33 units.
+        ({"seq_length": 64, "tensor_model_parallel_size": 2, "sequence_parallel": True}, False),
+        ({"seq_length": 68, "tensor_model_parallel_size": 2, "sequence_parallel": True}, True),
+        ({"seq_length": 68, "tensor_model_parallel_size": 2, "sequence_parallel": False}, False),
         ({"seq_length": 64, "transformer_impl": "local", "recompute_granularity": "full"}, False),
         ({"seq_length": 64, "transformer_impl": "local", "recompute_granularity": "selective"}, False),
         (
