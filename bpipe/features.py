@@ -363,11 +363,11 @@ SLICED: tuple[Feature, ...] = (
     Feature(
         "Transformer Engine's attention",
         lambda s: s.transformer_impl == "transformer_engine",
-        "its causal mask of fewer queries than keys was read and never run: before it trains the trainer compares a slice's "
-        "attention with a whole sequence's, and ends where they differ",
+        "the first slice that sees earlier keys also asks the kernel for a mask of known answer, and the run ends where it "
+        "is another",
         "use --transformer-impl local",
         State.GUARDED,
-        "tests/unit/scheduling/test_mask_of_slices.py",
+        "an_engine_that_masks_otherwise_ends_the_run",
     ),
     Feature(
         "context parallelism",
@@ -507,7 +507,16 @@ def reasons(settings: object, balance: bool, executor: bool = False, strict: boo
     what is guarded is refused too.
     """
     wanted = "--bpipe" if balance else asked_by(settings) if executor else "--bpipe-report"
-    found = features_of(settings, balance, executor)
+    return _lines(features_of(settings, balance, executor), wanted, strict)
+
+
+def sliced_reasons(settings: object, slices: int, strict: bool = False) -> list[str]:
+    """Return why these settings cannot train in so many slices, of 2 or more: a line each."""
+    found = by_state(one for one in SLICED if one.applies(Settings(settings)))
+    return _lines(found, f"--bpipe-slices {slices}", strict)
+
+
+def _lines(found: Sequence[Feature], wanted: str, strict: bool) -> list[str]:
     lines = [f"{wanted}: {one.reason}; {one.remedy}" for one in found if one.state is State.REFUSED]
     if strict:
         lines += [
@@ -538,8 +547,9 @@ def asked_by(settings: object) -> str:
 
 
 def reasons_of(features: Sequence[Feature], settings: object, wanted: str) -> list[str]:
-    """Return why these settings cannot train with `wanted`, a flag and its value: a line each. With `--bpipe-strict`
-    what is guarded is among them."""
-    said = Settings(settings)
-    states = (State.REFUSED, State.GUARDED) if said.bpipe_strict else (State.REFUSED,)
-    return [f"{wanted}: {one.reason}; {one.remedy}" for one in features if one.state in states and one.applies(said)]
+    """Return why these settings cannot train with `wanted`, a flag and its value: a line each."""
+    return [
+        f"{wanted}: {one.reason}; {one.remedy}"
+        for one in features
+        if one.state is State.REFUSED and one.applies(Settings(settings))
+    ]

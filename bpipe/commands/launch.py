@@ -37,15 +37,6 @@ def launch_of(options: Options) -> Launch | None:
             raise ValueError(f"byte {error.start} is no UTF-8 text: name the script itself, or convert it") from None
 
 
-def flags_of(options: Options) -> list[str] | None:
-    """Return the flags of the training's script, or None where no launch is given."""
-    launch = launch_of(options)
-    if launch is None:
-        return None
-    with _naming(options):
-        return flags_of_command(launch.words, launch.unknown)
-
-
 def reading_of(options: Options) -> Reading | None:
     """Return what the launch says, or None where no launch is given."""
     launch = launch_of(options)
@@ -53,6 +44,15 @@ def reading_of(options: Options) -> Reading | None:
         return None
     with _naming(options):
         return read_command(launch.words, launch.unknown)
+
+
+def flags_of(options: Options) -> list[str] | None:
+    """Return the flags of the training's script, or None where no launch is given."""
+    launch = launch_of(options)
+    if launch is None:
+        return None
+    with _naming(options):
+        return flags_of_command(launch.words, launch.unknown)
 
 
 @contextlib.contextmanager

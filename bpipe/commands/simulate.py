@@ -246,7 +246,8 @@ def table(prediction: SetupPrediction) -> str:
         )
         if remark
     ]
-    lines += [need for need in needs_of_setup(setup) if need in (FP8, SLICES)]
+    needs = needs_of_setup(setup)
+    lines += [need for need in (FP8, SLICES) if need in needs]
     titles = (
         "rank",
         "layers",

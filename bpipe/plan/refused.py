@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bpipe.build import BALANCES
-from bpipe.features import PLACED, SHARDED, SLICED, Settings, asked_by, reasons, reasons_of, settings_of
+from bpipe.features import PLACED, SHARDED, Settings, asked_by, reasons, reasons_of, settings_of, sliced_reasons
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.program import Exchange
 from bpipe.models.layout import Setup
@@ -46,7 +46,7 @@ def refused(setup: Setup, others: Others = ()) -> tuple[str, ...]:
     if setup.is_sharded:
         found += reasons_of(SHARDED, settings, f"--bpipe-vocabulary {setup.vocabulary_parallel}")
     if setup.slices > 1:
-        found += reasons_of(SLICED, settings, f"--bpipe-slices {setup.slices}")
+        found += sliced_reasons(settings, setup.slices, bool(settings.bpipe_strict))
     return tuple(found)
 
 

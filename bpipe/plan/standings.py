@@ -32,8 +32,8 @@ FP8 = (
     "back as it left (--bpipe-verify)"
 )
 SLICES = (
-    "slices by Transformer Engine's attention were never run on a GPU: the trainer compares them with a whole sequence "
-    "before it trains"
+    "slices by Transformer Engine's attention were never run on a GPU: the trainer asks its kernel for a mask of known "
+    "answer first"
 )
 HYBRID = (
     "hybrid models are built by a script of their own, such as Megatron's pretrain_hybrid.py, started with -m "
@@ -71,8 +71,8 @@ def needs_of_setup(setup: Setup) -> list[str]:
     every = (
         *((HALVES, halves), (AS_A_V, _is_a_v(setup)), (TWO_PIPES, setup.num_pipes > 1)),
         *((GATED_GELU, model.gated_gelu), (BEHIND_ATTENTION, unlike)),
-        *((FP8, setup.fp8 is not None and setup.balance != BALANCES[0]),),
-        *((SLICES, setup.slices > 1 and setup.kernels == "gpu"),),
+        (FP8, setup.fp8 is not None and setup.balance != BALANCES[0]),
+        (SLICES, setup.slices > 1 and setup.kernels == "gpu"),
         (HYBRID, model.hybrid is not None),
     )
     return [need for need, there in every if there]

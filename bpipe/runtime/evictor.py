@@ -254,6 +254,12 @@ class Evictor:
         """What checks this iteration, if anything does."""
         return self._verifier if self._verifier is not None and self._verifier.on else None
 
+    @property
+    def _poisons(self) -> bool:
+        """Whether memory is made useless before it is freed or filled: whoever reads it too early or too late, and would
+        mostly find what it expects, finds NaN."""
+        return self._poison or self._checks is not None
+
     def _check(self, activations: Activations) -> None:
         if self._checks is not None:
             self._checks.is_here(activations.forward, _bytes_of(activations.storages))
@@ -332,7 +338,7 @@ class Evictor:
                     # Some of it was made on another stream, whose allocator does not know who read it meanwhile.
                     used_here(*_bytes_of(activations.storages))
                 for storage in activations.storages:
-                    if self._poison:
+                    if self._poisons:
                         _poison(storage)
                     storage.resize_(0)
 
@@ -350,7 +356,7 @@ class Evictor:
         self.sizing.back(*_key(action))
         for storage, nbytes in zip(activations.storages, activations.lengths, strict=True):
             storage.resize_(nbytes)  # [4]
-            if self._poison:
+            if self._poisons:
                 _poison(storage)
         if beside := self._beside():
             # Now it is compute's, and nodes of other streams read it.

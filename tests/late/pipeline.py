@@ -152,9 +152,8 @@ class LatePipeline:
         self.links = sorted({(min(link), max(link)) for link in links_of(schedule)}) if engines else []
         self.controls = {(low, high): controls(low, high) for low, high in self.links if low != high}
         self._edge_controls = {pair: controls(*pair) for pair in neighbours(schedule)}
-        extra_sizes = differing_sizes if differing else extra
         self.model = model or (
-            LateModel(schedule.num_stages, extra_sizes)
+            LateModel(schedule.num_stages, differing_sizes if differing else extra)
             if schedule.layout.slices == 1
             else SlicedModel(schedule, differing)
         )

@@ -105,7 +105,9 @@ class Driver:
         self._connections: dict[int, Connection | OwnMemory] = {}
         self.how = config.balancing
         self._learns = config.memory is not None and config.memory.learns
-        self._meter = Meter(keeps_inputs=config.own is None) if config.report is not None or self._learns else None
+        # What is held is measured for whoever reads it: a report, Megatron's writers, or a budget to be learned.
+        self._tells = config.report is not None or config.metrics_interval is not None
+        self._meter = Meter(keeps_inputs=config.own is None) if self._tells or self._learns else None
         self._peaks: list[tuple[int, int]] = []
         self._most = 0, 0
         self._first_iterations = FirstIterations(config.minimum_bytes)
@@ -396,7 +398,7 @@ class Driver:
     def learned(self, how: BalanceConfig | None) -> None:
         """End measuring. From the next iteration on balance as in `how`, on every rank; None: as before."""
         self.how, self._learns = how or self.how, False
-        if self._config.report is None:
+        if not self._tells:
             self._meter = None
             for engine in self._engines.values():
                 engine.stop_measuring()
@@ -435,8 +437,8 @@ class Driver:
             pipeline=pipeline,
             differing=self._differing,
             slicing=self.slicing,
-            by_slice=None if self.slicing is None else self._by_slice(engine),
             certificate=Certificate() if self._verifier is None else self._verifier.certificate,
+            by_slice=None if self.slicing is None else self._by_slice(engine),
         )
 
     def _by_slice(self, engine: Engine) -> Memory:

@@ -13,7 +13,7 @@ from typing import Any
 
 from bpipe.build import BalanceConfig, ScheduleConfig, built, config_of_schedule
 from bpipe.check.order import check_microbatch_order
-from bpipe.features import PLACED, SHARDED, SLICED, asked_by, reasons_of
+from bpipe.features import PLACED, SHARDED, asked_by, reasons_of, sliced_reasons
 from bpipe.generate.families import (
     FAMILIES,
     default_family,
@@ -198,7 +198,7 @@ def unplaced(args: Any, own: ScheduleConfig) -> list[str]:
     if own.slices == 1 and args.bpipe_slice_lengths != EVEN:
         found.append("--bpipe-slice-lengths says how long slices are: give --bpipe-slices, too, or leave it out")
     if own.slices > 1:
-        found += reasons_of(SLICED, args, f"--bpipe-slices {own.slices}")
+        found += sliced_reasons(args, own.slices, args.bpipe_strict)
     return found
 
 

@@ -40,15 +40,15 @@ def summary_of(
     pipeline: int,
     differing: Differing,
     slicing: Slicing | None,
-    by_slice: Memory | None,
     certificate: Certificate,
+    by_slice: Memory | None,
 ) -> RankSummary:
     """Lay the measurement beside what the schedule says for micro-batches of this size.
 
     Host buffers are preallocated, so a rank holds all of them from the first HOST on: the prediction is the most its
     own micro-batches occupy in any slot, and its buffers. `received_bytes` is what of it the stage received.
     `own_memory`: the host buffers in its own node's memory and their bytes. `slicing`: what is kept of micro-batches
-    that are cut. `by_slice`: the rule for slices that differ in size. `certificate`: what was checked of what moved.
+    that are cut. `certificate`: what was checked of what moved. `by_slice`: the rule for slices that differ in size.
     """
     # As the meter counts: a micro-batch of which less than half has left is still here.
     leaves = {

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from bpipe.ir.action import Action, Kind
+from bpipe.runtime import evictor
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.runtime.verifying import SENDING, Certificate, Checksums, Verifier, weights
-from tests.unit.runtime.loop import gradient, schedule
+from tests.unit.runtime.loop import gradient, new_weight, run_iteration, schedule
 from tests.unit.runtime.test_engine import Late, LateTransport
 
 CPU = torch.device("cpu")
@@ -153,6 +154,23 @@ def test_without_a_check_damage_passes() -> None:
     found = gradient(engine(Damaging(flipped, 1), None), plan)
     assert not torch.equal(found, gradient(None, plan))
     assert not torch.equal(found, gradient(engine(Damaging(flipped, 8), Verifier("rank 0", CPU, 1)), plan))
+
+
+def test_memory_is_useless_while_it_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever still reads freed memory would mostly find what was there."""
+    poisoned: list[int] = []
+    poison = evictor._poison
+    monkeypatch.setattr(evictor, "_poison", lambda storage: (poisoned.append(storage.nbytes()), poison(storage)))
+    verifier, plan = Verifier("rank 0", CPU, 1), schedule()
+    checked = engine(LateTransport(), verifier)
+    weight = new_weight()
+    run_iteration(checked, plan, weight)
+    # Before it is freed and before it is filled.
+    assert sum(poisoned) == 2 * verifier.certificate.nbytes
+    run_iteration(checked, plan, weight)
+    assert sum(poisoned) == 2 * verifier.certificate.nbytes
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, gradient(None, plan, 2))
 
 
 def test_a_rank_that_moves_nothing_is_certified_of_nothing() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import terra
-from bpipe.features import FEATURES, SLICED, State, features_of, guarded, reasons, reasons_of
+from bpipe.features import FEATURES, SLICED, State, features_of, guarded, reasons, sliced_reasons
 from megatron.scheduling.start.refusals import differ, refuse, slices_differ
 
 # Settings that are refused, by feature; several where several names lead to one feature.
@@ -229,13 +229,17 @@ def test_every_refusal_of_slices_is_tried() -> None:
 )
 def test_what_cannot_be_cut_is_refused_for_its_own_reason(feature: str, settings: dict[str, Any]) -> None:
     (refusal,) = (refusal for refusal in SLICED if refusal.name == feature)
-    expected = [f"--bpipe-slices 4: {refusal.reason}; {refusal.remedy}"]
-    assert reasons_of(SLICED, SimpleNamespace(**settings), "--bpipe-slices 4") == expected
+    given, said = SimpleNamespace(**settings), f"{refusal.reason}; {refusal.remedy}"
+    assert sliced_reasons(given, 4) == [f"--bpipe-slices 4: {said}"] * (refusal.state is State.REFUSED)
+    strictly = sliced_reasons(given, 4, strict=True)
+    assert strictly == sliced_reasons(given, 4) or strictly == [
+        f"--bpipe-strict: {refusal.name} is guarded: {said}, or drop --bpipe-strict"
+    ]
 
 
 @pytest.mark.parametrize("settings", UNSLICED)
 def test_what_can_be_cut_is_not_refused(settings: dict[str, Any]) -> None:
-    assert reasons_of(SLICED, SimpleNamespace(**settings), "--bpipe-slices 4") == []
+    assert sliced_reasons(SimpleNamespace(**settings), 4, strict=True) == []
 
 
 @pytest.mark.parametrize(
