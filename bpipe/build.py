@@ -90,7 +90,7 @@ class BalanceConfig:
         return (
             {}
             if self.activation_budget is None
-            else {stage: self.activation_budget.memory.stages[stage].moved_bytes for stage in self.parts}
+            else {stage: self.activation_budget.memory.size(stage, 0).moved_bytes for stage in self.parts}
         )
 
 

@@ -31,6 +31,7 @@ COMMANDS = {
     "simulate": "predict one configuration's time, bubble and memory per stage",
     "plan": "search a model's configurations on a cluster, and say whether balancing helps",
     "estimate": "estimate what a micro-batch size gains from stage MFUs alone",
+    "trace": "build a launch's stages at true size without memory, and say what they hold",
     "profile": "time one stage of a model on this machine's device",
     "calibrate": "say how far a cluster is from predictions, by one run on it",
     "report": "lay a recorded run beside its prediction",

@@ -357,6 +357,13 @@ SLICED: tuple[Refusal, ...] = (
     ),
 )
 
+
+def sliced_reasons(settings: object, slices: int, unproven: str | None) -> list[str]:
+    """Return why these settings cannot train in so many slices, of 2 or more: a line each."""
+    asked = [refusal for refusal in SLICED if refusal.unproven is None or refusal.unproven != unproven]
+    return reasons_of(asked, settings, f"--bpipe-slices {slices}")
+
+
 # What `--bpipe-unproven` takes.
 UNPROVEN = tuple(refusal.unproven for refusal in (*REFUSALS, *SLICED) if refusal.unproven is not None)
 
@@ -364,7 +371,19 @@ UNPROVEN = tuple(refusal.unproven for refusal in (*REFUSALS, *SLICED) if refusal
 # What Megatron's parser calls otherwise than the flag.
 _NAMES = {"fp8_format": "fp8", "fp4_format": "fp4"}
 # What a launch has that does not say it, as far as the table asks.
-_DEFAULTS = {"add_bias_linear": True, "ckpt_format": "torch_dist"}
+_DEFAULTS = {
+    "add_bias_linear": True,
+    "ckpt_format": "torch_dist",
+    "transformer_impl": "transformer_engine",
+    "masked_softmax_fusion": True,
+    "apply_rope_fusion": True,
+}
+# Flags that switch one of these off.
+_SWITCHED_OFF = {
+    "disable_bias_linear": "add_bias_linear",
+    "no_masked_softmax_fusion": "masked_softmax_fusion",
+    "no_rope_fusion": "apply_rope_fusion",
+}
 
 
 def settings_of(flags: Iterable[str]) -> SimpleNamespace:
@@ -383,8 +402,9 @@ def settings_of(flags: Iterable[str]) -> SimpleNamespace:
         elif name:
             before = found[name]
             found[name] = [*(before if isinstance(before, list) else [before]), _value(word)]
-    if found.pop("disable_bias_linear", False):
-        found["add_bias_linear"] = False
+    for flag, name in _SWITCHED_OFF.items():
+        if found.pop(flag, False):
+            found[name] = False
     return SimpleNamespace(**found)
 
 
@@ -406,7 +426,12 @@ def reasons(settings: object, balance: bool, executor: bool = False, unproven: s
 def asked_by(settings: object) -> str:
     """Return the flag by which our own loop runs."""
     said = Settings(settings)
-    for flag, value in (("--bpipe-schedule", said.bpipe_schedule), ("--bpipe-vocabulary", said.bpipe_vocabulary)):
+    asked = {
+        "--bpipe-schedule": said.bpipe_schedule,
+        "--bpipe-vocabulary": said.bpipe_vocabulary,
+        "--bpipe-slices": None if said.bpipe_slices in (None, 1) else said.bpipe_slices,
+    }
+    for flag, value in asked.items():
         if value is not None:
             return f"{flag} {value}"
     return "--bpipe-executor" if said.bpipe_executor else "--bpipe-schedule"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from bpipe.flags import configurations, schedules
 from bpipe.flags.budgets import MINIMUM_BYTES, read_moves
 from bpipe.flags.flag import Flag, Group, InLaunch
-from bpipe.flags.values import EVEN, factor, positive, seconds, slice_lengths
+from bpipe.flags.values import factor, positive, seconds
 from bpipe.placement import PLACEMENTS
 from bpipe.refusals import UNPROVEN
 from bpipe.transport import AUTO, NAMES
@@ -38,14 +38,6 @@ BPIPE = _flag(
     "balance activation memory over the pipeline stages: early stages send activations of some micro-batches to their "
     "partner stage and "
     "take them back before their backward pass. Changes no result",
-)
-SLICE_LENGTHS = _flag(
-    "--bpipe-slice-lengths",
-    "with --bpipe-slices: how many tokens each slice has. even: as many as the others. work: ever fewer, so that all "
-    "compute as long, although later ones attend to more; for long sequences. Or a list",
-    "even|work|N,N,...",
-    slice_lengths,
-    EVEN,
 )
 OPTIMIZER_HOSTS = _flag(
     "--bpipe-optimizer-hosts",
@@ -111,7 +103,7 @@ TRAINER = (
             schedules.GROUP,
             schedules.DELAY,
             schedules.SLICES,
-            SLICE_LENGTHS,
+            configurations.SLICE_LENGTHS,
             schedules.KEPT,
             schedules.COSTS,
             schedules.HOP,

@@ -17,7 +17,7 @@ from bpipe.ir.program import Exchange
 from bpipe.models.layout import Setup
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.space import is_in_order
-from bpipe.refusals import PLACED, SHARDED, Settings, asked_by, reasons, reasons_of, settings_of
+from bpipe.refusals import PLACED, SHARDED, Settings, asked_by, reasons, reasons_of, settings_of, sliced_reasons
 
 # Flags of a launch that no option says, each with its first value or ``.
 Others = Sequence[tuple[str, str]]
@@ -29,7 +29,7 @@ def runs_ours(setup: Setup) -> bool:
 
 
 def _has_own_loop(setup: Setup) -> bool:
-    return setup.is_sharded or FAMILIES[setup.schedule].exchange is Exchange.POSTED
+    return setup.is_sharded or setup.slices > 1 or FAMILIES[setup.schedule].exchange is Exchange.POSTED
 
 
 def refused(setup: Setup, others: Others = ()) -> tuple[str, ...]:
@@ -45,6 +45,8 @@ def refused(setup: Setup, others: Others = ()) -> tuple[str, ...]:
         found += reasons_of(PLACED, settings, asked_by(settings))
     if setup.is_sharded:
         found += reasons_of(SHARDED, settings, f"--bpipe-vocabulary {setup.vocabulary_parallel}")
+    if setup.slices > 1:
+        found += sliced_reasons(settings, setup.slices, settings.bpipe_unproven)
     return tuple(found)
 
 
@@ -79,6 +81,7 @@ class Launchable:
             setup.pipeline,
             setup.vocabulary_parallel,
             setup.input_shards,
+            setup.slices,
         )
         key = runs, setup.tensor > 1, setup.recompute, setup.routing.dispatcher, setup.fp8
         if key not in self._refused:

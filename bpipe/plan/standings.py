@@ -13,7 +13,7 @@ from bpipe.generate.families import FAMILIES
 from bpipe.models.layout import Setup
 from bpipe.plan.explain import describe, describe_change
 from bpipe.plan.judge import Candidate, FamilyResult
-from bpipe.plan.megatron_flags import is_unproven
+from bpipe.plan.megatron_flags import unproven_feature
 from bpipe.plan.search import Outcome
 
 # What the trainer cannot do, or has not done yet, with what a row's schedule needs (docs/supported.md).
@@ -31,11 +31,17 @@ FP8 = (
     "FP8 with transfers or our own loop was never run on a GPU: --bpipe-unproven fp8 tries it, and the first losses "
     "are to be compared"
 )
+SLICES = (
+    "slices by Transformer Engine's attention were never run on a GPU: --bpipe-unproven slices tries it, and the first "
+    "losses are to be compared"
+)
 HYBRID = (
     "hybrid models are built by a script of their own, such as Megatron's pretrain_hybrid.py, started with -m "
     "megatron.scheduling.launch; "
     "with Mamba's own kernels the trainer was never run"
 )
+# By what `--bpipe-unproven` takes.
+UNPROVEN = {"fp8": FP8, "slices": SLICES}
 TWO_PIPES = "two pipes were trained on CPUs alone so far"
 
 # A bound that is hardly lower says nothing.
@@ -54,17 +60,21 @@ def family_lines(outcome: Outcome) -> list[str]:
 def trainer_needs(outcome: Outcome) -> list[str]:
     """Return what the rows' schedules need of the trainer beyond the usual."""
     found = {need for row in outcome.rows for need in needs_of_setup(row.prediction.setup)}
-    return [need for need in (HALVES, AS_A_V, TWO_PIPES, GATED_GELU, BEHIND_ATTENTION, FP8, HYBRID) if need in found]
+    return [
+        need for need in (HALVES, AS_A_V, TWO_PIPES, GATED_GELU, BEHIND_ATTENTION, FP8, SLICES, HYBRID) if need in found
+    ]
 
 
 def needs_of_setup(setup: Setup) -> list[str]:
     """Return what one setup needs of the trainer beyond the usual."""
     halves = setup.splits and setup.kernels == "gpu"
     model = setup.model
+    unproven = unproven_feature(setup)
     unlike = model.post_norms or model.capped_attention or model.capped_logits
     every = (
         *((HALVES, halves), (AS_A_V, _is_a_v(setup)), (TWO_PIPES, setup.num_pipes > 1)),
-        *((GATED_GELU, model.gated_gelu), (BEHIND_ATTENTION, unlike), (FP8, is_unproven(setup))),
+        *((GATED_GELU, model.gated_gelu), (BEHIND_ATTENTION, unlike)),
+        *((FP8, unproven == "fp8"), (SLICES, unproven == "slices")),
         (HYBRID, model.hybrid is not None),
     )
     return [need for need, there in every if there]

@@ -32,7 +32,7 @@ import torch
 from bpipe.ir.action import Action
 from bpipe.runtime.capture import Claims, SavedStorage, find
 from bpipe.runtime.errors import RuntimeFault
-from bpipe.runtime.graph import hiding
+from bpipe.runtime.graph import hiding, plain_tensors
 from bpipe.runtime.kept import Kept
 from bpipe.runtime.retrace import Retrace
 from bpipe.runtime.sizing import Sizing
@@ -170,7 +170,7 @@ class Evictor:
     ) -> None:
         """Remember a finished forward whose activations will leave, or tell how large they are."""
         # Whatever the graph holds was there when the outputs were: nothing of it can be where one of them was.
-        places = frozenset(output.untyped_storage()._cdata for output in outputs if output is not None)
+        places = frozenset(output.untyped_storage()._cdata for output in plain_tensors(outputs))
         self._known[_key(forward)] = Activations(forward, roots, inputs, places)
 
     def forget(self, forward: Action) -> None:
@@ -189,7 +189,7 @@ class Evictor:
         """
         movable = self._movable(forward.stage, self._own(self._known[_key(forward)]))
         self._measured_kinds[forward.stage] = _by_kind(movable)
-        room = self.sizing.first(forward.stage, [found.nbytes for found in movable])
+        room = self.sizing.first(forward.stage, tuple(found.nbytes for found in movable))
         self._announcements.append((forward, self._transport.announce({forward.stage: room})))
 
     def _own(self, activations: Activations) -> tuple[SavedStorage, ...]:
@@ -247,10 +247,11 @@ class Evictor:
         if retrace is None or self._kept.asks(*key):
             return []
         found = retrace.find(activations.roots, activations.inputs) or []
-        own = all(self._claims.claim(found, key)) and not any(
-            storage._cdata in activations.outputs for storage in found
-        )
-        return found if own and _lengths_of(found) == self.sizing.announced.get(stage) else []
+        if _lengths_of(found) != self.sizing.announced.get(stage):
+            return []
+        addresses = frozenset(storage._cdata for storage in found)
+        own = addresses.isdisjoint(activations.outputs) and self._claims.hold(addresses, key)
+        return found if own else []
 
     def _anew(self, action: Action, activations: Activations) -> list[torch.UntypedStorage]:
         """Return what leaves of all that was saved, and remember where that was.
@@ -346,6 +347,7 @@ class Evictor:
                 f"LOAD for it"
             )
         del self._known[_key(backward)]
+        self._claims.release(_key(backward))
 
     def _finish(self, activations: Activations, state: ActivationsState) -> None:
         """Wait for what is pending.
@@ -409,6 +411,6 @@ def _bytes_of(storages: Sequence[torch.UntypedStorage]) -> list[torch.Tensor]:
     """Return each storage as one flat uint8 tensor: strided views share storages, so nothing is made twice."""
     if not storages:
         return []
-    # Detached from one, because making a tensor takes longer, and there may be hundreds.
+    # By `data` of one, because making a tensor takes longer, and so does `detach`; there may be hundreds.
     empty = torch.empty(0, dtype=torch.uint8, device=storages[0].device)
-    return [empty.detach().set_(storage) for storage in storages]
+    return [empty.data.set_(storage) for storage in storages]

@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bpipe.ir.action import Action, Kind
 from bpipe.runtime.capture import SavedStorage
+from bpipe.runtime.graph import plain_tensors
 
 Key = tuple[int, int]
 
@@ -54,6 +55,7 @@ class _Storage:
     reference: StorageWeakRef
     owner: Key
     nbytes: int
+    received: bool = False
 
     def nbytes_now(self) -> int:
         return _nbytes(self.reference)
@@ -104,18 +106,21 @@ class Meter:
         self._shards.clear()
         # What is still alive although its micro-batch is long over is held by somebody else, and so nobody's
         # activation.
-        self._common |= {key: storage.reference for key, storage in self._storages.items()}
+        # Whoever runs the loop may receive into the same memory in every iteration.
+        self._common |= {key: storage.reference for key, storage in self._storages.items() if not storage.received}
         self._common = {key: reference for key, reference in self._common.items() if not reference.expired()}
         self._storages, self._held = {}, {}
 
     def saved(self, forward: Action, found: Sequence[SavedStorage], inputs: Sequence[torch.Tensor | None] = ()) -> None:
         """Note the storages that a finished forward saved; `inputs` are what the stage received for it."""
-        received = {tensor.untyped_storage()._cdata for tensor in inputs if tensor is not None and self._keeps_inputs}
+        received = {tensor.untyped_storage()._cdata for tensor in plain_tensors(inputs) if self._keeps_inputs}
         self.received_bytes = sum(item.nbytes for item in found if item.storage._cdata in received)
         owner = (forward.stage, forward.microbatch)
         held = self._held[owner] = _Held()
         held.saved_bytes = sum(
-            item.nbytes for item in found if item.alone and self._belongs(item.storage, item.nbytes, owner)
+            item.nbytes
+            for item in found
+            if item.alone and self._belongs(item.storage, item.nbytes, owner, item.storage._cdata in received)
         )
         held.bytes_now = held.saved_bytes
         self.latest_bytes[forward.stage] = self.each_bytes[owner] = held.saved_bytes
@@ -135,7 +140,7 @@ class Meter:
         """Note that T has run. What it made is on its way to others, like a gradient between stages."""
         self._shards.pop(op.microbatch, None)
 
-    def _belongs(self, storage: torch.UntypedStorage, nbytes: int, owner: Key) -> bool:
+    def _belongs(self, storage: torch.UntypedStorage, nbytes: int, owner: Key, received: bool = False) -> bool:
         """Return whether this storage is the micro-batch's and was not known to be: not where another one, or
         everybody, holds it too."""
         key = storage._cdata
@@ -149,7 +154,7 @@ class Meter:
             other.saved_bytes -= known.nbytes
             other.looks += 1
             return False
-        self._storages[key] = _Storage(StorageWeakRef(storage), owner, nbytes)
+        self._storages[key] = _Storage(StorageWeakRef(storage), owner, nbytes, received)
         self._held[owner].addresses.add(key)
         return True
 
@@ -204,9 +209,10 @@ class Meter:
         held.looks = max(0, held.looks - 1)
         held.bytes_now = 0
         for key in tuple(held.addresses):
-            storage = self._storages[key]
-            if storage.reference.expired():
+            nbytes = self._storages[key].nbytes_now()
+            # What was received may be emptied behind its backward, and stay.
+            if self._storages[key].reference.expired() or (held.over and not nbytes):
                 held.addresses.remove(key)
                 del self._storages[key]
             else:
-                held.bytes_now += storage.nbytes_now()
+                held.bytes_now += nbytes

@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock  # noqa
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 from torch._C._distributed_c10d import HashStore  # noqa: E402
 
-from bpipe.flags.values import EVEN, WORK  # noqa: E402
+from bpipe.ir.layout import EVEN, WORK  # noqa: E402
 from megatron.scheduling.hooks import patches  # noqa: E402
 from megatron.scheduling.slices.slicing import Slicing  # noqa: E402
 

@@ -8,14 +8,19 @@ is off: a slice draws its own numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.build import BalanceConfig, ScheduleConfig, build, orders_of
 from bpipe.ir.host_buffers import host_memory_buffers
+from bpipe.ir.memory import StageMemory, peak_of_order
+from bpipe.models.memory import memory_of_setup
+from bpipe.plan.options import setup_from
 from bpipe.record.read import read_run
 from bpipe.transport.layout import ALIGNMENT_BYTES
-from tests.gloo.conftest import BPIPE, Case, Outcome, asked_for
+from megatron.scheduling.cpu import ARGUMENTS
+from tests.gloo.conftest import BPIPE, TINY, Case, Outcome, asked_for
 from tests.gloo.test_training import same
 
 pytestmark = pytest.mark.timeout(1500)
@@ -254,6 +259,45 @@ def test_slices_hold_as_little_as_is_promised(peaks: Outcome) -> None:
     assert {name: report["peak_microbatches"] for name, report in first.items()} == counts
     assert first["4"]["peak_bytes"] < first["2"]["peak_bytes"] < first["whole"]["peak_bytes"]
     assert first["4_host"]["peak_bytes"] < first["4_balanced"]["peak_bytes"] < first["4"]["peak_bytes"]
+
+
+# What is saved depends on: groups of heads, attention computed again, uneven slices, halves, chunks, precision, and how
+# many ranks divide a layer.
+BYTES: dict[str, Sequence[str]] = {
+    "bytes_gpt": (*BATCH, *SLICES),
+    "bytes_llama": (*BATCH, *LLAMA, *SLICES),
+    "bytes_full": (*BATCH, *LLAMA, *FULL, *SLICES),
+    "bytes_listed": (*BATCH, *LLAMA, *CORE, *SLICES, "--bpipe-slice-lengths", "24,18,12,10"),
+    "bytes_work": (*BATCH, *LLAMA, *CORE, *SLICES, "--bpipe-slice-lengths", "work"),
+    "bytes_split": (*BATCH, *LLAMA, *CORE, *SLICES, "--bpipe-schedule", "zb-h1"),
+    "bytes_grouped": (*BATCH, *LLAMA, *V2, *CORE, *SLICES, "--bpipe-schedule", "grouped-interleaved"),
+    "bytes_16": (*BATCH, *LLAMA, *CORE, *SLICES, "--bf16", "--no-masked-softmax-fusion"),
+    "bytes_divided": (*BATCH, *TWO, "--tensor-model-parallel-size", "2", "--sequence-parallel", *SLICES),
+}
+
+
+@pytest.fixture(scope="module")
+def held(request: pytest.FixtureRequest, run_cases: Callable[..., Outcome]) -> Outcome:
+    wanted = {name for (name,) in asked_for(request, "name")} or set(BYTES)
+    cases = []
+    for name in (name for name in BYTES if name in wanted):
+        cases.append(Case(name, (*BYTES[name], "--bpipe-report", f"{{folder}}/{name}", "--bpipe-min-bytes", "1")))
+    return run_cases(4, cases, 900)
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_bytes_are_as_predicted(held: Outcome, name: str) -> None:
+    """By `bpipe simulate`, before anything was measured: activations, and kept keys with their gradients."""
+    stages = ("--num-layers", "4", "--pipeline-model-parallel-size", "4")
+    setup = setup_from([*ARGUMENTS, *TINY, *stages, *BYTES[name]], "h100-80g:1x4", 128, "cpu")
+    memory, orders = memory_of_setup(setup), list(orders_of(setup.program()))
+    nothing = tuple(StageMemory(0, 0, 0) for _ in memory.stages)
+    # The first of the ranks that divide a stage: others save no masks of tokens that are theirs.
+    reports = {report["stage"]: report for report in reversed(held.reports(name))}
+    assert len(reports) == setup.pipeline
+    for rank, order in enumerate(orders):
+        assert reports[rank]["peak_bytes"] == peak_of_order(order, replace(memory, kept=())), f"rank {rank}"
+        assert reports[rank]["keys_bytes"] == peak_of_order(order, replace(memory, stages=nothing)), f"rank {rank}"
 
 
 def _resumed(*more: str) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from bpipe.ir.schedule import Schedule
 from bpipe.record.format import RankSummary
 from bpipe.report.memory import rule_by_slice
 from bpipe.runtime.engine import TIMERS, Engine, EngineConfig
+from bpipe.runtime.links import connect_pairs
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import ExactBytes, Recorder
 from bpipe.runtime.sizing import Unmoved
@@ -35,7 +36,7 @@ from bpipe.transport.base import Transport
 from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory
 from megatron.scheduling.hooks import upstream
 from megatron.scheduling.hooks.beside import OwnTime
-from megatron.scheduling.loop import links
+from megatron.scheduling.loop.directory import pipelines
 from megatron.scheduling.loop.waiting import refuse_standstill
 from megatron.scheduling.memory.differing import Differing
 from megatron.scheduling.memory.watermark import Watermark
@@ -282,8 +283,8 @@ class Driver:
         if not moves_anything(schedule):
             return {}
         known = {link.ranks for link in self.links}
-        asked = (self._config.positions, self._config.transport, self._config.timeout_s, device, known)
-        connections, found, table = links.connect_pairs(schedule, *asked)
+        asked = (pipelines(self._config.positions), self._config.transport, self._config.timeout_s, device)
+        connections, found, table = connect_pairs(schedule, *asked, known)
         self._connections |= connections
         if found:
             say(table)

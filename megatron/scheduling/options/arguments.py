@@ -14,12 +14,11 @@ from typing import Any
 from bpipe.build import BalanceConfig, ScheduleConfig, built
 from bpipe.flags.budgets import MINIMUM_BYTES, HostedState, MemoryBudget
 from bpipe.flags.trainer import TIMEOUT_S
-from bpipe.flags.values import EVEN, SliceLengths
 from bpipe.generate.families import (
     FAMILIES,
     default_family,
 )
-from bpipe.ir.layout import Vocabulary
+from bpipe.ir.layout import EVEN, SliceLengths, Vocabulary
 from bpipe.ir.schedule import Schedule
 from bpipe.plan.state_hosts import FLAG
 from bpipe.refusals import Settings, reasons

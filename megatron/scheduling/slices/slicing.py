@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bpipe.flags.values import EVEN, SliceLengths
+from bpipe.ir.layout import EVEN, SliceLengths
 from bpipe.ir.memory import KeptMemory
 from bpipe.refusals import Settings
 from megatron.scheduling.hooks import patches

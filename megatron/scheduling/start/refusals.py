@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from bpipe.flags.values import EVEN
+from bpipe.ir.layout import EVEN
 from bpipe.refusals import Settings, has_experts, reasons
 
 # What makes micro-batches of one stage save differing sizes: where the router sends tokens, what was packed together,
@@ -35,8 +35,10 @@ def slices_differ(settings: object, slices: int) -> bool:
     # Megatron's selective recomputation is that of attention where nothing is named.
     selective = s.recompute_granularity == "selective" and "core_attn" in (s.recompute_modules or ("core_attn",))
     again = s.recompute_granularity == "full" or selective
+    # Each slice is a multiple of the ranks that have a part of it.
+    unit = (s.tensor_model_parallel_size or 1) if s.sequence_parallel else 1
     return slices > 1 and (
-        not even or bool((s.seq_length or 0) % slices) or (s.transformer_impl == "local" and not again)
+        not even or bool((s.seq_length or 0) % (slices * unit)) or (s.transformer_impl == "local" and not again)
     )
 
 

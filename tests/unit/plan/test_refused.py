@@ -15,8 +15,8 @@ from bpipe.models.model import gpt
 from bpipe.models.switches import Switches
 from bpipe.plan.refused import refused, runs_ours
 from bpipe.plan.search import search
-from bpipe.plan.space import Space
-from bpipe.refusals import PLACED, REFUSALS, SHARDED, Settings, reasons, settings_of
+from bpipe.plan.space import Space, enumerate_setups
+from bpipe.refusals import PLACED, REFUSALS, SHARDED, SLICED, Settings, reasons, settings_of
 
 # A launch's flags that are refused, by feature. What only a model's configuration says has none.
 FLAGS = {
@@ -54,14 +54,32 @@ FLAGS = {
     "models without weights at first": ("--init-model-with-meta-device",),
     "checkpoints by rank of shards": ("--load", "there", "--ckpt-format", "torch"),
     "local checkpoints of shards": ("--non-persistent-ckpt-type", "local"),
+    "context parallelism": ("--context-parallel-size", "2"),
+    "packed sequences": ("--sft",),
+    "hybrid models in slices": ("--hybrid-layer-pattern", "M-M*"),
+    "other attention": ("--experimental-attention-variant", "gated_delta_net"),
+    "fused softmax": ("--transformer-impl", "local", "--bf16"),
+    "further tokens in slices": ("--mtp-num-layers", "1"),
+    "capacity of experts": ("--num-experts", "8", "--moe-expert-capacity-factor", "2"),
+    "routing of a whole micro-batch": ("--num-experts", "8", "--moe-router-load-balancing-type", "sinkhorn"),
+    "losses of experts computed again": (
+        *("--num-experts", "8", "--moe-aux-loss-coeff", "0.01"),
+        *("--recompute-granularity", "full"),
+    ),
+    "losses of experts by token": (
+        *("--num-experts", "8", "--moe-aux-loss-coeff", "0.01", "--calculate-per-token-loss"),
+    ),
+    "fused rotary positions of latent attention": ("--multi-latent-attention",),
 }
+# What applies where a launch says nothing; and flags with which it does not.
+UNLESS = {"Transformer Engine's attention": ("--transformer-impl", "local")}
 # Set by a script in its model's configuration alone; or made by Megatron of flags with which no launch is read.
 WITHOUT_A_FLAG = {
     "variable sequence lengths",
     "partial recomputation of micro-batches",
     "weights sharded beyond tensor parallelism",
 }
-EVERY = (*REFUSALS, *PLACED, *SHARDED)
+EVERY = (*REFUSALS, *PLACED, *SHARDED, *SLICED)
 SPACE = Space(
     gpt("small", 16, 4096, 32, vocabulary=131072, sequence=2048),
     parse_cluster("a100-80g:8"),
@@ -77,16 +95,17 @@ OVERLAP = Switches(tp_comm_overlap=True)
 
 
 def test_every_refusal_has_its_flags() -> None:
-    assert {one.feature for one in EVERY} == FLAGS.keys() | WITHOUT_A_FLAG
+    assert {one.feature for one in EVERY} == FLAGS.keys() | WITHOUT_A_FLAG | UNLESS.keys()
 
 
-@pytest.mark.parametrize("feature", FLAGS)
+@pytest.mark.parametrize("feature", [*FLAGS, *UNLESS])
 def test_flags_are_read_as_megatrons_parser_reads_them(feature: str) -> None:
     from megatron.training.arguments import add_megatron_arguments
 
     (refusal,) = (one for one in EVERY if one.feature == feature)
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    for flags, wanted in (((), False), (FLAGS[feature], True)):
+    both = (((), True), (UNLESS[feature], False)) if feature in UNLESS else (((), False), (FLAGS[feature], True))
+    for flags, wanted in both:
         assert bool(refusal.applies(Settings(parser.parse_args(list(flags))))) is wanted, "Megatron's parser"
         assert bool(refusal.applies(Settings(settings_of(flags)))) is wanted, "the plan's"
 
@@ -100,6 +119,18 @@ def test_a_reason_names_the_flag_that_was_typed() -> None:
     ):
         (reason,) = reasons(SimpleNamespace(tp_comm_overlap=True, **typed), balance=False, executor=True)
         assert reason.startswith(wanted)
+
+
+def test_slices_are_refused_with_what_the_trainer_refuses() -> None:
+    setup = next(iter(enumerate_setups(replace(SPACE, schedules=("1f1b",), pipelines=(4,), tensors=(2,)))))
+    sliced = replace(setup, slices=4)
+    assert refused(sliced) == (), "its flags say that it is tried"
+    assert refused(sliced, (("--mtp-num-layers", "1"),)) == (
+        "--bpipe-slices 4: further tokens are behind a slice's end; drop --mtp-num-layers",
+    )
+    assert refused(setup, (("--mtp-num-layers", "1"),)) == ()
+    (reason,) = refused(replace(sliced, kernels="cpu", attention="unfused"), (("--no-masked-softmax-fusion", ""),))
+    assert reason.startswith("--bpipe-slices 4: its causal mask of slices was read and never run")
 
 
 def test_no_row_is_one_that_the_trainer_refuses() -> None:

@@ -34,12 +34,14 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from bpipe.flags.values import EVEN, WORK, slice_lengths
+from bpipe.flags.values import slice_lengths
+from bpipe.ir.layout import EVEN, WORK
 from bpipe.ir.memory import KeptMemory
+from bpipe.models.slice_lengths import even_bounds
 from bpipe.runtime.errors import RuntimeFault
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.slices import attention, cutting, judging, kept
-from megatron.scheduling.slices.lengths import attention_share, bounds_of, even_bounds
+from megatron.scheduling.slices.lengths import attention_share, bounds_of
 from megatron.scheduling.slices.slicing import Slicing
 
 LENGTH, ROWS, VOCABULARY = 96, 2, 128

@@ -221,6 +221,10 @@ def test_what_can_be_cut_is_not_refused(settings: dict[str, Any]) -> None:
         ({"seq_length": 64, "transformer_impl": "local"}, True),
         ({"seq_length": 64, "transformer_impl": "transformer_engine"}, False),
         ({"seq_length": 63, "transformer_impl": "transformer_engine"}, True),
+        # Of 4 * 8 units of 2 tokens, or of 33 units.
+        ({"seq_length": 64, "tensor_model_parallel_size": 2, "sequence_parallel": True}, False),
+        ({"seq_length": 68, "tensor_model_parallel_size": 2, "sequence_parallel": True}, True),
+        ({"seq_length": 68, "tensor_model_parallel_size": 2, "sequence_parallel": False}, False),
         ({"seq_length": 64, "transformer_impl": "local", "recompute_granularity": "full"}, False),
         ({"seq_length": 64, "transformer_impl": "local", "recompute_granularity": "selective"}, False),
         (
