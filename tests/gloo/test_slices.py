@@ -76,6 +76,13 @@ ROWS: dict[str, tuple[str, ...]] = {
         *(*BATCH, *LATENT, "--recompute-granularity", "selective", "--recompute-modules", "mla_up_proj", "core_attn"),
     ),
     "further_tokens": (*BATCH, *LLAMA, *CORE, *FURTHER),
+    "further_tokens_in_a_v": (*BATCH, *LLAMA, *V2, *FURTHER, "--bpipe-schedule", "v-half"),
+    "further_tokens_of_tensor_parallel_ranks": (
+        *(*BATCH, *LLAMA, *TWO, *FURTHER, "--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    ),
+    "latents_of_tensor_parallel_ranks": (
+        *(*BATCH, *LATENT, *TWO, "--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    ),
     "further_tokens_by_token": (*BATCH, *LLAMA, *FULL, *FURTHER, "--calculate-per-token-loss"),
     "experts": (
         *(*BATCH, "--num-layers", "8", "--num-experts", "4", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "0.01"),
@@ -126,6 +133,22 @@ def close(outcome: Outcome, stock: str, sliced: str, loss: float = LOSS, norm: f
 @pytest.mark.parametrize("name", ROWS)
 def test_slices_train_what_stock_megatron_trains(rows: Outcome, name: str) -> None:
     close(rows, name, f"{name}_sliced")
+
+
+@pytest.fixture(scope="module")
+def sixteen_bits(run_cases: Callable[..., Outcome]) -> Outcome:
+    narrow = ("--bf16", "--no-masked-softmax-fusion")
+    cases = {"wide": (), "whole": narrow, "sliced": (*narrow, *SLICES, *BPIPE)}
+    return run_cases(4, [Case(name, (*BATCH, *LLAMA, *more)) for name, more in cases.items()], 400)
+
+
+def test_sixteen_bits_of_slices_are_as_near_to_thirty_two_as_the_wholes(sixteen_bits: Outcome) -> None:
+    wide = [one["lm loss"] for one in _losses(sixteen_bits, "wide")]
+    off = {}
+    for name in ("whole", "sliced"):
+        losses = [one["lm loss"] for one in _losses(sixteen_bits, name)]
+        off[name] = max(abs(found - exact) / exact for found, exact in zip(losses, wide, strict=True))
+    assert 0 < off["sliced"] <= 2 * off["whole"], off
 
 
 @pytest.mark.parametrize("name", ["evaluated", "shards"])
