@@ -53,6 +53,9 @@ MORE = {
     "listed": UNEVEN,
     "equal_work": ("--bpipe-slice-lengths", "work", *BPIPE),
     "further_tokens": BPIPE,
+    "shards": ("--bpipe-vocabulary", "1"),
+    "tied_shards": ("--bpipe-vocabulary", "2", *UNEVEN, *BPIPE),
+    "shards_of_tensor_parallel_ranks": ("--bpipe-vocabulary", "2"),
 }
 ROWS: dict[str, tuple[str, ...]] = {
     "gpt": BATCH,
@@ -73,10 +76,23 @@ ROWS: dict[str, tuple[str, ...]] = {
         *(*BATCH, *LATENT, "--recompute-granularity", "selective", "--recompute-modules", "mla_up_proj", "core_attn"),
     ),
     "further_tokens": (*BATCH, *LLAMA, *CORE, *FURTHER),
+    "further_tokens_in_a_v": (*BATCH, *LLAMA, *V2, *FURTHER, "--bpipe-schedule", "v-half"),
+    "further_tokens_of_tensor_parallel_ranks": (
+        *(*BATCH, *LLAMA, *TWO, *FURTHER, "--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    ),
+    "latents_of_tensor_parallel_ranks": (
+        *(*BATCH, *LATENT, *TWO, "--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    ),
     "further_tokens_by_token": (*BATCH, *LLAMA, *FULL, *FURTHER, "--calculate-per-token-loss"),
     "experts": (
         *(*BATCH, "--num-layers", "8", "--num-experts", "4", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "0.01"),
         *("--moe-z-loss-coeff", "0.001", "--disable-bias-linear", "--moe-token-dispatcher-type", "alltoall"),
+    ),
+    "shards": (*BATCH, *LLAMA, "--eval-iters", "2", "--eval-interval", "2"),
+    "tied_shards": BATCH,
+    "shards_of_tensor_parallel_ranks": (
+        *(*BATCH, *LLAMA, *TWO, "--tensor-model-parallel-size", "2", "--sequence-parallel"),
+        "--calculate-per-token-loss",
     ),
     "replicas": (*BATCH, *LLAMA, *TWO, "--use-distributed-optimizer", "--overlap-grad-reduce"),
     "tensor_parallel": (*BATCH, *LLAMA, *TWO, "--tensor-model-parallel-size", "2"),
@@ -119,9 +135,26 @@ def test_slices_train_what_stock_megatron_trains(rows: Outcome, name: str) -> No
     close(rows, name, f"{name}_sliced")
 
 
-def test_evaluation_in_slices_finds_the_same_loss(rows: Outcome) -> None:
+@pytest.fixture(scope="module")
+def sixteen_bits(run_cases: Callable[..., Outcome]) -> Outcome:
+    narrow = ("--bf16", "--no-masked-softmax-fusion")
+    cases = {"wide": (), "whole": narrow, "sliced": (*narrow, *SLICES, *BPIPE)}
+    return run_cases(4, [Case(name, (*BATCH, *LLAMA, *more)) for name, more in cases.items()], 400)
+
+
+def test_sixteen_bits_of_slices_are_as_near_to_thirty_two_as_the_wholes(sixteen_bits: Outcome) -> None:
+    wide = [one["lm loss"] for one in _losses(sixteen_bits, "wide")]
+    off = {}
+    for name in ("whole", "sliced"):
+        losses = [one["lm loss"] for one in _losses(sixteen_bits, name)]
+        off[name] = max(abs(found - exact) / exact for found, exact in zip(losses, wide, strict=True))
+    assert 0 < off["sliced"] <= 2 * off["whole"], off
+
+
+@pytest.mark.parametrize("name", ["evaluated", "shards"])
+def test_evaluation_in_slices_finds_the_same_loss(rows: Outcome, name: str) -> None:
     for rank in range(4):
-        stock, sliced = (rows.record(name, rank)["evaluations"] for name in ("evaluated", "evaluated_sliced"))
+        stock, sliced = (rows.record(each, rank)["evaluations"] for each in (name, f"{name}_sliced"))
         assert len(stock) == len(sliced)
         for one, other in zip(stock, sliced, strict=True):
             assert one.keys() == other.keys()
@@ -146,6 +179,11 @@ SAME: dict[str, dict[str, Sequence[str]]] = {
         "interleaved_balanced": (*SLICES, *V2, *BPIPE),
         "grouped": (*SLICES, *V2, "--bpipe-schedule", "grouped-interleaved"),
         "grouped_balanced": (*SLICES, *V2, "--bpipe-schedule", "grouped-interleaved", *BPIPE),
+    },
+    "shards": {
+        "1f1b": (*SLICES, "--bpipe-vocabulary", "2"),
+        "balanced": (*SLICES, "--bpipe-vocabulary", "2", *BPIPE),
+        "split_balanced": (*SLICES, "--bpipe-vocabulary", "2", "--bpipe-schedule", "1f1b-split", *BPIPE),
     },
 }
 
@@ -180,6 +218,7 @@ PEAKS: dict[str, Sequence[str]] = {
     "4_host": (*CORE, *SLICES, *BPIPE, "--bpipe-hosts", "host", "--bpipe-bound", "3"),
     "4_chunks": (*CORE, *SLICES, *V2, *BPIPE),
     "4_further": (*CORE, *SLICES, *FURTHER, *BPIPE),
+    "4_shards": (*CORE, *SLICES, "--bpipe-vocabulary", "1", *BPIPE),
     "4_uneven": (*CORE, *SLICES, *UNEVEN),
     "4_uneven_balanced": (*CORE, *SLICES, *UNEVEN, *BPIPE),
     "4_scores": SLICES,

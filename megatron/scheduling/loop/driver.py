@@ -449,7 +449,8 @@ class Driver:
             moved: Mapping[tuple[int, int], int] = engine.sizing.moved_each
         else:
             moved = {key: engine.moved_bytes.get(key[0], 0) for key in saved}
-        return rule_by_slice(engine.schedule, saved, moved, self._meter.after_each_bytes)
+        shard = self._meter.shard_bytes
+        return rule_by_slice(engine.schedule, saved, moved, self._meter.after_each_bytes, shard)
 
 
 def without_p2p_sync(config: Any) -> str:
