@@ -292,11 +292,6 @@ REFUSED = [
         {"bpipe_schedule": "FILE", "virtual_pipeline_model_parallel_size": 2, "bpipe_slices": 2},
         "it has 1 slices a micro-batch, and not 2: leave --bpipe-slices out",
     ),
-    (
-        {"bpipe_slices": 2, "bpipe": True, "bpipe_memory": MemoryBudget((2**30,), False)},
-        "--bpipe-memory: what 2 slices hold is not planned in bytes yet: give --bpipe-bound, which counts slices of a "
-        "chunk",
-    ),
     ({"bpipe_bound": (3,)}, "--bpipe-bound 3 says how to balance: give --bpipe, too"),
     (
         {"bpipe_bound": (2,), "bpipe": True},
