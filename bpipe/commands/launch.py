@@ -17,7 +17,7 @@ from typing import Any
 from bpipe.flags.flag import Options
 from bpipe.plan.bash_words import MOST_CHARACTERS
 from bpipe.plan.launch_script import Launch, read_launch
-from bpipe.plan.megatron_command import Reading, read_command
+from bpipe.plan.megatron_command import Reading, flags_of_command, read_command
 from bpipe.values import printable
 
 
@@ -44,6 +44,15 @@ def reading_of(options: Options) -> Reading | None:
         return None
     with _naming(options):
         return read_command(launch.words, launch.unknown)
+
+
+def flags_of(options: Options) -> list[str] | None:
+    """Return the flags of the training's script, or None where no launch is given."""
+    launch = launch_of(options)
+    if launch is None:
+        return None
+    with _naming(options):
+        return flags_of_command(launch.words, launch.unknown)
 
 
 @contextlib.contextmanager

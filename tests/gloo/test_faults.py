@@ -92,6 +92,56 @@ def test_a_partner_that_stops_ends_its_evictor_within_the_time_out(tmp_path: Pat
     assert "the time-out is 5 s, --bpipe-timeout" in outcome.logs[0]
 
 
+BITS = pytest.mark.parametrize(
+    ("transport", "flags", "rank", "link"),
+    [
+        ("gloo", ("--bpipe-transport", "gloo"), 3, "stage 3 over gloo"),
+        ("peer", ("--bpipe-transport", "peer"), 0, "stage 3 over peer"),
+        ("host", ("--bpipe-transport", "host"), 0, "stage 3 over host"),
+        ("host", ("--bpipe-hosts", "host"), 0, "its own node's memory over host"),
+    ],
+    ids=["gloo", "peer", "host", "tier"],
+)
+
+
+@pytest.mark.timeout(120)
+@BITS
+def test_a_flipped_bit_ends_the_run_with_its_name(
+    tmp_path: Path, transport: str, flags: Sequence[str], rank: int, link: str
+) -> None:
+    """In shared memory, in a host's own, and in a host buffer that is sent back: before weights are updated."""
+    outcome = run(tmp_path, [*BPIPE, *flags, "--bpipe-verify", "1"], fault=f"{rank} {transport} FLIP")
+    assert all(outcome.codes), [log[-500:] for log in outcome.logs]
+    error, *_ = re.findall(r"RuntimeFault: rank 0: what came back from .*", outcome.logs[0])
+    expected = (
+        rf"{re.escape(link)} is not what left: iteration 1 since the start, micro-batch \d of stage 0, storage \d+ of "
+        r"\d+ \((float32|bool|int64) \[[\d, ]+\], saved by \w+Backward\w*, \d+ bytes\)\. Weights were not updated"
+    )
+    assert re.search(expected, error), error
+    for other in range(4):
+        assert last_line(outcome, other).startswith("bpipe: rank 0 failed first: RuntimeFault: rank 0: what came back")
+        assert " iteration        1/" not in outcome.logs[other]
+
+
+@pytest.mark.timeout(120)
+def test_what_is_checked_and_as_it_was_is_said_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "report"
+    outcome = run(tmp_path, [*BPIPE, "--bpipe-verify", "all", "--bpipe-report", str(report)])
+    assert outcome.codes == [0] * 4
+    said = re.findall(
+        r"bpipe: verified 2 iterations: all that rank (\d) sent away, (\d+) micro-batches", "".join(outcome.logs)
+    )
+    # Of four stages only the first sends anything away.
+    assert sorted(rank for rank, _ in said) == ["0"]
+    assert main(["report", str(report), "--format", "json"]) == 0
+    verified = json.loads(capsys.readouterr().out)["verified"]
+    assert verified["iterations"] == 3
+    assert 2 * verified["microbatches"] == 3 * sum(int(count) for _, count in said)
+    assert verified["nbytes"] > 1_000_000
+    assert main(["report", str(report)]) == 0
+    assert "3 iterations: all that left came back as it left (" in capsys.readouterr().out
+
+
 # No expert has a capacity: each takes the tokens that the router sends, and sizes travel in front of what they are of.
 DIFFERING = (
     *(

@@ -7,7 +7,8 @@ transports and their copies. Threads stand for processes, and a queue for the co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from bpipe.runtime.executor import ComputationHooks, Executor, neighbours
 from bpipe.runtime.messages import Messages
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.streams import allocated_on, copying_on
+from bpipe.runtime.verifying import Verifier
 from bpipe.transport.base import Transport
 from bpipe.transport.device_memory import DeviceMemory
 from bpipe.transport.distributed import Distributed, pair_groups, try_out
@@ -44,6 +46,7 @@ class Rank:
         self._pipeline, self.rank = pipeline, rank
         self.meter = Meter()
         self.engine: Engine | None = None
+        self.verifier: Verifier | None = None
         # After each iteration: bytes in segments, how often one was taken, and the most that was given out in it.
         self.memory: list[tuple[int, int, int]] = []
         self.gradients: dict[Place, torch.Tensor] = {}
@@ -55,6 +58,7 @@ class Rank:
         messages = self.messages(here)
         transports = self._transports()
         named = f"rank {self.rank}"
+        self.verifier = Verifier(named, here, math.inf) if pipeline.verify else None
         config = EngineConfig(
             named,
             here,
@@ -64,6 +68,9 @@ class Rank:
             differing=pipeline.differing,
             allocated=allocated_on(here),
             synchronous=False,
+            verifier=self.verifier,
+            links=dict.fromkeys(range(schedule.num_ranks), pipeline.kind),
+            beside=lambda: pipeline.beside(self.rank),
         )
         if pipeline.engines:
             self.engine = Engine(schedule, self.rank, transports, config, self.meter if pipeline.measures else None)
@@ -135,13 +142,17 @@ class LatePipeline:
         measures: bool = False,
         differing: bool = False,
         extra: Extra = nothing,
+        verify: bool = False,
+        model: LateModel | None = None,
+        beside: Callable[[int], Sequence[torch.Stream]] = lambda rank: (),
     ) -> None:
         self.schedule, self.kind = schedule, kind
         self.engines, self.poison, self.measures, self.differing = engines, poison, measures, differing
+        self.verify, self.beside = verify, beside
         self.links = sorted({(min(link), max(link)) for link in links_of(schedule)}) if engines else []
         self.controls = {(low, high): controls(low, high) for low, high in self.links if low != high}
         self._edge_controls = {pair: controls(*pair) for pair in neighbours(schedule)}
-        self.model = (
+        self.model = model or (
             LateModel(schedule.num_stages, differing_sizes if differing else extra)
             if schedule.layout.slices == 1
             else SlicedModel(schedule, differing)

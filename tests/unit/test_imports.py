@@ -23,7 +23,7 @@ MAY: dict[str, set[str]] = {
     "names": set(),
     "extras": set(),
     "placement": set(),
-    "refusals": set(),
+    "features": set(),
     "vocabulary": set(),
     "ir": set(),
     "generate": {"extras", "ir"},
@@ -58,7 +58,6 @@ MAY: dict[str, set[str]] = {
     "flags": {
         "names",
         "placement",
-        "refusals",
         "ir",
         "formats.text",
         "generate.families",
@@ -72,7 +71,7 @@ MAY: dict[str, set[str]] = {
         "values",
         "flags",
         "names",
-        "refusals",
+        "features",
         "ir",
         "check",
         "generate.families",
@@ -98,6 +97,7 @@ MAY: dict[str, set[str]] = {
         *(
             "values",
             "extras",
+            "features",
             "ir",
             "flags",
             "generate.families",
@@ -166,12 +166,12 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "plan": (
         "bash_arithmetic bash_parts estimate expert_flags fewest_layers fit layer_split megatron_names predict "
-        "recompute_flags shards",
+        "recompute_flags shards slices",
         "bash_values bash_words space",
         "bash_commands bounds hybrid_flags judge windows",
         "budget document launch_script megatron_flags",
         "refused",
-        "calibrate megatron_command search",
+        "calibrate launch_states megatron_command search",
         "explain options row_flags state_hosts training_log vocabulary",
         "standings stock",
         "front",
@@ -200,7 +200,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "runtime": (
         "board checkpoints cuda errors graph sizing stage",
-        "kernel_times streams",
+        "kernel_times streams verifying",
         "capture failures messages recorder states",
         "kept links meter retrace",
         "evictor executor host_buffers shards",

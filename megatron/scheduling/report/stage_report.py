@@ -16,6 +16,7 @@ from bpipe.ir.schedule import Schedule
 from bpipe.record.format import RankSummary
 from bpipe.report.memory import kept_peak, own_peak, peak_of_rule
 from bpipe.runtime.kept import Share
+from bpipe.runtime.verifying import Certificate
 from megatron.scheduling.memory.differing import Differing
 from megatron.scheduling.slices.slicing import Slicing
 
@@ -39,6 +40,7 @@ def summary_of(
     pipeline: int,
     differing: Differing,
     slicing: Slicing | None,
+    certificate: Certificate,
     by_slice: Memory | None,
 ) -> RankSummary:
     """Lay the measurement beside what the schedule says for micro-batches of this size.
@@ -46,7 +48,7 @@ def summary_of(
     Host buffers are preallocated, so a rank holds all of them from the first HOST on: the prediction is the most its
     own micro-batches occupy in any slot, and its buffers. `received_bytes` is what of it the stage received.
     `own_memory`: the host buffers in its own node's memory and their bytes. `slicing`: what is kept of micro-batches
-    that are cut. `by_slice`: the rule for slices that differ in size.
+    that are cut. `certificate`: what was checked of what moved. `by_slice`: the rule for slices that differ in size.
     """
     # As the meter counts: a micro-batch of which less than half has left is still here.
     leaves = {
@@ -86,4 +88,8 @@ def summary_of(
         times_grown=differing.num_grown,
         keys_bytes=0 if slicing is None else slicing.peak_kept_bytes,
         predicted_keys_bytes=0 if slicing is None else kept_peak(schedule, stage, slicing.kept_memory),
+        verified_iterations=certificate.iterations,
+        verified_microbatches=certificate.microbatches,
+        verified_storages=certificate.storages,
+        verified_bytes=certificate.nbytes,
     )

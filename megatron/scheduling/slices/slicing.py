@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
+from bpipe.features import Settings
 from bpipe.ir.layout import EVEN, SliceLengths
 from bpipe.ir.memory import KeptMemory
-from bpipe.refusals import Settings
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.slices import attention, further
 from megatron.scheduling.slices.cutting import Cutting

@@ -8,6 +8,7 @@ from those of 64 as the whole's. A mistake is noticed. Ends with 0 when all is w
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
@@ -583,7 +584,7 @@ def transformer_engine_is_asked_for_a_mask_that_ends_bottom_right() -> None:
 
     def stand_in(_: Any, query: Any, key: Any, value: Any, mask: Any, kind: Any, *args: Any, **kwargs: Any) -> Any:
         told.append((kind.name, key.size(0)))
-        return query
+        return _attended(query, key, value)
 
     of_cutting = cutting.Cutting(even_bounds(LENGTH, 2))
     run, layer = attention._engines_attention(kept.KeptKeys(of_cutting), stand_in), torch.nn.Identity()
@@ -595,7 +596,49 @@ def transformer_engine_is_asked_for_a_mask_that_ends_bottom_right() -> None:
                 with pytest.raises(ValueError, match="slices attend causally, and this layer masks no_mask"):
                     run(layer, own, own, own, None, AttnMaskType.no_mask)
     run(layer, own, own, own, None, AttnMaskType.no_mask)
-    assert told == [("causal", 48), ("causal_bottom_right", 96), ("no_mask", 48)], told
+    with of_cutting.at(1):
+        run(layer, own, own, own, None, AttnMaskType.causal)
+    # Once it is asked for a mask of known answer.
+    behind = ("causal_bottom_right", 96)
+    assert told[:4] == [("causal", 48), behind, behind, ("no_mask", 48)], told
+    assert len(told) == 5, told
+
+
+def _attended(query: Any, key: Any, value: Any, first: int | None = None) -> Any:
+    """Attention of groups of heads; the first query sees the keys before it, by default as where masks end bottom
+    right."""
+    tokens, heads = query.size(0), query.size(2)
+    before = key.size(0) - tokens if first is None else first
+    key, value = (one.repeat_interleave(heads // one.size(2), 2) for one in (key, value))
+    scores = torch.einsum("qbnh,kbnh->bnqk", query, key) / query.size(-1) ** 0.5
+    hidden = torch.ones(tokens, key.size(0), dtype=torch.bool).triu(before + 1)
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    return torch.einsum("bnqk,kbnh->qbnh", weights, value).flatten(2)
+
+
+def an_engine_that_masks_otherwise_ends_the_run() -> None:
+    """From the top left, without a mask, or off by one in either direction: in 16 bits too, with groups of heads, and
+    where values are wider than keys. It leaves training as it is."""
+    for dtype in (torch.float32, torch.bfloat16):
+        query, key, value = (
+            torch.randn(tokens, 2, heads, width).to(dtype)
+            for tokens, heads, width in ((8, 4, 8), (24, 2, 8), (24, 2, 12))
+        )
+        for first, is_right in ((16, True), (0, False), (24, False), (15, False), (17, False)):
+            layer, asked = torch.nn.Dropout(0.5), []
+
+            def attend(*tensors: Any, first: int = first, layer: Any = layer, asked: Any = asked) -> Any:
+                asked.append(layer.training)
+                return _attended(*tensors, first=first)
+
+            with (
+                contextlib.nullcontext()
+                if is_right
+                else pytest.raises(RuntimeFault, match="use --transformer-impl local")
+            ):
+                attention.check_mask(attend, layer, query, key, value, 16)
+            assert asked == [False]
+            assert layer.training
 
 
 def lengths_of_equal_work_take_as_long() -> None:
@@ -651,3 +694,4 @@ if __name__ == "__main__":
     lengths_are_read_and_must_be_all_of_the_sequence()
     layers_that_see_their_own_slice_alone_are_refused()
     transformer_engine_is_asked_for_a_mask_that_ends_bottom_right()
+    an_engine_that_masks_otherwise_ends_the_run()
