@@ -90,6 +90,11 @@ def _asked_for(args: Any) -> tuple[ScheduleConfig, bool]:
         return config, ours
     if config.balance is None:
         raise ValueError("--bpipe-memory says how to balance: give --bpipe, too, or leave it out")
+    if config.slices > 1 and config.vocabulary is not Vocabulary.WHOLE:
+        raise ValueError(
+            f"--bpipe-memory: what {config.slices} slices and shards of the vocabulary hold together is not planned in "
+            f"bytes yet: give --bpipe-bound, which counts slices of a chunk, or leave one of the three out"
+        )
     return budgets.budgeted(args, config), ours
 
 

@@ -285,6 +285,10 @@ REFUSED = [
     ({"bpipe_schedule": "gpipe", "bpipe_delay": 2}, "--bpipe-delay 2: gpipe takes none: choose from 1f1b-split"),
     ({**TWO_PIPES, "bpipe_slices": 2}, "schedule chimera cuts no micro-batches into slices, its two pipes fill"),
     (
+        {"bpipe_slices": 2, "bpipe_vocabulary": "1", "bpipe": True, "bpipe_memory": MemoryBudget((2**30,), False)},
+        "--bpipe-memory: what 2 slices and shards of the vocabulary hold together is not planned in bytes yet",
+    ),
+    (
         {"bpipe_slices": 2, "bpipe_vocabulary": "interlaced"},
         "slices 2 and vocabulary interlaced: all ranks compute a shard at one point",
     ),
