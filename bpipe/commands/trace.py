@@ -1,7 +1,7 @@
 """`bpipe trace`: what every stage of a launch holds, by Megatron's own model at true size, without a GPU or its memory.
 
 In: flags, or a launch. Out: a table or JSON, and a profile that `simulate` and `plan` read. The model is built by
-`megatron.scheduling.trace.program` in a process of its own, which gets the launch's flags. Imports neither torch nor
+`megatron.scheduling.trace.tracing` in a process of its own, which gets the launch's flags. Imports neither torch nor
 Megatron.
 """
 
@@ -29,7 +29,7 @@ from bpipe.plan.megatron_command import Reading, flags_of_command, read_command
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.options import filled, setup_of
 
-PROGRAM = "megatron.scheduling.trace.program"
+PROGRAM = "megatron.scheduling.trace.tracing"
 MIB = 2**20
 # Formulas are held to this; what differs by more is marked.
 TOLERANCE = 0.01

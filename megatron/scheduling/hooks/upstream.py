@@ -224,6 +224,9 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "tokenizer": ("pad_vocab_size", "tokenizer_type", "vocab_size"),
     "one_stage": (
         *(
+            "context_parallel_size",
+            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
             "hidden_size",
             "make_vocab_size_divisible_by",
             "padded_vocab_size",
@@ -231,7 +234,13 @@ REQUIRED: dict[str, tuple[str, ...]] = {
             "pipeline_model_parallel_size",
             "seed",
         ),
-        *("seq_length", "sequence_parallel", "tensor_model_parallel_size", "vocab_size", "world_size"),
+        *("seq_length", "sequence_parallel", "tensor_model_parallel_size"),
+        *("virtual_pipeline_model_parallel_size", "vocab_size", "world_size"),
+    ),
+    "tracing": (
+        *("bf16", "context_parallel_size", "ffn_hidden_size", "fp16", "fp4", "fp8", "global_batch_size", "hidden_size"),
+        *("hybrid_layer_pattern", "micro_batch_size", "num_attention_heads", "num_experts", "perform_initialization"),
+        *("pipeline_model_parallel_size", "seq_length", "tensor_model_parallel_size"),
     ),
     "profile": (
         *(

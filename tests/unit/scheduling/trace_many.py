@@ -7,19 +7,19 @@ import io
 import json
 import sys
 
-from megatron.scheduling.trace import program
+from megatron.scheduling.trace import tracing
 
 
 def main() -> None:
     with contextlib.redirect_stdout(io.StringIO()):
-        program.prepare()
+        tracing.prepare()
         traces = [_trace(flags) for flags in json.load(sys.stdin)]
     print(json.dumps(traces))
 
 
 def _trace(flags: list[str]) -> object:
     try:
-        return program.trace(flags)
+        return tracing.trace(flags)
     except ValueError as error:
         return str(error)
 

@@ -2,7 +2,7 @@
 
 In: a training's flags. Out: JSON on stdout.
 
-    python -m megatron.scheduling.trace.program <flags of pretrain_gpt.py> [--trace-attention unfused]
+    python -m megatron.scheduling.trace.tracing <flags of pretrain_gpt.py> [--trace-attention unfused]
 
 `bpipe trace` starts this and reads it. The stages are those of the first rank of each place in the pipeline, built by
 the trainer's builder and wrapped as the trainer wraps them, on torch's meta device; the other ranks are not there, and
@@ -29,6 +29,7 @@ import torch
 
 from bpipe.runtime import capture
 from bpipe.runtime.graph import hiding
+from megatron.scheduling.hooks import upstream
 from megatron.scheduling.report import one_stage
 from megatron.scheduling.start import startup
 from megatron.scheduling.trace import stand_in
@@ -61,6 +62,7 @@ def _parse(flags: Sequence[str]) -> Any:
 
 def _fit(args: Any) -> None:
     """Leave out what is not of the model, and refuse what cannot be traced."""
+    upstream.require(args, "tracing")
     for name, value, why in (
         ("--num-experts", args.num_experts, "how many tokens go to an expert is known by computing alone"),
         ("--hybrid-layer-pattern", args.hybrid_layer_pattern, "Mamba layers run by kernels of a GPU alone"),
