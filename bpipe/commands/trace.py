@@ -25,7 +25,7 @@ from bpipe.models.cluster import DEVICES, Cluster
 from bpipe.models.layout import Setup
 from bpipe.models.memory import stage_parameters
 from bpipe.models.saved import stage_bytes
-from bpipe.plan.megatron_command import Reading, read_command, trainer_flags
+from bpipe.plan.megatron_command import Reading, flags_of_command, read_command
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.options import filled, setup_of
 
@@ -93,7 +93,7 @@ def _subject(options: Options) -> _Subject:
     if given is None:
         setup = _setup(filled(options, None, ("pipeline",)), None)
         return _Subject([*megatron_flags(setup), *_assumed(setup)], setup)
-    flags = trainer_flags(given.words, given.unknown)
+    flags = flags_of_command(given.words, given.unknown)
     try:
         reading = read_command(given.words, given.unknown)
         setup = _setup(filled(options, reading, ("pipeline",)), reading)

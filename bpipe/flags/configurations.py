@@ -416,6 +416,9 @@ SEARCHED_FLAGS = Group(
         CONTEXT.several(
             "how many devices may have a part of a sequence each (default 1, of sequences from 32768 on more)"
         ),
+        schedules.SLICES.several(
+            "into how many slices each sequence may be cut (default 1, of sequences from 8192 on 1 2 4 8)"
+        ),
         schedules.VOCABULARY.several(
             "whether the output layer is in shards on all pipeline ranks, and by which algorithm, with the embedding "
             "and without where "

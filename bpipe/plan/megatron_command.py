@@ -253,13 +253,6 @@ class Reading:
     flags: tuple[str, ...] = ()
 
 
-def trainer_flags(words: Sequence[str], unknown: Callable[[str], str | None] = lambda word: None) -> list[str]:
-    """Return the flags that a launch gives its script. Arguments as of `read_command`."""
-    _, flags = _without_launcher(words, unknown)
-    _refuse_unknown(flags, unknown)
-    return flags
-
-
 def read_command(words: Sequence[str], unknown: Callable[[str], str | None] = lambda word: None) -> Reading:
     """Read `torchrun ... script.py FLAGS`, or the flags alone.
 

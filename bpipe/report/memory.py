@@ -94,10 +94,13 @@ def rule_by_slice(
     saved: Mapping[tuple[int, int], int],
     moved: Mapping[tuple[int, int], int],
     after_input: Mapping[tuple[int, int], int],
+    shard: int = 0,
 ) -> Memory:
     """Return the rule for sizes of slices, each by stage and number: of those of one place the largest.
 
     `moved` has nothing of what never leaves; where `after_input` has none, all that was saved is held.
+
+    A `shard` holds so many bytes of a slice between S and T.
     """
     slices = schedule.layout.slices
     places = [[0, 0, 0] for _ in range(schedule.num_stages * slices)]
@@ -105,7 +108,7 @@ def rule_by_slice(
         place, key = places[stage * slices + number % slices], (stage, number)
         for at, one in enumerate((size, moved.get(key, 0), after_input.get(key, size))):
             place[at] = max(place[at], one)
-    return Memory(tuple(StageMemory(*place) for place in places), slices=slices)
+    return Memory(tuple(StageMemory(*place) for place in places), slices=slices, shard_bytes=shard)
 
 
 def kept_peak(schedule: Schedule, rank: int, kept: Mapping[int, KeptMemory]) -> int:

@@ -166,7 +166,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "plan": (
         "bash_arithmetic bash_parts estimate expert_flags fewest_layers fit layer_split megatron_names predict "
-        "recompute_flags shards",
+        "recompute_flags shards slices",
         "bash_values bash_words space",
         "bash_commands bounds hybrid_flags judge windows",
         "budget document launch_script megatron_flags",

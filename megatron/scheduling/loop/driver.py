@@ -24,7 +24,7 @@ from bpipe.features import guarded
 from bpipe.generate.family import Family
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.host_buffers import links_of
-from bpipe.ir.memory import Memory, moves_anything
+from bpipe.ir.memory import KeptMemory, Memory, moves_anything
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 from bpipe.record.format import RankSummary
@@ -42,6 +42,7 @@ from megatron.scheduling.hooks import upstream
 from megatron.scheduling.hooks.beside import OwnTime, streams_of_layers
 from megatron.scheduling.loop.directory import pipelines
 from megatron.scheduling.loop.waiting import refuse_standstill
+from megatron.scheduling.memory.by_slice import kept_at_peak, latest_by_place, most_by_place, moved_by_place
 from megatron.scheduling.memory.differing import Differing
 from megatron.scheduling.memory.watermark import Watermark
 from megatron.scheduling.memory.weighing import Waiting, Weighing
@@ -64,9 +65,11 @@ class FirstMeasured:
     """Measured memory of one rank in its first iteration: of one micro-batch by stage, of what it receives for one, and
     the peak.
 
-    `moved_bytes`: of stages that left. `allocated_bytes`, `reserved_bytes`: peaks of the device's allocator until the
-    loop's end, before weights were updated; 0 where nobody counts. `lent_bytes`: host buffers outside of that
-    allocator; `peak_bytes` includes them. `parts`: what could leave in place of all, see `Sizing.parts`.
+    Where micro-batches are cut into slices, `saved_bytes` and `moved_bytes` are by place (`memory.by_slice`), and
+    `kept` is what each stage keeps of a micro-batch. `moved_bytes`: of stages that left. `allocated_bytes`,
+    `reserved_bytes`: peaks of the device's allocator until the loop's end, before weights were updated; 0 where nobody
+    counts. `lent_bytes`: host buffers outside of that allocator; `peak_bytes` includes them. `parts`: what could leave
+    in place of all, see `Sizing.parts`.
     """
 
     saved_bytes: Mapping[int, int]
@@ -79,6 +82,7 @@ class FirstMeasured:
     reserved_bytes: int
     lent_bytes: int = 0
     parts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    kept: Mapping[int, KeptMemory] = field(default_factory=dict)
 
 
 class Driver:
@@ -391,9 +395,17 @@ class Driver:
         saved, moved = (
             (meter.saved_bytes, engine.most_bytes) if self.differing else (meter.latest_bytes, engine.moved_bytes)
         )
+        kept: Mapping[int, KeptMemory] = {}
+        peak, sizing, slicing = meter.peak_bytes, engine.sizing, self.slicing
+        if slicing is not None:
+            k, kept = slicing.number, slicing.kept_memory
+            saved = (most_by_place if self.differing else latest_by_place)(meter.each_bytes, k)
+            each = {} if sizing is None else sizing.moved_each
+            moved = moved_by_place(moved, each, saved, k, self.differing)
+            peak += kept_at_peak(engine.schedule, self.rank, saved, kept)
         sizes = (saved, moved, meter.after_input_bytes, meter.shard_bytes)
-        parts = engine.sizing.parts() if engine.sizing is not None else {}
-        return FirstMeasured(*sizes, meter.received_bytes, meter.peak_bytes, *self._most, engine.lent_bytes, parts)
+        parts = sizing.parts() if sizing is not None else {}
+        return FirstMeasured(*sizes, meter.received_bytes, peak, *self._most, engine.lent_bytes, parts, kept)
 
     def learned(self, how: BalanceConfig | None) -> None:
         """End measuring. From the next iteration on balance as in `how`, on every rank; None: as before."""
@@ -449,7 +461,8 @@ class Driver:
             moved: Mapping[tuple[int, int], int] = engine.sizing.moved_each
         else:
             moved = {key: engine.moved_bytes.get(key[0], 0) for key in saved}
-        return rule_by_slice(engine.schedule, saved, moved, self._meter.after_each_bytes)
+        shard = self._meter.shard_bytes
+        return rule_by_slice(engine.schedule, saved, moved, self._meter.after_each_bytes, shard)
 
 
 def without_p2p_sync(config: Any) -> str:

@@ -90,12 +90,6 @@ def _asked_for(args: Any) -> tuple[ScheduleConfig, bool]:
         return config, ours
     if config.balance is None:
         raise ValueError("--bpipe-memory says how to balance: give --bpipe, too, or leave it out")
-    if config.slices > 1:
-        raise ValueError(
-            f"--bpipe-memory: what {config.slices} slices hold is not planned in bytes yet: give --bpipe-bound, which "
-            f"counts slices of a "
-            "chunk, or leave both out"
-        )
     return budgets.budgeted(args, config), ours
 
 

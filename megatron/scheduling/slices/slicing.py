@@ -5,6 +5,8 @@ In: `--bpipe-slices`. Out: wraps, `Cutting`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from bpipe.features import Settings
@@ -14,6 +16,7 @@ from megatron.scheduling.hooks import patches
 from megatron.scheduling.slices import attention, further
 from megatron.scheduling.slices.cutting import Cutting
 from megatron.scheduling.slices.experts import ExpertLosses
+from megatron.scheduling.slices.judging import judge
 from megatron.scheduling.slices.kept import KeptKeys
 from megatron.scheduling.slices.lengths import bounds_of
 
@@ -26,6 +29,7 @@ class Slicing:
         self.cutting = Cutting(())
         self._kept = KeptKeys(self.cutting)
         self._losses = ExpertLosses(self.cutting)
+        self._judged = False
 
     @property
     def kept_bytes(self) -> int:
@@ -49,6 +53,12 @@ class Slicing:
 
     def wraps(self) -> dict[patches.Patch, patches.Wrap]:
         return {**attention.wraps(self._kept), **self._losses.wraps(), **further.wraps(self.cutting)}
+
+    def judge(self, models: Sequence[torch.nn.Module]) -> None:
+        """Raise ValueError where these models cannot be cut; they are the same in every call."""
+        if not self._judged:
+            judge(models)
+            self._judged = True
 
     def begin(self, length: int, config: object) -> None:
         """Begin with sequences of so many tokens. `config` is Megatron's, of the model.

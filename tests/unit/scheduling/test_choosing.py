@@ -283,19 +283,14 @@ REFUSED = [
         "is --microbatch-group-size-per-virtual-pipeline-stage",
     ),
     ({"bpipe_schedule": "gpipe", "bpipe_delay": 2}, "--bpipe-delay 2: gpipe takes none: choose from 1f1b-split"),
-    ({**TWO_PIPES, "bpipe_slices": 2}, "schedule chimera cuts no micro-batches into slices, its two pipes keep"),
+    ({**TWO_PIPES, "bpipe_slices": 2}, "schedule chimera cuts no micro-batches into slices, its two pipes fill"),
     (
-        {"bpipe_slices": 2, "bpipe_vocabulary": "1"},
-        "slices 2 and vocabulary 1: where shards of a slice stand is not known",
+        {"bpipe_slices": 2, "bpipe_vocabulary": "interlaced"},
+        "slices 2 and vocabulary interlaced: all ranks compute a shard at one point",
     ),
     (
         {"bpipe_schedule": "FILE", "virtual_pipeline_model_parallel_size": 2, "bpipe_slices": 2},
         "it has 1 slices a micro-batch, and not 2: leave --bpipe-slices out",
-    ),
-    (
-        {"bpipe_slices": 2, "bpipe": True, "bpipe_memory": MemoryBudget((2**30,), False)},
-        "--bpipe-memory: what 2 slices hold is not planned in bytes yet: give --bpipe-bound, which counts slices of a "
-        "chunk",
     ),
     ({"bpipe_bound": (3,)}, "--bpipe-bound 3 says how to balance: give --bpipe, too"),
     (
