@@ -40,6 +40,7 @@ from bpipe.build import ScheduleConfig, build, named_balance
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import num_transfers
 from bpipe.ir.schedule import Schedule
+from bpipe.runtime import evictor
 from bpipe.runtime.acceptor import Acceptor, LendingAcceptor, ReceivingAcceptor
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor, neighbours
@@ -59,6 +60,7 @@ TIMEOUT_S = 120.0
 STAGES, MICROBATCHES = 4, 8
 # A forward, and a backward of twice that.
 FORWARD_S = 0.02
+POISON = evictor._poison
 SYNCHRONOUS, VERIFIED = ", synchronous", ", verified"
 BUFFER, HOSTED = (frozenset({0}),), {kind: Action(0, kind, 0) for kind in (Kind.HOST, Kind.RETURN)}
 WARM_UP = 2
@@ -285,6 +287,11 @@ class TimedVerifier(Verifier):
 
     took_s = 0.0
 
+    def poison(self, storage: torch.UntypedStorage) -> None:
+        begin = time.thread_time()
+        POISON(storage)
+        self.took_s += time.thread_time() - begin
+
     def _sums(self, tensors: Sequence[torch.Tensor], moment: str) -> torch.Tensor:
         begin = time.thread_time()
         sums = super()._sums(tensors, moment)
@@ -325,6 +332,8 @@ class Loop:
         self.held_s = 0.0
         if self.verifier is not None:
             self.verifier.took_s = 0.0
+            # Nothing else poisons here.
+            evictor._poison = self.verifier.poison
         dist.barrier()
         begin = time.perf_counter()
         self.executor.run(self.engine)
@@ -357,11 +366,11 @@ def pipeline(rank: int, options: argparse.Namespace) -> dict[str, Any]:
         verifier = loops[name].verifier
         everyone = everyones((took, loops[name].held_s, 0.0 if verifier is None else verifier.took_s))
         if counts:
-            evictor, acceptor = pairs[0]
-            held = {"evictor_held_s": everyone[evictor][1], "acceptor_held_s": everyone[acceptor][1]}
+            sends, hosts = pairs[0]
+            held = {"evictor_held_s": everyone[sends][1], "acceptor_held_s": everyone[hosts][1]}
             append_each(
                 samples[name],
-                {"iteration_s": max(one[0] for one in everyone), **held, "checks_s": everyone[evictor][2]},
+                {"iteration_s": max(one[0] for one in everyone), **held, "checks_s": everyone[sends][2]},
             )
     moved = loops["gloo"].engine.moved_bytes.get(rank, 0)
     checked = loops[f"gloo{VERIFIED}"].verifier
@@ -421,7 +430,7 @@ def report(measured: dict[str, Any]) -> None:
         own = spread(quotients(found["samples"][f"{name}{VERIFIED}"]["checks_s"], checked, 100), ".2f")
         print(
             f"{name}: {spread([100 * (ratio - 1) for ratio in quotients(checked, plain)], '+.2f')}; the evictor's "
-            f"processor computes checksums for {own} % of it"
+            f"processor is at it for {own} % of that"
         )
 
 

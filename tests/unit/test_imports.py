@@ -116,7 +116,7 @@ MAY: dict[str, set[str]] = {
 # Inside a place: its modules, lowest floor first. A module imports from floors below its own only; all may use the
 # package's own file.
 FLOORS: dict[str, tuple[str, ...]] = {
-    "vocabulary": ("embedding output rows",),
+    "vocabulary": ("embedding output rows", "log_probs"),
     "ir": (
         "action hosts",
         "layout",
