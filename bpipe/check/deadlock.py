@@ -18,6 +18,9 @@ The first message of a sort tells its shape, and passes by way of the hosts (`tr
 It is run like those of every later iteration, which stand in one. One thread of a rank issues everything, in the order
 of its program.
 
+Torch's runtime (`Exchange.TORCH`) over NCCL has one stream for each two ranks, for their messages in both directions, in
+the order in which each issues them: one passes when both have come to it there, and those behind it wait.
+
 A communicator is made by the first exchange in it, unless it is there before (`births`). Where messages pass in batches
 that is one of all ranks, and each waits there until the last has come; where they pass one by one, it is one of two.
 Source: `batch_isend_irecv` in torch.distributed, "if this API is the first collective call in the group, all ranks of
@@ -27,7 +30,8 @@ the group must participate". Knows no tensors, no seconds.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -78,24 +82,31 @@ def blocked_ranks(
     exchange: Exchange = Exchange.POSTED,
     births: bool = False,
     differing: bool = False,
+    programs: Sequence[Program] | None = None,
 ) -> tuple[Blocked, ...]:
     """Return every rank that never finishes; empty for a schedule that cannot deadlock.
 
     `births`: communicators are not there before. `differing`: micro-batches differ in size, and both ends of each
-    transfer take part.
+    transfer take part. `programs` are those that will run, by default what `lower` makes of the schedule.
     """
     board = _Board(schedule, exchange, births, differing)
-    ranks = [_RankWalk(program, board, waits) for program in lower(schedule, exchange)]
+    ranks = [_RankWalk(program, board, waits) for program in programs or lower(schedule, exchange)]
     runnable, waiting = board.runnable, board.waiting
     runnable += ranks
     while runnable:
-        rank = runnable.pop()
-        number = next(rank.run, _OVER)
+        walk = runnable.pop()
+        number = next(walk.run, _OVER)
         if number != _OVER:
-            waiting.setdefault(number, []).append(rank)
+            waiting.setdefault(number, []).append(walk)
     return tuple(
         sorted(
-            (rank.blocked_at(number) for number, stuck in waiting.items() for rank in stuck), key=lambda one: one.rank
+            (
+                walk.blocked_at(number)
+                for number, stuck in waiting.items()
+                for walk in stuck
+                if isinstance(walk, _RankWalk)
+            ),
+            key=lambda one: one.rank,
         )
     )
 
@@ -144,8 +155,8 @@ class _Board:
         self.hosted: dict[int, dict[Residency, bool]] = {}
         # By evictor and host: the word with which it begins.
         self.words: dict[tuple[int, int], int] = {link: self._expect(1) for link in sorted(links_of(schedule))}
-        self.waiting: dict[int, list[_RankWalk]] = {}
-        self.runnable: list[_RankWalk] = []
+        self.waiting: dict[int, list[_RankWalk | _PairStream]] = {}
+        self.runnable: list[_RankWalk | _PairStream] = []
 
     def arrive(self, number: int) -> None:
         self.missing[number] -= 1
@@ -177,8 +188,8 @@ class _Board:
         left = set().union(*stages_to.values())
         places = {}
         by_stage: dict[int, int] = {}
-        # Our own loop sends first (`Engine.sent`).
-        sends_first = self.exchange is Exchange.POSTED
+        # Our own loop and torch's send first (`Engine.sent`).
+        sends_first = self.exchange in (Exchange.POSTED, Exchange.TORCH)
         for index, operand in enumerate(program.operands) if left else ():
             if (
                 ops[index] == _RUN
@@ -231,6 +242,31 @@ class _Board:
         return self.hosted[host]
 
 
+class _PairStream:
+    """One rank's stream for messages to and from another: each begins when the one before it is over."""
+
+    def __init__(self, board: _Board) -> None:
+        self.board = board
+        self.issued: deque[int] = deque()
+        self.run: Iterator[int] = iter(())
+
+    def issue(self, value: int) -> None:
+        """Put a message behind those that were issued."""
+        idle = not self.issued
+        self.issued.append(value)
+        if idle:
+            self.run = self._run()
+            self.board.runnable.append(self)
+
+    def _run(self) -> Iterator[int]:
+        while self.issued:
+            value = self.issued[0]
+            self.board.arrive(value)
+            if self.board.missing[value]:
+                yield value
+            self.issued.popleft()
+
+
 class _RankWalk:
     """One rank on its way through its program, with what `waits` adds.
 
@@ -244,6 +280,8 @@ class _RankWalk:
         self.halves = Numbering()
         self.started: dict[int, int] = {}
         self.last_sent: dict[tuple[int, ...], int] = {}
+        # By the two ranks, where their messages stand in a queue of their own.
+        self.streams: dict[tuple[int, ...], _PairStream] = {}
         self.telling = board.telling(program)
         self.making = board.making(program)
         # What leaves this rank, in the order of the program, and how much has come to it.
@@ -280,7 +318,7 @@ class _RankWalk:
             self.waits >= WaitLevel.AFTER_EXCHANGES,
             self.waits >= WaitLevel.IN_EVERY_OPERATION,
         )
-        one_queue = self.waits >= WaitLevel.ONE_QUEUE
+        one_queue, in_streams = self.waits >= WaitLevel.ONE_QUEUE, board.exchange is Exchange.TORCH
         operand: Any
         for index, operand in enumerate(islice(self.program.operands, begin, end), begin):
             op = ops[index]
@@ -299,18 +337,24 @@ class _RankWalk:
                 if one_queue and op == _SEND:
                     self.index = index
                     yield from self._sent_before(operand)
+                if in_streams:
+                    self._issue(operand)
+                    continue
                 missing[operand] = left = missing[operand] - 1
                 if not left and operand in waiting:
                     runnable += waiting.pop(operand)
                 elif left and one_queue and operand in board.in_two_steps:
                     self.index = index
                     yield operand
-            elif op == _START:
+            else:
                 self.index = index
-                yield from self._start(operand)
-            elif missing[started[id(operand)]]:
-                self.index = index
-                yield started[id(operand)]
+                yield from self._start(operand) if op == _START else self._until(started[id(operand)])
+
+    def _issue(self, value: int) -> None:
+        parties = tuple(sorted(self.board.dependencies.route(value).parties))
+        if parties not in self.streams:
+            self.streams[parties] = _PairStream(self.board)
+        self.streams[parties].issue(value)
 
     def _sent_before(self, value: int) -> Iterator[int]:
         """What was sent to the same ranks last: with one queue the next stands at its head until that has been

@@ -36,11 +36,10 @@ from bpipe.plan.explain import (
     uneven_by_counts,
 )
 from bpipe.plan.megatron_command import Reading
-from bpipe.plan.megatron_flags import unproven_feature
 from bpipe.plan.options import filled, setup_of
 from bpipe.plan.predict import SetupPrediction, predict, simulation_of
 from bpipe.plan.refused import refused
-from bpipe.plan.standings import UNPROVEN
+from bpipe.plan.standings import FP8, SLICES, needs_of_setup
 from bpipe.plan.state_hosts import StateHosts, describe_moves, moves_values, state_hosts
 from bpipe.simulate.report import Simulation
 
@@ -247,8 +246,8 @@ def table(prediction: SetupPrediction) -> str:
         )
         if remark
     ]
-    unproven = unproven_feature(setup)
-    lines += [] if unproven is None else [UNPROVEN[unproven]]
+    needs = needs_of_setup(setup)
+    lines += [need for need in (FP8, SLICES) if need in needs]
     titles = (
         "rank",
         "layers",

@@ -10,9 +10,8 @@ from collections.abc import Callable, Collection
 from bpipe.flags import configurations, schedules
 from bpipe.flags.budgets import MINIMUM_BYTES, read_moves
 from bpipe.flags.flag import Flag, Group, InLaunch
-from bpipe.flags.values import factor, positive, seconds
+from bpipe.flags.values import factor, iterations, positive, seconds
 from bpipe.placement import PLACEMENTS
-from bpipe.refusals import UNPROVEN
 from bpipe.transport import AUTO, NAMES
 
 # Seconds after which a transfer that has not ended ends the run.
@@ -143,16 +142,23 @@ TRAINER = (
         "trying and mending",
         (
             _flag(
-                "--bpipe-unproven",
-                "try what is refused because it was never shown on a GPU. Compare the first losses with those of a "
-                "run without --bpipe",
-                choices=UNPROVEN,
+                "--bpipe-strict",
+                "refuse also what is guarded: right by construction, never shown on this hardware, and checked in the "
+                "first iterations",
             ),
             _flag(
                 "--bpipe-no-repairs",
                 "leave defects of the installed Megatron as they are. By default the log names each that is mended, "
                 "in memory only. Works "
                 "with and without --bpipe",
+            ),
+            _flag(
+                "--bpipe-verify",
+                "in the first N iterations compare checksums of everything that leaves a rank before it leaves, before "
+                "its memory is freed and before it is used again. What differs ends the run before weights are "
+                "updated, and is named. By default 2 where anything is guarded, else 0",
+                "N|all",
+                iterations,
             ),
             _flag(
                 "--bpipe-poison",

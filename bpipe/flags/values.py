@@ -76,6 +76,15 @@ def counted(text: str) -> int:
     return int(text)
 
 
+# Every iteration, however many there are.
+ALL = "all"
+
+
+def iterations(text: str) -> float:
+    """Read a whole number from 0 on, or `all`: infinitely many."""
+    return math.inf if text == ALL else counted(text)
+
+
 def costs(text: str) -> tuple[Fraction, ...]:
     """Read `1,2` or `1,1.5,1/2`: a forward and a backward, or a forward and the halves of a backward, exactly."""
     return read_costs(text, 2, 3)

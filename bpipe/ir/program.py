@@ -38,6 +38,10 @@ class Exchange(enum.Enum):
     # Our executor: a send is on its way at once, and later let go, never waited for; receives are posted one ahead, in
     # the sender's order, and only what needs them waits.
     POSTED = "posted"
+    # torch.distributed.pipelining's runtime (`lower.torch_receives`): a send is on its way at once, a receive is posted
+    # where torch lists it, and only what needs it waits. The messages of each two ranks, both directions, stand in one
+    # queue.
+    TORCH = "torch"
 
     __hash__ = object.__hash__
 
@@ -52,8 +56,8 @@ class Exchange(enum.Enum):
     @property
     def predicted(self) -> Exchange:
         """The exchange order that a prediction assumes: by default Megatron's interleaved loop waits for a message
-        only where it needs it."""
-        return Exchange.POSTED if self is Exchange.MEGATRON_INTERLEAVED else self
+        only where it needs it, and so does torch's runtime."""
+        return Exchange.POSTED if self in (Exchange.MEGATRON_INTERLEAVED, Exchange.TORCH) else self
 
 
 class Message(NamedTuple):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from bpipe.ir.action import COMPUTE, READING, SHARDS, Action, Kind
 from bpipe.ir.dependencies import NOTHING, Dependencies
@@ -24,6 +24,7 @@ from bpipe.ir.host_buffers import Residency, evicted_to, host_buffers
 from bpipe.ir.program import Exchange, MessageTable, Op, Program, Transfer
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.ir.steps import Step, each_step
+from bpipe.lower.torch_receives import Received, received_behind_cells
 from bpipe.lower.turns import received_before, turns_of
 
 _FORWARD = Kind.FORWARD
@@ -45,6 +46,8 @@ def lower(schedule: Schedule, exchange: Exchange) -> tuple[Program, ...]:
     """
     if exchange is not Exchange.POSTED:
         _check_runnable(schedule, exchange)
+    if exchange is Exchange.TORCH:
+        return lower_received(schedule)
     passing = _Passing(schedule)
     # One rank after the other: what it takes to lower a rank is as large as what comes of it, and need not be there for
     # all at once.
@@ -64,9 +67,30 @@ def lower(schedule: Schedule, exchange: Exchange) -> tuple[Program, ...]:
     return tuple(lowering.posted(inbound) for lowering, inbound in zip(ranks, passing.inbound(), strict=True))
 
 
+def lower_received(schedule: Schedule, received: Received | None = None) -> tuple[Program, ...]:
+    """Lower a schedule for torch's runtime, with receives where torch's own lists have them.
+
+    `received[rank][k]`: the values posted behind its k-th cell, with k = 0 before the first; by default where torch puts
+    them.
+    """
+    passing = _Passing(schedule)
+    if received is None:
+        cells = [_numbered(row) for row in schedule.ranks]
+        ends = passing.needed, passing.needed_from, passing.made, passing.made_for
+        received = received_behind_cells(cells, *ends, _NOBODY)
+    ranks = (_Lowering(schedule, rank, passing) for rank in range(schedule.num_ranks))
+    return tuple(lowering.listed(behind) for lowering, behind in zip(ranks, received, strict=True))
+
+
+def _numbered(row: Sequence[Slot]) -> list[range]:
+    """By cell of a rank: the numbers of its computations."""
+    ends = [0, *accumulate(len(cell.computations) for cell in row if cell.compute is not None)]
+    return [range(begin, end) for begin, end in pairwise(ends)]
+
+
 def _check_runnable(schedule: Schedule, exchange: Exchange) -> None:
     overlapped = next((cell for row in schedule.ranks for cell in row if cell.overlapped is not None), None)
-    if overlapped is not None:
+    if overlapped is not None and exchange is not Exchange.TORCH:
         raise ValueError(
             f"{overlapped.compute} and {overlapped.overlapped} overlap: the exchanges of {exchange.value} know one at "
             f"a time"
@@ -311,6 +335,31 @@ class _Lowering:
         if any(cell.transfers or cell.overlapped for cell in row):
             return self._posted_beside(inbound)
         return self._posted_alone([cell.compute for cell in row if cell.compute is not None], inbound)
+
+    def listed(self, received: Sequence[list[int]]) -> Program:
+        """Return torch's own runtime: receives where its list has them, each waited for by what needs it."""
+        sent: list[int] = []
+        done = cell = 0
+        for step in self.steps:
+            self.starts.append(len(self.operands))
+            if step.compute is None:
+                self._step(step)
+            else:
+                cell += 1
+                together = (done,) if step.overlapped is None else (done, done + 1)
+                done += len(together)
+                for at in together:
+                    if self.needed_from[at] != _NOBODY:
+                        self._add(_WAIT, self.needed[at])
+                outputs = [self.made[at] for at in together if self.made_for[at] != _NOBODY]
+                self._step(step, outputs)
+                sent += outputs
+            if len(self.starts) - 1 == cell:
+                for value in received[cell]:
+                    self._add(_POST, value)
+        self.ops += bytes([_WAIT] * len(sent))
+        self.operands += sent
+        return self._program()
 
     def _posted_beside(self, inbound: dict[int, list[int]]) -> Program:
         """With what moves, and what overlaps."""

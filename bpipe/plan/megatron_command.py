@@ -176,7 +176,7 @@ WITHOUT_INFLUENCE = (
         "--local-rank",
         "--ddp-average-in-collective",
     ),
-    *("--fp8-margin", "--fp8-amax-*", "--bpipe-unproven", "--bpipe-no-repairs", "--mamba-inference-*"),
+    *("--fp8-margin", "--fp8-amax-*", "--bpipe-strict", "--bpipe-verify", "--bpipe-no-repairs", "--mamba-inference-*"),
 )
 
 # Of these, flags whose one value may even be unknown.
@@ -284,6 +284,16 @@ def read_command(words: Sequence[str], unknown: Callable[[str], str | None] = la
     refuse_mistyped(left)
     options["recompute"] = scope
     return Reading(options, unmodelled, tuple(left), tuple(notes), _devices(launcher), tuple(others), tuple(flags))
+
+
+def flags_of_command(words: Sequence[str], unknown: Callable[[str], str | None] = lambda word: None) -> list[str]:
+    """Return the flags of `torchrun ... script.py FLAGS`, or of the flags alone; nothing of them is judged.
+
+    Raises ValueError where only running the script would tell which there are.
+    """
+    _, flags = _without_launcher(words, unknown)
+    _refuse_unknown(flags, unknown)
+    return flags
 
 
 def _is_without_influence(flag: str) -> bool:

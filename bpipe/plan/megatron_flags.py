@@ -105,7 +105,6 @@ def schedule_flags(setup: Setup) -> list[str]:
     of_its_own = setup.schedule != default_family(setup.chunks)
     return words(
         {
-            "unproven": unproven_feature(setup),
             "slices": setup.slices if setup.slices > 1 else None,
             "slice_lengths": _lengths(setup),
             "vocabulary_parallel": setup.vocabulary_parallel if setup.is_sharded else None,
@@ -128,15 +127,6 @@ def schedule_flags(setup: Setup) -> list[str]:
 def _lengths(setup: Setup) -> str | None:
     lengths = setup.slice_lengths
     return None if lengths == EVEN else lengths if isinstance(lengths, str) else ",".join(map(str, lengths))
-
-
-def unproven_feature(setup: Setup) -> str | None:
-    """Return what the trainer wants to be told to try: slices by a GPU's attention, and FP8 where it moves activations
-    or runs its own loop. Both together it refuses."""
-    if setup.slices > 1 and setup.kernels == "gpu":
-        return "slices"
-    ours = setup.balance != BALANCES[0] or setup.is_sharded or setup.schedule != default_family(setup.chunks)
-    return "fp8" if setup.fp8 is not None and ours else None
 
 
 def _memory(setup: Setup) -> list[str]:

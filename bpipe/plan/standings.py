@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from bpipe.build import BALANCES
 from bpipe.generate.families import FAMILIES
 from bpipe.models.layout import Setup
 from bpipe.plan.explain import describe, describe_change
 from bpipe.plan.judge import Candidate, FamilyResult
-from bpipe.plan.megatron_flags import unproven_feature
 from bpipe.plan.search import Outcome
 
 # What the trainer cannot do, or has not done yet, with what a row's schedule needs (docs/supported.md).
@@ -28,20 +28,18 @@ BEHIND_ATTENTION = (
     "norms behind attention and MLP, and capped logits, for which Megatron has no flags: a launch trains without them"
 )
 FP8 = (
-    "FP8 with transfers or our own loop was never run on a GPU: --bpipe-unproven fp8 tries it, and the first losses "
-    "are to be compared"
+    "FP8 with transfers was never run on a GPU: the trainer checks in its first iterations that all that moves comes "
+    "back as it left (--bpipe-verify)"
 )
 SLICES = (
-    "slices by Transformer Engine's attention were never run on a GPU: --bpipe-unproven slices tries it, and the first "
-    "losses are to be compared"
+    "slices by Transformer Engine's attention were never run on a GPU: the trainer asks its kernel for a mask of known "
+    "answer first"
 )
 HYBRID = (
     "hybrid models are built by a script of their own, such as Megatron's pretrain_hybrid.py, started with -m "
     "megatron.scheduling.launch; "
     "with Mamba's own kernels the trainer was never run"
 )
-# By what `--bpipe-unproven` takes.
-UNPROVEN = {"fp8": FP8, "slices": SLICES}
 TWO_PIPES = "two pipes were trained on CPUs alone so far"
 
 # A bound that is hardly lower says nothing.
@@ -69,12 +67,12 @@ def needs_of_setup(setup: Setup) -> list[str]:
     """Return what one setup needs of the trainer beyond the usual."""
     halves = setup.splits and setup.kernels == "gpu"
     model = setup.model
-    unproven = unproven_feature(setup)
     unlike = model.post_norms or model.capped_attention or model.capped_logits
     every = (
         *((HALVES, halves), (AS_A_V, _is_a_v(setup)), (TWO_PIPES, setup.num_pipes > 1)),
         *((GATED_GELU, model.gated_gelu), (BEHIND_ATTENTION, unlike)),
-        *((FP8, unproven == "fp8"), (SLICES, unproven == "slices")),
+        (FP8, setup.fp8 is not None and setup.balance != BALANCES[0]),
+        (SLICES, setup.slices > 1 and setup.kernels == "gpu"),
         (HYBRID, model.hybrid is not None),
     )
     return [need for need, there in every if there]

@@ -2,7 +2,7 @@
 
 In: nodes. Out: those behind them, the tensors each saved, and which nodes hide theirs.
 
-Refuses what was saved through a hook: looking at it runs the hook. Judges nothing and keeps nothing.
+Judges nothing and keeps nothing.
 """
 
 from __future__ import annotations
@@ -92,22 +92,13 @@ def payloads_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     ]
 
 
+def plain_tensors(tensors: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor]:
+    """Yield plain tensors as they are, and of wrappers those that they keep their bytes in."""
+    for tensor in tensors:
+        if tensor is not None:
+            yield from (tensor,) if is_plain(tensor) else payloads_of(tensor)
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return a dense tensor of our own kind, with a storage that can be resized."""
     return type(tensor) in PLAIN and tensor.layout == torch.strided and not tensor.is_quantized
-
-
-def refuse_hooks(node: Any, name: str) -> None:
-    """Raise ValueError where a tensor was saved through a hook, which unpacking would run."""
-    raw = getattr(node, f"_raw_{name.removeprefix('_')}", None)
-    for saved in raw if isinstance(raw, (tuple, list)) else (raw,):
-        hook = getattr(saved, "unpack_hook", None)
-        if hook is not None:
-            raise ValueError(
-                f"{node.name()} saved a tensor through a hook of {hook.__module__} "
-                f"({getattr(hook, '__qualname__', hook)}), as "
-                f"torch.utils.checkpoint does with use_reentrant=False: looking at what was saved would run it again. "
-                f"Let Megatron "
-                f"recompute (--recompute-granularity), use use_reentrant=True, or train without --bpipe and "
-                f"--bpipe-report"
-            )

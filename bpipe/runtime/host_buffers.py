@@ -9,13 +9,13 @@ transport.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from bpipe.ir.action import Action
 from bpipe.runtime.states import advance
-from bpipe.transport.layout import BufferLayout
+from bpipe.transport.layout import BufferLayout, Sizes
 
 
 class HostBufferState(enum.Enum):
@@ -61,7 +61,7 @@ class HostBuffers:
         self._tensors: dict[tuple[int, int], list[torch.Tensor]] = {}
         self.buffers = tuple(HostBuffer(index) for index in range(count))
 
-    def make_room(self, host_buffer: int, stage: int, sizes: Mapping[int, Sequence[int]]) -> None:
+    def make_room(self, host_buffer: int, stage: int, sizes: Sizes) -> None:
         """Make room for a micro-batch of `stage` in the buffer."""
         nbytes = self._layout.make_room(host_buffer, stage, sizes)
         if nbytes:

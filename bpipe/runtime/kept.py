@@ -20,6 +20,7 @@ from statistics import median_low
 import torch
 
 from bpipe.runtime.capture import SavedStorage, only_holder
+from bpipe.runtime.graph import plain_tensors
 
 # Below this share it is worth knowing what stays: the peak is planned as if all of it left.
 ENOUGH = 0.9
@@ -113,10 +114,8 @@ class Kept:
         if not self._open or self._first.setdefault(stage, microbatch) == microbatch or self._allocated is None:
             return
         kept = self._allocated() - self._before
-        kept -= sum(
-            output.untyped_storage().nbytes() for output in outputs if output is not None and only_holder(output)
-        )
-        kept += sum(received.untyped_storage().nbytes() for received in inputs if received is not None)
+        kept -= sum(output.untyped_storage().nbytes() for output in plain_tensors(outputs) if only_holder(output))
+        kept += sum(received.untyped_storage().nbytes() for received in plain_tensors(inputs))
         self._kept.setdefault(stage, []).append(kept)
 
     def asks(self, stage: int, microbatch: int) -> bool:

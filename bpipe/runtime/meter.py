@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bpipe.ir.action import Action, Kind
 from bpipe.runtime.capture import SavedStorage
+from bpipe.runtime.graph import plain_tensors
 
 Key = tuple[int, int]
 
@@ -54,6 +55,7 @@ class _Storage:
     reference: StorageWeakRef
     owner: Key
     nbytes: int
+    received: bool = False
 
     def nbytes_now(self) -> int:
         return _nbytes(self.reference)
@@ -89,8 +91,9 @@ class Meter:
         self.peak_bytes = 0
         self.saved_bytes: dict[int, int] = {}
         self.latest_bytes: dict[int, int] = {}
-        # By stage and micro-batch, what each saved.
+        # By stage and micro-batch, what each saved, and what it held between the halves of its backward.
         self.each_bytes: dict[Key, int] = {}
+        self.after_each_bytes: dict[Key, int] = {}
         self.after_input_bytes: dict[int, int] = {}
         self.received_bytes = 0
 
@@ -98,23 +101,26 @@ class Meter:
         """Begin an iteration: peaks start over; what all micro-batches share stays known."""
         self.peak_microbatches = self.peak_bytes = 0
         self.saved_bytes, self.latest_bytes, self.after_input_bytes = {}, {}, {}
-        self.each_bytes = {}
+        self.each_bytes, self.after_each_bytes = {}, {}
         self.shard_bytes = 0
         self._shards.clear()
         # What is still alive although its micro-batch is long over is held by somebody else, and so nobody's
         # activation.
-        self._common |= {key: storage.reference for key, storage in self._storages.items()}
+        # Whoever runs the loop may receive into the same memory in every iteration.
+        self._common |= {key: storage.reference for key, storage in self._storages.items() if not storage.received}
         self._common = {key: reference for key, reference in self._common.items() if not reference.expired()}
         self._storages, self._held = {}, {}
 
     def saved(self, forward: Action, found: Sequence[SavedStorage], inputs: Sequence[torch.Tensor | None] = ()) -> None:
         """Note the storages that a finished forward saved; `inputs` are what the stage received for it."""
-        received = {tensor.untyped_storage()._cdata for tensor in inputs if tensor is not None and self._keeps_inputs}
+        received = {tensor.untyped_storage()._cdata for tensor in plain_tensors(inputs) if self._keeps_inputs}
         self.received_bytes = sum(item.nbytes for item in found if item.storage._cdata in received)
         owner = (forward.stage, forward.microbatch)
         held = self._held[owner] = _Held()
         held.saved_bytes = sum(
-            item.nbytes for item in found if item.alone and self._belongs(item.storage, item.nbytes, owner)
+            item.nbytes
+            for item in found
+            if item.alone and self._belongs(item.storage, item.nbytes, owner, item.storage._cdata in received)
         )
         held.bytes_now = held.saved_bytes
         self.latest_bytes[forward.stage] = self.each_bytes[owner] = held.saved_bytes
@@ -134,7 +140,7 @@ class Meter:
         """Note that T has run. What it made is on its way to others, like a gradient between stages."""
         self._shards.pop(op.microbatch, None)
 
-    def _belongs(self, storage: torch.UntypedStorage, nbytes: int, owner: Key) -> bool:
+    def _belongs(self, storage: torch.UntypedStorage, nbytes: int, owner: Key, received: bool = False) -> bool:
         """Return whether this storage is the micro-batch's and was not known to be: not where another one, or
         everybody, holds it too."""
         key = storage._cdata
@@ -148,7 +154,7 @@ class Meter:
             other.saved_bytes -= known.nbytes
             other.looks += 1
             return False
-        self._storages[key] = _Storage(StorageWeakRef(storage), owner, nbytes)
+        self._storages[key] = _Storage(StorageWeakRef(storage), owner, nbytes, received)
         self._held[owner].addresses.add(key)
         return True
 
@@ -183,6 +189,7 @@ class Meter:
             if held.looks or held.over:
                 self._look(held)
                 if held.halved and not held.over:
+                    self.after_each_bytes[owner] = max(self.after_each_bytes.get(owner, 0), held.bytes_now)
                     self.after_input_bytes[owner[0]] = max(self.after_input_bytes.get(owner[0], 0), held.bytes_now)
                 if held.over and not held.addresses:
                     del self._held[owner]
@@ -202,9 +209,10 @@ class Meter:
         held.looks = max(0, held.looks - 1)
         held.bytes_now = 0
         for key in tuple(held.addresses):
-            storage = self._storages[key]
-            if storage.reference.expired():
+            nbytes = self._storages[key].nbytes_now()
+            # What was received may be emptied behind its backward, and stay.
+            if self._storages[key].reference.expired() or (held.over and not nbytes):
                 held.addresses.remove(key)
                 del self._storages[key]
             else:
-                held.bytes_now += storage.nbytes_now()
+                held.bytes_now += nbytes

@@ -35,8 +35,8 @@ class _Pick(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """One storage that leaves: how many Python references each of its tensors may have, in the order of their picks,
-    and its uses."""
+    """One storage that leaves: how many Python references each of its tensors may have, the last pick first, and its
+    uses."""
 
     max_holders: tuple[int, ...]
     num_uses: int
@@ -58,11 +58,12 @@ class Retrace:
 
     @staticmethod
     def of(roots: Sequence[Any], leaving: Sequence[torch.UntypedStorage]) -> Retrace | None:
-        """Record where these storages are saved; None where one lies inside of a wrapper."""
+        """Record where these storages are saved; None where one lies inside of a wrapper, or in a region that is
+        computed again."""
         uses, wrappers = collect(roots)
         wrappers.clear()
         chosen = [uses[storage._cdata] for storage in leaving]
-        if any(use.wrapped for use in chosen):
+        if any(use.wrapped or use.unplaced for use in chosen):
             return None
         nodes = list(nodes_of(roots))
         attributes: dict[tuple[int, str], int] = {}
@@ -79,14 +80,7 @@ class Retrace:
         if tuple(map(type, nodes)) != self._kinds:
             return None
         tensors = _tensors([getattr(nodes[node], name, None) for node, name in self._attributes], self._picks)
-        found = []
-        for entry in self._backwards:
-            storage = _storage_of(tensors, entry, inputs)
-            if storage is None:
-                return None
-            found.append(storage)
-        found.reverse()
-        return found
+        return _storages_of(tensors, self._backwards, inputs)
 
 
 def _tensors(values: list[Any], picks: Sequence[_Pick]) -> list[Any]:
@@ -101,26 +95,32 @@ def _tensors(values: list[Any], picks: Sequence[_Pick]) -> list[Any]:
 
 
 def _entry_of(use: Uses) -> _Entry:
-    return _Entry((*map(use.holders, use.originals), *[_MADE_ANEW] * len(use.copies)), use.expected)
+    holders = (*map(use.holders, use.originals), *[_MADE_ANEW] * len(use.copies))
+    return _Entry(holders[::-1], use.expected)
 
 
-def _storage_of(
-    tensors: list[Any], entry: _Entry, inputs: Sequence[torch.Tensor | None]
-) -> torch.UntypedStorage | None:
-    """Take this entry's tensors from the end of the list: their storage, if it is one and nobody else has it or
-    them."""
-    storage: torch.UntypedStorage | None = None
-    for max_holders in reversed(entry.max_holders):
-        tensor = tensors.pop()
-        if type(tensor) not in PLAIN:
+def _storages_of(
+    tensors: list[Any], backwards: Sequence[_Entry], inputs: Sequence[torch.Tensor | None]
+) -> list[torch.UntypedStorage] | None:
+    """Take all tensors from the end of the list: the storages of these entries, last one first, if each is one and
+    nobody else has it or its tensors."""
+    found = []
+    for max_holders, num_uses in backwards:
+        own: torch.UntypedStorage | None = None
+        for allowed in max_holders:
+            tensor = tensors.pop()
+            if type(tensor) not in PLAIN:
+                return None
+            if num_python_holders(tensor) > allowed and not any(tensor is known for known in inputs):  # [2]
+                return None
+            storage = tensor.untyped_storage()
+            if own is not None and storage._cdata != own._cdata:
+                return None
+            own = storage
+        # A tensor that was made by looking has to be gone, or it would count, and so would a second hold of ours.
+        del tensor, storage
+        if own is None or num_storage_uses(own) != num_uses:  # [1]
             return None
-        if num_python_holders(tensor) > max_holders and not any(tensor is known for known in inputs):  # [2]
-            return None
-        own = tensor.untyped_storage()
-        if storage is None:
-            storage = own
-        elif own._cdata != storage._cdata:
-            return None
-    # A tensor that was made by looking is gone by now, or it would count.
-    del tensor, own
-    return storage if storage is not None and num_storage_uses(storage) == entry.num_uses else None  # [1]
+        found.append(own)
+    found.reverse()
+    return found

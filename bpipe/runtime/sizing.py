@@ -63,14 +63,14 @@ class Sizing:
         self.moved_each.clear()
         self._at_home.clear()
 
-    def first(self, stage: int, lengths: Sequence[int]) -> tuple[int, ...]:
+    def first(self, stage: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
         """Return what to announce of a stage whose first micro-batch has storages of these lengths."""
         self._saw(stage, lengths)
         self.moved_bytes[stage] = sum(lengths)
-        self.announced[stage] = self._room(stage) if self.differing else tuple(lengths)
+        self.announced[stage] = self._room(stage) if self.differing else lengths
         return self.announced[stage]
 
-    def leaves(self, stage: int, microbatch: int, lengths: Sequence[int]) -> bool:
+    def leaves(self, stage: int, microbatch: int, lengths: tuple[int, ...]) -> bool:
         """Return whether a micro-batch with these storages leaves now; noted as staying if not."""
         self._saw(stage, lengths)
         if allocated_bytes(lengths) <= allocated_bytes(self.announced.get(stage, ())):
@@ -134,7 +134,7 @@ class Sizing:
         most = self.most_bytes[stage]
         return (aligned(int(most * (1 + RESERVE))),) if most else ()
 
-    def _saw(self, stage: int, lengths: Sequence[int]) -> None:
+    def _saw(self, stage: int, lengths: tuple[int, ...]) -> None:
         self.most_bytes[stage] = max(self.most_bytes.get(stage, 0), allocated_bytes(lengths))
 
 

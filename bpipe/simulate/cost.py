@@ -278,6 +278,11 @@ def check_fits(costs: Costs, num_stages: int, num_ranks: int, split_backward: Se
         raise ValueError(
             f"costs of {costs.slices} slices for a schedule of {slices}: give one for each, or one for all"
         )
+    if costs.slices > 1 and costs.shards:
+        raise ValueError(
+            f"costs of {costs.slices} slices and of shards of the vocabulary: what a shard takes is known of whole "
+            f"micro-batches only, so leave the slices out, or the vocabulary whole"
+        )
     if len(costs.stages) != num_stages * costs.slices:
         raise ValueError(f"costs of {costs.num_stages} stages for a schedule of {num_stages}: give one for each stage")
     if costs.links.nodes and len(costs.links.nodes) != num_ranks:

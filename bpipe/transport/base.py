@@ -10,15 +10,12 @@ and RETURN move nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import torch
 
-from bpipe.transport.layout import BufferLayout
-
-# By stage, how long the storages are that one of its micro-batches moves, in bytes.
-Sizes = Mapping[int, Sequence[int]]
+from bpipe.transport.layout import BufferLayout, Sizes
 
 
 class Pending(Protocol):

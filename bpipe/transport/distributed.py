@@ -20,8 +20,8 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 
-from bpipe.transport.base import Sizes
 from bpipe.transport.control import Control, SentMessage, Subject
+from bpipe.transport.layout import Sizes
 
 # NCCL opens at most this many point-to-point operations in one group call; more must be split, on both ends alike.
 MAX_BATCHED_OPERATIONS = 512

@@ -19,9 +19,9 @@ from typing import Literal
 
 import torch
 
-from bpipe.transport.base import Pending, Sizes, TwoSided
+from bpipe.transport.base import Pending, TwoSided
 from bpipe.transport.control import Control, Subject
-from bpipe.transport.layout import offsets
+from bpipe.transport.layout import Sizes, offsets
 
 
 class _Both:

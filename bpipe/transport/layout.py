@@ -13,6 +13,7 @@ hold something. Mostly all is known by the first one, and one piece holds all.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -21,14 +22,21 @@ from typing import NamedTuple
 # moved.
 ALIGNMENT_BYTES = 512
 
+# By stage, how long the storages are that one of its micro-batches moves, in bytes.
+Sizes = Mapping[int, tuple[int, ...]]
+
 
 def aligned(nbytes: int) -> int:
     """Round `nbytes` up to the alignment."""
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def allocated_bytes(lengths: Iterable[int]) -> int:
-    """Return bytes that storages of these lengths take in a host buffer."""
+@functools.lru_cache(maxsize=256)
+def allocated_bytes(lengths: tuple[int, ...]) -> int:
+    """Return bytes that storages of these lengths take in a host buffer.
+
+    Remembered: every eviction asks, on the main thread, and micro-batches of a stage are alike.
+    """
     return sum(map(aligned, lengths))
 
 
@@ -57,7 +65,7 @@ class BufferLayout:
         self.pieces: list[int] = []
 
     @staticmethod
-    def of(stages_in_buffers: Sequence[Iterable[int]], sizes: Mapping[int, Sequence[int]]) -> BufferLayout:
+    def of(stages_in_buffers: Sequence[Iterable[int]], sizes: Sizes) -> BufferLayout:
         """Return a layout for known sizes: one piece, in which each buffer is as large as the largest of the stages
         it hosts."""
         layout = BufferLayout(stages_in_buffers)
@@ -74,7 +82,7 @@ class BufferLayout:
         """Number of host buffers for which there is memory so far."""
         return len(self._rooms)
 
-    def make_room(self, host_buffer: int, stage: int, sizes: Mapping[int, Sequence[int]]) -> int:
+    def make_room(self, host_buffer: int, stage: int, sizes: Sizes) -> int:
         """Make room for a micro-batch of `stage` in the buffer.
 
         Return the bytes of a new piece, or 0 where there is room.
@@ -85,7 +93,7 @@ class BufferLayout:
         self._rooms.pop(host_buffer, None)
         return self._add_piece(sizes)
 
-    def _add_piece(self, sizes: Mapping[int, Sequence[int]]) -> int:
+    def _add_piece(self, sizes: Sizes) -> int:
         """Add a piece for all buffers that have no room."""
         nbytes = 0
         for number, stages in enumerate(self._stages_in_buffers):

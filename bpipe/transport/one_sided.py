@@ -17,13 +17,13 @@ from typing import Literal, Protocol
 
 import torch
 
-from bpipe.transport.base import Done, Pending, Sizes
+from bpipe.transport.base import Done, Pending
 from bpipe.transport.control import Control, SentMessage, Subject
 from bpipe.transport.device import Device
 from bpipe.transport.device_memory import Piece
 from bpipe.transport.host_memory import Budget
 from bpipe.transport.lanes import CopyLane
-from bpipe.transport.layout import BufferLayout
+from bpipe.transport.layout import BufferLayout, Sizes
 from bpipe.transport.memory import Lender, Region, own_memory
 
 Copy = Callable[[Iterable[Piece]], None]

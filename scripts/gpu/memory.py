@@ -23,8 +23,8 @@ from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.streams import lanes
-from bpipe.transport.base import Pending, Sizes, Transport
-from bpipe.transport.layout import BufferLayout
+from bpipe.transport.base import Pending, Transport
+from bpipe.transport.layout import BufferLayout, Sizes
 from bpipe.transport.memory import Region
 from bpipe.transport.one_sided import OneSidedCopies
 from gpu.common import FULL, MODERATE, REHEARSAL, Result, in_host_memory, lender_on, on_cuda, repeats, say, tidy

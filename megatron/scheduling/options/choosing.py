@@ -13,6 +13,7 @@ from typing import Any
 
 from bpipe.build import BalanceConfig, ScheduleConfig, built, config_of_schedule
 from bpipe.check.order import check_microbatch_order
+from bpipe.features import PLACED, SHARDED, asked_by, reasons_of, sliced_reasons
 from bpipe.generate.families import (
     FAMILIES,
     default_family,
@@ -26,7 +27,6 @@ from bpipe.ir.layout import EVEN, REDISTRIBUTE, Vocabulary
 from bpipe.ir.memory import plain
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
-from bpipe.refusals import PLACED, SHARDED, asked_by, reasons_of, sliced_reasons
 from bpipe.simulate.cost import Costs
 from bpipe.transport import AUTO
 from bpipe.vocabulary.rows import Rows
@@ -192,7 +192,7 @@ def unplaced(args: Any, own: ScheduleConfig) -> list[str]:
     if own.slices == 1 and args.bpipe_slice_lengths != EVEN:
         found.append("--bpipe-slice-lengths says how long slices are: give --bpipe-slices, too, or leave it out")
     if own.slices > 1:
-        found += sliced_reasons(args, own.slices, args.bpipe_unproven)
+        found += sliced_reasons(args, own.slices, args.bpipe_strict)
     return found
 
 

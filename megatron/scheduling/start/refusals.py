@@ -1,4 +1,4 @@
-"""Refuse what `--bpipe` cannot do, before or while a training starts. The table is `bpipe.refusals`.
+"""Refuse what `--bpipe` cannot do, before or while a training starts. The table is `bpipe.features`.
 
 In: Megatron's parsed arguments, or the configuration of a model that is about to train. Out: nothing, or a ValueError
 with a line a reason. Knows no tensors and imports no Megatron.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
+from bpipe.features import Settings, has_experts, reasons
 from bpipe.ir.layout import EVEN
-from bpipe.refusals import Settings, has_experts, reasons
 
 # What makes micro-batches of one stage save differing sizes: where the router sends tokens, what was packed together,
 # how long sequences are, and which micro-batches recompute.
@@ -42,12 +42,12 @@ def slices_differ(settings: object, slices: int) -> bool:
     )
 
 
-def refuse(settings: object, balance: bool, executor: bool = False, unproven: str | None = None) -> None:
+def refuse(settings: object, balance: bool, executor: bool = False, strict: bool = False) -> None:
     """Raise ValueError with every reason.
 
     A script of one's own may set in its model what no flag says: give that model's configuration.
     """
-    end_where([*reasons(settings, balance, executor, unproven), *(_of_sessions() if balance else ())])
+    end_where([*reasons(settings, balance, executor, strict), *(_of_sessions() if balance else ())])
 
 
 def _of_sessions() -> Iterator[str]:

@@ -92,13 +92,13 @@ def test_shards_are_said_as_the_trainer_has_them() -> None:
 
 def test_slices_are_said_as_the_trainer_has_them() -> None:
     even, listed = SETUPS[-2:]
-    assert "--bpipe-unproven slices --bpipe-slices 4 --" in " ".join(megatron_flags(even))
+    assert "--bpipe-slices 4 --" in " ".join(megatron_flags(even))
     assert "--bpipe-slices 2 --bpipe-slice-lengths 4608,3584" in " ".join(megatron_flags(listed))
     assert "slice" not in " ".join(megatron_flags(replace(even, slices=1)))
     found = read_command([*megatron_flags(listed), "--vocab-size", "128256"]).options
     assert (found["slices"], found["slice_lengths"]) == (2, (4608, 3584))
     trainer = add_arguments(argparse.ArgumentParser()).parse_args(
-        ["--bpipe-unproven", "slices", "--bpipe-slices", "2", "--bpipe-slice-lengths", "4608,3584"]
+        ["--bpipe-slices", "2", "--bpipe-slice-lengths", "4608,3584"]
     )
     assert (trainer.bpipe_slices, trainer.bpipe_slice_lengths) == (2, (4608, 3584))
 

@@ -82,7 +82,7 @@ def test_what_is_not_cut_is_not_tried() -> None:
     assert slices(replace(SPACE, pipelines=(1,), schedules=("1f1b",))) == {1}
     assert slices(replace(SPACE, schedules=("chimera",))) == {1}
     assert slices(replace(SPACE, profile=Profile("p.json", (Entry(forward_s=1.0),)))) == {1}
-    assert slices(replace(SPACE, others=(("--mtp-num-layers", "1"),))) == {1}
+    assert slices(replace(SPACE, others=(("--sft", ""),))) == {1}
     # 65536 tokens in units of 4: no slices of 3 units, and 40000 of less than one.
     assert slices(replace(SPACE, slices=(1, 40000))) == {1}
     with pytest.raises(ValueError, match="--slices 0: give numbers from 1 on"):

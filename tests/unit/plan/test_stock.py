@@ -49,7 +49,7 @@ def test_ours_is_laid_beside_it_with_the_flags_that_it_may_have(stock: Stock) ->
     ours = rows[stock.row - 1].prediction.setup
     assert runs_ours(ours)
     assert not any(runs_ours(row.prediction.setup) for row in rows[: stock.row - 1])
-    both = replace(ours, switches=replace(FREE, tp_comm_overlap=False))
+    both = replace(ours, switches=FREE)
     assert stock.ours_s == pytest.approx(predict(both).timing.iteration_s)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from bpipe.runtime import evictor, host_buffers, partners, streams
-from bpipe.runtime.capture import SavedStorage
+from bpipe.runtime.capture import Claims, SavedStorage
 from bpipe.runtime.evictor import ActivationsState, Evictor
 from bpipe.transport.base import Done
 from bpipe.transport.memory import Region
@@ -427,6 +427,13 @@ def fake_bytes_of(storages: Sequence[FakeStorage]) -> list[FakeBuffer]:
     return [FakeBuffer(storage.unit, storage.nbytes()) for storage in storages]
 
 
+class FakeClaims(Claims):
+    """Claims of storages that nothing can refer to weakly: no two micro-batches share one."""
+
+    def claim(self, storages: Sequence[Any], microbatch: Hashable) -> list[bool]:
+        return [True] * len(storages)
+
+
 def put_under(patch: pytest.MonkeyPatch, machine: Machine) -> None:
     """The engine, its streams and its host buffers run on this machine."""
     torch_there = fake_torch(machine)
@@ -437,9 +444,7 @@ def put_under(patch: pytest.MonkeyPatch, machine: Machine) -> None:
     patch.setattr(evictor, "hiding", lambda roots: Counter())
     patch.setattr(evictor.Retrace, "of", lambda roots, leaving: None)
     patch.setattr(evictor, "_bytes_of", fake_bytes_of)
-    patch.setattr(
-        partners, "Claims", lambda: SimpleNamespace(claim=lambda found, key: [True] * len(found), clear=lambda: None)
-    )
+    patch.setattr(partners, "Claims", FakeClaims)
 
 
 def without_the_end_of(state: ActivationsState, patch: pytest.MonkeyPatch) -> None:

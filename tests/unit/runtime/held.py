@@ -17,9 +17,10 @@ from typing import Any, Literal
 
 import torch
 
-from bpipe.transport.base import Pending, Sizes
+from bpipe.transport.base import Pending
 from bpipe.transport.device import Device
 from bpipe.transport.lanes import Job, ThreadLane
+from bpipe.transport.layout import Sizes
 from bpipe.transport.memory import Region, SharedMemory, TensorRegion
 
 # Generous: machines that run tests are busy. Only what is broken waits so long.

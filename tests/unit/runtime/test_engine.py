@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -33,6 +33,7 @@ from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.stage import Tensors
 from bpipe.runtime.streams import Clock
+from bpipe.transport.layout import Sizes
 from tests.unit.runtime.loop import WIDTH, Small, drawn, gradient, inputs_of, new_weight, run_iteration, schedule, stage
 
 CPU = torch.device("cpu")
@@ -55,9 +56,9 @@ class LateTransport:
 
     def __init__(self) -> None:
         self.taken: dict[int, list[torch.Tensor]] = {}
-        self.sizes: dict[int, Sequence[int]] = {}
+        self.sizes: dict[int, tuple[int, ...]] = {}
 
-    def announce(self, sizes: Mapping[int, Sequence[int]]) -> Late:
+    def announce(self, sizes: Sizes) -> Late:
         self.sizes |= sizes
         return Late(lambda: None)
 
@@ -410,7 +411,7 @@ def test_the_announcement_of_the_sizes_is_waited_for_once() -> None:
     waited: list[int] = []
 
     class Announcing(LateTransport):
-        def announce(self, sizes: Mapping[int, Sequence[int]]) -> Late:
+        def announce(self, sizes: Sizes) -> Late:
             super().announce(sizes)
             return Late(lambda: waited.append(1))
 

@@ -207,3 +207,23 @@ def test_what_a_shard_holds_counts_from_s_to_t() -> None:
     assert (meter.peak_bytes, meter.peak_microbatches) == (150, 0)
     meter.begin()
     assert (meter.sample(0, 0), meter.shard_bytes) == (0, 0)
+
+
+def test_what_is_received_into_the_same_memory_again_is_a_micro_batchs_in_every_iteration() -> None:
+    """Torch's pipelining keeps a buffer a micro-batch for ever: what lay there was taken for everybody's from the second
+    iteration on, and a stage that keeps no more than its input held nothing at all."""
+    buffer, table = torch.ones(8, requires_grad=True), torch.ones(8)
+    meter = Meter()
+    for _ in range(3):
+        buffer.untyped_storage().resize_(32)
+        meter.begin()
+        found = [SavedStorage(each.untyped_storage(), 32, True) for each in (buffer, table)]
+        meter.saved(Action(1, Kind.FORWARD, 0), found, [buffer])
+        assert meter.sample(0, 0) == meter.saved_bytes[1]
+        # Emptied behind its backward, it is nobody's; what was never received stays everybody's.
+        buffer.untyped_storage().resize_(0)
+        meter.touched(Action(1, Kind.BACKWARD, 0))
+        table_bytes = meter.sample(0, 0)
+        assert meter.peak_microbatches == 1
+    assert meter.saved_bytes == {1: 32}
+    assert table_bytes == 0

@@ -192,7 +192,8 @@ def a_run_that_would_stand_still_is_refused() -> None:
     config = SchedulingConfig(balance=True, num_ranks=10, num_chunks=2, synchronous=True)
     connected: Any = {}, [MeasuredLink((0, 9), "gloo", {})], "a table"
     with (
-        mock.patch("megatron.scheduling.loop.links.connect_pairs", return_value=connected),
+        mock.patch("megatron.scheduling.loop.driver.connect_pairs", return_value=connected),
+        mock.patch("megatron.scheduling.loop.driver.pipelines", return_value=[range(10)]),
         mock.patch("megatron.scheduling.loop.driver.built", return_value=STILL),
         mock.patch("torch.distributed.get_rank", return_value=0),
         pytest.raises(

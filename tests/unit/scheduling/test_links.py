@@ -6,8 +6,8 @@ import pytest
 
 from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.ir.memory import peak_counts
+from bpipe.runtime.links import host_buffers
 from bpipe.transport.host_memory import Buffers
-from megatron.scheduling.loop.links import host_buffers
 
 GIB = 1 << 30
 

@@ -9,9 +9,10 @@ import pytest
 
 from bpipe.balance.budget import ActivationBudget
 from bpipe.build import BalanceConfig, ScheduleConfig, balanced, build
+from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import KeptMemory
 from bpipe.plan.windows import windows_of
-from bpipe.simulate.cost import Costs, Link, Links, StageCost, uniform
+from bpipe.simulate.cost import Costs, Link, Links, ShardCost, StageCost, uniform
 from bpipe.simulate.engine import simulate
 
 # The later slice is shorter, and takes longer.
@@ -66,3 +67,10 @@ def test_a_transfer_lasts_as_its_slice_has_bytes() -> None:
     assert [windows.transfer_s(1, number, 0, 3) for number in (0, 1, 6, 7)] == [Fraction(1, 2), Fraction(3, 20)] * 2
     in_time = balanced(schedule, replace(how, windows=windows))
     assert simulate(in_time, costs).exposed_transfer_s <= found.exposed_transfer_s
+
+
+def test_slices_and_shards_of_the_vocabulary_are_not_predicted_together() -> None:
+    """They train together. Costs of shards are of whole micro-batches: a table of them was read beyond its end."""
+    schedule = build(ScheduleConfig("1f1b", 2, 1, slices=2, vocabulary=Vocabulary.ONE))
+    with pytest.raises(ValueError, match=r"costs of 2 slices and of shards of the vocabulary: .* leave the slices out"):
+        simulate(schedule, replace(TWO, shards=(ShardCost(1, 1),)))

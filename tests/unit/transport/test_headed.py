@@ -10,9 +10,10 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from bpipe.transport.base import Pending, Sizes
+from bpipe.transport.base import Pending
 from bpipe.transport.control import Subject
 from bpipe.transport.headed import Headed
+from bpipe.transport.layout import Sizes
 from tests.unit.transport.loopback import controls
 
 

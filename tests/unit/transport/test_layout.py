@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from bpipe.transport.layout import ALIGNMENT_BYTES, BufferLayout, aligned
 
 SIZES = st.dictionaries(
-    st.integers(0, 5), st.lists(st.integers(1, 1200), min_size=1, max_size=4), min_size=1, max_size=3
+    st.integers(0, 5), st.lists(st.integers(1, 1200), min_size=1, max_size=4).map(tuple), min_size=1, max_size=3
 )
 NOBODY = 255
 
 
 @st.composite
-def buffers_and_sizes(draw: st.DrawFn) -> tuple[list[frozenset[int]], dict[int, list[int]]]:
+def buffers_and_sizes(draw: st.DrawFn) -> tuple[list[frozenset[int]], dict[int, tuple[int, ...]]]:
     sizes = draw(SIZES)
     stages = st.frozensets(st.sampled_from(sorted(sizes)), min_size=1)
     return draw(st.lists(stages, max_size=5)), sizes
@@ -25,7 +25,7 @@ def buffers_and_sizes(draw: st.DrawFn) -> tuple[list[frozenset[int]], dict[int, 
 
 @given(buffers_and_sizes())
 def test_no_two_storages_of_different_buffers_share_a_byte(
-    drawn: tuple[list[frozenset[int]], dict[int, list[int]]],
+    drawn: tuple[list[frozenset[int]], dict[int, tuple[int, ...]]],
 ) -> None:
     """Slow and obvious: paint every byte that any stage may write in a buffer, and see whose it was."""
     buffers, sizes = drawn
@@ -47,7 +47,7 @@ def test_no_two_storages_of_different_buffers_share_a_byte(
 
 @given(buffers_and_sizes())
 def test_buffers_take_no_more_than_their_largest_stage(
-    drawn: tuple[list[frozenset[int]], dict[int, list[int]]],
+    drawn: tuple[list[frozenset[int]], dict[int, tuple[int, ...]]],
 ) -> None:
     buffers, sizes = drawn
     largest = [max(sum(aligned(nbytes) for nbytes in sizes[stage]) for stage in stages) for stages in buffers]
@@ -56,13 +56,13 @@ def test_buffers_take_no_more_than_their_largest_stage(
 
 @given(buffers_and_sizes(), st.data())
 def test_whatever_is_known_when_both_ends_make_room_alike_and_there_is_enough(
-    drawn: tuple[list[frozenset[int]], dict[int, list[int]]], data: st.DataObject
+    drawn: tuple[list[frozenset[int]], dict[int, tuple[int, ...]]], data: st.DataObject
 ) -> None:
     """Stages become known one after the other, and buffers are used in between: the acceptor's sizes came as
     messages."""
     buffers, sizes = drawn
     here, there = BufferLayout(buffers), BufferLayout(buffers)
-    known: dict[int, list[int]] = {}
+    known: dict[int, tuple[int, ...]] = {}
     filled: set[int] = set()
     order = data.draw(st.permutations(sorted(sizes)))
     for stage in order:
@@ -87,16 +87,16 @@ def test_a_buffer_that_may_hold_something_stays_where_it_is() -> None:
     """It was moved with the one that a larger micro-batch came for, and what it held was read from where it would
     have been."""
     layout = BufferLayout([{0, 3}, {0, 3}])
-    assert layout.make_room(0, 0, {0: [600]}) == 2 * 1024
-    assert layout.make_room(1, 3, {0: [600], 3: [2000]}) == 2048
+    assert layout.make_room(0, 0, {0: (600,)}) == 2 * 1024
+    assert layout.make_room(1, 3, {0: (600,), 3: (2000,)}) == 2048
     assert (layout.place(0, [600]), layout.place(1, [2000])) == ((0, [0]), (1, [0]))
-    assert layout.make_room(0, 3, {0: [600], 3: [2000]}) == 2048
+    assert layout.make_room(0, 3, {0: (600,), 3: (2000,)}) == 2048
     assert layout.place(0, [2000]) == (2, [0])
 
 
 def test_one_piece_holds_all_where_all_is_known_before_the_first_use() -> None:
     layout = BufferLayout([{0, 3}, {3}])
-    sizes = {0: [100], 3: [600]}
+    sizes = {0: (100,), 3: (600,)}
     assert layout.make_room(1, 3, sizes) == 2048
     assert layout.make_room(0, 0, sizes) == 0
     assert (layout.place(0, [100]), layout.place(1, [600]), layout.num_buffers) == ((0, [0]), (0, [1024]), 2)
@@ -104,8 +104,8 @@ def test_one_piece_holds_all_where_all_is_known_before_the_first_use() -> None:
 
 def test_a_buffer_grows_into_a_further_piece_and_only_where_it_lacks_room() -> None:
     layout = BufferLayout([{0, 3}, {0}, {3}])
-    assert layout.make_room(0, 0, {0: [600]}) == 2048
-    assert layout.make_room(0, 3, {0: [600], 3: [2000]}) == 2 * 2048
+    assert layout.make_room(0, 0, {0: (600,)}) == 2048
+    assert layout.make_room(0, 3, {0: (600,), 3: (2000,)}) == 2 * 2048
     assert [layout.place(number, [1])[0] for number in range(3)] == [1, 0, 1]
     assert layout.pieces == [2048, 4096]
     layout.clear()
@@ -119,5 +119,5 @@ def test_a_rank_that_hosts_nothing_needs_nothing() -> None:
 
 def test_a_stage_of_which_nothing_moves_needs_no_room() -> None:
     layout = BufferLayout([{0}])
-    assert layout.make_room(0, 0, {0: []}) == 0
+    assert layout.make_room(0, 0, {0: ()}) == 0
     assert layout.pieces == []

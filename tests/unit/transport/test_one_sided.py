@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from bpipe.transport import device_memory
-from bpipe.transport.base import Pending, Sizes
+from bpipe.transport.base import Pending
 from bpipe.transport.device_memory import DeviceMemory
 from bpipe.transport.lanes import Job, ThreadLane
-from bpipe.transport.layout import BufferLayout
+from bpipe.transport.layout import BufferLayout, Sizes
 from bpipe.transport.memory import SharedMemory
 from bpipe.transport.one_sided import Host, OneSidedCopies, Peer
 from tests.unit.transport.fake_cuda import FakeCuda

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from bpipe.transport import device_memory, probe
-from bpipe.transport.base import Done, Pending, Sizes
+from bpipe.transport.base import Done, Pending
 from bpipe.transport.device_memory import DeviceMemory
+from bpipe.transport.layout import Sizes
 from bpipe.transport.one_sided import OneSidedCopies, Peer
 from bpipe.transport.probe import measure
 from tests.unit.transport.fake_cuda import Error, FakeCuda

@@ -1,0 +1,87 @@
+"""Connect the pairs of every pipeline of the world that move anything.
+
+In: a schedule, the global ranks of every pipeline, and the wanted transport. Out: this rank's connections, every pair's
+link, and a table for the log. Knows neither who runs the schedule nor how its processes are arranged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+import torch
+import torch.distributed as dist
+
+from bpipe.ir.host_buffers import links_of, num_buffers_for, num_host_memory_buffers, residencies_by_host
+from bpipe.ir.hosts import uses_host_memory
+from bpipe.ir.memory import peak_counts
+from bpipe.ir.schedule import Schedule
+from bpipe.runtime.streams import copying_on, total_bytes
+from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory, connect_all, connect_own
+from bpipe.transport.host_memory import Buffers
+from bpipe.transport.table import Pair, describe
+
+
+def connect_pairs(
+    schedule: Schedule,
+    pipelines: Sequence[Sequence[int]],
+    wanted: str,
+    timeout_s: float,
+    device: torch.device,
+    known: Container[Pair] = (),
+) -> tuple[dict[int, Connection | OwnMemory], list[MeasuredLink], str]:
+    """Return this rank's connections, by the place of the other; every pair's link; and the table of them.
+
+    `pipelines[i][place]` are global ranks, equal on every rank. Only pairs of global ranks that are not `known` are
+    connected. A rank that keeps what leaves in its own node's memory is a pair
+    with itself. Collective over the world. Raises ValueError or RuntimeError where a pair has no transport.
+    """
+    stages = {pair: places for pair, places in stages_of_pairs(schedule, pipelines).items() if pair not in known}
+    if not stages:
+        return {}, [], ""
+    rank, copying = dist.get_rank(), copying_on(device)
+    mine = list(next(ranks for ranks in pipelines if rank in ranks))
+    here = mine.index(rank)
+    pairs, own = sorted(pair for pair in stages if pair[0] != pair[1]), uses_host_memory(schedule.hosts)
+    links: list[MeasuredLink] = []
+    connections: dict[int, Connection | OwnMemory] = {}
+    if pairs:
+        buffers = host_buffers(schedule, here, total_bytes(device))
+        found, links = connect_all(pairs, wanted, timeout_s, copying, buffers, own)
+        connections |= {mine.index(other): connection for other, connection in found.items()}
+    if len(pairs) < len(stages):
+        buffers = own_buffers(schedule, here, total_bytes(device)) if (rank, rank) in stages else Buffers(0)
+        memory, owns = connect_own(buffers, timeout_s, copying)
+        links = links + owns
+        connections |= {} if memory is None else {here: memory}
+    return connections, links, describe(links, stages)
+
+
+def host_buffers(schedule: Schedule, rank: int, device_bytes: int) -> Buffers:
+    """Return the buffers that a rank would keep in host memory in place of its hosts', before anybody has measured a
+    micro-batch.
+
+    All micro-batches that it ever holds fit into its device together, so none is larger than its part of that.
+    """
+    others = [host for host in residencies_by_host(schedule, rank) if host != rank]
+    return _buffers(schedule, rank, device_bytes, sum(num_buffers_for(schedule, host)[rank] for host in others))
+
+
+def own_buffers(schedule: Schedule, rank: int, device_bytes: int) -> Buffers:
+    """Return the buffers that a rank keeps in host memory by its schedule."""
+    return _buffers(schedule, rank, device_bytes, num_host_memory_buffers(schedule, rank))
+
+
+def _buffers(schedule: Schedule, rank: int, device_bytes: int, count: int) -> Buffers:
+    return Buffers(count, int(device_bytes // peak_counts(schedule)[rank])) if count else Buffers(0)
+
+
+def stages_of_pairs(schedule: Schedule, pipelines: Sequence[Sequence[int]]) -> dict[Pair, Pair]:
+    """Return the global ranks of every pair that moves anything, in every pipeline, and their places in it."""
+    used = links_of(schedule)
+    stages: dict[Pair, Pair] = {}
+    for pipeline in pipelines:
+        for stage, host in sorted(used):
+            ranks = pipeline[stage], pipeline[host]
+            low, high = sorted(ranks)
+            stages[low, high] = (stage, host) if ranks == (low, high) else (host, stage)
+    return stages

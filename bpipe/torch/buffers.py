@@ -1,0 +1,91 @@
+"""Give the buffers into which torch receives memory only from their RECV to their last use.
+
+In: a rank's stages once their handshake is over, what torch is about to receive, and each backward that is over. Out:
+the same buffers, emptied in between. Knows no schedule and no engine.
+
+Torch up to 2.14 makes a buffer for every micro-batch's input and gradient when it first runs and keeps them for ever
+(`_setup_forward_recv_info`, `_setup_backward_recv_info`): 2 m elements of what passes between stages, for each stage.
+Somebody may hold what lies in one longer: a gradient that is a view of it and is still to be sent, an output that the
+last stage returns. Such a buffer is left until the end of the step, and for ever where it is held then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from bpipe.ir.action import Action, Kind
+from bpipe.runtime.capture import num_storage_uses
+from bpipe.torch.upstream import Computation
+
+# By what is received: whether it is a gradient.
+_RECEIVES = {Computation.RECV_F: False, Computation.RECV_B: True}
+# The buffer's own tensor, and the hold of whoever counts.
+_ONLY_THE_BUFFER = 2
+
+Key = tuple[int, bool, int]
+
+
+class ReceiveBuffers:
+    """The buffers of one rank's stages, by stage, whether for gradients, and micro-batch."""
+
+    def __init__(self, stages: Sequence[Any], is_here: Callable[[int], bool]) -> None:
+        """`is_here` says whether a stage is this rank's: what it passes on to another here needs no buffer."""
+        self._stages = {int(stage.stage_index): stage for stage in stages}
+        self._is_here = is_here
+        self._full_bytes: dict[Key, list[int]] = {}
+
+    def begin(self) -> None:
+        """Empty all, before anything is received."""
+        for key in self._keys():
+            buffers = self._buffers(key)
+            # Torch makes new ones behind an evaluation; others are as empty as the last step left them.
+            known = self._full_bytes.get(key, [0] * len(buffers))
+            now = [buffer.untyped_storage().nbytes() for buffer in buffers]
+            self._full_bytes[key] = [full or before for full, before in zip(now, known, strict=True)]
+        self.end()
+
+    def end(self) -> None:
+        """Empty whatever nobody holds."""
+        for key in self._keys():
+            self._empty(key)
+
+    def receives(self, theirs: Any) -> None:
+        """Give the buffers of one of torch's RECVs their memory."""
+        if theirs.computation_type in _RECEIVES:
+            key = theirs.stage_index, _RECEIVES[theirs.computation_type], theirs.microbatch_index
+            for buffer, nbytes in zip(self._buffers(key), self._full_bytes[key], strict=True):
+                buffer.untyped_storage().resize_(nbytes)
+
+    def used(self, backward: Action) -> None:
+        """Empty the buffers of a micro-batch whose last backward has run. Torch's dgrad of a stage may leave all to
+        wgrad."""
+        if backward.kind is not Kind.BACKWARD_INPUT:
+            for of_gradients in (False, True):
+                self._empty((backward.stage, of_gradients, backward.microbatch))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the buffers have now."""
+        return sum(buffer.untyped_storage().nbytes() for key in self._keys() for buffer in self._buffers(key))
+
+    def _keys(self) -> Iterator[Key]:
+        for index, stage in self._stages.items():
+            for of_gradients, infos in ((False, stage.args_recv_info), (True, stage.grad_recv_info)):
+                yield from ((index, of_gradients, microbatch) for microbatch in infos)
+
+    def _buffers(self, key: Key) -> list[torch.Tensor]:
+        index, of_gradients, microbatch = key
+        if self._is_here(index + (1 if of_gradients else -1)):
+            return []
+        stage = self._stages[index]
+        infos = (stage.grad_recv_info if of_gradients else stage.args_recv_info).get(microbatch, ())
+        return [info.buffer for info in infos if not info.is_root_arg and info.buffer is not None]
+
+    def _empty(self, key: Key) -> None:
+        for buffer in self._buffers(key):
+            storage = buffer.untyped_storage()
+            if storage.nbytes() and storage.resizable() and num_storage_uses(storage) == _ONLY_THE_BUFFER:
+                storage.resize_(0)

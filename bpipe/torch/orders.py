@@ -1,0 +1,178 @@
+"""Turn schedules into what torch's runtime runs, and torch's own schedules into ours.
+
+In: a name, a file, one of torch's classes or a Schedule, and how to balance it. Out: a configuration to build, and
+every rank's actions as torch has them. Knows no tensors and no processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bpipe.build import BalanceConfig, ScheduleConfig, config_of_schedule
+from bpipe.formats.read import read, read_file
+from bpipe.generate.families import FAMILIES
+from bpipe.ir.action import SHARDS, Action, Kind
+from bpipe.ir.program import Exchange
+from bpipe.ir.schedule import Schedule, Slot
+from bpipe.lower.align import align, is_listing
+from bpipe.names import unknown
+from bpipe.torch.upstream import Computation, SingleStage, TorchAction, schedule_class
+
+KIND_OF = {
+    Kind.FORWARD: Computation.FORWARD,
+    Kind.BACKWARD: Computation.FULL_BACKWARD,
+    Kind.BACKWARD_INPUT: Computation.BACKWARD_INPUT,
+    Kind.BACKWARD_WEIGHT: Computation.BACKWARD_WEIGHT,
+}
+# What torch calls its schedules (`get_schedule_class`). Torch up to 2.14 lists the last rank of its 1F1B with the wrong
+# micro-batches, so those that are families here are made by us: the same orders.
+TORCH_NAMES = {
+    "1F1B": "1f1b",
+    "GPipe": "gpipe",
+    "Interleaved1F1B": "ScheduleInterleaved1F1B",
+    "InterleavedZeroBubble": "ScheduleInterleavedZeroBubble",
+    "LoopedBFS": "ScheduleLoopedBFS",
+    "ZBVZeroBubble": "ScheduleZBVZeroBubble",
+    "DualPipeV": "ScheduleDualPipeV",
+}
+_OWN = {"ScheduleGPipe": "gpipe", "Schedule1F1B": "1f1b"}
+_FILES = (".csv", ".json", ".txt")
+
+# A schedule's name, a file, a class of torch's or a schedule.
+Source = str | Path | type | Schedule
+
+
+def config_of(
+    source: Source, stages: Sequence[Any], num_microbatches: int, balance: BalanceConfig | None, group_size: int | None
+) -> ScheduleConfig:
+    """Return the configuration of a schedule for this pipeline's stages.
+
+    Raises ValueError for a name that is none, for sizes that do not fit, and for what torch's runtime cannot run.
+    """
+    num_ranks, num_stages = int(stages[0].group_size), int(stages[0].num_stages)
+    if num_stages % num_ranks:
+        raise ValueError(
+            f"{num_stages} stages on {num_ranks} ranks: every rank computes equally many, so take a multiple of "
+            f"{num_ranks}"
+        )
+    name = _family_named(source)
+    if name is not None:
+        sizes = num_ranks, num_microbatches, num_stages // num_ranks
+        return ScheduleConfig(name, *sizes, balance, group_size, exchange=Exchange.TORCH)
+    if group_size is not None:
+        raise ValueError(f"group_size {group_size} is of bpipe's own families, and {source} is none: leave it out")
+    schedule = _schedule_of(source, stages, num_microbatches, overlaps=balance is None)
+    given, wanted = (schedule.num_ranks, schedule.num_microbatches), (num_ranks, num_microbatches)
+    if given != wanted:
+        raise ValueError(
+            f"schedule {schedule.name} is of {given[0]} ranks and {given[1]} micro-batches, and this pipeline has "
+            f"{wanted[0]} and {wanted[1]}: make it for these"
+        )
+    if schedule.hosts is not None and balance is not None and balance != BalanceConfig():
+        raise ValueError(f"schedule {schedule.name} is balanced as it stands: leave bounds, memory and hosts out")
+    return replace(config_of_schedule(schedule, balance), exchange=Exchange.TORCH)
+
+
+def _family_named(source: Source) -> str | None:
+    """Return the family of a name or a class, None where it is another's."""
+    if isinstance(source, type):
+        return _OWN.get(source.__name__)
+    if not isinstance(source, str):
+        return None
+    known = TORCH_NAMES.get(source, source)
+    if known in FAMILIES:
+        return known
+    if known in TORCH_NAMES.values() or source.endswith(_FILES) or Path(source).is_file():
+        return None
+    raise ValueError(unknown("schedule", source, (*FAMILIES, *TORCH_NAMES)))
+
+
+def _schedule_of(source: Source, stages: Sequence[Any], num_microbatches: int, overlaps: bool) -> Schedule:
+    if isinstance(source, Schedule):
+        return source
+    if isinstance(source, str) and source in TORCH_NAMES:
+        source = schedule_class(source)
+    if isinstance(source, type):
+        return schedule_of_class(source, stages, num_microbatches, overlaps)
+    schedule = read_file(str(source))
+    return align(schedule) if is_listing(schedule) and schedule.hosts is None else schedule
+
+
+def schedule_of_class(made_by: Any, stages: Sequence[Any], num_microbatches: int, overlaps: bool = False) -> Schedule:
+    """Return the order of one of torch's classes on the unit grid; what overlaps is put one behind the other unless
+    it `overlaps`."""
+    if issubclass(made_by, SingleStage):
+        raise ValueError(
+            f"{made_by.__name__} is none of torch's that bpipe knows: give one of {', '.join(TORCH_NAMES)}"
+        )
+    order = made_by(list(stages), num_microbatches).pipeline_order
+    rows = (
+        ",".join("" if action is None else str(action) for action in _flat(order[rank], overlaps))
+        for rank in sorted(order)
+    )
+    return replace(align(read("\n".join(rows) + "\n")), name=made_by.__name__.removeprefix("Schedule"))
+
+
+def _flat(row: Sequence[Any], overlaps: bool) -> Iterator[Any]:
+    for action in row:
+        yield from action.sub_actions if action is not None and action.sub_actions and not overlaps else (action,)
+
+
+def refuse_unrunnable(schedule: Schedule) -> None:
+    """Raise ValueError for a schedule that torch's runtime cannot run."""
+    if schedule.layout.num_pipes > 1:
+        raise ValueError(f"{schedule.name} has {schedule.layout.num_pipes} pipes: torch's runtime knows one")
+    if schedule.layout.slices > 1:
+        raise ValueError(f"{schedule.name} cuts micro-batches into slices: torch's runtime knows whole ones")
+    last = schedule.num_stages - 1
+    for rank, row in enumerate(schedule.ranks):
+        for action in (one for slot in row for one in slot.computations):
+            if action.kind in SHARDS:
+                raise ValueError(f"{action} on rank {rank} is a shard of the vocabulary: torch's runtime knows none")
+        losses = [
+            one.microbatch
+            for slot in row
+            for one in slot.computations
+            if one.stage == last and one.kind is Kind.FORWARD
+        ]
+        if losses != sorted(losses):
+            raise ValueError(
+                f"{schedule.name} computes the losses of micro-batches in the order {losses}: torch's runtime finds each "
+                f"by how many came before, so they have to come in their own order"
+            )
+
+
+def refuse_other_places(schedule: Schedule, stages: Sequence[Any]) -> None:
+    """Raise ValueError where this rank's stages are not those that the schedule computes here."""
+    rank, here = int(stages[0].group_rank), tuple(sorted(int(stage.stage_index) for stage in stages))
+    there = schedule.layout.stages_of(rank)
+    if here != there:
+        raise ValueError(
+            f"rank {rank} of the pipeline has stages {_listed(here)}, and {schedule.name} computes {_listed(there)} "
+            f"there: make those stages on this rank, or take a schedule that places them so"
+        )
+
+
+def _listed(stages: Sequence[int]) -> str:
+    return " and ".join(map(str, stages)) or "none"
+
+
+def torch_orders(schedule: Schedule) -> dict[int, list[Any]]:
+    """Return every rank's computations as torch has them, without bubbles."""
+    return {rank: [_cell(slot) for slot in row if slot.compute is not None] for rank, row in enumerate(schedule.ranks)}
+
+
+def _cell(slot: Slot) -> Any:
+    actions = tuple(TorchAction(one.stage, KIND_OF[one.kind], one.microbatch) for one in slot.computations)
+    return actions[0] if len(actions) == 1 else TorchAction(-1, Computation.OVERLAP_F_B, None, actions)
+
+
+_OURS: Mapping[Any, Kind] = {theirs: ours for ours, theirs in KIND_OF.items()}
+
+
+def action_of(theirs: Any) -> Action:
+    """Return one of torch's computations as ours."""
+    return Action(theirs.stage_index, _OURS[theirs.computation_type], theirs.microbatch_index)

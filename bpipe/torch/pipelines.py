@@ -1,0 +1,75 @@
+"""Say which processes are pipelines of the world, and connect those of each that move anything.
+
+In: the group of this process's stages, and its schedule. Out: the global ranks of every pipeline; a transport to each
+rank that this one sends to or hosts for. Knows no tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bpipe.formats.text import write_csv
+from bpipe.ir.memory import moves_anything
+from bpipe.ir.schedule import Schedule
+from bpipe.runtime.links import connect_pairs
+from bpipe.transport.base import Transport
+from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory
+
+
+def pipelines_of(group: Any, schedule: Schedule) -> list[tuple[int, ...]]:
+    """Return the global ranks of every pipeline of the world, each once, by position; `group` is that of the stages,
+    None for the whole world.
+
+    Collective over the world. Raises ValueError on every rank where not all run this schedule.
+    """
+    mine = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+    text = hashlib.sha256(write_csv(schedule).encode()).hexdigest()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (mine, text))
+    others = [rank for rank, (_, other) in enumerate(everyone) if other != everyone[0][1]]
+    if others:
+        raise ValueError(
+            f"ranks {', '.join(map(str, others))} make another schedule than rank 0: give every rank of the world the same "
+            f"micro-batches, schedule, balance, bounds and hosts"
+        )
+    return sorted({ranks for ranks, _ in everyone})
+
+
+@dataclass(frozen=True)
+class Connected:
+    """This rank's connections by the place of the other, every pair's link, and lines about them for the log."""
+
+    connections: dict[int, Connection | OwnMemory]
+    links: list[MeasuredLink]
+    table: str
+    pipelines: list[tuple[int, ...]]
+
+    def transports(self, differing: bool) -> dict[int, Transport]:
+        """Return transports for one schedule."""
+        return {place: each.transport(differing=differing) for place, each in self.connections.items()}
+
+    def close(self) -> None:
+        """End the threads that copy."""
+        for connection in self.connections.values():
+            connection.close()
+
+
+def connected(
+    group: Any, schedule: Schedule, wanted: str, timeout_s: float, device: torch.device, known: Sequence[Any] = ()
+) -> Connected:
+    """Connect what this schedule moves anything between.
+
+    Collective over the world where anything moves, and without a message where nothing does. Raises ValueError or
+    RuntimeError where a pair has no transport.
+    """
+    if not moves_anything(schedule):
+        return Connected({}, [], "", [])
+    pipelines = pipelines_of(group, schedule)
+    connections, links, table = connect_pairs(schedule, pipelines, wanted, timeout_s, device, known)
+    return Connected(connections, links, table, pipelines)

@@ -1,0 +1,189 @@
+"""Ranks that train under torch.distributed.pipelining by torch's own schedules and by `BalancedSchedule`, one case
+after another in the same processes.
+
+In: a number of ranks and a folder. Out: `<folder>/rank<r>.json`: by case, whether every bit is that of torch's own
+class, the peak measured and the one predicted, evictions, and which share of what a forward keeps has moved.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import schedules
+from torch.multiprocessing import start_processes
+
+from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.formats.text import write_csv
+from bpipe.ir.memory import num_transfers, peak_counts
+from bpipe.ir.schedule import Schedule
+from bpipe.runtime.meter import Meter
+from bpipe.torch import BalancedSchedule
+from tests.gloo.pipelined_stages import (
+    Pair,
+    Part,
+    Several,
+    deferred_stages,
+    loss_of,
+    same,
+    stages_of,
+    steps_and_evaluation,
+    steps_of,
+)
+
+MICROBATCHES, TIMEOUT_S = 8, 60.0
+OPTIONS = {"minimum_bytes": 256, "timeout_s": TIMEOUT_S, "poison": True}
+
+# By the placement's name, which stages a rank of p has, and how many there are.
+PLACES: dict[str, Callable[[int, int], tuple[list[int], int]]] = {
+    "chain": lambda rank, p: ([rank], p),
+    "loop": lambda rank, p: ([rank, p + rank], 2 * p),
+    "v": lambda rank, p: ([rank, 2 * p - 1 - rank], 2 * p),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One schedule beside torch's own class of the same stages.
+
+    `moves`: whether anything leaves on 4 ranks. `torch_options` are given to both. `frees`: dgrad frees most of what a
+    micro-batch holds, so less is held than counted, which is whole ones.
+    """
+
+    places: str
+    reference: Any
+    schedule: Any
+    options: dict[str, Any] = field(default_factory=dict)
+    moves: bool = True
+    make: Callable[..., Any] = Part
+    steps: Callable[..., Any] = steps_of
+    torch_options: dict[str, Any] = field(default_factory=dict)
+    stages: Callable[..., Any] = stages_of
+    frees: bool = False
+
+
+ONE, LOOP, ZBV = schedules.Schedule1F1B, schedules.ScheduleInterleaved1F1B, schedules.ScheduleZBVZeroBubble
+# Where ranks hold evenly much, what leaves goes to the node's own memory: also between the halves of a backward.
+AWAY = {"hosts": "host"}
+
+
+def _file(schedule: Schedule) -> str:
+    """A schedule as a user keeps it; every rank has its own copy."""
+    path = Path(tempfile.mkdtemp()) / "schedule.csv"
+    path.write_text(write_csv(schedule))
+    return str(path)
+
+
+CASES = {
+    "1f1b": Case("chain", ONE, "1f1b"),
+    "1f1b, not balanced": Case("chain", ONE, "1f1b", {"balance": "none"}, moves=False),
+    "1f1b over peer": Case("chain", ONE, "1f1b", {"transport": "peer"}),
+    "interleaved": Case("loop", LOOP, "interleaved-1f1b"),
+    # Torch's own, by name or class, on the ranks that these want.
+    "GPipe": Case("chain", schedules.ScheduleGPipe, schedules.ScheduleGPipe, AWAY),
+    "Interleaved1F1B": Case("loop", LOOP, "Interleaved1F1B"),
+    "LoopedBFS": Case("loop", schedules.ScheduleLoopedBFS, schedules.ScheduleLoopedBFS, AWAY),
+    "InterleavedZeroBubble": Case("loop", schedules.ScheduleInterleavedZeroBubble, "InterleavedZeroBubble", AWAY),
+    "ZBVZeroBubble": Case("v", ZBV, "ZBVZeroBubble", AWAY),
+    "DualPipeV": Case("v", schedules.ScheduleDualPipeV, "DualPipeV", AWAY),
+    "DualPipeV, overlapping": Case("v", schedules.ScheduleDualPipeV, "DualPipeV", {"balance": "none"}, moves=False),
+    # Ours, beside torch's of the same stages.
+    "zb-v": Case("v", ZBV, "zb-v", AWAY),
+    "v-half": Case("v", ZBV, "v-half", AWAY),
+    "v-half of pairs": Case("v", ZBV, "v-half", {"balance": "none"}, make=Pair, moves=False),
+    "zb-h1": Case("chain", ONE, "zb-h1", AWAY, moves=False),
+    "grouped": Case("loop", LOOP, "grouped-interleaved"),
+    "pool": Case("loop", LOOP, "interleaved-1f1b", {"hosts": "pool"}),
+    "a file, balanced here": Case("loop", LOOP, lambda p: _file(build(ScheduleConfig("interleaved-1f1b", p, 8, 2)))),
+    "a file, balanced": Case(
+        "chain", ONE, lambda p: _file(build(ScheduleConfig("1f1b", p, 8, balance=BalanceConfig())))
+    ),
+    # What a step takes and gives.
+    "several tensors, keywords, evaluation": Case("chain", ONE, "1f1b", make=Several, steps=steps_and_evaluation),
+    "pairs of tensors": Case("loop", LOOP, "interleaved-1f1b", make=Pair),
+    "not scaled": Case("chain", ONE, "1f1b", torch_options={"scale_grads": False}),
+    "deferred by the stages": Case("v", ZBV, "v-half", AWAY, stages=deferred_stages, frees=True),
+    "of another": Case("loop", LOOP, None),
+}
+
+
+def of_case(case: Case, rank: int, world: int) -> dict[str, Any]:
+    indices, num_stages = PLACES[case.places](rank, world)
+
+    def stages() -> Any:
+        return case.stages(indices, num_stages, *(() if case.make is Part else (case.make,)))
+
+    def theirs(of: Any) -> Any:
+        return case.reference(of if len(of) > 1 else of[0], MICROBATCHES, loss_fn=loss_of, **case.torch_options)
+
+    first = stages()
+    wanted = case.steps(theirs(first), first, MICROBATCHES)
+    ours, meter = stages(), Meter()
+    options = {**OPTIONS, **case.options, "meter": meter}
+    if case.schedule is None:
+        balanced = BalancedSchedule.of(theirs(ours), **options)
+    else:
+        source = (
+            case.schedule(world) if callable(case.schedule) and not isinstance(case.schedule, type) else case.schedule
+        )
+        balanced = BalancedSchedule(ours, MICROBATCHES, loss_of, schedule=source, **case.torch_options, **options)
+    return facts(balanced, meter, same(wanted, case.steps(balanced, ours, MICROBATCHES)), rank)
+
+
+def facts(balanced: BalancedSchedule, meter: Meter, is_same: bool, place: int) -> dict[str, Any]:
+    engine = balanced.engine
+    result = {
+        "same": is_same,
+        "peak": float(meter.peak_microbatches),
+        "predicted": float(peak_counts(balanced.schedule)[place]),
+        "evictions": num_transfers(balanced.schedule, place).evictions,
+        "moved": sum(engine.moved_bytes.values()),
+        "shares": [share.fraction for share in engine.shares.values()],
+        "said": [share.sentence for share in engine.shares.values()],
+    }
+    engine.release()
+    return result
+
+
+def run_cases(rank: int, world: int, folder: str, cases: dict[str, Callable[[int, int], dict[str, Any]]]) -> None:
+    """One process."""
+    torch.set_num_threads(1)
+    logging.disable(logging.ERROR)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
+    found = {}
+    for name, run in cases.items():
+        try:
+            found[name] = run(rank, world)
+        except BaseException:
+            # The others may wait for this rank; they are ended with it.
+            print(f"rank {rank}, {name}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            os._exit(1)
+    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def one_rank(rank: int, world: int, folder: str, names: list[str]) -> None:
+    cases = {name: case for name, case in CASES.items() if not names or name in names}
+    run_cases(
+        rank,
+        world,
+        folder,
+        {name: lambda r, p, case=case: of_case(case, r, p) for name, case in cases.items()},  # type: ignore[misc]
+    )
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    number, place, *chosen = sys.argv[1:]
+    start_processes(one_rank, args=(int(number), place, chosen), nprocs=int(number), start_method="fork")

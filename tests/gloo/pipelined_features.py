@@ -1,0 +1,291 @@
+"""What stages may be, under `BalancedSchedule`: two pipelines of two ranks, and something else across them, or one of
+four; beside torch's own class, case by case in the same processes.
+
+In: a folder. Out: `<folder>/rank<r>.json`, as of `tests.gloo.pipelined`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import schedules
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.multiprocessing import start_processes
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from bpipe.runtime.meter import Meter
+from bpipe.torch import BalancedSchedule
+from tests.gloo.pipelined import MICROBATCHES, OPTIONS, PLACES, facts, run_cases
+from tests.gloo.pipelined_stages import WIDTH, Part, loss_of, same, stages_of, steps_of
+
+RANKS = 4
+ONE, LOOP = schedules.Schedule1F1B, schedules.ScheduleInterleaved1F1B
+Make = Callable[[int, int], nn.Module]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """`wrap(module, mesh)` makes a stage of a module. Two ranks a pipeline, with a mesh of the two pipelines' ranks,
+    unless `alone`: then four in one.
+
+    `enough`: the share that moves at least. `emptied`: nothing is held in torch's receive buffers between steps.
+    """
+
+    wrap: Callable[[nn.Module, DeviceMesh], nn.Module] = lambda module, mesh: module
+    make: Make = Part
+    alone: bool = False
+    schedule: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    enough: float = 0.97
+    num_steps: int = 2
+    emptied: bool = True
+
+
+def replicated(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(module, process_group=mesh.get_group())
+
+
+def sharded(module: nn.Module, mesh: DeviceMesh, resharding: bool = False, half: bool = False) -> nn.Module:
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": resharding}
+    if half:
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    for block in module.blocks:  # type: ignore[union-attr]
+        fully_shard(block, **options)
+    fully_shard(module, **options)
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            each.set_gradient_divide_factor(1.0)
+            each.set_force_sum_reduction_for_comms(True)
+    return module
+
+
+def compiled(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    for block in module.blocks:  # type: ignore[union-attr]
+        block.compile(backend="aot_eager")
+    return module
+
+
+def checkpointed(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    blocks: Any = module.blocks
+    for number in range(len(blocks)):
+        blocks[number] = checkpoint_wrapper(blocks[number], early_stop=False)
+    return module
+
+
+def selectively(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Every other product is kept, and attention, as torchtitan does."""
+
+    def contexts() -> Any:
+        count = [0]
+
+        def policy(context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            if function == torch.ops.aten.addmm.default:
+                count[0] += 1
+                return CheckpointPolicy.MUST_SAVE if count[0] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
+            kept = "attention" in str(function)
+            return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    blocks: Any = module.blocks
+    for number in range(len(blocks)):
+        blocks[number] = checkpoint_wrapper(blocks[number], context_fn=contexts, early_stop=False)
+    return module
+
+
+class CastPart(Part):
+    def forward(self, x: torch.Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x).float()
+
+
+class TwoProducts(nn.Module):
+    """A block whose residual stream may be a DTensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def tensor_parallel(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    for block in module.blocks:  # type: ignore[union-attr]
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return module
+
+
+def sequence_parallel(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    module.mesh = mesh  # type: ignore[assignment]
+    plan = {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+        "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
+    for block in module.blocks:  # type: ignore[union-attr]
+        parallelize_module(block, mesh, plan)
+    return module
+
+
+class SequencePart(Part):
+    """The residual stream is spread over the sequence inside of a stage, or between stages, too."""
+
+    mesh: DeviceMesh
+    passes_spread = False
+
+    def __init__(self, stage: int, num_stages: int) -> None:
+        super().__init__(stage, num_stages, TwoProducts)
+
+    def forward(self, x: Any) -> Any:
+        x = x if self.embedding is None else self.embedding(x)
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False).redistribute(placements=[Shard(1)])
+        for block in self.blocks:
+            x = block(x)
+        if self.head is None and self.passes_spread:
+            return x
+        x = x.redistribute(placements=[Replicate()]).to_local()
+        return x if self.head is None else self.head(x)
+
+
+class SpreadPart(SequencePart):
+    passes_spread = True
+
+
+class Routed(nn.Module):
+    """Experts without a capacity: how many rows each takes differs between micro-batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 2)
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.flatten(0, 1)
+        chosen = self.gate(rows).argmax(-1)
+        out = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            mine = (chosen == number).nonzero().flatten()
+            out = out.index_add(0, mine, torch.tanh(expert(rows[mine])))
+        return x + out.view_as(x)
+
+
+def blocks_of(kind: Callable[[], nn.Module]) -> Make:
+    return lambda stage, num_stages: Part(stage, num_stages, kind)
+
+
+FEATURES = {
+    "DDP": Feature(replicated),
+    "FSDP2": Feature(sharded),
+    "FSDP2, sharded again behind a forward": Feature(lambda module, mesh: sharded(module, mesh, resharding=True)),
+    "FSDP2 in 16 bits": Feature(lambda module, mesh: sharded(module, mesh, half=True)),
+    "FSDP2, grouped": Feature(sharded, schedule="grouped-interleaved", options={"bounds": 2}),
+    "tensor parallel": Feature(tensor_parallel, blocks_of(TwoProducts)),
+    "sequence parallel": Feature(sequence_parallel, SequencePart),
+    "DTensors between stages": Feature(sequence_parallel, SpreadPart, enough=0.9, emptied=False),
+    "compiled": Feature(compiled, alone=True),
+    "checkpointed": Feature(checkpointed, alone=True),
+    "selectively checkpointed": Feature(selectively, alone=True),
+    "selectively checkpointed, FSDP2": Feature(lambda module, mesh: sharded(selectively(module, mesh), mesh)),
+    "selectively checkpointed, tensor parallel": Feature(
+        lambda module, mesh: tensor_parallel(selectively(module, mesh), mesh), blocks_of(TwoProducts)
+    ),
+    "autocast": Feature(make=CastPart, alone=True),
+    "experts of differing sizes": Feature(make=blocks_of(Routed), alone=True, options={"differing": True}, enough=0.9),
+}
+
+
+def of_feature(feature: Feature, rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+    across, pipeline = mesh["data"], mesh["pipeline"]
+    if feature.alone:
+        group, place, places = None, rank, "chain"
+    else:
+        group, place, places = pipeline.get_group(), pipeline.get_local_rank(), "loop"
+    indices, num_stages = PLACES[places](place, RANKS if feature.alone else 2)
+
+    def mesh_of(names: Any, layout: Any = None) -> DeviceMesh | None:
+        return across if tuple(names) == ("data",) else None
+
+    def stages() -> Any:
+        return stages_of(
+            indices,
+            num_stages,
+            feature.make,
+            lambda module: feature.wrap(module, across),
+            group=group,
+            get_mesh=mesh_of,
+        )
+
+    theirs = stages()
+    reference = ONE(theirs[0], MICROBATCHES, loss_of) if feature.alone else LOOP(theirs, MICROBATCHES, loss_of)
+    wanted = steps_of(reference, theirs, MICROBATCHES, feature.num_steps)
+    ours, meter = stages(), Meter()
+    away: dict[str, Any] = {} if feature.alone else {"hosts": "host", "bounds": 3}
+    balanced = BalancedSchedule(
+        ours,
+        MICROBATCHES,
+        loss_of,
+        schedule=feature.schedule or ("1f1b" if feature.alone else "interleaved-1f1b"),
+        meter=meter,
+        **{**OPTIONS, **away, **feature.options},
+    )
+    found = steps_of(balanced, ours, MICROBATCHES, feature.num_steps)
+    assert balanced.buffers is not None
+    return {**facts(balanced, meter, same(wanted, found), place), "received_bytes": balanced.buffers.nbytes}
+
+
+def lean_and_not(rank: int, world: int) -> dict[str, Any]:
+    """What torch's receive buffers hold at the most and between steps, kept for ever and lean."""
+    found: dict[str, Any] = {"same": True}
+    bits = []
+    for lean in (False, True):
+        indices, num_stages = PLACES["loop"](rank, world)
+        stages, meter = stages_of(indices, num_stages), Meter()
+        balanced = BalancedSchedule(
+            stages, MICROBATCHES, loss_of, schedule="interleaved-1f1b", meter=meter, lean_buffers=lean, **OPTIONS
+        )
+        bits.append(steps_of(balanced, stages, MICROBATCHES, 3))
+        sizes = [
+            info.buffer.untyped_storage().nbytes()
+            for stage in stages
+            for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values())
+            for info in infos
+            if info.buffer is not None
+        ]
+        found |= {f"between, {lean}": sum(sizes), f"peak, {lean}": meter.peak_bytes}
+        balanced.engine.release()
+    return {**found, "same": same(*bits)}
+
+
+def one_rank(rank: int, world: int, folder: str, names: list[str]) -> None:
+    meshes: list[DeviceMesh] = []
+
+    def mesh() -> DeviceMesh:
+        if not meshes:
+            meshes.append(init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data")))
+        return meshes[0]
+
+    cases: dict[str, Any] = {
+        name: lambda rank, world, feature=feature: of_feature(feature, rank, mesh())
+        for name, feature in FEATURES.items()
+    }
+    cases |= {"lean buffers": lean_and_not}
+    run_cases(rank, world, folder, {name: run for name, run in cases.items() if not names or name in names})
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    number, place, *chosen = sys.argv[1:]
+    start_processes(one_rank, args=(int(number), place, chosen), nprocs=int(number), start_method="fork")

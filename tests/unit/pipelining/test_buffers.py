@@ -1,0 +1,98 @@
+"""Torch's receive buffers have memory only while it is needed, and nobody who holds one loses it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from bpipe.ir.action import Action, Kind
+from bpipe.torch.buffers import ReceiveBuffers
+from bpipe.torch.upstream import Computation, TorchAction
+
+MICROBATCHES, BYTES = 3, 4 * 8
+
+
+def info(buffer: torch.Tensor | None, is_root_arg: bool = False) -> Any:
+    return SimpleNamespace(buffer=buffer, is_root_arg=is_root_arg)
+
+
+def stage(index: int) -> Any:
+    return SimpleNamespace(
+        stage_index=index,
+        args_recv_info={mb: (info(torch.ones(8)), info(None, True)) for mb in range(MICROBATCHES)},
+        # An output without a gradient has no buffer.
+        grad_recv_info={mb: (info(torch.ones(8)), info(None)) for mb in range(MICROBATCHES)},
+    )
+
+
+def held(buffers: ReceiveBuffers, of: Any) -> list[int]:
+    assert buffers.nbytes == sum(
+        each.buffer.untyped_storage().nbytes()
+        for infos in (of.args_recv_info, of.grad_recv_info)
+        for row in infos.values()
+        for each in row
+        if each.buffer is not None
+    )
+    return [of.args_recv_info[mb][0].buffer.untyped_storage().nbytes() for mb in range(MICROBATCHES)]
+
+
+def received(kind: Any, microbatch: int) -> Any:
+    return TorchAction(1, kind, microbatch)
+
+
+def test_a_buffer_is_there_from_its_receive_to_its_last_use() -> None:
+    here = stage(1)
+    buffers = ReceiveBuffers([here], {1}.__contains__)
+    buffers.begin()
+    assert held(buffers, here) == [0, 0, 0]
+    buffers.receives(received(Computation.RECV_F, 1))
+    buffers.receives(received(Computation.FORWARD, 2))
+    assert held(buffers, here) == [0, BYTES, 0]
+    buffers.receives(received(Computation.RECV_B, 1))
+    assert buffers.nbytes == 2 * BYTES
+    buffers.used(Action(1, Kind.BACKWARD_INPUT, 1))
+    assert buffers.nbytes == 2 * BYTES
+    buffers.used(Action(1, Kind.BACKWARD_WEIGHT, 1))
+    assert buffers.nbytes == 0
+    # The next step's.
+    buffers.end()
+    buffers.begin()
+    buffers.receives(received(Computation.RECV_F, 0))
+    assert held(buffers, here) == [BYTES, 0, 0]
+
+
+def test_what_somebody_holds_is_left_until_the_end_of_the_step() -> None:
+    """A gradient that is a view of what was received is still to be sent."""
+    here = stage(1)
+    buffers = ReceiveBuffers([here], {1}.__contains__)
+    buffers.begin()
+    buffers.receives(received(Computation.RECV_B, 0))
+    here.grad_recv_info[0][0].buffer.fill_(5)
+    sent = here.grad_recv_info[0][0].buffer.view(2, 4)
+    buffers.used(Action(1, Kind.BACKWARD, 0))
+    assert torch.equal(sent, torch.full((2, 4), 5.0))
+    del sent
+    assert buffers.nbytes == BYTES
+    buffers.end()
+    assert buffers.nbytes == 0
+
+
+def test_buffers_that_torch_made_anew_are_emptied_too() -> None:
+    """It makes them again where a training step follows an evaluation."""
+    here = stage(1)
+    buffers = ReceiveBuffers([here], {1}.__contains__)
+    buffers.begin()
+    here.args_recv_info = {mb: (info(torch.ones(16)), info(None, True)) for mb in range(MICROBATCHES)}
+    buffers.begin()
+    assert buffers.nbytes == 0
+    buffers.receives(received(Computation.RECV_F, 0))
+    assert held(buffers, here) == [2 * BYTES, 0, 0]
+
+
+def test_what_stays_on_the_rank_is_nobodys_buffer() -> None:
+    """Torch puts the output of the other stage there, which is that one's."""
+    here = stage(1)
+    ReceiveBuffers([here], {0, 1, 2}.__contains__).begin()
+    assert here.args_recv_info[0][0].buffer.untyped_storage().nbytes() == BYTES

@@ -1,0 +1,125 @@
+"""The engine's calls around a step, in their order, by a runtime that does what torch's does with its list."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bpipe.build import ScheduleConfig, build
+from bpipe.ir.action import Action, Kind
+from bpipe.torch.calls import StepCalls, WatchedList
+from bpipe.torch.orders import torch_orders
+from bpipe.torch.upstream import Computation, TorchAction
+
+
+class Notes:
+    """Takes down the calls."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: self.said.append(" ".join([name, *map(str, args[:1])]))
+
+
+def stage(index: int) -> Any:
+    return SimpleNamespace(
+        stage_index=index,
+        forward_one_chunk=lambda mb: f"F{mb}",
+        backward_one_chunk=lambda mb, full_backward=True: f"B{mb}",
+        backward_weight_one_chunk=lambda mb: f"W{mb}",
+    )
+
+
+def run(actions: list[Any], index: int = 1) -> list[str]:
+    """What torch's loop does with its list, as far as it concerns us."""
+    notes, here = Notes(), stage(index)
+    calls = StepCalls(notes, actions)
+    before = dict(vars(here))
+    with calls.around([here]):
+        calls.begin()
+        for action in calls.watched():
+            for one in action.sub_actions or (action,):
+                if one.computation_type is Computation.FORWARD:
+                    assert here.forward_one_chunk(one.microbatch_index) == f"F{one.microbatch_index}"
+                    calls.forward_ran((), ())
+                elif one.computation_type is Computation.FULL_BACKWARD:
+                    here.backward_one_chunk(one.microbatch_index)
+                elif one.computation_type is Computation.BACKWARD_INPUT:
+                    here.backward_one_chunk(one.microbatch_index, full_backward=False)
+                elif one.computation_type is Computation.BACKWARD_WEIGHT:
+                    here.backward_weight_one_chunk(one.microbatch_index)
+                else:
+                    notes.said.append(str(one))
+    assert vars(here) == before, "outside of a step the stage is torch's own"
+    return notes.said
+
+
+def parsed(words: str) -> list[Any]:
+    return [TorchAction.from_str(word) for word in words.split()]
+
+
+def test_a_computation_is_sent_behind_its_send_or_at_once() -> None:
+    assert run(
+        parsed("1UNSHARD 1RECV_F0 1F0 1SEND_F0 1RECV_F1 1F1 1SEND_F1 1RECV_B0 1B0 1SEND_B0 1B1 1REDUCE_GRAD 1RESHARD")
+    ) == [
+        *("begin", "1UNSHARD", "1RECV_F0"),
+        *("before 1F0", "after 1F0", "1SEND_F0", "sent 1F0", "1RECV_F1"),
+        *("before 1F1", "after 1F1", "1SEND_F1", "sent 1F1", "1RECV_B0"),
+        *("before 1B0", "after 1B0", "1SEND_B0", "sent 1B0"),
+        # Before gradients are reduced, which all ranks do together.
+        *("before 1B1", "after 1B1", "sent 1B1", "communicated"),
+        *("1REDUCE_GRAD", "1RESHARD"),
+    ]
+
+
+def test_halves_and_overlaps() -> None:
+    overlap = TorchAction(-1, Computation.OVERLAP_F_B, None, tuple(parsed("1F1 1B0")))
+    assert run([*parsed("1F0 1SEND_F0"), overlap, *parsed("1SEND_F1 1SEND_B0 1I1 1SEND_B1 1W1")]) == [
+        *("begin", "before 1F0", "after 1F0", "1SEND_F0", "sent 1F0"),
+        *("before 1F1", "after 1F1", "sent 1F1", "before 1B0", "after 1B0", "1SEND_F1", "1SEND_B0", "sent 1B0"),
+        *("before 1I1", "after 1I1", "1SEND_B1", "sent 1I1", "before 1W1", "after 1W1", "sent 1W1", "communicated"),
+    ]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-v", "v-half"])
+def test_every_computation_has_its_calls_once(name: str) -> None:
+    schedule = build(ScheduleConfig(name, 2, 4, 1 if name == "1f1b" else 2))
+    for actions in torch_orders(schedule).values():
+        mine = [action for action in actions if action.stage_index == actions[0].stage_index]
+        said = run(mine, mine[0].stage_index)
+        assert said == [
+            "begin",
+            *(f"{call} {action}" for action in mine for call in ("before", "after", "sent")),
+            "communicated",
+        ]
+
+
+def test_a_list_that_is_watched_is_copied_as_a_list() -> None:
+    """Torch copies the whole schedule to print it with an error."""
+    seen: list[int] = []
+    watched = WatchedList(["a", "b"], lambda action: None, seen.append)
+    assert type(copy.deepcopy({0: watched})[0]) is list
+    assert seen == []
+    assert list(watched) == ["a", "b"]
+    assert seen == [0, 1]
+
+
+def test_a_stage_with_a_wrapper_of_its_owner_gets_it_back() -> None:
+    here = stage(0)
+    mine = here.forward_one_chunk
+    with StepCalls(Notes(), parsed("0F0")).around([here]):
+        assert here.forward_one_chunk is not mine
+    assert here.forward_one_chunk is mine
+
+
+def test_a_forward_without_its_begin_is_a_mistake() -> None:
+    with pytest.raises(AssertionError, match="no forward is running"):
+        StepCalls(Notes(), parsed("0F0")).forward_ran((), ())
+    calls = StepCalls(Notes(), parsed("0F0"))
+    calls.computes(Action(0, Kind.BACKWARD, 0))
+    with pytest.raises(AssertionError, match="0B0 is no forward"):
+        calls.forward_ran((), ())

@@ -1,0 +1,147 @@
+"""Schedules as torch's runtime has them, and torch's as we have them; what its runtime cannot run is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed.pipelining import schedules
+
+from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.formats.text import write_csv
+from bpipe.generate.families import FAMILIES
+from bpipe.ir.action import Kind
+from bpipe.ir.schedule import Schedule
+from bpipe.torch.orders import (
+    TORCH_NAMES,
+    config_of,
+    refuse_other_places,
+    refuse_unrunnable,
+    schedule_of_class,
+    torch_orders,
+)
+
+P, M = 4, 8
+ONE_PIPE = [name for name, family in FAMILIES.items() if family.num_pipes == 1]
+
+
+def stages_on(rank: int, chunks: int = 1, v_shaped: bool = False, num_ranks: int = P) -> list[Any]:
+    num_stages = num_ranks * chunks
+    indices = (rank, num_stages - 1 - rank) if v_shaped else range(rank, num_stages, num_ranks)
+    return [
+        SimpleNamespace(
+            stage_index=index,
+            group_size=num_ranks,
+            group_rank=rank,
+            num_stages=num_stages,
+            submod=None,
+            has_backward=True,
+            is_first=index == 0,
+            is_last=index == num_stages - 1,
+            stage_index_to_group_rank={},
+        )
+        for index in indices
+    ]
+
+
+def computations(schedule: Schedule) -> list[list[str]]:
+    return [[str(one) for slot in row for one in slot.computations] for row in schedule.ranks]
+
+
+@pytest.mark.parametrize("name", ONE_PIPE)
+def test_every_family_is_lowered_by_torch_and_computes_the_same(name: str) -> None:
+    chunks = max(2, FAMILIES[name].min_chunks) if FAMILIES[name].max_chunks != 1 else 1
+    schedule = build(ScheduleConfig(name, P, M, chunks))
+    refuse_unrunnable(schedule)
+    order = torch_orders(schedule)
+    assert [[str(action) for action in order[rank]] for rank in range(P)] == computations(schedule)
+    lowered = schedules._add_send_recv(
+        {rank: list(row) for rank, row in order.items()}, schedule.layout.only_rank_of, schedule.num_stages
+    )
+    assert all(len(lowered[rank]) > len(order[rank]) for rank in range(P))
+
+
+@pytest.mark.parametrize("name", TORCH_NAMES)
+def test_torchs_names_are_their_orders(name: str) -> None:
+    v_shaped = name in ("ZBVZeroBubble", "DualPipeV")
+    chunks = 1 if name in ("1F1B", "GPipe") else 2
+    stages = stages_on(0, chunks, v_shaped)
+    config = config_of(name, stages, M, None, None)
+    schedule = build(config)
+    refuse_other_places(schedule, stages)
+    if chunks == 1:
+        assert schedule.name == TORCH_NAMES[name]
+        return
+    assert schedule.name == name
+    theirs = getattr(schedules, f"Schedule{name}")(stages, M).pipeline_order
+    assert torch_orders(schedule) == {rank: [one for one in row if one is not None] for rank, row in theirs.items()}
+
+
+def test_what_overlaps_is_put_one_behind_the_other_to_be_balanced() -> None:
+    stages = stages_on(0, 2, True)
+    overlapping, flat = (
+        schedule_of_class(schedules.ScheduleDualPipeV, stages, M, overlaps) for overlaps in (True, False)
+    )
+    assert any(slot.overlapped for row in overlapping.ranks for slot in row)
+    assert not any(slot.overlapped for row in flat.ranks for slot in row)
+    assert computations(overlapping) == computations(flat)
+    balanced = build(config_of("DualPipeV", stages, M, BalanceConfig(), None))
+    assert computations(balanced) == computations(flat)
+
+
+def test_a_file_is_read_and_balanced_or_taken_as_it_stands(tmp_path: Path) -> None:
+    plain, path = build(ScheduleConfig("zb-h1", P, M)), tmp_path / "schedule.csv"
+    path.write_text(write_csv(plain))
+    assert computations(build(config_of(path, stages_on(1), M, None, None))) == computations(plain)
+    balanced = build(ScheduleConfig("1f1b", P, M, balance=BalanceConfig()))
+    path.write_text(write_csv(balanced))
+    found = build(config_of(str(path), stages_on(1), M, BalanceConfig(), None))
+    assert (found.ranks, found.hosts) == (balanced.ranks, balanced.hosts)
+    with pytest.raises(ValueError, match="schedule 1f1b is balanced as it stands: leave bounds, memory and hosts out"):
+        config_of(path, stages_on(1), M, BalanceConfig(bounds=(3,)), None)
+    with pytest.raises(ValueError, match="is of 4 ranks and 8 micro-batches, and this pipeline has 4 and 16"):
+        config_of(path, stages_on(1), 16, None, None)
+
+
+def test_what_is_no_schedule_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown schedule 'Interleave1F1B', did you mean 'Interleaved1F1B'"):
+        config_of("Interleave1F1B", stages_on(0, 2), M, None, None)
+    with pytest.raises(ValueError, match="group_size 4 is of bpipe's own families, and ZBVZeroBubble is none"):
+        config_of("ZBVZeroBubble", stages_on(0, 2, True), M, None, 4)
+    with pytest.raises(ValueError, match="6 stages on 4 ranks: every rank computes equally many"):
+        config_of("1f1b", [SimpleNamespace(group_size=4, num_stages=6)], M, None, None)
+
+
+def test_stages_elsewhere_are_refused() -> None:
+    schedule = build(ScheduleConfig("v-half", P, M, 2))
+    refuse_other_places(schedule, stages_on(1, 2, v_shaped=True))
+    with pytest.raises(
+        ValueError, match="rank 1 of the pipeline has stages 1 and 5, and v-half computes 1 and 6 there: make those"
+    ):
+        refuse_other_places(schedule, stages_on(1, 2))
+
+
+def test_what_torchs_runtime_does_not_know_is_refused() -> None:
+    with pytest.raises(ValueError, match="chimera has 2 pipes: torch's runtime knows one"):
+        refuse_unrunnable(build(ScheduleConfig("chimera", P, M)))
+    with pytest.raises(ValueError, match="cuts micro-batches into slices: torch's runtime knows whole ones"):
+        refuse_unrunnable(build(ScheduleConfig("1f1b", P, M, slices=2)))
+
+
+def test_losses_in_another_order_are_refused() -> None:
+    """Torch's runtime appends losses as they are made and looks them up by micro-batch."""
+    schedule = build(ScheduleConfig("gpipe", 2, 2))
+    swapped = tuple(
+        tuple(
+            slot
+            if slot.compute is None
+            else type(slot)(slot.compute.__class__(slot.compute.stage, slot.compute.kind, 1 - slot.compute.microbatch))
+            for slot in row
+        )
+        for row in schedule.ranks
+    )
+    assert {one.kind for row in swapped for slot in row for one in slot.computations} == {Kind.FORWARD, Kind.BACKWARD}
+    with pytest.raises(ValueError, match=r"computes the losses of micro-batches in the order \[1, 0\]"):
+        refuse_unrunnable(Schedule(schedule.name, 2, schedule.layout, swapped))

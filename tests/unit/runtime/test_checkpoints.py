@@ -1,0 +1,162 @@
+"""What checkpointed regions keep: found without computing anything again, moved, and brought back with the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
+
+from bpipe.runtime.capture import find
+from bpipe.runtime.checkpoints import Regions
+from bpipe.runtime.graph import nodes_of, saved_names
+from bpipe.runtime.retrace import Retrace
+from tests.unit.runtime.test_capture import address, there_and_back
+
+CPU = torch.device("cpu")
+ROWS, WIDTH = 4, 8
+BYTES = 4 * ROWS * WIDTH
+
+
+class Body:
+    """Two products, and how often it ran."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.weights = [torch.nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator)) for _ in range(2)]
+        self.runs = 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        return torch.softmax(x @ self.weights[0], dim=-1) @ self.weights[1] + x
+
+
+def received() -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(5)).requires_grad_()
+
+
+def selective() -> Any:
+    """Keeps the products, computes the rest again."""
+
+    def policy(context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        kept = function == torch.ops.aten.mm.default
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def whole(body: Body, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(checkpoint(body, torch.sin(x), use_reentrant=False))
+
+
+def cached(body: Body, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(checkpoint(body, torch.sin(x), use_reentrant=False, context_fn=selective))
+
+
+def nested(body: Body, x: torch.Tensor) -> torch.Tensor:
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(body, torch.cos(x), use_reentrant=False)
+
+    return torch.tanh(checkpoint(outer, torch.sin(x), use_reentrant=False))
+
+
+def gradients(
+    run: Callable[[Body, torch.Tensor], torch.Tensor], moving: bool
+) -> tuple[list[torch.Tensor], list[int], int]:
+    """The gradients of input and weights, the bytes of what may leave, and how often the body ran before backward."""
+    body, x = Body(), received()
+    out = run(body, x)
+    found = [item for item in find([out.grad_fn], [x], CPU) if item.alone] if moving else []
+    runs = body.runs
+    there_and_back(found)
+    sizes = [item.nbytes for item in found]
+    del found
+    return list(torch.autograd.grad(out.sum(), [x, *body.weights])), sizes, runs
+
+
+@pytest.mark.parametrize(
+    ("run", "num_storages"),
+    # The received x (of sin), the region's argument, and tanh's output; two products more where they are kept.
+    [(whole, 3), (cached, 5), (nested, 3)],
+)
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_regions_move_and_are_computed_again_with_the_same_bits(
+    run: Callable[[Body, torch.Tensor], torch.Tensor], num_storages: int, early_stop: bool
+) -> None:
+    """The walk refused them: looking at a tensor would have computed the region again for each."""
+    with set_checkpoint_early_stop(early_stop):
+        wanted, _, _ = gradients(run, moving=False)
+        found, sizes, runs = gradients(run, moving=True)
+    assert runs == 1
+    # The output of tanh is held by `out`, as the loop holds a stage's.
+    assert sizes == [BYTES] * (num_storages - 1)
+    assert all(map(torch.equal, wanted, found))
+
+
+def test_an_argument_that_somebody_holds_stays() -> None:
+    body, x = Body(), received()
+    argument = torch.sin(x)
+    out = checkpoint(body, argument, use_reentrant=False).sum()
+    assert address(argument) not in {item.storage._cdata for item in find([out.grad_fn], [x], CPU) if item.alone}
+    where = address(argument)
+    del argument
+    assert where in {item.storage._cdata for item in find([out.grad_fn], [x], CPU) if item.alone}
+
+
+def test_a_weight_that_a_region_is_given_stays() -> None:
+    weight, x = torch.nn.Parameter(torch.randn(WIDTH, WIDTH)), received()
+    out = checkpoint(lambda x, weight: torch.exp(x @ weight), x, weight, use_reentrant=False).sum()
+    assert [item.storage._cdata for item in find([out.grad_fn], [x], CPU) if item.alone] == [address(x)]
+
+
+def test_a_cached_product_that_somebody_holds_stays() -> None:
+    kept: list[torch.Tensor] = []
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        product = x @ x.t()
+        if not kept:
+            kept.append(product)
+        return torch.exp(product)
+
+    x = received()
+    out = checkpoint(body, x, use_reentrant=False, context_fn=selective).sum()
+    alone = {item.storage._cdata for item in find([out.grad_fn], [x], CPU) if item.alone}
+    assert address(kept[0]) not in alone
+    assert alone == {address(x)}
+
+
+def test_what_a_region_keeps_is_not_looked_up_by_its_place() -> None:
+    """Its tensors stand at no node: another micro-batch's are found by looking at everything."""
+    body, x = Body(), received()
+    out = whole(body, x)
+    storages = [item.storage for item in find([out.grad_fn], [x], CPU) if item.alone]
+    assert Retrace.of([out.grad_fn], storages) is None
+    assert Retrace.of([out.grad_fn], storages[:0]) is not None
+
+
+def test_a_hook_of_others_inside_of_a_region_is_refused() -> None:
+    x = received()
+    with torch.autograd.graph.save_on_cpu():
+        out = checkpoint(Body(), torch.sin(x), use_reentrant=False)
+    with pytest.raises(ValueError, match=r"saved a tensor through a hook of torch\.autograd\.graph \(save_on_cpu"):
+        find([out.grad_fn], [x], CPU)
+
+
+@pytest.mark.parametrize("context", [None, selective])
+def test_the_installed_torch_has_the_names_that_are_read(context: Any) -> None:
+    """Fails where another torch keeps regions otherwise: then they are refused, not missed."""
+    x, body = received(), Body()
+    call = partial(checkpoint, use_reentrant=False, **({} if context is None else {"context_fn": context}))
+    out = call(body, torch.sin(x))
+    regions = Regions()
+    hooked = [regions.recomputes(node, name) for node in nodes_of([out.grad_fn]) for name in saved_names(type(node))]
+    assert any(hooked)
+    assert len(list(regions.tensors())) == (1 if context is None else 3)
