@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # Set up if needed, train a small GPT on real text twice through Megatron's own trainer - first without, then with --bpipe - and show what
-# balancing did and that it changed no result. Usage: scripts/quickstart.sh [--schedule NAME] [more flags of pretrain_gpt.py, for both runs]
+# balancing did and that it changed no result.
+# Usage: scripts/quickstart.sh [--schedule NAME | --slices K] [more flags of pretrain_gpt.py, for both runs]
 #
 # With --schedule grouped-interleaved, zb-h1, 1f1b-split or interleaved-1f1b the second run trains by that schedule, and the first by
 # Megatron's own loop for as many virtual stages, on the same text and to the same bits: without dropout, which follows the order.
+# With --slices K both runs train every sequence in K slices, and the second balances them.
 #
 # With 8 GPUs or more it runs one rank a GPU; otherwise on the CPU. Everything it leaves is in runs/quickstart, or in the folder that RUNS
 # names: the corpus, a log of each run, what each stage measured, summary.json, and the balanced run to look at: report.html and trace.json.
@@ -13,7 +15,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
-    sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     exit 0
 fi
 
@@ -51,6 +53,15 @@ if [[ "${1:-}" == --schedule ]]; then
     BALANCED="by $2, with --bpipe"
     BOTH_ARGS+=(--attention-dropout 0 --hidden-dropout 0)
     SCHEDULE_ARGS+=(--bpipe-schedule "$2")
+    shift 2
+fi
+if [[ "${1:-}" == --slices ]]; then
+    [[ "${2:-}" =~ ^[1-9][0-9]*$ ]] || die "--slices '${2:-}' is no number of slices. Remedy: --slices 4."
+    RESULTS="$RUNS/slices-$2"
+    PLAIN="in $2 slices, without balancing"
+    BALANCED="in $2 slices, with --bpipe"
+    # Attention that is computed again saves as much of each slice.
+    BOTH_ARGS+=(--bpipe-slices "$2" --recompute-granularity selective --recompute-modules core_attn)
     shift 2
 fi
 # In the middle, when everything has been allocated and touched.

@@ -6,7 +6,7 @@ In: the repository, and the folder of a quickstart's two runs. Out: docs/figures
 Usage: scripts/validation/make_figures.py [--runs runs/quickstart] [--output docs/figures]
 
     schedule   1F1B of 4 stages and 8 micro-batches, without balancing and with it (Kim et al. 2023, figure 4)
-    families   1F1B, V-Half and balanced grouped interleaving of 4 ranks, simulated, to one scale
+    families   1F1B, V-Half, balanced grouped interleaving and 1F1B in slices of 4 ranks, simulated, to one scale
     every      every family of schedules at 4 ranks and 8 micro-batches, on the unit grid
     memory     measured peaks of both runs' stages beside the predicted ones (figure 8); needs --runs, with plain/ and balanced/ in it
     overhead   predicted from the stage times that the paper measured: how much longer an iteration is, by batch size (figure 9)
@@ -70,10 +70,12 @@ def draw_families(stem: Path) -> list[Path]:
         "1F1B": ScheduleConfig("1f1b", 4, 8),
         "V-Half": ScheduleConfig("v-half", 4, 8, 2),
         "Grouped interleaving, balanced": ScheduleConfig("grouped-interleaved", 4, 8, 2, BalanceConfig()),
+        "1F1B in 4 slices": ScheduleConfig("1f1b", 4, 8, slices=4),
     }
     simulations = {}
     for name, config in configs.items():
-        share, saved_bytes = 1 / config.num_chunks, 2**30 // config.num_chunks
+        parts = config.num_chunks * config.slices
+        share, saved_bytes = 1 / parts, 2**30 // parts
         cost = StageCost(
             forward_s=share, backward_s=2 * share, weight_s=share, saved_bytes=saved_bytes, moved_bytes=saved_bytes
         )

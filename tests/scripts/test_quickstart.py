@@ -135,6 +135,20 @@ def test_without_one_it_is_the_table_of_the_readme(tmp_path: Path, environment: 
     assert "identical: all numbers of 40 iterations" in ended.stdout
 
 
+def test_slices_are_trained_twice_and_balanced_once(tmp_path: Path, environment: Path) -> None:
+    """Both in slices, since to whole sequences they are equal to rounding only."""
+    ended = quickstart(tmp_path, environment, "--slices", "4", "--lr", "1e-3")
+    assert ended.returncode == 0, ended.stderr + ended.stdout
+    folder = tmp_path / "runs" / "slices-4"
+    plain, balanced = trained(folder, "plain"), trained(folder, "balanced")
+    assert "--bpipe-slices 4 --recompute-granularity selective --recompute-modules core_attn" in " ".join(plain)
+    assert balanced == [*(flag.replace("/plain", "/balanced") for flag in plain[:-2]), "--bpipe", *plain[-2:]]
+    assert "identical: all numbers of 40 iterations" in ended.stdout
+    refused = quickstart(tmp_path, environment, "--slices", "many")
+    assert refused.returncode == 1
+    assert "--slices 'many' is no number of slices. Remedy: --slices 4." in refused.stderr
+
+
 def test_one_bit_is_enough_to_fail(tmp_path: Path, environment: Path) -> None:
     ended = quickstart(tmp_path, environment, "--schedule", "grouped-interleaved", goes="differs")
     assert ended.returncode == 1
@@ -164,5 +178,5 @@ def test_its_usage_is_its_head() -> None:
     ended = subprocess.run(
         ["bash", str(ROOT / "scripts/quickstart.sh"), "--help"], capture_output=True, text=True, timeout=20, check=True
     )
-    assert "Usage: scripts/quickstart.sh [--schedule NAME]" in ended.stdout
+    assert "Usage: scripts/quickstart.sh [--schedule NAME | --slices K]" in ended.stdout
     assert ended.stdout.endswith("in a folder of its name there.\n")
