@@ -105,6 +105,9 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         self.buffers = ReceiveBuffers(stages, own.__contains__) if lean_buffers else None
         self._calls: StepCalls | None = None
         device = torch.device(stages[0].device)
+        if device.type == "cpu":
+            # There is one, whatever index a mesh gives it.
+            device = torch.device("cpu")
         connections = connected(stages[0].group, self.schedule, transport, timeout_s, device)
         self.links = connections.links
         refuse_standstill(self.schedule, self.pipeline_order_with_comms, device, self.links, differing)
