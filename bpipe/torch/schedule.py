@@ -22,6 +22,7 @@ from bpipe.runtime.streams import allocated_on
 from bpipe.torch.buffers import ReceiveBuffers
 from bpipe.torch.calls import StepCalls
 from bpipe.torch.judged import refuse_standstill
+from bpipe.torch.option_names import name_arguments
 from bpipe.torch.orders import (
     KIND_OF,
     Source,
@@ -108,7 +109,11 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         if device.type == "cpu":
             # There is one, whatever index a mesh gives it.
             device = torch.device("cpu")
-        connections = connected(stages[0].group, self.schedule, transport, timeout_s, device)
+        try:
+            connections = connected(stages[0].group, self.schedule, transport, timeout_s, device)
+        except (ValueError, RuntimeError) as error:
+            name_arguments(error)
+            raise
         self.links = connections.links
         refuse_standstill(self.schedule, self.pipeline_order_with_comms, device, self.links, differing)
         if connections.table:
@@ -180,6 +185,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
             if buffers is not None:
                 buffers.end()
         except Exception as error:
+            name_arguments(error)
             if calls.begun:
                 error.add_note(f"bpipe: {self.engine.where()}")
                 self.engine.abandon()
