@@ -90,7 +90,7 @@ class BalanceConfig:
         return (
             {}
             if self.activation_budget is None
-            else {stage: self.activation_budget.memory.stages[stage].moved_bytes for stage in self.parts}
+            else {stage: self.activation_budget.memory.size(stage, 0).moved_bytes for stage in self.parts}
         )
 
 
@@ -157,7 +157,7 @@ class ScheduleConfig:
             return
         if not family.takes_slices:
             why = (
-                "its two pipes keep the orders of their replicas in step"
+                "its two pipes fill each other's gaps in an order that is known of whole ones only"
                 if family.num_pipes > 1
                 else "its order is known of whole ones"
             )
@@ -165,10 +165,15 @@ class ScheduleConfig:
                 f"schedule {self.schedule} cuts no micro-batches into slices, {why}: leave slices out, or choose from "
                 f"{families_with_slices()}"
             )
-        if self.vocabulary is not Vocabulary.WHOLE:
+        if self.vocabulary is Vocabulary.INTERLACED:
             raise ValueError(
-                f"slices {self.slices} and vocabulary {self.vocabulary.value}: where shards of a slice stand is not "
-                f"known: leave one out"
+                f"slices {self.slices} and vocabulary interlaced: all ranks compute a shard at one point of an "
+                f"interval, and a backward of slices waits for those of later ones: take vocabulary 1 or 2"
+            )
+        if self.input_shards:
+            raise ValueError(
+                f"slices {self.slices} and shards of the embedding: these are given the tokens of whole micro-batches "
+                f"before the iteration: leave the embedding whole"
             )
 
     def _check_delay(self, family: Family) -> None:

@@ -25,14 +25,16 @@ from bpipe.values import printable
 SHELLS = ("bash", "zsh")
 # Called so, the parsers of all sub-commands are complete.
 ALL = "*"
-# Each is a module of that name in bpipe.commands.
+# Each is a module of that name in bpipe.commands, with underscores.
 COMMANDS = {
     "schedule": "generate or read a schedule, balance it, check it, and print or draw it",
     "simulate": "predict one configuration's time, bubble and memory per stage",
     "plan": "search a model's configurations on a cluster, and say whether balancing helps",
     "estimate": "estimate what a micro-batch size gains from stage MFUs alone",
+    "trace": "build a launch's stages at true size without memory, and say what they hold",
     "profile": "time one stage of a model on this machine's device",
     "calibrate": "say how far a cluster is from predictions, by one run on it",
+    "check-launch": "say which features of a launch are supported, guarded or refused, and why",
     "report": "lay a recorded run beside its prediction",
     "compare": "lay two runs of one training side by side: do they compute the same, and what do they hold and take",
 }
@@ -80,7 +82,7 @@ def _run(arguments: Sequence[str]) -> int:
         if arguments and arguments[0] in commands:
             commands[arguments[0]].check_flags(arguments[1:])
         options = options_of(parser, arguments)
-        status: int | None = importlib.import_module(f"bpipe.commands.{options.command}").run(options)
+        status: int | None = importlib.import_module(_module_of(options.command)).run(options)
     except SystemExit:
         # Help has been written.
         sys.stdout.flush()
@@ -112,9 +114,13 @@ def _drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def _module_of(name: str) -> str:
+    return f"bpipe.commands.{name.replace('-', '_')}"
+
+
 def command_of(name: str) -> Command:
     """Return the flags of a sub-command."""
-    command: Command = importlib.import_module(f"bpipe.commands.{name}").COMMAND
+    command: Command = importlib.import_module(_module_of(name)).COMMAND
     return command
 
 

@@ -39,7 +39,8 @@ class Windows:
     stages.
 
     `inside_s`, `between_s`: by stage, a transfer between two ranks of a node, or of two; `nodes[rank]`, empty where all
-    are on one. `own_s`: a transfer to the own node's memory.
+    are on one. `own_s`: a transfer to the own node's memory. Where they are by slice, of `slices` a micro-batch, each
+    has those of a stage's slices one behind the other.
     """
 
     lasts_s: tuple[tuple[Kind, tuple[Seconds, ...]], ...]
@@ -48,13 +49,16 @@ class Windows:
     between_s: tuple[Seconds, ...] = ()
     nodes: tuple[int, ...] = ()
     own_s: tuple[Seconds, ...] = ()
+    slices: int = 1
 
-    def transfer_s(self, stage: int, rank: int, host: int) -> Seconds:
-        """Return seconds of a transfer of this stage's micro-batch; a rank as its own host is its node's memory."""
+    def transfer_s(self, stage: int, microbatch: int, rank: int, host: int) -> Seconds:
+        """Return seconds of a transfer of this stage's micro-batch, or slice; a rank as its own host is its node's
+        memory."""
+        place = stage * self.slices + microbatch % self.slices
         if rank == host:
-            return self.own_s[stage]
+            return self.own_s[place]
         apart = bool(self.nodes) and self.nodes[rank] != self.nodes[host]
-        return (self.between_s if apart else self.inside_s)[stage]
+        return (self.between_s if apart else self.inside_s)[place]
 
 
 class _Stay(NamedTuple):
@@ -95,6 +99,7 @@ def balance_in_time(schedule: Schedule, activation_budget: ActivationBudget, win
 def _clocks(schedule: Schedule, windows: Windows) -> list[_Clock]:
     """Return when each computation runs, as early as the one before it on its rank and its operands allow."""
     dependencies, lasts = Dependencies(schedule.layout, schedule.num_microbatches), dict(windows.lasts_s)
+    slices = windows.slices
     free: list[Seconds] = [0] * schedule.num_ranks
     made: dict[int, tuple[Seconds, int]] = {}
     issued: list[list[Seconds]] = [[] for _ in schedule.ranks]
@@ -107,7 +112,9 @@ def _clocks(schedule: Schedule, windows: Windows) -> list[_Clock]:
                 at, maker = made.get(dependencies.operand_of(action), (start, rank))
                 start = max(start, at if maker == rank else at + windows.hop_s)
             issued[rank].append(start)
-            free[rank] = start + sum(lasts[action.kind][action.stage] for action in cell.computations)
+            free[rank] = start + sum(
+                lasts[action.kind][action.stage * slices + action.microbatch % slices] for action in cell.computations
+            )
             ended += [(dependencies.value_of(action), free[rank], rank) for action in cell.computations]
         for value, at, rank in ended:
             if value != NOTHING:
@@ -230,7 +237,7 @@ class _Sender:
                 yield before, after
 
     def _seconds(self, residency: _Stay) -> Seconds:
-        return self.windows.transfer_s(residency.stage, self.rank, residency.host)
+        return self.windows.transfer_s(residency.stage, residency.microbatch, self.rank, residency.host)
 
     def _moved(self, residency: _Stay) -> int:
         return self.memory.size(residency.stage, residency.microbatch).moved_bytes

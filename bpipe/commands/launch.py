@@ -7,35 +7,62 @@ An option that was given on the command line itself stands. Knows no flag of Meg
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from bpipe.flags.flag import Options
 from bpipe.plan.bash_words import MOST_CHARACTERS
-from bpipe.plan.launch_script import read_launch
-from bpipe.plan.megatron_command import Reading, read_command
+from bpipe.plan.launch_script import Launch, read_launch
+from bpipe.plan.megatron_command import Reading, flags_of_command, read_command
 from bpipe.values import printable
+
+
+def launch_of(options: Options) -> Launch | None:
+    """Return the launch that is given, word for word, or None."""
+    if options.from_script is None:
+        if options.set:
+            raise ValueError("--set is for a script's variables: name the script with --from-script")
+        return Launch(0, tuple(options.megatron), ()) if options.megatron else None
+    if options.megatron:
+        raise ValueError("--from-script and flags after -- say the same: give one of them")
+    given, data = dict(map(_assignment, options.set or ())), _script(options.from_script)
+    with _naming(options):
+        try:
+            return read_launch(data.decode("utf-8"), given)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"byte {error.start} is no UTF-8 text: name the script itself, or convert it") from None
 
 
 def reading_of(options: Options) -> Reading | None:
     """Return what the launch says, or None where no launch is given."""
-    if options.from_script is None:
-        if options.set:
-            raise ValueError("--set is for a script's variables: name the script with --from-script")
-        return read_command(options.megatron) if options.megatron else None
-    if options.megatron:
-        raise ValueError("--from-script and flags after -- say the same: give one of them")
-    given, data = dict(map(_assignment, options.set or ())), _script(options.from_script)
-    try:
-        launch = read_launch(data.decode("utf-8"), given)
+    launch = launch_of(options)
+    if launch is None:
+        return None
+    with _naming(options):
         return read_command(launch.words, launch.unknown)
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{options.from_script}: byte {error.start} is no UTF-8 text: name the script itself, or convert it"
-        ) from None
+
+
+def flags_of(options: Options) -> list[str] | None:
+    """Return the flags of the training's script, or None where no launch is given."""
+    launch = launch_of(options)
+    if launch is None:
+        return None
+    with _naming(options):
+        return flags_of_command(launch.words, launch.unknown)
+
+
+@contextlib.contextmanager
+def _naming(options: Options) -> Iterator[None]:
+    """Put the script's name, if there is one, in front of errors."""
+    try:
+        yield
     except ValueError as error:
+        if options.from_script is None:
+            raise
         raise ValueError(f"{options.from_script}: {error}") from None
 
 

@@ -38,6 +38,7 @@ from bpipe.plan.options import filled, fp8_of, model_of, routing_of, setup_of, s
 from bpipe.plan.predict import SetupPrediction, predict
 from bpipe.plan.refused import has_transformer_engine
 from bpipe.plan.search import Outcome, search
+from bpipe.plan.slices import usual_slices
 from bpipe.plan.space import Space, divisors, usual_contexts
 
 # The exit status where nothing was found; 2 is an error in what was asked.
@@ -156,6 +157,8 @@ def _is_as_launched(asked: Options, reading: Reading) -> bool:
         "balance",
         "hosts",
         "context",
+        "slices",
+        "slice_lengths",
         "cp_comm_type",
         "expert",
         "vocabulary_parallel",
@@ -198,7 +201,16 @@ def _space(asked: Options, options: Options, contexts: tuple[int, ...], reading:
         micro_batches=None if asked.micro_batch is None else tuple(asked.micro_batch),
         others=() if reading is None else reading.others,
         has_transformer_engine=reading is None or has_transformer_engine(reading.flags),
+        slices=_slices(asked, reading, model.sequence),
     )
+
+
+def _slices(asked: Options, reading: Reading | None, sequence: int) -> tuple[int, ...]:
+    """What was asked for; else what a launch has is tried beside the usual ones."""
+    if asked.slices is not None:
+        return tuple(sorted(set(asked.slices)))
+    own = 1 if reading is None else reading.options.get("slices", 1)
+    return tuple(sorted({*usual_slices(sequence), own}))
 
 
 def _one_of(asked: Sequence[int] | None, possible: Sequence[int], flag: str, what: str) -> tuple[int, ...] | None:
@@ -269,7 +281,7 @@ def _yours(asked: Options, reading: Reading) -> SetupPrediction | str:
     """Return the launch as it stands, or why it cannot be on this cluster."""
     chosen = ("recompute", "schedule", "balance", "vocabulary_parallel", *CUT)
     options = Options(**{**vars(asked), **dict.fromkeys(chosen)})
-    others = ("context", "chunks", "layers", "group", "delay", "keep_weights_halves")
+    others = ("context", "chunks", "layers", "group", "delay", "keep_weights_halves", "slices", "slice_lengths")
     options = Options(**{**vars(options), **dict.fromkeys(others), "no_sequence_parallel": False})
     try:
         every = filled(options, reading, ())

@@ -20,6 +20,8 @@ from bpipe.models.cluster import gib_text
 from bpipe.models.layout import Setup
 from bpipe.models.memory import RankMemory
 from bpipe.models.profile import Profile, read_profile
+from bpipe.models.slice_lengths import lengths_of
+from bpipe.models.slices import slice_bounds
 from bpipe.plan import budget, fit
 from bpipe.plan.document import document
 from bpipe.plan.explain import (
@@ -31,13 +33,13 @@ from bpipe.plan.explain import (
     pairs_apart,
     replicas_apart,
     tightness_warning,
+    uneven_by_counts,
 )
 from bpipe.plan.megatron_command import Reading
-from bpipe.plan.megatron_flags import is_unproven
 from bpipe.plan.options import filled, setup_of
 from bpipe.plan.predict import SetupPrediction, predict, simulation_of
 from bpipe.plan.refused import refused
-from bpipe.plan.standings import FP8
+from bpipe.plan.standings import FP8, SLICES, needs_of_setup
 from bpipe.plan.state_hosts import StateHosts, describe_moves, moves_values, state_hosts
 from bpipe.simulate.report import Simulation
 
@@ -74,6 +76,12 @@ COMMAND = Command(
             "balance it, within what a device has",
             "bpipe simulate --cluster h100-80g --from-script train.sh --balance bpipe --memory 75",
             ("balance", "memory", "hosts"),
+        ),
+        Task(
+            "cut long sequences into slices",
+            "bpipe simulate --model llama3-70b --seq 131072 --cluster h100-80g:8x8 --tp 8 --pp 8 --gbs 16 --recompute "
+            "full --slices 8 --slice-lengths time",
+            ("slices", "slice_lengths"),
         ),
         Task(
             "look at it",
@@ -166,7 +174,7 @@ def budgeted(options: Options, setup: Setup, profile: Profile | None = None) -> 
 
 def _num_computations(setup: Setup) -> int:
     shards = 2 * setup.pipeline * (setup.is_sharded + setup.input_shards)
-    return ((3 if setup.splits else 2) * setup.num_stages + shards) * setup.num_microbatches
+    return ((3 if setup.splits else 2) * setup.num_stages + shards) * setup.num_microbatches * setup.slices
 
 
 def _picture(simulation: Simulation, suffix: str, name: str) -> bytes:
@@ -186,12 +194,18 @@ def _context(setup: Setup) -> str:
     return f"context {setup.context} by {setup.cp_comm_type}, " if setup.context > 1 else ""
 
 
+def _lengths(setup: Setup) -> str:
+    lengths = lengths_of(slice_bounds(setup))
+    return str(lengths[0]) if len(set(lengths)) == 1 else ",".join(map(str, lengths))
+
+
 def _chosen(setup: Setup) -> str:
     """What only some schedules take, where it is another than usual."""
     texts = (
         (setup.group is not None, f"group {setup.group}"),
         (setup.delay > 0, f"delay {setup.delay}"),
         (setup.splits and not setup.keeps_halves, "W at once"),
+        (setup.slices > 1, f"{setup.slices} slices of {_lengths(setup)} tokens"),
     )
     return "".join(f" ({text})" for said, text in texts if said)
 
@@ -223,9 +237,17 @@ def table(prediction: SetupPrediction) -> str:
             f"the link has {bandwidth.available_bytes_per_s / 1e9:.0f}"
         )
     lines += [
-        remark for remark in (costly_halves(prediction), replicas_apart(setup), tightness_warning(prediction)) if remark
+        remark
+        for remark in (
+            costly_halves(prediction),
+            replicas_apart(setup),
+            uneven_by_counts(setup),
+            tightness_warning(prediction),
+        )
+        if remark
     ]
-    lines += [FP8] if is_unproven(setup) else []
+    needs = needs_of_setup(setup)
+    lines += [need for need in (FP8, SLICES) if need in needs]
     titles = (
         "rank",
         "layers",

@@ -108,12 +108,15 @@ def _legend_entries(simulation: Simulation) -> tuple[tuple[str, str], ...]:
 
 def _bound_bytes(simulation: Simulation, rank: int) -> int | None:
     """None for a rank without a bound."""
-    schedule, stages = simulation.schedule, simulation.costs.stages
+    schedule, of_stage = simulation.schedule, simulation.costs.of_stage
     if schedule.bounds is None:
         return None
-    own = [stages[stage].saved_bytes for stage in schedule.layout.stages_of(rank)]
+    own = [cost.saved_bytes for stage in schedule.layout.stages_of(rank) for cost in of_stage(stage)]
     hosted = [
-        stages[stage].moved_bytes for guest in guests_of(schedule, rank) for stage in schedule.layout.stages_of(guest)
+        cost.moved_bytes
+        for guest in guests_of(schedule, rank)
+        for stage in schedule.layout.stages_of(guest)
+        for cost in of_stage(stage)
     ]
     return schedule.bounds[rank] * max(*own, *hosted, 0)
 

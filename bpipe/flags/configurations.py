@@ -10,10 +10,10 @@ from bpipe.build import BALANCES
 from bpipe.flags import schedules
 from bpipe.flags.budgets import MINIMUM_BYTES, read_budget
 from bpipe.flags.flag import APPENDED, Flag, Group, InLaunch
-from bpipe.flags.values import factor, layers, positive
+from bpipe.flags.values import factor, layers, positive, predicted_slice_lengths, slice_lengths
 from bpipe.generate.families import FAMILIES, SEARCHED
 from bpipe.ir.hosts import ARRANGEMENTS, PAIR
-from bpipe.ir.layout import Vocabulary
+from bpipe.ir.layout import EVEN, Vocabulary
 from bpipe.models.cluster import DEVICES, RACKS
 from bpipe.models.flops import FORMULAS
 from bpipe.models.fp8 import FORMATS, RECIPES
@@ -279,6 +279,25 @@ MEMORY = Flag(
         "alone: what the device has",
     ),
 )
+SLICE_LENGTHS = Flag(
+    "slice_lengths",
+    "--slice-lengths",
+    "with --slices: how many tokens each slice has. even: as many as the others. work: ever fewer, so that all have as "
+    "many FLOPs, although later ones attend to more. time: so that all take as long, by prediction; what launches it "
+    "is a list. Or a list (default even)",
+    "even|work|time|N,N,...",
+    predicted_slice_lengths,
+    default=EVEN,
+    launch=InLaunch(
+        "--bpipe-slice-lengths",
+        EVEN,
+        read=slice_lengths,
+        value="even|work|N,N,...",
+        help="with --bpipe-slices: how many tokens each slice has. even: as many as the others. work: ever fewer, so "
+        "that all compute as long, although later ones attend to more; for long sequences. Or a list, such as `bpipe "
+        "plan` writes",
+    ),
+)
 LAYERS = Flag(
     "layers",
     "--layers",
@@ -298,6 +317,8 @@ CONFIGURATION = Group(
         schedules.CHUNKS,
         schedules.GROUP,
         schedules.DELAY,
+        schedules.SLICES,
+        SLICE_LENGTHS,
         KEEP_WEIGHTS_HALVES,
         schedules.BALANCE,
         schedules.BOUND,
@@ -365,6 +386,7 @@ DEFAULTS: dict[str, object] = {
     "chunks": 1,
     "hosts": PAIR,
     "delay": 0,
+    "slices": 1,
     "min_bytes": MINIMUM_BYTES,
     **dict.fromkeys(("bound", "memory", "group")),
 }
@@ -393,6 +415,9 @@ SEARCHED_FLAGS = Group(
         ),
         CONTEXT.several(
             "how many devices may have a part of a sequence each (default 1, of sequences from 32768 on more)"
+        ),
+        schedules.SLICES.several(
+            "into how many slices each sequence may be cut (default 1, of sequences from 8192 on 1 2 4 8)"
         ),
         schedules.VOCABULARY.several(
             "whether the output layer is in shards on all pipeline ranks, and by which algorithm, with the embedding "

@@ -83,7 +83,7 @@ SLICES = Flag(
     f"behind the other (default 1)",
     "K",
     positive,
-    launch=InLaunch("--bpipe-slices", is_read=False),
+    launch=InLaunch("--bpipe-slices"),
 )
 DELAY = Flag(
     "delay",

@@ -10,9 +10,8 @@ from collections.abc import Callable, Collection
 from bpipe.flags import configurations, schedules
 from bpipe.flags.budgets import MINIMUM_BYTES, read_moves
 from bpipe.flags.flag import Flag, Group, InLaunch
-from bpipe.flags.values import EVEN, factor, positive, seconds, slice_lengths
+from bpipe.flags.values import factor, iterations, positive, seconds
 from bpipe.placement import PLACEMENTS
-from bpipe.refusals import UNPROVEN
 from bpipe.transport import AUTO, NAMES
 
 # Seconds after which a transfer that has not ended ends the run.
@@ -38,14 +37,6 @@ BPIPE = _flag(
     "balance activation memory over the pipeline stages: early stages send activations of some micro-batches to their "
     "partner stage and "
     "take them back before their backward pass. Changes no result",
-)
-SLICE_LENGTHS = _flag(
-    "--bpipe-slice-lengths",
-    "with --bpipe-slices: how many tokens each slice has. even: as many as the others. work: ever fewer, so that all "
-    "compute as long, although later ones attend to more; for long sequences. Or a list",
-    "even|work|N,N,...",
-    slice_lengths,
-    EVEN,
 )
 OPTIMIZER_HOSTS = _flag(
     "--bpipe-optimizer-hosts",
@@ -111,7 +102,7 @@ TRAINER = (
             schedules.GROUP,
             schedules.DELAY,
             schedules.SLICES,
-            SLICE_LENGTHS,
+            configurations.SLICE_LENGTHS,
             schedules.KEPT,
             schedules.COSTS,
             schedules.HOP,
@@ -151,16 +142,23 @@ TRAINER = (
         "trying and mending",
         (
             _flag(
-                "--bpipe-unproven",
-                "try what is refused because it was never shown on a GPU. Compare the first losses with those of a "
-                "run without --bpipe",
-                choices=UNPROVEN,
+                "--bpipe-strict",
+                "refuse also what is guarded: right by construction, never shown on this hardware, and checked in the "
+                "first iterations",
             ),
             _flag(
                 "--bpipe-no-repairs",
                 "leave defects of the installed Megatron as they are. By default the log names each that is mended, "
                 "in memory only. Works "
                 "with and without --bpipe",
+            ),
+            _flag(
+                "--bpipe-verify",
+                "in the first N iterations compare checksums of everything that leaves a rank before it leaves, before "
+                "its memory is freed and before it is used again. What differs ends the run before weights are "
+                "updated, and is named. By default 2 where anything is guarded, else 0",
+                "N|all",
+                iterations,
             ),
             _flag(
                 "--bpipe-poison",

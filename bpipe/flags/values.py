@@ -13,12 +13,16 @@ from fractions import Fraction
 
 from bpipe.formats.text import read_costs, read_numbers, read_share
 from bpipe.generate.family import UnitCosts
+from bpipe.ir.layout import EVEN, WORK, SliceLengths
 
 # Beyond every batch and every cluster, and far below where numbers stop being exact.
 LARGEST = 10**12
 
 # What is chosen, and not given.
 AUTO = "auto"
+
+# Slices that take as long as each other by prediction: a list, once what is predicted is known.
+TIME = "time"
 
 
 def positive(text: str) -> int:
@@ -72,6 +76,15 @@ def counted(text: str) -> int:
     return int(text)
 
 
+# Every iteration, however many there are.
+ALL = "all"
+
+
+def iterations(text: str) -> float:
+    """Read a whole number from 0 on, or `all`: infinitely many."""
+    return math.inf if text == ALL else counted(text)
+
+
 def costs(text: str) -> tuple[Fraction, ...]:
     """Read `1,2` or `1,1.5,1/2`: a forward and a backward, or a forward and the halves of a backward, exactly."""
     return read_costs(text, 2, 3)
@@ -121,16 +134,23 @@ def whole(text: str) -> int:
     return 0 if text == "0" else positive(text)
 
 
-# What `--bpipe-slice-lengths` takes beside a list.
-EVEN, WORK = "even", "work"
-SliceLengths = str | tuple[int, ...]
-
-
 def slice_lengths(text: str) -> SliceLengths:
     """Read `even`, `work`, or the tokens of each slice, such as 1024,768,256. Raises ValueError for anything else."""
-    if text in (EVEN, WORK):
+    return _slice_lengths(text, (EVEN, WORK))
+
+
+def predicted_slice_lengths(text: str) -> SliceLengths:
+    """Read what `slice_lengths` reads, or `time`. Raises ValueError for anything else."""
+    return _slice_lengths(text, (EVEN, WORK, TIME))
+
+
+def _slice_lengths(text: str, words: tuple[str, ...]) -> SliceLengths:
+    if text in words:
         return text
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) for part in parts):
-        raise ValueError(f"{text[:40]!r} is neither {EVEN} nor {WORK}, and no list of lengths such as 1024,768,256")
+        *others, last = words
+        raise ValueError(
+            f"{text[:40]!r} is neither {', '.join(others)} nor {last}, and no list of lengths such as 1024,768,256"
+        )
     return tuple(map(int, parts))

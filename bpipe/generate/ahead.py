@@ -12,7 +12,8 @@ algorithm 1 has two and algorithm 2 one. Two ways make room for that, and every 
 
 An order that is made for a bound is made for so much less, and then runs ahead; or for all of it, and its backwards
 wait. Below the usual bound what is left is worth more than what a barrier takes. Which is faster is seen with the
-shards in it.
+shards in it. Micro-batches cut into slices have shards of each slice, in the order of their forwards, and what runs
+further ahead are slices.
 
 Source of the problem: Yeung et al., "Balancing Pipeline Parallelism with Vocabulary Parallelism", 2024. Knows no
 schedule by name.
@@ -49,7 +50,7 @@ def further_forwards(orders: Orders, num_forwards: Mapping[Vocabulary, int]) -> 
         own = orders(num_ranks, num_microbatches, num_chunks, options)
         further = [_further(_actions(order), num_forwards[layout.vocabulary]) for order in own]
         try:
-            return fit_shards(layout, num_microbatches, further, options.costs)
+            return fit_shards(layout, num_microbatches * options.slices, further, options.costs)
         except ValueError:
             return by_microbatch(num_ranks, num_microbatches, num_chunks, options, layout)
 
@@ -84,10 +85,9 @@ def later_microbatch(orders: Orders) -> ShardedOrders:
     def sharded(
         num_ranks: int, num_microbatches: int, num_chunks: int, options: FamilyOptions, layout: Layout
     ) -> Sequence[Order]:
-        own = orders(num_ranks, num_microbatches + 1, num_chunks, options)
-        return fit_shards(
-            layout, num_microbatches, [_later(_actions(order), num_microbatches) for order in own], options.costs
-        )
+        own, slices = orders(num_ranks, num_microbatches + 1, num_chunks, options), options.slices
+        width = num_microbatches * slices
+        return fit_shards(layout, width, [_later(_actions(order), width, slices) for order in own], options.costs)
 
     return sharded
 
@@ -110,6 +110,6 @@ def _further(order: Sequence[Action], num_forwards: int) -> list[Action]:
     return found + forwards[taken:]
 
 
-def _later(order: Sequence[Action], num_microbatches: int) -> list[Action]:
-    moved = [one if one.kind is _FORWARD else Action(one.stage, one.kind, one.microbatch - 1) for one in order]
-    return [one for one in moved if 0 <= one.microbatch < num_microbatches]
+def _later(order: Sequence[Action], width: int, slices: int) -> list[Action]:
+    moved = [one if one.kind is _FORWARD else Action(one.stage, one.kind, one.microbatch - slices) for one in order]
+    return [one for one in moved if 0 <= one.microbatch < width]

@@ -161,9 +161,10 @@ class Family:
         Its name says so: no loop of Megatron's runs shards, so our executor runs it.
         """
         assert self.sharded is not None, f"nobody has said where shards stand in {self.name}"
-        layout = replace(self.layout(num_ranks, num_chunks), vocabulary=vocabulary, input_shards=input_shards)
+        whole = replace(self.layout(num_ranks, num_chunks), slices=options.slices)
+        layout = replace(whole, vocabulary=vocabulary, input_shards=input_shards)
         made = self.sharded(num_ranks, num_microbatches, num_chunks, options, layout)
-        return place(self._name_of(vocabulary), num_microbatches, layout, made)
+        return place(self._name_of(vocabulary), num_microbatches * options.slices, layout, made)
 
     def generate_within(
         self,

@@ -43,6 +43,10 @@ TRAINED_SHARDS = tuple(one.value for one in Vocabulary if one is not Vocabulary.
 # What it calls fewer layers for the last stage instead.
 REDISTRIBUTE = "redistribute"
 
+# How long slices are: alike, of as many FLOPs each, or the tokens of each.
+EVEN, WORK = "even", "work"
+SliceLengths = str | tuple[int, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:

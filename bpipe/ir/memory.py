@@ -302,6 +302,16 @@ def changes_in_time(rows: Iterable[TimedAction], memory: Memory) -> list[tuple[i
     return sorted(changes)
 
 
+def peak_of_order(order: Iterable[Action], memory: Memory) -> int:
+    """Return the most bytes that one rank's computations hold, in this order and without transfers."""
+    held = most = 0
+    for action in order:
+        takes, gives = memory.changes[action.kind][memory.place(action)]
+        most = max(most, held + takes)
+        held += takes - gives
+    return most
+
+
 def peak_counts(schedule: Schedule) -> tuple[Count, ...]:
     """Return the most chunk micro-batches each rank ever holds."""
     memory = counts_of(schedule)

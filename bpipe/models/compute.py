@@ -9,14 +9,16 @@ measured.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from math import lcm
 from operator import mul
 from typing import NamedTuple
 
 from bpipe.build import BALANCES, unchecked
 from bpipe.generate.families import exchange_of
 from bpipe.ir.hosts import HOST_MEMORY, PAIR, Hosts, halved_pairs, in_pairs, mirrored_pairs, other_ranks
-from bpipe.ir.layout import Vocabulary
+from bpipe.ir.layout import EVEN, Vocabulary
 from bpipe.ir.program import Exchange
 from bpipe.models import scan
 from bpipe.models.casts import cast_seconds
@@ -31,7 +33,9 @@ from bpipe.models.rates import KERNEL_S, LINK_EFFICIENCY, LINK_LATENCY_S, MEMORY
 from bpipe.models.recompute import LayerScope, StageLayers
 from bpipe.models.routed import routed_tokens
 from bpipe.models.saved import STATISTICS, STATISTICS_BYTES, after_input_bytes, norms_alone, shard_bytes, stage_bytes
-from bpipe.models.sizes import element_bytes, num_tokens, sent_bytes
+from bpipe.models.sizes import element_bytes, num_keys, num_tokens, sent_bytes
+from bpipe.models.slice_lengths import Growth, equal_bounds, lengths_of
+from bpipe.models.slices import SUM_BYTES, kept_memory, slice_setups
 from bpipe.models.tensor_parallel import exposed, gather_s
 from bpipe.simulate.cost import CollectiveCost, Costs, Link, Links, ShardCost, StageCost
 
@@ -67,21 +71,36 @@ UPDATE_BYTES = 30
 
 
 def is_softmax_fused(setup: Setup) -> bool:
-    """Return whether Megatron's fused softmax takes these sizes."""
-    return setup.micro_batch * setup.model.num_attention_heads // setup.tensor % 4 == 0 and setup.sequence <= 4096
+    """Return whether Megatron's fused softmax takes these sizes: of slices it does not, which have more keys than
+    queries."""
+    heads = setup.micro_batch * setup.model.num_attention_heads // setup.tensor
+    return setup.span is None and heads % 4 == 0 and setup.sequence <= 4096
 
 
 def core_seconds(setup: Setup, rates: Rates, window: int | None = None) -> tuple[float, float]:
     """Return the attention core of one layer, forward and backward, with what context-parallel ranks exchange for
-    it."""
-    found = _core_alone(setup, rates, window)
-    return found if setup.context == 1 else with_exchange(setup, *found)
+    it, and what slices add to keys and values that are kept."""
+    forward, backward = _core_alone(setup, rates, window)
+    if setup.span is not None:
+        forward, backward = _with_kept(setup, rates, forward, backward)
+    return (forward, backward) if setup.context == 1 else with_exchange(setup, forward, backward)
+
+
+def _with_kept(setup: Setup, rates: Rates, forward_s: float, backward_s: float) -> tuple[float, float]:
+    """A slice's own keys and values are copied to where all are. Backward the gradients of all so far are read and
+    added to what is kept, and the slice's own are copied from there."""
+    element, size = element_bytes(setup), setup.model.key_value_size / setup.tensor
+    own, every = num_tokens(setup) * size, num_keys(setup) * setup.micro_batch * size
+    copied = 2 * element * own
+    added = (element + 2 * max(SUM_BYTES, element)) * every + (max(SUM_BYTES, element) + element) * own
+    return forward_s + copied / rates.memory, backward_s + added / rates.memory
 
 
 def _core_alone(setup: Setup, rates: Rates, window: int | None) -> tuple[float, float]:
     """Of a window flash attention computes no more than lies in it; context-parallel ranks have as much each."""
     model, s, c = setup.model, setup.sequence, setup.context
-    kernels, narrow = setup.cluster.kernels, window is not None and window < s
+    kernels, narrow = setup.cluster.kernels, window is not None and window < num_keys(setup)
+    queries = num_tokens(setup) * c / setup.micro_batch
     # Of a sequence in parts no kernel was measured but where each rank has all of some heads.
     in_parts = c > 1 and setup.cp_comm_type != "a2a"
     heads = setup.micro_batch * model.num_attention_heads / (setup.tensor * c)
@@ -90,13 +109,15 @@ def _core_alone(setup: Setup, rates: Rates, window: int | None) -> tuple[float, 
     else:
         measured = kernels.attention_s(setup.attention, heads, s, model.kv_channels)
     if measured is not None:
-        return measured
-    product_flops = 4 * setup.micro_batch * s * s * model.core_size / (setup.tensor * c)
+        # A slice's kernel is taken to be as fast as the whole's.
+        share = _attended(setup, None) / (s * s / 2)
+        return share * measured[0], share * measured[1]
     if setup.attention == "flash":
-        share = 1.0 if window is None else min(1.0, window / s)
-        forward = share * (2 - share) * product_flops / 2 / rates.flash
+        product_flops = 4 * setup.micro_batch * _attended(setup, window) * model.core_size / (setup.tensor * c)
+        forward = product_flops / rates.flash
         return forward, FLASH_BACKWARD * forward
-    scores = heads * s * s
+    product_flops = 4 * setup.micro_batch * queries * num_keys(setup) * model.core_size / (setup.tensor * c)
+    scores = heads * queries * num_keys(setup)
     softmax = (FUSED_FORWARD, FUSED_BACKWARD) if is_softmax_fused(setup) else (SEPARATE_FORWARD, SEPARATE_BACKWARD)
     dropout = (DROPOUT_FORWARD, DROPOUT_BACKWARD) if model.dropout else (0, 0)
     forward_bytes = (softmax[0] + dropout[0] + PRODUCT_BYTES) * scores
@@ -105,6 +126,17 @@ def _core_alone(setup: Setup, rates: Rates, window: int | None) -> tuple[float, 
         product_flops / rates.products + forward_bytes / rates.memory,
         2 * product_flops / rates.products + backward_bytes / rates.memory,
     )
+
+
+def _attended(setup: Setup, window: int | None) -> float:
+    """Return how many pairs of a query and an earlier key there are in a sequence, or in a slice of it."""
+    begin, end = setup.span or (0, setup.sequence)
+    return _causal_pairs(end, window) - _causal_pairs(begin, window)
+
+
+def _causal_pairs(tokens: int, window: int | None) -> float:
+    reach = tokens if window is None else min(window, tokens)
+    return reach * reach / 2 + (tokens - reach) * reach
 
 
 def layer_seconds(setup: Setup, kind: LayerKind | None = None, scope: LayerScope | None = None) -> tuple[float, float]:
@@ -414,6 +446,9 @@ def _replicas_bytes_per_s(setup: Setup, share_node: bool, ports: int) -> float:
 
 
 def _exchange(setup: Setup) -> Exchange:
+    if setup.slices > 1:
+        # No loop of Megatron's runs slices.
+        return Exchange.POSTED
     exchange = exchange_of(setup.schedule)
     blocks = exchange is Exchange.MEGATRON_INTERLEAVED and setup.switches.no_overlap_p2p_communication
     return Exchange.MEGATRON_TURNS if blocks else exchange.predicted
@@ -463,8 +498,30 @@ def stage_cost(parts: PartSeconds, layers: StageLayers, first: bool, last: bool)
 
 def predict_costs(setup: Setup) -> Costs:
     """Return the costs of all stages. Raises ValueError where kernels were measured in another precision."""
+    updates = update_seconds(setup)
+    of_slices = [_stage_costs(one, updates) for one in slice_setups(setup)]
+    costs = Costs(
+        tuple(cost for of_stage in zip(*of_slices, strict=True) for cost in of_stage),
+        links(setup),
+        _exchange(setup),
+        one_sided(setup.nodes(), hosts_of(setup)),
+        eager=setup.switches.overlap_grad_reduce,
+        replicas_apart=not setup.replicas_share_nodes(),
+        slices=setup.slices,
+        kept=kept_memory(setup),
+    )
+    if setup.is_sharded:
+        # No loop of Megatron's runs shards.
+        costs = replace(
+            costs, exchange=Exchange.POSTED, shards=(shard_seconds(setup),), collectives=collective_seconds(setup)
+        )
+    return costs if setup.cluster.factor == 1 else costs.scaled(setup.cluster.factor)
+
+
+def _stage_costs(setup: Setup, updates: Sequence[tuple[float, float]]) -> list[StageCost]:
+    """Costs of every stage for a micro-batch, or for one slice."""
     every, parts = setup.stage_layers, part_seconds(setup)
-    saved, sent, updates = stage_bytes(setup), sent_bytes(setup), update_seconds(setup)
+    saved, sent = stage_bytes(setup), sent_bytes(setup)
     after_input = after_input_bytes(setup)
     stages = []
     # Of hundreds of stages nearly all are alike.
@@ -486,18 +543,28 @@ def predict_costs(setup: Setup) -> Costs:
                 after_input_bytes=after_input[stage],
             )
         stages.append(made[known])
-    joined = links(setup)
-    costs = Costs(
-        tuple(stages),
-        joined,
-        _exchange(setup),
-        one_sided(setup.nodes(), hosts_of(setup)),
-        eager=setup.switches.overlap_grad_reduce,
-        replicas_apart=not setup.replicas_share_nodes(),
+    return stages
+
+
+# Slices that a device computes well are multiples of the tiles of its products (`models.products`).
+_TILE = 256
+
+
+def lengths_of_equal_seconds(setup: Setup) -> tuple[int, ...]:
+    """Return lengths of slices that a stage's layers take as long for, by prediction.
+
+    Of slices of one length the last takes so much longer than the first as its tokens attend to more. Raises ValueError
+    for a sequence too short for so many.
+    """
+    unit, slices = setup.sequence_shards, setup.slices
+    if setup.sequence % lcm(unit, _TILE) == 0 and setup.sequence >= 8 * _TILE * slices:
+        unit = lcm(unit, _TILE)
+    even = slice_setups(replace(setup, slice_lengths=EVEN))
+    layers = [one for of_stage in setup.stage_layers for one in of_stage]
+    first, last = (
+        sum(number * sum(layer_seconds(part, kind, scope)) for kind, scope, number in layers)
+        for part in (even[0], even[-1])
     )
-    if setup.is_sharded:
-        # No loop of Megatron's runs shards.
-        costs = replace(
-            costs, exchange=Exchange.POSTED, shards=(shard_seconds(setup),), collectives=collective_seconds(setup)
-        )
-    return costs if setup.cluster.factor == 1 else costs.scaled(setup.cluster.factor)
+    square = (last - first) * slices**2 / (2 * (slices - 1)) if slices > 1 else 0.0
+    growth = Growth(slices * first - square / slices, square)
+    return lengths_of(equal_bounds(setup.sequence, slices, unit, growth))

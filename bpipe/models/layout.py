@@ -16,7 +16,7 @@ from typing import Any
 
 from bpipe.build import BALANCES, BalanceConfig, ScheduleConfig
 from bpipe.generate.families import FAMILIES, default_family
-from bpipe.ir.layout import Layout, Vocabulary
+from bpipe.ir.layout import EVEN, Layout, SliceLengths, Vocabulary
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster import Cluster
 from bpipe.models.fp8 import Fp8
@@ -65,6 +65,9 @@ class Setup:
 
     A schedule with two pipes has two copies of every stage in each pipeline: `data` counts pipelines, `replicas` copies
     of the weights.
+
+    `slices`: every micro-batch's sequence is cut into so many, as long as `slice_lengths` says. Of one of them `span`
+    has the first token and the one behind its last: sizes and seconds are then those of its tokens (`models.slices`).
     """
 
     model: Model
@@ -96,10 +99,13 @@ class Setup:
     context: int = 1
     cp_comm_type: str = CP_COMM_TYPES[0]
     fp8: Fp8 | None = None
+    slices: int = 1
+    slice_lengths: SliceLengths = EVEN
+    span: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         rules = (self._check_choices, self._check_layers, self._check_model, self._check_division, self._check_schedule)
-        for check in (*rules, self._check_context, self._check_fp8, self._check_routing):
+        for check in (*rules, self._check_context, self._check_fp8, self._check_routing, self._check_slices):
             check()
 
     def _check_choices(self) -> None:
@@ -256,6 +262,23 @@ class Setup:
                 f"{model.num_attention_heads} heads and {model.num_query_groups} query groups"
             )
 
+    def _check_slices(self) -> None:
+        """What is not modelled of them; their lengths `models.slices` judges."""
+        if self.slices == 1:
+            if self.slice_lengths != EVEN:
+                raise ValueError("slice lengths say how a sequence is cut: give slices, too, or leave them out")
+            return
+        if self.context > 1:
+            raise ValueError(
+                f"slices {self.slices} and context parallel {self.context}: a ring of ranks exchanges parts of equal "
+                f"length, and slices attend to ever more keys: leave one of them out"
+            )
+        if self.model.hybrid is not None:
+            raise ValueError(
+                f"{self.model.name}: Mamba layers carry a state from token to token, which slices do not: leave slices "
+                f"out"
+            )
+
     def _check_fp8(self) -> None:
         if self.fp8 is None:
             return
@@ -346,8 +369,18 @@ class Setup:
     @property
     def differs(self) -> bool:
         """Whether micro-batches of a stage may differ in size, so that host buffers have a reserve: experts that are
-        not padded take what comes."""
-        return self.switches.bpipe_differing_sizes or (self.model.experts is not None and not self.routing.padded)
+        not padded take what comes, and slices are of other lengths or save scores of ever more keys."""
+        experts = self.model.experts is not None and not self.routing.padded
+        return self.switches.bpipe_differing_sizes or experts or self._slices_differ
+
+    @property
+    def _slices_differ(self) -> bool:
+        if self.slices == 1:
+            return False
+        recomputed = self.recomputed
+        again = recomputed.method is not None or "core_attn" in recomputed.modules
+        is_even = self.slice_lengths == EVEN and self.sequence % (self.slices * self.sequence_shards) == 0
+        return not is_even or (self.attention == "unfused" and not again)
 
     @property
     def expert_tensor(self) -> int:
@@ -391,7 +424,14 @@ class Setup:
         how = self.how if self.balance != BALANCES[0] else None
         sizes = (self.pipeline, count, self.chunks)
         return ScheduleConfig(
-            self.schedule, *sizes, how, self.group, delay=self.delay, vocabulary=split, input_shards=shards
+            self.schedule,
+            *sizes,
+            how,
+            self.group,
+            delay=self.delay,
+            vocabulary=split,
+            input_shards=shards,
+            slices=self.slices,
         )
 
     def nodes(self) -> tuple[int, ...]:

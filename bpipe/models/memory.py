@@ -8,15 +8,16 @@ micro-batches are held, own and hosted, from the very schedule that runs. Knows 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from operator import gt
 
 from bpipe.balance.pairs import allocated_bytes
-from bpipe.build import unchecked
+from bpipe.build import orders_of, unchecked
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
-from bpipe.ir.memory import RESERVE, Memory, memory_of
+from bpipe.ir.memory import RESERVE, Memory, StageMemory, peak_of_order
 from bpipe.models.context_parallel import exchange_bytes
 from bpipe.models.held import HeldCounts, held_within
 from bpipe.models.layout import EVENLY, Setup
@@ -34,7 +35,8 @@ from bpipe.models.saved import (
     stage_bytes,
 )
 from bpipe.models.scan import scan_working_bytes
-from bpipe.models.sizes import element_bytes, num_tokens, sent_bytes, shard_size, total
+from bpipe.models.sizes import element_bytes, num_keys, num_tokens, sent_bytes, shard_size, total
+from bpipe.models.slices import kept_memory, slice_setups
 
 MIB = 2**20
 
@@ -206,13 +208,21 @@ def _over_replicas(setup: Setup, each: int, count: int, experts: int) -> int:
 
 
 def working_bytes(setup: Setup) -> tuple[int, ...]:
-    """Return the peak of temporaries while one micro-batch is computed, for every rank."""
+    """Return the peak of temporaries while one micro-batch, or slice, is computed, for every rank."""
+    of_slices = (_working_bytes(one) for one in slice_setups(setup))
+    return tuple(map(max, zip(*of_slices, strict=True)))
+
+
+def _working_bytes(setup: Setup) -> tuple[int, ...]:
     model, element, tokens = setup.model, element_bytes(setup), num_tokens(setup)
     # A layer's backward: gradients of a matrix's input and output over the whole sequence, and of the MLP's inside.
     layer = 2 * element * tokens * model.hidden_size
     layer += max(_inside_bytes(setup, kind) for kind, _ in model.kinds())
     if setup.attention == "unfused" and any(kind.attends for kind, _ in model.kinds()):
-        layer += shard_size(2 * element * tokens * model.num_attention_heads * setup.sequence, setup.tensor)
+        layer += shard_size(2 * element * tokens * model.num_attention_heads * num_keys(setup), setup.tensor)
+    if setup.span is not None:
+        # The gradients of all keys and values so far, before they are added to what is kept.
+        layer += shard_size(element * num_keys(setup) * setup.micro_batch * model.key_value_size, setup.tensor)
     layer += again_bytes(setup)
     layer = max(layer, exchange_bytes(setup))
     loss = shard_size(LOSS_WORKING_BYTES * tokens * setup.vocabulary, setup.tensor)
@@ -308,6 +318,8 @@ def activations(setup: Setup) -> tuple[tuple[int, int], ...]:
     No more micro-batches are looked at than fill the pipeline. Balanced interleaved schedules need, with some other
     numbers of micro-batches, one host buffer fewer.
     """
+    if setup.slices > 1:
+        return _of_slices(setup)
     saved, after_input, m = stage_bytes(setup), after_input_bytes(setup), setup.num_microbatches
     if setup.balance != "none" and setup.how.activation_budget is not None:
         schedule = unchecked(setup.program())
@@ -323,14 +335,33 @@ def activations(setup: Setup) -> tuple[tuple[int, int], ...]:
     return tuple((own, hosted + int(hosted * reserve)) for own, hosted in held)
 
 
+def _of_slices(setup: Setup) -> tuple[tuple[int, int], ...]:
+    """The same of slices, whose sizes may differ, and of what is kept beside them.
+
+    Bubbles change nothing that is held, so without transfers the orders tell.
+    """
+    if setup.balance == "none":
+        memory, config = memory_of_setup(setup), setup.program(_num_filling(setup))
+        return tuple((peak_of_order(order, memory), 0) for order in orders_of(config))
+    budget = setup.how.activation_budget
+    whole = budget is not None or keeps_own(setup)
+    schedule = unchecked(setup.program(setup.num_microbatches if whole else _num_filling(setup)))
+    memory = memory_of_setup(setup) if budget is None else budget.memory
+    return tuple(allocated_bytes(schedule, rank, memory) for rank in range(setup.pipeline))
+
+
 def _held_of(setup: Setup) -> tuple[HeldCounts, ...]:
     """With no more micro-batches than fill the pipeline."""
+    return held_within(setup.program(_num_filling(setup)))
+
+
+def _num_filling(setup: Setup) -> int:
+    """Return how many micro-batches fill the pipeline, or all where ranks never stop holding more."""
     fill = FAMILIES[setup.schedule].fill
-    assert fill is not None, f"{setup.schedule} never stops holding more"
+    if fill is None:
+        return setup.num_microbatches
     # Shards lengthen a micro-batch's way, by up to half of the pipeline.
-    return held_within(
-        setup.program(min(setup.num_microbatches, (fill + setup.is_sharded) * setup.stride + setup.delay))
-    )
+    return min(setup.num_microbatches, (fill + setup.is_sharded) * setup.stride + setup.delay)
 
 
 def keeps_own(setup: Setup) -> bool:
@@ -345,6 +376,8 @@ def moves_anything(setup: Setup) -> bool:
     plain, balanced = replace(setup, balance="none", how=EVENLY), replace(setup, balance="bpipe")
     if keeps_own(balanced):
         return any(map(gt, (own for own, _ in activations(plain)), (own for own, _ in activations(balanced))))
+    if setup.slices > 1:
+        return FAMILIES[setup.schedule].fill is not None and any(hosted for _, hosted in activations(balanced))
     if (
         setup.pipeline == 1
         or FAMILIES[setup.schedule].fill is None
@@ -386,7 +419,7 @@ def least_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> int:
     """
     states, family = states or rank_states(setup), FAMILIES[setup.schedule]
     least = max(states)
-    if family.ahead is None:
+    if family.ahead is None or setup.slices > 1:
         return least
     saved, working = stage_bytes(setup), working_bytes(setup)
     held = family.ahead(setup.pipeline, setup.num_microbatches, setup.chunks, setup.group_size)
@@ -404,8 +437,8 @@ def least_shared_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> i
     states = states or rank_states(setup)
     if FAMILIES[setup.schedule].fill is None:
         return least_bytes(setup, states)
-    saved, after_input, working = stage_bytes(setup), after_input_bytes(setup), working_bytes(setup)
-    held = max(one.num_bytes(saved, after_input)[0] for one in _held_of(replace(setup, balance="none", how=EVENLY)))
+    working = working_bytes(setup)
+    held = max(own for own, _ in activations(replace(setup, balance="none", how=EVENLY)))
     return max(least_bytes(setup, states), with_state(setup, min(states), _part(setup, held) + min(working)))
 
 
@@ -421,12 +454,25 @@ def with_state(setup: Setup, state: int, going: int) -> int:
 
 
 def sizes_of(setup: Setup, minimum_bytes: int) -> Memory:
-    """Return what one micro-batch of each stage holds; storages below `minimum_bytes` stay where they are."""
+    """Return what one micro-batch, or slice, of each stage holds; storages below `minimum_bytes` stay where they
+    are."""
     stages = range(setup.num_stages)
-    memory = memory_of(
-        stage_bytes(setup), [moved_bytes(setup, stage, minimum_bytes) for stage in stages], after_input_bytes(setup)
-    )
-    return replace(memory, reserved=setup.differs)
+    moved = [[moved_bytes(one, stage, minimum_bytes) for stage in stages] for one in slice_setups(setup)]
+    return _memory(setup, moved)
+
+
+def memory_of_setup(setup: Setup) -> Memory:
+    """Return what one micro-batch, or slice, of each stage holds, where a transfer moves all that is saved."""
+    return _memory(setup, [stage_bytes(one) for one in slice_setups(setup)])
+
+
+def _memory(setup: Setup, moved: Sequence[Sequence[int]]) -> Memory:
+    """`moved[slice][stage]`."""
+    slices = slice_setups(setup)
+    saved, after = ([of(one) for one in slices] for of in (stage_bytes, after_input_bytes))
+    places = [(part, stage) for stage in range(setup.num_stages) for part in range(setup.slices)]
+    sizes = tuple(StageMemory(saved[part][stage], moved[part][stage], after[part][stage]) for part, stage in places)
+    return Memory(sizes, reserved=setup.differs, slices=setup.slices, kept=kept_memory(setup))
 
 
 def parts_of(setup: Setup, minimum_bytes: int) -> tuple[tuple[int, ...], ...]:
@@ -436,7 +482,11 @@ def parts_of(setup: Setup, minimum_bytes: int) -> tuple[tuple[int, ...], ...]:
 
     There are as many steps as layers, at most `_MOST_PARTS`.
     """
+    if len(set(slice_setups(setup))) > 1 and setup.differs:
+        # Every transfer of a stage moves the same part, and of slices of other sizes there is none.
+        return ()
     found = []
+    setup = slice_setups(setup)[0]
     for stage, layers in enumerate(setup.layers):
         rows = (saved_within(setup, kind, scope) for kind, scope, _ in setup.stage_layers[stage])
         layer = max(

@@ -97,6 +97,11 @@ class Profile:
 
         `collectives` are seconds of a layer's tensor-parallel ones: what was measured of one rank alone lacks them.
         """
+        if setup.slices > 1:
+            raise ValueError(
+                f"{self.source}: whole sequences were measured, and slices {setup.slices} of them take other shares: "
+                f"leave the profile out, or slices"
+            )
         entries = self.entries_for(setup)
         missing = collectives if self.is_of_one_rank else NONE
         first = None if setup.input_shards else 0

@@ -18,7 +18,7 @@ from bpipe.models.parts import LayerKind
 from bpipe.models.recompute import NO_RECOMPUTATION, LayerScope, read_recompute
 from bpipe.models.routed import experts_after_input, experts_saved
 from bpipe.models.scan import scan_saved
-from bpipe.models.sizes import Saved, element_bytes, kept_bytes, num_tokens, sent_bytes, shard_size, total
+from bpipe.models.sizes import Saved, element_bytes, kept_bytes, num_keys, num_tokens, sent_bytes, shard_size, total
 
 # A fused dropout kernel keeps one byte for every value; torch's on a CPU a number of the values' own type.
 GPU_DROPOUT_BYTES = 1
@@ -288,8 +288,10 @@ def _query_key_value(setup: Setup, recomputed: bool) -> tuple[Saved, ...]:
     if recomputed:
         return projected_down(setup)
     normed = model.query_size + model.key_value_size // 2
+    # Of slices a layer keeps keys and values apart.
+    attended = model.query_size + (model.key_value_size if setup.span is None else 0)
     return (
-        Saved("Q, K, V", shard_size(per_width * (model.query_size + model.key_value_size), setup.tensor)),
+        Saved("Q, K, V" if setup.span is None else "queries", shard_size(per_width * attended, setup.tensor)),
         *((Saved("Q and K before their norms", shard_size(per_width * normed, setup.tensor)),) * model.qk_norm),
         *latent_saved(setup),
     )
@@ -318,7 +320,7 @@ def _core(setup: Setup) -> tuple[Saved, ...]:
         # What is given to the projection is a copy of it.
         given = shard_size(element_bytes(setup) * num_tokens(setup) * setup.model.value_size, setup.tensor)
         return (*rows, Saved("what attention gave, in another order", given))
-    scores = num_tokens(setup) * heads * setup.sequence
+    scores = num_tokens(setup) * heads * num_keys(setup)
     element = element_bytes(setup)
     one = Saved("attention softmax", shard_size(element * scores, setup.tensor))
     if not setup.model.dropout:
@@ -370,8 +372,11 @@ def _attention(setup: Setup, recomputed: bool) -> tuple[Saved, ...]:
     own_query = rotary or (grouped and model.num_query_groups > t)
     rows = [Saved("input of the output projection", query.nbytes)]
     if rotary:
-        # Sine and cosine, anew for Q and for K of every layer, over the whole sequence on every rank.
-        rows.append(Saved("rotary tables", element_bytes(setup) * setup.sequence * model.kv_channels, 4))
+        # Sine and cosine, anew for Q and for K of every layer, over the whole sequence, or slice, on every rank.
+        length = num_tokens(setup) // setup.micro_batch
+        rows.append(Saved("rotary tables", element_bytes(setup) * length * model.kv_channels, 4))
+    if setup.span is not None:
+        return (*rows, *_beside_kept(setup, recomputed, grouped, query if own_query else joint))
     if grouped and not recomputed:
         # K and V are repeated for every head of their group; the core lines up the queries of several sequences.
         return (
@@ -389,6 +394,20 @@ def _attention(setup: Setup, recomputed: bool) -> tuple[Saved, ...]:
     return tuple(rows)
 
 
+def _beside_kept(setup: Setup, recomputed: bool, grouped: bool, query: Saved) -> tuple[Saved, ...]:
+    """What a slice saves beside the keys and values that its layer keeps: of groups, all so far, repeated."""
+    if recomputed:
+        return (query, Saved("kind of mask", MASK_KIND_BYTES))
+    if not grouped:
+        return (query,)
+    own, every = (
+        tokens * setup.model.query_size for tokens in (num_tokens(setup), num_keys(setup) * setup.micro_batch)
+    )
+    queries, repeated = (shard_size(element_bytes(setup) * values, setup.tensor) for values in (own, every))
+    lined_up = query if setup.micro_batch == 1 else Saved("queries", queries)
+    return (lined_up, Saved("repeated K and V", repeated, 2))
+
+
 def _mlp(setup: Setup) -> tuple[Saved, ...]:
     model = setup.model
     inner = shard_size(element_bytes(setup) * num_tokens(setup) * model.ffn_hidden_size, setup.tensor)
@@ -402,9 +421,11 @@ def _embedding(setup: Setup) -> tuple[Saved, ...]:
     tokens = num_tokens(setup)
     if setup.kernels == "gpu":
         return (Saved("tokens", TOKEN_BYTES * tokens), *_dropout(setup, 1))
-    # The tokens are the data iterator's own, unless a divided vocabulary needs them masked.
+    # The tokens are the data iterator's own, unless a divided vocabulary needs them masked, or a slice is cut from them.
     divided = (Saved("tokens of this part", TOKEN_BYTES * tokens), Saved("mask of this part", MASK_BYTES * tokens))
-    return (*_dropout(setup, 1), *(divided if setup.tensor > 1 else ()))
+    cut = (Saved("tokens of this slice", TOKEN_BYTES * tokens),) if setup.span is not None else ()
+    positions = cut if setup.model.learned_positions else ()
+    return (*_dropout(setup, 1), *(divided if setup.tensor > 1 else cut), *positions)
 
 
 def _last(setup: Setup) -> tuple[Saved, ...]:

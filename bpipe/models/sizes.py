@@ -40,8 +40,15 @@ def kept_bytes(setup: Setup, num_values: int, shards: int) -> int:
 
 
 def num_tokens(setup: Setup) -> int:
-    """Return the tokens of one micro-batch on one context-parallel rank."""
+    """Return the tokens of one micro-batch, or of one slice, on one context-parallel rank."""
+    if setup.span is not None:
+        return (setup.span[1] - setup.span[0]) * setup.micro_batch
     return setup.sequence * setup.micro_batch // setup.context
+
+
+def num_keys(setup: Setup) -> int:
+    """Return how many tokens of a sequence a query may attend to: of a slice, all up to its end."""
+    return setup.sequence if setup.span is None else setup.span[1]
 
 
 def sent_bytes(setup: Setup) -> int:

@@ -21,12 +21,12 @@ from bpipe.models.saved import stage_bytes
 
 
 def least_warm_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> int:
-    """Return the least bytes held in warm-up, or 0 where the family does not say.
+    """Return the least bytes held in warm-up, or 0 where the family does not say, which is of whole micro-batches.
 
     `states`: what ranks hold besides, if known.
     """
     family = FAMILIES[setup.schedule]
-    if family.warm_up is None:
+    if family.warm_up is None or setup.slices > 1:
         return 0
     warm_up = family.warm_up(setup.pipeline, setup.num_microbatches, setup.chunks, setup.group_size)
     if setup.balance == "none":

@@ -18,6 +18,7 @@ from bpipe.models.compute import PartSeconds, part_seconds, shard_seconds, stage
 from bpipe.models.layout import Setup
 from bpipe.models.profile import Profile
 from bpipe.models.recompute import StageLayers
+from bpipe.models.slices import slice_setups
 from bpipe.plan.predict import costs_of
 from bpipe.simulate.cost import ShardCost, StageCost, scaled
 
@@ -25,11 +26,17 @@ _NO_SHARDS = ShardCost()
 
 
 class _Work(NamedTuple):
-    """By stage a micro-batch's forward and backward, and whatever rank its shards."""
+    """By stage a micro-batch's forward and backward, and whatever rank its shards.
+
+    `begins`: the forward that comes first, of the first slice; `ends`: the backward that comes last, of the first
+    slice, too.
+    """
 
     forwards: Sequence[float]
     backwards: Sequence[float]
     shard: ShardCost
+    begins: Sequence[float]
+    ends: Sequence[float]
 
 
 def lower_bound_s(setup: Setup, profile: Profile | None = None) -> float:
@@ -44,13 +51,29 @@ def last_load(setup: Setup, profile: Profile | None = None) -> float:
 
 def _work_of(setup: Setup, profile: Profile | None) -> _Work:
     costs = costs_of(setup, profile)
-    both = [_both(cost, setup.splits) for cost in costs.stages]
     shard = costs.shards[0] if costs.shards else _NO_SHARDS
-    return _Work([one for one, _ in both], [one for _, one in both], shard)
+    of_slices = [
+        [_both(costs.of(stage, part), setup.splits) for stage in range(costs.num_stages)]
+        for part in range(costs.slices)
+    ]
+    return _together(of_slices, shard)
+
+
+def _together(of_slices: Sequence[Sequence[tuple[float, float]]], shard: ShardCost) -> _Work:
+    """Add up the forwards and backwards of every stage, slice by slice."""
+    first, *later = of_slices
+    forwards, backwards = [one for one, _ in first], [one for _, one in first]
+    begins, ends = tuple(forwards), tuple(backwards)
+    for part in later:
+        for stage, (forward, backward) in enumerate(part):
+            forwards[stage] += forward
+            backwards[stage] += backward
+    return _Work(forwards, backwards, shard, begins, ends)
 
 
 def _update_s(setup: Setup, profile: Profile | None) -> float:
-    return _longest(setup, [float(cost.optimizer_s) for cost in costs_of(setup, profile).stages])
+    costs = costs_of(setup, profile)
+    return _longest(setup, [float(costs.of(stage).optimizer_s) for stage in range(costs.num_stages)])
 
 
 class Bounds:
@@ -80,7 +103,7 @@ class Bounds:
         # Balanced ones lie elsewhere, where only experts and parts of a sequence have something to exchange while they
         # compute.
         elsewhere = lies if setup.model.experts is not None or setup.context > 1 else None
-        size = setup.micro_batch, setup.recompute, setup.keep_weights_halves
+        size = setup.micro_batch, setup.recompute, setup.keep_weights_halves, setup.slices, setup.slice_lengths
         key = (grid, elsewhere, size, cut)
         if key not in self._known:
             # What a profile says of a stage is not made of parts.
@@ -103,14 +126,19 @@ class Bounds:
         return self._updates[place]
 
     def _work(self, setup: Setup, size: object) -> _Work:
+        of_slices = [self._stages_of(one, (size, one.span)) for one in slice_setups(setup)]
+        # Where sequences are cut no vocabulary is in shards.
+        return _together(of_slices, self._parts[size, slice_setups(setup)[0].span][1])
+
+    def _stages_of(self, setup: Setup, size: object) -> list[tuple[float, float]]:
+        """By stage, the forward and backward of a micro-batch, or of one slice."""
         layers, last = setup.stage_layers, setup.num_stages - 1
         self._know(setup, size, layers)
-        shard = self._parts[size][1]
         between = {one: self._stage(setup, size, one, False, False) for one in dict.fromkeys(layers)}
         both = [between[one] for one in layers]
         both[last] = self._stage(setup, size, layers[last], False, not setup.is_sharded)
         both[0] = self._stage(setup, size, layers[0], not setup.input_shards, last == 0 and not setup.is_sharded)
-        return _Work([one for one, _ in both], [one for _, one in both], shard)
+        return both
 
     def _know(self, setup: Setup, size: object, stages: Sequence[StageLayers]) -> None:
         """Seconds of all that its stages are made of."""
@@ -153,7 +181,7 @@ def _load(setup: Setup, work: _Work) -> float:
 
 def _bound(setup: Setup, work: _Work) -> float:
     """Return a rank's own work, and what comes before its first computation and after its last."""
-    forwards, backwards, shard = work
+    forwards, backwards, shard, begins, ends = work
     p, m, pipes = setup.pipeline, setup.num_microbatches, setup.placements
     within = float(shard.forward_s + shard.backward_s)
     # Of algorithm 2 T may wait until everything has gone back. Input shards come before a rank's first forward, and
@@ -165,9 +193,9 @@ def _bound(setup: Setup, work: _Work) -> float:
     for mine in _stages_by_pipe(pipes, p):
         own = sum(forwards[stage] + backwards[stage] for of_pipe in mine for stage in of_pipe)
         # Whichever pipe comes first, and goes last.
-        before = min(sum(forwards[: of_pipe[0]]) for of_pipe in mine)
+        before = min(sum(begins[: of_pipe[0]]) for of_pipe in mine)
         # Of a split backward the last weights' halves may run beside what follows elsewhere.
-        after = 0.0 if setup.splits else min(sum(backwards[: of_pipe[0]]) for of_pipe in mine)
+        after = 0.0 if setup.splits else min(sum(ends[: of_pipe[0]]) for of_pipe in mine)
         bound = max(bound, before + m / len(pipes) * (own + until_back) + after)
         if setup.is_sharded:
             bound = max(bound, before + m * (own + since_begun), m * (own + throughout))

@@ -200,7 +200,10 @@ def _fit(devices: Devices, activation_budget: ActivationBudget, partners: Partne
         else fewest_moved(devices.schedule, activation_budget, devices.parts, partners)
     )
     sizes = enumerate(zip(activation_budget.memory.stages, devices.memory.stages, strict=True))
-    parts = tuple(stage for stage, (part, whole) in sizes if part.moved_bytes < whole.moved_bytes)
+    slices = devices.memory.slices
+    parts = tuple(
+        dict.fromkeys(place // slices for place, (part, whole) in sizes if part.moved_bytes < whole.moved_bytes)
+    )
     hosts, nodes = (devices.hosts, devices.nodes or None) if partners is None else (PAIR, None)
     how = BalanceConfig(partners=partners, activation_budget=activation_budget, hosts=hosts, nodes=nodes, parts=parts)
     fitted = balanced(devices.schedule, how)

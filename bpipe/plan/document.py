@@ -12,6 +12,8 @@ from bpipe.generate.families import FAMILIES
 from bpipe.ir.hosts import PAIR
 from bpipe.models.layout import Setup
 from bpipe.models.memory import RankMemory
+from bpipe.models.slice_lengths import lengths_of
+from bpipe.models.slices import slice_bounds
 from bpipe.plan.predict import SetupPrediction
 
 
@@ -52,6 +54,7 @@ def configuration(setup: Setup) -> dict[str, Any]:
         **asdict(setup.switches),
         **({"group": setup.group_size} if setup.group is not None or (family.takes_groups and family.splits) else {}),
         **({"delay": setup.delay} if family.takes_delay else {}),
+        **({"slices": setup.slices, "slice_lengths": lengths_of(slice_bounds(setup))} if setup.slices > 1 else {}),
         **({"keep_weights_halves": setup.keep_weights_halves} if family.splits else {}),
         **(
             {"vocabulary_parallel": setup.vocabulary_parallel, "input_shards": setup.input_shards}

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from bpipe.build import BALANCES
 from bpipe.generate.families import default_family
 from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
+from bpipe.ir.layout import EVEN
 from bpipe.models.cluster import Cluster, gib_text
 from bpipe.models.compute import hosts_of, links, update_seconds
 from bpipe.models.kernel_shapes import kernel_shapes
@@ -61,6 +62,8 @@ def describe(setup: Setup) -> str:
     """Describe one configuration in a few words."""
     chunks = f" v={setup.chunks}" if setup.chunks > 1 else ""
     group = f" g={setup.group}" if setup.group else ""
+    lengths = "" if setup.slice_lengths == EVEN else " uneven"
+    slices = f" k={setup.slices}{lengths}" if setup.slices > 1 else ""
     halves = " W at once" if setup.splits and not setup.keeps_halves else ""
     balance = f" balanced{HOSTS[setup.how.hosts]}" if setup.balance != "none" else ""
     layers = f" layers {min(setup.layers)}-{max(setup.layers)}" if len(set(setup.layers)) > 1 else ""
@@ -68,7 +71,9 @@ def describe(setup: Setup) -> str:
     divided = f" etp={setup.expert_tensor}" if setup.expert_tensor > 1 else ""
     experts = f" ep={setup.routing.expert}{divided}" if setup.model.experts else ""
     grid = f"{grid_of(setup)}{experts} b={setup.micro_batch}"
-    return f"{grid} recompute {setup.recompute} {setup.schedule}{chunks}{group}{layers}{shards}{halves}{balance}"
+    return (
+        f"{grid} recompute {setup.recompute} {setup.schedule}{chunks}{group}{slices}{layers}{shards}{halves}{balance}"
+    )
 
 
 def only_balanced(found: Candidate) -> str | None:
@@ -77,6 +82,18 @@ def only_balanced(found: Candidate) -> str | None:
         return None
     limit = found.prediction.memory[0].limit_bytes
     return f"fits only balanced: without, its fullest rank needs {gib_text(found.needs_bytes)} of {gib_text(limit)} GiB"
+
+
+def uneven_by_counts(setup: Setup) -> str | None:
+    """Return that slices of differing lengths are balanced by their number, and the way out; None where they are
+    not."""
+    counted = setup.balance != BALANCES[0] and setup.how.activation_budget is None
+    if setup.slices == 1 or setup.slice_lengths == EVEN or not counted:
+        return None
+    return (
+        "slices of differing lengths are balanced by their number, and host buffers are as large as the largest: "
+        "--memory balances their bytes"
+    )
 
 
 def costly_halves(prediction: SetupPrediction) -> str | None:

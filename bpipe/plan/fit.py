@@ -154,6 +154,7 @@ def _hosting(found: Fit, rank: int) -> str:
     """Of one rank that sends."""
     schedule, by_host = found.schedule, residencies_by_host(found.schedule, rank)
     every = schedule.num_microbatches * len(schedule.layout.stages_of(rank))
+    counted = "micro-batches" if schedule.layout.slices == 1 else "slices of micro-batches"
     parts = []
     for host, residencies in by_host.items():
         own = host == rank
@@ -162,8 +163,7 @@ def _hosting(found: Fit, rank: int) -> str:
         )
         count = num_host_memory_buffers(schedule, rank) if own else num_buffers_for(schedule, host)[rank]
         parts.append(
-            f"{_where(found, rank, host)} hosts {_part(found, residencies)}{len(residencies)} of its {every} "
-            f"micro-batches, in "
+            f"{_where(found, rank, host)} hosts {_part(found, residencies)}{len(residencies)} of its {every} {counted}, in "
             f"{count} host buffers of {budget_text([taken])} GiB in all"
         )
     needs = [budget_text([found.need_bytes[one]]) for one in (rank, *(host for host in by_host if host != rank))]

@@ -28,19 +28,13 @@ from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.predict import SetupPrediction, Timing, costs_of, predict, steady_timing
 from bpipe.plan.search import Progress, by_bound
 from bpipe.plan.shards import stands_still
+from bpipe.plan.slices import NUMBERS
 from bpipe.plan.space import SEARCHED_SCOPES, VOCABULARIES, Space
 from bpipe.plan.standings import needs_of_setup
 
 # Up to so many times the device's memory: beyond, nobody could give it.
 MOST_TIMES = Fraction(2)
-_SHARDS = "--vocabulary"
-
-# What no schedule here does, in a sentence each.
-OUTSIDE = (
-    "Seq1F1B and SlimPipe also cut each sequence into k slices that pass one after the other: a rank then holds at "
-    "most 1 + (p - 1) / k "
-    "micro-batches instead of 1F1B's p; use it instead when the sequence is long.",
-)
+_SHARDS, _SLICES = "--vocabulary", "--slices"
 
 
 class Point(NamedTuple):
@@ -120,6 +114,11 @@ def not_searched(space: Space) -> tuple[str, ...]:
             "recomputation of some layers or parts (--recompute full:block:2 selective:mlp ...)",
         ),
         (scopes, f"recomputation {', '.join(scopes)} (--recompute)"),
+        (
+            space.slices == (1,) and any(one.takes_slices for one in families),
+            f"sequences in slices ({_SLICES} {' '.join(map(str, NUMBERS))})",
+        ),
+        (max(space.slices) > 1 and moves, "balanced slices of differing lengths (--memory, without --front)"),
         (not moves, "balanced rows (--balance)"),
         (moves and hosts, f"other hosts of what leaves (--hosts {' '.join(hosts)})"),
         (moves, "balanced rows that send only what a budget demands (--memory, without --front)"),
@@ -207,7 +206,7 @@ def remarks(front: Front) -> list[str]:
     """Return the lines below the table."""
     needs = (f"[{number}] {need}" for number, need in enumerate(_needs(front), 1))
     searched = f"Every row is the best of what was searched. Not searched: {'; '.join(front.not_searched)}."
-    return [*needs, standing(front), *([searched] if front.not_searched else []), *OUTSIDE]
+    return [*needs, standing(front), *([searched] if front.not_searched else [])]
 
 
 def _needs(front: Front) -> list[str]:
@@ -273,5 +272,4 @@ def front_document(front: Front) -> dict[str, Any]:
             for point in front.points
         ],
         "not_searched": list(front.not_searched),
-        "outside": list(OUTSIDE),
     }

@@ -41,7 +41,6 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 # Flags that take a value are refused where it is none of these; of one that says how many shards, 1 is none.
 _NEUTRAL = ("0", "None", "none")
 _ONE_IS_NEUTRAL = (
-    "--bpipe-slices",
     "--tensor-parallel-num-weight-shards",
     "--expert-tensor-parallel-num-weight-shards",
 )
@@ -70,7 +69,6 @@ REFUSED = {
     "--yaml-cfg": "flags that stand in a file",
     GROUP: "larger groups of micro-batches",
     "--bpipe-kept": "another share of a micro-batch than the model's",
-    **dict.fromkeys(("--bpipe-slices", "--bpipe-slice-lengths"), "sequences in slices"),
 }
 
 WITHOUT_INFLUENCE = (
@@ -178,7 +176,7 @@ WITHOUT_INFLUENCE = (
         "--local-rank",
         "--ddp-average-in-collective",
     ),
-    *("--fp8-margin", "--fp8-amax-*", "--bpipe-unproven", "--bpipe-no-repairs", "--mamba-inference-*"),
+    *("--fp8-margin", "--fp8-amax-*", "--bpipe-strict", "--bpipe-verify", "--bpipe-no-repairs", "--mamba-inference-*"),
 )
 
 # Of these, flags whose one value may even be unknown.
@@ -286,6 +284,16 @@ def read_command(words: Sequence[str], unknown: Callable[[str], str | None] = la
     refuse_mistyped(left)
     options["recompute"] = scope
     return Reading(options, unmodelled, tuple(left), tuple(notes), _devices(launcher), tuple(others), tuple(flags))
+
+
+def flags_of_command(words: Sequence[str], unknown: Callable[[str], str | None] = lambda word: None) -> list[str]:
+    """Return the flags of `torchrun ... script.py FLAGS`, or of the flags alone; nothing of them is judged.
+
+    Raises ValueError where only running the script would tell which there are.
+    """
+    _, flags = _without_launcher(words, unknown)
+    _refuse_unknown(flags, unknown)
+    return flags
 
 
 def _is_without_influence(flag: str) -> bool:
@@ -412,6 +420,8 @@ def _parallel(found: Options) -> dict[str, Any]:
         "group": None if found.bpipe_group == AUTO else found.bpipe_group,
         "vocabulary_parallel": None if redistributed else found.bpipe_vocabulary,
         "input_shards": found.bpipe_vocabulary_input or None,
+        "slices": found.bpipe_slices,
+        "slice_lengths": found.bpipe_slice_lengths if (found.bpipe_slices or 1) > 1 else None,
     }
     return {name: value for name, value in options.items() if value is not None}
 

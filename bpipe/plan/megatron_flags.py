@@ -14,6 +14,7 @@ from bpipe.build import BALANCES
 from bpipe.flags.launches import words
 from bpipe.generate.families import default_family
 from bpipe.ir.hosts import PAIR
+from bpipe.ir.layout import EVEN
 from bpipe.models.layout import Setup
 from bpipe.models.switches import SWITCHES
 from bpipe.plan.expert_flags import flags_of_parts
@@ -104,7 +105,8 @@ def schedule_flags(setup: Setup) -> list[str]:
     of_its_own = setup.schedule != default_family(setup.chunks)
     return words(
         {
-            "unproven": "fp8" if is_unproven(setup) else None,
+            "slices": setup.slices if setup.slices > 1 else None,
+            "slice_lengths": _lengths(setup),
             "vocabulary_parallel": setup.vocabulary_parallel if setup.is_sharded else None,
             "input_shards": setup.is_sharded and setup.input_shards,
             # Megatron pads to a multiple of 128 a tensor-parallel rank, of which not every number of ranks has equal
@@ -122,10 +124,9 @@ def schedule_flags(setup: Setup) -> list[str]:
     )
 
 
-def is_unproven(setup: Setup) -> bool:
-    """Return whether the trainer wants to be told to try it: FP8 where it moves activations or runs its own loop."""
-    ours = setup.balance != BALANCES[0] or setup.is_sharded or setup.schedule != default_family(setup.chunks)
-    return setup.fp8 is not None and ours
+def _lengths(setup: Setup) -> str | None:
+    lengths = setup.slice_lengths
+    return None if lengths == EVEN else lengths if isinstance(lengths, str) else ",".join(map(str, lengths))
 
 
 def _memory(setup: Setup) -> list[str]:

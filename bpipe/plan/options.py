@@ -13,17 +13,19 @@ from typing import Any
 from bpipe.build import BALANCES, BalanceConfig
 from bpipe.flags.configurations import CONFIGURATION, DEFAULTS, EXPERTS, MODEL, SIZES, TRAINING
 from bpipe.flags.flag import Options
-from bpipe.flags.values import AUTO
+from bpipe.flags.values import AUTO, TIME
 from bpipe.generate.families import FAMILIES, default_family
 from bpipe.ir.hosts import PAIR
-from bpipe.ir.layout import Vocabulary
+from bpipe.ir.layout import EVEN, Vocabulary
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster import Cluster, parse_cluster
+from bpipe.models.compute import lengths_of_equal_seconds
 from bpipe.models.fp8 import RECIPES, Fp8
 from bpipe.models.hugging_face import find_model
 from bpipe.models.layout import Setup, setup_from_values, split_layers
 from bpipe.models.model import Model
 from bpipe.models.parts import Routing
+from bpipe.models.slices import slice_bounds
 from bpipe.models.switches import SWITCHES, Switches
 from bpipe.plan.hybrid_flags import refuse_placed
 from bpipe.plan.megatron_command import Reading, read_command
@@ -217,7 +219,13 @@ def setup_of(options: Options, cluster: Cluster) -> Setup:
         "fp8": fp8_of(options),
         "how": BalanceConfig(bounds, hosts=hosts),
     }
+    timed = getattr(options, "slice_lengths", EVEN) == TIME
+    if timed:
+        others["slice_lengths"] = EVEN
     setup = setup_from_values({**vars(options), **others})
+    if timed:
+        setup = replace(setup, slice_lengths=lengths_of_equal_seconds(setup))
+    slice_bounds(setup)
     refuse_placed(setup)
     return setup
 

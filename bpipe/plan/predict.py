@@ -21,7 +21,7 @@ from bpipe.models.memory import RankMemory, keeps_own, predict_memory
 from bpipe.models.profile import Profile
 from bpipe.models.tensor_parallel import Exposed, exposed
 from bpipe.simulate.bandwidth import required_bytes_per_s, steady_bytes_per_s
-from bpipe.simulate.cost import Costs
+from bpipe.simulate.cost import Costs, StageCost
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Simulation
 
@@ -114,7 +114,7 @@ def whole_timing(simulation: Simulation) -> Timing:
         tuple(float(seconds) for seconds in simulation.exposed_s),
         float(simulation.bubble_of_makespan),
         float(simulation.bubble_of_span),
-        simulation.schedule.num_microbatches,
+        simulation.schedule.num_whole_microbatches,
     )
 
 
@@ -233,12 +233,14 @@ def _bandwidth(setup: Setup, costs: Costs, moves: tuple[int, ...]) -> Bandwidth 
         speeds = [costs.links.link(rank, other).bytes_per_s for other in ways]
         available = min((speed for speed in speeds if speed is not None), default=None)
         for stage in setup.stages_of(rank):
-            cost = costs.stages[stage]
-            if cost.whole_forward_s and available is not None:
-                forward_s = float(cost.whole_forward_s)
-                required, steady = (
-                    required_bytes_per_s(cost.moved_bytes, forward_s),
-                    steady_bytes_per_s(cost.moved_bytes, forward_s),
-                )
-                needs.append(Bandwidth(cost.moved_bytes, required, steady, float(available)))
+            for cost in costs.of_stage(stage):
+                if cost.whole_forward_s and available is not None:
+                    needs.append(_need_of(cost, float(available)))
     return max(needs, key=lambda need: need.required_bytes_per_s / need.available_bytes_per_s, default=None)
+
+
+def _need_of(cost: StageCost, available: float) -> Bandwidth:
+    """What transfers of one stage need, of micro-batches or slices."""
+    forward_s = float(cost.whole_forward_s)
+    required, steady = (needed(cost.moved_bytes, forward_s) for needed in (required_bytes_per_s, steady_bytes_per_s))
+    return Bandwidth(cost.moved_bytes, required, steady, available)

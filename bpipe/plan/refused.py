@@ -2,7 +2,7 @@
 
 In: a Setup, what else its launch says. Out: reasons.
 
-Asks the trainer's own table (`bpipe.refusals`) with the flags that would launch the setup. What it refuses beside a
+Asks the trainer's own table (`bpipe.features`) with the flags that would launch the setup. What it refuses beside a
 product's overlapped gathers trains without them, and is predicted so. Predicts nothing, and imports no Megatron.
 """
 
@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bpipe.build import BALANCES
+from bpipe.features import PLACED, SHARDED, Settings, asked_by, reasons, reasons_of, settings_of, sliced_reasons
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.program import Exchange
 from bpipe.models.layout import Setup
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.space import is_in_order
-from bpipe.refusals import PLACED, SHARDED, Settings, asked_by, reasons, reasons_of, settings_of
 
 # Flags of a launch that no option says, each with its first value or ``.
 Others = Sequence[tuple[str, str]]
@@ -29,7 +29,7 @@ def runs_ours(setup: Setup) -> bool:
 
 
 def _has_own_loop(setup: Setup) -> bool:
-    return setup.is_sharded or FAMILIES[setup.schedule].exchange is Exchange.POSTED
+    return setup.is_sharded or setup.slices > 1 or FAMILIES[setup.schedule].exchange is Exchange.POSTED
 
 
 def refused(setup: Setup, others: Others = ()) -> tuple[str, ...]:
@@ -40,11 +40,13 @@ def refused(setup: Setup, others: Others = ()) -> tuple[str, ...]:
     flags = [word for pair in others for word in pair if word]
     settings = Settings(settings_of([*flags, *megatron_flags(setup)]))
     own = _has_own_loop(setup)
-    found = reasons(settings, setup.balance != BALANCES[0], own, settings.bpipe_unproven)
+    found = reasons(settings, setup.balance != BALANCES[0], own, bool(settings.bpipe_strict))
     if own and not is_in_order(setup.schedule, setup.pipeline, setup.chunks):
         found += reasons_of(PLACED, settings, asked_by(settings))
     if setup.is_sharded:
         found += reasons_of(SHARDED, settings, f"--bpipe-vocabulary {setup.vocabulary_parallel}")
+    if setup.slices > 1:
+        found += sliced_reasons(settings, setup.slices, bool(settings.bpipe_strict))
     return tuple(found)
 
 
@@ -79,6 +81,7 @@ class Launchable:
             setup.pipeline,
             setup.vocabulary_parallel,
             setup.input_shards,
+            setup.slices,
         )
         key = runs, setup.tensor > 1, setup.recompute, setup.routing.dispatcher, setup.fp8
         if key not in self._refused:

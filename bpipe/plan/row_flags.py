@@ -48,7 +48,7 @@ CHOSEN = frozenset(
         ),
         *("--micro-batch-size", "--sequence-parallel", "--expert-model-parallel-size", "--expert-tensor-parallel-size"),
         *("--overlap-grad-reduce", "--overlap-param-gather", "--no-overlap-p2p-communication"),
-        *("--tp-comm-overlap", "--make-vocab-size-divisible-by", "--bpipe-unproven", *_SPLIT, *_RECOMPUTED),
+        *("--tp-comm-overlap", "--make-vocab-size-divisible-by", *_SPLIT, *_RECOMPUTED),
         *(flag for flag in READ if flag.startswith("--bpipe")),
     )
 )

@@ -4,7 +4,7 @@ In: the Space. Out: counts, and the best `SetupPrediction`s, fastest first.
 
 Every configuration is enumerated, and ordered by a lower bound of its time (no pipeline is faster than its slowest
 rank's work between the first arrival and the last departure). Of most schedules with whole backwards every one's memory
-is predicted; one with split backwards, two pipes or shards of the vocabulary is asked for its memory only once it comes
+is predicted; one with split backwards, two pipes, slices or shards of the vocabulary is asked for its memory only once it comes
 up and could be among the rows, for its schedule has to be made for that. What fits is simulated in the same order until
 no bound left is below the last time shown: the first rows are exactly those of simulating all. Knows no command line.
 """
@@ -25,6 +25,7 @@ from bpipe.plan.judge import Candidate, Closest, FamilyResult, Judge
 from bpipe.plan.predict import costs_of, predict, steady_timing
 from bpipe.plan.refused import Launchable
 from bpipe.plan.shards import with_shards
+from bpipe.plan.slices import Slicer
 from bpipe.plan.space import Space, enumerate_setups
 
 Progress = Callable[[str, int, int], None]
@@ -89,12 +90,16 @@ def every_setup(space: Space, bounds: Bounds, cuts: Counter[str]) -> Iterator[Se
 
 
 def _every_covered(space: Space, bounds: Bounds, cuts: Counter[str]) -> Iterator[Setup]:
+    slicer = Slicer(space.slices)
     for setup in enumerate_setups(space, cuts):
         if space.profile is not None and space.profile.conflict(setup) is not None:
             cuts["profile"] += 1
             continue
         if Vocabulary.WHOLE.value in space.vocabularies:
-            yield setup
+            if 1 in space.slices:
+                yield setup
+            if space.profile is None:
+                yield from slicer.of(setup)
         if space.vocabulary_parallel is not None:
             yield from with_shards(setup, space.vocabularies)
         elif setup.pipeline > 1 and bounds.load(setup) > 1:
@@ -105,7 +110,7 @@ def _every_covered(space: Space, bounds: Bounds, cuts: Counter[str]) -> Iterator
 
 def _is_asked_late(setup: Setup) -> bool:
     """Return whether its orders are found by trying, so that even to ask what it holds takes long."""
-    return setup.splits or setup.num_pipes > 1 or setup.is_sharded
+    return setup.splits or setup.num_pipes > 1 or setup.is_sharded or setup.slices > 1
 
 
 def search(

@@ -30,7 +30,7 @@ def with_shards(setup: Setup, algorithms: Sequence[str]) -> Iterator[Setup]:
     """Yield the setup with shards by each algorithm that the trainer has for it: the output layer alone, then the
     embedding, too."""
     family = FAMILIES[setup.schedule]
-    if family.sharded is None or setup.pipeline < 2:
+    if family.sharded is None or setup.pipeline < 2 or setup.slices > 1:
         return
     one_queue = has_one_queue(setup)
     for name in algorithms:

@@ -44,7 +44,8 @@ class Space:
     share them. `contexts`: over how many devices a sequence may be spread. `vocabulary_parallel`: algorithms of the
     output layer's shards; None: whole, and each that lowers the time's bound where the last rank computes longer than
     others. `tensors`, `pipelines`, `micro_batches`: the sizes to try; None: all that are possible. `others`: flags and
-    values of the launch that the trainer may refuse; `has_transformer_engine`: with its layers.
+    values of the launch that the trainer may refuse; `has_transformer_engine`: with its layers. `slices`: into how many a
+    sequence may be cut.
     """
 
     model: Model
@@ -76,6 +77,7 @@ class Space:
     micro_batches: tuple[int, ...] | None = None
     others: tuple[tuple[str, str], ...] = ()
     has_transformer_engine: bool = True
+    slices: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
         for name, values, choices in (
@@ -88,6 +90,8 @@ class Space:
         object.__setattr__(self, "recompute", tuple(dict.fromkeys(map(read_scope, self.recompute))))
         if self.attention not in ATTENTION:
             raise ValueError(f"unknown attention {self.attention!r}: choose from {', '.join(ATTENTION)}")
+        if min(self.slices, default=0) < 1:
+            raise ValueError(f"--slices {' '.join(map(str, self.slices)) or 'none'}: give numbers from 1 on")
         sizes = {"--gbs": self.global_batch, "--max-micro-batch": self.max_micro_batch, "--max-chunks": self.max_chunks}
         for flag, size in sizes.items():
             if size < 1:
@@ -125,7 +129,7 @@ CUTS = {
     "queues": "configurations with shards: ranks would wait for each other in the one queue of a device",
     "unneeded": "balanced configurations: they fit without balancing too",
     "refused": "configurations: the trainer refuses them with what the launch says",
-    "slower": "configurations with split backwards, two pipes or shards: slower than every row, by a bound, so nobody "
+    "slower": "configurations with split backwards, two pipes, slices or shards: slower than every row, by a bound, so nobody "
     "asked if they fit",
 }
 
@@ -143,7 +147,7 @@ def enumerate_setups(space: Space, cuts: Counter[str] | None = None) -> Iterator
     Where a space has `BLOCK`, a setup with `OPEN` stands for all numbers of layers: the least of them.
     """
     cuts = Counter() if cuts is None else cuts
-    common = {one.name: getattr(space, one.name) for one in fields(space)}
+    common = {one.name: getattr(space, one.name) for one in fields(space) if one.name != "slices"}
     balances = _balanced(space)
     for tensor, context, pipeline, data in _grids(space, cuts):
         per_replica = space.global_batch // data

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from bpipe.build import BALANCES
 from bpipe.generate.families import FAMILIES
 from bpipe.models.layout import Setup
 from bpipe.plan.explain import describe, describe_change
 from bpipe.plan.judge import Candidate, FamilyResult
-from bpipe.plan.megatron_flags import is_unproven
 from bpipe.plan.search import Outcome
 
 # What the trainer cannot do, or has not done yet, with what a row's schedule needs (docs/supported.md).
@@ -28,8 +28,12 @@ BEHIND_ATTENTION = (
     "norms behind attention and MLP, and capped logits, for which Megatron has no flags: a launch trains without them"
 )
 FP8 = (
-    "FP8 with transfers or our own loop was never run on a GPU: --bpipe-unproven fp8 tries it, and the first losses "
-    "are to be compared"
+    "FP8 with transfers was never run on a GPU: the trainer checks in its first iterations that all that moves comes "
+    "back as it left (--bpipe-verify)"
+)
+SLICES = (
+    "slices by Transformer Engine's attention were never run on a GPU: the trainer asks its kernel for a mask of known "
+    "answer first"
 )
 HYBRID = (
     "hybrid models are built by a script of their own, such as Megatron's pretrain_hybrid.py, started with -m "
@@ -54,7 +58,9 @@ def family_lines(outcome: Outcome) -> list[str]:
 def trainer_needs(outcome: Outcome) -> list[str]:
     """Return what the rows' schedules need of the trainer beyond the usual."""
     found = {need for row in outcome.rows for need in needs_of_setup(row.prediction.setup)}
-    return [need for need in (HALVES, AS_A_V, TWO_PIPES, GATED_GELU, BEHIND_ATTENTION, FP8, HYBRID) if need in found]
+    return [
+        need for need in (HALVES, AS_A_V, TWO_PIPES, GATED_GELU, BEHIND_ATTENTION, FP8, SLICES, HYBRID) if need in found
+    ]
 
 
 def needs_of_setup(setup: Setup) -> list[str]:
@@ -64,7 +70,9 @@ def needs_of_setup(setup: Setup) -> list[str]:
     unlike = model.post_norms or model.capped_attention or model.capped_logits
     every = (
         *((HALVES, halves), (AS_A_V, _is_a_v(setup)), (TWO_PIPES, setup.num_pipes > 1)),
-        *((GATED_GELU, model.gated_gelu), (BEHIND_ATTENTION, unlike), (FP8, is_unproven(setup))),
+        *((GATED_GELU, model.gated_gelu), (BEHIND_ATTENTION, unlike)),
+        (FP8, setup.fp8 is not None and setup.balance != BALANCES[0]),
+        (SLICES, setup.slices > 1 and setup.kernels == "gpu"),
         (HYBRID, model.hybrid is not None),
     )
     return [need for need, there in every if there]

@@ -72,6 +72,7 @@ def stock_of(space: Space, rows: Sequence[Candidate]) -> Stock:
     alone = replace(
         space, schedules=DEFAULTS, balances=BALANCES[:1], vocabulary_parallel=whole, switches=switches, hosts=(PAIR,)
     )
+    alone = replace(alone, slices=(1,))
     found = next(iter(search(alone, 1).rows), None)
     number, ours = next(
         ((number, row) for number, row in enumerate(rows, 1) if runs_ours(row.prediction.setup)), (None, None)

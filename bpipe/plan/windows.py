@@ -32,7 +32,13 @@ def windows_of(costs: Costs, num_ranks: int) -> Windows:
     )
     hop = max(links.inside.message_s(cost.sent_bytes) for cost in stages)
     return Windows(
-        tuple((kind, tuple(lasts[kind])) for kind in lasts if kind in COMPUTE), hop, inside, between, links.nodes, own
+        tuple((kind, tuple(lasts[kind])) for kind in lasts if kind in COMPUTE),
+        hop,
+        inside,
+        between,
+        links.nodes,
+        own,
+        costs.slices,
     )
 
 

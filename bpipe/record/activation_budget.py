@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import starmap
 from typing import Annotated, Any
 
 from bpipe.balance.budget import ActivationBudget
 from bpipe.balance.deadlines import Windows
 from bpipe.ir.action import Kind
-from bpipe.ir.memory import memory_of
+from bpipe.ir.memory import KeptMemory, memory_of
 from bpipe.record.keys import Rule, by_name, each, number, values_of, whole, written
 from bpipe.values import a_flag
 
@@ -25,7 +26,8 @@ class _Keys:
     """By rank, what there is room for; by stage, what one micro-batch holds; and what a shard of the vocabulary holds
     of one.
 
-    `reserved`: host buffers have a reserve.
+    `reserved`: host buffers have a reserve. Of `slices` a stage's stand one behind the other, and by stage there are
+    the keys and values that it keeps, and their gradients.
     """
 
     room_bytes: _Sizes
@@ -34,27 +36,36 @@ class _Keys:
     after_input_bytes: _Sizes
     shard_bytes: Annotated[int, whole()] = 0
     reserved: _Flag = False
+    slices: Annotated[int, whole(1)] = 1
+    keys_bytes: _Sizes = ()
+    gradients_bytes: _Sizes = ()
 
 
 def _read(found: object, name: str) -> ActivationBudget:
     keys = _Keys(**values_of(_Keys, found, name, f"{name}."))
     memory = memory_of(keys.saved_bytes, keys.moved_bytes, keys.after_input_bytes, keys.shard_bytes)
-    return ActivationBudget(keys.room_bytes, replace(memory, reserved=keys.reserved))
+    kept = tuple(starmap(KeptMemory, zip(keys.keys_bytes, keys.gradients_bytes, strict=True)))
+    memory = replace(memory, reserved=keys.reserved, slices=keys.slices, kept=kept)
+    return ActivationBudget(keys.room_bytes, memory)
 
 
 def _write(activation_budget: ActivationBudget) -> dict[str, Any]:
-    stages = activation_budget.memory.stages
+    memory = activation_budget.memory
     saved, moved, after = (
-        (*(size[name] for size in map(asdict, stages)),) for name in ("saved_bytes", "moved_bytes", "after_input_bytes")
+        (*(size[name] for size in map(asdict, memory.stages)),)
+        for name in ("saved_bytes", "moved_bytes", "after_input_bytes")
     )
+    kept = [one.keys_bytes for one in memory.kept], [one.gradients_bytes for one in memory.kept]
     return written(
         _Keys(
             activation_budget.room_bytes,
             saved,
             moved,
             after,
-            activation_budget.memory.shard_bytes,
-            activation_budget.memory.reserved,
+            memory.shard_bytes,
+            memory.reserved,
+            memory.slices,
+            *map(tuple, kept),
         )
     )
 
@@ -76,12 +87,13 @@ class _WindowsKeys:
     between_s: _SecondsByStage
     nodes: _Sizes = ()
     own_s: _SecondsByStage = ()
+    slices: Annotated[int, whole(1)] = 1
 
 
 def _read_windows(found: object, name: str) -> Windows:
     keys = _WindowsKeys(**values_of(_WindowsKeys, found, name, f"{name}."))
     lasts = tuple((Kind(kind), seconds) for kind, seconds in keys.lasts_s.items())
-    return Windows(lasts, keys.hop_s, keys.inside_s, keys.between_s, keys.nodes, keys.own_s)
+    return Windows(lasts, keys.hop_s, keys.inside_s, keys.between_s, keys.nodes, keys.own_s, keys.slices)
 
 
 def _write_windows(windows: Windows) -> dict[str, Any]:
@@ -89,7 +101,7 @@ def _write_windows(windows: Windows) -> dict[str, Any]:
     inside, between, own = (
         tuple(map(float, seconds)) for seconds in (windows.inside_s, windows.between_s, windows.own_s)
     )
-    return written(_WindowsKeys(lasts, float(windows.hop_s), inside, between, windows.nodes, own))
+    return written(_WindowsKeys(lasts, float(windows.hop_s), inside, between, windows.nodes, own, windows.slices))
 
 
 WindowsKeys = Annotated[Windows, Rule(_read_windows, _write_windows)]

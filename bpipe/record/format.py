@@ -404,7 +404,8 @@ class RankSummary:
     micro-batches differ in size: how many of all iterations `stayed` because they found too little room, and their
     bytes; by how much at most the bound was `passed` at once; the largest by stage that was to leave, `largest_bytes`,
     as a host buffer takes it; and how often rooms grew. `keys_bytes`: of micro-batches cut into slices, the keys,
-    values and their gradients that it kept beside all this.
+    values and their gradients that it kept beside all this. `verified_*`: iterations in which everything that left the
+    rank was checked and came back as it left, and how much that was.
     """
 
     run: Text | None = None
@@ -430,6 +431,19 @@ class RankSummary:
     times_grown: Whole = 0
     keys_bytes: Bytes = 0
     predicted_keys_bytes: Bytes = 0
+    verified_iterations: Whole = 0
+    verified_microbatches: Whole = 0
+    verified_storages: Whole = 0
+    verified_bytes: Bytes = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """Iterations of a whole run in which all that moved was checked and came back as it left, and how much that was."""
+
+    iterations: int
+    microbatches: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -522,7 +536,8 @@ class Held:
 @dataclass(frozen=True, slots=True)
 class Run:
     """A whole folder. `step_s[iteration]` is a training step with its reduction and update; `run_peak_bytes[rank]`
-    the peak over all iterations, recorded or not. `notes` tell what is missing."""
+    the peak over all iterations, recorded or not. `notes` tell what is missing, `verified` what was checked of what
+    moved."""
 
     folder: Path
     info: RunInfo
@@ -530,3 +545,4 @@ class Run:
     step_s: Mapping[int, float]
     run_peak_bytes: Mapping[int, int]
     notes: tuple[str, ...]
+    verified: Verified | None = None

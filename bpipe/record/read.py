@@ -36,6 +36,7 @@ from bpipe.record.format import (
     Run,
     RunInfo,
     TrainingStep,
+    Verified,
 )
 from bpipe.record.keys import keys_of, values_of
 from bpipe.record.one_run import check_one_run, check_speed, missing, refuse_two_runs
@@ -73,7 +74,18 @@ def read_run(folder: str | Path) -> Run:
             f"{len(others)} of the files rank_*.json are another run's and left out: a rank that was killed leaves none"
         )
     peaks = {one.rank: one.peak_bytes for one in summaries if one.rank not in others}
-    return Run(path, info, ranks, steps, peaks, tuple(notes))
+    verified = _verified([one for one in summaries if one.rank not in others])
+    return Run(path, info, ranks, steps, peaks, tuple(notes), verified)
+
+
+def _verified(summaries: Sequence[RankSummary]) -> Verified | None:
+    """What every rank checked; None where one checked nothing, or ended without a word."""
+    iterations = min((one.verified_iterations for one in summaries), default=0)
+    if not iterations:
+        return None
+    return Verified(
+        iterations, sum(one.verified_microbatches for one in summaries), sum(one.verified_bytes for one in summaries)
+    )
 
 
 def has_iterations(folder: str | Path) -> bool:

@@ -50,6 +50,7 @@ _DIFFERING = (
     "times_grown",
 )
 _SLICED = ("keys_bytes", "predicted_keys_bytes")
+_VERIFIED = ("verified_iterations", "verified_microbatches", "verified_storages", "verified_bytes")
 
 
 def _keys(value: Any) -> dict[str, Any]:
@@ -57,8 +58,9 @@ def _keys(value: Any) -> dict[str, Any]:
     keys = {"format": kind.FORMAT, "version": VERSION} if hasattr(kind, "FORMAT") else {}
     keys |= written(value)
     # Only of backwards with halves, of shards, of what a node's own memory holds, of micro-batches that differ in size,
-    # and of slices: elsewhere there is nothing to say. Nor do older records name their run.
-    for name in ("run", "after_input_bytes", "shard_bytes", "in_shards_bytes", *_OWN_MEMORY, *_DIFFERING, *_SLICED):
+    # of slices, and of what was checked: elsewhere there is nothing to say. Nor do older records name their run.
+    some = (*_OWN_MEMORY, *_DIFFERING, *_SLICED, *_VERIFIED)
+    for name in ("run", "after_input_bytes", "shard_bytes", "in_shards_bytes", *some):
         if not keys.get(name, True):
             del keys[name]
     if isinstance(value, Iteration):

@@ -68,19 +68,47 @@ def own_peak(
     predicted.
     """
     stages = range(schedule.num_stages)
-    keeps_input = exchange_of(schedule.name) is Exchange.MEGATRON_1F1B
     whole = [saved.get(stage, 0) for stage in stages]
     between = [after_input.get(stage, size) for stage, size in enumerate(whole)]
-    curve = live_bytes(schedule, rank, memory_of(whole, [moved.get(stage, 0) for stage in stages], between, shard))
+    return peak_of_rule(
+        schedule, rank, memory_of(whole, [moved.get(stage, 0) for stage in stages], between, shard), received
+    )
+
+
+def peak_of_rule(schedule: Schedule, rank: int, memory: Memory, received: int) -> int:
+    """Return the most a rank's own micro-batches occupy by a rule, which may have sizes by slice; see `own_peak`."""
+    keeps_input = exchange_of(schedule.name) is Exchange.MEGATRON_1F1B
     peak = 0
     after_backward = False
-    for slot, held in zip(schedule.ranks[rank], curve, strict=True):
+    for slot, held in zip(schedule.ranks[rank], live_bytes(schedule, rank, memory), strict=True):
         if slot.compute is not None:
             forward = slot.compute.kind is Kind.FORWARD
             held += received * (forward and after_backward and keeps_input)
             after_backward = not forward
         peak = max(peak, held)
     return peak
+
+
+def rule_by_slice(
+    schedule: Schedule,
+    saved: Mapping[tuple[int, int], int],
+    moved: Mapping[tuple[int, int], int],
+    after_input: Mapping[tuple[int, int], int],
+    shard: int = 0,
+) -> Memory:
+    """Return the rule for sizes of slices, each by stage and number: of those of one place the largest.
+
+    `moved` has nothing of what never leaves; where `after_input` has none, all that was saved is held.
+
+    A `shard` holds so many bytes of a slice between S and T.
+    """
+    slices = schedule.layout.slices
+    places = [[0, 0, 0] for _ in range(schedule.num_stages * slices)]
+    for (stage, number), size in saved.items():
+        place, key = places[stage * slices + number % slices], (stage, number)
+        for at, one in enumerate((size, moved.get(key, 0), after_input.get(key, size))):
+            place[at] = max(place[at], one)
+    return Memory(tuple(StageMemory(*place) for place in places), slices=slices, shard_bytes=shard)
 
 
 def kept_peak(schedule: Schedule, rank: int, kept: Mapping[int, KeptMemory]) -> int:

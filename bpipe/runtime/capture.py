@@ -36,13 +36,18 @@ class SavedStorage(NamedTuple):
 
     `alone` is False where somebody else holds it too, by [1] or [2], or it is not the device's to move.
 
-    `kind` is the kind of the node that saved it; of several, the first that the walk came to.
+    `kind` is the kind of the node that saved it, `tensor` the tensor; of several, the first that the walk came to.
     """
 
     storage: torch.UntypedStorage
     nbytes: int
     alone: bool
     kind: str = ""
+    tensor: tuple[torch.dtype, torch.Size] | None = None
+
+    def __str__(self) -> str:
+        dtype, shape = self.tensor or (torch.uint8, torch.Size((self.nbytes,)))
+        return f"{str(dtype).removeprefix('torch.')} {list(shape)}, saved by {self.kind}"
 
 
 class Place(NamedTuple):
@@ -67,11 +72,24 @@ class Uses:
     their payload's id, the ids of wrappers that the graph holds in its place.
     """
 
-    __slots__ = ("copies", "kind", "originals", "places", "saved", "stashed", "storage", "unplaced", "wrapped")
+    __slots__ = (
+        "copies",
+        "kind",
+        "originals",
+        "places",
+        "saved",
+        "stashed",
+        "storage",
+        "tensor",
+        "unplaced",
+        "wrapped",
+    )
 
-    def __init__(self, storage: torch.UntypedStorage, kind: str) -> None:
+    def __init__(self, storage: torch.UntypedStorage, kind: str, first: torch.Tensor) -> None:
         self.storage = storage
         self.kind = kind
+        # Not the tensor itself: holders are counted.
+        self.tensor = first.dtype, first.shape
         self.originals: list[torch.Tensor] = []
         self.saved: set[int] = set()
         self.stashed: Counter[int] = Counter()
@@ -149,7 +167,7 @@ def collect(roots: Sequence[Any]) -> tuple[dict[int, Uses], dict[int, torch.Tens
                 storage = tensor.untyped_storage()
                 use = uses.get(storage._cdata)
                 if use is None:
-                    use = uses[storage._cdata] = Uses(storage, node.name())
+                    use = uses[storage._cdata] = Uses(storage, node.name(), tensor)
                 place = Place(number, name, position)
                 if tensor is not again[position]:
                     use.copies.append(
@@ -169,7 +187,7 @@ def _add_regions(uses: dict[int, Uses], wrappers: dict[int, torch.Tensor], regio
     for tensor, stashed in regions.tensors():
         if is_plain(tensor):
             storage = tensor.untyped_storage()
-            use = uses.setdefault(storage._cdata, Uses(storage, "checkpoint"))
+            use = uses.setdefault(storage._cdata, Uses(storage, "checkpoint", tensor))
             use.add(tensor, stashed, None)
             if tensor._base is not None:
                 use.add(tensor._base, False, None)
@@ -191,7 +209,7 @@ def _add_wrapper(
     for each in (wrapper,) if wrapper._base is None else (wrapper, wrapper._base):
         for payload in payloads_of(each):
             inside = payload.untyped_storage()
-            use = uses.setdefault(inside._cdata, Uses(inside, kind))
+            use = uses.setdefault(inside._cdata, Uses(inside, kind, payload))
             if own_output is not None:
                 use.copies.append(own_output)
                 use.unplaced = True
@@ -228,7 +246,8 @@ def _judge(
         tensor = originals.pop()
         if num_python_holders(tensor) > use.holders(tensor) and not any(tensor is known for known in inputs):  # [2]
             alone = False
-    return SavedStorage(storage, storage.nbytes(), alone and storage.resizable() and _on(device, storage), use.kind)
+    movable = alone and storage.resizable() and _on(device, storage)
+    return SavedStorage(storage, storage.nbytes(), movable, use.kind, use.tensor)
 
 
 def _on(device: torch.device, storage: torch.UntypedStorage) -> bool:

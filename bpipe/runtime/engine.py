@@ -27,6 +27,7 @@ from bpipe.runtime.partners import Moving, Partners
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.sizing import Sizing
 from bpipe.runtime.streams import Streams, named
+from bpipe.runtime.verifying import Verifier
 from bpipe.transport.base import Pending, Transport
 
 # The names under which an engine's own time is taken: issuing each kind of transfer, and waiting for one.
@@ -45,7 +46,9 @@ class EngineConfig:
     besides the graph, from dgrad to wgrad; `between(shard)`: what it keeps of a micro-batch from S to T. `timed(name)`
     is entered around everything that this rank does for balancing: issuing a transfer, and waiting for one. `parts`: by
     stage, bytes of each micro-batch that leave, by default all that may. `shared(storage)`: whether several slices of a
-    micro-batch share it, so that it stays, as planned.
+    micro-batch share it, so that it stays, as planned. `verifier` checks what leaves and comes back, if anything does;
+    `links` are the names of transports by the other's rank, for its errors. `beside()`: streams, other than the one it is
+    called from, on which a stage computes parts of its forwards and backwards.
     """
 
     name: str
@@ -61,6 +64,9 @@ class EngineConfig:
     between: Callable[[Action], Sequence[torch.UntypedStorage]] = lambda shard: ()
     timed: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext()
     shared: Callable[[torch.UntypedStorage], bool] = lambda storage: False
+    verifier: Verifier | None = None
+    links: Mapping[int, str] = field(default_factory=dict)
+    beside: Callable[[], Sequence[torch.Stream]] = lambda: ()
 
 
 class Engine:
@@ -97,7 +103,10 @@ class Engine:
         self._first_iteration = True
         self._streams = (streams or Streams(config.device)) if transport else None
         how = (config.poison, config.differing, config.timeout_s)
-        moving = Moving(config.name, config.device, config.minimum_bytes, *how, self._wait, self._kept, config.parts)
+        moving = Moving(
+            *(config.name, config.device, config.minimum_bytes, *how, self._wait, self._kept, config.parts),
+            *(config.verifier, config.links, config.beside),
+        )
         self._partners = Partners(schedule, rank, transport, moving, self._streams)
         self._evictor, self._acceptor = self._partners.evictor, self._partners.acceptor
         # Dispatch by table, and the table is complete or the program does not start.
@@ -270,6 +279,8 @@ class Engine:
         for role in (self._evictor, self._acceptor):
             if role is not None:
                 role.end()
+        if self._config.verifier is not None:
+            self._config.verifier.end()
         if self._first_iteration:
             self._first_iteration = False
             self.shares = self._kept.shares(self.moved_bytes)

@@ -37,7 +37,8 @@ from bpipe.runtime.kept import Kept
 from bpipe.runtime.retrace import Retrace
 from bpipe.runtime.sizing import Sizing
 from bpipe.runtime.states import advance
-from bpipe.runtime.streams import Streams
+from bpipe.runtime.streams import Streams, used_here, used_on
+from bpipe.runtime.verifying import Verifier
 from bpipe.transport.base import Done, Pending, Transport
 from bpipe.transport.layout import BufferLayout
 
@@ -109,11 +110,16 @@ class Evictor:
         claims: Claims,
         differing: bool = False,
         parts: Mapping[int, int] = MappingProxyType({}),
+        verifier: Verifier | None = None,
+        link: str = "",
+        beside: Callable[[], Sequence[torch.Stream]] = lambda: (),
     ) -> None:
         """`stages_in_buffers` are the partner's host buffers: which of this rank's stages each of them holds.
 
         `claims` are shared by all evictors of a rank. `differing`: micro-batches of one stage may differ in size.
-        `parts`: by stage, how many bytes of each micro-batch leave, by default all that may.
+        `parts`: by stage, how many bytes of each micro-batch leave, by default all that may. `verifier` checks what
+        leaves; `link` says there how it travels. `beside()`: other streams than compute's on which forwards and
+        backwards run parts of a layer.
         """
         self._stages: frozenset[int] = frozenset().union(*stages_in_buffers)
         self._layout = BufferLayout(stages_in_buffers)
@@ -128,6 +134,9 @@ class Evictor:
         self._kept = kept
         self._claims = claims
         self._parts = parts
+        self._verifier, self._link, self._beside = verifier, link, beside
+        # By stage, what leaves last was looked at as a whole: for a check to name.
+        self._described: dict[int, Sequence[str]] = {}
         self._known: dict[Key, Activations] = {}
         self._announcements: list[tuple[Action, Pending]] = []
         self._measured_kinds: dict[int, Counter[str]] = {}
@@ -233,11 +242,27 @@ class Evictor:
         if self._transport.one_sided:
             self._transport.grow()
         with self._streams.outbound():  # [1]
+            sent = _bytes_of(activations.storages)
+            if self._checks is not None:
+                self._checks.leaves(action, self._link, sent, self._described.get(action.stage, ()))
             activations.pending = (
-                self._transport.put(host_buffer, _bytes_of(activations.storages))
-                if self._travels(activations)
-                else Done()
+                self._transport.put(host_buffer, sent) if self._travels(activations) else Done()
             )  # [2]
+
+    @property
+    def _checks(self) -> Verifier | None:
+        """What checks this iteration, if anything does."""
+        return self._verifier if self._verifier is not None and self._verifier.on else None
+
+    @property
+    def _poisons(self) -> bool:
+        """Whether memory is made useless before it is freed or filled: whoever reads it too early or too late, and would
+        mostly find what it expects, finds NaN."""
+        return self._poison or self._checks is not None
+
+    def _check(self, activations: Activations) -> None:
+        if self._checks is not None:
+            self._checks.is_here(activations.forward, _bytes_of(activations.storages))
 
     def _again(self, activations: Activations) -> list[torch.UntypedStorage]:
         """Return what leaves where an earlier micro-batch of the stage saved it; nothing where that is not known, or
@@ -263,6 +288,8 @@ class Evictor:
         storages = [item.storage for item in movable]
         if not self.sizing.differing and _lengths_of(storages) != self.sizing.announced.get(stage, ()):
             raise self._other_sizes(action, movable, activations.roots)
+        if self._checks is not None:
+            self._described[stage] = [str(item) for item in movable]
         if self._kept.asks(*_key(action)):
             self._kept.saw(stage, own, hiding(activations.roots), sum(item.nbytes for item in movable))
         if stage not in self._retraces and not self.sizing.differing:
@@ -306,8 +333,12 @@ class Evictor:
             if activations.state is ActivationsState.LEAVING:
                 self._finish(activations, ActivationsState.AWAY)  # [3]
                 self.sizing.away(*_key(activations.forward))
+                self._check(activations)
+                if self._beside():
+                    # Some of it was made on another stream, whose allocator does not know who read it meanwhile.
+                    used_here(*_bytes_of(activations.storages))
                 for storage in activations.storages:
-                    if self._poison:
+                    if self._poisons:
                         _poison(storage)
                     storage.resize_(0)
 
@@ -325,8 +356,11 @@ class Evictor:
         self.sizing.back(*_key(action))
         for storage, nbytes in zip(activations.storages, activations.lengths, strict=True):
             storage.resize_(nbytes)  # [4]
-            if self._poison:
+            if self._poisons:
                 _poison(storage)
+        if beside := self._beside():
+            # Now it is compute's, and nodes of other streams read it.
+            used_on(beside, _bytes_of(activations.storages))
         with self._streams.inbound():  # [5]
             activations.pending = (
                 self._transport.get(host_buffer, _bytes_of(activations.storages))
@@ -346,6 +380,7 @@ class Evictor:
                 f"{backward} is about to run but its activations are {activations.state.value}: the program has no "
                 f"LOAD for it"
             )
+        self._check(activations)
         del self._known[_key(backward)]
         self._claims.release(_key(backward))
 

@@ -91,8 +91,9 @@ class Meter:
         self.peak_bytes = 0
         self.saved_bytes: dict[int, int] = {}
         self.latest_bytes: dict[int, int] = {}
-        # By stage and micro-batch, what each saved.
+        # By stage and micro-batch, what each saved, and what it held between the halves of its backward.
         self.each_bytes: dict[Key, int] = {}
+        self.after_each_bytes: dict[Key, int] = {}
         self.after_input_bytes: dict[int, int] = {}
         self.received_bytes = 0
 
@@ -100,7 +101,7 @@ class Meter:
         """Begin an iteration: peaks start over; what all micro-batches share stays known."""
         self.peak_microbatches = self.peak_bytes = 0
         self.saved_bytes, self.latest_bytes, self.after_input_bytes = {}, {}, {}
-        self.each_bytes = {}
+        self.each_bytes, self.after_each_bytes = {}, {}
         self.shard_bytes = 0
         self._shards.clear()
         # What is still alive although its micro-batch is long over is held by somebody else, and so nobody's
@@ -188,6 +189,7 @@ class Meter:
             if held.looks or held.over:
                 self._look(held)
                 if held.halved and not held.over:
+                    self.after_each_bytes[owner] = max(self.after_each_bytes.get(owner, 0), held.bytes_now)
                     self.after_input_bytes[owner[0]] = max(self.after_input_bytes.get(owner[0], 0), held.bytes_now)
                 if held.over and not held.addresses:
                     del self._held[owner]

@@ -8,8 +8,9 @@ several, and whatever has to be done with all of them in one order. Starts no tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -31,6 +32,7 @@ from bpipe.runtime.evictor import Evictor
 from bpipe.runtime.kept import Kept
 from bpipe.runtime.several import SeveralGuests, SeveralHosts
 from bpipe.runtime.streams import Streams
+from bpipe.runtime.verifying import Verifier
 from bpipe.transport.base import Pending, Transport
 
 
@@ -38,7 +40,8 @@ from bpipe.transport.base import Pending, Transport
 class Moving:
     """Settings of this rank's transfers, whoever is at the other end; `wait` waits for one and names it in errors.
 
-    `parts`: by stage, bytes of each micro-batch that leave, where not all that may do.
+    `parts`: by stage, bytes of each micro-batch that leave, where not all that may do. `verifier`: checks what leaves,
+    where anything does. `links`: by the other's rank, over which transport. `beside()`: streams of a stage's own.
     """
 
     name: str
@@ -50,6 +53,9 @@ class Moving:
     wait: Callable[[Pending, Action, str], None]
     kept: Kept
     parts: Mapping[int, int]
+    verifier: Verifier | None = None
+    links: Mapping[int, str] = MappingProxyType({})
+    beside: Callable[[], Sequence[torch.Stream]] = lambda: ()
 
 
 @dataclass(frozen=True)
@@ -121,6 +127,9 @@ class Partners:
             claims,
             moving.differing,
             moving.parts,
+            moving.verifier,
+            self._end(other) + (f" over {moving.links[other]}" if other in moving.links else ""),
+            moving.beside,
         )
         acceptor: Acceptor
         if transport.one_sided:
@@ -157,7 +166,9 @@ class Partners:
 
     def named(self, action: Action) -> str:
         """Return the other end of a transfer, for errors."""
-        other = self.partner_of(action)
+        return self._end(self.partner_of(action))
+
+    def _end(self, other: int) -> str:
         return "its own node's memory" if other == self._rank else f"stage {other}"
 
     @property

@@ -162,6 +162,13 @@ def used_here(*tensors: torch.Tensor) -> None:
             tensor.record_stream(_here())
 
 
+def used_on(streams: Sequence[torch.Stream], tensors: Sequence[torch.Tensor]) -> None:
+    """Mark memory as used on other streams, as these are now and until it is let go of."""
+    for stream in streams:
+        for tensor in tensors:
+            tensor.record_stream(cast(Any, stream))
+
+
 def lanes(device: torch.device, timeout_s: float) -> tuple[CopyLane, CopyLane]:
     """Return the lanes that carry one-sided copies outbound and inbound: the device's streams, or a thread each."""
     if _has_streams(device):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 
-from bpipe.ir.memory import Memory, memory_of
+from bpipe.ir.memory import KeptMemory, Memory, memory_of
 from bpipe.ir.program import Exchange
 
 Number = int | float | Fraction
@@ -188,6 +188,8 @@ class Links:
 class Costs:
     """Costs of all stages (with chunks p*v of them) and of the links between their ranks.
 
+    Where costs are by slice, of `slices` a micro-batch, `stages` has those of a stage's slices one behind the other,
+    each with the seconds of the stage's reduction and update; `kept` is what each stage keeps for them.
     `exchange`: when ranks send, receive and wait for what passes between stages. `shards`: what each rank's shard of
     the vocabulary takes, or one for all alike; `collectives`: what passes between them. `one_sided`: ranks that move
     their activations by themselves, whatever their partner is doing; others meet it for every transfer. `synchronous`:
@@ -205,6 +207,20 @@ class Costs:
     collectives: CollectiveCost = CollectiveCost()
     eager: bool = False
     replicas_apart: bool = False
+    slices: int = 1
+    kept: tuple[KeptMemory, ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages) // self.slices
+
+    def of(self, stage: int, microbatch: int = 0) -> StageCost:
+        """Return the cost of a stage for a micro-batch, or slice; without one, for the first."""
+        return self.stages[stage * self.slices + microbatch % self.slices]
+
+    def of_stage(self, stage: int) -> tuple[StageCost, ...]:
+        """Return the costs of a stage: of a whole micro-batch, or of its slices."""
+        return self.stages[stage * self.slices : (stage + 1) * self.slices]
 
     def scaled(self, factor: Number) -> Costs:
         """Return costs with all durations multiplied by `factor`; a link carries as much less."""
@@ -219,7 +235,7 @@ class Costs:
         )
 
     def holding(self, memory: Memory) -> Costs:
-        """Return the costs with these bytes of every stage's micro-batch."""
+        """Return the costs with these bytes of every stage's micro-batch, or slice."""
         sizes = zip(self.stages, memory.stages, strict=True)
         stages = (
             replace(
@@ -230,16 +246,17 @@ class Costs:
             )
             for cost, size in sizes
         )
-        return replace(self, stages=tuple(stages))
+        return replace(self, stages=tuple(stages), kept=memory.kept)
 
     @property
     def memory(self) -> Memory:
         """Memory of every stage."""
         after = [cost.saved_bytes if cost.after_input_bytes is None else cost.after_input_bytes for cost in self.stages]
         held = max((shard.held_bytes for shard in self.shards), default=0)
-        return memory_of(
+        alike = memory_of(
             [cost.saved_bytes for cost in self.stages], [cost.moved_bytes for cost in self.stages], after, held
         )
+        return replace(alike, slices=self.slices, kept=self.kept)
 
 
 def scaled[Cost: (StageCost, ShardCost, CollectiveCost)](cost: Cost, factor: Number) -> Cost:
@@ -255,10 +272,19 @@ def uniform(num_stages: int, cost: StageCost, links: Links | None = None) -> Cos
     return Costs((cost,) * num_stages, links or Links())
 
 
-def check_fits(costs: Costs, num_stages: int, num_ranks: int, split_backward: Sequence[int]) -> None:
+def check_fits(costs: Costs, num_stages: int, num_ranks: int, split_backward: Sequence[int], slices: int = 1) -> None:
     """Raise ValueError unless costs cover the schedule. `split_backward`: stages with a split backward."""
-    if len(costs.stages) != num_stages:
-        raise ValueError(f"costs of {len(costs.stages)} stages for a schedule of {num_stages}: give one for each stage")
+    if costs.slices not in (1, slices):
+        raise ValueError(
+            f"costs of {costs.slices} slices for a schedule of {slices}: give one for each, or one for all"
+        )
+    if costs.slices > 1 and costs.shards:
+        raise ValueError(
+            f"costs of {costs.slices} slices and of shards of the vocabulary: what a shard takes is known of whole "
+            f"micro-batches only, so leave the slices out, or the vocabulary whole"
+        )
+    if len(costs.stages) != num_stages * costs.slices:
+        raise ValueError(f"costs of {costs.num_stages} stages for a schedule of {num_stages}: give one for each stage")
     if costs.links.nodes and len(costs.links.nodes) != num_ranks:
         raise ValueError(
             f"links name the nodes of {len(costs.links.nodes)} ranks, the schedule has {num_ranks}: give one for each "
@@ -270,7 +296,7 @@ def check_fits(costs: Costs, num_stages: int, num_ranks: int, split_backward: Se
             f"all alike"
         )
     for stage in split_backward:
-        if costs.stages[stage].weight_s is None:
+        if any(cost.weight_s is None for cost in costs.of_stage(stage)):
             raise ValueError(
                 f"stage {stage} computes its backward in halves: give weight_s, the seconds of the weights' half"
             )

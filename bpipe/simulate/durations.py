@@ -10,7 +10,8 @@ from bpipe.simulate.cost import Costs, Number, ShardCost
 
 
 def durations(costs: Costs, num_ranks: int) -> dict[Kind, list[Number]]:
-    """Return the seconds of every kind of computation on every stage, or, of shards, on every rank."""
+    """Return the seconds of every kind of computation on every stage, or slice of one, or, of shards, on every
+    rank."""
     stages = costs.stages
     shards = costs.shards if len(costs.shards) > 1 else (costs.shards or (ShardCost(),)) * num_ranks
     return {

@@ -51,8 +51,9 @@ _Process = Generator[int, None, None]
 
 def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     """Simulate a schedule. Raises ValueError where the costs do not cover it, or its ranks wait for each other."""
-    check_fits(costs, schedule.num_stages, schedule.num_ranks, schedule.split_stages)
-    if not costs.shards and schedule.layout.shard_kinds:
+    layout = schedule.layout
+    check_fits(costs, schedule.num_stages, schedule.num_ranks, schedule.split_stages, layout.slices)
+    if not costs.shards and layout.shard_kinds:
         raise ValueError(f"schedule {schedule.name} splits the vocabulary: give the costs of its shards")
     run = _Run(schedule, costs)
     run.execute()
@@ -135,11 +136,12 @@ class _Run:
         self.exposed: list[Number] = [0] * schedule.num_ranks
         self.clocks: list[Number] = [0] * schedule.num_ranks
         self.durations = durations(costs, schedule.num_ranks)
-        pipes = range(min(schedule.layout.num_pipes, self.width))
-        self.num_pipes, self.paths = len(pipes), [self._paths(pipe) for pipe in pipes]
+        # Messages differ by pipe, or by slice: two pipes take no slices. Those after as many micro-batches are alike.
+        alike = range(min(max(schedule.layout.num_pipes, costs.slices), self.width))
+        self.num_alike, self.paths = len(alike), [self._paths(first) for first in alike]
         groups = range(self.dependencies.num_values // self.width)
         self.num_parties = [
-            [len(self.dependencies.route(group * self.width + pipe).parties) for group in groups] for pipe in pipes
+            [len(self.dependencies.route(group * self.width + first).parties) for group in groups] for first in alike
         ]
         # By group of values.
         self.collective = [path is not None and path.is_collective for path in self.paths[0]]
@@ -150,8 +152,8 @@ class _Run:
         self.rendezvous = costs.exchange is not Exchange.POSTED
         self.missing: dict[int, tuple[int, Number]] = {}
 
-    def _paths(self, pipe: int) -> list[_Path | None]:
-        """By group of values: how they pass, on this pipe. None: between no ranks."""
+    def _paths(self, microbatch: int) -> list[_Path | None]:
+        """By group of values: how they pass, of this micro-batch, or slice. None: between no ranks."""
         links, num_stages, seconds = (
             self.costs.links,
             self.dependencies.num_stages,
@@ -159,7 +161,7 @@ class _Run:
         )
         paths: list[_Path | None] = []
         for group in range(self.dependencies.num_values // self.width):
-            route = self.dependencies.route(group * self.width + pipe)
+            route = self.dependencies.route(group * self.width + microbatch)
             parties = route.parties
             if len(parties) < 2 or not route.takers:
                 paths.append(None)
@@ -168,7 +170,8 @@ class _Run:
                 paths.append(_collective(group, latency + seconds[self.dependencies.sort(group * self.width)]))
             else:
                 # A gradient is as large as the output of the stage before.
-                sent_bytes = self.costs.stages[group if group < num_stages else group - num_stages - 1].sent_bytes
+                sender = group if group < num_stages else group - num_stages - 1
+                sent_bytes = self.costs.of(sender, microbatch).sent_bytes
                 paths.append(_Path(*self._ports(*parties), links.link(*parties).message_s(sent_bytes)))
         return paths
 
@@ -266,7 +269,7 @@ class _Run:
     def _rank(self, program: Program) -> _Process:
         """One rank's iteration."""
         rank = program.rank
-        done, durations = self.compute[rank].append, self.durations
+        done, durations, slices = self.compute[rank].append, self.durations, self.costs.slices
         # What a NamedTuple's own constructor does, without asking for names: there are millions.
         made = tuple.__new__
         clock: Number = 0
@@ -285,7 +288,7 @@ class _Run:
                 clock = yield from self._await(rank, issued, clock)  # [4]
                 issued.clear()
             if op == _RUN:
-                end = clock + durations[operand.kind][operand.stage]
+                end = clock + durations[operand.kind][operand.stage * slices + operand.microbatch % slices]
                 done(made(Timed, (operand, clock, end)))
                 clock = end
             elif op == _WAIT:
@@ -321,12 +324,12 @@ class _Run:
         """
         group, microbatch = divmod(value, self.width)
         if self.rendezvous or self.collective[group]:
-            missing, latest = self.missing.pop(value, (self.num_parties[microbatch % self.num_pipes][group], clock))
+            missing, latest = self.missing.pop(value, (self.num_parties[microbatch % self.num_alike][group], clock))
             clock = max(latest, clock)
             if missing > 1:
                 self.missing[value] = missing - 1, clock
                 return
-        path = self.paths[microbatch % self.num_pipes][group]
+        path = self.paths[microbatch % self.num_alike][group]
         assert path is not None, "what is sent has another rank to go to"
         heapq.heappush(self.ready, (clock, value, *path))
 
@@ -365,7 +368,7 @@ class _Run:
         if met:
             transfer = met.popleft()
         else:
-            cost = self.costs.stages[action.stage]
+            cost = self.costs.of(action.stage, action.microbatch)
             links = self.costs.links
             seconds = (
                 links.link(sender, receiver).seconds(cost.moved_bytes) if cost.transfer_s is None else cost.transfer_s
@@ -400,9 +403,9 @@ class _Run:
         for transfer in self.transfers:
             for rank, action in transfer.actions.items():
                 moves[rank].append(Timed(action, transfer.start, self._end(transfer.event)))
-        stages, layout = self.costs.stages, self.schedule.layout
+        costs, layout = self.costs, self.schedule.layout
         updates = [
-            sum(stages[stage].optimizer_s for stage in layout.stages_of(rank))
+            sum(costs.of(stage).optimizer_s for stage in layout.stages_of(rank))
             for rank in range(self.schedule.num_ranks)
         ]
         reduced = reductions(self.schedule, self.costs, self.compute, self.clocks, self._busy())

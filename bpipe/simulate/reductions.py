@@ -48,7 +48,7 @@ def reductions(
         free: Number = 0
         for _, stage, ready in sorted(queue):
             start = max(ready, free)
-            free = _over(start, costs.stages[stage].reduction_s, taken)
+            free = _over(start, costs.of(stage).reduction_s, taken)
             for rank in ranks:
                 found[rank].append(Reduced(stage, start, free))
     return tuple(map(tuple, found))
@@ -59,7 +59,8 @@ def _queues(
 ) -> dict[tuple[int, ...], list[_Complete]]:
     """By the ranks that have a part in them, the stages whose gradients are reduced."""
     queues: dict[tuple[int, ...], list[_Complete]] = {}
-    for stage, cost in enumerate(costs.stages):
+    for stage in range(costs.num_stages):
+        cost = costs.of(stage)
         ranks = tuple(sorted(set(schedule.layout.replicas(stage))))
         # A pipe without a micro-batch completes nothing, and has its gradients, zeros, at once.
         complete = max(completed[rank].get(stage, 0) for rank in ranks)

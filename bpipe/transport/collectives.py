@@ -54,8 +54,8 @@ _FIRST = {
     Kind.BACKWARD: Subject.FIRST_GRADIENT,
     Kind.BACKWARD_INPUT: Subject.FIRST_SPLIT_GRADIENT,
 }
-# The rank that makes a message, or the first of them, and what it computes for it.
-Sort = tuple[int, Kind]
+# The rank that makes a message, or the first of them, what it computes for it, and of which slice of a micro-batch.
+Sort = tuple[int, Kind, int]
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class _UnderWay(NamedTuple):
 class Collectives:
     """One rank's collectives for one program; the groups may serve several.
 
-    `rank_of(action)` is where a computation runs.
+    `rank_of(action)` is where a computation runs. A micro-batch goes in so many `slices`, which may differ in shape.
     """
 
     def __init__(
@@ -137,7 +137,9 @@ class Collectives:
         rank_of: Callable[[Action], int],
         device: torch.device,
         second: SecondStep | None = None,
+        slices: int = 1,
     ) -> None:
+        self._slices = slices
         self._rank, self._groups, self._rank_of, self._device, self._second = rank, groups, rank_of, device, second
         # What broke on the lane, of which only the rank that needs the sum would hear.
         self._broken: list[Exception] = []
@@ -214,7 +216,8 @@ class Collectives:
             raise self._broken[0]
 
     def _sort(self, message: Message) -> Sort:
-        return self._rank_of(message.made_by[0]), _kind(message)
+        first = message.made_by[0]
+        return self._rank_of(first), first.kind, first.microbatch % self._slices
 
     def _receives(self, message: Message) -> bool:
         return len(message.made_by) == 1 and self._rank_of(message.made_by[0]) != self._rank

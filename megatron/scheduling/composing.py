@@ -19,7 +19,7 @@ from megatron.scheduling.memory.learning import Learner
 from megatron.scheduling.memory.optimizer_state import OptimizerState
 from megatron.scheduling.options.arguments import SchedulingConfig
 from megatron.scheduling.placement.placed import wraps_of
-from megatron.scheduling.report.reporting import Reporter
+from megatron.scheduling.report.reporting import Monitor, Reporter
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ def compose(config: SchedulingConfig, args: Any = None) -> Composition:
     reporter = Reporter(config, driver) if config.report is not None else None
     if reporter is not None:
         wraps |= reporter.wraps()
+    elif config.metrics_interval is not None and (config.balance or config.own is not None):
+        wraps |= Monitor(config, driver).wraps()
     if config.memory is not None and config.memory.learns:
         wraps |= Learner(config, driver).wraps(wraps)
     if config.optimizer_hosts:

@@ -25,7 +25,7 @@ _CPU = torch.device("cpu")
 
 # Megatron's flags that a machine without a GPU needs. A user there should not have to know them; what the user gives
 # wins.
-ARGUMENTS = (
+ARGUMENTS: tuple[str, ...] = (
     *("--distributed-backend", "gloo", "--transformer-impl", "local", "--use-cpu-initialization"),
     *("--no-masked-softmax-fusion", "--no-bias-swiglu-fusion", "--no-bias-gelu-fusion", "--no-bias-dropout-fusion"),
     *("--no-gradient-accumulation-fusion", "--no-rope-fusion", "--no-persist-layer-norm"),
@@ -34,11 +34,7 @@ ARGUMENTS = (
 
 def install() -> None:
     """Replace the CUDA runtime by the CPU. Call once, before Megatron is imported; a second call does nothing."""
-    stand_in(
-        _CPU,
-        _answers_of_cpu(),
-        {"is_available": _answer(True), "current_device_index": _answer(0), "current_stream": _answer(_Inert())},
-    )
+    stand_in(_CPU, answers_of_one_device(), accelerator_answers())
 
 
 def stand_in(device: torch.device, cuda: Mapping[str, Any], accelerator: Mapping[str, Any]) -> None:
@@ -158,8 +154,8 @@ def answers() -> dict[str, Any]:
     }
 
 
-def _answers_of_cpu() -> dict[str, Any]:
-    """Runtime queries, streams, events and memory counters of one device that is the CPU."""
+def answers_of_one_device() -> dict[str, Any]:
+    """Return runtime queries, streams, events and memory counters of one device, the CPU, that runs all in order."""
     stream = _Inert()
     return {
         **answers(),
@@ -186,6 +182,11 @@ def _answers_of_cpu() -> dict[str, Any]:
         "set_stream": _answer(None),
         "stream": _context(),
     }
+
+
+def accelerator_answers() -> dict[str, Any]:
+    """Return what `torch.accelerator` answers on a device that runs everything in order."""
+    return {"is_available": _answer(True), "current_device_index": _answer(0), "current_stream": _answer(_Inert())}
 
 
 class ZeroStatistics(dict[str, int]):

@@ -3,8 +3,9 @@ same tokens.
 
 In: sizes. Out: a table on stdout. One process computes forwards and backwards of two of Megatron's GPT layers on a CPU,
 one thread. Whole and sliced iterations take turns; every figure is the median of --rounds of their ratios, with the
-least and the most behind it. What it cannot show: a GPU, whose small kernels lose more, fused attention, and waiting,
-which slices make less.
+least and the most behind it. Masked scores that a whole iteration computes in vain hide what small slices lose, so
+--without-scores leaves scores out: all else of a layer is left. What it cannot show: a GPU, whose small kernels lose
+more, fused attention, and waiting, which slices make less.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from megatron.scheduling.start import startup
 
@@ -26,7 +28,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock  # noqa
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 from torch._C._distributed_c10d import HashStore  # noqa: E402
 
-from bpipe.flags.values import EVEN, WORK  # noqa: E402
+from bpipe.ir.layout import EVEN, WORK  # noqa: E402
 from megatron.scheduling.hooks import patches  # noqa: E402
 from megatron.scheduling.slices.slicing import Slicing  # noqa: E402
 
@@ -38,14 +40,18 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=512, metavar="N")
     parser.add_argument("--sequences", type=int, nargs="+", default=[512, 1024, 2048], metavar="N")
     parser.add_argument("--lengths", choices=(EVEN, WORK), default=EVEN)
+    parser.add_argument("--without-scores", action="store_true", help="give values as they are in place of attention")
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    stage = _stage(options.hidden)
-    print(f"hidden {options.hidden}, 2 layers, slices {options.lengths}; processor time of an iteration, whole = 1")
+    stage = _stage(options.hidden, options.without_scores)
+    scores = ", no scores" * options.without_scores
+    print(
+        f"hidden {options.hidden}, 2 layers{scores}, slices {options.lengths}; processor time of an iteration, whole = 1"
+    )
     print("tokens  " + "".join(f"{number:>4} slices        " for number in SLICES))
     for length in options.sequences:
         ratios = _ratios(stage, length, options.lengths, options.rounds)
@@ -54,7 +60,14 @@ def main() -> int:
     return 0
 
 
-def _stage(hidden: int) -> TransformerBlock:
+class _Values(torch.nn.Module):
+    """In place of a core attention: uses what it is given, and computes no scores."""
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return (query + key + value).flatten(2)
+
+
+def _stage(hidden: int, without_scores: bool) -> TransformerBlock:
     config = TransformerConfig(
         num_layers=2,
         hidden_size=hidden,
@@ -65,7 +78,10 @@ def _stage(hidden: int) -> TransformerBlock:
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
     )
-    return TransformerBlock(config, get_gpt_layer_local_spec(), post_process=False).train()
+    stage = TransformerBlock(config, get_gpt_layer_local_spec(), post_process=False).train()
+    for layer in stage.layers if without_scores else ():
+        layer.self_attention.core_attention = _Values()
+    return stage
 
 
 def _ratios(stage: TransformerBlock, length: int, lengths: str, rounds: int) -> list[list[float]]:

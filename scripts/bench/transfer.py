@@ -5,9 +5,9 @@ In: sizes and rounds. Out: tables on stdout, and with --json everything that was
 Links: two processes. One micro-batch there and back, as one storage and as several, over each transport and, in the
 same round, by a plain copy within one process. How long the calls on the acceptor's main thread took, and what its
 whole process worked meanwhile. Pipeline: four processes run 1F1B, an iteration without balancing and then one with each
-transport, asynchronously and synchronously, in an order that turns from round to round. A computation is a wait of
-fixed length, and so leaves the cores to the copies, as a device would leave them to its copy engines. Ratios are to the
-iteration without balancing of the same round.
+transport, asynchronously, synchronously, and with checks of all that moves, in an order that turns from round to round.
+A computation is a wait of fixed length, and so leaves the cores to the copies, as a device would leave them to its copy
+engines. Ratios are to the iteration without balancing of the same round.
 
 What it cannot show: anything of a GPU, its links or its copy engines; contention between copies and real computation,
 which on a CPU share the same cores and memory.
@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import datetime
 import json
+import math
 import os
 import platform
 import statistics
@@ -44,6 +45,7 @@ from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.stage import Stage, Tensors, TorchStages
 from bpipe.runtime.streams import Streams, copying_on
+from bpipe.runtime.verifying import Verifier
 from bpipe.transport.base import Pending, Transport
 from bpipe.transport.connect import Connection, connect
 from bpipe.transport.edges import Edges, connect_edges
@@ -57,6 +59,7 @@ TIMEOUT_S = 120.0
 STAGES, MICROBATCHES = 4, 8
 # A forward, and a backward of twice that.
 FORWARD_S = 0.02
+SYNCHRONOUS, VERIFIED = ", synchronous", ", verified"
 BUFFER, HOSTED = (frozenset({0}),), {kind: Action(0, kind, 0) for kind in (Kind.HOST, Kind.RETURN)}
 WARM_UP = 2
 
@@ -277,15 +280,36 @@ class Waiting(TorchStages):
         return super().backward(action, gradients)
 
 
+class TimedVerifier(Verifier):
+    """Adds up the processor's seconds that checks take: other processes do not count."""
+
+    took_s = 0.0
+
+    def _sums(self, tensors: Sequence[torch.Tensor], moment: str) -> torch.Tensor:
+        begin = time.thread_time()
+        sums = super()._sums(tensors, moment)
+        self.took_s += time.thread_time() - begin
+        return sums
+
+    def end(self) -> None:
+        begin = time.thread_time()
+        super().end()
+        self.took_s += time.thread_time() - begin
+
+
 class Loop:
     """One rank's 1F1B with an engine."""
 
     def __init__(
-        self, schedule: Schedule, rank: int, transport: Transport | None, synchronous: bool, stage: Stage, edges: Edges
+        self, schedule: Schedule, rank: int, transport: Transport | None, how: str, stage: Stage, edges: Edges
     ) -> None:
         self.executor = Executor(schedule, rank, stage, edges)
         self.held_s = 0.0
-        config = EngineConfig(f"rank {rank}", CPU, 1024, TIMEOUT_S, synchronous=synchronous, timed=self.timed)
+        name = f"rank {rank}"
+        self.verifier = TimedVerifier(name, CPU, math.inf) if how == VERIFIED else None
+        config = EngineConfig(
+            name, CPU, 1024, TIMEOUT_S, synchronous=how == SYNCHRONOUS, timed=self.timed, verifier=self.verifier
+        )
         self.engine = Engine(schedule, rank, transport, config)
 
     @contextlib.contextmanager
@@ -299,6 +323,8 @@ class Loop:
     def iteration(self) -> float:
         """Return the seconds from the first operation to the last on this rank."""
         self.held_s = 0.0
+        if self.verifier is not None:
+            self.verifier.took_s = 0.0
         dist.barrier()
         begin = time.perf_counter()
         self.executor.run(self.engine)
@@ -321,19 +347,26 @@ def pipeline(rank: int, options: argparse.Namespace) -> dict[str, Any]:
     connections = connected(pairs)
     stage = Waiting(rank, int(options.microbatch * MB) // options.storages // 4, options.storages)
     edges = Edges(rank, connect_edges(neighbours(plans["none"]), "gloo", TIMEOUT_S, CPU), CPU)
-    loops = {"none": Loop(plans["none"], rank, None, False, stage, edges)}
-    for name, (suffix, synchronous) in product(TRANSPORTS, (("", False), (", synchronous", True))):
+    loops = {"none": Loop(plans["none"], rank, None, "", stage, edges)}
+    for name, how in product(TRANSPORTS, ("", SYNCHRONOUS, VERIFIED)):
         transport = connections[name].transport() if connections else None
-        loops[f"{name}{suffix}"] = Loop(plans["bpipe"], rank, transport, synchronous, stage, edges)
+        loops[f"{name}{how}"] = Loop(plans["bpipe"], rank, transport, how, stage, edges)
     samples: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in loops}
     for counts, name in in_turn(tuple(loops), options.rounds):
         took = loops[name].iteration()
-        everyone = everyones((took, loops[name].held_s))
+        verifier = loops[name].verifier
+        everyone = everyones((took, loops[name].held_s, 0.0 if verifier is None else verifier.took_s))
         if counts:
             evictor, acceptor = pairs[0]
             held = {"evictor_held_s": everyone[evictor][1], "acceptor_held_s": everyone[acceptor][1]}
-            append_each(samples[name], {"iteration_s": max(took for took, _ in everyone), **held})
+            append_each(
+                samples[name],
+                {"iteration_s": max(one[0] for one in everyone), **held, "checks_s": everyone[evictor][2]},
+            )
     moved = loops["gloo"].engine.moved_bytes.get(rank, 0)
+    checked = loops[f"gloo{VERIFIED}"].verifier
+    assert checked is not None
+    assert checked.certificate.iterations == WARM_UP + options.rounds
     for loop in loops.values():
         loop.engine.release()
     for connection in connections.values():
@@ -382,6 +415,14 @@ def report(measured: dict[str, Any]) -> None:
     print("|---|---|---|---|---|")
     for cells in pipeline_rows(found["samples"]):
         print(f"| {' | '.join(cells)} |")
+    print("\nAn iteration whose transfers are checked, to one of the same transport and round whose are not, % more:")
+    for name in TRANSPORTS:
+        checked, plain = (found["samples"][f"{name}{how}"]["iteration_s"] for how in (VERIFIED, ""))
+        own = spread(quotients(found["samples"][f"{name}{VERIFIED}"]["checks_s"], checked, 100), ".2f")
+        print(
+            f"{name}: {spread([100 * (ratio - 1) for ratio in quotients(checked, plain)], '+.2f')}; the evictor's "
+            f"processor computes checksums for {own} % of it"
+        )
 
 
 def link_rows(entry: dict[str, Any]) -> Iterator[list[str]]:

@@ -3,7 +3,8 @@ iteration.
 
 In: `RANK`, and FAULT="<rank> <operation> <signal> [iteration, 2]"; only before torchrun's first restart. Out: a
 training run until then. Instead of a signal MEMORY: the operation, a forward, raises what torch raises when the device
-has no memory left. Or in: CASES, a list of argument lists, each of which must be refused; out: the refusals, one after
+has no memory left. FLIP: the operation is a transport, whose
+host buffer loses a bit. Or in: CASES, a list of argument lists, each of which must be refused; out: the refusals, one after
 another.
 """
 
@@ -58,6 +59,40 @@ def run_out_of_memory(operation: str, iteration: int) -> None:
     pretrain_gpt.forward_step = short
 
 
+def flip_a_bit(transport: str) -> None:
+    """Let a bit of the second micro-batch that lies in a host buffer of this rank's transport be another."""
+    from bpipe.transport.distributed import Distributed
+    from bpipe.transport.memory import TensorRegion
+
+    calls = 0
+
+    def damaged(place: Any, count: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == count:
+            place[37] ^= 16
+
+    if transport == "gloo":
+        give_back = Distributed.give_back
+
+        def giving(self: Distributed, host_buffer: int, tensors: Any) -> Any:
+            # What a link is measured by is one tensor.
+            if len(tensors) > 1:
+                damaged(tensors[-1], 2)
+            return give_back(self, host_buffer, tensors)
+
+        Distributed.give_back = giving  # type: ignore[method-assign]
+        return
+    read = TensorRegion.read
+
+    def reading(self: TensorRegion, offset: int, target: Any) -> None:
+        if offset:
+            damaged(self._tensor[offset:], 10)
+        read(self, offset, target)
+
+    TensorRegion.read = reading  # type: ignore[method-assign]
+
+
 def refuse(cases: list[list[str]]) -> None:
     """Try to train with each of the argument lists and print the error, as Python would."""
     from megatron.training import training
@@ -83,7 +118,9 @@ if __name__ == "__main__":
     if "FAULT" in os.environ:
         rank, operation, name, *iteration = os.environ["FAULT"].split()
         if os.environ["RANK"] == rank and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-            if name == "MEMORY":
+            if name == "FLIP":
+                flip_a_bit(operation)
+            elif name == "MEMORY":
                 run_out_of_memory(operation, int(*iteration or [2]))
             else:
                 break_after(operation, signal.Signals[name], int(*iteration or [2]))

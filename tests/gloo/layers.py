@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -27,6 +28,23 @@ def attending_plainly(model: Any) -> ModuleSpec:
     )
     attention = spec.submodules.self_attention
     attention.submodules = dataclasses.replace(attention.submodules, core_attention=PlainAttention)
+    return spec
+
+
+class LatentAttention(DotProductAttention):
+    """Megatron's own core attention, for latent attention: that says how wide keys and values are, and its own takes
+    neither. It divides its output by `--kv-channels`, which are a value's here."""
+
+    def __init__(self, *, k_channels: int | None = None, v_channels: int | None = None, **others: Any) -> None:
+        super().__init__(**others)
+        assert v_channels in (None, self.config.kv_channels)
+
+
+def attending_to_latents(model: Any) -> ModuleSpec:
+    """Latent attention whose keys and values Megatron's own core attention attends to."""
+    spec = get_gpt_layer_local_spec(multi_latent_attention=True, normalization=model.transformer.normalization)
+    attention = spec.submodules.self_attention
+    attention.submodules = dataclasses.replace(attention.submodules, core_attention=LatentAttention)
     return spec
 
 

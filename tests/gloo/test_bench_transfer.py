@@ -41,7 +41,7 @@ def test_every_transport_is_measured(tmp_path: Path) -> None:
     modes = measured["pipeline"]["samples"]
     assert set(modes) == {
         "none",
-        *(f"{name}{how}" for name in ("gloo", "peer", "host") for how in ("", ", synchronous")),
+        *(f"{name}{how}" for name in ("gloo", "peer", "host") for how in ("", ", synchronous", ", verified")),
     }
     assert measured["pipeline"]["moved_bytes"] > 0
     for name in ("memcpy", *modes):

@@ -92,6 +92,56 @@ def test_a_partner_that_stops_ends_its_evictor_within_the_time_out(tmp_path: Pat
     assert "the time-out is 5 s, --bpipe-timeout" in outcome.logs[0]
 
 
+BITS = pytest.mark.parametrize(
+    ("transport", "flags", "rank", "link"),
+    [
+        ("gloo", ("--bpipe-transport", "gloo"), 3, "stage 3 over gloo"),
+        ("peer", ("--bpipe-transport", "peer"), 0, "stage 3 over peer"),
+        ("host", ("--bpipe-transport", "host"), 0, "stage 3 over host"),
+        ("host", ("--bpipe-hosts", "host"), 0, "its own node's memory over host"),
+    ],
+    ids=["gloo", "peer", "host", "tier"],
+)
+
+
+@pytest.mark.timeout(120)
+@BITS
+def test_a_flipped_bit_ends_the_run_with_its_name(
+    tmp_path: Path, transport: str, flags: Sequence[str], rank: int, link: str
+) -> None:
+    """In shared memory, in a host's own, and in a host buffer that is sent back: before weights are updated."""
+    outcome = run(tmp_path, [*BPIPE, *flags, "--bpipe-verify", "1"], fault=f"{rank} {transport} FLIP")
+    assert all(outcome.codes), [log[-500:] for log in outcome.logs]
+    error, *_ = re.findall(r"RuntimeFault: rank 0: what came back from .*", outcome.logs[0])
+    expected = (
+        rf"{re.escape(link)} is not what left: iteration 1 since the start, micro-batch \d of stage 0, storage \d+ of "
+        r"\d+ \((float32|bool|int64) \[[\d, ]+\], saved by \w+Backward\w*, \d+ bytes\)\. Weights were not updated"
+    )
+    assert re.search(expected, error), error
+    for other in range(4):
+        assert last_line(outcome, other).startswith("bpipe: rank 0 failed first: RuntimeFault: rank 0: what came back")
+        assert " iteration        1/" not in outcome.logs[other]
+
+
+@pytest.mark.timeout(120)
+def test_what_is_checked_and_as_it_was_is_said_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "report"
+    outcome = run(tmp_path, [*BPIPE, "--bpipe-verify", "all", "--bpipe-report", str(report)])
+    assert outcome.codes == [0] * 4
+    said = re.findall(
+        r"bpipe: verified 2 iterations: all that rank (\d) sent away, (\d+) micro-batches", "".join(outcome.logs)
+    )
+    # Of four stages only the first sends anything away.
+    assert sorted(rank for rank, _ in said) == ["0"]
+    assert main(["report", str(report), "--format", "json"]) == 0
+    verified = json.loads(capsys.readouterr().out)["verified"]
+    assert verified["iterations"] == 3
+    assert 2 * verified["microbatches"] == 3 * sum(int(count) for _, count in said)
+    assert verified["nbytes"] > 1_000_000
+    assert main(["report", str(report)]) == 0
+    assert "3 iterations: all that left came back as it left (" in capsys.readouterr().out
+
+
 # No expert has a capacity: each takes the tokens that the router sends, and sizes travel in front of what they are of.
 DIFFERING = (
     *(
@@ -159,6 +209,56 @@ def test_a_stage_that_dies_with_its_own_nodes_memory_full_ends_the_others(tmp_pa
         assert outcome.codes[rank] not in (0, None), f"rank {rank} did not notice"
         assert "bpipe: rank 1 failed first: it does not answer, so it was killed," in outcome.logs[rank]
     assert outcome.seconds < 60
+
+
+# Stage 3 hosts the first slice of the second micro-batch, 4, from 0F4 to 0B6.
+SLICED = (*BPIPE, "--bpipe-slices", "4", "--bpipe-timeout", "30")
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param("3 3B2", id="host between backwards"),
+        *(
+            pytest.param(fault, id=name, marks=pytest.mark.slow)
+            for name, fault in {
+                "host between forwards": "3 3F5",
+                "host behind the first slice": "3 3B0",
+                "evictor with a slice away": "0 0F7",
+                "evictor between backwards": "0 0B1",
+                "evictor before its load": "0 0B7",
+                "neighbour between forwards": "1 1F6",
+                "neighbour between backwards": "2 2B3",
+                "in the first iteration": "3 3F6 SIGKILL 1",
+            }.items()
+        ),
+    ],
+)
+def test_whoever_dies_between_slices_ends_the_others(tmp_path: Path, fault: str) -> None:
+    outcome = run(tmp_path, SLICED, fault=fault if "SIGKILL" in fault else f"{fault} SIGKILL")
+    dead = int(fault[0])
+    assert outcome.codes[dead] == -signal.SIGKILL
+    for rank in set(range(4)) - {dead}:
+        assert outcome.codes[rank] not in (0, None), f"rank {rank} did not notice"
+        said = (
+            f"rank {dead} failed first: it does not answer, so it was killed,"
+            if dead
+            else "who keeps the store of this run does not answer"
+        )
+        assert last_line(outcome, rank).startswith(f"bpipe: {said}"), outcome.logs[rank][-2000:]
+    assert outcome.seconds < 60
+
+
+@pytest.mark.timeout(120)
+def test_a_slice_that_finds_no_memory_is_everybodys_last_line(tmp_path: Path) -> None:
+    outcome = run(tmp_path, SLICED, fault="1 1F6 MEMORY 1")
+    for rank in range(4):
+        assert outcome.codes[rank] == 1, outcome.logs[rank][-2000:]
+        assert last_line(outcome, rank) == (
+            "bpipe: rank 1 failed first: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. (rank 1, "
+            "stage 1, after 1B3, at 1F6)"
+        )
 
 
 OWN = ("--bpipe-schedule", "zb-h1", "--bpipe-timeout", "5")

@@ -50,6 +50,8 @@ FOUR_STAGES = [
         "m8_measured",
         ["--global-batch-size", "16", "--bpipe-min-bytes", "1024", "--bpipe-report", "{folder}/m8_measured"],
     ),
+    # Nobody asks for a report, and Megatron's writers are told all the same.
+    Case("m8_told", ["--global-batch-size", "16", *BPIPE, "--tensorboard-dir", "{folder}/told"]),
     Case("m4", ["--global-batch-size", "8"]),
     Case("m4_balanced", ["--global-batch-size", "8", *BPIPE, "--bpipe-report", "{folder}/m4_balanced"]),
     # The norm saves a 32-bit copy of what the stage received, not the 16-bit input itself.
@@ -216,6 +218,29 @@ def test_megatrons_writers_are_told(four: Outcome) -> None:
         assert len(held) == 3, "one an iteration"
         assert held[-1] == report["peak_bytes"]
         assert [event.step for event in board.Scalars(f"bpipe-exposed-transfer-ms/stage-{stage}")] == [1, 2, 3]
+
+
+@pytest.mark.timeout(300)
+def test_megatrons_writers_are_told_without_a_report(four: Outcome) -> None:
+    """Of four stages the first sends 3 of 8 micro-batches away."""
+    board, other = (EventAccumulator(str(four.folder / name)).Reload() for name in ("told", "board"))
+
+    def last(name: str, of: EventAccumulator = board) -> float:
+        return float(of.Scalars(name)[-1].value)
+
+    for stage, report in enumerate(four.reports("m8_peer")):
+        assert [event.step for event in board.Scalars(f"bpipe-bubble/stage-{stage}")] == [1, 2, 3]
+        assert last(f"bpipe-evictions/stage-{stage}") == report["evictions"] == (0, 3)[stage == 0]
+        assert last(f"bpipe-activation-bytes/stage-{stage}") == report["peak_bytes"]
+        assert last(f"bpipe-moved-bytes/stage-{stage}") == last(f"bpipe-moved-bytes/stage-{stage}", other)
+        assert 0 <= last(f"bpipe-bubble/stage-{stage}") < 1
+        assert last(f"bpipe-stayed-bytes/stage-{stage}") == 0
+    assert last("bpipe-moved-bytes/stage-0") > 1_000_000
+    assert last("bpipe-link-gb-per-s/stage-0") > 0
+    assert last("bpipe-moved-fraction/stage-0") == pytest.approx(four.reports("m8_peer")[0]["moved_fraction"])
+    tags = board.Tags()["scalars"]
+    assert not {name for name in tags if "allocator" in name or name == "bpipe-mfu"}, "on a CPU, without a report"
+    assert "bpipe-link-gb-per-s/stage-3" not in tags
 
 
 @pytest.mark.timeout(300)

@@ -40,6 +40,13 @@ MOMENTS = {
 # Stages 0 and 1 share stage 3, which hosts for both of them.
 SHARED = (3, 2, 2, 6)
 SHARED_MOMENTS = {**MOMENTS, BETWEEN: ("start", "copying", "1F2", "between")}
+# Micro-batches in 4 slices: stage 3 hosts 0EVICT4, the first slice of the second micro-batch, from 0F4 to 0B6. Others
+# break between the forwards of a micro-batch's slices, or between their backwards.
+SLICED_MOMENTS = {
+    EVICTOR: ("start", "copying", "0F2", "0F7", "0B1", "0B4", "between"),
+    BETWEEN: ("sending", "1F6", "1B2"),
+    ACCEPTOR: ("copying", "3F5", "3B3", "3B1"),
+}
 # Backwards in halves and two chunks a rank, in groups of two micro-batches: stage 3's rank hosts 0EVICT1 from before
 # 7F0 on.
 GROUPED = ("grouped-interleaved", 2, 2)
@@ -85,6 +92,7 @@ def assert_nothing_lost_and_nothing_kept(outcome: Outcome) -> None:
         where = f"{outcome.scenario.name}, rank {rank}"
         assert record["different"] == [], f"{where}: gradients differ"
         assert record["outlived"] == 0, f"{where}: activations outlived their iteration"
+        assert record["kept"] == 0, f"{where}: keys outlived their iteration"
         assert record["microbatches"] >= TURNS * ITERATIONS_A_TURN * sum(m for m, _ in PROGRAMS)
         # The first turns connect and fill pools.
         turns = len(record["descriptors"]) // 3
@@ -100,7 +108,8 @@ def assert_nothing_lost_and_nothing_kept(outcome: Outcome) -> None:
 def test_a_short_soak(tmp_path: Path) -> None:
     pairs = [Scenario(name, name, seconds=2.5) for name in ("gloo", "peer", "auto")]
     pools = [Scenario(f"{name}-pool", name, seconds=1.0, bounds=SHARED) for name in ("gloo", "peer")]
-    for outcome in run([*pairs, *pools], tmp_path):
+    slices = Scenario("slices", "peer", seconds=1.0, slices=4)
+    for outcome in run([*pairs, *pools, slices], tmp_path):
         assert_nothing_lost_and_nothing_kept(outcome)
         for record in outcome.records if outcome.scenario.bounds is None else ():
             assert record["groups"] == GROUPS[record["transport"]], f"{outcome.scenario.name}: {record}"
@@ -149,6 +158,22 @@ def test_a_long_soak_of_halves_in_groups(transport: str, tmp_path: Path) -> None
     print(
         f"{transport}: {outcome.records[0]['microbatches']} micro-batches, {outcome.records[0]['transfers']} "
         f"transfers of rank 0"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("transport", ["gloo", "peer"])
+def test_a_long_soak_of_slices(transport: str, tmp_path: Path) -> None:
+    """4,000 slices: keys and values stay, what else a slice saves leaves, and freed memory is poisoned."""
+    sliced = Scenario(transport, transport, seconds=0.0, microbatches=4000, limit_s=800.0, slices=4)
+    (outcome,) = run([sliced], tmp_path)
+    assert_nothing_lost_and_nothing_kept(outcome)
+    assert all(record["microbatches"] >= 4000 for record in outcome.records)
+    assert outcome.records[EVICTOR]["transfers"] > 400
+    print(
+        f"{transport}: {outcome.records[0]['microbatches']} slices, {outcome.records[0]['transfers']} transfers of "
+        f"rank 0 in {outcome.seconds:.0f} s"
     )
 
 
@@ -202,12 +227,16 @@ def breaking(
     what: str,
     how: tuple[str, int, int | None] = ("1f1b", 1, None),
     bounds: tuple[int, ...] | None = None,
+    slices: int = 1,
 ) -> Scenario:
     """`how`: a schedule, its chunks and its groups. `bounds`: of a pool."""
     schedule, chunks, group = how
-    name, fault = f"{transport}-{what}-{rank}-{moment}{'' if bounds is None else '-pool'}", (rank, moment, what)
+    kind = f"{'' if bounds is None else '-pool'}{'' if slices == 1 else '-slices'}"
+    name, fault = f"{transport}-{what}-{rank}-{moment}{kind}", (rank, moment, what)
     sizes = (4, schedule, chunks, group, 1.0)
-    return Scenario(name, transport, *sizes, timeout_s=TIMEOUT_S[what], limit_s=60.0, fault=fault, bounds=bounds)
+    return Scenario(
+        name, transport, *sizes, timeout_s=TIMEOUT_S[what], limit_s=60.0, fault=fault, bounds=bounds, slices=slices
+    )
 
 
 def assert_the_others_end_and_say_where(outcome: Outcome) -> None:
@@ -243,9 +272,23 @@ def test_a_process_that_breaks_ends_the_others(tmp_path: Path) -> None:
         breaking("gloo", BETWEEN, "sending", "SIGKILL"),
         breaking("peer", ACCEPTOR, "3F1", "SIGKILL", bounds=SHARED),
         breaking("gloo", BETWEEN, "copying", "SIGKILL", bounds=SHARED),
+        breaking("gloo", ACCEPTOR, "3B1", "SIGKILL", slices=4),
     ]
     for outcome in run(scenarios, tmp_path):
         assert_the_others_end_and_say_where(outcome)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("what", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("transport", ["gloo", "peer"])
+def test_whenever_a_process_breaks_between_slices_the_others_end(transport: str, what: str, tmp_path: Path) -> None:
+    every = [(rank, moment) for rank in SLICED_MOMENTS for moment in SLICED_MOMENTS[rank]]
+    for outcome in run([breaking(transport, *one, what, slices=4) for one in every], tmp_path):
+        if outcome.scenario.fault == (ACCEPTOR, "copying", what) and transport == "peer":
+            assert outcome.codes == [0] * 4
+        else:
+            assert_the_others_end_and_say_where(outcome)
 
 
 @pytest.mark.slow

@@ -13,10 +13,17 @@ from bpipe.ir.schedule import Schedule
 
 
 def balanced(
-    name: str, p: int, m: int, v: int = 1, bounds: tuple[int, ...] | None = None, hosts: str = "pair"
+    name: str,
+    p: int,
+    m: int,
+    v: int = 1,
+    bounds: tuple[int, ...] | None = None,
+    hosts: str = "pair",
+    slices: int = 1,
 ) -> Schedule:
     group_size = 2 if name.startswith("grouped") else None
-    return build(ScheduleConfig(name, p, m, v, BalanceConfig(bounds, hosts=hosts), group_size=group_size))
+    how = BalanceConfig(bounds, hosts=hosts)
+    return build(ScheduleConfig(name, p, m, v, how, group_size=group_size, slices=slices))
 
 
 SCHEDULES: dict[str, Callable[[], Schedule]] = {
@@ -31,5 +38,9 @@ SCHEDULES: dict[str, Callable[[], Schedule]] = {
     "bidirectional": lambda: balance(build(ScheduleConfig("chimera", 4, 8)), (3, 6, 6, 3), (1, 0, 3, 2)),
     "pool": lambda: balanced("1f1b", 4, 8, bounds=(2, 3, 3, 3), hosts="pool"),
     "own memory": lambda: balanced("1f1b", 4, 8, hosts="host"),
+    # Keys and values stay, and what else a slice saves leaves.
+    "slices": lambda: balanced("1f1b", 4, 4, slices=4),
+    "slices of 2 chunks": lambda: balanced("interleaved-1f1b", 4, 4, 2, slices=2),
+    "slices in own memory": lambda: balanced("1f1b", 4, 4, bounds=(2,), hosts="host", slices=4),
     "behind devices": lambda: balanced("interleaved-1f1b", 4, 8, 2, (6,), "all"),
 }

@@ -71,7 +71,7 @@ class LateModel:
         return found
 
     def expected(self, schedule: Schedule, iterations: int) -> dict[Place, torch.Tensor]:
-        parts = [self._alone(microbatch) for microbatch in range(schedule.num_microbatches)]
+        parts = self.parts(schedule)
         found: dict[Place, torch.Tensor] = {}
         for rank, slots in [*enumerate(schedule.ranks)] * iterations:
             for slot in slots:
@@ -80,6 +80,10 @@ class LateModel:
                     place, part = (rank, action.stage), parts[action.microbatch][action.stage]
                     found[place] = found[place] + part if place in found else part
         return found
+
+    def parts(self, schedule: Schedule) -> list[list[torch.Tensor]]:
+        """By micro-batch and stage, what it adds."""
+        return [self._alone(microbatch) for microbatch in range(schedule.num_microbatches)]
 
     def _alone(self, microbatch: int) -> list[torch.Tensor]:
         """By stage, what one micro-batch adds."""

@@ -7,7 +7,8 @@ transports and their copies. Threads stand for processes, and a queue for the co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from bpipe.runtime.executor import ComputationHooks, Executor, neighbours
 from bpipe.runtime.messages import Messages
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.streams import allocated_on, copying_on
+from bpipe.runtime.verifying import Verifier
 from bpipe.transport.base import Transport
 from bpipe.transport.device_memory import DeviceMemory
 from bpipe.transport.distributed import Distributed, pair_groups, try_out
@@ -31,6 +33,7 @@ from tests.late.group import join
 from tests.late.hosts import run_hosts
 from tests.late.model import Extra, LateModel, Place, nothing
 from tests.late.model import differing as differing_sizes
+from tests.late.slices import SlicedModel
 
 KINDS = ("two-sided", "peer", "host")
 TIMEOUT_S = 30.0
@@ -43,6 +46,7 @@ class Rank:
         self._pipeline, self.rank = pipeline, rank
         self.meter = Meter()
         self.engine: Engine | None = None
+        self.verifier: Verifier | None = None
         # After each iteration: bytes in segments, how often one was taken, and the most that was given out in it.
         self.memory: list[tuple[int, int, int]] = []
         self.gradients: dict[Place, torch.Tensor] = {}
@@ -54,6 +58,7 @@ class Rank:
         messages = self.messages(here)
         transports = self._transports()
         named = f"rank {self.rank}"
+        self.verifier = Verifier(named, here, math.inf) if pipeline.verify else None
         config = EngineConfig(
             named,
             here,
@@ -63,6 +68,9 @@ class Rank:
             differing=pipeline.differing,
             allocated=allocated_on(here),
             synchronous=False,
+            verifier=self.verifier,
+            links=dict.fromkeys(range(schedule.num_ranks), pipeline.kind),
+            beside=lambda: pipeline.beside(self.rank),
         )
         if pipeline.engines:
             self.engine = Engine(schedule, self.rank, transports, config, self.meter if pipeline.measures else None)
@@ -134,13 +142,21 @@ class LatePipeline:
         measures: bool = False,
         differing: bool = False,
         extra: Extra = nothing,
+        verify: bool = False,
+        model: LateModel | None = None,
+        beside: Callable[[int], Sequence[torch.Stream]] = lambda rank: (),
     ) -> None:
         self.schedule, self.kind = schedule, kind
         self.engines, self.poison, self.measures, self.differing = engines, poison, measures, differing
+        self.verify, self.beside = verify, beside
         self.links = sorted({(min(link), max(link)) for link in links_of(schedule)}) if engines else []
         self.controls = {(low, high): controls(low, high) for low, high in self.links if low != high}
         self._edge_controls = {pair: controls(*pair) for pair in neighbours(schedule)}
-        self.model = LateModel(schedule.num_stages, differing_sizes if differing else extra)
+        self.model = model or (
+            LateModel(schedule.num_stages, differing_sizes if differing else extra)
+            if schedule.layout.slices == 1
+            else SlicedModel(schedule, differing)
+        )
         self.ranks = [self.rank_of(rank) for rank in range(schedule.num_ranks)]
 
     def run(self, draw: Draw, iterations: int = 2) -> dict[Place, torch.Tensor]:

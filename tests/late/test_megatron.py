@@ -19,7 +19,9 @@ from tests.late.training import LateCase, close_parents, train
 BPIPE = ("--bpipe", "--bpipe-min-bytes", "1024", "--bpipe-poison", "--bpipe-timeout", "60", "--bpipe-transport")
 EIGHT_MICROBATCHES = ("--global-batch-size", "16")
 INTERLEAVED = (*EIGHT_MICROBATCHES, "--num-layers", "8", "--num-virtual-stages-per-pipeline-rank", "2")
-STOCK = {"1f1b": EIGHT_MICROBATCHES, "interleaved": INTERLEAVED}
+# The same slices on CPUs, which nothing leaves.
+SLICES = (*EIGHT_MICROBATCHES, "--bpipe-slices", "4")
+STOCK = {"1f1b": EIGHT_MICROBATCHES, "interleaved": INTERLEAVED, "slices": SLICES}
 
 # By name: the stock run that says what has to come out, what is given, and the draw.
 CASES: dict[str, tuple[str, tuple[str, ...], Draw]] = {
@@ -43,8 +45,12 @@ CASES: dict[str, tuple[str, tuple[str, ...], Draw]] = {
     "interleaved_stock": ("interleaved", (), Draw(9)),
     "interleaved_nccl": ("interleaved", (*BPIPE, "nccl"), Draw(10, COMPUTE_LAST)),
     "interleaved_peer": ("interleaved", (*BPIPE, "peer"), Draw(11, COPIES_LAST)),
+    "slices_nccl": ("slices", (*BPIPE, "nccl"), Draw(12, COPIES_LAST)),
+    "slices_peer": ("slices", (*BPIPE, "peer"), Draw(13, COMPUTE_LAST)),
+    "slices_split": ("slices", (*BPIPE, "nccl", "--bpipe-schedule", "1f1b-split"), Draw(14, AS_LATE)),
+    "slices_own_memory": ("slices", (*BPIPE, "auto", "--bpipe-hosts", "host", "--bpipe-bound", "3"), Draw(15)),
 }
-DAILY = ("nccl", "peer", "timers_1", "own_loop", "interleaved_nccl")
+DAILY = ("nccl", "peer", "timers_1", "own_loop", "interleaved_nccl", "slices_nccl")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,6 +12,7 @@ import torch
 from bpipe.balance.pairs import allocated_bytes
 from bpipe.build import ScheduleConfig, build
 from bpipe.ir.memory import memory_of, num_transfers, peak_counts
+from megatron.scheduling.slices.kept import KeptKeys
 from tests.late.cases import SCHEDULES
 from tests.late.devices import DIRECTED, DRAWN, Draw, draws
 from tests.late.pipeline import KINDS, LatePipeline
@@ -47,6 +48,39 @@ def test_no_bit_differs(name: str, kind: str) -> None:
     number = number_of(name, kind)
     runs_right(name, kind, DIRECTED[number % len(DIRECTED)])
     runs_right(name, kind, Draw.of(number), differing=True)
+
+
+@pytest.mark.parametrize("draw", draws(4), ids=str)
+def test_slices_agree_in_every_directed_order(draw: Draw) -> None:
+    """Keys that are kept and their gradients are on the compute stream, beside which the rest of a slice leaves."""
+    kind = KINDS[draws(4).index(draw) % len(KINDS)]
+    for differing in (False, True):
+        runs_right("slices", kind, draw, differing)
+
+
+def test_keys_that_are_freed_before_their_last_reader_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    collected = KeptKeys.collected
+
+    def freeing(keys: KeptKeys, gradient: torch.Tensor) -> torch.Tensor:
+        now = keys.cutting.now
+        assert now is not None
+        for both in keys._kept[now.stage, now.microbatch].values():
+            for one in both:
+                one.whole.untyped_storage().resize_(0)
+        return collected(keys, gradient)
+
+    monkeypatch.setattr(KeptKeys, "collected", freeing)
+    with pytest.raises(RuntimeError, match="storage"):
+        LatePipeline(SCHEDULES["slices"](), "two-sided").run(Draw(1), ITERATIONS)
+
+
+def test_gradients_of_keys_that_are_left_out_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    collected = KeptKeys.collected
+    pipeline = LatePipeline(SCHEDULES["slices"](), "two-sided")
+    expected = pipeline.model.expected(pipeline.schedule, ITERATIONS)
+    monkeypatch.setattr(KeptKeys, "collected", lambda keys, gradient: collected(keys, gradient).zero_())
+    found = pipeline.run(Draw(1), ITERATIONS)
+    assert not any(torch.equal(found[place], one) for place, one in expected.items())
 
 
 @pytest.mark.slow

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from bpipe import cli
+from bpipe.features import FEATURES, State
 from bpipe.generate.families import FAMILIES
-from bpipe.refusals import REFUSALS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -312,13 +312,17 @@ def test_the_readme_begins_with_what_has_run_and_what_is_refused() -> None:
     assert re.findall(r"^\| \*\*([\w ]+)\*\* \|", head, re.MULTILINE) == [
         "has run",
         "has not run",
+        "is guarded",
         "is refused",
         "needs",
     ]
-    (refused,) = re.findall(r"^\| \*\*is refused\*\* \| (.*?): at the start", head, re.MULTILINE)
-    features = {refusal.feature.casefold() for refusal in REFUSALS}
-    for name in re.sub(r" \(.*?\)|the | schedule", "", refused).split(", "):
-        assert any(name.casefold() in feature for feature in features), name
+    for state in (State.GUARDED, State.REFUSED):
+        (named,) = re.findall(rf"^\| \*\*is {state.value}\*\* \| (.*?): (?:at the start|never run)", head, re.MULTILINE)
+        features = {one.name.casefold() for one in FEATURES if one.state is state}
+        names = [
+            name.casefold() for name in re.sub(r" schedule", "", named).replace("the combined", "combined").split(", ")
+        ]
+        assert all(any(name in feature for feature in features) for name in names), (state, names)
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from bpipe.generate.place import place
 from bpipe.generate.slices import in_slices
 from bpipe.generate.timing import iteration_time
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.layout import one_pipe, reversed_slice
+from bpipe.ir.layout import Vocabulary, one_pipe, reversed_slice
 from bpipe.ir.memory import KeptMemory, Memory, StageMemory, changes_in_time, live_bytes, peak_bytes, peak_counts
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
@@ -156,13 +156,48 @@ def test_families_of_two_pipes_refuse_slices_with_the_reason(name: str) -> None:
         sliced(name, 4, 4, 2)
 
 
-def test_shards_of_the_vocabulary_and_slices_are_refused() -> None:
-    from bpipe.ir.layout import Vocabulary
+SHARDED_TOO = tuple(name for name in SLICED if FAMILIES[name].sharded is not None)
 
-    with pytest.raises(
-        ValueError, match="slices 2 and vocabulary 1: where shards of a slice stand is not known: leave one out"
-    ):
-        sliced("1f1b", 4, 4, 2, vocabulary=Vocabulary.ONE)
+
+@pytest.mark.parametrize("vocabulary", [Vocabulary.ONE, Vocabulary.TWO])
+@pytest.mark.parametrize("name", SHARDED_TOO)
+@pytest.mark.parametrize(("p", "m", "k"), [(2, 1, 2), (3, 5, 3), (4, 3, 2), (4, 8, 4)])
+def test_shards_of_the_vocabulary_are_of_each_slice(name: str, p: int, m: int, k: int, vocabulary: Vocabulary) -> None:
+    """On every rank S and T of slice after slice, in one order; and balanced."""
+    v = 2 if FAMILIES[name].max_chunks != 1 else 1
+    schedule = sliced(name, p, m, k, v, vocabulary=vocabulary)
+    check_microbatch_order(schedule)
+    for row in schedule.ranks:
+        computed = [one for slot in row for one in slot.computations]
+        for kind in (Kind.SHARD_FORWARD, Kind.SHARD_BACKWARD):
+            assert [one.microbatch for one in computed if one.kind is kind] == list(range(m * k))
+    check(sliced(name, p, m, k, v, vocabulary=vocabulary, balance=BalanceConfig()))
+
+
+def test_a_shard_holds_the_logits_of_few_slices() -> None:
+    """Without shards the last stage runs 4 forwards, each with its logits, before its first backward."""
+    for vocabulary in (Vocabulary.ONE, Vocabulary.TWO):
+        (row, *_) = reversed(sliced("1f1b", 4, 8, 4, vocabulary=vocabulary).ranks)
+        held = most = 0
+        for one in (one for slot in row for one in slot.computations):
+            held += (one.kind is Kind.SHARD_FORWARD) - (one.kind is Kind.SHARD_BACKWARD)
+            most = max(most, held)
+        assert most <= 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"vocabulary": Vocabulary.INTERLACED}, "slices 2 and vocabulary interlaced: all ranks compute a shard at one"),
+        (
+            {"vocabulary": Vocabulary.ONE, "input_shards": True},
+            "slices 2 and shards of the embedding: .* leave the embedding whole",
+        ),
+    ],
+)
+def test_shards_that_know_no_slices_are_refused(asked: dict[str, object], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        sliced("1f1b", 4, 4, 2, **asked)  # type: ignore[arg-type]
 
 
 def test_no_micro_batch_is_cut_into_nothing() -> None:

@@ -55,5 +55,6 @@ def document(report: Report) -> dict[str, Any]:
             "message_between_s": basis.message_between_s,
             "assumed_stages": list(basis.assumed),
         },
+        "verified": None if measured.run.verified is None else asdict(measured.run.verified),
         "notes": list(measured.notes),
     }

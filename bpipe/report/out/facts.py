@@ -11,7 +11,7 @@ from bpipe.ir.layout import Vocabulary
 from bpipe.report.compare import Comparison
 from bpipe.report.measured import Measured
 from bpipe.report.replay import Basis
-from bpipe.report.units import counted, percent_text, rate_text, seconds_text
+from bpipe.report.units import bytes_text, counted, percent_text, rate_text, seconds_text
 
 # Of a large run no more of its machines are named.
 MOST_HOSTS = 4
@@ -51,7 +51,7 @@ def facts(comparison: Comparison) -> list[tuple[str, str]]:
     found.append(
         ("message", "not measurable, predicted without" if basis.message_s is None else seconds_text(basis.message_s))
     )
-    return [*found, *_link(basis)]
+    return [*found, *_link(basis), *_verified(measured)]
 
 
 def _link(basis: Basis) -> list[tuple[str, str]]:
@@ -59,6 +59,14 @@ def _link(basis: Basis) -> list[tuple[str, str]]:
         return []
     sources = {basis.bytes_source[stage] for stage in basis.bytes_per_s}
     return [("link", f"{rate_text(min(basis.bytes_per_s.values()))} ({', '.join(sorted(sources))})")]
+
+
+def _verified(measured: Measured) -> list[tuple[str, str]]:
+    verified = measured.run.verified
+    if verified is None:
+        return []
+    much = f"{counted(verified.microbatches, 'micro-batch', 'es')}, {bytes_text(verified.nbytes)}"
+    return [("verified", f"{counted(verified.iterations, 'iteration')}: all that left came back as it left ({much})")]
 
 
 def _vocabulary(measured: Measured) -> list[tuple[str, str]]:

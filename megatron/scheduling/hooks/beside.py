@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron.core.timers import DummyTimer
 
+from bpipe.features import Settings
 from bpipe.runtime.engine import TIMERS
 from megatron.scheduling.options.arguments import TIMERS_LEVEL
 
@@ -57,6 +59,16 @@ def call_before_finalizing(config: Any, communicated: Callable[[], None]) -> Ite
         yield
     finally:
         config.finalize_model_grads_func = finalize
+
+
+def streams_of_layers(config: Any) -> Sequence[Any]:
+    """Return the streams beside compute's on which layers of this configuration save and read activations; none before
+    the first is made."""
+    module = sys.modules.get("megatron.core.transformer.moe.shared_experts")
+    stream = (
+        module.SharedExpertMLP.stream if module is not None and Settings(config).moe_shared_expert_overlap else None
+    )
+    return () if stream is None else (stream,)
 
 
 class OwnTime:

@@ -178,6 +178,24 @@ BALANCING_LOSS = Patch(
     ),
 )
 Z_LOSS = Patch(_ROUTER, "z_loss_func", ("logits", "z_loss_coeff", "padding_mask"))
+# Whose further tokens stand behind a slice's end.
+_FURTHER = "megatron.core.transformer.multi_token_prediction"
+ROLL = Patch(_FURTHER, "roll_tensor", ("tensor", "shifts", "dims", "cp_group", "packed_seq_params"))
+FURTHER_LOSSES = Patch(
+    _FURTHER,
+    "process_mtp_loss",
+    (
+        *("hidden_states", "labels", "loss_mask", "output_layer", "output_weight", "runtime_gather_output"),
+        *("is_training", "compute_language_model_loss", "config", "cp_group", "tp_group", "packed_seq_params"),
+        *("scale_logits_fn", "input_ids"),
+    ),
+    bound_in=("megatron.core.models.gpt.gpt_model", "megatron.core.models.hybrid.hybrid_model"),
+)
+ACCEPTED = Patch(
+    _FURTHER,
+    "_compute_mtp_acceptance_counts",
+    ("mtp_logits", "mtp_labels", "loss_mask", "output_layer", "runtime_gather_output", "tp_group"),
+)
 
 PATCHES = (
     *(
@@ -207,6 +225,7 @@ PATCHES = (
         HYBRID_MODEL,
     ),
     *(LOCAL_ATTENTION, CHECKPOINTED_ATTENTION, ROTARY, YARN, AUX_LOSS, SEQUENCE_AUX_LOSS, BALANCING_LOSS, Z_LOSS),
+    *(ROLL, FURTHER_LOSSES, ACCEPTED),
     *(
         LAYERS_BEFORE,
         LAYERS_TO_BUILD,

@@ -287,7 +287,7 @@ _NO_EXPERTS, _NO_SHARDS, _NO_PACKING = (
 )
 _NO_RECOMPUTATION, _NO_FURTHER = "no recomputation", "no multi-token prediction"
 
-# What is read through `bpipe.refusals.Settings`, for which a missing setting is None, and what that is taken for.
+# What is read through `bpipe.features.Settings`, for which a missing setting is None, and what that is taken for.
 OPTIONAL: dict[str, str] = {
     "add_bias_linear": "linear layers without biases",
     "apply_rope_fusion": "rotary positions are not fused",
@@ -299,6 +299,8 @@ OPTIONAL: dict[str, str] = {
     "cpu_offloading": _NO_OFFLOADING,
     "cpu_offloading_num_layers": _NO_OFFLOADING,
     "cuda_graph_impl": _NO_CUDA_GRAPHS,
+    "cuda_graph_modules": "CUDA graphs of whole layers",
+    "cuda_graph_scope": "CUDA graphs of whole layers",
     "dataloader_inter_document_masking": _NO_PACKING,
     "defer_embedding_wgrad_compute": "no gradients put off",
     "distribute_saved_activations": "saved activations stay whole",
@@ -329,6 +331,7 @@ OPTIONAL: dict[str, str] = {
     "moe_token_dispatcher_type": "not the flex dispatcher",
     "moe_z_loss_coeff": "experts without auxiliary losses",
     "mtp_num_layers": _NO_FURTHER,
+    "mtp_use_repeated_layer": _NO_FURTHER,
     "multi_latent_attention": "no latent attention",
     "non_persistent_ckpt_type": "checkpoints for all",
     "num_experts": _NO_EXPERTS,

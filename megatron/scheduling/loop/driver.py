@@ -9,6 +9,8 @@ the log, and measurements for a report. Knows neither who runs the loop nor how 
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,36 +20,42 @@ import torch
 import torch.distributed as dist
 
 from bpipe.build import BalanceConfig, ScheduleConfig, built
+from bpipe.features import guarded
 from bpipe.generate.family import Family
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.host_buffers import links_of
-from bpipe.ir.memory import moves_anything
+from bpipe.ir.memory import KeptMemory, Memory, moves_anything
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 from bpipe.record.format import RankSummary
+from bpipe.report.memory import rule_by_slice
 from bpipe.runtime.engine import TIMERS, Engine, EngineConfig
 from bpipe.runtime.links import connect_pairs
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import ExactBytes, Recorder
 from bpipe.runtime.sizing import Unmoved
 from bpipe.runtime.streams import Clock, Streams, allocated_on
+from bpipe.runtime.verifying import Certificate, Verifier
 from bpipe.transport.base import Transport
 from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory
 from megatron.scheduling.hooks import upstream
-from megatron.scheduling.hooks.beside import OwnTime
+from megatron.scheduling.hooks.beside import OwnTime, streams_of_layers
 from megatron.scheduling.loop.directory import pipelines
 from megatron.scheduling.loop.waiting import refuse_standstill
+from megatron.scheduling.memory.by_slice import kept_at_peak, latest_by_place, most_by_place, moved_by_place
 from megatron.scheduling.memory.differing import Differing
 from megatron.scheduling.memory.watermark import Watermark
 from megatron.scheduling.memory.weighing import Waiting, Weighing
 from megatron.scheduling.options.arguments import SchedulingConfig
-from megatron.scheduling.report.log import FirstIterations, pipeline_begins_with_rank_0, say
+from megatron.scheduling.report.log import FirstIterations, pipeline_begins_with_rank_0, say, verified
 from megatron.scheduling.report.recording import IterationNotes
 from megatron.scheduling.report.schedule_lines import describe, grouped
 from megatron.scheduling.report.stage_report import summary_of
 from megatron.scheduling.slices.slicing import Slicing
 from megatron.scheduling.start.refusals import differ, refuse
 
+# In so many first iterations what moves is checked where anything is guarded, unless a flag says otherwise.
+GUARDED_ITERATIONS = 2
 # Computations behind which a rank holds more.
 _GROWING = (Kind.FORWARD, Kind.SHARD_FORWARD)
 
@@ -57,9 +65,11 @@ class FirstMeasured:
     """Measured memory of one rank in its first iteration: of one micro-batch by stage, of what it receives for one, and
     the peak.
 
-    `moved_bytes`: of stages that left. `allocated_bytes`, `reserved_bytes`: peaks of the device's allocator until the
-    loop's end, before weights were updated; 0 where nobody counts. `lent_bytes`: host buffers outside of that
-    allocator; `peak_bytes` includes them. `parts`: what could leave in place of all, see `Sizing.parts`.
+    Where micro-batches are cut into slices, `saved_bytes` and `moved_bytes` are by place (`memory.by_slice`), and
+    `kept` is what each stage keeps of a micro-batch. `moved_bytes`: of stages that left. `allocated_bytes`,
+    `reserved_bytes`: peaks of the device's allocator until the loop's end, before weights were updated; 0 where nobody
+    counts. `lent_bytes`: host buffers outside of that allocator; `peak_bytes` includes them. `parts`: what could leave
+    in place of all, see `Sizing.parts`.
     """
 
     saved_bytes: Mapping[int, int]
@@ -72,6 +82,7 @@ class FirstMeasured:
     reserved_bytes: int
     lent_bytes: int = 0
     parts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    kept: Mapping[int, KeptMemory] = field(default_factory=dict)
 
 
 class Driver:
@@ -90,6 +101,7 @@ class Driver:
         self._config = config
         self._engines: dict[ScheduleConfig, Engine] = {}
         self._streams: Streams | None = None
+        self._verifier: Verifier | None = None
         self._program: ScheduleConfig | None = None
         self._active: Engine | None = None
         self._at: Action | None = None
@@ -97,7 +109,9 @@ class Driver:
         self._connections: dict[int, Connection | OwnMemory] = {}
         self.how = config.balancing
         self._learns = config.memory is not None and config.memory.learns
-        self._meter = Meter(keeps_inputs=config.own is None) if config.report is not None or self._learns else None
+        # What is held is measured for whoever reads it: a report, Megatron's writers, or a budget to be learned.
+        self._tells = config.report is not None or config.metrics_interval is not None
+        self._meter = Meter(keeps_inputs=config.own is None) if self._tells or self._learns else None
         self._peaks: list[tuple[int, int]] = []
         self._most = 0, 0
         self._first_iterations = FirstIterations(config.minimum_bytes)
@@ -144,7 +158,7 @@ class Driver:
             # What only the model's configuration says; the arguments were judged at the start, if there were any.
             upstream.require(config, "driver")
             upstream.say_absent(config, configuration=True)
-        refuse(config, self._config.balance, self._config.own is not None, self._config.unproven)
+        refuse(config, self._config.balance, self._config.own is not None, self._config.strict)
         first = not self._engines
         engine = self._active = self._engine(program, config)
         if first and any(
@@ -179,6 +193,9 @@ class Driver:
         self._first_iterations.ended(
             engine, self.rank, {place: one.link for place, one in self._connections.items() if one.link}
         )
+        if self._verifier is not None and self._verifier.first_over and pipeline_begins_with_rank_0():
+            for line in verified(self._verifier.certificate, engine, self.rank):
+                say(line, everywhere=True)
         if self._weighing is not None and pipeline_begins_with_rank_0():
             for line in self._weighing.lines():
                 say(line, everywhere=True)
@@ -253,14 +270,17 @@ class Driver:
             transports = self._transports(schedule, self.device, config, differing)
             refuse_standstill(schedule, program.passing, self._config, self.device, self.links, differing)
             self._streams = self._streams or Streams(self.device)
-            engine_config = self._engine_config(differing, program.balance)
+            engine_config = self._engine_config(config, differing, program.balance)
             engine = Engine(schedule, self.rank, transports, engine_config, self._meter, self._streams)
             self._engines[program] = engine
         return engine
 
-    def _engine_config(self, differing: bool, how: BalanceConfig | None) -> EngineConfig:
+    def _engine_config(self, config: Any, differing: bool, how: BalanceConfig | None) -> EngineConfig:
+        name = f"rank {dist.get_rank()}"
+        if self._verifier is None:
+            self._verifier = self._make_verifier(name, config)
         return EngineConfig(
-            name=f"rank {dist.get_rank()}",
+            name=name,
             device=self.device,
             minimum_bytes=self._config.minimum_bytes,
             timeout_s=self._config.timeout_s,
@@ -273,7 +293,25 @@ class Driver:
             between=lambda shard: self.between(shard),
             timed=self._own_time.of,
             shared=lambda storage: self.slicing is not None and self.slicing.keeps(storage),
+            verifier=self._verifier,
+            beside=functools.partial(streams_of_layers, config),
+            links={place: one.link.transport for place, one in self._connections.items() if one.link},
         )
+
+    def _make_verifier(self, name: str, config: Any) -> Verifier | None:
+        """Return what checks the first iterations, where it was asked for or anything is guarded, which is said."""
+        found = guarded(config, self._config.balance, self._config.own is not None)
+        names = dict.fromkeys([*self._config.guarded, *(one.name for one in found)])
+        iterations = self._config.verify
+        if iterations is None:
+            iterations = GUARDED_ITERATIONS if names else 0
+        if names:
+            checked = f"in the first {iterations:g} iterations" if math.isfinite(iterations) else "in all iterations"
+            say(
+                f"guarded, see docs/refused.md: {', '.join(names)}. What moves is checked {checked} (--bpipe-verify); "
+                f"--bpipe-strict refuses it"
+            )
+        return Verifier(name, self.device, iterations) if iterations else None
 
     def _transports(
         self, schedule: Schedule, device: torch.device, config: Any, differing: bool
@@ -357,14 +395,22 @@ class Driver:
         saved, moved = (
             (meter.saved_bytes, engine.most_bytes) if self.differing else (meter.latest_bytes, engine.moved_bytes)
         )
+        kept: Mapping[int, KeptMemory] = {}
+        peak, sizing, slicing = meter.peak_bytes, engine.sizing, self.slicing
+        if slicing is not None:
+            k, kept = slicing.number, slicing.kept_memory
+            saved = (most_by_place if self.differing else latest_by_place)(meter.each_bytes, k)
+            each = {} if sizing is None else sizing.moved_each
+            moved = moved_by_place(moved, each, saved, k, self.differing)
+            peak += kept_at_peak(engine.schedule, self.rank, saved, kept)
         sizes = (saved, moved, meter.after_input_bytes, meter.shard_bytes)
-        parts = engine.sizing.parts() if engine.sizing is not None else {}
-        return FirstMeasured(*sizes, meter.received_bytes, meter.peak_bytes, *self._most, engine.lent_bytes, parts)
+        parts = sizing.parts() if sizing is not None else {}
+        return FirstMeasured(*sizes, meter.received_bytes, peak, *self._most, engine.lent_bytes, parts, kept)
 
     def learned(self, how: BalanceConfig | None) -> None:
         """End measuring. From the next iteration on balance as in `how`, on every rank; None: as before."""
         self.how, self._learns = how or self.how, False
-        if self._config.report is None:
+        if not self._tells:
             self._meter = None
             for engine in self._engines.values():
                 engine.stop_measuring()
@@ -403,7 +449,20 @@ class Driver:
             pipeline=pipeline,
             differing=self._differing,
             slicing=self.slicing,
+            certificate=Certificate() if self._verifier is None else self._verifier.certificate,
+            by_slice=None if self.slicing is None else self._by_slice(engine),
         )
+
+    def _by_slice(self, engine: Engine) -> Memory:
+        """Return the rule for the slices of the last iteration, which may differ in size."""
+        assert self._meter is not None
+        saved = self._meter.each_bytes
+        if engine.sizing is not None and engine.sizing.differing:
+            moved: Mapping[tuple[int, int], int] = engine.sizing.moved_each
+        else:
+            moved = {key: engine.moved_bytes.get(key[0], 0) for key in saved}
+        shard = self._meter.shard_bytes
+        return rule_by_slice(engine.schedule, saved, moved, self._meter.after_each_bytes, shard)
 
 
 def without_p2p_sync(config: Any) -> str:

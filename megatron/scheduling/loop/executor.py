@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from bpipe.ir.schedule import Schedule
 from bpipe.lower.forwards import forwards_only
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.shards import EarlyShard, OutputShard
+from bpipe.runtime.stage import Key
 from bpipe.runtime.streams import beside
 from bpipe.transport.collectives import Collectives, EdgesAndCollectives, SecondStep, SharedGroups
 from bpipe.transport.edges import Edges
@@ -44,7 +45,7 @@ from megatron.scheduling.options.arguments import SchedulingConfig
 from megatron.scheduling.placement.embedding_ranks import refuse_group
 from megatron.scheduling.placement.placed import require_built_here
 from megatron.scheduling.slices.slicing import Slicing
-from megatron.scheduling.slices.stages import SlicedStages
+from megatron.scheduling.slices.stages import SlicedShardedStages, SlicedStages
 from megatron.scheduling.vocabulary import output_shards as vocabulary
 from megatron.scheduling.vocabulary.output_shards import input_shard, output_shard
 from megatron.scheduling.vocabulary.sharded_stages import ShardedStages
@@ -235,24 +236,32 @@ class Loop:
             chunks, last = {stage: chunk for chunk, stage in enumerate(own)}, schedule.num_stages - 1
             edges = Edges(rank, self._groups, self._driver.device, self._own.slices)
             stages: ChunkStages
-            if self._slicing is not None:
-                stages = SlicedStages(chunks, last, split, self._halves, self._slicing)
-                executor = Executor(schedule, rank, stages, edges)
-            elif schedule.layout.vocabulary is Vocabulary.WHOLE:
-                stages = ChunkStages(chunks, last, split, self._halves, self._num_pipes)
+            of_rank = chunks, last, split, self._halves
+            if schedule.layout.vocabulary is Vocabulary.WHOLE:
+                stages = (
+                    ChunkStages(*of_rank, self._num_pipes)
+                    if self._slicing is None
+                    else SlicedStages(*of_rank, self._slicing)
+                )
                 executor = Executor(schedule, rank, stages, edges)
             else:
-                early = self._own.vocabulary is Vocabulary.TWO
-                inputs = input_shard(models, self._config.positions.rank_at(0)) if self._own.input_shards else None
-                stages = sharded = ShardedStages(
-                    chunks, last, split, self._halves, output_shard(models[-1]), early, inputs
-                )
+                stages = sharded = self._sharded(of_rank, models)
                 carried = EdgesAndCollectives(edges, self._collectives(schedule, sharded.shard))
                 executor = Executor(schedule, rank, stages, carried, sharded.shard, sharded.inputs)
             prepared = self._prepared[key] = _Prepared(
                 executor, stages, Marks.of(order, stages.chunks, self._num_pipes)
             )
         return prepared
+
+    def _sharded(
+        self, of_rank: tuple[Mapping[int, int], int, Set[Key], Halves], models: Sequence[torch.nn.Module]
+    ) -> ShardedStages:
+        """Return the stages of a rank with its shard of the output layer, and of the embedding."""
+        layer, early = output_shard(models[-1]), self._own.vocabulary is Vocabulary.TWO
+        if self._slicing is not None:
+            return SlicedShardedStages(*of_rank, self._slicing, layer, early)
+        inputs = input_shard(models, self._config.positions.rank_at(0)) if self._own.input_shards else None
+        return ShardedStages(*of_rank, layer, early, inputs)
 
     def _collectives(self, schedule: Schedule, shard: OutputShard | EarlyShard) -> Collectives:
         """Collective over the world the first time."""
@@ -263,7 +272,8 @@ class Loop:
         if isinstance(shard, EarlyShard):
             self._lane = self._lane or beside(device, timeout_s)
             second = SecondStep(shard.late, self._lane)
-        return Collectives(self._driver.rank, self._shared, schedule.layout.rank_of_action, device, second)
+        slices = schedule.layout.slices
+        return Collectives(self._driver.rank, self._shared, schedule.layout.rank_of_action, device, second, slices)
 
 
 class _Around:

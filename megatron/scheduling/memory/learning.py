@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from bpipe.build import build
 from bpipe.ir.host_buffers import links_of
-from bpipe.ir.memory import Memory, memory_of
+from bpipe.ir.memory import KeptMemory, Memory, memory_of
 from bpipe.ir.schedule import Schedule
 from bpipe.models.memory import COMMUNICATOR_OF_TWO_BYTES, DeviceBesides
 from bpipe.plan.budget import Devices, better_plan, one_budget_a_rank
@@ -133,24 +133,32 @@ def measure_process(
 def devices_of(found: Sequence[ProcessMemory], plain: Schedule, budgets: tuple[int, ...]) -> Devices:
     """Combine what all have measured: the most of every place and stage, so that the same plan follows on every
     rank."""
-    stages = range(plain.num_stages)
+    slices = plain.layout.slices
+    places = range(plain.num_stages * slices)
     saved = _most(one.measured.saved_bytes for one in found)
     moved = _most(one.measured.moved_bytes for one in found)
     after = _most(one.measured.after_input_bytes for one in found)
     # What was never sent has no measured part that moves: a plan that sends it is not taken.
     memory = memory_of(
-        [saved[stage] for stage in stages],
-        [min(saved[stage], moved.get(stage, saved[stage])) for stage in stages],
-        [after.get(stage, saved[stage]) for stage in stages],
+        [saved[place] for place in places],
+        [min(saved[place], moved.get(place, saved[place])) for place in places],
+        [after.get(place // slices, saved[place]) for place in places],
         max(one.measured.shard_bytes for one in found),
     )
+    memory = replace(memory, slices=slices, kept=_kept(found, plain.num_stages) if slices > 1 else ())
     return Devices(plain, memory, _besides(found, plain.num_ranks), budgets, parts=_parts(found, memory))
+
+
+def _kept(found: Sequence[ProcessMemory], num_stages: int) -> tuple[KeptMemory, ...]:
+    """What every stage keeps of a micro-batch in slices."""
+    measured = {stage: kept for one in found for stage, kept in one.measured.kept.items()}
+    return tuple(measured.get(stage, KeptMemory(0, 0)) for stage in range(num_stages))
 
 
 def _parts(found: Sequence[ProcessMemory], memory: Memory) -> tuple[tuple[int, ...], ...]:
     """What may leave of each stage. Of one of which nothing has left nobody knows how its storages lie."""
     measured = {stage: sizes for one in found for stage, sizes in one.measured.parts.items()}
-    whole = [(size.moved_bytes,) for size in memory.stages]
+    whole = [(size.moved_bytes,) for size in memory.stages[:: memory.slices]]
     return tuple(
         measured[stage] if measured.get(stage, ())[-1:] == all_of_it else all_of_it
         for stage, all_of_it in enumerate(whole)

@@ -12,17 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from bpipe.build import BalanceConfig, ScheduleConfig, built
+from bpipe.features import Settings, guarded, reasons
 from bpipe.flags.budgets import MINIMUM_BYTES, HostedState, MemoryBudget
 from bpipe.flags.trainer import TIMEOUT_S
-from bpipe.flags.values import EVEN, SliceLengths
 from bpipe.generate.families import (
     FAMILIES,
     default_family,
 )
-from bpipe.ir.layout import Vocabulary
+from bpipe.ir.layout import EVEN, SliceLengths, Vocabulary
 from bpipe.ir.schedule import Schedule
 from bpipe.plan.state_hosts import FLAG
-from bpipe.refusals import Settings, reasons
 from bpipe.simulate.cost import Costs
 from bpipe.transport import AUTO
 from megatron.scheduling.hooks import upstream
@@ -70,14 +69,15 @@ class SchedulingConfig:
     time once its bytes are measured. `own` is what our own loop runs, each iteration with its own number of
     micro-batches; None where Megatron's loops run. Where it splits backwards, `keep_weights_halves` says of what W is
     put off. `differing`: micro-batches of one stage may save differing sizes, by these arguments; a model's
-    configuration may say it, too. `unproven`: what is tried although it was never shown on a GPU. `slice_lengths`:
-    where `own` cuts micro-batches into slices, how long these are. `report_iterations` are the first and the last to
-    record, by default the third to the fifth that this program trains; `last_iteration` is the training's, where that
-    is known. Every `metrics_interval` iterations Megatron's writers are told, every `timers_interval` our timers are
-    printed as Megatron prints its own. `flops_per_microbatch` are the model's FLOPs of one micro-batch on every
-    pipeline, by Megatron's own count; `logits_per_microbatch` are those of one rank's part of the vocabulary and of the
-    sequence. `audit`: so many micro-batches of each chunk are compared. `optimizer_hosts`: whose optimizer's moments
-    wait where while micro-batches are computed.
+    configuration may say it, too. `strict`: what is guarded is refused. `slice_lengths`: where `own` cuts micro-batches
+    into slices, how long these are. `report_iterations` are the first and the last to record, by default the third to
+    the fifth that this program trains; `last_iteration` is the training's, where that is known. Every
+    `metrics_interval` iterations Megatron's writers are told, every `timers_interval` our timers are printed as
+    Megatron prints its own. `verify`: in so many first iterations what moves is checked; by default in two where
+    anything is `guarded`, by these arguments or a model's configuration. `flops_per_microbatch` are the model's FLOPs
+    of one micro-batch on every pipeline, by Megatron's own count; `logits_per_microbatch` are those of one rank's part
+    of the vocabulary and of the sequence. `audit`: so many micro-batches of each chunk are compared. `optimizer_hosts`:
+    whose optimizer's moments wait where while micro-batches are computed.
     """
 
     balance: bool
@@ -94,9 +94,11 @@ class SchedulingConfig:
     message_timeout_s: float = 600.0
     minimum_bytes: int = MINIMUM_BYTES
     poison: bool = False
+    verify: float | None = None
     synchronous: bool = False
     differing: bool = False
-    unproven: str | None = None
+    strict: bool = False
+    guarded: tuple[str, ...] = ()
     slice_lengths: SliceLengths = EVEN
     report: str | None = None
     report_iterations: tuple[int, int] | None = None
@@ -189,9 +191,11 @@ def config_from_args(args: Any) -> SchedulingConfig:
         message_timeout_s=60.0 * args.distributed_timeout_minutes if args.bpipe_timeout is None else args.bpipe_timeout,
         minimum_bytes=args.bpipe_min_bytes,
         poison=args.bpipe_poison,
+        verify=args.bpipe_verify,
+        guarded=tuple(one.name for one in guarded(args, args.bpipe, own is not None)),
         synchronous=args.bpipe_sync_transfers,
         differing=args.bpipe_differing_sizes or differ(args) or slices_differ(args, 1 if own is None else own.slices),
-        unproven=args.bpipe_unproven,
+        strict=args.bpipe_strict,
         slice_lengths=args.bpipe_slice_lengths,
         report=args.bpipe_report,
         num_ranks=sizes.num_ranks,
@@ -223,7 +227,7 @@ def _asked(args: Any) -> tuple[ScheduleConfig | None, BalanceConfig | None, tupl
     except ValueError as error:
         problems.append(str(error))
     if args.bpipe or own is not None or args.bpipe_report is not None:
-        problems += reasons(args, args.bpipe, own is not None, args.bpipe_unproven)
+        problems += reasons(args, args.bpipe, own is not None, args.bpipe_strict)
     problems += _audited(args, own is not None)
     problems += _hosting(args, own)
     end_where(problems)

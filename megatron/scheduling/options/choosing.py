@@ -13,7 +13,7 @@ from typing import Any
 
 from bpipe.build import BalanceConfig, ScheduleConfig, built, config_of_schedule
 from bpipe.check.order import check_microbatch_order
-from bpipe.flags.values import EVEN
+from bpipe.features import PLACED, SHARDED, asked_by, reasons_of, sliced_reasons
 from bpipe.generate.families import (
     FAMILIES,
     default_family,
@@ -23,11 +23,10 @@ from bpipe.generate.families import (
 )
 from bpipe.generate.family import ALIKE, Family, UnitCosts
 from bpipe.ir.hosts import HOST, PAIR
-from bpipe.ir.layout import REDISTRIBUTE, Vocabulary
+from bpipe.ir.layout import EVEN, REDISTRIBUTE, Vocabulary
 from bpipe.ir.memory import plain
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
-from bpipe.refusals import PLACED, SHARDED, SLICED, asked_by, reasons_of
 from bpipe.simulate.cost import Costs
 from bpipe.transport import AUTO
 from bpipe.vocabulary.rows import Rows
@@ -91,12 +90,6 @@ def _asked_for(args: Any) -> tuple[ScheduleConfig, bool]:
         return config, ours
     if config.balance is None:
         raise ValueError("--bpipe-memory says how to balance: give --bpipe, too, or leave it out")
-    if config.slices > 1:
-        raise ValueError(
-            f"--bpipe-memory: what {config.slices} slices hold is not planned in bytes yet: give --bpipe-bound, which "
-            f"counts slices of a "
-            "chunk, or leave both out"
-        )
     return budgets.budgeted(args, config), ours
 
 
@@ -199,8 +192,7 @@ def unplaced(args: Any, own: ScheduleConfig) -> list[str]:
     if own.slices == 1 and args.bpipe_slice_lengths != EVEN:
         found.append("--bpipe-slice-lengths says how long slices are: give --bpipe-slices, too, or leave it out")
     if own.slices > 1:
-        refusals = [one for one in SLICED if one.unproven is None or one.unproven != args.bpipe_unproven]
-        found += reasons_of(refusals, args, f"--bpipe-slices {own.slices}")
+        found += sliced_reasons(args, own.slices, args.bpipe_strict)
     return found
 
 

@@ -13,11 +13,11 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from bpipe.balance.pairs import choose_partners
+from bpipe.features import Settings
 from bpipe.ir.host_buffers import links_of
 from bpipe.ir.hosts import mirrored_pairs
 from bpipe.ir.schedule import Schedule
 from bpipe.placement import Part, Topology, pair_adjacent, pairs
-from bpipe.refusals import Settings
 from bpipe.report.memory import without_transfers
 from megatron.scheduling.hooks import upstream
 from megatron.scheduling.options.choosing import first_schedule

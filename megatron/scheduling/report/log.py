@@ -7,7 +7,8 @@ Decides nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -15,6 +16,7 @@ from megatron.core import parallel_state
 from bpipe.ir.host_buffers import residencies_by_host
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime.engine import Engine
+from bpipe.runtime.verifying import Certificate
 from bpipe.transport.connect import MeasuredLink
 from bpipe.transport.table import sufficiency
 
@@ -67,6 +69,23 @@ def nothing_moves(stage: int, minimum_bytes: int) -> str:
         f"stage {stage} moves nothing: of what a forward saves no storage of at least {minimum_bytes} bytes "
         f"(--bpipe-min-bytes) is its "
         f"micro-batch's alone; training as usual"
+    )
+
+
+def verified(certificate: Certificate, engine: Engine, rank: int) -> Iterator[str]:
+    """Return a line on what was checked of a rank whose activations leave, how much of what it saved moves, and what
+    stays, by the kind of node that saved it."""
+    if not certificate.microbatches:
+        return
+    moves = "; ".join(
+        f"stage {share.stage} moves {share.fraction:.2f} of what it keeps"
+        + "".join(f", {nbytes / 1e6:.4g} MB {holder}" for holder, nbytes in Counter(share.staying).most_common(3))
+        for share in engine.shares.values()
+    )
+    yield (
+        f"verified {certificate.iterations} iterations: all that rank {rank} sent away, {certificate.microbatches} "
+        f"micro-batches in {certificate.storages} storages, {certificate.nbytes / 1e6:.4g} MB, came back as it left"
+        + (f"; {moves}" if moves else "")
     )
 
 

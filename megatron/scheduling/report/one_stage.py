@@ -11,6 +11,7 @@ clock.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +43,7 @@ def parse(flags: Sequence[str], provider: Callable[..., Any], change: Callable[[
         change(args)
     # One process stands for all: there is nobody to change places with.
     args.bpipe_placement = "none"
-    args.world_size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    args.world_size = _ranks_of_a_stage(args) * args.pipeline_model_parallel_size
     arguments.validate_args(args, {})
     upstream.require(args, "one_stage")
     if args.padded_vocab_size is None:
@@ -54,10 +55,23 @@ def parse(flags: Sequence[str], provider: Callable[..., Any], change: Callable[[
     return args
 
 
+def _ranks_of_a_stage(args: Any) -> int:
+    """Return the fewest ranks of one stage: experts may lie on more than one replica of the rest."""
+    of_experts = (args.expert_tensor_parallel_size or args.tensor_model_parallel_size) * args.expert_model_parallel_size
+    return math.lcm(args.tensor_model_parallel_size * args.context_parallel_size, of_experts)
+
+
 @contextlib.contextmanager
 def stage(args: Any, place: int) -> Iterator[torch.nn.Module]:
     """Return the first tensor-parallel rank's part of the model at `place` of the pipeline, wrapped as the trainer
     wraps it."""
+    with chunks(args, place) as (model,):
+        yield model
+
+
+@contextlib.contextmanager
+def chunks(args: Any, place: int) -> Iterator[Sequence[torch.nn.Module]]:
+    """Return the model's chunks on the first rank at `place` of the pipeline, likewise."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.argument_utils import gpt_config_from_args
@@ -65,22 +79,27 @@ def stage(args: Any, place: int) -> Iterator[torch.nn.Module]:
     from torch._C._distributed_c10d import HashStore
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
 
-    size = args.tensor_model_parallel_size
     # A real store, nobody waits in it: Megatron also makes gloo groups, and torch 2.11 cannot make even those of one
     # rank with a fake one.
-    dist.init_process_group("fake", store=HashStore(), rank=place * size, world_size=args.world_size)
+    dist.init_process_group("fake", store=HashStore(), rank=place * _ranks_of_a_stage(args), world_size=args.world_size)
     try:
-        parallel_state.initialize_model_parallel(size, args.pipeline_model_parallel_size)
+        parallel_state.initialize_model_parallel(
+            args.tensor_model_parallel_size,
+            args.pipeline_model_parallel_size,
+            args.virtual_pipeline_model_parallel_size,
+            context_parallel_size=args.context_parallel_size,
+            expert_model_parallel_size=args.expert_model_parallel_size,
+            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        )
         tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
         config = gpt_config_from_args(args)
         config.finalize()
         builder = config.get_builder_cls()(config)
-        (model,) = builder.build_distributed_models(
+        yield builder.build_distributed_models(
             ProcessGroupCollection.use_mpu_process_groups(),
             get_megatron_ddp_config(args),
             data_parallel_random_init=False,
         )
-        yield model
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
@@ -90,11 +109,13 @@ class Runner:
     """Runs micro-batches of one size through a stage, forward and backward, as the trainer's loop does."""
 
     def __init__(self, args: Any, model: torch.nn.Module, micro_batch: int) -> None:
-        from megatron.core.utils import get_attr_wrapped_model
+        from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 
         self.model = model
         self.set_input = get_attr_wrapped_model(model, "set_input_tensor")
         self.first, self.last = (get_attr_wrapped_model(model, name) for name in ("pre_process", "post_process"))
+        # Prediction of further tokens embeds them anew, behind the last layer.
+        self.embeds = self.first or bool(getattr(unwrap_model(model), "mtp_process", False))
         shards = args.tensor_model_parallel_size if args.sequence_parallel else 1
         device = torch.device(torch.cuda.current_device())
         shape = (args.seq_length // shards, micro_batch, args.hidden_size)
@@ -113,7 +134,7 @@ class Runner:
     def forward(self) -> torch.Tensor:
         """Return the stage's output; the last stage's is the loss."""
         self.set_input(self.inputs)
-        tokens, positions = (self.tokens, self.positions) if self.first else (None, None)
+        tokens, positions = (self.tokens, self.positions) if self.embeds else (None, None)
         output = self.model(tokens, positions, None, labels=self.labels if self.last else None)
         return self._loss(output) if self.last else output
 

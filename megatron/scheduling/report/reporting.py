@@ -33,6 +33,37 @@ from megatron.scheduling.report.guard import Guard
 from megatron.scheduling.report.log import say
 from megatron.scheduling.report.recording import PeakFlops, RunRecord, device_name, limit_bytes, peak_of
 
+# What of it may fail without ending a training, in words.
+_WRITERS = "what TensorBoard and Weights & Biases are told"
+
+
+class Monitor:
+    """Tells Megatron's own writers what a training without a report does, as often as they are told of the rest."""
+
+    def __init__(self, config: SchedulingConfig, driver: Driver) -> None:
+        assert config.metrics_interval is not None
+        self._config, self._driver, self._interval = config, driver, config.metrics_interval
+        self._writers = Guard(_WRITERS)
+
+    def wraps(self) -> dict[patches.Patch, patches.Wrap]:
+        """Return Megatron's training step, observed."""
+        return {patches.TRAIN_STEP: self._wrap_train_step}
+
+    def _wrap_train_step(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(train_step)
+
+        @functools.wraps(train_step)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            iteration = signature.bind(*args, **kwargs).arguments["iteration"] + 1
+            logged = self._driver.recording = iteration % self._interval == 0
+            result = train_step(*args, **kwargs)
+            recorded = self._driver.recorded
+            if logged and recorded is not None:
+                metrics.write(self._writers, self._config.positions, iteration, recorded, None)
+            return result
+
+        return step
+
 
 class Reporter:
     """Collects what a run says of itself into a folder, from Megatron's training step and from the driver."""
@@ -43,7 +74,7 @@ class Reporter:
         self._driver = driver
         self._folder = Path(config.report)
         self._guard = Guard("recording")
-        self._writers = Guard("what TensorBoard and Weights & Biases are told")
+        self._writers = Guard(_WRITERS)
         self._watermark = Watermark(self._folder, config, self._guard)
         self._peak: PeakFlops | None = None
         self._record: RunRecord | None = None
@@ -95,9 +126,7 @@ class Reporter:
                         if peak is None or flops is None
                         else mfu(flops, elapsed_s, dist.get_world_size(), peak.flops_per_s)
                     )
-                    metrics.write(
-                        self._writers, self._config.positions, iteration, recorded.peak_bytes, recorded.exposed_s, share
-                    )
+                    metrics.write(self._writers, self._config.positions, iteration, recorded, share)
             return result
 
         return step

@@ -11,10 +11,12 @@ from collections.abc import Mapping
 import torch.distributed as dist
 
 from bpipe.ir.action import Kind
+from bpipe.ir.memory import Memory
 from bpipe.ir.schedule import Schedule
 from bpipe.record.format import RankSummary
-from bpipe.report.memory import kept_peak, own_peak
+from bpipe.report.memory import kept_peak, own_peak, peak_of_rule
 from bpipe.runtime.kept import Share
+from bpipe.runtime.verifying import Certificate
 from megatron.scheduling.memory.differing import Differing
 from megatron.scheduling.slices.slicing import Slicing
 
@@ -38,13 +40,15 @@ def summary_of(
     pipeline: int,
     differing: Differing,
     slicing: Slicing | None,
+    certificate: Certificate,
+    by_slice: Memory | None,
 ) -> RankSummary:
     """Lay the measurement beside what the schedule says for micro-batches of this size.
 
     Host buffers are preallocated, so a rank holds all of them from the first HOST on: the prediction is the most its
     own micro-batches occupy in any slot, and its buffers. `received_bytes` is what of it the stage received.
     `own_memory`: the host buffers in its own node's memory and their bytes. `slicing`: what is kept of micro-batches
-    that are cut.
+    that are cut. `certificate`: what was checked of what moved. `by_slice`: the rule for slices that differ in size.
     """
     # As the meter counts: a micro-batch of which less than half has left is still here.
     leaves = {
@@ -65,10 +69,12 @@ def summary_of(
         peak_bytes=peak_bytes,
         predicted_microbatches=own_peak(schedule, stage, dict.fromkeys(saved_bytes, 1), leaves, 0, {})
         + num_host_buffers,
-        predicted_bytes=own_peak(
-            schedule, stage, saved_bytes, moved_bytes, received_bytes, after_input_bytes, shard_bytes
-        )
-        + host_bytes,
+        predicted_bytes=host_bytes
+        + (
+            own_peak(schedule, stage, saved_bytes, moved_bytes, received_bytes, after_input_bytes, shard_bytes)
+            if by_slice is None
+            else peak_of_rule(schedule, stage, by_slice, received_bytes)
+        ),
         evictions=transfers[Kind.EVICT],
         loads=transfers[Kind.LOAD],
         own_buffers=own_memory[0],
@@ -82,4 +88,8 @@ def summary_of(
         times_grown=differing.num_grown,
         keys_bytes=0 if slicing is None else slicing.peak_kept_bytes,
         predicted_keys_bytes=0 if slicing is None else kept_peak(schedule, stage, slicing.kept_memory),
+        verified_iterations=certificate.iterations,
+        verified_microbatches=certificate.microbatches,
+        verified_storages=certificate.storages,
+        verified_bytes=certificate.nbytes,
     )

@@ -12,6 +12,9 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from bpipe.runtime.errors import RuntimeFault
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.slices.cutting import Cutting
 from megatron.scheduling.slices.kept import KeptKeys
@@ -78,6 +81,8 @@ def _engines_attention(kept: KeptKeys, forward: Callable[..., Any]) -> Callable[
     that a slice needs."""
     from megatron.core.transformer.enums import AttnMaskType
 
+    is_checked = False
+
     @functools.wraps(forward)
     def run(
         module: Any,
@@ -96,12 +101,52 @@ def _engines_attention(kept: KeptKeys, forward: Callable[..., Any]) -> Callable[
                 f"slices attend causally, and this layer masks {attn_mask_type.name}: train without --bpipe-slices"
             )
         key, value = kept.join(module, key, value)
-        if kept.cutting.span[0]:
+        begin = kept.cutting.span[0]
+        if begin:
             attn_mask_type = AttnMaskType.causal_bottom_right
+            nonlocal is_checked
+            if not is_checked:
+                is_checked = True
+                check_mask(
+                    lambda *tensors: forward(module, *tensors, attention_mask, attn_mask_type, *args, **kwargs),
+                    *(module, query, key, value, begin),
+                )
         return forward(module, query, key, value, attention_mask, attn_mask_type, *args, **kwargs)
 
     setattr(run, _SEES_SLICES, True)
     return run
+
+
+def check_mask(attend: Callable[..., Any], module: Any, query: Any, key: Any, value: Any, begin: int) -> None:
+    """Ask a kernel what the first token of a slice behind `begin` tokens sees, by tensors of the shapes that it gets:
+    query [tokens, batch, heads, width], key and value [begin + tokens, batch, groups, width].
+
+    Queries and keys are zeros, so every visible key counts alike. Waits for the device, once a run. Raises RuntimeFault
+    where it sees another number of keys, or not the last of them.
+    """
+    last, first, beyond = 0, 1, 2
+    seen = torch.zeros_like(value)
+    seen[begin, ..., last], seen[0, ..., first] = 1, 1
+    seen[begin + 1 :, ..., beyond] = 1
+    training = module.training
+    try:
+        # Dropout would hide keys.
+        module.eval()
+        with torch.no_grad():
+            made = attend(torch.zeros_like(query), torch.zeros_like(key), seen)
+    finally:
+        module.train(training)
+    row = made[0].view(*query.shape[1:3], -1)[..., :3].float()
+    # Of 16 bits a share has an error of less than a hundredth of it.
+    share = torch.tensor([1 / (begin + 1), 1 / (begin + 1), 0.0], device=row.device)
+    if not torch.allclose(row, share.expand_as(row), rtol=0.02, atol=0.0):
+        found = ", ".join(f"{number:.3g}" for number in row.mean((0, 1)).tolist())
+        raise RuntimeFault(
+            f"the first token of a slice behind {begin} tokens does not see the keys 0 to {begin} and no other: it "
+            f"weighs the last of them, the first and those beyond by {found} instead of {1 / (begin + 1):.3g} twice and "
+            f"0, so this attention's mask is not causal from the bottom right: use --transformer-impl local, or train "
+            f"without --bpipe-slices"
+        )
 
 
 def _checkpointed(kept: KeptKeys, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -34,6 +34,8 @@ class Cutting:
     def __init__(self, bounds: Sequence[int]) -> None:
         self.bounds = tuple(bounds)
         self.now: SequenceSlice | None = None
+        # By what was cut in this computation, which is held so that its id stays its own: the whole row.
+        self._rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property
     def slices(self) -> int:
@@ -58,6 +60,7 @@ class Cutting:
             yield self.now
         finally:
             self.now = None
+            self._rows.clear()
 
     def cut(self, value: Any) -> Any:
         """Return a row's part that is the slice's own: tokens as (batch, sequence), masks as (..., sequence, sequence);
@@ -71,8 +74,24 @@ class Cutting:
         if value.dim() == 4 and value.shape[-2:] == (self.length, self.length):
             return value[..., begin:end, :end]
         if value.dim() == 2 and value.shape[-1] == self.length:
-            return value[:, begin:end].contiguous()
+            own = value[:, begin:end].contiguous()
+            self._rows[id(own)] = own, value
+            return own
         return value
+
+    def row_of(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the whole row that a tensor was cut from in this computation.
+
+        Raises RuntimeFault where it was not: what stands behind the slice's end is not known then.
+        """
+        found = self._rows.get(id(own))
+        if found is None:
+            raise RuntimeFault(
+                f"a tensor of {tuple(own.shape)} was not cut from a row, so the tokens behind this slice's end are "
+                f"not known: give the model its tokens, labels and loss mask as they are, or train without "
+                f"--bpipe-slices"
+            )
+        return found[1]
 
     def pad(self, losses: torch.Tensor) -> torch.Tensor:
         """Return the losses of a slice's tokens, (batch, own), as a row, (batch, sequence), with zeros elsewhere.

@@ -5,15 +5,18 @@ In: `--bpipe-slices`. Out: wraps, `Cutting`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from bpipe.flags.values import EVEN, SliceLengths
+from bpipe.features import Settings
+from bpipe.ir.layout import EVEN, SliceLengths
 from bpipe.ir.memory import KeptMemory
-from bpipe.refusals import Settings
 from megatron.scheduling.hooks import patches
-from megatron.scheduling.slices import attention
+from megatron.scheduling.slices import attention, further
 from megatron.scheduling.slices.cutting import Cutting
 from megatron.scheduling.slices.experts import ExpertLosses
+from megatron.scheduling.slices.judging import judge
 from megatron.scheduling.slices.kept import KeptKeys
 from megatron.scheduling.slices.lengths import bounds_of
 
@@ -26,6 +29,7 @@ class Slicing:
         self.cutting = Cutting(())
         self._kept = KeptKeys(self.cutting)
         self._losses = ExpertLosses(self.cutting)
+        self._judged = False
 
     @property
     def kept_bytes(self) -> int:
@@ -48,7 +52,13 @@ class Slicing:
         return self._kept.holds(storage)
 
     def wraps(self) -> dict[patches.Patch, patches.Wrap]:
-        return {**attention.wraps(self._kept), **self._losses.wraps()}
+        return {**attention.wraps(self._kept), **self._losses.wraps(), **further.wraps(self.cutting)}
+
+    def judge(self, models: Sequence[torch.nn.Module]) -> None:
+        """Raise ValueError where these models cannot be cut; they are the same in every call."""
+        if not self._judged:
+            judge(models)
+            self._judged = True
 
     def begin(self, length: int, config: object) -> None:
         """Begin with sequences of so many tokens. `config` is Megatron's, of the model.

@@ -1,6 +1,6 @@
 """Compute a rank's stages slice by slice, as our executor asks for them.
 
-In and out as `chunks.ChunkStages`, whose steps are Megatron's.
+In and out as `chunks.ChunkStages`, whose steps are Megatron's, or as `vocabulary.sharded_stages`.
 
 A script's forward step is called once a slice, with the whole row. Hooks of each model cut what it is given and pad
 what it gives back; the number of micro-batches stays the call's, and tokens and reports are counted once a micro-batch.
@@ -8,7 +8,9 @@ what it gives back; the number of micro-batches stays the call's, and tokens and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -17,72 +19,88 @@ from bpipe.ir.action import Action
 from bpipe.runtime.stage import Key, Tensors
 from megatron.scheduling.loop.chunks import Call, ChunkStages
 from megatron.scheduling.loop.halves import Halves
-from megatron.scheduling.slices.judging import judge
+from megatron.scheduling.slices.cutting import Cutting, SequenceSlice
 from megatron.scheduling.slices.rows import RepeatedRows, Reports
 from megatron.scheduling.slices.slicing import Slicing
+from megatron.scheduling.vocabulary.output_shards import OutputLayerShard
+from megatron.scheduling.vocabulary.sharded_stages import ShardedStages
 
 
-class SlicedStages(ChunkStages):
-    """The stages of one rank; micro-batches of actions are numbers of slices."""
+class Sliced(ChunkStages):
+    """Stages whose micro-batches are numbers of slices, in front of a class that computes them: that knows of no
+    slices but the one that is computed."""
 
-    def __init__(
-        self, chunks: Mapping[int, int], last_stage: int, split: Set[Key], halves: Halves, slicing: Slicing
-    ) -> None:
-        super().__init__(chunks, last_stage, split, halves, slicing.number)
-        self._slicing = slicing
-        self._cutting = slicing.cutting
-        self._reports = Reports()
-        self._hooks: list[Any] = []
-        self._judged = False
+    # Set before the first call begins.
+    slicing: Slicing
 
     def begin(self, call: Call | None) -> None:
-        super().begin(call)
         while self._hooks:
             self._hooks.pop().remove()
         self._reports.clear()
-        self._slicing.clear()
-        if call is None:
-            return
-        if call.collect_non_loss_data:
-            raise ValueError(
-                "data that is no loss is of a whole sequence, and each forward is of a slice: train without "
-                "--bpipe-slices"
-            )
-        call.data = [None if data is None else RepeatedRows(data, self._cutting) for data in call.data]
-        if not self._judged:
-            judge(call.models)
-            self._judged = True
-        for stage, chunk in self.chunks.items():
-            model = call.models[chunk]
-            self._hooks.append(model.register_forward_pre_hook(self._give, with_kwargs=True))
-            if stage == self.last_stage:
-                self._hooks.append(model.register_forward_hook(self._take))
+        self.slicing.clear()
+        if call is not None:
+            self._enter(call)
+        super().begin(call)
 
     def forward(self, action: Action, received: Tensors) -> Tensors:
         call, _ = self._of(action)
-        is_last_stage = action.stage == self.last_stage
-        losses: list[Any] = []
-        with self._cutting.at(action.microbatch, action.stage) as now:
-            given, made = self.step(action, received, call.forward_step_func, losses, is_last_stage)
-        is_last_slice = now.number == self._cutting.slices - 1
-        if is_last_stage:
-            call.losses += self._reports.add(losses[0], is_last_slice)
-        if is_last_slice and call.forward_only:
-            self._slicing.free(now.stage, now.microbatch)
-        self.hold(action, given, made)
-        return (made,)
+        with self._cutting.at(action.microbatch, action.stage) as now, self._reporting(call, now):
+            made = super().forward(action, received)
+        if call.forward_only and self._is_last(now):
+            self.slicing.free(now.stage, now.microbatch)
+        return made
 
     def backward(self, action: Action, gradients: Tensors) -> Tensors:
         with self._cutting.at(action.microbatch, action.stage) as now:
             made = super().backward(action, gradients)
         if now.number == 0:
-            self._slicing.free(now.stage, now.microbatch)
+            self.slicing.free(now.stage, now.microbatch)
         return made
 
     def count(self, action: Action, num_tokens: torch.Tensor) -> None:
         """Count the whole micro-batch's tokens once: each slice's loss function counts them."""
         if action.microbatch % self._cutting.slices == 0:
             super().count(action, num_tokens)
+
+    @property
+    def _cutting(self) -> Cutting:
+        return self.slicing.cutting
+
+    @functools.cached_property
+    def _reports(self) -> Reports:
+        return Reports()
+
+    @functools.cached_property
+    def _hooks(self) -> list[Any]:
+        """Hooks of the models of the present call."""
+        return []
+
+    def _enter(self, call: Call) -> None:
+        if call.collect_non_loss_data:
+            raise ValueError(
+                "data that is no loss is of a whole sequence, and each forward is of a slice: train without "
+                "--bpipe-slices"
+            )
+        call.data = [None if data is None else RepeatedRows(data, self._cutting) for data in call.data]
+        self.slicing.judge(call.models)
+        for stage, chunk in self.chunks.items():
+            model = call.models[chunk]
+            self._hooks.append(model.register_forward_pre_hook(self._give, with_kwargs=True))
+            if stage == self.last_stage:
+                self._hooks.append(model.register_forward_hook(self._take))
+
+    @contextlib.contextmanager
+    def _reporting(self, call: Call, now: SequenceSlice) -> Iterator[None]:
+        """Make one report of a micro-batch of what its slices report inside."""
+        before = len(call.losses)
+        yield
+        reports = call.losses[before:]
+        del call.losses[before:]
+        for report in reports:
+            call.losses += self._reports.add(report, self._is_last(now))
+
+    def _is_last(self, now: SequenceSlice) -> bool:
+        return now.number == self._cutting.slices - 1
 
     def _give(self, _: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """A forward pre-hook of a model: it is given whole rows, and computes a slice of them."""
@@ -92,3 +110,38 @@ class SlicedStages(ChunkStages):
     def _take(self, _: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         """A forward hook of the last stage's model."""
         return self._cutting.pad(output)
+
+
+class SlicedStages(Sliced, ChunkStages):
+    """The stages of one rank that has the output layer whole, or none of it."""
+
+    def __init__(
+        self, chunks: Mapping[int, int], last_stage: int, split: Set[Key], halves: Halves, slicing: Slicing
+    ) -> None:
+        super().__init__(chunks, last_stage, split, halves, slicing.number)
+        self.slicing = slicing
+
+
+class SlicedShardedStages(Sliced, ShardedStages):
+    """The stages of one rank whose pipeline shares the output layer: a shard computes one slice's logits at a time."""
+
+    def __init__(
+        self,
+        chunks: Mapping[int, int],
+        last_stage: int,
+        split: Set[Key],
+        halves: Halves,
+        slicing: Slicing,
+        layer: OutputLayerShard,
+        early: bool,
+    ) -> None:
+        super().__init__(chunks, last_stage, split, halves, layer, early, numbers=slicing.number)
+        self.slicing = slicing
+
+    def _tell(self, microbatch: int, found: torch.Tensor) -> None:
+        assert self._call is not None, "a shard computes for a call of the loop"
+        with self._cutting.at(microbatch, self.last_stage) as now, self._reporting(self._call, now):
+            super()._tell(microbatch, found)
+
+    def _row(self, losses: torch.Tensor) -> torch.Tensor:
+        return self._cutting.pad(losses)

@@ -1,4 +1,4 @@
-"""Refuse what `--bpipe` cannot do, before or while a training starts. The table is `bpipe.refusals`.
+"""Refuse what `--bpipe` cannot do, before or while a training starts. The table is `bpipe.features`.
 
 In: Megatron's parsed arguments, or the configuration of a model that is about to train. Out: nothing, or a ValueError
 with a line a reason. Knows no tensors and imports no Megatron.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from bpipe.flags.values import EVEN
-from bpipe.refusals import Settings, has_experts, reasons
+from bpipe.features import Settings, has_experts, reasons
+from bpipe.ir.layout import EVEN
 
 # What makes micro-batches of one stage save differing sizes: where the router sends tokens, what was packed together,
 # how long sequences are, and which micro-batches recompute.
@@ -35,17 +35,19 @@ def slices_differ(settings: object, slices: int) -> bool:
     # Megatron's selective recomputation is that of attention where nothing is named.
     selective = s.recompute_granularity == "selective" and "core_attn" in (s.recompute_modules or ("core_attn",))
     again = s.recompute_granularity == "full" or selective
+    # Each slice is a multiple of the ranks that have a part of it.
+    unit = (s.tensor_model_parallel_size or 1) if s.sequence_parallel else 1
     return slices > 1 and (
-        not even or bool((s.seq_length or 0) % slices) or (s.transformer_impl == "local" and not again)
+        not even or bool((s.seq_length or 0) % (slices * unit)) or (s.transformer_impl == "local" and not again)
     )
 
 
-def refuse(settings: object, balance: bool, executor: bool = False, unproven: str | None = None) -> None:
+def refuse(settings: object, balance: bool, executor: bool = False, strict: bool = False) -> None:
     """Raise ValueError with every reason.
 
     A script of one's own may set in its model what no flag says: give that model's configuration.
     """
-    end_where([*reasons(settings, balance, executor, unproven), *(_of_sessions() if balance else ())])
+    end_where([*reasons(settings, balance, executor, strict), *(_of_sessions() if balance else ())])
 
 
 def _of_sessions() -> Iterator[str]:

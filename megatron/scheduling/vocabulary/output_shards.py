@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.utils import unwrap_model
 
-from bpipe.refusals import SHARDED, reasons_of
+from bpipe.features import SHARDED, reasons_of
 from bpipe.vocabulary.rows import Rows
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.loop.halves import backward_of_weight

@@ -47,8 +47,9 @@ class ShardedStages(ChunkStages):
         layer: OutputLayerShard,
         early: bool = False,
         inputs: Inputs | None = None,
+        numbers: int = 1,
     ) -> None:
-        super().__init__(chunks, last_stage, split, halves)
+        super().__init__(chunks, last_stage, split, halves, numbers)
         self._inputs = inputs
         self.inputs = None if inputs is None else InputShard(inputs.shard)
         # Of the rank that has the first stage: what its script's step did with each micro-batch of the call.
@@ -63,13 +64,15 @@ class ShardedStages(ChunkStages):
         # By micro-batch, from the last stage's forward to the last rank's T: its loss function, and how much each
         # token's loss counts.
         self._losses: dict[int, tuple[LossFunction, torch.Tensor]] = {}
-        self._shape: torch.Size | None = None
+        # And of each the shape of its labels, until the next call.
+        self._shapes: dict[int, torch.Size] = {}
         self._differs: torch.Tensor | None = None
 
     def begin(self, call: Call | None) -> None:
         super().begin(call)
         self.shard.begin()
         self._losses.clear()
+        self._shapes.clear()
         self._differs = None
         if self._inputs is not None and self.inputs is not None:
             self._noted_steps = noted_steps(call, self.chunks[0]) if call is not None and 0 in self.chunks else []
@@ -96,7 +99,8 @@ class ShardedStages(ChunkStages):
         made = self._layer.noted()
         self.hold(action, given, made.hidden)
         counts = made.losses if call.forward_only else self._gradient(made.losses, loss)
-        self._losses[action.microbatch], self._shape = (kept[0], counts), made.labels.shape
+        self._losses[action.microbatch] = kept[0], counts
+        self._shapes[action.microbatch] = made.labels.shape
         return made.hidden, _in_order(made.labels), _in_order(counts)
 
     def _embed(self, action: Action, received: Tensors) -> Tensors:
@@ -124,8 +128,8 @@ class ShardedStages(ChunkStages):
         if isinstance(self.shard, EarlyShard):
             # Of this tensor-parallel rank's rows alone: on the lane of a second step its collective would meet the
             # computation's.
-            assert self._shape is not None, "the last stage has run"
-            gradient = self._layer.of_input(gradient.view(*self._shape[::-1], -1))
+            shape = self._shapes[action.microbatch]
+            gradient = self._layer.of_input(gradient.view(*shape[::-1], -1))
         return super().backward(action, (gradient.to(made.dtype),))
 
     def check(self) -> None:
@@ -143,16 +147,15 @@ class ShardedStages(ChunkStages):
         """The losses of a micro-batch's tokens are known, in the order of the logits."""
         call = self._call
         assert call is not None, "a shard computes for a call of the loop"
-        assert self._shape is not None, "the last stage has run"
         loss_function, counts = self._losses.pop(microbatch)
-        losses = found.view(self._shape[::-1]).t().contiguous().requires_grad_(not call.forward_only)
+        losses = found.view(self._shapes[microbatch][::-1]).t().contiguous().requires_grad_(not call.forward_only)
         chunk = self.chunks[self.last_stage]
         if call.config.timers is not None:
             # Megatron's function stops it.
             call.config.timers("forward-compute", log_level=2).start()
         loss, _ = schedules.forward_step_calc_loss(
             call.models[chunk],
-            losses,
+            self._row(losses),
             loss_function,
             call.config,
             chunk if len(call.models) > 1 else None,
@@ -165,6 +168,10 @@ class ShardedStages(ChunkStages):
         if not call.forward_only:
             differs = (self._gradient(losses, loss) != counts).any()
             self._differs = differs if self._differs is None else self._differs | differs
+
+    def _row(self, losses: torch.Tensor) -> torch.Tensor:
+        """Return what the script's loss function is given of the losses of tokens."""
+        return losses
 
     def _gradient(self, losses: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
         """Return how much the loss grows with each token's, scaled as Megatron scales it."""

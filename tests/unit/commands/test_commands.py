@@ -90,6 +90,48 @@ def test_simulate_a_schedule_that_splits_its_backwards(capsys: pytest.CaptureFix
     assert max(stage["peak_bytes"] for stage in found["stages"]) > found["at_once"]["peak_bytes"]
 
 
+SLICED = (
+    *("simulate", "--model", "llama3-8b", "--seq", "65536", "--cluster", "h100-80g:8", "--tp", "2", "--pp", "4"),
+    *("--gbs", "8", "--recompute", "selective", "--slices", "4"),
+)
+
+
+def test_simulate_slices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "1f1b (4 slices of 16384 tokens), balance none" in output(capsys, *SLICED)
+    found = {
+        name: json.loads(output(capsys, *SLICED, "--slice-lengths", name, "--format", "json"))
+        for name in ("even", "time", "28160,15872,11776,9728")
+    }
+    assert found["even"]["configuration"]["slice_lengths"] == [16384] * 4
+    assert found["time"]["iteration_time_s"] < 0.9 * found["even"]["iteration_time_s"]
+    assert found["28160,15872,11776,9728"]["configuration"]["slice_lengths"] == [28160, 15872, 11776, 9728]
+    trace, plot = tmp_path / "trace.json", tmp_path / "plot.svg"
+    output(capsys, *SLICED, "--trace", str(trace), "--plot", str(plot))
+    assert '"0F15"' in trace.read_text() or "F15" in plot.read_text()
+    assert main([*SLICED, "--slice-lengths", "1,2"]) == 2
+    assert "2 lengths for 4 slices: give one for each" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*SLICED, "--slice-lengths", "long"])
+    assert "'long' is neither even, work nor time" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lengths", ["even", "time"])
+def test_simulate_slices_within_a_budget(capsys: pytest.CaptureFixture[str], lengths: str) -> None:
+    """Less than the fullest needs: nothing is held beyond it, and bytes of slices leave."""
+    sliced = (*SLICED, "--slice-lengths", lengths)
+    alone = [stage["peak_bytes"] for stage in json.loads(output(capsys, *sliced, "--format", "json"))["stages"]]
+    budget = (max(alone) + min(alone)) / 2 / 2**30
+    within = (*sliced, "--balance", "bpipe", "--hosts", "all", "--memory", f"{budget:.1f}")
+    found = json.loads(output(capsys, *within, "--format", "json"))
+    assert max(stage["peak_bytes"] for stage in found["stages"]) <= budget * 2**30 + 2**27 < max(alone)
+    assert found["plan"]["moved_bytes"] > 0
+    said = output(capsys, *within)
+    assert "of its 32 slices of micro-batches, in" in said
+    by_counts = output(capsys, *sliced, "--balance", "bpipe")
+    assert ("slices of differing lengths are balanced by their number" in by_counts) is (lengths == "time")
+    assert "balanced by their number" not in said
+
+
 def test_simulate_groups(capsys: pytest.CaptureFixture[str]) -> None:
     grouped = ["simulate", "--model", "gpt3-13b", "--cluster", "h100-80g:8", "--pp", "4", "--gbs", "32"]
     grouped += ["--schedule", "grouped-interleaved", "--vp", "5", "--balance", "bpipe"]

@@ -151,7 +151,7 @@ def test_what_is_not_modelled_is_refused(changes: dict[str, Any], message: str) 
         Fp8(recipe="custom")
 
 
-def test_flags_say_that_the_trainer_has_to_be_told() -> None:
+def test_a_plan_says_that_the_trainer_checks_what_moves() -> None:
     plain = megatron_flags(replace(PLAIN, fp8=Fp8(recipe="tensorwise", param_gather=True)))
     assert plain[plain.index("--fp8-format") :][:5] == [
         "--fp8-format",
@@ -160,13 +160,10 @@ def test_flags_say_that_the_trainer_has_to_be_told() -> None:
         "tensorwise",
         "--fp8-param-gather",
     ]
-    assert "--bpipe-unproven" not in plain
-    for ours in (replace(DELAYED, balance="bpipe"), replace(DELAYED, schedule="gpipe")):
-        flags = megatron_flags(ours)
-        assert flags[flags.index("--bpipe-unproven") + 1] == "fp8"
-        assert any("--bpipe-unproven fp8" in need for need in needs_of_setup(ours))
-    assert not any("fp8" in need for need in needs_of_setup(DELAYED))
-    assert "--bpipe-unproven" not in megatron_flags(replace(PLAIN, balance="bpipe"))
+    assert any("--bpipe-verify" in need for need in needs_of_setup(replace(DELAYED, balance="bpipe")))
+    # Where nothing moves there is nothing to check.
+    for other in (DELAYED, replace(DELAYED, schedule="gpipe"), replace(PLAIN, balance="bpipe")):
+        assert not any("--bpipe-verify" in need for need in needs_of_setup(other))
 
 
 def test_commands_take_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -177,7 +174,7 @@ def test_commands_take_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     wanted = {"fp8_format": "hybrid", "fp8_recipe": "delayed", "fp8_param_gather": False}
     assert wanted.items() <= found["configuration"].items()
     assert main(["simulate", *common, "--pp", "4", "--fp8-format", "hybrid", "--balance", "bpipe"]) == 0
-    assert "--bpipe-unproven fp8" in capsys.readouterr().out
+    assert "comes back as it left (--bpipe-verify)" in capsys.readouterr().out
     assert main(["simulate", *common, "--pp", "2", "--fp8-param-gather"]) == 2
     assert "give --fp8-format, too" in capsys.readouterr().err
     plan = ["plan", *common, "--fp8-format", "hybrid", "--max-micro-batch", "1", "--rows", "1"]

@@ -85,7 +85,7 @@ def test_it_says_which_wins_and_how_far_the_others_are(front: Front) -> None:
     assert f"The next needs {(peaks[middle + 1] - between.limit_bytes) / 2**30:.1f} GiB more than there is" in said
     lines = front_lines(between)
     assert [line[0] for line in lines[1 : 1 + len(peaks)]] == [" "] * middle + ["*"] + ["-"] * (len(peaks) - middle - 1)
-    assert lines[-1].startswith("Seq1F1B and SlimPipe")
+    assert "sequences in slices (--slices 1 2 4 8)" in lines[-1]
     assert "Of what was searched nothing with more memory is faster" in standing(replace(front, limit_bytes=peaks[-1]))
     assert standing(replace(front, limit_bytes=1)).startswith("Nothing fits into 0.0 GiB: the least that is needed is")
 

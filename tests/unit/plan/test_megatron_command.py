@@ -287,7 +287,7 @@ def test_a_sequence_in_parts_is_read() -> None:
 
 def test_what_is_in_8_bit_is_read() -> None:
     read_so = read(
-        "--fp8-format", "hybrid", "--fp8-param-gather", "--fp8-amax-history-len", "1024", "--bpipe-unproven", "fp8"
+        "--fp8-format", "hybrid", "--fp8-param-gather", "--fp8-amax-history-len", "1024", "--bpipe-verify", "2"
     )
     assert {
         "fp8_format": "hybrid",

@@ -64,6 +64,8 @@ SETUPS = [
     setup("llama3-8b", 2, 4, recompute="full:block:3"),
     setup("llama3-8b", 2, 4, chunks=2, recompute="full:uniform:2"),
     setup("llama3-8b", 2, 4, recompute="selective:mlp+layernorm"),
+    setup("llama3-8b", 2, 4, slices=4),
+    setup("llama3-8b", 2, 4, chunks=2, slices=2, slice_lengths=(4608, 3584), balance="bpipe"),
 ]
 
 
@@ -86,6 +88,19 @@ def test_shards_are_said_as_the_trainer_has_them() -> None:
     )
     chunks = replace(setup("llama3-8b", 2, 4, 2), schedule="v-half", vocabulary_parallel="1", input_shards=True)
     assert "--bpipe-vocabulary 1 --bpipe-vocabulary-input --bpipe-schedule v-half" in " ".join(megatron_flags(chunks))
+
+
+def test_slices_are_said_as_the_trainer_has_them() -> None:
+    even, listed = SETUPS[-2:]
+    assert "--bpipe-slices 4 --" in " ".join(megatron_flags(even))
+    assert "--bpipe-slices 2 --bpipe-slice-lengths 4608,3584" in " ".join(megatron_flags(listed))
+    assert "slice" not in " ".join(megatron_flags(replace(even, slices=1)))
+    found = read_command([*megatron_flags(listed), "--vocab-size", "128256"]).options
+    assert (found["slices"], found["slice_lengths"]) == (2, (4608, 3584))
+    trainer = add_arguments(argparse.ArgumentParser()).parse_args(
+        ["--bpipe-slices", "2", "--bpipe-slice-lengths", "4608,3584"]
+    )
+    assert (trainer.bpipe_slices, trainer.bpipe_slice_lengths) == (2, (4608, 3584))
 
 
 def test_uneven_layers_are_said_with_two_flags() -> None:

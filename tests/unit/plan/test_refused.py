@@ -10,17 +10,20 @@ from types import SimpleNamespace
 import pytest
 
 from bpipe.cli import main
+from bpipe.features import FEATURES, PLACED, SHARDED, SLICED, Settings, reasons, settings_of
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.model import gpt
 from bpipe.models.switches import Switches
-from bpipe.plan.refused import refused, runs_ours
+from bpipe.plan.refused import Launchable, refused, runs_ours, without_overlap
 from bpipe.plan.search import search
-from bpipe.plan.space import Space
-from bpipe.refusals import PLACED, REFUSALS, SHARDED, Settings, reasons, settings_of
+from bpipe.plan.space import Space, enumerate_setups
 
 # A launch's flags that are refused, by feature. What only a model's configuration says has none.
 FLAGS = {
-    "CUDA graphs": ("--cuda-graph-impl", "local"),
+    "CUDA graphs of an iteration": ("--cuda-graph-impl", "full_iteration"),
+    "CUDA graphs of whole layers": ("--cuda-graph-impl", "transformer_engine"),
+    "local CUDA graphs": ("--cuda-graph-impl", "local"),
+    "CUDA graphs of parts of layers": ("--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules", "attn"),
     "FP8": ("--fp8-format", "hybrid"),
     "FP4": ("--fp4-format", "e2m1"),
     "activation offloading": ("--fine-grained-activation-offloading",),
@@ -54,14 +57,33 @@ FLAGS = {
     "models without weights at first": ("--init-model-with-meta-device",),
     "checkpoints by rank of shards": ("--load", "there", "--ckpt-format", "torch"),
     "local checkpoints of shards": ("--non-persistent-ckpt-type", "local"),
+    "context parallelism": ("--context-parallel-size", "2"),
+    "packed sequences": ("--sft",),
+    "hybrid models in slices": ("--hybrid-layer-pattern", "M-M*"),
+    "other attention": ("--experimental-attention-variant", "gated_delta_net"),
+    "fused softmax": ("--transformer-impl", "local", "--bf16"),
+    "one layer for all further tokens": ("--mtp-num-layers", "2", "--mtp-use-repeated-layer"),
+    "further tokens in a layout of slices": ("--mtp-num-layers", "1", "--pipeline-model-parallel-layout", "t|t"),
+    "capacity of experts": ("--num-experts", "8", "--moe-expert-capacity-factor", "2"),
+    "routing of a whole micro-batch": ("--num-experts", "8", "--moe-router-load-balancing-type", "sinkhorn"),
+    "losses of experts computed again": (
+        *("--num-experts", "8", "--moe-aux-loss-coeff", "0.01"),
+        *("--recompute-granularity", "full"),
+    ),
+    "losses of experts by token": (
+        *("--num-experts", "8", "--moe-aux-loss-coeff", "0.01", "--calculate-per-token-loss"),
+    ),
+    "fused rotary positions of latent attention": ("--multi-latent-attention",),
 }
+# What applies where a launch says nothing; and flags with which it does not.
+UNLESS = {"Transformer Engine's attention": ("--transformer-impl", "local")}
 # Set by a script in its model's configuration alone; or made by Megatron of flags with which no launch is read.
 WITHOUT_A_FLAG = {
     "variable sequence lengths",
     "partial recomputation of micro-batches",
     "weights sharded beyond tensor parallelism",
 }
-EVERY = (*REFUSALS, *PLACED, *SHARDED)
+EVERY = (*FEATURES, *PLACED, *SHARDED, *SLICED)
 SPACE = Space(
     gpt("small", 16, 4096, 32, vocabulary=131072, sequence=2048),
     parse_cluster("a100-80g:8"),
@@ -77,16 +99,17 @@ OVERLAP = Switches(tp_comm_overlap=True)
 
 
 def test_every_refusal_has_its_flags() -> None:
-    assert {one.feature for one in EVERY} == FLAGS.keys() | WITHOUT_A_FLAG
+    assert {one.name for one in EVERY} == FLAGS.keys() | WITHOUT_A_FLAG | UNLESS.keys()
 
 
-@pytest.mark.parametrize("feature", FLAGS)
+@pytest.mark.parametrize("feature", [*FLAGS, *UNLESS])
 def test_flags_are_read_as_megatrons_parser_reads_them(feature: str) -> None:
     from megatron.training.arguments import add_megatron_arguments
 
-    (refusal,) = (one for one in EVERY if one.feature == feature)
+    (refusal,) = (one for one in EVERY if one.name == feature)
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    for flags, wanted in (((), False), (FLAGS[feature], True)):
+    both = (((), True), (UNLESS[feature], False)) if feature in UNLESS else (((), False), (FLAGS[feature], True))
+    for flags, wanted in both:
         assert bool(refusal.applies(Settings(parser.parse_args(list(flags))))) is wanted, "Megatron's parser"
         assert bool(refusal.applies(Settings(settings_of(flags)))) is wanted, "the plan's"
 
@@ -98,26 +121,34 @@ def test_a_reason_names_the_flag_that_was_typed() -> None:
         ({"bpipe_schedule": "v-half", "bpipe_vocabulary": "1"}, "--bpipe-schedule v-half: "),
         ({"bpipe_executor": True}, "--bpipe-executor: "),
     ):
-        (reason,) = reasons(SimpleNamespace(tp_comm_overlap=True, **typed), balance=False, executor=True)
+        (reason,) = reasons(SimpleNamespace(moe_paged_stash=True, **typed), balance=False, executor=True)
         assert reason.startswith(wanted)
 
 
+def test_slices_are_refused_with_what_the_trainer_refuses() -> None:
+    setup = next(iter(enumerate_setups(replace(SPACE, schedules=("1f1b",), pipelines=(4,), tensors=(2,)))))
+    sliced = replace(setup, slices=4)
+    assert refused(sliced) == (), "a GPU's attention is guarded"
+    (reason,) = refused(sliced, (("--sft", ""),))
+    assert reason.startswith("--bpipe-slices 4: where packed sequences begin is told of a whole row")
+    assert refused(setup, (("--sft", ""),)) == ()
+    (reason,) = refused(sliced, (("--bpipe-strict", ""),))
+    assert reason.startswith("--bpipe-strict: Transformer Engine's attention is guarded: ")
+
+
 def test_no_row_is_one_that_the_trainer_refuses() -> None:
-    """Rows with shards, another schedule or balancing had --tp-comm-overlap, with which the trainer ends at its
-    start."""
-    outcome = search(replace(SPACE, switches=OVERLAP), 60)
-    rows = [row.prediction.setup for row in outcome.rows]
+    """Rows with shards, another schedule or balancing are launched with what is guarded, unless that is refused."""
+    rows = [row.prediction.setup for row in search(replace(SPACE, switches=OVERLAP), 60).rows]
     ours = [setup for setup in rows if runs_ours(setup) and setup.tensor > 1]
     assert any(setup.is_sharded for setup in ours)
-    assert any(setup.switches.tp_comm_overlap for setup in rows)
     assert [setup for setup in rows if refused(setup)] == []
-    assert not any(setup.switches.tp_comm_overlap for setup in ours)
-    # And their times are those without.
-    without = search(SPACE, 60)
-    times = {row.prediction.setup: row.prediction.timing.iteration_s for row in without.rows}
-    shared = [row for row in outcome.rows if row.prediction.setup in times]
-    assert shared
-    assert all(row.prediction.timing.iteration_s == times[row.prediction.setup] for row in shared)
+    assert all(setup.switches.tp_comm_overlap for setup in rows if setup.tensor > 1)
+    strict = (("--bpipe-strict", ""),)
+    balanced = replace(next(setup for setup in ours if not setup.is_sharded), balance="bpipe")
+    assert Launchable(()).of(balanced) == balanced
+    assert Launchable(strict).of(balanced) == without_overlap(balanced)
+    # Where nothing moves there is nothing to be wrong.
+    assert Launchable(strict).of(replace(balanced, balance="none")) == replace(balanced, balance="none")
 
 
 def test_what_else_a_launch_says_is_asked_for_too() -> None:
@@ -164,10 +195,10 @@ LAUNCH += [
 
 
 def test_simulate_says_that_a_launch_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    said = (
-        "the trainer refuses this: --bpipe-vocabulary 1: Transformer Engine keeps activations in communication "
-        "buffers of its own"
-    )
-    for more, is_refused in ((["--bpipe-vocabulary", "1", "--tp-comm-overlap"], True), (["--tp-comm-overlap"], False)):
+    said = "the trainer refuses this: --bpipe-vocabulary 1: an in-process restart cannot rebuild the pairs"
+    for more, is_refused in (
+        (["--bpipe-vocabulary", "1", "--inprocess-restart"], True),
+        (["--inprocess-restart"], False),
+    ):
         assert main(["simulate", "--cluster", "a100-80g:8", "--", *LAUNCH, *more]) == 0
         assert (said in capsys.readouterr().out) is is_refused

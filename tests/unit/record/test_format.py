@@ -16,7 +16,7 @@ from bpipe.balance.deadlines import Windows
 from bpipe.build import BalanceConfig, ScheduleConfig, build, config_of_schedule
 from bpipe.generate.family import UnitCosts
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.memory import memory_of
+from bpipe.ir.memory import KeptMemory, memory_of
 from bpipe.ir.program import Exchange
 from bpipe.record import format as form
 from bpipe.record.keys import keys_of
@@ -181,6 +181,26 @@ PROGRAMS = (
             ),
             parts=(0,),
         ),
+    ),
+    ScheduleConfig(
+        "1f1b",
+        4,
+        8,
+        balance=BalanceConfig(
+            activation_budget=ActivationBudget(
+                (500, 600, 600, 600),
+                replace(memory_of([60, 40] * 4, [50, 30] * 4), reserved=True, slices=2, kept=(KeptMemory(20, 40),) * 4),
+            ),
+            windows=Windows(
+                ((Kind.FORWARD, (0.1, 0.2) * 4), (Kind.BACKWARD, (0.25, 0.5) * 4)),
+                1e-5,
+                (0.3, 0.2) * 4,
+                (0.9, 0.6) * 4,
+                (0, 0, 1, 1),
+                slices=2,
+            ),
+        ),
+        slices=2,
     ),
 )
 

@@ -9,7 +9,16 @@ from bpipe.generate.place import place
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.host_buffers import num_host_buffers
 from bpipe.ir.layout import one_pipe
-from bpipe.report.memory import RankSizes, own_peak, rank_peaks, whole_peaks, without_transfers
+from bpipe.ir.memory import StageMemory
+from bpipe.report.memory import (
+    RankSizes,
+    own_peak,
+    peak_of_rule,
+    rank_peaks,
+    rule_by_slice,
+    whole_peaks,
+    without_transfers,
+)
 
 FORWARD, INPUT, WEIGHT = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 BALANCED = build(ScheduleConfig("1f1b", 8, 16, balance=BalanceConfig()))
@@ -59,3 +68,18 @@ def test_without_transfers_a_program_is_the_one_that_is_not_balanced(config: tup
 def test_whole_peaks_need_every_size() -> None:
     assert whole_peaks(BALANCED, dict.fromkeys(range(8), 10), {}) == (50, 50, 50, 50, 40, 50, 50, 50)
     assert whole_peaks(BALANCED, dict.fromkeys(range(7), 10), {}) is None
+
+
+def test_slices_that_differ_in_size_are_each_counted_as_it_is() -> None:
+    """Slices of 1 and 10 bytes: taken for the largest, a rank that holds two of each was said to hold 40 bytes, where
+    22 were measured."""
+    schedule = build(ScheduleConfig("gpipe", 2, 2, slices=2))
+    saved = {(0, number): 10 if number % 2 else 1 for number in range(4)}
+    assert peak_of_rule(schedule, 0, rule_by_slice(schedule, saved, {}, {}), 0) == 22
+    assert own_peak(schedule, 0, {0: 10}, {}, 0, {}) == 40
+    # Halves: what W needs of the last slices, while the first ones wait for their I.
+    split = build(ScheduleConfig("zb-h1", 2, 2, slices=2))
+    after = dict.fromkeys(saved, 3)
+    rule = rule_by_slice(split, saved, {}, after)
+    assert rule.stages[:2] == (StageMemory(1, 0, 3), StageMemory(10, 0, 3))
+    assert rule.stages[2:] == (StageMemory(0, 0, 0),) * 2

@@ -241,7 +241,25 @@ def documented(heading: str) -> set[str]:
 def test_every_key_of_the_json_is_documented(tmp_path: Path) -> None:
     written = document(report(tmp_path, warm_up=5, flops=1.0, peak_flops=1.0))
     assert json.loads(json.dumps(written, allow_nan=False)) == written
-    assert keys(written) == documented("JSON")
+    # Nothing of this run was checked.
+    assert written["verified"] is None
+    verified = {"verified.iterations", "verified.microbatches", "verified.nbytes"}
+    assert keys(written) | verified == documented("JSON")
+
+
+def test_what_was_checked_is_said_where_every_rank_checked(tmp_path: Path) -> None:
+    """A rank that ended without a summary, or checked fewer iterations, counts."""
+    write_run(tmp_path, num_stages=4)
+    for rank, number in enumerate((3, 2, 3, 2)):
+        path, summary = tmp_path / f"rank_{rank:05}.json", {"rank": rank, "peak_bytes": 1}
+        checked = {"verified_iterations": number, "verified_microbatches": 5, "verified_bytes": 1 << 30}
+        path.write_text(json.dumps(summary | checked))
+    found = report_of(tmp_path)
+    text = "2 iterations: all that left came back as it left (20 micro-batches, 4.0 GiB)"
+    assert ("verified", text) in facts(found.comparison)
+    assert document(found)["verified"] == {"iterations": 2, "microbatches": 20, "nbytes": 4 << 30}
+    path.write_text(json.dumps(summary))
+    assert document(report_of(tmp_path))["verified"] is None
 
 
 def test_every_key_of_a_record_is_documented(tmp_path: Path) -> None:

@@ -8,13 +8,12 @@ from those of 64 as the whole's. A mistake is noticed. Ends with 0 when all is w
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,17 +28,21 @@ startup.prepare()
 import pytest
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from bpipe.flags.values import EVEN, WORK, slice_lengths
+from bpipe.flags.values import slice_lengths
+from bpipe.ir.layout import EVEN, WORK
 from bpipe.ir.memory import KeptMemory
+from bpipe.models.slice_lengths import even_bounds
 from bpipe.runtime.errors import RuntimeFault
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.slices import attention, cutting, judging, kept
-from megatron.scheduling.slices.lengths import attention_share, bounds_of, even_bounds
+from megatron.scheduling.slices.lengths import attention_share, bounds_of
 from megatron.scheduling.slices.slicing import Slicing
 
 LENGTH, ROWS, VOCABULARY = 96, 2, 128
@@ -60,6 +63,23 @@ class Case:
     documents: bool = False
     # Megatron's routers compute in 32 bits, whatever the model does.
     routed: bool = False
+
+    @property
+    def latent(self) -> bool:
+        return "kv_lora_rank" in self.config
+
+    @property
+    def further(self) -> int:
+        return int(self.config.get("mtp_num_layers", 0))
+
+
+class _Latent(DotProductAttention):
+    """Megatron's own core attention, for latent attention: that says how wide keys and values are, and its own takes
+    neither. It divides its output by `kv_channels`, which are a value's here."""
+
+    def __init__(self, *, k_channels: int | None = None, v_channels: int | None = None, **others: Any) -> None:
+        super().__init__(**others)
+        assert v_channels in (None, self.config.kv_channels)
 
 
 def _selective(*modules: str) -> Case:
@@ -82,6 +102,7 @@ GPT = {
     "add_bias_linear": True,
     "num_query_groups": 8,
 }
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 CASES = {
     "learned positions, every head its keys, biases": Case(GPT, {"position_embedding_type": "learned_absolute"}),
     "rotary positions, groups of heads, gated": Case(),
@@ -96,12 +117,36 @@ CASES = {
     "attention computed again": _selective("core_attn"),
     "the MLP computed again": _selective("mlp"),
     "norms computed again": _selective("layernorm"),
-    "all computed again": Case(
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    ),
+    "all computed again": Case(FULL),
     "two layers computed again": Case(
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
     ),
+}
+LATENT = {
+    "num_query_groups": 8,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,
+    "kv_channels": 8,
+    "rope_type": "rope",
+}
+CASES |= {
+    "latent attention": Case(LATENT),
+    "latent attention, YaRN": Case({**LATENT, "rope_type": "yarn"}),
+    "latent attention, queries as they are": Case({**LATENT, "q_lora_rank": None}),
+    "latent attention, projections computed again": Case(LATENT | _selective("mla_up_proj").config),
+    "latent attention, projections and attention computed again": Case(
+        LATENT | _selective("mla_up_proj", "core_attn").config
+    ),
+    "latent attention, all computed again": Case(LATENT | FULL),
+    "a further token": Case({"mtp_num_layers": 1}),
+    "two further tokens": Case({"mtp_num_layers": 2}),
+    "two further tokens, by token": Case({"mtp_num_layers": 2, "calculate_per_token_loss": True}),
+    "two further tokens, all computed again": Case({"mtp_num_layers": 2, **FULL}),
+    "two further tokens, documents": Case({"mtp_num_layers": 2}, documents=True),
+    "two further tokens, latent attention": Case({"mtp_num_layers": 2, **LATENT}),
 }
 EXPERTS = {
     "num_moe_experts": 4,
@@ -128,6 +173,12 @@ CASES |= {
         "experts, both balancing losses": {
             "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
             "moe_aux_loss_coeff": [1e-1, 1e-2],
+        },
+        "experts, a balancing loss, two further tokens": {
+            "mtp_num_layers": 2,
+            "moe_router_load_balancing_type": "seq_aux_loss",
+            "moe_aux_loss_coeff": 1e-1,
+            "moe_z_loss_coeff": 1e-2,
         },
     }.items()
 }
@@ -163,7 +214,7 @@ def model_of(case: Case, dtype: torch.dtype) -> GPTModel:
         "attention_softmax_in_fp32": False,
         **case.config,
     }
-    config = TransformerConfig(**given)
+    config = (MLATransformerConfig if case.latent else TransformerConfig)(**given)
     for name, value in case.later.items():
         setattr(config, name, value)
     torch.manual_seed(7)
@@ -173,10 +224,25 @@ def model_of(case: Case, dtype: torch.dtype) -> GPTModel:
         moe_grouped_gemm=False,
         qk_layernorm=config.qk_layernorm,
         normalization=config.normalization,
+        multi_latent_attention=case.latent,
     )
+    if case.latent:
+        attends = layer.submodules.self_attention
+        attends.submodules = dataclasses.replace(attends.submodules, core_attention=_Latent)
     about = {"position_embedding_type": "rope", "rotary_base": 10000, **case.model}
+    if case.further:
+        about["mtp_block_spec"] = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False)
     model = GPTModel(config, layer, VOCABULARY, LENGTH, share_embeddings_and_output_weights=False, **about)
+    # Megatron's computes in 32 bits.
+    model.compute_language_model_loss = _cross_entropy
     return model.to(dtype).train()
+
+
+def _cross_entropy(labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """By token, (batch, sequence), of (sequence, batch, vocabulary); in the logits' own precision, or 32 bits."""
+    logits = logits.transpose(0, 1)
+    wide = logits if logits.dtype is torch.float64 else logits.float()
+    return torch.nn.functional.cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
 
 
 def rows_of(length: int, documents: bool) -> list[Row]:
@@ -200,12 +266,15 @@ def rows_of(length: int, documents: bool) -> list[Row]:
 
 
 def losses_of(model: GPTModel, row: Row) -> torch.Tensor:
-    """By token, in the model's own precision: Megatron's cross entropy computes in 32 bits."""
-    logits = model(row["tokens"], row["position_ids"], row.get("attention_mask"))
-    wide = logits if logits.dtype is torch.float64 else logits.float()
-    return torch.nn.functional.cross_entropy(wide.flatten(0, 1), row["labels"].flatten(), reduction="none").view(
-        row["labels"].shape
+    """By token."""
+    losses: torch.Tensor = model(
+        row["tokens"],
+        row["position_ids"],
+        row.get("attention_mask"),
+        labels=row["labels"],
+        loss_mask=row["loss_mask"],
     )
+    return losses
 
 
 def part_of(losses: torch.Tensor, row: Row) -> torch.Tensor:
@@ -223,30 +292,37 @@ def whole(model: GPTModel, rows: Sequence[Row]) -> float:
     return total
 
 
-def in_slices(model: GPTModel, rows: Sequence[Row], slicing: Slicing) -> float:
-    """All forwards of a micro-batch, then its backwards reversed; two micro-batches are under way at once, as in a
-    pipeline."""
+def in_slices(
+    model: GPTModel,
+    rows: Sequence[Row],
+    slicing: Slicing,
+    forwards: Sequence[int] | None = None,
+    backwards: Sequence[int] | None = None,
+) -> float:
+    """All forwards of a micro-batch, then its backwards reversed, or in other orders; two micro-batches are under way
+    at once, as in a pipeline."""
     cutting_of, total = slicing.cutting, 0.0
     number = cutting_of.slices
-    waiting: list[tuple[int, list[torch.Tensor]]] = []
+    back = backwards or tuple(reversed(range(number)))
+    waiting: list[tuple[int, dict[int, torch.Tensor]]] = []
     for microbatch, row in enumerate(rows):
-        made = []
-        for each in range(number):
+        made = {}
+        for each in forwards or range(number):
             with cutting_of.at(microbatch * number + each):
                 cut = {name: cutting_of.cut(value) for name, value in row.items()}
-                made.append(part_of(cutting_of.pad(losses_of(model, cut)), row))
-            total += made[-1].item()
+                made[each] = part_of(cutting_of.pad(losses_of(model, cut)), row)
+            total += made[each].item()
         waiting.append((microbatch, made))
         if len(waiting) > 1:
-            _backwards(slicing, *waiting.pop(0))
-    _backwards(slicing, *waiting.pop(0))
+            _backwards(slicing, *waiting.pop(0), back)
+    _backwards(slicing, *waiting.pop(0), back)
     assert slicing.kept_bytes == 0, "keys are kept of a micro-batch that is over"
     return total
 
 
-def _backwards(slicing: Slicing, microbatch: int, made: list[torch.Tensor]) -> None:
+def _backwards(slicing: Slicing, microbatch: int, made: dict[int, torch.Tensor], order: Sequence[int]) -> None:
     number = slicing.cutting.slices
-    for each in reversed(range(number)):
+    for each in order:
         with slicing.cutting.at(microbatch * number + each):
             made[each].backward()
     slicing.free(0, microbatch)
@@ -278,9 +354,16 @@ def apart(found: Gradients, expected: Gradients) -> float:
     )
 
 
+def forget_logged_losses() -> None:
+    """Megatron keeps one list of routers' losses for the whole process, and one of further tokens'."""
+    MTPLossLoggingHelper.tracker.clear()
+    get_moe_metrics_tracker()._metrics.clear()
+
+
 def differences(case: Case, dtype: torch.dtype, bounds: Sequence[int]) -> tuple[float, float]:
     """Relative differences between slices and the whole: of the loss, and the worst of any parameter's gradient."""
     model, rows = model_of(case, dtype), rows_of(bounds[-1], case.documents)
+    forget_logged_losses()
     reference = whole(model, rows)
     expected = gradients(model)
     assert len(expected) == len(list(model.parameters())), "a parameter without gradient would be equal to anything"
@@ -291,22 +374,19 @@ def differences(case: Case, dtype: torch.dtype, bounds: Sequence[int]) -> tuple[
 
 def slices_make_the_whole() -> None:
     for name, case in CASES.items():
-        for dtype, (loss_near, gradients_near) in NEAR.items():
-            # In 32 bits fewer: they show what no rounding hides less well.
-            for way, bounds in WAYS.items() if dtype is torch.float64 else [("4", WAYS["4"])]:
-                loss, worst = differences(case, dtype, bounds)
-                if case.routed:
-                    loss_near, gradients_near = NEAR[torch.float32]
-                assert loss <= loss_near, f"{name}, {dtype}, {way}: the loss is {loss:.1e} off"
-                assert worst <= gradients_near, f"{name}, {dtype}, {way}: a gradient is {worst:.1e} off"
+        for dtype, way in itertools.product(NEAR, WAYS):
+            loss_near, gradients_near = NEAR[torch.float32 if case.routed else dtype]
+            loss, worst = differences(case, dtype, WAYS[way])
+            assert loss <= loss_near, f"{name}, {dtype}, {way}: the loss is {loss:.1e} off"
+            assert worst <= gradients_near, f"{name}, {dtype}, {way}: a gradient is {worst:.1e} off"
 
 
 def logged_losses_of_experts_add_up() -> None:
     """What Megatron logs of routers, by layer, over two micro-batches."""
     case = Case({**CASES["experts, both balancing losses"].config, "moe_z_loss_coeff": 1e-2})
     model, rows = model_of(case, torch.float64), rows_of(LENGTH, False)
+    forget_logged_losses()
     tracker = get_moe_metrics_tracker()
-    tracker.clear()
     whole(model, rows)
     expected = {name: entry.values.clone() for name, entry in tracker._metrics.items()}
     assert set(expected) == {"load_balancing_loss", "seq_load_balancing_loss", "z_loss"}
@@ -318,6 +398,35 @@ def logged_losses_of_experts_add_up() -> None:
         assert torch.allclose(entry.values, expected[name], rtol=1e-6, atol=0), (
             f"{name}: {entry.values} for {expected[name]}"
         )
+
+
+def logged_losses_of_further_tokens_add_up() -> None:
+    """What Megatron logs of each of two further tokens over two micro-batches: losses, and predictions that are right,
+    of how many."""
+    model, rows = model_of(CASES["two further tokens"], torch.float64), rows_of(LENGTH, False)
+    tracker, names = MTPLossLoggingHelper.tracker, ("loss_values", "correct_values", "total_values")
+    tracker.clear()
+    whole(model, rows)
+    expected = {name: tracker[name].clone() for name in names}
+    assert all(bool((one > 0).all()) for one in expected.values()), expected
+    for way in ("uneven", "12"):
+        tracker.clear()
+        with sliced(WAYS.get(way) or even_bounds(LENGTH, 12)) as slicing:
+            in_slices(model, rows, slicing)
+        for name, one in expected.items():
+            assert torch.allclose(tracker[name], one, rtol=1e-6, atol=0), f"{name}: {tracker[name]} for {one}"
+
+
+def further_tokens_of_what_was_not_cut_are_refused() -> None:
+    """A script that gives its model a copy of the labels would have no tokens behind the slice's end."""
+    model, (row, _) = model_of(CASES["a further token"], torch.float32), rows_of(LENGTH, False)
+    with sliced(even_bounds(LENGTH, 2)) as slicing:
+        for name in ("tokens", "labels", "loss_mask"):
+            with slicing.cutting.at(0):
+                cut = {each: slicing.cutting.cut(one) for each, one in row.items()}
+                with pytest.raises(RuntimeFault, match=r"a tensor of \(2, 48\) was not cut from a row"):
+                    losses_of(model, {**cut, name: cut[name].clone()})
+            slicing.clear()
 
 
 def sixteen_bits_are_no_further_off_than_the_whole() -> None:
@@ -475,7 +584,7 @@ def transformer_engine_is_asked_for_a_mask_that_ends_bottom_right() -> None:
 
     def stand_in(_: Any, query: Any, key: Any, value: Any, mask: Any, kind: Any, *args: Any, **kwargs: Any) -> Any:
         told.append((kind.name, key.size(0)))
-        return query
+        return _attended(query, key, value)
 
     of_cutting = cutting.Cutting(even_bounds(LENGTH, 2))
     run, layer = attention._engines_attention(kept.KeptKeys(of_cutting), stand_in), torch.nn.Identity()
@@ -487,7 +596,49 @@ def transformer_engine_is_asked_for_a_mask_that_ends_bottom_right() -> None:
                 with pytest.raises(ValueError, match="slices attend causally, and this layer masks no_mask"):
                     run(layer, own, own, own, None, AttnMaskType.no_mask)
     run(layer, own, own, own, None, AttnMaskType.no_mask)
-    assert told == [("causal", 48), ("causal_bottom_right", 96), ("no_mask", 48)], told
+    with of_cutting.at(1):
+        run(layer, own, own, own, None, AttnMaskType.causal)
+    # Once it is asked for a mask of known answer.
+    behind = ("causal_bottom_right", 96)
+    assert told[:4] == [("causal", 48), behind, behind, ("no_mask", 48)], told
+    assert len(told) == 5, told
+
+
+def _attended(query: Any, key: Any, value: Any, first: int | None = None) -> Any:
+    """Attention of groups of heads; the first query sees the keys before it, by default as where masks end bottom
+    right."""
+    tokens, heads = query.size(0), query.size(2)
+    before = key.size(0) - tokens if first is None else first
+    key, value = (one.repeat_interleave(heads // one.size(2), 2) for one in (key, value))
+    scores = torch.einsum("qbnh,kbnh->bnqk", query, key) / query.size(-1) ** 0.5
+    hidden = torch.ones(tokens, key.size(0), dtype=torch.bool).triu(before + 1)
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    return torch.einsum("bnqk,kbnh->qbnh", weights, value).flatten(2)
+
+
+def an_engine_that_masks_otherwise_ends_the_run() -> None:
+    """From the top left, without a mask, or off by one in either direction: in 16 bits too, with groups of heads, and
+    where values are wider than keys. It leaves training as it is."""
+    for dtype in (torch.float32, torch.bfloat16):
+        query, key, value = (
+            torch.randn(tokens, 2, heads, width).to(dtype)
+            for tokens, heads, width in ((8, 4, 8), (24, 2, 8), (24, 2, 12))
+        )
+        for first, is_right in ((16, True), (0, False), (24, False), (15, False), (17, False)):
+            layer, asked = torch.nn.Dropout(0.5), []
+
+            def attend(*tensors: Any, first: int = first, layer: Any = layer, asked: Any = asked) -> Any:
+                asked.append(layer.training)
+                return _attended(*tensors, first=first)
+
+            with (
+                contextlib.nullcontext()
+                if is_right
+                else pytest.raises(RuntimeFault, match="use --transformer-impl local")
+            ):
+                attention.check_mask(attend, layer, query, key, value, 16)
+            assert asked == [False]
+            assert layer.training
 
 
 def lengths_of_equal_work_take_as_long() -> None:
@@ -526,60 +677,14 @@ def lengths_are_read_and_must_be_all_of_the_sequence() -> None:
         slicing.begin(96, model_of(USUAL, torch.float32).config)
 
 
-# By module: a line, and what it says instead.
-MUTATIONS: Sequence[tuple[ModuleType, str, str]] = (
-    (kept, "kept.gradient[:end] += gradient", "kept.gradient[begin:end] += gradient[begin:end]"),
-    (kept, "kept.gradient[:end] += gradient", "pass"),
-    (kept, "return kept.gradient[begin:end].to(gradient.dtype, copy=True)", "return gradient[begin:end].clone()"),
-    (
-        kept,
-        "kept.whole.data[begin:end] = own.detach()",
-        "kept.whole.data[begin:end] = own.detach() if not number else 0",
-    ),
-    (kept, "return kept.whole.data[:end]", "return kept.whole.data[:end] * 1.0000001"),
-    (kept, ".triu(1)", ".triu(0)"),
-    (kept, ".triu(1)", ".triu(2)"),
-    (kept, "self._mask[..., begin:end, :end]", "self._mask[..., : end - begin, :end]"),
-    (attention, "else made[begin:end]", "else made[: end - begin]"),
-    (cutting, "(begin, self.length - end)", "(begin + 1, self.length - end - 1)"),
-    (cutting, "value[:, begin:end].contiguous()", "value[:, max(0, begin - 1) : end - (begin > 0)].contiguous()"),
-)
-
-
-def mistakes_are_noticed() -> None:
-    """In 64 bits, in 4 slices: another gradient or loss, or an error."""
-    wraps_of: Callable[..., Any] = attention.wraps
-    for module, line, instead in MUTATIONS:
-        source = Path(str(module.__file__)).read_text()
-        assert source.count(line) == 1, f"{line} is not in the code: bring the table up to date"
-        mutated: Any = ModuleType("mutated")
-        sys.modules["mutated"] = mutated
-        exec(compile(source.replace(line, instead), "mutated", "exec"), mutated.__dict__)
-        of_cutting = mutated.Cutting if module is cutting else cutting.Cutting
-        of_kept = mutated.KeptKeys if module is kept else kept.KeptKeys
-        slicing = Slicing(4)
-        slicing.cutting = of_cutting(WAYS["4"])
-        slicing._kept = of_kept(slicing.cutting)
-        installed = patches.install((mutated.wraps if module is attention else wraps_of)(slicing._kept))
-        model, rows = model_of(USUAL, torch.float64), rows_of(LENGTH, False)
-        try:
-            loss = in_slices(model, rows, slicing)
-            found = gradients(model)
-        except (RuntimeError, ValueError):
-            continue
-        finally:
-            installed.remove()
-        expected_loss = whole(model, rows)
-        if abs(loss - expected_loss) <= 1e-12 * expected_loss and apart(found, gradients(model)) <= 1e-12:
-            raise SystemExit(f"with {instead!r} instead of {line!r} slices make the same gradients")
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     slices_make_the_whole()
     logged_losses_of_experts_add_up()
+    logged_losses_of_further_tokens_add_up()
+    further_tokens_of_what_was_not_cut_are_refused()
     sixteen_bits_are_no_further_off_than_the_whole()
     kept_keys_take_what_is_predicted()
     what_is_out_of_order_is_refused()
@@ -589,4 +694,4 @@ if __name__ == "__main__":
     lengths_are_read_and_must_be_all_of_the_sequence()
     layers_that_see_their_own_slice_alone_are_refused()
     transformer_engine_is_asked_for_a_mask_that_ends_bottom_right()
-    mistakes_are_noticed()
+    an_engine_that_masks_otherwise_ends_the_run()

@@ -62,6 +62,7 @@ def args(**more: Any) -> SimpleNamespace:
             "bpipe_kept": None,
             "bpipe_costs": None,
             "bpipe_hop": None,
+            "bpipe_strict": False,
             "bpipe_vocabulary": None,
             "bpipe_vocabulary_input": False,
             "padded_vocab_size": 1024,
@@ -259,12 +260,12 @@ def test_a_file_of_slices_has_the_micro_batches_of_the_run(tmp_path: Path) -> No
 
 
 def test_what_slices_refuse_is_said_beside_what_others_do() -> None:
-    given = args(bpipe_slices=4, context_parallel_size=2, bpipe_unproven=None, transformer_impl="transformer_engine")
+    given = args(bpipe_slices=4, context_parallel_size=2, transformer_impl="transformer_engine", bpipe_strict=True)
     found = own_schedule(given)
     assert found is not None
-    assert [problem.partition(": ")[0] for problem in unplaced(given, found)] == ["--bpipe-slices 4"] * 2
-    given.bpipe_unproven = "slices"
-    assert len(unplaced(given, found)) == 1
+    assert [problem.partition(": ")[0] for problem in unplaced(given, found)] == ["--bpipe-slices 4", "--bpipe-strict"]
+    given.bpipe_strict = False
+    assert [problem.partition(": ")[0] for problem in unplaced(given, found)] == ["--bpipe-slices 4"]
 
 
 REFUSED = [
@@ -282,19 +283,14 @@ REFUSED = [
         "is --microbatch-group-size-per-virtual-pipeline-stage",
     ),
     ({"bpipe_schedule": "gpipe", "bpipe_delay": 2}, "--bpipe-delay 2: gpipe takes none: choose from 1f1b-split"),
-    ({**TWO_PIPES, "bpipe_slices": 2}, "schedule chimera cuts no micro-batches into slices, its two pipes keep"),
+    ({**TWO_PIPES, "bpipe_slices": 2}, "schedule chimera cuts no micro-batches into slices, its two pipes fill"),
     (
-        {"bpipe_slices": 2, "bpipe_vocabulary": "1"},
-        "slices 2 and vocabulary 1: where shards of a slice stand is not known",
+        {"bpipe_slices": 2, "bpipe_vocabulary": "interlaced"},
+        "slices 2 and vocabulary interlaced: all ranks compute a shard at one point",
     ),
     (
         {"bpipe_schedule": "FILE", "virtual_pipeline_model_parallel_size": 2, "bpipe_slices": 2},
         "it has 1 slices a micro-batch, and not 2: leave --bpipe-slices out",
-    ),
-    (
-        {"bpipe_slices": 2, "bpipe": True, "bpipe_memory": MemoryBudget((2**30,), False)},
-        "--bpipe-memory: what 2 slices hold is not planned in bytes yet: give --bpipe-bound, which counts slices of a "
-        "chunk",
     ),
     ({"bpipe_bound": (3,)}, "--bpipe-bound 3 says how to balance: give --bpipe, too"),
     (

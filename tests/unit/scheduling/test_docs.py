@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from bpipe.features import FEATURES, PLACED, SHARDED, SLICED, Feature, State
 from bpipe.generate.families import FAMILIES
-from bpipe.refusals import PLACED, REFUSALS, SHARDED, SLICED, Refusal
+from bpipe.plan.launch_states import SUPPORTED
 from megatron.scheduling.hooks.patches import PATCHES
 from megatron.scheduling.hooks.repairs import REPAIRS
 from megatron.scheduling.hooks.upstream import TRIED_VERSIONS
@@ -48,22 +49,36 @@ def plain(cell: str) -> str:
 @pytest.mark.parametrize(
     ("heading", "refusals"),
     [
-        ("What is refused", REFUSALS),
+        ("What is refused", tuple(one for one in FEATURES if one.state is State.REFUSED)),
+        ("What is guarded", tuple(one for one in FEATURES if one.state is State.GUARDED)),
         ("Stages placed as a V", PLACED),
         ("The output layer in shards", SHARDED),
-        ("Sequences in slices", SLICED),
+        ("Sequences in slices", tuple(one for one in SLICED if one.state is State.REFUSED)),
     ],
 )
-def test_every_refusal_is_in_the_table_as_it_is_said(heading: str, refusals: tuple[Refusal, ...]) -> None:
+def test_every_refusal_is_in_the_table_as_it_is_said(heading: str, refusals: tuple[Feature, ...]) -> None:
     documented = {row[0]: (plain(row[1]), plain(row[2])) for row in table(heading)}
-    assert documented == {refusal.feature: (refusal.reason, refusal.remedy) for refusal in refusals}
+    assert documented == {refusal.name: (refusal.reason, refusal.remedy) for refusal in refusals}
     assert len(documented) == len(refusals), "two refusals have one name"
 
 
-def test_what_is_refused_only_where_something_moves_is_said_to_be() -> None:
-    (said,) = re.findall(r"^These end the run .*?\.\n\n", TEXT, re.DOTALL | re.MULTILINE)
-    (named,) = re.findall(r"`--bpipe-report`; (.*?) with `--bpipe` only", said, re.DOTALL)
-    assert named == ", ".join(refusal.feature for refusal in REFUSALS if refusal.moving)
+def test_what_is_refused_in_our_own_loop_only_is_said_to_be() -> None:
+    (named,) = re.findall(r"^These end the run .*? `--bpipe-report`; (.*?) with our own loop only", TEXT, re.MULTILINE)
+    assert named == ", ".join(one.name for one in FEATURES if one.own_loop)
+
+
+def functions_of(*paths: str) -> set[str]:
+    """The tests of files, where these are."""
+    sources = [(ROOT / path).read_text() for path in paths if (ROOT / path).exists()]
+    return {name for source in sources for name in re.findall(r"^def (test_\w+)", source, re.MULTILINE)}
+
+
+def test_what_is_supported_or_guarded_names_what_shows_it() -> None:
+    assert {one.proof for one in SUPPORTED} <= names_in_gloo_tests()
+    stand_ins = functions_of("tests/unit/runtime/test_stand_ins.py", "tests/late/test_stand_ins.py")
+    guarded = {one.name: one.proof for one in FEATURES if one.state is State.GUARDED}
+    assert set(guarded.values()) <= stand_ins
+    assert {row[0]: plain(row[3]) for row in table("What is guarded")} == guarded
 
 
 def names_in_gloo_tests() -> set[str]:
@@ -167,7 +182,7 @@ def test_nothing_is_supported_and_refused_at_once() -> None:
         dropped for row in table("What is refused") for dropped in re.findall(r"drop ((?:`--[\w-]+`(?: / )?)+)", row[2])
     ]
     refused = {flag for flags in dropped for flag in re.findall(r"--[\w-]+", flags)}
-    assert "--tp-comm-overlap" in refused
+    assert "--use-megatron-fsdp" in refused
     assert not supported & refused
 
 
@@ -209,10 +224,13 @@ def test_reading_the_table_of_refusals_loads_nothing_heavy() -> None:
 
 def test_every_scalar_that_is_written_is_explained() -> None:
     source = (ROOT / "megatron/scheduling/report/metrics.py").read_text()
-    written = set(re.findall(r'scalars\[f?"(bpipe-[^"]+)"\]', source))
+    by_stage = {f"{name}/stage-{{stage}}" for name in re.findall(r'^    "(bpipe-[\w-]+)": ', source, re.MULTILINE)}
+    written = by_stage | set(re.findall(r'scalars\["(bpipe-[^"]+)"\]', source))
     section = (ROOT / "docs/report.md").read_text().split("## While it runs\n", 1)[1].split("\n## ")[0]
     explained = {
-        name.replace("stage-0", "stage-{stage}") for name in re.findall(r"^\| `(bpipe-[^`]+)`", section, re.MULTILINE)
+        name.replace("stage-0", "stage-{stage}")
+        for cell in re.findall(r"^\| (`bpipe-[^|]+) \|", section, re.MULTILINE)
+        for name in re.findall(r"`(bpipe-[^`]+)`", cell)
     }
     assert explained == written
-    assert len(written) == 3
+    assert len(written) == 11

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bpipe.refusals import PLACED, SHARDED, reasons_of
+from bpipe.features import PLACED, SHARDED, reasons_of
 from megatron.scheduling.hooks import upstream
 from megatron.scheduling.options.following import complete, follow
 from megatron.scheduling.placement.positions import Positions
@@ -215,14 +215,14 @@ def test_one_rank_is_refused() -> None:
 
 
 def test_every_refusal_is_tried() -> None:
-    assert list(REFUSED) == [refusal.feature for refusal in PLACED]
+    assert list(REFUSED) == [refusal.name for refusal in PLACED]
 
 
 @pytest.mark.parametrize(
     ("feature", "settings"), [(feature, each) for feature, tried in REFUSED.items() for each in tried]
 )
 def test_what_cannot_be_placed_is_refused_for_its_own_reason(feature: str, settings: dict[str, Any]) -> None:
-    (refusal,) = (refusal for refusal in PLACED if refusal.feature == feature)
+    (refusal,) = (refusal for refusal in PLACED if refusal.name == feature)
     assert reasons_of(PLACED, SimpleNamespace(**settings), WANTED) == [f"{WANTED}: {refusal.reason}; {refusal.remedy}"]
 
 
@@ -241,9 +241,9 @@ SPLIT: dict[str, dict[str, Any]] = {
 
 
 def test_what_cannot_be_split_is_refused_for_its_own_reason() -> None:
-    assert {refusal.feature for refusal in SHARDED} == SPLIT.keys()
+    assert {refusal.name for refusal in SHARDED} == SPLIT.keys()
     for refusal in SHARDED:
-        settings = SimpleNamespace(**SPLIT[refusal.feature])
+        settings = SimpleNamespace(**SPLIT[refusal.name])
         assert reasons_of(SHARDED, settings, "--x") == [f"--x: {refusal.reason}; {refusal.remedy}"]
     fine = SimpleNamespace(
         untie_embeddings_and_output_weights=False, save="here", ckpt_format="torch_dist", mtp_num_layers=None

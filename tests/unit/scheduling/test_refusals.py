@@ -10,12 +10,34 @@ from typing import Any
 import pytest
 
 import terra
-from bpipe.refusals import REFUSALS, SLICED, UNPROVEN, reasons, reasons_of
+from bpipe.features import FEATURES, SLICED, State, features_of, guarded, reasons, sliced_reasons
 from megatron.scheduling.start.refusals import differ, refuse, slices_differ
 
 # Settings that are refused, by feature; several where several names lead to one feature.
 REFUSED: dict[str, list[dict[str, Any]]] = {
-    "CUDA graphs": [{"cuda_graph_impl": "local"}, {"enable_cuda_graph": True}, {"external_cuda_graph": True}],
+    "CUDA graphs of an iteration": [
+        {"cuda_graph_impl": "full_iteration"},
+        {"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"},
+    ],
+    "CUDA graphs of whole layers": [
+        {"cuda_graph_impl": "transformer_engine"},
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": "full"},
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": []},
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn", "mlp"]},
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn", "moe"], "num_moe_experts": 8},
+        {"external_cuda_graph": True},
+    ],
+    "local CUDA graphs": [
+        {"cuda_graph_impl": "local"},
+        {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn"]},
+        {"enable_cuda_graph": True},
+    ],
+    "CUDA graphs of parts of layers": [
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]},
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "moe_router,moe_preprocess"},
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": [SimpleNamespace(name="attn")]},
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn", "mlp"], "num_experts": 8},
+    ],
     "FP8": [{"fp8": "hybrid"}],
     "FP4": [{"fp4": "e2m1"}],
     "activation offloading": [
@@ -66,31 +88,40 @@ ALLOWED: list[dict[str, Any]] = [
 
 
 def test_every_refusal_is_tried() -> None:
-    assert list(REFUSED) == [refusal.feature for refusal in REFUSALS]
+    assert list(REFUSED) == [refusal.name for refusal in FEATURES]
 
 
 @pytest.mark.parametrize(
     ("feature", "settings"), [(feature, each) for feature, tried in REFUSED.items() for each in tried]
 )
 def test_what_cannot_be_balanced_is_refused_for_its_own_reason(feature: str, settings: dict[str, Any]) -> None:
-    (refusal,) = (refusal for refusal in REFUSALS if refusal.feature == feature)
-    assert reasons(SimpleNamespace(**settings), True, executor=refusal.own_loop) == [
-        f"--bpipe: {refusal.reason}; {refusal.remedy}"
+    (refusal,) = (refusal for refusal in FEATURES if refusal.name == feature)
+    given = SimpleNamespace(**settings)
+    refused = [f"--bpipe: {refusal.reason}; {refusal.remedy}"] if refusal.state is State.REFUSED else []
+    assert features_of(given, True, executor=refusal.own_loop) == [refusal]
+    assert reasons(given, True, executor=refusal.own_loop) == refused
+    strictly = [
+        f"--bpipe-strict: {refusal.name} is guarded: {refusal.reason}; {refusal.remedy}, or drop --bpipe-strict"
     ]
+    assert reasons(given, True, executor=refusal.own_loop, strict=True) == (refused or strictly)
+    assert [one.name for one in guarded(given, balance=True)] == [feature] * (not refused)
 
 
-def test_what_is_unproven_may_be_tried_by_its_name() -> None:
-    assert UNPROVEN == ("fp8", "slices")
-    refuse(SimpleNamespace(fp8="hybrid"), balance=True, unproven="fp8")
-    with pytest.raises(ValueError, match="FP4 keeps state"):
-        refuse(SimpleNamespace(fp8="hybrid", fp4="e2m1"), balance=True, unproven="fp8")
-    with pytest.raises(ValueError, match="--bpipe-unproven fp8 and compare"):
-        refuse(SimpleNamespace(fp8="hybrid"), balance=True)
+def test_what_is_guarded_trains_and_is_checked_only_where_something_moves() -> None:
+    both = SimpleNamespace(fp8="hybrid", tp_comm_overlap=True)
+    refuse(both, balance=True)
+    assert [one.name for one in guarded(both, balance=True)] == ["FP8", "overlapped tensor-parallel communication"]
+    assert guarded(both, balance=False, executor=True) == []
+    with pytest.raises(ValueError, match=r"--bpipe-strict: FP8 is guarded: .*\n.*--bpipe-strict: overlapped tensor"):
+        refuse(both, balance=True, strict=True)
+    refuse(both, balance=False, strict=True)
+    assert all(one.proof for one in FEATURES if one.state is State.GUARDED)
+    assert all(one.moving for one in FEATURES if one.state is State.GUARDED), "what does not move is not checked"
 
 
 def test_what_only_our_own_loop_cannot_do_trains_by_megatrons() -> None:
-    for refusal in (refusal for refusal in REFUSALS if refusal.own_loop):
-        for settings in REFUSED[refusal.feature]:
+    for refusal in (refusal for refusal in FEATURES if refusal.own_loop):
+        for settings in REFUSED[refusal.name]:
             refuse(SimpleNamespace(**settings), balance=True)
 
 
@@ -117,19 +148,11 @@ def test_nothing_else_is_refused(settings: dict[str, Any]) -> None:
     refuse(SimpleNamespace(**settings), balance=True)
 
 
-def test_what_only_moving_must_not_meet_is_measured() -> None:
-    """Without --bpipe nothing moves, so memory of another stream's pool is nobody's concern."""
-    overlapped = SimpleNamespace(moe_shared_expert_overlap=True)
-    with pytest.raises(ValueError, match=r"--bpipe: overlapped shared experts .*; drop --moe-shared-expert-overlap"):
-        refuse(overlapped, balance=True)
-    refuse(overlapped, balance=False)
-
-
 def test_all_reasons_come_at_once_and_name_what_was_asked_for() -> None:
     with pytest.raises(
-        ValueError, match=r"^this run cannot start:\n  --bpipe-report: FP8.*\n  --bpipe-report: paged stash"
+        ValueError, match=r"^this run cannot start:\n  --bpipe-report: FSDP.*\n  --bpipe-report: an in-process"
     ):
-        refuse(SimpleNamespace(fp8="hybrid", moe_paged_stash=True), balance=False)
+        refuse(SimpleNamespace(inprocess_restart=True, use_torch_fsdp2=True), balance=False)
 
 
 def test_a_session_that_is_open_is_refused_with_the_reason() -> None:
@@ -154,7 +177,8 @@ SLICED_TOO: dict[str, list[dict[str, Any]]] = {
         {"transformer_impl": "local", "bf16": True, "masked_softmax_fusion": True},
         {"transformer_impl": "local", "fp16": True, "masked_softmax_fusion": True},
     ],
-    "further tokens in slices": [{"mtp_num_layers": 1}],
+    "one layer for all further tokens": [{"mtp_num_layers": 2, "mtp_use_repeated_layer": True}],
+    "further tokens in a layout of slices": [{"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|tmL"}],
     "capacity of experts": [{"num_experts": 4, "moe_expert_capacity_factor": 1.0}],
     "routing of a whole micro-batch": [
         {"num_experts": 4, "moe_router_load_balancing_type": "sinkhorn"},
@@ -191,25 +215,31 @@ UNSLICED: list[dict[str, Any]] = [
     {"num_experts": 4, "moe_aux_loss_coeff": 0.0, "recompute_granularity": "full", "calculate_per_token_loss": True},
     {"moe_router_load_balancing_type": "sinkhorn", "recompute_granularity": "full", "moe_aux_loss_coeff": 0.1},
     {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01, "apply_rope_fusion": True},
+    {"mtp_num_layers": 2, "mtp_use_repeated_layer": False},
+    {"mtp_use_repeated_layer": True, "pipeline_model_parallel_layout": "Et|tL"},
 ]
 
 
 def test_every_refusal_of_slices_is_tried() -> None:
-    assert list(SLICED_TOO) == [refusal.feature for refusal in SLICED]
+    assert list(SLICED_TOO) == [refusal.name for refusal in SLICED]
 
 
 @pytest.mark.parametrize(
     ("feature", "settings"), [(feature, each) for feature, tried in SLICED_TOO.items() for each in tried]
 )
 def test_what_cannot_be_cut_is_refused_for_its_own_reason(feature: str, settings: dict[str, Any]) -> None:
-    (refusal,) = (refusal for refusal in SLICED if refusal.feature == feature)
-    expected = [f"--bpipe-slices 4: {refusal.reason}; {refusal.remedy}"]
-    assert reasons_of(SLICED, SimpleNamespace(**settings), "--bpipe-slices 4") == expected
+    (refusal,) = (refusal for refusal in SLICED if refusal.name == feature)
+    given, said = SimpleNamespace(**settings), f"{refusal.reason}; {refusal.remedy}"
+    assert sliced_reasons(given, 4) == [f"--bpipe-slices 4: {said}"] * (refusal.state is State.REFUSED)
+    strictly = sliced_reasons(given, 4, strict=True)
+    assert strictly == sliced_reasons(given, 4) or strictly == [
+        f"--bpipe-strict: {refusal.name} is guarded: {said}, or drop --bpipe-strict"
+    ]
 
 
 @pytest.mark.parametrize("settings", UNSLICED)
 def test_what_can_be_cut_is_not_refused(settings: dict[str, Any]) -> None:
-    assert reasons_of(SLICED, SimpleNamespace(**settings), "--bpipe-slices 4") == []
+    assert sliced_reasons(SimpleNamespace(**settings), 4, strict=True) == []
 
 
 @pytest.mark.parametrize(
@@ -218,6 +248,10 @@ def test_what_can_be_cut_is_not_refused(settings: dict[str, Any]) -> None:
         ({"seq_length": 64, "transformer_impl": "local"}, True),
         ({"seq_length": 64, "transformer_impl": "transformer_engine"}, False),
         ({"seq_length": 63, "transformer_impl": "transformer_engine"}, True),
+        # Of 4 * 8 units of 2 tokens, or of 33 units.
+        ({"seq_length": 64, "tensor_model_parallel_size": 2, "sequence_parallel": True}, False),
+        ({"seq_length": 68, "tensor_model_parallel_size": 2, "sequence_parallel": True}, True),
+        ({"seq_length": 68, "tensor_model_parallel_size": 2, "sequence_parallel": False}, False),
         ({"seq_length": 64, "transformer_impl": "local", "recompute_granularity": "full"}, False),
         ({"seq_length": 64, "transformer_impl": "local", "recompute_granularity": "selective"}, False),
         (

@@ -1,0 +1,63 @@
+"""`bpipe check-launch`: whether a launch of Megatron trains with this project. In: the launch. Out: a line or a JSON
+value for each of its features.
+
+The exit status is 2 where it is refused.
+"""
+
+from __future__ import annotations
+
+from bpipe.commands.launch import flags_of
+from bpipe.commands.shared import print_json
+from bpipe.features import Feature, State
+from bpipe.flags import configurations, outputs
+from bpipe.flags.flag import Command, Group, Options, Task
+
+COMMAND = Command(
+    (configurations.LAUNCHED, Group("", (outputs.FORMAT,))),
+    (
+        Task(
+            "ask before a launch",
+            "bpipe check-launch -- --fp8-format hybrid --tp-comm-overlap --pipeline-model-parallel-size 8",
+            ("from_script", "set", "megatron", "format"),
+        ),
+    ),
+)
+
+
+def run(options: Options) -> int:
+    from bpipe.plan.launch_states import states_of_launch, worst
+
+    flags = flags_of(options)
+    if flags is None:
+        raise ValueError("name the launch: --from-script FILE, or its flags after --")
+    features = states_of_launch(flags)
+    state = worst(features)
+    if options.format == "json":
+        print_json({"state": state.value, "features": [_values(one) for one in features]})
+    else:
+        for one in features:
+            print(_line(one))
+        print(f"this launch is {state.value}{_MEANS[state]}")
+    return 2 if state is State.REFUSED else 0
+
+
+_MEANS = {
+    State.SUPPORTED: ": every feature above was trained bit by bit as stock Megatron trains it",
+    State.GUARDED: ": in the first iterations all that moves is checked, and the run ends at the first wrong byte",
+    State.REFUSED: ": it would end at its start",
+}
+
+
+def _line(feature: Feature) -> str:
+    way_out = f"; {feature.remedy}" if feature.state is not State.SUPPORTED else ""
+    return f"{feature.state.value:9}  {feature.name}: {feature.reason}{way_out}"
+
+
+def _values(feature: Feature) -> dict[str, str]:
+    return {
+        "name": feature.name,
+        "state": feature.state.value,
+        "reason": feature.reason,
+        "way_out": feature.remedy,
+        "proof": feature.proof,
+    }

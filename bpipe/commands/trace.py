@@ -1,0 +1,184 @@
+"""`bpipe trace`: what every stage of a launch holds, by Megatron's own model at true size, without a GPU or its memory.
+
+In: flags, or a launch. Out: a table or JSON, and a profile that `simulate` and `plan` read. The model is built by
+`megatron.scheduling.trace.program` in a process of its own, which gets the launch's flags. Imports neither torch nor
+Megatron.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bpipe.commands.launch import launch_of
+from bpipe.commands.shared import CONFIGURED, print_json
+from bpipe.commands.terminal import columns
+from bpipe.extras import require
+from bpipe.flags import outputs
+from bpipe.flags.flag import Command, Group, Options, Task
+from bpipe.models.cluster import DEVICES, Cluster
+from bpipe.models.layout import Setup
+from bpipe.models.memory import stage_parameters
+from bpipe.models.saved import stage_bytes
+from bpipe.plan.megatron_command import Reading, flags_of_command, read_command
+from bpipe.plan.megatron_flags import megatron_flags
+from bpipe.plan.options import filled, setup_of
+
+PROGRAM = "megatron.scheduling.trace.program"
+MIB = 2**20
+# Formulas are held to this; what differs by more is marked.
+TOLERANCE = 0.01
+# What simulate and plan read of a stage's entry.
+_OF_PROFILE = ("micro_batch", "saved_bytes")
+
+# Nothing of the devices goes into what is held.
+_OF_DEVICES = ("cluster", "calibration", "kernel_times", "memory")
+
+COMMAND = Command(
+    (
+        *(
+            group._replace(flags=tuple(flag for flag in group.flags if flag.field not in _OF_DEVICES))
+            for group in CONFIGURED
+        ),
+        Group("output", (outputs.FORMAT, outputs.OUTPUT)),
+    ),
+    (
+        Task(
+            "see what a launch's stages hold",
+            "bpipe trace --from-script train.sh --output traced.json",
+            ("from_script", "megatron", "vocabulary", "attention", "output"),
+        ),
+        Task(
+            "of a configuration",
+            "bpipe trace --model gpt3-96b --tp 8 --pp 8 --mbs 1",
+            ("model", "tensor", "pipeline", "micro_batch", "recompute"),
+        ),
+    ),
+)
+
+
+class _Subject(NamedTuple):
+    """What to trace. `setup`: what the formulas make of it; None where they do not know it, and `unknown` says why."""
+
+    flags: Sequence[str]
+    setup: Setup | None
+    unknown: str | None = None
+
+
+def run(options: Options) -> None:
+    require("megatron", "bpipe trace")
+    subject = _subject(options)
+    traced = _traced(subject.flags)
+    if options.output is not None:
+        write_profile(options.output, traced)
+    if options.format == "json":
+        print_json({**traced, "formulas": _formulas(subject)})
+    else:
+        print("\n".join(_table(traced["stages"], subject)))
+
+
+def write_profile(file: str, traced: Mapping[str, Any]) -> None:
+    """Write what `simulate` and `plan` read with --profile."""
+    stages = [{name: stage[name] for name in _OF_PROFILE} for stage in traced["stages"]]
+    Path(file).write_text(json.dumps({"stages": stages, "measured": traced["measured"]}, indent=1) + "\n")
+
+
+def _subject(options: Options) -> _Subject:
+    given = launch_of(options)
+    if given is None:
+        setup = _setup(filled(options, None, ("pipeline",)), None)
+        return _Subject([*megatron_flags(setup), *_assumed(setup)], setup)
+    flags = flags_of_command(given.words, given.unknown)
+    try:
+        reading = read_command(given.words, given.unknown)
+        setup = _setup(filled(options, reading, ("pipeline",)), reading)
+    except ValueError as error:
+        return _Subject([*flags, *_vocabulary(options.vocabulary)], None, str(error))
+    return _Subject([*flags, *_assumed(setup)], setup)
+
+
+def _assumed(setup: Setup) -> list[str]:
+    """Return flags for what a launch does not say by itself."""
+    return [*_vocabulary(setup.vocabulary), "--trace-attention", setup.attention]
+
+
+def _vocabulary(size: int | None) -> list[str]:
+    """Return the flags for the vocabulary, which the launch's tokenizer knows and nobody here reads."""
+    return [] if size is None else ["--vocab-size", str(size)]
+
+
+def _setup(options: Options, reading: Reading | None) -> Setup:
+    """Return the setup on one node of any devices: nothing of them goes into what is held."""
+    num_devices = options.tensor * options.context * options.pipeline
+    if options.global_batch is None:
+        options = Options(**{**vars(options), "global_batch": options.micro_batch * options.pipeline})
+    if reading is not None and reading.devices is not None:
+        num_devices = max(num_devices, reading.devices[0] * reading.devices[1])
+    return setup_of(options, Cluster(next(iter(DEVICES.values())), 1, num_devices))
+
+
+def _traced(flags: Sequence[str]) -> dict[str, Any]:
+    """Return the program's answer. Ends with its error and status where it has one."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", PROGRAM, *flags]
+    print("bpipe: building Megatron's stages without memory: some ten seconds", file=sys.stderr)
+    ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    if ended.returncode:
+        sys.exit(ended.returncode)
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def _formulas(subject: _Subject) -> dict[str, Any]:
+    if subject.setup is None:
+        return {"unknown": subject.unknown}
+    return {"parameters": stage_parameters(subject.setup), "saved_bytes": stage_bytes(subject.setup)}
+
+
+def _table(stages: Sequence[dict[str, Any]], subject: _Subject) -> list[str]:
+    titles: tuple[str, ...] = (
+        "stage",
+        "parameters",
+        "saved MiB",
+        "by formula",
+        "apart",
+        "stays MiB",
+        "held MiB",
+        "peak MiB",
+    )
+    rows = [titles]
+    formulas: Sequence[int | None] = [None] * len(stages) if subject.setup is None else stage_bytes(subject.setup)
+    for number, (stage, formula) in enumerate(zip(stages, formulas, strict=True)):
+        saved = stage["saved_bytes"]
+        apart = "" if formula is None else f"{(formula - saved) / saved:+.2%}"
+        sizes = (stage[name] / MIB for name in ("shared_bytes", "held_bytes", "peak_bytes"))
+        rows.append(
+            (
+                str(number),
+                f"{stage['parameters']:,}",
+                f"{saved / MIB:.1f}",
+                "" if formula is None else f"{formula / MIB:.1f}",
+                apart,
+                *(f"{size:.1f}" for size in sizes),
+            )
+        )
+    return [*columns(rows), *_remarks(stages, subject)]
+
+
+def _remarks(stages: Sequence[dict[str, Any]], subject: _Subject) -> list[str]:
+    lines = [
+        "saved: what one micro-batch keeps for its backward and may leave; stays: what others hold, too; held: all that",
+        "its forward made and left; peak: the most at once, its backward included. Transformer Engine's modules are",
+        "replaced by Megatron's own, with the shapes of memory of fused kernels.",
+    ]
+    if subject.unknown is not None:
+        lines.append(f"the formulas do not know this launch: {subject.unknown}")
+    hidden = sorted({kind for stage in stages for kind in stage["hidden"]})
+    if hidden:
+        lines.append(f"what these nodes saved cannot be seen, and stays: {', '.join(hidden)}")
+    return lines

@@ -1,0 +1,92 @@
+"""Choose how long the slices of a sequence are.
+
+In: the sequence's length, what is asked for, and what a token and its attention to earlier ones take. Out: bounds.
+
+Later slices attend to more keys. Slices of one length take ever longer then, and a pipeline waits for the longest;
+slices of equal work get shorter towards the end. The trainer and predictions ask here. Knows no tensors and no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from math import sqrt
+from typing import NamedTuple
+
+# A forward and a backward, in forwards: attention's backward computes its scores again.
+_LINEAR, _ATTENTION = 3, 3.5
+
+
+class Growth(NamedTuple):
+    """Work of a whole sequence in any unit: the part that grows with its tokens, and the part with their square."""
+
+    line: float
+    square: float
+
+
+def even_bounds(length: int, slices: int, unit: int = 1) -> tuple[int, ...]:
+    """Return where each slice begins, and the last ends, of slices that differ by one unit at most.
+
+    `unit`: each slice has to be a multiple of it. Raises ValueError for a sequence that is no whole units, or of too
+    few.
+    """
+    units, left = divmod(length, unit)
+    if left:
+        raise ValueError(f"a sequence of {length} tokens is no multiple of {unit}, and each slice of it has to be one")
+    if units < slices:
+        raise ValueError(
+            f"a sequence of {length} tokens has no {slices} slices of {unit} or more: take {units} at most"
+        )
+    return tuple(units * number // slices * unit for number in range(slices + 1))
+
+
+def listed_bounds(lengths: Sequence[int], length: int, slices: int, unit: int = 1) -> tuple[int, ...]:
+    """Return the bounds of slices of these lengths. Raises ValueError where they are not a sequence's."""
+    if len(lengths) != slices:
+        raise ValueError(f"{len(lengths)} lengths for {slices} slices: give one for each")
+    if sum(lengths) != length:
+        raise ValueError(
+            f"the lengths add up to {sum(lengths)} tokens, and a sequence has {length}: they have to be all of it"
+        )
+    wrong = next((one for one in lengths if one % unit), None)
+    if wrong is not None:
+        raise ValueError(
+            f"a slice of {wrong} tokens is no multiple of {unit}, which the tensor-parallel ranks have parts of"
+        )
+    return (0, *accumulate(lengths))
+
+
+def equal_bounds(length: int, slices: int, unit: int, growth: Growth) -> tuple[int, ...]:
+    """Return bounds between which as much of what grows so is done. Raises ValueError as `even_bounds` does."""
+    even_bounds(length, slices, unit)
+    line, square = growth
+    found = [0]
+    for number in range(1, slices):
+        part = (line + square) * number / slices
+        # Of line x + square x**2 = part, written so that nothing is divided by a square of 0.
+        place = 2 * part / (line + sqrt(line * line + 4 * square * part))
+        left = (slices - number) * unit
+        found.append(min(max(round(place * length / unit) * unit, found[-1] + unit), length - left))
+    return (*found, length)
+
+
+def lengths_of(bounds: Sequence[int]) -> tuple[int, ...]:
+    """Return the tokens of each slice."""
+    return tuple(end - begin for begin, end in pairwise(bounds))
+
+
+def work_of(share: float) -> Growth:
+    """Return the FLOPs of a forward and a backward; `share`: attention's of a whole sequence's forward."""
+    return Growth(_LINEAR * (1 - share), _ATTENTION * share)
+
+
+def attention_share(length: int, hidden: int, queries: int, keys: int, ffn: int, matrices: int) -> float:
+    """Return which part of a layer's forward FLOPs is attention to earlier tokens, of `length` in all.
+
+    `queries`, `keys`: sizes of a token's queries, and of its keys. A token goes through MLPs of `ffn` channels in all,
+    with so many `matrices`.
+    """
+    products = hidden * (2 * queries + 2 * keys) + hidden * ffn * matrices
+    # Scores and sums of values, of half the tokens on average.
+    attention = queries * length
+    return float(attention / (products + attention))

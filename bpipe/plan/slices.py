@@ -1,0 +1,64 @@
+"""Say in which slices a configuration can be trained.
+
+In: a Setup of whole sequences, numbers of slices. Out: Setups in slices.
+
+Slices of one length are tried, and from long sequences on those that take as long as each other, which are a list to
+the trainer. Of differing lengths what leaves a rank is not counted well by their number, so those are tried without
+balancing (`--memory` balances bytes). What the trainer refuses is asked elsewhere (`plan.refused`). Predicts no
+iteration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from bpipe.build import BALANCES
+from bpipe.generate.families import FAMILIES
+from bpipe.models.compute import lengths_of_equal_seconds
+from bpipe.models.layout import Setup
+from bpipe.models.slice_lengths import even_bounds
+
+# From so many tokens on slices are searched by default, and no shorter ones.
+SLICED_SEQUENCE, SHORTEST = 8192, 1024
+# From so many on attention is enough of a layer's time that later slices take clearly longer.
+UNEVEN_SEQUENCE = 32768
+NUMBERS = (1, 2, 4, 8)
+
+
+def usual_slices(sequence: int) -> tuple[int, ...]:
+    """Return the numbers of slices searched by default: 1, and more where each has a good part of a long sequence."""
+    if sequence < SLICED_SEQUENCE:
+        return (1,)
+    return tuple(number for number in NUMBERS if number * SHORTEST <= sequence)
+
+
+class Slicer:
+    """Cuts setups of one space, whose layers of one kind take equally long whatever the schedule."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self._numbers = [number for number in numbers if number > 1]
+        self._lengths: dict[object, tuple[int, ...]] = {}
+
+    def of(self, setup: Setup) -> Iterator[Setup]:
+        """Yield the setup in slices of each number."""
+        sliced = FAMILIES[setup.schedule].takes_slices and setup.pipeline > 1 and setup.context == 1
+        if not sliced or setup.is_sharded or setup.model.hybrid is not None:
+            return
+        for number in self._numbers:
+            try:
+                even_bounds(setup.sequence, number, setup.sequence_shards)
+            except ValueError:
+                continue
+            even = replace(setup, slices=number)
+            yield even
+            if setup.sequence >= UNEVEN_SEQUENCE and setup.balance == BALANCES[0]:
+                lengths = self._timed(even)
+                if len(set(lengths)) > 1:
+                    yield replace(even, slice_lengths=lengths)
+
+    def _timed(self, even: Setup) -> tuple[int, ...]:
+        key = even.tensor, even.micro_batch, even.recompute, even.routing, even.layers, even.slices
+        if key not in self._lengths:
+            self._lengths[key] = lengths_of_equal_seconds(even)
+        return self._lengths[key]

@@ -1,0 +1,174 @@
+"""Say what every stage of a launch holds, by Megatron's own model at true size, without memory.
+
+In: a training's flags. Out: JSON on stdout.
+
+    python -m megatron.scheduling.trace.program <flags of pretrain_gpt.py> [--trace-attention unfused]
+
+`bpipe trace` starts this and reads it. The stages are those of the first rank of each place in the pipeline, built by
+the trainer's builder and wrapped as the trainer wraps them, on torch's meta device; the other ranks are not there, and
+no number is computed. What is saved is what `bpipe.runtime.capture` finds, as in a training. Transformer Engine's
+modules cannot be built without a GPU: Megatron's own stand in their place, with the shapes of memory of fused kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bpipe.runtime import capture
+from bpipe.runtime.graph import hiding
+from megatron.scheduling.report import one_stage
+from megatron.scheduling.start import startup
+from megatron.scheduling.trace import stand_in
+from megatron.scheduling.trace.live import LiveBytes
+
+# What of a launch a machine without a GPU cannot build, and what takes its place here.
+_WITHOUT_GPU = ("--transformer-impl", "local")
+# Megatron writes its choice there, and ends where it finds another.
+_CHOSEN_ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+# How many kinds of nodes are listed of a stage.
+_MOST_KINDS = 12
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    from megatron.scheduling.options import flags
+
+    group = flags.add_arguments(parser).add_argument_group("trace")
+    group.add_argument("--trace-attention", choices=("flash", "unfused"), default="flash", help="shape of the core")
+    return parser
+
+
+def _parse(flags: Sequence[str]) -> Any:
+    try:
+        return one_stage.parse([*flags, *_WITHOUT_GPU], _add_arguments, _fit)
+    except AssertionError as error:
+        # Not every check of Megatron's has a message; the line that failed says as much.
+        reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+        raise ValueError(f"without a GPU Megatron refuses this launch: {reason}") from error
+
+
+def _fit(args: Any) -> None:
+    """Leave out what is not of the model, and refuse what cannot be traced."""
+    for name, value, why in (
+        ("--num-experts", args.num_experts, "how many tokens go to an expert is known by computing alone"),
+        ("--hybrid-layer-pattern", args.hybrid_layer_pattern, "Mamba layers run by kernels of a GPU alone"),
+        ("--fp8-format", args.fp8, "FP8 needs Transformer Engine"),
+        ("--fp4-format", args.fp4, "FP4 needs Transformer Engine"),
+    ):
+        if value:
+            raise ValueError(f"{name} {value}: {why}: use `bpipe simulate`, whose formulas know it")
+    if args.context_parallel_size > 1:
+        raise ValueError(
+            f"--context-parallel-size {args.context_parallel_size}: needs Transformer Engine's attention: use "
+            "`bpipe simulate`"
+        )
+    # One replica is enough, and its micro-batches need not fill the pipeline.
+    args.global_batch_size = None
+    args.perform_initialization = False
+
+
+def prepare() -> None:
+    """Make this process ready to trace. Must be called before `megatron.core` is imported."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    stand_in.install()
+    startup.prepare()
+    stand_in.with_fused_rotation()
+
+
+def trace(flags: Sequence[str]) -> dict[str, Any]:
+    """Return an entry for every stage of the launch with these flags, in the pipeline's order, and what was traced.
+
+    Raises ValueError for what cannot be traced.
+    """
+    for name in _CHOSEN_ATTENTION:
+        os.environ.pop(name, None)
+    args = _parse(flags)
+    stand_in.shape_attention(args.trace_attention)
+    return _traced(args)
+
+
+def main(flags: Sequence[str]) -> None:
+    """Trace all stages and print them."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        prepare()
+        document = trace(flags)
+    print(json.dumps(document))
+
+
+def _traced(args: Any) -> dict[str, Any]:
+    by_stage: dict[int, dict[str, Any]] = {}
+    num_ranks = args.pipeline_model_parallel_size
+    for place in range(num_ranks):
+        with one_stage.chunks(args, place) as models:
+            for chunk, model in enumerate(models):
+                by_stage[chunk * num_ranks + place] = _stage(args, model)
+    return {"stages": [by_stage[stage] for stage in sorted(by_stage)], "measured": _described(args)}
+
+
+def _stage(args: Any, model: torch.nn.Module) -> dict[str, Any]:
+    runner = one_stage.Runner(args, model, args.micro_batch_size)
+    parameters = list(model.parameters())
+    given_bytes = sum(one.nbytes for one in runner.inputs if one is not None)
+    with LiveBytes(stand_in.META) as live:
+        output = runner.forward()
+    found = capture.find([output.grad_fn], runner.inputs, stand_in.META)
+    of_model = {one.untyped_storage()._cdata for one in parameters}
+    saved = [one for one in found if one.storage._cdata not in of_model]
+    entry = {
+        "micro_batch": args.micro_batch_size,
+        "parameters": sum(one.numel() for one in parameters),
+        "saved_bytes": sum(one.nbytes for one in saved if one.alone),
+        "shared_bytes": sum(one.nbytes for one in saved if not one.alone),
+        "held_bytes": given_bytes + live.bytes_now,
+        "sent_bytes": 0 if runner.last else output.nbytes,
+        "moves_by_kind": _by_kind(saved, alone=True),
+        "stays_by_kind": _by_kind(saved, alone=False),
+        "hidden": dict(hiding([output.grad_fn])),
+    }
+    del found, saved
+    with live:
+        runner.backward(output)
+    return {**entry, "peak_bytes": given_bytes + live.most_bytes}
+
+
+def _by_kind(saved: Sequence[capture.SavedStorage], *, alone: bool) -> dict[str, int]:
+    """Return the bytes that kinds of autograd nodes saved, the most first."""
+    kinds: Counter[str] = Counter()
+    for one in saved:
+        if one.alone is alone:
+            kinds[one.kind] += one.nbytes
+    return dict(kinds.most_common(_MOST_KINDS))
+
+
+def _described(args: Any) -> dict[str, Any]:
+    """Return facts of the trace: readers refuse it for setups that differ in them."""
+    return {
+        "hidden_size": args.hidden_size,
+        "ffn_hidden_size": args.ffn_hidden_size,
+        "num_attention_heads": args.num_attention_heads,
+        "tensor": args.tensor_model_parallel_size,
+        "sequence": args.seq_length,
+        "attention": args.trace_attention,
+        "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+    }
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (ValueError, OSError) as error:
+        print(f"bpipe: error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,94 @@
+"""A small model for late devices whose micro-batches are cut into slices: each attends to the keys of those before it.
+
+In: a schedule of slices. Out: as `tests.late.model`. What keeps keys and values, and collects their gradients, is the
+trainer's own code. `differing`: scores are saved, so a later slice saves more; else attention computes them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.schedule import Schedule
+from bpipe.runtime.stage import Part, Tensors, TorchStages
+from megatron.scheduling.slices.kept import KeptKeys
+from tests.late.devices import device
+from tests.late.model import LateModel, Place
+from tests.unit.runtime.pipeline import ROWS, inputs_of
+from tests.unit.runtime.slices import Attend, SlicedStages, new_keys, probabilities
+
+
+class SlicedModel(LateModel):
+    """A stage is a layer of attention. `keys` of a rank are there once it has stages."""
+
+    def __init__(self, schedule: Schedule, differing: bool) -> None:
+        super().__init__(schedule.num_stages)
+        self._slices, self._differing = schedule.layout.slices, differing
+        self.keys: dict[int, KeptKeys] = {}
+
+    def on_device(self, schedule: Schedule, rank: int) -> TorchStages:
+        weights = {}
+        for stage in schedule.layout.stages_of(rank):
+            weights[stage] = torch.nn.Parameter(self.weights[stage].to(device(rank)))
+            self._on_device[rank, stage] = weights[stage]
+        self.keys[rank] = self._new_keys()
+        return self._stages(weights, self.keys[rank])
+
+    def expected(self, schedule: Schedule, iterations: int) -> dict[Place, torch.Tensor]:
+        found = super().expected(schedule, iterations)
+        assert all(keys.nbytes == 0 for keys in self.keys.values()), "keys are kept of a micro-batch that is over"
+        return found
+
+    def parts(self, schedule: Schedule) -> list[list[torch.Tensor]]:
+        """By number of a slice and stage, what it adds: on the CPU, micro-batch by micro-batch."""
+        weights = [torch.nn.Parameter(weight) for weight in self.weights]
+        stages = self._stages(dict(enumerate(weights)), self._new_keys())
+        found: list[list[torch.Tensor]] = [[] for _ in range(schedule.num_microbatches)]
+        for first in range(0, schedule.num_microbatches, self._slices):
+            numbers = range(first, first + self._slices)
+            for number in numbers:
+                made: Tensors = ()
+                for stage in range(len(weights)):
+                    received = tuple(tensor.detach() for tensor in made)
+                    made = stages.forward(Action(stage, Kind.FORWARD, number), received)
+            for number in reversed(numbers):
+                gradients: Tensors = ()
+                for stage in reversed(range(len(weights))):
+                    gradients = stages.backward(Action(stage, Kind.BACKWARD, number), gradients)
+                    gradient, weights[stage].grad = weights[stage].grad, None
+                    assert gradient is not None
+                    found[number].insert(0, gradient)
+        return found
+
+    def _new_keys(self) -> KeptKeys:
+        return new_keys(ROWS, self._slices)
+
+    def _stages(self, weights: Mapping[int, torch.nn.Parameter], keys: KeptKeys) -> TorchStages:
+        layers = {stage: torch.nn.Identity() for stage in weights}
+
+        def part_of(stage: int) -> Part:
+            return lambda number, *received: self._attend(weights[stage], layers[stage], keys, number, *received)
+
+        return SlicedStages({stage: part_of(stage) for stage in weights}, keys)
+
+    def _attend(
+        self,
+        weight: torch.Tensor,
+        layer: torch.nn.Module,
+        keys: KeptKeys,
+        number: int,
+        *received: torch.Tensor,
+    ) -> torch.Tensor:
+        now = keys.cutting.now
+        assert now is not None
+        (x,) = received or (inputs_of(number).to(weight.device),)
+        joined, values = keys.join(layer, torch.nn.functional.gelu(x @ weight), x @ weight.t())
+        mask = keys.mask(weight.device)[0, 0]
+        query = x @ weight
+        if self._differing:
+            made = x + probabilities(query, joined, mask) @ values
+        else:
+            made = x + Attend.apply(query, joined, values, mask)
+        return made if now.stage + 1 < self._num_stages else (made * (number + 1)).square().mean()

@@ -1,0 +1,80 @@
+"""Parts of a layer that compute on a stream of their own, as overlapped shared experts do: what they saved leaves and
+comes back in an order that holds for that stream too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bpipe.runtime.streams import current
+from tests.late.cases import SCHEDULES
+from tests.late.devices import AS_LATE, COMPUTE_LAST, DRAWN, STREAM_LAST, Draw
+from tests.late.model import LateModel
+from tests.late.pipeline import LatePipeline
+from tests.late.test_pipelines import wrong_bits
+from tests.unit.runtime.pipeline import inputs_of
+
+
+class Overlapped(LateModel):
+    """A stage computes one part beside another: the second on a stream of its own, which waits for what it reads and
+    is waited for at the layer's end, in both directions."""
+
+    def __init__(self, num_stages: int) -> None:
+        super().__init__(num_stages)
+        self._streams: dict[int, torch.Stream] = {}
+
+    def streams(self, rank: int) -> list[torch.Stream]:
+        return [stream for device, stream in self._streams.items() if device == rank]
+
+    def forward(self, weight: torch.Tensor, stage: int, microbatch: int, *received: torch.Tensor) -> torch.Tensor:
+        # The first stage's input is as any other: what is made of it has a backward.
+        (x,) = received or (inputs_of(microbatch).to(weight.device).requires_grad_(),)
+        # Made first, so its backward is issued last: it takes memory that the other's has just let go of.
+        main = (x * 2).tanh().sin().exp().tanh()
+        if weight.device.type == "cpu":
+            beside = torch.nn.functional.gelu(x.sin().exp().tanh() @ weight)
+        else:
+            beside = self._beside(weight, x)
+        made = beside @ weight.t() + main
+        return made if stage + 1 < self._num_stages else (made * (microbatch + 1)).square().mean()
+
+    def _beside(self, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        index = weight.device.index
+        if index not in self._streams:
+            self._streams[index] = torch.Stream(weight.device)
+        stream = self._streams[index]
+        stream.wait_event(torch.accelerator.current_stream().record_event())
+        with current(stream):
+            made = torch.nn.functional.gelu(x.sin().exp().tanh() @ weight)
+        torch.accelerator.current_stream().wait_event(stream.record_event())
+        return made
+
+
+def draws() -> list[Draw]:
+    lasts = [Draw(1, STREAM_LAST, stream) for stream in range(1, 6)]
+    return [Draw(1, AS_LATE), Draw(1, COMPUTE_LAST), *lasts, *(Draw(seed, DRAWN) for seed in range(3))]
+
+
+def is_right(draw: Draw, kind: str, engines: bool = True, noted: bool = True) -> bool:
+    schedule = SCHEDULES["1f1b"]()
+    model = Overlapped(schedule.num_stages)
+    beside = model.streams if noted else lambda rank: []
+    pipeline = LatePipeline(schedule, kind, engines, verify=engines, model=model, beside=beside)
+    try:
+        return wrong_bits(pipeline, draw) == []
+    except RuntimeError as error:
+        if "since the start" not in str(error):
+            raise
+        return False
+
+
+@pytest.mark.parametrize("kind", ["two-sided", "peer"])
+def test_what_another_stream_computes_moves_in_its_order(kind: str) -> None:
+    assert all(is_right(draw, kind, engines=False) for draw in draws()[:3]), "the stand-in itself"
+    for draw in draws():
+        assert is_right(draw, kind), str(draw)
+
+
+def test_a_stream_that_nobody_noted_reads_memory_that_is_another_s_by_now() -> None:
+    """What the note is there for."""
+    assert not all(is_right(draw, "peer", noted=False) for draw in draws()[:4])

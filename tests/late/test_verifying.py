@@ -1,0 +1,84 @@
+"""Checks of what moves, on late devices: right where all is right, in whichever order, and wrong where a bit or a wait
+is missing, before anybody sees a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from bpipe.ir.memory import num_transfers
+from bpipe.transport.distributed import Distributed, Works
+from bpipe.transport.one_sided import OneSidedCopies
+from tests.late.cases import SCHEDULES
+from tests.late.devices import DIRECTED, DRAWN, Draw
+from tests.late.pipeline import KINDS, LatePipeline
+from tests.late.test_pipelines import number_of, wrong_bits
+from tests.late.waits import WAITS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["1f1b of 6", "pool", "own memory", "bidirectional"])
+def test_what_is_right_is_certified(name: str, kind: str) -> None:
+    number = number_of(name, kind)
+    for draw, differing in ((DIRECTED[number % len(DIRECTED)], False), (Draw.of(number), True)):
+        pipeline = LatePipeline(SCHEDULES[name](), kind, verify=True, differing=differing)
+        assert wrong_bits(pipeline, draw) == []
+        for rank in pipeline.ranks:
+            assert rank.verifier is not None
+            certificate = rank.verifier.certificate
+            assert certificate.iterations == 2
+            if not pipeline.differing:
+                # Where sizes differ, some find too little room at first.
+                leave = num_transfers(pipeline.schedule, rank.rank).evictions
+                assert certificate.microbatches == 2 * leave
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_flipped_bit_is_named(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On its way back, in the order of the stream that carries it."""
+    gave, got, times = Distributed.give_back, OneSidedCopies.get, 0
+
+    def damage(tensor: torch.Tensor) -> None:
+        nonlocal times
+        times += 1
+        if times == 3:
+            tensor[8:9].bitwise_xor_(1)
+
+    def give_back(self: Distributed, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Works:
+        damage(tensors[1])
+        return gave(self, host_buffer, tensors)
+
+    def get(self: OneSidedCopies, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Any:
+        pending = got(self, host_buffer, tensors)
+        damage(tensors[1])
+        return pending
+
+    monkeypatch.setattr(Distributed, "give_back", give_back)
+    monkeypatch.setattr(OneSidedCopies, "get", get)
+    # A copy's end is that of the copy, and damage comes behind it: let the device come so far at once.
+    draw = Draw(1, eagerness=1.0)
+    with pytest.raises(RuntimeError, match=rf"what came back from .* over {kind} is not what left: .* storage 2 of "):
+        LatePipeline(SCHEDULES["1f1b"](), kind, verify=True).run(draw)
+
+
+# The last is noticed by the buffer's own states first.
+CHECKED = [name for name in WAITS if name.startswith("[") and not name.endswith("last transfer")]
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_a_wait_that_is_missing_is_noticed_by_the_check(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one of a few orders, before anybody sees a gradient."""
+    wait = WAITS[name][0]
+    wait.take_out(monkeypatch)
+    found = ""
+    for draw in (*reversed(DIRECTED[:5]), *(Draw(seed, DRAWN) for seed in range(10))):
+        try:
+            LatePipeline(SCHEDULES[wait.schedule](), wait.kind, verify=True).run(draw)
+        except RuntimeError as error:
+            found = str(error).splitlines()[0]
+            if "since the start, micro-batch" in found:
+                return
+    pytest.fail(f"{name}: no check noticed{f', but: {found}' * bool(found)}")

@@ -1,0 +1,162 @@
+"""What of NVIDIA's 173 pretraining recipes with pipeline parallelism this project trains with: the counts of the README.
+
+The recipes are those of Megatron-Bridge as of 2026-08-22, in tests/data, by the settings that decide. Two readings of
+them are ours. Where a recipe's graphs are `getattr`, its source looks up what the model's own recipe says, which for
+those models is none. Where graphs of layers have no scope, they are whole layers', as Megatron takes it.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from bpipe.cli import main
+from bpipe.features import State
+from bpipe.plan.launch_states import states_of_launch, worst
+
+ROOT = Path(__file__).resolve().parents[3]
+LINES = (ROOT / "tests/data/recipes_2026.csv").read_text().splitlines()
+RECIPES = {row["recipe"]: row for row in csv.DictReader(line for line in LINES if not line.startswith("#"))}
+
+
+def flags_of(recipe: dict[str, str]) -> list[str]:
+    """The launch of a recipe, as far as it decides."""
+    precision = recipe["precision"]
+    fewer_bits = ["--fp8-format", "hybrid"] * precision.startswith("fp8") + ["--fp4-format", "e2m1"] * (
+        precision.startswith("nvfp4")
+    )
+    sizes = {
+        "--tensor-model-parallel-size": recipe["tensor"],
+        "--pipeline-model-parallel-size": recipe["pipeline"],
+        "--context-parallel-size": recipe["context"],
+        "--num-virtual-stages-per-pipeline-rank": recipe["chunks"],
+    }
+    found = ["--bf16", *fewer_bits, *(word for flag, value in sizes.items() if value for word in (flag, value))]
+    if recipe["expert"]:
+        found += ["--num-experts", "64", "--expert-model-parallel-size", recipe["expert"]]
+        dispatcher = "flex" if recipe["flex_backend"] else "alltoall"
+        found += ["--moe-token-dispatcher-type", dispatcher]
+    if recipe["cuda_graph_impl"] not in ("", "getattr"):
+        found += ["--cuda-graph-impl", recipe["cuda_graph_impl"]]
+        found += ["--cuda-graph-modules", *recipe["cuda_graph_scope"].split()] if recipe["cuda_graph_scope"] else []
+    for name, flag in (
+        ("tp_comm_overlap", "--tp-comm-overlap"),
+        ("expert_overlap", "--overlap-moe-expert-parallel-comm"),
+        ("activation_offload", "--fine-grained-activation-offloading"),
+    ):
+        found += [flag] * bool(recipe[name])
+    if recipe["recompute_modules"]:
+        found += ["--recompute-granularity", "selective", "--recompute-modules", *recipe["recompute_modules"].split()]
+    return [*found, "--disable-bias-linear"]
+
+
+STATES = {name: states_of_launch(flags_of(recipe)) for name, recipe in RECIPES.items()}
+
+
+def test_the_readme_says_how_many_recipes_train() -> None:
+    counts = Counter(worst(features) for features in STATES.values())
+    print({state.value: number for state, number in counts.items()})
+    said = re.search(
+        r"of (\d+)\s+pretraining\s+recipes\s+of\s+NVIDIA's\s+(\d+)\s+are", (ROOT / "README.md").read_text()
+    )
+    assert said is not None
+    assert (int(said[2]), int(said[1])) == (counts[State.SUPPORTED] + counts[State.GUARDED], len(RECIPES))
+
+
+def test_every_other_recipe_has_its_reason() -> None:
+    """What keeps a recipe out, alone or with others: graphs of an iteration or of whole layers, combined 1F1B and
+    offloading."""
+    reasons = Counter(one.name for features in STATES.values() for one in features if one.state is State.REFUSED)
+    assert reasons == {
+        "CUDA graphs of an iteration": 19,
+        "combined 1F1B": 43,
+        "CUDA graphs of whole layers": 6,
+        "activation offloading": 2,
+    }
+    for features in STATES.values():
+        for one in features:
+            assert one.state is State.SUPPORTED or (one.reason and one.remedy)
+            assert "never tried" not in one.reason
+
+
+def test_without_what_is_refused_every_recipe_trains() -> None:
+    """The way out of each reason is one: without these settings a recipe is supported or guarded."""
+    for name, recipe in RECIPES.items():
+        without = recipe | {"expert_overlap": "", "activation_offload": ""}
+        if recipe["cuda_graph_impl"] == "full_iteration" or not recipe["cuda_graph_scope"]:
+            without["cuda_graph_impl"] = ""
+        if recipe["cuda_graph_scope"] == "full_iteration":
+            without |= {"cuda_graph_impl": "", "cuda_graph_scope": ""}
+        assert worst(states_of_launch(flags_of(without))) is not State.REFUSED, name
+
+
+# Launches as scripts write them, in words of our own: dense, experts, hybrid, latent attention, long context and 8 bits.
+DENSE = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --bf16"
+PIPE = "--tensor-model-parallel-size 4 --sequence-parallel --pipeline-model-parallel-size 8"
+MIXTURE = f"{DENSE} --num-experts 8 --moe-router-topk 2 --moe-grouped-gemm --disable-bias-linear"
+LAUNCHES = {
+    f"{DENSE} {PIPE}": "supported",
+    f"{DENSE} {PIPE} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather": "supported",
+    f"{DENSE} {PIPE} --num-layers-per-virtual-pipeline-stage 2": "supported",
+    f"{DENSE} {PIPE} --recompute-activations --use-flash-attn": "supported",
+    f"{DENSE} {PIPE} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1": "supported",
+    f"{DENSE} {PIPE} --fp8-format hybrid --fp8-amax-compute-algo max --fp8-param-gather": "guarded",
+    f"{DENSE} {PIPE} --tp-comm-overlap": "guarded",
+    f"{DENSE} {PIPE} --bpipe --bpipe-strict --tp-comm-overlap": "refused",
+    f"{DENSE} {PIPE} --context-parallel-size 2 --cp-comm-type a2a": "supported",
+    f"{MIXTURE} {PIPE} --expert-model-parallel-size 8 --moe-token-dispatcher-type alltoall": "supported",
+    f"{MIXTURE} {PIPE} --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep": "guarded",
+    f"{MIXTURE} {PIPE} --moe-shared-expert-intermediate-size 2048 --moe-shared-expert-overlap": "guarded",
+    f"{MIXTURE} {PIPE} --multi-latent-attention --mtp-num-layers 1": "supported",
+    f"{MIXTURE} {PIPE} --overlap-moe-expert-parallel-comm --delay-wgrad-compute": "refused",
+    f"{MIXTURE} {PIPE} --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router": "guarded",
+    f"{MIXTURE} {PIPE} --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe": "refused",
+    f"{DENSE} {PIPE} --cuda-graph-impl transformer_engine --cuda-graph-modules attn mlp": "refused",
+    f"{DENSE} {PIPE} --cuda-graph-impl local": "refused",
+    f"{DENSE} {PIPE} --use-megatron-fsdp": "refused",
+    f"{DENSE} {PIPE} --cpu-offloading-num-layers 2": "refused",
+    f"{DENSE} {PIPE} --hybrid-layer-pattern M-M*-M-": "supported",
+    f"{DENSE} {PIPE} --hybrid-layer-pattern M-M*-M- --bpipe --bpipe-schedule v-half --num-virtual-stages-per-pipeline-rank 2":
+        "refused",
+    f"{DENSE} {PIPE} --bpipe-schedule zb-h1 --fp8-format hybrid": "supported",
+    f"{DENSE} {PIPE} --bpipe --bpipe-vocabulary 1 --mtp-num-layers 1": "refused",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_launches_are_told_before_they_start(launch: str, capsys: pytest.CaptureFixture[str]) -> None:
+    state = LAUNCHES[launch]
+    status = main(["check-launch", "--format", "json", "--", *launch.split()])
+    found = json.loads(capsys.readouterr().out)
+    assert found["state"] == state
+    assert status == (2 if state == "refused" else 0)
+    assert found["state"] == max([one["state"] for one in found["features"]] or ["supported"], key=ORDER.index)
+    assert all(one["reason"] for one in found["features"])
+    assert (
+        main(["check-launch", "--", "torchrun", "--nproc-per-node", "8", "pretrain_gpt.py", *launch.split()]) == status
+    )
+    assert f"this launch is {state}" in capsys.readouterr().out
+
+
+ORDER = ("supported", "guarded", "refused")
+
+
+def test_a_script_is_read_as_for_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        'LAYERS="--num-layers 32 --hidden-size 4096"\nMORE=(--tp-comm-overlap --fp8-format hybrid)\n'
+        'torchrun --nproc-per-node 8 pretrain_gpt.py $LAYERS --seq-length 4096 "${MORE[@]}"\n'
+    )
+    assert main(["check-launch", "--from-script", str(script)]) == 0
+    said = capsys.readouterr().out
+    assert "guarded    FP8: " in said
+    assert "guarded    overlapped tensor-parallel communication: " in said
+    assert main(["check-launch"]) == 2
+    assert "name the launch" in capsys.readouterr().err
+    assert main(["check-launch", "--", "--bpipe-schedule", "mine.csv"]) == 2
+    assert "name a family" in capsys.readouterr().err

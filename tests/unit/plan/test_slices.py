@@ -1,0 +1,155 @@
+"""Slices in a search: which are tried, their lower bounds, the rows, and what the front shows."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from bpipe.cli import main
+from bpipe.models.cluster import parse_cluster
+from bpipe.models.compute import lengths_of_equal_seconds
+from bpipe.models.layout import Setup
+from bpipe.models.memory import least_bytes, least_shared_bytes, peak_bytes
+from bpipe.models.model import llama
+from bpipe.models.profile import Entry, Profile
+from bpipe.plan.bounds import Bounds, lower_bound_s
+from bpipe.plan.explain import describe
+from bpipe.plan.front import find_front, not_searched
+from bpipe.plan.megatron_flags import megatron_flags
+from bpipe.plan.predict import costs_of, predict, steady_timing
+from bpipe.plan.refused import refused
+from bpipe.plan.search import every_setup, search
+from bpipe.plan.slices import usual_slices
+from bpipe.plan.space import Space, enumerate_setups
+
+MODEL = llama("long", 16, 4096, 32, 8, 14336, 32000, 65536)
+SPACE = Space(
+    MODEL,
+    parse_cluster("h100-80g:2x8"),
+    8,
+    65536,
+    recompute=("selective", "full"),
+    schedules=("1f1b", "interleaved-1f1b", "grouped-interleaved", "v-half", "chimera"),
+    tensors=(4,),
+    pipelines=(4,),
+    max_micro_batch=1,
+    max_chunks=2,
+    slices=(1, 2, 4),
+)
+
+
+@pytest.fixture(scope="module")
+def every() -> list[Setup]:
+    return list(every_setup(SPACE, Bounds(), Counter()))
+
+
+def test_from_which_sequences_on_slices_are_searched() -> None:
+    assert [usual_slices(sequence) for sequence in (2048, 8191, 8192, 131072)] == [
+        (1,),
+        (1,),
+        (1, 2, 4, 8),
+        (1, 2, 4, 8),
+    ]
+
+
+def test_every_schedule_that_takes_them_is_tried_in_slices(every: list[Setup]) -> None:
+    whole = list(enumerate_setups(replace(SPACE, slices=(1,))))
+    assert [setup for setup in every if setup.slices == 1] == whole
+    sliced = [setup for setup in whole if setup.schedule != "chimera"]
+    even = {(setup, k) for setup in sliced for k in (2, 4)}
+    assert {
+        (replace(one, slices=1), one.slices) for one in every if one.slices > 1 and one.slice_lengths == "even"
+    } == even
+    uneven = [setup for setup in every if isinstance(setup.slice_lengths, tuple)]
+    # By their number what leaves of these is not counted well.
+    assert {setup.balance for setup in uneven} == {"none"}
+    assert len(uneven) == 2 * sum(setup.balance == "none" for setup in sliced)
+    for setup in uneven:
+        assert setup.slice_lengths == lengths_of_equal_seconds(setup)
+        assert refused(setup) == ()
+
+
+def test_what_is_not_cut_is_not_tried() -> None:
+    def slices(space: Space) -> set[int]:
+        return {setup.slices for setup in every_setup(space, Bounds(space.profile), Counter())}
+
+    assert slices(SPACE) == {1, 2, 4}
+    assert slices(replace(SPACE, slices=(2,))) == {2}
+    assert slices(replace(SPACE, contexts=(2,), pipelines=(2,))) == {1}
+    assert slices(replace(SPACE, pipelines=(1,), schedules=("1f1b",))) == {1}
+    assert slices(replace(SPACE, schedules=("chimera",))) == {1}
+    assert slices(replace(SPACE, profile=Profile("p.json", (Entry(forward_s=1.0),)))) == {1}
+    assert slices(replace(SPACE, others=(("--mtp-num-layers", "1"),))) == {1}
+    # 65536 tokens in units of 4: no slices of 3 units, and 40000 of less than one.
+    assert slices(replace(SPACE, slices=(1, 40000))) == {1}
+    with pytest.raises(ValueError, match="--slices 0: give numbers from 1 on"):
+        replace(SPACE, slices=(0,))
+
+
+def test_bounds_are_no_more_than_what_is_simulated(every: list[Setup]) -> None:
+    bounds, near = Bounds(), []
+    for setup in every:
+        if setup.slices == 1:
+            continue
+        bound, seconds = bounds.seconds(setup), steady_timing(setup, costs_of(setup)).iteration_s
+        assert bound == lower_bound_s(setup)
+        assert bound <= seconds * (1 + 1e-9), describe(setup)
+        near.append(bound / seconds)
+    assert sorted(near)[len(near) // 2] > 0.75
+
+
+def test_memory_bounds_are_no_more_than_what_is_held(every: list[Setup]) -> None:
+    for setup in every:
+        if setup.slices > 1:
+            peak = peak_bytes(setup)
+            assert least_bytes(setup) <= peak
+            if setup.balance != "none":
+                assert least_shared_bytes(setup) <= peak
+
+
+def test_the_first_rows_are_those_of_simulating_everything(every: list[Setup]) -> None:
+    found = search(SPACE, 5)
+    times = []
+    for setup in every:
+        plain = replace(setup, balance="none")
+        needless = setup.balance != "none" and predict(plain).fits
+        prediction = predict(setup)
+        if prediction.fits and not needless and prediction.setup.schedule != "chimera":
+            times.append(prediction.timing.iteration_s)
+    assert [row.prediction.timing.iteration_s for row in found.rows] == pytest.approx(sorted(times)[:5])
+    first = found.rows[0].prediction.setup
+    assert first.slices == 4
+    assert isinstance(first.slice_lengths, tuple)
+    assert " k=4 uneven" in describe(first)
+    flags = " ".join(megatron_flags(first))
+    assert f"--bpipe-slices 4 --bpipe-slice-lengths {','.join(map(str, first.slice_lengths))}" in flags
+
+
+def test_the_front_shows_slices_and_says_where_they_were_left_out() -> None:
+    few = replace(SPACE, schedules=("1f1b",), recompute=("full",))
+    front = find_front(few)
+    assert {1, 4} & {point.prediction.setup.slices for point in front.points} == {4}
+    without = find_front(replace(few, slices=(1,)))
+    assert front.points[0].peak_bytes < without.points[0].peak_bytes
+    assert front.points[-1].iteration_s < without.points[-1].iteration_s
+    said = " ".join(not_searched(replace(few, slices=(1,))))
+    assert "sequences in slices (--slices 1 2 4 8)" in said
+    assert "(--slices" not in " ".join(not_searched(few))
+
+
+def test_the_command_tries_them_on_long_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ["plan", "--model", "llama3-8b", "--cluster", "h100-80g:8", "--tp", "2", "--pp", "4", "--gbs", "8"]
+    plan += ["--recompute", "full", "--max-micro-batch", "1", "--schedule", "1f1b", "--vocabulary", "none"]
+    plan += ["--rows", "4", "--format", "json"]
+
+    def rows(*more: str) -> list[dict[str, object]]:
+        assert main([*plan, *more]) == 0
+        return [row["configuration"] for row in json.loads(capsys.readouterr().out)["rows"]]
+
+    assert {row.get("slices", 1) for row in rows("--seq", "8192")} == {1, 2, 4, 8}
+    assert {row.get("slices", 1) for row in rows("--seq", "8192", "--slices", "1")} == {1}
+    assert {row.get("slices", 1) for row in rows("--seq", "2048")} == {1}
+    assert {row.get("slices", 1) for row in rows("--seq", "2048", "--slices", "2")} == {2}

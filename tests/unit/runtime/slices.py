@@ -1,0 +1,66 @@
+"""Stages of attention for micro-batches that are cut into slices, in plain torch: what keeps keys and values, and
+collects their gradients, is the trainer's own code.
+
+In: weights and `KeptKeys`. Out: what an executor computes with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from bpipe.ir.action import Action
+from bpipe.runtime.stage import Part, Tensors, TorchStages
+from megatron.scheduling.slices.cutting import Cutting
+from megatron.scheduling.slices.kept import KeptKeys
+
+
+def new_keys(rows: int, slices: int) -> KeptKeys:
+    """For slices of so many rows each."""
+    return KeptKeys(Cutting([rows * number for number in range(slices + 1)]))
+
+
+def probabilities(query: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """(own, so far), of queries (own, channels) and keys (so far, channels)."""
+    return (query @ keys.t() / query.size(-1) ** 0.5).masked_fill(mask, -1e9).softmax(dim=-1)
+
+
+class Attend(torch.autograd.Function):
+    """Attention that saves what it was given, and no scores: slices are of one size."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(query, keys, values)
+        ctx.mask = mask
+        return probabilities(query, keys, mask) @ values
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        saved = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+        with torch.enable_grad():
+            query, keys, values = saved
+            made = probabilities(query, keys, ctx.mask) @ values
+        return (*torch.autograd.grad(made, saved, gradients), None)
+
+
+class SlicedStages(TorchStages):
+    """The stages of a rank: says which slice is computed, and frees keys behind the first one's backward."""
+
+    def __init__(self, parts: Mapping[int, Part], keys: KeptKeys) -> None:
+        super().__init__(parts)
+        self._keys = keys
+
+    def forward(self, action: Action, received: Tensors) -> Tensors:
+        with self._keys.cutting.at(action.microbatch, action.stage):
+            return super().forward(action, received)
+
+    def backward(self, action: Action, gradients: Tensors) -> Tensors:
+        with self._keys.cutting.at(action.microbatch, action.stage) as now:
+            made = super().backward(action, gradients)
+        if now.number == 0:
+            self._keys.free(now.stage, now.microbatch)
+        return made

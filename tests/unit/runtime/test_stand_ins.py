@@ -1,0 +1,316 @@
+"""Stand-ins with the shape of memory of what is guarded: their own memory stays, the rest moves, and no bit changes.
+Wrong ones, each of which breaks what one of these relies on, are noticed.
+
+What stands in here is the shape alone: who allocates, who holds, who writes again. No kernel of the real thing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.errors import RuntimeFault
+from bpipe.runtime.verifying import Verifier
+from tests.unit.runtime.loop import WIDTH, Layer, new_weight, run_iteration, schedule, stage
+from tests.unit.runtime.test_engine import Late, LateTransport
+
+CPU = torch.device("cpu")
+ITERATIONS = 2
+# At most so many micro-batches are in flight, and owners have a buffer for each.
+SLOTS = 8
+
+
+class Double(torch.autograd.Function):
+    """Doubles, and saves the very memory that it was given for its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        memory.copy_(x)
+        ctx.save_for_backward(memory)
+        return 2 * memory.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (memory,) = ctx.saved_tensors
+        return 2 * memory.cos() * gradients[0], None
+
+
+class Owner:
+    """Somebody who lends memory to layers, a buffer for each micro-batch in flight."""
+
+    def __init__(self, make: Callable[[], torch.Tensor], holds: bool = True) -> None:
+        self.make, self.holds = make, holds
+        self.buffers: list[torch.Tensor] = [make() for _ in range(SLOTS)] if holds else []
+        self.lent = 0
+
+    def lend(self) -> torch.Tensor:
+        number, self.lent = self.lent % SLOTS, self.lent + 1
+        return self.buffers[number] if self.holds else self.make()
+
+    def layer(self, weight: torch.nn.Parameter, x: torch.Tensor) -> torch.Tensor:
+        return stage(weight, Double.apply(x, self.lend()))  # type: ignore[no-untyped-call]
+
+
+def empty() -> torch.Tensor:
+    return torch.empty(16, WIDTH)
+
+
+def without_an_allocator() -> torch.Tensor:
+    return torch.frombuffer(bytearray(16 * WIDTH * 4), dtype=torch.float32).view(16, WIDTH)
+
+
+def trained(
+    layer: Layer, verifier: Verifier | None = None, transport: Any = None
+) -> tuple[torch.Tensor, Engine | None]:
+    """The gradient after a few iterations, with an engine where there is something to check it."""
+    plan, weight, engine = schedule(), new_weight(), None
+    if verifier is not None:
+        config = EngineConfig("rank 0", CPU, 1, 1.0, poison=True, verifier=verifier)
+        engine = Engine(plan, 0, transport or LateTransport(), config)
+    for _ in range(ITERATIONS):
+        run_iteration(engine, plan, weight, forward=layer)
+    assert weight.grad is not None
+    return weight.grad, engine
+
+
+def moves_right(layer_of: Callable[[], Layer]) -> tuple[Engine, Verifier]:
+    """Train a stand-in and the same without anything that moves: not one bit differs."""
+    verifier = Verifier("rank 0", CPU, math.inf)
+    found, engine = trained(layer_of(), verifier)
+    assert torch.equal(found, trained(layer_of())[0])
+    assert engine is not None
+    assert engine.moved_bytes[0] > 0
+    assert verifier.certificate.iterations == ITERATIONS
+    return engine, verifier
+
+
+LENT_BYTES = 16 * WIDTH * 4
+
+
+def staying(engine: Engine) -> int:
+    return sum(nbytes for holder, nbytes in engine.shares[0].staying.items() if "held elsewhere" in holder)
+
+
+def test_a_buffer_that_somebody_holds_stays() -> None:
+    """As a dispatcher's communication buffers: their owner holds them, so they are never found to be alone."""
+    owners = []
+
+    def layer() -> Layer:
+        owners.append(Owner(empty))
+        return owners[-1].layer
+
+    engine, _ = moves_right(layer)
+    assert staying(engine) >= LENT_BYTES
+    assert all(buffer.untyped_storage().nbytes() == LENT_BYTES for buffer in owners[0].buffers)
+
+
+def test_memory_without_an_allocator_stays() -> None:
+    """As userbuffers, which are made from a pointer: nobody but the graph holds the tensor, and still it cannot be
+    given back."""
+    engine, _ = moves_right(lambda: Owner(without_an_allocator, holds=False).layer)
+    assert staying(engine) >= LENT_BYTES
+    # The same memory of torch's own moves.
+    own, _ = moves_right(lambda: Owner(empty, holds=False).layer)
+    assert staying(own) == staying(engine) - LENT_BYTES
+    assert own.moved_bytes[0] == engine.moved_bytes[0] + LENT_BYTES
+
+
+class Graphed:
+    """A captured part: static inputs and outputs, a set for each micro-batch in flight, written again at each replay,
+    forward and backward."""
+
+    def __init__(self) -> None:
+        self.inputs, self.outputs, self.gradients = ([empty() for _ in range(SLOTS)] for _ in range(3))
+        self.replayed = 0
+
+    def layer(self, weight: torch.nn.Parameter, x: torch.Tensor) -> torch.Tensor:
+        number, self.replayed = self.replayed % SLOTS, self.replayed + 1
+        pool = self
+
+        class Replay(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+                pool.inputs[number].copy_(given)
+                torch.sin(pool.inputs[number], out=pool.outputs[number])
+                return pool.outputs[number].detach()
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+                torch.cos(pool.inputs[number], out=pool.gradients[number])
+                return pool.gradients[number].mul_(gradients[0]).detach()
+
+        # What follows saves the static output.
+        return stage(weight, Replay.apply(x))  # type: ignore[no-untyped-call]
+
+
+def test_a_static_pool_stays() -> None:
+    """As CUDA graphs of a part of each layer: what the rest of the layer makes moves."""
+    pools = []
+
+    def layer() -> Layer:
+        pools.append(Graphed())
+        return pools[-1].layer
+
+    engine, _ = moves_right(layer)
+    assert staying(engine) >= LENT_BYTES
+    assert all(buffer.untyped_storage().nbytes() == LENT_BYTES for buffer in pools[0].outputs)
+
+
+class Quantized(torch.autograd.Function):
+    """A product whose operands are kept in few bits: payloads, two of them in a byte where it is 4 bits, and scales a
+    row; the weight's copy is the module's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, cached: torch.Tensor, bits: int) -> torch.Tensor:
+        scale = x.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+        payload = (x / scale).round().to(torch.int8).view(torch.uint8)
+        if bits == 4:
+            payload = (payload[:, ::2] & 15) | (payload[:, 1::2] << 4)
+        ctx.bits = bits
+        ctx.save_for_backward(payload, scale, cached)
+        return x @ cached.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        payload, scale, cached = ctx.saved_tensors
+        if ctx.bits == 4:
+            low, high = payload << 4, payload & 240
+            signed = torch.stack((low, high), 2).flatten(1).view(torch.int8).float() / 16
+        else:
+            signed = payload.view(torch.int8).float()
+        return gradients[0] @ cached.to(scale.dtype).t(), (signed * scale).t() @ gradients[0], None, None
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_eight_bit_payloads_and_their_scales_come_back(bits: int) -> None:
+    def layer_of() -> Layer:
+        # Made once, and saved by every micro-batch: the module's.
+        cached = new_weight().detach().half()
+        return lambda weight, x: stage(weight, Quantized.apply(x, weight, cached, bits))  # type: ignore[no-untyped-call]
+
+    engine, verifier = moves_right(layer_of)
+    plain, other = moves_right(lambda: stage)
+    quantized = engine.moved_bytes[0] - plain.moved_bytes[0]
+    assert quantized >= 16 * WIDTH * bits // 8 + 16 * 4
+    assert verifier.certificate.storages > other.certificate.storages
+
+
+# -- wrong ones
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Reaching(LateTransport):
+    """Does what an owner or a link would do wrong, once, at the second transfer of its kind."""
+
+    def __init__(self, wrong: str) -> None:
+        super().__init__()
+        self._wrong, self._puts, self._gets = wrong, 0, 0
+
+    def put(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Late:
+        self._puts += 1
+        pending, second = super().put(host_buffer, tensors), self._puts == 2
+
+        def late() -> None:
+            if second and self._wrong == "an owner writes before it was read":
+                tensors[1].view(torch.float32).mul_(2)
+            pending.wait()
+            kept = self.taken[host_buffer]
+            if second and self._wrong == "an owner writes after it was read":
+                tensors[1].view(torch.float32).mul_(2)
+            elif second and self._wrong == "a host buffer is given to two":
+                kept[1].copy_(torch.arange(kept[1].numel()) % 7)
+            elif second and self._wrong == "two storages of one size are exchanged":
+                first, other = _twins(kept)
+                kept[first], kept[other] = kept[other], kept[first]
+            elif second and self._wrong == "rows arrive in another order":
+                kept[1] = kept[1].view(16, -1).flip(0).flatten()
+            elif second and self._wrong == "the end is cut off":
+                kept[1][-3:] = 0
+
+        return Late(late)
+
+    def get(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Late:
+        self._gets += 1
+        if self._gets == 2 and self._wrong == "a load is not waited for":
+            self.taken.pop(host_buffer)
+            return Late(lambda: None)
+        if self._gets == 2 and self._wrong == "a load is an older one's":
+            older = self.older
+            return Late(lambda: [tensor.copy_(kept) for tensor, kept in zip(tensors, older, strict=True)])  # type: ignore[arg-type, return-value]
+        self.older = [tensor.clone() for tensor in self.taken[host_buffer]]
+        return super().get(host_buffer, tensors)
+
+
+def _twins(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """The first two of one size."""
+    sizes = [tensor.numel() for tensor in tensors]
+    first = next(number for number, size in enumerate(sizes) if sizes.count(size) > 1)
+    return first, sizes.index(sizes[first], first + 1)
+
+
+WRONG = (
+    "an owner writes before it was read",
+    "an owner writes after it was read",
+    "a host buffer is given to two",
+    "two storages of one size are exchanged",
+    "rows arrive in another order",
+    "the end is cut off",
+    "a load is not waited for",
+    "a load is an older one's",
+)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_hypothesis_is_noticed_before_weights_are_updated(wrong: str) -> None:
+    with pytest.raises(RuntimeFault, match=r"iteration 1 since the start, micro-batch \d of stage 0, storage \d+ of "):
+        trained(stage, Verifier("rank 0", CPU, 1), Reaching(wrong))
+
+
+def test_memory_of_two_micro_batches_is_nobodys_alone() -> None:
+    """An owner that lends one buffer twice and holds it with no tensor: the count alone would let it leave with the
+    first."""
+
+    def layer_of() -> Layer:
+        shared: list[torch.Tensor] = []
+
+        def layer(weight: torch.nn.Parameter, x: torch.Tensor) -> torch.Tensor:
+            if not shared:
+                shared.append(torch.ones(16, WIDTH))
+            one = shared[0]
+            if len(shared) == 3:
+                shared.clear()
+            else:
+                shared.append(one)
+            return stage(weight, x * one)
+
+        return layer
+
+    moves_right(layer_of)
+
+
+def test_memory_that_is_saved_through_a_hook_is_refused() -> None:
+    """As offloading does: to look at it is to fetch it."""
+
+    def layer(weight: torch.nn.Parameter, x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return stage(weight, x)
+
+    with pytest.raises(ValueError, match="saved a tensor through a hook"):
+        trained(layer, Verifier("rank 0", CPU, 1))
+
+
+def test_a_micro_batch_of_another_size_is_refused() -> None:
+    """As where experts take as many tokens as they are sent and nobody said so."""
+    owners = Owner(empty, holds=False)
+
+    def layer(weight: torch.nn.Parameter, x: torch.Tensor) -> torch.Tensor:
+        made = owners.layer(weight, x)
+        return made + torch.ones(owners.lent, 1, requires_grad=True).exp().sum() * 0
+
+    with pytest.raises(RuntimeFault, match="--bpipe-differing-sizes"):
+        trained(layer, Verifier("rank 0", CPU, 1))

@@ -1,0 +1,110 @@
+"""Megatron's own stages at true size, without memory, beside what the formulas say that they hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bpipe.cli import parsers
+from bpipe.commands import trace
+from bpipe.flags.parser import options_of
+from bpipe.models import profile
+from bpipe.models.compute import predict_costs
+from bpipe.models.memory import stage_parameters
+from bpipe.models.saved import stage_bytes
+
+ROOT = Path(__file__).parents[3]
+# At most so far may a formula be from what is there.
+APART = 0.01
+SHORT = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --max-position-embeddings 256"
+LAUNCH = f"-- {SHORT} --micro-batch-size 2 --pipeline-model-parallel-size 2 --bf16 --vocab-size 1024"
+
+# Importing Megatron and tracing all of them takes half a minute on a machine that does nothing else.
+pytestmark = pytest.mark.timeout(300)
+
+MATRIX = (
+    "--model gpt3-96b --tp 8 --pp 8 --mbs 1 --attention unfused",
+    "--model gpt3-96b --tp 8 --pp 8 --mbs 2 --attention unfused --recompute selective",
+    "--model gpt3-96b --tp 8 --pp 8 --mbs 1 --attention flash --no-sequence-parallel",
+    "--model gpt3-175b --tp 8 --pp 8 --mbs 1 --attention flash --recompute full",
+    "--model gpt3-13b --tp 2 --pp 4 --vp 5 --mbs 2 --attention flash",
+    "--model llama-65b --tp 4 --pp 8 --mbs 2 --attention flash",
+    "--model llama3-8b --tp 1 --pp 4 --mbs 1 --seq 8192 --attention flash",
+    "--model llama3-70b --tp 8 --pp 4 --vp 5 --mbs 1 --seq 8192 --attention flash",
+    "--model llama3-70b --tp 8 --pp 4 --mbs 1 --seq 8192 --attention flash --recompute full:block:2",
+    "--model llama3-405b --tp 8 --pp 9 --mbs 1 --seq 8192 --attention flash",
+)
+FURTHER = {
+    "latent attention": f"{LAUNCH} --multi-latent-attention --attention-dropout 0",
+    "further tokens": f"{LAUNCH} --mtp-num-layers 1 --position-embedding-type rope",
+}
+REFUSED = {
+    "experts": (f"{LAUNCH} --num-experts 8 --moe-router-topk 2", "--num-experts 8: how many tokens"),
+    "parts of the sequence": (f"{LAUNCH} --context-parallel-size 2", "--context-parallel-size 2: needs Transformer"),
+}
+
+
+def launch_of(flags: str) -> Any:
+    parser, _ = parsers("trace")
+    return trace._subject(options_of(parser, ["trace", *flags.split()]))
+
+
+@pytest.fixture(scope="module")
+def traces() -> dict[str, Any]:
+    """All of them, made by one process: importing Megatron takes longer than tracing."""
+    every = (*MATRIX, LAUNCH, *FURTHER.values(), *(flags for flags, _ in REFUSED.values()))
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.unit.scheduling.trace_many"],
+        input=json.dumps([[*launch_of(flags).flags] for flags in every]),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return dict(zip(every, json.loads(ran.stdout), strict=True))
+
+
+@pytest.mark.parametrize("flags", MATRIX)
+def test_formulas_give_what_the_model_saves_and_its_parameters(flags: str, traces: dict[str, Any]) -> None:
+    setup, stages = launch_of(flags).setup, traces[flags]["stages"]
+    assert [stage["parameters"] for stage in stages] == [*stage_parameters(setup)]
+    for stage, formula in zip(stages, stage_bytes(setup), strict=True):
+        assert abs(formula - stage["saved_bytes"]) <= APART * stage["saved_bytes"]
+
+
+@pytest.mark.parametrize("flags", MATRIX)
+def test_what_is_saved_is_held_and_the_backward_needs_more(flags: str, traces: dict[str, Any]) -> None:
+    """Counted by following every operation, and by asking the graph: two ways to the same bytes."""
+    for stage in traces[flags]["stages"]:
+        assert stage["saved_bytes"] <= stage["held_bytes"] < stage["peak_bytes"]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_traced_is_refused(name: str, traces: dict[str, Any]) -> None:
+    flags, reason = REFUSED[name]
+    assert reason in traces[flags]
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_what_formulas_do_not_know_or_only_nearly_is_traced(name: str, traces: dict[str, Any]) -> None:
+    plain, other = traces[LAUNCH]["stages"], traces[FURTHER[name]]["stages"]
+    assert len(plain) == len(other) == 2
+    assert other[1]["saved_bytes"] != plain[1]["saved_bytes"] > 0
+    assert other[1]["parameters"] != plain[1]["parameters"]
+
+
+def test_a_profile_of_the_trace_gives_simulate_what_is_saved(tmp_path: Path, traces: dict[str, Any]) -> None:
+    flags, file = MATRIX[0], tmp_path / "traced.json"
+    trace.write_profile(str(file), traces[flags])
+    setup = launch_of(flags).setup
+    costs = profile.read_profile(str(file)).apply(setup, predict_costs(setup))
+    assert [cost.saved_bytes for cost in costs.stages] == [one["saved_bytes"] for one in traces[flags]["stages"]]

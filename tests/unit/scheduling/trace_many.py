@@ -1,0 +1,28 @@
+"""Trace several launches in one process: lists of flags as JSON on stdin, their traces as JSON on stdout."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+
+from megatron.scheduling.trace import program
+
+
+def main() -> None:
+    with contextlib.redirect_stdout(io.StringIO()):
+        program.prepare()
+        traces = [_trace(flags) for flags in json.load(sys.stdin)]
+    print(json.dumps(traces))
+
+
+def _trace(flags: list[str]) -> object:
+    try:
+        return program.trace(flags)
+    except ValueError as error:
+        return str(error)
+
+
+if __name__ == "__main__":
+    main()
