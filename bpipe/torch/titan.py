@@ -56,6 +56,9 @@ class Balance:
     differing: bool = False
     """Whether micro-batches of a stage may differ in size, as with experts without a capacity."""
 
+    verify: float = 0
+    """In so many first steps check that what leaves comes back as it left; inf for all."""
+
     poison: bool = False
     """Fill freed memory with NaN, to show what would read it."""
 
