@@ -19,9 +19,11 @@ from bpipe.ir.action import Action
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.streams import allocated_on
+from bpipe.runtime.verifying import Verifier
 from bpipe.torch.buffers import ReceiveBuffers
 from bpipe.torch.calls import StepCalls
 from bpipe.torch.judged import refuse_standstill
+from bpipe.torch.option_names import name_arguments
 from bpipe.torch.orders import (
     KIND_OF,
     Source,
@@ -43,8 +45,8 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
     """A schedule, torch's or ours, balanced, under torch's own runtime.
 
     `step`, `eval`, targets, losses and keywords are those of torch's schedules. `config` and `schedule` say what is run,
-    `engine` moves activations. `links` are the measured links of all pairs, `buffers` torch's for what it receives,
-    where they are kept lean.
+    `engine` moves activations, `verifier` checks them where that is asked. `links` are the measured links of all pairs,
+    `buffers` torch's for what it receives, where they are kept lean.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         differing: bool = False,
         poison: bool = False,
         lean_buffers: bool = True,
+        verify: float = 0,
         meter: Meter | None = None,
         **torch_options: Any,
     ) -> None:
@@ -76,7 +79,8 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         all keep. `hosts`: who keeps what leaves: "pair", "pool", "host" (the node's own memory) or "all".
         `minimum_bytes`: smaller storages stay. `transport`: as `--bpipe-transport`. `differing`: micro-batches of a
         stage may differ in size. `poison` fills freed memory with NaN, for tests. `lean_buffers`: what torch receives
-        takes memory only while it is needed. `meter` measures. `torch_options` are
+        takes memory only while it is needed. `verify`: in so many first steps check that what leaves comes back as it
+        left; infinity for all. `meter` measures. `torch_options` are
         those of torch's schedules: `scale_grads`, `args_chunk_spec`, `kwargs_chunk_spec`, `output_merge_spec`,
         `backward_requires_autograd`. Raises ValueError for what cannot be built or run.
         """
@@ -105,13 +109,22 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         self.buffers = ReceiveBuffers(stages, own.__contains__) if lean_buffers else None
         self._calls: StepCalls | None = None
         device = torch.device(stages[0].device)
-        connections = connected(stages[0].group, self.schedule, transport, timeout_s, device)
+        if device.type == "cpu":
+            # There is one, whatever index a mesh gives it.
+            device = torch.device("cpu")
+        try:
+            connections = connected(stages[0].group, self.schedule, transport, timeout_s, device)
+        except (ValueError, RuntimeError) as error:
+            name_arguments(error)
+            raise
         self.links = connections.links
         refuse_standstill(self.schedule, self.pipeline_order_with_comms, device, self.links, differing)
         if connections.table:
             logger.info("bpipe: %s", connections.table)
+        name = f"rank {dist.get_rank()}"
+        self.verifier = Verifier(name, device, verify) if verify else None
         engine_config = EngineConfig(
-            name=f"rank {dist.get_rank()}",
+            name=name,
             device=device,
             minimum_bytes=minimum_bytes,
             timeout_s=timeout_s,
@@ -120,6 +133,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
             parts={} if how is None else how.part_bytes,
             allocated=allocated_on(device),
             waiting=self._between_halves,
+            verifier=self.verifier,
         )
         self.engine = Engine(self.schedule, self.rank, connections.transports(differing) or None, engine_config, meter)
 
@@ -177,6 +191,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
             if buffers is not None:
                 buffers.end()
         except Exception as error:
+            name_arguments(error)
             if calls.begun:
                 error.add_note(f"bpipe: {self.engine.where()}")
                 self.engine.abandon()

@@ -88,6 +88,7 @@ CASES = {
     "1f1b": Case("chain", ONE, "1f1b"),
     "1f1b, not balanced": Case("chain", ONE, "1f1b", {"balance": "none"}, moves=False),
     "1f1b over peer": Case("chain", ONE, "1f1b", {"transport": "peer"}),
+    "1f1b, verified": Case("chain", ONE, "1f1b", {"verify": float("inf")}),
     "interleaved": Case("loop", LOOP, "interleaved-1f1b"),
     # Torch's own, by name or class, on the ranks that these want.
     "GPipe": Case("chain", schedules.ScheduleGPipe, schedules.ScheduleGPipe, AWAY),
@@ -151,6 +152,8 @@ def facts(balanced: BalancedSchedule, meter: Meter, is_same: bool, place: int) -
         "shares": [share.fraction for share in engine.shares.values()],
         "said": [share.sentence for share in engine.shares.values()],
     }
+    if balanced.verifier is not None:
+        result["verified"] = balanced.verifier.certificate.iterations
     engine.release()
     return result
 

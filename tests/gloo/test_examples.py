@@ -186,6 +186,22 @@ def test_the_smoke_test_tries_every_transport_in_three_layouts(parsed: dict[str,
 
 
 @pytest.mark.timeout(180)
+def test_the_script_of_torchs_pipelining_is_balanced_and_computes_the_same() -> None:
+    ended = subprocess.run(
+        [sys.executable, str(ROOT / "examples/pipelining.py")],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    lines = ended.stdout.splitlines()
+    assert [line.split(":")[1].split() for line in lines[1:3]] == [["4", "3", "2", "1"], ["3", "3", "2", "3"]]
+    assert lines[3] == "identical: losses and weights agree to the last bit"
+
+
+@pytest.mark.timeout(180)
 def test_the_toy_is_balanced_and_computes_the_same() -> None:
     ended = subprocess.run(
         [sys.executable, str(ROOT / "examples/toy.py")],

@@ -54,3 +54,8 @@ def test_what_was_to_leave_has_left(case: str, found: Found) -> None:
         assert CASES[case].frees or all(share > 0.9 for share in of_case["shares"]), of_case["said"]
     if len(found) == 4:
         assert any(rank[case]["evictions"] for rank in found) is CASES[case].moves
+
+
+@pytest.mark.timeout(180)
+def test_every_step_is_verified_where_that_is_asked(found: Found) -> None:
+    assert [rank["1f1b, verified"]["verified"] for rank in found] == [2] * len(found)

@@ -44,6 +44,7 @@ ELSEWHERE = {
     "bpipe report": "tests/unit/commands/test_report.py",
     "torchrun --nproc-per-node 8 pretrain_gpt.py": "tests/gloo/test_training.py",
     "torchrun --nproc-per-node 8 -m megatron.scheduling.launch": "tests/gloo/test_launch.py",
+    "torchrun --nproc-per-node 4 -m torchtitan.train": "tests/gloo/test_titan.py",
     "python scripts/data/preprocess_data.py": "tests/scripts/test_preprocess_data.py",
     "python scripts/gpu_check.py": "tests/scripts/test_gpu_check.py",
     "python scripts/validation/validate.py": "tests/scripts/test_validate.py",
@@ -137,6 +138,15 @@ def test_the_page_on_loops_quotes_the_toy() -> None:
     assert len(quoted) == 3
     for block in quoted:
         assert block in toy, f"examples/toy.py does not read\n{block}"
+
+
+def test_the_page_on_torchs_pipelining_quotes_the_example() -> None:
+    """tests/gloo/test_examples.py runs it."""
+    example, page = (ROOT / name for name in ("examples/pipelining.py", "docs/pipelining.md"))
+    quoted = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    assert len(quoted) == 1
+    assert quoted[0] in example.read_text()
+    assert len(example.read_text().splitlines()) < 100
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "partners",
         "engine",
     ),
-    "torch": ("pipelines recomputed upstream", "buffers calls judged orders", "schedule"),
+    "torch": ("option_names pipelines recomputed upstream", "buffers calls judged orders", "schedule", "titan"),
     "compare": ("read", "judge", "show"),
     "draw": ("picture plots", "png svg timeline"),
 }
@@ -220,6 +220,7 @@ FOREIGN = {
     "numpy": set[str](),
     "matplotlib": {"draw"},
     "megatron": set[str](),
+    "torchtitan": {"torch"},
 }
 
 

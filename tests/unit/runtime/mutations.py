@@ -16,7 +16,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -245,7 +245,8 @@ def run_tests(mutation: Mutation | None, tests: tuple[str, ...]) -> int | None:
     return None
 
 
-def main() -> None:
+def run_table(table: Sequence[Mutation], path: str) -> None:
+    """Write, by a mutation's place in the table, the exit code of its tests; under "" that of all without any."""
     # Once, before the forks: most of the time a test process takes. Nothing of ours may be imported here, or it could
     # not be replaced.
     import hypothesis  # noqa: F401
@@ -254,13 +255,13 @@ def main() -> None:
 
     torch.set_num_threads(1)
     assert not [name for name in sys.modules if name.split(".")[0] == "bpipe"]
-    every = tuple(sorted({test for mutation in TABLE for test in mutation.tests}))
+    every = tuple(sorted({test for mutation in table for test in mutation.tests}))
     codes = {
         "": run_tests(None, every),
-        **{str(place): run_tests(mutation, mutation.tests) for place, mutation in enumerate(TABLE)},
+        **{str(place): run_tests(mutation, mutation.tests) for place, mutation in enumerate(table)},
     }
-    Path(sys.argv[1]).write_text(json.dumps(codes))
+    Path(path).write_text(json.dumps(codes))
 
 
 if __name__ == "__main__":
-    main()
+    run_table(TABLE, sys.argv[1])

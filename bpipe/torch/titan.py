@@ -1,0 +1,139 @@
+"""Train any configuration of torchtitan's with a balanced schedule, by torchtitan's own extension points.
+
+    torchrun ... -m torchtitan.train --module bpipe.torch.titan --config llama3.llama3_debugmodel --balance.schedule 1f1b
+
+In: the name of a model and of one of its configurations, as `MODEL.CONFIG`, or `package.module.CONFIG` of one's own.
+Out: the same configuration with one more section, `balance`, whose trainer has its pipeline's schedule replaced. Nothing
+of torchtitan is patched: `--module` takes any module, a `Trainer.Config` may have more sections, and
+`ModelSpec.pipelining_fn` makes the schedule. Read of torchtitan 0.3.0, and run with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtitan.trainer import Trainer
+
+from bpipe.torch.schedule import BalancedSchedule
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True)
+class Balance:
+    """The section `balance` of a configuration: the options of `BalancedSchedule`, by the same names."""
+
+    schedule: str = ""
+    """A schedule of bpipe's, of torch's or a file; by default that of --parallelism.pipeline_parallel_schedule."""
+
+    balance: str = "bpipe"
+    """Whether activations move: bpipe or none."""
+
+    bounds: list[int] = field(default_factory=list)
+    """Most micro-batches of a chunk that a rank may hold: one number, or one a rank. By default the smallest found."""
+
+    hosts: str = "pair"
+    """Who keeps what leaves a rank: pair, pool, host (the node's own memory) or all."""
+
+    group_size: int = 0
+    """Micro-batches in a group of grouped-interleaved; 0: as the schedule has it."""
+
+    transport: str = "auto"
+    """How activations move: auto, nccl, gloo, peer or host."""
+
+    minimum_bytes: int = 65536
+    """Smaller storages stay."""
+
+    timeout_s: float = 600.0
+    """Seconds until a transfer is given up."""
+
+    differing: bool = False
+    """Whether micro-batches of a stage may differ in size, as with experts without a capacity."""
+
+    verify: float = 0
+    """In so many first steps check that what leaves comes back as it left; inf for all."""
+
+    poison: bool = False
+    """Fill freed memory with NaN, to show what would read it."""
+
+
+def pipelining_with(
+    pipelining_fn: Callable[..., Any], balance: Balance, schedule: str
+) -> Callable[..., tuple[Any, Sequence[Any], bool, bool]]:
+    """Return a model's `pipelining_fn` with the schedule that it makes replaced by a balanced one.
+
+    `schedule` is torchtitan's own, used where the section names none.
+    """
+
+    @functools.wraps(pipelining_fn)
+    def pipelined(model: Any, **settings: Any) -> tuple[Any, Sequence[Any], bool, bool]:
+        made, parts, has_first_stage, has_last_stage = pipelining_fn(model, **settings)
+        options = {one.name: getattr(balance, one.name) for one in dataclasses.fields(balance)}
+        balances = balance.balance != "none"
+        options |= {
+            "schedule": balance.schedule or schedule,
+            "bounds": balance.bounds or None,
+            "group_size": balance.group_size or None,
+            "hosts": balance.hosts if balances else None,
+        }
+        balanced = BalancedSchedule.of(made, **options)
+        logger.info("bpipe: %s of %d micro-batches", balanced.schedule.name, balanced.schedule.num_microbatches)
+        return balanced, parts, has_first_stage, has_last_stage
+
+    return pipelined
+
+
+def balanced_config(base: Any) -> Any:
+    """Return a torchtitan configuration with the section `balance`, of a trainer that balances its pipeline.
+
+    `base` is a `Trainer.Config`, of any trainer. Raises TypeError for anything else.
+    """
+    if not isinstance(base, Trainer.Config):
+        raise TypeError(f"a configuration of torchtitan's Trainer is balanced, and this is a {type(base).__name__}")
+    owner: Any = type(base)._owner
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(type(base)):  # type: ignore[misc]
+        balance: Balance = field(default_factory=Balance)
+
+    class BalancedTrainer(owner):  # type: ignore[misc]
+        """A trainer whose pipeline is balanced."""
+
+        def __init__(self, config: Any) -> None:
+            if config.parallelism.pipeline_parallel_degree > 1:
+                spec, named = config.model_spec, config.parallelism.pipeline_parallel_schedule
+                pipelining_fn = pipelining_with(spec.pipelining_fn, config.balance, named)
+                config.model_spec = dataclasses.replace(spec, pipelining_fn=pipelining_fn)
+            super().__init__(config)
+
+    # What torchtitan's Configurable wires by a nested class.
+    Config._owner = BalancedTrainer
+    BalancedTrainer.Config = Config
+    return Config(**{one.name: getattr(base, one.name) for one in dataclasses.fields(base)})
+
+
+def _registry(module: str) -> Any:
+    """Return the module of configurations that torchtitan would take for this name."""
+    full = module if "." in module else f"torchtitan.models.{module}"
+    try:
+        return importlib.import_module(f"{full}.config_registry")
+    except ModuleNotFoundError as error:
+        if error.name != f"{full}.config_registry":
+            raise
+        return importlib.import_module(full)
+
+
+def __getattr__(name: str) -> Callable[[], Any]:
+    """Return what makes the configuration of a name such as `llama3.llama3_debugmodel`, balanced."""
+    module, dot, config = name.rpartition(".")
+    if not dot:
+        raise AttributeError(name)
+    registry = _registry(module)
+    made_by = getattr(registry, config)
+    return lambda: balanced_config(made_by())
