@@ -27,18 +27,19 @@ KIND_OF = {
     Kind.BACKWARD_INPUT: Computation.BACKWARD_INPUT,
     Kind.BACKWARD_WEIGHT: Computation.BACKWARD_WEIGHT,
 }
+# Schedules of torch's that are families here, by the same names.
+_FAMILIES_TOO = ("1F1B", "GPipe")
 # What torch calls its schedules (`get_schedule_class`). Torch up to 2.14 lists the last rank of its 1F1B with the wrong
 # micro-batches, so those that are families here are made by us: the same orders.
 TORCH_NAMES = {
-    "1F1B": "1f1b",
-    "GPipe": "gpipe",
+    **{name: name.lower() for name in _FAMILIES_TOO},
     "Interleaved1F1B": "ScheduleInterleaved1F1B",
     "InterleavedZeroBubble": "ScheduleInterleavedZeroBubble",
     "LoopedBFS": "ScheduleLoopedBFS",
     "ZBVZeroBubble": "ScheduleZBVZeroBubble",
     "DualPipeV": "ScheduleDualPipeV",
 }
-_OWN = {"ScheduleGPipe": "gpipe", "Schedule1F1B": "1f1b"}
+_OWN = {f"Schedule{name}": name.lower() for name in _FAMILIES_TOO}
 _FILES = (".csv", ".json", ".txt")
 
 # A schedule's name, a file, a class of torch's or a schedule.

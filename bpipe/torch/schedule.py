@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from bpipe.build import build, named_balance
+from bpipe.generate.families import default_family
 from bpipe.ir.action import Action
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.meter import Meter
@@ -41,6 +42,10 @@ logger = logging.getLogger(__name__)
 _OURS = (*KIND_OF.values(), Computation.OVERLAP_F_B)
 
 
+# What is balanced where nobody names a schedule.
+_DEFAULT = default_family(1)
+
+
 class BalancedSchedule(Runtime):  # type: ignore[misc]
     """A schedule, torch's or ours, balanced, under torch's own runtime.
 
@@ -55,7 +60,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         n_microbatches: int,
         loss_fn: Callable[..., torch.Tensor] | None = None,
         *,
-        schedule: Source = "1f1b",
+        schedule: Source = _DEFAULT,
         balance: str = "bpipe",
         bounds: int | Sequence[int] | None = None,
         partners: Sequence[int] | None = None,
@@ -145,7 +150,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         "interleaved-1f1b" for several.
         """
         stages = [other._stage] if isinstance(other, SingleStage) else other._stages
-        default = "1f1b" if len(stages) == 1 else "interleaved-1f1b"
+        default = default_family(len(stages))
         taken = {
             "scale_grads": other.scale_grads,
             "args_chunk_spec": other._args_chunk_spec,

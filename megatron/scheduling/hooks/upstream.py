@@ -370,6 +370,7 @@ OPTIONAL: dict[str, str] = {
 _NOT_IN_ARGUMENTS = frozenset(
     (
         "cpu_offloading",
+        "cuda_graph_scope",
         "num_microbatches_with_partial_activation_checkpoints",
         "num_moe_experts",
         "variable_seq_lengths",
