@@ -102,6 +102,13 @@ ROWS: dict[str, tuple[str, ...]] = {
     "sequence_parallel": (*BATCH, *LLAMA, *TWO, "--tensor-model-parallel-size", "2", "--sequence-parallel"),
 }
 
+# Other rows show these in part; run by --slow, for all rows of a file are started by one worker.
+LONG_TAIL = {
+    *("windows", "core_recomputed", "per_token", "listed", "latents_computed_again", "further_tokens_in_a_v"),
+    *("further_tokens_of_tensor_parallel_ranks", "latents_of_tensor_parallel_ranks", "further_tokens_by_token"),
+    *("tied_shards", "shards_of_tensor_parallel_ranks", "tensor_parallel"),
+}
+
 
 @pytest.fixture(scope="module")
 def rows(request: pytest.FixtureRequest, run_cases: Callable[..., Outcome]) -> Outcome:
@@ -133,7 +140,9 @@ def close(outcome: Outcome, stock: str, sliced: str, loss: float = LOSS, norm: f
             )
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG_TAIL else name for name in ROWS]
+)
 def test_slices_train_what_stock_megatron_trains(rows: Outcome, name: str) -> None:
     close(rows, name, f"{name}_sliced")
 
