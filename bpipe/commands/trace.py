@@ -31,8 +31,6 @@ from bpipe.plan.options import filled, setup_of
 
 PROGRAM = "megatron.scheduling.trace.tracing"
 MIB = 2**20
-# Formulas are held to this; what differs by more is marked.
-TOLERANCE = 0.01
 # What simulate and plan read of a stage's entry.
 _OF_PROFILE = ("micro_batch", "saved_bytes")
 
@@ -75,17 +73,19 @@ def run(options: Options) -> None:
     subject = _subject(options)
     traced = _traced(subject.flags)
     if options.output is not None:
-        write_profile(options.output, traced)
+        write_profile(options.output, traced, subject.setup)
     if options.format == "json":
         print_json({**traced, "formulas": _formulas(subject)})
     else:
         print("\n".join(_table(traced["stages"], subject)))
 
 
-def write_profile(file: str, traced: Mapping[str, Any]) -> None:
-    """Write what `simulate` and `plan` read with --profile."""
+def write_profile(file: str, traced: Mapping[str, Any], setup: Setup | None) -> None:
+    """Write what `simulate` and `plan` read with --profile. What is saved depends on what is computed again, which the
+    setup says, where there is one."""
+    measured = {**traced["measured"], **({} if setup is None else {"recompute": setup.recompute})}
     stages = [{name: stage[name] for name in _OF_PROFILE} for stage in traced["stages"]]
-    Path(file).write_text(json.dumps({"stages": stages, "measured": traced["measured"]}, indent=1) + "\n")
+    Path(file).write_text(json.dumps({"stages": stages, "measured": measured}, indent=1) + "\n")
 
 
 def _subject(options: Options) -> _Subject:

@@ -185,10 +185,10 @@ def test_the_smoke_test_tries_every_transport_in_three_layouts(parsed: dict[str,
     assert balanced == [(True, name, 0) for name in ("auto", "nccl", "peer", "host")] + [(True, "nccl", 2)]
 
 
-@pytest.mark.timeout(180)
-def test_the_script_of_torchs_pipelining_is_balanced_and_computes_the_same() -> None:
+def lines_of(example: str) -> list[str]:
+    """Run an example that needs no launcher, and return what it prints."""
     ended = subprocess.run(
-        [sys.executable, str(ROOT / "examples/pipelining.py")],
+        [sys.executable, str(ROOT / f"examples/{example}.py")],
         capture_output=True,
         text=True,
         timeout=150,
@@ -196,23 +196,19 @@ def test_the_script_of_torchs_pipelining_is_balanced_and_computes_the_same() -> 
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
-    lines = ended.stdout.splitlines()
+    return ended.stdout.splitlines()
+
+
+@pytest.mark.timeout(180)
+def test_the_script_of_torchs_pipelining_is_balanced_and_computes_the_same() -> None:
+    lines = lines_of("pipelining")
     assert [line.split(":")[1].split() for line in lines[1:3]] == [["4", "3", "2", "1"], ["3", "3", "2", "3"]]
     assert lines[3] == "identical: losses and weights agree to the last bit"
 
 
 @pytest.mark.timeout(180)
 def test_the_toy_is_balanced_and_computes_the_same() -> None:
-    ended = subprocess.run(
-        [sys.executable, str(ROOT / "examples/toy.py")],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    lines = ended.stdout.splitlines()
+    lines = lines_of("toy")
     assert [line.split() for line in lines[2:6]] == [
         ["0", "4", "3", "3"],
         ["1", "3", "3", "0"],

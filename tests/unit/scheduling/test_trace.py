@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,11 @@ def test_what_formulas_do_not_know_or_only_nearly_is_traced(name: str, traces: d
 
 def test_a_profile_of_the_trace_gives_simulate_what_is_saved(tmp_path: Path, traces: dict[str, Any]) -> None:
     flags, file = MATRIX[0], tmp_path / "traced.json"
-    trace.write_profile(str(file), traces[flags])
     setup = launch_of(flags).setup
+    trace.write_profile(str(file), traces[flags], setup)
     costs = profile.read_profile(str(file)).apply(setup, predict_costs(setup))
     assert [cost.saved_bytes for cost in costs.stages] == [one["saved_bytes"] for one in traces[flags]["stages"]]
+    other = replace(setup, recompute="full")
+    assert profile.read_profile(str(file)).conflict(other) == (
+        "measured with recompute none, the setup has full: profile that, too"
+    )
