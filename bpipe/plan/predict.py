@@ -14,10 +14,11 @@ from bpipe.build import built, unchecked
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.hosts import HOST_MEMORY, other_ranks
 from bpipe.ir.memory import num_transfers
-from bpipe.models.compute import predict_costs
+from bpipe.models.activations import keeps_own
+from bpipe.models.costs import predict_costs
 from bpipe.models.flops import mfu, training_flops
 from bpipe.models.layout import Setup
-from bpipe.models.memory import RankMemory, keeps_own, predict_memory
+from bpipe.models.memory import RankMemory, predict_memory
 from bpipe.models.profile import Profile
 from bpipe.models.tensor_parallel import Exposed, exposed
 from bpipe.simulate.bandwidth import required_bytes_per_s, steady_bytes_per_s

@@ -12,31 +12,45 @@ seconds.
 
 from __future__ import annotations
 
-from math import ceil
-
+from bpipe.models.expert_parallel import exchange, local_tokens, routed_tokens
+from bpipe.models.layers.mlp import MLP_KERNELS
 from bpipe.models.layout import Setup
-from bpipe.models.parts import Experts
+from bpipe.models.parts import Experts, LayerKind
+from bpipe.models.products import layer_products, shared_products
+from bpipe.models.rates import KERNEL_S, Rates
 from bpipe.models.sizes import Saved, element_bytes, kept_bytes, num_tokens, sent_bytes, shard_size
 
+# Putting tokens in the order of their experts and back: copied to be sent, sorted there, sorted back, and summed, each
+# read and written.
+ORDERINGS = 8
+ROUTING_KERNELS = 30
 # Scores are 32 bit, numbers of tokens and experts 64 bit.
 SCORE_BYTES, NUMBER_BYTES = 4, 8
 
 
-def local_tokens(setup: Setup) -> int:
-    """Return the tokens that a device routes: with sequence parallelism its part of the sequence."""
-    return shard_size(num_tokens(setup), setup.sequence_shards)
+def experts_again(setup: Setup, kind: LayerKind, modules: frozenset[str]) -> float:
+    """Return seconds of the forwards of a layer's experts that are computed again in its backward: all that is between
+    the norm and the sum, or parts of it."""
+    memory, inside, found = Rates.of(setup).memory, experts_touched_bytes(setup), 0.0
+    if "moe" in modules:
+        products = layer_products(setup, kind)
+        found += products.entering[-1].forward_s + products.returning[-1].forward_s + inside / memory
+        return found + 2 * exchange(setup).seconds + (MLP_KERNELS + ROUTING_KERNELS) * KERNEL_S
+    beside = shared_inside_bytes(setup)
+    if "moe_act" in modules:
+        # Tokens stay in the order in which they are.
+        ordered = ORDERINGS * element_bytes(setup) * routed_tokens(setup) * setup.model.hidden_size
+        found += (inside - beside - ordered) / memory + KERNEL_S
+    if "shared_experts" in modules:
+        found += sum(product.forward_s for product in shared_products(setup)) + beside / memory + MLP_KERNELS * KERNEL_S
+    return found
 
 
-def routed_tokens(setup: Setup) -> int:
-    """Return the tokens that the experts of a device compute for a micro-batch, each as often as it has come to
-    another one."""
-    experts, routing = setup.model.experts, setup.routing
+def shared_inside_bytes(setup: Setup) -> float:
+    """Return bytes that the experts that all tokens go to read and write between their matrices."""
+    gates, experts = 2 if setup.model.gated else 1, setup.model.experts
     assert experts is not None
-    sent = local_tokens(setup) * experts.top_k
-    if routing.capacity is not None and (routing.padded or routing.capacity < 1):
-        # Even loads drop nothing from a capacity of 1 on.
-        sent = experts.num_experts * ceil(sent / experts.num_experts * routing.capacity)
-    return sent * setup.expert_tensor
+    return element_bytes(setup) * num_tokens(setup) * (1 + gates) * experts.shared_size / setup.tensor
 
 
 def experts_saved(setup: Setup, recomputed: frozenset[str] = frozenset()) -> tuple[Saved, ...]:
@@ -125,3 +139,27 @@ def experts_after_input(setup: Setup) -> tuple[Saved, ...]:
     every = element_bytes(setup) * num_tokens(setup)
     inside = Saved("inside of the shared experts", shard_size((1 + gates) * every * experts.shared_size, setup.tensor))
     return (*rows, inside, Saved("gradient behind the shared experts", every * model.hidden_size))
+
+
+def experts_working_bytes(setup: Setup) -> int:
+    """Return the gradients of experts' inside, and of what enters and leaves them."""
+    experts, gates = setup.model.experts, 2 if setup.model.gated else 1
+    assert experts is not None
+    routed = element_bytes(setup) * routed_tokens(setup)
+    inside = shard_size((1 + gates) * routed * experts.ffn_hidden_size, setup.expert_tensor)
+    return 2 * routed * setup.model.hidden_size + inside
+
+
+def experts_touched_bytes(setup: Setup) -> float:
+    """Return bytes that experts' activation functions read and write, and that it takes to put tokens in the order of
+    their experts and back."""
+    model, experts = setup.model, setup.model.experts
+    assert experts is not None
+    inside = (3 if model.gated else 2) * experts.ffn_hidden_size / setup.expert_tensor
+    routed = element_bytes(setup) * routed_tokens(setup) * (inside + ORDERINGS * model.hidden_size)
+    return routed + shared_inside_bytes(setup)
+
+
+def experts_way_s(setup: Setup) -> float:
+    """Return seconds for tokens to find their experts, to get there and back; gradients take as long."""
+    return 2 * exchange(setup).seconds + ROUTING_KERNELS * KERNEL_S

@@ -84,3 +84,13 @@ def scan_seconds(setup: Setup) -> tuple[float, float]:
         flops / rates.flash + mine * forward / rates.memory,
         BACKWARD_PRODUCTS * flops / rates.flash + mine * backward / rates.memory,
     )
+
+
+def scan_after_input(setup: Setup) -> tuple[Saved, ...]:
+    """Return what a Mamba layer holds between dgrad and wgrad, without the input of its first matrix."""
+    hybrid, per_width = _hybrid(setup), element_bytes(setup) * num_tokens(setup)
+    return (
+        Saved("input of Mamba's second matrix", shard_size(per_width * hybrid.inner_size, setup.tensor)),
+        Saved("gradient of its first's output", shard_size(per_width * hybrid.projected_size, setup.tensor)),
+        Saved("gradient behind the output projection", per_width * setup.model.hidden_size),
+    )
