@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from bpipe import cli
-from bpipe.features import FEATURES, State
+from bpipe.features.feature import State
+from bpipe.features.table import FEATURES
 from bpipe.generate.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -139,6 +139,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "v_half v_min zb_v",
         "families",
     ),
+    "features": ("feature", "table", "asked"),
     "lower": ("align forwards torch_receives turns", "lower", "answered"),
     "balance": ("evict packing", "pairs", "budget", "deadlines pool", "tiers"),
     "check": ("case deadlock", "replicas slices", "rules", "order"),
@@ -169,7 +170,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "launches",
     ),
     "plan": (
-        "bash_arithmetic bash_parts estimate expert_flags fewest_layers fit layer_split megatron_names predict "
+        "bash_arithmetic bash_parts estimate expert_flags fewest_layers fit layer_split megatron_names other_flags predict "
         "recompute_flags shards slices",
         "bash_values bash_words space",
         "bash_commands bounds hybrid_flags judge windows",

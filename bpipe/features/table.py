@@ -17,53 +17,7 @@ stays too. Were one of this wrong, a byte would change while its storage leaves 
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
-
-
-class State(enum.Enum):
-    """State of a feature, the better first."""
-
-    SUPPORTED = "supported"
-    GUARDED = "guarded"
-    REFUSED = "refused"
-
-
-class Settings:
-    """Arguments or a configuration, read without knowing which of the two: what is not there is None."""
-
-    def __init__(self, source: object) -> None:
-        self._source = source
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name, None)
-
-
-def has_experts(settings: Settings) -> bool:
-    """Return whether there are any; the arguments and a model's configuration have different names for it."""
-    return bool(settings.num_experts or settings.num_moe_experts)
-
-
-@dataclass(frozen=True)
-class Feature:
-    """Something of Megatron's: its name in the documentation, when it applies, why it has its state, and the way out.
-
-    `proof` is what shows it: tests in tests/gloo of what is supported, and of the rest tests of a stand-in with the same
-    shape of memory; empty where a reason needs none. What stands in the way of moving activations only, `moving`, does
-    not hinder measuring them; what stands in the way of our own loop only, `own_loop`, does not hinder Megatron's.
-    """
-
-    name: str
-    applies: Callable[[Settings], object]
-    reason: str
-    remedy: str
-    state: State = State.REFUSED
-    proof: str = ""
-    moving: bool = False
-    own_loop: bool = False
+from bpipe.features.feature import Feature, Settings, State, has_experts
 
 
 def _modules(settings: Settings) -> frozenset[str]:
@@ -263,7 +217,6 @@ FEATURES: tuple[Feature, ...] = (
         "give the flags on the command line instead of --yaml-cfg",
     ),
 )
-
 # What a placement that is not Megatron's own cannot do besides: ranks have other layers there, and one has the first
 # stage and the last.
 PLACED: tuple[Feature, ...] = (
@@ -300,7 +253,6 @@ PLACED: tuple[Feature, ...] = (
         "drop --iterations-to-skip",
     ),
 )
-
 # What shards of the vocabulary cannot do besides: no rank has all logits, and every rank has other rows than it has
 # without.
 SHARDED: tuple[Feature, ...] = (
@@ -443,113 +395,3 @@ SLICED: tuple[Feature, ...] = (
         "drop --calculate-per-token-loss, or set --moe-aux-loss-coeff and --moe-z-loss-coeff to 0",
     ),
 )
-
-# What Megatron's parser calls otherwise than the flag.
-_NAMES = {"fp8_format": "fp8", "fp4_format": "fp4"}
-# What a launch has that does not say it, as far as the table asks.
-_DEFAULTS = {
-    "add_bias_linear": True,
-    "ckpt_format": "torch_dist",
-    "transformer_impl": "transformer_engine",
-    "masked_softmax_fusion": True,
-    "apply_rope_fusion": True,
-}
-# Flags that switch one of these off.
-_SWITCHED_OFF = {
-    "disable_bias_linear": "add_bias_linear",
-    "no_masked_softmax_fusion": "masked_softmax_fusion",
-    "no_rope_fusion": "apply_rope_fusion",
-}
-
-
-def settings_of(flags: Iterable[str]) -> SimpleNamespace:
-    """Return a launch's flags as the table reads them: by the names of Megatron's arguments, which has checked their
-    values."""
-    found: dict[str, Any] = dict(_DEFAULTS)
-    name = ""
-    for word in flags:
-        if word.startswith("--"):
-            flag, equals, value = word[2:].partition("=")
-            name = flag.replace("-", "_")
-            name = _NAMES.get(name, name)
-            found[name] = _value(value) if equals else True
-        elif found.get(name) is True:
-            found[name] = _value(word)
-        elif name:
-            before = found[name]
-            found[name] = [*(before if isinstance(before, list) else [before]), _value(word)]
-    for flag, name in _SWITCHED_OFF.items():
-        if found.pop(flag, False):
-            found[name] = False
-    return SimpleNamespace(**found)
-
-
-def _value(word: str) -> int | str | None:
-    return int(word) if word.isdecimal() else None if word == "None" else word
-
-
-def features_of(settings: object, balance: bool, executor: bool = False) -> list[Feature]:
-    """Return what applies with `--bpipe`, in our loop, or with `--bpipe-report` alone, the worst first."""
-    asked = [one for one in FEATURES if (balance or not one.moving) and (executor or not one.own_loop)]
-    return by_state(one for one in asked if one.applies(Settings(settings)))
-
-
-def by_state(features: Iterable[Feature]) -> list[Feature]:
-    """Return them with the worst first."""
-    return sorted(features, key=lambda one: -[*State].index(one.state))
-
-
-def reasons(settings: object, balance: bool, executor: bool = False, strict: bool = False) -> list[str]:
-    """Return why these settings cannot train with `--bpipe`, or in our loop, or cannot be measured with
-    `--bpipe-report`: a line each.
-
-    Each names the flag that asks for it, as far as the settings say which: a model's configuration does not. `strict`:
-    what is guarded is refused too.
-    """
-    wanted = "--bpipe" if balance else asked_by(settings) if executor else "--bpipe-report"
-    return _lines(features_of(settings, balance, executor), wanted, strict)
-
-
-def sliced_reasons(settings: object, slices: int, strict: bool = False) -> list[str]:
-    """Return why these settings cannot train in so many slices, of 2 or more: a line each."""
-    found = by_state(one for one in SLICED if one.applies(Settings(settings)))
-    return _lines(found, f"--bpipe-slices {slices}", strict)
-
-
-def _lines(found: Sequence[Feature], wanted: str, strict: bool) -> list[str]:
-    lines = [f"{wanted}: {one.reason}; {one.remedy}" for one in found if one.state is State.REFUSED]
-    if strict:
-        lines += [
-            f"--bpipe-strict: {one.name} is guarded: {one.reason}; {one.remedy}, or drop --bpipe-strict"
-            for one in found
-            if one.state is State.GUARDED
-        ]
-    return lines
-
-
-def guarded(settings: object, balance: bool, executor: bool = False) -> list[Feature]:
-    """Return what of these settings is guarded."""
-    return [one for one in features_of(settings, balance, executor) if one.state is State.GUARDED]
-
-
-def asked_by(settings: object) -> str:
-    """Return the flag by which our own loop runs."""
-    said = Settings(settings)
-    asked = {
-        "--bpipe-schedule": said.bpipe_schedule,
-        "--bpipe-vocabulary": said.bpipe_vocabulary,
-        "--bpipe-slices": None if said.bpipe_slices in (None, 1) else said.bpipe_slices,
-    }
-    for flag, value in asked.items():
-        if value is not None:
-            return f"{flag} {value}"
-    return "--bpipe-executor" if said.bpipe_executor else "--bpipe-schedule"
-
-
-def reasons_of(features: Sequence[Feature], settings: object, wanted: str) -> list[str]:
-    """Return why these settings cannot train with `wanted`, a flag and its value: a line each."""
-    return [
-        f"{wanted}: {one.reason}; {one.remedy}"
-        for one in features
-        if one.state is State.REFUSED and one.applies(Settings(settings))
-    ]
