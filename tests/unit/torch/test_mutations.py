@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.pipelining.mutations import TABLE
 from tests.unit.runtime.mutations import ROOT
 from tests.unit.runtime.test_mutations import NOTICED
+from tests.unit.torch.mutations import TABLE
 
 
 def test_every_line_of_the_table_is_in_the_code() -> None:
@@ -23,7 +23,7 @@ def test_every_line_of_the_table_is_in_the_code() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_without_any_one_of_them_a_test_fails(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.unit.pipelining.mutations", str(tmp_path / "codes.json")]
+    command = [sys.executable, "-m", "tests.unit.torch.mutations", str(tmp_path / "codes.json")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
     assert ended.returncode == 0, ended.stderr[-2000:]

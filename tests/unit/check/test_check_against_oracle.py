@@ -12,8 +12,8 @@ from bpipe.check.case import Case, ScheduleError
 from bpipe.check.rules import RULES, check_no_deadlock
 from bpipe.ir.action import OTHER_END, Action, Kind
 from bpipe.ir.schedule import Schedule, Slot
-from tests.unit.oracle import is_sound
-from tests.unit.test_overlap import OVERLAPPED
+from tests.support.oracle import is_sound
+from tests.unit.check.test_overlap import OVERLAPPED
 
 CONFIGS = [
     ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()),

@@ -59,7 +59,7 @@ def test_slices_of_1f1b_stand_as_drawn() -> None:
 
 def test_the_page_shows_what_the_command_prints_and_the_table_what_it_finds() -> None:
     page = (
-        (Path(__file__).parents[2] / "docs/slices.md")
+        (Path(__file__).parents[3] / "docs/slices.md")
         .read_text()
         .partition("## What a slice is")[2]
         .partition("\n## ")[0]

@@ -25,7 +25,7 @@ from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import peak_counts, with_after_input
 from bpipe.ir.schedule import Schedule
 
-PAGE = Path(__file__).parents[2] / "docs/orders.md"
+PAGE = Path(__file__).parents[3] / "docs/orders.md"
 LIMIT_S = 60.0
 
 

@@ -13,7 +13,7 @@ from bpipe.formats.messages import has_messages, read_runtime, write_runtime
 from bpipe.formats.read import read
 from bpipe.formats.text import TextError, read_csv
 from bpipe.lower.align import align
-from tests.unit.test_overlap import OVERLAPPED
+from tests.unit.check.test_overlap import OVERLAPPED
 
 # Two ranks in V shape: stages 0 and 3 on rank 0. Torch's own, with ScheduleDualPipeV(p=2, m=4).
 TORCH = """\

@@ -22,7 +22,7 @@ from bpipe.ir.schedule import Schedule
 from bpipe.lower.lower import lower, lower_received
 from bpipe.torch.judged import received_in
 from bpipe.torch.orders import action_of, schedule_of_class, torch_orders
-from tests.unit.pipelining.test_orders import stages_on
+from tests.unit.torch.test_orders import stages_on
 
 ONE_PIPE = [name for name, family in FAMILIES.items() if family.num_pipes == 1]
 

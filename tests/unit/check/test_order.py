@@ -11,7 +11,7 @@ from bpipe.check.rules import check
 from bpipe.formats.grid import read_grid
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.schedule import Schedule
-from tests.unit.hand_made import v_flat
+from tests.support.hand_made import v_flat
 
 # Each is sound; in each one pass of one stage takes micro-batch 1 before 0.
 FORWARDS = """\

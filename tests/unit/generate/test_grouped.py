@@ -202,7 +202,7 @@ def test_the_front_is_reached(size: tuple[int, int, int, int]) -> None:
 
 
 def front_on_the_page() -> dict[int, list[float]]:
-    page = (Path(__file__).parents[2] / "docs/orders.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/orders.md").read_text()
     rows = (
         page.partition("| bound | F:I:W = 1:1:1 |")[2]
         .partition("|---|---|---|---|---|\n")[2]
@@ -223,7 +223,7 @@ def test_the_page_shows_what_is_reached(size: tuple[int, int, int, int]) -> None
 
 
 def groups_on_the_page() -> list[list[float]]:
-    page = (Path(__file__).parents[2] / "docs/orders.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/orders.md").read_text()
     table = page.partition("| p | v | g | held | balanced | bubble | moved |\n|---|---|---|---|---|---|---|\n")[
         2
     ].partition("\n\n")[0]

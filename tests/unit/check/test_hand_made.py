@@ -20,7 +20,7 @@ from bpipe.ir.schedule import Schedule
 from bpipe.lower.lower import lower
 from bpipe.simulate.cost import Costs, ShardCost, StageCost
 from bpipe.simulate.engine import simulate
-from tests.unit.test_sharded_schedules import SPLIT, sharded
+from tests.unit.generate.test_sharded_schedules import SPLIT, sharded
 
 SCHEDULES = {
     **{f"v-half {p}x{m}": partial(build, ScheduleConfig("v-half", p, m, 2)) for p, m in ((4, 8), (5, 7), (8, 16))},

@@ -22,8 +22,8 @@ from bpipe.ir.schedule import Schedule
 from bpipe.lower.align import align
 from bpipe.simulate.cost import StageCost, uniform
 from bpipe.simulate.engine import simulate
-from tests.unit.oracle import is_sound
-from tests.unit.torch_schedules import (
+from tests.support.oracle import is_sound
+from tests.support.torch_schedules import (
     COUNTS,
     LOOPED,
     MULTIPLE,

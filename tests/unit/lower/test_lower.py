@@ -29,10 +29,10 @@ from bpipe.ir.schedule import Schedule
 from bpipe.lower.lower import lower
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 from bpipe.simulate.engine import simulate
-from tests.unit.interleaving import fault_of
-from tests.unit.test_deadlock import REFILLED
-from tests.unit.test_overlap import OVERLAPPED
-from tests.unit.test_sharded_schedules import sharded
+from tests.support.interleaving import fault_of
+from tests.unit.check.test_deadlock import REFILLED
+from tests.unit.check.test_overlap import OVERLAPPED
+from tests.unit.generate.test_sharded_schedules import sharded
 
 # A step a line, as Megatron's loop says: warm-up, one forward and one backward in turn, cool-down.
 ONE_F_ONE_B = {

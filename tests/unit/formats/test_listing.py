@@ -18,8 +18,8 @@ from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange, Instruction, Message, Op, Transfer
 from bpipe.ir.schedule import Schedule
 from bpipe.lower.lower import lower
-from tests.unit.test_overlap import OVERLAPPED
-from tests.unit.test_sharded_schedules import sharded
+from tests.unit.check.test_overlap import OVERLAPPED
+from tests.unit.generate.test_sharded_schedules import sharded
 
 MESSAGES = ["schedule", "--schedule", "1f1b", "--pp", "2", "--microbatches", "2", "--messages"]
 

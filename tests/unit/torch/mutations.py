@@ -1,7 +1,7 @@
 """The calls around torch's runtime, its buffers, its lists and its regions, each a little wrong, and which tests must
 notice.
 
-As a program: `python -m tests.unit.pipelining.mutations FILE`, as `tests.unit.runtime.mutations`.
+As a program: `python -m tests.unit.torch.mutations FILE`, as `tests.unit.runtime.mutations`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import sys
 
 from tests.unit.runtime.mutations import Mutation, run_table
 
-CALLS, BUFFERS = "tests/unit/pipelining/test_calls.py", "tests/unit/pipelining/test_buffers.py"
-EXCHANGE, CHECKPOINTS = "tests/unit/test_torch_exchange.py", "tests/unit/runtime/test_checkpoints.py"
+CALLS, BUFFERS = "tests/unit/torch/test_calls.py", "tests/unit/torch/test_buffers.py"
+EXCHANGE, CHECKPOINTS = "tests/unit/torch/test_torch_exchange.py", "tests/unit/runtime/test_checkpoints.py"
 DTENSORS = "tests/unit/runtime/test_dtensors.py"
 
 
@@ -51,11 +51,11 @@ TABLE = (
     ),
     buffers("if backward.kind is not Kind.BACKWARD_INPUT:", "if True:"),
     buffers("if self._is_here(index + (1 if of_gradients else -1)):", "if False:"),
-    Mutation("bpipe/lower/torch_receives.py", "posted[receiver].add(made[rank][at])", "pass", (EXCHANGE,)),
+    Mutation("bpipe/lower/torch_receives.py", "posted[receiver].add(value)", "pass", (EXCHANGE,)),
     Mutation(
         "bpipe/lower/torch_receives.py",
-        "received[receiver][-1].append(made[rank][at])",
-        "received[receiver][0].append(made[rank][at])",
+        "received[receiver][-1].append(value)",
+        "received[receiver][0].append(value)",
         (EXCHANGE,),
     ),
     # A message that does not wait for the one before it in its queue.

@@ -19,7 +19,7 @@ from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.steps import Step, steps
 from bpipe.lower import lower
-from tests.unit.hand_made import far_ahead, host_first
+from tests.support.hand_made import far_ahead, host_first
 
 
 def blocked_ranks(schedule: Schedule, waits: WaitLevel = WaitLevel.IN_EVERY_OPERATION) -> tuple[Blocked, ...]:

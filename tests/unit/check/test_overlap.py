@@ -221,7 +221,7 @@ def test_balancing_says_that_it_does_not_take_them() -> None:
     ):
         adopt(OVERLAPPED, BalanceConfig((5,)))
     table = (
-        (Path(__file__).parents[2] / "docs/schedules.md")
+        (Path(__file__).parents[3] / "docs/schedules.md")
         .read_text()
         .partition("| name | at most a rank holds |")[2]
         .partition("\n\n")[0]

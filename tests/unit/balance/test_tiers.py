@@ -29,7 +29,7 @@ from bpipe.simulate.cost import Costs, Link, Links, StageCost
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.host_buffers import with_host_buffers
 from bpipe.simulate.report import Simulation
-from tests.unit.test_pool import generate, moved
+from tests.unit.balance.test_pool import generate, moved
 
 
 def balanced(

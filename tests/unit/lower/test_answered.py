@@ -16,8 +16,8 @@ from bpipe.ir.program import Exchange, Instruction, Message, Op, Program
 from bpipe.ir.schedule import Schedule
 from bpipe.lower.answered import lower_as_run
 from bpipe.lower.lower import lower
-from tests.unit.hand_made import far_ahead, v_flat
-from tests.unit.interleaving import World, fault_of
+from tests.support.hand_made import far_ahead, v_flat
+from tests.support.interleaving import World, fault_of
 
 SCHEDULES: dict[str, Callable[[], Schedule]] = {
     **{
@@ -84,7 +84,7 @@ def test_whoever_lets_go_never_waits(schedule: Schedule, seed: int, monkeypatch:
             super().op(rank, instruction)
             self.done[rank] += 1
 
-    monkeypatch.setattr("tests.unit.interleaving.World", Ending)
+    monkeypatch.setattr("tests.support.interleaving.World", Ending)
     assert fault_of(schedule, programs, seed) is None
 
 

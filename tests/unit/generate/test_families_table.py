@@ -13,7 +13,7 @@ from bpipe.generate.timing import iteration_time
 from bpipe.ir.memory import num_transfers, peak_counts, plain
 from bpipe.ir.schedule import Schedule
 
-PAGE = (Path(__file__).parents[2] / "docs/schedules.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs/schedules.md").read_text()
 P, M = 8, 32
 ROW = re.compile(
     r"\| `([\w-]+)`(?: v=(\d+))?(?: g=(\d+))? \| [^|]* \| ([^|]*) \| ([\d.]+) \| ([\d.]+) \| ?([^|]*?) ?\|"
