@@ -30,8 +30,8 @@ from bpipe.formats.document import write_json
 from bpipe.formats.grid import write_grid
 from bpipe.formats.messages import write_runtime
 from bpipe.formats.text import write_csv
-from tests.unit.plan.bash_scripts import Script
 from tests.unit.formats.test_messages import TORCH
+from tests.unit.plan.bash_scripts import Script
 from validation.fuzz import given, records, runs
 from validation.fuzz.damage import damaged_json, damaged_text
 from validation.fuzz.reader import Reader, Wrong
