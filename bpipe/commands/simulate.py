@@ -221,8 +221,9 @@ def table(prediction: SetupPrediction) -> str:
         f"{setup.schedule}{_chosen(setup)}, balance {setup.balance}{HOSTS[setup.how.hosts]}"
         f"{'' if setup.how.bounds is None else ' to ' + ','.join(map(str, setup.how.bounds))}",
         f"iteration {timing.iteration_s:.3f} s{range_text(setup, timing.iteration_s)}   MFU "
-        f"{100 * prediction.mfu:.2f} % ({prediction.formula} FLOPs, peak {setup.peak_flops_per_s / 1e12:g} TFLOP/s)   bubble {100 * timing.bubble_of_pipeline:.1f} % of the pipeline, "
-        f"{100 * timing.bubble_of_span:.1f} % of the ranks' spans   exposed transfers {max(timing.exposed_s):.3f} s",
+        f"{100 * prediction.mfu:.2f} % ({prediction.formula} FLOPs, peak {setup.peak_flops_per_s / 1e12:g} TFLOP/s)   "
+        f"bubble {100 * timing.bubble_of_pipeline:.1f} % of the pipeline, {100 * timing.bubble_of_span:.1f} % of the "
+        f"ranks' spans   exposed transfers {max(timing.exposed_s):.3f} s",
     ]
     if timing.simulated < setup.num_microbatches:
         others = setup.num_microbatches - timing.simulated
