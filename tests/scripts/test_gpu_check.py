@@ -17,7 +17,7 @@ from bpipe.build import ScheduleConfig, build, named_balance
 from bpipe.ir.action import Kind
 from bpipe.ir.memory import memory_of, peak_bytes
 from bpipe.runtime.evictor import Evictor
-from tests.unit.threads import one_thread_a_rank as one_thread_a_rank
+from tests.support.threads import one_thread_a_rank as one_thread_a_rank
 
 CPU = torch.device("cpu")
 

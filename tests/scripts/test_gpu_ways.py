@@ -19,7 +19,7 @@ import torch
 
 from tests.scripts import pretend_gpu
 from tests.scripts.pretend_gpu import BusyEvent, Cuda
-from tests.unit.threads import one_thread_a_rank as one_thread_a_rank
+from tests.support.threads import one_thread_a_rank as one_thread_a_rank
 
 CPU = torch.device("cpu")
 REAL = {name: getattr(torch.cuda, name) for name in ("Stream", "Event")}
