@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from bpipe.record.format import Row
-from tests.unit.readers.damage import damaged_json
-from tests.unit.readers.outcome import Wrong, is_number, judge_numbers, outcome
+from tests.support.readers.damage import damaged_json
+from tests.support.readers.outcome import Wrong, is_number, judge_numbers, outcome
 from tests.unit.report.recorded import write_run
 
 # Numbers that a report is made of: text, lists or negative ones in their place must be refused.

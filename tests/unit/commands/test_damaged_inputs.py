@@ -21,11 +21,11 @@ from bpipe.formats.document import write_json
 from bpipe.formats.grid import write_grid
 from bpipe.formats.messages import write_runtime
 from bpipe.formats.text import write_csv
+from tests.support.readers import launches, predictions, records, runs
+from tests.support.readers.damage import damaged_json, damaged_text
+from tests.support.readers.outcome import Reader, Wrong
+from tests.support.readers.schedules import PLAIN, balanced_texts, judge_schedule
 from tests.unit.formats.test_messages import TORCH
-from tests.unit.readers import launches, predictions, records, runs
-from tests.unit.readers.damage import damaged_json, damaged_text
-from tests.unit.readers.outcome import Reader, Wrong
-from tests.unit.readers.schedules import PLAIN, balanced_texts, judge_schedule
 
 READERS = {
     "csv": Reader(balanced_texts(write_csv), damaged_text, judge_schedule),

@@ -2,7 +2,7 @@
 
 Below a line stands its standard output, then its standard error with a `!` before each line, the exit status where it
 is not 0, and what it wrote to out/. Of long outputs the beginning stands there, and the digest of the whole. A new case
-is a new `$` line; `pytest tests/unit/test_snapshots.py --renew-snapshots` writes what belongs below every line anew, and
+is a new `$` line; `pytest tests/unit/commands/test_snapshots.py --renew-snapshots` writes what belongs below every line anew, and
 the difference belongs in the commit.
 """
 
@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.readers.outcome import run_command
+from tests.support.readers.outcome import run_command
 from tests.unit.report.recorded import write_run
 
-DATA = Path(__file__).resolve().parents[1] / "data"
+DATA = Path(__file__).resolve().parents[2] / "data"
 SNAPSHOTS = DATA / "snapshots"
 MOST_LINES, SHOWN_LINES, MOST_COLUMNS = 60, 12, 200
 SMALL = {"num_stages": 4, "num_microbatches": 4, "iterations": (5, 6)}

@@ -9,8 +9,8 @@ import random
 from pathlib import Path
 
 from bpipe.plan.launch_script import read_launch
-from tests.unit.plan.bash_scripts import Script, calls_of, environment_of, stubs
-from tests.unit.readers.outcome import Wrong, judge_answer
+from tests.support.bash_scripts import Script, calls_of, environment_of, stubs
+from tests.support.readers.outcome import Wrong, judge_answer
 
 SCRIPT = """\
 #!/bin/bash

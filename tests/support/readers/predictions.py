@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.unit.readers.damage import damaged_json, damaged_text
-from tests.unit.readers.outcome import Wrong, is_number, judge_answer
+from tests.support.readers.damage import damaged_json, damaged_text
+from tests.support.readers.outcome import Wrong, is_number, judge_answer
 
 SIMULATE = ["simulate", "--pp", "4", "--gbs", "8", "--format", "json"]
 SECONDS = ("forward_s", "backward_s", "transfer_s", "output_s", "embedding_s", "reduction_s", "optimizer_s")

@@ -19,9 +19,9 @@ from bpipe.formats.read import read
 from bpipe.ir.schedule import Schedule
 from bpipe.lower.align import align
 from tests.support.oracle import is_sound
+from tests.support.readers.messages import judge_messages, words_of
+from tests.support.readers.outcome import Wrong, outcome
 from tests.unit.check.test_overlap import OVERLAPPED
-from tests.unit.readers.messages import judge_messages, words_of
-from tests.unit.readers.outcome import Wrong, outcome
 
 SMALL = (
     ScheduleConfig("1f1b", 3, 4, balance=BalanceConfig()),
