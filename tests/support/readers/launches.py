@@ -8,9 +8,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from bpipe.plan.launch_script import read_launch
-from tests.support.bash_scripts import Script, calls_of, environment_of, stubs
-from tests.support.readers.outcome import Wrong, judge_answer
+from tests.support.readers.outcome import judge_answer
 
 SCRIPT = """\
 #!/bin/bash
@@ -25,7 +23,6 @@ BATCH="--micro-batch-size 1 --global-batch-size $((GPUS * 4)) --bf16"
 torchrun --nproc_per_node $GPUS --nnodes $NODES pretrain_gpt.py ${ARGS[@]} \\
     $BATCH --pipeline-model-parallel-size 4 --bpipe 2>&1 | tee train.log
 """
-DRAWN = "A=1\ntorchrun a.py --num-layers $A\n"
 LAUNCH = (
     "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 51200 "
     "--micro-batch-size 1 --global-batch-size 16 --pipeline-model-parallel-size 4 "
@@ -68,27 +65,3 @@ def judge_launch(_: Path, text: str, __: random.Random) -> bool:
     if any(len(word) >= 2**17 for word in words):
         return False
     return judge_answer(["simulate", "--cluster", "a100-80g:4", "--format", "json", "--", *words])
-
-
-def drawn_script(_: str, rng: random.Random) -> str:
-    """Draw a script in place of damaging one: it is run, which a damaged one must not be."""
-    return Script(rng, rng.choice((0.02, 0.2))).draw()
-
-
-def judge_drawn(path: Path, text: str, _: random.Random) -> bool:
-    """What bash itself hands to the training is what is read, or it is refused."""
-    folder = path.parent / "stubs"
-    environment = stubs(folder) if not folder.exists() else environment_of(folder)
-    try:
-        launch = read_launch(text)
-    except ValueError:
-        return False
-    words = list(launch.words)
-    while words[0] in ("srun", "exec"):
-        words = words[1:]
-    if any(map(launch.unknown, words)):
-        return False
-    for call in calls_of(text, environment, path.parent):
-        if call != words:
-            raise Wrong(f"{words} was read, and bash runs {call}")
-    return True

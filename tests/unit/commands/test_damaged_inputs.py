@@ -44,7 +44,6 @@ READERS = {
     ),
     "trained": Reader(lambda _: [launches.TRAINED], damaged_text, launches.judge_trained),
     "script": Reader(lambda _: [launches.SCRIPT], damaged_text, launches.judge_script),
-    "drawn": Reader(lambda _: [launches.DRAWN], launches.drawn_script, launches.judge_drawn),
     "launch": Reader(lambda _: [launches.LAUNCH], damaged_text, launches.judge_launch),
 }
 
