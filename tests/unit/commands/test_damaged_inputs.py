@@ -56,8 +56,8 @@ def _input(name: str, folder: Path) -> Path:
     return path
 
 
-def _judge_damaged(name: str, folder: Path, num_examples: int) -> Counter[str]:
-    """Return how many inputs were accepted and refused. Raises with the first that fails."""
+def _judge_damaged(name: str, folder: Path, num_examples: int, derandomize: bool = False) -> Counter[str]:
+    """Return how many inputs were accepted and refused, by default others each time. Raises with the first that fails."""
     reader, path, outcomes = READERS[name], _input(name, folder), Counter[str]()
     texts = reader.texts(path)
 
@@ -65,6 +65,7 @@ def _judge_damaged(name: str, folder: Path, num_examples: int) -> Counter[str]:
         max_examples=num_examples,
         phases=(Phase.reuse, Phase.generate),
         report_multiple_bugs=False,
+        derandomize=derandomize or settings().derandomize,
         suppress_health_check=list(HealthCheck),
     )
     # Seeds, not single draws: those prefer the first place of every list, and damage the rest of a file hardly ever.
@@ -113,4 +114,4 @@ def test_a_judge_that_is_deceived_says_so(name: str, tmp_path: Path, monkeypatch
     monkeypatch.setattr(messages, "_check_order", lambda *_: None)
     monkeypatch.setattr(messages, "_check_progress", lambda *_: None)
     with pytest.raises(Wrong):
-        _judge_damaged(name, tmp_path, 300)
+        _judge_damaged(name, tmp_path, 2000, derandomize=True)
