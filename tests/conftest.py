@@ -30,6 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=os.environ.get("RUN_SLOW", "0") not in ("", "0"),
         help="also run slow tests",
     )
+    parser.addoption("--device", choices=("late", "cuda"), default="late", help="what tests/gpu runs on")
 
 
 def pytest_sessionstart() -> None:
