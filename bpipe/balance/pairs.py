@@ -6,7 +6,7 @@ Bounds are counts of chunk micro-batches; `room` has bytes. A rank whose own act
 partner (`evict` plans how); the partner's halves stand in the same slots of its own row, and what it hosts counts
 against its bound. On 1F1B with `mu_opt` this is Algorithm 1 of the BPipe paper (Kim et al. 2023), with its steady-phase
 eviction read as "the latest finished forward". A bound that cannot be kept is refused with the smallest found that can:
-of generated orders the smallest there is, of others now and then one more (`tests/unit/test_smallest_bound.py`). Knows
+of generated orders the smallest there is, of others now and then one more (`tests/unit/balance/test_smallest_bound.py`). Knows
 no tensors, no clock.
 """
 

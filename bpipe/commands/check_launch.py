@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bpipe.commands.launch import flags_of
 from bpipe.commands.shared import print_json
-from bpipe.features import Feature, State
+from bpipe.features.feature import Feature, State
 from bpipe.flags import configurations, outputs
 from bpipe.flags.flag import Command, Group, Options, Task
 

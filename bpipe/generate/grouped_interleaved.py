@@ -21,7 +21,7 @@ from bpipe.generate.ahead import BESIDE_HALVES, further_forwards, further_within
 from bpipe.generate.family import ALIKE, Family, FamilyOptions
 from bpipe.generate.grouped_choice import orders_within
 from bpipe.generate.interleaved import layout
-from bpipe.generate.list_scheduler import ChoiceRule, Discipline, actions_of, schedule_list
+from bpipe.generate.list_scheduler import ChoiceRule, Discipline, ListSchedule, actions_of, schedule_list
 from bpipe.generate.slices import in_slices
 from bpipe.generate.timing import StageTicks, length, stage_ticks, work_of
 from bpipe.generate.turns import Turns, WarmUp, groups_of, turns, warm_up
@@ -47,25 +47,33 @@ def orders(num_ranks: int, num_microbatches: int, num_chunks: int, options: Fami
     taken, at = turns(groups_of(num_microbatches, group), num_chunks, slices), stage_ticks(costs, num_chunks * slices)
     caps = tuple((num_chunks - 1) * group * slices + slices - 1 + num_ranks - rank for rank in range(num_ranks))
     whole = num_microbatches % group == 0
-    # In groups of fewer slices than ranks who begins backwards as soon as they can start is out of step with the ranks
-    # before.
-    in_step = [_in_turn(rank, num_ranks, taken, cap) for rank, cap in enumerate(caps)] if slices > 1 and whole else None
-    if in_step is not None and costs == ALIKE:
-        return in_step
-    shortest = None
+    in_step = None
+    if slices > 1 and whole:
+        # In groups of fewer slices than ranks who begins backwards as soon as they can start is out of step with the
+        # ranks before.
+        in_step = [_in_turn(rank, num_ranks, taken, cap) for rank, cap in enumerate(caps)]
+        if costs == ALIKE:
+            return in_step
     # Whole groups that fill the pipeline are never shorter otherwise at equal costs: so a test finds for all sizes that
     # it tries.
     strict = costs == ALIKE and whole and 2 * group * slices >= num_ranks
-    for discipline in (Discipline.TURN,) if strict else Discipline:
+    shortest = _shortest(taken, num_ranks, at, caps, (Discipline.TURN,) if strict else tuple(Discipline))
+    most = shortest.makespan * at.per_unit
+    if in_step is not None and _ticks(in_step, layout(num_ranks, num_chunks), taken, at) <= most:
+        return in_step
+    return actions_of(shortest, taken)
+
+
+def _shortest(
+    taken: Turns, num_ranks: int, at: StageTicks, caps: tuple[int, ...], disciplines: tuple[Discipline, ...]
+) -> ListSchedule:
+    """Return the shortest schedule that one of these disciplines makes."""
+    shortest = None
+    for discipline in disciplines:
         rule, least = ChoiceRule(caps, (0,) * num_ranks, discipline), None if shortest is None else shortest.makespan
         shortest = schedule_list(taken, num_ranks, at, rule, shorter_than=least) or shortest
     assert shortest is not None, "who takes what can start never waits for ever"
-    if (
-        in_step is not None
-        and _ticks(in_step, layout(num_ranks, num_chunks), taken, at) <= shortest.makespan * at.per_unit
-    ):
-        return in_step
-    return actions_of(shortest, taken)
+    return shortest
 
 
 def _ticks(in_step: list[list[Action]], placed: Layout, taken: Turns, at: StageTicks) -> int:

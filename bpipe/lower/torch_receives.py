@@ -30,6 +30,7 @@ def received_behind_cells(
 
     What is never posted, as ranks wait for each other, stands nowhere.
     """
+    wanted, sent = _messages(cells, needed, needed_from, nobody), _messages(cells, made, made_for, nobody)
     received: Received = [[[]] for _ in cells]
     posted: list[set[int]] = [set() for _ in cells]
     places = [0] * len(cells)
@@ -37,19 +38,26 @@ def received_behind_cells(
     while moved:
         moved = False
         for rank, row in enumerate(cells):
-            if places[rank] == len(row):
-                continue
-            cell = row[places[rank]]
-            if any(needed_from[rank][at] != nobody and needed[rank][at] not in posted[rank] for at in cell):
+            if places[rank] == len(row) or not posted[rank].issuperset(
+                value for value, _ in wanted[rank][places[rank]]
+            ):
                 continue
             moved = True
-            places[rank] += 1
             received[rank].append([])
-            for at in cell:
-                receiver = made_for[rank][at]
-                if receiver != nobody:
-                    received[receiver][-1].append(made[rank][at])
-                    posted[receiver].add(made[rank][at])
+            for value, receiver in sent[rank][places[rank]]:
+                received[receiver][-1].append(value)
+                posted[receiver].add(value)
+            places[rank] += 1
     for of_rank, row in zip(received, cells, strict=True):
         of_rank += [[] for _ in range(1 + len(row) - len(of_rank))]
     return received
+
+
+def _messages(
+    cells: Sequence[Sequence[Sequence[int]]], values: Table, others: Table, nobody: int
+) -> list[list[list[tuple[int, int]]]]:
+    """Return, by rank and cell, the values that pass between it and other ranks, each with the rank."""
+    return [
+        [[(values[rank][at], others[rank][at]) for at in cell if others[rank][at] != nobody] for cell in row]
+        for rank, row in enumerate(cells)
+    ]

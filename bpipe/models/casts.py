@@ -7,10 +7,10 @@ Knows no products.
 
 from __future__ import annotations
 
+from bpipe.models.expert_parallel import routed_tokens
 from bpipe.models.layout import Setup
 from bpipe.models.parts import LayerKind
 from bpipe.models.rates import KERNEL_S, Rates
-from bpipe.models.routed import routed_tokens
 from bpipe.models.sizes import element_bytes, num_tokens
 
 # Matrices of a part of a layer, each of whose inputs and gradients is written in FP8 by a kernel.

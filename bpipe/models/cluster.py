@@ -236,12 +236,7 @@ def parse_cluster(text: str, devices: tuple[int, int] | None = None) -> Cluster:
     if name not in DEVICES and name not in RACKS:
         raise ValueError(f"cluster {text!r}: {unknown('device', name, (*DEVICES, *RACKS))}")
     rack = RACKS.get(name, Rack(name, 0, 1))
-    if match[2] is None and match[3] is not None and not rack.devices_per_node and int(match[3]) > MOST_OF_A_NODE:
-        one = (
-            f"is one node of {match[3]} devices: write {name}:NODESxDEVICES, such as {name}:{-(-int(match[3]) // 8)}x8"
-        )
-        raise ValueError(f"cluster {text!r} {one}, or {name}:1x{match[3]} if it is one node")
-    nodes, each = devices if match[3] is None and devices is not None else _sizes(match[2], match[3], rack)
+    nodes, each = devices if match[3] is None and devices is not None else _sizes(match, rack)
     if nodes < 1 or each < 1:
         raise ValueError(f"cluster {text!r} has {nodes} nodes of {each} devices: there must be at least one of each")
     if each > rack.devices_per_node > 0:
@@ -260,8 +255,17 @@ def _with_port(device: DeviceKind, port: str | None, text: str) -> DeviceKind:
     return replace(device, between_bytes_per_s=float(port) * 1e9)
 
 
-def _sizes(nodes: str | None, each: str, rack: Rack) -> tuple[int, int]:
-    """Return the nodes, and devices of one; of racks a number alone counts those."""
+def _sizes(match: re.Match[str], rack: Rack) -> tuple[int, int]:
+    """Return the nodes, and devices of one; of racks a number alone counts those.
+
+    Raises ValueError for a number alone that no node has.
+    """
+    text, name, nodes, each = match[0], match[1], match[2], int(match[3])
     if nodes is None and rack.devices_per_node:
-        return int(each) * rack.nodes, rack.devices_per_node
-    return int(nodes or 1), int(each)
+        return each * rack.nodes, rack.devices_per_node
+    if nodes is None and each > MOST_OF_A_NODE:
+        raise ValueError(
+            f"cluster {text!r} is one node of {each} devices: write {name}:NODESxDEVICES, such as "
+            f"{name}:{-(-each // 8)}x8, or {name}:1x{each} if it is one node"
+        )
+    return int(nodes or 1), each

@@ -16,13 +16,12 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import lru_cache
-from math import comb
+from math import ceil, comb
 from typing import NamedTuple
 
 from bpipe.models.layout import Setup
 from bpipe.models.rates import LINK_EFFICIENCY, LINK_LATENCY_S
-from bpipe.models.routed import local_tokens
-from bpipe.models.sizes import element_bytes
+from bpipe.models.sizes import element_bytes, num_tokens, shard_size
 
 
 class Reach(NamedTuple):
@@ -122,3 +121,20 @@ def replicas_of_experts(setup: Setup) -> tuple[bool, int]:
     block = setup.routing.expert * setup.expert_tensor
     found = reach(setup, setup.expert_replicas, block)
     return found.nodes == 1, found.here
+
+
+def local_tokens(setup: Setup) -> int:
+    """Return the tokens that a device routes: with sequence parallelism its part of the sequence."""
+    return shard_size(num_tokens(setup), setup.sequence_shards)
+
+
+def routed_tokens(setup: Setup) -> int:
+    """Return the tokens that the experts of a device compute for a micro-batch, each as often as it has come to
+    another one."""
+    experts, routing = setup.model.experts, setup.routing
+    assert experts is not None
+    sent = local_tokens(setup) * experts.top_k
+    if routing.capacity is not None and (routing.padded or routing.capacity < 1):
+        # Even loads drop nothing from a capacity of 1 on.
+        sent = experts.num_experts * ceil(sent / experts.num_experts * routing.capacity)
+    return sent * setup.expert_tensor

@@ -158,43 +158,54 @@ def _model(config: dict[str, Any], name: str) -> Model:
     said = config.get("model_type")
     if isinstance(said, str) and said in _WITH_TEXT:
         return _model({"model_type": f"{said}_text", **an_object(config.get(_WITH_TEXT[said]), _WITH_TEXT[said])}, name)
-    for key in _EXPERT_KEYS:
-        if config.get(key) and (not isinstance(said, str) or said not in _KINDS or _KINDS[said].experts is None):
-            raise ValueError(f"{key} is {str(config[key])[:40]}: experts are not modelled in a {str(said)[:40]}")
-    if not isinstance(said, str) or said not in _KINDS:
-        why = _MISSING.get(said, "give the sizes as flags") if isinstance(said, str) else "give the sizes as flags"
-        raise ValueError(f"model_type {str(said)[:40]!r} is not modelled, only {', '.join(_KINDS)}: {why}")
-    kind, keys = _KINDS[said], _GPT2 if said == "gpt2" else {}
+    kind = _kind_of(config, said)
+    names = _GPT2 if said == "gpt2" else {}
 
     def number(key: str, default: int | None = None, most: int = _LARGEST_SIZE) -> int:
-        key = keys.get(key, key)
+        key = names.get(key, key)
         value = config.get(key)
         return a_whole(kind.defaults.get(key, default) if value is None else value, key, 1, most)
 
-    activation = config.get("hidden_activation") or config.get(keys.get("hidden_act", "hidden_act"))
+    activation = config.get("hidden_activation") or config.get(names.get("hidden_act", "hidden_act"))
     if activation is not None and activation not in kind.activations:
         raise ValueError(
             f"the activation {str(activation)[:40]!r} is not modelled in a {said}, only {', '.join(kind.activations)}"
         )
+    shape = _like_gpt2(number) if said == "gpt2" else _like_llama(config, kind, number)
+    return Model(
+        name=name,
+        num_layers=number("num_hidden_layers", most=MOST_LAYERS),
+        hidden_size=number("hidden_size"),
+        num_attention_heads=number("num_attention_heads"),
+        vocabulary=number("vocab_size"),
+        sequence=number("max_position_embeddings"),
+        tied_embedding=_flag(config, "tie_word_embeddings", kind.tied),
+        **shape,
+    )
+
+
+def _kind_of(config: dict[str, Any], said: object) -> _Kind:
+    """Raises ValueError for a kind that is not modelled, or not with experts."""
+    kind = _KINDS.get(said) if isinstance(said, str) else None
+    key = next((key for key in _EXPERT_KEYS if config.get(key)), None)
+    if key is not None and (kind is None or kind.experts is None):
+        raise ValueError(f"{key} is {str(config[key])[:40]}: experts are not modelled in a {str(said)[:40]}")
+    if kind is None:
+        why = _MISSING.get(str(said), "give the sizes as flags")
+        raise ValueError(f"model_type {str(said)[:40]!r} is not modelled, only {', '.join(_KINDS)}: {why}")
+    return kind
+
+
+def _like_gpt2(number: Callable[..., int]) -> dict[str, Any]:
     hidden, heads = number("hidden_size"), number("num_attention_heads")
-    others: dict[str, Any]
-    sizes: dict[str, Any] = {
-        "name": name,
-        "num_layers": number("num_hidden_layers", most=MOST_LAYERS),
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "vocabulary": number("vocab_size"),
-        "sequence": number("max_position_embeddings"),
-        "tied_embedding": _flag(config, "tie_word_embeddings", kind.tied),
-    }
-    if said == "gpt2":
-        others = {
-            "num_query_groups": heads,
-            "kv_channels": hidden // heads,
-            "ffn_hidden_size": number("intermediate_size", 4 * hidden),
-        }
-        return Model(**sizes, **others)
-    others = {
+    inner = number("intermediate_size", 4 * hidden)
+    return {"num_query_groups": heads, "kv_channels": hidden // heads, "ffn_hidden_size": inner}
+
+
+def _like_llama(config: dict[str, Any], kind: _Kind, number: Callable[..., int]) -> dict[str, Any]:
+    """Return what a model of this kind has besides its name and main sizes, by the fields of `Model`."""
+    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    shape = {
         "num_query_groups": number("num_key_value_heads", heads),
         "kv_channels": number("head_dim", hidden // heads),
         "ffn_hidden_size": number(kind.experts.dense if kind.experts else "intermediate_size"),
@@ -203,21 +214,18 @@ def _model(config: dict[str, Any], name: str) -> Model:
         "capped_attention": _is_capped(config, "attn_logit_softcapping"),
         "capped_logits": _is_capped(config, "final_logit_softcapping"),
         "experts": _experts(config, kind.experts, number) if kind.experts else None,
-    }
-    if kind.latent:
-        rank = number("q_lora_rank") if config.get("q_lora_rank") else None
-        others["latent"] = Latent(
-            rank, *map(number, ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-        )
-        others["num_query_groups"] = heads
-    like_llama = {
         "gated": True,
         "rms_norm": True,
         "linear_bias": _has_biases(config),
         "learned_positions": False,
         "dropout": False,
+        **kind.differs,
     }
-    return Model(**{**sizes, **others, **like_llama, **kind.differs})
+    if kind.latent:
+        rank = number("q_lora_rank") if config.get("q_lora_rank") else None
+        sizes = map(number, ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+        shape |= {"latent": Latent(rank, *sizes), "num_query_groups": heads}
+    return shape
 
 
 def _windows(config: dict[str, Any], kind: _Kind, number: Callable[..., int]) -> dict[str, Any]:

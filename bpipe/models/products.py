@@ -12,10 +12,10 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
+from bpipe.models.expert_parallel import routed_tokens
 from bpipe.models.layout import Setup
 from bpipe.models.parts import Latent, LayerKind
 from bpipe.models.rates import Rates
-from bpipe.models.routed import routed_tokens
 from bpipe.models.sizes import element_bytes, num_tokens
 
 # Rows and columns, and what it reaches of the largest's rate: the smaller reads more for every result it computes.

@@ -16,8 +16,9 @@ from bpipe.generate.families import FAMILIES
 from bpipe.generate.turns import WarmUp
 from bpipe.ir.hosts import PAIR
 from bpipe.models.layout import Setup
-from bpipe.models.memory import rank_states, with_state, working_bytes
+from bpipe.models.memory import rank_states, with_state
 from bpipe.models.saved import stage_bytes
+from bpipe.models.working import working_bytes
 
 
 def least_warm_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> int:

@@ -14,10 +14,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from bpipe.ir.layout import Vocabulary
-from bpipe.models.compute import PartSeconds, part_seconds, shard_seconds, stage_cost, update_seconds
+from bpipe.models.costs import PartSeconds, part_seconds, stage_cost
+from bpipe.models.layers.ends import shard_seconds
 from bpipe.models.layout import Setup
 from bpipe.models.profile import Profile
 from bpipe.models.recompute import StageLayers
+from bpipe.models.replicas import update_seconds
 from bpipe.models.slices import slice_setups
 from bpipe.plan.predict import costs_of
 from bpipe.simulate.cost import ShardCost, StageCost, scaled

@@ -27,8 +27,9 @@ from bpipe.ir.hosts import ALL, IN_NODES, PAIR, POOL
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import Memory, num_transfers
 from bpipe.ir.schedule import Schedule
+from bpipe.models.activations import parts_of, sizes_of
 from bpipe.models.layout import Setup, split_layers
-from bpipe.models.memory import DeviceBesides, besides_of, link_bytes, parts_of, sizes_of
+from bpipe.models.memory import DeviceBesides, besides_of, link_bytes
 from bpipe.models.profile import Profile
 from bpipe.plan.fewest_layers import more_recomputed
 from bpipe.plan.fit import Fit, budget_text, plan_lines

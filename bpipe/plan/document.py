@@ -20,7 +20,6 @@ from bpipe.plan.predict import SetupPrediction
 def configuration(setup: Setup) -> dict[str, Any]:
     """Return the configuration, named as the command's flags are; what only some schedules take is there where they
     do."""
-    family = FAMILIES[setup.schedule]
     return {
         "model": setup.model.name,
         "cluster": f"{setup.cluster.device.name}:{setup.cluster.num_nodes}x{setup.cluster.devices_per_node}",
@@ -42,8 +41,7 @@ def configuration(setup: Setup) -> dict[str, Any]:
         "schedule": setup.schedule,
         "chunks": setup.chunks,
         "balance": setup.balance,
-        **({"bound": list(setup.how.bounds)} if setup.how.bounds is not None else {}),
-        **({"hosts": setup.how.hosts} if setup.how.hosts != PAIR else {}),
+        **_balance(setup),
         "precision": setup.precision,
         **_fp8(setup),
         "distributed_optimizer": setup.distributed_optimizer,
@@ -52,16 +50,30 @@ def configuration(setup: Setup) -> dict[str, Any]:
         **({"calibration_factor": setup.cluster.factor} if setup.cluster.factor != 1 else {}),
         **({"kernel_times": setup.cluster.kernels.device} if setup.cluster.kernels is not None else {}),
         **asdict(setup.switches),
-        **({"group": setup.group_size} if setup.group is not None or (family.takes_groups and family.splits) else {}),
-        **({"delay": setup.delay} if family.takes_delay else {}),
-        **({"slices": setup.slices, "slice_lengths": lengths_of(slice_bounds(setup))} if setup.slices > 1 else {}),
-        **({"keep_weights_halves": setup.keep_weights_halves} if family.splits else {}),
-        **(
-            {"vocabulary_parallel": setup.vocabulary_parallel, "input_shards": setup.input_shards}
-            if setup.is_sharded
-            else {}
-        ),
+        **_order(setup),
     }
+
+
+def _balance(setup: Setup) -> dict[str, Any]:
+    bound = {} if setup.how.bounds is None else {"bound": list(setup.how.bounds)}
+    return bound if setup.how.hosts == PAIR else {**bound, "hosts": setup.how.hosts}
+
+
+def _order(setup: Setup) -> dict[str, Any]:
+    """Return what of the configuration decides the order of computations beside the schedule."""
+    family = FAMILIES[setup.schedule]
+    said: dict[str, Any] = {}
+    if setup.group is not None or (family.takes_groups and family.splits):
+        said["group"] = setup.group_size
+    if family.takes_delay:
+        said["delay"] = setup.delay
+    if setup.slices > 1:
+        said |= {"slices": setup.slices, "slice_lengths": lengths_of(slice_bounds(setup))}
+    if family.splits:
+        said["keep_weights_halves"] = setup.keep_weights_halves
+    if setup.is_sharded:
+        said |= {"vocabulary_parallel": setup.vocabulary_parallel, "input_shards": setup.input_shards}
+    return said
 
 
 def _pattern(setup: Setup) -> dict[str, Any]:

@@ -14,11 +14,12 @@ from bpipe.generate.families import default_family
 from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
 from bpipe.ir.layout import EVEN
 from bpipe.models.cluster import Cluster, gib_text
-from bpipe.models.compute import hosts_of, links, update_seconds
 from bpipe.models.kernel_shapes import kernel_shapes
 from bpipe.models.layout import EVENLY, Setup
+from bpipe.models.links import hosts_of, links
 from bpipe.models.memory import TIGHT
 from bpipe.models.profile import Profile
+from bpipe.models.replicas import update_seconds
 from bpipe.models.saved import kept_share
 from bpipe.plan.judge import Candidate, Closest
 from bpipe.plan.predict import SetupPrediction, costs_of, steady_timing

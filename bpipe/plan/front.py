@@ -10,7 +10,7 @@ predicting all would find. Knows no command line.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -98,11 +98,9 @@ def not_searched(space: Space) -> tuple[str, ...]:
     """Name what a space leaves out that may need less memory or take less time, each with the flag that searches it,
     if there is one."""
     moves = set(space.balances) != {BALANCES[0]}
-    hosts = [one for one in ARRANGEMENTS if one not in space.hosts]
-    scopes = [one for one in SEARCHED_SCOPES if one not in space.recompute]
     families = [FAMILIES[name] for name in space.schedules]
-    others = [name for name in SEARCHED if name not in space.schedules]
-    shards = [one for one in VOCABULARIES if one not in space.vocabularies]
+    hosts, scopes = _but(ARRANGEMENTS, space.hosts), _but(SEARCHED_SCOPES, space.recompute)
+    others, shards = _but(SEARCHED, space.schedules), _but(VOCABULARIES, space.vocabularies)
     every = (
         (
             space.vocabulary_parallel is None,
@@ -132,6 +130,10 @@ def not_searched(space: Space) -> tuple[str, ...]:
         (space.contexts == (1,), "sequences in parts (--cp 1 2 ...)"),
     )
     return tuple(text for is_left_out, text in every if is_left_out)
+
+
+def _but(every: Iterable[str], given: Collection[str]) -> list[str]:
+    return [one for one in every if one not in given]
 
 
 def _needs_unless_beaten(known: _Unbeaten, setup: Setup, bound_s: float, most: int) -> int | None:

@@ -13,8 +13,9 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from bpipe.models.activations import moves_anything
 from bpipe.models.layout import Setup
-from bpipe.models.memory import least_bytes, least_shared_bytes, moves_anything, peak_bytes, rank_states
+from bpipe.models.memory import least_bytes, least_shared_bytes, peak_bytes, rank_states
 from bpipe.models.recompute import BLOCK
 from bpipe.models.warm_up import least_warm_bytes
 from bpipe.plan.fewest_layers import OPEN, fewest_layers, with_block

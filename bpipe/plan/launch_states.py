@@ -10,18 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bpipe.features import (
-    PLACED,
-    SHARDED,
-    SLICED,
-    Feature,
-    Settings,
-    State,
-    by_state,
-    features_of,
-    has_experts,
-    settings_of,
-)
+from bpipe.features.asked import by_state, features_of, settings_of
+from bpipe.features.feature import Feature, Settings, State, has_experts
+from bpipe.features.table import PLACED, SHARDED, SLICED
 from bpipe.generate.families import FAMILIES, default_family
 from bpipe.ir.layout import REDISTRIBUTE
 from bpipe.ir.program import Exchange

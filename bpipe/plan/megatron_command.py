@@ -2,16 +2,15 @@
 
 In: the command's words. Out: a `Reading`: options, and what is left out.
 
-Three tables decide: what is read (`flags.launches.READ`); what would change the result and is not modelled, so an error
-(`REFUSED`); and what changes neither memory nor time (`WITHOUT_INFLUENCE`). Any other flag is listed as not considered.
-Imports no Megatron; a test holds the tables to the parser of the installed one. Knows no cluster.
+`flags.launches.READ` says what is read; `other_flags` what would change the result and is not modelled, so an error,
+and what changes neither memory nor time. Any other flag is listed as not considered. Imports no Megatron; a test holds
+the tables to the parser of the installed one. Knows no cluster.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any
 
@@ -30,205 +29,22 @@ from bpipe.plan.expert_flags import parts_of_flags
 from bpipe.plan.hybrid_flags import hybrid_of_flags, layers_of, settle_pattern
 from bpipe.plan.layer_split import Split
 from bpipe.plan.megatron_names import refuse_mistyped
+from bpipe.plan.other_flags import REFUSED, is_without_influence, refused_for, takes_any_value
 from bpipe.plan.recompute_flags import scope_of_flags
 
-_OFFLOAD, _FSDP, _LOW = (
-    "offloading",
-    "sharding by FSDP",
-    "4-bit training, and 8-bit training of some layers or of more than matrices",
-)
-GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
-# Flags that take a value are refused where it is none of these; of one that says how many shards, 1 is none.
-_NEUTRAL = ("0", "None", "none")
-_ONE_IS_NEUTRAL = (
-    "--tensor-parallel-num-weight-shards",
-    "--expert-tensor-parallel-num-weight-shards",
-)
-REFUSED = {
-    "--moe-layer-recompute": "an old name of --recompute-granularity selective --recompute-modules moe, which is read",
-    "--moe-latent-size": "experts of a smaller hidden size",
-    "--expert-tensor-parallel-num-weight-shards": "weights sharded beyond tensor parallelism",
-    **dict.fromkeys(
-        ("--cpu-offloading-num-layers", "--fine-grained-activation-offloading", "--optimizer-cpu-offload"), _OFFLOAD
-    ),
-    **dict.fromkeys(("--use-megatron-fsdp", "--use-torch-fsdp2"), _FSDP),
-    **dict.fromkeys(("--fp4-format", "--first-last-layers-bf16", "--fp8-output-proj"), _LOW),
-    "--hybrid-context-parallel": "context parallelism of each sequence's own size",
-    "--tensor-parallel-num-weight-shards": "weights sharded beyond tensor parallelism",
-    "--distribute-saved-activations": "distributed saved activations",
-    "--experimental-attention-variant": "another attention",
-    **dict.fromkeys(("--mtp-num-layers", "--mtp-hybrid-override-pattern"), "multi-token prediction"),
-    **dict.fromkeys(
-        ("--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json"),
-        "layers of different kinds",
-    ),
-    "--disable-mamba-mem-eff-path": "Mamba layers by kernels that keep more",
-    "--attention-output-gate": "a gate behind attention",
-    "--quick-geglu": "this activation function",
-    "--use-checkpoint-args": "sizes that stand in a checkpoint",
-    "--yaml-cfg": "flags that stand in a file",
-    GROUP: "larger groups of micro-batches",
-    "--bpipe-kept": "another share of a micro-batch than the model's",
-}
-
-WITHOUT_INFLUENCE = (
-    *(
-        "--lr",
-        "--lr-*",
-        "--min-lr",
-        "--decoupled-*",
-        "--*weight-decay*",
-        "--adam-*",
-        "--sgd-momentum",
-        "--clip-grad",
-        "--seed",
-    ),
-    *(
-        "--init-method-*",
-        "--train-iters",
-        "--train-samples",
-        "--eval-i*",
-        "--exit-*",
-        "--finetune",
-        "--skip-train",
-        "--norm-epsilon",
-    ),
-    *(
-        "--save",
-        "--save-interval",
-        "--save-retain-interval",
-        "--load",
-        "--no-load-*",
-        "--no-save-*",
-        "--ckpt-*",
-        "--dist-ckpt-*",
-    ),
-    *(
-        "--async-*",
-        "--auto-detect-ckpt-format",
-        "--use-dist-ckpt",
-        "--non-persistent-*",
-        "--override-opt*",
-        "--use-checkpoint-opt*",
-    ),
-    *(
-        "--data-path",
-        "--*-data-path",
-        "--data-args-path",
-        "--data-cache-path",
-        "--split",
-        "--mock-data",
-        "--num-workers",
-    ),
-    *(
-        "--dataloader-type",
-        "--no-mmap-bin-files",
-        "--num-dataset-builder-threads",
-        "--no-create-attention-mask-in-dataloader",
-    ),
-    *(
-        "--tokenizer-*",
-        "--vocab-file",
-        "--merge-file",
-        "--trust-remote-code",
-        "--null-tokenizer-*",
-        "--reset-*",
-        "--eod-mask-loss",
-    ),
-    *(
-        "--log-*",
-        "--tensorboard-*",
-        "--wandb-*",
-        "--timing-*",
-        "--one-logger-*",
-        "--no-one-logger",
-        "--app-tag-*",
-        "--logging-level",
-    ),
-    *(
-        "--profile*",
-        "--use-pytorch-profiler",
-        "--pytorch-profiler-*",
-        "--manual-gc*",
-        "--distributed-timeout-*",
-        "--distributed-backend",
-    ),
-    *(
-        "--loss-scale*",
-        "--initial-loss-scale",
-        "--min-loss-scale",
-        "--hysteresis",
-        "--rotary-base",
-        "--use-mcore-models",
-        "--rerun-mode",
-    ),
-    *(
-        "--no-check-for-nan-in-loss-and-grad",
-        "--disable-gloo-process-groups",
-        "--use-cpu-initialization",
-        "--no-initialization",
-    ),
-    *(
-        "--bpipe-report*",
-        "--bpipe-timeout",
-        "--bpipe-peak-tflops",
-        "--bpipe-executor",
-        "--local-rank",
-        "--ddp-average-in-collective",
-    ),
-    *("--fp8-margin", "--fp8-amax-*", "--bpipe-strict", "--bpipe-verify", "--bpipe-no-repairs", "--mamba-inference-*"),
-)
-
-# Of these, flags whose one value may even be unknown.
-ANY_VALUE = (
-    *(
-        "--save",
-        "--load",
-        "--save-interval",
-        "--data-path",
-        "--*-data-path",
-        "--data-args-path",
-        "--data-cache-path",
-        "--split",
-        "--seed",
-    ),
-    *(
-        "--tokenizer-model",
-        "--vocab-file",
-        "--merge-file",
-        "--tensorboard-dir",
-        "--wandb-project",
-        "--wandb-exp-name",
-        "--wandb-save-dir",
-    ),
-    *(
-        "--lr",
-        "--min-lr",
-        "--lr-*-iters",
-        "--lr-*-samples",
-        "--lr-warmup-fraction",
-        "--train-iters",
-        "--train-samples",
-        "--eval-i*",
-    ),
-    *("--exit-interval", "--exit-duration-in-mins", "--log-interval", "--bpipe-report", "--num-workers"),
-)
-
 # Fields that a launch says as they are.
-_CUT = (
-    *(
-        "tensor",
-        "micro_batch",
-        "global_batch",
-        "schedule",
-        "delay",
-        "bound",
-        "memory",
-        "hosts",
-        "min_bytes",
-        "keep_weights_halves",
-    ),
-)
+_CUT = [
+    "tensor",
+    "micro_batch",
+    "global_batch",
+    "schedule",
+    "delay",
+    "bound",
+    "memory",
+    "hosts",
+    "min_bytes",
+    "keep_weights_halves",
+]
 
 # Where the flags do not say it.
 VOCABULARIES = {"GPT2BPETokenizer": 50257}
@@ -263,14 +79,10 @@ def read_command(words: Sequence[str], unknown: Callable[[str], str | None] = la
     found, rest = parser_of_launch(READ.values()).parse_known_args(flags, Options())
     others = _others(rest)
     for flag, value in others:
-        # Groups of as many micro-batches as there are ranks are what Megatron has anyway.
-        own_group = flag == GROUP and value == str(found.pipeline_model_parallel_size)
-        is_neutral = value in _NEUTRAL or (value == "1" and flag in _ONE_IS_NEUTRAL)
-        if flag in REFUSED and not is_neutral and not own_group:
+        reason = refused_for(flag, value, str(found.pipeline_model_parallel_size))
+        if reason is not None:
             said = f"{flag} {value}".rstrip()
-            raise ValueError(
-                f"{said}: {REFUSED[flag]}: not modelled; leave the flag out to predict the training without"
-            )
+            raise ValueError(f"{said}: {reason}: not modelled; leave the flag out to predict the training without")
     notes: list[str] = []
     settle_pattern(found, notes)
     options = {**_model(found, notes), **_parallel(found), **_training(found, notes)}
@@ -280,7 +92,7 @@ def read_command(words: Sequence[str], unknown: Callable[[str], str | None] = la
     if vocabulary is not None:
         options.setdefault("vocabulary", vocabulary)
     scope, unmodelled = scope_of_flags(found, notes)
-    left = sorted({flag for flag, _ in others if flag not in REFUSED and not _is_without_influence(flag)})
+    left = sorted({flag for flag, _ in others if flag not in REFUSED and not is_without_influence(flag)})
     refuse_mistyped(left)
     options["recompute"] = scope
     return Reading(options, unmodelled, tuple(left), tuple(notes), _devices(launcher), tuple(others), tuple(flags))
@@ -294,10 +106,6 @@ def flags_of_command(words: Sequence[str], unknown: Callable[[str], str | None] 
     _, flags = _without_launcher(words, unknown)
     _refuse_unknown(flags, unknown)
     return flags
-
-
-def _is_without_influence(flag: str) -> bool:
-    return any(fnmatchcase(flag, pattern) for pattern in WITHOUT_INFLUENCE)
 
 
 def _without_launcher(words: Sequence[str], unknown: Callable[[str], str | None]) -> tuple[list[str], list[str]]:
@@ -318,7 +126,7 @@ def _refuse_unknown(flags: Sequence[str], unknown: Callable[[str], str | None]) 
     reasons = []
     for before, word in pairwise(("", *flags)):
         reason = unknown(word)
-        if reason is not None and not any(fnmatchcase(before, pattern) for pattern in ANY_VALUE):
+        if reason is not None and not takes_any_value(before):
             reasons.append(reason)
     if reasons:
         known = "; ".join(dict.fromkeys(reasons))
@@ -366,29 +174,38 @@ def _model(found: Options, notes: list[str]) -> dict[str, Any]:
     hidden, heads = found.hidden_size, found.num_attention_heads
     if found.kv_channels is None and hidden % heads:
         raise ValueError(f"--num-attention-heads {heads} does not divide --hidden-size {hidden}: give --kv-channels")
-    ffn = int(4 * hidden * 2 / 3 / 64) * 64 if found.swiglu else 4 * hidden
-    position = "rope" if found.use_rotary_position_embeddings else found.position_embedding_type
-    if position not in ("rope", "learned_absolute", "none"):
-        notes.append(f"--position-embedding-type {position} is predicted as rope")
-    dropouts = {found.attention_dropout > 0, found.hidden_dropout > 0}
-    if len(dropouts) > 1:
-        notes.append("one of --attention-dropout and --hidden-dropout is 0: predicted as if neither was")
+    ffn = found.ffn_hidden_size or (int(4 * hidden * 2 / 3 / 64) * 64 if found.swiglu else 4 * hidden)
+    position = _position(found, notes)
     options = {
         "num_layers": found.num_layers,
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "num_query_groups": found.num_query_groups if found.group_query_attention else heads,
         "kv_channels": found.kv_channels or hidden // heads,
-        "ffn_hidden_size": found.ffn_hidden_size or ffn,
+        "ffn_hidden_size": ffn,
         "sequence": found.seq_length,
         **{flag.field: getattr(found, flag.field) for flag in MODEL_SWITCHES if flag.launch is not None},
         "rms_norm": found.normalization == "RMSNorm",
         "rotary": position != "learned_absolute",
-        "no_dropout": dropouts == {False},
+        "no_dropout": not _has_dropout(found, notes),
     }
-    options |= {**parts_of_flags(found, found.ffn_hidden_size or ffn, notes), **hybrid_of_flags(found, position)}
+    options |= {**parts_of_flags(found, ffn, notes), **hybrid_of_flags(found, position)}
     vocabulary = found.padded_vocab_size or found.vocab_size
     return {**options, "vocabulary": vocabulary} if vocabulary else options
+
+
+def _position(found: Options, notes: list[str]) -> str:
+    position: str = "rope" if found.use_rotary_position_embeddings else found.position_embedding_type
+    if position not in ("rope", "learned_absolute", "none"):
+        notes.append(f"--position-embedding-type {position} is predicted as rope")
+    return position
+
+
+def _has_dropout(found: Options, notes: list[str]) -> bool:
+    dropouts = {found.attention_dropout > 0, found.hidden_dropout > 0}
+    if len(dropouts) > 1:
+        notes.append("one of --attention-dropout and --hidden-dropout is 0: predicted as if neither was")
+    return True in dropouts
 
 
 def _parallel(found: Options) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from bpipe.ir.hosts import PAIR
 from bpipe.ir.layout import EVEN, Vocabulary
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster import Cluster, parse_cluster
-from bpipe.models.compute import lengths_of_equal_seconds
+from bpipe.models.costs import lengths_of_equal_seconds
 from bpipe.models.fp8 import RECIPES, Fp8
 from bpipe.models.hugging_face import find_model
 from bpipe.models.layout import Setup, setup_from_values, split_layers

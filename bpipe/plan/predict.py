@@ -7,6 +7,7 @@ The schedule is the very one that would run. Knows no command line and compares 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,10 +15,11 @@ from bpipe.build import built, unchecked
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.hosts import HOST_MEMORY, other_ranks
 from bpipe.ir.memory import num_transfers
-from bpipe.models.compute import predict_costs
+from bpipe.models.activations import keeps_own
+from bpipe.models.costs import predict_costs
 from bpipe.models.flops import mfu, training_flops
 from bpipe.models.layout import Setup
-from bpipe.models.memory import RankMemory, keeps_own, predict_memory
+from bpipe.models.memory import RankMemory, predict_memory
 from bpipe.models.profile import Profile
 from bpipe.models.tensor_parallel import Exposed, exposed
 from bpipe.simulate.bandwidth import required_bytes_per_s, steady_bytes_per_s
@@ -222,21 +224,27 @@ def _bandwidth(setup: Setup, costs: Costs, moves: tuple[int, ...]) -> Bandwidth 
     """None where nothing moves."""
     if not any(moves):
         return None
-    needs = []
     # As many micro-batches as fill the pipeline tell who hosts for whom.
     count = setup.num_microbatches if setup.how.activation_budget else min(setup.num_microbatches, setup.pipeline)
     hosts = unchecked(setup.program(count)).hosts or ()
-    for rank, evictions in enumerate(moves):
-        if not evictions:
-            continue
-        ways = [*other_ranks(hosts[rank]), *(rank for host in hosts[rank] if host <= HOST_MEMORY)]
-        speeds = [costs.links.link(rank, other).bytes_per_s for other in ways]
-        available = min((speed for speed in speeds if speed is not None), default=None)
-        for stage in setup.stages_of(rank):
-            for cost in costs.of_stage(stage):
-                if cost.whole_forward_s and available is not None:
-                    needs.append(_need_of(cost, float(available)))
+    needs = [
+        need
+        for rank, evictions in enumerate(moves)
+        if evictions
+        for need in _needs_of_rank(rank, setup.stages_of(rank), costs, hosts[rank])
+    ]
     return max(needs, key=lambda need: need.required_bytes_per_s / need.available_bytes_per_s, default=None)
+
+
+def _needs_of_rank(rank: int, stages: Iterable[int], costs: Costs, hosts: Sequence[int]) -> list[Bandwidth]:
+    """Return what transfers of each of a rank's stages need of its slowest link; nothing where no link has a speed."""
+    ways = [*other_ranks(hosts), *(rank for host in hosts if host <= HOST_MEMORY)]
+    speeds = [costs.links.link(rank, other).bytes_per_s for other in ways]
+    available = min((speed for speed in speeds if speed is not None), default=None)
+    if available is None:
+        return []
+    every = (cost for stage in stages for cost in costs.of_stage(stage))
+    return [_need_of(cost, float(available)) for cost in every if cost.whole_forward_s]
 
 
 def _need_of(cost: StageCost, available: float) -> Bandwidth:

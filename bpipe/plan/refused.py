@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bpipe.build import BALANCES
-from bpipe.features import PLACED, SHARDED, Settings, asked_by, reasons, reasons_of, settings_of, sliced_reasons
+from bpipe.features.asked import asked_by, reasons, reasons_of, settings_of, sliced_reasons
+from bpipe.features.feature import Settings
+from bpipe.features.table import PLACED, SHARDED
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.program import Exchange
 from bpipe.models.layout import Setup

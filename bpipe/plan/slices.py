@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from bpipe.build import BALANCES
 from bpipe.generate.families import FAMILIES
-from bpipe.models.compute import lengths_of_equal_seconds
+from bpipe.models.costs import lengths_of_equal_seconds
 from bpipe.models.layout import Setup
 from bpipe.models.slice_lengths import even_bounds
 

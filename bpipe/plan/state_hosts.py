@@ -17,10 +17,11 @@ from typing import Any
 from bpipe.build import BALANCES
 from bpipe.flags.budgets import HostedState, write_moves
 from bpipe.models.cluster import gib_text
-from bpipe.models.compute import links
 from bpipe.models.layout import EVENLY, Setup
-from bpipe.models.memory import RankMemory, parameter_bytes
+from bpipe.models.links import links
+from bpipe.models.memory import RankMemory
 from bpipe.models.profile import Profile
+from bpipe.models.states import parameter_bytes
 from bpipe.plan.predict import SetupPrediction, predict
 
 FLAG = "--bpipe-optimizer-hosts"

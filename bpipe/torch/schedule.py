@@ -46,6 +46,20 @@ _OURS = (*KIND_OF.values(), Computation.OVERLAP_F_B)
 _DEFAULT = default_family(1)
 
 
+def _refuse_late_receives(torch_options: dict[str, Any]) -> None:
+    if torch_options.pop("defer_pp_recv", False):
+        raise ValueError(
+            "defer_pp_recv receives as late as it can, and by that order pipelines wait for themselves even where "
+            "nothing is balanced: leave it out"
+        )
+
+
+def _device_of(stages: Sequence[Any]) -> torch.device:
+    """Return the device of these stages: of CPUs there is one, whatever index a mesh gives it."""
+    device = torch.device(stages[0].device)
+    return torch.device("cpu") if device.type == "cpu" else device
+
+
 class BalancedSchedule(Runtime):  # type: ignore[misc]
     """A schedule, torch's or ours, balanced, under torch's own runtime.
 
@@ -90,11 +104,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         `backward_requires_autograd`. Raises ValueError for what cannot be built or run.
         """
         stages = list(stages) if isinstance(stages, (list, tuple)) else [stages]
-        if torch_options.pop("defer_pp_recv", False):
-            raise ValueError(
-                "defer_pp_recv receives as late as it can, and by that order pipelines wait for themselves even where "
-                "nothing is balanced: leave it out"
-            )
+        _refuse_late_receives(torch_options)
         bounds = (bounds,) if isinstance(bounds, int) else bounds
         how = named_balance(balance, bounds, partners, hosts=hosts)
         self.config = config_of(schedule, stages, n_microbatches, how, group_size)
@@ -113,10 +123,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         own = {stage.stage_index for stage in stages}
         self.buffers = ReceiveBuffers(stages, own.__contains__) if lean_buffers else None
         self._calls: StepCalls | None = None
-        device = torch.device(stages[0].device)
-        if device.type == "cpu":
-            # There is one, whatever index a mesh gives it.
-            device = torch.device("cpu")
+        device = _device_of(stages)
         try:
             connections = connected(stages[0].group, self.schedule, transport, timeout_s, device)
         except (ValueError, RuntimeError) as error:
@@ -126,10 +133,9 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         refuse_standstill(self.schedule, self.pipeline_order_with_comms, device, self.links, differing)
         if connections.table:
             logger.info("bpipe: %s", connections.table)
-        name = f"rank {dist.get_rank()}"
-        self.verifier = Verifier(name, device, verify) if verify else None
-        engine_config = EngineConfig(
-            name=name,
+        self.verifier = Verifier(f"rank {dist.get_rank()}", device, verify) if verify else None
+        config = EngineConfig(
+            name=f"rank {dist.get_rank()}",
             device=device,
             minimum_bytes=minimum_bytes,
             timeout_s=timeout_s,
@@ -140,7 +146,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
             waiting=self._between_halves,
             verifier=self.verifier,
         )
-        self.engine = Engine(self.schedule, self.rank, connections.transports(differing) or None, engine_config, meter)
+        self.engine = Engine(self.schedule, self.rank, connections.transports(differing) or None, config, meter)
 
     @classmethod
     def of(cls, other: Any, **options: Any) -> BalancedSchedule:

@@ -56,7 +56,7 @@ def refuse_packed(args: Any) -> None:
 
     They would train on pre-training data all the same, each row as one sequence, and say nothing.
     """
-    from bpipe.features import Settings
+    from bpipe.features.feature import Settings
 
     given = Settings(args)
     for name, wanted in (

@@ -31,7 +31,7 @@ from bpipe.formats.grid import write_grid
 from bpipe.formats.messages import write_runtime
 from bpipe.formats.text import write_csv
 from tests.unit.plan.bash_scripts import Script
-from tests.unit.test_messages import TORCH
+from tests.unit.formats.test_messages import TORCH
 from validation.fuzz import given, records, runs
 from validation.fuzz.damage import damaged_json, damaged_text
 from validation.fuzz.reader import Reader, Wrong

@@ -18,11 +18,12 @@ from bpipe.ir.host_buffers import num_host_buffers
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster import parse_cluster
-from bpipe.models.compute import links, update_seconds
 from bpipe.models.flops import mfu, training_flops
 from bpipe.models.layout import Setup, split_layers
+from bpipe.models.links import links
 from bpipe.models.memory import predict_memory
 from bpipe.models.model import PRESETS, Model, gpt
+from bpipe.models.replicas import update_seconds
 from bpipe.models.saved import moved_bytes, saves_input
 from bpipe.models.sizes import sent_bytes
 from bpipe.plan.predict import predict, simulation_of

@@ -25,9 +25,9 @@ from bpipe.generate.timing import stage_ticks
 from bpipe.ir.layout import Layout
 from bpipe.ir.schedule import Schedule
 from bpipe.models.cluster import parse_cluster
-from bpipe.models.compute import update_seconds
 from bpipe.models.layout import Setup
 from bpipe.models.model import gpt
+from bpipe.models.replicas import update_seconds
 from bpipe.models.switches import Switches
 from bpipe.plan.predict import costs_of
 from bpipe.simulate.cost import Costs

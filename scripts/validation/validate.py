@@ -21,8 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bpipe.models.cluster import GIB
-from bpipe.models.compute import output_seconds, predict_costs
+from bpipe.models.costs import predict_costs
 from bpipe.models.flops import training_flops
+from bpipe.models.layers.ends import output_seconds
 from bpipe.models.model import PRESETS
 from bpipe.models.saved import stage_bytes
 from bpipe.plan.estimate import estimate
@@ -174,7 +175,7 @@ def grid_part() -> list[str]:
         f"nothing: "
         f"{', '.join(unclaimed) or 'none'}.",
         "",
-        "Constants, the same for all rows, in `bpipe/models/memory.py` with their sources: 2 + 2 + 12/d bytes a "
+        "Constants, the same for all rows, in `bpipe/models/memory.py` and `states.py` with their sources: 2 + 2 + 12/d bytes a "
         "parameter (16-bit "
         "gradients, ZeRO-1), 79.25 GiB usable, 0.5 GiB context, 688 MiB a communicator (544 between two), 15 % "
         "fragmentation of "

@@ -106,15 +106,18 @@ def _kind(declared: Any, value: Any) -> str | None:
     if type(value) is bool and declared.kind() != "BoolType":
         # Python takes it for a number, a graph does not.
         return None
-    if declared.kind() != "ListType":
-        return _WORDS.get(declared.kind())
-    element = declared.getElementType()
+    if declared.kind() == "ListType":
+        return _kind_of_list(declared.getElementType(), value) if isinstance(value, list) else None
+    return _WORDS.get(declared.kind())
+
+
+def _kind_of_list(element: Any, values: list[Any]) -> str | None:
+    """The same of a list."""
     if element.kind() == "OptionalType":
         inner = _WORDS.get(element.getElementType().kind())
-        return f"{inner}?[]" if inner and isinstance(value, list) else None
+        return inner and f"{inner}?[]"
     inner = _WORDS.get(element.kind())
-    can = isinstance(value, list) and all(_kind(element, each) for each in value)
-    return f"{inner}[]" if inner and can else None
+    return inner and f"{inner}[]" if all(_kind(element, each) for each in values) else None
 
 
 @functools.cache

@@ -32,6 +32,13 @@ def values(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, dict[st
     return rebuilt(args, value), {name: rebuilt(each, value) for name, each in kwargs.items()}
 
 
+def _outputs(found: Any) -> list[torch.Tensor | None] | None:
+    """Return the tensors that an operation made, None where it made anything else."""
+    outputs = [found] if isinstance(found, torch.Tensor) else list(found) if isinstance(found, (tuple, list)) else None
+    are_tensors = outputs is not None and all(each is None or isinstance(each, torch.Tensor) for each in outputs)
+    return outputs if are_tensors else None
+
+
 class Results:
     """Results of one session. `known`: by `Call.result_key`, what an operation makes."""
 
@@ -42,18 +49,16 @@ class Results:
     def hand_out(self, call: Call, found: Any) -> Any:
         self._own(call)
         is_one = isinstance(found, torch.Tensor)
-        outputs = [found] if is_one else list(found) if isinstance(found, (tuple, list)) else None
-        if outputs is None or not all(each is None or isinstance(each, torch.Tensor) for each in outputs):
+        outputs = _outputs(found)
+        if outputs is None:
             if found is None:
                 self._remember(call, Outputs((), False))
             return found
         arguments = {id(value_of(source)): place for place, source in reversed(list(enumerate(call.sources)))}
-        handed, forms = (
-            zip(*(self._one(call, each, arguments) for each in outputs), strict=True) if outputs else ((), ())
-        )
+        made = [self._one(call, each, arguments) for each in outputs]
         if all(each is None or is_plain(each) for each in outputs):
-            self._remember(call, Outputs(tuple(forms), is_one))
-        return handed[0] if is_one else list(handed)
+            self._remember(call, Outputs(tuple(form for _, form in made), is_one))
+        return made[0][0] if is_one else [handed for handed, _ in made]
 
     def _one(
         self, call: Call, output: torch.Tensor | None, arguments: Mapping[int, int]

@@ -252,19 +252,19 @@ class Session:
         node = self._found(key)
         if call.is_host and not function.is_random:
             return run_below(operation, args, kwargs)
-        if (
-            node is not None
-            and not self._runs_at_once
-            and not call.is_awaited
-            and not (call.has_shared and call.reaches_shared)
-        ):
-            made = self._results.known.get(call.result_key())
-            if made is not None:
-                return self._gather(call, node, made)
+        made = self._known(call)
+        if node is not None and made is not None:
+            return self._gather(call, node, made)
         refuse_other_higher_derivatives()
         # In this thread, when all that was issued before has run.
         self.drain()
         return self._results.hand_out(call, run_below(operation, *values(args, kwargs)))
+
+    def _known(self, call: Call) -> Outputs | None:
+        """Return what the call makes, None where it is not known or something waits for it."""
+        if self._runs_at_once or call.is_awaited or (call.has_shared and call.reaches_shared):
+            return None
+        return self._results.known.get(call.result_key())
 
     def _function(self, operation: Any) -> Function:
         return self._functions.setdefault(id(operation), Function(operation))

@@ -35,7 +35,7 @@ from bpipe.transport.collectives import Collectives, EdgesAndCollectives, Second
 from bpipe.transport.connect import connect
 from bpipe.transport.distributed import PairGroups
 from bpipe.transport.edges import Edges, connect_edges
-from tests.unit.hand_made import v_flat
+from tests.support.hand_made import v_flat
 from tests.unit.runtime.pipeline import Model, in_one_piece
 from tests.unit.runtime.sharded import ShardedModel
 from tests.unit.runtime.sharded import in_one_piece as sharded_in_one_piece

@@ -27,7 +27,7 @@ from tests.gloo.conftest import BPIPE, ROOT, Case, Outcome, asked_for
 from tests.gloo.test_fused_gradients import DEFERRED
 from tests.gloo.test_parallelism import EXPERTS, FP16, LLAMA, OVERLAPS, PLAIN_ATTENTION
 from tests.gloo.test_schedules import GROWS
-from tests.unit.torch_schedules import as_csv, torch_schedule
+from tests.support.torch_schedules import as_csv, torch_schedule
 
 ALIKE = (
     "--attention-dropout",

@@ -27,7 +27,7 @@ from tests.gloo.test_parallelism import (
     PLAIN_ATTENTION,
 )
 from tests.gloo.test_training import same
-from tests.unit.torch_schedules import as_csv, torch_schedule
+from tests.support.torch_schedules import as_csv, torch_schedule
 
 MEASURED = ("--bpipe-min-bytes", "1024", "--bpipe-report", "{folder}/{case}")
 OWN = ("--bpipe-executor", *MEASURED)

@@ -16,7 +16,7 @@ from bpipe.balance.pairs import allocated_bytes
 from bpipe.build import BalanceConfig, ScheduleConfig, build, orders_of
 from bpipe.ir.host_buffers import host_memory_buffers
 from bpipe.ir.memory import StageMemory, peak_of_order
-from bpipe.models.memory import memory_of_setup
+from bpipe.models.activations import memory_of_setup
 from bpipe.plan.budget import Devices, predicted_devices, smallest_bytes, within
 from bpipe.plan.fit import budget_text
 from bpipe.plan.options import setup_from

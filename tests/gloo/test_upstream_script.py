@@ -15,7 +15,7 @@ import pytest
 
 from tests.gloo.conftest import BPIPE, ROOT, TINY, Case, Outcome, asked_for, finish, free_ports, start
 from tests.gloo.test_placed import ALIKE, EIGHT, FOUR, RESUMED, TWO, alike
-from tests.unit.torch_schedules import as_csv, torch_schedule
+from tests.support.torch_schedules import as_csv, torch_schedule
 
 COMMON = (*ALIKE, *EIGHT, "--script", "upstream_script.py")
 UNTIED = ("--untie-embeddings-and-output-weights",)

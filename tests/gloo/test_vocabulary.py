@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from bpipe.models.cluster import parse_cluster
+from bpipe.models.layers.ends import shard_bytes
 from bpipe.models.layout import Setup
 from bpipe.models.model import gpt
-from bpipe.models.saved import shard_bytes
 from bpipe.record.read import read_held
 from tests.gloo.conftest import BPIPE, ITERATIONS, ROOT, Case, Outcome, asked_for, finish, free_ports, start
 from tests.gloo.test_launch import FOUR, iterations

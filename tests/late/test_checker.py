@@ -8,7 +8,7 @@ from bpipe.check.deadlock import WaitLevel, blocked_ranks
 from tests.late.cases import SCHEDULES
 from tests.late.devices import Draw
 from tests.late.pipeline import LatePipeline
-from tests.unit.hand_made import far_ahead
+from tests.support.hand_made import far_ahead
 
 PLANS = {**SCHEDULES, "far ahead": far_ahead}
 CONNECTIONS = {WaitLevel.ASYNCHRONOUS: 0, WaitLevel.ONE_QUEUE: 1}

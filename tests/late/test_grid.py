@@ -33,7 +33,7 @@ from bpipe.transport.distributed import Distributed, Works
 from tests.late.devices import Draw
 from tests.late.loops import LateLoop
 from tests.late.pipeline import LatePipeline
-from tests.unit.hand_made import far_ahead, host_first
+from tests.support.hand_made import far_ahead, host_first
 
 EXCHANGES = {name: {family.exchange, Exchange.POSTED} for name, family in FAMILIES.items()}
 EXCHANGES["interleaved-1f1b"].add(Exchange.MEGATRON_TURNS)

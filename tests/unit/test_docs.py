@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from bpipe import cli
-from bpipe.features import FEATURES, State
+from bpipe.features.feature import State
+from bpipe.features.table import FEATURES
 from bpipe.generate.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +41,7 @@ ELSEWHERE = {
     "bpipe calibrate train.log": "tests/unit/plan/test_calibrate.py",
     "bpipe compare": "tests/unit/commands/test_compare.py",
     "bpipe profile": "tests/unit/commands",
-    "bpipe schedule --schedule 1f1b-split --pp 4 --microbatches 8 --optimal": "tests/unit/test_shortest.py",
+    "bpipe schedule --schedule 1f1b-split --pp 4 --microbatches 8 --optimal": "tests/unit/generate/test_shortest.py",
     "bpipe report": "tests/unit/commands/test_report.py",
     "torchrun --nproc-per-node 8 pretrain_gpt.py": "tests/gloo/test_training.py",
     "torchrun --nproc-per-node 8 -m megatron.scheduling.launch": "tests/gloo/test_launch.py",

@@ -139,6 +139,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "v_half v_min zb_v",
         "families",
     ),
+    "features": ("feature", "table", "asked"),
     "lower": ("align forwards torch_receives turns", "lower", "answered"),
     "balance": ("evict packing", "pairs", "budget", "deadlines pool", "tiers"),
     "check": ("case deadlock", "replicas slices", "rules", "order"),
@@ -151,11 +152,15 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "calibration cluster_file hugging_face parameters recompute",
         "layout",
         "flops rates sizes",
-        "latent routed scan slices",
-        "casts expert_parallel products saved",
-        "context_parallel tensor_parallel",
+        "expert_parallel slices states",
+        "casts products",
+        "context_parallel layers layers.mamba layers.mlp layers.norms tensor_parallel",
+        "layers.attention layers.ends layers.experts",
+        "layers.layer links replicas",
+        "saved",
+        "activations costs working",
         "memory",
-        "compute kernel_shapes profile warm_up",
+        "kernel_shapes profile warm_up",
     ),
     "flags": (
         "flag values",
@@ -165,7 +170,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "launches",
     ),
     "plan": (
-        "bash_arithmetic bash_parts estimate expert_flags fewest_layers fit layer_split megatron_names predict "
+        "bash_arithmetic bash_parts estimate expert_flags fewest_layers fit layer_split megatron_names other_flags predict "
         "recompute_flags shards slices",
         "bash_values bash_words space",
         "bash_commands bounds hybrid_flags judge windows",

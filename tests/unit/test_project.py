@@ -43,6 +43,13 @@ def test_both_halves_of_megatron_are_found(isolated: bool, tmp_path: Path) -> No
     assert Path(bpipe).parts[-2:] == ("bpipe", "__init__.py")
 
 
+def test_unit_tests_mirror_the_source_tree() -> None:
+    """A stranger finds the tests of a room in one guess."""
+    rooms = {path.name for path in (ROOT / "bpipe").iterdir() if (path / "__init__.py").exists()}
+    folders = {path.name for path in (ROOT / "tests/unit").iterdir() if path.is_dir()} - {"__pycache__"}
+    assert folders - rooms == {"scheduling", "terra"}
+
+
 def classes(*folders: Path) -> dict[str, list[str]]:
     """By name, where the classes of all modules below the folders are defined, those inside functions and classes
     too."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron.core.timers import DummyTimer
 
-from bpipe.features import Settings
+from bpipe.features.feature import Settings
 from bpipe.runtime.engine import TIMERS
 from megatron.scheduling.options.arguments import TIMERS_LEVEL
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from bpipe.build import BalanceConfig, ScheduleConfig, built
-from bpipe.features import guarded
+from bpipe.features.asked import guarded
 from bpipe.generate.family import Family
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.host_buffers import links_of

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bpipe.build import BalanceConfig, ScheduleConfig, built
-from bpipe.features import Settings, guarded, reasons
+from bpipe.features.asked import guarded, reasons
+from bpipe.features.feature import Settings
 from bpipe.flags.budgets import MINIMUM_BYTES, HostedState, MemoryBudget
 from bpipe.flags.trainer import TIMEOUT_S
 from bpipe.generate.families import (

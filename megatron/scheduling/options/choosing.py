@@ -13,7 +13,8 @@ from typing import Any
 
 from bpipe.build import BalanceConfig, ScheduleConfig, built, config_of_schedule
 from bpipe.check.order import check_microbatch_order
-from bpipe.features import PLACED, SHARDED, asked_by, reasons_of, sliced_reasons
+from bpipe.features.asked import asked_by, reasons_of, sliced_reasons
+from bpipe.features.table import PLACED, SHARDED
 from bpipe.generate.families import (
     FAMILIES,
     default_family,
@@ -297,6 +298,13 @@ def _unlike(args: Any, schedule: Schedule, sizes: Sizes) -> Iterator[str]:
             f"it has {schedule.layout.slices} slices a micro-batch, and not {args.bpipe_slices}: leave "
             f"--bpipe-slices out"
         )
+    yield from _not_for_a_file(args, schedule)
+    if schedule.layout.shard_kinds:
+        yield "shards of the vocabulary in a file are not trained yet: take the vocabulary whole"
+
+
+def _not_for_a_file(args: Any, schedule: Schedule) -> Iterator[str]:
+    """Which flags say what the file says itself, and the other way round."""
     asked = {
         "group": None if args.bpipe_group == AUTO else args.bpipe_group,
         "delay": args.bpipe_delay,
@@ -313,5 +321,3 @@ def _unlike(args: Any, schedule: Schedule, sizes: Sizes) -> Iterator[str]:
                 yield f"it moves activations itself, within its own bounds: leave --bpipe-{flag} out"
         if not args.bpipe:
             yield "it moves activations: give --bpipe, too"
-    if schedule.layout.shard_kinds:
-        yield "shards of the vocabulary in a file are not trained yet: take the vocabulary whole"

@@ -13,7 +13,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from bpipe.balance.pairs import choose_partners
-from bpipe.features import Settings
+from bpipe.features.feature import Settings
 from bpipe.ir.host_buffers import links_of
 from bpipe.ir.hosts import mirrored_pairs
 from bpipe.ir.schedule import Schedule

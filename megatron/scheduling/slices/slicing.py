@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bpipe.features import Settings
+from bpipe.features.feature import Settings
 from bpipe.ir.layout import EVEN, SliceLengths
 from bpipe.ir.memory import KeptMemory
 from megatron.scheduling.hooks import patches

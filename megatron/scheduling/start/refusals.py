@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from bpipe.features import Settings, has_experts, reasons
+from bpipe.features.asked import reasons
+from bpipe.features.feature import Settings, has_experts
 from bpipe.ir.layout import EVEN
 
 # What makes micro-batches of one stage save differing sizes: where the router sends tokens, what was packed together,

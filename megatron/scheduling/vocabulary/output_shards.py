@@ -25,7 +25,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.utils import unwrap_model
 
-from bpipe.features import SHARDED, reasons_of
+from bpipe.features.asked import reasons_of
+from bpipe.features.table import SHARDED
 from bpipe.vocabulary.rows import Rows
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.loop.halves import backward_of_weight

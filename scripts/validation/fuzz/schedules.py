@@ -17,8 +17,8 @@ from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.formats.read import read
 from bpipe.ir.schedule import Schedule
 from bpipe.lower.align import align
-from tests.unit.oracle import is_sound
-from tests.unit.test_overlap import OVERLAPPED
+from tests.support.oracle import is_sound
+from tests.unit.check.test_overlap import OVERLAPPED
 from validation.fuzz.messages import judge_messages, words_of
 from validation.fuzz.reader import Wrong, outcome
 

@@ -27,11 +27,11 @@ import torch
 
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.hybrid import Hybrid
+from bpipe.models.layers.layer import layer_saved
 from bpipe.models.layout import Setup
 from bpipe.models.model import Model, gpt
 from bpipe.models.parameters import layer_parameters
 from bpipe.models.parts import Experts
-from bpipe.models.saved import layer_saved
 from bpipe.models.sizes import total
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.runtime import capture

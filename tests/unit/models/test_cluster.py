@@ -13,13 +13,15 @@ import pytest
 from bpipe.cli import main
 from bpipe.models.cluster import DEVICES, GIB, parse_cluster
 from bpipe.models.cluster_file import read_cluster
-from bpipe.models.compute import collective_seconds, predict_costs, update_seconds
 from bpipe.models.context_parallel import with_exchange
+from bpipe.models.costs import predict_costs
 from bpipe.models.expert_parallel import exchange
 from bpipe.models.layout import Setup
+from bpipe.models.links import collective_seconds
 from bpipe.models.model import PRESETS
 from bpipe.models.parts import Routing
 from bpipe.models.rates import LINK_EFFICIENCY, LINK_LATENCY_S
+from bpipe.models.replicas import update_seconds
 from bpipe.models.switches import Switches
 from bpipe.models.tensor_parallel import gather_s
 from bpipe.plan.document import configuration

@@ -8,7 +8,7 @@ from bpipe.balance.budget import ActivationBudget
 from bpipe.build import BalanceConfig
 from bpipe.ir.memory import memory_of
 from bpipe.models.cluster import parse_cluster
-from bpipe.models.compute import predict_costs
+from bpipe.models.costs import predict_costs
 from bpipe.models.layout import Setup
 from bpipe.models.model import PRESETS
 from bpipe.models.saved import stage_bytes

@@ -14,18 +14,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bpipe.models.cluster import Cluster, parse_cluster
-from bpipe.models.compute import core_seconds, layer_seconds, predict_costs
 from bpipe.models.context_parallel import exchange_bytes
+from bpipe.models.costs import predict_costs
 from bpipe.models.kernel_shapes import kernel_shapes
+from bpipe.models.layers.attention import core_seconds
+from bpipe.models.layers.layer import layer_saved, layer_seconds
 from bpipe.models.layout import CP_COMM_TYPES, Setup
-from bpipe.models.memory import overhead_bytes, parameter_bytes, predict_memory, rank_parameters, working_bytes
+from bpipe.models.memory import overhead_bytes, predict_memory
 from bpipe.models.model import PRESETS
 from bpipe.models.parts import Routing
 from bpipe.models.places import Grid, nodes_of_copies, paired_places, places
 from bpipe.models.profile import Profile
 from bpipe.models.rates import LINK_EFFICIENCY, LINK_LATENCY_S, Rates
-from bpipe.models.saved import layer_saved, stage_bytes
+from bpipe.models.saved import stage_bytes
 from bpipe.models.sizes import sent_bytes, total
+from bpipe.models.states import parameter_bytes, rank_parameters
+from bpipe.models.working import working_bytes
 from bpipe.plan.predict import predict
 from tests.unit.models.published import DEEPSEEK_V3, MIXTRAL_8X7B
 

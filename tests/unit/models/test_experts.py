@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 
 from bpipe.models.cluster import parse_cluster
-from bpipe.models.compute import layer_seconds, predict_costs
+from bpipe.models.costs import predict_costs
 from bpipe.models.expert_parallel import exchange
 from bpipe.models.flops import training_flops
+from bpipe.models.layers.layer import layer_saved, layer_seconds
 from bpipe.models.layout import Setup
-from bpipe.models.memory import predict_memory, rank_experts, rank_parameters, stage_experts
+from bpipe.models.memory import predict_memory
 from bpipe.models.model import Model
 from bpipe.models.parameters import num_active_parameters, num_parameters
 from bpipe.models.parts import EVERY_LAYER, Experts, Latent, LayerKind, Routing, read_pattern, write_pattern
-from bpipe.models.saved import layer_saved, stage_bytes, stage_saved
+from bpipe.models.saved import stage_bytes, stage_saved
 from bpipe.models.sizes import total
+from bpipe.models.states import rank_experts, rank_parameters, stage_experts
 from tests.unit.models.published import DEEPSEEK_V2, DEEPSEEK_V3, MIXTRAL_8X7B, MIXTRAL_8X22B, QWEN3_30B, QWEN3_235B
 
 # Billions, of all and of those that a token meets.

@@ -13,17 +13,21 @@ import pytest
 from bpipe.cli import main
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.cluster_file import read_cluster
-from bpipe.models.compute import core_seconds, layer_seconds, output_seconds, predict_costs
+from bpipe.models.costs import predict_costs
 from bpipe.models.fp8 import Fp8
+from bpipe.models.layers.attention import core_seconds
+from bpipe.models.layers.ends import output_seconds
+from bpipe.models.layers.layer import layer_saved, layer_seconds
 from bpipe.models.layout import Setup
-from bpipe.models.memory import predict_memory, rank_parameters, stage_matrices, state_bytes, weight_bytes
+from bpipe.models.memory import predict_memory, state_bytes
 from bpipe.models.model import PRESETS
 from bpipe.models.parameters import layer_parameters
 from bpipe.models.parts import Routing
 from bpipe.models.products import layer_products
 from bpipe.models.rates import PRODUCT_EFFICIENCY, Rates
-from bpipe.models.saved import layer_saved, stage_bytes
+from bpipe.models.saved import stage_bytes
 from bpipe.models.sizes import sent_bytes, total
+from bpipe.models.states import rank_parameters, stage_matrices, weight_bytes
 from bpipe.models.switches import Switches
 from bpipe.models.tensor_parallel import gather_s
 from bpipe.plan.megatron_flags import megatron_flags

@@ -19,8 +19,9 @@ from bpipe.ir.layout import one_pipe
 from bpipe.ir.memory import live_bytes, memory_of, num_transfers
 from bpipe.ir.schedule import Schedule
 from bpipe.models.cluster import parse_cluster
-from bpipe.models.compute import halves_seconds, layer_seconds, predict_costs
+from bpipe.models.costs import predict_costs
 from bpipe.models.held import held_by
+from bpipe.models.layers.layer import halves_seconds, layer_seconds
 from bpipe.models.layout import Setup
 from bpipe.models.model import PRESETS
 from bpipe.models.profile import read_profile

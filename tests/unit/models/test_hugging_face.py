@@ -12,15 +12,15 @@ import pytest
 
 from bpipe.cli import main
 from bpipe.models.cluster import parse_cluster
-from bpipe.models.compute import core_seconds, layer_seconds
 from bpipe.models.hugging_face import find_model
+from bpipe.models.layers.attention import core_seconds
+from bpipe.models.layers.layer import layer_bytes, layer_seconds
 from bpipe.models.layout import Setup
-from bpipe.models.memory import rank_parameters
 from bpipe.models.model import Model
 from bpipe.models.parameters import num_active_parameters, num_parameters
 from bpipe.models.parts import Latent, Routing
 from bpipe.models.rates import Rates
-from bpipe.models.saved import layer_bytes
+from bpipe.models.states import rank_parameters
 from bpipe.plan.megatron_command import read_command
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.options import setup_from

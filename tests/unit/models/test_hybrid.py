@@ -13,17 +13,20 @@ from typing import Any
 import pytest
 
 from bpipe.models.cluster import parse_cluster
-from bpipe.models.compute import halves_seconds, layer_seconds, predict_costs
+from bpipe.models.costs import predict_costs
 from bpipe.models.flops import training_flops
 from bpipe.models.fp8 import Fp8
 from bpipe.models.hybrid import Hybrid, split_text
+from bpipe.models.layers.layer import halves_seconds, layer_after_input, layer_bytes, layer_saved, layer_seconds
 from bpipe.models.layout import Setup, split_layers
-from bpipe.models.memory import predict_memory, stage_parameters, working_bytes
+from bpipe.models.memory import predict_memory
 from bpipe.models.model import Model, gpt
 from bpipe.models.parameters import layer_parameters, num_active_parameters, num_parameters
 from bpipe.models.parts import Experts, LayerKind, Routing
-from bpipe.models.saved import after_input_bytes, layer_after_input, layer_bytes, layer_saved, stage_bytes, stage_saved
+from bpipe.models.saved import after_input_bytes, stage_bytes, stage_saved
 from bpipe.models.sizes import total
+from bpipe.models.states import stage_parameters
+from bpipe.models.working import working_bytes
 from tests.unit.models.published import NEMOTRON_3_NANO, NEMOTRON_H_8B, NEMOTRON_NANO_9B
 
 MAMBA, ATTENTION, MLP = (LayerKind(symbol=symbol) for symbol in "M*-")

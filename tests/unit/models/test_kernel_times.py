@@ -12,9 +12,10 @@ import pytest
 
 from bpipe.cli import main
 from bpipe.models.cluster import parse_cluster
-from bpipe.models.compute import core_seconds, predict_costs
+from bpipe.models.costs import predict_costs
 from bpipe.models.kernel_shapes import kernel_shapes
 from bpipe.models.kernel_times import KernelTimes, read_kernel_times
+from bpipe.models.layers.attention import core_seconds
 from bpipe.models.layout import Setup
 from bpipe.models.model import PRESETS
 from bpipe.models.products import matrix_products

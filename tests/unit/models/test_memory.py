@@ -17,10 +17,13 @@ from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import memory_of, peak_bytes
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.held import held_by, held_by_orders
+from bpipe.models.layers.attention import core_bytes
+from bpipe.models.layers.layer import layer_bytes
 from bpipe.models.layout import Setup, split_layers
-from bpipe.models.memory import PARAMETER_BYTES, predict_memory
+from bpipe.models.memory import predict_memory
 from bpipe.models.model import PRESETS, Model, gpt
-from bpipe.models.saved import core_bytes, layer_bytes, stage_bytes
+from bpipe.models.saved import stage_bytes
+from bpipe.models.states import PARAMETER_BYTES
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 

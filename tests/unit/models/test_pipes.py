@@ -13,11 +13,14 @@ from bpipe.generate.families import FAMILIES
 from bpipe.ir.hosts import halved_pairs
 from bpipe.ir.memory import moves_anything
 from bpipe.models.cluster import parse_cluster
-from bpipe.models.compute import predict_costs, update_seconds
+from bpipe.models.costs import predict_costs
 from bpipe.models.layout import Setup, split_layers
-from bpipe.models.memory import predict_memory, rank_parameters, stage_parameters, working_bytes
+from bpipe.models.memory import predict_memory
 from bpipe.models.model import PRESETS
+from bpipe.models.replicas import update_seconds
+from bpipe.models.states import rank_parameters, stage_parameters
 from bpipe.models.switches import Switches
+from bpipe.models.working import working_bytes
 from bpipe.plan.bounds import lower_bound_s
 from bpipe.plan.predict import costs_of, simulation_of, steady_timing, whole_timing
 

@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bpipe.models.activations import parts_of
 from bpipe.models.cluster import parse_cluster
-from bpipe.models.compute import layer_seconds, predict_costs
+from bpipe.models.costs import predict_costs
 from bpipe.models.fp8 import Fp8
+from bpipe.models.layers.layer import layer_bytes, layer_saved, layer_seconds
 from bpipe.models.layout import Setup
-from bpipe.models.memory import parts_of, predict_memory, working_bytes
+from bpipe.models.memory import predict_memory
 from bpipe.models.model import PRESETS, Model
 from bpipe.models.parts import Experts, Latent, LayerKind
 from bpipe.models.recompute import (
@@ -28,9 +30,10 @@ from bpipe.models.recompute import (
     read_recompute,
     stage_layers,
 )
-from bpipe.models.saved import again_bytes, layer_bytes, layer_saved, moved_bytes, stage_bytes, stage_saved
+from bpipe.models.saved import again_bytes, moved_bytes, stage_bytes, stage_saved
 from bpipe.models.sizes import sent_bytes, total
 from bpipe.models.tensor_parallel import exposed, gather_s
+from bpipe.models.working import working_bytes
 
 LLAMA = Setup(PRESETS["llama3-70b"], parse_cluster("h100-80g:8x8"), 8, 8, 1, 32, 8192, (10,) * 8, recompute="none")
 BIASED = Setup(

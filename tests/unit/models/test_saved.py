@@ -11,17 +11,10 @@ from pathlib import Path
 import pytest
 
 from bpipe.models.cluster import parse_cluster
+from bpipe.models.layers.layer import layer_after_input, layer_saved
 from bpipe.models.layout import Setup
 from bpipe.models.model import gpt
-from bpipe.models.saved import (
-    after_input_bytes,
-    layer_after_input,
-    layer_saved,
-    moved_bytes,
-    saves_input,
-    stage_bytes,
-    stage_saved,
-)
+from bpipe.models.saved import after_input_bytes, moved_bytes, saves_input, stage_bytes, stage_saved
 from bpipe.models.sizes import total
 
 # That of the quickstart: 8 layers of 128, 4 heads, 256 tokens, a vocabulary of 512, 32 bit.

@@ -14,12 +14,14 @@ from bpipe.build import build
 from bpipe.ir.memory import memory_of, peak_bytes
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster import parse_cluster
-from bpipe.models.compute import output_seconds, predict_costs
+from bpipe.models.costs import predict_costs
+from bpipe.models.layers.ends import output_seconds, shard_bytes, shard_saved
 from bpipe.models.layout import Setup, redistribute_layers
-from bpipe.models.memory import predict_memory, rank_parameters
+from bpipe.models.memory import predict_memory
 from bpipe.models.model import Model, gpt
 from bpipe.models.profile import Entry, Profile
-from bpipe.models.saved import shard_bytes, shard_saved, stage_bytes
+from bpipe.models.saved import stage_bytes
+from bpipe.models.states import rank_parameters
 
 UNTIED = replace(gpt("published", 32, 3072, 24, 256000), tied_embedding=False)
 SPLIT = ("1", "2", "interlaced")

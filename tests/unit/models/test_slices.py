@@ -10,11 +10,14 @@ import pytest
 from bpipe.build import orders_of
 from bpipe.ir.layout import WORK
 from bpipe.ir.memory import KeptMemory
+from bpipe.models.activations import activations, memory_of_setup, parts_of, sizes_of
 from bpipe.models.cluster import parse_cluster
-from bpipe.models.compute import core_seconds, layer_seconds, lengths_of_equal_seconds, predict_costs
+from bpipe.models.costs import lengths_of_equal_seconds, predict_costs
 from bpipe.models.hybrid import Hybrid
+from bpipe.models.layers.attention import core_seconds
+from bpipe.models.layers.layer import layer_seconds
 from bpipe.models.layout import Setup
-from bpipe.models.memory import activations, memory_of_setup, parts_of, predict_memory, sizes_of, working_bytes
+from bpipe.models.memory import predict_memory
 from bpipe.models.model import PRESETS
 from bpipe.models.profile import Entry, Profile
 from bpipe.models.rates import Rates
@@ -22,6 +25,7 @@ from bpipe.models.saved import stage_bytes
 from bpipe.models.sizes import sent_bytes
 from bpipe.models.slice_lengths import attention_share
 from bpipe.models.slices import kept_memory, slice_bounds, slice_setups
+from bpipe.models.working import working_bytes
 from bpipe.plan.options import setup_from
 from bpipe.plan.predict import predict, simulation_of
 

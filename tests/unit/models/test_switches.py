@@ -10,10 +10,11 @@ import pytest
 from bpipe.cli import main
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster import parse_cluster
-from bpipe.models.compute import predict_costs, update_seconds
+from bpipe.models.costs import predict_costs
 from bpipe.models.layout import Setup
 from bpipe.models.memory import predict_memory
 from bpipe.models.model import PRESETS
+from bpipe.models.replicas import update_seconds
 from bpipe.models.switches import SWITCHES, Switches
 from bpipe.plan.document import configuration
 from bpipe.plan.explain import tightness_warning

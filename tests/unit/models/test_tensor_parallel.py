@@ -9,7 +9,7 @@ from itertools import product as every
 import pytest
 
 from bpipe.models.cluster import Cluster, parse_cluster
-from bpipe.models.compute import layer_seconds
+from bpipe.models.layers.layer import layer_seconds
 from bpipe.models.layout import Setup
 from bpipe.models.model import PRESETS
 from bpipe.models.products import layer_products

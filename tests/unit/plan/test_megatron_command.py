@@ -24,10 +24,11 @@ from bpipe.models.cluster import parse_cluster
 from bpipe.models.fp8 import FORMATS, RECIPES, Fp8
 from bpipe.models.layout import Setup, split_layers
 from bpipe.models.model import PRESETS, Model
-from bpipe.plan.megatron_command import ANY_VALUE, REFUSED, WITHOUT_INFLUENCE, Reading, read_command
+from bpipe.plan.megatron_command import Reading, read_command
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.megatron_names import names
 from bpipe.plan.options import filled, setup_of
+from bpipe.plan.other_flags import ANY_VALUE, REFUSED, WITHOUT_INFLUENCE
 
 SMALL = [
     "--num-layers",

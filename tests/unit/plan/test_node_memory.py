@@ -14,8 +14,8 @@ from bpipe.balance.pairs import allocated_bytes
 from bpipe.build import BalanceConfig
 from bpipe.cli import main
 from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
-from bpipe.models.compute import links
 from bpipe.models.layout import Setup
+from bpipe.models.links import links
 from bpipe.plan.budget import OverBudget, predicted_devices, smallest_bytes, within, within_budget
 from bpipe.plan.fit import plan_lines, plan_values
 from bpipe.plan.options import setup_from
@@ -135,7 +135,7 @@ def test_gpipe_is_balanced_with_own_memory_and_predicted_so() -> None:
     """All of its ranks hold every micro-batch, so none could host for another."""
     plain = replace(setup(HOST), schedule="gpipe", balance="bpipe")
     bounded = replace(plain, how=BalanceConfig((4,), hosts=HOST))
-    from bpipe.models.memory import activations, moves_anything
+    from bpipe.models.activations import activations, moves_anything
 
     assert moves_anything(plain)
     ((own, hosted), *_) = activations(bounded)

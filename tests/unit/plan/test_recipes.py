@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from bpipe.cli import main
-from bpipe.features import State
+from bpipe.features.feature import State
 from bpipe.plan.launch_states import states_of_launch, worst
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -10,7 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from bpipe.cli import main
-from bpipe.features import FEATURES, PLACED, SHARDED, SLICED, Settings, reasons, settings_of
+from bpipe.features.asked import reasons, settings_of
+from bpipe.features.feature import Settings
+from bpipe.features.table import FEATURES, PLACED, SHARDED, SLICED
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.model import gpt
 from bpipe.models.switches import Switches

@@ -15,17 +15,11 @@ from bpipe.generate.families import FAMILIES, SEARCHED, default_family
 from bpipe.generate.family import Family
 from bpipe.ir.hosts import HOST, PAIR
 from bpipe.ir.program import Exchange
+from bpipe.models.activations import activations, moves_anything
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.held import held_by
 from bpipe.models.layout import Setup
-from bpipe.models.memory import (
-    activations,
-    least_bytes,
-    least_shared_bytes,
-    moves_anything,
-    predict_memory,
-    state_bytes,
-)
+from bpipe.models.memory import least_bytes, least_shared_bytes, predict_memory, state_bytes
 from bpipe.models.model import PRESETS, gpt
 from bpipe.models.parts import Routing
 from bpipe.models.saved import after_input_bytes, stage_bytes

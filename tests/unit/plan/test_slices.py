@@ -10,7 +10,7 @@ import pytest
 
 from bpipe.cli import main
 from bpipe.models.cluster import parse_cluster
-from bpipe.models.compute import lengths_of_equal_seconds
+from bpipe.models.costs import lengths_of_equal_seconds
 from bpipe.models.layout import Setup
 from bpipe.models.memory import least_bytes, least_shared_bytes, peak_bytes
 from bpipe.models.model import llama

@@ -15,8 +15,8 @@ from bpipe.report.answers import answers
 from bpipe.report.compare import compare
 from bpipe.report.measured import Measured, choose
 from bpipe.report.replay import replay
+from tests.unit.check.test_overlap import OVERLAPPED
 from tests.unit.report.recorded import MOVED, write_run
-from tests.unit.test_overlap import OVERLAPPED
 
 
 def measured_of(folder: Path, **changes: Any) -> Measured:

@@ -20,7 +20,7 @@ from bpipe.ir.schedule import Schedule
 from bpipe.runtime.errors import TransferError
 from bpipe.runtime.sizing import Sizing, Unmoved
 from bpipe.transport.layout import aligned, allocated_bytes
-from tests.unit.hand_made import v_flat
+from tests.support.hand_made import v_flat
 from tests.unit.runtime.keeping import Keeping
 from tests.unit.runtime.pipeline import Model, in_one_piece
 from tests.unit.runtime.threaded import KINDS, Pipeline

@@ -18,11 +18,11 @@ from bpipe.runtime.errors import RuntimeFault, TransferError
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.messages import Alone
 from bpipe.runtime.stage import Tensors, TorchStages
+from tests.unit.check.test_overlap import OVERLAPPED
 from tests.unit.runtime.loop import Small, drawn, new_weight
 from tests.unit.runtime.loop import schedule as balanced
 from tests.unit.runtime.pipeline import WIDTH, Model, in_a_pipeline, in_one_piece
 from tests.unit.runtime.test_engine import engine_for
-from tests.unit.test_overlap import OVERLAPPED
 
 # The halves of a backward apart.
 SPLIT = """\

@@ -25,7 +25,7 @@ from bpipe.runtime.executor import Executor
 from bpipe.runtime.streams import Streams
 from bpipe.transport import edges
 from bpipe.transport.distributed import Works, batched
-from tests.unit.hand_made import far_ahead, v_flat
+from tests.support.hand_made import far_ahead, v_flat
 from tests.unit.runtime import fake_pipeline
 from tests.unit.runtime.fake_device import FakeTensor, without_the_end_of
 from tests.unit.runtime.fake_pipeline import findings, splits

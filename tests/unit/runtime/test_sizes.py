@@ -21,7 +21,7 @@ from bpipe.ir.schedule import Schedule
 from bpipe.runtime import partners as partners_module
 from bpipe.runtime.errors import TransferError
 from bpipe.transport.layout import aligned
-from tests.unit.hand_made import v_flat
+from tests.support.hand_made import v_flat
 from tests.unit.runtime.pipeline import Model, in_one_piece
 from tests.unit.runtime.threaded import KINDS, Pipeline
 

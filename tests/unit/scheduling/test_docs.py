@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from bpipe.features import FEATURES, PLACED, SHARDED, SLICED, Feature, State
+from bpipe.features.feature import Feature, State
+from bpipe.features.table import FEATURES, PLACED, SHARDED, SLICED
 from bpipe.generate.families import FAMILIES
 from bpipe.plan.launch_states import SUPPORTED
 from megatron.scheduling.hooks.patches import PATCHES

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from bpipe.features import PLACED, SHARDED, reasons_of
+from bpipe.features.asked import reasons_of
+from bpipe.features.table import PLACED, SHARDED
 from megatron.scheduling.hooks import upstream
 from megatron.scheduling.options.following import complete, follow
 from megatron.scheduling.placement.positions import Positions

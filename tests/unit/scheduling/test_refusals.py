@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 import terra
-from bpipe.features import FEATURES, SLICED, State, features_of, guarded, reasons, sliced_reasons
+from bpipe.features.asked import features_of, guarded, reasons, sliced_reasons
+from bpipe.features.feature import State
+from bpipe.features.table import FEATURES, SLICED
 from megatron.scheduling.start.refusals import differ, refuse, slices_differ
 
 # Settings that are refused, by feature; several where several names lead to one feature.

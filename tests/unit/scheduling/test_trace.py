@@ -16,9 +16,9 @@ from bpipe.cli import parsers
 from bpipe.commands import trace
 from bpipe.flags.parser import options_of
 from bpipe.models import profile
-from bpipe.models.compute import predict_costs
-from bpipe.models.memory import stage_parameters
+from bpipe.models.costs import predict_costs
 from bpipe.models.saved import stage_bytes
+from bpipe.models.states import stage_parameters
 
 ROOT = Path(__file__).parents[3]
 # At most so far may a formula be from what is there.

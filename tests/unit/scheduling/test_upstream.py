@@ -21,7 +21,11 @@ from megatron.scheduling.options.flags import add_arguments
 from megatron.scheduling.placement import rank_order as placement
 
 ROOT = Path(__file__).resolve().parents[3]
-SOURCES = [*sorted((ROOT / "megatron/scheduling").rglob("*.py")), ROOT / "bpipe/features.py", ROOT / "pretrain_gpt.py"]
+SOURCES = [
+    *sorted((ROOT / "megatron/scheduling").rglob("*.py")),
+    *(ROOT / "bpipe/features").glob("*.py"),
+    ROOT / "pretrain_gpt.py",
+]
 OURS = ("bpipe", "profile_", "terra_", "trace_")
 # Mends one class of Megatron's, having tried that class with a configuration of its own; a model's was never read
 # before.

@@ -12,7 +12,7 @@ from bpipe.ir.program import Exchange
 from bpipe.transport.connect import MeasuredLink
 from megatron.scheduling.loop.waiting import refuse_standstill, wait_level
 from megatron.scheduling.options.arguments import SchedulingConfig
-from tests.unit.hand_made import far_ahead, host_first
+from tests.support.hand_made import far_ahead, host_first
 
 INTERLEAVED = Exchange.MEGATRON_INTERLEAVED
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

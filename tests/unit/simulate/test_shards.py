@@ -15,7 +15,7 @@ from bpipe.ir.memory import live_bytes, memory_of, peak_bytes
 from bpipe.simulate.cost import CollectiveCost, Costs, Link, Links, Number, ShardCost, StageCost
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Simulation
-from tests.unit.test_sharded_schedules import ONE, SPLIT, TWO, sharded
+from tests.unit.generate.test_sharded_schedules import ONE, SPLIT, TWO, sharded
 
 COLLECTIVES = CollectiveCost(broadcast_s=1, gather_s=2, reduce_s=3, input_reduce_s=4, input_broadcast_s=5)
 ALL_ONE = ShardCost(1, 1, 1, 1)

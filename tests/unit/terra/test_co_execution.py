@@ -14,13 +14,13 @@ import torch
 
 import terra
 from terra.run import blocks, guards, issue, runner
+from tests.support.threads import one_thread_a_rank as one_thread_a_rank
 from tests.unit.terra.programs import grammar
 from tests.unit.terra.programs.judge import Build, Difference, compare
 from tests.unit.terra.programs.oracle import counts
 from tests.unit.terra.programs.paths import paths
 from tests.unit.terra.programs.program import Counts, Program
 from tests.unit.terra.programs.registry import GRAMMAR, HARDER, PROGRAMS, PUBLISHED
-from tests.unit.threads import one_thread_a_rank as one_thread_a_rank
 
 STEPS = 8
 FIXED = [name for name, build in PUBLISHED.items() if build.expected == Counts(2, 0)]

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import terra
+from tests.support.threads import one_thread_a_rank as one_thread_a_rank
 from tests.unit.terra.equal import KINDS, Step, is_equal, opened
-from tests.unit.threads import one_thread_a_rank as one_thread_a_rank
 
 # -- other threads
 # ----------------------------------------------------------------------------------------------------------------------

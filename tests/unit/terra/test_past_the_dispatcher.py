@@ -19,8 +19,8 @@ import torch
 from torch.autograd import forward_ad
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from tests.support.threads import one_thread_a_rank as one_thread_a_rank
 from tests.unit.terra.equal import KINDS, STEPS, Step, bits, in_session, is_equal, opened, plainly
-from tests.unit.threads import one_thread_a_rank as one_thread_a_rank
 
 # -- copies
 # ----------------------------------------------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 import terra
+from tests.support.threads import one_thread_a_rank as one_thread_a_rank
 from tests.unit.terra.programs.judge import random_states_kept
 from tests.unit.terra.programs.registry import PROGRAMS
-from tests.unit.threads import one_thread_a_rank as one_thread_a_rank
 
 STEPS = 12
 MODE = "PythonDispatchMode"

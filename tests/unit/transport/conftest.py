@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from bpipe.transport.lanes import ThreadLane
-from tests.unit.threads import one_thread_a_rank as one_thread_a_rank
+from tests.support.threads import one_thread_a_rank as one_thread_a_rank
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""What of Megatron this project trains with, and in which state its use of it is."""

@@ -1,0 +1,59 @@
+"""Predict how long gradients are reduced and weights updated. In: a Setup. Out: seconds of every stage."""
+
+from __future__ import annotations
+
+from bpipe.models.expert_parallel import replicas_of_experts
+from bpipe.models.layout import Setup
+from bpipe.models.rates import LINK_EFFICIENCY, MEMORY_EFFICIENCY
+from bpipe.models.states import parameter_bytes, shard_parameters, stage_experts, stage_matrices, stage_parameters
+
+# Adam in 32 bit reads and writes main weight and both moments, reads the gradient, writes the weight.
+UPDATE_BYTES = 30
+
+
+def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
+    """Return, for every stage, seconds to reduce its gradients over replicas and gather its weights, and seconds to
+    update them.
+
+    Where only reductions are overlapped, weights are still gathered behind the update. Where gathering is, too, it
+    hides: the first rank waits for the weights of its first layers, the others wait longer for their first input. A
+    rank's shards count with its first stage.
+    """
+    device, d = setup.cluster.device, setup.replicas
+    weight, gradient, *_ = parameter_bytes(setup)
+    gathers = setup.distributed_optimizer and not setup.switches.overlap_param_gather
+    bandwidth = _replicas_bytes_per_s(setup, setup.replicas_share_nodes(), setup.replica_ports())
+    rows, matrices = [], stage_matrices(setup)
+    for stage, (own, experts) in enumerate(zip(stage_parameters(setup), stage_experts(setup), strict=True)):
+        count = own - experts + (shard_parameters(setup) if stage < setup.pipeline else 0)
+        sent = count * (d - 1) / d / bandwidth
+        mine = count / (d if setup.distributed_optimizer else 1)
+        if experts:
+            copies = setup.expert_replicas
+            sent += experts * (copies - 1) / copies / _replicas_bytes_per_s(setup, *replicas_of_experts(setup))
+            mine += experts / (copies if setup.distributed_optimizer else 1)
+        reduced = (gradient if setup.distributed_optimizer else 2 * gradient) * sent
+        gathered = weight * sent if gathers else 0.0
+        updated = UPDATE_BYTES * mine / (device.memory_bytes_per_s * MEMORY_EFFICIENCY)
+        if setup.fp8 is not None:
+            gathered *= 1 - matrices[stage] / own * (1 - setup.fp8.gathered_bytes / weight)
+            # Every iteration's first micro-batch writes the weights in 8 bit.
+            written = weight + setup.fp8.copies(device.fp8_blocks) * float(setup.fp8.value_bytes)
+            updated += (
+                (not setup.fp8.param_gather)
+                * written
+                * matrices[stage]
+                / (device.memory_bytes_per_s * MEMORY_EFFICIENCY)
+            )
+        rows.append(
+            (reduced, gathered + updated) if setup.switches.overlap_grad_reduce else (reduced + gathered, updated)
+        )
+    return tuple(rows)
+
+
+def _replicas_bytes_per_s(setup: Setup, share_node: bool, ports: int) -> float:
+    """What a ring through all replicas of a stage carries: replicas in one node lead rings through as many ports,
+    each its own."""
+    device = setup.cluster.device
+    inside = device.among(ports)
+    return (inside if share_node else min(inside, ports * device.between_bytes_per_s)) * LINK_EFFICIENCY

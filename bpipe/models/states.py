@@ -1,0 +1,113 @@
+"""Count parameters of stages and ranks, and the bytes of their weights and optimizer state.
+
+In: a Setup. Out: numbers, and bytes of one device.
+"""
+
+from __future__ import annotations
+
+from bpipe.models.layout import Setup
+from bpipe.models.parameters import layer_parameters
+from bpipe.models.parts import LayerKind
+from bpipe.models.sizes import shard_size
+
+# Bytes a parameter: weight, gradient, optimizer state (main weights and two moments), and what exists only while
+# weights are updated: a copy of 16-bit gradients in 32 bit. They add up to Megatron's 18, 20 and 16 (its guide to the
+# distributed optimizer), which divides the last two by the data-parallel size.
+PARAMETER_BYTES = {"bf16": (2, 4, 12, 0), "fp16": (2, 2, 12, 4), "fp32": (4, 4, 8, 0)}
+
+
+def parameter_bytes(setup: Setup) -> tuple[int, int, int, int]:
+    """Return a row of `PARAMETER_BYTES`: with gradients in 16 bit bf16 has what fp16 has."""
+    return PARAMETER_BYTES["fp16" if setup.switches.grad_reduce_in_bf16 else setup.precision]
+
+
+def stage_parameters(setup: Setup) -> tuple[int, ...]:
+    """Return the parameters of every stage on one device."""
+    model, t = setup.model, setup.tensor
+    embedding = shard_size(setup.vocabulary * model.hidden_size, t)
+    layer = {
+        kind: _layer_parameters(setup, kind)
+        for kind in dict.fromkeys(kind for kinds in setup.stage_kinds for kind, _ in kinds)
+    }
+    counts = [sum(number * layer[kind] for kind, number in kinds) for kinds in setup.stage_kinds]
+    counts[0] += setup.sequence * model.hidden_size * model.learned_positions
+    counts[-1] += model.norm_parameters
+    if not setup.input_shards:
+        counts[0] += embedding
+    # A tied output layer in another stage's chunk than the embedding is a copy of it.
+    if not setup.is_sharded and (not model.tied_embedding or setup.pipeline > 1):
+        counts[-1] += embedding
+    return tuple(counts)
+
+
+def _layer_parameters(setup: Setup, kind: LayerKind) -> int:
+    """Of a layer on one device, its experts included."""
+    found = layer_parameters(setup.model, kind)
+    return shard_size(found.matrices + found.biases, setup.tensor) + found.replicated + _of_experts(setup, kind)
+
+
+def _of_experts(setup: Setup, kind: LayerKind) -> int:
+    """Of the experts of a layer, on one device."""
+    return shard_size(layer_parameters(setup.model, kind).experts, setup.routing.expert * setup.expert_tensor)
+
+
+def stage_experts(setup: Setup) -> tuple[int, ...]:
+    """Return how many parameters of every stage on one device are experts'."""
+    if setup.model.experts is None:
+        return (0,) * setup.num_stages
+    return tuple(sum(number * _of_experts(setup, kind) for kind, number in kinds) for kinds in setup.stage_kinds)
+
+
+def shard_parameters(setup: Setup) -> int:
+    """Return the parameters of the shards of the vocabulary's layers on one device of any rank."""
+    if not setup.is_sharded:
+        return 0
+    # A tied shard is one for both layers, and beside a whole embedding a copy of some of its rows.
+    num_shards = 1 if setup.model.tied_embedding or not setup.input_shards else 2
+    return num_shards * shard_size(shard_size(setup.vocabulary * setup.model.hidden_size, setup.tensor), setup.pipeline)
+
+
+def stage_matrices(setup: Setup) -> tuple[int, ...]:
+    """Return how many parameters of every stage on one device belong to matrices that FP8 multiplies; none without
+    FP8."""
+    if setup.fp8 is None:
+        return (0,) * setup.num_stages
+    model = setup.model
+    down = 0 if model.latent is None else model.hidden_size * model.latent.down_size
+    of_kind = {
+        kind: shard_size(layer_parameters(model, kind).matrices, setup.tensor) + down + _of_experts(setup, kind)
+        for kind, _ in model.kinds()
+    }
+    return tuple(sum(number * of_kind[kind] for kind, number in kinds) for kinds in setup.stage_kinds)
+
+
+def weight_bytes(setup: Setup) -> tuple[int, ...]:
+    """Return the weights one device of every rank holds. In FP8 those of matrices are there in 8 bit, too, or alone."""
+    weight, *_ = parameter_bytes(setup)
+    counts = rank_parameters(setup)
+    if setup.fp8 is None:
+        return tuple(weight * count for count in counts)
+    matrices = stage_matrices(setup)
+    each = setup.fp8.copies(setup.cluster.device.fp8_blocks) * setup.fp8.value_bytes - weight * setup.fp8.param_gather
+    low = (sum(matrices[stage] for stage in setup.stages_of(rank)) for rank in range(setup.pipeline))
+    return tuple(weight * count + int(each * part) for count, part in zip(counts, low, strict=True))
+
+
+def rank_parameters(setup: Setup) -> tuple[int, ...]:
+    """Return the parameters one device of every rank holds: with two pipes those of both."""
+    counts, shards = stage_parameters(setup), shard_parameters(setup)
+    return tuple(sum(counts[stage] for stage in setup.stages_of(rank)) + shards for rank in range(setup.pipeline))
+
+
+def rank_experts(setup: Setup) -> tuple[int, ...]:
+    """Return how many parameters of every rank on one device are experts'."""
+    experts = stage_experts(setup)
+    return tuple(sum(experts[stage] for stage in setup.stages_of(rank)) for rank in range(setup.pipeline))
+
+
+def over_replicas(setup: Setup, each: int, count: int, experts: int) -> int:
+    """Return so many bytes of every parameter; where the optimizer is distributed replicas have a part each, and of experts
+    there are fewer."""
+    if not setup.distributed_optimizer:
+        return each * count
+    return shard_size(each * (count - experts), setup.replicas) + shard_size(each * experts, setup.expert_replicas)

@@ -1,0 +1,184 @@
+"""Say what flags of Megatron do that no option of this package covers: what is refused, and what changes neither memory
+nor time.
+
+In: a flag and its value. Out: a reason, or whether it matters. A test holds the tables to the parser of the installed
+Megatron.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+_OFFLOAD, _FSDP = "offloading", "sharding by FSDP"
+_LOW = "4-bit training, and 8-bit training of some layers or of more than matrices"
+GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
+# Flags that take a value are refused where it is none of these; of one that says how many shards, 1 is none.
+_NEUTRAL = ("0", "None", "none")
+_ONE_IS_NEUTRAL = ("--tensor-parallel-num-weight-shards", "--expert-tensor-parallel-num-weight-shards")
+REFUSED = {
+    "--moe-layer-recompute": "an old name of --recompute-granularity selective --recompute-modules moe, which is read",
+    "--moe-latent-size": "experts of a smaller hidden size",
+    "--expert-tensor-parallel-num-weight-shards": "weights sharded beyond tensor parallelism",
+    **dict.fromkeys(
+        ("--cpu-offloading-num-layers", "--fine-grained-activation-offloading", "--optimizer-cpu-offload"), _OFFLOAD
+    ),
+    **dict.fromkeys(("--use-megatron-fsdp", "--use-torch-fsdp2"), _FSDP),
+    **dict.fromkeys(("--fp4-format", "--first-last-layers-bf16", "--fp8-output-proj"), _LOW),
+    "--hybrid-context-parallel": "context parallelism of each sequence's own size",
+    "--tensor-parallel-num-weight-shards": "weights sharded beyond tensor parallelism",
+    "--distribute-saved-activations": "distributed saved activations",
+    "--experimental-attention-variant": "another attention",
+    **dict.fromkeys(("--mtp-num-layers", "--mtp-hybrid-override-pattern"), "multi-token prediction"),
+    **dict.fromkeys(
+        ("--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json"),
+        "layers of different kinds",
+    ),
+    "--disable-mamba-mem-eff-path": "Mamba layers by kernels that keep more",
+    "--attention-output-gate": "a gate behind attention",
+    "--quick-geglu": "this activation function",
+    "--use-checkpoint-args": "sizes that stand in a checkpoint",
+    "--yaml-cfg": "flags that stand in a file",
+    GROUP: "larger groups of micro-batches",
+    "--bpipe-kept": "another share of a micro-batch than the model's",
+}
+
+# Patterns of flags.
+WITHOUT_INFLUENCE = [
+    "--lr",
+    "--lr-*",
+    "--min-lr",
+    "--decoupled-*",
+    "--*weight-decay*",
+    "--adam-*",
+    "--sgd-momentum",
+    "--clip-grad",
+    "--seed",
+    "--init-method-*",
+    "--train-iters",
+    "--train-samples",
+    "--eval-i*",
+    "--exit-*",
+    "--finetune",
+    "--skip-train",
+    "--norm-epsilon",
+    "--save",
+    "--save-interval",
+    "--save-retain-interval",
+    "--load",
+    "--no-load-*",
+    "--no-save-*",
+    "--ckpt-*",
+    "--dist-ckpt-*",
+    "--async-*",
+    "--auto-detect-ckpt-format",
+    "--use-dist-ckpt",
+    "--non-persistent-*",
+    "--override-opt*",
+    "--use-checkpoint-opt*",
+    "--data-path",
+    "--*-data-path",
+    "--data-args-path",
+    "--data-cache-path",
+    "--split",
+    "--mock-data",
+    "--num-workers",
+    "--dataloader-type",
+    "--no-mmap-bin-files",
+    "--num-dataset-builder-threads",
+    "--no-create-attention-mask-in-dataloader",
+    "--tokenizer-*",
+    "--vocab-file",
+    "--merge-file",
+    "--trust-remote-code",
+    "--null-tokenizer-*",
+    "--reset-*",
+    "--eod-mask-loss",
+    "--log-*",
+    "--tensorboard-*",
+    "--wandb-*",
+    "--timing-*",
+    "--one-logger-*",
+    "--no-one-logger",
+    "--app-tag-*",
+    "--logging-level",
+    "--profile*",
+    "--use-pytorch-profiler",
+    "--pytorch-profiler-*",
+    "--manual-gc*",
+    "--distributed-timeout-*",
+    "--distributed-backend",
+    "--loss-scale*",
+    "--initial-loss-scale",
+    "--min-loss-scale",
+    "--hysteresis",
+    "--rotary-base",
+    "--use-mcore-models",
+    "--rerun-mode",
+    "--no-check-for-nan-in-loss-and-grad",
+    "--disable-gloo-process-groups",
+    "--use-cpu-initialization",
+    "--no-initialization",
+    "--bpipe-report*",
+    "--bpipe-timeout",
+    "--bpipe-peak-tflops",
+    "--bpipe-executor",
+    "--local-rank",
+    "--ddp-average-in-collective",
+    "--fp8-margin",
+    "--fp8-amax-*",
+    "--bpipe-strict",
+    "--bpipe-verify",
+    "--bpipe-no-repairs",
+    "--mamba-inference-*",
+]
+# Of these, flags whose one value may even be unknown.
+ANY_VALUE = [
+    "--save",
+    "--load",
+    "--save-interval",
+    "--data-path",
+    "--*-data-path",
+    "--data-args-path",
+    "--data-cache-path",
+    "--split",
+    "--seed",
+    "--tokenizer-model",
+    "--vocab-file",
+    "--merge-file",
+    "--tensorboard-dir",
+    "--wandb-project",
+    "--wandb-exp-name",
+    "--wandb-save-dir",
+    "--lr",
+    "--min-lr",
+    "--lr-*-iters",
+    "--lr-*-samples",
+    "--lr-warmup-fraction",
+    "--train-iters",
+    "--train-samples",
+    "--eval-i*",
+    "--exit-interval",
+    "--exit-duration-in-mins",
+    "--log-interval",
+    "--bpipe-report",
+    "--num-workers",
+]
+
+
+def refused_for(flag: str, value: str, own_group: str) -> str | None:
+    """Return what is not modelled of a flag with this value, None where it may be given.
+
+    `own_group`: the size that groups of micro-batches have anyway, as many as there are ranks.
+    """
+    neutral = (*_NEUTRAL, *(("1",) if flag in _ONE_IS_NEUTRAL else ()), *((own_group,) if flag == GROUP else ()))
+    return None if value in neutral else REFUSED.get(flag)
+
+
+def is_without_influence(flag: str) -> bool:
+    """Return whether a flag changes neither memory nor time."""
+    return any(fnmatchcase(flag, pattern) for pattern in WITHOUT_INFLUENCE)
+
+
+def takes_any_value(flag: str) -> bool:
+    """Return whether the value of a flag may be one that only running its script would tell."""
+    return any(fnmatchcase(flag, pattern) for pattern in ANY_VALUE)

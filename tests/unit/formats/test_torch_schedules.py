@@ -1,0 +1,174 @@
+"""Torch's own pipeline schedules: read in both of its forms, written back, and their peaks counted as torch counts
+them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from bpipe.build import ScheduleConfig, build
+from bpipe.check.deadlock import blocked_ranks
+from bpipe.check.rules import check
+from bpipe.formats.messages import read_runtime, write_runtime
+from bpipe.formats.read import read
+from bpipe.formats.text import TextError, read_csv, write_csv
+from bpipe.generate.families import FAMILIES
+from bpipe.generate.family import UnitCosts
+from bpipe.generate.timing import iteration_time
+from bpipe.ir.memory import peak_counts
+from bpipe.ir.schedule import Schedule
+from bpipe.lower.align import align
+from bpipe.simulate.cost import StageCost, uniform
+from bpipe.simulate.engine import simulate
+from tests.support.oracle import is_sound
+from tests.support.torch_schedules import (
+    COUNTS,
+    LOOPED,
+    MULTIPLE,
+    SINGLE,
+    WAITS,
+    as_csv,
+    parsed,
+    peak,
+    rows,
+    torch_schedule,
+)
+
+counts = pytest.mark.skipif(not COUNTS, reason="torch before 2.15 does not count what a schedule holds")
+waits = pytest.mark.skipif(not WAITS, reason="torch before 2.15 has no words for waits in its runtime's form")
+
+CASES = [
+    *(
+        (name, p, m, 1)
+        for name in SINGLE
+        for p in (1, 2, 3, 4, 8)
+        for m in (1, 2, 5, 8, 16)
+        if name != "Schedule1F1B" or m >= p
+    ),
+    *((name, p, m, v) for name in LOOPED for p in (2, 4) for m in (p, 2 * p, 4 * p) for v in (1, 2, 3)),
+    *(
+        (name, p, m, 2)
+        for name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+        for p in (2, 3, 4, 8)
+        for m in (2 * p, 2 * p + 1, 4 * p)
+    ),
+]
+
+
+SETTINGS: list[dict[str, Any]] = [{}]
+if WAITS:
+    SETTINGS += [{"max_outstanding_sends": 2}, {"defer_reduce_grad_wait": True}, {"max_active_stages": 2}]
+
+
+def of(schedule: Any) -> Schedule:
+    """Read as a user would: the file, on the unit grid."""
+    return align(read(as_csv(schedule)))
+
+
+@counts
+@pytest.mark.parametrize(("name", "p", "m", "v"), CASES)
+def test_peaks_are_those_that_torch_counts(name: str, p: int, m: int, v: int) -> None:
+    theirs = torch_schedule(name, p, m, v)
+    ours = of(theirs)
+    check(ours)
+    assert is_sound(ours)
+    mine = [[stage for stage, rank in enumerate(ours.layout.only_placement) if rank == at] for at in range(p)]
+    assert list(peak_counts(ours)) == [peak(theirs, rank, mine[rank]) for rank in range(p)]
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 13), (8, 16)])
+def test_dualpipev_is_read_checked_and_simulated(p: int, m: int) -> None:
+    """Of two that overlap the forward runs, then the backward, and what both made is passed on."""
+    schedule = of(torch_schedule("ScheduleDualPipeV", p, m, 2))
+    check(schedule)
+    assert not blocked_ranks(schedule)
+    assert any(slot.overlapped for row in schedule.ranks for slot in row)
+    report = simulate(schedule, uniform(2 * p, StageCost(1, 2, weight_s=1)))
+    assert report.pipeline_s == iteration_time(schedule, UnitCosts(2, 2, 2)).makespan
+    assert max(peak_counts(schedule)) <= 2 * p + 1
+
+
+@counts
+@pytest.mark.parametrize(("ours", "theirs"), [("gpipe", "ScheduleGPipe"), ("1f1b", "Schedule1F1B")])
+@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 4), (4, 4), (4, 9), (8, 16)])
+def test_our_generators_hold_what_torchs_do(ours: str, theirs: str, p: int, m: int) -> None:
+    assert ours in FAMILIES
+    plain = torch_schedule(theirs, p, m)
+    assert list(peak_counts(build(ScheduleConfig(ours, p, m)))) == [peak(plain, rank, [rank]) for rank in range(p)]
+
+
+@pytest.mark.parametrize("name", MULTIPLE)
+def test_compute_only_files_go_both_ways(name: str) -> None:
+    theirs = torch_schedule(name, 4, 8, 2)
+    text = as_csv(theirs)
+    schedule = read_csv(text)
+    written = write_csv(schedule)
+    # Torch's rows end where they end, ours are of one length.
+    assert [line.rstrip(",") for line in written.splitlines()] == [line.rstrip(",") for line in text.splitlines()]
+    assert read_csv(written) == schedule
+    assert {rank: [one for one in row if one is not None] for rank, row in parsed(written).items()} == {
+        rank: [one for one in row if one is not None] for rank, row in rows(theirs).items()
+    }
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        *([{"max_outstanding_sends": 2}, {"defer_reduce_grad_wait": True}, {"max_active_stages": 2}] if WAITS else []),
+    ],
+)
+@pytest.mark.parametrize("name", MULTIPLE)
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (3, 6)])
+def test_runtime_files_are_read_and_what_we_write_torch_takes(
+    name: str, p: int, m: int, settings: dict[str, Any]
+) -> None:
+    theirs = torch_schedule(name, p, m, 2, **settings)
+    schedule = read(as_csv(theirs, with_messages=True))
+    assert schedule == of(theirs)
+    check(schedule)
+    written = write_runtime(schedule)
+    assert align(read_runtime(written)) == schedule
+    if not WAITS:
+        return
+    # Its own checks: each send waited for once, reductions in turn, computations in an order that can be.
+    theirs._prepare_schedule_with_comms(parsed(written), format="compute_comms")
+    from torch.distributed.pipelining import schedules
+
+    silent = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD")
+    flat = {
+        rank: [part for one in row if one.computation_type.name not in silent for part in (one.sub_actions or (one,))]
+        for rank, row in parsed(written).items()
+    }
+    # Raises where a rank waits for ever. It looks computations of an overlapped pair up one by one, as they are written
+    # here.
+    schedules._simulate_comms_compute(flat, lambda stage: schedule.layout.only_placement[stage], schedule.num_stages)
+
+
+@waits
+def test_our_schedules_in_the_runtimes_form() -> None:
+    for config in (
+        ScheduleConfig("1f1b", 4, 8),
+        ScheduleConfig("gpipe", 3, 4),
+        ScheduleConfig("interleaved-1f1b", 4, 8, 2),
+    ):
+        schedule = build(config)
+        written = write_runtime(schedule)
+        assert read(written) == replace(schedule, name="csv")
+        theirs = torch_schedule("ScheduleInterleaved1F1B", config.num_ranks, config.num_microbatches, config.num_chunks)
+        theirs._prepare_schedule_with_comms(parsed(written), format="compute_comms")
+
+
+@waits
+def test_messages_that_torch_itself_puts_out_of_order_are_refused() -> None:
+    """With deferred receives of a V-shaped schedule, outputs and gradients from one rank to another are received in
+    another order than they are sent, and nothing names them: torch 2.15 would take one for the other."""
+    theirs = torch_schedule("ScheduleDualPipeV", 4, 8, 2, defer_pp_recv=True)
+    with pytest.raises(
+        TextError, match="line 2, cell 27: 6RECV_B0 is out of order: from rank 0, 0SEND_F6 is what comes next"
+    ):
+        read(as_csv(theirs, with_messages=True))
+    looped = torch_schedule("ScheduleInterleaved1F1B", 4, 8, 2, defer_pp_recv=True)
+    assert read(as_csv(looped, with_messages=True)) == of(looped)

@@ -1,0 +1,70 @@
+"""The calls around torch's runtime, its buffers, its lists and its regions, each a little wrong, and which tests must
+notice.
+
+As a program: `python -m tests.unit.torch.mutations FILE`, as `tests.unit.runtime.mutations`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from tests.unit.runtime.mutations import Mutation, run_table
+
+CALLS, BUFFERS = "tests/unit/torch/test_calls.py", "tests/unit/torch/test_buffers.py"
+EXCHANGE, CHECKPOINTS = "tests/unit/torch/test_torch_exchange.py", "tests/unit/runtime/test_checkpoints.py"
+DTENSORS = "tests/unit/runtime/test_dtensors.py"
+
+
+def calls(line: str, instead: str, nth: int = 0) -> Mutation:
+    return Mutation("bpipe/torch/calls.py", line, instead, (CALLS,), nth)
+
+
+def buffers(line: str, instead: str) -> Mutation:
+    return Mutation("bpipe/torch/buffers.py", line, instead, (BUFFERS,))
+
+
+TABLE = (
+    calls("self._hooks.begin()", "pass"),
+    calls("self._hooks.before(action)", "pass"),
+    calls("self._hooks.after(action, outputs, inputs)", "pass"),
+    calls("self._hooks.after(action)", "pass"),
+    calls("self._hooks.sent(action)", "pass"),
+    calls("self._hooks.communicated()", "pass"),
+    # Behind what reduces gradients, which all ranks do together.
+    calls("if index == self._last:", "if index == len(self._actions) - 1:"),
+    # Before the message that others wait for.
+    calls(
+        "if self._unsent is not None and (following is None or following.computation_type not in _SENDS):",
+        "if self._unsent is not None:",
+    ),
+    calls("self._sent()", "pass", 1),
+    calls("undo.callback(_replace(stage, name, wrapper))", "_replace(stage, name, wrapper)"),
+    buffers("buffer.untyped_storage().resize_(nbytes)", "pass"),
+    buffers("self._empty((backward.stage, of_gradients, backward.microbatch))", "pass"),
+    buffers(
+        "if storage.nbytes() and storage.resizable() and num_storage_uses(storage) == _ONLY_THE_BUFFER:",
+        "if storage.nbytes():",
+    ),
+    buffers(
+        "self._full_bytes[key] = [full or before for full, before in zip(now, known, strict=True)]",
+        "self._full_bytes[key] = now",
+    ),
+    buffers("if backward.kind is not Kind.BACKWARD_INPUT:", "if True:"),
+    buffers("if self._is_here(index + (1 if of_gradients else -1)):", "if False:"),
+    Mutation("bpipe/lower/torch_receives.py", "posted[receiver].add(value)", "pass", (EXCHANGE,)),
+    Mutation(
+        "bpipe/lower/torch_receives.py",
+        "received[receiver][-1].append(value)",
+        "received[receiver][0].append(value)",
+        (EXCHANGE,),
+    ),
+    # A message that does not wait for the one before it in its queue.
+    Mutation("bpipe/check/deadlock.py", "if self.board.missing[value]:", "if False:", (EXCHANGE,)),
+    Mutation("bpipe/runtime/checkpoints.py", "self._frames.setdefault(id(frame), frame)", "pass", (CHECKPOINTS,)),
+    Mutation("bpipe/runtime/checkpoints.py", "waiting.append(item.val)", "pass", (CHECKPOINTS,)),
+    Mutation("bpipe/runtime/capture.py", "use.add(payload._base, False, None)", "pass", (DTENSORS,)),
+    Mutation("bpipe/runtime/capture.py", "use.copies.append(own_output)", "pass", (DTENSORS,)),
+)
+
+if __name__ == "__main__":
+    run_table(TABLE, sys.argv[1])
