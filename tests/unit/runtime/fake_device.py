@@ -23,8 +23,9 @@ import pytest
 import torch
 
 from bpipe.runtime import evictor, host_buffers, partners, streams
+from bpipe.runtime.activations import ActivationsState
 from bpipe.runtime.capture import Claims, SavedStorage
-from bpipe.runtime.evictor import ActivationsState, Evictor
+from bpipe.runtime.evictor import Evictor
 from bpipe.transport.base import Done
 from bpipe.transport.memory import Region
 

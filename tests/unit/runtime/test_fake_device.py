@@ -25,9 +25,9 @@ from bpipe.ir.program import Op
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime import streams
 from bpipe.runtime.acceptor import ReceivingAcceptor
+from bpipe.runtime.activations import ActivationsState
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.errors import RuntimeFault
-from bpipe.runtime.evictor import ActivationsState
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.messages import Alone
 from bpipe.runtime.recorder import Recorder

@@ -20,7 +20,8 @@ from bpipe.ir.program import Instruction, Op
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime import executor as executor_module
 from bpipe.runtime import streams
-from bpipe.runtime.evictor import ActivationsState, Evictor
+from bpipe.runtime.activations import ActivationsState
+from bpipe.runtime.evictor import Evictor
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.streams import Streams
 from bpipe.transport import edges
