@@ -22,12 +22,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bpipe.models.cluster import GIB
 from bpipe.models.costs import predict_costs
+from bpipe.models.error_bars import MANY_RUNS
 from bpipe.models.flops import training_flops
 from bpipe.models.layers.ends import output_seconds
 from bpipe.models.model import PRESETS
 from bpipe.models.saved import stage_bytes
 from bpipe.plan.estimate import estimate
 from validation.eight_bit import of_fp8, parts_of_fp8, row_of_fp8
+from validation.error_bars import measured_bars
 from validation.experts import needed_gib, of_experts
 from validation.measurements import (
     STAGE_TIMES,
@@ -343,6 +345,21 @@ def kept_back_part() -> list[str]:
     ]
 
 
+def error_bars_part() -> list[str]:
+    body = (
+        (one.kind, one.num_runs, *(f"{each:+d}" for each in (one.low, one.median, one.high))) for one in measured_bars()
+    )
+    return [
+        "## Error bars",
+        "",
+        "How much longer than predicted the runs of this page took, in percent; a minus is a run that was faster. `bpipe "
+        f"plan` prints these ranges behind its times. Of {MANY_RUNS} runs and more a range leaves out 5 % of them at each "
+        "end, of fewer it holds all. With a calibration (`bpipe calibrate`) it is that of every two runs of one source, "
+        "one predicted with the factor of the other. On other devices no run is known, and no range is given.",
+        *table("runs of|runs|from|median|to", body),
+    ]
+
+
 def experts_part() -> list[str]:
     found = of_experts()
     body = (
@@ -550,6 +567,7 @@ PARTS = (
     kept_back_part,
     experts_part,
     fp8_part,
+    error_bars_part,
     roofline_part,
     estimate_part,
     run_part,

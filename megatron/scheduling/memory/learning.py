@@ -7,8 +7,6 @@ move differently then, and nothing is computed differently.
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -57,23 +55,16 @@ class Learner:
 
     def wraps(self, others: Mapping[patches.Patch, patches.Wrap]) -> dict[patches.Patch, patches.Wrap]:
         """Return Megatron's training step, observed, around whoever else observes it."""
-        return patches.around(others, patches.TRAIN_STEP, self._wrap)
+        return patches.around(others, patches.TRAIN_STEP, patches.by_name(self._step))
 
-    def _wrap(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(train_step)
-
-        @functools.wraps(train_step)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            if self._learned:
-                return train_step(*args, **kwargs)
-            given = signature.bind(*args, **kwargs).arguments
-            before = held(given["model"], given["optimizer"])
-            result = train_step(*args, **kwargs)
-            self._learned = True
-            self._learn(before, held(given["model"], given["optimizer"]))
-            return result
-
-        return step
+    def _step(self, given: Mapping[str, Any], run: Callable[[], Any]) -> Any:
+        if self._learned:
+            return run()
+        before = held(given["model"], given["optimizer"])
+        result = run()
+        self._learned = True
+        self._learn(before, held(given["model"], given["optimizer"]))
+        return result
 
     def _learn(self, before: Besides, after: Besides) -> None:
         """Collective over the world."""

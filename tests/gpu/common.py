@@ -1,0 +1,147 @@
+"""What every case shares: its result, its time, spreads, and memory that transfers reach.
+
+In: a device and a moment until which a case may go on. Out: results that print and that fit into JSON. Knows no case.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from bpipe.runtime.capture import find
+from bpipe.runtime.streams import Clock, copying_on, synchronize
+from bpipe.transport.device_memory import DeviceMemory
+from bpipe.transport.memory import Lender, Region, own_memory
+from bpipe.transport.one_sided import Host
+
+# `SMALL` is for late devices, which stand for a GPU on a small CPU.
+FULL, MODERATE, SMALL = "full", "moderate", "small"
+
+
+@dataclass
+class Result:
+    """What a case found. `ok` is None for what is measured: nothing there can be right or wrong.
+
+    `rows` go into the summary.
+    """
+
+    ok: bool | None = None
+    rows: list[tuple[str, str]] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    skipped: str | None = None
+    failure: str | None = None
+
+    def row(self, what: str, value: str) -> None:
+        """Add a line to the summary, and print it now."""
+        self.rows.append((what, value))
+        say(f"{what}: {value}")
+
+    def check(self, what: str, good: bool, value: str) -> None:
+        """As `row`; the case is right only if all that it checked is."""
+        self.ok = good and self.ok is not False
+        self.row(what, f"{'ok' if good else 'FAILED'}: {value}")
+
+
+def say(line: str) -> None:
+    print(f"  {line}", flush=True)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Several readings of one thing."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread:
+        return Spread(statistics.median(values), min(values), max(values), len(values))
+
+    def text(self, scale: float = 1.0, digits: int = 4) -> str:
+        median, low, high = (f"{value * scale:.{digits}g}" for value in (self.median, self.low, self.high))
+        return f"{median} ({low} to {high}, {self.count} runs)"
+
+    def facts(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def ratios(values: Sequence[float], against: Sequence[float]) -> Spread:
+    """Readings taken in turn, each against its neighbour."""
+    return Spread.of([value / base for value, base in zip(values, against, strict=True)])
+
+
+def repeats(most: int, until: float, least: int = 1) -> Iterator[int]:
+    """0, 1, ... up to `most` times, fewer (at least `least`) where `until`, a moment of `time.monotonic`, has
+    passed."""
+    for number in range(most):
+        if number >= least and time.monotonic() > until:
+            say(f"out of time after {number} of {most}")
+            return
+        yield number
+
+
+def seconds(device: torch.device, work: Callable[[], Any]) -> float:
+    """Return how long the device takes for what `work` issues, the current stream's view. Waits for it."""
+    clock = Clock(device)
+    begin = clock.mark()
+    work()
+    return clock.mark().since(begin)
+
+
+def in_host_memory(device: torch.device) -> Host:
+    """Host buffers in this process's own memory, with locked pages."""
+    return Host(copying_on(device))
+
+
+def pinned_region(nbytes: int, device: torch.device) -> Region:
+    """Host memory to copy to and from, as host buffers there are."""
+    return own_memory(nbytes, copying_on(device))
+
+
+def lender_on(device: torch.device) -> Lender:
+    """Who makes memory that another process on this device reaches into."""
+    return DeviceMemory(copying_on(device))
+
+
+def moved_bytes(device: torch.device, end: torch.Tensor, received: torch.Tensor, minimum_bytes: int) -> int:
+    """Of what a forward saved that ended here, the bytes that would leave."""
+    return sum(
+        found.nbytes
+        for found in find([end.grad_fn], [received], device)
+        if found.alone and found.nbytes >= minimum_bytes
+    )
+
+
+def drawn(shape: tuple[int, ...], seed: int, device: torch.device) -> torch.Tensor:
+    """Return random numbers: the same for a seed."""
+    return torch.randn(shape, generator=_generator(seed, device), device=_drawing_on(device)).to(device)
+
+
+def random_bytes(nbytes: int, device: torch.device, seed: int = 0) -> torch.Tensor:
+    where, generator = _drawing_on(device), _generator(seed, device)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator, device=where).to(device)
+
+
+def _drawing_on(device: torch.device) -> torch.device:
+    """Return what draws for a device: a late one has no generator of its own."""
+    return device if device.type == "cuda" else torch.device("cpu")
+
+
+def _generator(seed: int, device: torch.device) -> torch.Generator:
+    return torch.Generator(_drawing_on(device)).manual_seed(seed)
+
+
+def tidy(device: torch.device) -> None:
+    """Give the device's memory that nobody holds back to the driver, so that each part of a case starts from the
+    same place."""
+    gc.collect()
+    synchronize(device)
+    torch.accelerator.empty_cache()

@@ -1,0 +1,111 @@
+"""Backwards of one stage of Megatron's own model in halves, against whole ones: of Megatron's layers, and of
+Transformer Engine's.
+
+In: a device; needs megatron-core, and for its second half transformer-engine; each is skipped without. Out: whether
+every gradient has the bits of whole backwards, the weights' halves late and several of them waiting, and what waits
+beside what a forward left allocated. With Transformer Engine it is the first time that anybody runs this: it was
+written from its documented interface.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tests.gpu.accelerators import Accelerator
+from tests.gpu.common import FULL, MODERATE, SMALL, Result, say, tidy
+from tests.gpu.megatron_stage import COMMON, MegatronStage, shape_flags
+
+# Halves far apart, and forwards between them.
+ORDER = "F0 F1 F2 I0 I1 F3 W0 I2 I3 W1 W2 W3"
+LAYERS = {
+    "Megatron's layers": (),
+    "Transformer Engine's layers": ("--transformer-impl", "transformer_engine", "--disable-bias-linear"),
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """`layers` of one stage; it is the second of three."""
+
+    layers: int
+    hidden: int
+    heads: int
+    sequence: int
+
+    @property
+    def flags(self) -> list[str]:
+        return shape_flags(self.layers, self.hidden, self.heads, self.sequence)
+
+
+SIZES = {FULL: Sizes(2, 4096, 32, 2048), MODERATE: Sizes(1, 2048, 16, 1024), SMALL: Sizes(1, 32, 2, 16)}
+
+
+def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
+    if importlib.util.find_spec("megatron.core") is None:
+        return Result(skipped="megatron-core is not installed here")
+    on.prepare_megatron()
+    device, result = on.device, Result()
+    for name, flags in LAYERS.items():
+        if flags and importlib.util.find_spec("transformer_engine") is None:
+            result.row(name, "skipped: transformer-engine is not installed here")
+            continue
+        say(f"{name}:")
+        given = [*COMMON, *sizes.flags, *flags]
+        expected, _ = _gradients(given, device, split=False)
+        again, _ = _gradients(given, device, split=False)
+        found, waiting = _gradients(given, device, split=True)
+        result.check(f"{name}: two runs with whole backwards", _differing(expected, again) == 0, "the same bits")
+        wrong = _differing(expected, found)
+        result.check(f"{name}: backwards in halves", wrong == 0, f"{wrong} of {len(expected)} gradients differ")
+        result.facts[name] = {"gradients": len(expected), "wrong": wrong, "waiting_bytes": waiting}
+        tidy(device)
+    return result
+
+
+def _gradients(flags: list[str], device: torch.device, split: bool) -> tuple[list[torch.Tensor], int]:
+    """Of every parameter, and the most bytes that waited for one micro-batch's second half in the store."""
+    from megatron.core.pipeline_parallel import schedules
+
+    from megatron.scheduling.hooks import patches
+    from megatron.scheduling.loop.delaying import ask, delaying
+    from megatron.scheduling.loop.halves import Halves
+    from megatron.scheduling.report import one_stage
+
+    args = one_stage.parse(flags, lambda parser: parser)
+    halves, most = Halves(), 0
+    with ExitStack() as stack:
+        if split:
+            installed = patches.install(halves.wraps() | ask(args))
+            stack.callback(halves.abandon)
+            stack.callback(installed.remove)
+        model: Any = stack.enter_context(one_stage.stage(args, 1))
+        stage = MegatronStage(args, model, device)
+        config = model.module.config if hasattr(model, "module") else model.config
+        stage.start_over()
+        halves.begin({1: delaying(model.modules())})
+        held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for name in ORDER.split():
+            key = 1, int(name[1:])
+            if name[0] == "W":
+                if split:
+                    halves.run(key)
+                continue
+            with halves.deferring(key) if split else ExitStack():
+                if name[0] == "F":
+                    received = stage.received(key[1])
+                    held[key[1]] = received, stage(received)
+                else:
+                    received, output = held.pop(key[1])
+                    schedules.backward_step(received, output, torch.ones_like(output), config)
+            if split:
+                most = max(most, sum(storage.nbytes() for storage in halves.storages(key)))
+        return stage.gradients(), most
+
+
+def _differing(expected: list[torch.Tensor], found: list[torch.Tensor]) -> int:
+    return sum(not torch.equal(one, other) for one, other in zip(expected, found, strict=True))

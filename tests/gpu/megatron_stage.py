@@ -1,0 +1,255 @@
+"""One stage of Megatron's own model, its fusions compiled, with the transfers of the fullest stage around it.
+
+In: a device; needs megatron-core, and is skipped without it. Out, for a GPT of the GPT-3 kind and one of LLaMA's: which
+part of what a forward leaves allocated moves, by the allocator's own counters; whether gradients have the bits of a run
+without an engine, dropout on; and whether torch goes on asking the driver for memory over many rounds. The stage is
+Megatron's, the loop around it ours.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.executor import Executor
+from bpipe.runtime.streams import lanes, synchronize
+from bpipe.transport.lanes import CopyLane
+from bpipe.transport.one_sided import OneSidedCopies
+from tests.gpu.accelerators import Accelerator
+from tests.gpu.common import FULL, MODERATE, SMALL, Result, drawn, in_host_memory, moved_bytes, repeats, say, tidy
+from tests.gpu.one_stage import loop_of
+
+TIMEOUT_S = 120.0
+MINIMUM_BYTES = 1 << 16
+# Below this the schedule's promise is not kept: `--bpipe` counts micro-batches, and the rest of each stays where it is.
+ENOUGH = 0.9
+SEED = 1234
+
+# Everything that Transformer Engine or Apex would do is torch's here, and what Megatron compiles by itself stays on.
+COMMON = (
+    *(
+        "--transformer-impl",
+        "local",
+        "--no-persist-layer-norm",
+        "--no-gradient-accumulation-fusion",
+        "--no-masked-softmax-fusion",
+    ),
+    *(
+        "--no-rope-fusion",
+        "--vocab-size",
+        "512",
+        "--micro-batch-size",
+        "1",
+        "--bf16",
+        "--pipeline-model-parallel-size",
+        "3",
+    ),
+)
+MODELS = {
+    "GPT-3 kind, dropout": (),
+    "LLaMA kind": (
+        *("--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear", "--position-embedding-type", "rope"),
+        *("--untie-embeddings-and-output-weights", "--attention-dropout", "0", "--hidden-dropout", "0"),
+    ),
+}
+
+
+def shape_flags(layers: int, hidden: int, heads: int, sequence: int) -> list[str]:
+    """Return Megatron's flags for three stages of so many layers."""
+    sizes = {
+        "num-layers": 3 * layers,
+        "hidden-size": hidden,
+        "num-attention-heads": heads,
+        "seq-length": sequence,
+        "max-position-embeddings": sequence,
+    }
+    return [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """`layers` of one stage."""
+
+    layers: int
+    hidden: int
+    heads: int
+    sequence: int
+    rounds: int
+    minimum_bytes: int
+    stages: int = 8
+    microbatches: int = 16
+
+    @property
+    def flags(self) -> list[str]:
+        return shape_flags(self.layers, self.hidden, self.heads, self.sequence)
+
+
+SIZES = {
+    FULL: Sizes(2, 4096, 32, 2048, 50, MINIMUM_BYTES),
+    MODERATE: Sizes(1, 2048, 16, 1024, 6, MINIMUM_BYTES),
+    SMALL: Sizes(1, 128, 4, 64, 3, 1, stages=4, microbatches=8),
+}
+
+
+class MegatronStage:
+    """An inner stage as the loop wants it.
+
+    Its output ends in a weighted sum, so that only the graph holds what was computed.
+    """
+
+    def __init__(self, args: Any, model: Any, device: torch.device) -> None:
+        from megatron.core.utils import get_attr_wrapped_model
+
+        self._model = model
+        self._device = device
+        self._set_input = get_attr_wrapped_model(model, "set_input_tensor")
+        self._shape = (args.seq_length, args.micro_batch_size, args.hidden_size)
+        self._dtype = args.params_dtype
+        self._factor = self._random(0)
+
+    def _random(self, seed: int) -> torch.Tensor:
+        return drawn(self._shape, seed, self._device).to(self._dtype)
+
+    def __call__(self, received: torch.Tensor) -> torch.Tensor:
+        self._set_input([received])
+        output = self._model(None, None, None)
+        self._set_input([None])
+        end: torch.Tensor = (output * self._factor).sum()
+        return end
+
+    def received(self, microbatch: int) -> torch.Tensor:
+        return self._random(1000 + microbatch).requires_grad_()
+
+    def start_over(self) -> None:
+        """The same dropout and no gradients: the next iteration is the last one's twin."""
+        from megatron.core import tensor_parallel
+
+        tensor_parallel.model_parallel_cuda_manual_seed(SEED)
+        self._model.zero_grad_buffer()
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [parameter.main_grad.clone() for parameter in self._model.parameters()]
+
+
+def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
+    device = on.device
+    if importlib.util.find_spec("megatron.core") is None:
+        return Result(skipped="megatron-core is not installed here")
+    on.prepare_megatron()
+    result = Result()
+    both = lanes(device, TIMEOUT_S)
+    for number, (name, flags) in enumerate(MODELS.items()):
+        say(f"{name}:")
+        with _stage([*COMMON, *sizes.flags, *flags], device) as stage:
+            _look(device, stage, sizes, both, until if number else _half(until), name, result)
+        tidy(device)
+    result.row("functions compiled", _compiled())
+    return result
+
+
+def _half(until: float) -> float:
+    """Return the first model's share of the time that is left."""
+    now = time.monotonic()
+    return now + (until - now) / 2
+
+
+@contextmanager
+def _stage(flags: list[str], device: torch.device) -> Iterator[MegatronStage]:
+    from megatron.scheduling.options import flags as ours
+    from megatron.scheduling.report import one_stage
+
+    args = one_stage.parse(flags, ours.add_arguments)
+    # The second of three: no embedding, no loss. Gradients are summed and not reduced, there is nobody to reduce them
+    # with.
+    with one_stage.stage(args, 1) as model:
+        # Megatron's wrapper for data parallelism: its wheel has no types.
+        wrapped: Any = model
+        with wrapped.no_sync():
+            yield MegatronStage(args, model, device)
+
+
+def _look(
+    device: torch.device,
+    stage: MegatronStage,
+    sizes: Sizes,
+    both: tuple[CopyLane, CopyLane],
+    until: float,
+    name: str,
+    result: Result,
+) -> None:
+    plan = build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=BalanceConfig()))
+    loop = loop_of(plan, 0, stage, stage.received)
+    # Functions are compiled, and compiled again for what they did not expect, with the first calls.
+    for microbatch in range(3):
+        stage(stage.received(microbatch)).backward()
+    _fraction(device, stage, sizes, name, result)
+    gradients = _gradients_of(device, loop, stage)
+    expected = gradients(None)
+    same = _equal(gradients(None), expected)
+    result.check(
+        f"{name}: two runs without an engine",
+        same,
+        "the same bits" if same else "differing bits: nothing below can be judged",
+    )
+    config = EngineConfig("stage 0", device, sizes.minimum_bytes, TIMEOUT_S, poison=True)
+    engine = Engine(plan, 0, OneSidedCopies(in_host_memory(device), *both), config)
+    wrong, reserved = 0, []
+    for _ in repeats(sizes.rounds, until, least=3):
+        wrong += not _equal(gradients(engine), expected)
+        reserved.append(int(torch.accelerator.memory_reserved(device)))
+    text = (
+        f"{wrong} of {len(reserved)} iterations differ, {engine.moved_bytes.get(0, 0) / 2**20:.4g} MiB moved a "
+        f"micro-batch"
+    )
+    result.check(f"{name}: gradients after evicting and loading", wrong == 0 and engine.moved_bytes.get(0, 0) > 0, text)
+    flat = len(set(reserved[1:])) == 1
+    text = f"{'flat' if flat else f'NOT flat: {sorted(set(reserved[1:]))} B'} from round 2 to {len(reserved)}"
+    result.check(f"{name}: memory reserved", flat, f"{text}, {reserved[-1] / 2**20:.4g} MiB")
+    result.facts[name] |= {"wrong": wrong, "reserved": reserved}
+    engine.release()
+
+
+def _fraction(device: torch.device, stage: MegatronStage, sizes: Sizes, name: str, result: Result) -> None:
+    """Of what one forward leaves allocated, how much would leave."""
+    begin = torch.accelerator.memory_allocated(device)
+    received = stage.received(0)
+    end = stage(received)
+    left = torch.accelerator.memory_allocated(device) - begin
+    moved = moved_bytes(device, end, received, sizes.minimum_bytes)
+    end.backward()
+    text = f"{moved / left:.3f}, {moved / 2**20:.4g} of {left / 2**20:.4g} MiB"
+    result.check(f"{name}: part of what a forward leaves that moves", moved >= ENOUGH * left, text)
+    result.facts[name] = {"moved_bytes": moved, "left_bytes": left}
+
+
+def _gradients_of(
+    device: torch.device, loop: Executor, stage: MegatronStage
+) -> Callable[[Engine | None], list[torch.Tensor]]:
+    def gradients(engine: Engine | None) -> list[torch.Tensor]:
+        stage.start_over()
+        loop.run(engine)
+        synchronize(device)
+        return stage.gradients()
+
+    return gradients
+
+
+def _equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+
+def _compiled() -> str:
+    """Return whether the fusions were compiled at all: a machine without a compiler may run them as they are
+    written."""
+    from torch._dynamo.utils import counters
+
+    frames = counters["frames"]
+    return f"{frames['ok']} of {frames['total']}"

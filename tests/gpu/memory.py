@@ -1,0 +1,285 @@
+"""What one stage after another really allocates, without and with balancing, against what its schedule says.
+
+In: a device. Out: `max_memory_allocated` of each stage's program beside the prediction, and whether the driver is asked
+for more once the first iteration is over. The prediction: what is there before an iteration, what the schedule holds at
+each moment, and what one forward or backward needs on top while it runs, measured once with a single micro-batch. An
+acceptor's host buffers come from `cudaMalloc`, outside torch's allocator; they are read off the device's free memory
+and added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from bpipe.build import ScheduleConfig, build, named_balance
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.memory import live_bytes, memory_of, num_transfers
+from bpipe.ir.schedule import Schedule
+from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.executor import Executor
+from bpipe.runtime.streams import lanes
+from bpipe.transport.base import Pending, Transport
+from bpipe.transport.layout import BufferLayout, Sizes
+from bpipe.transport.memory import Region
+from bpipe.transport.one_sided import OneSidedCopies
+from tests.gpu.accelerators import Accelerator
+from tests.gpu.common import FULL, MODERATE, SMALL, Result, in_host_memory, lender_on, repeats, say, tidy
+from tests.gpu.one_stage import GptStage, Shape, loop_of
+
+TIMEOUT_S = 60.0
+# The driver's blocks, and the largest step by which torch's allocator rounds an allocation up.
+BLOCK_BYTES = 2 << 20
+# Several allocations of one moment may be rounded up, and libraries keep a workspace of a few MiB.
+TOLERANCE_BYTES = 8 << 20
+# What must not change once a program is in its steady phase.
+STEADY = ("reserved_bytes.all.current", "segment.all.current", "segment.all.allocated", "num_alloc_retries", "num_ooms")
+
+
+def allocated() -> int:
+    return int(torch.accelerator.memory_allocated())
+
+
+def most_allocated() -> int:
+    return int(torch.accelerator.max_memory_allocated())
+
+
+@dataclass(frozen=True)
+class StageSizes:
+    """Every large tensor should be a multiple of 2 MiB, so that rounding does not hide what is looked for."""
+
+    shape: Shape
+    stages: int
+    microbatches: int
+    iterations: int
+    minimum_bytes: int
+    tolerance_bytes: int = TOLERANCE_BYTES
+
+
+SIZES = {
+    FULL: StageSizes(Shape(layers=2, hidden=4096, heads=32, sequence=2048), 8, 16, 6, 1 << 16),
+    MODERATE: StageSizes(Shape(layers=1, hidden=2048, heads=16, sequence=1024), 8, 16, 3, 1 << 16),
+    SMALL: StageSizes(Shape(layers=1, hidden=128, heads=2, sequence=128), 4, 6, 3, 1 << 10, 0),
+}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Of one micro-batch, bytes: what its forward leaves, and what a forward and a backward take on top of that
+    while they run."""
+
+    saved: int
+    forward_extra: int
+    backward_extra: int
+
+
+@dataclass
+class Watch:
+    """Makes none of an engine's transfers; reads torch's allocator around a single micro-batch."""
+
+    base: int = 0
+    seen: dict[Kind, tuple[int, int, int]] = field(default_factory=dict)
+    _start: int = 0
+
+    def begin(self) -> None:
+        self.base = allocated()
+
+    def before(self, op: Action) -> None:
+        self._start = allocated()
+        torch.accelerator.reset_peak_memory_stats()
+
+    def after(self, op: Action, outputs: Sequence[Any] = (), inputs: Sequence[Any] = ()) -> None:
+        self.seen[op.kind] = self._start, most_allocated(), allocated()
+
+    def sent(self, op: Action) -> None:
+        """Nothing to say."""
+
+    def communicated(self) -> None:
+        """Nothing to say."""
+
+    def end(self) -> None:
+        """Nothing to say."""
+
+    def parts(self) -> Parts:
+        _, forward_peak, held = self.seen[Kind.FORWARD]
+        start, backward_peak, _ = self.seen[Kind.BACKWARD]
+        return Parts(held - self.base, forward_peak - held, backward_peak - start)
+
+
+def measure_parts(stage: GptStage) -> Parts:
+    """Measure the parts of a micro-batch alone."""
+    watch = Watch()
+    loop_of(build(ScheduleConfig("1f1b", 1, 1)), 0, stage, stage.received).run(watch)
+    return watch.parts()
+
+
+def predicted_bytes(plan: Schedule, rank: int, parts: Parts, moved: int) -> int:
+    """Return the most this rank's own micro-batches take at any moment, on top of what is there without any."""
+    # What it hosts is in its host buffers, and they are there all the time.
+    own = [moved if stage == rank else 0 for stage in range(plan.num_stages)]
+    extra = {Kind.FORWARD: parts.forward_extra, Kind.BACKWARD: parts.backward_extra}
+    held = live_bytes(plan, rank, memory_of((parts.saved,) * plan.num_stages, own))
+    return max(
+        nbytes + (extra[slot.compute.kind] if slot.compute else 0)
+        for nbytes, slot in zip(held, plan.ranks[rank], strict=True)
+    )
+
+
+class Lent:
+    """The acceptor's half of `peer` with nobody on the other side: it lends its host buffers' memory and nothing
+    comes."""
+
+    one_sided: Literal[True] = True
+    lends = True
+
+    def __init__(self, device: torch.device, sizes: Sizes) -> None:
+        self._device = device
+        self._sizes = sizes
+        self._regions: list[Region] = []
+        self._lender = lender_on(device)
+        # Whatever the driver sets up with the first call should not count as ours.
+        self._lender.make(BLOCK_BYTES)[1].close()
+        self.taken_bytes = 0
+
+    def reach(self, layout: BufferLayout) -> None:
+        """An acceptor has nothing to reach."""
+
+    def learn(self) -> dict[int, tuple[int, ...]]:
+        return {stage: tuple(lengths) for stage, lengths in self._sizes.items()}
+
+    def lend(self, nbytes: int) -> None:
+        before = self._free()
+        self._regions.append(self._lender.make(nbytes)[1])
+        self.taken_bytes += before - self._free()
+
+    def _free(self) -> int:
+        return torch.accelerator.get_memory_info(self._device)[0]
+
+    def grow(self) -> None:
+        raise AssertionError("an acceptor has nothing to reach")
+
+    def announce(self, sizes: Sizes) -> Pending:
+        raise AssertionError("an acceptor has nothing to announce")
+
+    def put(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Pending:
+        raise AssertionError("an acceptor has nothing to put")
+
+    get = put
+
+    def release(self) -> None:
+        for region in self._regions:
+            region.close()
+        self._regions.clear()
+
+    abandon = withdraw = release
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes of one stage's program, beyond what is there before an iteration; `steady` by iteration, what must not
+    change."""
+
+    measured: int
+    predicted: int
+    moved: int
+    lent: int
+    taken: int
+    steady: list[Mapping[str, int]]
+
+
+def peak_of(
+    device: torch.device, plan: Schedule, rank: int, stage: GptStage, parts: Parts, moved: int, sizes: StageSizes
+) -> Peak:
+    """Run a stage's program for some iterations; the peak of the last one. `moved` sizes an acceptor's host buffers."""
+    tidy(device)
+    transfers = num_transfers(plan, rank)
+    transport: Transport | None = None
+    if transfers.evictions:
+        transport = OneSidedCopies(in_host_memory(device), *lanes(device, TIMEOUT_S))
+    elif transfers.hosts:
+        assert plan.partners is not None
+        transport = Lent(device, {plan.partners[rank]: (moved,)})
+    engine = Engine(plan, rank, transport, EngineConfig(f"stage {rank}", device, sizes.minimum_bytes, TIMEOUT_S))
+    loop = loop_of(plan, rank, stage, stage.received)
+    steady: list[Mapping[str, int]] = []
+    measured = 0
+    for _ in range(sizes.iterations):
+        measured = _iteration_peak(loop, engine)
+        stats = torch.accelerator.memory_stats(device)
+        steady.append({name: stats[name] for name in STEADY})
+    own_moved = engine.moved_bytes.get(rank, 0)
+    lent, taken = engine.host_bytes, transport.taken_bytes if isinstance(transport, Lent) else 0
+    engine.release()
+    return Peak(measured, predicted_bytes(plan, rank, parts, own_moved), own_moved, lent, taken, steady)
+
+
+def _iteration_peak(loop: Executor, engine: Engine) -> int:
+    base = allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    loop.run(engine)
+    return most_allocated() - base
+
+
+def run(on: Accelerator, sizes: StageSizes, until: float) -> Result:
+    device = on.device
+    result = Result(ok=True)
+    stage = GptStage(sizes.shape, device)
+    # Gradients, handles and workspaces come with the first micro-batches.
+    for _ in range(2):
+        stage.alone()
+    tidy(device)
+    parts = measure_parts(stage)
+    result.facts = {"parts": vars(parts), "stages": []}
+    extra = f"a forward takes {_mib(parts.forward_extra)} more while it runs, a backward {_mib(parts.backward_extra)}"
+    say(f"one micro-batch leaves {_mib(parts.saved)}; {extra}")
+    plans = {
+        balance: build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=named_balance(balance)))
+        for balance in ("none", "bpipe")
+    }
+    moved = reached = 0
+    for rank in repeats(sizes.stages, until):
+        plain, balanced = (peak_of(device, plan, rank, stage, parts, moved, sizes) for plan in plans.values())
+        moved = moved or balanced.moved
+        for name, peak in (("without", plain), ("with", balanced)):
+            off = peak.measured - peak.predicted
+            lent = f" + {_mib(peak.lent)} of host buffers (free memory fell by {_mib(peak.taken)})" if peak.lent else ""
+            text = (
+                f"{_mib(peak.measured)}, predicted {_mib(peak.predicted)}, off by {off} B{lent}; "
+                f"{_steady_text(peak.steady)}"
+            )
+            result.check(f"stage {rank} {name} balancing", right(peak, sizes.tolerance_bytes), text)
+            result.facts["stages"].append({"stage": rank, "balancing": name, **vars(peak)})
+        reached = rank + 1
+    if reached < sizes.stages:
+        result.row("not reached in time", f"stages {reached} to {sizes.stages - 1}")
+    return result
+
+
+def right(peak: Peak, tolerance: int) -> bool:
+    """Return whether a stage allocated what was predicted, took no more for host buffers than they are long, and
+    then asked for nothing more."""
+    return (
+        abs(peak.measured - peak.predicted) <= tolerance
+        and 0 <= peak.taken - peak.lent <= max(tolerance, BLOCK_BYTES)
+        and _flat(peak.steady)
+    )
+
+
+def _flat(steady: Sequence[Mapping[str, int]]) -> bool:
+    return all(later == steady[1] for later in steady[1:])
+
+
+def _steady_text(steady: Sequence[Mapping[str, int]]) -> str:
+    if _flat(steady):
+        return f"flat from iteration 2 on, reserved {_mib(steady[-1]['reserved_bytes.all.current'])}"
+    changed = {
+        name: [stats[name] for stats in steady] for name in STEADY if len({stats[name] for stats in steady[1:]}) > 1
+    }
+    return f"NOT flat: {changed}"
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.2f} MiB"

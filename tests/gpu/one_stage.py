@@ -1,0 +1,130 @@
+"""One pipeline stage alone, in plain torch: its neighbours are synthetic, its program and its engine are the real ones.
+
+In: a schedule, a rank, and a stage to compute. Out: iterations, with an engine's calls around every operation or
+without. Knows no transport. A stage ends in a sum, so that nothing but the graph holds what it computed, as in a
+pipeline that has sent its output on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from bpipe.ir.schedule import Schedule
+from bpipe.runtime.executor import Executor
+from bpipe.runtime.messages import Alone
+from bpipe.runtime.stage import TorchStages
+from tests.gpu.accelerators import Accelerator
+from tests.gpu.common import drawn
+
+
+def loop_of(
+    plan: Schedule, rank: int, stage: Callable[[torch.Tensor], torch.Tensor], received: Callable[[int], torch.Tensor]
+) -> Executor:
+    """Return a rank's pipeline loop. `received(microbatch)` is what the stage before would have sent."""
+
+    def part(microbatch: int, *from_nobody: torch.Tensor) -> torch.Tensor:
+        return stage(received(microbatch))
+
+    return Executor(plan, rank, TorchStages({rank: part}), Alone())
+
+
+class SmallStage:
+    """A stage whose every bit is the same each time: no kernel of it adds in an order that varies.
+
+    A forward may come late in its middle.
+    """
+
+    def __init__(self, on: Accelerator, rows: int, width: int, seed: int = 0) -> None:
+        self._shape = rows, width
+        self._on = on
+        self.weight = nn.Parameter(drawn((width, width), seed, on.device) / width**0.5)
+        self._factor = drawn((rows, width), seed + 1, on.device)
+
+    def __call__(self, received: torch.Tensor) -> torch.Tensor:
+        hidden = functional.gelu(received @ self.weight)
+        self._on.before_forward()
+        output = torch.softmax(hidden @ self.weight.t(), dim=-1) * hidden.sum(dim=-1, keepdim=True)
+        return (output * self._factor).sum()
+
+    def received(self, microbatch: int) -> torch.Tensor:
+        return drawn(self._shape, 1000 + microbatch, self._on.device).requires_grad_()
+
+    def gradient(self) -> torch.Tensor:
+        """What the last iteration added up; the next starts from nothing."""
+        gradient, self.weight.grad = self.weight.grad, None
+        assert gradient is not None
+        return gradient
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A GPT stage: `recomputed` of its layers keep only their input and compute the rest again in the backward."""
+
+    layers: int
+    hidden: int
+    heads: int
+    sequence: int
+    batch: int = 1
+    recomputed: int = 0
+
+    @property
+    def num_parameters(self) -> int:
+        return self.layers * 12 * self.hidden**2
+
+
+class Layer(nn.Module):
+    """A transformer layer of plain torch, without biases and dropout."""
+
+    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        h = shape.hidden
+        self.norms = nn.ModuleList(nn.LayerNorm(h, device=device, dtype=dtype) for _ in range(2))
+        self.qkv, self.out, self.up, self.down = (
+            nn.Linear(rows, columns, bias=False, device=device, dtype=dtype)
+            for rows, columns in ((h, 3 * h), (h, h), (h, 4 * h), (4 * h, h))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, sequence, hidden = x.shape
+        mixed = self.qkv(self.norms[0](x)).view(batch, sequence, 3, self.heads, hidden // self.heads)
+        query, key, value = mixed.permute(2, 0, 3, 1, 4).unbind()
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).reshape(batch, sequence, hidden))
+        more: torch.Tensor = self.down(functional.gelu(self.up(self.norms[1](x)), approximate="tanh"))
+        return x + more
+
+
+class GptStage:
+    """Layers in bf16. Its gradients are summed in place, so memory is the same in each iteration."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        self.shape = shape
+        self._device = device
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer(shape, device, torch.bfloat16) for _ in range(shape.layers))
+        self._factor = torch.randn(shape.batch, shape.sequence, shape.hidden, device=device, dtype=torch.bfloat16)
+
+    def __call__(self, received: torch.Tensor) -> torch.Tensor:
+        x = received
+        for number, layer in enumerate(self.layers):
+            x = (
+                checkpoint(layer, x, use_reentrant=True, preserve_rng_state=False)
+                if number < self.shape.recomputed
+                else layer(x)
+            )
+        return (x * self._factor).sum()
+
+    def received(self, microbatch: int) -> torch.Tensor:
+        shape = self.shape.batch, self.shape.sequence, self.shape.hidden
+        return torch.randn(shape, device=self._device, dtype=torch.bfloat16).requires_grad_()
+
+    def alone(self) -> None:
+        """One forward and backward without a pipeline: gradients, workspaces and handles are there afterwards."""
+        self(self.received(0)).backward()

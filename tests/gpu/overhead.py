@@ -1,0 +1,185 @@
+"""What balancing costs one stage: its real computation with its program's transfers beside it, against the same
+without, in turn.
+
+In: a device. Out: ratios with their spread, the waits that were exposed, and what the link can do in the same run. The
+transfers go to pinned host memory by copy engines: that overlap is real on one GPU. Stage 0 of the pipeline stands
+alone and computes without a pause, so there is no bubble for a transfer to hide in and no neighbour to wait for; whole
+pipelines are faster or slower for other reasons.
+
+How much a micro-batch moves is set by how many layers compute again in their backward and so keep only their input:
+once so much that a transfer could hide behind a forward at the measured bandwidth, and once everything.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.ir.host_buffers import num_host_buffers
+from bpipe.ir.memory import num_transfers
+from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.executor import Executor
+from bpipe.runtime.recorder import Recorder
+from bpipe.runtime.streams import Clock, lanes
+from bpipe.simulate.bandwidth import required_bytes_per_s
+from bpipe.transport.one_sided import OneSidedCopies
+from tests.gpu.accelerators import Accelerator
+from tests.gpu.common import (
+    FULL,
+    MODERATE,
+    SMALL,
+    Result,
+    Spread,
+    in_host_memory,
+    moved_bytes,
+    ratios,
+    repeats,
+    seconds,
+    tidy,
+)
+from tests.gpu.limits import copy_rates
+from tests.gpu.one_stage import GptStage, Shape, loop_of
+
+TIMEOUT_S = 60.0
+# Of the measured bandwidth, what a transfer that should hide may ask for.
+COMFORTABLE = 0.8
+
+
+@dataclass(frozen=True)
+class Sizes:
+    shape: Shape
+    stages: int
+    microbatches: int
+    repeats: int
+    minimum_bytes: int
+    probe_bytes: int
+
+
+SIZES = {
+    FULL: Sizes(Shape(layers=4, hidden=8192, heads=64, sequence=2048), 8, 32, 7, 1 << 16, 1 << 30),
+    MODERATE: Sizes(Shape(layers=2, hidden=2048, heads=16, sequence=1024), 8, 16, 3, 1 << 16, 64 << 20),
+    SMALL: Sizes(Shape(layers=2, hidden=32, heads=2, sequence=16), 4, 4, 2, 1, 1 << 20),
+}
+
+
+@dataclass(frozen=True)
+class Need:
+    """Of one micro-batch: bytes that leave, the median seconds of a forward, and the bandwidth at which the one
+    hides behind the other."""
+
+    moved: int
+    forward_s: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        return required_bytes_per_s(self.moved, self.forward_s)
+
+
+def need(device: torch.device, stage: GptStage, minimum_bytes: int) -> Need:
+    stage.alone()
+    received = stage.received(0)
+    end = stage(received)
+    moved = moved_bytes(device, end, received, minimum_bytes)
+    del received, end
+    forwards = [seconds(device, lambda: stage(stage.received(0))) for _ in range(5)]
+    return Need(moved, Spread.of(forwards).median)
+
+
+def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
+    begin = time.monotonic()
+    device, result = on.device, Result()
+    rates = copy_rates(device, sizes.probe_bytes, 5, until)
+    tidy(device)
+    link = min(rates.out.median, rates.home.median)
+    result.row("link to pinned host memory, slower direction", f"GB/s {link / 1e9:.4g}")
+    shape = sizes.shape
+    result.row(
+        "stage",
+        f"{shape.num_parameters / 1e9:.3g} billion parameters, {shape} of p={sizes.stages}, m={sizes.microbatches}",
+    )
+    whole, inputs = (
+        need(device, GptStage(replace(shape, recomputed=count), device), sizes.minimum_bytes)
+        for count in (0, shape.layers)
+    )
+    tidy(device)
+    layer = (whole.moved - inputs.moved) / shape.layers
+    room = COMFORTABLE * link * whole.forward_s
+    kept = max(0, min(shape.layers, int((room - inputs.moved) / layer))) if layer > 0 else 0
+    result.facts = {"link_bytes_per_s": link, "needs": {"all": vars(whole), "inputs": vars(inputs)}, "cases": []}
+    cases = [shape.layers - kept] if kept == shape.layers else [shape.layers - kept, 0]
+    for number, recomputed in enumerate(cases):
+        part = begin + (until - begin) * (number + 1) / len(cases)
+        result.facts["cases"].append(_case(device, replace(shape, recomputed=recomputed), sizes, link, part, result))
+    return result
+
+
+def _case(
+    device: torch.device, shape: Shape, sizes: Sizes, link: float, until: float, result: Result
+) -> dict[str, Any]:
+    """One amount to move: without, with, and with synchronous transfers, in turn."""
+    tidy(device)
+    stage = GptStage(shape, device)
+    wants = need(device, stage, sizes.minimum_bytes)
+    plan = build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=BalanceConfig()))
+    loop = loop_of(plan, 0, stage, stage.received)
+    both = lanes(device, TIMEOUT_S)
+
+    def engine(synchronous: bool) -> Engine:
+        config = EngineConfig("stage 0", device, sizes.minimum_bytes, TIMEOUT_S, synchronous=synchronous)
+        return Engine(plan, 0, OneSidedCopies(in_host_memory(device), *both), config)
+
+    engines: dict[str, Engine | None] = {"without": None, "with": engine(False), "synchronous": engine(True)}
+    works: dict[str, Callable[[], None]] = {name: lambda one=one: loop.run(one) for name, one in engines.items()}  # type: ignore[misc]
+    for work in works.values():
+        seconds(device, work)
+    taken: dict[str, list[float]] = {name: [] for name in works}
+    for _ in repeats(sizes.repeats, until, least=2):
+        for name, work in works.items():
+            taken[name].append(seconds(device, work))
+    asynchronous = engines["with"]
+    assert asynchronous is not None
+    exposed_s, elapsed_s = _exposed(device, loop, asynchronous)
+    for one in engines.values():
+        if one is not None:
+            one.release()
+    fits = wants.bytes_per_s <= link
+    title = (
+        f"{shape.layers - shape.recomputed} of {shape.layers} layers kept whole, {'could' if fits else 'cannot'} hide"
+    )
+    transfers = num_transfers(plan, 0)
+    result.row(
+        title,
+        f"{wants.moved / 2**20:.4g} MiB a transfer, forward {wants.forward_s * 1e3:.4g} ms: needs "
+        f"{wants.bytes_per_s / 1e9:.4g} GB/s of "
+        f"{link / 1e9:.4g}; {transfers.evictions} evictions and {transfers.loads} loads an iteration, "
+        f"{num_host_buffers(plan, plan.partners[0] if plan.partners else 0)} host buffers",
+    )
+    found = {name: ratios(taken[name], taken["without"]) for name in ("with", "synchronous")}
+    result.row(f"{title}: iteration without", f"s {Spread.of(taken['without']).text()}")
+    result.row(f"{title}: with / without", found["with"].text(digits=5))
+    result.row(f"{title}: synchronous / without", found["synchronous"].text(digits=5))
+    result.row(f"{title}: exposed waits of one iteration", f"{exposed_s * 1e3:.4g} ms of {elapsed_s * 1e3:.4g} ms")
+    return {
+        "recomputed_layers": shape.recomputed,
+        "moved_bytes": wants.moved,
+        "forward_s": wants.forward_s,
+        "needed_bytes_per_s": wants.bytes_per_s,
+        "iteration_s": taken,
+        "ratios": {name: spread.facts() for name, spread in found.items()},
+        "exposed_s": exposed_s,
+        "recorded_iteration_s": elapsed_s,
+    }
+
+
+def _exposed(device: torch.device, loop: Executor, engine: Engine) -> tuple[float, float]:
+    """One more iteration, recorded: seconds in which compute waited for a transfer, and seconds in all."""
+    engine.recorder = Recorder(Clock(device))
+    loop.run(engine)
+    rows, elapsed_s = engine.recorder.rows({}, engine.moved_bytes)
+    engine.recorder = None
+    return sum(row.wait_s for row in rows), elapsed_s

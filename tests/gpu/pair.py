@@ -1,0 +1,140 @@
+"""Two processes on the one device, a pair: rank 0 evicts, rank 1 hosts, and the middle stages are not there.
+
+In: a device, a transport, and what each process does with it once they are connected. Out: what both found. Also the
+engines of a pair, each against itself without one: each process makes its own stage's inputs. Nothing here is timed:
+two processes on one GPU take turns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
+
+from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.ir.memory import num_transfers
+from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.streams import copying_on, synchronize
+from bpipe.transport.base import Transport
+from bpipe.transport.connect import Connection, connect
+from tests.gpu.accelerators import Accelerator
+from tests.gpu.common import Result
+from tests.gpu.one_stage import SmallStage, loop_of
+from tests.gpu.streams import MODES, late_lanes
+
+# Either process may be ahead of the other by as much as a case takes.
+TIMEOUT_S = 120.0
+EVICTOR, LENDER = 0, 1
+
+Found = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Member:
+    """One process of the pair."""
+
+    rank: int
+    on: Accelerator
+    connection: Connection
+
+
+Part = Callable[[Member, Any, float], Found]
+
+
+def run_pair(part: Part, on: Accelerator, transport: str, sizes: Any, until: float) -> list[Found]:
+    """What `part` found in each of the two processes, the evictor's first, and the transport that they agreed on."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory() as folder:
+        # A process that has used CUDA cannot be forked.
+        start_processes(
+            _process, args=(folder, on.of_process, transport, part, sizes, until), nprocs=2, start_method="spawn"
+        )
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in (EVICTOR, LENDER)]
+
+
+def _process(
+    rank: int,
+    folder: str,
+    made: Callable[[int], Accelerator],
+    transport: str,
+    part: Part,
+    sizes: Any,
+    until: float,
+) -> None:
+    on = made(rank)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT_S)
+    )
+    here = replace(copying_on(on.device), lanes=lambda device, timeout_s: late_lanes(on, timeout_s))
+    connection, links = connect([(EVICTOR, LENDER)], transport, TIMEOUT_S, here)
+    assert connection is not None
+    found = {"transport": links[0].transport, **part(Member(rank, on, connection), sizes, until)}
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    connection.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# -- the engines
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class EngineSizes(Protocol):
+    """What both cases that run the two engines of a pair say of them."""
+
+    @property
+    def stages(self) -> int: ...
+    @property
+    def microbatches(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+
+
+def run_engine(member: Member, transport: Transport, sizes: EngineSizes, rounds: Iterable[int]) -> Found:
+    """Return this process's stage of the pair, iteration after iteration, against itself without an engine."""
+    on = member.on
+    plan = build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=BalanceConfig()))
+    place = 0 if member.rank == EVICTOR else sizes.stages - 1
+    stage = SmallStage(on, sizes.rows, sizes.width, seed=place)
+    loop = loop_of(plan, place, stage, stage.received)
+
+    def gradient(engine: Engine | None) -> torch.Tensor:
+        loop.run(engine)
+        synchronize(on.device)
+        return stage.gradient()
+
+    expected = gradient(None)
+    reference = torch.equal(gradient(None), expected)
+    config = EngineConfig(f"stage {place}", on.device, minimum_bytes=1, timeout_s=TIMEOUT_S, poison=True)
+    engine = Engine(plan, place, transport, config)
+    wrong = count = 0
+    for number in rounds:
+        on.come_late(*MODES[number % len(MODES)], number)
+        wrong += not torch.equal(gradient(engine), expected)
+        count += 1
+    found = {"count": count, "wrong": wrong, "reference": reference, "host_buffer_bytes": engine.host_bytes}
+    engine.release()
+    return {**found, "evictions": num_transfers(plan, place).evictions}
+
+
+def judge_engines(evicting: Mapping[str, Any], hosting: Mapping[str, Any], sizes: EngineSizes, result: Result) -> None:
+    """What the two processes found of their engines."""
+    for name, one in (("stage 0, evicts", evicting), (f"stage {sizes.stages - 1}, hosts", hosting)):
+        text = f"{one['wrong']} of {one['count']} iterations differ from a run without an engine"
+        result.check(
+            f"engine, p={sizes.stages} m={sizes.microbatches}, {name}", one["wrong"] == 0 and one["reference"], text
+        )
+    result.check("transfers took place", evicting["evictions"] > 0, f"{evicting['evictions']} evictions an iteration")
+    nbytes = hosting["host_buffer_bytes"]
+    result.check("host buffers on the acceptor", nbytes > 0, f"{nbytes} B")

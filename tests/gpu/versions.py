@@ -1,0 +1,108 @@
+"""What is installed here, and whether torch and the CUDA runtime that lends memory speak of the same device.
+
+In: a device. Out: versions; the device that each of the two runtimes calls current; and, where the environment asks for
+an allocator, whether it is the one in use. Knows no schedule.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+
+import torch
+
+from bpipe.transport.cuda_runtime import runtime
+from tests.gpu.accelerators import Accelerator
+from tests.gpu.common import FULL, MODERATE, SMALL, Result
+
+PACKAGES = (
+    "cuda-bindings",
+    "triton",
+    "megatron-core",
+    "transformer-engine",
+    "flash-attn",
+    "apex",
+    "pytest",
+    "hypothesis",
+)
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+SIZES = dict.fromkeys((FULL, MODERATE, SMALL))
+
+
+def run(on: Accelerator, sizes: None, until: float) -> Result:
+    result = Result()
+    result.row("python", f"{platform.python_version()} at {sys.executable}")
+    result.row("torch", f"{torch.__version__}, CUDA {torch.version.cuda}, NCCL {_nccl()}")
+    result.row("packages", ", ".join(f"{name} {_version(name)}" for name in PACKAGES))
+    result.row("compiler for torch.compile", _compiler())
+    result.row("devices", on.described())
+    _same_device(on, result)
+    wanted = os.environ.get(ALLOCATOR, "")
+    in_use = on.allocator()
+    result.facts["allocator"] = in_use
+    if wanted:
+        result.check(f"allocator under {wanted}", in_use in wanted, in_use)
+    return result
+
+
+def device_of_runtime(device_type: str) -> int:
+    """Return the device that is current in the runtime by which memory is lent."""
+    found = ctypes.c_int(-1)
+    status = runtime(device_type)._library.cudaGetDevice(ctypes.byref(found))
+    return found.value if status == 0 else -status
+
+
+def device_of_bindings() -> str:
+    """The same of the bindings' package, which brings a runtime of its own; nothing here uses it."""
+    try:
+        from cuda.bindings import runtime as bindings
+    except ImportError as error:
+        return f"none ({error})"
+    status, *found = bindings.cudaGetDevice()
+    return str(found[0]) if int(status) == 0 else status.name
+
+
+def _same_device(on: Accelerator, result: Result) -> None:
+    """One process may hold several CUDA runtimes: lent memory must lie on the device that torch calls current.
+
+    On a machine with one GPU all can only say 0. With more, the last one is made current and each is asked again.
+    """
+    here = torch.accelerator.current_device_index()
+    for index in sorted({here, torch.accelerator.device_count() - 1}):
+        torch.accelerator.set_device_index(index)
+        torch.zeros(1, device=on.device.type)
+        theirs = device_of_runtime(on.device.type)
+        text = f"the runtime that lends memory says {theirs}, the bindings' own {device_of_bindings()}"
+        result.check(f"current device, torch {torch.accelerator.current_device_index()}", theirs == index, text)
+    torch.accelerator.set_device_index(here)
+    found = runtime(on.device.type)
+    numbers = [f"{one // 1000}.{one % 1000 // 10}" for one in (found.version, found.driver_version)]
+    batched = "in one call" if found._batch is not None else "one by one"
+    result.row("CUDA of the runtime, and of the driver", f"{', '.join(numbers)}; copies of a transfer go {batched}")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _nccl() -> str:
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    except (AttributeError, RuntimeError):
+        return "none"
+
+
+def _compiler() -> str:
+    """Triton and inductor start one; without it Megatron's fusions do not compile."""
+    try:
+        said = subprocess.run(["cc", "--version"], capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"none: {error}"
+    return said.splitlines()[0] if said else "says nothing of itself"
