@@ -19,13 +19,13 @@ _RUN, _SENDING = int(Op.RUN), bytes([Op.SEND])
 
 
 class Walk(Protocol):
-    """Whoever may wait: `run` yields what it waits for."""
+    """A rank or a stream that may wait: `run` yields what it waits for."""
 
     run: Iterator[int]
 
 
 class Board:
-    """What has passed: messages by their value, then the n-th transfer from one rank to another, and the sizes that
+    """Record of what has passed: messages by their value, then the n-th transfer from one rank to another, and the sizes that
     ranks have told.
 
     `missing[number]` ends have not arrived yet; `waiting[number]` go on when the last has.
