@@ -43,8 +43,8 @@ class Passing:
         )
 
     def received_behind(self) -> list[list[list[int]]]:
-        """By rank, for the loop's start and each computation: what neighbours make, by the grid, from then until its
-        next computation."""
+        """Return by rank, for the loop's start and each computation, what neighbours make, by the grid, from then until
+        its next computation."""
         # By rank and slot: how many computations it has begun by then.
         begun = [list(accumulate(cell.compute is not None for cell in row)) for row in self.schedule.ranks]
         received: list[list[list[int]]] = [[[] for _ in range(of_rank[-1] + 1)] for of_rank in begun]
@@ -56,7 +56,7 @@ class Passing:
         return received
 
     def inbound(self) -> list[dict[int, list[int]]]:
-        """By rank and channel: what a rank receives without having a part in making it, in the order in which it is
+        """Return by rank and channel what a rank receives without having a part in making it, in the order in which it is
         sent.
 
         A channel is a directed edge, named by its sender, or, as a negative number, collectives of one sort and sender.
@@ -74,7 +74,7 @@ class Passing:
         return inbound
 
     def channel(self, value: int, source: int) -> int:
-        """What a value comes through.
+        """Return what a value comes through.
 
         With several pipes, a sort of collectives has several senders, each with an order of its own.
         """

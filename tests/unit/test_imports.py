@@ -142,7 +142,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "features": ("feature", "table", "asked"),
     "lower": ("align forwards passing torch_receives turns", "lower", "answered"),
     "balance": ("evict packing", "pairs", "budget", "deadlines pool", "tiers"),
-    "check": ("case deadlock", "replicas slices transfers", "rules", "order"),
+    "check": ("board case", "deadlock", "replicas slices transfers", "rules", "order"),
     "simulate": ("bandwidth cost", "durations report", "host_buffers reductions", "engine trace"),
     "models": (
         "held hybrid kernel_times places slice_lengths switches",
