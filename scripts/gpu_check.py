@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Check on one GPU what can be checked there of moving activations, and measure what can be measured.
 
-In: a machine with a GPU and torch; one step also wants Megatron and is skipped without it. --rehearse runs the same
-code with tiny sizes on a CPU and shows nothing of a GPU. Out: a line for everything found, a summary, and with --json a
-file of all of it, written after every step. Every step is a process of its own: one that fails or hangs is ended at its
-limit and reported, and the others go on. All of it takes less than 25 minutes, each of the three parts less than 9.
-Exit status 1 if a step found something wrong or did not come to its end, 2 without a GPU. docs/gpu.md says what each
-step shows.
+In: a machine with a GPU and torch; some cases want Megatron or pytest, and are skipped without. --device late runs the
+same on the late devices of the tests, with small sizes: right and wrong mean the same there, times mean nothing. Out: a
+line for everything found, a summary, and with --json a file of all of it, written after every step. The cases are those
+of tests/gpu; here they are chosen, ordered and limited. Each runs in a process of its own: one that fails or hangs is
+ended at its limit and reported, and the others go on. All of it takes less than 25 minutes, each of the three parts less
+than 9. Exit status 1 if a step found something wrong or did not come to its end, 2 without a GPU. docs/gpu.md says what
+each step shows; --table writes its table of results.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import argparse
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,132 +30,74 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from gpu import (
-    abandon,
-    cannot,
-    counts,
-    halves,
-    isolate,
-    limits,
-    megatron_stage,
-    memory,
-    nccl,
-    nearly_full,
-    overhead,
-    peer,
-    queues,
-    side_stream,
-    streams,
-    units,
-    versions,
-)
-from gpu.common import FULL, MODERATE, REHEARSAL, Result, on_cuda, say
-from gpu.isolate import Under
+from tests.gpu import isolate
+from tests.gpu.accelerators import CUDA, LATE, NAMES
+from tests.gpu.cases import CASES
+from tests.gpu.common import FULL, SMALL, Result, say
 
-REHEARSED = "REHEARSAL on a CPU: it shows that this script runs, and nothing of a GPU"
+ON_LATE = "on late devices: right or wrong means the same there, a time nothing"
 # A full CPU of two cores starts torch more slowly than any machine with a GPU.
-REHEARSAL_S = 120.0
+LATE_S = 120.0
+CONNECTIONS, ALLOCATOR = "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF"
+DOCUMENT = isolate.ROOT / "docs" / "gpu.md"
 
-CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-ALLOCATOR = versions.ALLOCATOR
-ONCE = (Under("", {}),)
+
+@dataclass(frozen=True)
+class Under:
+    """Variables of the environment, and the cases that run under them (none: the one of the step's name)."""
+
+    label: str
+    environment: Mapping[str, str]
+    cases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Step:
-    """`limit_s`: when it is ended.
+    """`part`: the third of everything it belongs to. `limit_s`: when it is ended."""
 
-    `part`: the third of everything it belongs to. `run` is None where it only runs other steps again.
-    """
-
-    run: Callable[..., Result] | None
-    sizes: Mapping[str, Any]
     part: int
     limit_s: float
-    shows: str
-    under: tuple[Under, ...] = ONCE
+    under: tuple[Under, ...] = (Under("", {}),)
+    title: str = ""
 
     def runs(self, name: str) -> list[tuple[Under, str]]:
         """What has to be started for it."""
-        return [(under, one) for under in self.under for one in under.steps or (name,)]
+        return [(under, case) for under in self.under for case in under.cases or (name,)]
 
 
 # In the order in which a first half hour on a GPU wants them: what everything else stands on comes first.
 STEPS: dict[str, Step] = {
-    "versions": Step(
-        versions.run, versions.SIZES, 1, 40, "what is installed, and that torch and the CUDA runtime mean one device"
-    ),
-    "counts": Step(
-        counts.run, counts.SIZES, 1, 75, "the runtime's own tests: reference counts differ between versions of torch"
-    ),
-    "queues": Step(
-        queues.run,
-        queues.SIZES,
-        1,
-        75,
-        "whether streams wait for each other in the device's queues",
-        (Under("unset", {}), Under("1", {CONNECTIONS: "1"}), Under("8", {CONNECTIONS: "8"})),
-    ),
-    "peer": Step(peer.run, peer.SIZES, 1, 75, "one-sided copies between two processes are right"),
-    "streams": Step(streams.run, streams.SIZES, 1, 90, "the order of streams is right, and each wait is needed"),
-    "memory": Step(memory.run, memory.SIZES, 1, 90, "what each stage allocates, against the prediction"),
-    "halves": Step(
-        halves.run,
-        halves.SIZES,
-        1,
-        50,
-        "backwards of Megatron's own stage in halves, also Transformer Engine's: right or wrong",
-    ),
-    "overhead": Step(overhead.run, overhead.SIZES, 2, 140, "what balancing costs one stage, beside copy engines"),
+    "versions": Step(1, 40),
+    "counts": Step(1, 75),
+    "queues": Step(1, 75, (Under("unset", {}), Under("1", {CONNECTIONS: "1"}), Under("8", {CONNECTIONS: "8"}))),
+    "peer": Step(1, 75),
+    "streams": Step(1, 90),
+    "memory": Step(1, 90),
+    "halves": Step(1, 50),
+    "overhead": Step(2, 140),
     "overhead_one_queue": Step(
-        None,
-        overhead.SIZES,
         2,
         120,
-        "the same where all streams share one queue",
         (Under("1 connection", {CONNECTIONS: "1"}, ("overhead",)),),
+        "the same where all streams share one queue",
     ),
-    "nccl": Step(
-        nccl.run,
-        nccl.SIZES,
-        2,
-        60,
-        "the nccl transport with two ranks on this GPU, right or wrong",
-        (Under("", {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}),),
-    ),
-    "megatron": Step(
-        megatron_stage.run,
-        megatron_stage.SIZES,
-        2,
-        160,
-        "Megatron's own stage, compiled: what moves, and that nothing differs",
-    ),
-    "nearly_full": Step(
-        nearly_full.run, nearly_full.SIZES, 3, 60, "a balanced program with no room to spare, and lending beside it"
-    ),
-    "side_stream": Step(
-        side_stream.run, side_stream.SIZES, 3, 40, "what refusing activations of another stream protects from"
-    ),
-    "abandon": Step(
-        abandon.run, abandon.SIZES, 3, 45, "after an error a rank lets go at once, however busy its device is"
-    ),
+    "nccl": Step(2, 60, (Under("", {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}),)),
+    "megatron": Step(2, 160),
+    "nearly_full": Step(3, 60),
+    "side_stream": Step(3, 40),
+    "abandon": Step(3, 45),
     "connections": Step(
-        None,
-        peer.SIZES,
         3,
         120,
-        "peer and streams again with CUDA_DEVICE_MAX_CONNECTIONS 1 and 8",
         (
             Under("1 connection", {CONNECTIONS: "1"}, ("peer", "streams")),
             Under("8 connections", {CONNECTIONS: "8"}, ("peer", "streams")),
         ),
+        "peer and streams again with CUDA_DEVICE_MAX_CONNECTIONS 1 and 8",
     ),
     "allocators": Step(
-        None,
-        streams.SIZES,
         3,
         140,
-        "the order of streams again under torch's other allocators",
         (
             Under(
                 "expandable segments",
@@ -163,53 +106,115 @@ STEPS: dict[str, Step] = {
             ),
             Under("cudaMallocAsync", {ALLOCATOR: "backend:cudaMallocAsync"}, ("versions", "streams")),
         ),
+        "the order of streams again under torch's other allocators",
     ),
-    "limits": Step(limits.run, limits.SIZES, 3, 40, "what copies and matrix products reach here"),
-    "compute_units": Step(units.run, units.SIZES, 3, 60, "what copies that occupy compute units cost"),
-    "cannot": Step(cannot.run, cannot.SIZES, 3, 20, "what one GPU cannot show"),
+    "limits": Step(3, 40),
+    "compute_units": Step(3, 60),
 }
+
+
+def shows(name: str) -> str:
+    return STEPS[name].title or CASES[name].shows
+
+
+def needs_gpu(name: str) -> str:
+    """Return why a late device cannot answer a step; nothing where it can."""
+    if name == "allocators":
+        return "it has one allocator"
+    cases = {case for _, case in STEPS[name].runs(name)}
+    return "; ".join(sorted({CASES[case].needs_gpu for case in cases} - {""}))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
-    names = options.only or _names_of(options.part)
-    size = options.size or (REHEARSAL if options.rehearse else FULL)
+    names = options.only or [name for name, step in STEPS.items() if options.part in (None, step.part)]
     if options.list:
         _list(names)
         return 0
-    if options.inside:
-        return _inside(names[0], size, 60 * options.minutes, options.inside)
-    if size != REHEARSAL and not torch.cuda.is_available():
-        print("gpu_check: torch sees no CUDA device; --rehearse tries the script on a CPU", file=sys.stderr)
+    if options.table is not None:
+        DOCUMENT.write_text(
+            with_results(DOCUMENT.read_text(), [json.loads(file.read_text()) for file in options.table])
+        )
+        return 0
+    if options.device == CUDA and not torch.cuda.is_available():
+        print("gpu_check: torch sees no CUDA device; --device late runs the cases without one", file=sys.stderr)
         return 2
-    header = _header(size, arguments)
+    header = _header(options.device, arguments)
     for what, value in header.items():
         print(f"{what}: {value}")
-    results = _find_out(names, size, options.minutes, header, options.json)
+    results = _find_out(names, options.device, options.minutes, header, options.json)
     _summary(results)
-    if size == REHEARSAL:
-        print(REHEARSED)
+    if options.device == LATE:
+        print(ON_LATE)
     return 1 if any(result.ok is False for result in results.values()) else 0
 
 
-def _names_of(part: int | None) -> list[str]:
-    return [name for name, step in STEPS.items() if part in (None, step.part)]
-
-
 def _find_out(
-    names: Sequence[str], size: str, minutes: float | None, header: Mapping[str, Any], path: Path | None
+    names: Sequence[str], device: str, minutes: float | None, header: Mapping[str, Any], path: Path | None
 ) -> dict[str, Result]:
     """Run the steps, one after the other, within so many minutes in all."""
     scale = 60 * minutes / sum(STEPS[name].limit_s for name in names) if minutes else 1.0
     results: dict[str, Result] = {}
     for name in names:
-        print(f"--- {name}: {STEPS[name].shows}", flush=True)
-        results[name] = find_out(name, size, scale * STEPS[name].limit_s)
+        print(f"--- {name}: {shows(name)}", flush=True)
+        results[name] = find_out(name, device, FULL if device == CUDA else SMALL, scale * STEPS[name].limit_s)
         if path:
             # After every step: what has been found is kept, whatever happens later.
             found = {one: asdict(result) for one, result in results.items()}
-            _write(path, {"header": header, "asked": names, "steps": found})
+            isolate.write(path, {"header": header, "asked": names, "steps": found})
     return results
+
+
+def find_out(name: str, device: str, size: str, limit_s: float) -> Result:
+    """Run a step, or what it consists of, in processes of their own.
+
+    What one of them leaves of the time, the next ones have.
+    """
+    runs = STEPS[name].runs(name)
+    if device == LATE:
+        limit_s = max(limit_s, LATE_S * len(runs))
+    until = time.monotonic() + limit_s
+    found = []
+    for number, (under, case) in enumerate(runs):
+        if under.label:
+            say(f"{case}, {under.label}:")
+        # Never nothing: a case that is ended at once says so, and no time-out is below zero.
+        left_s = max((until - time.monotonic()) / (len(runs) - number), 1.0)
+        found.append((under.label, case, isolate.isolated(case, device, size, left_s, under.environment)))
+    return merged(found) if any(label for label, _, _ in found) else found[0][2]
+
+
+def merged(found: Sequence[tuple[str, str, Result]]) -> Result:
+    """One result of several: what they run under, what ran, and what came of it.
+
+    What a case judged becomes a line that says whether it was right; what it only measured keeps its lines.
+    """
+    result = Result()
+    for label, name, one in found:
+        title = f"{name}, {label}"
+        result.facts[title] = {"rows": one.rows, "facts": one.facts, "skipped": one.skipped, "failure": one.failure}
+        if one.failure is None and one.skipped is None and one.ok is None:
+            for what, value in one.rows:
+                result.row(f"{label}: {what}", value)
+        elif one.skipped is not None:
+            result.row(title, f"skipped: {one.skipped}")
+        else:
+            result.check(title, one.ok is True, judged(one))
+    if all(one.skipped is not None for _, _, one in found):
+        result.skipped = found[0][2].skipped
+    return result
+
+
+def judged(result: Result) -> str:
+    """Say in one line what came of a case."""
+    if result.failure:
+        return result.failure.strip().splitlines()[-1]
+    wrong = [what for what, value in result.rows if value.startswith("FAILED")]
+    return f"not right: {', '.join(wrong)}" if wrong else f"{len(result.rows)} lines as expected"
+
+
+# -- options and what is printed
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -229,12 +234,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--only", type=steps, metavar="STEP,STEP", help=f"these steps, of {', '.join(STEPS)}")
-    chosen.add_argument(
-        "--part",
-        type=int,
-        choices=sorted({step.part for step in STEPS.values()}),
-        help="a third of them (default: all)",
-    )
+    chosen.add_argument("--part", type=int, choices=(1, 2, 3), help="a third of them (default: all)")
+    parser.add_argument("--device", choices=NAMES, default=CUDA, help="what they run on (default: %(default)s)")
     parser.add_argument(
         "--minutes", type=minutes, metavar="N", help="all that is chosen ends within N (default: the steps' own limits)"
     )
@@ -243,10 +244,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, after every step")
     parser.add_argument(
-        "--rehearse", action="store_true", help="tiny sizes on the CPU, to try this script without a GPU"
+        "--table",
+        type=Path,
+        nargs="*",
+        metavar="FILE",
+        help="write what such files say into docs/gpu.md, and run nothing",
     )
-    parser.add_argument("--size", choices=(FULL, MODERATE, REHEARSAL), help=argparse.SUPPRESS)
-    parser.add_argument("--inside", type=Path, metavar="FILE", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
@@ -254,72 +257,18 @@ def _list(names: Sequence[str]) -> None:
     width = max(map(len, names))
     for name in names:
         step = STEPS[name]
-        print(f"{name:<{width}}  part {step.part}  at most {step.limit_s:4.0f} s  {step.shows}")
+        print(f"{name:<{width}}  part {step.part}  at most {step.limit_s:4.0f} s  {shows(name)}")
     print(f"{'together':<{width}}          at most {sum(STEPS[name].limit_s for name in names) / 60:4.1f} min")
 
 
-def find_out(name: str, size: str, limit_s: float) -> Result:
-    """Run a step, or what it consists of, in processes of their own.
-
-    What one of them leaves of the time, the next ones have.
-    """
-    step = STEPS[name]
-    runs = step.runs(name)
-    if size == REHEARSAL:
-        limit_s = max(limit_s, REHEARSAL_S * len(runs))
-    until = time.monotonic() + limit_s
-    found = []
-    for number, (under, one) in enumerate(runs):
-        if under.label:
-            say(f"{one}, {under.label}:")
-        # Never nothing: a step that is ended at once says so, and no time-out is below zero.
-        left_s = max((until - time.monotonic()) / (len(runs) - number), 1.0)
-        found.append((under.label, one, isolate.isolated(one, size, left_s, under.environment)))
-    return found[0][2] if not any(under.label for under in step.under) else isolate.merged(found)
-
-
-def _inside(name: str, size: str, seconds: float, file: Path) -> int:
-    """Run a step in this process, and write its result."""
-    device = torch.device("cpu") if size == REHEARSAL else torch.device("cuda", 0)
-    if on_cuda(device):
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    _write(file, asdict(run_step(name, device, size, time.monotonic() + seconds)))
-    return 0
-
-
-def run_step(name: str, device: torch.device, size: str, until: float) -> Result:
-    """One step here and now. What it raises becomes its failure, with where."""
-    step = STEPS[name]
-    assert step.run is not None, f"{name} is made of other steps"
-    begin = time.monotonic()
-    try:
-        result = step.run(device, step.sizes[size], until)
-    except Exception:
-        failure = traceback.format_exc()
-        print(failure, flush=True)
-        return Result(ok=False, failure=failure)
-    if result.skipped:
-        say(f"skipped: {result.skipped}")
-    say(f"took {time.monotonic() - begin:.1f} s")
-    return result
-
-
-def _write(file: Path, value: Any) -> None:
-    """Whole or not at all: whoever reads may come at any time."""
-    part = file.with_name(file.name + ".part")
-    part.write_text(json.dumps(value, indent=1))
-    os.replace(part, file)
-
-
-def _header(size: str, arguments: Sequence[str] | None) -> dict[str, str]:
+def _header(device: str, arguments: Sequence[str] | None) -> dict[str, str]:
     command = [Path(sys.argv[0]).name, *(sys.argv[1:] if arguments is None else arguments)]
     ignored = [f"{name}={os.environ[name]}" for name in isolate.OURS if name in os.environ]
     return {
         "command": " ".join(command),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "gpu": "none: " + REHEARSED if size == REHEARSAL else _gpu(),
+        "device": device,
+        "gpu": _gpu() if device == CUDA else f"none: {ON_LATE}",
         "torch": str(torch.__version__),
         "cuda": str(torch.version.cuda),
         "python": platform.python_version(),
@@ -333,13 +282,10 @@ def _gpu() -> str:
     memory."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
-        return (
-            subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
-            .stdout.strip()
-            .replace("\n", "; ")
-        )
+        said = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
         return f"unknown, nvidia-smi does not answer ({error})"
+    return said.strip().replace("\n", "; ")
 
 
 def _summary(results: Mapping[str, Result]) -> None:
@@ -352,6 +298,62 @@ def _summary(results: Mapping[str, Result]) -> None:
             print(f"{'':<{width}}    {what}: {value}")
         if result.failure:
             print(f"{'':<{width}}    {result.failure.strip().splitlines()[-1]}")
+
+
+# -- the document's table
+# ----------------------------------------------------------------------------------------------------------------------
+
+RESULTS = "## Results\n"
+ROW = re.compile(r"^\| `(\w+)` \| ([^|]*) \| ([^|]*) \|$", re.MULTILINE)
+
+
+def with_results(text: str, files: Sequence[Mapping[str, Any]]) -> str:
+    """Return the document with a row for each step that ran: of the last of these files that has it, or what stood there.
+
+    Raises ValueError for a file that is of no GPU.
+    """
+    before, _, shown = text.partition(RESULTS)
+    rows = {name: (where.strip(), result.strip()) for name, where, result in ROW.findall(shown)}
+    for file in files:
+        header = file["header"]
+        if header["device"] != CUDA:
+            raise ValueError(f"{header['command']} ran {header['gpu']}: the table is of GPUs")
+        where = _cell(f"{header['gpu']}, {header['date']}, `{header['command']}`")
+        rows |= {name: (where, _cell(_told(Result(**found)))) for name, found in file["steps"].items()}
+    return f"{before}{RESULTS}\n" + "\n".join([*_on_late_devices(), "", *_on_gpus(rows)]) + "\n"
+
+
+def _on_late_devices() -> list[str]:
+    by_reason: dict[str, list[str]] = {}
+    for name in STEPS:
+        by_reason.setdefault(needs_gpu(name), []).append(f"`{name}`")
+    right = by_reason.pop("")
+    return [
+        f"Right on late devices: {', '.join(right)}. Of the others their code runs there, and says nothing:",
+        "",
+        *(f"- {', '.join(names)}: {reason}." for reason, names in by_reason.items()),
+    ]
+
+
+def _on_gpus(rows: Mapping[str, tuple[str, str]]) -> list[str]:
+    missing = [f"`{name}`" for name in STEPS if name not in rows]
+    if not rows:
+        return ["Nothing has been run on a GPU yet."]
+    lines = [f"Not run on a GPU yet: {', '.join(missing)}.", ""] if missing else []
+    lines += ["| what | GPU, date, command | result |", "|---|---|---|"]
+    return lines + [f"| `{name}` | {' | '.join(rows[name])} |" for name in STEPS if name in rows]
+
+
+def _told(result: Result) -> str:
+    if result.skipped:
+        return f"skipped: {result.skipped}"
+    if result.ok is None and not result.failure:
+        return "<br>".join(f"{what}: {value}" for what, value in result.rows)
+    return f"{'right' if result.ok else 'WRONG'}: {judged(result)}"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "/").split())
 
 
 if __name__ == "__main__":

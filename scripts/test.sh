@@ -4,8 +4,8 @@
 #   --checks  only the gate: formatting, lint, types, tests/unit
 #   --slow    also the tests marked slow (or RUN_SLOW=1)
 #
-# The gate comes first and ends the run where it fails; then come the tests with real processes (scripts, and gloo on the CPU), those for
-# a GPU, and those in a browser (Chromium with chromedriver): both kinds skip themselves on a machine without one. Both times several
+# The gate comes first and ends the run where it fails; then come the tests on late devices (which skip themselves without a compiler),
+# those with real processes (scripts, and gloo on the CPU), and those in a browser (which skip themselves without one). Each time several
 # pytests run side by side (pytest-xdist); `-n 0` keeps to one, which `--pdb` needs.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=setup.sh
@@ -82,7 +82,7 @@ test_step "unit tests" "${UNIT_WORKERS[@]}" tests/unit
 finish
 if [[ -z "$CHECKS_ONLY" ]]; then
     # In processes of their own: torch has one kind of accelerator in each.
-    test_step "devices that run late" "${UNIT_WORKERS[@]}" tests/late
-    test_step "tests with real processes" "${PROCESS_WORKERS[@]}" tests/scripts tests/gloo tests/gpu tests/browser
+    test_step "devices that run late" "${UNIT_WORKERS[@]}" tests/late tests/gpu
+    test_step "tests with real processes" "${PROCESS_WORKERS[@]}" tests/scripts tests/gloo tests/browser
     finish
 fi

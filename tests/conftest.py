@@ -35,6 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write what the command prints into tests/data/snapshots, where it differs (with -n 0)",
     )
+    parser.addoption("--device", choices=("late", "cuda"), default="late", help="what tests/gpu runs on")
 
 
 def pytest_sessionstart() -> None:

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bpipe.models.cluster import GIB
 from bpipe.models.costs import predict_costs
+from bpipe.models.error_bars import MANY_RUNS
 from bpipe.models.flops import training_flops
 from bpipe.models.layers.ends import output_seconds
 from bpipe.models.model import PRESETS
@@ -31,6 +32,7 @@ from bpipe.models.saved import stage_bytes
 from bpipe.plan.estimate import estimate
 from bpipe.simulate.cost import Number
 from validation.eight_bit import of_fp8, parts_of_fp8, row_of_fp8
+from validation.error_bars import measured_bars
 from validation.experts import needed_gib, of_experts
 from validation.measurements import (
     STAGE_TIMES,
@@ -223,6 +225,13 @@ def of_kept_back() -> Values:
     }
 
 
+def of_error_bars() -> Values:
+    body = (
+        (one.kind, one.num_runs, *(f"{each:+d}" for each in (one.low, one.median, one.high))) for one in measured_bars()
+    )
+    return {"error_bars_table": table("runs of|runs|from|median|to", body), "many_runs": MANY_RUNS}
+
+
 def of_models_with_experts() -> Values:
     found = of_experts()
     body = (
@@ -307,7 +316,7 @@ def of_own_runs() -> Values:
 
 PARTS = (
     *(of_replays, of_papers, of_grid, of_grid_mfu, of_memory, of_throughputs, of_kept_back, of_models_with_experts),
-    *(of_runs_in_fp8, of_rooflines, of_stages, of_estimates, of_own_runs),
+    *(of_runs_in_fp8, of_error_bars, of_rooflines, of_stages, of_estimates, of_own_runs),
 )
 
 

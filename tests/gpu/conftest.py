@@ -1,23 +1,42 @@
-"""scripts/gpu_check.py for tests on a GPU.
-
-In: nothing. Out: the script as a module; everything here skips without a CUDA device.
-"""
+"""Cases run on late devices, or by `--device cuda` on a GPU."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+from tests.gpu.accelerators import CUDA
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What is for the other device is not there."""
+    on_gpu = config.getoption("--device") == CUDA
+    for item in [*items]:
+        if Path(__file__).parent in item.path.parents and bool(item.get_closest_marker("gpu")) is not on_gpu:
+            items.remove(item)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def device_name(request: pytest.FixtureRequest) -> str:
+    """What was asked for, if it is here."""
+    name: str = request.config.getoption("--device")
+    if name == CUDA and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if name != CUDA:
+        from tests.late import devices
+
+        devices.needed()
+        # As in processes of their own: tensors are too small to share out.
+        torch.set_num_threads(1)
+    return name
 
 
 @pytest.fixture(scope="session")
-def check() -> ModuleType:
-    if str(SCRIPTS) not in sys.path:
-        sys.path.insert(0, str(SCRIPTS))
-    import gpu_check
-
-    return gpu_check
+def gpu_check() -> ModuleType:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+    return importlib.import_module("gpu_check")

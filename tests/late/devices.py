@@ -98,6 +98,7 @@ def extension() -> ModuleType:
         "set_device": torch.accelerator.set_device_index,
         "synchronize": torch.accelerator.synchronize,
         "manual_seed_all": lambda seed: None,
+        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
         "_is_in_bad_fork": lambda: False,
         "_lazy_init": lambda: None,
     }

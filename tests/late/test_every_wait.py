@@ -61,8 +61,7 @@ def test_a_wait_that_is_missing_is_noticed_on_every_path(name: str) -> None:
             if name.startswith("[8]") and (one_sided or kind != wait.kind):
                 # Of copies `test_pipelines.py` has the case: it takes a buffer that is filled again while it is read.
                 continue
-            with pytest.MonkeyPatch.context() as patch:
-                wait.take_out(patch)
+            with wait.taken_out():
                 assert is_wrong(schedule, kind, differing), f"{name}, in {schedule} by {kind}: nobody noticed"
         if not name.startswith("[8]"):
             break

@@ -93,16 +93,15 @@ def test_no_bit_differs_over_two_hundred_seeds(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_a_wait_that_is_missing_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_that_is_missing_is_noticed(name: str) -> None:
     for wait in WAITS[name]:
-        assert noticed(wait, monkeypatch), f"{name}, in {wait.schedule} by {wait.kind}: nobody noticed"
+        assert noticed(wait), f"{name}, in {wait.schedule} by {wait.kind}: nobody noticed"
 
 
-def noticed(wait: Wait, monkeypatch: pytest.MonkeyPatch) -> str:
+def noticed(wait: Wait) -> str:
     """By wrong bits or by an error, in one of a few draws; without one, nothing."""
     plan = SCHEDULES[wait.schedule]()
-    with monkeypatch.context() as patch:
-        wait.take_out(patch)
+    with wait.taken_out():
         # With all hardware queues: one orders by itself much of what nobody ordered.
         for draw in (*reversed(DIRECTED[:5]), *(Draw(seed, DRAWN) for seed in range(10))):
             try:

@@ -1,12 +1,11 @@
-"""Around the steps of scripts/gpu_check.py: their processes, limits and results, and what stands in the document."""
+"""scripts/gpu_check.py: the processes of its steps, their limits and results, and what stands in the document."""
 
 from __future__ import annotations
 
 import json
 import re
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-CPU = torch.device("cpu")
+from tests.late import build
 
 
 def ended(pid: int) -> bool:
@@ -30,12 +29,28 @@ def check(load_script: Callable[[str], ModuleType]) -> ModuleType:
     return load_script("gpu_check")
 
 
-def test_a_step_that_raises_is_a_failure_with_its_place(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def instead(check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Let a case's process run another program: `name` and `file` are what it was given."""
+
+    def put(program: str) -> None:
+        script = tmp_path / "case.py"
+        script.write_text(f"import json, os, subprocess, sys, time\nname, file = sys.argv[1], sys.argv[5]\n{program}\n")
+        monkeypatch.setattr(check.isolate, "PROGRAM", (str(script),))
+
+    return put
+
+
+def isolated(check: ModuleType, limit_s: float = 60.0, environment: Mapping[str, str] | None = None) -> Any:
+    return check.isolate.isolated("limits", "late", "small", limit_s, environment or {})
+
+
+def test_a_case_that_raises_is_a_failure_with_its_place(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: Any) -> Any:
         raise RuntimeError("no such device")
 
-    monkeypatch.setitem(check.STEPS, "limits", replace(check.STEPS["limits"], run=broken))
-    result = check.run_step("limits", CPU, "rehearsal", 0.0)
+    monkeypatch.setattr(check.isolate.CASES["limits"].__class__, "run", broken)
+    result = check.isolate.run_case("limits", None, "small", 0.0)
     assert result.ok is False
     assert "in broken" in result.failure
     assert "no such device" in result.failure
@@ -43,53 +58,42 @@ def test_a_step_that_raises_is_a_failure_with_its_place(check: ModuleType, monke
 
 @pytest.mark.parametrize(
     ("program", "reason"),
-    [
-        ("import os; os._exit(3)", "status 3"),
-        ("import os; os.kill(os.getpid(), 11)", "status -11"),
-        ("import time; time.sleep(60)", "did not end"),
-    ],
+    [("os._exit(3)", "status 3"), ("os.kill(os.getpid(), 11)", "status -11"), ("time.sleep(60)", "did not end")],
 )
 def test_a_process_that_dies_or_hangs_is_a_failure(
-    check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, reason: str
+    check: ModuleType, instead: Callable[[str], None], program: str, reason: str
 ) -> None:
-    script = tmp_path / "step.py"
-    script.write_text(program)
-    monkeypatch.setattr(check.isolate, "SCRIPT", script)
-    result = check.isolate.isolated("limits", "rehearsal", 1.0 if "sleep" in program else 60.0, {})
+    instead(program)
+    result = isolated(check, 1.0 if "sleep" in program else 60.0)
     assert result.ok is False
     assert reason in result.failure
 
 
 def test_a_hung_step_is_ended_with_its_children_and_the_next_one_runs(
-    check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    check: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    instead: Callable[[str], None],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A half hour on a GPU must not be spent on one step that hangs."""
-    script = tmp_path / "step.py"
-    script.write_text(
-        "import json, subprocess, sys, time\n"
-        "name, file = sys.argv[2], sys.argv[4]\n"
+    child, found = tmp_path / "child", tmp_path / "found.json"
+    instead(
         "if name == 'limits':\n"
-        f"    child = subprocess.Popen(['sleep', '60']); open({str(tmp_path / 'child')!r}, "
-        f"'w').write(str(child.pid)); time.sleep(60)\n"
-        "json.dump({'ok': True, 'rows': [['all', 'ok: well']]}, open(file, 'w'))\n"
+        f"    open({str(child)!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid)); time.sleep(60)\n"
+        "json.dump({'ok': True, 'rows': [['all', 'ok: well']]}, open(file, 'w'))"
     )
-    monkeypatch.setattr(check.isolate, "SCRIPT", script)
-    monkeypatch.setattr(check, "REHEARSAL_S", 0.0)
-    found = tmp_path / "found.json"
+    monkeypatch.setattr(check, "LATE_S", 0.0)
     # Of six seconds the first step has four.
-    steps = {
-        "limits": replace(check.STEPS["limits"], limit_s=40),
-        "streams": replace(check.STEPS["streams"], limit_s=20),
-    }
-    monkeypatch.setattr(check, "STEPS", steps)
+    monkeypatch.setattr(check, "STEPS", {"limits": check.Step(1, 40), "streams": check.Step(1, 20)})
     begin = time.monotonic()
-    assert check.main(["--rehearse", "--minutes", "0.1", "--json", str(found)]) == 1
+    assert check.main(["--device", "late", "--minutes", "0.1", "--json", str(found)]) == 1
     assert time.monotonic() - begin < 30
     said = json.loads(found.read_text())["steps"]
     assert said["limits"]["failure"] == "it did not end within 4 s"
     assert said["streams"]["ok"] is True
     for _ in range(100):
-        if ended(int((tmp_path / "child").read_text())):
+        if ended(int(child.read_text())):
             break
         time.sleep(0.1)
     else:
@@ -98,15 +102,15 @@ def test_a_hung_step_is_ended_with_its_children_and_the_next_one_runs(
 
 
 def test_a_cut_run_leaves_what_it_had(check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def isolated(name: str, *rest: Any) -> Any:
+    def cut(name: str, *rest: Any) -> Any:
         if name == "memory":
             raise KeyboardInterrupt
         return check.Result(ok=True)
 
-    monkeypatch.setattr(check.isolate, "isolated", isolated)
+    monkeypatch.setattr(check.isolate, "isolated", cut)
     found = tmp_path / "found.json"
     with pytest.raises(KeyboardInterrupt):
-        check.main(["--rehearse", "--part", "1", "--json", str(found)])
+        check.main(["--device", "late", "--part", "1", "--json", str(found)])
     said = json.loads(found.read_text())
     assert list(said["steps"]) == said["asked"][: said["asked"].index("memory")]
 
@@ -119,6 +123,10 @@ def test_everything_ends_in_time(check: ModuleType) -> None:
     assert sum(limits.values()) <= 25
 
 
+def test_every_case_is_a_step(check: ModuleType) -> None:
+    assert check.CASES.keys() == {case for name, step in check.STEPS.items() for _, case in step.runs(name)}
+
+
 def test_the_list(check: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert check.main(["--list"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*check.STEPS, "together"]
@@ -126,40 +134,73 @@ def test_the_list(check: ModuleType, capsys: pytest.CaptureFixture[str]) -> None
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()][:2] == ["overhead", "overhead_one_queue"]
 
 
-def test_what_a_shell_has_set_for_trainings_does_not_reach_a_step(
-    check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_what_a_shell_has_set_for_trainings_does_not_reach_a_case(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch, instead: Callable[[str], None]
 ) -> None:
     """Megatron wants one connection in the environment: with it, "unset" would have been a second run with one."""
-    script = tmp_path / "step.py"
-    script.write_text("import json, os, sys\njson.dump({'facts': dict(os.environ)}, open(sys.argv[4], 'w'))\n")
-    monkeypatch.setattr(check.isolate, "SCRIPT", script)
+    instead("json.dump({'facts': dict(os.environ)}, open(file, 'w'))")
     for name in check.isolate.OURS:
         monkeypatch.setenv(name, "1")
-    assert not check.isolate.isolated("limits", "rehearsal", 60.0, {}).facts.keys() & set(check.isolate.OURS)
+    assert not isolated(check).facts.keys() & set(check.isolate.OURS)
     given = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    assert check.isolate.isolated("limits", "rehearsal", 60.0, given).facts.items() >= given.items()
+    assert isolated(check, environment=given).facts.items() >= given.items()
 
 
-@pytest.mark.timeout(180)
+# By step, what has to be started for it: a case, and under which value.
+SEVERAL = {
+    "queues": [("queues", ()), ("queues", ("1",)), ("queues", ("8",))],
+    "overhead_one_queue": [("overhead", ("1",))],
+    "connections": [(name, (number,)) for number in "18" for name in ("peer", "streams")],
+    "allocators": [
+        *((name, ("expandable_segments:True",)) for name in ("versions", "streams", "peer", "memory")),
+        *((name, ("backend:cudaMallocAsync",)) for name in ("versions", "streams")),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_a_step_of_several_runs(check: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """What went wrong is named, and what is only measured keeps its lines."""
+    asked: list[tuple[Any, ...]] = []
+
+    def answered(case: str, device: str, size: str, limit_s: float, environment: Mapping[str, str]) -> Any:
+        asked.append((case, tuple(environment.values())))
+        if case == "streams":
+            return check.Result(ok=False, rows=[("gradients", "FAILED: 3 of 4"), ("other", "ok: yes")])
+        if case == "peer":
+            return check.Result(ok=False, failure="Traceback\nits process ended with status -11")
+        return check.Result(rows=[("with / without", "1.01")])
+
+    monkeypatch.setattr(check.isolate, "isolated", answered)
+    result = check.find_out(name, "late", "small", 1.0)
+    assert asked == SEVERAL[name]
+    said = dict(result.rows)
+    if name == "connections":
+        assert result.ok is False
+        assert said["streams, 1 connection"] == "FAILED: not right: gradients"
+        assert said["peer, 8 connections"] == "FAILED: its process ended with status -11"
+    elif name == "overhead_one_queue":
+        assert result.ok is None
+        assert said == {"1 connection: with / without": "1.01"}
+
+
+@pytest.mark.timeout(600)
 def test_the_script_writes_everything_down(
     check: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    try:
+        build.built()
+    except build.NoCompiler as error:
+        pytest.skip(str(error))
     file = tmp_path / "found.json"
-    assert check.main(["--rehearse", "--only", "streams", "--json", str(file)]) == 0
+    assert check.main(["--device", "late", "--only", "abandon", "--json", str(file)]) == 0
     found = json.loads(file.read_text())
     assert found["header"]["torch"] == torch.__version__
-    assert found["header"]["command"].endswith(f"--rehearse --only streams --json {file}")
-    assert found["steps"]["streams"]["ok"] is True
-    assert found["steps"]["streams"]["facts"]["differing"] == 0
+    assert found["header"]["command"].endswith(f"--device late --only abandon --json {file}")
     printed = capfd.readouterr().out.splitlines()
-    assert check.REHEARSED in printed[-1]
-    assert any(re.fullmatch(r"streams +ok", line) for line in printed)
-
-
-def test_what_one_gpu_cannot_show_is_said(check: ModuleType) -> None:
-    step = check.STEPS["cannot"]
-    said = dict(step.run(CPU, step.sizes["full"], 0.0).rows)
-    assert {"NVLink", "NCCL between GPUs", "two processes on one GPU"} <= said.keys()
+    assert check.ON_LATE in printed[-1]
+    assert found["steps"]["abandon"]["ok"] is True
+    assert any(re.fullmatch(r"abandon +ok", line) for line in printed)
 
 
 def test_a_wrong_step_is_the_exit_status(
@@ -167,7 +208,7 @@ def test_a_wrong_step_is_the_exit_status(
 ) -> None:
     results = {"limits": check.Result(), "streams": check.Result(ok=False, failure="Traceback\nRuntimeError: broken")}
     monkeypatch.setattr(check.isolate, "isolated", lambda name, *rest: results[name])
-    assert check.main(["--rehearse", "--only", "streams,limits"]) == 1
+    assert check.main(["--device", "late", "--only", "streams,limits"]) == 1
     printed = capsys.readouterr().out
     assert "RuntimeError: broken" in printed
     assert re.search(r"limits +measured", printed), "the other step still runs"
@@ -184,11 +225,48 @@ def test_without_a_gpu_it_says_so(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert check.main([]) == 2
-    assert "--rehearse" in capsys.readouterr().err
+    assert "--device late" in capsys.readouterr().err
 
 
-def test_the_document_has_every_step(check: ModuleType) -> None:
-    text = (Path(__file__).resolve().parents[2] / "docs" / "gpu.md").read_text()
-    shown, found = text.split("## Results")
+# -- the document
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_document_has_every_step_and_its_table_is_the_script_s(check: ModuleType) -> None:
+    text = check.DOCUMENT.read_text()
+    shown, results = text.split(check.RESULTS)
     assert re.findall(r"^\| `(\w+)` \|", shown, re.MULTILINE) == list(check.STEPS)
-    assert set(re.findall(r"^\| `(\w+)` \|", found, re.MULTILINE)) == set(check.STEPS) - {"cannot"}
+    assert set(re.findall(r"`(\w+)`", results)) == set(check.STEPS)
+    assert check.with_results(text, []) == text
+
+
+def test_results_are_written_into_the_document(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def of(command: str, device: str = "cuda", **steps: Any) -> Path:
+        header = {"gpu": "H100 | 80 GB", "date": "2026-01-02", "command": command, "device": device}
+        file = tmp_path / f"{command}.json"
+        file.write_text(json.dumps({"header": header, "steps": {name: vars(one) for name, one in steps.items()}}))
+        return file
+
+    document = tmp_path / "gpu.md"
+    document.write_text("# Checks\n\n## Results\n")
+    monkeypatch.setattr(check, "DOCUMENT", document)
+    right = check.Result(ok=True, rows=[("gradients", "ok: 0 of 300 differ")])
+    wrong = check.Result(ok=False, rows=[("put", "FAILED: 3 of 4"), ("other", "ok: yes")])
+    measured = check.Result(rows=[("with / without", "1.002"), ("exposed", "3 ms")])
+    skipped = check.Result(skipped="no NCCL 2.30")
+    first = of("first", streams=right, peer=right, overhead=measured, nccl=skipped)
+    assert check.main(["--table", str(first), str(of("second", peer=wrong))]) == 0
+    rows = {name: (where.strip(), said.strip()) for name, where, said in check.ROW.findall(document.read_text())}
+    assert list(rows) == ["peer", "streams", "overhead", "nccl"]
+    assert rows["streams"] == ("H100 / 80 GB, 2026-01-02, `first`", "right: 1 lines as expected")
+    assert rows["peer"] == ("H100 / 80 GB, 2026-01-02, `second`", "WRONG: not right: put")
+    assert rows["overhead"][1] == "with / without: 1.002<br>exposed: 3 ms"
+    assert rows["nccl"][1] == "skipped: no NCCL 2.30"
+    assert re.search(r"^Not run on a GPU yet: .*`limits`", document.read_text(), re.MULTILINE)
+    before = document.read_text()
+    assert check.main(["--table"]) == 0
+    assert document.read_text() == before, "what stood there stays"
+    with pytest.raises(ValueError, match="the table is of GPUs"):
+        check.main(["--table", str(of("third", "late", limits=measured))])

@@ -31,7 +31,7 @@ PAGES = [
 MADE = ("flags.md", "flags_training.md")
 
 # Longer than a page may be: made by a program, or a list of checks with their results.
-LONG = (*MADE, "validation.md", "gpu.md")
+LONG = (*MADE, "validation.md")
 MOST_WORDS = 2500
 MOST_WORDS_A_SENTENCE = 30
 SHORT = [page for page in PAGES if page.name not in LONG]
@@ -47,7 +47,7 @@ ELSEWHERE = {
     "torchrun --nproc-per-node 8 -m megatron.scheduling.launch": "tests/gloo/test_launch.py",
     "torchrun --nproc-per-node 4 -m torchtitan.train": "tests/gloo/test_titan.py",
     "python scripts/data/preprocess_data.py": "tests/scripts/test_preprocess_data.py",
-    "python scripts/gpu_check.py": "tests/scripts/test_gpu_check.py",
+    "python scripts/gpu_check.py": "tests/scripts/test_gpu_script.py",
     "python scripts/validation/validate.py": "tests/scripts/test_validate.py",
     "python -m terra audit": "tests/unit/terra/test_script.py",
 }

@@ -39,6 +39,8 @@ class CachingAllocator final : public c10::DeviceAllocator {
 
   // Give every device so much memory, and forget what was counted.
   void reset(size_t capacity);
+  // From now on every device has so much, as where others have the rest.
+  void limit(size_t capacity) { capacity_ = capacity; }
   size_t capacity() const { return capacity_; }
 
   // What others take of a device's memory, beside what is cached: false where there is not so much.

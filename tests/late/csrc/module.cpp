@@ -112,6 +112,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   auto without = py::call_guard<py::gil_scoped_release>();
   m.def("reset", &reset, py::arg("devices"), py::arg("connections"), py::arg("capacity"), py::arg("allocation_synchronizes"),
         py::arg("lending_synchronizes"), py::arg("launch_blocks"));
+  m.def("limit", [](size_t capacity) { CachingAllocator::get().limit(capacity); });
   m.def("order", &order, py::arg("kind"), py::arg("seed"), py::arg("stream"), py::arg("eagerness"));
   m.def("devices", [] { return Machine::get().devices(); });
   m.def("counts", [] { return Machine::get().counts; });

@@ -126,6 +126,11 @@ EXPORTED const char* cudaGetErrorName(int status) {
   return found == names.end() ? "cudaErrorUnknown" : found->second;
 }
 
+EXPORTED int cudaGetDevice(int* device) {
+  *device = current_device();
+  return kSuccess;
+}
+
 EXPORTED int cudaSetDevice(int device) {
   if (device < 0 || device >= Machine::get().devices()) return result(kInvalidDevice);
   set_current_device(device);

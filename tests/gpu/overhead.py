@@ -28,10 +28,11 @@ from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.streams import Clock, lanes
 from bpipe.simulate.bandwidth import required_bytes_per_s
 from bpipe.transport.one_sided import OneSidedCopies
-from gpu.common import (
+from tests.gpu.accelerators import Accelerator
+from tests.gpu.common import (
     FULL,
     MODERATE,
-    REHEARSAL,
+    SMALL,
     Result,
     Spread,
     in_host_memory,
@@ -41,8 +42,8 @@ from gpu.common import (
     seconds,
     tidy,
 )
-from gpu.limits import copy_rates
-from gpu.one_stage import GptStage, Shape, loop_of
+from tests.gpu.limits import copy_rates
+from tests.gpu.one_stage import GptStage, Shape, loop_of
 
 TIMEOUT_S = 60.0
 # Of the measured bandwidth, what a transfer that should hide may ask for.
@@ -62,7 +63,7 @@ class Sizes:
 SIZES = {
     FULL: Sizes(Shape(layers=4, hidden=8192, heads=64, sequence=2048), 8, 32, 7, 1 << 16, 1 << 30),
     MODERATE: Sizes(Shape(layers=2, hidden=2048, heads=16, sequence=1024), 8, 16, 3, 1 << 16, 64 << 20),
-    REHEARSAL: Sizes(Shape(layers=2, hidden=32, heads=2, sequence=16), 4, 8, 2, 1, 1 << 20),
+    SMALL: Sizes(Shape(layers=2, hidden=32, heads=2, sequence=16), 4, 4, 2, 1, 1 << 20),
 }
 
 
@@ -89,9 +90,9 @@ def need(device: torch.device, stage: GptStage, minimum_bytes: int) -> Need:
     return Need(moved, Spread.of(forwards).median)
 
 
-def run(device: torch.device, sizes: Sizes, until: float) -> Result:
+def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
     begin = time.monotonic()
-    result = Result()
+    device, result = on.device, Result()
     rates = copy_rates(device, sizes.probe_bytes, 5, until)
     tidy(device)
     link = min(rates.out.median, rates.home.median)
@@ -146,8 +147,6 @@ def _case(
     for one in engines.values():
         if one is not None:
             one.release()
-    for lane in both:
-        lane.close()
     fits = wants.bytes_per_s <= link
     title = (
         f"{shape.layers - shape.recomputed} of {shape.layers} layers kept whole, {'could' if fits else 'cannot'} hide"

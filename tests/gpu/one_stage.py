@@ -19,7 +19,8 @@ from bpipe.ir.schedule import Schedule
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.messages import Alone
 from bpipe.runtime.stage import TorchStages
-from gpu.common import hold_back
+from tests.gpu.accelerators import Accelerator
+from tests.gpu.common import drawn
 
 
 def loop_of(
@@ -33,37 +34,26 @@ def loop_of(
     return Executor(plan, rank, TorchStages({rank: part}), Alone())
 
 
-@dataclass
-class Delays:
-    """How long each forward and each copy is held back; read whenever one starts."""
-
-    forward_s: float = 0.0
-    copy_s: float = 0.0
-
-
 class SmallStage:
     """A stage whose every bit is the same each time: no kernel of it adds in an order that varies.
 
-    `delays` hold it back in the middle.
+    A forward may come late in its middle.
     """
 
-    def __init__(self, device: torch.device, rows: int, width: int, delays: Delays, seed: int = 0) -> None:
-        generator = torch.Generator(device).manual_seed(seed)
+    def __init__(self, on: Accelerator, rows: int, width: int, seed: int = 0) -> None:
         self._shape = rows, width
-        self._device = device
-        self._delays = delays
-        self.weight = nn.Parameter(torch.randn(width, width, generator=generator, device=device) / width**0.5)
-        self._factor = torch.randn(rows, width, generator=generator, device=device)
+        self._on = on
+        self.weight = nn.Parameter(drawn((width, width), seed, on.device) / width**0.5)
+        self._factor = drawn((rows, width), seed + 1, on.device)
 
     def __call__(self, received: torch.Tensor) -> torch.Tensor:
         hidden = functional.gelu(received @ self.weight)
-        hold_back(self._device, self._delays.forward_s)
+        self._on.before_forward()
         output = torch.softmax(hidden @ self.weight.t(), dim=-1) * hidden.sum(dim=-1, keepdim=True)
         return (output * self._factor).sum()
 
     def received(self, microbatch: int) -> torch.Tensor:
-        generator = torch.Generator(self._device).manual_seed(1000 + microbatch)
-        return torch.randn(self._shape, generator=generator, device=self._device).requires_grad_()
+        return drawn(self._shape, 1000 + microbatch, self._on.device).requires_grad_()
 
     def gradient(self) -> torch.Tensor:
         """What the last iteration added up; the next starts from nothing."""

@@ -9,7 +9,6 @@ Megatron's, the loop around it ours.
 from __future__ import annotations
 
 import importlib.util
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,14 +18,14 @@ from typing import Any
 import torch
 
 from bpipe.build import BalanceConfig, ScheduleConfig, build
-from bpipe.runtime.capture import find
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.streams import lanes, synchronize
 from bpipe.transport.lanes import CopyLane
 from bpipe.transport.one_sided import OneSidedCopies
-from gpu.common import FULL, MODERATE, REHEARSAL, Result, in_host_memory, moved_bytes, on_cuda, repeats, say, tidy
-from gpu.one_stage import loop_of
+from tests.gpu.accelerators import Accelerator
+from tests.gpu.common import FULL, MODERATE, SMALL, Result, drawn, in_host_memory, moved_bytes, repeats, say, tidy
+from tests.gpu.one_stage import loop_of
 
 TIMEOUT_S = 120.0
 MINIMUM_BYTES = 1 << 16
@@ -63,6 +62,18 @@ MODELS = {
 }
 
 
+def shape_flags(layers: int, hidden: int, heads: int, sequence: int) -> list[str]:
+    """Return Megatron's flags for three stages of so many layers."""
+    sizes = {
+        "num-layers": 3 * layers,
+        "hidden-size": hidden,
+        "num-attention-heads": heads,
+        "seq-length": sequence,
+        "max-position-embeddings": sequence,
+    }
+    return [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+
+
 @dataclass(frozen=True)
 class Sizes:
     """`layers` of one stage."""
@@ -78,20 +89,13 @@ class Sizes:
 
     @property
     def flags(self) -> list[str]:
-        sizes = {
-            "num-layers": 3 * self.layers,
-            "hidden-size": self.hidden,
-            "num-attention-heads": self.heads,
-            "seq-length": self.sequence,
-        }
-        sizes["max-position-embeddings"] = self.sequence
-        return [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+        return shape_flags(self.layers, self.hidden, self.heads, self.sequence)
 
 
 SIZES = {
     FULL: Sizes(2, 4096, 32, 2048, 50, MINIMUM_BYTES),
     MODERATE: Sizes(1, 2048, 16, 1024, 6, MINIMUM_BYTES),
-    REHEARSAL: Sizes(1, 32, 2, 16, 3, 1, stages=4, microbatches=8),
+    SMALL: Sizes(1, 128, 4, 64, 3, 1, stages=4, microbatches=8),
 }
 
 
@@ -112,8 +116,7 @@ class MegatronStage:
         self._factor = self._random(0)
 
     def _random(self, seed: int) -> torch.Tensor:
-        generator = torch.Generator(self._device).manual_seed(seed)
-        return torch.randn(self._shape, generator=generator, device=self._device, dtype=self._dtype)
+        return drawn(self._shape, seed, self._device).to(self._dtype)
 
     def __call__(self, received: torch.Tensor) -> torch.Tensor:
         self._set_input([received])
@@ -136,14 +139,11 @@ class MegatronStage:
         return [parameter.main_grad.clone() for parameter in self._model.parameters()]
 
 
-def run(device: torch.device, sizes: Sizes, until: float) -> Result:
+def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
+    device = on.device
     if importlib.util.find_spec("megatron.core") is None:
         return Result(skipped="megatron-core is not installed here")
-    # Before the first product: with another workspace cuBLAS may add in another order the second time.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    from megatron.scheduling.start import startup
-
-    startup.prepare()
+    on.prepare_megatron()
     result = Result()
     both = lanes(device, TIMEOUT_S)
     for number, (name, flags) in enumerate(MODELS.items()):
@@ -151,9 +151,7 @@ def run(device: torch.device, sizes: Sizes, until: float) -> Result:
         with _stage([*COMMON, *sizes.flags, *flags], device) as stage:
             _look(device, stage, sizes, both, until if number else _half(until), name, result)
         tidy(device)
-    result.row("functions compiled", _compiled(device))
-    for lane in both:
-        lane.close()
+    result.row("functions compiled", _compiled())
     return result
 
 
@@ -206,7 +204,7 @@ def _look(
     wrong, reserved = 0, []
     for _ in repeats(sizes.rounds, until, least=3):
         wrong += not _equal(gradients(engine), expected)
-        reserved.append(torch.cuda.memory_reserved(device) if on_cuda(device) else 0)
+        reserved.append(int(torch.accelerator.memory_reserved(device)))
     text = (
         f"{wrong} of {len(reserved)} iterations differ, {engine.moved_bytes.get(0, 0) / 2**20:.4g} MiB moved a "
         f"micro-batch"
@@ -220,24 +218,16 @@ def _look(
 
 
 def _fraction(device: torch.device, stage: MegatronStage, sizes: Sizes, name: str, result: Result) -> None:
-    """Of what one forward leaves allocated, how much would leave.
-
-    Nobody counts a CPU's allocations: all that was found is taken.
-    """
-    begin = torch.cuda.memory_allocated(device) if on_cuda(device) else 0
+    """Of what one forward leaves allocated, how much would leave."""
+    begin = torch.accelerator.memory_allocated(device)
     received = stage.received(0)
     end = stage(received)
-    left = torch.cuda.memory_allocated(device) - begin if on_cuda(device) else _saved_bytes(device, stage, end)
+    left = torch.accelerator.memory_allocated(device) - begin
     moved = moved_bytes(device, end, received, sizes.minimum_bytes)
     end.backward()
     text = f"{moved / left:.3f}, {moved / 2**20:.4g} of {left / 2**20:.4g} MiB"
     result.check(f"{name}: part of what a forward leaves that moves", moved >= ENOUGH * left, text)
     result.facts[name] = {"moved_bytes": moved, "left_bytes": left}
-
-
-def _saved_bytes(device: torch.device, stage: MegatronStage, end: torch.Tensor) -> int:
-    weights = {parameter.untyped_storage()._cdata for parameter in stage._model.parameters()}
-    return sum(found.nbytes for found in find([end.grad_fn], (), device) if found.storage._cdata not in weights)
 
 
 def _gradients_of(
@@ -256,10 +246,10 @@ def _equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
 
 
-def _compiled(device: torch.device) -> str:
+def _compiled() -> str:
     """Return whether the fusions were compiled at all: a machine without a compiler may run them as they are
     written."""
     from torch._dynamo.utils import counters
 
     frames = counters["frames"]
-    return f"{frames['ok']} of {frames['total']}" + ("" if on_cuda(device) else ", a CPU compiles none")
+    return f"{frames['ok']} of {frames['total']}"

@@ -11,16 +11,15 @@ Times are the host's, which asks the events until all have ended: a timing event
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 
-from bpipe.runtime.streams import synchronize
-from gpu.common import CYCLES_PER_S, FULL, MODERATE, REHEARSAL, Result, Spread, on_cuda, pinned_region, repeats
+from bpipe.runtime.streams import current, synchronize
+from tests.gpu.accelerators import Accelerator
+from tests.gpu.common import FULL, MODERATE, SMALL, Result, Spread, pinned_region, repeats
 
 # A second kernel or a probe: long enough to be one, short beside what it might wait for.
 SHORT_S = 1e-4
@@ -39,132 +38,50 @@ class Sizes:
 SIZES = {
     FULL: Sizes(0.05, 2 << 30, 10),
     MODERATE: Sizes(0.02, 256 << 20, 3),
-    REHEARSAL: Sizes(0.02, 256 << 20, 3),
+    SMALL: Sizes(0.02, 1 << 20, 2),
 }
 
 
-class Issuing(Protocol):
-    """Few calls of a device, so that another can stand in for it.
-
-    A stream and an event are whatever the device gives.
-    """
-
-    def compute(self) -> Any:
-        """Return the stream on which a training computes."""
-
-    def stream(self) -> Any:
-        """One beside it."""
-
-    def kernel(self, stream: Any, seconds: float) -> None: ...
-
-    def copy_home(self, stream: Any) -> None: ...
-
-    def event(self, stream: Any, timing: bool = False) -> Any: ...
-
-    def ended(self, event: Any) -> bool: ...
-
-    def now(self) -> float: ...
-
-    def drain(self) -> None: ...
-
-
 class Device:
-    """A GPU."""
+    """What the questions issue, and how one sees that it has ended."""
 
-    def __init__(self, device: torch.device, copy_bytes: int) -> None:
-        self._device = device
-        self._here = torch.zeros(copy_bytes, dtype=torch.uint8, device=device)
+    def __init__(self, on: Accelerator, copy_bytes: int) -> None:
+        self._on = on
+        self._here = torch.zeros(copy_bytes, dtype=torch.uint8, device=on.device)
         # Locked as host buffers there are: torch's own pinned memory would record an event of its own behind the copy.
-        self._home = pinned_region(copy_bytes, device)
+        self._home = pinned_region(copy_bytes, on.device)
+        self.compute = torch.accelerator.current_stream()
 
-    def compute(self) -> Any:
-        return torch.cuda.current_stream()
+    def stream(self) -> torch.Stream:
+        return torch.Stream(self._on.device)
 
-    def stream(self) -> Any:
-        return torch.cuda.Stream(self._device)
+    def kernel(self, stream: torch.Stream, seconds: float) -> None:
+        with current(stream):
+            self._on.hold_back(seconds)
 
-    def kernel(self, stream: Any, seconds: float) -> None:
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(int(seconds * CYCLES_PER_S))
-
-    def copy_home(self, stream: Any) -> None:
-        with torch.cuda.stream(stream):
+    def copy_home(self, stream: torch.Stream) -> None:
+        with current(stream):
             self._home.write(0, self._here)
 
-    def event(self, stream: Any, timing: bool = False) -> Any:
-        event = torch.cuda.Event(enable_timing=timing)
+    def event(self, stream: torch.Stream, timing: bool = False) -> torch.Event:
+        event = torch.Event(self._on.device, enable_timing=timing)
         event.record(stream)
         return event
 
-    def ended(self, event: Any) -> bool:
-        return bool(event.query())
-
-    def now(self) -> float:
-        return time.perf_counter()
-
     def drain(self) -> None:
-        synchronize(self._device)
+        synchronize(self._on.device)
 
     def close(self) -> None:
         self.drain()
         self._home.close()
 
 
-class Simulated:
-    """A device made of numbers, for rehearsals: `connections` first-in-first-out queues, and one for copies.
-
-    Nothing in a queue starts before what stands in front of it has; a stream's work starts when the stream's last has
-    ended. It is what the questions suppose, so it shows that they would be answered, and nothing of a GPU.
-    """
-
-    COPY_S = 0.03
-    TICK_S = 1e-5
-
-    def __init__(self, connections: int) -> None:
-        self._connections = connections
-        self._now = 0.0
-        self._started: dict[object, float] = {}
-        self._ready: dict[int, float] = {0: 0.0}
-
-    def compute(self) -> int:
-        return 0
-
-    def stream(self) -> int:
-        self._ready[len(self._ready)] = self._now
-        return len(self._ready) - 1
-
-    def kernel(self, stream: int, seconds: float) -> None:
-        self._issue(stream, stream % self._connections, seconds)
-
-    def copy_home(self, stream: int) -> None:
-        self._issue(stream, "copies", self.COPY_S)
-
-    def event(self, stream: int, timing: bool = False) -> float:
-        self._issue(stream, stream % self._connections, 0.0)
-        return self._ready[stream]
-
-    def _issue(self, stream: int, queue: object, seconds: float) -> None:
-        start = max(self._now, self._ready[stream], self._started.get(queue, 0.0))
-        self._started[queue] = start
-        self._ready[stream] = start + seconds
-
-    def ended(self, event: float) -> bool:
-        return event <= self._now
-
-    def now(self) -> float:
-        self._now += self.TICK_S
-        return self._now
-
-    def drain(self) -> None:
-        self._now = max(self._now, *self._ready.values())
-
-
 # What is issued, and by which events one sees that the first work and the last have ended.
-Question = Callable[[Issuing], tuple[Any, Any]]
+Question = Callable[[Device], tuple[torch.Event, torch.Event]]
 
 
 def _behind_two_kernels(kernel_s: float) -> Question:
-    def issue(device: Issuing) -> tuple[Any, Any]:
+    def issue(device: Device) -> tuple[torch.Event, torch.Event]:
         first, other = device.stream(), device.stream()
         device.kernel(first, kernel_s)
         device.kernel(first, SHORT_S)
@@ -176,30 +93,30 @@ def _behind_two_kernels(kernel_s: float) -> Question:
 
 
 def _behind_a_copy(before: bool, behind: bool, timing: bool) -> Question:
-    def issue(device: Issuing) -> tuple[Any, Any]:
+    def issue(device: Device) -> tuple[torch.Event, torch.Event]:
         first = device.stream()
         if before:
             device.event(first, timing)
         device.copy_home(first)
         if behind:
             device.event(first, timing)
-        device.kernel(device.compute(), SHORT_S)
-        last = device.event(device.compute())
+        device.kernel(device.compute, SHORT_S)
+        last = device.event(device.compute)
         return device.event(first), last
 
     return issue
 
 
-def watch(device: Issuing, question: Question) -> tuple[float, float]:
+def watch(device: Device, question: Question) -> tuple[float, float]:
     """Return the seconds after which the host saw the first work and the last ended."""
     device.drain()
-    begin = device.now()
+    begin = time.perf_counter()
     events = question(device)
     seen: list[float | None] = [None, None]
     while None in seen:
-        now = device.now() - begin
+        now = time.perf_counter() - begin
         for place, event in enumerate(events):
-            if seen[place] is None and device.ended(event):
+            if seen[place] is None and event.query():
                 seen[place] = now
         if now > GIVE_UP_S:
             raise TimeoutError(f"not ended within {GIVE_UP_S:g} s: first work {seen[0]}, last {seen[1]}")
@@ -209,20 +126,16 @@ def watch(device: Issuing, question: Question) -> tuple[float, float]:
     return first, last
 
 
-def run(device: torch.device, sizes: Sizes, until: float) -> Result:
-    result = Result()
-    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
-    if not on_cuda(device):
-        # A driver's default is 8.
-        return ask(Simulated(int(connections or 8)), sizes, until, result)
-    real = Device(device, sizes.copy_bytes)
+def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
+    device = Device(on, sizes.copy_bytes)
     try:
-        return ask(real, sizes, until, result)
+        return ask(device, sizes, until)
     finally:
-        real.close()
+        device.close()
 
 
-def ask(device: Issuing, sizes: Sizes, until: float, result: Result) -> Result:
+def ask(device: Device, sizes: Sizes, until: float) -> Result:
+    result = Result()
     questions = {
         "(a) a kernel behind two of another stream": _behind_two_kernels(sizes.kernel_s),
         "(b) a kernel behind another stream's copy, no event": _behind_a_copy(False, False, False),

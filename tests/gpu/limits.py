@@ -12,7 +12,20 @@ from typing import Any
 
 import torch
 
-from gpu.common import FULL, MODERATE, REHEARSAL, Beside, Result, Spread, host_bytes, repeats, seconds, tidy
+from tests.gpu.accelerators import Accelerator, beside, join
+from tests.gpu.common import (
+    FULL,
+    MODERATE,
+    SMALL,
+    Result,
+    Spread,
+    drawn,
+    pinned_region,
+    random_bytes,
+    repeats,
+    seconds,
+    tidy,
+)
 
 
 @dataclass(frozen=True)
@@ -26,7 +39,7 @@ class Sizes:
 SIZES = {
     FULL: Sizes(1 << 30, 8192, 20, 15),
     MODERATE: Sizes(64 << 20, 4096, 5, 5),
-    REHEARSAL: Sizes(1 << 20, 64, 2, 2),
+    SMALL: Sizes(1 << 20, 64, 2, 2),
 }
 
 
@@ -41,21 +54,26 @@ class CopyRates:
 
 def copy_rates(device: torch.device, nbytes: int, most: int, until: float) -> CopyRates:
     """Return the rates of each direction alone, then of both at once, in turn."""
-    here = [torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=device) for _ in range(2)]
-    there = [host_bytes(nbytes, device) for _ in range(2)]
-    beside = Beside(device)
+    here = [random_bytes(nbytes, device) for _ in range(2)]
+    there = [pinned_region(nbytes, device) for _ in range(2)]
+    # As a transfer's: CUDA's default stream takes no batches.
+    outward, homeward = torch.Stream(device), torch.Stream(device)
 
     def out() -> None:
-        there[0].copy_(here[0], non_blocking=True)
+        with beside(outward):
+            there[0].write(0, here[0])
+        join(outward)
 
     def home() -> None:
-        here[1].copy_(there[1], non_blocking=True)
+        with beside(homeward):
+            there[1].read(0, here[1])
+        join(homeward)
 
     def both() -> None:
-        with beside.now():
-            home()
+        with beside(homeward):
+            there[1].read(0, here[1])
         out()
-        beside.join()
+        join(homeward)
 
     for work in (out, home, both):
         seconds(device, work)
@@ -63,12 +81,14 @@ def copy_rates(device: torch.device, nbytes: int, most: int, until: float) -> Co
     for _ in repeats(most, until):
         for work, rates in found.items():
             rates.append((2 if work is both else 1) * nbytes / seconds(device, work))
+    for region in there:
+        region.close()
     return CopyRates(*(Spread.of(rates) for rates in found.values()))
 
 
 def product_rate(device: torch.device, size: int, products: int, most: int, until: float) -> Spread:
     """Floating-point operations a second of a square bf16 matrix product on random numbers."""
-    left, right = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
+    left, right = (drawn((size, size), seed, device).to(torch.bfloat16) for seed in range(2))
     target = torch.empty_like(left)
 
     def work() -> None:
@@ -81,14 +101,14 @@ def product_rate(device: torch.device, size: int, products: int, most: int, unti
 
 def internal_rate(device: torch.device, nbytes: int, most: int, until: float) -> Spread:
     """Return the bytes a second, read and written, of a copy inside the device's memory."""
-    source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=device)
+    source = random_bytes(nbytes, device)
     target = torch.empty_like(source)
     seconds(device, lambda: target.copy_(source))
     return Spread.of([2 * nbytes / seconds(device, lambda: target.copy_(source)) for _ in repeats(most, until)])
 
 
-def run(device: torch.device, sizes: Sizes, until: float) -> Result:
-    result = Result()
+def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
+    device, result = on.device, Result()
     rates = copy_rates(device, sizes.copy_bytes, sizes.repeats, until)
     tidy(device)
     mebibytes = sizes.copy_bytes / 2**20

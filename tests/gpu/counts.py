@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch
 
-from gpu.common import FULL, MODERATE, REHEARSAL, Result
+from tests.gpu.accelerators import Accelerator
+from tests.gpu.common import FULL, MODERATE, SMALL, Result
 
 ROOT = Path(__file__).resolve().parents[2]
 # tests/conftest.py imports hypothesis, and the tests' time-outs are a plugin's.
@@ -36,11 +37,11 @@ class Sizes:
 SIZES = {
     FULL: Sizes("tests/unit/runtime"),
     MODERATE: Sizes("tests/unit/runtime/test_capture.py"),
-    REHEARSAL: Sizes("tests/unit/runtime/test_capture.py", "parameter"),
+    SMALL: Sizes("tests/unit/runtime/test_capture.py", "parameter"),
 }
 
 
-def run(device: torch.device, sizes: Sizes, until: float) -> Result:
+def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         return Result(skipped=f"not installed: {', '.join(missing)}")

@@ -10,15 +10,15 @@ written from its documented interface.
 from __future__ import annotations
 
 import importlib.util
-import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from gpu.common import FULL, MODERATE, REHEARSAL, Result, say, tidy
-from gpu.megatron_stage import COMMON, MegatronStage
+from tests.gpu.accelerators import Accelerator
+from tests.gpu.common import FULL, MODERATE, SMALL, Result, say, tidy
+from tests.gpu.megatron_stage import COMMON, MegatronStage, shape_flags
 
 # Halves far apart, and forwards between them.
 ORDER = "F0 F1 F2 I0 I1 F3 W0 I2 I3 W1 W2 W3"
@@ -39,28 +39,17 @@ class Sizes:
 
     @property
     def flags(self) -> list[str]:
-        sizes = {
-            "num-layers": 3 * self.layers,
-            "hidden-size": self.hidden,
-            "num-attention-heads": self.heads,
-            "seq-length": self.sequence,
-        }
-        sizes["max-position-embeddings"] = self.sequence
-        return [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+        return shape_flags(self.layers, self.hidden, self.heads, self.sequence)
 
 
-SIZES = {FULL: Sizes(2, 4096, 32, 2048), MODERATE: Sizes(1, 2048, 16, 1024), REHEARSAL: Sizes(1, 32, 2, 16)}
+SIZES = {FULL: Sizes(2, 4096, 32, 2048), MODERATE: Sizes(1, 2048, 16, 1024), SMALL: Sizes(1, 32, 2, 16)}
 
 
-def run(device: torch.device, sizes: Sizes, until: float) -> Result:
+def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
     if importlib.util.find_spec("megatron.core") is None:
         return Result(skipped="megatron-core is not installed here")
-    # Before the first product: with another workspace cuBLAS may add in another order the second time.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    from megatron.scheduling.start import startup
-
-    startup.prepare()
-    result = Result()
+    on.prepare_megatron()
+    device, result = on.device, Result()
     for name, flags in LAYERS.items():
         if flags and importlib.util.find_spec("transformer_engine") is None:
             result.row(name, "skipped: transformer-engine is not installed here")

@@ -4,7 +4,7 @@ a lender lend?
 In: a device. Out: with torch's share of the memory cut to what the balanced program of stage 0 was seen to reserve:
 whether it runs there with the right bits, and that the program without balancing does not. And with torch's cache
 holding all but a little of the device: whether memory for host buffers, which is outside torch's allocator, can still
-be made. On a CPU nothing is cut.
+be made.
 """
 
 from __future__ import annotations
@@ -19,23 +19,27 @@ from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.streams import lanes, synchronize
 from bpipe.transport.lanes import CopyLane
 from bpipe.transport.one_sided import OneSidedCopies
-from gpu.common import FULL, MODERATE, REHEARSAL, Result, in_host_memory, lender_on, on_cuda, repeats, tidy
-from gpu.one_stage import Delays, SmallStage, loop_of
+from tests.gpu.accelerators import Accelerator
+from tests.gpu.common import FULL, MODERATE, SMALL, Result, in_host_memory, lender_on, repeats, tidy
+from tests.gpu.one_stage import SmallStage, loop_of
 
 TIMEOUT_S = 60.0
-# torch's allocator asks for whole blocks of up to 20 MiB; two pools may each have one of them half used.
-SLACK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """`left_bytes`: what torch's cache leaves of the device; `lent_bytes`: what is asked for then."""
+    """`left_bytes`: what torch's cache leaves of the device; `lent_bytes`: what is asked for then.
+
+    `slack_bytes`: torch's allocator asks for whole blocks of up to 20 MiB, and two pools may each have one of them half
+    used.
+    """
 
     rows: int
     width: int
     iterations: int
     left_bytes: int
     lent_bytes: int
+    slack_bytes: int = 64 << 20
     stages: int = 8
     microbatches: int = 16
 
@@ -43,7 +47,7 @@ class Sizes:
 SIZES = {
     FULL: Sizes(16384, 1024, 20, 1 << 30, 4 << 30),
     MODERATE: Sizes(8192, 1024, 4, 1 << 30, 2 << 30),
-    REHEARSAL: Sizes(16, 16, 2, 1 << 20, 1 << 20),
+    SMALL: Sizes(4096, 128, 2, 4 << 20, 32 << 20, 8 << 20, microbatches=8),
 }
 
 
@@ -69,17 +73,16 @@ class Program:
     def reserved_bytes(self) -> int:
         """What torch takes from the driver for two iterations, from an empty cache."""
         tidy(self._device)
-        if on_cuda(self._device):
-            torch.cuda.reset_peak_memory_stats()
+        torch.accelerator.reset_peak_memory_stats()
         for _ in range(2):
             self.gradient()
-        return torch.cuda.max_memory_reserved() if on_cuda(self._device) else 0
+        return int(torch.accelerator.max_memory_reserved())
 
 
-def run(device: torch.device, sizes: Sizes, until: float) -> Result:
-    result = Result()
+def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
+    device, result = on.device, Result()
     both = lanes(device, TIMEOUT_S)
-    stage = SmallStage(device, sizes.rows, sizes.width, Delays())
+    stage = SmallStage(on, sizes.rows, sizes.width)
     plain, balanced = (
         Program(
             device,
@@ -94,20 +97,19 @@ def run(device: torch.device, sizes: Sizes, until: float) -> Result:
     text = ", ".join(f"{name} balancing {nbytes / 2**20:.0f} MiB" for name, nbytes in needs.items())
     result.row("reserved, with room", text)
     result.facts = {"needs": needs}
-    if on_cuda(device):
-        _cut(device, needs["with"] + SLACK_BYTES)
+    room = needs["with"] + sizes.slack_bytes
+    # From now on torch may reserve this much, and has nothing cached to live on.
+    tidy(device)
+    on.limit(room)
     wrong = count = 0
     for _ in repeats(sizes.iterations, until, least=2):
         wrong += not torch.equal(balanced.gradient(), expected)
         count += 1
-    stats = torch.cuda.memory_stats(device) if on_cuda(device) else {}
-    text = (
-        f"{wrong} of {count} iterations differ; {stats.get('num_alloc_retries', 0)} retries, "
-        f"{stats.get('num_ooms', 0)} failures"
-    )
+    stats = torch.accelerator.memory_stats(device)
+    text = f"{wrong} of {count} iterations differ; {stats['num_alloc_retries']} retries, {stats['num_ooms']} failures"
     result.check("balanced, where there is no room to spare", wrong == 0, text)
-    if on_cuda(device):
-        _must_not_fit(device, plain, needs, result)
+    _must_not_fit(on, plain, room, result)
+    on.limit(None)
     assert balanced.engine is not None
     balanced.engine.release()
     del expected
@@ -117,38 +119,27 @@ def run(device: torch.device, sizes: Sizes, until: float) -> Result:
     return result
 
 
-def _cut(device: torch.device, nbytes: int) -> None:
-    """From now on torch may reserve this much, and has nothing cached to live on."""
-    tidy(device)
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(nbytes / total, 1.0), device)
-
-
-def _must_not_fit(device: torch.device, plain: Program, needs: dict[str, int], result: Result) -> None:
+def _must_not_fit(on: Accelerator, plain: Program, room: int, result: Result) -> None:
     """Or the limit was none, and the line above it says nothing."""
-    tidy(device)
+    tidy(on.device)
     try:
         plain.gradient()
-    except torch.cuda.OutOfMemoryError as error:
+    except torch.OutOfMemoryError as error:
         result.check("without balancing, in the same room", True, f"out of memory: {str(error).splitlines()[0][:120]}")
     else:
-        room = needs["with"] + SLACK_BYTES
         result.check(
             "without balancing, in the same room",
             False,
             f"fits into {room} B: the program above was not short of anything",
         )
-    torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 def _lend_beside_a_full_cache(device: torch.device, sizes: Sizes, result: Result) -> None:
     """torch keeps what it freed, and the driver's own calls do not see it: a lender has to ask torch for it."""
     tidy(device)
-    cached = 0
-    if on_cuda(device):
-        cached = torch.cuda.mem_get_info(device)[0] - sizes.left_bytes
-        kept = torch.empty(cached, dtype=torch.uint8, device=device)
-        del kept
+    cached = torch.accelerator.get_memory_info(device)[0] - sizes.left_bytes
+    kept = torch.empty(cached, dtype=torch.uint8, device=device)
+    del kept
     lender = lender_on(device)
     asked = (
         f"{sizes.lent_bytes / 2**20:.0f} MiB with {sizes.left_bytes / 2**20:.0f} MiB free and "

@@ -21,10 +21,10 @@ from bpipe.transport.base import Transport
 from bpipe.transport.layout import BufferLayout
 from bpipe.transport.memory import Lender, Region
 from bpipe.transport.one_sided import OneSidedCopies, Peer
-from gpu.common import FULL, MODERATE, REHEARSAL, Result, hold_back, lender_on, repeats
-from gpu.one_stage import Delays
-from gpu.pair import EVICTOR, MODES, TIMEOUT_S, Found, Member, judge_engines, run_engine, run_pair
-from gpu.streams import late_lanes
+from tests.gpu.accelerators import Accelerator
+from tests.gpu.common import FULL, MODERATE, SMALL, Result, lender_on, random_bytes, repeats
+from tests.gpu.pair import EVICTOR, TIMEOUT_S, Found, Member, judge_engines, run_engine, run_pair
+from tests.gpu.streams import MODES, late_lanes
 
 POISON = 0xFF
 
@@ -41,31 +41,20 @@ class Sizes:
     rows: int
     width: int
     iterations: int
-    forward_s: float
-    copy_s: float
 
 
 SIZES = {
     FULL: Sizes(
-        ((24 << 20, 1, 65537), (513, 4096, 7), ((1 << 20) + 3,), (3 << 20, 3 << 20)),
-        3,
-        400,
-        4,
-        8,
-        1024,
-        1024,
-        200,
-        1e-3,
-        2e-3,
+        ((24 << 20, 1, 65537), (513, 4096, 7), ((1 << 20) + 3,), (3 << 20, 3 << 20)), 3, 400, 4, 8, 1024, 1024, 200
     ),
-    MODERATE: Sizes(((4 << 20, 1), (513, 4096, 7), ((1 << 20) + 3,)), 3, 60, 4, 8, 512, 512, 20, 1e-3, 2e-3),
-    REHEARSAL: Sizes(((4096, 1), (513, 7), (65537,)), 2, 12, 4, 8, 16, 16, 4, 1e-4, 1e-3),
+    MODERATE: Sizes(((4 << 20, 1), (513, 4096, 7), ((1 << 20) + 3,)), 3, 60, 4, 8, 512, 512, 20),
+    SMALL: Sizes(((4096, 1), (513, 7), (65537,)), 2, 12, 4, 8, 16, 16, 4),
 }
 
 
-def run(device: torch.device, sizes: Sizes, until: float) -> Result:
+def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
     result = Result(ok=True)
-    evictor, lender = run_pair(_part, device, "peer", sizes, until)
+    evictor, lender = run_pair(_part, on, "peer", sizes, until)
     result.check("transport chosen for the pair", evictor["transport"] == "peer", evictor["transport"])
     rounds = evictor["rounds"]
     result.check(
@@ -114,17 +103,14 @@ def _part(member: Member, sizes: Sizes, until: float) -> Found:
 
 def _content(number: int, lengths: tuple[int, ...], device: torch.device) -> list[torch.Tensor]:
     """Return the tensors of a round: the same numbers in both processes."""
-    generator = torch.Generator(device).manual_seed(number)
-    return [
-        torch.randint(0, 256, (length,), dtype=torch.uint8, device=device, generator=generator) for length in lengths
-    ]
+    return [random_bytes(length, device, number) for length in lengths]
 
 
 def _rounds(member: Member, sizes: Sizes, until: float) -> Found:
     """Put and get, hundreds of times. Then a last content stays in every host buffer, and the lender looks at it."""
-    device, delays = member.device, member.delays
+    on, device = member.on, member.on.device
     lender = _Lender(lender_on(device))
-    lanes = late_lanes(device, TIMEOUT_S, delays)
+    lanes = late_lanes(on, TIMEOUT_S)
     transport = OneSidedCopies(Peer(member.connection.control, lender), *lanes)
     lengths = dict(enumerate(sizes.kinds))
     layout = BufferLayout.of([range(len(sizes.kinds))] * sizes.num_buffers, lengths)
@@ -132,7 +118,7 @@ def _rounds(member: Member, sizes: Sizes, until: float) -> Found:
     if member.rank == EVICTOR:
         transport.reach(layout)
         transport.announce(lengths).wait()
-        ring = _Ring(device, transport, sizes, delays)
+        ring = _Ring(on, transport, sizes)
         for _ in repeats(sizes.rounds, until, least=2 * sizes.num_buffers):
             ring.turn()
         found["rounds"] = ring.end()
@@ -165,30 +151,28 @@ def _last_number(buffer: int) -> int:
 class _Ring:
     """Host buffers in turn: what was put there is got back and compared just before the buffer is used again."""
 
-    def __init__(self, device: torch.device, transport: Transport, sizes: Sizes, delays: Delays) -> None:
-        self._device = device
+    def __init__(self, on: Accelerator, transport: Transport, sizes: Sizes) -> None:
+        self._on, self._device = on, on.device
         self._transport = transport
-        self._streams = Streams(device)
+        self._streams = Streams(on.device)
         self._sizes = sizes
-        self._delays = delays
         self._number = 0
         self._holding: dict[int, tuple[int, tuple[int, ...]]] = {}
         # Counted on the device: nothing in a round waits for the host.
-        self._wrong = torch.zeros((), dtype=torch.int64, device=device)
+        self._wrong = torch.zeros((), dtype=torch.int64, device=on.device)
         self._compared = 0
 
     def turn(self) -> None:
         buffer = self._number % self._sizes.num_buffers
         if buffer in self._holding:
             self._take(buffer)
-        modes = ((self._sizes.forward_s, 0.0), (0.0, self._sizes.copy_s), (0.0, 0.0))
-        producer_s, self._delays.copy_s = modes[self._number % len(modes)]
-        self._put(buffer, self._number, self._sizes.kinds[self._number % len(self._sizes.kinds)], producer_s)
+        self._on.come_late(*MODES[self._number % len(MODES)], self._number)
+        self._put(buffer, self._number, self._sizes.kinds[self._number % len(self._sizes.kinds)])
         self._number += 1
 
-    def _put(self, buffer: int, number: int, lengths: tuple[int, ...], producer_s: float) -> None:
+    def _put(self, buffer: int, number: int, lengths: tuple[int, ...]) -> None:
         tensors = [torch.full((length,), POISON, dtype=torch.uint8, device=self._device) for length in lengths]
-        hold_back(self._device, producer_s)
+        self._on.before_forward()
         for tensor, content in zip(tensors, _content(number, lengths, self._device), strict=True):
             tensor.copy_(content)
         with self._streams.outbound():
@@ -213,7 +197,7 @@ class _Ring:
         """Compare what is still out, leave the last content in every host buffer, and say what was found."""
         for buffer in sorted(self._holding):
             self._take(buffer)
-        self._delays.copy_s = 0.0
+        self._on.come_late(False, False, 0)
         for buffer in range(self._sizes.num_buffers):
-            self._put(buffer, _last_number(buffer), self._sizes.kinds[0], 0.0)
+            self._put(buffer, _last_number(buffer), self._sizes.kinds[0])
         return {"count": self._compared, "wrong": int(self._wrong)}

@@ -23,15 +23,15 @@ from torch.multiprocessing.spawn import start_processes
 from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.ir.memory import num_transfers
 from bpipe.runtime.engine import Engine, EngineConfig
-from bpipe.runtime.executor import Executor
 from bpipe.runtime.streams import copying_on, synchronize
 from bpipe.transport.base import Transport
 from bpipe.transport.connect import Connection, connect
-from gpu.common import Result, on_cuda
-from gpu.one_stage import Delays, SmallStage, loop_of
-from gpu.streams import late_lanes
+from tests.gpu.accelerators import Accelerator
+from tests.gpu.common import Result
+from tests.gpu.one_stage import SmallStage, loop_of
+from tests.gpu.streams import MODES, late_lanes
 
-# Either process may be ahead of the other by as much as a step takes.
+# Either process may be ahead of the other by as much as a case takes.
 TIMEOUT_S = 120.0
 EVICTOR, LENDER = 0, 1
 
@@ -40,23 +40,23 @@ Found = dict[str, Any]
 
 @dataclass(frozen=True)
 class Member:
-    """One process of the pair. Copies are held back by as much as `delays` says when they are issued."""
+    """One process of the pair."""
 
     rank: int
-    device: torch.device
+    on: Accelerator
     connection: Connection
-    delays: Delays
 
 
-def run_pair(
-    part: Callable[[Member, Any, float], Found], device: torch.device, transport: str, sizes: Any, until: float
-) -> list[Found]:
+Part = Callable[[Member, Any, float], Found]
+
+
+def run_pair(part: Part, on: Accelerator, transport: str, sizes: Any, until: float) -> list[Found]:
     """What `part` found in each of the two processes, the evictor's first, and the transport that they agreed on."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:
         # A process that has used CUDA cannot be forked.
         start_processes(
-            _process, args=(folder, str(device), transport, part, sizes, until), nprocs=2, start_method="spawn"
+            _process, args=(folder, on.of_process, transport, part, sizes, until), nprocs=2, start_method="spawn"
         )
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in (EVICTOR, LENDER)]
 
@@ -64,25 +64,20 @@ def run_pair(
 def _process(
     rank: int,
     folder: str,
-    device_name: str,
+    made: Callable[[int], Accelerator],
     transport: str,
-    part: Callable[[Member, Any, float], Found],
+    part: Part,
     sizes: Any,
     until: float,
 ) -> None:
-    device = torch.device(device_name)
-    if on_cuda(device):
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
+    on = made(rank)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT_S)
     )
-    delays = Delays()
-    here = replace(copying_on(device), lanes=lambda device, timeout_s: late_lanes(device, timeout_s, delays))
+    here = replace(copying_on(on.device), lanes=lambda device, timeout_s: late_lanes(on, timeout_s))
     connection, links = connect([(EVICTOR, LENDER)], transport, TIMEOUT_S, here)
     assert connection is not None
-    found = {"transport": links[0].transport, **part(Member(rank, device, connection, delays), sizes, until)}
+    found = {"transport": links[0].transport, **part(Member(rank, on, connection), sizes, until)}
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     connection.close()
     dist.barrier()
@@ -93,12 +88,8 @@ def _process(
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-# Whether forwards and copies are held back.
-MODES = ((True, False), (False, True), (True, True), (False, False))
-
-
 class EngineSizes(Protocol):
-    """What both steps that run the two engines of a pair say of them."""
+    """What both cases that run the two engines of a pair say of them."""
 
     @property
     def stages(self) -> int: ...
@@ -108,46 +99,33 @@ class EngineSizes(Protocol):
     def rows(self) -> int: ...
     @property
     def width(self) -> int: ...
-    @property
-    def forward_s(self) -> float: ...
-    @property
-    def copy_s(self) -> float: ...
 
 
 def run_engine(member: Member, transport: Transport, sizes: EngineSizes, rounds: Iterable[int]) -> Found:
     """Return this process's stage of the pair, iteration after iteration, against itself without an engine."""
-    rank, device, delays = member.rank, member.device, member.delays
+    on = member.on
     plan = build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=BalanceConfig()))
-    place = 0 if rank == EVICTOR else sizes.stages - 1
-    stage = SmallStage(device, sizes.rows, sizes.width, delays, seed=place)
+    place = 0 if member.rank == EVICTOR else sizes.stages - 1
+    stage = SmallStage(on, sizes.rows, sizes.width, seed=place)
     loop = loop_of(plan, place, stage, stage.received)
-    gradient = _gradient_of(device, loop, stage)
+
+    def gradient(engine: Engine | None) -> torch.Tensor:
+        loop.run(engine)
+        synchronize(on.device)
+        return stage.gradient()
+
     expected = gradient(None)
     reference = torch.equal(gradient(None), expected)
-    engine = Engine(
-        plan,
-        place,
-        transport,
-        EngineConfig(f"stage {place}", device, minimum_bytes=1, timeout_s=TIMEOUT_S, poison=True),
-    )
+    config = EngineConfig(f"stage {place}", on.device, minimum_bytes=1, timeout_s=TIMEOUT_S, poison=True)
+    engine = Engine(plan, place, transport, config)
     wrong = count = 0
     for number in rounds:
-        forwards, copies = MODES[number % len(MODES)]
-        delays.forward_s, delays.copy_s = forwards * sizes.forward_s, copies * sizes.copy_s
+        on.come_late(*MODES[number % len(MODES)], number)
         wrong += not torch.equal(gradient(engine), expected)
         count += 1
     found = {"count": count, "wrong": wrong, "reference": reference, "host_buffer_bytes": engine.host_bytes}
     engine.release()
     return {**found, "evictions": num_transfers(plan, place).evictions}
-
-
-def _gradient_of(device: torch.device, loop: Executor, stage: SmallStage) -> Callable[[Engine | None], torch.Tensor]:
-    def gradient(engine: Engine | None) -> torch.Tensor:
-        loop.run(engine)
-        synchronize(device)
-        return stage.gradient()
-
-    return gradient
 
 
 def judge_engines(evicting: Mapping[str, Any], hosting: Mapping[str, Any], sizes: EngineSizes, result: Result) -> None:
@@ -158,3 +136,5 @@ def judge_engines(evicting: Mapping[str, Any], hosting: Mapping[str, Any], sizes
             f"engine, p={sizes.stages} m={sizes.microbatches}, {name}", one["wrong"] == 0 and one["reference"], text
         )
     result.check("transfers took place", evicting["evictions"] > 0, f"{evicting['evictions']} evictions an iteration")
+    nbytes = hosting["host_buffer_bytes"]
+    result.check("host buffers on the acceptor", nbytes > 0, f"{nbytes} B")

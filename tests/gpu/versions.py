@@ -16,7 +16,8 @@ import sys
 import torch
 
 from bpipe.transport.cuda_runtime import runtime
-from gpu.common import FULL, MODERATE, REHEARSAL, Result, on_cuda
+from tests.gpu.accelerators import Accelerator
+from tests.gpu.common import FULL, MODERATE, SMALL, Result
 
 PACKAGES = (
     "cuda-bindings",
@@ -29,36 +30,29 @@ PACKAGES = (
     "hypothesis",
 )
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
-SIZES = dict.fromkeys((FULL, MODERATE, REHEARSAL))
+SIZES = dict.fromkeys((FULL, MODERATE, SMALL))
 
 
-def run(device: torch.device, sizes: None, until: float) -> Result:
+def run(on: Accelerator, sizes: None, until: float) -> Result:
     result = Result()
     result.row("python", f"{platform.python_version()} at {sys.executable}")
     result.row("torch", f"{torch.__version__}, CUDA {torch.version.cuda}, NCCL {_nccl()}")
     result.row("packages", ", ".join(f"{name} {_version(name)}" for name in PACKAGES))
     result.row("compiler for torch.compile", _compiler())
-    if not on_cuda(device):
-        result.row("devices", "not on a CPU")
-        return result
-    for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
-        result.row(
-            f"device {index}", f"{found.name}, {found.major}.{found.minor}, {found.total_memory / 2**30:.1f} GiB"
-        )
-    _same_device(device, result)
+    result.row("devices", on.described())
+    _same_device(on, result)
     wanted = os.environ.get(ALLOCATOR, "")
-    in_use = _allocator(device)
+    in_use = on.allocator()
     result.facts["allocator"] = in_use
     if wanted:
         result.check(f"allocator under {wanted}", in_use in wanted, in_use)
     return result
 
 
-def device_of_runtime() -> int:
+def device_of_runtime(device_type: str) -> int:
     """Return the device that is current in the runtime by which memory is lent."""
     found = ctypes.c_int(-1)
-    status = runtime()._library.cudaGetDevice(ctypes.byref(found))
+    status = runtime(device_type)._library.cudaGetDevice(ctypes.byref(found))
     return found.value if status == 0 else -status
 
 
@@ -72,34 +66,23 @@ def device_of_bindings() -> str:
     return str(found[0]) if int(status) == 0 else status.name
 
 
-def _same_device(device: torch.device, result: Result) -> None:
+def _same_device(on: Accelerator, result: Result) -> None:
     """One process may hold several CUDA runtimes: lent memory must lie on the device that torch calls current.
 
     On a machine with one GPU all can only say 0. With more, the last one is made current and each is asked again.
     """
-    for index in sorted({device.index or 0, torch.cuda.device_count() - 1}):
-        torch.cuda.set_device(index)
-        torch.zeros(1, device="cuda")
-        theirs = device_of_runtime()
+    here = torch.accelerator.current_device_index()
+    for index in sorted({here, torch.accelerator.device_count() - 1}):
+        torch.accelerator.set_device_index(index)
+        torch.zeros(1, device=on.device.type)
+        theirs = device_of_runtime(on.device.type)
         text = f"the runtime that lends memory says {theirs}, the bindings' own {device_of_bindings()}"
-        result.check(f"current device, torch {torch.cuda.current_device()}", theirs == index, text)
-    torch.cuda.set_device(device)
-    found = runtime()
+        result.check(f"current device, torch {torch.accelerator.current_device_index()}", theirs == index, text)
+    torch.accelerator.set_device_index(here)
+    found = runtime(on.device.type)
     numbers = [f"{one // 1000}.{one % 1000 // 10}" for one in (found.version, found.driver_version)]
     batched = "in one call" if found._batch is not None else "one by one"
     result.row("CUDA of the runtime, and of the driver", f"{', '.join(numbers)}; copies of a transfer go {batched}")
-
-
-def _allocator(device: torch.device) -> str:
-    """Return the allocator in use, as `PYTORCH_CUDA_ALLOC_CONF` would name it: read off what it does, not off what
-    was asked for."""
-    backend = torch.cuda.memory.get_allocator_backend()
-    if backend != "native":
-        return f"backend:{backend}"
-    kept = torch.zeros(64 << 20, dtype=torch.uint8, device=device)
-    expandable = any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())
-    del kept
-    return "expandable_segments:True" if expandable else "backend:native"
 
 
 def _version(package: str) -> str:

@@ -17,22 +17,38 @@ from dataclasses import dataclass
 import torch
 
 from bpipe.runtime.streams import Clock
-from gpu.common import FULL, MODERATE, REHEARSAL, Beside, Result, Spread, host_bytes, on_cuda, ratios, repeats, seconds
+from tests.gpu.accelerators import Accelerator, beside
+from tests.gpu.common import (
+    FULL,
+    MODERATE,
+    SMALL,
+    Result,
+    Spread,
+    drawn,
+    pinned_region,
+    random_bytes,
+    ratios,
+    repeats,
+    seconds,
+)
 
 
 @dataclass(frozen=True)
 class Sizes:
+    """`dtype`: that of the products. Triton's interpreter, by which late devices run kernels, has no bfloat16."""
+
     matrix: int
     products: int
     copy_bytes: int
     units: tuple[int, ...]
     repeats: int
+    dtype: torch.dtype = torch.bfloat16
 
 
 SIZES = {
     FULL: Sizes(8192, 20, 1 << 30, (1, 2, 4, 8, 16, 32), 7),
     MODERATE: Sizes(4096, 10, 256 << 20, (1, 8), 3),
-    REHEARSAL: Sizes(64, 2, 1 << 20, (1, 2), 2),
+    SMALL: Sizes(300, 1, 64 << 10, (1, 2), 2, torch.float32),
 }
 
 
@@ -40,9 +56,7 @@ class Products:
     """The same products, every time, by the library's kernels."""
 
     def __init__(self, device: torch.device, sizes: Sizes) -> None:
-        self.left, self.right = (
-            torch.randn(sizes.matrix, sizes.matrix, device=device).to(torch.bfloat16) for _ in range(2)
-        )
+        self.left, self.right = (drawn((sizes.matrix, sizes.matrix), seed, device).to(sizes.dtype) for seed in range(2))
         self.target = torch.empty_like(self.left)
         self.count = sizes.products
 
@@ -54,12 +68,12 @@ class Products:
 class PersistentProducts:
     """The same by a persistent kernel."""
 
-    def __init__(self, products: Products, device: torch.device) -> None:
+    def __init__(self, products: Products, programs: int) -> None:
         self._products = products
-        self._programs = torch.cuda.get_device_properties(device).multi_processor_count
+        self._programs = programs
 
     def __call__(self) -> None:
-        from gpu import persistent_kernel
+        from tests.gpu import persistent_kernel
 
         products = self._products
         for _ in range(products.count):
@@ -73,23 +87,21 @@ class PersistentProducts:
         return float((self._products.target.float() - expected).abs().max()) <= 0.01 * largest
 
 
-def run(device: torch.device, sizes: Sizes, until: float) -> Result:
-    if not on_cuda(device):
-        return Result(skipped="a CPU has no compute units to occupy, and Triton no device")
-    from gpu import copy_kernel
-
-    result = Result()
+def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
+    device, result = on.device, Result()
     products = Products(device, sizes)
-    persistent = PersistentProducts(products, device)
+    persistent = PersistentProducts(products, on.units())
+    from tests.gpu import copy_kernel
+
     result.check("products of a persistent kernel", persistent.is_right(), "within 1 % of the largest")
-    source = torch.randint(0, 1 << 30, (sizes.copy_bytes // 4,), dtype=torch.int32, device=device)
+    source = random_bytes(sizes.copy_bytes, device).view(torch.int32)
     target = torch.empty_like(source)
-    out, home = (host_bytes(sizes.copy_bytes, device) for _ in range(2))
+    out, home = (pinned_region(sizes.copy_bytes, device) for _ in range(2))
 
     def by_engines(times: int) -> None:
         for _ in range(times):
-            out.copy_(source.view(torch.uint8), non_blocking=True)
-            target.view(torch.uint8).copy_(home, non_blocking=True)
+            out.write(0, source.view(torch.uint8))
+            home.read(0, target.view(torch.uint8))
 
     copies: dict[str, Callable[[int], None]] = {"copy engines, to and from pinned host memory, in turn": by_engines}
     for units in sizes.units:
@@ -108,6 +120,8 @@ def run(device: torch.device, sizes: Sizes, until: float) -> Result:
     result.row(
         "what this is", "copies inside the device's memory, only to occupy units; no transfer, and no rate of a link"
     )
+    for region in (out, home):
+        region.close()
     return result
 
 
@@ -115,7 +129,7 @@ def _slowed(
     device: torch.device, products: Callable[[], None], copy: Callable[[int], None], most: int, until: float
 ) -> Spread | None:
     """Time with copies over time without. Only runs count in which the copies lasted longer than the products."""
-    clock, beside = Clock(device), Beside(device)
+    clock, stream = Clock(device), torch.Stream(device)
     seconds(device, products)
     seconds(device, lambda: copy(1))
     alone_s = seconds(device, products)
@@ -124,7 +138,7 @@ def _slowed(
     slowed, alone = [], []
     for _ in repeats(most, until, least=2):
         quiet_s = seconds(device, products)
-        with beside.now():
+        with beside(stream):
             copy(times)
             copied = clock.mark()
         begin = clock.mark()

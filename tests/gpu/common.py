@@ -1,17 +1,14 @@
-"""What every step shares: its result, its time, spreads, and delays on a device.
+"""What every case shares: its result, its time, spreads, and memory that transfers reach.
 
-In: a device and a moment until which a step may go on. Out: results that print and that fit into JSON. Knows no step.
-On a CPU everything here does the same without streams, so that the steps can be rehearsed: that shows nothing of a GPU.
+In: a device and a moment until which a case may go on. Out: results that print and that fit into JSON. Knows no case.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,18 +17,16 @@ import torch
 from bpipe.runtime.capture import find
 from bpipe.runtime.streams import Clock, copying_on, synchronize
 from bpipe.transport.device_memory import DeviceMemory
-from bpipe.transport.memory import Lender, Region, SharedMemory, own_memory
+from bpipe.transport.memory import Lender, Region, own_memory
 from bpipe.transport.one_sided import Host
 
-FULL, MODERATE, REHEARSAL = "full", "moderate", "rehearsal"
-
-# What `torch.cuda._sleep` counts, at the highest clock of a Hopper GPU; at a lower one a delay is longer.
-CYCLES_PER_S = 2e9
+# `SMALL` is for late devices, which stand for a GPU on a small CPU.
+FULL, MODERATE, SMALL = "full", "moderate", "small"
 
 
 @dataclass
 class Result:
-    """What a step found. `ok` is None for what is measured: nothing there can be right or wrong.
+    """What a case found. `ok` is None for what is measured: nothing there can be right or wrong.
 
     `rows` go into the summary.
     """
@@ -48,17 +43,9 @@ class Result:
         say(f"{what}: {value}")
 
     def check(self, what: str, good: bool, value: str) -> None:
-        """As `row`; the step is right only if all that it checked is."""
+        """As `row`; the case is right only if all that it checked is."""
         self.ok = good and self.ok is not False
         self.row(what, f"{'ok' if good else 'FAILED'}: {value}")
-
-
-def on_cuda(device: torch.device) -> bool:
-    """Return whether to take the way of a GPU.
-
-    Asked here and nowhere else, so that a test can send a step that way without one.
-    """
-    return device.type == "cuda"
 
 
 def say(line: str) -> None:
@@ -109,55 +96,19 @@ def seconds(device: torch.device, work: Callable[[], Any]) -> float:
     return clock.mark().since(begin)
 
 
-def hold_back(device: torch.device, delay_s: float) -> None:
-    """Keep what is issued next waiting: a kernel that only counts cycles on a GPU, a sleep of the calling thread on
-    a CPU."""
-    if delay_s <= 0:
-        return
-    if on_cuda(device):
-        torch.cuda._sleep(int(delay_s * CYCLES_PER_S))
-    else:
-        time.sleep(delay_s)
-
-
-class Beside:
-    """A second stream. On a CPU there is none, and things happen one after another."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if on_cuda(device) else None
-
-    def now(self) -> AbstractContextManager[Any]:
-        """What is issued inside runs on this stream, behind all that was issued to the current one."""
-        if self._stream is None:
-            return contextlib.nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self._stream)
-
-    def join(self) -> None:
-        """The current stream waits for this one."""
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
-
-
-def host_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Host memory that the device's copy engines reach."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=on_cuda(device))
-
-
 def in_host_memory(device: torch.device) -> Host:
-    """Host buffers in this process's own memory, its pages locked where a device's copy engines have to reach them."""
+    """Host buffers in this process's own memory, with locked pages."""
     return Host(copying_on(device))
 
 
 def pinned_region(nbytes: int, device: torch.device) -> Region:
-    """Host memory to copy to and from, with locked pages, as host buffers there are."""
+    """Host memory to copy to and from, as host buffers there are."""
     return own_memory(nbytes, copying_on(device))
 
 
 def lender_on(device: torch.device) -> Lender:
-    """Who makes memory that another process on this device, or on a CPU, reaches into."""
-    here = copying_on(device)
-    return DeviceMemory(here) if here.has_runtime else SharedMemory()
+    """Who makes memory that another process on this device reaches into."""
+    return DeviceMemory(copying_on(device))
 
 
 def moved_bytes(device: torch.device, end: torch.Tensor, received: torch.Tensor, minimum_bytes: int) -> int:
@@ -169,10 +120,28 @@ def moved_bytes(device: torch.device, end: torch.Tensor, received: torch.Tensor,
     )
 
 
+def drawn(shape: tuple[int, ...], seed: int, device: torch.device) -> torch.Tensor:
+    """Return random numbers: the same for a seed."""
+    return torch.randn(shape, generator=_generator(seed, device), device=_drawing_on(device)).to(device)
+
+
+def random_bytes(nbytes: int, device: torch.device, seed: int = 0) -> torch.Tensor:
+    where, generator = _drawing_on(device), _generator(seed, device)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator, device=where).to(device)
+
+
+def _drawing_on(device: torch.device) -> torch.device:
+    """Return what draws for a device: a late one has no generator of its own."""
+    return device if device.type == "cuda" else torch.device("cpu")
+
+
+def _generator(seed: int, device: torch.device) -> torch.Generator:
+    return torch.Generator(_drawing_on(device)).manual_seed(seed)
+
+
 def tidy(device: torch.device) -> None:
-    """Give the device's memory that nobody holds back to the driver, so that each part of a step starts from the
+    """Give the device's memory that nobody holds back to the driver, so that each part of a case starts from the
     same place."""
-    if on_cuda(device):
-        gc.collect()
-        synchronize(device)
-        torch.cuda.empty_cache()
+    gc.collect()
+    synchronize(device)
+    torch.accelerator.empty_cache()

@@ -22,7 +22,7 @@ def _copy(source, target, blocks, times, BLOCK: tl.constexpr):  # type: ignore[n
     lane = tl.arange(0, BLOCK)
     for _ in range(times):
         for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-            place = block.to(tl.int64) * BLOCK + lane
+            place = block * BLOCK + lane
             tl.store(target + place, tl.load(source + place))
 
 
@@ -30,4 +30,5 @@ def start(source: torch.Tensor, target: torch.Tensor, programs: int, times: int)
     """Copy all of `source`, int32, a multiple of BLOCK elements, `times` times over, on the current stream."""
     assert source.dtype == torch.int32
     assert source.numel() % BLOCK == 0
+    assert source.numel() < 1 << 31, "the kernel counts in 32 bits"
     _copy[(programs,)](source, target, source.numel() // BLOCK, times, BLOCK=BLOCK, num_warps=WARPS)

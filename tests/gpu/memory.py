@@ -21,14 +21,14 @@ from bpipe.ir.memory import live_bytes, memory_of, num_transfers
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor
-from bpipe.runtime.meter import Meter
 from bpipe.runtime.streams import lanes
 from bpipe.transport.base import Pending, Transport
 from bpipe.transport.layout import BufferLayout, Sizes
 from bpipe.transport.memory import Region
 from bpipe.transport.one_sided import OneSidedCopies
-from gpu.common import FULL, MODERATE, REHEARSAL, Result, in_host_memory, lender_on, on_cuda, repeats, say, tidy
-from gpu.one_stage import GptStage, Shape, loop_of
+from tests.gpu.accelerators import Accelerator
+from tests.gpu.common import FULL, MODERATE, SMALL, Result, in_host_memory, lender_on, repeats, say, tidy
+from tests.gpu.one_stage import GptStage, Shape, loop_of
 
 TIMEOUT_S = 60.0
 # The driver's blocks, and the largest step by which torch's allocator rounds an allocation up.
@@ -37,6 +37,14 @@ BLOCK_BYTES = 2 << 20
 TOLERANCE_BYTES = 8 << 20
 # What must not change once a program is in its steady phase.
 STEADY = ("reserved_bytes.all.current", "segment.all.current", "segment.all.allocated", "num_alloc_retries", "num_ooms")
+
+
+def allocated() -> int:
+    return int(torch.accelerator.memory_allocated())
+
+
+def most_allocated() -> int:
+    return int(torch.accelerator.max_memory_allocated())
 
 
 @dataclass(frozen=True)
@@ -48,12 +56,13 @@ class StageSizes:
     microbatches: int
     iterations: int
     minimum_bytes: int
+    tolerance_bytes: int = TOLERANCE_BYTES
 
 
 SIZES = {
     FULL: StageSizes(Shape(layers=2, hidden=4096, heads=32, sequence=2048), 8, 16, 6, 1 << 16),
     MODERATE: StageSizes(Shape(layers=1, hidden=2048, heads=16, sequence=1024), 8, 16, 3, 1 << 16),
-    REHEARSAL: StageSizes(Shape(layers=1, hidden=32, heads=2, sequence=16), 8, 16, 2, 1),
+    SMALL: StageSizes(Shape(layers=1, hidden=128, heads=2, sequence=128), 4, 6, 3, 1 << 10, 0),
 }
 
 
@@ -76,14 +85,14 @@ class Watch:
     _start: int = 0
 
     def begin(self) -> None:
-        self.base = torch.cuda.memory_allocated()
+        self.base = allocated()
 
     def before(self, op: Action) -> None:
-        self._start = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        self._start = allocated()
+        torch.accelerator.reset_peak_memory_stats()
 
     def after(self, op: Action, outputs: Sequence[Any] = (), inputs: Sequence[Any] = ()) -> None:
-        self.seen[op.kind] = self._start, torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+        self.seen[op.kind] = self._start, most_allocated(), allocated()
 
     def sent(self, op: Action) -> None:
         """Nothing to say."""
@@ -100,19 +109,11 @@ class Watch:
         return Parts(held - self.base, forward_peak - held, backward_peak - start)
 
 
-def measure_parts(device: torch.device, stage: GptStage) -> Parts:
-    """Measure the parts of a micro-batch alone.
-
-    A CPU counts no allocations: the meter's count of what is saved stands for them.
-    """
-    loop = loop_of(build(ScheduleConfig("1f1b", 1, 1)), 0, stage, stage.received)
-    if on_cuda(device):
-        watch = Watch()
-        loop.run(watch)
-        return watch.parts()
-    meter = Meter()
-    loop.run(Engine(loop.schedule, 0, None, EngineConfig("alone", device, 1, TIMEOUT_S), meter))
-    return Parts(meter.saved_bytes[0], 0, 0)
+def measure_parts(stage: GptStage) -> Parts:
+    """Measure the parts of a micro-batch alone."""
+    watch = Watch()
+    loop_of(build(ScheduleConfig("1f1b", 1, 1)), 0, stage, stage.received).run(watch)
+    return watch.parts()
 
 
 def predicted_bytes(plan: Schedule, rank: int, parts: Parts, moved: int) -> int:
@@ -152,10 +153,10 @@ class Lent:
     def lend(self, nbytes: int) -> None:
         before = self._free()
         self._regions.append(self._lender.make(nbytes)[1])
-        self.taken_bytes += before - self._free() if on_cuda(self._device) else nbytes
+        self.taken_bytes += before - self._free()
 
     def _free(self) -> int:
-        return torch.cuda.mem_get_info(self._device)[0] if on_cuda(self._device) else 0
+        return torch.accelerator.get_memory_info(self._device)[0]
 
     def grow(self) -> None:
         raise AssertionError("an acceptor has nothing to reach")
@@ -201,40 +202,36 @@ def peak_of(
     elif transfers.hosts:
         assert plan.partners is not None
         transport = Lent(device, {plan.partners[rank]: (moved,)})
-    meter = None if on_cuda(device) else Meter()
-    engine = Engine(plan, rank, transport, EngineConfig(f"stage {rank}", device, sizes.minimum_bytes, TIMEOUT_S), meter)
+    engine = Engine(plan, rank, transport, EngineConfig(f"stage {rank}", device, sizes.minimum_bytes, TIMEOUT_S))
     loop = loop_of(plan, rank, stage, stage.received)
     steady: list[Mapping[str, int]] = []
     measured = 0
     for _ in range(sizes.iterations):
-        measured = _iteration_peak(loop, engine, meter)
-        if meter is None:
-            stats = torch.cuda.memory_stats(device)
-            steady.append({name: stats[name] for name in STEADY})
+        measured = _iteration_peak(loop, engine)
+        stats = torch.accelerator.memory_stats(device)
+        steady.append({name: stats[name] for name in STEADY})
     own_moved = engine.moved_bytes.get(rank, 0)
     lent, taken = engine.host_bytes, transport.taken_bytes if isinstance(transport, Lent) else 0
     engine.release()
     return Peak(measured, predicted_bytes(plan, rank, parts, own_moved), own_moved, lent, taken, steady)
 
 
-def _iteration_peak(loop: Executor, engine: Engine, meter: Meter | None) -> int:
-    if meter is not None:
-        loop.run(engine)
-        return meter.peak_bytes - engine.host_bytes
-    base = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+def _iteration_peak(loop: Executor, engine: Engine) -> int:
+    base = allocated()
+    torch.accelerator.reset_peak_memory_stats()
     loop.run(engine)
-    return torch.cuda.max_memory_allocated() - base
+    return most_allocated() - base
 
 
-def run(device: torch.device, sizes: StageSizes, until: float) -> Result:
+def run(on: Accelerator, sizes: StageSizes, until: float) -> Result:
+    device = on.device
     result = Result(ok=True)
     stage = GptStage(sizes.shape, device)
     # Gradients, handles and workspaces come with the first micro-batches.
     for _ in range(2):
         stage.alone()
     tidy(device)
-    parts = measure_parts(device, stage)
+    parts = measure_parts(stage)
     result.facts = {"parts": vars(parts), "stages": []}
     extra = f"a forward takes {_mib(parts.forward_extra)} more while it runs, a backward {_mib(parts.backward_extra)}"
     say(f"one micro-batch leaves {_mib(parts.saved)}; {extra}")
@@ -242,7 +239,6 @@ def run(device: torch.device, sizes: StageSizes, until: float) -> Result:
         balance: build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=named_balance(balance)))
         for balance in ("none", "bpipe")
     }
-    tolerance = TOLERANCE_BYTES if on_cuda(device) else 0
     moved = reached = 0
     for rank in repeats(sizes.stages, until):
         plain, balanced = (peak_of(device, plan, rank, stage, parts, moved, sizes) for plan in plans.values())
@@ -254,7 +250,7 @@ def run(device: torch.device, sizes: StageSizes, until: float) -> Result:
                 f"{_mib(peak.measured)}, predicted {_mib(peak.predicted)}, off by {off} B{lent}; "
                 f"{_steady_text(peak.steady)}"
             )
-            result.check(f"stage {rank} {name} balancing", right(peak, tolerance), text)
+            result.check(f"stage {rank} {name} balancing", right(peak, sizes.tolerance_bytes), text)
             result.facts["stages"].append({"stage": rank, "balancing": name, **vars(peak)})
         reached = rank + 1
     if reached < sizes.stages:
@@ -267,7 +263,7 @@ def right(peak: Peak, tolerance: int) -> bool:
     then asked for nothing more."""
     return (
         abs(peak.measured - peak.predicted) <= tolerance
-        and 0 <= peak.taken - peak.lent <= tolerance
+        and 0 <= peak.taken - peak.lent <= max(tolerance, BLOCK_BYTES)
         and _flat(peak.steady)
     )
 
@@ -277,8 +273,6 @@ def _flat(steady: Sequence[Mapping[str, int]]) -> bool:
 
 
 def _steady_text(steady: Sequence[Mapping[str, int]]) -> str:
-    if not steady:
-        return "nobody counts a CPU's allocations"
     if _flat(steady):
         return f"flat from iteration 2 on, reserved {_mib(steady[-1]['reserved_bytes.all.current'])}"
     changed = {

@@ -1,0 +1,78 @@
+"""The cases that a GPU is asked, which run every day on late devices.
+
+In: nothing. Out: by name, what runs, on what sizes, and why a late device cannot answer it, where it cannot.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tests.gpu.accelerators import Accelerator
+from tests.gpu.common import Result
+
+
+@dataclass(frozen=True)
+class Case:
+    """`module` of this folder has `run` and `SIZES`.
+
+    `needs_gpu`: why the answer of a late device means nothing; its code runs there all the same. `own_process`: it
+    changes the process that it runs in.
+    """
+
+    module: str
+    shows: str
+    needs_gpu: str = ""
+    own_process: bool = False
+
+    def run(self, on: Accelerator, size: str, until: float) -> Result:
+        return self._module().run(on, self.sizes(size), until)  # type: ignore[no-any-return]
+
+    def sizes(self, size: str) -> Any:
+        return self._module().SIZES[size]
+
+    def _module(self) -> Any:
+        return importlib.import_module(f"tests.gpu.{self.module}")
+
+
+NO_TIME = "its times are declared, not measured"
+CASES: Mapping[str, Case] = {
+    "versions": Case(
+        "versions",
+        "what is installed, and that torch and the CUDA runtime mean one device",
+        "CUDA may have two runtimes in a process",
+    ),
+    "counts": Case(
+        "counts",
+        "the runtime's own tests: reference counts differ between versions of torch",
+        "it is about the torch of a GPU's machine",
+    ),
+    "queues": Case(
+        "queues",
+        "whether streams wait for each other in the device's queues",
+        "its queues are those that its draw says",
+    ),
+    "peer": Case("peer", "one-sided copies between two processes are right"),
+    "streams": Case("streams", "the order of streams is right, and each wait is needed"),
+    "memory": Case("memory", "what each stage allocates, against the prediction"),
+    "halves": Case(
+        "halves",
+        "backwards of Megatron's own stage in halves, also Transformer Engine's: right or wrong",
+        own_process=True,
+    ),
+    "overhead": Case("overhead", "what balancing costs one stage, beside copy engines", NO_TIME),
+    "nccl": Case("nccl", "the nccl transport with two ranks on one device, right or wrong"),
+    "megatron": Case("megatron_stage", "Megatron's own stage: what moves, and that nothing differs", own_process=True),
+    "nearly_full": Case("nearly_full", "a balanced program with no room to spare, and lending beside it"),
+    "side_stream": Case("side_stream", "activations of a stream beside compute's, noted and not"),
+    "abandon": Case("abandon", "after an error a rank lets go at once, however busy its device is"),
+    "limits": Case("limits", "what copies and matrix products reach here", NO_TIME),
+    "compute_units": Case(
+        "units",
+        "what copies that occupy compute units cost",
+        "it has no compute units",
+        own_process=True,
+    ),
+}

@@ -1,0 +1,98 @@
+"""Run a case in a process of its own: what breaks a device's context, crashes or hangs there is over with it.
+
+In: a case's name, a device's, sizes, how long it may take, and variables of the environment. Out: its result, one that
+did not come to its end a failure. As a program it is that process: `python -m tests.gpu.isolate NAME DEVICE SIZE SECONDS
+FILE`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.accelerators import Accelerator, accelerator
+from tests.gpu.cases import CASES
+from tests.gpu.common import Result, say
+
+ROOT = Path(__file__).resolve().parents[2]
+# What the limit, a name and a file are given to.
+PROGRAM: tuple[str, ...] = ("-m", "tests.gpu.isolate")
+# To start Python, torch and a context, and to end.
+STARTING_S = 20.0
+# What a killed process may take to be gone. One that hangs inside the driver may never be, and must not hold up what
+# comes next.
+DYING_S = 10.0
+# A case runs under these as it says itself, whatever the shell that starts it has set for trainings.
+OURS = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "NCCL_MULTI_RANK_GPU_ENABLE")
+
+
+def isolated(name: str, device: str, size: str, limit_s: float, environment: Mapping[str, str]) -> Result:
+    """What the case found. It ends by itself some time before the limit, and is ended at it."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "result.json")
+        soft_s = max(limit_s / 2, limit_s - STARTING_S)
+        inherited = {variable: value for variable, value in os.environ.items() if variable not in OURS}
+        path = os.pathsep.join(filter(None, [str(ROOT), inherited.get("PYTHONPATH")]))
+        process = subprocess.Popen(
+            [sys.executable, *PROGRAM, name, device, size, str(soft_s), str(file)],
+            cwd=ROOT,
+            env={**inherited, "PYTHONPATH": path, **environment},
+            start_new_session=True,
+        )
+        try:
+            ended = f"its process ended with status {process.wait(limit_s)}"
+        except subprocess.TimeoutExpired:
+            ended = f"it did not end within {limit_s:.0f} s"
+        finally:
+            # Its children too: a process group of its own.
+            _end(process)
+        return Result(**json.loads(file.read_text())) if file.exists() else Result(ok=False, failure=ended)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(DYING_S)
+
+
+def run_case(name: str, on: Accelerator, size: str, seconds: float) -> Result:
+    """One case here and now. What it raises becomes its failure, with where."""
+    begin = time.monotonic()
+    try:
+        result = CASES[name].run(on, size, begin + seconds)
+    except Exception:
+        failure = traceback.format_exc()
+        print(failure, flush=True)
+        return Result(ok=False, failure=failure)
+    if result.skipped:
+        say(f"skipped: {result.skipped}")
+    say(f"took {time.monotonic() - begin:.1f} s")
+    return result
+
+
+def write(file: Path, value: Any) -> None:
+    """Whole or not at all: whoever reads may come at any time."""
+    part = file.with_name(file.name + ".part")
+    part.write_text(json.dumps(value, indent=1))
+    os.replace(part, file)
+
+
+def main(arguments: Sequence[str]) -> None:
+    name, device, size, seconds, file = arguments
+    write(Path(file), asdict(run_case(name, accelerator(device), size, float(seconds))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

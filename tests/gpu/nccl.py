@@ -1,0 +1,69 @@
+"""The `nccl` transport with both ranks of a pair on one device: are the bytes and the gradients right?
+
+In: a device; of GPUs, NCCL 2.30 or newer, which allows two ranks on one where NCCL_MULTI_RANK_GPU_ENABLE is 1. Out:
+right or wrong. Nothing here is timed: two processes on one GPU take turns, and their messages use no link. Rank 0 runs
+the program of the first stage and evicts, rank 1 that of the last one and hosts. The middle stages are not there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from tests.gpu.accelerators import CUDA, Accelerator
+from tests.gpu.common import FULL, MODERATE, SMALL, Result
+from tests.gpu.pair import EVICTOR, Found, Member, judge_engines, run_engine, run_pair
+from tests.gpu.streams import MODES
+
+# The first NCCL that has NCCL_MULTI_RANK_GPU_ENABLE; older ones end with "Duplicate GPU detected".
+NEEDED = (2, 30)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    rows: int
+    width: int
+    iterations: int
+    stages: int = 4
+    microbatches: int = 8
+
+
+SIZES = {FULL: Sizes(1024, 1024, 100), MODERATE: Sizes(512, 512, 12), SMALL: Sizes(16, 16, 4)}
+
+
+def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
+    why_not = refused(torch.cuda.nccl.version()) if on.name == CUDA else None
+    if why_not is not None:
+        return Result(skipped=why_not)
+    result = Result()
+    evictor, lender = run_pair(_part, on, "nccl", sizes, until)
+    result.check("transport of the pair, probed with 16 MiB", evictor["transport"] == "nccl", evictor["transport"])
+    judge_engines(evictor["engine"], lender["engine"], sizes, result)
+    result.facts = {"evictor": evictor, "lender": lender}
+    return result
+
+
+def refused(version: tuple[int, ...]) -> str | None:
+    """Return why this NCCL takes no two ranks on one GPU."""
+    if version[:2] >= NEEDED:
+        return None
+    said, wanted = (".".join(map(str, one)) for one in (version, NEEDED))
+    return f"torch {torch.__version__} brings NCCL {said}, which refuses two ranks on one GPU; {wanted} does not"
+
+
+def _part(member: Member, sizes: Sizes, until: float) -> Found:
+    return {"engine": run_engine(member, member.connection.transport(), sizes, _together(sizes.iterations, until))}
+
+
+def _together(most: int, until: float) -> Iterator[int]:
+    """As `repeats`, but both ranks stop at once: what one puts, the other has to host."""
+    for number in range(most):
+        go_on = torch.tensor(number < len(MODES) or time.monotonic() < until)
+        dist.broadcast(go_on, EVICTOR)
+        if not go_on:
+            return
+        yield number

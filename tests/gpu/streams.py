@@ -1,0 +1,145 @@
+"""The engine's order of streams, over many iterations in which forwards or copies come late, memory is poisoned and
+reused.
+
+In: a device. Out: whether every gradient has the bits of a run without an engine; and, with one wait of the protocol
+taken out at a time, how many iterations show it. The host buffers are in pinned host memory. Nothing here is timed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.ir.memory import num_transfers
+from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.streams import lanes, synchronize
+from bpipe.transport.base import Pending
+from bpipe.transport.lanes import CopyLane, Job
+from bpipe.transport.one_sided import OneSidedCopies
+from tests.gpu.accelerators import Accelerator
+from tests.gpu.common import FULL, MODERATE, SMALL, Result, in_host_memory, repeats
+from tests.gpu.one_stage import SmallStage, loop_of
+from tests.gpu.waits import WAITS, Wait
+
+TIMEOUT_S = 60.0
+# What comes late, forwards or copies, iteration after iteration.
+MODES = ((True, False), (False, True), (True, True), (False, False))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    stages: int
+    microbatches: int
+    rows: int
+    width: int
+    iterations: int
+    iterations_without_a_wait: int
+
+
+SIZES = {
+    FULL: Sizes(8, 16, 1024, 1024, 300, 20),
+    MODERATE: Sizes(8, 16, 1024, 1024, 30, 6),
+    SMALL: Sizes(8, 16, 32, 32, 12, 4),
+}
+
+
+class LateLane:
+    """A lane whose copies may come late."""
+
+    def __init__(self, lane: CopyLane, on: Accelerator) -> None:
+        self._lane = lane
+        self._on = on
+
+    def run(self, job: Job, after: Sequence[Pending] = ()) -> Pending:
+        def late() -> None:
+            self._on.before_copy()
+            job()
+
+        return self._lane.run(late, after)
+
+    def close(self, wait: bool = True) -> None:
+        self._lane.close(wait)
+
+
+def late_lanes(on: Accelerator, timeout_s: float) -> tuple[CopyLane, CopyLane]:
+    outbound, inbound = (LateLane(lane, on) for lane in lanes(on.device, timeout_s))
+    return outbound, inbound
+
+
+class Stage0:
+    """Stage 0 of the balanced schedule, its engine, and the gradient it must have."""
+
+    def __init__(self, on: Accelerator, sizes: Sizes) -> None:
+        self._on = on
+        self._stage = SmallStage(on, sizes.rows, sizes.width)
+        self.plan = build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=BalanceConfig()))
+        self._loop = loop_of(self.plan, 0, self._stage, self._stage.received)
+        self.expected = self.gradient(None)
+        self.engine = self._engine()
+
+    def _engine(self) -> Engine:
+        device = self._on.device
+        transport = OneSidedCopies(in_host_memory(device), *late_lanes(self._on, TIMEOUT_S))
+        config = EngineConfig("stage 0", device, minimum_bytes=1, timeout_s=TIMEOUT_S, poison=True)
+        return Engine(self.plan, 0, transport, config)
+
+    def gradient(self, engine: Engine | None) -> torch.Tensor:
+        self._loop.run(engine)
+        synchronize(self._on.device)
+        return self._stage.gradient()
+
+    def right(self) -> bool:
+        """One iteration with the engine: whether its gradient has the expected bits."""
+        return torch.equal(self.gradient(self.engine), self.expected)
+
+    def start_over(self) -> None:
+        """A new engine, after one whose waits were missing."""
+        self.engine.release()
+        self.engine = self._engine()
+
+
+def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
+    result = Result(ok=True)
+    stage = Stage0(on, sizes)
+    again = torch.equal(stage.gradient(None), stage.expected)
+    result.check(
+        "two runs without an engine", again, "the same bits" if again else "differing bits: nothing below can be judged"
+    )
+    transfers = num_transfers(stage.plan, 0)
+    wrong = count = 0
+    for number in repeats(sizes.iterations, until, least=len(MODES)):
+        on.come_late(*MODES[number % len(MODES)], number)
+        wrong += not stage.right()
+        count += 1
+    text = f"{wrong} of {count} iterations differ ({transfers.evictions} evictions and {transfers.loads} loads in each)"
+    result.check("gradients with delays and poison", wrong == 0, text)
+    result.facts = {"iterations": count, "differing": wrong, "without": {}}
+    for wait in WAITS:
+        _without(wait, stage, on, sizes, result)
+    # What was taken out is there again.
+    stage.start_over()
+    on.come_late(False, False, 0)
+    whole = stage.right()
+    result.check("with all waits again", whole, "the same bits" if whole else "differing bits")
+    stage.engine.release()
+    return result
+
+
+def _without(wait: Wait, stage: Stage0, on: Accelerator, sizes: Sizes, result: Result) -> None:
+    stage.start_over()
+    caught, count = 0, sizes.iterations_without_a_wait
+    with wait.taken_out():
+        for number in range(count):
+            on.come_late(not wait.late_copies, wait.late_copies, number)
+            caught += not stage.right()
+    name, text = f"without {wait.number} ({wait.what})", f"caught in {caught} of {count} iterations"
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        # One queue for all streams can order by chance what the code does not.
+        result.row(name, text)
+    else:
+        result.check(name, 2 * caught > count, text)
+    result.facts["without"][wait.number] = caught

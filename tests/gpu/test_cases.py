@@ -1,0 +1,230 @@
+"""Every case, on the device that was asked for.
+
+On late devices with small sizes, most in this process. On a GPU as scripts/gpu_check.py runs its steps, with moderate
+sizes. What they say of speed is not judged here, only that they work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from bpipe.build import ScheduleConfig, build, named_balance
+from bpipe.ir.action import Kind
+from bpipe.ir.memory import memory_of, peak_bytes
+from bpipe.runtime.engine import Engine
+from tests.gpu import abandon, memory, nccl, side_stream, streams
+from tests.gpu.accelerators import CUDA, LATE, Accelerator, Held, accelerator
+from tests.gpu.cases import CASES
+from tests.gpu.common import MODERATE, SMALL, Result
+from tests.gpu.isolate import isolated, run_case
+from tests.gpu.waits import Wait
+
+pytestmark = pytest.mark.timeout(600)
+# A GPU's steps start processes and contexts of their own.
+LONGEST_S = 200.0
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Accelerator:
+    """A late device, and what is looked for in few iterations."""
+    fewer = replace(streams.SIZES[SMALL], iterations=4, iterations_without_a_wait=2)
+    monkeypatch.setitem(streams.SIZES, SMALL, fewer)
+    return accelerator(LATE)
+
+
+def values(result: Result) -> dict[str, str]:
+    return dict(result.rows)
+
+
+def found(name: str) -> Result:
+    if CASES[name].own_process:
+        return isolated(name, LATE, SMALL, LONGEST_S, {})
+    return run_case(name, accelerator(LATE), SMALL, LONGEST_S)
+
+
+JUDGED = [name for name, case in CASES.items() if not case.needs_gpu]
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_a_case_is_right(name: str) -> None:
+    result = found(name)
+    assert result.ok is True, (result.rows, result.failure, result.skipped)
+    assert not any("/s" in value or " GB" in value for value in values(result).values())
+    if name in EXPECTED:
+        EXPECTED[name](result)
+
+
+def _streams(result: Result) -> None:
+    assert result.facts["differing"] == 0
+    assert result.facts["without"] == dict.fromkeys(("[1]", "[3]", "[5]", "[7]"), 4)
+
+
+def _peer(result: Result) -> None:
+    assert result.facts["evictor"]["rounds"] == {"count": 12, "wrong": 0}
+
+
+def _memory(result: Result) -> None:
+    """To the byte: a late device counts as torch's allocator does, and has no libraries with workspaces."""
+    stages = result.facts["stages"]
+    assert len(stages) == 8
+    assert [one["measured"] - one["predicted"] for one in stages] == [0] * 8
+    by_stage = {(one["stage"], one["balancing"]): one for one in stages}
+    # The last stage's own micro-batch, and two host buffers for the first one's.
+    assert by_stage[3, "with"]["lent"] >= 2 * by_stage[0, "with"]["moved"]
+
+
+def _halves(result: Result) -> None:
+    facts = result.facts["Megatron's layers"]
+    assert facts["gradients"] > 8
+    # 16 numbers a hidden one, in 16 bit.
+    assert facts["waiting_bytes"] == 16 * 16 * 32 * 2
+
+
+def _side_stream(result: Result) -> None:
+    """A late device shows what a GPU may happen not to."""
+    assert result.facts["not noted: wrong"] == result.facts["moved"] > 0
+
+
+EXPECTED: dict[str, Callable[[Result], None]] = {
+    "streams": _streams,
+    "peer": _peer,
+    "memory": _memory,
+    "halves": _halves,
+    "side_stream": _side_stream,
+}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in JUDGED])
+def test_a_case_of_a_gpu_runs_to_its_end(name: str) -> None:
+    """A slip in one of its lines must not cost a GPU's time."""
+    result = found(name)
+    assert result.rows
+    assert result.ok is not False, (result.rows, result.failure)
+
+
+STEPS = [
+    *CASES,
+    "overhead_one_queue",
+    *(pytest.param(one, marks=pytest.mark.slow) for one in ("connections", "allocators")),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step(name: str, gpu_check: ModuleType) -> None:
+    result: Any = gpu_check.find_out(name, CUDA, MODERATE, LONGEST_S)
+    assert result.failure is None, result.failure
+    if result.skipped:
+        pytest.skip(result.skipped)
+    assert result.ok is not False, result.rows
+
+
+# -- what the cases would say of something broken
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_streams_notices_a_missing_wait(on: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The case that looks for wrong gradients has to find some."""
+    (wait,) = (one for one in streams.WAITS if one.number == "[7]")
+    monkeypatch.setattr(streams, "WAITS", ())
+    with wait.taken_out():
+        result = run_case("streams", on, SMALL, LONGEST_S)
+    assert result.ok is False
+    assert values(result)["gradients with delays and poison"].startswith("FAILED")
+
+
+def test_streams_notices_that_nothing_shows_a_missing_wait(on: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    harmless = Wait("[0]", "nothing", lambda: patch.object(streams, "TIMEOUT_S", 60.0), True)
+    monkeypatch.setattr(streams, "WAITS", (harmless,))
+    assert values(run_case("streams", on, SMALL, LONGEST_S))["without [0] (nothing)"].startswith("FAILED: caught in 0")
+
+
+def test_one_queue_is_only_counted(on: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    one_queue = accelerator(LATE)
+    result = run_case("streams", one_queue, SMALL, LONGEST_S)
+    assert result.ok is True
+    assert values(result)["without [1] (a put does not wait for the forward)"].startswith("caught in ")
+
+
+def test_memory_notices_a_wrong_prediction(on: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "predicted_bytes", lambda *arguments: 1)
+    assert run_case("memory", on, SMALL, 0.0).ok is False
+
+
+def test_abandon_notices_a_host_that_waits_for_its_device(on: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it did: a synchronisation inside, and no traceback until the device was done, if ever."""
+    monkeypatch.setattr(Engine, "abandon", lambda engine: abandon.synchronize(on.device))
+    result = run_case("abandon", on, SMALL, LONGEST_S)
+    assert result.ok is False
+    assert "nobody can go on" in str(result.failure)
+
+
+def test_abandon_notices_a_device_that_was_not_busy(on: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(on), "busy", lambda self, seconds: Held(lambda: True, lambda: None))
+    assert [value.split(":")[0] for value in values(run_case("abandon", on, SMALL, LONGEST_S)).values()] == [
+        "FAILED"
+    ] * 2
+
+
+def test_nearly_full_notices_a_limit_that_is_none(on: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(on), "limit", lambda self, nbytes: None)
+    said = values(run_case("nearly_full", on, SMALL, LONGEST_S))
+    assert said["without balancing, in the same room"].startswith("FAILED: fits into")
+
+
+def test_side_stream_says_when_nothing_was_tried(on: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_stream.Engine, "moved_bytes", {0: 100})
+    result = run_case("side_stream", on, SMALL, LONGEST_S)
+    assert result.ok is False
+    assert "was not moved: nothing was tried" in values(result)["the side stream noted"]
+
+
+def test_an_nccl_that_takes_no_two_ranks_on_one_gpu_is_named() -> None:
+    assert nccl.refused((2, 30, 7)) is None
+    assert "brings NCCL 2.28.9, which refuses two ranks on one GPU; 2.30 does not" in str(nccl.refused((2, 28, 9)))
+
+
+# -- the prediction
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("off", "taken", "later", "right"),
+    [
+        (5 << 20, 0, 7, True),  # more than one allocation's rounding: no error, and 2 MiB said it was
+        (-(5 << 20), 5 << 20, 7, True),
+        (9 << 20, 0, 7, False),
+        (0, 9 << 20, 7, False),
+        (0, -1, 7, False),
+        (0, 0, 8, False),
+    ],
+)
+def test_what_memory_forgives(off: int, taken: int, later: int, right: bool) -> None:
+    steady = [dict.fromkeys(memory.STEADY, value) for value in (0, 7, later)]
+    peak = memory.Peak((1 << 30) + off, 1 << 30, 0, 100, 100 + taken, steady)
+    assert memory.right(peak, memory.TOLERANCE_BYTES) is right
+    assert ("NOT flat" in memory._steady_text(steady)) is (later != 7)
+
+
+def test_a_prediction_adds_what_an_operation_needs_while_it_runs() -> None:
+    parts = memory.Parts(saved=100, forward_extra=7, backward_extra=20)
+    plain, balanced = (
+        build(ScheduleConfig("1f1b", 4, 8, balance=named_balance(balance))) for balance in ("none", "bpipe")
+    )
+    assert [memory.predicted_bytes(plain, rank, parts, 0) for rank in range(4)] == [420, 320, 220, 120]
+    own = peak_bytes(balanced, memory_of((100,) * 4, (90,) * 4))[0] + 20
+    assert memory.predicted_bytes(balanced, 0, parts, 90) == own
+    # What it hosts is no part of it: host buffers are there all the time, and are added as they are.
+    assert memory.predicted_bytes(balanced, 3, parts, 90) == 120
+
+
+def test_the_parts_of_a_micro_batch() -> None:
+    watch = memory.Watch(base=1000, seen={Kind.FORWARD: (1016, 1140, 1100), Kind.BACKWARD: (1100, 1120, 1000)})
+    assert watch.parts() == memory.Parts(saved=100, forward_extra=40, backward_extra=20)

@@ -1,0 +1,76 @@
+"""Each wait of the protocol, and the same code without it.
+
+In: nothing. Out: by the number it has in `bpipe/runtime/evictor.py`, what takes a wait out while it is entered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+from bpipe.runtime.acceptor import ReceivingAcceptor
+from bpipe.runtime.evictor import Activations, ActivationsState, Evictor
+from bpipe.runtime.streams import StreamLane, Streams, current
+from bpipe.transport.base import Done, Pending
+from bpipe.transport.lanes import Job
+
+
+def without_compute(direction: str) -> AbstractContextManager[Any]:
+    """A side stream is entered without waiting for compute: [1] `outbound`, [5] `inbound`."""
+
+    @contextlib.contextmanager
+    def only_the_stream(self: Streams) -> Iterator[None]:
+        with current(getattr(self, f"_{direction}")):
+            yield
+
+    return patch.object(Streams, direction, only_the_stream)
+
+
+def without_the_end_of(state: ActivationsState) -> AbstractContextManager[Any]:
+    """Whatever leads to this state is not waited for: [3] `AWAY`, [7] `HERE`."""
+    finish = Evictor._finish
+
+    def unwaited(self: Evictor, activations: Activations, wanted: ActivationsState) -> None:
+        if wanted is state:
+            activations.pending = Done()
+        finish(self, activations, wanted)
+
+    return patch.object(Evictor, "_finish", unwaited)
+
+
+def without_the_last_copy() -> AbstractContextManager[Any]:
+    """[8] A copy does not wait for the last one of its host buffer."""
+    run = StreamLane.run
+
+    def unordered(self: StreamLane, job: Job, after: Sequence[Pending] = ()) -> Pending:
+        return run(self, job)
+
+    return patch.object(StreamLane, "run", unordered)
+
+
+def without_the_last_transfer() -> AbstractContextManager[Any]:
+    """[8] A transfer does not wait for the last one of its host buffer."""
+    return patch.object(ReceivingAcceptor, "_settle", lambda self, buffer: None)
+
+
+@dataclass(frozen=True)
+class Wait:
+    """`late_copies`: whether it shows where copies come late, or else where forwards do."""
+
+    number: str
+    what: str
+    taken_out: Callable[[], AbstractContextManager[Any]]
+    late_copies: bool
+
+
+# Those that a stage alone has.
+WAITS = (
+    Wait("[1]", "a put does not wait for the forward", lambda: without_compute("outbound"), False),
+    Wait("[3]", "memory is freed before the put has ended", lambda: without_the_end_of(ActivationsState.AWAY), True),
+    Wait("[5]", "a get does not wait for compute", lambda: without_compute("inbound"), False),
+    Wait("[7]", "a backward does not wait for the get", lambda: without_the_end_of(ActivationsState.HERE), True),
+)
