@@ -178,7 +178,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "refused remedies",
         "calibrate launch_states megatron_command search",
         "explain options row_flags state_hosts training_log vocabulary",
-        "answer standings stock",
+        "answer standings stock ways",
         "front",
     ),
     "record": ("keys", "activation_budget", "format", "one_run write", "read"),
