@@ -120,13 +120,9 @@ class SmallStage:
         return drawn(self._shape, 1000 + microbatch, self._on.device).requires_grad_()
 
     def gradient_of(self, loop: Executor, engine: Engine | None) -> torch.Tensor:
-        """What an iteration of its loop adds up."""
+        """What an iteration of its loop adds up; the next starts from nothing."""
         loop.run(engine)
         synchronize(self._on.device)
-        return self._gradient()
-
-    def _gradient(self) -> torch.Tensor:
-        """What the last iteration added up; the next starts from nothing."""
         gradient, self.weight.grad = self.weight.grad, None
         assert gradient is not None
         return gradient
