@@ -30,6 +30,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=os.environ.get("RUN_SLOW", "0") not in ("", "0"),
         help="also run slow tests",
     )
+    parser.addoption(
+        "--renew-snapshots",
+        action="store_true",
+        help="write what the command prints into tests/data/snapshots, where it differs (with -n 0)",
+    )
     parser.addoption("--device", choices=("late", "cuda"), default="late", help="what tests/gpu runs on")
 
 

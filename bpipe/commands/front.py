@@ -11,10 +11,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from bpipe.commands.plan_output import answer_of
 from bpipe.commands.shared import print_json
 from bpipe.flags.flag import Options
 from bpipe.models.cluster import gib_text
 from bpipe.plan import stock
+from bpipe.plan.answer import answer_document, answer_lines
 from bpipe.plan.front import Front, Point, describe_point, find_front, front_document, front_lines, remarks
 from bpipe.plan.judge import Candidate
 from bpipe.plan.megatron_flags import megatron_flags
@@ -38,10 +40,14 @@ def show(space: Space, options: Options, plot: Path | None, progress: Callable[[
         if row > len(front.points):
             raise ValueError(f"--emit-args {row}: there are {len(front.points)} rows")
         print(shlex.join(megatron_flags(front.points[row - 1].prediction.setup)))
-    elif options.format == "json":
-        print_json({"front": front_document(front), "stock": stock.stock_document(beside)})
+        return front
+    found = answer_of(beside)
+    if options.format == "json":
+        print_json(
+            {"answer": answer_document(found), "front": front_document(front), "stock": stock.stock_document(beside)}
+        )
     else:
-        print("\n".join((*front_lines(front), *stock.stock_text(beside))))
+        print("\n".join((*answer_lines(found), "", *front_lines(front))))
     return front
 
 

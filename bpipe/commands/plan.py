@@ -16,7 +16,16 @@ from dataclasses import dataclass, field, replace
 from bpipe.build import BALANCES
 from bpipe.commands.front import show
 from bpipe.commands.launch import lines, reading_of
-from bpipe.commands.plan_output import PlanNotes, launch_lines, launch_values, plan_document, plan_notes, table
+from bpipe.commands.plan_output import (
+    PlanNotes,
+    answer_of,
+    choice_of_launch,
+    launch_lines,
+    launch_values,
+    plan_document,
+    plan_notes,
+    table,
+)
 from bpipe.commands.shared import TRAINED, cluster_of, picture_file, print_json
 from bpipe.commands.simulate import SUFFIXES, budgeted
 from bpipe.flags import outputs
@@ -30,13 +39,14 @@ from bpipe.models.cluster import Cluster
 from bpipe.models.fp8 import Fp8
 from bpipe.models.layout import Setup
 from bpipe.models.profile import read_profile
-from bpipe.plan.budget import within_budget
+from bpipe.plan.answer import answer_document, answer_lines
 from bpipe.plan.explain import verdict
 from bpipe.plan.megatron_command import Reading
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.options import filled, fp8_of, model_of, routing_of, setup_of, switches_of
 from bpipe.plan.predict import SetupPrediction, predict
 from bpipe.plan.refused import has_transformer_engine
+from bpipe.plan.remedies import within_budget
 from bpipe.plan.search import Outcome, search
 from bpipe.plan.slices import usual_slices
 from bpipe.plan.space import Space, divisors, usual_contexts
@@ -137,12 +147,13 @@ def _flags_of_row(outcome: Outcome, row: int) -> str:
 def _print(
     outcome: Outcome, beside: PlanNotes, form: str, reading: Reading | None, yours: SetupPrediction | str | None
 ) -> None:
-    """Print the rows, and beside them the launch as it stands, where one was given."""
+    """Print what to run, and then the rows, and beside them the launch as it stands, where one was given."""
+    found = answer_of(beside.stock, beside.launch, choice_of_launch(yours, reading))
     if form == "json":
         launch = {} if reading is None or yours is None else launch_values(yours, reading)
-        print_json(plan_document(outcome, beside) | launch)
+        print_json({"answer": answer_document(found), **plan_document(outcome, beside), **launch})
         return
-    for line in (*lines(reading), *(() if reading is None or yours is None else launch_lines(yours, reading))):
+    for line in (*answer_lines(found), "", *lines(reading), *(() if yours is None else launch_lines(yours))):
         print(line)
     print(table(outcome, beside), end="")
 

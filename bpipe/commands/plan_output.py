@@ -16,8 +16,10 @@ from bpipe.models.cluster import gib_text
 from bpipe.models.layout import Setup
 from bpipe.models.recompute import BLOCK
 from bpipe.plan import standings, stock
+from bpipe.plan.answer import Answer, Choice, ChoiceKind, answer
 from bpipe.plan.document import document
 from bpipe.plan.explain import (
+    CLEARLY,
     calibration_lines,
     costly_halves,
     describe,
@@ -67,18 +69,34 @@ def plan_notes(outcome: Outcome, launch: Reading | None) -> PlanNotes:
     return beside._replace(hurts=hurts)
 
 
-def launch_lines(yours: SetupPrediction | str, reading: Reading) -> list[str]:
+def launch_lines(yours: SetupPrediction | str) -> list[str]:
+    """Return the launch as it stands, as a row of its own."""
     if isinstance(yours, str):
         return [f"the launch as it stands: {yours}"]
     misses = [f"rank {rank.rank} needs {gib_text(rank.peak_bytes)}" for rank in yours.memory if not rank.fits]
     fits = "fits" if not misses else f"does not fit: {', '.join(misses[:4])}{', ...' if len(misses) > 4 else ''}"
-    reasons = [f"     the trainer refuses it: {reason}" for reason in refused(yours.setup, reading.others)]
-    return [
-        "the launch as it stands, first; then what was found",
-        *_lines(0, Candidate(yours, None)),
-        f"     {fits}",
-        *reasons,
+    return ["the launch as it stands, first; then what was found", *_lines(0, Candidate(yours, None)), f"     {fits}"]
+
+
+def answer_of(beside: Stock, differs_from: Reading | None = None, launch: Choice | None = None) -> Answer:
+    """Return what to run: the launch, where one was given and can be predicted, stock's best or ours.
+
+    `differs_from`: the launch that flags are said of.
+    """
+    stocks = None if beside.found is None else beside.found.prediction
+    found = [
+        Choice(kind, prediction, flags_of(prediction.setup, differs_from))
+        for kind, prediction in ((ChoiceKind.STOCK, stocks), (ChoiceKind.OURS, beside.ours))
+        if prediction is not None
     ]
+    return answer(found if launch is None else [launch, *found])
+
+
+def choice_of_launch(yours: SetupPrediction | str | None, reading: Reading | None) -> Choice | None:
+    """Return the launch as it stands as something to run; None where there is none, or it cannot be predicted."""
+    if reading is None or not isinstance(yours, SetupPrediction):
+        return None
+    return Choice(ChoiceKind.LAUNCH, yours, refused=refused(yours.setup, reading.others))
 
 
 def launch_values(yours: SetupPrediction | str, reading: Reading) -> dict[str, Any]:
@@ -136,7 +154,10 @@ def table(outcome: Outcome, beside: PlanNotes) -> str:
     if outcome.rows:
         head += f", {outcome.num_simulated} simulated: the {len(outcome.rows)} fastest"
     lines = [head, *calibration_lines(outcome.space.cluster)]
+    num_level = _num_level(outcome)
     for number, found in enumerate(outcome.rows, 1):
+        if number == num_level + 1:
+            lines.append(f"rows below take {100 * (CLEARLY - 1):.0f} % more than row 1; those above are level")
         apart = pairs_apart(found.prediction, outcome.space.profile)
         lines += [
             *_lines(number, found),
@@ -145,11 +166,16 @@ def table(outcome: Outcome, beside: PlanNotes) -> str:
         ]
     if outcome.rows and beside.launch is None:
         lines.append(f"all rows: {shlex.join(common_flags(outcome.rows[0].prediction.setup))}")
-    lines += stock_lines(beside)
     standing = standings.family_lines(outcome)
     hurts = burden_lines(*beside.hurts) if beside.hurts else ()
     hosts = [f"Row {beside.hosts[1]}: {words_on_state(beside.hosts[0])}."] if beside.hosts else ()
     return "\n".join((*lines, *standing, *hurts, *hosts, verdict(outcome).text)) + "\n"
+
+
+def _num_level(outcome: Outcome) -> int:
+    """Return how many rows are not clearly slower than the first."""
+    seconds = [one.prediction.timing.iteration_s for one in outcome.rows]
+    return sum(each < CLEARLY * seconds[0] for each in seconds)
 
 
 def _lines(number: int, found: Candidate) -> list[str]:
@@ -179,12 +205,3 @@ def _lines(number: int, found: Candidate) -> list[str]:
 def flags_of(setup: Setup, launch: Reading | None) -> str:
     """Return the flags to change in the launch, or all chosen flags without a launch."""
     return shlex.join(chosen_flags(setup)) if launch is None else difference(setup, launch).text
-
-
-def stock_lines(beside: PlanNotes) -> list[str]:
-    """Return lines about the best configuration of stock Megatron, its flags, and whether to take it."""
-    first, *others = stock.stock_text(beside.stock)
-    if beside.stock.found is None:
-        return [first]
-    setup = beside.stock.found.prediction.setup
-    return [first, f"     {flags_of(setup, beside.launch)}", *(f"     {line}" for line in others)]

@@ -17,12 +17,13 @@ from bpipe.flags import outputs
 from bpipe.flags.configurations import MEASURED
 from bpipe.flags.flag import Command, Group, Options, Task
 from bpipe.models.cluster import gib_text
+from bpipe.models.error_bars import range_text
 from bpipe.models.layout import Setup
 from bpipe.models.memory import RankMemory
 from bpipe.models.profile import Profile, read_profile
 from bpipe.models.slice_lengths import lengths_of
 from bpipe.models.slices import slice_bounds
-from bpipe.plan import budget, fit
+from bpipe.plan import fit
 from bpipe.plan.document import document
 from bpipe.plan.explain import (
     HOSTS,
@@ -39,6 +40,7 @@ from bpipe.plan.megatron_command import Reading
 from bpipe.plan.options import filled, setup_of
 from bpipe.plan.predict import SetupPrediction, predict, simulation_of
 from bpipe.plan.refused import refused
+from bpipe.plan.remedies import within_budget
 from bpipe.plan.standings import FP8, SLICES, needs_of_setup
 from bpipe.plan.state_hosts import StateHosts, describe_moves, moves_values, state_hosts
 from bpipe.simulate.report import Simulation
@@ -167,7 +169,7 @@ def budgeted(options: Options, setup: Setup, profile: Profile | None = None) -> 
         )
         raise ValueError(f"--memory says how to balance{wanted}")
     try:
-        return budget.within_budget(setup, options.memory.budget_bytes or setup.limit_bytes, options.min_bytes, profile)
+        return within_budget(setup, options.memory.budget_bytes or setup.limit_bytes, options.min_bytes, profile)
     except ValueError as error:
         raise ValueError(f"--memory: {error}") from None
 
@@ -219,9 +221,10 @@ def table(prediction: SetupPrediction) -> str:
         f"{setup.num_microbatches} micro-batches, recompute {setup.recompute}, attention {setup.attention}, "
         f"{setup.schedule}{_chosen(setup)}, balance {setup.balance}{HOSTS[setup.how.hosts]}"
         f"{'' if setup.how.bounds is None else ' to ' + ','.join(map(str, setup.how.bounds))}",
-        f"iteration {timing.iteration_s:.3f} s   MFU {100 * prediction.mfu:.2f} % ({prediction.formula} FLOPs, peak "
-        f"{setup.peak_flops_per_s / 1e12:g} TFLOP/s)   bubble {100 * timing.bubble_of_pipeline:.1f} % of the pipeline, "
-        f"{100 * timing.bubble_of_span:.1f} % of the ranks' spans   exposed transfers {max(timing.exposed_s):.3f} s",
+        f"iteration {timing.iteration_s:.3f} s{range_text(setup, timing.iteration_s)}   MFU "
+        f"{100 * prediction.mfu:.2f} % ({prediction.formula} FLOPs, peak {setup.peak_flops_per_s / 1e12:g} TFLOP/s)   "
+        f"bubble {100 * timing.bubble_of_pipeline:.1f} % of the pipeline, {100 * timing.bubble_of_span:.1f} % of the "
+        f"ranks' spans   exposed transfers {max(timing.exposed_s):.3f} s",
     ]
     if timing.simulated < setup.num_microbatches:
         others = setup.num_microbatches - timing.simulated

@@ -9,8 +9,9 @@ understood is an error at its line. Says of no command what it does: that is for
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from bpipe.plan.bash_parts import NAME, Operator, Redirection, ShellWord
 from bpipe.plan.bash_values import Variables
@@ -20,6 +21,20 @@ _OPENS = {"if": "fi", "while": "done", "until": "done", "{": "}"}
 _INSIDE = {"then": "fi", "elif": "fi", "else": "fi", "do": "done"}
 _CASE_ENDS = (";;", ";&", ";;&")
 _DEEPEST = 100
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where reading is: behind the operator `before` and `words`.
+
+    `closed`: behind what ends a condition, a loop or a group. `odd`: behind `!` or `time`.
+    """
+
+    before: str = "\n"
+    words: list[ShellWord] = field(default_factory=list)
+    closed: bool = False
+    odd: bool = False
+    is_over: bool = False
 
 
 class Commands:
@@ -49,37 +64,43 @@ class Commands:
 
     def read(self, scanner: Scanner) -> None:
         """Read every command of a text, while assignments take effect."""
-        base, before, words, closed, odd = len(self.open), "\n", list[ShellWord](), False, False
-        while not self.ended:
+        base, at = len(self.open), _Place()
+        while not self.ended and not at.is_over:
             token = scanner.next()
             if isinstance(token, Redirection):
                 self.variables.fields(token.target)
             elif isinstance(token, ShellWord):
-                literal = token.literal
-                if not words and literal in ("!", "time"):
-                    odd = True
-                elif not words and literal is not None and self._compound(scanner, token, literal):
-                    closed = literal in ("fi", "done", "esac", "}", "]]", "[[")
-                elif closed:
-                    scanner.fail(f"{literal or 'a word'} stands behind the end of a condition, a loop or a group")
-                else:
-                    words.append(token)
+                self._word(scanner, token, at)
             elif token is not None and token.text == "(":
-                closed = self._bracket(scanner, words, token)
-                words = []
+                at.closed = self._bracket(scanner, at.words, token)
+                at.words = []
             else:
-                after = "\n" if token is None else token.text
-                joins = after == "\n" and before in ("&&", "||", "|", "|&") and not (closed or words)
-                if words:
-                    self.simple(
-                        words, before in ("\n", ";", "&") and after in ("\n", ";") and not self.open and not odd
-                    )
-                    words = []
-                if token is None:
-                    break
-                closed, odd, before = self._separator(scanner, token), False, before if joins else after
+                self._command_ends(scanner, token, at)
         if not self.ended and len(self.open) > base:
             scanner.fail(f"the script ends before {self.open[-1][0]}")
+
+    def _word(self, scanner: Scanner, token: ShellWord, at: _Place) -> None:
+        literal = token.literal
+        if at.words:
+            at.words.append(token)
+        elif literal in ("!", "time"):
+            at.odd = True
+        elif literal is not None and self._compound(scanner, literal):
+            at.closed = literal in ("fi", "done", "esac", "}", "]]", "[[")
+        elif at.closed:
+            scanner.fail(f"{literal or 'a word'} stands behind the end of a condition, a loop or a group")
+        else:
+            at.words.append(token)
+
+    def _command_ends(self, scanner: Scanner, token: Operator | None, at: _Place) -> None:
+        after = "\n" if token is None else token.text
+        joins = after == "\n" and at.before in ("&&", "||", "|", "|&") and not (at.closed or at.words)
+        if at.words:
+            runs_once = at.before in ("\n", ";", "&") and after in ("\n", ";")
+            self.simple(at.words, runs_once and not self.open and not at.odd)
+        at.words, at.odd, at.is_over = [], False, token is None
+        at.closed = token is not None and self._separator(scanner, token)
+        at.before = at.before if joins else after
 
     def _separator(self, scanner: Scanner, token: Operator) -> bool:
         """Return whether it closed a bracket."""
@@ -92,7 +113,7 @@ class Commands:
             return True
         return False
 
-    def _compound(self, scanner: Scanner, word: ShellWord, literal: str) -> bool:
+    def _compound(self, scanner: Scanner, literal: str) -> bool:
         """Return whether the word that begins a command opens, divides or closes something; what belongs to it is
         read."""
         if literal in _OPENS:
@@ -102,20 +123,17 @@ class Commands:
         elif literal in _INSIDE:
             if not self.open or self.open[-1][0] != _INSIDE[literal]:
                 scanner.fail(f"{literal} is unexpected")
-        elif literal == "for":
-            self._for(scanner)
-        elif literal == "case":
-            self._case(scanner)
-        elif literal == "[[":
-            self._condition(scanner)
-        elif literal == "function":
-            name = scanner.next()
-            if not isinstance(name, ShellWord) or name.literal is None:
-                scanner.fail("function without a name")
-            self._define(scanner, name.literal)
+        elif literal in _COMPOUNDS:
+            _COMPOUNDS[literal](self, scanner)
         else:
             return False
         return True
+
+    def _function(self, scanner: Scanner) -> None:
+        name = scanner.next()
+        if not isinstance(name, ShellWord) or name.literal is None:
+            scanner.fail("function without a name")
+        self._define(scanner, name.literal)
 
     def _push(self, scanner: Scanner, closer: str, kind: str) -> None:
         if self._defines and closer not in ("}", ")"):
@@ -218,9 +236,17 @@ class Commands:
 
     def judge_test(self, line: int, fields: list[str], arithmetic: bool) -> None:
         """Refuse a test that may compute: operands of `[[ ... ]]` may be arithmetic, and names may have subscripts."""
-        for place, field in enumerate(fields):
-            if field in ("-v", "-R") and "[" in "".join(fields[place + 1 : place + 2]):
-                raise ValueError(f"line {line}: {field} with a subscript is not read")
-            if arithmetic and re.fullmatch("-(eq|ne|lt|le|gt|ge)", field):
+        for place, word in enumerate(fields):
+            if word in ("-v", "-R") and "[" in "".join(fields[place + 1 : place + 2]):
+                raise ValueError(f"line {line}: {word} with a subscript is not read")
+            if arithmetic and re.fullmatch("-(eq|ne|lt|le|gt|ge)", word):
                 for operand in fields[max(0, place - 1) : place + 2 : 2]:
                     self.variables.judge_sum(operand, line, "[[ ]]")
+
+
+_COMPOUNDS: dict[str, Callable[[Commands, Scanner], None]] = {
+    "for": Commands._for,
+    "case": Commands._case,
+    "[[": Commands._condition,
+    "function": Commands._function,
+}

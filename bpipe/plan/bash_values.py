@@ -162,20 +162,25 @@ class Variables:
             )
             return
         self._texts.discard(name)
+        self._values[name] = self._joined(said, new)
+
+    def _joined(self, said: Assigned, new: str | list[str]) -> str | list[str]:
+        """Return the variable's value with what it had, where that stays."""
+        name, line = said.name, said.value.line
         old = self._old(name) if said.adds else None
         if isinstance(new, list):
             if isinstance(old, list):
                 old += new
-                return
-            self._values[name] = new if old is None else [old, *new]
-        elif isinstance(self._values.get(name), list):
+                return old
+            return new if old is None else [old, *new]
+        if isinstance(self._values.get(name), list):
             raise ValueError(
                 f"line {line}: {name} is an array, of which this sets the first word alone: write "
                 f"{name}{'+' * said.adds}=(...)"
             )
-        else:
-            self._values[name] = new if old is None else f"{old}{new}"
-            self._spend(len(self._values[name]), line)
+        value = new if old is None else f"{old}{new}"
+        self._spend(len(value), line)
+        return value
 
     def look_at(self, said: Assigned) -> None:
         """Expand an assignment that holds for one command only."""
@@ -254,40 +259,37 @@ class Variables:
     def _refer(self, line: int, part: Reference, state: _Fields) -> None:
         value = self._value(part.name, line, bool(part.every))
         if not part.operator:
-            if value is None:
-                sign = "" if re.fullmatch(NAME, part.name) else "$"
-                more = f", or {self._if_unset}" if self._if_unset else ""
-                value = self.mark(f"{sign}{part.name} is not set in the script (line {line}){more}")
-            self._emit(value, part, state, line)
+            self._emit(self._unset(part, line) if value is None else value, part, state, line)
             return
-        unknown = self._unknown_of(value, part)
-        kind, missing = (
-            part.operator[-1],
-            value is None or value == [] or (part.operator[0] == ":" and _first(value) == ""),
-        )
+        unknown, kind = self._unknown_of(value, part), part.operator[-1]
+        missing = value is None or value == [] or (part.operator[0] == ":" and _first(value) == "")
         if unknown:
             self._emit(unknown, part, state, line)
-        elif kind == "+" and missing:
-            return
-        elif kind == "+" or (kind == "-" and missing):
-            self._expand(line, part.otherwise.parts, state, inside=not part.quoted)
-        elif not missing:
-            assert value is not None
-            self._emit(value, part, state, line)
-        elif kind == "=" and not part.every and value in (None, "") and re.fullmatch(NAME, part.name):
-            said = Assigned(part.name, False, ShellWord(line, part.otherwise.parts))
-            self.assign(
-                said, "" if self.definite else f"is set on line {line}, under a condition, in a loop or in a function"
-            )
-            self._emit(self._value(part.name, line) or "", part, state, line)
-        elif kind == "=":
-            # Of an array it sets the first word.
-            self.forget(part.name, f"{part.name} is set on line {line} by {part.operator}")
-            self._emit(self.mark(f"{part.name} is set on line {line} by {part.operator}"), part, state, line)
+        elif kind in "-+":
+            if missing == (kind == "-"):
+                self._expand(line, part.otherwise.parts, state, inside=not part.quoted)
+            elif kind == "-":
+                self._emit(value or "", part, state, line)
         else:
-            self._emit(
-                self.mark(f"{part.name} is not set on line {line}, where the script ends without it"), part, state, line
-            )
+            self._emit(self._set_or_unset(line, part, value) if missing else value or "", part, state, line)
+
+    def _unset(self, part: Reference, line: int) -> str:
+        sign = "" if re.fullmatch(NAME, part.name) else "$"
+        more = f", or {self._if_unset}" if self._if_unset else ""
+        return self.mark(f"{sign}{part.name} is not set in the script (line {line}){more}")
+
+    def _set_or_unset(self, line: int, part: Reference, value: str | list[str] | None) -> str | list[str]:
+        """Return what `${NAME:=text}` or `${NAME:?text}` is where the variable is missing."""
+        name = part.name
+        if part.operator[-1] == "?":
+            return self.mark(f"{name} is not set on line {line}, where the script ends without it")
+        if part.every or value not in (None, "") or not re.fullmatch(NAME, name):
+            # Of an array it sets the first word.
+            self.forget(name, f"{name} is set on line {line} by {part.operator}")
+            return self.mark(f"{name} is set on line {line} by {part.operator}")
+        where = f"is set on line {line}, under a condition, in a loop or in a function"
+        self.assign(Assigned(name, False, ShellWord(line, part.otherwise.parts)), "" if self.definite else where)
+        return self._value(name, line) or ""
 
     def _unknown_of(self, value: str | list[str] | None, part: Reference) -> str:
         """Return the mark of what an operator cannot decide; nothing where it can."""
@@ -334,12 +336,13 @@ class Variables:
             return self.mark(f"{name} {self._lost[name]}")
         if _OF_A_LOGIN.fullmatch(name):
             return self.mark(f"{name} is set by a login, not in the script (line {line})")
-        if name in "@*" or name.isdecimal():
-            if self.called or self.in_function:
-                return self.mark(f"${name} on line {line} {self.called or 'is an argument of a function'}")
-            # A script that is read was called without arguments.
-            return [] if name in "@*" else None
-        return None
+        return self._argument(name, line) if name in "@*" or name.isdecimal() else None
+
+    def _argument(self, name: str, line: int) -> str | list[str] | None:
+        if self.called or self.in_function:
+            return self.mark(f"${name} on line {line} {self.called or 'is an argument of a function'}")
+        # A script that is read was called without arguments.
+        return [] if name in "@*" else None
 
     def _compute(self, line: int, inner: ShellWord) -> str:
         text = "".join(self.fields(inner, split=False))

@@ -216,76 +216,85 @@ class Scanner:
         """Of what is not quoted, up to the end of the word or to `closing`, which is a } and is passed."""
         parts: list[Part] = []
         text, start = self._text, self._at
-        self._depth += 1
-        if self._depth > _DEEPEST:
-            self.fail(f"quotes and brackets are inside of each other more than {_DEEPEST} times")
-        while self._at < len(text) and (
-            closing or text[self._at] not in _ENDS or text.startswith(("<(", ">("), self._at)
-        ):
-            char, at = text[self._at], self._at
-            if closing and char == closing:
-                break
-            if match := (_BRACED_PLAIN if closing else _PLAIN).match(text, at):
-                self._at = match.end()
-                _append(parts, match[0])
-            elif char == "\\":
-                self._at += 2
-                if text[at + 1 : at + 2] != "\n":
-                    parts.append(Text(text[at + 1 : at + 2], True))
-            elif char == "'":
-                end = text.find("'", at + 1)
-                self._at = (len(text) if end < 0 else end) + 1
-                parts.append(Text(text[at + 1 : self._at - 1], True))
-            elif char == '"':
-                self._at += 1
-                parts += self._double_quoted('"')
-            elif char in "$`":
-                parts.append(self._expansion(False))
-            elif char in "<>" and text.startswith("(", at + 1):
-                self._at = self._closing(at + 1) + 1
-                parts.append(Opaque(text[at : self._at], False))
-            else:
-                self._at += 1
-                _append(parts, char)
+        self._deepen()
+        while self._goes_on(closing):
+            at = self._at
+            self._unquoted(parts, closing)
             if self._at > len(text) or (closing and self._at >= len(text)):
                 self.fail(f"{text[at if not closing else start : start + 30].splitlines()[0][:20]} is not closed", at)
         self._at += bool(closing)
         self._depth -= 1
         return tuple(parts)
 
+    def _deepen(self) -> None:
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            self.fail(f"quotes and brackets are inside of each other more than {_DEEPEST} times")
+
+    def _goes_on(self, closing: str) -> bool:
+        """Return whether the word goes on, or what stands before `closing`."""
+        text, at = self._text, self._at
+        if at >= len(text) or closing:
+            return text[at : at + 1] not in ("", closing)
+        return text[at] not in _ENDS or text.startswith(("<(", ">("), at)
+
+    def _unquoted(self, parts: list[Part], closing: str) -> None:
+        """Add what stands next, outside of quotes."""
+        text, at = self._text, self._at
+        char = text[at]
+        if match := (_BRACED_PLAIN if closing else _PLAIN).match(text, at):
+            self._at = match.end()
+            _append(parts, match[0])
+        elif char == "\\":
+            self._at += 2
+            if text[at + 1 : at + 2] != "\n":
+                parts.append(Text(text[at + 1 : at + 2], True))
+        elif char == "'":
+            end = text.find("'", at + 1)
+            self._at = (len(text) if end < 0 else end) + 1
+            parts.append(Text(text[at + 1 : self._at - 1], True))
+        elif char == '"':
+            self._at += 1
+            parts += self._double_quoted('"')
+        elif char in "$`":
+            parts.append(self._expansion(False))
+        elif char in "<>" and text.startswith("(", at + 1):
+            self._at = self._closing(at + 1) + 1
+            parts.append(Opaque(text[at : self._at], False))
+        else:
+            self._at += 1
+            _append(parts, char)
+
     def _double_quoted(self, closing: str) -> tuple[Part, ...]:
         """Up to `closing`, a quote or the } of a quoted ${...}, which is passed."""
         parts: list[Part] = []
         text, start = self._text, self._at
-        self._depth += 1
-        if self._depth > _DEEPEST:
-            self.fail(f"quotes and brackets are inside of each other more than {_DEEPEST} times")
-        while self._at < len(text):
-            char, at = text[self._at], self._at
-            if char == closing:
-                self._at += 1
-                self._depth -= 1
-                # `"$@"` without arguments is no word, where `""` is an empty one.
-                every = any(isinstance(one, Reference) and one.every == "@" and not one.operator for one in parts)
-                return tuple(parts) if every or closing == "}" else (Text("", True), *parts)
-            if char == '"':
-                self.fail('quotes inside of "${...}" are not read: leave the inner ones out')
-            if match := _QUOTED_PLAIN.match(text, at):
-                self._at = match.end()
-                parts.append(Text(match[0], True))
-            elif char == "\\":
-                self._at += 2
-                after = text[at + 1 : at + 2]
-                if after != "\n":
-                    parts.append(
-                        Text(after if after in ('"', "\\", "$", "`") or after == closing else char + after, True)
-                    )
-            elif char in "$`":
-                parts.append(self._expansion(True))
-            else:
-                self._at += 1
-                parts.append(Text(char, True))
-        return self.fail(f"{text[start - 1 : start + 19].splitlines()[0]} is not closed", start - 1)
+        self._deepen()
+        while (char := text[self._at : self._at + 1]) not in ("", closing):
+            parts += self._quoted(char, closing)
+        if not char:
+            self.fail(f"{text[start - 1 : start + 19].splitlines()[0]} is not closed", start - 1)
+        self._at += 1
+        self._depth -= 1
+        # `"$@"` without arguments is no word, where `""` is an empty one.
+        every = any(isinstance(one, Reference) and one.every == "@" and not one.operator for one in parts)
+        return tuple(parts) if every or closing == "}" else (Text("", True), *parts)
+
+    def _quoted(self, char: str, closing: str) -> tuple[Part, ...]:
+        """Return what stands next, in quotes."""
+        text, at = self._text, self._at
+        if char == '"':
+            self.fail('quotes inside of "${...}" are not read: leave the inner ones out')
+        if char in "$`":
+            return (self._expansion(True),)
+        if char == "\\":
+            self._at += 2
+            after = text[at + 1 : at + 2]
+            is_escaped = after in ('"', "\\", "$", "`", closing)
+            return () if after == "\n" else (Text(after if is_escaped else char + after, True),)
+        match = _QUOTED_PLAIN.match(text, at)
+        self._at = at + 1 if match is None else match.end()
+        return (Text(text[at : self._at], True),)
 
     def _expansion(self, quoted: bool) -> Part:
         """What begins with a $ or a backquote."""
@@ -298,15 +307,20 @@ class Scanner:
             return Opaque(text[at : end + 1], quoted)
         if text.startswith("${", at):
             return self._braced(quoted)
-        if text.startswith(("$'", '$"', "$["), at) and not (quoted and text[at + 1] != "["):
+        if text.startswith("$[", at) or (not quoted and text.startswith(("$'", '$"'), at)):
             self.fail(f"{text[at : at + 2]} is not read: write plain quotes, or $((...))")
+        return self._short(quoted)
+
+    def _short(self, quoted: bool) -> Part:
+        """A $NAME without braces, or a $ that is a character."""
+        text, at = self._text, self._at
         match = _SHORT.match(text, at + 1)
         self._at = at + 1 if match is None else match.end()
-        if self._text.startswith("\\\n", self._at) and re.match("[A-Za-z0-9_{('\"]", text[self._at + 2 : self._at + 3]):
+        if text.startswith("\\\n", self._at) and re.match("[A-Za-z0-9_{('\"]", text[self._at + 2 : self._at + 3]):
             self.fail("a name goes on behind a continued line: write it in one")
-        if match is None and not quoted:
-            self.fail("a lone $ is not read: put it in quotes")
         if match is None:
+            if not quoted:
+                self.fail("a lone $ is not read: put it in quotes")
             return Text("$", quoted)
         every = match[0] if match[0] in "@*" else ""
         return Reference(match[0], every, "", ShellWord(self.line(at), ()), quoted)
@@ -353,7 +367,7 @@ class Scanner:
 
     def _pass(self, at: int, char: str, top: str, stack: list[str]) -> int:
         """Where what follows begins; what is opened at `at` is on the stack then."""
-        text, plain = self._text, top in (")", "}")
+        text = self._text
         if char == "\\":
             return at + 2
         if top == "`":
@@ -364,16 +378,22 @@ class Scanner:
             # Of a quoted ${...} a single quote is a character as any.
             stack.append(")" if text[at + 1] == "(" else '}"' if top[-1] == '"' else "}")
             return at + 2
-        elif char == "(" and top == ")":
-            stack.append(")")
-        elif char == "'" and plain:
+        elif char == "'" and top in (")", "}"):
             if text[at - 1] == "$":
                 self.fail("$' is not read: write plain quotes", at)
             return (text.find("'", at + 1) + 1) or len(text)
-        elif char == "#" and top == ")" and text[at - 1] in _ENDS:
-            end = text.find("\n", at)
-            return len(text) if end < 0 else end
-        elif top == ")" and self._is_intricate(at):
+        elif top == ")":
+            return self._pass_in_brackets(at, char, stack)
+        return at + 1
+
+    def _pass_in_brackets(self, at: int, char: str, stack: list[str]) -> int:
+        """Where what follows begins inside of a command's brackets."""
+        if char == "(":
+            stack.append(")")
+        elif char == "#" and self._text[at - 1] in _ENDS:
+            end = self._text.find("\n", at)
+            return len(self._text) if end < 0 else end
+        elif self._is_intricate(at):
             self.fail("a case or a here-document inside of $(...) is not read", at)
         return at + 1
 

@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import PurePath
 
 from bpipe.plan.bash_commands import Commands
@@ -128,23 +129,21 @@ class _ScriptReader(Commands):
 
     def simple(self, words: Sequence[ShellWord], definite: bool) -> None:
         """One command. `definite`: it is run, once, by this shell."""
-        line, said = words[0].line, list[Assigned]()
-        self.variables.definite = definite
-        for word in words:
-            one = assigned(word)
-            if one is None:
-                break
-            said.append(one)
+        line, self.variables.definite = words[0].line, definite
+        said = list(takewhile(bool, map(assigned, words)))
         command = words[len(said) :]
         if command and command[0].literal in _DECLARE and not said:
             self._declare(command, definite)
-            self.variables.definite = False
-            return
-        for one in said:
-            # Before a command it is for this alone; what it says is looked at, since it may change something.
-            self.variables.look_at(one) if command else self._assign(one, definite)
+        else:
+            for one in filter(None, said):
+                # Before a command it is for this alone; what it says is looked at, since it may change something.
+                self.variables.look_at(one) if command else self._assign(one, definite)
+            self._run(line, command, definite, bool(said))
+        self.variables.definite = False
+
+    def _run(self, line: int, command: Sequence[ShellWord], definite: bool, prefixed: bool) -> None:
         fields = tuple(one for word in command for one in self.variables.fields(word))
-        if command and not fields and said:
+        if command and not fields and prefixed:
             raise ValueError(
                 f"line {line}: what stands behind the assignment is nothing, so it is one for the script: leave it out"
             )
@@ -152,8 +151,7 @@ class _ScriptReader(Commands):
             training, vague = _is_training(fields)
             if training:
                 self.trainings.append(_Training(line, fields, self._hidden(fields), vague))
-            self._effects(_Command(line, fields, definite, bool(said), training))
-        self.variables.definite = False
+            self._effects(_Command(line, fields, definite, prefixed, training))
 
     def _hidden(self, fields: tuple[str, ...]) -> str:
         inside = next((kind for kind in ("function", "loop") if self.is_inside(kind)), None)
@@ -168,28 +166,29 @@ class _ScriptReader(Commands):
         self.variables.assign(said, "" if definite else where)
 
     def _declare(self, words: Sequence[ShellWord], definite: bool) -> None:
-        line, name = words[0].line, words[0].literal
+        line, name = words[0].line, words[0].literal or ""
         if name == "local" and not self.variables.in_function:
             raise ValueError(f"line {line}: local outside of a function sets nothing: leave it out")
         read_only = name == "readonly"
         for word in words[1:]:
             literal, said = word.literal or "", assigned(word)
-            if said is not None:
-                if any(isinstance(part, Text) and not part.quoted and "{" in part.text for part in said.value.parts):
-                    raise ValueError(f"line {line}: {name} with braces, which bash may expand: put them in quotes")
-                self._assign(said, definite)
-            elif re.fullmatch("-[rxga]+|-p", literal) and name != "export":
+            if said is None and name != "export" and re.fullmatch("-[rxga]+|-p", literal):
                 read_only = read_only or "r" in literal
-                continue
-            elif name == "export" and literal in ("-f", "-n", "-fx", "-p", "-x"):
-                continue
-            elif not re.fullmatch(NAME, literal):
-                shown = literal or "a word that is quoted or expanded"
-                raise ValueError(f"line {line}: {name} with {shown} is not read: write {name} NAME=VALUE")
-            elif name not in ("export", "readonly"):
-                self.variables.forget(literal, f"{literal} is declared on line {line}")
-            if read_only:
-                self.variables.keep(literal if said is None else said.name)
+            elif said is not None or name != "export" or literal not in ("-f", "-n", "-fx", "-p", "-x"):
+                self._declare_one(name, line, literal, said, definite)
+                if read_only:
+                    self.variables.keep(literal if said is None else said.name)
+
+    def _declare_one(self, command: str, line: int, literal: str, said: Assigned | None, definite: bool) -> None:
+        if said is not None:
+            if any(isinstance(part, Text) and not part.quoted and "{" in part.text for part in said.value.parts):
+                raise ValueError(f"line {line}: {command} with braces, which bash may expand: put them in quotes")
+            self._assign(said, definite)
+        elif not re.fullmatch(NAME, literal):
+            shown = literal or "a word that is quoted or expanded"
+            raise ValueError(f"line {line}: {command} with {shown} is not read: write {command} NAME=VALUE")
+        elif command not in ("export", "readonly"):
+            self.variables.forget(literal, f"{literal} is declared on line {line}")
 
     def _effects(self, command: _Command) -> None:
         """What a command changes beside what it does."""

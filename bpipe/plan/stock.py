@@ -1,4 +1,4 @@
-"""Find the best that Megatron alone does, and say whether ours is worth it. In: a Space, the rows found. Out: `Stock`.
+"""Find the best that Megatron alone does, and the best of ours beside it. In: a Space, the rows found. Out: `Stock`.
 
 Stock is what Megatron's own loops run with the vocabulary whole and nothing moved, with the flags that cost it nothing.
 What is laid beside it has as many of them as the trainer takes. Knows no command line.
@@ -14,19 +14,14 @@ from bpipe.build import BALANCES
 from bpipe.generate.families import DEFAULTS
 from bpipe.ir.hosts import PAIR
 from bpipe.ir.layout import Vocabulary
-from bpipe.models.layout import Setup
 from bpipe.models.switches import Switches
 from bpipe.plan.document import document
-from bpipe.plan.explain import CLEARLY, describe
 from bpipe.plan.judge import Candidate
 from bpipe.plan.megatron_flags import megatron_flags
-from bpipe.plan.predict import costs_of, steady_timing
+from bpipe.plan.predict import SetupPrediction, predict
 from bpipe.plan.refused import refused, runs_ours, without_overlap
 from bpipe.plan.search import search
 from bpipe.plan.space import Space
-
-# Said of a prediction that counts on it.
-OVERLAPPED = "published runs with --tp-comm-overlap took 7 to 9 % longer than predicted (docs/validation.md)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,27 +30,14 @@ class Stock:
 
     `free`: its flags that cost nothing and were not asked for.
 
-    `row`: number of the first row that is not stock, or None; it takes `ours_s` with as many of those flags.
+    `row`: number of the first row that is not stock, or None; `ours` is that row with as many of those flags as the
+    trainer takes.
     """
 
     found: Candidate | None
     free: tuple[str, ...]
     row: int | None
-    ours_s: float | None
-
-    @property
-    def gain(self) -> float | None:
-        """How many times as fast ours is."""
-        return (
-            None
-            if self.found is None or self.ours_s is None
-            else self.found.prediction.timing.iteration_s / self.ours_s
-        )
-
-    @property
-    def is_enough(self) -> bool:
-        """Whether to take it: ours is not clearly faster."""
-        return self.found is not None and (self.gain is None or self.gain < CLEARLY)
+    ours: SetupPrediction | None
 
 
 def free_switches(space: Space) -> Switches:
@@ -77,40 +59,15 @@ def stock_of(space: Space, rows: Sequence[Candidate]) -> Stock:
     number, ours = next(
         ((number, row) for number, row in enumerate(rows, 1) if runs_ours(row.prediction.setup)), (None, None)
     )
-    seconds = None
-    if ours is not None:
-        setup = _with(ours.prediction.setup, switches, space)
-        seconds = steady_timing(setup, costs_of(setup, space.profile)).iteration_s
+    made = None if ours is None else _with(ours.prediction, switches, space)
     said = () if found is None else found.prediction.setup.switches.flags
-    return Stock(found, tuple(flag for flag in said if flag not in space.switches.flags), number, seconds)
+    return Stock(found, tuple(flag for flag in said if flag not in space.switches.flags), number, made)
 
 
-def _with(setup: Setup, switches: Switches, space: Space) -> Setup:
-    flagged = replace(setup, switches=switches)
-    return without_overlap(flagged) if refused(flagged, space.others) else flagged
-
-
-def stock_text(stock: Stock) -> list[str]:
-    """Describe what stock takes, and which to take."""
-    if stock.found is None:
-        return ["Stock: nothing that Megatron's own loops run fits without balancing."]
-    seconds = stock.found.prediction.timing.iteration_s
-    free = f", with {' '.join(stock.free)} at no cost" if stock.free else ""
-    lines = [
-        f"Stock, the fastest that Megatron's own loops run{free}: {seconds:.3f} s: "
-        f"{describe(stock.found.prediction.setup)}"
-    ]
-    if stock.found.prediction.setup.switches.tp_comm_overlap and stock.found.prediction.setup.tensor > 1:
-        lines.append(OVERLAPPED)
-    if stock.ours_s is None:
-        return [*lines, "Take stock: no row is anything else."]
-    less = 100 * (1 - stock.ours_s / seconds)
-    apart = f"{abs(less):.1f} % {'less' if less > 0 else 'more'}"
-    beside = f"row {stock.row} takes {stock.ours_s:.3f} s with what it can have of these flags, {apart}"
-    if not stock.is_enough:
-        return [*lines, f"R{beside[1:]} than stock."]
-    doubt = f": that is less than predictions are worth ({100 * (CLEARLY - 1):.0f} %)" if less > 0 else ""
-    return [*lines, f"Take stock: {beside}{doubt}."]
+def _with(ours: SetupPrediction, switches: Switches, space: Space) -> SetupPrediction:
+    flagged = replace(ours.setup, switches=switches)
+    setup = without_overlap(flagged) if refused(flagged, space.others) else flagged
+    return ours if setup == ours.setup else predict(setup, space.profile, formula=space.formula)
 
 
 def stock_document(stock: Stock) -> dict[str, Any]:
@@ -125,6 +82,5 @@ def stock_document(stock: Stock) -> dict[str, Any]:
         "row": row,
         "free_flags": list(stock.free),
         "beside_row": stock.row,
-        "its_iteration_s": stock.ours_s,
-        "take": stock.is_enough,
+        "its_iteration_s": None if stock.ours is None else stock.ours.timing.iteration_s,
     }

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -23,8 +24,6 @@ import platform
 import random
 import statistics
 import sys
-import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,15 +42,13 @@ with contextlib.redirect_stdout(None):
 
 # isort: split
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.multiprocessing.spawn import start_processes
 
-from bench.transfer import spread
+from bench.turns import add_sizes, on_ranks, processor_seconds, quotients, spread
 from bpipe.build import ScheduleConfig
 from bpipe.ir.program import Exchange
 from megatron.scheduling.hooks import patches
@@ -90,9 +87,7 @@ def model_of(sizes: argparse.Namespace) -> GPTModel:
     )
 
 
-def one_rank(rank: int, folder: str, sizes: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=sizes.stages)
+def measure(_: int, sizes: argparse.Namespace) -> dict[str, list[float]]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=sizes.stages)
     tensor_parallel.model_parallel_cuda_manual_seed(7)
     model = model_of(sizes)
@@ -100,29 +95,22 @@ def one_rank(rank: int, folder: str, sizes: argparse.Namespace) -> None:
     config = SchedulingConfig(balance=False, num_ranks=sizes.stages, num_chunks=1, own=own)
     stock: Callable[..., Any] = schedules.forward_backward_pipelining_without_interleaving
     loops = {"Megatron's": stock, "ours": Loop(Driver(config), config).wraps()[patches.ONE_F_ONE_B](stock)}
-    spent: dict[str, list[float]] = {name: [] for name in loops}
     batch = torch.randint(
         VOCABULARY, (sizes.microbatches, 2, sizes.sequence), generator=torch.Generator().manual_seed(11)
     )
-    for turn in range(sizes.rounds + 1):
-        # Whoever comes first finds other caches.
-        for name in list(loops)[:: 1 if turn % 2 else -1]:
-            dist.barrier()
-            begin_s = time.thread_time()
-            loops[name](
-                forward_step_func=forward,
-                data_iterator=iter(batch),
-                model=model,
-                num_microbatches=sizes.microbatches,
-                seq_length=sizes.sequence,
-                micro_batch_size=2,
-            )
-            if turn:
-                spent[name].append(time.thread_time() - begin_s)
-            model.zero_grad()
-    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(spent))
-    dist.barrier()
-    dist.destroy_process_group()
+
+    def iteration(name: str) -> None:
+        loops[name](
+            forward_step_func=forward,
+            data_iterator=iter(batch),
+            model=model,
+            num_microbatches=sizes.microbatches,
+            seq_length=sizes.sequence,
+            micro_batch_size=2,
+        )
+
+    ways = {name: functools.partial(iteration, name) for name in loops}
+    return processor_seconds(ways, lambda _: model.zero_grad(), sizes.rounds)
 
 
 def in_95_of_100(values: list[float]) -> tuple[float, float]:
@@ -134,20 +122,9 @@ def in_95_of_100(values: list[float]) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--stages", type=int, default=4)
-    parser.add_argument("--microbatches", type=int, default=16)
-    parser.add_argument("--layers", type=int, default=1, help="of a stage")
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--sequence", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", metavar="FILE")
+    add_sizes(parser, microbatches=16)
     sizes = parser.parse_args()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with tempfile.TemporaryDirectory() as folder:
-        # Forked, because importing Megatron in each process takes longer than the measurement; nothing has started a
-        # thread yet.
-        start_processes(one_rank, args=(folder, sizes), nprocs=sizes.stages, start_method="fork")
-        found = [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(sizes.stages)]
+    measured = on_ranks(measure, sizes.stages, sizes)
     rows, together = [], []
     print(
         f"torch {torch.__version__}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores; 1F1B of "
@@ -155,9 +132,9 @@ def main() -> None:
         f"{sizes.microbatches} micro-batches; {sizes.rounds} rounds, medians (quartiles)"
     )
     print(f"{'rank':<5} {'Megatron loop, ms':>28} {'ours, ms':>28} {'ours to Megatron in a turn':>32}")
-    for rank, spent in enumerate(found):
+    for rank, spent in enumerate(measured):
         theirs, ours = spent["Megatron's"], spent["ours"]
-        ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
+        ratios = quotients(ours, theirs)
         theirs_ms, ours_ms = ([1e3 * value for value in values] for values in (theirs, ours))
         print(f"{rank:<5} {spread(theirs_ms, '.1f'):>28} {spread(ours_ms, '.1f'):>28} {spread(ratios, '.4f'):>32}")
         together += ratios

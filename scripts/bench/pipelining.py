@@ -12,25 +12,22 @@ What it cannot show: anything of a GPU, where the training thread issues what a 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import logging
 import os
 import platform
 import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
-from torch.multiprocessing.spawn import start_processes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.transfer import spread
+from bench.turns import add_sizes, on_ranks, processor_seconds, quotients, spread
 from bpipe.torch import BalancedSchedule
 
 CPU = torch.device("cpu")
@@ -51,10 +48,8 @@ def stages_of(rank: int, sizes: argparse.Namespace) -> list[Any]:
     return made
 
 
-def one_rank(rank: int, folder: str, sizes: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
+def measure(rank: int, sizes: argparse.Namespace) -> dict[str, list[float]]:
     logging.disable(logging.WARNING)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=sizes.stages)
     loss, name = nn.MSELoss(), "1f1b" if sizes.chunks == 1 else "interleaved-1f1b"
     stages = {each: stages_of(rank, sizes) for each in (STOCK, ADAPTED, BALANCED)}
     own = stages[STOCK]
@@ -68,37 +63,23 @@ def one_rank(rank: int, folder: str, sizes: argparse.Namespace) -> None:
     batch, target = torch.randn(2, sizes.microbatches, sizes.sequence, sizes.hidden)
     inputs = [batch] if rank == 0 else []
     wanted = target if rank == sizes.stages - 1 else None
-    spent: dict[str, list[float]] = {each: [] for each in schedules}
-    for turn in range(sizes.rounds + 2):
-        # Whoever comes first finds other caches.
-        for each in list(schedules)[:: 1 if turn % 2 else -1]:
-            dist.barrier()
-            begin_s = time.thread_time()
-            schedules[each].step(*inputs, target=wanted, return_outputs=False)
-            if turn > 1:
-                spent[each].append(time.thread_time() - begin_s)
-            for stage in stages[each]:
-                stage.submod.zero_grad()
-    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(spent))
-    dist.barrier()
-    dist.destroy_process_group()
+
+    def step(name: str) -> None:
+        schedules[name].step(*inputs, target=wanted, return_outputs=False)
+
+    def clear(name: str) -> None:
+        for stage in stages[name]:
+            stage.submod.zero_grad()
+
+    return processor_seconds({name: functools.partial(step, name) for name in schedules}, clear, sizes.rounds)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--stages", type=int, default=4, help="ranks of the pipeline")
+    add_sizes(parser, microbatches=8)
     parser.add_argument("--chunks", type=int, default=2, help="stages of a rank; 1 for 1F1B")
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--layers", type=int, default=1, help="of a stage")
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--sequence", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", metavar="FILE")
     sizes = parser.parse_args()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with tempfile.TemporaryDirectory() as folder:
-        start_processes(one_rank, args=(folder, sizes), nprocs=sizes.stages, start_method="fork")
-        found = [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(sizes.stages)]
+    measured = on_ranks(measure, sizes.stages, sizes)
     print(
         f"torch {torch.__version__}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores, load "
         f"{os.getloadavg()[0]:.1f}; {sizes.stages} ranks of {sizes.chunks} stages, {sizes.microbatches} micro-batches; "
@@ -106,11 +87,8 @@ def main() -> None:
     )
     print(f"{'rank':<5} {'torch, ms':>28} {'nothing moves to torch':>28} {'balanced to torch':>28}")
     rows = []
-    for rank, spent in enumerate(found):
-        ratios = {
-            each: [mine / other for mine, other in zip(spent[each], spent[STOCK], strict=True)]
-            for each in (ADAPTED, BALANCED)
-        }
+    for rank, spent in enumerate(measured):
+        ratios = {name: quotients(spent[name], spent[STOCK]) for name in (ADAPTED, BALANCED)}
         rows.append({"rank": rank, "seconds": spent, "ratios": ratios})
         stock_ms = spread([1e3 * seconds for seconds in spent[STOCK]], ".1f")
         print(f"{rank:<5} {stock_ms:>28} {spread(ratios[ADAPTED], '.3f'):>28} {spread(ratios[BALANCED], '.3f'):>28}")

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from bench.transfer import spread
+from bench.turns import spread
 from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.ir.action import Action
 from bpipe.runtime.engine import Engine, EngineConfig

@@ -22,20 +22,20 @@ import json
 import math
 import os
 import platform
-import statistics
 import sys
-import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import start_processes
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.turns import WARM_UP, in_turn, on_ranks, quotients, spread
 from bpipe.build import ScheduleConfig, build, named_balance
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import num_transfers
@@ -63,7 +63,6 @@ FORWARD_S = 0.02
 POISON = evictor._poison
 SYNCHRONOUS, VERIFIED = ", synchronous", ", verified"
 BUFFER, HOSTED = (frozenset({0}),), {kind: Action(0, kind, 0) for kind in (Kind.HOST, Kind.RETURN)}
-WARM_UP = 2
 
 
 def main() -> int:
@@ -80,14 +79,8 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every single measurement there")
     options = parser.parse_args()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     measured: dict[str, Any] = {"environment": environment()}
-    with tempfile.TemporaryDirectory() as folder:
-        for part, world in ((links, 2), (pipeline, STAGES)):
-            # Forked, because importing torch in each process is most of the time this would take; nothing has started a
-            # thread yet.
-            start_processes(one_rank, args=(part, world, options, folder), nprocs=world, start_method="fork")
-            measured[part.__name__] = json.loads((Path(folder) / f"{part.__name__}.json").read_text())
+    measured |= {"links": on_ranks(links, 2, options)[0], "pipeline": on_ranks(pipeline, STAGES, options)[0]}
     measured["environment"]["load_after"] = os.getloadavg()[0]
     report(measured)
     if options.json:
@@ -106,17 +99,6 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "load_before": os.getloadavg()[0],
     }
-
-
-def one_rank(rank: int, part: Callable[..., Any], world: int, options: argparse.Namespace, folder: str) -> None:
-    """A process of one of the two parts. Rank 0 writes down what was found."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/{part.__name__}.meeting", rank=rank, world_size=world)
-    found = part(rank, options)
-    if rank == 0:
-        (Path(folder) / f"{part.__name__}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 # -- links
@@ -199,14 +181,6 @@ def there_and_back(name: str, end: Transport | None, buffers: Buffers) -> dict[s
     return {"there_s": there_s, "back_s": back_s}
 
 
-def in_turn(names: tuple[str, ...], rounds: int) -> Iterator[tuple[bool, str]]:
-    """Return every name in each round, in an order that turns from round to round; and whether the round counts, or
-    only warms up."""
-    for turn in range(WARM_UP + rounds):
-        for name in turned(names, turn):
-            yield turn >= WARM_UP, name
-
-
 def announce(end: Transport, lengths: tuple[int, ...]) -> Pending:
     """Announce the evictor's sizes."""
     if end.one_sided:
@@ -251,11 +225,6 @@ def hosted(acceptor: Acceptor | None) -> dict[str, float]:
     held_s = time.perf_counter() - begin
     dist.barrier()
     return {"held_s": held_s, "acceptor_cpu_s": time.process_time() - worked}
-
-
-def turned(names: tuple[str, ...], turn: int) -> tuple[str, ...]:
-    turn %= len(names)
-    return names[turn:] + names[:turn]
 
 
 # -- pipeline
@@ -392,12 +361,6 @@ def pipeline(rank: int, options: argparse.Namespace) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def spread(values: list[float], form: str) -> str:
-    """Return the median, and the quartiles around it."""
-    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
-    return f"{middle:{form}} ({low:{form}} to {high:{form}})"
-
-
 def report(measured: dict[str, Any]) -> None:
     where = measured["environment"]
     machine = f"{where['cores']} cores{' of a virtual machine' if where['virtual'] else ''}, {where['cpu']}"
@@ -463,10 +426,6 @@ def pipeline_rows(samples: dict[str, dict[str, list[float]]]) -> Iterator[list[s
         more = [100 * (ratio - 1) for ratio in quotients(took, samples["none"]["iteration_s"])]
         held = [spread(quotients(each[f"{who}_held_s"], took, 100), ".3f") for who in ("evictor", "acceptor")]
         yield [*cells, spread(more, "+.2f"), *held]
-
-
-def quotients(parts: Sequence[float], wholes: Sequence[float], scale: float = 1) -> list[float]:
-    return [scale * part / whole for part, whole in zip(parts, wholes, strict=True)]
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import ComputationHooks, Executor, neighbours
 from bpipe.runtime.messages import Messages
 from bpipe.runtime.meter import Meter
+from bpipe.runtime.stage import TorchStages
 from bpipe.runtime.streams import allocated_on, copying_on
 from bpipe.runtime.verifying import Verifier
 from bpipe.transport.base import Transport
@@ -55,6 +56,7 @@ class Rank:
     def run(self, iterations: int) -> None:
         pipeline, schedule, here = self._pipeline, self._pipeline.schedule, device(self.rank)
         join(self.rank, schedule.num_ranks)
+        stages = pipeline.model.on_device(schedule, self.rank)
         messages = self.messages(here)
         transports = self._transports()
         named = f"rank {self.rank}"
@@ -74,8 +76,7 @@ class Rank:
         )
         if pipeline.engines:
             self.engine = Engine(schedule, self.rank, transports, config, self.meter if pipeline.measures else None)
-        stages = pipeline.model.on_device(schedule, self.rank)
-        executor = Executor(schedule, self.rank, stages, messages)
+        executor = self.executor(stages, messages)
         for _ in range(iterations):
             for _ in executor.walk(self.calls()):
                 extension().perhaps_yield()
@@ -99,6 +100,9 @@ class Rank:
     def calls(self) -> ComputationHooks | None:
         """Return what is called around its computations."""
         return self.engine
+
+    def executor(self, stages: TorchStages, messages: Messages) -> Executor:
+        return Executor(self._pipeline.schedule, self.rank, stages, messages)
 
     def _transports(self) -> dict[int, Transport]:
         """By the other rank; under its own number into its own node's memory."""

@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from bpipe.models import error_bars
+
 # Of 61 rows some look at forty configurations: a quarter of a minute where nothing else runs.
 pytestmark = pytest.mark.timeout(180)
 
@@ -140,3 +142,9 @@ def test_the_document_in_the_repository_is_what_the_script_writes(
     monkeypatch.setattr(sys, "argv", ["validate.py", "--output", str(output)])
     validate.main()
     assert output.read_text() == (Path(__file__).resolve().parents[2] / "docs" / "validation.md").read_text()
+
+
+def test_error_bars_are_those_of_the_runs(load_script: Callable[[str], ModuleType]) -> None:
+    """What `bpipe plan` prints behind its times is no opinion."""
+    measured = load_script("validation.error_bars").measured_bars()
+    assert measured == [error_bars.AMPERE, error_bars.NEWER, error_bars.EXPERTS, error_bars.CALIBRATED]

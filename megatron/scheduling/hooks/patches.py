@@ -258,6 +258,23 @@ LEAVES = (
 
 # A wrapper is made from the function it stands for.
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+# The arguments by name, and what runs the function with them.
+Look = Callable[[Mapping[str, Any], Callable[[], Any]], Any]
+
+
+def by_name(look: Look) -> Wrap:
+    """Return a wrapper of a function that has `look` run it, and tells it the arguments by name."""
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return look(signature.bind(*args, **kwargs).arguments, functools.partial(function, *args, **kwargs))
+
+        return run
+
+    return wrap
 
 
 def around(others: Mapping[Patch, Wrap], patch: Patch, wrap: Wrap) -> dict[Patch, Wrap]:

@@ -7,8 +7,6 @@ move differently then, and nothing is computed differently.
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -24,7 +22,8 @@ from bpipe.ir.schedule import Schedule
 from bpipe.models.memory import COMMUNICATOR_OF_TWO_BYTES, DeviceBesides
 from bpipe.plan.budget import Devices, better_plan, one_budget_a_rank
 from megatron.scheduling.hooks import patches
-from megatron.scheduling.loop.driver import Driver, FirstMeasured
+from megatron.scheduling.loop.driver import Driver
+from megatron.scheduling.loop.measured import FirstMeasured
 from megatron.scheduling.memory.watermark import Besides, held
 from megatron.scheduling.options.arguments import SchedulingConfig
 from megatron.scheduling.options.budgets import budget_of
@@ -57,23 +56,16 @@ class Learner:
 
     def wraps(self, others: Mapping[patches.Patch, patches.Wrap]) -> dict[patches.Patch, patches.Wrap]:
         """Return Megatron's training step, observed, around whoever else observes it."""
-        return patches.around(others, patches.TRAIN_STEP, self._wrap)
+        return patches.around(others, patches.TRAIN_STEP, patches.by_name(self._step))
 
-    def _wrap(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(train_step)
-
-        @functools.wraps(train_step)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            if self._learned:
-                return train_step(*args, **kwargs)
-            given = signature.bind(*args, **kwargs).arguments
-            before = held(given["model"], given["optimizer"])
-            result = train_step(*args, **kwargs)
-            self._learned = True
-            self._learn(before, held(given["model"], given["optimizer"]))
-            return result
-
-        return step
+    def _step(self, given: Mapping[str, Any], run: Callable[[], Any]) -> Any:
+        if self._learned:
+            return run()
+        before = held(given["model"], given["optimizer"])
+        result = run()
+        self._learned = True
+        self._learn(before, held(given["model"], given["optimizer"]))
+        return result
 
     def _learn(self, before: Besides, after: Besides) -> None:
         """Collective over the world."""

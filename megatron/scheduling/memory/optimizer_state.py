@@ -9,7 +9,6 @@ missing from its state, so that reading it is an error.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,19 +61,12 @@ class OptimizerState:
 
     def wraps(self, others: Mapping[patches.Patch, patches.Wrap]) -> dict[patches.Patch, patches.Wrap]:
         """Return Megatron's training step, around whoever else observes it."""
-        return patches.around(others, patches.TRAIN_STEP, self._wrap)
+        return patches.around(others, patches.TRAIN_STEP, patches.by_name(self._step))
 
-    def _wrap(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(train_step)
-
-        @functools.wraps(train_step)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            self._watch(given["optimizer"], given["model"])
-            self._leave()
-            return train_step(*args, **kwargs)
-
-        return step
+    def _step(self, given: Mapping[str, Any], run: Callable[[], Any]) -> Any:
+        self._watch(given["optimizer"], given["model"])
+        self._leave()
+        return run()
 
     def _watch(self, optimizer: Any, model: Sequence[torch.nn.Module]) -> None:
         """Bring everything back before this optimizer's update."""

@@ -11,7 +11,6 @@ nothing, and only looks on until it has seen enough.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -50,8 +49,8 @@ class StageAudit:
     def wraps(self) -> dict[patches.Patch, patches.Wrap]:
         return {
             patches.TRAIN_STEP: self._count,
-            patches.FORWARD_STEP: _by_name(self._forward),
-            patches.BACKWARD_STEP: _by_name(self._backward),
+            patches.FORWARD_STEP: patches.by_name(self._forward),
+            patches.BACKWARD_STEP: patches.by_name(self._backward),
         }
 
     def finish(self) -> None:
@@ -113,21 +112,6 @@ class StageAudit:
 
 def _name(chunk: int) -> str:
     return f"terra: rank {dist.get_rank()}, chunk {chunk}"
-
-
-def _by_name(look: Callable[[Mapping[str, Any], Callable[[], Any]], Any]) -> patches.Wrap:
-    """Return a wrapper of a step that has `look` run it, and tells it the arguments by name."""
-
-    def wrap(step: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(step)
-
-        @functools.wraps(step)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return look(signature.bind(*args, **kwargs).arguments, functools.partial(step, *args, **kwargs))
-
-        return run
-
-    return wrap
 
 
 def _tensors(given: Any) -> list[torch.Tensor]:

@@ -8,11 +8,10 @@ Knows no tensors' insides.
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,22 +46,16 @@ class Monitor:
 
     def wraps(self) -> dict[patches.Patch, patches.Wrap]:
         """Return Megatron's training step, observed."""
-        return {patches.TRAIN_STEP: self._wrap_train_step}
+        return {patches.TRAIN_STEP: patches.by_name(self._step)}
 
-    def _wrap_train_step(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(train_step)
-
-        @functools.wraps(train_step)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            iteration = signature.bind(*args, **kwargs).arguments["iteration"] + 1
-            logged = self._driver.recording = iteration % self._interval == 0
-            result = train_step(*args, **kwargs)
-            recorded = self._driver.recorded
-            if logged and recorded is not None:
-                metrics.write(self._writers, self._config.positions, iteration, recorded, None)
-            return result
-
-        return step
+    def _step(self, given: Mapping[str, Any], run: Callable[[], Any]) -> Any:
+        iteration = given["iteration"] + 1
+        logged = self._driver.recording = iteration % self._interval == 0
+        result = run()
+        recorded = self._driver.recorded
+        if logged and recorded is not None:
+            metrics.write(self._writers, self._config.positions, iteration, recorded, None)
+        return result
 
 
 class Reporter:
@@ -83,53 +76,46 @@ class Reporter:
 
     def wraps(self) -> dict[patches.Patch, patches.Wrap]:
         """Return Megatron's training step, observed."""
-        return {patches.TRAIN_STEP: self._wrap_train_step}
+        return {patches.TRAIN_STEP: patches.by_name(self._step)}
 
-    def _wrap_train_step(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(train_step)
+    def _step(self, given: Mapping[str, Any], run: Callable[[], Any]) -> Any:
+        iteration = given["iteration"] + 1
+        if self._record is None:
+            self._choose(iteration)
+            self._peak = peak_of(device_name(), self._config.peak_tflops)
+            record = self._record = RunRecord(self._folder, self._config, self._peak)
+            self._guard.run(record.clear, record.path)
+            self._guard.run(lambda: self._begin(record, given["model"], given["optimizer"]), self._folder)
+        chosen = self._guard.open and self._first <= iteration <= self._last
+        logged = self._config.metrics_interval is not None and iteration % self._config.metrics_interval == 0
+        self._driver.recording = chosen or logged
+        begin_s = time.perf_counter()
+        self._watermark.iteration = iteration
+        try:
+            result = run()
+        except Exception as error:
+            self._driver.failed(error)
+            raise
+        elapsed_s = time.perf_counter() - begin_s
+        self._append(iteration, result, elapsed_s)
+        recorded = self._driver.recorded
+        if recorded is not None:
+            flops = self._config.flops(recorded.program.num_microbatches)
+            if chosen:
+                add = functools.partial(self._record.add, iteration, recorded, flops, self._driver.links)
+                self._guard.run(
+                    lambda: add(functools.partial(held, given["model"], given["optimizer"])), self._record.path
+                )
+            if logged:
+                share = self._mfu(flops, elapsed_s)
+                metrics.write(self._writers, self._config.positions, iteration, recorded, share)
+        return result
 
-        @functools.wraps(train_step)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            iteration = given["iteration"] + 1
-            if self._record is None:
-                self._choose(iteration)
-                self._peak = peak_of(device_name(), self._config.peak_tflops)
-                record = self._record = RunRecord(self._folder, self._config, self._peak)
-                self._guard.run(record.clear, record.path)
-                self._guard.run(lambda: self._begin(record, given["model"], given["optimizer"]), self._folder)
-            record = self._record
-            chosen = self._guard.open and self._first <= iteration <= self._last
-            logged = self._config.metrics_interval is not None and iteration % self._config.metrics_interval == 0
-            self._driver.recording = chosen or logged
-            begin_s = time.perf_counter()
-            self._watermark.iteration = iteration
-            try:
-                result = train_step(*args, **kwargs)
-            except Exception as error:
-                self._driver.failed(error)
-                raise
-            elapsed_s = time.perf_counter() - begin_s
-            self._append(iteration, result, elapsed_s)
-            recorded = self._driver.recorded
-            if recorded is not None:
-                flops = self._config.flops(recorded.program.num_microbatches)
-                if chosen:
-                    besides = functools.partial(held, given["model"], given["optimizer"])
-                    self._guard.run(
-                        lambda: record.add(iteration, recorded, flops, self._driver.links, besides), record.path
-                    )
-                if logged:
-                    peak = self._peak
-                    share = (
-                        None
-                        if peak is None or flops is None
-                        else mfu(flops, elapsed_s, dist.get_world_size(), peak.flops_per_s)
-                    )
-                    metrics.write(self._writers, self._config.positions, iteration, recorded, share)
-            return result
-
-        return step
+    def _mfu(self, flops: float | None, elapsed_s: float) -> float | None:
+        """None where the device's peak or the FLOPs of an iteration are not known."""
+        if self._peak is None or flops is None:
+            return None
+        return mfu(flops, elapsed_s, dist.get_world_size(), self._peak.flops_per_s)
 
     def _begin(self, record: RunRecord, model: Sequence[torch.nn.Module], optimizer: Any) -> None:
         self._watermark.begin(record.run, record.pipeline, device_name(), limit_bytes(), held(model, optimizer))

@@ -13,12 +13,11 @@ from bpipe.cli import main
 from bpipe.generate.families import DEFAULTS
 from bpipe.models.memory import predict_memory
 from bpipe.models.switches import Switches
-from bpipe.plan.explain import CLEARLY
 from bpipe.plan.predict import predict
 from bpipe.plan.refused import runs_ours
 from bpipe.plan.search import search
 from bpipe.plan.space import enumerate_setups
-from bpipe.plan.stock import Stock, stock_of, stock_text
+from bpipe.plan.stock import Stock, stock_of
 from tests.unit.plan.test_refused import SPACE
 
 FREE = Switches(overlap_grad_reduce=True, overlap_param_gather=True, tp_comm_overlap=True)
@@ -50,26 +49,8 @@ def test_ours_is_laid_beside_it_with_the_flags_that_it_may_have(stock: Stock) ->
     assert runs_ours(ours)
     assert not any(runs_ours(row.prediction.setup) for row in rows[: stock.row - 1])
     both = replace(ours, switches=FREE)
-    assert stock.ours_s == pytest.approx(predict(both).timing.iteration_s)
-
-
-def test_where_they_are_level_stock_is_taken(stock: Stock) -> None:
-    assert stock.found is not None
-    seconds = stock.found.prediction.timing.iteration_s
-    for gain, is_taken, said in (
-        (CLEARLY + 0.01, False, "Row 3 takes"),
-        (CLEARLY - 0.01, True, "% less: that is less than predictions are worth (5 %)."),
-        (0.9, True, "% more."),
-    ):
-        one = replace(stock, row=3, ours_s=seconds / gain)
-        assert one.is_enough is is_taken
-        last = stock_text(one)[-1]
-        assert said in last
-        assert last.startswith("Take stock: row 3 takes") is is_taken
-    assert stock_text(replace(stock, row=None, ours_s=None))[-1] == "Take stock: no row is anything else."
-    (none,) = stock_text(replace(stock, found=None))
-    assert none == "Stock: nothing that Megatron's own loops run fits without balancing."
-    assert not replace(stock, found=None).is_enough
+    assert stock.ours is not None
+    assert stock.ours.timing.iteration_s == pytest.approx(predict(both).timing.iteration_s)
 
 
 def test_it_stands_beside_a_front(capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,8 +60,8 @@ def test_it_stands_beside_a_front(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["stock"]["beside_row"] == found["front"]["winner"]
     assert main([*PLAN, "--schedule", "v-half", "--front"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("Stock, the fastest that Megatron's own loops run") for line in lines)
-    assert f"ow {found['front']['winner']} takes" in lines[-1]
+    assert lines[0].startswith("Stock ")
+    assert lines[2].startswith("Bpipe ")
 
 
 @pytest.mark.parametrize("more", [[], ["--balance", "bpipe"], ["--schedule", "v-half"]], ids=" ".join)
@@ -88,15 +69,12 @@ def test_it_stands_beside_every_plan(more: list[str], capsys: pytest.CaptureFixt
     """A plan of our schedules, or of balanced rows alone, said nothing of what the user has already."""
     main([*PLAN, *more])
     lines = capsys.readouterr().out.splitlines()
-    (place,) = [
-        place
-        for place, line in enumerate(lines)
-        if line.startswith("Stock, the fastest that Megatron's own loops run, with ")
-    ]
-    assert "--overlap-grad-reduce" in lines[place + 1]
-    assert "--bpipe" not in lines[place + 1]
+    assert lines[0].startswith("Stock ")
+    assert "--overlap-grad-reduce" in lines[1]
+    assert "--bpipe" not in lines[1]
     main([*PLAN, *more, "--format", "json"])
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)["stock"]
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    found = document["stock"]
     assert found["row"]["configuration"]["schedule"] in DEFAULTS
     assert found["free_flags"] == ["--overlap-grad-reduce", "--overlap-param-gather", "--tp-comm-overlap"]
-    assert isinstance(found["take"], bool)
+    assert document["answer"]["take"] in document["answer"]["choices"]

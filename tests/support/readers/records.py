@@ -11,36 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from bpipe.record.format import Row
+from tests.support.readers.damage import damaged_json
+from tests.support.readers.outcome import Wrong, is_number, judge_numbers, outcome
 from tests.unit.report.recorded import write_run
-from validation.fuzz.damage import damaged_json
-from validation.fuzz.reader import Wrong, judge_numbers, outcome
 
 # Numbers that a report is made of: text, lists or negative ones in their place must be refused.
-NUMBERS = {
-    "rank",
-    "pipeline",
-    "place",
-    "world_size",
-    "num_pipelines",
-    "iteration",
-    "begin_s",
-    "elapsed_s",
-    "received_bytes",
-    "host_bytes",
-}
-NUMBERS |= {
-    "weights_bytes",
-    "limit_bytes",
-    "cores",
-    "partner",
-    "flops_per_iteration",
-    "peak_flops",
-    "num_stages",
-    "num_microbatches",
-}
-NUMBERS |= {"peak_bytes", "device_peak_bytes", "num_chunks"}
-
-
+NAMES_OF_NUMBERS = """
+rank pipeline place world_size num_pipelines iteration begin_s elapsed_s received_bytes host_bytes weights_bytes
+limit_bytes cores partner flops_per_iteration peak_flops num_stages num_microbatches peak_bytes device_peak_bytes
+num_chunks
+"""
+NUMBERS = frozenset(NAMES_OF_NUMBERS.split())
 # The name in all files of a run.
 RUN_NAME = "cafe"
 
@@ -108,16 +89,18 @@ def _judge_line(line: Any) -> None:
         raise Wrong(f"{line!r:.60} was taken for a line of a record")
     if line.get("format") == "bpipe-record" and line.get("run") != RUN_NAME:
         raise Wrong("records of two runs were taken for one")
-    for key, value in {**line, **(line["program"] if isinstance(line.get("program"), dict) else {})}.items():
-        wanted = key in NUMBERS and value is not None
-        if wanted and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e41):
-            raise Wrong(f"{key} {value!r:.60} was accepted")
-    for row in line.get("actions", ()):
-        # What later versions add in columns of their own is passed over.
-        for value in (
-            value for name, value in zip(line["columns"], row, strict=True) if name in Row._fields and name != "action"
-        ):
-            if value is not None and (
-                isinstance(value, bool) or not isinstance(value, int | float) or not -2 < value < 2**60 + 1
-            ):
-                raise Wrong(f"{row!r:.100} was accepted")
+    program = line.get("program")
+    named = {**line, **(program if isinstance(program, dict) else {})}
+    wrong = {key for key in NUMBERS & set(named) if not (named[key] is None or is_number(named[key], 0, 1e41))}
+    if wrong:
+        raise Wrong(f"{wrong} of {line!r:.600} was accepted")
+    if "actions" in line:
+        _judge_actions(line["columns"], line["actions"])
+
+
+def _judge_actions(columns: list[str], rows: list[Any]) -> None:
+    # What later versions add in columns of their own is passed over.
+    known = [place for place, name in enumerate(columns) if name in Row._fields and name != "action"]
+    for cell in (row[place] for row in rows for place in known):
+        if cell is not None and not is_number(cell, -2, 2**60 + 1):
+            raise Wrong(f"an action's {cell!r:.60} was accepted")

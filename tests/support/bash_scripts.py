@@ -348,11 +348,6 @@ def stubs(folder: Path) -> dict[str, str]:
     (folder / "srun").write_text('#!/bin/sh\nexec "$@"\n')
     for path in folder.iterdir():
         path.chmod(0o755)
-    return environment_of(folder)
-
-
-def environment_of(folder: Path) -> dict[str, str]:
-    """That of a folder which `stubs` made."""
     return {"PATH": f"{folder}:/usr/bin:/bin", "CALLS": str(folder / "calls"), "LC_ALL": "C.UTF-8"}
 
 

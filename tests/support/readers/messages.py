@@ -9,7 +9,7 @@ import re
 from collections import deque
 
 from bpipe.ir.schedule import Schedule
-from validation.fuzz.reader import Wrong
+from tests.support.readers.outcome import Wrong
 
 
 def judge_messages(text: str, schedule: Schedule) -> None:

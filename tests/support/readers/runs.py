@@ -11,7 +11,7 @@ import random
 import re
 from pathlib import Path
 
-from validation.fuzz.reader import Wrong, judge_numbers, outcome
+from tests.support.readers.outcome import Wrong, judge_numbers, outcome
 
 LOSSES = (5.5, 4.25, 0.1, float("nan"))
 LINE = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ from bpipe.formats.read import read
 from bpipe.ir.schedule import Schedule
 from bpipe.lower.align import align
 from tests.support.oracle import is_sound
+from tests.support.readers.messages import judge_messages, words_of
+from tests.support.readers.outcome import Wrong, outcome
 from tests.unit.check.test_overlap import OVERLAPPED
-from validation.fuzz.messages import judge_messages, words_of
-from validation.fuzz.reader import Wrong, outcome
 
 SMALL = (
     ScheduleConfig("1f1b", 3, 4, balance=BalanceConfig()),
@@ -28,6 +29,8 @@ SMALL = (
     ScheduleConfig("1f1b", 4, 8, 1, BalanceConfig()),
 )
 PLAIN = (ScheduleConfig("1f1b", 3, 4), ScheduleConfig("gpipe", 2, 3), ScheduleConfig("interleaved-1f1b", 2, 4, 2))
+
+KINDS = {"F": "F", "B": "B", "I": "I", "W": "W", "E": "EVICT", "H": "HOST", "R": "RETURN", "L": "LOAD"}
 
 
 def balanced_texts(writer: Callable[[Schedule], str]) -> Callable[[Path], list[str]]:
@@ -39,26 +42,26 @@ def judge_schedule(path: Path, text: str, rng: random.Random) -> bool:
     if rng.random() < 0.02:
         data = data[: len(data) // 2] + b"\xff" + data[len(data) // 2 :]
     path.write_bytes(data)
-    aligned, balanced = rng.random() < 0.3, rng.random() < 0.2
-    form = rng.choice(["grid", "csv", "json", "svg"])
+    aligned, form = rng.random() < 0.3, rng.choice(["grid", "csv", "json", "svg"])
     arguments = ["schedule", "--input", str(path), "--format", form, *["--align"] * aligned]
-    printed = outcome([*arguments, *(["--balance", "bpipe"] if balanced else [])], path)
-    if printed is None and not balanced:
-        return False
+    printed = outcome([*arguments, *["--balance", "bpipe"] * (rng.random() < 0.2)], path)
+    # What cannot be balanced may still be sound as it stands.
     if printed is None and outcome(arguments, path) is None:
         return False
-    schedule = read(data.decode("utf-8"))
-    if text_means(data.decode("utf-8")) != [list(actions_of(row)) for row in schedule.ranks]:
-        raise Wrong("what was read is not what the file says")
-    if re.search("[0-9](SEND|RECV)_", text) and not re.match("\\s*{|#.*\nslot", text):
-        judge_messages(text, schedule)
-    if aligned:
-        schedule = align(schedule)
-    if not is_sound(schedule):
-        raise Wrong("an unsound schedule was accepted")
+    _judge_read(data.decode("utf-8"), aligned)
     if printed is not None and form != "svg" and not is_sound(read(printed)):
         raise Wrong("an unsound schedule was printed")
     return True
+
+
+def _judge_read(text: str, aligned: bool) -> None:
+    schedule = read(text)
+    if text_means(text) != [list(actions_of(row)) for row in schedule.ranks]:
+        raise Wrong("what was read is not what the file says")
+    if re.search("[0-9](SEND|RECV)_", text) and not re.match("\\s*{|#.*\nslot", text):
+        judge_messages(text, schedule)
+    if not is_sound(align(schedule) if aligned else schedule):
+        raise Wrong("an unsound schedule was accepted")
 
 
 def actions_of(row: Any) -> Iterator[str]:
@@ -82,12 +85,29 @@ def text_means(text: str) -> list[list[str]]:
 
 def _grid_means(lines: list[str]) -> list[list[str]]:
     fields = dict(field.split("=") for field in lines[0].split()[2:])
-    owner = [int(one) for one in fields["stage_to_rank"].split(",")]
-    partners = [int(one) for one in fields["partners"].split(",")] if "partners" in fields else None
-    kinds = {"F": "F", "B": "B", "I": "I", "W": "W", "E": "EVICT", "H": "HOST", "R": "RETURN", "L": "LOAD"}
-    cells: dict[tuple[int, str], list[str]] = {}
+    owner, partners = (
+        [int(one) for one in fields[name].split(",")] if name in fields else None
+        for name in ("stage_to_rank", "partners")
+    )
+    assert owner is not None
+    computed, moved = _grid_cells(lines[1:])
+    means = []
+    for rank in range(max(computed) + 1):
+        row = []
+        for cell, transfers in zip(computed[rank], [*moved[rank], *["."] * len(computed[rank])], strict=False):
+            for word in filter(lambda one: one != ".", (*cell.split("&"), *transfers.split("+"))):
+                stage, letter, microbatch = re.fullmatch("([0-9]*)([A-Z])([0-9]+)", word).groups()  # type: ignore[union-attr]
+                whose = partners[rank] if letter in "HR" and partners else rank
+                row.append(f"{stage or owner.index(whose)}{KINDS[letter]}{microbatch}")
+        means.append(row)
+    return means
+
+
+def _grid_cells(lines: list[str]) -> tuple[defaultdict[int, list[str]], defaultdict[int, list[str]]]:
+    """Return each rank's computations and transfers, a cell a slot."""
+    computed, moved = defaultdict[int, list[str]](list), defaultdict[int, list[str]](list)
     rank, width = 0, 0
-    for line in lines[1:]:
+    for line in lines:
         words = line.split()
         if not words or line.startswith("#"):
             continue
@@ -95,20 +115,7 @@ def _grid_means(lines: list[str]) -> list[list[str]]:
             width += len(words) - 1
         elif words[0] == "rank":
             rank = int(words[1])
-            cells.setdefault((rank, "C"), []).extend(words[3:])
+            computed[rank] += words[3:]
         else:
-            moved = cells.setdefault((rank, "T"), [])
-            moved += ["."] * (width - len(words) + 1 - len(moved)) + words[1:]
-    means = []
-    for at in range(max(one for one, _ in cells) + 1):
-        row = []
-        computed = cells[at, "C"]
-        moved = cells.get((at, "T"), [])
-        for slot, cell in enumerate(computed):
-            for word in [*cell.split("&"), *(moved[slot] if slot < len(moved) else ".").split("+")]:
-                if word != ".":
-                    stage, letter, microbatch = re.fullmatch("([0-9]*)([A-Z])([0-9]+)", word).groups()  # type: ignore[union-attr]
-                    whose = partners[at] if letter in "HR" and partners else at
-                    row.append(f"{stage or owner.index(whose)}{kinds[letter]}{microbatch}")
-        means.append(row)
-    return means
+            moved[rank] += ["."] * (width - len(words) + 1 - len(moved[rank])) + words[1:]
+    return computed, moved
