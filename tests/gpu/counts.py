@@ -35,7 +35,7 @@ class Sizes:
 SIZES = {
     FULL: Sizes("tests/unit/runtime"),
     MODERATE: Sizes("tests/unit/runtime/test_capture.py"),
-    SMALL: Sizes("tests/unit/test_words.py"),
+    SMALL: Sizes("tests/unit/test_placement.py"),
 }
 
 
