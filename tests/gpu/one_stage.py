@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime.executor import Executor
-from bpipe.runtime.messages import Alone
 from bpipe.runtime.stage import TorchStages
 from tests.gpu.accelerators import Accelerator
 from tests.gpu.common import drawn
+from tests.support.alone import Alone
 
 
 def loop_of(

@@ -29,7 +29,6 @@ from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.runtime.evictor import ActivationsState
 from bpipe.runtime.executor import Executor
-from bpipe.runtime.messages import Alone
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.stage import Tensors
 from bpipe.runtime.streams import StreamLane, Streams
@@ -37,6 +36,7 @@ from bpipe.transport import distributed
 from bpipe.transport.base import Done, Transport
 from bpipe.transport.distributed import Distributed, PairGroups
 from bpipe.transport.one_sided import OneSidedCopies
+from tests.support.alone import Alone
 from tests.unit.runtime.fake_device import (
     Device,
     FakeDist,
