@@ -13,9 +13,9 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
-from bpipe.values import LARGEST, LARGEST_BYTES, a_list, a_number, a_whole, an_object, printable
+from bpipe.values import LARGEST, LARGEST_BYTES, a_flag, a_list, a_number, a_text, a_whole, an_object, printable
 
 
 def _as_it_is(value: Any) -> Any:
@@ -123,3 +123,9 @@ def by_name(rule: Rule, element: str) -> Rule:
         return {printable(key): rule.read(one, element.format(key=key)) for key, one in an_object(value, name).items()}
 
     return Rule(read, dict)
+
+
+Text = Annotated[str, Rule(a_text)]
+Flag = Annotated[bool, Rule(a_flag)]
+Count = Annotated[int, whole(1, LARGEST)]
+Counts = Annotated[tuple[int, ...], each(whole(0, LARGEST))]

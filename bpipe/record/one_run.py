@@ -38,19 +38,7 @@ def check_one_run(folder: Path, info: RunInfo, ranks: Sequence[RankRecord]) -> N
     refuse_two_runs(folder, [(f"the record of rank {record.rank}", record.run) for record in ranks])
     if info.run is not None:
         refuse_two_runs(folder, [("run.json", info.run), (f"the record of rank {ranks[0].rank}", ranks[0].run)])
-    taken: dict[tuple[int, int], int] = {}
-    for record in ranks:
-        if info.world_size is not None and record.rank >= info.world_size:
-            raise ValueError(
-                f"{folder}: a record of rank {record.rank}, but run.json says {info.world_size} ranks. {_EMPTY_IT}"
-            )
-        other = taken.setdefault((record.pipeline, record.place), record.rank)
-        if other != record.rank:
-            raise ValueError(
-                f"{folder}: ranks {other} and {record.rank} both say they are at place {record.place} of pipeline "
-                f"{record.pipeline}. "
-                f"{_EMPTY_IT}"
-            )
+    _check_ranks(folder, info.world_size, ranks)
     widest = max((one.program.num_ranks for record in ranks for one in record.iterations.values()), default=0)
     if widest > (info.world_size or MOST_RANKS):
         raise ValueError(
@@ -59,6 +47,23 @@ def check_one_run(folder: Path, info: RunInfo, ranks: Sequence[RankRecord]) -> N
         )
     for number in sorted({number for record in ranks for number in record.iterations}):
         _check_iteration(folder, [record for record in ranks if number in record.iterations], number)
+
+
+def _check_ranks(folder: Path, world_size: int | None, ranks: Sequence[RankRecord]) -> None:
+    """Refuse ranks that the run does not have, and two at one place."""
+    taken: dict[tuple[int, int], int] = {}
+    for record in ranks:
+        if world_size is not None and record.rank >= world_size:
+            raise ValueError(
+                f"{folder}: a record of rank {record.rank}, but run.json says {world_size} ranks. {_EMPTY_IT}"
+            )
+        other = taken.setdefault((record.pipeline, record.place), record.rank)
+        if other != record.rank:
+            raise ValueError(
+                f"{folder}: ranks {other} and {record.rank} both say they are at place {record.place} of pipeline "
+                f"{record.pipeline}. "
+                f"{_EMPTY_IT}"
+            )
 
 
 def _check_iteration(folder: Path, ranks: Sequence[RankRecord], number: int) -> None:

@@ -248,7 +248,8 @@ def _iteration(line: object) -> Iteration:
     )
 
 
-def _rows(columns: Sequence[object], actions: Sequence[object], elapsed_s: float) -> tuple[Row, ...]:
+def _check_columns(columns: Sequence[object]) -> None:
+    """Refuse names of which no row can be read: one missing, one twice, more than any version has."""
     absent = [column.name for column in COLUMNS if column.needed and column.name not in columns]
     if absent:
         raise ValueError(f"columns {', '.join(absent)} are missing")
@@ -257,6 +258,10 @@ def _rows(columns: Sequence[object], actions: Sequence[object], elapsed_s: float
     doubled = next((name for name in columns if columns.count(name) > 1), None)
     if doubled is not None:
         raise ValueError(f"column {doubled!r:.40} stands there twice")
+
+
+def _rows(columns: Sequence[object], actions: Sequence[object], elapsed_s: float) -> tuple[Row, ...]:
+    _check_columns(columns)
     places = [columns.index(column.name) if column.name in columns else None for column in COLUMNS]
     rows = []
     for row in actions:

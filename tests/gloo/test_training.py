@@ -17,7 +17,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from bpipe.build import build
-from bpipe.record.format import read_program
+from bpipe.record.program import read_program
 from bpipe.report.report import report_of
 from tests.gloo.conftest import BPIPE, Case, Outcome
 

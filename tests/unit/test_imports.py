@@ -181,7 +181,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "answer standings stock ways",
         "front",
     ),
-    "record": ("keys", "activation_budget", "format", "one_run write", "read"),
+    "record": ("keys", "activation_budget", "program", "format", "one_run write", "read"),
     "report": (
         "measured memory units",
         "replay shortage",

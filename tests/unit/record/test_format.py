@@ -20,6 +20,7 @@ from bpipe.ir.memory import KeptMemory, memory_of
 from bpipe.ir.program import Exchange
 from bpipe.record import format as form
 from bpipe.record.keys import keys_of
+from bpipe.record.program import read_program, write_program
 from bpipe.record.read import read_held, read_run, read_steps, read_summaries
 from bpipe.record.write import append, begin, write_whole
 
@@ -208,21 +209,21 @@ PROGRAMS = (
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.schedule)
 def test_what_was_run_can_be_built_again(program: ScheduleConfig) -> None:
     """From the record alone: of a schedule that is no family's it holds the schedule."""
-    text = json.dumps(form._write_program(program))
-    found = form.read_program(json.loads(text))
+    text = json.dumps(write_program(program))
+    found = read_program(json.loads(text))
     assert found == program
     assert build(found) == build(program)
 
 
 def test_an_exchange_that_there_is_not_is_refused() -> None:
-    keys = form._write_program(PROGRAMS[0]) | {"exchange": "pigeon"}
+    keys = write_program(PROGRAMS[0]) | {"exchange": "pigeon"}
     with pytest.raises(
         ValueError, match="exchange: 'pigeon' is none of megatron-1f1b, megatron-interleaved, megatron-turns, posted"
     ):
-        form.read_program(keys)
+        read_program(keys)
 
 
 def test_a_schedule_of_other_sizes_than_its_program_is_refused() -> None:
-    keys = form._write_program(PROGRAMS[3]) | {"num_microbatches": 9}
+    keys = write_program(PROGRAMS[3]) | {"num_microbatches": 9}
     with pytest.raises(ValueError, match="schedule zb-h1 has num_microbatches 8, and not 9"):
-        build(form.read_program(keys))
+        build(read_program(keys))
