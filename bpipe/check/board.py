@@ -81,8 +81,8 @@ class Board:
         return len(self.missing) - 1
 
     def telling(self, program: Program) -> dict[int, int]:
-        """Where in its program a rank has run, and passed on, the first forward of a stage that leaves: what it
-        tells there, its number."""
+        """Return what a rank tells, its number, by the place in its program where it has run, and passed on, the first
+        forward of a stage that leaves."""
         rank, ops = program.rank, program.ops
         stages_to: dict[int, set[int]] = {}
         for residency, host in hosts_of(self.schedule, rank).items():
@@ -132,7 +132,7 @@ class Board:
         return places
 
     def growing(self, host: int) -> dict[Residency, bool]:
-        """What a rank hosts, in the order in which it comes, and whether the buffer it goes to may have to grow for
+        """Return what a rank hosts, in the order in which it comes, and whether the buffer it goes to may have to grow for
         it."""
         if host not in self.hosted:
             seen: set[tuple[int, int, int]] = set()
