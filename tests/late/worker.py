@@ -39,9 +39,19 @@ class Recorder(worker.Recorder):
         def step(*args: Any, **kwargs: Any) -> Any:
             result = observed(*args, **kwargs)
             self.iterations[-1]["gradients"] = self.gradients()
+            self._say_memory()
             return result
 
         return step
+
+    def _say_memory(self) -> None:
+        """Print the allocator's counters, where there is one."""
+        stats = {} if torch.accelerator.current_accelerator() is None else torch.accelerator.memory_stats()
+        if stats:
+            counters = "reserved_bytes.all.current", "num_device_alloc", "allocated_bytes.all.peak"
+            numbers = " ".join(str(stats[counter]) for counter in counters)
+            print(f"memory of iteration {self.iterations[-1]['iteration']}: {numbers}", flush=True)
+            torch.accelerator.reset_peak_memory_stats()
 
     def gradients(self) -> str:
         digest = hashlib.sha256()
