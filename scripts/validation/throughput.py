@@ -15,7 +15,8 @@ from itertools import combinations
 from typing import NamedTuple
 
 from bpipe.models.cluster import parse_cluster
-from bpipe.models.layout import Setup, split_layers
+from bpipe.models.layer_counts import split_layers
+from bpipe.models.layout import Setup
 from bpipe.models.memory import predict_memory
 from bpipe.models.model import gpt
 from bpipe.models.rates import LINK_EFFICIENCY, LINK_LATENCY_S
@@ -72,23 +73,6 @@ def without_tp_overlap() -> list[float]:
     setups = ((one, one.setup.switches) for one in throughputs() if one.setup.switches.tp_comm_overlap)
     others = [(one, replace(one.setup, switches=replace(switches, tp_comm_overlap=False))) for one, switches in setups]
     return [100 * (steady_timing(setup, costs_of(setup)).iteration_s / one.measured - 1) for one, setup in others]
-
-
-def words_on_tp_overlap() -> str:
-    """What the document says of the runs with `--tp-comm-overlap`."""
-    errors, without = (
-        [one.error_percent for one in throughputs() if one.setup.switches.tp_comm_overlap],
-        without_tp_overlap(),
-    )
-    return (
-        f"NVIDIA's {len(errors)} are the only runs with `--tp-comm-overlap`, and are predicted {-max(errors):.1f} to "
-        f"{-min(errors):.1f} % "
-        f"too fast. Predicted without it they would be {min(without):+.1f} to {max(without):+.1f} % off: as if it "
-        f"gained nothing. So "
-        "either it gains far less than predicted (products are taken to be as fast beside a collective as alone), or "
-        "something else took "
-        "longer there; these runs do not tell which. Do not expect all that a prediction says that the flag gains."
-    )
 
 
 @cache

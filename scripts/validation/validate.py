@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Lay predictions beside measurements.
 
-In: measurements, published ones and our own (tests/data). Out: docs/validation.md.
+In: measurements, published ones and our own (tests/data), and the words of validation.md beside this file. Out:
+docs/validation.md.
 
 Usage: scripts/validation/validate.py [--output docs/validation.md]
 
@@ -13,9 +14,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -28,12 +30,12 @@ from bpipe.models.layers.ends import output_seconds
 from bpipe.models.model import PRESETS
 from bpipe.models.saved import stage_bytes
 from bpipe.plan.estimate import estimate
+from bpipe.simulate.cost import Number
 from validation.eight_bit import of_fp8, parts_of_fp8, row_of_fp8
 from validation.error_bars import measured_bars
 from validation.experts import needed_gib, of_experts
 from validation.measurements import (
     STAGE_TIMES,
-    StageTimes,
     cpu_runs,
     grid,
     grid_mfu,
@@ -53,190 +55,114 @@ from validation.throughput import (
     errors_by_source,
     kept_back,
     throughputs,
-    words_on_tp_overlap,
+    without_tp_overlap,
 )
 
-# -- the document
-# ----------------------------------------------------------------------------------------------------------------------
+TEMPLATE = Path(__file__).with_name("validation.md")
+UNITS = {"tflops_per_gpu": "TFLOP/s", "iteration_s": "s", "samples_per_gpu_s": "samples/s", PEAK: "GB"}
+# Stage times of 32 layers of 3072, by the vocabulary: milliseconds of a forward and a backward; and the output layer's.
+STAGE_MS = {32000: (10.61, 21.36), 256000: (10.44, 20.95)}
+OUTPUT_MS = (26.4, 31.2)
+# Huang et al. 2024, GPT-3 96B: MFU of one stage at b = 1 and 2, and of the whole training.
+STAGE_MFU = {("unfused", "selective"): (37.8, 55.2), ("flash", "none"): (57.7, 62.4)}
+WHOLE_MFU = {"unfused, recomputed": ((37.8, 55.2), (34.0, 45.8)), "flash": ((57.7, 62.4), (52.0, 51.7))}
+
+# By its name in the template, what stands there: a table, a number, words.
+Values = dict[str, Any]
 
 
-def table(titles: str, body: Iterable[Iterable[object]]) -> list[str]:
+def table(titles: str, body: Iterable[Iterable[object]]) -> str:
     names = titles.split("|")
-    return [
-        "",
-        "| " + " | ".join(names) + " |",
-        "|" + "---|" * len(names),
-        *("| " + " | ".join(map(str, row)) + " |" for row in body),
-        "",
-    ]
+    rows = [names, ["---"] * len(names), *([str(cell) for cell in row] for row in body)]
+    return "\n".join(f"|{'|'.join(row)}|" if row[0] == "---" else f"| {' | '.join(row)} |" for row in rows)
 
 
-def replay_part() -> list[str]:
+def of_replays() -> Values:
     found = replays()
     errors = [abs(one.error_percent) for one in found]
-    return [
-        "## Iteration times of real runs, from their pass times",
-        "",
-        "8 A100s, 1F1B, p = 8, m = 128 (published with Yeung et al. 2024): plain, with fewer layers on the last rank "
-        "(redis), and with the "
-        "vocabulary in shards. Given: every rank's forward and backward time, S and T together, and one collective. "
-        "Predicted: "
-        "the iteration, shards by this project's own order. Messages of 12.6 MB at 231 GB/s and 0.32 ms, which block "
-        "as in Megatron's 1F1B "
-        "unless there are shards, and one update of the weights.",
-        *table(
-            "method|vocabulary|measured s|predicted s|error %",
-            (
-                (
-                    one.method,
-                    one.vocabulary,
-                    f"{one.measured_s:.4f}",
-                    f"{one.predicted_s:.4f}",
-                    f"{one.error_percent:+.2f}",
-                )
-                for one in found
-            ),
-        ),
-        f"Mean error {sum(errors) / len(errors):.2f} %, largest {max(errors):.2f} %. Nearly all are low: what happens "
-        f"once an iteration "
-        "besides (data, norms of gradients, logging) is in the measurement and not in the prediction.",
-        "",
-    ]
+    body = (
+        (one.method, one.vocabulary, f"{one.measured_s:.4f}", f"{one.predicted_s:.4f}", f"{one.error_percent:+.2f}")
+        for one in found
+    )
+    return {
+        "replay_table": table("method|vocabulary|measured s|predicted s|error %", body),
+        "replay_mean": sum(errors) / len(errors),
+        "replay_largest": max(errors),
+    }
 
 
-def paper_part() -> list[str]:
-    def line(times: StageTimes) -> tuple[object, ...]:
-        stated = "-" if times.mfu_percent is None else f"{times.mfu_percent:.2f}"
-        moved = stage_bytes(stage_setup(times))[1]
-        return (
+def of_papers() -> Values:
+    body = (
+        (
             times.model,
             f"{times.tensor}/{times.pipeline}/{times.micro_batch}",
             times.recompute,
-            stated,
+            "-" if times.mfu_percent is None else f"{times.mfu_percent:.2f}",
             f"{predicted_mfu(times):.2f}",
-            f"{moved / 1e9:.2f}",
-            f"{moved / times.forward_ms / 1e6:.2f}",
+            f"{stage_bytes(stage_setup(times))[1] / 1e9:.2f}",
+            f"{stage_bytes(stage_setup(times))[1] / times.forward_ms / 1e6:.2f}",
         )
-
-    none = stage_bytes(replace(stage_setup(STAGE_TIMES[3]), recompute="none"))[1]
-    return [
-        "## MFU from the papers' stage times",
-        "",
-        "Kim et al. 2023: seconds of one stage's forward, backward and transfer. Predicted: the whole iteration, "
-        "balanced, FLOPs by the "
-        "papers' formula, peak 312 TFLOP/s. Only of GPT-3 96B is the measured MFU known to us; "
-        "for 13B and 134B the table predicts and nothing checks it. The paper's abstract says of 96B and 134B that "
-        "they gained 1.25x to "
-        "2.17x over Megatron-LM (1.25x is 96B's 50.64 % over the 40.51 % of its best row without balancing); no other "
-        "figure was found "
-        "published.",
-        *table(
-            "model|t/p/b|recompute|stated MFU %|predicted MFU %|transfer GB|within a forward GB/s",
-            map(line, STAGE_TIMES),
-        ),
-        f"The paper states 3.48 GB and 24.25 GB/s for 96B with recomputed attention; without recomputation 100.31 "
-        f"GB/s, here "
-        f"{none / STAGE_TIMES[3].forward_ms / 1e6:.2f}.",
-        "",
-    ]
+        for times in STAGE_TIMES
+    )
+    titles = "model|t/p/b|recompute|stated MFU %|predicted MFU %|transfer GB|within a forward GB/s"
+    plain = stage_bytes(replace(stage_setup(STAGE_TIMES[3]), recompute="none"))[1]
+    return {"paper_table": table(titles, body), "unrecomputed_gb_per_s": plain / STAGE_TIMES[3].forward_ms / 1e6}
 
 
-def grid_part() -> list[str]:
+def of_grid() -> Values:
     found = grid()
-    missed = [size_of(one) for one in found if not one.agrees]
-    unclaimed = [
-        size_of(one)
-        for one in found
-        if one.balanced_gib is not None and one.balanced_gib <= one.limit_gib < one.less_gib
-    ]
     body = (
         (
-            f"{one.row['tensor']}/{one.row['pipeline']}/{one.row['micro_batch']}",
-            one.row["recompute"],
-            one.row["balanced"],
+            *_grid_row(one.row),
             f"{one.stated_gib:.1f}",
             f"{one.less_gib:.1f}",
             "yes" if one.agrees else "**no**",
         )
         for one in found
     )
-    return [
-        "## What fits: GPT-3 96B on 32 A100s",
-        "",
-        "Kim et al. 2023, tables 2 and 7: the least recomputation that fits, and whether it fits only balanced. GiB "
-        "of the fullest rank, "
-        f"of {found[0].limit_gib:.2f}; the other column is the same with less recomputation or, for balanced rows, "
-        f"without balancing.",
-        *table("t/p/b|recompute|balanced|needs GiB|with less GiB|agrees", body),
-        f"{len(found) - len(missed)} of {len(found)} agree; missed: {', '.join(missed) or 'none'}. By every part a "
-        f"formula knows, "
-        "t=8 p=2 b=2 needs a little less than t=4 p=4 b=1, and of the two only the second is said to fit: no "
-        "constants satisfy both.",
-        "",
-        f"With less recomputation and balanced, the model says that these would fit too, of which the paper says "
-        f"nothing: "
-        f"{', '.join(unclaimed) or 'none'}.",
-        "",
-        "Constants, the same for all rows, in `bpipe/models/memory.py` and `states.py` with their sources: 2 + 2 + 12/d bytes a "
-        "parameter (16-bit "
-        "gradients, ZeRO-1), 79.25 GiB usable, 0.5 GiB context, 688 MiB a communicator (544 between two), 15 % "
-        "fragmentation of "
-        "activations and working memory.",
-        "",
-    ]
+    fit_balanced = [one for one in found if one.balanced_gib is not None and one.balanced_gib <= one.limit_gib]
+    return {
+        "grid_table": table("t/p/b|recompute|balanced|needs GiB|with less GiB|agrees", body),
+        "grid_limit_gib": found[0].limit_gib,
+        "grid_rows": len(found),
+        "grid_agreed": sum(one.agrees for one in found),
+        "grid_missed": ", ".join(size_of(one) for one in found if not one.agrees) or "none",
+        "grid_unclaimed": ", ".join(size_of(one) for one in fit_balanced if one.limit_gib < one.less_gib) or "none",
+    }
 
 
-def grid_mfu_part() -> list[str]:
+def _grid_row(row: Mapping[str, str]) -> tuple[str, str, str]:
+    return f"{row['tensor']}/{row['pipeline']}/{row['micro_batch']}", row["recompute"], row["balanced"]
+
+
+def of_grid_mfu() -> Values:
     found = grid_mfu()
     errors = [abs(one.error_percent) for one in found]
     body = (
-        (
-            f"{one.row['tensor']}/{one.row['pipeline']}/{one.row['micro_batch']}",
-            one.row["recompute"],
-            one.row["balanced"],
-            f"{one.measured:.2f}",
-            f"{one.predicted:.2f}",
-            f"{one.error_percent:+.0f}",
-        )
+        (*_grid_row(one.row), f"{one.measured:.2f}", f"{one.predicted:.2f}", f"{one.error_percent:+.0f}")
         for one in found
     )
-    return [
-        "## MFU of the same rows, by formula alone",
-        "",
-        "What `bpipe simulate` says without being given any time: the roofline below, Megatron's 1F1B, the papers' "
-        "FLOPs.",
-        *table("t/p/b|recompute|balanced|measured MFU %|predicted MFU %|error %", body),
-        f"Median error {statistics.median(errors):.1f} %, largest {max(errors):.0f} %; the two balanced rows are the "
-        f"fastest two of both "
-        "columns, in the same order. The three worst were measured at less than three quarters of the same row with "
-        "half the micro-batch, "
-        "more than the longer bubble explains.",
-        "",
-    ]
+    return {
+        "grid_mfu_table": table("t/p/b|recompute|balanced|measured MFU %|predicted MFU %|error %", body),
+        "grid_mfu_median": statistics.median(errors),
+        "grid_mfu_largest": max(errors),
+    }
 
 
-def memory_part() -> list[str]:
+def of_memory() -> Values:
     body = (
         (one.method, one.vocabulary, f"{one.measured:.0f}", f"{one.predicted:.0f}", f"{one.error_percent:+.1f}")
         for one in published_peaks()
     )
-    return [
-        "## Memory of real runs",
-        "",
-        "The same 8 A100s: MiB allocated at peak by the fullest rank (overhead and fragmentation are not allocated, "
-        "so not in it).",
-        *table("method|vocabulary|measured MiB|predicted MiB|error %", body),
-    ]
+    return {"memory_table": table("method|vocabulary|measured MiB|predicted MiB|error %", body)}
 
 
-UNITS = {"tflops_per_gpu": "TFLOP/s", "iteration_s": "s", "samples_per_gpu_s": "samples/s", PEAK: "GB"}
+def _mean_and_largest(errors: Iterable[float]) -> tuple[str, str]:
+    sizes = [abs(error) for error in errors]
+    return (f"{statistics.mean(sizes):.1f}", f"{max(sizes):.1f}") if sizes else ("-", "-")
 
 
-def _mean_and_largest(errors: Sequence[float]) -> tuple[str, str]:
-    return (f"{statistics.mean(errors):.1f}", f"{max(errors):.1f}") if errors else ("-", "-")
-
-
-def throughput_part() -> list[str]:
+def of_throughputs() -> Values:
     found = throughputs()
     body = (
         (
@@ -251,65 +177,33 @@ def throughput_part() -> list[str]:
         )
         for one in found
     )
-    calibrated = calibrated_errors_by_source()
-    sources = [
+    calibrations = calibrated_errors_by_source()
+    sources = (
         (
             source,
-            str(len(errors)),
+            len(errors),
             *_mean_and_largest(errors),
-            *_mean_and_largest(calibrated[source].by_first if source in calibrated else []),
-            *_mean_and_largest(calibrated[source].by_any if source in calibrated else []),
+            *_mean_and_largest(calibrations[source].by_first if source in calibrations else ()),
+            *_mean_and_largest(calibrations[source].by_any if source in calibrations else ()),
         )
         for source, errors in errors_by_source().items()
-    ]
-    return [
-        "## Published throughputs and peaks, by formula alone",
-        "",
-        "What `bpipe simulate` says of 61 published figures without being given any time. Where a source leaves "
-        "micro-batch or "
-        "chunks open, the fastest that fits. NVIDIA's runs reduce gradients in 16 bit, and overlap that, gather "
-        "weights beside forwards, and gather and scatter activations beside products (`--tp-comm-overlap`, "
-        "`ub_tp_comm_overlap: true` in "
-        "their recipe). The error is of the figure as published: a throughput with a plus is predicted too fast, a "
-        "time with a plus too "
-        "slow.",
-        *table("source|model, GPUs|t/p/v/b|recompute|unit|measured|predicted|error %", body),
-        *table(
+    )
+    overlapped = [-one.error_percent for one in found if one.setup.switches.tp_comm_overlap]
+    return {
+        "throughput_table": table("source|model, GPUs|t/p/v/b|recompute|unit|measured|predicted|error %", body),
+        "sources_table": table(
             "source|figures|mean error %|largest|mean, first row calibrating|largest|mean, any row|largest", sources
         ),
-        f"Kendall's coefficient over all pairs of one source that were measured more than 5 % apart: "
-        f"{agreement(found):.2f}.",
-        "",
-        "Asked for are a mean of 4 % and a largest of 10 %. Every source is within both but NVIDIA's, whose mean is "
-        "NOT. "
-        "Calibrated by one row (`bpipe calibrate`), 2.5 and 6 % of seconds are asked for: of Korthikanti et al. and "
-        "of Qi et al. that is "
-        "NOT met, either way, of Narayanan et al. not by every row: what is left differs by model, which one factor "
-        "cannot mend. "
-        "Korthikanti et al. measured the 1T model on 512 GPUs at 94.42 s, which is 177 TFLOP/s by Narayanan's "
-        "formula; Narayanan et al. "
-        "measured six such pipelines beside each other at 163: the prediction lies between.",
-        "",
-        "A backward hides tensor-parallel sums beside the products for weights, as Megatron does today; Narayanan et "
-        "al., who ran in 2021, "
-        "are taken to have waited for them. Their paper does not say, and that choice decides between the two "
-        "sources' errors: nothing but "
-        "the order of the years speaks for it. Models with experts, FP8 and sequences in parts stand below.",
-        "",
-        words_on_tp_overlap(),
-        "",
-        "Exchanges of all but NVIDIA's runs block, with chunks as `--no-overlap-p2p-communication` has it: their "
-        "Megatron could not "
-        "overlap them, or did so only when asked. Narayanan et al. and Korthikanti et al. sent a part from each "
-        "tensor-parallel rank. "
-        "Taken to hide, the interleaved runs of Qi et al. came out 4 to 9 % too fast. What a message takes beside its "
-        "bytes is 0.3 ms in "
-        "every row, from logs that are none of these figures (`bpipe/models/cluster.py`).",
-        "",
-    ]
+        "throughput_order": agreement(found),
+        "overlapped_runs": len(overlapped),
+        "overlapped_least": min(overlapped),
+        "overlapped_most": max(overlapped),
+        "without_least": min(without_tp_overlap()),
+        "without_most": max(without_tp_overlap()),
+    }
 
 
-def kept_back_part() -> list[str]:
+def of_kept_back() -> Values:
     found = kept_back()
     body = (
         (
@@ -321,46 +215,24 @@ def kept_back_part() -> list[str]:
         )
         for one in found
     )
-    errors = _mean_and_largest([abs(one.error_percent) for one in found])
-    by_first = _mean_and_largest(calibrated([one.predicted / one.measured for one in found], 1))
-    return [
-        "## Runs kept back",
-        "",
-        "Runs that no constant was looked at with, and that nothing was changed for since: the last benchmarks before "
-        "BLOOM was trained, "
-        "384 A100s, 4 ports of 100 Gbit/s a node, Megatron-DeepSpeed (BigScience 2022; "
-        "`tests/data/kept_back_throughput.csv` says where). "
-        "Seconds of an iteration:",
-        *table("layers x hidden, heads|t/p/b|measured s|predicted s|error %", body),
-        f"Mean error {errors[0]} %, largest {errors[1]} %, all predicted too fast; with the first row calibrating the "
-        f"others "
-        f"{by_first[0]} and {by_first[1]} %; Kendall's coefficient over pairs more than 5 % apart "
-        f"{agreement(found):.2f}. That is NOT "
-        "within the 4 and 10 % that are asked for: DeepSpeed's loop and optimizer, which ran there, are not "
-        "Megatron's and not modelled. "
-        "Of the two largest one has eight tensor-parallel ranks and a small micro-batch, as others there that were "
-        "slow; for the other, "
-        "with 104 heads, no formula here gives a reason.",
-        "",
-    ]
+    mean, largest = _mean_and_largest(one.error_percent for one in found)
+    return {
+        "kept_back_table": table("layers x hidden, heads|t/p/b|measured s|predicted s|error %", body),
+        "kept_back_mean": mean,
+        "kept_back_largest": largest,
+        "kept_back_by_first": _mean_and_largest(calibrated([one.predicted / one.measured for one in found], 1)),
+        "kept_back_order": agreement(found),
+    }
 
 
-def error_bars_part() -> list[str]:
+def of_error_bars() -> Values:
     body = (
         (one.kind, one.num_runs, *(f"{each:+d}" for each in (one.low, one.median, one.high))) for one in measured_bars()
     )
-    return [
-        "## Error bars",
-        "",
-        "How much longer than predicted the runs of this page took, in percent; a minus is a run that was faster. `bpipe "
-        f"plan` prints these ranges behind its times. Of {MANY_RUNS} runs and more a range leaves out 5 % of them at each "
-        "end, of fewer it holds all. With a calibration (`bpipe calibrate`) it is that of every two runs of one source, "
-        "one predicted with the factor of the other. On other devices no run is known, and no range is given.",
-        *table("runs of|runs|from|median|to", body),
-    ]
+    return {"error_bars_table": table("runs of|runs|from|median|to", body), "many_runs": MANY_RUNS}
 
 
-def experts_part() -> list[str]:
+def of_models_with_experts() -> Values:
     found = of_experts()
     body = (
         (
@@ -375,202 +247,76 @@ def experts_part() -> list[str]:
         )
         for one in found
     )
-    errors = _mean_and_largest([abs(one.error_percent) for one in found])
-    return [
-        "## Models with experts",
-        "",
-        "Published by NVIDIA, in bf16 with dropless experts and 4096 tokens (`tests/data/experts_throughput.csv` says "
-        "where). No constant "
-        "was looked at with them. Recomputation is not published and taken to be none; loads are taken to be even, as "
-        "they were forced "
-        "to be in Megatron Bridge. Of the first the throughput is of version 0.9, the mapping of the table beside it. "
-        "TFLOP/s of a GPU:",
-        *table("source|model|GPUs|t/ep/p/v|measured|predicted|error %|predicted GiB", body),
-        f"Mean error {errors[0]} %, largest {errors[1]} %: three rows are few. Where more memory is predicted than a "
-        f"GPU has, the run must "
-        "have recomputed something that is not in the prediction, so it was slower than predicted. DeepSeek-V3's own, "
-        "on H800s "
-        "in FP8 by recipes of theirs, is not compared. What latent attention and grouped products keep on a GPU was "
-        "compared with nothing.",
-        "",
-    ]
-
-
-def fp8_part() -> list[str]:
-    errors = {
-        what: _mean_and_largest([abs(one.error_percent) for one in of_part]) for what, of_part in parts_of_fp8().items()
+    mean, largest = _mean_and_largest(one.error_percent for one in found)
+    return {
+        "experts_table": table("source|model|GPUs|t/ep/p/v|measured|predicted|error %|predicted GiB", body),
+        "experts_mean": mean,
+        "experts_largest": largest,
     }
-    return [
-        "## Runs in FP8, kept back",
-        "",
-        "Published by NVIDIA, Megatron Bridge 25.11 (`tests/data/fp8_throughput.csv` says where, and which rows are "
-        "left out). No constant "
-        "was looked at with them: the peak is the data sheet's, and what products reach of it another source's best. "
-        "Recomputation is not "
-        "published and taken to be none; weights are taken to be kept in FP8, and messages of tensor parallelism not "
-        "to be overlapped: "
-        "beside it stands what they would reach with `--tp-comm-overlap`. TFLOP/s of a GPU:",
-        *table(
-            "model|GPUs|recipe|t/c/ep/p/v|measured|predicted|error %|overlapped|predicted GiB",
-            map(row_of_fp8, of_fp8()),
-        ),
-        *(f"{what}: mean error {mean} %, largest {largest} %." for what, (mean, largest) in errors.items()),
-        "The mean of 4 % and the largest of 10 % that are asked for in 16 bit are NOT met but for the largest on "
-        "H100s. On Blackwell all "
-        "is predicted too fast, as its rows with experts in 16 bit are, and with experts in FP8 by so much that the "
-        "order of "
-        "configurations may be another; which part of it is too fast nobody measured. The three rows with c = 2 are "
-        "all that context "
-        "parallelism was compared with, and no published row says what it takes by itself.",
-        "",
-    ]
 
 
-def roofline_part() -> list[str]:
-    body = []
+def of_runs_in_fp8() -> Values:
+    titles = "model|GPUs|recipe|t/c/ep/p/v|measured|predicted|error %|overlapped|predicted GiB"
+    errors = ((what, *_mean_and_largest(one.error_percent for one in found)) for what, found in parts_of_fp8().items())
+    lines = (f"{what}: mean error {mean} %, largest {largest} %." for what, mean, largest in errors)
+    return {"fp8_table": table(titles, map(row_of_fp8, of_fp8())), "fp8_errors": "\n".join(lines)}
+
+
+def of_rooflines() -> Values:
+    body: list[tuple[str, ...]] = []
+
+    def add(model: str, recompute: str, what: str, measured_ms: Iterable[float], predicted: Iterable[Number]) -> None:
+        for kind, measured, seconds in zip(("forward", "backward"), measured_ms, predicted, strict=True):
+            ms = float(seconds) * 1e3
+            error = f"{100 * (ms / measured - 1):+.0f}"
+            body.append((model, recompute, f"{what}{kind}", f"{measured:.2f}", f"{ms:.2f}", error))
+
     for times in STAGE_TIMES:
         cost = predict_costs(stage_setup(times)).stages[1]
-        for kind, measured, predicted in (
-            ("forward", times.forward_ms, cost.forward_s),
-            ("backward", times.backward_ms, cost.backward_s),
-        ):
-            ms = float(predicted) * 1e3
-            body.append(
-                (
-                    times.model,
-                    times.recompute,
-                    kind,
-                    f"{measured:.2f}",
-                    f"{ms:.2f}",
-                    f"{100 * (ms / measured - 1):+.0f}",
-                )
-            )
-    for vocabulary, forward, backward in ((32000, 10.61, 21.36), (256000, 10.44, 20.95)):
+        add(times.model, times.recompute, "", (times.forward_ms, times.backward_ms), (cost.forward_s, cost.backward_s))
+    for vocabulary, measured in STAGE_MS.items():
         cost = predict_costs(published(vocabulary)).stages[1]
-        for kind, measured, predicted in (
-            ("forward", forward, cost.forward_s),
-            ("backward", backward, cost.backward_s),
-        ):
-            ms = float(predicted) * 1e3
-            body.append(
-                (
-                    f"32 x 3072, V={vocabulary}",
-                    "none",
-                    kind,
-                    f"{measured:.2f}",
-                    f"{ms:.2f}",
-                    f"{100 * (ms / measured - 1):+.0f}",
-                )
-            )
-    for kind, measured, predicted in zip(
-        ("forward", "backward"), (26.4, 31.2), output_seconds(published(256000)), strict=True
-    ):
-        ms = predicted * 1e3
-        body.append(
-            (
-                "V=256000",
-                "-",
-                f"output layer {kind}",
-                f"{measured:.2f}",
-                f"{ms:.2f}",
-                f"{100 * (ms / measured - 1):+.0f}",
-            )
-        )
-    stage_mfu = []
-    for attention, recompute, stated in (("unfused", "selective", (37.8, 55.2)), ("flash", "none", (57.7, 62.4))):
+        add(f"32 x 3072, V={vocabulary}", "none", "", measured, (cost.forward_s, cost.backward_s))
+    add("V=256000", "-", "output layer ", OUTPUT_MS, output_seconds(published(256000)))
+    return {"roofline_table": table("model|recompute|kind|measured ms|predicted ms|error %", body)}
+
+
+def of_stages() -> Values:
+    body = []
+    for (attention, recompute), stated in STAGE_MFU.items():
         for b, measured in zip((1, 2), stated, strict=True):
             setup = setup_of(PRESETS["gpt3-96b"], "a100-80g:4x8", 4, 8, b, 128, recompute, attention=attention)
             cost = predict_costs(setup).stages[1]
             flops = training_flops(setup.model, b, 2048, "papers") / 32
             predicted = 100 * flops / float(cost.forward_s + cost.backward_s) / 312e12
-            stage_mfu.append((attention, b, measured, f"{predicted:.1f}"))
-    return [
-        "## Seconds by formula",
-        "",
-        "Where nothing was measured, a roofline predicts: products, in waves of tiles, at 90 % of the best that was "
-        "measured of any (A100 "
-        "86, H100 80 % of the peak), all else at 80 % of the memory's bandwidth, collectives at 77 % of the link's. "
-        "Milliseconds of one "
-        "stage and micro-batch, A100:",
-        *table("model|recompute|kind|measured ms|predicted ms|error %", body),
-        "None of these times had a say in the 90 %, which the published throughputs above have.",
-        "",
-        "MFU of one stage of GPT-3 96B alone, t=4 p=8 (measured by Huang et al. 2024):",
-        *table("attention|b|measured %|predicted %", stage_mfu),
-        "The jump from b=1 to b=2 without flash attention is Megatron's fused softmax, which takes only micro-batches "
-        "times heads a rank "
-        "in multiples of 4.",
-        "",
-    ]
+            body.append((attention, b, measured, f"{predicted:.1f}"))
+    return {"stage_mfu_table": table("attention|b|measured %|predicted %", body)}
 
 
-def estimate_part() -> list[str]:
-    body = []
-    for attention, stages, whole in (
-        ("unfused, recomputed", (37.8, 55.2), (34.0, 45.8)),
-        ("flash", (57.7, 62.4), (52.0, 51.7)),
-    ):
-        result = estimate(128, 8, 2, 1, stages[1] / 100, stages[0] / 100)
-        body.append((attention, f"{whole[1] / whole[0]:.3f}", f"{result.ratio:.3f}"))
-    return [
-        "## The gain from stage MFUs alone",
-        "",
-        "`bpipe estimate`, GPT-3 96B, t=4 p=8 B=128, b = 1 to 2 (Huang et al. 2024):",
-        *table("attention|measured gain|estimated gain", body),
-        "The formula knows no waiting and no other overhead: gains below 4 % are within its error, and the command "
-        "says so.",
-        "",
-    ]
+def of_estimates() -> Values:
+    body = (
+        (attention, f"{whole[1] / whole[0]:.3f}", f"{estimate(128, 8, 2, 1, two / 100, one / 100).ratio:.3f}")
+        for attention, ((one, two), whole) in WHOLE_MFU.items()
+    )
+    return {"estimate_table": table("attention|measured gain|estimated gain", body)}
 
 
-def run_part() -> list[str]:
-    found = cpu_runs()
-    body = []
-    for run in found:
-        setup = run.setup
-        exact = sum(one == other for one, other in zip(run.measured, run.predicted, strict=True))
-        body.append(
-            (
-                run.name,
-                f"{setup.tensor}/{setup.pipeline}/{setup.num_microbatches}",
-                f"{exact} of {len(run.measured)}",
-                *(f"{run.measured[stage]} / {run.predicted[stage]}" for stage in (0, 1, -1)),
-            )
-        )
-    stages = sum(len(run.measured) for run in found)
-    exact = sum(one == other for run in found for one, other in zip(run.measured, run.predicted, strict=True))
-    return [
-        "## This project's own runs on CPUs",
-        "",
-        "Bytes of saved activations that a stage really held at most, as `--bpipe-report` measured them storage by "
-        "storage, and what "
-        "follows from the model's sizes alone (`--kernels cpu`) and the schedule. Trained with Megatron's own "
-        "trainer: 8 layers of 128, "
-        "4 heads, 256 tokens, micro-batches of 2; the LLaMA has RMSNorm, SwiGLU, grouped queries, rotary positions "
-        "and no dropout. "
-        "The commands are in `tests/data/cpu_runs.json`.",
-        *table("run|t/p/m|stages exact|first stage, measured / predicted|second stage|last stage", body),
-        f"{exact} of {stages} stages exact to the byte. With tensor parallelism these are the first rank's: the "
-        f"others also hold copies of "
-        "the batch they were sent, 8 bytes a token on the first stage and 4 on the last.",
-        "",
-    ]
+def of_own_runs() -> Values:
+    body, exact, stages = [], 0, 0
+    for run in cpu_runs():
+        setup, pairs = run.setup, list(zip(run.measured, run.predicted, strict=True))
+        equal = sum(measured == predicted for measured, predicted in pairs)
+        exact, stages = exact + equal, stages + len(pairs)
+        cells = (f"{measured} / {predicted}" for measured, predicted in (*pairs[:2], pairs[-1]))
+        sizes = f"{setup.tensor}/{setup.pipeline}/{setup.num_microbatches}"
+        body.append((run.name, sizes, f"{equal} of {len(pairs)}", *cells))
+    titles = "run|t/p/m|stages exact|first stage, measured / predicted|second stage|last stage"
+    return {"run_table": table(titles, body), "stages_exact": exact, "stages": stages}
 
 
 PARTS = (
-    replay_part,
-    paper_part,
-    grid_part,
-    grid_mfu_part,
-    memory_part,
-    throughput_part,
-    kept_back_part,
-    experts_part,
-    fp8_part,
-    error_bars_part,
-    roofline_part,
-    estimate_part,
-    run_part,
+    *(of_replays, of_papers, of_grid, of_grid_mfu, of_memory, of_throughputs, of_kept_back, of_models_with_experts),
+    *(of_runs_in_fp8, of_error_bars, of_rooflines, of_stages, of_estimates, of_own_runs),
 )
 
 
@@ -578,15 +324,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
     options = parser.parse_args()
-    text = "\n".join(
-        [
-            "# Predictions beside measurements",
-            "",
-            "Made by `scripts/validation/validate.py`; how the figures are computed is in `docs/model.md`.",
-            "",
-        ]
-        + [line for part in PARTS for line in part()]
-    )
+    values = {name: value for part in PARTS for name, value in part().items()}
+    text = TEMPLATE.read_text().format_map(values)
     if options.output is None:
         print(text, end="")
     else:

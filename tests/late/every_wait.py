@@ -141,10 +141,12 @@ def noticed_by(nearest: str) -> str:
     from tests.late.devices import DIRECTED, DRAWN, Draw
     from tests.late.lending import fails_to_lend
     from tests.late.moments import wrong_moments
+    from tests.late.test_streams import lane_is_wrong
 
     draws = (*reversed(DIRECTED[:5]), *(Draw(seed, DRAWN) for seed in range(2)))
     paths: dict[str, Callable[[Draw], str]] = {str(case): functools.partial(wrong_in, case) for case in CASES}
     paths |= {"a lender that fails": fails_to_lend, "moments that leave": wrong_moments}
+    paths["a lane"] = lambda draw: "wrong" if lane_is_wrong(draw) else ""
     for name in sorted(paths, key=lambda name: nearest not in name):
         for draw in draws:
             if found := paths[name](draw):

@@ -69,7 +69,7 @@ class Rank:
             pipeline.poison,
             differing=pipeline.differing,
             allocated=allocated_on(here),
-            synchronous=False,
+            synchronous=pipeline.synchronous,
             verifier=self.verifier,
             links=dict.fromkeys(range(schedule.num_ranks), pipeline.kind),
             beside=lambda: pipeline.beside(self.rank),
@@ -149,10 +149,11 @@ class LatePipeline:
         verify: bool = False,
         model: LateModel | None = None,
         beside: Callable[[int], Sequence[torch.Stream]] = lambda rank: (),
+        synchronous: bool = False,
     ) -> None:
         self.schedule, self.kind = schedule, kind
         self.engines, self.poison, self.measures, self.differing = engines, poison, measures, differing
-        self.verify, self.beside = verify, beside
+        self.verify, self.beside, self.synchronous = verify, beside, synchronous
         self.links = sorted({(min(link), max(link)) for link in links_of(schedule)}) if engines else []
         self.controls = {(low, high): controls(low, high) for low, high in self.links if low != high}
         self._edge_controls = {pair: controls(*pair) for pair in neighbours(schedule)}

@@ -21,6 +21,7 @@ if __name__ == "__main__" and sys.argv[1] == "late":
     stand_in.install()
 
 import torch
+from megatron.core import parallel_state
 
 from megatron.scheduling import cpu as cpu_runtime
 from tests.gloo import worker
@@ -50,7 +51,7 @@ class Recorder(worker.Recorder):
         if stats:
             counters = "reserved_bytes.all.current", "num_device_alloc", "allocated_bytes.all.peak"
             numbers = " ".join(str(stats[counter]) for counter in counters)
-            print(f"memory of iteration {self.iterations[-1]['iteration']}: {numbers}", flush=True)
+            print(f"memory of stage: {parallel_state.get_pipeline_model_parallel_rank()} {numbers}", flush=True)
             torch.accelerator.reset_peak_memory_stats()
 
     def gradients(self) -> str:

@@ -371,19 +371,23 @@ def _pattern(line: str) -> str:
     return re.escape(line.removesuffix("...")) + (r".*\n" if line.endswith("...") else r"\n")
 
 
-# A page may search every family of schedules twice.
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "plans", [pytest.param(False, id="no plans"), pytest.param(True, id="plans", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("page", SHOWN, ids=lambda page: page.name)
 def test_commands_print_what_the_page_shows(
-    page: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: Path, plans: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In their order, in one folder.
+    """In their order, in one folder; plans, which search every family of schedules, only where slow tests run.
 
     `...` stands for any lines, at the end of one for its rest. Files that the page shows are there.
     """
     monkeypatch.chdir(tmp_path)
     write_files(page, tmp_path)
     for command, output in SHOWN[page]:
+        if command.startswith("bpipe plan") and not plans:
+            continue
         program, *arguments = shlex.split(command)
         if program == "python":
             path = f"{ROOT}:{tmp_path}"

@@ -21,7 +21,8 @@ from tests.unit.report.recorded import write_run
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 SNAPSHOTS = DATA / "snapshots"
-MOST_LINES, SHOWN_LINES, MOST_COLUMNS = 60, 12, 200
+MOST_LINES, MOST_COLUMNS = 60, 600
+SHOWN_LINES, SHOWN_COLUMNS = 12, 200
 SMALL = {"num_stages": 4, "num_microbatches": 4, "iterations": (5, 6)}
 RUNS = {
     "small": {**SMALL, "flops": 1e9, "peak_flops": 1e13, "limit_bytes": 2 * 10**9},
@@ -55,9 +56,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _shortened(text: str) -> str:
     lines = text.splitlines()
-    if len(lines) <= MOST_LINES and max(map(len, lines), default=0) <= 2 * MOST_COLUMNS:
+    if len(lines) <= MOST_LINES and max(map(len, lines), default=0) <= MOST_COLUMNS:
         return text if text.endswith("\n") or not text else f"{text}\n[no newline at the end]\n"
-    shown = "".join(f"{line[:MOST_COLUMNS]}\n" for line in lines[:SHOWN_LINES])
+    shown = "".join(f"{line[:SHOWN_COLUMNS]}\n" for line in lines[:SHOWN_LINES])
     return f"{shown}[{len(lines)} lines in all, {_digest(text.encode())}]\n"
 
 
