@@ -20,7 +20,6 @@ from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor
-from bpipe.runtime.messages import Alone
 from bpipe.runtime.stage import TorchStages
 from bpipe.runtime.streams import copying_on, lanes, synchronize
 from bpipe.transport.base import Done, Pending
@@ -29,6 +28,7 @@ from bpipe.transport.memory import Lender, Region
 from bpipe.transport.one_sided import Host, OneSidedCopies, Peer
 from tests.gpu.accelerators import Accelerator
 from tests.gpu.common import drawn, lender_on
+from tests.support.alone import Alone
 
 TIMEOUT_S = 120.0
 
