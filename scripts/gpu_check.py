@@ -65,49 +65,31 @@ class Step:
         return [(under, case) for under in self.under for case in under.cases or (name,)]
 
 
+RIGHT = ("peer", "streams")
+QUEUES = [Under(f"{number} connection{'s' * (number > 1)}", {CONNECTIONS: str(number)}, RIGHT) for number in (1, 8)]
+ONE_QUEUE = Under("1 connection", {CONNECTIONS: "1"}, ("overhead",))
+OTHER_ALLOCATORS = (
+    Under("expandable segments", {ALLOCATOR: "expandable_segments:True"}, ("versions", *RIGHT, "memory")),
+    Under("cudaMallocAsync", {ALLOCATOR: "backend:cudaMallocAsync"}, ("versions", "streams")),
+)
 # In the order in which a first half hour on a GPU wants them: what everything else stands on comes first.
 STEPS: dict[str, Step] = {
     "versions": Step(1, 40),
     "counts": Step(1, 75),
-    "queues": Step(1, 75, (Under("unset", {}), Under("1", {CONNECTIONS: "1"}), Under("8", {CONNECTIONS: "8"}))),
+    "queues": Step(1, 75, (Under("unset", {}), *(Under(number, {CONNECTIONS: number}) for number in "18"))),
     "peer": Step(1, 75),
     "streams": Step(1, 90),
     "memory": Step(1, 90),
     "halves": Step(1, 50),
     "overhead": Step(2, 140),
-    "overhead_one_queue": Step(
-        2,
-        120,
-        (Under("1 connection", {CONNECTIONS: "1"}, ("overhead",)),),
-        "the same where all streams share one queue",
-    ),
+    "overhead_one_queue": Step(2, 120, (ONE_QUEUE,), "the same where all streams share one queue"),
     "nccl": Step(2, 60, (Under("", {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}),)),
     "megatron": Step(2, 160),
     "nearly_full": Step(3, 60),
     "side_stream": Step(3, 40),
     "abandon": Step(3, 45),
-    "connections": Step(
-        3,
-        120,
-        (
-            Under("1 connection", {CONNECTIONS: "1"}, ("peer", "streams")),
-            Under("8 connections", {CONNECTIONS: "8"}, ("peer", "streams")),
-        ),
-        "peer and streams again with CUDA_DEVICE_MAX_CONNECTIONS 1 and 8",
-    ),
-    "allocators": Step(
-        3,
-        140,
-        (
-            Under(
-                "expandable segments",
-                {ALLOCATOR: "expandable_segments:True"},
-                ("versions", "streams", "peer", "memory"),
-            ),
-            Under("cudaMallocAsync", {ALLOCATOR: "backend:cudaMallocAsync"}, ("versions", "streams")),
-        ),
-        "the order of streams again under torch's other allocators",
-    ),
+    "connections": Step(3, 120, (*QUEUES,), f"peer and streams again with {CONNECTIONS} 1 and 8"),
+    "allocators": Step(3, 140, OTHER_ALLOCATORS, "the order of streams again under torch's other allocators"),
     "limits": Step(3, 40),
     "compute_units": Step(3, 60),
 }

@@ -36,16 +36,16 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from bpipe.ir.action import Action, Kind
-from bpipe.ir.dependencies import Dependencies
-from bpipe.ir.host_buffers import Residency, host_buffers, hosts_of, links_of, num_measured
+from bpipe.check.board import Board
+from bpipe.ir.action import Kind
+from bpipe.ir.host_buffers import hosts_of
 from bpipe.ir.program import Exchange, Numbering, Op, Program, Transfer
 from bpipe.ir.schedule import Schedule
 from bpipe.lower.lower import lower
 
 _RUN, _SEND, _WAIT, _START = int(Op.RUN), int(Op.SEND), int(Op.WAIT), int(Op.START)
 _OVER = -1
-_SENDING, _ANOTHER_WAIT = bytes([Op.SEND]), bytes([_WAIT])
+_SENDING, _POSTING, _ANOTHER_WAIT = bytes([Op.SEND]), bytes([Op.POST]), bytes([_WAIT])
 
 
 class WaitLevel(enum.IntEnum):
@@ -63,6 +63,9 @@ class WaitLevel(enum.IntEnum):
     # And before a message starts, for the one before it to the same ranks: with CUDA_DEVICE_MAX_CONNECTIONS=1 all
     # streams share one queue. So does what takes up the statistics of all shards beside the computation, from S on.
     ONE_QUEUE = 4
+    # And for every message where it is sent or posted, a batch of them together: with CUDA_LAUNCH_BLOCKING=1 a host
+    # waits for each kernel that it launches.
+    BLOCKING_LAUNCHES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,7 @@ def blocked_ranks(
     `births`: communicators are not there before. `differing`: micro-batches differ in size, and both ends of each
     transfer take part. `programs` are those that will run, by default what `lower` makes of the schedule.
     """
-    board = _Board(schedule, exchange, births, differing)
+    board = Board(schedule, exchange, births, differing)
     ranks = [_RankWalk(program, board, waits) for program in programs or lower(schedule, exchange)]
     runnable, waiting = board.runnable, board.waiting
     runnable += ranks
@@ -122,130 +125,10 @@ def size_messages(links: Iterable[tuple[int, int]], rank: int) -> list[tuple[boo
     return sorted(((link[0] == rank, link) for link in mine), key=lambda word: (sum(word[1]) - rank, not word[0]))
 
 
-class _Board:
-    """What has passed: messages by their value, then the n-th transfer from one rank to another, and the sizes that
-    ranks have told.
-
-    `missing[number]` ends have not arrived yet; `waiting[number]` go on when the last has.
-    """
-
-    def __init__(self, schedule: Schedule, exchange: Exchange, births: bool, differing: bool) -> None:
-        self.schedule = schedule
-        self.differing = differing
-        self.exchange = exchange
-        # Our own loop's communicators are made before it runs.
-        self.births = births and exchange is not Exchange.POSTED
-        # By the ranks of a communicator, its number; and who has come to each.
-        self.communicators: dict[tuple[int, ...], int] = {}
-        self.born_on: dict[int, set[int]] = {}
-        self.dependencies = dependencies = Dependencies(schedule.layout, schedule.num_microbatches)
-        self.missing = [2] * dependencies.num_values
-        if dependencies.layout.shard_kinds:
-            self.missing = [len(dependencies.route(value).parties) for value in range(dependencies.num_values)]
-        # What a collective gathers is taken up at once, beside the computation, to make what the last stage waits for.
-        self.in_two_steps = dependencies.in_two_steps
-        # By sender and receiver, the numbers of what passes so, in order.
-        self.transfers: dict[tuple[int, int], list[int]] = {}
-        # By evictor and host: by what leaves the one for the other, in order, of how many stages it has told it the
-        # sizes by then; and the numbers of these.
-        self.told_by: dict[tuple[int, int], dict[Residency, int]] = {}
-        self.told: dict[tuple[int, int], list[int]] = {}
-        # By host: what it takes, in order, and which of that may make a buffer grow: none of that stage of that rank
-        # was in it before.
-        self.hosted: dict[int, dict[Residency, bool]] = {}
-        # By evictor and host: the word with which it begins.
-        self.words: dict[tuple[int, int], int] = {link: self._expect(1) for link in sorted(links_of(schedule))}
-        self.waiting: dict[int, list[_RankWalk | _PairStream]] = {}
-        self.runnable: list[_RankWalk | _PairStream] = []
-
-    def arrive(self, number: int) -> None:
-        self.missing[number] -= 1
-        if not self.missing[number] and number in self.waiting:
-            self.runnable += self.waiting.pop(number)
-
-    def transfer(self, key: tuple[int, int, int]) -> int:
-        """Return the number of a transfer: its sender, its receiver and how many passed between them before."""
-        sender, receiver, nth = key
-        if sender == receiver:
-            # What a rank keeps in its own host memory has no other end.
-            return self._expect(1)
-        numbers = self.transfers.setdefault((sender, receiver), [])
-        if nth == len(numbers):
-            numbers.append(self._expect(2))
-        return numbers[nth]
-
-    def _expect(self, ends: int) -> int:
-        self.missing.append(ends)
-        return len(self.missing) - 1
-
-    def telling(self, program: Program) -> dict[int, int]:
-        """Where in its program a rank has run, and passed on, the first forward of a stage that leaves: what it
-        tells there, its number."""
-        rank, ops = program.rank, program.ops
-        stages_to: dict[int, set[int]] = {}
-        for residency, host in hosts_of(self.schedule, rank).items():
-            stages_to.setdefault(host, set()).add(residency.stage)
-        left = set().union(*stages_to.values())
-        places = {}
-        by_stage: dict[int, int] = {}
-        # Our own loop and torch's send first (`Engine.sent`).
-        sends_first = self.exchange in (Exchange.POSTED, Exchange.TORCH)
-        for index, operand in enumerate(program.operands) if left else ():
-            if (
-                ops[index] == _RUN
-                and isinstance(operand, Action)
-                and operand.kind is Kind.FORWARD
-                and operand.stage in left
-            ):
-                left.remove(operand.stage)
-                behind = index + 1
-                while sends_first and ops[behind : behind + 1] == _SENDING:
-                    behind += 1
-                places[behind] = by_stage[operand.stage] = self._expect(1)
-            if not left:
-                break
-        for host, stages in stages_to.items():
-            self.told_by[rank, host] = num_measured(self.schedule, rank, host)
-            self.told[rank, host] = [number for stage, number in by_stage.items() if stage in stages]
-        return places
-
-    def making(self, program: Program) -> dict[int, list[int]]:
-        """Return the instructions at which a rank makes communicators with others, and the numbers of these: its
-        first messages in each."""
-        places: dict[int, list[int]] = {}
-        seen: set[tuple[int, ...]] = set()
-        everybody = tuple(range(self.schedule.num_ranks))
-        for index, operand in enumerate(program.operands) if self.births else ():
-            if isinstance(operand, int):
-                ranks = (
-                    everybody if self.exchange.is_batched else tuple(sorted(self.dependencies.route(operand).parties))
-                )
-                if ranks not in seen:
-                    seen.add(ranks)
-                    if ranks not in self.communicators:
-                        self.communicators[ranks] = self._expect(len(ranks))
-                    places.setdefault(index, []).append(self.communicators[ranks])
-                    if self.exchange.is_batched:
-                        break
-        return places
-
-    def growing(self, host: int) -> dict[Residency, bool]:
-        """What a rank hosts, in the order in which it comes, and whether the buffer it goes to may have to grow for
-        it."""
-        if host not in self.hosted:
-            seen: set[tuple[int, int, int]] = set()
-            of_host = self.hosted[host] = {}
-            for residency, buffer in host_buffers(self.schedule, host).items():
-                key = (buffer, residency.stage, self.schedule.layout.rank_of(residency.stage, residency.microbatch))
-                of_host[residency] = key not in seen
-                seen.add(key)
-        return self.hosted[host]
-
-
 class _PairStream:
     """One rank's stream for messages to and from another: each begins when the one before it is over."""
 
-    def __init__(self, board: _Board) -> None:
+    def __init__(self, board: Board) -> None:
         self.board = board
         self.issued: deque[int] = deque()
         self.run: Iterator[int] = iter(())
@@ -273,13 +156,17 @@ class _RankWalk:
     `run` yields what it waits for, and ends where it does.
     """
 
-    def __init__(self, program: Program, board: _Board, waits: WaitLevel) -> None:
+    def __init__(self, program: Program, board: Board, waits: WaitLevel) -> None:
         self.program, self.board, self.waits = program, board, waits
         # The transfers that nobody has waited for, and the number of each by its half.
         self.outstanding: list[int] = []
         self.halves = Numbering()
         self.started: dict[int, int] = {}
         self.last_sent: dict[tuple[int, ...], int] = {}
+        # What goes in one call to the communication library with what comes next.
+        self.launched: list[int] = []
+        # Operations before this one wait where they are launched.
+        self.held = _WAIT if waits >= WaitLevel.ONE_QUEUE or board.exchange is Exchange.TORCH else 0
         # By the two ranks, where their messages stand in a queue of their own.
         self.streams: dict[tuple[int, ...], _PairStream] = {}
         self.telling = board.telling(program)
@@ -312,13 +199,12 @@ class _RankWalk:
 
     def _part(self, begin: int, end: int) -> Iterator[int]:
         """Return the instructions from `begin` to before `end`."""
-        board, outstanding, ops, started = self.board, self.outstanding, self.program.ops, self.started
+        board, outstanding, ops = self.board, self.outstanding, self.program.ops
         missing, waiting, runnable = board.missing, board.waiting, board.runnable
         after_exchanges, in_operations = (
             self.waits >= WaitLevel.AFTER_EXCHANGES,
             self.waits >= WaitLevel.IN_EVERY_OPERATION,
         )
-        one_queue, in_streams = self.waits >= WaitLevel.ONE_QUEUE, board.exchange is Exchange.TORCH
         operand: Any
         for index, operand in enumerate(islice(self.program.operands, begin, end), begin):
             op = ops[index]
@@ -326,31 +212,69 @@ class _RankWalk:
                 if missing[operand]:
                     self.index = index
                     yield operand
-                if outstanding and after_exchanges and ops[index + 1 : index + 2] != _ANOTHER_WAIT:
-                    self.index = index
-                    yield from self._outstanding()
+                if outstanding and after_exchanges:
+                    yield from self._exchanged(index)
             elif op == _RUN:
                 if outstanding and in_operations:
                     self.index = index
                     yield from self._outstanding()
+            elif op < self.held:
+                self.index = index
+                yield from self._launch(op, operand)
             elif op < _WAIT:
-                if one_queue and op == _SEND:
-                    self.index = index
-                    yield from self._sent_before(operand)
-                if in_streams:
-                    self._issue(operand)
-                    continue
                 missing[operand] = left = missing[operand] - 1
-                if not left and operand in waiting:
-                    runnable += waiting.pop(operand)
-                elif left and one_queue and operand in board.in_two_steps:
-                    self.index = index
-                    yield operand
+                if not left:
+                    runnable += waiting.pop(operand, ())
             else:
                 self.index = index
-                yield from self._start(operand) if op == _START else self._until(started[id(operand)])
+                yield from self._transfer(op, operand)
 
-    def _issue(self, value: int) -> None:
+    def _exchanged(self, index: int) -> Iterator[int]:
+        """Wait behind the last message of an exchange."""
+        if self.program.ops[index + 1 : index + 2] != _ANOTHER_WAIT:
+            self.index = index
+            yield from self._outstanding()
+
+    def _transfer(self, op: int, transfer: Transfer) -> Iterator[int]:
+        return self._start(transfer) if op == _START else self._until(self.started[id(transfer)])
+
+    def _launch(self, op: int, value: int) -> Iterator[int]:
+        """Send or post a message where queues or hosts wait for it."""
+        if op == _SEND and self.waits >= WaitLevel.ONE_QUEUE:
+            yield from self._sent_before(value)
+        self.launched.append(value)
+        # Megatron's loops give all of an exchange to torch at once.
+        if self.board.exchange.is_megatron and self.program.ops[self.index + 1 : self.index + 2] in (
+            _SENDING,
+            _POSTING,
+        ):
+            return
+        for together in self._calls():
+            for each in together:
+                yield from self._issue(each)
+            for each in together if self.waits >= WaitLevel.BLOCKING_LAUNCHES else ():
+                yield from self._until(each)
+        self.launched.clear()
+
+    def _calls(self) -> Iterable[Sequence[int]]:
+        """Return what was launched, by kernel: one, but where each two ranks exchange by themselves. There an even rank
+        begins with the next one, an odd one with the one before (`_p2p_ops` of Megatron's p2p_communication.py)."""
+        if self.board.exchange is not Exchange.MEGATRON_INTERLEAVED:
+            return [self.launched]
+        by_other: dict[int, list[int]] = {}
+        for value in self.launched:
+            (other,) = {*self.board.dependencies.route(value).parties} - {self.program.rank}
+            by_other.setdefault(other, []).append(value)
+        own, size = self.program.rank, self.board.schedule.num_ranks
+        first = (own + (1 if own % 2 == 0 else -1)) % size
+        return [by_other[other] for other in sorted(by_other, key=lambda other: other != first)]
+
+    def _issue(self, value: int) -> Iterator[int]:
+        if self.board.exchange is not Exchange.TORCH:
+            self.board.arrive(value)
+            if value in self.board.in_two_steps:
+                yield from self._until(value)
+            return
         parties = tuple(sorted(self.board.dependencies.route(value).parties))
         if parties not in self.streams:
             self.streams[parties] = _PairStream(self.board)

@@ -40,13 +40,13 @@ from bpipe.models.fp8 import Fp8
 from bpipe.models.layout import Setup
 from bpipe.models.profile import read_profile
 from bpipe.plan.answer import answer_document, answer_lines
-from bpipe.plan.budget import within_budget
 from bpipe.plan.explain import verdict
 from bpipe.plan.megatron_command import Reading
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.options import filled, fp8_of, model_of, routing_of, setup_of, switches_of
 from bpipe.plan.predict import SetupPrediction, predict
 from bpipe.plan.refused import has_transformer_engine
+from bpipe.plan.remedies import within_budget
 from bpipe.plan.search import Outcome, search
 from bpipe.plan.slices import usual_slices
 from bpipe.plan.space import Space, divisors, usual_contexts

@@ -16,7 +16,7 @@ from bpipe.models.cluster import gib_text
 from bpipe.models.layout import Setup
 from bpipe.models.recompute import BLOCK
 from bpipe.plan import standings, stock
-from bpipe.plan.answer import Answer, Choice, Kind, answer
+from bpipe.plan.answer import Answer, Choice, ChoiceKind, answer
 from bpipe.plan.document import document
 from bpipe.plan.explain import (
     CLEARLY,
@@ -86,7 +86,7 @@ def answer_of(beside: Stock, differs_from: Reading | None = None, launch: Choice
     stocks = None if beside.found is None else beside.found.prediction
     found = [
         Choice(kind, prediction, flags_of(prediction.setup, differs_from))
-        for kind, prediction in ((Kind.STOCK, stocks), (Kind.OURS, beside.ours))
+        for kind, prediction in ((ChoiceKind.STOCK, stocks), (ChoiceKind.OURS, beside.ours))
         if prediction is not None
     ]
     return answer(found if launch is None else [launch, *found])
@@ -96,7 +96,7 @@ def choice_of_launch(yours: SetupPrediction | str | None, reading: Reading | Non
     """Return the launch as it stands as something to run; None where there is none, or it cannot be predicted."""
     if reading is None or not isinstance(yours, SetupPrediction):
         return None
-    return Choice(Kind.LAUNCH, yours, refused=refused(yours.setup, reading.others))
+    return Choice(ChoiceKind.LAUNCH, yours, refused=refused(yours.setup, reading.others))
 
 
 def launch_values(yours: SetupPrediction | str, reading: Reading) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from bpipe.models.memory import RankMemory
 from bpipe.models.profile import Profile, read_profile
 from bpipe.models.slice_lengths import lengths_of
 from bpipe.models.slices import slice_bounds
-from bpipe.plan import budget, fit
+from bpipe.plan import fit
 from bpipe.plan.document import document
 from bpipe.plan.explain import (
     HOSTS,
@@ -40,6 +40,7 @@ from bpipe.plan.megatron_command import Reading
 from bpipe.plan.options import filled, setup_of
 from bpipe.plan.predict import SetupPrediction, predict, simulation_of
 from bpipe.plan.refused import refused
+from bpipe.plan.remedies import within_budget
 from bpipe.plan.standings import FP8, SLICES, needs_of_setup
 from bpipe.plan.state_hosts import StateHosts, describe_moves, moves_values, state_hosts
 from bpipe.simulate.report import Simulation
@@ -168,7 +169,7 @@ def budgeted(options: Options, setup: Setup, profile: Profile | None = None) -> 
         )
         raise ValueError(f"--memory says how to balance{wanted}")
     try:
-        return budget.within_budget(setup, options.memory.budget_bytes or setup.limit_bytes, options.min_bytes, profile)
+        return within_budget(setup, options.memory.budget_bytes or setup.limit_bytes, options.min_bytes, profile)
     except ValueError as error:
         raise ValueError(f"--memory: {error}") from None
 

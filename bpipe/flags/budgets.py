@@ -1,4 +1,4 @@
-"""Read and write the values of flags that say how many bytes are where. In: text, in GiB. Out: bytes, or a ValueError.
+"""Read and write the values of flags that say how many bytes are where. In: text. Out: bytes, or a ValueError.
 
 Plans and the training ask with them. Knows no flag.
 """
@@ -42,14 +42,16 @@ def read_budget(text: str) -> MemoryBudget:
     return MemoryBudget(read_gib(rest) if colon else None, True)
 
 
+# Bytes of a unit behind a number, in small letters; a number alone is of GiB.
+_UNITS = {"": GIB, "g": GIB, "gib": GIB, "gb": 10**9}
+
+
 def read_gib(text: str) -> tuple[int, ...]:
-    """Read `70.5` or `70,70,75,79`, in bytes. Raises ValueError for anything else."""
-    one = r"[0-9]{1,6}(\.[0-9]{1,9})?"
-    found = (
-        tuple(int(Fraction(number) * GIB) for number in text.split(","))
-        if re.fullmatch(f"{one}(,{one})*", text)
-        else ()
-    )
+    """Read `70.5`, `70GiB`, `75GB` or `70,70,75,79`, in bytes. Raises ValueError for anything else."""
+    parts = [re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,9})?)(g|gib|gb)?", one) for one in text.lower().split(",")]
+    found = [int(Fraction(part[1]) * _UNITS[part[2] or ""]) for part in parts if part is not None]
+    if len(found) < len(parts):
+        found = []
     if not found or min(found) < 1:
         raise ValueError(
             f"{text[:40]!r} is no number of GiB above 0, no list of them such as 70,70,75,79, and not {AUTO}"
@@ -59,7 +61,7 @@ def read_gib(text: str) -> tuple[int, ...]:
         raise ValueError(
             f"{text[:40]!r} is {most}: it is in GiB, so {max(found) // GIB} MiB are {max(found) / GIB / 1024:g}"
         )
-    return found
+    return tuple(found)
 
 
 class HostedState(NamedTuple):

@@ -10,7 +10,7 @@ from bpipe.build import BALANCES
 from bpipe.flags import schedules
 from bpipe.flags.budgets import MINIMUM_BYTES, read_budget
 from bpipe.flags.flag import APPENDED, Flag, Group, InLaunch
-from bpipe.flags.values import factor, layers, positive, predicted_slice_lengths, slice_lengths
+from bpipe.flags.values import factor, layers, positive, predicted_slice_lengths, slice_lengths, tokens
 from bpipe.generate.families import FAMILIES, SEARCHED
 from bpipe.ir.hosts import ARRANGEMENTS, PAIR
 from bpipe.ir.layout import EVEN, Vocabulary
@@ -45,7 +45,12 @@ def _switch(field: str, text: str, *, megatrons: bool = True) -> Flag:
 
 MODEL_NAME = Flag("model", "--model", f"{', '.join(PRESETS)}, or a config.json of Hugging Face on disk", "NAME|PATH")
 SEQUENCE = Flag(
-    "sequence", "--seq-length --seq", "sequence length (default: the model's)", "N", positive, launch=InLaunch()
+    "sequence",
+    "--seq-length --seq",
+    "sequence length, such as 8192 or 8k (default: the model's)",
+    "N",
+    tokens,
+    launch=InLaunch(read=positive),
 )
 VOCABULARY_SIZE = Flag(
     "vocabulary", "--vocab-size", "tokens of the vocabulary, padded as Megatron pads them (default: the "

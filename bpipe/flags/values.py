@@ -35,6 +35,12 @@ def positive(text: str) -> int:
     return number
 
 
+def tokens(text: str) -> int:
+    """Read a whole number of tokens from 1 on, or of 1,024 tokens: `8192` or `8k`."""
+    thousands = re.fullmatch("([0-9]{1,6})[kK]", text)
+    return positive(text if thousands is None else str(1024 * int(thousands[1])))
+
+
 def group_size(text: str) -> int | str:
     """Read a whole number from 1 on, or `auto`."""
     return text if text == AUTO else positive(text)

@@ -46,6 +46,11 @@ class Exchange(enum.Enum):
     __hash__ = object.__hash__
 
     @property
+    def is_megatron(self) -> bool:
+        """Whether messages pass as one of Megatron's own loops exchanges them."""
+        return self not in (Exchange.POSTED, Exchange.TORCH)
+
+    @property
     def is_batched(self) -> bool:
         """Whether messages pass in batches, in one communicator of all ranks.
 

@@ -15,26 +15,21 @@ Knows no tensors, no seconds, no schedule by name.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from bpipe.ir.action import COMPUTE, READING, SHARDS, Action, Kind
-from bpipe.ir.dependencies import NOTHING, Dependencies
+from bpipe.ir.action import READING, Action, Kind
+from bpipe.ir.dependencies import NOTHING
 from bpipe.ir.host_buffers import Residency, evicted_to, host_buffers
-from bpipe.ir.program import Exchange, MessageTable, Op, Program, Transfer
+from bpipe.ir.program import Exchange, Op, Program, Transfer
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.ir.steps import Step, each_step
+from bpipe.lower.passing import ALL, NOBODY, Passing
 from bpipe.lower.torch_receives import Received, received_behind_cells
 from bpipe.lower.turns import received_before, turns_of
 
-_FORWARD = Kind.FORWARD
 _EVICT, _HOST, _RETURN, _LOAD = Kind.EVICT, Kind.HOST, Kind.RETURN, Kind.LOAD
 _RUN, _POST, _SEND, _WAIT, _START, _FINISH = map(int, Op)
-
-# In place of the rank at a message's other end: it is a collective.
-_ALL = -2
-_NOBODY = -1
-
 # With one neighbour in both directions, to one, and from one.
 _BOTH, _GIVE, _TAKE = bytes([_SEND, _POST, _WAIT, _WAIT]), bytes([_SEND, _WAIT]), bytes([_POST, _WAIT])
 
@@ -48,7 +43,7 @@ def lower(schedule: Schedule, exchange: Exchange) -> tuple[Program, ...]:
         _check_runnable(schedule, exchange)
     if exchange is Exchange.TORCH:
         return lower_received(schedule)
-    passing = _Passing(schedule)
+    passing = Passing(schedule)
     # One rank after the other: what it takes to lower a rank is as large as what comes of it, and need not be there for
     # all at once.
     ranks = (_Lowering(schedule, rank, passing) for rank in range(schedule.num_ranks))
@@ -73,11 +68,11 @@ def lower_received(schedule: Schedule, received: Received | None = None) -> tupl
     `received[rank][k]`: the values posted behind its k-th cell, with k = 0 before the first; by default where torch puts
     them.
     """
-    passing = _Passing(schedule)
+    passing = Passing(schedule)
     if received is None:
         cells = [_numbered(row) for row in schedule.ranks]
         ends = passing.needed, passing.needed_from, passing.made, passing.made_for
-        received = received_behind_cells(cells, *ends, _NOBODY)
+        received = received_behind_cells(cells, *ends, NOBODY)
     ranks = (_Lowering(schedule, rank, passing) for rank in range(schedule.num_ranks))
     return tuple(lowering.listed(behind) for lowering, behind in zip(ranks, received, strict=True))
 
@@ -102,128 +97,6 @@ def _check_runnable(schedule: Schedule, exchange: Exchange) -> None:
         )
 
 
-class _Passing:
-    """What passes between ranks.
-
-    By rank, with an entry a computation, in order: what it needs and from whom, what it makes and for whom.
-
-    From and for _NOBODY where that stays on the rank.
-    """
-
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule, self.messages = schedule, MessageTable(schedule)
-        dependencies = self.messages.dependencies
-        # A pipe that no micro-batch takes passes nothing.
-        pipes = range(min(schedule.layout.num_pipes, schedule.num_microbatches))
-        tables = [
-            (_ends(dependencies, dependencies.operand_of, pipe), _ends(dependencies, dependencies.value_of, pipe))
-            for pipe in pipes
-        ]
-        found = [_values(row, tables) for row in schedule.ranks]
-        self.needed, self.needed_from, self.made, self.made_for = (
-            [of_rank[part] for of_rank in found] for part in range(4)
-        )
-
-    def received_behind(self) -> list[list[list[int]]]:
-        """By rank, for the loop's start and each computation: what neighbours make, by the grid, from then until its
-        next computation."""
-        # By rank and slot: how many computations it has begun by then.
-        begun = [list(accumulate(cell.compute is not None for cell in row)) for row in self.schedule.ranks]
-        received: list[list[list[int]]] = [[[] for _ in range(of_rank[-1] + 1)] for of_rank in begun]
-        for row, made, made_for in zip(self.schedule.ranks, self.made, self.made_for, strict=True):
-            slots = (slot for slot, cell in enumerate(row) if cell.compute is not None)
-            for slot, value, to in zip(slots, made, made_for, strict=True):
-                if to != _NOBODY:
-                    received[to][begun[to][slot]].append(value)
-        return received
-
-    def inbound(self) -> list[dict[int, list[int]]]:
-        """By rank and channel: what a rank receives without having a part in making it, in the order in which it is
-        sent.
-
-        A channel is a directed edge, named by its sender, or, as a negative number, collectives of one sort and sender.
-        """
-        inbound: list[dict[int, list[int]]] = [{} for _ in self.made]
-        dependencies = self.messages.dependencies
-        for sender, (made, made_for) in enumerate(zip(self.made, self.made_for, strict=True)):
-            for value, to in zip(made, made_for, strict=True):
-                if to >= 0:
-                    inbound[to].setdefault(sender, []).append(value)
-                elif to == _ALL:
-                    makers, takers = dependencies.route(value)
-                    for rank in set(takers) - set(makers):
-                        inbound[rank].setdefault(self.channel(value, to), []).append(value)
-        return inbound
-
-    def channel(self, value: int, source: int) -> int:
-        """What a value comes through.
-
-        With several pipes, a sort of collectives has several senders, each with an order of its own.
-        """
-        if source != _ALL:
-            return source
-        dependencies = self.messages.dependencies
-        return ~(value // dependencies.num_microbatches * dependencies.num_ranks + dependencies.route(value).makers[0])
-
-
-# The value of a pipe's first micro-batch and the rank at its other end, by kind and stage.
-_Table = dict[Kind, list[tuple[int, int]]]
-
-
-def _ends(dependencies: Dependencies, ask: Callable[[Action], int], pipe: int) -> _Table:
-    """What every computation makes, or needs (`ask`), of micro-batch 0 by the routes of a pipe, and who is at its
-    other end."""
-    making = ask == dependencies.value_of
-    stages = {kind: range(dependencies.num_ranks if kind in SHARDS else dependencies.num_stages) for kind in COMPUTE}
-    return {
-        kind: [
-            _end(dependencies, action, ask(action), making)
-            for action in (Action(stage, kind, pipe) for stage in of_kind)
-        ]
-        for kind, of_kind in stages.items()
-    }
-
-
-def _end(dependencies: Dependencies, action: Action, value: int, making: bool) -> tuple[int, int]:
-    """What passes of the micro-batch 0, and who is at the other end of the computation that makes it, or needs it."""
-    nothing = (NOTHING, _NOBODY)
-    if value == NOTHING or not dependencies.route(value).takers:
-        return nothing
-    route, first = dependencies.route(value), value - action.microbatch
-    # The one that makes a value for all shards has it for its own.
-    if action.kind in SHARDS and route.makers == (action.stage,) and not making:
-        return nothing
-    if len(route.parties) > 2 or len(route.makers) > 1:
-        return first, _ALL
-    if len(route.parties) == 2:
-        return first, route.parties[1] if making else route.makers[0]
-    return nothing
-
-
-def _values(
-    row: Sequence[Slot], tables: Sequence[tuple[_Table, _Table]]
-) -> tuple[list[int], list[int], list[int], list[int]]:
-    """What the row's computations need, from whom, what they make, for whom."""
-    found: tuple[list[int], list[int], list[int], list[int]] = ([], [], [], [])
-    add_needed, add_source, add_made, add_to = (values.append for values in found)
-    num_pipes = len(tables)
-    needed, made = tables[0]
-    for cell in row:
-        one = cell.compute
-        while one is not None:
-            kind, stage, microbatch = one.kind, one.stage, one.microbatch
-            if num_pipes > 1:
-                needed, made = tables[microbatch % num_pipes]
-            first, other = needed[kind][stage]
-            add_needed(first + microbatch)
-            add_source(other)
-            first, other = made[kind][stage]
-            add_made(first + microbatch)
-            add_to(other)
-            one = None if one is cell.overlapped else cell.overlapped
-    return found
-
-
 @functools.cache
 def _exchanged(num_sent: int, num_received: int) -> bytes:
     """So many messages sent and received in one operation."""
@@ -233,7 +106,7 @@ def _exchanged(num_sent: int, num_received: int) -> bytes:
 class _Lowering:
     """The instructions of one rank while they are made, and which of its transfers nobody has waited for yet."""
 
-    def __init__(self, schedule: Schedule, rank: int, passing: _Passing) -> None:
+    def __init__(self, schedule: Schedule, rank: int, passing: Passing) -> None:
         self.rank, self.passing = rank, passing
         self.needed, self.needed_from = passing.needed[rank], passing.needed_from[rank]
         self.made, self.made_for = passing.made[rank], passing.made_for[rank]
@@ -265,22 +138,22 @@ class _Lowering:
         """Return messages as in Megatron's loop for one stage a rank: between two computations, what the first made
         and the second needs."""
         ops, operands, add_start = self.ops, self.operands, self.starts.append
-        left, left_to = NOTHING, _NOBODY
+        left, left_to = NOTHING, NOBODY
         # The loop's start and end compute nothing.
-        ends = [*self.needed, NOTHING], [*self.needed_from, _NOBODY], [*self.made, NOTHING], [*self.made_for, _NOBODY]
+        ends = [*self.needed, NOTHING], [*self.needed_from, NOBODY], [*self.made, NOTHING], [*self.made_for, NOBODY]
         self.starts.append(0)
         self._step(next(self.steps))
         for step, value, source, made, made_for in zip(self.steps, *ends, strict=True):
             add_start(len(operands))
             if left_to == source:
-                if source != _NOBODY:
+                if source != NOBODY:
                     ops += _BOTH
                     operands += (left, value, left, value)
             else:
-                if left_to != _NOBODY:
+                if left_to != NOBODY:
                     ops += _GIVE
                     operands += (left, left)
-                if source != _NOBODY:
+                if source != NOBODY:
                     ops += _TAKE
                     operands += (value, value)
             self._step(step)
@@ -297,7 +170,7 @@ class _Lowering:
             self._step(step)
             num_sent = 0
             if step.compute is not None:
-                if self.made_for[done] != _NOBODY:
+                if self.made_for[done] != NOBODY:
                     inputs.insert(0, self.made[done])
                     num_sent = 1
                 done += 1
@@ -315,7 +188,7 @@ class _Lowering:
         self.starts.append(0)
         self._step(next(self.steps))
         # The loop's end is a turn that computes nothing.
-        ends = [*turns, turns[-1] + 1], [*self.made, NOTHING], [*self.made_for, _NOBODY]
+        ends = [*turns, turns[-1] + 1], [*self.made, NOTHING], [*self.made_for, NOBODY]
         for step, turn, made, made_for in zip(self.steps, *ends, strict=True):
             self.starts.append(len(self.operands))
             if turn != begun:
@@ -324,7 +197,7 @@ class _Lowering:
                 self.operands += both + both
                 left, begun = [], turn
             self._step(step)
-            if made_for != _NOBODY:
+            if made_for != NOBODY:
                 left.append(made)
         return self._program()
 
@@ -349,9 +222,9 @@ class _Lowering:
                 together = (done,) if step.overlapped is None else (done, done + 1)
                 done += len(together)
                 for at in together:
-                    if self.needed_from[at] != _NOBODY:
+                    if self.needed_from[at] != NOBODY:
                         self._add(_WAIT, self.needed[at])
-                outputs = [self.made[at] for at in together if self.made_for[at] != _NOBODY]
+                outputs = [self.made[at] for at in together if self.made_for[at] != NOBODY]
                 self._step(step, outputs)
                 sent += outputs
             if len(self.starts) - 1 == cell:
@@ -379,9 +252,9 @@ class _Lowering:
             together = (done,) if step.overlapped is None else (done, done + 1)
             done += len(together)
             for at in together:
-                if needed_from[at] != _NOBODY:
+                if needed_from[at] != NOBODY:
                     self._take(self.needed[at], needed_from[at], inbound, taken, early)
-            outputs = [made[at] for at in together if made_for[at] != _NOBODY]
+            outputs = [made[at] for at in together if made_for[at] != NOBODY]
             self._step(step, outputs)
             sent += outputs
         self.ops += bytes([_WAIT] * len(sent))
@@ -402,11 +275,11 @@ class _Lowering:
         ends = self.needed, self.needed_from, self.made, self.made_for
         for action, value, source, made, made_for in zip(computations, *ends, strict=True):
             add_start(len(operands))
-            if source != _NOBODY:
+            if source != NOBODY:
                 self._take(value, source, inbound, taken, early)
             add_do(_RUN)
             add_what(action)
-            if made_for != _NOBODY:
+            if made_for != NOBODY:
                 add_do(_SEND)
                 add_what(made)
                 sent.append(made)
@@ -419,11 +292,11 @@ class _Lowering:
         self, value: int, source: int, inbound: dict[int, list[int]], taken: dict[int, int], early: set[int]
     ) -> None:
         """Wait for a value, and before it for all that its sender sent before it."""
-        channel = source if source != _ALL else self.passing.channel(value, source)
+        channel = source if source != ALL else self.passing.channel(value, source)
         messages = inbound.get(channel)
-        if messages is None or (source == _ALL and value not in messages):
+        if messages is None or (source == ALL and value not in messages):
             # The rank has a part in making it, and has sent that.
-            assert source == _ALL, "what a rank needs and does not make is on one of its channels"
+            assert source == ALL, "what a rank needs and does not make is on one of its channels"
             self._add(_WAIT, value)
             return
         if value in early:

@@ -227,7 +227,9 @@ def parse_cluster(text: str, devices: tuple[int, int] | None = None) -> Cluster:
     `@GB` behind it is what a device's port between nodes carries, in 1e9 bytes a second: a100-80g:4x8@12.5 has one of
     200 Gbit/s for two. Of `RACKS` a number alone is one of racks: gb200-nvl72:8, or 36x4 nodes of two.
     """
-    match = re.fullmatch(r"([a-z0-9-]+)(?::(?:([0-9]{1,5})x)?([0-9]{1,3}))?(?:@([0-9]{1,4}(?:\.[0-9]{1,3})?))?", text)
+    # 80GB of a device is its name as everybody says it.
+    plain = re.sub(r"(\d)gb\b", r"\1g", text.lower())
+    match = re.fullmatch(r"([a-z0-9-]+)(?::(?:([0-9]{1,5})x)?([0-9]{1,3}))?(?:@([0-9]{1,4}(?:\.[0-9]{1,3})?))?", plain)
     if match is None or (match[3] is None and devices is None):
         raise ValueError(
             f"cluster {text!r} is not DEVICE:NODESxDEVICES or DEVICE:NODESxDEVICES@GB, such as a100-80g:4x8@12.5"

@@ -20,8 +20,8 @@ from bpipe.plan.predict import SetupPrediction
 OVERLAPPED = "published runs with --tp-comm-overlap took 7 to 9 % longer than predicted (docs/validation.md)"
 
 
-class Kind(StrEnum):
-    """Kind of a choice, in the order in which they are taken where they are level: what is there already before stock,
+class ChoiceKind(StrEnum):
+    """ChoiceKind of a choice, in the order in which they are taken where they are level: what is there already before stock,
     stock before ours."""
 
     LAUNCH = "launch"
@@ -34,7 +34,7 @@ class Choice:
     """Something to run. `flags`: what launches it, in words; of the launch itself there is nothing to say. `refused`:
     the trainer's reasons against it."""
 
-    kind: Kind
+    kind: ChoiceKind
     prediction: SetupPrediction
     flags: str = ""
     refused: tuple[str, ...] = ()
@@ -66,14 +66,14 @@ class Answer:
     choices: tuple[Choice, ...]
     taken: Choice | None
 
-    def of(self, kind: Kind) -> Choice | None:
+    def of(self, kind: ChoiceKind) -> Choice | None:
         """Return the choice of a kind, if there is one."""
         return next((one for one in self.choices if one.kind is kind), None)
 
 
 def answer(choices: Sequence[Choice]) -> Answer:
     """Return the answer that these choices give."""
-    ordered = tuple(sorted(choices, key=lambda one: list(Kind).index(one.kind)))
+    ordered = tuple(sorted(choices, key=lambda one: list(ChoiceKind).index(one.kind)))
     able = [one for one in ordered if one.can_run]
     least = min((one.iteration_s for one in able), default=0.0)
     return Answer(ordered, next((one for one in able if one.iteration_s < CLEARLY * least), None))
@@ -119,8 +119,8 @@ def _advice(found: Answer) -> str:
     return f"{_TAKE[taken.kind]}{reason}{doubt}."
 
 
-_TAKE = {Kind.LAUNCH: "Keep the launch", Kind.STOCK: "Take stock", Kind.OURS: "Take bpipe"}
-_NAMES = {Kind.LAUNCH: "the launch", Kind.STOCK: "stock", Kind.OURS: "bpipe"}
+_TAKE = {ChoiceKind.LAUNCH: "Keep the launch", ChoiceKind.STOCK: "Take stock", ChoiceKind.OURS: "Take bpipe"}
+_NAMES = {ChoiceKind.LAUNCH: "the launch", ChoiceKind.STOCK: "stock", ChoiceKind.OURS: "bpipe"}
 
 
 def _apart(one: Choice, other: Choice) -> str:

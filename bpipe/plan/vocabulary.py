@@ -18,9 +18,9 @@ from bpipe.ir.layout import REDISTRIBUTE, TRAINED_SHARDS
 from bpipe.models.layout import Setup, redistribute_layers
 from bpipe.models.profile import Profile
 from bpipe.plan.bounds import last_load
-from bpipe.plan.budget import within_budget
 from bpipe.plan.document import document
 from bpipe.plan.predict import SetupPrediction, costs_of, predict
+from bpipe.plan.remedies import within_budget
 from bpipe.plan.shards import stands_still, with_shards
 
 # Below, what the last rank computes longer, or what a remedy gains, is lost among what predictions are worth.

@@ -19,10 +19,8 @@ The numbers are those of the order in which compute, copies and memory wait for 
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import compress
 from types import MappingProxyType
 from typing import Any, cast
@@ -30,13 +28,13 @@ from typing import Any, cast
 import torch
 
 from bpipe.ir.action import Action
+from bpipe.runtime.activations import POISON, Activations, ActivationsState
 from bpipe.runtime.capture import Claims, SavedStorage, find
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.runtime.graph import hiding, plain_tensors
 from bpipe.runtime.kept import Kept
 from bpipe.runtime.retrace import Retrace
 from bpipe.runtime.sizing import Sizing
-from bpipe.runtime.states import advance
 from bpipe.runtime.streams import Streams, used_here, used_on
 from bpipe.runtime.verifying import Verifier
 from bpipe.transport.base import Done, Pending, Transport
@@ -49,49 +47,6 @@ Key = tuple[int, int]
 def _key(action: Action) -> Key:
     """What names the activations an action is about: their stage and micro-batch."""
     return action.stage, action.microbatch
-
-
-class ActivationsState(enum.Enum):
-    HERE = "here"
-    LEAVING = "leaving"
-    AWAY = "away"
-    COMING = "coming"
-
-
-_NEXT = {
-    ActivationsState.HERE: ActivationsState.LEAVING,
-    ActivationsState.LEAVING: ActivationsState.AWAY,
-    ActivationsState.AWAY: ActivationsState.COMING,
-    ActivationsState.COMING: ActivationsState.HERE,
-}
-
-# What freed and refilled memory is filled with when poisoning is on: a NaN in every floating type, an absurd index in
-# every integer type.
-POISON = 0xFF
-
-
-@dataclass
-class Activations:
-    """The saved activations of one forward. `roots` and `inputs` are dropped once its storages are known.
-
-    `outputs` are where the stage's outputs lay when it had run: what autograd saved of these stays. How long whoever
-    sends them, or the next stage, holds them too differs between micro-batches, and all of a stage's are to be of one
-    size.
-    """
-
-    forward: Action
-    roots: Sequence[Any]
-    inputs: Sequence[torch.Tensor | None]
-    outputs: frozenset[int] = frozenset()
-    state: ActivationsState = ActivationsState.HERE
-    storages: list[torch.UntypedStorage] = field(default_factory=list)
-    lengths: tuple[int, ...] = ()
-    pending: Pending | None = None
-    action: Action | None = None
-
-    def move(self, state: ActivationsState, action: Action) -> None:
-        self.state = advance(self.state, state, _NEXT, f"activations of {self.forward}", action)
-        self.action = action
 
 
 class Evictor:

@@ -38,7 +38,7 @@ from bpipe.ir.action import SHARDS, Action, Kind
 from bpipe.ir.program import Message
 from bpipe.transport.base import Pending
 from bpipe.transport.control import Control, SentMessage, Subject
-from bpipe.transport.distributed import Works, gather_into, name_timeout, new_group
+from bpipe.transport.distributed import Works, gather_into, in_one_call, name_timeout, new_group
 from bpipe.transport.edges import Edges
 from bpipe.transport.lanes import CopyLane
 from bpipe.transport.shapes import Shapes, check_alike, empty, shapes_of
@@ -242,7 +242,10 @@ class Collectives:
         (maker,) = message.made_by
         source, group = self._groups.pipeline[self._rank_of(maker)], self._groups.of[_kind(message)]
         with name_timeout(self._groups.timeout_s):
-            return Works([dist.broadcast(tensor, source, group=group, async_op=True) for tensor in tensors], tensors)
+            return Works(
+                in_one_call(group, tensors, lambda one: dist.broadcast(one, source, group=group, async_op=True)),
+                tensors,
+            )
 
     def _reduce(self, message: Message, parts: Tensors, taker: int, kind: Kind | None = None) -> Works:
         target, group = self._groups.pipeline[taker], self._groups.of[kind or _kind(message)]

@@ -17,9 +17,10 @@ from bpipe.build import BalanceConfig, ScheduleConfig, build, orders_of
 from bpipe.ir.host_buffers import host_memory_buffers
 from bpipe.ir.memory import StageMemory, peak_of_order
 from bpipe.models.activations import memory_of_setup
-from bpipe.plan.budget import Devices, predicted_devices, smallest_bytes, within
+from bpipe.plan.budget import Devices, smallest_bytes, within
 from bpipe.plan.fit import budget_text
 from bpipe.plan.options import setup_from
+from bpipe.plan.remedies import predicted_devices
 from bpipe.record.read import read_run
 from bpipe.transport.layout import ALIGNMENT_BYTES
 from megatron.scheduling.cpu import ARGUMENTS

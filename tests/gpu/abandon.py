@@ -8,23 +8,17 @@ device before it raises shows no error, and frees memory that the partner's copi
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.steps import steps
-from bpipe.runtime.engine import Engine, EngineConfig
-from bpipe.runtime.streams import lanes, synchronize
-from bpipe.transport.base import Done, Pending, Transport
-from bpipe.transport.control import Subject
-from bpipe.transport.one_sided import OneSidedCopies, Peer
+from bpipe.runtime.engine import Engine
+from bpipe.runtime.streams import synchronize
+from bpipe.transport.base import Transport
 from tests.gpu.accelerators import Accelerator, Held
-from tests.gpu.common import FULL, MODERATE, SMALL, Result, in_host_memory, lender_on
-from tests.gpu.one_stage import SmallStage, loop_of
+from tests.gpu.common import FULL, MODERATE, SMALL, Result, lender_on
+from tests.gpu.one_stage import SmallStage, balanced, engine_of, lending, loop_of, to_host
 
-TIMEOUT_S = 60.0
 # What dropping references may take at most. Waiting for the device takes as long as it is busy.
 AT_ONCE_S = 0.5
 
@@ -70,26 +64,14 @@ class Breaking:
     end = communicated
 
 
-class OneWay:
-    """A partner that said how long its storages are, and says nothing more."""
-
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self._lengths = list(lengths)
-
-    def send(self, about: Subject, value: Any) -> Pending:
-        return Done()
-
-    def receive(self, about: Subject) -> Any:
-        return [[0, self._lengths]]
-
-
 def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
-    result = Result()
-    both = lanes(on.device, TIMEOUT_S)
-    lent = Peer(OneWay([sizes.rows * sizes.width * 4]), lender_on(on.device))  # type: ignore[arg-type]
-    ways = {
-        "evictor, buffers in host memory": (0, OneSidedCopies(in_host_memory(on.device), *both)),
-        "acceptor, buffers lent to a partner": (sizes.stages - 1, OneSidedCopies(lent, *both)),
+    result, device = Result(), on.device
+    ways: dict[str, tuple[int, Transport]] = {
+        "evictor, buffers in host memory": (0, to_host(device)),
+        "acceptor, buffers lent to a partner": (
+            sizes.stages - 1,
+            lending(lender_on(device), device, 0, [4 * sizes.rows * sizes.width]),
+        ),
     }
     for name, (rank, transport) in ways.items():
         _let_go(on, rank, transport, sizes, name, result)
@@ -97,10 +79,9 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
 
 
 def _let_go(on: Accelerator, rank: int, transport: Transport, sizes: Sizes, name: str, result: Result) -> None:
-    plan = build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=BalanceConfig()))
+    plan = balanced(sizes.stages, sizes.microbatches)
     stage = SmallStage(on, sizes.rows, sizes.width, seed=rank)
-    config = EngineConfig(f"stage {rank}", on.device, minimum_bytes=1, timeout_s=TIMEOUT_S)
-    engine = Engine(plan, rank, transport, config)
+    engine = engine_of(plan, rank, on.device, transport)
     loop = loop_of(plan, rank, stage, stage.received)
     loop.run(engine)
     synchronize(on.device)

@@ -6,14 +6,13 @@ is never slow: what a GPU does late because of a kernel in front of it, a late d
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import functools
 import gc
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -36,60 +35,47 @@ class Held:
     let_go: Callable[[], None]
 
 
-class Accelerator(abc.ABC):
-    """`seconds_mean_something`: whether what it takes can be measured."""
-
+class Accelerator(Protocol):
     name: str
     device: torch.device
-    seconds_mean_something: bool
 
-    @abc.abstractmethod
     def hold_back(self, seconds: float) -> None:
         """Let what is issued next to the current stream come late."""
 
-    @abc.abstractmethod
     def come_late(self, forwards: bool, copies: bool, number: int) -> None:
         """Let forwards or copies come late from now on; `number` is that of the iteration."""
 
-    @abc.abstractmethod
     def before_forward(self) -> None:
         """Hold a forward back in its middle, if forwards are to come late."""
 
-    @abc.abstractmethod
     def before_copy(self) -> None:
         """Hold a copy back, if copies are to come late."""
 
-    @abc.abstractmethod
     def busy(self, seconds: float) -> Held:
         """Keep the current stream busy: a GPU's so long, a late device's until it is let go."""
 
-    @abc.abstractmethod
     def limit(self, nbytes: int | None) -> None:
         """Let torch have so many bytes of the device's memory, or all of it again."""
 
-    @abc.abstractmethod
     def units(self) -> int:
         """Return how many compute units there are. From now on kernels of Triton's run."""
 
     # What makes the device of a process of a pair, which has just begun. It can be pickled.
     of_process: Callable[[int], Accelerator]
 
-    @abc.abstractmethod
     def described(self) -> str:
         """Say which devices there are."""
 
-    @abc.abstractmethod
     def allocator(self) -> str:
         """Return the allocator in use, as `PYTORCH_CUDA_ALLOC_CONF` would name it: by what it does, not by what was
         asked for."""
 
-    @abc.abstractmethod
     def prepare_megatron(self) -> None:
         """Let Megatron run here. Once a process, before Megatron is imported."""
 
 
 class Gpu(Accelerator):
-    name, seconds_mean_something = CUDA, True
+    name = CUDA
 
     def __init__(self) -> None:
         self.device = torch.device(CUDA, 0)
@@ -143,7 +129,7 @@ class Gpu(Accelerator):
 class LateDevice(Accelerator):
     """Devices that are begun anew with each of these. Nothing of those before may be used any more."""
 
-    name, seconds_mean_something = LATE, False
+    name = LATE
     # Memory of the host's stands for it.
     CAPACITY_BYTES = 256 << 20
 

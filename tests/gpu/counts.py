@@ -8,7 +8,6 @@ tests import.
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import subprocess
 import sys
@@ -48,14 +47,8 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", sizes.place]
     if sizes.words:
         command += ["-k", sizes.words]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
-    }
     left_s = max(until - time.monotonic(), 10.0)
-    ended = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=left_s, check=False
-    )
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=left_s, check=False)
     lines = ended.stdout.strip().splitlines() or ended.stderr.strip().splitlines() or ["pytest said nothing"]
     result = Result()
     result.check(sizes.place, ended.returncode == 0, f"{lines[-1].strip('= ')}, torch {torch.__version__}")

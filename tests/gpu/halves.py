@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import importlib.util
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tests.gpu.accelerators import Accelerator
 from tests.gpu.common import FULL, MODERATE, SMALL, Result, say, tidy
-from tests.gpu.megatron_stage import COMMON, MegatronStage, shape_flags
+from tests.gpu.megatron_stage import COMMON, MegatronStage, StageShape
 
 # Halves far apart, and forwards between them.
 ORDER = "F0 F1 F2 I0 I1 F3 W0 I2 I3 W1 W2 W3"
@@ -28,24 +27,14 @@ LAYERS = {
 }
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """`layers` of one stage; it is the second of three."""
-
-    layers: int
-    hidden: int
-    heads: int
-    sequence: int
-
-    @property
-    def flags(self) -> list[str]:
-        return shape_flags(self.layers, self.hidden, self.heads, self.sequence)
+SIZES = {
+    FULL: StageShape(2, 4096, 32, 2048),
+    MODERATE: StageShape(1, 2048, 16, 1024),
+    SMALL: StageShape(1, 32, 2, 16),
+}
 
 
-SIZES = {FULL: Sizes(2, 4096, 32, 2048), MODERATE: Sizes(1, 2048, 16, 1024), SMALL: Sizes(1, 32, 2, 16)}
-
-
-def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
+def run(on: Accelerator, sizes: StageShape, until: float) -> Result:
     if importlib.util.find_spec("megatron.core") is None:
         return Result(skipped="megatron-core is not installed here")
     on.prepare_megatron()

@@ -9,6 +9,7 @@ Megatron's, the loop around it ours.
 from __future__ import annotations
 
 import importlib.util
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,85 +18,67 @@ from typing import Any
 
 import torch
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
-from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.engine import Engine
 from bpipe.runtime.executor import Executor
-from bpipe.runtime.streams import lanes, synchronize
-from bpipe.transport.lanes import CopyLane
-from bpipe.transport.one_sided import OneSidedCopies
+from bpipe.runtime.streams import synchronize
 from tests.gpu.accelerators import Accelerator
-from tests.gpu.common import FULL, MODERATE, SMALL, Result, drawn, in_host_memory, moved_bytes, repeats, say, tidy
-from tests.gpu.one_stage import loop_of
+from tests.gpu.common import FULL, MODERATE, SMALL, Result, drawn, moved_bytes, repeats, say, tidy
+from tests.gpu.one_stage import balanced, engine_of, loop_of, to_host
 
-TIMEOUT_S = 120.0
 MINIMUM_BYTES = 1 << 16
 # Below this the schedule's promise is not kept: `--bpipe` counts micro-batches, and the rest of each stays where it is.
 ENOUGH = 0.9
 SEED = 1234
 
 # Everything that Transformer Engine or Apex would do is torch's here, and what Megatron compiles by itself stays on.
-COMMON = (
-    *(
-        "--transformer-impl",
-        "local",
-        "--no-persist-layer-norm",
-        "--no-gradient-accumulation-fusion",
-        "--no-masked-softmax-fusion",
-    ),
-    *(
-        "--no-rope-fusion",
-        "--vocab-size",
-        "512",
-        "--micro-batch-size",
-        "1",
-        "--bf16",
-        "--pipeline-model-parallel-size",
-        "3",
-    ),
-)
+COMMON = shlex.split("""
+    --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion
+    --no-rope-fusion --vocab-size 512 --micro-batch-size 1 --bf16 --pipeline-model-parallel-size 3
+""")
 MODELS = {
-    "GPT-3 kind, dropout": (),
-    "LLaMA kind": (
-        *("--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear", "--position-embedding-type", "rope"),
-        *("--untie-embeddings-and-output-weights", "--attention-dropout", "0", "--hidden-dropout", "0"),
-    ),
+    "GPT-3 kind, dropout": "",
+    "LLaMA kind": """
+        --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
+        --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+    """,
 }
 
 
-def shape_flags(layers: int, hidden: int, heads: int, sequence: int) -> list[str]:
-    """Return Megatron's flags for three stages of so many layers."""
-    sizes = {
-        "num-layers": 3 * layers,
-        "hidden-size": hidden,
-        "num-attention-heads": heads,
-        "seq-length": sequence,
-        "max-position-embeddings": sequence,
-    }
-    return [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-
-
 @dataclass(frozen=True)
-class Sizes:
-    """`layers` of one stage."""
+class StageShape:
+    """`layers` of one stage; it is the second of three."""
 
     layers: int
     hidden: int
     heads: int
     sequence: int
-    rounds: int
-    minimum_bytes: int
-    stages: int = 8
-    microbatches: int = 16
 
     @property
     def flags(self) -> list[str]:
-        return shape_flags(self.layers, self.hidden, self.heads, self.sequence)
+        """Megatron's, of three such stages."""
+        sizes = {
+            "num-layers": 3 * self.layers,
+            "hidden-size": self.hidden,
+            "num-attention-heads": self.heads,
+            "seq-length": self.sequence,
+            "max-position-embeddings": self.sequence,
+        }
+        return [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    shape: StageShape
+    rounds: int
+    minimum_bytes: int = MINIMUM_BYTES
+    stages: int = 8
+    microbatches: int = 16
 
 
 SIZES = {
-    FULL: Sizes(2, 4096, 32, 2048, 50, MINIMUM_BYTES),
-    MODERATE: Sizes(1, 2048, 16, 1024, 6, MINIMUM_BYTES),
-    SMALL: Sizes(1, 128, 4, 64, 3, 1, stages=4, microbatches=8),
+    FULL: Sizes(StageShape(2, 4096, 32, 2048), 50),
+    MODERATE: Sizes(StageShape(1, 2048, 16, 1024), 6),
+    SMALL: Sizes(StageShape(1, 128, 4, 64), 3, 1, stages=4, microbatches=8),
 }
 
 
@@ -145,11 +128,10 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
         return Result(skipped="megatron-core is not installed here")
     on.prepare_megatron()
     result = Result()
-    both = lanes(device, TIMEOUT_S)
     for number, (name, flags) in enumerate(MODELS.items()):
         say(f"{name}:")
-        with _stage([*COMMON, *sizes.flags, *flags], device) as stage:
-            _look(device, stage, sizes, both, until if number else _half(until), name, result)
+        with _stage([*COMMON, *sizes.shape.flags, *flags.split()], device) as stage:
+            _look(device, stage, sizes, until if number else _half(until), name, result)
         tidy(device)
     result.row("functions compiled", _compiled())
     return result
@@ -180,12 +162,11 @@ def _look(
     device: torch.device,
     stage: MegatronStage,
     sizes: Sizes,
-    both: tuple[CopyLane, CopyLane],
     until: float,
     name: str,
     result: Result,
 ) -> None:
-    plan = build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=BalanceConfig()))
+    plan = balanced(sizes.stages, sizes.microbatches)
     loop = loop_of(plan, 0, stage, stage.received)
     # Functions are compiled, and compiled again for what they did not expect, with the first calls.
     for microbatch in range(3):
@@ -199,8 +180,7 @@ def _look(
         same,
         "the same bits" if same else "differing bits: nothing below can be judged",
     )
-    config = EngineConfig("stage 0", device, sizes.minimum_bytes, TIMEOUT_S, poison=True)
-    engine = Engine(plan, 0, OneSidedCopies(in_host_memory(device), *both), config)
+    engine = engine_of(plan, 0, device, to_host(device), sizes.minimum_bytes, poison=True)
     wrong, reserved = 0, []
     for _ in repeats(sizes.rounds, until, least=3):
         wrong += not _equal(gradients(engine), expected)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -19,18 +19,12 @@ from bpipe.build import ScheduleConfig, build, named_balance
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import live_bytes, memory_of, num_transfers
 from bpipe.ir.schedule import Schedule
-from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.engine import Engine
 from bpipe.runtime.executor import Executor
-from bpipe.runtime.streams import lanes
-from bpipe.transport.base import Pending, Transport
-from bpipe.transport.layout import BufferLayout, Sizes
-from bpipe.transport.memory import Region
-from bpipe.transport.one_sided import OneSidedCopies
 from tests.gpu.accelerators import Accelerator
-from tests.gpu.common import FULL, MODERATE, SMALL, Result, in_host_memory, lender_on, repeats, say, tidy
-from tests.gpu.one_stage import GptStage, Shape, loop_of
+from tests.gpu.common import FULL, MODERATE, SMALL, Result, lender_on, repeats, say, tidy
+from tests.gpu.one_stage import GptStage, KeptLender, Shape, engine_of, lending, loop_of, to_host
 
-TIMEOUT_S = 60.0
 # The driver's blocks, and the largest step by which torch's allocator rounds an allocation up.
 BLOCK_BYTES = 2 << 20
 # Several allocations of one moment may be rounded up, and libraries keep a workspace of a few MiB.
@@ -128,55 +122,6 @@ def predicted_bytes(plan: Schedule, rank: int, parts: Parts, moved: int) -> int:
     )
 
 
-class Lent:
-    """The acceptor's half of `peer` with nobody on the other side: it lends its host buffers' memory and nothing
-    comes."""
-
-    one_sided: Literal[True] = True
-    lends = True
-
-    def __init__(self, device: torch.device, sizes: Sizes) -> None:
-        self._device = device
-        self._sizes = sizes
-        self._regions: list[Region] = []
-        self._lender = lender_on(device)
-        # Whatever the driver sets up with the first call should not count as ours.
-        self._lender.make(BLOCK_BYTES)[1].close()
-        self.taken_bytes = 0
-
-    def reach(self, layout: BufferLayout) -> None:
-        """An acceptor has nothing to reach."""
-
-    def learn(self) -> dict[int, tuple[int, ...]]:
-        return {stage: tuple(lengths) for stage, lengths in self._sizes.items()}
-
-    def lend(self, nbytes: int) -> None:
-        before = self._free()
-        self._regions.append(self._lender.make(nbytes)[1])
-        self.taken_bytes += before - self._free()
-
-    def _free(self) -> int:
-        return torch.accelerator.get_memory_info(self._device)[0]
-
-    def grow(self) -> None:
-        raise AssertionError("an acceptor has nothing to reach")
-
-    def announce(self, sizes: Sizes) -> Pending:
-        raise AssertionError("an acceptor has nothing to announce")
-
-    def put(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Pending:
-        raise AssertionError("an acceptor has nothing to put")
-
-    get = put
-
-    def release(self) -> None:
-        for region in self._regions:
-            region.close()
-        self._regions.clear()
-
-    abandon = withdraw = release
-
-
 @dataclass(frozen=True)
 class Peak:
     """Bytes of one stage's program, beyond what is there before an iteration; `steady` by iteration, what must not
@@ -196,13 +141,15 @@ def peak_of(
     """Run a stage's program for some iterations; the peak of the last one. `moved` sizes an acceptor's host buffers."""
     tidy(device)
     transfers = num_transfers(plan, rank)
-    transport: Transport | None = None
+    # Whatever the driver sets up with the first call should not count as ours.
+    lender_on(device).make(BLOCK_BYTES)[1].close()
+    lender, transport = KeptLender(device), None
     if transfers.evictions:
-        transport = OneSidedCopies(in_host_memory(device), *lanes(device, TIMEOUT_S))
+        transport = to_host(device)
     elif transfers.hosts:
         assert plan.partners is not None
-        transport = Lent(device, {plan.partners[rank]: (moved,)})
-    engine = Engine(plan, rank, transport, EngineConfig(f"stage {rank}", device, sizes.minimum_bytes, TIMEOUT_S))
+        transport = lending(lender, device, plan.partners[rank], [moved])
+    engine = engine_of(plan, rank, device, transport, sizes.minimum_bytes)
     loop = loop_of(plan, rank, stage, stage.received)
     steady: list[Mapping[str, int]] = []
     measured = 0
@@ -211,9 +158,9 @@ def peak_of(
         stats = torch.accelerator.memory_stats(device)
         steady.append({name: stats[name] for name in STEADY})
     own_moved = engine.moved_bytes.get(rank, 0)
-    lent, taken = engine.host_bytes, transport.taken_bytes if isinstance(transport, Lent) else 0
+    lent = engine.host_bytes
     engine.release()
-    return Peak(measured, predicted_bytes(plan, rank, parts, own_moved), own_moved, lent, taken, steady)
+    return Peak(measured, predicted_bytes(plan, rank, parts, own_moved), own_moved, lent, lender.taken_bytes, steady)
 
 
 def _iteration_peak(loop: Executor, engine: Engine) -> int:

@@ -15,15 +15,9 @@ import torch
 
 from bpipe.build import ScheduleConfig, build, named_balance
 from bpipe.ir.schedule import Schedule
-from bpipe.runtime.engine import Engine, EngineConfig
-from bpipe.runtime.streams import lanes, synchronize
-from bpipe.transport.lanes import CopyLane
-from bpipe.transport.one_sided import OneSidedCopies
 from tests.gpu.accelerators import Accelerator
-from tests.gpu.common import FULL, MODERATE, SMALL, Result, in_host_memory, lender_on, repeats, tidy
-from tests.gpu.one_stage import SmallStage, loop_of
-
-TIMEOUT_S = 60.0
+from tests.gpu.common import FULL, MODERATE, SMALL, Result, lender_on, repeats, tidy
+from tests.gpu.one_stage import SmallStage, engine_of, loop_of, to_host
 
 
 @dataclass(frozen=True)
@@ -54,21 +48,14 @@ SIZES = {
 class Program:
     """Stage 0's program, without balancing or with it."""
 
-    def __init__(
-        self, device: torch.device, stage: SmallStage, plan: Schedule, both: tuple[CopyLane, CopyLane]
-    ) -> None:
+    def __init__(self, device: torch.device, stage: SmallStage, plan: Schedule) -> None:
         self._device = device
         self._stage = stage
         self._loop = loop_of(plan, 0, stage, stage.received)
-        self.engine: Engine | None = None
-        if plan.partners is not None:
-            config = EngineConfig("stage 0", device, minimum_bytes=1, timeout_s=TIMEOUT_S, poison=True)
-            self.engine = Engine(plan, 0, OneSidedCopies(in_host_memory(device), *both), config)
+        self.engine = engine_of(plan, 0, device, to_host(device), poison=True) if plan.partners is not None else None
 
     def gradient(self) -> torch.Tensor:
-        self._loop.run(self.engine)
-        synchronize(self._device)
-        return self._stage.gradient()
+        return self._stage.gradient_of(self._loop, self.engine)
 
     def reserved_bytes(self) -> int:
         """What torch takes from the driver for two iterations, from an empty cache."""
@@ -81,14 +68,12 @@ class Program:
 
 def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
     device, result = on.device, Result()
-    both = lanes(device, TIMEOUT_S)
     stage = SmallStage(on, sizes.rows, sizes.width)
     plain, balanced = (
         Program(
             device,
             stage,
             build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=named_balance(balance))),
-            both,
         )
         for balance in ("none", "bpipe")
     )
@@ -114,8 +99,6 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
     balanced.engine.release()
     del expected
     _lend_beside_a_full_cache(device, sizes, result)
-    for lane in both:
-        lane.close()
     return result
 
 

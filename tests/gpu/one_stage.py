@@ -1,26 +1,89 @@
 """One pipeline stage alone, in plain torch: its neighbours are synthetic, its program and its engine are the real ones.
 
 In: a schedule, a rank, and a stage to compute. Out: iterations, with an engine's calls around every operation or
-without. Knows no transport. A stage ends in a sum, so that nothing but the graph holds what it computed, as in a
+without. A stage ends in a sum, so that nothing but the graph holds what it computed, as in a
 pipeline that has sent its output on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.ir.schedule import Schedule
+from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.stage import TorchStages
+from bpipe.runtime.streams import copying_on, lanes, synchronize
+from bpipe.transport.base import Done, Pending, Transport
+from bpipe.transport.control import Subject
+from bpipe.transport.memory import Lender, Region
+from bpipe.transport.one_sided import Host, OneSidedCopies, Peer
 from tests.gpu.accelerators import Accelerator
-from tests.gpu.common import drawn
+from tests.gpu.common import drawn, lender_on
 from tests.support.alone import Alone
+
+TIMEOUT_S = 120.0
+
+
+def balanced(stages: int, microbatches: int) -> Schedule:
+    return build(ScheduleConfig("1f1b", stages, microbatches, balance=BalanceConfig()))
+
+
+def to_host(device: torch.device) -> OneSidedCopies:
+    """Return a transport into this process's own memory, with locked pages."""
+    return OneSidedCopies(Host(copying_on(device)), *lanes(device, TIMEOUT_S))
+
+
+def engine_of(
+    plan: Schedule, rank: int, device: torch.device, transport: Transport | None, minimum_bytes: int = 1, **more: Any
+) -> Engine:
+    return Engine(plan, rank, transport, EngineConfig(f"stage {rank}", device, minimum_bytes, TIMEOUT_S, **more))
+
+
+class OneWay:
+    """A partner that said how long its storages are, and says nothing more."""
+
+    def __init__(self, stage: int, lengths: Sequence[int]) -> None:
+        self._sizes = [[stage, [*lengths]]]
+
+    def send(self, about: Subject, value: Any) -> Pending:
+        return Done()
+
+    def receive(self, about: Subject) -> Any:
+        return self._sizes
+
+
+class KeptLender:
+    """Lends as `peer` does, and keeps what it lent, to look into it. `taken_bytes`: by how much the device's free
+    memory fell."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._lender = device, lender_on(device)
+        self.regions: list[Region] = []
+        self.taken_bytes = 0
+
+    def make(self, nbytes: int) -> tuple[Any, Region]:
+        before = torch.accelerator.get_memory_info(self._device)[0]
+        handle, region = self._lender.make(nbytes)
+        self.taken_bytes += before - torch.accelerator.get_memory_info(self._device)[0]
+        self.regions.append(region)
+        return handle, region
+
+    def open(self, handle: Any) -> Region:
+        return self._lender.open(handle)
+
+
+def lending(lender: Lender, device: torch.device, stage: int, lengths: Sequence[int]) -> OneSidedCopies:
+    """Return the acceptor's half of `peer` with nobody on the other side: it lends, and nothing comes."""
+    return OneSidedCopies(Peer(OneWay(stage, lengths), lender), *lanes(device, TIMEOUT_S))  # type: ignore[arg-type]
 
 
 def loop_of(
@@ -55,7 +118,13 @@ class SmallStage:
     def received(self, microbatch: int) -> torch.Tensor:
         return drawn(self._shape, 1000 + microbatch, self._on.device).requires_grad_()
 
-    def gradient(self) -> torch.Tensor:
+    def gradient_of(self, loop: Executor, engine: Engine | None) -> torch.Tensor:
+        """What an iteration of its loop adds up."""
+        loop.run(engine)
+        synchronize(self._on.device)
+        return self._gradient()
+
+    def _gradient(self) -> torch.Tensor:
         """What the last iteration added up; the next starts from nothing."""
         gradient, self.weight.grad = self.weight.grad, None
         assert gradient is not None

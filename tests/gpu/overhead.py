@@ -19,15 +19,13 @@ from typing import Any
 
 import torch
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.ir.host_buffers import num_host_buffers
 from bpipe.ir.memory import num_transfers
-from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.engine import Engine
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.recorder import Recorder
-from bpipe.runtime.streams import Clock, lanes
+from bpipe.runtime.streams import Clock
 from bpipe.simulate.bandwidth import required_bytes_per_s
-from bpipe.transport.one_sided import OneSidedCopies
 from tests.gpu.accelerators import Accelerator
 from tests.gpu.common import (
     FULL,
@@ -35,7 +33,6 @@ from tests.gpu.common import (
     SMALL,
     Result,
     Spread,
-    in_host_memory,
     moved_bytes,
     ratios,
     repeats,
@@ -43,9 +40,8 @@ from tests.gpu.common import (
     tidy,
 )
 from tests.gpu.limits import copy_rates
-from tests.gpu.one_stage import GptStage, Shape, loop_of
+from tests.gpu.one_stage import GptStage, Shape, balanced, engine_of, loop_of, to_host
 
-TIMEOUT_S = 60.0
 # Of the measured bandwidth, what a transfer that should hide may ask for.
 COMFORTABLE = 0.8
 
@@ -125,15 +121,13 @@ def _case(
     tidy(device)
     stage = GptStage(shape, device)
     wants = need(device, stage, sizes.minimum_bytes)
-    plan = build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=BalanceConfig()))
+    plan = balanced(sizes.stages, sizes.microbatches)
     loop = loop_of(plan, 0, stage, stage.received)
-    both = lanes(device, TIMEOUT_S)
-
-    def engine(synchronous: bool) -> Engine:
-        config = EngineConfig("stage 0", device, sizes.minimum_bytes, TIMEOUT_S, synchronous=synchronous)
-        return Engine(plan, 0, OneSidedCopies(in_host_memory(device), *both), config)
-
-    engines: dict[str, Engine | None] = {"without": None, "with": engine(False), "synchronous": engine(True)}
+    asynchronous, synchronous = (
+        engine_of(plan, 0, device, to_host(device), sizes.minimum_bytes, synchronous=synchronous)
+        for synchronous in (False, True)
+    )
+    engines = {"without": None, "with": asynchronous, "synchronous": synchronous}
     works: dict[str, Callable[[], None]] = {name: lambda one=one: loop.run(one) for name, one in engines.items()}  # type: ignore[misc]
     for work in works.values():
         seconds(device, work)
@@ -141,12 +135,9 @@ def _case(
     for _ in repeats(sizes.repeats, until, least=2):
         for name, work in works.items():
             taken[name].append(seconds(device, work))
-    asynchronous = engines["with"]
-    assert asynchronous is not None
     exposed_s, elapsed_s = _exposed(device, loop, asynchronous)
-    for one in engines.values():
-        if one is not None:
-            one.release()
+    asynchronous.release()
+    synchronous.release()
     fits = wants.bytes_per_s <= link
     title = (
         f"{shape.layers - shape.recomputed} of {shape.layers} layers kept whole, {'could' if fits else 'cannot'} hide"

@@ -20,19 +20,15 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.ir.memory import num_transfers
-from bpipe.runtime.engine import Engine, EngineConfig
-from bpipe.runtime.streams import copying_on, synchronize
+from bpipe.runtime.streams import copying_on
 from bpipe.transport.base import Transport
 from bpipe.transport.connect import Connection, connect
 from tests.gpu.accelerators import Accelerator
 from tests.gpu.common import Result
-from tests.gpu.one_stage import SmallStage, loop_of
+from tests.gpu.one_stage import TIMEOUT_S, SmallStage, balanced, engine_of, loop_of
 from tests.gpu.streams import MODES, late_lanes
 
-# Either process may be ahead of the other by as much as a case takes.
-TIMEOUT_S = 120.0
 EVICTOR, LENDER = 0, 1
 
 Found = dict[str, Any]
@@ -104,25 +100,18 @@ class EngineSizes(Protocol):
 def run_engine(member: Member, transport: Transport, sizes: EngineSizes, rounds: Iterable[int]) -> Found:
     """Return this process's stage of the pair, iteration after iteration, against itself without an engine."""
     on = member.on
-    plan = build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=BalanceConfig()))
+    plan = balanced(sizes.stages, sizes.microbatches)
     place = 0 if member.rank == EVICTOR else sizes.stages - 1
     stage = SmallStage(on, sizes.rows, sizes.width, seed=place)
     loop = loop_of(plan, place, stage, stage.received)
-
-    def gradient(engine: Engine | None) -> torch.Tensor:
-        loop.run(engine)
-        synchronize(on.device)
-        return stage.gradient()
-
-    expected = gradient(None)
-    reference = torch.equal(gradient(None), expected)
-    config = EngineConfig(f"stage {place}", on.device, minimum_bytes=1, timeout_s=TIMEOUT_S, poison=True)
-    engine = Engine(plan, place, transport, config)
+    expected, again = (stage.gradient_of(loop, None) for _ in range(2))
+    engine = engine_of(plan, place, on.device, transport, poison=True)
     wrong = count = 0
     for number in rounds:
         on.come_late(*MODES[number % len(MODES)], number)
-        wrong += not torch.equal(gradient(engine), expected)
+        wrong += not torch.equal(stage.gradient_of(loop, engine), expected)
         count += 1
+    reference = torch.equal(again, expected)
     found = {"count": count, "wrong": wrong, "reference": reference, "host_buffer_bytes": engine.host_bytes}
     engine.release()
     return {**found, "evictions": num_transfers(plan, place).evictions}

@@ -10,8 +10,7 @@ stage's inputs.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,11 +18,11 @@ import torch.distributed as dist
 from bpipe.runtime.streams import Streams, synchronize
 from bpipe.transport.base import Transport
 from bpipe.transport.layout import BufferLayout
-from bpipe.transport.memory import Lender, Region
 from bpipe.transport.one_sided import OneSidedCopies, Peer
 from tests.gpu.accelerators import Accelerator
-from tests.gpu.common import FULL, MODERATE, SMALL, Result, lender_on, random_bytes, repeats
-from tests.gpu.pair import EVICTOR, TIMEOUT_S, Found, Member, judge_engines, run_engine, run_pair
+from tests.gpu.common import FULL, MODERATE, SMALL, Result, random_bytes, repeats
+from tests.gpu.one_stage import TIMEOUT_S, KeptLender
+from tests.gpu.pair import EVICTOR, Found, Member, judge_engines, run_engine, run_pair
 from tests.gpu.streams import MODES, late_lanes
 
 POISON = 0xFF
@@ -72,22 +71,6 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
     return result
 
 
-@dataclass
-class _Lender:
-    """Lends as `peer` does, and keeps what it lent, to look into it."""
-
-    lender: Lender
-    regions: list[Region] = field(default_factory=list)
-
-    def make(self, nbytes: int) -> tuple[Any, Region]:
-        handle, region = self.lender.make(nbytes)
-        self.regions.append(region)
-        return handle, region
-
-    def open(self, handle: Any) -> Region:
-        return self.lender.open(handle)
-
-
 def _part(member: Member, sizes: Sizes, until: float) -> Found:
     # A part each: what one of them takes, the other does not have.
     begin = time.monotonic()
@@ -109,7 +92,7 @@ def _content(number: int, lengths: tuple[int, ...], device: torch.device) -> lis
 def _rounds(member: Member, sizes: Sizes, until: float) -> Found:
     """Put and get, hundreds of times. Then a last content stays in every host buffer, and the lender looks at it."""
     on, device = member.on, member.on.device
-    lender = _Lender(lender_on(device))
+    lender = KeptLender(device)
     lanes = late_lanes(on, TIMEOUT_S)
     transport = OneSidedCopies(Peer(member.connection.control, lender), *lanes)
     lengths = dict(enumerate(sizes.kinds))

@@ -22,17 +22,14 @@ from typing import Any
 
 import torch
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.ir.memory import num_transfers
-from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.engine import Engine
 from bpipe.runtime.executor import Executor
-from bpipe.runtime.streams import lanes, synchronize
-from bpipe.transport.one_sided import OneSidedCopies
+from bpipe.runtime.streams import synchronize
 from tests.gpu.accelerators import Accelerator, beside, join
-from tests.gpu.common import FULL, MODERATE, SMALL, Result, drawn, in_host_memory, repeats
-from tests.gpu.one_stage import loop_of
+from tests.gpu.common import FULL, MODERATE, SMALL, Result, drawn, repeats
+from tests.gpu.one_stage import balanced, engine_of, loop_of, to_host
 
-TIMEOUT_S = 60.0
 TAKEN = 8
 
 
@@ -115,7 +112,7 @@ class Stage:
 
 def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
     result = Result()
-    plan = build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=BalanceConfig()))
+    plan = balanced(sizes.stages, sizes.microbatches)
     stage = Stage(on, sizes)
     loop = loop_of(plan, 0, stage, stage.received)
     seen = _seen_of(on.device, loop, stage)
@@ -126,8 +123,7 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
     result.check("without an engine", alone == 0, f"{alone} of {2 * len(expected)} micro-batches read something else")
     result.facts = {"alone": alone}
     for name, noted in (("noted", [stage.side]), ("not noted", [])):
-        config = EngineConfig("stage 0", on.device, 1, TIMEOUT_S, beside=functools.partial(list, noted))
-        engine = Engine(plan, 0, OneSidedCopies(in_host_memory(on.device), *lanes(on.device, TIMEOUT_S)), config)
+        engine = engine_of(plan, 0, on.device, to_host(on.device), beside=functools.partial(list, noted))
         wrong = count = 0
         for _ in repeats(sizes.iterations, until, least=2):
             wrong += _wrong(seen(engine), expected)

@@ -13,19 +13,17 @@ from dataclasses import dataclass
 
 import torch
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.ir.memory import num_transfers
-from bpipe.runtime.engine import Engine, EngineConfig
-from bpipe.runtime.streams import lanes, synchronize
+from bpipe.runtime.engine import Engine
+from bpipe.runtime.streams import lanes
 from bpipe.transport.base import Pending
 from bpipe.transport.lanes import CopyLane, Job
 from bpipe.transport.one_sided import OneSidedCopies
 from tests.gpu.accelerators import Accelerator
 from tests.gpu.common import FULL, MODERATE, SMALL, Result, in_host_memory, repeats
-from tests.gpu.one_stage import SmallStage, loop_of
+from tests.gpu.one_stage import TIMEOUT_S, SmallStage, balanced, engine_of, loop_of
 from tests.gpu.waits import WAITS, Wait
 
-TIMEOUT_S = 60.0
 # What comes late, forwards or copies, iteration after iteration.
 MODES = ((True, False), (False, True), (True, True), (False, False))
 
@@ -43,7 +41,7 @@ class Sizes:
 SIZES = {
     FULL: Sizes(8, 16, 1024, 1024, 300, 20),
     MODERATE: Sizes(8, 16, 1024, 1024, 30, 6),
-    SMALL: Sizes(8, 16, 32, 32, 12, 4),
+    SMALL: Sizes(8, 16, 32, 32, 8, 2),
 }
 
 
@@ -76,7 +74,7 @@ class Stage0:
     def __init__(self, on: Accelerator, sizes: Sizes) -> None:
         self._on = on
         self._stage = SmallStage(on, sizes.rows, sizes.width)
-        self.plan = build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=BalanceConfig()))
+        self.plan = balanced(sizes.stages, sizes.microbatches)
         self._loop = loop_of(self.plan, 0, self._stage, self._stage.received)
         self.expected = self.gradient(None)
         self.engine = self._engine()
@@ -84,13 +82,10 @@ class Stage0:
     def _engine(self) -> Engine:
         device = self._on.device
         transport = OneSidedCopies(in_host_memory(device), *late_lanes(self._on, TIMEOUT_S))
-        config = EngineConfig("stage 0", device, minimum_bytes=1, timeout_s=TIMEOUT_S, poison=True)
-        return Engine(self.plan, 0, transport, config)
+        return engine_of(self.plan, 0, device, transport, poison=True)
 
     def gradient(self, engine: Engine | None) -> torch.Tensor:
-        self._loop.run(engine)
-        synchronize(self._on.device)
-        return self._stage.gradient()
+        return self._stage.gradient_of(self._loop, engine)
 
     def right(self) -> bool:
         """One iteration with the engine: whether its gradient has the expected bits."""

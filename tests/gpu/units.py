@@ -73,11 +73,11 @@ class PersistentProducts:
         self._programs = programs
 
     def __call__(self) -> None:
-        from tests.gpu import persistent_kernel
+        from tests.gpu import kernels
 
         products = self._products
         for _ in range(products.count):
-            persistent_kernel.multiply(products.left, products.right, products.target, self._programs)
+            kernels.multiply(products.left, products.right, products.target, self._programs)
 
     def is_right(self) -> bool:
         """Return whether its products are those of the library, within what a sum in another order changes."""
@@ -91,7 +91,7 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
     device, result = on.device, Result()
     products = Products(device, sizes)
     persistent = PersistentProducts(products, on.units())
-    from tests.gpu import copy_kernel
+    from tests.gpu import kernels
 
     result.check("products of a persistent kernel", persistent.is_right(), "within 1 % of the largest")
     source = random_bytes(sizes.copy_bytes, device).view(torch.int32)
@@ -105,7 +105,7 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
 
     copies: dict[str, Callable[[int], None]] = {"copy engines, to and from pinned host memory, in turn": by_engines}
     for units in sizes.units:
-        copies[f"{units} compute units"] = lambda times, units=units: copy_kernel.start(source, target, units, times)  # type: ignore[misc]
+        copies[f"{units} compute units"] = lambda times, units=units: kernels.copy(source, target, units, times)  # type: ignore[misc]
     works: dict[str, Callable[[], None]] = {"products": products, "products of a persistent kernel": persistent}
     share = (until - time.monotonic()) / (len(copies) * len(works))
     for (work, compute), (name, copy) in itertools.product(works.items(), copies.items()):

@@ -19,7 +19,7 @@ from bpipe.transport.cuda_runtime import runtime
 from tests.gpu.accelerators import Accelerator
 from tests.gpu.common import FULL, MODERATE, SMALL, Result
 
-PACKAGES = (
+PACKAGES = [
     "cuda-bindings",
     "triton",
     "megatron-core",
@@ -28,7 +28,7 @@ PACKAGES = (
     "apex",
     "pytest",
     "hypothesis",
-)
+]
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 SIZES = dict.fromkeys((FULL, MODERATE, SMALL))
 

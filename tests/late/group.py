@@ -193,7 +193,13 @@ class Group(dist.ProcessGroup):
         """Issue the kernel of a collective; return its end."""
         raise NotImplementedError
 
-    def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any) -> LateWork:
+    def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any) -> LateWork | None:
+        """In a batch by messages of the root, so that all of the batch is one kernel."""
+        if self._batch is not None:
+            (tensor,), root = tensors, opts.rootRank
+            others = [rank for rank in range(self._size) if rank != root]
+            self._batch += [(rank, True, tensor) for rank in others] if self._rank == root else [(root, False, tensor)]
+            return None
         return self._collective("broadcast", tensors[0], tensors[0], opts.rootRank)
 
     def reduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> LateWork:

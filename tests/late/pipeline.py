@@ -19,6 +19,7 @@ from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import ComputationHooks, Executor, neighbours
 from bpipe.runtime.messages import Messages
 from bpipe.runtime.meter import Meter
+from bpipe.runtime.stage import TorchStages
 from bpipe.runtime.streams import allocated_on, copying_on
 from bpipe.runtime.verifying import Verifier
 from bpipe.transport.base import Transport
@@ -55,6 +56,7 @@ class Rank:
     def run(self, iterations: int) -> None:
         pipeline, schedule, here = self._pipeline, self._pipeline.schedule, device(self.rank)
         join(self.rank, schedule.num_ranks)
+        stages = pipeline.model.on_device(schedule, self.rank)
         messages = self.messages(here)
         transports = self._transports()
         named = f"rank {self.rank}"
@@ -67,15 +69,14 @@ class Rank:
             pipeline.poison,
             differing=pipeline.differing,
             allocated=allocated_on(here),
-            synchronous=False,
+            synchronous=pipeline.synchronous,
             verifier=self.verifier,
             links=dict.fromkeys(range(schedule.num_ranks), pipeline.kind),
             beside=lambda: pipeline.beside(self.rank),
         )
         if pipeline.engines:
             self.engine = Engine(schedule, self.rank, transports, config, self.meter if pipeline.measures else None)
-        stages = pipeline.model.on_device(schedule, self.rank)
-        executor = Executor(schedule, self.rank, stages, messages)
+        executor = self.executor(stages, messages)
         for _ in range(iterations):
             for _ in executor.walk(self.calls()):
                 extension().perhaps_yield()
@@ -99,6 +100,9 @@ class Rank:
     def calls(self) -> ComputationHooks | None:
         """Return what is called around its computations."""
         return self.engine
+
+    def executor(self, stages: TorchStages, messages: Messages) -> Executor:
+        return Executor(self._pipeline.schedule, self.rank, stages, messages)
 
     def _transports(self) -> dict[int, Transport]:
         """By the other rank; under its own number into its own node's memory."""
@@ -145,10 +149,11 @@ class LatePipeline:
         verify: bool = False,
         model: LateModel | None = None,
         beside: Callable[[int], Sequence[torch.Stream]] = lambda rank: (),
+        synchronous: bool = False,
     ) -> None:
         self.schedule, self.kind = schedule, kind
         self.engines, self.poison, self.measures, self.differing = engines, poison, measures, differing
-        self.verify, self.beside = verify, beside
+        self.verify, self.beside, self.synchronous = verify, beside, synchronous
         self.links = sorted({(min(link), max(link)) for link in links_of(schedule)}) if engines else []
         self.controls = {(low, high): controls(low, high) for low, high in self.links if low != high}
         self._edge_controls = {pair: controls(*pair) for pair in neighbours(schedule)}

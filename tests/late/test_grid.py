@@ -45,7 +45,8 @@ MOVES = ((Kind.HOST, -2), (Kind.HOST, 3), (Kind.RETURN, -1), (Kind.RETURN, 2))
 class Run:
     """How a plan runs: over what activations move, how many hardware queues there are, and what else waits.
 
-    `exactly`: what waits there is what the checker takes to wait, no less.
+    `blocks`: a host waits for each kernel that it launches. `exactly`: what waits there is what the checker takes to
+    wait, no less.
     """
 
     kind: str = "two-sided"
@@ -56,8 +57,13 @@ class Run:
     at_issue: bool = False
 
     @property
+    def blocks(self) -> bool:
+        return self.waits is WaitLevel.BLOCKING_LAUNCHES
+
+    @property
     def exactly(self) -> bool:
-        return not self.differing and self.kind != "peer" and self.at_issue == (self.waits >= WaitLevel.AT_ISSUE)
+        waits = self.at_issue or self.blocks
+        return not self.differing and self.kind != "peer" and waits == (self.waits >= WaitLevel.AT_ISSUE)
 
 
 @contextmanager
@@ -90,7 +96,7 @@ def stands_still(schedule: Schedule, exchange: Exchange, run: Run) -> bool:
         pipeline = LateLoop(schedule, run.kind, exchange, run.births, *synchronizing, run.differing)
     try:
         with waiting_at_issue() if run.at_issue else nullcontext():
-            pipeline.run(Draw(1, connections=run.connections), 2)
+            pipeline.run(Draw(1, connections=run.connections, launch_blocks=run.blocks), 2)
     except RuntimeError as error:
         if "nobody can go on" not in str(error.__cause__):
             raise
@@ -128,6 +134,7 @@ def runs(exchange: Exchange, everything: bool) -> Iterator[Run]:
     yield Run(births=True)
     yield Run(waits=WaitLevel.ONE_QUEUE, connections=1, at_issue=True)
     yield Run(waits=WaitLevel.ONE_QUEUE, connections=1, differing=True)
+    yield Run(waits=WaitLevel.BLOCKING_LAUNCHES)
     if not everything:
         return
     yield Run()
@@ -138,6 +145,7 @@ def runs(exchange: Exchange, everything: bool) -> Iterator[Run]:
         yield Run("host", waits=WaitLevel.ONE_QUEUE, connections=connections)
     yield Run("peer", births=True)
     yield Run("host")
+    yield Run("host", waits=WaitLevel.BLOCKING_LAUNCHES)
     if exchange is not Exchange.POSTED:
         yield Run(waits=WaitLevel.AFTER_EXCHANGES)
         yield Run(waits=WaitLevel.IN_EVERY_OPERATION)

@@ -152,7 +152,7 @@ SEVERAL = {
     "overhead_one_queue": [("overhead", ("1",))],
     "connections": [(name, (number,)) for number in "18" for name in ("peer", "streams")],
     "allocators": [
-        *((name, ("expandable_segments:True",)) for name in ("versions", "streams", "peer", "memory")),
+        *((name, ("expandable_segments:True",)) for name in ("versions", "peer", "streams", "memory")),
         *((name, ("backend:cudaMallocAsync",)) for name in ("versions", "streams")),
     ],
 }

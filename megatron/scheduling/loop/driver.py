@@ -13,7 +13,6 @@ import functools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,6 +40,7 @@ from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory
 from megatron.scheduling.hooks import upstream
 from megatron.scheduling.hooks.beside import OwnTime, streams_of_layers
 from megatron.scheduling.loop.directory import pipelines
+from megatron.scheduling.loop.measured import FirstMeasured
 from megatron.scheduling.loop.waiting import refuse_standstill
 from megatron.scheduling.memory.by_slice import kept_at_peak, latest_by_place, most_by_place, moved_by_place
 from megatron.scheduling.memory.differing import Differing
@@ -58,31 +58,6 @@ from megatron.scheduling.start.refusals import differ, refuse
 GUARDED_ITERATIONS = 2
 # Computations behind which a rank holds more.
 _GROWING = (Kind.FORWARD, Kind.SHARD_FORWARD)
-
-
-@dataclass(frozen=True)
-class FirstMeasured:
-    """Measured memory of one rank in its first iteration: of one micro-batch by stage, of what it receives for one, and
-    the peak.
-
-    Where micro-batches are cut into slices, `saved_bytes` and `moved_bytes` are by place (`memory.by_slice`), and
-    `kept` is what each stage keeps of a micro-batch. `moved_bytes`: of stages that left. `allocated_bytes`,
-    `reserved_bytes`: peaks of the device's allocator until the loop's end, before weights were updated; 0 where nobody
-    counts. `lent_bytes`: host buffers outside of that allocator; `peak_bytes` includes them. `parts`: what could leave
-    in place of all, see `Sizing.parts`.
-    """
-
-    saved_bytes: Mapping[int, int]
-    moved_bytes: Mapping[int, int]
-    after_input_bytes: Mapping[int, int]
-    shard_bytes: int
-    received_bytes: int
-    peak_bytes: int
-    allocated_bytes: int
-    reserved_bytes: int
-    lent_bytes: int = 0
-    parts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    kept: Mapping[int, KeptMemory] = field(default_factory=dict)
 
 
 class Driver:

@@ -7,7 +7,7 @@ what waits and the way out. Starts nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -33,8 +33,10 @@ def wait_level(config: SchedulingConfig, device: torch.device) -> tuple[WaitLeve
     A GPU has fewer queues than a run has streams, and which streams share one is not known; timers and profilers
     synchronise it, and NCCL may order its kernels across communicators (`NCCL_LAUNCH_ORDER_IMPLICIT`). A plan that
     stands all of this waits for each transfer where it is posted. With one queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`)
-    messages stand behind each other, too.
+    messages stand behind each other, too; with `CUDA_LAUNCH_BLOCKING=1` the host waits for each.
     """
+    if device.type != "cpu" and os.environ.get(BLOCKING, "0") != "0":
+        return WaitLevel.BLOCKING_LAUNCHES, f"{BLOCKING}=1"
     if device.type != "cpu" and os.environ.get(CONNECTIONS) == "1":
         return WaitLevel.ONE_QUEUE, f"{CONNECTIONS}=1"
     if config.synchronous:
@@ -59,29 +61,35 @@ def refuse_standstill(
     storages are.
     """
     waits, cause = wait_level(config, device)
-    if device.type != "cpu" and os.environ.get(BLOCKING, "0") != "0" and exchange is Exchange.POSTED:
-        raise ValueError(
-            f"with {BLOCKING}=1 the host waits where it posts a receive, and our own loop posts receives before it sends "
-            f"what they answer: drop it, or take a schedule that Megatron's own loops run"
-        )
-    one_queue = waits is WaitLevel.ONE_QUEUE
-    if one_queue and schedule.layout.vocabulary is Vocabulary.TWO:
-        raise ValueError(
-            f"with {cause} every rank would wait behind its S for all others', because what follows it waits in the "
-            f"one queue that there "
-            "is: drop it, or take --bpipe-vocabulary 1"
-        )
+    holds_messages = exchange is Exchange.POSTED and waits >= WaitLevel.ONE_QUEUE
+    holds_messages |= waits >= WaitLevel.BLOCKING_LAUNCHES
     meets = any(link.transport not in ONE_SIDED for link in links)
+    _refuse_second_step(schedule, waits, cause)
     if meets and differing and not cause:
         cause = "micro-batches that differ in size"
-    if not cause or not (meets or (one_queue and exchange is Exchange.POSTED)):
+    if not cause or not (meets or holds_messages):
         return
     try:
         check_waits(schedule if meets else without_transfers(schedule), waits, exchange, differing and meets)
     except ScheduleError as error:
-        ways = ["drop it"] * (one_queue or config.synchronous) + [
-            f"take {'--bpipe-transport peer' if meets else 'another schedule'}"
-        ]
+        ways = ", or ".join(_ways_out(waits, config, meets, exchange))
+        raise ValueError(f"with {cause} ranks can wait for each other for ever: {ways}. {error}") from None
+
+
+def _refuse_second_step(schedule: Schedule, waits: WaitLevel, cause: str) -> None:
+    """In one queue what goes on beside the computation goes on in front of it: slow, whether or not it blocks."""
+    if waits is WaitLevel.ONE_QUEUE and schedule.layout.vocabulary is Vocabulary.TWO:
         raise ValueError(
-            f"with {cause} ranks can wait for each other for ever: {', or '.join(ways)}. {error}"
-        ) from None
+            f"with {cause} every rank would wait behind its S for all others', because what follows it waits in the "
+            f"one queue that there is: drop it, or take --bpipe-vocabulary 1"
+        )
+
+
+def _ways_out(waits: WaitLevel, config: SchedulingConfig, meets: bool, exchange: Exchange) -> Iterator[str]:
+    if waits >= WaitLevel.ONE_QUEUE or config.synchronous:
+        yield "drop it"
+    if waits is WaitLevel.BLOCKING_LAUNCHES:
+        one_by_one = exchange is Exchange.MEGATRON_INTERLEAVED
+        yield "add --no-overlap-p2p-communication" if one_by_one else "take a schedule that Megatron's own loops run"
+    else:
+        yield f"take {'--bpipe-transport peer' if meets else 'another schedule'}"

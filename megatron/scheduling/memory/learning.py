@@ -22,7 +22,8 @@ from bpipe.ir.schedule import Schedule
 from bpipe.models.memory import COMMUNICATOR_OF_TWO_BYTES, DeviceBesides
 from bpipe.plan.budget import Devices, better_plan, one_budget_a_rank
 from megatron.scheduling.hooks import patches
-from megatron.scheduling.loop.driver import Driver, FirstMeasured
+from megatron.scheduling.loop.driver import Driver
+from megatron.scheduling.loop.measured import FirstMeasured
 from megatron.scheduling.memory.watermark import Besides, held
 from megatron.scheduling.options.arguments import SchedulingConfig
 from megatron.scheduling.options.budgets import budget_of

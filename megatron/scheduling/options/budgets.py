@@ -20,16 +20,10 @@ from bpipe.flags.values import AUTO
 from bpipe.generate.families import FAMILIES
 from bpipe.models.cluster_file import cluster_named
 from bpipe.models.layout import Setup
-from bpipe.plan.budget import (
-    Devices,
-    balanced_costs,
-    plan_in_time,
-    predicted_devices,
-    tightest_plan,
-    within_or_remedies,
-)
+from bpipe.plan.budget import Devices, balanced_costs, plan_in_time, tightest_plan
 from bpipe.plan.fit import plan_lines
 from bpipe.plan.options import setup_from
+from bpipe.plan.remedies import predicted_devices, within_or_remedies
 from bpipe.simulate.cost import Costs
 from megatron.scheduling.hooks import upstream
 

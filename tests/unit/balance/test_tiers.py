@@ -15,7 +15,8 @@ from bpipe.balance.pairs import allocated_bytes
 from bpipe.balance.tiers import balance_over_hosts
 from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.check.case import Case, ScheduleError
-from bpipe.check.rules import check, check_host_buffers
+from bpipe.check.rules import check
+from bpipe.check.transfers import check_host_buffers
 from bpipe.formats.document import read_json, write_json
 from bpipe.formats.grid import read_grid, write_grid
 from bpipe.formats.text import read_csv, write_csv

@@ -9,7 +9,8 @@ import pytest
 
 from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.check.case import Case, ScheduleError
-from bpipe.check.rules import RULES, check, check_host_buffers, check_no_deadlock
+from bpipe.check.rules import RULES, check, check_no_deadlock
+from bpipe.check.transfers import check_host_buffers
 from bpipe.formats.text import read_action
 from bpipe.generate.place import place
 from bpipe.ir.action import Action, Kind

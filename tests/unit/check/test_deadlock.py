@@ -8,7 +8,7 @@ import pytest
 
 from bpipe.balance.pairs import balance
 from bpipe.build import BalanceConfig, ScheduleConfig, build
-from bpipe.check import deadlock
+from bpipe.check import board, deadlock
 from bpipe.check.case import ScheduleError
 from bpipe.check.deadlock import Blocked, WaitLevel, size_messages
 from bpipe.check.deadlock import blocked_ranks as blocked_in
@@ -20,6 +20,7 @@ from bpipe.ir.schedule import Schedule
 from bpipe.ir.steps import Step, steps
 from bpipe.lower import lower
 from tests.support.hand_made import far_ahead, host_first
+from tests.support.levels import STOOD
 
 
 def blocked_ranks(schedule: Schedule, waits: WaitLevel = WaitLevel.IN_EVERY_OPERATION) -> tuple[Blocked, ...]:
@@ -69,7 +70,7 @@ def test_no_default_plan_stands_still_however_strictly_it_waits(chunks: int) -> 
     """With one queue 13 of these 60 did, waiting at issue 23: a pair's last transfers stood in front of the last
     gradient."""
     for schedule in default_plans((4, 6, 8, 12, 16), chunks, (1, 2, 4, 8)):
-        assert not any(blocked_ranks(schedule, waits) for waits in WaitLevel)
+        assert not any(blocked_ranks(schedule, waits) for waits in STOOD)
 
 
 @pytest.mark.slow
@@ -77,7 +78,7 @@ def test_no_default_plan_stands_still_however_strictly_it_waits(chunks: int) -> 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4, 6])
 def test_no_default_plan_of_up_to_16_stages_stands_still(chunks: int) -> None:
     plans = default_plans(range(2, 17), chunks, (1, 2, 3, 4, 5, 8), (-1, 1, 2, 17, 30) if chunks == 1 else ())
-    assert not any(blocked_ranks(schedule, waits) for schedule in plans for waits in WaitLevel)
+    assert not any(blocked_ranks(schedule, waits) for schedule in plans for waits in STOOD)
 
 
 def steps_without_end(schedule: Schedule, rank: int) -> Iterator[Step]:
@@ -184,10 +185,23 @@ def test_with_one_queue_what_is_sent_far_ahead_of_its_receiver_stands_in_the_way
     assert blocked[WaitLevel.ONE_QUEUE][0] == Blocked(0, 3, "the output of 0F2", 1)
 
 
+def test_with_launches_that_block_receives_are_not_posted_ahead() -> None:
+    """CUDA_LAUNCH_BLOCKING=1: our own loop posts a receive before it sends what the other end waits for, and messages
+    of the interleaved loop pass one by one; batches pass."""
+    for name, chunks, passes in (
+        ("1f1b", 1, {Exchange.POSTED: False, Exchange.MEGATRON_1F1B: True}),
+        ("interleaved-1f1b", 2, {Exchange.MEGATRON_INTERLEAVED: False, Exchange.MEGATRON_TURNS: True}),
+    ):
+        for exchange, goes_on in passes.items():
+            schedule = build(ScheduleConfig(name, 4, 8, chunks, BalanceConfig(), exchange=exchange))
+            assert bool(blocked_in(schedule, WaitLevel.BLOCKING_LAUNCHES, exchange)) is not goes_on
+            assert not blocked_in(schedule, WaitLevel.ONE_QUEUE, exchange)
+
+
 def test_where_sizes_differ_a_host_waits_for_its_evictor() -> None:
     """It hears how long the storages are; two that host before they evict would wait for each other's."""
     schedule = host_first()
-    for waits in WaitLevel:
+    for waits in STOOD:
         assert bool(blocked_in(schedule, waits, Exchange.POSTED)) == (waits >= WaitLevel.AT_ISSUE)
         blocked = blocked_in(schedule, waits, Exchange.POSTED, differing=True)
         assert next((one.rank, one.peer, one.message) for one in blocked) == (0, 1, "transfer 0 from rank 1 to rank 0")
@@ -220,7 +234,7 @@ POSTED = [
 def test_no_family_stands_still_in_our_own_loop_however_strictly_it_waits(name: str, p: int, m: int, v: int) -> None:
     for balancing in (None, BalanceConfig()):
         schedule = build(ScheduleConfig(name, p, m, v, balancing, exchange=Exchange.POSTED))
-        assert not any(blocked_in(schedule, waits, Exchange.POSTED) for waits in WaitLevel)
+        assert not any(blocked_in(schedule, waits, Exchange.POSTED) for waits in STOOD)
 
 
 def test_gpipe_does_not_deadlock() -> None:
@@ -247,7 +261,7 @@ def test_words_with_which_iterations_begin_go_round_in_no_ring(
 ) -> None:
     """Who hosts for whom in a ring: as the runtime speaks nobody waits for ever; who heard before it spoke would."""
     plain = FAMILIES["1f1b"].generate(3, 4, 1)
-    monkeypatch.setattr(deadlock, "links_of", lambda schedule: links)
+    monkeypatch.setattr(board, "links_of", lambda schedule: links)
     assert not blocked_ranks(plain)
 
     def hearing_first(of: Iterable[tuple[int, int]], rank: int) -> list[tuple[bool, tuple[int, int]]]:

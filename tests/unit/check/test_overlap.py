@@ -13,7 +13,7 @@ import pytest
 
 from bpipe.build import BalanceConfig, adopt
 from bpipe.check.case import ScheduleError
-from bpipe.check.deadlock import WaitLevel, blocked_ranks
+from bpipe.check.deadlock import blocked_ranks
 from bpipe.check.rules import check
 from bpipe.cli import main
 from bpipe.draw.svg import write_svg
@@ -27,6 +27,7 @@ from bpipe.ir.schedule import Schedule, Slot
 from bpipe.lower.align import align
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 from bpipe.simulate.engine import simulate
+from tests.support.levels import STOOD
 
 # What torch 2.15 prints for ScheduleDualPipeV with 2 ranks and 4 micro-batches: orders, not yet a grid.
 TORCH = """\
@@ -202,7 +203,7 @@ def test_the_simulator_times_a_pair_as_one_operation(message_s: int) -> None:
 
 
 def test_it_cannot_deadlock() -> None:
-    for waits in WaitLevel:
+    for waits in STOOD:
         assert blocked_ranks(OVERLAPPED, waits) == ()
     single = read_csv("0F0,0F1,,0B0,0B1\n,1F0,(1F1;1B0)OVERLAP_F_B,1B1,\n")
     check(single)

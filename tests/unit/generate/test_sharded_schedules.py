@@ -28,6 +28,7 @@ from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 from bpipe.simulate.cost import Costs, Link, Links, ShardCost, StageCost
 from bpipe.simulate.engine import simulate
+from tests.support.levels import STOOD
 
 ONE, TWO, INTERLACED = Vocabulary.ONE, Vocabulary.TWO, Vocabulary.INTERLACED
 SPLIT = (ONE, TWO, INTERLACED)
@@ -80,7 +81,7 @@ def test_any_number_of_micro_batches_runs_whatever_waits(
     assert schedule.layout == Layout((tuple(range(p)),), vocabulary, input_shards)
     # Where all streams share one queue, collectives of S and T, and of shards of the embedding, would need one order
     # together.
-    for waits in (one for one in WaitLevel if one < WaitLevel.ONE_QUEUE or not input_shards):
+    for waits in (one for one in STOOD if one < WaitLevel.ONE_QUEUE or not input_shards):
         assert not blocked_ranks(schedule, waits, Exchange.POSTED)
 
 

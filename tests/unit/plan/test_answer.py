@@ -11,7 +11,7 @@ from bpipe.models.error_bars import AMPERE, CALIBRATED, EXPERTS, NEWER, error_ba
 from bpipe.models.layout import Setup
 from bpipe.models.model import PRESETS
 from bpipe.models.parts import Experts
-from bpipe.plan.answer import OVERLAPPED, Choice, Kind, answer, answer_document, answer_lines
+from bpipe.plan.answer import OVERLAPPED, Choice, ChoiceKind, answer, answer_document, answer_lines
 from bpipe.plan.explain import CLEARLY
 from bpipe.plan.predict import SetupPrediction, predict
 
@@ -23,10 +23,12 @@ def prediction() -> SetupPrediction:
     return predict(SETUP)
 
 
-def choice(kind: Kind, prediction: SetupPrediction, seconds: float, fits: bool = True, refused: bool = False) -> Choice:
+def choice(
+    kind: ChoiceKind, prediction: SetupPrediction, seconds: float, fits: bool = True, refused: bool = False
+) -> Choice:
     memory = tuple(replace(rank, limit_bytes=2 * rank.peak_bytes if fits else 1) for rank in prediction.memory)
     timed = replace(prediction, timing=replace(prediction.timing, iteration_s=seconds), memory=memory)
-    return Choice(kind, timed, "" if kind is Kind.LAUNCH else "the launch with --flag", ("a reason",) * refused)
+    return Choice(kind, timed, "" if kind is ChoiceKind.LAUNCH else "the launch with --flag", ("a reason",) * refused)
 
 
 LEVEL, FASTER = 1 / (CLEARLY - 0.01), 1 / (CLEARLY + 0.01)
@@ -35,31 +37,31 @@ LEVEL, FASTER = 1 / (CLEARLY - 0.01), 1 / (CLEARLY + 0.01)
 @pytest.mark.parametrize(
     ("launch", "stock", "ours", "taken"),
     [
-        (1.0, LEVEL, LEVEL, Kind.LAUNCH),
-        (1.0, FASTER, LEVEL, Kind.STOCK),
-        (1.0, FASTER, FASTER * LEVEL, Kind.STOCK),
-        (1.0, 1.1, FASTER, Kind.OURS),
-        (1.0, FASTER, FASTER**2, Kind.OURS),
+        (1.0, LEVEL, LEVEL, ChoiceKind.LAUNCH),
+        (1.0, FASTER, LEVEL, ChoiceKind.STOCK),
+        (1.0, FASTER, FASTER * LEVEL, ChoiceKind.STOCK),
+        (1.0, 1.1, FASTER, ChoiceKind.OURS),
+        (1.0, FASTER, FASTER**2, ChoiceKind.OURS),
     ],
 )
 def test_the_first_is_taken_that_nothing_is_clearly_faster_than(
-    prediction: SetupPrediction, launch: float, stock: float, ours: float, taken: Kind
+    prediction: SetupPrediction, launch: float, stock: float, ours: float, taken: ChoiceKind
 ) -> None:
-    seconds = {Kind.OURS: ours, Kind.LAUNCH: launch, Kind.STOCK: stock}
+    seconds = {ChoiceKind.OURS: ours, ChoiceKind.LAUNCH: launch, ChoiceKind.STOCK: stock}
     found = answer([choice(kind, prediction, each) for kind, each in seconds.items()])
-    assert [one.kind for one in found.choices] == list(Kind)
+    assert [one.kind for one in found.choices] == list(ChoiceKind)
     assert found.taken is not None
     assert found.taken.kind is taken
     (line,) = [line for line in answer_lines(found) if line.startswith(("Keep", "Take"))]
-    words = {Kind.LAUNCH: "Keep the launch", Kind.STOCK: "Take stock", Kind.OURS: "Take bpipe"}
+    words = {ChoiceKind.LAUNCH: "Keep the launch", ChoiceKind.STOCK: "Take stock", ChoiceKind.OURS: "Take bpipe"}
     assert line.startswith(words[taken])
     assert ("predictions tell" in line) is any(each < seconds[taken] for each in seconds.values())
     assert answer_document(found)["take"] == taken.value
 
 
 def test_what_does_not_fit_or_is_refused_is_never_taken(prediction: SetupPrediction) -> None:
-    launch = choice(Kind.LAUNCH, prediction, 1.0, fits=False)
-    stock, ours = choice(Kind.STOCK, prediction, 2.0), choice(Kind.OURS, prediction, 1.0, refused=True)
+    launch = choice(ChoiceKind.LAUNCH, prediction, 1.0, fits=False)
+    stock, ours = choice(ChoiceKind.STOCK, prediction, 2.0), choice(ChoiceKind.OURS, prediction, 1.0, refused=True)
     found = answer([launch, stock, ours])
     assert found.taken is stock
     lines = answer_lines(found)
@@ -76,7 +78,7 @@ def test_it_has_at_most_twelve_lines(prediction: SetupPrediction) -> None:
             SETUP, tensor=2, pipeline=4, layers=(10,) * 4, switches=replace(SETUP.switches, tp_comm_overlap=True)
         ),
     )
-    found = answer([choice(kind, overlapped, 1.0, refused=kind is Kind.LAUNCH) for kind in Kind])
+    found = answer([choice(kind, overlapped, 1.0, refused=kind is ChoiceKind.LAUNCH) for kind in ChoiceKind])
     lines = answer_lines(found)
     assert any(OVERLAPPED in line for line in lines)
     assert len(lines) <= 12
@@ -93,6 +95,6 @@ def test_error_bars_follow_the_kind_of_a_setup() -> None:
         CALIBRATED,
     ]
     assert error_bars(on["mi300x-192g"]) is None
-    choices = [Choice(Kind.STOCK, predict(on["mi300x-192g"]))]
+    choices = [Choice(ChoiceKind.STOCK, predict(on["mi300x-192g"]))]
     assert "no measured run is known" in answer_lines(answer(choices))[-1]
     assert answer_document(answer(choices))["choices"]["stock"]["range_s"] is None

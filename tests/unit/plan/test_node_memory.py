@@ -16,9 +16,10 @@ from bpipe.cli import main
 from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
 from bpipe.models.layout import Setup
 from bpipe.models.links import links
-from bpipe.plan.budget import OverBudget, predicted_devices, smallest_bytes, within, within_budget
+from bpipe.plan.budget import OverBudget, smallest_bytes, within
 from bpipe.plan.fit import plan_lines, plan_values
 from bpipe.plan.options import setup_from
+from bpipe.plan.remedies import predicted_devices, within_budget
 
 GIB = 2**30
 MODEL = ("--model", "llama3-8b", "--pp", "4", "--seq", "8192", "--gbs", "16")

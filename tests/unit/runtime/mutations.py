@@ -1,6 +1,7 @@
 """Every line of the runtime and its transports that waits, what it is without its wait, and which tests must notice.
 
-In: nothing. Out: the table, and the lines that ought to be in it, read from the source. As a program: `python -m
+In: nothing. Out: the table, and the lines that ought to be in it, read from the source. Of lines that only a device
+needs, late devices notice. As a program: `python -m
 tests.unit.runtime.mutations FILE` runs each mutation's tests against a copy of its module in memory, in a process of
 its own, and writes what they said. The checkout is never touched.
 """
@@ -32,7 +33,8 @@ WAITING = re.compile(
     r"\.wait\(|_messages\.wait\b|wait_event\(|self\._wait\(|\b_settle\(|\b_finish\(|finish_\w+\(|\bafter=\[|_behind_compute\("
 )
 DEFINITION = re.compile(r"^\s*(def |#|\"\"\")")
-FAKE = "tests/unit/runtime/test_fake_device.py"
+# Takes them out by itself, see `tests.late.every_wait`.
+LATE = "tests/late/test_every_wait.py"
 DELAYED = "tests/unit/runtime/test_delayed.py"
 ENGINE = "tests/unit/runtime/test_engine.py"
 LANES = "tests/unit/transport/test_lanes.py"
@@ -87,32 +89,25 @@ TABLE = (
         "streams",
         "with self._behind_compute(self._outbound if self._beside else None):",
         ON_STREAM.format("_outbound"),
-        FAKE,
+        LATE,
     ),
     mutate(
         "streams",
         "with self._behind_compute(self._inbound if self._beside else None):",
         ON_STREAM.format("_inbound"),
-        FAKE,
+        LATE,
     ),
-    mutate("streams", "stream.wait_event(_here().record_event())", "pass", FAKE),
-    mutate("streams", "self._stream.wait_event(_here().record_event())", "pass", FAKE),
-    mutate("streams", "_here().wait_event(self.end)", "pass", FAKE),
-    mutate("streams", "pending.wait()", "pass", FAKE),
+    mutate("streams", "stream.wait_event(_here().record_event())", "pass", LATE),
+    mutate("streams", "self._stream.wait_event(_here().record_event())", "pass", LATE),
+    mutate("streams", "_here().wait_event(self.end)", "pass", LATE),
+    mutate("streams", "pending.wait()", "pass", LATE),
     # [3] and [7]: memory and backwards behind the transfers.
-    mutate(
-        "evictor",
-        "self._finish(activations, ActivationsState.AWAY)  # [3]",
-        "activations.move(ActivationsState.AWAY, activations.action)",
-        FAKE,
-    ),
     mutate(
         "evictor",
         "self._finish(activations, ActivationsState.AWAY)  # [3]",
         "activations.move(ActivationsState.AWAY, activations.action)",
         DELAYED,
     ),
-    mutate("evictor", "self._finish(activations, ActivationsState.HERE)  # [7]", "pass", FAKE),
     mutate("evictor", "self._finish(activations, ActivationsState.HERE)  # [7]", "pass", DELAYED),
     mutate("evictor", "self._wait(activations.pending, activations.action, activations.state.value)", "pass", DELAYED),
     mutate("evictor", 'self._wait(announcement, forward, "telling its sizes")', "pass", ENGINE),
@@ -123,7 +118,6 @@ TABLE = (
     # Where the engine lets the two roles wait.
     mutate("engine", "self._evictor.finish_evictions()", "pass", ENGINE),
     mutate("engine", "self._evictor.finish_evictions()", "pass", ENGINE, nth=1),
-    mutate("engine", "self._evictor.finish_load(op)", "pass", FAKE),
     mutate("engine", "self._evictor.finish_load(op)", "pass", DELAYED),
     mutate("engine", "pending.wait()", "pass", DELAYED),
     # [8]: host buffers.
@@ -131,12 +125,6 @@ TABLE = (
     mutate("acceptor", "self._settle(buffer)", "pass", DELAYED),
     mutate("acceptor", "self._settle(buffer)", "pass", DELAYED, nth=1),
     mutate("acceptor", "self._wait(pending, action, buffer.state.value)", "pass", DELAYED),
-    mutate(
-        "one_sided",
-        "self._last[host_buffer] = lane.run(copy, after=[*after, *([last] if last is not None else [])])  # [8]",
-        "self._last[host_buffer] = lane.run(copy, after)",
-        FAKE,
-    ),
     mutate(
         "one_sided",
         "self._last[host_buffer] = lane.run(copy, after=[*after, *([last] if last is not None else [])])  # [8]",
@@ -255,10 +243,11 @@ def run_table(table: Sequence[Mutation], path: str) -> None:
 
     torch.set_num_threads(1)
     assert not [name for name in sys.modules if name.split(".")[0] == "bpipe"]
-    every = tuple(sorted({test for mutation in table for test in mutation.tests}))
+    here = {str(place): mutation for place, mutation in enumerate(table) if LATE not in mutation.tests}
+    every = tuple(sorted({test for mutation in here.values() for test in mutation.tests}))
     codes = {
         "": run_tests(None, every),
-        **{str(place): run_tests(mutation, mutation.tests) for place, mutation in enumerate(table)},
+        **{place: run_tests(mutation, mutation.tests) for place, mutation in here.items()},
     }
     Path(path).write_text(json.dumps(codes))
 

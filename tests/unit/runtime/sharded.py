@@ -8,7 +8,7 @@ for itself.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -64,11 +64,15 @@ class SharedMail(Mail):
         # What shards need is gathered, and what a stage needs is added up.
         stages = [one for one in message.needed_by if one.kind not in SHARDS]
         if len(stages) == len(message.needed_by):
-            return tuple(one.sum(0) for one in together)
+            return tuple(self.total(one) for one in together)
         if [one.stage for one in stages] != [self._rank]:
             return together
         late = zip(*(make(stages[0].microbatch, together) for make in self._post.late), strict=True)
-        return *together, *(torch.stack(one).sum(0) for one in late)
+        return *together, *(self.total(one) for one in late)
+
+    def total(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the sum of all ranks' parts."""
+        return torch.stack(tuple(parts)).sum(0)
 
     def can(self, instruction: Instruction) -> bool:
         operand = instruction.operand

@@ -3,7 +3,7 @@
 Two engines in one process, the evictor's and its acceptor's, each in a thread of its own over real graphs, poisoned
 memory, and real lanes. What is held goes on only when somebody waits for it. On a CPU whatever the computation has
 issued is done, so what a transfer owes to the computation before it ([1] and [5]) cannot be seen here: see
-`test_fake_device`.
+`tests/late`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.runtime.mutations import MODULES, ROOT, TABLE, waiting_lines
+from tests.late.every_wait import late_waits
+from tests.unit.runtime.mutations import LATE, MODULES, ROOT, TABLE, waiting_lines
 
 # Tests that failed; or a signal, where a copy used memory that had been freed.
 NOTICED = (1, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT)
@@ -33,6 +34,12 @@ def test_every_line_of_the_table_is_in_the_code_and_waits() -> None:
     assert {mutation.file for mutation in TABLE} == set(MODULES)
 
 
+def test_late_devices_take_out_what_only_they_notice() -> None:
+    only = {mutation for mutation in TABLE if LATE in mutation.tests}
+    assert only
+    assert only <= {*late_waits()}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_without_any_one_wait_a_test_fails(tmp_path: Path) -> None:
@@ -46,6 +53,6 @@ def test_without_any_one_wait_a_test_fails(tmp_path: Path) -> None:
     unnoticed = [
         f"{mutation.name} by {', '.join(mutation.tests)}: exit code {codes[str(place)]}"
         for place, mutation in enumerate(TABLE)
-        if codes[str(place)] not in NOTICED
+        if LATE not in mutation.tests and codes[str(place)] not in NOTICED
     ]
     assert unnoticed == []

@@ -10,7 +10,7 @@ import torch
 
 from bpipe.balance.pairs import balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.check import deadlock
+from bpipe.check import board
 from bpipe.check.case import ScheduleError
 from bpipe.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.check.rules import check
@@ -22,6 +22,7 @@ from bpipe.runtime import partners as partners_module
 from bpipe.runtime.errors import TransferError
 from bpipe.transport.layout import aligned
 from tests.support.hand_made import v_flat
+from tests.support.levels import STOOD
 from tests.unit.runtime.pipeline import Model, in_one_piece
 from tests.unit.runtime.threaded import KINDS, Pipeline
 
@@ -74,8 +75,8 @@ def test_telling_all_sizes_at_once_stands_still(kind: str, monkeypatch: pytest.M
 
 
 def test_the_checker_sees_a_host_that_waits_for_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not any(blocked_ranks(FLAT, waits) for waits in WaitLevel)
-    monkeypatch.setattr(deadlock, "num_measured", all_at_once)
+    assert not any(blocked_ranks(FLAT, waits) for waits in STOOD)
+    monkeypatch.setattr(board, "num_measured", all_at_once)
     blocked = {one.rank: (one.message, one.peer) for one in blocked_ranks(FLAT, WaitLevel.ASYNCHRONOUS)}
     assert blocked[1] == ("the sizes of what 0HOST1 brings", 0)
     with pytest.raises(ScheduleError, match=r"no deadlock: rank 0, slot 2, 0F2: .* rank 1 for rank 0 at slot 2"):

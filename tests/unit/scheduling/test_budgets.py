@@ -21,9 +21,10 @@ from bpipe.ir.memory import memory_of, num_transfers
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster_file import cluster_named
 from bpipe.models.memory import DeviceBesides
-from bpipe.plan.budget import Devices, better_plan, predicted_devices, smallest_bytes, tightest_plan, within
+from bpipe.plan.budget import Devices, better_plan, smallest_bytes, tightest_plan, within
 from bpipe.plan.fit import budget_text
 from bpipe.plan.options import setup_from
+from bpipe.plan.remedies import predicted_devices
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 from bpipe.simulate.engine import simulate
 from megatron.scheduling.options.choosing import own_schedule, requested_balance, requested_costs

@@ -8,7 +8,7 @@ import pytest
 
 from bpipe.build import ScheduleConfig, build
 from bpipe.ir.memory import KeptMemory
-from megatron.scheduling.loop.driver import FirstMeasured
+from megatron.scheduling.loop.measured import FirstMeasured
 from megatron.scheduling.memory.by_slice import kept_at_peak, latest_by_place, most_by_place, moved_by_place
 from megatron.scheduling.memory.learning import ProcessMemory, devices_of
 

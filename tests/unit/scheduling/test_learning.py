@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.scheduling.loop.driver import FirstMeasured
+from megatron.scheduling.loop.measured import FirstMeasured
 from megatron.scheduling.memory.learning import ProcessMemory, measure_process
 from megatron.scheduling.memory.watermark import Besides
 

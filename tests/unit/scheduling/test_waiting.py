@@ -140,14 +140,31 @@ def test_what_goes_on_beside_the_computation_is_refused_in_one_queue(monkeypatch
         refuse_standstill(two, posted, small, CUDA, [])
 
 
-def test_our_own_loop_is_refused_where_launches_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On late devices it stood still: a receive that is posted ahead held its host."""
+def test_launches_that_block_are_judged_by_the_checker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A receive that is posted ahead holds its host, so of our own loop's plans most stand still."""
     schedule = build(ScheduleConfig("1f1b", 4, 8, 1, BalanceConfig()))
     links = [MeasuredLink((0, 3), "nccl", {})]
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    with pytest.raises(ValueError, match=r"with CUDA_LAUNCH_BLOCKING=1 .* our own loop .*: drop it, or take"):
-        refuse_standstill(schedule, Exchange.POSTED, PLAIN, CUDA, links)
+    assert wait_level(PLAIN, CUDA) == (WaitLevel.BLOCKING_LAUNCHES, "CUDA_LAUNCH_BLOCKING=1")
+    message = (
+        r"with CUDA_LAUNCH_BLOCKING=1 ranks can wait for each other for ever: drop it, or take a schedule that "
+        r"Megatron's own loops run\. no deadlock: rank \d, slot \d"
+    )
+    for link in (links, []):
+        with pytest.raises(ValueError, match=message):
+            refuse_standstill(schedule, Exchange.POSTED, PLAIN, CUDA, link)
     refuse_standstill(schedule, Exchange.MEGATRON_1F1B, PLAIN, CUDA, links)
     refuse_standstill(schedule, Exchange.POSTED, PLAIN, CPU, links)
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
     refuse_standstill(schedule, Exchange.POSTED, PLAIN, CUDA, links)
+
+
+def test_the_interleaved_loop_is_shown_the_way_out_where_launches_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    refused, judged = (
+        build(ScheduleConfig("interleaved-1f1b", 4, 8, 2, BalanceConfig(), exchange=exchange))
+        for exchange in (INTERLEAVED, Exchange.MEGATRON_TURNS)
+    )
+    with pytest.raises(ValueError, match="for ever: drop it, or add --no-overlap-p2p-communication"):
+        refuse_standstill(refused, INTERLEAVED, PLAIN, CUDA, [MeasuredLink((0, 3), "peer", {})])
+    refuse_standstill(judged, Exchange.MEGATRON_TURNS, PLAIN, CUDA, [MeasuredLink((0, 3), "nccl", {})])

@@ -22,6 +22,7 @@ from bpipe.ir.schedule import Schedule
 from bpipe.lower.lower import lower, lower_received
 from bpipe.torch.judged import received_in
 from bpipe.torch.orders import action_of, schedule_of_class, torch_orders
+from tests.support.levels import STOOD
 from tests.unit.torch.test_orders import stages_on
 
 ONE_PIPE = [name for name, family in FAMILIES.items() if family.num_pipes == 1]
@@ -98,7 +99,7 @@ def balanced_schedules(seed: int, count: int) -> Iterator[Schedule]:
             yield schedule
 
 
-LEVELS = [(waits, births) for waits in WaitLevel for births in (False, True)]
+LEVELS = [(waits, births) for waits in STOOD for births in (False, True)]
 
 
 @pytest.mark.timeout(300)

@@ -1,9 +1,9 @@
-"""A product of matrices by a persistent kernel: as many programs as there are compute units, each of which computes
-tile after tile.
+"""Two kernels: a copy that occupies a chosen number of compute units, and a product of matrices that fills all of them.
 
-In: two matrices and one for their product. Programs of this size fill a unit, as those of fast kernels for products and
-attention do: where something else holds one unit, the last program waits for another to end, and all take twice as
-long. Imported only where there is a GPU: it needs Triton.
+In: buffers or matrices of one device, and how many programs. The copy stands for a communication kernel: it is no
+transfer, and says nothing of a link. The product is persistent, as fast kernels for products and attention are: as many
+programs as there are units compute tile after tile, so where something else holds one unit, the last program waits for
+another to end. Late devices run both by Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -11,6 +11,29 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
+BLOCK = 8192
+# As many threads as a communication kernel's block, so that a unit that holds one has no room left for a large
+# product's block.
+COPY_WARPS = 16
+
+
+@triton.jit
+def _copy(source, target, blocks, times, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    lane = tl.arange(0, BLOCK)
+    for _ in range(times):
+        for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+            place = block * BLOCK + lane
+            tl.store(target + place, tl.load(source + place))
+
+
+def copy(source: torch.Tensor, target: torch.Tensor, programs: int, times: int) -> None:
+    """Copy all of `source`, int32, a multiple of BLOCK elements, `times` times over, on the current stream."""
+    assert source.dtype == torch.int32
+    assert source.numel() % BLOCK == 0
+    assert source.numel() < 1 << 31, "the kernel counts in 32 bits"
+    _copy[(programs,)](source, target, source.numel() // BLOCK, times, BLOCK=BLOCK, num_warps=COPY_WARPS)
+
 
 # Tiles whose operands, three steps deep, take most of a unit's shared memory (an A100 has 164 KiB, an H100 228).
 ROWS, COLUMNS, DEPTH, STEPS, WARPS = 128, 256, 64, 3, 8

@@ -1,0 +1,183 @@
+"""Pipelines whose vocabulary is in shards on all ranks, on late devices: collectives beside messages and transfers.
+
+In: a schedule with shards. Out: as `tests.late.pipeline`; what has to come out is the same plan run on CPU tensors in
+one thread, where sums are taken in the order in which late groups take them. Real are the collectives, both algorithms'
+shards, and the lane beside the computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import combinations
+
+import torch
+import torch.distributed as dist
+
+from bpipe.balance.pairs import balance
+from bpipe.build import ScheduleConfig, build
+from bpipe.ir.layout import Vocabulary
+from bpipe.ir.schedule import Schedule
+from bpipe.runtime.executor import Executor
+from bpipe.runtime.messages import Messages
+from bpipe.runtime.shards import EarlyShard, InputShard, OutputShard
+from bpipe.runtime.stage import Part, Shards, TorchStages
+from bpipe.runtime.streams import beside
+from bpipe.transport.collectives import INPUT_SORTS, SORTS, Collectives, EdgesAndCollectives, SecondStep, SharedGroups
+from bpipe.transport.distributed import new_group
+from bpipe.transport.edges import Edges
+from bpipe.vocabulary.embedding import embedded
+from tests.late.control import controls
+from tests.late.devices import TYPE, device
+from tests.late.model import LateModel, Place
+from tests.late.pipeline import TIMEOUT_S, LatePipeline, Rank
+from tests.unit.runtime.pipeline import ROWS, WIDTH, inputs_of, take_turns
+from tests.unit.runtime.sharded import VOCABULARY, Rows, SharedMail, SharedPost
+
+# What stands behind the stages of a rank in its gradients.
+OUTPUT, INPUT = -1, -2
+
+
+def sharded(p: int, m: int, vocabulary: Vocabulary, input_shards: bool = False) -> Schedule:
+    config = ScheduleConfig("1f1b", p, m, vocabulary=vocabulary, input_shards=input_shards)
+    return balance(build(config))
+
+
+SHARDED: dict[str, Callable[[], Schedule]] = {
+    "vocabulary 1": lambda: sharded(4, 8, Vocabulary.ONE),
+    "vocabulary 2": lambda: sharded(4, 8, Vocabulary.TWO),
+    "vocabulary 1, embedding": lambda: sharded(4, 8, Vocabulary.ONE, input_shards=True),
+    "vocabulary 2, embedding": lambda: sharded(4, 8, Vocabulary.TWO, input_shards=True),
+}
+
+
+class Table:
+    """Rows of the embedding."""
+
+    def __init__(self, weight: torch.nn.Parameter, first_row: int) -> None:
+        self._weight, self._first_row = weight, first_row
+
+    def part(self, tokens: torch.Tensor) -> torch.Tensor:
+        return embedded(self._weight.detach(), tokens, self._first_row)
+
+    def add_gradient(self, tokens: torch.Tensor, gradient: torch.Tensor) -> None:
+        rows = tokens - self._first_row
+        mine = (rows >= 0) & (rows < len(self._weight))
+        found = torch.zeros_like(self._weight).index_add_(0, rows.where(mine, 0), gradient.where(mine[:, None], 0))
+        torch.autograd.backward(self._weight, found)
+
+
+class ShardedModel(LateModel):
+    """A stage is a layer; the last makes what the output layer makes tokens' losses of, and the first may be given
+    what all ranks have looked up."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        super().__init__(schedule.num_stages)
+        self._schedule = schedule
+        generator = torch.Generator().manual_seed(8)
+        self._rows = {
+            number: torch.randn(schedule.num_ranks * VOCABULARY, WIDTH, generator=generator) / 2
+            for number in (OUTPUT, INPUT)
+        }
+
+    def on_device(self, schedule: Schedule, rank: int) -> TorchStages:
+        return self.on(device(rank), rank, self._on_device)
+
+    def on(self, where: torch.device, rank: int, weights: dict[Place, torch.nn.Parameter]) -> TorchStages:
+        """Return a rank's stages, and leave its weights under its numbers."""
+        layout = self._schedule.layout
+        for stage in layout.stages_of(rank):
+            weights[rank, stage] = torch.nn.Parameter(self.weights[stage].to(where))
+        for number in (OUTPUT, INPUT) if layout.input_shards else (OUTPUT,):
+            rows = self._rows[number].chunk(self._schedule.num_ranks)[rank]
+            weights[rank, number] = torch.nn.Parameter(rows.to(where, copy=True))
+
+        def part_of(stage: int) -> Part:
+            return lambda microbatch, *received: self._part(weights[rank, stage], stage, microbatch, *received)
+
+        return TorchStages({stage: part_of(stage) for stage in layout.stages_of(rank)})
+
+    def _part(self, weight: torch.Tensor, stage: int, microbatch: int, *received: torch.Tensor) -> object:
+        (x,) = received or (inputs_of(microbatch).to(weight.device),)
+        made = torch.nn.functional.gelu(x @ weight) @ weight.t()
+        if stage + 1 < self._num_stages:
+            return made
+        drawn = torch.Generator().manual_seed(microbatch)
+        labels = torch.randint(len(self._rows[OUTPUT]), (ROWS,), generator=drawn)
+        return made, labels.to(weight.device), torch.linspace(0, 1 + microbatch, ROWS).to(weight.device)
+
+    def shards(
+        self, rank: int, weights: dict[Place, torch.nn.Parameter]
+    ) -> tuple[OutputShard | EarlyShard, Shards | None]:
+        """Return a rank's rows of the output layer, and of the embedding where that is in shards."""
+        layout, weight, first = self._schedule.layout, weights[rank, OUTPUT], rank * VOCABULARY
+        output: OutputShard | EarlyShard
+        if layout.vocabulary is Vocabulary.TWO:
+            output = EarlyShard(Rows(weight), first, len(self._rows[OUTPUT]))
+        else:
+            output = OutputShard(lambda x: x @ weight.t(), first, len(self._rows[OUTPUT]))
+        if not layout.input_shards:
+            return output, None
+        inputs = InputShard(Table(weights[rank, INPUT], first))
+        inputs.begin(
+            [self._tokens(microbatch).to(weight.device) for microbatch in range(self._schedule.num_microbatches)]
+        )
+        return output, inputs
+
+    def _tokens(self, microbatch: int) -> torch.Tensor:
+        return torch.randint(len(self._rows[INPUT]), (ROWS,), generator=torch.Generator().manual_seed(100 + microbatch))
+
+    def expected(self, schedule: Schedule, iterations: int) -> dict[Place, torch.Tensor]:
+        """Run the same plan on CPU tensors."""
+        weights: dict[Place, torch.nn.Parameter] = {}
+        ranks = range(schedule.num_ranks)
+        stages = [self.on(torch.device("cpu"), rank, weights) for rank in ranks]
+        shards = [self.shards(rank, weights) for rank in ranks]
+        for _ in range(iterations):
+            post = SharedPost()
+            post.late = [shard.late for shard, _ in shards if isinstance(shard, EarlyShard)]
+            mails = [MailInOrder(rank, post) for rank in ranks]
+            executors = [Executor(schedule, rank, stages[rank], mail, *shards[rank]) for rank, mail in enumerate(mails)]
+            take_turns(executors, mails)
+        return {place: weight.grad for place, weight in weights.items() if weight.grad is not None}
+
+
+class MailInOrder(SharedMail):
+    """Sums are taken from the last rank down, as in late groups (csrc/exchange.cpp)."""
+
+    def total(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return sum(reversed(parts[:-1]), parts[-1])
+
+
+class ShardRank(Rank):
+    def messages(self, here: torch.device) -> Messages:
+        edges, pipeline = super().messages(here), self._pipeline
+        assert isinstance(edges, Edges)
+        assert isinstance(pipeline, ShardedPipeline)
+        self.shards = pipeline.model.shards(self.rank, pipeline.model._on_device)
+        output, layout, everybody = self.shards[0], pipeline.schedule.layout, tuple(range(pipeline.schedule.num_ranks))
+        sorts = (*SORTS, *INPUT_SORTS) if layout.input_shards else SORTS
+        groups = {kind: new_group(everybody, TYPE, TIMEOUT_S, f"SHARDS_{kind.value}") for kind in sorts}
+        for group in groups.values():
+            dist.all_reduce(torch.zeros(1, device=here), group=group)
+        hosts = {
+            sum(pair) - self.rank: ends[self.rank]
+            for pair, ends in pipeline.shard_controls.items()
+            if self.rank in ends
+        }
+        shared = SharedGroups(everybody, groups, hosts)  # type: ignore[arg-type]
+        second = SecondStep(output.late, beside(here, TIMEOUT_S)) if isinstance(output, EarlyShard) else None
+        return EdgesAndCollectives(edges, Collectives(self.rank, shared, layout.rank_of_action, here, second))
+
+    def executor(self, stages: TorchStages, messages: Messages) -> Executor:
+        return Executor(self._pipeline.schedule, self.rank, stages, messages, *self.shards)
+
+
+class ShardedPipeline(LatePipeline):
+    model: ShardedModel
+
+    def __init__(self, schedule: Schedule, kind: str, **named: bool) -> None:
+        super().__init__(schedule, kind, model=ShardedModel(schedule), **named)
+        self.shard_controls = {pair: controls(*pair) for pair in combinations(range(schedule.num_ranks), 2)}
+
+    def rank_of(self, rank: int) -> Rank:
+        return ShardRank(self, rank)

@@ -1,0 +1,45 @@
+"""A vocabulary in shards on late devices: not one bit differs from the same plan on CPU tensors, and nobody stands
+still, whatever queues streams share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from bpipe.transport import collectives
+from tests.late.devices import AS_LATE, COMPUTE_LAST, DIRECTED, Draw
+from tests.late.pipeline import KINDS
+from tests.late.sharded import SHARDED, ShardedPipeline
+from tests.late.test_pipelines import wrong_bits
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_no_bit_differs_from_the_same_plan_on_a_cpu(name: str) -> None:
+    first = [*SHARDED].index(name)
+    for number, kind in enumerate(KINDS, first):
+        for draw in (DIRECTED[number % len(DIRECTED)], Draw.of(number)):
+            pipeline = ShardedPipeline(SHARDED[name](), kind)
+            assert wrong_bits(pipeline, draw) == [], f"{kind}: {draw}"
+            assert any(rank.moved_bytes for rank in pipeline.ranks)
+
+
+@pytest.mark.parametrize("name", ["vocabulary 1", "vocabulary 2"])
+@pytest.mark.parametrize("connections", [1, 2, 3, 5, 8])
+def test_nobody_stands_still_whatever_queues_streams_share(name: str, connections: int) -> None:
+    order = AS_LATE if connections % 2 else COMPUTE_LAST
+    assert wrong_bits(ShardedPipeline(SHARDED[name](), "two-sided"), Draw(1, order, connections=connections)) == []
+
+
+def test_several_kernels_for_what_one_rank_makes_stand_still_in_one_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last stage makes its output, labels and weights of tokens. The broadcast of the second, posted ahead, stands
+    at the head of the queue until the first is over, and in front of the computation that the last stage waits for."""
+
+    def one_by_one(group: object, tensors: Sequence[torch.Tensor], start: Callable[[torch.Tensor], Any]) -> list[Any]:
+        return [start(tensor) for tensor in tensors]
+
+    monkeypatch.setattr(collectives, "in_one_call", one_by_one)
+    with pytest.raises(RuntimeError, match="nobody can go on"):
+        ShardedPipeline(SHARDED["vocabulary 1"](), "two-sided").run(Draw(1, AS_LATE, connections=1))
