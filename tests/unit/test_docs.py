@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -406,6 +407,25 @@ def test_commands_print_what_the_page_shows(
             printed = capsys.readouterr().out
         pattern = "".join(map(_pattern, output.splitlines()))
         assert re.fullmatch(pattern, printed), f"{page.name} shows\n{output}\nwhere {command} prints\n{printed}"
+
+
+OOM = ROOT / "docs/oom.md"
+
+
+@pytest.mark.timeout(100)
+def test_each_remedy_needs_and_takes_what_the_table_says(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_files(OOM, tmp_path)
+    command = next(command for command, _ in SHOWN[OOM] if command.startswith("bpipe simulate"))
+    remedies = re.findall(r"^\| ([\w ,]+) \| (.*) \| ([\d.]+) \| ([\d.]+) \| \d \|$", OOM.read_text(), re.MULTILINE)
+    assert len(remedies) >= 10
+    for name, flags, gib, seconds in remedies:
+        assert cli.main([*shlex.split(command)[1:], *shlex.split(flags.strip("`")), "--format", "json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert f"{max(stage['peak_bytes'] for stage in found['stages']) / 2**30:.1f}" == gib, name
+        assert f"{found['iteration_time_s']:.1f}" == seconds, name
 
 
 def test_there_are_commands_with_their_output() -> None:
