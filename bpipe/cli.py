@@ -30,6 +30,7 @@ COMMANDS = {
     "schedule": "generate or read a schedule, balance it, check it, and print or draw it",
     "simulate": "predict one configuration's time, bubble and memory per stage",
     "plan": "search a model's configurations on a cluster, and say whether balancing helps",
+    "fit": "say what else would make a launch fit, what each way saves and what it costs",
     "estimate": "estimate what a micro-batch size gains from stage MFUs alone",
     "trace": "build a launch's stages at true size without memory, and say what they hold",
     "profile": "time one stage of a model on this machine's device",

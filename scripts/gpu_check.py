@@ -75,10 +75,11 @@ OTHER_ALLOCATORS = (
 # In the order in which a first half hour on a GPU wants them: what everything else stands on comes first.
 STEPS: dict[str, Step] = {
     "versions": Step(1, 40),
-    "counts": Step(1, 75),
+    "counts": Step(1, 70),
     "queues": Step(1, 75, (Under("unset", {}), *(Under(number, {CONNECTIONS: number}) for number in "18"))),
     "peer": Step(1, 75),
     "streams": Step(1, 90),
+    "pipelines": Step(1, 45),
     "memory": Step(1, 90),
     "halves": Step(1, 50),
     "overhead": Step(2, 140),
@@ -89,8 +90,8 @@ STEPS: dict[str, Step] = {
     "side_stream": Step(3, 40),
     "abandon": Step(3, 45),
     "connections": Step(3, 120, (*QUEUES,), f"peer and streams again with {CONNECTIONS} 1 and 8"),
-    "allocators": Step(3, 140, OTHER_ALLOCATORS, "the order of streams again under torch's other allocators"),
-    "limits": Step(3, 40),
+    "allocators": Step(3, 120, OTHER_ALLOCATORS, "the order of streams again under torch's other allocators"),
+    "limits": Step(3, 30),
     "compute_units": Step(3, 60),
 }
 

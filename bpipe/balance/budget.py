@@ -51,18 +51,24 @@ def balance_within(
 
     By default the rank that lacks most has the one with most to spare as its partner, and so on. Raises NoRoom.
     """
-    memory = activation_budget.memory
-    if min(activation_budget.room_bytes, default=1) < 1:
-        rank = activation_budget.room_bytes.index(min(activation_budget.room_bytes))
-        raise BudgetTooSmall(
-            (rank, rank), f"rank {rank} has no room for any micro-batch, and what is computed on must be held"
-        )
-    check_input(schedule, activation_budget.room_bytes, memory)
+    check_rooms(schedule, activation_budget)
     chosen = chosen_partners(schedule, activation_budget) if partners is None else pairing(schedule.num_ranks, partners)
     fitted = replace(schedule, hosts=in_pairs(chosen))
     for pair in pairs_of(chosen):
         fitted = _pair_fitted(fitted, pair, activation_budget)
     return replace(fitted, bounds=tuple(map(ceil, peak_counts(fitted))))
+
+
+def check_rooms(schedule: Schedule, activation_budget: ActivationBudget) -> None:
+    """Raise BudgetTooSmall for a rank without room for any micro-batch, ValueError for what does not fit the
+    schedule."""
+    rooms = activation_budget.room_bytes
+    if min(rooms, default=1) < 1:
+        rank = rooms.index(min(rooms))
+        raise BudgetTooSmall(
+            (rank, rank), f"rank {rank} has no room for any micro-batch, and what is computed on must be held"
+        )
+    check_input(schedule, rooms, activation_budget.memory)
 
 
 def fewest_moved(

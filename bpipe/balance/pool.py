@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 
-from bpipe.balance.budget import ActivationBudget, BudgetTooSmall, Parts, less_moved
+from bpipe.balance.budget import ActivationBudget, BudgetTooSmall, Parts, check_rooms, less_moved
 from bpipe.balance.evict import Plan
 from bpipe.balance.packing import Cost, Item, pack
-from bpipe.balance.pairs import Pair, allocated_bytes, check_input, choose_partners, plan_rank, with_transfers
+from bpipe.balance.pairs import Pair, allocated_bytes, choose_partners, plan_rank, with_transfers
 from bpipe.ir.action import OTHER_END, Action, Kind
 from bpipe.ir.host_buffers import Residency, host_buffers
 from bpipe.ir.hosts import HOST_MEMORY, Hosts, in_pairs, other_ranks
@@ -46,13 +46,8 @@ def plan_overfull_ranks(schedule: Schedule, activation_budget: ActivationBudget)
 
     Raises NoRoom.
     """
+    check_rooms(schedule, activation_budget)
     memory = activation_budget.memory
-    if min(activation_budget.room_bytes, default=1) < 1:
-        rank = activation_budget.room_bytes.index(min(activation_budget.room_bytes))
-        raise BudgetTooSmall(
-            (rank, rank), f"rank {rank} has no room for any micro-batch, and what is computed on must be held"
-        )
-    check_input(schedule, activation_budget.room_bytes, memory)
     peaks = [max(live_bytes(schedule, rank, memory), default=0) for rank in range(schedule.num_ranks)]
     spare = [room - peak for room, peak in zip(activation_budget.room_bytes, peaks, strict=True)]
     plans: dict[int, Plan] = {}

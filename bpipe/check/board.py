@@ -81,7 +81,7 @@ class Board:
         return len(self.missing) - 1
 
     def telling(self, program: Program) -> dict[int, int]:
-        """Where in its program a rank has run, and passed on, the first forward of a stage that leaves: what it
+        """Return where in its program a rank has run, and passed on, the first forward of a stage that leaves: what it
         tells there, its number."""
         rank, ops = program.rank, program.ops
         stages_to: dict[int, set[int]] = {}
@@ -132,7 +132,7 @@ class Board:
         return places
 
     def growing(self, host: int) -> dict[Residency, bool]:
-        """What a rank hosts, in the order in which it comes, and whether the buffer it goes to may have to grow for
+        """Return what a rank hosts, in the order in which it comes, and whether the buffer it goes to may have to grow for
         it."""
         if host not in self.hosted:
             seen: set[tuple[int, int, int]] = set()

@@ -110,10 +110,6 @@ class Layout:
             )
         return self.placements[0]
 
-    def only_rank_of(self, stage: int) -> int:
-        """Return the rank of a stage where there is one pipe."""
-        return self.only_placement[stage]
-
 
 @lru_cache(maxsize=1024)
 def _stages_by_rank(placements: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:

@@ -9,7 +9,7 @@ B global batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
@@ -20,6 +20,7 @@ from bpipe.ir.layout import EVEN, Layout, SliceLengths, Vocabulary
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster import Cluster
 from bpipe.models.fp8 import Fp8
+from bpipe.models.layer_counts import without_layers
 from bpipe.models.model import Model
 from bpipe.models.parts import LayerKind, Routing
 from bpipe.models.places import Grid, Places, nodes_of_copies, paired_places, places
@@ -33,10 +34,8 @@ KERNELS = ("gpu", "cpu")
 KEPT_HALVES = ("linear", "none")
 # How attention reaches what other context-parallel ranks have of a sequence: Megatron's --cp-comm-type.
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
-
 # To the fewest micro-batches that all pairs can keep.
 EVENLY = BalanceConfig()
-
 _CHOICES = {
     "balance": BALANCES,
     "attention": ATTENTION,
@@ -137,19 +136,11 @@ class Setup:
     def _check_model(self) -> None:
         """What is not modelled of it."""
         model, cpu = self.model, self.kernels == "cpu"
-        others = (
-            model.qk_norm,
-            model.squared_relu,
-            model.gated_gelu,
-            model.post_norms,
-            model.capped_logits,
-            model.capped_attention,
-        )
-        if cpu and (any(others) or model.latent):
+        others = "qk_norm squared_relu gated_gelu post_norms capped_logits capped_attention latent"
+        if cpu and any(getattr(model, name) for name in others.split()):
             raise ValueError(
                 "what kernels of a CPU save of norms of queries and keys, squared ReLUs, gated GELUs, norms behind "
-                "attention, capped "
-                "logits and latent attention is not modelled"
+                "attention, capped logits and latent attention is not modelled"
             )
         if cpu and model.experts and (self.tensor > 1 or self.routing.expert > 1):
             raise ValueError(
@@ -198,10 +189,10 @@ class Setup:
                 f"{self.cluster.domain}"
             )
         if self.global_batch % (self.micro_batch * self.data):
+            each = self.micro_batch * self.data
             raise ValueError(
                 f"global batch {self.global_batch} is no multiple of micro-batch {self.micro_batch} * data parallel "
-                f"{self.data}: "
-                f"the nearest is {max(1, round(self.global_batch / (self.micro_batch * self.data))) * self.micro_batch * self.data}"
+                f"{self.data}: the nearest is {max(1, round(self.global_batch / each)) * each}"
             )
 
     def _check_schedule(self) -> None:
@@ -213,14 +204,13 @@ class Setup:
         if program.limit is not None:
             raise ValueError(
                 f"{self.schedule} without a group has its order chosen for a bound, which is not modelled: give the "
-                f"group, or a bound for "
-                "each rank"
+                f"group, or a bound for each rank"
             )
         if self.num_microbatches % pipes:
             raise ValueError(
-                f"{self.schedule} has {pipes} pipes that take equally many of the {self.num_microbatches} "
-                f"micro-batches: take a global "
-                f"batch that is a multiple of micro-batch {self.micro_batch} * data parallel {self.data} * {pipes}"
+                f"{self.schedule} has {pipes} pipes that take equally many of the {self.num_microbatches} micro-batches: "
+                f"take a global batch that is a multiple of micro-batch {self.micro_batch} * data parallel {self.data} "
+                f"* {pipes}"
             )
         looped = FAMILIES[self.schedule].exchange is Exchange.MEGATRON_INTERLEAVED
         if looped and self.switches.no_overlap_p2p_communication and p < 3:
@@ -482,60 +472,3 @@ def setup_from_values(values: Mapping[str, Any]) -> Setup:
 @lru_cache(maxsize=1024)
 def _layout(schedule: str, pipeline: int, chunks: int) -> Layout:
     return FAMILIES[schedule].layout(pipeline, chunks)
-
-
-def without_layers(layers: Sequence[int]) -> int | None:
-    """Return the first stage without a layer that needs one: of several the first may have the embedding alone, the
-    last the output layer."""
-    ends = (0, len(layers) - 1) if len(layers) > 1 else ()
-    return next((stage for stage, num in enumerate(layers) if num < (stage not in ends)), None)
-
-
-def split_layers(num_layers: int, num_stages: int, allow_uneven: bool = False) -> tuple[int, ...] | None:
-    """Return the layers of each stage, or None where there is no such split.
-
-    Uneven: what does not divide goes, one each, to the stages before the last.
-
-    The last has the output layer besides, and early stages hold most micro-batches: so the first is the next to be
-    spared. Where there is a stage or two more than layers, the last has the output layer alone, then the first the
-    embedding.
-    """
-    each, rest = divmod(num_layers, num_stages)
-    spared = num_stages - num_layers
-    if allow_uneven and num_layers and spared in (1, 2):
-        return (*(0,) * (spared - 1), *(1,) * num_layers, 0)
-    if not each or (rest and not allow_uneven):
-        return None
-    return (*(each,) * (num_stages - 1 - rest), *(each + 1,) * rest, each)
-
-
-def redistribute_layers(num_layers: int, num_stages: int, output_in_layers: float) -> tuple[int, ...] | None:
-    """Give the last stage fewer layers, as its output layer takes as long as so many, and the others equal shares.
-
-    Of all numbers that are as fast, take the most for the last. None where the others would not have one layer each.
-    """
-    others = num_stages - 1
-    if others < 1 or num_layers < others:
-        return None
-    last = min(
-        range(num_layers - others, -1, -1),
-        key=lambda number: max(-(-(num_layers - number) // others), number + output_in_layers),
-    )
-    each, rest = divmod(num_layers - last, others)
-    return (*(each,) * (others - rest), *(each + 1,) * rest, last)
-
-
-def padded_vocabulary(vocabulary: int, divisible_by: int, tensor: int) -> int:
-    """Return the vocabulary size as Megatron pads it (`--make-vocab-size-divisible-by`)."""
-    multiple = divisible_by * tensor
-    return -(-vocabulary // multiple) * multiple
-
-
-def output_in_layers(vocabulary: int, hidden_size: int, sequence: int) -> float:
-    """Return how many layers take as long as the output layer: per token a layer has 24 h^2 + 4 s h FLOPs forward, the
-    output layer 2 V h.
-
-    Source: Yeung et al., "Balancing Pipeline Parallelism with Vocabulary Parallelism", 2024; a layer of GPT's, whose
-    MLP is 4 h wide.
-    """
-    return 2 * vocabulary / (24 * hidden_size + 4 * sequence)

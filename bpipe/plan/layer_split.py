@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from bpipe.models.hybrid import MOST_LAYERS
-from bpipe.models.layout import without_layers
+from bpipe.models.layer_counts import without_layers
 
 LAYERS_OF_A_CHUNK = "--num-layers-per-virtual-pipeline-stage"
 CHUNKS = "--num-virtual-stages-per-pipeline-rank"

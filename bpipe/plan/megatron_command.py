@@ -23,7 +23,8 @@ from bpipe.flags.values import AUTO
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.layout import REDISTRIBUTE
 from bpipe.models.fp8 import RECIPES
-from bpipe.models.layout import CP_COMM_TYPES, output_in_layers, padded_vocabulary, redistribute_layers
+from bpipe.models.layer_counts import output_in_layers, padded_vocabulary, redistribute_layers
+from bpipe.models.layout import CP_COMM_TYPES
 from bpipe.models.switches import SWITCHES, flag_of
 from bpipe.plan.expert_flags import parts_of_flags
 from bpipe.plan.hybrid_flags import hybrid_of_flags, layers_of, settle_pattern

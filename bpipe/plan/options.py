@@ -22,7 +22,8 @@ from bpipe.models.cluster import Cluster, parse_cluster
 from bpipe.models.costs import lengths_of_equal_seconds
 from bpipe.models.fp8 import RECIPES, Fp8
 from bpipe.models.hugging_face import find_model
-from bpipe.models.layout import Setup, setup_from_values, split_layers
+from bpipe.models.layer_counts import split_layers
+from bpipe.models.layout import Setup, setup_from_values
 from bpipe.models.model import Model
 from bpipe.models.parts import Routing
 from bpipe.models.slices import slice_bounds
@@ -195,12 +196,6 @@ def setup_of(options: Options, cluster: Cluster) -> Setup:
         of = f"--pp {options.pipeline} with {options.chunks} chunks"
         raise ValueError(f"{of} are {stages} stages for {model.num_layers} layers: every stage needs one")
     replicas = max(1, cluster.num_devices // (options.tensor * options.context * options.pipeline))
-    bounds = getattr(options, "bound", None)
-    if bounds is not None and options.balance == BALANCES[0]:
-        raise ValueError("--bound says how to balance: give --balance bpipe, too, or leave it out")
-    hosts = getattr(options, "hosts", PAIR)
-    if hosts != PAIR and options.balance == BALANCES[0]:
-        raise ValueError(f"--hosts {hosts} says how to balance: give --balance bpipe, too, or leave it out")
     # By the names of a setup's fields; what the options call otherwise comes behind. A launch as it stands splits
     # nothing.
     others = {
@@ -217,7 +212,7 @@ def setup_of(options: Options, cluster: Cluster) -> Setup:
         "switches": switches_of(options),
         "routing": routing_of(options),
         "fp8": fp8_of(options),
-        "how": BalanceConfig(bounds, hosts=hosts),
+        "how": _balance_of(options),
     }
     timed = getattr(options, "slice_lengths", EVEN) == TIME
     if timed:
@@ -228,6 +223,15 @@ def setup_of(options: Options, cluster: Cluster) -> Setup:
     slice_bounds(setup)
     refuse_placed(setup)
     return setup
+
+
+def _balance_of(options: Options) -> BalanceConfig:
+    """Raises ValueError for what says how to balance where nothing is balanced."""
+    bounds, hosts = getattr(options, "bound", None), getattr(options, "hosts", PAIR)
+    said = [*(["--bound"] if bounds is not None else []), *([f"--hosts {hosts}"] if hosts != PAIR else [])]
+    if said and options.balance == BALANCES[0]:
+        raise ValueError(f"{said[0]} says how to balance: give --balance bpipe, too, or leave it out")
+    return BalanceConfig(bounds, hosts=hosts)
 
 
 def setup_from(words: Sequence[str], cluster: str | Cluster, vocabulary: int, kernels: str) -> Setup:

@@ -15,7 +15,8 @@ from bpipe.generate.families import FAMILIES
 from bpipe.ir.hosts import ALL, PAIR, POOL
 from bpipe.ir.layout import Vocabulary
 from bpipe.models.activations import parts_of, sizes_of
-from bpipe.models.layout import Setup, split_layers
+from bpipe.models.layer_counts import split_layers
+from bpipe.models.layout import Setup
 from bpipe.models.memory import besides_of, link_bytes
 from bpipe.models.profile import Profile
 from bpipe.plan.budget import Devices, OverBudget, one_budget_a_rank, plan_in_time, smallest_bytes, within

@@ -15,7 +15,8 @@ from typing import Any
 
 from bpipe.build import BalanceConfig
 from bpipe.ir.layout import REDISTRIBUTE, TRAINED_SHARDS
-from bpipe.models.layout import Setup, redistribute_layers
+from bpipe.models.layer_counts import redistribute_layers
+from bpipe.models.layout import Setup
 from bpipe.models.profile import Profile
 from bpipe.plan.bounds import last_load
 from bpipe.plan.document import document

@@ -1,12 +1,10 @@
-"""What the executor asks of whoever carries messages between stages, and the messages of a rank whose neighbours are
-not there.
+"""What the executor asks of whoever carries messages between stages.
 
 In: messages of a Program, in its order. Out: the tensors that they carry. Knows no schedule and no model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 from bpipe.ir.program import Message
@@ -27,23 +25,3 @@ class Messages(Protocol):
 
         Of one that this rank sent it returns nothing, and its tensors are free.
         """
-
-
-class Alone:
-    """A rank by itself: what it sends is dropped, what it would receive is `drawn(message)`, by default nothing."""
-
-    def __init__(self, drawn: Callable[[Message], Tensors] = lambda message: ()) -> None:
-        self._drawn = drawn
-        self._posted: set[int] = set()
-
-    def post(self, message: Message) -> None:
-        self._posted.add(message.value)
-
-    def send(self, message: Message, tensors: Tensors) -> None:
-        """Do nothing: there is no other rank."""
-
-    def wait(self, message: Message) -> Tensors:
-        if message.value not in self._posted:
-            return ()
-        self._posted.remove(message.value)
-        return self._drawn(message)

@@ -144,7 +144,6 @@ _require(lacking())
 _schedules: Any = import_module(_SCHEDULES)
 Runtime: Any = _schedules._PipelineScheduleRuntime
 SingleStage: Any = _schedules.PipelineScheduleSingle
-TorchSchedule: Any = _schedules._PipelineSchedule
 TorchAction: Any = _schedules._Action
 Computation: Any = _schedules._ComputationType
 schedule_class: Any = _schedules.get_schedule_class

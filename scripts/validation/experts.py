@@ -15,7 +15,8 @@ from typing import Any
 from bpipe.generate.families import default_family
 from bpipe.models.cluster import GIB, parse_cluster
 from bpipe.models.flops import training_flops
-from bpipe.models.layout import Setup, split_layers
+from bpipe.models.layer_counts import split_layers
+from bpipe.models.layout import Setup
 from bpipe.models.memory import predict_memory
 from bpipe.models.model import Model, llama
 from bpipe.models.parts import Experts, Latent, Routing

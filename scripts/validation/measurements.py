@@ -19,7 +19,8 @@ from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.flops import mfu, training_flops
-from bpipe.models.layout import Setup, split_layers
+from bpipe.models.layer_counts import split_layers
+from bpipe.models.layout import Setup
 from bpipe.models.links import links
 from bpipe.models.memory import predict_memory
 from bpipe.models.model import PRESETS, Model, gpt

@@ -15,7 +15,8 @@ from itertools import combinations
 from typing import NamedTuple
 
 from bpipe.models.cluster import parse_cluster
-from bpipe.models.layout import Setup, split_layers
+from bpipe.models.layer_counts import split_layers
+from bpipe.models.layout import Setup
 from bpipe.models.memory import predict_memory
 from bpipe.models.model import gpt
 from bpipe.models.rates import LINK_EFFICIENCY, LINK_LATENCY_S

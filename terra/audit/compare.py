@@ -22,6 +22,7 @@ from terra.trace.place import Place
 
 # What waits for the device to tell the host: a number, whether it went well, or how large a result is.
 _HOST_READS = frozenset({"_local_scalar_dense", "equal", "is_nonzero", "allclose"})
+_INDEXING = ("index", "index_put_", "index_put")
 _CHECKS = frozenset(
     {
         *(
@@ -172,19 +173,24 @@ def _alone(operation: Operation, step: Step) -> tuple[Kind | None, str]:
         return Kind.HOST_READ, f"{short.strip('<>')} of {_words(operation.arguments[0])}"
     if name.split(".")[0] in _COLLECTIVES:
         return Kind.COLLECTIVE, name
-    if short in _HOST_READS:
-        return Kind.HOST_READ, f"a value of {_words(operation.arguments[0])}"
-    if short in _CHECKS:
-        return Kind.HOST_READ, "whether it went well"
-    if short in _SIZED_BY_DATA or (
-        short in ("index", "index_put_", "index_put") and _is_sized_by_mask(operation, step)
-    ):
+    if read := _read_by_host(operation):
+        return Kind.HOST_READ, read
+    if short in _SIZED_BY_DATA or (short in _INDEXING and _is_sized_by_mask(operation, step)):
         return Kind.SIZE, f"of what {short} makes"
-    if short == "_to_copy" and _leaves_device(operation):
-        return Kind.HOST_READ, f"a copy of {_words(operation.arguments[0])} to the host"
     if any(each.value == OWN_GENERATOR for each in operation.arguments):
         return Kind.GENERATOR, f"{short} draws from it"
     return None, ""
+
+
+def _read_by_host(operation: Operation) -> str:
+    """Return what the host reads by an operation, or nothing."""
+    if operation.short in _HOST_READS:
+        return f"a value of {_words(operation.arguments[0])}"
+    if operation.short in _CHECKS:
+        return "whether it went well"
+    if operation.short == "_to_copy" and _leaves_device(operation):
+        return f"a copy of {_words(operation.arguments[0])} to the host"
+    return ""
 
 
 def _is_host(argument: Argument) -> bool:
@@ -304,48 +310,53 @@ class _Nodes:
         for argument in operation.arguments:
             seen = [(each[argument.name], match) for each, match in named if argument.name in each]
             found = _argument(argument, seen)
-            if found is None:
+            if found is None or self._is_known(number, argument, found[0]):
                 continue
-            kind, detail = found
-            if kind is Kind.ATTRIBUTE and not argument.meta:
-                self._varying.add(MadeInStep(number))
-            if kind is Kind.SHAPE or (kind is Kind.SCALAR and isinstance(argument.value, int)):
-                known = argument.memory in self._varying or MadeInStep(number) in self._varying
-                self._varying.add(MadeInStep(number))
-                if known:
-                    continue
-            if kind in (Kind.REPLACED, Kind.SOURCE) and argument.memory is not None:
-                if argument.memory in self._said:
-                    continue
-                self._said.add(argument.memory)
-            if kind is Kind.REPLACED and operation.short == LIFT:
-                kind, detail = Kind.FROM_PYTHON, f"{_words(argument)} is made of numbers that Python holds"
-            yield kind, operation, detail
+            if found[0] is Kind.REPLACED and operation.short == LIFT:
+                found = Kind.FROM_PYTHON, f"{_words(argument)} is made of numbers that Python holds"
+            yield found[0], operation, found[1]
+
+    def _is_known(self, number: int, argument: Argument, kind: Kind) -> bool:
+        """Return whether it was said already where it began; note it otherwise."""
+        if kind is Kind.ATTRIBUTE and not argument.meta:
+            self._varying.add(MadeInStep(number))
+        if kind is Kind.SHAPE or (kind is Kind.SCALAR and isinstance(argument.value, int)):
+            known = argument.memory in self._varying or MadeInStep(number) in self._varying
+            self._varying.add(MadeInStep(number))
+            return known
+        if kind in (Kind.REPLACED, Kind.SOURCE) and argument.memory is not None:
+            known = argument.memory in self._said
+            self._said.add(argument.memory)
+            return known
+        return False
 
 
 def _argument(argument: Argument, of_steps: Sequence[tuple[Argument, _Match]]) -> tuple[Kind, str] | None:
     seen = [each for each, _ in of_steps]
-    shapes = _different(each.shape for each in seen)
-    if len(shapes) > 1:
-        return Kind.SHAPE, f"{argument.name} is {' then '.join(str(list(shape)) for shape in shapes)}"
-    metas = _different(each.meta for each in seen)
-    if len(metas) > 1:
-        # A number has none.
-        return (
-            Kind.ATTRIBUTE,
-            f"{argument.name} is {' then '.join(dict.fromkeys(each.meta or _number(each.value) for each in seen))}",
-        )
-    values = _different(each.value for each in seen)
-    if len(values) > 1:
-        are_numbers = all(isinstance(value, int | float | complex) and not isinstance(value, bool) for value in values)
-        kind = Kind.SCALAR if are_numbers else Kind.ATTRIBUTE
-        return kind, f"{argument.name} is {' then '.join(_number(value) for value in values)}"
-    memories = [match.as_fullest(each.memory) for each, match in of_steps]
-    if len(_different(memories)) == 1:
-        return None
+    said = _setting(argument, seen)
+    if said is not None or len(_different(match.as_fullest(each.memory) for each, match in of_steps)) == 1:
+        return said
     if all(isinstance(each.memory, Fixed) for each in seen):
         return Kind.REPLACED, f"{argument.name}, {_words(argument)}, is another tensor"
     return Kind.SOURCE, f"{argument.name}, {_words(argument)}, comes from elsewhere"
+
+
+def _setting(argument: Argument, seen: Sequence[Argument]) -> tuple[Kind, str] | None:
+    """What differs of an argument but its memory."""
+    shapes, metas, values = (_different(getattr(each, name) for each in seen) for name in ("shape", "meta", "value"))
+    if len(shapes) > 1:
+        return Kind.SHAPE, _in_turn(argument, (str(list(shape)) for shape in shapes))
+    if len(metas) > 1:
+        # A number has none.
+        return Kind.ATTRIBUTE, _in_turn(argument, dict.fromkeys(each.meta or _number(each.value) for each in seen))
+    if len(values) > 1:
+        are_numbers = all(isinstance(value, int | float | complex) and not isinstance(value, bool) for value in values)
+        return Kind.SCALAR if are_numbers else Kind.ATTRIBUTE, _in_turn(argument, map(_number, values))
+    return None
+
+
+def _in_turn(argument: Argument, words: Iterable[str]) -> str:
+    return f"{argument.name} is {' then '.join(words)}"
 
 
 def _different[T](values: Iterable[T]) -> list[T]:

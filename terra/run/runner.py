@@ -51,11 +51,6 @@ class Runner:
         self._busy = False
         self.end: Callable[[], Any] = lambda: None
 
-    @property
-    def thread_id(self) -> int | None:
-        """The operating system's, once there is one."""
-        return self._thread.native_id if self._thread else None
-
     def put(self, block: Block) -> None:
         self._busy = True
         if self._held is not None:

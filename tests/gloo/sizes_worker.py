@@ -25,11 +25,12 @@ from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.ir.memory import num_transfers
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor, neighbours
-from bpipe.runtime.messages import Alone, Messages
+from bpipe.runtime.messages import Messages
 from bpipe.runtime.stage import TorchStages
 from bpipe.runtime.streams import copying_on
 from bpipe.transport.connect import connect
 from bpipe.transport.edges import Edges, connect_edges
+from tests.support.alone import Alone
 from tests.unit.runtime.keeping import Keeping
 
 CPU = torch.device("cpu")

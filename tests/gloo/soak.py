@@ -36,13 +36,14 @@ from bpipe.ir.host_buffers import links_of
 from bpipe.ir.memory import num_transfers
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor, neighbours
-from bpipe.runtime.messages import Alone, Messages
+from bpipe.runtime.messages import Messages
 from bpipe.runtime.stage import TorchStages
 from bpipe.runtime.streams import copying_on
 from bpipe.transport.connect import connect_all
 from bpipe.transport.distributed import Distributed
 from bpipe.transport.edges import Edges, connect_edges
 from bpipe.transport.memory import TensorRegion
+from tests.support.alone import Alone
 from tests.unit.runtime.slices import Attend, SlicedStages, new_keys
 
 CPU = torch.device("cpu")

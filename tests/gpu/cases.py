@@ -56,6 +56,7 @@ CASES: Mapping[str, Case] = {
     ),
     "peer": Case("peer", "one-sided copies between two processes are right"),
     "streams": Case("streams", "the order of streams is right, and each wait is needed"),
+    "pipelines": Case("pipelines", "whole pipelines, each rank on a stream of the one device"),
     "memory": Case("memory", "what each stage allocates, against the prediction"),
     "halves": Case(
         "halves",
@@ -73,6 +74,5 @@ CASES: Mapping[str, Case] = {
         "units",
         "what copies that occupy compute units cost",
         "it has no compute units",
-        own_process=True,
     ),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +12,12 @@ import pytest
 import torch
 
 from tests.gpu.accelerators import CUDA
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--device") != CUDA:
+        # Read when Triton is imported, which torch does by the way.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

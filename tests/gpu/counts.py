@@ -27,16 +27,15 @@ NEEDED = ("pytest", "hypothesis", "pytest_timeout")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Which tests: a folder or a file, and words of their names."""
+    """Which tests: a folder or a file."""
 
     place: str
-    words: str = ""
 
 
 SIZES = {
     FULL: Sizes("tests/unit/runtime"),
     MODERATE: Sizes("tests/unit/runtime/test_capture.py"),
-    SMALL: Sizes("tests/unit/runtime/test_capture.py", "parameter"),
+    SMALL: Sizes("tests/unit/test_placement.py"),
 }
 
 
@@ -45,8 +44,6 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
     if missing:
         return Result(skipped=f"not installed: {', '.join(missing)}")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", sizes.place]
-    if sizes.words:
-        command += ["-k", sizes.words]
     left_s = max(until - time.monotonic(), 10.0)
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=left_s, check=False)
     lines = ended.stdout.strip().splitlines() or ended.stderr.strip().splitlines() or ["pytest said nothing"]

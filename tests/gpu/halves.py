@@ -17,7 +17,7 @@ import torch
 
 from tests.gpu.accelerators import Accelerator
 from tests.gpu.common import FULL, MODERATE, SMALL, Result, say, tidy
-from tests.gpu.megatron_stage import COMMON, MegatronStage, StageShape
+from tests.gpu.megatron_stage import COMMON, MegatronStage, StageShape, differing
 
 # Halves far apart, and forwards between them.
 ORDER = "F0 F1 F2 I0 I1 F3 W0 I2 I3 W1 W2 W3"
@@ -48,8 +48,9 @@ def run(on: Accelerator, sizes: StageShape, until: float) -> Result:
         expected, _ = _gradients(given, device, split=False)
         again, _ = _gradients(given, device, split=False)
         found, waiting = _gradients(given, device, split=True)
-        result.check(f"{name}: two runs with whole backwards", _differing(expected, again) == 0, "the same bits")
-        wrong = _differing(expected, found)
+        unlike = differing(expected, again)
+        result.check(f"{name}: two runs with whole backwards", not unlike, f"{unlike} gradients differ")
+        wrong = differing(expected, found)
         result.check(f"{name}: backwards in halves", wrong == 0, f"{wrong} of {len(expected)} gradients differ")
         result.facts[name] = {"gradients": len(expected), "wrong": wrong, "waiting_bytes": waiting}
         tidy(device)
@@ -94,7 +95,3 @@ def _gradients(flags: list[str], device: torch.device, split: bool) -> tuple[lis
             if split:
                 most = max(most, sum(storage.nbytes() for storage in halves.storages(key)))
         return stage.gradients(), most
-
-
-def _differing(expected: list[torch.Tensor], found: list[torch.Tensor]) -> int:
-    return sum(not torch.equal(one, other) for one, other in zip(expected, found, strict=True))

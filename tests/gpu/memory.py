@@ -56,7 +56,7 @@ class StageSizes:
 SIZES = {
     FULL: StageSizes(Shape(layers=2, hidden=4096, heads=32, sequence=2048), 8, 16, 6, 1 << 16),
     MODERATE: StageSizes(Shape(layers=1, hidden=2048, heads=16, sequence=1024), 8, 16, 3, 1 << 16),
-    SMALL: StageSizes(Shape(layers=1, hidden=128, heads=2, sequence=128), 4, 6, 3, 1 << 10, 0),
+    SMALL: StageSizes(Shape(layers=1, hidden=128, heads=2, sequence=128), 4, 4, 3, 1 << 10, 0),
 }
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 
 from bpipe.build import ScheduleConfig, build, named_balance
-from bpipe.ir.schedule import Schedule
 from tests.gpu.accelerators import Accelerator
 from tests.gpu.common import FULL, MODERATE, SMALL, Result, lender_on, repeats, tidy
 from tests.gpu.one_stage import SmallStage, engine_of, loop_of, to_host
@@ -45,40 +44,28 @@ SIZES = {
 }
 
 
-class Program:
-    """Stage 0's program, without balancing or with it."""
-
-    def __init__(self, device: torch.device, stage: SmallStage, plan: Schedule) -> None:
-        self._device = device
-        self._stage = stage
-        self._loop = loop_of(plan, 0, stage, stage.received)
-        self.engine = engine_of(plan, 0, device, to_host(device), poison=True) if plan.partners is not None else None
-
-    def gradient(self) -> torch.Tensor:
-        return self._stage.gradient_of(self._loop, self.engine)
-
-    def reserved_bytes(self) -> int:
-        """What torch takes from the driver for two iterations, from an empty cache."""
-        tidy(self._device)
-        torch.accelerator.reset_peak_memory_stats()
-        for _ in range(2):
-            self.gradient()
-        return int(torch.accelerator.max_memory_reserved())
-
-
 def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
     device, result = on.device, Result()
     stage = SmallStage(on, sizes.rows, sizes.width)
-    plain, balanced = (
-        Program(
-            device,
-            stage,
-            build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=named_balance(balance))),
-        )
-        for balance in ("none", "bpipe")
-    )
-    expected = plain.gradient()
-    needs = {name: program.reserved_bytes() for name, program in (("without", plain), ("with", balanced))}
+    plans = {
+        name: build(ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, balance=named_balance(balance)))
+        for name, balance in (("without", "none"), ("with", "bpipe"))
+    }
+    engine = engine_of(plans["with"], 0, device, to_host(device), poison=True)
+
+    def gradient(name: str) -> torch.Tensor:
+        return stage.gradient_of(loop_of(plans[name], 0, stage, stage.received), engine if name == "with" else None)
+
+    def reserved_bytes(name: str) -> int:
+        """What torch takes from the driver for two iterations, from an empty cache."""
+        tidy(device)
+        torch.accelerator.reset_peak_memory_stats()
+        for _ in range(2):
+            gradient(name)
+        return int(torch.accelerator.max_memory_reserved())
+
+    expected = gradient("without")
+    needs = {name: reserved_bytes(name) for name in plans}
     text = ", ".join(f"{name} balancing {nbytes / 2**20:.0f} MiB" for name, nbytes in needs.items())
     result.row("reserved, with room", text)
     result.facts = {"needs": needs}
@@ -88,33 +75,24 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
     on.limit(room)
     wrong = count = 0
     for _ in repeats(sizes.iterations, until, least=2):
-        wrong += not torch.equal(balanced.gradient(), expected)
+        wrong += not torch.equal(gradient("with"), expected)
         count += 1
     stats = torch.accelerator.memory_stats(device)
     text = f"{wrong} of {count} iterations differ; {stats['num_alloc_retries']} retries, {stats['num_ooms']} failures"
     result.check("balanced, where there is no room to spare", wrong == 0, text)
-    _must_not_fit(on, plain, room, result)
+    # Or the limit was none, and the line above says nothing.
+    tidy(device)
+    fits, text = True, f"fits into {room} B: the program above was not short of anything"
+    try:
+        gradient("without")
+    except torch.OutOfMemoryError as error:
+        fits, text = False, f"out of memory: {str(error).splitlines()[0][:120]}"
+    result.check("without balancing, in the same room", not fits, text)
     on.limit(None)
-    assert balanced.engine is not None
-    balanced.engine.release()
+    engine.release()
     del expected
     _lend_beside_a_full_cache(device, sizes, result)
     return result
-
-
-def _must_not_fit(on: Accelerator, plain: Program, room: int, result: Result) -> None:
-    """Or the limit was none, and the line above it says nothing."""
-    tidy(on.device)
-    try:
-        plain.gradient()
-    except torch.OutOfMemoryError as error:
-        result.check("without balancing, in the same room", True, f"out of memory: {str(error).splitlines()[0][:120]}")
-    else:
-        result.check(
-            "without balancing, in the same room",
-            False,
-            f"fits into {room} B: the program above was not short of anything",
-        )
 
 
 def _lend_beside_a_full_cache(device: torch.device, sizes: Sizes, result: Result) -> None:
@@ -123,16 +101,14 @@ def _lend_beside_a_full_cache(device: torch.device, sizes: Sizes, result: Result
     cached = torch.accelerator.get_memory_info(device)[0] - sizes.left_bytes
     kept = torch.empty(cached, dtype=torch.uint8, device=device)
     del kept
-    lender = lender_on(device)
-    asked = (
+    text = (
         f"{sizes.lent_bytes / 2**20:.0f} MiB with {sizes.left_bytes / 2**20:.0f} MiB free and "
         f"{cached / 2**20:.0f} MiB in torch's cache"
     )
+    refused = ""
     try:
-        _, region = lender.make(sizes.lent_bytes)
+        lender_on(device).make(sizes.lent_bytes)[1].close()
     except RuntimeError as error:
-        result.check("memory for host buffers beside a full cache", False, f"{asked}: {error}")
-    else:
-        region.close()
-        result.check("memory for host buffers beside a full cache", True, asked)
+        refused = f": {error}"
+    result.check("memory for host buffers beside a full cache", not refused, text + refused)
     tidy(device)

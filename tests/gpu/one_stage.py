@@ -20,15 +20,15 @@ from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor
-from bpipe.runtime.messages import Alone
 from bpipe.runtime.stage import TorchStages
 from bpipe.runtime.streams import copying_on, lanes, synchronize
-from bpipe.transport.base import Done, Pending, Transport
+from bpipe.transport.base import Done, Pending
 from bpipe.transport.control import Subject
 from bpipe.transport.memory import Lender, Region
 from bpipe.transport.one_sided import Host, OneSidedCopies, Peer
 from tests.gpu.accelerators import Accelerator
 from tests.gpu.common import drawn, lender_on
+from tests.support.alone import Alone
 
 TIMEOUT_S = 120.0
 
@@ -43,8 +43,9 @@ def to_host(device: torch.device) -> OneSidedCopies:
 
 
 def engine_of(
-    plan: Schedule, rank: int, device: torch.device, transport: Transport | None, minimum_bytes: int = 1, **more: Any
+    plan: Schedule, rank: int, device: torch.device, transport: Any, minimum_bytes: int = 1, **more: Any
 ) -> Engine:
+    """`transport`: one, one by each other rank, or None."""
     return Engine(plan, rank, transport, EngineConfig(f"stage {rank}", device, minimum_bytes, TIMEOUT_S, **more))
 
 
@@ -119,13 +120,9 @@ class SmallStage:
         return drawn(self._shape, 1000 + microbatch, self._on.device).requires_grad_()
 
     def gradient_of(self, loop: Executor, engine: Engine | None) -> torch.Tensor:
-        """What an iteration of its loop adds up."""
+        """What an iteration of its loop adds up; the next starts from nothing."""
         loop.run(engine)
         synchronize(self._on.device)
-        return self._gradient()
-
-    def _gradient(self) -> torch.Tensor:
-        """What the last iteration added up; the next starts from nothing."""
         gradient, self.weight.grad = self.weight.grad, None
         assert gradient is not None
         return gradient

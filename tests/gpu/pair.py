@@ -8,6 +8,7 @@ two processes on one GPU take turns.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -50,9 +51,10 @@ def run_pair(part: Part, on: Accelerator, transport: str, sizes: Any, until: flo
     """What `part` found in each of the two processes, the evictor's first, and the transport that they agreed on."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:
-        # A process that has used CUDA cannot be forked.
+        # A process that has used its device cannot be forked; one that has only imported torch can.
+        multiprocessing.set_forkserver_preload(["torch"])
         start_processes(
-            _process, args=(folder, on.of_process, transport, part, sizes, until), nprocs=2, start_method="spawn"
+            _process, args=(folder, on.of_process, transport, part, sizes, until), nprocs=2, start_method="forkserver"
         )
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in (EVICTOR, LENDER)]
 

@@ -41,7 +41,7 @@ class Sizes:
 SIZES = {
     FULL: Sizes(8, 16, 1024, 1024, 300, 20),
     MODERATE: Sizes(8, 16, 1024, 1024, 30, 6),
-    SMALL: Sizes(8, 16, 32, 32, 8, 2),
+    SMALL: Sizes(8, 10, 32, 32, 8, 2),
 }
 
 
@@ -68,6 +68,11 @@ def late_lanes(on: Accelerator, timeout_s: float) -> tuple[CopyLane, CopyLane]:
     return outbound, inbound
 
 
+def late_to_host(on: Accelerator) -> OneSidedCopies:
+    """Return a transport into host memory, whose copies may come late."""
+    return OneSidedCopies(in_host_memory(on.device), *late_lanes(on, TIMEOUT_S))
+
+
 class Stage0:
     """Stage 0 of the balanced schedule, its engine, and the gradient it must have."""
 
@@ -80,9 +85,7 @@ class Stage0:
         self.engine = self._engine()
 
     def _engine(self) -> Engine:
-        device = self._on.device
-        transport = OneSidedCopies(in_host_memory(device), *late_lanes(self._on, TIMEOUT_S))
-        return engine_of(self.plan, 0, device, transport, poison=True)
+        return engine_of(self.plan, 0, self._on.device, late_to_host(self._on), poison=True)
 
     def gradient(self, engine: Engine | None) -> torch.Tensor:
         return self._stage.gradient_of(self._loop, engine)

@@ -11,16 +11,14 @@ from collections.abc import Callable
 
 import torch
 
-from bpipe.ir.action import Kind
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime.stage import TorchStages
+from tests.gpu.pipelines import Place, summed
 from tests.late.devices import device
 from tests.unit.runtime.pipeline import WIDTH, inputs_of
 
 # By stage and micro-batch, how many numbers more its forward saves.
 Extra = Callable[[int, int], int]
-# A stage may be on two ranks.
-Place = tuple[int, int]
 
 
 def nothing(stage: int, microbatch: int) -> int:
@@ -71,15 +69,7 @@ class LateModel:
         return found
 
     def expected(self, schedule: Schedule, iterations: int) -> dict[Place, torch.Tensor]:
-        parts = self.parts(schedule)
-        found: dict[Place, torch.Tensor] = {}
-        for rank, slots in [*enumerate(schedule.ranks)] * iterations:
-            for slot in slots:
-                action = slot.compute
-                if action is not None and action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-                    place, part = (rank, action.stage), parts[action.microbatch][action.stage]
-                    found[place] = found[place] + part if place in found else part
-        return found
+        return summed(schedule, self.parts(schedule), iterations)
 
     def parts(self, schedule: Schedule) -> list[list[torch.Tensor]]:
         """By micro-batch and stage, what it adds."""

@@ -240,7 +240,7 @@ def test_names_inside_values_suggest_the_nearest(capfd: pytest.CaptureFixture[st
     rest = ["--pp", "4", "--gbs", "8"]
     for changed, reason in (
         (["--model", "gpt3-13", "--cluster", "a100-80g:4"], "unknown model 'gpt3-13', did you mean 'gpt3-13b'?"),
-        (["--model", "gpt3-13b", "--cluster", "A100:4"], "is not DEVICE:NODESxDEVICES"),
+        (["--model", "gpt3-13b", "--cluster", "A100=4"], "is not DEVICE:NODESxDEVICES"),
         (["--model", "gpt3-13b", "--cluster", "a100:4"], "unknown device 'a100', did you mean 'a100-80g'?"),
     ):
         assert main(["simulate", *changed, *rest]) == 2

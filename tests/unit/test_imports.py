@@ -145,7 +145,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "check": ("board case", "deadlock", "replicas slices transfers", "rules", "order"),
     "simulate": ("bandwidth cost", "durations report", "host_buffers reductions", "engine trace"),
     "models": (
-        "held hybrid kernel_times places slice_lengths switches",
+        "held hybrid kernel_times layer_counts places slice_lengths switches",
         "parts",
         "cluster model",
         "fp8",
@@ -178,7 +178,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "refused remedies",
         "calibrate launch_states megatron_command search",
         "explain options row_flags state_hosts training_log vocabulary",
-        "answer standings stock",
+        "answer standings stock ways",
         "front",
     ),
     "record": ("keys", "activation_budget", "format", "one_run write", "read"),

@@ -98,7 +98,7 @@ def remark(line: str) -> None:
 
 
 # These modules read a model's configuration, the others Megatron's arguments.
-OF_CONFIGURATION = ("beside", "driver", "executor", "lengths", "links", "loops", "syncing")
+OF_CONFIGURATION = ("beside", "driver", "executor", "lengths", "links", "loops", "syncing", "waiting")
 
 # What is read as an attribute of Megatron's arguments, or of a model's configuration, by the module that reads it. It
 # cannot work without. A test holds this to the code.
@@ -126,7 +126,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         *("timing_log_level", "train_iters", "wandb_project"),
     ),
     "beside": ("barrier_with_L1_time", "finalize_model_grads_func"),
-    "driver": ("batch_p2p_sync", "timers"),
+    "driver": ("timers",),
     "choosing": (
         *("micro_batch_size", "padded_vocab_size", "pipeline_model_parallel_size", "tensor_model_parallel_size"),
         "virtual_pipeline_model_parallel_size",
@@ -211,6 +211,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         ),
     ),
     "executor": ("barrier_with_L1_time", "calculate_per_token_loss", "finalize_model_grads_func", "timers"),
+    "waiting": ("batch_p2p_sync",),
     "syncing": ("grad_sync_func", "no_sync_func", "param_sync_func"),
     "delaying": (
         "add_bias_linear",

@@ -41,7 +41,7 @@ from megatron.scheduling.hooks import upstream
 from megatron.scheduling.hooks.beside import OwnTime, streams_of_layers
 from megatron.scheduling.loop.directory import pipelines
 from megatron.scheduling.loop.measured import FirstMeasured
-from megatron.scheduling.loop.waiting import refuse_standstill
+from megatron.scheduling.loop.waiting import refuse_standstill, without_p2p_sync
 from megatron.scheduling.memory.by_slice import kept_at_peak, latest_by_place, most_by_place, moved_by_place
 from megatron.scheduling.memory.differing import Differing
 from megatron.scheduling.memory.watermark import Watermark
@@ -438,17 +438,3 @@ class Driver:
             moved = {key: engine.moved_bytes.get(key[0], 0) for key in saved}
         shard = self._meter.shard_bytes
         return rule_by_slice(engine.schedule, saved, moved, self._meter.after_each_bytes, shard)
-
-
-def without_p2p_sync(config: Any) -> str:
-    """Let Megatron no longer wait for the whole device after every message between stages, and say so: it would end all
-    overlap.
-
-    It does by default, and no flag changes that.
-    """
-    config.batch_p2p_sync = False
-    return (
-        "Megatron's wait for the whole device after every message between stages (batch_p2p_sync) is off in this run; "
-        "to compare speed, "
-        "give the run without --bpipe the same"
-    )

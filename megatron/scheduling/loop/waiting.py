@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -93,3 +94,17 @@ def _ways_out(waits: WaitLevel, config: SchedulingConfig, meets: bool, exchange:
         yield "add --no-overlap-p2p-communication" if one_by_one else "take a schedule that Megatron's own loops run"
     else:
         yield f"take {'--bpipe-transport peer' if meets else 'another schedule'}"
+
+
+def without_p2p_sync(config: Any) -> str:
+    """Let Megatron no longer wait for the whole device after every message between stages, and say so: it would end all
+    overlap.
+
+    It does by default, and no flag changes that.
+    """
+    config.batch_p2p_sync = False
+    return (
+        "Megatron's wait for the whole device after every message between stages (batch_p2p_sync) is off in this run; "
+        "to compare speed, "
+        "give the run without --bpipe the same"
+    )

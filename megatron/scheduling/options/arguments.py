@@ -180,7 +180,8 @@ def config_from_args(args: Any) -> SchedulingConfig:
     upstream.require(args, "arguments")
     own, how, plan = _asked(args)
     sizes = Sizes.of(args, 1 if own is None else own.layout.num_pipes)
-    writers = args.tensorboard_dir or args.wandb_project
+    timeout_s, message_timeout_s = _timeouts(args)
+    metrics_interval, timers_interval = _intervals(args)
     return SchedulingConfig(
         balance=args.bpipe,
         how=how,
@@ -188,8 +189,8 @@ def config_from_args(args: Any) -> SchedulingConfig:
         memory=args.bpipe_memory,
         costs=None if args.bpipe_cluster is None else requested_costs(args),
         transport=args.bpipe_transport,
-        timeout_s=SchedulingConfig.timeout_s if args.bpipe_timeout is None else args.bpipe_timeout,
-        message_timeout_s=60.0 * args.distributed_timeout_minutes if args.bpipe_timeout is None else args.bpipe_timeout,
+        timeout_s=timeout_s,
+        message_timeout_s=message_timeout_s,
         minimum_bytes=args.bpipe_min_bytes,
         poison=args.bpipe_poison,
         verify=args.bpipe_verify,
@@ -206,13 +207,29 @@ def config_from_args(args: Any) -> SchedulingConfig:
         report_iterations=_iterations(args),
         last_iteration=_last_iteration(args),
         peak_tflops=args.bpipe_peak_tflops,
-        metrics_interval=args.tensorboard_log_interval if writers else None,
-        timers_interval=args.log_interval if args.timing_log_level >= TIMERS_LEVEL else None,
+        metrics_interval=metrics_interval,
+        timers_interval=timers_interval,
         flops_per_microbatch=_flops_per_microbatch(args, sizes) if args.bpipe_report is not None else None,
         micro_batch_size=args.micro_batch_size,
         logits_per_microbatch=_logits_per_microbatch(args),
         audit=args.terra_audit,
         optimizer_hosts=args.bpipe_optimizer_hosts or (),
+    )
+
+
+def _timeouts(args: Any) -> tuple[float, float]:
+    """Return seconds until a transfer, and a message between stages, is given up."""
+    if args.bpipe_timeout is not None:
+        return args.bpipe_timeout, args.bpipe_timeout
+    return SchedulingConfig.timeout_s, 60.0 * args.distributed_timeout_minutes
+
+
+def _intervals(args: Any) -> tuple[int | None, int | None]:
+    """Return after how many iterations scalars are written, and timers printed; None: never."""
+    writers = args.tensorboard_dir or args.wandb_project
+    return (
+        args.tensorboard_log_interval if writers else None,
+        args.log_interval if args.timing_log_level >= TIMERS_LEVEL else None,
     )
 
 

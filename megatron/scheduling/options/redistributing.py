@@ -12,7 +12,7 @@ from typing import Any
 
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.layout import REDISTRIBUTE
-from bpipe.models.layout import output_in_layers, padded_vocabulary, redistribute_layers
+from bpipe.models.layer_counts import output_in_layers, padded_vocabulary, redistribute_layers
 from bpipe.plan.layer_split import (
     CHUNKS,
     COUNT_EMBEDDING,

@@ -14,7 +14,8 @@ from bpipe.build import BalanceConfig, ScheduleConfig, build
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.flops import mfu, training_flops
 from bpipe.models.hugging_face import find_model
-from bpipe.models.layout import Setup, split_layers
+from bpipe.models.layer_counts import split_layers
+from bpipe.models.layout import Setup
 from bpipe.models.model import PRESETS
 from bpipe.models.parameters import num_parameters
 from bpipe.simulate.cost import Costs, StageCost

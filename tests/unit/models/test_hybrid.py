@@ -17,8 +17,9 @@ from bpipe.models.costs import predict_costs
 from bpipe.models.flops import training_flops
 from bpipe.models.fp8 import Fp8
 from bpipe.models.hybrid import Hybrid, split_text
+from bpipe.models.layer_counts import split_layers
 from bpipe.models.layers.layer import halves_seconds, layer_after_input, layer_bytes, layer_saved, layer_seconds
-from bpipe.models.layout import Setup, split_layers
+from bpipe.models.layout import Setup
 from bpipe.models.memory import predict_memory
 from bpipe.models.model import Model, gpt
 from bpipe.models.parameters import layer_parameters, num_active_parameters, num_parameters

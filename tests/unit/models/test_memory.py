@@ -17,9 +17,10 @@ from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import memory_of, peak_bytes
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.held import held_by, held_by_orders
+from bpipe.models.layer_counts import split_layers
 from bpipe.models.layers.attention import core_bytes
 from bpipe.models.layers.layer import layer_bytes
-from bpipe.models.layout import Setup, split_layers
+from bpipe.models.layout import Setup
 from bpipe.models.memory import predict_memory
 from bpipe.models.model import PRESETS, Model, gpt
 from bpipe.models.saved import stage_bytes

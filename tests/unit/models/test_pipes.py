@@ -14,7 +14,8 @@ from bpipe.ir.hosts import halved_pairs
 from bpipe.ir.memory import moves_anything
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.costs import predict_costs
-from bpipe.models.layout import Setup, split_layers
+from bpipe.models.layer_counts import split_layers
+from bpipe.models.layout import Setup
 from bpipe.models.memory import predict_memory
 from bpipe.models.model import PRESETS
 from bpipe.models.replicas import update_seconds

@@ -15,8 +15,9 @@ from bpipe.ir.memory import memory_of, peak_bytes
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.costs import predict_costs
+from bpipe.models.layer_counts import redistribute_layers
 from bpipe.models.layers.ends import output_seconds, shard_bytes, shard_saved
-from bpipe.models.layout import Setup, redistribute_layers
+from bpipe.models.layout import Setup
 from bpipe.models.memory import predict_memory
 from bpipe.models.model import Model, gpt
 from bpipe.models.profile import Entry, Profile

@@ -93,15 +93,15 @@ def test_it_says_which_wins_and_how_far_the_others_are(front: Front) -> None:
 def test_it_says_what_was_not_searched() -> None:
     """It said that less memory and less time is nowhere to be had, of points that its own search beats where a
     default is lifted."""
-    model = gpt("deep", 32, 8192, 64, sequence=4096)
+    model = gpt("deep", 16, 8192, 64, sequence=4096)
     few = Space(
         model,
-        parse_cluster("a100-80g:2x8"),
-        32,
+        parse_cluster("a100-80g:8"),
+        16,
         4096,
         recompute=("none",),
         max_chunks=2,
-        max_micro_batch=2,
+        max_micro_batch=1,
         vocabulary_parallel=None,
     )
     few = replace(few, schedules=("1f1b", "grouped-interleaved"))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bpipe.models.layout import split_layers
+from bpipe.models.layer_counts import split_layers
 from bpipe.plan.layer_split import Split, layout_text, read_split, split_flags
 
 

@@ -22,7 +22,8 @@ from bpipe.flags.launches import READ
 from bpipe.flags.parser import parser_of_launch
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.fp8 import FORMATS, RECIPES, Fp8
-from bpipe.models.layout import Setup, split_layers
+from bpipe.models.layer_counts import split_layers
+from bpipe.models.layout import Setup
 from bpipe.models.model import PRESETS, Model
 from bpipe.plan.megatron_command import Reading, read_command
 from bpipe.plan.megatron_flags import megatron_flags

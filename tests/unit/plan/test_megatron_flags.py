@@ -15,7 +15,8 @@ import pytest
 
 from bpipe.ir.layout import TRAINED_SHARDS
 from bpipe.models.cluster import parse_cluster
-from bpipe.models.layout import Setup, split_layers
+from bpipe.models.layer_counts import split_layers
+from bpipe.models.layout import Setup
 from bpipe.models.model import PRESETS
 from bpipe.plan.megatron_command import read_command
 from bpipe.plan.megatron_flags import megatron_flags

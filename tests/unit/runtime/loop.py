@@ -16,8 +16,8 @@ from bpipe.ir.action import Action, Kind
 from bpipe.ir.program import Message
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime.executor import ComputationHooks, Executor
-from bpipe.runtime.messages import Alone
 from bpipe.runtime.stage import Tensors, TorchStages
+from tests.support.alone import Alone
 
 WIDTH = 32
 

@@ -28,12 +28,12 @@ from bpipe.runtime.capture import SavedStorage, find
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.errors import RuntimeFault, TransferError
 from bpipe.runtime.executor import Executor
-from bpipe.runtime.messages import Alone
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.stage import Tensors
 from bpipe.runtime.streams import Clock
 from bpipe.transport.layout import Sizes
+from tests.support.alone import Alone
 from tests.unit.runtime.loop import WIDTH, Small, drawn, gradient, inputs_of, new_weight, run_iteration, schedule, stage
 
 CPU = torch.device("cpu")

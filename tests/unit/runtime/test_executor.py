@@ -16,8 +16,8 @@ from bpipe.ir.steps import steps
 from bpipe.runtime import executor as executor_module
 from bpipe.runtime.errors import RuntimeFault, TransferError
 from bpipe.runtime.executor import Executor, neighbours
-from bpipe.runtime.messages import Alone
 from bpipe.runtime.stage import Tensors, TorchStages
+from tests.support.alone import Alone
 from tests.unit.check.test_overlap import OVERLAPPED
 from tests.unit.runtime.loop import Small, drawn, new_weight
 from tests.unit.runtime.loop import schedule as balanced

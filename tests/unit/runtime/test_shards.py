@@ -18,10 +18,10 @@ from bpipe.lower.forwards import forwards_only
 from bpipe.runtime import executor as executor_module
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.runtime.executor import Executor
-from bpipe.runtime.messages import Alone
 from bpipe.runtime.shards import InputShard, OutputShard
 from bpipe.runtime.stage import TorchStages
 from bpipe.vocabulary.embedding import embedded, rows_gradient
+from tests.support.alone import Alone
 from tests.unit.runtime.pipeline import ROWS, WIDTH
 from tests.unit.runtime.sharded import VOCABULARY, ShardedModel, in_one_piece, in_shards
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bpipe.models.layout import output_in_layers
+from bpipe.models.layer_counts import output_in_layers
 from megatron.scheduling.hooks import upstream
 from megatron.scheduling.options.following import complete
 

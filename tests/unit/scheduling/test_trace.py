@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -29,18 +30,21 @@ LAUNCH = f"-- {SHORT} --micro-batch-size 2 --pipeline-model-parallel-size 2 --bf
 # Importing Megatron and tracing all of them takes half a minute on a machine that does nothing else.
 pytestmark = pytest.mark.timeout(300)
 
-MATRIX = (
-    "--model gpt3-96b --tp 8 --pp 8 --mbs 1 --attention unfused",
-    "--model gpt3-96b --tp 8 --pp 8 --mbs 2 --attention unfused --recompute selective",
-    "--model gpt3-96b --tp 8 --pp 8 --mbs 1 --attention flash --no-sequence-parallel",
-    "--model gpt3-175b --tp 8 --pp 8 --mbs 1 --attention flash --recompute full",
+QUICK = (
     "--model gpt3-13b --tp 2 --pp 4 --vp 5 --mbs 2 --attention flash",
+    "--model gpt3-96b --tp 8 --pp 8 --mbs 2 --attention unfused --recompute selective",
     "--model llama-65b --tp 4 --pp 8 --mbs 2 --attention flash",
     "--model llama3-8b --tp 1 --pp 4 --mbs 1 --seq 8192 --attention flash",
     "--model llama3-70b --tp 8 --pp 4 --vp 5 --mbs 1 --seq 8192 --attention flash",
     "--model llama3-70b --tp 8 --pp 4 --mbs 1 --seq 8192 --attention flash --recompute full:block:2",
+)
+LONG = (
+    "--model gpt3-96b --tp 8 --pp 8 --mbs 1 --attention unfused",
+    "--model gpt3-96b --tp 8 --pp 8 --mbs 1 --attention flash --no-sequence-parallel",
+    "--model gpt3-175b --tp 8 --pp 8 --mbs 1 --attention flash --recompute full",
     "--model llama3-405b --tp 8 --pp 9 --mbs 1 --seq 8192 --attention flash",
 )
+MATRIX = (*QUICK, *(pytest.param(flags, marks=pytest.mark.slow) for flags in LONG))
 FURTHER = {
     "latent attention": f"{LAUNCH} --multi-latent-attention --attention-dropout 0",
     "further tokens": f"{LAUNCH} --mtp-num-layers 1 --position-embedding-type rope",
@@ -51,15 +55,21 @@ REFUSED = {
 }
 
 
+OTHERS = (*QUICK, LAUNCH, *FURTHER.values(), *(flags for flags, _ in REFUSED.values()))
+
+
 def launch_of(flags: str) -> Any:
     parser, _ = parsers("trace")
     return trace._subject(options_of(parser, ["trace", *flags.split()]))
 
 
-@pytest.fixture(scope="module")
-def traces() -> dict[str, Any]:
-    """All of them, made by one process: importing Megatron takes longer than tracing."""
-    every = (*MATRIX, LAUNCH, *FURTHER.values(), *(flags for flags, _ in REFUSED.values()))
+def traced(flags: str) -> Any:
+    return _traced(LONG if flags in LONG else OTHERS)[flags]
+
+
+@functools.cache
+def _traced(every: tuple[str, ...]) -> dict[str, Any]:
+    """All of them, made by one process: importing Megatron takes as long as tracing some."""
     ran = subprocess.run(
         [sys.executable, "-m", "tests.unit.scheduling.trace_many"],
         input=json.dumps([[*launch_of(flags).flags] for flags in every]),
@@ -75,40 +85,40 @@ def traces() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("flags", MATRIX)
-def test_formulas_give_what_the_model_saves_and_its_parameters(flags: str, traces: dict[str, Any]) -> None:
-    setup, stages = launch_of(flags).setup, traces[flags]["stages"]
+def test_formulas_give_what_the_model_saves_and_its_parameters(flags: str) -> None:
+    setup, stages = launch_of(flags).setup, traced(flags)["stages"]
     assert [stage["parameters"] for stage in stages] == [*stage_parameters(setup)]
     for stage, formula in zip(stages, stage_bytes(setup), strict=True):
         assert abs(formula - stage["saved_bytes"]) <= APART * stage["saved_bytes"]
 
 
 @pytest.mark.parametrize("flags", MATRIX)
-def test_what_is_saved_is_held_and_the_backward_needs_more(flags: str, traces: dict[str, Any]) -> None:
+def test_what_is_saved_is_held_and_the_backward_needs_more(flags: str) -> None:
     """Counted by following every operation, and by asking the graph: two ways to the same bytes."""
-    for stage in traces[flags]["stages"]:
+    for stage in traced(flags)["stages"]:
         assert stage["saved_bytes"] <= stage["held_bytes"] < stage["peak_bytes"]
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_traced_is_refused(name: str, traces: dict[str, Any]) -> None:
+def test_what_cannot_be_traced_is_refused(name: str) -> None:
     flags, reason = REFUSED[name]
-    assert reason in traces[flags]
+    assert reason in traced(flags)
 
 
 @pytest.mark.parametrize("name", FURTHER)
-def test_what_formulas_do_not_know_or_only_nearly_is_traced(name: str, traces: dict[str, Any]) -> None:
-    plain, other = traces[LAUNCH]["stages"], traces[FURTHER[name]]["stages"]
+def test_what_formulas_do_not_know_or_only_nearly_is_traced(name: str) -> None:
+    plain, other = traced(LAUNCH)["stages"], traced(FURTHER[name])["stages"]
     assert len(plain) == len(other) == 2
     assert other[1]["saved_bytes"] != plain[1]["saved_bytes"] > 0
     assert other[1]["parameters"] != plain[1]["parameters"]
 
 
-def test_a_profile_of_the_trace_gives_simulate_what_is_saved(tmp_path: Path, traces: dict[str, Any]) -> None:
-    flags, file = MATRIX[0], tmp_path / "traced.json"
+def test_a_profile_of_the_trace_gives_simulate_what_is_saved(tmp_path: Path) -> None:
+    flags, file = QUICK[0], tmp_path / "traced.json"
     setup = launch_of(flags).setup
-    trace.write_profile(str(file), traces[flags], setup)
+    trace.write_profile(str(file), traced(flags), setup)
     costs = profile.read_profile(str(file)).apply(setup, predict_costs(setup))
-    assert [cost.saved_bytes for cost in costs.stages] == [one["saved_bytes"] for one in traces[flags]["stages"]]
+    assert [cost.saved_bytes for cost in costs.stages] == [one["saved_bytes"] for one in traced(flags)["stages"]]
     other = replace(setup, recompute="full")
     assert profile.read_profile(str(file)).conflict(other) == (
         "measured with recompute none, the setup has full: profile that, too"

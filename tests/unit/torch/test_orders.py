@@ -58,7 +58,9 @@ def test_every_family_is_lowered_by_torch_and_computes_the_same(name: str) -> No
     order = torch_orders(schedule)
     assert [[str(action) for action in order[rank]] for rank in range(P)] == computations(schedule)
     lowered = schedules._add_send_recv(
-        {rank: list(row) for rank, row in order.items()}, schedule.layout.only_rank_of, schedule.num_stages
+        {rank: list(row) for rank, row in order.items()},
+        schedule.layout.only_placement.__getitem__,
+        schedule.num_stages,
     )
     assert all(len(lowered[rank]) > len(order[rank]) for rank in range(P))
 

@@ -1,0 +1,118 @@
+"""`bpipe fit`: what else would make a launch fit, what each way saves and what it costs.
+
+In: a launch, or flags. Out: a table or JSON. The exit status is 3 where nothing that was tried fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bpipe.commands.launch import lines, reading_of
+from bpipe.commands.shared import CONFIGURED, cluster_of, print_json
+from bpipe.flags import outputs
+from bpipe.flags.configurations import MEASURED
+from bpipe.flags.flag import Command, Group, Options, Task
+from bpipe.flags.values import positive
+from bpipe.models.cluster import gib_text
+from bpipe.models.error_bars import range_text
+from bpipe.plan.explain import describe
+from bpipe.plan.megatron_command import Reading, read_command
+from bpipe.plan.megatron_flags import megatron_flags
+from bpipe.plan.options import filled, setup_of
+from bpipe.plan.predict import SetupPrediction, predict
+from bpipe.plan.row_flags import difference
+from bpipe.plan.ways import Way, ways_to_fit
+
+# The exit status where nothing fits; 2 is an error in what was asked.
+NOTHING_FITS = 3
+
+COMMAND = Command(
+    (*CONFIGURED, MEASURED, Group("output", (outputs.rows(12, positive), outputs.FORMAT))),
+    (
+        Task(
+            "find what makes a launch fit",
+            "bpipe fit --cluster h100-80g --from-script train.sh",
+            ("from_script", "megatron", "rows", "format"),
+        ),
+        Task(
+            "ask of a model's sizes",
+            "bpipe fit --model gpt3-96b --cluster a100-80g:4x8 --tp 4 --pp 8 --mbs 2 --gbs 128 --recompute selective "
+            "--attention unfused --precision fp16",
+            ("model", "cluster", "tensor", "pipeline", "micro_batch", "global_batch", "recompute"),
+        ),
+    ),
+)
+
+
+def run(asked: Options) -> int:
+    reading = reading_of(asked)
+    options = filled(asked, reading, ("pipeline", "global_batch"))
+    setup = setup_of(options, cluster_of(options, reading))
+    now = predict(setup, formula=options.flops_formula)
+    found = ways_to_fit(setup, () if reading is None else reading.others)
+    shown = found[: options.rows]
+    # Where flags say it, what changes is said of the launch that they mean.
+    launch = read_command(megatron_flags(setup)) if reading is None else reading
+    if options.format == "json":
+        print_json({"now": _values(now), "ways": [_way_values(way, launch) for way in shown]})
+    else:
+        print("\n".join((*_lines(now, shown, launch), *lines(reading))))
+    return 0 if now.fits or any(way.fits for way in found) else NOTHING_FITS
+
+
+def _lines(now: SetupPrediction, ways: Sequence[Way], launch: Reading) -> list[str]:
+    peak, limit, seconds = _peak(now), now.memory[0].limit_bytes, now.timing.iteration_s
+    head = (
+        f"{describe(now.setup)}: {gib_text(peak)} of {gib_text(limit)} GiB, {'fits' if now.fits else 'does not fit'}; "
+        f"{seconds:.3f} s{range_text(now.setup, seconds)}"
+    )
+    if not ways:
+        return [head, "nothing that was tried needs less"]
+    rows: list[tuple[str, ...]] = [("", "GiB", "saved", "seconds", "x")]
+    for number, way in enumerate(ways, 1):
+        taken = way.prediction.timing.iteration_s
+        figures = (gib_text(way.peak_bytes), gib_text(peak - way.peak_bytes), f"{taken:.3f}", f"{taken / seconds:.2f}")
+        rows.append((str(number), *figures))
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    words = ["what", *(f"{way.what}{_state(way)}" for way in ways)]
+    return [
+        head,
+        *(
+            "  ".join((*(cell.rjust(width) for cell, width in zip(row, widths, strict=True)), word))
+            for row, word in zip(rows, words, strict=True)
+        ),
+        *(f"{number}. {difference(way.prediction.setup, launch).text}" for number, way in enumerate(ways, 1)),
+    ]
+
+
+def _state(way: Way) -> str:
+    if way.refused:
+        return " (the trainer refuses it)"
+    tight = any(rank.is_tight for rank in way.prediction.memory)
+    words = {"guarded": way.guarded, "tight": tight, "does not fit": not way.fits}
+    said = [word for word, holds in words.items() if holds]
+    return f" ({', '.join(said)})" if said else ""
+
+
+def _peak(prediction: SetupPrediction) -> int:
+    return max(rank.peak_bytes for rank in prediction.memory)
+
+
+def _values(prediction: SetupPrediction) -> dict[str, Any]:
+    return {
+        "iteration_s": prediction.timing.iteration_s,
+        "peak_bytes": _peak(prediction),
+        "limit_bytes": prediction.memory[0].limit_bytes,
+        "fits": prediction.fits,
+    }
+
+
+def _way_values(way: Way, launch: Reading) -> dict[str, Any]:
+    return {
+        "what": way.what,
+        **_values(way.prediction),
+        "flags": difference(way.prediction.setup, launch)._asdict(),
+        "guarded": way.guarded,
+        "refused": list(way.refused),
+    }

@@ -1,0 +1,163 @@
+"""Say what else would make a configuration fit, and what that costs.
+
+In: a Setup. Out: `Way`s, each one change of it with its prediction, those that fit first and of these the fastest.
+
+One change at a time, each as Megatron or this project has a flag for it: recomputation of parts or of as few layers as
+do, a smaller micro-batch, another cut, balancing over partners, a pool or host memory, the vocabulary in shards, the
+distributed optimizer, slices. What cannot be, and what needs no less, is none. Predicts; knows no command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from bpipe.build import BALANCES, BalanceConfig
+from bpipe.generate.families import FAMILIES, default_family
+from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
+from bpipe.ir.layout import Vocabulary
+from bpipe.models.layer_counts import split_layers
+from bpipe.models.layout import Setup
+from bpipe.models.memory import peak_bytes
+from bpipe.models.recompute import MODULES
+from bpipe.plan.fewest_layers import fewest_layers, with_block
+from bpipe.plan.predict import SetupPrediction, predict
+from bpipe.plan.refused import Others, refused
+from bpipe.plan.remedies import within_budget
+
+Change = Callable[[], Setup]
+# What needs hardly less is no help.
+_CLEARLY = 0.99
+# With it the trainer's table refuses what is guarded, too.
+_STRICT = ("--bpipe-strict", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One change. `what` names it; `refused`: the trainer's reasons against it; `guarded`: it trains, checked where it
+    runs."""
+
+    what: str
+    prediction: SetupPrediction
+    refused: tuple[str, ...]
+    guarded: bool
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(rank.peak_bytes for rank in self.prediction.memory)
+
+    @property
+    def fits(self) -> bool:
+        return self.prediction.fits and not self.refused
+
+
+def ways_to_fit(setup: Setup, others: Others = ()) -> list[Way]:
+    """Return every way that needs clearly less than the setup: first those that fit, the fastest first, then the others
+    by what they need. Of ways that come to the same, as hosts do where pairs have room, the first stands for all."""
+    most = _CLEARLY * peak_bytes(setup)
+    found: list[Way] = []
+    for what, change in _changes(setup):
+        try:
+            changed = change()
+        except ValueError:
+            # Megatron's rules, or what is modelled, do not allow it.
+            continue
+        prediction = predict(changed)
+        reasons = refused(changed, others)
+        way = Way(what, prediction, reasons, not reasons and bool(refused(changed, (*others, _STRICT))))
+        if way.peak_bytes <= most and _figures(way) not in map(_figures, found):
+            found.append(way)
+    return sorted(
+        found, key=lambda way: (not way.fits, way.prediction.timing.iteration_s if way.fits else way.peak_bytes)
+    )
+
+
+def _figures(way: Way) -> tuple[int, float, bool]:
+    return way.peak_bytes, float(way.prediction.timing.iteration_s), way.fits
+
+
+def _changes(setup: Setup) -> Iterator[tuple[str, Change]]:
+    yield from _recomputed(setup)
+    if setup.micro_batch > 1:
+        half = setup.micro_batch // 2
+        yield f"micro-batch {half}", lambda: replace(setup, micro_batch=half)
+    if not setup.distributed_optimizer:
+        yield "distributed optimizer", lambda: replace(setup, distributed_optimizer=True)
+    yield from _cut(setup)
+    yield from _balanced(setup)
+    yield from _sharded(setup)
+    for slices in (2, 4, 8):
+        if slices > setup.slices:
+            yield f"{slices} slices a sequence", _with(setup, slices=slices)
+
+
+def _with(setup: Setup, **changes: object) -> Change:
+    return lambda: replace(setup, **changes)  # type: ignore[arg-type]
+
+
+def _recomputed(setup: Setup) -> Iterator[tuple[str, Change]]:
+    """More recomputation: each part of a layer, as few layers as are enough, all."""
+    recomputed = setup.recomputed
+    if recomputed.method is not None:
+        return
+    for module in MODULES:
+        if module not in recomputed.modules:
+            text = "selective:" + "+".join(one for one in MODULES if one in (*recomputed.modules, module))
+            yield f"recompute {module}", _with(setup, recompute=text)
+    limit = min(setup.limit_bytes)
+
+    def is_enough(number: int) -> bool:
+        return peak_bytes(with_block(setup, number)) <= limit
+
+    number = fewest_layers(max(setup.layers) - 1, is_enough)
+    if number is not None:
+        yield f"recompute {number} layers of each stage", lambda: with_block(setup, number)
+    yield "recompute all layers", _with(setup, recompute="full")
+
+
+def _cut(setup: Setup) -> Iterator[tuple[str, Change]]:
+    """The same devices with twice the tensor, context or pipeline parallelism, for fewer replicas, or in place of one of
+    the others."""
+    t, p, c = setup.tensor, setup.pipeline, setup.context
+    yield f"tensor parallel {2 * t}", _with(setup, tensor=2 * t, sequence_parallel=True)
+    yield f"context parallel {2 * c}", _with(setup, context=2 * c)
+    yield f"pipeline parallel {2 * p}", _as_long(setup, t, 2 * p)
+    if t > 1:
+        yield f"tensor parallel {t // 2}, pipeline parallel {2 * p}", _as_long(setup, t // 2, 2 * p)
+    if p > 1:
+        yield f"tensor parallel {2 * t}, pipeline parallel {p // 2}", _as_long(setup, 2 * t, p // 2)
+
+
+def _as_long(setup: Setup, tensor: int, pipeline: int) -> Change:
+    """Another pipeline, its layers shared out as evenly as can be."""
+
+    def change() -> Setup:
+        layers = split_layers(setup.model.num_layers, pipeline * setup.chunks, allow_uneven=True)
+        if layers is None:
+            raise ValueError(f"{setup.model.num_layers} layers are too few for {pipeline} ranks")
+        return replace(setup, tensor=tensor, pipeline=pipeline, layers=layers, sequence_parallel=tensor > 1)
+
+    return change
+
+
+def _balanced(setup: Setup) -> Iterator[tuple[str, Change]]:
+    """Balancing, with only what must leave."""
+    if setup.balance != BALANCES[0]:
+        return
+    names = {PAIR: "balance over pairs", POOL: "balance over a pool", HOST: "evict to host memory"}
+    for hosts, name in {**names, ALL: "balance over a pool and host memory"}.items():
+        yield name, lambda hosts=hosts: _within(replace(setup, balance=BALANCES[1], how=BalanceConfig(hosts=hosts)))  # type: ignore[misc]
+
+
+def _within(setup: Setup) -> Setup:
+    """Raises ValueError where no plan keeps it within the devices."""
+    return within_budget(setup, setup.limit_bytes)[0]
+
+
+def _sharded(setup: Setup) -> Iterator[tuple[str, Change]]:
+    """The vocabulary in shards over all ranks, in a schedule that has a place for them."""
+    if setup.is_sharded:
+        return
+    family = setup.schedule if FAMILIES[setup.schedule].sharded is not None else default_family(setup.chunks)
+    for shards in (Vocabulary.ONE, Vocabulary.TWO):
+        yield f"vocabulary in shards ({shards.value})", _with(setup, schedule=family, vocabulary_parallel=shards.value)

@@ -1,0 +1,28 @@
+"""The messages of a rank whose neighbours are not there. In: what would be received. Out: that, once it was posted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bpipe.ir.program import Message
+from bpipe.runtime.messages import Tensors
+
+
+class Alone:
+    """A rank by itself: what it sends is dropped, what it would receive is `drawn(message)`, by default nothing."""
+
+    def __init__(self, drawn: Callable[[Message], Tensors] = lambda message: ()) -> None:
+        self._drawn = drawn
+        self._posted: set[int] = set()
+
+    def post(self, message: Message) -> None:
+        self._posted.add(message.value)
+
+    def send(self, message: Message, tensors: Tensors) -> None:
+        """Do nothing: there is no other rank."""
+
+    def wait(self, message: Message) -> Tensors:
+        if message.value not in self._posted:
+            return ()
+        self._posted.remove(message.value)
+        return self._drawn(message)

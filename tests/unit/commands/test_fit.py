@@ -1,0 +1,102 @@
+"""`bpipe fit`: what else would make a launch fit. Every row is one change, saves what it says, and launches as it says."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from bpipe.cli import main
+from bpipe.models.cluster import GIB, parse_cluster
+from bpipe.models.layout import Setup
+from bpipe.models.memory import peak_bytes
+from bpipe.models.model import PRESETS
+from bpipe.plan.megatron_flags import megatron_flags
+from bpipe.plan.options import setup_from
+from bpipe.plan.predict import predict
+from bpipe.plan.row_flags import CHOSEN, groups
+from bpipe.plan.ways import ways_to_fit
+
+FLAGS = ["--model", "gpt3-96b", "--cluster", "a100-80g:4x8", "--tp", "4", "--pp", "8", "--mbs", "2", "--gbs", "128"]
+FLAGS += ["--recompute", "selective", "--attention", "unfused", "--precision", "fp16"]
+LAYERS = (10,) * 8
+SETUP = Setup(
+    PRESETS["gpt3-96b"],
+    parse_cluster("a100-80g:4x8"),
+    4,
+    8,
+    2,
+    128,
+    2048,
+    LAYERS,
+    "selective",
+    "unfused",
+    precision="fp16",
+)
+
+
+def document(capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
+    assert main(["fit", *FLAGS, "--format", "json", "--rows", "40", *more]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_what_fits_stands_first_and_of_that_the_fastest(capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(capsys)
+    assert not found["now"]["fits"]
+    assert found["now"]["peak_bytes"] == peak_bytes(SETUP)
+    fits = [way["fits"] for way in found["ways"]]
+    assert fits == sorted(fits, reverse=True)
+    seconds = [way["iteration_s"] for way in found["ways"] if way["fits"]]
+    assert len(seconds) > 3
+    assert seconds == sorted(seconds)
+    assert all(way["peak_bytes"] < found["now"]["peak_bytes"] for way in found["ways"])
+    assert found["ways"][0]["what"] == "balance over pairs"
+    assert {"micro-batch 1", "recompute all layers"} <= {way["what"] for way in found["ways"]}
+
+
+def test_ways_that_come_to_the_same_stand_once() -> None:
+    """Of GPT-3 96B's pairs each has room for what the other sends: a pool and host memory change nothing."""
+    names = [way.what for way in ways_to_fit(SETUP)]
+    assert "balance over pairs" in names
+    assert not {"balance over a pool", "evict to host memory"} & set(names)
+    assert len(names) == len(set(names))
+
+
+def test_a_way_launches_as_it_says() -> None:
+    """Changing the launch by a row's flags is the row, to the byte and the second."""
+    small = replace(PRESETS["gpt3-13b"], num_layers=8)
+    setup = Setup(small, parse_cluster("a100-80g:1x8"), 2, 4, 2, 8, 2048, (2,) * 4, "none", "unfused", precision="fp16")
+    ways = ways_to_fit(setup)
+    assert len(ways) > 5
+    for way in ways:
+        changed = way.prediction.setup
+        if changed.how.activation_budget is not None:
+            # What a budget plans the trainer plans anew.
+            continue
+        words = [word for flag, values in groups(megatron_flags(changed)) for word in (flag, *values)]
+        again = setup_from(words, changed.cluster, changed.vocabulary, changed.kernels)
+        assert predict(again).timing.iteration_s == pytest.approx(way.prediction.timing.iteration_s), way.what
+        assert peak_bytes(again) == way.peak_bytes, way.what
+        assert {flag for flag, _ in groups(words)} & CHOSEN
+
+
+def test_a_launch_gets_its_difference(capsys: pytest.CaptureFixture[str]) -> None:
+    launch = shlex.join(megatron_flags(SETUP))
+    assert main(["fit", "--cluster", "a100-80g:4x8", "--vocab-size", "51200", "--", *shlex.split(launch)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "does not fit" in lines[0]
+    assert any(line.endswith("balance over pairs (tight)") for line in lines)
+    assert any("the launch with --bpipe " in line for line in lines)
+
+
+def test_where_nothing_fits_the_status_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    large = ["--model", "llama3-405b", "--cluster", "a100-80g:1x8", "--tp", "8", "--pp", "1", "--gbs", "8"]
+    assert main(["fit", *large]) == 3
+    assert "does not fit" in capsys.readouterr().out
+    small = ["--model", "llama3-8b", "--cluster", "h100-80g:1x8", "--tp", "1", "--pp", "8", "--gbs", "8"]
+    assert main(["fit", *small, "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["now"]["peak_bytes"] < 80 * GIB
