@@ -45,24 +45,26 @@ _COMPUTED = (("forward", "forward"), ("backward", "backward"))
 _SPLIT = (("weight", "backward of weights"),)
 _SHARDED = (("shard", "shard of the vocabulary"),)
 _MOVED = (("away", "evict, return"), ("towards", "load, host"))
-_HELD = (("curve", "bytes of activations held"),)
-_BOUND = (("bound", "bound of balancing"),)
+_HELD = (("curve", "activations held"),)
+_BOUND = (("bound", "bound"),)
 
 
-def lay_out_simulation(simulation: Simulation, name: str = "", width_s: float | None = None) -> Picture:
+def lay_out_simulation(
+    simulation: Simulation, name: str = "", width_s: float | None = None, width: int = WIDTH
+) -> Picture:
     """Return the picture of a simulation.
 
-    `name` says of what. As wide as a page is `width_s`, by default all of it, however long it took.
+    `name` says of what. `width_s` seconds are `width` pixels wide, by default all of it, however long it took.
     """
     ranks = range(simulation.schedule.num_ranks)
-    picture = Picture(MARGIN + WIDTH + MARGIN_RIGHT, TOP + len(ranks) * LANE_HEIGHT + AXIS_HEIGHT)
-    scale = WIDTH / float(width_s or simulation.makespan_s or 1)
+    picture = Picture(MARGIN + width + MARGIN_RIGHT, TOP + len(ranks) * LANE_HEIGHT + AXIS_HEIGHT)
+    scale = width / float(width_s or simulation.makespan_s or 1)
     picture.words.append(Word(MARGIN, 18, name or simulation.schedule.name, 15, "start"))
     picture.words.append(Word(MARGIN, 40, _summary(simulation), 12, "start"))
     draw_legend(picture, _legend_entries(simulation), MARGIN, 64)
     bounds = [_bound_bytes(simulation, rank) for rank in ranks]
     top = max(*(simulation.peak_bytes(rank) for rank in ranks), *(bound or 0 for bound in bounds)) or 1
-    _axis(picture, simulation, scale)
+    _axis(picture, simulation, scale, width)
     for rank in ranks:
         y = TOP + rank * LANE_HEIGHT
         picture.words.append(Word(MARGIN - 8, y + BOX_HEIGHT / 2, f"rank {rank}", 12, "end"))
@@ -129,7 +131,7 @@ def _ticks(span: float) -> tuple[float, list[float]]:
     return step, [number * step for number in range(math.floor(span / step + 1e-9) + 1)]
 
 
-def _axis(picture: Picture, simulation: Simulation, scale: float) -> None:
+def _axis(picture: Picture, simulation: Simulation, scale: float, width: int) -> None:
     """Seconds below all lanes, a line through them at every tick, and where the pipeline ends."""
     span = float(simulation.makespan_s)
     if not span:
@@ -142,8 +144,8 @@ def _axis(picture: Picture, simulation: Simulation, scale: float) -> None:
         x = MARGIN + place * scale
         picture.shapes.append(Shape("grid", ((x, TOP - 6), (x, bottom)), closed=False))
         picture.words.append(Word(x, bottom + 10, f"{place * factor:.{digits}f}", 11))
-    picture.shapes.append(Shape("axis", ((MARGIN, bottom), (MARGIN + WIDTH, bottom)), closed=False))
-    picture.words.append(Word(MARGIN + WIDTH / 2, bottom + 28, f"time, {unit}", 12))
+    picture.shapes.append(Shape("axis", ((MARGIN, bottom), (MARGIN + width, bottom)), closed=False))
+    picture.words.append(Word(MARGIN + width / 2, bottom + 28, f"time, {unit}", 12))
     ends = float(simulation.pipeline_s)
     if (span - ends) * scale > 60:
         picture.words.append(Word(MARGIN + ends * scale + 4, TOP - 10, "reduction and update", 10, "start"))
@@ -184,7 +186,7 @@ def _curve(
     for level in simulation.levels(rank):
         x = MARGIN + float(level.start_s) * scale
         points += [(x, points[-1][1]), (x, bottom - level.held_bytes * height)]
-    right = MARGIN + WIDTH
+    right = picture.width - MARGIN_RIGHT
     points.append((right, points[-1][1]))
     picture.shapes.append(Shape("axis", ((MARGIN, bottom), (right, bottom)), closed=False))
     picture.shapes.append(Shape("curve", tuple(points), closed=False))

@@ -47,6 +47,8 @@ from bpipe.simulate.engine import simulate
 from validation.measurements import STAGE_TIMES, StageTimes
 
 ROOT = Path(__file__).resolve().parents[2]
+# Pixels of a picture that a page shows beside its text in the size in which it was drawn.
+PAGE = 650
 BATCH_SIZES = (16, 32, 64, 128, 256)
 SCOPES = {"none": "nothing recomputed", "selective": "attention recomputed", "full": "layers recomputed"}
 
@@ -84,7 +86,7 @@ def draw_families(stem: Path) -> list[Path]:
         simulations[name] = simulate(build(config), uniform(config.num_ranks * config.num_chunks, cost, links))
     longest = max(float(simulation.makespan_s) for simulation in simulations.values())
     return write_picture(
-        stack([lay_out_simulation(simulation, name, longest) for name, simulation in simulations.items()]), stem
+        stack([lay_out_simulation(simulation, name, longest, PAGE) for name, simulation in simulations.items()]), stem
     )
 
 

@@ -113,7 +113,7 @@ def test_a_simulation_has_a_name_a_legend_and_an_axis_with_its_unit() -> None:
         "backward",
         "evict, return",
         "load, host",
-        "bytes of activations held",
+        "activations held",
         "time, s",
     } <= words
     assert "1f1b: 4 ranks, 8 micro-batches; iteration 33 s, bubble 27.3 %" in words
