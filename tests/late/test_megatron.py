@@ -12,9 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from bpipe.balance.pairs import allocated_bytes
-from bpipe.build import BalanceConfig, ScheduleConfig, build
-from bpipe.ir.memory import memory_of, peak_counts
 from tests.gloo.conftest import Outcome
 from tests.late.devices import AS_LATE, COMPUTE_LAST, COPIES_LAST, Draw
 from tests.late.training import LateCase, close_parents, train
@@ -144,46 +141,3 @@ def test_a_vocabulary_in_shards_trains_as_the_same_plan_on_cpus(tmp_path: Path) 
     late = train("late", 4, [*cases], folders[1], 600.0, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
     for case, number in cases.items():
         same(late, case.name, on_cpus, number, 4)
-
-
-def memory_said(outcome: Outcome, case: str) -> dict[int, list[tuple[int, ...]]]:
-    """By stage: of each iteration bytes in segments, how often one was taken, and the most that was given out."""
-    found = {}
-    for log in outcome.logs:
-        lines = [line.split(": ")[1] for line in said_by(log, case).splitlines() if line.startswith("memory of stage")]
-        (stage,) = {int(line.split()[0]) for line in lines}
-        found[stage] = [tuple(map(int, line.split()[1:])) for line in lines]
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_memory_is_what_the_schedule_says_and_is_taken_once(tmp_path: Path) -> None:
-    """Peaks against stock's, in micro-batches that leave; from the second iteration on, which has an optimizer's
-    state, no segment is taken.
-
-    Python's own collections are off (`--manual-gc`): they free what lies in cycles at any moment, after which small
-    blocks lie otherwise, and in 2 of 4 runs a rank took one segment of 2 MiB in iteration 4 or 6.
-    """
-    more = (*EIGHT_MICROBATCHES, "--train-iters", "6", "--manual-gc")
-    stock = LateCase("stock", more, Draw(1, AS_LATE))
-    cases = [LateCase(kind, (*more, *BPIPE, kind), Draw(2)) for kind in ("nccl", "peer")]
-    late = train("late", 4, [stock, *cases], tmp_path, 600.0, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
-    peaks = {}
-    for case in (stock, *cases):
-        said = memory_said(late, case.name)
-        for stage, iterations in said.items():
-            assert len({(reserved, taken) for reserved, taken, _ in iterations[1:]}) == 1, (
-                case.name,
-                stage,
-                said[stage],
-            )
-        peaks[case.name] = [said[stage][-1][-1] for stage in range(4)]
-    plain, balanced = (build(ScheduleConfig("1f1b", 4, 8, balance=how)) for how in (None, BalanceConfig()))
-    (microbatch,) = {peaks["stock"][0] - peaks["nccl"][0], peaks["stock"][0] - peaks["peer"][0]}
-    for stage in range(4):
-        own, hosted = allocated_bytes(balanced, stage, memory_of([1] * 4))
-        own -= peak_counts(plain)[stage]
-        # Lent memory is not of torch's allocator.
-        assert peaks["peer"][stage] - peaks["stock"][stage] == own * microbatch
-        assert peaks["nccl"][stage] - peaks["stock"][stage] == (own + hosted) * microbatch

@@ -21,7 +21,6 @@ if __name__ == "__main__" and sys.argv[1] == "late":
     stand_in.install()
 
 import torch
-from megatron.core import parallel_state
 
 from megatron.scheduling import cpu as cpu_runtime
 from tests.gloo import worker
@@ -40,19 +39,9 @@ class Recorder(worker.Recorder):
         def step(*args: Any, **kwargs: Any) -> Any:
             result = observed(*args, **kwargs)
             self.iterations[-1]["gradients"] = self.gradients()
-            self._say_memory()
             return result
 
         return step
-
-    def _say_memory(self) -> None:
-        """Print the allocator's counters, where there is one."""
-        stats = {} if torch.accelerator.current_accelerator() is None else torch.accelerator.memory_stats()
-        if stats:
-            counters = "reserved_bytes.all.current", "num_device_alloc", "allocated_bytes.all.peak"
-            numbers = " ".join(str(stats[counter]) for counter in counters)
-            print(f"memory of stage: {parallel_state.get_pipeline_model_parallel_rank()} {numbers}", flush=True)
-            torch.accelerator.reset_peak_memory_stats()
 
     def gradients(self) -> str:
         digest = hashlib.sha256()
