@@ -82,7 +82,8 @@ test_step "unit tests" "${UNIT_WORKERS[@]}" tests/unit
 finish
 if [[ -z "$CHECKS_ONLY" ]]; then
     # In processes of their own: torch has one kind of accelerator in each.
-    test_step "devices that run late" "${UNIT_WORKERS[@]}" tests/late tests/gpu
+    test_step "devices that run late" "${UNIT_WORKERS[@]}" tests/late
+    test_step "cases of a GPU, on such devices" "${UNIT_WORKERS[@]}" tests/gpu
     test_step "tests with real processes" "${PROCESS_WORKERS[@]}" tests/scripts tests/gloo tests/browser
     finish
 fi

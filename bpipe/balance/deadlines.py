@@ -20,13 +20,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
-from typing import NamedTuple
 
 from bpipe.balance.budget import ActivationBudget
 from bpipe.balance.pairs import allocated_bytes, own_bytes
 from bpipe.ir.action import OTHER_END, READING, Action, Kind
 from bpipe.ir.dependencies import NOTHING, Dependencies
-from bpipe.ir.host_buffers import hosts_of
+from bpipe.ir.host_buffers import Residency, hosts_of, slots_away
 from bpipe.ir.memory import Memory, peak_counts
 from bpipe.ir.schedule import Schedule, Slot
 
@@ -61,16 +60,6 @@ class Windows:
         return (self.between_s if apart else self.inside_s)[place]
 
 
-class _Stay(NamedTuple):
-    """A micro-batch leaves beside slot `out` for `host` and comes back beside slot `back`."""
-
-    stage: int
-    microbatch: int
-    host: int
-    out: int
-    back: int
-
-
 @dataclass(slots=True)
 class _Clock:
     """Of one rank, by slot: when what stands beside it is issued, and when the next computation behind it begins."""
@@ -84,8 +73,8 @@ def balance_in_time(schedule: Schedule, activation_budget: ActivationBudget, win
     changed = schedule
     for rank, clock in enumerate(_clocks(schedule, windows)):
         sender, moving = _Sender(changed, rank, activation_budget, windows, clock), _Moving(changed)
-        for before, after in sender.changed():
-            moving.move(rank, before, after)
+        for residency, before, after in sender.changed():
+            moving.move(residency, (rank, sender.hosts[residency]), before, after)
         tried = moving.schedule()
         # Where sizes differ, other micro-batches in a host buffer can make it larger.
         if all(
@@ -153,33 +142,19 @@ class _Moving:
             self.begun, ranks=tuple(tuple(self.rows.get(rank, row)) for rank, row in enumerate(self.begun.ranks))
         )
 
-    def move(self, rank: int, before: _Stay, after: _Stay) -> None:
-        """Of what leaves this rank, one stay. In its own node's memory it has no other end."""
-        for kind, old, new in ((Kind.EVICT, before.out, after.out), (Kind.LOAD, before.back, after.back)):
+    def move(self, residency: Residency, link: tuple[int, int], before: range, after: range) -> None:
+        """One residency of what leaves the link's first rank. In its own node's memory it has no other end."""
+        rank, host = link
+        for kind, old, new in ((Kind.EVICT, before[0], after[0]), (Kind.LOAD, before[-1], after[-1])):
             if old == new:
                 continue
-            for one, of_kind in {after.host: OTHER_END[kind], rank: kind}.items():
+            for one, of_kind in {host: OTHER_END[kind], rank: kind}.items():
                 row, action = (
                     self.rows.setdefault(one, list(self.begun.ranks[one])),
-                    Action(after.stage, of_kind, after.microbatch),
+                    Action(residency.stage, of_kind, residency.microbatch),
                 )
                 row[old] = replace(row[old], transfers=tuple(other for other in row[old].transfers if other != action))
                 row[new] = replace(row[new], transfers=(*row[new].transfers, action))
-
-
-def _residencies(schedule: Schedule, rank: int) -> list[_Stay]:
-    """What leaves a rank, in the order in which it comes back."""
-    out: dict[tuple[int, int], int] = {}
-    hosts = {residency[:2]: host for residency, host in hosts_of(schedule, rank).items()}
-    found = []
-    for slot, cell in enumerate(schedule.ranks[rank]):
-        for action in cell.transfers:
-            key = action.stage, action.microbatch
-            if action.kind is Kind.EVICT:
-                out[key] = slot
-            elif action.kind is Kind.LOAD:
-                found.append(_Stay(*key, hosts[key], out.pop(key), slot))
-    return found
 
 
 class _Sender:
@@ -190,10 +165,12 @@ class _Sender:
     ) -> None:
         self.rank, self.windows, self.clock = rank, windows, clock
         self.memory: Memory = activation_budget.memory
+        self.hosts = hosts_of(schedule, rank)
+        away = slots_away((slot, cell.transfers) for slot, cell in enumerate(schedule.ranks[rank]))
         # Older records do not say what a transfer to the own node's memory takes: it stayed where it was.
-        self.residencies = [
-            residency for residency in _residencies(schedule, rank) if residency.host != rank or windows.own_s
-        ]
+        self.away = {
+            residency: slots for residency, slots in away.items() if self.hosts[residency] != rank or windows.own_s
+        }
         self.forward: dict[tuple[int, int], int] = {}
         self.need: dict[tuple[int, int], int] = {}
         for slot, cell in enumerate(schedule.ranks[rank]):
@@ -209,11 +186,12 @@ class _Sender:
         self.taken: dict[bool, list[Seconds]] = {own: [0] * len(self.curve) for own in (False, True)}
         # By other rank that hosts, and by slot: how many are there; and how many there may be at once.
         self.there: dict[int, list[int]] = {}
-        for residency in self.residencies:
-            self.taken[residency.host == rank][residency.out] += self._seconds(residency)
-            if residency.host != rank:
-                there = self.there.setdefault(residency.host, [0] * len(self.curve))
-                for slot in range(residency.out, residency.back + 1):
+        for residency, slots in self.away.items():
+            host = self.hosts[residency]
+            self.taken[host == rank][slots[0]] += self._seconds(residency)
+            if host != rank:
+                there = self.there.setdefault(host, [0] * len(self.curve))
+                for slot in slots:
                     there[slot] += 1
         self.most = {
             host: max(there) + self._further(schedule, host, activation_budget) for host, there in self.there.items()
@@ -221,59 +199,60 @@ class _Sender:
 
     def _further(self, schedule: Schedule, host: int, activation_budget: ActivationBudget) -> int:
         """Return how many more host buffers another rank has room for."""
-        size = self.memory.buffer_bytes({residency.stage for residency in self.residencies if residency.host == host})
+        size = self.memory.buffer_bytes({residency.stage for residency in self.away if self.hosts[residency] == host})
         spare: int = activation_budget.room_bytes[host] - sum(allocated_bytes(schedule, host, self.memory))
-        return max(0, spare) // size if size else len(self.residencies)
+        return max(0, spare) // size if size else len(self.away)
 
-    def changed(self) -> Iterator[tuple[_Stay, _Stay]]:
-        """What moves, as it was and as it is then."""
-        residencies = [(residency, self._evict_earlier(residency)) for residency in self.residencies]
+    def changed(self) -> Iterator[tuple[Residency, range, range]]:
+        """What moves, with the slots in which it was away and is then."""
+        earlier = {residency: self._evict_earlier(residency, slots) for residency, slots in self.away.items()}
         # From the last that is needed on: the way back is free until the one behind it has to begin.
         free: dict[bool, Seconds | None] = {False: None, True: None}
-        for before, residency in sorted(residencies, key=lambda one: -self.need[one[1][:2]]):
-            own = residency.host == self.rank
-            after, free[own] = self._load_earlier(residency, free[own])
-            if after != before:
-                yield before, after
+        for residency in sorted(earlier, key=lambda one: -self.need[one[:2]]):
+            own = self.hosts[residency] == self.rank
+            after, free[own] = self._load_earlier(residency, earlier[residency], free[own])
+            if after != self.away[residency]:
+                yield residency, self.away[residency], after
 
-    def _seconds(self, residency: _Stay) -> Seconds:
-        return self.windows.transfer_s(residency.stage, residency.microbatch, self.rank, residency.host)
+    def _seconds(self, residency: Residency) -> Seconds:
+        return self.windows.transfer_s(residency.stage, residency.microbatch, self.rank, self.hosts[residency])
 
-    def _moved(self, residency: _Stay) -> int:
+    def _moved(self, residency: Residency) -> int:
         return self.memory.size(residency.stage, residency.microbatch).moved_bytes
 
-    def _evict_earlier(self, residency: _Stay) -> _Stay:
+    def _evict_earlier(self, residency: Residency, slots: range) -> range:
         """To the latest slot before in which it ends in time; where there is none it stays."""
-        seconds, clock, taken = self._seconds(residency), self.clock, self.taken[residency.host == self.rank]
-        if seconds <= clock.following[residency.out] - clock.issued[residency.out]:
-            return residency
-        there = self.there.get(residency.host)
-        for slot in range(residency.out - 1, self.forward[residency[:2]], -1):
-            if there is not None and there[slot] >= self.most[residency.host]:
+        host, out = self.hosts[residency], slots[0]
+        seconds, clock, taken = self._seconds(residency), self.clock, self.taken[host == self.rank]
+        if seconds <= clock.following[out] - clock.issued[out]:
+            return slots
+        there = self.there.get(host)
+        for slot in range(out - 1, self.forward[residency[:2]], -1):
+            if there is not None and there[slot] >= self.most[host]:
                 break
             if clock.issued[slot] + taken[slot] + seconds <= clock.following[slot]:
-                taken[residency.out] -= seconds
+                taken[out] -= seconds
                 taken[slot] += seconds
-                for earlier in range(slot, residency.out):
+                for earlier in range(slot, out):
                     self.curve[earlier + 1] -= self._moved(residency)
                     if there is not None:
                         there[earlier] += 1
-                return residency._replace(out=slot)
-        return residency
+                return range(slot, slots.stop)
+        return slots
 
-    def _load_earlier(self, residency: _Stay, free: Seconds | None) -> tuple[_Stay, Seconds]:
+    def _load_earlier(self, residency: Residency, slots: range, free: Seconds | None) -> tuple[range, Seconds]:
         """Bring it back early enough to be over by `free`, if anything, or as early as there is room.
 
         And when it begins at the latest.
         """
         need = self.clock.issued[self.need[residency[:2]]]
         begin = (need if free is None else min(need, free)) - self._seconds(residency)
-        slot = residency.back
+        slot = slots[-1]
         while (
             self.clock.issued[slot] > begin
-            and slot - 1 > residency.out
+            and slot - 1 > slots[0]
             and self.curve[slot - 1] + self._moved(residency) <= self.room
         ):
             slot -= 1
             self.curve[slot] += self._moved(residency)
-        return residency._replace(back=slot), max(begin, self.clock.issued[slot])
+        return range(slots[0], slot + 1), max(begin, self.clock.issued[slot])

@@ -12,7 +12,7 @@ no tensors, no clock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from operator import add
@@ -75,6 +75,11 @@ def own_bytes(schedule: Schedule, rank: int, memory: Memory) -> tuple[int, ...]:
         size if place // memory.slices in own else StageMemory(0, 0, 0) for place, size in enumerate(memory.stages)
     )
     return live_bytes(schedule, rank, replace(memory, stages=sizes))
+
+
+def moved_bytes(residencies: Iterable[Residency], memory: Memory) -> int:
+    """Return the bytes that leave with these residencies."""
+    return sum(memory.size(residency.stage, residency.microbatch).moved_bytes for residency in residencies)
 
 
 def buffer_bytes(schedule: Schedule, hosted: Mapping[Residency, int], memory: Memory, guest: int | None = None) -> int:

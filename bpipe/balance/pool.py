@@ -21,9 +21,9 @@ from math import ceil
 from bpipe.balance.budget import ActivationBudget, BudgetTooSmall, Parts, check_rooms, less_moved
 from bpipe.balance.evict import Plan
 from bpipe.balance.packing import Cost, Item, pack
-from bpipe.balance.pairs import Pair, allocated_bytes, choose_partners, plan_rank, with_transfers
+from bpipe.balance.pairs import Pair, allocated_bytes, choose_partners, moved_bytes, plan_rank, with_transfers
 from bpipe.ir.action import OTHER_END, Action, Kind
-from bpipe.ir.host_buffers import Residency, host_buffers
+from bpipe.ir.host_buffers import Residencies, Residency, host_buffers
 from bpipe.ir.hosts import HOST_MEMORY, Hosts, in_pairs, other_ranks
 from bpipe.ir.memory import Memory, live_bytes, peak_counts
 from bpipe.ir.schedule import Schedule, Slot
@@ -109,18 +109,14 @@ def smallest_level(attempt: Callable[[int], object], most: int) -> tuple[int, Pa
     return high, worst
 
 
-# A micro-batch of a stage: it leaves once in an iteration at most.
-Stay = tuple[int, int]
-
-
 def _hosted(
     schedule: Schedule, plans: Mapping[int, Plan], spare: Sequence[int], nodes: Sequence[int], memory: Memory
-) -> dict[Stay, int]:
+) -> dict[Residency, int]:
     """Where each micro-batch goes that leaves: one host for all that pass through one host buffer. Raises NoRoom."""
-    through: dict[tuple[int, int], list[Stay]] = {}
+    through: dict[tuple[int, int], list[Residency]] = {}
     for rank, plan in plans.items():
         for residency, buffer in _as_on_one_host(schedule, rank, plan).items():
-            through.setdefault((rank, buffer), []).append((residency.stage, residency.microbatch))
+            through.setdefault((rank, buffer), []).append(residency)
     items = [_item(rank, residencies, memory) for (rank, _), residencies in through.items()]
     hosts = pack(items, [0 if rank in plans else left for rank, left in enumerate(spare)], distances(schedule, nodes))
     if hosts is None:
@@ -130,12 +126,12 @@ def _hosted(
     }
 
 
-def _item(rank: int, residencies: Sequence[Stay], memory: Memory) -> Item:
+def _item(rank: int, residencies: Sequence[Residency], memory: Memory) -> Item:
     """Return a host buffer for all of these, one after the other."""
     return Item(
         rank,
-        memory.buffer_bytes({stage for stage, _ in residencies}),
-        sum(memory.size(*residency).moved_bytes for residency in residencies),
+        memory.buffer_bytes({residency.stage for residency in residencies}),
+        moved_bytes(residencies, memory),
     )
 
 
@@ -175,7 +171,7 @@ def _no_room(items: Sequence[Item], spare: Sequence[int], memory: Memory) -> Bud
 
 
 def with_hosts(
-    schedule: Schedule, plans: Mapping[int, Plan], host_of: Mapping[Stay, int], activation_budget: ActivationBudget
+    schedule: Schedule, plans: Mapping[int, Plan], host_of: Mapping[Residency, int], activation_budget: ActivationBudget
 ) -> Schedule:
     """Return the schedule with these transfers, to a rank, HOST_MEMORY or through a rank.
 
@@ -186,9 +182,10 @@ def with_hosts(
     rows = [list(row) for row in schedule.ranks]
     used: list[set[int]] = [set() for _ in rows]
     for rank, plan in sorted(plans.items()):
-        for slot, actions in plan.items():
+        residencies = Residencies()
+        for slot, actions in sorted(plan.items()):
             for action in actions:
-                host = host_of[action.stage, action.microbatch]
+                host = host_of[residencies.of(action)]
                 used[rank].add(host)
                 ends = [(rows[rank], action)]
                 for other in other_ranks([host]):

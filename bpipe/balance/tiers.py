@@ -13,14 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
-from typing import NamedTuple
 
 from bpipe.balance.budget import ActivationBudget, BudgetTooSmall
 from bpipe.balance.evict import Plan
 from bpipe.balance.packing import Item, pack
-from bpipe.balance.pairs import check_input
-from bpipe.balance.pool import Stay, balance_over_pool, distances, plan_overfull_ranks, smallest_level, with_hosts
-from bpipe.ir.action import Kind
+from bpipe.balance.pairs import check_input, moved_bytes
+from bpipe.balance.pool import balance_over_pool, distances, plan_overfull_ranks, smallest_level, with_hosts
+from bpipe.ir.host_buffers import Residency, slots_away
 from bpipe.ir.hosts import ALL, HOST, HOST_MEMORY, POOL
 from bpipe.ir.memory import Memory, counts_of, peak_counts
 from bpipe.ir.schedule import Schedule
@@ -72,13 +71,8 @@ def balance_over_host_memory(
 ) -> Schedule:
     """Send all that leaves a rank to its own node's memory; no device needs room for it. Raises NoRoom."""
     plans, _ = plan_overfull_ranks(schedule, activation_budget)
-    residencies = (residency for plan in plans.values() for residency in _away(plan))
-    return with_hosts(
-        schedule,
-        plans,
-        {(residency.stage, residency.microbatch): HOST_MEMORY for residency in residencies},
-        activation_budget,
-    )
+    host_of = {residency: HOST_MEMORY for plan in plans.values() for residency in _away(plan)}
+    return with_hosts(schedule, plans, host_of, activation_budget)
 
 
 def balance_over_tiers(schedule: Schedule, activation_budget: ActivationBudget, nodes: Sequence[int] = ()) -> Schedule:
@@ -92,24 +86,17 @@ def balance_over_tiers(schedule: Schedule, activation_budget: ActivationBudget, 
     cost = distances(schedule, nodes)
     hosts = pack(buffers, room, cost, own_memory=True)
     assert hosts is not None, "own memory has room for all"
-    host_of: dict[Stay, int] = {}
+    host_of: dict[Residency, int] = {}
     for rank, plan in plans.items():
         mine = [host for item, host in zip(buffers, hosts, strict=True) if item.owner == rank and host != HOST_MEMORY]
         # Through the nearest passes most.
         nearest = sorted(mine, key=lambda host: (cost(rank, host), host))
-        residencies = _away(plan)
-        through = _through(residencies, len(nearest))
-        through.sort(
-            key=lambda some: (
-                -sum(
-                    activation_budget.memory.size(residency.stage, residency.microbatch).moved_bytes
-                    for residency in some
-                )
-            )
-        )
-        host_of |= {(residency.stage, residency.microbatch): HOST_MEMORY for residency in residencies}
+        away = _away(plan)
+        through = _through(away, len(nearest))
+        through.sort(key=lambda some: -moved_bytes(some, activation_budget.memory))
+        host_of |= dict.fromkeys(away, HOST_MEMORY)
         for host, some in zip(nearest, through, strict=True):
-            host_of |= {(residency.stage, residency.microbatch): host for residency in some}
+            host_of |= dict.fromkeys(some, host)
     return with_hosts(schedule, plans, host_of, activation_budget)
 
 
@@ -125,44 +112,21 @@ _NAMES = {
 }
 
 
-class _Away(NamedTuple):
-    """A micro-batch that leaves beside slot `out` and comes back beside `back`."""
-
-    out: int
-    back: int
-    stage: int
-    microbatch: int
-
-
-def _away(plan: Plan) -> list[_Away]:
+def _away(plan: Plan) -> dict[Residency, range]:
     """In the order in which they leave."""
-    left: dict[Stay, int] = {}
-    found = []
-    for slot, actions in sorted(plan.items()):
-        for action in actions:
-            key = (action.stage, action.microbatch)
-            if action.kind is Kind.EVICT:
-                left[key] = slot
-            else:
-                found.append(_Away(left[key], slot, *key))
-    return sorted(found)
+    away = slots_away(sorted(plan.items()))
+    return dict(sorted(away.items(), key=lambda one: (one[1].start, one[1].stop, one[0])))
 
 
 def _buffers(rank: int, plan: Plan, room: Sequence[int], memory: Memory) -> list[Item]:
     """As many host buffers as a rank can use and others have room for, each with what it lets pass beside those
     before it."""
-    residencies = _away(plan)
-    size = memory.buffer_bytes({residency.stage for residency in residencies})
+    away = _away(plan)
+    size = memory.buffer_bytes({residency.stage for residency in away})
     found: list[Item] = []
     passing, most = 0, sum(left // size for left in room)
     while len(found) < most:
-        through = _through(residencies, len(found) + 1)
-        more = (
-            sum(
-                memory.size(residency.stage, residency.microbatch).moved_bytes for some in through for residency in some
-            )
-            - passing
-        )
+        more = sum(moved_bytes(some, memory) for some in _through(away, len(found) + 1)) - passing
         if more <= 0:
             break
         found.append(Item(rank, size, more))
@@ -170,23 +134,23 @@ def _buffers(rank: int, plan: Plan, room: Sequence[int], memory: Memory) -> list
     return found
 
 
-def _through(residencies: Sequence[_Away], num_buffers: int) -> list[list[_Away]]:
-    """What passes through so many host buffers, by buffer: as many stays as can be.
+def _through(away: Mapping[Residency, range], num_buffers: int) -> list[list[Residency]]:
+    """What passes through so many host buffers, by buffer: as many as can be.
 
     A buffer is free in the slot after a load's.
     """
-    full: list[tuple[_Away, list[_Away]]] = []
-    buffers: list[list[_Away]] = [[] for _ in range(num_buffers)]
-    for residency in residencies:
-        full = [one for one in full if one[0].back >= residency.out]
+    full: list[tuple[Residency, list[Residency]]] = []
+    buffers: list[list[Residency]] = [[] for _ in range(num_buffers)]
+    for residency, slots in away.items():
+        full = [one for one in full if away[one[0]].stop > slots.start]
         empty = [buffer for buffer in buffers if not any(buffer is other for _, other in full)]
         if empty:
             full.append((residency, empty[0]))
             empty[0].append(residency)
         elif full:
             # Too many at once: without the one that is away longest the others come through.
-            last, buffer = max(full, key=lambda one: one[0].back)
-            if last.back > residency.back:
+            last, buffer = max(full, key=lambda one: away[one[0]].stop)
+            if away[last].stop > slots.stop:
                 full = [one for one in full if one[0] is not last]
                 buffer.remove(last)
                 full.append((residency, buffer))

@@ -81,8 +81,8 @@ class Board:
         return len(self.missing) - 1
 
     def telling(self, program: Program) -> dict[int, int]:
-        """Return where in its program a rank has run, and passed on, the first forward of a stage that leaves: what it
-        tells there, its number."""
+        """Return what a rank tells, its number, by the place in its program where it has run, and passed on, the first
+        forward of a stage that leaves."""
         rank, ops = program.rank, program.ops
         stages_to: dict[int, set[int]] = {}
         for residency, host in hosts_of(self.schedule, rank).items():

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from bpipe.check.case import NOWHERE, Case, ScheduleError
 from bpipe.ir.action import OTHER_END, TRANSFER, Action, Kind
-from bpipe.ir.host_buffers import Residency, host_buffers, host_memory_buffers
+from bpipe.ir.host_buffers import Residencies, Residency, host_buffers, host_memory_buffers
 from bpipe.ir.hosts import HOST_MEMORY, Hosts, other_ranks, write_host
 from bpipe.ir.memory import live_counts, plain
 from bpipe.ir.schedule import Schedule, Slot
@@ -160,14 +160,13 @@ def _check_buffers(
 ) -> int:
     """Return how many buffers are full at once, at most."""
     begins, ends = kinds
-    now: dict[tuple[int, int], Residency] = {}
+    now = Residencies()
     taken: dict[int, Action] = {}
     most = 0
     for slot, cell in enumerate(case.schedule.ranks[rank]):
         for action in cell.transfers:
-            key = (action.stage, action.microbatch)
             if action.kind is begins:
-                residency = now[key] = Residency(*key, now[key].nth + 1 if key in now else 0)
+                residency = now.of(action)
                 if begins is _EVICT and residency not in residencies:
                     # It goes to another rank.
                     continue
@@ -177,8 +176,8 @@ def _check_buffers(
                 taken[index] = action
         most = max(most, len(taken))
         for action in cell.transfers:
-            if action.kind is ends and now[action.stage, action.microbatch] in residencies:
-                taken.pop(residencies[now[action.stage, action.microbatch]], None)
+            if action.kind is ends and now.of(action) in residencies:
+                taken.pop(residencies[now.of(action)], None)
     return most
 
 

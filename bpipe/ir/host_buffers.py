@@ -10,7 +10,7 @@ tensors, no bytes.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
@@ -26,6 +26,39 @@ class Residency(NamedTuple):
     stage: int
     microbatch: int
     nth: int
+
+
+class Residencies:
+    """Say of each of one rank's transfers, asked in their order, which residency it begins or ends."""
+
+    def __init__(self) -> None:
+        self._nth: dict[tuple[int, int], int] = {}
+
+    def of(self, action: Action) -> Residency:
+        """Return the residency. What ends before it began has `nth` -1, which no residency has."""
+        key = (action.stage, action.microbatch)
+        nth = self._nth.get(key, -1)
+        if action.kind is Kind.EVICT or action.kind is Kind.HOST:
+            nth = self._nth[key] = nth + 1
+        return Residency(*key, nth)
+
+
+def slots_away(transfers: Iterable[tuple[int, Sequence[Action]]]) -> dict[Residency, range]:
+    """Return the slots in which all that leaves a rank is away, from its EVICT's to its LOAD's, both among them.
+
+    In the order in which it comes back. `transfers`: those of the rank by slot, ascending.
+    """
+    residencies = Residencies()
+    left: dict[Residency, int] = {}
+    away: dict[Residency, range] = {}
+    for slot, actions in transfers:
+        for action in actions:
+            if action.kind is Kind.EVICT:
+                left[residencies.of(action)] = slot
+            elif action.kind is Kind.LOAD:
+                residency = residencies.of(action)
+                away[residency] = range(left[residency], slot + 1)
+    return away
 
 
 def host_buffers(schedule: Schedule, rank: int) -> dict[Residency, int]:
@@ -64,28 +97,30 @@ def _numbered(
     only: Container[Residency] | None = None,
 ) -> dict[Residency, int]:
     """Return the buffer of every residency that begins and ends with these kinds, or of some of them with `only`."""
-    begins, ends = kinds
+    begins, _ = kinds
     assigned: dict[Residency, int] = {}
-    residencies: dict[tuple[int, int], Residency] = {}
+    residencies = Residencies()
     # By the rank it hosts for.
     free: dict[int, list[int]] = {}
     num_buffers = 0
     for slot in row:
         returned = []
         for action in slot.transfers:
-            key = (action.stage, action.microbatch)
+            if action.kind not in kinds:
+                continue
+            residency = residencies.of(action)
+            if only is not None and residency not in only:
+                continue
+            guest = guest_of(action.stage, action.microbatch)
             if action.kind is begins:
-                residency = residencies[key] = Residency(*key, residencies[key].nth + 1 if key in residencies else 0)
-                if only is not None and residency not in only:
-                    continue
-                empty = free.setdefault(guest_of(*key), [])
+                empty = free.setdefault(guest, [])
                 if empty:
                     assigned[residency] = heapq.heappop(empty)
                 else:
                     assigned[residency] = num_buffers
                     num_buffers += 1
-            elif action.kind is ends and residencies[key] in assigned:
-                returned.append((guest_of(*key), assigned[residencies[key]]))
+            else:
+                returned.append((guest, assigned[residency]))
         for evictor, index in returned:
             heapq.heappush(free[evictor], index)
     return assigned
@@ -110,16 +145,13 @@ def _evicted_to_one_of(hosts: Sequence[int], schedule: Schedule, rank: int) -> I
 
 def hosts_of(schedule: Schedule, evictor: int) -> dict[Residency, int]:
     """Return the host of everything that leaves a rank, in that order: the rank itself for its own host memory."""
-    nth: dict[tuple[int, int], int] = {}
-    found: dict[Residency, int] = {}
-    host_of_next = evicted_to(schedule, evictor)
-    for slot in schedule.ranks[evictor]:
-        for action in slot.transfers:
-            if action.kind is Kind.EVICT:
-                key = (action.stage, action.microbatch)
-                nth[key] = nth.get(key, -1) + 1
-                found[Residency(*key, nth[key])] = next(host_of_next)
-    return found
+    residencies, host_of_next = Residencies(), evicted_to(schedule, evictor)
+    return {
+        residencies.of(action): next(host_of_next)
+        for slot in schedule.ranks[evictor]
+        for action in slot.transfers
+        if action.kind is Kind.EVICT
+    }
 
 
 def residencies_by_host(schedule: Schedule, evictor: int) -> dict[int, list[Residency]]:
@@ -160,14 +192,13 @@ def num_measured(schedule: Schedule, evictor: int, host: int) -> dict[Residency,
     unmeasured = {residency.stage for residency in of_host}
     count = 0
     measured: dict[Residency, int] = {}
-    residencies: dict[tuple[int, int], int] = {}
+    residencies = Residencies()
     for slot in row if unmeasured else ():
         for action in slot.transfers:
             if action.kind is Kind.EVICT:
-                key = (action.stage, action.microbatch)
-                residencies[key] = residencies.get(key, -1) + 1
-                if Residency(*key, residencies[key]) in of_host:
-                    measured[Residency(*key, residencies[key])] = count
+                residency = residencies.of(action)
+                if residency in of_host:
+                    measured[residency] = count
         for one in slot.computations if unmeasured else ():
             if one.kind is Kind.FORWARD and one.stage in unmeasured:
                 unmeasured.remove(one.stage)

@@ -20,7 +20,7 @@ from itertools import accumulate, pairwise
 
 from bpipe.ir.action import READING, Action, Kind
 from bpipe.ir.dependencies import NOTHING
-from bpipe.ir.host_buffers import Residency, evicted_to, host_buffers
+from bpipe.ir.host_buffers import Residencies, Residency, evicted_to, host_buffers
 from bpipe.ir.program import Exchange, Op, Program, Transfer
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.ir.steps import Step, each_step
@@ -124,7 +124,7 @@ class _Lowering:
         self.leaving: list[Transfer] = []
         self.loading: dict[tuple[int, int], Transfer] = {}
         self.hosted: dict[tuple[int, int], Transfer] = {}
-        self.residencies: dict[tuple[int, int], int] = {}
+        self.residencies = Residencies()
         # By host buffer: the RETURN that empties it.
         self.emptied: dict[int, Transfer] = {}
 
@@ -361,8 +361,7 @@ class _Lowering:
         other = self.away.get(key, self.rank) if kind is _EVICT or kind is _LOAD else self.layout.rank_of(*key)
         transfer = Transfer(action, self.rank, other) if outbound else Transfer(action, other, self.rank)
         if kind is _HOST:
-            self.residencies[key] = self.residencies.get(key, -1) + 1
-            emptied = self.emptied.pop(self._buffer(key), None)
+            emptied = self.emptied.pop(self._buffer(action), None)
             if emptied is not None:
                 self._add(_FINISH, emptied)
             self.hosted[key] = transfer
@@ -370,14 +369,14 @@ class _Lowering:
             # A schedule that gives back what it does not host is refused by the rules before; one under judgement may.
             if key in self.hosted:
                 self._add(_FINISH, self.hosted.pop(key))
-                self.emptied[self._buffer(key)] = transfer
+                self.emptied[self._buffer(action)] = transfer
         elif kind is _LOAD:
             self.loading[key] = transfer
         else:
             self.leaving.append(transfer)
         self._add(_START, transfer)
 
-    def _buffer(self, key: tuple[int, int]) -> int:
+    def _buffer(self, action: Action) -> int:
         if not self.buffers:
             self.buffers = host_buffers(self.schedule, self.rank)
-        return self.buffers[Residency(*key, self.residencies[key])]
+        return self.buffers[self.residencies.of(action)]

@@ -13,7 +13,7 @@ from fractions import Fraction
 from math import ceil
 from typing import Any
 
-from bpipe.balance.pairs import buffer_bytes
+from bpipe.balance.pairs import buffer_bytes, moved_bytes
 from bpipe.build import BalanceConfig
 from bpipe.ir.host_buffers import (
     Residency,
@@ -68,7 +68,7 @@ class Fit:
 
     def residency_bytes(self, residencies: Iterable[Residency]) -> int:
         """Return bytes that leave with these residencies."""
-        return sum(self.memory.size(residency.stage, residency.microbatch).moved_bytes for residency in residencies)
+        return moved_bytes(residencies, self.memory)
 
 
 def budget_text(num_bytes: Sequence[int]) -> str:

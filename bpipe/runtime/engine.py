@@ -7,7 +7,6 @@ Megatron; whoever drives the pipeline loop makes the calls.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from bpipe.ir.action import READING, TRANSFER, Action, Kind
-from bpipe.ir.host_buffers import Residency
+from bpipe.ir.host_buffers import Residencies, Residency
 from bpipe.ir.schedule import Schedule
 from bpipe.ir.steps import Step, one_by_one, steps
 from bpipe.runtime.capture import find
@@ -94,7 +93,7 @@ class Engine:
         self._position = 0
         # The computation that has run and whose output nobody has said to be sent.
         self._unsent: Action | None = None
-        self._residencies: Counter[tuple[int, int]] = Counter()
+        self._residencies = Residencies()
         self._leaving = {(a.stage, a.microbatch) for a in self._all_transfers() if a.kind is Kind.EVICT}
         self._unmeasured: Action | None = None
         self._kept = Kept(config.minimum_bytes, config.allocated, config.shared)
@@ -174,7 +173,7 @@ class Engine:
         if self._position:
             raise RuntimeFault(f"{self._config.name}: a new iteration starts, but the last one stopped {self._where()}")
         self._partners.gather(next(step.compute for step in self._steps if step.compute))
-        self._residencies.clear()
+        self._residencies = Residencies()
         if self._meter:
             self._meter.begin()
         if self.recorder:
@@ -339,10 +338,7 @@ class Engine:
 
     def _transfers(self, actions: Sequence[Action]) -> None:
         for action in actions:
-            key = (action.stage, action.microbatch)
-            if action.kind in (Kind.EVICT, Kind.HOST):
-                self._residencies[key] += 1
-            residency = Residency(*key, self._residencies[key] - 1)
+            residency = self._residencies.of(action)
             if self.recorder and self._partners.sees(action):
                 self.recorder.started(action, self._partners.buffer_of[residency])
             self._begin_transfer(action, residency)

@@ -6,21 +6,14 @@ both ends of a pair compute from the schedule. Knows no time of its own.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
-from bpipe.ir.action import Kind
-from bpipe.ir.host_buffers import Residency, all_buffers
+from bpipe.ir.host_buffers import Residencies, all_buffers
 from bpipe.simulate.report import Simulation, Timed
 
 
 def with_host_buffers(simulation: Simulation, rank: int) -> Sequence[tuple[Timed, int]]:
     """Return the rank's transfers in order, with the host buffer on whichever rank hosts, or in its own host memory."""
     buffers = all_buffers(simulation.schedule, rank)
-    residencies: Counter[tuple[int, int]] = Counter()
-    found = []
-    for timed in simulation.transfers[rank]:
-        key = (timed.action.stage, timed.action.microbatch)
-        residencies[key] += timed.action.kind in (Kind.EVICT, Kind.HOST)
-        found.append((timed, buffers[Residency(*key, residencies[key] - 1)]))
-    return found
+    residencies = Residencies()
+    return [(timed, buffers[residencies.of(timed.action)]) for timed in simulation.transfers[rank]]

@@ -56,6 +56,9 @@ def main(seconds: float, *words: str) -> int:
             if found != "right":
                 bad += 1
                 print(f"{found}: {name}: {draw}", flush=True)
+        print(f"{sum(counts.values())} runs, {bad} not right, the last of {draw}", flush=True)
+        if time.monotonic() > end:
+            break
     for name in names:
         of_case = {found: counts[name, found] for found in ("right", "wrong", "hung", "failed")}
         print(f"{name}: {sum(of_case.values())} draws, {', '.join(f'{n} {found}' for found, n in of_case.items())}")

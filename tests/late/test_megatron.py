@@ -122,25 +122,22 @@ def test_eight_ranks_make_their_communicators_and_train(tmp_path: Path) -> None:
         same(late, case.name, stock, "m16", 8)
 
 
-ALIKE = Draw(3, eagerness=0.8), Draw(1, COMPUTE_LAST), Draw(2)
+VOCABULARY = (*EIGHT_MICROBATCHES, "--bpipe-min-bytes", "1024", "--bpipe-timeout", "60", "--bpipe-vocabulary")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("vocabulary", ["1", "2"])
-def test_a_vocabulary_in_shards_trains_alike_in_every_order(tmp_path: Path, vocabulary: str) -> None:
-    """In which order ranks' parts are added NCCL does not promise, so it is laid beside itself: an eager device
-    beside late ones."""
-    arguments = (
-        *EIGHT_MICROBATCHES,
-        "--bpipe-min-bytes",
-        "1024",
-        "--bpipe-timeout",
-        "60",
-        "--bpipe-vocabulary",
-        vocabulary,
-    )
-    cases = [LateCase(f"draw{draw.seed}", arguments, draw) for draw in ALIKE]
-    late = train("late", 4, cases, tmp_path, 600.0, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
-    for case in cases[1:]:
-        same(late, case.name, late, cases[0].name, 4)
+def test_a_vocabulary_in_shards_trains_as_the_same_plan_on_cpus(tmp_path: Path) -> None:
+    """Ranks' parts are added in the order of late groups on CPUs, too: NCCL promises none, and gloo's is another."""
+    folders = [tmp_path / device for device in ("cpu", "late")]
+    for folder in folders:
+        folder.mkdir()
+    on_cpus = train("cpu", 4, [LateCase(number, (*VOCABULARY, number)) for number in ("1", "2")], folders[0])
+    cases = {
+        LateCase(f"{number}_draw{draw.seed}", (*VOCABULARY, number), draw): number
+        for number in ("1", "2")
+        for draw in (Draw(3, eagerness=0.8), Draw(1, COMPUTE_LAST), Draw(2))
+    }
+    late = train("late", 4, [*cases], folders[1], 600.0, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
+    for case, number in cases.items():
+        same(late, case.name, on_cpus, number, 4)

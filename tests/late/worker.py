@@ -24,6 +24,7 @@ import torch
 
 from megatron.scheduling import cpu as cpu_runtime
 from tests.gloo import worker
+from tests.late import sums
 from tests.late.devices import Draw
 from tests.late.processes import begin_process
 
@@ -61,6 +62,8 @@ def main(device: str, cases: str, folder: str) -> None:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     cpu_runtime.ARGUMENTS = on_device(cpu_runtime.ARGUMENTS)
+    if device == "cpu":
+        sums.install()
     for case in json.loads(Path(cases).read_text()):
         if device == "late":
             begin_process(rank, int(os.environ["LOCAL_RANK"]), Draw(**case["draw"]))

@@ -40,13 +40,6 @@ void Hosts::expect(int number) {
   stuck_.clear();
 }
 
-int Hosts::add() {
-  WithoutPython without;
-  std::lock_guard<std::mutex> lock(mutex_);
-  hosts_.push_back({});
-  return static_cast<int>(hosts_.size()) - 1;
-}
-
 void Hosts::enter(int host) {
   WithoutPython without;
   std::unique_lock<std::mutex> lock(mutex_);

@@ -20,8 +20,6 @@ class Hosts {
 
   // So many threads are about to call `enter`; none goes on before all have.
   void expect(int number);
-  // One more, which the others need not wait for: a thread that posts for a rank. Returns its number.
-  int add();
   void enter(int host);
   void leave(int host);
 

@@ -74,7 +74,6 @@ class Machine {
   // Who waits for what, a line a stream.
   std::string standing();
   std::map<std::string, long> counts;  // Operations issued, by kind: "deferred", "forced".
-  std::map<std::string, std::string> forced_because;
 
  private:
   bool step_towards(const Ending& ending, std::set<std::pair<int, int>>& asked);

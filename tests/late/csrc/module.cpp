@@ -116,7 +116,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("order", &order, py::arg("kind"), py::arg("seed"), py::arg("stream"), py::arg("eagerness"));
   m.def("devices", [] { return Machine::get().devices(); });
   m.def("counts", [] { return Machine::get().counts; });
-  m.def("forced_because", [] { return Machine::get().forced_because; });
   m.def("standing", [] { return Machine::get().standing(); });
   m.def("work", &work);
   m.def("hold", &hold);
@@ -138,7 +137,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("query", [](const late::Ending& ending) { return Machine::get().query(ending); });
   m.def("expect_hosts", [](int number) { Hosts::get().expect(number); });
   m.def("stuck", [] { return Hosts::get().stuck(); });
-  m.def("add_host", [] { return Hosts::get().add(); });
   m.def("enter", [](int host) { Hosts::get().enter(host); });
   m.def("leave", [](int host) { Hosts::get().leave(host); });
   m.def("perhaps_yield", [] { Hosts::get().perhaps_yield(); });

@@ -145,8 +145,7 @@ std::optional<torch::jit::Stack> shapes_of(const c10::OperatorHandle& op, const 
   torch::jit::Stack stack(shapes);
   try {
     op.callBoxed(&stack);
-  } catch (const c10::Error& error) {
-    Machine::get().forced_because[toString(op.operator_name())] = error.what_without_backtrace();
+  } catch (const c10::Error&) {
     return std::nullopt;
   }
   return stack;
