@@ -298,7 +298,7 @@ def _yours(asked: Options, reading: Reading) -> SetupPrediction | str:
         every = filled(options, reading, ())
         if every.balance == BALANCES[0]:
             every.memory = None
-        setup, _ = budgeted(every, setup_of(every, cluster_of(every, reading)))
+        setup, _ = budgeted(every, setup_of(every, _budgeted(cluster_of(every, reading), asked.memory)))
     except ValueError as error:
         return str(error)
     return predict(setup, formula=every.flops_formula)

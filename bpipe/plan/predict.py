@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bpipe.balance.budget import BudgetTooSmall
 from bpipe.build import built, unchecked
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.hosts import HOST_MEMORY, other_ranks
@@ -132,7 +133,11 @@ def steady_timing(setup: Setup, costs: Costs) -> Timing:
     short, step = _steady(setup)
     if m <= short + step:
         return whole_timing(simulate(unchecked(setup.program()), costs))
-    less, more = (simulate(unchecked(setup.program(count)), costs) for count in (short, short + step))
+    try:
+        less, more = (simulate(unchecked(setup.program(count)), costs) for count in (short, short + step))
+    except BudgetTooSmall:
+        # Rooms that are planned for all micro-batches need not do for the order of fewer.
+        return whole_timing(simulate(unchecked(setup.program()), costs))
     times = (m - short) // step
 
     def grown(first: Any, second: Any) -> float:
