@@ -1,0 +1,214 @@
+"""What ranks hold that train in slices: the bytes that are predicted, in their own memory and in others', and within a
+budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from bpipe.balance.pairs import allocated_bytes
+from bpipe.build import BalanceConfig, ScheduleConfig, build, orders_of
+from bpipe.ir.host_buffers import host_memory_buffers
+from bpipe.ir.memory import StageMemory, peak_of_order
+from bpipe.models.activations import memory_of_setup
+from bpipe.plan.budget import Devices, smallest_bytes, within
+from bpipe.plan.fit import budget_text
+from bpipe.plan.options import setup_from
+from bpipe.plan.remedies import predicted_devices
+from bpipe.record.read import read_run
+from bpipe.transport.layout import ALIGNMENT_BYTES
+from megatron.scheduling.cpu import ARGUMENTS
+from tests.gloo.conftest import BPIPE, TINY, Case, Outcome, asked_for
+from tests.gloo.test_slices import BATCH, CORE, FULL, FURTHER, LLAMA, SLICES, TWO, UNEVEN, V2
+from tests.gloo.test_training import same
+
+pytestmark = pytest.mark.timeout(1500)
+
+# With attention computed again all slices save as much, and none keeps scores; else later ones save more.
+PEAKS: dict[str, Sequence[str]] = {
+    "whole": (*CORE, "--bpipe-executor"),
+    "2": (*CORE, "--bpipe-slices", "2"),
+    "4": (*CORE, *SLICES),
+    "4_balanced": (*CORE, *SLICES, *BPIPE),
+    "4_split": (*CORE, *SLICES, "--bpipe-schedule", "zb-h1"),
+    "4_host": (*CORE, *SLICES, *BPIPE, "--bpipe-hosts", "host", "--bpipe-bound", "3"),
+    "4_chunks": (*CORE, *SLICES, *V2, *BPIPE),
+    "4_further": (*CORE, *SLICES, *FURTHER, *BPIPE),
+    "4_shards": (*CORE, *SLICES, "--bpipe-vocabulary", "1", *BPIPE),
+    "4_uneven": (*CORE, *SLICES, *UNEVEN),
+    "4_uneven_balanced": (*CORE, *SLICES, *UNEVEN, *BPIPE),
+    "4_scores": SLICES,
+    "4_scores_balanced": (*SLICES, *BPIPE),
+}
+# 64 tokens of 2 sequences in 2 groups of 16 channels, keys and values of one layer, in 4 bytes.
+KEYS_BYTES = 64 * 2 * 2 * 16 * 2 * 4
+
+
+@pytest.fixture(scope="module")
+def peaks(run_cases: Callable[..., Outcome]) -> Outcome:
+    report = ("--bpipe-report", "{folder}/CASE", "--bpipe-min-bytes", "1")
+    cases = []
+    for name, more in PEAKS.items():
+        cases.append(Case(name, (*BATCH, *LLAMA, *more, *(word.replace("CASE", name) for word in report))))
+    return run_cases(4, cases, 900)
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_peaks_are_what_the_schedule_says_in_bytes(peaks: Outcome, name: str) -> None:
+    """Micro-batches, bytes of activations, and bytes of kept keys with their gradients.
+
+    Once the last was an over-estimate by up to a third where slices differ: each was taken for the largest.
+    """
+    for report in peaks.reports(name):
+        rank = report["rank"]
+        assert report["num_microbatches"] == 8
+        assert report["peak_microbatches"] == report["predicted_microbatches"], f"rank {rank}"
+        assert report["peak_bytes"] == report["predicted_bytes"], f"rank {rank}"
+        if name == "whole":
+            assert "keys_bytes" not in report
+            continue
+        assert report["keys_bytes"] == report["predicted_keys_bytes"], f"rank {rank}"
+        # Slices of 2 or 3 micro-batches are under way at once, with 4 slices, and of up to 4 with 2; and of one there
+        # are gradients. The last rank has three layers where it predicts further tokens.
+        layers = 3 if name == "4_further" and rank == 3 else 1
+        under_way, left = divmod(report["keys_bytes"], layers * KEYS_BYTES)
+        assert left == 0
+        assert 3 <= under_way <= (5 if name == "2" else 6 if name == "4_chunks" else 4)
+
+
+def test_host_memory_takes_what_the_schedule_says_in_bytes(peaks: Outcome) -> None:
+    """So many host buffers as slices are away at once, each of what leaves with one: every storage of it takes whole
+    ALIGNMENT_BYTES."""
+    schedule = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig((3,), hosts="host"), slices=4))
+    ranks = read_run(peaks.report_folder("4_host")).ranks
+    assert [rank.place for rank in ranks] == [0, 1, 2, 3]
+    for rank, report in zip(ranks, peaks.reports("4_host"), strict=True):
+        buffers = len(set(host_memory_buffers(schedule, rank.place).values()))
+        assert report["own_buffers"] == buffers > 1
+        (moved_bytes,) = rank.iterations[max(rank.iterations)].moved_bytes.values()
+        each, left = divmod(report["own_bytes"], buffers)
+        assert left == each % ALIGNMENT_BYTES == 0
+        assert moved_bytes <= each < 1.02 * moved_bytes
+
+
+def test_slices_hold_as_little_as_is_promised(peaks: Outcome) -> None:
+    """(p + k - 1) / k micro-batches on the first rank, and balanced still less."""
+    counts = {"whole": 4, "2": 5, "4": 7, "4_balanced": 6, "4_split": 7, "4_host": 3}
+    first = {name: peaks.reports(name)[0] for name in counts}
+    assert {name: report["peak_microbatches"] for name, report in first.items()} == counts
+    assert first["4"]["peak_bytes"] < first["2"]["peak_bytes"] < first["whole"]["peak_bytes"]
+    assert first["4_host"]["peak_bytes"] < first["4_balanced"]["peak_bytes"] < first["4"]["peak_bytes"]
+
+
+# What is saved depends on: groups of heads, attention computed again, uneven slices, halves, chunks, precision, and how
+# many ranks divide a layer.
+BYTES: dict[str, Sequence[str]] = {
+    "bytes_gpt": (*BATCH, *SLICES),
+    "bytes_llama": (*BATCH, *LLAMA, *SLICES),
+    "bytes_full": (*BATCH, *LLAMA, *FULL, *SLICES),
+    "bytes_listed": (*BATCH, *LLAMA, *CORE, *SLICES, "--bpipe-slice-lengths", "24,18,12,10"),
+    "bytes_work": (*BATCH, *LLAMA, *CORE, *SLICES, "--bpipe-slice-lengths", "work"),
+    "bytes_split": (*BATCH, *LLAMA, *CORE, *SLICES, "--bpipe-schedule", "zb-h1"),
+    "bytes_grouped": (*BATCH, *LLAMA, *V2, *CORE, *SLICES, "--bpipe-schedule", "grouped-interleaved"),
+    "bytes_16": (*BATCH, *LLAMA, *CORE, *SLICES, "--bf16", "--no-masked-softmax-fusion"),
+    "bytes_divided": (*BATCH, *TWO, "--tensor-model-parallel-size", "2", "--sequence-parallel", *SLICES),
+}
+
+
+@pytest.fixture(scope="module")
+def held(request: pytest.FixtureRequest, run_cases: Callable[..., Outcome]) -> Outcome:
+    wanted = {name for (name,) in asked_for(request, "name")} or set(BYTES)
+    cases = []
+    for name in (name for name in BYTES if name in wanted):
+        cases.append(Case(name, (*BYTES[name], "--bpipe-report", f"{{folder}}/{name}", "--bpipe-min-bytes", "1")))
+    return run_cases(4, cases, 900)
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_bytes_are_as_predicted(held: Outcome, name: str) -> None:
+    """By `bpipe simulate`, before anything was measured: activations, and kept keys with their gradients."""
+    stages = ("--num-layers", "4", "--pipeline-model-parallel-size", "4")
+    setup = setup_from([*ARGUMENTS, *TINY, *stages, *BYTES[name]], "h100-80g:1x4", 128, "cpu")
+    memory, orders = memory_of_setup(setup), list(orders_of(setup.program()))
+    nothing = tuple(StageMemory(0, 0, 0) for _ in memory.stages)
+    # The first of the ranks that divide a stage: others save no masks of tokens that are theirs.
+    reports = {report["stage"]: report for report in reversed(held.reports(name))}
+    assert len(reports) == setup.pipeline
+    for rank, order in enumerate(orders):
+        assert reports[rank]["peak_bytes"] == peak_of_order(order, replace(memory, kept=())), f"rank {rank}"
+        assert reports[rank]["keys_bytes"] == peak_of_order(order, replace(memory, stages=nothing)), f"rank {rank}"
+
+
+# Within a budget in bytes: planned by prediction, or learned from the first iteration.
+WITHIN: dict[str, Sequence[str]] = {
+    "even": (*BATCH, *LLAMA, *CORE, *SLICES),
+    # Host buffers of a pair have a reserve and the size of the largest slice: on 4 ranks nothing is gained by that.
+    "listed": (
+        *(*BATCH, *LLAMA, *CORE, *SLICES, "--bpipe-slice-lengths", "24,18,12,10"),
+        *("--bpipe-hosts", "host"),
+    ),
+    "scores": (*BATCH, *SLICES),
+    "chunks": (*BATCH, *LLAMA, *V2, *CORE, *SLICES, "--bpipe-schedule", "grouped-interleaved"),
+}
+
+
+def _devices(name: str, learns: bool) -> Devices:
+    """What the trainer predicts, with budgets that nothing exceeds; or, but for rounding, what a CPU then measures,
+    where nobody counts what comes and goes."""
+    stages = ("--num-layers", "4", "--pipeline-model-parallel-size", "4")
+    words = [*ARGUMENTS, *TINY, *stages, *WITHIN[name], "--bpipe-min-bytes", "1024", "--bpipe"]
+    devices = predicted_devices(setup_from(words, "h100-80g:1x4", 128, "cpu"), [2**40], 1024)
+    if not learns:
+        return devices
+    besides = replace(devices.besides, working_bytes=(0,) * 4, update_bytes=(0,) * 4)
+    return replace(devices, besides=besides, moving=None)
+
+
+def _budget(name: str, learns: bool) -> str:
+    """In GiB: a third of the way from the smallest to what nothing has to leave for."""
+    devices = _devices(name, learns)
+    least, most = smallest_bytes(devices), max(devices.need_bytes(devices.schedule))
+    return budget_text([least + (most - least) // 3])
+
+
+@pytest.fixture(scope="module")
+def budgeted(request: pytest.FixtureRequest, run_cases: Callable[..., Outcome]) -> dict[str, Outcome]:
+    found = {}
+    for name in {name for (name, *_) in asked_for(request, "name", "learns")} or set(WITHIN):
+        report, hosts = (
+            ("--bpipe-report", "{folder}/CASE"),
+            WITHIN[name].index("--bpipe-hosts") if name == "listed" else None,
+        )
+        plain = [*WITHIN[name][:hosts], *(word.replace("CASE", "plain") for word in report)]
+        cases = [Case("plain", plain)]
+        for case, asked in (("planned", _budget(name, False)), ("learned", f"auto:{_budget(name, True)}")):
+            words = [*WITHIN[name], *BPIPE, "--bpipe-memory", asked, *(word.replace("CASE", case) for word in report)]
+            cases.append(Case(case, words))
+        found[name] = run_cases(4, cases, 600)
+    return found
+
+
+@pytest.mark.parametrize("learns", [False, True], ids=["planned", "learned"])
+@pytest.mark.parametrize("name", WITHIN)
+def test_slices_keep_a_budget_in_bytes_and_every_bit(budgeted: dict[str, Outcome], name: str, learns: bool) -> None:
+    outcome, case = budgeted[name], "learned" if learns else "planned"
+    same(outcome, "plain", case, 4)
+    budget = round(float(_budget(name, learns)) * 2**30)
+    devices = replace(_devices(name, learns), budget_bytes=(budget,) * 4)
+    room = devices.activation_budget().room_bytes
+    plain, held = outcome.reports("plain"), outcome.reports(case)
+    assert any(own["peak_bytes"] + own["keys_bytes"] > room[rank] for rank, own in enumerate(plain))
+    assert sum(report["evictions"] for report in held) > 0
+    # What was measured by the rule, of what runs from the second iteration on: all of it, keys included, has room.
+    fitted = within(devices)
+    memory = replace(fitted.memory, kept=())
+    for rank, report in enumerate(held):
+        assert sum(allocated_bytes(fitted.schedule, rank, fitted.memory)) <= room[rank]
+        assert report["keys_bytes"] == plain[rank]["keys_bytes"], "these stay"
+        assert report["peak_bytes"] <= room[rank]
+        planned = sum(allocated_bytes(fitted.schedule, rank, memory))
+        if not learns:
+            # Buffers of slices that differ are as large as those that left.
+            assert report["peak_bytes"] == planned or (memory.reserved and report["peak_bytes"] < planned)
