@@ -16,6 +16,7 @@ from bpipe.flags.flag import Command, Group, Options, Task
 from bpipe.flags.values import positive
 from bpipe.models.cluster import gib_text
 from bpipe.models.error_bars import range_text
+from bpipe.models.profile import read_profile
 from bpipe.plan.explain import describe
 from bpipe.plan.megatron_command import Reading, read_command
 from bpipe.plan.megatron_flags import megatron_flags
@@ -49,8 +50,13 @@ def run(asked: Options) -> int:
     reading = reading_of(asked)
     options = filled(asked, reading, ("pipeline", "global_batch"))
     setup = setup_of(options, cluster_of(options, reading))
-    now = predict(setup, formula=options.flops_formula)
-    found = ways_to_fit(setup, () if reading is None else reading.others)
+    if options.memory is not None:
+        raise ValueError(
+            "fit asks what keeps within a device's own memory: leave --memory, or the launch's --bpipe-memory, out"
+        )
+    profile = None if options.profile is None else read_profile(options.profile)
+    now = predict(setup, profile, formula=options.flops_formula)
+    found = ways_to_fit(setup, () if reading is None else reading.others, profile)
     shown = found[: options.rows]
     # Where flags say it, what changes is said of the launch that they mean.
     launch = read_command(megatron_flags(setup)) if reading is None else reading
@@ -62,7 +68,7 @@ def run(asked: Options) -> int:
 
 
 def _lines(now: SetupPrediction, ways: Sequence[Way], launch: Reading) -> list[str]:
-    peak, limit, seconds = _peak(now), now.memory[0].limit_bytes, now.timing.iteration_s
+    peak, limit, seconds = now.peak_bytes, now.memory[0].limit_bytes, now.timing.iteration_s
     head = (
         f"{describe(now.setup)}: {gib_text(peak)} of {gib_text(limit)} GiB, {'fits' if now.fits else 'does not fit'}; "
         f"{seconds:.3f} s{range_text(now.setup, seconds)}"
@@ -71,8 +77,8 @@ def _lines(now: SetupPrediction, ways: Sequence[Way], launch: Reading) -> list[s
         return [head, "nothing that was tried needs less"]
     rows: list[tuple[str, ...]] = [("", "GiB", "saved", "seconds", "x")]
     for number, way in enumerate(ways, 1):
-        taken = way.prediction.timing.iteration_s
-        figures = (gib_text(way.peak_bytes), gib_text(peak - way.peak_bytes), f"{taken:.3f}", f"{taken / seconds:.2f}")
+        taken, need = way.prediction.timing.iteration_s, way.prediction.peak_bytes
+        figures = (gib_text(need), gib_text(peak - need), f"{taken:.3f}", f"{taken / seconds:.2f}")
         rows.append((str(number), *figures))
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     words = ["what", *(f"{way.what}{_state(way)}" for way in ways)]
@@ -95,14 +101,10 @@ def _state(way: Way) -> str:
     return f" ({', '.join(said)})" if said else ""
 
 
-def _peak(prediction: SetupPrediction) -> int:
-    return max(rank.peak_bytes for rank in prediction.memory)
-
-
 def _values(prediction: SetupPrediction) -> dict[str, Any]:
     return {
         "iteration_s": prediction.timing.iteration_s,
-        "peak_bytes": _peak(prediction),
+        "peak_bytes": prediction.peak_bytes,
         "limit_bytes": prediction.memory[0].limit_bytes,
         "fits": prediction.fits,
     }

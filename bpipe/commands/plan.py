@@ -298,10 +298,11 @@ def _yours(asked: Options, reading: Reading) -> SetupPrediction | str:
         every = filled(options, reading, ())
         if every.balance == BALANCES[0]:
             every.memory = None
-        setup, _ = budgeted(every, setup_of(every, _budgeted(cluster_of(every, reading), asked.memory)))
+        profile = None if every.profile is None else read_profile(every.profile)
+        setup, _ = budgeted(every, setup_of(every, _budgeted(cluster_of(every, reading), asked.memory)), profile)
+        return predict(setup, profile, formula=every.flops_formula)
     except ValueError as error:
         return str(error)
-    return predict(setup, formula=every.flops_formula)
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ OVERLAPPED = "published runs with --tp-comm-overlap took 7 to 9 % longer than pr
 
 
 class ChoiceKind(StrEnum):
-    """ChoiceKind of a choice, in the order in which they are taken where they are level: what is there already before stock,
+    """Kind of a choice, in the order in which they are taken where they are level: what is there already before stock,
     stock before ours."""
 
     LAUNCH = "launch"
@@ -44,10 +44,6 @@ class Choice:
         return float(self.prediction.timing.iteration_s)
 
     @property
-    def peak_bytes(self) -> int:
-        return max(rank.peak_bytes for rank in self.prediction.memory)
-
-    @property
     def can_run(self) -> bool:
         return self.prediction.fits and not self.refused
 
@@ -65,10 +61,6 @@ class Answer:
 
     choices: tuple[Choice, ...]
     taken: Choice | None
-
-    def of(self, kind: ChoiceKind) -> Choice | None:
-        """Return the choice of a kind, if there is one."""
-        return next((one for one in self.choices if one.kind is kind), None)
 
 
 def answer(choices: Sequence[Choice]) -> Answer:
@@ -102,7 +94,7 @@ def _line(one: Choice, first: Choice) -> str:
     tight = ", tight" if any(rank.is_tight for rank in one.prediction.memory) else ""
     fits = tight if one.prediction.fits else ", does not fit"
     return (
-        f"{one.kind.capitalize():6}  {one.iteration_s:.3f} s{seconds}{beside}  {gib_text(one.peak_bytes)} of "
+        f"{one.kind.capitalize():6}  {one.iteration_s:.3f} s{seconds}{beside}  {gib_text(one.prediction.peak_bytes)} of "
         f"{gib_text(limit)} GiB{fits}  {describe(one.prediction.setup)}"
     )
 
@@ -148,7 +140,7 @@ def answer_document(found: Answer) -> dict[str, Any]:
             one.kind.value: {
                 "iteration_s": one.iteration_s,
                 "range_s": None if one.range_s is None else list(one.range_s),
-                "peak_bytes": one.peak_bytes,
+                "peak_bytes": one.prediction.peak_bytes,
                 "can_run": one.can_run,
                 "flags": one.flags,
             }

@@ -102,7 +102,7 @@ def costly_halves(prediction: SetupPrediction) -> str | None:
     if prediction.at_once is None:
         return None
     setup, other = prediction.setup, prediction.at_once
-    peak = max(rank.peak_bytes for rank in prediction.memory)
+    peak = prediction.peak_bytes
     return (
         f"from I to W a layer holds {kept_share(setup):.2f} times what its forward saved: with "
         f"--bpipe-keep-weights-halves none the "

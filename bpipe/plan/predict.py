@@ -93,6 +93,11 @@ class SetupPrediction:
     def fits(self) -> bool:
         return all(rank.fits for rank in self.memory)
 
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of the fullest rank."""
+        return max(rank.peak_bytes for rank in self.memory)
+
 
 def costs_of(setup: Setup, profile: Profile | None = None) -> Costs:
     """Return costs of a setup.

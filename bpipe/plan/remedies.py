@@ -26,7 +26,7 @@ from bpipe.plan.fit import Fit, budget_text
 # How many chunks a rank schedules are tried with that are made for a bound.
 _CHUNKS = range(2, 9)
 # What needs hardly less is no help.
-_CLEARLY = 0.99
+HELPFUL = 0.99
 
 
 def predicted_devices(setup: Setup, budget_bytes: Sequence[int], minimum_bytes: int = MINIMUM_BYTES) -> Devices:
@@ -68,7 +68,7 @@ def within_or_remedies(setup: Setup, devices: Devices, minimum_bytes: int = MINI
         return within(devices)
     except OverBudget as error:
         helpful = sorted(remedies(setup, devices, minimum_bytes), key=lambda way: way.need_bytes)
-        lower = [way for way in helpful if way.need_bytes < _CLEARLY * max(error.smallest_bytes)]
+        lower = [way for way in helpful if way.need_bytes < HELPFUL * max(error.smallest_bytes)]
         said = ", ".join(f"{way.what} ({budget_text([way.need_bytes])} GiB{way.beside})" for way in lower)
         raise ValueError(
             f"by prediction {error}. "

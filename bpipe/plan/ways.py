@@ -19,15 +19,14 @@ from bpipe.ir.layout import Vocabulary
 from bpipe.models.layer_counts import split_layers
 from bpipe.models.layout import Setup
 from bpipe.models.memory import peak_bytes
+from bpipe.models.profile import Profile
 from bpipe.models.recompute import MODULES
 from bpipe.plan.fewest_layers import fewest_layers, with_block
 from bpipe.plan.predict import SetupPrediction, predict
 from bpipe.plan.refused import Others, refused
-from bpipe.plan.remedies import within_budget
+from bpipe.plan.remedies import HELPFUL, within_budget
 
 Change = Callable[[], Setup]
-# What needs hardly less is no help.
-_CLEARLY = 0.99
 # With it the trainer's table refuses what is guarded, too.
 _STRICT = ("--bpipe-strict", "")
 
@@ -43,40 +42,37 @@ class Way:
     guarded: bool
 
     @property
-    def peak_bytes(self) -> int:
-        return max(rank.peak_bytes for rank in self.prediction.memory)
-
-    @property
     def fits(self) -> bool:
         return self.prediction.fits and not self.refused
 
 
-def ways_to_fit(setup: Setup, others: Others = ()) -> list[Way]:
+def ways_to_fit(setup: Setup, others: Others = (), profile: Profile | None = None) -> list[Way]:
     """Return every way that needs clearly less than the setup: first those that fit, the fastest first, then the others
     by what they need. Of ways that come to the same, as hosts do where pairs have room, the first stands for all."""
-    most = _CLEARLY * peak_bytes(setup)
+    most = HELPFUL * peak_bytes(setup)
     found: list[Way] = []
-    for what, change in _changes(setup):
+    for what, change in _changes(setup, profile):
         try:
             changed = change()
+            prediction = predict(changed, profile)
         except ValueError:
-            # Megatron's rules, or what is modelled, do not allow it.
+            # Megatron's rules, what is modelled, or what was measured do not allow it.
             continue
-        prediction = predict(changed)
         reasons = refused(changed, others)
         way = Way(what, prediction, reasons, not reasons and bool(refused(changed, (*others, _STRICT))))
-        if way.peak_bytes <= most and _figures(way) not in map(_figures, found):
+        if way.prediction.peak_bytes <= most and _figures(way) not in map(_figures, found):
             found.append(way)
     return sorted(
-        found, key=lambda way: (not way.fits, way.prediction.timing.iteration_s if way.fits else way.peak_bytes)
+        found,
+        key=lambda way: (not way.fits, way.prediction.timing.iteration_s if way.fits else way.prediction.peak_bytes),
     )
 
 
 def _figures(way: Way) -> tuple[int, float, bool]:
-    return way.peak_bytes, float(way.prediction.timing.iteration_s), way.fits
+    return way.prediction.peak_bytes, float(way.prediction.timing.iteration_s), way.fits
 
 
-def _changes(setup: Setup) -> Iterator[tuple[str, Change]]:
+def _changes(setup: Setup, profile: Profile | None) -> Iterator[tuple[str, Change]]:
     yield from _recomputed(setup)
     if setup.micro_batch > 1:
         half = setup.micro_batch // 2
@@ -84,7 +80,7 @@ def _changes(setup: Setup) -> Iterator[tuple[str, Change]]:
     if not setup.distributed_optimizer:
         yield "distributed optimizer", lambda: replace(setup, distributed_optimizer=True)
     yield from _cut(setup)
-    yield from _balanced(setup)
+    yield from _balanced(setup, profile)
     yield from _sharded(setup)
     for slices in (2, 4, 8):
         if slices > setup.slices:
@@ -140,18 +136,14 @@ def _as_long(setup: Setup, tensor: int, pipeline: int) -> Change:
     return change
 
 
-def _balanced(setup: Setup) -> Iterator[tuple[str, Change]]:
+def _balanced(setup: Setup, profile: Profile | None) -> Iterator[tuple[str, Change]]:
     """Balancing, with only what must leave."""
     if setup.balance != BALANCES[0]:
         return
     names = {PAIR: "balance over pairs", POOL: "balance over a pool", HOST: "evict to host memory"}
     for hosts, name in {**names, ALL: "balance over a pool and host memory"}.items():
-        yield name, lambda hosts=hosts: _within(replace(setup, balance=BALANCES[1], how=BalanceConfig(hosts=hosts)))  # type: ignore[misc]
-
-
-def _within(setup: Setup) -> Setup:
-    """Raises ValueError where no plan keeps it within the devices."""
-    return within_budget(setup, setup.limit_bytes)[0]
+        balanced = replace(setup, balance=BALANCES[1], how=BalanceConfig(hosts=hosts))
+        yield name, lambda balanced=balanced: within_budget(balanced, setup.limit_bytes, profile=profile)[0]  # type: ignore[misc]
 
 
 def _sharded(setup: Setup) -> Iterator[tuple[str, Change]]:

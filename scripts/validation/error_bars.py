@@ -12,7 +12,7 @@ from itertools import permutations
 from bpipe.models.error_bars import AMPERE, CALIBRATED, EXPERTS, MANY_RUNS, NEWER, ErrorBars, error_bars
 from validation.eight_bit import of_fp8
 from validation.experts import of_experts
-from validation.throughput import PEAK, Throughput, kept_back, throughputs
+from validation.throughput import PEAK, kept_back, throughputs
 
 
 def measured_bars() -> list[ErrorBars]:
@@ -21,21 +21,15 @@ def measured_bars() -> list[ErrorBars]:
     for one in (*throughputs(), *kept_back(), *of_fp8(), *of_experts()):
         kind = error_bars(one.setup)
         if one.quantity != PEAK and kind is not None:
-            found[kind.kind].append(_seconds_ratio(one))
+            found[kind.kind].append(1 / one.seconds_ratio)
     return [*(_bars(kind, ratios) for kind, ratios in found.items()), _bars(CALIBRATED.kind, list(_calibrated()))]
-
-
-def _seconds_ratio(one: Throughput) -> float:
-    """Measured seconds for a predicted one: a throughput is the higher the fewer seconds."""
-    ratio = one.measured / one.predicted
-    return ratio if one.quantity == "iteration_s" else 1 / ratio
 
 
 def _calibrated() -> Iterator[float]:
     by_source: dict[str, list[float]] = {}
     for one in throughputs():
         if one.quantity != PEAK:
-            by_source.setdefault(one.source, []).append(_seconds_ratio(one))
+            by_source.setdefault(one.source, []).append(1 / one.seconds_ratio)
     for ratios in by_source.values():
         yield from (other / one for one, other in permutations(ratios, 2))
 

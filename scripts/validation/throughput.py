@@ -60,6 +60,12 @@ class Throughput:
     def error_percent(self) -> float:
         return 100 * (self.predicted / self.measured - 1)
 
+    @property
+    def seconds_ratio(self) -> float:
+        """Predicted to measured seconds, of times and throughputs: a throughput is the higher the fewer seconds."""
+        ratio = self.predicted / self.measured
+        return ratio if self.quantity == "iteration_s" else 1 / ratio
+
 
 @cache
 def throughputs() -> tuple[Throughput, ...]:
@@ -127,11 +133,7 @@ def calibrated_errors_by_source() -> dict[str, Calibrated]:
     seconds: dict[str, list[float]] = {}
     for one in throughputs():
         if one.quantity != PEAK:
-            # A throughput is the higher the fewer seconds.
-            ratio = one.predicted / one.measured
-            seconds.setdefault(one.source.split(" (")[0], []).append(
-                ratio if one.quantity == "iteration_s" else 1 / ratio
-            )
+            seconds.setdefault(one.source.split(" (")[0], []).append(one.seconds_ratio)
     return {
         source: Calibrated(calibrated(ratios, 1), calibrated(ratios, len(ratios))) for source, ratios in seconds.items()
     }

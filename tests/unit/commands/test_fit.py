@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,7 +81,7 @@ def test_a_way_launches_as_it_says() -> None:
         words = [word for flag, values in groups(megatron_flags(changed)) for word in (flag, *values)]
         again = setup_from(words, changed.cluster, changed.vocabulary, changed.kernels)
         assert predict(again).timing.iteration_s == pytest.approx(way.prediction.timing.iteration_s), way.what
-        assert peak_bytes(again) == way.peak_bytes, way.what
+        assert peak_bytes(again) == way.prediction.peak_bytes, way.what
         assert {flag for flag, _ in groups(words)} & CHOSEN
 
 
@@ -100,3 +101,22 @@ def test_where_nothing_fits_the_status_says_so(capsys: pytest.CaptureFixture[str
     small = ["--model", "llama3-8b", "--cluster", "h100-80g:1x8", "--tp", "1", "--pp", "8", "--gbs", "8"]
     assert main(["fit", *small, "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["now"]["peak_bytes"] < 80 * GIB
+
+
+def test_a_profile_is_what_times_are_made_of(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """It was read by simulate and plan, and taken here without a word and without effect."""
+    path = tmp_path / "profile.json"
+    stages = [{"micro_batch": b, "layers": 1, "forward_s": 0.01 * b, "backward_s": 0.02 * b} for b in (1, 2)]
+    path.write_text(json.dumps({"stages": stages}))
+    assert main(["simulate", *FLAGS, "--profile", str(path), "--format", "json"]) == 0
+    simulated = json.loads(capsys.readouterr().out)["iteration_time_s"]
+    found = document(capsys, "--profile", str(path))
+    assert found["now"]["iteration_s"] == pytest.approx(simulated, rel=1e-3)
+    assert found["now"]["iteration_s"] != pytest.approx(document(capsys)["now"]["iteration_s"], rel=0.05)
+    assert any(way["what"] == "micro-batch 1" for way in found["ways"])
+
+
+def test_a_budget_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """It was taken without a word and without effect. A plan for so many ranks says nothing of another number."""
+    assert main(["fit", *FLAGS, "--balance", "bpipe", "--memory", "79"]) == 2
+    assert "leave --memory, or the launch's --bpipe-memory, out" in capsys.readouterr().err
