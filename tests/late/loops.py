@@ -36,7 +36,6 @@ from tests.late.model import Place
 from tests.late.pipeline import LatePipeline, Rank
 from tests.unit.runtime.pipeline import ROWS, WIDTH
 
-
 # Tensors by whether the next rank is at their other end.
 Sides = dict[bool, list[torch.Tensor]]
 
