@@ -28,7 +28,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from bpipe.ir.action import Action, Kind
+from bpipe.ir.action import Action, Key, Kind
 from bpipe.ir.dependencies import Dependencies
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange, Op, Program, Transfer
@@ -125,7 +125,7 @@ class _Run:
         self.under_way: dict[int, _Transfer] = {}
         # By port into a rank: transfers that wait for the one under way there, each with its port out of its sender.
         self.held_up: dict[int, deque[tuple[_Transfer, int]]] = {}
-        self.hosted: dict[tuple[int, int], _Transfer] = {}
+        self.hosted: dict[Key, _Transfer] = {}
         # What happens next: a message or transfer is ready, or (negative) a transfer may be over.
         self.ready: list[tuple[Number, int, int, int, Number]] = []
         self.port_free: list[Number] = [0] * (6 * schedule.num_ranks)

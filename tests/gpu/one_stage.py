@@ -25,7 +25,7 @@ from bpipe.runtime.streams import copying_on, lanes, synchronize
 from bpipe.transport.base import Done, Pending
 from bpipe.transport.control import Subject
 from bpipe.transport.memory import Lender, Region
-from bpipe.transport.one_sided import Host, OneSidedCopies, Peer
+from bpipe.transport.one_sided import HostMemory, OneSidedCopies, Peer
 from tests.gpu.accelerators import Accelerator
 from tests.gpu.common import drawn, lender_on
 from tests.support.alone import Alone
@@ -39,7 +39,7 @@ def balanced(stages: int, microbatches: int) -> Schedule:
 
 def to_host(device: torch.device) -> OneSidedCopies:
     """Return a transport into this process's own memory, with locked pages."""
-    return OneSidedCopies(Host(copying_on(device)), *lanes(device, TIMEOUT_S))
+    return OneSidedCopies(HostMemory(copying_on(device)), *lanes(device, TIMEOUT_S))
 
 
 def engine_of(

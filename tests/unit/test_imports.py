@@ -54,7 +54,7 @@ MAY: dict[str, set[str]] = {
         "build",
         "models.flops",
     },
-    "transport": {"ir.action", "ir.program", "simulate.bandwidth"},
+    "transport": {"ir.action", "ir.hosts", "ir.program", "simulate.bandwidth"},
     "flags": {
         "names",
         "placement",
