@@ -156,6 +156,19 @@ class _Moving:
                 row[new] = replace(row[new], transfers=(*row[new].transfers, action))
 
 
+def _spots(row: Sequence[Slot]) -> tuple[dict[Key, int], dict[Key, int]]:
+    """Return the slots in which a rank saves activations, and in which it first reads them."""
+    saved: dict[Key, int] = {}
+    read: dict[Key, int] = {}
+    for slot, cell in enumerate(row):
+        for action in cell.computations:
+            if action.kind is Kind.FORWARD:
+                saved[action.stage, action.microbatch] = slot
+            elif action.kind in READING:
+                read.setdefault((action.stage, action.microbatch), slot)
+    return saved, read
+
+
 class _Sender:
     """One rank's transfers, while they are planned anew."""
 
@@ -170,14 +183,7 @@ class _Sender:
         self.away = {
             residency: slots for residency, slots in away.items() if self.hosts[residency].on_device or windows.own_s
         }
-        self.forward: dict[Key, int] = {}
-        self.need: dict[Key, int] = {}
-        for slot, cell in enumerate(schedule.ranks[rank]):
-            for action in cell.computations:
-                if action.kind is Kind.FORWARD:
-                    self.forward[action.stage, action.microbatch] = slot
-                elif action.kind in READING:
-                    self.need.setdefault((action.stage, action.microbatch), slot)
+        self.forward, self.need = _spots(schedule.ranks[rank])
         self.curve = list(own_bytes(schedule, rank, self.memory))
         # What is hosted here has its buffers all the time.
         self.room = activation_budget.room_bytes[rank] - allocated_bytes(schedule, rank, self.memory)[1]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from operator import mul
 
-from bpipe.build import BALANCES, unchecked
+from bpipe.balance.config import BALANCES
+from bpipe.build import unchecked
 from bpipe.ir.hosts import PAIR, Hosts, device_ranks, halved_pairs, in_pairs, mirrored_pairs
 from bpipe.models.layers.ends import STATISTICS, STATISTICS_BYTES
 from bpipe.models.layout import Setup

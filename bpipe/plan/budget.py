@@ -16,10 +16,10 @@ from fractions import Fraction
 from functools import partial
 
 from bpipe.balance.budget import ActivationBudget, BudgetTooSmall, chosen_partners, fewest_moved, smallest_level_of_pair
+from bpipe.balance.config import BalanceConfig, balanced
 from bpipe.balance.pairs import allocated_bytes, choose_partners, pairs_of
 from bpipe.balance.pool import fewest_sent, smallest_level
 from bpipe.balance.tiers import balance_over_hosts
-from bpipe.build import BalanceConfig, balanced
 from bpipe.ir.host_buffers import guests_of, hosts_of
 from bpipe.ir.hosts import IN_NODES, PAIR, POOL, Pair, device_ranks
 from bpipe.ir.memory import Memory, num_transfers

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from bpipe.build import BALANCES
+from bpipe.balance.config import BALANCES
 from bpipe.generate.families import default_family
 from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
 from bpipe.ir.layout import EVEN

@@ -13,8 +13,8 @@ from fractions import Fraction
 from math import ceil
 from typing import Any
 
+from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import buffer_bytes, moved_bytes
-from bpipe.build import BalanceConfig
 from bpipe.ir.host_buffers import (
     Residency,
     host_buffers,

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
 from bpipe.ir.action import Kind
 from bpipe.ir.dependencies import NOTHING, Dependencies
 from bpipe.ir.hosts import Pair

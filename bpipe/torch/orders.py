@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bpipe.build import BalanceConfig, ScheduleConfig, config_of_schedule
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, config_of_schedule
 from bpipe.formats.read import read, read_file
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import SHARDS, Kind

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bpipe.build import BalanceConfig, ScheduleConfig, built
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, built
 from bpipe.features.asked import guarded
 from bpipe.generate.family import Family
 from bpipe.ir.action import Action, Key, Kind

@@ -11,9 +11,10 @@ from itertools import combinations, pairwise, product
 import pytest
 
 from bpipe.balance.budget import ActivationBudget, BudgetTooSmall
+from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import allocated_bytes
 from bpipe.balance.tiers import balance_over_hosts
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.build import ScheduleConfig, build
 from bpipe.check.case import Case, ScheduleError
 from bpipe.check.rules import check
 from bpipe.check.transfers import check_host_buffers

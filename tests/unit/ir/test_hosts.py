@@ -8,9 +8,10 @@ from itertools import pairwise, product
 import pytest
 
 from bpipe.balance.budget import ActivationBudget, BudgetTooSmall
+from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import balance
 from bpipe.balance.pool import balance_over_pool
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.build import ScheduleConfig, build
 from bpipe.check.case import ScheduleError
 from bpipe.check.rules import check
 from bpipe.formats.document import read_json, write_json

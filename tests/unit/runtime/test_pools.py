@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from bpipe.balance.budget import ActivationBudget
+from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import allocated_bytes
 from bpipe.balance.pool import balance_over_pool
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.build import ScheduleConfig, build
 from bpipe.check.rules import check
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import Action, Kind

@@ -11,8 +11,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import allocated_bytes
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.build import ScheduleConfig, build
 from bpipe.ir.host_buffers import num_host_buffers, num_host_memory_buffers
 from bpipe.ir.memory import memory_of
 from bpipe.ir.schedule import Schedule

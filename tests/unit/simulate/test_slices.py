@@ -8,7 +8,8 @@ from fractions import Fraction
 import pytest
 
 from bpipe.balance.budget import ActivationBudget
-from bpipe.build import BalanceConfig, ScheduleConfig, balanced, build
+from bpipe.balance.config import BalanceConfig, balanced
+from bpipe.build import ScheduleConfig, build
 from bpipe.ir.hosts import Host
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import KeptMemory

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
 from bpipe.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import Action, Kind
