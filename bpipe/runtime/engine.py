@@ -23,9 +23,10 @@ from bpipe.runtime.errors import RuntimeFault, TransferError
 from bpipe.runtime.kept import Kept, Share
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.partners import Moving, Partners
+from bpipe.runtime.ranges import Ranges
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.sizing import Sizing
-from bpipe.runtime.streams import Streams, named
+from bpipe.runtime.streams import Streams
 from bpipe.runtime.verifying import Verifier
 from bpipe.transport.base import Pending, Transport
 
@@ -96,6 +97,7 @@ class Engine:
         self._residencies = Residencies()
         self._leaving = {(a.stage, a.microbatch) for a in self._all_transfers() if a.kind is Kind.EVICT}
         self._unmeasured: Action | None = None
+        self._ranges = Ranges(schedule.layout.slices)
         self._kept = Kept(config.minimum_bytes, config.allocated, config.shared)
         # By stage that leaves, what part of it does; known from the first iteration on.
         self.shares: Mapping[int, Share] = {}
@@ -214,6 +216,7 @@ class Engine:
             self.recorder.started(op, live_bytes=held)
         if op.kind is Kind.FORWARD and self._evictor:
             self._kept.starts()
+        self._ranges.begin(op)
 
     def after(
         self, op: Action, outputs: Sequence[torch.Tensor | None] = (), inputs: Sequence[torch.Tensor | None] = ()
@@ -222,6 +225,7 @@ class Engine:
 
         For a forward, `outputs` are the stage's and `inputs` what the loop received.
         """
+        self._ranges.end()
         step = self._steps[self._position]
         assert step.compute == op, f"after({op}) follows before({step.compute})"
         if op.kind is Kind.FORWARD:
@@ -298,6 +302,7 @@ class Engine:
 
     def abandon(self) -> None:
         """Drop every reference after an error; the run is over."""
+        self._ranges.end()
         self._partners.abandon()
 
     def where(self) -> str:
@@ -349,7 +354,7 @@ class Engine:
 
     def _begin_transfer(self, action: Action, residency: Residency) -> None:
         try:
-            with self._config.timed(ISSUING[action.kind]), named(str(action), self._config.device):
+            with self._config.timed(ISSUING[action.kind]), self._ranges.of(action):
                 if action.kind is Kind.HOST and self._acceptor:
                     self._acceptor.hear(action, self._partners.told_by[residency])
                 self._start[action.kind](action, self._partners.buffer_of[residency])

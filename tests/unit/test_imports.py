@@ -207,7 +207,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "table",
     ),
     "runtime": (
-        "board checkpoints cuda errors graph sizing stage",
+        "board checkpoints cuda errors graph ranges sizing stage",
         "kernel_times streams verifying",
         "capture failures messages recorder states",
         "activations kept links meter retrace",

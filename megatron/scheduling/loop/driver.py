@@ -391,6 +391,12 @@ class Driver:
             for engine in self._engines.values():
                 engine.stop_measuring()
 
+    def tell_nobody(self) -> None:
+        """Measure, from the first iteration on, only what a budget is learned from: there are no writers to tell."""
+        self._tells = False
+        if not self._learns:
+            self._meter = None
+
     def failed(self, error: Exception) -> None:
         """Write down what was held when a training step ended with this error."""
         if self.watermark is not None and self._meter is not None:
