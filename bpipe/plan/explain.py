@@ -14,6 +14,7 @@ from bpipe.generate.families import default_family
 from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
 from bpipe.ir.layout import EVEN
 from bpipe.models.cluster import Cluster, gib_text
+from bpipe.models.error_bars import is_never_calibrated
 from bpipe.models.kernel_shapes import kernel_shapes
 from bpipe.models.layout import EVENLY, Setup
 from bpipe.models.links import hosts_of, links
@@ -126,10 +127,15 @@ def tightness_warning(prediction: SetupPrediction) -> str | None:
 
 
 def calibration_lines(cluster: Cluster) -> list[str]:
-    """Return lines that say times are calibrated, where they are."""
+    """Return lines that say times are calibrated, or that they never were where others of their kind are."""
     lines = (
         [] if cluster.factor == 1 else [f"calibrated: all times are {cluster.factor:.4f} times what the formulas say"]
     )
+    if is_never_calibrated(cluster):
+        lines.append(
+            f"never calibrated: no run on a {cluster.device.name} decided a constant of these times; `bpipe calibrate` "
+            f"takes one of yours"
+        )
     return (
         lines
         if cluster.kernels is None

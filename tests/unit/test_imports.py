@@ -152,6 +152,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "parts",
         "cluster model",
         "fp8",
+        "state_types",
         "calibration cluster_file hugging_face parameters recompute",
         "layout",
         "flops rates sizes",
