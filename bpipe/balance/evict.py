@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from bpipe.ir.action import Action, Kind
+from bpipe.ir.action import Action, Key, Kind
 from bpipe.ir.memory import Memory
 from bpipe.ir.schedule import Schedule, Slot
 
@@ -60,7 +60,7 @@ class _EvictionWalk:
     def __init__(self, row: Sequence[Slot], bound: int, memory: Memory) -> None:
         self.bound, self.changes, self.memory = bound, memory.changes, memory
         self.computes = [slot.compute for slot in row] + [None, None]
-        self.needed_at: dict[tuple[int, int], int] = {}
+        self.needed_at: dict[Key, int] = {}
         for slot, compute in enumerate(self.computes):
             if compute is not None and (compute.kind is _BACKWARD or compute.kind is _INPUT):
                 self.needed_at[compute.stage, compute.microbatch] = slot

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
-from bpipe.build import BALANCES
+from bpipe.balance.config import BALANCES
 from bpipe.commands.front import show
 from bpipe.commands.launch import lines, reading_of
 from bpipe.commands.plan_output import (

@@ -6,7 +6,7 @@ Names are Megatron's for what is Megatron's.
 
 from __future__ import annotations
 
-from bpipe.build import BALANCES
+from bpipe.balance.config import BALANCES
 from bpipe.flags import schedules
 from bpipe.flags.budgets import MINIMUM_BYTES, read_budget
 from bpipe.flags.flag import APPENDED, Flag, Group, InLaunch

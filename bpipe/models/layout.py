@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
-from bpipe.build import BALANCES, BalanceConfig, ScheduleConfig
+from bpipe.balance.config import BALANCES, BalanceConfig
+from bpipe.build import ScheduleConfig
 from bpipe.generate.families import FAMILIES, default_family
 from bpipe.ir.layout import EVEN, Layout, SliceLengths, Vocabulary
 from bpipe.ir.program import Exchange

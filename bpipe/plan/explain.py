@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from bpipe.build import BALANCES
+from bpipe.balance.config import BALANCES
 from bpipe.generate.families import default_family
 from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
 from bpipe.ir.layout import EVEN
@@ -199,7 +199,7 @@ def pairs_apart(prediction: SetupPrediction, profile: Profile | None = None) -> 
         return None
     joined, hosts = links(setup), hosts_of(setup)
     moving = (rank for rank, count in enumerate(prediction.transfers) if count)
-    if not any(joined.crosses(rank, host) for rank in moving for host in hosts[rank]):
+    if not any(joined.crosses(rank, host.rank) for rank in moving for host in hosts[rank]):
         return None
     cluster, each = setup.cluster, setup.tensor * setup.context
     fills = 2 * each > cluster.devices_per_domain

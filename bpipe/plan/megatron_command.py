@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from bpipe.build import BALANCES
+from bpipe.balance.config import BALANCES
 from bpipe.flags.configurations import MODEL_SWITCHES
 from bpipe.flags.flag import Options
 from bpipe.flags.launches import READ, SAME

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict
 
-from bpipe.build import BALANCES
+from bpipe.balance.config import BALANCES
 from bpipe.flags.launches import words
 from bpipe.generate.families import default_family
 from bpipe.ir.hosts import PAIR

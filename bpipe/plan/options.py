@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from bpipe.build import BALANCES, BalanceConfig
+from bpipe.balance.config import BALANCES, BalanceConfig
 from bpipe.flags.configurations import CONFIGURATION, DEFAULTS, EXPERTS, MODEL, SIZES, TRAINING
 from bpipe.flags.flag import Options
 from bpipe.flags.values import AUTO, TIME

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from bpipe.build import BALANCES, BalanceConfig
+from bpipe.balance.config import BALANCES, BalanceConfig
 from bpipe.generate.families import DEFAULTS, FAMILIES
 from bpipe.generate.family import Family
 from bpipe.ir.hosts import PAIR

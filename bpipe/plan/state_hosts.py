@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bpipe.build import BALANCES
+from bpipe.balance.config import BALANCES
 from bpipe.flags.budgets import HostedState, write_moves
 from bpipe.models.cluster import gib_text
 from bpipe.models.layout import EVENLY, Setup

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bpipe.build import BalanceConfig, ScheduleConfig, built
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, built
 from bpipe.features.asked import guarded
 from bpipe.generate.family import Family
-from bpipe.ir.action import Action, Kind
+from bpipe.ir.action import Action, Key, Kind
 from bpipe.ir.host_buffers import links_of
 from bpipe.ir.memory import KeptMemory, Memory, moves_anything
 from bpipe.ir.program import Exchange
@@ -433,7 +434,7 @@ class Driver:
         assert self._meter is not None
         saved = self._meter.each_bytes
         if engine.sizing is not None and engine.sizing.differing:
-            moved: Mapping[tuple[int, int], int] = engine.sizing.moved_each
+            moved: Mapping[Key, int] = engine.sizing.moved_each
         else:
             moved = {key: engine.moved_bytes.get(key[0], 0) for key in saved}
         shard = self._meter.shard_bytes

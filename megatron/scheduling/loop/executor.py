@@ -20,14 +20,13 @@ from megatron.core.utils import get_model_config
 
 from bpipe.build import ScheduleConfig
 from bpipe.generate.families import FAMILIES
-from bpipe.ir.action import Action, Kind
+from bpipe.ir.action import Action, Key, Kind
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 from bpipe.lower.forwards import forwards_only
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.shards import EarlyShard, OutputShard
-from bpipe.runtime.stage import Key
 from bpipe.runtime.streams import beside
 from bpipe.transport.collectives import Collectives, EdgesAndCollectives, SecondStep, SharedGroups
 from bpipe.transport.edges import Edges
