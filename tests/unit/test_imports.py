@@ -132,7 +132,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "ahead mirrored",
         "bidirectional interleaved sharded_1f1b",
         "bitpipe bitpipe_early chimera grouped_choice mixpipe",
-        "grouped_interleaved",
+        "grouped_interleaved combined",
         "one_f_one_b",
         "halves",
         "one_f_one_b_split v_shape zb_h1",
@@ -205,6 +205,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "runtime": (
         "board checkpoints cuda errors graph sizing stage",
+        "pieces",
         "kernel_times streams verifying",
         "capture failures messages recorder states",
         "activations kept links meter retrace",
