@@ -164,9 +164,10 @@ def used_here(*tensors: torch.Tensor) -> None:
 
 def used_on(streams: Sequence[torch.Stream], tensors: Sequence[torch.Tensor]) -> None:
     """Mark memory as used on other streams, as these are now and until it is let go of."""
-    for stream in streams:
-        for tensor in tensors:
-            tensor.record_stream(cast(Any, stream))
+    for tensor in tensors:
+        if _has_streams(tensor.device):
+            for stream in streams:
+                tensor.record_stream(cast(Any, stream))
 
 
 def lanes(device: torch.device, timeout_s: float) -> tuple[CopyLane, CopyLane]:

@@ -73,6 +73,7 @@ class Rank:
             verifier=self.verifier,
             links=dict.fromkeys(range(schedule.num_ranks), pipeline.kind),
             beside=lambda: pipeline.beside(self.rank),
+            at_once=pipeline.at_once,
         )
         if pipeline.engines:
             self.engine = Engine(schedule, self.rank, transports, config, self.meter if pipeline.measures else None)
@@ -154,10 +155,11 @@ class LatePipeline:
         model: LateModel | None = None,
         beside: Callable[[int], Sequence[torch.Stream]] = lambda rank: (),
         synchronous: bool = False,
+        at_once: bool = False,
     ) -> None:
         self.schedule, self.kind = schedule, kind
         self.engines, self.poison, self.measures, self.differing = engines, poison, measures, differing
-        self.verify, self.beside, self.synchronous = verify, beside, synchronous
+        self.verify, self.beside, self.synchronous, self.at_once = verify, beside, synchronous, at_once
         self.links = sorted({(min(link), max(link)) for link in links_of(schedule)}) if engines else []
         self.controls = {(low, high): controls(low, high) for low, high in self.links if low != high}
         self._edge_controls = {pair: controls(*pair) for pair in neighbours(schedule)}

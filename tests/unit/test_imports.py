@@ -148,7 +148,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "ahead mirrored",
         "bidirectional interleaved sharded_1f1b",
         "bitpipe bitpipe_early chimera grouped_choice mixpipe",
-        "grouped_interleaved",
+        "grouped_interleaved combined",
         "one_f_one_b",
         "halves",
         "one_f_one_b_split v_shape zb_h1",
@@ -222,6 +222,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "runtime": (
         "board checkpoints cuda errors graph ranges sizing stage",
+        "pieces",
         "kernel_times streams verifying",
         "capture failures messages recorder states",
         "activations kept links meter retrace",

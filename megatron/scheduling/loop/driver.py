@@ -35,6 +35,7 @@ from bpipe.runtime.engine import TIMERS, Engine, EngineConfig
 from bpipe.runtime.kept import Share
 from bpipe.runtime.links import connect_pairs
 from bpipe.runtime.meter import Meter
+from bpipe.runtime.pieces import Pieces
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.streams import Clock, Streams, allocated_on
 from bpipe.runtime.verifying import Certificate, Verifier
@@ -188,15 +189,19 @@ class Driver:
         """Begin the engine's iteration. This and the other calls pass on to `Engine`."""
         self._engine_now.begin()
 
-    def before(self, op: Action) -> None:
-        self._engine_now.before(op)
+    def before(self, op: Action, beside: Action | None = None) -> None:
+        self._engine_now.before(op, beside)
         self._at = op
 
     def after(
-        self, op: Action, outputs: Sequence[torch.Tensor | None] = (), inputs: Sequence[torch.Tensor | None] = ()
+        self,
+        op: Action,
+        outputs: Sequence[torch.Tensor | None] = (),
+        inputs: Sequence[torch.Tensor | None] = (),
+        pieces: Pieces | None = None,
     ) -> None:
         engine, self._at = self._engine_now, None
-        engine.after(op, outputs, inputs)
+        engine.after(op, outputs, inputs, pieces)
         if self._weighing is not None:
             self._weighing.after(op, outputs, inputs)
         if op.kind in _GROWING and self.watermark is not None and self._meter is not None and self._program is not None:
@@ -248,12 +253,12 @@ class Driver:
             transports = self._transports(schedule, self.device, config, differing)
             refuse_standstill(schedule, program.passing, self._config, self.device, self.links, differing)
             self._streams = self._streams or Streams(self.device)
-            engine_config = self._engine_config(config, differing, program.balance)
+            engine_config = self._engine_config(config, differing, program)
             engine = Engine(schedule, self.rank, transports, engine_config, self._meter, self._streams)
             self._engines[program] = engine
         return engine
 
-    def _engine_config(self, config: Any, differing: bool, how: BalanceConfig | None) -> EngineConfig:
+    def _engine_config(self, config: Any, differing: bool, program: ScheduleConfig) -> EngineConfig:
         name = f"rank {dist.get_rank()}"
         if self._verifier is None:
             self._verifier = self._make_verifier(name, config)
@@ -265,7 +270,8 @@ class Driver:
             poison=self._config.poison,
             synchronous=self._config.synchronous,
             differing=differing,
-            parts={} if how is None else how.part_bytes,
+            parts={} if program.balance is None else program.balance.part_bytes,
+            at_once=program.passing.is_megatron,
             allocated=allocated_on(self.device),
             waiting=lambda backward: self.waiting(backward),
             between=lambda shard: self.between(shard),

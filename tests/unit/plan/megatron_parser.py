@@ -12,13 +12,45 @@ from collections.abc import Sequence
 from subprocess import run
 from typing import Any
 
-YOURS = "--lr 1e-4 --train-iters 10 --mock-data --tokenizer-type NullTokenizer --eval-interval 100".split()
-NAMES = """
-num_layers tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size micro_batch_size global_batch_size seq_length
-ffn_hidden_size kv_channels num_query_groups recompute_granularity virtual_pipeline_model_parallel_size fp16 bf16 sequence_parallel
-use_distributed_optimizer swiglu normalization add_bias_linear untie_embeddings_and_output_weights position_embedding_type
-attention_dropout recompute_modules recompute_method recompute_num_layers vocab_size
-""".split()
+YOURS = [
+    "--lr",
+    "1e-4",
+    "--train-iters",
+    "10",
+    "--mock-data",
+    "--tokenizer-type",
+    "NullTokenizer",
+    "--eval-interval",
+    "100",
+]
+NAMES = [
+    "num_layers",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "data_parallel_size",
+    "micro_batch_size",
+    "global_batch_size",
+    "seq_length",
+    "ffn_hidden_size",
+    "kv_channels",
+    "num_query_groups",
+    "recompute_granularity",
+    "virtual_pipeline_model_parallel_size",
+    "fp16",
+    "bf16",
+    "sequence_parallel",
+    "use_distributed_optimizer",
+    "swiglu",
+    "normalization",
+    "add_bias_linear",
+    "untie_embeddings_and_output_weights",
+    "position_embedding_type",
+    "attention_dropout",
+    "recompute_modules",
+    "recompute_method",
+    "recompute_num_layers",
+    "vocab_size",
+]
 
 
 def parsed(launches: Sequence[tuple[int, Sequence[str]]]) -> list[dict[str, Any]]:
@@ -45,8 +77,9 @@ def main() -> None:
     launch.prepare()
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.transformer_block import get_num_layers_to_build as num_layers
-    from megatron.scheduling.options.arguments import config_from_args
     from megatron.training import arguments
+
+    from megatron.scheduling.options.arguments import config_from_args
 
     for world_size, flags in json.load(sys.stdin):
         os.environ.update(
