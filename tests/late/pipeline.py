@@ -27,7 +27,7 @@ from bpipe.transport.device_memory import DeviceMemory
 from bpipe.transport.distributed import Distributed, pair_groups, try_out
 from bpipe.transport.edges import Edges, connect_edges
 from bpipe.transport.headed import Headed
-from bpipe.transport.one_sided import Host, OneSidedCopies, Peer
+from bpipe.transport.one_sided import HostMemory, OneSidedCopies, Peer
 from tests.late.control import LateControl, controls
 from tests.late.devices import TYPE, Draw, begin, device, extension
 from tests.late.group import join
@@ -73,6 +73,7 @@ class Rank:
             verifier=self.verifier,
             links=dict.fromkeys(range(schedule.num_ranks), pipeline.kind),
             beside=lambda: pipeline.beside(self.rank),
+            at_once=pipeline.at_once,
         )
         if pipeline.engines:
             self.engine = Engine(schedule, self.rank, transports, config, self.meter if pipeline.measures else None)
@@ -133,7 +134,7 @@ class Rank:
         copying = copying_on(device(self.rank))
         lanes = copying.lanes(device(self.rank), TIMEOUT_S)
         if own or self._pipeline.kind == "host":
-            return OneSidedCopies(Host(copying), *lanes)
+            return OneSidedCopies(HostMemory(copying), *lanes)
         assert control is not None
         return OneSidedCopies(Peer(control, DeviceMemory(copying)), *lanes)  # type: ignore[arg-type]
 
@@ -154,10 +155,11 @@ class LatePipeline:
         model: LateModel | None = None,
         beside: Callable[[int], Sequence[torch.Stream]] = lambda rank: (),
         synchronous: bool = False,
+        at_once: bool = False,
     ) -> None:
         self.schedule, self.kind = schedule, kind
         self.engines, self.poison, self.measures, self.differing = engines, poison, measures, differing
-        self.verify, self.beside, self.synchronous = verify, beside, synchronous
+        self.verify, self.beside, self.synchronous, self.at_once = verify, beside, synchronous, at_once
         self.links = sorted({(min(link), max(link)) for link in links_of(schedule)}) if engines else []
         self.controls = {(low, high): controls(low, high) for low, high in self.links if low != high}
         self._edge_controls = {pair: controls(*pair) for pair in neighbours(schedule)}
