@@ -54,7 +54,7 @@ from bpipe.plan.space import Space, divisors, usual_contexts
 # The exit status where nothing was found; 2 is an error in what was asked.
 NO_ROWS = 3
 # How a model is cut: the search chooses, but among what is asked for.
-CUT = ("tensor", "pipeline", "micro_batch")
+CUT = ("tensor", "pipeline", "micro_batch", "chunks")
 # As `gc.set_threshold` takes them.
 _SELDOM = (200_000, 20, 100)
 
@@ -211,6 +211,7 @@ def _space(asked: Options, options: Options, contexts: tuple[int, ...], reading:
         tensors=_one_of(asked.tensor, divisors(cluster.devices_per_domain), "--tp", f"the devices of {cluster.domain}"),
         pipelines=_one_of(asked.pipeline, divisors(cluster.num_devices), "--pp", "the devices of the cluster"),
         micro_batches=None if asked.micro_batch is None else tuple(asked.micro_batch),
+        chunk_counts=None if asked.chunks is None else tuple(asked.chunks),
         others=() if reading is None else reading.others,
         has_transformer_engine=reading is None or has_transformer_engine(reading.flags),
         slices=_slices(asked, reading, model.sequence),

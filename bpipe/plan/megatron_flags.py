@@ -2,8 +2,8 @@
 
 In: a Setup. Out: a list of arguments.
 
-The vocabulary's size is there, for a tokenizer that has no other. Says nothing of data, learning rate or iterations: those are the user's. Imports no Megatron; a test holds the flags to
-the real parser.
+The vocabulary's size is there for a tokenizer that has no other. Says nothing of data, learning rate or iterations:
+those are the user's. Imports no Megatron; a test holds the flags to the real parser.
 """
 
 from __future__ import annotations

@@ -4,10 +4,6 @@ mean the same."""
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
