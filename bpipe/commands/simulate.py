@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from bpipe.balance.config import BALANCES
 from bpipe.commands.launch import launch_document, lines, reading_of
-from bpipe.commands.shared import CONFIGURED, cluster_of, picture_file, print_json
+from bpipe.commands.shared import CONFIGURED, cluster_of, measured_of, picture_file, print_json, with_trace
 from bpipe.commands.side_by_side import Compared, laid_over, lines_of, values_of
 from bpipe.commands.terminal import BOLD, RED, columns, paint
 from bpipe.flags import outputs
@@ -21,7 +21,7 @@ from bpipe.models.cluster import gib_text
 from bpipe.models.error_bars import range_text
 from bpipe.models.layout import Setup
 from bpipe.models.memory import RankMemory
-from bpipe.models.profile import Profile, read_profile
+from bpipe.models.profile import Profile
 from bpipe.models.slice_lengths import lengths_of
 from bpipe.models.slices import slice_bounds
 from bpipe.plan import fit
@@ -137,8 +137,8 @@ def _compare(options: Options) -> None:
 def _answer(options: Options) -> _Answer:
     reading = reading_of(options)
     options = filled(options, reading, ("pipeline", "global_batch"))
-    setup = setup_of(options, cluster_of(options, reading))
-    profile = None if options.profile is None else read_profile(options.profile)
+    profile, traced = measured_of(options)
+    setup = with_trace(setup_of(options, cluster_of(options, reading)), traced, options.profile)
     setup, plan = budgeted(options, setup, profile)
     plot = picture_file(options.plot, SUFFIXES)
     drawn = options.trace is not None or plot is not None

@@ -30,6 +30,7 @@ from bpipe.models.profile import Profile
 from bpipe.models.recompute import BLOCK, RECOMPUTE, read_scope
 from bpipe.models.state_types import StateTypes
 from bpipe.models.switches import Switches
+from bpipe.models.traced import Traced
 from bpipe.plan.fewest_layers import OPEN
 
 SEARCHED_SCOPES = RECOMPUTE
@@ -75,6 +76,7 @@ class Space:
     cp_comm_type: str = CP_COMM_TYPES[0]
     fp8: Fp8 | None = None
     state_types: StateTypes = StateTypes()  # noqa: RUF009  (a frozen value)
+    traced: Traced | None = None
     vocabulary_parallel: tuple[str, ...] | None = (Vocabulary.WHOLE.value,)
     tensors: tuple[int, ...] | None = None
     pipelines: tuple[int, ...] | None = None
