@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from bpipe.ir.action import Action, Kind
+from bpipe.ir.action import Action, Key, Kind
 from bpipe.ir.memory import Memory
 from bpipe.ir.schedule import Schedule, Slot
 
@@ -61,7 +61,7 @@ class _EvictionWalk:
     def __init__(self, row: Sequence[Slot], bound: int, memory: Memory) -> None:
         self.bound, self.changes, self.memory = bound, memory.changes, memory
         self.computes = [slot.computations for slot in row] + [(), ()]
-        self.needed_at: dict[tuple[int, int], int] = {}
+        self.needed_at: dict[Key, int] = {}
         for slot, computes in enumerate(self.computes):
             for compute in computes:
                 if compute.kind is _BACKWARD or compute.kind is _INPUT:

@@ -20,7 +20,7 @@ from operator import add
 from bpipe.balance.evict import OverBound, Plan, plan_evictions
 from bpipe.ir.action import OTHER_END, Action
 from bpipe.ir.host_buffers import Residency, host_buffers, stages_in_buffers
-from bpipe.ir.hosts import default_partners, halved_pairs, in_pairs, pairing
+from bpipe.ir.hosts import Pair, default_partners, halved_pairs, in_pairs, pairing
 from bpipe.ir.memory import Count, Memory, StageMemory, counts_of, live_bytes, peak_counts
 from bpipe.ir.schedule import Schedule, Slot
 
@@ -153,10 +153,6 @@ def _joined(schedule: Schedule, partners: tuple[int, ...], outcomes: Mapping[Pai
         for rank, row in zip(pair, outcome.rows, strict=True):
             rows[rank] = row
     return replace(schedule, ranks=tuple(rows), hosts=in_pairs(partners))
-
-
-# The lower rank first; a rank without a partner is both.
-Pair = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,13 +150,6 @@ FEATURES: tuple[Feature, ...] = (
         moving=True,
     ),
     Feature(
-        "variable sequence lengths",
-        lambda s: s.variable_seq_lengths,
-        "our own loop tells the shape of what a stage makes once, for all micro-batches",
-        "leave variable_seq_lengths at False, or leave the schedule to Megatron's loop",
-        own_loop=True,
-    ),
-    Feature(
         "hybrid context parallelism",
         lambda s: s.hybrid_context_parallel,
         "with hybrid context parallelism the number of micro-batches follows from the data, and a program is made "
@@ -280,6 +273,12 @@ SHARDED: tuple[Feature, ...] = (
         "drop --mtp-num-layers",
     ),
     Feature(
+        "variable lengths in shards",
+        lambda s: s.variable_seq_lengths,
+        "what shards make together tells its shape once, for all micro-batches",
+        "leave variable_seq_lengths at False, or drop --bpipe-vocabulary",
+    ),
+    Feature(
         "deferred gradients of the output layer",
         lambda s: s.defer_embedding_wgrad_compute,
         "Megatron defers the output layer's weight gradient on the last stage, where here is but a part of it",
@@ -343,6 +342,12 @@ SLICED: tuple[Feature, ...] = (
         lambda s: (s.context_parallel_size or 1) > 1,
         "a ring of ranks exchanges parts of equal length, and slices attend to ever more keys",
         "use --context-parallel-size 1: slices need as much less memory",
+    ),
+    Feature(
+        "variable lengths in slices",
+        lambda s: s.variable_seq_lengths,
+        "where slices begin is one list for all micro-batches",
+        "leave variable_seq_lengths at False, or drop --bpipe-slices",
     ),
     Feature(
         "packed sequences",

@@ -18,7 +18,7 @@ import functools
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from bpipe.ir.action import READING, Action, Kind
+from bpipe.ir.action import READING, Action, Key, Kind
 from bpipe.ir.dependencies import NOTHING
 from bpipe.ir.host_buffers import Residencies, Residency, evicted_to, host_buffers
 from bpipe.ir.program import Exchange, Op, Program, Transfer
@@ -113,7 +113,7 @@ class _Lowering:
         self.made, self.made_for = passing.made[rank], passing.made_for[rank]
         self.schedule, self.layout = schedule, schedule.layout
         self.evicted_to = evicted_to(schedule, rank)
-        self.away: dict[tuple[int, int], int] = {}
+        self.away: dict[Key, int] = {}
         row = schedule.ranks[rank]
         self.steps = each_step(schedule, rank)
         self.slots = [0, *(slot for slot, cell in enumerate(row) if cell.compute is not None), len(row) - 1]
@@ -123,8 +123,8 @@ class _Lowering:
         self.operands: list[Action | int | Transfer] = []
         self.starts: list[int] = []
         self.leaving: list[Transfer] = []
-        self.loading: dict[tuple[int, int], Transfer] = {}
-        self.hosted: dict[tuple[int, int], Transfer] = {}
+        self.loading: dict[Key, Transfer] = {}
+        self.hosted: dict[Key, Transfer] = {}
         self.residencies = Residencies()
         # By host buffer: the RETURN that empties it.
         self.emptied: dict[int, Transfer] = {}
@@ -357,7 +357,7 @@ class _Lowering:
         kind, key = action.kind, (action.stage, action.microbatch)
         outbound = kind is _EVICT or kind is _RETURN
         if kind is _EVICT:
-            self.away[key] = next(self.evicted_to)
+            self.away[key] = next(self.evicted_to).rank
         other = self.away.get(key, self.rank) if kind is _EVICT or kind is _LOAD else self.layout.rank_of(*key)
         transfer = Transfer(action, self.rank, other) if outbound else Transfer(action, other, self.rank)
         if kind is _HOST:

@@ -25,10 +25,11 @@ from bpipe.runtime.kept import Kept, Share
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.partners import Moving, Partners
 from bpipe.runtime.pieces import Pieces
+from bpipe.runtime.ranges import Ranges
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.several import SeveralHosts
 from bpipe.runtime.sizing import Sizing
-from bpipe.runtime.streams import Streams, named
+from bpipe.runtime.streams import Streams
 from bpipe.runtime.verifying import Verifier
 from bpipe.transport.base import Pending, Transport
 
@@ -101,6 +102,7 @@ class Engine:
         self._residencies = Residencies()
         self._leaving = {(a.stage, a.microbatch) for a in self._all_transfers() if a.kind is Kind.EVICT}
         self._unmeasured: Action | None = None
+        self._ranges = Ranges(schedule.layout.slices)
         self._kept = Kept(config.minimum_bytes, config.allocated, config.shared)
         # By stage that leaves, what part of it does; known from the first iteration on.
         self.shares: Mapping[int, Share] = {}
@@ -208,6 +210,7 @@ class Engine:
         if self._evictor and step.overlapped is None and op.kind is Kind.FORWARD:
             # Beside a backward the allocator would count what that frees, too.
             self._kept.starts()
+        self._ranges.begin(op, beside)
 
     def _expected(self, op: Action, beside: Action | None) -> Step:
         """Return the step that is next. Raises RuntimeFault where it is another one that runs."""
@@ -244,6 +247,7 @@ class Engine:
         For a forward, `outputs` are the stage's and `inputs` what the loop received; `pieces` is its graph, where that
         does not hang together behind the outputs.
         """
+        self._ranges.end()
         step = self._steps[self._position]
         assert step.compute == op, f"after({op}) follows before({step.compute})"
         if op.kind is Kind.FORWARD:
@@ -328,6 +332,7 @@ class Engine:
 
     def abandon(self) -> None:
         """Drop every reference after an error; the run is over."""
+        self._ranges.end()
         self._partners.abandon()
 
     def where(self) -> str:
@@ -384,7 +389,7 @@ class Engine:
 
     def _begin_transfer(self, action: Action, residency: Residency) -> None:
         try:
-            with self._config.timed(ISSUING[action.kind]), named(str(action), self._config.device):
+            with self._config.timed(ISSUING[action.kind]), self._ranges.of(action):
                 if action.kind is Kind.HOST and self._acceptor:
                     self._acceptor.hear(action, self._partners.told_by[residency])
                 self._start[action.kind](action, self._partners.buffer_of[residency])

@@ -27,7 +27,7 @@ from typing import Any, cast
 
 import torch
 
-from bpipe.ir.action import Action
+from bpipe.ir.action import Action, Key
 from bpipe.runtime.activations import POISON, Activations, ActivationsState
 from bpipe.runtime.capture import Claims, SavedStorage, find
 from bpipe.runtime.errors import RuntimeFault
@@ -41,7 +41,6 @@ from bpipe.transport.base import Done, Pending, Transport
 from bpipe.transport.layout import BufferLayout
 
 Wait = Callable[[Pending, Action, str], None]
-Key = tuple[int, int]
 
 
 def _key(action: Action) -> Key:

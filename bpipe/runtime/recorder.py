@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from bpipe.ir.action import TRANSFER, Action, Kind
+from bpipe.ir.action import TRANSFER, Action, Key, Kind
 from bpipe.record.format import Row
 from bpipe.runtime.streams import Clock, Mark, span_s
 from bpipe.transport.base import Pending
@@ -34,8 +34,8 @@ class _Noted:
 class ExactBytes:
     """Bytes that each forward saved, and bytes of it that moved, by stage and micro-batch."""
 
-    saved: Mapping[tuple[int, int], int]
-    moved: Mapping[tuple[int, int], int]
+    saved: Mapping[Key, int]
+    moved: Mapping[Key, int]
 
     def of(self, action: Action, saved_bytes: Mapping[int, int], moved_bytes: Mapping[int, int]) -> int | None:
         """Return an action's bytes: its micro-batch's own, or those of its stage."""

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from bpipe.ir.action import Action
+from bpipe.ir.action import Action, Key
 from bpipe.runtime.acceptor import Acceptor
-from bpipe.runtime.evictor import Evictor, Key
+from bpipe.runtime.evictor import Evictor
 from bpipe.runtime.sizing import Sizing, Unmoved, together
 
 

@@ -212,16 +212,6 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-@contextlib.contextmanager
-def named(name: str, device: torch.device) -> Iterator[None]:
-    """Return a named range of what is issued here, for profilers of the device."""
-    if device.type != "cuda":
-        yield
-        return
-    with cuda.profiled(name):
-        yield
-
-
 @dataclass(frozen=True, slots=True)
 class Mark:
     """A moment: on the host, in seconds of `time.perf_counter`, and, on a device, in the current stream."""

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bpipe.build import build, named_balance
+from bpipe.balance.config import named_balance
+from bpipe.build import build
 from bpipe.generate.families import default_family
 from bpipe.ir.action import Action
 from bpipe.runtime.engine import Engine, EngineConfig

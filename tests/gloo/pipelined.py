@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch.distributed.pipelining import schedules
 from torch.multiprocessing import start_processes
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
 from bpipe.formats.text import write_csv
 from bpipe.ir.memory import num_transfers, peak_counts
 from bpipe.ir.schedule import Schedule

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import num_transfers
 from bpipe.ir.schedule import Schedule

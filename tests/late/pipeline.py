@@ -27,7 +27,7 @@ from bpipe.transport.device_memory import DeviceMemory
 from bpipe.transport.distributed import Distributed, pair_groups, try_out
 from bpipe.transport.edges import Edges, connect_edges
 from bpipe.transport.headed import Headed
-from bpipe.transport.one_sided import Host, OneSidedCopies, Peer
+from bpipe.transport.one_sided import HostMemory, OneSidedCopies, Peer
 from tests.late.control import LateControl, controls
 from tests.late.devices import TYPE, Draw, begin, device, extension
 from tests.late.group import join
@@ -130,7 +130,7 @@ class Rank:
         copying = copying_on(device(self.rank))
         lanes = copying.lanes(device(self.rank), TIMEOUT_S)
         if own or self._pipeline.kind == "host":
-            return OneSidedCopies(Host(copying), *lanes)
+            return OneSidedCopies(HostMemory(copying), *lanes)
         assert control is not None
         return OneSidedCopies(Peer(control, DeviceMemory(copying)), *lanes)  # type: ignore[arg-type]
 

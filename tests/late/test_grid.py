@@ -20,7 +20,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
 from bpipe.check.case import Case, ScheduleError
 from bpipe.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.check.rules import RULES, check_no_deadlock

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bpipe.build import BalanceConfig, ScheduleConfig, built
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, built
 from bpipe.features.asked import guarded
 from bpipe.generate.family import Family
-from bpipe.ir.action import Action, Kind
+from bpipe.ir.action import Action, Key, Kind
 from bpipe.ir.host_buffers import links_of
 from bpipe.ir.memory import KeptMemory, Memory, moves_anything
 from bpipe.ir.program import Exchange
@@ -57,6 +58,7 @@ from megatron.scheduling.start.refusals import differ, refuse
 
 # In so many first iterations what moves is checked where anything is guarded, unless a flag says otherwise.
 GUARDED_ITERATIONS = 2
+Tensors = Sequence[torch.Tensor | None]
 # Computations behind which a rank holds more.
 _GROWING = (Kind.FORWARD, Kind.SHARD_FORWARD)
 
@@ -190,13 +192,7 @@ class Driver:
         self._engine_now.before(op, beside)
         self._at = op
 
-    def after(
-        self,
-        op: Action,
-        outputs: Sequence[torch.Tensor | None] = (),
-        inputs: Sequence[torch.Tensor | None] = (),
-        pieces: Pieces | None = None,
-    ) -> None:
+    def after(self, op: Action, outputs: Tensors = (), inputs: Tensors = (), pieces: Pieces | None = None) -> None:
         engine, self._at = self._engine_now, None
         engine.after(op, outputs, inputs, pieces)
         if self._weighing is not None:
@@ -396,6 +392,12 @@ class Driver:
             for engine in self._engines.values():
                 engine.stop_measuring()
 
+    def tell_nobody(self) -> None:
+        """Measure, from the first iteration on, only what a budget is learned from: there are no writers to tell."""
+        self._tells = False
+        if not self._learns:
+            self._meter = None
+
     def failed(self, error: Exception) -> None:
         """Write down what was held when a training step ended with this error."""
         if self.watermark is not None and self._meter is not None:
@@ -439,7 +441,7 @@ class Driver:
         assert self._meter is not None
         saved = self._meter.each_bytes
         if engine.sizing is not None and engine.sizing.differing:
-            moved: Mapping[tuple[int, int], int] = engine.sizing.moved_each
+            moved: Mapping[Key, int] = engine.sizing.moved_each
         else:
             moved = {key: engine.moved_bytes.get(key[0], 0) for key in saved}
         shard = self._meter.shard_bytes

@@ -11,7 +11,8 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from bpipe.build import BalanceConfig, ScheduleConfig, built, config_of_schedule
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, built, config_of_schedule
 from bpipe.check.order import check_microbatch_order
 from bpipe.features.asked import asked_by, reasons_of, sliced_reasons
 from bpipe.features.feature import Settings

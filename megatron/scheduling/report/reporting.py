@@ -27,22 +27,19 @@ from megatron.scheduling.hooks import patches
 from megatron.scheduling.loop.driver import Driver
 from megatron.scheduling.memory.watermark import Watermark, held
 from megatron.scheduling.options.arguments import SchedulingConfig
-from megatron.scheduling.report import metrics
 from megatron.scheduling.report.guard import Guard
 from megatron.scheduling.report.log import say
+from megatron.scheduling.report.metrics import Writers
 from megatron.scheduling.report.recording import PeakFlops, RunRecord, device_name, limit_bytes, peak_of
-
-# What of it may fail without ending a training, in words.
-_WRITERS = "what TensorBoard and Weights & Biases are told"
 
 
 class Monitor:
-    """Tells Megatron's own writers what a training without a report does, as often as they are told of the rest."""
+    """Tells writers what a training without a report does, as often as Megatron's are told of the rest."""
 
     def __init__(self, config: SchedulingConfig, driver: Driver) -> None:
-        assert config.metrics_interval is not None
-        self._config, self._driver, self._interval = config, driver, config.metrics_interval
-        self._writers = Guard(_WRITERS)
+        self._driver = driver
+        self._writers = Writers(config.positions, config.metrics_interval)
+        self._looked = False
 
     def wraps(self) -> dict[patches.Patch, patches.Wrap]:
         """Return Megatron's training step, observed."""
@@ -50,11 +47,15 @@ class Monitor:
 
     def _step(self, given: Mapping[str, Any], run: Callable[[], Any]) -> Any:
         iteration = given["iteration"] + 1
-        logged = self._driver.recording = iteration % self._interval == 0
+        if not self._looked:
+            self._looked = True
+            if not self._writers.look():
+                self._driver.tell_nobody()
+        logged = self._driver.recording = self._writers.due(iteration)
         result = run()
         recorded = self._driver.recorded
         if logged and recorded is not None:
-            metrics.write(self._writers, self._config.positions, iteration, recorded, None)
+            self._writers.write(iteration, recorded, None)
         return result
 
 
@@ -67,7 +68,7 @@ class Reporter:
         self._driver = driver
         self._folder = Path(config.report)
         self._guard = Guard("recording")
-        self._writers = Guard(_WRITERS)
+        self._writers = Writers(config.positions, config.metrics_interval)
         self._watermark = Watermark(self._folder, config, self._guard)
         self._peak: PeakFlops | None = None
         self._record: RunRecord | None = None
@@ -82,12 +83,13 @@ class Reporter:
         iteration = given["iteration"] + 1
         if self._record is None:
             self._choose(iteration)
+            self._writers.look()
             self._peak = peak_of(device_name(), self._config.peak_tflops)
             record = self._record = RunRecord(self._folder, self._config, self._peak)
             self._guard.run(record.clear, record.path)
             self._guard.run(lambda: self._begin(record, given["model"], given["optimizer"]), self._folder)
         chosen = self._guard.open and self._first <= iteration <= self._last
-        logged = self._config.metrics_interval is not None and iteration % self._config.metrics_interval == 0
+        logged = self._writers.due(iteration)
         self._driver.recording = chosen or logged
         begin_s = time.perf_counter()
         self._watermark.iteration = iteration
@@ -108,7 +110,7 @@ class Reporter:
                 )
             if logged:
                 share = self._mfu(flops, elapsed_s)
-                metrics.write(self._writers, self._config.positions, iteration, recorded, share)
+                self._writers.write(iteration, recorded, share)
         return result
 
     def _mfu(self, flops: float | None, elapsed_s: float) -> float | None:

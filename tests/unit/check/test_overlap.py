@@ -9,7 +9,8 @@ from io import BytesIO, TextIOWrapper
 
 import pytest
 
-from bpipe.build import BalanceConfig, adopt
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import adopt
 from bpipe.check.case import ScheduleError
 from bpipe.check.deadlock import blocked_ranks
 from bpipe.check.rules import check

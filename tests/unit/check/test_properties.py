@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import balance, smallest_bound
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.build import ScheduleConfig, build
 from bpipe.check.rules import check
 from bpipe.formats.document import read_json, write_json
 from bpipe.formats.grid import read_grid, write_grid

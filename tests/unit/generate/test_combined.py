@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
 from bpipe.check.rules import check
 from bpipe.formats.grid import write_grid
 from bpipe.generate.combined import FAMILY

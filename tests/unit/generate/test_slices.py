@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from bpipe.balance.budget import ActivationBudget, balance_within
+from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import balance
-from bpipe.build import BalanceConfig, ScheduleConfig, build, config_of_schedule
+from bpipe.build import ScheduleConfig, build, config_of_schedule
 from bpipe.check.case import ScheduleError
 from bpipe.check.order import check_microbatch_order
 from bpipe.check.rules import check

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import terra
-from bpipe.features.asked import features_of, guarded, reasons, sliced_reasons
-from bpipe.features.feature import State
-from bpipe.features.table import FEATURES, SLICED
+from bpipe.features.asked import features_of, guarded, reasons, reasons_of, sliced_reasons
+from bpipe.features.feature import Feature, State
+from bpipe.features.table import FEATURES, SHARDED, SLICED
 from megatron.scheduling.start.refusals import differ, refuse, slices_differ
 
 COMBINED: dict[str, Any] = {"overlap_moe_expert_parallel_comm": True, "pipeline_model_parallel_size": 2}
@@ -59,7 +59,6 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
         {"num_moe_experts": 8, "moe_pad_expert_input_to_capacity": True, "moe_token_dispatcher_type": "flex"},
     ],
     "overlapped shared experts": [{"moe_shared_expert_overlap": True}],
-    "variable sequence lengths": [{"variable_seq_lengths": True}],
     "hybrid context parallelism": [{"hybrid_context_parallel": True}],
     "distributed saved activations": [{"distribute_saved_activations": True}],
     "recomputation of the MLP with biases": [
@@ -155,6 +154,22 @@ def test_what_makes_sizes_differ_is_known_and_trains(settings: dict[str, Any], w
     refuse(SimpleNamespace(**settings), balance=True)
 
 
+@pytest.mark.parametrize(
+    ("table", "flag", "reason"),
+    [
+        (SHARDED, "--bpipe-vocabulary", "what shards make together tells its shape once"),
+        (SLICED, "--bpipe-slices", "where slices begin is one list"),
+    ],
+)
+def test_lengths_that_differ_train_but_where_a_micro_batch_or_its_logits_are_cut(
+    table: tuple[Feature, ...], flag: str, reason: str
+) -> None:
+    lengths = SimpleNamespace(variable_seq_lengths=True)
+    assert reasons(lengths, True, executor=True, strict=True) == []
+    (line,) = reasons_of(table, lengths, flag)
+    assert line.startswith(f"{flag}: {reason}")
+
+
 @pytest.mark.parametrize("settings", ALLOWED)
 def test_nothing_else_is_refused(settings: dict[str, Any]) -> None:
     refuse(SimpleNamespace(**settings), balance=True)
@@ -181,6 +196,7 @@ def test_a_session_that_is_open_is_refused_with_the_reason() -> None:
 SLICED_TOO: dict[str, list[dict[str, Any]]] = {
     "Transformer Engine's attention": [{"transformer_impl": "transformer_engine"}],
     "context parallelism": [{"context_parallel_size": 2}],
+    "variable lengths in slices": [{"variable_seq_lengths": True}],
     "packed sequences": [{"sft": True}, {"dataloader_inter_document_masking": True}],
     "hybrid models in slices": [{"hybrid_layer_pattern": "M*"}, {"is_hybrid_model": True}],
     "other attention": [{"experimental_attention_variant": "dsa"}],
