@@ -28,7 +28,6 @@ from bpipe.models.model import Model
 from bpipe.models.parts import Routing
 from bpipe.models.slices import slice_bounds
 from bpipe.models.switches import SWITCHES, Switches
-from bpipe.plan.hybrid_flags import refuse_placed
 from bpipe.plan.megatron_command import Reading, read_command
 
 # Fields of a Model, and what a switch makes of them.
@@ -221,7 +220,6 @@ def setup_of(options: Options, cluster: Cluster) -> Setup:
     if timed:
         setup = replace(setup, slice_lengths=lengths_of_equal_seconds(setup))
     slice_bounds(setup)
-    refuse_placed(setup)
     return setup
 
 

@@ -150,8 +150,7 @@ LAUNCHES = {
     f"{DENSE} {PIPE} --use-megatron-fsdp": "refused",
     f"{DENSE} {PIPE} --cpu-offloading-num-layers 2": "refused",
     f"{DENSE} {PIPE} --hybrid-layer-pattern M-M*-M-": "supported",
-    f"{DENSE} {PIPE} --hybrid-layer-pattern M-M*-M- --bpipe --bpipe-schedule v-half --num-virtual-stages-per-pipeline-rank 2":
-        "refused",
+    f"{DENSE} {PIPE} --hybrid-layer-pattern M-M*-M- --bpipe --bpipe-schedule v-half": "supported",
     f"{DENSE} {PIPE} --bpipe-schedule zb-h1 --fp8-format hybrid": "supported",
     f"{DENSE} {PIPE} --bpipe --bpipe-vocabulary 1 --mtp-num-layers 1": "refused",
 }  # fmt: skip
