@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing import ProcessExitedException, start_processes
 
-from bpipe.build import ScheduleConfig, build, named_balance
+from bpipe.balance.config import named_balance
+from bpipe.build import ScheduleConfig, build
 from bpipe.ir.memory import num_transfers
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime.engine import Engine, EngineConfig

@@ -23,9 +23,10 @@ from math import ceil
 
 from bpipe.balance.budget import ActivationBudget
 from bpipe.balance.pairs import allocated_bytes, own_bytes
-from bpipe.ir.action import OTHER_END, READING, Action, Kind
+from bpipe.ir.action import OTHER_END, READING, Action, Key, Kind
 from bpipe.ir.dependencies import NOTHING, Dependencies
 from bpipe.ir.host_buffers import Residency, hosts_of, slots_away
+from bpipe.ir.hosts import Host, Tier, device_ranks
 from bpipe.ir.memory import Memory, peak_counts
 from bpipe.ir.schedule import Schedule, Slot
 
@@ -50,13 +51,12 @@ class Windows:
     own_s: tuple[Seconds, ...] = ()
     slices: int = 1
 
-    def transfer_s(self, stage: int, microbatch: int, rank: int, host: int) -> Seconds:
-        """Return seconds of a transfer of this stage's micro-batch, or slice; a rank as its own host is its node's
-        memory."""
+    def transfer_s(self, stage: int, microbatch: int, rank: int, host: Host) -> Seconds:
+        """Return seconds of a transfer of this stage's micro-batch, or slice, between a rank and a host."""
         place = stage * self.slices + microbatch % self.slices
-        if rank == host:
+        if not host.on_device:
             return self.own_s[place]
-        apart = bool(self.nodes) and self.nodes[rank] != self.nodes[host]
+        apart = bool(self.nodes) and self.nodes[rank] != self.nodes[host.rank]
         return (self.between_s if apart else self.inside_s)[place]
 
 
@@ -74,12 +74,12 @@ def balance_in_time(schedule: Schedule, activation_budget: ActivationBudget, win
     for rank, clock in enumerate(_clocks(schedule, windows)):
         sender, moving = _Sender(changed, rank, activation_budget, windows, clock), _Moving(changed)
         for residency, before, after in sender.changed():
-            moving.move(residency, (rank, sender.hosts[residency]), before, after)
+            moving.move(residency, rank, sender.hosts[residency], before, after)
         tried = moving.schedule()
         # Where sizes differ, other micro-batches in a host buffer can make it larger.
         if all(
             sum(allocated_bytes(tried, one, activation_budget.memory)) <= activation_budget.room_bytes[one]
-            for one in (rank, *sender.there)
+            for one in (rank, *device_ranks(list(sender.there)))
         ):
             changed = tried
     return schedule if changed is schedule else replace(changed, bounds=tuple(map(ceil, peak_counts(changed))))
@@ -142,19 +142,31 @@ class _Moving:
             self.begun, ranks=tuple(tuple(self.rows.get(rank, row)) for rank, row in enumerate(self.begun.ranks))
         )
 
-    def move(self, residency: Residency, link: tuple[int, int], before: range, after: range) -> None:
-        """One residency of what leaves the link's first rank. In its own node's memory it has no other end."""
-        rank, host = link
+    def move(self, residency: Residency, rank: int, host: Host, before: range, after: range) -> None:
+        """Move one residency of what leaves a rank. In host memory it has no other end."""
         for kind, old, new in ((Kind.EVICT, before[0], after[0]), (Kind.LOAD, before[-1], after[-1])):
             if old == new:
                 continue
-            for one, of_kind in {host: OTHER_END[kind], rank: kind}.items():
+            for one, of_kind in {host.rank: OTHER_END[kind], rank: kind}.items():
                 row, action = (
                     self.rows.setdefault(one, list(self.begun.ranks[one])),
                     Action(residency.stage, of_kind, residency.microbatch),
                 )
                 row[old] = replace(row[old], transfers=tuple(other for other in row[old].transfers if other != action))
                 row[new] = replace(row[new], transfers=(*row[new].transfers, action))
+
+
+def _spots(row: Sequence[Slot]) -> tuple[dict[Key, int], dict[Key, int]]:
+    """Return the slots in which a rank saves activations, and in which it first reads them."""
+    saved: dict[Key, int] = {}
+    read: dict[Key, int] = {}
+    for slot, cell in enumerate(row):
+        for action in cell.computations:
+            if action.kind is Kind.FORWARD:
+                saved[action.stage, action.microbatch] = slot
+            elif action.kind in READING:
+                read.setdefault((action.stage, action.microbatch), slot)
+    return saved, read
 
 
 class _Sender:
@@ -169,27 +181,20 @@ class _Sender:
         away = slots_away((slot, cell.transfers) for slot, cell in enumerate(schedule.ranks[rank]))
         # Older records do not say what a transfer to the own node's memory takes: it stayed where it was.
         self.away = {
-            residency: slots for residency, slots in away.items() if self.hosts[residency] != rank or windows.own_s
+            residency: slots for residency, slots in away.items() if self.hosts[residency].on_device or windows.own_s
         }
-        self.forward: dict[tuple[int, int], int] = {}
-        self.need: dict[tuple[int, int], int] = {}
-        for slot, cell in enumerate(schedule.ranks[rank]):
-            for action in cell.computations:
-                if action.kind is Kind.FORWARD:
-                    self.forward[action.stage, action.microbatch] = slot
-                elif action.kind in READING:
-                    self.need.setdefault((action.stage, action.microbatch), slot)
+        self.forward, self.need = _spots(schedule.ranks[rank])
         self.curve = list(own_bytes(schedule, rank, self.memory))
         # What is hosted here has its buffers all the time.
         self.room = activation_budget.room_bytes[rank] - allocated_bytes(schedule, rank, self.memory)[1]
-        # By whether it is its own link, and by slot: seconds of what leaves beside it.
-        self.taken: dict[bool, list[Seconds]] = {own: [0] * len(self.curve) for own in (False, True)}
-        # By other rank that hosts, and by slot: how many are there; and how many there may be at once.
-        self.there: dict[int, list[int]] = {}
+        # By tier, which has a link of its own, and by slot: seconds of what leaves beside it.
+        self.taken: dict[Tier, list[Seconds]] = {tier: [0] * len(self.curve) for tier in Tier}
+        # By device that hosts, and by slot: how many are there; and how many there may be at once.
+        self.there: dict[Host, list[int]] = {}
         for residency, slots in self.away.items():
             host = self.hosts[residency]
-            self.taken[host == rank][slots[0]] += self._seconds(residency)
-            if host != rank:
+            self.taken[host.tier][slots[0]] += self._seconds(residency)
+            if host.on_device:
                 there = self.there.setdefault(host, [0] * len(self.curve))
                 for slot in slots:
                     there[slot] += 1
@@ -197,20 +202,20 @@ class _Sender:
             host: max(there) + self._further(schedule, host, activation_budget) for host, there in self.there.items()
         }
 
-    def _further(self, schedule: Schedule, host: int, activation_budget: ActivationBudget) -> int:
-        """Return how many more host buffers another rank has room for."""
+    def _further(self, schedule: Schedule, host: Host, activation_budget: ActivationBudget) -> int:
+        """Return how many more host buffers another rank's device has room for."""
         size = self.memory.buffer_bytes({residency.stage for residency in self.away if self.hosts[residency] == host})
-        spare: int = activation_budget.room_bytes[host] - sum(allocated_bytes(schedule, host, self.memory))
+        spare: int = activation_budget.room_bytes[host.rank] - sum(allocated_bytes(schedule, host.rank, self.memory))
         return max(0, spare) // size if size else len(self.away)
 
     def changed(self) -> Iterator[tuple[Residency, range, range]]:
         """What moves, with the slots in which it was away and is then."""
         earlier = {residency: self._evict_earlier(residency, slots) for residency, slots in self.away.items()}
         # From the last that is needed on: the way back is free until the one behind it has to begin.
-        free: dict[bool, Seconds | None] = {False: None, True: None}
+        free: dict[Tier, Seconds | None] = dict.fromkeys(Tier)
         for residency in sorted(earlier, key=lambda one: -self.need[one[:2]]):
-            own = self.hosts[residency] == self.rank
-            after, free[own] = self._load_earlier(residency, earlier[residency], free[own])
+            tier = self.hosts[residency].tier
+            after, free[tier] = self._load_earlier(residency, earlier[residency], free[tier])
             if after != self.away[residency]:
                 yield residency, self.away[residency], after
 
@@ -223,7 +228,7 @@ class _Sender:
     def _evict_earlier(self, residency: Residency, slots: range) -> range:
         """To the latest slot before in which it ends in time; where there is none it stays."""
         host, out = self.hosts[residency], slots[0]
-        seconds, clock, taken = self._seconds(residency), self.clock, self.taken[host == self.rank]
+        seconds, clock, taken = self._seconds(residency), self.clock, self.taken[host.tier]
         if seconds <= clock.following[out] - clock.issued[out]:
             return slots
         there = self.there.get(host)

@@ -1,6 +1,6 @@
 """Put host buffers of given sizes into the room that ranks have to spare.
 
-In: items, room, what distances cost. Out: a host for each item.
+In: items, room, what distances cost. Out: a rank for each item, or None for its owner's host memory.
 
 Exact where the search ends within its limits, as it does at small sizes and wherever all items are of one size: then
 there is a packing whenever there can be one, and none costs less. Beyond the limits what was found first stays, nearest
@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
-
-from bpipe.ir.hosts import HOST_MEMORY
 
 # So many steps are taken to find a packing, and to find a cheaper one when there is one.
 MOST_STEPS = 50_000
@@ -35,13 +33,13 @@ class Item(NamedTuple):
 
 def pack(
     items: Sequence[Item], spare_bytes: Sequence[int], cost: Callable[[int, int], Cost], own_memory: bool = False
-) -> list[int] | None:
-    """Return the host of each item, a rank with room, or None where no packing was found.
+) -> list[int | None] | None:
+    """Return the rank with room that takes each item, or None where no packing was found.
 
     `cost(owner, host)` is that of one byte.
 
-    `own_memory`: use HOST_MEMORY where no rank has room; it holds any, and a byte there costs more than all others
-    elsewhere.
+    `own_memory`: where no rank has room, an item goes to its owner's host memory, which stands as None. That holds
+    any, and a byte there costs more than all others elsewhere.
     """
     order = sorted(
         range(len(items)), key=lambda one: (-items[one].num_bytes, items[one].owner, -items[one].moved_bytes)
@@ -55,9 +53,9 @@ def pack(
     search.place(0, (0, 0), 0)
     if search.best is None:
         return None
-    hosts = [0] * len(items)
+    hosts: list[int | None] = [None] * len(items)
     for one, host in zip(order, search.best, strict=True):
-        hosts[one] = HOST_MEMORY if host == len(spare_bytes) else host
+        hosts[one] = None if host == len(spare_bytes) else host
     return hosts
 
 

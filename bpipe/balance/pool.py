@@ -21,12 +21,12 @@ from math import ceil
 from bpipe.balance.budget import ActivationBudget, BudgetTooSmall, Parts, check_rooms, less_moved
 from bpipe.balance.evict import Plan
 from bpipe.balance.packing import Cost, Item, pack
-from bpipe.balance.pairs import Pair, allocated_bytes, choose_partners, moved_bytes, plan_rank, with_transfers
+from bpipe.balance.pairs import allocated_bytes, choose_partners, moved_bytes, plan_rank, with_transfers
 from bpipe.ir.action import OTHER_END, Action, Kind
 from bpipe.ir.host_buffers import Residencies, Residency, host_buffers
-from bpipe.ir.hosts import HOST_MEMORY, Hosts, in_pairs, other_ranks
+from bpipe.ir.hosts import Host, Hosts, Pair, in_pairs
 from bpipe.ir.memory import Memory, live_bytes, peak_counts
-from bpipe.ir.schedule import Schedule, Slot
+from bpipe.ir.schedule import Schedule
 
 
 def balance_over_pool(schedule: Schedule, activation_budget: ActivationBudget, nodes: Sequence[int] = ()) -> Schedule:
@@ -111,7 +111,7 @@ def smallest_level(attempt: Callable[[int], object], most: int) -> tuple[int, Pa
 
 def _hosted(
     schedule: Schedule, plans: Mapping[int, Plan], spare: Sequence[int], nodes: Sequence[int], memory: Memory
-) -> dict[Residency, int]:
+) -> dict[Residency, Host]:
     """Where each micro-batch goes that leaves: one host for all that pass through one host buffer. Raises NoRoom."""
     through: dict[tuple[int, int], list[Residency]] = {}
     for rank, plan in plans.items():
@@ -122,7 +122,10 @@ def _hosted(
     if hosts is None:
         raise _no_room(items, spare, memory)
     return {
-        residency: host for residencies, host in zip(through.values(), hosts, strict=True) for residency in residencies
+        residency: Host(taker)
+        for residencies, taker in zip(through.values(), hosts, strict=True)
+        for residency in residencies
+        if taker is not None
     }
 
 
@@ -171,16 +174,19 @@ def _no_room(items: Sequence[Item], spare: Sequence[int], memory: Memory) -> Bud
 
 
 def with_hosts(
-    schedule: Schedule, plans: Mapping[int, Plan], host_of: Mapping[Residency, int], activation_budget: ActivationBudget
+    schedule: Schedule,
+    plans: Mapping[int, Plan],
+    host_of: Mapping[Residency, Host],
+    activation_budget: ActivationBudget,
 ) -> Schedule:
-    """Return the schedule with these transfers, to a rank, HOST_MEMORY or through a rank.
+    """Return the schedule with these transfers, each to the residency's host.
 
     Its bounds are the counts it reaches. Raises NoRoom.
 
     Of one slot all transfers stand in the order of those who send, on every rank.
     """
     rows = [list(row) for row in schedule.ranks]
-    used: list[set[int]] = [set() for _ in rows]
+    used: list[set[Host]] = [set() for _ in rows]
     for rank, plan in sorted(plans.items()):
         residencies = Residencies()
         for slot, actions in sorted(plan.items()):
@@ -188,10 +194,10 @@ def with_hosts(
                 host = host_of[residencies.of(action)]
                 used[rank].add(host)
                 ends = [(rows[rank], action)]
-                for other in other_ranks([host]):
-                    ends.append((rows[other], Action(action.stage, OTHER_END[action.kind], action.microbatch)))
+                if host.on_device:
+                    ends.append((rows[host.rank], Action(action.stage, OTHER_END[action.kind], action.microbatch)))
                 for row, one in ends:
-                    row[slot] = Slot(row[slot].compute, (*row[slot].transfers, one))
+                    row[slot] = replace(row[slot], transfers=(*row[slot].transfers, one))
     hosted = replace(schedule, ranks=tuple(map(tuple, rows)), hosts=_hosts(used))
     _check_room(hosted, activation_budget)
     return replace(hosted, bounds=tuple(map(ceil, peak_counts(hosted))))
@@ -209,12 +215,15 @@ def _check_room(schedule: Schedule, activation_budget: ActivationBudget) -> None
             raise BudgetTooSmall((rank, rank), f"rank {rank}, hosting for others, {words}")
 
 
-def _hosts(used: Sequence[set[int]]) -> Hosts:
-    """Return the pairs where each rank has to do with one other at most, and none with its own memory.
+def _hosts(used: Sequence[set[Host]]) -> Hosts:
+    """Return the pairs where each rank has to do with one other device at most, and none with host memory.
 
-    That stands behind all ranks.
+    Host memory stands behind all devices.
     """
-    others = [set(hosts) | {guest for guest, of in enumerate(used) if rank in of} for rank, hosts in enumerate(used)]
-    if all(len(of_rank) < 2 and min(of_rank, default=0) > HOST_MEMORY for of_rank in others):
+    others = [
+        {host.rank for host in hosts} | {guest for guest, of in enumerate(used) if Host(rank) in of}
+        for rank, hosts in enumerate(used)
+    ]
+    if all(len(of_rank) < 2 for of_rank in others) and all(host.on_device for hosts in used for host in hosts):
         return in_pairs([min(of_rank, default=rank) for rank, of_rank in enumerate(others)])
-    return tuple(tuple(sorted(of_rank, key=lambda host: (host == HOST_MEMORY, abs(host)))) for of_rank in used)
+    return tuple(tuple(sorted(of_rank, key=lambda host: (host.tier, host.rank))) for of_rank in used)

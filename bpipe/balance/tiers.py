@@ -1,6 +1,6 @@
 """Let what must leave a rank go to its own node's memory: all of it, or only what no device has room for.
 
-In: a compute-only Schedule, rooms and sizes. Out: one with transfers, each to a rank or HOST_MEMORY.
+In: a compute-only Schedule, rooms and sizes. Out: one with transfers, each to a device or to host memory.
 
 What leaves is what `pool` sends, so it is as little as can be wherever it goes. With other devices first, as few bytes
 of it as can be stay behind: of a rank that has so many host buffers on devices, those micro-batches are kept out that
@@ -20,7 +20,7 @@ from bpipe.balance.packing import Item, pack
 from bpipe.balance.pairs import check_input, moved_bytes
 from bpipe.balance.pool import balance_over_pool, distances, plan_overfull_ranks, smallest_level, with_hosts
 from bpipe.ir.host_buffers import Residency, slots_away
-from bpipe.ir.hosts import ALL, HOST, HOST_MEMORY, POOL
+from bpipe.ir.hosts import ALL, HOST, POOL, Host, host_memory_of
 from bpipe.ir.memory import Memory, counts_of, peak_counts
 from bpipe.ir.schedule import Schedule
 
@@ -71,7 +71,7 @@ def balance_over_host_memory(
 ) -> Schedule:
     """Send all that leaves a rank to its own node's memory; no device needs room for it. Raises NoRoom."""
     plans, _ = plan_overfull_ranks(schedule, activation_budget)
-    host_of = {residency: HOST_MEMORY for plan in plans.values() for residency in _away(plan)}
+    host_of = {residency: host_memory_of(rank) for rank, plan in plans.items() for residency in _away(plan)}
     return with_hosts(schedule, plans, host_of, activation_budget)
 
 
@@ -84,19 +84,19 @@ def balance_over_tiers(schedule: Schedule, activation_budget: ActivationBudget, 
     room = [0 if rank in plans else left for rank, left in enumerate(spare)]
     buffers = [item for rank, plan in plans.items() for item in _buffers(rank, plan, room, activation_budget.memory)]
     cost = distances(schedule, nodes)
-    hosts = pack(buffers, room, cost, own_memory=True)
-    assert hosts is not None, "own memory has room for all"
-    host_of: dict[Residency, int] = {}
+    takers = pack(buffers, room, cost, own_memory=True)
+    assert takers is not None, "own memory has room for all"
+    host_of: dict[Residency, Host] = {}
     for rank, plan in plans.items():
-        mine = [host for item, host in zip(buffers, hosts, strict=True) if item.owner == rank and host != HOST_MEMORY]
+        mine = [taker for item, taker in zip(buffers, takers, strict=True) if item.owner == rank and taker is not None]
         # Through the nearest passes most.
-        nearest = sorted(mine, key=lambda host: (cost(rank, host), host))
+        nearest = sorted(mine, key=lambda taker: (cost(rank, taker), taker))
         away = _away(plan)
         through = _through(away, len(nearest))
         through.sort(key=lambda some: -moved_bytes(some, activation_budget.memory))
-        host_of |= dict.fromkeys(away, HOST_MEMORY)
-        for host, some in zip(nearest, through, strict=True):
-            host_of |= dict.fromkeys(some, host)
+        host_of |= dict.fromkeys(away, host_memory_of(rank))
+        for taker, some in zip(nearest, through, strict=True):
+            host_of |= dict.fromkeys(some, Host(taker))
     return with_hosts(schedule, plans, host_of, activation_budget)
 
 

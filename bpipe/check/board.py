@@ -12,6 +12,7 @@ from typing import Protocol
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.dependencies import Dependencies
 from bpipe.ir.host_buffers import Residency, host_buffers, hosts_of, links_of, num_measured
+from bpipe.ir.hosts import Host, Pair
 from bpipe.ir.program import Exchange, Op, Program
 from bpipe.ir.schedule import Schedule
 
@@ -47,16 +48,16 @@ class Board:
         # What a collective gathers is taken up at once, beside the computation, to make what the last stage waits for.
         self.in_two_steps = dependencies.in_two_steps
         # By sender and receiver, the numbers of what passes so, in order.
-        self.transfers: dict[tuple[int, int], list[int]] = {}
+        self.transfers: dict[Pair, list[int]] = {}
         # By evictor and host: by what leaves the one for the other, in order, of how many stages it has told it the
         # sizes by then; and the numbers of these.
-        self.told_by: dict[tuple[int, int], dict[Residency, int]] = {}
-        self.told: dict[tuple[int, int], list[int]] = {}
+        self.told_by: dict[Pair, dict[Residency, int]] = {}
+        self.told: dict[Pair, list[int]] = {}
         # By host: what it takes, in order, and which of that may make a buffer grow: none of that stage of that rank
         # was in it before.
         self.hosted: dict[int, dict[Residency, bool]] = {}
         # By evictor and host: the word with which it begins.
-        self.words: dict[tuple[int, int], int] = {link: self._expect(1) for link in sorted(links_of(schedule))}
+        self.words: dict[Pair, int] = {link: self._expect(1) for link in sorted(links_of(schedule))}
         self.waiting: dict[int, list[Walk]] = {}
         self.runnable: list[Walk] = []
 
@@ -84,7 +85,7 @@ class Board:
         """Return what a rank tells, its number, by the place in its program where it has run, and passed on, the first
         forward of a stage that leaves."""
         rank, ops = program.rank, program.ops
-        stages_to: dict[int, set[int]] = {}
+        stages_to: dict[Host, set[int]] = {}
         for residency, host in hosts_of(self.schedule, rank).items():
             stages_to.setdefault(host, set()).add(residency.stage)
         left = set().union(*stages_to.values())
@@ -107,8 +108,8 @@ class Board:
             if not left:
                 break
         for host, stages in stages_to.items():
-            self.told_by[rank, host] = num_measured(self.schedule, rank, host)
-            self.told[rank, host] = [number for stage, number in by_stage.items() if stage in stages]
+            self.told_by[rank, host.rank] = num_measured(self.schedule, rank, host)
+            self.told[rank, host.rank] = [number for stage, number in by_stage.items() if stage in stages]
         return places
 
     def making(self, program: Program) -> dict[int, list[int]]:

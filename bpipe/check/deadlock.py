@@ -39,6 +39,7 @@ from typing import Any
 from bpipe.check.board import Board
 from bpipe.ir.action import Kind
 from bpipe.ir.host_buffers import hosts_of
+from bpipe.ir.hosts import Pair
 from bpipe.ir.program import Exchange, Numbering, Op, Program, Transfer
 from bpipe.ir.schedule import Schedule
 from bpipe.lower.lower import lower
@@ -114,7 +115,7 @@ def blocked_ranks(
     )
 
 
-def size_messages(links: Iterable[tuple[int, int]], rank: int) -> list[tuple[bool, tuple[int, int]]]:
+def size_messages(links: Iterable[Pair], rank: int) -> list[tuple[bool, Pair]]:
     """Return the order in which a rank sends and hears sizes as it begins: (whether it sends, the link) for each link
     it is part of.
 

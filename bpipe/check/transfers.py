@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from bpipe.check.case import NOWHERE, Case, ScheduleError
-from bpipe.ir.action import OTHER_END, TRANSFER, Action, Kind
+from bpipe.ir.action import OTHER_END, TRANSFER, Action, Key, Kind
 from bpipe.ir.host_buffers import Residencies, Residency, host_buffers, host_memory_buffers
-from bpipe.ir.hosts import HOST_MEMORY, Hosts, other_ranks, write_host
+from bpipe.ir.hosts import Host, Hosts, device_ranks, write_host
 from bpipe.ir.memory import live_counts, plain
 from bpipe.ir.schedule import Schedule, Slot
 
@@ -23,9 +23,15 @@ def check_hosts(case: Case) -> None:
         raise ScheduleError(rule, f"hosts of {len(hosts)} ranks for {num_ranks}: say where each may evict to")
     for rank, of_rank in enumerate(hosts or ()):
         for host in of_rank:
-            if host != HOST_MEMORY and not (0 <= host < num_ranks and host != rank):
+            if host.on_device and not (0 <= host.rank < num_ranks and host.rank != rank):
                 raise ScheduleError(
                     rule, f"rank {rank}: host {write_host(host)} is no other rank of 0 to {num_ranks - 1}", rank
+                )
+            if not host.on_device and host.rank != rank:
+                raise ScheduleError(
+                    rule,
+                    f"rank {rank}: host memory of rank {host.rank} is not its own: only that can take what it evicts",
+                    rank,
                 )
 
 
@@ -35,17 +41,17 @@ def check_other_ends(case: Case) -> None:
     schedule, rule = case.schedule, "other ends"
     hosts = schedule.hosts or ((),) * schedule.num_ranks
     guests = [_guests(hosts, rank) for rank in range(schedule.num_ranks)]
-    residencies: dict[tuple[int, int], int] = {}
+    residencies: dict[Key, Host] = {}
     for rank, slot, transfer in _transfers(schedule):
         is_evictors = transfer.kind is _EVICT or transfer.kind is _LOAD
-        others = hosts[rank] if is_evictors else guests[rank]
+        others = hosts[rank] if is_evictors else tuple(map(Host, guests[rank]))
         wrong = _unfit(schedule, rank, transfer, others)
         if wrong is not None:
             raise case.error(rule, rank, slot, transfer, wrong)
         stage, microbatch = transfer.stage, transfer.microbatch
         other = Action(stage, OTHER_END[transfer.kind], microbatch)
         where = _other_end(
-            schedule.ranks, others if is_evictors else (schedule.layout.rank_of(stage, microbatch),), slot, other
+            schedule.ranks, others if is_evictors else (Host(schedule.layout.rank_of(stage, microbatch)),), slot, other
         )
         if isinstance(where, str):
             raise case.error(rule, rank, slot, transfer, f"{where} {other} in this slot")
@@ -60,17 +66,17 @@ def check_other_ends(case: Case) -> None:
 
 def _guests(hosts: Hosts, rank: int) -> list[int]:
     """Return the ranks that may evict to this one."""
-    return [guest for guest, of_rank in enumerate(hosts) if rank in other_ranks(of_rank)]
+    return [guest for guest, of_rank in enumerate(hosts) if Host(rank) in of_rank]
 
 
-def _unfit(schedule: Schedule, rank: int, transfer: Action, others: Sequence[int]) -> str | None:
+def _unfit(schedule: Schedule, rank: int, transfer: Action, others: Sequence[Host]) -> str | None:
     """Return why an action cannot be a transfer between this rank and one of `others`, or None."""
     kind, stage, microbatch = transfer.kind, transfer.stage, transfer.microbatch
     if kind not in TRANSFER:
         return f"{kind.value} is no transfer"
     if not others:
         return f"rank {rank} has no partner"
-    owners = (rank,) if kind is _EVICT or kind is _LOAD else others
+    owners = (rank,) if kind is _EVICT or kind is _LOAD else device_ranks(others)
     if not 0 <= stage < schedule.num_stages or schedule.layout.rank_of(stage, microbatch) not in owners:
         return f"stage {stage} is none of rank {' or '.join(map(str, owners))}'s"
     if not 0 <= microbatch < schedule.num_microbatches:
@@ -78,20 +84,21 @@ def _unfit(schedule: Schedule, rank: int, transfer: Action, others: Sequence[int
     return None
 
 
-def _other_end(rows: Sequence[Sequence[Slot]], others: Sequence[int], slot: int, end: Action) -> int | str:
-    """Which of the others has the other end in this slot, own memory where none has to; or in words, why it is not
+def _other_end(rows: Sequence[Sequence[Slot]], others: Sequence[Host], slot: int, end: Action) -> Host | str:
+    """Which of the others has the other end in this slot, host memory where none has to; or in words, why it is not
     one."""
-    reached = other_ranks(others)
+    reached = device_ranks(others)
     found = [one for one in reached if end in rows[one][slot].transfers]
     if len(found) == 1:
-        return found[0]
+        return Host(found[0])
     if found:
         return f"ranks {' and '.join(map(str, found))} both have"
-    return HOST_MEMORY if HOST_MEMORY in others else f"rank {' or '.join(map(str, reached))} has no"
+    own = next((host for host in others if not host.on_device), None)
+    return f"rank {' or '.join(map(str, reached))} has no" if own is None else own
 
 
-def _place(host: int) -> str:
-    return "the rank's own host memory" if host == HOST_MEMORY else f"rank {host}"
+def _place(host: Host) -> str:
+    return f"rank {host.rank}" if host.on_device else "the rank's own host memory"
 
 
 def check_residency(case: Case) -> None:
@@ -198,7 +205,7 @@ def check_pair_order(case: Case) -> None:
     """Check that both ends of a pair start the transfers of one direction in the same order."""
     hosts = case.schedule.hosts or ()
     for rank, of_rank in enumerate(hosts):
-        others = sorted({*other_ranks(of_rank), *_guests(hosts, rank)})
+        others = sorted({*device_ranks(of_rank), *_guests(hosts, rank)})
         for slot, cell in enumerate(case.schedule.ranks[rank]):
             if len(cell.transfers) > 1:
                 sent = [one for one in cell.transfers if one.kind is _EVICT or one.kind is _RETURN]

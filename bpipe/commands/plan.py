@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
-from bpipe.build import BALANCES
+from bpipe.balance.config import BALANCES
 from bpipe.commands.front import show
 from bpipe.commands.launch import lines, reading_of
 from bpipe.commands.plan_output import (
@@ -43,7 +43,7 @@ from bpipe.plan.answer import answer_document, answer_lines
 from bpipe.plan.explain import verdict
 from bpipe.plan.megatron_command import Reading
 from bpipe.plan.megatron_flags import megatron_flags
-from bpipe.plan.options import filled, fp8_of, model_of, routing_of, setup_of, switches_of
+from bpipe.plan.options import filled, fp8_of, model_of, routing_of, setup_of, state_types_of, switches_of
 from bpipe.plan.predict import SetupPrediction, predict
 from bpipe.plan.refused import has_transformer_engine
 from bpipe.plan.remedies import within_budget
@@ -206,6 +206,7 @@ def _space(asked: Options, options: Options, contexts: tuple[int, ...], reading:
         contexts=contexts,
         cp_comm_type=options.cp_comm_type,
         fp8=fp8_of(options),
+        state_types=state_types_of(options),
         vocabulary_parallel=None if asked.vocabulary_parallel is None else tuple(asked.vocabulary_parallel),
         tensors=_one_of(asked.tensor, divisors(cluster.devices_per_domain), "--tp", f"the devices of {cluster.domain}"),
         pipelines=_one_of(asked.pipeline, divisors(cluster.num_devices), "--pp", "the devices of the cluster"),

@@ -13,7 +13,8 @@ import sys
 from fractions import Fraction
 from pathlib import Path
 
-from bpipe.build import BALANCES, ScheduleConfig, adopt, build, named_balance
+from bpipe.balance.config import BALANCES, named_balance
+from bpipe.build import ScheduleConfig, adopt, build
 from bpipe.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.commands import shortest
 from bpipe.commands.terminal import has_colours, is_terminal

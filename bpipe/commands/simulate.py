@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bpipe.build import BALANCES
+from bpipe.balance.config import BALANCES
 from bpipe.commands.launch import launch_document, lines, reading_of
 from bpipe.commands.shared import CONFIGURED, cluster_of, picture_file, print_json
 from bpipe.commands.terminal import BOLD, RED, columns, paint

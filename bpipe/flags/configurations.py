@@ -6,7 +6,7 @@ Names are Megatron's for what is Megatron's.
 
 from __future__ import annotations
 
-from bpipe.build import BALANCES
+from bpipe.balance.config import BALANCES
 from bpipe.flags import schedules
 from bpipe.flags.budgets import MINIMUM_BYTES, read_budget
 from bpipe.flags.flag import APPENDED, Flag, Group, InLaunch
@@ -21,6 +21,7 @@ from bpipe.models.layout import ATTENTION, CP_COMM_TYPES, KEPT_HALVES, KERNELS, 
 from bpipe.models.model import PRESETS
 from bpipe.models.parts import DISPATCHERS
 from bpipe.models.recompute import BLOCK, FORMS, RECOMPUTE, read_recompute, read_scope
+from bpipe.models.state_types import CHOICES, WHOLE
 from bpipe.models.switches import HELP, flag_of
 
 # Where the words of a launch are kept, and by what name a parser knows that one is taken.
@@ -142,6 +143,25 @@ DIFFERING_SIZES = Flag(
         "variable lengths and partial recomputation by itself; a model of one's own has to say so"
     ),
 )
+_TYPED = {
+    "main_grads_dtype": "gradients",
+    "main_params_dtype": "main weights; fp32: the 16 bits that bf16 weights lack",
+    "exp_avg_dtype": "Adam's first moment",
+    "exp_avg_sq_dtype": "Adam's second moment",
+}
+STATE_TYPES = (
+    _switch("use_precision_aware_optimizer", "Transformer Engine's Adam keeps its state in types of its own"),
+    *(
+        Flag(
+            field,
+            flag_of(field),
+            f"with --use-precision-aware-optimizer: {_TYPED[field]} (default {WHOLE})",
+            choices=choices,
+            launch=InLaunch(default=WHOLE),
+        )
+        for field, choices in CHOICES.items()
+    ),
+)
 TRAINING = Group(
     "training",
     (
@@ -169,6 +189,7 @@ TRAINING = Group(
             launch=InLaunch(default=RECIPES[0], choices=(*RECIPES, "custom")),
         ),
         _switch("fp8_param_gather", "with --fp8-format: weights are kept and gathered in FP8 alone"),
+        *STATE_TYPES,
         *SWITCHES,
         DIFFERING_SIZES,
         Flag(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bpipe.build import BALANCES
+from bpipe.balance.config import BALANCES
 from bpipe.flags.flag import Flag, InLaunch
 from bpipe.flags.values import costs, costs_in_training, counted, group_size, hop, numbers, positive, seconds, share
 from bpipe.generate.families import (

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 from bpipe.formats.text import NUMBER, TextError, assemble, header, read_header, slot_of
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.hosts import Hosts, other_ranks, partners_of
+from bpipe.ir.hosts import Hosts, device_ranks, partners_of
 from bpipe.ir.layout import Layout
 from bpipe.ir.schedule import Schedule, Slot
 
@@ -185,7 +185,7 @@ def window(schedule: Schedule, rank: int, slot: int, ranks: Sequence[int] = (), 
 
     `ranks` are further lanes beside the rank's and its partner's.
     """
-    hosts = () if schedule.hosts is None else other_ranks(schedule.hosts[rank])
+    hosts = () if schedule.hosts is None else device_ranks(schedule.hosts[rank])
     lanes = sorted({rank, *ranks, *hosts})
     last = max(len(schedule.ranks[lane]) for lane in lanes) - 1
     columns = range(max(0, slot - radius), max(slot, min(last, slot + radius)) + 1)

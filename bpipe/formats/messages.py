@@ -26,6 +26,7 @@ from typing import NamedTuple
 from bpipe.formats.text import NUMBER, TextError, assemble, read_computation, read_rows, slot_of, write_computation
 from bpipe.ir.action import SHARDS, Action, Kind
 from bpipe.ir.dependencies import NOTHING, Dependencies
+from bpipe.ir.hosts import Pair
 from bpipe.ir.layout import one_pipe
 from bpipe.ir.schedule import Schedule, Slot
 
@@ -275,7 +276,7 @@ def _check_order(schedule: Schedule, rows: Sequence[Sequence[_Cell]]) -> None:
     """What one rank sends another is received in the order in which it was sent: the messages carry no names that
     could tell them apart."""
     owner = schedule.layout.only_placement
-    sent: dict[tuple[int, int], deque[_Message]] = {}
+    sent: dict[Pair, deque[_Message]] = {}
     for _, message in _passed(rows, "SEND"):
         sent.setdefault((owner[message.stage], owner[message.to_stage]), deque()).append(message)
     for cell, message in _passed(rows, "RECV"):

@@ -60,6 +60,9 @@ class Action:
         return f"{self.stage}{self.kind.value}{self.microbatch}"
 
 
+# (stage, micro-batch): names what one forward saved, until its backward.
+Key = tuple[int, int]
+
 _KNOWN: dict[tuple[int, Kind], list[Action]] = {}
 
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from itertools import repeat
 from typing import NamedTuple
 
-from bpipe.ir.action import Action, Kind
-from bpipe.ir.hosts import HOST_MEMORY, other_ranks
+from bpipe.ir.action import Action, Key, Kind
+from bpipe.ir.hosts import Host, Pair, device_ranks, host_memory_of
 from bpipe.ir.schedule import Schedule, Slot
 
 
@@ -32,7 +32,7 @@ class Residencies:
     """Say of each of one rank's transfers, asked in their order, which residency it begins or ends."""
 
     def __init__(self) -> None:
-        self._nth: dict[tuple[int, int], int] = {}
+        self._nth: dict[Key, int] = {}
 
     def of(self, action: Action) -> Residency:
         """Return the residency. What ends before it began has `nth` -1, which no residency has."""
@@ -72,21 +72,21 @@ def host_buffers(schedule: Schedule, rank: int) -> dict[Residency, int]:
 
 def host_memory_buffers(schedule: Schedule, rank: int) -> dict[Residency, int]:
     """Return the own host buffer of everything that a rank keeps in its own host memory."""
-    if schedule.hosts is None or HOST_MEMORY not in schedule.hosts[rank]:
+    if schedule.hosts is None or host_memory_of(rank) not in schedule.hosts[rank]:
         return {}
-    mine = {residency for residency, host in hosts_of(schedule, rank).items() if host == rank}
+    mine = {residency for residency, host in hosts_of(schedule, rank).items() if not host.on_device}
     return _numbered(schedule.ranks[rank], (Kind.EVICT, Kind.LOAD), schedule.layout.rank_of, mine)
 
 
-def buffers_at(schedule: Schedule, host: int, evictor: int) -> dict[Residency, int]:
-    """Return the host buffers on the rank to which another sends, or in own host memory where it is the same one."""
-    return host_memory_buffers(schedule, host) if host == evictor else host_buffers(schedule, host)
+def buffers_at(schedule: Schedule, host: Host) -> dict[Residency, int]:
+    """Return the host buffers on a device to which others send, or in a rank's own host memory."""
+    return (host_buffers if host.on_device else host_memory_buffers)(schedule, host.rank)
 
 
 def all_buffers(schedule: Schedule, rank: int) -> dict[Residency, int]:
     """Return the host buffer, wherever it is, of everything that leaves a rank or comes to it."""
     hosts = hosts_of(schedule, rank)
-    there = {host: buffers_at(schedule, host, rank) for host in set(hosts.values())}
+    there = {host: buffers_at(schedule, host) for host in set(hosts.values())}
     return host_buffers(schedule, rank) | {residency: there[host][residency] for residency, host in hosts.items()}
 
 
@@ -126,25 +126,25 @@ def _numbered(
     return assigned
 
 
-def evicted_to(schedule: Schedule, rank: int) -> Iterator[int]:
-    """Yield the host of each eviction of a rank, in order: the rank itself for its own host memory."""
+def evicted_to(schedule: Schedule, rank: int) -> Iterator[Host]:
+    """Yield the host of each eviction of a rank, in order."""
     hosts = () if schedule.hosts is None else schedule.hosts[rank]
-    others = other_ranks(hosts)
-    if len(hosts) == len(others) == 1:
-        return repeat(others[0])
-    return _evicted_to_one_of(others, schedule, rank)
+    if len(hosts) == 1:
+        return repeat(hosts[0])
+    return _evicted_to_one_of(device_ranks(hosts), schedule, rank)
 
 
-def _evicted_to_one_of(hosts: Sequence[int], schedule: Schedule, rank: int) -> Iterator[int]:
+def _evicted_to_one_of(devices: Sequence[int], schedule: Schedule, rank: int) -> Iterator[Host]:
+    hosts, own = [Host(one) for one in devices], host_memory_of(rank)
     for slot, cell in enumerate(schedule.ranks[rank]):
         for action in cell.transfers:
             if action.kind is Kind.EVICT:
                 other = Action(action.stage, Kind.HOST, action.microbatch)
-                yield next((host for host in hosts if other in schedule.ranks[host][slot].transfers), rank)
+                yield next((host for host in hosts if other in schedule.ranks[host.rank][slot].transfers), own)
 
 
-def hosts_of(schedule: Schedule, evictor: int) -> dict[Residency, int]:
-    """Return the host of everything that leaves a rank, in that order: the rank itself for its own host memory."""
+def hosts_of(schedule: Schedule, evictor: int) -> dict[Residency, Host]:
+    """Return the host of everything that leaves a rank, in that order."""
     residencies, host_of_next = Residencies(), evicted_to(schedule, evictor)
     return {
         residencies.of(action): next(host_of_next)
@@ -154,17 +154,17 @@ def hosts_of(schedule: Schedule, evictor: int) -> dict[Residency, int]:
     }
 
 
-def residencies_by_host(schedule: Schedule, evictor: int) -> dict[int, list[Residency]]:
+def residencies_by_host(schedule: Schedule, evictor: int) -> dict[Host, list[Residency]]:
     """Return what leaves for each host of a rank, in order; hosts ascend."""
-    found: dict[int, list[Residency]] = {}
+    found: dict[Host, list[Residency]] = {}
     for residency, host in hosts_of(schedule, evictor).items():
         found.setdefault(host, []).append(residency)
     return dict(sorted(found.items()))
 
 
-def links_of(schedule: Schedule) -> set[tuple[int, int]]:
-    """Return all links as (sender, receiver)."""
-    return {(rank, host) for rank in range(schedule.num_ranks) for host in hosts_of(schedule, rank).values()}
+def links_of(schedule: Schedule) -> set[Pair]:
+    """Return the links of all that is evicted."""
+    return {(rank, host.rank) for rank in range(schedule.num_ranks) for host in hosts_of(schedule, rank).values()}
 
 
 def guests_of(schedule: Schedule, host: int) -> tuple[int, ...]:
@@ -182,7 +182,7 @@ def num_buffers_for(schedule: Schedule, host: int) -> dict[int, int]:
     return {guest: len(buffers) for guest, buffers in sorted(taken.items())}
 
 
-def num_measured(schedule: Schedule, evictor: int, host: int) -> dict[Residency, int]:
+def num_measured(schedule: Schedule, evictor: int, host: Host) -> dict[Residency, int]:
     """Return, for everything that leaves a rank for a host, how many of its evicted stages have run a forward before.
 
     A stage is measured by its first forward: the host can and must know so many sizes by then.

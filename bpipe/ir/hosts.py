@@ -2,24 +2,52 @@
 
 In: peaks, partners, or text. Out: hosts by rank, or the partners they are. Knows no placement.
 
-`hosts[rank]` are the ranks that may hold what the rank evicts, and HOST_MEMORY where that may be its own host memory,
-behind its device's. Pairs, in which each rank is the other's one host, are what balancing makes; any other arrangement
-is a pool, own memory included.
+`hosts[rank]` are the devices that may hold what the rank evicts, and its own host memory where that may. Pairs, in
+which each rank's device is the other's one host, are what balancing makes; any other arrangement is a pool, host memory
+included.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from fractions import Fraction
-
-Hosts = tuple[tuple[int, ...], ...]
-
-HOST_MEMORY = -1
+from typing import NamedTuple
 
 
-def other_ranks(of_rank: Sequence[int]) -> tuple[int, ...]:
-    """Return those of a rank's hosts that are other ranks, without its own memory."""
-    return tuple(host for host in of_rank if host != HOST_MEMORY)
+class Tier(enum.IntEnum):
+    """Name a rank's memory: its device's, or the host memory of its node. What stands first is preferred."""
+
+    DEVICE = 0
+    HOST_MEMORY = 1
+
+
+class Host(NamedTuple):
+    """Name the memory that takes what a rank evicts: another rank's device, or the rank's own host memory."""
+
+    rank: int
+    tier: Tier = Tier.DEVICE
+
+    @property
+    def on_device(self) -> bool:
+        """Return whether the host is a device: then its rank has the other end of every transfer."""
+        return self.tier is Tier.DEVICE
+
+
+# Two ranks. Of a link the sender, then the receiver; one rank twice for the link to its own host memory.
+Pair = tuple[int, int]
+# By rank: where what it evicts may go.
+Hosts = tuple[tuple[Host, ...], ...]
+
+
+def host_memory_of(rank: int) -> Host:
+    """Return a rank's own host memory, the one host that it has besides devices."""
+    return Host(rank, Tier.HOST_MEMORY)
+
+
+def device_ranks(hosts: Sequence[Host]) -> tuple[int, ...]:
+    """Return the ranks whose devices are among a rank's hosts, without its own host memory."""
+    return tuple(host.rank for host in hosts if host.on_device)
 
 
 # Where what leaves a rank may go, as commands and files say it: to the other rank of a pair; to any rank with room;
@@ -35,12 +63,12 @@ _BESIDE, _OWN, _NOBODY = "+", "own", "none"
 def in_pairs(partners: Sequence[int]) -> Hosts:
     """Return the hosts of ranks that host for each other: `partners[rank]` is the other one, or the rank itself,
     which then has none."""
-    return tuple(() if partner == rank else (partner,) for rank, partner in enumerate(partners))
+    return tuple(() if partner == rank else (Host(partner),) for rank, partner in enumerate(partners))
 
 
 def partners_of(hosts: Hosts) -> tuple[int, ...] | None:
     """Return the other rank of each one's pair, or the rank itself. None for a pool."""
-    partners = tuple(of_rank[0] if of_rank else rank for rank, of_rank in enumerate(hosts))
+    partners = tuple(of_rank[0].rank if of_rank else rank for rank, of_rank in enumerate(hosts))
     mutual = all(0 <= partner < len(hosts) and partners[partner] == rank for rank, partner in enumerate(partners))
     return partners if mutual and hosts == in_pairs(partners) else None
 
@@ -102,7 +130,7 @@ def pairing(num_ranks: int, partners: Sequence[int]) -> tuple[int, ...]:
 
 def uses_host_memory(hosts: Hosts | None) -> bool:
     """Return whether some rank may keep what it evicts in its own host memory."""
-    return any(HOST_MEMORY in of_rank for of_rank in hosts or ())
+    return any(not host.on_device for of_rank in hosts or () for host in of_rank)
 
 
 def write_hosts(hosts: Hosts) -> str:
@@ -110,25 +138,26 @@ def write_hosts(hosts: Hosts) -> str:
     return ",".join(_BESIDE.join(map(write_host, of_rank)) or _NOBODY for of_rank in hosts)
 
 
-def write_host(host: int) -> str:
+def write_host(host: Host) -> str:
     """Write one host as text."""
-    return _OWN if host == HOST_MEMORY else str(host)
+    return str(host.rank) if host.on_device else _OWN
 
 
 def read_hosts(text: str) -> Hosts:
     """Read what `write_hosts` writes. Raises ValueError for anything else."""
     try:
         hosts = tuple(
-            tuple(_host(one) for one in word.split(_BESIDE)) if word != _NOBODY else () for word in text.split(",")
+            tuple(_host(rank, one) for one in word.split(_BESIDE)) if word != _NOBODY else ()
+            for rank, word in enumerate(text.split(","))
         )
     except ValueError:
         raise ValueError(f"{text[:40]!r} is no list of hosts such as 1+2,{_OWN},{_NOBODY}") from None
     return hosts
 
 
-def _host(word: str) -> int:
+def _host(rank: int, word: str) -> Host:
     if word == _OWN:
-        return HOST_MEMORY
+        return host_memory_of(rank)
     if not (word.isascii() and word.isdecimal() and str(int(word)) == word and len(word) < 10):
         raise ValueError(word)
-    return int(word)
+    return Host(int(word))

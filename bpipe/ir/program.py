@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.dependencies import Dependencies
+from bpipe.ir.hosts import Pair
 from bpipe.ir.schedule import Schedule
 
 
@@ -110,7 +111,7 @@ class Numbering:
     """Numbers transfers: the n-th from one rank to another, as both ends start those of a direction in one order."""
 
     def __init__(self) -> None:
-        self._started: dict[tuple[int, int], int] = {}
+        self._started: dict[Pair, int] = {}
         # By half, told apart as objects: what leaves a second time is the same to read. Only its number, as there may
         # be millions.
         self._halves: dict[int, int] = {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from bpipe.models.cluster import Cluster
 from bpipe.models.layout import Setup
 
 # Of so many runs and more the range leaves out 5 % of them at each end; of fewer it holds all.
@@ -31,26 +32,34 @@ class ErrorBars(NamedTuple):
         return predicted_s * (1 + self.low / 100), predicted_s * (1 + self.high / 100)
 
 
-AMPERE = ErrorBars("dense models on A100s", 65, -4, 3, 13)
-NEWER = ErrorBars("dense models on H100s and Blackwell", 14, -6, 9, 24)
+AMPERE = ErrorBars("dense models on A100s", 65, -5, 2, 11)
+HOPPER = ErrorBars("dense models on H100s", 7, -4, 1, 10)
+BLACKWELL = ErrorBars("dense models on Blackwell", 7, 11, 18, 26)
 EXPERTS = ErrorBars("models with experts", 6, 5, 17, 68)
 # Of every two runs of one source, one predicted with the factor of the other.
 CALIBRATED = ErrorBars("one source, one calibrating the other", 748, -6, 0, 6)
 
-_AMPERE_DEVICES = ("a100-40g", "a100-80g", "a800-80g")
-_NEWER_DEVICES = ("h100-80g", "h200-141g", "b200-180g", "gb200-186g")
+# By device, the runs of dense models of its generation.
+_DENSE = {
+    **dict.fromkeys(("a100-40g", "a100-80g", "a800-80g"), AMPERE),
+    **dict.fromkeys(("h100-80g", "h200-141g"), HOPPER),
+    **dict.fromkeys(("b200-180g", "gb200-186g"), BLACKWELL),
+}
+# The generations whose runs decided the constants of predictions (`rates`).
+_CALIBRATED_KINDS = (AMPERE, HOPPER)
 
 
 def error_bars(setup: Setup) -> ErrorBars | None:
     """Return the error bars of a setup: of calibrated clusters those of calibrated runs."""
-    cluster = setup.cluster
-    if cluster.factor != 1:
+    if setup.cluster.factor != 1:
         return CALIBRATED
-    if cluster.device.name not in _AMPERE_DEVICES + _NEWER_DEVICES:
-        return None
-    if setup.model.experts is not None:
-        return EXPERTS
-    return AMPERE if cluster.device.name in _AMPERE_DEVICES else NEWER
+    dense = _DENSE.get(setup.cluster.device.name)
+    return EXPERTS if dense is not None and setup.model.experts is not None else dense
+
+
+def is_never_calibrated(cluster: Cluster) -> bool:
+    """Return whether no run on such a device had a say in the constants of predictions, and none of the user's has."""
+    return cluster.factor == 1 and _DENSE.get(cluster.device.name) not in _CALIBRATED_KINDS
 
 
 def range_text(setup: Setup, predicted_s: float) -> str:

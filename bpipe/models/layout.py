@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
-from bpipe.build import BALANCES, BalanceConfig, ScheduleConfig
+from bpipe.balance.config import BALANCES, BalanceConfig
+from bpipe.build import ScheduleConfig
 from bpipe.generate.families import FAMILIES, default_family
 from bpipe.ir.layout import EVEN, Layout, SliceLengths, Vocabulary
 from bpipe.ir.program import Exchange
@@ -25,6 +26,7 @@ from bpipe.models.model import Model
 from bpipe.models.parts import LayerKind, Routing
 from bpipe.models.places import Grid, Places, nodes_of_copies, paired_places, places
 from bpipe.models.recompute import Recompute, StageLayers, read_recompute, stage_layers
+from bpipe.models.state_types import StateTypes
 from bpipe.models.switches import Switches
 
 ATTENTION = ("unfused", "flash")
@@ -101,6 +103,7 @@ class Setup:
     slices: int = 1
     slice_lengths: SliceLengths = EVEN
     span: tuple[int, int] | None = None
+    state_types: StateTypes = StateTypes()  # noqa: RUF009  (a frozen value)
 
     def __post_init__(self) -> None:
         rules = (self._check_choices, self._check_layers, self._check_model, self._check_division, self._check_schedule)
@@ -131,6 +134,11 @@ class Setup:
         gathered = self.tensor == 1 or self.sequence_parallel
         self.switches.check(
             self.precision, distributed_optimizer=self.distributed_optimizer, sequence_parallel=gathered
+        )
+        self.state_types.check(
+            self.precision,
+            distributed_optimizer=self.distributed_optimizer,
+            accumulates_in_fp32=self.switches.accumulate_allreduce_grads_in_fp32,
         )
 
     def _check_model(self) -> None:

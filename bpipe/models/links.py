@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from operator import mul
 
-from bpipe.build import BALANCES, unchecked
-from bpipe.ir.hosts import HOST_MEMORY, PAIR, Hosts, halved_pairs, in_pairs, mirrored_pairs, other_ranks
+from bpipe.balance.config import BALANCES
+from bpipe.build import unchecked
+from bpipe.ir.hosts import PAIR, Hosts, device_ranks, halved_pairs, in_pairs, mirrored_pairs
 from bpipe.models.layers.ends import STATISTICS, STATISTICS_BYTES
 from bpipe.models.layout import Setup
 from bpipe.models.rates import LINK_EFFICIENCY, LINK_LATENCY_S
@@ -50,7 +51,7 @@ def _host_bytes_per_s(setup: Setup) -> float:
     device, cluster = setup.cluster.device, setup.cluster
     if device.host_node_bytes_per_s is None:
         return device.host_bytes_per_s
-    sends = [HOST_MEMORY in of_rank for of_rank in hosts_of(setup)]
+    sends = [any(not host.on_device for host in of_rank) for of_rank in hosts_of(setup)]
     nodes = setup.nodes()
     # Of a node's devices as large a part sends as of the ranks that the first pipeline has there: replicas do as it
     # does.
@@ -64,5 +65,5 @@ def one_sided(nodes: tuple[int, ...], hosts: Hosts) -> frozenset[int]:
     There `--bpipe-transport auto` reaches into their memory; between nodes both have to meet, whatever joins these.
     """
     return frozenset(
-        rank for rank, of_rank in enumerate(hosts) if all(nodes[host] == nodes[rank] for host in other_ranks(of_rank))
+        rank for rank, of_rank in enumerate(hosts) if all(nodes[host] == nodes[rank] for host in device_ranks(of_rank))
     )

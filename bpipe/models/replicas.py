@@ -7,9 +7,6 @@ from bpipe.models.layout import Setup
 from bpipe.models.rates import LINK_EFFICIENCY, MEMORY_EFFICIENCY
 from bpipe.models.states import parameter_bytes, shard_parameters, stage_experts, stage_matrices, stage_parameters
 
-# Adam in 32 bit reads and writes main weight and both moments, reads the gradient, writes the weight.
-UPDATE_BYTES = 30
-
 
 def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
     """Return, for every stage, seconds to reduce its gradients over replicas and gather its weights, and seconds to
@@ -20,7 +17,11 @@ def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
     rank's shards count with its first stage.
     """
     device, d = setup.cluster.device, setup.replicas
-    weight, gradient, *_ = parameter_bytes(setup)
+    weight, gradient, state, _ = parameter_bytes(setup)
+    # Adam reads and writes main weight and both moments, reads the gradient in 32 bit, or as short as it is kept, and
+    # writes the weight, which in 32 bit is the main weight.
+    read = weight if setup.precision == "fp32" else 0
+    each = 2 * state + (4 if setup.state_types.gradient_copy_bytes(setup.fp8) else gradient) + weight + read
     gathers = setup.distributed_optimizer and not setup.switches.overlap_param_gather
     bandwidth = _replicas_bytes_per_s(setup, setup.replicas_share_nodes(), setup.replica_ports())
     rows, matrices = [], stage_matrices(setup)
@@ -34,7 +35,7 @@ def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
             mine += experts / (copies if setup.distributed_optimizer else 1)
         reduced = (gradient if setup.distributed_optimizer else 2 * gradient) * sent
         gathered = weight * sent if gathers else 0.0
-        updated = UPDATE_BYTES * mine / (device.memory_bytes_per_s * MEMORY_EFFICIENCY)
+        updated = each * mine / (device.memory_bytes_per_s * MEMORY_EFFICIENCY)
         if setup.fp8 is not None:
             gathered *= 1 - matrices[stage] / own * (1 - setup.fp8.gathered_bytes / weight)
             # Every iteration's first micro-batch writes the weights in 8 bit.

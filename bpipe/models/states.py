@@ -9,6 +9,7 @@ from bpipe.models.layout import Setup
 from bpipe.models.parameters import layer_parameters
 from bpipe.models.parts import LayerKind
 from bpipe.models.sizes import shard_size
+from bpipe.models.state_types import WHOLE
 
 # Bytes a parameter: weight, gradient, optimizer state (main weights and two moments), and what exists only while
 # weights are updated: a copy of 16-bit gradients in 32 bit. They add up to Megatron's 18, 20 and 16 (its guide to the
@@ -17,8 +18,18 @@ PARAMETER_BYTES = {"bf16": (2, 4, 12, 0), "fp16": (2, 2, 12, 4), "fp32": (4, 4, 
 
 
 def parameter_bytes(setup: Setup) -> tuple[int, int, int, int]:
-    """Return a row of `PARAMETER_BYTES`: with gradients in 16 bit bf16 has what fp16 has."""
-    return PARAMETER_BYTES["fp16" if setup.switches.grad_reduce_in_bf16 else setup.precision]
+    """Return a row of `PARAMETER_BYTES`, as flags on gradients and on the optimizer's state change it."""
+    if setup.precision == "fp32":
+        return PARAMETER_BYTES["fp32"]
+    types, switches = setup.state_types, setup.switches
+    has_short_gradients = (
+        not switches.accumulate_allreduce_grads_in_fp32
+        if setup.precision == "fp16"
+        else switches.grad_reduce_in_bf16 or types.main_grads_dtype != WHOLE
+    )
+    weight, gradient, _, copy = PARAMETER_BYTES["fp16" if has_short_gradients else "bf16"]
+    state = sum(types.state_bytes(setup.precision, setup.fp8))
+    return weight, gradient, state, min(copy, types.gradient_copy_bytes(setup.fp8))
 
 
 def stage_parameters(setup: Setup) -> tuple[int, ...]:

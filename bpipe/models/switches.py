@@ -25,6 +25,9 @@ class Switches:
         "with sequence parallelism: Transformer Engine gathers and scatters beside the products, part by part"
     )
     bpipe_differing_sizes: bool = _switch("micro-batches may differ in size: host buffers are an eighth larger")
+    accumulate_allreduce_grads_in_fp32: bool = _switch(
+        "with fp16: gradients are summed and reduced in 32 bit, not in 16"
+    )
     grad_reduce_in_bf16: bool = _switch("with bf16: gradients are summed and reduced in 16 bit, not in 32")
 
     def __post_init__(self) -> None:

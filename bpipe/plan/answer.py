@@ -12,12 +12,9 @@ from enum import StrEnum
 from typing import Any
 
 from bpipe.models.cluster import gib_text
-from bpipe.models.error_bars import error_bars, range_text
+from bpipe.models.error_bars import error_bars, is_never_calibrated, range_text
 from bpipe.plan.explain import CLEARLY, describe
 from bpipe.plan.predict import SetupPrediction
-
-# Said of a prediction that counts on it.
-OVERLAPPED = "published runs with --tp-comm-overlap took 7 to 9 % longer than predicted (docs/validation.md)"
 
 
 class ChoiceKind(StrEnum):
@@ -80,8 +77,6 @@ def answer_lines(found: Answer) -> list[str]:
         lines += [f"        {one.flags}"] if one.flags else []
         lines += [f"        the trainer refuses it: {reason}" for reason in one.refused[:2]]
     lines.append(_advice(found))
-    if any(_counts_on_overlap(one.prediction) for one in found.choices):
-        lines.append(f"        {OVERLAPPED}")
     if found.choices:
         lines.append(_doubt(found.choices[-1]))
     return lines
@@ -120,16 +115,13 @@ def _apart(one: Choice, other: Choice) -> str:
     return f"{abs(percent):.1f} % {'longer' if percent > 0 else 'shorter'}"
 
 
-def _counts_on_overlap(prediction: SetupPrediction) -> bool:
-    return prediction.setup.switches.tp_comm_overlap and prediction.setup.tensor > 1
-
-
 def _doubt(one: Choice) -> str:
-    bars = error_bars(one.prediction.setup)
+    cluster, bars = one.prediction.setup.cluster, error_bars(one.prediction.setup)
     if bars is None:
-        return f"Of {one.prediction.setup.cluster.device.name} no measured run is known: times may be far off."
+        return f"Never calibrated: of {cluster.device.name} no measured run is known, and times may be far off."
     took = f"took {bars.low:+d} to {bars.high:+d} % longer than predicted"
-    return f"In brackets: {bars.num_runs} measured runs of {bars.kind} {took} (docs/validation.md)."
+    never = " Never calibrated: constants are of A100s and H100s." if is_never_calibrated(cluster) else ""
+    return f"In brackets: {bars.num_runs} measured runs of {bars.kind} {took} (docs/validation.md).{never}"
 
 
 def answer_document(found: Answer) -> dict[str, Any]:

@@ -16,12 +16,12 @@ from fractions import Fraction
 from functools import partial
 
 from bpipe.balance.budget import ActivationBudget, BudgetTooSmall, chosen_partners, fewest_moved, smallest_level_of_pair
+from bpipe.balance.config import BalanceConfig, balanced
 from bpipe.balance.pairs import allocated_bytes, choose_partners, pairs_of
 from bpipe.balance.pool import fewest_sent, smallest_level
 from bpipe.balance.tiers import balance_over_hosts
-from bpipe.build import BalanceConfig, balanced
 from bpipe.ir.host_buffers import guests_of, hosts_of
-from bpipe.ir.hosts import IN_NODES, PAIR, POOL
+from bpipe.ir.hosts import IN_NODES, PAIR, POOL, Pair, device_ranks
 from bpipe.ir.memory import Memory, num_transfers
 from bpipe.ir.schedule import Schedule
 from bpipe.models.layout import Setup
@@ -58,7 +58,7 @@ class Devices:
     nodes: tuple[int, ...] = ()
     link_bytes: int = 0
     parts: tuple[tuple[int, ...], ...] = ()
-    linked: frozenset[tuple[int, int]] | None = None
+    linked: frozenset[Pair] | None = None
 
     def activation_budget(self, more_bytes: int = 0, moving: bool = True) -> ActivationBudget:
         """Return the memory to balance within, for budgets larger by `more_bytes`."""
@@ -81,7 +81,7 @@ class Devices:
         """Return bytes of a rank's further links to other nodes."""
         if not self.nodes or not self.link_bytes:
             return 0
-        others = {*hosts_of(schedule, rank).values(), *guests_of(schedule, rank)}
+        others = {*device_ranks(list(hosts_of(schedule, rank).values())), *guests_of(schedule, rank)}
         apart = [other for other in others if self.nodes[other] != self.nodes[rank]]
         if self.linked is None:
             return self.link_bytes * max(0, len(apart) - 1)
@@ -94,7 +94,7 @@ class OverBudget(ValueError):
     `smallest_bytes`: by rank, budgets that a plan keeps, each larger by the same amount; `pair`: who lacks most.
     """
 
-    def __init__(self, smallest_bytes: tuple[int, ...], pair: tuple[int, int], budget_bytes: tuple[int, ...]) -> None:
+    def __init__(self, smallest_bytes: tuple[int, ...], pair: Pair, budget_bytes: tuple[int, ...]) -> None:
         who = f"rank {pair[0]}" if pair[0] == pair[1] else f"ranks {pair[0]} and {pair[1]}"
         super().__init__(
             f"no plan keeps {who} within {budget_text(budget_bytes)} GiB a device. The smallest budget that one keeps "
@@ -140,7 +140,7 @@ def _choices(devices: Devices, activation_budget: ActivationBudget) -> list[Part
     return [None, *pairs] if devices.hosts == POOL else [None]
 
 
-def _more(devices: Devices, partners: Partners) -> tuple[int, tuple[int, int]]:
+def _more(devices: Devices, partners: Partners) -> tuple[int, Pair]:
     """By how much larger budgets would have to be for all pairs, and for which most."""
     levels = _levels(devices, partners)
     worst = max(levels, key=lambda pair: levels[pair])
@@ -237,7 +237,7 @@ def _with_links(devices: Devices, activation_budget: ActivationBudget) -> Activa
         taken = needed
 
 
-def _levels(devices: Devices, partners: Partners) -> dict[tuple[int, int], int]:
+def _levels(devices: Devices, partners: Partners) -> dict[Pair, int]:
     """By pair, by how much more its budgets have to be than they are, at least; below 0, by how much less they may be.
 
     Of a pool it is one number, by whoever lacks most with less.

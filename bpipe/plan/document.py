@@ -44,6 +44,7 @@ def configuration(setup: Setup) -> dict[str, Any]:
         **_balance(setup),
         "precision": setup.precision,
         **_fp8(setup),
+        **(asdict(setup.state_types) if setup.state_types.use_precision_aware_optimizer else {}),
         "distributed_optimizer": setup.distributed_optimizer,
         "sequence_parallel": setup.sequence_parallel,
         "kernels": setup.kernels,

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from bpipe.build import BALANCES
+from bpipe.balance.config import BALANCES
 from bpipe.generate.families import default_family
 from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
 from bpipe.ir.layout import EVEN
 from bpipe.models.cluster import Cluster, gib_text
+from bpipe.models.error_bars import is_never_calibrated
 from bpipe.models.kernel_shapes import kernel_shapes
 from bpipe.models.layout import EVENLY, Setup
 from bpipe.models.links import hosts_of, links
@@ -126,10 +127,15 @@ def tightness_warning(prediction: SetupPrediction) -> str | None:
 
 
 def calibration_lines(cluster: Cluster) -> list[str]:
-    """Return lines that say times are calibrated, where they are."""
+    """Return lines that say times are calibrated, or that they never were where others of their kind are."""
     lines = (
         [] if cluster.factor == 1 else [f"calibrated: all times are {cluster.factor:.4f} times what the formulas say"]
     )
+    if is_never_calibrated(cluster):
+        lines.append(
+            f"never calibrated: no run on a {cluster.device.name} decided a constant of these times; `bpipe calibrate` "
+            f"takes one of yours"
+        )
     return (
         lines
         if cluster.kernels is None
@@ -193,7 +199,7 @@ def pairs_apart(prediction: SetupPrediction, profile: Profile | None = None) -> 
         return None
     joined, hosts = links(setup), hosts_of(setup)
     moving = (rank for rank, count in enumerate(prediction.transfers) if count)
-    if not any(joined.crosses(rank, host) for rank in moving for host in hosts[rank]):
+    if not any(joined.crosses(rank, host.rank) for rank in moving for host in hosts[rank]):
         return None
     cluster, each = setup.cluster, setup.tensor * setup.context
     fills = 2 * each > cluster.devices_per_domain

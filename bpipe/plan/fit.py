@@ -13,8 +13,8 @@ from fractions import Fraction
 from math import ceil
 from typing import Any
 
+from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import buffer_bytes, moved_bytes
-from bpipe.build import BalanceConfig
 from bpipe.ir.host_buffers import (
     Residency,
     host_buffers,
@@ -24,7 +24,7 @@ from bpipe.ir.host_buffers import (
     num_host_memory_buffers,
     residencies_by_host,
 )
-from bpipe.ir.hosts import uses_host_memory
+from bpipe.ir.hosts import device_ranks, uses_host_memory
 from bpipe.ir.memory import Memory, num_transfers
 from bpipe.ir.schedule import Schedule
 from bpipe.models.cluster import GIB
@@ -96,7 +96,7 @@ def plan_values(found: Fit) -> dict[str, Any]:
         "hosts": [
             {
                 "rank": rank,
-                "host": host,
+                "host": host.rank,
                 "evictions": len(residencies),
                 "moved_bytes": found.residency_bytes(residencies),
             }
@@ -144,12 +144,6 @@ def _waiting(found: Fit) -> list[str]:
     return [f"not every transfer ends before it is needed{earlier}: waits in an iteration {waits}"] if waits else []
 
 
-def _where(found: Fit, rank: int, host: int) -> str:
-    if host == rank:
-        return "its own node"
-    return f"rank {host}"
-
-
 def _hosting(found: Fit, rank: int) -> str:
     """Of one rank that sends."""
     schedule, by_host = found.schedule, residencies_by_host(found.schedule, rank)
@@ -157,15 +151,15 @@ def _hosting(found: Fit, rank: int) -> str:
     counted = "micro-batches" if schedule.layout.slices == 1 else "slices of micro-batches"
     parts = []
     for host, residencies in by_host.items():
-        own = host == rank
-        taken = (
-            found.own_bytes[rank] if own else buffer_bytes(schedule, host_buffers(schedule, host), found.memory, rank)
-        )
-        count = num_host_memory_buffers(schedule, rank) if own else num_buffers_for(schedule, host)[rank]
+        if host.on_device:
+            where, count = f"rank {host.rank}", num_buffers_for(schedule, host.rank)[rank]
+            taken = buffer_bytes(schedule, host_buffers(schedule, host.rank), found.memory, rank)
+        else:
+            where, count, taken = "its own node", num_host_memory_buffers(schedule, rank), found.own_bytes[rank]
         parts.append(
-            f"{_where(found, rank, host)} hosts {_part(found, residencies)}{len(residencies)} of its {every} {counted}, in "
+            f"{where} hosts {_part(found, residencies)}{len(residencies)} of its {every} {counted}, in "
             f"{count} host buffers of {budget_text([taken])} GiB in all"
         )
-    needs = [budget_text([found.need_bytes[one]]) for one in (rank, *(host for host in by_host if host != rank))]
+    needs = [budget_text([found.need_bytes[one]]) for one in (rank, *device_ranks(list(by_host)))]
     then = f"they need {', '.join(needs[:-1])} and {needs[-1]} GiB" if len(needs) > 1 else f"it needs {needs[0]} GiB"
     return f"rank {rank} would need {budget_text([found.alone_bytes[rank]])} GiB; {', '.join(parts)}: {then}"

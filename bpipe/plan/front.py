@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from bpipe.build import BALANCES
+from bpipe.balance.config import BALANCES
 from bpipe.generate.families import FAMILIES, SEARCHED
 from bpipe.ir.hosts import ARRANGEMENTS
 from bpipe.models.cluster import gib_text

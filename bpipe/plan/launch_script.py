@@ -25,6 +25,8 @@ from bpipe.plan.bash_values import MARK, Variables
 from bpipe.plan.bash_words import Scanner
 
 _DECLARE = ("export", "declare", "local", "readonly", "typeset")
+# Options of declarations, and those of export, that change no value.
+_OPTIONS = ("-[rxga]+|-p", "-f|-n|-fx|-p|-x")
 # Of `set`: what changes no word.
 _SET = re.compile(
     r"[-+][aeuxCEhTbmv]+|[-+][aeuxvE]*o|errexit|nounset|xtrace|pipefail|errtrace|functrace|verbose|monitor|[-+]"
@@ -172,9 +174,9 @@ class _ScriptReader(Commands):
         read_only = name == "readonly"
         for word in words[1:]:
             literal, said = word.literal or "", assigned(word)
-            if said is None and name != "export" and re.fullmatch("-[rxga]+|-p", literal):
-                read_only = read_only or "r" in literal
-            elif said is not None or name != "export" or literal not in ("-f", "-n", "-fx", "-p", "-x"):
+            if said is None and re.fullmatch(_OPTIONS[name == "export"], literal):
+                read_only = read_only or (name != "export" and "r" in literal)
+            else:
                 self._declare_one(name, line, literal, said, definite)
                 if read_only:
                     self.variables.keep(literal if said is None else said.name)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from bpipe.build import BALANCES
+from bpipe.balance.config import BALANCES
 from bpipe.flags.configurations import MODEL_SWITCHES
 from bpipe.flags.flag import Options
 from bpipe.flags.launches import READ, SAME
@@ -25,12 +25,13 @@ from bpipe.ir.layout import REDISTRIBUTE
 from bpipe.models.fp8 import RECIPES
 from bpipe.models.layer_counts import output_in_layers, padded_vocabulary, redistribute_layers
 from bpipe.models.layout import CP_COMM_TYPES
+from bpipe.models.state_types import FIELDS as STATE_FIELDS
 from bpipe.models.switches import SWITCHES, flag_of
 from bpipe.plan.expert_flags import parts_of_flags
 from bpipe.plan.hybrid_flags import hybrid_of_flags, layers_of, settle_pattern
 from bpipe.plan.layer_split import Split
 from bpipe.plan.megatron_names import refuse_mistyped
-from bpipe.plan.other_flags import REFUSED, is_without_influence, refused_for, takes_any_value
+from bpipe.plan.other_flags import PREDICTED_WITHOUT, REFUSED, is_without_influence, refused_for, takes_any_value
 from bpipe.plan.recompute_flags import scope_of_flags
 
 # Fields that a launch says as they are.
@@ -93,7 +94,10 @@ def read_command(words: Sequence[str], unknown: Callable[[str], str | None] = la
     if vocabulary is not None:
         options.setdefault("vocabulary", vocabulary)
     scope, unmodelled = scope_of_flags(found, notes)
-    left = sorted({flag for flag, _ in others if flag not in REFUSED and not is_without_influence(flag)})
+    named = sorted({flag for flag, _ in others})
+    notes += [f"{flag} {PREDICTED_WITHOUT[flag]}" for flag in named if flag in PREDICTED_WITHOUT]
+    known = (*REFUSED, *PREDICTED_WITHOUT)
+    left = [flag for flag in named if flag not in known and not is_without_influence(flag)]
     refuse_mistyped(left)
     options["recompute"] = scope
     return Reading(options, unmodelled, tuple(left), tuple(notes), _devices(launcher), tuple(others), tuple(flags))
@@ -303,6 +307,7 @@ def _training(found: Options, notes: list[str]) -> dict[str, Any]:
         "no_distributed_optimizer": not found.use_distributed_optimizer,
         **switches,
         **_fp8(found),
+        **{name: getattr(found, name) for name in STATE_FIELDS},
         "bpipe_differing_sizes": bool(_differing(found)),
     }
 

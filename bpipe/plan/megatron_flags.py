@@ -2,20 +2,22 @@
 
 In: a Setup. Out: a list of arguments.
 
-Says nothing of data, learning rate or iterations: those are the user's. Imports no Megatron; a test holds the flags to
-the real parser.
+The vocabulary's size is there, for a tokenizer that has no other. Says nothing of data, learning rate or iterations:
+those are the user's. Imports no Megatron; a test holds the flags to the real parser.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 
-from bpipe.build import BALANCES
+from bpipe.balance.config import BALANCES
 from bpipe.flags.launches import words
 from bpipe.generate.families import default_family
 from bpipe.ir.hosts import PAIR
 from bpipe.ir.layout import EVEN
 from bpipe.models.layout import Setup
+from bpipe.models.state_types import WHOLE
 from bpipe.models.switches import SWITCHES
 from bpipe.plan.expert_flags import flags_of_parts
 from bpipe.plan.fit import budget_text
@@ -44,6 +46,7 @@ def _model(setup: Setup) -> list[str]:
             },
             "group_query_attention": grouped,
             "num_query_groups": model.num_query_groups if grouped else None,
+            "vocabulary": model.vocabulary,
             "sequence": setup.sequence,
             "max_position_embeddings": setup.sequence,
             "normalization": "RMSNorm" if model.rms_norm else "LayerNorm",
@@ -138,6 +141,7 @@ def _memory(setup: Setup) -> list[str]:
         "fp8_recipe": None if fp8 is None else fp8.recipe,
         "fp8_param_gather": fp8 is not None and fp8.param_gather,
         "use_distributed_optimizer": setup.distributed_optimizer,
+        **{name: None if value == WHOLE else value for name, value in asdict(setup.state_types).items()},
         # Of one tensor-parallel rank there is nothing to overlap, and Megatron refuses to.
         **{
             name: getattr(setup.switches, name) and (setup.tensor > 1 or name != "tp_comm_overlap") for name in SWITCHES

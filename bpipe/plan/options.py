@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from bpipe.build import BALANCES, BalanceConfig
+from bpipe.balance.config import BALANCES, BalanceConfig
 from bpipe.flags.configurations import CONFIGURATION, DEFAULTS, EXPERTS, MODEL, SIZES, TRAINING
 from bpipe.flags.flag import Options
 from bpipe.flags.values import AUTO, TIME
@@ -27,6 +27,8 @@ from bpipe.models.layout import Setup, setup_from_values
 from bpipe.models.model import Model
 from bpipe.models.parts import Routing
 from bpipe.models.slices import slice_bounds
+from bpipe.models.state_types import FIELDS as STATE_FIELDS
+from bpipe.models.state_types import StateTypes
 from bpipe.models.switches import SWITCHES, Switches
 from bpipe.plan.megatron_command import Reading, read_command
 
@@ -185,6 +187,12 @@ def fp8_of(options: Options) -> Fp8 | None:
     return Fp8(options.fp8_format, recipe or RECIPES[0], bool(gathers))
 
 
+def state_types_of(options: Options) -> StateTypes:
+    """Return the types of the optimizer's state."""
+    said = {name: getattr(options, name, None) for name in STATE_FIELDS}
+    return StateTypes(**{name: value for name, value in said.items() if value is not None})
+
+
 def setup_of(options: Options, cluster: Cluster) -> Setup:
     """Return the setup of filled options. Without a global batch it is one micro-batch a replica, as in Megatron."""
     model = model_of(options)
@@ -211,6 +219,7 @@ def setup_of(options: Options, cluster: Cluster) -> Setup:
         "switches": switches_of(options),
         "routing": routing_of(options),
         "fp8": fp8_of(options),
+        "state_types": state_types_of(options),
         "how": _balance_of(options),
     }
     timed = getattr(options, "slice_lengths", EVEN) == TIME

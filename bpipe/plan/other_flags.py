@@ -12,9 +12,16 @@ from fnmatch import fnmatchcase
 _OFFLOAD, _FSDP = "offloading", "sharding by FSDP"
 _LOW = "4-bit training, and 8-bit training of some layers or of more than matrices"
 GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
-# Flags that take a value are refused where it is none of these; of one that says how many shards, 1 is none.
+_GRAPHS = "CUDA graphs, which keep what they capture in memory of their own"
+# Flags that take a value are refused where it is none of these, or of what stands here for a flag.
 _NEUTRAL = ("0", "None", "none")
-_ONE_IS_NEUTRAL = ("--tensor-parallel-num-weight-shards", "--expert-tensor-parallel-num-weight-shards")
+_NEUTRAL_OF = {
+    "--tensor-parallel-num-weight-shards": "1",
+    "--expert-tensor-parallel-num-weight-shards": "1",
+    "--num-distributed-optimizer-instances": "1",
+    "--optimizer": "adam",
+    "--cross-entropy-fusion-impl": "native",
+}
 REFUSED = {
     "--moe-layer-recompute": "an old name of --recompute-granularity selective --recompute-modules moe, which is read",
     "--moe-latent-size": "experts of a smaller hidden size",
@@ -39,8 +46,28 @@ REFUSED = {
     "--use-checkpoint-args": "sizes that stand in a checkpoint",
     "--yaml-cfg": "flags that stand in a file",
     GROUP: "larger groups of micro-batches",
+    "--optimizer": "another optimizer than Adam, whose state has another size",
+    "--muon-scalar-optimizer": "Muon, whose state has another size",
+    **dict.fromkeys(
+        ("--cuda-graph-impl", "--enable-cuda-graph", "--external-cuda-graph", "--optimizer-cuda-graph"), _GRAPHS
+    ),
+    "--cross-entropy-fusion-impl": "another loss, which keeps no softmax in 32 bit",
+    "--fp16-lm-cross-entropy": "a loss in 16 bit",
+    "--fp32-residual-connection": "what passes between layers in 32 bit",
+    "--defer-embedding-wgrad-compute": "an output layer that keeps logits' gradients of several micro-batches",
+    "--overlap-moe-expert-parallel-comm": "forwards and backwards of two micro-batches at once",
+    "--moe-paged-stash": "experts' inputs in pages",
+    "--num-distributed-optimizer-instances": "optimizer state on a part of the replicas",
+    "--ddp-param-name-patterns-for-fp32-local-accumulation": "gradients of some weights in 32 bit",
+    "--use-transformer-engine-op-fuser": "an MLP of fused operations",
+    "--te-precision-config-file": "precisions that stand in a file",
+    "--freeze-all-layers": "layers that are not trained",
+    "--perform-rl-step": "reinforcement learning",
     "--bpipe-kept": "another share of a micro-batch than the model's",
 }
+
+# Flags that are predicted as if they were not given, and why.
+PREDICTED_WITHOUT = {"--cross-entropy-loss-fusion": "keeps the same softmax in 32 bit: predicted as without it"}
 
 # Patterns of flags.
 WITHOUT_INFLUENCE = [
@@ -170,7 +197,7 @@ def refused_for(flag: str, value: str, own_group: str) -> str | None:
 
     `own_group`: the size that groups of micro-batches have anyway, as many as there are ranks.
     """
-    neutral = (*_NEUTRAL, *(("1",) if flag in _ONE_IS_NEUTRAL else ()), *((own_group,) if flag == GROUP else ()))
+    neutral = (*_NEUTRAL, own_group if flag == GROUP else _NEUTRAL_OF.get(flag))
     return None if value in neutral else REFUSED.get(flag)
 
 

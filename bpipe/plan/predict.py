@@ -14,7 +14,7 @@ from typing import Any
 from bpipe.balance.budget import BudgetTooSmall
 from bpipe.build import built, unchecked
 from bpipe.generate.families import FAMILIES
-from bpipe.ir.hosts import HOST_MEMORY, other_ranks
+from bpipe.ir.hosts import Host
 from bpipe.ir.memory import num_transfers
 from bpipe.models.activations import keeps_own
 from bpipe.models.costs import predict_costs
@@ -246,10 +246,9 @@ def _bandwidth(setup: Setup, costs: Costs, moves: tuple[int, ...]) -> Bandwidth 
     return max(needs, key=lambda need: need.required_bytes_per_s / need.available_bytes_per_s, default=None)
 
 
-def _needs_of_rank(rank: int, stages: Iterable[int], costs: Costs, hosts: Sequence[int]) -> list[Bandwidth]:
+def _needs_of_rank(rank: int, stages: Iterable[int], costs: Costs, hosts: Sequence[Host]) -> list[Bandwidth]:
     """Return what transfers of each of a rank's stages need of its slowest link; nothing where no link has a speed."""
-    ways = [*other_ranks(hosts), *(rank for host in hosts if host <= HOST_MEMORY)]
-    speeds = [costs.links.link(rank, other).bytes_per_s for other in ways]
+    speeds = [costs.links.link(rank, host.rank).bytes_per_s for host in hosts]
     available = min((speed for speed in speeds if speed is not None), default=None)
     if available is None:
         return []

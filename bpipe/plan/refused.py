@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bpipe.build import BALANCES
+from bpipe.balance.config import BALANCES
 from bpipe.features.asked import asked_by, reasons, reasons_of, settings_of, sliced_reasons
 from bpipe.features.feature import Settings
 from bpipe.features.table import PLACED, SHARDED

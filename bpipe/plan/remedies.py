@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from bpipe.build import BalanceConfig, build
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import build
 from bpipe.flags.budgets import MINIMUM_BYTES
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.hosts import ALL, PAIR, POOL

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from bpipe.build import BALANCES
+from bpipe.balance.config import BALANCES
 from bpipe.generate.families import FAMILIES
 from bpipe.models.costs import lengths_of_equal_seconds
 from bpipe.models.layout import Setup

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from bpipe.build import BALANCES, BalanceConfig
+from bpipe.balance.config import BALANCES, BalanceConfig
 from bpipe.generate.families import DEFAULTS, FAMILIES
 from bpipe.generate.family import Family
 from bpipe.ir.hosts import PAIR
@@ -28,6 +28,7 @@ from bpipe.models.model import Model
 from bpipe.models.parts import Routing
 from bpipe.models.profile import Profile
 from bpipe.models.recompute import BLOCK, RECOMPUTE, read_scope
+from bpipe.models.state_types import StateTypes
 from bpipe.models.switches import Switches
 from bpipe.plan.fewest_layers import OPEN
 
@@ -72,6 +73,7 @@ class Space:
     contexts: tuple[int, ...] = (1,)
     cp_comm_type: str = CP_COMM_TYPES[0]
     fp8: Fp8 | None = None
+    state_types: StateTypes = StateTypes()  # noqa: RUF009  (a frozen value)
     vocabulary_parallel: tuple[str, ...] | None = (Vocabulary.WHOLE.value,)
     tensors: tuple[int, ...] | None = None
     pipelines: tuple[int, ...] | None = None

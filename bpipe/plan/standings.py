@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bpipe.build import BALANCES
+from bpipe.balance.config import BALANCES
 from bpipe.generate.families import FAMILIES
 from bpipe.models.layout import Setup
 from bpipe.plan.explain import describe, describe_change

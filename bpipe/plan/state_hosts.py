@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bpipe.build import BALANCES
+from bpipe.balance.config import BALANCES
 from bpipe.flags.budgets import HostedState, write_moves
 from bpipe.models.cluster import gib_text
 from bpipe.models.layout import EVENLY, Setup
@@ -25,8 +25,6 @@ from bpipe.models.states import parameter_bytes
 from bpipe.plan.predict import SetupPrediction, predict
 
 FLAG = "--bpipe-optimizer-hosts"
-# Of a parameter: two moments in 32 bit. Weights in 32 bit stay, others read them.
-MOMENTS_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +79,11 @@ def _movable(row: RankMemory, prediction: SetupPrediction) -> int:
     updating = row.state_bytes + row.overhead_bytes + row.update_bytes
     if updating > row.limit_bytes:
         return 0
-    _, _, state, _ = parameter_bytes(prediction.setup)
-    return row.optimizer_bytes * MOMENTS_BYTES // state
+    setup = prediction.setup
+    _, _, state, _ = parameter_bytes(setup)
+    # Main weights stay, others read them.
+    moments = sum(setup.state_types.state_bytes(setup.precision, setup.fp8)[1:])
+    return row.optimizer_bytes * moments // state
 
 
 def _nearest(setup: Setup, giver: int, room: dict[int, int]) -> Iterator[int]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bpipe.build import BALANCES
+from bpipe.balance.config import BALANCES
 from bpipe.generate.families import DEFAULTS
 from bpipe.ir.hosts import PAIR
 from bpipe.ir.layout import Vocabulary

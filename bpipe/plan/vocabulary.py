@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bpipe.build import BalanceConfig
+from bpipe.balance.config import BalanceConfig
 from bpipe.ir.layout import REDISTRIBUTE, TRAINED_SHARDS
 from bpipe.models.layer_counts import redistribute_layers
 from bpipe.models.layout import Setup

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from bpipe.build import BALANCES, BalanceConfig
+from bpipe.balance.config import BALANCES, BalanceConfig
 from bpipe.generate.families import FAMILIES, default_family
 from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
 from bpipe.ir.layout import Vocabulary

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from bpipe.balance.config import balanced
 from bpipe.balance.deadlines import Windows
-from bpipe.build import balanced
 from bpipe.ir.action import COMPUTE
 from bpipe.ir.schedule import Schedule
 from bpipe.plan.fit import Fit

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Annotated, Any
 
-from bpipe.build import BalanceConfig, ScheduleConfig, named_balance
+from bpipe.balance.config import BalanceConfig, named_balance
+from bpipe.build import ScheduleConfig
 from bpipe.formats.text import read_costs, read_share
 from bpipe.generate.family import ALIKE, UnitCosts
 from bpipe.ir.hosts import PAIR

@@ -6,6 +6,7 @@ In: a `Comparison`. Out: sentences: what balancing bought and cost, which stage 
 from __future__ import annotations
 
 from bpipe.ir.host_buffers import num_buffers_for, num_host_memory_buffers, residencies_by_host
+from bpipe.ir.hosts import Host
 from bpipe.ir.memory import num_transfers
 from bpipe.report.compare import Comparison, StageRow, shared_cores
 from bpipe.report.units import bytes_text, counted, percent_text, seconds_text
@@ -88,7 +89,7 @@ def _hosting(comparison: Comparison) -> str:
     return f"{'; '.join(told)}." if told else ""
 
 
-def _hosted(comparison: Comparison, rank: int, host: int) -> str:
+def _hosted(comparison: Comparison, rank: int, host: Host) -> str:
     """Of one stage that sends, and one that hosts for it."""
     schedule, row = comparison.measured.schedule, comparison.stages[rank]
     how, where = comparison.measured.program.balance, _where(comparison, rank, host)
@@ -99,21 +100,21 @@ def _hosted(comparison: Comparison, rank: int, host: int) -> str:
     return f"{where}{alone}" + ("" if bound is None else f" and is to hold {bound} at most")
 
 
-def _where(comparison: Comparison, rank: int, host: int) -> str:
+def _where(comparison: Comparison, rank: int, host: Host) -> str:
     """Return how much of one stage is with another, or in a node's memory."""
-    schedule, sizes = comparison.measured.schedule, comparison.prediction.sizes[host]
+    schedule, sizes = comparison.measured.schedule, comparison.prediction.sizes[host.rank]
     count = len(residencies_by_host(schedule, rank)[host])
     own = schedule.num_microbatches * len(schedule.layout.stages_of(rank)) // schedule.layout.num_pipes
-    if host == rank:
+    if not host.on_device:
         in_all = "" if sizes is None else f" of {bytes_text(sizes.own_bytes)} in all"
         places = counted(num_host_memory_buffers(schedule, rank), "host buffer")
         return f"Stage {rank} keeps {count} of its {own} micro-batches in its own node's memory, in {places}{in_all}"
-    where = f"Stage {host} hosts {count} of {own} micro-batches of stage {rank}"
+    where = f"Stage {host.rank} hosts {count} of {own} micro-batches of stage {rank}"
     if sizes is None:
         return where
     if not sizes.host_bytes:
         return f"Stage {rank} keeps {count} of its {own} micro-batches in its host's memory"
-    buffers = num_buffers_for(schedule, host)
+    buffers = num_buffers_for(schedule, host.rank)
     others = "" if len(buffers) == 1 else ", others' included"
     return f"{where} in {counted(buffers[rank], 'host buffer')} of {bytes_text(sizes.host_bytes)} in all{others}"
 

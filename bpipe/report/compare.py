@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from bpipe.build import BalanceConfig
+from bpipe.balance.config import BalanceConfig
 from bpipe.ir.action import Kind
 from bpipe.models.flops import mfu
 from bpipe.record.format import Iteration, Row

@@ -15,6 +15,7 @@ from statistics import median
 from bpipe.build import ScheduleConfig, build
 from bpipe.ir.action import COMPUTE, OTHER_END, Action, Kind
 from bpipe.ir.host_buffers import guests_of, num_host_buffers, residencies_by_host
+from bpipe.ir.hosts import Host
 from bpipe.ir.memory import changes_in_time, counting
 from bpipe.ir.schedule import Schedule
 from bpipe.record.format import Iteration, RankRecord, Row, Run
@@ -304,7 +305,7 @@ def _with_other_ends(schedule: Schedule, lanes: Sequence[Lane | None]) -> tuple[
 
 def _sent_to(schedule: Schedule, guest: int, host: int, lane: Lane | None) -> Iterator[Row]:
     """What a rank recorded of its transfers to and from one host."""
-    of_host = {(stay.stage, stay.microbatch) for stay in residencies_by_host(schedule, guest).get(host, ())}
+    of_host = {(stay.stage, stay.microbatch) for stay in residencies_by_host(schedule, guest).get(Host(host), ())}
     for row in lane.transfers if lane is not None else ():
         if row.action.kind in OWN_TRANSFERS and (row.action.stage, row.action.microbatch) in of_host:
             yield row

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from bpipe.generate.families import exchange_of
-from bpipe.ir.action import Kind
+from bpipe.ir.action import Key, Kind
 from bpipe.ir.host_buffers import num_host_buffers
 from bpipe.ir.memory import KeptMemory, Memory, StageMemory, live_bytes, memory_of, peak_bytes
 from bpipe.ir.program import Exchange
@@ -91,9 +91,9 @@ def peak_of_rule(schedule: Schedule, rank: int, memory: Memory, received: int) -
 
 def rule_by_slice(
     schedule: Schedule,
-    saved: Mapping[tuple[int, int], int],
-    moved: Mapping[tuple[int, int], int],
-    after_input: Mapping[tuple[int, int], int],
+    saved: Mapping[Key, int],
+    moved: Mapping[Key, int],
+    after_input: Mapping[Key, int],
     shard: int = 0,
 ) -> Memory:
     """Return the rule for sizes of slices, each by stage and number: of those of one place the largest.

@@ -15,9 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
 from bpipe.ir.action import Kind
 from bpipe.ir.dependencies import NOTHING, Dependencies
+from bpipe.ir.hosts import Pair
 from bpipe.ir.memory import changes_in_time
 from bpipe.ir.schedule import Schedule
 from bpipe.record.format import ONE_SIDED, Row
@@ -171,12 +173,7 @@ def _without_buffers(size: RankSizes | None) -> RankSizes | None:
 
 def _balanced(program: ScheduleConfig, sizes: Sequence[RankSizes | None]) -> tuple[int, ...] | None:
     """What balancing would make of a run without it: nothing where there is nothing to balance, None where a size is
-    not known.
-
-    None, too, where a forward and a backward overlap: only schedules of single computations are balanced.
-    """
-    if any(slot.overlapped for row in build(program).ranks for slot in row):
-        return None
+    not known."""
     schedule = build(replace(program, balance=BalanceConfig()))
     if not any(slot.transfers for row in schedule.ranks for slot in row):
         return ()
@@ -276,7 +273,7 @@ def _messages(measured: Measured, nodes: Sequence[int]) -> tuple[float | None, f
     Of a pair it is the mean of both directions' median gaps, so that what two clocks differ by drops out.
     """
     dependencies = Dependencies(measured.schedule.layout, measured.schedule.num_microbatches)
-    found: dict[tuple[int, int], list[float]] = {}
+    found: dict[Pair, list[float]] = {}
     for timeline in measured.steady:
         for ranks, gap in gaps(timeline, dependencies):
             found.setdefault(ranks, []).append(gap)
@@ -290,7 +287,7 @@ def _messages(measured: Measured, nodes: Sequence[int]) -> tuple[float | None, f
     return (median(inside) if inside else None), (median(between) if between else None)
 
 
-def gaps(timeline: Timeline, dependencies: Dependencies) -> Iterator[tuple[tuple[int, int], float]]:
+def gaps(timeline: Timeline, dependencies: Dependencies) -> Iterator[tuple[Pair, float]]:
     """Yield seconds from the end of a computation to the start of the one that it allows on another rank, with the
     places of both.
 

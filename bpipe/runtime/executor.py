@@ -23,6 +23,7 @@ import torch
 
 from bpipe.ir.action import SHARDS, Action, Kind
 from bpipe.ir.dependencies import NOTHING, Dependencies
+from bpipe.ir.hosts import Pair
 from bpipe.ir.program import Exchange, Instruction, Message, Op
 from bpipe.ir.schedule import Schedule
 from bpipe.lower.answered import lower_as_run
@@ -49,7 +50,7 @@ class ComputationHooks(Protocol):
     def end(self) -> None: ...
 
 
-def neighbours(schedule: Schedule) -> list[tuple[int, int]]:
+def neighbours(schedule: Schedule) -> list[Pair]:
     """Return every two ranks between which messages pass, the lower one first: the same on every rank that asks."""
     dependencies = Dependencies(schedule.layout, schedule.num_microbatches)
     parties = {dependencies.route(value).parties for value in range(dependencies.num_values)}

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from bpipe.ir.host_buffers import links_of, num_buffers_for, num_host_memory_buffers, residencies_by_host
-from bpipe.ir.hosts import uses_host_memory
+from bpipe.ir.hosts import Pair, device_ranks, uses_host_memory
 from bpipe.ir.memory import peak_counts
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime.streams import copying_on, total_bytes
 from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory, connect_all, connect_own
 from bpipe.transport.host_memory import Buffers
-from bpipe.transport.table import Pair, describe
+from bpipe.transport.table import describe
 
 
 def connect_pairs(
@@ -62,7 +62,7 @@ def host_buffers(schedule: Schedule, rank: int, device_bytes: int) -> Buffers:
 
     All micro-batches that it ever holds fit into its device together, so none is larger than its part of that.
     """
-    others = [host for host in residencies_by_host(schedule, rank) if host != rank]
+    others = device_ranks(list(residencies_by_host(schedule, rank)))
     return _buffers(schedule, rank, device_bytes, sum(num_buffers_for(schedule, host)[rank] for host in others))
 
 

@@ -21,11 +21,9 @@ from dataclasses import dataclass, field
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bpipe.ir.action import Action, Kind
+from bpipe.ir.action import Action, Key, Kind
 from bpipe.runtime.capture import SavedStorage
 from bpipe.runtime.graph import plain_tensors
-
-Key = tuple[int, int]
 
 # Looks until all that follows from an action was seen. An eviction issued before a computation still has its storages
 # when that one starts and ends, and has emptied them when the next one starts. A load has filled them at once, and the
@@ -182,10 +180,12 @@ class Meter:
         """Return whether a micro-batch saved a storage of this size."""
         return any(storage.nbytes == nbytes for storage in self._storages.values())
 
-    def sample(self, host_buffers: int, host_bytes: int) -> int:
-        """Look at what is held now, in bytes: own storages, and `host_buffers` of `host_bytes` in all for the
-        partner."""
-        for owner, held in tuple(self._held.items()):
+    def sample(self, host_buffers: int, host_bytes: int, look: bool = True) -> int:
+        """Return what is held now, in bytes: own storages, and `host_buffers` of `host_bytes` in all for the partner.
+
+        Without a `look` it is what was there when last looked at, and what was saved since.
+        """
+        for owner, held in tuple(self._held.items()) if look else ():
             if held.looks or held.over:
                 self._look(held)
                 if held.halved and not held.over:

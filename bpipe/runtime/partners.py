@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import torch
 
-from bpipe.ir.action import TRANSFER, Action, Kind
+from bpipe.ir.action import TRANSFER, Action, Key, Kind
 from bpipe.ir.host_buffers import (
     Residency,
     buffers_at,
@@ -24,6 +24,7 @@ from bpipe.ir.host_buffers import (
     num_measured,
     stages_in_buffers,
 )
+from bpipe.ir.hosts import Host
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime.acceptor import Acceptor, LendingAcceptor, ReceivingAcceptor
 from bpipe.runtime.capture import Claims
@@ -84,20 +85,22 @@ class Partners:
         hosts, guests = hosts_of(schedule, rank), guests_of(schedule, rank)
         self._host_of = _only_hosts(hosts, moving.name)
         self._transports = _by_rank(schedule, rank, transports)
-        others = sorted({*guests, *hosts.values()})
+        others = sorted({*guests, *(host.rank for host in hosts.values())})
         if any(other not in self._transports for other in others):
             raise ValueError(
                 f"{moving.name}: the schedule has transfers for rank {rank} but there is no transport to make them"
             )
         here, there = (
             host_buffers(schedule, rank),
-            {host: buffers_at(schedule, host, rank) for host in set(hosts.values())},
+            {host.rank: buffers_at(schedule, host) for host in set(hosts.values())},
         )
-        # By stay, hosted here or elsewhere: its host buffer.
-        self.buffer_of = {**here, **{residency: there[host][residency] for residency, host in hosts.items()}}
+        # By residency, here or elsewhere: its host buffer.
+        self.buffer_of = {**here, **{residency: there[host.rank][residency] for residency, host in hosts.items()}}
         # By what is hosted here: of how many of its rank's stages it has told the sizes by then.
         self.told_by = {
-            residency: count for guest in guests for residency, count in num_measured(schedule, guest, rank).items()
+            residency: count
+            for guest in guests
+            for residency, count in num_measured(schedule, guest, Host(rank)).items()
         }
         self._partners: dict[int, _Partner] = {}
         if streams is not None:
@@ -238,16 +241,16 @@ def _by_rank(
     return {schedule.partners[rank] if schedule.partners else rank: transports}
 
 
-def _only_hosts(hosts: Mapping[Residency, int], name: str) -> dict[tuple[int, int], int]:
-    """By stage and micro-batch. Raises ValueError where one leaves for several."""
-    found: dict[tuple[int, int], int] = {}
+def _only_hosts(hosts: Mapping[Residency, Host], name: str) -> dict[Key, int]:
+    """Return the rank whose memory takes it, by stage and micro-batch. Raises ValueError where one leaves for
+    several."""
+    found: dict[Key, int] = {}
     for residency, host in hosts.items():
-        before = found.setdefault((residency.stage, residency.microbatch), host)
-        if before != host:
+        before = found.setdefault((residency.stage, residency.microbatch), host.rank)
+        if before != host.rank:
             what = (
                 f"micro-batch {residency.microbatch} of stage {residency.stage} leaves to rank {before} and to rank "
-                f"{host} "
-                f"in one iteration"
+                f"{host.rank} in one iteration"
             )
             raise ValueError(f"{name}: {what}: let it leave to one")
     return found

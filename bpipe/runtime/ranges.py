@@ -56,11 +56,11 @@ class Ranges:
         finally:
             self.end()
 
-    def begin(self, action: Action) -> None:
-        """Name what is issued from here to `end`; ranges do not stand within each other."""
+    def begin(self, *actions: Action) -> None:
+        """Name what is issued from here to `end`, by all that run together; ranges do not stand within each other."""
         if not torch._C._autograd._profiler_enabled():
             return
-        self._open = record_function(name_of(action, self._slices))
+        self._open = record_function(" and ".join(name_of(action, self._slices) for action in actions))
         self._open.__enter__()
 
     def end(self) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from bpipe.ir.action import Key
 from bpipe.ir.memory import RESERVE
 from bpipe.transport.layout import aligned, allocated_bytes
 
@@ -51,7 +52,7 @@ class Sizing:
         self.most_bytes: dict[int, int] = {}
         self.num_grown = 0
         # Of this iteration, what of each micro-batch moved: nothing of one that stayed.
-        self.moved_each: dict[tuple[int, int], int] = {}
+        self.moved_each: dict[Key, int] = {}
         self.stayed = Unmoved()
         # What found no room: while its eviction lasts, and while it is to be away.
         self._staying: dict[Hashable, int] = {}

@@ -11,11 +11,9 @@ from typing import Any, Protocol
 
 import torch
 
-from bpipe.ir.action import Action
+from bpipe.ir.action import Action, Key
 
 Tensors = tuple[torch.Tensor, ...]
-Key = tuple[int, int]
-
 # A stage's model: the micro-batch's number and what the stage before it made, to what it makes. The first stage
 # receives nothing and reads the micro-batch's data; the last one makes the loss.
 Part = Callable[..., torch.Tensor | Tensors]

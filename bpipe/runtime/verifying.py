@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from bpipe.ir.action import Action
+from bpipe.ir.action import Action, Key
 from bpipe.runtime.errors import RuntimeFault
 
 # So many bytes are multiplied at once: what a CPU's cache holds, and on a device enough for its memory to be the limit.
@@ -111,7 +111,7 @@ class Verifier:
         self._checksums: Checksums | None = None
         self._checked: list[_Checked] = []
         # By stage and micro-batch, what left last.
-        self._latest: dict[tuple[int, int], _Checked] = {}
+        self._latest: dict[Key, _Checked] = {}
         self._number = 0
         # Whether with the iteration that just ended what is to be told of lies behind.
         self.first_over = False

@@ -28,14 +28,14 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from bpipe.ir.action import Action, Kind
+from bpipe.ir.action import Action, Key, Kind
 from bpipe.ir.dependencies import Dependencies
-from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange, Op, Program, Transfer
 from bpipe.ir.schedule import Schedule
 from bpipe.lower.lower import lower
-from bpipe.simulate.cost import Costs, Number, check_fits, host_port, ports
+from bpipe.simulate.cost import Costs, Number, check_fits
 from bpipe.simulate.durations import durations
+from bpipe.simulate.paths import paths, ports_between
 from bpipe.simulate.reductions import reductions
 from bpipe.simulate.report import Simulation, Timed
 
@@ -90,23 +90,13 @@ class _Transfer:
             self.paused_until = end
 
 
-class _Path(NamedTuple):
-    """How a message passes: the ports it takes, and for how long.
+class _OwnTransfers(NamedTuple):
+    """One rank's halves of transfers: those it has started, and events that an evictor has yet to wait for where
+    transfers are synchronous."""
 
-    A collective takes no ports, but turns with others of its sort.
-    """
-
-    port_out: int
-    port_in: int
-    seconds: Number
-
-    @property
-    def is_collective(self) -> bool:
-        return self.port_out < 0
-
-
-def _collective(sort: int, seconds: Number) -> _Path:
-    return _Path(~sort, ~sort, seconds)
+    # By half, told apart as values: what leaves a second time is the same to read.
+    started: dict[int, _Transfer]
+    issued: list[int]
 
 
 class _Run:
@@ -125,7 +115,7 @@ class _Run:
         self.under_way: dict[int, _Transfer] = {}
         # By port into a rank: transfers that wait for the one under way there, each with its port out of its sender.
         self.held_up: dict[int, deque[tuple[_Transfer, int]]] = {}
-        self.hosted: dict[tuple[int, int], _Transfer] = {}
+        self.hosted: dict[Key, _Transfer] = {}
         # What happens next: a message or transfer is ready, or (negative) a transfer may be over.
         self.ready: list[tuple[Number, int, int, int, Number]] = []
         self.port_free: list[Number] = [0] * (6 * schedule.num_ranks)
@@ -138,50 +128,26 @@ class _Run:
         self.durations = durations(costs, schedule.num_ranks)
         # Messages differ by pipe, or by slice: two pipes take no slices. Those after as many micro-batches are alike.
         alike = range(min(max(schedule.layout.num_pipes, costs.slices), self.width))
-        self.num_alike, self.paths = len(alike), [self._paths(first) for first in alike]
+        self.num_alike, self.paths = (
+            len(alike),
+            [paths(self.dependencies, costs, first, schedule.num_ranks) for first in alike],
+        )
         groups = range(self.dependencies.num_values // self.width)
         self.num_parties = [
             [len(self.dependencies.route(group * self.width + first).parties) for group in groups] for first in alike
         ]
-        # By group of values.
-        self.collective = [path is not None and path.is_collective for path in self.paths[0]]
         # When the last of each sort of collectives is over.
         self.turns: dict[int, Number] = {}
-        # Messages that pass when both sides are there, or all: how many are still missing, and when the last so far
-        # came.
-        self.rendezvous = costs.exchange is not Exchange.POSTED
+        rendezvous = costs.exchange is not Exchange.POSTED
+        # By group of values: whether they pass only when both sides are there, or all.
+        self.meets = [rendezvous or (path is not None and path.is_collective) for path in self.paths[0]]
+        # From this value on a rank waits for what it has itself sent too.
+        self.first_waited = 0 if rendezvous else self.dependencies.first_shared
+        # Of those that meet: how many are still missing, and when the last so far came.
         self.missing: dict[int, tuple[int, Number]] = {}
 
-    def _paths(self, microbatch: int) -> list[_Path | None]:
-        """By group of values: how they pass, of this micro-batch, or slice. None: between no ranks."""
-        links, num_stages, seconds = (
-            self.costs.links,
-            self.dependencies.num_stages,
-            _collective_seconds(self.costs, self.dependencies),
-        )
-        paths: list[_Path | None] = []
-        for group in range(self.dependencies.num_values // self.width):
-            route = self.dependencies.route(group * self.width + microbatch)
-            parties = route.parties
-            if len(parties) < 2 or not route.takers:
-                paths.append(None)
-            elif len(parties) > 2 or len(route.makers) > 1:
-                latency = max(links.link(parties[0], other).latency_s for other in parties[1:])
-                paths.append(_collective(group, latency + seconds[self.dependencies.sort(group * self.width)]))
-            else:
-                # A gradient is as large as the output of the stage before.
-                sender = group if group < num_stages else group - num_stages - 1
-                sent_bytes = self.costs.of(sender, microbatch).sent_bytes
-                paths.append(_Path(*self._ports(*parties), links.link(*parties).message_s(sent_bytes)))
-        return paths
-
     def _ports(self, sender: int, receiver: int) -> tuple[int, int]:
-        p = self.schedule.num_ranks
-        if sender >= p:
-            port = host_port(sender % p, p, sender < receiver)
-            return port, port
-        between = self.costs.links.crosses(sender, receiver)
-        return ports(sender, between)[0], ports(receiver, between)[1]
+        return ports_between(self.costs.links, self.schedule.num_ranks, sender, receiver)
 
     def execute(self) -> None:
         runnable = [self._rank(program) for program in lower(self.schedule, self.costs.exchange)]
@@ -273,26 +239,21 @@ class _Run:
         # What a NamedTuple's own constructor does, without asking for names: there are millions.
         made = tuple.__new__
         clock: Number = 0
-        # By half, told apart as values: what leaves a second time is the same to read.
-        started: dict[int, _Transfer] = {}
-        # Where transfers are synchronous: what an evictor has started and not waited for.
-        issued: list[int] = []
-        rendezvous, first_shared = self.rendezvous, self.dependencies.first_shared
+        transfers = _OwnTransfers({}, [])
+        issued, first_waited, meets, width = transfers.issued, self.first_waited, self.meets, self.width
         over: list[Any] = self.over
-        collectives = any(self.collective)
         # What a rank has sent is waited for so that it may let it go, which takes it no time.
         sent: set[int] = set()
         operand: Any
         for op, operand in zip(program.ops, program.operands, strict=True):
-            if issued and op <= _WAIT:
-                clock = yield from self._await(rank, issued, clock)  # [4]
-                issued.clear()
+            if issued:
+                clock = yield from self._await_issued(rank, op, issued, clock)  # [4]
             if op == _RUN:
                 end = clock + durations[operand.kind][operand.stage * slices + operand.microbatch % slices]
                 done(made(Timed, (operand, clock, end)))
                 clock = end
             elif op == _WAIT:
-                if rendezvous or operand not in sent or operand >= first_shared:  # [1], [5]
+                if operand not in sent or operand >= first_waited:  # [1], [5]
                     if over[operand] is None:
                         yield operand
                     end = over[operand]
@@ -301,16 +262,32 @@ class _Run:
                 sent.add(operand)
                 self._come(operand, clock)
             elif op == _POST:
-                if rendezvous or (collectives and self.collective[operand // self.width]):
+                if meets[operand // width]:
                     self._come(operand, clock)
-            elif op == _START:
-                transfer = started[id(operand)] = self._meet(rank, operand)
-                self._post_end(transfer, operand.action, clock)
-                if self.costs.synchronous and operand.action.kind in (_EVICT, _LOAD):
-                    issued.append(transfer.event)
-            elif operand.action.kind in (_EVICT, _LOAD):
-                clock = yield from self._await(rank, [started[id(operand)].event], clock)  # [2], [4]
+            else:
+                clock = yield from self._transfer(rank, op, operand, transfers, clock)
         self.clocks[rank] = clock
+
+    def _transfer(
+        self, rank: int, op: int, half: Transfer, own: _OwnTransfers, clock: Number
+    ) -> Generator[int, None, Number]:
+        """Start a rank's half of a transfer, or finish it, for which only an evictor waits."""
+        evicts = half.action.kind in (_EVICT, _LOAD)
+        if op == _START:
+            transfer = own.started[id(half)] = self._meet(rank, half)
+            self._post_end(transfer, half.action, clock)
+            if self.costs.synchronous and evicts:
+                own.issued.append(transfer.event)
+        elif evicts:
+            clock = yield from self._await(rank, [own.started[id(half)].event], clock)  # [2], [4]
+        return clock
+
+    def _await_issued(self, rank: int, op: int, issued: list[int], clock: Number) -> Generator[int, None, Number]:
+        """Wait, before a computation or a message, for what was issued and is synchronous."""
+        if op <= _WAIT:
+            clock = yield from self._await(rank, issued, clock)
+            issued.clear()
+        return clock
 
     def _end(self, event: int) -> Number:
         end = self.over[event]
@@ -323,7 +300,7 @@ class _Run:
         [5], [6]
         """
         group, microbatch = divmod(value, self.width)
-        if self.rendezvous or self.collective[group]:
+        if self.meets[group]:
             missing, latest = self.missing.pop(value, (self.num_parties[microbatch % self.num_alike][group], clock))
             clock = max(latest, clock)
             if missing > 1:
@@ -430,17 +407,3 @@ class _Run:
             for port in self._ports(transfer.sender, transfer.receiver):
                 busy.setdefault(port, []).append((transfer.start, transfer.end))
         return busy
-
-
-def _collective_seconds(costs: Costs, dependencies: Dependencies) -> dict[str, Number]:
-    """By the sort of the values that pass."""
-    seconds = costs.collectives
-    # Where nothing is reduced behind T, it is behind the statistics.
-    also = seconds.reduce_s if dependencies.layout.vocabulary is Vocabulary.TWO else 0
-    return {
-        "output": seconds.broadcast_s,
-        "gradient": seconds.input_broadcast_s,
-        "statistics": seconds.gather_s + also,
-        "last gradient": seconds.reduce_s,
-        "embeddings": seconds.input_reduce_s,
-    }

@@ -6,15 +6,16 @@ every rank's actions as torch has them. Knows no tensors and no processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bpipe.build import BalanceConfig, ScheduleConfig, config_of_schedule
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, config_of_schedule
 from bpipe.formats.read import read, read_file
 from bpipe.generate.families import FAMILIES
-from bpipe.ir.action import SHARDS, Action, Kind
+from bpipe.ir.action import SHARDS, Kind
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.lower.align import align, is_listing
@@ -169,11 +170,3 @@ def torch_orders(schedule: Schedule) -> dict[int, list[Any]]:
 def _cell(slot: Slot) -> Any:
     actions = tuple(TorchAction(one.stage, KIND_OF[one.kind], one.microbatch) for one in slot.computations)
     return actions[0] if len(actions) == 1 else TorchAction(-1, Computation.OVERLAP_F_B, None, actions)
-
-
-_OURS: Mapping[Any, Kind] = {theirs: ours for ours, theirs in KIND_OF.items()}
-
-
-def action_of(theirs: Any) -> Action:
-    """Return one of torch's computations as ours."""
-    return Action(theirs.stage_index, _OURS[theirs.computation_type], theirs.microbatch_index)

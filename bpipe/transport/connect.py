@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from bpipe.ir.hosts import Pair
 from bpipe.transport import AUTO
 from bpipe.transport.base import Transport
 from bpipe.transport.control import Control, Subject
@@ -25,7 +26,7 @@ from bpipe.transport.headed import Headed
 from bpipe.transport.host_memory import Budget, Buffers, LocalRank, MemoryLimit, memory_limits
 from bpipe.transport.lanes import CopyLane
 from bpipe.transport.memory import SharedMemory
-from bpipe.transport.one_sided import Host, OneSidedCopies, Peer
+from bpipe.transport.one_sided import HostMemory, OneSidedCopies, Peer
 from bpipe.transport.probe import measure, measure_alone
 
 TWO_SIDED = ("nccl", "gloo")
@@ -58,7 +59,7 @@ class MeasuredLink:
     """Measured link of one pair: the chosen transport, bytes a second of each candidate there and back, and why
     others cannot be used."""
 
-    ranks: tuple[int, int]
+    ranks: Pair
     transport: str
     bytes_per_s: Mapping[str, float]
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -140,7 +141,7 @@ class Connection:
                 f"{self.link.transport if self.link else 'others'}"
             )
         if name == "host":
-            return OneSidedCopies(Host(self._device, self.budget), *self._lanes)
+            return OneSidedCopies(HostMemory(self._device, self.budget), *self._lanes)
         lender = DeviceMemory(self._device) if self._device.has_runtime else SharedMemory()
         return OneSidedCopies(Peer(self.control, lender), *self._lanes)
 
@@ -181,12 +182,12 @@ class OwnMemory:
         """
         return OneSidedCopies(self._host(), *self._lanes)
 
-    def _host(self) -> Host:
+    def _host(self) -> HostMemory:
         wanted, way_out = (
             "--bpipe-hosts",
             "Let less leave (a larger --bpipe-bound or --bpipe-memory, other --bpipe-hosts)",
         )
-        return Host(self._device, self._budget, wanted, way_out)
+        return HostMemory(self._device, self._budget, wanted, way_out)
 
     def close(self) -> None:
         for lane in self._lanes:
@@ -206,7 +207,7 @@ def connect_own(buffers: Buffers, timeout_s: float, device: Device) -> tuple[Own
 
 
 def connect(
-    pairs: Sequence[tuple[int, int]], wanted: str, timeout_s: float, device: Device, buffers: Buffers | None = None
+    pairs: Sequence[Pair], wanted: str, timeout_s: float, device: Device, buffers: Buffers | None = None
 ) -> tuple[Connection | None, list[MeasuredLink]]:
     """Connect where no rank is in several pairs.
 
@@ -222,7 +223,7 @@ def connect(
 
 
 def _connected(
-    pairs: Sequence[tuple[int, int]], two_sided: Sequence[str], timeout_s: float, device: Device
+    pairs: Sequence[Pair], two_sided: Sequence[str], timeout_s: float, device: Device
 ) -> dict[int, Connection]:
     """Return this rank's connections by the other's rank, ascending, with groups for all transports of two sides but
     no transport yet."""
@@ -240,7 +241,7 @@ def _connected(
 
 
 def connect_all(
-    pairs: Sequence[tuple[int, int]],
+    pairs: Sequence[Pair],
     wanted: str,
     timeout_s: float,
     device: Device,

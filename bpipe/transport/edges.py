@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from bpipe.ir.action import Kind
+from bpipe.ir.hosts import Pair
 from bpipe.ir.program import Message
 from bpipe.transport.control import Control, SentMessage, Subject
 from bpipe.transport.distributed import PairGroups, Works, batched, name_timeout, pair_control, pair_groups, try_out
@@ -45,7 +46,7 @@ class Edge:
 
 
 def connect_edges(
-    pairs: Iterable[tuple[int, int]],
+    pairs: Iterable[Pair],
     backend: str,
     timeout_s: float,
     device: torch.device,

@@ -133,7 +133,7 @@ class Peer:
 _TRANSPORT, _ANOTHER = "--bpipe-transport host", "Use another (auto finds it)"
 
 
-class Host:
+class HostMemory:
     """The host buffers are this rank's own memory on the host, pinned on a machine with a GPU."""
 
     lends = False

@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from bpipe.ir.hosts import Pair
 from bpipe.simulate.bandwidth import steady_bytes_per_s
 from bpipe.transport.connect import MeasuredLink
-
-# Two global ranks, or the places of two ranks in their pipeline.
-Pair = tuple[int, int]
 
 
 def describe(links: Iterable[MeasuredLink], stages: Mapping[Pair, Pair]) -> str:

@@ -9,7 +9,8 @@ import sys
 import time
 from fractions import Fraction
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
 from bpipe.generate.families import FAMILIES
 from bpipe.generate.family import UnitCosts
 

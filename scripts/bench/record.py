@@ -26,14 +26,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from bench.turns import spread
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
 from bpipe.ir.action import Action
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.streams import Clock, copying_on, lanes, synchronize
-from bpipe.transport.one_sided import Host, OneSidedCopies
+from bpipe.transport.one_sided import HostMemory, OneSidedCopies
 from tests.gpu.one_stage import loop_of
 
 VARIANTS = {"engine alone": (False, False), "with peaks": (True, False), "with peaks and record": (True, True)}
@@ -123,7 +124,7 @@ def main() -> None:
 
     def engine(metered: bool) -> Engine:
         return Engine(
-            schedule, 0, OneSidedCopies(Host(copying_on(device)), out, home), config, Meter() if metered else None
+            schedule, 0, OneSidedCopies(HostMemory(copying_on(device)), out, home), config, Meter() if metered else None
         )
 
     engines = {name: engine(metered) for name, (metered, _) in VARIANTS.items()}

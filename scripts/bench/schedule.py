@@ -133,7 +133,8 @@ def uncollected_ours(name: str, p: int, v: int, m: int) -> dict[str, float]:
 
 
 def memory(name: str, p: int, v: int, m: int) -> dict[str, float]:
-    from bpipe.build import BalanceConfig, ScheduleConfig, build
+    from bpipe.balance.config import BalanceConfig
+    from bpipe.build import ScheduleConfig, build
 
     tracemalloc.start()
     schedule = build(ScheduleConfig(name, p, m, v, BalanceConfig()))

@@ -36,7 +36,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.turns import WARM_UP, in_turn, on_ranks, quotients, spread
-from bpipe.build import ScheduleConfig, build, named_balance
+from bpipe.balance.config import named_balance
+from bpipe.build import ScheduleConfig, build
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import num_transfers
 from bpipe.ir.schedule import Schedule

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import permutations
 
-from bpipe.models.error_bars import AMPERE, CALIBRATED, EXPERTS, MANY_RUNS, NEWER, ErrorBars, error_bars
+from bpipe.models.error_bars import AMPERE, BLACKWELL, CALIBRATED, EXPERTS, HOPPER, MANY_RUNS, ErrorBars, error_bars
 from validation.eight_bit import of_fp8
 from validation.experts import of_experts
 from validation.throughput import PEAK, kept_back, throughputs
@@ -17,7 +17,7 @@ from validation.throughput import PEAK, kept_back, throughputs
 
 def measured_bars() -> list[ErrorBars]:
     """Return the error bars of every kind, as the runs have them."""
-    found: dict[str, list[float]] = {kind.kind: [] for kind in (AMPERE, NEWER, EXPERTS)}
+    found: dict[str, list[float]] = {kind.kind: [] for kind in (AMPERE, HOPPER, BLACKWELL, EXPERTS)}
     for one in (*throughputs(), *kept_back(), *of_fp8(), *of_experts()):
         kind = error_bars(one.setup)
         if one.quantity != PEAK and kind is not None:

@@ -27,7 +27,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build, named_balance
+from bpipe.balance.config import BalanceConfig, named_balance
+from bpipe.build import ScheduleConfig, build
 from bpipe.compare.read import read_stages
 from bpipe.draw.picture import Picture, lay_out, stack
 from bpipe.draw.plots import Overhead, Ranked, StagePeaks, memory_chart, overhead_chart, ranking_chart, write

@@ -13,7 +13,8 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
 from bpipe.ir.host_buffers import num_host_buffers
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange

@@ -188,7 +188,7 @@ def of_throughputs() -> Values:
         )
         for source, errors in errors_by_source().items()
     )
-    overlapped = [-one.error_percent for one in found if one.setup.switches.tp_comm_overlap]
+    overlapped = [one.error_percent for one in found if one.setup.switches.tp_comm_overlap]
     return {
         "throughput_table": table("source|model, GPUs|t/p/v/b|recompute|unit|measured|predicted|error %", body),
         "sources_table": table(
@@ -256,7 +256,7 @@ def of_models_with_experts() -> Values:
 
 
 def of_runs_in_fp8() -> Values:
-    titles = "model|GPUs|recipe|t/c/ep/p/v|measured|predicted|error %|overlapped|predicted GiB"
+    titles = "model|GPUs|recipe|t/c/ep/p/v|measured|predicted|error %|predicted GiB"
     errors = ((what, *_mean_and_largest(one.error_percent for one in found)) for what, found in parts_of_fp8().items())
     lines = (f"{what}: mean error {mean} %, largest {largest} %." for what, mean, largest in errors)
     return {"fp8_table": table(titles, map(row_of_fp8, of_fp8())), "fp8_errors": "\n".join(lines)}

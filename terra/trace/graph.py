@@ -14,7 +14,7 @@ tensors. Paper: Kim et al., Terra, NeurIPS 2021.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 # An operation's name or function, what of its arguments never changes, and where it was issued.
@@ -75,41 +75,3 @@ class TraceGraph:
                 return False
             node = following
         return True
-
-    def edges(self) -> Iterator[tuple[int, int]]:
-        """Return the edges by numbers of nodes; `start` is 0 and `end` is 1."""
-        for node in self._nodes.values():
-            for following in node.following.values():
-                yield node.number, following.number
-
-    def key(self, number: int) -> Key:
-        return tuple(self._nodes)[number]
-
-    def numbers(self, trace: Sequence[Key]) -> tuple[int, ...]:
-        """Return a trace's nodes, with both ends. Raises ValueError for a trace that the graph does not cover."""
-        if not self.covers(trace):
-            raise ValueError("the graph does not cover this trace: merge it first")
-        return tuple(self._nodes[key].number for key in (START, *trace, END))
-
-    def back_edges(self) -> frozenset[tuple[int, int]]:
-        """Return the edges that close a loop; without them the graph has none.
-
-        Found in the order in which the nodes came.
-        """
-        following = {node.number: [each.number for each in node.following.values()] for node in self._nodes.values()}
-        # Nodes on the way from the start are open; an edge to one of them closes a loop.
-        state, back = dict.fromkeys(following, "new"), set()
-        way = [(self.start.number, iter(following[self.start.number]))]
-        state[self.start.number] = "open"
-        while way:
-            number, left = way[-1]
-            after = next(left, None)
-            if after is None:
-                state[number] = "done"
-                way.pop()
-            elif state[after] == "open":
-                back.add((number, after))
-            elif state[after] == "new":
-                state[after] = "open"
-                way.append((after, iter(following[after])))
-        return frozenset(back)

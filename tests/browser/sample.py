@@ -15,7 +15,8 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
 from bpipe.ir.action import COMPUTE, Action
 from bpipe.ir.memory import num_transfers, peak_counts
 from bpipe.ir.program import Exchange

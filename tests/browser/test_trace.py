@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
 from bpipe.report.out.trace import write_trace
 from bpipe.report.report import report_of
 from bpipe.simulate import trace as simulated

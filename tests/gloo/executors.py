@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
+from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import balance
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.build import ScheduleConfig, build
 from bpipe.check.rules import check
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import num_transfers

@@ -15,7 +15,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from bpipe.build import BalanceConfig, ScheduleConfig
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig
 from megatron.scheduling import install, place
 from megatron.scheduling.start import startup
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import allocated_bytes
-from bpipe.build import BalanceConfig, ScheduleConfig, build, orders_of
+from bpipe.build import ScheduleConfig, build, orders_of
 from bpipe.ir.host_buffers import host_memory_buffers
 from bpipe.ir.memory import StageMemory, peak_of_order
 from bpipe.models.activations import memory_of_setup

@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import pytest
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
 from bpipe.cli import main
 from bpipe.ir.host_buffers import num_host_memory_buffers
 from tests.gloo.conftest import BPIPE, Case, Outcome, asked_for

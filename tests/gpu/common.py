@@ -18,7 +18,7 @@ from bpipe.runtime.capture import find
 from bpipe.runtime.streams import Clock, copying_on, synchronize
 from bpipe.transport.device_memory import DeviceMemory
 from bpipe.transport.memory import Lender, Region, own_memory
-from bpipe.transport.one_sided import Host
+from bpipe.transport.one_sided import HostMemory
 
 # `SMALL` is for late devices, which stand for a GPU on a small CPU.
 FULL, MODERATE, SMALL = "full", "moderate", "small"
@@ -96,9 +96,9 @@ def seconds(device: torch.device, work: Callable[[], Any]) -> float:
     return clock.mark().since(begin)
 
 
-def in_host_memory(device: torch.device) -> Host:
+def in_host_memory(device: torch.device) -> HostMemory:
     """Host buffers in this process's own memory, with locked pages."""
-    return Host(copying_on(device))
+    return HostMemory(copying_on(device))
 
 
 def pinned_region(nbytes: int, device: torch.device) -> Region:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from bpipe.build import ScheduleConfig, build, named_balance
+from bpipe.balance.config import named_balance
+from bpipe.build import ScheduleConfig, build
 from tests.gpu.accelerators import Accelerator
 from tests.gpu.common import FULL, MODERATE, SMALL, Result, lender_on, repeats, tidy
 from tests.gpu.one_stage import SmallStage, engine_of, loop_of, to_host

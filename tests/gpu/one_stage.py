@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor
@@ -25,7 +26,7 @@ from bpipe.runtime.streams import copying_on, lanes, synchronize
 from bpipe.transport.base import Done, Pending
 from bpipe.transport.control import Subject
 from bpipe.transport.memory import Lender, Region
-from bpipe.transport.one_sided import Host, OneSidedCopies, Peer
+from bpipe.transport.one_sided import HostMemory, OneSidedCopies, Peer
 from tests.gpu.accelerators import Accelerator
 from tests.gpu.common import drawn, lender_on
 from tests.support.alone import Alone
@@ -39,7 +40,7 @@ def balanced(stages: int, microbatches: int) -> Schedule:
 
 def to_host(device: torch.device) -> OneSidedCopies:
     """Return a transport into this process's own memory, with locked pages."""
-    return OneSidedCopies(Host(copying_on(device)), *lanes(device, TIMEOUT_S))
+    return OneSidedCopies(HostMemory(copying_on(device)), *lanes(device, TIMEOUT_S))
 
 
 def engine_of(

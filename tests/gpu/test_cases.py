@@ -14,7 +14,8 @@ from unittest.mock import patch
 
 import pytest
 
-from bpipe.build import ScheduleConfig, build, named_balance
+from bpipe.balance.config import named_balance
+from bpipe.build import ScheduleConfig, build
 from bpipe.ir.action import Kind
 from bpipe.ir.memory import memory_of, peak_bytes
 from bpipe.runtime.engine import Engine

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import balance
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.build import ScheduleConfig, build
 from bpipe.ir.schedule import Schedule
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from bpipe.build import ScheduleConfig, build, named_balance
+from bpipe.balance.config import named_balance
+from bpipe.build import ScheduleConfig, build
 from bpipe.ir.memory import num_transfers, peak_counts
 
 ROOT = Path(__file__).resolve().parents[2]

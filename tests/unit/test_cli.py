@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 import bpipe
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
 from bpipe.cli import COMMANDS, command_of, main
 from bpipe.flags.values import positive
 from bpipe.formats.document import read_json

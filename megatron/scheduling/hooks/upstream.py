@@ -350,6 +350,7 @@ OPTIONAL: dict[str, str] = {
     "overlap_moe_expert_parallel_comm": _NO_COMBINED,
     "perform_rl_step": "no reinforcement learning",
     "pipeline_model_parallel_layout": "no layout of layers",
+    "pipeline_model_parallel_size": "no pipeline",
     "recompute_granularity": _NO_RECOMPUTATION,
     "recompute_modules": _NO_RECOMPUTATION,
     "save": "nothing is saved",

@@ -24,14 +24,13 @@ from bpipe.features.asked import reasons_of
 from bpipe.features.feature import Settings
 from bpipe.features.table import SHARDED, SLICED
 from bpipe.generate.families import FAMILIES
-from bpipe.ir.action import Action, Kind
+from bpipe.ir.action import Action, Key, Kind
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 from bpipe.lower.forwards import forwards_only
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.shards import EarlyShard, OutputShard
-from bpipe.runtime.stage import Key
 from bpipe.runtime.streams import beside
 from bpipe.transport.collectives import Collectives, EdgesAndCollectives, SecondStep, SharedGroups
 from bpipe.transport.edges import Edges

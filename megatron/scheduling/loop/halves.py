@@ -29,11 +29,10 @@ from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.tensor_parallel import layers
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
+from bpipe.ir.action import Key
 from bpipe.runtime.errors import RuntimeFault
 from megatron.scheduling.hooks import patches
 
-# A stage and a micro-batch of it.
-Key = tuple[int, int]
 # Under what name an autograd node of a linear layer has the parameters that its forward did not see.
 _CUT_OFF = "_bpipe_cut_off"
 _WAY_OUT = "train with --bpipe-keep-weights-halves none"

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from bpipe.balance.pairs import own_bytes
+from bpipe.ir.action import Key
 from bpipe.ir.memory import KeptMemory, Memory, StageMemory
 from bpipe.ir.schedule import Schedule
 
 # By stage and number, which is a micro-batch's or a slice's.
-ByNumber = Mapping[tuple[int, int], int]
+ByNumber = Mapping[Key, int]
 
 
 def latest_by_place(each: ByNumber, slices: int) -> dict[int, int]:

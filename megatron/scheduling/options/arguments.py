@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from bpipe.build import BalanceConfig, ScheduleConfig, built
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, built
 from bpipe.features.asked import guarded, reasons
 from bpipe.features.feature import Settings
 from bpipe.flags.budgets import MINIMUM_BYTES, HostedState, MemoryBudget

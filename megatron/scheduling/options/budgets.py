@@ -14,7 +14,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
 from bpipe.flags.budgets import MemoryBudget
 from bpipe.flags.values import AUTO
 from bpipe.generate.families import FAMILIES

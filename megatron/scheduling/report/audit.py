@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bpipe.ir.action import Key
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.hooks.loops import as_list
 from megatron.scheduling.report.log import say
@@ -44,7 +45,7 @@ class StageAudit:
         self._ended: dict[int, int] = {}
         # By what a forward made, as an object: the micro-batch that it belongs to. The object is kept, so that no other
         # has its number.
-        self._under_way: dict[int, tuple[object, tuple[int, int]]] = {}
+        self._under_way: dict[int, tuple[object, Key]] = {}
 
     def wraps(self) -> dict[patches.Patch, patches.Wrap]:
         return {

@@ -49,7 +49,8 @@ class FirstIterations:
             window_s = microbatch_s(schedule, rank, now_s - self._last_s)
             # Of several the slowest.
             speeds = {
-                host: links[host].bytes_per_s[links[host].transport] for host in residencies_by_host(schedule, rank)
+                host.rank: links[host.rank].bytes_per_s[links[host.rank].transport]
+                for host in residencies_by_host(schedule, rank)
             }
             slowest = min(speeds, key=lambda host: speeds[host])
             enough, sentence = sufficiency(rank, slowest, moved, window_s, speeds[slowest])

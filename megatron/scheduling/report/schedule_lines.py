@@ -16,6 +16,7 @@ from bpipe.generate.families import FAMILIES
 from bpipe.generate.family import ALIKE, UnitCosts
 from bpipe.generate.timing import iteration_time
 from bpipe.ir.host_buffers import num_buffers_for, num_host_memory_buffers, residencies_by_host
+from bpipe.ir.hosts import Host
 from bpipe.ir.memory import moves_anything, peak_counts, plain
 from bpipe.ir.schedule import Schedule
 from bpipe.report.memory import without_transfers
@@ -30,19 +31,19 @@ def describe(schedule: Schedule) -> str:
             f"training as usual"
         )
     pairs = ", ".join(
-        f"{s} -> {_place(schedule, host, s)} ({len(stays)} of {m}, {_buffers(schedule, host, s)})"
+        f"{s} -> {_place(host)} ({len(stays)} of {m}, {_buffers(schedule, host, s)})"
         for s in range(p)
         for host, stays in residencies_by_host(schedule, s).items()
     )
     return f"{schedule.name}, {p} stages, {m} micro-batches: {_held(schedule)}; evicting {pairs}"
 
 
-def _place(schedule: Schedule, host: int, rank: int) -> str:
-    return "its own memory" if host == rank else str(host)
+def _place(host: Host) -> str:
+    return str(host.rank) if host.on_device else "its own memory"
 
 
-def _buffers(schedule: Schedule, host: int, rank: int) -> str:
-    count = num_host_memory_buffers(schedule, rank) if host == rank else num_buffers_for(schedule, host)[rank]
+def _buffers(schedule: Schedule, host: Host, rank: int) -> str:
+    count = num_buffers_for(schedule, host.rank)[rank] if host.on_device else num_host_memory_buffers(schedule, rank)
     return f"{count} host buffers"
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from bpipe.ir.action import Key
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.slices.cutting import Cutting
 
@@ -37,7 +38,7 @@ class ExpertLosses:
 
     def __init__(self, cutting: Cutting) -> None:
         self._cutting = cutting
-        self._so_far: dict[tuple[int, int], dict[tuple[torch.nn.Module, str], _SoFar]] = {}
+        self._so_far: dict[Key, dict[tuple[torch.nn.Module, str], _SoFar]] = {}
         self._whose: tuple[torch.nn.Module, str] | None = None
 
     def wraps(self) -> dict[patches.Patch, patches.Wrap]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from bpipe.ir.action import Key
 from bpipe.runtime.errors import RuntimeFault
 from megatron.scheduling.slices.cutting import Cutting
 
@@ -48,7 +49,7 @@ class KeptKeys:
 
     def __init__(self, cutting: Cutting) -> None:
         self.cutting = cutting
-        self._kept: dict[tuple[int, int], _Layers] = {}
+        self._kept: dict[Key, _Layers] = {}
         # Of all that is kept: asked for each storage that a forward saves.
         self._addresses: set[int] = set()
         self._mask: torch.Tensor | None = None

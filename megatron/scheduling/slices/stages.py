@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from bpipe.ir.action import Action
-from bpipe.runtime.stage import Key, Tensors
+from bpipe.ir.action import Action, Key
+from bpipe.runtime.stage import Tensors
 from megatron.scheduling.loop.chunks import Call, ChunkStages
 from megatron.scheduling.loop.halves import Halves
 from megatron.scheduling.slices.cutting import Cutting, SequenceSlice

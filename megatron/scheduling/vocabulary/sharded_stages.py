@@ -22,9 +22,9 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import unwrap_model
 
-from bpipe.ir.action import Action
+from bpipe.ir.action import Action, Key
 from bpipe.runtime.shards import EarlyShard, InputShard, OutputShard
-from bpipe.runtime.stage import Key, Tensors
+from bpipe.runtime.stage import Tensors
 from megatron.scheduling.loop.chunks import Call, ChunkStages
 from megatron.scheduling.loop.halves import Halves
 from megatron.scheduling.vocabulary.input_shards import Inputs, NotedStep, gather_tokens, noted_steps

@@ -8,9 +8,10 @@ from itertools import combinations
 import pytest
 
 from bpipe.balance.budget import ActivationBudget, balance_within
+from bpipe.balance.config import BalanceConfig
 from bpipe.balance.evict import OverBound, plan_evictions
 from bpipe.balance.pairs import balance
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.build import ScheduleConfig, build
 from bpipe.check.rules import check
 from bpipe.generate.families import FAMILIES
 from bpipe.generate.family import FamilyOptions

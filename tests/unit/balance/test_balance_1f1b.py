@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import balance
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.build import ScheduleConfig, build
 from bpipe.check.rules import check
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import Action, Kind

@@ -10,9 +10,9 @@ from fractions import Fraction
 import pytest
 
 from bpipe.balance.budget import ActivationBudget, BudgetTooSmall
+from bpipe.balance.config import BalanceConfig, balanced
 from bpipe.balance.deadlines import balance_in_time
 from bpipe.balance.pairs import allocated_bytes
-from bpipe.build import BalanceConfig, balanced
 from bpipe.check.rules import check
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import Action, Kind

@@ -18,7 +18,7 @@ from bpipe.check.rules import check
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import Kind
 from bpipe.ir.host_buffers import host_buffers, num_buffers_for
-from bpipe.ir.hosts import POOL
+from bpipe.ir.hosts import POOL, write_hosts
 from bpipe.ir.memory import live_bytes, memory_of
 from bpipe.ir.schedule import Schedule
 
@@ -204,10 +204,10 @@ def test_one_sends_to_several_and_several_to_one() -> None:
     plain, memory = generate("1f1b", 4, 8), memory_of([100] * 4)
     spread = balance_over_pool(plain, ActivationBudget((200, 300, 300, 300), memory))
     check(spread)
-    assert spread.hosts == ((2, 3), (), (), ())
+    assert write_hosts(spread.hosts or ()) == "2+3,none,none,none"
     gathered = balance_over_pool(plain, ActivationBudget((300, 200, 200, 600), memory))
     check(gathered)
-    assert gathered.hosts == ((3,), (3,), (), ())
+    assert write_hosts(gathered.hosts or ()) == "3,3,none,none"
     assert allocated_bytes(gathered, 3, memory) == (100, 400)
     with pytest.raises(BudgetTooSmall, match="rank 2, hosting for rank 1, needs 400 bytes"):
         balance_within(plain, ActivationBudget((300, 200, 200, 600), memory), (3, 2, 1, 0))
@@ -263,8 +263,9 @@ def test_same_node_first() -> None:
     """Rank 0's usual partner is on the other node: what has room on its own node comes first."""
     plain, memory = generate("1f1b", 4, 8), memory_of([100] * 4)
     activation_budget = ActivationBudget((300, 300, 400, 300), memory)
-    assert balance_over_pool(plain, activation_budget).hosts == ((3,), (), (), (0,))
-    assert balance_over_pool(plain, activation_budget, (0, 1, 0, 1)).hosts == ((2,), (), (0,), ())
+    assert write_hosts(balance_over_pool(plain, activation_budget).hosts or ()) == "3,none,none,0"
+    apart = balance_over_pool(plain, activation_budget, (0, 1, 0, 1))
+    assert write_hosts(apart.hosts or ()) == "2,none,0,none"
 
 
 def test_all_ranks_start_the_transfers_of_a_slot_in_one_order() -> None:

@@ -11,9 +11,10 @@ from itertools import combinations, pairwise, product
 import pytest
 
 from bpipe.balance.budget import ActivationBudget, BudgetTooSmall
+from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import allocated_bytes
 from bpipe.balance.tiers import balance_over_hosts
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.build import ScheduleConfig, build
 from bpipe.check.case import Case, ScheduleError
 from bpipe.check.rules import check
 from bpipe.check.transfers import check_host_buffers
@@ -23,7 +24,7 @@ from bpipe.formats.text import read_csv, write_csv
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import Kind
 from bpipe.ir.host_buffers import Residency, host_memory_buffers, hosts_of, num_buffers_for, num_host_memory_buffers
-from bpipe.ir.hosts import ALL, ARRANGEMENTS, HOST, HOST_MEMORY, PAIR, POOL
+from bpipe.ir.hosts import ALL, ARRANGEMENTS, HOST, PAIR, POOL, write_hosts
 from bpipe.ir.memory import live_bytes, memory_of, peak_counts
 from bpipe.ir.schedule import Schedule
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
@@ -40,7 +41,7 @@ def balanced(
 
 
 def in_own(schedule: Schedule, rank: int) -> list[Residency]:
-    return [stay for stay, host in hosts_of(schedule, rank).items() if host == rank]
+    return [stay for stay, host in hosts_of(schedule, rank).items() if not host.on_device]
 
 
 # -- every family
@@ -67,7 +68,7 @@ def test_two_are_held_where_pairs_hold_three_and_none_can_hold_one() -> None:
     """While one is computed on another is on its way."""
     schedule = balanced("1f1b", 4, 8)
     assert schedule.bounds == (2, 2, 2, 2)
-    assert schedule.hosts == ((HOST_MEMORY,), (HOST_MEMORY,), (), ())
+    assert write_hosts(schedule.hosts or ()) == "own,own,none,none"
     assert peak_counts(schedule) == (2, 2, 2, 1)
     assert [num_host_memory_buffers(schedule, rank) for rank in range(4)] == [3, 2, 0, 0]
     with pytest.raises(
@@ -82,14 +83,14 @@ def test_two_are_held_where_pairs_hold_three_and_none_can_hold_one() -> None:
 
 def test_one_rank_alone_keeps_what_no_partner_could() -> None:
     alone = balanced("gpipe", 1, 6, bounds=(3,))
-    assert alone.hosts == ((HOST_MEMORY,),)
+    assert write_hosts(alone.hosts or ()) == "own"
     assert peak_counts(alone) == (3,)
 
 
 def test_devices_come_before_a_nodes_memory() -> None:
     """Rank 3 has room for one micro-batch of rank 0, and nobody for any of rank 1."""
     schedule = balanced("1f1b", 4, 8, hosts=ALL)
-    assert schedule.hosts == ((3, HOST_MEMORY), (HOST_MEMORY,), (), ())
+    assert write_hosts(schedule.hosts or ()) == "3+own,own,none,none"
     assert num_buffers_for(schedule, 3) == {0: 1}
     # With room enough on devices it is the pool's plan to the last action.
     assert balanced("1f1b", 4, 8, hosts=ALL, bounds=(3,)) == balanced("1f1b", 4, 8, hosts=POOL, bounds=(3,))

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
 from bpipe.check.case import Case, ScheduleError
 from bpipe.check.rules import RULES, check, check_no_deadlock
 from bpipe.check.transfers import check_host_buffers
@@ -15,7 +16,7 @@ from bpipe.formats.text import read_action
 from bpipe.generate.place import place
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.host_buffers import Residency, host_buffers
-from bpipe.ir.hosts import in_pairs
+from bpipe.ir.hosts import host_memory_of, in_pairs, read_hosts
 from bpipe.ir.layout import one_pipe
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule, Slot
@@ -261,7 +262,11 @@ SHAPES: dict[str, tuple[Callable[[Schedule], Schedule], str]] = {
     "uneven": (lambda one: replace(one, layout=one_pipe((0, 1, 2, 2))), "equally many stages"),
     "bounds": (lambda one: replace(one, bounds=(3,)), "1 bounds for 4 ranks"),
     "host": (lambda one: replace(one, hosts=in_pairs((4, 2, 1, 0))), "rank 0: host 4 is no other rank of 0 to 3"),
-    "itself": (lambda one: replace(one, hosts=((3,), (1,), (1,), (0,))), "rank 1: host 1 is no other rank"),
+    "itself": (lambda one: replace(one, hosts=read_hosts("3,1,1,0")), "rank 1: host 1 is no other rank"),
+    "another's host memory": (
+        lambda one: replace(one, hosts=((host_memory_of(1),), (), (), ())),
+        "rank 0: host memory of rank 1 is not its own",
+    ),
     "too few partners": (lambda one: replace(one, hosts=in_pairs((3, 2, 1))), "hosts of 3 ranks for 4"),
 }
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
 from bpipe.check.case import Case, ScheduleError
 from bpipe.check.rules import RULES, check_no_deadlock
 from bpipe.ir.action import OTHER_END, Action, Kind

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
+from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import balance
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.build import ScheduleConfig, build
 from bpipe.check import board, deadlock
 from bpipe.check.case import ScheduleError
 from bpipe.check.deadlock import Blocked, WaitLevel, size_messages

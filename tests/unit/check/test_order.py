@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
 from bpipe.check.case import ScheduleError
 from bpipe.check.order import check_microbatch_order
 from bpipe.check.rules import check

@@ -8,7 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build, named_balance
+from bpipe.balance.config import BalanceConfig, named_balance
+from bpipe.build import ScheduleConfig, build
 from bpipe.cli import main
 from bpipe.draw import png
 from bpipe.draw.picture import STYLES, lay_out

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
 from bpipe.cli import main
 from bpipe.formats.listing import write_listing, write_listing_json
 from bpipe.formats.text import read_csv

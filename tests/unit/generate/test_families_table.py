@@ -6,7 +6,8 @@ import re
 from fractions import Fraction
 from pathlib import Path
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
 from bpipe.generate.families import FAMILIES
 from bpipe.generate.family import ALIKE, FamilyOptions, UnitCosts
 from bpipe.generate.timing import iteration_time

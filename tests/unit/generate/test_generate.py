@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import bpipe
-from bpipe.build import BalanceConfig, ScheduleConfig, build, named_balance
+from bpipe.balance.config import BalanceConfig, named_balance
+from bpipe.build import ScheduleConfig, build
 from bpipe.check.deadlock import blocked_ranks
 from bpipe.check.rules import check
 from bpipe.formats.grid import write_grid

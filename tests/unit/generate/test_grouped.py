@@ -13,8 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bpipe import cli
+from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import allocated_counts
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.build import ScheduleConfig, build
 from bpipe.check.order import check_microbatch_order
 from bpipe.check.rules import check
 from bpipe.generate.families import FAMILIES

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import allocated_counts
-from bpipe.build import BalanceConfig, ScheduleConfig, build, choice_for_bound
+from bpipe.build import ScheduleConfig, build, choice_for_bound
 from bpipe.check.case import ScheduleError
 from bpipe.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.check.order import check_microbatch_order

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpipe.build import BalanceConfig, ScheduleConfig, adopt, build
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, adopt, build
 from bpipe.check.deadlock import blocked_ranks
 from bpipe.check.rules import check
 from bpipe.cli import main

@@ -8,16 +8,17 @@ from itertools import pairwise, product
 import pytest
 
 from bpipe.balance.budget import ActivationBudget, BudgetTooSmall
+from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import balance
 from bpipe.balance.pool import balance_over_pool
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.build import ScheduleConfig, build
 from bpipe.check.case import ScheduleError
 from bpipe.check.rules import check
 from bpipe.formats.document import read_json, write_json
 from bpipe.formats.grid import read_grid, write_grid
 from bpipe.formats.text import TextError, read_csv, write_csv
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.hosts import HOST_MEMORY, in_pairs, partners_of, read_hosts, write_hosts
+from bpipe.ir.hosts import Host, Tier, host_memory_of, in_pairs, partners_of, read_hosts, write_hosts
 from bpipe.ir.memory import memory_of, peak_counts
 from bpipe.ir.program import Exchange, Transfer
 from bpipe.ir.schedule import Schedule
@@ -35,7 +36,7 @@ def in_own_memory() -> Schedule:
         tuple(replace(cell, transfers=tuple(one for one in cell.transfers if one.kind not in GUEST)) for cell in row)
         for row in PAIRS.ranks
     )
-    return replace(PAIRS, ranks=rows, hosts=((HOST_MEMORY,),) * 4, bounds=None)
+    return replace(PAIRS, ranks=rows, hosts=tuple((host_memory_of(rank),) for rank in range(4)), bounds=None)
 
 
 def in_a_pool() -> Schedule:
@@ -45,7 +46,7 @@ def in_a_pool() -> Schedule:
         moved = tuple(one for one in cell.transfers if one.kind in GUEST and one.microbatch == 3)
         rows[3][slot] = replace(cell, transfers=tuple(one for one in cell.transfers if one not in moved))
         rows[2][slot] = replace(rows[2][slot], transfers=rows[2][slot].transfers + moved)
-    return replace(PAIRS, ranks=tuple(map(tuple, rows)), hosts=((3, 2), (), (), ()), bounds=None)
+    return replace(PAIRS, ranks=tuple(map(tuple, rows)), hosts=read_hosts("3+2,none,none,none"), bounds=None)
 
 
 SCHEDULES = {"pairs": PAIRS, "own memory": in_own_memory(), "pool": in_a_pool()}
@@ -155,9 +156,11 @@ def test_other_text_is_no_list_of_hosts(text: str) -> None:
 
 def test_pairs_are_hosts_and_back() -> None:
     hosts = in_pairs((2, 1, 0))
-    assert hosts == ((2,), (), (0,))
+    assert hosts == ((Host(2),), (), (Host(0),))
     assert partners_of(hosts) == (2, 1, 0)
-    assert partners_of(((1,), (2,), (0,))) is None
-    assert read_hosts(write_hosts(((1, HOST_MEMORY), (), (0,)))) == ((1, HOST_MEMORY), (), (0,))
+    assert partners_of(read_hosts("1,2,0")) is None
+    hosts = ((Host(1), Host(0, Tier.HOST_MEMORY)), (), (Host(0),))
+    assert write_hosts(hosts) == "1+own,none,0"
+    assert read_hosts("1+own,none,0") == hosts
     plain = build(ScheduleConfig("1f1b", 4, 8))
     assert balance(plain, [3] * 4, (3, 2, 1, 0)).hosts == in_pairs((3, 2, 1, 0))

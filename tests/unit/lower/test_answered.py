@@ -8,7 +8,8 @@ from functools import partial
 
 import pytest
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
 from bpipe.formats.text import read_csv
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.layout import Vocabulary

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bpipe.balance.budget import ActivationBudget
-from bpipe.build import BalanceConfig
+from bpipe.balance.config import BalanceConfig
 from bpipe.ir.memory import memory_of
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.costs import predict_costs

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.flops import mfu, training_flops
 from bpipe.models.hugging_face import find_model

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build, unchecked
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build, unchecked
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import memory_of, peak_bytes

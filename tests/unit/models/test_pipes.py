@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.hosts import halved_pairs
 from bpipe.ir.memory import moves_anything

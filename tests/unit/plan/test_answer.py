@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from bpipe.models.cluster import parse_cluster
-from bpipe.models.error_bars import AMPERE, CALIBRATED, EXPERTS, NEWER, error_bars
+from bpipe.models.error_bars import AMPERE, BLACKWELL, CALIBRATED, EXPERTS, HOPPER, error_bars, is_never_calibrated
 from bpipe.models.layout import Setup
 from bpipe.models.model import PRESETS
 from bpipe.models.parts import Experts
-from bpipe.plan.answer import OVERLAPPED, Choice, ChoiceKind, answer, answer_document, answer_lines
-from bpipe.plan.explain import CLEARLY
+from bpipe.plan.answer import Choice, ChoiceKind, answer, answer_document, answer_lines
+from bpipe.plan.explain import CLEARLY, calibration_lines
 from bpipe.plan.predict import SetupPrediction, predict
 
 SETUP = Setup(PRESETS["gpt3-13b"], parse_cluster("a100-80g:1x8"), 1, 8, 1, 64, 2048, (5,) * 8, "none")
@@ -72,29 +72,31 @@ def test_what_does_not_fit_or_is_refused_is_never_taken(prediction: SetupPredict
 
 
 def test_it_has_at_most_twelve_lines(prediction: SetupPrediction) -> None:
-    overlapped = replace(
-        prediction,
-        setup=replace(
-            SETUP, tensor=2, pipeline=4, layers=(10,) * 4, switches=replace(SETUP.switches, tp_comm_overlap=True)
-        ),
-    )
-    found = answer([choice(kind, overlapped, 1.0, refused=kind is ChoiceKind.LAUNCH) for kind in ChoiceKind])
-    lines = answer_lines(found)
-    assert any(OVERLAPPED in line for line in lines)
-    assert len(lines) <= 12
+    found = answer([choice(kind, prediction, 1.0, refused=kind is ChoiceKind.LAUNCH) for kind in ChoiceKind])
+    assert len(answer_lines(found)) <= 12
 
 
 def test_error_bars_follow_the_kind_of_a_setup() -> None:
-    on = {name: replace(SETUP, cluster=parse_cluster(f"{name}:1x8")) for name in ("h100-80g", "mi300x-192g")}
+    on = {
+        name: replace(SETUP, cluster=parse_cluster(f"{name}:1x8")) for name in ("h100-80g", "b200-180g", "mi300x-192g")
+    }
     experts = replace(SETUP, model=replace(PRESETS["llama3-8b"], num_layers=40, experts=Experts(8, 2, 14336)))
     calibrated = replace(SETUP, cluster=replace(SETUP.cluster, factor=1.1))
-    assert [error_bars(one) for one in (SETUP, on["h100-80g"], experts, calibrated)] == [
+    assert [error_bars(one) for one in (SETUP, on["h100-80g"], on["b200-180g"], experts, calibrated)] == [
         AMPERE,
-        NEWER,
+        HOPPER,
+        BLACKWELL,
         EXPERTS,
         CALIBRATED,
     ]
     assert error_bars(on["mi300x-192g"]) is None
     choices = [Choice(ChoiceKind.STOCK, predict(on["mi300x-192g"]))]
     assert "no measured run is known" in answer_lines(answer(choices))[-1]
+    never = {name: is_never_calibrated(one.cluster) for name, one in on.items()}
+    assert never == {"h100-80g": False, "b200-180g": True, "mi300x-192g": True}
+    for name, one in on.items():
+        said = answer_lines(answer([Choice(ChoiceKind.STOCK, predict(one))]))[-1]
+        assert ("Never calibrated" in said) is never[name]
+        assert any("never calibrated" in line for line in calibration_lines(one.cluster)) is never[name]
+    assert not is_never_calibrated(replace(on["b200-180g"].cluster, factor=1.1))
     assert answer_document(answer(choices))["choices"]["stock"]["range_s"] is None

@@ -514,3 +514,28 @@ def test_absurd_numbers_are_refused() -> None:
 def test_what_is_assumed_of_sizes_that_differ_is_said(flag: str) -> None:
     (note,) = (note for note in read(flag).notes if "differ in size" in note)
     assert note.startswith(f"{flag}: micro-batches may differ in size; each is predicted as one full sequence")
+
+
+# What each of these takes or saves is gigabytes of a large model.
+LARGE = (
+    *("--optimizer muon", "--optimizer sgd", "--cuda-graph-impl local", "--cuda-graph-impl transformer_engine"),
+    *("--enable-cuda-graph", "--external-cuda-graph", "--mtp-num-layers 1", "--cpu-offloading-num-layers 1"),
+    *("--optimizer-cpu-offload", "--fine-grained-activation-offloading", "--cross-entropy-fusion-impl te"),
+    *("--fp32-residual-connection", "--defer-embedding-wgrad-compute", "--num-distributed-optimizer-instances 2"),
+    *("--overlap-moe-expert-parallel-comm", "--use-megatron-fsdp", "--distribute-saved-activations"),
+    "--use-transformer-engine-op-fuser",
+)
+
+
+@pytest.mark.parametrize("flag", LARGE)
+def test_a_flag_of_gigabytes_is_never_left_out_silently(flag: str) -> None:
+    with pytest.raises(ValueError, match=f"{flag}.*: not modelled; leave the flag out"):
+        read_command([*SMALL, *flag.split()])
+
+
+def test_a_flag_that_leaves_them_as_they_are_is_taken() -> None:
+    taken = ("--optimizer adam", "--cuda-graph-impl none", "--num-distributed-optimizer-instances 1")
+    taken += ("--cross-entropy-fusion-impl native", "--mtp-num-layers 0")
+    found = read_command([*SMALL, *" ".join(taken).split(), "--cross-entropy-loss-fusion"])
+    assert found.not_considered == ()
+    assert [note for note in found.notes if "--cross-entropy-loss-fusion" in note]

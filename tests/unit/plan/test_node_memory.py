@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import allocated_bytes
-from bpipe.build import BalanceConfig
 from bpipe.cli import main
 from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
 from bpipe.models.layout import Setup

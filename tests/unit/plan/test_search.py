@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from bpipe.build import ScheduleConfig, build, named_balance
+from bpipe.balance.config import named_balance
+from bpipe.build import ScheduleConfig, build
 from bpipe.cli import main
 from bpipe.generate.families import FAMILIES, SEARCHED, default_family
 from bpipe.generate.family import Family

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from bpipe.balance.budget import ActivationBudget
+from bpipe.balance.config import BalanceConfig
 from bpipe.balance.deadlines import Windows
-from bpipe.build import BalanceConfig, ScheduleConfig, build, config_of_schedule
+from bpipe.build import ScheduleConfig, build, config_of_schedule
 from bpipe.generate.family import UnitCosts
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import KeptMemory, memory_of

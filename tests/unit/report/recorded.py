@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from bpipe.build import ScheduleConfig, build, named_balance
+from bpipe.balance.config import named_balance
+from bpipe.build import ScheduleConfig, build
 from bpipe.generate.families import exchange_of
 from bpipe.ir.action import SHARDS, Action, Kind
 from bpipe.ir.host_buffers import Residency, host_buffers, num_host_buffers

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
 from bpipe.formats.text import read_action
 from bpipe.ir.action import Kind
 from bpipe.report.out.trace import write_trace

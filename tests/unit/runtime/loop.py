@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from bpipe.build import ScheduleConfig, build, named_balance
+from bpipe.balance.config import named_balance
+from bpipe.build import ScheduleConfig, build
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.program import Message
 from bpipe.ir.schedule import Schedule

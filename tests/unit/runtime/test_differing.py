@@ -13,8 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bpipe.balance.config import BalanceConfig, named_balance
 from bpipe.balance.pairs import balance
-from bpipe.build import BalanceConfig, ScheduleConfig, build, named_balance
+from bpipe.build import ScheduleConfig, build
 from bpipe.ir.memory import RESERVE, num_transfers
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime.errors import TransferError

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
 from bpipe.formats.grid import read_grid
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.program import Instruction, Message, Op, Program, Transfer

@@ -13,13 +13,15 @@ import pytest
 import torch
 
 from bpipe.balance.budget import ActivationBudget
+from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import allocated_bytes
 from bpipe.balance.pool import balance_over_pool
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.build import ScheduleConfig, build
 from bpipe.check.rules import check
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.host_buffers import guests_of
+from bpipe.ir.hosts import device_ranks, read_hosts
 from bpipe.ir.memory import memory_of
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.runtime.engine import Engine, EngineConfig
@@ -48,7 +50,9 @@ def test_they_are_no_pairs() -> None:
     for name, make in POOLS.items():
         schedule = make()
         check(schedule)
-        others = [{*schedule.hosts[rank], *guests_of(schedule, rank)} for rank in range(schedule.num_ranks)]  # type: ignore[index]
+        others = [
+            {*device_ranks(schedule.hosts[rank]), *guests_of(schedule, rank)} for rank in range(schedule.num_ranks)
+        ]  # type: ignore[index]
         assert max(map(len, others)) > 1, name
     assert max(len(guests_of(POOLS["three to one"](), rank)) for rank in range(5)) == 3
 
@@ -75,7 +79,7 @@ def test_a_micro_batch_goes_to_one_host_only() -> None:
         own, other = (Kind.EVICT, Kind.HOST) if kinds == "EH" else (Kind.LOAD, Kind.RETURN)
         for rank, kind in ((0, own), (host, other)):
             rows[rank][slot] = Slot(rows[rank][slot].compute, (*rows[rank][slot].transfers, Action(0, kind, 1)))
-    schedule = replace(plain, ranks=tuple(map(tuple, rows)), hosts=((2, 3), (), (), ()))
+    schedule = replace(plain, ranks=tuple(map(tuple, rows)), hosts=read_hosts("2+3,none,none,none"))
     check(schedule)
     with pytest.raises(
         ValueError, match=r"rank 0: micro-batch 1 of stage 0 leaves to rank 2 and to rank 3 in one iteration"

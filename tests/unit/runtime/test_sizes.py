@@ -16,6 +16,7 @@ from bpipe.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.check.rules import check
 from bpipe.formats.text import read_csv
 from bpipe.ir.host_buffers import Residency, host_buffers, num_measured, stages_in_buffers
+from bpipe.ir.hosts import Host
 from bpipe.ir.memory import num_transfers, peak_counts
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime import partners as partners_module
@@ -36,7 +37,7 @@ UNEVEN: dict[str, Callable[[], Schedule]] = {
 }
 
 
-def all_at_once(schedule: Schedule, evictor: int, host: int) -> dict[Residency, int]:
+def all_at_once(schedule: Schedule, evictor: int, host: Host) -> dict[Residency, int]:
     """As it was: told when all stages that leave have run."""
     return dict.fromkeys(
         num_measured(schedule, evictor, host), len({stay.stage for stay in num_measured(schedule, evictor, host)})
@@ -44,10 +45,10 @@ def all_at_once(schedule: Schedule, evictor: int, host: int) -> dict[Residency, 
 
 
 def test_what_leaves_first_leaves_before_the_other_stage_has_run() -> None:
-    told = num_measured(FLAT, 0, 1)
+    told = num_measured(FLAT, 0, Host(1))
     assert {(stay.stage, count) for stay, count in told.items()} == {(0, 1), (0, 2), (3, 2)}
     assert next(iter(told)) == Residency(0, 1, 0)
-    assert num_measured(FLAT, 1, 0) == {}
+    assert num_measured(FLAT, 1, Host(0)) == {}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,15 +11,16 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import allocated_bytes
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.build import ScheduleConfig, build
 from bpipe.ir.host_buffers import num_host_buffers, num_host_memory_buffers
 from bpipe.ir.memory import memory_of
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.errors import RuntimeFault, TransferError
 from bpipe.transport.host_memory import Budget, Buffers, LocalRank, MemoryLimit
-from bpipe.transport.one_sided import Host, OneSidedCopies
+from bpipe.transport.one_sided import HostMemory, OneSidedCopies
 from tests.unit.runtime.pipeline import in_one_piece
 from tests.unit.runtime.threaded import CPU, KINDS, Pipeline
 from tests.unit.transport.loopback import CPU as COPYING
@@ -85,7 +86,7 @@ def test_a_node_without_room_for_all_its_ranks_is_refused_with_the_numbers() -> 
     schedule = tiered("1f1b", 4, 8)
     room = MemoryLimit("machine", "the machine's memory (MemAvailable)", 100)
     neighbours = [LocalRank(Buffers(num_host_memory_buffers(schedule, rank)), (room,)) for rank in range(4)]
-    host = Host(COPYING, Budget(neighbours[0], neighbours), "--bpipe-hosts", "Let less leave")
+    host = HostMemory(COPYING, Budget(neighbours[0], neighbours), "--bpipe-hosts", "Let less leave")
     pipeline = Pipeline(schedule, "peer", timeout_s=2.0)
     transports = {0: OneSidedCopies(host, AtOnce(), AtOnce())}
     pipeline.engines[0] = Engine(schedule, 0, transports, EngineConfig("rank 0", CPU, 1, 2.0, poison=True))
@@ -106,7 +107,7 @@ def test_a_failed_copy_names_the_nodes_memory() -> None:
 
     schedule = tiered("1f1b", 4, 8)
     pipeline = Pipeline(schedule, "peer", timeout_s=2.0)
-    transports = {0: OneSidedCopies(Host(COPYING), Failing(), Failing())}  # type: ignore[arg-type]
+    transports = {0: OneSidedCopies(HostMemory(COPYING), Failing(), Failing())}  # type: ignore[arg-type]
     pipeline.engines[0] = Engine(schedule, 0, transports, EngineConfig("rank 0", CPU, 1, 2.0))
     with pytest.raises(TransferError, match=r"0EVICT0 with its own node's memory did not start; .*no such luck"):
         pipeline.run(1)

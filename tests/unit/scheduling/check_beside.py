@@ -24,7 +24,8 @@ import torch
 from megatron.core import timers as megatron_timers
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
 from bpipe.generate import one_f_one_b
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.transport.connect import MeasuredLink

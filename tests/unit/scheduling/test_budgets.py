@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from bpipe import cli
-from bpipe.build import BalanceConfig, balanced, build
+from bpipe.balance.config import BalanceConfig, balanced
+from bpipe.build import build
 from bpipe.flags.budgets import MemoryBudget, read_budget
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.host_buffers import links_of

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from bpipe import cli
-from bpipe.build import BalanceConfig, ScheduleConfig, build, choice_for_bound
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build, choice_for_bound
 from bpipe.flags.budgets import MemoryBudget
 from bpipe.formats.document import write_json
 from bpipe.formats.grid import write_grid

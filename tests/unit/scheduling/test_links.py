@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
 from bpipe.ir.memory import peak_counts
 from bpipe.runtime.links import host_buffers
 from bpipe.transport.host_memory import Buffers

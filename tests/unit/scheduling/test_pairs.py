@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
 from bpipe.formats.text import write_csv
 from bpipe.generate.family import UnitCosts
 from bpipe.ir.layout import Vocabulary

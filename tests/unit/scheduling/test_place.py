@@ -7,7 +7,8 @@ import os
 import pytest
 import torch.distributed as dist
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build, config_of_schedule
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build, config_of_schedule
 from bpipe.generate.place import place as on_the_grid
 from bpipe.ir.action import Kind
 from bpipe.ir.schedule import Schedule

@@ -15,6 +15,9 @@ from bpipe.features.feature import Feature, State
 from bpipe.features.table import FEATURES, SHARDED, SLICED
 from megatron.scheduling.start.refusals import differ, refuse, slices_differ
 
+COMBINED: dict[str, Any] = {"overlap_moe_expert_parallel_comm": True, "pipeline_model_parallel_size": 2}
+# What else the settings of a feature are found to be.
+BESIDE = dict.fromkeys(("combined 1F1B in our own loop", "combined 1F1B without a pipeline"), ("combined 1F1B",))
 # Settings that are refused, by feature; several where several names lead to one feature.
 REFUSED: dict[str, list[dict[str, Any]]] = {
     "CUDA graphs of an iteration": [
@@ -47,7 +50,9 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
         {"cpu_offloading_num_layers": 1},
         {"fine_grained_activation_offloading": True},
     ],
-    "combined 1F1B": [{"overlap_moe_expert_parallel_comm": True}],
+    "combined 1F1B": [COMBINED],
+    "combined 1F1B in our own loop": [COMBINED],
+    "combined 1F1B without a pipeline": [COMBINED | {"pipeline_model_parallel_size": 1}],
     "paged stash": [{"moe_paged_stash": True}],
     "the flex dispatcher of experts": [
         {"num_experts": 8, "moe_pad_expert_input_to_capacity": True, "moe_token_dispatcher_type": "flex"},
@@ -99,13 +104,18 @@ def test_what_cannot_be_balanced_is_refused_for_its_own_reason(feature: str, set
     (refusal,) = (refusal for refusal in FEATURES if refusal.name == feature)
     given = SimpleNamespace(**settings)
     refused = [f"--bpipe: {refusal.reason}; {refusal.remedy}"] if refusal.state is State.REFUSED else []
-    assert features_of(given, True, executor=refusal.own_loop) == [refusal]
+    beside = [one for one in FEATURES if one.name in BESIDE.get(feature, ())]
+    assert features_of(given, True, executor=refusal.own_loop) == [refusal, *beside]
     assert reasons(given, True, executor=refusal.own_loop) == refused
     strictly = [
         f"--bpipe-strict: {refusal.name} is guarded: {refusal.reason}; {refusal.remedy}, or drop --bpipe-strict"
     ]
-    assert reasons(given, True, executor=refusal.own_loop, strict=True) == (refused or strictly)
-    assert [one.name for one in guarded(given, balance=True)] == [feature] * (not refused)
+    if not beside:
+        assert reasons(given, True, executor=refusal.own_loop, strict=True) == (refused or strictly)
+    assert [one.name for one in guarded(given, balance=True)] == [
+        *[feature] * (not refused),
+        *(one.name for one in beside),
+    ]
 
 
 def test_what_is_guarded_trains_and_is_checked_only_where_something_moves() -> None:

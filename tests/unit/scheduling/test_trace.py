@@ -55,7 +55,8 @@ REFUSED = {
 }
 
 
-OTHERS = (*QUICK, LAUNCH, *FURTHER.values(), *(flags for flags, _ in REFUSED.values()))
+FUSED = f"{LAUNCH} --cross-entropy-loss-fusion"
+OTHERS = (*QUICK, LAUNCH, FUSED, *FURTHER.values(), *(flags for flags, _ in REFUSED.values()))
 
 
 def launch_of(flags: str) -> Any:
@@ -111,6 +112,11 @@ def test_what_formulas_do_not_know_or_only_nearly_is_traced(name: str) -> None:
     assert len(plain) == len(other) == 2
     assert other[1]["saved_bytes"] != plain[1]["saved_bytes"] > 0
     assert other[1]["parameters"] != plain[1]["parameters"]
+
+
+def test_a_fused_loss_saves_what_the_other_does() -> None:
+    """So it is predicted as if it were not given."""
+    assert traced(FUSED)["stages"][-1]["saved_bytes"] == traced(LAUNCH)["stages"][-1]["saved_bytes"]
 
 
 def test_a_profile_of_the_trace_gives_simulate_what_is_saved(tmp_path: Path) -> None:

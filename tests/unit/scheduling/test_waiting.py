@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
 from bpipe.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build, named_balance
+from bpipe.balance.config import BalanceConfig, named_balance
+from bpipe.build import ScheduleConfig, build
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import live_counts
 from bpipe.ir.program import Exchange

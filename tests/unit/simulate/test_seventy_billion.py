@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import pytest
 
-from bpipe.build import ScheduleConfig, build, named_balance
+from bpipe.balance.config import named_balance
+from bpipe.build import ScheduleConfig, build
 from bpipe.generate.families import FAMILIES, exchange_of
 from bpipe.generate.family import ALIKE, UnitCosts
 from bpipe.ir.memory import peak_counts

@@ -8,7 +8,9 @@ from fractions import Fraction
 import pytest
 
 from bpipe.balance.budget import ActivationBudget
-from bpipe.build import BalanceConfig, ScheduleConfig, balanced, build
+from bpipe.balance.config import BalanceConfig, balanced
+from bpipe.build import ScheduleConfig, build
+from bpipe.ir.hosts import Host
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import KeptMemory
 from bpipe.plan.windows import windows_of
@@ -64,7 +66,10 @@ def test_a_transfer_lasts_as_its_slice_has_bytes() -> None:
     assert alone.peak_bytes(0) > 200 >= found.peak_bytes(0)
     windows = windows_of(costs, 4)
     assert windows.slices == 2
-    assert [windows.transfer_s(1, number, 0, 3) for number in (0, 1, 6, 7)] == [Fraction(1, 2), Fraction(3, 20)] * 2
+    assert [windows.transfer_s(1, number, 0, Host(3)) for number in (0, 1, 6, 7)] == [
+        Fraction(1, 2),
+        Fraction(3, 20),
+    ] * 2
     in_time = balanced(schedule, replace(how, windows=windows))
     assert simulate(in_time, costs).exposed_transfer_s <= found.exposed_transfer_s
 

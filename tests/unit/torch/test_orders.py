@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
 from bpipe.formats.text import write_csv
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import Kind

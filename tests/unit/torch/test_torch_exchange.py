@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules
 
-from bpipe.build import BalanceConfig, ScheduleConfig, build
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
 from bpipe.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import Action, Kind
@@ -21,7 +22,7 @@ from bpipe.ir.program import Exchange, MessageTable, Op, Program
 from bpipe.ir.schedule import Schedule
 from bpipe.lower.lower import lower, lower_received
 from bpipe.torch.judged import received_in
-from bpipe.torch.orders import action_of, schedule_of_class, torch_orders
+from bpipe.torch.orders import schedule_of_class, torch_orders
 from tests.support.levels import STOOD
 from tests.unit.torch.test_orders import stages_on
 
@@ -115,13 +116,13 @@ def as_listed(schedule: Schedule, order: dict[int, list[Any]]) -> tuple[Program,
     """Torch's lists word by word, wherever they have their messages; nothing moves."""
     messages, programs = MessageTable(schedule), []
     dependencies = messages.dependencies
-    kinds = {"F": Kind.FORWARD, "B": Kind.BACKWARD}
+    kinds = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.BACKWARD_INPUT, "W": Kind.BACKWARD_WEIGHT}
     for rank, row in order.items():
         ops, operands, sent, starts = [], [], [], []
         for action in row:
             word = action.computation_type.value
             if action.is_compute_op:
-                ours = action_of(action)
+                ours = Action(action.stage_index, kinds[word], action.microbatch_index)
                 value = dependencies.operand_of(ours)
                 starts.append(len(ops))
                 if value != NOTHING and len(dependencies.route(value).parties) == 2:

@@ -21,7 +21,7 @@ from bpipe.transport.base import Done, Pending
 from bpipe.transport.control import Subject
 from bpipe.transport.lanes import CopyLane
 from bpipe.transport.memory import Lender, SharedMemory
-from bpipe.transport.one_sided import Host, OneSidedCopies, Peer
+from bpipe.transport.one_sided import HostMemory, OneSidedCopies, Peer
 
 CPU = copying_on(torch.device("cpu"))
 Mail = dict[Subject, "queue.SimpleQueue[_Message]"]
@@ -121,7 +121,7 @@ def peers(
 
 def alone(outbound: CopyLane, inbound: CopyLane) -> tuple[OneSidedCopies, OneSidedCopies]:
     """The same over the evictor's own memory."""
-    return OneSidedCopies(Host(CPU), outbound, inbound), OneSidedCopies(Host(CPU), NoLane(), NoLane())
+    return OneSidedCopies(HostMemory(CPU), outbound, inbound), OneSidedCopies(HostMemory(CPU), NoLane(), NoLane())
 
 
 class NoLane:

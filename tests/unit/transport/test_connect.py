@@ -15,7 +15,7 @@ from bpipe.transport import AUTO, NAMES, connect
 from bpipe.transport.connect import Connection, Location, MeasuredLink, candidates, choose, obstacle
 from bpipe.transport.distributed import Distributed, PairGroups
 from bpipe.transport.host_memory import Buffers, LocalRank
-from bpipe.transport.one_sided import Host, OneSidedCopies, Peer
+from bpipe.transport.one_sided import HostMemory, OneSidedCopies, Peer
 from tests.unit.transport.loopback import controls
 
 NOBODY = LocalRank(Buffers(), ())
@@ -121,7 +121,7 @@ def test_a_connection_makes_the_transport_its_link_chose() -> None:
     assert isinstance(chosen._access, Peer)
     host = connection.transport("host")
     assert isinstance(host, OneSidedCopies)
-    assert isinstance(host._access, Host)
+    assert isinstance(host._access, HostMemory)
     assert isinstance(connection.transport("gloo"), Distributed)
     connection.close()
     assert not any(lane._thread.is_alive() for lane in lanes)  # type: ignore[attr-defined]

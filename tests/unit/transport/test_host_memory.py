@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bpipe.transport.host_memory import Budget, Buffers, LocalRank, MemoryLimit, memory_limits
-from bpipe.transport.one_sided import Host
+from bpipe.transport.one_sided import HostMemory
 from tests.unit.transport.loopback import CPU
 
 GIB = 1 << 30
@@ -172,7 +172,7 @@ def test_nobody_is_given_host_memory_that_might_not_suffice() -> None:
 
 def test_buffers_that_do_not_fit_are_refused_with_both_numbers_and_the_way_out() -> None:
     everyone = neighbours(1, 1)
-    host = Host(CPU, Budget(everyone[0], everyone))
+    host = HostMemory(CPU, Budget(everyone[0], everyone))
     with pytest.raises(
         RuntimeError,
         match=r"--bpipe-transport host: the host buffers of 2 ranks would take 60 GiB, and .* 40 GiB are available.*Use another",

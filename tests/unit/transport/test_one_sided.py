@@ -15,7 +15,7 @@ from bpipe.transport.device_memory import DeviceMemory
 from bpipe.transport.lanes import Job, ThreadLane
 from bpipe.transport.layout import BufferLayout, Sizes
 from bpipe.transport.memory import SharedMemory
-from bpipe.transport.one_sided import Host, OneSidedCopies, Peer
+from bpipe.transport.one_sided import HostMemory, OneSidedCopies, Peer
 from tests.unit.transport.fake_cuda import FakeCuda
 from tests.unit.transport.loopback import AtOnce, alone, controls, peers
 
@@ -299,7 +299,7 @@ def on_a_device(cuda: FakeCuda, kind: str) -> tuple[OneSidedCopies, OneSidedCopi
     """Both ends as on a GPU, where copies are issued at once and nobody knows when they end."""
     here, there = controls()
     ways = [
-        Peer(control, DeviceMemory(cuda.device())) if kind == "peer" else Host(cuda.device())
+        Peer(control, DeviceMemory(cuda.device())) if kind == "peer" else HostMemory(cuda.device())
         for control in (here, there)
     ]  # type: ignore[arg-type]
     evictor, acceptor = (OneSidedCopies(way, AtOnce(), AtOnce()) for way in ways)

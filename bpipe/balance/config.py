@@ -1,0 +1,110 @@
+"""Say how to balance a schedule, and balance it so.
+
+In: a `BalanceConfig` and a Schedule. Out: the Schedule with transfers. Knows no family, no tensors and no command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bpipe.balance.budget import ActivationBudget, balance_within
+from bpipe.balance.deadlines import Windows, balance_in_time
+from bpipe.balance.pairs import balance
+from bpipe.balance.tiers import balance_over_hosts, balance_over_hosts_within
+from bpipe.ir.hosts import ARRANGEMENTS, PAIR
+from bpipe.ir.schedule import Schedule
+from bpipe.names import unknown
+
+# What commands and files call no `BalanceConfig`, and one.
+BALANCES = ("none", "bpipe")
+
+
+@dataclass(frozen=True, slots=True)
+class BalanceConfig:
+    """Options of balancing. `bounds`: one number for every rank, or one for all; by default the smallest found that
+    every pair keeps.
+
+    `partners[rank]`: the rank that hosts for it; by default the heaviest rank and the lightest are a pair, and so on.
+    `buffers_stay`: where an order is chosen for a bound, host buffers count all the time, as in a run, not only while
+    they are full. `rooms`: bytes of each rank, in place of bounds. `hosts` (`ir.hosts`): "pair"; "pool": any rank with
+    room hosts for any other; "host": all that leaves goes to its own node's memory; "all": the pool first, then that
+    memory. With any but pairs host buffers count all the time, and `nodes[rank]` says which ranks share a node, where
+    not all do. `windows`: beside rooms, durations of computations and transfers, for transfers that end in time.
+    `parts`: stages of which only the bytes leave that rooms say, not all that can.
+    """
+
+    bounds: tuple[int, ...] | None = None
+    partners: tuple[int, ...] | None = None
+    buffers_stay: bool = False
+    activation_budget: ActivationBudget | None = None
+    hosts: str = PAIR
+    nodes: tuple[int, ...] | None = None
+    windows: Windows | None = None
+    parts: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.activation_budget is not None and self.bounds is not None:
+            raise ValueError("bounds and rooms both say how to balance: give one of them")
+        if self.windows is not None and self.activation_budget is None:
+            raise ValueError("windows say where transfers of a plan within rooms end in time: give rooms, too")
+        if self.parts and self.activation_budget is None:
+            raise ValueError("parts of micro-batches leave as rooms say: give rooms, too")
+        if self.hosts not in ARRANGEMENTS:
+            raise ValueError(unknown("hosts", self.hosts, ARRANGEMENTS))
+        if self.hosts != PAIR and self.partners is not None:
+            raise ValueError(
+                f"partners are pairs, and hosts {self.hosts} are others: give partners, or hosts {self.hosts}"
+            )
+
+    @property
+    def part_bytes(self) -> dict[int, int]:
+        """Bytes of each micro-batch that leave, by stage of which only a part leaves."""
+        return (
+            {}
+            if self.activation_budget is None
+            else {stage: self.activation_budget.memory.size(stage, 0).moved_bytes for stage in self.parts}
+        )
+
+
+def named_balance(
+    name: str,
+    bounds: Sequence[int] | None = None,
+    partners: Sequence[int] | None = None,
+    buffers_stay: bool = False,
+    hosts: str | None = None,
+) -> BalanceConfig | None:
+    """Return the balance that a command or a file names."""
+    if name not in BALANCES:
+        raise ValueError(unknown("balance", name, BALANCES))
+    if name != BALANCES[0]:
+        given = (None if bounds is None else tuple(bounds), None if partners is None else tuple(partners))
+        return BalanceConfig(*given, buffers_stay, hosts=hosts or PAIR)
+    if hosts is not None:
+        raise ValueError(
+            f'hosts {hosts} says how to balance, but balance is "none": choose balance "bpipe" or leave it out'
+        )
+    if bounds is not None or partners is not None:
+        raise ValueError(
+            'bounds and partners say how to balance, but balance is "none": choose balance "bpipe" or leave them out'
+        )
+    return None
+
+
+def balanced(schedule: Schedule, how: BalanceConfig) -> Schedule:
+    """Return the schedule with transfers: one bound for each rank, one for all, or the smallest for all."""
+    p = schedule.num_ranks
+    if how.activation_budget is not None:
+        paired = how.hosts == PAIR
+        fitted = (
+            balance_within(schedule, how.activation_budget, how.partners)
+            if paired
+            else balance_over_hosts(schedule, how.hosts, how.activation_budget, how.nodes or ())
+        )
+        return fitted if how.windows is None else balance_in_time(fitted, how.activation_budget, how.windows)
+    if how.bounds is not None and len(how.bounds) not in (1, p):
+        raise ValueError(f"{len(how.bounds)} bounds for {p} stages: give one for all or one for each")
+    bounds = None if how.bounds is None else how.bounds * (p if len(how.bounds) == 1 else 1)
+    if how.hosts == PAIR:
+        return balance(schedule, bounds, how.partners)
+    return balance_over_hosts_within(schedule, how.hosts, bounds, how.nodes or ())
