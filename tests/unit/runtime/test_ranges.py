@@ -61,7 +61,7 @@ def test_two_that_run_at_once_are_one_range() -> None:
         ranges.begin(Action(1, Kind.FORWARD, 5), Action(1, Kind.BACKWARD, 2))
         ranges.end()
     (found,) = (event.name for event in profiler.events() or [] if event.name.startswith("bpipe "))
-    assert found == "bpipe forward stage 1 micro-batch 5 and bpipe backward stage 1 micro-batch 2"
+    assert found == "bpipe forward stage 1 micro-batch 5 with bpipe backward stage 1 micro-batch 2"
 
 
 def test_a_slice_is_named_by_its_micro_batch() -> None:
