@@ -90,7 +90,7 @@ def flags(options: Options) -> list[str]:
     ]
     if options.output is not None:
         chosen += ["--profile-output", options.output]
-    return [*megatron_flags(setup), "--vocab-size", str(setup.model.vocabulary), *map(str, chosen)]
+    return [*megatron_flags(setup), *map(str, chosen)]
 
 
 def _measuring_kernels(options: Options) -> list[str]:

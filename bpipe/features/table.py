@@ -240,7 +240,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "a YAML configuration",
         lambda s: s.yaml_cfg,
-        "a YAML configuration replaces the command line, and was never tried",
+        "Megatron reads the file in place of the command line, and drops the flags of this project with the rest",
         "give the flags on the command line instead of --yaml-cfg",
     ),
 )

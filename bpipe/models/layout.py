@@ -28,6 +28,7 @@ from bpipe.models.places import Grid, Places, nodes_of_copies, paired_places, pl
 from bpipe.models.recompute import Recompute, StageLayers, read_recompute, stage_layers
 from bpipe.models.state_types import StateTypes
 from bpipe.models.switches import Switches
+from bpipe.models.traced import Traced
 
 ATTENTION = ("unfused", "flash")
 PRECISIONS = ("bf16", "fp16", "fp32")
@@ -67,6 +68,8 @@ class Setup:
     A schedule with two pipes has two copies of every stage in each pipeline: `data` counts pipelines, `replicas` copies
     of the weights.
 
+    `traced`: sizes of stages as Megatron's own model has them, of the setup that was traced.
+
     `slices`: every micro-batch's sequence is cut into so many, as long as `slice_lengths` says. Of one of them `span`
     has the first token and the one behind its last: sizes and seconds are then those of its tokens (`models.slices`).
     """
@@ -104,6 +107,7 @@ class Setup:
     slice_lengths: SliceLengths = EVEN
     span: tuple[int, int] | None = None
     state_types: StateTypes = StateTypes()  # noqa: RUF009  (a frozen value)
+    traced: Traced | None = None
 
     def __post_init__(self) -> None:
         rules = (self._check_choices, self._check_layers, self._check_model, self._check_division, self._check_schedule)

@@ -2,8 +2,8 @@
 
 In: a Setup. Out: a list of arguments.
 
-Says nothing of data, learning rate or iterations: those are the user's. Imports no Megatron; a test holds the flags to
-the real parser.
+The vocabulary's size is there for a tokenizer that has no other. Says nothing of data, learning rate or iterations:
+those are the user's. Imports no Megatron; a test holds the flags to the real parser.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def _model(setup: Setup) -> list[str]:
             },
             "group_query_attention": grouped,
             "num_query_groups": model.num_query_groups if grouped else None,
+            "vocabulary": model.vocabulary,
             "sequence": setup.sequence,
             "max_position_embeddings": setup.sequence,
             "normalization": "RMSNorm" if model.rms_norm else "LayerNorm",

@@ -206,6 +206,11 @@ def total_bytes(device: torch.device) -> int:
     return torch.accelerator.get_memory_info(device)[1] if _has_streams(device) else 0
 
 
+def peak_allocated_on(device: torch.device) -> int | None:
+    """Return the most bytes that a device's allocator had given out; None for a CPU, where nobody counts."""
+    return torch.accelerator.max_memory_allocated(device) if _has_streams(device) else None
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done all it was given. For measurements before and after training, never in a step."""
     if _has_streams(device):

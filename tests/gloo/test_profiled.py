@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bpipe.build import ScheduleConfig, build, named_balance
+from bpipe.balance.config import named_balance
+from bpipe.build import ScheduleConfig, build
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime.ranges import name_of
 from tests.gloo.conftest import BPIPE, Case, Outcome

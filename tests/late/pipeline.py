@@ -79,8 +79,7 @@ class Rank:
             self.engine = Engine(schedule, self.rank, transports, config, self.meter if pipeline.measures else None)
         executor = self.executor(stages, messages)
         for _ in range(iterations):
-            for _ in executor.walk(self.calls()):
-                extension().perhaps_yield()
+            self.iterate(executor)
             stats = torch.accelerator.memory_stats(here)
             names = "reserved_bytes.all.current", "num_device_alloc", "allocated_bytes.all.peak"
             self.memory.append(tuple(stats[name] for name in names))
@@ -90,6 +89,11 @@ class Rank:
         if self.engine is not None:
             self.moved_bytes = self.engine.moved_bytes
             self.engine.release()
+
+    def iterate(self, executor: Executor) -> None:
+        """Run its program once."""
+        for _ in executor.walk(self.calls()):
+            extension().perhaps_yield()
 
     def messages(self, here: torch.device) -> Messages:
         """Return what carries its messages. Collective over all ranks."""

@@ -123,14 +123,14 @@ class Hooks:
         driver = self._driver
 
         @functools.wraps(backward_step)
-        def backward(input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, config: Any) -> Any:
+        def backward(input_tensor: Any, output_tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if not driver.running:
-                return backward_step(input_tensor, output_tensor, output_tensor_grad, config)
+                return backward_step(input_tensor, output_tensor, *args, **kwargs)
             # Megatron does not say which micro-batch this is; the loop holds the very output its forward returned.
             forward = self._forward_of.pop(id(as_list(output_tensor)[0]))
             op = Action(forward.stage, Kind.BACKWARD, forward.microbatch)
             driver.before(op)
-            gradient = backward_step(input_tensor, output_tensor, output_tensor_grad, config)
+            gradient = backward_step(input_tensor, output_tensor, *args, **kwargs)
             driver.after(op)
             driver.sent(op)
             return gradient

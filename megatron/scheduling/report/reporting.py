@@ -12,7 +12,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from bpipe.models.flops import mfu
 from bpipe.record.format import FAILURE, STEPS, SUMMARY, FirstFailure, TrainingStep
 from bpipe.record.write import append, write_whole
+from bpipe.recording.run import PeakFlops, RunRecord, peak_of
 from bpipe.runtime.failures import Failure
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.loop.driver import Driver
@@ -30,7 +30,7 @@ from megatron.scheduling.options.arguments import SchedulingConfig
 from megatron.scheduling.report.guard import Guard
 from megatron.scheduling.report.log import say
 from megatron.scheduling.report.metrics import Writers
-from megatron.scheduling.report.recording import PeakFlops, RunRecord, device_name, limit_bytes, peak_of
+from megatron.scheduling.report.recording import begin_record, device_name, limit_bytes
 
 
 class Monitor:
@@ -52,10 +52,11 @@ class Monitor:
             if not self._writers.look():
                 self._driver.tell_nobody()
         logged = self._driver.recording = self._writers.due(iteration)
+        self._driver.number = iteration
         result = run()
         recorded = self._driver.recorded
         if logged and recorded is not None:
-            self._writers.write(iteration, recorded, None)
+            self._writers.write(recorded, *self._driver.reached, None)
         return result
 
 
@@ -85,14 +86,14 @@ class Reporter:
             self._choose(iteration)
             self._writers.look()
             self._peak = peak_of(device_name(), self._config.peak_tflops)
-            record = self._record = RunRecord(self._folder, self._config, self._peak)
+            record = self._record = begin_record(self._folder, self._config, self._peak)
             self._guard.run(record.clear, record.path)
             self._guard.run(lambda: self._begin(record, given["model"], given["optimizer"]), self._folder)
         chosen = self._guard.open and self._first <= iteration <= self._last
         logged = self._writers.due(iteration)
         self._driver.recording = chosen or logged
         begin_s = time.perf_counter()
-        self._watermark.iteration = iteration
+        self._watermark.iteration = self._driver.number = iteration
         try:
             result = run()
         except Exception as error:
@@ -104,13 +105,13 @@ class Reporter:
         if recorded is not None:
             flops = self._config.flops(recorded.program.num_microbatches)
             if chosen:
-                add = functools.partial(self._record.add, iteration, recorded, flops, self._driver.links)
+                add = functools.partial(self._record.add, recorded, flops, self._driver.links)
                 self._guard.run(
-                    lambda: add(functools.partial(held, given["model"], given["optimizer"])), self._record.path
+                    lambda: add(lambda: held(given["model"], given["optimizer"]).now_bytes), self._record.path
                 )
             if logged:
                 share = self._mfu(flops, elapsed_s)
-                self._writers.write(iteration, recorded, share)
+                self._writers.write(recorded, *self._driver.reached, share)
         return result
 
     def _mfu(self, flops: float | None, elapsed_s: float) -> float | None:
@@ -163,12 +164,12 @@ class Reporter:
         record = self._record
         if record is not None:
             path = SUMMARY.path(self._folder, dist.get_rank())
-            self._guard.run(lambda: self._finish(path, record), path)
+            self._guard.run(lambda: self._finish(record), path)
 
-    def _finish(self, path: Path, record: RunRecord) -> None:
+    def _finish(self, record: RunRecord) -> None:
         report = self._driver.stage_report(record.pipeline)
         if report is not None:
-            write_whole(path, replace(report, run=record.run))
+            record.summarize(report)
 
 
 def _before(path: Path, iteration: int) -> list[str]:

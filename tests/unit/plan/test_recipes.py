@@ -92,6 +92,41 @@ def test_without_what_is_refused_every_recipe_trains() -> None:
         assert worst(states_of_launch(flags_of(without))) is not State.REFUSED, name
 
 
+# What Megatron-LM's own examples and functional tests launch, by the flags that decide. Of a model that no flag names, such
+# as a vision model beside a language model, they say nothing.
+UPSTREAM = {
+    row["path"]: row["flags"].split()
+    for row in csv.DictReader(
+        line for line in (ROOT / "tests/data/launches_2026.csv").read_text().splitlines() if not line.startswith("#")
+    )
+}
+# What keeps one out, each a fact.
+KEPT_OUT = {
+    *(
+        "a YAML configuration",
+        "local CUDA graphs",
+        "reinforcement learning",
+        "activation offloading",
+        "combined 1F1B without a pipeline",
+    ),
+}
+
+
+def test_megatrons_own_launches_train_or_are_told_why_not(capsys: pytest.CaptureFixture[str]) -> None:
+    states: Counter[str] = Counter()
+    for path, flags in UPSTREAM.items():
+        status = main(["check-launch", "--format", "json", "--", *flags])
+        found = json.loads(capsys.readouterr().out)
+        refused = {one["name"] for one in found["features"] if one["state"] == "refused"}
+        assert refused <= KEPT_OUT, path
+        assert bool(refused) == (found["state"] == "refused") == (status == 2), path
+        states[found["state"]] += 1
+    with capsys.disabled():
+        print(dict(states))
+    assert len(UPSTREAM) >= 20
+    assert states["supported"] + states["guarded"] >= 18
+
+
 # Launches as scripts write them, in words of our own: dense, experts, hybrid, latent attention, long context and 8 bits.
 DENSE = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --bf16"
 PIPE = "--tensor-model-parallel-size 4 --sequence-parallel --pipeline-model-parallel-size 8"

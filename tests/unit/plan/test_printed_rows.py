@@ -1,0 +1,86 @@
+"""What `bpipe plan` prints can be launched as it stands: every row is taken by Megatron's own parser, and predicted by
+`bpipe simulate` with the row's figures."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from typing import Any, NamedTuple
+
+import pytest
+
+from bpipe.cli import main
+from tests.unit.plan.megatron_parser import parsed
+
+DEVICES = ("a100-80g:4x8", "h100-80g:8x8", "h200-141g:4x8", "b200-180g:2x8", "mi300x-192g:4x8")
+MODELS = ("gpt3-13b", "gpt3-96b", "gpt3-134b", "llama-65b", "llama3-8b", "llama3-70b", "llama3-405b")
+QUICK = ("--max-micro-batch", "2", "--max-chunks", "4", "--schedule", "1f1b", "interleaved-1f1b", "grouped-interleaved")
+# Between them models of both kinds, balanced rows, and rows with shards of the vocabulary.
+SHARE = (
+    ("gpt3-96b", "a100-80g:4x8", "--attention unfused --precision fp16"),
+    ("llama3-70b", "h100-80g:8x8", ""),
+    ("llama3-70b", "h100-80g:8x8", "--balance bpipe --memory 60"),
+    ("llama3-8b", "mi300x-192g:1x8", ""),
+)
+EVERY = [pytest.param(model, device, "", marks=pytest.mark.slow) for model in MODELS for device in DEVICES]
+
+
+class Row(NamedTuple):
+    """A printed row: its seconds, MFU and peaks as they stand there, and all flags."""
+
+    seconds: str
+    mfu: str
+    peaks: list[str]
+    flags: list[str]
+
+
+def rows_of(printed: str) -> list[Row]:
+    """The rows behind the answer, each with the flags of all rows."""
+    (common,) = re.findall(r"^all rows: (.*)$", printed, re.MULTILINE) or [""]
+    found = []
+    for block in re.split(r"^(?=[ \d]{3}\. )", printed, flags=re.MULTILINE)[1:]:
+        seconds, mfu = re.findall(r"([\d.]+) s  MFU +([\d.]+) %", block)[0]
+        (peaks,) = re.findall(r"GiB a rank, of [\d.]+: (.*)", block)
+        (flags,) = re.findall(r"^     (--.*)$", block, re.MULTILINE)
+        found.append(Row(seconds, mfu, peaks.split(), shlex.split(f"{common} {flags}")))
+    return found
+
+
+def said(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    code = main(arguments)
+    return code, capsys.readouterr().out
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("model", "device", "more"), [*SHARE, *EVERY])
+def test_a_printed_row_is_taken_by_megatron_and_predicted_with_its_figures(
+    model: str, device: str, more: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick = QUICK if (model, device, more) in SHARE else QUICK[:2]
+    arguments = ["plan", "--model", model, "--cluster", device, "--gbs", "128", "--rows", "4", *quick, *more.split()]
+    code, printed = said(arguments, capsys)
+    rows = rows_of(printed)
+    # Of some models nothing fits on so few devices, which is said, too.
+    assert bool(rows) is (code == 0)
+    assert rows or "Nothing fits" in printed
+    num_devices = int(device.split(":")[1].split("x")[0]) * int(device.split("x")[-1])
+    taken = parsed([(num_devices, row.flags) for row in rows])
+    for row, args in zip(rows, taken, strict=True):
+        found = simulated(row.flags, device, capsys)
+        stages = found["stages"]
+        assert f"{found['iteration_time_s']:.3f}" == row.seconds, " ".join(row.flags)
+        assert f"{found['mfu_percent']:.2f}" == row.mfu
+        assert [f"{stage['peak_bytes'] / 2**30:.1f}" for stage in stages] == row.peaks
+        assert found["refused"] == []
+        configuration = found["configuration"]
+        assert configuration["layers"] == args["layers"]
+        assert args["balanced"] is (configuration["balance"] == "bpipe")
+        assert args["vocab_size"] <= configuration["vocabulary"]
+
+
+def simulated(flags: list[str], device: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    code, printed = said(["simulate", "--cluster", device, "--format", "json", "--", *flags], capsys)
+    assert code == 0
+    found: dict[str, Any] = json.loads(printed)
+    return found
