@@ -96,16 +96,20 @@ def loss_func(
 
 
 def forward_step(
-    data_iterator: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module
-) -> tuple[torch.Tensor, Callable[..., Any]]:
-    """One micro-batch through this stage's part of the model."""
+    data_iterator: Iterator[dict[str, torch.Tensor]], model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Callable[..., Any]]:
+    """Run one micro-batch through this stage's part of the model.
+
+    `return_schedule_plan`: return in place of the output what Megatron's combined 1F1B runs layer by layer.
+    """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     tokens, labels, loss_mask, attention_mask, position_ids = get_batch(
         data_iterator, get_attr_wrapped_model(model, "vp_stage")
     )
     timers("batch-generator").stop()
-    output = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
+    run = model.build_schedule_plan if return_schedule_plan else model
+    output = run(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
     return output, partial(loss_func, loss_mask)
 
 

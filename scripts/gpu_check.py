@@ -88,6 +88,7 @@ STEPS: dict[str, Step] = {
     "megatron": Step(2, 160),
     "nearly_full": Step(3, 60),
     "side_stream": Step(3, 40),
+    "combined": Step(3, 40),
     "abandon": Step(3, 45),
     "connections": Step(3, 120, (*QUEUES,), f"peer and streams again with {CONNECTIONS} 1 and 8"),
     "allocators": Step(3, 120, OTHER_ALLOCATORS, "the order of streams again under torch's other allocators"),

@@ -2,11 +2,12 @@
 
 In: a Schedule, a rank, its bound and what its stages hold. Out: evictions and loads by slot.
 
-Walk the rank's slots. When what starts in the next slot would exceed the bound, send away, beside this slot, the
-finished micro-batch needed furthest in the future; load it beside the slot before its backward, or as soon as there is
-room for it again. Each micro-batch is needed once more, so where all are of one size furthest-first (Belady's rule)
-takes the fewest evictions there can be. Where sizes differ it finds a plan whenever there is one, and no eviction of it
-can be left out. Knows no partner, no tensors, no clock.
+Walk the rank's slots; two computations that overlap stand in one, and both are held during it. When what starts in the
+next slot would exceed the bound, send away, beside this slot, the finished micro-batch needed furthest in the future;
+load it beside the slot before its backward, or as soon as there is room for it again. Each micro-batch is needed once
+more, so where all are of one size furthest-first (Belady's rule) takes the fewest evictions there can be. Where sizes
+differ it finds a plan whenever there is one, and no eviction of it can be left out. Knows no partner, no tensors, no
+clock.
 """
 
 from __future__ import annotations
@@ -59,11 +60,12 @@ class _EvictionWalk:
 
     def __init__(self, row: Sequence[Slot], bound: int, memory: Memory) -> None:
         self.bound, self.changes, self.memory = bound, memory.changes, memory
-        self.computes = [slot.compute for slot in row] + [None, None]
+        self.computes = [slot.computations for slot in row] + [(), ()]
         self.needed_at: dict[Key, int] = {}
-        for slot, compute in enumerate(self.computes):
-            if compute is not None and (compute.kind is _BACKWARD or compute.kind is _INPUT):
-                self.needed_at[compute.stage, compute.microbatch] = slot
+        for slot, computes in enumerate(self.computes):
+            for compute in computes:
+                if compute.kind is _BACKWARD or compute.kind is _INPUT:
+                    self.needed_at[compute.stage, compute.microbatch] = slot
         self.loads: dict[int, int] = {}  # slot of a load -> what it brings back
         self.finished: list[tuple[int, int, int]] = []  # (-slot needed, stage, micro-batch): a heap, furthest first
         self.stays: list[tuple[int, tuple[int, int, int]]] = []
@@ -73,27 +75,29 @@ class _EvictionWalk:
 
     def step(self, slot: int) -> None:
         """Account for one slot and evict beside it what the next has no room for."""
-        compute = self.computes[slot]
+        computes = self.computes[slot]
         self.held += self.starting
         self.curve.append(self.held)
         if self.held > self.bound:
             raise OverBound(slot, self.held)
-        if compute is not None:
+        for compute in computes:
             self.held -= self.changes[compute.kind][self.memory.place(compute)][1]
         # No eviction from here on adds to it: what leaves now returns in the slot after the next at the earliest.
         self.starting = self._starting(slot + 1)
         while self.held + self.starting > self.bound:
             self._evict(slot)
         # A forward is finished only now: it cannot leave beside itself.
-        if compute is not None and compute.kind is _FORWARD and self._moved(compute.stage, compute.microbatch):
-            key = (compute.stage, compute.microbatch)
-            heapq.heappush(self.finished, (-self.needed_at[key], *key))
+        for compute in computes:
+            if compute.kind is _FORWARD and self._moved(compute.stage, compute.microbatch):
+                key = (compute.stage, compute.microbatch)
+                heapq.heappush(self.finished, (-self.needed_at[key], *key))
 
     def _starting(self, slot: int) -> int:
         """What a slot adds at its start."""
-        compute = self.computes[slot]
-        added = 0 if compute is None else self.changes[compute.kind][self.memory.place(compute)][0]
-        return added + self.loads.get(slot, 0)
+        added = self.loads.get(slot, 0)
+        for compute in self.computes[slot]:
+            added += self.changes[compute.kind][self.memory.place(compute)][0]
+        return added
 
     def _moved(self, stage: int, microbatch: int) -> int:
         return self.memory.size(stage, microbatch).moved_bytes

@@ -287,7 +287,7 @@ def with_transfers(row: tuple[Slot, ...], plan: Plan, own: bool) -> tuple[Slot, 
         added = (
             actions if own else [Action(action.stage, OTHER_END[action.kind], action.microbatch) for action in actions]
         )
-        slots[slot] = Slot(slots[slot].compute, (*slots[slot].transfers, *added))
+        slots[slot] = replace(slots[slot], transfers=(*slots[slot].transfers, *added))
     return tuple(slots)
 
 
@@ -302,13 +302,9 @@ def check_input(schedule: Schedule, bounds: Sequence[int], memory: Memory) -> No
     for rank, bound in enumerate(bounds):
         if bound < 1:
             raise ValueError(f"rank {rank}: bound {bound} is below 1, and what is computed on must be held")
-    for slot in (slot for row in schedule.ranks for slot in row if slot.transfers or slot.overlapped is not None):
-        if slot.transfers:
-            raise ValueError(f"the schedule already has transfers ({slot.transfers[0]}): balance it as it was before")
-        raise ValueError(
-            f"{slot.compute} and {slot.overlapped} overlap: only schedules of single computations are balanced, so "
-            f"leave balancing out"
-        )
+    moved = next((slot.transfers[0] for row in schedule.ranks for slot in row if slot.transfers), None)
+    if moved is not None:
+        raise ValueError(f"the schedule already has transfers ({moved}): balance it as it was before")
     memory.check(schedule.num_stages)
     for place, size in enumerate(memory.stages):
         if size.saved_bytes < 1:

@@ -26,7 +26,7 @@ from bpipe.ir.action import OTHER_END, Action, Kind
 from bpipe.ir.host_buffers import Residencies, Residency, host_buffers
 from bpipe.ir.hosts import Host, Hosts, Pair, in_pairs
 from bpipe.ir.memory import Memory, live_bytes, peak_counts
-from bpipe.ir.schedule import Schedule, Slot
+from bpipe.ir.schedule import Schedule
 
 
 def balance_over_pool(schedule: Schedule, activation_budget: ActivationBudget, nodes: Sequence[int] = ()) -> Schedule:
@@ -197,7 +197,7 @@ def with_hosts(
                 if host.on_device:
                     ends.append((rows[host.rank], Action(action.stage, OTHER_END[action.kind], action.microbatch)))
                 for row, one in ends:
-                    row[slot] = Slot(row[slot].compute, (*row[slot].transfers, one))
+                    row[slot] = replace(row[slot], transfers=(*row[slot].transfers, one))
     hosted = replace(schedule, ranks=tuple(map(tuple, rows)), hosts=_hosts(used))
     _check_room(hosted, activation_budget)
     return replace(hosted, bounds=tuple(map(ceil, peak_counts(hosted))))

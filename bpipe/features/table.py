@@ -105,9 +105,26 @@ FEATURES: tuple[Feature, ...] = (
         "combined 1F1B",
         # Megatron has --delay-wgrad-compute with it only.
         lambda s: s.overlap_moe_expert_parallel_comm,
-        "combined 1F1B cuts a forward's graph at each part of a layer, so that what a stage saved is not found behind its "
-        "outputs, and runs it inside of a backward, so that no transfer has its moment between the two",
+        "each part of a layer has a graph of its own, and what a stage saved is found in all of them; transfers begin "
+        "before a forward and a backward that run at once and end before the next, and what moves is marked as used on "
+        "the stream of exchanges",
         "drop --overlap-moe-expert-parallel-comm / --delay-wgrad-compute",
+        State.GUARDED,
+        "test_what_parts_of_layers_on_two_streams_saved_moves_in_its_order",
+        moving=True,
+    ),
+    Feature(
+        "combined 1F1B in our own loop",
+        lambda s: s.overlap_moe_expert_parallel_comm,
+        "our own loop runs a forward and a backward one after the other, so nothing hides the exchanges of experts",
+        "drop --overlap-moe-expert-parallel-comm / --delay-wgrad-compute, or leave the schedule to Megatron's loop",
+        own_loop=True,
+    ),
+    Feature(
+        "combined 1F1B without a pipeline",
+        lambda s: s.overlap_moe_expert_parallel_comm and s.pipeline_model_parallel_size in (None, 1),
+        "one pipeline rank has nobody to share memory with, and its loop of combined steps was never measured",
+        "drop --overlap-moe-expert-parallel-comm, or train without --bpipe and --bpipe-report",
     ),
     Feature("paged stash", lambda s: s.moe_paged_stash, "paged stash runs a step again", "drop --moe-paged-stash"),
     Feature(
@@ -131,13 +148,6 @@ FEATURES: tuple[Feature, ...] = (
         State.GUARDED,
         "test_what_another_stream_computes_moves_in_its_order",
         moving=True,
-    ),
-    Feature(
-        "variable sequence lengths",
-        lambda s: s.variable_seq_lengths,
-        "our own loop tells the shape of what a stage makes once, for all micro-batches",
-        "leave variable_seq_lengths at False, or leave the schedule to Megatron's loop",
-        own_loop=True,
     ),
     Feature(
         "hybrid context parallelism",
@@ -263,6 +273,12 @@ SHARDED: tuple[Feature, ...] = (
         "drop --mtp-num-layers",
     ),
     Feature(
+        "variable lengths in shards",
+        lambda s: s.variable_seq_lengths,
+        "what shards make together tells its shape once, for all micro-batches",
+        "leave variable_seq_lengths at False, or drop --bpipe-vocabulary",
+    ),
+    Feature(
         "deferred gradients of the output layer",
         lambda s: s.defer_embedding_wgrad_compute,
         "Megatron defers the output layer's weight gradient on the last stage, where here is but a part of it",
@@ -326,6 +342,12 @@ SLICED: tuple[Feature, ...] = (
         lambda s: (s.context_parallel_size or 1) > 1,
         "a ring of ranks exchanges parts of equal length, and slices attend to ever more keys",
         "use --context-parallel-size 1: slices need as much less memory",
+    ),
+    Feature(
+        "variable lengths in slices",
+        lambda s: s.variable_seq_lengths,
+        "where slices begin is one list for all micro-batches",
+        "leave variable_seq_lengths at False, or drop --bpipe-slices",
     ),
     Feature(
         "packed sequences",

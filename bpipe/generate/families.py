@@ -8,6 +8,7 @@ from bpipe.generate import (
     bitpipe,
     bitpipe_early,
     chimera,
+    combined,
     gpipe,
     grouped_interleaved,
     interleaved,
@@ -22,7 +23,7 @@ from bpipe.generate import (
 from bpipe.generate.family import Family
 from bpipe.ir.program import Exchange
 
-_WHOLE = (gpipe, one_f_one_b, interleaved)
+_WHOLE = (gpipe, one_f_one_b, interleaved, combined)
 _IN_HALVES = (one_f_one_b_split, zb_h1, zb_v, v_half, v_min, grouped_interleaved)
 _IN_TWO_PIPES = (chimera, mixpipe, bitpipe, bitpipe_early)
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (*_WHOLE, *_IN_HALVES, *_IN_TWO_PIPES)}
@@ -31,13 +32,14 @@ FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (
 DEFAULTS = (one_f_one_b.FAMILY.name, interleaved.FAMILY.name)
 
 # What is worth predicting: what never stops holding more the more micro-batches there are, is never faster than one
-# that does.
-SEARCHED = tuple(name for name, family in FAMILIES.items() if family.fill is not None)
+# that does. What overlaps is as fast as one that does not, as far as is predicted, and holds more.
+SEARCHED = tuple(name for name, family in FAMILIES.items() if family.fill is not None and not family.overlaps)
 
 
-def default_family(num_chunks: int) -> str:
-    """Return the schedule that runs where none is named."""
-    return DEFAULTS[num_chunks > 1]
+def default_family(num_chunks: int, overlaps: bool = False) -> str:
+    """Return the schedule that runs where none is named. `overlaps`: Megatron is told to combine forwards and
+    backwards."""
+    return combined.FAMILY.name if overlaps else DEFAULTS[num_chunks > 1]
 
 
 def exchange_of(name: str) -> Exchange:

@@ -102,7 +102,8 @@ class Family:
     `orders` may choose among its rules by costs, and raises ValueError for sizes that it cannot take. A rank has
     `min_chunks` to `max_chunks` stages (None: any number). `takes_groups`: a group size may be given, by default
     `usual_group` of the number of ranks; `takes_delay`: a delay of W; `takes_slices`: micro-batches may be cut.
-    `splits`: backwards are computed in halves. `exchange` is the rule by which whoever runs it sends and receives
+    `splits`: backwards are computed in halves. `overlaps`: a forward and a backward run at once in its steady phase,
+    which only a launch asks for that hides communication so. `exchange` is the rule by which whoever runs it sends and receives
     between stages. `fill`: with that many micro-batches a rank the pipeline is full, and no rank holds more of them
     however many follow; None where every rank holds all, and has nothing to share. `ahead`: so many micro-batches of a
     chunk the first rank holds at least when it holds most, with equal costs, by numbers of ranks, micro-batches and
@@ -126,6 +127,7 @@ class Family:
     takes_delay: bool = False
     takes_slices: bool = False
     splits: bool = False
+    overlaps: bool = False
     fill: int | None = None
     ahead: Callable[[int, int, int, int], int] | None = None
     warm_up: Callable[[int, int, int, int], WarmUp] | None = None

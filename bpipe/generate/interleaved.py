@@ -14,6 +14,8 @@ Megatron-LM", 2021.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from bpipe.generate.ahead import BESIDE_WHOLE, further_forwards
 from bpipe.generate.family import Family, FamilyOptions
 from bpipe.generate.place import alternate
@@ -34,6 +36,23 @@ def orders(num_ranks: int, num_microbatches: int, num_chunks: int, options: Fami
     Raises ValueError for a group of fewer micro-batches than ranks, or of more than there are.
     """
     slices = options.slices
+    sizes = [size * slices for size in group_sizes(num_ranks, num_microbatches, options)]
+    group = options.group_size or -(-num_ranks // slices)
+    turns = chunk_turns(sizes, num_chunks)
+    ahead = [2 * (num_ranks - rank - 1) + (num_chunks - 1) * group * slices + slices - 1 for rank in range(num_ranks)]
+    filled = in_slices([_order(rank, num_ranks, num_chunks, turns, ahead[rank]) for rank in range(num_ranks)], slices)
+    width = num_microbatches * slices
+    if sum(sizes) == width:
+        return filled
+    return [[action for action in order if action.microbatch < width] for order in filled]
+
+
+def group_sizes(num_ranks: int, num_microbatches: int, options: FamilyOptions) -> tuple[int, ...]:
+    """Return the sizes of the groups of whole micro-batches; the last one may be filled up with some that do not exist.
+
+    Raises ValueError for a group of fewer micro-batches than ranks, or of more than there are.
+    """
+    slices = options.slices
     least = -(-num_ranks // slices)
     group = least if options.group_size is None else options.group_size
     if options.group_size is not None and not least <= group <= num_microbatches:
@@ -45,17 +64,13 @@ def orders(num_ranks: int, num_microbatches: int, num_chunks: int, options: Fami
         )
     left = num_microbatches % group
     missing = least - left if 0 < left < least else 0
-    sizes = [size * slices for size in groups_of(num_microbatches + missing, group)]
-    turns = chunk_turns(sizes, num_chunks)
-    ahead = [2 * (num_ranks - rank - 1) + (num_chunks - 1) * group * slices + slices - 1 for rank in range(num_ranks)]
-    filled = in_slices([_order(rank, num_ranks, num_chunks, turns, ahead[rank]) for rank in range(num_ranks)], slices)
-    width = num_microbatches * slices
-    return [[action for action in order if action.microbatch < width] for order in filled] if missing else filled
+    return groups_of(num_microbatches + missing, group)
 
 
-def _order(
-    rank: int, num_ranks: int, num_chunks: int, turns: list[tuple[int, int]], warm_up_forwards: int
-) -> list[Action]:
+def passes(
+    rank: int, num_ranks: int, num_chunks: int, turns: Sequence[tuple[int, int]]
+) -> tuple[list[Action], list[Action]]:
+    """Return a rank's forwards in the order of `turns`, and its backwards, which go through the chunks in reverse."""
     num_microbatches = max(microbatch for _, microbatch in turns) + 1
     stages = range(rank, num_chunks * num_ranks, num_ranks)
     there, back = (
@@ -63,6 +78,13 @@ def _order(
     )
     forwards = [there[chunk][microbatch] for chunk, microbatch in turns]
     backwards = [back[num_chunks - 1 - chunk][microbatch] for chunk, microbatch in turns]
+    return forwards, backwards
+
+
+def _order(
+    rank: int, num_ranks: int, num_chunks: int, turns: list[tuple[int, int]], warm_up_forwards: int
+) -> list[Action]:
+    forwards, backwards = passes(rank, num_ranks, num_chunks, turns)
     ahead = min(warm_up_forwards, len(turns))
     warm_up, cool_down = forwards[:ahead], backwards[len(turns) - ahead :]
     return warm_up + alternate(forwards[ahead:], backwards) + cool_down

@@ -37,7 +37,8 @@ _BOTH, _GIVE, _TAKE = bytes([_SEND, _POST, _WAIT, _WAIT]), bytes([_SEND, _WAIT])
 def lower(schedule: Schedule, exchange: Exchange) -> tuple[Program, ...]:
     """Lower a schedule to one program a rank.
 
-    Raises ValueError where Megatron's loops cannot run it: computations that overlap, or values of more than two ranks.
+    Raises ValueError where Megatron's loops cannot run it: values of more than two ranks, or, with one stage a rank,
+    computations that overlap.
     """
     if exchange is not Exchange.POSTED:
         _check_runnable(schedule, exchange)
@@ -85,7 +86,7 @@ def _numbered(row: Sequence[Slot]) -> list[range]:
 
 def _check_runnable(schedule: Schedule, exchange: Exchange) -> None:
     overlapped = next((cell for row in schedule.ranks for cell in row if cell.overlapped is not None), None)
-    if overlapped is not None and exchange is not Exchange.TORCH:
+    if overlapped is not None and exchange is Exchange.MEGATRON_1F1B:
         raise ValueError(
             f"{overlapped.compute} and {overlapped.overlapped} overlap: the exchanges of {exchange.value} know one at "
             f"a time"
@@ -168,37 +169,36 @@ class _Lowering:
         for step, inputs in zip(self.steps, [*received, []], strict=True):
             self.starts.append(len(operands))
             self._step(step)
-            num_sent = 0
-            if step.compute is not None:
-                if self.made_for[done] != NOBODY:
-                    inputs.insert(0, self.made[done])
-                    num_sent = 1
-                done += 1
-            if inputs:
-                ops += _exchanged(num_sent, len(inputs) - num_sent)
-                operands += inputs
-                operands += inputs
+            ends = range(done, done + len(step.computations))
+            done = ends.stop
+            outputs = [self.made[at] for at in ends if self.made_for[at] != NOBODY]
+            if outputs or inputs:
+                ops += _exchanged(len(outputs), len(inputs))
+                both = [*outputs, *inputs]
+                operands += both
+                operands += both
         return self._program()
 
     def in_turns(self, turns: Sequence[int], received: Sequence[list[int]]) -> Program:
         """Return messages as in Megatron's loop for several stages a rank without overlap: between turns, what one
         made and the next needs."""
         left: list[int] = []
-        begun = -1
+        begun, done = -1, 0
         self.starts.append(0)
         self._step(next(self.steps))
-        # The loop's end is a turn that computes nothing.
-        ends = [*turns, turns[-1] + 1], [*self.made, NOTHING], [*self.made_for, NOBODY]
-        for step, turn, made, made_for in zip(self.steps, *ends, strict=True):
+        for step in self.steps:
             self.starts.append(len(self.operands))
+            # The loop's end is a turn that computes nothing.
+            turn = turns[done] if step.compute is not None else turns[-1] + 1
             if turn != begun:
                 both = [*left, *received[turn]]
                 self.ops += _exchanged(len(left), len(received[turn]))
                 self.operands += both + both
                 left, begun = [], turn
             self._step(step)
-            if made_for != NOBODY:
-                left.append(made)
+            ends = range(done, done + len(step.computations))
+            left += [self.made[at] for at in ends if self.made_for[at] != NOBODY]
+            done = ends.stop
         return self._program()
 
     def posted(self, inbound: dict[int, list[int]]) -> Program:
@@ -322,7 +322,7 @@ class _Lowering:
 
     def _step(self, step: Step, sent: Sequence[int] = ()) -> None:
         """The transfers and computations of a step, and `sent` right behind these."""
-        compute, before, after, overlapped = step
+        compute, before, after, overlapped, _ = step
         if self.leaving:
             self._finish_evictions()
         for action in before:

@@ -43,13 +43,13 @@ class Passing:
         )
 
     def received_behind(self) -> list[list[list[int]]]:
-        """Return by rank, for the loop's start and each computation, what neighbours make, by the grid, from then until
-        its next computation."""
-        # By rank and slot: how many computations it has begun by then.
+        """Return by rank, for the loop's start and each computation, or two that overlap, what neighbours make, by the
+        grid, from then until its next."""
+        # By rank and slot: how many of these it has begun by then.
         begun = [list(accumulate(cell.compute is not None for cell in row)) for row in self.schedule.ranks]
         received: list[list[list[int]]] = [[[] for _ in range(of_rank[-1] + 1)] for of_rank in begun]
         for row, made, made_for in zip(self.schedule.ranks, self.made, self.made_for, strict=True):
-            slots = (slot for slot, cell in enumerate(row) if cell.compute is not None)
+            slots = (slot for slot, cell in enumerate(row) for _ in cell.computations)
             for slot, value, to in zip(slots, made, made_for, strict=True):
                 if to != NOBODY:
                     received[to][begun[to][slot]].append(value)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from bpipe.ir.action import Kind
-from bpipe.ir.schedule import Schedule
+from bpipe.ir.schedule import Schedule, Slot
 
 # By rank, the turn of every computation, from 0, in order.
 Turns = Sequence[Sequence[int]]
@@ -26,6 +26,13 @@ def turns_of(schedule: Schedule) -> list[list[int]]:
     A rank has one such turn, with its last forward, or, where not even that is left, every computation is a turn of its
     own.
     """
+    if any(cell.overlapped for row in schedule.ranks for cell in row):
+        return list(map(_turns_of_cells, schedule.ranks))
+    return _turns_alone(schedule)
+
+
+def _turns_alone(schedule: Schedule) -> list[list[int]]:
+    """Return the turns where nothing overlaps."""
     kinds = _kinds(schedule)
     leading = [next((at for at, kind in enumerate(row) if kind is not Kind.FORWARD), len(row)) for row in kinds]
     turns = []
@@ -68,4 +75,10 @@ def received_before(
 
 
 def _kinds(schedule: Schedule) -> list[list[Kind]]:
-    return [[cell.compute.kind for cell in row if cell.compute is not None] for row in schedule.ranks]
+    return [[one.kind for cell in row for one in cell.computations] for row in schedule.ranks]
+
+
+def _turns_of_cells(row: Sequence[Slot]) -> list[int]:
+    """Where the loop combines them, a turn is a computation or two that overlap."""
+    together = [len(cell.computations) for cell in row if cell.compute is not None]
+    return [turn for turn, count in enumerate(together) for _ in range(count)]

@@ -84,6 +84,12 @@ SUPPORTED: tuple[Feature, ...] = tuple(
             "distributed_optimizer",
         ),
         ("packed sequences", lambda s: s.sft, "the size of each micro-batch travels with it", "packed"),
+        (
+            "variable sequence lengths",
+            lambda s: s.variable_seq_lengths,
+            "every message between stages tells its shape, and every transfer its size",
+            "lengths",
+        ),
     )
 )
 

@@ -173,12 +173,7 @@ def _without_buffers(size: RankSizes | None) -> RankSizes | None:
 
 def _balanced(program: ScheduleConfig, sizes: Sequence[RankSizes | None]) -> tuple[int, ...] | None:
     """What balancing would make of a run without it: nothing where there is nothing to balance, None where a size is
-    not known.
-
-    None, too, where a forward and a backward overlap: only schedules of single computations are balanced.
-    """
-    if any(slot.overlapped for row in build(program).ranks for slot in row):
-        return None
+    not known."""
     schedule = build(replace(program, balance=BalanceConfig()))
     if not any(slot.transfers for row in schedule.ranks for slot in row):
         return ()

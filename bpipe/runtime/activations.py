@@ -34,7 +34,7 @@ POISON = 0xFF
 
 @dataclass
 class Activations:
-    """The saved activations of one forward. `roots` and `inputs` are dropped once its storages are known.
+    """The saved activations of one forward. `roots`, `inputs` and `held` are dropped once its storages are known.
 
     `outputs` are where the stage's outputs lay when it had run: what autograd saved of these stays. How long whoever
     sends them, or the next stage, holds them too differs between micro-batches, and all of a stage's are to be of one
@@ -45,6 +45,7 @@ class Activations:
     roots: Sequence[Any]
     inputs: Sequence[torch.Tensor | None]
     outputs: frozenset[int] = frozenset()
+    held: Sequence[torch.Tensor] = ()
     state: ActivationsState = ActivationsState.HERE
     storages: list[torch.UntypedStorage] = field(default_factory=list)
     lengths: tuple[int, ...] = ()

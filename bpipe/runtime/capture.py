@@ -10,8 +10,8 @@ resized in place instead, so autograd's own tensors keep their identity.
 Of a wrapper that says in which plain tensors it keeps its bytes (`__tensor_flatten__`), as quantised tensors and DTensors
 do, these are looked at: they may leave if nobody but the graph holds the wrapper, and nobody but the wrapper them.
 
-A storage may leave only if it lies on the device that computes and nobody but this micro-batch's graph can see it. Three counts say so,
-and each catches what the others cannot:
+A storage may leave only if it lies on the device that computes and nobody but this micro-batch's graph can see it, or
+the loop that keeps the graph in pieces (`pieces`). Three counts say so, and each catches what the others cannot:
   [1] the storage is used by exactly the tensors the walk found saved (a parameter, a view kept elsewhere: one more);
   [2] none of those tensors is held by Python code too (a cached mask or rotary table: the very tensor that was saved);
   [3] no other micro-batch saved it (two graphs sharing what nobody else holds).
@@ -29,6 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bpipe.runtime.checkpoints import Regions
 from bpipe.runtime.graph import STASH, is_plain, nodes_of, payloads_of, saved_names, saved_tensors
+from bpipe.runtime.pieces import Holders
 
 
 class SavedStorage(NamedTuple):
@@ -130,17 +131,24 @@ class Uses:
         return stashed - 1 + (_HOLDERS_OF_BOTH if id(tensor) in self.saved else _HOLDERS_OF_STASHED)
 
 
-def find(roots: Sequence[Any], inputs: Sequence[torch.Tensor | None], device: torch.device) -> tuple[SavedStorage, ...]:
+def find(
+    roots: Sequence[Any],
+    inputs: Sequence[torch.Tensor | None],
+    device: torch.device,
+    held: Sequence[torch.Tensor] = (),
+) -> tuple[SavedStorage, ...]:
     """Return every storage saved in the graph behind `roots` (autograd nodes), each once; only what lies on `device`
     can be alone.
 
     `inputs` are tensors the pipeline loop itself holds but never reads again, the stage's received input: being held by
-    it does not count. Cost: a few microseconds a node. A graph whose backward ran already raises torch's own error, one
+    it does not count. `held` are those of a graph in pieces (`Pieces.held`), which count as often as they stand there.
+    Cost: a few microseconds a node. A graph whose backward ran already raises torch's own error, one
     that saved through hooks other than those of `torch.utils.checkpoint` ValueError.
     """
     uses, wrappers = collect(roots)
     elsewhere = _held_elsewhere(wrappers)
-    return tuple(_judge(use, inputs, device, elsewhere) for use in uses.values())
+    holders = Holders(held)
+    return tuple(_judge(use, inputs, device, elsewhere, holders) for use in uses.values())
 
 
 def collect(roots: Sequence[Any]) -> tuple[dict[int, Uses], dict[int, torch.Tensor]]:
@@ -235,16 +243,22 @@ def _held_elsewhere(wrappers: dict[int, torch.Tensor]) -> set[int]:
 
 
 def _judge(
-    use: Uses, inputs: Sequence[torch.Tensor | None], device: torch.device, elsewhere: Collection[int]
+    use: Uses,
+    inputs: Sequence[torch.Tensor | None],
+    device: torch.device,
+    elsewhere: Collection[int],
+    holders: Holders,
 ) -> SavedStorage:
-    storage, originals, expected = use.storage, use.originals, use.expected
+    storage, originals = use.storage, use.originals
+    expected = use.expected + holders.num_others(storage, [*map(id, originals)])
     use.originals = []
     alone = num_storage_uses(storage) == expected and not any(
         wrapper in elsewhere for wrapper in use.wrapped.values()
     )  # [1]
     while originals:
         tensor = originals.pop()
-        if num_python_holders(tensor) > use.holders(tensor) and not any(tensor is known for known in inputs):  # [2]
+        allowed = use.holders(tensor) + holders.references(tensor)
+        if num_python_holders(tensor) > allowed and not any(tensor is known for known in inputs):  # [2]
             alone = False
     movable = alone and storage.resizable() and _on(device, storage)
     return SavedStorage(storage, storage.nbytes(), movable, use.kind, use.tensor)

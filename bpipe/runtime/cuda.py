@@ -1,13 +1,10 @@
 """What only CUDA has, and `torch.accelerator` no words for. The only file of `bpipe` that names `torch.cuda`.
 
-In: a device, or nothing. Out: a stream's handle for CUDA's own runtime, ranges for its profilers, and a device's name.
+In: a device, or nothing. Out: a stream's handle for CUDA's own runtime, and a device's name.
 What is the same on every accelerator stands in `streams`.
 """
 
 from __future__ import annotations
-
-import contextlib
-from collections.abc import Iterator
 
 import torch
 
@@ -23,13 +20,3 @@ def stream_handle() -> int:
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
-
-
-@contextlib.contextmanager
-def profiled(name: str) -> Iterator[None]:
-    """Name what is issued here, for profilers of the device."""
-    torch.cuda.nvtx.range_push(name)
-    try:
-        yield
-    finally:
-        torch.cuda.nvtx.range_pop()

@@ -1,8 +1,8 @@
 """Run a rank's program: start every transfer where the schedule says, and check every operation against it.
 
-In: a checked Schedule, this rank, a transport, and around each computation the calls `before(op)`, `after(op)` and,
-once what it made is on its way, `sent(op)`. Out: the same computations, with activations away in between. Knows no
-Megatron; whoever drives the pipeline loop makes the calls.
+In: a checked Schedule, this rank, a transport, and around each computation, or two that overlap and run at once, the
+calls `before(op)`, `after(op)` and, once what it made is on its way, `sent(op)`. Out: the same computations, with
+activations away in between. Knows no Megatron; whoever drives the pipeline loop makes the calls.
 """
 
 from __future__ import annotations
@@ -16,16 +16,20 @@ import torch
 
 from bpipe.ir.action import READING, TRANSFER, Action, Kind
 from bpipe.ir.host_buffers import Residencies, Residency
-from bpipe.ir.schedule import Schedule
+from bpipe.ir.schedule import Schedule, computed_together
 from bpipe.ir.steps import Step, one_by_one, steps
 from bpipe.runtime.capture import find
 from bpipe.runtime.errors import RuntimeFault, TransferError
+from bpipe.runtime.evictor import Evictor
 from bpipe.runtime.kept import Kept, Share
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.partners import Moving, Partners
+from bpipe.runtime.pieces import Pieces
+from bpipe.runtime.ranges import Ranges
 from bpipe.runtime.recorder import Recorder
+from bpipe.runtime.several import SeveralHosts
 from bpipe.runtime.sizing import Sizing
-from bpipe.runtime.streams import Streams, named
+from bpipe.runtime.streams import Streams
 from bpipe.runtime.verifying import Verifier
 from bpipe.transport.base import Pending, Transport
 
@@ -47,7 +51,8 @@ class EngineConfig:
     stage, bytes of each micro-batch that leave, by default all that may. `shared(storage)`: whether several slices of a
     micro-batch share it, so that it stays, as planned. `verifier` checks what leaves and comes back, if anything does;
     `links` are the names of transports by the other's rank, for its errors. `beside()`: streams, other than the one it is
-    called from, on which a stage computes parts of its forwards and backwards.
+    called from, on which a stage computes parts of its forwards and backwards. `at_once`: whoever computes runs the two
+    of an overlap at once, and makes the calls for both together; otherwise one after the other.
     """
 
     name: str
@@ -64,6 +69,7 @@ class EngineConfig:
     timed: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext()
     shared: Callable[[torch.UntypedStorage], bool] = lambda storage: False
     verifier: Verifier | None = None
+    at_once: bool = False
     links: Mapping[int, str] = field(default_factory=dict)
     beside: Callable[[], Sequence[torch.Stream]] = lambda: ()
 
@@ -88,14 +94,15 @@ class Engine:
         self._config = config
         self._meter = meter
         self.recorder: Recorder | None = None
-        # Whoever computes runs the two of an overlap one after the other.
-        self._steps: tuple[Step, ...] = one_by_one(steps(schedule, rank))
+        found = steps(schedule, rank)
+        self._steps: tuple[Step, ...] = found if config.at_once else one_by_one(found)
         self._position = 0
         # The computation that has run and whose output nobody has said to be sent.
         self._unsent: Action | None = None
         self._residencies = Residencies()
         self._leaving = {(a.stage, a.microbatch) for a in self._all_transfers() if a.kind is Kind.EVICT}
         self._unmeasured: Action | None = None
+        self._ranges = Ranges(schedule.layout.slices)
         self._kept = Kept(config.minimum_bytes, config.allocated, config.shared)
         # By stage that leaves, what part of it does; known from the first iteration on.
         self.shares: Mapping[int, Share] = {}
@@ -184,62 +191,89 @@ class Engine:
             self._evictor.begin()
         self._start_after(self._steps[0])
 
-    def before(self, op: Action) -> None:
-        """Prepare for `op`, a computation that is about to run; its inputs from neighbours are there."""
-        step = self._steps[self._position] if self._position < len(self._steps) else Step(None)
-        if self._unsent is not None:
-            raise RuntimeFault(
-                f"{self._config.name}: {op} is about to run, but nobody said that what {self._unsent} made has been "
-                f"sent"
-            )
-        if step.compute != op:
-            raise RuntimeFault(
-                f"{self._config.name}: the program says {step.compute or 'the iteration is over'}, the pipeline loop "
-                f"runs {op}, "
-                f"{self._where()}. The schedule {self.schedule.name} is not the one this loop runs"
-            )
-        if self._evictor:
+    def before(self, op: Action, beside: Action | None = None) -> None:
+        """Prepare for `op`, a computation that is about to run; its inputs from neighbours are there, or the loop waits
+        for them next. `beside`: the backward that runs together with it."""
+        step = self._expected(op, beside)
+        if self._evictor and not step.continues:
             # What is evicted beside a computation or in a bubble is gone before the next computation, which takes its
             # memory; and not earlier: the loop has sent the last one's output meanwhile, and that would have waited
             # too.
             self._evictor.finish_evictions()
         self._transfers(step.before)
         if self._evictor:
-            if op.kind in READING:
-                self._evictor.finish_load(op)
-            if self._config.differing:
-                self._evictor.computes()
+            self._finish_loads(self._evictor, step)
         held = self._sample()
         if self.recorder:
-            self.recorder.started(op, live_bytes=held)
-        if op.kind is Kind.FORWARD and self._evictor:
+            for each in step.computations:
+                self.recorder.started(each, live_bytes=held)
+        if self._evictor and step.overlapped is None and op.kind is Kind.FORWARD:
+            # Beside a backward the allocator would count what that frees, too.
             self._kept.starts()
+        self._ranges.begin(op)
+
+    def _expected(self, op: Action, beside: Action | None) -> Step:
+        """Return the step that is next. Raises RuntimeFault where it is another one that runs."""
+        step = self._steps[self._position] if self._position < len(self._steps) else Step(None)
+        if self._unsent is not None:
+            raise RuntimeFault(
+                f"{self._config.name}: {op} is about to run, but nobody said that what {self._unsent} made has been "
+                f"sent"
+            )
+        if step.compute != op or step.overlapped != beside:
+            raise RuntimeFault(
+                f"{self._config.name}: the program says {_together(step.computations) or 'the iteration is over'}, the "
+                f"pipeline loop runs {_together(computed_together(op, beside))}, "
+                f"{self._where()}. The schedule {self.schedule.name} is not the one this loop runs"
+            )
+        return step
+
+    def _finish_loads(self, evictor: Evictor | SeveralHosts, step: Step) -> None:
+        for each in step.computations:
+            if each.kind in READING:
+                evictor.finish_load(each)
+        if self._config.differing:
+            evictor.computes()
 
     def after(
-        self, op: Action, outputs: Sequence[torch.Tensor | None] = (), inputs: Sequence[torch.Tensor | None] = ()
+        self,
+        op: Action,
+        outputs: Sequence[torch.Tensor | None] = (),
+        inputs: Sequence[torch.Tensor | None] = (),
+        pieces: Pieces | None = None,
     ) -> None:
-        """Continue after `op`, before anything else runs.
+        """Continue after `op`, and what ran together with it, before anything else runs.
 
-        For a forward, `outputs` are the stage's and `inputs` what the loop received.
+        For a forward, `outputs` are the stage's and `inputs` what the loop received; `pieces` is its graph, where that
+        does not hang together behind the outputs.
         """
+        self._ranges.end()
         step = self._steps[self._position]
         assert step.compute == op, f"after({op}) follows before({step.compute})"
         if op.kind is Kind.FORWARD:
-            if self._evictor:
+            if self._evictor and step.overlapped is None:
                 self._kept.ran(op.stage, op.microbatch, outputs, inputs)
-            self._saved(op, outputs, inputs)
-        elif self._meter and op.kind in READING:
-            if op.kind is Kind.BACKWARD_INPUT:
-                self._meter.waiting(op, self._config.waiting(op))
-            self._meter.touched(op)
-        elif self._meter and op.kind is Kind.SHARD_FORWARD:
-            self._meter.shard_saved(op, self._config.between(op))
-        elif self._meter and op.kind is Kind.SHARD_BACKWARD:
-            self._meter.shard_over(op)
+            self._saved(op, outputs, inputs, pieces or Pieces(_roots_of(outputs)))
+        # Nobody looks while two run at once: by the rule of memory both are held until they are over.
+        most = None if step.overlapped is None else self._sample(look=False)
+        if self._meter:
+            for each in step.computations:
+                self._measured(self._meter, each)
         held = self._sample()
         if self.recorder:
-            self.recorder.computed(held)
+            self.recorder.computed(held, most)
         self._unsent = op
+
+    def _measured(self, meter: Meter, op: Action) -> None:
+        """Tell the meter what has run, but for a forward, of which it was told what that saved."""
+        if op.kind in READING:
+            if op.kind is Kind.BACKWARD_INPUT:
+                meter.waiting(op, self._config.waiting(op))
+            meter.touched(op)
+        elif op.kind is Kind.SHARD_FORWARD:
+            meter.shard_saved(op, self._config.between(op))
+        elif op.kind is Kind.SHARD_BACKWARD:
+            meter.shard_over(op)
 
     def sent(self, op: Action) -> None:
         """Start the transfers behind `op`, whose outputs are on their way.
@@ -298,6 +332,7 @@ class Engine:
 
     def abandon(self) -> None:
         """Drop every reference after an error; the run is over."""
+        self._ranges.end()
         self._partners.abandon()
 
     def where(self) -> str:
@@ -312,16 +347,21 @@ class Engine:
         ahead = self._steps[self._position].compute if self._position < len(self._steps) else None
         return f"stage {self._rank}, after {last or 'the start'}" + (f", at {ahead}" if ahead else "")
 
-    def _saved(self, op: Action, outputs: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor | None]) -> None:
-        roots = [output.grad_fn for output in outputs if output is not None]
+    def _saved(
+        self,
+        op: Action,
+        outputs: Sequence[torch.Tensor | None],
+        inputs: Sequence[torch.Tensor | None],
+        pieces: Pieces,
+    ) -> None:
         if self._meter:
-            self._meter.saved(op, find(roots, inputs, self._config.device), inputs)
+            self._meter.saved(op, find(pieces.roots, inputs, self._config.device, pieces.held), inputs)
         if self._evictor is None:
             return
         if self._evictor.unmeasured(op.stage):
             self._unmeasured = op
         if self._unmeasured is op or (op.stage, op.microbatch) in self._leaving:
-            self._evictor.remember(op, roots, inputs, outputs)
+            self._evictor.remember(op, pieces.roots, inputs, outputs, pieces.held)
 
     def _measure(self) -> None:
         """Measure a stage's first forward at once: the partner may wait to hear of it, and this rank then waits for
@@ -349,7 +389,7 @@ class Engine:
 
     def _begin_transfer(self, action: Action, residency: Residency) -> None:
         try:
-            with self._config.timed(ISSUING[action.kind]), named(str(action), self._config.device):
+            with self._config.timed(ISSUING[action.kind]), self._ranges.of(action):
                 if action.kind is Kind.HOST and self._acceptor:
                     self._acceptor.hear(action, self._partners.told_by[residency])
                 self._start[action.kind](action, self._partners.buffer_of[residency])
@@ -358,10 +398,10 @@ class Engine:
         except Exception as error:
             raise self._failure(action, "did not start", error) from error
 
-    def _sample(self) -> int | None:
+    def _sample(self, look: bool = True) -> int | None:
         if self._meter is None:
             return None
-        return self._meter.sample(self.num_host_buffers, self.host_bytes)
+        return self._meter.sample(self.num_host_buffers, self.host_bytes, look)
 
     def _wait(self, pending: Pending, action: Action, state: str) -> None:
         since = self.recorder.mark() if self.recorder else None
@@ -379,3 +419,12 @@ class Engine:
             f"time-out is "
             f"{self._config.timeout_s:g} s, --bpipe-timeout: {error}"
         )
+
+
+def _roots_of(outputs: Sequence[torch.Tensor | None]) -> list[Any]:
+    """Return where the graph behind a stage's outputs ends."""
+    return [output.grad_fn for output in outputs if output is not None]
+
+
+def _together(computations: Sequence[Action]) -> str:
+    return " with ".join(map(str, computations))

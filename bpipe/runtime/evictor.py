@@ -130,11 +130,13 @@ class Evictor:
         roots: Sequence[Any],
         inputs: Sequence[torch.Tensor | None],
         outputs: Sequence[torch.Tensor | None] = (),
+        held: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Remember a finished forward whose activations will leave, or tell how large they are."""
+        """Remember a finished forward whose activations will leave, or tell how large they are. `held` as in
+        `capture.find`."""
         # Whatever the graph holds was there when the outputs were: nothing of it can be where one of them was.
         places = frozenset(output.untyped_storage()._cdata for output in plain_tensors(outputs))
-        self._known[_key(forward)] = Activations(forward, roots, inputs, places)
+        self._known[_key(forward)] = Activations(forward, roots, inputs, places, held)
 
     def forget(self, forward: Action) -> None:
         """Forget activations that never leave, or their backward could not free them as it goes."""
@@ -157,7 +159,7 @@ class Evictor:
 
     def _own(self, activations: Activations) -> tuple[SavedStorage, ...]:
         """What this micro-batch saved and no other did."""
-        found = find(activations.roots, activations.inputs, self._device)
+        found = find(activations.roots, activations.inputs, self._device, activations.held)
         found = tuple(
             item._replace(alone=False) if item.storage._cdata in activations.outputs else item for item in found
         )
@@ -191,7 +193,7 @@ class Evictor:
         if not self.sizing.leaves(*_key(action), lengths):
             storages, lengths = [], ()
         activations.storages, activations.lengths = storages, lengths
-        activations.roots, activations.inputs = (), ()
+        activations.roots, activations.inputs, activations.held = (), (), ()
         self._layout.make_room(host_buffer, action.stage, self.sizing.announced)
         if self._transport.one_sided:
             self._transport.grow()
@@ -225,7 +227,7 @@ class Evictor:
         retrace = self._retraces.get(stage)
         if retrace is None or self._kept.asks(*key):
             return []
-        found = retrace.find(activations.roots, activations.inputs) or []
+        found = retrace.find(activations.roots, activations.inputs, activations.held) or []
         if _lengths_of(found) != self.sizing.announced.get(stage):
             return []
         addresses = frozenset(storage._cdata for storage in found)

@@ -180,10 +180,12 @@ class Meter:
         """Return whether a micro-batch saved a storage of this size."""
         return any(storage.nbytes == nbytes for storage in self._storages.values())
 
-    def sample(self, host_buffers: int, host_bytes: int) -> int:
-        """Look at what is held now, in bytes: own storages, and `host_buffers` of `host_bytes` in all for the
-        partner."""
-        for owner, held in tuple(self._held.items()):
+    def sample(self, host_buffers: int, host_bytes: int, look: bool = True) -> int:
+        """Return what is held now, in bytes: own storages, and `host_buffers` of `host_bytes` in all for the partner.
+
+        Without a `look` it is what was there when last looked at, and what was saved since.
+        """
+        for owner, held in tuple(self._held.items()) if look else ():
             if held.looks or held.over:
                 self._look(held)
                 if held.halved and not held.over:

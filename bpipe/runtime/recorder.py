@@ -52,11 +52,12 @@ class Recorder:
         self._clock = clock
         self._begin: Mark | None = None
         self._rows: list[_Noted] = []
+        self._computing: list[_Noted] = []
         self._transfers: dict[Action, _Noted] = {}
 
     def begin(self) -> None:
         """Begin the record of an iteration."""
-        self._rows, self._transfers = [], {}
+        self._rows, self._computing, self._transfers = [], [], {}
         self._begin = self._clock.mark()
 
     def started(self, action: Action, host_buffer: int | None = None, live_bytes: int | None = None) -> None:
@@ -65,13 +66,20 @@ class Recorder:
         self._rows.append(row)
         if host_buffer is not None:
             self._transfers[action] = row
+        else:
+            self._computing.append(row)
 
-    def computed(self, live_bytes: int | None) -> None:
-        """Note that the last computation has ended."""
-        row = next(row for row in reversed(self._rows) if row.host_buffer is None)
-        row.end = self._clock.mark()
-        if live_bytes is not None:
-            row.live_bytes, row.left_bytes = max(live_bytes, row.live_bytes or 0), live_bytes
+    def computed(self, live_bytes: int | None, most_bytes: int | None = None) -> None:
+        """Note that the computation that began last has ended, or both that began together.
+
+        `most_bytes`: the most that was held meanwhile, where that is known.
+        """
+        for row in self._computing:
+            row.end = self._clock.mark()
+            if live_bytes is not None:
+                row.live_bytes = max(live_bytes, row.live_bytes or 0, most_bytes or 0)
+                row.left_bytes = live_bytes
+        self._computing.clear()
 
     def mark(self) -> Mark:
         """Return a mark of the present time."""

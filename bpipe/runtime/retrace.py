@@ -20,6 +20,7 @@ import torch
 
 from bpipe.runtime.capture import Uses, collect, num_python_holders, num_storage_uses
 from bpipe.runtime.graph import PLAIN, nodes_of
+from bpipe.runtime.pieces import Holders
 
 # A tensor that every look makes anew has no holders to count.
 _MADE_ANEW = 1 << 30
@@ -74,13 +75,16 @@ class Retrace:
             picks.append(_Pick(attribute, place.position if several else None, place.of_base))
         return Retrace(tuple(map(type, nodes)), list(attributes), picks, [_entry_of(use) for use in chosen])
 
-    def find(self, roots: Sequence[Any], inputs: Sequence[torch.Tensor | None]) -> list[torch.UntypedStorage] | None:
-        """Return the storages of another micro-batch in the recorded order; `inputs` as in `capture.find`."""
+    def find(
+        self, roots: Sequence[Any], inputs: Sequence[torch.Tensor | None], held: Sequence[torch.Tensor] = ()
+    ) -> list[torch.UntypedStorage] | None:
+        """Return the storages of another micro-batch in the recorded order; `inputs` and `held` as in
+        `capture.find`."""
         nodes = list(nodes_of(roots))
         if tuple(map(type, nodes)) != self._kinds:
             return None
         tensors = _tensors([getattr(nodes[node], name, None) for node, name in self._attributes], self._picks)
-        return _storages_of(tensors, self._backwards, inputs)
+        return _storages_of(tensors, self._backwards, inputs, Holders(held))
 
 
 def _tensors(values: list[Any], picks: Sequence[_Pick]) -> list[Any]:
@@ -100,26 +104,30 @@ def _entry_of(use: Uses) -> _Entry:
 
 
 def _storages_of(
-    tensors: list[Any], backwards: Sequence[_Entry], inputs: Sequence[torch.Tensor | None]
+    tensors: list[Any], backwards: Sequence[_Entry], inputs: Sequence[torch.Tensor | None], holders: Holders
 ) -> list[torch.UntypedStorage] | None:
     """Take all tensors from the end of the list: the storages of these entries, last one first, if each is one and
     nobody else has it or its tensors."""
     found = []
     for max_holders, num_uses in backwards:
         own: torch.UntypedStorage | None = None
+        known = []
         for allowed in max_holders:
             tensor = tensors.pop()
             if type(tensor) not in PLAIN:
                 return None
-            if num_python_holders(tensor) > allowed and not any(tensor is known for known in inputs):  # [2]
+            if num_python_holders(tensor) > allowed + holders.references(tensor) and not any(
+                tensor is one for one in inputs
+            ):  # [2]
                 return None
+            known.append(id(tensor))
             storage = tensor.untyped_storage()
             if own is not None and storage._cdata != own._cdata:
                 return None
             own = storage
         # A tensor that was made by looking has to be gone, or it would count, and so would a second hold of ours.
         del tensor, storage
-        if own is None or num_storage_uses(own) != num_uses:  # [1]
+        if own is None or num_storage_uses(own) != num_uses + holders.num_others(own, known):  # [1]
             return None
         found.append(own)
     found.reverse()

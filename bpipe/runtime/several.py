@@ -49,10 +49,11 @@ class SeveralHosts:
         roots: Sequence[Any],
         inputs: Sequence[torch.Tensor | None],
         outputs: Sequence[torch.Tensor | None] = (),
+        held: Sequence[torch.Tensor] = (),
     ) -> None:
         for host, evictor in self._evictors.items():
             if evictor.unmeasured(forward.stage) or self._goes_to(host, forward):
-                evictor.remember(forward, roots, inputs, outputs)
+                evictor.remember(forward, roots, inputs, outputs, held)
 
     def forget(self, forward: Action) -> None:
         """Do nothing: whoever only measured it has forgotten it."""

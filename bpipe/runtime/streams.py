@@ -164,9 +164,10 @@ def used_here(*tensors: torch.Tensor) -> None:
 
 def used_on(streams: Sequence[torch.Stream], tensors: Sequence[torch.Tensor]) -> None:
     """Mark memory as used on other streams, as these are now and until it is let go of."""
-    for stream in streams:
-        for tensor in tensors:
-            tensor.record_stream(cast(Any, stream))
+    for tensor in tensors:
+        if _has_streams(tensor.device):
+            for stream in streams:
+                tensor.record_stream(cast(Any, stream))
 
 
 def lanes(device: torch.device, timeout_s: float) -> tuple[CopyLane, CopyLane]:
@@ -205,20 +206,15 @@ def total_bytes(device: torch.device) -> int:
     return torch.accelerator.get_memory_info(device)[1] if _has_streams(device) else 0
 
 
+def peak_allocated_on(device: torch.device) -> int | None:
+    """Return the most bytes that a device's allocator had given out; None for a CPU, where nobody counts."""
+    return torch.accelerator.max_memory_allocated(device) if _has_streams(device) else None
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done all it was given. For measurements before and after training, never in a step."""
     if _has_streams(device):
         torch.accelerator.synchronize(device)
-
-
-@contextlib.contextmanager
-def named(name: str, device: torch.device) -> Iterator[None]:
-    """Return a named range of what is issued here, for profilers of the device."""
-    if device.type != "cuda":
-        yield
-        return
-    with cuda.profiled(name):
-        yield
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from bpipe.torch.upstream import Computation
 from bpipe.transport.connect import MeasuredLink
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+BLOCKING = "CUDA_LAUNCH_BLOCKING"
 _RECEIVED_FOR = {Computation.RECV_F: Kind.FORWARD, Computation.RECV_B: Kind.BACKWARD}
 _SENDS = (Computation.SEND_F, Computation.SEND_B)
 
@@ -62,10 +63,13 @@ def wait_level(device: torch.device) -> tuple[WaitLevel, str]:
     """Return how strictly a rank may wait for transfers, and what makes it so.
 
     A GPU has fewer queues than a run has streams, and which of them share one is not known: there whatever was issued
-    may hold up what was issued behind it.
+    may hold up what was issued behind it. With `CUDA_LAUNCH_BLOCKING=1` the host waits for each message where it is
+    issued.
     """
     if device.type == "cpu":
         return WaitLevel.IN_EVERY_OPERATION, "messages over gloo"
+    if os.environ.get(BLOCKING, "0") != "0":
+        return WaitLevel.BLOCKING_LAUNCHES, f"{BLOCKING}=1"
     if os.environ.get(CONNECTIONS) == "1":
         return WaitLevel.ONE_QUEUE, f"{CONNECTIONS}=1"
     return WaitLevel.AT_ISSUE, "messages over NCCL and streams that share a GPU's queues"
@@ -91,8 +95,10 @@ def refuse_standstill(
     if stuck:
         first = stuck[0]
         others = ", ".join(f"rank {each.rank} for rank {each.peer}" for each in stuck[:8])
-        way = 'transport="peer"' if meets else "another schedule"
+        way = 'Take transport="peer"' if meets else "Take another schedule"
+        if waits is WaitLevel.BLOCKING_LAUNCHES:
+            way += f", or unset {BLOCKING}"
         raise ValueError(
             f"with {cause} ranks of {schedule.name} can wait for each other for ever: rank {first.rank} waits for "
-            f"{first.message} at slot {first.slot}, which rank {first.peer} never reaches (waiting: {others}). Take {way}"
+            f"{first.message} at slot {first.slot}, which rank {first.peer} never reaches (waiting: {others}). {way}"
         )

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,8 +35,9 @@ from bpipe.torch.orders import (
     refuse_unrunnable,
     torch_orders,
 )
-from bpipe.torch.pipelines import connected
+from bpipe.torch.pipelines import connected, pipelines_of
 from bpipe.torch.recomputed import refuse_split_recomputation
+from bpipe.torch.recorded import StepRecord
 from bpipe.torch.upstream import Computation, Runtime, SingleStage, refuse_compiled, require_attributes
 
 logger = logging.getLogger(__name__)
@@ -89,6 +91,8 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         lean_buffers: bool = True,
         verify: float = 0,
         meter: Meter | None = None,
+        report: str | Path | None = None,
+        report_steps: tuple[int, int] = (3, 5),
         **torch_options: Any,
     ) -> None:
         """Build the schedule and connect its pairs. Collective over the world where anything moves.
@@ -100,9 +104,10 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         `minimum_bytes`: smaller storages stay. `transport`: as `--bpipe-transport`. `differing`: micro-batches of a
         stage may differ in size. `poison` fills freed memory with NaN, for tests. `lean_buffers`: what torch receives
         takes memory only while it is needed. `verify`: in so many first steps check that what leaves comes back as it
-        left; infinity for all. `meter` measures. `torch_options` are
-        those of torch's schedules: `scale_grads`, `args_chunk_spec`, `kwargs_chunk_spec`, `output_merge_spec`,
-        `backward_requires_autograd`. Raises ValueError for what cannot be built or run.
+        left; infinity for all. `meter` measures. `report`: a folder for `bpipe report`, where steps `report_steps`,
+        from the first to the last, are written down. `torch_options` are those of torch's schedules: `scale_grads`,
+        `args_chunk_spec`, `kwargs_chunk_spec`, `output_merge_spec`, `backward_requires_autograd`. Raises ValueError for
+        what cannot be built or run.
         """
         stages = list(stages) if isinstance(stages, (list, tuple)) else [stages]
         _refuse_late_receives(torch_options)
@@ -120,7 +125,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         self.pipeline_order = torch_orders(self.schedule)
         self._prepare_schedule_with_comms(self.pipeline_order)
         require_attributes(self, stages)
-        self.meter = meter
+        self.meter = meter = Meter(keeps_inputs=False) if meter is None and report is not None else meter
         own = {stage.stage_index for stage in stages}
         self.buffers = ReceiveBuffers(stages, own.__contains__) if lean_buffers else None
         self._calls: StepCalls | None = None
@@ -148,6 +153,10 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
             verifier=self.verifier,
         )
         self.engine = Engine(self.schedule, self.rank, connections.transports(differing) or None, config, meter)
+        self._report: StepRecord | None = None
+        if report is not None:
+            pipelines = connections.pipelines or pipelines_of(stages[0].group, self.schedule)
+            self._report = StepRecord(report, report_steps, self.config, pipelines, stages, device)
 
     @classmethod
     def of(cls, other: Any, **options: Any) -> BalancedSchedule:
@@ -182,10 +191,15 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
     def _step_microbatches(self, *args: Any, **kwargs: Any) -> Any:
         if not (self._has_backward and torch.is_grad_enabled()):
             return super()._step_microbatches(*args, **kwargs)
-        with self._called():
+        with self._recorded(), self._called():
             made = super()._step_microbatches(*args, **kwargs)
             self.engine.end()
         return made
+
+    def _recorded(self) -> AbstractContextManager[None]:
+        if self._report is None or self.meter is None:
+            return nullcontext()
+        return self._report.step(self.engine, self.meter, self.links, self.verifier)
 
     @contextmanager
     def _called(self) -> Iterator[None]:
@@ -225,6 +239,8 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         super()._maybe_compute_loss(stage, output, target_mbs, mb_index, *rest, **more)
         if self._calls is None:
             return
+        if self._report is not None and stage.is_last:
+            self._report.losses.append(self._internal_losses[-1].detach())
         outputs, taken = stage.fwd_cache[mb_index]
         roots = (self._internal_losses[-1],) if stage.is_last else outputs
         # What the caller gives, to the first stage and as keywords, is the caller's.

@@ -59,6 +59,9 @@ class Balance:
     verify: float = 0
     """In so many first steps check that what leaves comes back as it left; inf for all."""
 
+    report: str = ""
+    """A folder for `bpipe report`, where steps 3 to 5 are written down."""
+
     poison: bool = False
     """Fill freed memory with NaN, to show what would read it."""
 
@@ -80,6 +83,7 @@ def pipelining_with(
             "schedule": balance.schedule or schedule,
             "bounds": balance.bounds or None,
             "group_size": balance.group_size or None,
+            "report": balance.report or None,
             "hosts": balance.hosts if balances else None,
         }
         balanced = BalancedSchedule.of(made, **options)

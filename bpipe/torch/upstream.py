@@ -104,7 +104,7 @@ OF_SCHEDULE = (
 )
 OF_STAGE = (
     *("args_recv_info", "backward_state", "device", "dw_builder", "fwd_cache", "grad_recv_info", "group", "group_rank"),
-    *("group_size", "is_first", "is_last", "num_stages", "stage_index"),
+    *("group_size", "is_first", "is_last", "num_stages", "stage_index", "submod"),
 )
 
 

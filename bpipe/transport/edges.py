@@ -8,12 +8,13 @@ Every directed edge between two ranks is a process group of its own, made by all
 the first step. Within an edge both ends issue in the sender's order, so messages match by order alone; two directions
 in one communicator would wait for each other. A sender never waits: what it sent is let go when the program says so,
 which is once it has arrived, or before that where a backend knows. What a stage makes has the same shape for every
-micro-batch, or for that slice of each, which its first message tells.
+micro-batch, or for that slice of each, which its first message tells; where shapes may differ, every message tells its
+own.
 
-That first message of its sort passes by way of the hosts. Whoever is to receive it knows no shape, so it cannot post it
+A message that tells its shape passes by way of the hosts. Whoever is to receive it knows no shape, so it cannot post it
 ahead; and where streams share a hardware queue, the sender's next message would stand in it until that is posted, and
 whatever comes behind, too. Of two neighbours that send to each other at once neither would go on. What passes by way of
-the hosts stands in no queue.
+the hosts stands in no queue. That is slow on a device, whose host waits until it has made the message.
 """
 
 from __future__ import annotations
@@ -79,10 +80,13 @@ class _Inbound:
 class Edges:
     """One rank's messages for one program; the edges may serve several."""
 
-    def __init__(self, rank: int, edges: Mapping[int, Edge], device: torch.device, slices: int = 1) -> None:
+    def __init__(
+        self, rank: int, edges: Mapping[int, Edge], device: torch.device, slices: int = 1, differing: bool = False
+    ) -> None:
         """`edges` are by the neighbour's rank in the pipeline; a micro-batch goes in so many slices, which may differ
-        in shape."""
+        in shape. `differing`: so may micro-batches."""
         self._rank = rank
+        self._differing = differing
         self._slices = slices
         self._device = device
         self._edges = edges
@@ -102,12 +106,13 @@ class Edges:
         target, sort = self._neighbour(message), self._sort(message)
         groups = self._edges[target].groups
         self._let_go()
-        shapes = shapes_of(tensors)
-        is_first = (target, sort) not in self._shapes
-        check_alike(self._rank, message, shapes, self._shapes.setdefault((target, sort), shapes))
+        tells = self._differing or (target, sort) not in self._shapes
+        if not self._differing:
+            shapes = shapes_of(tensors)
+            check_alike(self._rank, message, shapes, self._shapes.setdefault((target, sort), shapes))
         parts = [tensor.detach().contiguous() for tensor in tensors]
         with name_timeout(groups.timeout_s):
-            if is_first:
+            if tells:
                 self._firsts[message.value] = self._edges[target].control.send_tensors(Subject.FIRST, parts)
             else:
                 self._sent[message.value] = batched(dist.isend, parts, groups.partner, groups.sending)
@@ -164,7 +169,7 @@ class Edges:
                 )
 
     def _take_first(self, neighbour: int, needed: Message) -> None:
-        """Take the first message of a sort, for which the host waits, and receive what was posted behind it.
+        """Take the first message of a sort, or the next of any, for which the host waits, and receive what was posted behind it.
 
         Raises ValueError where there is none, so that `needed` was never posted.
         """
@@ -174,6 +179,7 @@ class Edges:
         message = inbound.posted.popleft()
         with name_timeout(edge.groups.timeout_s):
             tensors = edge.control.receive_tensors(Subject.FIRST)
-        inbound.shapes[self._sort(message)] = shapes_of(tensors)
+        if not self._differing:
+            inbound.shapes[self._sort(message)] = shapes_of(tensors)
         inbound.arrived[message.value] = tuple(tensor.to(self._device) for tensor in tensors)
         self._receive(neighbour)

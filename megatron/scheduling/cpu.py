@@ -60,6 +60,7 @@ def stand_in(device: torch.device, cuda: Mapping[str, Any], accelerator: Mapping
     _replace_rng()
     _replace_factories(device)
     _replace_moves(device)
+    _take_sizes_as_tensors()
     _fence_data_loader()
     _replace(torch.cuda, _bpipe_stand_in=device.type)
 
@@ -304,6 +305,29 @@ def _replace_moves(target: torch.device) -> None:
     for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"):
         setattr(torch.Tensor, name, redirected(getattr(torch.Tensor, name)))
     _replace(torch.Tensor, pin_memory=stay, type=type_name)
+    if target.type == "cpu":
+        # There are no streams on which memory could be used.
+        _replace(torch.Tensor, record_stream=_answer(None))
+
+
+def _take_sizes_as_tensors() -> None:
+    """Let an all-to-all take the sizes of its parts as a tensor.
+
+    Megatron takes such sizes from a GPU to the host as numbers. What lies on the host already it leaves a tensor, which
+    torch refuses.
+    """
+    plain = torch.distributed.all_to_all_single
+
+    def listed(sizes: Any) -> Any:
+        return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
+
+    @functools.wraps(plain)
+    def exchange(
+        output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, **kwargs: Any
+    ) -> Any:
+        return plain(output, input, listed(output_split_sizes), listed(input_split_sizes), **kwargs)
+
+    _replace(torch.distributed, all_to_all_single=exchange)
 
 
 def _fence_data_loader() -> None:

@@ -1,7 +1,7 @@
 """One rank of a test's training runs whose micro-batches differ in size by what a script of one's own does.
 
 In: as worker.py; a case says --differing and how. Out: the same records. The sizes follow from how many forwards this
-rank has run, so that all ranks of a pipeline cut and pack a micro-batch alike; and so does stock Megatron's run.
+rank has run, or this chunk, so that all ranks of a pipeline cut and pack a micro-batch alike; and so does stock Megatron's run.
 
     packed    sequences packed into one row: attention saves a square of each. With --sft, which our script refuses: this step reads them
     lengths   rows of differing length, whose shapes Megatron's pipeline then sends in front (variable_seq_lengths)
@@ -63,10 +63,11 @@ if __name__ == "__main__":
         return step
 
     def cut() -> Callable[..., Any]:
-        lengths = itertools.cycle(LENGTHS)
+        lengths: dict[int | None, Iterator[int]] = {}
 
         def step(data: Any, model: Any) -> Any:
-            length = next(lengths)
+            # Every chunk takes the micro-batches in order.
+            length = next(lengths.setdefault(get_attr_wrapped_model(model, "vp_stage"), itertools.cycle(LENGTHS)))
             tokens, labels, loss_mask, _, positions = (
                 each if each is None or each.dim() != 2 else each[:, :length].contiguous()
                 for each in given_out(data, model)

@@ -15,6 +15,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,8 @@ class Case:
     """One schedule beside torch's own class of the same stages.
 
     `moves`: whether anything leaves on 4 ranks. `torch_options` are given to both. `frees`: dgrad frees most of what a
-    micro-batch holds, so less is held than counted, which is whole ones.
+    micro-batch holds, so less is held than counted, which is whole ones. `is_reported`: it trains four steps, of which
+    the third and fourth are recorded in `<folder>/<case>`.
     """
 
     places: str
@@ -71,6 +73,7 @@ class Case:
     torch_options: dict[str, Any] = field(default_factory=dict)
     stages: Callable[..., Any] = stages_of
     frees: bool = False
+    is_reported: bool = False
 
 
 ONE, LOOP, ZBV = schedules.Schedule1F1B, schedules.ScheduleInterleaved1F1B, schedules.ScheduleZBVZeroBubble
@@ -116,10 +119,14 @@ CASES = {
     "not scaled": Case("chain", ONE, "1f1b", torch_options={"scale_grads": False}),
     "deferred by the stages": Case("v", ZBV, "v-half", AWAY, stages=deferred_stages, frees=True),
     "of another": Case("loop", LOOP, None),
+    "1f1b, reported": Case("chain", ONE, "1f1b", steps=partial(steps_of, num_steps=4), is_reported=True),
+    "zb-v, reported": Case(
+        "v", ZBV, "zb-v", AWAY, steps=partial(steps_of, num_steps=4, return_outputs=False), is_reported=True
+    ),
 }
 
 
-def of_case(case: Case, rank: int, world: int) -> dict[str, Any]:
+def of_case(case: Case, rank: int, world: int, folder: Path) -> dict[str, Any]:
     indices, num_stages = PLACES[case.places](rank, world)
 
     def stages() -> Any:
@@ -132,6 +139,8 @@ def of_case(case: Case, rank: int, world: int) -> dict[str, Any]:
     wanted = case.steps(theirs(first), first, MICROBATCHES)
     ours, meter = stages(), Meter()
     options = {**OPTIONS, **case.options, "meter": meter}
+    if case.is_reported:
+        options |= {"report": folder, "report_steps": (3, 4), "meter": None}
     if case.schedule is None:
         balanced = BalancedSchedule.of(theirs(ours), **options)
     else:
@@ -139,7 +148,8 @@ def of_case(case: Case, rank: int, world: int) -> dict[str, Any]:
             case.schedule(world) if callable(case.schedule) and not isinstance(case.schedule, type) else case.schedule
         )
         balanced = BalancedSchedule(ours, MICROBATCHES, loss_of, schedule=source, **case.torch_options, **options)
-    return facts(balanced, meter, same(wanted, case.steps(balanced, ours, MICROBATCHES)), rank)
+    is_same = same(wanted, case.steps(balanced, ours, MICROBATCHES))
+    return facts(balanced, balanced.meter or meter, is_same, rank)
 
 
 def facts(balanced: BalancedSchedule, meter: Meter, is_same: bool, place: int) -> dict[str, Any]:
@@ -183,7 +193,10 @@ def one_rank(rank: int, world: int, folder: str, names: list[str]) -> None:
         rank,
         world,
         folder,
-        {name: lambda r, p, case=case: of_case(case, r, p) for name, case in cases.items()},  # type: ignore[misc]
+        {
+            name: lambda r, p, name=name, case=case: of_case(case, r, p, Path(folder) / name)  # type: ignore[misc]
+            for name, case in cases.items()
+        },
     )
 
 

@@ -37,7 +37,10 @@ PACKED = (
 )
 COMMON = ("--global-batch-size", "16", "--train-iters", "4")
 POOL = ("--bpipe-hosts", "pool")
-OURS = ("--bpipe-executor", *POOL, "--bpipe-bound", "2,3,3,3", "3,2,2,6", "--bpipe-memory", "auto:0.016")
+OURS = (
+    *("--bpipe-executor", *POOL, "--bpipe-bound", "2,3,3,3", "3,2,2,6", "--bpipe-memory", "auto:0.016"),
+    *("--bpipe-schedule", "1f1b-split", "grouped-interleaved"),
+)
 INTERLEAVED = ("--num-layers", "8", "--num-layers-per-virtual-pipeline-stage", "1")
 
 ROWS = {
@@ -50,11 +53,23 @@ ROWS = {
     "dropless_learned": (*DROPLESS, "--moe-token-dispatcher-type", "alltoall", "--bpipe-memory", "auto:0.016"),
     "packed": (*PACKED, "--global-batch-size", "8"),
     "lengths": ("--differing", "lengths"),
+    "lengths_by_our_loop": ("--differing", "lengths", "--bpipe-executor"),
+    "lengths_of_split_backwards": ("--differing", "lengths", "--bpipe-schedule", "1f1b-split"),
+    "lengths_in_groups": (
+        *(*INTERLEAVED, "--differing", "lengths", "--bpipe-schedule", "grouped-interleaved"),
+        *("--eval-iters", "2", "--eval-interval", "2", "--attention-dropout", "0", "--hidden-dropout", "0"),
+    ),
     "partial": ("--differing", "partial"),
 }
 TRANSPORTS = ("gloo", "peer")
 # What a change breaks first runs always, the rest only with --slow.
-ALWAYS = (("dropless", "gloo"), ("packed", "peer"), ("lengths", "gloo"), ("partial", "peer"))
+ALWAYS = (
+    ("dropless", "gloo"),
+    ("packed", "peer"),
+    ("lengths", "gloo"),
+    ("lengths_in_groups", "peer"),
+    ("partial", "peer"),
+)
 
 
 def stock(flags: Sequence[str]) -> list[str]:

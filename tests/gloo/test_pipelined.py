@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bpipe.cli import main
 from tests.gloo.conftest import ROOT
 from tests.gloo.pipelined import CASES
 
@@ -24,8 +25,15 @@ def ran(world: int, folder: Path, module: str = "tests.gloo.pipelined", timeout_
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["p2", "p4"])
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return ran(request.param, tmp_path_factory.mktemp("pipelined"))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("pipelined")
+    ran(request.param, made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> Found:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank?.json"))]
 
 
 @pytest.mark.timeout(180)
@@ -59,3 +67,21 @@ def test_what_was_to_leave_has_left(case: str, found: Found) -> None:
 @pytest.mark.timeout(180)
 def test_every_step_is_verified_where_that_is_asked(found: Found) -> None:
     assert [rank["1f1b, verified"]["verified"] for rank in found] == [2] * len(found)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.is_reported])
+def test_a_report_of_a_run_judges_it(case: str, folder: Path, found: Found, capsys: pytest.CaptureFixture[str]) -> None:
+    """What `bpipe report` says of a run under Megatron it says of this one."""
+    assert main(["report", str(folder / case), "--format", "json"]) == 0
+    judged = json.loads(capsys.readouterr().out)
+    stages = judged["stages"]
+    assert judged["iterations"] == [3, 4]
+    assert [stage["evictions"] for stage in stages] == [rank[case]["evictions"] for rank in found]
+    assert [stage["measured_microbatches"] for stage in stages] == [rank[case]["peak"] for rank in found]
+    for place, stage in enumerate(stages):
+        # Where two stages of one rank follow each other, what the first hands over is held by both, and stays.
+        folds = CASES[case].places == "v" and place == len(found) - 1
+        assert stage["measured_bytes"] == pytest.approx(stage["predicted_bytes"], rel=0.1 if folds else 0)
+    losses = [json.loads(line)["loss"] for line in (folder / case / "iterations.jsonl").read_text().splitlines()]
+    assert len(losses) == 4

@@ -68,6 +68,7 @@ CASES: Mapping[str, Case] = {
     "megatron": Case("megatron_stage", "Megatron's own stage: what moves, and that nothing differs", own_process=True),
     "nearly_full": Case("nearly_full", "a balanced program with no room to spare, and lending beside it"),
     "side_stream": Case("side_stream", "activations of a stream beside compute's, noted and not"),
+    "combined": Case("combined", "activations of parts of layers on two streams, of two micro-batches at once"),
     "abandon": Case("abandon", "after an error a rank lets go at once, however busy its device is"),
     "limits": Case("limits", "what copies and matrix products reach here", NO_TIME),
     "compute_units": Case(

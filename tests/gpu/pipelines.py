@@ -109,9 +109,8 @@ def summed(schedule: Schedule, parts: Sequence[Sequence[torch.Tensor]], iteratio
     stage."""
     found: dict[Place, torch.Tensor] = {}
     for rank, slots in [*enumerate(schedule.ranks)] * iterations:
-        for slot in slots:
-            action = slot.compute
-            if action is not None and action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+        for action in (action for slot in slots for action in slot.computations):
+            if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
                 place, part = (rank, action.stage), parts[action.microbatch][action.stage]
                 found[place] = found[place] + part if place in found else part
     return found

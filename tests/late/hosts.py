@@ -1,19 +1,24 @@
 """Ranks as threads of one process, of which one at a time goes on: whose turn it is, the draw says.
 
 In: how many, and what each does. Out: nothing, or what the first to fail raised, and, where nobody could go on, who
-waited for whom.
+waited for whom. A run that neither fails nor goes on raises `Hangs`, with what each rank was doing: its threads stay,
+so nothing more can run in that process.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 
 from tests.late.devices import extension
 from tests.late.group import world_of_threads
+from tests.late.watching import SAMPLE_S, Watch
 
-# Who waits for ever is known at once: this is for machines that have much else to do.
-TIMEOUT_S = 600.0
+
+class Hangs(RuntimeError):
+    """A run does not go on, for a reason that devices do not know."""
 
 
 def run_hosts(count: int, does: Callable[[int], None]) -> None:
@@ -34,9 +39,25 @@ def run_hosts(count: int, does: Callable[[int], None]) -> None:
         threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(count)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join(TIMEOUT_S)
-    alive = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+        _join(threads)
     if errors:
         raise RuntimeError(f"{errors[0]}\n{late.stuck()}") from errors[0]
-    assert not alive, f"ranks {alive} did not end"
+
+
+def _join(threads: Sequence[threading.Thread]) -> None:
+    """Wait for all, however long that takes while something is done."""
+    watch = Watch()
+    for rank, thread in enumerate(threads):
+        while thread.is_alive():
+            thread.join(SAMPLE_S)
+            if thread.is_alive() and (why := watch.hangs(extension().progress())):
+                raise Hangs(f"rank {rank} does not end: {why}\n{_doing(threads)}")
+
+
+def _doing(threads: Sequence[threading.Thread]) -> str:
+    frames = sys._current_frames()
+    return "\n".join(
+        f"rank {rank}:\n{''.join(traceback.format_stack(frames[thread.ident]))}"
+        for rank, thread in enumerate(threads)
+        if thread.ident in frames
+    )

@@ -36,6 +36,9 @@ from tests.late.model import Place
 from tests.late.pipeline import LatePipeline, Rank
 from tests.unit.runtime.pipeline import ROWS, WIDTH
 
+# Tensors by whether the next rank is at their other end.
+Sides = dict[bool, list[torch.Tensor]]
+
 
 class Exchanges:
     """One rank's messages: what was sent and posted passes together, when the first of it is waited for."""
@@ -48,56 +51,57 @@ class Exchanges:
             synchronizes,
             device,
         )
-        # By whether it is sent and whether the next rank is at its other end.
-        self._sends: dict[bool, torch.Tensor] = {}
-        self._receives: dict[bool, tuple[Message, torch.Tensor]] = {}
+        # By whether the next rank is at its other end. A rank that idles may be sent several by one neighbour.
+        self._sends: Sides = {False: [], True: []}
+        self._receives: Sides = {False: [], True: []}
+        self._posted: list[tuple[Message, torch.Tensor]] = []
         self._arrived: dict[int, torch.Tensor] = {}
 
     def begin(self, is_ring: bool) -> None:
         """Make the communicators, as `make_communicators` does."""
         has_before, has_after = is_ring or self._rank > 0, is_ring or self._rank + 1 < self._size
         sides = [side for side, there in ((True, has_after), (False, has_before)) if there]
-        self._exchange(*({side: torch.zeros(1, device=self._device) for side in sides} for _ in range(2)))
+        ones = ({side: [torch.zeros(1, device=self._device)] * (side in sides) for side in (False, True)} for _ in "io")
+        self._exchange(*ones)
 
     def post(self, message: Message) -> None:
-        side = self._is_next(message)
-        assert side not in self._receives, "an exchange has one message from each neighbour"
-        self._receives[side] = message, torch.empty(ROWS, WIDTH, device=self._device)
+        tensor = torch.empty(ROWS, WIDTH, device=self._device)
+        self._receives[self._is_next(message)].append(tensor)
+        self._posted.append((message, tensor))
 
     def send(self, message: Message, tensors: Tensors) -> None:
-        side = self._is_next(message)
-        assert side not in self._sends, "an exchange has one message to each neighbour"
-        (self._sends[side],) = (tensor.detach().contiguous() for tensor in tensors)
+        self._sends[self._is_next(message)] += (tensor.detach().contiguous() for tensor in tensors)
 
     def wait(self, message: Message) -> Tensors:
-        if self._sends or self._receives:
-            self._exchange(self._sends, {side: tensor for side, (_, tensor) in self._receives.items()})
-            self._arrived |= {received.value: tensor for received, tensor in self._receives.values()}
-            self._sends, self._receives = {}, {}
+        if any((*self._sends.values(), *self._receives.values())):
+            self._exchange(self._sends, self._receives)
+            self._arrived |= {received.value: tensor for received, tensor in self._posted}
+            for waiting in (*self._sends.values(), *self._receives.values(), self._posted):
+                waiting.clear()
         return () if message.parties[0] == self._rank else (self._arrived.pop(message.value),)
 
-    def _exchange(self, sends: dict[bool, torch.Tensor], receives: dict[bool, torch.Tensor]) -> None:
+    def _exchange(self, sends: Sides, receives: Sides) -> None:
         works = self._in_a_batch(sends, receives) if self._is_batched else self._by_pairs(sends, receives)
         for work in works:
             work.wait()
         if self._synchronizes:
             torch.accelerator.synchronize(self._device)
 
-    def _in_a_batch(self, sends: dict[bool, torch.Tensor], receives: dict[bool, torch.Tensor]) -> Sequence[Any]:
-        operations = []
-        for side in (False, True):
-            for operation, tensors in ((dist.isend, sends), (dist.irecv, receives)):
-                if side in tensors:
-                    operations.append(dist.P2POp(operation, tensors[side], self._neighbour(side)))
+    def _in_a_batch(self, sends: Sides, receives: Sides) -> Sequence[Any]:
+        operations = [
+            dist.P2POp(operation, tensor, self._neighbour(side))
+            for side in (False, True)
+            for operation, tensors in ((dist.isend, sends), (dist.irecv, receives))
+            for tensor in tensors[side]
+        ]
         return list(dist.batch_isend_irecv(operations))
 
-    def _by_pairs(self, sends: dict[bool, torch.Tensor], receives: dict[bool, torch.Tensor]) -> Sequence[Any]:
+    def _by_pairs(self, sends: Sides, receives: Sides) -> Sequence[Any]:
         group = dist.distributed_c10d._get_default_group()
         assert isinstance(group, LateGroup)
         works = []
         for side in (True, False) if self._rank % 2 == 0 else (False, True):
-            messages = [(sends[side], True)] if side in sends else []
-            messages += [(receives[side], False)] if side in receives else []
+            messages = [(tensor, tensors is sends) for tensors in (sends, receives) for tensor in tensors[side]]
             if messages:
                 works.append(group.with_one(self._neighbour(side), messages))
         return works

@@ -73,13 +73,13 @@ class Rank:
             verifier=self.verifier,
             links=dict.fromkeys(range(schedule.num_ranks), pipeline.kind),
             beside=lambda: pipeline.beside(self.rank),
+            at_once=pipeline.at_once,
         )
         if pipeline.engines:
             self.engine = Engine(schedule, self.rank, transports, config, self.meter if pipeline.measures else None)
         executor = self.executor(stages, messages)
         for _ in range(iterations):
-            for _ in executor.walk(self.calls()):
-                extension().perhaps_yield()
+            self.iterate(executor)
             stats = torch.accelerator.memory_stats(here)
             names = "reserved_bytes.all.current", "num_device_alloc", "allocated_bytes.all.peak"
             self.memory.append(tuple(stats[name] for name in names))
@@ -89,6 +89,11 @@ class Rank:
         if self.engine is not None:
             self.moved_bytes = self.engine.moved_bytes
             self.engine.release()
+
+    def iterate(self, executor: Executor) -> None:
+        """Run its program once."""
+        for _ in executor.walk(self.calls()):
+            extension().perhaps_yield()
 
     def messages(self, here: torch.device) -> Messages:
         """Return what carries its messages. Collective over all ranks."""
@@ -150,10 +155,11 @@ class LatePipeline:
         model: LateModel | None = None,
         beside: Callable[[int], Sequence[torch.Stream]] = lambda rank: (),
         synchronous: bool = False,
+        at_once: bool = False,
     ) -> None:
         self.schedule, self.kind = schedule, kind
         self.engines, self.poison, self.measures, self.differing = engines, poison, measures, differing
-        self.verify, self.beside, self.synchronous = verify, beside, synchronous
+        self.verify, self.beside, self.synchronous, self.at_once = verify, beside, synchronous, at_once
         self.links = sorted({(min(link), max(link)) for link in links_of(schedule)}) if engines else []
         self.controls = {(low, high): controls(low, high) for low, high in self.links if low != high}
         self._edge_controls = {pair: controls(*pair) for pair in neighbours(schedule)}

@@ -24,11 +24,12 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.check.case import Case, ScheduleError
 from bpipe.check.deadlock import WaitLevel, blocked_ranks
-from bpipe.check.rules import RULES, check_no_deadlock
+from bpipe.check.rules import RULES, check_no_deadlock, check_other_ends
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
+from bpipe.lower.lower import lower
 from bpipe.report.memory import without_transfers
 from bpipe.transport.distributed import Distributed, Works
 from tests.late.devices import Draw
@@ -112,7 +113,8 @@ def may_stand_still(schedule: Schedule, exchange: Exchange, run: Run) -> bool:
 
 
 def moved(schedule: Schedule, kind: Kind, by: int) -> Schedule | None:
-    """Start everything of a kind so many slots later. None: some rule but that of deadlocks refuses it."""
+    """Start everything of a kind so many slots later. None: a rule refuses it, but for that of deadlocks and that which
+    wants both ends of a transfer in one slot."""
     ranks = []
     for row in schedule.ranks:
         transfers: list[list[Action]] = [[] for _ in row]
@@ -121,10 +123,11 @@ def moved(schedule: Schedule, kind: Kind, by: int) -> Schedule | None:
                 transfers[min(max(slot + by * (action.kind is kind), 0), len(row) - 1)].append(action)
         ranks.append(tuple(replace(cell, transfers=tuple(there)) for cell, there in zip(row, transfers, strict=True)))
     found = replace(schedule, ranks=tuple(ranks))
+    case = Case(found, Exchange.POSTED)
     try:
         for rule in RULES:
-            if rule is not check_no_deadlock:
-                rule(Case(found, Exchange.POSTED))
+            if rule not in (check_no_deadlock, check_other_ends):
+                rule(case)
     except ScheduleError:
         return None
     return found
@@ -154,13 +157,20 @@ def runs(exchange: Exchange, everything: bool) -> Iterator[Run]:
         yield Run(waits=WaitLevel.ONE_QUEUE, connections=1, births=True, at_issue=True)
 
 
-def disagreements(schedule: Schedule, exchange: Exchange, everything: bool) -> tuple[list[str], int]:
-    """Every run of which the checker says something else than what happens; and how many stood still."""
+def disagreements(
+    schedule: Schedule, exchange: Exchange, everything: bool, moved: bool = False
+) -> tuple[list[str], int]:
+    """Every run of which the checker says something else than what happens; and how many stood still.
+
+    `moved`: a HOST may come long after its EVICT. The checker lets the first of each buffer wait where it starts, and a
+    two-sided one waits where its memory is taken: there nobody may stand still whom it lets go.
+    """
     wrong, still = [], 0
     for run in runs(exchange, everything):
         stands, judged = stands_still(schedule, exchange, run), may_stand_still(schedule, exchange, run)
         still += stands
-        if stands != judged if run.exactly else stands > judged:
+        exactly = run.exactly and (not moved or run.waits >= WaitLevel.AT_ISSUE)
+        if stands != judged if exactly else stands > judged:
             wrong.append(f"{exchange.name}, {run}: {'stands still' if stands else 'goes on'}")
     return wrong, still
 
@@ -222,6 +232,30 @@ def test_both_say_the_same_of_plans_that_stand_still() -> None:
         ), run
 
 
+def test_a_rank_that_idles_takes_two_messages_of_one_neighbour() -> None:
+    """Of six stages or more, in as many micro-batches again: by the program a rank that waits for its next forward is
+    sent two gradients meanwhile. The stand-in for Megatron's loop took one, and fell over every such plan of the slow
+    grid."""
+    exchange = Exchange.MEGATRON_INTERLEAVED
+    schedule = plan_of("interleaved-1f1b", 6, 12, exchange)
+    assert schedule is not None
+    instructions = [str(each) for each in lower(schedule, exchange)[0].instructions]
+    assert "post 7B2>6B2, post 7B3>6B3" in ", ".join(instructions)
+    assert disagreements(schedule, exchange, everything=False)[0] == []
+
+
+def test_launches_that_block_hold_our_own_loop_and_not_megatrons() -> None:
+    """A host that waits for a receive which it posts ahead never comes to what its sender waits for. The trainer
+    refuses such a plan with CUDA_LAUNCH_BLOCKING=1."""
+    for exchange, stands in ((Exchange.POSTED, True), (Exchange.MEGATRON_1F1B, False)):
+        schedule = plan_of("1f1b", 4, 8, exchange)
+        assert schedule is not None
+        for kind in ("two-sided", "host"):
+            run = Run(kind, waits=WaitLevel.BLOCKING_LAUNCHES)
+            assert stands_still(schedule, exchange, run) is stands, run
+            assert may_stand_still(schedule, exchange, run) is stands, run
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", FAMILIES)
@@ -242,16 +276,27 @@ def test_both_say_the_same_over_the_grid(name: str) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_both_say_the_same_of_plans_that_were_moved(name: str) -> None:
-    """Many of these stand still."""
+    """Some of these stand still. Of others the engine says that they fill a host buffer that is not empty yet."""
     wrong: list[str] = []
+    plans = ran = still = 0
     for p, m in ((4, 8), (6, 12)):
         for exchange in sorted(EXCHANGES[name], key=lambda one: one.value):
             schedule = plan_of(name, p, m, exchange)
             if schedule is None or not moves_anything(schedule):
                 continue
+            plans += 1
             for kind, by in MOVES:
                 other = moved(schedule, kind, by)
-                if other is not None:
-                    found = disagreements(other, exchange, everything=True)[0]
-                    wrong += [f"p={p} m={m} {kind.name} {by:+} {each}" for each in found]
+                if other is None:
+                    continue
+                try:
+                    found, stood = disagreements(other, exchange, everything=True, moved=True)
+                except RuntimeError as error:
+                    if "the program uses it twice" not in str(error):
+                        raise
+                    continue
+                ran, still = ran + 1, still + stood
+                wrong += [f"p={p} m={m} {kind.name} {by:+} {each}" for each in found]
+    print(f"{name}: {plans} plans, {ran} moved, {still} runs of these stood still")
     assert wrong == []
+    assert bool(ran) == bool(still) == bool(plans)

@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from bpipe.balance.config import BalanceConfig
+from bpipe.balance.pairs import allocated_bytes
+from bpipe.build import ScheduleConfig, build
+from bpipe.ir.memory import memory_of, peak_counts
 from tests.gloo.conftest import Outcome
 from tests.late.devices import AS_LATE, COMPUTE_LAST, COPIES_LAST, Draw
 from tests.late.training import LateCase, close_parents, train
@@ -32,6 +36,18 @@ CASES: dict[str, tuple[str, tuple[str, ...], Draw]] = {
     "host": ("1f1b", (*BPIPE, "host"), Draw(2)),
     "auto": ("1f1b", (*BPIPE, "auto"), Draw(3, eagerness=0.3)),
     "own_memory": ("1f1b", (*BPIPE, "auto", "--bpipe-hosts", "host"), Draw(4)),
+    "pool": ("1f1b", (*BPIPE, "nccl", "--bpipe-hosts", "pool", "--bpipe-bound", "2,3,3,3"), Draw(16)),
+    "all_hosts": (
+        "interleaved",
+        (*BPIPE, "auto", "--bpipe-hosts", "all", "--bpipe-bound", "6"),
+        Draw(17, COPIES_LAST),
+    ),
+    "all_hosts_late": (
+        "interleaved",
+        (*BPIPE, "auto", "--bpipe-hosts", "all", "--bpipe-bound", "6"),
+        Draw(18, AS_LATE),
+    ),
+    "own_memory_compute_last": ("1f1b", (*BPIPE, "auto", "--bpipe-hosts", "host"), Draw(19, COMPUTE_LAST)),
     "nccl_blocking": ("1f1b", (*BPIPE, "nccl"), Draw(1, launch_blocks=True)),
     "timers_1": ("1f1b", (*BPIPE, "nccl", "--timing-log-level", "1"), Draw(5)),
     "timers_2": ("1f1b", (*BPIPE, "nccl", "--timing-log-level", "2"), Draw(6, COMPUTE_LAST)),
@@ -141,3 +157,40 @@ def test_a_vocabulary_in_shards_trains_as_the_same_plan_on_cpus(tmp_path: Path) 
     late = train("late", 4, [*cases], folders[1], 600.0, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
     for case, number in cases.items():
         same(late, case.name, on_cpus, number, 4)
+
+
+def memory_said(outcome: Outcome, case: str) -> dict[int, list[tuple[int, ...]]]:
+    """Return by stage, of each iteration, bytes in segments, how often one was taken, and the most that was given out."""
+    found = {}
+    for log in outcome.logs:
+        lines = [line.split(": ")[1] for line in said_by(log, case).splitlines() if line.startswith("memory of stage")]
+        (stage,) = {int(line.split()[0]) for line in lines}
+        found[stage] = [tuple(map(int, line.split()[1:])) for line in lines]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_memory_is_what_the_schedule_says_and_is_taken_once(tmp_path: Path) -> None:
+    """Peaks against stock's, in micro-batches that leave; from the second iteration on, which has an optimizer's
+    state, no segment is taken."""
+    more = (*EIGHT_MICROBATCHES, "--train-iters", "6")
+    stock = LateCase("stock", more, Draw(1, AS_LATE), memory=True)
+    cases = [LateCase(kind, (*more, *BPIPE, kind), Draw(2), memory=True) for kind in ("nccl", "peer")]
+    late = train("late", 4, [stock, *cases], tmp_path, 600.0, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
+    peaks = {}
+    for case in (stock, *cases):
+        said = memory_said(late, case.name)
+        for stage, iterations in said.items():
+            steady = {(reserved, taken) for reserved, taken, _ in iterations[1:]}
+            assert len(steady) == 1, (case.name, stage, iterations)
+            assert len({peak for _, _, peak in iterations[2:]}) == 1, (case.name, stage, iterations)
+        peaks[case.name] = [said[stage][-1][-1] for stage in range(4)]
+    plain, balanced = (build(ScheduleConfig("1f1b", 4, 8, balance=how)) for how in (None, BalanceConfig()))
+    (microbatch,) = {peaks["stock"][0] - peaks["nccl"][0], peaks["stock"][0] - peaks["peer"][0]}
+    for stage in range(4):
+        own, hosted = allocated_bytes(balanced, stage, memory_of([1] * 4))
+        own -= peak_counts(plain)[stage]
+        # Lent memory is not of torch's allocator.
+        assert peaks["peer"][stage] - peaks["stock"][stage] == own * microbatch, peaks
+        assert peaks["nccl"][stage] - peaks["stock"][stage] == (own + hosted) * microbatch, peaks

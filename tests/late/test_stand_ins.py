@@ -1,16 +1,22 @@
-"""Parts of a layer that compute on a stream of their own, as overlapped shared experts do: what they saved leaves and
-comes back in an order that holds for that stream too."""
+"""Parts of a layer that compute on a stream of their own, as overlapped shared experts and combined 1F1B do: what they
+saved leaves and comes back in an order that holds for that stream too."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
 
+from bpipe.runtime.activations import ActivationsState
 from bpipe.runtime.streams import current
-from tests.late.cases import SCHEDULES
+from tests.gpu.waits import without_compute, without_the_end_of
+from tests.late.cases import SCHEDULES, balanced
 from tests.late.devices import AS_LATE, COMPUTE_LAST, DRAWN, STREAM_LAST, Draw
+from tests.late.in_pieces import PiecesPipeline
 from tests.late.model import LateModel
 from tests.late.pipeline import LatePipeline
 from tests.late.test_pipelines import wrong_bits
@@ -82,3 +88,53 @@ def test_a_stream_that_nobody_noted_reads_memory_that_is_another_s_by_now() -> N
     # Memory that other tests left would be given out in place of what is read.
     gc.collect()
     assert not all(is_right(draw, "peer", noted=False) for draw in draws()[:4])
+
+
+# Combined 1F1B, in pairs, and with a bound that only the node's own memory lets it keep.
+COMBINED = {
+    "two-sided": lambda: balanced("combined-1f1b", 4, 8, 2),
+    "peer": lambda: balanced("combined-1f1b", 6, 12, 2),
+    "host": lambda: balanced("combined-1f1b", 4, 8, 2, bounds=(5,), hosts="host"),
+}
+
+
+def in_pieces_is_right(draw: Draw, kind: str, engines: bool = True, noted: bool = True, verify: bool = True) -> bool:
+    pipeline = PiecesPipeline(COMBINED[kind](), kind, engines, noted, verify and engines)
+    try:
+        right = wrong_bits(pipeline, draw) == []
+    except RuntimeError as error:
+        if "since the start" not in str(error):
+            raise
+        return False
+    assert not engines or any(rank.moved_bytes for rank in pipeline.ranks), "nothing has moved"
+    return right
+
+
+@pytest.mark.parametrize("kind", COMBINED)
+def test_what_parts_of_layers_on_two_streams_saved_moves_in_its_order(kind: str) -> None:
+    assert all(in_pieces_is_right(draw, kind, engines=False) for draw in draws()[:3]), "the stand-in itself"
+    for draw in draws():
+        assert in_pieces_is_right(draw, kind), str(draw)
+
+
+@pytest.mark.parametrize(
+    "taken_out",
+    [
+        lambda: without_compute("outbound"),
+        lambda: without_the_end_of(ActivationsState.AWAY),
+        lambda: without_compute("inbound"),
+        lambda: without_the_end_of(ActivationsState.HERE),
+    ],
+    ids=["[1]", "[3]", "[5]", "[7]"],
+)
+def test_without_a_wait_what_parts_of_layers_saved_is_wrong(
+    taken_out: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    gc.collect()
+    with taken_out():
+        assert not all(in_pieces_is_right(draw, "host", verify=False) for draw in draws())
+
+
+def test_parts_on_a_stream_that_nobody_noted_read_memory_that_is_another_s_by_now() -> None:
+    gc.collect()
+    assert not all(in_pieces_is_right(draw, "host", noted=False) for draw in draws())

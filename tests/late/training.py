@@ -25,11 +25,13 @@ def close_parents() -> None:
 
 @dataclass(frozen=True)
 class LateCase:
-    """One training run. `arguments` come after those of the tiny model, so they win."""
+    """One training run. `arguments` come after those of the tiny model, so they win. `memory`: its allocator's counters
+    are printed."""
 
     name: str
     arguments: Sequence[str] = ()
     draw: Draw = field(default_factory=lambda: Draw(1))
+    memory: bool = False
 
 
 def train(
@@ -43,7 +45,12 @@ def train(
     """Run all cases on `world` ranks, one pipeline of as many stages unless a case says otherwise."""
     stages = ("--num-layers", str(world), "--pipeline-model-parallel-size", str(world))
     described = [
-        {"name": case.name, "arguments": [*TINY, *ITERATIONS, *stages, *case.arguments], "draw": asdict(case.draw)}
+        {
+            "name": case.name,
+            "arguments": [*TINY, *ITERATIONS, *stages, *case.arguments],
+            "draw": asdict(case.draw),
+            "memory": case.memory,
+        }
         for case in cases
     ]
     (folder / "cases.json").write_text(json.dumps(described))

@@ -1,13 +1,14 @@
 """One rank of a test's training runs, on late devices or, for what they have to come to, on the CPU.
 
-In: the kind of device, a file of cases and a folder. Out: as of tests/gloo/worker.py, and of each iteration a hash of
-all gradients. A case's `draw` says in which order its devices work. What Megatron needs is installed before this is
-imported where ranks are forked.
+In: the kind of device, a file of cases and a folder. Out: as of tests/gloo/worker.py, of each iteration a hash of all
+gradients, and where a case asks for it what its device's allocator counts. A case's `draw` says in which order its
+devices work. What Megatron needs is installed before this is imported where ranks are forked.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import json
 import os
@@ -21,6 +22,7 @@ if __name__ == "__main__" and sys.argv[1] == "late":
     stand_in.install()
 
 import torch
+from megatron.core import parallel_state
 
 from megatron.scheduling import cpu as cpu_runtime
 from tests.gloo import worker
@@ -52,6 +54,26 @@ class Recorder(worker.Recorder):
         return digest.hexdigest()
 
 
+class MemoryRecorder(Recorder):
+    """Prints the allocator's counters of each iteration: bytes in segments, how often one was taken, and the most that
+    was given out."""
+
+    def _observe(self, train_step: Any) -> Any:
+        observed = super()._observe(train_step)
+
+        @functools.wraps(train_step)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            result = observed(*args, **kwargs)
+            stats = torch.accelerator.memory_stats()
+            names = "reserved_bytes.all.current", "num_device_alloc", "allocated_bytes.all.peak"
+            numbers = " ".join(str(stats[name]) for name in names)
+            print(f"memory of stage: {parallel_state.get_pipeline_model_parallel_rank()} {numbers}", flush=True)
+            torch.accelerator.reset_peak_memory_stats()
+            return result
+
+        return step
+
+
 def on_device(arguments: tuple[str, ...]) -> tuple[str, ...]:
     """What a stand-in adds to the command line, with weights that are drawn where they are used: else Megatron
     leaves them on the host."""
@@ -67,7 +89,11 @@ def main(device: str, cases: str, folder: str) -> None:
     for case in json.loads(Path(cases).read_text()):
         if device == "late":
             begin_process(rank, int(os.environ["LOCAL_RANK"]), Draw(**case["draw"]))
-        worker.run(case, Path(folder), Recorder)
+        if case["memory"]:
+            # Python's collections free what lies in cycles at any moment, after which small blocks lie otherwise.
+            gc.disable()
+        worker.run(case, Path(folder), MemoryRecorder if case["memory"] else Recorder)
+        gc.enable()
 
 
 if __name__ == "__main__":

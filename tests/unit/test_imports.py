@@ -90,9 +90,22 @@ MAY: dict[str, set[str]] = {
     },
     "report": {"ir", "generate.families", "balance.config", "build", "simulate", "models.flops", "record"},
     "report.out": {"ir", "formats.text", "simulate", "record.format", "report"},
+    "recording": {
+        *("ir", "build", "models.cluster", "record.format", "record.write", "report.memory", "runtime", "transport"),
+    },
     "torch": {
         *("names", "ir", "generate.families", "lower.align", "lower.lower", "formats.read", "formats.text"),
-        *("balance.config", "check.deadlock", "build", "record.format", "transport", "runtime", "report.memory"),
+        *(
+            "balance.config",
+            "check.deadlock",
+            "build",
+            "record.format",
+            "record.write",
+            "recording",
+            "transport",
+            "runtime",
+            "report.memory",
+        ),
     },
     "compare": {"values", "record.format", "record.keys", "record.one_run"},
     "draw": {"ir", "simulate.report"},
@@ -135,7 +148,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "ahead mirrored",
         "bidirectional interleaved sharded_1f1b",
         "bitpipe bitpipe_early chimera grouped_choice mixpipe",
-        "grouped_interleaved",
+        "grouped_interleaved combined",
         "one_f_one_b",
         "halves",
         "one_f_one_b_split v_shape zb_h1",
@@ -208,7 +221,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "table",
     ),
     "runtime": (
-        "board checkpoints cuda errors graph sizing stage",
+        "board checkpoints cuda errors graph ranges sizing stage",
+        "pieces",
         "kernel_times streams verifying",
         "capture failures messages recorder states",
         "activations kept links meter retrace",
@@ -218,14 +232,19 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "partners",
         "engine",
     ),
-    "torch": ("option_names pipelines recomputed upstream", "buffers calls judged orders", "schedule", "titan"),
+    "torch": (
+        "option_names pipelines recomputed recorded upstream",
+        "buffers calls judged orders",
+        "schedule",
+        "titan",
+    ),
     "compare": ("read", "judge", "show"),
     "draw": ("picture plots", "png svg timeline"),
 }
 
 # Who may load what is not Python's own: any place of these, and no other.
 FOREIGN = {
-    "torch": {"transport", "runtime", "torch", "vocabulary"},
+    "torch": {"transport", "recording", "runtime", "torch", "vocabulary"},
     "numpy": set[str](),
     "matplotlib": {"draw"},
     "megatron": set[str](),

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from megatron.core.pipeline_parallel.utils import get_comm_stream
 from megatron.core.timers import DummyTimer
 
 from bpipe.features.feature import Settings
@@ -64,11 +65,13 @@ def call_before_finalizing(config: Any, communicated: Callable[[], None]) -> Ite
 def streams_of_layers(config: Any) -> Sequence[Any]:
     """Return the streams beside compute's on which layers of this configuration save and read activations; none before
     the first is made."""
-    module = sys.modules.get("megatron.core.transformer.moe.shared_experts")
-    stream = (
-        module.SharedExpertMLP.stream if module is not None and Settings(config).moe_shared_expert_overlap else None
-    )
-    return () if stream is None else (stream,)
+    asked, streams = Settings(config), []
+    if asked.moe_shared_expert_overlap:
+        experts = sys.modules.get("megatron.core.transformer.moe.shared_experts")
+        streams.append(None if experts is None else experts.SharedExpertMLP.stream)
+    if asked.overlap_moe_expert_parallel_comm:
+        streams.append(get_comm_stream())
+    return [stream for stream in streams if stream is not None]
 
 
 class OwnTime:

@@ -16,11 +16,13 @@ from typing import Any
 from megatron.core.utils import get_model_config
 
 from bpipe.build import ScheduleConfig
-from bpipe.generate import interleaved, one_f_one_b
+from bpipe.features.feature import Settings
+from bpipe.generate import combined, interleaved, one_f_one_b
 from bpipe.generate.family import Family
 from bpipe.ir.action import Action, Kind
 from megatron.scheduling.hooks import patches, upstream
 from megatron.scheduling.hooks.beside import call_before_finalizing, no_barrier
+from megatron.scheduling.hooks.combined import wrap_combined
 from megatron.scheduling.loop.driver import Driver
 from megatron.scheduling.loop.links import make_communicators
 
@@ -49,6 +51,7 @@ class Hooks:
             **{loop: functools.partial(self._wrap_loop, family) for loop, family in LOOPS.items()},
             patches.FORWARD_STEP: self._wrap_forward,
             patches.BACKWARD_STEP: self._wrap_backward,
+            patches.COMBINED_STEP: functools.partial(wrap_combined, self._driver, self._num_ranks, self._forward_of),
         }
 
     def close(self) -> None:
@@ -87,6 +90,8 @@ class Hooks:
             self._has_communicators = True
 
     def _program(self, family: Family, num_microbatches: int, config: Any) -> ScheduleConfig:
+        if family is interleaved.FAMILY and Settings(config).overlap_moe_expert_parallel_comm:
+            family = combined.FAMILY
         return self._driver.program(family, num_microbatches, group_of(config, family, self._num_ranks))
 
     def _wrap_forward(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:

@@ -54,6 +54,17 @@ FORWARD_STEP = Patch(
     ),
 )
 BACKWARD_STEP = Patch(_SCHEDULES, "backward_step", ("input_tensor", "output_tensor", "output_tensor_grad", "config"))
+COMBINED_STEP = Patch(
+    "megatron.core.pipeline_parallel.combined_1f1b",
+    "combined_forward_backward_step",
+    (
+        *("forward_step_func", "data_iterator", "f_model", "num_microbatches", "input_tensor", "forward_data_store"),
+        *("b_model", "b_input_tensor", "b_output_tensor", "b_output_tensor_grad", "config", "f_model_chunk_id"),
+        *("pre_forward", "pre_backward", "post_forward", "post_backward", "collect_non_loss_data"),
+        *("checkpoint_activations_microbatch", "is_first_microbatch", "current_microbatch", "encoder_decoder_xattn"),
+        "fsdp_wrapper",
+    ),
+)
 _LOOP = (
     *(
         "forward_step_func",
@@ -201,6 +212,7 @@ PATCHES = (
     *(
         FORWARD_STEP,
         BACKWARD_STEP,
+        COMBINED_STEP,
         ONE_F_ONE_B,
         INTERLEAVED,
         NO_PIPELINING,

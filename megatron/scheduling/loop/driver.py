@@ -13,6 +13,7 @@ import functools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,13 +28,15 @@ from bpipe.ir.host_buffers import links_of
 from bpipe.ir.memory import KeptMemory, Memory, moves_anything
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
-from bpipe.record.format import RankSummary
-from bpipe.report.memory import rule_by_slice
+from bpipe.record.format import Iteration, RankSummary
+from bpipe.recording.measured import KeptBySlices, iteration_of, summary_of
+from bpipe.report.memory import kept_peak, rule_by_slice
 from bpipe.runtime.engine import TIMERS, Engine, EngineConfig
+from bpipe.runtime.kept import Share
 from bpipe.runtime.links import connect_pairs
 from bpipe.runtime.meter import Meter
-from bpipe.runtime.recorder import ExactBytes, Recorder
-from bpipe.runtime.sizing import Unmoved
+from bpipe.runtime.pieces import Pieces
+from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.streams import Clock, Streams, allocated_on
 from bpipe.runtime.verifying import Certificate, Verifier
 from bpipe.transport.base import Transport
@@ -49,9 +52,7 @@ from megatron.scheduling.memory.watermark import Watermark
 from megatron.scheduling.memory.weighing import Waiting, Weighing
 from megatron.scheduling.options.arguments import SchedulingConfig
 from megatron.scheduling.report.log import FirstIterations, pipeline_begins_with_rank_0, say, verified
-from megatron.scheduling.report.recording import IterationNotes
 from megatron.scheduling.report.schedule_lines import describe, grouped
-from megatron.scheduling.report.stage_report import summary_of
 from megatron.scheduling.slices.slicing import Slicing
 from megatron.scheduling.start.refusals import differ, refuse
 
@@ -99,7 +100,9 @@ class Driver:
         self.slicing: Slicing | None = None
         self.links: list[MeasuredLink] = []
         self.recording = False
-        self.recorded: IterationNotes | None = None
+        self.recorded: Iteration | None = None
+        # The iteration under way, as Megatron counts them; whoever records sets it.
+        self.number = 0
         self.watermark: Watermark | None = None
         self.waiting: Waiting = lambda backward: ()
         self.between: Waiting = lambda shard: ()
@@ -186,15 +189,19 @@ class Driver:
         """Begin the engine's iteration. This and the other calls pass on to `Engine`."""
         self._engine_now.begin()
 
-    def before(self, op: Action) -> None:
-        self._engine_now.before(op)
+    def before(self, op: Action, beside: Action | None = None) -> None:
+        self._engine_now.before(op, beside)
         self._at = op
 
     def after(
-        self, op: Action, outputs: Sequence[torch.Tensor | None] = (), inputs: Sequence[torch.Tensor | None] = ()
+        self,
+        op: Action,
+        outputs: Sequence[torch.Tensor | None] = (),
+        inputs: Sequence[torch.Tensor | None] = (),
+        pieces: Pieces | None = None,
     ) -> None:
         engine, self._at = self._engine_now, None
-        engine.after(op, outputs, inputs)
+        engine.after(op, outputs, inputs, pieces)
         if self._weighing is not None:
             self._weighing.after(op, outputs, inputs)
         if op.kind in _GROWING and self.watermark is not None and self._meter is not None and self._program is not None:
@@ -246,12 +253,12 @@ class Driver:
             transports = self._transports(schedule, self.device, config, differing)
             refuse_standstill(schedule, program.passing, self._config, self.device, self.links, differing)
             self._streams = self._streams or Streams(self.device)
-            engine_config = self._engine_config(config, differing, program.balance)
+            engine_config = self._engine_config(config, differing, program)
             engine = Engine(schedule, self.rank, transports, engine_config, self._meter, self._streams)
             self._engines[program] = engine
         return engine
 
-    def _engine_config(self, config: Any, differing: bool, how: BalanceConfig | None) -> EngineConfig:
+    def _engine_config(self, config: Any, differing: bool, program: ScheduleConfig) -> EngineConfig:
         name = f"rank {dist.get_rank()}"
         if self._verifier is None:
             self._verifier = self._make_verifier(name, config)
@@ -263,7 +270,8 @@ class Driver:
             poison=self._config.poison,
             synchronous=self._config.synchronous,
             differing=differing,
-            parts={} if how is None else how.part_bytes,
+            parts={} if program.balance is None else program.balance.part_bytes,
+            at_once=program.passing.is_megatron,
             allocated=allocated_on(self.device),
             waiting=lambda backward: self.waiting(backward),
             between=lambda shard: self.between(shard),
@@ -330,27 +338,15 @@ class Driver:
 
     def _keep(self, program: ScheduleConfig, engine: Engine, recorder: Recorder, begin_s: float) -> None:
         assert self._meter is not None
-        sizing = engine.sizing if engine.sizing is not None and engine.sizing.differing else None
-        # What a host buffer takes at most is not what came into it.
-        exact = None if sizing is None else ExactBytes(self._meter.each_bytes, sizing.moved_each)
-        hosted = engine.hosted_bytes if sizing is None else {}
-        rows, elapsed_s = recorder.rows(self._meter.saved_bytes, {**hosted, **engine.moved_bytes}, exact)
-        self.recorded = IterationNotes(
-            program=program,
-            begin_s=begin_s,
-            elapsed_s=elapsed_s,
-            rows=rows,
-            saved_bytes=self._meter.saved_bytes,
-            moved_bytes=engine.moved_bytes,
-            after_input_bytes=self._meter.after_input_bytes,
-            shard_bytes=self._meter.shard_bytes,
-            received_bytes=self._meter.received_bytes,
-            host_bytes=engine.host_bytes,
-            own_bytes=engine.own_memory[1],
-            peak_bytes=self._meter.peak_bytes,
-            shares=engine.shares,
-            stayed=Unmoved() if sizing is None else sizing.stayed,
-        )
+        noted = iteration_of(engine, self._meter, recorder, program, self.number, begin_s)
+        # The CPU's stand-in has no counter and says 0.
+        self.recorded = replace(noted, device_peak_bytes=torch.cuda.max_memory_allocated() or None)
+
+    @property
+    def reached(self) -> tuple[int, tuple[Share, ...]]:
+        """Return the most bytes that the last iteration held, and the share of each stage that leaves."""
+        assert self._meter is not None, "nobody measures"
+        return self._meter.peak_bytes, tuple(self._engines[self.program_now].shares.values())
 
     @property
     def program_now(self) -> ScheduleConfig:
@@ -391,6 +387,12 @@ class Driver:
             for engine in self._engines.values():
                 engine.stop_measuring()
 
+    def tell_nobody(self) -> None:
+        """Measure, from the first iteration on, only what a budget is learned from: there are no writers to tell."""
+        self._tells = False
+        if not self._learns:
+            self._meter = None
+
     def failed(self, error: Exception) -> None:
         """Write down what was held when a training step ended with this error."""
         if self.watermark is not None and self._meter is not None:
@@ -398,35 +400,28 @@ class Driver:
             self.watermark.failed(error, self._at, self._meter, engine, self._program)
 
     def stage_report(self, pipeline: int) -> RankSummary | None:
-        """Return what this rank of this pipeline measured, beside the prediction; None where no iteration was trained.
-
-        The first iteration does not count when there are others: what micro-batches share is known only after two of
-        them.
-        """
+        """Return what this rank of this pipeline measured, beside the prediction; None where no iteration was
+        trained."""
         if self._meter is None or self._program is None or not self._peaks:
             return None
         engine = self._engines[self._program]
-        peaks = self._peaks[1:] or self._peaks
         return summary_of(
-            engine.schedule,
+            engine,
+            self._meter,
             self.rank,
-            peak_microbatches=max(peak[0] for peak in peaks),
-            peak_bytes=max(peak[1] for peak in peaks),
-            saved_bytes=self._meter.saved_bytes,
-            moved_bytes=engine.moved_bytes,
-            after_input_bytes=self._meter.after_input_bytes,
-            shard_bytes=self._meter.shard_bytes,
-            received_bytes=self._meter.received_bytes,
-            num_host_buffers=engine.num_host_buffers,
-            host_bytes=engine.host_bytes,
-            own_memory=engine.own_memory,
-            shares=engine.shares,
-            balanced=self._config.balance,
+            rank=dist.get_rank(),
             pipeline=pipeline,
-            differing=self._differing,
-            slicing=self.slicing,
+            balanced=self._config.balance,
+            peaks=self._peaks,
+            differing=self._differing.sums,
             certificate=Certificate() if self._verifier is None else self._verifier.certificate,
-            by_slice=None if self.slicing is None else self._by_slice(engine),
+            slices=None if self.slicing is None else self._kept_by_slices(engine, self.slicing),
+        )
+
+    def _kept_by_slices(self, engine: Engine, slicing: Slicing) -> KeptBySlices:
+        predicted_bytes = kept_peak(engine.schedule, self.rank, slicing.kept_memory)
+        return KeptBySlices(
+            peak_bytes=slicing.peak_kept_bytes, predicted_bytes=predicted_bytes, memory=self._by_slice(engine)
         )
 
     def _by_slice(self, engine: Engine) -> Memory:

@@ -11,6 +11,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from bpipe.build import ScheduleConfig
+from bpipe.features.asked import reasons_of
+from bpipe.features.feature import Settings
+from bpipe.features.table import SHARDED, SLICED
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import Action, Key, Kind
 from bpipe.ir.layout import Vocabulary
@@ -45,6 +49,7 @@ from megatron.scheduling.placement.embedding_ranks import refuse_group
 from megatron.scheduling.placement.placed import require_built_here
 from megatron.scheduling.slices.slicing import Slicing
 from megatron.scheduling.slices.stages import SlicedShardedStages, SlicedStages
+from megatron.scheduling.start.refusals import end_where
 from megatron.scheduling.vocabulary import output_shards as vocabulary
 from megatron.scheduling.vocabulary.output_shards import input_shard, output_shard
 from megatron.scheduling.vocabulary.sharded_stages import ShardedStages
@@ -144,6 +149,7 @@ class Loop:
                 "adjust_tensor_shapes_fn "
                 "nor a pipeline of several modules; train without --bpipe-schedule"
             )
+        self._refuse_lengths(config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(_GROUPS)
         refuse_group(self._config.positions, groups)
         call = Call(
@@ -214,6 +220,17 @@ class Loop:
             return own
         return replace(own, group_size=group_of(config, family, own.num_ranks))
 
+    def _refuse_lengths(self, config: Any) -> None:
+        """Raise ValueError where sequences have lengths of their own, which no argument of Megatron's says, and a
+        micro-batch is cut or its logits are."""
+        cut = {
+            "--bpipe-vocabulary": self._own.vocabulary is not Vocabulary.WHOLE,
+            "--bpipe-slices": self._own.slices > 1,
+        }
+        rows = {"--bpipe-vocabulary": SHARDED, "--bpipe-slices": SLICED}
+        lengths = SimpleNamespace(variable_seq_lengths=Settings(config).variable_seq_lengths)
+        end_where([line for flag, given in cut.items() if given for line in reasons_of(rows[flag], lengths, flag)])
+
     def _forwards(self, num_microbatches: int) -> Schedule:
         return forwards_only(self._own.layout, num_microbatches * self._num_pipes * self._own.slices)
 
@@ -233,7 +250,8 @@ class Loop:
             order = [action for slot in schedule.ranks[rank] for action in slot.computations]
             split = {(action.stage, action.microbatch) for action in order if action.kind is Kind.BACKWARD_WEIGHT}
             chunks, last = {stage: chunk for chunk, stage in enumerate(own)}, schedule.num_stages - 1
-            edges = Edges(rank, self._groups, self._driver.device, self._own.slices)
+            lengths = bool(Settings(get_model_config(models[0])).variable_seq_lengths)
+            edges = Edges(rank, self._groups, self._driver.device, self._own.slices, differing=lengths)
             stages: ChunkStages
             of_rank = chunks, last, split, self._halves
             if schedule.layout.vocabulary is Vocabulary.WHOLE:

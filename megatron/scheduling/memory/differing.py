@@ -5,9 +5,9 @@ In: an engine after each iteration. Out: lines in the log, and what a report say
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from bpipe.recording.measured import DifferingSums
 from bpipe.runtime.engine import Engine
 from megatron.scheduling.report.log import pipeline_begins_with_rank_0, say
 
@@ -17,15 +17,9 @@ MOST_TOLD = 5
 
 @dataclass
 class Differing:
-    """Sums over all iterations of one rank: what stayed, the most by which the bound was exceeded, and the largest
-    micro-batch by stage."""
+    """Sums over all iterations of one rank, told as they come."""
 
-    microbatches: int = 0
-    nbytes: int = 0
-    passed_microbatches: int = 0
-    passed_bytes: int = 0
-    num_grown: int = 0
-    largest_bytes: Mapping[int, int] = field(default_factory=dict)
+    sums: DifferingSums = field(default_factory=DifferingSums)
     _told: int = 0
 
     def ended(self, engine: Engine, rank: int) -> None:
@@ -34,12 +28,7 @@ class Differing:
         if sizing is None or not sizing.differing:
             return
         stayed = sizing.stayed
-        self.microbatches += stayed.microbatches
-        self.nbytes += stayed.nbytes
-        self.passed_microbatches = max(self.passed_microbatches, stayed.passed_microbatches)
-        self.passed_bytes = max(self.passed_bytes, stayed.passed_bytes)
-        self.num_grown = sizing.num_grown
-        self.largest_bytes = dict(sizing.most_bytes)
+        self.sums.add(engine)
         if stayed.microbatches and self._told < MOST_TOLD and pipeline_begins_with_rank_0():
             self._told += 1
             last = "; further ones only in the report" if self._told == MOST_TOLD else ""

@@ -227,9 +227,8 @@ def _timeouts(args: Any) -> tuple[float, float]:
 
 def _intervals(args: Any) -> tuple[int | None, int | None]:
     """Return after how many iterations scalars are written, and timers printed; None: never."""
-    writers = args.tensorboard_dir or args.wandb_project
     return (
-        args.tensorboard_log_interval if writers else None,
+        args.tensorboard_log_interval or None,
         args.log_interval if args.timing_log_level >= TIMERS_LEVEL else None,
     )
 

@@ -15,6 +15,7 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, built, config_of_schedule
 from bpipe.check.order import check_microbatch_order
 from bpipe.features.asked import asked_by, reasons_of, sliced_reasons
+from bpipe.features.feature import Settings
 from bpipe.features.table import PLACED, SHARDED
 from bpipe.generate.families import (
     FAMILIES,
@@ -102,7 +103,7 @@ def _asked_for(args: Any) -> tuple[ScheduleConfig, bool]:
 
 def _as_named(args: Any) -> tuple[ScheduleConfig, bool]:
     upstream.require(args, "choosing")
-    name = args.bpipe_schedule or default_family(args.virtual_pipeline_model_parallel_size or 1)
+    name = args.bpipe_schedule or default_family(args.virtual_pipeline_model_parallel_size or 1, _combines(args))
     balance = balance_of(args.bpipe, args.bpipe_bound, args.bpipe_hosts)
     if args.bpipe_bound is not None and balance is None:
         raise ValueError(
@@ -216,12 +217,23 @@ def _is_megatrons(family: Family) -> bool:
     return family.exchange is not Exchange.POSTED
 
 
+def _combines(args: Any) -> bool:
+    """Return whether Megatron's loop is to run forwards and backwards at once."""
+    return bool(Settings(args).overlap_moe_expert_parallel_comm)
+
+
 def _costs_of(args: Any) -> UnitCosts:
     found: UnitCosts = args.bpipe_costs or ALIKE
     return replace(found, hop=args.bpipe_hop or 0)
 
 
 def _check_asked(args: Any, family: Family) -> None:
+    if _is_megatrons(family) and family.overlaps is not _combines(args):
+        way_out = "give that, or leave" if family.overlaps else "drop that, or leave"
+        raise ValueError(
+            f"--bpipe-schedule {family.name}: Megatron's loop runs it {'with' if family.overlaps else 'without'} "
+            f"--overlap-moe-expert-parallel-comm only: {way_out} --bpipe-schedule out"
+        )
     if args.bpipe_group not in (None, AUTO) and (not family.takes_groups or _is_megatrons(family)):
         own = "the group of Megatron's own schedule is --microbatch-group-size-per-virtual-pipeline-stage"
         reason = (

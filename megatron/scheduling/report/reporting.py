@@ -12,7 +12,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +21,25 @@ import torch.distributed as dist
 from bpipe.models.flops import mfu
 from bpipe.record.format import FAILURE, STEPS, SUMMARY, FirstFailure, TrainingStep
 from bpipe.record.write import append, write_whole
+from bpipe.recording.run import PeakFlops, RunRecord, peak_of
 from bpipe.runtime.failures import Failure
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.loop.driver import Driver
 from megatron.scheduling.memory.watermark import Watermark, held
 from megatron.scheduling.options.arguments import SchedulingConfig
-from megatron.scheduling.report import metrics
 from megatron.scheduling.report.guard import Guard
 from megatron.scheduling.report.log import say
-from megatron.scheduling.report.recording import PeakFlops, RunRecord, device_name, limit_bytes, peak_of
-
-# What of it may fail without ending a training, in words.
-_WRITERS = "what TensorBoard and Weights & Biases are told"
+from megatron.scheduling.report.metrics import Writers
+from megatron.scheduling.report.recording import begin_record, device_name, limit_bytes
 
 
 class Monitor:
-    """Tells Megatron's own writers what a training without a report does, as often as they are told of the rest."""
+    """Tells writers what a training without a report does, as often as Megatron's are told of the rest."""
 
     def __init__(self, config: SchedulingConfig, driver: Driver) -> None:
-        assert config.metrics_interval is not None
-        self._config, self._driver, self._interval = config, driver, config.metrics_interval
-        self._writers = Guard(_WRITERS)
+        self._driver = driver
+        self._writers = Writers(config.positions, config.metrics_interval)
+        self._looked = False
 
     def wraps(self) -> dict[patches.Patch, patches.Wrap]:
         """Return Megatron's training step, observed."""
@@ -50,11 +47,16 @@ class Monitor:
 
     def _step(self, given: Mapping[str, Any], run: Callable[[], Any]) -> Any:
         iteration = given["iteration"] + 1
-        logged = self._driver.recording = iteration % self._interval == 0
+        if not self._looked:
+            self._looked = True
+            if not self._writers.look():
+                self._driver.tell_nobody()
+        logged = self._driver.recording = self._writers.due(iteration)
+        self._driver.number = iteration
         result = run()
         recorded = self._driver.recorded
         if logged and recorded is not None:
-            metrics.write(self._writers, self._config.positions, iteration, recorded, None)
+            self._writers.write(recorded, *self._driver.reached, None)
         return result
 
 
@@ -67,7 +69,7 @@ class Reporter:
         self._driver = driver
         self._folder = Path(config.report)
         self._guard = Guard("recording")
-        self._writers = Guard(_WRITERS)
+        self._writers = Writers(config.positions, config.metrics_interval)
         self._watermark = Watermark(self._folder, config, self._guard)
         self._peak: PeakFlops | None = None
         self._record: RunRecord | None = None
@@ -82,15 +84,16 @@ class Reporter:
         iteration = given["iteration"] + 1
         if self._record is None:
             self._choose(iteration)
+            self._writers.look()
             self._peak = peak_of(device_name(), self._config.peak_tflops)
-            record = self._record = RunRecord(self._folder, self._config, self._peak)
+            record = self._record = begin_record(self._folder, self._config, self._peak)
             self._guard.run(record.clear, record.path)
             self._guard.run(lambda: self._begin(record, given["model"], given["optimizer"]), self._folder)
         chosen = self._guard.open and self._first <= iteration <= self._last
-        logged = self._config.metrics_interval is not None and iteration % self._config.metrics_interval == 0
+        logged = self._writers.due(iteration)
         self._driver.recording = chosen or logged
         begin_s = time.perf_counter()
-        self._watermark.iteration = iteration
+        self._watermark.iteration = self._driver.number = iteration
         try:
             result = run()
         except Exception as error:
@@ -102,13 +105,13 @@ class Reporter:
         if recorded is not None:
             flops = self._config.flops(recorded.program.num_microbatches)
             if chosen:
-                add = functools.partial(self._record.add, iteration, recorded, flops, self._driver.links)
+                add = functools.partial(self._record.add, recorded, flops, self._driver.links)
                 self._guard.run(
-                    lambda: add(functools.partial(held, given["model"], given["optimizer"])), self._record.path
+                    lambda: add(lambda: held(given["model"], given["optimizer"]).now_bytes), self._record.path
                 )
             if logged:
                 share = self._mfu(flops, elapsed_s)
-                metrics.write(self._writers, self._config.positions, iteration, recorded, share)
+                self._writers.write(recorded, *self._driver.reached, share)
         return result
 
     def _mfu(self, flops: float | None, elapsed_s: float) -> float | None:
@@ -161,12 +164,12 @@ class Reporter:
         record = self._record
         if record is not None:
             path = SUMMARY.path(self._folder, dist.get_rank())
-            self._guard.run(lambda: self._finish(path, record), path)
+            self._guard.run(lambda: self._finish(record), path)
 
-    def _finish(self, path: Path, record: RunRecord) -> None:
+    def _finish(self, record: RunRecord) -> None:
         report = self._driver.stage_report(record.pipeline)
         if report is not None:
-            write_whole(path, replace(report, run=record.run))
+            record.summarize(report)
 
 
 def _before(path: Path, iteration: int) -> list[str]:

@@ -79,6 +79,7 @@ int Hosts::another_that_can() {
 bool Hosts::hand_over(std::unique_lock<std::mutex>& lock) {
   int next = another_that_can();
   if (next < 0) return false;
+  ++Machine::get().progress;
   turn_ = next;
   turned_.notify_all();
   return true;

@@ -72,6 +72,7 @@ Ending Machine::issue(int device, int id, Operation operation) {
     into.queue.push_back(std::move(operation));
     into.last = end;
     if (auto* queue = hardware_queue(device, id)) queue->push_back(id);
+    ++progress;
     ++counts["deferred"];
     for (int left = order.meanwhile(); left > 0; --left)
       if (!step()) break;
@@ -118,6 +119,7 @@ void Machine::begin_head(Stream& stream) {
   Operation operation = std::move(stream.queue.front());
   stream.queue.pop_front();
   if (auto* queue = hardware_queue(stream.device, stream.id)) queue->pop_front();
+  ++progress;
   double start = stream.clock;
   for (auto& ending : operation.behind) start = std::max(start, ending->time);
   stream.clock = start + operation.cost;

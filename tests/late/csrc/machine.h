@@ -3,6 +3,7 @@
 // Nothing is done when it is issued. It is done when a host waits for it, and, with some eagerness, at drawn moments before.
 #pragma once
 #include <array>
+#include <atomic>
 #include <deque>
 #include <map>
 #include <memory>
@@ -73,6 +74,8 @@ class Machine {
   std::string failed;
   // Who waits for what, a line a stream.
   std::string standing();
+  // Grows with each operation that is issued or begins, and with each turn of a host: who looks on sees whether a run goes on.
+  std::atomic<uint64_t> progress{0};
   std::map<std::string, long> counts;  // Operations issued, by kind: "deferred", "forced".
 
  private:

@@ -116,6 +116,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("order", &order, py::arg("kind"), py::arg("seed"), py::arg("stream"), py::arg("eagerness"));
   m.def("devices", [] { return Machine::get().devices(); });
   m.def("counts", [] { return Machine::get().counts; });
+  m.def("progress", [] { return Machine::get().progress.load(); });
   m.def("standing", [] { return Machine::get().standing(); });
   m.def("work", &work);
   m.def("hold", &hold);

@@ -24,22 +24,14 @@
 #include "current.h"
 #include "locked.h"
 #include "machine.h"
+#include "shapes.h"
 
 namespace late {
 namespace {
 
 using c10::IValue;
-using Values = std::vector<IValue>;
-using Change = std::function<at::Tensor(const at::Tensor&)>;
-
-bool ours(const at::Tensor& tensor) { return tensor.defined() && tensor.is_privateuseone(); }
 
 c10::Device here() { return {c10::DeviceType::PrivateUse1, static_cast<c10::DeviceIndex>(current_device())}; }
-
-at::Tensor with_number(at::Tensor made, const at::Tensor& of) {
-  if (of.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
-  return made;
-}
 
 // The same memory, kept alive by nobody: what a kernel has of its arguments.
 at::Tensor raw(const at::Tensor& tensor) {
@@ -52,37 +44,8 @@ at::Tensor raw(const at::Tensor& tensor) {
 // What a deferred kernel reads of a host's tensor is what stood there when it was issued.
 at::Tensor for_kernel(const at::Tensor& tensor) { return ours(tensor) ? raw(tensor) : with_number(tensor.clone(), tensor); }
 
-at::Tensor shape_of(const at::Tensor& tensor) {
-  // A host's number stays one: kernels take it by value, and meta kernels want it so.
-  if (!ours(tensor) && !tensor.dim()) return tensor;
-  return with_number(at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta)), tensor);
-}
-
 at::Tensor like(const at::Tensor& shape) {
   return at::empty_strided(shape.sizes(), shape.strides(), shape.options().device(here()));
-}
-
-IValue changed(const IValue& value, const Change& change, c10::Device device) {
-  if (value.isTensor()) return value.toTensor().defined() ? IValue(change(value.toTensor())) : value;
-  if (value.isTensorList()) {
-    c10::List<at::Tensor> list;
-    for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(change(tensor));
-    return list;
-  }
-  if (value.isOptionalTensorList()) {
-    c10::List<std::optional<at::Tensor>> list;
-    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector())
-      list.push_back(tensor && tensor->defined() ? std::optional<at::Tensor>(change(*tensor)) : std::nullopt);
-    return list;
-  }
-  if (value.isDevice() && value.toDevice().is_privateuseone()) return device;
-  return value;
-}
-
-Values all_changed(const Values& values, const Change& change, c10::Device device) {
-  Values made;
-  for (auto& value : values) made.push_back(changed(value, change, device));
-  return made;
 }
 
 // Which argument a result is, for one that an operator writes into; -1 for a new one.
@@ -98,7 +61,7 @@ int argument_of(const c10::FunctionSchema& schema, size_t result) {
 
 // out= tensors take the size of the result, as resize_output does.
 void resize_outputs(const c10::FunctionSchema& schema, const Values& arguments, const Values& shapes) {
-  for (size_t i = 0; i < arguments.size(); ++i) {
+  for (size_t i = 0; i < shapes.size(); ++i) {
     auto* alias = schema.arguments()[i].alias_info();
     if (!alias || !alias->isWrite() || !arguments[i].isTensor() || !ours(arguments[i].toTensor())) continue;
     auto shape = shapes[i].toTensor();
@@ -138,17 +101,6 @@ void compute(const c10::OperatorHandle& op, const Values& arguments, const std::
   for (size_t result : fresh) gather(stack[result], made);
   TORCH_CHECK(made.size() == into.size(), "late: ", op.operator_name(), " made ", made.size(), " tensors, its shapes say ", into.size());
   for (size_t i = 0; i < made.size(); ++i) const_cast<at::Tensor&>(into[i]).copy_(made[i]);
-}
-
-std::optional<torch::jit::Stack> shapes_of(const c10::OperatorHandle& op, const Values& shapes) {
-  if (op.schema().arguments().empty() || op.hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) return std::nullopt;
-  torch::jit::Stack stack(shapes);
-  try {
-    op.callBoxed(&stack);
-  } catch (const c10::Error&) {
-    return std::nullopt;
-  }
-  return stack;
 }
 
 bool draws(const c10::OperatorHandle& op) {
@@ -232,15 +184,14 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   Values arguments(stack->end() - static_cast<long>(schema.arguments().size()), stack->end());
   c10::DeviceGuard guard(device_of(arguments));
-  Values shapes = all_changed(arguments, shape_of, at::kMeta);
   if (int filled = draws(op) ? drawn_into(schema, arguments) : -1; filled >= 0) {
     draw_now(op, arguments, static_cast<size_t>(filled));
     torch::jit::drop(*stack, schema.arguments().size());
     stack->push_back(arguments[static_cast<size_t>(filled)]);
     return;
   }
-  auto known = draws(op) ? std::nullopt : shapes_of(op, shapes);
-  if (known) resize_outputs(schema, arguments, shapes);
+  auto known = draws(op) ? std::nullopt : shapes_of(op, arguments);
+  if (known) resize_outputs(schema, arguments, known->arguments);
   Values kernel = all_changed(arguments, for_kernel, at::kCPU);
   Values results(schema.returns().size());
   std::vector<size_t> fresh;
@@ -251,7 +202,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   if (known) {
     Pairs pairs;
-    for (size_t i : fresh) results[i] = allocated((*known)[i], pairs);
+    for (size_t i : fresh) results[i] = allocated(known->results[i], pairs);
     std::vector<at::Tensor> into;
     for (auto& pair : pairs) into.push_back(pair.first);
     issue_here(later(toString(op.operator_name()), [op, kernel, fresh, into] { compute(op, kernel, fresh, into); }));

@@ -3,11 +3,9 @@ timed and drawn."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from fractions import Fraction
 from io import BytesIO, TextIOWrapper
-from pathlib import Path
 
 import pytest
 
@@ -24,8 +22,10 @@ from bpipe.formats.read import read
 from bpipe.formats.text import TextError, read_csv, write_csv
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import live_bytes, live_counts, memory_of, peak_counts
+from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule, Slot
 from bpipe.lower.align import align
+from bpipe.lower.lower import lower
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 from bpipe.simulate.engine import simulate
 from tests.support.levels import STOOD
@@ -217,20 +217,22 @@ def test_the_drawing_has_both() -> None:
     assert overlapped.count("<polygon") == plain.count("<polygon")
 
 
-def test_balancing_says_that_it_does_not_take_them() -> None:
-    with pytest.raises(
-        ValueError, match="0F3 and 3B1 overlap: only schedules of single computations are balanced, so leave"
-    ):
-        adopt(OVERLAPPED, BalanceConfig((5,)))
-    table = (
-        (Path(__file__).parents[3] / "docs/schedules.md")
-        .read_text()
-        .partition("| name | at most a rank holds |")[2]
-        .partition("\n\n")[0]
-    )
-    assert re.search(
-        r"\n\| a file whose forwards and backwards overlap, as in torch's DualPipeV \|[^\n]*\| not balanced \|", table
-    )
+@pytest.mark.parametrize("hosts", ["host", "all"])
+def test_balancing_keeps_pairs_together_and_counts_both_of_one(hosts: str) -> None:
+    """What leaves beside a pair is there until both are over, and what comes before one when they begin."""
+    balanced = adopt(OVERLAPPED, BalanceConfig(hosts=hosts))
+    assert peak_counts(OVERLAPPED) == (5, 5)
+    assert peak_counts(balanced) == (4, 4)
+    for before, after in zip(OVERLAPPED.ranks, balanced.ranks, strict=True):
+        assert [slot.computations for slot in before] == [slot.computations for slot in after]
+    assert any(slot.overlapped and slot.transfers for row in balanced.ranks for slot in row)
+    for exchange in (Exchange.POSTED, Exchange.TORCH):
+        check(balanced, exchange)
+
+
+def test_a_loop_of_one_stage_a_rank_knows_no_pairs() -> None:
+    with pytest.raises(ValueError, match="0F3 and 3B1 overlap: the exchanges of megatron-1f1b know one at a time"):
+        lower(OVERLAPPED, Exchange.MEGATRON_1F1B)
 
 
 def test_the_command_reads_torchs_file(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

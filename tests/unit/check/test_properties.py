@@ -40,7 +40,7 @@ def holds_what_must(config: ScheduleConfig) -> Schedule:
     p, m, v = config.num_ranks, config.num_microbatches, config.num_chunks
     check(schedule)
     passes = 3 if FAMILIES[config.schedule].splits else 2
-    assert sum(slot.compute is not None for row in schedule.ranks for slot in row) == passes * p * v * m
+    assert sum(len(slot.computations) for row in schedule.ranks for slot in row) == passes * p * v * m
     if config.balance is not None:
         plain = FAMILIES[config.schedule].generate(p, m, v, config.family_options)
         (bound,) = set(schedule.bounds or ())

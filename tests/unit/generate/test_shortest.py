@@ -234,7 +234,7 @@ def table() -> list[tuple[str, int, int, list[str]]]:
 
 def test_the_table_has_every_family_and_its_own_lengths() -> None:
     rows = table()
-    assert [name for name, *_ in rows] == list(FAMILIES)
+    assert [name for name, *_ in rows] == [name for name, family in FAMILIES.items() if not family.overlaps]
     for name, chunks, most, cells in rows:
         schedule = build(ScheduleConfig(name, 4, 8, chunks))
         assert most == max(peak_counts(schedule))

@@ -69,12 +69,10 @@ def test_the_readme_says_how_many_recipes_train() -> None:
 
 
 def test_every_other_recipe_has_its_reason() -> None:
-    """What keeps a recipe out, alone or with others: graphs of an iteration or of whole layers, combined 1F1B and
-    offloading."""
+    """What keeps a recipe out, alone or with others: graphs of an iteration or of whole layers, and offloading."""
     reasons = Counter(one.name for features in STATES.values() for one in features if one.state is State.REFUSED)
     assert reasons == {
         "CUDA graphs of an iteration": 19,
-        "combined 1F1B": 43,
         "CUDA graphs of whole layers": 6,
         "activation offloading": 2,
     }
@@ -87,7 +85,7 @@ def test_every_other_recipe_has_its_reason() -> None:
 def test_without_what_is_refused_every_recipe_trains() -> None:
     """The way out of each reason is one: without these settings a recipe is supported or guarded."""
     for name, recipe in RECIPES.items():
-        without = recipe | {"expert_overlap": "", "activation_offload": ""}
+        without = recipe | {"activation_offload": ""}
         if recipe["cuda_graph_impl"] == "full_iteration" or not recipe["cuda_graph_scope"]:
             without["cuda_graph_impl"] = ""
         if recipe["cuda_graph_scope"] == "full_iteration":
@@ -113,7 +111,8 @@ LAUNCHES = {
     f"{MIXTURE} {PIPE} --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep": "guarded",
     f"{MIXTURE} {PIPE} --moe-shared-expert-intermediate-size 2048 --moe-shared-expert-overlap": "guarded",
     f"{MIXTURE} {PIPE} --multi-latent-attention --mtp-num-layers 1": "supported",
-    f"{MIXTURE} {PIPE} --overlap-moe-expert-parallel-comm --delay-wgrad-compute": "refused",
+    f"{MIXTURE} {PIPE} --overlap-moe-expert-parallel-comm --delay-wgrad-compute": "guarded",
+    f"{MIXTURE} {PIPE} --overlap-moe-expert-parallel-comm --bpipe-schedule zb-v": "refused",
     f"{MIXTURE} {PIPE} --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router": "guarded",
     f"{MIXTURE} {PIPE} --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe": "refused",
     f"{DENSE} {PIPE} --cuda-graph-impl transformer_engine --cuda-graph-modules attn mlp": "refused",

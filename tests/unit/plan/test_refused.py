@@ -81,7 +81,8 @@ FLAGS = {
 UNLESS = {"Transformer Engine's attention": ("--transformer-impl", "local")}
 # Set by a script in its model's configuration alone; or made by Megatron of flags with which no launch is read.
 WITHOUT_A_FLAG = {
-    "variable sequence lengths",
+    "variable lengths in shards",
+    "variable lengths in slices",
     "partial recomputation of micro-batches",
     "weights sharded beyond tensor parallelism",
 }

@@ -118,7 +118,8 @@ TABLE = (
     # Where the engine lets the two roles wait.
     mutate("engine", "self._evictor.finish_evictions()", "pass", ENGINE),
     mutate("engine", "self._evictor.finish_evictions()", "pass", ENGINE, nth=1),
-    mutate("engine", "self._evictor.finish_load(op)", "pass", DELAYED),
+    mutate("engine", "self._finish_loads(self._evictor, step)", "pass", DELAYED),
+    mutate("engine", "evictor.finish_load(each)", "pass", DELAYED),
     mutate("engine", "pending.wait()", "pass", DELAYED),
     # [8]: host buffers.
     mutate("acceptor", "self._settle(buffer)  # [8]", "pass", DELAYED),

@@ -294,10 +294,13 @@ def test_micro_batches_that_stay_cost_nothing(monkeypatch: pytest.MonkeyPatch) -
     walks: list[int] = []
 
     def counted(
-        roots: Sequence[object], inputs: Sequence[torch.Tensor | None], device: torch.device
+        roots: Sequence[object],
+        inputs: Sequence[torch.Tensor | None],
+        device: torch.device,
+        held: Sequence[torch.Tensor],
     ) -> tuple[SavedStorage, ...]:
         walks.append(1)
-        return find(roots, inputs, device)
+        return find(roots, inputs, device, held)
 
     monkeypatch.setattr(evictor, "find", counted)
     monkeypatch.setattr(engine_module, "find", counted)

@@ -35,8 +35,8 @@ class Thorough(Meter):
         super().saved(forward, found, inputs)
         self.every.extend(StorageWeakRef(item.storage) for item in found if item.alone)
 
-    def sample(self, host_buffers: int, host_bytes: int) -> int:
-        found = super().sample(host_buffers, host_bytes)
+    def sample(self, host_buffers: int, host_bytes: int, look: bool = True) -> int:
+        found = super().sample(host_buffers, host_bytes, look)
         alive = [storage for reference in self.every if (storage := living(reference)) is not None]
         self.pairs.append((found, sum(storage.nbytes() for storage in alive) + host_bytes))
         return found

@@ -38,13 +38,13 @@ def test_what_stayed_is_told_and_added_up(lines: list[str]) -> None:
         "at most, and the next iteration has room for them"
     )
     assert len(lines) == 2
-    assert (found.microbatches, found.nbytes, found.passed_microbatches, found.passed_bytes) == (
+    assert (found.sums.microbatches, found.sums.nbytes, found.sums.passed_microbatches, found.sums.passed_bytes) == (
         3,
         7_000_000,
         2,
         3_000_000,
     )
-    assert (found.largest_bytes, found.num_grown) == ({0: 4096}, 1)
+    assert (found.sums.largest_bytes, found.sums.num_grown) == ({0: 4096}, 1)
 
 
 def test_not_every_iteration_is_told(lines: list[str]) -> None:
@@ -53,7 +53,7 @@ def test_not_every_iteration_is_told(lines: list[str]) -> None:
         found.ended(engine(Unmoved(1, 10, 1, 10)), 2)
     assert len(lines) == MOST_TOLD
     assert lines[-1].endswith("; further ones only in the report")
-    assert found.microbatches == MOST_TOLD + 3
+    assert found.sums.microbatches == MOST_TOLD + 3
 
 
 def test_nothing_is_said_where_sizes_are_alike(lines: list[str]) -> None:

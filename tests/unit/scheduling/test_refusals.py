@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 
 import terra
-from bpipe.features.asked import features_of, guarded, reasons, sliced_reasons
-from bpipe.features.feature import State
-from bpipe.features.table import FEATURES, SLICED
+from bpipe.features.asked import features_of, guarded, reasons, reasons_of, sliced_reasons
+from bpipe.features.feature import Feature, State
+from bpipe.features.table import FEATURES, SHARDED, SLICED
 from megatron.scheduling.start.refusals import differ, refuse, slices_differ
 
+COMBINED: dict[str, Any] = {"overlap_moe_expert_parallel_comm": True, "pipeline_model_parallel_size": 2}
+# What else the settings of a feature are found to be.
+BESIDE = dict.fromkeys(("combined 1F1B in our own loop", "combined 1F1B without a pipeline"), ("combined 1F1B",))
 # Settings that are refused, by feature; several where several names lead to one feature.
 REFUSED: dict[str, list[dict[str, Any]]] = {
     "CUDA graphs of an iteration": [
@@ -47,14 +50,15 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
         {"cpu_offloading_num_layers": 1},
         {"fine_grained_activation_offloading": True},
     ],
-    "combined 1F1B": [{"overlap_moe_expert_parallel_comm": True}],
+    "combined 1F1B": [COMBINED],
+    "combined 1F1B in our own loop": [COMBINED],
+    "combined 1F1B without a pipeline": [COMBINED | {"pipeline_model_parallel_size": 1}],
     "paged stash": [{"moe_paged_stash": True}],
     "the flex dispatcher of experts": [
         {"num_experts": 8, "moe_pad_expert_input_to_capacity": True, "moe_token_dispatcher_type": "flex"},
         {"num_moe_experts": 8, "moe_pad_expert_input_to_capacity": True, "moe_token_dispatcher_type": "flex"},
     ],
     "overlapped shared experts": [{"moe_shared_expert_overlap": True}],
-    "variable sequence lengths": [{"variable_seq_lengths": True}],
     "hybrid context parallelism": [{"hybrid_context_parallel": True}],
     "distributed saved activations": [{"distribute_saved_activations": True}],
     "recomputation of the MLP with biases": [
@@ -100,13 +104,18 @@ def test_what_cannot_be_balanced_is_refused_for_its_own_reason(feature: str, set
     (refusal,) = (refusal for refusal in FEATURES if refusal.name == feature)
     given = SimpleNamespace(**settings)
     refused = [f"--bpipe: {refusal.reason}; {refusal.remedy}"] if refusal.state is State.REFUSED else []
-    assert features_of(given, True, executor=refusal.own_loop) == [refusal]
+    beside = [one for one in FEATURES if one.name in BESIDE.get(feature, ())]
+    assert features_of(given, True, executor=refusal.own_loop) == [refusal, *beside]
     assert reasons(given, True, executor=refusal.own_loop) == refused
     strictly = [
         f"--bpipe-strict: {refusal.name} is guarded: {refusal.reason}; {refusal.remedy}, or drop --bpipe-strict"
     ]
-    assert reasons(given, True, executor=refusal.own_loop, strict=True) == (refused or strictly)
-    assert [one.name for one in guarded(given, balance=True)] == [feature] * (not refused)
+    if not beside:
+        assert reasons(given, True, executor=refusal.own_loop, strict=True) == (refused or strictly)
+    assert [one.name for one in guarded(given, balance=True)] == [
+        *[feature] * (not refused),
+        *(one.name for one in beside),
+    ]
 
 
 def test_what_is_guarded_trains_and_is_checked_only_where_something_moves() -> None:
@@ -145,6 +154,22 @@ def test_what_makes_sizes_differ_is_known_and_trains(settings: dict[str, Any], w
     refuse(SimpleNamespace(**settings), balance=True)
 
 
+@pytest.mark.parametrize(
+    ("table", "flag", "reason"),
+    [
+        (SHARDED, "--bpipe-vocabulary", "what shards make together tells its shape once"),
+        (SLICED, "--bpipe-slices", "where slices begin is one list"),
+    ],
+)
+def test_lengths_that_differ_train_but_where_a_micro_batch_or_its_logits_are_cut(
+    table: tuple[Feature, ...], flag: str, reason: str
+) -> None:
+    lengths = SimpleNamespace(variable_seq_lengths=True)
+    assert reasons(lengths, True, executor=True, strict=True) == []
+    (line,) = reasons_of(table, lengths, flag)
+    assert line.startswith(f"{flag}: {reason}")
+
+
 @pytest.mark.parametrize("settings", ALLOWED)
 def test_nothing_else_is_refused(settings: dict[str, Any]) -> None:
     refuse(SimpleNamespace(**settings), balance=True)
@@ -171,6 +196,7 @@ def test_a_session_that_is_open_is_refused_with_the_reason() -> None:
 SLICED_TOO: dict[str, list[dict[str, Any]]] = {
     "Transformer Engine's attention": [{"transformer_impl": "transformer_engine"}],
     "context parallelism": [{"context_parallel_size": 2}],
+    "variable lengths in slices": [{"variable_seq_lengths": True}],
     "packed sequences": [{"sft": True}, {"dataloader_inter_document_masking": True}],
     "hybrid models in slices": [{"hybrid_layer_pattern": "M*"}, {"is_hybrid_model": True}],
     "other attention": [{"experimental_attention_variant": "dsa"}],

@@ -178,6 +178,23 @@ def test_a_micro_batch_of_another_shape_is_refused(ends: tuple[Edges, Edges]) ->
         low.send(forward(1), (made(1, 4),))
 
 
+def test_where_shapes_may_differ_every_message_tells_its_own_and_stands_in_no_edge(ends: tuple[Edges, Edges]) -> None:
+    low, high = ends
+    wire: Wire = low.wire  # type: ignore[attr-defined]
+    for end in ends:
+        end._differing = True
+    shapes = [(2, 3), (4, 3), (1, 3), (4, 3)]
+    for microbatch in range(2):
+        high.post(forward(microbatch))
+    for microbatch, shape in enumerate(shapes):
+        low.send(forward(microbatch), (made(microbatch, *shape),))
+    for microbatch in range(2, 4):
+        high.post(forward(microbatch))
+    for microbatch, shape in enumerate(shapes):
+        assert torch.equal(high.wait(forward(microbatch))[0], made(microbatch, *shape))
+    assert not wire.under_way
+
+
 def test_what_was_not_posted_is_not_waited_for(ends: tuple[Edges, Edges]) -> None:
     with pytest.raises(ValueError, match="rank 1: waits for 0F0>1F0, which it never posted"):
         ends[1].wait(forward(0))

@@ -1,0 +1,1 @@
+"""Fill a run's record from what an engine measured, whoever runs the loop."""

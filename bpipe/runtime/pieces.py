@@ -1,0 +1,50 @@
+"""Describe the graph of a micro-batch that is cut in pieces, and who holds its tensors besides the graph.
+
+In: what a loop keeps of one forward. Out: `Pieces`, and `Holders`, which counts them. Knows no schedule and no loop.
+
+A loop that computes parts of layers one by one (Megatron's combined 1F1B) detaches what passes from part to part. So each
+part has a graph of its own, and the loop holds the tensors at every cut until the backward: it reads them in this
+micro-batch's forward and backward only, and meanwhile their memory may be away.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bpipe.runtime.graph import is_plain
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Pieces of one forward: the autograd nodes at which their graphs end, and the tensors that the loop holds.
+
+    A tensor stands in `held` as many times as the loop refers to it; nobody but this value refers to it besides.
+    """
+
+    roots: Sequence[Any]
+    held: Sequence[torch.Tensor] = ()
+
+
+class Holders:
+    """Count what a loop holds of one forward, by tensor and by storage."""
+
+    def __init__(self, held: Sequence[torch.Tensor]) -> None:
+        self._counts = Counter(map(id, held))
+        self._sharing: defaultdict[int, set[int]] = defaultdict(set)
+        for tensor in held:
+            if is_plain(tensor):
+                self._sharing[tensor.untyped_storage()._cdata].add(id(tensor))
+
+    def references(self, tensor: torch.Tensor) -> int:
+        """Return how many references to a tensor are the loop's, and `Pieces.held`'s own."""
+        return 2 * self._counts[id(tensor)]
+
+    def num_others(self, storage: torch.UntypedStorage, known: Collection[int]) -> int:
+        """Return how many tensors that the loop holds use a storage and are none of those with the ids `known`."""
+        sharing = self._sharing.get(storage._cdata)
+        return len(sharing.difference(known)) if sharing else 0

@@ -1,0 +1,147 @@
+"""Activations of layers in parts on two streams, of two micro-batches at once, moved away and brought back.
+
+In: a device. Out: how many micro-batches of combined 1F1B compute another gradient than without an engine: with an
+engine that knows the stream of exchanges (`EngineConfig.beside`), and with one that does not. The program is that of
+Megatron's `--overlap-moe-expert-parallel-comm`: each backward runs together with a forward, part by part, and the parts'
+graphs do not hang together. What the stage before would have sent, and the gradient from the one behind, are drawn. That
+it goes wrong where nobody noted the stream is possible, and no failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.memory import num_transfers
+from bpipe.ir.schedule import Schedule
+from bpipe.runtime.engine import Engine
+from bpipe.runtime.streams import synchronize
+from tests.gpu.accelerators import Accelerator
+from tests.gpu.common import FULL, MODERATE, SMALL, Result, drawn, repeats
+from tests.gpu.one_stage import engine_of, to_host
+from tests.gpu.parts import LayerPlan, Steps, run_at_once
+
+_HALF = 0.5
+
+
+@dataclass(frozen=True)
+class Sizes:
+    rows: int
+    width: int
+    iterations: int
+    stages: int = 8
+    microbatches: int = 16
+
+
+SIZES = {FULL: Sizes(4096, 4096, 20), MODERATE: Sizes(2048, 1024, 4), SMALL: Sizes(16, 16, 2)}
+
+
+class Chunks:
+    """One rank's chunks, each a layer of parts."""
+
+    def __init__(self, on: Accelerator, sizes: Sizes, schedule: Schedule) -> None:
+        self._on, self._shape, self._row = on, (sizes.rows, sizes.width), schedule.ranks[0]
+        self.exchange = torch.Stream(on.device)
+        self._weights = {
+            stage: torch.nn.Parameter(drawn((sizes.width, sizes.width), stage, on.device) / sizes.width**0.5)
+            for stage in schedule.layout.stages_of(0)
+        }
+        self._gradient = drawn(self._shape, 999, on.device)
+
+    def iterate(self, engine: Engine | None) -> list[torch.Tensor]:
+        """Run an iteration; return a sum of what each backward made, in their order, and then of each weight."""
+        made: list[torch.Tensor] = []
+        plans: dict[tuple[int, int], LayerPlan] = {}
+        if engine is not None:
+            engine.begin()
+        for cell in self._row:
+            if cell.compute is not None:
+                self._together(cell.compute, cell.overlapped, plans, engine, made)
+        if engine is not None:
+            engine.end()
+        for weight in self._weights.values():
+            assert weight.grad is not None
+            made.append(weight.grad.double().sum())
+            weight.grad = None
+        synchronize(self._on.device)
+        return made
+
+    def _together(
+        self,
+        first: Action,
+        beside: Action | None,
+        plans: dict[tuple[int, int], LayerPlan],
+        engine: Engine | None,
+        made: list[torch.Tensor],
+    ) -> None:
+        forward = first if first.kind is Kind.FORWARD else None
+        backward = beside if forward is not None else first
+        if engine is not None:
+            engine.before(first, beside)
+        ahead, received = None, drawn(self._shape, 1000 + first.microbatch, self._on.device).requires_grad_()
+        forwards: Steps = []
+        backwards: Steps = []
+        if forward is not None:
+            compute = torch.accelerator.current_stream()
+            ahead = LayerPlan(compute, self.exchange, self._weights[forward.stage], lambda given: given * _HALF)
+            forwards = ahead.forwards(received)
+            plans[forward.stage, forward.microbatch] = ahead
+        if backward is not None:
+            behind = plans.pop((backward.stage, backward.microbatch))
+            behind.begin()
+            backwards = behind.backwards(self._gradient, lambda gradient: made.append(gradient.double().sum()))
+            run_at_once(backwards, forwards)
+            behind.end()
+        else:
+            run_at_once(backwards, forwards)
+        forwards = backwards = []
+        if ahead is not None:
+            ahead.end()
+        if engine is not None:
+            if ahead is not None:
+                engine.after(first, [ahead.loss.output], [received], ahead.pieces())
+            else:
+                engine.after(first)
+            engine.sent(first)
+
+
+def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
+    result = Result()
+    plan = build(ScheduleConfig("combined-1f1b", sizes.stages, sizes.microbatches, 2, BalanceConfig()))
+    chunks = Chunks(on, sizes, plan)
+    expected = chunks.iterate(None)
+    alone = _wrong(chunks.iterate(None), expected)
+    result.check("without an engine", alone == 0, f"{alone} of {len(expected)} sums differ")
+    for name, noted in (("noted", [chunks.exchange]), ("not noted", [])):
+        engine = engine_of(plan, 0, on.device, to_host(on.device), beside=_answering(noted), at_once=True)
+        wrong = sum(_wrong(found, expected) for found in _iterations(chunks, engine, sizes, until))
+        moved = sum(engine.moved_bytes.values())
+        result.facts |= {f"{name}: wrong": wrong, "moved_bytes": moved}
+        text = f"{wrong} sums differ, with {num_transfers(plan, 0).evictions} evictions an iteration"
+        if moved < sizes.rows * sizes.width * 4:
+            result.check(f"the stream of exchanges {name}", False, "what parts saved was not moved: nothing was tried")
+        elif noted:
+            result.check("the stream of exchanges noted", wrong == 0, text)
+        else:
+            verdict = "this is what the note is for" if wrong else "not reproduced: nothing follows from that"
+            result.row("the stream of exchanges not noted", f"{text}: {verdict}")
+        engine.release()
+    return result
+
+
+def _answering(streams: list[torch.Stream]) -> Callable[[], list[torch.Stream]]:
+    return lambda: streams
+
+
+def _iterations(chunks: Chunks, engine: Engine, sizes: Sizes, until: float) -> Iterator[list[torch.Tensor]]:
+    for _ in repeats(sizes.iterations, until, least=2):
+        yield chunks.iterate(engine)
+
+
+def _wrong(found: list[torch.Tensor], expected: list[torch.Tensor]) -> int:
+    return sum(float(one) != float(other) for one, other in zip(found, expected, strict=True))

@@ -1,0 +1,164 @@
+"""A layer cut into parts on two streams, as Megatron's combined 1F1B cuts it, for one micro-batch or for two at once.
+
+In: a weight, streams, and what the stage received. Out: its output, later the gradient of what it received, and the
+pieces of its graph. The parts, their order and what each waits for are those of megatron-core 0.19.2
+(`TransformerLayerSchedulePlan.run`), of a layer of our own: an exchange of experts is a computation on a stream of its
+own. What passes from part to part is detached, and what `combine` was given is emptied behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bpipe.runtime.pieces import Pieces
+from bpipe.runtime.streams import current
+
+Tensors = tuple[torch.Tensor, ...]
+Steps = list[Callable[[], object]]
+
+
+class Part:
+    """One part of a layer for one micro-batch, on one stream: what it was given, detached, and what it made."""
+
+    def __init__(self, compute: Callable[..., torch.Tensor], stream: torch.Stream, plan: LayerPlan) -> None:
+        self._compute, self._stream, self._plan = compute, stream, plan
+        self.inputs: Tensors = ()
+        self.output: torch.Tensor | None = None
+
+    def forward(self, *given: torch.Tensor) -> torch.Tensor:
+        self._stream.wait_event(self._plan.event)
+        with current(self._stream):
+            self.inputs = tuple(one.detach().requires_grad_(one.requires_grad) for one in given)
+            self.output = self._compute(*self.inputs)
+            self._plan.event = self._stream.record_event()
+        return self.output
+
+    def backward(self, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        self._stream.wait_event(self._plan.event)
+        with current(self._stream):
+            assert self.output is not None
+            torch.autograd.backward(self.output, gradient)
+            gradient.record_stream(self._stream)
+            found = tuple(one.grad for one in self.inputs)
+            self._plan.event = self._stream.record_event()
+        self.inputs, self.output = (), None
+        return found
+
+
+class LayerPlan:
+    """What one micro-batch of one stage runs, and keeps until its backward: attention, dispatch, experts, combine."""
+
+    def __init__(self, compute: torch.Stream, exchange: torch.Stream, weight: torch.Tensor, end: Any) -> None:
+        self.event = compute.record_event()
+        self._compute, self._exchange = compute, exchange
+        self.attention = Part(attention, compute, self)
+        self.dispatch = Part(dispatch, exchange, self)
+        self.experts = Part(lambda given: experts(given, weight), compute, self)
+        self.combine = Part(combine, exchange, self)
+        self.loss = Part(end, compute, self)
+        self._gradients: list[torch.Tensor | None] = []
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (self.attention, self.dispatch, self.experts, self.combine, self.loss)
+
+    def pieces(self) -> Pieces:
+        made = [part.output for part in self.parts if part.output is not None]
+        held = [*made, *(one for part in self.parts for one in part.inputs)]
+        return Pieces(tuple(one.grad_fn for one in made if one.grad_fn is not None), tuple(held))
+
+    def begin(self) -> None:
+        self.event = self._compute.record_event()
+
+    def end(self) -> None:
+        self._compute.wait_event(self.event)
+
+    def forwards(self, received: torch.Tensor) -> Steps:
+        """What to run, one after the other; between two of them another micro-batch's parts may."""
+        passed: dict[str, torch.Tensor] = {"x": received}
+
+        def combined() -> None:
+            given = passed.pop("e")
+            passed["c"] = self.combine.forward(given, received)
+            # The exchange's input is needed no more: of what combine computes only its output is saved.
+            given.record_stream(self._exchange)
+            given.untyped_storage().resize_(0)
+
+        return [
+            lambda: passed.update(h=self.attention.forward(passed.pop("x"))),
+            lambda: passed.update(d=self.dispatch.forward(passed.pop("h"))),
+            lambda: passed.update(e=self.experts.forward(passed.pop("d"))),
+            combined,
+            lambda: self.loss.forward(passed.pop("c")),
+        ]
+
+    def backwards(self, gradient: torch.Tensor | None, leave: Callable[[torch.Tensor], None]) -> Steps:
+        """The same, last part first; `leave` takes the gradient of what the stage received."""
+        passed: list[torch.Tensor | None] = [gradient]
+        beside: list[torch.Tensor | None] = []
+
+        def last() -> None:
+            output = self.loss.output
+            assert output is not None
+            (passed[0],) = self.loss.backward(torch.ones_like(output) if passed[0] is None else passed[0])
+
+        def combined() -> None:
+            assert passed[0] is not None
+            passed[0], residual = self.combine.backward(passed[0])
+            beside.append(residual)
+
+        def of(part: Part) -> Callable[[], None]:
+            def back() -> None:
+                assert passed[0] is not None
+                (passed[0],) = part.backward(passed[0])
+
+            return back
+
+        def first() -> None:
+            of(self.attention)()
+            found, residual = passed[0], beside.pop()
+            if found is not None and residual is not None:
+                # The residual's gradient was made on the stream of exchanges.
+                residual.record_stream(self._compute)
+                leave(found + residual)
+
+        return [last, combined, of(self.experts), of(self.dispatch), first]
+
+
+def attention(x: torch.Tensor) -> torch.Tensor:
+    return (x * 2).tanh().sin()
+
+
+def dispatch(h: torch.Tensor) -> torch.Tensor:
+    return h.sin().exp().tanh()
+
+
+def experts(given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(given.exp() @ weight)
+
+
+def combine(e: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    return e.tanh() + residual
+
+
+def one_piece(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return what the parts make of a stage's input, in one graph."""
+    return combine(experts(dispatch(attention(x)), weight), x)
+
+
+# By part, backwards (-1) of loss, combine, experts, dispatch and attention, and forwards (1) of these the other way.
+ORDER = ((-1, 0), (-1, 1), (1, 0), (-1, 2), (1, 1), (-1, 3), (1, 2), (1, 3), (-1, 4), (1, 4))
+
+
+def run_at_once(backwards: Steps, forwards: Steps) -> None:
+    """Run the parts of two micro-batches in turn, in Megatron's order; one of the two may be nothing.
+
+    While a dispatch goes back on the stream of exchanges, the other's experts take memory on the compute stream.
+    """
+    for direction, number in ORDER:
+        steps = forwards if direction > 0 else backwards
+        if steps:
+            steps[number]()

@@ -1,0 +1,169 @@
+"""Combined 1F1B on late devices: layers cut into parts on two streams, two micro-batches at once, a graph in pieces.
+
+In: a schedule whose forwards and backwards overlap. Out: what `LatePipeline` gives. The parts are those of
+`tests.gpu.parts`; engine, streams, transports and messages are the real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.schedule import Schedule
+from bpipe.runtime.engine import Engine
+from bpipe.runtime.executor import ComputationHooks, Executor
+from bpipe.runtime.messages import Messages
+from bpipe.runtime.stage import TorchStages
+from tests.gpu.parts import LayerPlan, Steps, Tensors, one_piece, run_at_once
+from tests.late.devices import device
+from tests.late.model import LateModel
+from tests.late.pipeline import LatePipeline, Rank
+from tests.unit.runtime.pipeline import inputs_of
+
+
+class InPieces(LateModel):
+    """A stage is one layer of parts. `streams(rank)` are those of its exchanges."""
+
+    def __init__(self, num_stages: int) -> None:
+        super().__init__(num_stages)
+        self._exchanges: dict[int, torch.Stream] = {}
+
+    def streams(self, rank: int) -> list[torch.Stream]:
+        return [stream for device, stream in self._exchanges.items() if device == rank]
+
+    def end(self, stage: int, microbatch: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        if stage + 1 < self._num_stages:
+            return lambda made: made * 0.5
+        return lambda made: (made * (microbatch + 1)).square().mean()
+
+    def forward(self, weight: torch.Tensor, stage: int, microbatch: int, *received: torch.Tensor) -> torch.Tensor:
+        """In one piece, as it has to come out."""
+        (x,) = received or (self.received(microbatch, weight.device),)
+        return self.end(stage, microbatch)(one_piece(x, weight))
+
+    def received(self, microbatch: int, on: torch.device) -> torch.Tensor:
+        return inputs_of(microbatch).to(on).requires_grad_()
+
+    def plan(self, rank: int, stage: int, microbatch: int) -> LayerPlan:
+        if rank not in self._exchanges:
+            self._exchanges[rank] = torch.Stream(device(rank))
+        weight = self._on_device[rank, stage]
+        return LayerPlan(torch.accelerator.current_stream(), self._exchanges[rank], weight, self.end(stage, microbatch))
+
+
+class AtOnce(Executor):
+    """An executor that runs the two of an overlap at once, part by part, with one call of the engine around both."""
+
+    def __init__(self, rank: PiecesRank, schedule: Schedule, stages: TorchStages, messages: Messages) -> None:
+        super().__init__(schedule, rank.rank, stages, messages)
+        self._of = rank
+        self._together = {cell.compute: cell.overlapped for cell in schedule.ranks[rank.rank] if cell.overlapped}
+        self._waiting: tuple[Action, Tensors] | None = None
+        self._plans: dict[tuple[int, int], LayerPlan] = {}
+
+    def _run(self, action: Action, calls: ComputationHooks | None) -> None:
+        needed = self._dependencies.operand_of(action)
+        received = () if needed < 0 else self._take(needed, action)
+        if action in self._together:
+            self._waiting = action, received
+            return
+        waiting, self._waiting = self._waiting, None
+        engine = self._of.engine
+        forward = waiting or ((action, received) if action.kind is Kind.FORWARD else None)
+        backward = (action, received) if action.kind is not Kind.FORWARD else None
+        first, beside = (forward or backward or (action,))[0], backward[0] if forward and backward else None
+        if engine is not None:
+            engine.before(first, beside)
+        outputs, inputs, plan = self._compute_both(forward, backward)
+        if engine is not None:
+            if plan is None:
+                engine.after(first)
+            else:
+                engine.after(first, outputs, inputs, plan.pieces())
+            engine.sent(first)
+
+    def _compute_both(
+        self, forward: tuple[Action, Tensors] | None, backward: tuple[Action, Tensors] | None
+    ) -> tuple[Tensors, Tensors, LayerPlan | None]:
+        model = self._of.model
+        backwards: Steps = []
+        forwards: Steps = []
+        ahead = behind = None
+        inputs: Tensors = ()
+        made: list[torch.Tensor] = []
+        if forward is not None:
+            action, given = forward
+            ahead = model.plan(self.rank, action.stage, action.microbatch)
+            for one in given:
+                one.requires_grad_()
+            inputs = given or (model.received(action.microbatch, device(self.rank)),)
+            ahead.begin()
+            forwards = ahead.forwards(inputs[0])
+            self._plans[action.stage, action.microbatch] = ahead
+        if backward is not None:
+            action, given = backward
+            behind = self._plans.pop((action.stage, action.microbatch))
+            behind.begin()
+            backwards = behind.backwards(given[0] if given else None, made.append)
+        run_at_once(backwards, forwards)
+        for plan in (ahead, behind):
+            if plan is not None:
+                plan.end()
+        outputs: Tensors = ()
+        if ahead is not None and forward is not None:
+            assert ahead.loss.output is not None
+            outputs = (ahead.loss.output,)
+            self._keep(forward[0], outputs)
+        if backward is not None:
+            self._keep(backward[0], tuple(made))
+        return outputs, inputs, ahead
+
+    def _keep(self, action: Action, made: Tensors) -> None:
+        value = self._dependencies.value_of(action)
+        if value >= 0 and self._dependencies.route(value).takers:
+            self._values[value] = tuple(tensor.detach() for tensor in made)
+
+
+class LoopEnds:
+    """The calls of an engine that are about the iteration; those about computations `AtOnce` makes itself."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.begin, self.communicated, self.end = engine.begin, engine.communicated, engine.end
+
+    def before(self, op: Action) -> None:
+        """It is said with what runs beside it."""
+
+    def after(self, op: Action, outputs: Sequence[Any] = (), inputs: Sequence[Any] = ()) -> None:
+        """The same."""
+
+    def sent(self, op: Action) -> None:
+        """It was said at once."""
+
+
+class PiecesRank(Rank):
+    @property
+    def model(self) -> InPieces:
+        model = self._pipeline.model
+        assert isinstance(model, InPieces)
+        return model
+
+    def calls(self) -> ComputationHooks | None:
+        return None if self.engine is None else LoopEnds(self.engine)
+
+    def executor(self, stages: TorchStages, messages: Messages) -> Executor:
+        return AtOnce(self, self._pipeline.schedule, stages, messages)
+
+
+class PiecesPipeline(LatePipeline):
+    """`noted`: the engine is told of the streams of exchanges."""
+
+    def __init__(self, schedule: Schedule, kind: str, engines: bool = True, noted: bool = True, verify: bool = False):
+        model = InPieces(schedule.num_stages)
+        streams = model.streams if noted else lambda rank: []
+        super().__init__(schedule, kind, engines, verify=verify, model=model, beside=streams, at_once=True)
+
+    def rank_of(self, rank: int) -> Rank:
+        return PiecesRank(self, rank)

@@ -1,0 +1,60 @@
+"""A run that hangs is told from one that is slow by what it does."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from tests.late import watching
+from tests.late.devices import Draw, begin
+from tests.late.hosts import Hangs, run_hosts
+from tests.late.test_pipelines import runs_right
+
+
+def test_a_rank_that_waits_for_a_lock_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices do not see it. What comes behind it in the same process, once its threads have ended, is right."""
+    monkeypatch.setattr(watching, "ASLEEP", 4)
+    let_go = threading.Event()
+
+    def wait(rank: int) -> None:
+        let_go.wait()
+
+    before = threading.active_count()
+    begin(Draw(1))
+    message = r"rank 0 does not end: nothing was done in 4 looks at it, and every thread sleeps\n(.|\n)*let_go\.wait"
+    with pytest.raises(Hangs, match=message):
+        run_hosts(2, wait)
+    let_go.set()
+    while threading.active_count() > before:
+        time.sleep(0.01)
+    runs_right("1f1b", "host", Draw(1))
+
+
+def test_a_rank_that_computes_for_long_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "ASLEEP", 2)
+
+    def compute(rank: int) -> None:
+        end_s = time.thread_time() + 1.5
+        while time.thread_time() < end_s:
+            pass
+
+    begin(Draw(1))
+    run_hosts(2, compute)
+
+
+def test_a_loop_without_an_end_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "BUSY_S", 1.0)
+    over = threading.Event()
+
+    def ask(rank: int) -> None:
+        while not over.is_set():
+            pass
+
+    begin(Draw(1))
+    try:
+        with pytest.raises(Hangs, match="nothing was done in 1 s of processor time"):
+            run_hosts(1, ask)
+    finally:
+        over.set()

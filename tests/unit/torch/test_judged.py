@@ -1,0 +1,64 @@
+"""Torch's own lists are judged by how the run's device waits for messages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
+from bpipe.check.deadlock import WaitLevel, blocked_ranks
+from bpipe.ir.program import Exchange
+from bpipe.report.memory import without_transfers
+from bpipe.torch.judged import refuse_standstill, wait_level
+from bpipe.torch.orders import torch_orders
+from bpipe.transport.connect import MeasuredLink
+from tests.unit.torch.test_torch_exchange import balanced_schedules, torchs
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+BLOCKING, CONNECTIONS = "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def test_what_the_environment_says_of_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (BLOCKING, CONNECTIONS):
+        monkeypatch.delenv(name, raising=False)
+    assert wait_level(CUDA)[0] is WaitLevel.AT_ISSUE
+    monkeypatch.setenv(CONNECTIONS, "1")
+    assert wait_level(CUDA) == (WaitLevel.ONE_QUEUE, "CUDA_DEVICE_MAX_CONNECTIONS=1")
+    monkeypatch.setenv(BLOCKING, "1")
+    assert wait_level(CUDA) == (WaitLevel.BLOCKING_LAUNCHES, "CUDA_LAUNCH_BLOCKING=1")
+    assert wait_level(CPU)[0] is WaitLevel.IN_EVERY_OPERATION
+    monkeypatch.setenv(BLOCKING, "0")
+    assert wait_level(CUDA)[0] is WaitLevel.ONE_QUEUE
+
+
+def test_launches_that_block_are_judged_by_the_checker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transfer over NCCL holds the host that launches it, and with it the messages that its partner waits for. Until
+    this level was known here such a run stood still."""
+    monkeypatch.delenv(CONNECTIONS, raising=False)
+    schedule = build(ScheduleConfig("interleaved-1f1b", 6, 12, 2, BalanceConfig(), exchange=Exchange.TORCH))
+    order = torchs(schedule)
+    nccl, peer = ([MeasuredLink((rank, 5 - rank), name, {}) for rank in range(3)] for name in ("nccl", "peer"))
+    monkeypatch.setenv(BLOCKING, "0")
+    refuse_standstill(schedule, order, CUDA, nccl, differing=False)
+    monkeypatch.setenv(BLOCKING, "1")
+    message = (
+        r"with CUDA_LAUNCH_BLOCKING=1 ranks of .* can wait for each other for ever: rank \d waits for .*\. "
+        r'Take transport="peer", or unset CUDA_LAUNCH_BLOCKING'
+    )
+    with pytest.raises(ValueError, match=message):
+        refuse_standstill(schedule, order, CUDA, nccl, differing=False)
+    refuse_standstill(schedule, order, CUDA, peer, differing=False)
+    refuse_standstill(schedule, order, CPU, nccl, differing=False)
+
+
+@pytest.mark.timeout(120)
+def test_torchs_messages_alone_stand_launches_that_block() -> None:
+    """Torch lists a receive where it lists its send, so each two meet; of plans with transfers some stand still."""
+    stuck = 0
+    for schedule in balanced_schedules(1, 30):
+        alone = without_transfers(schedule)
+        assert torch_orders(alone) == torch_orders(schedule)
+        assert not blocked_ranks(alone, WaitLevel.BLOCKING_LAUNCHES, Exchange.TORCH)
+        stuck += bool(blocked_ranks(schedule, WaitLevel.BLOCKING_LAUNCHES, Exchange.TORCH))
+    assert 0 < stuck < 30
