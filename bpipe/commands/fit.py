@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from bpipe.commands.launch import lines, reading_of
-from bpipe.commands.shared import CONFIGURED, cluster_of, print_json
+from bpipe.commands.shared import CONFIGURED, cluster_of, measured_of, print_json, with_trace
 from bpipe.flags import outputs
 from bpipe.flags.configurations import MEASURED
 from bpipe.flags.flag import Command, Group, Options, Task
 from bpipe.flags.values import positive
 from bpipe.models.cluster import gib_text
 from bpipe.models.error_bars import range_text
-from bpipe.models.profile import read_profile
 from bpipe.plan.explain import describe
 from bpipe.plan.megatron_command import Reading, read_command
 from bpipe.plan.megatron_flags import megatron_flags
@@ -49,12 +48,12 @@ COMMAND = Command(
 def run(asked: Options) -> int:
     reading = reading_of(asked)
     options = filled(asked, reading, ("pipeline", "global_batch"))
-    setup = setup_of(options, cluster_of(options, reading))
+    profile, traced = measured_of(options)
+    setup = with_trace(setup_of(options, cluster_of(options, reading)), traced, options.profile)
     if options.memory is not None:
         raise ValueError(
             "fit asks what keeps within a device's own memory: leave --memory, or the launch's --bpipe-memory, out"
         )
-    profile = None if options.profile is None else read_profile(options.profile)
     now = predict(setup, profile, formula=options.flops_formula)
     found = ways_to_fit(setup, () if reading is None else reading.others, profile)
     shown = found[: options.rows]

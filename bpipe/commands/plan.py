@@ -26,7 +26,7 @@ from bpipe.commands.plan_output import (
     plan_notes,
     table,
 )
-from bpipe.commands.shared import TRAINED, cluster_of, picture_file, print_json
+from bpipe.commands.shared import TRAINED, cluster_of, measured_of, picture_file, print_json
 from bpipe.commands.simulate import SUFFIXES, budgeted
 from bpipe.flags import outputs
 from bpipe.flags.budgets import MemoryBudget
@@ -38,7 +38,6 @@ from bpipe.ir.hosts import IN_NODES
 from bpipe.models.cluster import Cluster
 from bpipe.models.fp8 import Fp8
 from bpipe.models.layout import Setup
-from bpipe.models.profile import read_profile
 from bpipe.plan.answer import answer_document, answer_lines
 from bpipe.plan.explain import verdict
 from bpipe.plan.megatron_command import Reading
@@ -54,7 +53,7 @@ from bpipe.plan.space import Space, divisors, usual_contexts
 # The exit status where nothing was found; 2 is an error in what was asked.
 NO_ROWS = 3
 # How a model is cut: the search chooses, but among what is asked for.
-CUT = ("tensor", "pipeline", "micro_batch")
+CUT = ("tensor", "pipeline", "micro_batch", "chunks")
 # As `gc.set_threshold` takes them.
 _SELDOM = (200_000, 20, 100)
 
@@ -182,6 +181,7 @@ def _is_as_launched(asked: Options, reading: Reading) -> bool:
 def _space(asked: Options, options: Options, contexts: tuple[int, ...], reading: Reading | None) -> Space:
     """What to search."""
     model, cluster = model_of(options), _budgeted(cluster_of(options, reading), options.memory)
+    profile, traced = measured_of(options)
     return Space(
         model=model,
         cluster=cluster,
@@ -197,7 +197,8 @@ def _space(asked: Options, options: Options, contexts: tuple[int, ...], reading:
         precision=options.precision,
         distributed_optimizer=not options.no_distributed_optimizer,
         kernels=options.kernels,
-        profile=None if options.profile is None else read_profile(options.profile),
+        profile=profile,
+        traced=traced,
         formula=options.flops_formula,
         switches=switches_of(options),
         hosts=tuple(asked.hosts or (options.hosts,)),
@@ -211,6 +212,7 @@ def _space(asked: Options, options: Options, contexts: tuple[int, ...], reading:
         tensors=_one_of(asked.tensor, divisors(cluster.devices_per_domain), "--tp", f"the devices of {cluster.domain}"),
         pipelines=_one_of(asked.pipeline, divisors(cluster.num_devices), "--pp", "the devices of the cluster"),
         micro_batches=None if asked.micro_batch is None else tuple(asked.micro_batch),
+        chunk_counts=None if asked.chunks is None else tuple(asked.chunks),
         others=() if reading is None else reading.others,
         has_transformer_engine=reading is None or has_transformer_engine(reading.flags),
         slices=_slices(asked, reading, model.sequence),
@@ -299,8 +301,9 @@ def _yours(asked: Options, reading: Reading) -> SetupPrediction | str:
         every = filled(options, reading, ())
         if every.balance == BALANCES[0]:
             every.memory = None
-        profile = None if every.profile is None else read_profile(every.profile)
-        setup, _ = budgeted(every, setup_of(every, _budgeted(cluster_of(every, reading), asked.memory)), profile)
+        profile, traced = measured_of(every)
+        own = setup_of(every, _budgeted(cluster_of(every, reading), asked.memory))
+        setup, _ = budgeted(every, replace(own, traced=traced), profile)
         return predict(setup, profile, formula=every.flops_formula)
     except ValueError as error:
         return str(error)

@@ -110,7 +110,7 @@ def launch_values(yours: SetupPrediction | str, reading: Reading) -> dict[str, A
 def _unasked(space: Space) -> tuple[str, ...]:
     """What cuts nothing where it was not asked for, or of a model without such layers."""
     contexts, layers = ("context",) * (space.contexts == (1,)), ("layers",) * (BLOCK not in space.recompute)
-    asked = () if any((space.tensors, space.pipelines, space.micro_batches)) else ("asked",)
+    asked = () if any((space.tensors, space.pipelines, space.micro_batches, space.chunk_counts)) else ("asked",)
     return (*contexts, *layers, *asked, *(("mamba", "hybrid") if space.model.hybrid is None else ()))
 
 

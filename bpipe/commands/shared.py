@@ -17,6 +17,9 @@ from bpipe.models.calibration import read_calibration
 from bpipe.models.cluster import Cluster
 from bpipe.models.cluster_file import cluster_named
 from bpipe.models.kernel_times import read_kernel_times
+from bpipe.models.layout import Setup
+from bpipe.models.profile import Profile, read_profile
+from bpipe.models.traced import Traced
 from bpipe.plan.megatron_command import Reading
 
 # What a launch may say: its defaults are filled in once it was read.
@@ -40,6 +43,22 @@ def cluster_of(options: Options, reading: Reading | None = None) -> Cluster:
         return calibration.of(cluster)
     except ValueError as error:
         raise ValueError(f"--calibration {options.calibration}: {error}") from None
+
+
+def measured_of(options: Options) -> tuple[Profile | None, Traced | None]:
+    """Return what --profile says: seconds, or the sizes of a trace."""
+    profile = None if options.profile is None else read_profile(options.profile)
+    return (profile, None) if profile is None or profile.traced is None else (None, profile.traced)
+
+
+def with_trace(setup: Setup, traced: Traced | None, file: str | None) -> Setup:
+    """Return the setup with the sizes of a trace. Raises ValueError for a trace of another setup."""
+    if traced is None:
+        return setup
+    conflict = traced.conflict(setup)
+    if conflict is not None:
+        raise ValueError(f"--profile {file}: {conflict}")
+    return replace(setup, traced=traced)
 
 
 def picture_file(name: str | None, suffixes: Sequence[str]) -> Path | None:

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from bpipe.balance.config import BALANCES
 from bpipe.commands.launch import launch_document, lines, reading_of
-from bpipe.commands.shared import CONFIGURED, cluster_of, picture_file, print_json
+from bpipe.commands.shared import CONFIGURED, cluster_of, measured_of, picture_file, print_json, with_trace
+from bpipe.commands.side_by_side import Compared, laid_over, lines_of, values_of
 from bpipe.commands.terminal import BOLD, RED, columns, paint
 from bpipe.flags import outputs
 from bpipe.flags.configurations import MEASURED
@@ -20,7 +21,7 @@ from bpipe.models.cluster import gib_text
 from bpipe.models.error_bars import range_text
 from bpipe.models.layout import Setup
 from bpipe.models.memory import RankMemory
-from bpipe.models.profile import Profile, read_profile
+from bpipe.models.profile import Profile
 from bpipe.models.slice_lengths import lengths_of
 from bpipe.models.slices import slice_bounds
 from bpipe.plan import fit
@@ -45,13 +46,10 @@ from bpipe.plan.standings import FP8, SLICES, needs_of_setup
 from bpipe.plan.state_hosts import StateHosts, describe_moves, moves_values, state_hosts
 from bpipe.simulate.report import Simulation
 
-# Some seconds. Beyond, the steady phase is continued, unless a trace or picture needs every action.
-MOST_COMPUTATIONS = 100_000
-
 SUFFIXES = (".svg", ".png")
 
 COMMAND = Command(
-    (*CONFIGURED, MEASURED, Group("output", (outputs.FORMAT, outputs.TRACE, outputs.PLOT))),
+    (*CONFIGURED, MEASURED, Group("output", (outputs.COMPARED, outputs.FORMAT, outputs.TRACE, outputs.PLOT))),
     (
         Task(
             "predict a configuration",
@@ -77,7 +75,7 @@ COMMAND = Command(
         Task(
             "balance it, within what a device has",
             "bpipe simulate --cluster h100-80g --from-script train.sh --balance bpipe --memory 75",
-            ("balance", "memory", "hosts"),
+            ("balance", "memory"),
         ),
         Task(
             "cut long sequences into slices",
@@ -86,9 +84,14 @@ COMMAND = Command(
             ("slices", "slice_lengths"),
         ),
         Task(
+            "compare two settings, or two launches",
+            "bpipe simulate --cluster h100-80g --from-script train.sh --compare '' '--tp 8 --pp 4'",
+            ("compare",),
+        ),
+        Task(
             "look at it",
             "bpipe simulate --cluster h100-80g --from-script train.sh --plot run.svg",
-            ("plot", "trace", "format"),
+            ("plot", "format"),
         ),
     ),
 )
@@ -106,23 +109,46 @@ class _Answer(NamedTuple):
 
 
 def run(options: Options) -> None:
-    reading = reading_of(options)
-    options = filled(options, reading, ("pipeline", "global_batch"))
-    setup = setup_of(options, cluster_of(options, reading))
-    profile = None if options.profile is None else read_profile(options.profile)
-    setup, plan = budgeted(options, setup, profile)
-    plot = picture_file(options.plot, SUFFIXES)
-    drawn = options.trace is not None or plot is not None
-    simulation = simulation_of(setup, profile) if drawn or _num_computations(setup) <= MOST_COMPUTATIONS else None
-    prediction = predict(setup, profile, simulation, options.flops_formula)
-    if simulation is not None:
-        _draw(simulation, setup, options.trace, plot)
-    reasons = refused(setup, () if reading is None else reading.others)
-    answer = _Answer(prediction, reading, plan, state_hosts(prediction), pairs_apart(prediction, profile), reasons)
+    if options.compare is not None:
+        _compare(options)
+        return
+    answer = _answer(options)
     if options.format == "json":
         print_json(_answer_document(answer))
     else:
         print("\n".join(_answer_lines(answer)))
+
+
+def _compare(options: Options) -> None:
+    """Print two predictions side by side."""
+    if options.trace is not None or options.plot is not None:
+        raise ValueError("--compare predicts twice, and --trace and --plot draw one: leave one of the two out")
+    answers = [_answer(laid_over(options, settings, COMMAND)) for settings in options.compare]
+    sides = [
+        Compared(settings, one.prediction, one.apart, one.reasons)
+        for settings, one in zip(options.compare, answers, strict=True)
+    ]
+    if options.format == "json":
+        print_json(values_of(sides, [_answer_document(one) for one in answers]))
+    else:
+        print("\n".join(lines_of(sides)))
+
+
+def _answer(options: Options) -> _Answer:
+    reading = reading_of(options)
+    options = filled(options, reading, ("pipeline", "global_batch"))
+    profile, traced = measured_of(options)
+    setup = with_trace(setup_of(options, cluster_of(options, reading)), traced, options.profile)
+    setup, plan = budgeted(options, setup, profile)
+    plot = picture_file(options.plot, SUFFIXES)
+    drawn = options.trace is not None or plot is not None
+    # As plan times its rows, so that one configuration has one time; a picture shows every action, and times are its.
+    simulation = simulation_of(setup, profile) if drawn else None
+    prediction = predict(setup, profile, simulation, options.flops_formula)
+    if simulation is not None:
+        _draw(simulation, setup, options.trace, plot)
+    reasons = refused(setup, () if reading is None else reading.others)
+    return _Answer(prediction, reading, plan, state_hosts(prediction), pairs_apart(prediction, profile), reasons)
 
 
 def _answer_document(answer: _Answer) -> dict[str, Any]:
@@ -172,11 +198,6 @@ def budgeted(options: Options, setup: Setup, profile: Profile | None = None) -> 
         return within_budget(setup, options.memory.budget_bytes or setup.limit_bytes, options.min_bytes, profile)
     except ValueError as error:
         raise ValueError(f"--memory: {error}") from None
-
-
-def _num_computations(setup: Setup) -> int:
-    shards = 2 * setup.pipeline * (setup.is_sharded + setup.input_shards)
-    return ((3 if setup.splits else 2) * setup.num_stages + shards) * setup.num_microbatches * setup.slices
 
 
 def _picture(simulation: Simulation, suffix: str, name: str) -> bytes:

@@ -32,7 +32,9 @@ from bpipe.plan.options import filled, setup_of
 PROGRAM = "megatron.scheduling.trace.tracing"
 MIB = 2**20
 # What simulate and plan read of a stage's entry.
-_OF_PROFILE = ("micro_batch", "saved_bytes")
+_OF_PROFILE = ("micro_batch", "saved_bytes", "parameters")
+# Facts that the setup has, and the program does not say.
+_OF_SETUP = ("recompute", "sequence_parallel", "layers")
 
 # Nothing of the devices goes into what is held.
 _OF_DEVICES = ("cluster", "calibration", "kernel_times", "memory")
@@ -60,8 +62,8 @@ COMMAND = Command(
 )
 
 
-class _Subject(NamedTuple):
-    """What to trace. `setup`: what the formulas make of it; None where they do not know it, and `unknown` says why."""
+class TracedLaunch(NamedTuple):
+    """Launch to trace. `setup`: what the formulas make of it; None where they do not know it, and `unknown` says why."""
 
     flags: Sequence[str]
     setup: Setup | None
@@ -73,33 +75,37 @@ def run(options: Options) -> None:
     subject = _subject(options)
     traced = _traced(subject.flags)
     if options.output is not None:
-        write_profile(options.output, traced, subject.setup)
+        write_profile(options.output, traced, subject)
     if options.format == "json":
         print_json({**traced, "formulas": _formulas(subject)})
     else:
         print("\n".join(_table(traced["stages"], subject)))
 
 
-def write_profile(file: str, traced: Mapping[str, Any], setup: Setup | None) -> None:
-    """Write what `simulate` and `plan` read with --profile. What is saved depends on what is computed again, which the
-    setup says, where there is one."""
-    measured = {**traced["measured"], **({} if setup is None else {"recompute": setup.recompute})}
+def write_profile(file: str, traced: Mapping[str, Any], subject: TracedLaunch) -> None:
+    """Write what `simulate` and `plan` read with --profile. What is saved depends on how layers are cut and on what is
+    computed again, which the setup says. Raises ValueError where there is none."""
+    if subject.setup is None:
+        raise ValueError(
+            f"--output: simulate and plan read a trace of what they know, and of this launch they say: {subject.unknown}"
+        )
+    measured = {**traced["measured"], **{name: getattr(subject.setup, name) for name in _OF_SETUP}}
     stages = [{name: stage[name] for name in _OF_PROFILE} for stage in traced["stages"]]
     Path(file).write_text(json.dumps({"stages": stages, "measured": measured}, indent=1) + "\n")
 
 
-def _subject(options: Options) -> _Subject:
+def _subject(options: Options) -> TracedLaunch:
     given = launch_of(options)
     if given is None:
         setup = _setup(filled(options, None, ("pipeline",)), None)
-        return _Subject([*megatron_flags(setup), *_assumed(setup)], setup)
+        return TracedLaunch([*megatron_flags(setup), *_assumed(setup)], setup)
     flags = flags_of_command(given.words, given.unknown)
     try:
         reading = read_command(given.words, given.unknown)
         setup = _setup(filled(options, reading, ("pipeline",)), reading)
     except ValueError as error:
-        return _Subject([*flags, *_vocabulary(options.vocabulary)], None, str(error))
-    return _Subject([*flags, *_assumed(setup)], setup)
+        return TracedLaunch([*flags, *_vocabulary(options.vocabulary)], None, str(error))
+    return TracedLaunch([*flags, *_assumed(setup)], setup)
 
 
 def _assumed(setup: Setup) -> list[str]:
@@ -134,13 +140,13 @@ def _traced(flags: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _formulas(subject: _Subject) -> dict[str, Any]:
+def _formulas(subject: TracedLaunch) -> dict[str, Any]:
     if subject.setup is None:
         return {"unknown": subject.unknown}
     return {"parameters": stage_parameters(subject.setup), "saved_bytes": stage_bytes(subject.setup)}
 
 
-def _table(stages: Sequence[dict[str, Any]], subject: _Subject) -> list[str]:
+def _table(stages: Sequence[dict[str, Any]], subject: TracedLaunch) -> list[str]:
     titles: tuple[str, ...] = (
         "stage",
         "parameters",
@@ -170,7 +176,7 @@ def _table(stages: Sequence[dict[str, Any]], subject: _Subject) -> list[str]:
     return [*columns(rows), *_remarks(stages, subject)]
 
 
-def _remarks(stages: Sequence[dict[str, Any]], subject: _Subject) -> list[str]:
+def _remarks(stages: Sequence[dict[str, Any]], subject: TracedLaunch) -> list[str]:
     lines = [
         "saved: what one micro-batch keeps for its backward and may leave; stays: what others hold, too; held: all that",
         "its forward made and left; peak: the most at once, its backward included. Transformer Engine's modules are",

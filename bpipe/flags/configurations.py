@@ -14,10 +14,10 @@ from bpipe.flags.values import factor, layers, positive, predicted_slice_lengths
 from bpipe.generate.families import FAMILIES, SEARCHED
 from bpipe.ir.hosts import ARRANGEMENTS, PAIR
 from bpipe.ir.layout import EVEN, Vocabulary
+from bpipe.models.choices import ATTENTION, CP_COMM_TYPES, KEPT_HALVES, KERNELS, PRECISIONS
 from bpipe.models.cluster import DEVICES, RACKS
 from bpipe.models.flops import FORMULAS
 from bpipe.models.fp8 import FORMATS, RECIPES
-from bpipe.models.layout import ATTENTION, CP_COMM_TYPES, KEPT_HALVES, KERNELS, PRECISIONS
 from bpipe.models.model import PRESETS
 from bpipe.models.parts import DISPATCHERS
 from bpipe.models.recompute import BLOCK, FORMS, RECOMPUTE, read_recompute, read_scope
@@ -430,8 +430,9 @@ SEARCHED_FLAGS = Group(
             RECOMPUTE,
             read=read_scope,
         ),
-        TENSOR.several("tensor parallel (default: all that divide a node)"),
+        TENSOR.several("tensor parallel, such as 4 8 or 4,8 (default: all that divide a node)"),
         schedules.PIPELINE.several("pipeline ranks (default: all that divide the devices)"),
+        schedules.CHUNKS.several("model chunks a rank (default: all that the schedules take, up to --max-chunks)"),
         MICRO_BATCH.several("sequences a micro-batch (default: all that divide the batch)"),
         schedules.SCHEDULE.several(f"default {' '.join(SEARCHED)}", SEARCHED, choices=FAMILIES),
         schedules.BALANCE.several("default both", BALANCES),

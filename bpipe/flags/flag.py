@@ -94,8 +94,13 @@ class Flag:
             required=False,
         )
 
+    @property
+    def is_listed(self) -> bool:
+        """Whether it takes any number of values that may stand behind each other or with commas between them."""
+        return self.count == "+" and self.choices is None and bool(self.names)
+
     def several(self, help: str, default: object = None, **changes: object) -> Flag:
-        """Return the flag with any number of values."""
+        """Return the flag with any number of values, behind each other or with commas between them."""
         return replace(self, help=help, default=default, count="+", **changes)  # type: ignore[arg-type]
 
     def where_a_launch_may_say_it(self) -> Flag:

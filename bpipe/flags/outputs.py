@@ -34,6 +34,15 @@ def rows(default: int, read: Read) -> Flag:
 FRONT = Flag("front", "--front", "what is fastest for every amount of memory, up to twice what a device has")
 EMIT_ARGS = Flag("emit_args", "--emit-args", "print only the Megatron flags of a row, the first is 1", "ROW", positive)
 
+COMPARED = Flag(
+    "compare",
+    "--compare",
+    "two sets of flags of this command, each as one word, laid over the others: both predictions side by side. '' is the "
+    "command as it stands, the name of a script that launch; a single flag stands behind a space",
+    "FLAGS",
+    count=2,
+)
+
 TWO_SIZES = Flag(
     "micro_batch",
     "--micro-batch-size --mbs",

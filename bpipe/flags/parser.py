@@ -41,6 +41,8 @@ def declare(to: Any, flag: Flag) -> None:
     elif flag.count is not None:
         told["nargs"] = flag.count
     read = {} if flag.read is None else {"type": _with_reason(flag.read)}
+    if flag.is_listed and flag.read is not None:
+        read, told["action"] = {"type": _with_reason(_each(flag.read))}, _Flat
     to.add_argument(*names, default=flag.default, choices=flag.choices, metavar=flag.value or None, **read, **told)
 
 
@@ -55,6 +57,20 @@ def parser_of_launch(rows: Iterable[Flag]) -> argparse.ArgumentParser:
     for flag in rows:
         declare(made, flag)
     return made
+
+
+class _Flat(argparse.Action):
+    """Takes lists that stand behind each other as one."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, [one for several in values for one in several])
+
+
+def _each(read: Read) -> Read:
+    """Read several values with commas between them."""
+    return lambda text: [read(one) for one in text.split(",")]
 
 
 def _with_reason(read: Read) -> Read:
@@ -108,7 +124,9 @@ class Parser(argparse.ArgumentParser):
         """End with the nearest flag for the first that is unknown: argparse itself would first ask for the one that
         was mistyped."""
         known = self._option_string_actions
-        flags = [one.partition("=")[0] for one in takewhile(lambda one: one != "--", arguments) if one.startswith("--")]
+        # A word with a space is a value that holds flags, as argparse takes it.
+        words = (one for one in takewhile(lambda one: one != "--", arguments) if " " not in one)
+        flags = [one.partition("=")[0] for one in words if one.startswith("--")]
         wrong = next((flag for flag in flags if flag not in known), None)
         if wrong is not None and not {*_HELP} & set(arguments):
             meant = nearest(wrong, (flag for flag in known if flag.startswith("--")))

@@ -1,9 +1,7 @@
 """Say how a model is trained: how it is cut over devices, and what is recomputed and balanced.
 
-In: numbers. Out: a checked `Setup`.
-
-Knows bytes and seconds of nothing. Legend of the messages: t tensor, c context, d data parallel, p pipeline, G devices,
-B global batch.
+In: numbers. Out: a checked `Setup`. Knows bytes and seconds of nothing. Legend of the messages: t tensor, c context, d
+data parallel, p pipeline, G devices, B global batch.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from bpipe.build import ScheduleConfig
 from bpipe.generate.families import FAMILIES, default_family
 from bpipe.ir.layout import EVEN, Layout, SliceLengths, Vocabulary
 from bpipe.ir.program import Exchange
+from bpipe.models.choices import CHOICES, CP_COMM_TYPES, KEPT_HALVES
 from bpipe.models.cluster import Cluster
 from bpipe.models.fp8 import Fp8
 from bpipe.models.layer_counts import without_layers
@@ -28,25 +27,10 @@ from bpipe.models.places import Grid, Places, nodes_of_copies, paired_places, pl
 from bpipe.models.recompute import Recompute, StageLayers, read_recompute, stage_layers
 from bpipe.models.state_types import StateTypes
 from bpipe.models.switches import Switches
+from bpipe.models.traced import Traced
 
-ATTENTION = ("unfused", "flash")
-PRECISIONS = ("bf16", "fp16", "fp32")
-KERNELS = ("gpu", "cpu")
-# What of the weights' halves of split backwards is put off: the trainer's `--bpipe-keep-weights-halves`.
-KEPT_HALVES = ("linear", "none")
-# How attention reaches what other context-parallel ranks have of a sequence: Megatron's --cp-comm-type.
-CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
 # To the fewest micro-batches that all pairs can keep.
 EVENLY = BalanceConfig()
-_CHOICES = {
-    "balance": BALANCES,
-    "attention": ATTENTION,
-    "precision": PRECISIONS,
-    "kernels": KERNELS,
-    "keep_weights_halves": KEPT_HALVES,
-    "vocabulary_parallel": tuple(one.value for one in Vocabulary),
-    "cp_comm_type": CP_COMM_TYPES,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +50,8 @@ class Setup:
 
     A schedule with two pipes has two copies of every stage in each pipeline: `data` counts pipelines, `replicas` copies
     of the weights.
+
+    `traced`: sizes of stages as Megatron's own model has them, of the setup that was traced.
 
     `slices`: every micro-batch's sequence is cut into so many, as long as `slice_lengths` says. Of one of them `span`
     has the first token and the one behind its last: sizes and seconds are then those of its tokens (`models.slices`).
@@ -104,6 +90,7 @@ class Setup:
     slice_lengths: SliceLengths = EVEN
     span: tuple[int, int] | None = None
     state_types: StateTypes = StateTypes()  # noqa: RUF009  (a frozen value)
+    traced: Traced | None = None
 
     def __post_init__(self) -> None:
         rules = (self._check_choices, self._check_layers, self._check_model, self._check_division, self._check_schedule)
@@ -111,7 +98,7 @@ class Setup:
             check()
 
     def _check_choices(self) -> None:
-        for name, choices in _CHOICES.items():
+        for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}: choose from {', '.join(choices)}")
         # Of one recomputation there is one text, so that setups that are alike are equal.
@@ -280,11 +267,8 @@ class Setup:
     def _check_fp8(self) -> None:
         if self.fp8 is None:
             return
-        self.fp8.check(self.cluster.device)
-        if self.precision == "fp32" or self.kernels == "cpu":
-            raise ValueError("FP8 is for trainings in bf16 or fp16, on GPUs: give --precision bf16 and kernels gpu")
-        if self.fp8.param_gather and not self.distributed_optimizer:
-            raise ValueError("--fp8-param-gather is for the distributed optimizer: leave one of the two out")
+        on_gpu = self.precision != "fp32" and self.kernels != "cpu"
+        self.fp8.check(self.cluster.device, on_gpu=on_gpu, distributed_optimizer=self.distributed_optimizer)
         if self.splits:
             raise ValueError(
                 f"{self.schedule} splits backwards, and what its halves hold in FP8 is not modelled: choose another "

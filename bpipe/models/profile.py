@@ -7,18 +7,21 @@ In: a JSON file. Out: the entries for one micro-batch size, laid over predicted 
 `bpipe profile` adds what it `measured` and how, and such a file is refused for setups that differ in it. One entry for
 all stages alike, or one for each; entries with `micro_batch` count only for setups of that size, so one file holds
 several sizes. Where an entry says how many `layers` it measured, seconds of the layers follow the stage's own number.
-Anything left out comes from the cost model; halves of a split backward (`input_s` and `weight_s`) are then the
-predicted shares of `backward_s`. Knows no device.
+`bpipe trace` writes sizes alone: what a forward of each stage saves, and its `parameters`, in place of formulas. Anything
+left out comes from the cost model; halves of a split backward (`input_s` and `weight_s`) are then the predicted shares of
+`backward_s`. Knows no device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from bpipe.models.layout import Setup
 from bpipe.models.tensor_parallel import Exposed
+from bpipe.models.traced import OF_MODEL, OF_SETUP, Traced
 from bpipe.simulate.cost import Costs, ShardCost, StageCost
 from bpipe.values import LARGEST_BYTES, a_number, a_whole, load_json
 
@@ -42,17 +45,19 @@ class Entry:
     reduction_s: float | None = None
     optimizer_s: float | None = None
     saved_bytes: int | None = None
+    parameters: int | None = None
     micro_batch: int | None = None
     layers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """All entries of a file, in its order."""
+    """All entries of a file, in its order. `traced`: the file is a trace's, which has sizes and no seconds."""
 
     source: str
     entries: tuple[Entry, ...]
     measured: tuple[tuple[str, object], ...] = ()
+    traced: Traced | None = None
 
     def conflict(self, setup: Setup) -> str | None:
         """Return why the file says nothing of this setup: other micro-batch sizes, or measured with other choices.
@@ -204,7 +209,25 @@ def read_profile(path: str) -> Profile:
     if not isinstance(measured, dict):
         raise ValueError(f"{path}: measured is {measured!r}, but must be an object")
     entries = tuple(_entry(path, index, stage) for index, stage in enumerate(stages))
+    if any(entry.parameters is not None for entry in entries):
+        return Profile(path, entries, traced=_traced(path, entries, measured))
     return Profile(path, entries, tuple((name, measured[name]) for name in (*_SIZES, *_CHOICES) if name in measured))
+
+
+def _traced(path: str, entries: Sequence[Entry], measured: Mapping[str, object]) -> Traced:
+    """Return what a trace saw of every stage. Raises ValueError where a stage or a fact is missing."""
+    sizes = [(entry.saved_bytes, entry.parameters, entry.micro_batch) for entry in entries]
+    missing = [name for name in (*OF_MODEL, *OF_SETUP[:-1]) if name not in measured]
+    if missing or any(None in one for one in sizes) or len({one[-1] for one in sizes}) > 1:
+        lacks = f"measured lacks {', '.join(missing)}" if missing else "saved_bytes, parameters and one micro_batch"
+        raise ValueError(f"{path}: a trace says of every stage what it saves and has: {lacks}")
+    facts = [(name, _frozen(measured[name])) for name in (*OF_MODEL, *OF_SETUP[:-1])]
+    saved, parameters = (tuple(one[place] or 0 for one in sizes) for place in (0, 1))
+    return Traced((*facts, ("micro_batch", sizes[0][-1])), saved, parameters)
+
+
+def _frozen(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
 
 
 # What else decides how long a stage takes, of the model and of how it is trained: `measured` of a file may name them,
@@ -212,7 +235,7 @@ def read_profile(path: str) -> Profile:
 _SIZES = ("hidden_size", "ffn_hidden_size", "num_attention_heads")
 _CHOICES = ("tensor", "sequence", "recompute", "attention", "precision")
 _KEYS = {field.name for field in fields(Entry)}
-_WHOLE = ("saved_bytes", "micro_batch", "layers")
+_WHOLE = ("saved_bytes", "parameters", "micro_batch", "layers")
 
 
 def _entry(path: str, index: int, stage: object) -> Entry:

@@ -18,6 +18,7 @@ from bpipe.models.layout import Setup
 from bpipe.models.parts import LayerKind
 from bpipe.models.recompute import NO_RECOMPUTATION, LayerScope
 from bpipe.models.sizes import Saved, sent_bytes, total
+from bpipe.models.traced import traced_sizes
 
 # Parts of a layer that are recomputed before the backward of its attention; of norms one is.
 _BEHIND_ATTENTION = frozenset(("mlp", "layernorm", "moe_act", "moe", "shared_experts"))
@@ -39,7 +40,10 @@ def stage_saved(setup: Setup, stage: int) -> tuple[Saved, ...]:
 
 
 def stage_bytes(setup: Setup) -> tuple[int, ...]:
-    """Return bytes saved of one micro-batch by every stage."""
+    """Return bytes saved of one micro-batch by every stage, as traced or by formula."""
+    traced = traced_sizes(setup)
+    if traced is not None:
+        return traced.saved_bytes
     stages = setup.stage_layers
     each = {
         one: total(saved_within(setup, *one))

@@ -10,6 +10,7 @@ from bpipe.models.parameters import layer_parameters
 from bpipe.models.parts import LayerKind
 from bpipe.models.sizes import shard_size
 from bpipe.models.state_types import WHOLE
+from bpipe.models.traced import traced_sizes
 
 # Bytes a parameter: weight, gradient, optimizer state (main weights and two moments), and what exists only while
 # weights are updated: a copy of 16-bit gradients in 32 bit. They add up to Megatron's 18, 20 and 16 (its guide to the
@@ -33,7 +34,10 @@ def parameter_bytes(setup: Setup) -> tuple[int, int, int, int]:
 
 
 def stage_parameters(setup: Setup) -> tuple[int, ...]:
-    """Return the parameters of every stage on one device."""
+    """Return the parameters of every stage on one device, as traced or by formula."""
+    traced = traced_sizes(setup)
+    if traced is not None:
+        return traced.parameters
     model, t = setup.model, setup.tensor
     embedding = shard_size(setup.vocabulary * model.hidden_size, t)
     layer = {

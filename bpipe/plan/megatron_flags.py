@@ -2,7 +2,7 @@
 
 In: a Setup. Out: a list of arguments.
 
-The vocabulary's size is there, for a tokenizer that has no other. Says nothing of data, learning rate or iterations:
+The vocabulary's size is there for a tokenizer that has no other. Says nothing of data, learning rate or iterations:
 those are the user's. Imports no Megatron; a test holds the flags to the real parser.
 """
 

@@ -20,16 +20,18 @@ from bpipe.generate.family import Family
 from bpipe.ir.hosts import PAIR
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange
+from bpipe.models.choices import ATTENTION, CP_COMM_TYPES
 from bpipe.models.cluster import Cluster
 from bpipe.models.fp8 import Fp8
 from bpipe.models.layer_counts import split_layers
-from bpipe.models.layout import ATTENTION, CP_COMM_TYPES, EVENLY, Setup, setup_from_values
+from bpipe.models.layout import EVENLY, Setup, setup_from_values
 from bpipe.models.model import Model
 from bpipe.models.parts import Routing
 from bpipe.models.profile import Profile
 from bpipe.models.recompute import BLOCK, RECOMPUTE, read_scope
 from bpipe.models.state_types import StateTypes
 from bpipe.models.switches import Switches
+from bpipe.models.traced import Traced
 from bpipe.plan.fewest_layers import OPEN
 
 SEARCHED_SCOPES = RECOMPUTE
@@ -45,7 +47,8 @@ class Space:
     (`ir.hosts`). `routing`: how tokens come to experts; without `expert` every number of devices is tried that can
     share them. `contexts`: over how many devices a sequence may be spread. `vocabulary_parallel`: algorithms of the
     output layer's shards; None: whole, and each that lowers the time's bound where the last rank computes longer than
-    others. `tensors`, `pipelines`, `micro_batches`: the sizes to try; None: all that are possible. `others`: flags and
+    others. `tensors`, `pipelines`,
+    `micro_batches`, `chunk_counts`: the sizes to try; None: all that are possible. `others`: flags and
     values of the launch that the trainer may refuse; `has_transformer_engine`: with its layers. `slices`: into how many a
     sequence may be cut.
     """
@@ -74,10 +77,12 @@ class Space:
     cp_comm_type: str = CP_COMM_TYPES[0]
     fp8: Fp8 | None = None
     state_types: StateTypes = StateTypes()  # noqa: RUF009  (a frozen value)
+    traced: Traced | None = None
     vocabulary_parallel: tuple[str, ...] | None = (Vocabulary.WHOLE.value,)
     tensors: tuple[int, ...] | None = None
     pipelines: tuple[int, ...] | None = None
     micro_batches: tuple[int, ...] | None = None
+    chunk_counts: tuple[int, ...] | None = None
     others: tuple[tuple[str, str], ...] = ()
     has_transformer_engine: bool = True
     slices: tuple[int, ...] = (1,)
@@ -112,7 +117,7 @@ LONG_SEQUENCE, LEAST_PART = 32768, 8192
 
 # What can cut candidates, in the order in which it is asked, and what it counts: of grids a whole t*p*d at once.
 CUTS = {
-    "asked": "grids and micro-batch sizes: not those asked for (--tp, --pp, --mbs)",
+    "asked": "grids, micro-batch sizes and numbers of chunks: not those asked for (--tp, --pp, --mbs, --vp)",
     "mamba": "grids: t does not divide heads or groups of Mamba layers, or c is more than 1",
     "tensor": "grids: t does not divide heads, query groups or sequence",
     "context": "grids: the sequence is no multiple of 2*c and t*c, or a2a has too few heads, or the devices no "
@@ -124,7 +129,6 @@ CUTS = {
     "chunks": "numbers of chunks: the layers do not go over so many stages",
     "pipes": "micro-batch sizes: two pipes want at least four ranks, and an even number of them",
     "experts": "micro-batch sizes: experts in two pipes are not modelled",
-    "hybrid": "micro-batch sizes: hybrid models are trained with stages in Megatron's order alone",
     "pairs": "choices of balancing: no pair of ranks has anything to share",
     "profile": "configurations: the profile does not cover them",
     "layers": "choices of how many layers to recompute: it fits with none, or takes all of a stage",
@@ -278,11 +282,13 @@ def _schedules(space: Space, pipeline: int, num_microbatches: int, cuts: Counter
         if family.splits and pipeline == 1:
             # Nobody to wait for: it would be 1F1B.
             continue
-        hybrid = space.model.hybrid is not None and not is_in_order(schedule, pipeline, family.min_chunks)
-        cut = "hybrid" if hybrid else _cut_of(family, space, pipeline, num_microbatches)
+        cut = _cut_of(family, space, pipeline, num_microbatches)
         if cut is not None:
             cuts[cut] += 1
         elif family.max_chunks == 1:
+            if not _is_asked(space.chunk_counts, 1):
+                cuts["asked"] += 1
+                continue
             layers = split_layers(space.model.num_layers, pipeline, space.uneven)
             if layers is not None:
                 yield _Choice(schedule, 1, layers)
@@ -318,7 +324,10 @@ def _in_chunks(
     family, num_layers = FAMILIES[schedule], space.model.num_layers
     # Where the ranks themselves divide the layers, chunks that do not would only make some slower than others.
     uneven = space.uneven and num_layers % pipeline != 0
-    for chunks in family.chunks(space.max_chunks):
+    for chunks in family.chunks(max(space.max_chunks, *(space.chunk_counts or (1,)))):
+        if not _is_asked(space.chunk_counts, chunks):
+            cuts["asked"] += 1
+            continue
         layers = _layers_of(schedule, num_layers, pipeline, chunks, uneven)
         if layers is None:
             cuts["chunks"] += 1

@@ -12,45 +12,14 @@ from collections.abc import Sequence
 from subprocess import run
 from typing import Any
 
-YOURS = [
-    "--lr",
-    "1e-4",
-    "--train-iters",
-    "10",
-    "--mock-data",
-    "--tokenizer-type",
-    "NullTokenizer",
-    "--eval-interval",
-    "100",
-]
-NAMES = [
-    "num_layers",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "data_parallel_size",
-    "micro_batch_size",
-    "global_batch_size",
-    "seq_length",
-    "ffn_hidden_size",
-    "kv_channels",
-    "num_query_groups",
-    "recompute_granularity",
-    "virtual_pipeline_model_parallel_size",
-    "fp16",
-    "bf16",
-    "sequence_parallel",
-    "use_distributed_optimizer",
-    "swiglu",
-    "normalization",
-    "add_bias_linear",
-    "untie_embeddings_and_output_weights",
-    "position_embedding_type",
-    "attention_dropout",
-    "recompute_modules",
-    "recompute_method",
-    "recompute_num_layers",
-    "vocab_size",
-]
+YOURS = "--lr 1e-4 --train-iters 10 --mock-data --tokenizer-type NullTokenizer --eval-interval 100"
+NAMES = """
+num_layers tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size micro_batch_size
+global_batch_size seq_length ffn_hidden_size kv_channels num_query_groups recompute_granularity
+virtual_pipeline_model_parallel_size fp16 bf16 sequence_parallel use_distributed_optimizer swiglu normalization
+add_bias_linear untie_embeddings_and_output_weights position_embedding_type attention_dropout recompute_modules
+recompute_method recompute_num_layers vocab_size
+"""
 
 
 def parsed(launches: Sequence[tuple[int, Sequence[str]]]) -> list[dict[str, Any]]:
@@ -62,7 +31,7 @@ def parsed(launches: Sequence[tuple[int, Sequence[str]]]) -> list[dict[str, Any]
         input=json.dumps(launches),
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=350,
         env=environment,
         check=False,
     )
@@ -85,11 +54,11 @@ def main() -> None:
         os.environ.update(
             RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(min(world_size, 8))
         )
-        sys.argv = ["pretrain_gpt.py", *YOURS, *flags]
+        sys.argv = ["pretrain_gpt.py", *YOURS.split(), *flags]
         with contextlib.redirect_stdout(io.StringIO()):
             args = arguments.parse_args()
             arguments.validate_args(args, {})
-        read = {name: getattr(args, name) for name in NAMES}
+        read = {name: getattr(args, name) for name in NAMES.split()}
         config = arguments.core_transformer_config_from_args(args)
         chunks, ranks = config.virtual_pipeline_model_parallel_size or 1, range(args.pipeline_model_parallel_size)
         layout = config.pipeline_model_parallel_layout

@@ -70,7 +70,7 @@ def test_a_printed_row_is_taken_by_megatron_and_predicted_with_its_figures(
         found = simulated(row.flags, device, capsys)
         stages = found["stages"]
         assert f"{found['iteration_time_s']:.3f}" == row.seconds, " ".join(row.flags)
-        assert f"{100 * found['mfu']:.2f}" == row.mfu
+        assert f"{found['mfu_percent']:.2f}" == row.mfu
         assert [f"{stage['peak_bytes'] / 2**30:.1f}" for stage in stages] == row.peaks
         assert found["refused"] == []
         configuration = found["configuration"]

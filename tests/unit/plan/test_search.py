@@ -600,3 +600,24 @@ def test_a_cut_of_ones_own_can_be_asked(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_cut_that_cannot_be_is_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "gpt3-13b", "--cluster", "a100-80g:2x8", "--gbs", "32", *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_cuts_are_asked_for_as_lists(capsys: pytest.CaptureFixture[str]) -> None:
+    """With commas or behind each other, and chunks as all other sizes."""
+    small = ["--num-layers", "16", "--hidden-size", "2048", "--num-attention-heads", "16", "--seq", "2048"]
+    plan = ["plan", *small, "--vocab-size", "32000", "--cluster", "a100-80g:8", "--gbs", "16", "--rows", "400"]
+    plan += ["--schedule", "1f1b", "interleaved-1f1b", "v-half", "--format", "json"]
+    printed = []
+    for cut in ("--tp 1,2 --pp 2,4 --vp 1,2 --mbs 1,2", "--tp 1 2 --pp 2 4 --vp 1 2 --mbs 1 2"):
+        assert main([*plan, *cut.split()]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    found = [row["configuration"] for row in json.loads(printed[0])["rows"]]
+    tried = {"tensor": {1, 2}, "pipeline": {2, 4}, "chunks": {1, 2}, "micro_batch": {1, 2}}
+    assert {name: {one[name] for one in found} for name in tried} == tried
+    assert main([*plan, "--vp", "1"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["configuration"]["schedule"] for row in rows} == {"1f1b"}
+    # More chunks than are tried where nobody asks.
+    assert main([*plan, "--pp", "2", "--vp", "8", "--max-chunks", "2"]) == 0
+    assert {row["configuration"]["chunks"] for row in json.loads(capsys.readouterr().out)["rows"]} == {8}

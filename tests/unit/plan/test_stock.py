@@ -4,19 +4,25 @@ is level."""
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 
 from bpipe.cli import main
+from bpipe.commands.plan_output import answer_of
 from bpipe.generate.families import DEFAULTS
+from bpipe.models.cluster import GIB, parse_cluster
 from bpipe.models.memory import predict_memory
+from bpipe.models.model import PRESETS
 from bpipe.models.switches import Switches
+from bpipe.plan.explain import CLEARLY
 from bpipe.plan.predict import predict
 from bpipe.plan.refused import runs_ours
 from bpipe.plan.search import search
-from bpipe.plan.space import enumerate_setups
+from bpipe.plan.space import Space, enumerate_setups
 from bpipe.plan.stock import Stock, stock_of
 from tests.unit.plan.test_refused import SPACE
 
@@ -78,3 +84,66 @@ def test_it_stands_beside_every_plan(more: list[str], capsys: pytest.CaptureFixt
     assert found["row"]["configuration"]["schedule"] in DEFAULTS
     assert found["free_flags"] == ["--overlap-grad-reduce", "--overlap-param-gather", "--tp-comm-overlap"]
     assert document["answer"]["take"] in document["answer"]["choices"]
+
+
+def drawn_space(number: int) -> Space:
+    """A small space of a drawn model on a drawn cluster, the same for the same number."""
+    draw = random.Random(number)
+    device = draw.choice(("a100-80g", "h100-80g", "b200-180g", "mi300x-192g"))
+    heads, layers = draw.choice((16, 32)), draw.choice((8, 12, 16, 24))
+    model = replace(
+        PRESETS[draw.choice(("gpt3-13b", "llama3-8b"))],
+        num_layers=layers,
+        hidden_size=heads * 128,
+        num_attention_heads=heads,
+        num_query_groups=heads,
+        ffn_hidden_size=heads * 512,
+        vocabulary=draw.choice((32000, 128256)),
+    )
+    cluster = parse_cluster(f"{device}:{draw.choice(('4', '8', '2x8'))}")
+    small = replace(cluster.device, memory_bytes=draw.choice((16, 24, 40, 79)) * GIB)
+    switches = Switches(overlap_grad_reduce=draw.random() < 0.3, no_overlap_p2p_communication=draw.random() < 0.2)
+    return Space(
+        model,
+        replace(cluster, device=small),
+        draw.choice((32, 64)),
+        draw.choice((2048, 4096)),
+        recompute=("none", "selective", "full"),
+        schedules=("1f1b", "interleaved-1f1b", "grouped-interleaved"),
+        max_micro_batch=4,
+        max_chunks=3,
+        switches=switches,
+        distributed_optimizer=draw.random() < 0.7,
+    )
+
+
+def every_switch(space: Space) -> list[Switches]:
+    """Every way to say stock's free flags."""
+    found = []
+    names = ("overlap_grad_reduce", "overlap_param_gather", "tp_comm_overlap", "no_overlap_p2p_communication")
+    for values in product((False, True), repeat=len(names)):
+        changes = dict(zip(names, values, strict=True))
+        if changes["overlap_param_gather"] and not (changes["overlap_grad_reduce"] and space.distributed_optimizer):
+            continue
+        found.append(replace(space.switches, **changes))
+    return found
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("number", range(30))
+def test_the_answer_never_loses_to_a_stock_row_that_it_does_not_show(number: int) -> None:
+    space = drawn_space(number)
+    outcome = search(space, 10)
+    beside = stock_of(space, outcome.rows)
+    alone = replace(space, schedules=DEFAULTS, balances=("none",), vocabulary_parallel=("none",))
+    rivals = [
+        one.prediction.timing.iteration_s
+        for switches in every_switch(space)
+        for one in search(replace(alone, switches=switches), 1).rows
+    ]
+    assert bool(rivals) is (beside.found is not None)
+    if beside.found is not None:
+        assert beside.found.prediction.timing.iteration_s <= min(rivals) * (1 + 1e-9)
+        taken = answer_of(beside).taken
+        assert taken is not None
+        assert taken.iteration_s < CLEARLY * min(rivals)

@@ -7,17 +7,15 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bpipe import cli
 from bpipe.cli import parsers
 from bpipe.commands import trace
 from bpipe.flags.parser import options_of
-from bpipe.models import profile
-from bpipe.models.costs import predict_costs
 from bpipe.models.saved import stage_bytes
 from bpipe.models.states import stage_parameters
 
@@ -119,13 +117,57 @@ def test_a_fused_loss_saves_what_the_other_does() -> None:
     assert traced(FUSED)["stages"][-1]["saved_bytes"] == traced(LAUNCH)["stages"][-1]["saved_bytes"]
 
 
-def test_a_profile_of_the_trace_gives_simulate_what_is_saved(tmp_path: Path) -> None:
-    flags, file = QUICK[0], tmp_path / "traced.json"
-    setup = launch_of(flags).setup
-    trace.write_profile(str(file), traced(flags), setup)
-    costs = profile.read_profile(str(file)).apply(setup, predict_costs(setup))
-    assert [cost.saved_bytes for cost in costs.stages] == [one["saved_bytes"] for one in traced(flags)["stages"]]
-    other = replace(setup, recompute="full")
-    assert profile.read_profile(str(file)).conflict(other) == (
-        "measured with recompute none, the setup has full: profile that, too"
-    )
+@pytest.mark.parametrize("flags", QUICK[:2])
+def test_a_trace_gives_simulate_and_plan_what_stages_save_and_have(
+    flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    subject, file = launch_of(flags), str(tmp_path / "traced.json")
+    # As if Megatron saved more than the formulas say, and had more weights.
+    stages = [
+        {**one, "saved_bytes": one["saved_bytes"] + 2**30, "parameters": one["parameters"] + 10**8}
+        for one in traced(flags)["stages"]
+    ]
+    trace.write_profile(file, {**traced(flags), "stages": stages}, subject)
+    cluster = ["--cluster", "a100-80g:8x8", "--format", "json"]
+    command = ["simulate", *flags.split(), "--gbs", "128", *cluster]
+    found = {}
+    for name, more in (("formulas", []), ("trace", ["--profile", file])):
+        assert cli.main([*command, *more]) == 0
+        found[name] = json.loads(capsys.readouterr().out)
+    formulas, measured = (found[name]["stages"] for name in ("formulas", "trace"))
+    for rank, (one, other) in enumerate(zip(formulas, measured, strict=True)):
+        chunks = len(stages) // len(formulas)
+        assert other["weights_bytes"] - one["weights_bytes"] == pytest.approx(2 * 10**8 * chunks, rel=1e-2), rank
+        assert other["activations_bytes"] - one["activations_bytes"] > 2**29 * chunks, rank
+    # A plan has the same row, and others by formula.
+    cut = {name: found["trace"]["configuration"][name] for name in ("tensor", "pipeline", "chunks", "micro_batch")}
+    asked = f"--tp {cut['tensor']} --pp {cut['pipeline']} --vp {cut['chunks']} --mbs 1,{cut['micro_batch']}".split()
+    model = flags.split()[: flags.split().index("--tp")]
+    recompute = ["--recompute", found["trace"]["configuration"]["recompute"]]
+    attention = ["--attention", found["trace"]["configuration"]["attention"]]
+    plan = ["plan", *model, *asked, *recompute, *attention, "--gbs", "128", "--memory", "2000", "--rows", "50"]
+    assert cli.main([*plan, *cluster, "--balance", "none", "--profile", file]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["configuration"]["micro_batch"] for row in rows} == {1, cut["micro_batch"]}
+    (same,) = [row for row in rows if row["configuration"] == found["trace"]["configuration"]]
+    assert [stage["peak_bytes"] for stage in same["stages"]] == [stage["peak_bytes"] for stage in measured]
+
+
+def test_a_trace_is_refused_for_another_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags, file = QUICK[0], str(tmp_path / "traced.json")
+    trace.write_profile(file, traced(flags), launch_of(flags))
+    command = ["simulate", "--cluster", "a100-80g:8x8", "--gbs", "128", "--profile", file, *flags.split()]
+    for more, message in (
+        (["--mbs", "1"], "traced with micro_batch 2, the setup has 1: trace that, too"),
+        (["--vp", "2"], "traced with layers 2,2,2"),
+        (["--recompute", "full"], "traced with recompute none, the setup has full: trace that, too"),
+        (["--slices", "2"], "traced without slices"),
+    ):
+        assert cli.main([*command, *more]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_trace_of_what_the_formulas_do_not_know_is_not_written(tmp_path: Path) -> None:
+    flags = FURTHER["further tokens"]
+    with pytest.raises(ValueError, match=r"--output: simulate and plan read a trace of what they know.*mtp-num-layers"):
+        trace.write_profile(str(tmp_path / "traced.json"), traced(flags), launch_of(flags))

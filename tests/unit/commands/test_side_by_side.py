@@ -1,0 +1,66 @@
+"""`bpipe simulate --compare`: two predictions beside each other are those of two commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bpipe.cli import main
+
+PLAIN = ["simulate", "--model", "llama3-70b", "--cluster", "h100-80g:8x8", "--gbs", "64", "--tp", "4", "--pp", "8"]
+LAUNCH = "--num-layers 16 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048"
+LAUNCH += " --vocab-size 32000 --pipeline-model-parallel-size 4 --global-batch-size 16 --micro-batch-size 1 --bf16"
+
+
+def said(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def document(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(said([arguments[0], "--format", "json", *arguments[1:]], capsys))
+    return found
+
+
+def test_each_side_is_the_command_with_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    both = document([*PLAIN, "--compare", "", "--tp 8 --pp 4 --recompute full"], capsys)
+    assert both["A"] == document(PLAIN, capsys)
+    assert both["B"] == document([*PLAIN, "--tp", "8", "--pp", "4", "--recompute", "full"], capsys)
+
+
+def test_launches_are_compared_by_their_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, more in (("one.sh", ""), ("two.sh", " --recompute-granularity full --recompute-method uniform")):
+        (tmp_path / name).write_text(f"torchrun --nproc-per-node 4 pretrain_gpt.py {LAUNCH}{more}\n")
+    one, two = (str(tmp_path / name) for name in ("one.sh", "two.sh"))
+    command = ["simulate", "--cluster", "a100-80g"]
+    both = document([*command, "--compare", one, f"--from-script {two}"], capsys)
+    assert both["A"] == document([*command, "--from-script", one], capsys)
+    assert both["B"] == document([*command, "--from-script", two], capsys)
+    # The launch of the command is laid aside, too.
+    assert both == document([*command, "--compare", one, two, "--", *LAUNCH.split()], capsys)
+
+
+def test_it_says_which_is_faster_or_that_they_are_level(capsys: pytest.CaptureFixture[str]) -> None:
+    full = [*PLAIN, "--recompute", "full", "--compare", ""]
+    lines = said([*full, "--recompute none"], capsys).splitlines()
+    assert lines[0].split() == ["A", "B"]
+    assert " % less than A" in lines[-1]
+    assert "level" not in lines[-1]
+    assert "less than A, which is level" in said([*full, "--mbs 1"], capsys).splitlines()[-1]
+
+
+def test_what_does_not_fit_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = said([*PLAIN, "--compare", "--mbs 2", "--recompute full"], capsys).splitlines()
+    assert lines[-1].endswith("; A cannot run.")
+    assert any(line.startswith("fullest rank") and "does not fit" in line for line in lines)
+
+
+def test_a_mistyped_flag_and_a_drawing_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*PLAIN, "--compare", "", "--recompue full"])
+    assert "unknown flag --recompue, did you mean '--recompute'?" in capsys.readouterr().err
+    assert main([*PLAIN, "--trace", "x.json", "--compare", "", "--tp 8"]) == 2
+    assert "--compare predicts twice" in capsys.readouterr().err
