@@ -20,10 +20,11 @@ from bpipe.generate.family import Family
 from bpipe.ir.hosts import PAIR
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange
+from bpipe.models.choices import ATTENTION, CP_COMM_TYPES
 from bpipe.models.cluster import Cluster
 from bpipe.models.fp8 import Fp8
 from bpipe.models.layer_counts import split_layers
-from bpipe.models.layout import ATTENTION, CP_COMM_TYPES, EVENLY, Setup, setup_from_values
+from bpipe.models.layout import EVENLY, Setup, setup_from_values
 from bpipe.models.model import Model
 from bpipe.models.parts import Routing
 from bpipe.models.profile import Profile
