@@ -261,12 +261,6 @@ PLACED: tuple[Feature, ...] = (
         "use --non-persistent-ckpt-type global",
     ),
     Feature(
-        "hybrid models",
-        lambda s: s.hybrid_layer_pattern,
-        "a pattern of layers is dealt out by pipeline rank, and ranks have other layers here",
-        "drop --hybrid-layer-pattern",
-    ),
-    Feature(
         "further tokens in a layout",
         lambda s: s.mtp_num_layers and s.pipeline_model_parallel_layout,
         "in a layout the layers that predict further tokens are looked up by pipeline rank, and ranks have other "

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from bpipe.generate.ahead import later_microbatch
 from bpipe.generate.family import Family, FamilyOptions, UnitCosts
@@ -86,6 +87,8 @@ def family_within(
     )
 
 
+# Whole and in shards by either algorithm, with the embedding and without, a configuration has the same orders.
+@lru_cache(maxsize=16)
 def orders_within(
     num_ranks: int, num_microbatches: int, block: Block, most: int, costs: UnitCosts, slices: int = 1
 ) -> Sequence[Sequence[Action]]:

@@ -132,6 +132,12 @@ GET_MODEL = Patch(
 _LAYOUT = "megatron.core.transformer.pipeline_parallel_layer_layout"
 GPT_MODEL = Patch("megatron.core.models.gpt.gpt_model", "GPTModel.__init__", ("self",), observes=True)
 HYBRID_MODEL = Patch("megatron.core.models.hybrid.hybrid_model", "HybridModel.__init__", ("self",), observes=True)
+SEGMENT = Patch(
+    "megatron.core.models.hybrid.hybrid_layer_allocation",
+    "select_pipeline_segment",
+    ("main_pattern", "pp_group", "vp_stage"),
+    observes=True,
+)
 LAYERS_BEFORE = Patch(
     _LAYOUT, "PipelineParallelLayerLayout.get_layer_offset", ("self", "layer_type", "vp_stage", "pp_rank")
 )
@@ -239,6 +245,7 @@ PATCHES = (
     *(LOCAL_ATTENTION, CHECKPOINTED_ATTENTION, ROTARY, YARN, AUX_LOSS, SEQUENCE_AUX_LOSS, BALANCING_LOSS, Z_LOSS),
     *(ROLL, FURTHER_LOSSES, ACCEPTED),
     *(
+        SEGMENT,
         LAYERS_BEFORE,
         LAYERS_TO_BUILD,
         DATA_ITERATORS,

@@ -55,7 +55,6 @@ FLAGS = {
     "a YAML configuration": ("--yaml-cfg", "run.yaml"),
     "checkpoints by rank": ("--save", "here", "--ckpt-format", "torch"),
     "local checkpoints": ("--non-persistent-ckpt-type", "local"),
-    "hybrid models": ("--hybrid-layer-pattern", "M-M*"),
     "further tokens in a layout": ("--mtp-num-layers", "1", "--pipeline-model-parallel-layout", "t|t"),
     "skipped iterations": ("--iterations-to-skip", "3", "4"),
     "prediction of further tokens": ("--mtp-num-layers", "1"),
