@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from bpipe.commands.launch import launch_of
 from bpipe.commands.shared import CONFIGURED, print_json
-from bpipe.commands.terminal import columns
+from bpipe.commands.terminal import columns, progress_of
 from bpipe.extras import require
 from bpipe.flags import outputs
 from bpipe.flags.flag import Command, Group, Options, Task
@@ -62,8 +62,8 @@ COMMAND = Command(
 )
 
 
-class Subject(NamedTuple):
-    """What to trace. `setup`: what the formulas make of it; None where they do not know it, and `unknown` says why."""
+class TraceSubject(NamedTuple):
+    """Launch to trace. `setup`: what the formulas make of it; None where they do not know it, and `unknown` says why."""
 
     flags: Sequence[str]
     setup: Setup | None
@@ -82,7 +82,7 @@ def run(options: Options) -> None:
         print("\n".join(_table(traced["stages"], subject)))
 
 
-def write_profile(file: str, traced: Mapping[str, Any], subject: Subject) -> None:
+def write_profile(file: str, traced: Mapping[str, Any], subject: TraceSubject) -> None:
     """Write what `simulate` and `plan` read with --profile. What is saved depends on how layers are cut and on what is
     computed again, which the setup says. Raises ValueError where there is none."""
     if subject.setup is None:
@@ -94,18 +94,18 @@ def write_profile(file: str, traced: Mapping[str, Any], subject: Subject) -> Non
     Path(file).write_text(json.dumps({"stages": stages, "measured": measured}, indent=1) + "\n")
 
 
-def _subject(options: Options) -> Subject:
+def _subject(options: Options) -> TraceSubject:
     given = launch_of(options)
     if given is None:
         setup = _setup(filled(options, None, ("pipeline",)), None)
-        return Subject([*megatron_flags(setup), *_assumed(setup)], setup)
+        return TraceSubject([*megatron_flags(setup), *_assumed(setup)], setup)
     flags = flags_of_command(given.words, given.unknown)
     try:
         reading = read_command(given.words, given.unknown)
         setup = _setup(filled(options, reading, ("pipeline",)), reading)
     except ValueError as error:
-        return Subject([*flags, *_vocabulary(options.vocabulary)], None, str(error))
-    return Subject([*flags, *_assumed(setup)], setup)
+        return TraceSubject([*flags, *_vocabulary(options.vocabulary)], None, str(error))
+    return TraceSubject([*flags, *_assumed(setup)], setup)
 
 
 def _assumed(setup: Setup) -> list[str]:
@@ -132,21 +132,21 @@ def _traced(flags: Sequence[str]) -> dict[str, Any]:
     """Return the program's answer. Ends with its error and status where it has one."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", PROGRAM, *flags]
-    print("bpipe: building Megatron's stages without memory: some ten seconds", file=sys.stderr)
-    ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    with progress_of("building Megatron's stages without memory, some ten seconds"):
+        ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     if ended.returncode:
         sys.exit(ended.returncode)
     found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return found
 
 
-def _formulas(subject: Subject) -> dict[str, Any]:
+def _formulas(subject: TraceSubject) -> dict[str, Any]:
     if subject.setup is None:
         return {"unknown": subject.unknown}
     return {"parameters": stage_parameters(subject.setup), "saved_bytes": stage_bytes(subject.setup)}
 
 
-def _table(stages: Sequence[dict[str, Any]], subject: Subject) -> list[str]:
+def _table(stages: Sequence[dict[str, Any]], subject: TraceSubject) -> list[str]:
     titles: tuple[str, ...] = (
         "stage",
         "parameters",
@@ -176,7 +176,7 @@ def _table(stages: Sequence[dict[str, Any]], subject: Subject) -> list[str]:
     return [*columns(rows), *_remarks(stages, subject)]
 
 
-def _remarks(stages: Sequence[dict[str, Any]], subject: Subject) -> list[str]:
+def _remarks(stages: Sequence[dict[str, Any]], subject: TraceSubject) -> list[str]:
     lines = [
         "saved: what one micro-batch keeps for its backward and may leave; stays: what others hold, too; held: all that",
         "its forward made and left; peak: the most at once, its backward included. Transformer Engine's modules are",

@@ -18,7 +18,7 @@ OF_SETUP = ("tensor", "sequence", "recompute", "attention", "precision", "sequen
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """By stage, bytes that a micro-batch's forward saves and parameters, both of one device. `facts`: what was traced,
+    """Sizes of every stage on one device: bytes that a micro-batch's forward saves, and parameters. `facts`: what was traced,
     by the names of `OF_MODEL` and `OF_SETUP`."""
 
     facts: tuple[tuple[str, object], ...]
