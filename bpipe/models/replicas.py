@@ -17,11 +17,8 @@ def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
     rank's shards count with its first stage.
     """
     device, d = setup.cluster.device, setup.replicas
-    weight, gradient, state, _ = parameter_bytes(setup)
-    # Adam reads and writes main weight and both moments, reads the gradient in 32 bit, or as short as it is kept, and
-    # writes the weight, which in 32 bit is the main weight.
-    read = weight if setup.precision == "fp32" else 0
-    each = 2 * state + (4 if setup.state_types.gradient_copy_bytes(setup.fp8) else gradient) + weight + read
+    weight, gradient, *_ = parameter_bytes(setup)
+    each = _update_bytes(setup)
     gathers = setup.distributed_optimizer and not setup.switches.overlap_param_gather
     bandwidth = _replicas_bytes_per_s(setup, setup.replicas_share_nodes(), setup.replica_ports())
     rows, matrices = [], stage_matrices(setup)
@@ -50,6 +47,14 @@ def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
             (reduced, gathered + updated) if setup.switches.overlap_grad_reduce else (reduced + gathered, updated)
         )
     return tuple(rows)
+
+
+def _update_bytes(setup: Setup) -> int:
+    """Return bytes that Adam reads and writes for a parameter: main weight and both moments twice, the gradient in 32
+    bit or as short as it is kept, and the weight, which in 32 bit is the main weight."""
+    weight, gradient, state, _ = parameter_bytes(setup)
+    read = weight if setup.precision == "fp32" else 0
+    return 2 * state + (4 if setup.state_types.gradient_copy_bytes(setup.fp8) else gradient) + weight + read
 
 
 def _replicas_bytes_per_s(setup: Setup, share_node: bool, ports: int) -> float:

@@ -181,7 +181,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "flags": (
         "flag values",
-        "budgets megatron outputs parser schedules",
+        "budgets megatron outputs parser schedules state_types",
         "configurations",
         "trainer",
         "launches",
