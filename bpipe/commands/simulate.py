@@ -75,7 +75,7 @@ COMMAND = Command(
         Task(
             "balance it, within what a device has",
             "bpipe simulate --cluster h100-80g --from-script train.sh --balance bpipe --memory 75",
-            ("balance", "memory", "hosts"),
+            ("balance", "memory"),
         ),
         Task(
             "cut long sequences into slices",
@@ -91,7 +91,7 @@ COMMAND = Command(
         Task(
             "look at it",
             "bpipe simulate --cluster h100-80g --from-script train.sh --plot run.svg",
-            ("plot", "trace", "format"),
+            ("plot", "format"),
         ),
     ),
 )

@@ -62,7 +62,7 @@ COMMAND = Command(
 )
 
 
-class TraceSubject(NamedTuple):
+class TracedLaunch(NamedTuple):
     """Launch to trace. `setup`: what the formulas make of it; None where they do not know it, and `unknown` says why."""
 
     flags: Sequence[str]
@@ -82,7 +82,7 @@ def run(options: Options) -> None:
         print("\n".join(_table(traced["stages"], subject)))
 
 
-def write_profile(file: str, traced: Mapping[str, Any], subject: TraceSubject) -> None:
+def write_profile(file: str, traced: Mapping[str, Any], subject: TracedLaunch) -> None:
     """Write what `simulate` and `plan` read with --profile. What is saved depends on how layers are cut and on what is
     computed again, which the setup says. Raises ValueError where there is none."""
     if subject.setup is None:
@@ -94,18 +94,18 @@ def write_profile(file: str, traced: Mapping[str, Any], subject: TraceSubject) -
     Path(file).write_text(json.dumps({"stages": stages, "measured": measured}, indent=1) + "\n")
 
 
-def _subject(options: Options) -> TraceSubject:
+def _subject(options: Options) -> TracedLaunch:
     given = launch_of(options)
     if given is None:
         setup = _setup(filled(options, None, ("pipeline",)), None)
-        return TraceSubject([*megatron_flags(setup), *_assumed(setup)], setup)
+        return TracedLaunch([*megatron_flags(setup), *_assumed(setup)], setup)
     flags = flags_of_command(given.words, given.unknown)
     try:
         reading = read_command(given.words, given.unknown)
         setup = _setup(filled(options, reading, ("pipeline",)), reading)
     except ValueError as error:
-        return TraceSubject([*flags, *_vocabulary(options.vocabulary)], None, str(error))
-    return TraceSubject([*flags, *_assumed(setup)], setup)
+        return TracedLaunch([*flags, *_vocabulary(options.vocabulary)], None, str(error))
+    return TracedLaunch([*flags, *_assumed(setup)], setup)
 
 
 def _assumed(setup: Setup) -> list[str]:
@@ -140,13 +140,13 @@ def _traced(flags: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _formulas(subject: TraceSubject) -> dict[str, Any]:
+def _formulas(subject: TracedLaunch) -> dict[str, Any]:
     if subject.setup is None:
         return {"unknown": subject.unknown}
     return {"parameters": stage_parameters(subject.setup), "saved_bytes": stage_bytes(subject.setup)}
 
 
-def _table(stages: Sequence[dict[str, Any]], subject: TraceSubject) -> list[str]:
+def _table(stages: Sequence[dict[str, Any]], subject: TracedLaunch) -> list[str]:
     titles: tuple[str, ...] = (
         "stage",
         "parameters",
@@ -176,7 +176,7 @@ def _table(stages: Sequence[dict[str, Any]], subject: TraceSubject) -> list[str]
     return [*columns(rows), *_remarks(stages, subject)]
 
 
-def _remarks(stages: Sequence[dict[str, Any]], subject: TraceSubject) -> list[str]:
+def _remarks(stages: Sequence[dict[str, Any]], subject: TracedLaunch) -> list[str]:
     lines = [
         "saved: what one micro-batch keeps for its backward and may leave; stays: what others hold, too; held: all that",
         "its forward made and left; peak: the most at once, its backward included. Transformer Engine's modules are",

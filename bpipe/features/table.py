@@ -96,10 +96,27 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "activation offloading",
-        lambda s: s.cpu_offloading or (s.cpu_offloading_num_layers or 0) > 0 or s.fine_grained_activation_offloading,
-        "activation offloading saves tensors through hooks of autograd, and to look at one is to fetch it: who moves "
-        "what cannot be told",
-        "drop --cpu-offloading-num-layers / --fine-grained-activation-offloading",
+        lambda s: s.cpu_offloading or (s.cpu_offloading_num_layers or 0) > 0,
+        "activation offloading saves tensors of whole layers through hooks of autograd, and to look at one is to fetch "
+        "it: nothing of such a layer could move",
+        "use --fine-grained-activation-offloading, or drop --cpu-offloading-num-layers",
+    ),
+    Feature(
+        "fine-grained activation offloading",
+        lambda s: s.fine_grained_activation_offloading,
+        "what it takes it saves through its own hooks and holds itself, on the device or the host: that is not looked at "
+        "and stays, and the rest of the layer moves",
+        "drop --fine-grained-activation-offloading",
+        State.GUARDED,
+        "test_what_hooks_keep_elsewhere_stays_and_the_rest_moves",
+        moving=True,
+    ),
+    Feature(
+        "fine-grained offloading in our loop",
+        lambda s: s.fine_grained_activation_offloading,
+        "Megatron's own loops tell it where an iteration ends, and ours does not",
+        "drop --fine-grained-activation-offloading, or leave the schedule to Megatron's loop",
+        own_loop=True,
     ),
     Feature(
         "combined 1F1B",
@@ -114,7 +131,7 @@ FEATURES: tuple[Feature, ...] = (
         moving=True,
     ),
     Feature(
-        "combined 1F1B in our own loop",
+        "combined 1F1B in our loop",
         lambda s: s.overlap_moe_expert_parallel_comm,
         "our own loop runs a forward and a backward one after the other, so nothing hides the exchanges of experts",
         "drop --overlap-moe-expert-parallel-comm / --delay-wgrad-compute, or leave the schedule to Megatron's loop",
@@ -223,7 +240,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "a YAML configuration",
         lambda s: s.yaml_cfg,
-        "a YAML configuration replaces the command line, and was never tried",
+        "Megatron reads the file in place of the command line, and drops the flags of this project with the rest",
         "give the flags on the command line instead of --yaml-cfg",
     ),
 )
@@ -242,12 +259,6 @@ PLACED: tuple[Feature, ...] = (
         lambda s: s.non_persistent_ckpt_type == "local",
         "local checkpoints file weights by rank, and ranks have other layers here",
         "use --non-persistent-ckpt-type global",
-    ),
-    Feature(
-        "hybrid models",
-        lambda s: s.hybrid_layer_pattern,
-        "a pattern of layers is dealt out by pipeline rank, and ranks have other layers here",
-        "drop --hybrid-layer-pattern",
     ),
     Feature(
         "further tokens in a layout",

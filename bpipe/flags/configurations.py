@@ -15,10 +15,10 @@ from bpipe.flags.values import factor, layers, positive, predicted_slice_lengths
 from bpipe.generate.families import FAMILIES, SEARCHED
 from bpipe.ir.hosts import ARRANGEMENTS, PAIR
 from bpipe.ir.layout import EVEN, Vocabulary
+from bpipe.models.choices import ATTENTION, CP_COMM_TYPES, KEPT_HALVES, KERNELS, PRECISIONS
 from bpipe.models.cluster import DEVICES, RACKS
 from bpipe.models.flops import FORMULAS
 from bpipe.models.fp8 import FORMATS, RECIPES
-from bpipe.models.layout import ATTENTION, CP_COMM_TYPES, KEPT_HALVES, KERNELS, PRECISIONS
 from bpipe.models.model import PRESETS
 from bpipe.models.parts import DISPATCHERS
 from bpipe.models.recompute import BLOCK, FORMS, RECOMPUTE, read_recompute, read_scope

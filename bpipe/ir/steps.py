@@ -27,15 +27,13 @@ class Step(NamedTuple):
 
     `compute` is None for the loop's start and its end, the first and last.
 
-    `overlapped` is the backward that runs together with it. `continues`: the computation is the second of two that
-    overlap and run one after the other.
+    `overlapped` is the backward that runs together with it.
     """
 
     compute: Action | None
     before: tuple[Action, ...] = ()
     after: tuple[Action, ...] = ()
     overlapped: Action | None = None
-    continues: bool = False
 
     @property
     def computations(self) -> tuple[Action, ...]:
@@ -52,7 +50,7 @@ def one_by_one(program: Iterable[Step]) -> tuple[Step, ...]:
         if step.overlapped is None:
             found.append(step)
         else:
-            found += (Step(step.compute, step.before), Step(step.overlapped, (), step.after, continues=True))
+            found += (Step(step.compute, step.before), Step(step.overlapped, (), step.after))
     return tuple(found)
 
 

@@ -322,7 +322,7 @@ class _Lowering:
 
     def _step(self, step: Step, sent: Sequence[int] = ()) -> None:
         """The transfers and computations of a step, and `sent` right behind these."""
-        compute, before, after, overlapped, _ = step
+        compute, before, after, overlapped = step
         if self.leaving:
             self._finish_evictions()
         for action in before:

@@ -37,8 +37,11 @@ class Fp8:
             if value not in choices:
                 raise ValueError(f"unknown {name} {value!r}: choose from {', '.join(choices)}")
 
-    def check(self, device: DeviceKind) -> None:
-        """Raise ValueError for a device that does not multiply so."""
+    def check(self, device: DeviceKind, *, on_gpu: bool, distributed_optimizer: bool) -> None:
+        """Raise ValueError for a device that does not multiply so, and for trainings that have no use for it.
+
+        `on_gpu`: in 16 bits, by kernels of a GPU.
+        """
         if device.fp8_flops_per_s is None:
             raise ValueError(
                 f"{device.name} multiplies no FP8 as far as is known: choose another device, or give fp8_tflops in a "
@@ -49,6 +52,10 @@ class Fp8:
                 f"{device.name} has no mxfp8, which came with Blackwell: give --fp8-recipe tensorwise, delayed or "
                 f"blockwise"
             )
+        if not on_gpu:
+            raise ValueError("FP8 is for trainings in bf16 or fp16, on GPUs: give --precision bf16 and kernels gpu")
+        if self.param_gather and not distributed_optimizer:
+            raise ValueError("--fp8-param-gather is for the distributed optimizer: leave one of the two out")
 
     @property
     def value_bytes(self) -> Fraction:

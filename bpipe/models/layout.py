@@ -1,9 +1,7 @@
 """Say how a model is trained: how it is cut over devices, and what is recomputed and balanced.
 
-In: numbers. Out: a checked `Setup`.
-
-Knows bytes and seconds of nothing. Legend of the messages: t tensor, c context, d data parallel, p pipeline, G devices,
-B global batch.
+In: numbers. Out: a checked `Setup`. Knows bytes and seconds of nothing. Legend of the messages: t tensor, c context, d
+data parallel, p pipeline, G devices, B global batch.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from bpipe.build import ScheduleConfig
 from bpipe.generate.families import FAMILIES, default_family
 from bpipe.ir.layout import EVEN, Layout, SliceLengths, Vocabulary
 from bpipe.ir.program import Exchange
+from bpipe.models.choices import CHOICES, CP_COMM_TYPES, KEPT_HALVES
 from bpipe.models.cluster import Cluster
 from bpipe.models.fp8 import Fp8
 from bpipe.models.layer_counts import without_layers
@@ -30,24 +29,8 @@ from bpipe.models.state_types import StateTypes
 from bpipe.models.switches import Switches
 from bpipe.models.traced import Traced
 
-ATTENTION = ("unfused", "flash")
-PRECISIONS = ("bf16", "fp16", "fp32")
-KERNELS = ("gpu", "cpu")
-# What of the weights' halves of split backwards is put off: the trainer's `--bpipe-keep-weights-halves`.
-KEPT_HALVES = ("linear", "none")
-# How attention reaches what other context-parallel ranks have of a sequence: Megatron's --cp-comm-type.
-CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
 # To the fewest micro-batches that all pairs can keep.
 EVENLY = BalanceConfig()
-_CHOICES = {
-    "balance": BALANCES,
-    "attention": ATTENTION,
-    "precision": PRECISIONS,
-    "kernels": KERNELS,
-    "keep_weights_halves": KEPT_HALVES,
-    "vocabulary_parallel": tuple(one.value for one in Vocabulary),
-    "cp_comm_type": CP_COMM_TYPES,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +98,7 @@ class Setup:
             check()
 
     def _check_choices(self) -> None:
-        for name, choices in _CHOICES.items():
+        for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}: choose from {', '.join(choices)}")
         # Of one recomputation there is one text, so that setups that are alike are equal.
@@ -284,11 +267,8 @@ class Setup:
     def _check_fp8(self) -> None:
         if self.fp8 is None:
             return
-        self.fp8.check(self.cluster.device)
-        if self.precision == "fp32" or self.kernels == "cpu":
-            raise ValueError("FP8 is for trainings in bf16 or fp16, on GPUs: give --precision bf16 and kernels gpu")
-        if self.fp8.param_gather and not self.distributed_optimizer:
-            raise ValueError("--fp8-param-gather is for the distributed optimizer: leave one of the two out")
+        on_gpu = self.precision != "fp32" and self.kernels != "cpu"
+        self.fp8.check(self.cluster.device, on_gpu=on_gpu, distributed_optimizer=self.distributed_optimizer)
         if self.splits:
             raise ValueError(
                 f"{self.schedule} splits backwards, and what its halves hold in FP8 is not modelled: choose another "

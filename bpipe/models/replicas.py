@@ -17,8 +17,8 @@ def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
     rank's shards count with its first stage.
     """
     device, d = setup.cluster.device, setup.replicas
-    weight, gradient, *_ = parameter_bytes(setup)
-    each = _update_bytes(setup)
+    weight, gradient, _, _ = parameter_bytes(setup)
+    each = _updated_bytes(setup)
     gathers = setup.distributed_optimizer and not setup.switches.overlap_param_gather
     bandwidth = _replicas_bytes_per_s(setup, setup.replicas_share_nodes(), setup.replica_ports())
     rows, matrices = [], stage_matrices(setup)
@@ -49,9 +49,9 @@ def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
     return tuple(rows)
 
 
-def _update_bytes(setup: Setup) -> int:
-    """Return bytes that Adam reads and writes for a parameter: main weight and both moments twice, the gradient in 32
-    bit or as short as it is kept, and the weight, which in 32 bit is the main weight."""
+def _updated_bytes(setup: Setup) -> int:
+    """Return the bytes of a parameter that Adam reads and writes: main weight and both moments, the gradient in 32 bit
+    or as short as it is kept, and the weight, which in 32 bit is the main weight."""
     weight, gradient, state, _ = parameter_bytes(setup)
     read = weight if setup.precision == "fp32" else 0
     return 2 * state + (4 if setup.state_types.gradient_copy_bytes(setup.fp8) else gradient) + weight + read

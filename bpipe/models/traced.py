@@ -18,8 +18,8 @@ OF_SETUP = ("tensor", "sequence", "recompute", "attention", "precision", "sequen
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """Sizes of every stage on one device: bytes that a micro-batch's forward saves, and parameters. `facts`: what was traced,
-    by the names of `OF_MODEL` and `OF_SETUP`."""
+    """Bytes that a micro-batch's forward saves, and parameters, by stage and both of one device. `facts`: what was
+    traced, by the names of `OF_MODEL` and `OF_SETUP`."""
 
     facts: tuple[tuple[str, object], ...]
     saved_bytes: tuple[int, ...]

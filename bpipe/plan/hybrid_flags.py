@@ -9,11 +9,9 @@ from typing import Any
 
 from bpipe.flags.flag import Options
 from bpipe.flags.launches import words
-from bpipe.generate.families import FAMILIES
 from bpipe.models.hybrid import EXPERTS, Hybrid, split_text
 from bpipe.models.layout import Setup
 from bpipe.plan.layer_split import Split, read_split, refuse_empty
-from bpipe.plan.space import is_in_order
 
 PATTERN, OLD_PATTERN = "--hybrid-layer-pattern", "--hybrid-override-pattern"
 # Where Megatron's own stack is, the name in front being today's.
@@ -141,13 +139,3 @@ def layers_of(found: Options, split: Split) -> tuple[int, ...]:
         )
     refuse_empty(stages)
     return stages
-
-
-def refuse_placed(setup: Setup) -> None:
-    """Raise ValueError where the trainer refuses a hybrid model: it deals a pattern out by pipeline rank."""
-    if setup.model.hybrid is not None and not is_in_order(setup.schedule, setup.pipeline, setup.chunks):
-        names = ", ".join(name for name in FAMILIES if is_in_order(name, 4, max(1, FAMILIES[name].min_chunks)))
-        raise ValueError(
-            f"{setup.schedule} has other stages on its ranks than Megatron deals a hybrid model's pattern out to: "
-            f"choose one of {names}"
-        )

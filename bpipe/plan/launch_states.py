@@ -78,6 +78,12 @@ SUPPORTED: tuple[Feature, ...] = tuple(
             "multi_token_prediction",
         ),
         (
+            "hybrid models",
+            lambda s: s.hybrid_layer_pattern,
+            "a pattern of layers is dealt out by stage",
+            "test_a_pattern_is_dealt_out_by_stage",
+        ),
+        (
             "the distributed optimizer",
             lambda s: s.use_distributed_optimizer,
             "gradients, weights and the optimizer's state never move",

@@ -22,9 +22,9 @@ from bpipe.flags.parser import parser_of_launch
 from bpipe.flags.values import AUTO
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.layout import REDISTRIBUTE
+from bpipe.models.choices import CP_COMM_TYPES
 from bpipe.models.fp8 import RECIPES
 from bpipe.models.layer_counts import output_in_layers, padded_vocabulary, redistribute_layers
-from bpipe.models.layout import CP_COMM_TYPES
 from bpipe.models.state_types import FIELDS as STATE_FIELDS
 from bpipe.models.switches import SWITCHES, flag_of
 from bpipe.plan.expert_flags import parts_of_flags

@@ -30,7 +30,6 @@ from bpipe.models.slices import slice_bounds
 from bpipe.models.state_types import FIELDS as STATE_FIELDS
 from bpipe.models.state_types import StateTypes
 from bpipe.models.switches import SWITCHES, Switches
-from bpipe.plan.hybrid_flags import refuse_placed
 from bpipe.plan.megatron_command import Reading, read_command
 
 # Fields of a Model, and what a switch makes of them.
@@ -230,7 +229,6 @@ def setup_of(options: Options, cluster: Cluster) -> Setup:
     if timed:
         setup = replace(setup, slice_lengths=lengths_of_equal_seconds(setup))
     slice_bounds(setup)
-    refuse_placed(setup)
     return setup
 
 

@@ -20,10 +20,11 @@ from bpipe.generate.family import Family
 from bpipe.ir.hosts import PAIR
 from bpipe.ir.layout import Vocabulary
 from bpipe.ir.program import Exchange
+from bpipe.models.choices import ATTENTION, CP_COMM_TYPES
 from bpipe.models.cluster import Cluster
 from bpipe.models.fp8 import Fp8
 from bpipe.models.layer_counts import split_layers
-from bpipe.models.layout import ATTENTION, CP_COMM_TYPES, EVENLY, Setup, setup_from_values
+from bpipe.models.layout import EVENLY, Setup, setup_from_values
 from bpipe.models.model import Model
 from bpipe.models.parts import Routing
 from bpipe.models.profile import Profile
@@ -128,7 +129,6 @@ CUTS = {
     "chunks": "numbers of chunks: the layers do not go over so many stages",
     "pipes": "micro-batch sizes: two pipes want at least four ranks, and an even number of them",
     "experts": "micro-batch sizes: experts in two pipes are not modelled",
-    "hybrid": "micro-batch sizes: hybrid models are trained with stages in Megatron's order alone",
     "pairs": "choices of balancing: no pair of ranks has anything to share",
     "profile": "configurations: the profile does not cover them",
     "layers": "choices of how many layers to recompute: it fits with none, or takes all of a stage",
@@ -282,8 +282,7 @@ def _schedules(space: Space, pipeline: int, num_microbatches: int, cuts: Counter
         if family.splits and pipeline == 1:
             # Nobody to wait for: it would be 1F1B.
             continue
-        hybrid = space.model.hybrid is not None and not is_in_order(schedule, pipeline, family.min_chunks)
-        cut = "hybrid" if hybrid else _cut_of(family, space, pipeline, num_microbatches)
+        cut = _cut_of(family, space, pipeline, num_microbatches)
         if cut is not None:
             cuts[cut] += 1
         elif family.max_chunks == 1:

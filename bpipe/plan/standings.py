@@ -21,7 +21,7 @@ HALVES = (
     "backwards in halves were never run with Transformer Engine's layers, which GPUs usually have: "
     "scripts/gpu_check.py --only halves"
 )
-AS_A_V = "stages placed as a V take checkpoints in torch_dist only, and no hybrid models"
+AS_A_V = "stages placed as a V take checkpoints in torch_dist only"
 
 GATED_GELU = "a gated GELU, for which Megatron has no flag: --swiglu, of the same sizes, stands in its place"
 BEHIND_ATTENTION = (

@@ -17,6 +17,16 @@ from typing import Any
 import torch
 
 _MODULE = "torch.utils.checkpoint"
+# Modules whose hooks keep elsewhere what they are given.
+_ASIDE: set[str] = set()
+
+
+def leave_aside(module: str) -> None:
+    """Say that hooks of this module keep elsewhere what they are given, on the host or in tensors of their own.
+
+    What a node saved through one is not looked at, for that may take it out of there, and so it stays.
+    """
+    _ASIDE.add(module)
 
 
 class Regions:
@@ -29,7 +39,7 @@ class Regions:
         return bool(self._frames)
 
     def recomputes(self, node: Any, name: str) -> bool:
-        """Return whether what a node saved under this name is not there, but computed again.
+        """Return whether what a node saved under this name is not there, but computed again, or kept elsewhere.
 
         Raises ValueError where a tensor was saved through another's hook: looking at it would run that.
         """
@@ -42,6 +52,8 @@ class Regions:
         hook = getattr(saved, "unpack_hook", None)
         if hook is None:
             return False
+        if getattr(hook, "__module__", "") in _ASIDE:
+            return True
         frame = _closed_over(hook, "frame") if getattr(hook, "__module__", "") == _MODULE else None
         if frame is None:
             raise ValueError(

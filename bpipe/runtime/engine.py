@@ -195,7 +195,7 @@ class Engine:
         """Prepare for `op`, a computation that is about to run; its inputs from neighbours are there, or the loop waits
         for them next. `beside`: the backward that runs together with it."""
         step = self._expected(op, beside)
-        if self._evictor and not step.continues:
+        if self._evictor:
             # What is evicted beside a computation or in a bubble is gone before the next computation, which takes its
             # memory; and not earlier: the loop has sent the last one's output meanwhile, and that would have waited
             # too.
@@ -210,7 +210,7 @@ class Engine:
         if self._evictor and step.overlapped is None and op.kind is Kind.FORWARD:
             # Beside a backward the allocator would count what that frees, too.
             self._kept.starts()
-        self._ranges.begin(op)
+        self._ranges.begin(op, beside)
 
     def _expected(self, op: Action, beside: Action | None) -> Step:
         """Return the step that is next. Raises RuntimeFault where it is another one that runs."""

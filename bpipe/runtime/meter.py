@@ -185,14 +185,8 @@ class Meter:
 
         Without a `look` it is what was there when last looked at, and what was saved since.
         """
-        for owner, held in tuple(self._held.items()) if look else ():
-            if held.looks or held.over:
-                self._look(held)
-                if held.halved and not held.over:
-                    self.after_each_bytes[owner] = max(self.after_each_bytes.get(owner, 0), held.bytes_now)
-                    self.after_input_bytes[owner[0]] = max(self.after_input_bytes.get(owner[0], 0), held.bytes_now)
-                if held.over and not held.addresses:
-                    del self._held[owner]
+        if look:
+            self._look_at_what_was_touched()
         # What cannot move stays when a micro-batch leaves: one that has less than half of its bytes here is away. And
         # whoever holds bytes of one whose backward has run holds bytes, not a micro-batch.
         here = sum(
@@ -204,6 +198,16 @@ class Meter:
         in_all = sum(held.bytes_now for held in self._held.values()) + self.in_shards_bytes + host_bytes
         self.peak_bytes = max(self.peak_bytes, in_all)
         return in_all
+
+    def _look_at_what_was_touched(self) -> None:
+        for owner, held in tuple(self._held.items()):
+            if held.looks or held.over:
+                self._look(held)
+                if held.halved and not held.over:
+                    self.after_each_bytes[owner] = max(self.after_each_bytes.get(owner, 0), held.bytes_now)
+                    self.after_input_bytes[owner[0]] = max(self.after_input_bytes.get(owner[0], 0), held.bytes_now)
+                if held.over and not held.addresses:
+                    del self._held[owner]
 
     def _look(self, held: _Held) -> None:
         held.looks = max(0, held.looks - 1)

@@ -56,11 +56,12 @@ class Ranges:
         finally:
             self.end()
 
-    def begin(self, action: Action) -> None:
-        """Name what is issued from here to `end`; ranges do not stand within each other."""
+    def begin(self, action: Action, beside: Action | None = None) -> None:
+        """Name what is issued from here to `end`, with what runs beside it; ranges do not stand within each other."""
         if not torch._C._autograd._profiler_enabled():
             return
-        self._open = record_function(name_of(action, self._slices))
+        names = [name_of(each, self._slices) for each in (action, beside) if each is not None]
+        self._open = record_function(" with ".join(names))
         self._open.__enter__()
 
     def end(self) -> None:

@@ -6,7 +6,7 @@ every rank's actions as torch has them. Knows no tensors and no processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def config_of(
         return ScheduleConfig(name, *sizes, balance, group_size, exchange=Exchange.TORCH)
     if group_size is not None:
         raise ValueError(f"group_size {group_size} is of bpipe's own families, and {source} is none: leave it out")
-    schedule = _schedule_of(source, stages, num_microbatches, overlaps=balance is None)
+    schedule = _schedule_of(source, stages, num_microbatches)
     given, wanted = (schedule.num_ranks, schedule.num_microbatches), (num_ranks, num_microbatches)
     if given != wanted:
         raise ValueError(
@@ -92,35 +92,26 @@ def _family_named(source: Source) -> str | None:
     raise ValueError(unknown("schedule", source, (*FAMILIES, *TORCH_NAMES)))
 
 
-def _schedule_of(source: Source, stages: Sequence[Any], num_microbatches: int, overlaps: bool) -> Schedule:
+def _schedule_of(source: Source, stages: Sequence[Any], num_microbatches: int) -> Schedule:
     if isinstance(source, Schedule):
         return source
     if isinstance(source, str) and source in TORCH_NAMES:
         source = schedule_class(source)
     if isinstance(source, type):
-        return schedule_of_class(source, stages, num_microbatches, overlaps)
+        return schedule_of_class(source, stages, num_microbatches)
     schedule = read_file(str(source))
     return align(schedule) if is_listing(schedule) and schedule.hosts is None else schedule
 
 
-def schedule_of_class(made_by: Any, stages: Sequence[Any], num_microbatches: int, overlaps: bool = False) -> Schedule:
-    """Return the order of one of torch's classes on the unit grid; what overlaps is put one behind the other unless
-    it `overlaps`."""
+def schedule_of_class(made_by: Any, stages: Sequence[Any], num_microbatches: int) -> Schedule:
+    """Return the order of one of torch's classes on the unit grid."""
     if issubclass(made_by, SingleStage):
         raise ValueError(
             f"{made_by.__name__} is none of torch's that bpipe knows: give one of {', '.join(TORCH_NAMES)}"
         )
     order = made_by(list(stages), num_microbatches).pipeline_order
-    rows = (
-        ",".join("" if action is None else str(action) for action in _flat(order[rank], overlaps))
-        for rank in sorted(order)
-    )
+    rows = (",".join("" if action is None else str(action) for action in order[rank]) for rank in sorted(order))
     return replace(align(read("\n".join(rows) + "\n")), name=made_by.__name__.removeprefix("Schedule"))
-
-
-def _flat(row: Sequence[Any], overlaps: bool) -> Iterator[Any]:
-    for action in row:
-        yield from action.sub_actions if action is not None and action.sub_actions and not overlaps else (action,)
 
 
 def refuse_unrunnable(schedule: Schedule) -> None:

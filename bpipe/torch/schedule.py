@@ -35,7 +35,7 @@ from bpipe.torch.orders import (
     refuse_unrunnable,
     torch_orders,
 )
-from bpipe.torch.pipelines import connected, pipelines_of
+from bpipe.torch.pipelines import Connected, connected, pipelines_of
 from bpipe.torch.recomputed import refuse_split_recomputation
 from bpipe.torch.recorded import StepRecord
 from bpipe.torch.upstream import Computation, Runtime, SingleStage, refuse_compiled, require_attributes
@@ -130,15 +130,9 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         self.buffers = ReceiveBuffers(stages, own.__contains__) if lean_buffers else None
         self._calls: StepCalls | None = None
         device = _device_of(stages)
-        try:
-            connections = connected(stages[0].group, self.schedule, transport, timeout_s, device)
-        except (ValueError, RuntimeError) as error:
-            name_arguments(error)
-            raise
+        connections = self._connected(stages, transport, timeout_s, device)
         self.links = connections.links
         refuse_standstill(self.schedule, self.pipeline_order_with_comms, device, self.links, differing)
-        if connections.table:
-            logger.info("bpipe: %s", connections.table)
         self.verifier = Verifier(f"rank {dist.get_rank()}", device, verify) if verify else None
         config = EngineConfig(
             name=f"rank {dist.get_rank()}",
@@ -153,10 +147,28 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
             verifier=self.verifier,
         )
         self.engine = Engine(self.schedule, self.rank, connections.transports(differing) or None, config, meter)
-        self._report: StepRecord | None = None
-        if report is not None:
-            pipelines = connections.pipelines or pipelines_of(stages[0].group, self.schedule)
-            self._report = StepRecord(report, report_steps, self.config, pipelines, stages, device)
+        self._report = None if report is None else self._recording(stages, report, report_steps, connections, device)
+
+    def _connected(self, stages: Sequence[Any], transport: str, timeout_s: float, device: torch.device) -> Connected:
+        try:
+            connections = connected(stages[0].group, self.schedule, transport, timeout_s, device)
+        except (ValueError, RuntimeError) as error:
+            name_arguments(error)
+            raise
+        if connections.table:
+            logger.info("bpipe: %s", connections.table)
+        return connections
+
+    def _recording(
+        self,
+        stages: Sequence[Any],
+        folder: str | Path,
+        steps: tuple[int, int],
+        connections: Connected,
+        device: torch.device,
+    ) -> StepRecord:
+        pipelines = connections.pipelines or pipelines_of(stages[0].group, self.schedule)
+        return StepRecord(folder, steps, self.config, pipelines, stages, device)
 
     @classmethod
     def of(cls, other: Any, **options: Any) -> BalancedSchedule:

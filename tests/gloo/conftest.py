@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import batched
 from pathlib import Path
@@ -194,6 +194,12 @@ def run_cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome
         return train(world, placed, folder, timeout_s, worker)
 
     return run
+
+
+def slow_but(always: Collection[str], names: Iterable[str]) -> list[Any]:
+    """Return names as parameters, of which all but some run only with --slow."""
+    assert set(always) <= (known := set(names)), f"no case is called {', '.join(set(always) - known)}"
+    return [name if name in always else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def asked_for(request: pytest.FixtureRequest, *parameters: str) -> set[tuple[Any, ...]]:

@@ -101,7 +101,7 @@ CASES = {
     "InterleavedZeroBubble": Case("loop", schedules.ScheduleInterleavedZeroBubble, "InterleavedZeroBubble", AWAY),
     "ZBVZeroBubble": Case("v", ZBV, "ZBVZeroBubble", AWAY),
     "DualPipeV": Case("v", schedules.ScheduleDualPipeV, "DualPipeV", AWAY),
-    "DualPipeV, overlapping": Case("v", schedules.ScheduleDualPipeV, "DualPipeV", {"balance": "none"}, moves=False),
+    "DualPipeV, not balanced": Case("v", schedules.ScheduleDualPipeV, "DualPipeV", {"balance": "none"}, moves=False),
     # Ours, beside torch's of the same stages.
     "zb-v": Case("v", ZBV, "zb-v", AWAY),
     "v-half": Case("v", ZBV, "v-half", AWAY),

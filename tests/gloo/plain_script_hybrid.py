@@ -27,7 +27,7 @@ from megatron.training.argument_utils import core_transformer_config_from_args, 
 from megatron.training.arguments import parse_and_validate_args
 from plain_script import datasets, mean_loss
 
-# M: recurrent, *: attention, -: MLP, |: the next stage.
+# Where no flag gives one. M: recurrent, *: attention, -: MLP, |: the next stage.
 PATTERN = "M*-|M*M-|*M-|M-*"
 
 
@@ -72,7 +72,7 @@ def model(
         hybrid_stack_spec=stack(),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.seq_length,
-        hybrid_layer_pattern=PATTERN,
+        hybrid_layer_pattern=args.hybrid_layer_pattern or PATTERN,
         pre_process=pre_process,
         post_process=post_process,
         share_embeddings_and_output_weights=True,

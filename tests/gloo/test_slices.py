@@ -94,7 +94,7 @@ ROWS: dict[str, tuple[str, ...]] = {
 LONG_TAIL = {
     *("windows", "core_recomputed", "per_token", "listed", "latents_computed_again", "further_tokens_in_a_v"),
     *("further_tokens_of_tensor_parallel_ranks", "latents_of_tensor_parallel_ranks", "further_tokens_by_token"),
-    *("tied_shards", "shards_of_tensor_parallel_ranks", "tensor_parallel"),
+    *("tied_shards", "shards_of_tensor_parallel_ranks", "tensor_parallel", "llama", "fully_recomputed", "equal_work"),
 }
 
 
@@ -190,16 +190,28 @@ SAME: dict[str, dict[str, Sequence[str]]] = {
 
 @pytest.fixture(scope="module")
 def alike(request: pytest.FixtureRequest, run_cases: Callable[..., Outcome]) -> dict[str, Outcome]:
-    wanted = {group for (group, _) in asked_for(request, "group", "name")} or set(SAME)
-    return {
-        group: run_cases(4, [Case(name, (*BATCH, *LLAMA, *more)) for name, more in SAME[group].items()], 900)
-        for group in SAME
-        if group in wanted
-    }
+    wanted = asked_for(request, "group", "name") or {(group, name) for group, cases in SAME.items() for name in cases}
+    found = {}
+    for group in (group for group in SAME if any(group == one for one, _ in wanted)):
+        first, *others = SAME[group]
+        names = [first, *(name for name in others if (group, name) in wanted)]
+        found[group] = run_cases(4, [Case(name, (*BATCH, *LLAMA, *SAME[group][name])) for name in names], 900)
+    return found
+
+
+SAME_ALWAYS = {
+    *(("one_stage", "balanced"), ("one_stage", "split_balanced"), ("one_stage", "host"), ("one_stage", "recomputed")),
+    *(("chunks", "grouped_balanced"), ("shards", "split_balanced")),
+}
 
 
 @pytest.mark.parametrize(
-    ("group", "name"), [(group, name) for group, cases in SAME.items() for name in list(cases)[1:]]
+    ("group", "name"),
+    [
+        pytest.param(group, name, marks=() if (group, name) in SAME_ALWAYS else pytest.mark.slow)
+        for group, cases in SAME.items()
+        for name in list(cases)[1:]
+    ],
 )
 def test_schedules_and_balancing_of_slices_agree_in_every_bit(alike: dict[str, Outcome], group: str, name: str) -> None:
     same(alike[group], next(iter(SAME[group])), name, 4)

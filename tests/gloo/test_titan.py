@@ -21,6 +21,7 @@ import pytest
 from bpipe.cli import main
 from tests.gloo.conftest import ROOT
 from tests.gloo.ports import free_ports
+from tests.gloo.titan_worker import RECOMPUTED
 
 PYTHON = os.environ.get("TORCHTITAN_PYTHON") or (sys.executable if importlib.util.find_spec("torchtitan") else None)
 pytestmark = [
@@ -40,10 +41,17 @@ SMALL = (
 MOVING = ("--balance.minimum_bytes", "256", "--balance.poison", "--balance.timeout_s", "60")
 # Selective checkpointing and the chunked loss are defaults of the model's configuration.
 PIPELINE = ("--parallelism.pipeline_parallel_degree", "4", "--parallelism.pipeline_parallel_schedule", "1F1B")
-SHARDED = (
-    *("--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"),
-    *("--parallelism.data_parallel_shard_degree", "2"),
-)
+LOOPED = ("--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_schedule", "Interleaved1F1B")
+SHARDED = (*LOOPED, "--parallelism.data_parallel_shard_degree", "2")
+SPLIT = (*LOOPED, "--parallelism.tensor_parallel_degree", "2")
+# By name: flags, what is recomputed, where what leaves goes, and the share of it that moves at least.
+TRAINED = {
+    "PP 4": (PIPELINE, "selective", "pair", 0.9),
+    "PP 4, nothing recomputed": (PIPELINE, "none", "pair", 0.9),
+    "PP 4, all recomputed": (PIPELINE, "full", "pair", 0.9),
+    "PP 2, FSDP 2": (SHARDED, "selective", "host", 0.9),
+    "PP 2, TP 2": (SPLIT, "selective", "host", 0.9),
+}
 
 
 class Titan:
@@ -66,9 +74,13 @@ class Titan:
         }
         return {**os.environ, **more, "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1"}
 
-    def train(self, name: str, *arguments: str, steps: int = 4, world: int = 4) -> list[dict[str, Any]]:
+    def train(
+        self, name: str, *arguments: str, steps: int = 4, world: int = 4, recomputed: str = "selective"
+    ) -> list[dict[str, Any]]:
         """What every rank wrote."""
         environment = {**self.env(), "WORLD_SIZE": str(world), "MASTER_PORT": str(free_ports(1)[0])}
+        if recomputed != "selective":
+            environment[RECOMPUTED] = recomputed
         config = "llama3_debugmodel" if arguments[1] == "llama3" else "llama3.llama3_debugmodel"
         command = [str(PYTHON), "-W", "ignore", str(ROOT / "tests/gloo/titan_worker.py"), str(self.folder), name]
         command += [*arguments, "--config", config, *SMALL, "--training.steps", str(steps)]
@@ -111,15 +123,16 @@ def bits(ranks: list[dict[str, Any]], first_step: int = 1) -> list[Any]:
     return [([note for note in rank["notes"] if int(note["step"]) >= first_step], rank["weights"]) for rank in ranks]
 
 
-@pytest.mark.parametrize(("flags", "hosts"), [(PIPELINE, "pair"), (SHARDED, "host")], ids=["PP 4", "PP 2, FSDP 2"])
-def test_a_balanced_training_has_every_bit_of_torchtitans_own(titan: Titan, flags: tuple[str, ...], hosts: str) -> None:
-    name = f"pp{flags[1]}"
-    stock = titan.train(f"{name}-stock", *STOCK, *flags)
-    balanced = titan.train(f"{name}-balanced", *OURS, *flags, "--balance.hosts", hosts, *MOVING)
-    assert len(stock[0]["notes"]) == 4
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_balanced_training_has_every_bit_of_torchtitans_own(titan: Titan, name: str) -> None:
+    flags, recomputed, hosts, enough = TRAINED[name]
+    stock = titan.train(f"{name}, stock", *STOCK, *flags, steps=10, recomputed=recomputed)
+    moving = ("--balance.hosts", hosts, *MOVING)
+    balanced = titan.train(f"{name}, balanced", *OURS, *flags, *moving, steps=10, recomputed=recomputed)
+    assert len(stock[0]["notes"]) == 10
     assert bits(balanced) == bits(stock)
     assert any(rank["moved"] for rank in balanced)
-    assert all(share > 0.9 for rank in balanced for share in rank["shares"])
+    assert all(share > enough for rank in balanced for share in rank["shares"])
 
 
 def test_a_training_of_torchtitans_goes_on_balanced(titan: Titan) -> None:

@@ -20,6 +20,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if session.config.getoption("--device") != CUDA:
+        from tests.late import devices
+
+        devices.before_the_first_backward(session, Path(__file__).parent)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What is for the other device is not there."""
     on_gpu = config.getoption("--device") == CUDA

@@ -10,7 +10,9 @@ import functools
 import os
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -106,6 +108,8 @@ def extension() -> ModuleType:
         setattr(face, name, call)
     torch._register_device_module(TYPE, face)
     cuda_runtime.LIBRARIES[TYPE] = str(build.built())
+    # As many from the beginning: a backward may run before `begin`.
+    module.reset(NUM_DEVICES, 0, CAPACITY_BYTES, False, False, False)
     return module
 
 
@@ -129,6 +133,17 @@ def begin(draw: Draw, capacity: int = CAPACITY_BYTES) -> None:
 def device(index: int = 0) -> torch.device:
     # Its name before it is registered, which tests are collected without.
     return torch.device("privateuseone", index)
+
+
+def before_the_first_backward(session: pytest.Session, folder: Path) -> None:
+    """Make the device, where tests of a folder are about to be run, before any test is: torch's autograd counts a
+    process's devices once, when the first backward runs (Engine::start_device_threads), and that may be another
+    folder's. Behind it each backward on a late device failed."""
+    if torch.cuda.is_available() or session.config.option.collectonly:
+        return
+    if any(folder in item.path.parents for item in session.items):
+        with suppress(build.NoCompiler):
+            extension()
 
 
 def needed() -> None:

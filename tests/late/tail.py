@@ -12,6 +12,7 @@ hang, `tests.late.watching` says, by what they do.
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
 import os
@@ -234,6 +235,8 @@ def main() -> int:
     devices.extension()
     import megatron.scheduling.memory.optimizer_state  # noqa: F401  Loaded once, not in each fork.
 
+    # What is here now is no garbage: forks need not look through it.
+    gc.freeze()
     made = cases()
     names = [name for name in made if not given.words or any(word in name for word in given.words)]
     if not names:

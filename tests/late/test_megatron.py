@@ -66,7 +66,7 @@ CASES: dict[str, tuple[str, tuple[str, ...], Draw]] = {
     "slices_split": ("slices", (*BPIPE, "nccl", "--bpipe-schedule", "1f1b-split"), Draw(14, AS_LATE)),
     "slices_own_memory": ("slices", (*BPIPE, "auto", "--bpipe-hosts", "host", "--bpipe-bound", "3"), Draw(15)),
 }
-DAILY = ("nccl", "peer", "timers_1", "own_loop", "interleaved_nccl", "slices_nccl")
+DAILY = ("nccl", "peer", "timers_1", "own_loop", "all_hosts", "interleaved_nccl", "slices_nccl")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -120,6 +120,9 @@ def said_by(log: str, case: str) -> str:
 def test_transports_carry_what_they_are_to(on_late_devices: Outcome) -> None:
     for transport in ("nccl", "peer"):
         assert f"bpipe:   stages 0 and 3: {transport} " in said_by(on_late_devices.logs[0], transport)
+    tiers = said_by(on_late_devices.logs[0], "all_hosts")
+    for link in ("stages 0 and 3: peer ", *(f"stage {stage} and its node's memory: host " for stage in range(3))):
+        assert f"bpipe:   {link}" in tiers
 
 
 @pytest.mark.slow

@@ -83,15 +83,6 @@ def test_gradients_of_keys_that_are_left_out_are_noticed(monkeypatch: pytest.Mon
     assert not any(torch.equal(found[place], one) for place, one in expected.items())
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_no_bit_differs_over_two_hundred_seeds(name: str, kind: str) -> None:
-    for draw in draws(200):
-        runs_right(name, kind, draw, differing=draw.seed % 2 == 1)
-
-
 @pytest.mark.parametrize("name", WAITS)
 def test_a_wait_that_is_missing_is_noticed(name: str) -> None:
     for wait in WAITS[name]:

@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 
 from tests.late import watching
+from tests.late.cases import SCHEDULES
 from tests.late.devices import DIRECTED, Draw
-from tests.late.tail import FAILED, FIRST, HUNG, KINDS, RIGHT, ROOT, WRONG, Counts, Tail, cases
+from tests.late.sharded import SHARDED
+from tests.late.tail import FAILED, FIRST, KINDS, RIGHT, ROOT, SEEDS, WRONG, Counts, Tail, cases
 
 DONE = SimpleNamespace(schedule=None, model=SimpleNamespace(expected=lambda schedule, iterations: {}))
 
@@ -85,25 +87,27 @@ def test_every_path_is_a_case_over_every_transport() -> None:
         assert f"optimizer state, {kind}" in names
 
 
+def table_of(*arguments: str) -> list[list[int]]:
+    """Run the tail; return of each case directed orders, seeds and outcomes."""
+    command = [sys.executable, "-m", "tests.late.tail", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return [[*map(int, line.split()[-6:])] for line in ended.stdout.splitlines()[1:]]
+
+
 @pytest.mark.parametrize("word", ["optimizer state", "vocabulary 1, peer", "interleaved, host, sizes"])
 def test_directed_orders_of_a_case_are_right(word: str, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "tests.late.tail",
-        "500",
-        word,
-        "--seeds",
-        "1",
-        "--counts",
-        str(tmp_path / "counts"),
-    ]
-    ended = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    lines = ended.stdout.splitlines()[1:]
-    assert lines
-    for line in lines:
-        assert line.split()[-6:] == [str(len(DIRECTED)), "1", str(len(DIRECTED) + 1), "0", "0", "0"]
-    assert HUNG not in (tmp_path / "counts").read_text()
+    table = table_of("500", word, "--seeds", "1", "--counts", str(tmp_path / "counts"))
+    assert table
+    assert all(case == [len(DIRECTED), 1, len(DIRECTED) + 1, 0, 0, 0] for case in table)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("path", [*SCHEDULES, *SHARDED, "optimizer state"])
+def test_two_hundred_seeds_of_a_path_are_right(path: str) -> None:
+    """What was counted stays in runs/late, so an interrupted test goes on there."""
+    table = table_of("7000", f"{path}, ")
+    assert table
+    assert all(case == [len(DIRECTED), SEEDS, len(DIRECTED) + SEEDS, 0, 0, 0] for case in table)

@@ -161,7 +161,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "check": ("board case", "deadlock", "replicas slices transfers", "rules", "order"),
     "simulate": ("bandwidth cost", "durations paths report", "host_buffers reductions", "engine trace"),
     "models": (
-        "held hybrid kernel_times layer_counts places slice_lengths switches traced",
+        "choices held hybrid kernel_times layer_counts places slice_lengths switches traced",
         "parts",
         "cluster model",
         "fp8",

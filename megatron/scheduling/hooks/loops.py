@@ -20,12 +20,15 @@ from bpipe.features.feature import Settings
 from bpipe.generate import combined, interleaved, one_f_one_b
 from bpipe.generate.family import Family
 from bpipe.ir.action import Action, Kind
+from bpipe.runtime.checkpoints import leave_aside
 from megatron.scheduling.hooks import patches, upstream
 from megatron.scheduling.hooks.beside import call_before_finalizing, no_barrier
 from megatron.scheduling.hooks.combined import wrap_combined
 from megatron.scheduling.loop.driver import Driver
 from megatron.scheduling.loop.links import make_communicators
 
+# Its hooks of autograd hold what they are given, or keep it on the host.
+OFFLOADING = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 # Which family each loop's schedule is of. With one stage there is nothing to balance, but this is to be said, and what
 # is held can be measured: it is 1F1B of one stage.
 LOOPS = {
@@ -40,6 +43,7 @@ class Hooks:
     of Megatron's."""
 
     def __init__(self, driver: Driver, num_ranks: int) -> None:
+        leave_aside(OFFLOADING)
         self._driver = driver
         self._num_ranks = num_ranks
         self._forward_of: dict[int, Action] = {}
@@ -119,14 +123,14 @@ class Hooks:
         driver = self._driver
 
         @functools.wraps(backward_step)
-        def backward(input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, config: Any) -> Any:
+        def backward(input_tensor: Any, output_tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if not driver.running:
-                return backward_step(input_tensor, output_tensor, output_tensor_grad, config)
+                return backward_step(input_tensor, output_tensor, *args, **kwargs)
             # Megatron does not say which micro-batch this is; the loop holds the very output its forward returned.
             forward = self._forward_of.pop(id(as_list(output_tensor)[0]))
             op = Action(forward.stage, Kind.BACKWARD, forward.microbatch)
             driver.before(op)
-            gradient = backward_step(input_tensor, output_tensor, output_tensor_grad, config)
+            gradient = backward_step(input_tensor, output_tensor, *args, **kwargs)
             driver.after(op)
             driver.sent(op)
             return gradient

@@ -26,7 +26,8 @@ class Patch:
     import its name.
 
     `name` may be that of a class's attribute, with a dot. A wrapper that `observes` hands on whatever it is given: of
-    it only the parameters that are read stand here, and others do not matter.
+    it only the parameters that are read stand here, and others do not matter. One that `hands_on` is called by us, too:
+    further parameters have to have defaults.
     """
 
     module: str
@@ -34,6 +35,7 @@ class Patch:
     parameters: tuple[str, ...]
     bound_in: tuple[str, ...] = ()
     observes: bool = False
+    hands_on: bool = False
 
 
 FORWARD_STEP = Patch(
@@ -52,8 +54,11 @@ FORWARD_STEP = Patch(
         *("cp_group_size", "collect_non_loss_data", "checkpoint_activations_microbatch", "is_first_microbatch"),
         *("current_microbatch", "vp_stage", "is_last_stage"),
     ),
+    hands_on=True,
 )
-BACKWARD_STEP = Patch(_SCHEDULES, "backward_step", ("input_tensor", "output_tensor", "output_tensor_grad", "config"))
+BACKWARD_STEP = Patch(
+    _SCHEDULES, "backward_step", ("input_tensor", "output_tensor", "output_tensor_grad", "config"), hands_on=True
+)
 COMBINED_STEP = Patch(
     "megatron.core.pipeline_parallel.combined_1f1b",
     "combined_forward_backward_step",
@@ -78,26 +83,21 @@ _LOOP = (
     *("forward_only", "collect_non_loss_data", "first_val_step", "adjust_tensor_shapes_fn", "p2p_communicator"),
     *("pg_collection", "force_all_reduce"),
 )
-ONE_F_ONE_B = Patch(_SCHEDULES, "forward_backward_pipelining_without_interleaving", _LOOP)
-NO_PIPELINING = Patch(_SCHEDULES, "forward_backward_no_pipelining", _LOOP)
-INTERLEAVED = Patch(_SCHEDULES, "forward_backward_pipelining_with_interleaving", _LOOP)
+ONE_F_ONE_B = Patch(_SCHEDULES, "forward_backward_pipelining_without_interleaving", _LOOP, hands_on=True)
+NO_PIPELINING = Patch(_SCHEDULES, "forward_backward_no_pipelining", _LOOP, hands_on=True)
+INTERLEAVED = Patch(_SCHEDULES, "forward_backward_pipelining_with_interleaving", _LOOP, hands_on=True)
 TRAIN_STEP = Patch("megatron.training.training", "train_step", ("model", "optimizer", "iteration"), observes=True)
+# Megatron's main adds `output_dtype`, and `gtp_remat_size` is not in all of its branches. A layer whose call gives one of
+# these another value than its default is not put off.
 LINEAR = Patch(
     _LAYERS,
     "linear_with_grad_accumulation_and_async_allreduce",
     (
-        *(
-            "input",
-            "weight",
-            "bias",
-            "gradient_accumulation_fusion",
-            "allreduce_dgrad",
-            "sequence_parallel",
-            "grad_output_buffer",
-        ),
-        *("wgrad_deferral_limit", "tp_group", "gtp_remat_size"),
+        *("input", "weight", "bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel"),
+        *("grad_output_buffer", "wgrad_deferral_limit", "tp_group"),
     ),
     bound_in=("megatron.core.tensor_parallel",),
+    observes=True,
 )
 LINEAR_BACKWARD = Patch(_LAYERS, "LinearWithGradAccumulationAndAsyncCommunication.backward", ("ctx", "grad_output"))
 CONFIGURED = Patch("megatron.core.transformer.transformer_config", "TransformerConfig.__post_init__", ("self",))
@@ -132,6 +132,12 @@ GET_MODEL = Patch(
 _LAYOUT = "megatron.core.transformer.pipeline_parallel_layer_layout"
 GPT_MODEL = Patch("megatron.core.models.gpt.gpt_model", "GPTModel.__init__", ("self",), observes=True)
 HYBRID_MODEL = Patch("megatron.core.models.hybrid.hybrid_model", "HybridModel.__init__", ("self",), observes=True)
+SEGMENT = Patch(
+    "megatron.core.models.hybrid.hybrid_layer_allocation",
+    "select_pipeline_segment",
+    ("main_pattern", "pp_group", "vp_stage"),
+    observes=True,
+)
 LAYERS_BEFORE = Patch(
     _LAYOUT, "PipelineParallelLayerLayout.get_layer_offset", ("self", "layer_type", "vp_stage", "pp_rank")
 )
@@ -239,6 +245,7 @@ PATCHES = (
     *(LOCAL_ATTENTION, CHECKPOINTED_ATTENTION, ROTARY, YARN, AUX_LOSS, SEQUENCE_AUX_LOSS, BALANCING_LOSS, Z_LOSS),
     *(ROLL, FURTHER_LOSSES, ACCEPTED),
     *(
+        SEGMENT,
         LAYERS_BEFORE,
         LAYERS_TO_BUILD,
         DATA_ITERATORS,
@@ -261,11 +268,17 @@ LEAVES = (
             *("model", "output_tensor", "loss_func", "config", "vp_stage", "collect_non_loss_data", "num_microbatches"),
             *("forward_data_store", "cp_group_size", "is_last_stage"),
         ),
+        hands_on=True,
     ),
-    Patch(_SCHEDULES, "deallocate_output_tensor", ("out", "deallocate_pipeline_outputs")),
-    Patch(_SCHEDULES, "check_first_val_step", ("first_val_step", "forward_only", "cond")),
-    Patch(_SCHEDULES, "clear_embedding_activation_buffer", ("config", "model", "is_last_stage")),
-    Patch(_SCHEDULES, "finish_embedding_wgrad_compute", ("config", "embedding_module", "is_last_stage", "tp_group")),
+    Patch(_SCHEDULES, "deallocate_output_tensor", ("out", "deallocate_pipeline_outputs"), hands_on=True),
+    Patch(_SCHEDULES, "check_first_val_step", ("first_val_step", "forward_only", "cond"), hands_on=True),
+    Patch(_SCHEDULES, "clear_embedding_activation_buffer", ("config", "model", "is_last_stage"), hands_on=True),
+    Patch(
+        _SCHEDULES,
+        "finish_embedding_wgrad_compute",
+        ("config", "embedding_module", "is_last_stage", "tp_group"),
+        hands_on=True,
+    ),
 )
 
 # A wrapper is made from the function it stands for.
@@ -357,6 +370,11 @@ def install(wraps: Mapping[Patch, Wrap]) -> Installed:
     return installed
 
 
+def is_further(parameter: inspect.Parameter, patch: Patch) -> bool:
+    """Return whether a parameter was not there when the patch was written, and a call may leave it out."""
+    return parameter.name not in patch.parameters and parameter.default is not inspect.Parameter.empty
+
+
 def differences(patch: Patch) -> list[str]:
     """Return what differs from what was read: a missing function, new parameters, missing ones.
 
@@ -368,7 +386,8 @@ def differences(patch: Patch) -> list[str]:
         function = getattr(owner, name)
     except AttributeError:
         return [f"{where} is gone"]
-    found = tuple(inspect.signature(function).parameters)
+    signature = inspect.signature(function).parameters
+    found = tuple(name for name in signature if not (patch.hands_on and is_further(signature[name], patch)))
     if found == patch.parameters:
         return []
     new = [name for name in found if name not in patch.parameters and not patch.observes]

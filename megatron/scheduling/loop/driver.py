@@ -58,6 +58,7 @@ from megatron.scheduling.start.refusals import differ, refuse
 
 # In so many first iterations what moves is checked where anything is guarded, unless a flag says otherwise.
 GUARDED_ITERATIONS = 2
+Tensors = Sequence[torch.Tensor | None]
 # Computations behind which a rank holds more.
 _GROWING = (Kind.FORWARD, Kind.SHARD_FORWARD)
 
@@ -193,13 +194,7 @@ class Driver:
         self._engine_now.before(op, beside)
         self._at = op
 
-    def after(
-        self,
-        op: Action,
-        outputs: Sequence[torch.Tensor | None] = (),
-        inputs: Sequence[torch.Tensor | None] = (),
-        pieces: Pieces | None = None,
-    ) -> None:
+    def after(self, op: Action, outputs: Tensors = (), inputs: Tensors = (), pieces: Pieces | None = None) -> None:
         engine, self._at = self._engine_now, None
         engine.after(op, outputs, inputs, pieces)
         if self._weighing is not None:

@@ -135,8 +135,17 @@ class Loop:
         p2p_communicator: Any = None,
         pg_collection: Any = None,
         force_all_reduce: bool | None = False,
+        **further: Any,
     ) -> Any:
-        """As Megatron's loops are called. `p2p_communicator` is not asked: messages have groups of their own."""
+        """As Megatron's loops are called. `p2p_communicator` is not asked: messages have groups of their own.
+
+        Raises ValueError for an argument of a later Megatron's: nobody calls with one unless it is to change something.
+        """
+        if further:
+            raise ValueError(
+                f"our own loop does not know {', '.join(further)}, which this Megatron's loops are called with; train "
+                f"without --bpipe-schedule"
+            )
         models = as_list(model)
         config = get_model_config(models[0])
         for module in ("executor", "syncing"):

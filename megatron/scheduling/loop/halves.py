@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -236,9 +237,19 @@ class Halves:
     # -----------------------------------------------------------------------------------------
 
     def _wrap_linear(self, linear: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        signature = inspect.signature(linear)
+        further = {
+            name: parameter.default
+            for name, parameter in signature.parameters.items()
+            if patches.is_further(parameter, patches.LINEAR)
+        }
+
         @functools.wraps(linear)
         def run(input: torch.Tensor, weight: Any, bias: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-            if not self._can_wait(input, weight, bias, kwargs.get("grad_output_buffer")):
+            given = signature.bind(input, weight, bias, *args, **kwargs).arguments
+            # What this knows nothing of may have a part in the weight's gradient.
+            unknown = any(given.get(name, default) != default for name, default in further.items())
+            if unknown or not self._can_wait(input, weight, bias, given.get("grad_output_buffer")):
                 return linear(input, weight, bias, *args, **kwargs)
             output = linear(input, weight.detach(), None if bias is None else bias.detach(), *args, **kwargs)  # [1]
             node: Any = output.grad_fn

@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from bpipe.features.feature import Settings
 from bpipe.formats.read import read_file
 from bpipe.formats.text import NAME
 from bpipe.generate.families import FAMILIES
@@ -75,7 +76,10 @@ def follow(args: Any, positions: Positions) -> None:
         # What a checkpoint says of virtual stages is of the run that saved it.
         if args.use_mp_args_from_checkpoint_args:
             args.num_layers_per_virtual_pipeline_stage = None
-        if args.num_layers_per_virtual_pipeline_stage is None and args.pipeline_model_parallel_layout is None:
+        pattern = Settings(args).hybrid_layer_pattern
+        if pattern:
+            _need_segments(pattern, num_ranks * num_chunks)
+        elif args.num_layers_per_virtual_pipeline_stage is None and args.pipeline_model_parallel_layout is None:
             if args.num_virtual_stages_per_pipeline_rank is None:
                 args.num_virtual_stages_per_pipeline_rank = num_chunks
             _need_equal_stages(args, num_ranks * args.num_virtual_stages_per_pipeline_rank)
@@ -92,6 +96,17 @@ def _file_by_layer(args: Any) -> None:
         args.dist_ckpt_optim_fully_reshardable = True
         upstream.remark(
             "the distributed optimizer's state is saved by layer, as --dist-ckpt-optim-fully-reshardable says"
+        )
+
+
+def _need_segments(pattern: str, num_stages: int) -> None:
+    """Megatron takes the number of a hybrid model's stages from its pattern, and no flag beside it."""
+    # What follows a / predicts further tokens.
+    segments = pattern.split("/")[0].split("|")
+    if len(segments) != num_stages:
+        raise ValueError(
+            f"--hybrid-layer-pattern {pattern} has {len(segments)} stages, and the schedule {num_stages}: part the "
+            f"layers by {num_stages - 1} |"
         )
 
 

@@ -15,8 +15,10 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.scheduling.hooks import patches
@@ -65,6 +67,7 @@ class Placed:
             patches.GET_MODEL: self._wrap_get_model,
             patches.LAYERS_BEFORE: self._wrap_layers,
             patches.LAYERS_TO_BUILD: self._wrap_layers,
+            patches.SEGMENT: _wrap_segment,
             **BY_LAYER,
         }
         if self._positions.folded:
@@ -276,6 +279,29 @@ def require_built_here(positions: Positions, models: Sequence[Any]) -> None:
                 "install(), or take a schedule "
                 "whose stages go round the ranks, such as grouped-interleaved"
             )
+
+
+def _wrap_segment(select: Callable[..., Any]) -> Callable[..., Any]:
+    """Deal a hybrid model's pattern out by stage: Megatron asks `torch.distributed` which rank of the group this is,
+    and that knows no view."""
+    signature = inspect.signature(select)
+
+    @functools.wraps(select)
+    def selected(*args: Any, **kwargs: Any) -> Any:
+        group = signature.bind(*args, **kwargs).arguments["pp_group"]
+        if not isinstance(group, View):
+            return select(*args, **kwargs)
+
+        def seen(ask: Callable[..., int], answer: Callable[[], int]) -> Callable[..., int]:
+            return lambda of=None: answer() if of is group else ask(of)
+
+        with (
+            patch.object(dist, "get_rank", seen(dist.get_rank, group.rank)),
+            patch.object(dist, "get_world_size", seen(dist.get_world_size, group.size)),
+        ):
+            return select(*args, **kwargs)
+
+    return selected
 
 
 def _wrap_tied_gradients(all_reduce: Callable[..., None]) -> Callable[..., None]:

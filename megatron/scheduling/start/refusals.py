@@ -14,12 +14,14 @@ from bpipe.features.feature import Settings, has_experts
 from bpipe.ir.layout import EVEN
 
 # What makes micro-batches of one stage save differing sizes: where the router sends tokens, what was packed together,
-# how long sequences are, and which micro-batches recompute.
+# how long sequences are, which micro-batches recompute, and what of them is offloaded.
 _DIFFERING: tuple[Callable[[Settings], object], ...] = (
     lambda s: has_experts(s) and not s.moe_pad_expert_input_to_capacity,
     lambda s: s.sft or s.dataloader_inter_document_masking,
     lambda s: s.variable_seq_lengths,
     lambda s: s.num_microbatches_with_partial_activation_checkpoints is not None,
+    # Groups whose backward comes soon stay on the device.
+    lambda s: s.fine_grained_activation_offloading,
 )
 
 

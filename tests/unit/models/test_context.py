@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bpipe.models.choices import CP_COMM_TYPES
 from bpipe.models.cluster import Cluster, parse_cluster
 from bpipe.models.context_parallel import exchange_bytes
 from bpipe.models.costs import predict_costs
 from bpipe.models.kernel_shapes import kernel_shapes
 from bpipe.models.layers.attention import core_seconds
 from bpipe.models.layers.layer import layer_saved, layer_seconds
-from bpipe.models.layout import CP_COMM_TYPES, Setup
+from bpipe.models.layout import Setup
 from bpipe.models.memory import overhead_bytes, predict_memory
 from bpipe.models.model import PRESETS
 from bpipe.models.parts import Routing

@@ -18,11 +18,11 @@ from bpipe.models.hybrid import Hybrid
 from bpipe.models.layout import Setup
 from bpipe.models.model import Model
 from bpipe.models.parts import Experts
-from bpipe.plan.hybrid_flags import refuse_placed
+from bpipe.plan.hybrid_flags import flags_of_hybrid
 from bpipe.plan.megatron_command import Reading, read_command
 from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.options import setup_from
-from bpipe.plan.space import CUTS, Space, enumerate_setups, is_in_order
+from bpipe.plan.space import CUTS, Space, enumerate_setups
 from bpipe.plan.training_log import read_log
 from tests.unit.models.published import NEMOTRON_3_NANO, NEMOTRON_H_8B
 
@@ -208,18 +208,17 @@ def test_inference_flags_do_not_matter() -> None:
     assert read("--hybrid-layer-pattern", "M*", "--mamba-inference-ssm-states-dtype", "fp32").not_considered == ()
 
 
-def test_only_schedules_that_the_trainer_runs_are_searched() -> None:
-    """As a V and in two pipes ranks have other stages than Megatron deals a pattern out to."""
+def test_every_schedule_is_searched_with_the_pattern_of_its_stages() -> None:
+    """Megatron takes the number of stages from the pattern, and the trainer deals it out by stage."""
     model = replace(NEMOTRON_H_8B, num_layers=8, hybrid=Hybrid("M*M-" * 2, 128))
     space = Space(
         model, parse_cluster("h100-80g:1x8"), 64, 8192, schedules=tuple(FAMILIES), max_micro_batch=1, max_chunks=2
     )
-    found = {setup.schedule for setup in enumerate_setups(space)}
-    assert {"1f1b", "interleaved-1f1b", "zb-h1"} <= found
-    assert found == {name for name in found if is_in_order(name, 4, FAMILIES[name].min_chunks)}
-    setup = Setup(model, parse_cluster("h100-80g:1x8"), 1, 4, 1, 8, 8192, (1,) * 8, "none", schedule="zb-v", chunks=2)
-    with pytest.raises(ValueError, match=r"zb-v has other stages on its ranks .*: choose one of gpipe, 1f1b"):
-        refuse_placed(setup)
+    found = list(enumerate_setups(space))
+    assert {"1f1b", "interleaved-1f1b", "zb-h1", "v-half", "zb-v"} <= {setup.schedule for setup in found}
+    for setup in (one for one in found if one.schedule == "v-half"):
+        flags = flags_of_hybrid(setup)
+        assert flags[flags.index("--hybrid-layer-pattern") + 1].count("|") + 1 == 2 * setup.pipeline
 
 
 def test_no_cut_is_searched_that_mamba_layers_do_not_take() -> None:
@@ -270,5 +269,6 @@ def test_simulate_and_plan_of_a_launch(capsys: pytest.CaptureFixture[str]) -> No
     found = capsys.readouterr().out
     assert "--hybrid-layer-pattern 'M-|M*|M-|M-'" in found
     assert "--num-layers-per-virtual-pipeline-stage" not in found
-    assert main(["simulate", "--cluster", "h100-80g:1x2", "--schedule", "zb-v", *launch]) == 2
-    assert "choose one of" in capsys.readouterr().err
+    v = ["simulate", "--cluster", "h100-80g:1x2", "--schedule", "zb-v", "--format", "json", *launch]
+    assert main(v) == 0
+    assert json.loads(capsys.readouterr().out)["configuration"]["pattern"] == "M-|M*|M-|M-"

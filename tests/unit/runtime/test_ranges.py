@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime.engine import Engine, EngineConfig
-from bpipe.runtime.ranges import name_of
+from bpipe.runtime.ranges import Ranges, name_of
 from tests.unit.runtime.loop import new_weight, run_iteration, schedule
 from tests.unit.runtime.test_engine import CPU, LateTransport
 
@@ -53,6 +53,15 @@ def test_a_range_ends_with_the_error_of_its_computation() -> None:
     (forward,) = (event for event in events if event.name.startswith("bpipe "))
     after = max(event.time_range.start for event in events if event.name == "aten::sum")
     assert forward.time_range.end < after
+
+
+def test_two_that_run_at_once_are_one_range() -> None:
+    ranges = Ranges(1)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        ranges.begin(Action(1, Kind.FORWARD, 5), Action(1, Kind.BACKWARD, 2))
+        ranges.end()
+    (found,) = (event.name for event in profiler.events() or [] if event.name.startswith("bpipe "))
+    assert found == "bpipe forward stage 1 micro-batch 5 with bpipe backward stage 1 micro-batch 2"
 
 
 def test_a_slice_is_named_by_its_micro_batch() -> None:

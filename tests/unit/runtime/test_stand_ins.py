@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from bpipe.runtime import checkpoints
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.runtime.verifying import Verifier
@@ -118,6 +119,52 @@ def test_memory_without_an_allocator_stays() -> None:
     own, _ = moves_right(lambda: Owner(empty, holds=False).layer)
     assert staying(own) == staying(engine) - LENT_BYTES
     assert own.moved_bytes[0] == engine.moved_bytes[0] + LENT_BYTES
+
+
+class Offloading:
+    """Takes what a part of a layer saves by hooks of autograd: to the host, as a copy, or it holds the tensor itself.
+    Each is given back once."""
+
+    def __init__(self, copies: bool) -> None:
+        self.copies = copies
+        self.groups: dict[int, torch.Tensor] = {}
+        self.num_packed = self.num_given_back = 0
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        if isinstance(tensor, torch.nn.Parameter):
+            return tensor
+        self.num_packed += 1
+        self.groups[self.num_packed] = tensor.clone() if self.copies else tensor
+        return self.num_packed
+
+    def unpack(self, tag: Any) -> torch.Tensor:
+        if isinstance(tag, torch.Tensor):
+            return tag
+        self.num_given_back += 1
+        return self.groups.pop(tag)
+
+    def layer(self, weight: torch.nn.Parameter, x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+            taken = (x.sin().exp() * x).tanh()
+        return stage(weight, taken)
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_what_hooks_keep_elsewhere_stays_and_the_rest_moves(copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As fine-grained offloading does: nothing that its hooks were given is looked at, which would take it away."""
+    owners: list[Offloading] = []
+
+    def layer() -> Layer:
+        owners.append(Offloading(copies))
+        return owners[-1].layer
+
+    with pytest.raises(ValueError, match="saved a tensor through a hook of tests"):
+        trained(layer(), Verifier("rank 0", CPU, math.inf))
+    monkeypatch.setattr(checkpoints, "_ASIDE", {__name__})
+    moves_right(layer)
+    for owner in owners[1:]:
+        assert owner.num_given_back == owner.num_packed > 0
+        assert not owner.groups
 
 
 class Graphed:

@@ -527,6 +527,25 @@ MUTATIONS = (
 )
 
 
+def a_layer_that_is_given_something_unknown_is_whole_at_once() -> None:
+    """A later Megatron may give a linear layer what has a part in the weight's gradient, too."""
+
+    def later(input, weight, bias, output_dtype=None):  # type: ignore[no-untyped-def]
+        return tensor_parallel.linear_with_grad_accumulation_and_async_allreduce(
+            input, weight, bias, False, False, False
+        )
+
+    halves, weight = Halves(), torch.nn.Parameter(torch.ones(2, 2))
+    linear = halves._wrap_linear(later)
+    with halves.deferring((0, 0)):
+        known = linear(torch.ones(1, 2, requires_grad=True), weight, None, output_dtype=None)
+        unknown = linear(torch.ones(1, 2, requires_grad=True), weight, None, output_dtype=torch.float32)
+    (of_known, of_unknown) = ({next_ for next_, _ in made.grad_fn.next_functions} for made in (known, unknown))
+    assert {type(node).__name__ for node in of_known if node} == {"AccumulateGrad"}
+    assert len([node for node in of_unknown if node]) == len([node for node in of_known if node]) + 1
+    halves.abandon()
+
+
 def what_is_left_out_is_noticed() -> None:
     source = Path(str(sys.modules[Halves.__module__].__file__)).read_text()
     for line, instead, name in MUTATIONS:
@@ -556,4 +575,5 @@ if __name__ == "__main__":
     a_weight_that_is_used_otherwise_too_is_refused()
     a_module_that_keeps_its_own_halves_is_called_in_its_order()
     transformer_engine_is_asked_to_delay_where_it_can()
+    a_layer_that_is_given_something_unknown_is_whole_at_once()
     what_is_left_out_is_noticed()

@@ -117,6 +117,21 @@ def what_is_only_observed_may_have_other_parameters() -> None:
     assert "missing parameters grad" in patches.differences(replace(fewer, parameters=("config", "grad")))[0]
 
 
+def what_is_handed_on_may_have_further_parameters_with_defaults() -> None:
+    """Megatron's main adds some, each with a default, and every call of ours leaves them out."""
+
+    def later(input_tensor, output_tensor, output_tensor_grad, config, scale=None): ...  # type: ignore[no-untyped-def]
+
+    def needed(input_tensor, output_tensor, output_tensor_grad, config, scale): ...  # type: ignore[no-untyped-def]
+
+    with mock.patch.object(schedules, "backward_step", later):
+        assert patches.differences(patches.BACKWARD_STEP) == []
+        strictly = replace(patches.BACKWARD_STEP, hands_on=False)
+        assert patches.differences(strictly)[0].endswith("backward_step: new parameters scale")
+    with mock.patch.object(schedules, "backward_step", needed):
+        assert patches.differences(patches.BACKWARD_STEP)[0].endswith("backward_step: new parameters scale")
+
+
 # What a flag's name has in it if it may touch the pipeline, or what a micro-batch's forward leaves for its backward.
 NEAR = re.compile(
     "pipeline|virtual|micro-?batch|(global|rampup|^-)-batch-size|step-batch|activation|recompute|offload|p2p|overlap|(context|tensor|sequence)-.*parallel|cuda-graph|fsdp"
@@ -179,5 +194,6 @@ if __name__ == "__main__":
     another_signature_is_refused_with_nothing_replaced()
     the_megatron_that_runs_is_named_once()
     what_is_only_observed_may_have_other_parameters()
+    what_is_handed_on_may_have_further_parameters_with_defaults()
     every_flag_near_the_pipeline_is_in_a_table()
     what_may_be_missing_is_there()

@@ -21,7 +21,6 @@ WANTED = "--bpipe-schedule v-half"
 REFUSED: dict[str, list[dict[str, Any]]] = {
     "checkpoints by rank": [{"save": "here", "ckpt_format": "torch"}, {"load": "here", "ckpt_format": "torch_dcp"}],
     "local checkpoints": [{"non_persistent_ckpt_type": "local"}],
-    "hybrid models": [{"hybrid_layer_pattern": "M*M-"}],
     "further tokens in a layout": [{"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|tmL"}],
     "skipped iterations": [{"iterations_to_skip": [3]}],
 }
@@ -66,6 +65,16 @@ def test_what_was_given_stays(given: dict[str, Any]) -> None:
         "overlap_p2p_comm": False,
         **given,
     }
+
+
+def test_a_pattern_of_layers_says_the_stages_itself() -> None:
+    args = parsed(hybrid_layer_pattern="M|*|-|M|*|-|M|*/M")
+    follow(args, V)
+    assert args.num_virtual_stages_per_pipeline_rank is None
+    with pytest.raises(
+        ValueError, match=r"--hybrid-layer-pattern M\*M- has 1 stages, and the schedule 8: part .* by 7 \|"
+    ):
+        follow(parsed(hybrid_layer_pattern="M*M-"), V)
 
 
 def test_a_checkpoints_chunks_do_not_count() -> None:
@@ -234,6 +243,7 @@ def test_nothing_else_is_refused(settings: dict[str, Any]) -> None:
 
 SPLIT: dict[str, dict[str, Any]] = {
     "prediction of further tokens": {"mtp_num_layers": 1},
+    "variable lengths in shards": {"variable_seq_lengths": True},
     "deferred gradients of the output layer": {"defer_embedding_wgrad_compute": True},
     "models without weights at first": {"init_model_with_meta_device": True},
     "checkpoints by rank of shards": {"load": "here", "ckpt_format": "torch"},

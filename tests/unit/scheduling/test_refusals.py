@@ -17,7 +17,11 @@ from megatron.scheduling.start.refusals import differ, refuse, slices_differ
 
 COMBINED: dict[str, Any] = {"overlap_moe_expert_parallel_comm": True, "pipeline_model_parallel_size": 2}
 # What else the settings of a feature are found to be.
-BESIDE = dict.fromkeys(("combined 1F1B in our own loop", "combined 1F1B without a pipeline"), ("combined 1F1B",))
+BESIDE = {
+    "combined 1F1B in our loop": ("combined 1F1B",),
+    "combined 1F1B without a pipeline": ("combined 1F1B",),
+    "fine-grained offloading in our loop": ("fine-grained activation offloading",),
+}
 # Settings that are refused, by feature; several where several names lead to one feature.
 REFUSED: dict[str, list[dict[str, Any]]] = {
     "CUDA graphs of an iteration": [
@@ -48,10 +52,11 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
     "activation offloading": [
         {"cpu_offloading": True},
         {"cpu_offloading_num_layers": 1},
-        {"fine_grained_activation_offloading": True},
     ],
+    "fine-grained activation offloading": [{"fine_grained_activation_offloading": True}],
+    "fine-grained offloading in our loop": [{"fine_grained_activation_offloading": True}],
     "combined 1F1B": [COMBINED],
-    "combined 1F1B in our own loop": [COMBINED],
+    "combined 1F1B in our loop": [COMBINED],
     "combined 1F1B without a pipeline": [COMBINED | {"pipeline_model_parallel_size": 1}],
     "paged stash": [{"moe_paged_stash": True}],
     "the flex dispatcher of experts": [
@@ -145,6 +150,7 @@ def test_what_only_our_own_loop_cannot_do_trains_by_megatrons() -> None:
         ({"sft": True}, True),
         ({"dataloader_inter_document_masking": True}, True),
         ({"variable_seq_lengths": True}, True),
+        ({"fine_grained_activation_offloading": True}, True),
         ({"num_microbatches_with_partial_activation_checkpoints": 0}, True),
         ({}, False),
     ],

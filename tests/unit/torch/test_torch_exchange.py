@@ -64,13 +64,14 @@ def test_receives_stand_where_torch_lists_them() -> None:
     for schedule in plain_schedules():
         theirs = torchs(schedule)
         for program in lower(schedule, Exchange.TORCH):
-            assert messages_of(program) == [str(action) for action in theirs[program.rank]], schedule.name
+            flat = [str(one) for action in theirs[program.rank] for one in action.sub_actions or (action,)]
+            assert messages_of(program) == flat, schedule.name
             count += 1
     assert count > 400
 
 
 def test_what_overlaps_is_lowered_as_torch_does() -> None:
-    schedule = schedule_of_class(schedules.ScheduleDualPipeV, stages_on(0, 2, True), 8, overlaps=True)
+    schedule = schedule_of_class(schedules.ScheduleDualPipeV, stages_on(0, 2, True), 8)
     theirs = torchs(schedule)
     for program in lower(schedule, Exchange.TORCH):
         flat = [str(one) for action in theirs[program.rank] for one in action.sub_actions or (action,)]
@@ -145,7 +146,9 @@ def as_listed(schedule: Schedule, order: dict[int, list[Any]]) -> tuple[Program,
 def test_receives_that_are_deferred_stand_still() -> None:
     """Torch's `defer_pp_recv` alone, with nothing that moves: what refuses it."""
     stuck = 0
-    some = [schedule for schedule in plain_schedules() if schedule.num_ranks > 2]
+    some = [
+        schedule for schedule in plain_schedules() if schedule.num_ranks > 2 and not FAMILIES[schedule.name].overlaps
+    ]
     for schedule in some:
         programs = as_listed(schedule, torchs(schedule))
         assert not blocked_ranks(schedule, exchange=Exchange.TORCH, programs=programs)
