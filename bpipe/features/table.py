@@ -244,6 +244,15 @@ FEATURES: tuple[Feature, ...] = (
         "give the flags on the command line instead of --yaml-cfg",
     ),
 )
+
+
+def _predicts_apart(settings: Settings) -> bool:
+    """Whether a layout has layers that predict further tokens on another stage than the loss."""
+    layout = settings.pipeline_model_parallel_layout
+    stages = layout.split("|") if isinstance(layout, str) else []
+    return bool(settings.mtp_num_layers) and any("m" in stage and "L" not in stage for stage in stages)
+
+
 # What a placement that is not Megatron's own cannot do besides: ranks have other layers there, and one has the first
 # stage and the last.
 PLACED: tuple[Feature, ...] = (
@@ -261,11 +270,11 @@ PLACED: tuple[Feature, ...] = (
         "use --non-persistent-ckpt-type global",
     ),
     Feature(
-        "further tokens in a layout",
-        lambda s: s.mtp_num_layers and s.pipeline_model_parallel_layout,
-        "in a layout the layers that predict further tokens are looked up by pipeline rank, and ranks have other "
-        "layers here",
-        "drop --pipeline-model-parallel-layout or --mtp-num-layers",
+        "further tokens apart from the loss",
+        _predicts_apart,
+        "layers that predict further tokens on another stage than the loss read data that Megatron gives by pipeline "
+        "rank, and ranks have other layers here",
+        "put all m of --pipeline-model-parallel-layout on the stage of L, or drop --mtp-num-layers",
     ),
     Feature(
         "skipped iterations",

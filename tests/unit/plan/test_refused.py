@@ -55,7 +55,7 @@ FLAGS = {
     "a YAML configuration": ("--yaml-cfg", "run.yaml"),
     "checkpoints by rank": ("--save", "here", "--ckpt-format", "torch"),
     "local checkpoints": ("--non-persistent-ckpt-type", "local"),
-    "further tokens in a layout": ("--mtp-num-layers", "1", "--pipeline-model-parallel-layout", "t|t"),
+    "further tokens apart from the loss": ("--mtp-num-layers", "1", "--pipeline-model-parallel-layout", "Et|tm|L"),
     "skipped iterations": ("--iterations-to-skip", "3", "4"),
     "prediction of further tokens": ("--mtp-num-layers", "1"),
     "deferred gradients of the output layer": ("--defer-embedding-wgrad-compute",),

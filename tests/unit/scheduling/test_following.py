@@ -21,13 +21,14 @@ WANTED = "--bpipe-schedule v-half"
 REFUSED: dict[str, list[dict[str, Any]]] = {
     "checkpoints by rank": [{"save": "here", "ckpt_format": "torch"}, {"load": "here", "ckpt_format": "torch_dcp"}],
     "local checkpoints": [{"non_persistent_ckpt_type": "local"}],
-    "further tokens in a layout": [{"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|tmL"}],
+    "further tokens apart from the loss": [{"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|tm|L"}],
     "skipped iterations": [{"iterations_to_skip": [3]}],
 }
 ALLOWED: list[dict[str, Any]] = [
     {"save": "here", "load": "there", "ckpt_format": "torch_dist", "non_persistent_ckpt_type": "global"},
     {"ckpt_format": "torch"},
     {"mtp_num_layers": 1},
+    {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et*3|(tt|)*6mL"},
     {"pipeline_model_parallel_layout": "Et|tL", "iterations_to_skip": []},
 ]
 
