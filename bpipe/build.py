@@ -27,6 +27,7 @@ from bpipe.generate.families import (
 )
 from bpipe.generate.family import ALIKE, Family, FamilyOptions, OrderChoice, RankLimit, UnitCosts
 from bpipe.generate.place import Order, place
+from bpipe.generate.remembered import RememberedOrders
 from bpipe.generate.turns import groups_of
 from bpipe.ir.action import Action
 from bpipe.ir.hosts import PAIR
@@ -288,10 +289,14 @@ def _usual(config: ScheduleConfig) -> Schedule:
     return family.generate_sharded(*sizes, config.vocabulary, config.input_shards, family_options)
 
 
-@lru_cache(maxsize=2)
+# Of a search of 2,048 devices as many as are asked for again, in some hundred MB.
+_REMEMBERED = RememberedOrders(8_000_000)
+
+
 def _usual_orders(schedule: str, sizes: tuple[int, int, int], family_options: FamilyOptions) -> Sequence[Order]:
-    """What is asked for as it is, and then balanced, has the same orders, and some take as long to find as all else."""
-    return FAMILIES[schedule].orders(*sizes, family_options)
+    """What is asked for as it is, then balanced, and with other sizes of activations, has the same orders, and some take
+    as long to find as all else."""
+    return _REMEMBERED.of((schedule, sizes, family_options), lambda: FAMILIES[schedule].orders(*sizes, family_options))
 
 
 def choice_for_bound(config: ScheduleConfig) -> OrderChoice | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from bpipe.commands.launch import lines, reading_of
 from bpipe.commands.shared import CONFIGURED, cluster_of, measured_of, print_json, with_trace
+from bpipe.commands.terminal import progress_of
 from bpipe.flags import outputs
 from bpipe.flags.configurations import MEASURED
 from bpipe.flags.flag import Command, Group, Options, Task
@@ -54,8 +55,9 @@ def run(asked: Options) -> int:
         raise ValueError(
             "fit asks what keeps within a device's own memory: leave --memory, or the launch's --bpipe-memory, out"
         )
-    now = predict(setup, profile, formula=options.flops_formula)
-    found = ways_to_fit(setup, () if reading is None else reading.others, profile)
+    with progress_of("fit"):
+        now = predict(setup, profile, formula=options.flops_formula)
+        found = ways_to_fit(setup, () if reading is None else reading.others, profile)
     shown = found[: options.rows]
     # Where flags say it, what changes is said of the launch that they mean.
     launch = read_command(megatron_flags(setup)) if reading is None else reading

@@ -13,7 +13,7 @@ from bpipe.balance.config import BALANCES
 from bpipe.commands.launch import launch_document, lines, reading_of
 from bpipe.commands.shared import CONFIGURED, cluster_of, measured_of, picture_file, print_json, with_trace
 from bpipe.commands.side_by_side import Compared, laid_over, lines_of, values_of
-from bpipe.commands.terminal import BOLD, RED, columns, paint
+from bpipe.commands.terminal import BOLD, RED, columns, paint, progress_of
 from bpipe.flags import outputs
 from bpipe.flags.configurations import MEASURED
 from bpipe.flags.flag import Command, Group, Options, Task
@@ -112,7 +112,8 @@ def run(options: Options) -> None:
     if options.compare is not None:
         _compare(options)
         return
-    answer = _answer(options)
+    with progress_of("simulate"):
+        answer = _answer(options)
     if options.format == "json":
         print_json(_answer_document(answer))
     else:
@@ -123,7 +124,8 @@ def _compare(options: Options) -> None:
     """Print two predictions side by side."""
     if options.trace is not None or options.plot is not None:
         raise ValueError("--compare predicts twice, and --trace and --plot draw one: leave one of the two out")
-    answers = [_answer(laid_over(options, settings, COMMAND)) for settings in options.compare]
+    with progress_of("simulate"):
+        answers = [_answer(laid_over(options, settings, COMMAND)) for settings in options.compare]
     sides = [
         Compared(settings, one.prediction, one.apart, one.reasons)
         for settings, one in zip(options.compare, answers, strict=True)

@@ -1,4 +1,4 @@
-"""Write for a person at a terminal: colour, and columns as wide as their widest cell.
+"""Write for a person at a terminal: colour, columns as wide as their widest cell, and that something takes long.
 
 In: text, cells. Out: text, plain elsewhere.
 
@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import Event, Thread
 
 BOLD, RED, GREEN = "1", "31", "32"
 
@@ -34,3 +37,32 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     title."""
     widths = [max(map(len, cells)) if is_terminal() else len(cells[0]) for cells in zip(*rows, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+@contextmanager
+def progress_of(what: str, begins_s: float = 2.0, every_s: float = 1.0) -> Iterator[None]:
+    """Say on stderr, if that is a terminal, that something takes longer than two seconds, and for how long it has.
+
+    The line is gone once it is over.
+    """
+    if not sys.stderr.isatty():
+        yield
+        return
+    over, said, begun = Event(), Event(), time.monotonic()
+
+    def tell() -> None:
+        wait_s = begins_s
+        while not over.wait(wait_s):
+            said.set()
+            print(f"\r{what}: {time.monotonic() - begun:.0f} s ", end="", file=sys.stderr, flush=True)
+            wait_s = every_s
+
+    teller = Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        teller.join()
+        if said.is_set():
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from bpipe.commands.launch import launch_of
 from bpipe.commands.shared import CONFIGURED, print_json
-from bpipe.commands.terminal import columns
+from bpipe.commands.terminal import columns, progress_of
 from bpipe.extras import require
 from bpipe.flags import outputs
 from bpipe.flags.flag import Command, Group, Options, Task
@@ -132,8 +132,8 @@ def _traced(flags: Sequence[str]) -> dict[str, Any]:
     """Return the program's answer. Ends with its error and status where it has one."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", PROGRAM, *flags]
-    print("bpipe: building Megatron's stages without memory: some ten seconds", file=sys.stderr)
-    ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    with progress_of("building Megatron's stages without memory, some ten seconds"):
+        ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     if ended.returncode:
         sys.exit(ended.returncode)
     found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])

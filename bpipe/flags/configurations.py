@@ -10,6 +10,7 @@ from bpipe.balance.config import BALANCES
 from bpipe.flags import schedules
 from bpipe.flags.budgets import MINIMUM_BYTES, read_budget
 from bpipe.flags.flag import APPENDED, Flag, Group, InLaunch
+from bpipe.flags.state_types import STATE_TYPES
 from bpipe.flags.values import factor, layers, positive, predicted_slice_lengths, slice_lengths, tokens
 from bpipe.generate.families import FAMILIES, SEARCHED
 from bpipe.ir.hosts import ARRANGEMENTS, PAIR
@@ -21,7 +22,6 @@ from bpipe.models.fp8 import FORMATS, RECIPES
 from bpipe.models.model import PRESETS
 from bpipe.models.parts import DISPATCHERS
 from bpipe.models.recompute import BLOCK, FORMS, RECOMPUTE, read_recompute, read_scope
-from bpipe.models.state_types import CHOICES, WHOLE
 from bpipe.models.switches import HELP, flag_of
 
 # Where the words of a launch are kept, and by what name a parser knows that one is taken.
@@ -81,7 +81,6 @@ MODEL = Group(
 )
 
 # -- the training
-# ----------------------------------------------------------------------------------------------------------------------
 
 CLUSTER = Flag(
     "cluster",
@@ -141,25 +140,6 @@ DIFFERING_SIZES = Flag(
         "micro-batch that is too large for its own stays where it is, which is reported. Follows from dropless "
         "experts, packed sequences, "
         "variable lengths and partial recomputation by itself; a model of one's own has to say so"
-    ),
-)
-_TYPED = {
-    "main_grads_dtype": "gradients",
-    "main_params_dtype": "main weights; fp32: the 16 bits that bf16 weights lack",
-    "exp_avg_dtype": "Adam's first moment",
-    "exp_avg_sq_dtype": "Adam's second moment",
-}
-STATE_TYPES = (
-    _switch("use_precision_aware_optimizer", "Transformer Engine's Adam keeps its state in types of its own"),
-    *(
-        Flag(
-            field,
-            flag_of(field),
-            f"with --use-precision-aware-optimizer: {_TYPED[field]} (default {WHOLE})",
-            choices=choices,
-            launch=InLaunch(default=WHOLE),
-        )
-        for field, choices in CHOICES.items()
     ),
 )
 TRAINING = Group(
@@ -418,7 +398,6 @@ DEFAULTS: dict[str, object] = {
 }
 
 # -- what a search chooses from
-# --------------------------------------------------------------------------------------------------------
 
 SEARCHED_FLAGS = Group(
     "search",

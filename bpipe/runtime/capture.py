@@ -147,7 +147,7 @@ def find(
     """
     uses, wrappers = collect(roots)
     elsewhere = _held_elsewhere(wrappers)
-    holders = Holders(held)
+    holders = Holders(held, inputs)
     return tuple(_judge(use, inputs, device, elsewhere, holders) for use in uses.values())
 
 

@@ -84,7 +84,7 @@ class Retrace:
         if tuple(map(type, nodes)) != self._kinds:
             return None
         tensors = _tensors([getattr(nodes[node], name, None) for node, name in self._attributes], self._picks)
-        return _storages_of(tensors, self._backwards, inputs, Holders(held))
+        return _storages_of(tensors, self._backwards, inputs, Holders(held, inputs))
 
 
 def _tensors(values: list[Any], picks: Sequence[_Pick]) -> list[Any]:

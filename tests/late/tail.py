@@ -163,9 +163,11 @@ class Tail:
     def run(self, names: Sequence[str], end_s: float) -> None:
         """Run until all is done, or until then."""
         while (tasks := [*self.pending(names)]) and time.monotonic() < end_s:
-            child = os.fork()
+            parent, child = os.getpid(), os.fork()
             if child == 0:
-                self._work(tasks, end_s)
+                # What runs print is of no use to anybody.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                self._work(tasks, end_s, parent)
                 os._exit(0)
             why = self._wait(child)
             self._counts.read()
@@ -175,12 +177,11 @@ class Tail:
                     file.write(self._counts.line(task, why.partition(":")[0], why, self._draws[task[1]], 0.0))
                 self._counts.read()
 
-    def _work(self, tasks: Sequence[Task], end_s: float) -> None:
-        """Run tasks one after the other, in a fork. What these print is of no use to anybody."""
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    def _work(self, tasks: Sequence[Task], end_s: float, parent: int) -> None:
+        """Run tasks one after the other, in a fork, while its parent lives."""
         with self._counts.writer() as file:
             for name, number in tasks:
-                if (begun := time.monotonic()) > end_s:
+                if (begun := time.monotonic()) > end_s or os.getppid() != parent:
                     return
                 draw, goes_on = self._draws[number], True
                 try:

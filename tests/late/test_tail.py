@@ -65,6 +65,13 @@ def test_what_ends_a_process_or_hangs_costs_no_other_case(tmp_path: Path, monkey
     }
 
 
+def test_a_fork_ends_with_its_parent(tmp_path: Path) -> None:
+    """One whose parent had been ended went on alone."""
+    tail = Tail(Counts(tmp_path / "counts.jsonl", "code"), 0, MADE)
+    tail._work([("goes well", 0)], time.monotonic() + 60, parent=os.getpid())
+    assert not (tmp_path / "counts.jsonl").read_text()
+
+
 def test_who_was_interrupted_goes_on_where_the_file_ends(tmp_path: Path) -> None:
     path = tmp_path / "counts.jsonl"
     counts = Counts(path, "code")

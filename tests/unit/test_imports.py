@@ -143,7 +143,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "generate": (
         "place slices turns",
         "family",
-        "gpipe periodic timing",
+        "gpipe periodic remembered timing",
         "list_scheduler shards shift shortest",
         "ahead mirrored",
         "bidirectional interleaved sharded_1f1b",
@@ -181,7 +181,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "flags": (
         "flag values",
-        "budgets megatron outputs parser schedules",
+        "budgets megatron outputs parser schedules state_types",
         "configurations",
         "trainer",
         "launches",

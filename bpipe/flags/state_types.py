@@ -1,0 +1,32 @@
+"""Rows of the table of flags: types of what Adam keeps. Their values are those of `models.state_types`."""
+
+from __future__ import annotations
+
+from bpipe.flags.flag import Flag, InLaunch
+from bpipe.models.state_types import CHOICES, WHOLE
+from bpipe.models.switches import flag_of
+
+_TYPED = {
+    "main_grads_dtype": "gradients",
+    "main_params_dtype": "main weights; fp32: the 16 bits that bf16 weights lack",
+    "exp_avg_dtype": "Adam's first moment",
+    "exp_avg_sq_dtype": "Adam's second moment",
+}
+STATE_TYPES = (
+    Flag(
+        "use_precision_aware_optimizer",
+        flag_of("use_precision_aware_optimizer"),
+        "Transformer Engine's Adam keeps its state in types of its own",
+        launch=InLaunch(),
+    ),
+    *(
+        Flag(
+            field,
+            flag_of(field),
+            f"with --use-precision-aware-optimizer: {_TYPED[field]} (default {WHOLE})",
+            choices=choices,
+            launch=InLaunch(default=WHOLE),
+        )
+        for field, choices in CHOICES.items()
+    ),
+)
