@@ -75,8 +75,10 @@ for kind in "${KINDS[@]}"; do
         table+=("$name: equal")
     else
         failed=$((failed + 1))
-        cause="$(grep -m 1 -E "$CAUSES" "$LOGS/$name.log" || echo "see $LOGS/$name.log")"
-        table+=("$name: fails: $(sed -E 's/^E +//' <<<"$cause")")
+        # What ends with a colon says in the next line what it is.
+        cause="$(grep -m 1 -A 1 -E "$CAUSES" "$LOGS/$name.log" | sed -E 's/^E +//' |
+            awk 'NR == 1 { printf "%s", $0; if (!/:$/) exit } NR == 2 { printf " %s", $0 }' || true)"
+        table+=("$name: fails: ${cause:-see $LOGS/$name.log}")
     fi
 done
 for line in "${table[@]}"; do say "$line"; done
