@@ -1,12 +1,13 @@
-"""Say which processes are pipelines of the world, and connect those of each that move anything.
+"""Say which processes are pipelines of the world and where their pairs lie, and connect those that move anything.
 
 In: the group of this process's stages, and its schedule. Out: the global ranks of every pipeline; a transport to each
-rank that this one sends to or hosts for. Knows no tensors.
+rank that this one sends to or hosts for; a line on the machines of pairs. Knows no tensors.
 """
 
 from __future__ import annotations
 
 import hashlib
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from bpipe.formats.text import write_csv
+from bpipe.ir.host_buffers import links_of
 from bpipe.ir.memory import moves_anything
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime.links import connect_pairs
@@ -22,33 +24,60 @@ from bpipe.transport.base import Transport
 from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory
 
 
-def pipelines_of(group: Any, schedule: Schedule) -> list[tuple[int, ...]]:
-    """Return the global ranks of every pipeline of the world, each once, by position; `group` is that of the stages,
-    None for the whole world.
+def pipelines_of(group: Any, schedule: Schedule) -> tuple[list[tuple[int, ...]], list[str]]:
+    """Return the global ranks of every pipeline of the world, each once, by position, and the machine of every rank of
+    the world; `group` is that of the stages, None for the whole world.
 
     Collective over the world. Raises ValueError on every rank where not all run this schedule.
     """
     mine = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
     text = hashlib.sha256(write_csv(schedule).encode()).hexdigest()
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (mine, text))
-    others = [rank for rank, (_, other) in enumerate(everyone) if other != everyone[0][1]]
+    dist.all_gather_object(everyone, (mine, text, socket.gethostname()))
+    others = [rank for rank, (_, other, _) in enumerate(everyone) if other != everyone[0][1]]
     if others:
         raise ValueError(
             f"ranks {', '.join(map(str, others))} make another schedule than rank 0: give every rank of the world the same "
             f"micro-batches, schedule, balance, bounds and hosts"
         )
-    return sorted({ranks for ranks, _ in everyone})
+    return sorted({ranks for ranks, *_ in everyone}), [machine for *_, machine in everyone]
+
+
+def pairs_placed(schedule: Schedule, pipelines: Sequence[Sequence[int]], machines: Sequence[str]) -> str:
+    """Return a line that says whether the ranks between which activations move share a machine.
+
+    `pipelines`: global ranks, by position. `machines`: of every rank of the world, by name.
+    """
+    links = sorted({(min(link), max(link)) for link in links_of(schedule) if link[0] != link[1]})
+    if not links:
+        return "what leaves a rank stays in its own node's memory"
+    apart = [
+        (ranks[low], ranks[high])
+        for ranks in pipelines
+        for low, high in links
+        if machines[ranks[low]] != machines[ranks[high]]
+    ]
+    if not apart:
+        return f"all {len(links) * len(pipelines)} pairs of ranks share a machine each"
+    (low, high), *more = apart
+    others = f" (and {len(more)} more)" if more else ""
+    return (
+        f"ranks {low} and {high} move activations between the machines {machines[low]} and {machines[high]}{others}: put "
+        f"the ranks of a pipeline on one machine, by the order of the mesh's dimensions, or let what leaves stay in its "
+        f'own node\'s memory by hosts="host"'
+    )
 
 
 @dataclass(frozen=True)
 class Connected:
-    """This rank's connections by the place of the other, every pair's link, and lines about them for the log."""
+    """This rank's connections by the place of the other, every pair's link, and lines about them for the log: a table,
+    and where pairs are `placed`."""
 
     connections: dict[int, Connection | OwnMemory]
     links: list[MeasuredLink]
     table: str
     pipelines: list[tuple[int, ...]]
+    placed: str = ""
 
     def transports(self, differing: bool) -> dict[int, Transport]:
         """Return transports for one schedule."""
@@ -70,6 +99,6 @@ def connected(
     """
     if not moves_anything(schedule):
         return Connected({}, [], "", [])
-    pipelines = pipelines_of(group, schedule)
+    pipelines, machines = pipelines_of(group, schedule)
     connections, links, table = connect_pairs(schedule, pipelines, wanted, timeout_s, device, known)
-    return Connected(connections, links, table, pipelines)
+    return Connected(connections, links, table, pipelines, pairs_placed(schedule, pipelines, machines))

@@ -157,6 +157,8 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
             raise
         if connections.table:
             logger.info("bpipe: %s", connections.table)
+        if connections.placed:
+            logger.info("bpipe: %s", connections.placed)
         return connections
 
     def _recording(
@@ -167,7 +169,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         connections: Connected,
         device: torch.device,
     ) -> StepRecord:
-        pipelines = connections.pipelines or pipelines_of(stages[0].group, self.schedule)
+        pipelines = connections.pipelines or pipelines_of(stages[0].group, self.schedule)[0]
         return StepRecord(folder, steps, self.config, pipelines, stages, device)
 
     @classmethod
