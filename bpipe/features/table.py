@@ -141,7 +141,7 @@ FEATURES: tuple[Feature, ...] = (
         "combined 1F1B without a pipeline",
         lambda s: s.overlap_moe_expert_parallel_comm and s.pipeline_model_parallel_size in (None, 1),
         "one pipeline rank has nobody to share memory with, and its loop of combined steps was never measured",
-        "drop --overlap-moe-expert-parallel-comm, or train without --bpipe and --bpipe-report",
+        "drop --overlap-moe-expert-parallel-comm, or take two pipeline ranks or more",
     ),
     Feature("paged stash", lambda s: s.moe_paged_stash, "paged stash runs a step again", "drop --moe-paged-stash"),
     Feature(

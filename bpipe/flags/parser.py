@@ -25,8 +25,8 @@ _HELP = ("-h", "--help", "--help-all")
 _NAME_COLUMNS, _MOST_COLUMNS = 30, 120
 
 
-def declare(to: Any, flag: Flag) -> None:
-    """Add a row to a parser or to a group of one."""
+def declare(to: Any, flag: Flag, commas: bool = True) -> None:
+    """Add a row to a parser or to a group of one. `commas`: they part the values of a list, too, not spaces alone."""
     names: list[str] = flag.names.split() or [flag.field]
     told: dict[str, Any] = {"help": flag.help.replace("%", "%%")}
     if flag.names:
@@ -41,7 +41,7 @@ def declare(to: Any, flag: Flag) -> None:
     elif flag.count is not None:
         told["nargs"] = flag.count
     read = {} if flag.read is None else {"type": _with_reason(flag.read)}
-    if flag.is_listed and flag.read is not None:
+    if commas and flag.is_listed and flag.read is not None:
         read, told["action"] = {"type": _with_reason(_each(flag.read))}, _Flat
     to.add_argument(*names, default=flag.default, choices=flag.choices, metavar=flag.value or None, **read, **told)
 
@@ -55,7 +55,8 @@ def parser_of_launch(rows: Iterable[Flag]) -> argparse.ArgumentParser:
     """Make a parser of Megatron's flags that raises ValueError for what is wrong."""
     made = _LaunchParser(prog="pretrain_gpt.py", allow_abbrev=False, add_help=False)
     for flag in rows:
-        declare(made, flag)
+        # Megatron's own parser parts no value at a comma.
+        declare(made, flag, commas=False)
     return made
 
 
