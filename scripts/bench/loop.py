@@ -87,20 +87,28 @@ def model_of(sizes: argparse.Namespace) -> GPTModel:
     )
 
 
-def measure(_: int, sizes: argparse.Namespace) -> dict[str, list[float]]:
+STOCK: Callable[..., Any] = schedules.forward_backward_pipelining_without_interleaving
+
+
+def own_loop(sizes: argparse.Namespace) -> Callable[..., Any]:
+    """Return our own loop for 1F1B, in place of Megatron's."""
+    own = ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, exchange=Exchange.POSTED)
+    config = SchedulingConfig(balance=False, num_ranks=sizes.stages, num_chunks=1, own=own)
+    loop: Callable[..., Any] = Loop(Driver(config), config).wraps()[patches.ONE_F_ONE_B](STOCK)
+    return loop
+
+
+def prepared(sizes: argparse.Namespace) -> tuple[torch.nn.Module, Callable[[Callable[..., Any]], None]]:
+    """Return this rank's model, and what runs one iteration of it by a loop. Collective over the world."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=sizes.stages)
     tensor_parallel.model_parallel_cuda_manual_seed(7)
     model = model_of(sizes)
-    own = ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, exchange=Exchange.POSTED)
-    config = SchedulingConfig(balance=False, num_ranks=sizes.stages, num_chunks=1, own=own)
-    stock: Callable[..., Any] = schedules.forward_backward_pipelining_without_interleaving
-    loops = {"Megatron's": stock, "ours": Loop(Driver(config), config).wraps()[patches.ONE_F_ONE_B](stock)}
     batch = torch.randint(
         VOCABULARY, (sizes.microbatches, 2, sizes.sequence), generator=torch.Generator().manual_seed(11)
     )
 
-    def iteration(name: str) -> None:
-        loops[name](
+    def iteration(loop: Callable[..., Any]) -> None:
+        loop(
             forward_step_func=forward,
             data_iterator=iter(batch),
             model=model,
@@ -109,7 +117,13 @@ def measure(_: int, sizes: argparse.Namespace) -> dict[str, list[float]]:
             micro_batch_size=2,
         )
 
-    ways = {name: functools.partial(iteration, name) for name in loops}
+    return model, iteration
+
+
+def measure(_: int, sizes: argparse.Namespace) -> dict[str, list[float]]:
+    model, iteration = prepared(sizes)
+    loops = {"Megatron's": STOCK, "ours": own_loop(sizes)}
+    ways = {name: functools.partial(iteration, loop) for name, loop in loops.items()}
     return processor_seconds(ways, lambda _: model.zero_grad(), sizes.rounds)
 
 

@@ -21,23 +21,11 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.loop import VOCABULARY, forward, in_95_of_100, model_of
-
-# isort: split
-import torch
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.pipeline_parallel import schedules
-
+from bench.loop import in_95_of_100, own_loop, prepared
 from bench.turns import add_sizes, on_ranks, processor_seconds, quotients, spread
-from bpipe.build import ScheduleConfig
 from bpipe.ir.action import Action
-from bpipe.ir.program import Exchange
 from bpipe.runtime import engine
 from bpipe.runtime.ranges import Ranges
-from megatron.scheduling.hooks import patches
-from megatron.scheduling.loop.driver import Driver
-from megatron.scheduling.loop.executor import Loop
-from megatron.scheduling.options.arguments import SchedulingConfig
 
 
 class NoRanges:
@@ -54,31 +42,16 @@ class NoRanges:
 
 
 def measure(_: int, sizes: argparse.Namespace) -> dict[str, list[float]]:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=sizes.stages)
-    tensor_parallel.model_parallel_cuda_manual_seed(7)
-    model = model_of(sizes)
-    own = ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, exchange=Exchange.POSTED)
-    config = SchedulingConfig(balance=False, num_ranks=sizes.stages, num_chunks=1, own=own)
-    stock = schedules.forward_backward_pipelining_without_interleaving
-    batch = torch.randint(
-        VOCABULARY, (sizes.microbatches, 2, sizes.sequence), generator=torch.Generator().manual_seed(11)
-    )
-    loops = {name: Loop(Driver(config), config).wraps()[patches.ONE_F_ONE_B](stock) for name in ("without", "with")}
+    model, iteration = prepared(sizes)
+    loops = {"without": (own_loop(sizes), NoRanges), "with": (own_loop(sizes), Ranges)}
 
-    def iteration(name: str) -> None:
+    def named(name: str) -> None:
         # An engine is made in the first iteration, and keeps its ranges.
-        kind = NoRanges if name == "without" else Ranges
+        loop, kind = loops[name]
         with patch.object(engine, "Ranges", kind):
-            loops[name](
-                forward_step_func=forward,
-                data_iterator=iter(batch),
-                model=model,
-                num_microbatches=sizes.microbatches,
-                seq_length=sizes.sequence,
-                micro_batch_size=2,
-            )
+            iteration(loop)
 
-    ways = {name: functools.partial(iteration, name) for name in loops}
+    ways = {name: functools.partial(named, name) for name in loops}
     return processor_seconds(ways, lambda _: model.zero_grad(), sizes.rounds)
 
 

@@ -9,7 +9,8 @@ it goes wrong where nobody noted the stream is possible, and no failure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -118,7 +119,7 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
     alone = _wrong(chunks.iterate(None), expected)
     result.check("without an engine", alone == 0, f"{alone} of {len(expected)} sums differ")
     for name, noted in (("noted", [chunks.exchange]), ("not noted", [])):
-        engine = engine_of(plan, 0, on.device, to_host(on.device), beside=_answering(noted), at_once=True)
+        engine = engine_of(plan, 0, on.device, to_host(on.device), beside=functools.partial(list, noted), at_once=True)
         wrong = sum(_wrong(found, expected) for found in _iterations(chunks, engine, sizes, until))
         moved = sum(engine.moved_bytes.values())
         result.facts |= {f"{name}: wrong": wrong, "moved_bytes": moved}
@@ -132,10 +133,6 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
             result.row("the stream of exchanges not noted", f"{text}: {verdict}")
         engine.release()
     return result
-
-
-def _answering(streams: list[torch.Stream]) -> Callable[[], list[torch.Stream]]:
-    return lambda: streams
 
 
 def _iterations(chunks: Chunks, engine: Engine, sizes: Sizes, until: float) -> Iterator[list[torch.Tensor]]:
