@@ -79,7 +79,7 @@ def balance_in_time(schedule: Schedule, activation_budget: ActivationBudget, win
         # Where sizes differ, other micro-batches in a host buffer can make it larger.
         if all(
             sum(allocated_bytes(tried, one, activation_budget.memory)) <= activation_budget.room_bytes[one]
-            for one in (rank, *device_ranks(list(sender.there)))
+            for one in (rank, *device_ranks(sender.there))
         ):
             changed = tried
     return schedule if changed is schedule else replace(changed, bounds=tuple(map(ceil, peak_counts(changed))))

@@ -10,7 +10,7 @@ included.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -45,7 +45,7 @@ def host_memory_of(rank: int) -> Host:
     return Host(rank, Tier.HOST_MEMORY)
 
 
-def device_ranks(hosts: Sequence[Host]) -> tuple[int, ...]:
+def device_ranks(hosts: Iterable[Host]) -> tuple[int, ...]:
     """Return the ranks whose devices are among a rank's hosts, without its own host memory."""
     return tuple(host.rank for host in hosts if host.on_device)
 

@@ -81,7 +81,7 @@ class Devices:
         """Return bytes of a rank's further links to other nodes."""
         if not self.nodes or not self.link_bytes:
             return 0
-        others = {*device_ranks(list(hosts_of(schedule, rank).values())), *guests_of(schedule, rank)}
+        others = {*device_ranks(hosts_of(schedule, rank).values()), *guests_of(schedule, rank)}
         apart = [other for other in others if self.nodes[other] != self.nodes[rank]]
         if self.linked is None:
             return self.link_bytes * max(0, len(apart) - 1)

@@ -160,6 +160,6 @@ def _hosting(found: Fit, rank: int) -> str:
             f"{where} hosts {_part(found, residencies)}{len(residencies)} of its {every} {counted}, in "
             f"{count} host buffers of {budget_text([taken])} GiB in all"
         )
-    needs = [budget_text([found.need_bytes[one]]) for one in (rank, *device_ranks(list(by_host)))]
+    needs = [budget_text([found.need_bytes[one]]) for one in (rank, *device_ranks(by_host))]
     then = f"they need {', '.join(needs[:-1])} and {needs[-1]} GiB" if len(needs) > 1 else f"it needs {needs[0]} GiB"
     return f"rank {rank} would need {budget_text([found.alone_bytes[rank]])} GiB; {', '.join(parts)}: {then}"

@@ -62,7 +62,7 @@ def host_buffers(schedule: Schedule, rank: int, device_bytes: int) -> Buffers:
 
     All micro-batches that it ever holds fit into its device together, so none is larger than its part of that.
     """
-    others = device_ranks(list(residencies_by_host(schedule, rank)))
+    others = device_ranks(residencies_by_host(schedule, rank))
     return _buffers(schedule, rank, device_bytes, sum(num_buffers_for(schedule, host)[rank] for host in others))
 
 
