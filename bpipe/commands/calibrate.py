@@ -16,13 +16,13 @@ from bpipe.commands.simulate import budgeted
 from bpipe.compare.read import read_training
 from bpipe.flags import outputs
 from bpipe.flags.flag import Command, Group, Options, Task
+from bpipe.launch.megatron_command import Reading, read_command
+from bpipe.launch.training_log import read_log
 from bpipe.models.calibration import Calibration
 from bpipe.models.layout import Setup
 from bpipe.plan.calibrate import Ran, Steady, calibrate, steady
 from bpipe.plan.explain import describe
-from bpipe.plan.megatron_command import Reading, read_command
 from bpipe.plan.options import filled, setup_of
-from bpipe.plan.training_log import read_log
 
 COMMAND = Command(
     (

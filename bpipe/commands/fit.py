@@ -15,14 +15,14 @@ from bpipe.flags import outputs
 from bpipe.flags.configurations import MEASURED
 from bpipe.flags.flag import Command, Group, Options, Task
 from bpipe.flags.values import positive
+from bpipe.launch.megatron_command import Reading, read_command
+from bpipe.launch.megatron_flags import megatron_flags
+from bpipe.launch.row_flags import difference
 from bpipe.models.cluster import gib_text
 from bpipe.models.error_bars import range_text
 from bpipe.plan.explain import describe
-from bpipe.plan.megatron_command import Reading, read_command
-from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.options import filled, setup_of
 from bpipe.plan.predict import SetupPrediction, predict
-from bpipe.plan.row_flags import difference
 from bpipe.plan.ways import Way, ways_to_fit
 
 # The exit status where nothing fits; 2 is an error in what was asked.

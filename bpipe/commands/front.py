@@ -14,12 +14,12 @@ from pathlib import Path
 from bpipe.commands.plan_output import answer_of
 from bpipe.commands.shared import print_json
 from bpipe.flags.flag import Options
+from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.models.cluster import gib_text
 from bpipe.plan import stock
 from bpipe.plan.answer import answer_document, answer_lines
 from bpipe.plan.front import Front, Point, describe_point, find_front, front_document, front_lines, remarks
 from bpipe.plan.judge import Candidate
-from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.space import Space
 
 

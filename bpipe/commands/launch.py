@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from bpipe.flags.flag import Options
-from bpipe.plan.bash_words import MOST_CHARACTERS
-from bpipe.plan.launch_script import Launch, read_launch
-from bpipe.plan.megatron_command import Reading, flags_of_command, read_command
+from bpipe.launch.bash_words import MOST_CHARACTERS
+from bpipe.launch.launch_script import Launch, read_launch
+from bpipe.launch.megatron_command import Reading, flags_of_command, read_command
 from bpipe.values import printable
 
 

@@ -35,13 +35,13 @@ from bpipe.flags.flag import Command, Group, Options, Task
 from bpipe.flags.values import positive
 from bpipe.generate.families import FAMILIES, SEARCHED
 from bpipe.ir.hosts import IN_NODES
+from bpipe.launch.megatron_command import Reading
+from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.models.cluster import Cluster
 from bpipe.models.fp8 import Fp8
 from bpipe.models.layout import Setup
 from bpipe.plan.answer import answer_document, answer_lines
 from bpipe.plan.explain import verdict
-from bpipe.plan.megatron_command import Reading
-from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.options import filled, fp8_of, model_of, routing_of, setup_of, state_types_of, switches_of
 from bpipe.plan.predict import SetupPrediction, predict
 from bpipe.plan.refused import has_transformer_engine

@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 
 from bpipe.commands.launch import launch_document
 from bpipe.commands.terminal import BOLD, paint
+from bpipe.launch.megatron_command import Reading
+from bpipe.launch.megatron_flags import megatron_flags
+from bpipe.launch.row_flags import chosen_flags, common_flags, difference
 from bpipe.models.cluster import gib_text
 from bpipe.models.layout import Setup
 from bpipe.models.recompute import BLOCK
@@ -29,11 +32,8 @@ from bpipe.plan.explain import (
     verdict,
 )
 from bpipe.plan.judge import Candidate
-from bpipe.plan.megatron_command import Reading
-from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.predict import SetupPrediction
 from bpipe.plan.refused import refused
-from bpipe.plan.row_flags import chosen_flags, common_flags, difference
 from bpipe.plan.search import Outcome
 from bpipe.plan.space import CUTS, VOCABULARIES, Space, num_grids
 from bpipe.plan.state_hosts import StateHosts, instead_of_balancing, moves_values

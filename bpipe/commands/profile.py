@@ -18,11 +18,11 @@ from dataclasses import replace
 from bpipe.extras import require
 from bpipe.flags import configurations, outputs
 from bpipe.flags.flag import Command, Group, Options, Task
+from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.models.cluster import DEVICES, Cluster
 from bpipe.models.kernel_shapes import kernel_shapes
 from bpipe.models.layout import Setup
 from bpipe.models.recompute import RECOMPUTE
-from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.options import model_of
 
 PROGRAM, KERNELS_PROGRAM = "megatron.scheduling.report.profile", "bpipe.runtime.kernel_times"

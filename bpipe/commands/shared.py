@@ -13,6 +13,7 @@ from pathlib import Path
 
 from bpipe.flags.configurations import CONFIGURATION, EXPERTS, LAUNCHED, MODEL, TRAINING
 from bpipe.flags.flag import Group, Options
+from bpipe.launch.megatron_command import Reading
 from bpipe.models.calibration import read_calibration
 from bpipe.models.cluster import Cluster
 from bpipe.models.cluster_file import cluster_named
@@ -20,7 +21,6 @@ from bpipe.models.kernel_times import read_kernel_times
 from bpipe.models.layout import Setup
 from bpipe.models.profile import Profile, read_profile
 from bpipe.models.traced import Traced
-from bpipe.plan.megatron_command import Reading
 
 # What a launch may say: its defaults are filled in once it was read.
 TRAINED = tuple(

@@ -17,6 +17,7 @@ from bpipe.commands.terminal import BOLD, RED, columns, paint, progress_of
 from bpipe.flags import outputs
 from bpipe.flags.configurations import MEASURED
 from bpipe.flags.flag import Command, Group, Options, Task
+from bpipe.launch.megatron_command import Reading
 from bpipe.models.cluster import gib_text
 from bpipe.models.error_bars import range_text
 from bpipe.models.layout import Setup
@@ -37,7 +38,6 @@ from bpipe.plan.explain import (
     tightness_warning,
     uneven_by_counts,
 )
-from bpipe.plan.megatron_command import Reading
 from bpipe.plan.options import filled, setup_of
 from bpipe.plan.predict import SetupPrediction, predict, simulation_of
 from bpipe.plan.refused import refused

@@ -21,12 +21,12 @@ from bpipe.commands.terminal import columns, progress_of
 from bpipe.extras import require
 from bpipe.flags import outputs
 from bpipe.flags.flag import Command, Group, Options, Task
+from bpipe.launch.megatron_command import Reading, flags_of_command, read_command
+from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.models.cluster import DEVICES, Cluster
 from bpipe.models.layout import Setup
 from bpipe.models.saved import stage_bytes
 from bpipe.models.states import stage_parameters
-from bpipe.plan.megatron_command import Reading, flags_of_command, read_command
-from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.options import filled, setup_of
 
 PROGRAM = "megatron.scheduling.trace.tracing"

@@ -92,3 +92,14 @@ def read_moves(text: str) -> tuple[HostedState, ...]:
     if len({move[:2] for move in moves}) < len(moves):
         raise ValueError(f"{text[:80]!r} names a rank and its host twice: add up what is to be there")
     return tuple(moves)
+
+
+def budget_text(num_bytes: Sequence[int]) -> str:
+    """Write bytes as GiB, rounded up so that a budget read from it is no smaller. One number where all are equal."""
+    different = num_bytes[:1] if len(set(num_bytes)) == 1 else num_bytes
+    return ",".join(map(_one_gib, different))
+
+
+def _one_gib(num_bytes: int) -> str:
+    digits = 1 if num_bytes >= GIB else 6
+    return f"{ceil(Fraction(num_bytes * 10**digits, GIB)) / 10**digits:.{digits}f}"

@@ -20,6 +20,7 @@ from bpipe.balance.config import BalanceConfig, balanced
 from bpipe.balance.pairs import allocated_bytes, choose_partners, pairs_of
 from bpipe.balance.pool import fewest_sent, smallest_level
 from bpipe.balance.tiers import balance_over_hosts
+from bpipe.flags.budgets import budget_text
 from bpipe.ir.host_buffers import guests_of, hosts_of
 from bpipe.ir.hosts import IN_NODES, PAIR, POOL, Pair, device_ranks
 from bpipe.ir.memory import Memory, num_transfers
@@ -27,7 +28,7 @@ from bpipe.ir.schedule import Schedule
 from bpipe.models.layout import Setup
 from bpipe.models.memory import DeviceBesides
 from bpipe.models.profile import Profile
-from bpipe.plan.fit import Fit, budget_text, plan_lines
+from bpipe.plan.fit import Fit, plan_lines
 from bpipe.plan.predict import costs_of
 from bpipe.plan.windows import in_time, waits_less
 from bpipe.simulate.cost import Costs

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from math import ceil
 from typing import Any
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import buffer_bytes, moved_bytes
+from bpipe.flags.budgets import budget_text
 from bpipe.ir.host_buffers import (
     Residency,
     host_buffers,
@@ -27,7 +26,6 @@ from bpipe.ir.host_buffers import (
 from bpipe.ir.hosts import device_ranks, uses_host_memory
 from bpipe.ir.memory import Memory, num_transfers
 from bpipe.ir.schedule import Schedule
-from bpipe.models.cluster import GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +67,6 @@ class Fit:
     def residency_bytes(self, residencies: Iterable[Residency]) -> int:
         """Return bytes that leave with these residencies."""
         return moved_bytes(residencies, self.memory)
-
-
-def budget_text(num_bytes: Sequence[int]) -> str:
-    """Write bytes as GiB, rounded up so that a budget read from it is no smaller. One number where all are equal."""
-    different = num_bytes[:1] if len(set(num_bytes)) == 1 else num_bytes
-    return ",".join(map(_one_gib, different))
-
-
-def _one_gib(num_bytes: int) -> str:
-    digits = 1 if num_bytes >= GIB else 6
-    return f"{ceil(Fraction(num_bytes * 10**digits, GIB)) / 10**digits:.{digits}f}"
 
 
 def plan_values(found: Fit) -> dict[str, Any]:

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 from bpipe.balance.config import BALANCES
 from bpipe.generate.families import FAMILIES, SEARCHED
 from bpipe.ir.hosts import ARRANGEMENTS
+from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.models.cluster import gib_text
 from bpipe.models.layout import Setup
 from bpipe.models.memory import least_bytes, least_shared_bytes, peak_bytes
 from bpipe.models.recompute import BLOCK
 from bpipe.plan.document import document
 from bpipe.plan.explain import calibration_lines, describe
-from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.predict import SetupPrediction, Timing, costs_of, predict, steady_timing
 from bpipe.plan.search import Progress, by_bound
 from bpipe.plan.shards import stands_still

@@ -18,6 +18,7 @@ from bpipe.generate.families import FAMILIES, default_family
 from bpipe.ir.hosts import PAIR
 from bpipe.ir.layout import EVEN, Vocabulary
 from bpipe.ir.program import Exchange
+from bpipe.launch.megatron_command import Reading, read_command
 from bpipe.models.cluster import Cluster, parse_cluster
 from bpipe.models.costs import lengths_of_equal_seconds
 from bpipe.models.fp8 import RECIPES, Fp8
@@ -30,7 +31,6 @@ from bpipe.models.slices import slice_bounds
 from bpipe.models.state_types import FIELDS as STATE_FIELDS
 from bpipe.models.state_types import StateTypes
 from bpipe.models.switches import SWITCHES, Switches
-from bpipe.plan.megatron_command import Reading, read_command
 
 # Fields of a Model, and what a switch makes of them.
 MODEL_SWITCHES = {

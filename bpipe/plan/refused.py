@@ -17,8 +17,8 @@ from bpipe.features.feature import Settings
 from bpipe.features.table import PLACED, SHARDED
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.program import Exchange
+from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.models.layout import Setup
-from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.space import is_in_order
 
 # Flags of a launch that no option says, each with its first value or ``.

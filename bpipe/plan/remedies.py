@@ -11,7 +11,7 @@ from functools import partial
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import build
-from bpipe.flags.budgets import MINIMUM_BYTES
+from bpipe.flags.budgets import MINIMUM_BYTES, budget_text
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.hosts import ALL, PAIR, POOL
 from bpipe.ir.layout import Vocabulary
@@ -22,7 +22,7 @@ from bpipe.models.memory import besides_of, link_bytes
 from bpipe.models.profile import Profile
 from bpipe.plan.budget import Devices, OverBudget, one_budget_a_rank, plan_in_time, smallest_bytes, within
 from bpipe.plan.fewest_layers import more_recomputed
-from bpipe.plan.fit import Fit, budget_text
+from bpipe.plan.fit import Fit
 
 # How many chunks a rank schedules are tried with that are made for a bound.
 _CHUNKS = range(2, 9)

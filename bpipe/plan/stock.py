@@ -14,10 +14,10 @@ from bpipe.balance.config import BALANCES
 from bpipe.generate.families import DEFAULTS
 from bpipe.ir.hosts import PAIR
 from bpipe.ir.layout import Vocabulary
+from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.models.switches import Switches
 from bpipe.plan.document import document
 from bpipe.plan.judge import Candidate
-from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.predict import SetupPrediction, predict
 from bpipe.plan.refused import refused, runs_ours, without_overlap
 from bpipe.plan.search import search

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
+from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.layout import Setup
 from bpipe.models.model import PRESETS
 from bpipe.models.switches import Switches
-from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.search import search
 from bpipe.plan.space import Space
 from tests.gloo.conftest import Case, Outcome

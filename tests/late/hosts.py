@@ -23,14 +23,15 @@ class Hangs(RuntimeError):
 
 def run_hosts(count: int, does: Callable[[int], None]) -> None:
     late = extension()
-    errors: list[Exception] = []
+    errors: list[BaseException] = []
     late.expect_hosts(count)
 
     def one(rank: int) -> None:
         late.enter(rank)
         try:
             does(rank)
-        except Exception as error:
+        except BaseException as error:
+            # Of whatever kind: a host that left without a word looks as if the others waited for nobody.
             errors.append(error)
         finally:
             late.leave(rank)

@@ -12,8 +12,7 @@ from typing import Any
 
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.layout import REDISTRIBUTE
-from bpipe.models.layer_counts import output_in_layers, padded_vocabulary, redistribute_layers
-from bpipe.plan.layer_split import (
+from bpipe.launch.layer_split import (
     CHUNKS,
     COUNT_EMBEDDING,
     COUNT_LOSS,
@@ -23,6 +22,7 @@ from bpipe.plan.layer_split import (
     LAYOUT,
     layout_text,
 )
+from bpipe.models.layer_counts import output_in_layers, padded_vocabulary, redistribute_layers
 from megatron.scheduling.hooks import upstream
 
 _WANTED = f"--bpipe-vocabulary {REDISTRIBUTE}"

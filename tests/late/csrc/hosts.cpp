@@ -3,8 +3,10 @@
 
 #include <Python.h>
 #include <c10/util/Exception.h>
+#include <pthread.h>
 
 #include <chrono>
+#include <cstring>
 #include <memory>
 #include <thread>
 
@@ -26,6 +28,16 @@ class WithoutPython {
   PyThreadState* state_;
 };
 
+// Whose thread this is; a device's thread of autograd has no number and acts for the host whose turn it is.
+thread_local int own = -1;
+
+// A thread that collects garbage, say: it frees what an earlier run made, whoever's turn it is now.
+bool is_bystander() {
+  char name[16] = "";
+  pthread_getname_np(pthread_self(), name, sizeof(name));
+  return own < 0 && std::strncmp(name, "pt_autograd", 11) != 0;
+}
+
 }  // namespace
 
 Hosts& Hosts::get() {
@@ -42,6 +54,7 @@ void Hosts::expect(int number) {
 
 void Hosts::enter(int host) {
   WithoutPython without;
+  own = host;
   std::unique_lock<std::mutex> lock(mutex_);
   hosts_.at(host).here = true;
   bool all = true;
@@ -55,11 +68,13 @@ void Hosts::enter(int host) {
 
 void Hosts::leave(int host) {
   WithoutPython without;
+  own = -1;
   std::unique_lock<std::mutex> lock(mutex_);
   if (hosts_.empty()) return;
   hosts_.at(host).gone = true;
   // The others' waits say themselves when nobody can go on.
   if (turn_ == host && !hand_over(lock)) {
+    turn_ = -1;
     for (size_t other = 0; other < hosts_.size(); ++other)
       if (!hosts_[other].gone) turn_ = static_cast<int>(other);
     turned_.notify_all();
@@ -92,8 +107,11 @@ void Hosts::wait_for_turn(std::unique_lock<std::mutex>& lock, int me) {
 
 std::string Hosts::who_waits() const {
   std::string text;
-  for (size_t host = 0; host < hosts_.size(); ++host)
-    if (!hosts_[host].gone && !hosts_[host].what.empty()) text += "\n  host " + std::to_string(host) + ": " + hosts_[host].what;
+  for (size_t host = 0; host < hosts_.size(); ++host) {
+    auto& each = hosts_[host];
+    text += "\n  host " + std::to_string(host) + ": ";
+    text += each.gone ? "has left" : static_cast<int>(host) == turn_ && each.what.empty() ? "goes on" : each.what;
+  }
   return text;
 }
 
@@ -101,6 +119,10 @@ void Hosts::wait_until(const Test& over, const Test& go_on, const std::string& w
   WithoutPython without;
   if (works_by_itself()) return wait_alone(over, go_on);
   std::unique_lock<std::mutex> lock(mutex_);
+  if (turn_ >= 0 && is_bystander()) {
+    lock.unlock();
+    return wait_alone(over, [] { return false; });
+  }
   int me = turn_;
   if (me >= 0) {
     hosts_[me].waits_for = &over;

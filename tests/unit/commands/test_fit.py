@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from bpipe.cli import main
+from bpipe.launch.megatron_flags import megatron_flags
+from bpipe.launch.row_flags import CHOSEN, groups
 from bpipe.models.cluster import GIB, parse_cluster
 from bpipe.models.layout import Setup
 from bpipe.models.memory import peak_bytes
 from bpipe.models.model import PRESETS
-from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.options import setup_from
 from bpipe.plan.predict import predict
-from bpipe.plan.row_flags import CHOSEN, groups
 from bpipe.plan.ways import ways_to_fit
 
 FLAGS = ["--model", "gpt3-96b", "--cluster", "a100-80g:4x8", "--tp", "4", "--pp", "8", "--mbs", "2", "--gbs", "128"]

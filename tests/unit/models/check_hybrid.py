@@ -25,6 +25,7 @@ warnings.filterwarnings("ignore")
 
 import torch
 
+from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.hybrid import Hybrid
 from bpipe.models.layers.layer import layer_saved
@@ -33,7 +34,6 @@ from bpipe.models.model import Model, gpt
 from bpipe.models.parameters import layer_parameters
 from bpipe.models.parts import Experts
 from bpipe.models.sizes import total
-from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.runtime import capture
 from megatron.scheduling.report import one_stage
 from megatron.scheduling.start import startup

@@ -24,12 +24,12 @@ warnings.filterwarnings("ignore")
 
 import torch
 
+from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.layout import Setup
 from bpipe.models.model import Model, gpt
 from bpipe.models.parts import Experts, Routing
 from bpipe.models.saved import moved_bytes, stage_saved
-from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.runtime import capture
 from megatron.scheduling.report import one_stage
 from megatron.scheduling.start import startup

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from bpipe.cli import main
+from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.cluster_file import read_cluster
 from bpipe.models.costs import predict_costs
@@ -30,7 +31,6 @@ from bpipe.models.sizes import sent_bytes, total
 from bpipe.models.states import rank_parameters, stage_matrices, weight_bytes
 from bpipe.models.switches import Switches
 from bpipe.models.tensor_parallel import gather_s
-from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.predict import predict
 from bpipe.plan.standings import needs_of_setup
 from tests.unit.models.published import DEEPSEEK_V3, MIXTRAL_8X7B

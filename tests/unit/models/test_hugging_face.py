@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from bpipe.cli import main
+from bpipe.launch.megatron_command import read_command
+from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.hugging_face import find_model
 from bpipe.models.layers.attention import core_seconds
@@ -21,8 +23,6 @@ from bpipe.models.parameters import num_active_parameters, num_parameters
 from bpipe.models.parts import Latent, Routing
 from bpipe.models.rates import Rates
 from bpipe.models.states import rank_parameters
-from bpipe.plan.megatron_command import read_command
-from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.options import setup_from
 from bpipe.plan.standings import BEHIND_ATTENTION, GATED_GELU, needs_of_setup
 

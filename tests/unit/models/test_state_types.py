@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.fp8 import Fp8
 from bpipe.models.layout import Setup
@@ -16,7 +17,6 @@ from bpipe.models.replicas import update_seconds
 from bpipe.models.state_types import StateTypes
 from bpipe.models.states import parameter_bytes
 from bpipe.models.switches import Switches
-from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.options import setup_from
 
 SETUP = Setup(PRESETS["llama3-70b"], parse_cluster("h100-80g:8x8"), 8, 4, 1, 64, 8192, (20,) * 4, recompute="none")

@@ -9,6 +9,8 @@ import pytest
 
 from bpipe.cli import main
 from bpipe.ir.program import Exchange
+from bpipe.launch.megatron_command import read_command
+from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.costs import predict_costs
 from bpipe.models.layout import Setup
@@ -18,8 +20,6 @@ from bpipe.models.replicas import update_seconds
 from bpipe.models.switches import SWITCHES, Switches
 from bpipe.plan.document import configuration
 from bpipe.plan.explain import tightness_warning
-from bpipe.plan.megatron_command import read_command
-from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.predict import predict, simulation_of, whole_timing
 
 

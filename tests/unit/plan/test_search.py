@@ -16,6 +16,8 @@ from bpipe.generate.families import FAMILIES, SEARCHED, default_family
 from bpipe.generate.family import Family
 from bpipe.ir.hosts import HOST, PAIR
 from bpipe.ir.program import Exchange
+from bpipe.launch.megatron_command import read_command
+from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.models.activations import activations, moves_anything
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.held import held_by
@@ -28,8 +30,6 @@ from bpipe.models.warm_up import least_warm_bytes
 from bpipe.plan import standings
 from bpipe.plan.bounds import Bounds, lower_bound_s
 from bpipe.plan.explain import describe, only_balanced, verdict
-from bpipe.plan.megatron_command import read_command
-from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.predict import costs_of, predict, simulation_of, steady_timing, whole_timing
 from bpipe.plan.search import Outcome, search
 from bpipe.plan.space import CUTS, Space, divisors, enumerate_setups, num_grids, usual_contexts

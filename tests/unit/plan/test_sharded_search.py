@@ -9,6 +9,8 @@ from dataclasses import replace
 import pytest
 
 from bpipe.generate.families import FAMILIES, SEARCHED
+from bpipe.launch.megatron_command import read_command
+from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.layout import Setup
 from bpipe.models.memory import least_bytes, least_shared_bytes, peak_bytes
@@ -17,8 +19,6 @@ from bpipe.models.warm_up import least_warm_bytes
 from bpipe.plan.bounds import Bounds, last_load, lower_bound_s
 from bpipe.plan.explain import describe
 from bpipe.plan.front import find_front
-from bpipe.plan.megatron_command import read_command
-from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.predict import costs_of, steady_timing
 from bpipe.plan.search import every_setup, search
 from bpipe.plan.shards import stands_still

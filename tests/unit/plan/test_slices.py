@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from bpipe.cli import main
+from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.models.cluster import GIB, parse_cluster
 from bpipe.models.costs import lengths_of_equal_seconds
 from bpipe.models.layout import Setup
@@ -18,7 +19,6 @@ from bpipe.models.profile import Entry, Profile
 from bpipe.plan.bounds import Bounds, lower_bound_s
 from bpipe.plan.explain import describe
 from bpipe.plan.front import find_front, not_searched
-from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.predict import costs_of, predict, steady_timing
 from bpipe.plan.refused import refused
 from bpipe.plan.remedies import within_budget

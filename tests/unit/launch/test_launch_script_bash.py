@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bpipe.plan.launch_script import Launch, read_launch
+from bpipe.launch.launch_script import Launch, read_launch
 from tests.support.bash_scripts import BASH, CONDITIONAL, ODD, Script, calls_of, stubs
 
 pytestmark = pytest.mark.skipif(not BASH.exists(), reason="bash is the oracle")

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from bpipe.plan.bash_parts import NAME, Operator, Redirection, ShellWord
-from bpipe.plan.bash_values import Variables
-from bpipe.plan.bash_words import Scanner
+from bpipe.launch.bash_parts import NAME, Operator, Redirection, ShellWord
+from bpipe.launch.bash_values import Variables
+from bpipe.launch.bash_words import Scanner
 
 _OPENS = {"if": "fi", "while": "done", "until": "done", "{": "}"}
 _INSIDE = {"then": "fi", "elif": "fi", "else": "fi", "do": "done"}

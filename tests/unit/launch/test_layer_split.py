@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bpipe.launch.layer_split import Split, layout_text, read_split, split_flags
 from bpipe.models.layer_counts import split_layers
-from bpipe.plan.layer_split import Split, layout_text, read_split, split_flags
 
 
 def parsed(flags: list[str]) -> Split:

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 
 from bpipe.cli import main
 from bpipe.generate.families import FAMILIES
+from bpipe.launch.hybrid_flags import flags_of_hybrid
+from bpipe.launch.megatron_command import Reading, read_command
+from bpipe.launch.megatron_flags import megatron_flags
+from bpipe.launch.training_log import read_log
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.hybrid import Hybrid
 from bpipe.models.layout import Setup
 from bpipe.models.model import Model
 from bpipe.models.parts import Experts
-from bpipe.plan.hybrid_flags import flags_of_hybrid
-from bpipe.plan.megatron_command import Reading, read_command
-from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.options import setup_from
 from bpipe.plan.space import CUTS, Space, enumerate_setups
-from bpipe.plan.training_log import read_log
 from tests.unit.models.published import NEMOTRON_3_NANO, NEMOTRON_H_8B
 
 SIZES = ["--hidden-size", "512", "--num-attention-heads", "8", "--seq-length", "128", "--vocab-size", "1000"]

@@ -20,7 +20,7 @@ MOST_OWN_FLAGS = 100
 
 @cache
 def names() -> frozenset[str]:
-    return frozenset(resources.files("bpipe.plan").joinpath("megatron_flags.txt").read_text(encoding="utf-8").split())
+    return frozenset(resources.files("bpipe.launch").joinpath("megatron_flags.txt").read_text(encoding="utf-8").split())
 
 
 def refuse_mistyped(flags: Sequence[str]) -> None:

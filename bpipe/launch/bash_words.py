@@ -13,7 +13,7 @@ import re
 from bisect import bisect_right
 from typing import NoReturn
 
-from bpipe.plan.bash_parts import (
+from bpipe.launch.bash_parts import (
     ASSIGNMENT,
     NAME,
     Arithmetic,

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from bpipe.ir.layout import TRAINED_SHARDS
+from bpipe.launch.megatron_command import read_command
+from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.layer_counts import split_layers
 from bpipe.models.layout import Setup
 from bpipe.models.model import PRESETS
-from bpipe.plan.megatron_command import read_command
-from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.search import search
 from bpipe.plan.space import Space
 from megatron.scheduling.options.flags import add_arguments
-from tests.unit.plan.megatron_parser import parsed
+from tests.unit.launch.megatron_parser import parsed
 
 
 def setup(name: str, t: int, p: int, chunks: int = 1, **changes: Any) -> Setup:

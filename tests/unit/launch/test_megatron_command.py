@@ -20,16 +20,16 @@ from bpipe.cli import main
 from bpipe.commands.shared import cluster_of
 from bpipe.flags.launches import READ
 from bpipe.flags.parser import parser_of_launch
+from bpipe.launch.megatron_command import Reading, read_command
+from bpipe.launch.megatron_flags import megatron_flags
+from bpipe.launch.megatron_names import names
+from bpipe.launch.other_flags import ANY_VALUE, REFUSED, WITHOUT_INFLUENCE
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.fp8 import FORMATS, RECIPES, Fp8
 from bpipe.models.layer_counts import split_layers
 from bpipe.models.layout import Setup
 from bpipe.models.model import PRESETS, Model
-from bpipe.plan.megatron_command import Reading, read_command
-from bpipe.plan.megatron_flags import megatron_flags
-from bpipe.plan.megatron_names import names
 from bpipe.plan.options import filled, setup_of
-from bpipe.plan.other_flags import ANY_VALUE, REFUSED, WITHOUT_INFLUENCE
 
 SMALL = [
     "--num-layers",

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from bpipe.flags.launches import READ
-from bpipe.plan.other_flags import REFUSED
+from bpipe.launch.other_flags import REFUSED
 from bpipe.values import LARGEST
 
 _BEGIN, _END = re.compile(r"(?<!-)-{8,} arguments -{8}"), re.compile(r"(?<!-)-{8,} end of arguments -{8}")

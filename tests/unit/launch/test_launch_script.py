@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpipe.plan.launch_script import read_launch
-from bpipe.plan.megatron_command import read_command
+from bpipe.launch.launch_script import read_launch
+from bpipe.launch.megatron_command import read_command
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 

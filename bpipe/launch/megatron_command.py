@@ -22,17 +22,17 @@ from bpipe.flags.parser import parser_of_launch
 from bpipe.flags.values import AUTO
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.layout import REDISTRIBUTE
+from bpipe.launch.expert_flags import parts_of_flags
+from bpipe.launch.hybrid_flags import hybrid_of_flags, layers_of, settle_pattern
+from bpipe.launch.layer_split import Split
+from bpipe.launch.megatron_names import refuse_mistyped
+from bpipe.launch.other_flags import PREDICTED_WITHOUT, REFUSED, is_without_influence, refused_for, takes_any_value
+from bpipe.launch.recompute_flags import scope_of_flags
 from bpipe.models.choices import CP_COMM_TYPES
 from bpipe.models.fp8 import RECIPES
 from bpipe.models.layer_counts import output_in_layers, padded_vocabulary, redistribute_layers
 from bpipe.models.state_types import FIELDS as STATE_FIELDS
 from bpipe.models.switches import SWITCHES, flag_of
-from bpipe.plan.expert_flags import parts_of_flags
-from bpipe.plan.hybrid_flags import hybrid_of_flags, layers_of, settle_pattern
-from bpipe.plan.layer_split import Split
-from bpipe.plan.megatron_names import refuse_mistyped
-from bpipe.plan.other_flags import PREDICTED_WITHOUT, REFUSED, is_without_influence, refused_for, takes_any_value
-from bpipe.plan.recompute_flags import scope_of_flags
 
 # Fields that a launch says as they are.
 _CUT = [

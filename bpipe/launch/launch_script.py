@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import PurePath
 
-from bpipe.plan.bash_commands import Commands
-from bpipe.plan.bash_parts import NAME, Assigned, ShellWord, Text, assigned
-from bpipe.plan.bash_values import MARK, Variables
-from bpipe.plan.bash_words import Scanner
+from bpipe.launch.bash_commands import Commands
+from bpipe.launch.bash_parts import NAME, Assigned, ShellWord, Text, assigned
+from bpipe.launch.bash_values import MARK, Variables
+from bpipe.launch.bash_words import Scanner
 
 _DECLARE = ("export", "declare", "local", "readonly", "typeset")
 # Options of declarations, and those of export, that change no value.

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from bpipe.cli import main
+from bpipe.launch.megatron_command import read_command
+from bpipe.launch.megatron_flags import megatron_flags
+from bpipe.launch.row_flags import chosen_flags, common_flags, difference, groups
 from bpipe.models.cluster import GIB, parse_cluster
 from bpipe.models.layout import Setup
-from bpipe.plan.megatron_command import read_command
-from bpipe.plan.megatron_flags import megatron_flags
 from bpipe.plan.options import setup_from
-from bpipe.plan.row_flags import chosen_flags, common_flags, difference, groups
 from bpipe.plan.search import search
 from bpipe.plan.space import Space
 

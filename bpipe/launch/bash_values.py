@@ -13,8 +13,8 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from bpipe.plan.bash_arithmetic import changes, compute, is_number
-from bpipe.plan.bash_parts import NAME, Arithmetic, Assigned, Part, Reference, ShellWord, Text
+from bpipe.launch.bash_arithmetic import changes, compute, is_number
+from bpipe.launch.bash_parts import NAME, Arithmetic, Assigned, Part, Reference, ShellWord, Text
 
 # Around what is not known: its number in the list of reasons stands between. No script has a zero byte.
 MARK = re.compile("\0([0-9]+)\0")

@@ -9,9 +9,9 @@ from typing import Any
 
 from bpipe.flags.flag import Options
 from bpipe.flags.launches import words
+from bpipe.launch.layer_split import Split, read_split, refuse_empty
 from bpipe.models.hybrid import EXPERTS, Hybrid, split_text
 from bpipe.models.layout import Setup
-from bpipe.plan.layer_split import Split, read_split, refuse_empty
 
 PATTERN, OLD_PATTERN = "--hybrid-layer-pattern", "--hybrid-override-pattern"
 # Where Megatron's own stack is, the name in front being today's.

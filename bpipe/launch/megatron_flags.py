@@ -12,18 +12,18 @@ import math
 from dataclasses import asdict
 
 from bpipe.balance.config import BALANCES
+from bpipe.flags.budgets import budget_text
 from bpipe.flags.launches import words
 from bpipe.generate.families import default_family
 from bpipe.ir.hosts import PAIR
 from bpipe.ir.layout import EVEN
+from bpipe.launch.expert_flags import flags_of_parts
+from bpipe.launch.hybrid_flags import flags_of_hybrid
+from bpipe.launch.layer_split import split_flags
+from bpipe.launch.recompute_flags import recompute_flags
 from bpipe.models.layout import Setup
 from bpipe.models.state_types import WHOLE
 from bpipe.models.switches import SWITCHES
-from bpipe.plan.expert_flags import flags_of_parts
-from bpipe.plan.fit import budget_text
-from bpipe.plan.hybrid_flags import flags_of_hybrid
-from bpipe.plan.layer_split import split_flags
-from bpipe.plan.recompute_flags import recompute_flags
 
 # Megatron's --make-vocab-size-divisible-by where nobody says another.
 _PADDED = 128

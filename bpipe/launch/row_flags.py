@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from bpipe.flags.launches import READ
+from bpipe.launch.hybrid_flags import OLD_PATTERN, PATTERN
+from bpipe.launch.megatron_command import Reading
+from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.models.layout import Setup
-from bpipe.plan.hybrid_flags import OLD_PATTERN, PATTERN
-from bpipe.plan.megatron_command import Reading
-from bpipe.plan.megatron_flags import megatron_flags
 
 _SPLIT = (
     *(
