@@ -6,6 +6,7 @@ In: a launch, or flags. Out: a table or JSON. The exit status is 3 where nothing
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from bpipe.commands.launch import lines, reading_of
@@ -20,6 +21,7 @@ from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.launch.row_flags import difference
 from bpipe.models.cluster import gib_text
 from bpipe.models.error_bars import range_text
+from bpipe.plan.budget import one_budget_a_rank
 from bpipe.plan.explain import describe
 from bpipe.plan.options import filled, setup_of
 from bpipe.plan.predict import SetupPrediction, predict
@@ -51,10 +53,8 @@ def run(asked: Options) -> int:
     options = filled(asked, reading, ("pipeline", "global_batch"))
     profile, traced = measured_of(options)
     setup = with_trace(setup_of(options, cluster_of(options, reading)), traced, options.profile)
-    if options.memory is not None:
-        raise ValueError(
-            "fit asks what keeps within a device's own memory: leave --memory, or the launch's --bpipe-memory, out"
-        )
+    if options.memory is not None and options.memory.budget_bytes is not None:
+        setup = replace(setup, budget_bytes=one_budget_a_rank(options.memory.budget_bytes, setup.pipeline))
     with progress_of("fit"):
         now = predict(setup, profile, formula=options.flops_formula)
         found = ways_to_fit(setup, () if reading is None else reading.others, profile)

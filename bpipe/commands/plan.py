@@ -45,10 +45,10 @@ from bpipe.plan.explain import verdict
 from bpipe.plan.options import filled, fp8_of, model_of, routing_of, setup_of, state_types_of, switches_of
 from bpipe.plan.predict import SetupPrediction, predict
 from bpipe.plan.refused import has_transformer_engine
-from bpipe.plan.remedies import within_budget
 from bpipe.plan.search import Outcome, search
 from bpipe.plan.slices import usual_slices
 from bpipe.plan.space import Space, divisors, usual_contexts
+from bpipe.plan.within_budget import within_budget
 
 # The exit status where nothing was found; 2 is an error in what was asked.
 NO_ROWS = 3

@@ -41,9 +41,9 @@ from bpipe.plan.explain import (
 from bpipe.plan.options import filled, setup_of
 from bpipe.plan.predict import SetupPrediction, predict, simulation_of
 from bpipe.plan.refused import refused
-from bpipe.plan.remedies import within_budget
 from bpipe.plan.standings import FP8, SLICES, needs_of_setup
 from bpipe.plan.state_hosts import StateHosts, describe_moves, moves_values, state_hosts
+from bpipe.plan.within_budget import within_budget
 from bpipe.simulate.report import Simulation
 
 SUFFIXES = (".svg", ".png")

@@ -6,11 +6,11 @@ halving. Knows no device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 from bpipe.models.layout import Setup
-from bpipe.models.recompute import BLOCK, RECOMPUTE, Recompute
+from bpipe.models.recompute import BLOCK, Recompute
 
 # A setup of which nobody has asked yet how many.
 OPEN = f"{BLOCK}:1"
@@ -31,14 +31,3 @@ def fewest_layers(most: int, is_enough: Callable[[int], bool]) -> int | None:
         middle = (low + high) // 2
         low, high = (low, middle) if is_enough(middle) else (middle + 1, high)
     return high
-
-
-def more_recomputed(setup: Setup, is_enough: Callable[[Setup], bool]) -> Iterator[str]:
-    """Yield settings that recompute more: the short names behind the setup's, then the fewest first layers of every
-    stage that suffice."""
-    names, recomputed = RECOMPUTE, setup.recomputed
-    yield from names[names.index(setup.recompute) + 1 :] if setup.recompute in names else names[-1:]
-    if recomputed.method != "uniform":
-        number = fewest_layers(max(setup.layers) - 1, lambda count: is_enough(with_block(setup, count)))
-        if number is not None and (recomputed.method is None or number > recomputed.num_layers):
-            yield with_block(setup, number).recompute

@@ -21,8 +21,8 @@ from bpipe.models.profile import Profile
 from bpipe.plan.bounds import last_load
 from bpipe.plan.document import document
 from bpipe.plan.predict import SetupPrediction, costs_of, predict
-from bpipe.plan.remedies import within_budget
 from bpipe.plan.shards import stands_still, with_shards
+from bpipe.plan.within_budget import within_budget
 
 # Below, what the last rank computes longer, or what a remedy gains, is lost among what predictions are worth.
 HURTS = 1.05

@@ -3,13 +3,15 @@
 In: a Setup. Out: `Way`s, each one change of it with its prediction, those that fit first and of these the fastest.
 
 One change at a time, each as Megatron or this project has a flag for it: recomputation of parts or of as few layers as
-do, a smaller micro-batch, another cut, balancing over partners, a pool or host memory, the vocabulary in shards, the
-distributed optimizer, slices. What cannot be, and what needs no less, is none. Predicts; knows no command line.
+do, a smaller micro-batch, another cut, a layer moved, balancing over partners, a pool or host memory, schedules made for
+a bound, the vocabulary in shards, the distributed optimizer, slices. What cannot be, and what needs no less, is none.
+Predicts; knows no command line.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from bpipe.balance.config import BALANCES, BalanceConfig
@@ -18,15 +20,19 @@ from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
 from bpipe.ir.layout import Vocabulary
 from bpipe.models.layer_counts import split_layers
 from bpipe.models.layout import Setup
-from bpipe.models.memory import peak_bytes
+from bpipe.models.memory import peak_bytes, predict_memory
 from bpipe.models.profile import Profile
 from bpipe.models.recompute import MODULES
 from bpipe.plan.fewest_layers import fewest_layers, with_block
 from bpipe.plan.predict import SetupPrediction, predict
 from bpipe.plan.refused import Others, refused
-from bpipe.plan.remedies import HELPFUL, within_budget
+from bpipe.plan.within_budget import within_budget
 
 Change = Callable[[], Setup]
+# What needs hardly less is no help.
+HELPFUL = 0.99
+# How many chunks a rank schedules are tried with that are made for a bound.
+_CHUNKS = range(2, 9)
 # With it the trainer's table refuses what is guarded, too.
 _STRICT = ("--bpipe-strict", "")
 
@@ -80,6 +86,8 @@ def _changes(setup: Setup, profile: Profile | None) -> Iterator[tuple[str, Chang
     if not setup.distributed_optimizer:
         yield "distributed optimizer", lambda: replace(setup, distributed_optimizer=True)
     yield from _cut(setup)
+    yield from _layer_moved(setup)
+    yield from _bounded(setup)
     yield from _balanced(setup, profile)
     yield from _sharded(setup)
     for slices in (2, 4, 8):
@@ -131,9 +139,40 @@ def _as_long(setup: Setup, tensor: int, pipeline: int) -> Change:
         layers = split_layers(setup.model.num_layers, pipeline * setup.chunks, allow_uneven=True)
         if layers is None:
             raise ValueError(f"{setup.model.num_layers} layers are too few for {pipeline} ranks")
-        return replace(setup, tensor=tensor, pipeline=pipeline, layers=layers, sequence_parallel=tensor > 1)
+        budgets = setup.budget_bytes and (min(setup.budget_bytes),) * pipeline
+        return replace(
+            setup, tensor=tensor, pipeline=pipeline, layers=layers, sequence_parallel=tensor > 1, budget_bytes=budgets
+        )
 
     return change
+
+
+def _layer_moved(setup: Setup) -> Iterator[tuple[str, Change]]:
+    """One from the rank that needs most to the one that needs least, where a rank has one stage."""
+    if setup.num_stages != setup.pipeline:
+        return
+    needs = [rank.peak_bytes for rank in predict_memory(setup)]
+    most, least = needs.index(max(needs)), needs.index(min(needs))
+    if setup.layers[most] > 1 and most != least:
+        layers = tuple(count - (rank == most) + (rank == least) for rank, count in enumerate(setup.layers))
+        yield f"layers {','.join(map(str, layers))}", _with(setup, layers=layers)
+
+
+def _bounded(setup: Setup) -> Iterator[tuple[str, Change]]:
+    """Of each family whose schedules are made for a bound, with as many chunks as need least."""
+    if setup.is_sharded or FAMILIES[setup.schedule].num_pipes > 1:
+        return
+    for name in (name for name, family in FAMILIES.items() if family.within is not None and name != setup.schedule):
+        found: list[tuple[int, Setup]] = []
+        for chunks in _CHUNKS:
+            layers = split_layers(setup.model.num_layers, setup.pipeline * chunks)
+            if layers is not None:
+                with suppress(ValueError):
+                    changed = replace(setup, schedule=name, chunks=chunks, layers=layers, group=None, delay=0)
+                    found.append((peak_bytes(changed), changed))
+        if found:
+            _, least = min(found, key=lambda each: each[0])
+            yield f"{name} with {least.chunks} chunks", lambda least=least: least  # type: ignore[misc]
 
 
 def _balanced(setup: Setup, profile: Profile | None) -> Iterator[tuple[str, Change]]:

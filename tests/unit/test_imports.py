@@ -197,7 +197,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "space",
         "bounds judge windows",
         "budget document",
-        "refused remedies",
+        "refused within_budget",
         "calibrate launch_states search",
         "explain options state_hosts vocabulary",
         "answer standings stock ways",

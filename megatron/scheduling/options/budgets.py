@@ -24,7 +24,7 @@ from bpipe.models.layout import Setup
 from bpipe.plan.budget import Devices, balanced_costs, plan_in_time, tightest_plan
 from bpipe.plan.fit import plan_lines
 from bpipe.plan.options import setup_from
-from bpipe.plan.remedies import predicted_devices, within_or_remedies
+from bpipe.plan.within_budget import predicted_devices, within_prediction
 from bpipe.simulate.cost import Costs
 from megatron.scheduling.hooks import upstream
 
@@ -141,7 +141,7 @@ def _plan(
             found.how, (told, *plan_lines(found)), None if cluster is None else balanced_costs(setup, devices, found)
         )
     try:
-        found = within_or_remedies(setup, devices, minimum_bytes)
+        found = within_prediction(devices)
         if cluster is not None:
             found = plan_in_time(setup, devices, found)
     except ValueError as error:

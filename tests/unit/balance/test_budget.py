@@ -32,7 +32,7 @@ from bpipe.models.layout import setup_from_values
 from bpipe.models.model import PRESETS
 from bpipe.plan.budget import smallest_bytes, within
 from bpipe.plan.fit import plan_lines
-from bpipe.plan.remedies import predicted_devices
+from bpipe.plan.within_budget import predicted_devices
 
 
 def generate(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:

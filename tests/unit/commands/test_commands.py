@@ -275,14 +275,11 @@ def test_a_budget_that_nothing_keeps_is_refused_with_the_smallest_that_something
     few = [*BALANCED, "--gbs", "32"]
     assert main([*few, "--memory", "30"]) == 2
     said = capsys.readouterr().err
-    found = re.search(r"The smallest budget that one keeps is ([\d.]+) GiB. What else would help: (.*)", said)
+    found = re.search(r"The smallest budget that one keeps is ([\d.]+) GiB. `bpipe fit` with the same launch", said)
     assert found, said
     assert main([*few, "--memory", found[1], "--format", "json"]) == 0
     less = float(found[1]) - 0.2
     assert main([*few, "--memory", f"{less:.1f}"]) == 2
-    assert {"recompute full", "its node's memory behind other devices, --bpipe-hosts all", "micro-batch 1"} <= set(
-        re.findall(r"(?:^|, (?!--))([^(]+?) \(", found[2])
-    )
     capsys.readouterr()
     for flags, reason in (
         (["--memory", "0"], "'0' is no number of GiB above 0"),

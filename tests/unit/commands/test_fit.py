@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from bpipe.cli import main
+from bpipe.generate.families import FAMILIES
 from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.launch.row_flags import CHOSEN, groups
 from bpipe.models.cluster import GIB, parse_cluster
@@ -55,8 +56,7 @@ def test_what_fits_stands_first_and_of_that_the_fastest(capsys: pytest.CaptureFi
     assert len(seconds) > 3
     assert seconds == sorted(seconds)
     assert all(way["peak_bytes"] < found["now"]["peak_bytes"] for way in found["ways"])
-    assert found["ways"][0]["what"] == "balance over pairs"
-    assert {"micro-batch 1", "recompute all layers"} <= {way["what"] for way in found["ways"]}
+    assert {"balance over pairs", "micro-batch 1", "recompute all layers"} <= {way["what"] for way in found["ways"]}
 
 
 def test_ways_that_come_to_the_same_stand_once() -> None:
@@ -116,7 +116,18 @@ def test_a_profile_is_what_times_are_made_of(capsys: pytest.CaptureFixture[str],
     assert any(way["what"] == "micro-batch 1" for way in found["ways"])
 
 
-def test_a_budget_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """It was taken without a word and without effect. A plan for so many ranks says nothing of another number."""
-    assert main(["fit", *FLAGS, "--balance", "bpipe", "--memory", "79"]) == 2
-    assert "leave --memory, or the launch's --bpipe-memory, out" in capsys.readouterr().err
+def test_a_budget_stands_for_the_devices_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of what fits a device, some does not fit a smaller budget; a cut into fewer ranks has the same one."""
+    whole, less = document(capsys), document(capsys, "--memory", "70")
+    assert {way["limit_bytes"] for way in (less["now"], *less["ways"])} == {70 * GIB}
+    fit, still = ({way["what"] for way in found["ways"] if way["fits"]} for found in (whole, less))
+    assert {"balance over pairs", "layers 9,10,10,10,10,10,11,10"} <= fit - still
+    assert "tensor parallel 8, pipeline parallel 4" in still
+
+
+def test_a_layer_moved_and_schedules_made_for_a_bound_are_ways() -> None:
+    found = {way.what: way.prediction for way in ways_to_fit(replace(SETUP, layers=(12, *LAYERS[1:7], 8)))}
+    assert found["layers 11,10,10,10,10,10,10,9"].setup.layers == (11, *LAYERS[1:7], 9)
+    bounded = [name for name, family in FAMILIES.items() if family.within is not None]
+    assert bounded
+    assert all(any(what.startswith(f"{name} with ") for what in found) for name in bounded)

@@ -1,5 +1,4 @@
-"""How few layers have to be recomputed: found by halving, in a search as by trying all, and named where a budget is
-too small."""
+"""How few layers have to be recomputed: found by halving, in a search as by trying all."""
 
 from __future__ import annotations
 
@@ -13,16 +12,14 @@ from hypothesis import strategies as st
 from bpipe.cli import main
 from bpipe.generate.families import SEARCHED
 from bpipe.models.cluster import parse_cluster
-from bpipe.models.layout import Setup
 from bpipe.models.memory import predict_memory
-from bpipe.models.model import PRESETS, gpt
+from bpipe.models.model import gpt
 from bpipe.models.recompute import BLOCK
-from bpipe.plan.fewest_layers import fewest_layers, more_recomputed, with_block
+from bpipe.plan.fewest_layers import fewest_layers, with_block
 from bpipe.plan.front import find_front
 from bpipe.plan.search import search
 from bpipe.plan.space import Space, enumerate_setups
 
-LLAMA = Setup(PRESETS["llama3-70b"], parse_cluster("h100-80g:8x8"), 8, 8, 1, 32, 8192, (10,) * 8, recompute="none")
 SMALL = Space(
     gpt("small", 16, 8192, 64, sequence=4096), parse_cluster("a100-80g:8"), 32, 4096, recompute=("none", "full", BLOCK), max_chunks=4,
     max_micro_batch=2, schedules=("1f1b",),
@@ -79,31 +76,6 @@ def test_a_front_has_no_one_amount_of_memory_to_choose_for() -> None:
         ValueError, match="full:block chooses a number of layers for one amount of memory: give numbers"
     ):
         find_front(SMALL)
-
-
-def test_what_recomputes_more() -> None:
-    def more(recompute: str, enough: int) -> list[str]:
-        return list(
-            more_recomputed(replace(LLAMA, recompute=recompute), lambda one: one.recomputed.num_layers >= enough)
-        )
-
-    assert more("none", 3) == ["selective", "full", "full:block:3"]
-    assert more("selective", 9) == ["full", "full:block:9"]
-    assert more("selective:mlp", 10) == ["full"], "all of a stage's are as full"
-    assert more("full:block:4", 6) == ["full", "full:block:6"]
-    assert more("full:block:4", 2) == ["full"]
-    assert more("full", 2) == []
-    assert more("full:uniform:4", 2) == ["full"]
-
-
-def test_a_budget_that_is_too_small_names_the_fewest_layers(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = "--num-layers 16 --hidden-size 4096 --num-attention-heads 32 --seq 4096 --vocab-size 32000 --gbs 8"
-    asked = ["simulate", *sizes.split(), "--cluster", "a100-80g:4", "--pp", "4", "--balance", "bpipe", "--memory", "24"]
-    assert main(asked) == 2
-    assert "recompute full:block:2 (" in capsys.readouterr().err
-    assert main([*asked, "--recompute", "full:block:2"]) == 0
-    assert main([*asked, "--recompute", "full:block:1"]) == 2
-    assert "recompute full:block:2 (" in capsys.readouterr().err
 
 
 def test_the_command_reads_what_it_may_recompute(capsys: pytest.CaptureFixture[str]) -> None:

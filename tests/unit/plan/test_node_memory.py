@@ -19,7 +19,7 @@ from bpipe.models.links import links
 from bpipe.plan.budget import OverBudget, smallest_bytes, within
 from bpipe.plan.fit import plan_lines, plan_values
 from bpipe.plan.options import setup_from
-from bpipe.plan.remedies import predicted_devices, within_budget
+from bpipe.plan.within_budget import predicted_devices, within_budget
 
 GIB = 2**30
 MODEL = ("--model", "llama3-8b", "--pp", "4", "--seq", "8192", "--gbs", "16")
@@ -80,25 +80,6 @@ def test_with_devices_first_less_goes_to_the_nodes() -> None:
     assert behind.moved_bytes == alone.moved_bytes
     assert behind.own_bytes != alone.own_bytes
     assert sum(behind.own_bytes) < sum(alone.own_bytes)
-
-
-@pytest.mark.slow
-def test_what_is_over_a_budget_is_told_what_it_takes() -> None:
-    with pytest.raises(ValueError, match="What else would help") as error:
-        within_budget(setup(PAIR), [64 * GIB])
-    said = re.search(
-        r"its node's memory behind other devices, --bpipe-hosts all \(([0-9.]+) GiB; "
-        r"within 64\.0 with up to ([0-9.]+) of the node's memory a device\)",
-        str(error.value),
-    )
-    assert said is not None, str(error.value)
-    _, found = within_budget(setup(ALL), [64 * GIB])
-    assert max(found.own_bytes) / GIB == pytest.approx(float(said[2]), abs=0.1)
-    assert max(within_budget(setup(ALL), [int(float(said[1]) * GIB)])[1].need_bytes) <= float(said[1]) * GIB
-    # Whoever has it already is not told to take it.
-    with pytest.raises(ValueError, match="no plan keeps") as other:
-        within_budget(setup(HOST), [50 * GIB])
-    assert "--bpipe-hosts" not in str(other.value)
 
 
 def test_the_plan_says_where_everything_goes() -> None:

@@ -21,10 +21,10 @@ from bpipe.plan.explain import describe
 from bpipe.plan.front import find_front, not_searched
 from bpipe.plan.predict import costs_of, predict, steady_timing
 from bpipe.plan.refused import refused
-from bpipe.plan.remedies import within_budget
 from bpipe.plan.search import every_setup, search
 from bpipe.plan.slices import usual_slices
 from bpipe.plan.space import Space, enumerate_setups
+from bpipe.plan.within_budget import within_budget
 
 MODEL = llama("long", 16, 4096, 32, 8, 14336, 32000, 65536)
 SPACE = Space(

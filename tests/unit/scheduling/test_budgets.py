@@ -25,7 +25,7 @@ from bpipe.models.memory import DeviceBesides
 from bpipe.plan.budget import Devices, better_plan, smallest_bytes, tightest_plan, within
 from bpipe.plan.fit import budget_text
 from bpipe.plan.options import setup_from
-from bpipe.plan.remedies import predicted_devices
+from bpipe.plan.within_budget import predicted_devices
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 from bpipe.simulate.engine import simulate
 from megatron.scheduling.options.choosing import own_schedule, requested_balance, requested_costs
@@ -185,7 +185,7 @@ def plain_config() -> Any:
             "--bpipe-memory: by prediction no plan keeps ranks . and . within 1.2 GiB a device. The smallest budget "
             "that one keeps",
         ),
-        ("1.2", [], {}, r"What else would help: .*recompute full \(.*With auto:GIB it is tried, and measured"),
+        ("1.2", [], {}, r"`bpipe fit` with the same launch lists .*With auto:GIB it is tried, and measured"),
         (
             "2",
             [],

@@ -1,0 +1,63 @@
+"""Keep a setup within budgets. In: a Setup, budgets in bytes. Out: the setup as it is balanced, and a `Fit`.
+
+An error says which budget would be kept; what else makes a setup fit is asked of `ways`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import build
+from bpipe.flags.budgets import MINIMUM_BYTES
+from bpipe.ir.hosts import ALL, POOL
+from bpipe.models.activations import parts_of, sizes_of
+from bpipe.models.layout import Setup
+from bpipe.models.memory import besides_of, link_bytes
+from bpipe.models.profile import Profile
+from bpipe.plan.budget import Devices, OverBudget, one_budget_a_rank, plan_in_time, within
+from bpipe.plan.fit import Fit
+
+ELSEWHERE = "`bpipe fit` with the same launch lists what else makes it fit, and what that costs"
+
+
+def predicted_devices(setup: Setup, budget_bytes: Sequence[int], minimum_bytes: int = MINIMUM_BYTES) -> Devices:
+    """Return the predicted inputs of a plan for a setup."""
+    budgets = one_budget_a_rank(budget_bytes, setup.pipeline)
+    plain, moving = (replace(setup, balance=name, how=BalanceConfig()) for name in ("none", "bpipe"))
+    nodes = setup.how.hosts in (POOL, ALL) and len(set(moving.nodes())) > 1
+    return Devices(
+        build(plain.program()),
+        sizes_of(setup, minimum_bytes),
+        besides_of(plain),
+        budgets,
+        besides_of(moving),
+        setup.how.hosts,
+        moving.nodes() if nodes else (),
+        link_bytes(setup),
+        parts_of(setup, minimum_bytes),
+    )
+
+
+def within_budget(
+    setup: Setup, budget_bytes: Sequence[int], minimum_bytes: int = MINIMUM_BYTES, profile: Profile | None = None
+) -> tuple[Setup, Fit]:
+    """Return the setup balanced within budgets, and its plan.
+
+    Raises ValueError where no plan keeps them.
+    """
+    devices = predicted_devices(setup, budget_bytes, minimum_bytes)
+    found = within_prediction(devices)
+    if not found.moved_bytes:
+        return replace(setup, balance="none", how=BalanceConfig(), budget_bytes=devices.budget_bytes), found
+    found = plan_in_time(setup, devices, found, profile)
+    return replace(setup, balance="bpipe", how=found.how, budget_bytes=devices.budget_bytes), found
+
+
+def within_prediction(devices: Devices) -> Fit:
+    """Return the plan within budgets. Raises ValueError where there is none, with where to look for other ways."""
+    try:
+        return within(devices)
+    except OverBudget as error:
+        raise ValueError(f"by prediction {error}. {ELSEWHERE}") from None
