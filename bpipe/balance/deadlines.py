@@ -165,7 +165,7 @@ def _spots(row: Sequence[Slot]) -> tuple[dict[Key, int], dict[Key, int]]:
             if action.kind is Kind.FORWARD:
                 saved[action.stage, action.microbatch] = slot
             elif action.kind in READING:
-                read.setdefault((action.stage, action.microbatch), slot)
+                read.setdefault(action.key, slot)
     return saved, read
 
 

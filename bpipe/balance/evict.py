@@ -89,7 +89,7 @@ class _EvictionWalk:
         # A forward is finished only now: it cannot leave beside itself.
         for compute in computes:
             if compute.kind is _FORWARD and self._moved(compute.stage, compute.microbatch):
-                key = (compute.stage, compute.microbatch)
+                key = compute.key
                 heapq.heappush(self.finished, (-self.needed_at[key], *key))
 
     def _starting(self, slot: int) -> int:

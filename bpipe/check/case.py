@@ -54,9 +54,7 @@ class Case:
         """Return the computation of stage and micro-batch `key` in this slot; of two that overlap, the one of that
         key."""
         mine = divmod(key, self.schedule.num_microbatches)
-        return next(
-            (one for one in self.schedule.ranks[rank][slot].computations if (one.stage, one.microbatch) == mine), None
-        )
+        return next((one for one in self.schedule.ranks[rank][slot].computations if one.key == mine), None)
 
     def error(
         self, rule: str, rank: int, slot: int, action: Action | None, reason: str, lanes: tuple[int, ...] = ()

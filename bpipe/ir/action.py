@@ -44,6 +44,10 @@ TRANSFER = frozenset({Kind.EVICT, Kind.HOST, Kind.RETURN, Kind.LOAD})
 OTHER_END = {Kind.EVICT: Kind.HOST, Kind.LOAD: Kind.RETURN, Kind.HOST: Kind.EVICT, Kind.RETURN: Kind.LOAD}
 
 
+# (stage, micro-batch): names what one forward saved, until its backward.
+Key = tuple[int, int]
+
+
 @dataclass(frozen=True, slots=True, order=False)
 class Action:
     """One action: `stage` is the pipeline stage whose activations it concerns (with chunks, 0 <= stage < p*v).
@@ -59,9 +63,11 @@ class Action:
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.value}{self.microbatch}"
 
+    @property
+    def key(self) -> Key:
+        """Return what names the activations that it concerns."""
+        return self.stage, self.microbatch
 
-# (stage, micro-batch): names what one forward saved, until its backward.
-Key = tuple[int, int]
 
 _KNOWN: dict[tuple[int, Kind], list[Action]] = {}
 

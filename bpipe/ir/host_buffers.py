@@ -27,6 +27,11 @@ class Residency(NamedTuple):
     microbatch: int
     nth: int
 
+    @property
+    def key(self) -> Key:
+        """Return what names the activations that stay."""
+        return self.stage, self.microbatch
+
 
 class Residencies:
     """Say of each of one rank's transfers, asked in their order, which residency it begins or ends."""
@@ -36,7 +41,7 @@ class Residencies:
 
     def of(self, action: Action) -> Residency:
         """Return the residency. What ends before it began has `nth` -1, which no residency has."""
-        key = (action.stage, action.microbatch)
+        key = action.key
         nth = self._nth.get(key, -1)
         if action.kind is Kind.EVICT or action.kind is Kind.HOST:
             nth = self._nth[key] = nth + 1

@@ -345,8 +345,8 @@ class _Lowering:
 
     def _finish_loads(self, needed_by: Sequence[Action]) -> None:
         for one in needed_by:
-            if one.kind in READING and (one.stage, one.microbatch) in self.loading:
-                self._add(_FINISH, self.loading.pop((one.stage, one.microbatch)))
+            if one.kind in READING and one.key in self.loading:
+                self._add(_FINISH, self.loading.pop(one.key))
 
     def _finish_evictions(self) -> None:
         for transfer in self.leaving:
@@ -354,7 +354,7 @@ class _Lowering:
         self.leaving.clear()
 
     def _start(self, action: Action) -> None:
-        kind, key = action.kind, (action.stage, action.microbatch)
+        kind, key = action.kind, action.key
         outbound = kind is _EVICT or kind is _RETURN
         if kind is _EVICT:
             self.away[key] = next(self.evicted_to).rank

@@ -305,9 +305,9 @@ def _with_other_ends(schedule: Schedule, lanes: Sequence[Lane | None]) -> tuple[
 
 def _sent_to(schedule: Schedule, guest: int, host: int, lane: Lane | None) -> Iterator[Row]:
     """What a rank recorded of its transfers to and from one host."""
-    of_host = {(stay.stage, stay.microbatch) for stay in residencies_by_host(schedule, guest).get(Host(host), ())}
+    of_host = {stay.key for stay in residencies_by_host(schedule, guest).get(Host(host), ())}
     for row in lane.transfers if lane is not None else ():
-        if row.action.kind in OWN_TRANSFERS and (row.action.stage, row.action.microbatch) in of_host:
+        if row.action.kind in OWN_TRANSFERS and row.action.key in of_host:
             yield row
 
 

@@ -100,7 +100,7 @@ class Engine:
         # The computation that has run and whose output nobody has said to be sent.
         self._unsent: Action | None = None
         self._residencies = Residencies()
-        self._leaving = {(a.stage, a.microbatch) for a in self._all_transfers() if a.kind is Kind.EVICT}
+        self._leaving = {a.key for a in self._all_transfers() if a.kind is Kind.EVICT}
         self._unmeasured: Action | None = None
         self._ranges = Ranges(schedule.layout.slices)
         self._kept = Kept(config.minimum_bytes, config.allocated, config.shared)
@@ -360,7 +360,7 @@ class Engine:
             return
         if self._evictor.unmeasured(op.stage):
             self._unmeasured = op
-        if self._unmeasured is op or (op.stage, op.microbatch) in self._leaving:
+        if self._unmeasured is op or op.key in self._leaving:
             self._evictor.remember(op, pieces.roots, inputs, outputs, pieces.held)
 
     def _measure(self) -> None:
@@ -369,7 +369,7 @@ class Engine:
         forward, self._unmeasured = self._unmeasured, None
         if forward is not None and self._evictor is not None:
             self._evictor.measure(forward)
-            if (forward.stage, forward.microbatch) not in self._leaving:
+            if forward.key not in self._leaving:
                 self._evictor.forget(forward)
 
     def _start_after(self, step: Step) -> None:

@@ -43,11 +43,6 @@ from bpipe.transport.layout import BufferLayout
 Wait = Callable[[Pending, Action, str], None]
 
 
-def _key(action: Action) -> Key:
-    """What names the activations an action is about: their stage and micro-batch."""
-    return action.stage, action.microbatch
-
-
 class Evictor:
     """The evictor's half of every transfer of one rank."""
 
@@ -136,11 +131,11 @@ class Evictor:
         `capture.find`."""
         # Whatever the graph holds was there when the outputs were: nothing of it can be where one of them was.
         places = frozenset(output.untyped_storage()._cdata for output in plain_tensors(outputs))
-        self._known[_key(forward)] = Activations(forward, roots, inputs, places, held)
+        self._known[forward.key] = Activations(forward, roots, inputs, places, held)
 
     def forget(self, forward: Action) -> None:
         """Forget activations that never leave, or their backward could not free them as it goes."""
-        del self._known[_key(forward)]
+        del self._known[forward.key]
 
     def unmeasured(self, stage: int) -> bool:
         """Return whether activations of this stage will leave and nobody knows yet how large they are."""
@@ -152,7 +147,7 @@ class Evictor:
         The partner listens no earlier than at a HOST, so this does not wait for it. Where there are none, both ends
         know that nothing of this stage travels, and its transfers are empty, until its room grows.
         """
-        movable = self._movable(forward.stage, self._own(self._known[_key(forward)]))
+        movable = self._movable(forward.stage, self._own(self._known[forward.key]))
         self._measured_kinds[forward.stage] = _by_kind(movable)
         room = self.sizing.first(forward.stage, tuple(found.nbytes for found in movable))
         self._announcements.append((forward, self._transport.announce({forward.stage: room})))
@@ -163,7 +158,7 @@ class Evictor:
         found = tuple(
             item._replace(alone=False) if item.storage._cdata in activations.outputs else item for item in found
         )
-        mine = self._claims.claim([item.storage for item in found], _key(activations.forward))
+        mine = self._claims.claim([item.storage for item in found], activations.forward.key)
         return tuple(compress(found, mine))
 
     def _movable(self, stage: int, own: Sequence[SavedStorage]) -> tuple[SavedStorage, ...]:
@@ -186,11 +181,11 @@ class Evictor:
 
     def evict(self, action: Action, host_buffer: int) -> None:
         """Start sending a finished micro-batch's storages. They are emptied by `finish_evictions`."""
-        activations = self._known[_key(action)]
+        activations = self._known[action.key]
         activations.move(ActivationsState.LEAVING, action)
         storages = self._again(activations) or self._anew(action, activations)
         lengths = _lengths_of(storages)
-        if not self.sizing.leaves(*_key(action), lengths):
+        if not self.sizing.leaves(*action.key, lengths):
             storages, lengths = [], ()
         activations.storages, activations.lengths = storages, lengths
         activations.roots, activations.inputs, activations.held = (), (), ()
@@ -223,7 +218,7 @@ class Evictor:
     def _again(self, activations: Activations) -> list[torch.UntypedStorage]:
         """Return what leaves where an earlier micro-batch of the stage saved it; nothing where that is not known, or
         is not there."""
-        stage, key = activations.forward.stage, _key(activations.forward)
+        stage, key = activations.forward.stage, activations.forward.key
         retrace = self._retraces.get(stage)
         if retrace is None or self._kept.asks(*key):
             return []
@@ -246,7 +241,7 @@ class Evictor:
             raise self._other_sizes(action, movable, activations.roots)
         if self._checks is not None:
             self._described[stage] = [str(item) for item in movable]
-        if self._kept.asks(*_key(action)):
+        if self._kept.asks(*action.key):
             self._kept.saw(stage, own, hiding(activations.roots), sum(item.nbytes for item in movable))
         if stage not in self._retraces and not self.sizing.differing:
             # Where sizes differ a micro-batch may have saved more, in the same nodes.
@@ -288,7 +283,7 @@ class Evictor:
         for activations in self._known.values():
             if activations.state is ActivationsState.LEAVING:
                 self._finish(activations, ActivationsState.AWAY)  # [3]
-                self.sizing.away(*_key(activations.forward))
+                self.sizing.away(*activations.forward.key)
                 self._check(activations)
                 if self._beside():
                     # Some of it was made on another stream, whose allocator does not know who read it meanwhile.
@@ -307,9 +302,9 @@ class Evictor:
 
     def load(self, action: Action, host_buffer: int) -> None:
         """Start bringing a micro-batch's storages back. Its backward calls `finish_load`."""
-        activations = self._known[_key(action)]
+        activations = self._known[action.key]
         activations.move(ActivationsState.COMING, action)
-        self.sizing.back(*_key(action))
+        self.sizing.back(*action.key)
         for storage, nbytes in zip(activations.storages, activations.lengths, strict=True):
             storage.resize_(nbytes)  # [4]
             if self._poisons:
@@ -326,7 +321,7 @@ class Evictor:
 
     def finish_load(self, backward: Action) -> None:
         """Wait until the activations of a backward are here."""
-        activations = self._known.get(_key(backward))
+        activations = self._known.get(backward.key)
         if activations is None:
             return
         if activations.state is ActivationsState.COMING:
@@ -337,8 +332,8 @@ class Evictor:
                 f"LOAD for it"
             )
         self._check(activations)
-        del self._known[_key(backward)]
-        self._claims.release(_key(backward))
+        del self._known[backward.key]
+        self._claims.release(backward.key)
 
     def _finish(self, activations: Activations, state: ActivationsState) -> None:
         """Wait for what is pending.

@@ -113,7 +113,7 @@ class Meter:
         """Note the storages that a finished forward saved; `inputs` are what the stage received for it."""
         received = {tensor.untyped_storage()._cdata for tensor in plain_tensors(inputs) if self._keeps_inputs}
         self.received_bytes = sum(item.nbytes for item in found if item.storage._cdata in received)
-        owner = (forward.stage, forward.microbatch)
+        owner = forward.key
         held = self._held[owner] = _Held()
         held.saved_bytes = sum(
             item.nbytes
@@ -127,7 +127,7 @@ class Meter:
     def waiting(self, backward: Action, storages: Sequence[torch.UntypedStorage]) -> None:
         """Note the storages that wait for wgrad after dgrad has run; some were saved, others are new."""
         for storage in storages:
-            self._belongs(storage, storage.nbytes(), (backward.stage, backward.microbatch))
+            self._belongs(storage, storage.nbytes(), backward.key)
 
     def shard_saved(self, op: Action, storages: Sequence[torch.UntypedStorage]) -> None:
         """Note the storages that wait for T after S has run."""
@@ -158,7 +158,7 @@ class Meter:
 
     def touched(self, action: Action) -> None:
         """Note that an eviction or a load of this rank has been issued, or a backward has run."""
-        held = self._held.get((action.stage, action.microbatch))
+        held = self._held.get(action.key)
         if held is None:
             return
         if action.kind in _LOOKS:

@@ -164,7 +164,7 @@ class Partners:
 
     def partner_of(self, action: Action) -> int:
         """Return the rank at the other end of a transfer: this one, where it has none."""
-        key = (action.stage, action.microbatch)
+        key = action.key
         return self._host_of[key] if action.kind in (Kind.EVICT, Kind.LOAD) else self._rank_of(*key)
 
     def named(self, action: Action) -> str:
@@ -246,7 +246,7 @@ def _only_hosts(hosts: Mapping[Residency, Host], name: str) -> dict[Key, int]:
     several."""
     found: dict[Key, int] = {}
     for residency, host in hosts.items():
-        before = found.setdefault((residency.stage, residency.microbatch), host.rank)
+        before = found.setdefault(residency.key, host.rank)
         if before != host.rank:
             what = (
                 f"micro-batch {residency.microbatch} of stage {residency.stage} leaves to rank {before} and to rank "

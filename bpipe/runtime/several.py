@@ -92,7 +92,7 @@ class SeveralHosts:
             evictor.end()
 
     def _goes_to(self, host: int, action: Action) -> bool:
-        return self._host_of.get((action.stage, action.microbatch)) == host
+        return self._host_of.get(action.key) == host
 
     def _to(self, action: Action) -> Evictor:
         return self._evictors[self._host_of[action.stage, action.microbatch]]

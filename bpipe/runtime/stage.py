@@ -86,7 +86,7 @@ class TorchStages:
         """Do nothing: torch looks at the shapes of what it goes back from, so the tensors stay."""
 
     def backward(self, action: Action, gradients: Tensors) -> Tensors:
-        received, outputs = self._held.pop((action.stage, action.microbatch))
+        received, outputs = self._held.pop(action.key)
         # Behind labels or a mask that were passed on is no graph, and nobody makes gradients of them.
         torch.autograd.backward([output for output in outputs if output.requires_grad], gradients or None)
         return tuple(_gradient(tensor) for tensor in received if tensor.requires_grad)

@@ -132,7 +132,7 @@ class Verifier:
 
     def is_here(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
         """Take the sums of what is about to be freed [B], or read again [C], in the order of compute's stream."""
-        checked = self._latest.get((action.stage, action.microbatch))
+        checked = self._latest.get(action.key)
         if checked is not None and tensors:
             checked.sums.append(self._sums(tensors, COMPUTING))
 

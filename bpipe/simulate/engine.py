@@ -331,7 +331,7 @@ class _Run:
         if action.kind is there:
             self.hosted[action.stage, action.microbatch] = transfer
         elif action.kind is back:
-            transfer.behind = self.hosted.pop((action.stage, action.microbatch))
+            transfer.behind = self.hosted.pop(action.key)
         transfer.ready = max(transfer.ready, clock)
         transfer.num_posted += 1
         if alone or transfer.num_posted == 2:

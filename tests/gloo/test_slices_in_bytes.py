@@ -17,7 +17,7 @@ from bpipe.models.activations import memory_of_setup
 from bpipe.plan.budget import Devices, smallest_bytes, within
 from bpipe.plan.fit import budget_text
 from bpipe.plan.options import setup_from
-from bpipe.plan.remedies import predicted_devices
+from bpipe.plan.within_budget import predicted_devices
 from bpipe.record.read import read_run
 from bpipe.transport.layout import ALIGNMENT_BYTES
 from megatron.scheduling.cpu import ARGUMENTS

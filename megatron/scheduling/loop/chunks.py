@@ -133,18 +133,18 @@ class ChunkStages:
 
     def backward(self, action: Action, gradients: Tensors) -> Tensors:
         call, _ = self._of(action)
-        given, made = self._held.pop((action.stage, action.microbatch))
+        given, made = self._held.pop(action.key)
         if not gradients and action.stage != self.last_stage:
             raise RuntimeFault(f"{action} was given no gradient, but only the last stage makes its own from the loss")
         gradient = schedules.backward_step(given, made, gradients[0] if gradients else None, call.config)
         return () if gradient is None else (gradient,)
 
     def backward_input(self, action: Action, gradients: Tensors) -> Tensors:
-        with self._halves.deferring((action.stage, action.microbatch)):
+        with self._halves.deferring(action.key):
             return self.backward(action, gradients)
 
     def backward_weight(self, action: Action) -> None:
-        self._halves.run((action.stage, action.microbatch))
+        self._halves.run(action.key)
 
     def _of(self, action: Action) -> tuple[Call, int]:
         assert self._call is not None, f"{action} belongs to no call of the loop"

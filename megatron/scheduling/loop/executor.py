@@ -80,7 +80,7 @@ class Loop:
             Slicing(config.own.slices, config.slice_lengths) if config.own.slices > 1 else None
         )
         self._halves = Halves(Keep(config.keep_weights_halves))
-        driver.waiting = lambda backward: self._halves.storages((backward.stage, backward.microbatch))
+        driver.waiting = lambda backward: self._halves.storages(backward.key)
         self._prepared: dict[object, _Prepared] = {}
         self._groups: Any = None
         self._shared: SharedGroups | None = None
@@ -257,7 +257,7 @@ class Loop:
                 )
             own = schedule.layout.stages_of(rank)
             order = [action for slot in schedule.ranks[rank] for action in slot.computations]
-            split = {(action.stage, action.microbatch) for action in order if action.kind is Kind.BACKWARD_WEIGHT}
+            split = {action.key for action in order if action.kind is Kind.BACKWARD_WEIGHT}
             chunks, last = {stage: chunk for chunk, stage in enumerate(own)}, schedule.num_stages - 1
             lengths = bool(Settings(get_model_config(models[0])).variable_seq_lengths)
             edges = Edges(rank, self._groups, self._driver.device, self._own.slices, differing=lengths)

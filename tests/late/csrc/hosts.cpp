@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 #include <pthread.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <memory>
@@ -72,9 +73,9 @@ void Hosts::leave(int host) {
   std::unique_lock<std::mutex> lock(mutex_);
   if (hosts_.empty()) return;
   hosts_.at(host).gone = true;
+  if (std::all_of(hosts_.begin(), hosts_.end(), [](auto& each) { return each.gone; })) turn_ = -1;
   // The others' waits say themselves when nobody can go on.
   if (turn_ == host && !hand_over(lock)) {
-    turn_ = -1;
     for (size_t other = 0; other < hosts_.size(); ++other)
       if (!hosts_[other].gone) turn_ = static_cast<int>(other);
     turned_.notify_all();
