@@ -32,6 +32,7 @@ from tests.late.devices import DIRECTED, Draw, draws
 from tests.late.hosts import Hangs
 from tests.late.moments import TrainedPipeline
 from tests.late.pipeline import KINDS, LatePipeline
+from tests.late.pipelined import LISTED, TorchPipeline, kinds_of
 from tests.late.sharded import SHARDED, ShardedPipeline
 from tests.late.watching import SAMPLE_S, Watch
 
@@ -73,13 +74,16 @@ def cases() -> dict[str, Made]:
             return lambda: ShardedPipeline(SHARDED[name](), kind, differing=differing)
         return lambda: LatePipeline(SCHEDULES[name](), kind, differing=differing)
 
+    def under_torch(name: str, kind: str) -> Made:
+        return lambda: TorchPipeline(LISTED[name](), kind)
+
     found = {
         f"{name}, {kind}{DIFFERING * differing}": made(name, kind, differing)
         for name in (*SCHEDULES, *SHARDED, STATE)
         for differing in (False, True)
         if not (differing and name in ALIKE)
         for kind in (KINDS if name not in OWN else ("host",))
-    }
+    } | {f"{name}, {kind}": under_torch(name, kind) for name in LISTED for kind in kinds_of(name)}
     return dict(sorted(found.items(), key=lambda each: turn_of(each[0])))
 
 

@@ -19,6 +19,7 @@ from tests.late import watching
 from tests.late.cases import SCHEDULES
 from tests.late.devices import DIRECTED, Draw
 from tests.late.pipeline import KINDS, LatePipeline
+from tests.late.pipelined import LISTED
 from tests.late.sharded import SHARDED
 from tests.late.tail import (
     DIFFERING,
@@ -136,7 +137,7 @@ def test_directed_orders_of_a_case_are_right(word: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("path", [*SCHEDULES, *SHARDED, "optimizer state"])
+@pytest.mark.parametrize("path", [*SCHEDULES, *SHARDED, STATE, *LISTED])
 def test_two_hundred_seeds_of_a_path_are_right(path: str) -> None:
     """What was counted stays in runs/late, so an interrupted test goes on there."""
     table = table_of("7000", f"{path}, ")
