@@ -1,7 +1,8 @@
 """Judge a plan by the deadlock checker and run it on a late group, to see whether both say that somebody waits for ever.
 
-In: a schedule, an exchange, and how it runs. Out: what the checker says, and what happens. Births of communicators are
-judged and run, too, where a loop's are not made before it.
+In: a schedule, an exchange, and how it runs: by our own loop, by Megatron's exchanges, or by torch's runtime. Out: what
+the checker says, and what happens. Births of communicators are judged and run, too, where a loop's are not made before
+it.
 
 The checker's ranks do all that a program says in order, as the hosts of a CPU do: they wait for each message. A
 device's host waits for few things, its streams for the rest, so it comes to a transfer that waits for it although a
@@ -22,6 +23,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
+from torch.distributed.pipelining import schedules
+
 from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import balance
 from bpipe.build import ScheduleConfig, build
@@ -31,7 +34,7 @@ from bpipe.check.rules import RULES, check_no_deadlock, check_other_ends
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import peak_counts
-from bpipe.ir.program import Exchange, Message
+from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 from bpipe.report.memory import without_transfers
 from bpipe.runtime.engine import Engine
@@ -41,9 +44,13 @@ from tests.late.devices import Draw, extension
 from tests.late.group import LateWork
 from tests.late.loops import Exchanges, LateLoop
 from tests.late.pipeline import LatePipeline
+from tests.late.pipelined import TorchPipeline
 
 EXCHANGES = {name: {family.exchange, Exchange.POSTED} for name, family in FAMILIES.items()}
 EXCHANGES["interleaved-1f1b"].add(Exchange.MEGATRON_TURNS)
+for _name, _family in FAMILIES.items():
+    # Torch's runtime has one pipe.
+    EXCHANGES[_name] |= {Exchange.TORCH} if _family.num_pipes == 1 else set()
 # What starts so many slots later on the hosts' side, or earlier.
 MOVES = ((Kind.HOST, -2), (Kind.HOST, 3), (Kind.RETURN, -1), (Kind.RETURN, 2))
 
@@ -94,6 +101,7 @@ class _Waits:
         ]
         if self._run.hosts_wait:
             replaced += [(edges, "wait", self._taking) for edges in (Edges, Exchanges)]
+            replaced += [(schedules, "_wait_batch_p2p", self._taking)]
             replaced += [(LateWork, "wait", self._blocking), (Engine, "before", self._computing)]
         with ExitStack() as stack:
             for owner, name, wrapped in replaced:
@@ -111,10 +119,10 @@ class _Waits:
         return moved
 
     def _taking(self, wait: Any) -> Any:
-        def waited(edges: Any, message: Message) -> Any:
+        def waited(*given: Any) -> Any:
             self._here.takes = True
             try:
-                tensors = wait(edges, message)
+                tensors = wait(*given)
             finally:
                 self._here.takes = False
             if self._run.waits >= WaitLevel.AFTER_EXCHANGES:
@@ -154,8 +162,11 @@ class _Waits:
 
 def stands_still(schedule: Schedule, exchange: Exchange, run: Run) -> bool:
     """Return whether late devices do. Raises what else goes wrong."""
+    pipeline: LatePipeline
     if exchange is Exchange.POSTED:
         pipeline = LatePipeline(schedule, run.kind, differing=run.differing)
+    elif exchange is Exchange.TORCH:
+        pipeline = TorchPipeline(schedule, run.kind, differing=run.differing, judged=False)
     else:
         after, inside = run.waits >= WaitLevel.AFTER_EXCHANGES, run.waits >= WaitLevel.IN_EVERY_OPERATION
         synchronizing = (after, inside) if not run.hosts_wait and run.waits < WaitLevel.AT_ISSUE else (False, False)
@@ -219,7 +230,7 @@ def runs(exchange: Exchange, everything: bool) -> Iterator[Run]:
     yield Run("peer", births=True)
     yield Run("host")
     yield Run("host", waits=WaitLevel.BLOCKING_LAUNCHES)
-    if exchange is not Exchange.POSTED:
+    if exchange.is_megatron:
         yield Run(waits=WaitLevel.AFTER_EXCHANGES)
         yield Run(waits=WaitLevel.IN_EVERY_OPERATION)
         yield Run(waits=WaitLevel.AFTER_EXCHANGES, births=True)

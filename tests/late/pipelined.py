@@ -8,7 +8,7 @@ processes that could open each other's memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -82,6 +82,7 @@ class TorchRank(Rank):
             minimum_bytes=1,
             timeout_s=TIMEOUT_S,
             poison=pipeline.poison,
+            differing=pipeline.differing,
             scale_grads=False,
         )
         self.engine = balanced.engine
@@ -109,10 +110,15 @@ class TorchRank(Rank):
 
 
 class TorchPipeline(LatePipeline):
-    """All ranks. A stage saves alike of each micro-batch: torch tells none its number."""
+    """All ranks. A stage saves alike of each micro-batch: torch tells none its number. `differing`: transfers are told
+    otherwise. `judged`: a schedule that may stand still is refused."""
 
-    def __init__(self, schedule: Schedule, kind: str, poison: bool = False) -> None:
-        super().__init__(schedule, kind, poison=poison, model=LateModel(schedule.num_stages))
+    def __init__(
+        self, schedule: Schedule, kind: str, poison: bool = False, differing: bool = False, judged: bool = True
+    ) -> None:
+        model = LateModel(schedule.num_stages)
+        super().__init__(schedule, kind, poison=poison, differing=differing, model=model)
+        self._judged = judged
 
     def rank_of(self, rank: int) -> Rank:
         return TorchRank(self, rank)
@@ -131,7 +137,12 @@ class TorchPipeline(LatePipeline):
             assert isinstance(rank, TorchRank)
             return rank.connections
 
-        with patch.object(torch_schedule, "connected", connected):
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(torch_schedule, "connected", connected))
+            if not self._judged:
+                stack.enter_context(patch.object(torch_schedule, "config_of", lambda *given: None))
+                stack.enter_context(patch.object(torch_schedule, "build", lambda config: self.schedule))
+                stack.enter_context(patch.object(torch_schedule, "refuse_standstill", lambda *given: None))
             yield
 
 

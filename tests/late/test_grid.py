@@ -10,6 +10,7 @@ import pytest
 
 from bpipe.check.deadlock import WaitLevel
 from bpipe.generate.families import FAMILIES
+from bpipe.ir.action import Kind
 from bpipe.ir.program import Exchange
 from bpipe.lower.lower import lower
 from tests.late.grid import (
@@ -34,6 +35,30 @@ def test_both_say_the_same(name: str, p: int) -> None:
         schedule = plan_of(name, p, p if p == 8 else 2 * p, exchange)
         assert schedule is not None
         assert disagreements(schedule, exchange, everything=False)[0] == []
+
+
+@pytest.mark.parametrize(("name", "exchange"), [("1f1b", Exchange.POSTED), ("zb-h1", Exchange.TORCH)])
+def test_both_say_the_same_of_a_plan_that_was_moved(name: str, exchange: Exchange) -> None:
+    schedule = plan_of(name, 4, 8, exchange)
+    assert schedule is not None
+    other = moved(schedule, Kind.HOST, 3)
+    assert other is not None
+    wrong, still = disagreements(other, exchange, everything=False, in_one_slot=False)
+    assert wrong == []
+    assert still
+
+
+def test_memory_that_a_host_lends_is_waited_for() -> None:
+    """Of a plan in which hosts come three slots after what leaves, the checker said that it stands still, and it went
+    on: there both ends take part, and nobody lends. Over `peer` it stands still, where hosts wait for messages."""
+    schedule = plan_of("mixpipe", 6, 12, Exchange.POSTED)
+    assert schedule is not None
+    other = moved(schedule, Kind.HOST, 3)
+    assert other is not None
+    for kind, stands in (("two-sided", False), ("peer", True)):
+        run = Run(kind, hosts_wait=True)
+        assert stands_still(other, Exchange.POSTED, run) is stands
+        assert may_stand_still(other, Exchange.POSTED, run) is stands
 
 
 def test_both_say_the_same_of_births() -> None:
