@@ -32,9 +32,9 @@ class Board:
     `missing[number]` ends have not arrived yet; `waiting[number]` go on when the last has.
     """
 
-    def __init__(self, schedule: Schedule, exchange: Exchange, births: bool, differing: bool) -> None:
+    def __init__(self, schedule: Schedule, exchange: Exchange, births: bool, differing: bool, lends: bool) -> None:
         self.schedule = schedule
-        self.differing = differing
+        self.differing, self.lends = differing, lends
         self.exchange = exchange
         # Our own loop's communicators are made before it runs.
         self.births = births and exchange is not Exchange.POSTED

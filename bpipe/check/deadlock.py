@@ -8,11 +8,11 @@ execution that completes means that all do, and fewer waits never block more. `W
 transfers.
 
 The first iteration waits for more, and is what is run here: a HOST until the evictor has told the sizes of all stages
-of which it has run a forward when it comes to its EVICT, and the first EVICT of a stage into a host buffer until its
-HOST has made room. Where sizes differ every later iteration begins with a word of each evictor to each of its hosts,
-how large rooms have to be, for which these wait (`size_messages`): that is run as well, before the first computation.
-And where both ends of a transfer take part a HOST waits until its evictor has come to the EVICT and told how long its
-storages are (`differing`).
+of which it has run a forward when it comes to its EVICT, and, where hosts lend their memory (`lends`), the first EVICT
+of a stage into a host buffer until its HOST has made room. Where sizes differ every later iteration begins with a word
+of each evictor to each of its hosts, how large rooms have to be, for which these wait (`size_messages`): that is run as
+well, before the first computation. And where both ends of a transfer take part a HOST waits until its evictor has come
+to the EVICT and told how long its storages are (`differing`).
 
 The first message of a sort tells its shape, and passes by way of the hosts (`transport.edges`): it stands in no queue.
 It is run like those of every later iteration, which stand in one. One thread of a rank issues everything, in the order
@@ -87,13 +87,15 @@ def blocked_ranks(
     births: bool = False,
     differing: bool = False,
     programs: Sequence[Program] | None = None,
+    lends: bool = True,
 ) -> tuple[Blocked, ...]:
     """Return every rank that never finishes; empty for a schedule that cannot deadlock.
 
     `births`: communicators are not there before. `differing`: micro-batches differ in size, and both ends of each
-    transfer take part. `programs` are those that will run, by default what `lower` makes of the schedule.
+    transfer take part. `programs` are those that will run, by default what `lower` makes of the schedule. `lends`:
+    hosts may lend their memory, as over `peer`; it is not known before a run connects.
     """
-    board = Board(schedule, exchange, births, differing)
+    board = Board(schedule, exchange, births, differing, lends)
     ranks = [_RankWalk(program, board, waits) for program in programs or lower(schedule, exchange)]
     runnable, waiting = board.runnable, board.waiting
     runnable += ranks
@@ -298,9 +300,8 @@ class _RankWalk:
             yield from self._sizes(transfer.sender)
         elif kind is Kind.EVICT:
             residency = next(self.leaving)
-            grows = transfer.receiver != self.program.rank and self.board.growing(transfer.receiver).get(
-                residency, False
-            )
+            lends = self.board.lends and transfer.receiver != self.program.rank
+            grows = lends and self.board.growing(transfer.receiver).get(residency, False)
         number = self.started[id(transfer)] = self.board.transfer(self.halves.start(transfer))
         self.board.arrive(number)
         if grows or hears or self.waits >= WaitLevel.AT_ISSUE:

@@ -100,6 +100,9 @@ def extension() -> ModuleType:
         "set_device": torch.accelerator.set_device_index,
         "synchronize": torch.accelerator.synchronize,
         "manual_seed_all": lambda seed: None,
+        # Kernels draw from the host's generator.
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
         "_is_in_bad_fork": lambda: False,
         "_lazy_init": lambda: None,

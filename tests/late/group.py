@@ -100,6 +100,11 @@ class Group(dist.ProcessGroup):
         self._streams: dict[str, torch.Stream] = {}
         self._batch: list[Message] | None = None
 
+    @property
+    def group_name(self) -> str:
+        """torch has it of a group's backend, and this is no group with one."""
+        return self._name.split("@")[0]
+
     def getBackendName(self) -> str:
         return TYPE
 

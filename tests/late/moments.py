@@ -21,7 +21,8 @@ from tests.gpu.pipelines import Place, summed
 from tests.late.devices import Draw, begin, device
 from tests.late.group import join
 from tests.late.hosts import run_hosts
-from tests.late.model import LateModel
+from tests.late.model import Extra, LateModel, nothing
+from tests.late.model import differing as differing_sizes
 from tests.late.pipeline import LatePipeline, Rank
 
 RANKS, STEPS, WIDTH = 2, 4, 64
@@ -104,8 +105,8 @@ def wrong_moments(draw: Draw) -> str:
 class TrainedModel(LateModel):
     """Its weights are updated after each iteration. What comes out of it are weights and moments."""
 
-    def __init__(self, num_stages: int) -> None:
-        super().__init__(num_stages)
+    def __init__(self, num_stages: int, extra: Extra) -> None:
+        super().__init__(num_stages, extra)
         self._optimizers: dict[int, torch.optim.Adam] = {}
 
     def updated(self, rank: int) -> tuple[torch.optim.Adam, torch.nn.ParameterList]:
@@ -165,11 +166,12 @@ class TrainedPipeline(LatePipeline):
 
     model: TrainedModel
 
-    def __init__(self, schedule: Schedule, kind: str, **named: bool) -> None:
+    def __init__(self, schedule: Schedule, kind: str, differing: bool = False) -> None:
         from bpipe.flags.budgets import HostedState
 
         last = schedule.num_ranks - 1
-        super().__init__(schedule, kind, model=TrainedModel(schedule.num_stages), **named)
+        model = TrainedModel(schedule.num_stages, differing_sizes if differing else nothing)
+        super().__init__(schedule, kind, model=model, differing=differing)
         moment = self.model.weights[0].nbytes
         # All of the one's moments, and of the other's one, which is more than is asked.
         self.moves = [HostedState(0, last, 2 * moment), HostedState(1, last - 1, moment // 2)]

@@ -30,11 +30,6 @@ class WiredGroup(Group):
     def _device_types(self) -> list[torch.device]:
         return [torch.device(TYPE)]
 
-    @property
-    def group_name(self) -> str:
-        """torch has it of a group's backend, and this is no group with one."""
-        return self._name.split("@")[0]
-
     def _make(self, name: str, ranks: Sequence[int]) -> None:
         process, descriptor = extension().make_board(name, list(ranks).index(self._rank), len(ranks))
         self._store.set(f"{name}/{self._rank}", f"{process} {descriptor}")

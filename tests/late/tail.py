@@ -32,6 +32,7 @@ from tests.late.devices import DIRECTED, Draw, draws
 from tests.late.hosts import Hangs
 from tests.late.moments import TrainedPipeline
 from tests.late.pipeline import KINDS, LatePipeline
+from tests.late.pipelined import LISTED, TorchPipeline, kinds_of
 from tests.late.sharded import SHARDED, ShardedPipeline
 from tests.late.watching import SAMPLE_S, Watch
 
@@ -54,6 +55,10 @@ FIRST = (
     "vocabulary 2",
 )
 DIFFERING, STATE = ", sizes that differ", "optimizer state"
+# Whose activations all stay in the rank's own node, whatever carries them between ranks: one kind runs all that differs.
+OWN = ("own memory", "slices in own memory")
+# Whose sizes cannot differ: only first slices leave there, and these attend to equally many keys.
+ALIKE = ("slices",)
 Made = Callable[[], LatePipeline]
 # A case's name and a draw's number.
 Task = tuple[str, int]
@@ -63,19 +68,22 @@ def cases() -> dict[str, Made]:
     """Return what makes each case."""
 
     def made(name: str, kind: str, differing: bool) -> Made:
+        if name == STATE:
+            return lambda: TrainedPipeline(SCHEDULES["1f1b"](), kind, differing=differing)
         if name in SHARDED:
             return lambda: ShardedPipeline(SHARDED[name](), kind, differing=differing)
         return lambda: LatePipeline(SCHEDULES[name](), kind, differing=differing)
 
-    def trained(kind: str) -> Made:
-        return lambda: TrainedPipeline(SCHEDULES["1f1b"](), kind)
+    def under_torch(name: str, kind: str) -> Made:
+        return lambda: TorchPipeline(LISTED[name](), kind)
 
     found = {
         f"{name}, {kind}{DIFFERING * differing}": made(name, kind, differing)
-        for name in (*SCHEDULES, *SHARDED)
+        for name in (*SCHEDULES, *SHARDED, STATE)
         for differing in (False, True)
-        for kind in KINDS
-    } | {f"{STATE}, {kind}": trained(kind) for kind in KINDS}
+        if not (differing and name in ALIKE)
+        for kind in (KINDS if name not in OWN else ("host",))
+    } | {f"{name}, {kind}": under_torch(name, kind) for name in LISTED for kind in kinds_of(name)}
     return dict(sorted(found.items(), key=lambda each: turn_of(each[0])))
 
 
@@ -96,7 +104,19 @@ def outcome(pipeline: LatePipeline, draw: Draw) -> tuple[str, str]:
         return (HUNG if "nobody can go on" in text else FAILED), text
     expected = pipeline.model.expected(pipeline.schedule, ITERATIONS)
     wrong = [place for place in expected if place not in found or not torch.equal(found[place], expected[place])]
-    return (WRONG, f"rank and stage: {wrong}") if wrong else (RIGHT, "")
+    if wrong:
+        return WRONG, f"rank and stage: {wrong}"
+    return (FAILED, "no sizes differed") if pipeline.differing and not differed(pipeline) else (RIGHT, "")
+
+
+def differed(pipeline: LatePipeline) -> bool:
+    """Return whether of some stage micro-batches of differing size moved."""
+    moved = defaultdict(set)
+    for rank in pipeline.ranks:
+        assert rank.engine is not None
+        for (stage, _), nbytes in (rank.engine.sizing.moved_each if rank.engine.sizing else {}).items():
+            moved[stage].add(nbytes)
+    return any(len(sizes - {0}) > 1 for sizes in moved.values())
 
 
 def code_of_this_process() -> str:

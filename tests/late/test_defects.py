@@ -1,24 +1,36 @@
 """Defects that a reading of the code found, as they were, each found by a run.
 
 Elsewhere are: communicators that the first batch makes, with 8 stages (`test_grid.py`, `test_megatron.py`); queues that
-streams share (`test_grid.py`, `test_sharded.py`); the watchdog that ends a probe (`test_processes.py`). A late device
-cannot see host time, blocks of NCCL's kernels that compute units wait for, or what a formula made of the allocator's
-counters (`test_learning.py` has its numbers).
+streams share (`test_grid.py`, `test_sharded.py`); a probe that a watchdog ends (`test_processes.py`).
+
+Of one no device without compute units shows anything. A receive that is posted early holds some, and a kernel with a
+block for each unit needs a second wave. That runs on the units that are free, behind the first, and needs nothing of
+the receive: it takes time, and changes neither bits nor who waits for whom.
 """
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from bpipe.ir.memory import num_transfers
 from bpipe.ir.program import Exchange
+from bpipe.runtime import evictor, graph
+from bpipe.runtime.executor import Executor
 from bpipe.runtime.streams import Streams
+from megatron.scheduling.loop.measured import FirstMeasured
+from megatron.scheduling.memory.learning import ProcessMemory, measure_process
+from megatron.scheduling.memory.watermark import Besides
+from tests.late.cases import SCHEDULES
 from tests.late.devices import Draw, begin, device
+from tests.late.grid import Run, plan_of, stands_still
 from tests.late.model import LateModel
-from tests.late.pipeline import LatePipeline
-from tests.late.test_grid import Run, plan_of, stands_still
+from tests.late.pipeline import LatePipeline, Rank
 from tests.late.test_pipelines import wrong_bits
 
 
@@ -62,11 +74,95 @@ class Clearing(LateModel):
         return made if made.ndim == 0 else made + Cleared.apply(made.tanh()) / 64
 
 
+def clearing(kind: str) -> LatePipeline:
+    schedule = plan_of("1f1b", 4, 8, Exchange.POSTED)
+    assert schedule is not None
+    return LatePipeline(schedule, kind, model=Clearing(schedule.num_stages))
+
+
 @pytest.mark.parametrize("kind", ["two-sided", "peer"])
 def test_what_is_let_go_of_where_it_is_read_is_not_read_ahead(kind: str) -> None:
     """Looking for what leaves unpacked it, and the backward ended the run."""
-    schedule = plan_of("1f1b", 4, 8, Exchange.POSTED)
-    assert schedule is not None
-    pipeline = LatePipeline(schedule, kind, model=Clearing(schedule.num_stages))
+    pipeline = clearing(kind)
     assert wrong_bits(pipeline, Draw(2)) == []
     assert any(rank.moved_bytes for rank in pipeline.ranks)
+
+
+def test_what_is_read_ahead_ends_the_run_where_it_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "_hides", lambda kind: False)
+    monkeypatch.setattr(graph, "_saved_names", {})
+    with pytest.raises(RuntimeError, match="clear_saved_tensors_on_access"):
+        clearing("peer").run(Draw(2))
+
+
+# What leaves of a micro-batch is larger than what a device rounds up to.
+NUMBERS, PAGE_BYTES = 1 << 20, 2 << 20
+
+
+class MeasuredRank(Rank):
+    """One that looks at its device at the end of an iteration, as `Learner` does: before anybody updates weights."""
+
+    def iterate(self, executor: Executor) -> None:
+        super().iterate(executor)
+        here, engine, meter = device(self.rank), self.engine, self.meter
+        assert engine is not None
+        torch.accelerator.synchronize(here)
+        peaks = torch.accelerator.max_memory_allocated(here), torch.accelerator.max_memory_reserved(here)
+        self.measured = FirstMeasured(
+            *(meter.latest_bytes, engine.moved_bytes, meter.after_input_bytes, meter.shard_bytes, meter.received_bytes),
+            *(meter.peak_bytes, *peaks, engine.lent_bytes),
+        )
+        self.besides = Besides(self._weights(), self._weights(), 0, 0)
+        self.learned, self.as_it_was = map(self.learn, (self.measured, replace(self.measured, lent_bytes=0)))
+
+    def _weights(self) -> int:
+        """Return the bytes of its weights, or of their gradients."""
+        return sum(weight.nbytes for (rank, _), weight in self._pipeline.model._on_device.items() if rank == self.rank)
+
+    def learn(self, measured: FirstMeasured) -> ProcessMemory:
+        counters = ("mem_get_info", "get_memory_info"), ("memory_reserved",) * 2, ("max_memory_allocated",) * 2
+        with ExitStack() as stack:
+            for of_cuda, of_any in counters:
+                stack.enter_context(patch.object(torch.cuda, of_cuda, getattr(torch.accelerator, of_any)))
+            return measure_process(self.rank, measured, self.besides, self.besides, device(self.rank))
+
+
+class MeasuredPipeline(LatePipeline):
+    def rank_of(self, rank: int) -> Rank:
+        return MeasuredRank(self, rank)
+
+    def learned(self) -> list[MeasuredRank]:
+        self.run(Draw(1), 1)
+        return [rank for rank in self.ranks if isinstance(rank, MeasuredRank)]
+
+
+def test_memory_that_is_lent_is_not_somebody_elses_too() -> None:
+    """A budget is learned from what a device holds besides micro-batches. Lent memory lies outside of torch's
+    allocator, and was counted there and as a part of the micro-batches' peak."""
+    schedule = plan_of("1f1b", 4, 8, Exchange.POSTED)
+    assert schedule is not None
+    for kind in ("two-sided", "peer"):
+        ranks = MeasuredPipeline(schedule, kind, measures=True, extra=lambda stage, microbatch: NUMBERS).learned()
+        assert any(rank.measured.lent_bytes for rank in ranks) == (kind == "peer")
+        for rank in ranks:
+            outside = [each.fixed_bytes - rank.besides.now_bytes for each in (rank.learned, rank.as_it_was)]
+            assert 0 <= outside[0] < PAGE_BYTES
+            assert outside[1] == outside[0] + rank.measured.lent_bytes
+            assert not rank.measured.lent_bytes or outside[1] > PAGE_BYTES
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_graph_is_walked_once_a_stage(anew: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host took 11 microseconds a node at each eviction, ahead of the next kernels. A late device knows no host's
+    time; how often one looks at all that was saved is counted. `anew`: as it was."""
+    walks: list[object] = []
+    find = evictor.find
+    monkeypatch.setattr(evictor, "find", lambda *given: walks.append(given) or find(*given))
+    if anew:
+        monkeypatch.setattr(evictor.Evictor, "_again", lambda self, activations: [])
+    pipeline = LatePipeline(SCHEDULES["1f1b"](), "two-sided")
+    assert wrong_bits(pipeline, Draw(1), 3) == []
+    evictions = sum(num_transfers(pipeline.schedule, rank).evictions for rank in range(4))
+    evicting = sum(bool(num_transfers(pipeline.schedule, rank).evictions) for rank in range(4))
+    # To tell how large they are, and to remember where they were.
+    assert len(walks) == evicting + (3 * evictions if anew else evicting)

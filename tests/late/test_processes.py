@@ -6,7 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from subprocess import Popen
 
 import pytest
 
@@ -16,15 +19,16 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 90.0
 
 
-@pytest.mark.timeout(300)
-def test_the_watchdog_ends_a_rank_that_waits_longer_than_the_group_allows(tmp_path: Path) -> None:
+@contextmanager
+def two_ranks(script: str, folder: Path, *arguments: str) -> Iterator[tuple[list[Popen[bytes]], list[Path]]]:
+    """Yield two processes and their logs. Ends both."""
     (port,) = free_ports(1)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    logs = [tmp_path / f"{rank}.log" for rank in range(2)]
+    logs = [folder / f"{rank}.log" for rank in range(2)]
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(ROOT / "tests/late/lonely_worker.py"), str(rank), str(port), "3"],
-            cwd=tmp_path,
+            [sys.executable, str(ROOT / "tests/late" / script), str(rank), str(port), *arguments],
+            cwd=folder,
             env=environment,
             stdout=logs[rank].open("wb"),
             stderr=subprocess.STDOUT,
@@ -32,14 +36,41 @@ def test_the_watchdog_ends_a_rank_that_waits_longer_than_the_group_allows(tmp_pa
         for rank in range(2)
     ]
     try:
-        assert ranks[0].wait(LIMIT_S) == -signal.SIGABRT, logs[0].read_text()
-        ranks[1].wait(LIMIT_S)
+        yield ranks, logs
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
+
+
+@pytest.mark.timeout(300)
+def test_the_watchdog_ends_a_rank_that_waits_longer_than_the_group_allows(tmp_path: Path) -> None:
+    with two_ranks("lonely_worker.py", tmp_path, "3") as (ranks, logs):
+        assert ranks[0].wait(LIMIT_S) == -signal.SIGABRT, logs[0].read_text()
+        ranks[1].wait(LIMIT_S)
     said = logs[0].read_text()
     assert said.count("heard\n") == logs[1].read_text().count("heard\n") == 1
     assert "late: watchdog of rank 0: " in said
     assert "receive 1>0 was issued 3 s ago and has not ended, its time-out is 3 s." in said
     assert "receive 1>0 has begun and waits for the other end" in said
+
+
+@pytest.mark.timeout(300)
+def test_a_link_that_carries_nothing_is_given_up_before_the_watchdog_ends_the_process(tmp_path: Path) -> None:
+    """`auto` tried NCCL first and waited for it as long as the group allows: there was nobody left to try another."""
+    with two_ranks("probing_worker.py", tmp_path, "6", "yes") as (ranks, logs):
+        for rank, log in zip(ranks, logs, strict=True):
+            assert rank.wait(LIMIT_S) == 0, log.read_text()
+            said = log.read_text()
+            assert "not nccl: nothing came through within 3 s, half of --bpipe-timeout, and it was given up" in said
+            assert "chosen: peer" in said or "chosen: host" in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_link_that_nobody_gives_up_is_ended_by_the_watchdog(tmp_path: Path) -> None:
+    """As it was."""
+    with two_ranks("probing_worker.py", tmp_path, "3", "no") as (ranks, logs):
+        assert ranks[0].wait(LIMIT_S) == -signal.SIGABRT, logs[0].read_text()
+    assert "late: watchdog of rank 0: " in logs[0].read_text()
+    assert "chosen" not in logs[0].read_text()

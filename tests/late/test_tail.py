@@ -18,10 +18,26 @@ import pytest
 from tests.late import watching
 from tests.late.cases import SCHEDULES
 from tests.late.devices import DIRECTED, Draw
+from tests.late.pipeline import KINDS, LatePipeline
+from tests.late.pipelined import LISTED
 from tests.late.sharded import SHARDED
-from tests.late.tail import FAILED, FIRST, KINDS, RIGHT, ROOT, SEEDS, WRONG, Counts, Tail, cases
+from tests.late.tail import (
+    DIFFERING,
+    FAILED,
+    FIRST,
+    OWN,
+    RIGHT,
+    ROOT,
+    SEEDS,
+    STATE,
+    WRONG,
+    Counts,
+    Tail,
+    cases,
+    outcome,
+)
 
-DONE = SimpleNamespace(schedule=None, model=SimpleNamespace(expected=lambda schedule, iterations: {}))
+DONE = SimpleNamespace(schedule=None, differing=False, model=SimpleNamespace(expected=lambda schedule, iterations: {}))
 
 
 def runs(does: Any) -> Any:
@@ -88,10 +104,19 @@ def test_who_was_interrupted_goes_on_where_the_file_ends(tmp_path: Path) -> None
 
 def test_every_path_is_a_case_over_every_transport() -> None:
     names = cases()
-    for kind in KINDS:
-        for path in (*(f"{name}, {kind}{more}" for name in FIRST for more in ("", ", sizes that differ")),):
-            assert path in names
-        assert f"optimizer state, {kind}" in names
+    for name in (*FIRST, STATE):
+        for kind in KINDS if name not in OWN else ("host",):
+            assert f"{name}, {kind}" in names
+            assert f"{name}, {kind}{DIFFERING}" in names
+
+
+def test_what_is_called_differing_differs() -> None:
+    """Three paths had a case of differing sizes of which none differed."""
+    for name, make in cases().items():
+        if name.endswith(f", host{DIFFERING}") and name.split(",")[0] in (*FIRST, STATE):
+            assert outcome(make(), Draw(1)) == (RIGHT, "")
+    alike = LatePipeline(SCHEDULES["slices"](), "host", differing=True)
+    assert outcome(alike, Draw(1)) == (FAILED, "no sizes differed")
 
 
 def table_of(*arguments: str) -> list[list[int]]:
@@ -112,7 +137,7 @@ def test_directed_orders_of_a_case_are_right(word: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("path", [*SCHEDULES, *SHARDED, "optimizer state"])
+@pytest.mark.parametrize("path", [*SCHEDULES, *SHARDED, STATE, *LISTED])
 def test_two_hundred_seeds_of_a_path_are_right(path: str) -> None:
     """What was counted stays in runs/late, so an interrupted test goes on there."""
     table = table_of("7000", f"{path}, ")

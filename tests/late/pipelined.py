@@ -1,0 +1,177 @@
+"""torch.distributed.pipelining on late devices: torch's own runtime runs its lists, and the engine stands around it.
+
+In: a schedule, over what activations move, a `Draw`. Out: what `LatePipeline` gives. Real are torch's schedules, stages
+and messages, `BalancedSchedule`, engine, streams, transports. Only who connects a pair stands here: threads are no
+processes that could open each other's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.distributed.pipelining import PipelineStage
+
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import build
+from bpipe.ir.host_buffers import links_of
+from bpipe.ir.schedule import Schedule
+from bpipe.torch import BalancedSchedule
+from bpipe.torch import schedule as torch_schedule
+from bpipe.torch.orders import config_of
+from bpipe.transport.base import Transport
+from bpipe.transport.connect import MeasuredLink
+from tests.late.devices import Draw, device, extension
+from tests.late.group import join
+from tests.late.model import LateModel, Place
+from tests.late.pipeline import KINDS, TIMEOUT_S, LatePipeline, Rank
+from tests.unit.runtime.pipeline import ROWS, inputs_of
+from tests.unit.torch.test_orders import stages_on
+
+# What carries activations, as a link names it.
+CARRIED_BY = {"two-sided": "nccl", "peer": "peer", "host": "host"}
+
+
+class StageModule(torch.nn.Module):
+    """One stage of `LateModel`. Its loss is the schedule's."""
+
+    def __init__(self, weight: torch.nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        extension().perhaps_yield()
+        return torch.nn.functional.gelu(x @ self.weight) @ self.weight.t()
+
+
+def loss_of(made: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    """Return the loss of a micro-batch whose number, from 1, is given for each row."""
+    return (made * number).square().mean()
+
+
+class Connections:
+    """What `connected` returns: this rank's transports, which are there already."""
+
+    table = placed = ""
+
+    def __init__(self, transports: dict[int, Transport], links: list[MeasuredLink]) -> None:
+        self._transports, self.links = transports, links
+
+    def transports(self, differing: bool) -> dict[int, Transport]:
+        return self._transports
+
+
+class TorchRank(Rank):
+    """One rank whose program torch's runtime runs."""
+
+    def run(self, iterations: int) -> None:
+        pipeline, schedule, here = self._pipeline, self._pipeline.schedule, device(self.rank)
+        assert isinstance(pipeline, TorchPipeline)
+        join(self.rank, schedule.num_ranks)
+        pipeline.model.on_device(schedule, self.rank)
+        self.connections = Connections(self._transports(), pipeline.measured_links())
+        stages = [self._stage(stage, here) for stage in schedule.layout.stages_of(self.rank)]
+        balanced = BalancedSchedule(
+            stages,
+            schedule.num_microbatches,
+            loss_of,
+            schedule=schedule,
+            minimum_bytes=1,
+            timeout_s=TIMEOUT_S,
+            poison=pipeline.poison,
+            differing=pipeline.differing,
+            scale_grads=False,
+        )
+        self.engine = balanced.engine
+        for _ in range(iterations):
+            self._step(balanced, stages, here)
+        self.gradients = pipeline.model.gradients_on(self.rank)
+        torch.accelerator.synchronize(here)
+        self.moved_bytes = self.engine.moved_bytes
+        self.engine.release()
+
+    def _stage(self, stage: int, here: torch.device) -> PipelineStage:
+        module = StageModule(self._pipeline.model._on_device[self.rank, stage])
+        return PipelineStage(module, stage, self._pipeline.schedule.num_stages, here)
+
+    def _step(self, balanced: BalancedSchedule, stages: list[PipelineStage], here: torch.device) -> None:
+        numbers = range(self._pipeline.schedule.num_microbatches)
+        inputs = torch.cat([inputs_of(microbatch) for microbatch in numbers]).to(here)
+        of_row = torch.tensor([float(microbatch + 1) for microbatch in numbers]).repeat_interleave(ROWS)
+        is_first, is_last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
+        balanced.step(
+            *([inputs] if is_first else []),
+            target=of_row[:, None].to(here) if is_last else None,
+            losses=[] if is_last else None,
+        )
+
+
+class TorchPipeline(LatePipeline):
+    """All ranks. A stage saves alike of each micro-batch: torch tells none its number. `differing`: transfers are told
+    otherwise. `judged`: a schedule that may stand still is refused."""
+
+    def __init__(
+        self, schedule: Schedule, kind: str, poison: bool = False, differing: bool = False, judged: bool = True
+    ) -> None:
+        model = LateModel(schedule.num_stages)
+        super().__init__(schedule, kind, poison=poison, differing=differing, model=model)
+        self._judged = judged
+
+    def rank_of(self, rank: int) -> Rank:
+        return TorchRank(self, rank)
+
+    def measured_links(self) -> list[MeasuredLink]:
+        return [MeasuredLink(link, "host" if link[0] == link[1] else CARRIED_BY[self.kind], {}) for link in self.links]
+
+    def run(self, draw: Draw, iterations: int = 2) -> dict[Place, torch.Tensor]:
+        with self._connected():
+            return super().run(draw, iterations)
+
+    @contextmanager
+    def _connected(self) -> Iterator[None]:
+        def connected(group: Any, schedule: Schedule, wanted: str, timeout_s: float, here: torch.device) -> Any:
+            rank = self.ranks[here.index]
+            assert isinstance(rank, TorchRank)
+            return rank.connections
+
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(torch_schedule, "connected", connected))
+            if not self._judged:
+                stack.enter_context(patch.object(torch_schedule, "config_of", lambda *given: None))
+                stack.enter_context(patch.object(torch_schedule, "build", lambda config: self.schedule))
+                stack.enter_context(patch.object(torch_schedule, "refuse_standstill", lambda *given: None))
+            yield
+
+
+def listed(name: str, chunks: int = 1, v_shaped: bool = False, p: int = 4, **how: Any) -> Callable[[], Schedule]:
+    """Return what makes torch's schedule of this name, or a family's, balanced, on so many ranks."""
+    return lambda: build(config_of(name, stages_on(0, chunks, v_shaped, p), 2 * p, BalanceConfig(**how), None))
+
+
+# Where ranks hold evenly much, what leaves goes to the node's own memory.
+AWAY = {"hosts": "host"}
+LISTED: dict[str, Callable[[], Schedule]] = {
+    "torch's 1F1B": listed("1F1B"),
+    # A host buffer is filled again before the backward of what left it.
+    "torch's 1F1B of 8": listed("1F1B", p=8),
+    "torch's GPipe": listed("GPipe", **AWAY),
+    "torch's Interleaved1F1B": listed("Interleaved1F1B", 2),
+    "torch's LoopedBFS": listed("LoopedBFS", 2, **AWAY),
+    "torch's InterleavedZeroBubble": listed("InterleavedZeroBubble", 2, **AWAY),
+    "torch's ZBVZeroBubble": listed("ZBVZeroBubble", 2, True, **AWAY),
+    "torch's DualPipeV": listed("DualPipeV", 2, True, **AWAY),
+    "grouped under torch": listed("grouped-interleaved", 2),
+    "split under torch": listed("1f1b-split"),
+    "v-half under torch": listed("v-half", 2, True, **AWAY),
+    "pool under torch": listed("interleaved-1f1b", 2, hosts="pool"),
+    "behind devices under torch": listed("interleaved-1f1b", 2, hosts="all", bounds=(6,)),
+}
+
+
+def kinds_of(name: str) -> tuple[str, ...]:
+    """Return over what activations move. Into a rank's own memory they do over one thing."""
+    own = all(low == high for low, high in links_of(LISTED[name]()))
+    return ("host",) if own else KINDS

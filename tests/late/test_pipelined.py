@@ -1,0 +1,59 @@
+"""torch's own runtime on late devices runs balanced lists to the last bit, and each wait that is taken out is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from torch.distributed.pipelining import schedules
+
+from tests.late.devices import DIRECTED, DRAWN, Draw
+from tests.late.pipelined import LISTED, TorchPipeline, kinds_of
+from tests.late.test_pipelines import wrong_bits
+from tests.late.waits import WAITS
+
+
+@pytest.mark.parametrize("name", [name for name in LISTED if name != "torch's 1F1B of 8"])
+def test_no_bit_differs(name: str) -> None:
+    """One kind a schedule, in a directed order or a drawn one. `test_tail.py` has them all."""
+    number, kinds = [*LISTED].index(name), kinds_of(name)
+    kind, draw = kinds[number % len(kinds)], DIRECTED[number % len(DIRECTED)] if number % 2 else Draw.of(number)
+    print(f"{kind}: {draw}")
+    pipeline = TorchPipeline(LISTED[name](), kind, poison=True)
+    assert wrong_bits(pipeline, draw) == []
+    assert any(rank.moved_bytes for rank in pipeline.ranks), "nothing has moved"
+
+
+def noticed(taken_out: Callable[[], AbstractContextManager[Any]], name: str, kind: str) -> str:
+    """Return what noticed, wrong bits or an error, in one of a few draws; or nothing."""
+    schedule = LISTED[name]()
+    with taken_out():
+        for draw in (*reversed(DIRECTED[:5]), *(Draw(seed, DRAWN) for seed in range(10))):
+            try:
+                if wrong_bits(TorchPipeline(schedule, kind), draw):
+                    return f"wrong bits: {draw}"
+            except RuntimeError as error:
+                return f"{error}: {draw}"
+    return ""
+
+
+OF_TRANSFERS = [name for name in WAITS if name.startswith("[")]
+
+
+@pytest.mark.parametrize("name", OF_TRANSFERS)
+def test_a_wait_for_a_transfer_that_is_missing_is_noticed(name: str) -> None:
+    for wait in WAITS[name]:
+        plan = "torch's 1F1B of 8" if wait.schedule == "1f1b of 8" else "torch's 1F1B"
+        assert noticed(wait.taken_out, plan, wait.kind), f"{name} by {wait.kind}: nobody noticed"
+
+
+def nobody_waits() -> AbstractContextManager[Any]:
+    return patch.object(schedules, "_wait_batch_p2p", lambda works: None)
+
+
+@pytest.mark.parametrize("name", ["torch's 1F1B", "torch's ZBVZeroBubble"])
+def test_a_message_that_torch_does_not_wait_for_is_noticed(name: str) -> None:
+    assert noticed(nobody_waits, name, "host")
