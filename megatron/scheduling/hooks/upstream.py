@@ -267,6 +267,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
             "check_for_nan_in_loss_and_grad",
             "context_parallel_size",
             "create_attention_mask_in_dataloader",
+            "dataloader_inter_document_masking",
         ),
         *(
             "data_cache_path",
@@ -283,7 +284,15 @@ REQUIRED: dict[str, tuple[str, ...]] = {
             "num_dataset_builder_threads",
             "object_storage_cache_path",
         ),
-        *("pipeline_model_parallel_size", "reset_attention_mask", "reset_position_ids", "seed", "seq_length", "split"),
+        *(
+            "pipeline_model_parallel_size",
+            "reset_attention_mask",
+            "reset_position_ids",
+            "seed",
+            "seq_length",
+            "sft",
+            "split",
+        ),
     ),
 }
 
