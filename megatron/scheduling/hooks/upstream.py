@@ -348,6 +348,7 @@ OPTIONAL: dict[str, str] = {
     "moe_shared_expert_overlap": "shared experts are not overlapped",
     "moe_token_dispatcher_type": "not the flex dispatcher",
     "moe_z_loss_coeff": "experts without auxiliary losses",
+    "mtp_detach_heads": _NO_FURTHER,
     "mtp_num_layers": _NO_FURTHER,
     "mtp_use_repeated_layer": _NO_FURTHER,
     "multi_latent_attention": "no latent attention",
@@ -370,6 +371,7 @@ OPTIONAL: dict[str, str] = {
     "tensor_parallel_num_weight_shards": _NO_SHARDS,
     "tp_comm_overlap": "tensor-parallel communication is not overlapped",
     "transformer_impl": "layers of neither kind",
+    "untie_embeddings_and_output_weights": "whether weights are tied is the model's",
     "use_megatron_fsdp": "no FSDP",
     "use_ring_exchange_p2p": "no ring exchange",
     "use_torch_fsdp2": "no FSDP",
@@ -405,6 +407,7 @@ _NOT_IN_CONFIGURATION = frozenset(
             "non_persistent_ckpt_type",
             "save",
             "seq_length",
+            "untie_embeddings_and_output_weights",
         ),
     )
 )

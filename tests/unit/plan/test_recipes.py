@@ -157,6 +157,7 @@ def test_megatrons_own_launches_train_or_are_told_why_not(capsys: pytest.Capture
 DENSE = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --bf16"
 PIPE = "--tensor-model-parallel-size 4 --sequence-parallel --pipeline-model-parallel-size 8"
 MIXTURE = f"{DENSE} --num-experts 8 --moe-router-topk 2 --moe-grouped-gemm --disable-bias-linear"
+UNTIED = "--untie-embeddings-and-output-weights"
 LAUNCHES = {
     f"{DENSE} {PIPE}": "supported",
     f"{DENSE} {PIPE} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather": "supported",
@@ -183,6 +184,7 @@ LAUNCHES = {
     f"{DENSE} {PIPE} --hybrid-layer-pattern M-M*-M- --bpipe --bpipe-schedule v-half": "supported",
     f"{DENSE} {PIPE} --bpipe-schedule zb-h1 --fp8-format hybrid": "supported",
     f"{DENSE} {PIPE} --bpipe --bpipe-vocabulary 1 --mtp-num-layers 1": "refused",
+    f"{DENSE} {PIPE} --bpipe --bpipe-vocabulary 1 --mtp-num-layers 1 {UNTIED}": "supported",
 }  # fmt: skip
 
 
