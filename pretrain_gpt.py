@@ -3,7 +3,7 @@
 In: Megatron's flags and ours. Out: what Megatron's trainer writes.
 
 Thin on purpose: a model from Megatron's own builder, datasets from its builder, its loss convention, its `pretrain`.
-Launch with torchrun, one process a rank.
+With `--sft` the datasets are its conversations, packed into rows. Launch with torchrun, one process a rank.
 """
 
 from __future__ import annotations
@@ -25,33 +25,49 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder  # noqa: E402
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.rerun_state_machine import get_rerun_state_machine  # noqa: E402
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank  # noqa: E402
+from megatron.core.utils import (  # noqa: E402
+    flatten_batch_for_packed_sequences,
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
 from megatron.training import get_args, get_timers, get_tokenizer, pretrain, set_startup_timestamps  # noqa: E402
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args  # noqa: E402
 from megatron.training.arguments import parse_and_validate_args  # noqa: E402
+from megatron.training.datasets.sft_dataset import SFTDataset  # noqa: E402
+from megatron.training.training import update_seqlen_stats_from_cu_seqlens  # noqa: E402
 from megatron.training.utils.common_utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage  # noqa: E402
 
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+_PACKED_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 
 
-def get_batch(
-    data_iterator: Iterator[dict[str, torch.Tensor]] | None, vp_stage: int | None
-) -> tuple[torch.Tensor | None, ...]:
-    """This rank's part of the next micro-batch: tokens, labels, loss mask, attention mask, positions; all None on
-    inner stages."""
-    if not is_first_or_last_pipeline_stage(vp_stage):
-        return (None,) * len(_BATCH_KEYS)
+def has_packed_rows() -> bool:
+    """Return whether a row is several sequences, of which every stage has to know the ends."""
+    args = get_args()
+    return bool(args.sft or args.dataloader_inter_document_masking)
+
+
+def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None, vp_stage: int | None) -> dict[str, Any]:
+    """Return this rank's part of the next micro-batch by `_BATCH_KEYS`, all None on inner stages, and where sequences
+    end in packed rows."""
+    packed = has_packed_rows()
+    reads = is_first_or_last_pipeline_stage(vp_stage)
+    if not reads and not packed:
+        return dict.fromkeys(_BATCH_KEYS)
     args = get_args()
     group = parallel_state.get_tensor_model_parallel_group()
     batch: dict[str, Any] = {}
     if group.rank() == 0:
         assert data_iterator is not None
         loaded = next(data_iterator)
-        batch = {key: loaded[key].cuda(non_blocking=True) if key in loaded else None for key in _BATCH_KEYS}
+        keys = (*_BATCH_KEYS, *_PACKED_KEYS)
+        batch = {key: loaded[key].cuda(non_blocking=True) if key in loaded else None for key in keys}
     batch = get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=False,
+        has_cu_seqlens=packed,
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=parallel_state.get_tensor_model_parallel_src_rank(),
@@ -69,9 +85,37 @@ def get_batch(
             ignore_virtual=vp_stage is None, vp_stage=vp_stage
         ),
     )
-    batch.setdefault("cu_seqlens", None)
-    batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
-    return tuple(batch.get(key) for key in _BATCH_KEYS)
+    batch = flatten_batch_for_packed_sequences(batch)
+    if not reads:
+        return {**batch, **dict.fromkeys(_BATCH_KEYS)}
+    return get_batch_on_this_cp_rank(
+        batch,
+        is_hybrid_cp=False,
+        cp_group=parallel_state.get_context_parallel_group(),
+        use_per_sequence_balancing=args.dataloader_inter_document_masking and not args.sft,
+    )
+
+
+def packed_sequences(batch: dict[str, Any]) -> PackedSeqParams | None:
+    """Return what attention is told of a packed row; None where a row is one sequence. Megatron counts FLOPs by it."""
+    if batch.get("cu_seqlens") is None:
+        return None
+    ends, padded, longest = (None if batch[key] is None else batch[key].squeeze(0) for key in _PACKED_KEYS)
+    assert ends is not None
+    assert longest is not None
+    update_seqlen_stats_from_cu_seqlens(ends)
+    told = ends if padded is None else padded
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=told,
+        cu_seqlens_kv=told,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=int(longest),
+        max_seqlen_kv=int(longest),
+        total_tokens=int(told[-1]),
+        tokens_per_sample=get_args().seq_length,
+    )
 
 
 def loss_func(
@@ -104,17 +148,18 @@ def forward_step(
     """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
-    tokens, labels, loss_mask, attention_mask, position_ids = get_batch(
-        data_iterator, get_attr_wrapped_model(model, "vp_stage")
-    )
+    batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    tokens, labels, loss_mask, attention_mask, position_ids = (batch.get(key) for key in _BATCH_KEYS)
+    packed = packed_sequences(batch)
     timers("batch-generator").stop()
     run = model.build_schedule_plan if return_schedule_plan else model
-    output = run(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
+    told = {} if packed is None else {"packed_seq_params": packed}
+    output = run(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask, **told)
     return output, partial(loss_func, loss_mask)
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> Any:
-    """Train, validation and test datasets, built where a stage reads tokens or labels."""
+    """Train, validation and test datasets, built where a stage reads tokens, labels or where sequences end."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     config = GPTDatasetConfig(
@@ -137,12 +182,14 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> An
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
         allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
         context_parallel_size=args.context_parallel_size,
+        inter_document_masking=args.dataloader_inter_document_masking,
     )
 
     def built_here() -> bool:
-        return is_first_or_last_pipeline_stage(vp_stage) and parallel_state.get_tensor_model_parallel_rank() == 0
+        reads = has_packed_rows() or is_first_or_last_pipeline_stage(vp_stage)
+        return reads and parallel_state.get_tensor_model_parallel_rank() == 0
 
-    kind = MockGPTDataset if args.mock_data else GPTDataset
+    kind = SFTDataset if args.sft else MockGPTDataset if args.mock_data else GPTDataset
     return BlendedMegatronDatasetBuilder(kind, num_samples, built_here, config).build()
 
 
@@ -154,7 +201,10 @@ def main() -> None:
     set_startup_timestamps(program_start=_PROGRAM_START, main_entry=time.time())
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     launch.require(args, "pretrain_gpt")
-    launch.refuse_packed(args)
+    launch.refuse_packed_batches(args)
+    if args.sft:
+        # Conversations come without masks, and Megatron switches these off for documents apart only.
+        args.create_attention_mask_in_dataloader = False
     container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     pretrain(container, datasets_provider, ModelType.encoder_or_decoder, forward_step)
 

@@ -19,6 +19,7 @@ _DEFAULTS = {
     "transformer_impl": "transformer_engine",
     "masked_softmax_fusion": True,
     "apply_rope_fusion": True,
+    "untie_embeddings_and_output_weights": False,
 }
 # Flags that switch one of these off.
 _SWITCHED_OFF = {

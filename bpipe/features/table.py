@@ -6,9 +6,8 @@ supported, guarded or refused. What the settings do not have does not apply: a m
 FSDP. Imports nothing, so that a plan asks it as the trainer does.
 
 `supported`: trained by stock Megatron and with this project, and equal in every bit. `guarded`: right by construction
-as far as can be said without the hardware, and checked where it runs: in the first iterations everything that moves has
-to come back as it left (`--bpipe-verify`), and the run ends at the first byte that did not. `refused`: known to go
-wrong, or to be worth nothing, and the run does not start.
+as far as can be said without the hardware, and checked where it runs: what moves in the first iterations has to come
+back as it left (`--bpipe-verify`). `refused`: known to go wrong, or to be worth nothing, and the run does not start.
 
 What holds for all that is guarded: a storage leaves only if it is counted to be this micro-batch's alone, so what
 somebody's buffer holds stays there. What an owner writes without holding it is not a storage of torch's allocator, and
@@ -287,10 +286,22 @@ PLACED: tuple[Feature, ...] = (
 # without.
 SHARDED: tuple[Feature, ...] = (
     Feature(
-        "prediction of further tokens",
-        lambda s: s.mtp_num_layers,
-        "further tokens' losses are made of logits that no rank has",
-        "drop --mtp-num-layers",
+        "further tokens without a whole embedding",
+        lambda s: s.mtp_num_layers and (s.untie_embeddings_and_output_weights is False or s.bpipe_vocabulary_input),
+        "the last stage looks further tokens up in the embedding, of whose weight every rank has some rows",
+        "use --untie-embeddings-and-output-weights without --bpipe-vocabulary-input, or drop --mtp-num-layers",
+    ),
+    Feature(
+        "heads of further tokens that train alone",
+        lambda s: s.mtp_num_layers and s.mtp_detach_heads,
+        "one product makes the logits of all tokens, and gives the output layer the gradients of all",
+        "drop --mtp-detach-heads",
+    ),
+    Feature(
+        "further tokens in slices and shards",
+        lambda s: s.mtp_num_layers and (s.bpipe_slices or 1) > 1,
+        "further tokens' losses become whole rows in the last stage's forward, and shards know them later",
+        "drop --bpipe-vocabulary, --bpipe-slices or --mtp-num-layers",
     ),
     Feature(
         "variable lengths in shards",

@@ -34,7 +34,7 @@ class _BetweenPasses(NamedTuple):
     token_gradients: torch.Tensor
 
 
-Told = Callable[[int, torch.Tensor], None]
+Told = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
 def _storages(*held: torch.Tensor | None) -> tuple[torch.UntypedStorage, ...]:
@@ -49,8 +49,8 @@ class OutputShard:
     output [..., h].
 
     The last stage makes its output, the labels [n] as rows of the whole vocabulary, and the gradient [n] of each
-    token's loss, where n tokens are those of the logits in their order. `told(microbatch, losses)` is called in T with
-    the losses [n], 32 bit at least.
+    token's loss, where n tokens are those of the logits in their order. `told(microbatch, losses,
+    largest)` is called in T with the losses [n], 32 bit at least, and whether a label's logit is the largest.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class InputShard:
 
 def _tell(told: Told | None, action: Action, found: SoftmaxTotals, labels: torch.Tensor, vocabulary: int) -> None:
     if told is not None:
-        told(action.microbatch, losses(found, labels, vocabulary))
+        told(action.microbatch, losses(found, labels, vocabulary), found.label_logit == found.maximum)
 
 
 def _rows(logits: torch.Tensor) -> torch.Tensor:

@@ -51,23 +51,27 @@ def require(args: Any, script: str) -> None:
         upstream.require(args, script)
 
 
-def refuse_packed(args: Any) -> None:
-    """End the program for flags that pack sequences of differing length into one, which our scripts do not read.
+def refuse_packed_batches(args: Any) -> None:
+    """End the program where a pipeline would pass several packed rows at once.
 
-    They would train on pre-training data all the same, each row as one sequence, and say nothing.
+    Megatron joins a micro-batch of them to one row before the first layer, and its stages receive it as so many
+    rows of a row's length: of the same number of elements, in another order.
     """
     from bpipe.features.feature import Settings
 
     given = Settings(args)
+    rows = max(given.micro_batch_size or 1, given.eval_micro_batch_size or 1)
+    if rows == 1 or (given.pipeline_model_parallel_size or 1) == 1:
+        return
     for name, wanted in (
         ("sft", given.sft),
         ("dataloader_inter_document_masking", given.dataloader_inter_document_masking),
     ):
         if wanted:
             starting.end(
-                f"--{name.replace('_', '-')}: this script reads sequences that fill a row, and no packed ones; train "
-                f"with Megatron's own "
-                "pretrain_gpt.py, or a script of yours that reads them: python -m megatron.scheduling.launch SCRIPT"
+                f"--{name.replace('_', '-')}: Megatron joins the {rows} packed rows of a micro-batch to one, and its "
+                f"pipeline receives them as {rows}, in another order; use --micro-batch-size 1, with a longer "
+                "--seq-length"
             )
 
 

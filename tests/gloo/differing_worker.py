@@ -1,9 +1,9 @@
 """One rank of a test's training runs whose micro-batches differ in size by what a script of one's own does.
 
-In: as worker.py; a case says --differing and how. Out: the same records. The sizes follow from how many forwards this
-rank has run, or this chunk, so that all ranks of a pipeline cut and pack a micro-batch alike; and so does stock Megatron's run.
+In: as worker.py; a case says --differing and how, or trains on conversations by --sft. Out: the same records. The sizes
+of --differing follow from how many forwards this rank has run, or this chunk, so that all ranks of a pipeline cut a
+micro-batch alike; and so does stock Megatron's run.
 
-    packed    sequences packed into one row: attention saves a square of each. With --sft, which our script refuses: this step reads them
     lengths   rows of differing length, whose shapes Megatron's pipeline then sends in front (variable_seq_lengths)
     partial   some micro-batches recompute all layers, the others none (num_microbatches_with_partial_activation_checkpoints)
 """
@@ -22,45 +22,21 @@ if __name__ == "__main__":
     from typing import Any
     from unittest import mock
 
-    from tests.gloo import worker
+    from tests.gloo import conversations, worker
 
     # isort: split
     import torch
-    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.utils import get_attr_wrapped_model
 
     pretrain_gpt = worker.pretrain_gpt
-    SEQUENCE = 64
     # Of the micro-batches, over and over; the first is not the largest.
     LENGTHS = (48, 64, 40, 64, 56, 24)
-    PACKS = ((16,) * 4, (8,) * 8, (64,), (32, 16, 16), (40, 24))
 
     def given_out(data: Iterator[dict[str, torch.Tensor]] | None, model: Any) -> tuple[torch.Tensor | None, ...]:
-        return pretrain_gpt.get_batch(data, get_attr_wrapped_model(model, "vp_stage"))
+        return tuple(pretrain_gpt.get_batch(data, get_attr_wrapped_model(model, "vp_stage")).values())[:5]
 
     def losses(loss_mask: torch.Tensor) -> Callable[..., Any]:
         return functools.partial(pretrain_gpt.loss_func, loss_mask)
-
-    def packed() -> Callable[..., Any]:
-        packs = itertools.cycle(PACKS)
-
-        def step(data: Any, model: Any) -> Any:
-            tokens, labels, loss_mask, _, positions = given_out(data, model)
-            lengths = next(packs)
-            ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-            described = PackedSeqParams(
-                qkv_format="thd",
-                cu_seqlens_q=ends,
-                cu_seqlens_kv=ends,
-                max_seqlen_q=max(lengths),
-                max_seqlen_kv=max(lengths),
-            )
-            if positions is not None:
-                positions = torch.cat([torch.arange(length) for length in lengths])[None]
-            output = model(tokens, positions, None, labels=labels, loss_mask=loss_mask, packed_seq_params=described)
-            return output, losses(loss_mask)
-
-        return step
 
     def cut() -> Callable[..., Any]:
         lengths: dict[int | None, Iterator[int]] = {}
@@ -86,9 +62,8 @@ if __name__ == "__main__":
 
         return step
 
-    STEPS = {"packed": packed, "lengths": cut, "partial": recomputing}
+    STEPS = {"lengths": cut, "partial": recomputing}
     SETTINGS: dict[str, dict[str, Any]] = {
-        "packed": {},
         "lengths": {"variable_seq_lengths": True},
         "partial": {"num_microbatches_with_partial_activation_checkpoints": 1},
     }
@@ -106,8 +81,11 @@ if __name__ == "__main__":
         with (
             mock.patch.object(pretrain_gpt, "gpt_config_from_args", told),
             mock.patch.object(pretrain_gpt, "forward_step", STEPS[how]()),
-            mock.patch.object(pretrain_gpt.launch, "refuse_packed"),
         ):
+            pretrain_gpt.main()
+
+    def train_on_conversations() -> None:
+        with conversations.readable():
             pretrain_gpt.main()
 
     torch.set_num_threads(1)
@@ -118,4 +96,7 @@ if __name__ == "__main__":
             at = case["arguments"].index("--differing")
             main = functools.partial(train, case["arguments"][at + 1])
             case["arguments"][at : at + 2] = []
+        if "--sft" in case["arguments"]:
+            case["arguments"].remove("--mock-data")
+            main = train_on_conversations
         worker.run(case, Path(folder), main=main)

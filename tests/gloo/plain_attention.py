@@ -20,6 +20,8 @@ from megatron.core.transformer.module import MegatronModule
 def positions(length: int, ranks: int, rank: int) -> torch.Tensor:
     """Where a rank's `length` tokens stand in the sequence: the sequence is cut in twice as many pieces as ranks,
     and each rank has two."""
+    if ranks == 1:
+        return torch.arange(length)
     piece = length // 2
     starts = (rank * piece, (2 * ranks - 1 - rank) * piece)
     return torch.cat([torch.arange(start, start + piece) for start in starts])

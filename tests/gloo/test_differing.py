@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from tests.gloo import conversations
 from tests.gloo.conftest import BPIPE, Case, Outcome, asked_for
 from tests.gloo.test_training import same
 
@@ -25,15 +26,11 @@ DROPLESS = (
     ),
     *("--moe-router-load-balancing-type", "aux_loss"),
 )
-PACKED = (
-    "--differing",
-    "packed",
-    "--micro-batch-size",
-    "1",
-    "--sft",
-    "--spec",
-    "tests.gloo.layers",
-    "attending_plainly",
+# Megatron's own attention takes no packed rows.
+PACKED = ("--micro-batch-size", "1", "--global-batch-size", "8", "--spec", "tests.gloo.layers", "attending_plainly")
+CONVERSATIONS = (
+    *(*PACKED, "--sft", "--data-path", "{conversations}", "--split", "1,0,0"),
+    *("--tokenizer-type", "SFTTokenizer", "--tokenizer-model", "words"),
 )
 COMMON = ("--global-batch-size", "16", "--train-iters", "4")
 POOL = ("--bpipe-hosts", "pool")
@@ -51,7 +48,13 @@ ROWS = {
     "dropless_to_several": (*DROPLESS, "--moe-token-dispatcher-type", "alltoall", *POOL, "--bpipe-bound", "2,3,3,3"),
     "dropless_to_one": (*DROPLESS, "--moe-token-dispatcher-type", "alltoall", *POOL, "--bpipe-bound", "3,2,2,6"),
     "dropless_learned": (*DROPLESS, "--moe-token-dispatcher-type", "alltoall", "--bpipe-memory", "auto:0.016"),
-    "packed": (*PACKED, "--global-batch-size", "8"),
+    "packed": CONVERSATIONS,
+    "packed_by_our_loop": (*CONVERSATIONS, "--bpipe-executor"),
+    "packed_split_backwards": (*CONVERSATIONS, "--bpipe-schedule", "1f1b-split"),
+    "packed_interleaved": (
+        *(*CONVERSATIONS, *INTERLEAVED, "--split", "9,1,0", "--eval-iters", "2", "--eval-interval", "2"),
+    ),
+    "documents_apart": (*PACKED, "--dataloader-inter-document-masking"),
     "lengths": ("--differing", "lengths"),
     "lengths_by_our_loop": ("--differing", "lengths", "--bpipe-executor"),
     "lengths_of_split_backwards": ("--differing", "lengths", "--bpipe-schedule", "1f1b-split"),
@@ -66,6 +69,7 @@ TRANSPORTS = ("gloo", "peer")
 ALWAYS = (
     ("dropless", "gloo"),
     ("packed", "peer"),
+    ("packed_interleaved", "gloo"),
     ("lengths", "gloo"),
     ("lengths_in_groups", "peer"),
     ("partial", "peer"),
@@ -78,10 +82,14 @@ def stock(flags: Sequence[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def rows(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> Outcome:
+def rows(
+    run_cases: Callable[..., Outcome], request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Outcome:
+    data = str(conversations.write(tmp_path_factory.mktemp("data") / "conversations.jsonl"))
     cases = []
     for row, transport in sorted(asked_for(request, "row", "transport")):
         name, flags = f"{row}_{transport}", [*COMMON, *ROWS[row]]
+        flags = [data if flag == "{conversations}" else flag for flag in flags]
         balanced = [*BPIPE, "--bpipe-transport", transport, *flags, "--bpipe-report", f"{{folder}}/{name}_balanced"]
         cases += [Case(name, stock(flags)), Case(f"{name}_balanced", balanced)]
     return run_cases(4, cases, timeout_s=900, worker="differing_worker.py")

@@ -360,8 +360,8 @@ REFUSED = [
     ),
     (
         ["--sft"],
-        "error: --sft: this script reads sequences that fill a row, and no packed ones; train with Megatron's own "
-        "pretrain_gpt.py",
+        "error: --sft: Megatron joins the 2 packed rows of a micro-batch to one, and its pipeline receives them as 2, in "
+        "another order; use --micro-batch-size 1",
     ),
     (
         ["--bpipe-report-iterations", "5-3"],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 UNTIED = ("--untie-embeddings-and-output-weights",)
 SHARDS = ("--bpipe-vocabulary", "1")
 INPUT = ("--bpipe-vocabulary-input", "--bpipe-vocabulary")
+AHEAD = ("--mtp-num-layers", "1", "--position-embedding-type", "rope")
 OURS = {
     "one": ("--bpipe-vocabulary", "1", "--bpipe-report", "{{folder}}/{case}"),
     "two": ("--bpipe-vocabulary", "2", "--bpipe-report", "{{folder}}/{case}"),
@@ -67,6 +69,7 @@ OURS = {
         "--bpipe-report",
         "{{folder}}/{case}",
     ),
+    "zb_h1": ("--bpipe-vocabulary", "1", "--bpipe-schedule", "zb-h1", "--bpipe-report", "{{folder}}/{case}"),
     "two_balanced": (
         "--bpipe-vocabulary",
         "2",
@@ -134,6 +137,21 @@ ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Tolerance]] = {
         FP32,
     ),
     "vocabulary_llama": (("--global-batch-size", "16", *LLAMA), ("one", "input"), FP32),
+    "vocabulary_further": (
+        ("--global-batch-size", "16", *AHEAD, "--eval-interval", "2", "--eval-iters", "2"),
+        ("one", "two", "interlaced", "balanced", "two_balanced", "zb_h1"),
+        FP32,
+    ),
+    "vocabulary_further_two": (
+        ("--global-batch-size", "16", *AHEAD, "--mtp-num-layers", "2", "--calculate-per-token-loss"),
+        ("one", "two"),
+        FP32,
+    ),
+    "vocabulary_further_fp16": (
+        ("--global-batch-size", "16", *AHEAD, "--fp16", "--initial-loss-scale", "65536"),
+        ("one", "two"),
+        HALF,
+    ),
     "vocabulary_full_recomputation": (
         (
             *("--global-batch-size", "16", "--recompute-granularity", "full"),
@@ -151,6 +169,11 @@ WIDE_ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Tolerance]] = {
     "vocabulary_sequence": ((*TENSOR, "--sequence-parallel"), ("one", "two", "input"), FP32),
     # Megatron's embedding transposes and scatters itself.
     "vocabulary_sequence_llama": ((*TENSOR, "--sequence-parallel", *LLAMA), ("one", "input", "input_two"), FP32),
+    "vocabulary_further_sequence": (
+        (*TENSOR, "--sequence-parallel", *AHEAD, "--mtp-num-layers", "2"),
+        ("one", "two"),
+        FP32,
+    ),
     "vocabulary_tied_tensor": (TENSOR, ("one", "two", "input", "input_two"), FP32),
     "vocabulary_tied_data": ((), ("one", "input"), FP32),
     "vocabulary_data": ((), ("one", "two", "input"), FP32),
@@ -170,6 +193,7 @@ WIDE_ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Tolerance]] = {
 ALWAYS = {
     *(("vocabulary_m8", ours) for ours in ("one", "two", "interlaced", "balanced")),
     *(("vocabulary_tied", ours) for ours in ("one", "input")),
+    *(("vocabulary_further", ours) for ours in ("one", "balanced")),
 }
 
 
@@ -269,6 +293,38 @@ def four(run_cases: Callable[..., Outcome], request: pytest.FixtureRequest) -> O
 @pytest.mark.parametrize(("row", "ours"), compared(ROWS))
 def test_shards_train_what_the_whole_layer_does(four: Outcome, row: str, ours: str) -> None:
     as_stock(four, row, ours, ROWS[row][2])
+
+
+@pytest.mark.timeout(960)
+@pytest.mark.parametrize(
+    ("row", "ours"),
+    [("vocabulary_further", "one"), pytest.param("vocabulary_further_two", "two", marks=pytest.mark.slow)],
+)
+def test_losses_of_further_tokens_are_logged(four: Outcome, row: str, ours: str) -> None:
+    """Zeros stand in for them in the last stage's forward; they are known, and logged, behind everybody's S."""
+    stock, sharded = (further_logged(four, name) for name in (row, f"{row}_{ours}"))
+    assert len(stock) == len(sharded) >= 3
+    for one, other in zip(sharded, stock, strict=True):
+        assert other > 1
+        assert near(one, other, 1e-5)
+
+
+def further_logged(outcome: Outcome, case: str) -> list[float]:
+    (said,) = (log.split(f"=== {case}\n")[1].split("===")[0] for log in outcome.logs[-1:])
+    return [float(value) for value in re.findall(r"mtp_\d loss: ([0-9.E+-]+)", said)]
+
+
+@pytest.mark.timeout(960)
+@pytest.mark.parametrize(
+    ("row", "plain", "moved"),
+    [
+        ("vocabulary_further", "one", "balanced"),
+        pytest.param("vocabulary_further", "two", "two_balanced", marks=pytest.mark.slow),
+    ],
+)
+def test_balancing_shards_of_further_tokens_changes_no_bit(four: Outcome, row: str, plain: str, moved: str) -> None:
+    same(four, f"{row}_{plain}", f"{row}_{moved}", 4)
+    assert four.reports(f"{row}_{moved}")[0]["evictions"] > 0
 
 
 BALANCED = [

@@ -24,6 +24,7 @@ import pretrain_gpt  # before Megatron: it readies the process
 
 # isort: split
 import torch
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.training import training
 
 from tests.gloo.ports import free_ports
@@ -130,6 +131,8 @@ def run(
         recorder.remove()
     del recorder
     training.destroy_global_state()
+    # It has as many losses as the first case that predicts further tokens.
+    MTPLossLoggingHelper.tracker.clear()
     torch.distributed.destroy_process_group()
     gc.collect()
 

@@ -231,6 +231,17 @@ def _cuts_as_with_padding(sharded: Callable[..., Any]) -> bool:
     return float(found[1]["param"].data) != 2.0
 
 
+def _count_packed_tokens_on_what_stands_in() -> bool:
+    """Megatron adds up the lengths of packed sequences on the device "cuda:" and its index, and what stands in for a GPU
+    has none: an invalid device in the first forward."""
+    if isinstance(torch.cuda.current_device(), int):
+        return False
+    from megatron.training import training
+
+    training._seqlen_stats_in_iteration = torch.zeros(2, dtype=torch.float64, device="cuda")
+    return True
+
+
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
 _RANDOM = "megatron.core.tensor_parallel.random"
 REPAIRS = (
@@ -258,6 +269,11 @@ REPAIRS = (
         ),
         "the distributed optimizer resumes with torch's Adam",
         _resume_distributed_optimizer_with_torch_adam,
+    ),
+    Repair(
+        ("megatron.training.training._seqlen_stats_in_iteration",),
+        "packed sequences are counted where no GPU is",
+        _count_packed_tokens_on_what_stands_in,
     ),
     Repair(
         (f"{_DISTRIBUTED}.sharded_param_state_fully_reshardable",),

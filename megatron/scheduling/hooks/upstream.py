@@ -267,6 +267,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
             "check_for_nan_in_loss_and_grad",
             "context_parallel_size",
             "create_attention_mask_in_dataloader",
+            "dataloader_inter_document_masking",
         ),
         *(
             "data_cache_path",
@@ -283,7 +284,15 @@ REQUIRED: dict[str, tuple[str, ...]] = {
             "num_dataset_builder_threads",
             "object_storage_cache_path",
         ),
-        *("pipeline_model_parallel_size", "reset_attention_mask", "reset_position_ids", "seed", "seq_length", "split"),
+        *(
+            "pipeline_model_parallel_size",
+            "reset_attention_mask",
+            "reset_position_ids",
+            "seed",
+            "seq_length",
+            "sft",
+            "split",
+        ),
     ),
 }
 
@@ -339,6 +348,7 @@ OPTIONAL: dict[str, str] = {
     "moe_shared_expert_overlap": "shared experts are not overlapped",
     "moe_token_dispatcher_type": "not the flex dispatcher",
     "moe_z_loss_coeff": "experts without auxiliary losses",
+    "mtp_detach_heads": _NO_FURTHER,
     "mtp_num_layers": _NO_FURTHER,
     "mtp_use_repeated_layer": _NO_FURTHER,
     "multi_latent_attention": "no latent attention",
@@ -361,6 +371,7 @@ OPTIONAL: dict[str, str] = {
     "tensor_parallel_num_weight_shards": _NO_SHARDS,
     "tp_comm_overlap": "tensor-parallel communication is not overlapped",
     "transformer_impl": "layers of neither kind",
+    "untie_embeddings_and_output_weights": "whether weights are tied is the model's",
     "use_megatron_fsdp": "no FSDP",
     "use_ring_exchange_p2p": "no ring exchange",
     "use_torch_fsdp2": "no FSDP",
@@ -396,6 +407,7 @@ _NOT_IN_CONFIGURATION = frozenset(
             "non_persistent_ckpt_type",
             "save",
             "seq_length",
+            "untie_embeddings_and_output_weights",
         ),
     )
 )

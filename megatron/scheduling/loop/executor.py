@@ -51,6 +51,7 @@ from megatron.scheduling.slices.slicing import Slicing
 from megatron.scheduling.slices.stages import SlicedShardedStages, SlicedStages
 from megatron.scheduling.start.refusals import end_where
 from megatron.scheduling.vocabulary import output_shards as vocabulary
+from megatron.scheduling.vocabulary.further import FurtherLosses
 from megatron.scheduling.vocabulary.output_shards import input_shard, output_shard
 from megatron.scheduling.vocabulary.sharded_stages import ShardedStages
 
@@ -93,7 +94,10 @@ class Loop:
         shards = (
             {}
             if self._own.vocabulary is Vocabulary.WHOLE
-            else vocabulary.Splitting(self._config.positions, self._own.input_shards).wraps()
+            else {
+                **vocabulary.Splitting(self._config.positions, self._own.input_shards).wraps(),
+                **FurtherLosses().wraps(),
+            }
         )
         slices = {} if self._slicing is None else self._slicing.wraps()
         return {
@@ -230,14 +234,19 @@ class Loop:
         return replace(own, group_size=group_of(config, family, own.num_ranks))
 
     def _refuse_lengths(self, config: Any) -> None:
-        """Raise ValueError where sequences have lengths of their own, which no argument of Megatron's says, and a
-        micro-batch is cut or its logits are."""
+        """Raise ValueError where sequences have lengths of their own, which no argument of Megatron's says, or tokens
+        further ahead are predicted, and a micro-batch is cut or its logits are."""
         cut = {
             "--bpipe-vocabulary": self._own.vocabulary is not Vocabulary.WHOLE,
             "--bpipe-slices": self._own.slices > 1,
         }
         rows = {"--bpipe-vocabulary": SHARDED, "--bpipe-slices": SLICED}
-        lengths = SimpleNamespace(variable_seq_lengths=Settings(config).variable_seq_lengths)
+        said = Settings(config)
+        lengths = SimpleNamespace(
+            variable_seq_lengths=said.variable_seq_lengths,
+            mtp_num_layers=said.mtp_num_layers,
+            bpipe_slices=self._own.slices,
+        )
         end_where([line for flag, given in cut.items() if given for line in reasons_of(rows[flag], lengths, flag)])
 
     def _forwards(self, num_microbatches: int) -> Schedule:

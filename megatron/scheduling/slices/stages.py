@@ -138,10 +138,10 @@ class SlicedShardedStages(Sliced, ShardedStages):
         super().__init__(chunks, last_stage, split, halves, layer, early, numbers=slicing.number)
         self.slicing = slicing
 
-    def _tell(self, microbatch: int, found: torch.Tensor) -> None:
+    def _tell(self, microbatch: int, found: torch.Tensor, largest: torch.Tensor) -> None:
         assert self._call is not None, "a shard computes for a call of the loop"
         with self._cutting.at(microbatch, self.last_stage) as now, self._reporting(self._call, now):
-            super()._tell(microbatch, found)
+            super()._tell(microbatch, found, largest)
 
     def _row(self, losses: torch.Tensor) -> torch.Tensor:
         return self._cutting.pad(losses)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +49,18 @@ class LossInputs(NamedTuple):
     losses: torch.Tensor
 
 
+# Told the losses [b, s] of each further token, and whether its label had the largest logit.
+Log = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
+
+
+class Noted(NamedTuple):
+    """Inputs of all losses of a micro-batch: those of the next token first, then those of each further one, which `log`
+    wants to know."""
+
+    each: tuple[LossInputs, ...]
+    log: Log | None
+
+
 class OutputLayerShard(ColumnParallelLinear):  # type: ignore[misc]
     """Megatron's own layer with fewer rows.
 
@@ -78,7 +91,8 @@ class OutputLayerShard(ColumnParallelLinear):  # type: ignore[misc]
         self._scaled = model._scale_logits
         self._computes = False
         self._hidden: torch.Tensor | None = None
-        self._noted: LossInputs | None = None
+        self._noted: list[LossInputs] = []
+        self._log: Log | None = None
 
     @property
     def first_row(self) -> int:
@@ -128,19 +142,26 @@ class OutputLayerShard(ColumnParallelLinear):  # type: ignore[misc]
         losses = torch.zeros(
             labels.shape, dtype=torch.float32, device=labels.device, requires_grad=torch.is_grad_enabled()
         )
-        self._noted, self._hidden = LossInputs(self._hidden, labels, losses), None
+        self._noted.append(LossInputs(self._hidden, labels, losses))
+        self._hidden = None
         return losses
 
-    def noted(self) -> LossInputs:
+    def log_later(self, log: Log) -> None:
+        """Note what wants to know the losses of further tokens, once they are known."""
+        self._log = log
+
+    def noted(self) -> Noted:
         """Return what the model's forward noted. Raises ValueError where it computed no losses."""
-        noted, self._noted, self._hidden = self._noted, None, None
-        if noted is None:
+        each, log = self._noted, self._log
+        self._noted, self._hidden, self._log = [], None, None
+        if len(each) != 1 + (self.config.mtp_num_layers or 0):
             raise ValueError(
                 "with --bpipe-vocabulary no rank has all logits of a micro-batch, and this script asked its model for "
                 "them: call the model "
                 "with labels, or train without --bpipe-vocabulary"
             )
-        return noted
+        # Megatron computes those of further tokens first.
+        return Noted((each[-1], *each[:-1]), log)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: dict[str, Any] | None = None
@@ -235,7 +256,7 @@ def split(first: Any, model: Any, embeds: int | None = None) -> None:
     `embeds`: the place of the pipeline that has the embedding, which is then split, too; a weight that both have is one
     on every rank. Collective over the model's pipeline. Raises ValueError for what cannot be split.
     """
-    end_where([*reasons_of(SHARDED, model.config, "--bpipe-vocabulary"), *_of_model(model)])
+    end_where([*reasons_of(SHARDED, model.config, "--bpipe-vocabulary"), *_of_model(model, embeds is not None)])
     shard = OutputLayerShard(model)
     whole = model.output_layer.weight if model.post_process else None
     if whole is not None and shard.tied and first.pre_process:
@@ -274,10 +295,16 @@ def _split_embedding(first: Any, model: Any, output: OutputLayerShard, embeds: i
             chunk.shared_embedding_or_output_weight = lambda: None
 
 
-def _of_model(model: Any) -> Iterator[str]:
+def _of_model(model: Any, inputs: bool) -> Iterator[str]:
     """What only a model says; flags say the same where the model is made of them."""
     if not model.parallel_output:
         yield "--bpipe-vocabulary: this model gathers its logits, and shards never do; build it with parallel_output"
+    said = SimpleNamespace(
+        mtp_num_layers=model.config.mtp_num_layers,
+        untie_embeddings_and_output_weights=not model.share_embeddings_and_output_weights,
+        bpipe_vocabulary_input=inputs,
+    )
+    yield from reasons_of(SHARDED, said, "--bpipe-vocabulary")
 
 
 def _deal(whole: torch.Tensor | None, rows: torch.Tensor, pipeline: Any, place: int) -> None:

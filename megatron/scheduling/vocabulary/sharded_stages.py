@@ -27,8 +27,9 @@ from bpipe.runtime.shards import EarlyShard, InputShard, OutputShard
 from bpipe.runtime.stage import Tensors
 from megatron.scheduling.loop.chunks import Call, ChunkStages
 from megatron.scheduling.loop.halves import Halves
+from megatron.scheduling.vocabulary.further import apart, counts_of_further, in_order, joined
 from megatron.scheduling.vocabulary.input_shards import Inputs, NotedStep, gather_tokens, noted_steps
-from megatron.scheduling.vocabulary.output_shards import OutputLayerShard
+from megatron.scheduling.vocabulary.output_shards import Log, OutputLayerShard
 
 # A script's loss function of one micro-batch.
 LossFunction = Callable[..., Any]
@@ -61,9 +62,11 @@ class ShardedStages(ChunkStages):
             self.shard = EarlyShard(layer, layer.first_row, layer.rows.vocabulary, told)
         else:
             self.shard = OutputShard(layer.logits, layer.first_row, layer.rows.vocabulary, told)
-        # By micro-batch, from the last stage's forward to the last rank's T: its loss function, and how much each
-        # token's loss counts.
-        self._losses: dict[int, tuple[LossFunction, torch.Tensor]] = {}
+        # In so many parts this rank's tensor-parallel group has a sequence.
+        self._parts = layer.tp_group.size() if layer.sequence_parallel else 1
+        # By micro-batch, from the last stage's forward to the last rank's T: its loss function, how much each token's
+        # loss counts, and who wants to know those of further tokens.
+        self._losses: dict[int, tuple[LossFunction, torch.Tensor, Log | None]] = {}
         # And of each the shape of its labels, until the next call.
         self._shapes: dict[int, torch.Size] = {}
         self._differs: torch.Tensor | None = None
@@ -96,12 +99,15 @@ class ShardedStages(ChunkStages):
 
         # What it would return of zeros is nobody's loss.
         given, loss = self.step(action, received, keeping, [], not call.forward_only)
-        made = self._layer.noted()
-        self.hold(action, given, made.hidden)
-        counts = made.losses if call.forward_only else self._gradient(made.losses, loss)
-        self._losses[action.microbatch] = kept[0], counts
-        self._shapes[action.microbatch] = made.labels.shape
-        return made.hidden, _in_order(made.labels), _in_order(counts)
+        each, log = self._layer.noted()
+        hidden = joined(each)
+        self.hold(action, given, hidden)
+        counts = [one.losses for one in each]
+        if not call.forward_only:
+            counts = [self._gradient(each[0].losses, loss), *counts_of_further(each)]
+        self._losses[action.microbatch] = kept[0], counts[0], log
+        self._shapes[action.microbatch] = each[0].labels.shape
+        return hidden, in_order([one.labels for one in each], self._parts), in_order(counts, self._parts)
 
     def _embed(self, action: Action, received: Tensors) -> Tensors:
         """Return the first stage's forward, of what all shards have looked up: that is what autograd goes back to."""
@@ -128,8 +134,8 @@ class ShardedStages(ChunkStages):
         if isinstance(self.shard, EarlyShard):
             # Of this tensor-parallel rank's rows alone: on the lane of a second step its collective would meet the
             # computation's.
-            shape = self._shapes[action.microbatch]
-            gradient = self._layer.of_input(gradient.view(*shape[::-1], -1))
+            batch, _ = self._shapes[action.microbatch]
+            gradient = self._layer.of_input(gradient.view(-1, batch, gradient.shape[-1]))
         return super().backward(action, (gradient.to(made.dtype),))
 
     def check(self) -> None:
@@ -143,12 +149,16 @@ class ShardedStages(ChunkStages):
                 "or train without --bpipe-vocabulary"
             )
 
-    def _tell(self, microbatch: int, found: torch.Tensor) -> None:
-        """The losses of a micro-batch's tokens are known, in the order of the logits."""
+    def _tell(self, microbatch: int, found: torch.Tensor, largest: torch.Tensor) -> None:
+        """The losses of a micro-batch's tokens are known, in the order of the logits, and whose label had the largest."""
         call = self._call
         assert call is not None, "a shard computes for a call of the loop"
-        loss_function, counts = self._losses.pop(microbatch)
-        losses = found.view(self._shapes[microbatch][::-1]).t().contiguous().requires_grad_(not call.forward_only)
+        loss_function, counts, log = self._losses.pop(microbatch)
+        shape = self._shapes[microbatch]
+        losses, *further = apart(found, shape, self._parts)
+        losses.requires_grad_(not call.forward_only)
+        if log is not None:
+            log(further, apart(largest, shape, self._parts)[1:])
         chunk = self.chunks[self.last_stage]
         if call.config.timers is not None:
             # Megatron's function stops it.
@@ -184,8 +194,3 @@ class ShardedStages(ChunkStages):
                 "or train without --bpipe-vocabulary"
             )
         return found  # type: ignore[no-any-return]
-
-
-def _in_order(of_tokens: torch.Tensor) -> torch.Tensor:
-    """[n] of [b, s]: in the order of the logits, which are [s, b, r]."""
-    return of_tokens.detach().t().flatten()

@@ -1,8 +1,8 @@
 """What of NVIDIA's 173 pretraining recipes with pipeline parallelism this project trains with: the counts of the README.
 
-The recipes are those of Megatron-Bridge as of 2026-08-22, in tests/data, by the settings that decide. Two readings of
-them are ours. Where a recipe's graphs are `getattr`, its source looks up what the model's own recipe says, which for
-those models is none. Where graphs of layers have no scope, they are whole layers', as Megatron takes it.
+The recipes are those of Megatron-Bridge as of 2026-08-22, in tests/data, by the settings that decide. Where a recipe's
+graphs are `getattr`, its source looks up what the model's own recipe says, which for those models is "none". Where
+graphs of layers have no scope, they are whole layers', as Megatron takes it and as that recipe's own comment says.
 """
 
 from __future__ import annotations
@@ -72,13 +72,34 @@ def test_every_other_recipe_has_its_reason() -> None:
     """What keeps a recipe out: graphs of an iteration or of whole layers."""
     reasons = Counter(one.name for features in STATES.values() for one in features if one.state is State.REFUSED)
     assert reasons == {
-        "CUDA graphs of an iteration": 19,
-        "CUDA graphs of whole layers": 6,
+        "CUDA graphs of an iteration": 21,
+        "CUDA graphs of whole layers": 1,
     }
     for features in STATES.values():
         for one in features:
             assert one.state is State.SUPPORTED or (one.reason and one.remedy)
             assert "never tried" not in one.reason
+
+
+# Recipes that are another one in fewer bits: their source calls it and sets the precision, so they have its graphs.
+IN_FEWER_BITS = {
+    "deepseek_v3_pretrain_256gpu_b300_nvfp4": "deepseek_v3_pretrain_256gpu_b300_bf16",
+    "deepseek_v3_pretrain_256gpu_gb200_nvfp4": "deepseek_v3_pretrain_256gpu_gb200_bf16",
+    "qwen3_235b_a22b_pretrain_64gpu_gb300_nvfp4": "qwen3_235b_a22b_pretrain_64gpu_gb300_fp8cs",
+    "qwen3_next_80b_a3b_pretrain_64gpu_gb200_fp8mx": "qwen3_next_80b_a3b_pretrain_64gpu_gb200_bf16",
+    "qwen3_next_80b_a3b_pretrain_64gpu_gb300_fp8mx": "qwen3_next_80b_a3b_pretrain_64gpu_gb300_bf16",
+}
+
+
+def test_a_recipe_in_fewer_bits_keeps_the_graphs_of_the_one_that_it_calls() -> None:
+    """The table that was read by pattern had the implementation of these and not the scope, so that five recipes with
+    graphs of parts of layers were told that nothing of theirs could move. It also had the graphs of two recipes of
+    DeepSeek's before their last line, which graphs the whole iteration."""
+    graphs = ("cuda_graph_impl", "cuda_graph_scope")
+    for recipe, other in IN_FEWER_BITS.items():
+        assert [RECIPES[recipe][name] for name in graphs] == [RECIPES[other][name] for name in graphs]
+    for end in ("", "_large_scale"):
+        assert RECIPES[f"deepseek_v3_pretrain_256gpu_gb200_fp8mx{end}"]["cuda_graph_impl"] == "full_iteration"
 
 
 def test_without_what_is_refused_every_recipe_trains() -> None:
@@ -136,6 +157,7 @@ def test_megatrons_own_launches_train_or_are_told_why_not(capsys: pytest.Capture
 DENSE = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --bf16"
 PIPE = "--tensor-model-parallel-size 4 --sequence-parallel --pipeline-model-parallel-size 8"
 MIXTURE = f"{DENSE} --num-experts 8 --moe-router-topk 2 --moe-grouped-gemm --disable-bias-linear"
+UNTIED = "--untie-embeddings-and-output-weights"
 LAUNCHES = {
     f"{DENSE} {PIPE}": "supported",
     f"{DENSE} {PIPE} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather": "supported",
@@ -162,6 +184,7 @@ LAUNCHES = {
     f"{DENSE} {PIPE} --hybrid-layer-pattern M-M*-M- --bpipe --bpipe-schedule v-half": "supported",
     f"{DENSE} {PIPE} --bpipe-schedule zb-h1 --fp8-format hybrid": "supported",
     f"{DENSE} {PIPE} --bpipe --bpipe-vocabulary 1 --mtp-num-layers 1": "refused",
+    f"{DENSE} {PIPE} --bpipe --bpipe-vocabulary 1 --mtp-num-layers 1 {UNTIED}": "supported",
 }  # fmt: skip
 
 

@@ -57,7 +57,8 @@ FLAGS = {
     "local checkpoints": ("--non-persistent-ckpt-type", "local"),
     "further tokens apart from the loss": ("--mtp-num-layers", "1", "--pipeline-model-parallel-layout", "Et|tm|L"),
     "skipped iterations": ("--iterations-to-skip", "3", "4"),
-    "prediction of further tokens": ("--mtp-num-layers", "1"),
+    "further tokens without a whole embedding": ("--mtp-num-layers", "1"),
+    "heads of further tokens that train alone": ("--mtp-num-layers", "1", "--mtp-detach-heads"),
     "deferred gradients of the output layer": ("--defer-embedding-wgrad-compute",),
     "models without weights at first": ("--init-model-with-meta-device",),
     "checkpoints by rank of shards": ("--load", "there", "--ckpt-format", "torch"),
@@ -82,8 +83,10 @@ FLAGS = {
 }
 # What applies where a launch says nothing; and flags with which it does not.
 UNLESS = {"Transformer Engine's attention": ("--transformer-impl", "local")}
-# Set by a script in its model's configuration alone; or made by Megatron of flags with which no launch is read.
+# Set by a script in its model's configuration alone; or made by Megatron of flags with which no launch is read; or by a
+# flag of ours.
 WITHOUT_A_FLAG = {
+    "further tokens in slices and shards",
     "variable lengths in shards",
     "variable lengths in slices",
     "partial recomputation of micro-batches",

@@ -111,6 +111,8 @@ class ShardedModel:
         self.output = drawn(num_shards * VOCABULARY, WIDTH)
         self.shards = [torch.nn.Parameter(rows) for rows in self.output.detach().clone().chunk(num_shards)]
         self.losses: dict[int, torch.Tensor] = {}
+        # Of every token, whether its label had the largest logit.
+        self.largest: dict[int, torch.Tensor] = {}
 
     def labels(self, microbatch: int) -> torch.Tensor:
         return torch.randint(len(self.output), (ROWS,), generator=torch.Generator().manual_seed(microbatch))
@@ -141,8 +143,8 @@ class ShardedModel:
         weight = self.shards[rank]
         return OutputShard(lambda x: x @ weight.t(), rank * VOCABULARY, len(self.output), told)
 
-    def told(self, microbatch: int, losses: torch.Tensor) -> None:
-        self.losses[microbatch] = losses
+    def told(self, microbatch: int, losses: torch.Tensor, largest: torch.Tensor) -> None:
+        self.losses[microbatch], self.largest[microbatch] = losses, largest
 
     def gradients(self, shards: bool) -> list[torch.Tensor]:
         """Of the stages, and of the output layer in one piece."""
@@ -157,10 +159,10 @@ def in_one_piece(num_stages: int, num_shards: int, num_microbatches: int) -> Sha
         made: Tensors = ()
         for stage in range(num_stages):
             made = (model.stage(stage, microbatch, *made),)
-        found = torch.nn.functional.cross_entropy(
-            made[0] @ model.output.t(), model.labels(microbatch), reduction="none"
-        )
+        logits = made[0] @ model.output.t()
+        found = torch.nn.functional.cross_entropy(logits, model.labels(microbatch), reduction="none")
         model.losses[microbatch] = found.detach()
+        model.largest[microbatch] = logits.argmax(-1) == model.labels(microbatch)
         (found * model.token_gradients(microbatch)).sum().backward()  # type: ignore[no-untyped-call]
     return model
 

@@ -39,6 +39,8 @@ def test_shards_compute_what_the_layer_in_one_piece_does(p: int, m: int, vocabul
     assert found.losses.keys() == expected.losses.keys() == set(range(m))
     for microbatch, losses in expected.losses.items():
         torch.testing.assert_close(found.losses[microbatch], losses, rtol=1e-12, atol=1e-13)
+        assert torch.equal(found.largest[microbatch], expected.largest[microbatch])
+    assert any(largest.any() for largest in found.largest.values()) or m < 4
     for gradient, other in zip(found.gradients(shards=True), expected.gradients(shards=False), strict=True):
         torch.testing.assert_close(gradient, other, rtol=1e-10, atol=1e-12)
 

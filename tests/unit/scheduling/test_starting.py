@@ -73,9 +73,14 @@ def test_a_folder_is_made_and_left_empty(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--sft", "--dataloader-inter-document-masking"])
-def test_what_our_script_would_read_wrongly_it_does_not_read(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        launch.refuse_packed(SimpleNamespace(**{flag.removeprefix("--").replace("-", "_"): True}))
-    assert ended.value.code == 2
-    assert f"bpipe: error: {flag}: this script reads sequences that fill a row" in capsys.readouterr().err
-    launch.refuse_packed(SimpleNamespace(sft=False))
+def test_a_pipeline_takes_one_packed_row_at_a_time(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With stock Megatron, too: the second of two stages got a micro-batch of two rows as one of another shape."""
+    packed = {flag.removeprefix("--").replace("-", "_"): True, "pipeline_model_parallel_size": 2}
+    for rows in ({"micro_batch_size": 2}, {"micro_batch_size": 1, "eval_micro_batch_size": 2}):
+        with pytest.raises(SystemExit) as ended:
+            launch.refuse_packed_batches(SimpleNamespace(**packed, **rows))
+        assert ended.value.code == 2
+        assert f"bpipe: error: {flag}: Megatron joins the 2 packed rows" in capsys.readouterr().err
+    launch.refuse_packed_batches(SimpleNamespace(**packed, micro_batch_size=1))
+    launch.refuse_packed_batches(SimpleNamespace(sft=True, micro_batch_size=2, pipeline_model_parallel_size=1))
+    launch.refuse_packed_batches(SimpleNamespace(sft=False, micro_batch_size=2, pipeline_model_parallel_size=2))

@@ -58,7 +58,8 @@ def read_of_megatron(path: Path) -> tuple[set[str], set[str]]:
             required.add(node.attr)
     if path.stem not in NOT_HELD:
         required.update(node.attr for node in untyped_configs(tree))
-    return {name for name in required if not name.startswith(OURS)}, optional
+    theirs, possible = ({name for name in names if not name.startswith(OURS)} for names in (required, optional))
+    return theirs, possible
 
 
 def test_what_must_be_there_is_what_the_code_reads() -> None:
