@@ -10,6 +10,7 @@ ARGUMENTS = {
     "--bpipe-bound": "bounds",
     "--bpipe-differing-sizes": "differing=True",
     "--bpipe-hosts": "hosts",
+    "--bpipe-memory": "memory",
     "--bpipe-min-bytes": "minimum_bytes",
     "--bpipe-timeout": "timeout_s",
     "--bpipe-transport": "transport",

@@ -69,8 +69,11 @@ class StepRecord:
         if self._tells:
             begin(self._folder / STEPS)
         self._number = 0
+        # Of the first step, and the most of all others: micro-batches and bytes.
         self._peaks: list[tuple[int, int]] = []
         self._differing = DifferingSums()
+        # What the summary that was written last says, but for what follows from the schedule.
+        self._summarized: object = None
         self.losses: list[torch.Tensor] = []
 
     @contextmanager
@@ -84,7 +87,7 @@ class StepRecord:
         begin_s, since = time.time(), time.perf_counter()
         yield
         elapsed_s = time.perf_counter() - since
-        self._peaks.append((meter.peak_microbatches, meter.peak_bytes))
+        self._add_peak(meter)
         self._differing.add(engine)
         if recorder is not None:
             noted = iteration_of(engine, meter, recorder, self._program, self._number, begin_s)
@@ -92,6 +95,19 @@ class StepRecord:
             self._record.add(noted, None, links, self._weights_bytes)
         if self._tells:
             self._tell(elapsed_s)
+        certificate = Certificate() if verifier is None else replace(verifier.certificate)
+        says = (*self._peaks, replace(self._differing), certificate)
+        # To compute what a schedule predicts and to write it takes longer than what is measured.
+        if recorder is not None or says != self._summarized:
+            self._summarized = says
+            self._summarize(engine, meter, certificate)
+
+    def _add_peak(self, meter: Meter) -> None:
+        now = (meter.peak_microbatches, meter.peak_bytes)
+        first, *others = [*self._peaks, now]
+        self._peaks = [first, *([tuple(map(max, zip(*others, strict=True)))] if others else [])]
+
+    def _summarize(self, engine: Engine, meter: Meter, certificate: Certificate) -> None:
         summary = summary_of(
             engine,
             meter,
@@ -101,7 +117,7 @@ class StepRecord:
             balanced=self._program.balance is not None,
             peaks=self._peaks,
             differing=self._differing,
-            certificate=Certificate() if verifier is None else verifier.certificate,
+            certificate=certificate,
         )
         self._record.summarize(summary)
 

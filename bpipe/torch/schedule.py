@@ -6,9 +6,11 @@ schedules are. Torch's runtime runs it; the engine stands around every computati
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 from bpipe.balance.config import named_balance
-from bpipe.build import build
+from bpipe.build import ScheduleConfig, build
 from bpipe.generate.families import default_family
 from bpipe.ir.action import Action
+from bpipe.plan.fit import Fit, plan_lines
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.streams import allocated_on
@@ -36,9 +39,11 @@ from bpipe.torch.orders import (
     torch_orders,
 )
 from bpipe.torch.pipelines import Connected, connected, pipelines_of
+from bpipe.torch.planned import Memory, RankBudgets
 from bpipe.torch.recomputed import refuse_split_recomputation
 from bpipe.torch.recorded import StepRecord
 from bpipe.torch.upstream import Computation, Runtime, SingleStage, refuse_compiled, require_attributes
+from bpipe.torch.weighed import clear_received, everywhere, hand_over, weigh
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +73,8 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
 
     `step`, `eval`, targets, losses and keywords are those of torch's schedules. `config` and `schedule` say what is run,
     `engine` moves activations, `verifier` checks them where that is asked. `links` are the measured links of all pairs,
-    `buffers` torch's for what it receives, where they are kept lean.
+    `buffers` torch's for what it receives, where they are kept lean. `plan` is that of a memory budget, from the first
+    step on; before that the schedule moves nothing.
     """
 
     def __init__(
@@ -82,6 +88,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         bounds: int | Sequence[int] | None = None,
         partners: Sequence[int] | None = None,
         hosts: str | None = None,
+        memory: Memory | None = None,
         group_size: int | None = None,
         minimum_bytes: int = 65536,
         transport: str = "auto",
@@ -100,7 +107,9 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         `stages` are this rank's, one or a list. `schedule`: a family of `bpipe schedule --list`, one of torch's names or
         classes, a file of `bpipe schedule --format csv`, or a Schedule. `balance`: "bpipe" or "none". `bounds`: most
         micro-batches of a chunk that each rank may hold, one number for all or one a rank; by default the smallest that
-        all keep. `hosts`: who keeps what leaves: "pair", "pool", "host" (the node's own memory) or "all".
+        all keep. `hosts`: who keeps what leaves: "pair", "pool", "host" (the node's own memory) or "all". `memory`, in
+        the place of bounds: bytes, or GiB as text, that each rank's micro-batches and host buffers may take; stages are
+        weighed before the first step, by forwards of their own, and no more leaves than must.
         `minimum_bytes`: smaller storages stay. `transport`: as `--bpipe-transport`. `differing`: micro-batches of a
         stage may differ in size. `poison` fills freed memory with NaN, for tests. `lean_buffers`: what torch receives
         takes memory only while it is needed. `verify`: in so many first steps check that what leaves comes back as it
@@ -114,6 +123,11 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         bounds = (bounds,) if isinstance(bounds, int) else bounds
         how = named_balance(balance, bounds, partners, hosts=hosts)
         self.config = config_of(schedule, stages, n_microbatches, how, group_size)
+        self.plan: Fit | None = None
+        self._budget: RankBudgets | None = None
+        if memory is not None:
+            self.config = replace(self.config, balance=None)
+            self._budget = RankBudgets.of(memory, build(self.config), how, differing)
         self.schedule = build(self.config)
         refuse_unrunnable(self.schedule)
         refuse_other_places(self.schedule, stages)
@@ -122,36 +136,49 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         if self._unseen_split:
             refuse_compiled(stages, self.schedule.name)
         super().__init__(stages, n_microbatches, loss_fn=loss_fn, **torch_options)
-        self.pipeline_order = torch_orders(self.schedule)
-        self._prepare_schedule_with_comms(self.pipeline_order)
-        require_attributes(self, stages)
-        self.meter = meter = Meter(keeps_inputs=False) if meter is None and report is not None else meter
+        self.meter = Meter(keeps_inputs=False) if meter is None and report is not None else meter
         own = {stage.stage_index for stage in stages}
         self.buffers = ReceiveBuffers(stages, own.__contains__) if lean_buffers else None
         self._calls: StepCalls | None = None
         device = _device_of(stages)
-        connections = self._connected(stages, transport, timeout_s, device)
-        self.links = connections.links
-        refuse_standstill(self.schedule, self.pipeline_order_with_comms, device, self.links, differing)
         self.verifier = Verifier(f"rank {dist.get_rank()}", device, verify) if verify else None
-        config = EngineConfig(
+        self._transport, self._report_to = transport, (report, report_steps)
+        self._engine_config = EngineConfig(
             name=f"rank {dist.get_rank()}",
             device=device,
             minimum_bytes=minimum_bytes,
             timeout_s=timeout_s,
             poison=poison,
             differing=differing,
-            parts={} if how is None else how.part_bytes,
             allocated=allocated_on(device),
             waiting=self._between_halves,
             verifier=self.verifier,
         )
-        self.engine = Engine(self.schedule, self.rank, connections.transports(differing) or None, config, meter)
-        self._report = None if report is None else self._recording(stages, report, report_steps, connections, device)
+        self._report: StepRecord | None = None
+        self._adopt(self.config, final=self._budget is None)
 
-    def _connected(self, stages: Sequence[Any], transport: str, timeout_s: float, device: torch.device) -> Connected:
+    def _adopt(self, config: ScheduleConfig, final: bool) -> None:
+        """Run this schedule from now on, and connect its pairs; record it where it is `final`."""
+        self.config, self.schedule = config, build(config)
+        self.pipeline_order = torch_orders(self.schedule)
+        self._prepare_schedule_with_comms(self.pipeline_order)
+        require_attributes(self, self._stages)
+        settings = self._engine_config
+        connections = self._connected(settings)
+        self.links = connections.links
+        order = self.pipeline_order_with_comms
+        refuse_standstill(self.schedule, order, settings.device, self.links, settings.differing)
+        settings = replace(settings, parts={} if config.balance is None else config.balance.part_bytes)
+        transports = connections.transports(settings.differing) or None
+        self.engine = Engine(self.schedule, self.rank, transports, settings, self.meter)
+        folder, steps = self._report_to
+        if final and folder is not None:
+            self._report = self._recording(folder, steps, connections, settings.device)
+
+    def _connected(self, settings: EngineConfig) -> Connected:
+        stages, device = self._stages, settings.device
         try:
-            connections = connected(stages[0].group, self.schedule, transport, timeout_s, device)
+            connections = connected(stages[0].group, self.schedule, self._transport, settings.timeout_s, device)
         except (ValueError, RuntimeError) as error:
             name_arguments(error)
             raise
@@ -162,13 +189,9 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         return connections
 
     def _recording(
-        self,
-        stages: Sequence[Any],
-        folder: str | Path,
-        steps: tuple[int, int],
-        connections: Connected,
-        device: torch.device,
+        self, folder: str | Path, steps: tuple[int, int], connections: Connected, device: torch.device
     ) -> StepRecord:
+        stages = self._stages
         pipelines = connections.pipelines or pipelines_of(stages[0].group, self.schedule)[0]
         return StepRecord(folder, steps, self.config, pipelines, stages, device)
 
@@ -205,10 +228,39 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
     def _step_microbatches(self, *args: Any, **kwargs: Any) -> Any:
         if not (self._has_backward and torch.is_grad_enabled()):
             return super()._step_microbatches(*args, **kwargs)
+        if self._budget is not None and self.plan is None:
+            self._plan(self._budget, *args, **kwargs)
         with self._recorded(), self._called():
             made = super()._step_microbatches(*args, **kwargs)
             self.engine.end()
         return made
+
+    def _plan(self, budget: RankBudgets, *args: Any, **kwargs: Any) -> None:
+        """Weigh the stages, with the first micro-batch of a step that is about to run, and balance within the budget.
+
+        Collective over the world. Raises ValueError where no plan keeps it.
+        """
+        given = inspect.signature(Runtime._step_microbatches).bind(self, *args, **kwargs).arguments
+        targets, loss_kwargs = given.get("target_mbs"), given.get("loss_kwargs")
+        first = (given.get("arg_mbs") or [()])[0], (given.get("kwarg_mbs") or [{}])[0]
+        more = {"target": targets[0] if targets else None, "loss_kwargs": loss_kwargs}
+        known = inspect.signature(Runtime._initialize_stages).parameters
+        super()._initialize_stages(*first, **{name: more[name] for name in more if name in known})
+
+        def forward(stage: Any, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            clear_received(stage, microbatch, self._stages)
+            output = stage.forward_one_chunk(microbatch, *first)
+            self._maybe_compute_loss(stage, output, targets, microbatch, *([loss_kwargs] if loss_kwargs else []))
+            hand_over(output, stage.stage_index, microbatch, self._stages)
+            return self._ran(stage, microbatch)
+
+        settings = self._engine_config
+        mine = weigh(self._stages, self._n_microbatches, forward, settings.device, settings.minimum_bytes)
+        self._internal_losses.clear()
+        self.plan = budget.plan(self.schedule, everywhere(mine))
+        for line in plan_lines(self.plan, "as weighed,"):
+            logger.info("bpipe: %s", line)
+        self._adopt(replace(self.config, balance=self.plan.how), final=True)
 
     def _recorded(self) -> AbstractContextManager[None]:
         if self._report is None or self.meter is None:
@@ -255,16 +307,20 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
             return
         if self._report is not None and stage.is_last:
             self._report.losses.append(self._internal_losses[-1].detach())
+        made, received = self._ran(stage, mb_index)
+        if stage.stage_index in self._unseen_split:
+            self._unseen_split.remove(stage.stage_index)
+            refuse_split_recomputation(stage, made, self.schedule.name)
+        self._calls.forward_ran(made, received)
+
+    def _ran(self, stage: Any, mb_index: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the roots of the graph of the last forward, and what its stage received for it."""
         outputs, taken = stage.fwd_cache[mb_index]
         roots = (self._internal_losses[-1],) if stage.is_last else outputs
         # What the caller gives, to the first stage and as keywords, is the caller's.
         num_received = 0 if stage.is_first else len(stage.args_recv_info[mb_index])
         received = [each for each in taken[:num_received] if isinstance(each, torch.Tensor) and each.requires_grad]
-        made = [each for each in roots if isinstance(each, torch.Tensor)]
-        if stage.stage_index in self._unseen_split:
-            self._unseen_split.remove(stage.stage_index)
-            refuse_split_recomputation(stage, made, self.schedule.name)
-        self._calls.forward_ran(made, received)
+        return [each for each in roots if isinstance(each, torch.Tensor)], received
 
     def _between_halves(self, backward: Action) -> list[torch.UntypedStorage]:
         """What torch keeps from dgrad to wgrad besides the graph: gradients at the edges of the parameters' graphs."""

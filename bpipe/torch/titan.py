@@ -41,6 +41,9 @@ class Balance:
     hosts: str = "pair"
     """Who keeps what leaves a rank: pair, pool, host (the node's own memory) or all."""
 
+    memory: str = ""
+    """In the place of bounds: GiB that each rank's micro-batches and host buffers may take, one number or one a rank."""
+
     group_size: int = 0
     """Micro-batches in a group of grouped-interleaved; 0: as the schedule has it."""
 
@@ -82,6 +85,7 @@ def pipelining_with(
         options |= {
             "schedule": balance.schedule or schedule,
             "bounds": balance.bounds or None,
+            "memory": balance.memory or None,
             "group_size": balance.group_size or None,
             "report": balance.report or None,
             "hosts": balance.hosts if balances else None,

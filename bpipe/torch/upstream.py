@@ -103,8 +103,9 @@ OF_SCHEDULE = (
     "stage_index_to_group_rank",
 )
 OF_STAGE = (
-    *("args_recv_info", "backward_state", "device", "dw_builder", "fwd_cache", "grad_recv_info", "group", "group_rank"),
-    *("group_size", "is_first", "is_last", "num_stages", "stage_index", "submod"),
+    *("args_recv_info", "backward_state", "clear_runtime_states", "device", "dw_builder", "fwd_cache"),
+    *("grad_recv_info", "group", "group_rank", "group_size", "is_first", "is_last", "num_stages"),
+    *("set_local_fwd_input", "stage_index", "submod"),
 )
 
 

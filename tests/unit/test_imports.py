@@ -94,11 +94,16 @@ MAY: dict[str, set[str]] = {
         *("ir", "build", "models.cluster", "record.format", "record.write", "report.memory", "runtime", "transport"),
     },
     "torch": {
-        *("names", "ir", "generate.families", "lower.align", "lower.lower", "formats.read", "formats.text"),
+        *("names", "ir", "flags.budgets", "generate.families", "lower.align", "lower.lower", "formats.read"),
         *(
+            "formats.text",
             "balance.config",
+            "balance.pairs",
             "check.deadlock",
             "build",
+            "models.memory",
+            "plan.budget",
+            "plan.fit",
             "record.format",
             "record.write",
             "recording",
@@ -238,8 +243,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "engine",
     ),
     "torch": (
-        "option_names pipelines recomputed recorded upstream",
-        "buffers calls judged orders",
+        "option_names pipelines recomputed recorded upstream weighed",
+        "buffers calls judged orders planned",
         "schedule",
         "titan",
     ),

@@ -1,0 +1,144 @@
+"""Ranks that train within a memory budget under `BalancedSchedule`, beside torch's own class of the same stages.
+
+In: a number of ranks and a folder. Out: `<folder>/rank<r>.json`, as of `tests.gloo.pipelined`: by case, whether every
+bit is the same, the budget, what was planned and what was measured, in bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import schedules
+from torch.multiprocessing import start_processes
+
+from bpipe.ir.memory import num_transfers
+from bpipe.runtime.meter import Meter
+from bpipe.torch import BalancedSchedule
+from tests.gloo.pipelined import MICROBATCHES, OPTIONS, PLACES, run_cases
+from tests.gloo.pipelined_stages import WIDTH, Part, loss_of, same, stages_of, steps_of
+
+
+class Noisy(nn.Module):
+    """A block that draws random numbers and counts: a forward of nobody's may leave no trace of either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.dropout = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = self.norm(self.linear(x).transpose(1, 2)).transpose(1, 2)
+        return x + self.dropout(nn.functional.gelu(normed))
+
+
+def sharded(module: nn.Module) -> nn.Module:
+    # Its own mesh of one process: what is gathered and freed is the same.
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("pipeline", "data"))
+    for block in module.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh["data"])
+    fully_shard(module, mesh=mesh["data"])
+    return module
+
+
+@dataclass(frozen=True)
+class Budgeted:
+    """`least`: where between what the lightest rank and the heaviest hold alone the budget lies, for all ranks."""
+
+    places: str = "chain"
+    options: dict[str, Any] = field(default_factory=dict)
+    make: Callable[[int, int], nn.Module] = Part
+    wrap: Callable[[nn.Module], nn.Module] = lambda module: module
+    least: float = 0.7
+
+
+CASES = {
+    "1f1b": Budgeted(),
+    "1f1b over peer, verified": Budgeted(options={"transport": "peer", "verify": float("inf")}),
+    "1f1b, parts of a micro-batch": Budgeted(make=lambda stage, p: Part(stage, p, layers=3), least=0.85),
+    "1f1b, enough for all": Budgeted(least=1.0),
+    "interleaved": Budgeted("loop"),
+    "interleaved, own memory": Budgeted("loop", {"hosts": "host"}, least=0.0),
+    "random numbers and buffers": Budgeted(make=lambda stage, p: Part(stage, p, Noisy, 2)),
+    "FSDP2": Budgeted(make=lambda stage, p: Part(stage, p, layers=2), wrap=sharded),
+}
+REFERENCE = {"chain": schedules.Schedule1F1B, "loop": schedules.ScheduleInterleaved1F1B}
+NAMES = {"chain": "1f1b", "loop": "interleaved-1f1b"}
+
+
+def of_case(case: Budgeted, rank: int, world: int) -> dict[str, Any]:
+    indices, num_stages = PLACES[case.places](rank, world)
+
+    def stages() -> Any:
+        return stages_of(indices, num_stages, case.make, case.wrap)
+
+    def balanced(of: Any, meter: Meter, **options: Any) -> BalancedSchedule:
+        options = {**OPTIONS, "schedule": NAMES[case.places], "meter": meter, **options}
+        return BalancedSchedule(of, MICROBATCHES, loss_of, **options)
+
+    theirs = stages()
+    reference = REFERENCE[case.places](theirs if len(theirs) > 1 else theirs[0], MICROBATCHES, loss_of)
+    torch.manual_seed(rank)
+    wanted = steps_of(reference, theirs, MICROBATCHES, 3)
+
+    alone, meter = stages(), Meter()
+    steps_of(balanced(alone, meter, balance="none"), alone, MICROBATCHES)
+    peaks: list[Any] = [None] * world
+    dist.all_gather_object(peaks, meter.peak_bytes)
+    budget = int(min(peaks) + case.least * (max(peaks) - min(peaks)))
+
+    ours, meter = stages(), Meter()
+    schedule = balanced(ours, meter, memory=budget, **case.options)
+    torch.manual_seed(rank)
+    bits = steps_of(schedule, ours, MICROBATCHES, 3)
+    assert schedule.plan is not None
+    found = {
+        "same": same(wanted, bits),
+        "buffers": [
+            torch.equal(one, other)
+            for first, second in zip(theirs, ours, strict=True)
+            for one, other in zip(first.submod.buffers(), second.submod.buffers(), strict=True)
+        ],
+        "budget": budget,
+        "alone": peaks[rank],
+        "predicted": schedule.plan.need_bytes[rank],
+        "measured": meter.peak_bytes,
+        "evictions": num_transfers(schedule.schedule, rank).evictions,
+        "moved": sum(schedule.engine.moved_bytes.values()),
+        "parts": sorted(schedule.plan.how.parts),
+    }
+    schedule.engine.release()
+    return found
+
+
+def too_small(rank: int, world: int) -> dict[str, Any]:
+    """What a budget says that nothing keeps."""
+    indices, num_stages = PLACES["chain"](rank, world)
+    stages = stages_of(indices, num_stages)
+    options: dict[str, Any] = {**OPTIONS, "memory": 20_000}
+    schedule = BalancedSchedule(stages, MICROBATCHES, loss_of, **options)
+    try:
+        steps_of(schedule, stages, MICROBATCHES)
+    except ValueError as error:
+        return {"said": str(error)}
+    return {"said": ""}
+
+
+def one_rank(rank: int, world: int, folder: str, names: list[str]) -> None:
+    cases: dict[str, Any] = {
+        name: lambda rank, world, case=case: of_case(case, rank, world) for name, case in CASES.items()
+    }
+    cases |= {"too small": too_small}
+    run_cases(rank, world, folder, {name: run for name, run in cases.items() if not names or name in names})
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    number, place, *chosen = sys.argv[1:]
+    start_processes(one_rank, args=(int(number), place, chosen), nprocs=int(number), start_method="fork")
