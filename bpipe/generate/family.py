@@ -108,7 +108,8 @@ class Family:
     however many follow; None where every rank holds all, and has nothing to share. `ahead`: so many micro-batches of a
     chunk the first rank holds at least when it holds most, with equal costs, by numbers of ranks, micro-batches and
     chunks and the group. None where nobody has said. `warm_up`, by the same: what all ranks hold at their first
-    backward. `within`: orders for the room that is asked, fastest first, `sharded_within` with the vocabulary's layers
+    backward; `sliced_warm_up`, by the number of slices, too, and the group that is asked or None: what they hold of
+    slices. `within`: orders for the room that is asked, fastest first, `sharded_within` with the vocabulary's layers
     split; whether pairs then keep the bound, balancing says. None where nobody has said how. `sharded`: the orders
     where the vocabulary's layers are split over all ranks; None where nobody has said how. `interlaces`: also with
     nothing beside the shards. `early`: the family that is this one with early forwarding, which lets more micro-batches
@@ -131,6 +132,7 @@ class Family:
     fill: int | None = None
     ahead: Callable[[int, int, int, int], int] | None = None
     warm_up: Callable[[int, int, int, int], WarmUp] | None = None
+    sliced_warm_up: Callable[[int, int, int, int | None, int], WarmUp] | None = None
     sharded: ShardedOrders | None = None
     interlaces: bool = False
     within: OrdersWithin | None = None

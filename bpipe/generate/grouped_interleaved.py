@@ -111,6 +111,14 @@ def _warm_up(num_ranks: int, num_microbatches: int, num_chunks: int, group: int)
     )
 
 
+def _sliced_warm_up(num_ranks: int, num_microbatches: int, num_chunks: int, group: int | None, slices: int) -> WarmUp:
+    """What each rank holds where groups are whole; of others nothing is said, as ranks then take what can start."""
+    size = min(group or _least_group(num_ranks, slices), num_microbatches)
+    together, is_whole = size * slices, num_microbatches % size == 0
+    lengths = [(num_chunks - 1) * together + slices - 1 + num_ranks - rank for rank in range(num_ranks)]
+    return warm_up(lengths if is_whole else [0] * num_ranks, num_microbatches * slices, num_chunks, together)
+
+
 FAMILY = Family(
     "grouped-interleaved",
     layout,
@@ -124,6 +132,7 @@ FAMILY = Family(
     fill=3,
     ahead=_ahead,
     warm_up=_warm_up,
+    sliced_warm_up=_sliced_warm_up,
     within=orders_within,
     sharded=further_forwards(orders, BESIDE_HALVES),
     sharded_within=further_within(orders_within, BESIDE_HALVES),

@@ -92,8 +92,13 @@ def _order(
 
 def _warm_up(num_ranks: int, num_microbatches: int, num_chunks: int, group: int) -> WarmUp:
     """With the forward that stands before the first backward."""
-    lengths = [(num_chunks - 1) * group + 2 * (num_ranks - rank) - 1 for rank in range(num_ranks)]
-    return warm_up(lengths, num_microbatches, num_chunks, group)
+    return _sliced_warm_up(num_ranks, num_microbatches, num_chunks, group, 1)
+
+
+def _sliced_warm_up(num_ranks: int, num_microbatches: int, num_chunks: int, group: int | None, slices: int) -> WarmUp:
+    together = (group or -(-num_ranks // slices)) * slices
+    lengths = [(num_chunks - 1) * together + 2 * (num_ranks - rank) - 1 + slices - 1 for rank in range(num_ranks)]
+    return warm_up(lengths, num_microbatches * slices, num_chunks, together)
 
 
 FAMILY = Family(
@@ -109,5 +114,6 @@ FAMILY = Family(
     fill=3,
     ahead=lambda p, m, v, g: min(2 * p - 1 + (v - 1) * g, v * (m - m % g)),
     warm_up=_warm_up,
+    sliced_warm_up=_sliced_warm_up,
     sharded=further_forwards(orders, BESIDE_WHOLE),
 )

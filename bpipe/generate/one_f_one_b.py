@@ -12,6 +12,7 @@ from bpipe.generate.family import Family, FamilyOptions, one_stage_a_rank
 from bpipe.generate.place import alternate, backwards, forwards
 from bpipe.generate.sharded_1f1b import sharded
 from bpipe.generate.slices import in_slices
+from bpipe.generate.turns import WarmUp, warm_up
 from bpipe.ir.action import Action
 from bpipe.ir.program import Exchange
 
@@ -33,6 +34,11 @@ def _order(rank: int, warm_up_forwards: int, num_microbatches: int) -> list[Acti
     return warm_up + steady + cool_down
 
 
+def sliced_warm_up(num_ranks: int, num_microbatches: int, _: int, __: int | None, slices: int) -> WarmUp:
+    """Return what each rank holds at its first backward, with the forward that stands before it."""
+    return warm_up([num_ranks - rank + slices - 1 for rank in range(num_ranks)], num_microbatches * slices, 1, 1)
+
+
 FAMILY = Family(
     "1f1b",
     one_stage_a_rank,
@@ -40,6 +46,7 @@ FAMILY = Family(
     Exchange.MEGATRON_1F1B,
     fill=2,
     ahead=lambda p, m, v, g: min(p, m),
+    sliced_warm_up=sliced_warm_up,
     sharded=sharded(orders),
     interlaces=True,
     takes_slices=True,

@@ -15,6 +15,7 @@ from __future__ import annotations
 from bpipe.generate.ahead import BESIDE_HALVES, further_forwards
 from bpipe.generate.family import Family, FamilyOptions, one_stage_a_rank
 from bpipe.generate.halves import defer_wgrads
+from bpipe.generate.one_f_one_b import sliced_warm_up
 from bpipe.ir.action import Action
 from bpipe.ir.program import Exchange
 
@@ -34,5 +35,6 @@ FAMILY = Family(
     splits=True,
     fill=2,
     ahead=lambda p, m, v, g: min(p, m),
+    sliced_warm_up=sliced_warm_up,
     sharded=further_forwards(orders, BESIDE_HALVES),
 )

@@ -47,17 +47,27 @@ def activations(setup: Setup) -> tuple[tuple[int, int], ...]:
 def _of_slices(setup: Setup) -> tuple[tuple[int, int], ...]:
     """The same of slices, whose sizes may differ, and of what is kept beside them.
 
-    Bubbles change nothing that is held, so without transfers the orders tell.
+    Bubbles change nothing that is held, so without transfers the orders tell. Of slices of one size counts tell, which
+    are the same whatever a micro-batch and its layers are.
     """
-    if setup.balance == "none":
-        memory, config = memory_of_setup(setup), setup.program(_num_filling(setup))
-        return tuple((peak_of_order(order, memory), 0) for order in orders_of(config))
-    budget = setup.how.activation_budget
-    if budget is not None:
+    budget, balanced = setup.how.activation_budget, setup.balance != "none"
+    if balanced and budget is not None:
         return _allocated(setup, setup.num_microbatches, budget.memory)
-    return _allocated(
-        setup, setup.num_microbatches if keeps_own(setup) else _num_filling(setup), memory_of_setup(setup)
-    )
+    memory = memory_of_setup(setup)
+    count = setup.num_microbatches if keeps_own(setup) else _num_filling(setup)
+    each = [set(memory.sizes(stage)) for stage in range(setup.num_stages)]
+    if max(map(len, each)) == 1 and not memory.reserved:
+        sizes = [size for (size,) in each]
+        rows = [
+            [size.saved_bytes for size in sizes],
+            [size.after_input_bytes for size in sizes],
+            [one.keys_bytes for one in memory.kept],
+            [one.gradients_bytes for one in memory.kept],
+        ]
+        return tuple(one.num_bytes(*rows) for one in held_within(setup.program(count)))
+    if balanced:
+        return _allocated(setup, count, memory)
+    return tuple((peak_of_order(order, memory), 0) for order in orders_of(setup.program(count)))
 
 
 def _allocated(setup: Setup, num_microbatches: int, memory: Memory) -> tuple[tuple[int, int], ...]:

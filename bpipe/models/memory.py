@@ -165,7 +165,7 @@ def least_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> int:
     held *= min(saved[stage] for stage in setup.stages_of(0))
     if setup.balance == "none":
         return max(least, with_state(setup, states[0], held + working[0]))
-    return max(least, with_state(setup, min(states), _part(setup, held) + min(working)))
+    return max(least, with_state(setup, min(states), part_of_held(setup, held) + min(working)))
 
 
 def least_shared_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> int:
@@ -178,10 +178,10 @@ def least_shared_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> i
         return least_bytes(setup, states)
     working = working_bytes(setup)
     held = max(own for own, _ in activations(replace(setup, balance="none", how=EVENLY)))
-    return max(least_bytes(setup, states), with_state(setup, min(states), _part(setup, held) + min(working)))
+    return max(least_bytes(setup, states), with_state(setup, min(states), part_of_held(setup, held) + min(working)))
 
 
-def _part(setup: Setup, held: int) -> int:
+def part_of_held(setup: Setup, held: int) -> int:
     """Whoever has the rest of it, one of those who share it holds as large a part; a node's memory may have all of
     it."""
     return {PAIR: held // 2, POOL: held // setup.pipeline}.get(setup.how.hosts, 0)

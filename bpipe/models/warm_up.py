@@ -10,61 +10,100 @@ they hold.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import mul
+from operator import gt
+from typing import NamedTuple
 
 from bpipe.generate.families import FAMILIES
 from bpipe.generate.turns import WarmUp
 from bpipe.ir.hosts import PAIR
 from bpipe.models.layout import Setup
-from bpipe.models.memory import rank_states, with_state
+from bpipe.models.memory import part_of_held, rank_states, with_state
 from bpipe.models.saved import stage_bytes
+from bpipe.models.slices import kept_memory, slice_setups
 from bpipe.models.working import working_bytes
 
 
 def least_warm_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> int:
-    """Return the least bytes held in warm-up, or 0 where the family does not say, which is of whole micro-batches.
+    """Return the least bytes held in warm-up, or 0 where the family does not say.
 
     `states`: what ranks hold besides, if known.
     """
-    family = FAMILIES[setup.schedule]
-    if family.warm_up is None or setup.slices > 1:
+    told = _told(setup)
+    if told is None:
         return 0
-    warm_up = family.warm_up(setup.pipeline, setup.num_microbatches, setup.chunks, setup.group_size)
+    each, states = _sizes(setup), states or rank_states(setup)
     if setup.balance == "none":
-        return _of_one(setup, warm_up, states or rank_states(setup))
-    return _of_pairs(setup, warm_up, states or rank_states(setup)) if _shares_surely(setup, warm_up) else 0
+        return _of_one(setup, told, each, states)
+    if _shares_surely(setup, told):
+        return _of_pairs(setup, told, each, states)
+    # Of whole ones the first rank's part is asked for elsewhere (`least_shared_bytes`), from its order.
+    return _of_parts(setup, told, each, states) if setup.slices > 1 else 0
+
+
+def _told(setup: Setup) -> WarmUp | None:
+    family, sizes = FAMILIES[setup.schedule], (setup.pipeline, setup.num_microbatches, setup.chunks)
+    if setup.slices == 1:
+        return None if family.warm_up is None else family.warm_up(*sizes, setup.group_size)
+    return None if family.sliced_warm_up is None else family.sliced_warm_up(*sizes, setup.group, setup.slices)
+
+
+class _Size(NamedTuple):
+    """Bytes of a stage: what a forward of one of `slices` of a micro-batch saves at least, and what is kept of a
+    micro-batch of which any slice is held."""
+
+    saved: int
+    kept: int
+    slices: int
+
+    def held(self, count: int) -> int:
+        return count * self.saved + -(-count // self.slices) * self.kept
+
+
+def _sizes(setup: Setup) -> list[list[_Size]]:
+    """By rank, of each of its chunks."""
+    saved = [min(of_stage) for of_stage in zip(*map(stage_bytes, slice_setups(setup)), strict=True)]
+    kept = [one.keys_bytes for one in kept_memory(setup)] or [0] * setup.num_stages
+    every = [_Size(*both, setup.slices) for both in zip(saved, kept, strict=True)]
+    return [every[rank :: setup.pipeline] for rank in range(setup.pipeline)]
+
+
+def _held(sizes: Sequence[_Size], counts: Sequence[int]) -> int:
+    return sum(size.held(count) for size, count in zip(sizes, counts, strict=True))
 
 
 def _shares_surely(setup: Setup, warm_up: WarmUp) -> bool:
     """Return whether the first rank's partner is the last, and so on, and the first pair has something to share:
-    what ranks hold falls, by enough, and groups are whole, so that nobody takes other turns."""
-    falls = all(one > other for one, other in zip(warm_up.lengths, warm_up.lengths[1:], strict=False))
-    return setup.how.hosts == PAIR and setup.pipeline > 3 and falls and setup.num_microbatches % warm_up.group_size == 0
+    what ranks hold falls, by enough, and groups are whole, so that nobody takes other turns. Of one chunk with split
+    backwards ranks may hold alike, as what waits for its W is not in the warm-up."""
+    family, falls = FAMILIES[setup.schedule], all(map(gt, warm_up.lengths, warm_up.lengths[1:]))
+    width = setup.num_microbatches * setup.slices
+    told = falls and width % warm_up.group_size == 0 and not (family.splits and family.max_chunks == 1)
+    return setup.how.hosts == PAIR and setup.pipeline > 3 and told
 
 
-def _of_one(setup: Setup, warm_up: WarmUp, states: Sequence[int]) -> int:
-    working, sizes = working_bytes(setup), _sizes(setup)
-    held = (sum(map(mul, warm_up.at_first_backward(rank), sizes[rank])) for rank in range(setup.pipeline))
+def _of_one(setup: Setup, warm_up: WarmUp, sizes: Sequence[Sequence[_Size]], states: Sequence[int]) -> int:
+    working = working_bytes(setup)
+    held = (_held(sizes[rank], warm_up.at_first_backward(rank)) for rank in range(setup.pipeline))
     return max(with_state(setup, states[rank], own + working[rank]) for rank, own in enumerate(held))
 
 
-def _of_pairs(setup: Setup, warm_up: WarmUp, states: Sequence[int]) -> int:
+def _of_parts(setup: Setup, warm_up: WarmUp, sizes: Sequence[Sequence[_Size]], states: Sequence[int]) -> int:
+    """Whoever hosts, it or the rank itself has a part of what a rank holds."""
+    least = min(states), min(working_bytes(setup))
+    held = max(_held(sizes[rank], warm_up.at_first_backward(rank)) for rank in range(setup.pipeline))
+    return with_state(setup, least[0], part_of_held(setup, held) + least[1])
+
+
+def _of_pairs(setup: Setup, warm_up: WarmUp, sizes: Sequence[Sequence[_Size]], states: Sequence[int]) -> int:
     """Of the first two pairs: who has the first stage and who the last may hold less than others.
 
     One of two has half of what both hold.
     """
-    working, sizes = working_bytes(setup), _sizes(setup)
-    found = 0
+    working, found = working_bytes(setup), 0
     for rank in (0, 1):
         partner = setup.pipeline - 1 - rank
-        own = sum(map(mul, warm_up.at_first_backward(rank), sizes[rank]))
-        others = min(sum(map(mul, counts, sizes[partner])) for counts in warm_up.meanwhile(rank, partner))
+        own = _held(sizes[rank], warm_up.at_first_backward(rank))
+        others = min(_held(sizes[partner], counts) for counts in warm_up.meanwhile(rank, partner))
         half = (own + others) // 2 + min(working[rank], working[partner])
         found = max(found, with_state(setup, min(states[rank], states[partner]), half))
     return found
-
-
-def _sizes(setup: Setup) -> Sequence[Sequence[int]]:
-    """By rank, what a forward saves of each of its chunks."""
-    saved = stage_bytes(setup)
-    return [saved[rank :: setup.pipeline] for rank in range(setup.pipeline)]

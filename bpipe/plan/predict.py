@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from bpipe.balance.budget import BudgetTooSmall
@@ -30,6 +31,7 @@ from bpipe.simulate.report import Simulation
 
 # From so many times as many activations on, waiting weights' halves are said to cost memory.
 CLEARLY_MORE = 1.05
+_ROUNDED = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,16 +136,31 @@ def steady_timing(setup: Setup, costs: Costs) -> Timing:
     micro-batch makes both its halves longer by the slowest stage's pass, too. Exact without transfers; with them the
     phase repeats only nearly, and the result is within some tenths of a percent.
     """
+    timing = timing_within(setup, costs, inf)
+    assert timing is not None, "nothing takes longer than for ever"
+    return timing
+
+
+def timing_within(setup: Setup, costs: Costs, most_s: float) -> Timing | None:
+    """Return the same, or None where the first of two simulations tells that it is longer than `most_s`.
+
+    In the steady phase no micro-batch adds less than the busiest rank computes for it.
+    """
     p, m = setup.pipeline, setup.num_microbatches
     short, step = _steady(setup)
     if m <= short + step:
         return whole_timing(simulate(unchecked(setup.program()), costs))
+    times = (m - short) // step
     try:
-        less, more = (simulate(unchecked(setup.program(count)), costs) for count in (short, short + step))
+        less = simulate(unchecked(setup.program(short)), costs)
+        busiest = max(float(less.busy_s(rank)) for rank in range(p)) / short
+        # What is level with `most_s` may be rounded to either side of it.
+        if (float(less.makespan_s) + times * step * busiest) * (1 - _ROUNDED) > most_s:
+            return None
+        more = simulate(unchecked(setup.program(short + step)), costs)
     except BudgetTooSmall:
         # Rooms that are planned for all micro-batches need not do for the order of fewer.
         return whole_timing(simulate(unchecked(setup.program()), costs))
-    times = (m - short) // step
 
     def grown(first: Any, second: Any) -> float:
         return float(first) + times * float(second - first)

@@ -15,6 +15,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import inf
 from typing import NamedTuple
 
 from bpipe.ir.layout import Vocabulary
@@ -22,7 +23,7 @@ from bpipe.models.layout import Setup
 from bpipe.models.memory import peak_bytes
 from bpipe.plan.bounds import Bounds
 from bpipe.plan.judge import Candidate, Closest, FamilyResult, Judge
-from bpipe.plan.predict import costs_of, predict, steady_timing
+from bpipe.plan.predict import costs_of, predict, timing_within
 from bpipe.plan.refused import Launchable
 from bpipe.plan.shards import with_shards
 from bpipe.plan.slices import Slicer
@@ -198,7 +199,9 @@ class _Fastest:
 
     def _keep(self, setup: Setup, number: int, mine: tuple[str, ...], family: FamilyResult) -> None:
         """Among those it is one of, and as its family's fastest."""
-        timing = steady_timing(setup, costs_of(setup, self._space.profile))
+        timing = timing_within(setup, costs_of(setup, self._space.profile), self._most_s(mine, family))
+        if timing is None:
+            return
         place = -timing.iteration_s, -number
         kept = [
             self._kept[kind]
@@ -218,6 +221,13 @@ class _Fastest:
         for kind, size in self._sizes.items():
             if len(self._kept[kind]) > size:
                 heapq.heappop(self._kept[kind])
+
+    def _most_s(self, mine: tuple[str, ...], family: FamilyResult) -> float:
+        """Return the seconds beyond which it is none of those kept, nor its family's fastest."""
+        if family.fastest is None or any(len(self._kept[kind]) < self._sizes[kind] for kind in mine):
+            return inf
+        slowest = (-self._kept[kind][0][0] for kind in mine if self._sizes[kind])
+        return max(family.fastest.prediction.timing.iteration_s, *slowest)
 
     def _too_late(self, kinds: tuple[str, ...], bound: float) -> bool:
         """Return whether nothing with this bound can be among those kept."""

@@ -256,6 +256,24 @@ def test_what_is_made_once_is_what_would_be_made_anew_and_grows_with_who_asks() 
     assert by_microbatch(10_001, Kind.FORWARD, 7)[6] is by_microbatch(10_001, Kind.FORWARD, 2)[6]
 
 
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.sliced_warm_up is not None])
+def test_ranks_hold_as_many_slices_at_their_first_backward_as_is_said(name: str) -> None:
+    family = FAMILIES[name]
+    assert family.sliced_warm_up is not None
+    for p, m, slices in ((2, 3, 2), (4, 4, 4), (5, 10, 2), (6, 3, 8), (8, 16, 2), (3, 7, 4)):
+        for v in (1,) if family.max_chunks == 1 else (2, 3):
+            for group in (None, p) if family.takes_groups and p <= m else (None,):
+                orders = family.orders(p, m, v, FamilyOptions(group, slices=slices))
+                said = family.sliced_warm_up(p, m, v, group, slices)
+                for rank, order in enumerate(orders):
+                    actions = [one for one in order if isinstance(one, Action)]
+                    first = next(place for place, action in enumerate(actions) if action.kind is not Kind.FORWARD)
+                    begun = Counter(action.stage // p for action in actions[: said.lengths[rank]])
+                    assert first >= said.lengths[rank], (p, v, m, group, rank)
+                    assert [begun[chunk] for chunk in range(v)] == said.at_first_backward(rank)
+                assert any(said.lengths) or m % (group or 1)
+
+
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.warm_up is not None])
 def test_ranks_warm_up_as_is_said_and_pairs_hold_no_less_together(name: str) -> None:
     """Searches count with it before any schedule is made.

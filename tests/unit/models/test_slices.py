@@ -7,18 +7,22 @@ from itertools import pairwise
 
 import pytest
 
-from bpipe.build import orders_of
+from bpipe.balance.pairs import allocated_bytes
+from bpipe.build import orders_of, unchecked
+from bpipe.generate.families import FAMILIES, families_with_slices
 from bpipe.ir.layout import WORK
-from bpipe.ir.memory import KeptMemory
+from bpipe.ir.memory import KeptMemory, peak_of_order
 from bpipe.models.activations import activations, memory_of_setup, parts_of, sizes_of
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.costs import lengths_of_equal_seconds, predict_costs
+from bpipe.models.held import held_within
 from bpipe.models.hybrid import Hybrid
+from bpipe.models.layer_counts import split_layers
 from bpipe.models.layers.attention import core_seconds
 from bpipe.models.layers.layer import layer_seconds
 from bpipe.models.layout import Setup
 from bpipe.models.memory import predict_memory
-from bpipe.models.model import PRESETS
+from bpipe.models.model import PRESETS, gpt
 from bpipe.models.profile import Entry, Profile
 from bpipe.models.rates import Rates
 from bpipe.models.saved import stage_bytes
@@ -215,3 +219,40 @@ def test_a_launch_says_its_slices() -> None:
     assert read("--bpipe-slices", "1") == read()
     with pytest.raises(ValueError, match="the lengths add up to 4095 tokens, and a sequence has 4096"):
         read("--bpipe-slices", "2", "--bpipe-slice-lengths", "2048,2047")
+
+
+@pytest.mark.parametrize("schedule", families_with_slices().split(", "))
+@pytest.mark.parametrize("balance", ["none", "bpipe"])
+def test_counts_of_slices_are_what_their_orders_and_transfers_hold(schedule: str, balance: str) -> None:
+    """Counted once for all sizes, the search of 2,048 devices does not walk an order for each of them. Layers that do
+    not divide, so that stages differ."""
+    family = FAMILIES[schedule]
+    for pipeline, batch, slices in ((2, 4, 2), (3, 6, 4), (4, 8, 2)):
+        chunks = family.min_chunks if family.max_chunks else 2
+        layers = split_layers(2 * pipeline * chunks + 1, pipeline * chunks, allow_uneven=True)
+        assert layers is not None
+        model = gpt("odd", sum(layers), 1024, 16)
+        setup = Setup(
+            model,
+            parse_cluster(f"h100-80g:1x{pipeline}"),
+            1,
+            pipeline,
+            1,
+            batch,
+            8192,
+            layers,
+            schedule=schedule,
+            chunks=chunks,
+            slices=slices,
+            balance=balance,
+            recompute="none",
+        )
+        memory, config = memory_of_setup(setup), setup.program()
+        if balance == "none":
+            held = tuple((peak_of_order(order, memory), 0) for order in orders_of(config))
+        else:
+            held = tuple(allocated_bytes(unchecked(config), rank, memory) for rank in range(pipeline))
+        sizes = [(one.saved_bytes, one.after_input_bytes) for one in memory.stages[::slices]]
+        saved, after = map(list, zip(*sizes, strict=True))
+        kept = [list(one) for one in zip(*((one.keys_bytes, one.gradients_bytes) for one in memory.kept), strict=True)]
+        assert tuple(one.num_bytes(saved, after, *kept) for one in held_within(config)) == held
