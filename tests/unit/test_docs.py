@@ -151,11 +151,22 @@ def test_the_page_on_torchs_pipelining_quotes_the_example() -> None:
     assert len(example.read_text().splitlines()) < 100
 
 
+@pytest.mark.timeout(120)
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     build_it = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
-    ended = subprocess.run(build_it, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
+    ended = subprocess.run(build_it, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert (tmp_path / "site/megatron/index.html").exists()
+    python = (tmp_path / "site/python/index.html").read_text()
+    documented = re.findall(r"^::: (.*)$", (ROOT / "docs/python.md").read_text(), re.MULTILINE)
+    assert documented
+    assert all(f'id="{name}"' in python for name in documented)
+
+
+def test_the_page_on_python_documents_every_entry_point_of_its_table() -> None:
+    table, _, documented = (ROOT / "docs/python.md").read_text().partition("## Entry points\n")
+    rows = "\n".join(line.split("|")[2] for line in table.splitlines() if line.startswith("|"))
+    entries = list(dict.fromkeys(re.findall(r"`((?:bpipe|megatron|terra)\.[\w.]+)`", rows)))
+    assert documented.split() == [word for name in entries for word in (":::", name)]
 
 
 def sentences(text: str) -> Iterator[str]:
