@@ -21,6 +21,7 @@ from bpipe.models.layers.ends import embedding_seconds, output_seconds, shard_se
 from bpipe.models.layers.layer import halves_seconds, layer_seconds
 from bpipe.models.layout import Setup
 from bpipe.models.links import collective_seconds, hosts_of, links, one_sided
+from bpipe.models.on_nodes import rank_nodes, replicas_share_nodes
 from bpipe.models.parts import LayerKind
 from bpipe.models.recompute import LayerScope, StageLayers
 from bpipe.models.replicas import update_seconds
@@ -93,9 +94,9 @@ def predict_costs(setup: Setup) -> Costs:
         tuple(cost for of_stage in zip(*of_slices, strict=True) for cost in of_stage),
         links(setup),
         _exchange(setup),
-        one_sided(setup.nodes(), hosts_of(setup)),
+        one_sided(rank_nodes(setup), hosts_of(setup)),
         eager=setup.switches.overlap_grad_reduce,
-        replicas_apart=not setup.replicas_share_nodes(),
+        replicas_apart=not replicas_share_nodes(setup),
         slices=setup.slices,
         kept=kept_memory(setup),
     )

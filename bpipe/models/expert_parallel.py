@@ -20,6 +20,7 @@ from math import ceil, comb
 from typing import NamedTuple
 
 from bpipe.models.layout import Setup
+from bpipe.models.on_nodes import copy_nodes
 from bpipe.models.rates import LINK_EFFICIENCY, LINK_LATENCY_S
 from bpipe.models.sizes import element_bytes, num_tokens, shard_size
 
@@ -101,7 +102,7 @@ def reach(setup: Setup, number: int, step: int = 1) -> Reach:
 
     In Megatron's order parts of an expert lie beside each other, then experts.
     """
-    return _worst(tuple(node for node in setup.stage_nodes() for _ in range(setup.tensor)), number, step)
+    return _worst(tuple(node for node in copy_nodes(setup) for _ in range(setup.tensor)), number, step)
 
 
 @lru_cache(maxsize=1024)

@@ -23,7 +23,6 @@ from bpipe.models.fp8 import Fp8
 from bpipe.models.layer_counts import without_layers
 from bpipe.models.model import Model
 from bpipe.models.parts import LayerKind, Routing
-from bpipe.models.places import Grid, Places, nodes_of_copies, paired_places, places
 from bpipe.models.recompute import Recompute, StageLayers, read_recompute, stage_layers
 from bpipe.models.state_types import StateTypes
 from bpipe.models.switches import Switches
@@ -415,42 +414,6 @@ class Setup:
             input_shards=shards,
             slices=self.slices,
         )
-
-    def nodes(self) -> tuple[int, ...]:
-        """Return the node of every rank of the first pipeline.
-
-        Where the last stage is not on the last rank, Megatron's ranks are these reversed: the loss stays on its last
-        one.
-        """
-        return self._in_order(self._places(self.cluster.devices_per_node).first)
-
-    def domains(self) -> tuple[int, ...]:
-        """Return the NVLink domain of every rank."""
-        return self._in_order(self._places(self.cluster.devices_per_domain).first)
-
-    def _in_order(self, nodes: tuple[int, ...]) -> tuple[int, ...]:
-        return nodes if self.num_pipes > 1 or self.placements[0][-1] == self.pipeline - 1 else tuple(reversed(nodes))
-
-    def replicas_share_nodes(self) -> bool:
-        """Return whether gradients are reduced within a node, or within nodes that are joined as one."""
-        return self._places(self.cluster.devices_per_domain).share_node
-
-    def replica_ports(self) -> int:
-        """Return over how many ports a node's replicas of a rank reach other nodes: the fewest that any node has."""
-        return self._places(self.cluster.devices_per_domain).ports
-
-    def stage_nodes(self) -> tuple[int, ...]:
-        """Return the nodes, or domains, of the first rank's copies, in the order of these: of each replica all parts
-        of the sequence."""
-        nodes = nodes_of_copies(self._grid(self.cluster.devices_per_domain), self.balance != "none", self.how.partners)
-        return tuple(nodes[0, copy] for copy in range(self.data * self.context))
-
-    def _grid(self, joined: int) -> Grid:
-        return Grid(self.tensor, self.context, self.pipeline, self.data, self.cluster.devices_per_node, joined)
-
-    def _places(self, joined: int) -> Places:
-        grid = self._grid(joined)
-        return paired_places(grid) if self.num_pipes > 1 else places(grid, self.balance != "none", self.how.partners)
 
 
 _FIELDS = tuple(one.name for one in fields(Setup))

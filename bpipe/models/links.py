@@ -9,6 +9,7 @@ from bpipe.build import unchecked
 from bpipe.ir.hosts import PAIR, Hosts, device_ranks, halved_pairs, in_pairs, mirrored_pairs
 from bpipe.models.layers.ends import STATISTICS, STATISTICS_BYTES
 from bpipe.models.layout import Setup
+from bpipe.models.on_nodes import rank_domains, rank_nodes
 from bpipe.models.rates import LINK_EFFICIENCY, LINK_LATENCY_S
 from bpipe.models.sizes import num_tokens, sent_bytes
 from bpipe.simulate.cost import CollectiveCost, Link, Links
@@ -19,7 +20,7 @@ def collective_seconds(setup: Setup) -> CollectiveCost:
     everything once."""
     device = setup.cluster.device
     slowest = (
-        device.between_bytes_per_s if len(set(setup.domains())) > 1 else device.among(setup.pipeline)
+        device.between_bytes_per_s if len(set(rank_domains(setup))) > 1 else device.among(setup.pipeline)
     ) * LINK_EFFICIENCY
     tokens, sent = num_tokens(setup), sent_bytes(setup)
     statistics = STATISTICS * STATISTICS_BYTES * tokens * setup.vocabulary_shards
@@ -42,7 +43,7 @@ def links(setup: Setup) -> Links:
     device = setup.cluster.device
     inside = Link(device.among(2) * LINK_EFFICIENCY, LINK_LATENCY_S, device.inside_gap_s)
     between = Link(device.between_bytes_per_s * LINK_EFFICIENCY, LINK_LATENCY_S, device.between_gap_s)
-    return Links(inside, between, setup.domains(), Link(_host_bytes_per_s(setup) * LINK_EFFICIENCY, LINK_LATENCY_S))
+    return Links(inside, between, rank_domains(setup), Link(_host_bytes_per_s(setup) * LINK_EFFICIENCY, LINK_LATENCY_S))
 
 
 def _host_bytes_per_s(setup: Setup) -> float:
@@ -52,7 +53,7 @@ def _host_bytes_per_s(setup: Setup) -> float:
     if device.host_node_bytes_per_s is None:
         return device.host_bytes_per_s
     sends = [any(not host.on_device for host in of_rank) for of_rank in hosts_of(setup)]
-    nodes = setup.nodes()
+    nodes = rank_nodes(setup)
     # Of a node's devices as large a part sends as of the ranks that the first pipeline has there: replicas do as it
     # does.
     part = max((sum(map(mul, sends, map(node.__eq__, nodes))) / nodes.count(node) for node in set(nodes)), default=0)

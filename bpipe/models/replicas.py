@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bpipe.models.expert_parallel import replicas_of_experts
 from bpipe.models.layout import Setup
+from bpipe.models.on_nodes import replica_ports, replicas_share_nodes
 from bpipe.models.rates import LINK_EFFICIENCY, MEMORY_EFFICIENCY
 from bpipe.models.states import parameter_bytes, shard_parameters, stage_experts, stage_matrices, stage_parameters
 
@@ -20,7 +21,7 @@ def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
     weight, gradient, _, _ = parameter_bytes(setup)
     each = _updated_bytes(setup)
     gathers = setup.distributed_optimizer and not setup.switches.overlap_param_gather
-    bandwidth = _replicas_bytes_per_s(setup, setup.replicas_share_nodes(), setup.replica_ports())
+    bandwidth = _replicas_bytes_per_s(setup, replicas_share_nodes(setup), replica_ports(setup))
     rows, matrices = [], stage_matrices(setup)
     for stage, (own, experts) in enumerate(zip(stage_parameters(setup), stage_experts(setup), strict=True)):
         count = own - experts + (shard_parameters(setup) if stage < setup.pipeline else 0)

@@ -19,6 +19,7 @@ from bpipe.models.kernel_shapes import kernel_shapes
 from bpipe.models.layout import EVENLY, Setup
 from bpipe.models.links import hosts_of, links
 from bpipe.models.memory import TIGHT
+from bpipe.models.on_nodes import replicas_share_nodes
 from bpipe.models.profile import Profile
 from bpipe.models.replicas import update_seconds
 from bpipe.models.saved import kept_share
@@ -174,10 +175,10 @@ def _counted(name: str, known: Sequence[tuple[bool, object]]) -> str:
 def replicas_apart(setup: Setup) -> str | None:
     """Return what it costs that pairs share nodes where replicas of a rank otherwise would; None where it costs
     nothing."""
-    if setup.balance == "none" or setup.replicas_share_nodes():
+    if setup.balance == "none" or replicas_share_nodes(setup):
         return None
     plain = replace(setup, balance="none", how=EVENLY, budget_bytes=None)
-    if not plain.replicas_share_nodes():
+    if not replicas_share_nodes(plain):
         return None
     mine, without = (
         setup.cluster.factor

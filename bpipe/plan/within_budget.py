@@ -15,6 +15,7 @@ from bpipe.ir.hosts import ALL, POOL
 from bpipe.models.activations import parts_of, sizes_of
 from bpipe.models.layout import Setup
 from bpipe.models.memory import besides_of, link_bytes
+from bpipe.models.on_nodes import rank_nodes
 from bpipe.models.profile import Profile
 from bpipe.plan.budget import Devices, OverBudget, one_budget_a_rank, plan_in_time, within
 from bpipe.plan.fit import Fit
@@ -26,7 +27,7 @@ def predicted_devices(setup: Setup, budget_bytes: Sequence[int], minimum_bytes: 
     """Return the predicted inputs of a plan for a setup."""
     budgets = one_budget_a_rank(budget_bytes, setup.pipeline)
     plain, moving = (replace(setup, balance=name, how=BalanceConfig()) for name in ("none", "bpipe"))
-    nodes = setup.how.hosts in (POOL, ALL) and len(set(moving.nodes())) > 1
+    nodes = setup.how.hosts in (POOL, ALL) and len(set(rank_nodes(moving))) > 1
     return Devices(
         build(plain.program()),
         sizes_of(setup, minimum_bytes),
@@ -34,7 +35,7 @@ def predicted_devices(setup: Setup, budget_bytes: Sequence[int], minimum_bytes: 
         budgets,
         besides_of(moving),
         setup.how.hosts,
-        moving.nodes() if nodes else (),
+        rank_nodes(moving) if nodes else (),
         link_bytes(setup),
         parts_of(setup, minimum_bytes),
     )

@@ -12,6 +12,7 @@ from bpipe.models.cluster import parse_cluster
 from bpipe.models.layout import Setup
 from bpipe.models.memory import predict_memory
 from bpipe.models.model import PRESETS
+from bpipe.models.on_nodes import rank_nodes, replicas_share_nodes
 from bpipe.models.switches import Switches
 from bpipe.plan.predict import simulation_of
 from scripts.validation import pipes_ablations
@@ -34,8 +35,8 @@ def test_what_is_taken_away_costs_what_it_should() -> None:
     placement = schedule.layout.placements[0]
     assert (placement[7], placement[8]) == (7, 0)
     setup = pipes_ablations.setup_of(8)
-    assert setup.replicas_share_nodes()
-    assert len(set(setup.nodes())) == 4
+    assert replicas_share_nodes(setup)
+    assert len(set(rank_nodes(setup))) == 4
     unmapped = pipes_ablations.without_mapping(setup)
     assert unmapped.replicas_apart
     assert all(not unmapped.links.crosses(0, rank) for rank in range(8))

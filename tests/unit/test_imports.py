@@ -173,7 +173,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "state_types",
         "calibration cluster_file hugging_face parameters recompute",
         "layout",
-        "flops rates sizes",
+        "flops on_nodes rates sizes",
         "error_bars expert_parallel slices states",
         "casts products",
         "context_parallel layers layers.mamba layers.mlp layers.norms tensor_parallel",

@@ -19,6 +19,7 @@ from bpipe.models.expert_parallel import exchange
 from bpipe.models.layout import Setup
 from bpipe.models.links import collective_seconds
 from bpipe.models.model import PRESETS
+from bpipe.models.on_nodes import rank_domains, rank_nodes, replicas_share_nodes
 from bpipe.models.parts import Routing
 from bpipe.models.rates import LINK_EFFICIENCY, LINK_LATENCY_S
 from bpipe.models.replicas import update_seconds
@@ -109,11 +110,11 @@ def test_what_a_rack_joins_takes_its_links_and_memory_stays_the_nodes() -> None:
     """Between trays of a rack messages, tensor parallelism and reductions are as fast as inside of one; copies into
     a partner's memory end at the tray."""
     rack, trays, node = setup_on("gb200-nvl72:16x4"), setup_on("gb200-186g:16x4"), setup_on("gb200-186g:1x64")
-    assert (rack.nodes(), rack.domains()) == ((0, 2, 4, 6, 8, 10, 12, 14), (0,) * 8)
-    assert trays.nodes() == trays.domains() == rack.nodes()
+    assert (rank_nodes(rack), rank_domains(rack)) == ((0, 2, 4, 6, 8, 10, 12, 14), (0,) * 8)
+    assert rank_nodes(trays) == rank_domains(trays) == rank_nodes(rack)
     assert predict(rack).timing == predict(node).timing
     assert predict(rack).timing.iteration_s < predict(trays).timing.iteration_s
-    assert (rack.replicas_share_nodes(), trays.replicas_share_nodes()) == (True, False)
+    assert (replicas_share_nodes(rack), replicas_share_nodes(trays)) == (True, False)
     # A pair of eight devices is on two trays, one behind the other.
     balanced = replace(rack, balance="bpipe")
     costs = [predict_costs(one) for one in (balanced, replace(trays, balance="bpipe"), replace(node, balance="bpipe"))]
@@ -122,14 +123,14 @@ def test_what_a_rack_joins_takes_its_links_and_memory_stays_the_nodes() -> None:
     # A pair of four is on one.
     assert len(predict_costs(replace(balanced, tensor=2)).one_sided) == 8
     # Beyond a tray, and beyond a rack.
-    assert setup_on("gb200-nvl72:16x4", tensor=8, pipeline=4).domains() == (0,) * 4
+    assert rank_domains(setup_on("gb200-nvl72:16x4", tensor=8, pipeline=4)) == (0,) * 4
     with pytest.raises(ValueError, match="tensor parallel 8 does not divide the 4 devices of a node"):
         setup_on("gb200-186g:16x4", tensor=8, pipeline=4)
     with pytest.raises(
         ValueError, match="tensor parallel 64 does not divide the 72 devices of nodes that NVLink joins"
     ):
         setup_on("gb200-nvl72:128x4", tensor=64, pipeline=4)
-    assert set(setup_on("gb200-nvl72:2", tensor=4, pipeline=4, global_batch=63).domains()) == {0, 1}
+    assert set(rank_domains(setup_on("gb200-nvl72:2", tensor=4, pipeline=4, global_batch=63))) == {0, 1}
     assert predict(rack).setup.cluster.nodes_per_domain == 18
     assert {
         setup.tensor for setup in enumerate_setups(Space(rack.model, rack.cluster, 64, 8192, schedules=("1f1b",)))

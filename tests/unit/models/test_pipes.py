@@ -19,6 +19,7 @@ from bpipe.models.layer_counts import split_layers
 from bpipe.models.layout import Setup
 from bpipe.models.memory import predict_memory
 from bpipe.models.model import PRESETS
+from bpipe.models.on_nodes import rank_nodes, replicas_share_nodes
 from bpipe.models.replicas import update_seconds
 from bpipe.models.states import rank_parameters, stage_parameters
 from bpipe.models.switches import Switches
@@ -73,15 +74,15 @@ def test_data_parallelism_counts_pipelines_and_each_has_two_replicas() -> None:
 def test_mirror_images_lie_beside_each_other() -> None:
     """To Megatron it is a pipeline of four, whose last rank has the embedding and the loss; replicas are inside of
     it."""
-    assert setup(cluster="a100-80g:4x2").nodes() == (3, 2, 1, 0, 0, 1, 2, 3)
-    assert setup(cluster="a100-80g:4x2").replicas_share_nodes()
-    assert setup("1f1b", cluster="a100-80g:4x2").nodes() == (0, 0, 1, 1, 2, 2, 3, 3)
+    assert rank_nodes(setup(cluster="a100-80g:4x2")) == (3, 2, 1, 0, 0, 1, 2, 3)
+    assert replicas_share_nodes(setup(cluster="a100-80g:4x2"))
+    assert rank_nodes(setup("1f1b", cluster="a100-80g:4x2")) == (0, 0, 1, 1, 2, 2, 3, 3)
     # With twice as many pipelines a node has one stage's four replicas, or, where it is smaller, only the pair's two.
-    assert setup(cluster="a100-80g:4x4", global_batch=32).replicas_share_nodes()
-    assert not setup(cluster="a100-80g:8x2", global_batch=32).replicas_share_nodes()
-    assert setup(cluster="a100-80g:8x2", global_batch=32).nodes() == (6, 4, 2, 0, 0, 2, 4, 6)
+    assert replicas_share_nodes(setup(cluster="a100-80g:4x4", global_batch=32))
+    assert not replicas_share_nodes(setup(cluster="a100-80g:8x2", global_batch=32))
+    assert rank_nodes(setup(cluster="a100-80g:8x2", global_batch=32)) == (6, 4, 2, 0, 0, 2, 4, 6)
     # Devices of a tensor-parallel group stay together.
-    assert setup(cluster="a100-80g:2x8", tensor=2).nodes() == (1, 1, 0, 0, 0, 0, 1, 1)
+    assert rank_nodes(setup(cluster="a100-80g:2x8", tensor=2)) == (1, 1, 0, 0, 0, 0, 1, 1)
 
 
 def test_what_two_pipes_cannot_take_is_refused() -> None:

@@ -15,6 +15,7 @@ from bpipe.flags.budgets import HostedState, read_moves, write_moves
 from bpipe.models.cluster import GIB, Cluster, parse_cluster
 from bpipe.models.layout import Setup
 from bpipe.models.model import PRESETS
+from bpipe.models.on_nodes import rank_nodes
 from bpipe.plan.predict import predict
 from bpipe.plan.state_hosts import StateHosts, instead_of_balancing, state_hosts
 
@@ -88,7 +89,7 @@ def test_it_moves_a_tenth_of_what_balancing_does_or_less() -> None:
 
 def test_hosts_on_the_same_node_come_first() -> None:
     mine = setup(45.0, parse_cluster("a100-40g:2x4"))
-    nodes = mine.nodes()
+    nodes = rank_nodes(mine)
     assert len(set(nodes)) == 2
     assert all(nodes[move.giver] == nodes[move.host] for move in hosted(mine).moves)
 
