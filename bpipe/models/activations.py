@@ -55,19 +55,23 @@ def _of_slices(setup: Setup) -> tuple[tuple[int, int], ...]:
         return _allocated(setup, setup.num_microbatches, budget.memory)
     memory = memory_of_setup(setup)
     count = setup.num_microbatches if keeps_own(setup) else _num_filling(setup)
-    each = [set(memory.sizes(stage)) for stage in range(setup.num_stages)]
-    if max(map(len, each)) == 1 and not memory.reserved:
-        sizes = [size for (size,) in each]
-        rows = [
-            [size.saved_bytes for size in sizes],
-            [size.after_input_bytes for size in sizes],
-            [one.keys_bytes for one in memory.kept],
-            [one.gradients_bytes for one in memory.kept],
-        ]
+    rows = _alike(memory, setup.num_stages)
+    if rows is not None:
         return tuple(one.num_bytes(*rows) for one in held_within(setup.program(count)))
     if balanced:
         return _allocated(setup, count, memory)
     return tuple((peak_of_order(order, memory), 0) for order in orders_of(setup.program(count)))
+
+
+def _alike(memory: Memory, num_stages: int) -> tuple[Sequence[int], ...] | None:
+    """Return by stage what a slice saves, has after its input, and keeps of keys and gradients; None where slices of a
+    stage differ."""
+    sizes = [set(memory.sizes(stage)) for stage in range(num_stages)]
+    if memory.reserved or max(map(len, sizes)) > 1:
+        return None
+    saved, after_input = zip(*((size.saved_bytes, size.after_input_bytes) for (size,) in sizes), strict=True)
+    keys, gradients = zip(*((one.keys_bytes, one.gradients_bytes) for one in memory.kept), strict=True)
+    return saved, after_input, keys, gradients
 
 
 def _allocated(setup: Setup, num_microbatches: int, memory: Memory) -> tuple[tuple[int, int], ...]:
