@@ -62,6 +62,13 @@ ROWS = {
         *(*INTERLEAVED, "--differing", "lengths", "--bpipe-schedule", "grouped-interleaved"),
         *("--eval-iters", "2", "--eval-interval", "2", "--attention-dropout", "0", "--hidden-dropout", "0"),
     ),
+    "policy": ("--differing", "policy"),
+    "policy_by_our_loop": ("--differing", "policy", "--bpipe-executor"),
+    "policy_of_split_backwards": ("--differing", "policy", "--bpipe-schedule", "1f1b-split"),
+    "policy_in_groups": (
+        *(*INTERLEAVED, "--differing", "policy", "--bpipe-schedule", "grouped-interleaved"),
+        *("--attention-dropout", "0", "--hidden-dropout", "0"),
+    ),
     "partial": ("--differing", "partial"),
 }
 TRANSPORTS = ("gloo", "peer")
@@ -72,6 +79,7 @@ ALWAYS = (
     ("packed_interleaved", "gloo"),
     ("lengths", "gloo"),
     ("lengths_in_groups", "peer"),
+    ("policy_by_our_loop", "gloo"),
     ("partial", "peer"),
 )
 
