@@ -5,6 +5,7 @@ of --differing follow from how many forwards this rank has run, or this chunk, s
 micro-batch alike; and so does stock Megatron's run.
 
     lengths   rows of differing length, whose shapes Megatron's pipeline then sends in front (variable_seq_lengths)
+    policy    such rows in a step of training by reinforcement, see policy.py
     partial   some micro-batches recompute all layers, the others none (num_microbatches_with_partial_activation_checkpoints)
 """
 
@@ -14,19 +15,20 @@ import sys
 
 if __name__ == "__main__":
     # Megatron writes checkpoints with processes that import this file again.
+    import contextlib
     import functools
-    import itertools
     import json
     from collections.abc import Callable, Iterator
     from pathlib import Path
     from typing import Any
     from unittest import mock
 
-    from tests.gloo import conversations, worker
+    from tests.gloo import conversations, policy, worker
 
     # isort: split
     import torch
     from megatron.core.utils import get_attr_wrapped_model
+    from megatron.training import training
 
     pretrain_gpt = worker.pretrain_gpt
     # Of the micro-batches, over and over; the first is not the largest.
@@ -39,15 +41,10 @@ if __name__ == "__main__":
         return functools.partial(pretrain_gpt.loss_func, loss_mask)
 
     def cut() -> Callable[..., Any]:
-        lengths: dict[int | None, Iterator[int]] = {}
+        shortened = policy.cutting(LENGTHS, given_out)()
 
         def step(data: Any, model: Any) -> Any:
-            # Every chunk takes the micro-batches in order.
-            length = next(lengths.setdefault(get_attr_wrapped_model(model, "vp_stage"), itertools.cycle(LENGTHS)))
-            tokens, labels, loss_mask, _, positions = (
-                each if each is None or each.dim() != 2 else each[:, :length].contiguous()
-                for each in given_out(data, model)
-            )
+            tokens, labels, loss_mask, _, positions = shortened(data, model)
             return model(tokens, positions, None, labels=labels, loss_mask=loss_mask), losses(loss_mask)
 
         return step
@@ -62,11 +59,18 @@ if __name__ == "__main__":
 
         return step
 
-    STEPS = {"lengths": cut, "partial": recomputing}
+    # By reinforcement the loop has steps of its own.
+    STEPS = {"lengths": cut, "partial": recomputing, "policy": lambda: None}
     SETTINGS: dict[str, dict[str, Any]] = {
+        "policy": {"variable_seq_lengths": True},
         "lengths": {"variable_seq_lengths": True},
         "partial": {"num_microbatches_with_partial_activation_checkpoints": 1},
     }
+
+    loop_of = training.get_forward_backward_func
+
+    def by_reinforcement(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+        return policy.twice(loop_of(*args, **kwargs), policy.cutting(LENGTHS, given_out))
 
     def train(how: str) -> None:
         """Our script, with another forward step, and what the model's configuration has to say of it."""
@@ -81,6 +85,9 @@ if __name__ == "__main__":
         with (
             mock.patch.object(pretrain_gpt, "gpt_config_from_args", told),
             mock.patch.object(pretrain_gpt, "forward_step", STEPS[how]()),
+            mock.patch.object(training, "get_forward_backward_func", by_reinforcement)
+            if how == "policy"
+            else contextlib.nullcontext(),
         ):
             pretrain_gpt.main()
 

@@ -26,7 +26,7 @@ if __name__ == "__main__":
     from typing import Any
     from unittest import mock
 
-    from tests.gloo import worker
+    from tests.gloo import conversations, worker
 
     # isort: split
     import torch
@@ -172,6 +172,8 @@ if __name__ == "__main__":
         keep = Path(folder) / case["name"] if own["--gradients"] else None
         deaf = lambda self, replica, chunk: replica // 2 * 2  # noqa: E731
         with contextlib.ExitStack() as during:
+            if "--sft" in case["arguments"]:
+                during.enter_context(conversations.readable())
             if own["--one-pipes-samples"]:
                 during.enter_context(mock.patch.object(Positions, "replica_of", deaf))
             if own["--exact-sums"]:

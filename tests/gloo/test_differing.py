@@ -4,11 +4,13 @@ home."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
 from tests.gloo import conversations
 from tests.gloo.conftest import BPIPE, Case, Outcome, asked_for
+from tests.gloo.test_placed import ALIKE, alike
 from tests.gloo.test_training import same
 
 # No expert has a capacity: each takes the tokens that the router sends.
@@ -62,6 +64,13 @@ ROWS = {
         *(*INTERLEAVED, "--differing", "lengths", "--bpipe-schedule", "grouped-interleaved"),
         *("--eval-iters", "2", "--eval-interval", "2", "--attention-dropout", "0", "--hidden-dropout", "0"),
     ),
+    "policy": ("--differing", "policy"),
+    "policy_by_our_loop": ("--differing", "policy", "--bpipe-executor"),
+    "policy_of_split_backwards": ("--differing", "policy", "--bpipe-schedule", "1f1b-split"),
+    "policy_in_groups": (
+        *(*INTERLEAVED, "--differing", "policy", "--bpipe-schedule", "grouped-interleaved"),
+        *("--attention-dropout", "0", "--hidden-dropout", "0"),
+    ),
     "partial": ("--differing", "partial"),
 }
 TRANSPORTS = ("gloo", "peer")
@@ -72,6 +81,7 @@ ALWAYS = (
     ("packed_interleaved", "gloo"),
     ("lengths", "gloo"),
     ("lengths_in_groups", "peer"),
+    ("policy_by_our_loop", "gloo"),
     ("partial", "peer"),
 )
 
@@ -117,3 +127,12 @@ def test_a_training_of_differing_sizes_equals_stock(rows: Outcome, row: str, tra
         # Some packs are larger than the first; once all have left there is room for all.
         assert stayed > 0
         assert summaries[0]["times_grown"] > 0
+
+
+@pytest.mark.timeout(400)
+def test_packed_rows_are_told_to_all_stages_of_a_v(run_cases: Callable[..., Outcome], tmp_path: Path) -> None:
+    """The rank that writes the indices of the data was given none of it, which only the ends of a V had read."""
+    data = str(conversations.write(tmp_path / "conversations.jsonl"))
+    common = [*COMMON, *ALIKE, *(data if flag == "{conversations}" else flag for flag in CONVERSATIONS)]
+    cases = [Case("stock", common), Case("v", [*common, "--bpipe-schedule", "v-half", *BPIPE])]
+    alike(run_cases(4, cases, 380, worker="named_worker.py"), "stock", "v")

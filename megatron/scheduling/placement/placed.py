@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from bpipe.features.feature import Settings
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.placement import embedding_ranks, tied, twins
 from megatron.scheduling.placement.positions import Positions
@@ -214,8 +215,8 @@ class Placed:
     def _wrap_data_iterators(self, build: Callable[..., Any]) -> Callable[..., Any]:
         """Rank 0 of the world writes the indices that all others read, and says whether there is anything to train on.
 
-        So it builds data sets too, as it does where it has the first stage, and then has no use for them. Of two pipes
-        each chunk reads the samples of the one that it serves.
+        So it builds data sets too, as it does where it has the first stage, and then has no use for them, unless every
+        stage reads where packed sequences end. Of two pipes each chunk reads the samples of the one that it serves.
         """
 
         @functools.wraps(build)
@@ -226,7 +227,7 @@ class Placed:
                     found = build(provider)
             finally:
                 self._indexing = False
-            if parallel_state.get_pipeline_model_parallel_rank() > 0:
+            if parallel_state.get_pipeline_model_parallel_rank() > 0 or _packed():
                 return found
             return tuple([None] * len(each) if isinstance(each, list) else None for each in found)
 
@@ -302,6 +303,14 @@ def _wrap_segment(select: Callable[..., Any]) -> Callable[..., Any]:
             return select(*args, **kwargs)
 
     return selected
+
+
+def _packed() -> bool:
+    """Return whether rows are several sequences, by Megatron's flags."""
+    from megatron.training import get_args
+
+    given = Settings(get_args())
+    return bool(given.sft or given.dataloader_inter_document_masking)
 
 
 def _wrap_tied_gradients(all_reduce: Callable[..., None]) -> Callable[..., None]:

@@ -31,6 +31,7 @@ from bpipe.features.table import SHARDED
 from bpipe.vocabulary.rows import Rows
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.loop.halves import backward_of_weight
+from megatron.scheduling.placement import tied
 from megatron.scheduling.placement.placed import BY_LAYER, ONCE
 from megatron.scheduling.placement.positions import Positions
 from megatron.scheduling.start.refusals import end_where
@@ -225,6 +226,9 @@ class Splitting:
                 return
             if not layer.tied:
                 all_reduce(model, *args, **kwargs)
+                if self._positions.folded:
+                    # What predicts further tokens has a copy of the embedding.
+                    tied.add_up(model[0], model[-1])
                 return
             tied_shards.add_up(model, layer.weight, embeds)
 
