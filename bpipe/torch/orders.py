@@ -110,6 +110,11 @@ def schedule_of_class(made_by: Any, stages: Sequence[Any], num_microbatches: int
             f"{made_by.__name__} is none of torch's that bpipe knows: give one of {', '.join(TORCH_NAMES)}"
         )
     order = made_by(list(stages), num_microbatches).pipeline_order
+    if not any(order.values()):
+        raise ValueError(
+            f"{made_by.__name__} lists its messages itself (pipeline_order_with_comms), and no computations without them "
+            f"(pipeline_order): bpipe lets torch place messages, so give it the computations alone"
+        )
     rows = (",".join("" if action is None else str(action) for action in order[rank]) for rank in sorted(order))
     return replace(align(read("\n".join(rows) + "\n")), name=made_by.__name__.removeprefix("Schedule"))
 

@@ -21,12 +21,23 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.multiprocessing import start_processes
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from bpipe.runtime.meter import Meter
 from bpipe.torch import BalancedSchedule
 from tests.gloo.pipelined import MICROBATCHES, OPTIONS, PLACES, facts, run_cases
-from tests.gloo.pipelined_stages import WIDTH, Part, loss_of, same, stages_of, steps_of
+from tests.gloo.pipelined_stages import (
+    LENGTH,
+    ROWS,
+    VOCABULARY,
+    WIDTH,
+    Block,
+    Part,
+    loss_of,
+    same,
+    stages_of,
+    steps_of,
+)
 
 RANKS = 4
 ONE, LOOP = schedules.Schedule1F1B, schedules.ScheduleInterleaved1F1B
@@ -39,6 +50,7 @@ class Feature:
     unless `alone`: then four in one.
 
     `enough`: the share that moves at least. `emptied`: nothing is held in torch's receive buffers between steps.
+    `shapes(stage, num_stages)`: what torch is told of a stage, in the place of its handshake. `slow`: runs by itself.
     """
 
     wrap: Callable[[nn.Module, DeviceMesh], nn.Module] = lambda module, mesh: module
@@ -49,6 +61,8 @@ class Feature:
     enough: float = 0.97
     num_steps: int = 2
     emptied: bool = True
+    shapes: Callable[[int, int], dict[str, Any]] = lambda stage, num_stages: {}
+    slow: bool = False
 
 
 def replicated(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -73,6 +87,33 @@ def compiled(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     for block in module.blocks:  # type: ignore[union-attr]
         block.compile(backend="aot_eager")
     return module
+
+
+def by_inductor(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    for block in module.blocks:  # type: ignore[union-attr]
+        block.compile()
+    return module
+
+
+class Reentrant(nn.Module):
+    """A block that is computed again by torch's older checkpoint, which runs a backward inside of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.block, x, use_reentrant=True)
+
+
+def shapes_of(stage: int, num_stages: int) -> dict[str, Any]:
+    """Torch's handshake asks for gradients of inputs alone, which that checkpoint cannot give."""
+    first, last = stage == 0, stage == num_stages - 1
+    given = torch.zeros(ROWS, LENGTH, *([] if first else [WIDTH]), dtype=torch.int64 if first else None)
+    made = torch.zeros(ROWS, LENGTH, VOCABULARY if last else WIDTH, requires_grad=True)
+    found: dict[str, Any] = {"input_args": (given.requires_grad_(not first),), "output_args": (made,)}
+    found |= {} if first else {"input_grads": (torch.zeros_like(given),)}
+    return found | ({} if last else {"output_grads": (torch.zeros_like(made),)})
 
 
 def checkpointed(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -196,6 +237,8 @@ FEATURES = {
     "sequence parallel": Feature(sequence_parallel, SequencePart),
     "DTensors between stages": Feature(sequence_parallel, SpreadPart, enough=0.9, emptied=False),
     "compiled": Feature(compiled, alone=True),
+    "compiled by inductor": Feature(by_inductor, alone=True, slow=True),
+    "checkpointed, reentrant": Feature(make=blocks_of(Reentrant), alone=True, shapes=shapes_of),
     "checkpointed": Feature(checkpointed, alone=True),
     "selectively checkpointed": Feature(selectively, alone=True),
     "selectively checkpointed, FSDP2": Feature(lambda module, mesh: sharded(selectively(module, mesh), mesh)),
@@ -205,6 +248,9 @@ FEATURES = {
     "autocast": Feature(make=CastPart, alone=True),
     "experts of differing sizes": Feature(make=blocks_of(Routed), alone=True, options={"differing": True}, enough=0.9),
 }
+
+
+SLOW = [name for name, feature in FEATURES.items() if feature.slow]
 
 
 def of_feature(feature: Feature, rank: int, mesh: DeviceMesh) -> dict[str, Any]:
@@ -219,14 +265,18 @@ def of_feature(feature: Feature, rank: int, mesh: DeviceMesh) -> dict[str, Any]:
         return across if tuple(names) == ("data",) else None
 
     def stages() -> Any:
-        return stages_of(
-            indices,
-            num_stages,
-            feature.make,
-            lambda module: feature.wrap(module, across),
-            group=group,
-            get_mesh=mesh_of,
-        )
+        settings = {"group": group, "get_mesh": mesh_of}
+        return [
+            stages_of(
+                [index],
+                num_stages,
+                feature.make,
+                lambda module: feature.wrap(module, across),
+                **settings,
+                **feature.shapes(index, num_stages),
+            )[0]
+            for index in indices
+        ]
 
     theirs = stages()
     reference = ONE(theirs[0], MICROBATCHES, loss_of) if feature.alone else LOOP(theirs, MICROBATCHES, loss_of)
@@ -282,7 +332,9 @@ def one_rank(rank: int, world: int, folder: str, names: list[str]) -> None:
         for name, feature in FEATURES.items()
     }
     cases |= {"lean buffers": lean_and_not}
-    run_cases(rank, world, folder, {name: run for name, run in cases.items() if not names or name in names})
+    if not names:
+        names = [name for name in cases if name not in SLOW]
+    run_cases(rank, world, folder, {name: run for name, run in cases.items() if name in names})
 
 
 if __name__ == "__main__":

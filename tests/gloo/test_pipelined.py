@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from tests.gloo.pipelined import CASES
 Found = list[dict[str, Any]]
 
 
-def ran(world: int, folder: Path, module: str = "tests.gloo.pipelined", timeout_s: float = 170.0) -> Found:
-    command = [sys.executable, "-W", "ignore", "-m", module, str(world), str(folder)]
+def ran(
+    world: int, folder: Path, module: str = "tests.gloo.pipelined", timeout_s: float = 170.0, cases: Sequence[str] = ()
+) -> Found:
+    command = [sys.executable, "-W", "ignore", "-m", module, str(world), str(folder), *cases]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert ended.returncode == 0, ended.stderr[-4000:]
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]

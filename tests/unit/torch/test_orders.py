@@ -107,6 +107,19 @@ def test_a_file_is_read_and_balanced_or_taken_as_it_stands(tmp_path: Path) -> No
         config_of(path, stages_on(1), 16, None, None)
 
 
+class ListsItsMessages(schedules._PipelineScheduleRuntime):  # type: ignore[misc]
+    """A schedule that has put its messages itself, as one of torch's own tests does."""
+
+    def __init__(self, stages: list[Any], n_microbatches: int) -> None:
+        self.pipeline_order = {rank: [] for rank in range(stages[0].group_size)}
+
+
+def test_a_class_that_lists_its_messages_itself_is_refused_with_that() -> None:
+    """It was read as a schedule without a computation."""
+    with pytest.raises(ValueError, match=r"^ListsItsMessages lists its messages itself \(pipeline_order_with_comms\)"):
+        schedule_of_class(ListsItsMessages, stages_on(0), M)
+
+
 def test_what_is_no_schedule_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown schedule 'Interleave1F1B', did you mean 'Interleaved1F1B'"):
         config_of("Interleave1F1B", stages_on(0, 2), M, None, None)
