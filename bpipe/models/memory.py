@@ -182,8 +182,8 @@ def least_shared_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> i
 
 
 def part_of_held(setup: Setup, held: int) -> int:
-    """Whoever has the rest of it, one of those who share it holds as large a part; a node's memory may have all of
-    it."""
+    """Return the part of what a rank holds that it, or one of those who host for it, holds at least; a node's memory
+    may have all of it."""
     return {PAIR: held // 2, POOL: held // setup.pipeline}.get(setup.how.hosts, 0)
 
 
