@@ -1,6 +1,6 @@
 """`bpipe simulate`: one configuration's time, bubble and memory.
 
-In: flags. Out: a table or JSON; on request a trace and a picture.
+In: flags. Out: a table or JSON; on request a trace, a picture and a page.
 """
 
 from __future__ import annotations
@@ -49,7 +49,11 @@ from bpipe.simulate.report import Simulation
 SUFFIXES = (".svg", ".png")
 
 COMMAND = Command(
-    (*CONFIGURED, MEASURED, Group("output", (outputs.COMPARED, outputs.FORMAT, outputs.TRACE, outputs.PLOT))),
+    (
+        *CONFIGURED,
+        MEASURED,
+        Group("output", (outputs.COMPARED, outputs.FORMAT, outputs.TRACE, outputs.PLOT, outputs.HTML)),
+    ),
     (
         Task(
             "predict a configuration",
@@ -90,8 +94,8 @@ COMMAND = Command(
         ),
         Task(
             "look at it",
-            "bpipe simulate --cluster h100-80g --from-script train.sh --plot run.svg",
-            ("plot", "format"),
+            "bpipe simulate --cluster h100-80g --from-script train.sh --html run.html",
+            ("html",),
         ),
     ),
 )
@@ -122,8 +126,8 @@ def run(options: Options) -> None:
 
 def _compare(options: Options) -> None:
     """Print two predictions side by side."""
-    if options.trace is not None or options.plot is not None:
-        raise ValueError("--compare predicts twice, and --trace and --plot draw one: leave one of the two out")
+    if _is_drawn(options):
+        raise ValueError("--compare predicts twice, and --trace, --plot and --html draw one: leave one of the two out")
     with progress_of("simulate"):
         answers = [_answer(laid_over(options, settings, COMMAND)) for settings in options.compare]
     sides = [
@@ -136,6 +140,10 @@ def _compare(options: Options) -> None:
         print("\n".join(lines_of(sides)))
 
 
+def _is_drawn(options: Options) -> bool:
+    return any(file is not None for file in (options.trace, options.plot, options.html))
+
+
 def _answer(options: Options) -> _Answer:
     reading = reading_of(options)
     options = filled(options, reading, ("pipeline", "global_batch"))
@@ -143,12 +151,15 @@ def _answer(options: Options) -> _Answer:
     setup = with_trace(setup_of(options, cluster_of(options, reading)), traced, options.profile)
     setup, plan = budgeted(options, setup, profile)
     plot = picture_file(options.plot, SUFFIXES)
-    drawn = options.trace is not None or plot is not None
     # As plan times its rows, so that one configuration has one time; a picture shows every action, and times are its.
-    simulation = simulation_of(setup, profile) if drawn else None
+    simulation = simulation_of(setup, profile) if _is_drawn(options) else None
     prediction = predict(setup, profile, simulation, options.flops_formula)
     if simulation is not None:
         _draw(simulation, setup, options.trace, plot)
+        if options.html is not None:
+            from bpipe.commands.simulate_page import page
+
+            Path(options.html).write_bytes(page(prediction, simulation))
     reasons = refused(setup, () if reading is None else reading.others)
     return _Answer(prediction, reading, plan, state_hosts(prediction), pairs_apart(prediction, profile), reasons)
 

@@ -24,7 +24,7 @@ from bpipe.models.links import collective_seconds, hosts_of, links, one_sided
 from bpipe.models.on_nodes import rank_nodes, replicas_share_nodes
 from bpipe.models.parts import LayerKind
 from bpipe.models.recompute import LayerScope, StageLayers
-from bpipe.models.replicas import update_seconds
+from bpipe.models.replicas import stage_buckets, update_seconds
 from bpipe.models.saved import after_input_bytes, stage_bytes
 from bpipe.models.sizes import sent_bytes
 from bpipe.models.slice_lengths import Growth, equal_bounds, lengths_of
@@ -112,7 +112,7 @@ def _stage_costs(setup: Setup, updates: Sequence[tuple[float, float]]) -> list[S
     """Costs of every stage for a micro-batch, or for one slice."""
     every, parts = setup.stage_layers, part_seconds(setup)
     saved, sent = stage_bytes(setup), sent_bytes(setup)
-    after_input = after_input_bytes(setup)
+    after_input, buckets = after_input_bytes(setup), stage_buckets(setup)
     stages = []
     # Of hundreds of stages nearly all are alike.
     made: dict[tuple[object, ...], StageCost] = {}
@@ -121,12 +121,13 @@ def _stage_costs(setup: Setup, updates: Sequence[tuple[float, float]]) -> list[S
         last = stage == setup.num_stages - 1 and not setup.is_sharded
         reduction, update = updates[stage]
         moved = saved[stage] if setup.balance == "none" else setup.how.part_bytes.get(stage, saved[stage])
-        known = (layers, first, last, reduction, update, saved[stage], moved, after_input[stage])
+        known = (layers, first, last, reduction, update, saved[stage], moved, after_input[stage], buckets[stage])
         if known not in made:
             made[known] = replace(
                 stage_cost(parts, layers, first, last),
                 reduction_s=reduction,
                 optimizer_s=update,
+                buckets=buckets[stage],
                 sent_bytes=sent,
                 moved_bytes=moved,
                 saved_bytes=saved[stage],

@@ -34,7 +34,7 @@ class ErrorBars(NamedTuple):
 
 AMPERE = ErrorBars("dense models on A100s", 65, -5, 2, 11)
 HOPPER = ErrorBars("dense models on H100s", 7, -4, 1, 10)
-BLACKWELL = ErrorBars("dense models on Blackwell", 7, 11, 18, 26)
+BLACKWELL = ErrorBars("dense models on Blackwell", 7, 11, 18, 27)
 EXPERTS = ErrorBars("models with experts", 6, 5, 17, 68)
 # Of every two runs of one source, one predicted with the factor of the other.
 CALIBRATED = ErrorBars("one source, one calibrating the other", 748, -6, 0, 6)

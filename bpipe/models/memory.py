@@ -182,8 +182,8 @@ def least_shared_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> i
 
 
 def part_of_held(setup: Setup, held: int) -> int:
-    """Return the least of what is held that one device has, whoever has the rest; a node's memory may have all of
-    it."""
+    """Return the part of what a rank holds that it, or one of those who host for it, holds at least; a node's memory
+    may have all of it."""
     return {PAIR: held // 2, POOL: held // setup.pipeline}.get(setup.how.hosts, 0)
 
 

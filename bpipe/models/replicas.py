@@ -8,6 +8,9 @@ from bpipe.models.on_nodes import replica_ports, replicas_share_nodes
 from bpipe.models.rates import LINK_EFFICIENCY, MEMORY_EFFICIENCY
 from bpipe.models.states import parameter_bytes, shard_parameters, stage_experts, stage_matrices, stage_parameters
 
+# Parameters of a bucket of gradients, in Megatron without --ddp-bucket-size.
+LEAST_BUCKET, BUCKET_PER_REPLICA = 40_000_000, 1_000_000
+
 
 def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
     """Return, for every stage, seconds to reduce its gradients over replicas and gather its weights, and seconds to
@@ -48,6 +51,18 @@ def update_seconds(setup: Setup) -> tuple[tuple[float, float], ...]:
             (reduced, gathered + updated) if setup.switches.overlap_grad_reduce else (reduced + gathered, updated)
         )
     return tuple(rows)
+
+
+def stage_buckets(setup: Setup) -> tuple[int, ...]:
+    """Return in how many buckets each stage's gradients are reduced beside the last backward.
+
+    Megatron cuts those of the first rank's first chunk alone, and reduces those of all others at once
+    (`DistributedDataParallel`, `disable_bucketing`): a pipeline's other ranks have computed theirs before it.
+    """
+    is_first = setup.num_pipes == 1 and setup.placements[0][0] == 0 and setup.placements[0][-1] == setup.pipeline - 1
+    size = max(LEAST_BUCKET, BUCKET_PER_REPLICA * setup.data * setup.context)
+    first = max(1, stage_parameters(setup)[0] // size) if is_first and setup.switches.overlap_grad_reduce else 1
+    return (first, *(1,) * (setup.num_stages - 1))
 
 
 def _updated_bytes(setup: Setup) -> int:

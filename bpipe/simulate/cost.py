@@ -30,7 +30,8 @@ class StageCost:
     that comes back), `moved_bytes` what a balancing transfer moves, `saved_bytes` what a forward saves,
     `after_input_bytes` what of a split backward is held between its halves (None: all that was saved). `transfer_s`,
     where given, is how long such a transfer takes, whatever the link. Per iteration, on every rank with the stage:
-    `reduction_s` reduces its gradients over all replicas, `optimizer_s` updates its weights.
+    `reduction_s` reduces its gradients over all replicas, `optimizer_s` updates its weights. Of `buckets` each is
+    reduced as soon as the last backward has come to its weights.
     """
 
     forward_s: Number
@@ -44,6 +45,7 @@ class StageCost:
     transfer_s: Number | None = None
     reduction_s: Number = 0
     optimizer_s: Number = 0
+    buckets: int = 1
     sent_bytes: int = 0
     moved_bytes: int = 0
     saved_bytes: int = 0

@@ -4,8 +4,10 @@ In: a Schedule, costs, times, busy ports. Out: `Reduced`.
 
 A stage's gradients are complete with the end of its last backward on every rank that has a replica of it. Lazily they
 are reduced behind all computations of these ranks, eagerly as soon as they are complete, beside what is computed
-(Megatron's `--overlap-grad-reduce`). The replicas of a pair of ranks have one queue, for their reductions share a
-communicator: the one that is complete first goes first.
+(Megatron's `--overlap-grad-reduce`). In buckets they are complete one after the other, evenly over the last backward,
+and each is reduced then; where replicas of a stage are on several ranks of the schedule, all are at its end. The
+replicas of a pair of ranks have one queue, for their reductions share a communicator: the one that is complete first
+goes first.
 
 Nobody waits for a reduction but the update, so it gives way: one that runs beside computations pauses while a message
 or a transfer passes one of its ports. Replicas that are not in the schedule, those of data parallelism, are part of the
@@ -15,11 +17,12 @@ seconds that costs give.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import NamedTuple
 
 from bpipe.ir.action import OF_THE_WEIGHTS
 from bpipe.ir.schedule import Schedule
-from bpipe.simulate.cost import Costs, Number, ports
+from bpipe.simulate.cost import Costs, Number, StageCost, ports
 from bpipe.simulate.report import Reduced, Timed
 
 # When a port carries something.
@@ -27,11 +30,13 @@ Busy = Mapping[int, Sequence[tuple[Number, Number]]]
 
 
 class _Complete(NamedTuple):
-    """A stage's gradients: when the last of their replicas is complete, and when they may be reduced."""
+    """A stage's gradients: when the last of their replicas is complete, when they may be reduced, and from when on its
+    buckets are."""
 
     complete_s: Number
     stage: int
     ready_s: Number
+    begun_s: Number
 
 
 def reductions(
@@ -46,16 +51,29 @@ def reductions(
         between = costs.replicas_apart or any(costs.links.crosses(ranks[0], other) for other in ranks)
         taken = _merged([times for rank in ranks for port in ports(rank, between) for times in busy.get(port, ())])
         free: Number = 0
-        for _, stage, ready in sorted(queue):
-            start = max(ready, free)
-            free = _over(start, costs.of(stage).reduction_s, taken)
+        for _, stage, ready, begun in sorted(queue):
+            start, free = _reduced(costs.of(stage), begun, ready, free, taken)
             for rank in ranks:
                 found[rank].append(Reduced(stage, start, free))
     return tuple(map(tuple, found))
 
 
+def _reduced(
+    cost: StageCost, begun: Number, ready: Number, free: Number, taken: Sequence[tuple[Number, Number]]
+) -> tuple[Number, Number]:
+    """Return when the first bucket's reduction begins, and when the last one's is over."""
+    start = None
+    for number in range(1, cost.buckets + 1):
+        complete = ready if number == cost.buckets else begun + Fraction(number, cost.buckets) * (ready - begun)
+        at = max(complete, free)
+        start = at if start is None else start
+        free = _over(at, cost.reduction_s if cost.buckets == 1 else Fraction(1, cost.buckets) * cost.reduction_s, taken)
+    assert start is not None, "there is a bucket"
+    return start, free
+
+
 def _queues(
-    schedule: Schedule, costs: Costs, completed: Sequence[Mapping[int, Number]], clocks: Sequence[Number]
+    schedule: Schedule, costs: Costs, completed: Sequence[Mapping[int, Timed]], clocks: Sequence[Number]
 ) -> dict[tuple[int, ...], list[_Complete]]:
     """By the ranks that have a part in them, the stages whose gradients are reduced."""
     queues: dict[tuple[int, ...], list[_Complete]] = {}
@@ -63,16 +81,18 @@ def _queues(
         cost = costs.of(stage)
         ranks = tuple(sorted(set(schedule.layout.replicas(stage))))
         # A pipe without a micro-batch completes nothing, and has its gradients, zeros, at once.
-        complete = max(completed[rank].get(stage, 0) for rank in ranks)
+        last = [completed[rank][stage] for rank in ranks if stage in completed[rank]]
+        complete = max((one.end_s for one in last), default=0)
         if cost.reduction_s:
             ready = complete if costs.eager else max(clocks[rank] for rank in ranks)
-            queues.setdefault(ranks, []).append(_Complete(complete, stage, ready))
+            begun = last[0].start_s if costs.eager and len(ranks) == len(last) == 1 else ready
+            queues.setdefault(ranks, []).append(_Complete(complete, stage, ready, begun))
     return queues
 
 
-def _completed(row: Sequence[Timed]) -> dict[int, Number]:
-    """When the last of each stage's backwards ends on a rank."""
-    return {timed.action.stage: timed.end_s for timed in row if timed.action.kind in OF_THE_WEIGHTS}
+def _completed(row: Sequence[Timed]) -> dict[int, Timed]:
+    """The last of each stage's backwards on a rank."""
+    return {timed.action.stage: timed for timed in row if timed.action.kind in OF_THE_WEIGHTS}
 
 
 def _merged(times: list[tuple[Number, Number]]) -> list[tuple[Number, Number]]:

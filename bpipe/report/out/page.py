@@ -2,10 +2,11 @@
 
 In: the view, plain JSON values as `bpipe report` prints them. Out: the text of the page.
 
-The page asks the network for nothing: styles, scripts and data stand in it. Actions travel as columns of whole numbers
-(ticks of 0.1 microseconds, each column in the shortest of four spellings), because the timeline of a large pipeline has
-a hundred thousand of them. Knows no record, no schedule and no simulation: whatever is drawn, counted or concluded was
-said by the view.
+Of a run that has not been (`is_run` false) there is no measured side: ranks say by name what lies `under` their
+activations, and stages what they hold in `parts`. The page asks the network for nothing: styles, scripts and data stand
+in it. Actions travel as columns of whole numbers (ticks of 0.1 microseconds, each column in the shortest of four
+spellings), because the timeline of a large pipeline has a hundred thousand of them. Knows no record, no schedule and no
+simulation: whatever is drawn, counted or concluded was said by the view.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def render(view: Mapping[str, Any]) -> str:
     iterations = [_iteration(iteration, tracks) for iteration in _of(view, "iterations", "the view")]
     data = {
         "title": str(_of(view, "title", "the view")),
+        "is_run": view.get("is_run", True),
         "facts": _of(view, "facts", "the view"),
         "answers": _of(view, "answers", "the view"),
         "bottleneck": _of(view, "bottleneck", "the view"),
@@ -127,6 +129,7 @@ def _iteration(iteration: Mapping[str, Any], tracks: _Tracks) -> dict[str, Any]:
 def _rank(rank: Mapping[str, Any], place: str, tracks: _Tracks) -> dict[str, Any]:
     place = f"{place}, rank {rank.get('rank', '?')}"
     packed = {name: _of(rank, name, place) for name in ("rank", "label", "bound_bytes")}
+    packed["under"] = rank.get("under", [])
     for side in ("measured", "simulated"):
         track = _of(rank, side, place)
         packed[side] = None if track is None else tracks.place(track, f"{place}, {side}")

@@ -7,6 +7,7 @@ Measured memory is what was seen during each computation and at its end. Compute
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from bpipe.ir.action import Kind
@@ -17,6 +18,7 @@ from bpipe.report.out.facts import facts, hosts, run_name
 from bpipe.report.replay import Prediction
 from bpipe.report.report import Report
 from bpipe.simulate.host_buffers import with_host_buffers
+from bpipe.simulate.report import Level, Simulation
 
 _KEYS = (
     "stage",
@@ -94,15 +96,21 @@ def _measured(lane: Lane) -> dict[str, Any]:
 
 
 def _simulated(prediction: Prediction, place: int) -> dict[str, Any]:
-    report, stages = prediction.report, prediction.report.costs.stages
+    return simulated_track(prediction.report, place, prediction.levels(place))
+
+
+def simulated_track(simulation: Simulation, rank: int, levels: Iterable[Level], under: int = 0) -> dict[str, Any]:
+    """Return one rank's actions and what it holds over time, on top of what is `under` it all the time."""
+    size_of = simulation.costs.of
     rows: list[list[Any]] = []
-    for timed in report.computations[place]:
-        size = stages[timed.action.stage].saved_bytes if timed.action.kind is Kind.FORWARD else None
+    for timed in simulation.computations[rank]:
+        kind, stage, microbatch = timed.action.kind, timed.action.stage, timed.action.microbatch
+        size = size_of(stage, microbatch).saved_bytes if kind is Kind.FORWARD else None
         rows.append([str(timed.action), float(timed.start_s), float(timed.end_s), 0.0, size, None])
-    for timed, buffer in with_host_buffers(report, place):
-        size = stages[timed.action.stage].moved_bytes
+    for timed, buffer in with_host_buffers(simulation, rank):
+        size = size_of(timed.action.stage, timed.action.microbatch).moved_bytes
         rows.append([str(timed.action), float(timed.start_s), float(timed.end_s), 0.0, size, buffer])
     return {
         "actions": sorted(rows, key=lambda row: (row[1], row[2])),
-        "memory": [[level.start_s, level.held_bytes] for level in prediction.levels(place)],
+        "memory": [[float(level.start_s), under + level.held_bytes] for level in levels],
     }

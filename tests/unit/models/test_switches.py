@@ -3,6 +3,7 @@ place."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,11 +17,12 @@ from bpipe.models.costs import predict_costs
 from bpipe.models.layout import Setup
 from bpipe.models.memory import predict_memory
 from bpipe.models.model import PRESETS
-from bpipe.models.replicas import update_seconds
+from bpipe.models.replicas import stage_buckets, update_seconds
+from bpipe.models.states import stage_parameters
 from bpipe.models.switches import SWITCHES, Switches
 from bpipe.plan.document import configuration
 from bpipe.plan.explain import tightness_warning
-from bpipe.plan.predict import predict, simulation_of, whole_timing
+from bpipe.plan.predict import predict, simulation_of, steady_timing, whole_timing
 
 
 def setup(*on: str, **changes: Any) -> Setup:
@@ -137,3 +139,27 @@ def test_every_switch_is_offered_read_written_and_told(capsys: pytest.CaptureFix
     reading = read_command([*flags, "--transformer-impl", "local"])
     assert reading.options["tp_comm_overlap"] is False
     assert any("--tp-comm-overlap" in note for note in reading.notes)
+
+
+def test_gradients_of_the_first_ranks_first_chunk_are_reduced_in_buckets() -> None:
+    """As Megatron cuts them (`DistributedDataParallel`): 40 million parameters, or a million a replica; of all other
+    ranks and chunks in one, for these have computed before the first. Without pipeline that was 318 TFLOP/s of a 32B
+    model in place of 460 measured."""
+    overlapped = Switches(overlap_grad_reduce=True)
+    model = PRESETS["gpt3-13b"]
+    alone = Setup(model, parse_cluster("a100-80g:2x8"), 8, 1, 1, 16, 2048, (40,), "full", switches=overlapped)
+    count = stage_parameters(alone)[0]
+    assert stage_buckets(alone) == (count // 40_000_000,)
+    assert stage_buckets(alone)[0] > 30
+    assert stage_buckets(replace(alone, switches=Switches())) == (1,)
+    many = replace(alone, cluster=parse_cluster("a100-80g:128x8"), global_batch=128)
+    assert stage_buckets(many) == (count // 128_000_000,)
+    chunks = replace(alone, pipeline=2, layers=(10,) * 4, chunks=2, schedule="interleaved-1f1b", global_batch=16)
+    assert stage_buckets(chunks)[0] > 1
+    assert stage_buckets(chunks)[1:] == (1, 1, 1)
+    # Its first stage is Megatron's last.
+    assert stage_buckets(replace(chunks, schedule="v-half")) == (1,) * 4
+    lumped = predict_costs(alone)
+    lumped = replace(lumped, stages=tuple(replace(cost, buckets=1) for cost in lumped.stages))
+    exposed = [steady_timing(alone, costs).iteration_s for costs in (predict_costs(alone), lumped)]
+    assert exposed[1] - exposed[0] > 0.8 * min(lumped.of(0).reduction_s, lumped.of(0).whole_backward_s)

@@ -104,6 +104,7 @@ function unpackIteration(data, iteration) {
     rank: rank.rank,
     label: rank.label,
     bound: rank.bound_bytes,
+    under: rank.under,
     measured: unpack(rank.measured),
     simulated: unpack(rank.simulated),
   }));

@@ -1,0 +1,109 @@
+"""Write the page of a run that has not been: the report's own, with one side.
+
+In: a prediction and its simulation. Out: the bytes of one HTML file.
+
+Every rank's bar and curve stand on what it holds all the time, weights, gradients and optimizer state, under the limit
+of its device. Computes nothing that the prediction does not say.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bpipe.models.cluster import gib_text
+from bpipe.models.error_bars import range_text
+from bpipe.models.memory import RankMemory
+from bpipe.plan.explain import calibration_lines, describe, tightness_warning
+from bpipe.plan.predict import SetupPrediction
+from bpipe.report.out.page import render
+from bpipe.report.out.view import simulated_track
+from bpipe.simulate.report import Simulation
+
+
+def page(prediction: SetupPrediction, simulation: Simulation) -> bytes:
+    """Return the page."""
+    return render(page_view(prediction, simulation)).encode("utf-8", "backslashreplace")
+
+
+def page_view(prediction: SetupPrediction, simulation: Simulation) -> dict[str, Any]:
+    """Return what the page draws, in the form of `bpipe.report.out.page`."""
+    ranks = range(prediction.setup.pipeline)
+    fullest = max(prediction.memory, key=lambda row: row.peak_bytes - row.limit_bytes)
+    return {
+        "is_run": False,
+        "title": f"bpipe simulate: {prediction.setup.model.name}, {describe(prediction.setup)}",
+        "facts": _facts(prediction),
+        "answers": [_fits(prediction, fullest), *filter(None, [tightness_warning(prediction)])],
+        "bottleneck": fullest.rank,
+        "stages": [_rank_row(prediction, simulation, rank) for rank in ranks],
+        "differences": [],
+        "iterations": [
+            {
+                "iteration": 1,
+                "end_s": float(simulation.makespan_s),
+                "ranks": [_lane(prediction.memory[rank], simulation) for rank in ranks],
+            }
+        ],
+    }
+
+
+def _fits(prediction: SetupPrediction, fullest: RankMemory) -> str:
+    much = f"rank {fullest.rank} is fullest with {gib_text(fullest.peak_bytes)} of {gib_text(fullest.limit_bytes)} GiB"
+    return f"It fits: {much}." if prediction.fits else f"It does not fit: {much}."
+
+
+def _facts(prediction: SetupPrediction) -> list[list[str]]:
+    setup, timing = prediction.setup, prediction.timing
+    sizes = f"tensor {setup.tensor}, pipeline {setup.pipeline}, data {setup.data}, micro-batch {setup.micro_batch}"
+    return [
+        ["cut", sizes],
+        ["schedule", f"{setup.schedule}, {setup.num_microbatches} micro-batches, balance {setup.balance}"],
+        ["device", setup.cluster.device.name],
+        ["iteration", f"{timing.iteration_s:.3f} s{range_text(setup, timing.iteration_s)}"],
+        ["MFU", f"{100 * prediction.mfu:.1f} %"],
+        ["bubble", f"{100 * timing.bubble_of_pipeline:.1f} % of the pipeline"],
+        *(["note", line] for line in calibration_lines(setup.cluster)),
+    ]
+
+
+def _rank_row(prediction: SetupPrediction, simulation: Simulation, rank: int) -> dict[str, Any]:
+    row, span = prediction.memory[rank], float(simulation.pipeline_s)
+    parts = [
+        *_under(row)[:3],
+        ["context and communicators", row.overhead_bytes],
+        ["activations", row.activations_bytes],
+        ["hosted", row.hosted_bytes],
+    ]
+    # Where the update of the weights takes more than the pipeline, it is what comes on top.
+    parts.append(["temporaries and fragmentation", row.peak_bytes - sum(size for _, size in parts)])
+    return {
+        "stage": rank,
+        "bound_bytes": row.limit_bytes,
+        "parts": parts,
+        "bubble": 1 - float(simulation.busy_s(rank)) / span,
+        "exposed_s": float(simulation.exposed_s[rank]),
+        "evictions": prediction.transfers[rank],
+    }
+
+
+def _under(row: RankMemory) -> list[list[Any]]:
+    """What lies under a rank's activations all the time, from the floor up."""
+    return [
+        ["weights", row.weights_bytes],
+        ["gradients", row.gradients_bytes],
+        ["optimizer", row.optimizer_bytes],
+        ["context, temporaries, fragmentation", row.overhead_bytes + row.working_bytes + row.fragmentation_bytes],
+    ]
+
+
+def _lane(row: RankMemory, simulation: Simulation) -> dict[str, Any]:
+    under = _under(row)
+    levels = simulation.levels(row.rank)
+    return {
+        "rank": row.rank,
+        "label": f"rank {row.rank}",
+        "bound_bytes": row.limit_bytes,
+        "under": under,
+        "measured": None,
+        "simulated": simulated_track(simulation, row.rank, levels, sum(size for _, size in under)),
+    }
