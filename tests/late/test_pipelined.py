@@ -15,8 +15,23 @@ from tests.late.pipelined import LISTED, TorchPipeline, kinds_of
 from tests.late.test_pipelines import wrong_bits
 from tests.late.waits import WAITS
 
+DAILY = (
+    "torch's 1F1B",
+    "torch's InterleavedZeroBubble",
+    "torch's DualPipeV",
+    "grouped under torch",
+    "pool under torch",
+)
 
-@pytest.mark.parametrize("name", [name for name in LISTED if name != "torch's 1F1B of 8"])
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in DAILY else pytest.param(name, marks=pytest.mark.slow)
+        for name in LISTED
+        if name != "torch's 1F1B of 8"
+    ],
+)
 def test_no_bit_differs(name: str) -> None:
     """One kind a schedule, in a directed order or a drawn one. `test_tail.py` has them all."""
     number, kinds = [*LISTED].index(name), kinds_of(name)
@@ -40,7 +55,11 @@ def noticed(taken_out: Callable[[], AbstractContextManager[Any]], name: str, kin
     return ""
 
 
-OF_TRANSFERS = [name for name in WAITS if name.startswith("[")]
+OF_TRANSFERS = [
+    name if name[:3] in ("[3]", "[7]") else pytest.param(name, marks=pytest.mark.slow)
+    for name in WAITS
+    if name.startswith("[")
+]
 
 
 @pytest.mark.parametrize("name", OF_TRANSFERS)

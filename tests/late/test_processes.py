@@ -55,6 +55,7 @@ def test_the_watchdog_ends_a_rank_that_waits_longer_than_the_group_allows(tmp_pa
     assert "receive 1>0 has begun and waits for the other end" in said
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_link_that_carries_nothing_is_given_up_before_the_watchdog_ends_the_process(tmp_path: Path) -> None:
     """`auto` tried NCCL first and waited for it as long as the group allows: there was nobody left to try another."""
