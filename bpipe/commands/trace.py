@@ -19,8 +19,8 @@ from bpipe.commands.launch import launch_of
 from bpipe.commands.shared import CONFIGURED, print_json
 from bpipe.commands.terminal import columns, progress_of
 from bpipe.extras import require
-from bpipe.flags import outputs
-from bpipe.flags.flag import Command, Group, Options, Task
+from bpipe.flags import outputs, schedules
+from bpipe.flags.flag import Command, Flag, Group, Options, Task
 from bpipe.launch.megatron_command import Reading, flags_of_command, read_command
 from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.models.cluster import DEVICES, Cluster
@@ -30,6 +30,7 @@ from bpipe.models.states import stage_parameters
 from bpipe.plan.options import filled, setup_of
 
 PROGRAM = "megatron.scheduling.trace.tracing"
+OF_TORCH = "bpipe.torch.traced"
 MIB = 2**20
 # What simulate and plan read of a stage's entry.
 _OF_PROFILE = ("micro_batch", "saved_bytes", "parameters")
@@ -45,9 +46,34 @@ COMMAND = Command(
             group._replace(flags=tuple(flag for flag in group.flags if flag.field not in _OF_DEVICES))
             for group in CONFIGURED
         ),
+        Group(
+            "of stages of torch's",
+            (
+                Flag(
+                    "module",
+                    "--module",
+                    "a function that makes the stages of torch.distributed.pipelining: returns their modules in order, "
+                    "and one micro-batch's inputs of the first in a tuple; behind these the loss and its target",
+                    "FILE:FUNCTION",
+                ),
+                schedules.MICROBATCHES,
+                Flag(
+                    "device",
+                    "--device",
+                    "whose kernels decide what is saved; it need not be there (default cuda)",
+                    default="cuda",
+                    choices=("cuda", "cpu"),
+                ),
+            ),
+        ),
         Group("output", (outputs.FORMAT, outputs.OUTPUT)),
     ),
     (
+        Task(
+            "of a model for torch.distributed.pipelining",
+            "bpipe trace --module model.py:stages --pp 4 --microbatches 8",
+            ("module", "pipeline", "microbatches", "schedule", "bound", "hosts", "device"),
+        ),
         Task(
             "see what a launch's stages hold",
             "bpipe trace --from-script train.sh --output traced.json",
@@ -71,6 +97,9 @@ class TracedLaunch(NamedTuple):
 
 
 def run(options: Options) -> None:
+    if options.module is not None:
+        _run_module(options)
+        return
     require("megatron", "bpipe trace")
     subject = _subject(options)
     traced = _traced(subject.flags)
@@ -80,6 +109,39 @@ def run(options: Options) -> None:
         print_json({**traced, "formulas": _formulas(subject)})
     else:
         print("\n".join(_table(traced["stages"], subject)))
+
+
+def _run_module(options: Options) -> None:
+    """Print what stages of torch's hold, and every rank by the schedule, as it is and balanced."""
+    require("torch", "bpipe trace --module")
+    if options.pipeline is None or options.microbatches is None:
+        raise ValueError("--module: what ranks hold depends on how many there are: give --pp and --microbatches, too")
+    if options.output is not None:
+        raise ValueError("--output: simulate and plan read a profile of Megatron's stages, and --module has others")
+    asked = {
+        "module": options.module,
+        "device": options.device,
+        "ranks": options.pipeline,
+        "microbatches": options.microbatches,
+        "schedule": options.schedule,
+        "bounds": options.bound,
+        "hosts": options.hosts,
+        "group_size": options.group,
+    }
+    found = _ended(OF_TORCH, [json.dumps(asked)], "running the stages on fake tensors")
+    if options.format == "json":
+        print_json(found)
+        return
+    stages: list[tuple[str, ...]] = [("stage", "parameters", "saved MiB", "may leave MiB")]
+    for number, stage in enumerate(found["stages"]):
+        sizes = (f"{stage[name] / MIB:.1f}" for name in ("saved_bytes", "moved_bytes"))
+        stages.append((str(number), f"{stage['parameters']:,}", *sizes))
+    ranks: list[tuple[str, ...]] = [("rank", "peak MiB", "balanced MiB")]
+    for number, both in enumerate(zip(found["alone_bytes"], found["balanced_bytes"], strict=True)):
+        ranks.append((str(number), *(f"{nbytes / MIB:.1f}" for nbytes in both)))
+    print(
+        "\n".join([*columns(stages), "", *columns(ranks), "peak: of micro-batches and host buffers, without weights"])
+    )
 
 
 def write_profile(file: str, traced: Mapping[str, Any], subject: TracedLaunch) -> None:
@@ -129,10 +191,15 @@ def _setup(options: Options, reading: Reading | None) -> Setup:
 
 
 def _traced(flags: Sequence[str]) -> dict[str, Any]:
-    """Return the program's answer. Ends with its error and status where it has one."""
+    """Return the program's answer on a launch."""
+    return _ended(PROGRAM, flags, "building Megatron's stages without memory, some ten seconds")
+
+
+def _ended(program: str, words: Sequence[str], doing: str) -> dict[str, Any]:
+    """Return a program's answer. Ends with its error and status where it has one."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", PROGRAM, *flags]
-    with progress_of("building Megatron's stages without memory, some ten seconds"):
+    command = [sys.executable, "-m", program, *words]
+    with progress_of(doing):
         ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     if ended.returncode:
         sys.exit(ended.returncode)

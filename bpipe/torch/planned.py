@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from bpipe.balance.config import BalanceConfig
-from bpipe.balance.pairs import buffer_bytes
+from bpipe.balance.pairs import allocated_bytes, buffer_bytes
 from bpipe.flags.budgets import read_gib
 from bpipe.ir.host_buffers import host_buffers, stages_in_buffers
 from bpipe.ir.hosts import PAIR
+from bpipe.ir.memory import Memory as SizesOfStages
 from bpipe.ir.memory import memory_of, moves_anything
 from bpipe.ir.schedule import Schedule
 from bpipe.models.memory import DeviceBesides
@@ -104,7 +105,9 @@ def plan_within(
                 f"memory: {error}. Counted are micro-batches and host buffers. Let less be saved (recomputation, smaller "
                 f'micro-batches), or let it leave for more hosts: hosts="pool", hosts="host"'
             ) from None
-        needed = [max(before, _padding(found, sizes, rank)) for rank, before in enumerate(padding)]
+        needed = [
+            max(before, _padding(found.schedule, found.memory, sizes, rank)) for rank, before in enumerate(padding)
+        ]
         if needed == padding:
             return found
         padding = needed
@@ -115,10 +118,20 @@ def _besides(working_bytes: Sequence[int]) -> DeviceBesides:
     return DeviceBesides(none, tuple(working_bytes), none, Fraction(0))
 
 
-def _padding(found: Fit, sizes: Mapping[int, StageSizes], rank: int) -> int:
+def need_bytes(schedule: Schedule, sizes: Mapping[int, StageSizes]) -> tuple[int, ...]:
+    """Return the most bytes of micro-batches and host buffers on each rank, where all that may leaves."""
+    weighed = [sizes[stage] for stage in range(schedule.num_stages)]
+    memory = memory_of([each.saved_bytes for each in weighed], [each.moved_bytes for each in weighed])
+    return tuple(
+        sum(allocated_bytes(schedule, rank, memory)) + _padding(schedule, memory, sizes, rank)
+        for rank in range(schedule.num_ranks)
+    )
+
+
+def _padding(schedule: Schedule, memory: SizesOfStages, sizes: Mapping[int, StageSizes], rank: int) -> int:
     """Return bytes by which a rank's host buffers are larger than what they hold, for storages begin where copies
     like it."""
-    hosted = host_buffers(found.schedule, rank)
-    lengths = {stage: each.lengths_of(found.memory.size(stage, 0).moved_bytes) for stage, each in sizes.items()}
+    hosted = host_buffers(schedule, rank)
+    lengths = {stage: each.lengths_of(memory.size(stage, 0).moved_bytes) for stage, each in sizes.items()}
     laid_out = BufferLayout.of(stages_in_buffers(hosted), lengths)
-    return max(0, laid_out.nbytes - buffer_bytes(found.schedule, hosted, found.memory))
+    return max(0, laid_out.nbytes - buffer_bytes(schedule, hosted, memory))

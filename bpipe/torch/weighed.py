@@ -81,9 +81,14 @@ def _weighed(
         # What both saved is known only while both are there.
         alive.append((outputs, received))
         del found, own, leaves
+    return sizes_of(index, saved_bytes, lengths)
+
+
+def sizes_of(stage: int, saved_bytes: int, lengths: Sequence[int]) -> StageSizes:
+    """Return the sizes of a stage that saves so much, in storages of these lengths that may leave."""
     sizing = Sizing(differing=False)
-    sizing.first(index, lengths)
-    return StageSizes(index, saved_bytes, lengths, sizing.parts()[index] or (0,))
+    sizing.first(stage, tuple(lengths))
+    return StageSizes(stage, saved_bytes, tuple(lengths), sizing.parts()[stage] or (0,))
 
 
 def clear_received(stage: Any, microbatch: int, stages: Sequence[Any]) -> None:

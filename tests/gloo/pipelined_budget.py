@@ -22,8 +22,19 @@ from torch.multiprocessing import start_processes
 from bpipe.ir.memory import num_transfers
 from bpipe.runtime.meter import Meter
 from bpipe.torch import BalancedSchedule
+from bpipe.torch.traced import predict_peaks, trace_stages
 from tests.gloo.pipelined import MICROBATCHES, OPTIONS, PLACES, run_cases
-from tests.gloo.pipelined_stages import WIDTH, Part, loss_of, same, stages_of, steps_of
+from tests.gloo.pipelined_stages import (
+    LENGTH,
+    ROWS,
+    VOCABULARY,
+    WIDTH,
+    Part,
+    loss_of,
+    same,
+    stages_of,
+    steps_of,
+)
 
 
 class Noisy(nn.Module):
@@ -98,7 +109,17 @@ def of_case(case: Budgeted, rank: int, world: int) -> dict[str, Any]:
     torch.manual_seed(rank)
     bits = steps_of(schedule, ours, MICROBATCHES, 3)
     assert schedule.plan is not None
+
+    def made() -> tuple[Any, ...]:
+        tokens, target = (torch.randint(0, VOCABULARY, (ROWS, LENGTH)) for _ in range(2))
+        return [case.make(index, num_stages) for index in range(num_stages)], (tokens,), loss_of, target
+
+    traced = trace_stages(made, minimum_bytes=int(OPTIONS["minimum_bytes"]))
+    given: Any = (traced, world, MICROBATCHES, NAMES[case.places])
+    hosts = case.options.get("hosts")
     found = {
+        "traced alone": predict_peaks(*given, balance="none").need_bytes[rank],
+        "traced": predict_peaks(*given, memory=budget, hosts=hosts).need_bytes[rank],
         "same": same(wanted, bits),
         "buffers": [
             torch.equal(one, other)

@@ -38,6 +38,14 @@ def test_peaks_are_those_planned_and_keep_the_budget(case: str, found: Found) ->
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.parametrize("case", CASES)
+def test_a_trace_without_memory_predicts_what_was_measured(case: str, found: Found) -> None:
+    """Of modules on fake tensors, before anything is started; what shards parameters changes nothing of it."""
+    for rank in (each[case] for each in found):
+        assert (rank["traced alone"], rank["traced"]) == (rank["alone"], rank["measured"])
+
+
+@pytest.mark.timeout(180)
 def test_parts_leave_where_they_are_enough(found: Found) -> None:
     assert found[0]["1f1b, parts of a micro-batch"]["parts"] == [0]
     assert found[0]["FSDP2"]["parts"] == []

@@ -245,7 +245,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "torch": (
         "option_names pipelines recomputed recorded upstream weighed",
         "buffers calls judged orders planned",
-        "schedule",
+        "schedule traced",
         "titan",
     ),
     "compare": ("read", "judge", "show"),
