@@ -53,6 +53,8 @@ REFUSED = {
     ),
     "--cross-entropy-fusion-impl": "another loss, which keeps no softmax in 32 bit",
     "--fp16-lm-cross-entropy": "a loss in 16 bit",
+    # `MLP.forward` adds an offset to the one half, which makes a tensor of it, too.
+    "--no-bias-swiglu-fusion": "a SwiGLU of separate kernels, which keep two tensors more of an MLP's inside",
     "--fp32-residual-connection": "what passes between layers in 32 bit",
     "--defer-embedding-wgrad-compute": "an output layer that keeps logits' gradients of several micro-batches",
     "--overlap-moe-expert-parallel-comm": "forwards and backwards of two micro-batches at once",
@@ -67,7 +69,14 @@ REFUSED = {
 }
 
 # Flags that are predicted as if they were not given, and why.
-PREDICTED_WITHOUT = {"--cross-entropy-loss-fusion": "keeps the same softmax in 32 bit: predicted as without it"}
+PREDICTED_WITHOUT = {
+    "--cross-entropy-loss-fusion": "keeps the same softmax in 32 bit: predicted as without it",
+    # By reading Megatron's modules: what is fused keeps its input, what is not the sum of input and bias.
+    "--no-bias-gelu-fusion": "keeps one input of the GELU, as with it: gigabytes are the same, and it takes longer",
+    "--no-bias-dropout-fusion": "keeps the same mask of a byte a value: gigabytes are the same, and it takes longer",
+    "--no-masked-softmax-fusion": "keeps the same probabilities in 16 bit: gigabytes are the same, and attention without "
+    "flash takes longer",
+}
 
 # Patterns of flags.
 WITHOUT_INFLUENCE = [

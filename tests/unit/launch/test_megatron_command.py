@@ -23,7 +23,7 @@ from bpipe.flags.parser import parser_of_launch
 from bpipe.launch.megatron_command import Reading, read_command
 from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.launch.megatron_names import names
-from bpipe.launch.other_flags import ANY_VALUE, REFUSED, WITHOUT_INFLUENCE
+from bpipe.launch.other_flags import ANY_VALUE, PREDICTED_WITHOUT, REFUSED, WITHOUT_INFLUENCE
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.fp8 import FORMATS, RECIPES, Fp8
 from bpipe.models.layer_counts import split_layers
@@ -523,7 +523,7 @@ LARGE = (
     *("--optimizer-cpu-offload", "--fine-grained-activation-offloading", "--cross-entropy-fusion-impl te"),
     *("--fp32-residual-connection", "--defer-embedding-wgrad-compute", "--num-distributed-optimizer-instances 2"),
     *("--overlap-moe-expert-parallel-comm", "--use-megatron-fsdp", "--distribute-saved-activations"),
-    "--use-transformer-engine-op-fuser",
+    *("--use-transformer-engine-op-fuser", "--no-bias-swiglu-fusion"),
 )
 
 
@@ -536,6 +536,7 @@ def test_a_flag_of_gigabytes_is_never_left_out_silently(flag: str) -> None:
 def test_a_flag_that_leaves_them_as_they_are_is_taken() -> None:
     taken = ("--optimizer adam", "--cuda-graph-impl none", "--num-distributed-optimizer-instances 1")
     taken += ("--cross-entropy-fusion-impl native", "--mtp-num-layers 0")
-    found = read_command([*SMALL, *" ".join(taken).split(), "--cross-entropy-loss-fusion"])
+    found = read_command([*SMALL, *" ".join(taken).split(), *PREDICTED_WITHOUT])
     assert found.not_considered == ()
-    assert [note for note in found.notes if "--cross-entropy-loss-fusion" in note]
+    for flag in PREDICTED_WITHOUT:
+        assert [note for note in found.notes if note.startswith(flag)], flag
