@@ -71,17 +71,25 @@ def trace_stages(
         traced = []
         for index, stage in enumerate(stages):
             loss = of_loss if index == len(stages) - 1 else []
+            # A stage keeps what it received; the first one's inputs are the user's.
+            theirs = (*loss[1:], *(given[1] if not index else ()))
             ran = [_forward(stage, each, loss) for each in given]
-            aside = {*_of_module(stage), *map(_address, (*loss[1:], *(given[1] if not index else ())))}
-            aside |= {_address(output) for outputs, _ in ran for output in outputs}
-            saved = [_saved(roots) for _, roots in ran]
-            common = saved[0].keys() & saved[1].keys()
-            own = [nbytes for address, nbytes in saved[1].items() if address not in aside | common]
-            lengths = [nbytes for nbytes in own if nbytes >= minimum_bytes]
+            own = _own_bytes(stage, ran, theirs)
+            moved = [nbytes for nbytes in own if nbytes >= minimum_bytes]
             parameters = sum(each.numel() for each in stage.parameters())
-            traced.append(TracedStage(sizes_of(index, sum(own), lengths), parameters))
+            traced.append(TracedStage(sizes_of(index, sum(own), moved), parameters))
             given = [tuple(_received(output, mode) for output in outputs) for outputs, _ in ran]
     return traced
+
+
+def _own_bytes(
+    stage: nn.Module, ran: Sequence[tuple[list[torch.Tensor], list[Any]]], theirs: Sequence[torch.Tensor]
+) -> list[int]:
+    """Return the bytes of every storage that one micro-batch saved and nobody else holds."""
+    outputs = [output for of_one, _ in ran for output in of_one]
+    first, second = (_saved(roots) for _, roots in ran)
+    aside = {*_of_module(stage), *map(_address, (*theirs, *outputs)), *first.keys()}
+    return [nbytes for address, nbytes in second.items() if address not in aside]
 
 
 def _checked(made: Made) -> Made:

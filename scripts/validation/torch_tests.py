@@ -238,13 +238,7 @@ def main() -> int:
     if listed.returncode:
         raise SystemExit(f"torch's tests cannot be read: {listed.stderr[-2000:]}")
     names = json.loads(listed.stdout.splitlines()[-1])
-    told = {mode: dict[str, tuple[str, str]]() for mode in (STOCK, BALANCED)}
-    for mode, of_mode in told.items():
-        for name, outcome, reason in outcomes_of(checkout, mode, names):
-            of_mode[name] = outcome, reason
-            what = refusal(reason) if mode == BALANCED else None
-            verdict = f"refused: {what}" if what else outcome if outcome == PASSED else f"{outcome}: {why(reason)}"
-            print(f"{mode:<9} {name.partition('.')[2]:<90} {verdict}", flush=True)
+    told = {mode: _told(checkout, mode, names) for mode in (STOCK, BALANCED)}
     passed = {mode: {name for name, (outcome, _) in of.items() if outcome == PASSED} for mode, of in told.items()}
     short = passed[STOCK] - passed[BALANCED]
     refused = {name for name in short if refusal(told[BALANCED][name][1])}
@@ -254,6 +248,17 @@ def main() -> int:
         f"{len(passed[STOCK] & passed[BALANCED])} of these; {len(refused)} refused, {len(short - refused)} failed"
     )
     return 1 if short - refused else 0
+
+
+def _told(checkout: Path, mode: str, names: list[str]) -> dict[str, tuple[str, str]]:
+    """Run the tests, print how each ended, and return that with its reason."""
+    told: dict[str, tuple[str, str]] = {}
+    for name, outcome, reason in outcomes_of(checkout, mode, names):
+        told[name] = outcome, reason
+        what = refusal(reason) if mode == BALANCED else None
+        verdict = f"refused: {what}" if what else outcome if outcome == PASSED else f"{outcome}: {why(reason)}"
+        print(f"{mode:<9} {name.partition('.')[2]:<90} {verdict}", flush=True)
+    return told
 
 
 if __name__ == "__mp_main__":
