@@ -243,8 +243,8 @@ class _RankWalk:
 
     def _launch(self, op: int, value: int) -> Iterator[int]:
         """Send or post a message where queues or hosts wait for it."""
-        if op == _SEND and self.waits >= WaitLevel.ONE_QUEUE:
-            yield from self._sent_before(value)
+        if self.waits >= WaitLevel.ONE_QUEUE and (op == _SEND or self.board.exchange is Exchange.TORCH):
+            yield from self._issued_before(value)
         self.launched.append(value)
         # Megatron's loops give all of an exchange to torch at once.
         if self.board.exchange.is_megatron and self.program.ops[self.index + 1 : self.index + 2] in (
@@ -283,10 +283,12 @@ class _RankWalk:
             self.streams[parties] = _PairStream(self.board)
         self.streams[parties].issue(value)
 
-    def _sent_before(self, value: int) -> Iterator[int]:
-        """What was sent to the same ranks last: with one queue the next stands at its head until that has been
-        received."""
+    def _issued_before(self, value: int) -> Iterator[int]:
+        """Wait for what was issued last in the same stream: with one queue the next stands at its head until that has
+        passed. Torch's runtime has one stream for both directions between two ranks."""
         parties = self.board.dependencies.route(value).parties
+        if self.board.exchange is Exchange.TORCH:
+            parties = tuple(sorted(parties))
         before = self.last_sent.get(parties)
         if before is not None:
             yield from self._until(before)

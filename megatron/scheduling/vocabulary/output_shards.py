@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.utils import unwrap_model
 
 from bpipe.features.asked import reasons_of
+from bpipe.features.feature import Settings
 from bpipe.features.table import SHARDED
 from bpipe.vocabulary.rows import Rows
 from megatron.scheduling.hooks import patches
@@ -303,12 +304,14 @@ def _of_model(model: Any, inputs: bool) -> Iterator[str]:
     """What only a model says; flags say the same where the model is made of them."""
     if not model.parallel_output:
         yield "--bpipe-vocabulary: this model gathers its logits, and shards never do; build it with parallel_output"
-    said = SimpleNamespace(
-        mtp_num_layers=model.config.mtp_num_layers,
-        untie_embeddings_and_output_weights=not model.share_embeddings_and_output_weights,
-        bpipe_vocabulary_input=inputs,
-    )
-    yield from reasons_of(SHARDED, said, "--bpipe-vocabulary")
+    ahead = Settings(model.config).mtp_num_layers
+    if ahead:
+        said = SimpleNamespace(
+            mtp_num_layers=ahead,
+            untie_embeddings_and_output_weights=not model.share_embeddings_and_output_weights,
+            bpipe_vocabulary_input=inputs,
+        )
+        yield from reasons_of(SHARDED, said, "--bpipe-vocabulary")
 
 
 def _deal(whole: torch.Tensor | None, rows: torch.Tensor, pipeline: Any, place: int) -> None:

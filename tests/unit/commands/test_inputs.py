@@ -49,7 +49,7 @@ def test_a_file_that_cannot_be_used_is_named_with_what_to_do(
     ("arguments", "message"),
     [
         (["plan", "--zp", "2"], "unknown flag --zp (see"),
-        (["simulate", "--html", "x"], "unknown flag --html (see"),
+        (["fit", "--html", "x"], "unknown flag --html (see"),
         (["plan", "--nodes", "4"], "unknown flag --nodes (see"),
         (["report", "--htm", "x"], "unknown flag --htm, did you mean '--html'?"),
         (

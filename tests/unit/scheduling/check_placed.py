@@ -212,7 +212,7 @@ def megatrons_own_placement_is_left_alone() -> None:
 
 
 def the_last_rank_has_the_first_stages_data() -> None:
-    """And the first one, of the world, writes its indices."""
+    """And the first one, of the world, writes its indices; of packed rows all have them."""
     asked: list[bool] = []
 
     def is_first() -> list[bool]:
@@ -223,14 +223,19 @@ def the_last_rank_has_the_first_stages_data() -> None:
         asked[:] = is_first()
         return ["of a chunk", "of another"], "one"
 
-    for rank in range(RANKS):
-        with mock.patch.object(training, "build_train_valid_test_data_iterators", build), of_rank(V, rank):
+    for rank, packed in ((rank, packed) for rank in range(RANKS) for packed in (False, True)):
+        with (
+            mock.patch.object(training, "build_train_valid_test_data_iterators", build),
+            mock.patch("megatron.training.get_args", lambda sft=packed: SimpleNamespace(sft=sft)),
+            of_rank(V, rank),
+        ):
             assert is_first() == [rank == 3, False]
             assert parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=1) is (rank == 3)
             found = training.build_train_valid_test_data_iterators("sets")
             assert is_first() == [rank == 3, False]
         assert asked == [rank in (0, 3), False]
-        assert found == (([None, None], None) if rank == 0 else (["of a chunk", "of another"], "one"))
+        none = rank == 0 and not packed
+        assert found == (([None, None], None) if none else (["of a chunk", "of another"], "one"))
 
 
 def two_pipes_read_each_their_samples() -> None:

@@ -243,7 +243,9 @@ def test_nothing_else_is_refused(settings: dict[str, Any]) -> None:
 
 
 SPLIT: dict[str, dict[str, Any]] = {
-    "prediction of further tokens": {"mtp_num_layers": 1},
+    "further tokens without a whole embedding": {"mtp_num_layers": 1, "bpipe_vocabulary_input": True},
+    "heads of further tokens that train alone": {"mtp_num_layers": 1, "mtp_detach_heads": True},
+    "further tokens in slices and shards": {"mtp_num_layers": 1, "bpipe_slices": 2},
     "variable lengths in shards": {"variable_seq_lengths": True},
     "deferred gradients of the output layer": {"defer_embedding_wgrad_compute": True},
     "models without weights at first": {"init_model_with_meta_device": True},
@@ -260,6 +262,10 @@ def test_what_cannot_be_split_is_refused_for_its_own_reason() -> None:
     fine = SimpleNamespace(
         untie_embeddings_and_output_weights=False, save="here", ckpt_format="torch_dist", mtp_num_layers=None
     )
+    assert reasons_of(SHARDED, fine, "--x") == []
+    fine.mtp_num_layers = 1
+    assert reasons_of(SHARDED, fine, "--x") != []
+    fine.untie_embeddings_and_output_weights = True
     assert reasons_of(SHARDED, fine, "--x") == []
 
 
