@@ -69,14 +69,14 @@ def trace_stages(
         stages, inputs, *of_loss = _checked(make())
         given = [tuple(_received(each, mode) for each in inputs) for _ in range(_MICROBATCHES)]
         traced = []
-        for index, stage in enumerate(stages):
+        for index, module in enumerate(stages):
             loss = of_loss if index == len(stages) - 1 else []
             # A stage keeps what it received; the first one's inputs are the user's.
             theirs = (*loss[1:], *(given[1] if not index else ()))
-            ran = [_forward(stage, each, loss) for each in given]
-            own = _own_bytes(stage, ran, theirs)
+            ran = [_forward(module, each, loss) for each in given]
+            own = _own_bytes(module, ran, theirs)
             moved = [nbytes for nbytes in own if nbytes >= minimum_bytes]
-            parameters = sum(each.numel() for each in stage.parameters())
+            parameters = sum(each.numel() for each in module.parameters())
             traced.append(TracedStage(sizes_of(index, sum(own), moved), parameters))
             given = [tuple(_received(output, mode) for output in outputs) for outputs, _ in ran]
     return traced
@@ -166,7 +166,7 @@ def predict_peaks(
 
     Raises ValueError as that does, and for split backwards, of which nobody knows what torch keeps between them.
     """
-    sizes = {stage.sizes.stage: stage.sizes for stage in traced}
+    sizes = {each.sizes.stage: each.sizes for each in traced}
     stages: Any = [SimpleNamespace(group_size=num_ranks, num_stages=len(traced))]
     how = named_balance(balance, bounds, hosts=hosts)
     schedule = default_family(max(1, len(traced) // num_ranks)) if schedule is None else schedule
@@ -207,11 +207,11 @@ def answer(options: Mapping[str, Any]) -> dict[str, Any]:
     traced = trace_stages(_function(options["module"]), options["device"])
     stages = [
         {
-            "parameters": stage.parameters,
-            "saved_bytes": stage.sizes.saved_bytes,
-            "moved_bytes": stage.sizes.moved_bytes,
+            "parameters": each.parameters,
+            "saved_bytes": each.sizes.saved_bytes,
+            "moved_bytes": each.sizes.moved_bytes,
         }
-        for stage in traced
+        for each in traced
     ]
     settings = {name: options[name] for name in ("schedule", "group_size")}
     sizes = (traced, options["ranks"], options["microbatches"])
