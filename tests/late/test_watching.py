@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 
 import pytest
 
 from tests.late import watching
-from tests.late.devices import Draw, begin
+from tests.late.devices import Draw, begin, extension
 from tests.late.hosts import Hangs, run_hosts
 from tests.late.test_pipelines import runs_right
 
@@ -58,3 +59,27 @@ def test_a_loop_without_an_end_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
             run_hosts(1, ask)
     finally:
         over.set()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_device_s_thread_waits_beside_its_host(seed: int) -> None:
+    """The thread in which autograd puts away what a backward made may wait while its host runs already. All waits that
+    were known then said that nobody could go on, and one for another host's turn took that host's place."""
+    told = {"by the thread": False, "by host 0": False}
+
+    def of_autograd() -> None:
+        ctypes.CDLL(None).prctl(15, b"pt_autograd_0", 0, 0, 0)  # PR_SET_NAME: as torch calls it
+        extension().wait_until(lambda: told["by host 0"], "the thread waits")
+        told["by the thread"] = True
+
+    def host(rank: int) -> None:
+        if rank == 0:
+            beside = threading.Thread(target=of_autograd)
+            beside.start()
+            time.sleep(0.05)
+            told["by host 0"] = True
+            beside.join()
+        extension().wait_until(lambda: told["by the thread"], f"host {rank} waits")
+
+    begin(Draw(seed))
+    run_hosts(2, host)

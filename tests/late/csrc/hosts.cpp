@@ -7,7 +7,7 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstring>
+#include <cstdio>
 #include <memory>
 #include <thread>
 
@@ -29,15 +29,12 @@ class WithoutPython {
   PyThreadState* state_;
 };
 
-// Whose thread this is; a device's thread of autograd has no number and acts for the host whose turn it is.
+// Whose own thread this is.
 thread_local int own = -1;
 
-// A thread that collects garbage, say: it frees what an earlier run made, whoever's turn it is now.
-bool is_bystander() {
-  char name[16] = "";
-  pthread_getname_np(pthread_self(), name, sizeof(name));
-  return own < 0 && std::strncmp(name, "pt_autograd", 11) != 0;
-}
+// Before anybody says that nobody can go on: so often it is asked again, and so long in between.
+constexpr int kAskedAgain = 20;
+constexpr auto kBetween = std::chrono::milliseconds(10);
 
 }  // namespace
 
@@ -51,6 +48,23 @@ void Hosts::expect(int number) {
   hosts_.assign(number, {});
   turn_ = -1;
   stuck_.clear();
+  turned_.notify_all();
+}
+
+int Hosts::acts_for() const {
+  if (hosts_.empty()) return -1;
+  int host = own;
+  if (host < 0) {
+    char name[16] = "";
+    pthread_getname_np(pthread_self(), name, sizeof(name));
+    // Torch calls them so: device k's, and host k's device is k.
+    if (std::sscanf(name, "pt_autograd_%d", &host) != 1) return -1;
+  }
+  return host < static_cast<int>(hosts_.size()) && hosts_[host].here && !hosts_[host].gone ? host : -1;
+}
+
+bool Hosts::Host::can_go_on() const {
+  return here && !gone && (waits.empty() || std::any_of(waits.begin(), waits.end(), [](auto* wait) { return wait->over(); }));
 }
 
 void Hosts::enter(int host) {
@@ -78,17 +92,14 @@ void Hosts::leave(int host) {
   if (turn_ == host && !hand_over(lock)) {
     for (size_t other = 0; other < hosts_.size(); ++other)
       if (!hosts_[other].gone) turn_ = static_cast<int>(other);
-    turned_.notify_all();
   }
+  turned_.notify_all();
 }
 
 int Hosts::another_that_can() {
   std::vector<int> able;
-  for (size_t other = 0; other < hosts_.size(); ++other) {
-    auto& host = hosts_[other];
-    if (static_cast<int>(other) != turn_ && host.here && !host.gone && (!host.waits_for || (*host.waits_for)()))
-      able.push_back(static_cast<int>(other));
-  }
+  for (size_t other = 0; other < hosts_.size(); ++other)
+    if (static_cast<int>(other) != turn_ && hosts_[other].can_go_on()) able.push_back(static_cast<int>(other));
   return able.empty() ? -1 : able[Machine::get().order.draw(able.size())];
 }
 
@@ -102,7 +113,8 @@ bool Hosts::hand_over(std::unique_lock<std::mutex>& lock) {
 }
 
 void Hosts::wait_for_turn(std::unique_lock<std::mutex>& lock, int me) {
-  turned_.wait(lock, [&] { return turn_ == me || !stuck_.empty(); });
+  // A host that has left has no turn any more; its device's thread may still be putting its things away.
+  turned_.wait(lock, [&] { return turn_ == me || !stuck_.empty() || acts_for() != me; });
   TORCH_CHECK(stuck_.empty(), stuck_);
 }
 
@@ -111,7 +123,9 @@ std::string Hosts::who_waits() const {
   for (size_t host = 0; host < hosts_.size(); ++host) {
     auto& each = hosts_[host];
     text += "\n  host " + std::to_string(host) + ": ";
-    text += each.gone ? "has left" : static_cast<int>(host) == turn_ && each.what.empty() ? "goes on" : each.what;
+    if (each.gone) text += "has left";
+    else if (each.waits.empty()) text += "goes on";
+    for (auto* wait : each.waits) text += (wait == each.waits.front() ? "" : "; ") + wait->what;
   }
   return text;
 }
@@ -120,36 +134,53 @@ void Hosts::wait_until(const Test& over, const Test& go_on, const std::string& w
   WithoutPython without;
   if (works_by_itself()) return wait_alone(over, go_on);
   std::unique_lock<std::mutex> lock(mutex_);
-  if (turn_ >= 0 && is_bystander()) {
+  const int me = acts_for();
+  if (me < 0 && turn_ >= 0) {
+    // A thread that collects garbage, say: it frees what an earlier run made, whoever's turn it is now.
     lock.unlock();
     return wait_alone(over, [] { return false; });
   }
-  int me = turn_;
-  if (me >= 0) {
-    hosts_[me].waits_for = &over;
-    hosts_[me].what = what;
-  }
+  Wait wait{over, what};
+  if (me >= 0) hosts_[me].waits.push_back(&wait);
   auto forget = [&](void*) {
-    if (me >= 0 && me < static_cast<int>(hosts_.size())) {
-      hosts_[me].waits_for = nullptr;
-      hosts_[me].what.clear();
-    }
+    if (me >= 0 && me < static_cast<int>(hosts_.size())) std::erase(hosts_[me].waits, &wait);
   };
   std::unique_ptr<void, decltype(forget)> at_the_end(this, forget);
+  int asked_again = 0;
   while (!over()) {
     TORCH_CHECK(stuck_.empty(), stuck_);
-    bool elsewhere = me >= 0 && Machine::get().order.draw(4) == 0 && hand_over(lock);
-    if (!elsewhere && go_on()) continue;
-    if (!elsewhere && me >= 0) elsewhere = hand_over(lock);
-    if (!elsewhere) {
-      std::string text = "late: nobody can go on: " + what + "." + who_waits() + Machine::get().standing();
-      if (me >= 0) {
-        stuck_ = text;
-        turned_.notify_all();
-      }
-      TORCH_CHECK(false, text);
+    if (me >= 0 && acts_for() != me) {
+      lock.unlock();
+      wait_alone(over, [] { return false; });
+      lock.lock();
+      return;
     }
-    wait_for_turn(lock, me);
+    if (me >= 0 && turn_ != me) {
+      wait_for_turn(lock, me);
+      continue;
+    }
+    bool elsewhere = me >= 0 && Machine::get().order.draw(4) == 0 && hand_over(lock);
+    if (!elsewhere && go_on()) {
+      asked_again = 0;
+      continue;
+    }
+    if (!elsewhere && me >= 0) elsewhere = hand_over(lock);
+    if (elsewhere) {
+      asked_again = 0;
+      continue;
+    }
+    if (asked_again++ < kAskedAgain) {
+      lock.unlock();
+      std::this_thread::sleep_for(kBetween);
+      lock.lock();
+      continue;
+    }
+    std::string text = "late: nobody can go on: " + what + "." + who_waits() + Machine::get().standing();
+    if (me >= 0) {
+      stuck_ = text;
+      turned_.notify_all();
+    }
+    TORCH_CHECK(false, text);
   }
 }
 
@@ -167,8 +198,8 @@ void Hosts::wait_alone(const Test& over, const Test& go_on) {
 void Hosts::perhaps_yield() {
   WithoutPython without;
   std::unique_lock<std::mutex> lock(mutex_);
-  int me = turn_;
-  if (me < 0 || Machine::get().order.draw(2) || !hand_over(lock)) return;
+  const int me = acts_for();
+  if (me < 0 || turn_ != me || Machine::get().order.draw(2) || !hand_over(lock)) return;
   wait_for_turn(lock, me);
 }
 

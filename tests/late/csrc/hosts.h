@@ -3,6 +3,10 @@
 // So a run with several ranks in one process repeats, and "everybody waits" is known and not guessed by a clock. A process with one host
 // needs none of this: it waits for its devices, or there is nobody to wait for. Nor does one of several processes, whose devices work by
 // themselves (wire.h): whether another one ever comes only a clock can say, and that is the watchdog's.
+//
+// A host is its own thread and its device's thread of autograd, and for a moment at the end of a backward both run. So a host may wait for
+// two things at once, and goes on once either is over; and what waits last may not say that nobody can go on before it has asked again for
+// a while: somebody may be running of whom nothing is known here.
 #pragma once
 #include <condition_variable>
 #include <functional>
@@ -32,12 +36,19 @@ class Hosts {
   void perhaps_yield();
 
  private:
+  struct Wait {
+    const Test& over;
+    const std::string& what;
+  };
   struct Host {
     bool here = false;
     bool gone = false;
-    const Test* waits_for = nullptr;
-    std::string what;
+    std::vector<const Wait*> waits;
+
+    bool can_go_on() const;
   };
+  // The host that this thread acts for, or -1: nobody is expected, or it acts for none.
+  int acts_for() const;
   void wait_alone(const Test& over, const Test& go_on);
   bool hand_over(std::unique_lock<std::mutex>& lock);
   int another_that_can();
