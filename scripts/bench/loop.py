@@ -93,7 +93,7 @@ STOCK: Callable[..., Any] = schedules.forward_backward_pipelining_without_interl
 def own_loop(sizes: argparse.Namespace) -> Callable[..., Any]:
     """Return our own loop for 1F1B, in place of Megatron's."""
     own = ScheduleConfig("1f1b", sizes.stages, sizes.microbatches, exchange=Exchange.POSTED)
-    config = SchedulingConfig(balance=False, num_ranks=sizes.stages, num_chunks=1, own=own)
+    config = SchedulingConfig(num_ranks=sizes.stages, num_chunks=1, own=own)
     loop: Callable[..., Any] = Loop(Driver(config), config).wraps()[patches.ONE_F_ONE_B](STOCK)
     return loop
 

@@ -30,6 +30,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
+from bpipe.balance.config import BalanceConfig
 from megatron.scheduling.options.arguments import SchedulingConfig
 
 # Megatron has looked for these by now, and goes on not finding them.
@@ -166,7 +167,7 @@ def main(ports: list[str]) -> None:
         plain = train(ports.pop(), chunks)
         installed = install(
             SchedulingConfig(
-                balance=True, num_ranks=4, num_chunks=chunks, minimum_bytes=1024, poison=True, timeout_s=60.0
+                num_ranks=4, num_chunks=chunks, balance=BalanceConfig(), minimum_bytes=1024, poison=True, timeout_s=60.0
             )
         )
         balanced = train(ports.pop(), chunks)

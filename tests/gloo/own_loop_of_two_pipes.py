@@ -36,7 +36,7 @@ from tests.gloo.own_loop import LAUNCH_RANK, LENGTH, VOCABULARY, forward
 
 # What a pipe takes of an iteration: as many as a replica.
 NUM_MICROBATCHES = (4, 2, 4)
-CONFIG = SchedulingConfig(balance=False, num_ranks=4, num_chunks=1, own=ScheduleConfig("mixpipe", 4, 8), timeout_s=60.0)
+CONFIG = SchedulingConfig(num_ranks=4, num_chunks=1, own=ScheduleConfig("mixpipe", 4, 8), timeout_s=60.0)
 SETTINGS: dict[str, Any] = {
     "num_layers": 4,
     "hidden_size": 64,

@@ -85,7 +85,7 @@ class Driver:
         self._at: Action | None = None
         # By the place of the other rank.
         self._connections: dict[int, Connection | OwnMemory] = {}
-        self.how = config.balancing
+        self.balance = config.balance
         self._learns = config.memory is not None and config.memory.learns
         # What is held is measured for whoever reads it: a report, Megatron's writers, or a budget to be learned.
         self._tells = config.report is not None or config.metrics_interval is not None
@@ -121,7 +121,7 @@ class Driver:
             num_ranks=self._config.num_ranks,
             num_microbatches=num_microbatches,
             num_chunks=self._config.num_chunks,
-            balance=self.how,
+            balance=self.balance,
             group_size=group_size,
             exchange=exchange,
         )
@@ -138,7 +138,7 @@ class Driver:
             # What only the model's configuration says; the arguments were judged at the start, if there were any.
             upstream.require(config, "driver")
             upstream.say_absent(config, configuration=True)
-        refuse(config, self._config.balance, self._config.own is not None, self._config.strict)
+        refuse(config, self._config.balance is not None, self._config.own is not None, self._config.strict)
         first = not self._engines
         engine = self._active = self._engine(program, config)
         if first and any(
@@ -279,7 +279,7 @@ class Driver:
 
     def _make_verifier(self, name: str, config: Any) -> Verifier | None:
         """Return what checks the first iterations, where it was asked for or anything is guarded, which is said."""
-        found = guarded(config, self._config.balance, self._config.own is not None)
+        found = guarded(config, self._config.balance is not None, self._config.own is not None)
         names = dict.fromkeys([*self._config.guarded, *(one.name for one in found)])
         iterations = self._config.verify
         if iterations is None:
@@ -374,9 +374,9 @@ class Driver:
         parts = sizing.parts() if sizing is not None else {}
         return FirstMeasured(*sizes, meter.received_bytes, peak, *self._most, engine.lent_bytes, parts, kept)
 
-    def learned(self, how: BalanceConfig | None) -> None:
-        """End measuring. From the next iteration on balance as in `how`, on every rank; None: as before."""
-        self.how, self._learns = how or self.how, False
+    def learned(self, balance: BalanceConfig | None) -> None:
+        """End measuring. From the next iteration on balance so, on every rank; None: as before."""
+        self.balance, self._learns = balance or self.balance, False
         if not self._tells:
             self._meter = None
             for engine in self._engines.values():
@@ -406,7 +406,7 @@ class Driver:
             self.rank,
             rank=dist.get_rank(),
             pipeline=pipeline,
-            balanced=self._config.balance,
+            balanced=self._config.balance is not None,
             peaks=self._peaks,
             differing=self._differing.sums,
             certificate=Certificate() if self._verifier is None else self._verifier.certificate,

@@ -226,7 +226,7 @@ class Loop:
 
         Megatron's own schedule has Megatron's groups in our loop, too; it counts one pipe's micro-batches.
         """
-        own = replace(self._own, num_microbatches=num_microbatches * self._num_pipes, balance=self._driver.how)
+        own = replace(self._own, num_microbatches=num_microbatches * self._num_pipes, balance=self._driver.balance)
         family = None if own.written is not None else FAMILIES[own.schedule]
         # Of slices fewer micro-batches fill a group, and Megatron's default is that of whole ones.
         if family is None or family.exchange is Exchange.POSTED or own.slices > 1:

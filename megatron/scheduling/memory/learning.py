@@ -85,7 +85,7 @@ class Learner:
         )
         devices = devices_of([one for one, *_ in found], plain, budgets)
         devices = replace(devices, memory=replace(devices.memory, reserved=self._driver.differing))
-        how = self._driver.how
+        how = self._driver.balance
         if how is not None:
             devices = replace(devices, hosts=how.hosts, nodes=how.nodes or (), linked=frozenset(links_of(schedule)))
             devices = replace(devices, link_bytes=self._link_bytes())

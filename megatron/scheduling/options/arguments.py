@@ -48,7 +48,7 @@ BY_TRAINER = {
     "peak_tflops": _OF_REPORT,
     "metrics_interval": _OF_REPORT,
     "memory": "a budget is planned by Megatron's arguments, and learned around its train_step: give "
-    "how=BalanceConfig(...), as `bpipe "
+    "balance=BalanceConfig(...), as `bpipe "
     f"simulate --memory` plans it, or {_BY_LAUNCHER} --bpipe-memory",
     "costs": f"they are for a budget that is learned: leave them out, or {_BY_LAUNCHER} --bpipe-memory and "
     f"--bpipe-cluster",
@@ -66,7 +66,7 @@ class SchedulingConfig:
 
     `report` is a folder or None; a pipeline has `num_ranks` ranks of `num_chunks` chunks.
 
-    `how`: how Megatron's own schedule is balanced, by default to the fewest micro-batches that all pairs can keep;
+    `balance`: how activations move, None where none do; a schedule in `own` says it itself.
     `plan`: lines that say why. `memory`: the budget that was asked for, where there is one; `costs`: by what to plan in
     time once its bytes are measured. `own` is what our own loop runs, each iteration with its own number of
     micro-batches; None where Megatron's loops run. Where it splits backwards, `keep_weights_halves` says of what W is
@@ -82,10 +82,9 @@ class SchedulingConfig:
     whose optimizer's moments wait where while micro-batches are computed.
     """
 
-    balance: bool
     num_ranks: int
-    num_chunks: int
-    how: BalanceConfig | None = None
+    num_chunks: int = 1
+    balance: BalanceConfig | None = None
     plan: tuple[str, ...] = ()
     memory: MemoryBudget | None = None
     costs: Costs | None = None
@@ -122,24 +121,17 @@ class SchedulingConfig:
                     f"{name} is {getattr(self, name)}, but of the schedule in own {getattr(self.own, name)}: give "
                     f"both the same"
                 )
-        if self.own is not None and self.balance is not (self.own.balance is not None):
+        if self.own is not None and self.balance not in (None, self.own.balance):
             raise ValueError(
-                f"balance is {self.balance}, but own is a schedule {'with' if self.own.balance else 'without'} "
-                f"balance: give own a "
-                "BalanceConfig() where activations are to move, and none where they are not"
+                "balance stands in the configuration, and own is a schedule with another or none: give it to own alone"
             )
-
-    @property
-    def balancing(self) -> BalanceConfig | None:
-        """How to balance, None if not at all. A schedule of our own says so itself."""
         if self.own is not None:
-            return self.own.balance
-        return (self.how or BalanceConfig()) if self.balance else None
+            object.__setattr__(self, "balance", self.own.balance)
 
     @property
     def active(self) -> bool:
         """Whether anything of Megatron is to be hooked at all."""
-        return self.balance or self.own is not None or self.report is not None or bool(self.optimizer_hosts)
+        return any((self.balance, self.own, self.report is not None, self.optimizer_hosts))
 
     @property
     def positions(self) -> Positions:
@@ -157,7 +149,7 @@ class SchedulingConfig:
             return built(self.own)
         name = default_family(self.num_chunks)
         full = FAMILIES[name].filling(self.num_ranks)
-        return built(ScheduleConfig(name, self.num_ranks, full, self.num_chunks, self.balancing))
+        return built(ScheduleConfig(name, self.num_ranks, full, self.num_chunks, self.balance))
 
     def refuse_what_needs_the_trainer(self) -> None:
         """Raise ValueError, a line each, for what a loop of one's own would never see happen."""
@@ -179,13 +171,12 @@ def config_from_args(args: Any) -> SchedulingConfig:
         # Megatron gives what the file says instead of what was parsed, so nobody knows whether --bpipe was asked for.
         refuse(args, balance=True)
     upstream.require(args, "arguments")
-    own, how, plan = _asked(args)
+    own, balance, plan = _asked(args)
     sizes = Sizes.of(args, 1 if own is None else own.layout.num_pipes)
     timeout_s, message_timeout_s = _timeouts(args)
     metrics_interval, timers_interval = _intervals(args)
     return SchedulingConfig(
-        balance=args.bpipe,
-        how=how,
+        balance=balance,
         plan=plan,
         memory=args.bpipe_memory,
         costs=None if args.bpipe_cluster is None else requested_costs(args),
@@ -237,10 +228,10 @@ def _asked(args: Any) -> tuple[ScheduleConfig | None, BalanceConfig | None, tupl
     """What our own loop runs, how to balance whatever runs, and lines that say why; ends where anything is in the
     way."""
     problems = list(_out_of_range(args))
-    own, how, plan = None, None, ()  # type: ScheduleConfig | None, BalanceConfig | None, tuple[str, ...]
+    own, balance, plan = None, None, ()  # type: ScheduleConfig | None, BalanceConfig | None, tuple[str, ...]
     try:
         own = own_schedule(args)
-        how, plan = requested_balance(args)
+        balance, plan = requested_balance(args)
         problems += [] if own is None else unplaced(args, own)
     except ValueError as error:
         problems.append(str(error))
@@ -249,7 +240,7 @@ def _asked(args: Any) -> tuple[ScheduleConfig | None, BalanceConfig | None, tupl
     problems += _audited(args, own is not None)
     problems += _hosting(args, own)
     end_where(problems)
-    return own, how, plan
+    return own, balance, plan
 
 
 def _audited(args: Any, own: bool) -> Iterator[str]:

@@ -20,7 +20,7 @@ def begin_record(folder: Path, config: SchedulingConfig, peak: PeakFlops | None)
     """Return this rank's record in a folder, before the first step. Collective over the world."""
     megatron = upstream.running()
     info = RunInfo(
-        balanced=config.balance,
+        balanced=config.balance is not None,
         synchronous=config.synchronous,
         torch=str(torch.__version__),
         megatron_core=megatron.version,

@@ -38,7 +38,7 @@ SPACE = Space(
 
 def is_refused(setup: Setup) -> bool:
     program = replace(setup, balance="none", how=EVENLY).program()
-    config = SchedulingConfig(balance=False, num_ranks=setup.pipeline, num_chunks=setup.chunks)
+    config = SchedulingConfig(num_ranks=setup.pipeline, num_chunks=setup.chunks)
     try:
         refuse_standstill(unchecked(program), Exchange.POSTED, config, torch.device("cuda"), [])
     except ValueError:

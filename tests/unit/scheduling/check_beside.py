@@ -66,7 +66,9 @@ class Stage(torch.nn.Module):
 @contextlib.contextmanager
 def driver_of(rank: int, transport: LateTransport) -> Iterator[Driver]:
     """The driver of one rank, with the transport given."""
-    config = SchedulingConfig(balance=True, num_ranks=STAGES, num_chunks=1, minimum_bytes=1, timers_interval=1)
+    config = SchedulingConfig(
+        num_ranks=STAGES, num_chunks=1, balance=BalanceConfig(), minimum_bytes=1, timers_interval=1
+    )
     with (
         mock.patch.object(Driver, "rank", mock.PropertyMock(return_value=rank)),
         mock.patch.object(Driver, "device", mock.PropertyMock(return_value=torch.device("cpu"))),
@@ -190,7 +192,7 @@ def below_their_level_timers_are_told_nothing() -> None:
 
 def a_run_that_would_stand_still_is_refused() -> None:
     """test_waiting.py says which; here that the driver asks, once it knows the links."""
-    config = SchedulingConfig(balance=True, num_ranks=10, num_chunks=2, synchronous=True)
+    config = SchedulingConfig(num_ranks=10, num_chunks=2, balance=BalanceConfig(), synchronous=True)
     connected: Any = {}, [MeasuredLink((0, 9), "gloo", {})], "a table"
     with (
         mock.patch("megatron.scheduling.loop.driver.connect_pairs", return_value=connected),

@@ -29,11 +29,12 @@ from megatron.training import training
 from megatron.training.arguments import add_megatron_arguments
 
 import megatron.scheduling
+from bpipe.balance.config import BalanceConfig
 from megatron.scheduling.hooks import patches, upstream
 from megatron.scheduling.options.arguments import SchedulingConfig
 from tests.unit.scheduling.test_docs import table
 
-CONFIG = SchedulingConfig(balance=True, num_ranks=4, num_chunks=1)
+CONFIG = SchedulingConfig(num_ranks=4, num_chunks=1, balance=BalanceConfig())
 
 
 def functions() -> list[object]:

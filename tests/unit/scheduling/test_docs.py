@@ -10,11 +10,11 @@ import ast
 import re
 import subprocess
 import sys
-from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
 
+from bpipe.balance.config import BalanceConfig
 from bpipe.features.feature import Feature, State
 from bpipe.features.table import FEATURES, PLACED, SHARDED, SLICED
 from bpipe.generate.families import FAMILIES
@@ -206,9 +206,8 @@ def test_the_example_gives_the_configuration_all_it_needs() -> None:
         for node in ast.walk(ast.parse(block))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == SchedulingConfig.__name__
     ]
-    values = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-    assert list(values) == [field.name for field in fields(SchedulingConfig) if field.default is MISSING]
-    assert SchedulingConfig(**values).active
+    config = eval(ast.unparse(call), {one.__name__: one for one in (SchedulingConfig, BalanceConfig)})
+    assert config.active
 
 
 def test_reading_the_table_of_refusals_loads_nothing_heavy() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bpipe.balance.config import BalanceConfig
 from bpipe.flags.budgets import MemoryBudget, read_moves
 from bpipe.simulate.cost import Costs
 from megatron.scheduling import install
@@ -34,7 +35,7 @@ def test_what_needs_megatrons_trainer_is_refused_by_its_name(name: str) -> None:
     with pytest.raises(
         ValueError, match=rf"\n  {name} in the configuration: .* python -m megatron.scheduling.launch"
     ) as refused:
-        install(SchedulingConfig(balance=True, num_ranks=4, num_chunks=1, **{name: ASKED[name]}))
+        install(SchedulingConfig(num_ranks=4, num_chunks=1, balance=BalanceConfig(), **{name: ASKED[name]}))
     assert str(refused.value).count("in the configuration") == 1
 
 
@@ -42,7 +43,7 @@ def test_all_of_it_is_said_at_once() -> None:
     with pytest.raises(
         ValueError, match=r"^this run cannot start:\n  report in (?s:.*)\n  memory in (?s:.*)\n  optimizer_hosts in "
     ):
-        install(SchedulingConfig(balance=True, num_ranks=4, num_chunks=1, **ASKED))
+        install(SchedulingConfig(num_ranks=4, num_chunks=1, balance=BalanceConfig(), **ASKED))
 
 
 # Of the training, for who writes a report: they ask for nothing.
@@ -57,13 +58,9 @@ PARTS = (
 def test_what_is_not_refused_is_read_by_a_part_that_installs() -> None:
     """A field that only the trainer's parts read would be ignored in a loop of one's own, and nobody would say so."""
     read_there = "".join((FOLDER / f"{part}.py").read_text() for part in PARTS)
-    # How to balance is asked of the configuration itself.
-    balancing = (FOLDER / "options/arguments.py").read_text().split("def balancing")[1].split("def active")[0]
     for field in fields(SchedulingConfig):
         if field.name not in (*BY_TRAINER, *FACTS):
-            assert re.search(rf"\b_?config\.{field.name}\b", read_there) or f"self.{field.name}" in balancing, (
-                field.name
-            )
+            assert re.search(rf"\b_?config\.{field.name}\b", read_there), field.name
 
 
 def test_parts_are_put_together_in_one_place() -> None:

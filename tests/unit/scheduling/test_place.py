@@ -57,7 +57,7 @@ def test_pairs_are_those_of_the_schedule(monkeypatch: pytest.MonkeyPatch, capsys
     pairs = (4, 5, 7, 6, 0, 1, 3, 2)
     for schedule, chunks in (("1f1b-split", 1), ("grouped-interleaved", 2)):
         own = ScheduleConfig(schedule, 8, 16, chunks, BalanceConfig(None, pairs))
-        assert ranks(monkeypatch, pipeline=8, config=SchedulingConfig(True, 8, chunks, own=own)) == [
+        assert ranks(monkeypatch, pipeline=8, config=SchedulingConfig(8, chunks, own=own)) == [
             0,
             4,
             1,
@@ -70,17 +70,17 @@ def test_pairs_are_those_of_the_schedule(monkeypatch: pytest.MonkeyPatch, capsys
     of_a_file = eager(build(ScheduleConfig("v-min", 8, 16, 2)))
     own = config_of_schedule(of_a_file, BalanceConfig())
     capsys.readouterr()
-    found = ranks(monkeypatch, pipeline=8, config=SchedulingConfig(True, 8, 2, own=own))
+    found = ranks(monkeypatch, pipeline=8, config=SchedulingConfig(8, 2, own=own))
     assert found[:2] == [0, 7]
     assert "bpipe:   node 0: stages 7 0 " in capsys.readouterr().out
     for config in (
-        SchedulingConfig(True, 8, 2, own=ScheduleConfig("v-half", 8, 16, 2, BalanceConfig())),
-        SchedulingConfig(False, 8, 1),
+        SchedulingConfig(8, 2, own=ScheduleConfig("v-half", 8, 16, 2, BalanceConfig())),
+        SchedulingConfig(8, 1),
     ):
         assert ranks(monkeypatch, pipeline=8, config=config) == list(range(8))
     usual = ranks(monkeypatch, pipeline=8)
-    assert ranks(monkeypatch, pipeline=8, config=SchedulingConfig(True, 8, 1)) == usual
-    assert ranks(monkeypatch, pipeline=8, config=SchedulingConfig(True, 8, 2)) == usual
+    assert ranks(monkeypatch, pipeline=8, config=SchedulingConfig(8, 1, BalanceConfig())) == usual
+    assert ranks(monkeypatch, pipeline=8, config=SchedulingConfig(8, 2, BalanceConfig())) == usual
 
 
 def test_two_pipes_are_placed_and_ask_whose_samples_a_chunk_reads(
@@ -88,7 +88,7 @@ def test_two_pipes_are_placed_and_ask_whose_samples_a_chunk_reads(
 ) -> None:
     """Whoever feeds all chunks alike would give the last of an odd number of chunks labels of other samples than its
     tokens."""
-    config = SchedulingConfig(True, 8, 1, own=ScheduleConfig("chimera", 8, 8, balance=BalanceConfig()))
+    config = SchedulingConfig(8, 1, own=ScheduleConfig("chimera", 8, 8, balance=BalanceConfig()))
     with pytest.raises(
         ValueError,
         match=r"samples of the data-parallel replica samples_of\(config, c\), and install\(config, samples_by",
@@ -108,14 +108,12 @@ def test_what_is_not_the_configurations_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"pipeline 8 is not the num_ranks 4 of the configuration: give place\(\) the same"
     ):
-        place(pipeline=8, config=SchedulingConfig(True, 4, 1))
+        place(pipeline=8, config=SchedulingConfig(4, 1, BalanceConfig()))
     assert os.environ["RANK"] == "1"
     with pytest.raises(ValueError, match="num_chunks is 1, but of the schedule in own 2: give both the same"):
-        SchedulingConfig(True, 8, 1, own=ScheduleConfig("v-half", 8, 16, 2, BalanceConfig()))
-    with pytest.raises(
-        ValueError, match=r"balance is True, but own is a schedule without balance: give own a BalanceConfig\(\) where"
-    ):
-        SchedulingConfig(True, 8, 2, own=ScheduleConfig("v-half", 8, 16, 2))
+        SchedulingConfig(8, 1, own=ScheduleConfig("v-half", 8, 16, 2, BalanceConfig()))
+    with pytest.raises(ValueError, match="own is a schedule with another or none: give it to own alone"):
+        SchedulingConfig(8, 2, BalanceConfig(), own=ScheduleConfig("v-half", 8, 16, 2))
 
 
 def test_replicas_come_in_either_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig
 from bpipe.ir.layout import Layout, one_pipe
 from megatron.scheduling.options.arguments import SchedulingConfig
@@ -53,9 +54,9 @@ def test_megatrons_own_placement_is_left_as_it_is(ways: tuple[int, ...]) -> None
     positions = Positions.of(rounds(4, *ways))
     assert positions.native
     assert positions.in_order("abcd") == tuple("abcd")
-    assert positions == SchedulingConfig(balance=True, num_ranks=4, num_chunks=len(ways)).positions
+    assert positions == SchedulingConfig(num_ranks=4, num_chunks=len(ways), balance=BalanceConfig()).positions
     own = ScheduleConfig("interleaved-1f1b" if len(ways) > 1 else "gpipe", 4, 8, len(ways))
-    assert positions == SchedulingConfig(balance=False, num_ranks=4, num_chunks=len(ways), own=own).positions
+    assert positions == SchedulingConfig(num_ranks=4, num_chunks=len(ways), own=own).positions
 
 
 def test_one_rank_has_one_way() -> None:

@@ -17,9 +17,9 @@ from tests.support.hand_made import far_ahead, host_first
 
 INTERLEAVED = Exchange.MEGATRON_INTERLEAVED
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-PLAIN = SchedulingConfig(balance=True, num_ranks=10, num_chunks=2)
-SYNCHRONOUS = SchedulingConfig(balance=True, num_ranks=10, num_chunks=2, synchronous=True)
-TIMED = SchedulingConfig(balance=True, num_ranks=10, num_chunks=2, timers_interval=100)
+PLAIN = SchedulingConfig(num_ranks=10, num_chunks=2, balance=BalanceConfig())
+SYNCHRONOUS = SchedulingConfig(num_ranks=10, num_chunks=2, balance=BalanceConfig(), synchronous=True)
+TIMED = SchedulingConfig(num_ranks=10, num_chunks=2, balance=BalanceConfig(), timers_interval=100)
 # One micro-batch is left for the last group. Megatron refuses that, so no training has this schedule; it stands still
 # all the same.
 STILL = build(ScheduleConfig("interleaved-1f1b", 10, 21, 2, BalanceConfig()))
@@ -75,7 +75,7 @@ def test_a_run_that_would_stand_still_is_refused_with_what_makes_it_so(monkeypat
 
 def test_messages_that_run_ahead_of_their_receivers_are_refused_with_one_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of our own loop, and with no transfer at all."""
-    posted, small = Exchange.POSTED, SchedulingConfig(balance=False, num_ranks=3, num_chunks=2)
+    posted, small = Exchange.POSTED, SchedulingConfig(num_ranks=3, num_chunks=2)
     refuse_standstill(far_ahead(), posted, small, CUDA, [])
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     refuse_standstill(far_ahead(), posted, small, CPU, [])
@@ -90,7 +90,7 @@ def test_messages_that_run_ahead_of_their_receivers_are_refused_with_one_queue(m
 def test_first_messages_that_cross_are_trained_with_one_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two pipes stood still where the first messages stood in the queue, and were refused: these pass by way of the
     hosts."""
-    posted, small = Exchange.POSTED, SchedulingConfig(balance=True, num_ranks=4, num_chunks=1)
+    posted, small = Exchange.POSTED, SchedulingConfig(num_ranks=4, num_chunks=1, balance=BalanceConfig())
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     for name, chunks in (("chimera", 1), ("mixpipe", 1), ("bitpipe", 2)):
         schedule = build(ScheduleConfig(name, 4, 8, chunks, BalanceConfig()))
@@ -108,7 +108,7 @@ def test_sizes_that_differ_are_trained(
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
     schedule, small = (
         build(ScheduleConfig("1f1b", 4, 8, 1, BalanceConfig())),
-        SchedulingConfig(balance=True, num_ranks=4, num_chunks=1),
+        SchedulingConfig(num_ranks=4, num_chunks=1, balance=BalanceConfig()),
     )
     refuse_standstill(
         schedule, Exchange.MEGATRON_1F1B, small, device, [MeasuredLink((0, 3), transport, {})], differing=True
@@ -116,7 +116,7 @@ def test_sizes_that_differ_are_trained(
 
 
 def test_ranks_that_wait_for_each_others_lengths_are_refused() -> None:
-    schedule, small = host_first(), SchedulingConfig(balance=True, num_ranks=2, num_chunks=1)
+    schedule, small = host_first(), SchedulingConfig(num_ranks=2, num_chunks=1, balance=BalanceConfig())
     links = [MeasuredLink((0, 1), "gloo", {})]
     refuse_standstill(schedule, Exchange.POSTED, small, CPU, links)
     refuse_standstill(schedule, Exchange.POSTED, small, CPU, [MeasuredLink((0, 1), "peer", {})], differing=True)
@@ -129,7 +129,7 @@ def test_ranks_that_wait_for_each_others_lengths_are_refused() -> None:
 
 def test_what_goes_on_beside_the_computation_is_refused_in_one_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would not stand still, but every S would wait for all others."""
-    posted, small = Exchange.POSTED, SchedulingConfig(balance=False, num_ranks=4, num_chunks=1)
+    posted, small = Exchange.POSTED, SchedulingConfig(num_ranks=4, num_chunks=1)
     one, two = (build(ScheduleConfig("1f1b", 4, 8, vocabulary=split)) for split in (Vocabulary.ONE, Vocabulary.TWO))
     refuse_standstill(two, posted, small, CUDA, [])
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")

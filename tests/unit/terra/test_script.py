@@ -32,7 +32,7 @@ def audit(
     script = folder / "train.py"
     script.write_text(content)
     command = [sys.executable, "-m", "terra", "audit", *options, str(script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False, cwd=ROOT)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
 
 
 def test_a_script_is_run_for_a_few_steps_of_its_first_optimizer(tmp_path: Path) -> None:
