@@ -68,6 +68,9 @@ REFUSED = {
     "--bpipe-kept": "another share of a micro-batch than the model's",
 }
 
+# Of these, what kernels `cpu` are: a setup with those holds what such a training does.
+OF_A_CPU = ("--no-bias-swiglu-fusion",)
+
 # Flags that are predicted as if they were not given, and why.
 PREDICTED_WITHOUT = {
     "--cross-entropy-loss-fusion": "keeps the same softmax in 32 bit: predicted as without it",

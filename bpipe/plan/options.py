@@ -19,6 +19,7 @@ from bpipe.ir.hosts import PAIR
 from bpipe.ir.layout import EVEN, Vocabulary
 from bpipe.ir.program import Exchange
 from bpipe.launch.megatron_command import Reading, read_command
+from bpipe.launch.other_flags import OF_A_CPU
 from bpipe.models.cluster import Cluster, parse_cluster
 from bpipe.models.costs import lengths_of_equal_seconds
 from bpipe.models.fp8 import RECIPES, Fp8
@@ -247,5 +248,7 @@ def setup_from(words: Sequence[str], cluster: str | Cluster, vocabulary: int, ke
     Raises ValueError for what it does not.
     """
     given = {**_UNSAID, "vocabulary": vocabulary, "kernels": kernels}
+    if kernels == "cpu":
+        words = [word for word in words if word not in OF_A_CPU]
     options = filled(Options(**given), read_command(words), ())
     return setup_of(options, parse_cluster(cluster) if isinstance(cluster, str) else cluster)

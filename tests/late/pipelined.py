@@ -16,7 +16,7 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 
 from bpipe.balance.config import BalanceConfig
-from bpipe.build import build
+from bpipe.build import ScheduleConfig, build
 from bpipe.ir.host_buffers import links_of
 from bpipe.ir.schedule import Schedule
 from bpipe.torch import BalancedSchedule
@@ -140,7 +140,9 @@ class TorchPipeline(LatePipeline):
         with ExitStack() as stack:
             stack.enter_context(patch.object(torch_schedule, "connected", connected))
             if not self._judged:
-                stack.enter_context(patch.object(torch_schedule, "config_of", lambda *given: None))
+                sizes = self.schedule.num_ranks, self.schedule.num_microbatches
+                config = ScheduleConfig(self.schedule.name, *sizes, written="judged by nobody")
+                stack.enter_context(patch.object(torch_schedule, "config_of", lambda *given: config))
                 stack.enter_context(patch.object(torch_schedule, "build", lambda config: self.schedule))
                 stack.enter_context(patch.object(torch_schedule, "refuse_standstill", lambda *given: None))
             yield

@@ -23,13 +23,14 @@ from bpipe.flags.parser import parser_of_launch
 from bpipe.launch.megatron_command import Reading, read_command
 from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.launch.megatron_names import names
-from bpipe.launch.other_flags import ANY_VALUE, PREDICTED_WITHOUT, REFUSED, WITHOUT_INFLUENCE
+from bpipe.launch.other_flags import ANY_VALUE, OF_A_CPU, PREDICTED_WITHOUT, REFUSED, WITHOUT_INFLUENCE
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.fp8 import FORMATS, RECIPES, Fp8
 from bpipe.models.layer_counts import split_layers
 from bpipe.models.layout import Setup
 from bpipe.models.model import PRESETS, Model
-from bpipe.plan.options import filled, setup_of
+from bpipe.plan.options import filled, setup_from, setup_of
+from megatron.scheduling.cpu import ARGUMENTS
 
 SMALL = [
     "--num-layers",
@@ -531,6 +532,18 @@ LARGE = (
 def test_a_flag_of_gigabytes_is_never_left_out_silently(flag: str) -> None:
     with pytest.raises(ValueError, match=f"{flag}.*: not modelled; leave the flag out"):
         read_command([*SMALL, *flag.split()])
+
+
+def test_what_kernels_of_a_cpu_are_is_no_flag_of_gigabytes_there() -> None:
+    """The trainer's stand-in for a device gives all of these: when the unfused SwiGLU was refused, no training on a CPU
+    was predicted any more."""
+    words = [*SMALL, *("--vocab-size", "128", "--micro-batch-size", "2", "--global-batch-size", "8")]
+    words += [*("--pipeline-model-parallel-size", "4"), "--swiglu"]
+    without = [flag for flag in ARGUMENTS if flag not in OF_A_CPU]
+    setup = setup_from([*words, *without], "h100-80g:1x4", 128, "cpu")
+    assert setup_from([*words, *ARGUMENTS], "h100-80g:1x4", 128, "cpu") == setup
+    with pytest.raises(ValueError, match="--no-bias-swiglu-fusion"):
+        setup_from([*words, *ARGUMENTS], "h100-80g:1x4", 128, "gpu")
 
 
 def test_a_flag_that_leaves_them_as_they_are_is_taken() -> None:
