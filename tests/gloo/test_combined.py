@@ -13,10 +13,10 @@ import pytest
 
 from tests.gloo.conftest import BPIPE, Case, Outcome, asked_for
 from tests.gloo.test_parallelism import INPUT_BYTES
-from tests.gloo.test_training import same
+from tests.gloo.test_training import same, slowly
 
 COMBINED = (
-    *("--num-layers", "8", "--global-batch-size", "32", "--bf16", "--disable-bias-linear", "--num-experts", "4"),
+    *("--num-layers", "8", "--global-batch-size", "16", "--bf16", "--disable-bias-linear", "--num-experts", "4"),
     *("--moe-router-topk", "2", "--moe-aux-loss-coeff", "0.01", "--moe-token-dispatcher-type", "alltoall"),
     *("--expert-model-parallel-size", "2", "--overlap-moe-expert-parallel-comm"),
 )
@@ -30,15 +30,24 @@ SHARED = ("--moe-shared-expert-intermediate-size", "32", "--swiglu")
 # Stock's flags on 4 ranks, and ours.
 ROWS = {
     "padded": ((*TWO, *CAPACITY), HOST),
-    "dropless": (TWO, HOST),
+    "dropless_and_dense": ((*TWO, "--moe-layer-freq", "2"), HOST),
     "shared_experts": ((*TWO, *CAPACITY, *SHARED), HOST),
-    "dense_layers": ((*TWO, *CAPACITY, "--moe-layer-freq", "2"), HOST),
     "further_tokens": ((*TWO, *CAPACITY, "--mtp-num-layers", "1", "--position-embedding-type", "rope"), HOST),
     "recomputed": (
         (*TWO, *CAPACITY, "--recompute-granularity", "selective", "--recompute-modules", "layernorm", "core_attn"),
         HOST,
     ),
+    "together": (
+        (
+            *(*TWO, *CAPACITY, *SHARED),
+            *("--mtp-num-layers", "1", "--position-embedding-type", "rope"),
+            *("--recompute-granularity", "selective", "--recompute-modules", "layernorm", "core_attn"),
+        ),
+        HOST,
+    ),
 }
+# Each of these has a share of the row `together`.
+ALONE = ("shared_experts", "further_tokens", "recomputed")
 # On 8 ranks, in pairs.
 WIDE_ROWS = {
     "pairs": ((*FOUR, *CAPACITY), ()),
@@ -82,7 +91,7 @@ def moved_and_was_checked(outcome: Outcome, row: str) -> None:
 
 
 @pytest.mark.timeout(960)
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", [slowly(row) if row in ALONE else row for row in ROWS])
 def test_combined_1f1b_with_activations_away_has_its_own_bits(four: Outcome, row: str) -> None:
     same(four, row, f"{row}_balanced", 4)
     moved_and_was_checked(four, row)
@@ -97,7 +106,7 @@ def test_combined_1f1b_in_pairs_has_its_own_bits(eight: Outcome, row: str) -> No
 
 
 @pytest.mark.timeout(960)
-@pytest.mark.parametrize("row", ["padded", "shared_experts", "recomputed"])
+@pytest.mark.parametrize("row", ["padded", slowly("shared_experts"), slowly("recomputed"), "together"])
 def test_a_rank_holds_what_was_predicted(four: Outcome, row: str) -> None:
     """What runs together with a backward counts, too: both are held during a pair."""
     for report in four.reports(f"{row}_balanced"):

@@ -15,17 +15,7 @@ from tests.gloo.test_training import same
 
 # No expert has a capacity: each takes the tokens that the router sends.
 DROPLESS = (
-    *(
-        "--num-layers",
-        "8",
-        "--num-experts",
-        "4",
-        "--moe-router-topk",
-        "2",
-        "--moe-aux-loss-coeff",
-        "0.01",
-        "--disable-bias-linear",
-    ),
+    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "0.01", "--disable-bias-linear"),
     *("--moe-router-load-balancing-type", "aux_loss"),
 )
 # Megatron's own attention takes no packed rows.
@@ -34,7 +24,7 @@ CONVERSATIONS = (
     *(*PACKED, "--sft", "--data-path", "{conversations}", "--split", "1,0,0"),
     *("--tokenizer-type", "SFTTokenizer", "--tokenizer-model", "words"),
 )
-COMMON = ("--global-batch-size", "16", "--train-iters", "4")
+COMMON = ("--global-batch-size", "16", "--train-iters", "3")
 POOL = ("--bpipe-hosts", "pool")
 OURS = (
     *("--bpipe-executor", *POOL, "--bpipe-bound", "2,3,3,3", "3,2,2,6", "--bpipe-memory", "auto:0.016"),

@@ -53,8 +53,7 @@ LATENT = (
     ),
 )
 
-# Every expert takes as many tokens as its capacity, so that every micro-batch saves as much. Always 8 layers: Megatron
-# keeps one list of their auxiliary losses for the whole process.
+# Every expert takes as many tokens as its capacity, so that every micro-batch saves as much.
 EXPERTS = (
     *("--num-layers", "8"),
     *("--num-experts", "4", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "0.01", "--disable-bias-linear"),

@@ -24,12 +24,14 @@ import pretrain_gpt  # before Megatron: it readies the process
 
 # isort: split
 import torch
+from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.training import training
 
-from tests.gloo.ports import free_ports
-
 LAUNCH_RANK = os.environ["RANK"]
+# Of Megatron's own number of documents three million samples are shuffled before each case: a fourth of its time.
+MockGPTLowLevelDataset.size = 10_000
 
 
 class Recorder:
@@ -91,22 +93,25 @@ class Recorder:
         return digest.hexdigest()
 
 
-def agree_on_port(path: Path) -> str:
-    """A port for the next case, chosen by the first rank and told by a file.
+def meet(path: Path) -> torch.distributed.TCPStore | None:
+    """Let the ranks of the next case find each other by a store that the first keeps and returns, as torchrun's agent
+    would: its port is the system's choice, told by a file.
 
-    One chosen before the launch would be somebody's gloo socket by the time a late case comes to listen on it.
+    It listens before anybody knows where. Whoever asks for a store that is not there yet waits half a second.
     """
+    store = None
     if LAUNCH_RANK == "0":
-        (port,) = map(str, free_ports(1))
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         partial = path.with_suffix(".partial")
-        partial.write_text(port)
+        partial.write_text(str(store.port))
         partial.replace(path)
     deadline = time.monotonic() + 120
     while not path.exists():
         if time.monotonic() > deadline:
             raise TimeoutError(f"the first rank never wrote {path}")
         time.sleep(0.01)
-    return path.read_text()
+    os.environ.update(MASTER_PORT=path.read_text(), TORCHELASTIC_USE_AGENT_STORE="True")
+    return store
 
 
 def run(
@@ -118,7 +123,7 @@ def run(
     """Train once, by our script or another one, and write what happened."""
     # A placement gives this process another rank for one run; the next starts from the launcher's again.
     os.environ["RANK"] = LAUNCH_RANK
-    os.environ["MASTER_PORT"] = agree_on_port(folder / f"{case['name']}.port")
+    store = meet(folder / f"{case['name']}.port")
     sys.argv = ["pretrain_gpt.py", *case["arguments"]]
     print(f"=== {case['name']}", flush=True)
     recorder = observer()
@@ -131,9 +136,11 @@ def run(
         recorder.remove()
     del recorder
     training.destroy_global_state()
-    # It has as many losses as the first case that predicts further tokens.
+    # Both have as many losses as the layers of the first case that has some.
     MTPLossLoggingHelper.tracker.clear()
+    destroy_moe_metrics_tracker()
     torch.distributed.destroy_process_group()
+    del store
     gc.collect()
 
 
