@@ -24,7 +24,7 @@ from math import ceil
 from bpipe.balance.budget import ActivationBudget
 from bpipe.balance.pairs import allocated_bytes, own_bytes
 from bpipe.ir.action import OTHER_END, READING, Action, Key, Kind
-from bpipe.ir.dependencies import NOTHING, Dependencies
+from bpipe.ir.clock import jobs_of, starts
 from bpipe.ir.host_buffers import Residency, hosts_of, slots_away
 from bpipe.ir.hosts import Host, Tier, device_ranks
 from bpipe.ir.memory import Memory, peak_counts
@@ -86,33 +86,21 @@ def balance_in_time(schedule: Schedule, activation_budget: ActivationBudget, win
 
 
 def _clocks(schedule: Schedule, windows: Windows) -> list[_Clock]:
-    """Return when each computation runs, as early as the one before it on its rank and its operands allow."""
-    dependencies, lasts = Dependencies(schedule.layout, schedule.num_microbatches), dict(windows.lasts_s)
-    slices = windows.slices
-    free: list[Seconds] = [0] * schedule.num_ranks
-    made: dict[int, tuple[Seconds, int]] = {}
-    issued: list[list[Seconds]] = [[] for _ in schedule.ranks]
-    for cells in zip(*schedule.ranks, strict=True):
-        # What a slot needs was made in an earlier one.
-        ended: list[tuple[int, Seconds, int]] = []
-        for rank, cell in enumerate(cells):
-            start = free[rank]
-            for action in cell.computations:
-                at, maker = made.get(dependencies.operand_of(action), (start, rank))
-                start = max(start, at if maker == rank else at + windows.hop_s)
-            issued[rank].append(start)
-            free[rank] = start + sum(
-                lasts[action.kind][action.stage * slices + action.microbatch % slices] for action in cell.computations
-            )
-            ended += [(dependencies.value_of(action), free[rank], rank) for action in cell.computations]
-        for value, at, rank in ended:
-            if value != NOTHING:
-                made[value] = max(made.get(value, (at, rank)), (at, rank), key=_first)
-    return [_Clock(issued[rank], _following(row, issued[rank], free[rank])) for rank, row in enumerate(schedule.ranks)]
+    """Return when each slot's computation runs, as early as the one before it on its rank and its operands allow; a
+    slot without one is issued when the one before it is over."""
+    lasts, slices = dict(windows.lasts_s), windows.slices
 
+    def lasting(actions: Sequence[Action]) -> Seconds:
+        return sum(lasts[one.kind][one.stage * slices + one.microbatch % slices] for one in actions)
 
-def _first(made: tuple[Seconds, int]) -> Seconds:
-    return made[0]
+    work = jobs_of(schedule.layout, schedule.num_microbatches, schedule.ranks, lasting, windows.hop_s)
+    begun = starts(work)
+    clocks = []
+    for row, jobs in zip(schedule.ranks, work.rows, strict=True):
+        issued = [begun[job] for job in jobs]
+        end = issued[-1] + work.lasts[jobs[-1]] if jobs else 0
+        clocks.append(_Clock(issued, _following(row, issued, end)))
+    return clocks
 
 
 def _following(row: Sequence[Slot], issued: Sequence[Seconds], end: Seconds) -> list[Seconds]:

@@ -26,8 +26,9 @@ from typing import NamedTuple
 
 from bpipe.generate.family import ALIKE, UnitCosts
 from bpipe.generate.mirrored import shift_both_ways
-from bpipe.generate.timing import StageTicks, length, stage_ticks, work_of
+from bpipe.generate.timing import StageTicks, stage_ticks, work_of
 from bpipe.ir.action import Action, Kind, by_microbatch
+from bpipe.ir.clock import length
 from bpipe.ir.layout import Layout
 
 _FORWARD, _BACKWARD = Kind.FORWARD, Kind.BACKWARD

@@ -21,9 +21,10 @@ from bpipe.generate.family import FamilyOptions, OrderChoice, RankLimit
 from bpipe.generate.interleaved import layout
 from bpipe.generate.list_scheduler import ChoiceRule, Discipline, ListSchedule, actions_of, schedule_list
 from bpipe.generate.periodic import Period, periodic_orders
-from bpipe.generate.timing import length, stage_ticks, work_of
+from bpipe.generate.timing import stage_ticks, work_of
 from bpipe.generate.turns import evenly, groups_of, spread, tapered, turns
 from bpipe.ir.action import Action
+from bpipe.ir.clock import length
 
 # Computations listed in one choice at most, for p ranks so many times p squared: about a second at p = 8, a few from p
 # = 16 on.

@@ -23,9 +23,10 @@ from bpipe.generate.grouped_choice import orders_within
 from bpipe.generate.interleaved import layout
 from bpipe.generate.list_scheduler import ChoiceRule, Discipline, ListSchedule, actions_of, schedule_list
 from bpipe.generate.slices import in_slices
-from bpipe.generate.timing import StageTicks, length, stage_ticks, work_of
+from bpipe.generate.timing import StageTicks, stage_ticks, work_of
 from bpipe.generate.turns import Turns, WarmUp, groups_of, turns, warm_up
 from bpipe.ir.action import Action, Kind
+from bpipe.ir.clock import length
 from bpipe.ir.layout import Layout
 from bpipe.ir.program import Exchange
 

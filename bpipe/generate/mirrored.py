@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bpipe.generate.shift import Shifts, Slack
-from bpipe.generate.timing import Work
 from bpipe.ir.action import Action, by_microbatch
+from bpipe.ir.clock import Work
 from bpipe.ir.layout import Layout
 from bpipe.ir.memory import counting
 
@@ -25,7 +25,7 @@ _AT_ONCE = Slack()
 
 
 def shift_both_ways(
-    work: Work, placed: Layout, most: Sequence[int], goal: int
+    work: Work[int], placed: Layout, most: Sequence[int], goal: int
 ) -> tuple[Sequence[Sequence[Action]], int]:
     """Return the shortest orders found from mirrored ones, and their ticks; ends at the goal.
 
@@ -42,7 +42,7 @@ def _mirrored(one: Action) -> Action:
     return by_microbatch(one.stage, one.kind, (one.microbatch | 1) + 1)[one.microbatch ^ 1]
 
 
-def _halved(work: Work) -> Work:
+def _halved(work: Work[int]) -> Work[int]:
     """Return the first half of the ranks alone.
 
     A message from a rank of the other half comes from its mirror image, and takes as long.

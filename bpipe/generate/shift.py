@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from bpipe.generate.family import UnitCosts
-from bpipe.generate.timing import NEVER, Work, length, stage_ticks, work_of
+from bpipe.generate.timing import NEVER, stage_ticks, work_of
 from bpipe.ir.action import Action, Kind
+from bpipe.ir.clock import Work, length
 from bpipe.ir.layout import Layout
 from bpipe.ir.memory import Memory, counting
 
@@ -69,7 +70,7 @@ class Shifts:
     Every job is one computation. The rows to begin with must keep to `most`.
     """
 
-    def __init__(self, work: Work, memory: Memory, most: Sequence[int]) -> None:
+    def __init__(self, work: Work[int], memory: Memory, most: Sequence[int]) -> None:
         self.work, self.most = work, [one * memory.parts for one in most]
         before: list[list[tuple[int, int]]] = [list(needed) for needed in work.needed]
         # Of a rank, what must keep its order: a sort is a stage's computations of a kind.
@@ -257,7 +258,7 @@ def shortened(
     return orders if found is None else [[work.actions[job][0] for job in row] for row in found]
 
 
-def _least(work: Work) -> int:
+def _least(work: Work[int]) -> int:
     """Return a lower bound for all orders: what a rank computes, behind the way of the first forward to it."""
     begins = [0] * len(work.rows)
     for row in work.rows:

@@ -24,8 +24,9 @@ from typing import Any
 from bpipe.extras import install_command
 from bpipe.generate.family import UnitCosts
 from bpipe.generate.place import place
-from bpipe.generate.timing import Work, stage_ticks, starts, work_of
+from bpipe.generate.timing import stage_ticks, work_of
 from bpipe.ir.action import Action, Kind
+from bpipe.ir.clock import Work, starts
 from bpipe.ir.memory import counts_of, peak_counts, plain
 from bpipe.ir.schedule import Schedule
 
@@ -94,7 +95,7 @@ def _orders(schedule: Schedule) -> list[list[Action]]:
 class _Model:
     """The question in CP-SAT's words; `jobs` are those of a `Work`."""
 
-    def __init__(self, schedule: Schedule, work: Work, most: int) -> None:
+    def __init__(self, schedule: Schedule, work: Work[int], most: int) -> None:
         self._cp = _solver()
         self._name, self._most, self._work = schedule.name, most, work
         self._model = model = self._cp.CpModel()

@@ -18,7 +18,8 @@ from bpipe.formats.text import read_csv
 from bpipe.generate.families import FAMILIES
 from bpipe.generate.family import ALIKE, UnitCosts
 from bpipe.generate.place import backwards, forwards
-from bpipe.generate.timing import iteration_time, stage_ticks, starts, work_of
+from bpipe.generate.timing import iteration_time, stage_ticks, work_of
+from bpipe.ir.clock import starts
 from bpipe.ir.layout import one_pipe
 from bpipe.lower.align import align
 from bpipe.simulate.cost import Costs, StageCost

@@ -18,9 +18,10 @@ from bpipe.cli import main
 from bpipe.generate.families import FAMILIES
 from bpipe.generate.family import ALIKE, FamilyOptions, UnitCosts, one_stage_a_rank
 from bpipe.generate.shift import shortened
-from bpipe.generate.timing import iteration_time, stage_ticks, starts, work_of
+from bpipe.generate.timing import iteration_time, stage_ticks, work_of
 from bpipe.generate.v_shape import layout
 from bpipe.ir.action import Action, Kind
+from bpipe.ir.clock import starts
 from bpipe.ir.memory import peak_counts
 from bpipe.ir.schedule import Schedule
 
