@@ -29,7 +29,7 @@ def test_bridges_own_steps_are_balanced(tmp_path: Path) -> None:
     port, *ports = free_ports(5)
     script = [str(ROOT / "tests/gloo/bridge_recipe.py"), *map(str, ports)]
     # What it puts in the place of packages comes before Megatron.
-    outcome = finish(start(4, script, tmp_path, port, cold=True), tmp_path, 450)
+    outcome = finish(start(4, script, tmp_path, port, cold=4), tmp_path, 450)
     assert outcome.codes == [0] * 4, outcome.logs[0][-3000:]
     # The second process took the last stage: Bridge reads the rank that `place` has set.
     for process, rank in enumerate((0, 3, 1, 2)):

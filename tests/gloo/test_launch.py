@@ -130,7 +130,7 @@ def test_an_unmodified_script_is_balanced(tmp_path: Path, name: str, flags: tupl
             *more,
         ]
         # One imports by itself, as a user's do.
-        cold = case == "balanced" and "--label-shift" in flags
+        cold = int(case == "balanced" and "--label-shift" in flags)
         outcome = finish(start(4, command, folder, free_ports(1)[0], cold=cold), folder, 80)
         assert outcome.codes == [0] * 4, outcome.logs[0][-3000:]
     stock, balanced = (iterations(folder) for folder in folders)
@@ -176,7 +176,7 @@ def test_a_loop_of_ones_own_is_balanced(tmp_path: Path, asked: list[str], said: 
     """`place`, `install` and `remove` from code, without Megatron's trainer; the loop compares the bits itself."""
     script = [str(ROOT / "tests/gloo/own_loop.py"), *asked]
     # One imports by itself, and nothing of Megatron's trainer is there.
-    outcome = finish(start(4, script, tmp_path, free_ports(1)[0], cold=asked == ["1"]), tmp_path, 100)
+    outcome = finish(start(4, script, tmp_path, free_ports(1)[0], cold=int(asked == ["1"])), tmp_path, 100)
     assert outcome.codes == [0] * 4, outcome.logs[0][-3000:]
     for rank, log in enumerate(outcome.logs):
         assert f"rank {rank}: plain, balanced and plain again are equal" in log

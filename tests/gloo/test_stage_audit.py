@@ -94,7 +94,7 @@ def test_megatrons_optimizer_is_looked_at_in_its_whole_script(tmp_path: Path) ->
     stage = (*TINY, "--num-layers", "1", "--global-batch-size", "4", "--train-iters", "9", "--log-num-zeros-in-grad")
     # Before the script is loaded Megatron is not, so that no process can be forked that has.
     processes = start(
-        1, ["-m", "terra", "audit", "--json", str(found), *LAUNCH, *stage], tmp_path, free_ports(1)[0], cold=True
+        1, ["-m", "terra", "audit", "--json", str(found), *LAUNCH, *stage], tmp_path, free_ports(1)[0], cold=1
     )
     outcome = finish(processes, tmp_path, 300)
     assert outcome.codes == [1], outcome.logs[0][-3000:]

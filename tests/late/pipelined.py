@@ -7,8 +7,9 @@ processes that could open each other's memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain, cycle
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
+from bpipe.ir.action import Kind
 from bpipe.ir.host_buffers import links_of
 from bpipe.ir.schedule import Schedule
 from bpipe.torch import BalancedSchedule
@@ -26,7 +28,8 @@ from bpipe.transport.base import Transport
 from bpipe.transport.connect import MeasuredLink
 from tests.late.devices import Draw, device, extension
 from tests.late.group import join
-from tests.late.model import LateModel, Place
+from tests.late.model import LateModel, Place, nothing
+from tests.late.model import differing as differing_sizes
 from tests.late.pipeline import KINDS, TIMEOUT_S, LatePipeline, Rank
 from tests.unit.runtime.pipeline import ROWS, inputs_of
 from tests.unit.torch.test_orders import stages_on
@@ -38,13 +41,17 @@ CARRIED_BY = {"two-sided": "nccl", "peer": "peer", "host": "host"}
 class StageModule(torch.nn.Module):
     """One stage of `LateModel`. Its loss is the schedule's."""
 
-    def __init__(self, weight: torch.nn.Parameter) -> None:
+    def __init__(self, model: LateModel, stage: int, weight: torch.nn.Parameter, order: Sequence[int]) -> None:
+        """`order`: the micro-batches as this stage goes forward with them. torch tells none its number."""
         super().__init__()
         self.weight = weight
+        # torch computes once before the first step, to see what comes out.
+        self._model, self._stage, self._numbers = model, stage, chain(order[:1], cycle(order))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         extension().perhaps_yield()
-        return torch.nn.functional.gelu(x @ self.weight) @ self.weight.t()
+        made = torch.nn.functional.gelu(x @ self.weight) @ self.weight.t()
+        return self._model.saving_more(made, self._stage, next(self._numbers))
 
 
 def loss_of(made: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
@@ -94,8 +101,11 @@ class TorchRank(Rank):
         self.engine.release()
 
     def _stage(self, stage: int, here: torch.device) -> PipelineStage:
-        module = StageModule(self._pipeline.model._on_device[self.rank, stage])
-        return PipelineStage(module, stage, self._pipeline.schedule.num_stages, here)
+        model, schedule = self._pipeline.model, self._pipeline.schedule
+        row = (cell.compute for cell in schedule.ranks[self.rank])
+        order = [one.microbatch for one in row if one is not None and (one.stage, one.kind) == (stage, Kind.FORWARD)]
+        module = StageModule(model, stage, model._on_device[self.rank, stage], order)
+        return PipelineStage(module, stage, schedule.num_stages, here)
 
     def _step(self, balanced: BalancedSchedule, stages: list[PipelineStage], here: torch.device) -> None:
         numbers = range(self._pipeline.schedule.num_microbatches)
@@ -110,13 +120,12 @@ class TorchRank(Rank):
 
 
 class TorchPipeline(LatePipeline):
-    """All ranks. A stage saves alike of each micro-batch: torch tells none its number. `differing`: transfers are told
-    otherwise. `judged`: a schedule that may stand still is refused."""
+    """All ranks. `differing`: micro-batches of a stage save more and less. `judged`: a schedule that may stand still is refused."""
 
     def __init__(
         self, schedule: Schedule, kind: str, poison: bool = False, differing: bool = False, judged: bool = True
     ) -> None:
-        model = LateModel(schedule.num_stages)
+        model = LateModel(schedule.num_stages, differing_sizes if differing else nothing)
         super().__init__(schedule, kind, poison=poison, differing=differing, model=model)
         self._judged = judged
 

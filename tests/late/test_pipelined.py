@@ -42,6 +42,25 @@ def test_no_bit_differs(name: str) -> None:
     assert any(rank.moved_bytes for rank in pipeline.ranks), "nothing has moved"
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("torch's 1F1B", "two-sided"),
+        ("grouped under torch", "peer"),
+        pytest.param("torch's 1F1B", "peer", marks=pytest.mark.slow),
+        pytest.param("grouped under torch", "two-sided", marks=pytest.mark.slow),
+        pytest.param("torch's InterleavedZeroBubble", "host", marks=pytest.mark.slow),
+        pytest.param("pool under torch", "two-sided", marks=pytest.mark.slow),
+    ],
+)
+def test_sizes_that_differ_change_no_bit(name: str, kind: str) -> None:
+    """Each micro-batch saves another number of bytes, told before they move; what outgrows its buffer stays."""
+    for draw in (DIRECTED[1], Draw.of(3)):
+        pipeline = TorchPipeline(LISTED[name](), kind, poison=True, differing=True)
+        assert wrong_bits(pipeline, draw) == [], draw
+        assert any(rank.moved_bytes for rank in pipeline.ranks), "nothing has moved"
+
+
 def noticed(taken_out: Callable[[], AbstractContextManager[Any]], name: str, kind: str) -> str:
     """Return what noticed, wrong bits or an error, in one of a few draws; or nothing."""
     schedule = LISTED[name]()
