@@ -8,6 +8,7 @@ Megatron.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from bpipe.models.cluster import DEVICES, Cluster
 from bpipe.models.layout import Setup
 from bpipe.models.saved import stage_bytes
 from bpipe.models.states import stage_parameters
-from bpipe.plan.options import filled, setup_of
+from bpipe.plan.options import filled, routing_of, setup_of
 
 PROGRAM = "megatron.scheduling.trace.tracing"
 OF_TORCH = "bpipe.torch.traced"
@@ -182,9 +183,11 @@ def _vocabulary(size: int | None) -> list[str]:
 
 def _setup(options: Options, reading: Reading | None) -> Setup:
     """Return the setup on one node of any devices: nothing of them goes into what is held."""
-    num_devices = options.tensor * options.context * options.pipeline
+    # Experts may lie on more than one replica of the rest.
+    routing, replica = routing_of(options), options.tensor * options.context
+    num_devices = math.lcm(replica, routing.expert * (routing.expert_tensor or options.tensor)) * options.pipeline
     if options.global_batch is None:
-        options = Options(**{**vars(options), "global_batch": options.micro_batch * options.pipeline})
+        options = Options(**{**vars(options), "global_batch": options.micro_batch * num_devices // replica})
     if reading is not None and reading.devices is not None:
         num_devices = max(num_devices, reading.devices[0] * reading.devices[1])
     return setup_of(options, Cluster(next(iter(DEVICES.values())), 1, num_devices))

@@ -139,25 +139,44 @@ def core_bytes(setup: Setup) -> int:
     return total(core_saved(setup)) if any(kind.attends for kind, _ in setup.model.kinds()) else 0
 
 
-def attention_saved(setup: Setup, recomputed: bool) -> tuple[Saved, ...]:
-    """Return what fused kernels save around the core. `recomputed`: latent attention's up projections are."""
+def attention_saved(setup: Setup, modules: frozenset[str]) -> tuple[Saved, ...]:
+    """Return what fused kernels save around the core, where these parts are recomputed."""
     given = element_bytes(setup) * num_tokens(setup) * setup.model.value_size
     projection = Saved("input of the output projection", shard_size(given, setup.tensor))
-    return (*_query_key_value(setup, recomputed), projection)
+    return (*_query_key_value(setup, modules), projection)
 
 
-def _query_key_value(setup: Setup, recomputed: bool) -> tuple[Saved, ...]:
+def _query_key_value(setup: Setup, modules: frozenset[str]) -> tuple[Saved, ...]:
     model, per_width = setup.model, element_bytes(setup) * num_tokens(setup)
-    if recomputed:
+    if "mla_up_proj" in modules:
         return projected_down(setup)
     normed = model.query_size + model.key_value_size // 2
     # Of slices a layer keeps keys and values apart.
     attended = model.query_size + (model.key_value_size if setup.span is None else 0)
     return (
         Saved("Q, K, V" if setup.span is None else "queries", shard_size(per_width * attended, setup.tensor)),
+        *_beside_query_key_value(setup, "core_attn" in modules),
         *((Saved("Q and K before their norms", shard_size(per_width * normed, setup.tensor)),) * model.qk_norm),
         *latent_saved(setup),
     )
+
+
+def _beside_query_key_value(setup: Setup, recomputed: bool) -> tuple[Saved, ...]:
+    """Return what is saved of queries, keys and values beside one of each.
+
+    A core that is recomputed is given its values as a part of what was projected, which stays whole beside queries and
+    keys that were rotated. One that is not fused has keys and values repeated for every head of their group.
+    """
+    model, per_width = setup.model, element_bytes(setup) * num_tokens(setup)
+    if model.latent is not None or setup.span is not None:
+        return ()
+    if recomputed:
+        changed = model.query_size + model.key_value_size // 2
+        return (Saved("rotated Q and K", shard_size(per_width * changed, setup.tensor)),) * _is_rotary(setup)
+    if setup.attention == "flash":
+        return ()
+    repeated = shard_size(per_width * (2 * model.query_size - model.key_value_size), setup.tensor)
+    return (Saved("K and V, repeated for the heads of a group", repeated),) * (repeated > 0)
 
 
 def core_saved(setup: Setup) -> tuple[Saved, ...]:

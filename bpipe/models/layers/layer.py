@@ -184,7 +184,7 @@ def _fused_saved(setup: Setup, kind: LayerKind, modules: frozenset[str], core: t
     around = (*norms_saved(setup, kind, norms), *behind, *dropout_saved(setup, kind.num_parts))
     if kind.is_mamba:
         return (*around, *mamba.scan_saved(setup), *core)
-    attention = attention_saved(setup, "mla_up_proj" in modules) if kind.attends else ()
+    attention = attention_saved(setup, modules) if kind.attends else ()
     return (*around, *attention, *_mlp_saved(setup, kind, modules, mlp_saved), *core)
 
 

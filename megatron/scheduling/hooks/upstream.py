@@ -98,7 +98,7 @@ def remark(line: str) -> None:
 
 
 # These modules read a model's configuration, the others Megatron's arguments.
-OF_CONFIGURATION = ("beside", "driver", "executor", "lengths", "links", "loops", "syncing", "waiting")
+OF_CONFIGURATION = ("beside", "driver", "executor", "lengths", "links", "loops", "routing", "syncing", "waiting")
 
 # What is read as an attribute of Megatron's arguments, or of a model's configuration, by the module that reads it. It
 # cannot work without. A test holds this to the code.
@@ -221,6 +221,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     ),
     "loops": ("microbatch_group_size_per_vp_stage",),
     "links": ("pipeline_dtype",),
+    "routing": ("moe_expert_capacity_factor", "moe_router_topk", "num_moe_experts"),
     "tokenizer": ("pad_vocab_size", "tokenizer_type", "vocab_size"),
     "one_stage": (
         *(
@@ -238,9 +239,24 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         *("virtual_pipeline_model_parallel_size", "vocab_size", "world_size"),
     ),
     "tracing": (
-        *("bf16", "context_parallel_size", "ffn_hidden_size", "fp16", "fp4", "fp8", "global_batch_size", "hidden_size"),
-        *("hybrid_layer_pattern", "micro_batch_size", "num_attention_heads", "num_experts", "perform_initialization"),
-        *("pipeline_model_parallel_size", "seq_length", "tensor_model_parallel_size"),
+        *(
+            "bf16",
+            "context_parallel_size",
+            "cp_comm_type",
+            "ffn_hidden_size",
+            "fp16",
+            "fp4",
+            "fp8",
+            "global_batch_size",
+        ),
+        *("hidden_size", "hybrid_layer_pattern", "micro_batch_size", "moe_permute_fusion", "moe_router_fusion"),
+        *(
+            "moe_router_load_balancing_type",
+            "moe_token_dispatcher_type",
+            "num_attention_heads",
+            "perform_initialization",
+        ),
+        *("pipeline_model_parallel_size", "recompute_modules", "seq_length", "tensor_model_parallel_size"),
     ),
     "profile": (
         *(

@@ -90,6 +90,8 @@ def chunks(args: Any, place: int) -> Iterator[Sequence[torch.nn.Module]]:
             context_parallel_size=args.context_parallel_size,
             expert_model_parallel_size=args.expert_model_parallel_size,
             expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+            # One of several replicas would wait for the others.
+            create_gloo_process_groups=False,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
         config = gpt_config_from_args(args)
@@ -117,13 +119,13 @@ class Runner:
         # Prediction of further tokens embeds them anew, behind the last layer.
         self.embeds = self.first or bool(getattr(unwrap_model(model), "mtp_process", False))
         shards = args.tensor_model_parallel_size if args.sequence_parallel else 1
-        device = torch.device(torch.cuda.current_device())
-        shape = (args.seq_length // shards, micro_batch, args.hidden_size)
+        device, length = torch.device(torch.cuda.current_device()), args.seq_length // args.context_parallel_size
+        shape = (length // shards, micro_batch, args.hidden_size)
         self.received = torch.randn(shape, dtype=args.params_dtype, device=device, requires_grad=True)
         self.gradient = torch.randn(shape, dtype=args.params_dtype, device=device)
-        size = (micro_batch, args.seq_length)
+        size = (micro_batch, length)
         self.tokens, self.labels = (torch.randint(args.vocab_size, size, device=device) for _ in range(2))
-        self.positions = torch.arange(args.seq_length, device=device).expand(size).contiguous()
+        self.positions = torch.arange(length, device=device).expand(size).contiguous()
         self.mask = torch.ones(size, device=device)
 
     @property

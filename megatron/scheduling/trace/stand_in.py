@@ -7,6 +7,7 @@ softmax, flash attention, dropout with masks of one byte. Knows no schedule.
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
 import sys
@@ -28,6 +29,8 @@ ARGUMENTS = ("--distributed-backend", "gloo", "--transformer-impl", "local", *_M
 _SOFTMAX_KERNELS = ("scaled_masked_softmax_cuda", "scaled_upper_triang_masked_softmax_cuda", "scaled_softmax_cuda")
 # Megatron's modules import this by name.
 _ROTATE = "apply_rotary_pos_emb"
+# Transformer Engine's layers have these projections of latent attention whole on every tensor-parallel rank.
+_WHOLE = ("q_down_proj", "kv_down_proj")
 # torch's RMSNorm on a GPU keeps its input and a 32-bit scale a row.
 _RMS_STATISTICS = torch.float32
 
@@ -78,7 +81,8 @@ class _RmsNorm(torch.autograd.Function):
 def _rms_norm(
     given: torch.Tensor, normalized_shape: object, weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
-    normed: torch.Tensor = _RmsNorm.apply(given, weight)
+    # Transformer Engine's wants it in one piece: a key that is a part of what was projected would keep all of that.
+    normed: torch.Tensor = _RmsNorm.apply(given.contiguous(), weight)
     return normed
 
 
@@ -108,7 +112,7 @@ def shape_attention(kind: str) -> None:
     core: Any = DotProductAttention
     made, forward = _own(core)
     core.__init__ = functools.partialmethod(_made, made)
-    core.forward = _flash_forward if kind == "flash" else forward
+    core.forward = _flash_forward if kind == "flash" else functools.partialmethod(_unfused_forward, forward)
 
 
 @functools.cache
@@ -120,8 +124,18 @@ def _own(core: Any) -> tuple[Any, Any]:
 def _made(
     self: Any, made: Any, *args: Any, k_channels: object = None, v_channels: object = None, **kwargs: Any
 ) -> None:
-    """Make a core for keys and values of widths of their own, too, which only Transformer Engine's takes."""
-    made(self, *args, **kwargs)
+    """Make a core for keys and values of widths of their own, and for a rank's part of a sequence, too: both only
+    Transformer Engine's takes."""
+    core_config = copy.copy(kwargs.pop("config"))
+    core_config.context_parallel_size = 1
+    made(self, *args, config=core_config, **kwargs)
+
+
+def _unfused_forward(
+    self: Any, forward: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    # As Transformer Engine hands them to any core of its.
+    return forward(self, query.contiguous(), key.contiguous(), value.contiguous(), *args, **kwargs)
 
 
 def _flash_forward(
@@ -132,9 +146,40 @@ def _flash_forward(
     return attended
 
 
-def with_fused_rotation() -> None:
-    """Let positions be rotated as the fused kernel does it, which saves the angles alone. Call once Megatron is
-    imported."""
+class _Alone:
+    """A group of one rank, as far as a layer asks."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def shape_modules() -> None:
+    """Let Megatron's own layers have the shapes of fused ones. Call once, when Megatron is imported."""
+    from megatron.core.tensor_parallel import random
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    linear: Any = ColumnParallelLinear
+    linear.__init__ = functools.partialmethod(_made_whole, linear.__init__)
+    # Megatron compiles this one, to let a storage have another's memory.
+    random._get_share_storage = lambda: _share_storage
+    _with_fused_rotation()
+
+
+def _made_whole(self: Any, made: Any, *args: Any, tp_comm_buffer_name: str | None = None, **kwargs: Any) -> None:
+    if tp_comm_buffer_name in _WHOLE:
+        kwargs["tp_group"] = _Alone()
+    made(self, *args, tp_comm_buffer_name=tp_comm_buffer_name, **kwargs)
+
+
+def _share_storage(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.untyped_storage().resize_(source.untyped_storage().nbytes())
+
+
+def _with_fused_rotation() -> None:
+    """Let positions be rotated as the fused kernel does it, which saves the angles alone."""
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core.") and hasattr(module, _ROTATE):
             setattr(module, _ROTATE, _rotated)

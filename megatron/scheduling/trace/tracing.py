@@ -22,7 +22,7 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from bpipe.runtime.graph import hiding
 from megatron.scheduling.hooks import upstream
 from megatron.scheduling.report import one_stage
 from megatron.scheduling.start import startup
-from megatron.scheduling.trace import stand_in
+from megatron.scheduling.trace import routing, stand_in
 from megatron.scheduling.trace.live import LiveBytes
 
 # What of a launch a machine without a GPU cannot build, and what takes its place here.
@@ -52,9 +52,16 @@ def _add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _parse(flags: Sequence[str]) -> Any:
-    try:
+    with _refusing():
         return one_stage.parse([*flags, *_WITHOUT_GPU], _add_arguments, _fit)
-    except AssertionError as error:
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Raise ValueError for what Megatron does not parse or build here."""
+    try:
+        yield
+    except (AssertionError, ImportError) as error:
         # Not every check of Megatron's has a message; the line that failed says as much.
         reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
         raise ValueError(f"without a GPU Megatron refuses this launch: {reason}") from error
@@ -64,21 +71,54 @@ def _fit(args: Any) -> None:
     """Leave out what is not of the model, and refuse what cannot be traced."""
     upstream.require(args, "tracing")
     for name, value, why in (
-        ("--num-experts", args.num_experts, "how many tokens go to an expert is known by computing alone"),
-        ("--hybrid-layer-pattern", args.hybrid_layer_pattern, "Mamba layers run by kernels of a GPU alone"),
+        (
+            "--hybrid-layer-pattern",
+            args.hybrid_layer_pattern,
+            "Mamba layers run by kernels of a GPU alone, mamba_ssm's",
+        ),
         ("--fp8-format", args.fp8, "FP8 needs Transformer Engine"),
         ("--fp4-format", args.fp4, "FP4 needs Transformer Engine"),
+        ("--bpipe-vocabulary", args.bpipe_vocabulary, "shards of the output layer have passes of their own"),
+        *_of_experts(args),
+        *_of_context(args),
     ):
         if value:
             raise ValueError(f"{name} {value}: {why}: use `bpipe simulate`, whose formulas know it")
-    if args.context_parallel_size > 1:
-        raise ValueError(
-            f"--context-parallel-size {args.context_parallel_size}: needs Transformer Engine's attention: use "
-            "`bpipe simulate`"
-        )
+    # Kernels of Transformer Engine's; torch's lists of who goes where are as large.
+    args.moe_permute_fusion = args.moe_router_fusion = False
     # One replica is enough, and its micro-batches need not fill the pipeline.
     args.global_batch_size = None
     args.perform_initialization = False
+
+
+def _of_experts(args: Any) -> tuple[tuple[str, object, str], ...]:
+    """Return what experts cannot have here: flag, value, why."""
+    dispatcher, again = args.moe_token_dispatcher_type, args.recompute_modules or ()
+    return (
+        ("--moe-token-dispatcher-type", dispatcher * (dispatcher == "flex"), "its kernels are DeepEP's or HybridEP's"),
+        (
+            "--recompute-modules",
+            "moe_act" * ("moe_act" in again),
+            "that is in Transformer Engine's grouped experts alone",
+        ),
+        (
+            "--moe-router-load-balancing-type",
+            "sinkhorn" * ("sinkhorn" in args.moe_router_load_balancing_type),
+            "it goes on until scores agree, and there are none",
+        ),
+    )
+
+
+def _of_context(args: Any) -> tuple[tuple[str, object, str], ...]:
+    """Return what context parallelism cannot have here, likewise."""
+    if args.context_parallel_size == 1:
+        return ()
+    kinds = " ".join(sorted({*args.cp_comm_type} - {"p2p"}))
+    unfused = args.context_parallel_size * (args.trace_attention == "unfused")
+    return (
+        ("--cp-comm-type", kinds, "which copies attention keeps is Transformer Engine's choice"),
+        ("--context-parallel-size", unfused, "Megatron's own attention takes no part of a sequence"),
+    )
 
 
 def prepare() -> None:
@@ -87,7 +127,8 @@ def prepare() -> None:
     logging.disable(logging.WARNING)
     stand_in.install()
     startup.prepare()
-    stand_in.with_fused_rotation()
+    stand_in.shape_modules()
+    routing.route_evenly()
 
 
 def trace(flags: Sequence[str]) -> dict[str, Any]:
@@ -99,7 +140,8 @@ def trace(flags: Sequence[str]) -> dict[str, Any]:
         os.environ.pop(name, None)
     args = _parse(flags)
     stand_in.shape_attention(args.trace_attention)
-    return _traced(args)
+    with _refusing():
+        return _traced(args)
 
 
 def main(flags: Sequence[str]) -> None:
