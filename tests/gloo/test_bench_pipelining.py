@@ -20,10 +20,11 @@ def test_every_rank_has_its_ratios(chunks: str, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", str(ROOT / "scripts/bench/pipelining.py"), *small, "--chunks", chunks]
     ended = subprocess.run([*command, "--json", str(written)], capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    title, head, *rows = ended.stdout.splitlines()
+    title, *rows = ended.stdout.splitlines()
     assert f"2 ranks of {chunks} stages, 4 micro-batches; 3 rounds" in title
-    assert head.startswith("rank ")
-    assert [row.split()[0] for row in rows] == ["0", "1"]
+    assert [row.split()[0] for row in rows] == ["0"] * 5 + ["1"] * 5
     for rank, entry in enumerate(json.loads(written.read_text())):
         assert entry["rank"] == rank
         assert all(len(ratios) == 3 and min(ratios) > 0 for ratios in entry["ratios"].values())
+        assert len(entry["ratios"]) == 4
+        assert entry["evictions"]["nothing moves"] == entry["evictions"]["reported"] == 0
