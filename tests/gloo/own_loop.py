@@ -38,7 +38,15 @@ NUM_MICROBATCHES = (8, 4, 8, 4)
 LENGTH, VOCABULARY = 64, 128
 NUM_CHUNKS = int(sys.argv[1]) if len(sys.argv) > 1 else 1
 OWN = ScheduleConfig(sys.argv[2], 4, NUM_MICROBATCHES[0], NUM_CHUNKS, BalanceConfig()) if len(sys.argv) > 2 else None
-CONFIG = SchedulingConfig(num_ranks=4, num_chunks=NUM_CHUNKS, own=OWN, minimum_bytes=1024, poison=True, timeout_s=60.0)
+CONFIG = SchedulingConfig(
+    num_ranks=4,
+    num_chunks=NUM_CHUNKS,
+    balance=BalanceConfig(),
+    own=OWN,
+    minimum_bytes=1024,
+    poison=True,
+    timeout_s=60.0,
+)
 LAUNCH_RANK = os.environ["RANK"]
 VIRTUAL_STAGES = NUM_CHUNKS if NUM_CHUNKS > 1 else None
 SETTINGS: dict[str, Any] = {

@@ -70,7 +70,7 @@ def main() -> None:
             for rank in ranks
         ]
         # A budget is planned for this machine's own kernels, which are a CPU's.
-        balanced = args.bpipe if args.bpipe_memory else config_from_args(args).balance
+        balanced = args.bpipe if args.bpipe_memory else config_from_args(args).balance is not None
         print("PARSED", json.dumps({"balanced": balanced, **read}))
 
 
