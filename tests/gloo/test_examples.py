@@ -52,7 +52,8 @@ for command in json.load(open(sys.argv[2])):
     # Where there is no GPU, ours is refused that needs one.
     args.bpipe_transport = "auto"
     config = config_from_args(args)
-    parsed = {"script": torchrun.training_script, "balance": config.balance is not None, "num_chunks": config.num_chunks, "said": said.getvalue()}
+    balance = config.balance is not None
+    parsed = {"script": torchrun.training_script, "balance": balance, "num_chunks": config.num_chunks, "said": said.getvalue()}
     print("PARSED", json.dumps(parsed | wanted))
 """
 WANTED = (
