@@ -142,7 +142,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "action hosts",
         "layout",
         "dependencies schedule",
-        "host_buffers memory program steps",
+        "clock host_buffers memory program steps",
     ),
     "formats": ("text", "document grid listing messages", "read"),
     "generate": (
