@@ -69,6 +69,15 @@ def options_of(way: str, folder: str, budget_bytes: int) -> dict[str, Any]:
     return options[way]
 
 
+def budget_between(peak_bytes: int, sizes: argparse.Namespace) -> int:
+    """Return a budget between the smallest and the largest peak of all ranks. Collective."""
+    peaks = [0] * sizes.stages
+    dist.all_gather_object(peaks, peak_bytes)
+    # Two ranks of one stage hold 2 and 1, of which none can leave.
+    headroom = 1 if sizes.stages * sizes.chunks == 2 else HEADROOM
+    return int(min(peaks) + headroom * (max(peaks) - min(peaks)))
+
+
 def measure(rank: int, sizes: argparse.Namespace, folder: str) -> dict[str, Any]:
     logging.disable(logging.WARNING)
     loss, name = nn.MSELoss(), "1f1b" if sizes.chunks == 1 else "interleaved-1f1b"
@@ -82,12 +91,9 @@ def measure(rank: int, sizes: argparse.Namespace, folder: str) -> dict[str, Any]
 
     budget_bytes = 0
     if BUDGETED in sizes.ways:
-        meter, peaks = Meter(), [0] * sizes.stages
+        meter = Meter()
         balanced(BUDGETED, balance="none", meter=meter).step(*inputs, target=wanted, return_outputs=False)
-        dist.all_gather_object(peaks, meter.peak_bytes)
-        # Two ranks of one stage hold 2 and 1, of which none can leave.
-        headroom = 1 if sizes.stages * sizes.chunks == 2 else HEADROOM
-        budget_bytes = int(min(peaks) + headroom * (max(peaks) - min(peaks)))
+        budget_bytes = budget_between(meter.peak_bytes, sizes)
     stock: Any = Schedule1F1B if sizes.chunks == 1 else ScheduleInterleaved1F1B
     own = stages[STOCK]
     schedules: dict[str, Any] = {STOCK: stock(own[0] if sizes.chunks == 1 else own, sizes.microbatches, loss)}
