@@ -152,6 +152,11 @@ def write_profile(file: str, traced: Mapping[str, Any], subject: TracedLaunch) -
         raise ValueError(
             f"--output: simulate and plan read a trace of what they know, and of this launch they say: {subject.unknown}"
         )
+    beyond = {"experts": subject.setup.model.experts is not None, "context parallelism": subject.setup.context > 1}
+    for name in (name for name, has in beyond.items() if has):
+        raise ValueError(
+            f"--output: a file says nothing of {name}, so it would be taken for other launches: leave it out"
+        )
     measured = {**traced["measured"], **{name: getattr(subject.setup, name) for name in _OF_SETUP}}
     stages = [{name: stage[name] for name in _OF_PROFILE} for stage in traced["stages"]]
     Path(file).write_text(json.dumps({"stages": stages, "measured": measured}, indent=1) + "\n")

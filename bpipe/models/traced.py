@@ -33,6 +33,7 @@ class Traced:
                 return f"traced with {name} {_text(value)}, the setup has {_text(mine)}: trace that, too"
         for name, value, usual in (
             ("context parallelism", setup.context, 1),
+            ("experts", setup.model.experts is not None, False),
             ("slices", setup.slices, 1),
             ("shards of the vocabulary", setup.is_sharded, False),
         ):

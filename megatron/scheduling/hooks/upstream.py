@@ -243,7 +243,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
         *("global_batch_size", "hidden_size", "hybrid_layer_pattern", "micro_batch_size", "moe_permute_fusion"),
         *("moe_router_fusion", "moe_router_load_balancing_type", "moe_token_dispatcher_type", "num_attention_heads"),
         *("perform_initialization", "pipeline_model_parallel_size", "recompute_modules", "seq_length"),
-        "tensor_model_parallel_size",
+        *("multi_latent_attention", "qk_head_dim", "qk_pos_emb_head_dim", "tensor_model_parallel_size", "v_head_dim"),
     ),
     "profile": (
         *(

@@ -39,6 +39,8 @@ from megatron.scheduling.trace.live import LiveBytes
 _WITHOUT_GPU = ("--transformer-impl", "local")
 # Megatron writes its choice there, and ends where it finds another.
 _CHOSEN_ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+# What begins or ends between a norm and a matrix.
+_BESIDE_NORMS = ("layernorm", "mla_up_proj", "mlp")
 # How many kinds of nodes are listed of a stage.
 _MOST_KINDS = 12
 
@@ -79,6 +81,7 @@ def _fit(args: Any) -> None:
         ("--fp8-format", args.fp8, "FP8 needs Transformer Engine"),
         ("--fp4-format", args.fp4, "FP4 needs Transformer Engine"),
         ("--bpipe-vocabulary", args.bpipe_vocabulary, "shards of the output layer have passes of their own"),
+        *_of_layers(args),
         *_of_experts(args),
         *_of_context(args),
     ):
@@ -89,6 +92,24 @@ def _fit(args: Any) -> None:
     # One replica is enough, and its micro-batches need not fill the pipeline.
     args.global_batch_size = None
     args.perform_initialization = False
+
+
+def _of_layers(args: Any) -> tuple[tuple[str, object, str], ...]:
+    """Return what Megatron's own layers have otherwise than Transformer Engine's, likewise."""
+    again = [one for one in args.recompute_modules or () if one in _BESIDE_NORMS]
+    unlike = args.multi_latent_attention and args.v_head_dim != args.qk_head_dim + args.qk_pos_emb_head_dim
+    return (
+        (
+            "--recompute-modules",
+            " ".join(again),
+            "there a norm and the matrix behind it are one layer, here they are two",
+        ),
+        (
+            "--v-head-dim",
+            (unlike and args.trace_attention == "unfused") * args.v_head_dim,
+            "Megatron's own attention has values as wide as keys",
+        ),
+    )
 
 
 def _of_experts(args: Any) -> tuple[tuple[str, object, str], ...]:
