@@ -165,7 +165,7 @@ class _RankWalk:
         self.outstanding: list[int] = []
         self.halves = Numbering()
         self.started: dict[int, int] = {}
-        self.last_sent: dict[tuple[int, ...], int] = {}
+        self.last_issued: dict[tuple[int, ...], int] = {}
         # What goes in one call to the communication library with what comes next.
         self.launched: list[int] = []
         # Operations before this one wait where they are launched.
@@ -289,10 +289,10 @@ class _RankWalk:
         parties = self.board.dependencies.route(value).parties
         if self.board.exchange is Exchange.TORCH:
             parties = tuple(sorted(parties))
-        before = self.last_sent.get(parties)
+        before = self.last_issued.get(parties)
         if before is not None:
             yield from self._until(before)
-        self.last_sent[parties] = value
+        self.last_issued[parties] = value
 
     def _start(self, transfer: Transfer) -> Iterator[int]:
         kind, grows, hears = transfer.action.kind, False, False

@@ -28,6 +28,7 @@ from bpipe.models.cluster import DEVICES, Cluster
 from bpipe.models.layout import Setup
 from bpipe.models.saved import stage_bytes
 from bpipe.models.states import stage_parameters
+from bpipe.models.traced import beyond_traces
 from bpipe.plan.options import filled, routing_of, setup_of
 
 PROGRAM = "megatron.scheduling.trace.tracing"
@@ -152,8 +153,7 @@ def write_profile(file: str, traced: Mapping[str, Any], subject: TracedLaunch) -
         raise ValueError(
             f"--output: simulate and plan read a trace of what they know, and of this launch they say: {subject.unknown}"
         )
-    beyond = {"experts": subject.setup.model.experts is not None, "context parallelism": subject.setup.context > 1}
-    for name in (name for name, has in beyond.items() if has):
+    for name in beyond_traces(subject.setup):
         raise ValueError(
             f"--output: a file says nothing of {name}, so it would be taken for other launches: leave it out"
         )

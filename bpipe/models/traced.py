@@ -31,15 +31,20 @@ class Traced:
             mine = getattr(setup.model if name in OF_MODEL else setup, name)
             if mine != value:
                 return f"traced with {name} {_text(value)}, the setup has {_text(mine)}: trace that, too"
-        for name, value, usual in (
-            ("context parallelism", setup.context, 1),
-            ("experts", setup.model.experts is not None, False),
-            ("slices", setup.slices, 1),
-            ("shards of the vocabulary", setup.is_sharded, False),
-        ):
-            if value != usual:
-                return f"traced without {name}, the setup has some: leave one of the two out"
+        for name in beyond_traces(setup):
+            return f"traced without {name}, the setup has some: leave one of the two out"
         return None
+
+
+def beyond_traces(setup: Any) -> list[str]:
+    """Return what a Setup has of which a trace's facts say nothing."""
+    has = {
+        "context parallelism": setup.context > 1,
+        "experts": setup.model.experts is not None,
+        "slices": setup.slices > 1,
+        "shards of the vocabulary": setup.is_sharded,
+    }
+    return [name for name in has if has[name]]
 
 
 def _text(value: object) -> str:

@@ -102,7 +102,7 @@ def _of_layers(args: Any) -> tuple[tuple[str, object, str], ...]:
         (
             "--recompute-modules",
             " ".join(again),
-            "there a norm and the matrix behind it are one layer, here they are two",
+            "Transformer Engine has a norm and the matrix behind it in one layer, Megatron in two",
         ),
         (
             "--v-head-dim",

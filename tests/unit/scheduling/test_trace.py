@@ -108,7 +108,7 @@ REFUSED = {
     ),
     "what begins behind a norm recomputed": (
         f"{LAUNCH} --recompute-granularity selective --recompute-modules core_attn mlp",
-        "--recompute-modules mlp: there a norm and the matrix behind it are one layer",
+        "--recompute-modules mlp: Transformer Engine has a norm and the matrix behind it in one layer",
     ),
     "values of a width of their own in a core that is not fused": (
         f"{LAUNCH} --multi-latent-attention --attention-dropout 0 --qk-head-dim 128 --v-head-dim 64 --trace-attention unfused",
