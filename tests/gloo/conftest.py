@@ -170,9 +170,7 @@ def finish(processes: Sequence[Process], folder: Path, timeout_s: float, only: i
     return Outcome(folder, codes, time.monotonic() - begin, logs)
 
 
-def train(
-    world: int, cases: Sequence[Case], folder: Path, timeout_s: float, worker: str = "plain_worker.py"
-) -> Outcome:
+def train(world: int, cases: Sequence[Case], folder: Path, timeout_s: float, worker: str = "worker.py") -> Outcome:
     """Run all cases on `world` ranks, one pipeline of as many stages unless a case says otherwise."""
     stages = ("--num-layers", str(world), "--pipeline-model-parallel-size", str(world))
     described = []
@@ -202,7 +200,7 @@ def followed(first: Outcome, then: Outcome) -> Outcome:
 def run_cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
     """`run_cases(world, cases, timeout_s, worker)`; a case's `{folder}` stands for the launch's folder."""
 
-    def run(world: int, cases: Sequence[Case], timeout_s: float = 240.0, worker: str = "plain_worker.py") -> Outcome:
+    def run(world: int, cases: Sequence[Case], timeout_s: float = 240.0, worker: str = "worker.py") -> Outcome:
         folder = tmp_path_factory.mktemp(f"gloo{world}")
         placed = [Case(case.name, [argument.format(folder=folder) for argument in case.arguments]) for case in cases]
         return train(world, placed, folder, timeout_s, worker)

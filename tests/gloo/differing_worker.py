@@ -11,99 +11,104 @@ micro-batch alike; and so does stock Megatron's run.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
-if __name__ == "__main__":
-    # Megatron writes checkpoints with processes that import this file again.
-    import contextlib
-    import functools
-    import json
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-    from typing import Any
-    from unittest import mock
+from tests.gloo import conversations, policy, worker
 
-    from tests.gloo import conversations, policy, worker
+# isort: split
+import torch
+from megatron.core.utils import get_attr_wrapped_model
+from megatron.training import training
 
-    # isort: split
-    import torch
-    from megatron.core.utils import get_attr_wrapped_model
-    from megatron.training import training
+pretrain_gpt = worker.pretrain_gpt
+# Of the micro-batches, over and over; the first is not the largest.
+LENGTHS = (48, 64, 40, 64, 56, 24)
 
-    pretrain_gpt = worker.pretrain_gpt
-    # Of the micro-batches, over and over; the first is not the largest.
-    LENGTHS = (48, 64, 40, 64, 56, 24)
 
-    def given_out(data: Iterator[dict[str, torch.Tensor]] | None, model: Any) -> tuple[torch.Tensor | None, ...]:
-        return tuple(pretrain_gpt.get_batch(data, get_attr_wrapped_model(model, "vp_stage")).values())[:5]
+def given_out(data: Iterator[dict[str, torch.Tensor]] | None, model: Any) -> tuple[torch.Tensor | None, ...]:
+    return tuple(pretrain_gpt.get_batch(data, get_attr_wrapped_model(model, "vp_stage")).values())[:5]
 
-    def losses(loss_mask: torch.Tensor) -> Callable[..., Any]:
-        return functools.partial(pretrain_gpt.loss_func, loss_mask)
 
-    def cut() -> Callable[..., Any]:
-        shortened = policy.cutting(LENGTHS, given_out)()
+def losses(loss_mask: torch.Tensor) -> Callable[..., Any]:
+    return functools.partial(pretrain_gpt.loss_func, loss_mask)
 
-        def step(data: Any, model: Any) -> Any:
-            tokens, labels, loss_mask, _, positions = shortened(data, model)
-            return model(tokens, positions, None, labels=labels, loss_mask=loss_mask), losses(loss_mask)
 
-        return step
+def cut() -> Callable[..., Any]:
+    shortened = policy.cutting(LENGTHS, given_out)()
 
-    def recomputing() -> Callable[..., Any]:
-        def step(data: Any, model: Any, everything: bool) -> Any:
-            config = get_attr_wrapped_model(model, "config")
-            config.recompute_granularity = "full" if everything else None
-            config.recompute_method, config.recompute_num_layers = "uniform", 1
-            tokens, labels, loss_mask, mask, positions = given_out(data, model)
-            return model(tokens, positions, mask, labels=labels, loss_mask=loss_mask), losses(loss_mask)
+    def step(data: Any, model: Any) -> Any:
+        tokens, labels, loss_mask, _, positions = shortened(data, model)
+        return model(tokens, positions, None, labels=labels, loss_mask=loss_mask), losses(loss_mask)
 
-        return step
+    return step
 
-    # By reinforcement the loop has steps of its own.
-    STEPS = {"lengths": cut, "partial": recomputing, "policy": lambda: None}
-    SETTINGS: dict[str, dict[str, Any]] = {
-        "policy": {"variable_seq_lengths": True},
-        "lengths": {"variable_seq_lengths": True},
-        "partial": {"num_microbatches_with_partial_activation_checkpoints": 1},
-    }
 
-    loop_of = training.get_forward_backward_func
+def recomputing() -> Callable[..., Any]:
+    def step(data: Any, model: Any, everything: bool) -> Any:
+        config = get_attr_wrapped_model(model, "config")
+        config.recompute_granularity = "full" if everything else None
+        config.recompute_method, config.recompute_num_layers = "uniform", 1
+        tokens, labels, loss_mask, mask, positions = given_out(data, model)
+        return model(tokens, positions, mask, labels=labels, loss_mask=loss_mask), losses(loss_mask)
 
-    def by_reinforcement(*args: Any, **kwargs: Any) -> Callable[..., Any]:
-        return policy.twice(loop_of(*args, **kwargs), policy.cutting(LENGTHS, given_out))
+    return step
 
-    def train(how: str) -> None:
-        """Our script, with another forward step, and what the model's configuration has to say of it."""
-        configured = pretrain_gpt.gpt_config_from_args
 
-        def told(*args: Any, **kwargs: Any) -> Any:
-            config = configured(*args, **kwargs)
-            for name, value in SETTINGS[how].items():
-                setattr(config.transformer, name, value)
-            return config
+# By reinforcement the loop has steps of its own.
+STEPS = {"lengths": cut, "partial": recomputing, "policy": lambda: None}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "policy": {"variable_seq_lengths": True},
+    "lengths": {"variable_seq_lengths": True},
+    "partial": {"num_microbatches_with_partial_activation_checkpoints": 1},
+}
 
-        with (
-            mock.patch.object(pretrain_gpt, "gpt_config_from_args", told),
-            mock.patch.object(pretrain_gpt, "forward_step", STEPS[how]()),
-            mock.patch.object(training, "get_forward_backward_func", by_reinforcement)
-            if how == "policy"
-            else contextlib.nullcontext(),
-        ):
-            pretrain_gpt.main()
+loop_of = training.get_forward_backward_func
 
-    def train_on_conversations() -> None:
-        with conversations.readable():
-            pretrain_gpt.main()
 
-    torch.set_num_threads(1)
-    cases, folder = sys.argv[1:]
-    for case in json.loads(Path(cases).read_text()):
-        main = pretrain_gpt.main
-        if "--differing" in case["arguments"]:
-            at = case["arguments"].index("--differing")
-            main = functools.partial(train, case["arguments"][at + 1])
-            case["arguments"][at : at + 2] = []
-        if "--sft" in case["arguments"]:
-            case["arguments"].remove("--mock-data")
-            main = train_on_conversations
-        worker.run(case, Path(folder), main=main)
+def by_reinforcement(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+    return policy.twice(loop_of(*args, **kwargs), policy.cutting(LENGTHS, given_out))
+
+
+def train(how: str) -> None:
+    """Our script, with another forward step, and what the model's configuration has to say of it."""
+    configured = pretrain_gpt.gpt_config_from_args
+
+    def told(*args: Any, **kwargs: Any) -> Any:
+        config = configured(*args, **kwargs)
+        for name, value in SETTINGS[how].items():
+            setattr(config.transformer, name, value)
+        return config
+
+    with (
+        mock.patch.object(pretrain_gpt, "gpt_config_from_args", told),
+        mock.patch.object(pretrain_gpt, "forward_step", STEPS[how]()),
+        mock.patch.object(training, "get_forward_backward_func", by_reinforcement)
+        if how == "policy"
+        else contextlib.nullcontext(),
+    ):
+        pretrain_gpt.main()
+
+
+def train_on_conversations() -> None:
+    with conversations.readable():
+        pretrain_gpt.main()
+
+
+torch.set_num_threads(1)
+cases, folder = sys.argv[1:]
+for case in worker.cases_of(cases):
+    main = pretrain_gpt.main
+    if "--differing" in case["arguments"]:
+        at = case["arguments"].index("--differing")
+        main = functools.partial(train, case["arguments"][at + 1])
+        case["arguments"][at : at + 2] = []
+    if "--sft" in case["arguments"]:
+        case["arguments"].remove("--mock-data")
+        main = train_on_conversations
+    worker.run(case, Path(folder), main=main)

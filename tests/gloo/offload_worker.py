@@ -1,6 +1,6 @@
 """One rank of training runs with Megatron's fine-grained activation offloading, which wants Transformer Engine and a GPU.
 
-In: as `plain_worker.py`. What stands in: the switch by which Transformer Engine's layers are told of offloading, which
+In: as `worker.py`. What stands in: the switch by which Transformer Engine's layers are told of offloading, which
 layers of Megatron's own parts never ask; no affinity to a GPU; and a CPU for the devices whose tensors it takes. All
 else of it is Megatron's: its hooks, its groups, its pool on the host, and when it fetches. It writes
 `<folder>/<case>.offloaded.rank<r>`: how often it took something to the host and fetched it.
@@ -45,7 +45,7 @@ def main(cases: str, folder: str) -> None:
     torch.set_num_threads(1)
     counts = [0, 0]
     stand_in(counts)
-    for case in json.loads(Path(cases).read_text()):
+    for case in worker.cases_of(cases):
         counts[:] = 0, 0
         worker.run(case, Path(folder))
         offloading.PipelineOffloadManager.reset_instance()

@@ -25,6 +25,7 @@ import pretrain_gpt  # before Megatron: it readies the process
 # isort: split
 import torch
 from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.training import training
@@ -144,9 +145,21 @@ def run(
     gc.collect()
 
 
+def cases_of(path: str) -> list[dict[str, Any]]:
+    """Return the cases of a file. Comes before the first of them, as long as this process has one thread.
+
+    Where one saves, Megatron's queue for its writers is made here, by a fork: by its default every rank starts a process
+    that imports torch once more, which took longer than the cases.
+    """
+    cases: list[dict[str, Any]] = json.loads(Path(path).read_text())
+    if any("--save" in case["arguments"] for case in cases):
+        get_write_results_queue("fork")
+    return cases
+
+
 def main(cases: str, folder: str) -> None:
     torch.set_num_threads(1)
-    for case in json.loads(Path(cases).read_text()):
+    for case in cases_of(cases):
         run(case, Path(folder))
 
 
