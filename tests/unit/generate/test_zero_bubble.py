@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpipe.balance.config import BalanceConfig
@@ -39,8 +39,11 @@ def test_zb_h1_holds_the_same_everywhere_and_is_as_long_as_its_formula(
 ) -> None:
     schedule = build(ScheduleConfig("zb-h1", p, m))
     assert peak_counts(schedule) == (min(p, m),) * p
-    assume(m >= p and w <= min(f, i))
-    assert iteration_time(schedule, UnitCosts(f, i, w)).makespan == m * (f + i + w) + (p - 1) * (f + i - w)
+    # The formula is of pipelines that fill, and of W that fits beside the others. To draw until both hold was too many
+    # draws for hypothesis, one run in hundreds.
+    w = min(w, f, i)
+    if m >= p:
+        assert iteration_time(schedule, UnitCosts(f, i, w)).makespan == m * (f + i + w) + (p - 1) * (f + i - w)
 
 
 @settings(max_examples=60, deadline=None)
