@@ -11,6 +11,7 @@ import sys
 from tests.unit.runtime.mutations import Mutation, run_table
 
 CALLS, BUFFERS = "tests/unit/torch/test_calls.py", "tests/unit/torch/test_buffers.py"
+JUDGED = "tests/unit/torch/test_judged.py"
 EXCHANGE, CHECKPOINTS = "tests/unit/torch/test_torch_exchange.py", "tests/unit/runtime/test_checkpoints.py"
 DTENSORS = "tests/unit/runtime/test_dtensors.py"
 
@@ -24,6 +25,8 @@ def buffers(line: str, instead: str) -> Mutation:
 
 
 TABLE = (
+    calls("self._ahead(action)", "pass"),
+    calls("self._behind(index)", "pass"),
     calls("self._hooks.begin()", "pass"),
     calls("self._hooks.before(action)", "pass"),
     calls("self._hooks.after(action, outputs, inputs)", "pass"),
@@ -37,7 +40,20 @@ TABLE = (
         "if self._unsent is not None and (following is None or following.computation_type not in _SENDS):",
         "if self._unsent is not None:",
     ),
+    calls("self._sent()", "pass"),
     calls("self._sent()", "pass", 1),
+    calls("self._used(action)", "pass"),
+    calls("self.computes(Action(index, Kind.FORWARD, fwd_chunk_id))", "pass"),
+    calls("self.computes(action)", "pass"),
+    calls("self.computes(action)", "pass", 1),
+    calls("self.backward_ran(action)", "pass"),
+    calls("self.backward_ran(action)", "pass", 1),
+    calls("setattr(holder, name, value)", "pass"),
+    calls("delattr(holder, name)", "pass"),
+    calls("setattr(holder, name, before)", "pass"),
+    buffers("self.end()", "pass"),
+    buffers("self._empty(key)", "pass"),
+    buffers("storage.resize_(0)", "pass"),
     calls("undo.callback(_replace(stage, name, wrapper))", "_replace(stage, name, wrapper)"),
     buffers("buffer.untyped_storage().resize_(nbytes)", "pass"),
     buffers("self._empty((backward.stage, of_gradients, backward.microbatch))", "pass"),
@@ -51,6 +67,15 @@ TABLE = (
     ),
     buffers("if backward.kind is not Kind.BACKWARD_INPUT:", "if True:"),
     buffers("if self._is_here(index + (1 if of_gradients else -1)):", "if False:"),
+    Mutation("bpipe/torch/judged.py", "rows.append([])", "pass", (JUDGED,)),
+    Mutation("bpipe/torch/judged.py", "before = action", "pass", (JUDGED,)),
+    Mutation(
+        "bpipe/torch/judged.py",
+        "elif action.computation_type in _SENDS and not _follows(before):",
+        "elif False:",
+        (JUDGED,),
+    ),
+    Mutation("bpipe/torch/judged.py", "if stuck:", "if False:", (JUDGED,)),
     Mutation("bpipe/lower/torch_receives.py", "posted[receiver].add(value)", "pass", (EXCHANGE,)),
     Mutation(
         "bpipe/lower/torch_receives.py",

@@ -116,6 +116,40 @@ def test_a_stage_with_a_wrapper_of_its_owner_gets_it_back() -> None:
     assert here.forward_one_chunk is mine
 
 
+def test_methods_of_a_class_are_its_again_behind_a_step() -> None:
+    """As torch's stages have them."""
+
+    class Stage:
+        stage_index = 0
+
+        def forward_one_chunk(self) -> None: ...
+        def backward_one_chunk(self) -> None: ...
+        def backward_weight_one_chunk(self) -> None: ...
+
+    here = Stage()
+    with StepCalls(Notes(), parsed("0F0")).around([here]):
+        assert len(vars(here)) == 3
+    assert vars(here) == {}
+
+
+def test_buffers_are_asked_for_ahead_of_an_action_and_given_back_behind_a_backward() -> None:
+    said: list[str] = []
+    here = stage(1)
+    calls = StepCalls(
+        Notes(),
+        parsed("1RECV_B0 1B0 1I1 1W1"),
+        lambda theirs: said.append(f"ahead of {theirs}"),
+        lambda action: said.append(f"used {action}"),
+    )
+    with calls.around([here]):
+        watched = iter(calls.watched())
+        assert [str(next(watched)), said] == ["1RECV_B0", ["ahead of 1RECV_B0"]]
+        here.backward_one_chunk(0)
+        here.backward_one_chunk(1, full_backward=False)
+        here.backward_weight_one_chunk(1)
+    assert said[1:] == ["used 1B0", "used 1I1", "used 1W1"]
+
+
 def test_a_forward_without_its_begin_is_a_mistake() -> None:
     with pytest.raises(AssertionError, match="no forward is running"):
         StepCalls(Notes(), parsed("0F0")).forward_ran((), ())
