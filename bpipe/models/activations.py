@@ -29,7 +29,7 @@ def activations(setup: Setup) -> tuple[tuple[int, int], ...]:
     """Return, for every rank, the peak bytes of its own micro-batches and the bytes of its host buffers.
 
     No more micro-batches are looked at than fill the pipeline. Balanced interleaved schedules need, with some other
-    numbers of micro-batches, one host buffer fewer.
+    numbers of micro-batches, one host buffer fewer, or in slices one more on a rank that is not the fullest.
     """
     if setup.slices > 1:
         return _of_slices(setup)
@@ -89,8 +89,10 @@ def _num_filling(setup: Setup) -> int:
     fill = FAMILIES[setup.schedule].fill
     if fill is None:
         return setup.num_microbatches
-    # Shards lengthen a micro-batch's way, by up to half of the pipeline.
-    return min(setup.num_microbatches, (fill + setup.is_sharded) * setup.stride + setup.delay)
+    # Shards lengthen a micro-batch's way, by up to half of the pipeline; all slices of a micro-batch come before its first
+    # backward, of its host's too. Groups stay whole.
+    further = 0 if setup.slices == 1 else -(-2 // setup.group_size) * setup.group_size
+    return min(setup.num_microbatches, (fill + setup.is_sharded) * setup.stride + further + setup.delay)
 
 
 def keeps_own(setup: Setup) -> bool:

@@ -381,12 +381,18 @@ class Setup:
     @property
     def group_size(self) -> int:
         """How many micro-batches go through a chunk before the next: 1 where there are no groups."""
-        return self.group or FAMILIES[self.schedule].usual_group(self.pipeline)
+        return self.group or FAMILIES[self.schedule].usual_group(self._one_a_rank)
+
+    @property
+    def _one_a_rank(self) -> int:
+        """Micro-batches of which there is one for each rank, or one slice."""
+        return -(-self.pipeline // self.slices)
 
     @property
     def stride(self) -> int:
-        """Micro-batches in whole groups, at least as many as ranks: after each so many the steady phase repeats."""
-        return -(-self.pipeline // self.group_size) * self.group_size
+        """Micro-batches in whole groups, at least as many as ranks, or as many slices: after each so many the steady
+        phase repeats."""
+        return -(-self._one_a_rank // self.group_size) * self.group_size
 
     @property
     def keeps_halves(self) -> bool:

@@ -176,7 +176,8 @@ def _steady(setup: Setup) -> tuple[int, int]:
     """With how many micro-batches the steady phase has begun, as many fewer than all as are whole steps; and how
     many are a step."""
     step = setup.stride
-    return 4 * step + setup.num_microbatches % step, step
+    steps = 4 if setup.slices == 1 else 4 + -(-2 // step)
+    return steps * step + setup.num_microbatches % step, step
 
 
 def predict(

@@ -9,7 +9,9 @@ from dataclasses import replace
 import pytest
 
 from bpipe.cli import main
+from bpipe.generate.families import FAMILIES
 from bpipe.launch.megatron_flags import megatron_flags
+from bpipe.models.activations import activations
 from bpipe.models.cluster import GIB, parse_cluster
 from bpipe.models.costs import lengths_of_equal_seconds
 from bpipe.models.layout import Setup
@@ -20,7 +22,7 @@ from bpipe.models.warm_up import least_warm_bytes
 from bpipe.plan.bounds import Bounds, lower_bound_s
 from bpipe.plan.explain import describe
 from bpipe.plan.front import find_front, not_searched
-from bpipe.plan.predict import costs_of, predict, steady_timing, timing_within
+from bpipe.plan.predict import costs_of, predict, simulation_of, steady_timing, timing_within, whole_timing
 from bpipe.plan.refused import refused
 from bpipe.plan.search import every_setup, search
 from bpipe.plan.slices import usual_slices
@@ -122,6 +124,35 @@ def test_memory_bounds_are_no_more_than_what_is_held(every: list[Setup]) -> None
             assert least_warm_bytes(setup) <= peak, describe(setup)
             if setup.balance != "none":
                 assert least_shared_bytes(setup) <= peak
+
+
+@pytest.mark.parametrize("balance", ["none", "bpipe"])
+@pytest.mark.parametrize(("p", "slices"), [(4, 4), (4, 8), (8, 2), (8, 8)])
+@pytest.mark.parametrize("schedule", [name for name, family in FAMILIES.items() if family.takes_slices and family.fill])
+def test_few_micro_batches_tell_of_all(schedule: str, p: int, slices: int, balance: str) -> None:
+    """As many slices as ranks fill a pipeline, which are fewer micro-batches, and those two more: of no more the host
+    buffers of 1F1B were one too few. Orders that are made shorter by moving them to and fro are not quite alike."""
+    chunks = FAMILIES[schedule].min_chunks
+    setup = Setup(
+        *(replace(PRESETS["gpt3-13b"], num_layers=2 * p * chunks), parse_cluster(f"a100-80g:1x{p}"), 1, p, 1, 24, 8192),
+        layers=(2,) * p * chunks,
+        schedule=schedule,
+        chunks=chunks,
+        balance=balance,
+        slices=slices,
+    )
+    whole, steady = whole_timing(simulation_of(setup)), steady_timing(setup, costs_of(setup))
+    assert steady.iteration_s == pytest.approx(whole.iteration_s, rel=1e-6)
+    if p == 4 or slices == 8:
+        assert steady.simulated < 24
+    few = activations(setup)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("bpipe.models.activations._num_filling", lambda setup: setup.num_microbatches)
+        many = activations(setup)
+    # Of host buffers a rank that is not the fullest may need one more or fewer.
+    assert max(map(sum, few)) == pytest.approx(max(map(sum, many)), rel=0.004)
+    for (own, _), (own_of_many, _) in zip(few, many, strict=True):
+        assert own == pytest.approx(own_of_many, rel=0.004)
 
 
 def test_the_first_rows_are_those_of_simulating_everything(every: list[Setup]) -> None:
