@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 
-from bpipe.balance.config import BALANCES, BalanceConfig, balanced
+from bpipe.balance.config import BalanceConfig, balanced, name_of
 from bpipe.balance.pairs import allocated_counts, balance, keeps_bound
 from bpipe.check.rules import check
 from bpipe.formats.text import header, read_csv, write_rows
@@ -218,7 +218,7 @@ class ScheduleConfig:
 
     @property
     def balance_name(self) -> str:
-        return BALANCES[self.balance is not None]
+        return name_of(self.balance)
 
 
 def build(config: ScheduleConfig) -> Schedule:

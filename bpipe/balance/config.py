@@ -67,6 +67,11 @@ class BalanceConfig:
         )
 
 
+def name_of(balance: BalanceConfig | None) -> str:
+    """Return what commands and files call a balance, as `named_balance` takes it."""
+    return BALANCES[balance is not None]
+
+
 def named_balance(
     name: str,
     bounds: Sequence[int] | None = None,

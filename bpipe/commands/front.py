@@ -74,7 +74,7 @@ def _drawn(front: Front, title: str, suffix: str) -> bytes:
 def _group(point: Point) -> str:
     setup = point.prediction.setup
     shards = f", vocabulary {setup.vocabulary_parallel}" if setup.is_sharded else ""
-    return f"{setup.schedule}{shards}{', balanced' if setup.balance != 'none' else ''}"
+    return f"{setup.schedule}{shards}{', balanced' if setup.balance is not None else ''}"
 
 
 _STYLE = """body { font: 15px/1.5 sans-serif; margin: 2rem auto; max-width: 70rem; color: #111; }

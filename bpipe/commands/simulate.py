@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bpipe.balance.config import BALANCES
+from bpipe.balance.config import BALANCES, name_of
 from bpipe.commands.launch import launch_document, lines, reading_of
 from bpipe.commands.shared import CONFIGURED, cluster_of, measured_of, picture_file, print_json, with_trace
 from bpipe.commands.side_by_side import Compared, laid_over, lines_of, values_of
@@ -249,12 +249,13 @@ def _chosen(setup: Setup) -> str:
 def table(prediction: SetupPrediction) -> str:
     """Return totals as text, then a line for each rank in GiB of one device."""
     setup, timing, bandwidth = prediction.setup, prediction.timing, prediction.bandwidth
+    bounds = None if setup.balance is None else setup.balance.bounds
     lines = [
         f"{setup.model.name}: tensor {setup.tensor}, {_context(setup)}pipeline {setup.pipeline}, data {setup.data}, "
         f"micro-batch {setup.micro_batch}, {'' if setup.fp8 is None else f'FP8 {setup.fp8.recipe}, '}"
         f"{setup.num_microbatches} micro-batches, recompute {setup.recompute}, attention {setup.attention}, "
-        f"{setup.schedule}{_chosen(setup)}, balance {setup.balance}{HOSTS[setup.how.hosts]}"
-        f"{'' if setup.how.bounds is None else ' to ' + ','.join(map(str, setup.how.bounds))}",
+        f"{setup.schedule}{_chosen(setup)}, balance {name_of(setup.balance)}{HOSTS[setup.hosts]}"
+        f"{'' if bounds is None else ' to ' + ','.join(map(str, bounds))}",
         f"iteration {timing.iteration_s:.3f} s{range_text(setup, timing.iteration_s)}   MFU "
         f"{100 * prediction.mfu:.2f} % ({prediction.formula} FLOPs, peak {setup.peak_flops_per_s / 1e12:g} TFLOP/s)   "
         f"bubble {100 * timing.bubble_of_pipeline:.1f} % of the pipeline, {100 * timing.bubble_of_span:.1f} % of the "

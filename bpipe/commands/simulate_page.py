@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from bpipe.balance.config import name_of
 from bpipe.models.cluster import gib_text
 from bpipe.models.error_bars import range_text
 from bpipe.models.memory import RankMemory
@@ -57,7 +58,7 @@ def _facts(prediction: SetupPrediction) -> list[list[str]]:
     sizes = f"tensor {setup.tensor}, pipeline {setup.pipeline}, data {setup.data}, micro-batch {setup.micro_batch}"
     return [
         ["cut", sizes],
-        ["schedule", f"{setup.schedule}, {setup.num_microbatches} micro-batches, balance {setup.balance}"],
+        ["schedule", f"{setup.schedule}, {setup.num_microbatches} micro-batches, balance {name_of(setup.balance)}"],
         ["device", setup.cluster.device.name],
         ["iteration", f"{timing.iteration_s:.3f} s{range_text(setup, timing.iteration_s)}"],
         ["MFU", f"{100 * prediction.mfu:.1f} %"],

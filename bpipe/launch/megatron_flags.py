@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from dataclasses import asdict
 
-from bpipe.balance.config import BALANCES
 from bpipe.flags.budgets import budget_text
 from bpipe.flags.launches import words
 from bpipe.generate.families import default_family
@@ -82,7 +81,7 @@ def _parallel(setup: Setup) -> list[str]:
     return [
         *words(cut),
         *layers,
-        *words({"bpipe": setup.balance != BALANCES[0]}),
+        *words({"bpipe": setup.balance is not None}),
         *hosts_flags(setup),
         *schedule_flags(setup),
     ]
@@ -90,9 +89,9 @@ def _parallel(setup: Setup) -> list[str]:
 
 def hosts_flags(setup: Setup) -> list[str]:
     """Return flags of hosts and bounds; none for pairs that hold as little as they can."""
-    if setup.balance == BALANCES[0]:
+    if setup.balance is None:
         return []
-    how = setup.how
+    how = setup.balance
     return words(
         {
             "hosts": None if how.hosts == PAIR else how.hosts,

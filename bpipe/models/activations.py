@@ -33,8 +33,8 @@ def activations(setup: Setup) -> tuple[tuple[int, int], ...]:
     """
     if setup.slices > 1:
         return _of_slices(setup)
-    if setup.balance != "none" and setup.how.activation_budget is not None:
-        return _allocated(setup, setup.num_microbatches, setup.how.activation_budget.memory)
+    if setup.activation_budget is not None:
+        return _allocated(setup, setup.num_microbatches, setup.activation_budget.memory)
     saved, after_input = stage_bytes(setup), after_input_bytes(setup)
     if FAMILIES[setup.schedule].fill is None and not keeps_own(setup):
         m = setup.num_microbatches
@@ -50,15 +50,14 @@ def _of_slices(setup: Setup) -> tuple[tuple[int, int], ...]:
     Bubbles change nothing that is held, so without transfers the orders tell. Of slices of one size counts tell, which
     are the same whatever a micro-batch and its layers are.
     """
-    budget, balanced = setup.how.activation_budget, setup.balance != "none"
-    if balanced and budget is not None:
-        return _allocated(setup, setup.num_microbatches, budget.memory)
+    if setup.activation_budget is not None:
+        return _allocated(setup, setup.num_microbatches, setup.activation_budget.memory)
     memory = memory_of_setup(setup)
     count = setup.num_microbatches if keeps_own(setup) else _num_filling(setup)
     rows = _alike(memory, setup.num_stages)
     if rows is not None:
         return tuple(one.num_bytes(*rows) for one in held_within(setup.program(count)))
-    if balanced:
+    if setup.balance is not None:
         return _allocated(setup, count, memory)
     return tuple((peak_of_order(order, memory), 0) for order in orders_of(setup.program(count)))
 
@@ -98,13 +97,13 @@ def _num_filling(setup: Setup) -> int:
 def keeps_own(setup: Setup) -> bool:
     """Return whether ranks may keep what leaves in their own nodes' memory: then a schedule is balanced in which all
     ranks hold alike, too."""
-    return setup.balance != "none" and setup.how.hosts in (HOST, ALL)
+    return setup.balance is not None and setup.hosts in (HOST, ALL)
 
 
 def moves_anything(setup: Setup) -> bool:
     """Return whether balancing would move any of this setup's activations: not where all ranks hold alike, or no
     pair can keep less together."""
-    plain, balanced = replace(setup, balance="none", how=EVENLY), replace(setup, balance="bpipe")
+    plain, balanced = replace(setup, balance=None), replace(setup, balance=setup.balance or EVENLY)
     if keeps_own(balanced):
         return any(map(gt, (own for own, _ in activations(plain)), (own for own, _ in activations(balanced))))
     if setup.slices > 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bpipe.balance.config import BALANCES
 from bpipe.ir.layout import Vocabulary
 
 ATTENTION = ("unfused", "flash")
@@ -15,7 +14,6 @@ CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
 
 # By the name of a Setup's field.
 CHOICES = {
-    "balance": BALANCES,
     "attention": ATTENTION,
     "precision": PRECISIONS,
     "kernels": KERNELS,

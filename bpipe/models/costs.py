@@ -120,7 +120,7 @@ def _stage_costs(setup: Setup, updates: Sequence[tuple[float, float]]) -> list[S
         first = stage == 0 and not setup.input_shards
         last = stage == setup.num_stages - 1 and not setup.is_sharded
         reduction, update = updates[stage]
-        moved = saved[stage] if setup.balance == "none" else setup.how.part_bytes.get(stage, saved[stage])
+        moved = saved[stage] if setup.balance is None else setup.balance.part_bytes.get(stage, saved[stage])
         known = (layers, first, last, reduction, update, saved[stage], moved, after_input[stage], buckets[stage])
         if known not in made:
             made[known] = replace(

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
-from bpipe.balance.config import BALANCES, BalanceConfig
+from bpipe.balance.budget import ActivationBudget
+from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig
 from bpipe.generate.families import FAMILIES, default_family
+from bpipe.ir.hosts import PAIR
 from bpipe.ir.layout import EVEN, Layout, SliceLengths, Vocabulary
 from bpipe.ir.program import Exchange
 from bpipe.models.choices import CHOICES, CP_COMM_TYPES, KEPT_HALVES
@@ -68,7 +70,7 @@ class Setup:
     attention: str = "flash"
     schedule: str = default_family(1)
     chunks: int = 1
-    balance: str = "none"
+    balance: BalanceConfig | None = None
     precision: str = "bf16"
     distributed_optimizer: bool = True
     sequence_parallel: bool = True
@@ -80,7 +82,6 @@ class Setup:
     input_shards: bool = False
     switches: Switches = field(default_factory=Switches)
     routing: Routing = Routing()  # noqa: RUF009  (a frozen value)
-    how: BalanceConfig = EVENLY
     budget_bytes: tuple[int, ...] | None = None
     context: int = 1
     cp_comm_type: str = CP_COMM_TYPES[0]
@@ -404,16 +405,30 @@ class Setup:
         """Number of devices over which a layer's parts between its matrices are divided."""
         return self.tensor if self.sequence_parallel else 1
 
+    @property
+    def hosts(self) -> str:
+        """Kind of hosts to which activations leave (`ir.hosts`)."""
+        return PAIR if self.balance is None else self.balance.hosts
+
+    @property
+    def partners(self) -> tuple[int, ...] | None:
+        """Rank that hosts for each, where that is given."""
+        return None if self.balance is None else self.balance.partners
+
+    @property
+    def activation_budget(self) -> ActivationBudget | None:
+        """Rooms within which it is balanced, where bytes say what leaves."""
+        return None if self.balance is None else self.balance.activation_budget
+
     def program(self, num_microbatches: int | None = None) -> ScheduleConfig:
         """Return the schedule configuration of this setup."""
         count = num_microbatches or self.num_microbatches
         split, shards = Vocabulary(self.vocabulary_parallel), self.input_shards
-        how = self.how if self.balance != BALANCES[0] else None
         sizes = (self.pipeline, count, self.chunks)
         return ScheduleConfig(
             self.schedule,
             *sizes,
-            how,
+            self.balance,
             self.group,
             delay=self.delay,
             vocabulary=split,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from operator import mul
 
-from bpipe.balance.config import BALANCES
 from bpipe.build import unchecked
 from bpipe.ir.hosts import PAIR, Hosts, device_ranks, halved_pairs, in_pairs, mirrored_pairs
 from bpipe.models.layers.ends import STATISTICS, STATISTICS_BYTES
@@ -31,9 +30,9 @@ def collective_seconds(setup: Setup) -> CollectiveCost:
 
 def hosts_of(setup: Setup) -> Hosts:
     """Return the planned hosts, None for pairs."""
-    if setup.balance != BALANCES[0] and setup.how.hosts != PAIR:
+    if setup.balance is not None and setup.hosts != PAIR:
         # As many micro-batches as fill the pipeline tell it, but where rooms are planned for all there are.
-        count = setup.num_microbatches if setup.how.activation_budget else min(setup.num_microbatches, setup.pipeline)
+        count = setup.num_microbatches if setup.activation_budget else min(setup.num_microbatches, setup.pipeline)
         return unchecked(setup.program(count)).hosts or ()
     # With two pipes mirror images have nothing for each other.
     return in_pairs((halved_pairs if setup.num_pipes > 1 else mirrored_pairs)(setup.pipeline))

@@ -87,7 +87,7 @@ def overhead_bytes(setup: Setup) -> int:
     if setup.is_sharded:
         # Messages of both directions apart, and each sort of collectives.
         groups += [p] * (4 if setup.input_shards else 3)
-    if setup.balance != "none":
+    if setup.balance is not None:
         # One communicator for each direction.
         groups += [2, 2]
     sizes = [COMMUNICATOR_BYTES if size > 2 else COMMUNICATOR_OF_TWO_BYTES for size in groups if size > 1]
@@ -163,7 +163,7 @@ def least_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> int:
     saved, working = stage_bytes(setup), working_bytes(setup)
     held = family.ahead(setup.pipeline, setup.num_microbatches, setup.chunks, setup.group_size)
     held *= min(saved[stage] for stage in setup.stages_of(0))
-    if setup.balance == "none":
+    if setup.balance is None:
         return max(least, with_state(setup, states[0], held + working[0]))
     return max(least, with_state(setup, min(states), part_of_held(setup, held) + min(working)))
 
@@ -177,14 +177,14 @@ def least_shared_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> i
     if FAMILIES[setup.schedule].fill is None:
         return least_bytes(setup, states)
     working = working_bytes(setup)
-    held = max(own for own, _ in activations(replace(setup, balance="none", how=EVENLY)))
+    held = max(own for own, _ in activations(replace(setup, balance=None)))
     return max(least_bytes(setup, states), with_state(setup, min(states), part_of_held(setup, held) + min(working)))
 
 
 def part_of_held(setup: Setup, held: int) -> int:
     """Return the part of what a rank holds that it, or one of those who host for it, holds at least; a node's memory
     may have all of it."""
-    return {PAIR: held // 2, POOL: held // setup.pipeline}.get(setup.how.hosts, 0)
+    return {PAIR: held // 2, POOL: held // setup.pipeline}.get(setup.hosts, 0)
 
 
 def with_state(setup: Setup, state: int, going: int) -> int:
@@ -194,7 +194,7 @@ def with_state(setup: Setup, state: int, going: int) -> int:
 
 def besides_of(setup: Setup) -> DeviceBesides:
     """Return the predicted memory besides activations."""
-    rows = predict_memory(replace(setup, how=EVENLY, budget_bytes=None))
+    rows = predict_memory(replace(setup, balance=None if setup.balance is None else EVENLY, budget_bytes=None))
     return DeviceBesides(
         tuple(row.state_bytes + row.overhead_bytes for row in rows),
         tuple(row.working_bytes for row in rows),

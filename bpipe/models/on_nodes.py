@@ -32,7 +32,7 @@ def replica_ports(setup: Setup) -> int:
 def copy_nodes(setup: Setup) -> tuple[int, ...]:
     """Return the nodes, or domains, of the first rank's copies, in the order of these: of each replica all parts of
     the sequence."""
-    nodes = nodes_of_copies(_grid(setup, setup.cluster.devices_per_domain), setup.balance != "none", setup.how.partners)
+    nodes = nodes_of_copies(_grid(setup, setup.cluster.devices_per_domain), setup.balance is not None, setup.partners)
     return tuple(nodes[0, copy] for copy in range(setup.data * setup.context))
 
 
@@ -47,4 +47,4 @@ def _grid(setup: Setup, joined: int) -> Grid:
 
 def _places(setup: Setup, joined: int) -> Places:
     grid = _grid(setup, joined)
-    return paired_places(grid) if setup.num_pipes > 1 else places(grid, setup.balance != "none", setup.how.partners)
+    return paired_places(grid) if setup.num_pipes > 1 else places(grid, setup.balance is not None, setup.partners)

@@ -32,7 +32,7 @@ def least_warm_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> int
     if told is None:
         return 0
     each, states = _sizes(setup), states or rank_states(setup)
-    if setup.balance == "none":
+    if setup.balance is None:
         return _of_one(setup, told, each, states)
     if _shares_surely(setup, told):
         return _of_pairs(setup, told, each, states)
@@ -78,7 +78,7 @@ def _shares_surely(setup: Setup, warm_up: WarmUp) -> bool:
     family, falls = FAMILIES[setup.schedule], all(map(gt, warm_up.lengths, warm_up.lengths[1:]))
     width = setup.num_microbatches * setup.slices
     told = falls and width % warm_up.group_size == 0 and not (family.splits and family.max_chunks == 1)
-    return setup.how.hosts == PAIR and setup.pipeline > 3 and told
+    return setup.hosts == PAIR and setup.pipeline > 3 and told
 
 
 def _of_one(setup: Setup, warm_up: WarmUp, sizes: Sequence[Sequence[_Size]], states: Sequence[int]) -> int:

@@ -101,7 +101,7 @@ class Bounds:
         # What our loop runs has no overlapped gathers.
         gathers = setup.tensor, setup.switches.tp_comm_overlap
         grid = gathers, setup.context, setup.pipeline, setup.routing, setup.vocabulary_parallel, setup.input_shards
-        lies = setup.balance, setup.how
+        lies = setup.balance
         # Balanced ones lie elsewhere, where only experts and parts of a sequence have something to exchange while they
         # compute.
         elsewhere = lies if setup.model.experts is not None or setup.context > 1 else None

@@ -327,4 +327,4 @@ def plan_in_time(setup: Setup, devices: Devices, found: Fit, profile: Profile | 
 
 def balanced_costs(setup: Setup, devices: Devices, found: Fit, profile: Profile | None = None) -> Costs:
     """Return the costs of a setup that is balanced by this plan."""
-    return costs_of(replace(setup, balance="bpipe", how=found.how, budget_bytes=devices.budget_bytes), profile)
+    return costs_of(replace(setup, balance=found.how, budget_bytes=devices.budget_bytes), profile)

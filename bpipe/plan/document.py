@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from bpipe.balance.config import name_of
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.hosts import PAIR
 from bpipe.models.layout import Setup
@@ -40,7 +41,7 @@ def configuration(setup: Setup) -> dict[str, Any]:
         "attention": setup.attention,
         "schedule": setup.schedule,
         "chunks": setup.chunks,
-        "balance": setup.balance,
+        "balance": name_of(setup.balance),
         **_balance(setup),
         "precision": setup.precision,
         **_fp8(setup),
@@ -56,8 +57,9 @@ def configuration(setup: Setup) -> dict[str, Any]:
 
 
 def _balance(setup: Setup) -> dict[str, Any]:
-    bound = {} if setup.how.bounds is None else {"bound": list(setup.how.bounds)}
-    return bound if setup.how.hosts == PAIR else {**bound, "hosts": setup.how.hosts}
+    bounds = None if setup.balance is None else setup.balance.bounds
+    bound = {} if bounds is None else {"bound": list(bounds)}
+    return bound if setup.hosts == PAIR else {**bound, "hosts": setup.hosts}
 
 
 def _order(setup: Setup) -> dict[str, Any]:
@@ -113,7 +115,7 @@ def document(prediction: SetupPrediction) -> dict[str, Any]:
         "required_steady_bytes_per_s": bandwidth.steady_bytes_per_s if bandwidth else 0,
         "available_bytes_per_s": bandwidth.available_bytes_per_s if bandwidth else None,
         "fits": prediction.fits,
-        "balanced": setup.balance != "none",
+        "balanced": setup.balance is not None,
         "stages": [_stage(prediction, rank) for rank in prediction.memory],
         **({"at_once": asdict(prediction.at_once)} if prediction.at_once else {}),
         "configuration": configuration(setup),

@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from bpipe.balance.config import BALANCES
 from bpipe.generate.families import default_family
 from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
 from bpipe.ir.layout import EVEN
 from bpipe.models.cluster import Cluster, gib_text
 from bpipe.models.error_bars import is_never_calibrated
 from bpipe.models.kernel_shapes import kernel_shapes
-from bpipe.models.layout import EVENLY, Setup
+from bpipe.models.layout import Setup
 from bpipe.models.links import hosts_of, links
 from bpipe.models.memory import TIGHT
 from bpipe.models.on_nodes import replicas_share_nodes
@@ -68,7 +67,7 @@ def describe(setup: Setup) -> str:
     lengths = "" if setup.slice_lengths == EVEN else " uneven"
     slices = f" k={setup.slices}{lengths}" if setup.slices > 1 else ""
     halves = " W at once" if setup.splits and not setup.keeps_halves else ""
-    balance = f" balanced{HOSTS[setup.how.hosts]}" if setup.balance != "none" else ""
+    balance = f" balanced{HOSTS[setup.hosts]}" if setup.balance is not None else ""
     layers = f" layers {min(setup.layers)}-{max(setup.layers)}" if len(set(setup.layers)) > 1 else ""
     shards = f" vocabulary {setup.vocabulary_parallel}{' and input' * setup.input_shards}" if setup.is_sharded else ""
     divided = f" etp={setup.expert_tensor}" if setup.expert_tensor > 1 else ""
@@ -90,7 +89,7 @@ def only_balanced(found: Candidate) -> str | None:
 def uneven_by_counts(setup: Setup) -> str | None:
     """Return that slices of differing lengths are balanced by their number, and the way out; None where they are
     not."""
-    counted = setup.balance != BALANCES[0] and setup.how.activation_budget is None
+    counted = setup.balance is not None and setup.activation_budget is None
     if setup.slices == 1 or setup.slice_lengths == EVEN or not counted:
         return None
     return (
@@ -175,9 +174,9 @@ def _counted(name: str, known: Sequence[tuple[bool, object]]) -> str:
 def replicas_apart(setup: Setup) -> str | None:
     """Return what it costs that pairs share nodes where replicas of a rank otherwise would; None where it costs
     nothing."""
-    if setup.balance == "none" or replicas_share_nodes(setup):
+    if setup.balance is None or replicas_share_nodes(setup):
         return None
-    plain = replace(setup, balance="none", how=EVENLY, budget_bytes=None)
+    plain = replace(setup, balance=None, budget_bytes=None)
     if not replicas_share_nodes(plain):
         return None
     mine, without = (
@@ -196,7 +195,7 @@ def pairs_apart(prediction: SetupPrediction, profile: Profile | None = None) -> 
     """Say that pairs lie on two nodes, why, what it costs, and what else to take; None where every pair that moves
     something shares one."""
     setup = prediction.setup
-    if setup.balance == BALANCES[0] or setup.how.hosts != PAIR or not any(prediction.transfers):
+    if setup.balance is None or setup.hosts != PAIR or not any(prediction.transfers):
         return None
     joined, hosts = links(setup), hosts_of(setup)
     moving = (rank for rank, count in enumerate(prediction.transfers) if count)
@@ -214,7 +213,7 @@ def pairs_apart(prediction: SetupPrediction, profile: Profile | None = None) -> 
         f"pairs lie on two nodes, as {why}: what moves passes each device's port of {slow:.0f} GB/s, where links "
         f"inside have {fast:.0f}"
     )
-    plain = replace(setup, balance=BALANCES[0], how=EVENLY, budget_bytes=None)
+    plain = replace(setup, balance=None, budget_bytes=None)
     longer = prediction.timing.iteration_s / steady_timing(plain, costs_of(plain, profile)).iteration_s - 1
     if longer < NOTICED:
         return f"{text}; that hides behind computations here"

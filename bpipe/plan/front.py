@@ -148,7 +148,7 @@ def _needs_unless_beaten(known: _Unbeaten, setup: Setup, bound_s: float, most: i
 def _rising(setup: Setup) -> Iterable[int]:
     """Less than it needs, nearer to it each time; then what it does."""
     yield least_bytes(setup)
-    if setup.balance != "none":
+    if setup.balance is not None:
         yield least_shared_bytes(setup)
     yield peak_bytes(setup)
 

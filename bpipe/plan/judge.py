@@ -119,7 +119,7 @@ class Judge:
             ):
                 if family.least_bytes is not None and bound >= family.least_bytes:
                     break
-                shared = least_shared_bytes(setup) if setup.balance != "none" else 0
+                shared = least_shared_bytes(setup) if setup.balance is not None else 0
                 family.needs(shared if shared > self._limit else peak_bytes(setup))
         return tuple(self.families.values())
 
@@ -151,8 +151,8 @@ class Judge:
 
     def fits(self, setup: Setup) -> bool:
         self.needs_bytes = None
-        peak, is_bound = self._known(setup if setup.balance == "none" else replace(setup, balance="none"))
-        if setup.balance != "none":
+        peak, is_bound = self._known(setup if setup.balance is None else replace(setup, balance=None))
+        if setup.balance is not None:
             # What fits without balancing gains nothing from it.
             if peak <= self._limit:
                 self.cuts["unneeded"] += 1

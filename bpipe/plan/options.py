@@ -221,7 +221,7 @@ def setup_of(options: Options, cluster: Cluster) -> Setup:
         "routing": routing_of(options),
         "fp8": fp8_of(options),
         "state_types": state_types_of(options),
-        "how": _balance_of(options),
+        "balance": _balance_of(options),
     }
     timed = getattr(options, "slice_lengths", EVEN) == TIME
     if timed:
@@ -233,13 +233,13 @@ def setup_of(options: Options, cluster: Cluster) -> Setup:
     return setup
 
 
-def _balance_of(options: Options) -> BalanceConfig:
+def _balance_of(options: Options) -> BalanceConfig | None:
     """Raises ValueError for what says how to balance where nothing is balanced."""
     bounds, hosts = getattr(options, "bound", None), getattr(options, "hosts", PAIR)
     said = [*(["--bound"] if bounds is not None else []), *([f"--hosts {hosts}"] if hosts != PAIR else [])]
     if said and options.balance == BALANCES[0]:
         raise ValueError(f"{said[0]} says how to balance: give --balance bpipe, too, or leave it out")
-    return BalanceConfig(bounds, hosts=hosts)
+    return None if options.balance == BALANCES[0] else BalanceConfig(bounds, hosts=hosts)
 
 
 def setup_from(words: Sequence[str], cluster: str | Cluster, vocabulary: int, kernels: str) -> Setup:

@@ -229,10 +229,10 @@ def _fullest(memory: tuple[RankMemory, ...]) -> int:
 def _num_evictions(setup: Setup) -> tuple[int, ...]:
     """Return the evictions a rank makes per iteration; grown from the steady phase as times are."""
     fills = FAMILIES[setup.schedule].fill is not None
-    if setup.balance == "none" or not (fills or setup.how.activation_budget is not None or keeps_own(setup)):
+    if setup.balance is None or not (fills or setup.activation_budget is not None or keeps_own(setup)):
         return (0,) * setup.pipeline
     m = setup.num_microbatches
-    if setup.how.activation_budget is not None or not fills:
+    if setup.activation_budget is not None or not fills:
         whole = unchecked(setup.program())
         return tuple(num_transfers(whole, rank).evictions for rank in range(setup.pipeline))
     short, step = _steady(setup)
@@ -253,7 +253,7 @@ def _bandwidth(setup: Setup, costs: Costs, moves: tuple[int, ...]) -> Bandwidth 
     if not any(moves):
         return None
     # As many micro-batches as fill the pipeline tell who hosts for whom.
-    count = setup.num_microbatches if setup.how.activation_budget else min(setup.num_microbatches, setup.pipeline)
+    count = setup.num_microbatches if setup.activation_budget else min(setup.num_microbatches, setup.pipeline)
     hosts = unchecked(setup.program(count)).hosts or ()
     needs = [
         need

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bpipe.balance.config import BALANCES
 from bpipe.features.asked import asked_by, reasons, reasons_of, settings_of, sliced_reasons
 from bpipe.features.feature import Settings
 from bpipe.features.table import PLACED, SHARDED
@@ -27,7 +26,7 @@ Others = Sequence[tuple[str, str]]
 
 def runs_ours(setup: Setup) -> bool:
     """Return whether anything but Megatron's own loops and nothing else would run."""
-    return setup.balance != BALANCES[0] or _has_own_loop(setup)
+    return setup.balance is not None or _has_own_loop(setup)
 
 
 def _has_own_loop(setup: Setup) -> bool:
@@ -42,7 +41,7 @@ def refused(setup: Setup, others: Others = ()) -> tuple[str, ...]:
     flags = [word for pair in others for word in pair if word]
     settings = Settings(settings_of([*flags, *megatron_flags(setup)]))
     own = _has_own_loop(setup)
-    found = reasons(settings, setup.balance != BALANCES[0], own, bool(settings.bpipe_strict))
+    found = reasons(settings, setup.balance is not None, own, bool(settings.bpipe_strict))
     if own and not is_in_order(setup.schedule, setup.pipeline, setup.chunks):
         found += reasons_of(PLACED, settings, asked_by(settings))
     if setup.is_sharded:

@@ -212,7 +212,7 @@ class _Fastest:
         if not kept and not leads:
             return
         # To tell that it was too much a part of it may have been enough.
-        whole = peak_bytes(replace(setup, balance="none")) if "balanced" in mine else None
+        whole = peak_bytes(replace(setup, balance=None)) if "balanced" in mine else None
         found = Candidate(predict(setup, self._space.profile, formula=self._space.formula, timing=timing), whole)
         if leads:
             family.fastest = found

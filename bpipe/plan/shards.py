@@ -18,7 +18,7 @@ from bpipe.check.deadlock import WaitLevel
 from bpipe.check.rules import check_waits
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.layout import Vocabulary
-from bpipe.models.layout import EVENLY, Setup
+from bpipe.models.layout import Setup
 
 # With so many times as many micro-batches as are a step of the steady phase, ranks that ever wait for each other do.
 _STEPS = 4
@@ -64,7 +64,7 @@ def stands_still(setup: Setup) -> bool:
     """
     if not (has_one_queue(setup) and (setup.is_sharded or setup.num_pipes > 1)):
         return False
-    alone = replace(setup, balance="none", how=EVENLY)
+    alone = replace(setup, balance=None)
     return _waits(
         alone.program(
             setup.num_microbatches if setup.num_pipes > 1 else min(setup.num_microbatches, _STEPS * setup.stride)

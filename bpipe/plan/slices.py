@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from bpipe.balance.config import BALANCES
 from bpipe.generate.families import FAMILIES
 from bpipe.models.costs import lengths_of_equal_seconds
 from bpipe.models.layout import Setup
@@ -52,7 +51,7 @@ class Slicer:
                 continue
             even = replace(setup, slices=number)
             yield even
-            if setup.sequence >= UNEVEN_SEQUENCE and setup.balance == BALANCES[0]:
+            if setup.sequence >= UNEVEN_SEQUENCE and setup.balance is None:
                 lengths = self._timed(even)
                 if len(set(lengths)) > 1:
                     yield replace(even, slice_lengths=lengths)

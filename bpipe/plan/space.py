@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from bpipe.balance.config import BALANCES, BalanceConfig
 from bpipe.generate.families import DEFAULTS, FAMILIES
@@ -24,7 +24,7 @@ from bpipe.models.choices import ATTENTION, CP_COMM_TYPES
 from bpipe.models.cluster import Cluster
 from bpipe.models.fp8 import Fp8
 from bpipe.models.layer_counts import split_layers
-from bpipe.models.layout import EVENLY, Setup, setup_from_values
+from bpipe.models.layout import Setup, setup_from_values
 from bpipe.models.model import Model
 from bpipe.models.parts import Routing
 from bpipe.models.profile import Profile
@@ -165,10 +165,10 @@ def enumerate_setups(space: Space, cuts: Counter[str] | None = None) -> Iterator
                 cuts["asked"] += 1
                 continue
             for choice in _schedules(space, pipeline, per_replica // micro_batch, cuts):
-                for recompute, routing, balanced in product(
+                for recompute, routing, balance in product(
                     _scopes(space), _routings(space, tensor * context * data), balances
                 ):
-                    if balanced["balance"] != BALANCES[0] and pipeline == 1:
+                    if balance is not None and pipeline == 1:
                         cuts["pairs"] += 1
                         continue
                     chosen = {
@@ -177,16 +177,15 @@ def enumerate_setups(space: Space, cuts: Counter[str] | None = None) -> Iterator
                         "micro_batch": micro_batch,
                         "recompute": recompute,
                     }
-                    others = {"context": context, "routing": routing, **balanced}
+                    others = {"context": context, "routing": routing, "balance": balance}
                     others["vocabulary_parallel"] = Vocabulary.WHOLE.value
                     yield setup_from_values({**common, **chosen, **others, **choice._asdict()})
 
 
-def _balanced(space: Space) -> list[dict[str, Any]]:
+def _balanced(space: Space) -> list[BalanceConfig | None]:
     """Balanced or not, and with whom as hosts."""
     ways = product(space.balances, dict.fromkeys(space.hosts))
-    found = [(balance, EVENLY if balance == BALANCES[0] else BalanceConfig(hosts=hosts)) for balance, hosts in ways]
-    return [{"balance": balance, "how": how} for balance, how in dict.fromkeys(found)]
+    return list(dict.fromkeys(None if name == BALANCES[0] else BalanceConfig(hosts=hosts) for name, hosts in ways))
 
 
 def _routings(space: Space, devices: int) -> tuple[Routing, ...]:

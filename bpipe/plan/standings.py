@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from bpipe.balance.config import BALANCES
 from bpipe.generate.families import FAMILIES
 from bpipe.models.layout import Setup
 from bpipe.plan.explain import describe, describe_change
@@ -71,7 +70,7 @@ def needs_of_setup(setup: Setup) -> list[str]:
     every = (
         *((HALVES, halves), (AS_A_V, _is_a_v(setup)), (TWO_PIPES, setup.num_pipes > 1)),
         *((GATED_GELU, model.gated_gelu), (BEHIND_ATTENTION, unlike)),
-        (FP8, setup.fp8 is not None and setup.balance != BALANCES[0]),
+        (FP8, setup.fp8 is not None and setup.balance is not None),
         (SLICES, setup.slices > 1 and setup.kernels == "gpu"),
         (HYBRID, model.hybrid is not None),
     )

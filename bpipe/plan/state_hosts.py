@@ -14,10 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bpipe.balance.config import BALANCES
 from bpipe.flags.budgets import HostedState, write_moves
 from bpipe.models.cluster import gib_text
-from bpipe.models.layout import EVENLY, Setup
+from bpipe.models.layout import Setup
 from bpipe.models.links import links
 from bpipe.models.memory import RankMemory
 from bpipe.models.profile import Profile
@@ -53,7 +52,7 @@ def state_hosts(prediction: SetupPrediction) -> StateHosts | None:
     Hosts on the giver's node come first, of them the one with most room.
     """
     setup = prediction.setup
-    if prediction.fits or setup.balance != BALANCES[0] or setup.num_pipes > 1:
+    if prediction.fits or setup.balance is not None or setup.num_pipes > 1:
         return None
     room = {row.rank: row.limit_bytes - row.peak_bytes for row in prediction.memory if row.fits}
     moves: list[HostedState] = []
@@ -108,7 +107,7 @@ def _one_way_s(setup: Setup, moves: Sequence[HostedState]) -> float:
 
 def instead_of_balancing(setup: Setup, profile: Profile | None = None, formula: str = "megatron") -> StateHosts | None:
     """Return moves of optimizer state that let a setup fit without balancing which otherwise fits only balanced."""
-    return state_hosts(predict(replace(setup, balance=BALANCES[0], how=EVENLY), profile, formula=formula))
+    return state_hosts(predict(replace(setup, balance=None), profile, formula=formula))
 
 
 # -- as text

@@ -85,9 +85,9 @@ def alternatives(
 def _within(setup: Setup, profile: Profile | None) -> Setup | None:
     """What was planned within a budget is another plan where ranks hold something else; None where none keeps the
     budget."""
-    if setup.how.activation_budget is None or setup.budget_bytes is None:
+    if setup.activation_budget is None or setup.budget_bytes is None:
         return setup
-    plain = replace(setup, how=BalanceConfig(hosts=setup.how.hosts))
+    plain = replace(setup, balance=BalanceConfig(hosts=setup.hosts))
     try:
         return within_budget(plain, setup.budget_bytes, profile=profile)[0]
     except ValueError:

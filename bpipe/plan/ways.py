@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from bpipe.balance.config import BALANCES, BalanceConfig
+from bpipe.balance.config import BalanceConfig
 from bpipe.generate.families import FAMILIES, default_family
 from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
 from bpipe.ir.layout import Vocabulary
@@ -177,11 +177,11 @@ def _bounded(setup: Setup) -> Iterator[tuple[str, Change]]:
 
 def _balanced(setup: Setup, profile: Profile | None) -> Iterator[tuple[str, Change]]:
     """Balancing, with only what must leave."""
-    if setup.balance != BALANCES[0]:
+    if setup.balance is not None:
         return
     names = {PAIR: "balance over pairs", POOL: "balance over a pool", HOST: "evict to host memory"}
     for hosts, name in {**names, ALL: "balance over a pool and host memory"}.items():
-        balanced = replace(setup, balance=BALANCES[1], how=BalanceConfig(hosts=hosts))
+        balanced = replace(setup, balance=BalanceConfig(hosts=hosts))
         yield name, lambda balanced=balanced: within_budget(balanced, setup.limit_bytes, profile=profile)[0]  # type: ignore[misc]
 
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bpipe.balance.config import BalanceConfig
 from bpipe.build import build
 from bpipe.flags.budgets import MINIMUM_BYTES
 from bpipe.ir.hosts import ALL, POOL
 from bpipe.models.activations import parts_of, sizes_of
-from bpipe.models.layout import Setup
+from bpipe.models.layout import EVENLY, Setup
 from bpipe.models.memory import besides_of, link_bytes
 from bpipe.models.on_nodes import rank_nodes
 from bpipe.models.profile import Profile
@@ -26,15 +25,15 @@ ELSEWHERE = "`bpipe fit` with the same launch lists what else makes it fit, and 
 def predicted_devices(setup: Setup, budget_bytes: Sequence[int], minimum_bytes: int = MINIMUM_BYTES) -> Devices:
     """Return the predicted inputs of a plan for a setup."""
     budgets = one_budget_a_rank(budget_bytes, setup.pipeline)
-    plain, moving = (replace(setup, balance=name, how=BalanceConfig()) for name in ("none", "bpipe"))
-    nodes = setup.how.hosts in (POOL, ALL) and len(set(rank_nodes(moving))) > 1
+    plain, moving = (replace(setup, balance=balance) for balance in (None, EVENLY))
+    nodes = setup.hosts in (POOL, ALL) and len(set(rank_nodes(moving))) > 1
     return Devices(
         build(plain.program()),
         sizes_of(setup, minimum_bytes),
         besides_of(plain),
         budgets,
         besides_of(moving),
-        setup.how.hosts,
+        setup.hosts,
         rank_nodes(moving) if nodes else (),
         link_bytes(setup),
         parts_of(setup, minimum_bytes),
@@ -51,9 +50,9 @@ def within_budget(
     devices = predicted_devices(setup, budget_bytes, minimum_bytes)
     found = within_prediction(devices)
     if not found.moved_bytes:
-        return replace(setup, balance="none", how=BalanceConfig(), budget_bytes=devices.budget_bytes), found
+        return replace(setup, balance=None, budget_bytes=devices.budget_bytes), found
     found = plan_in_time(setup, devices, found, profile)
-    return replace(setup, balance="bpipe", how=found.how, budget_bytes=devices.budget_bytes), found
+    return replace(setup, balance=found.how, budget_bytes=devices.budget_bytes), found
 
 
 def within_prediction(devices: Devices) -> Fit:

@@ -21,7 +21,7 @@ from bpipe.ir.program import Exchange
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.flops import mfu, training_flops
 from bpipe.models.layer_counts import split_layers
-from bpipe.models.layout import Setup
+from bpipe.models.layout import EVENLY, Setup
 from bpipe.models.links import links
 from bpipe.models.memory import predict_memory
 from bpipe.models.model import PRESETS, Model, gpt
@@ -69,7 +69,9 @@ def rows(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(line for line in file if not line.startswith("#")))
 
 
-def setup_of(model: Model, cluster: str, t: int, p: int, b: int, batch: int, recompute: str, **changes: str) -> Setup:
+def setup_of(
+    model: Model, cluster: str, t: int, p: int, b: int, batch: int, recompute: str, **changes: object
+) -> Setup:
     layers = split_layers(model.num_layers, p)
     assert layers is not None
     choices = {"attention": "unfused", "precision": "fp16", **changes}
@@ -242,13 +244,9 @@ def grid() -> list[GridRow]:
         scope = PAPER_SCOPES[row["recompute"]]
         balanced = row["balanced"] == "yes"
         size = (int(row["tensor"]), int(row["pipeline"]), int(row["micro_batch"]))
-        stated = setup_of(
-            PRESETS["gpt3-96b"], "a100-80g:4x8", *size, 128, scope, balance="bpipe" if balanced else "none"
-        )
-        less = (
-            replace(stated, balance="none") if balanced else replace(stated, recompute=SCOPES[SCOPES.index(scope) - 1])
-        )
-        shared = None if balanced else _fullest_gib(replace(less, balance="bpipe"))
+        stated = setup_of(PRESETS["gpt3-96b"], "a100-80g:4x8", *size, 128, scope, balance=EVENLY if balanced else None)
+        less = replace(stated, balance=None) if balanced else replace(stated, recompute=SCOPES[SCOPES.index(scope) - 1])
+        shared = None if balanced else _fullest_gib(replace(less, balance=EVENLY))
         limit = stated.cluster.device.memory_bytes / 2**30
         found.append(GridRow(row, stated, _fullest_gib(stated), _fullest_gib(less), shared, limit))
     return found

@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 
 from bpipe.models import error_bars
+from bpipe.models.layout import EVENLY
 
 # Of 61 rows some look at forty configurations: a quarter of a minute where nothing else runs.
 pytestmark = pytest.mark.timeout(180)
@@ -121,7 +122,7 @@ def test_our_own_runs_are_predicted_to_the_byte(validate: ModuleType) -> None:
     assert sum(len(run.measured) for run in found) == 64
     for run in found:
         assert run.predicted == run.measured, run.name
-    assert {run.setup.balance for run in found} == {"none", "bpipe"}
+    assert {run.setup.balance for run in found} == {None, EVENLY}
     assert {run.setup.precision for run in found} == {"fp32", "bf16"}
     scopes = {
         "none",

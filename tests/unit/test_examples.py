@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from bpipe.balance.config import named_balance
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.hugging_face import find_model
 from bpipe.models.layout import Setup
@@ -207,7 +208,7 @@ def test_these_runs_need_balancing_to_fit(
             layers=(found.num_layers // pipeline,) * pipeline,
             recompute=recompute,
             attention=attention,
-            balance=balance,
+            balance=named_balance(balance),
         )
         fits[balance] = all(rank.peak_bytes <= rank.limit_bytes for rank in predict_memory(setup))
     assert fits == {"none": False, "bpipe": True}

@@ -40,6 +40,7 @@ MAY: dict[str, set[str]] = {
         "ir",
         "generate.families",
         "generate.turns",
+        "balance.budget",
         "balance.config",
         "balance.pairs",
         "build",

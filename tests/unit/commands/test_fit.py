@@ -75,7 +75,7 @@ def test_a_way_launches_as_it_says() -> None:
     assert len(ways) > 5
     for way in ways:
         changed = way.prediction.setup
-        if changed.how.activation_budget is not None:
+        if changed.activation_budget is not None:
             # What a budget plans the trainer plans anew.
             continue
         words = [word for flag, values in groups(megatron_flags(changed)) for word in (flag, *values)]

@@ -10,7 +10,7 @@ import pytest
 from bpipe.cli import main
 from bpipe.commands.simulate_page import page_view
 from bpipe.models.cluster import parse_cluster
-from bpipe.models.layout import Setup
+from bpipe.models.layout import EVENLY, Setup
 from bpipe.models.model import PRESETS
 from bpipe.plan.predict import predict, simulation_of
 from bpipe.report.out.page import render
@@ -30,7 +30,7 @@ def test_a_rank_is_drawn_with_all_that_it_holds_under_its_limit(slices: int) -> 
         2048,
         (10,) * 4,
         "none",
-        balance="bpipe",
+        balance=EVENLY,
         slices=slices,
     )
     simulation = simulation_of(setup)

@@ -19,7 +19,7 @@ from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.launch.training_log import read_log
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.hybrid import Hybrid
-from bpipe.models.layout import Setup
+from bpipe.models.layout import EVENLY, Setup
 from bpipe.models.model import Model
 from bpipe.models.parts import Experts
 from bpipe.plan.options import setup_from
@@ -79,7 +79,7 @@ def setups(draw: st.DrawFn) -> Setup:
         recompute=draw(st.sampled_from(["none", "full"])),
         schedule="interleaved-1f1b" if chunks > 1 else "1f1b",
         chunks=chunks,
-        balance=draw(st.sampled_from(["none", "bpipe"])),
+        balance=draw(st.sampled_from([None, EVENLY])),
     )
 
 

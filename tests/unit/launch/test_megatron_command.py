@@ -27,7 +27,7 @@ from bpipe.launch.other_flags import ANY_VALUE, OF_A_CPU, PREDICTED_WITHOUT, REF
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.fp8 import FORMATS, RECIPES, Fp8
 from bpipe.models.layer_counts import split_layers
-from bpipe.models.layout import Setup
+from bpipe.models.layout import EVENLY, Setup
 from bpipe.models.model import PRESETS, Model
 from bpipe.plan.options import filled, setup_from, setup_of
 from megatron.scheduling.cpu import ARGUMENTS
@@ -107,7 +107,7 @@ def setups(draw: st.DrawFn) -> Setup:
         cp_comm_type=draw(st.sampled_from(ways)) if context > 1 else "p2p",
         schedule="interleaved-1f1b" if chunks > 1 else "1f1b",
         chunks=chunks,
-        balance=draw(st.sampled_from(["none", "bpipe"])),
+        balance=draw(st.sampled_from([None, EVENLY])),
         precision=precision,
         distributed_optimizer=distributed,
         sequence_parallel=tensor > 1 and draw(st.booleans()),

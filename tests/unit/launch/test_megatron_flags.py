@@ -14,7 +14,7 @@ from bpipe.launch.megatron_command import read_command
 from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.layer_counts import split_layers
-from bpipe.models.layout import Setup
+from bpipe.models.layout import EVENLY, Setup
 from bpipe.models.model import PRESETS
 from bpipe.plan.search import search
 from bpipe.plan.space import Space
@@ -55,15 +55,15 @@ UNEVEN = [
 ]
 
 SETUPS = [
-    setup("gpt3-96b", 4, 8, recompute="selective", attention="unfused", balance="bpipe", precision="fp16"),
+    setup("gpt3-96b", 4, 8, recompute="selective", attention="unfused", balance=EVENLY, precision="fp16"),
     setup("llama3-8b", 2, 4, chunks=2, recompute="none"),
-    setup("llama3-8b", 2, 4, recompute="none", vocabulary_parallel="1", balance="bpipe"),
+    setup("llama3-8b", 2, 4, recompute="none", vocabulary_parallel="1", balance=EVENLY),
     setup("llama3-405b", 8, 16, recompute="full", distributed_optimizer=False),
     setup("llama3-8b", 2, 4, recompute="full:block:3"),
     setup("llama3-8b", 2, 4, chunks=2, recompute="full:uniform:2"),
     setup("llama3-8b", 2, 4, recompute="selective:mlp+layernorm"),
     setup("llama3-8b", 2, 4, slices=4),
-    setup("llama3-8b", 2, 4, chunks=2, slices=2, slice_lengths=(4608, 3584), balance="bpipe"),
+    setup("llama3-8b", 2, 4, chunks=2, slices=2, slice_lengths=(4608, 3584), balance=EVENLY),
 ]
 
 
@@ -141,7 +141,7 @@ def rows_of_plans() -> list[Setup]:
 def test_megatron_validates_them_and_means_the_same() -> None:
     rows = SETUPS + UNEVEN + rows_of_plans()
     assert len(rows) >= 15
-    assert {row.balance for row in rows} == {"none", "bpipe"}
+    assert {row.balance for row in rows} == {None, EVENLY}
     assert any(row.chunks > 1 for row in rows)
     found = parsed([(row.cluster.num_devices, megatron_flags(row)) for row in rows])
     for row, args in zip(rows, found, strict=True):
@@ -152,7 +152,7 @@ def expected(setup: Setup) -> dict[str, Any]:
     model = setup.model
     return {
         "layers": list(setup.layers),
-        "balanced": setup.balance == "bpipe",
+        "balanced": setup.balance is not None,
         "num_layers": model.num_layers,
         "tensor_model_parallel_size": setup.tensor,
         "pipeline_model_parallel_size": setup.pipeline,

@@ -16,7 +16,7 @@ from bpipe.models.cluster_file import read_cluster
 from bpipe.models.context_parallel import with_exchange
 from bpipe.models.costs import predict_costs
 from bpipe.models.expert_parallel import exchange
-from bpipe.models.layout import Setup
+from bpipe.models.layout import EVENLY, Setup
 from bpipe.models.links import collective_seconds
 from bpipe.models.model import PRESETS
 from bpipe.models.on_nodes import rank_domains, rank_nodes, replicas_share_nodes
@@ -116,8 +116,8 @@ def test_what_a_rack_joins_takes_its_links_and_memory_stays_the_nodes() -> None:
     assert predict(rack).timing.iteration_s < predict(trays).timing.iteration_s
     assert (replicas_share_nodes(rack), replicas_share_nodes(trays)) == (True, False)
     # A pair of eight devices is on two trays, one behind the other.
-    balanced = replace(rack, balance="bpipe")
-    costs = [predict_costs(one) for one in (balanced, replace(trays, balance="bpipe"), replace(node, balance="bpipe"))]
+    balanced = replace(rack, balance=EVENLY)
+    costs = [predict_costs(one) for one in (balanced, replace(trays, balance=EVENLY), replace(node, balance=EVENLY))]
     assert [one.links.crosses(0, 7) for one in costs] == [False, True, False]
     assert [len(one.one_sided) for one in costs] == [0, 0, 8]
     # A pair of four is on one.
@@ -184,7 +184,7 @@ def test_of_a_mesh_devices_have_the_links_to_each_other_and_no_more() -> None:
 
 
 def test_of_a_mesh_a_message_and_a_transfer_take_one_link() -> None:
-    mesh = setup_on("mi300x-192g:1x8", tensor=1, balance="bpipe")
+    mesh = setup_on("mi300x-192g:1x8", tensor=1, balance=EVENLY)
     pair, whole = (predict_costs(one).links.link(0, 7).bytes_per_s for one in (mesh, switched(mesh)))
     assert pair is not None
     assert whole == pytest.approx(7 * pair)

@@ -9,7 +9,7 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.ir.memory import memory_of
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.costs import predict_costs
-from bpipe.models.layout import Setup
+from bpipe.models.layout import EVENLY, Setup
 from bpipe.models.model import PRESETS
 from bpipe.models.saved import stage_bytes
 
@@ -19,11 +19,11 @@ def test_stages_that_are_alike_move_what_leaves_of_each() -> None:
 
     Of two of them differing parts left, and both were charged for the first one's.
     """
-    setup = Setup(PRESETS["gpt3-13b"], parse_cluster("h100-80g:8"), 1, 8, 4, 128, 2048, (5,) * 8, balance="bpipe")
+    setup = Setup(PRESETS["gpt3-13b"], parse_cluster("h100-80g:8"), 1, 8, 4, 128, 2048, (5,) * 8, balance=EVENLY)
     saved = stage_bytes(setup)
     moved = [size // (stage + 1) for stage, size in enumerate(saved)]
     activation_budget = ActivationBudget((10**12,) * 8, memory_of(saved, moved))
     found = predict_costs(
-        replace(setup, how=BalanceConfig(activation_budget=activation_budget, parts=(1, 2, 3)))
+        replace(setup, balance=BalanceConfig(activation_budget=activation_budget, parts=(1, 2, 3)))
     ).stages
     assert [cost.moved_bytes for cost in found] == [saved[0], *moved[1:4], *saved[4:]]

@@ -19,7 +19,7 @@ from bpipe.models.fp8 import Fp8
 from bpipe.models.layers.attention import core_seconds
 from bpipe.models.layers.ends import output_seconds
 from bpipe.models.layers.layer import layer_saved, layer_seconds
-from bpipe.models.layout import Setup
+from bpipe.models.layout import EVENLY, Setup
 from bpipe.models.memory import predict_memory, state_bytes
 from bpipe.models.model import PRESETS
 from bpipe.models.parameters import layer_parameters
@@ -164,9 +164,9 @@ def test_a_plan_says_that_the_trainer_checks_what_moves() -> None:
         "tensorwise",
         "--fp8-param-gather",
     ]
-    assert any("--bpipe-verify" in need for need in needs_of_setup(replace(DELAYED, balance="bpipe")))
+    assert any("--bpipe-verify" in need for need in needs_of_setup(replace(DELAYED, balance=EVENLY)))
     # Where nothing moves there is nothing to check.
-    for other in (DELAYED, replace(DELAYED, schedule="gpipe"), replace(PLAIN, balance="bpipe")):
+    for other in (DELAYED, replace(DELAYED, schedule="gpipe"), replace(PLAIN, balance=EVENLY)):
         assert not any("--bpipe-verify" in need for need in needs_of_setup(other))
 
 

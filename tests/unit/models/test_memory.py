@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bpipe.balance.config import BalanceConfig
+from bpipe.balance.config import BalanceConfig, named_balance
 from bpipe.build import ScheduleConfig, build, unchecked
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.layout import Vocabulary
@@ -162,7 +162,7 @@ def agrees(row: dict[str, str]) -> bool:
 
     def fits(recompute: str, balance: str) -> bool:
         t, p, b = int(row["tensor"]), int(row["pipeline"]), int(row["micro_batch"])
-        mine = setup(t=t, p=p, b=b, recompute=recompute, balance=balance, precision="fp16")
+        mine = setup(t=t, p=p, b=b, recompute=recompute, balance=named_balance(balance), precision="fp16")
         return all(rank.fits for rank in predict_memory(mine))
 
     if row["balanced"] == "yes":
@@ -192,7 +192,13 @@ def test_activations_are_the_schedules_own_peak() -> None:
     for chunks, schedule in ((1, "1f1b"), (2, "interleaved-1f1b")):
         for balance in ("none", "bpipe"):
             mine = setup(
-                p=4, t=2, cluster="a100-80g:1x8", schedule=schedule, chunks=chunks, balance=balance, global_batch=32
+                p=4,
+                t=2,
+                cluster="a100-80g:1x8",
+                schedule=schedule,
+                chunks=chunks,
+                balance=named_balance(balance),
+                global_batch=32,
             )
             exact = peak_bytes(build(mine.program()), memory_of(stage_bytes(mine)))
             predicted = [rank.activations_bytes + rank.hosted_bytes for rank in predict_memory(mine)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bpipe.balance.config import BalanceConfig
+from bpipe.balance.config import BalanceConfig, named_balance
 from bpipe.build import ScheduleConfig, build
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.hosts import halved_pairs
@@ -16,7 +16,7 @@ from bpipe.ir.memory import moves_anything
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.costs import predict_costs
 from bpipe.models.layer_counts import split_layers
-from bpipe.models.layout import Setup
+from bpipe.models.layout import EVENLY, Setup
 from bpipe.models.memory import predict_memory
 from bpipe.models.model import PRESETS
 from bpipe.models.on_nodes import rank_nodes, replicas_share_nodes
@@ -125,8 +125,8 @@ def test_hosts_are_in_the_same_half_wherever_anything_moves() -> None:
                     moved += 1
                     assert schedule.partners == halved_pairs(p), (name, p, rounds)
     assert moved > 4
-    assert predict_costs(setup("mixpipe", cluster="a100-80g:4x2", balance="bpipe")).one_sided == frozenset()
-    assert predict_costs(setup("mixpipe", balance="bpipe")).one_sided == frozenset(range(8))
+    assert predict_costs(setup("mixpipe", cluster="a100-80g:4x2", balance=EVENLY)).one_sided == frozenset()
+    assert predict_costs(setup("mixpipe", balance=EVENLY)).one_sided == frozenset(range(8))
 
 
 @pytest.mark.parametrize(("name", "v"), TWO_PIPES)
@@ -139,7 +139,7 @@ def test_the_steady_phase_of_two_pipes_is_continued(name: str, v: int, balance: 
         global_batch=48,
         pipeline=4,
         cluster="a100-80g:1x4",
-        balance=balance,
+        balance=named_balance(balance),
         switches=Switches(overlap_grad_reduce=overlap),
     )
     whole, steady = whole_timing(simulation_of(mine)), steady_timing(mine, costs_of(mine))

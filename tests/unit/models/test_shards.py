@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bpipe.balance.config import named_balance
 from bpipe.build import build
 from bpipe.ir.memory import memory_of, peak_bytes
 from bpipe.ir.program import Exchange
@@ -82,7 +83,7 @@ def test_logits_are_on_all_ranks_and_on_the_last_no_loss(vocabulary: str) -> Non
 @pytest.mark.parametrize("vocabulary", SPLIT)
 @pytest.mark.parametrize("balance", ["none", "bpipe"])
 def test_activations_are_the_schedules_own_peak(vocabulary: str, balance: str) -> None:
-    mine = setup(vocabulary_parallel=vocabulary, balance=balance)
+    mine = setup(vocabulary_parallel=vocabulary, balance=named_balance(balance))
     exact = peak_bytes(build(mine.program()), memory_of(stage_bytes(mine), shard_bytes=shard_bytes(mine)))
     predicted = [rank.activations_bytes + rank.hosted_bytes + shard_bytes(mine) for rank in predict_memory(mine)]
     assert all(mine_bytes >= exact_bytes for mine_bytes, exact_bytes in zip(predicted, exact, strict=True))

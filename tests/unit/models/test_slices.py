@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from bpipe.balance.config import named_balance
 from bpipe.balance.pairs import allocated_bytes
 from bpipe.build import orders_of, unchecked
 from bpipe.generate.families import FAMILIES, families_with_slices
@@ -247,7 +248,7 @@ def test_counts_of_slices_are_what_their_orders_and_transfers_hold(schedule: str
             schedule=schedule,
             chunks=chunks,
             slices=slices,
-            balance=balance,
+            balance=named_balance(balance),
             recompute="none",
         )
         memory, config = memory_of_setup(setup), setup.program()

@@ -11,6 +11,7 @@ import pytest
 from bpipe.cli import main
 from bpipe.ir.hosts import ARRANGEMENTS
 from bpipe.models.cluster import parse_cluster
+from bpipe.models.layout import EVENLY
 from bpipe.models.model import gpt
 from bpipe.plan.front import Front, find_front, front_lines, not_searched, standing
 from bpipe.plan.predict import predict
@@ -72,7 +73,7 @@ def test_it_is_the_front_of_predicting_everything(front: Front) -> None:
     assert [(point.peak_bytes, point.iteration_s) for point in front.points] == sorted(wanted)
     assert front.num_simulated < len(every) / 2
     # Both kinds are on it, so that neither could be left out of the search.
-    assert {point.prediction.setup.balance for point in front.points} == {"none", "bpipe"}
+    assert {point.prediction.setup.balance for point in front.points} == {None, EVENLY}
 
 
 def test_it_says_which_wins_and_how_far_the_others_are(front: Front) -> None:

@@ -115,13 +115,13 @@ def test_the_text_says_which_hosts(hosts: str, words: str, capsys: pytest.Captur
 
 def test_gpipe_is_balanced_with_own_memory_and_predicted_so() -> None:
     """All of its ranks hold every micro-batch, so none could host for another."""
-    plain = replace(setup(HOST), schedule="gpipe", balance="bpipe")
-    bounded = replace(plain, how=BalanceConfig((4,), hosts=HOST))
+    plain = replace(setup(HOST), schedule="gpipe", balance=BalanceConfig(hosts=HOST))
+    bounded = replace(plain, balance=BalanceConfig((4,), hosts=HOST))
     from bpipe.models.activations import activations, moves_anything
 
     assert moves_anything(plain)
     ((own, hosted), *_) = activations(bounded)
-    (whole, _), *_ = activations(replace(bounded, balance="none", how=BalanceConfig()))
+    (whole, _), *_ = activations(replace(bounded, balance=None))
     assert (own, hosted) == (whole * 4 // 16, 0)
 
 
@@ -151,10 +151,10 @@ def test_a_cluster_file_says_how_fast_the_nodes_memory_is(tmp_path: Path, capsys
 
 def test_who_does_not_send_leaves_the_others_more() -> None:
     device = replace(setup(HOST).cluster.device, host_node_bytes_per_s=32e9)
-    one = replace(setup(HOST), balance="bpipe", how=BalanceConfig((3,), hosts=HOST))
+    one = replace(setup(HOST), balance=BalanceConfig((3,), hosts=HOST))
     one = replace(one, cluster=replace(one.cluster, device=device))
-    two = replace(one, how=BalanceConfig((2,), hosts=HOST))
-    none = replace(one, balance="none", how=BalanceConfig())
+    two = replace(one, balance=BalanceConfig((2,), hosts=HOST))
+    none = replace(one, balance=None)
     assert [links(each).host.bytes_per_s for each in (none, one, two)] == pytest.approx(
         [32e9 * 0.77, 32e9 * 0.77, 16e9 * 0.77]
     )

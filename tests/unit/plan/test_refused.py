@@ -14,6 +14,7 @@ from bpipe.features.asked import reasons, settings_of
 from bpipe.features.feature import Settings
 from bpipe.features.table import FEATURES, PLACED, SHARDED, SLICED
 from bpipe.models.cluster import parse_cluster
+from bpipe.models.layout import EVENLY
 from bpipe.models.model import gpt
 from bpipe.models.switches import Switches
 from bpipe.plan.refused import Launchable, refused, runs_ours, without_overlap
@@ -153,11 +154,11 @@ def test_no_row_is_one_that_the_trainer_refuses() -> None:
     assert [setup for setup in rows if refused(setup)] == []
     assert all(setup.switches.tp_comm_overlap for setup in rows if setup.tensor > 1)
     strict = (("--bpipe-strict", ""),)
-    balanced = replace(next(setup for setup in ours if not setup.is_sharded), balance="bpipe")
+    balanced = replace(next(setup for setup in ours if not setup.is_sharded), balance=EVENLY)
     assert Launchable(()).of(balanced) == balanced
     assert Launchable(strict).of(balanced) == without_overlap(balanced)
     # Where nothing moves there is nothing to be wrong.
-    assert Launchable(strict).of(replace(balanced, balance="none")) == replace(balanced, balance="none")
+    assert Launchable(strict).of(replace(balanced, balance=None)) == replace(balanced, balance=None)
 
 
 def test_what_else_a_launch_says_is_asked_for_too() -> None:

@@ -21,7 +21,7 @@ from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.models.activations import activations, moves_anything
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.held import held_by
-from bpipe.models.layout import Setup
+from bpipe.models.layout import EVENLY, Setup
 from bpipe.models.memory import least_bytes, least_shared_bytes, predict_memory, state_bytes
 from bpipe.models.model import PRESETS, gpt
 from bpipe.models.parts import Routing
@@ -54,7 +54,7 @@ def test_the_papers_case_gains_and_says_why(outcome: Outcome) -> None:
         8,
         2,
         "selective",
-        "bpipe",
+        EVENLY,
     )
     assert "fits only balanced: without, its fullest rank needs 81.7 of 79.2 GiB" in (only_balanced(best) or "")
     assert verdict(outcome).text.startswith("Balancing gains 1.")
@@ -75,8 +75,8 @@ def test_with_flash_attention_it_does_not_help(name: str) -> None:
 def test_the_first_rows_are_those_of_simulating_everything(outcome: Outcome) -> None:
     """Without the lower bound: predict all that fits."""
     fitting = [setup for setup in enumerate_setups(UNFUSED) if all(rank.fits for rank in predict_memory(setup))]
-    unbalanced = {key(setup) for setup in fitting if setup.balance == "none"}
-    wanted = [setup for setup in fitting if setup.balance == "none" or key(setup) not in unbalanced]
+    unbalanced = {key(setup) for setup in fitting if setup.balance is None}
+    wanted = [setup for setup in fitting if setup.balance is None or key(setup) not in unbalanced]
     assert len(wanted) == outcome.num_fitting
     quick = sorted(wanted, key=lambda setup: lower_bound_s(setup))[:40]
     times = sorted(predict(setup).timing.iteration_s for setup in quick)
@@ -93,10 +93,8 @@ def test_several_kinds_of_hosts_are_compared_in_one_search() -> None:
     both = search(replace(space, hosts=(PAIR, HOST)), num_rows=6)
     assert [found.prediction.timing.iteration_s for found in both.rows] == sorted(merged.values())[:6]
     setups = [found.prediction.setup for found in both.rows]
-    assert {setup.how.hosts for setup in setups if setup.balance == "bpipe"} == {PAIR, HOST}
-    assert ["--bpipe-hosts" in megatron_flags(setup) for setup in setups] == [
-        setup.how.hosts == HOST for setup in setups
-    ]
+    assert {setup.hosts for setup in setups if setup.balance is not None} == {PAIR, HOST}
+    assert ["--bpipe-hosts" in megatron_flags(setup) for setup in setups] == [setup.hosts == HOST for setup in setups]
     assert len(list(enumerate_setups(replace(space, hosts=(PAIR, HOST))))) < 2 * len(list(enumerate_setups(space)))
 
 
@@ -195,7 +193,7 @@ def test_the_steady_phase_continued_is_the_whole(
         layers=(40 // (pipeline * chunks),) * (pipeline * chunks),
         schedule=schedule,
         chunks=chunks,
-        balance=balance,
+        balance=named_balance(balance),
     )
     whole, steady = whole_timing(simulation_of(setup)), steady_timing(setup, costs_of(setup))
     assert steady.iteration_s == pytest.approx(whole.iteration_s, rel=1e-9)
@@ -258,7 +256,7 @@ def test_the_first_rows_of_every_family_are_those_of_asking_everything() -> None
             rank.fits for rank in predict_memory(setup)
         ):
             continue
-        if setup.balance == "none" or not all(rank.fits for rank in predict_memory(replace(setup, balance="none"))):
+        if setup.balance is None or not all(rank.fits for rank in predict_memory(replace(setup, balance=None))):
             fitting.append(setup)
     quick = sorted(fitting, key=lower_bound_s)
     times: list[float] = []
@@ -354,7 +352,7 @@ def test_the_steady_phase_of_our_executors_schedules_is_continued(
         chunks=chunks,
         group=group,
         delay=delay,
-        balance=balance,
+        balance=named_balance(balance),
     )
     whole, steady = whole_timing(simulation_of(setup)), steady_timing(setup, costs_of(setup))
     assert steady.simulated < 57

@@ -111,7 +111,7 @@ def test_bounds_of_shards_hold(schedule: str) -> None:
         seconds, needs = steady_timing(setup, costs_of(setup)).iteration_s, peak_bytes(setup)
         assert bounds.seconds(setup) == lower_bound_s(setup) <= seconds * (1 + 1e-9), describe(setup)
         assert max(least_bytes(setup), least_warm_bytes(setup)) <= needs, describe(setup)
-        if setup.balance != "none":
+        if setup.balance is not None:
             assert least_shared_bytes(setup) <= needs, describe(setup)
 
 
@@ -123,9 +123,7 @@ def test_the_first_rows_are_those_of_simulating_all(share: float) -> None:
     found = search(space, num_rows=12)
     fitting = [setup for setup in setups_of(space) if peak_bytes(setup) <= limit]
     fitting = [setup for setup in fitting if not stands_still(setup)]
-    fitting = [
-        setup for setup in fitting if setup.balance == "none" or peak_bytes(replace(setup, balance="none")) > limit
-    ]
+    fitting = [setup for setup in fitting if setup.balance is None or peak_bytes(replace(setup, balance=None)) > limit]
     assert len(fitting) > 30
     times = sorted(steady_timing(setup, costs_of(setup)).iteration_s for setup in fitting)
     assert [row.prediction.timing.iteration_s for row in found.rows] == pytest.approx(times[:12], rel=1e-12)

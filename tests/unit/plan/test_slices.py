@@ -8,13 +8,14 @@ from dataclasses import replace
 
 import pytest
 
+from bpipe.balance.config import named_balance
 from bpipe.cli import main
 from bpipe.generate.families import FAMILIES
 from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.models.activations import activations
 from bpipe.models.cluster import GIB, parse_cluster
 from bpipe.models.costs import lengths_of_equal_seconds
-from bpipe.models.layout import Setup
+from bpipe.models.layout import EVENLY, Setup
 from bpipe.models.memory import least_bytes, least_shared_bytes, peak_bytes
 from bpipe.models.model import PRESETS, llama
 from bpipe.models.profile import Entry, Profile
@@ -69,8 +70,8 @@ def test_every_schedule_that_takes_them_is_tried_in_slices(every: list[Setup]) -
     } == even
     uneven = [setup for setup in every if isinstance(setup.slice_lengths, tuple)]
     # By their number what leaves of these is not counted well.
-    assert {setup.balance for setup in uneven} == {"none"}
-    assert len(uneven) == 2 * sum(setup.balance == "none" for setup in sliced)
+    assert {setup.balance for setup in uneven} == {None}
+    assert len(uneven) == 2 * sum(setup.balance is None for setup in sliced)
     for setup in uneven:
         assert setup.slice_lengths == lengths_of_equal_seconds(setup)
         assert refused(setup) == ()
@@ -122,7 +123,7 @@ def test_memory_bounds_are_no_more_than_what_is_held(every: list[Setup]) -> None
             peak = peak_bytes(setup)
             assert least_bytes(setup) <= peak
             assert least_warm_bytes(setup) <= peak, describe(setup)
-            if setup.balance != "none":
+            if setup.balance is not None:
                 assert least_shared_bytes(setup) <= peak
 
 
@@ -138,7 +139,7 @@ def test_few_micro_batches_tell_of_all(schedule: str, p: int, slices: int, balan
         layers=(2,) * p * chunks,
         schedule=schedule,
         chunks=chunks,
-        balance=balance,
+        balance=named_balance(balance),
         slices=slices,
     )
     whole, steady = whole_timing(simulation_of(setup)), steady_timing(setup, costs_of(setup))
@@ -159,8 +160,8 @@ def test_the_first_rows_are_those_of_simulating_everything(every: list[Setup]) -
     found = search(SPACE, 5)
     times = []
     for setup in every:
-        plain = replace(setup, balance="none")
-        needless = setup.balance != "none" and predict(plain).fits
+        plain = replace(setup, balance=None)
+        needless = setup.balance is not None and predict(plain).fits
         prediction = predict(setup)
         if prediction.fits and not needless and prediction.setup.schedule != "chimera":
             times.append(prediction.timing.iteration_s)
@@ -215,7 +216,7 @@ def test_a_plan_for_all_micro_batches_is_timed_by_all_where_fewer_do_not_fit() -
         "none",
         schedule="interleaved-1f1b",
         chunks=2,
-        balance="bpipe",
+        balance=EVENLY,
         slices=2,
     )
     balanced, _ = within_budget(setup, (72 * GIB,))

@@ -13,7 +13,7 @@ import pytest
 from bpipe.cli import main
 from bpipe.flags.budgets import HostedState, read_moves, write_moves
 from bpipe.models.cluster import GIB, Cluster, parse_cluster
-from bpipe.models.layout import Setup
+from bpipe.models.layout import EVENLY, Setup
 from bpipe.models.model import PRESETS
 from bpipe.models.on_nodes import rank_nodes
 from bpipe.plan.predict import predict
@@ -76,14 +76,14 @@ def test_it_takes_as_long_as_its_exchanges_which_pass_one_by_one_on_a_rank() -> 
 def test_it_moves_a_tenth_of_what_balancing_does_or_less() -> None:
     """And reaches a budget that pairs cannot: activations are on the host while it computes, as moments are, but
     twice as many leave."""
-    balanced = predict(setup(44.0, balance="bpipe"))
+    balanced = predict(setup(44.0, balance=EVENLY))
     assert balanced.fits
     assert balanced.bandwidth is not None
     sent = 2 * sum(balanced.transfers) * balanced.bandwidth.transfer_bytes
     found = instead_of_balancing(balanced.setup)
     assert found is not None
     assert 10 * found.moved_bytes < sent
-    assert not predict(setup(40.0, balance="bpipe")).fits
+    assert not predict(setup(40.0, balance=EVENLY)).fits
     assert hosted(setup(40.0)).iteration_s < 1.02 * predict(setup(40.0)).timing.iteration_s
 
 
@@ -97,7 +97,7 @@ def test_hosts_on_the_same_node_come_first() -> None:
 def test_there_is_none_where_all_fit_or_something_is_in_the_way() -> None:
     assert state_hosts(predict(setup(80.0))) is None
     assert state_hosts(predict(setup(20.0))) is None, "all of the state together is too much"
-    assert state_hosts(predict(setup(40.0, balance="bpipe"))) is None, "activations move already"
+    assert state_hosts(predict(setup(40.0, balance=EVENLY))) is None, "activations move already"
     # Moments are two thirds of 20.6 GiB, and what lacks is more.
     assert state_hosts(predict(setup(33.0, global_batch=16))) is None
 

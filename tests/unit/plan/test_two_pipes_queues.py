@@ -12,7 +12,7 @@ import torch
 from bpipe.build import unchecked
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster import parse_cluster
-from bpipe.models.layout import EVENLY, Setup
+from bpipe.models.layout import Setup
 from bpipe.models.model import gpt
 from bpipe.plan.bounds import Bounds
 from bpipe.plan.search import every_setup
@@ -37,7 +37,7 @@ SPACE = Space(
 
 
 def is_refused(setup: Setup) -> bool:
-    program = replace(setup, balance="none", how=EVENLY).program()
+    program = replace(setup, balance=None).program()
     config = SchedulingConfig(num_ranks=setup.pipeline, num_chunks=setup.chunks)
     try:
         refuse_standstill(unchecked(program), Exchange.POSTED, config, torch.device("cuda"), [])
@@ -55,7 +55,7 @@ def test_the_plan_has_the_bidirectional_pipelines_that_the_trainer_has(monkeypat
     setups = {
         (setup.schedule, setup.pipeline, setup.chunks, setup.num_microbatches): setup
         for setup in every_setup(SPACE, Bounds(), Counter())
-        if has_one_queue(setup) and setup.balance == "none"
+        if has_one_queue(setup) and setup.balance is None
     }
     assert {schedule for schedule, *_ in setups} == set(FAMILIES)
     verdicts = {key: stands_still(setup) for key, setup in setups.items()}

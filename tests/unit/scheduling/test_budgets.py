@@ -295,7 +295,9 @@ def test_a_pool_keeps_every_budget_that_pairs_keep() -> None:
         "--use-distributed-optimizer"
     )
     setup = setup_from([*LLAMA_70B, *flags.split()], cluster_named("h100-80g", (8, 8)), 262144, "gpu")
-    paired, pool = (predicted_devices(replace(setup, how=BalanceConfig(hosts=hosts)), [1]) for hosts in (PAIR, POOL))
+    paired, pool = (
+        predicted_devices(replace(setup, balance=BalanceConfig(hosts=hosts)), [1]) for hosts in (PAIR, POOL)
+    )
     least = smallest_bytes(paired)
     assert smallest_bytes(pool) <= least
     assert max(within(replace(pool, budget_bytes=(least,) * 8)).need_bytes) <= least
