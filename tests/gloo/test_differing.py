@@ -66,12 +66,11 @@ ROWS = {
 TRANSPORTS = ("gloo", "peer")
 # What a change breaks first runs always, the rest only with --slow.
 ALWAYS = (
-    ("dropless", "gloo"),
     ("packed", "peer"),
     ("packed_interleaved", "gloo"),
     ("lengths", "gloo"),
     ("lengths_in_groups", "peer"),
-    ("policy_by_our_loop", "gloo"),
+    ("dropless_by_our_loop", "gloo"),
     ("partial", "peer"),
 )
 

@@ -93,7 +93,17 @@ ROWS: dict[str, tuple[str, ...]] = {
 
 # Other rows show these in part; run by --slow, for all rows of a file are started by one worker.
 LONG_TAIL = {
-    *("windows", "core_recomputed", "per_token", "listed", "latents_computed_again", "further_tokens_in_a_v"),
+    *(
+        "windows",
+        "core_recomputed",
+        "per_token",
+        "listed",
+        "uneven",
+        "replicas",
+        "interleaved",
+        "latents_computed_again",
+        "further_tokens_in_a_v",
+    ),
     *("further_tokens_of_tensor_parallel_ranks", "latents_of_tensor_parallel_ranks", "further_tokens_by_token"),
     *(
         "tied_shards",

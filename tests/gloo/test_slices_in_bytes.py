@@ -197,7 +197,7 @@ def budgeted(request: pytest.FixtureRequest, run_cases: Callable[..., Outcome]) 
 
 
 @pytest.mark.parametrize("learns", [False, True], ids=["planned", "learned"])
-@pytest.mark.parametrize("name", slow_but({"even", "chunks"}, WITHIN))
+@pytest.mark.parametrize("name", slow_but({"chunks"}, WITHIN))
 def test_slices_keep_a_budget_in_bytes_and_every_bit(budgeted: dict[str, Outcome], name: str, learns: bool) -> None:
     outcome, case = budgeted[name], "learned" if learns else "planned"
     same(outcome, "plain", case, 4)

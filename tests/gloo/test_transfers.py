@@ -106,7 +106,7 @@ def assert_nothing_lost_and_nothing_kept(outcome: Outcome) -> None:
 
 @pytest.mark.timeout(180)
 def test_a_short_soak(tmp_path: Path) -> None:
-    pairs = [Scenario(name, name, seconds=1.5) for name in ("gloo", "peer", "auto")]
+    pairs = [Scenario(name, name, seconds=1.5) for name in ("gloo", "peer")]
     pools = [Scenario(f"{name}-pool", name, seconds=0.7, bounds=SHARED) for name in ("gloo", "peer")]
     slices = Scenario("slices", "peer", seconds=0.7, slices=4)
     for outcome in run([*pairs, *pools, slices], tmp_path):
