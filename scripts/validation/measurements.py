@@ -13,7 +13,7 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bpipe.balance.config import BalanceConfig
+from bpipe.balance.config import BALANCES, BalanceConfig, named_balance
 from bpipe.build import ScheduleConfig, build
 from bpipe.ir.host_buffers import num_host_buffers
 from bpipe.ir.layout import Vocabulary
@@ -310,6 +310,7 @@ def cpu_runs() -> list[CpuRun]:
         layers = split_layers(model.num_layers, chosen["pipeline"])
         assert layers is not None
         cluster = parse_cluster(f"a100-80g:{chosen['tensor'] * chosen['pipeline']}")
+        chosen["balance"] = named_balance(chosen.pop("balance", BALANCES[0]))
         setup = Setup(
             model, cluster, sequence=model.sequence, layers=layers, attention="unfused", kernels="cpu", **chosen
         )

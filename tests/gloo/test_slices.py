@@ -98,7 +98,6 @@ LONG_TAIL = {
         "core_recomputed",
         "per_token",
         "listed",
-        "uneven",
         "replicas",
         "interleaved",
         "latents_computed_again",
