@@ -31,10 +31,10 @@ def activations(setup: Setup) -> tuple[tuple[int, int], ...]:
     No more micro-batches are looked at than fill the pipeline. Balanced interleaved schedules need, with some other
     numbers of micro-batches, one host buffer fewer, or in slices one more on a rank that is not the fullest.
     """
-    if setup.slices > 1:
-        return _of_slices(setup)
     if setup.activation_budget is not None:
         return _allocated(setup, setup.num_microbatches, setup.activation_budget.memory)
+    if setup.slices > 1:
+        return _of_slices(setup)
     saved, after_input = stage_bytes(setup), after_input_bytes(setup)
     if FAMILIES[setup.schedule].fill is None and not keeps_own(setup):
         m = setup.num_microbatches
@@ -50,8 +50,6 @@ def _of_slices(setup: Setup) -> tuple[tuple[int, int], ...]:
     Bubbles change nothing that is held, so without transfers the orders tell. Of slices of one size counts tell, which
     are the same whatever a micro-batch and its layers are.
     """
-    if setup.activation_budget is not None:
-        return _allocated(setup, setup.num_microbatches, setup.activation_budget.memory)
     memory = memory_of_setup(setup)
     count = setup.num_microbatches if keeps_own(setup) else _num_filling(setup)
     rows = _alike(memory, setup.num_stages)
@@ -97,7 +95,7 @@ def _num_filling(setup: Setup) -> int:
 def keeps_own(setup: Setup) -> bool:
     """Return whether ranks may keep what leaves in their own nodes' memory: then a schedule is balanced in which all
     ranks hold alike, too."""
-    return setup.balance is not None and setup.hosts in (HOST, ALL)
+    return setup.hosts in (HOST, ALL)
 
 
 def moves_anything(setup: Setup) -> bool:

@@ -30,7 +30,7 @@ def collective_seconds(setup: Setup) -> CollectiveCost:
 
 def hosts_of(setup: Setup) -> Hosts:
     """Return the planned hosts, None for pairs."""
-    if setup.balance is not None and setup.hosts != PAIR:
+    if setup.hosts != PAIR:
         # As many micro-batches as fill the pipeline tell it, but where rooms are planned for all there are.
         count = setup.num_microbatches if setup.activation_budget else min(setup.num_microbatches, setup.pipeline)
         return unchecked(setup.program(count)).hosts or ()
