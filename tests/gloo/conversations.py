@@ -13,6 +13,7 @@ import re
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -53,10 +54,16 @@ class Words:
     def apply_chat_template(
         self, conversation: Sequence[dict[str, str]], *, chat_template: str, **_: Any
     ) -> dict[str, list[int]]:
-        from jinja2 import Template
-
-        text = Template(chat_template).render(messages=conversation)
+        text = _template(chat_template).render(messages=conversation)
         return {"input_ids": [WORDS + zlib.crc32(word.encode()) % (SIZE - WORDS) for word in re.findall(r"\S+", text)]}
+
+
+# Megatron gives the same one with each message, and compiling it takes longer than a step of these trainings.
+@lru_cache
+def _template(text: str) -> Any:
+    from jinja2 import Template
+
+    return Template(text)
 
 
 def _loaded(_: str, data_files: str, **__: Any) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ LLAMA = (
 CORE = ("--recompute-granularity", "selective", "--recompute-modules", "core_attn")
 FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 EVALUATED = ("--eval-iters", "2", "--eval-interval", "2")
-BATCH = ("--global-batch-size", "16", *NO_DROPOUT)
+BATCH = ("--global-batch-size", "8", *NO_DROPOUT)
 LATENT = (
     *("--multi-latent-attention", "--q-lora-rank", "32", "--kv-lora-rank", "16", "--qk-head-dim", "16"),
     *("--qk-pos-emb-head-dim", "8", "--v-head-dim", "16", "--kv-channels", "16", "--rope-type", "rope"),
