@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -201,5 +202,14 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     ]
     driver.quit()
     # The driver does not wait for all of the browser's processes, and whoever runs the tests would find some left
-    # behind.
-    psutil.wait_procs(theirs, timeout=10)
+    # behind. Those that have ended may wait long until init of a container takes their exit codes.
+    deadline = time.monotonic() + 10
+    while any(map(_runs, theirs)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -27,6 +27,7 @@ LLAMA = (
 CORE = ("--recompute-granularity", "selective", "--recompute-modules", "core_attn")
 FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 EVALUATED = ("--eval-iters", "2", "--eval-interval", "2")
+# Slices of 4 micro-batches fill the pipeline and leave a steady phase.
 BATCH = ("--global-batch-size", "8", *NO_DROPOUT)
 LATENT = (
     *("--multi-latent-attention", "--q-lora-rank", "32", "--kv-lora-rank", "16", "--qk-head-dim", "16"),
@@ -76,8 +77,21 @@ ROWS: dict[str, tuple[str, ...]] = {
         *(*BATCH, *LATENT, *TWO, "--tensor-model-parallel-size", "2", "--sequence-parallel"),
     ),
     "further_tokens_by_token": (*BATCH, *LLAMA, *FULL, *FURTHER, "--calculate-per-token-loss"),
+    # Of fewer micro-batches a token near the border between two experts goes to the other one.
     "experts": (
-        *(*BATCH, "--num-layers", "8", "--num-experts", "4", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "0.01"),
+        *(
+            *BATCH,
+            "--global-batch-size",
+            "16",
+            "--num-layers",
+            "8",
+            "--num-experts",
+            "4",
+            "--moe-router-topk",
+            "2",
+            "--moe-aux-loss-coeff",
+            "0.01",
+        ),
         *("--moe-z-loss-coeff", "0.001", "--disable-bias-linear", "--moe-token-dispatcher-type", "alltoall"),
     ),
     "shards": (*BATCH, *LLAMA, *EVALUATED),
