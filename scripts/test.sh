@@ -44,11 +44,11 @@ step() {
     if ((STATUS > 0)); then FAILED+=("$name"); fi
 }
 
-# A process test starts up to eight ranks that wait for each other most of the time: two such tests fill two cores, and more of them would
+# A process test starts up to eight ranks that wait for each other much of the time: three such tests fill two cores, and more of them would
 # mean time-outs and memory on a larger machine. Files stay whole, for what is started once serves a file, and come in the order of
 # tests/gloo/conftest.py, the longest first: xdist's own begins with those of the most tests.
 UNIT_WORKERS=(-n "$(getconf _NPROCESSORS_ONLN)" --dist worksteal)
-PROCESS_WORKERS=(-n 2 --dist loadfile --no-loadscope-reorder)
+PROCESS_WORKERS=(-n 3 --dist loadfile --no-loadscope-reorder)
 
 # test_step NAME [OPTION...] FOLDER...: pytest on those of the folders that hold tests; pytest calls an empty collection an error.
 test_step() {

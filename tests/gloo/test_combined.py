@@ -47,7 +47,7 @@ ROWS = {
     ),
 }
 # Each of these has a share of the row `together`.
-ALONE = ("shared_experts", "further_tokens", "recomputed")
+ALONE = ("padded", "shared_experts", "further_tokens", "recomputed")
 # On 8 ranks, in pairs.
 WIDE_ROWS = {
     "pairs": ((*FOUR, *CAPACITY), ()),
@@ -106,7 +106,7 @@ def test_combined_1f1b_in_pairs_has_its_own_bits(eight: Outcome, row: str) -> No
 
 
 @pytest.mark.timeout(960)
-@pytest.mark.parametrize("row", ["padded", slowly("shared_experts"), slowly("recomputed"), "together"])
+@pytest.mark.parametrize("row", [slowly("padded"), slowly("shared_experts"), slowly("recomputed"), "together"])
 def test_a_rank_holds_what_was_predicted(four: Outcome, row: str) -> None:
     """What runs together with a backward counts, too: both are held during a pair."""
     for report in four.reports(f"{row}_balanced"):

@@ -6,8 +6,8 @@ own; and what is used of subprocess.Popen.
 
 There are two such parents, and neighbours come from different ones: their strings have different hashes, so what
 depends on the order of a set still differs between ranks. What this cannot show is that a script imports in the right
-order: the CPU stand-in is there before it; and of the ranks of a run only the first ends as the interpreter ends behind
-a script, taking everything apart.
+order: the CPU stand-in is there before it. Only the first rank of a script's first run ends as the interpreter ends
+behind it, taking everything apart.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ class Parents:
     def __init__(self, stand_in: str = "megatron.scheduling.cpu") -> None:
         self._stand_in = stand_in
         self._running: dict[int, tuple[socket.socket, subprocess.Popen[bytes]]] = {}
+        self._ended: set[str] = set()
 
     def start(
         self, number: int, script: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path
@@ -100,7 +101,15 @@ class Parents:
                 self._running[each] = self._begin(environment)
         # Whoever looks into it need not wait for it.
         log.write_bytes(b"")
-        described = {"script": script, "environment": environment, "folder": str(folder), "log": str(log)}
+        name = next(word for word in script if word != "-m")
+        described = {
+            "script": script,
+            "environment": environment,
+            "folder": str(folder),
+            "log": str(log),
+            "to_the_end": name not in self._ended,
+        }
+        self._ended.add(name)
         return Rank(self._running[number % NUM_PARENTS][0], described)
 
     def _begin(self, environment: Mapping[str, str]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
@@ -161,7 +170,7 @@ def become(described: Mapping[str, Any], left: Mapping[str, str]) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    if described["environment"]["RANK"] == "0":
+    if described["to_the_end"]:
         run(described["script"], described["folder"])
     else:
         run_and_leave(described["script"], described["folder"])
