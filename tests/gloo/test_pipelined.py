@@ -27,7 +27,7 @@ def ran(
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["p2", "p4"])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow, id="p2"), pytest.param(4, id="p4")])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("pipelined")
     ran(request.param, made)

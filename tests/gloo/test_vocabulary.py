@@ -484,10 +484,9 @@ LARGE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(360)
-@pytest.mark.parametrize(
-    "ways", [("shards",), *(pytest.param(each, marks=pytest.mark.slow) for each in (("early",), ("shards", "inputs")))]
-)
+@pytest.mark.parametrize("ways", [("early",), ("shards", "inputs")])
 def test_the_last_rank_no_longer_holds_all_logits(
     run_cases: Callable[..., Outcome], capsys: pytest.CaptureFixture[str], ways: tuple[str, ...]
 ) -> None:

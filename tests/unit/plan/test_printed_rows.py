@@ -19,7 +19,6 @@ QUICK = ("--max-micro-batch", "2", "--max-chunks", "4", "--schedule", "1f1b", "i
 # Between them models of both kinds, balanced rows, and rows with shards of the vocabulary.
 SHARE = (
     ("gpt3-96b", "a100-80g:4x8", "--attention unfused --precision fp16"),
-    ("llama3-70b", "h100-80g:8x8", ""),
     ("llama3-70b", "h100-80g:8x8", "--balance bpipe --memory 60"),
     ("llama3-8b", "mi300x-192g:1x8", ""),
 )
