@@ -12,6 +12,8 @@ from tests.gloo import conversations
 from tests.gloo.conftest import BPIPE, Case, Outcome, asked_for
 from tests.gloo.test_placed import ALIKE, alike
 from tests.gloo.test_training import same
+from tests.gloo.test_two_pipes_trained import ALIKE as ONE_LOSS
+from tests.gloo.test_two_pipes_trained import by, pipeline
 
 # No expert has a capacity: each takes the tokens that the router sends.
 DROPLESS = (
@@ -125,3 +127,27 @@ def test_packed_rows_are_told_to_all_stages_of_a_v(run_cases: Callable[..., Outc
     common = [*COMMON, *ALIKE, *(data if flag == "{conversations}" else flag for flag in CONVERSATIONS)]
     cases = [Case("stock", common), Case("v", [*common, "--bpipe-schedule", "v-half", *BPIPE])]
     alike(run_cases(4, cases, 380, worker="named_worker.py"), "stock", "v")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_packed_rows_of_both_directions_equal_stocks(run_cases: Callable[..., Outcome], tmp_path: Path) -> None:
+    """Each pipe's chunks read where the sequences of their own micro-batches end."""
+    data = str(conversations.write(tmp_path / "conversations.jsonl"))
+    common = [*COMMON, *ONE_LOSS, *(data if flag == "{conversations}" else flag for flag in CONVERSATIONS)]
+    cases = [Case("stock", [*common, *pipeline(2)]), Case("chimera", [*common, *by("chimera"), *BPIPE])]
+    alike(run_cases(4, cases, 380, worker="named_worker.py"), "stock", "chimera")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_packed_rows_of_tensor_parallel_ranks_equal_stocks(run_cases: Callable[..., Outcome], tmp_path: Path) -> None:
+    data = str(conversations.write(tmp_path / "conversations.jsonl"))
+    shapes = ("--num-layers", "4", "--pipeline-model-parallel-size", "4", "--tensor-model-parallel-size", "2")
+    packed = [data if flag == "{conversations}" else flag for flag in CONVERSATIONS]
+    common = [*COMMON, *packed, *shapes, "--sequence-parallel"]
+    report = ("--bpipe-report", "{folder}/balanced")
+    cases = [Case("stock", common), Case("balanced", [*common, *BPIPE, *report])]
+    done = run_cases(8, cases, 380, worker="differing_worker.py")
+    same(done, "stock", "balanced", 8)
+    assert done.reports("balanced")[0]["evictions"] > 0, "nothing was moved, so nothing was tested"
