@@ -144,6 +144,16 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature("paged stash", lambda s: s.moe_paged_stash, "paged stash runs a step again", "drop --moe-paged-stash"),
     Feature(
+        "packed sequences on context-parallel ranks",
+        lambda s: (s.context_parallel_size or 1) > 1 and (s.sft or s.dataloader_inter_document_masking),
+        "Transformer Engine deals out the parts of each packed sequence, which it does on GPUs alone; what a rank then "
+        "saves of a micro-batch has a size of its own, as any packed row's",
+        "use --context-parallel-size 1, or drop --sft / --dataloader-inter-document-masking",
+        State.GUARDED,
+        "test_a_training_of_differing_sizes_equals_stock",
+        moving=True,
+    ),
+    Feature(
         "the flex dispatcher of experts",
         lambda s: has_experts(s) and s.moe_token_dispatcher_type == "flex",
         "tokens in DeepEP's and HybridEP's communication buffers are held by these and stay; what experts make of them "

@@ -36,6 +36,7 @@ FLAGS = {
     "combined 1F1B in our loop": ("--overlap-moe-expert-parallel-comm",),
     "combined 1F1B without a pipeline": ("--overlap-moe-expert-parallel-comm",),
     "paged stash": ("--moe-paged-stash",),
+    "packed sequences on context-parallel ranks": ("--sft", "--context-parallel-size", "2"),
     "the flex dispatcher of experts": ("--num-experts", "8", "--moe-token-dispatcher-type", "flex"),
     "overlapped shared experts": ("--moe-shared-expert-overlap",),
     "hybrid context parallelism": ("--hybrid-context-parallel",),

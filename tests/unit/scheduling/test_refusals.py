@@ -59,6 +59,10 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
     "combined 1F1B in our loop": [COMBINED],
     "combined 1F1B without a pipeline": [COMBINED | {"pipeline_model_parallel_size": 1}],
     "paged stash": [{"moe_paged_stash": True}],
+    "packed sequences on context-parallel ranks": [
+        {"context_parallel_size": 2, "sft": True},
+        {"context_parallel_size": 2, "dataloader_inter_document_masking": True},
+    ],
     "the flex dispatcher of experts": [
         {"num_experts": 8, "moe_pad_expert_input_to_capacity": True, "moe_token_dispatcher_type": "flex"},
         {"num_moe_experts": 8, "moe_pad_expert_input_to_capacity": True, "moe_token_dispatcher_type": "flex"},
