@@ -8,6 +8,8 @@ Predicts nothing that nobody asks for, and searches only what stands beside the 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from bpipe.commands.launch import launch_document
@@ -17,6 +19,7 @@ from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.launch.row_flags import chosen_flags, common_flags, difference
 from bpipe.models.cluster import gib_text
 from bpipe.models.layout import Setup
+from bpipe.models.memory import RankMemory
 from bpipe.models.recompute import BLOCK
 from bpipe.plan import standings, stock
 from bpipe.plan.answer import Answer, Choice, ChoiceKind, answer
@@ -40,6 +43,9 @@ from bpipe.plan.state_hosts import StateHosts, instead_of_balancing, moves_value
 from bpipe.plan.state_hosts import describe_moves as words_on_state
 from bpipe.plan.stock import Stock
 from bpipe.plan.vocabulary import Burden, burden, burden_document, burden_lines
+
+# Ranks whose peaks fit into one line.
+_ALL_SHOWN = 16
 
 
 class PlanNotes(NamedTuple):
@@ -181,7 +187,6 @@ def _num_level(outcome: Outcome) -> int:
 def _lines(number: int, found: Candidate) -> list[str]:
     prediction = found.prediction
     timing, bandwidth = prediction.timing, prediction.bandwidth
-    peaks = " ".join(gib_text(rank.peak_bytes) for rank in prediction.memory)
     first = (
         f"{number:3}. {timing.iteration_s:9.3f} s  MFU {100 * prediction.mfu:5.2f} %  bubble "
         f"{100 * timing.bubble_of_makespan:5.1f} %  "
@@ -189,7 +194,7 @@ def _lines(number: int, found: Candidate) -> list[str]:
     )
     lines = [
         paint(first, BOLD),
-        f"     GiB a rank, of {gib_text(prediction.memory[0].limit_bytes)}: {peaks}",
+        f"     GiB a rank, of {gib_text(prediction.memory[0].limit_bytes)}: {peaks_text(prediction.memory)}",
     ]
     if bandwidth:
         lines.append(
@@ -200,6 +205,15 @@ def _lines(number: int, found: Candidate) -> list[str]:
         )
     remarks = (only_balanced(found), costly_halves(prediction), replicas_apart(prediction.setup))
     return [*lines, *(f"     {text}" for text in remarks if text)]
+
+
+def peaks_text(memory: Sequence[RankMemory]) -> str:
+    """Return the GiB of every rank; of many ranks, how many in a row hold as much."""
+    peaks = [gib_text(rank.peak_bytes) for rank in memory]
+    if len(peaks) <= _ALL_SHOWN:
+        return " ".join(peaks)
+    alike = ((value, len(tuple(run))) for value, run in groupby(peaks))
+    return " ".join(value if number == 1 else f"{number} x {value}" for value, number in alike)
 
 
 def flags_of(setup: Setup, launch: Reading | None) -> str:

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from bpipe.features.feature import Feature, Settings, State
-from bpipe.features.table import FEATURES, SLICED
+from bpipe.features.sliced import SLICED
+from bpipe.features.table import FEATURES
 
 # What Megatron's parser calls otherwise than the flag.
 _NAMES = {"fp8_format": "fp8", "fp4_format": "fp4"}

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from bpipe.features.asked import by_state, features_of, settings_of
 from bpipe.features.feature import Feature, Settings, State, has_experts
-from bpipe.features.table import PLACED, SHARDED, SLICED
+from bpipe.features.sliced import SLICED
+from bpipe.features.table import PLACED, SHARDED
 from bpipe.generate.families import FAMILIES, default_family
 from bpipe.ir.layout import REDISTRIBUTE
 from bpipe.ir.program import Exchange

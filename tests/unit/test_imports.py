@@ -161,7 +161,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "v_half v_min zb_v",
         "families",
     ),
-    "features": ("feature", "table", "asked"),
+    "features": ("feature", "table", "sliced", "asked"),
     "lower": ("align forwards passing torch_receives turns", "lower", "answered"),
     "balance": ("evict packing", "pairs", "budget", "deadlines pool", "tiers", "config"),
     "check": ("board case", "deadlock", "replicas slices transfers", "rules", "order"),

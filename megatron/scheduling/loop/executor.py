@@ -22,7 +22,8 @@ from megatron.core.utils import get_model_config
 from bpipe.build import ScheduleConfig
 from bpipe.features.asked import reasons_of
 from bpipe.features.feature import Settings
-from bpipe.features.table import SHARDED, SLICED
+from bpipe.features.sliced import SLICED
+from bpipe.features.table import SHARDED
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import Action, Key, Kind
 from bpipe.ir.layout import Vocabulary

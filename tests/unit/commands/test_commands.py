@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 
 from bpipe.cli import main
+from bpipe.commands.plan_output import peaks_text
 from bpipe.generate.families import FAMILIES, SEARCHED
+from bpipe.models.cluster import GIB
+from bpipe.models.memory import RankMemory
 
 SIMULATE = ["simulate", "--model", "gpt3-96b", "--cluster", "a100-80g:4x8", "--tp", "4", "--pp", "8", "--mbs", "2"]
 SIMULATE += ["--gbs", "128", "--recompute", "selective", "--attention", "unfused"]
@@ -663,3 +666,16 @@ def test_a_plan_within_a_budget_ranks_by_what_it_then_sends(tmp_path: Path, caps
     # Of one row it was once that of 16 ranks, which is faster where all moves that can.
     assert "p=8 d=2 b=1" in first(8, 64, 1)
     assert "p=8 d=2 b=1" in first(40, 128, 4)
+
+
+@pytest.mark.parametrize(
+    ("gib", "shown"),
+    [
+        ([51, 72, 72, 50], "51.0 72.0 72.0 50.0"),
+        ([51, *[72] * 21, 71, *[72] * 9], "51.0 21 x 72.0 71.0 9 x 72.0"),
+    ],
+)
+def test_peaks_of_many_ranks_are_counted(gib: list[int], shown: str) -> None:
+    """Of 64 ranks a line held 64 numbers, of which 60 were the same."""
+    memory = [RankMemory(rank, each * GIB, 0, 0, 0, 0, 0, 0, 0, 0, 80 * GIB) for rank, each in enumerate(gib)]
+    assert peaks_text(memory) == shown

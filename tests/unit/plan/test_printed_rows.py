@@ -42,7 +42,8 @@ def rows_of(printed: str) -> list[Row]:
         seconds, mfu = re.findall(r"([\d.]+) s  MFU +([\d.]+) %", block)[0]
         (peaks,) = re.findall(r"GiB a rank, of [\d.]+: (.*)", block)
         (flags,) = re.findall(r"^     (--.*)$", block, re.MULTILINE)
-        found.append(Row(seconds, mfu, peaks.split(), shlex.split(f"{common} {flags}")))
+        each = [peak for number, peak in re.findall(r"(?:(\d+) x )?([\d.]+)", peaks) for _ in range(int(number or 1))]
+        found.append(Row(seconds, mfu, each, shlex.split(f"{common} {flags}")))
     return found
 
 

@@ -12,7 +12,8 @@ import pytest
 from bpipe.cli import main
 from bpipe.features.asked import reasons, settings_of
 from bpipe.features.feature import Settings
-from bpipe.features.table import FEATURES, PLACED, SHARDED, SLICED
+from bpipe.features.sliced import SLICED
+from bpipe.features.table import FEATURES, PLACED, SHARDED
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.layout import EVENLY
 from bpipe.models.model import gpt

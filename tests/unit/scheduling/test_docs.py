@@ -16,7 +16,8 @@ import pytest
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.features.feature import Feature, State
-from bpipe.features.table import FEATURES, PLACED, SHARDED, SLICED
+from bpipe.features.sliced import SLICED
+from bpipe.features.table import FEATURES, PLACED, SHARDED
 from bpipe.generate.families import FAMILIES
 from bpipe.plan.launch_states import SUPPORTED
 from megatron.scheduling.hooks.patches import PATCHES

@@ -12,7 +12,8 @@ import pytest
 import terra
 from bpipe.features.asked import features_of, guarded, reasons, reasons_of, sliced_reasons
 from bpipe.features.feature import Feature, State
-from bpipe.features.table import FEATURES, SHARDED, SLICED
+from bpipe.features.sliced import SLICED
+from bpipe.features.table import FEATURES, SHARDED
 from megatron.scheduling.start.refusals import differ, refuse, slices_differ
 
 COMBINED: dict[str, Any] = {"overlap_moe_expert_parallel_comm": True, "pipeline_model_parallel_size": 2}
