@@ -146,11 +146,11 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "packed sequences on context-parallel ranks",
         lambda s: (s.context_parallel_size or 1) > 1 and (s.sft or s.dataloader_inter_document_masking),
-        "Transformer Engine deals out the parts of each packed sequence, which it does on GPUs alone; what a rank then "
-        "saves of a micro-batch has a size of its own, as any packed row's",
+        "Transformer Engine deals out the parts of each packed sequence, which it does on GPUs alone; keys and values "
+        "that buffers of its ring hold stay, and the rest moves",
         "use --context-parallel-size 1, or drop --sft / --dataloader-inter-document-masking",
         State.GUARDED,
-        "test_a_training_of_differing_sizes_equals_stock",
+        "test_a_buffer_that_somebody_holds_stays",
         moving=True,
     ),
     Feature(

@@ -77,6 +77,12 @@ ALWAYS = (
 )
 
 
+def with_data(flags: Sequence[str], folder: Path) -> list[str]:
+    """The flags with a file of conversations, written to a folder, where they ask for one."""
+    data = str(conversations.write(folder / "conversations.jsonl"))
+    return [data if flag == "{conversations}" else flag for flag in flags]
+
+
 def stock(flags: Sequence[str]) -> list[str]:
     """Without our own loop: Megatron's gives the same bits; and without who hosts."""
     return [flag for flag in flags if flag not in OURS]
@@ -86,11 +92,10 @@ def stock(flags: Sequence[str]) -> list[str]:
 def rows(
     run_cases: Callable[..., Outcome], request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Outcome:
-    data = str(conversations.write(tmp_path_factory.mktemp("data") / "conversations.jsonl"))
+    folder = tmp_path_factory.mktemp("data")
     cases = []
     for row, transport in sorted(asked_for(request, "row", "transport")):
-        name, flags = f"{row}_{transport}", [*COMMON, *ROWS[row]]
-        flags = [data if flag == "{conversations}" else flag for flag in flags]
+        name, flags = f"{row}_{transport}", [*COMMON, *with_data(ROWS[row], folder)]
         balanced = [*BPIPE, "--bpipe-transport", transport, *flags, "--bpipe-report", f"{{folder}}/{name}_balanced"]
         cases += [Case(name, stock(flags)), Case(f"{name}_balanced", balanced)]
     return run_cases(4, cases, timeout_s=900, worker="differing_worker.py")
@@ -123,8 +128,7 @@ def test_a_training_of_differing_sizes_equals_stock(rows: Outcome, row: str, tra
 @pytest.mark.timeout(400)
 def test_packed_rows_are_told_to_all_stages_of_a_v(run_cases: Callable[..., Outcome], tmp_path: Path) -> None:
     """The rank that writes the indices of the data was given none of it, which only the ends of a V had read."""
-    data = str(conversations.write(tmp_path / "conversations.jsonl"))
-    common = [*COMMON, *ALIKE, *(data if flag == "{conversations}" else flag for flag in CONVERSATIONS)]
+    common = [*COMMON, *ALIKE, *with_data(CONVERSATIONS, tmp_path)]
     cases = [Case("stock", common), Case("v", [*common, "--bpipe-schedule", "v-half", *BPIPE])]
     alike(run_cases(4, cases, 380, worker="named_worker.py"), "stock", "v")
 
@@ -133,8 +137,7 @@ def test_packed_rows_are_told_to_all_stages_of_a_v(run_cases: Callable[..., Outc
 @pytest.mark.timeout(400)
 def test_packed_rows_of_both_directions_equal_stocks(run_cases: Callable[..., Outcome], tmp_path: Path) -> None:
     """Each pipe's chunks read where the sequences of their own micro-batches end."""
-    data = str(conversations.write(tmp_path / "conversations.jsonl"))
-    common = [*COMMON, *ONE_LOSS, *(data if flag == "{conversations}" else flag for flag in CONVERSATIONS)]
+    common = [*COMMON, *ONE_LOSS, *with_data(CONVERSATIONS, tmp_path)]
     cases = [Case("stock", [*common, *pipeline(2)]), Case("chimera", [*common, *by("chimera"), *BPIPE])]
     alike(run_cases(4, cases, 380, worker="named_worker.py"), "stock", "chimera")
 
@@ -142,10 +145,8 @@ def test_packed_rows_of_both_directions_equal_stocks(run_cases: Callable[..., Ou
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_packed_rows_of_tensor_parallel_ranks_equal_stocks(run_cases: Callable[..., Outcome], tmp_path: Path) -> None:
-    data = str(conversations.write(tmp_path / "conversations.jsonl"))
     shapes = ("--num-layers", "4", "--pipeline-model-parallel-size", "4", "--tensor-model-parallel-size", "2")
-    packed = [data if flag == "{conversations}" else flag for flag in CONVERSATIONS]
-    common = [*COMMON, *packed, *shapes, "--sequence-parallel"]
+    common = [*COMMON, *with_data(CONVERSATIONS, tmp_path), *shapes, "--sequence-parallel"]
     report = ("--bpipe-report", "{folder}/balanced")
     cases = [Case("stock", common), Case("balanced", [*common, *BPIPE, *report])]
     done = run_cases(8, cases, 380, worker="differing_worker.py")

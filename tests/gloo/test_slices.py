@@ -79,19 +79,8 @@ ROWS: dict[str, tuple[str, ...]] = {
     "further_tokens_by_token": (*BATCH, *LLAMA, *FULL, *FURTHER, "--calculate-per-token-loss"),
     # Of fewer micro-batches a token near the border between two experts goes to the other one.
     "experts": (
-        *(
-            *BATCH,
-            "--global-batch-size",
-            "16",
-            "--num-layers",
-            "8",
-            "--num-experts",
-            "4",
-            "--moe-router-topk",
-            "2",
-            "--moe-aux-loss-coeff",
-            "0.01",
-        ),
+        *(*BATCH, "--global-batch-size", "16", "--num-layers", "8", "--num-experts", "4", "--moe-router-topk", "2"),
+        *("--moe-aux-loss-coeff", "0.01"),
         *("--moe-z-loss-coeff", "0.001", "--disable-bias-linear", "--moe-token-dispatcher-type", "alltoall"),
     ),
     "shards": (*BATCH, *LLAMA, *EVALUATED),
