@@ -3,19 +3,24 @@ row."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+import shlex
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 
+from bpipe.cli import main
 from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.layout import Setup
 from bpipe.models.model import PRESETS
 from bpipe.models.switches import Switches
+from bpipe.plan.options import setup_from
 from bpipe.plan.search import search
 from bpipe.plan.space import Space
 from tests.gloo.conftest import Case, Outcome
+from tests.unit.plan.test_printed_rows import DEVICES, MODELS, of_all_rows, rows_of
 
 SHARE = {"gpt3-13b": "a100-80g:8", "llama3-8b": "h100-80g:4"}
 
@@ -43,7 +48,13 @@ def rows(model: str, device: str) -> list[Setup]:
 
 
 def shrunk(setup: Setup) -> Setup:
-    """A layer a stage, of a small model, in 32 bit, as a machine without a GPU trains it."""
+    """A layer a stage, of a small model, in 32 bit, on four ranks at most, as a machine without a GPU trains it.
+
+    Groups shrink with the ranks.
+    """
+    pipeline = min(setup.pipeline, 4)
+    num_stages = pipeline * setup.chunks
+    group = None if setup.group is None else max(1, setup.group * pipeline // setup.pipeline)
     model = replace(
         setup.model,
         hidden_size=64,
@@ -52,15 +63,20 @@ def shrunk(setup: Setup) -> Setup:
         kv_channels=16,
         ffn_hidden_size=128,
         vocabulary=128,
-        num_layers=setup.num_stages,
+        num_layers=num_stages,
     )
     return replace(
         setup,
         model=model,
-        cluster=parse_cluster(f"a100-80g:{setup.pipeline}"),
-        global_batch=2 * setup.pipeline * setup.micro_batch,
+        cluster=parse_cluster(f"a100-80g:{pipeline}"),
+        tensor=1,
+        context=1,
+        pipeline=pipeline,
+        group=group,
+        micro_batch=1,
+        global_batch=2 * pipeline,
         sequence=64,
-        layers=(1,) * setup.num_stages,
+        layers=(1,) * num_stages,
         recompute="none",
         attention="unfused",
         kernels="cpu",
@@ -77,6 +93,34 @@ def test_rows_start_in_the_trainer(model: str, run_cases: Callable[..., Outcome]
     found = rows(model, SHARE[model])
     assert {setup.is_sharded for setup in found} == {True, False}
     cases = [Case(f"row{number}", megatron_flags(shrunk(setup))) for number, setup in enumerate(found)]
-    done = run_cases(4, cases, 500.0)
+    start(run_cases, 4, cases)
+
+
+def start(run_cases: Callable[..., Outcome], world: int, cases: Sequence[Case]) -> None:
+    done = run_cases(world, cases, 500.0)
     for case in cases:
         assert len(done.record(case.name, 0)["iterations"]) == 3, " ".join(case.arguments)
+
+
+def printed(model: str, device: str, capsys: pytest.CaptureFixture[str]) -> list[Setup]:
+    """What `bpipe plan` prints of a model on a device, by the flags that it prints: the answer's choices, and rows."""
+    main(["plan", "--model", model, "--cluster", device, "--gbs", "128", "--rows", "3"])
+    text = capsys.readouterr().out
+    choices = [[*of_all_rows(text), *shlex.split(flags)] for flags in re.findall(r"^ {8}(--.*)$", text, re.MULTILINE)]
+    launches = [*choices, *(row.flags for row in rows_of(text))]
+    return [setup_from(flags, device, PRESETS[model].vocabulary, "gpu") for flags in launches]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_what_is_printed_of_every_model_on_every_device_starts_in_the_trainer(
+    run_cases: Callable[..., Outcome], capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [(model, device) for model in MODELS for device in DEVICES]
+    answered = [found for model, device in asked if (found := printed(model, device, capsys))]
+    assert len(answered) >= 20
+    # Many are alike once they are small.
+    every = dict.fromkeys(shrunk(setup) for found in answered for setup in found)
+    for world in sorted({setup.pipeline for setup in every}):
+        flags = [megatron_flags(setup) for setup in every if setup.pipeline == world]
+        start(run_cases, world, [Case(f"row{number}", one) for number, one in enumerate(flags)])

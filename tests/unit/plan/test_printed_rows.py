@@ -36,15 +36,19 @@ class Row(NamedTuple):
 
 def rows_of(printed: str) -> list[Row]:
     """The rows behind the answer, each with the flags of all rows."""
-    (common,) = re.findall(r"^all rows: (.*)$", printed, re.MULTILINE) or [""]
     found = []
     for block in re.split(r"^(?=[ \d]{3}\. )", printed, flags=re.MULTILINE)[1:]:
         seconds, mfu = re.findall(r"([\d.]+) s  MFU +([\d.]+) %", block)[0]
         (peaks,) = re.findall(r"GiB a rank, of [\d.]+: (.*)", block)
         (flags,) = re.findall(r"^     (--.*)$", block, re.MULTILINE)
         each = [peak for number, peak in re.findall(r"(?:(\d+) x )?([\d.]+)", peaks) for _ in range(int(number or 1))]
-        found.append(Row(seconds, mfu, each, shlex.split(f"{common} {flags}")))
+        found.append(Row(seconds, mfu, each, [*of_all_rows(printed), *shlex.split(flags)]))
     return found
+
+
+def of_all_rows(printed: str) -> list[str]:
+    (common,) = re.findall(r"^all rows: (.*)$", printed, re.MULTILINE) or [""]
+    return shlex.split(common)
 
 
 def said(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
