@@ -32,6 +32,8 @@ from bpipe.simulate.report import Simulation
 # From so many times as many activations on, waiting weights' halves are said to cost memory.
 CLEARLY_MORE = 1.05
 _ROUNDED = 1e-9
+# Of a step, the least wait for transfers that is looked into: predictions are off by more.
+_SEEN = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +131,12 @@ def whole_timing(simulation: Simulation) -> Timing:
 
 
 def steady_timing(setup: Setup, costs: Costs) -> Timing:
-    """Return the timing from the first micro-batches only: in the steady phase every p further ones take as long as the
-    p before.
+    """Return the timing, of many micro-batches from the first ones only: in the steady phase every p further ones take
+    as long as the p before.
 
     Of schedules with groups it is the whole groups that p are in. GPipe has no steady phase, but each further
-    micro-batch makes both its halves longer by the slowest stage's pass, too. Exact without transfers; with them the
-    phase repeats only nearly, and the result is within some tenths of a percent.
+    micro-batch makes both its halves longer by the slowest stage's pass, too. All are simulated where that takes no
+    longer. Otherwise the phase may repeat only nearly, or later: docs/planning.md says how far that is off.
     """
     timing = timing_within(setup, costs, inf)
     assert timing is not None, "nothing takes longer than for ever"
@@ -148,8 +150,10 @@ def timing_within(setup: Setup, costs: Costs, most_s: float) -> Timing | None:
     """
     p, m = setup.pipeline, setup.num_microbatches
     short, step = _steady(setup)
-    if m <= short + step:
-        return whole_timing(simulate(unchecked(setup.program()), costs))
+    # Two simulations take longer than one of all would.
+    are_few = m <= 2 * short + step
+    if m <= short + step or (are_few and most_s == inf):
+        return _whole(setup, costs)
     times = (m - short) // step
     try:
         less = simulate(unchecked(setup.program(short)), costs)
@@ -157,10 +161,16 @@ def timing_within(setup: Setup, costs: Costs, most_s: float) -> Timing | None:
         # What is level with `most_s` may be rounded to either side of it.
         if (float(less.makespan_s) + times * step * busiest) * (1 - _ROUNDED) > most_s:
             return None
+        if are_few:
+            return _whole(setup, costs)
         more = simulate(unchecked(setup.program(short + step)), costs)
+        waits = max(float(other - one) for one, other in zip(less.exposed_s, more.exposed_s, strict=True))
+        if waits > _SEEN * float(more.makespan_s - less.makespan_s):
+            # What waits for transfers repeats itself after more than a step.
+            return _whole(setup, costs)
     except BudgetTooSmall:
         # Rooms that are planned for all micro-batches need not do for the order of fewer.
-        return whole_timing(simulate(unchecked(setup.program()), costs))
+        return _whole(setup, costs)
 
     def grown(first: Any, second: Any) -> float:
         return float(first) + times * float(second - first)
@@ -170,6 +180,10 @@ def timing_within(setup: Setup, costs: Costs, most_s: float) -> Timing | None:
     span = sum(grown(less.span_s(rank), more.span_s(rank)) for rank in range(p))
     exposed = tuple(grown(one, other) for one, other in zip(less.exposed_s, more.exposed_s, strict=True))
     return Timing(iteration, pipeline, exposed, 1 - busy / (p * iteration), 1 - busy / span, short + step)
+
+
+def _whole(setup: Setup, costs: Costs) -> Timing:
+    return whole_timing(simulate(unchecked(setup.program()), costs))
 
 
 def _steady(setup: Setup) -> tuple[int, int]:

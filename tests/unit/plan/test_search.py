@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from bpipe.balance.config import named_balance
+from bpipe.balance.config import BalanceConfig, named_balance
 from bpipe.build import ScheduleConfig, build
 from bpipe.cli import main
 from bpipe.generate.families import FAMILIES, SEARCHED, default_family
@@ -201,6 +201,25 @@ def test_the_steady_phase_continued_is_the_whole(
     assert steady.bubble_of_span == pytest.approx(whole.bubble_of_span, rel=1e-6)
 
 
+def test_what_waits_for_transfers_is_simulated_whole() -> None:
+    """One step further was 83 ms of computing and waiting, later ones up to 106: 120 micro-batches were predicted in 3.57 s,
+    and take 3.89."""
+    setup = Setup(
+        model=PRESETS["llama3-8b"],
+        cluster=parse_cluster("h100-80g:8x8"),
+        tensor=8,
+        pipeline=8,
+        micro_batch=1,
+        global_batch=120,
+        sequence=8192,
+        layers=(4,) * 8,
+        recompute="none",
+        schedule="1f1b-split",
+        balance=BalanceConfig(),
+    )
+    assert steady_timing(setup, costs_of(setup)) == whole_timing(simulation_of(setup))
+
+
 def test_schedules_of_our_executor_are_compared_with_their_flags() -> None:
     """Small, so that all fit: split backwards are faster, and a row says how to launch it; reading that back gives
     the row."""
@@ -345,7 +364,7 @@ def test_the_steady_phase_of_our_executors_schedules_is_continued(
         tensor=1,
         pipeline=p,
         micro_batch=1,
-        global_batch=57,
+        global_batch=97,
         sequence=2048,
         layers=(2,) * p * chunks,
         schedule=schedule,
@@ -355,7 +374,7 @@ def test_the_steady_phase_of_our_executors_schedules_is_continued(
         balance=named_balance(balance),
     )
     whole, steady = whole_timing(simulation_of(setup)), steady_timing(setup, costs_of(setup))
-    assert steady.simulated < 57
+    assert steady.simulated < 97
     assert steady.iteration_s == pytest.approx(whole.iteration_s, rel=1e-6)
     assert steady.bubble_of_makespan == pytest.approx(whole.bubble_of_makespan, rel=1e-5)
     saved, between = stage_bytes(setup), after_input_bytes(setup)

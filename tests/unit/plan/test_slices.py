@@ -144,7 +144,7 @@ def test_few_micro_batches_tell_of_all(schedule: str, p: int, slices: int, balan
     )
     whole, steady = whole_timing(simulation_of(setup)), steady_timing(setup, costs_of(setup))
     assert steady.iteration_s == pytest.approx(whole.iteration_s, rel=1e-6)
-    if p == 4 or slices == 8:
+    if p == 4 or (slices == 8 and balance == "none"):
         assert steady.simulated < 24
     few = activations(setup)
     with pytest.MonkeyPatch.context() as patched:
