@@ -8,6 +8,7 @@ and a test holds this table to it. Knows no prediction.
 
 from __future__ import annotations
 
+from math import floor, log10
 from typing import NamedTuple
 
 from bpipe.models.cluster import Cluster
@@ -63,6 +64,11 @@ def is_never_calibrated(cluster: Cluster) -> bool:
 
 
 def range_text(setup: Setup, predicted_s: float) -> str:
-    """Return the range of a predicted time as it stands behind it; nothing where no run of its kind is known."""
+    """Return the range of a predicted time as it stands behind it, its longest to three digits; nothing where no run of
+    its kind is known."""
     bars = error_bars(setup)
-    return "" if bars is None else " ({:.3g} to {:.3g})".format(*bars.range_s(predicted_s))
+    if bars is None:
+        return ""
+    least_s, most_s = bars.range_s(predicted_s)
+    decimals = max(0, 2 - floor(log10(most_s)))
+    return f" ({least_s:.{decimals}f} to {most_s:.{decimals}f})"
