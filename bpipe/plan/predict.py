@@ -148,38 +148,44 @@ def timing_within(setup: Setup, costs: Costs, most_s: float) -> Timing | None:
 
     In the steady phase no micro-batch adds less than the busiest rank computes for it.
     """
-    p, m = setup.pipeline, setup.num_microbatches
-    short, step = _steady(setup)
+    m, (short, step) = setup.num_microbatches, _steady(setup)
     # Two simulations take longer than one of all would.
     are_few = m <= 2 * short + step
     if m <= short + step or (are_few and most_s == inf):
         return _whole(setup, costs)
-    times = (m - short) // step
     try:
         less = simulate(unchecked(setup.program(short)), costs)
-        busiest = max(float(less.busy_s(rank)) for rank in range(p)) / short
+        busiest = max(float(less.busy_s(rank)) for rank in range(setup.pipeline)) / short
         # What is level with `most_s` may be rounded to either side of it.
-        if (float(less.makespan_s) + times * step * busiest) * (1 - _ROUNDED) > most_s:
+        if (float(less.makespan_s) + (m - short) * busiest) * (1 - _ROUNDED) > most_s:
             return None
-        if are_few:
-            return _whole(setup, costs)
-        more = simulate(unchecked(setup.program(short + step)), costs)
-        waits = max(float(other - one) for one, other in zip(less.exposed_s, more.exposed_s, strict=True))
-        if waits > _SEEN * float(more.makespan_s - less.makespan_s):
-            # What waits for transfers repeats itself after more than a step.
-            return _whole(setup, costs)
+        more = None if are_few else simulate(unchecked(setup.program(short + step)), costs)
     except BudgetTooSmall:
         # Rooms that are planned for all micro-batches need not do for the order of fewer.
-        return _whole(setup, costs)
+        more = None
+    return _whole(setup, costs) if more is None or _waits(less, more) else _continued(less, more, (m - short) // step)
+
+
+def _waits(less: Simulation, more: Simulation) -> bool:
+    """Return whether ranks wait for transfers in the step that one has more, which then repeats itself only after
+    several."""
+    most = max(float(other - one) for one, other in zip(less.exposed_s, more.exposed_s, strict=True))
+    return most > _SEEN * float(more.makespan_s - less.makespan_s)
+
+
+def _continued(less: Simulation, more: Simulation, times: int) -> Timing:
+    """Return the timing of as many steps more than `less` has, each as long as the one by which `more` is longer."""
 
     def grown(first: Any, second: Any) -> float:
         return float(first) + times * float(second - first)
 
+    ranks = range(less.schedule.num_ranks)
     iteration, pipeline = grown(less.makespan_s, more.makespan_s), grown(less.pipeline_s, more.pipeline_s)
-    busy = sum(grown(less.busy_s(rank), more.busy_s(rank)) for rank in range(p))
-    span = sum(grown(less.span_s(rank), more.span_s(rank)) for rank in range(p))
+    busy = sum(grown(less.busy_s(rank), more.busy_s(rank)) for rank in ranks)
+    span = sum(grown(less.span_s(rank), more.span_s(rank)) for rank in ranks)
     exposed = tuple(grown(one, other) for one, other in zip(less.exposed_s, more.exposed_s, strict=True))
-    return Timing(iteration, pipeline, exposed, 1 - busy / (p * iteration), 1 - busy / span, short + step)
+    simulated = more.schedule.num_whole_microbatches
+    return Timing(iteration, pipeline, exposed, 1 - busy / (len(ranks) * iteration), 1 - busy / span, simulated)
 
 
 def _whole(setup: Setup, costs: Costs) -> Timing:
