@@ -33,6 +33,7 @@ def page_view(prediction: SetupPrediction, simulation: Simulation) -> dict[str, 
     return {
         "is_run": False,
         "title": f"bpipe simulate: {prediction.setup.model.name}, {describe(prediction.setup)}",
+        "figures": _figures(prediction, fullest),
         "facts": _facts(prediction),
         "answers": [_fits(prediction, fullest), *filter(None, [tightness_warning(prediction)])],
         "bottleneck": fullest.rank,
@@ -53,16 +54,28 @@ def _fits(prediction: SetupPrediction, fullest: RankMemory) -> str:
     return f"It fits: {much}." if prediction.fits else f"It does not fit: {much}."
 
 
-def _facts(prediction: SetupPrediction) -> list[list[str]]:
+def _figures(prediction: SetupPrediction, fullest: RankMemory) -> list[list[str]]:
+    """Return the four at the head of the page."""
     setup, timing = prediction.setup, prediction.timing
+    longest = max(range(setup.pipeline), key=timing.exposed_s.__getitem__)
+    measured = range_text(setup, timing.iteration_s).strip(" ()")
+    moved = f"rank {longest}" if any(prediction.transfers) else "nothing is evicted"
+    return [
+        ["peak", f"{gib_text(fullest.peak_bytes)} GiB", f"rank {fullest.rank}, of {gib_text(fullest.limit_bytes)}"],
+        ["exposed transfers", f"{timing.exposed_s[longest]:.3f} s", moved],
+        ["iteration", f"{timing.iteration_s:.3f} s", measured and f"{measured} by measured runs"],
+        ["bubble", f"{100 * timing.bubble_of_pipeline:.1f} %", "of the pipeline"],
+    ]
+
+
+def _facts(prediction: SetupPrediction) -> list[list[str]]:
+    setup = prediction.setup
     sizes = f"tensor {setup.tensor}, pipeline {setup.pipeline}, data {setup.data}, micro-batch {setup.micro_batch}"
     return [
         ["cut", sizes],
         ["schedule", f"{setup.schedule}, {setup.num_microbatches} micro-batches, balance {name_of(setup.balance)}"],
         ["device", setup.cluster.device.name],
-        ["iteration", f"{timing.iteration_s:.3f} s{range_text(setup, timing.iteration_s)}"],
         ["MFU", f"{100 * prediction.mfu:.1f} %"],
-        ["bubble", f"{100 * timing.bubble_of_pipeline:.1f} % of the pipeline"],
         *(["note", line] for line in calibration_lines(setup.cluster)),
     ]
 

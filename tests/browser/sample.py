@@ -62,6 +62,12 @@ def make_view(
         )
     return {
         "title": "bpipe report of a sample </script><b>run</b>",
+        "figures": [
+            ["peak of activations", f"{5 * SAVED / 2**20:.1f} MiB", "stage 0"],
+            ["exposed transfers", "1 ms", "stage 0, 0 ms predicted"],
+            ["iteration", "0.7 s", "0.6 s predicted"],
+            ["bubble", "30 %", "28 % predicted"],
+        ],
         "facts": [
             ["device", "cpu"],
             ["schedule", f"1f1b, {num_stages} stages, {num_microbatches} micro-batches"],

@@ -156,6 +156,8 @@ def test_the_tables_say_what_the_view_says(page: Page, view: dict[str, Any]) -> 
         page.run("return [...document.querySelectorAll('#answers li')].map((item) => item.textContent)")
         == view["answers"]
     )
+    told = "return [...document.querySelectorAll('#figures > div')].map((one) => [...one.children].map((part) => part.textContent))"
+    assert page.run(told) == view["figures"]
 
 
 def test_the_bars_are_as_high_as_the_stages_are_full(page: Page, view: dict[str, Any]) -> None:
@@ -472,7 +474,7 @@ def test_no_word_to_the_console_and_none_to_the_network(driver: Any, path: Path,
 
 @pytest.mark.parametrize(
     "change",
-    [{"iterations": []}, {"differences": [], "answers": [], "facts": []}, {"stages": []}],
+    [{"iterations": []}, {"differences": [], "answers": [], "facts": [], "figures": []}, {"stages": []}],
     ids=["no iteration", "nothing to say", "no stage"],
 )
 def test_a_poor_view_is_still_a_page(driver: Any, view: dict[str, Any], change: dict[str, Any], tmp_path: Path) -> None:

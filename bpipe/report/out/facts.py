@@ -1,13 +1,15 @@
 """Say what a report is about and its totals, as label and value.
 
-In: a `Comparison`. Out: pairs of text, for table and page.
+In: a `Comparison`. Out: pairs of text, for table and page; the four figures at the page's head.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from typing import NamedTuple
 
 from bpipe.ir.layout import Vocabulary
+from bpipe.report.answers import bottleneck
 from bpipe.report.compare import Comparison
 from bpipe.report.measured import Measured
 from bpipe.report.replay import Basis
@@ -15,6 +17,52 @@ from bpipe.report.units import bytes_text, counted, percent_text, rate_text, sec
 
 # Of a large run no more of its machines are named.
 MOST_HOSTS = 4
+# Those of `facts` that `figures` say.
+IN_FIGURES = ("pipeline", "bubble", "training step")
+
+
+class Figure(NamedTuple):
+    """One of the figures at the head of a page, and what stands small beneath it."""
+
+    label: str
+    value: str
+    beside: str
+
+
+def figures(comparison: Comparison) -> list[Figure]:
+    """Return the peak, what ranks waited for transfers, the time of an iteration and the bubble."""
+    totals = comparison.totals
+    pipeline = f"{seconds_text(totals.predicted_pipeline_s)} predicted"
+    if totals.step_s is not None:
+        pipeline = f"pipeline {seconds_text(totals.pipeline_s)}, {pipeline}"
+    return [
+        _peak(comparison),
+        _exposed(comparison),
+        Figure("iteration", seconds_text(totals.step_s or totals.pipeline_s), pipeline),
+        Figure("bubble", percent_text(totals.bubble), f"{percent_text(totals.predicted_bubble)} predicted"),
+    ]
+
+
+def _peak(comparison: Comparison) -> Figure:
+    row, label = bottleneck(comparison), "peak of activations"
+    if row is None or row.all_measured_bytes is None:
+        return Figure(label, "not known", "no rank recorded it")
+    bound = "" if row.bound_bytes is None else f", bound {bytes_text(row.bound_bytes)}"
+    return Figure(label, bytes_text(row.all_measured_bytes), f"stage {row.stage}{bound}")
+
+
+def _exposed(comparison: Comparison) -> Figure:
+    label = "exposed transfers"
+    known = [row for row in comparison.stages if row.all_exposed_s is not None]
+    if not known:
+        return Figure(label, "not known", "no rank recorded them")
+    if not any(row.evictions for row in known):
+        return Figure(label, "none", "nothing is evicted")
+    longest = max(known, key=lambda row: row.all_exposed_s or 0.0)
+    predicted = max(row.predicted_exposed_s for row in comparison.stages)
+    return Figure(
+        label, seconds_text(longest.all_exposed_s or 0.0), f"stage {longest.stage}, {seconds_text(predicted)} predicted"
+    )
 
 
 def facts(comparison: Comparison) -> list[tuple[str, str]]:

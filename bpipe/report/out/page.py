@@ -49,6 +49,7 @@ def render(view: Mapping[str, Any]) -> str:
     data = {
         "title": str(_of(view, "title", "the view")),
         "is_run": view.get("is_run", True),
+        "figures": _of(view, "figures", "the view"),
         "facts": _of(view, "facts", "the view"),
         "answers": _of(view, "answers", "the view"),
         "bottleneck": _of(view, "bottleneck", "the view"),

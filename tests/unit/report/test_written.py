@@ -15,6 +15,7 @@ from bpipe.report.out.page import render
 from bpipe.report.out.table import table
 from bpipe.report.out.view import view
 from bpipe.report.report import Report, report_of
+from bpipe.report.units import bytes_text
 from tests.unit.report.recorded import MOVED, edit_rows, write_run
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "record.md"
@@ -171,6 +172,19 @@ def test_machines_are_counted(tmp_path: Path) -> None:
     for path in sorted(run.glob("record_*.jsonl"))[2:]:
         path.write_text(path.read_text().replace('"node-0"', '"node-1"'))
     assert dict(facts(report_of(run).comparison))["host"] == "node-0 (2 ranks), node-1 (6 ranks)"
+
+
+def test_four_figures_stand_at_the_head(tmp_path: Path) -> None:
+    """Peak, exposed transfers, iteration and bubble, which the page then does not say a second time."""
+    shown = view(report_of(write_run(tmp_path / "run")))
+    figures = {label: (value, beside) for label, value, beside in shown["figures"]}
+    assert list(figures) == ["peak of activations", "exposed transfers", "iteration", "bubble"]
+    fullest = max(shown["stages"], key=lambda row: row["measured_bytes"] or 0)
+    assert figures["peak of activations"][0] == bytes_text(fullest["measured_bytes"])
+    assert figures["bubble"][1].endswith("% predicted")
+    assert not {label for label, _ in shown["facts"]} & {"pipeline", "bubble", "training step"}
+    plain = view(report_of(write_run(tmp_path / "plain", balance="none")))["figures"]
+    assert ["exposed transfers", "none", "nothing is evicted"] in plain
 
 
 def test_the_view_names_the_iteration_of_a_difference(tmp_path: Path) -> None:

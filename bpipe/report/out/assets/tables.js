@@ -1,6 +1,7 @@
 // The head of the page and its tables. In: the view. Out: elements in their places.
 
 function fillHead(data) {
+  byId("figures").append(...data.figures.map(([name, value, beside]) => element("div", {}, element("dt", {}, name), element("dd", {}, value), element("dd", {}, beside))));
   byId("answers").append(...data.answers.map((answer) => element("li", {}, answer)));
   byId("facts").append(...data.facts.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, String(value)))));
   const missing = new Set();
