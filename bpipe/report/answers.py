@@ -81,12 +81,12 @@ def _hosting(comparison: Comparison) -> str:
     schedule = comparison.measured.schedule
     senders = [rank for rank in range(schedule.num_ranks) if num_transfers(schedule, rank).evictions]
     told = [
-        "; ".join(_hosted(comparison, rank, host) for host in residencies_by_host(schedule, rank))
+        ". ".join(_hosted(comparison, rank, host) for host in residencies_by_host(schedule, rank))
         for rank in senders[:MOST_TOLD]
     ]
     if len(senders) > MOST_TOLD:
-        told.append(f"and so for {counted(len(senders) - MOST_TOLD, 'stage')} more")
-    return f"{'; '.join(told)}." if told else ""
+        told.append(f"And so for {counted(len(senders) - MOST_TOLD, 'stage')} more")
+    return f"{'. '.join(told)}." if told else ""
 
 
 def _hosted(comparison: Comparison, rank: int, host: Host) -> str:

@@ -156,8 +156,11 @@ def test_the_tables_say_what_the_view_says(page: Page, view: dict[str, Any]) -> 
         page.run("return [...document.querySelectorAll('#answers li')].map((item) => item.textContent)")
         == view["answers"]
     )
-    told = "return [...document.querySelectorAll('#figures > div')].map((one) => [...one.children].map((part) => part.textContent))"
-    assert page.run(told) == view["figures"]
+    told = page.run(
+        "return [...document.querySelectorAll('#figures > div')].map((one) => [...one.children].map((part) => "
+        "part.textContent))"
+    )
+    assert told == view["figures"]
 
 
 def test_the_bars_are_as_high_as_the_stages_are_full(page: Page, view: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ def test_the_answers_of_a_balanced_run(tmp_path: Path) -> None:
         "weights, gradients and "
         "optimizer state."
     )
-    first, *_, last = hosting.split("; ")
+    first, *_, last = hosting.split(". ")
     assert re.fullmatch(
         r"Stage 7 hosts \d+ of \d+ micro-batches of stage 0 in 4 host buffers of [\d.]+ MiB in all, which would hold 84.0 MiB alone and "
         r"is to hold 5 micro-batches at most",
