@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from bpipe import __version__
 from bpipe.extras import DISTRIBUTION, MODULES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,6 +98,10 @@ def test_the_torch_of_a_container_is_kept() -> None:
     # As pip asks: pre-releases count only where the specifier itself names one.
     assert torch.specifier.contains("2.11.0a0+eb65b36.nv26.5")
     assert not torch.specifier.contains("2.10.0a0+b558c98.nv26.1")
+
+
+def test_what_is_cited_is_this_version() -> None:
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_nothing_says_to_install_bpipe_from_pypi() -> None:
