@@ -12,7 +12,7 @@ from typing import Any
 
 from bpipe.balance.config import name_of
 from bpipe.models.cluster import gib_text
-from bpipe.models.error_bars import range_text
+from bpipe.models.error_bars import range_words
 from bpipe.models.memory import RankMemory
 from bpipe.plan.explain import calibration_lines, describe, tightness_warning
 from bpipe.plan.predict import SetupPrediction
@@ -58,7 +58,7 @@ def _figures(prediction: SetupPrediction, fullest: RankMemory) -> list[list[str]
     """Return the four at the head of the page."""
     setup, timing = prediction.setup, prediction.timing
     longest = max(range(setup.pipeline), key=timing.exposed_s.__getitem__)
-    measured = range_text(setup, timing.iteration_s).strip(" ()")
+    measured = range_words(setup, timing.iteration_s)
     moved = f"rank {longest}" if any(prediction.transfers) else "nothing is evicted"
     return [
         ["peak", f"{gib_text(fullest.peak_bytes)} GiB", f"rank {fullest.rank}, of {gib_text(fullest.limit_bytes)}"],

@@ -64,11 +64,16 @@ def is_never_calibrated(cluster: Cluster) -> bool:
 
 
 def range_text(setup: Setup, predicted_s: float) -> str:
-    """Return the range of a predicted time as it stands behind it, its longest to three digits; nothing where no run of
-    its kind is known."""
+    """Return the range of a predicted time as it stands behind it; nothing where no run of its kind is known."""
+    words = range_words(setup, predicted_s)
+    return words and f" ({words})"
+
+
+def range_words(setup: Setup, predicted_s: float) -> str:
+    """Return the range in seconds without brackets, its longest to three digits; nothing where none is known."""
     bars = error_bars(setup)
     if bars is None:
         return ""
     least_s, most_s = bars.range_s(predicted_s)
     decimals = max(0, 2 - floor(log10(most_s)))
-    return f" ({least_s:.{decimals}f} to {most_s:.{decimals}f})"
+    return f"{least_s:.{decimals}f} to {most_s:.{decimals}f}"

@@ -38,6 +38,12 @@ def bottleneck(comparison: Comparison) -> StageRow | None:
     return max(known, key=lambda row: row.held_bytes or 0, default=None)
 
 
+def longest_wait(comparison: Comparison) -> StageRow | None:
+    """Return the stage that stood still for transfers longest; None where no rank recorded it."""
+    known = [row for row in comparison.stages if row.exposed_s is not None]
+    return max(known, key=lambda row: row.exposed_s or 0.0, default=None)
+
+
 def _bottleneck(comparison: Comparison) -> str:
     row = bottleneck(comparison)
     if row is None or row.all_measured_bytes is None or row.held_bytes is None:
@@ -158,21 +164,20 @@ def _staying(comparison: Comparison) -> str:
 
 
 def _cost(comparison: Comparison) -> str:
-    exposed_s = {row.stage: row.exposed_s for row in comparison.stages if row.exposed_s is not None}
-    if not exposed_s:
+    worst = longest_wait(comparison)
+    if worst is None or worst.exposed_s is None:
         return "what balancing cost was not recorded"
     shared = shared_cores(comparison)
     if shared is not None:
         return f"what balancing cost in time cannot be told here: {shared}, so transfers take time from computations"
     pipeline_s = comparison.totals.pipeline_s
-    worst = max(exposed_s, key=lambda stage: exposed_s[stage])
-    share = exposed_s[worst] / pipeline_s if pipeline_s else 0.0
+    share = worst.exposed_s / pipeline_s if pipeline_s else 0.0
     if share < NOTHING:
         return "balancing cost no time: no stage stood still for transfers"
     return (
-        f"balancing cost {percent_text(share)} of an iteration's pipeline time: stage {worst} stood still for "
+        f"balancing cost {percent_text(share)} of an iteration's pipeline time: stage {worst.stage} stood still for "
         f"transfers for "
-        f"{seconds_text(exposed_s[worst])} of {seconds_text(pipeline_s)}"
+        f"{seconds_text(worst.exposed_s)} of {seconds_text(pipeline_s)}"
     )
 
 

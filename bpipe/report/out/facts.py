@@ -9,16 +9,14 @@ from collections import Counter
 from typing import NamedTuple
 
 from bpipe.ir.layout import Vocabulary
-from bpipe.report.answers import bottleneck
-from bpipe.report.compare import Comparison
+from bpipe.report.answers import bottleneck, longest_wait
+from bpipe.report.compare import Comparison, Totals
 from bpipe.report.measured import Measured
 from bpipe.report.replay import Basis
 from bpipe.report.units import bytes_text, counted, percent_text, rate_text, seconds_text
 
 # Of a large run no more of its machines are named.
 MOST_HOSTS = 4
-# Those of `facts` that `figures` say.
-IN_FIGURES = ("pipeline", "bubble", "training step")
 
 
 class Figure(NamedTuple):
@@ -52,21 +50,18 @@ def _peak(comparison: Comparison) -> Figure:
 
 
 def _exposed(comparison: Comparison) -> Figure:
-    label = "exposed transfers"
-    known = [row for row in comparison.stages if row.all_exposed_s is not None]
-    if not known:
+    row, label = longest_wait(comparison), "exposed transfers"
+    if row is None or row.exposed_s is None:
         return Figure(label, "not known", "no rank recorded them")
-    if not any(row.evictions for row in known):
+    if not any(one.evictions for one in comparison.stages):
         return Figure(label, "none", "nothing is evicted")
-    longest = max(known, key=lambda row: row.all_exposed_s or 0.0)
-    predicted = max(row.predicted_exposed_s for row in comparison.stages)
-    return Figure(
-        label, seconds_text(longest.all_exposed_s or 0.0), f"stage {longest.stage}, {seconds_text(predicted)} predicted"
-    )
+    predicted = seconds_text(row.predicted_exposed_s)
+    return Figure(label, seconds_text(row.exposed_s), f"stage {row.stage}, {predicted} predicted")
 
 
-def facts(comparison: Comparison) -> list[tuple[str, str]]:
-    measured, totals, basis = comparison.measured, comparison.totals, comparison.prediction.basis
+def facts(comparison: Comparison, beside_figures: bool = False) -> list[tuple[str, str]]:
+    """Return them; beside `figures` without what these say."""
+    measured, basis = comparison.measured, comparison.prediction.basis
     program, info = measured.program, measured.run.info
     chunks = f", {program.num_chunks} chunks" if program.num_chunks > 1 else ""
     parts = f" in {program.slices} slices each" if program.slices > 1 else ""
@@ -89,17 +84,21 @@ def facts(comparison: Comparison) -> list[tuple[str, str]]:
     if info.num_pipelines is not None and info.num_pipelines > 1:
         found.append(("pipelines", f"{info.num_pipelines}, shown is {measured.pipeline}"))
     found.append(_iterations(measured))
-    found.append(
-        ("pipeline", f"{seconds_text(totals.pipeline_s)} (predicted {seconds_text(totals.predicted_pipeline_s)})")
-    )
-    found.append(("bubble", f"{percent_text(totals.bubble)} (predicted {percent_text(totals.predicted_bubble)})"))
-    if totals.step_s is not None:
-        found.append(("training step", seconds_text(totals.step_s)))
+    if not beside_figures:
+        found += _times(comparison.totals)
     found.append(("MFU", _mfu(comparison)))
     found.append(
         ("message", "not measurable, predicted without" if basis.message_s is None else seconds_text(basis.message_s))
     )
     return [*found, *_link(basis), *_verified(measured)]
+
+
+def _times(totals: Totals) -> list[tuple[str, str]]:
+    found = [
+        ("pipeline", f"{seconds_text(totals.pipeline_s)} (predicted {seconds_text(totals.predicted_pipeline_s)})"),
+        ("bubble", f"{percent_text(totals.bubble)} (predicted {percent_text(totals.predicted_bubble)})"),
+    ]
+    return found if totals.step_s is None else [*found, ("training step", seconds_text(totals.step_s))]
 
 
 def _link(basis: Basis) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ from bpipe.ir.action import Kind
 from bpipe.report.answers import bottleneck
 from bpipe.report.compare import StageRow
 from bpipe.report.measured import Lane, Measured, Timeline
-from bpipe.report.out.facts import IN_FIGURES, facts, figures, hosts, run_name
+from bpipe.report.out.facts import facts, figures, hosts, run_name
 from bpipe.report.replay import Prediction
 from bpipe.report.report import Report
 from bpipe.simulate.host_buffers import with_host_buffers
@@ -46,7 +46,7 @@ def view(report: Report) -> dict[str, Any]:
     return {
         "title": _title(comparison.measured),
         "figures": [list(one) for one in figures(comparison)],
-        "facts": [[label, value] for label, value in facts(comparison) if label not in IN_FIGURES] + notes,
+        "facts": [[label, value] for label, value in facts(comparison, beside_figures=True)] + notes,
         "answers": list(report.answers),
         "bottleneck": None if fullest is None else fullest.stage,
         "stages": [{key: getattr(row, key) for key in _KEYS} for row in comparison.stages],

@@ -15,7 +15,7 @@ from bpipe.report.out.page import render
 from bpipe.report.out.table import table
 from bpipe.report.out.view import view
 from bpipe.report.report import Report, report_of
-from bpipe.report.units import bytes_text
+from bpipe.report.units import bytes_text, seconds_text
 from tests.unit.report.recorded import MOVED, edit_rows, write_run
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "record.md"
@@ -176,12 +176,14 @@ def test_machines_are_counted(tmp_path: Path) -> None:
 
 def test_four_figures_stand_at_the_head(tmp_path: Path) -> None:
     """Peak, exposed transfers, iteration and bubble, which the page then does not say a second time."""
-    shown = view(report_of(write_run(tmp_path / "run")))
+    shown = view(report(tmp_path / "run", iterations=(5, 6, 7), speed=0.4e9, slow={(6, "2F3"): 0.1}))
     figures = {label: (value, beside) for label, value, beside in shown["figures"]}
     assert list(figures) == ["peak of activations", "exposed transfers", "iteration", "bubble"]
     fullest = max(shown["stages"], key=lambda row: row["measured_bytes"] or 0)
     assert figures["peak of activations"][0] == bytes_text(fullest["measured_bytes"])
     assert figures["bubble"][1].endswith("% predicted")
+    # The same as the table and the sentences say.
+    assert figures["exposed transfers"][0] == seconds_text(max(row["exposed_s"] or 0 for row in shown["stages"]))
     assert not {label for label, _ in shown["facts"]} & {"pipeline", "bubble", "training step"}
     plain = view(report_of(write_run(tmp_path / "plain", balance="none")))["figures"]
     assert ["exposed transfers", "none", "nothing is evicted"] in plain
