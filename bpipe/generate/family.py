@@ -40,6 +40,11 @@ class UnitCosts:
                 f"costs {costs}: a forward and a backward take some time, the weights' half and a hop no less than none"
             )
 
+    @property
+    def even(self) -> bool:
+        """Whether all computations of a stage take as long, and messages no time."""
+        return self.forward == self.backward_input == self.backward_weight and not self.hop
+
 
 ALIKE = UnitCosts()
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from bpipe.generate.family import UnitCosts
 from bpipe.generate.timing import NEVER, stage_ticks, work_of
-from bpipe.ir.action import Action, Kind
+from bpipe.ir.action import Action
 from bpipe.ir.clock import Work, length
 from bpipe.ir.layout import Layout
 from bpipe.ir.memory import Memory, counting
@@ -245,11 +245,8 @@ def shortened(
     shifts = Shifts(work, counting(layout.num_stages), most)
     shortest, goal = length(work), _least(work)
     found = None
-    even = (
-        len({at.lasts[kind] for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)}) == 1 and not at.hop
-    )
     tries = max(1, _MOST_VISITS // (2 * _ROUNDS * len(work.actions)))
-    for patience in _PATIENCE[: 1 if even else tries]:
+    for patience in _PATIENCE[: 1 if costs.even else tries]:
         if shortest == goal:
             break
         ticks, rows = shifts.to_and_fro(patience, 2 * _ROUNDS, goal)

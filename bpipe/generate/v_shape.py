@@ -20,6 +20,7 @@ from functools import lru_cache
 
 from bpipe.generate.ahead import later_microbatch
 from bpipe.generate.family import Family, FamilyOptions, UnitCosts
+from bpipe.generate.longer import lengthened
 from bpipe.generate.shift import shortened
 from bpipe.generate.slices import in_slices
 from bpipe.ir.action import Action, Kind, by_microbatch
@@ -93,14 +94,28 @@ def orders_within(
     num_ranks: int, num_microbatches: int, block: Block, most: int, costs: UnitCosts, slices: int = 1
 ) -> Sequence[Sequence[Action]]:
     """Return the shortest orders found from the block in which no rank holds more than `most` micro-batches of a
-    chunk, or slices."""
+    chunk, or slices.
+
+    Where durations are even, those of many micro-batches repeat the steady phase of few: they are the same as if all
+    were moved, and are made in a fraction of the time.
+    """
+    placed, few = replace(layout(num_ranks, 2), slices=slices), _num_steady(num_ranks, slices)
+    if costs.even and num_microbatches > few:
+        orders = orders_within(num_ranks, few, block, most, costs, slices)
+        longer = lengthened(placed, few * slices, orders, slices, num_microbatches - few, costs)
+        if longer is not None:
+            return longer
     width, later = num_microbatches * slices, _INTERVAL * (slices - 1)
     repeated = []
     for rank in range(num_ranks):
         down, up, back, last = block(num_ranks, rank)
         repeated.append(_repeated(num_ranks, rank, width, (down, up, back + later, last + later)))
-    placed = replace(layout(num_ranks, 2), slices=slices)
     return shortened(placed, width, in_slices(repeated, slices), [most] * num_ranks, costs)
+
+
+def _num_steady(num_ranks: int, slices: int) -> int:
+    """Return with how many micro-batches what is moved while the pipeline fills and empties leaves a step in between."""
+    return -(-7 * num_ranks // (2 * slices)) + 3
 
 
 def _repeated(num_ranks: int, rank: int, num_microbatches: int, begins: tuple[int, int, int, int]) -> list[Action]:

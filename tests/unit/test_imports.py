@@ -150,7 +150,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "place slices turns",
         "family",
         "gpipe periodic remembered timing",
-        "list_scheduler shards shift shortest",
+        "list_scheduler shards longer shift shortest",
         "ahead mirrored",
         "bidirectional interleaved sharded_1f1b",
         "bitpipe bitpipe_early chimera grouped_choice mixpipe",

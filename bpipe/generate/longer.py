@@ -1,0 +1,65 @@
+"""Make orders of many micro-batches from those of few: repeat the steady phase.
+
+In: orders of few micro-batches, and how many more are wanted. Out: orders of all, where a phase repeats.
+
+A step is what a rank computes in turn of so many micro-batches. At one moment every rank has just computed a step, and
+will compute the same of the next micro-batches. There the step may stand as often as one likes, each time of the next
+ones: what it needs stands in the same step or in an earlier one, so nobody waits for ever, and since a step ends with as
+much held as it began with, no rank ever holds more. Knows no schedule by name and no memory.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from bpipe.generate.family import UnitCosts
+from bpipe.generate.timing import stage_ticks, work_of
+from bpipe.ir.action import Action, by_microbatch
+from bpipe.ir.clock import starts
+from bpipe.ir.layout import Layout
+
+
+def lengthened(
+    layout: Layout, num_microbatches: int, orders: Sequence[Sequence[Action]], step: int, times: int, costs: UnitCosts
+) -> list[list[Action]] | None:
+    """Return these orders of `num_microbatches` with a step of `step` of them so many times more.
+
+    None where at no moment what all ranks computed last comes again.
+    """
+    lengths = [len(order) * step // num_microbatches for order in orders]
+    for cuts in _moments(layout, num_microbatches, orders, costs):
+        if all(_repeats(order, cut, each, step) for order, cut, each in zip(orders, cuts, lengths, strict=True)):
+            return [
+                [*order[:cut], *_steps(order[cut - each : cut], step, times), *_later(order[cut:], times * step)]
+                for order, cut, each in zip(orders, cuts, lengths, strict=True)
+            ]
+    return None
+
+
+def _moments(
+    layout: Layout, num_microbatches: int, orders: Sequence[Sequence[Action]], costs: UnitCosts
+) -> list[tuple[int, ...]]:
+    """Return, from the middle on to both ends, how many computations each rank has begun at moments of the iteration."""
+    at = stage_ticks(costs, layout.num_stages // len(orders) * layout.slices)
+    work = work_of(layout, num_microbatches, orders, at)
+    begun = starts(work)
+    rows = [[begun[job] for job in row] for row in work.rows]
+    middle = max(row[-1] for row in rows) / 2
+    moments = sorted(rows[0], key=lambda moment: abs(moment - middle))
+    return [tuple(bisect_left(row, moment) for row in rows) for moment in moments]
+
+
+def _repeats(order: Sequence[Action], cut: int, each: int, step: int) -> bool:
+    return cut >= each and _later(order[cut - each : cut], step) == list(order[cut : cut + each])
+
+
+def _steps(computed: Sequence[Action], step: int, times: int) -> list[Action]:
+    return [action for number in range(1, times + 1) for action in _later(computed, number * step)]
+
+
+def _later(computed: Sequence[Action], further: int) -> list[Action]:
+    """Return the same computations of as many micro-batches later."""
+    return [
+        by_microbatch(one.stage, one.kind, one.microbatch + further + 1)[one.microbatch + further] for one in computed
+    ]
