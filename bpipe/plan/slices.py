@@ -17,6 +17,7 @@ from bpipe.generate.families import FAMILIES
 from bpipe.models.costs import lengths_of_equal_seconds
 from bpipe.models.layout import Setup
 from bpipe.models.slice_lengths import even_bounds
+from bpipe.plan.space import groups
 
 # From so many tokens on slices are searched by default, and no shorter ones.
 SLICED_SEQUENCE, SHORTEST = 8192, 1024
@@ -44,17 +45,24 @@ class Slicer:
         sliced = FAMILIES[setup.schedule].takes_slices and setup.pipeline > 1 and setup.context == 1
         if not sliced or setup.is_sharded or setup.model.hybrid is not None:
             return
+        sizes = setup.schedule, setup.pipeline, setup.num_microbatches
+        if setup.group != groups(*sizes)[0]:
+            # Of all groups of whole ones, slices are tried once.
+            return
         for number in self._numbers:
             try:
                 even_bounds(setup.sequence, number, setup.sequence_shards)
             except ValueError:
                 continue
-            even = replace(setup, slices=number)
-            yield even
-            if setup.sequence >= UNEVEN_SEQUENCE and setup.balance is None:
-                lengths = self._timed(even)
-                if len(set(lengths)) > 1:
-                    yield replace(even, slice_lengths=lengths)
+            for group in groups(*sizes, number):
+                yield from self._of_lengths(replace(setup, slices=number, group=group))
+
+    def _of_lengths(self, even: Setup) -> Iterator[Setup]:
+        yield even
+        if even.sequence >= UNEVEN_SEQUENCE and even.balance is None:
+            lengths = self._timed(even)
+            if len(set(lengths)) > 1:
+                yield replace(even, slice_lengths=lengths)
 
     def _timed(self, even: Setup) -> tuple[int, ...]:
         key = even.tensor, even.micro_batch, even.recompute, even.routing, even.layers, even.slices

@@ -334,7 +334,7 @@ def _in_chunks(
         if chunks == 1 and family.takes_groups:
             # Of one chunk there are no groups: it would be 1F1B in halves.
             continue
-        for group in _groups(schedule, pipeline, num_microbatches):
+        for group in groups(schedule, pipeline, num_microbatches):
             yield _Choice(schedule, chunks, layers, group)
 
 
@@ -353,13 +353,14 @@ def _layers_of(schedule: str, num_layers: int, pipeline: int, chunks: int, uneve
     return None if layers is not None and 0 in layers and ends_meet else layers
 
 
-def _groups(schedule: str, pipeline: int, num_microbatches: int) -> tuple[int | None, ...]:
+def groups(schedule: str, pipeline: int, num_microbatches: int, slices: int = 1) -> tuple[int | None, ...]:
     """Return the fewest micro-batches that keep the pipeline busy, and as many as there are ranks: less memory, or
-    less time."""
+    less time. Of slices as many of these."""
     family = FAMILIES[schedule]
     if not (family.takes_groups and family.splits):
         return (None,)
-    return tuple(sorted({min(size, num_microbatches) for size in (family.usual_group(pipeline), pipeline)}))
+    sizes = (-(-size // slices) for size in (family.usual_group(pipeline), pipeline))
+    return tuple(sorted({min(size, num_microbatches) for size in sizes}))
 
 
 def _scopes(space: Space) -> tuple[str, ...]:

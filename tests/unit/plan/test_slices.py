@@ -64,17 +64,39 @@ def test_every_schedule_that_takes_them_is_tried_in_slices(every: list[Setup]) -
     whole = list(enumerate_setups(replace(SPACE, slices=(1,))))
     assert [setup for setup in every if setup.slices == 1] == whole
     sliced = [setup for setup in whole if setup.schedule != "chimera"]
-    even = {(setup, k) for setup in sliced for k in (2, 4)}
-    assert {
-        (replace(one, slices=1), one.slices) for one in every if one.slices > 1 and one.slice_lengths == "even"
-    } == even
+    even = [one for one in every if one.slices > 1 and one.slice_lengths == "even"]
+    assert {(replace(one, slices=1, group=None), one.slices) for one in even} == {
+        (replace(setup, group=None), k) for setup in sliced for k in (2, 4)
+    }
     uneven = [setup for setup in every if isinstance(setup.slice_lengths, tuple)]
     # By their number what leaves of these is not counted well.
     assert {setup.balance for setup in uneven} == {None}
-    assert len(uneven) == 2 * sum(setup.balance is None for setup in sliced)
+    assert len(uneven) == sum(setup.balance is None for setup in even)
     for setup in uneven:
         assert setup.slice_lengths == lengths_of_equal_seconds(setup)
         assert refused(setup) == ()
+
+
+def test_groups_of_slices_are_as_long_as_those_of_whole_micro_batches() -> None:
+    """They were of as many micro-batches, each k slices: a group twice as long as the pipeline held twice as much for
+    next to no time, so a search at 2,048 GPUs said that the fastest schedule in slices fits only balanced."""
+    space = replace(SPACE, pipelines=(8,), tensors=(2,), global_batch=16, schedules=("grouped-interleaved", "v-half"))
+    every = list(every_setup(replace(space, slices=(1, 2, 4, 8)), Bounds(), Counter()))
+    found: dict[tuple[str, int], list[int | None]] = {}
+    for setup in every:
+        if setup.balance is None and setup.recompute == "full" and setup.slice_lengths == "even":
+            found.setdefault((setup.schedule, setup.slices), []).append(setup.group)
+    assert found == {
+        **{("grouped-interleaved", k): groups for k, groups in ((1, [4, 8]), (2, [2, 4]), (4, [1, 2]), (8, [1]))},
+        **{("v-half", k): [None] for k in (1, 2, 4, 8)},
+    }
+    longer = next(one for one in every if one.slices == 2 and one.group == 4 and one.balance is None)
+    twice = replace(longer, group=8)
+    own, of_twice = (max(held for held, _ in activations(one)) for one in (longer, twice))
+    assert of_twice > 1.2 * own
+    assert (
+        steady_timing(longer, costs_of(longer)).iteration_s < 1.01 * steady_timing(twice, costs_of(twice)).iteration_s
+    )
 
 
 def test_what_is_not_cut_is_not_tried() -> None:
