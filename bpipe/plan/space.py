@@ -355,12 +355,12 @@ def _layers_of(schedule: str, num_layers: int, pipeline: int, chunks: int, uneve
 
 def groups(schedule: str, pipeline: int, num_microbatches: int, slices: int = 1) -> tuple[int | None, ...]:
     """Return the fewest micro-batches that keep the pipeline busy, and as many as there are ranks: less memory, or
-    less time. Of slices as many of these."""
+    less time. In slices, of as many of these, too."""
     family = FAMILIES[schedule]
     if not (family.takes_groups and family.splits):
         return (None,)
-    sizes = (-(-size // slices) for size in (family.usual_group(pipeline), pipeline))
-    return tuple(sorted({min(size, num_microbatches) for size in sizes}))
+    sizes = product((family.usual_group(pipeline), pipeline), (1, slices))
+    return tuple(sorted({min(-(-size // parts), num_microbatches) for size, parts in sizes}))
 
 
 def _scopes(space: Space) -> tuple[str, ...]:
