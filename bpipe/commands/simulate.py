@@ -261,11 +261,6 @@ def table(prediction: SetupPrediction) -> str:
         f"bubble {100 * timing.bubble_of_pipeline:.1f} % of the pipeline, {100 * timing.bubble_of_span:.1f} % of the "
         f"ranks' spans   exposed transfers {max(timing.exposed_s):.3f} s",
     ]
-    if timing.simulated < setup.num_microbatches:
-        others = setup.num_microbatches - timing.simulated
-        lines.append(
-            f"simulated are the first {timing.simulated} micro-batches; the other {others} continue their steady phase"
-        )
     lines += [*calibration_lines(setup.cluster), *by_kernel_times(setup)]
     if bandwidth:
         lines.append(

@@ -15,7 +15,8 @@ from bpipe.models.calibration import Calibration
 from bpipe.models.flops import mfu, training_flops
 from bpipe.models.layout import Setup
 from bpipe.plan.document import configuration
-from bpipe.plan.predict import costs_of, steady_timing
+from bpipe.plan.predict import costs_of
+from bpipe.plan.timing import steady_timing
 
 FEWEST = 3
 # Where the middle half of the iterations is wider apart, something else took the time.

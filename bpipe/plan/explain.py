@@ -23,9 +23,10 @@ from bpipe.models.profile import Profile
 from bpipe.models.replicas import update_seconds
 from bpipe.models.saved import kept_share
 from bpipe.plan.judge import Candidate, Closest
-from bpipe.plan.predict import SetupPrediction, costs_of, steady_timing
+from bpipe.plan.predict import SetupPrediction, costs_of
 from bpipe.plan.search import Outcome
 from bpipe.plan.space import CUTS, Space, divisors, num_grids
+from bpipe.plan.timing import steady_timing
 
 # Half of the published runs of one model are further from their prediction than this, in either direction
 # (docs/validation.md).

@@ -25,12 +25,13 @@ from bpipe.models.memory import least_bytes, least_shared_bytes, peak_bytes
 from bpipe.models.recompute import BLOCK
 from bpipe.plan.document import document
 from bpipe.plan.explain import calibration_lines, describe
-from bpipe.plan.predict import SetupPrediction, Timing, costs_of, predict, steady_timing
+from bpipe.plan.predict import SetupPrediction, costs_of, predict
 from bpipe.plan.search import Progress, by_bound
 from bpipe.plan.shards import stands_still
 from bpipe.plan.slices import NUMBERS
 from bpipe.plan.space import SEARCHED_SCOPES, VOCABULARIES, Space
 from bpipe.plan.standings import needs_of_setup
+from bpipe.plan.timing import Timing, steady_timing
 
 # Up to so many times the device's memory: beyond, nobody could give it.
 MOST_TIMES = Fraction(2)

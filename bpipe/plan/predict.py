@@ -9,10 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import inf
-from typing import Any
 
-from bpipe.balance.budget import BudgetTooSmall
 from bpipe.build import built, unchecked
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.hosts import Host
@@ -24,6 +21,7 @@ from bpipe.models.layout import Setup
 from bpipe.models.memory import RankMemory, predict_memory
 from bpipe.models.profile import Profile
 from bpipe.models.tensor_parallel import Exposed, exposed
+from bpipe.plan.timing import Timing, steady_timing, whole_timing
 from bpipe.simulate.bandwidth import required_bytes_per_s, steady_bytes_per_s
 from bpipe.simulate.cost import Costs, StageCost
 from bpipe.simulate.engine import simulate
@@ -31,9 +29,8 @@ from bpipe.simulate.report import Simulation
 
 # From so many times as many activations on, waiting weights' halves are said to cost memory.
 CLEARLY_MORE = 1.05
-_ROUNDED = 1e-9
-# Of a step, the least wait for transfers that is looked into: predictions are off by more.
-_SEEN = 0.01
+# With so many steps, and two micro-batches in slices, every further step evicts as many.
+_FIRST_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,27 +46,6 @@ class Bandwidth:
     required_bytes_per_s: float
     steady_bytes_per_s: float
     available_bytes_per_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Seconds of one iteration.
-
-    `exposed_s[rank]` is what the rank stands still for transfers. `simulated` micro-batches were, the rest continues
-    the steady phase.
-    """
-
-    iteration_s: float
-    pipeline_s: float
-    exposed_s: tuple[float, ...]
-    bubble_of_makespan: float
-    bubble_of_span: float
-    simulated: int
-
-    @property
-    def bubble_of_pipeline(self) -> float:
-        """Bubble of the pipeline over all ranks, 1 - computing / pipeline, without reduction and update."""
-        return 1 - (1 - self.bubble_of_makespan) * self.iteration_s / self.pipeline_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,87 +93,6 @@ def costs_of(setup: Setup, profile: Profile | None = None) -> Costs:
 def simulation_of(setup: Setup, profile: Profile | None = None) -> Simulation:
     """Return the simulation of every micro-batch."""
     return simulate(built(setup.program()), costs_of(setup, profile))
-
-
-def whole_timing(simulation: Simulation) -> Timing:
-    return Timing(
-        float(simulation.makespan_s),
-        float(simulation.pipeline_s),
-        tuple(float(seconds) for seconds in simulation.exposed_s),
-        float(simulation.bubble_of_makespan),
-        float(simulation.bubble_of_span),
-        simulation.schedule.num_whole_microbatches,
-    )
-
-
-def steady_timing(setup: Setup, costs: Costs) -> Timing:
-    """Return the timing, of many micro-batches from the first ones only: in the steady phase every p further ones take
-    as long as the p before.
-
-    Of schedules with groups it is the whole groups that p are in. GPipe has no steady phase, but each further
-    micro-batch makes both its halves longer by the slowest stage's pass, too. All are simulated where that takes no
-    longer. Otherwise the phase may repeat only nearly, or later: docs/planning.md says how far that is off.
-    """
-    timing = timing_within(setup, costs, inf)
-    assert timing is not None, "nothing takes longer than for ever"
-    return timing
-
-
-def timing_within(setup: Setup, costs: Costs, most_s: float) -> Timing | None:
-    """Return the same, or None where the first of two simulations tells that it is longer than `most_s`.
-
-    In the steady phase no micro-batch adds less than the busiest rank computes for it.
-    """
-    m, (short, step) = setup.num_microbatches, _steady(setup)
-    # Two simulations take longer than one of all would.
-    are_few = m <= 2 * short + step
-    if m <= short + step or (are_few and most_s == inf):
-        return _whole(setup, costs)
-    try:
-        less = simulate(unchecked(setup.program(short)), costs)
-        busiest = max(float(less.busy_s(rank)) for rank in range(setup.pipeline)) / short
-        # What is level with `most_s` may be rounded to either side of it.
-        if (float(less.makespan_s) + (m - short) * busiest) * (1 - _ROUNDED) > most_s:
-            return None
-        more = None if are_few else simulate(unchecked(setup.program(short + step)), costs)
-    except BudgetTooSmall:
-        # Rooms that are planned for all micro-batches need not do for the order of fewer.
-        more = None
-    return _whole(setup, costs) if more is None or _waits(less, more) else _continued(less, more, (m - short) // step)
-
-
-def _waits(less: Simulation, more: Simulation) -> bool:
-    """Return whether ranks wait for transfers in the step that one has more, which then repeats itself only after
-    several."""
-    most = max(float(other - one) for one, other in zip(less.exposed_s, more.exposed_s, strict=True))
-    return most > _SEEN * float(more.makespan_s - less.makespan_s)
-
-
-def _continued(less: Simulation, more: Simulation, times: int) -> Timing:
-    """Return the timing of as many steps more than `less` has, each as long as the one by which `more` is longer."""
-
-    def grown(first: Any, second: Any) -> float:
-        return float(first) + times * float(second - first)
-
-    ranks = range(less.schedule.num_ranks)
-    iteration, pipeline = grown(less.makespan_s, more.makespan_s), grown(less.pipeline_s, more.pipeline_s)
-    busy = sum(grown(less.busy_s(rank), more.busy_s(rank)) for rank in ranks)
-    span = sum(grown(less.span_s(rank), more.span_s(rank)) for rank in ranks)
-    exposed = tuple(grown(one, other) for one, other in zip(less.exposed_s, more.exposed_s, strict=True))
-    simulated = more.schedule.num_whole_microbatches
-    return Timing(iteration, pipeline, exposed, 1 - busy / (len(ranks) * iteration), 1 - busy / span, simulated)
-
-
-def _whole(setup: Setup, costs: Costs) -> Timing:
-    return whole_timing(simulate(unchecked(setup.program()), costs))
-
-
-def _steady(setup: Setup) -> tuple[int, int]:
-    """With how many micro-batches the steady phase has begun, as many fewer than all as are whole steps; and how
-    many are a step."""
-    step = setup.stride
-    steps = 4 if setup.slices == 1 else 4 + -(-2 // step)
-    return steps * step + setup.num_microbatches % step, step
 
 
 def predict(
@@ -255,7 +150,8 @@ def _num_evictions(setup: Setup) -> tuple[int, ...]:
     if setup.activation_budget is not None or not fills:
         whole = unchecked(setup.program())
         return tuple(num_transfers(whole, rank).evictions for rank in range(setup.pipeline))
-    short, step = _steady(setup)
+    step, steps = setup.stride, _FIRST_STEPS if setup.slices == 1 else _FIRST_STEPS + -(-2 // setup.stride)
+    short = steps * step + m % step
 
     def count(microbatches: int) -> list[int]:
         schedule = unchecked(setup.program(microbatches))

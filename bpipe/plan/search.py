@@ -23,11 +23,12 @@ from bpipe.models.layout import Setup
 from bpipe.models.memory import peak_bytes
 from bpipe.plan.bounds import Bounds
 from bpipe.plan.judge import Candidate, Closest, FamilyResult, Judge
-from bpipe.plan.predict import costs_of, predict, timing_within
+from bpipe.plan.predict import costs_of, predict
 from bpipe.plan.refused import Launchable
 from bpipe.plan.shards import with_shards
 from bpipe.plan.slices import Slicer
 from bpipe.plan.space import Space, enumerate_setups
+from bpipe.plan.timing import timing_within
 
 Progress = Callable[[str, int, int], None]
 

@@ -37,7 +37,7 @@ from bpipe.simulate.cost import Costs, Number, check_fits
 from bpipe.simulate.durations import durations
 from bpipe.simulate.paths import paths, ports_between
 from bpipe.simulate.reductions import reductions
-from bpipe.simulate.report import Simulation, Timed
+from bpipe.simulate.report import Simulation, Timed, Wait
 
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 _EVICT, _HOST, _RETURN, _LOAD = Kind.EVICT, Kind.HOST, Kind.RETURN, Kind.LOAD
@@ -123,7 +123,7 @@ class _Run:
         self.messages: dict[int, list[tuple[Number, Number]]] = {}
         self.waiting: dict[int, list[_Process]] = {}
         self.compute: list[list[Timed]] = [[] for _ in range(schedule.num_ranks)]
-        self.exposed: list[Number] = [0] * schedule.num_ranks
+        self.waits: list[list[Wait]] = [[] for _ in range(schedule.num_ranks)]
         self.clocks: list[Number] = [0] * schedule.num_ranks
         self.durations = durations(costs, schedule.num_ranks)
         # Messages differ by pipe, or by slice: two pipes take no slices. Those after as many micro-batches are alike.
@@ -317,7 +317,7 @@ class _Run:
                 yield event
             end = self._end(event)
             if end > clock:
-                self.exposed[rank] += end - clock
+                self.waits[rank].append(Wait(end, end - clock))
                 clock = end
         return clock
 
@@ -394,7 +394,7 @@ class _Run:
             costs=self.costs,
             computations=tuple(tuple(row) for row in self.compute),
             transfers=tuple(tuple(sorted(row, key=lambda one: (one.start_s, one.end_s))) for row in moves),
-            exposed_s=tuple(self.exposed),
+            waits=tuple(map(tuple, self.waits)),
             pipeline_s=pipeline,
             makespan_s=complete + max(updates),
             reductions=reduced,

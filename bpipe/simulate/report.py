@@ -35,6 +35,13 @@ class Reduced(NamedTuple):
     end_s: Number
 
 
+class Wait(NamedTuple):
+    """Seconds for which a rank waited only for balancing's transfers, and when they ended."""
+
+    end_s: Number
+    seconds: Number
+
+
 class Level(NamedTuple):
     """Bytes of activations that a rank holds from `start_s` until the next level."""
 
@@ -49,18 +56,22 @@ class Simulation:
     `computations[rank]` in order, `transfers[rank]` by start: each end of a transfer is on its rank.
 
     `pipeline_s` is when the last rank has computed, `makespan_s` when gradients are reduced and weights updated, too.
-    `exposed_s[rank]` is how long a rank waited only for balancing's transfers. `reductions[rank]`: those that the rank
-    had a part in.
+    `waits[rank]`: those for balancing's transfers alone. `reductions[rank]`: those that the rank had a part in.
     """
 
     schedule: Schedule
     costs: Costs
     computations: tuple[tuple[Timed, ...], ...]
     transfers: tuple[tuple[Timed, ...], ...]
-    exposed_s: tuple[Number, ...]
+    waits: tuple[tuple[Wait, ...], ...]
     pipeline_s: Number
     makespan_s: Number
     reductions: tuple[tuple[Reduced, ...], ...]
+
+    @property
+    def exposed_s(self) -> tuple[Number, ...]:
+        """Seconds for which each rank waited only for balancing's transfers."""
+        return tuple(sum(wait.seconds for wait in row) for row in self.waits)
 
     @property
     def exposed_reduction_s(self) -> Number:

@@ -21,7 +21,8 @@ from bpipe.models.memory import predict_memory
 from bpipe.models.model import Model, llama
 from bpipe.models.parts import Experts, Latent, Routing
 from bpipe.models.switches import Switches
-from bpipe.plan.predict import costs_of, steady_timing
+from bpipe.plan.predict import costs_of
+from bpipe.plan.timing import steady_timing
 from validation.measurements import rows
 from validation.throughput import Throughput
 

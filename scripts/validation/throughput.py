@@ -23,7 +23,8 @@ from bpipe.models.rates import LINK_EFFICIENCY, LINK_LATENCY_S
 from bpipe.models.sizes import sent_bytes
 from bpipe.models.switches import Switches
 from bpipe.models.tensor_parallel import exposed
-from bpipe.plan.predict import costs_of, steady_timing
+from bpipe.plan.predict import costs_of
+from bpipe.plan.timing import steady_timing
 from bpipe.simulate.cost import Costs
 from validation.measurements import rows
 

@@ -199,9 +199,9 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "launch_script row_flags",
     ),
     "plan": (
-        "estimate fewest_layers fit predict shards slices",
-        "space",
-        "bounds judge windows",
+        "estimate fewest_layers fit shards timing",
+        "predict space",
+        "bounds judge slices windows",
         "budget document",
         "refused within_budget",
         "calibrate launch_states search",

@@ -524,14 +524,14 @@ def test_many_micro_batches_are_answered(tmp_path: Path, capsys: pytest.CaptureF
     """65,536 took 40 seconds, ten million were refused."""
     many = ["simulate", "--model", "llama3-8b", "--cluster", "h100-80g:8", "--pp", "8", "--balance", "bpipe"]
     found = json.loads(output(capsys, *many, "--gbs", "65536", "--format", "json"))
-    assert found["simulated_microbatches"] == 40
+    assert found["simulated_microbatches"] == 72
     # What is drawn is simulated to its end.
     drawn = ("--trace", str(tmp_path / "trace.json"))
     few = json.loads(output(capsys, *many, "--gbs", "2048", *drawn, "--format", "json"))
     assert few["simulated_microbatches"] == 2048
     assert found["iteration_time_s"] == pytest.approx(few["iteration_time_s"] * 32, rel=0.01)
     assert found["stages"][0]["peak_bytes"] == few["stages"][0]["peak_bytes"]
-    assert "the other 9999960 continue" in output(capsys, *many, "--gbs", "10000000")
+    assert "10000000 micro-batches" in output(capsys, *many, "--gbs", "10000000")
 
 
 def test_plan_emits_flags(capsys: pytest.CaptureFixture[str]) -> None:

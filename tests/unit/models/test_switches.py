@@ -22,7 +22,8 @@ from bpipe.models.states import stage_parameters
 from bpipe.models.switches import SWITCHES, Switches
 from bpipe.plan.document import configuration
 from bpipe.plan.explain import tightness_warning
-from bpipe.plan.predict import predict, simulation_of, steady_timing, whole_timing
+from bpipe.plan.predict import predict, simulation_of
+from bpipe.plan.timing import steady_timing, whole_timing
 
 
 def setup(*on: str, **changes: Any) -> Setup:

@@ -19,10 +19,11 @@ from bpipe.models.warm_up import least_warm_bytes
 from bpipe.plan.bounds import Bounds, last_load, lower_bound_s
 from bpipe.plan.explain import describe
 from bpipe.plan.front import find_front
-from bpipe.plan.predict import costs_of, steady_timing
+from bpipe.plan.predict import costs_of
 from bpipe.plan.search import every_setup, search
 from bpipe.plan.shards import stands_still
 from bpipe.plan.space import VOCABULARIES, Space
+from bpipe.plan.timing import steady_timing
 
 # Two layers a rank and a vocabulary of many: the last rank computes several times as long as the others.
 WIDE = replace(gpt("wide", 8, 1024, 16), vocabulary=256_000)

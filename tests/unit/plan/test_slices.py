@@ -23,11 +23,12 @@ from bpipe.models.warm_up import least_warm_bytes
 from bpipe.plan.bounds import Bounds, lower_bound_s
 from bpipe.plan.explain import describe
 from bpipe.plan.front import find_front, not_searched
-from bpipe.plan.predict import costs_of, predict, simulation_of, steady_timing, timing_within, whole_timing
+from bpipe.plan.predict import costs_of, predict, simulation_of
 from bpipe.plan.refused import refused
 from bpipe.plan.search import every_setup, search
 from bpipe.plan.slices import usual_slices
 from bpipe.plan.space import Space, enumerate_setups
+from bpipe.plan.timing import steady_timing, whole_timing
 from bpipe.plan.within_budget import within_budget
 
 MODEL = llama("long", 16, 4096, 32, 8, 14336, 32000, 65536)
@@ -125,17 +126,6 @@ def test_bounds_are_no_more_than_what_is_simulated(every: list[Setup]) -> None:
         assert bound <= seconds * (1 + 1e-9), describe(setup)
         near.append(bound / seconds)
     assert sorted(near)[len(near) // 2] > 0.75
-
-
-def test_what_one_simulation_tells_to_be_too_long_is_that() -> None:
-    """The search leaves out the second of its two simulations where the first tells that nothing comes of it."""
-    told = []
-    for setup in list(every_setup(replace(SPACE, global_batch=64, slices=(1, 2)), Bounds(), Counter()))[::3]:
-        costs = costs_of(setup)
-        timing = steady_timing(setup, costs)
-        assert timing_within(setup, costs, timing.iteration_s) == timing, describe(setup)
-        told.append(timing_within(setup, costs, 0.98 * timing.iteration_s) is None)
-    assert sum(told) > len(told) / 3
 
 
 def test_memory_bounds_are_no_more_than_what_is_held(every: list[Setup]) -> None:

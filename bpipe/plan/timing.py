@@ -1,0 +1,211 @@
+"""Time many micro-batches from the first ones.
+
+In: a Setup and its costs. Out: `Timing`.
+
+Of few micro-batches all are simulated. Of many as few as show that they repeat themselves: in the middle of every rank's
+order stand two steps in which it computes the same, micro-batches apart, and computation by computation as much later.
+What does so once does so again, so every further step adds as much. Where nothing repeats, twice as many are simulated,
+and so on; what never does is continued by what the last ones added. Knows no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+from bpipe.balance.budget import BudgetTooSmall
+from bpipe.build import unchecked
+from bpipe.generate.families import FAMILIES
+from bpipe.models.layout import Setup
+from bpipe.simulate.cost import Costs, Number
+from bpipe.simulate.engine import simulate
+from bpipe.simulate.report import Simulation, Timed
+
+# What differs by less is rounded.
+_ROUNDED = 1e-9
+# What ranks ahead of the slowest do may never repeat exactly: it is enough that further steps add as much within this share.
+_EVEN = 1e-3
+# Steps simulated beyond those in which the pipeline fills, until some repeat. What has not repeated after the last is
+# continued nonetheless.
+_FURTHER = (1, 3, 7, 15, 31)
+# Of a family whose ranks hold ever more nothing repeats, and each step adds as much from the first on.
+_WITHOUT_END = (4, 5)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one iteration.
+
+    `exposed_s[rank]` is what the rank stands still for transfers. `simulated` micro-batches were, the rest continues
+    the steady phase.
+    """
+
+    iteration_s: float
+    pipeline_s: float
+    exposed_s: tuple[float, ...]
+    bubble_of_makespan: float
+    bubble_of_span: float
+    simulated: int
+
+    @property
+    def bubble_of_pipeline(self) -> float:
+        """Bubble of the pipeline over all ranks, 1 - computing / pipeline, without reduction and update."""
+        return 1 - (1 - self.bubble_of_makespan) * self.iteration_s / self.pipeline_s
+
+
+class _Totals(NamedTuple):
+    """Seconds of an iteration or of a step: of the iteration, of the pipeline, that all ranks compute, from their first
+    computations to their last, and that each stands still for transfers."""
+
+    iteration_s: float
+    pipeline_s: float
+    busy_s: float
+    span_s: float
+    exposed_s: tuple[float, ...]
+
+    def plus(self, step: _Totals, times: float) -> _Totals:
+        """Return these and so many times those of a step."""
+        return _Totals(
+            self.iteration_s + times * step.iteration_s,
+            self.pipeline_s + times * step.pipeline_s,
+            self.busy_s + times * step.busy_s,
+            self.span_s + times * step.span_s,
+            tuple(one + times * other for one, other in zip(self.exposed_s, step.exposed_s, strict=True)),
+        )
+
+
+def whole_timing(simulation: Simulation) -> Timing:
+    return _timing(_totals(simulation), simulation.schedule.num_whole_microbatches)
+
+
+def steady_timing(setup: Setup, costs: Costs) -> Timing:
+    """Return the timing of all its micro-batches."""
+    timing = timing_within(setup, costs, inf)
+    assert timing is not None, "nothing takes longer than for ever"
+    return timing
+
+
+def timing_within(setup: Setup, costs: Costs, most_s: float) -> Timing | None:
+    """Return the same, or None where the first micro-batches tell that it is longer than `most_s`.
+
+    In the steady phase no micro-batch adds less than the busiest rank computes for it.
+    """
+    m, step = setup.num_microbatches, setup.stride
+    simulated: list[Simulation] = []
+    for count in _counts(setup):
+        if count + step >= m:
+            return _whole(setup, costs)
+        try:
+            latest = simulate(unchecked(setup.program(count)), costs)
+        except BudgetTooSmall:
+            # Rooms that are planned for all micro-batches need not do for the order of fewer.
+            return _whole(setup, costs)
+        added = _repeated(latest, step)
+        if added is not None:
+            return _timing(_totals(latest).plus(added, (m - count) // step), count)
+        busiest = max(float(latest.busy_s(rank)) for rank in range(setup.pipeline)) / count
+        # What is level with `most_s` may be rounded to either side of it.
+        if (float(latest.makespan_s) + (m - count) * busiest) * (1 - _ROUNDED) > most_s:
+            return None
+        simulated.append(latest)
+        if _adds_evenly(simulated[-3:]):
+            break
+    less, latest = simulated[-2:]
+    return _timing(_totals(latest).plus(_added(less, latest), m - _num(latest)), _num(latest))
+
+
+def _adds_evenly(simulated: Sequence[Simulation]) -> bool:
+    """Return whether of three simulations the last adds as much to the second as that to the first, by micro-batch."""
+    if len(simulated) < 3:
+        return False
+    before, now = ((added.iteration_s, *added.exposed_s) for added in map(_added, simulated, simulated[1:]))
+    return all(abs(other - one) <= _EVEN * now[0] for one, other in zip(before, now, strict=True))
+
+
+def _added(less: Simulation, more: Simulation) -> _Totals:
+    """Return what each micro-batch adds that one simulation has more."""
+    zero = _Totals(0.0, 0.0, 0.0, 0.0, (0.0,) * more.schedule.num_ranks)
+    return zero.plus(_totals(more).plus(_totals(less), -1), 1 / (_num(more) - _num(less)))
+
+
+def _num(simulation: Simulation) -> int:
+    return simulation.schedule.num_whole_microbatches
+
+
+def _whole(setup: Setup, costs: Costs) -> Timing:
+    return whole_timing(simulate(unchecked(setup.program()), costs))
+
+
+def _counts(setup: Setup) -> Iterator[int]:
+    """Yield numbers of micro-batches to simulate, each as many fewer than all as are whole steps.
+
+    All slices of a micro-batch run forward before the first runs backward: two micro-batches more.
+    """
+    step, fill = setup.stride, FAMILIES[setup.schedule].fill
+    further = 0 if setup.slices == 1 else -(-2 // step)
+    for steps in _WITHOUT_END if fill is None else (fill + one for one in _FURTHER):
+        yield (steps + further) * step + setup.num_microbatches % step
+
+
+def _repeated(simulation: Simulation, step: int) -> _Totals | None:
+    """Return what a step of so many micro-batches adds, or None where not all ranks repeat one in their middle, its
+    transfers too."""
+    schedule = simulation.schedule
+    number = step * schedule.layout.slices
+    added = None
+    busy, exposed = 0.0, []
+    for rank, row in enumerate(simulation.computations):
+        each = len(row) * step // schedule.num_whole_microbatches
+        first = (len(row) - 2 * each) // 2
+        if first < 0 or not each:
+            return None
+        once, again = row[first : first + each], row[first + each : first + 2 * each]
+        begins = once[0].start_s
+        added = again[0].start_s - begins if added is None else added
+        moves = simulation.transfers[rank]
+        moved, moved_again = _within(moves, begins, added), _within(moves, begins + added, added)
+        if not (_is_later(once, again, number, added) and _is_later(moved, moved_again, number, added)):
+            return None
+        busy += sum(float(one.end_s - one.start_s) for one in once)
+        exposed.append(
+            sum(float(one.seconds) for one in simulation.waits[rank] if begins < one.end_s <= begins + added)
+        )
+    assert added is not None
+    seconds = float(added)
+    return _Totals(seconds, seconds, busy, seconds * schedule.num_ranks, tuple(exposed))
+
+
+def _within(row: Sequence[Timed], begins: Number, seconds: Number) -> list[Timed]:
+    """Return what starts in an interval."""
+    return [one for one in row if begins <= one.start_s < begins + seconds]
+
+
+def _is_later(once: Sequence[Timed], again: Sequence[Timed], step: int, seconds: Number) -> bool:
+    """Return whether the same is done of as many micro-batches later, all of it as many seconds later."""
+    rounded = _ROUNDED * float(seconds)
+    return len(once) == len(again) and all(
+        abs(float(other.start_s - one.start_s - seconds)) <= rounded
+        and other.action.microbatch - one.action.microbatch == step
+        and other.action.kind is one.action.kind
+        and other.action.stage == one.action.stage
+        for one, other in zip(once, again, strict=True)
+    )
+
+
+def _totals(simulation: Simulation) -> _Totals:
+    ranks = range(simulation.schedule.num_ranks)
+    return _Totals(
+        float(simulation.makespan_s),
+        float(simulation.pipeline_s),
+        float(sum(simulation.busy_s(rank) for rank in ranks)),
+        float(sum(simulation.span_s(rank) for rank in ranks)),
+        tuple(float(seconds) for seconds in simulation.exposed_s),
+    )
+
+
+def _timing(totals: _Totals, simulated: int) -> Timing:
+    iteration, pipeline, busy, span, exposed = totals
+    of_makespan = 1 - busy / (len(exposed) * iteration) if iteration else 0.0
+    return Timing(iteration, pipeline, exposed, of_makespan, 1 - busy / span if span else 0.0, simulated)
