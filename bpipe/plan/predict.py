@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from bpipe.build import built, unchecked
 from bpipe.generate.families import FAMILIES
@@ -29,8 +30,9 @@ from bpipe.simulate.report import Simulation
 
 # From so many times as many activations on, waiting weights' halves are said to cost memory.
 CLEARLY_MORE = 1.05
-# With so many steps, and two micro-batches in slices, every further step evicts as many.
-_FIRST_STEPS = 4
+# Evictions of so many forwards are counted in a second; of more those of so many steps are.
+_FORWARDS_ASKED = 100_000
+_STEPS_ASKED = (6, 18)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,26 +144,25 @@ def _fullest(memory: tuple[RankMemory, ...]) -> int:
 
 
 def _num_evictions(setup: Setup) -> tuple[int, ...]:
-    """Return the evictions a rank makes per iteration; grown from the steady phase as times are."""
+    """Return the evictions a rank makes per iteration.
+
+    What leaves repeats itself after other numbers of micro-batches than what is computed, so all are asked where they
+    are not too many; of more so many steps tell.
+    """
     fills = FAMILIES[setup.schedule].fill is not None
     if setup.balance is None or not (fills or setup.activation_budget is not None or keeps_own(setup)):
         return (0,) * setup.pipeline
-    m = setup.num_microbatches
-    if setup.activation_budget is not None or not fills:
-        whole = unchecked(setup.program())
-        return tuple(num_transfers(whole, rank).evictions for rank in range(setup.pipeline))
-    step, steps = setup.stride, _FIRST_STEPS if setup.slices == 1 else _FIRST_STEPS + -(-2 // setup.stride)
-    short = steps * step + m % step
 
-    def count(microbatches: int) -> list[int]:
+    def count(microbatches: int | None = None) -> list[int]:
         schedule = unchecked(setup.program(microbatches))
         return [num_transfers(schedule, rank).evictions for rank in range(setup.pipeline)]
 
-    if m <= short + step:
-        return tuple(count(m))
-    return tuple(
-        less + (m - short) // step * (more - less) for less, more in zip(count(short), count(short + step), strict=True)
-    )
+    m, step = setup.num_microbatches, setup.stride
+    few, many = (steps * step + m % step for steps in _STEPS_ASKED)
+    if setup.activation_budget is not None or m <= many or m * setup.slices * setup.num_stages <= _FORWARDS_ASKED:
+        return tuple(count())
+    times = Fraction(m - few, many - few)
+    return tuple(less + int(times * (more - less)) for less, more in zip(count(few), count(many), strict=True))
 
 
 def _bandwidth(setup: Setup, costs: Costs, moves: tuple[int, ...]) -> Bandwidth | None:

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from bpipe.balance.config import BalanceConfig, named_balance
+from bpipe.build import built
+from bpipe.ir.memory import num_transfers
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.layout import Setup
 from bpipe.models.model import PRESETS
-from bpipe.plan.predict import costs_of, simulation_of
+from bpipe.plan.predict import costs_of, predict, simulation_of
 from bpipe.plan.timing import Timing, steady_timing, timing_within, whole_timing
 
 
@@ -131,3 +133,20 @@ def test_what_the_first_simulation_tells_to_be_too_long_is_that() -> None:
         assert timing_within(setup, costs, whole.iteration_s) == whole
         told += timing_within(setup, costs, 0.9 * whole.iteration_s) is None
     assert told
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "evictions"), [("1f1b", 1, (63, 0, 0, 0)), ("interleaved-1f1b", 4, (42, 0, 0, 0))]
+)
+def test_evictions_are_counted_where_they_repeat_later_than_times(
+    schedule: str, chunks: int, evictions: tuple[int, ...]
+) -> None:
+    """Every third micro-batch may leave, say: by a step of p in which fewer did, 63 evictions of 8 ranks were said to be
+    51."""
+    assert predict(large(schedule, chunks, global_batch=128, balance=BalanceConfig())).transfers == evictions
+
+
+def test_evictions_of_very_many_micro_batches_are_continued() -> None:
+    setup = large("interleaved-1f1b", 4, global_batch=8000, balance=BalanceConfig())
+    whole = [num_transfers(built(setup.program()), rank).evictions for rank in range(4)]
+    assert predict(setup).transfers == pytest.approx(whole, rel=0.02)
