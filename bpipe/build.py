@@ -7,7 +7,7 @@ line.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from functools import lru_cache
 
@@ -43,35 +43,46 @@ MAX_COMPUTATIONS = 10_000_000
 Pass = Callable[[Schedule], Schedule]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleSpec:
+    """Request for a schedule, whatever the numbers of its ranks and micro-batches.
+
+    `num_chunks` v: each rank computes so many stages. `balance` None leaves it as it is. `group_size`: how many
+    micro-batches of an interleaved schedule go through a chunk before they go through the next, by default as many as
+    the family says. `delay`: how many micro-batches' I stand before a W, where the weights' half is put off by a number.
+    `vocabulary`: how the output layer is split over all ranks; `input_shards`: and the embedding beside it. `slices`:
+    into how many each micro-batch's sequence is cut.
+    """
+
+    num_chunks: int = 1
+    balance: BalanceConfig | None = None
+    group_size: int | None = None
+    delay: int = 0
+    vocabulary: Vocabulary = Vocabulary.WHOLE
+    input_shards: bool = False
+    slices: int = 1
+
+
+_ASKED = tuple(one.name for one in fields(ScheduleSpec))
+
+
 @dataclass(frozen=True, slots=True)
-class ScheduleConfig:
-    """Schedule to build: `num_ranks` p pipeline ranks; with `num_chunks` v each of them computes v of p*v stages.
+class ScheduleConfig(ScheduleSpec):
+    """Schedule to build: of p pipeline ranks, `num_ranks`, with v chunks each computes v of p*v stages.
 
-    `balance` None leaves it as it is.
-
-    `group_size`: how many micro-batches of an interleaved schedule go through a chunk before they go through the next,
-    by default as many as there are ranks. `costs` are for families that choose among their rules. `vocabulary`: how the
-    output layer is split over all ranks; `input_shards`: and the embedding beside it. `delay`: how many micro-batches'
-    I stand before a W, where the weights' half is put off by a number. `after_input`: the share of a micro-batch that
-    is held between I and W, by which it is counted. `exchange`: when whoever runs it sends and receives, by default as
-    the family says. `slices`: into how many each micro-batch's sequence is cut. `written`: the schedule itself, as CSV
-    with its header, where it is no family's but from elsewhere; then `schedule` is its own name.
+    `costs` are for families that choose among their rules. `after_input`: the share of a micro-batch that is held
+    between I and W, by which it is counted. `exchange`: when whoever runs it sends and receives, by default as the
+    family says. `written`: the schedule itself, as CSV with its header, where it is no family's but from elsewhere;
+    then `schedule` is its own name.
     """
 
     schedule: str
     num_ranks: int
     num_microbatches: int
-    num_chunks: int = 1
-    balance: BalanceConfig | None = None
-    group_size: int | None = None
-    costs: UnitCosts = ALIKE
-    vocabulary: Vocabulary = Vocabulary.WHOLE
-    input_shards: bool = False
-    delay: int = 0
-    after_input: Fraction = Fraction(1)
-    exchange: Exchange | None = None
-    written: str | None = None
-    slices: int = 1
+    costs: UnitCosts = field(default=ALIKE, kw_only=True)
+    after_input: Fraction = field(default=Fraction(1), kw_only=True)
+    exchange: Exchange | None = field(default=None, kw_only=True)
+    written: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.written is not None:
@@ -221,6 +232,11 @@ class ScheduleConfig:
         return name_of(self.balance)
 
 
+def sized(spec: ScheduleSpec, schedule: str, num_ranks: int, num_microbatches: int) -> ScheduleConfig:
+    """Return what is asked, for these sizes."""
+    return ScheduleConfig(schedule, num_ranks, num_microbatches, **{name: getattr(spec, name) for name in _ASKED})
+
+
 def build(config: ScheduleConfig) -> Schedule:
     """Generate, then run the passes, checking the schedule after each.
 
@@ -341,8 +357,15 @@ def config_of_schedule(schedule: Schedule, balance: BalanceConfig | None = None)
     """
     check(schedule, Exchange.POSTED)
     text = f"{header(schedule)}\n{write_rows(schedule)}"
-    sizes = schedule.num_ranks, schedule.num_whole_microbatches, schedule.num_chunks
-    return ScheduleConfig(schedule.name, *sizes, balance, written=text, slices=schedule.layout.slices)
+    return ScheduleConfig(
+        schedule.name,
+        schedule.num_ranks,
+        schedule.num_whole_microbatches,
+        num_chunks=schedule.num_chunks,
+        balance=balance,
+        slices=schedule.layout.slices,
+        written=text,
+    )
 
 
 @lru_cache(maxsize=16)

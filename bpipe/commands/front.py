@@ -73,7 +73,7 @@ def _drawn(front: Front, title: str, suffix: str) -> bytes:
 
 def _group(point: Point) -> str:
     setup = point.prediction.setup
-    shards = f", vocabulary {setup.vocabulary_parallel}" if setup.is_sharded else ""
+    shards = f", vocabulary {setup.vocabulary.value}" if setup.is_sharded else ""
     return f"{setup.schedule}{shards}{', balanced' if setup.balance is not None else ''}"
 
 

@@ -238,7 +238,7 @@ def _lengths(setup: Setup) -> str:
 def _chosen(setup: Setup) -> str:
     """What only some schedules take, where it is another than usual."""
     texts = (
-        (setup.group is not None, f"group {setup.group}"),
+        (setup.group_size is not None, f"group {setup.group_size}"),
         (setup.delay > 0, f"delay {setup.delay}"),
         (setup.splits and not setup.keeps_halves, "W at once"),
         (setup.slices > 1, f"{setup.slices} slices of {_lengths(setup)} tokens"),

@@ -178,7 +178,7 @@ def _subject(options: Options) -> TracedLaunch:
 
 def _assumed(setup: Setup) -> list[str]:
     """Return flags for what a launch does not say by itself."""
-    return [*_vocabulary(setup.vocabulary), "--trace-attention", setup.attention]
+    return [*_vocabulary(setup.padded_vocabulary), "--trace-attention", setup.attention]
 
 
 def _vocabulary(size: int | None) -> list[str]:

@@ -104,12 +104,12 @@ def hosts_flags(setup: Setup) -> list[str]:
 def schedule_flags(setup: Setup) -> list[str]:
     """Return flags of a schedule that Megatron's own loops do not run, and of what the trainer must be told; none
     otherwise."""
-    of_its_own = setup.schedule != default_family(setup.chunks)
+    of_its_own = setup.schedule != default_family(setup.num_chunks)
     return words(
         {
             "slices": setup.slices if setup.slices > 1 else None,
             "slice_lengths": _lengths(setup),
-            "vocabulary_parallel": setup.vocabulary_parallel if setup.is_sharded else None,
+            "vocabulary_parallel": setup.vocabulary.value if setup.is_sharded else None,
             "input_shards": setup.is_sharded and setup.input_shards,
             # Megatron pads to a multiple of 128 a tensor-parallel rank, of which not every number of ranks has equal
             # parts.
@@ -117,7 +117,7 @@ def schedule_flags(setup: Setup) -> list[str]:
             if setup.is_sharded and _PADDED % setup.pipeline
             else None,
             "schedule": setup.schedule if of_its_own else None,
-            "group": setup.group if of_its_own else None,
+            "group": setup.group_size if of_its_own else None,
             "delay": setup.delay or None if of_its_own else None,
             "keep_weights_halves": setup.keep_weights_halves
             if of_its_own and setup.splits and not setup.keeps_halves

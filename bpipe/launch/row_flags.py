@@ -114,7 +114,7 @@ def _said_alike(setup: Setup, reading: Reading) -> frozenset[str]:
     is_cut_so = (said.get("pipeline"), said.get("layers")) == (setup.pipeline, setup.layers)
     # Chunks that nobody but the launch's own schedule says go with it.
     is_cut_so &= (
-        setup.chunks == 1
+        setup.num_chunks == 1
         or said.get("schedule") == setup.schedule
         or any(flag in _SPLIT for flag, _ in groups(reading.flags))
     )

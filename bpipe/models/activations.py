@@ -88,7 +88,7 @@ def _num_filling(setup: Setup) -> int:
         return setup.num_microbatches
     # Shards lengthen a micro-batch's way, by up to half of the pipeline. All slices of a micro-batch run forward before the
     # first runs backward, on the rank that hosts some, too. Groups stay whole.
-    further = 0 if setup.slices == 1 else -(-2 // setup.group_size) * setup.group_size
+    further = 0 if setup.slices == 1 else -(-2 // setup.turn_size) * setup.turn_size
     return min(setup.num_microbatches, (fill + setup.is_sharded) * setup.stride + further + setup.delay)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from bpipe.ir.layout import Vocabulary
-
 ATTENTION = ("unfused", "flash")
 PRECISIONS = ("bf16", "fp16", "fp32")
 KERNELS = ("gpu", "cpu")
@@ -18,6 +16,5 @@ CHOICES = {
     "precision": PRECISIONS,
     "kernels": KERNELS,
     "keep_weights_halves": KEPT_HALVES,
-    "vocabulary_parallel": tuple(one.value for one in Vocabulary),
     "cp_comm_type": CP_COMM_TYPES,
 }

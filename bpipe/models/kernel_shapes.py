@@ -32,7 +32,7 @@ def kernel_shapes(setups: Sequence[Setup]) -> KernelShapes:
     for setup in setups:
         kinds = dict.fromkeys(kind.symbol for kind, _ in setup.model.kinds())
         matrices = (one for symbol in kinds for one in layer_matrices(setup, LayerKind(symbol=symbol)))
-        for inputs, outputs in (*matrices, (setup.model.hidden_size, setup.vocabulary / setup.tensor)):
+        for inputs, outputs in (*matrices, (setup.model.hidden_size, setup.padded_vocabulary / setup.tensor)):
             for rows, columns, terms, _ in product_sizes(num_tokens(setup), inputs, outputs):
                 products[int(rows), int(columns), int(terms)] = None
     model = setups[0].model

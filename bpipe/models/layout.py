@@ -14,7 +14,7 @@ from typing import Any
 
 from bpipe.balance.budget import ActivationBudget
 from bpipe.balance.config import BalanceConfig
-from bpipe.build import ScheduleConfig
+from bpipe.build import ScheduleConfig, ScheduleSpec, sized
 from bpipe.generate.families import FAMILIES, default_family
 from bpipe.ir.hosts import PAIR
 from bpipe.ir.layout import EVEN, Layout, SliceLengths, Vocabulary
@@ -35,27 +35,25 @@ EVENLY = BalanceConfig()
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
-    """One configuration. `layers[stage]` for every stage, chunks included; `placement` says which rank computes it.
+class Setup(ScheduleSpec):
+    """One configuration, with what is asked of its schedule. `layers[stage]` for every stage, chunks included;
+    `placement` says which rank computes it.
 
     `sequence_parallel` follows from tensor parallelism unless it is switched off; `distributed_optimizer` is ZeRO-1.
     `kernels` decides what a forward saves: fused ones of a GPU, or plain torch's, with which Megatron runs on a CPU.
-    `group` and `delay` are what some schedules take. `keep_weights_halves`: where backwards are split, those of linear
-    layers wait for their place, or none do. `vocabulary_parallel`: the algorithm by which the output layer is split
-    over all pipeline ranks, `input_shards`: and the embedding with it. Of several stages the first may have the
-    embedding and no layer, the last the output layer and none. `recompute` is a text of `bpipe.models.recompute`.
-    `routing`: how tokens come to experts, whose loads are taken to be even. `fp8`: products of the layers' matrices are
-    of 8-bit values. `context` devices have a part of every sequence each; `cp_comm_type` says how attention reaches the
-    others' parts. `how`: where it is balanced, within which bounds or rooms. `budget_bytes[rank]`: what a device may
-    hold, by default all that it has.
+    `keep_weights_halves`: where backwards are split, those of linear layers wait for their place, or none do. Of several
+    stages the first may have the embedding and no layer, the last the output layer and none. `recompute` is a text of
+    `bpipe.models.recompute`. `routing`: how tokens come to experts, whose loads are taken to be even. `fp8`: products of
+    the layers' matrices are of 8-bit values. `context` devices have a part of every sequence each; `cp_comm_type` says
+    how attention reaches the others' parts. `budget_bytes[rank]`: what a device may hold, by default all that it has.
 
     A schedule with two pipes has two copies of every stage in each pipeline: `data` counts pipelines, `replicas` copies
     of the weights.
 
     `traced`: sizes of stages as Megatron's own model has them, of the setup that was traced.
 
-    `slices`: every micro-batch's sequence is cut into so many, as long as `slice_lengths` says. Of one of them `span`
-    has the first token and the one behind its last: sizes and seconds are then those of its tokens (`models.slices`).
+    Slices are as long as `slice_lengths` says. Of one of them `span` has the first token and the one behind its last:
+    sizes and seconds are then those of its tokens (`models.slices`).
     """
 
     model: Model
@@ -69,24 +67,17 @@ class Setup:
     recompute: str = "selective"
     attention: str = "flash"
     schedule: str = default_family(1)
-    chunks: int = 1
-    balance: BalanceConfig | None = None
     precision: str = "bf16"
     distributed_optimizer: bool = True
     sequence_parallel: bool = True
     kernels: str = "gpu"
-    group: int | None = None
-    delay: int = 0
     keep_weights_halves: str = KEPT_HALVES[0]
-    vocabulary_parallel: str = Vocabulary.WHOLE.value
-    input_shards: bool = False
     switches: Switches = field(default_factory=Switches)
     routing: Routing = Routing()  # noqa: RUF009  (a frozen value)
     budget_bytes: tuple[int, ...] | None = None
     context: int = 1
     cp_comm_type: str = CP_COMM_TYPES[0]
     fp8: Fp8 | None = None
-    slices: int = 1
     slice_lengths: SliceLengths = EVEN
     span: tuple[int, int] | None = None
     state_types: StateTypes = StateTypes()  # noqa: RUF009  (a frozen value)
@@ -107,15 +98,15 @@ class Setup:
         )
         if self.kernels == "cpu" and self.attention == "flash":
             raise ValueError("kernels cpu compute attention unfused: choose attention unfused")
-        for name in ("tensor", "pipeline", "micro_batch", "global_batch", "sequence", "chunks", "context"):
+        for name in ("tensor", "pipeline", "micro_batch", "global_batch", "sequence", "num_chunks", "context"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
 
     def _check_layers(self) -> None:
-        whole = len(self.layers) == self.pipeline * self.chunks and sum(self.layers) == self.model.num_layers
+        whole = len(self.layers) == self.pipeline * self.num_chunks and sum(self.layers) == self.model.num_layers
         if not whole or without_layers(self.layers) is not None:
             raise ValueError(
-                f"layers {self.layers} must give {self.pipeline * self.chunks} stages {self.model.num_layers} layers "
+                f"layers {self.layers} must give {self.pipeline * self.num_chunks} stages {self.model.num_layers} layers "
                 f"in all"
             )
         gathered = self.tensor == 1 or self.sequence_parallel
@@ -295,7 +286,7 @@ class Setup:
         return self.budget_bytes or (self.cluster.device.memory_bytes,) * self.pipeline
 
     @property
-    def vocabulary(self) -> int:
+    def padded_vocabulary(self) -> int:
         """Vocabulary size, padded as Megatron does to a multiple of 128 on every tensor-parallel rank; in shards, so
         that every rank has a part."""
         multiple = math.lcm(128, self.pipeline if self.is_sharded else 1) * self.tensor
@@ -304,7 +295,7 @@ class Setup:
     @property
     def is_sharded(self) -> bool:
         """Whether the vocabulary's layers are split over the pipeline's ranks."""
-        return self.vocabulary_parallel != Vocabulary.WHOLE.value
+        return self.vocabulary is not Vocabulary.WHOLE
 
     @property
     def vocabulary_shards(self) -> int:
@@ -313,12 +304,12 @@ class Setup:
 
     @property
     def num_stages(self) -> int:
-        return self.pipeline * self.chunks
+        return self.pipeline * self.num_chunks
 
     @property
     def placements(self) -> tuple[tuple[int, ...], ...]:
         """Placement of each pipe: the rank of every stage."""
-        return _layout(self.schedule, self.pipeline, self.chunks).placements
+        return _layout(self.schedule, self.pipeline, self.num_chunks).placements
 
     @property
     def num_pipes(self) -> int:
@@ -331,7 +322,7 @@ class Setup:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages that a rank computes, in any pipe, ascending."""
-        return _layout(self.schedule, self.pipeline, self.chunks).stages_of(rank)
+        return _layout(self.schedule, self.pipeline, self.num_chunks).stages_of(rank)
 
     @property
     def stage_kinds(self) -> tuple[tuple[tuple[LayerKind, int], ...], ...]:
@@ -380,9 +371,9 @@ class Setup:
         return FAMILIES[self.schedule].splits
 
     @property
-    def group_size(self) -> int:
+    def turn_size(self) -> int:
         """How many micro-batches go through a chunk before the next: 1 where there are no groups."""
-        return self.group or FAMILIES[self.schedule].usual_group(self._one_a_rank)
+        return self.group_size or FAMILIES[self.schedule].usual_group(self._one_a_rank)
 
     @property
     def _one_a_rank(self) -> int:
@@ -393,7 +384,7 @@ class Setup:
     def stride(self) -> int:
         """Micro-batches in whole groups, at least as many as ranks, or as many slices: after each so many the steady
         phase repeats."""
-        return -(-self._one_a_rank // self.group_size) * self.group_size
+        return -(-self._one_a_rank // self.turn_size) * self.turn_size
 
     @property
     def keeps_halves(self) -> bool:
@@ -422,19 +413,7 @@ class Setup:
 
     def program(self, num_microbatches: int | None = None) -> ScheduleConfig:
         """Return the schedule configuration of this setup."""
-        count = num_microbatches or self.num_microbatches
-        split, shards = Vocabulary(self.vocabulary_parallel), self.input_shards
-        sizes = (self.pipeline, count, self.chunks)
-        return ScheduleConfig(
-            self.schedule,
-            *sizes,
-            self.balance,
-            self.group,
-            delay=self.delay,
-            vocabulary=split,
-            input_shards=shards,
-            slices=self.slices,
-        )
+        return sized(self, self.schedule, self.pipeline, num_microbatches or self.num_microbatches)
 
 
 _FIELDS = tuple(one.name for one in fields(Setup))

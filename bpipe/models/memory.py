@@ -161,7 +161,7 @@ def least_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> int:
     if family.ahead is None or setup.slices > 1:
         return least
     saved, working = stage_bytes(setup), working_bytes(setup)
-    held = family.ahead(setup.pipeline, setup.num_microbatches, setup.chunks, setup.group_size)
+    held = family.ahead(setup.pipeline, setup.num_microbatches, setup.num_chunks, setup.turn_size)
     held *= min(saved[stage] for stage in setup.stages_of(0))
     if setup.balance is None:
         return max(least, with_state(setup, states[0], held + working[0]))

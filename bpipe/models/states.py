@@ -39,7 +39,7 @@ def stage_parameters(setup: Setup) -> tuple[int, ...]:
     if traced is not None:
         return traced.parameters
     model, t = setup.model, setup.tensor
-    embedding = shard_size(setup.vocabulary * model.hidden_size, t)
+    embedding = shard_size(setup.padded_vocabulary * model.hidden_size, t)
     layer = {
         kind: _layer_parameters(setup, kind)
         for kind in dict.fromkeys(kind for kinds in setup.stage_kinds for kind, _ in kinds)
@@ -79,7 +79,9 @@ def shard_parameters(setup: Setup) -> int:
         return 0
     # A tied shard is one for both layers, and beside a whole embedding a copy of some of its rows.
     num_shards = 1 if setup.model.tied_embedding or not setup.input_shards else 2
-    return num_shards * shard_size(shard_size(setup.vocabulary * setup.model.hidden_size, setup.tensor), setup.pipeline)
+    return num_shards * shard_size(
+        shard_size(setup.padded_vocabulary * setup.model.hidden_size, setup.tensor), setup.pipeline
+    )
 
 
 def stage_matrices(setup: Setup) -> tuple[int, ...]:

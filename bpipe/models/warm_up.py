@@ -41,10 +41,10 @@ def least_warm_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> int
 
 
 def _told(setup: Setup) -> WarmUp | None:
-    family, sizes = FAMILIES[setup.schedule], (setup.pipeline, setup.num_microbatches, setup.chunks)
+    family, sizes = FAMILIES[setup.schedule], (setup.pipeline, setup.num_microbatches, setup.num_chunks)
     if setup.slices == 1:
-        return None if family.warm_up is None else family.warm_up(*sizes, setup.group_size)
-    return None if family.sliced_warm_up is None else family.sliced_warm_up(*sizes, setup.group, setup.slices)
+        return None if family.warm_up is None else family.warm_up(*sizes, setup.turn_size)
+    return None if family.sliced_warm_up is None else family.sliced_warm_up(*sizes, setup.group_size, setup.slices)
 
 
 class _Size(NamedTuple):

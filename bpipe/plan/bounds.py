@@ -97,10 +97,10 @@ class Bounds:
 
     def _both(self, setup: Setup) -> tuple[float, float]:
         # Groups change the order of what is computed, and nothing of the bound.
-        cut = setup.schedule, setup.chunks, setup.layers
+        cut = setup.schedule, setup.num_chunks, setup.layers
         # What our loop runs has no overlapped gathers.
         gathers = setup.tensor, setup.switches.tp_comm_overlap
-        grid = gathers, setup.context, setup.pipeline, setup.routing, setup.vocabulary_parallel, setup.input_shards
+        grid = gathers, setup.context, setup.pipeline, setup.routing, setup.vocabulary, setup.input_shards
         lies = setup.balance
         # Balanced ones lie elsewhere, where only experts and parts of a sequence have something to exchange while they
         # compute.
@@ -188,7 +188,7 @@ def _bound(setup: Setup, work: _Work) -> float:
     within = float(shard.forward_s + shard.backward_s)
     # Of algorithm 2 T may wait until everything has gone back. Input shards come before a rank's first forward, and
     # behind its backward.
-    until_back = float(shard.forward_s) if setup.vocabulary_parallel == Vocabulary.TWO.value else within
+    until_back = float(shard.forward_s) if setup.vocabulary is Vocabulary.TWO else within
     since_begun = within + float(shard.input_backward_s)
     throughout = since_begun + float(shard.input_forward_s)
     bound = 0.0

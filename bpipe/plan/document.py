@@ -33,14 +33,14 @@ def configuration(setup: Setup) -> dict[str, Any]:
         "global_batch": setup.global_batch,
         "num_microbatches": setup.num_microbatches,
         "sequence": setup.sequence,
-        "vocabulary": setup.vocabulary,
+        "vocabulary": setup.padded_vocabulary,
         **({**asdict(setup.routing), "expert_tensor": setup.expert_tensor} if setup.model.experts else {}),
         "layers": list(setup.layers),
         **_pattern(setup),
         "recompute": setup.recompute,
         "attention": setup.attention,
         "schedule": setup.schedule,
-        "chunks": setup.chunks,
+        "chunks": setup.num_chunks,
         "balance": name_of(setup.balance),
         **_balance(setup),
         "precision": setup.precision,
@@ -66,8 +66,8 @@ def _order(setup: Setup) -> dict[str, Any]:
     """Return what of the configuration decides the order of computations beside the schedule."""
     family = FAMILIES[setup.schedule]
     said: dict[str, Any] = {}
-    if setup.group is not None or (family.takes_groups and family.splits):
-        said["group"] = setup.group_size
+    if setup.group_size is not None or (family.takes_groups and family.splits):
+        said["group"] = setup.turn_size
     if family.takes_delay:
         said["delay"] = setup.delay
     if setup.slices > 1:
@@ -75,7 +75,7 @@ def _order(setup: Setup) -> dict[str, Any]:
     if family.splits:
         said["keep_weights_halves"] = setup.keep_weights_halves
     if setup.is_sharded:
-        said |= {"vocabulary_parallel": setup.vocabulary_parallel, "input_shards": setup.input_shards}
+        said |= {"vocabulary_parallel": setup.vocabulary.value, "input_shards": setup.input_shards}
     return said
 
 

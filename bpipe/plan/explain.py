@@ -63,14 +63,14 @@ def grid_of(setup: Setup) -> str:
 
 def describe(setup: Setup) -> str:
     """Describe one configuration in a few words."""
-    chunks = f" v={setup.chunks}" if setup.chunks > 1 else ""
-    group = f" g={setup.group}" if setup.group else ""
+    chunks = f" v={setup.num_chunks}" if setup.num_chunks > 1 else ""
+    group = f" g={setup.group_size}" if setup.group_size else ""
     lengths = "" if setup.slice_lengths == EVEN else " uneven"
     slices = f" k={setup.slices}{lengths}" if setup.slices > 1 else ""
     halves = " W at once" if setup.splits and not setup.keeps_halves else ""
     balance = f" balanced{HOSTS[setup.hosts]}" if setup.balance is not None else ""
     layers = f" layers {min(setup.layers)}-{max(setup.layers)}" if len(set(setup.layers)) > 1 else ""
-    shards = f" vocabulary {setup.vocabulary_parallel}{' and input' * setup.input_shards}" if setup.is_sharded else ""
+    shards = f" vocabulary {setup.vocabulary.value}{' and input' * setup.input_shards}" if setup.is_sharded else ""
     divided = f" etp={setup.expert_tensor}" if setup.expert_tensor > 1 else ""
     experts = f" ep={setup.routing.expert}{divided}" if setup.model.experts else ""
     grid = f"{grid_of(setup)}{experts} b={setup.micro_batch}"

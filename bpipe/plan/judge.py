@@ -185,10 +185,10 @@ class Judge:
         key = (
             grid,
             setup.balance,
-            setup.vocabulary_parallel,
+            setup.vocabulary,
             setup.input_shards,
             setup.schedule,
-            setup.chunks,
+            setup.num_chunks,
             setup.layers,
         )
         if key not in self._states:

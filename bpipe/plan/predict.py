@@ -112,7 +112,7 @@ def predict(
     costs = costs_of(setup, profile) if simulation is None else simulation.costs
     if timing is None:
         timing = steady_timing(setup, costs) if simulation is None else whole_timing(simulation)
-    flops = training_flops(setup.model, setup.global_batch, setup.sequence, formula, setup.vocabulary)
+    flops = training_flops(setup.model, setup.global_batch, setup.sequence, formula, setup.padded_vocabulary)
     count = setup.cluster.num_devices
     moves, memory = _num_evictions(setup), predict_memory(setup)
     return SetupPrediction(

@@ -42,10 +42,10 @@ def refused(setup: Setup, others: Others = ()) -> tuple[str, ...]:
     settings = Settings(settings_of([*flags, *megatron_flags(setup)]))
     own = _has_own_loop(setup)
     found = reasons(settings, setup.balance is not None, own, bool(settings.bpipe_strict))
-    if own and not is_in_order(setup.schedule, setup.pipeline, setup.chunks):
+    if own and not is_in_order(setup.schedule, setup.pipeline, setup.num_chunks):
         found += reasons_of(PLACED, settings, asked_by(settings))
     if setup.is_sharded:
-        found += reasons_of(SHARDED, settings, f"--bpipe-vocabulary {setup.vocabulary_parallel}")
+        found += reasons_of(SHARDED, settings, f"--bpipe-vocabulary {setup.vocabulary.value}")
     if setup.slices > 1:
         found += sliced_reasons(settings, setup.slices, bool(settings.bpipe_strict))
     return tuple(found)
@@ -78,9 +78,9 @@ class Launchable:
         runs = (
             setup.balance,
             setup.schedule,
-            setup.chunks,
+            setup.num_chunks,
             setup.pipeline,
-            setup.vocabulary_parallel,
+            setup.vocabulary,
             setup.input_shards,
             setup.slices,
         )

@@ -41,7 +41,7 @@ def with_shards(setup: Setup, algorithms: Sequence[str]) -> Iterator[Setup]:
             # Every rank would wait behind its S for all others'.
             continue
         for inputs in (False,) if one_queue else (False, True):
-            yield replace(setup, vocabulary_parallel=name, input_shards=inputs)
+            yield replace(setup, vocabulary=algorithm, input_shards=inputs)
 
 
 def has_one_queue(setup: Setup) -> bool:

@@ -46,7 +46,7 @@ class Slicer:
         if not sliced or setup.is_sharded or setup.model.hybrid is not None:
             return
         sizes = setup.schedule, setup.pipeline, setup.num_microbatches
-        if setup.group != groups(*sizes)[0]:
+        if setup.group_size != groups(*sizes)[0]:
             # Of all groups of whole ones, slices are tried once.
             return
         for number in self._numbers:
@@ -55,7 +55,7 @@ class Slicer:
             except ValueError:
                 continue
             for group in groups(*sizes, number):
-                yield from self._of_lengths(replace(setup, slices=number, group=group))
+                yield from self._of_lengths(replace(setup, slices=number, group_size=group))
 
     def _of_lengths(self, even: Setup) -> Iterator[Setup]:
         yield even

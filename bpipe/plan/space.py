@@ -178,7 +178,6 @@ def enumerate_setups(space: Space, cuts: Counter[str] | None = None) -> Iterator
                         "recompute": recompute,
                     }
                     others = {"context": context, "routing": routing, "balance": balance}
-                    others["vocabulary_parallel"] = Vocabulary.WHOLE.value
                     yield setup_from_values({**common, **chosen, **others, **choice._asdict()})
 
 
@@ -270,9 +269,9 @@ class _Choice(NamedTuple):
     """A schedule with what it takes."""
 
     schedule: str
-    chunks: int
+    num_chunks: int
     layers: tuple[int, ...]
-    group: int | None = None
+    group_size: int | None = None
 
 
 def _schedules(space: Space, pipeline: int, num_microbatches: int, cuts: Counter[str]) -> Iterator[_Choice]:

@@ -138,5 +138,5 @@ def _beside(mine: Candidate, best: Candidate) -> str:
 
 
 def _is_a_v(setup: Setup) -> bool:
-    layout = FAMILIES[setup.schedule].layout(setup.pipeline, setup.chunks)
+    layout = FAMILIES[setup.schedule].layout(setup.pipeline, setup.num_chunks)
     return setup.pipeline > 1 and layout.placements[0][-1] == layout.placements[0][0]

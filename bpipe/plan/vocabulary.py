@@ -79,7 +79,7 @@ def alternatives(
     layers = _redistributed(setup, profile)
     if layers is not None and layers != setup.layers:
         found[REDISTRIBUTE] = replace(setup, layers=layers)
-    return found | {one.vocabulary_parallel: one for one in with_shards(setup, algorithms) if not stands_still(one)}
+    return found | {one.vocabulary.value: one for one in with_shards(setup, algorithms) if not stands_still(one)}
 
 
 def _within(setup: Setup, profile: Profile | None) -> Setup | None:
@@ -99,7 +99,7 @@ def _redistributed(setup: Setup, profile: Profile | None) -> tuple[int, ...] | N
 
     The trainer does not choose it for a pattern of layers.
     """
-    if setup.model.hybrid is not None or setup.chunks > 1 or not setup.layers[-1]:
+    if setup.model.hybrid is not None or setup.num_chunks > 1 or not setup.layers[-1]:
         return None
     cost = costs_of(setup, profile).stages[-1]
     layer = float(cost.forward_s + cost.backward_s) / setup.layers[-1]
@@ -111,7 +111,7 @@ def burden_lines(found: Burden, row: int) -> list[str]:
     """Describe how much the vocabulary hurts in that row, then a line for each remedy, the best first."""
     setup = found.prediction.setup
     lines = [
-        f"The vocabulary hurts in row {row}: with {setup.vocabulary} tokens the last stage's rank computes "
+        f"The vocabulary hurts in row {row}: with {setup.padded_vocabulary} tokens the last stage's rank computes "
         f"{found.load:.2f} times as long "
         "as the others, and all wait for it. Remedies:"
     ]

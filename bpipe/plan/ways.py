@@ -136,7 +136,7 @@ def _as_long(setup: Setup, tensor: int, pipeline: int) -> Change:
     """Another pipeline, its layers shared out as evenly as can be."""
 
     def change() -> Setup:
-        layers = split_layers(setup.model.num_layers, pipeline * setup.chunks, allow_uneven=True)
+        layers = split_layers(setup.model.num_layers, pipeline * setup.num_chunks, allow_uneven=True)
         if layers is None:
             raise ValueError(f"{setup.model.num_layers} layers are too few for {pipeline} ranks")
         budgets = setup.budget_bytes and (min(setup.budget_bytes),) * pipeline
@@ -168,11 +168,11 @@ def _bounded(setup: Setup) -> Iterator[tuple[str, Change]]:
             layers = split_layers(setup.model.num_layers, setup.pipeline * chunks)
             if layers is not None:
                 with suppress(ValueError):
-                    changed = replace(setup, schedule=name, chunks=chunks, layers=layers, group=None, delay=0)
+                    changed = replace(setup, schedule=name, num_chunks=chunks, layers=layers, group_size=None, delay=0)
                     found.append((peak_bytes(changed), changed))
         if found:
             _, least = min(found, key=lambda each: each[0])
-            yield f"{name} with {least.chunks} chunks", lambda least=least: least  # type: ignore[misc]
+            yield f"{name} with {least.num_chunks} chunks", lambda least=least: least  # type: ignore[misc]
 
 
 def _balanced(setup: Setup, profile: Profile | None) -> Iterator[tuple[str, Change]]:
@@ -189,6 +189,6 @@ def _sharded(setup: Setup) -> Iterator[tuple[str, Change]]:
     """The vocabulary in shards over all ranks, in a schedule that has a place for them."""
     if setup.is_sharded:
         return
-    family = setup.schedule if FAMILIES[setup.schedule].sharded is not None else default_family(setup.chunks)
+    family = setup.schedule if FAMILIES[setup.schedule].sharded is not None else default_family(setup.num_chunks)
     for shards in (Vocabulary.ONE, Vocabulary.TWO):
-        yield f"vocabulary in shards ({shards.value})", _with(setup, schedule=family, vocabulary_parallel=shards.value)
+        yield f"vocabulary in shards ({shards.value})", _with(setup, schedule=family, vocabulary=shards)

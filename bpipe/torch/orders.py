@@ -62,8 +62,15 @@ def config_of(
         )
     name = _family_named(source)
     if name is not None:
-        sizes = num_ranks, num_microbatches, num_stages // num_ranks
-        return ScheduleConfig(name, *sizes, balance, group_size, exchange=Exchange.TORCH)
+        return ScheduleConfig(
+            name,
+            num_ranks,
+            num_microbatches,
+            num_chunks=num_stages // num_ranks,
+            balance=balance,
+            group_size=group_size,
+            exchange=Exchange.TORCH,
+        )
     if group_size is not None:
         raise ValueError(f"group_size {group_size} is of bpipe's own families, and {source} is none: leave it out")
     schedule = _schedule_of(source, stages, num_microbatches)

@@ -26,7 +26,7 @@ NAME = "grouped-interleaved"
 def main() -> int:
     for p, m, v, bound in SIZES:
         for name, costs in COSTS.items():
-            config = ScheduleConfig(NAME, p, m, v, BalanceConfig((bound,)), costs=costs)
+            config = ScheduleConfig(NAME, p, m, num_chunks=v, balance=BalanceConfig((bound,)), costs=costs)
             start = time.process_time()
             next(iter(FAMILIES[NAME].generate_within(p, m, v, config.family_options)))
             chosen = time.process_time()

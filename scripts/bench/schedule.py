@@ -137,7 +137,7 @@ def memory(name: str, p: int, v: int, m: int) -> dict[str, float]:
     from bpipe.build import ScheduleConfig, build
 
     tracemalloc.start()
-    schedule = build(ScheduleConfig(name, p, m, v, BalanceConfig()))
+    schedule = build(ScheduleConfig(name, p, m, num_chunks=v, balance=BalanceConfig()))
     held, _ = tracemalloc.get_traced_memory()
     actions = sum((slot.compute is not None) + len(slot.transfers) for row in schedule.ranks for slot in row)
     return {"bytes": held / actions}

@@ -54,7 +54,7 @@ def row_of_fp8(one: Throughput) -> tuple[str, ...]:
         one.model,
         f"{one.gpus} {setup.cluster.device.name}",
         setup.fp8.recipe,
-        f"{setup.tensor}/{setup.context}/{setup.routing.expert}/{setup.pipeline}/{setup.chunks}",
+        f"{setup.tensor}/{setup.context}/{setup.routing.expert}/{setup.pipeline}/{setup.num_chunks}",
         f"{one.measured:.0f}",
         f"{one.predicted:.0f}",
         f"{one.error_percent:+.1f}",

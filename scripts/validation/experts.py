@@ -84,7 +84,7 @@ def setup_of_row(row: dict[str, str], model: Model, dispatcher: str, **others: A
 
 def reached(setup: Setup) -> float:
     """TFLOP/s of a device."""
-    flops = training_flops(setup.model, setup.global_batch, setup.sequence, vocabulary=setup.vocabulary)
+    flops = training_flops(setup.model, setup.global_batch, setup.sequence, vocabulary=setup.padded_vocabulary)
     return flops / steady_timing(setup, costs_of(setup)).iteration_s / setup.cluster.num_devices / 1e12
 
 

@@ -71,8 +71,10 @@ def draw_families(stem: Path) -> list[Path]:
     GiB."""
     configs = {
         "1F1B": ScheduleConfig("1f1b", 4, 8),
-        "V-Half": ScheduleConfig("v-half", 4, 8, 2),
-        "Grouped interleaving, balanced": ScheduleConfig("grouped-interleaved", 4, 8, 2, BalanceConfig()),
+        "V-Half": ScheduleConfig("v-half", 4, 8, num_chunks=2),
+        "Grouped interleaving, balanced": ScheduleConfig(
+            "grouped-interleaved", 4, 8, num_chunks=2, balance=BalanceConfig()
+        ),
         "1F1B in 4 slices": ScheduleConfig("1f1b", 4, 8, slices=4),
     }
     simulations = {}
@@ -95,7 +97,7 @@ def draw_every_family(stem: Path) -> list[Path]:
     """One below the other, on the unit grid; svg alone, of which a browser shows any size."""
     drawn = []
     for name, family in FAMILIES.items():
-        config = ScheduleConfig(name, 4, 8, family.chunks(2)[-1])
+        config = ScheduleConfig(name, 4, 8, num_chunks=family.chunks(2)[-1])
         schedule = build(config)
         peak = plain(Fraction(max(peak_counts(schedule)), config.num_chunks))
         bubble = float(iteration_time(schedule, ALIKE).bubble_percent)
@@ -175,7 +177,7 @@ def draw_ranking(stem: Path) -> list[Path]:
     rows = []
     for found in search(space, 10).rows:
         setup = found.prediction.setup
-        form = f"interleaved v={setup.chunks}" if setup.chunks > 1 else setup.schedule.upper()
+        form = f"interleaved v={setup.num_chunks}" if setup.num_chunks > 1 else setup.schedule.upper()
         label = (
             f"t={setup.tensor} p={setup.pipeline} d={setup.data} b={setup.micro_batch}, {form}, "
             f"{SCOPES[setup.recompute]}"

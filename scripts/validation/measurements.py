@@ -116,9 +116,7 @@ def published(vocabulary: int, method: str = "baseline") -> Setup:
     setup = setup_of(model, "a100-80g:1x8", 1, 8, 1, 128, "none", attention="flash")
     if method == "redis":
         return replace(setup, layers=REDISTRIBUTED[vocabulary])
-    return (
-        replace(setup, vocabulary_parallel=SHARDED[method][0].value, input_shards=True) if method in SHARDED else setup
-    )
+    return replace(setup, vocabulary=SHARDED[method][0], input_shards=True) if method in SHARDED else setup
 
 
 def replays() -> list[Replay]:

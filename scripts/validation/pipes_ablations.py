@@ -48,7 +48,7 @@ def setup_of(num_microbatches: int, eager: bool = True) -> Setup:
         sequence=1024,
         layers=(6,) * RANKS * CHUNKS,
         schedule="bitpipe",
-        chunks=CHUNKS,
+        num_chunks=CHUNKS,
         switches=Switches(overlap_grad_reduce=eager),
     )
 

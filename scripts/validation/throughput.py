@@ -237,7 +237,7 @@ def recomputed_flops(setup: Setup) -> float:
     """Of an iteration with whole layers recomputed. Source: Narayanan et al. 2021, equation 3."""
     model, s = setup.model, setup.sequence
     h, layers = model.hidden_size, model.num_layers
-    return 96 * setup.global_batch * s * layers * h**2 * (1 + s / (6 * h) + setup.vocabulary / (16 * layers * h))
+    return 96 * setup.global_batch * s * layers * h**2 * (1 + s / (6 * h) + setup.padded_vocabulary / (16 * layers * h))
 
 
 def _setups(row: dict[str, str], global_batch: int) -> Iterator[Setup]:
@@ -279,7 +279,7 @@ def _setup(row: dict[str, str], chunks: int, micro_batch: int, global_batch: int
         row["recompute"],
         row["attention"],
         "interleaved-1f1b" if chunks > 1 else "1f1b",
-        chunks,
+        num_chunks=chunks,
         precision="bf16" if of_nvidia else "fp16",
         distributed_optimizer=row["distributed_optimizer"] == "yes",
         sequence_parallel=row["sequence_parallel"] == "yes",

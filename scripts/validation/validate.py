@@ -168,7 +168,7 @@ def of_throughputs() -> Values:
         (
             one.source.split(" (")[0],
             f"{one.model}, {one.gpus}",
-            f"{one.setup.tensor}/{one.setup.pipeline}/{one.setup.chunks}/{one.setup.micro_batch}",
+            f"{one.setup.tensor}/{one.setup.pipeline}/{one.setup.num_chunks}/{one.setup.micro_batch}",
             one.setup.recompute,
             UNITS[one.quantity],
             f"{one.measured:g}",
@@ -239,7 +239,7 @@ def of_models_with_experts() -> Values:
             one.source,
             one.model,
             f"{one.gpus} {one.setup.cluster.device.name}",
-            f"{one.setup.tensor}/{one.setup.routing.expert}/{one.setup.pipeline}/{one.setup.chunks}",
+            f"{one.setup.tensor}/{one.setup.routing.expert}/{one.setup.pipeline}/{one.setup.num_chunks}",
             f"{one.measured:.0f}",
             f"{one.predicted:.0f}",
             f"{one.error_percent:+.1f}",

@@ -152,9 +152,9 @@ def test_perfetto_keeps_every_slice_of_a_run(
     check(opened(text), text)
 
 
-def simulated_trace(*config: Any) -> str:
+def simulated_trace(name: str, p: int, m: int, v: int) -> str:
     """Transfers that take as long as many computations."""
-    schedule = build(ScheduleConfig(*config, balance=BalanceConfig()))
+    schedule = build(ScheduleConfig(name, p, m, num_chunks=v, balance=BalanceConfig()))
     costs = uniform(schedule.num_stages, StageCost(0.01, 0.02, transfer_s=0.05, moved_bytes=90, saved_bytes=100))
     return simulated.write_trace(simulate(schedule, costs))
 

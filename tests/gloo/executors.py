@@ -52,7 +52,7 @@ def v_uneven() -> Schedule:
 
 
 def v_half_uneven() -> Schedule:
-    return balance(build(ScheduleConfig("v-half", RANKS, 8, 2)), (4, 3, 12, 12), (2, 3, 0, 1))
+    return balance(build(ScheduleConfig("v-half", RANKS, 8, num_chunks=2)), (4, 3, 12, 12), (2, 3, 0, 1))
 
 
 SHARDED = ScheduleConfig("1f1b", RANKS, 8, vocabulary=Vocabulary.ONE)

@@ -37,7 +37,11 @@ from megatron.scheduling.options.arguments import SchedulingConfig
 NUM_MICROBATCHES = (8, 4, 8, 4)
 LENGTH, VOCABULARY = 64, 128
 NUM_CHUNKS = int(sys.argv[1]) if len(sys.argv) > 1 else 1
-OWN = ScheduleConfig(sys.argv[2], 4, NUM_MICROBATCHES[0], NUM_CHUNKS, BalanceConfig()) if len(sys.argv) > 2 else None
+OWN = (
+    ScheduleConfig(sys.argv[2], 4, NUM_MICROBATCHES[0], num_chunks=NUM_CHUNKS, balance=BalanceConfig())
+    if len(sys.argv) > 2
+    else None
+)
 CONFIG = SchedulingConfig(
     num_ranks=4,
     num_chunks=NUM_CHUNKS,

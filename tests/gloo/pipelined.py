@@ -109,7 +109,9 @@ CASES = {
     "zb-h1": Case("chain", ONE, "zb-h1", AWAY, moves=False),
     "grouped": Case("loop", LOOP, "grouped-interleaved"),
     "pool": Case("loop", LOOP, "interleaved-1f1b", {"hosts": "pool"}),
-    "a file, balanced here": Case("loop", LOOP, lambda p: _file(build(ScheduleConfig("interleaved-1f1b", p, 8, 2)))),
+    "a file, balanced here": Case(
+        "loop", LOOP, lambda p: _file(build(ScheduleConfig("interleaved-1f1b", p, 8, num_chunks=2)))
+    ),
     "a file, balanced": Case(
         "chain", ONE, lambda p: _file(build(ScheduleConfig("1f1b", p, 8, balance=BalanceConfig())))
     ),

@@ -44,7 +44,7 @@ class Rank:
 
     def __init__(self, transport: str, rank: int) -> None:
         self.rank = rank
-        self.plan = build(ScheduleConfig("1f1b", RANKS, MICROBATCHES, 1, BalanceConfig()))
+        self.plan = build(ScheduleConfig("1f1b", RANKS, MICROBATCHES, num_chunks=1, balance=BalanceConfig()))
         assert self.plan.partners is not None
         pairs = sorted({(r, self.plan.partners[r]) for r in range(RANKS) if num_transfers(self.plan, r).evictions})
         self.connection, _ = connect(pairs, transport, TIMEOUT_S, copying_on(CPU))

@@ -118,9 +118,9 @@ class Rank:
                     scenario.schedule,
                     scenario.ranks,
                     m,
-                    scenario.chunks,
-                    how_of(scenario),
-                    scenario.group,
+                    num_chunks=scenario.chunks,
+                    balance=how_of(scenario),
+                    group_size=scenario.group,
                     slices=scenario.slices,
                 )
             )

@@ -69,7 +69,7 @@ def eager(schedule: Schedule) -> Schedule:
 
 def written(folder: Path) -> Path:
     """Schedules by name, ranks and micro-batches; with eight micro-batches by name alone."""
-    (folder / "eager.csv").write_text(write_csv(eager(build(ScheduleConfig("v-min", 4, 8, 2)))))
+    (folder / "eager.csv").write_text(write_csv(eager(build(ScheduleConfig("v-min", 4, 8, num_chunks=2)))))
     (folder / "dual_pipe_v.csv").write_text(as_csv(torch_schedule("ScheduleDualPipeV", 4, 8, 2)))
     (folder / "dual_pipe_v_8.csv").write_text(as_csv(torch_schedule("ScheduleDualPipeV", 8, 16, 2)))
     for name, chunks in (
@@ -81,7 +81,7 @@ def written(folder: Path) -> Path:
         ("1f1b", 1),
     ):
         for ranks, microbatches in ((4, 6), (4, 3), (2, 3), (2, 6)):
-            schedule = build(ScheduleConfig(name.replace("_", "-"), ranks, microbatches, chunks))
+            schedule = build(ScheduleConfig(name.replace("_", "-"), ranks, microbatches, num_chunks=chunks))
             (folder / f"{name}_{ranks}_{microbatches}.csv").write_text(write_csv(schedule))
             (folder / f"{name}_whole_{ranks}_{microbatches}.csv").write_text(write_csv(whole(schedule)))
     return folder

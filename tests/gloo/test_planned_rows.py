@@ -53,8 +53,8 @@ def shrunk(setup: Setup) -> Setup:
     Groups shrink with the ranks.
     """
     pipeline = min(setup.pipeline, 4)
-    num_stages = pipeline * setup.chunks
-    group = None if setup.group is None else max(1, setup.group * pipeline // setup.pipeline)
+    num_stages = pipeline * setup.num_chunks
+    group = None if setup.group_size is None else max(1, setup.group_size * pipeline // setup.pipeline)
     model = replace(
         setup.model,
         hidden_size=64,
@@ -72,7 +72,7 @@ def shrunk(setup: Setup) -> Setup:
         tensor=1,
         context=1,
         pipeline=pipeline,
-        group=group,
+        group_size=group,
         micro_batch=1,
         global_batch=2 * pipeline,
         sequence=64,

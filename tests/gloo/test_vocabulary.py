@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from bpipe.ir.layout import Vocabulary
 from bpipe.models.cluster import parse_cluster
 from bpipe.models.layers.ends import shard_bytes
 from bpipe.models.layout import Setup
@@ -369,7 +370,7 @@ def shard_modelled(algorithm: str, precision: str = "fp32", stages: int = 4, mic
     """The same of the tiny model, before anything ran."""
     tiny = replace(gpt("tiny", stages, 64, 4, 128, 64), tied_embedding=False)
     cut = (parse_cluster(f"a100-80g:1x{stages}"), 1, stages, micro_batch, 16, 64, (1,) * stages)
-    choices = {"precision": precision, "kernels": "cpu", "attention": "unfused", "vocabulary_parallel": algorithm}
+    choices = {"precision": precision, "kernels": "cpu", "attention": "unfused", "vocabulary": Vocabulary(algorithm)}
     return shard_bytes(Setup(tiny, *cut, **choices))  # type: ignore[arg-type]
 
 

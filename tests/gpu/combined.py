@@ -113,7 +113,9 @@ class Chunks:
 
 def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
     result = Result()
-    plan = build(ScheduleConfig("combined-1f1b", sizes.stages, sizes.microbatches, 2, BalanceConfig()))
+    plan = build(
+        ScheduleConfig("combined-1f1b", sizes.stages, sizes.microbatches, num_chunks=2, balance=BalanceConfig())
+    )
     chunks = Chunks(on, sizes, plan)
     expected = chunks.iterate(None)
     alone = _wrong(chunks.iterate(None), expected)

@@ -24,7 +24,7 @@ def balanced(
 ) -> Schedule:
     group_size = 2 if name.startswith("grouped") else None
     how = BalanceConfig(bounds, hosts=hosts)
-    return build(ScheduleConfig(name, p, m, v, how, group_size=group_size, slices=slices))
+    return build(ScheduleConfig(name, p, m, num_chunks=v, balance=how, group_size=group_size, slices=slices))
 
 
 SCHEDULES: dict[str, Callable[[], Schedule]] = {
@@ -35,7 +35,7 @@ SCHEDULES: dict[str, Callable[[], Schedule]] = {
     "interleaved": lambda: balanced("interleaved-1f1b", 4, 8, 2),
     "split": lambda: balanced("1f1b-split", 4, 8),
     "grouped": lambda: balanced("grouped-interleaved", 4, 6, 2),
-    "v-half": lambda: balance(build(ScheduleConfig("v-half", 4, 6, 2)), (4, 3, 12, 12), (2, 3, 0, 1)),
+    "v-half": lambda: balance(build(ScheduleConfig("v-half", 4, 6, num_chunks=2)), (4, 3, 12, 12), (2, 3, 0, 1)),
     "bidirectional": lambda: balance(build(ScheduleConfig("chimera", 4, 8)), (3, 6, 6, 3), (1, 0, 3, 2)),
     "pool": lambda: balanced("1f1b", 4, 8, bounds=(2, 3, 3, 3), hosts="pool"),
     "own memory": lambda: balanced("1f1b", 4, 8, hosts="host"),

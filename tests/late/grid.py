@@ -265,12 +265,14 @@ def plan_of(name: str, p: int, m: int, exchange: Exchange, hosts: str = "pair") 
     each of the first half holds one less, beside one of the second half."""
     try:
         chunks = FAMILIES[name].min_chunks
-        schedule = build(ScheduleConfig(name, p, m, chunks, BalanceConfig(hosts=hosts), exchange=exchange))
+        schedule = build(
+            ScheduleConfig(name, p, m, num_chunks=chunks, balance=BalanceConfig(hosts=hosts), exchange=exchange)
+        )
     except (ScheduleError, ValueError):
         return None
     if moves_anything(schedule) or hosts != "pair":
         return schedule
-    plain = build(ScheduleConfig(name, p, m, chunks, exchange=exchange))
+    plain = build(ScheduleConfig(name, p, m, num_chunks=chunks, exchange=exchange))
     peaks, half = [*map(int, peak_counts(plain))], p // 2
     bounds = [peaks[rank] - 1 if rank < half else 2 * peaks[rank] for rank in range(p)]
     return balance(plain, bounds, [(rank + half) % p for rank in range(p)])

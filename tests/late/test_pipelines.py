@@ -125,7 +125,9 @@ def test_memory_is_what_the_schedule_says_and_is_taken_once(name: str, kind: str
     """Peaks by the allocator against those of the same schedule without transfers; after the first iteration no
     segment is taken."""
     balanced = SCHEDULES[name]()
-    plain = build(ScheduleConfig(balanced.name, 4, balanced.num_microbatches, len(balanced.layout.stages_of(0))))
+    plain = build(
+        ScheduleConfig(balanced.name, 4, balanced.num_microbatches, num_chunks=len(balanced.layout.stages_of(0)))
+    )
     peaks = {}
     for schedule in (balanced, plain):
         pipeline = LatePipeline(schedule, kind, extra=lambda stage, microbatch: NUMBERS)

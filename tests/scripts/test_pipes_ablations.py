@@ -60,8 +60,8 @@ def test_the_table_of_when_to_take_it(vocabulary: int, microbatches: int) -> Non
             layers=(32 // 8 // v,) * 8 * v,
             recompute="none",
             schedule=schedule,
-            chunks=v,
-            group=group,
+            num_chunks=v,
+            group_size=group,
             switches=Switches(overlap_grad_reduce=True),
         )
         fullest = max(rank.peak_bytes for rank in predict_memory(setup)) / 2**30

@@ -77,8 +77,8 @@ def held(schedule: str) -> list[list[tuple[int, int]]]:
     The first is Megatron's own schedule of as many chunks.
     """
     chunks = 2 if FLAGS[schedule] else 1
-    plain = build(ScheduleConfig("interleaved-1f1b" if chunks == 2 else "1f1b", 8, 16, chunks))
-    balanced = build(ScheduleConfig(schedule, 8, 16, chunks, named_balance("bpipe")))
+    plain = build(ScheduleConfig("interleaved-1f1b" if chunks == 2 else "1f1b", 8, 16, num_chunks=chunks))
+    balanced = build(ScheduleConfig(schedule, 8, 16, num_chunks=chunks, balance=named_balance("bpipe")))
     return [
         [(peak, num_transfers(one, rank).evictions) for rank, peak in enumerate(peak_counts(one))]
         for one in (plain, balanced)

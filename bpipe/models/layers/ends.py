@@ -41,7 +41,7 @@ WIDE_AT_ONCE = 2**23
 
 def output_seconds(setup: Setup) -> tuple[float, float]:
     """Return the output layer and the loss."""
-    rows, memory = setup.vocabulary / setup.tensor, Rates.of(setup).memory
+    rows, memory = setup.padded_vocabulary / setup.tensor, Rates.of(setup).memory
     logits = num_tokens(setup) * rows
     product = matrix_products(setup, setup.model.hidden_size, rows)
     capped = CAPPED * setup.model.capped_logits
@@ -51,11 +51,11 @@ def output_seconds(setup: Setup) -> tuple[float, float]:
 
 def shard_seconds(setup: Setup) -> ShardCost:
     """Return a rank's shard of the output layer, and of the embedding where that is split, too."""
-    rows, memory = setup.vocabulary / setup.vocabulary_shards, Rates.of(setup).memory
+    rows, memory = setup.padded_vocabulary / setup.vocabulary_shards, Rates.of(setup).memory
     logits = num_tokens(setup) * rows
     product = matrix_products(setup, setup.model.hidden_size, rows)
     # Of three products algorithm 1 has two in T, algorithm 2 two in S.
-    early = setup.vocabulary_parallel == Vocabulary.TWO.value
+    early = setup.vocabulary is Vocabulary.TWO
     forward = product.forward_s + product.input_s * early + (SHARD_STATISTICS + SHARD_EARLY * early) * logits / memory
     backward = product.weight_s + product.input_s * (not early) + SHARD_GRADIENT * logits / memory
     lookup, added = embedding_seconds(setup) if setup.input_shards else (0.0, 0.0)
@@ -71,7 +71,7 @@ def embedding_seconds(setup: Setup) -> tuple[float, float]:
     """
     rates, element = Rates.of(setup), element_bytes(setup)
     tokens = 3 * element * num_tokens(setup) * setup.model.hidden_size / rates.memory
-    rows = setup.vocabulary / (setup.vocabulary_shards if setup.input_shards else setup.tensor)
+    rows = setup.padded_vocabulary / (setup.vocabulary_shards if setup.input_shards else setup.tensor)
     return tokens, tokens + 2 * (element + parameter_bytes(setup)[1]) * rows * setup.model.hidden_size / rates.memory
 
 
@@ -86,13 +86,14 @@ def shard_saved(setup: Setup) -> tuple[Saved, ...]:
     tokens = num_tokens(setup)
     rows = (
         Saved(
-            "logits of the shard", shard_size(element_bytes(setup) * tokens * setup.vocabulary, setup.vocabulary_shards)
+            "logits of the shard",
+            shard_size(element_bytes(setup) * tokens * setup.padded_vocabulary, setup.vocabulary_shards),
         ),
         Saved("input of the output layer", sent_bytes(setup)),
         Saved("labels", TOKEN_BYTES * tokens),
         Saved("gradients of the tokens' losses", LOSS_BYTES * tokens),
     )
-    if setup.vocabulary_parallel != Vocabulary.TWO.value:
+    if setup.vocabulary is not Vocabulary.TWO:
         return rows
     early = Saved("part of the input's gradient", EARLY_BYTES * tokens * setup.model.hidden_size)
     return (*rows, Saved("statistics of the shard", STATISTICS * STATISTICS_BYTES * tokens), early)
@@ -128,9 +129,11 @@ def _output(setup: Setup) -> tuple[Saved, ...]:
 
 def _loss(setup: Setup) -> tuple[Saved, ...]:
     tokens = num_tokens(setup)
-    softmax = Saved("softmax of the logits", shard_size(LOSS_BYTES * tokens * setup.vocabulary, setup.tensor))
+    softmax = Saved("softmax of the logits", shard_size(LOSS_BYTES * tokens * setup.padded_vocabulary, setup.tensor))
     if setup.kernels == "gpu":
-        capped = Saved("capped logits", shard_size(element_bytes(setup) * tokens * setup.vocabulary, setup.tensor))
+        capped = Saved(
+            "capped logits", shard_size(element_bytes(setup) * tokens * setup.padded_vocabulary, setup.tensor)
+        )
         return (softmax, *((capped,) * setup.model.capped_logits))
     targets = (Saved("targets", TOKEN_BYTES * tokens), Saved("mask of targets", MASK_BYTES * tokens))
     return (
@@ -143,13 +146,13 @@ def _loss(setup: Setup) -> tuple[Saved, ...]:
 
 def loss_working_bytes(setup: Setup) -> int:
     """Return temporaries of the loss beside what it saves."""
-    return shard_size(LOSS_WORKING_BYTES * num_tokens(setup) * setup.vocabulary, setup.tensor)
+    return shard_size(LOSS_WORKING_BYTES * num_tokens(setup) * setup.padded_vocabulary, setup.tensor)
 
 
 def shard_working_bytes(setup: Setup) -> int:
     """Return what comes and goes in S and T beside the logits, whose gradient takes their place: a part of them in 32 bit,
     twice, the part of the input's gradient, as it is computed and in 32 bit, and the statistics of all shards."""
-    logits = shard_size(num_tokens(setup) * setup.vocabulary, setup.vocabulary_shards)
+    logits = shard_size(num_tokens(setup) * setup.padded_vocabulary, setup.vocabulary_shards)
     part = num_tokens(setup) * setup.model.hidden_size
     statistics = STATISTICS * STATISTICS_BYTES * num_tokens(setup) * setup.vocabulary_shards
     return 2 * 4 * min(logits, WIDE_AT_ONCE) + (element_bytes(setup) + 4) * part + statistics

@@ -149,7 +149,7 @@ class SchedulingConfig:
             return built(self.own)
         name = default_family(self.num_chunks)
         full = FAMILIES[name].filling(self.num_ranks)
-        return built(ScheduleConfig(name, self.num_ranks, full, self.num_chunks, self.balance))
+        return built(ScheduleConfig(name, self.num_ranks, full, num_chunks=self.num_chunks, balance=self.balance))
 
     def refuse_what_needs_the_trainer(self) -> None:
         """Raise ValueError, a line each, for what a loop of one's own would never see happen."""

@@ -26,10 +26,14 @@ from tests.unit.check.test_overlap import OVERLAPPED
 
 SMALL = (
     ScheduleConfig("1f1b", 3, 4, balance=BalanceConfig()),
-    ScheduleConfig("interleaved-1f1b", 2, 4, 2, BalanceConfig()),
-    ScheduleConfig("1f1b", 4, 8, 1, BalanceConfig()),
+    ScheduleConfig("interleaved-1f1b", 2, 4, num_chunks=2, balance=BalanceConfig()),
+    ScheduleConfig("1f1b", 4, 8, num_chunks=1, balance=BalanceConfig()),
 )
-PLAIN = (ScheduleConfig("1f1b", 3, 4), ScheduleConfig("gpipe", 2, 3), ScheduleConfig("interleaved-1f1b", 2, 4, 2))
+PLAIN = (
+    ScheduleConfig("1f1b", 3, 4),
+    ScheduleConfig("gpipe", 2, 3),
+    ScheduleConfig("interleaved-1f1b", 2, 4, num_chunks=2),
+)
 
 KINDS = {"F": "F", "B": "B", "I": "I", "W": "W", "E": "EVICT", "H": "HOST", "R": "RETURN", "L": "LOAD"}
 

@@ -120,7 +120,7 @@ def test_interleaved_evicts_the_furthest_needed() -> None:
 
 @pytest.mark.parametrize(("p", "v", "ahead"), [(4, 2, [2, 0]), (8, 2, [6, 4, 2, 0]), (4, 3, [2, 0])])
 def test_interleaved_sends_ahead_what_the_paper_says(p: int, v: int, ahead: list[int]) -> None:
-    balanced = build(ScheduleConfig("interleaved-1f1b", p, 4 * p, v, BalanceConfig()))
+    balanced = build(ScheduleConfig("interleaved-1f1b", p, 4 * p, num_chunks=v, balance=BalanceConfig()))
     for rank, expected in enumerate(ahead):
         first_load = next(
             (
@@ -279,7 +279,9 @@ def test_host_buffers_are_reused_only_in_the_next_slot() -> None:
 
 @pytest.mark.parametrize(("p", "v"), [(8, 1), (16, 1), (8, 2), (6, 3)])
 def test_host_buffers_are_as_few_as_are_hosted_at_once(p: int, v: int) -> None:
-    balanced = build(ScheduleConfig("1f1b" if v == 1 else "interleaved-1f1b", p, 4 * p, v, BalanceConfig()))
+    balanced = build(
+        ScheduleConfig("1f1b" if v == 1 else "interleaved-1f1b", p, 4 * p, num_chunks=v, balance=BalanceConfig())
+    )
     for rank in range(p):
         own = live_counts(FAMILIES[balanced.name].generate(p, 4 * p, v), rank)
         hosted = [all_held - one for all_held, one in zip(live_counts(balanced, rank), own, strict=True)]

@@ -37,7 +37,7 @@ from tests.unit.balance.test_pool import generate, moved
 def balanced(
     name: str, p: int, m: int, v: int = 1, hosts: str = HOST, bounds: tuple[int, ...] | None = None
 ) -> Schedule:
-    return build(ScheduleConfig(name, p, m, v, balance=BalanceConfig(bounds, hosts=hosts)))
+    return build(ScheduleConfig(name, p, m, num_chunks=v, balance=BalanceConfig(bounds, hosts=hosts)))
 
 
 def in_own(schedule: Schedule, rank: int) -> list[Residency]:

@@ -19,7 +19,7 @@ from tests.unit.check.test_overlap import OVERLAPPED
 CONFIGS = [
     ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()),
     ScheduleConfig("1f1b", 5, 7, balance=BalanceConfig()),
-    ScheduleConfig("interleaved-1f1b", 4, 6, 2, BalanceConfig()),
+    ScheduleConfig("interleaved-1f1b", 4, 6, num_chunks=2, balance=BalanceConfig()),
     ScheduleConfig("gpipe", 3, 4),
 ]
 

@@ -63,7 +63,7 @@ def default_plans(
     """
     name = "1f1b" if chunks == 1 else "interleaved-1f1b"
     sizes = [(p, m) for p in stages for m in (*(p * times for times in rounds), *(p + above for above in more))]
-    return [build(ScheduleConfig(name, p, m, chunks, BalanceConfig())) for p, m in sizes]
+    return [build(ScheduleConfig(name, p, m, num_chunks=chunks, balance=BalanceConfig())) for p, m in sizes]
 
 
 @pytest.mark.parametrize("chunks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
@@ -124,7 +124,7 @@ def test_in_megatrons_1f1b_ranks_cannot_wait_for_sizes_before_there_is_a_communi
     communicator.
     """
     for m in (p, 2 * p, 4 * p):
-        schedule = build(ScheduleConfig("1f1b", p, m, 1, BalanceConfig()))
+        schedule = build(ScheduleConfig("1f1b", p, m, num_chunks=1, balance=BalanceConfig()))
         found = {waits: blocked_in(schedule, waits, Exchange.MEGATRON_1F1B, births=True) for waits in WaitLevel}
         assert [bool(blocked) for blocked in found.values()] == [waits >= stuck_from for waits in WaitLevel]
         told = {blocked.message for blocked in found[stuck_from]}
@@ -148,7 +148,9 @@ def test_no_default_plan_but_megatrons_1f1b_depends_on_communicators_made_before
         for v in range(family.min_chunks, min(family.max_chunks or 2, 2) + 1):
             for exchange in exchanges(name):
                 try:
-                    schedule = build(ScheduleConfig(name, p, m, v, BalanceConfig(), exchange=exchange))
+                    schedule = build(
+                        ScheduleConfig(name, p, m, num_chunks=v, balance=BalanceConfig(), exchange=exchange)
+                    )
                 except ScheduleError:
                     # Some cannot be balanced in this loop: that is refused before anything runs.
                     continue
@@ -194,7 +196,7 @@ def test_with_launches_that_block_receives_are_not_posted_ahead() -> None:
         ("interleaved-1f1b", 2, {Exchange.MEGATRON_INTERLEAVED: False, Exchange.MEGATRON_TURNS: True}),
     ):
         for exchange, goes_on in passes.items():
-            schedule = build(ScheduleConfig(name, 4, 8, chunks, BalanceConfig(), exchange=exchange))
+            schedule = build(ScheduleConfig(name, 4, 8, num_chunks=chunks, balance=BalanceConfig(), exchange=exchange))
             assert bool(blocked_in(schedule, WaitLevel.BLOCKING_LAUNCHES, exchange)) is not goes_on
             assert not blocked_in(schedule, WaitLevel.ONE_QUEUE, exchange)
 
@@ -217,7 +219,11 @@ def test_no_default_plan_stands_still_on_account_of_lengths(name: str, p: int, m
         for hosts in ("pair", "pool"):
             balanced = BalanceConfig(hosts=hosts)
             try:
-                schedule = build(ScheduleConfig(name, p, m, FAMILIES[name].min_chunks, balanced, exchange=exchange))
+                schedule = build(
+                    ScheduleConfig(
+                        name, p, m, num_chunks=FAMILIES[name].min_chunks, balance=balanced, exchange=exchange
+                    )
+                )
             except ScheduleError:
                 continue
             assert not blocked_in(schedule, WaitLevel.IN_EVERY_OPERATION, exchange, differing=True)
@@ -234,7 +240,7 @@ POSTED = [
 @pytest.mark.parametrize(("name", "p", "m", "v"), POSTED)
 def test_no_family_stands_still_in_our_own_loop_however_strictly_it_waits(name: str, p: int, m: int, v: int) -> None:
     for balancing in (None, BalanceConfig()):
-        schedule = build(ScheduleConfig(name, p, m, v, balancing, exchange=Exchange.POSTED))
+        schedule = build(ScheduleConfig(name, p, m, num_chunks=v, balance=balancing, exchange=Exchange.POSTED))
         assert not any(blocked_in(schedule, waits, Exchange.POSTED) for waits in STOOD)
 
 

@@ -23,14 +23,20 @@ from bpipe.simulate.engine import simulate
 from tests.unit.generate.test_sharded_schedules import SPLIT, sharded
 
 SCHEDULES = {
-    **{f"v-half {p}x{m}": partial(build, ScheduleConfig("v-half", p, m, 2)) for p, m in ((4, 8), (5, 7), (8, 16))},
-    **{f"v-min {p}x{m}": partial(build, ScheduleConfig("v-min", p, m, 2)) for p, m in ((4, 8), (6, 9), (8, 16))},
+    **{
+        f"v-half {p}x{m}": partial(build, ScheduleConfig("v-half", p, m, num_chunks=2))
+        for p, m in ((4, 8), (5, 7), (8, 16))
+    },
+    **{
+        f"v-min {p}x{m}": partial(build, ScheduleConfig("v-min", p, m, num_chunks=2))
+        for p, m in ((4, 8), (6, 9), (8, 16))
+    },
     "zb-h1": partial(build, ScheduleConfig("zb-h1", 4, 8)),
     **{
         f"chimera {p}x{m}": partial(build, ScheduleConfig("chimera", p, m))
         for p, m in ((2, 3), (4, 4), (8, 8), (8, 12))
     },
-    **{f"bitpipe {v}": partial(build, ScheduleConfig("bitpipe", 4, 6, v)) for v in (2, 3)},
+    **{f"bitpipe {v}": partial(build, ScheduleConfig("bitpipe", 4, 6, num_chunks=v)) for v in (2, 3)},
     "mixpipe": partial(build, ScheduleConfig("mixpipe", 4, 9)),
     **{f"algorithm {one.value} {p}x{m}": partial(sharded, p, m, one) for one in SPLIT for p, m in ((4, 8), (8, 12))},
 }

@@ -73,16 +73,16 @@ FAMILY_SIZES = [(name, 4, m, max(family.min_chunks, 1)) for name, family in FAMI
 
 @pytest.mark.parametrize(("name", "p", "m", "v"), FAMILY_SIZES)
 def test_every_family_takes_micro_batches_in_order(name: str, p: int, m: int, v: int) -> None:
-    check_microbatch_order(build(ScheduleConfig(name, p, m, v)))
+    check_microbatch_order(build(ScheduleConfig(name, p, m, num_chunks=v)))
 
 
 @pytest.mark.parametrize(
     "schedule",
     [
-        build(ScheduleConfig("v-half", 4, 8, 2)),
-        build(ScheduleConfig("v-min", 4, 8, 2)),
+        build(ScheduleConfig("v-half", 4, 8, num_chunks=2)),
+        build(ScheduleConfig("v-min", 4, 8, num_chunks=2)),
         v_flat(3, 5),
-        build(ScheduleConfig("interleaved-1f1b", 4, 8, 2, BalanceConfig())),
+        build(ScheduleConfig("interleaved-1f1b", 4, 8, num_chunks=2, balance=BalanceConfig())),
     ],
     ids=["v-half", "v-min", "v-flat", "balanced"],
 )

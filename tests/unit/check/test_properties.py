@@ -32,7 +32,15 @@ def configs(draw: st.DrawFn, max_stages: int = 12) -> ScheduleConfig:
     chunks = draw(st.sampled_from(family.chunks(4)))
     group = draw(st.none() | st.integers(p, m)) if family.takes_groups and p <= m else None
     delay = draw(st.integers(0, 4)) if family.takes_delay else 0
-    return ScheduleConfig(name, p, m, chunks, draw(st.sampled_from([None, BalanceConfig()])), group, delay=delay)
+    return ScheduleConfig(
+        name,
+        p,
+        m,
+        num_chunks=chunks,
+        balance=draw(st.sampled_from([None, BalanceConfig()])),
+        group_size=group,
+        delay=delay,
+    )
 
 
 def holds_what_must(config: ScheduleConfig) -> Schedule:

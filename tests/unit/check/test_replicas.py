@@ -87,7 +87,7 @@ def test_pipes_in_one_direction_are_no_mirror_images() -> None:
 def test_with_one_micro_batch_more_in_the_first_pipe_sums_still_meet(m: int) -> None:
     for name, v in (("chimera", 1), ("mixpipe", 1), ("bitpipe", 2), ("bitpipe", 3)):
         for p in (2, 4, 6, 8):
-            build(ScheduleConfig(name, p, m, v))
+            build(ScheduleConfig(name, p, m, num_chunks=v))
 
 
 def test_one_pipe_is_asked_nothing() -> None:

@@ -79,7 +79,7 @@ def test_a_way_launches_as_it_says() -> None:
             # What a budget plans the trainer plans anew.
             continue
         words = [word for flag, values in groups(megatron_flags(changed)) for word in (flag, *values)]
-        again = setup_from(words, changed.cluster, changed.vocabulary, changed.kernels)
+        again = setup_from(words, changed.cluster, changed.padded_vocabulary, changed.kernels)
         assert predict(again).timing.iteration_s == pytest.approx(way.prediction.timing.iteration_s), way.what
         assert peak_bytes(again) == way.prediction.peak_bytes, way.what
         assert {flag for flag, _ in groups(words)} & CHOSEN

@@ -57,7 +57,11 @@ def test_nothing_is_told_by_colour_alone() -> None:
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_svg_is_well_formed(chunks: int) -> None:
-    schedule = BALANCED if chunks == 1 else build(ScheduleConfig("interleaved-1f1b", 4, 8, 2, BalanceConfig()))
+    schedule = (
+        BALANCED
+        if chunks == 1
+        else build(ScheduleConfig("interleaved-1f1b", 4, 8, num_chunks=2, balance=BalanceConfig()))
+    )
     root = ElementTree.fromstring(write_svg(schedule))
     assert root.tag == f"{SVG}svg"
     width, height = float(root.attrib["width"]), float(root.attrib["height"])
@@ -96,7 +100,9 @@ def test_png_without_matplotlib_says_what_to_install(
 def simulated(seconds: float = 1.0, balance: str = "bpipe", chunks: int = 1, update_s: float = 0.0) -> Simulation:
     """Four ranks; a forward takes `seconds`, a micro-batch holds a GiB."""
     schedule = build(
-        ScheduleConfig("1f1b" if chunks == 1 else "interleaved-1f1b", 4, 8, chunks, named_balance(balance))
+        ScheduleConfig(
+            "1f1b" if chunks == 1 else "interleaved-1f1b", 4, 8, num_chunks=chunks, balance=named_balance(balance)
+        )
     )
     cost = StageCost(
         seconds, 2 * seconds, transfer_s=seconds / 2, saved_bytes=2**30, moved_bytes=2**30, optimizer_s=update_s

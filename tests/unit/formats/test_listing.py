@@ -94,9 +94,9 @@ POSTED = """\
 
 SCHEDULES = {
     "balanced": partial(build, ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig())),
-    "chunks": partial(build, ScheduleConfig("interleaved-1f1b", 4, 8, 2, BalanceConfig())),
+    "chunks": partial(build, ScheduleConfig("interleaved-1f1b", 4, 8, num_chunks=2, balance=BalanceConfig())),
     "overlapped": lambda: OVERLAPPED,
-    "v-half": partial(build, ScheduleConfig("v-half", 4, 6, 2)),
+    "v-half": partial(build, ScheduleConfig("v-half", 4, 6, num_chunks=2)),
     "two pipes": partial(build, ScheduleConfig("chimera", 4, 4)),
     "vocabulary": partial(sharded, 4, 6, Vocabulary.TWO),
     "vocabulary of two": partial(sharded, 2, 3, Vocabulary.ONE),

@@ -46,7 +46,7 @@ def test_messages_are_dropped() -> None:
     assert align(read_runtime(write_runtime(OVERLAPPED), "dualpipev")) == OVERLAPPED
     for config in (
         ScheduleConfig("1f1b", 4, 6),
-        ScheduleConfig("interleaved-1f1b", 3, 6, 2),
+        ScheduleConfig("interleaved-1f1b", 3, 6, num_chunks=2),
         ScheduleConfig("gpipe", 1, 2),
     ):
         schedule = build(config)

@@ -32,8 +32,8 @@ CONFIGS = [
     ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()),
     ScheduleConfig("1f1b", 3, 2, balance=BalanceConfig()),
     ScheduleConfig("gpipe", 3, 4),
-    ScheduleConfig("interleaved-1f1b", 4, 8, 2, BalanceConfig()),
-    ScheduleConfig("interleaved-1f1b", 12, 13, 2, BalanceConfig()),
+    ScheduleConfig("interleaved-1f1b", 4, 8, num_chunks=2, balance=BalanceConfig()),
+    ScheduleConfig("interleaved-1f1b", 12, 13, num_chunks=2, balance=BalanceConfig()),
 ]
 
 CSV = """\
@@ -315,7 +315,7 @@ def test_torchs_own_reader_takes_our_files(tmp_path: Path) -> None:
     for config in (
         ScheduleConfig("1f1b", 4, 8),
         ScheduleConfig("gpipe", 3, 4),
-        ScheduleConfig("interleaved-1f1b", 4, 8, 2),
+        ScheduleConfig("interleaved-1f1b", 4, 8, num_chunks=2),
     ):
         schedule = build(config)
         path = tmp_path / "schedule.csv"

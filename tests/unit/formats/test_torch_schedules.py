@@ -152,7 +152,7 @@ def test_our_schedules_in_the_runtimes_form() -> None:
     for config in (
         ScheduleConfig("1f1b", 4, 8),
         ScheduleConfig("gpipe", 3, 4),
-        ScheduleConfig("interleaved-1f1b", 4, 8, 2),
+        ScheduleConfig("interleaved-1f1b", 4, 8, num_chunks=2),
     ):
         schedule = build(config)
         written = write_runtime(schedule)

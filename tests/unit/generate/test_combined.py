@@ -26,7 +26,7 @@ EXCHANGES = (Exchange.MEGATRON_INTERLEAVED, Exchange.MEGATRON_TURNS, Exchange.PO
 
 
 def made(p: int, m: int, v: int, group: int | None = None, balance: BalanceConfig | None = None) -> Schedule:
-    return build(ScheduleConfig(FAMILY.name, p, m, v, balance, group_size=group))
+    return build(ScheduleConfig(FAMILY.name, p, m, num_chunks=v, balance=balance, group_size=group))
 
 
 def test_its_grid() -> None:
@@ -58,7 +58,7 @@ def test_it_is_megatrons_order(p: int, m: int, v: int, g: int) -> None:
 
 @pytest.mark.parametrize(("p", "m", "v"), [(2, 8, 2), (4, 8, 2), (4, 16, 3), (8, 16, 2), (8, 32, 4)])
 def test_ranks_hold_one_more_than_interleaved_and_pairs_level_it(p: int, m: int, v: int) -> None:
-    plain, interleaved = made(p, m, v), build(ScheduleConfig("interleaved-1f1b", p, m, v))
+    plain, interleaved = made(p, m, v), build(ScheduleConfig("interleaved-1f1b", p, m, num_chunks=v))
     assert peak_counts(plain) == tuple(one + 1 for one in peak_counts(interleaved))
     balanced = made(p, m, v, balance=BalanceConfig())
     peaks = peak_counts(plain)

@@ -33,8 +33,8 @@ def test_the_table_says_what_the_families_are() -> None:
     for name, chunks, group, peak, bubble, moved, needs in (row.groups() for row in rows):
         family = FAMILIES[name]
         v, g = int(chunks or family.min_chunks), None if group is None else int(group)
-        plain_one = build(ScheduleConfig(name, P, M, v, group_size=g))
-        balanced = build(ScheduleConfig(name, P, M, v, BalanceConfig(), group_size=g))
+        plain_one = build(ScheduleConfig(name, P, M, num_chunks=v, group_size=g))
+        balanced = build(ScheduleConfig(name, P, M, num_chunks=v, balance=BalanceConfig(), group_size=g))
         peaks = [held(plain_one), held(balanced)]
         assert peak.strip() == " → ".join(peaks if peaks[0] != peaks[1] else peaks[:1]), name
         assert bubble == f"{float(iteration_time(plain_one, ALIKE).bubble_percent):.1f}", name

@@ -97,7 +97,7 @@ def test_a_larger_group_saves_what_the_formula_says(p: int, m: int, v: int, g: i
     schedule = FAMILIES["interleaved-1f1b"].generate(p, m, v, FamilyOptions(g))
     check(schedule)
     assert peak_counts(schedule) == tuple(min(g * (v - 1) + 2 * (p - rank - 1) + 1, m * v) for rank in range(p))
-    balanced = build(ScheduleConfig("interleaved-1f1b", p, m, v, BalanceConfig(), group_size=g))
+    balanced = build(ScheduleConfig("interleaved-1f1b", p, m, num_chunks=v, balance=BalanceConfig(), group_size=g))
     assert max(peak_counts(balanced)) <= (v - 1) * g + p + 1
     assert not blocked_ranks(balanced)
 
@@ -109,7 +109,7 @@ def test_a_group_of_as_many_as_there_are_ranks_is_the_default() -> None:
 @pytest.mark.parametrize("g", [3, 9])
 def test_a_group_outside_what_can_be_is_refused(g: int) -> None:
     with pytest.raises(ValueError, match=f"a group of {g} micro-batches is outside 4 to 8"):
-        build(ScheduleConfig("interleaved-1f1b", 4, 8, 2, group_size=g))
+        build(ScheduleConfig("interleaved-1f1b", 4, 8, num_chunks=2, group_size=g))
     with pytest.raises(ValueError, match=r"schedule 1f1b has no groups of micro-batches: .* interleaved-1f1b"):
         build(ScheduleConfig("1f1b", 4, 8, group_size=g))
 
@@ -196,7 +196,7 @@ def test_a_full_pipeline_holds_no_more_of_more_microbatches(name: str, v: int) -
     for p in (pipes * one for one in (1, 2, 3, 4, 6)):
         for balance in ("none", "bpipe"):
             full, more = (
-                peak_counts(build(ScheduleConfig(name, p, rounds * p, v, named_balance(balance))))
+                peak_counts(build(ScheduleConfig(name, p, rounds * p, num_chunks=v, balance=named_balance(balance))))
                 for rounds in (fill or 3, 2 + (fill or 3))
             )
             assert (

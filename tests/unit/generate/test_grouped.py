@@ -69,9 +69,9 @@ def bubble_percent(schedule: Schedule) -> float:
 
 def test_the_published_point() -> None:
     """The figures that a prototype had: half of a micro-batch less than V-Half, and a smaller bubble."""
-    plain = build(ScheduleConfig(NAME, 8, 32, 4, group_size=4))
+    plain = build(ScheduleConfig(NAME, 8, 32, num_chunks=4, group_size=4))
     assert peak_counts(plain) == tuple(range(20, 12, -1))
-    balanced = build(ScheduleConfig(NAME, 8, 32, 4, BalanceConfig(), group_size=4))
+    balanced = build(ScheduleConfig(NAME, 8, 32, num_chunks=4, balance=BalanceConfig(), group_size=4))
     assert balanced.bounds == (17,) * 8
     assert bubble_percent(plain) == bubble_percent(balanced) == pytest.approx(6.34, abs=0.01)
 
@@ -90,7 +90,9 @@ def test_what_it_holds_is_what_the_formula_says(p: int, v: int) -> None:
 
 def test_a_group_of_half_as_many_as_there_are_ranks_is_the_default() -> None:
     for p, g in ((1, 1), (2, 1), (5, 3), (8, 4)):
-        assert build(ScheduleConfig(NAME, p, 11, 3)) == build(ScheduleConfig(NAME, p, 11, 3, group_size=g))
+        assert build(ScheduleConfig(NAME, p, 11, num_chunks=3)) == build(
+            ScheduleConfig(NAME, p, 11, num_chunks=3, group_size=g)
+        )
 
 
 def test_from_half_as_many_as_ranks_on_the_pipeline_runs_at_its_full_rate() -> None:
@@ -130,7 +132,7 @@ some_costs = st.builds(
 @given(sizes, st.none() | st.integers(1, 12), some_costs)
 def test_any_sizes_and_costs(size: tuple[int, int, int], group: int | None, costs: UnitCosts) -> None:
     p, m, v = size
-    schedule = build(ScheduleConfig(NAME, p, m, v, group_size=group, costs=costs))
+    schedule = build(ScheduleConfig(NAME, p, m, num_chunks=v, group_size=group, costs=costs))
     check(schedule)
     assert sum(slot.compute is not None for row in schedule.ranks for slot in row) == 3 * p * v * m
     check_microbatch_order(schedule)
@@ -182,7 +184,9 @@ def test_ranks_choose_within_what_a_rule_lets_them_hold(
 @lru_cache(maxsize=64)
 def chosen(p: int, m: int, v: int, bound: int, costs: UnitCosts, kept: Fraction = Fraction(1)) -> float:
     """The bubble in percent of what is chosen for a bound, which it keeps."""
-    schedule = build(ScheduleConfig(NAME, p, m, v, BalanceConfig((bound,)), costs=costs, after_input=kept))
+    schedule = build(
+        ScheduleConfig(NAME, p, m, num_chunks=v, balance=BalanceConfig((bound,)), costs=costs, after_input=kept)
+    )
     assert max(peak_counts(schedule)) <= bound
     return float(iteration_time(schedule, costs).bubble_percent)
 
@@ -234,8 +238,8 @@ def groups_on_the_page() -> list[list[float]]:
 @pytest.mark.parametrize("row", groups_on_the_page(), ids=str)
 def test_the_page_shows_what_groups_hold_and_move(row: list[float]) -> None:
     p, v, g = map(int, row[:3])
-    plain = build(ScheduleConfig(NAME, p, 4 * p, v, group_size=g))
-    balanced = build(ScheduleConfig(NAME, p, 4 * p, v, BalanceConfig(), group_size=g))
+    plain = build(ScheduleConfig(NAME, p, 4 * p, num_chunks=v, group_size=g))
+    balanced = build(ScheduleConfig(NAME, p, 4 * p, num_chunks=v, balance=BalanceConfig(), group_size=g))
     assert balanced.bounds is not None
     moved = sum(num_transfers(balanced, rank).evictions for rank in range(p))
     assert [max(peak_counts(plain)) / v, balanced.bounds[0] / v, moved / v] == [row[3], row[4], row[6]]
@@ -280,24 +284,24 @@ def test_a_bound_that_no_order_keeps_names_one_that_can_be_kept() -> None:
     with pytest.raises(
         ValueError, match=r"keeps every rank within 4 micro-batches of a chunk: its groups of 2 keep 9; raise the bound"
     ):
-        build(ScheduleConfig(NAME, 4, 16, 4, BalanceConfig((4,))))
+        build(ScheduleConfig(NAME, 4, 16, num_chunks=4, balance=BalanceConfig((4,))))
     with pytest.raises(
         ValueError, match=r"within 4 micro-batches of a chunk, host buffers included: its groups of 2 keep 9"
     ):
-        build(ScheduleConfig(NAME, 4, 16, 4, BalanceConfig((4,), buffers_stay=True)))
-    assert build(ScheduleConfig(NAME, 4, 16, 4, BalanceConfig((9,)))).bounds == (9,) * 4
+        build(ScheduleConfig(NAME, 4, 16, num_chunks=4, balance=BalanceConfig((4,), buffers_stay=True)))
+    assert build(ScheduleConfig(NAME, 4, 16, num_chunks=4, balance=BalanceConfig((9,)))).bounds == (9,) * 4
 
 
 def test_a_group_or_partners_or_a_bound_for_each_leave_nothing_to_choose() -> None:
     for config in (
-        ScheduleConfig(NAME, 4, 16, 2, BalanceConfig((6,)), group_size=2),
-        ScheduleConfig(NAME, 4, 16, 2, BalanceConfig((6,), (3, 2, 1, 0))),
-        ScheduleConfig(NAME, 4, 16, 2, BalanceConfig((6, 6, 6, 5))),
-        ScheduleConfig(NAME, 4, 16, 2, BalanceConfig()),
-        ScheduleConfig(NAME, 4, 16, 2),
+        ScheduleConfig(NAME, 4, 16, num_chunks=2, balance=BalanceConfig((6,)), group_size=2),
+        ScheduleConfig(NAME, 4, 16, num_chunks=2, balance=BalanceConfig((6,), (3, 2, 1, 0))),
+        ScheduleConfig(NAME, 4, 16, num_chunks=2, balance=BalanceConfig((6, 6, 6, 5))),
+        ScheduleConfig(NAME, 4, 16, num_chunks=2, balance=BalanceConfig()),
+        ScheduleConfig(NAME, 4, 16, num_chunks=2),
     ):
         assert config.limit is None
-    assert ScheduleConfig(NAME, 4, 16, 2, BalanceConfig((6,))).limit == RankLimit(6)
+    assert ScheduleConfig(NAME, 4, 16, num_chunks=2, balance=BalanceConfig((6,))).limit == RankLimit(6)
 
 
 @settings(max_examples=15)
@@ -314,9 +318,13 @@ def test_what_is_chosen_keeps_the_bound_and_the_order_of_micro_batches(
 ) -> None:
     p, m, v = size
     share = Fraction(kept)
-    least = build(ScheduleConfig(NAME, p, m, v, BalanceConfig(), after_input=share)).bounds
+    least = build(ScheduleConfig(NAME, p, m, num_chunks=v, balance=BalanceConfig(), after_input=share)).bounds
     assert least is not None
-    schedule = build(ScheduleConfig(NAME, p, m, v, BalanceConfig((least[0] + above,)), costs=costs, after_input=share))
+    schedule = build(
+        ScheduleConfig(
+            NAME, p, m, num_chunks=v, balance=BalanceConfig((least[0] + above,)), costs=costs, after_input=share
+        )
+    )
     check(schedule)
     assert max(peak_counts(schedule)) <= least[0] + above
     check_microbatch_order(schedule)
@@ -333,10 +341,11 @@ def occupied(schedule: Schedule) -> list[int]:
 def test_with_host_buffers_that_stay_the_bound_is_of_all_that_a_run_allocates(size: tuple[int, int, int, int]) -> None:
     """A rank that hosts early and is full late has room for both; what is fastest while buffers come and go takes a
     little more."""
-    *sizes, bound = size
+    p, m, v, bound = size
     there, gone = (
-        build(ScheduleConfig(NAME, *sizes, BalanceConfig((bound,), buffers_stay=stay))) for stay in (True, False)
-    )  # type: ignore[arg-type]
+        build(ScheduleConfig(NAME, p, m, num_chunks=v, balance=BalanceConfig((bound,), buffers_stay=stay)))
+        for stay in (True, False)
+    )
     assert max(occupied(there)) <= bound
     assert occupied(there) == list(allocated_counts(there))
     assert max(occupied(gone)) == max(allocated_counts(gone)) == bound + 1 + 2 * (size[-1] == 20)

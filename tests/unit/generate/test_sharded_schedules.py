@@ -171,8 +171,8 @@ OTHERS = {
 
 def both(name: str, p: int, m: int, v: int, vocabulary: Vocabulary, **more: Any) -> tuple[Schedule, Schedule]:
     """Without shards and with."""
-    whole = build(ScheduleConfig(name, p, m, v, **more))
-    return whole, build(ScheduleConfig(name, p, m, v, vocabulary=vocabulary, **more))
+    whole = build(ScheduleConfig(name, p, m, num_chunks=v, **more))
+    return whole, build(ScheduleConfig(name, p, m, num_chunks=v, vocabulary=vocabulary, **more))
 
 
 @pytest.mark.parametrize("vocabulary", [ONE, TWO])
@@ -211,7 +211,7 @@ def test_a_v_half_holds_a_micro_batch_more_and_all_ranks_alike(p: int, vocabular
 def test_other_families_run_with_any_number_of_micro_batches(name: str, v: int, input_shards: bool) -> None:
     for p, m in ((2, 1), (2, 5), (3, 3), (4, 2), (4, 7), (5, 11), (6, 9)):
         for vocabulary in (ONE, TWO):
-            schedule = build(ScheduleConfig(name, p, m, v, vocabulary=vocabulary, input_shards=input_shards))
+            schedule = build(ScheduleConfig(name, p, m, num_chunks=v, vocabulary=vocabulary, input_shards=input_shards))
             check_microbatch_order(schedule)
             assert not blocked_ranks(schedule, WaitLevel.IN_EVERY_OPERATION, Exchange.POSTED)
 
@@ -236,7 +236,7 @@ def test_one_forward_more_could_make_ranks_wait_for_each_other() -> None:
 @pytest.mark.parametrize(("p", "v"), [(4, 2), (8, 2), (8, 4)])
 def test_grouped_interleaving_is_balanced_around_shards(p: int, v: int) -> None:
     whole, shards = (
-        build(ScheduleConfig("grouped-interleaved", p, 4 * p, v, BalanceConfig(), vocabulary=one))
+        build(ScheduleConfig("grouped-interleaved", p, 4 * p, num_chunks=v, balance=BalanceConfig(), vocabulary=one))
         for one in (Vocabulary.WHOLE, ONE)
     )
     assert whole.bounds is not None
@@ -251,7 +251,9 @@ def test_an_order_made_for_a_bound_keeps_it_around_shards(
 ) -> None:
     """Host buffers, which stay, are counted all the time."""
     balance = BalanceConfig((bound,), buffers_stay=True)
-    config = ScheduleConfig("grouped-interleaved", p, m, v, balance, vocabulary=vocabulary, input_shards=input_shards)
+    config = ScheduleConfig(
+        "grouped-interleaved", p, m, num_chunks=v, balance=balance, vocabulary=vocabulary, input_shards=input_shards
+    )
     schedule, choice = build(config), choice_for_bound(config)
     assert choice is not None
     assert sum(choice.groups) == m
@@ -270,7 +272,12 @@ def test_the_order_for_a_bound_is_the_fastest_with_shards_in_it(vocabulary: Voca
     """It was the fastest without them: 64 forwards for a bound of 5, where 37.8 are computed, and for 4 by either
     algorithm."""
     config = ScheduleConfig(
-        "grouped-interleaved", 4, 12, 2, BalanceConfig((bound,), buffers_stay=True), vocabulary=vocabulary
+        "grouped-interleaved",
+        4,
+        12,
+        num_chunks=2,
+        balance=BalanceConfig((bound,), buffers_stay=True),
+        vocabulary=vocabulary,
     )
     half, shard = Fraction(1, 2), ShardCost(Fraction(1, 20), Fraction(1, 10))
     costs = Costs(
@@ -283,7 +290,16 @@ def test_a_bound_below_what_shards_need_is_refused_with_what_is_kept() -> None:
     with pytest.raises(
         ValueError, match=r"no order .* within 2 micro-batches of a chunk.* its groups of 2 keep 6; raise the bound"
     ):
-        build(ScheduleConfig("grouped-interleaved", 4, 12, 2, BalanceConfig((2,), buffers_stay=True), vocabulary=ONE))
+        build(
+            ScheduleConfig(
+                "grouped-interleaved",
+                4,
+                12,
+                num_chunks=2,
+                balance=BalanceConfig((2,), buffers_stay=True),
+                vocabulary=ONE,
+            )
+        )
 
 
 def overhead(schedule: Schedule, shard: ShardCost, latency: Fraction, backward: int = 2) -> Fraction:
@@ -343,7 +359,7 @@ def test_what_cannot_be_is_refused_with_the_way_out() -> None:
     with pytest.raises(
         ValueError, match=r"v-half has no place where all ranks compute shards at the same time: .* choose from 1f1b"
     ):
-        ScheduleConfig("v-half", 4, 8, 2, vocabulary=INTERLACED)
+        ScheduleConfig("v-half", 4, 8, num_chunks=2, vocabulary=INTERLACED)
     with pytest.raises(ValueError, match="choose a vocabulary 1, 2 or interlaced, too"):
         ScheduleConfig("1f1b", 4, 8, input_shards=True)
     with pytest.raises(ValueError, match="nobody to share the vocabulary with"):
@@ -361,7 +377,9 @@ def test_own_orders_that_wait_for_each_other_are_named() -> None:
 
 def with_both_layers(name: str) -> str:
     """In shards, as text."""
-    return write_csv(build(ScheduleConfig(name, 4, 8, 1 if name == "1f1b" else 2, vocabulary=ONE, input_shards=True)))
+    return write_csv(
+        build(ScheduleConfig(name, 4, 8, num_chunks=1 if name == "1f1b" else 2, vocabulary=ONE, input_shards=True))
+    )
 
 
 @pytest.mark.parametrize("name", ["1f1b", "v-half", "interleaved-1f1b"])

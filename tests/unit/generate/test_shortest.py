@@ -39,7 +39,7 @@ with_solver = pytest.mark.usefixtures("_solver")
 
 
 def made(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
-    return build(ScheduleConfig(name, num_ranks, num_microbatches, FAMILIES[name].min_chunks))
+    return build(ScheduleConfig(name, num_ranks, num_microbatches, num_chunks=FAMILIES[name].min_chunks))
 
 
 # -- beside all orders that there are
@@ -236,7 +236,7 @@ def test_the_table_has_every_family_and_its_own_lengths() -> None:
     rows = table()
     assert [name for name, *_ in rows] == [name for name, family in FAMILIES.items() if not family.overlaps]
     for name, chunks, most, cells in rows:
-        schedule = build(ScheduleConfig(name, 4, 8, chunks))
+        schedule = build(ScheduleConfig(name, 4, 8, num_chunks=chunks))
         assert most == max(peak_counts(schedule))
         for costs, cell in zip(COSTS, cells, strict=True):
             assert Fraction(re.match(r"[\d.]+", cell)[0]) == iteration_time(schedule, costs).makespan, name  # type: ignore[index]
@@ -249,7 +249,7 @@ def test_the_table_is_what_the_solver_finds() -> None:
     """Or, where others compute here too and its time ends first, what it does not contradict; that is seldom."""
     num_proven = 0
     for name, chunks, most, cells in table():
-        schedule = build(ScheduleConfig(name, 4, 8, chunks))
+        schedule = build(ScheduleConfig(name, 4, 8, num_chunks=chunks))
         for costs, cell in zip(COSTS, cells, strict=True):
             least = Fraction(cell.rpartition(" → ")[2])
             found = shortest(schedule, costs, most, LIMIT_S)

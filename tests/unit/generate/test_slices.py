@@ -46,7 +46,7 @@ rank 3 C  .  .  . F0 F1 B1 F2 B0 F3 B3 F4 B2 F5 B5 B4  .  .  .
 
 
 def sliced(name: str, p: int, m: int, k: int, v: int = 1, **asked: object) -> Schedule:
-    config = ScheduleConfig(name, p, m, max(v, FAMILIES[name].min_chunks), slices=k, **asked)  # type: ignore[arg-type]
+    config = ScheduleConfig(name, p, m, num_chunks=max(v, FAMILIES[name].min_chunks), slices=k, **asked)  # type: ignore[arg-type]
     return build(config)
 
 
@@ -146,7 +146,7 @@ def test_every_family_that_takes_slices_keeps_all_rules(name: str, k: int) -> No
 
 @pytest.mark.parametrize("name", SLICED)
 def test_one_slice_is_the_whole_micro_batch(name: str) -> None:
-    assert sliced(name, 4, 6, 1) == build(ScheduleConfig(name, 4, 6, FAMILIES[name].min_chunks))
+    assert sliced(name, 4, 6, 1) == build(ScheduleConfig(name, 4, 6, num_chunks=FAMILIES[name].min_chunks))
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in SLICED])

@@ -316,14 +316,14 @@ def test_whatever_the_sizes_and_costs_it_keeps_its_rules_and_its_room(
 @pytest.mark.parametrize(("name", "v"), CASES)
 def test_an_odd_number_of_ranks_is_refused(name: str, v: int) -> None:
     with pytest.raises(ValueError, match=r"two pipes need an even number of ranks, not 5, .*: take 4 or 6"):
-        build(ScheduleConfig(name, 5, 8, v))
+        build(ScheduleConfig(name, 5, 8, num_chunks=v))
     with pytest.raises(ValueError, match=r"not 1, .*: take 2$"):
-        build(ScheduleConfig(name, 1, 8, v))
+        build(ScheduleConfig(name, 1, 8, num_chunks=v))
 
 
 @pytest.mark.parametrize(("name", "v"), CASES)
 def test_it_is_read_back_balanced_with_its_pipes(name: str, v: int) -> None:
-    schedule = build(ScheduleConfig(name, 8, 8, v, BalanceConfig()))
+    schedule = build(ScheduleConfig(name, 8, 8, num_chunks=v, balance=BalanceConfig()))
     assert any(num_transfers(schedule, rank).evictions for rank in range(8))
     assert read_json(write_json(schedule)) == schedule
     text = write_csv(schedule)

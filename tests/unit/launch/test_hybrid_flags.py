@@ -78,7 +78,7 @@ def setups(draw: st.DrawFn) -> Setup:
         layers=tuple(map(len, stages)),
         recompute=draw(st.sampled_from(["none", "full"])),
         schedule="interleaved-1f1b" if chunks > 1 else "1f1b",
-        chunks=chunks,
+        num_chunks=chunks,
         balance=draw(st.sampled_from([None, EVENLY])),
     )
 

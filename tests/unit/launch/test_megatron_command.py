@@ -106,7 +106,7 @@ def setups(draw: st.DrawFn) -> Setup:
         context=context,
         cp_comm_type=draw(st.sampled_from(ways)) if context > 1 else "p2p",
         schedule="interleaved-1f1b" if chunks > 1 else "1f1b",
-        chunks=chunks,
+        num_chunks=chunks,
         balance=draw(st.sampled_from([None, EVENLY])),
         precision=precision,
         distributed_optimizer=distributed,
@@ -174,7 +174,17 @@ def test_the_rows_of_the_presets_come_back() -> None:
     layers = split_layers(126, 64, allow_uneven=True)
     assert layers is not None
     setup = Setup(
-        model, parse_cluster("h100-80g:16x8"), 8, 16, 1, 64, 8192, layers, "full", schedule="interleaved-1f1b", chunks=4
+        model,
+        parse_cluster("h100-80g:16x8"),
+        8,
+        16,
+        1,
+        64,
+        8192,
+        layers,
+        "full",
+        schedule="interleaved-1f1b",
+        num_chunks=4,
     )
     options = read_command([*megatron_flags(setup), "--vocab-size", "128256"]).options
     assert options["layers"] == layers

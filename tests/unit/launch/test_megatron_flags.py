@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bpipe.ir.layout import TRAINED_SHARDS
+from bpipe.ir.layout import TRAINED_SHARDS, Vocabulary
 from bpipe.launch.megatron_command import read_command
 from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.models.cluster import parse_cluster
@@ -28,7 +28,7 @@ def setup(name: str, t: int, p: int, chunks: int = 1, **changes: Any) -> Setup:
     assert layers is not None
     schedule = "interleaved-1f1b" if chunks > 1 else "1f1b"
     cluster = parse_cluster(f"a100-80g:{t * p // 8 or 1}x{min(8, t * p)}")
-    return Setup(model, cluster, t, p, 1, 32, model.sequence, layers, schedule=schedule, chunks=chunks, **changes)
+    return Setup(model, cluster, t, p, 1, 32, model.sequence, layers, schedule=schedule, num_chunks=chunks, **changes)
 
 
 def uneven(layers: tuple[int, ...], pipeline: int) -> Setup:
@@ -37,7 +37,16 @@ def uneven(layers: tuple[int, ...], pipeline: int) -> Setup:
     chunks = len(layers) // pipeline
     schedule = "interleaved-1f1b" if chunks > 1 else "1f1b"
     return Setup(
-        model, parse_cluster(f"a100-80g:{pipeline}"), 1, pipeline, 1, 32, 2048, layers, schedule=schedule, chunks=chunks
+        model,
+        parse_cluster(f"a100-80g:{pipeline}"),
+        1,
+        pipeline,
+        1,
+        32,
+        2048,
+        layers,
+        schedule=schedule,
+        num_chunks=chunks,
     )
 
 
@@ -57,7 +66,7 @@ UNEVEN = [
 SETUPS = [
     setup("gpt3-96b", 4, 8, recompute="selective", attention="unfused", balance=EVENLY, precision="fp16"),
     setup("llama3-8b", 2, 4, chunks=2, recompute="none"),
-    setup("llama3-8b", 2, 4, recompute="none", vocabulary_parallel="1", balance=EVENLY),
+    setup("llama3-8b", 2, 4, recompute="none", vocabulary=Vocabulary.ONE, balance=EVENLY),
     setup("llama3-405b", 8, 16, recompute="full", distributed_optimizer=False),
     setup("llama3-8b", 2, 4, recompute="full:block:3"),
     setup("llama3-8b", 2, 4, chunks=2, recompute="full:uniform:2"),
@@ -79,12 +88,12 @@ def test_shards_are_said_as_the_trainer_has_them() -> None:
     for split in TRAINED_SHARDS:
         found = trainer.parse_args(["--bpipe-vocabulary", split, "--bpipe-vocabulary-input"])
         assert (found.bpipe_vocabulary, found.bpipe_vocabulary_input) == (split, True)
-    sharded = setup("llama3-8b", 2, 4, vocabulary_parallel="interlaced")
+    sharded = setup("llama3-8b", 2, 4, vocabulary=Vocabulary.INTERLACED)
     assert "--bpipe-vocabulary interlaced" in " ".join(megatron_flags(sharded))
     assert "--bpipe-vocabulary interlaced --bpipe-vocabulary-input" in " ".join(
         megatron_flags(replace(sharded, input_shards=True))
     )
-    chunks = replace(setup("llama3-8b", 2, 4, 2), schedule="v-half", vocabulary_parallel="1", input_shards=True)
+    chunks = replace(setup("llama3-8b", 2, 4, 2), schedule="v-half", vocabulary=Vocabulary.ONE, input_shards=True)
     assert "--bpipe-vocabulary 1 --bpipe-vocabulary-input --bpipe-schedule v-half" in " ".join(megatron_flags(chunks))
 
 
@@ -142,7 +151,7 @@ def test_megatron_validates_them_and_means_the_same() -> None:
     rows = SETUPS + UNEVEN + rows_of_plans()
     assert len(rows) >= 15
     assert {row.balance for row in rows} == {None, EVENLY}
-    assert any(row.chunks > 1 for row in rows)
+    assert any(row.num_chunks > 1 for row in rows)
     found = parsed([(row.cluster.num_devices, megatron_flags(row)) for row in rows])
     for row, args in zip(rows, found, strict=True):
         assert args == expected(row), " ".join(megatron_flags(row))
@@ -167,7 +176,7 @@ def expected(setup: Setup) -> dict[str, Any]:
         "recompute_method": setup.recomputed.method,
         "recompute_num_layers": setup.recomputed.num_layers if setup.recomputed.method else None,
         "recompute_modules": list(setup.recomputed.modules) or None,
-        "virtual_pipeline_model_parallel_size": setup.chunks if setup.chunks > 1 else None,
+        "virtual_pipeline_model_parallel_size": setup.num_chunks if setup.num_chunks > 1 else None,
         "fp16": setup.precision == "fp16",
         "bf16": setup.precision == "bf16",
         "sequence_parallel": setup.tensor > 1,

@@ -22,7 +22,7 @@ from tests.support.interleaving import World, fault_of
 
 SCHEDULES: dict[str, Callable[[], Schedule]] = {
     **{
-        f"{name}, {v} chunks": partial(build, ScheduleConfig(name, 4, 8, v, BalanceConfig()))
+        f"{name}, {v} chunks": partial(build, ScheduleConfig(name, 4, 8, num_chunks=v, balance=BalanceConfig()))
         for name, family in FAMILIES.items()
         for v in range(family.min_chunks, min(family.max_chunks or 2, 2) + 1)
     },

@@ -177,7 +177,7 @@ SHARDS_OF_TWO = (
 
 SCHEDULES = {
     "1f1b": partial(build, ScheduleConfig("1f1b", 4, 6, balance=BalanceConfig())),
-    "chunks": partial(build, ScheduleConfig("interleaved-1f1b", 4, 8, 2, BalanceConfig())),
+    "chunks": partial(build, ScheduleConfig("interleaved-1f1b", 4, 8, num_chunks=2, balance=BalanceConfig())),
     "gpipe": partial(build, ScheduleConfig("gpipe", 3, 4)),
     "one rank": partial(build, ScheduleConfig("1f1b", 1, 2)),
     "refilled": partial(read_csv, REFILLED),
@@ -185,7 +185,7 @@ SCHEDULES = {
         "# bpipe schedule=a microbatches=2 stage_to_rank=0 hosts=own\n0F0,0F1 0EVICT0,0B1 0LOAD0,0B0\n"
     ),
     "overlapped": lambda: OVERLAPPED,
-    "v-half": partial(build, ScheduleConfig("v-half", 4, 4, 2)),
+    "v-half": partial(build, ScheduleConfig("v-half", 4, 4, num_chunks=2)),
     "two pipes": partial(build, ScheduleConfig("chimera", 4, 4)),
     "two pipes, balanced": partial(build, ScheduleConfig("chimera", 8, 8, balance=BalanceConfig())),
     "vocabulary": partial(sharded, 4, 5, Vocabulary.ONE),
@@ -210,12 +210,13 @@ def test_megatrons_loop_for_one_stage_a_rank(p: int, m: int) -> None:
 
 def test_megatrons_loop_for_several_stages_a_rank() -> None:
     assert (
-        written(lower(build(ScheduleConfig("interleaved-1f1b", 2, 2, 2)), Exchange.MEGATRON_INTERLEAVED)) == INTERLEAVED
+        written(lower(build(ScheduleConfig("interleaved-1f1b", 2, 2, num_chunks=2)), Exchange.MEGATRON_INTERLEAVED))
+        == INTERLEAVED
     )
 
 
 def test_megatrons_interleaved_program_where_it_waits() -> None:
-    programs = written(lower(build(ScheduleConfig("interleaved-1f1b", 3, 6, 2)), Exchange.MEGATRON_TURNS))
+    programs = written(lower(build(ScheduleConfig("interleaved-1f1b", 3, 6, num_chunks=2)), Exchange.MEGATRON_TURNS))
     assert programs.split("\n\n")[2] == IN_TURNS
 
 
@@ -225,7 +226,7 @@ def test_a_loop_in_turns_loses_nothing_to_exchanges_that_take_no_time(p: int, v:
 
     Waiting behind each computation alone, the shorter waits for the longer.
     """
-    schedule = build(ScheduleConfig("interleaved-1f1b", p, m, v))
+    schedule = build(ScheduleConfig("interleaved-1f1b", p, m, num_chunks=v))
     free, gaps = Links(), Links(Link(gap_s=Fraction(1, 10)))
     posted, turns, waiting = (
         simulate(schedule, Costs((StageCost(1, 2),) * (p * v), links, exchange=exchange)).makespan_s
@@ -242,7 +243,7 @@ def test_a_loop_in_turns_loses_nothing_to_exchanges_that_take_no_time(p: int, v:
 
 @pytest.mark.parametrize(("p", "m", "group"), [(3, 5, 5), (3, 10, 5), (4, 12, 6), (4, 12, 8), (5, 20, 6)])
 def test_a_loop_in_turns_closes_its_ring_whatever_the_group(p: int, m: int, group: int) -> None:
-    schedule = build(ScheduleConfig("interleaved-1f1b", p, m, 2, group_size=group))
+    schedule = build(ScheduleConfig("interleaved-1f1b", p, m, num_chunks=2, group_size=group))
     assert not blocked_ranks(schedule, WaitLevel.IN_EVERY_OPERATION, Exchange.MEGATRON_TURNS)
 
 

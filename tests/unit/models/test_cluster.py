@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from bpipe.cli import main
+from bpipe.ir.layout import Vocabulary
 from bpipe.models.cluster import DEVICES, GIB, parse_cluster
 from bpipe.models.cluster_file import read_cluster
 from bpipe.models.context_parallel import with_exchange
@@ -212,9 +213,9 @@ def test_of_a_mesh_replicas_experts_and_parts_of_a_sequence_use_the_links_among_
     # From three others keys and values of 2048 tokens each, in 16 bit.
     gathered_s = 3 * 2 * 2048 * 2 * 8 * 128 / (448e9 * LINK_EFFICIENCY)
     assert waits - fewer == pytest.approx((7 / 3 - 1) * gathered_s)
-    shards = setup_on("mi300x-192g:1x8", tensor=1, vocabulary_parallel="1")
+    shards = setup_on("mi300x-192g:1x8", tensor=1, vocabulary=Vocabulary.ONE)
     assert collective_seconds(shards) == collective_seconds(switched(shards)), "all eight"
-    few = setup_on("mi300x-192g:1x8", tensor=1, pipeline=4, vocabulary_parallel="1")
+    few = setup_on("mi300x-192g:1x8", tensor=1, pipeline=4, vocabulary=Vocabulary.ONE)
     assert collective_seconds(few).gather_s == pytest.approx(7 / 3 * float(collective_seconds(switched(few)).gather_s))
 
 

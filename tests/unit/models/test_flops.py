@@ -31,7 +31,7 @@ def test_megatrons_formula_is_megatrons(
     layers = split_layers(model.num_layers, 2)
     assert layers is not None
     setup = Setup(model, parse_cluster("h100-80g:1x8"), 4, 2, 1, 16, model.sequence, layers)
-    assert training_flops(model, 16, model.sequence, vocabulary=setup.vocabulary) == pytest.approx(
+    assert training_flops(model, 16, model.sequence, vocabulary=setup.padded_vocabulary) == pytest.approx(
         megatron_flops(megatron_args(setup), 16), rel=1e-12
     )
 

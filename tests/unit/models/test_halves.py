@@ -149,7 +149,12 @@ def test_the_balanced_one_below_moves() -> None:
 @pytest.mark.parametrize("share", [0, Fraction(1, 2), 1, Fraction(9, 5)])
 @pytest.mark.parametrize(
     "schedule",
-    [build(ScheduleConfig("v-half", 4, 9, 2)), build(ScheduleConfig("v-min", 6, 12, 2)), split_1f1b(6, 12), BALANCED],
+    [
+        build(ScheduleConfig("v-half", 4, 9, num_chunks=2)),
+        build(ScheduleConfig("v-min", 6, 12, num_chunks=2)),
+        split_1f1b(6, 12),
+        BALANCED,
+    ],
     ids=["half", "min", "1f1b", "1f1b balanced"],
 )
 def test_what_is_held_is_what_the_memory_rule_says(schedule: Schedule, share: Fraction) -> None:

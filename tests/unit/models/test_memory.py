@@ -34,7 +34,7 @@ def setup(
     model: str | Model = "gpt3-96b", t: int = 4, p: int = 8, b: int = 2, cluster: str = "a100-80g:4x8", **changes: Any
 ) -> Setup:
     model = PRESETS[model] if isinstance(model, str) else model
-    layers = split_layers(model.num_layers, p * changes.get("chunks", 1), allow_uneven=True)
+    layers = split_layers(model.num_layers, p * changes.get("num_chunks", 1), allow_uneven=True)
     assert layers is not None
     changes = {"global_batch": 128, "sequence": 2048, "layers": layers, "attention": "unfused", **changes}
     return Setup(model, parse_cluster(cluster), t, p, b, **changes)
@@ -196,7 +196,7 @@ def test_activations_are_the_schedules_own_peak() -> None:
                 t=2,
                 cluster="a100-80g:1x8",
                 schedule=schedule,
-                chunks=chunks,
+                num_chunks=chunks,
                 balance=named_balance(balance),
                 global_batch=32,
             )
@@ -239,7 +239,7 @@ def test_orders_alone_say_what_is_held_and_the_first_rank_no_less_than_its_famil
         for vocabulary in (Vocabulary.WHOLE, Vocabulary.ONE) if family.sharded and m == p else (Vocabulary.WHOLE,):
             if m % family.num_pipes:
                 continue
-            config = ScheduleConfig(name, p, m, v, vocabulary=vocabulary)
+            config = ScheduleConfig(name, p, m, num_chunks=v, vocabulary=vocabulary)
             alone, placed = held_by_orders(config), held_by(unchecked(config))
             assert [(one.stages, set(one.moments)) for one in alone] == [
                 (one.stages, set(one.moments)) for one in placed
@@ -251,5 +251,5 @@ def test_orders_alone_say_what_is_held_and_the_first_rank_no_less_than_its_famil
 def test_what_is_predicted_is_what_is_checked() -> None:
     """Predictions do not ask the rules of a schedule again; it is the same, balanced too."""
     for name in FAMILIES:
-        config = ScheduleConfig(name, 4, 8, FAMILIES[name].min_chunks, BalanceConfig())
+        config = ScheduleConfig(name, 4, 8, num_chunks=FAMILIES[name].min_chunks, balance=BalanceConfig())
         assert unchecked(config) == build(config)

@@ -44,7 +44,7 @@ def setup(schedule: str = "chimera", chunks: int = 1, cluster: str = "a100-80g:1
         "sequence": 2048,
         "layers": layers,
     }
-    return Setup(MODEL, parse_cluster(cluster), **{**sizes, "schedule": schedule, "chunks": chunks, **changes})
+    return Setup(MODEL, parse_cluster(cluster), **{**sizes, "schedule": schedule, "num_chunks": chunks, **changes})
 
 
 def test_a_rank_has_the_stages_of_both_pipes_and_a_half_of_the_optimizer_state_of_each() -> None:
@@ -121,7 +121,7 @@ def test_hosts_are_in_the_same_half_wherever_anything_moves() -> None:
         v = FAMILIES[name].min_chunks
         for p in (4, 8, 12, 16):
             for rounds in (1, 2):
-                schedule = build(ScheduleConfig(name, p, rounds * p, v, BalanceConfig()))
+                schedule = build(ScheduleConfig(name, p, rounds * p, num_chunks=v, balance=BalanceConfig()))
                 if moves_anything(schedule):
                     moved += 1
                     assert schedule.partners == halved_pairs(p), (name, p, rounds)

@@ -166,7 +166,7 @@ def test_a_block_is_so_many_layers_of_either_kind() -> None:
         (dense, WHOLE_LAYER, 1),
         (experts, WHOLE_LAYER, 1),
     )
-    chunked = replace(LLAMA, chunks=2, layers=(5,) * 16, schedule="interleaved-1f1b", recompute="full:block:3")
+    chunked = replace(LLAMA, num_chunks=2, layers=(5,) * 16, schedule="interleaved-1f1b", recompute="full:block:3")
     assert stage_bytes(chunked)[1] == 3 * full + 2 * none, "of every chunk"
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from bpipe.balance.config import named_balance
 from bpipe.build import build
+from bpipe.ir.layout import Vocabulary
 from bpipe.ir.memory import memory_of, peak_bytes
 from bpipe.ir.program import Exchange
 from bpipe.models.cluster import parse_cluster
@@ -30,13 +31,13 @@ SPLIT = ("1", "2", "interlaced")
 
 
 def setup(model: Model = UNTIED, t: int = 1, p: int = 8, **changes: Any) -> Setup:
-    choices = {"recompute": "none", "precision": "fp16", "vocabulary_parallel": "1", "input_shards": True, **changes}
+    choices = {"recompute": "none", "precision": "fp16", "vocabulary": Vocabulary.ONE, "input_shards": True, **changes}
     layers = choices.pop("layers", (model.num_layers // p,) * p)
     return Setup(model, parse_cluster(f"a100-80g:1x{t * p}"), t, p, 1, 16 * p, 2048, layers, **choices)
 
 
 def test_every_rank_holds_its_part_of_both_layers() -> None:
-    whole = setup(vocabulary_parallel="none", input_shards=False)
+    whole = setup(vocabulary=Vocabulary.WHOLE, input_shards=False)
     table = 256000 * 3072
     layers = [count - table for count in (rank_parameters(whole)[0], rank_parameters(whole)[-1])]
     counts = rank_parameters(setup())
@@ -61,16 +62,16 @@ def test_a_tied_embedding_that_stays_whole_has_a_copy_of_each_row_in_a_shard() -
 
 def test_the_vocabulary_is_padded_until_every_rank_has_a_part() -> None:
     model = replace(UNTIED, num_layers=36, vocabulary=50257)
-    assert setup(model, p=6).vocabulary == 50304
-    assert setup(model, p=9).vocabulary == 50688 == 44 * 128 * 9
-    assert setup(model, p=9, vocabulary_parallel="none", input_shards=False).vocabulary == 50304
-    assert setup(model, t=2, p=9).vocabulary % (2 * 9 * 128) == 0
+    assert setup(model, p=6).padded_vocabulary == 50304
+    assert setup(model, p=9).padded_vocabulary == 50688 == 44 * 128 * 9
+    assert setup(model, p=9, vocabulary=Vocabulary.WHOLE, input_shards=False).padded_vocabulary == 50304
+    assert setup(model, t=2, p=9).padded_vocabulary % (2 * 9 * 128) == 0
 
 
 @pytest.mark.parametrize("vocabulary", SPLIT)
 def test_logits_are_on_all_ranks_and_on_the_last_no_loss(vocabulary: str) -> None:
     """2 n V / p bytes, where the last stage alone held 4 n V of softmax beside 6 n V that came and went."""
-    whole, mine = setup(vocabulary_parallel="none", input_shards=False), setup(vocabulary_parallel=vocabulary)
+    whole, mine = setup(vocabulary=Vocabulary.WHOLE, input_shards=False), setup(vocabulary=Vocabulary(vocabulary))
     tokens = 2048
     assert stage_bytes(whole)[-1] - stage_bytes(mine)[-1] == 4 * tokens * 256000
     names = {row.name: row.nbytes * row.num for row in shard_saved(mine)}
@@ -83,7 +84,7 @@ def test_logits_are_on_all_ranks_and_on_the_last_no_loss(vocabulary: str) -> Non
 @pytest.mark.parametrize("vocabulary", SPLIT)
 @pytest.mark.parametrize("balance", ["none", "bpipe"])
 def test_activations_are_the_schedules_own_peak(vocabulary: str, balance: str) -> None:
-    mine = setup(vocabulary_parallel=vocabulary, balance=named_balance(balance))
+    mine = setup(vocabulary=Vocabulary(vocabulary), balance=named_balance(balance))
     exact = peak_bytes(build(mine.program()), memory_of(stage_bytes(mine), shard_bytes=shard_bytes(mine)))
     predicted = [rank.activations_bytes + rank.hosted_bytes + shard_bytes(mine) for rank in predict_memory(mine)]
     assert all(mine_bytes >= exact_bytes for mine_bytes, exact_bytes in zip(predicted, exact, strict=True))
@@ -101,10 +102,10 @@ def test_a_shard_takes_its_part_of_the_time() -> None:
         ("2", 32000, 1.57),
         ("1", 32000, 1.42),
     ):
-        (shard,) = predict_costs(setup(replace(UNTIED, vocabulary=rows), vocabulary_parallel=vocabulary)).shards
+        (shard,) = predict_costs(setup(replace(UNTIED, vocabulary=rows), vocabulary=Vocabulary(vocabulary))).shards
         assert 1e3 * float(shard.forward_s + shard.backward_s) == pytest.approx(measured, rel=0.4)
     costs = predict_costs(setup())
-    whole = sum(output_seconds(setup(vocabulary_parallel="none", input_shards=False)))
+    whole = sum(output_seconds(setup(vocabulary=Vocabulary.WHOLE, input_shards=False)))
     assert float(costs.shards[0].forward_s + costs.shards[0].backward_s) == pytest.approx(whole / 8, rel=0.25)
     assert costs.exchange is Exchange.POSTED
     assert (
@@ -119,7 +120,7 @@ def test_the_gradient_of_a_table_is_as_long_as_its_rows() -> None:
     """Published: the first rank's backward took 4.08 ms longer than the second's with 256000 rows; a shard's took
     0.79."""
     for rows, measured in ((256000, 4.08), (128000, 2.37), (64000, 1.31)):
-        whole = predict_costs(setup(replace(UNTIED, vocabulary=rows), vocabulary_parallel="none", input_shards=False))
+        whole = predict_costs(setup(replace(UNTIED, vocabulary=rows), vocabulary=Vocabulary.WHOLE, input_shards=False))
         assert 1e3 * float(whole.stages[0].embedding_backward_s) == pytest.approx(measured, rel=0.25)
     (shard,) = predict_costs(setup()).shards
     assert 1e3 * float(shard.input_backward_s) == pytest.approx(0.79, rel=0.4)

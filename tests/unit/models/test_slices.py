@@ -246,7 +246,7 @@ def test_counts_of_slices_are_what_their_orders_and_transfers_hold(schedule: str
             8192,
             layers,
             schedule=schedule,
-            chunks=chunks,
+            num_chunks=chunks,
             slices=slices,
             balance=named_balance(balance),
             recompute="none",

@@ -86,6 +86,6 @@ def test_types_are_of_the_precision_aware_optimizer_alone() -> None:
 
 def test_a_launch_says_them_and_is_written_with_them() -> None:
     setup = replace(SETUP, state_types=replace(SHORT, exp_avg_dtype="fp8"))
-    again = setup_from(megatron_flags(setup), setup.cluster, setup.vocabulary, "gpu")
+    again = setup_from(megatron_flags(setup), setup.cluster, setup.padded_vocabulary, "gpu")
     assert again.state_types == setup.state_types
     assert [one.peak_bytes for one in predict_memory(again)] == [one.peak_bytes for one in predict_memory(setup)]

@@ -62,7 +62,7 @@ def test_what_is_gathered_beside_forwards_takes_no_time_of_its_own() -> None:
 
 
 def test_exchanges_that_block_cost_an_interleaved_pipeline_what_they_take() -> None:
-    chunks = {"chunks": 5, "layers": (2,) * 20, "schedule": "interleaved-1f1b", "global_batch": 64}
+    chunks = {"num_chunks": 5, "layers": (2,) * 20, "schedule": "interleaved-1f1b", "global_batch": 64}
     hidden, blocking = (predict(setup(*on, **chunks)) for on in ((), ("no_overlap_p2p_communication",)))
     assert predict_costs(setup("no_overlap_p2p_communication", **chunks)).exchange is Exchange.MEGATRON_TURNS
     # Five turns a micro-batch, two messages each, with a gap at least.
@@ -105,7 +105,7 @@ def test_replicas_in_one_node_reduce_over_all_of_its_ports() -> None:
     [
         (
             ("no_overlap_p2p_communication",),
-            {"pipeline": 2, "chunks": 2, "layers": (10,) * 4, "schedule": "interleaved-1f1b"},
+            {"pipeline": 2, "num_chunks": 2, "layers": (10,) * 4, "schedule": "interleaved-1f1b"},
             "is for 3 or more pipeline ranks",
         ),
         (("overlap_param_gather",), {}, "--overlap-param-gather needs --overlap-grad-reduce"),
@@ -155,7 +155,7 @@ def test_gradients_of_the_first_ranks_first_chunk_are_reduced_in_buckets() -> No
     assert stage_buckets(replace(alone, switches=Switches())) == (1,)
     many = replace(alone, cluster=parse_cluster("a100-80g:128x8"), global_batch=128)
     assert stage_buckets(many) == (count // 128_000_000,)
-    chunks = replace(alone, pipeline=2, layers=(10,) * 4, chunks=2, schedule="interleaved-1f1b", global_batch=16)
+    chunks = replace(alone, pipeline=2, layers=(10,) * 4, num_chunks=2, schedule="interleaved-1f1b", global_batch=16)
     assert stage_buckets(chunks)[0] > 1
     assert stage_buckets(chunks)[1:] == (1, 1, 1)
     # Its first stage is Megatron's last.

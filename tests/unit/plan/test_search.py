@@ -109,7 +109,7 @@ def test_of_a_family_that_was_not_simulated_to_its_end_it_is_said(outcome: Outco
 
 
 def key(setup: Setup) -> tuple[object, ...]:
-    return setup.tensor, setup.pipeline, setup.micro_batch, setup.recompute, setup.schedule, setup.chunks
+    return setup.tensor, setup.pipeline, setup.micro_batch, setup.recompute, setup.schedule, setup.num_chunks
 
 
 def test_the_bound_is_below_the_time_and_the_state_below_the_peak() -> None:
@@ -151,11 +151,11 @@ def test_the_papers_constraints() -> None:
 
 def test_layers_that_do_not_divide_are_split_unevenly_by_itself() -> None:
     odd = Space(gpt("odd", 22, 1024, 16), parse_cluster("a100-80g:8"), 8, 1024)
-    splits = {setup.pipeline: setup.layers for setup in enumerate_setups(odd) if setup.chunks == 1}
+    splits = {setup.pipeline: setup.layers for setup in enumerate_setups(odd) if setup.num_chunks == 1}
     assert splits == {1: (22,), 2: (11, 11), 4: (5, 6, 6, 5), 8: (2, *(3,) * 6, 2)}
     # Two ranks divide the layers: there chunks have to, too.
     assert not any(
-        setup.pipeline == 2 and setup.chunks > 1 and len(set(setup.layers)) > 1 for setup in enumerate_setups(odd)
+        setup.pipeline == 2 and setup.num_chunks > 1 and len(set(setup.layers)) > 1 for setup in enumerate_setups(odd)
     )
     even = list(enumerate_setups(replace(odd, uneven=False)))
     assert {setup.pipeline for setup in even} == {1, 2}
@@ -192,7 +192,7 @@ def test_schedules_of_our_executor_are_compared_with_their_flags() -> None:
     assert base.rows
     setups = [row.prediction.setup for row in found.rows]
     grouped = {
-        (setup.chunks, setup.group)
+        (setup.num_chunks, setup.group_size)
         for setup in setups
         if setup.pipeline == 4 and setup.schedule == "grouped-interleaved"
     }
@@ -206,9 +206,9 @@ def test_schedules_of_our_executor_are_compared_with_their_flags() -> None:
     assert of_four["zb-h1"] < of_four["1f1b"]
     for setup in setups:
         said = read_command([*megatron_flags(setup), "--vocab-size", "512"]).options
-        assert (said.get("schedule") or default_family(setup.chunks), said.get("group")) == (
+        assert (said.get("schedule") or default_family(setup.num_chunks), said.get("group")) == (
             setup.schedule,
-            setup.group,
+            setup.group_size,
         )
         assert lower_bound_s(setup) <= steady_timing(setup, costs_of(setup)).iteration_s * (1 + 1e-9)
 
@@ -274,7 +274,7 @@ def test_what_balancing_moves_is_asked_of_the_pass() -> None:
                 1024,
                 layers,
                 schedule=schedule,
-                chunks=chunks,
+                num_chunks=chunks,
             )
         )
 
@@ -288,7 +288,7 @@ def test_what_balancing_moves_is_asked_of_the_pass() -> None:
 
 
 def cut_in_four(setup: Setup) -> bool:
-    return (setup.tensor, setup.pipeline, setup.data, setup.chunks) == (1, 4, 1, 1)
+    return (setup.tensor, setup.pipeline, setup.data, setup.num_chunks) == (1, 4, 1, 1)
 
 
 def sizes_of(family: Family) -> list[tuple[int, int, int | None, int]]:
@@ -323,8 +323,8 @@ def test_the_steady_phase_of_our_executors_schedules_is_continued(
         sequence=2048,
         layers=(2,) * p * chunks,
         schedule=schedule,
-        chunks=chunks,
-        group=group,
+        num_chunks=chunks,
+        group_size=group,
         delay=delay,
         balance=named_balance(balance),
     )
@@ -342,7 +342,7 @@ def test_the_steady_phase_of_our_executors_schedules_is_continued(
 def test_few_micro_batches_hold_as_much_as_many(schedule: str, chunks: int, balance: str) -> None:
     for p in (4, 6):
         few, many = (
-            build(ScheduleConfig(schedule, p, m, chunks, named_balance(balance)))
+            build(ScheduleConfig(schedule, p, m, num_chunks=chunks, balance=named_balance(balance)))
             for m in ((2 if chunks == 1 else 3) * p, 7 * p)
         )
         ones = (1,) * few.num_stages

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from bpipe.generate.families import FAMILIES, SEARCHED
+from bpipe.ir.layout import Vocabulary
 from bpipe.launch.megatron_command import read_command
 from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.models.cluster import parse_cluster
@@ -53,7 +54,7 @@ def test_every_schedule_is_tried_with_all_shards_that_the_trainer_has() -> None:
     """With tensor parallelism before Blackwell there is one queue, in which algorithm 2 and shards of the embedding
     are refused."""
     found = Counter(
-        (setup.schedule, setup.tensor > 1, setup.vocabulary_parallel, setup.input_shards) for setup in setups_of(SMALL)
+        (setup.schedule, setup.tensor > 1, setup.vocabulary.value, setup.input_shards) for setup in setups_of(SMALL)
     )
     sorts = {(schedule, one_queue): set[tuple[str, bool]]() for schedule, one_queue, *_ in found}
     for schedule, one_queue, algorithm, inputs in found:
@@ -64,7 +65,7 @@ def test_every_schedule_is_tried_with_all_shards_that_the_trainer_has() -> None:
     assert sorts["1f1b", True] == {*whole, ("1", False), ("interlaced", False)}
     assert sorts["chimera", False] == whole
     blackwell = setups_of(replace(SMALL, cluster=parse_cluster("b200-180g:1x4"), schedules=("zb-h1",)))
-    assert {setup.vocabulary_parallel for setup in blackwell if setup.tensor == 2} == {"none", "1", "2"}
+    assert {setup.vocabulary.value for setup in blackwell if setup.tensor == 2} == {"none", "1", "2"}
     assert not any(setup.is_sharded for setup in setups_of(SMALL) if setup.pipeline == 1)
 
 
@@ -78,10 +79,10 @@ def test_what_would_stand_still_in_one_queue_is_no_row() -> None:
     setups = [row.prediction.setup for row in found.rows]
     assert 0 < found.cuts["queues"] <= sum(stands_still(setup) for setup in setups_of(space))
     assert not any(stands_still(setup) for setup in setups)
-    of_two = {(setup.pipeline, setup.group) for setup in setups if setup.tensor == 2}
+    of_two = {(setup.pipeline, setup.group_size) for setup in setups if setup.tensor == 2}
     assert (4, 2) in of_two
     assert (4, 4) not in of_two
-    assert any(setup.group == setup.pipeline for setup in setups if setup.tensor == 1)
+    assert any(setup.group_size == setup.pipeline for setup in setups if setup.tensor == 1)
 
 
 def test_where_nobody_chose_shards_are_tried_where_they_promise_something() -> None:
@@ -90,12 +91,12 @@ def test_where_nobody_chose_shards_are_tried_where_they_promise_something() -> N
     whole = [setup for setup in setups if not setup.is_sharded]
     assert whole == setups_of(replace(SMALL, vocabulary_parallel=("none",)))
     every = [setup for setup in setups_of(SMALL) if setup.is_sharded]
-    wholes = {setup: replace(setup, vocabulary_parallel="none", input_shards=False) for setup in every}
+    wholes = {setup: replace(setup, vocabulary=Vocabulary.WHOLE, input_shards=False) for setup in every}
     promising = {one for one in every if last_load(wholes[one]) > 1 and lower_bound_s(one) < lower_bound_s(wholes[one])}
     assert {setup for setup in setups if setup.is_sharded} == promising
     assert promising
     only = setups_of(replace(SMALL, vocabulary_parallel=("1",)))
-    assert {setup.vocabulary_parallel for setup in only} == {"1"}
+    assert {setup.vocabulary.value for setup in only} == {"1"}
 
 
 @pytest.mark.parametrize("schedule", [name for name in SEARCHED if FAMILIES[name].sharded is not None])
@@ -153,9 +154,9 @@ def test_flags_of_a_row_say_its_shards() -> None:
     assert {setup.input_shards for setup in setups} == {False, True}
     for setup in setups:
         flags = megatron_flags(setup)
-        assert flags[flags.index("--bpipe-vocabulary") + 1] == setup.vocabulary_parallel
+        assert flags[flags.index("--bpipe-vocabulary") + 1] == setup.vocabulary.value
         assert ("--bpipe-vocabulary-input" in flags) == setup.input_shards
         read = read_command(flags).options
-        assert read["vocabulary_parallel"] == setup.vocabulary_parallel
+        assert read["vocabulary_parallel"] == setup.vocabulary.value
         assert bool(read.get("input_shards")) == setup.input_shards
-        assert f"vocabulary {setup.vocabulary_parallel}" in describe(setup)
+        assert f"vocabulary {setup.vocabulary.value}" in describe(setup)

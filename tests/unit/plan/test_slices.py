@@ -66,8 +66,8 @@ def test_every_schedule_that_takes_them_is_tried_in_slices(every: list[Setup]) -
     assert [setup for setup in every if setup.slices == 1] == whole
     sliced = [setup for setup in whole if setup.schedule != "chimera"]
     even = [one for one in every if one.slices > 1 and one.slice_lengths == "even"]
-    assert {(replace(one, slices=1, group=None), one.slices) for one in even} == {
-        (replace(setup, group=None), k) for setup in sliced for k in (2, 4)
+    assert {(replace(one, slices=1, group_size=None), one.slices) for one in even} == {
+        (replace(setup, group_size=None), k) for setup in sliced for k in (2, 4)
     }
     uneven = [setup for setup in every if isinstance(setup.slice_lengths, tuple)]
     # By their number what leaves of these is not counted well.
@@ -86,13 +86,13 @@ def test_groups_are_of_as_many_slices_too() -> None:
     found: dict[tuple[str, int], list[int | None]] = {}
     for setup in every:
         if setup.balance is None and setup.recompute == "full" and setup.slice_lengths == "even":
-            found.setdefault((setup.schedule, setup.slices), []).append(setup.group)
+            found.setdefault((setup.schedule, setup.slices), []).append(setup.group_size)
     groups = {1: [4, 8], 2: [2, 4, 8], 4: [1, 2, 4, 8], 8: [1, 4, 8]}
     assert found == {
         **{("grouped-interleaved", k): sizes for k, sizes in groups.items()},
         **{("v-half", k): [None] for k in groups},
     }
-    few, many = (next(one for one in every if (one.slices, one.group) == (2, size)) for size in (2, 8))
+    few, many = (next(one for one in every if (one.slices, one.group_size) == (2, size)) for size in (2, 8))
     held_by_few, held_by_many = (max(held for held, _ in activations(one)) for one in (few, many))
     assert held_by_few < 0.8 * held_by_many
     # Each has its use.
@@ -149,7 +149,7 @@ def test_few_micro_batches_tell_of_all(schedule: str, p: int, slices: int, balan
         *(replace(PRESETS["gpt3-13b"], num_layers=2 * p * chunks), parse_cluster(f"a100-80g:1x{p}"), 1, p, 1, 24, 8192),
         layers=(2,) * p * chunks,
         schedule=schedule,
-        chunks=chunks,
+        num_chunks=chunks,
         balance=named_balance(balance),
         slices=slices,
     )
@@ -226,7 +226,7 @@ def test_a_plan_for_all_micro_batches_is_timed_by_all_where_fewer_do_not_fit() -
         (5,) * 16,
         "none",
         schedule="interleaved-1f1b",
-        chunks=2,
+        num_chunks=2,
         balance=EVENLY,
         slices=2,
     )

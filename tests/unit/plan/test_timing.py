@@ -37,7 +37,7 @@ def large(schedule: str, chunks: int, **changes: Any) -> Setup:
         layers=(32 // (4 * chunks),) * (4 * chunks),
         recompute="none",
         schedule=schedule,
-        chunks=chunks,
+        num_chunks=chunks,
     )
 
 
@@ -59,7 +59,7 @@ def test_the_steady_phase_continued_is_the_whole(
         sequence=2048,
         layers=(40 // (pipeline * chunks),) * (pipeline * chunks),
         schedule=schedule,
-        chunks=chunks,
+        num_chunks=chunks,
         balance=named_balance(balance),
     )
     whole, steady = whole_timing(simulation_of(setup)), steady_timing(setup, costs_of(setup))
@@ -92,7 +92,7 @@ REPEATED: list[Any] = [
     ("1f1b", 1, {}, 14),
     ("1f1b", 1, {"balance": BalanceConfig()}, 38),
     ("interleaved-1f1b", 4, {"global_batch": 168}, 16),
-    ("grouped-interleaved", 2, {"group": 4, "balance": BalanceConfig()}, 18),
+    ("grouped-interleaved", 2, {"group_size": 4, "balance": BalanceConfig()}, 18),
     ("1f1b-split", 1, {"slices": 4}, 5),
     ("v-half", 2, {}, 14),
     ("zb-v", 2, {}, 22),

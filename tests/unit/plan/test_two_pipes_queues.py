@@ -38,7 +38,7 @@ SPACE = Space(
 
 def is_refused(setup: Setup) -> bool:
     program = replace(setup, balance=None).program()
-    config = SchedulingConfig(num_ranks=setup.pipeline, num_chunks=setup.chunks)
+    config = SchedulingConfig(num_ranks=setup.pipeline, num_chunks=setup.num_chunks)
     try:
         refuse_standstill(unchecked(program), Exchange.POSTED, config, torch.device("cuda"), [])
     except ValueError:
@@ -53,7 +53,7 @@ def test_the_plan_has_the_bidirectional_pipelines_that_the_trainer_has(monkeypat
     """
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     setups = {
-        (setup.schedule, setup.pipeline, setup.chunks, setup.num_microbatches): setup
+        (setup.schedule, setup.pipeline, setup.num_chunks, setup.num_microbatches): setup
         for setup in every_setup(SPACE, Bounds(), Counter())
         if has_one_queue(setup) and setup.balance is None
     }

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from bpipe.cli import main
+from bpipe.ir.layout import Vocabulary
 from bpipe.models.profile import Entry, Profile
 from bpipe.plan.predict import predict
 from bpipe.plan.vocabulary import Burden, burden
@@ -21,7 +22,7 @@ PLAIN_S = 11.7222
 
 
 def hurting() -> Burden:
-    found = burden(predict(setup(vocabulary_parallel="none", input_shards=False)))
+    found = burden(predict(setup(vocabulary=Vocabulary.WHOLE, input_shards=False)))
     assert found is not None
     return found
 
@@ -39,16 +40,16 @@ def test_the_gains_are_those_that_were_measured() -> None:
 
 
 def test_a_small_vocabulary_does_not_hurt() -> None:
-    small = setup(replace(UNTIED, vocabulary=4000), vocabulary_parallel="none", input_shards=False)
+    small = setup(replace(UNTIED, vocabulary=4000), vocabulary=Vocabulary.WHOLE, input_shards=False)
     assert burden(predict(small)) is None
     # Nor one that is split already, nor one with nobody to wait for it.
     assert burden(predict(setup())) is None
-    alone = setup(replace(UNTIED, num_layers=4), p=1, vocabulary_parallel="none", input_shards=False)
+    alone = setup(replace(UNTIED, num_layers=4), p=1, vocabulary=Vocabulary.WHOLE, input_shards=False)
     assert burden(predict(alone)) is None
 
 
 def test_a_profile_says_how_long_the_output_layer_takes() -> None:
-    mine = setup(vocabulary_parallel="none", input_shards=False)
+    mine = setup(vocabulary=Vocabulary.WHOLE, input_shards=False)
     light, heavy = (
         Profile("p.json", (Entry(forward_s=0.01, backward_s=0.02, output_s=seconds),)) for seconds in (0.001, 0.06)
     )

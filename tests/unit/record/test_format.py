@@ -143,17 +143,17 @@ def test_a_column_without_a_value_is_read_as_its_default() -> None:
 
 PROGRAMS = (
     ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig((3,), (3, 2, 1, 0))),
-    ScheduleConfig("interleaved-1f1b", 4, 10, 2, group_size=6, exchange=Exchange.POSTED),
+    ScheduleConfig("interleaved-1f1b", 4, 10, num_chunks=2, group_size=6, exchange=Exchange.POSTED),
     ScheduleConfig("1f1b-split", 4, 8, delay=2),
     config_of_schedule(build(ScheduleConfig("zb-h1", 4, 8))),
     config_of_schedule(build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig())), BalanceConfig()),
-    ScheduleConfig("grouped-interleaved", 4, 8, 2, BalanceConfig((6,)), after_input=Fraction(1, 2)),
+    ScheduleConfig("grouped-interleaved", 4, 8, num_chunks=2, balance=BalanceConfig((6,)), after_input=Fraction(1, 2)),
     ScheduleConfig(
         "grouped-interleaved",
         4,
         8,
-        2,
-        BalanceConfig((6,), buffers_stay=True),
+        num_chunks=2,
+        balance=BalanceConfig((6,), buffers_stay=True),
         costs=UnitCosts(1, Fraction(6, 5), Fraction(4, 5), Fraction(1, 20)),
     ),
     ScheduleConfig(

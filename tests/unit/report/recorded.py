@@ -80,11 +80,12 @@ class Truth:
 
     @property
     def program(self) -> ScheduleConfig:
-        sizes = (self.num_stages, self.num_microbatches, self.num_chunks)
         return ScheduleConfig(
             self.schedule,
-            *sizes,
-            named_balance(self.balance),
+            self.num_stages,
+            self.num_microbatches,
+            num_chunks=self.num_chunks,
+            balance=named_balance(self.balance),
             vocabulary=Vocabulary(self.vocabulary),
             written=self.written,
         )

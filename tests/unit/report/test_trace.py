@@ -192,7 +192,8 @@ def test_a_rank_without_a_record_leaves_out_its_end_of_the_arrow(tmp_path: Path)
 @pytest.mark.parametrize("transfer_s", [1, 30])
 def test_a_simulated_trace_has_the_same_form(config: tuple[str, int, int, int], transfer_s: int) -> None:
     """Transfers that take as long as many computations overlap each other; each still has its place and its arrow."""
-    schedule = build(ScheduleConfig(*config, balance=BalanceConfig()))
+    name, p, m, v = config
+    schedule = build(ScheduleConfig(name, p, m, num_chunks=v, balance=BalanceConfig()))
     costs = uniform(schedule.num_stages, StageCost(10, 20, transfer_s=transfer_s, moved_bytes=90, saved_bytes=100))
     events = check(simulated.write_trace(simulate(schedule, costs)))
     assert len(list(arrows(events))) == len([event for event in events if event.get("cat") == "evict"])

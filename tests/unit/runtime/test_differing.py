@@ -139,7 +139,7 @@ def test_whatever_the_sizes_are_no_bit_differs(kind: str, pattern: Pattern) -> N
     [
         lambda: balance(v_flat(2, 4), (3, 16)),
         lambda: balance(v_flat(2, 4), (16, 3)),
-        lambda: balance(build(ScheduleConfig("v-half", 4, 6, 2)), (4, 16, 16, 4), (1, 0, 3, 2)),
+        lambda: balance(build(ScheduleConfig("v-half", 4, 6, num_chunks=2)), (4, 16, 16, 4), (1, 0, 3, 2)),
     ],
     ids=["v-flat", "v-flat the other way", "v-half"],
 )

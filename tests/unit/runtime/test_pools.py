@@ -41,7 +41,7 @@ POOLS: dict[str, Callable[[], Schedule]] = {
     "both": lambda: in_counts((3, 3, 4, 5, 4, 4), m=12),
     "chunks": lambda: in_counts((9, 9, 8, 6), "interleaved-1f1b", 8, 2),
     "halves, as a V": lambda: build(
-        ScheduleConfig("v-half", 4, 8, 2, balance=BalanceConfig((4, 7, 7, 7), hosts="pool"))
+        ScheduleConfig("v-half", 4, 8, num_chunks=2, balance=BalanceConfig((4, 7, 7, 7), hosts="pool"))
     ),
 }
 

@@ -33,7 +33,7 @@ UNEVEN: dict[str, Callable[[], Schedule]] = {
     "v-flat": lambda: FLAT,
     "v-flat, relieving the other rank": lambda: balance(v_flat(2, 4), (16, 3)),
     "v-flat of 4": lambda: balance(v_flat(4, 4), (3, 16, 16, 3), (1, 0, 3, 2)),
-    "v-half of 4": lambda: balance(build(ScheduleConfig("v-half", 4, 6, 2)), (4, 16, 16, 4), (1, 0, 3, 2)),
+    "v-half of 4": lambda: balance(build(ScheduleConfig("v-half", 4, 6, num_chunks=2)), (4, 16, 16, 4), (1, 0, 3, 2)),
 }
 
 

@@ -30,7 +30,7 @@ from tests.unit.transport.loopback import AtOnce
 def tiered(
     name: str, p: int, m: int, v: int = 1, hosts: str = "host", bounds: tuple[int, ...] | None = None
 ) -> Schedule:
-    return build(ScheduleConfig(name, p, m, v, balance=BalanceConfig(bounds, hosts=hosts)))
+    return build(ScheduleConfig(name, p, m, num_chunks=v, balance=BalanceConfig(bounds, hosts=hosts)))
 
 
 TIERS: dict[str, Callable[[], Schedule]] = {

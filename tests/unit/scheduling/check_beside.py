@@ -205,7 +205,9 @@ def a_run_that_would_stand_still_is_refused() -> None:
             "--bpipe-transport peer",
         ),
     ):
-        Driver(config)._engine(ScheduleConfig(STILL.name, STILL.num_ranks, STILL.num_microbatches, 2), Stage())
+        Driver(config)._engine(
+            ScheduleConfig(STILL.name, STILL.num_ranks, STILL.num_microbatches, num_chunks=2), Stage()
+        )
 
 
 def a_loop_of_ones_own_drives_the_same_iteration() -> None:
@@ -253,7 +255,7 @@ def a_micro_batch_takes_its_slots_of_an_iteration() -> None:
     """A pipeline of p ranks is full but for p - 1 of a rank's forwards and backwards; with v chunks those are a
     v-th."""
     assert microbatch_s(PLAN, 0, 34.0) == pytest.approx(34.0 / (12 + 5))
-    interleaved = build(ScheduleConfig("interleaved-1f1b", 4, 8, 2, BalanceConfig()))
+    interleaved = build(ScheduleConfig("interleaved-1f1b", 4, 8, num_chunks=2, balance=BalanceConfig()))
     assert microbatch_s(interleaved, 0, 38.0) == pytest.approx(38.0 / (8 + 3 / 2))
 
 

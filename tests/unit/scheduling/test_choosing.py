@@ -32,7 +32,7 @@ from megatron.scheduling.options.following import complete
 # Sound, but sums of gradients come out otherwise.
 LATE_FIRST = "0F0,0F1,,,,,,,0B1,0B0\n,1F0,1F1,,,,,1B1,1B0,\n,,2F0,2F1,,,2B1,2B0,,\n,,,3F0,3F1,3B1,3B0,,,\n"
 GROUPED = {"bpipe": True, "bpipe_schedule": "grouped-interleaved", "virtual_pipeline_model_parallel_size": 2}
-INTERLEAVED = build(ScheduleConfig("interleaved-1f1b", 4, 8, 2))
+INTERLEAVED = build(ScheduleConfig("interleaved-1f1b", 4, 8, num_chunks=2))
 
 
 # Of 4 ranks, as Megatron has them.
@@ -98,7 +98,7 @@ def test_ours_runs_what_megatrons_does_not() -> None:
     assert own_schedule(args(bpipe_schedule="gpipe")) == ScheduleConfig("gpipe", 4, 8, exchange=Exchange.POSTED)
     chunks = {"virtual_pipeline_model_parallel_size": 3}
     found = own_schedule(args(bpipe_schedule="grouped-interleaved", bpipe_group=3, **chunks))
-    assert found == ScheduleConfig("grouped-interleaved", 4, 8, 3, group_size=3, exchange=Exchange.POSTED)
+    assert found == ScheduleConfig("grouped-interleaved", 4, 8, num_chunks=3, group_size=3, exchange=Exchange.POSTED)
 
 
 def test_two_pipes_are_counted_as_the_schedule_counts_them(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_two_pipes_are_counted_as_the_schedule_counts_them(tmp_path: Path) -> No
     assert own_schedule(args(**TWO_PIPES)) == ScheduleConfig("chimera", 4, 8, exchange=Exchange.POSTED)
     more = {"bpipe_schedule": "bitpipe", "virtual_pipeline_model_parallel_size": 6, "bpipe": True}
     assert own_schedule(args(**TWO_PIPES | more)) == ScheduleConfig(
-        "bitpipe", 4, 8, 3, BalanceConfig(), exchange=Exchange.POSTED
+        "bitpipe", 4, 8, num_chunks=3, balance=BalanceConfig(), exchange=Exchange.POSTED
     )
     unknown = {"global_batch_size": None, "step_batch_size_schedule": "0:12 600:24"}
     assert own_schedule(args(**TWO_PIPES | unknown)) == ScheduleConfig("chimera", 4, 2, exchange=Exchange.POSTED)
@@ -161,7 +161,15 @@ def test_a_group_that_is_given_stays_and_is_balanced_to_the_bound() -> None:
     assert found is not None
     assert choice_for_bound(found) is None
     assert build(found) == build(
-        ScheduleConfig("grouped-interleaved", 4, 8, 2, BalanceConfig((7,)), group_size=3, exchange=Exchange.POSTED)
+        ScheduleConfig(
+            "grouped-interleaved",
+            4,
+            8,
+            num_chunks=2,
+            balance=BalanceConfig((7,)),
+            group_size=3,
+            exchange=Exchange.POSTED,
+        )
     )
 
 
@@ -169,7 +177,7 @@ def test_every_process_chooses_the_same() -> None:
     """Ranks do not agree on an order, each computes it: so it may not hang on how a process hashes."""
     program = (
         "from bpipe.build import *; import hashlib; from bpipe.formats.text import write_csv;"
-        "print(hashlib.sha256(write_csv(build(ScheduleConfig('grouped-interleaved', 4, 8, 2, "
+        "print(hashlib.sha256(write_csv(build(ScheduleConfig('grouped-interleaved', 4, 8, num_chunks=2, balance="
         "BalanceConfig((6,))))).encode()).hexdigest())"
     )
     run = [
@@ -217,7 +225,10 @@ def test_orders_alone_are_placed_on_the_grid(tmp_path: Path) -> None:
     file.write_text(listing(INTERLEAVED))
     found = own_schedule(args(bpipe_schedule=str(file), virtual_pipeline_model_parallel_size=2, bpipe=True))
     assert found is not None
-    assert build(found).ranks == build(ScheduleConfig("interleaved-1f1b", 4, 8, 2, balance=BalanceConfig())).ranks
+    assert (
+        build(found).ranks
+        == build(ScheduleConfig("interleaved-1f1b", 4, 8, num_chunks=2, balance=BalanceConfig())).ranks
+    )
 
 
 def test_a_file_that_moves_activations_stays_as_it_is(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_other_pairs_are_taken_from_the_schedule(
     schedule: str, chunks: int, ranks: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     partners = (4, 3, 5, 1, 0, 2) if chunks == 1 else (4, 5, 3, 2, 0, 1)
-    balanced = build(ScheduleConfig(schedule, 6, 6, chunks, BalanceConfig(None, partners)))
+    balanced = build(ScheduleConfig(schedule, 6, 6, num_chunks=chunks, balance=BalanceConfig(None, partners)))
     assert moves_anything(balanced)
     file = tmp_path / "mine.csv"
     file.write_text(write_csv(balanced))
@@ -118,7 +118,9 @@ def test_other_pairs_are_taken_from_the_schedule(
 
 def test_a_rank_that_has_no_partner_and_is_the_first_stays_first(tmp_path: Path) -> None:
     file = tmp_path / "mine.csv"
-    balanced = build(ScheduleConfig("1f1b", 5, 10, 1, BalanceConfig((5, 3, 3, 3, 3), (0, 4, 3, 2, 1))))
+    balanced = build(
+        ScheduleConfig("1f1b", 5, 10, num_chunks=1, balance=BalanceConfig((5, 3, 3, 3, 3), (0, 4, 3, 2, 1)))
+    )
     file.write_text(write_csv(balanced))
     assert moves_anything(balanced)
     assert placed(5, 10, bpipe_schedule=str(file)) == [0, 1, 4, 2, 3]
@@ -148,9 +150,9 @@ def test_three_ranks_are_enough_where_chunks_hold_more_than_one_apart() -> None:
 
 
 WHY = [
-    (("1f1b", 1, 4), None, "1 stage, 4 micro-batches: one stage has no other to share with; training as usual"),
+    (("1f1b", 1, 4, 1), None, "1 stage, 4 micro-batches: one stage has no other to share with; training as usual"),
     (
-        ("1f1b", 3, 8),
+        ("1f1b", 3, 8, 1),
         None,
         "stages in pairs cannot all keep less than the 3 micro-batches that the fullest holds alone; training as usual",
     ),
@@ -159,19 +161,20 @@ WHY = [
         None,
         "every stage holds 6 micro-batches of a chunk, so there is nothing to share; training as usual",
     ),
-    (("1f1b", 4, 8), 4, "no stage holds more than its bound; training as usual"),
+    (("1f1b", 4, 8, 1), 4, "no stage holds more than its bound; training as usual"),
     (("interleaved-1f1b", 3, 6, 2), None, "at most 7 held; evicting 0 -> 2 (2 of 6, 2 host buffers)"),
 ]
 
 
 @pytest.mark.parametrize(("sizes", "bound", "line"), WHY)
 def test_why_nothing_moves_is_said_of_the_schedule_at_hand(sizes: Any, bound: int | None, line: str) -> None:
-    config = ScheduleConfig(*sizes, balance=BalanceConfig(None if bound is None else (bound,)))
+    *sizes, v = sizes
+    config = ScheduleConfig(*sizes, num_chunks=v, balance=BalanceConfig(None if bound is None else (bound,)))
     assert describe(build(config)).endswith(line)
 
 
 def test_what_was_chosen_is_said() -> None:
-    config = ScheduleConfig("grouped-interleaved", 4, 8, 2, BalanceConfig((6,)))
+    config = ScheduleConfig("grouped-interleaved", 4, 8, num_chunks=2, balance=BalanceConfig((6,)))
     (line,) = grouped(config, build(config))
     assert "a bound of 6 micro-batches of a chunk: groups: 2 of 3, 1 of 2; pairs share one room" in line
     assert line.endswith("at most 6 held (7 with host buffers, which stay), bubble 9.4 %")
@@ -179,12 +182,20 @@ def test_what_was_chosen_is_said() -> None:
     (line,) = grouped(replace(config, costs=costs), build(config))
     assert "a bound of 6 micro-batches of a chunk at costs of 1,1.2,0.8 and a hop of 0.05: groups" in line
     shards = ScheduleConfig(
-        "grouped-interleaved", 4, 12, 2, BalanceConfig((6,), buffers_stay=True), vocabulary=Vocabulary.ONE
+        "grouped-interleaved",
+        4,
+        12,
+        num_chunks=2,
+        balance=BalanceConfig((6,), buffers_stay=True),
+        vocabulary=Vocabulary.ONE,
     )
     (line,) = grouped(shards, build(shards))
     assert line.startswith("grouped-interleaved-vocabulary-1, chosen for a bound of 6 micro-batches of a chunk")
     assert line.endswith("at most 6 held")
-    (usual,) = grouped(ScheduleConfig("grouped-interleaved", 4, 8, 2), build(config))
+    (usual,) = grouped(ScheduleConfig("grouped-interleaved", 4, 8, num_chunks=2), build(config))
     assert "groups of 2 micro-batches, the usual ones" in usual
-    for other in (ScheduleConfig("grouped-interleaved", 4, 8, 2, group_size=2), ScheduleConfig("1f1b", 4, 8)):
+    for other in (
+        ScheduleConfig("grouped-interleaved", 4, 8, num_chunks=2, group_size=2),
+        ScheduleConfig("1f1b", 4, 8),
+    ):
         assert not grouped(other, build(other))

@@ -56,7 +56,7 @@ def test_pairs_are_those_of_the_schedule(monkeypatch: pytest.MonkeyPatch, capsys
     pairs."""
     pairs = (4, 5, 7, 6, 0, 1, 3, 2)
     for schedule, chunks in (("1f1b-split", 1), ("grouped-interleaved", 2)):
-        own = ScheduleConfig(schedule, 8, 16, chunks, BalanceConfig(None, pairs))
+        own = ScheduleConfig(schedule, 8, 16, num_chunks=chunks, balance=BalanceConfig(None, pairs))
         assert ranks(monkeypatch, pipeline=8, config=SchedulingConfig(8, chunks, own=own)) == [
             0,
             4,
@@ -67,14 +67,14 @@ def test_pairs_are_those_of_the_schedule(monkeypatch: pytest.MonkeyPatch, capsys
             3,
             6,
         ]
-    of_a_file = eager(build(ScheduleConfig("v-min", 8, 16, 2)))
+    of_a_file = eager(build(ScheduleConfig("v-min", 8, 16, num_chunks=2)))
     own = config_of_schedule(of_a_file, BalanceConfig())
     capsys.readouterr()
     found = ranks(monkeypatch, pipeline=8, config=SchedulingConfig(8, 2, own=own))
     assert found[:2] == [0, 7]
     assert "bpipe:   node 0: stages 7 0 " in capsys.readouterr().out
     for config in (
-        SchedulingConfig(8, 2, own=ScheduleConfig("v-half", 8, 16, 2, BalanceConfig())),
+        SchedulingConfig(8, 2, own=ScheduleConfig("v-half", 8, 16, num_chunks=2, balance=BalanceConfig())),
         SchedulingConfig(8, 1),
     ):
         assert ranks(monkeypatch, pipeline=8, config=config) == list(range(8))
@@ -111,9 +111,9 @@ def test_what_is_not_the_configurations_is_refused() -> None:
         place(pipeline=8, config=SchedulingConfig(4, 1, BalanceConfig()))
     assert os.environ["RANK"] == "1"
     with pytest.raises(ValueError, match="num_chunks is 1, but of the schedule in own 2: give both the same"):
-        SchedulingConfig(8, 1, own=ScheduleConfig("v-half", 8, 16, 2, BalanceConfig()))
+        SchedulingConfig(8, 1, own=ScheduleConfig("v-half", 8, 16, num_chunks=2, balance=BalanceConfig()))
     with pytest.raises(ValueError, match="own is a schedule with another or none: give it to own alone"):
-        SchedulingConfig(8, 2, BalanceConfig(), own=ScheduleConfig("v-half", 8, 16, 2))
+        SchedulingConfig(8, 2, BalanceConfig(), own=ScheduleConfig("v-half", 8, 16, num_chunks=2))
 
 
 def test_replicas_come_in_either_order(monkeypatch: pytest.MonkeyPatch) -> None:

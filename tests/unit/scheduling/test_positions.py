@@ -55,7 +55,7 @@ def test_megatrons_own_placement_is_left_as_it_is(ways: tuple[int, ...]) -> None
     assert positions.native
     assert positions.in_order("abcd") == tuple("abcd")
     assert positions == SchedulingConfig(num_ranks=4, num_chunks=len(ways), balance=BalanceConfig()).positions
-    own = ScheduleConfig("interleaved-1f1b" if len(ways) > 1 else "gpipe", 4, 8, len(ways))
+    own = ScheduleConfig("interleaved-1f1b" if len(ways) > 1 else "gpipe", 4, 8, num_chunks=len(ways))
     assert positions == SchedulingConfig(num_ranks=4, num_chunks=len(ways), own=own).positions
 
 

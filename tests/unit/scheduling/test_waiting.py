@@ -22,7 +22,7 @@ SYNCHRONOUS = SchedulingConfig(num_ranks=10, num_chunks=2, balance=BalanceConfig
 TIMED = SchedulingConfig(num_ranks=10, num_chunks=2, balance=BalanceConfig(), timers_interval=100)
 # One micro-batch is left for the last group. Megatron refuses that, so no training has this schedule; it stands still
 # all the same.
-STILL = build(ScheduleConfig("interleaved-1f1b", 10, 21, 2, BalanceConfig()))
+STILL = build(ScheduleConfig("interleaved-1f1b", 10, 21, num_chunks=2, balance=BalanceConfig()))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,11 @@ def test_a_run_that_would_stand_still_is_refused_with_what_makes_it_so(monkeypat
     refuse_standstill(STILL, INTERLEAVED, PLAIN, CUDA, by_copies)
     refuse_standstill(STILL, INTERLEAVED, PLAIN, CPU, over_nccl)
     refuse_standstill(
-        build(ScheduleConfig("interleaved-1f1b", 10, 20, 2, BalanceConfig())), INTERLEAVED, PLAIN, CUDA, over_nccl
+        build(ScheduleConfig("interleaved-1f1b", 10, 20, num_chunks=2, balance=BalanceConfig())),
+        INTERLEAVED,
+        PLAIN,
+        CUDA,
+        over_nccl,
     )
 
 
@@ -93,7 +97,7 @@ def test_first_messages_that_cross_are_trained_with_one_queue(monkeypatch: pytes
     posted, small = Exchange.POSTED, SchedulingConfig(num_ranks=4, num_chunks=1, balance=BalanceConfig())
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     for name, chunks in (("chimera", 1), ("mixpipe", 1), ("bitpipe", 2)):
-        schedule = build(ScheduleConfig(name, 4, 8, chunks, BalanceConfig()))
+        schedule = build(ScheduleConfig(name, 4, 8, num_chunks=chunks, balance=BalanceConfig()))
         refuse_standstill(schedule, posted, small, CUDA, [MeasuredLink((0, 3), "nccl", {})])
 
 
@@ -107,7 +111,7 @@ def test_sizes_that_differ_are_trained(
     if connections is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
     schedule, small = (
-        build(ScheduleConfig("1f1b", 4, 8, 1, BalanceConfig())),
+        build(ScheduleConfig("1f1b", 4, 8, num_chunks=1, balance=BalanceConfig())),
         SchedulingConfig(num_ranks=4, num_chunks=1, balance=BalanceConfig()),
     )
     refuse_standstill(
@@ -143,7 +147,7 @@ def test_what_goes_on_beside_the_computation_is_refused_in_one_queue(monkeypatch
 
 def test_launches_that_block_are_judged_by_the_checker(monkeypatch: pytest.MonkeyPatch) -> None:
     """A receive that is posted ahead holds its host, so of our own loop's plans most stand still."""
-    schedule = build(ScheduleConfig("1f1b", 4, 8, 1, BalanceConfig()))
+    schedule = build(ScheduleConfig("1f1b", 4, 8, num_chunks=1, balance=BalanceConfig()))
     links = [MeasuredLink((0, 3), "nccl", {})]
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     assert wait_level(PLAIN, CUDA) == (WaitLevel.BLOCKING_LAUNCHES, "CUDA_LAUNCH_BLOCKING=1")
@@ -163,7 +167,7 @@ def test_launches_that_block_are_judged_by_the_checker(monkeypatch: pytest.Monke
 def test_the_interleaved_loop_is_shown_the_way_out_where_launches_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     refused, judged = (
-        build(ScheduleConfig("interleaved-1f1b", 4, 8, 2, BalanceConfig(), exchange=exchange))
+        build(ScheduleConfig("interleaved-1f1b", 4, 8, num_chunks=2, balance=BalanceConfig(), exchange=exchange))
         for exchange in (INTERLEAVED, Exchange.MEGATRON_TURNS)
     )
     with pytest.raises(ValueError, match="for ever: drop it, or add --no-overlap-p2p-communication"):

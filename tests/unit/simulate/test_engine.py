@@ -29,7 +29,7 @@ def schedules() -> Iterator[Schedule]:
     for balance in ("none", "bpipe"):
         yield build(ScheduleConfig("1f1b", 4, 8, balance=named_balance(balance)))
         yield build(ScheduleConfig("1f1b", 8, 20, balance=named_balance(balance)))
-        yield build(ScheduleConfig("interleaved-1f1b", 4, 8, 2, balance=named_balance(balance)))
+        yield build(ScheduleConfig("interleaved-1f1b", 4, 8, num_chunks=2, balance=named_balance(balance)))
     yield build(ScheduleConfig("gpipe", 4, 6))
 
 

@@ -66,7 +66,7 @@ CASES = [("chimera", 1, 1), ("mixpipe", 1, 2), ("bitpipe", 2, 1), ("bitpipe", 2,
 @pytest.mark.parametrize(("name", "v", "rounds"), CASES)
 def test_eagerly_one_reduction_is_exposed_and_lazily_one_for_each_chunk(name: str, v: int, rounds: int, p: int) -> None:
     """Stage 0 is complete only when all is over; whatever a rank has of both pipes besides was complete sooner."""
-    schedule = build(ScheduleConfig(name, p, rounds * p, v))
+    schedule = build(ScheduleConfig(name, p, rounds * p, num_chunks=v))
     seconds = Fraction(1, 4 * v)
     costs = uniform(p * v, StageCost(Fraction(1, v), Fraction(2, v), reduction_s=seconds))
     assert simulate(schedule, costs).exposed_reduction_s == 2 * v * seconds
@@ -76,7 +76,7 @@ def test_eagerly_one_reduction_is_exposed_and_lazily_one_for_each_chunk(name: st
 def test_a_reduction_waits_for_the_later_of_a_pair() -> None:
     """Rank 7 is on another node, behind slow links: its mirror image, rank 0, has long completed what the two reduce
     together."""
-    schedule = build(ScheduleConfig("bitpipe", 8, 16, 2))
+    schedule = build(ScheduleConfig("bitpipe", 8, 16, num_chunks=2))
     links = Links(Link(latency_s=1), Link(latency_s=7), (0, 0, 0, 0, 0, 0, 0, 1))
     found = simulate(schedule, Costs((StageCost(2, 4, reduction_s=1),) * 16, links, eager=True))
     ends = [
@@ -93,7 +93,7 @@ def test_a_reduction_waits_for_the_later_of_a_pair() -> None:
 
 
 def test_a_transfer_is_given_way_to_as_well() -> None:
-    schedule = build(ScheduleConfig("bitpipe", 8, 8, 2, named_balance("bpipe")))
+    schedule = build(ScheduleConfig("bitpipe", 8, 8, num_chunks=2, balance=named_balance("bpipe")))
     cost = StageCost(6, 12, saved_bytes=1, moved_bytes=1, transfer_s=5, reduction_s=40)
     plain, eager = (simulate(schedule, replace(uniform(16, cost), eager=eager)) for eager in (False, True))
     assert eager.transfers == plain.transfers, "nobody waits for a reduction"

@@ -65,7 +65,17 @@ class Result(NamedTuple):
 def result(row: Row, balance: str) -> Result:
     # The families placed as a V make their order for costs.
     chosen_by = UnitCosts(73, 75, 66, Fraction(3, 4)) if FAMILIES[row.schedule].max_chunks == 2 else ALIKE
-    schedule = build(ScheduleConfig(row.schedule, P, M, row.chunks, named_balance(balance), row.group, chosen_by))
+    schedule = build(
+        ScheduleConfig(
+            row.schedule,
+            P,
+            M,
+            num_chunks=row.chunks,
+            balance=named_balance(balance),
+            group_size=row.group,
+            costs=chosen_by,
+        )
+    )
     moved = 4e9 / row.chunks
     cost = StageCost(
         0.073 / row.chunks,

@@ -87,7 +87,7 @@ def test_halves_and_overlaps() -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-v", "v-half"])
 def test_every_computation_has_its_calls_once(name: str) -> None:
-    schedule = build(ScheduleConfig(name, 2, 4, 1 if name == "1f1b" else 2))
+    schedule = build(ScheduleConfig(name, 2, 4, num_chunks=1 if name == "1f1b" else 2))
     for actions in torch_orders(schedule).values():
         mine = [action for action in actions if action.stage_index == actions[0].stage_index]
         said = run(mine, mine[0].stage_index)

@@ -37,7 +37,9 @@ def test_launches_that_block_are_judged_by_the_checker(monkeypatch: pytest.Monke
     """A transfer over NCCL holds the host that launches it, and with it the messages that its partner waits for. Until
     this level was known here such a run stood still."""
     monkeypatch.delenv(CONNECTIONS, raising=False)
-    schedule = build(ScheduleConfig("interleaved-1f1b", 6, 12, 2, BalanceConfig(), exchange=Exchange.TORCH))
+    schedule = build(
+        ScheduleConfig("interleaved-1f1b", 6, 12, num_chunks=2, balance=BalanceConfig(), exchange=Exchange.TORCH)
+    )
     order = torchs(schedule)
     nccl, peer = ([MeasuredLink((rank, 5 - rank), name, {}) for rank in range(3)] for name in ("nccl", "peer"))
     monkeypatch.setenv(BLOCKING, "0")

@@ -54,7 +54,7 @@ def computations(schedule: Schedule) -> list[list[str]]:
 @pytest.mark.parametrize("name", ONE_PIPE)
 def test_every_family_is_lowered_by_torch_and_computes_the_same(name: str) -> None:
     chunks = max(2, FAMILIES[name].min_chunks) if FAMILIES[name].max_chunks != 1 else 1
-    schedule = build(ScheduleConfig(name, P, M, chunks))
+    schedule = build(ScheduleConfig(name, P, M, num_chunks=chunks))
     refuse_unrunnable(schedule)
     order = torch_orders(schedule)
     flat = [[str(one) for action in order[rank] for one in action.sub_actions or (action,)] for rank in range(P)]
@@ -130,7 +130,7 @@ def test_what_is_no_schedule_is_refused() -> None:
 
 
 def test_stages_elsewhere_are_refused() -> None:
-    schedule = build(ScheduleConfig("v-half", P, M, 2))
+    schedule = build(ScheduleConfig("v-half", P, M, num_chunks=2))
     refuse_other_places(schedule, stages_on(1, 2, v_shaped=True))
     with pytest.raises(
         ValueError, match="rank 1 of the pipeline has stages 1 and 5, and v-half computes 1 and 6 there: make those"

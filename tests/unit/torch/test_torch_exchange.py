@@ -33,7 +33,7 @@ def plain_schedules() -> Iterator[Schedule]:
     for name, p, rounds in itertools.product(ONE_PIPE, (2, 3, 4, 6), (1, 2, 3)):
         family = FAMILIES[name]
         for chunks in {max(1, family.min_chunks), min(3, family.max_chunks or 3)}:
-            yield build(ScheduleConfig(name, p, p * rounds, chunks))
+            yield build(ScheduleConfig(name, p, p * rounds, num_chunks=chunks))
 
 
 def torchs(schedule: Schedule, defer: bool = False) -> dict[int, list[Any]]:
@@ -88,12 +88,12 @@ def balanced_schedules(seed: int, count: int) -> Iterator[Schedule]:
         family = FAMILIES[name]
         chunks = rnd.randint(family.min_chunks, family.max_chunks or 3)
         m = p * rnd.choice((1, 2, 3))
-        plain = build(ScheduleConfig(name, p, m, chunks))
+        plain = build(ScheduleConfig(name, p, m, num_chunks=chunks))
         peaks = [float(peak) for peak in peak_counts(plain)]
         bound = (rnd.randint(max(2, int(sum(peaks) / p)), max(3, int(max(peaks)))),)
         how = rnd.choice([BalanceConfig(), BalanceConfig(bounds=bound), BalanceConfig(bounds=bound, hosts="pool")])
         try:
-            schedule = build(ScheduleConfig(name, p, m, chunks, how, exchange=Exchange.TORCH))
+            schedule = build(ScheduleConfig(name, p, m, num_chunks=chunks, balance=how, exchange=Exchange.TORCH))
         except ValueError:
             continue
         if moves_anything(schedule):
@@ -161,7 +161,7 @@ def test_receives_that_are_deferred_stand_still() -> None:
 
 def test_lists_that_send_elsewhere_are_refused() -> None:
     """The engine's `sent` comes behind the last SEND of a computation, and a receive before it would be behind it."""
-    schedule = build(ScheduleConfig("interleaved-1f1b", 3, 3, 2))
+    schedule = build(ScheduleConfig("interleaved-1f1b", 3, 3, num_chunks=2))
     received_in(torchs(schedule), schedule)
     with pytest.raises(
         ValueError, match=r"torch 2\.\S+ lists \dSEND_[FB]\d on rank \d behind \dRECV_[FB]\d, not behind"
@@ -171,7 +171,7 @@ def test_lists_that_send_elsewhere_are_refused() -> None:
 
 def test_one_queue_of_two_ranks_is_judged() -> None:
     """Each of two ranks receives before it sends: in one queue both wait for ever, and with a queue a direction not."""
-    schedule = build(ScheduleConfig("interleaved-1f1b", 2, 4, 2))
+    schedule = build(ScheduleConfig("interleaved-1f1b", 2, 4, num_chunks=2))
     programs = lower_received(schedule)
     assert not blocked_ranks(schedule, exchange=Exchange.TORCH, programs=programs)
     rows = [list(row) for row in received_of(programs)]
