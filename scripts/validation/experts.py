@@ -41,7 +41,7 @@ MODELS: dict[str, Model] = {
         latent=Latent(1536, 512, 128, 64, 128),
     ),
 }
-NUMBERS = ("tensor", "pipeline", "chunks", "micro_batch", "global_batch")
+NUMBERS = ("tensor", "pipeline", "micro_batch", "global_batch")
 
 
 @cache
@@ -67,14 +67,16 @@ def setup_of_row(row: dict[str, str], model: Model, dispatcher: str, **others: A
     """As NVIDIA's runs are taken to be where the source does not say it: nothing recomputed, reductions and gathers
     overlapped."""
     numbers: dict[str, Any] = {name: int(row[name]) for name in NUMBERS}
-    layers = split_layers(model.num_layers, numbers["pipeline"] * numbers["chunks"], allow_uneven=True)
+    chunks = int(row["chunks"])
+    layers = split_layers(model.num_layers, numbers["pipeline"] * chunks, allow_uneven=True)
     assert layers is not None
     return Setup(
         model=model,
         cluster=parse_cluster(row["cluster"]),
         layers=layers,
         recompute="none",
-        schedule=default_family(numbers["chunks"]),
+        schedule=default_family(chunks),
+        num_chunks=chunks,
         switches=Switches(overlap_grad_reduce=True, overlap_param_gather=True),
         routing=Routing(int(row["expert"]), 1, dispatcher) if model.experts else Routing(),
         **numbers,
