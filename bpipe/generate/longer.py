@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from bpipe.generate.family import UnitCosts
 from bpipe.generate.timing import stage_ticks, work_of
-from bpipe.ir.action import Action, by_microbatch
+from bpipe.ir.action import Action, of_microbatch
 from bpipe.ir.clock import starts
 from bpipe.ir.layout import Layout
 
@@ -60,6 +60,4 @@ def _steps(computed: Sequence[Action], step: int, times: int) -> list[Action]:
 
 def _later(computed: Sequence[Action], further: int) -> list[Action]:
     """Return the same computations of as many micro-batches later."""
-    return [
-        by_microbatch(one.stage, one.kind, one.microbatch + further + 1)[one.microbatch + further] for one in computed
-    ]
+    return [of_microbatch(one, one.microbatch + further) for one in computed]

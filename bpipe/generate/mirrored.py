@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bpipe.generate.shift import Shifts, Slack
-from bpipe.ir.action import Action, by_microbatch
+from bpipe.ir.action import Action, of_microbatch
 from bpipe.ir.clock import Work
 from bpipe.ir.layout import Layout
 from bpipe.ir.memory import counting
@@ -39,7 +39,7 @@ def shift_both_ways(
 
 
 def _mirrored(one: Action) -> Action:
-    return by_microbatch(one.stage, one.kind, (one.microbatch | 1) + 1)[one.microbatch ^ 1]
+    return of_microbatch(one, one.microbatch ^ 1)
 
 
 def _halved(work: Work[int]) -> Work[int]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bpipe.ir.action import Action, Kind, by_microbatch
+from bpipe.ir.action import Action, Kind, of_microbatch
 from bpipe.ir.layout import reversed_slice
 
 
@@ -28,5 +28,4 @@ def in_slices(orders: Sequence[Sequence[Action]], slices: int) -> list[list[Acti
 
 
 def _reversed(action: Action, slices: int) -> Action:
-    number = reversed_slice(action.microbatch, slices)
-    return by_microbatch(action.stage, action.kind, number + 1)[number]
+    return of_microbatch(action, reversed_slice(action.microbatch, slices))

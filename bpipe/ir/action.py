@@ -83,3 +83,8 @@ def by_microbatch(stage: int, kind: Kind, num_microbatches: int) -> Sequence[Act
         known = _KNOWN[stage, kind] = []
     known.extend(Action(stage, kind, microbatch) for microbatch in range(len(known), num_microbatches))
     return known
+
+
+def of_microbatch(action: Action, microbatch: int) -> Action:
+    """Return the same action of another micro-batch."""
+    return by_microbatch(action.stage, action.kind, microbatch + 1)[microbatch]

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from bpipe.balance.budget import BudgetTooSmall
 from bpipe.build import unchecked
 from bpipe.generate.families import FAMILIES
+from bpipe.ir.action import of_microbatch
 from bpipe.models.layout import Setup
 from bpipe.simulate.cost import Costs, Number
 from bpipe.simulate.engine import simulate
@@ -187,9 +188,7 @@ def _is_later(once: Sequence[Timed], again: Sequence[Timed], step: int, seconds:
     rounded = _ROUNDED * float(seconds)
     return len(once) == len(again) and all(
         abs(float(other.start_s - one.start_s - seconds)) <= rounded
-        and other.action.microbatch - one.action.microbatch == step
-        and other.action.kind is one.action.kind
-        and other.action.stage == one.action.stage
+        and other.action == of_microbatch(one.action, one.action.microbatch + step)
         for one, other in zip(once, again, strict=True)
     )
 
