@@ -11,7 +11,7 @@ much held as it began with, no rank ever holds more. Knows no schedule by name a
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from bpipe.generate.family import UnitCosts
 from bpipe.generate.timing import stage_ticks, work_of
@@ -39,15 +39,15 @@ def lengthened(
 
 def _moments(
     layout: Layout, num_microbatches: int, orders: Sequence[Sequence[Action]], costs: UnitCosts
-) -> list[tuple[int, ...]]:
-    """Return, from the middle on to both ends, how many computations each rank has begun at moments of the iteration."""
+) -> Iterator[list[int]]:
+    """Yield, from the middle on to both ends, how many computations each rank has begun at moments of the iteration."""
     at = stage_ticks(costs, layout.num_stages // len(orders) * layout.slices)
     work = work_of(layout, num_microbatches, orders, at)
     begun = starts(work)
     rows = [[begun[job] for job in row] for row in work.rows]
     middle = max(row[-1] for row in rows) / 2
-    moments = sorted(rows[0], key=lambda moment: abs(moment - middle))
-    return [tuple(bisect_left(row, moment) for row in rows) for moment in moments]
+    for moment in sorted(rows[0], key=lambda moment: abs(moment - middle)):
+        yield [bisect_left(row, moment) for row in rows]
 
 
 def _repeats(order: Sequence[Action], cut: int, each: int, step: int) -> bool:
