@@ -22,7 +22,7 @@ from bpipe.ir.action import of_microbatch
 from bpipe.models.layout import Setup
 from bpipe.simulate.cost import Costs, Number
 from bpipe.simulate.engine import simulate
-from bpipe.simulate.report import Simulation, Timed
+from bpipe.simulate.report import Simulation, Timed, bubble
 
 # What differs by less is rounded.
 _ROUNDED = 1e-9
@@ -78,7 +78,7 @@ class _Totals(NamedTuple):
 
 
 def whole_timing(simulation: Simulation) -> Timing:
-    return _timing(_totals(simulation), simulation.schedule.num_whole_microbatches)
+    return _timing(_totals(simulation), _num(simulation))
 
 
 def steady_timing(setup: Setup, costs: Costs) -> Timing:
@@ -153,12 +153,11 @@ def _counts(setup: Setup) -> Iterator[int]:
 def _repeated(simulation: Simulation, step: int) -> _Totals | None:
     """Return what a step of so many micro-batches adds, or None where not all ranks repeat one in their middle, its
     transfers too."""
-    schedule = simulation.schedule
-    number = step * schedule.layout.slices
+    number = step * simulation.schedule.layout.slices
     added = None
     busy, exposed = 0.0, []
     for rank, row in enumerate(simulation.computations):
-        each = len(row) * step // schedule.num_whole_microbatches
+        each = len(row) * step // _num(simulation)
         first = (len(row) - 2 * each) // 2
         if first < 0 or not each:
             return None
@@ -175,7 +174,7 @@ def _repeated(simulation: Simulation, step: int) -> _Totals | None:
         )
     assert added is not None
     seconds = float(added)
-    return _Totals(seconds, seconds, busy, seconds * schedule.num_ranks, tuple(exposed))
+    return _Totals(seconds, seconds, busy, seconds * len(exposed), tuple(exposed))
 
 
 def _within(row: Sequence[Timed], begins: Number, seconds: Number) -> list[Timed]:
@@ -206,5 +205,5 @@ def _totals(simulation: Simulation) -> _Totals:
 
 def _timing(totals: _Totals, simulated: int) -> Timing:
     iteration, pipeline, busy, span, exposed = totals
-    of_makespan = 1 - busy / (len(exposed) * iteration) if iteration else 0.0
-    return Timing(iteration, pipeline, exposed, of_makespan, 1 - busy / span if span else 0.0, simulated)
+    of_makespan, of_span = float(bubble(busy, len(exposed) * iteration)), float(bubble(busy, span))
+    return Timing(iteration, pipeline, exposed, of_makespan, of_span, simulated)

@@ -96,14 +96,14 @@ class Simulation:
         """Bubble over all ranks, 1 - busy / makespan: the share of the iteration, reduction and update included,
         without computation."""
         ranks = range(self.schedule.num_ranks)
-        return _share(sum(self.busy_s(rank) for rank in ranks), self.makespan_s * len(ranks))
+        return bubble(sum(self.busy_s(rank) for rank in ranks), self.makespan_s * len(ranks))
 
     @property
     def bubble_of_span(self) -> Number:
         """Bubble over all ranks, 1 - busy / span, without the time before a rank's first computation and after its
         last."""
         ranks = range(self.schedule.num_ranks)
-        return _share(sum(self.busy_s(rank) for rank in ranks), sum(self.span_s(rank) for rank in ranks))
+        return bubble(sum(self.busy_s(rank) for rank in ranks), sum(self.span_s(rank) for rank in ranks))
 
     def levels(self, rank: int) -> tuple[Level, ...]:
         """Return the bytes of activations the rank holds over time, its own and hosted ones."""
@@ -127,7 +127,8 @@ def levels_of(changes: Iterable[tuple[Number, int]]) -> tuple[Level, ...]:
     return tuple(levels)
 
 
-def _share(busy: Number, whole: Number) -> Number:
+def bubble(busy: Number, whole: Number) -> Number:
+    """Return the share of a time without computation, 1 - busy / whole; 0 of none."""
     if not whole:
         return 0
     return 1 - (Fraction(busy, whole) if isinstance(busy, int) and isinstance(whole, int) else busy / whole)
