@@ -159,7 +159,8 @@ def _num_evictions(setup: Setup) -> tuple[int, ...]:
 
     m, step = setup.num_microbatches, setup.stride
     few, many = (steps * step + m % step for steps in _STEPS_ASKED)
-    if setup.activation_budget is not None or m <= many or m * setup.slices * setup.num_stages <= _FORWARDS_ASKED:
+    are_few = m <= many or m * setup.slices * setup.num_stages <= _FORWARDS_ASKED
+    if are_few or not fills or setup.activation_budget is not None:
         return tuple(count())
     times = Fraction(m - few, many - few)
     return tuple(less + int(times * (more - less)) for less, more in zip(count(few), count(many), strict=True))
