@@ -27,24 +27,20 @@ from bpipe.generate.timing import StageTicks, stage_ticks, work_of
 from bpipe.generate.turns import Turns, WarmUp, groups_of, turns, warm_up
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.clock import length
-from bpipe.ir.layout import Layout
+from bpipe.ir.layout import Layout, microbatches_of
 from bpipe.ir.program import Exchange
 
 
 def usual_group(num_ranks: int) -> int:
     """Return p / 2, rounded up: no smaller group keeps a pipeline at its full rate."""
-    return _least_group(num_ranks, 1)
-
-
-def _least_group(num_ranks: int, slices: int) -> int:
-    """Whole micro-batches that have p / 2 slices."""
-    return -(-num_ranks // (2 * slices))
+    return -(-num_ranks // 2)
 
 
 def orders(num_ranks: int, num_microbatches: int, num_chunks: int, options: FamilyOptions) -> list[list[Action]]:
     """Return interleaved orders with groups of the size that is asked."""
     slices, costs = options.slices, options.costs
-    group = min(_least_group(num_ranks, slices) if options.group_size is None else options.group_size, num_microbatches)
+    usual = usual_group(microbatches_of(num_ranks, slices))
+    group = min(usual if options.group_size is None else options.group_size, num_microbatches)
     taken, at = turns(groups_of(num_microbatches, group), num_chunks, slices), stage_ticks(costs, num_chunks * slices)
     caps = tuple((num_chunks - 1) * group * slices + slices - 1 + num_ranks - rank for rank in range(num_ranks))
     whole = num_microbatches % group == 0
@@ -114,7 +110,7 @@ def _warm_up(num_ranks: int, num_microbatches: int, num_chunks: int, group: int)
 
 def _sliced_warm_up(num_ranks: int, num_microbatches: int, num_chunks: int, group: int | None, slices: int) -> WarmUp:
     """What each rank holds where groups are whole; of others nothing is said, as ranks then take what can start."""
-    size = min(group or _least_group(num_ranks, slices), num_microbatches)
+    size = min(group or usual_group(microbatches_of(num_ranks, slices)), num_microbatches)
     together, is_whole = size * slices, num_microbatches % size == 0
     lengths = [(num_chunks - 1) * together + slices - 1 + num_ranks - rank for rank in range(num_ranks)]
     return warm_up(lengths if is_whole else [0] * num_ranks, num_microbatches * slices, num_chunks, together)

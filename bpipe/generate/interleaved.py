@@ -22,7 +22,7 @@ from bpipe.generate.place import alternate
 from bpipe.generate.slices import in_slices
 from bpipe.generate.turns import WarmUp, chunk_turns, groups_of, warm_up
 from bpipe.ir.action import Action, Kind, by_microbatch
-from bpipe.ir.layout import Layout, one_pipe
+from bpipe.ir.layout import Layout, microbatches_of, one_pipe
 from bpipe.ir.program import Exchange
 
 
@@ -37,7 +37,7 @@ def orders(num_ranks: int, num_microbatches: int, num_chunks: int, options: Fami
     """
     slices = options.slices
     sizes = [size * slices for size in group_sizes(num_ranks, num_microbatches, options)]
-    group = options.group_size or -(-num_ranks // slices)
+    group = options.group_size or microbatches_of(num_ranks, slices)
     turns = chunk_turns(sizes, num_chunks)
     ahead = [2 * (num_ranks - rank - 1) + (num_chunks - 1) * group * slices + slices - 1 for rank in range(num_ranks)]
     filled = in_slices([_order(rank, num_ranks, num_chunks, turns, ahead[rank]) for rank in range(num_ranks)], slices)
@@ -53,7 +53,7 @@ def group_sizes(num_ranks: int, num_microbatches: int, options: FamilyOptions) -
     Raises ValueError for a group of fewer micro-batches than ranks, or of more than there are.
     """
     slices = options.slices
-    least = -(-num_ranks // slices)
+    least = microbatches_of(num_ranks, slices)
     group = least if options.group_size is None else options.group_size
     if options.group_size is not None and not least <= group <= num_microbatches:
         ranks = "pipeline ranks" if slices == 1 else f"pipeline ranks, {num_ranks}, in slices of {slices} a micro-batch"
@@ -96,7 +96,7 @@ def _warm_up(num_ranks: int, num_microbatches: int, num_chunks: int, group: int)
 
 
 def _sliced_warm_up(num_ranks: int, num_microbatches: int, num_chunks: int, group: int | None, slices: int) -> WarmUp:
-    together = (group or -(-num_ranks // slices)) * slices
+    together = (group or microbatches_of(num_ranks, slices)) * slices
     lengths = [(num_chunks - 1) * together + 2 * (num_ranks - rank) - 1 + slices - 1 for rank in range(num_ranks)]
     return warm_up(lengths, num_microbatches * slices, num_chunks, together)
 

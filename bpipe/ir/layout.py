@@ -126,6 +126,11 @@ def one_pipe(stage_to_rank: Sequence[int]) -> Layout:
     return Layout((tuple(stage_to_rank),))
 
 
+def microbatches_of(num_slices: int, slices: int) -> int:
+    """Return the fewest whole micro-batches that have so many slices."""
+    return -(-num_slices // slices)
+
+
 def reversed_slice(number: int, slices: int) -> int:
     """Return the number whose backward is a stage's `number`-th: of each micro-batch the last slice's comes first."""
     return number // slices * slices + slices - 1 - number % slices

@@ -17,7 +17,7 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, ScheduleSpec, sized
 from bpipe.generate.families import FAMILIES, default_family
 from bpipe.ir.hosts import PAIR
-from bpipe.ir.layout import EVEN, Layout, SliceLengths, Vocabulary
+from bpipe.ir.layout import EVEN, Layout, SliceLengths, Vocabulary, microbatches_of
 from bpipe.ir.program import Exchange
 from bpipe.models.choices import CHOICES, CP_COMM_TYPES, KEPT_HALVES
 from bpipe.models.cluster import Cluster
@@ -378,7 +378,7 @@ class Setup(ScheduleSpec):
     @property
     def _one_a_rank(self) -> int:
         """Micro-batches of which there is one for each rank, or one slice."""
-        return -(-self.pipeline // self.slices)
+        return microbatches_of(self.pipeline, self.slices)
 
     @property
     def stride(self) -> int:

@@ -18,7 +18,7 @@ from bpipe.balance.config import BALANCES, BalanceConfig
 from bpipe.generate.families import DEFAULTS, FAMILIES
 from bpipe.generate.family import Family
 from bpipe.ir.hosts import PAIR
-from bpipe.ir.layout import Vocabulary
+from bpipe.ir.layout import Vocabulary, microbatches_of
 from bpipe.ir.program import Exchange
 from bpipe.models.choices import ATTENTION, CP_COMM_TYPES
 from bpipe.models.cluster import Cluster
@@ -358,8 +358,8 @@ def groups(schedule: str, pipeline: int, num_microbatches: int, slices: int = 1)
     family = FAMILIES[schedule]
     if not (family.takes_groups and family.splits):
         return (None,)
-    sizes = product((family.usual_group(pipeline), pipeline), (1, slices))
-    return tuple(sorted({min(-(-size // parts), num_microbatches) for size, parts in sizes}))
+    as_many = (pipeline, microbatches_of(pipeline, slices))
+    return tuple(sorted({min(size, num_microbatches) for p in as_many for size in (family.usual_group(p), p)}))
 
 
 def _scopes(space: Space) -> tuple[str, ...]:
