@@ -24,20 +24,20 @@ def assert_alike(found: Timing, whole: Timing) -> None:
     assert found.bubble_of_span == pytest.approx(whole.bubble_of_span, rel=1e-6)
 
 
-def large(schedule: str, chunks: int, **changes: Any) -> Setup:
-    """Llama 3 8B over 4 ranks of 8 devices each on other nodes, where transfers are slow."""
+def large(schedule: str, chunks: int, pipeline: int = 4, **changes: Any) -> Setup:
+    """Llama 3 8B over ranks of 8 devices each on other nodes, where transfers are slow."""
+    stages = pipeline * chunks
+    others = {"cluster": parse_cluster("h100-80g:4x8"), "global_batch": 170, "sequence": 4096, **changes}
     return Setup(
         model=PRESETS["llama3-8b"],
-        cluster=parse_cluster("h100-80g:4x8"),
         tensor=8,
-        pipeline=4,
+        pipeline=pipeline,
         micro_batch=1,
-        **{"global_batch": 170, **changes},
-        sequence=4096,
-        layers=(32 // (4 * chunks),) * (4 * chunks),
+        layers=(32 // stages,) * stages,
         recompute="none",
         schedule=schedule,
         num_chunks=chunks,
+        **others,
     )
 
 
@@ -71,19 +71,8 @@ def test_the_steady_phase_continued_is_the_whole(
 def test_what_repeats_itself_late_is_simulated_as_long() -> None:
     """One step further was 83 ms of computing and waiting, later ones up to 106: 120 micro-batches were predicted in 3.57 s,
     and take 3.89."""
-    setup = Setup(
-        model=PRESETS["llama3-8b"],
-        cluster=parse_cluster("h100-80g:8x8"),
-        tensor=8,
-        pipeline=8,
-        micro_batch=1,
-        global_batch=120,
-        sequence=8192,
-        layers=(4,) * 8,
-        recompute="none",
-        schedule="1f1b-split",
-        balance=BalanceConfig(),
-    )
+    sizes = {"cluster": parse_cluster("h100-80g:8x8"), "global_batch": 120, "sequence": 8192}
+    setup = large("1f1b-split", 1, 8, **sizes, balance=BalanceConfig())
     assert steady_timing(setup, costs_of(setup)) == whole_timing(simulation_of(setup))
 
 
