@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 from bpipe.generate.family import UnitCosts
-from bpipe.generate.timing import stage_ticks, work_of
+from bpipe.generate.timing import work_at
 from bpipe.ir.action import Action, of_microbatch
 from bpipe.ir.clock import starts
 from bpipe.ir.layout import Layout
@@ -41,8 +41,7 @@ def _moments(
     layout: Layout, num_microbatches: int, orders: Sequence[Sequence[Action]], costs: UnitCosts
 ) -> Iterator[list[int]]:
     """Yield, from the middle on to both ends, how many computations each rank has begun at moments of the iteration."""
-    at = stage_ticks(costs, layout.num_stages // len(orders) * layout.slices)
-    work = work_of(layout, num_microbatches, orders, at)
+    work = work_at(layout, num_microbatches, orders, costs)
     begun = starts(work)
     rows = [[begun[job] for job in row] for row in work.rows]
     middle = max(row[-1] for row in rows) / 2

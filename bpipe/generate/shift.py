@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from bpipe.generate.family import UnitCosts
-from bpipe.generate.timing import NEVER, stage_ticks, work_of
+from bpipe.generate.timing import NEVER, work_at
 from bpipe.ir.action import Action
 from bpipe.ir.clock import Work, length
 from bpipe.ir.layout import Layout
@@ -240,8 +240,7 @@ def shortened(
 
     What waits for its W counts whole. The given orders must keep to that, too; where nothing is shorter they come back.
     """
-    at = stage_ticks(costs, layout.num_stages // len(orders) * layout.slices)
-    work = work_of(layout, num_microbatches, orders, at)
+    work = work_at(layout, num_microbatches, orders, costs)
     shifts = Shifts(work, counting(layout.num_stages), most)
     shortest, goal = length(work), _least(work)
     found = None

@@ -62,6 +62,12 @@ def work_of(layout: Layout, num_microbatches: int, orders: Sequence[Order], at: 
     return jobs_of(layout, num_microbatches, orders, lambda actions: _ticks(actions, at), at.hop)
 
 
+def work_at(layout: Layout, num_microbatches: int, orders: Sequence[Order], costs: UnitCosts) -> Work[int]:
+    """Return the orders as jobs at the costs of a rank."""
+    at = stage_ticks(costs, layout.num_stages // len(orders) * layout.slices)
+    return work_of(layout, num_microbatches, orders, at)
+
+
 def _ticks(actions: Sequence[Action], at: StageTicks) -> int:
     for action in actions:
         if action.kind not in at.lasts:
