@@ -150,7 +150,7 @@ class ScheduleConfig(ScheduleSpec):
     def _check_chunks(self, family: Family) -> None:
         if self.num_chunks < family.min_chunks:
             raise ValueError(
-                f"schedule {self.schedule} needs at least {family.min_chunks} chunks a rank, not {self.num_chunks}"
+                f"schedule {self.schedule} needs at least {family.min_chunks} chunks per rank, not {self.num_chunks}"
             )
         if family.max_chunks is not None and self.num_chunks > family.max_chunks:
             most = f"{family.max_chunks} chunk{'s' * (family.max_chunks > 1)}"

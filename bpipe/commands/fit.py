@@ -76,7 +76,7 @@ def _lines(now: SetupPrediction, ways: Sequence[Way], launch: Reading) -> list[s
     )
     if not ways:
         return [head, "nothing that was tried needs less"]
-    rows: list[tuple[str, ...]] = [("", "GiB", "saved", "seconds", "x")]
+    rows: list[tuple[str, ...]] = [("", "GiB", "saved", "seconds", "ratio")]
     for number, way in enumerate(ways, 1):
         taken, need = way.prediction.timing.iteration_s, way.prediction.peak_bytes
         figures = (gib_text(need), gib_text(peak - need), f"{taken:.3f}", f"{taken / seconds:.2f}")
@@ -96,8 +96,7 @@ def _lines(now: SetupPrediction, ways: Sequence[Way], launch: Reading) -> list[s
 def _state(way: Way) -> str:
     if way.refused:
         return " (the trainer refuses it)"
-    tight = any(rank.is_tight for rank in way.prediction.memory)
-    words = {"guarded": way.guarded, "tight": tight, "does not fit": not way.fits}
+    words = {"guarded": way.guarded, "tight": way.is_tight and way.fits, "does not fit": not way.fits}
     said = [word for word, holds in words.items() if holds]
     return f" ({', '.join(said)})" if said else ""
 

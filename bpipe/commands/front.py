@@ -103,7 +103,7 @@ def page(front: Front, title: str, svg: str) -> str:
         rows.append(f'<tr class="{kind}">{cells}<td>{html.escape(describe_point(front, place))}{flags}</td></tr>')
     notes = "".join(f"<p>{html.escape(line)}</p>" for line in (front_lines(front)[0], *remarks(front)))
     head = (
-        "".join(f'<th class="number">{name}</th>' for name in ("", "GiB a device", "iteration, s", "MFU, %"))
+        "".join(f'<th class="number">{name}</th>' for name in ("", "GiB per device", "iteration, s", "MFU, %"))
         + "<th>configuration</th>"
     )
     drawing = svg[svg.index("<svg") :]

@@ -78,10 +78,10 @@ def plan_notes(outcome: Outcome, launch: Reading | None) -> PlanNotes:
 def launch_lines(yours: SetupPrediction | str) -> list[str]:
     """Return the launch as it stands, as a row of its own."""
     if isinstance(yours, str):
-        return [f"the launch as it stands: {yours}"]
+        return [f"the launch as it is: {yours}"]
     misses = [f"rank {rank.rank} needs {gib_text(rank.peak_bytes)}" for rank in yours.memory if not rank.fits]
     fits = "fits" if not misses else f"does not fit: {', '.join(misses[:4])}{', ...' if len(misses) > 4 else ''}"
-    return ["the launch as it stands, first; then what was found", *_lines(0, Candidate(yours, None)), f"     {fits}"]
+    return ["first the launch as it is, then what was found", *_lines(0, Candidate(yours, None)), f"     {fits}"]
 
 
 def answer_of(beside: Stock, differs_from: Reading | None = None, launch: Choice | None = None) -> Answer:
@@ -156,14 +156,16 @@ def _row(found: Candidate, launch: Reading | None) -> dict[str, Any]:
 
 def table(outcome: Outcome, beside: PlanNotes) -> str:
     """Return the rows, what each holds in every rank, where the vocabulary hurts, and what balancing buys."""
-    head = f"{outcome.num_configurations} configurations, {outcome.num_fitting} fit"
+    head = f"{outcome.num_fitting} of {outcome.num_configurations} configurations fit"
     if outcome.rows:
-        head += f", {outcome.num_simulated} simulated: the {len(outcome.rows)} fastest"
+        head += f", {outcome.num_simulated} were simulated; the {len(outcome.rows)} fastest:"
     lines = [head, *calibration_lines(outcome.space.cluster)]
     num_level = _num_level(outcome)
     for number, found in enumerate(outcome.rows, 1):
         if number == num_level + 1:
-            lines.append(f"rows below take {100 * (CLEARLY - 1):.0f} % more than row 1; those above are level")
+            lines.append(
+                f"rows below take at least {100 * (CLEARLY - 1):.0f} % more time than row 1; rows above are level with it"
+            )
         apart = pairs_apart(found.prediction, outcome.space.profile)
         lines += [
             *_lines(number, found),
@@ -194,13 +196,13 @@ def _lines(number: int, found: Candidate) -> list[str]:
     )
     lines = [
         paint(first, BOLD),
-        f"     GiB a rank, of {gib_text(prediction.memory[0].limit_bytes)}: {peaks_text(prediction.memory)}",
+        f"     GiB per rank, of {gib_text(prediction.memory[0].limit_bytes)}: {peaks_text(prediction.memory)}",
     ]
     if bandwidth:
         lines.append(
             f"     transfers of {bandwidth.transfer_bytes / 1e9:.2f} GB need "
             f"{bandwidth.required_bytes_per_s / 1e9:.1f} GB/s "
-            f"({bandwidth.steady_bytes_per_s / 1e9:.1f} in the steady phase) of "
+            f"({bandwidth.steady_bytes_per_s / 1e9:.1f} in the steady phase); the link has "
             f"{bandwidth.available_bytes_per_s / 1e9:.0f}"
         )
     remarks = (only_balanced(found), costly_halves(prediction), replicas_apart(prediction.setup))

@@ -264,10 +264,9 @@ def table(prediction: SetupPrediction) -> str:
     lines += [*calibration_lines(setup.cluster), *by_kernel_times(setup)]
     if bandwidth:
         lines.append(
-            f"a transfer moves {bandwidth.transfer_bytes / 1e9:.2f} GB: within a forward it needs "
+            f"each transfer moves {bandwidth.transfer_bytes / 1e9:.2f} GB: to hide behind one forward it needs "
             f"{bandwidth.required_bytes_per_s / 1e9:.2f} GB/s ({bandwidth.steady_bytes_per_s / 1e9:.2f} in the steady "
-            f"phase), "
-            f"the link has {bandwidth.available_bytes_per_s / 1e9:.0f}"
+            f"phase); the link has {bandwidth.available_bytes_per_s / 1e9:.0f}"
         )
     lines += [
         remark

@@ -34,7 +34,7 @@ def text(pair: SideBySide, num_rows: int) -> str:
 
 
 def _peaks(one: Training, other: Training) -> list[str]:
-    """Measured beside (predicted), in micro-batches and MiB, one row a stage; transfers of a run that was balanced."""
+    """Measured beside (predicted), in micro-batches and MiB, one row per stage; transfers of a run that was balanced."""
     first, second = f"{'':5}", f"{'stage':>5}"
     for name, run in (("A", one), ("B", other)):
         first += f"  {name + (', with --bpipe' if run.balanced else ', without balancing'):^27}"
@@ -71,7 +71,7 @@ def _cells(row: StageNumbers | None, balanced: bool) -> str:
 
 
 def _numbers(pair: SideBySide, num_rows: int) -> list[str]:
-    """One row an iteration: each value of the first run, then of the second."""
+    """One row per iteration: each value of the first run, then of the second."""
     if num_rows == 0:
         return []
     until = pair.common.index(pair.mismatches[0].iteration) + 1 if pair.mismatches else len(pair.common)

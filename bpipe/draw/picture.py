@@ -113,7 +113,7 @@ def lay_out(schedule: Schedule, subtitle: str = "") -> Picture:
     picture = Picture(width, MARGIN_TOP + schedule.num_ranks * lane_height)
     title = f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_whole_microbatches} micro-batches"
     if schedule.num_chunks > 1:
-        title += f", {schedule.num_chunks} chunks a rank"
+        title += f", {schedule.num_chunks} chunks per rank"
     if subtitle:
         title += f", {subtitle}"
     picture.words.append(Word(MARGIN_LEFT, 16, title, 14, "start"))

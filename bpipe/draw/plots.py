@@ -240,9 +240,9 @@ def front_chart(points: Sequence[FrontPoint], limit_bytes: int, winner: int | No
             gid="winner",
         )
     axes.axvline(limit_bytes / 2**30, color=BLACK, linestyle="--", linewidth=1, gid="limit")
-    axes.annotate(f"{limit_bytes / 2**30:.1f} GiB a device", (limit_bytes / 2**30, 1), (4, -4), xycoords=("data", "axes fraction"),
+    axes.annotate(f"{limit_bytes / 2**30:.1f} GiB per device", (limit_bytes / 2**30, 1), (4, -4), xycoords=("data", "axes fraction"),
                   textcoords="offset points", va="top", fontsize=8.5)  # fmt: skip
-    axes.set(xlabel="what the fullest rank needs, GiB a device", ylabel="iteration, s")
+    axes.set(xlabel="what the fullest rank needs, GiB per device", ylabel="iteration, s")
     axes.grid(color="#dddddd", linewidth=0.7)
     figure.legend(frameon=False, fontsize=9, loc="outside lower center", ncols=3)
     return figure

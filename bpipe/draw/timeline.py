@@ -86,7 +86,7 @@ def lay_out_simulation(
 
 def _summary(simulation: Simulation) -> str:
     schedule = simulation.schedule
-    chunks = f", {schedule.num_chunks} chunks a rank" if schedule.num_chunks > 1 else ""
+    chunks = f", {schedule.num_chunks} chunks per rank" if schedule.num_chunks > 1 else ""
     exposed = float(simulation.exposed_transfer_s)
     waits = f", transfers exposed {_seconds(exposed)}" if exposed else ""
     return (

@@ -288,7 +288,7 @@ PLACED: tuple[Feature, ...] = (
     Feature(
         "skipped iterations",
         lambda s: s.iterations_to_skip,
-        "Megatron skips iterations on one data iterator a rank, and here a rank has one a chunk",
+        "Megatron skips iterations on one data iterator a rank, and here a rank has one per chunk",
         "drop --iterations-to-skip",
     ),
 )

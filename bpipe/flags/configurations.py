@@ -411,7 +411,7 @@ SEARCHED_FLAGS = Group(
         ),
         TENSOR.several("tensor parallel, such as 4 8 or 4,8 (default: all that divide a node)"),
         schedules.PIPELINE.several("pipeline ranks (default: all that divide the devices)"),
-        schedules.CHUNKS.several("model chunks a rank (default: all that the schedules take, up to --max-chunks)"),
+        schedules.CHUNKS.several("model chunks per rank (default: all that the schedules take, up to --max-chunks)"),
         MICRO_BATCH.several("sequences a micro-batch (default: all that divide the batch)"),
         schedules.SCHEDULE.several(f"default {' '.join(SEARCHED)}", SEARCHED, choices=FAMILIES),
         schedules.BALANCE.several("default both", BALANCES),
@@ -440,7 +440,7 @@ SEARCHED_FLAGS = Group(
             positive,
             default=64,
         ),
-        Flag("max_chunks", "--max-chunks", "most model chunks a rank (default 8)", "V", positive, default=8),
+        Flag("max_chunks", "--max-chunks", "most model chunks per rank (default 8)", "V", positive, default=8),
         Flag(
             "even_layers",
             "--even-layers",

@@ -57,11 +57,11 @@ PIPELINE = Flag(
 GLOBAL_BATCH = Flag(
     "global_batch", "--global-batch-size --gbs", "sequences an iteration", "B", positive, launch=InLaunch()
 )
-MICROBATCHES = Flag("microbatches", "--microbatches", "micro-batches an iteration", "M", positive)
+MICROBATCHES = Flag("microbatches", "--microbatches", "micro-batches per iteration", "M", positive)
 CHUNKS = Flag(
     "chunks",
     "--num-virtual-stages-per-pipeline-rank --vp",
-    "model chunks a rank (default: the fewest that the schedule has, 1 or 2)",
+    "model chunks per rank (default: the fewest that the schedule has, 1 or 2)",
     "V",
     positive,
     launch=InLaunch(),

@@ -46,7 +46,7 @@ _TIMES = ("costs", "hop", "makespan", "bubble_percent")
 
 
 def write_json(schedule: Schedule, times: Mapping[str, object] | None = None) -> str:
-    """Write a schedule as JSON, one line a rank, keys in the order above.
+    """Write a schedule as JSON, one line per rank, keys in the order above.
 
     `times`: values of the keys about durations.
     """

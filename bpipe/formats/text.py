@@ -3,7 +3,7 @@
 In: text or a Schedule. Out: the other, or a `TextError` with the place.
 
 A cell is `<stage><KIND><microbatch>`, as in torch.distributed.pipelining's CSV: `2F0`, `0EVICT1`;
-`(0F5;7B2)OVERLAP_F_B` is a forward and a backward that run together. CSV has a row a rank and a column a slot; a slot
+`(0F5;7B2)OVERLAP_F_B` is a forward and a backward that run together. CSV has a row per rank and a column per slot; a slot
 with several actions separates them by spaces, computation first, and an empty cell is a bubble. A schedule that knows
 partners or bounds starts with one line of header; without them the file is what torch's own reader takes, and names
 itself nowhere. Torch's runtime form, which has messages between the computations, is read through `messages`, which
@@ -85,7 +85,7 @@ def write_computation(slot: Slot) -> str:
 
 
 def write_csv(schedule: Schedule) -> str:
-    """Write a schedule as CSV, one line a rank.
+    """Write a schedule as CSV, one line per rank.
 
     Compute-only schedules are written as torch.distributed.pipelining writes its own.
     """

@@ -1,1 +1,1 @@
-"""Generators: who computes what, in which order; one file a family, all of them in `families.py`."""
+"""Generators: who computes what, in which order; one file per family, all of them in `families.py`."""

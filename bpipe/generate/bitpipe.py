@@ -1,7 +1,7 @@
 """BitPipe: two pipes in opposite directions, each with several chunks a rank that go up the ranks and down again in
 turn.
 
-In: sizes, costs. Out: every rank's order. Backwards are whole. With two chunks a rank each pipe is a V.
+In: sizes, costs. Out: every rank's order. Backwards are whole. With two chunks per rank each pipe is a V.
 
 A rank holds at most p micro-batches of its share, of both pipes together. With a forward of 1 and a backward of 2, of
 all chunks, m = p micro-batches, one unit, take 3 m + 2 (p - 2) / v, and so do 2 p, 3 p and 4 p for p up to 16, but for

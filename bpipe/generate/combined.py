@@ -20,7 +20,7 @@ from bpipe.ir.schedule import Slot
 
 
 def orders(num_ranks: int, num_microbatches: int, num_chunks: int, options: FamilyOptions) -> list[Order]:
-    """Return combined 1F1B of `num_chunks` stages a rank, in groups of the size asked, p by default.
+    """Return combined 1F1B of `num_chunks` stages per rank, in groups of the size asked, p by default.
 
     Raises ValueError for groups that interleaved 1F1B refuses.
     """

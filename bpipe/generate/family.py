@@ -90,7 +90,7 @@ class OrderChoice:
 
 # (num_ranks, num_chunks) -> who computes which stage.
 LayoutOf = Callable[[int, int], Layout]
-# (num_ranks, num_microbatches, num_chunks, what else is asked) -> one order a rank.
+# (num_ranks, num_microbatches, num_chunks, what else is asked) -> one order per rank.
 Orders = Callable[[int, int, int, FamilyOptions], Sequence[Order]]
 # The same -> orders made for a room, which is given, and what each is: those that take least time first.
 OrdersWithin = Callable[[int, int, int, FamilyOptions], Iterable[tuple[OrderChoice, Sequence[Order]]]]
@@ -109,7 +109,7 @@ class Family:
     `usual_group` of the number of ranks; `takes_delay`: a delay of W; `takes_slices`: micro-batches may be cut.
     `splits`: backwards are computed in halves. `overlaps`: a forward and a backward run at once in its steady phase,
     which only a launch asks for that hides communication so. `exchange` is the rule by which whoever runs it sends and receives
-    between stages. `fill`: with that many micro-batches a rank the pipeline is full, and no rank holds more of them
+    between stages. `fill`: with that many micro-batches per rank the pipeline is full, and no rank holds more of them
     however many follow; None where every rank holds all, and has nothing to share. `ahead`: so many micro-batches of a
     chunk the first rank holds at least when it holds most, with equal costs, by numbers of ranks, micro-batches and
     chunks and the group. None where nobody has said. `warm_up`, by the same: what all ranks hold at their first
@@ -202,7 +202,7 @@ class Family:
         return self.name if vocabulary is Vocabulary.WHOLE else f"{self.name}-vocabulary-{vocabulary.value}"
 
     def filling(self, num_ranks: int) -> int:
-        """Return how many micro-batches fill the pipeline; where it never is full, one a rank."""
+        """Return how many micro-batches fill the pipeline; where it never is full, one per rank."""
         return (self.fill or 1) * num_ranks
 
     def chunks(self, most: int) -> range:

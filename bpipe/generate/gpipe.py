@@ -1,6 +1,6 @@
 """GPipe: all forwards, then all backwards.
 
-In: number of ranks and micro-batches. Out: every rank's order. One stage a rank.
+In: number of ranks and micro-batches. Out: every rank's order. One stage per rank.
 
 Every rank saves all m micro-batches, so a pair has no room to share and balancing moves nothing. Backwards run in the
 order of the forwards, as torch.distributed.pipelining runs them; the paper's figure draws them reversed, at the same

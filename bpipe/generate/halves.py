@@ -19,7 +19,7 @@ _BACKWARD, _INPUT, _WEIGHT = Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_W
 
 
 def defer_wgrads(num_ranks: int, num_microbatches: int, delays: Sequence[int], slices: int = 1) -> list[list[Action]]:
-    """Return 1F1B with split backwards, one order a rank.
+    """Return 1F1B with split backwards, one order per rank.
 
     `delays[rank]`: micro-batches' I, or slices', that stand between an I and its W.
     """

@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: several chunks a rank. In: number of ranks, micro-batches, chunks. Out: every rank's order.
+"""Interleaved 1F1B: several chunks per rank. In: number of ranks, micro-batches, chunks. Out: every rank's order.
 
 Stage s is on rank s % p. Forwards go through the chunks in groups of g micro-batches, by default of p: a group through
 the first chunk, the same group through the second, and so on, then the next group. Backwards follow the same list with
@@ -31,7 +31,7 @@ def layout(num_ranks: int, num_chunks: int) -> Layout:
 
 
 def orders(num_ranks: int, num_microbatches: int, num_chunks: int, options: FamilyOptions) -> list[list[Action]]:
-    """Return interleaved 1F1B: `num_chunks` v >= 2 stages a rank, groups of the size asked, p by default.
+    """Return interleaved 1F1B: `num_chunks` v >= 2 stages per rank, groups of the size asked, p by default.
 
     Raises ValueError for a group of fewer micro-batches than ranks, or of more than there are.
     """

@@ -1,4 +1,4 @@
-"""1F1B: one forward, one backward. In: number of ranks and micro-batches. Out: every rank's order. One stage a rank.
+"""1F1B: one forward, one backward. In: number of ranks and micro-batches. Out: every rank's order. One stage per rank.
 
 A rank runs ahead by as many forwards as ranks follow it (warm-up), then alternates a forward and a backward (steady
 phase), then runs the backwards that are left (cool-down). It saves at most min(p - rank, m) micro-batches; the grid has

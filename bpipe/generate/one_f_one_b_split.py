@@ -1,6 +1,6 @@
 """1F1B with backwards in halves.
 
-In: number of ranks and micro-batches, a delay. Out: every rank's order. One stage a rank.
+In: number of ranks and micro-batches, a delay. Out: every rank's order. One stage per rank.
 
 1F1B's order with I in place of B: the stage before gets its gradient while this one still computes W. The W of a
 micro-batch stands right behind its own I, or with a delay of N behind the I of the one N later, and what is left at the

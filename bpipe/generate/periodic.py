@@ -3,7 +3,7 @@
 In: turns, number of ranks, a `Period`. Out: every rank's order.
 
 Where groups have fewer than p / 2 micro-batches, ranks that take I, W and F in turn wait for each other. Here time goes
-in periods of six slots, of which two are of forwards. A forward enters rank 0 in an even slot and moves a rank a slot;
+in periods of six slots, of which two are of forwards. A forward enters rank 0 in an even slot and moves a rank per slot;
 the first halves of backwards go the other way in slots of the other parity, so nobody ever waits for another's.
 Weights' halves stand in the first free slots. Made for computations of equal length; with others the order is the same,
 and takes longer. Knows no costs.

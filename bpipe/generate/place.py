@@ -1,4 +1,4 @@
-"""Place every rank's order of computations on the unit grid. In: one order a rank. Out: a compute-only Schedule.
+"""Place every rank's order of computations on the unit grid. In: one order per rank. Out: a compute-only Schedule.
 
 Each computation takes one slot and starts as soon as the one before it on its rank is over, and whatever makes what it
 needs (`ir.dependencies`). Knows no schedule by name, no memory, no transfers.

@@ -1,6 +1,6 @@
 """Time the orders of all ranks at given costs.
 
-In: a Layout, one order a rank, UnitCosts. Out: `Work` (`ir.clock`), an `IterationTime`.
+In: a Layout, one order per rank, UnitCosts. Out: `Work` (`ir.clock`), an `IterationTime`.
 
 Two computations that overlap take as long as both. Times are whole numbers of ticks, as many to a unit of
 the costs as make every duration whole. Knows no memory, no transfers and no bandwidth: who wants these asks `simulate`.

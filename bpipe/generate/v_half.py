@@ -1,4 +1,4 @@
-"""V-Half: two chunks a rank in a V that hold half of what 1F1B does. In: sizes, costs. Out: every rank's order.
+"""V-Half: two chunks per rank in a V that hold half of what 1F1B does. In: sizes, costs. Out: every rank's order.
 
 No rank holds more than (p + 2) // 2 micro-batches of its share, and all hold alike: balancing moves nothing. With F, I
 and W of equal length every rank computes without a pause once the pipeline is full: in slots of half a micro-batch an

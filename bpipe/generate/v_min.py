@@ -1,4 +1,4 @@
-"""V-Min: two chunks a rank in a V that hold a third of what 1F1B does. In: sizes, costs. Out: every rank's order.
+"""V-Min: two chunks per rank in a V that hold a third of what 1F1B does. In: sizes, costs. Out: every rank's order.
 
 No rank holds more than (p + 4) // 3 micro-batches of its share, the least with which a V of F, I and W of equal length
 runs at its full rate. Filling and emptying costs most here: in slots of half a micro-batch an iteration takes 6 m and 4

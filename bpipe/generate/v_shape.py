@@ -1,4 +1,4 @@
-"""Two chunks a rank in the shape of a V, within a bound.
+"""Two chunks per rank in the shape of a V, within a bound.
 
 In: sizes, a building block, a bound, costs. Out: every rank's order.
 
@@ -29,7 +29,7 @@ from bpipe.ir.program import Exchange
 
 _KINDS = _FORWARD, _INPUT, _WEIGHT = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 _INTERVAL = 6
-# With so many micro-batches a rank the pipeline is full.
+# With so many micro-batches per rank the pipeline is full.
 _FILL = 2
 
 # (num_ranks, rank) -> the slots in which it begins F of micro-batch 0 in its first chunk and its second, and I in the

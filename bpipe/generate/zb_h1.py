@@ -2,7 +2,7 @@
 
 In: sizes. Out: every rank's order.
 
-One stage a rank. Where 1F1B has a backward, I stands and passes its gradient on at once; the W of a micro-batch follows
+One stage per rank. Where 1F1B has a backward, I stands and passes its gradient on at once; the W of a micro-batch follows
 the I of the one `rank` later, so a rank has `rank` of them left when its last I is over, and they fill what 1F1B waits
 at the end. A rank holds p - rank micro-batches as in 1F1B and `rank` that wait for their W: min(p, m) everywhere, and
 balancing moves nothing unless less of a micro-batch is held behind its I. With durations f, i, w of a forward and the

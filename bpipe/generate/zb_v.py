@@ -1,4 +1,4 @@
-"""ZB-V: two chunks a rank in a V that hold what 1F1B does, as short as can be.
+"""ZB-V: two chunks per rank in a V that hold what 1F1B does, as short as can be.
 
 In: sizes, costs. Out: every rank's order.
 

@@ -1,6 +1,6 @@
 """Say when each computation of all ranks' orders starts, if nobody waits for a transfer.
 
-In: a Layout, one order a rank, and how long computations and a message take. Out: `Work`, and when each of it starts.
+In: a Layout, one order per rank, and how long computations and a message take. Out: `Work`, and when each of it starts.
 
 A computation starts when the one before it on its rank is over and what it needs has been made (`ir.dependencies`), on
 another rank a hop ago. Knows no memory, no transfers and no bandwidth: who wants these asks `simulate`.

@@ -1,6 +1,6 @@
 """Say what an action holds and gives back: THE memory rule.
 
-In: bytes a stage, or none, and a Schedule. Out: a table, curves, peaks.
+In: bytes per stage, or none, and a Schedule. Out: a table, curves, peaks.
 
     F           takes what it saves                   B           gives all of it back
     I           gives back what W does not need,      W           gives back what is left

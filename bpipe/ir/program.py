@@ -26,7 +26,7 @@ class Exchange(enum.Enum):
     Whoever runs the schedule sets it.
     """
 
-    # Megatron's loop for one stage a rank: between two computations it sends what the first made and receives what the
+    # Megatron's loop for one stage per rank: between two computations it sends what the first made and receives what the
     # second needs, in one operation where one neighbour is both, and goes on when that is over. A message passes when
     # both ends are there.
     MEGATRON_1F1B = "megatron-1f1b"

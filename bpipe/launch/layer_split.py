@@ -65,7 +65,7 @@ class Split:
 
 
 def split_flags(layers: tuple[int, ...], pipeline: int) -> list[str]:
-    """Return the shortest way to tell Megatron; nothing for equal layers of one stage a rank.
+    """Return the shortest way to tell Megatron; nothing for equal layers of one stage per rank.
 
     Stage s is on rank s % p.
     """
@@ -80,7 +80,7 @@ def split_flags(layers: tuple[int, ...], pipeline: int) -> list[str]:
     for embedding, loss in ((1, 1), (1, 0), (0, 1)):
         whole = (layers[0] + embedding, *layers[1:-1], layers[-1] + loss)
         if len(set(whole)) == 1:
-            # Not at one stage a rank, whose ends two numbers say.
+            # Not at one stage per rank, whose ends two numbers say.
             return [LAYERS_OF_A_CHUNK, str(whole[0]), *[COUNT_EMBEDDING] * embedding, *[COUNT_LOSS] * loss]
     return ends or [LAYOUT, layout_text(layers)]
 

@@ -1,6 +1,6 @@
 """Know every flag of the trainer by its name. In: a launch's flags. Out: an error for one that was mistyped.
 
-The names stand in `megatron_flags.txt`, one a line: those of the Megatron that this package installs, and ours; a test
+The names stand in `megatron_flags.txt`, one per line: those of the Megatron that this package installs, and ours; a test
 holds them to its parser. A script may have flags of its own, and a newer Megatron others: what is near no known name is
 passed. Knows no flag's meaning.
 """

@@ -37,7 +37,7 @@ _BOTH, _GIVE, _TAKE = bytes([_SEND, _POST, _WAIT, _WAIT]), bytes([_SEND, _WAIT])
 def lower(schedule: Schedule, exchange: Exchange) -> tuple[Program, ...]:
     """Lower a schedule to one program a rank.
 
-    Raises ValueError where Megatron's loops cannot run it: values of more than two ranks, or, with one stage a rank,
+    Raises ValueError where Megatron's loops cannot run it: values of more than two ranks, or, with one stage per rank,
     computations that overlap.
     """
     if exchange is not Exchange.POSTED:
@@ -136,7 +136,7 @@ class _Lowering:
         return Program(self.rank, bytes(self.ops), self.operands, self.starts, self.slots, self.passing.messages)
 
     def between(self) -> Program:
-        """Return messages as in Megatron's loop for one stage a rank: between two computations, what the first made
+        """Return messages as in Megatron's loop for one stage per rank: between two computations, what the first made
         and the second needs."""
         ops, operands, add_start = self.ops, self.operands, self.starts.append
         left, left_to = NOTHING, NOBODY
@@ -162,7 +162,7 @@ class _Lowering:
         return self._program()
 
     def behind(self, received: Sequence[list[int]]) -> Program:
-        """Return messages as in Megatron's loop for several stages a rank: behind a computation, what it made and
+        """Return messages as in Megatron's loop for several stages per rank: behind a computation, what it made and
         all that precedes the next."""
         ops, operands = self.ops, self.operands
         done = 0

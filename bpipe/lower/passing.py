@@ -23,7 +23,7 @@ _Table = dict[Kind, list[tuple[int, int]]]
 class Passing:
     """Values that pass between ranks.
 
-    By rank, with an entry a computation, in order: what it needs and from whom, what it makes and for whom.
+    By rank, with an entry per computation, in order: what it needs and from whom, what it makes and for whom.
 
     From and for NOBODY where that stays on the rank.
     """

@@ -25,7 +25,7 @@ def gib_text(num_bytes: float) -> str:
 
 # What a message between stages takes beside its bytes, on an A100 and wherever nothing else is known: two processes
 # come to it, launch a kernel and wait for each other. The times that Qi et al. 2024 (zero bubble) measured and put into
-# their schedulers are 0.60 and 0.53 ms a message inside a node (28 and 25 MB), 0.38 and 0.41 on two and four nodes (10
+# their schedulers are 0.60 and 0.53 ms per message inside a node (28 and 25 MB), 0.38 and 0.41 on two and four nodes (10
 # and 13 MB): 0.33 to 0.48 without their bytes. The runs of Yeung et al. 2024 (13 MB, one node) lack 0.2 ms an exchange.
 # This is their middle.
 EXCHANGE_GAP_S = 300e-6

@@ -1,6 +1,6 @@
 """Describe the types of what Adam keeps: Megatron's `--use-precision-aware-optimizer`.
 
-In: Megatron's words for it. Out: a frozen `StateTypes`, bytes a parameter. Knows no model.
+In: Megatron's words for it. Out: a frozen `StateTypes`, bytes per parameter. Knows no model.
 
 Without that flag all is in 32 bit. With it Transformer Engine's Adam keeps every part in a type of its own. Main weights
 of 32 bit are then 16 bits that, put behind the weight's own 16 in bf16, give them (`store_param_remainders`), but not

@@ -97,31 +97,31 @@ def _line(one: Choice, first: Choice) -> str:
 def _advice(found: Answer) -> str:
     taken = found.taken
     if taken is None:
-        return "Nothing of this can run."
+        return "None of these can run."
     others = [one for one in found.choices if one is not taken and one.can_run]
-    beside = ", ".join(f"{_apart(taken, one)} than {_NAMES[one.kind]}" for one in others)
-    reason = f": {beside}" if beside else ""
+    beside = ", ".join(f"{_apart(taken, one)} than {_WHOSE[one.kind]}" for one in others)
+    reason = f": its iteration takes {beside}" if beside else ""
     level = [one for one in others if one.iteration_s < taken.iteration_s]
-    doubt = f"; predictions tell no less than {100 * (CLEARLY - 1):.0f} % apart" if level else ""
+    doubt = f"; predictions cannot tell apart what differs by less than {100 * (CLEARLY - 1):.0f} %" if level else ""
     return f"{_TAKE[taken.kind]}{reason}{doubt}."
 
 
 _TAKE = {ChoiceKind.LAUNCH: "Keep the launch", ChoiceKind.STOCK: "Take stock", ChoiceKind.OURS: "Take bpipe"}
-_NAMES = {ChoiceKind.LAUNCH: "the launch", ChoiceKind.STOCK: "stock", ChoiceKind.OURS: "bpipe"}
+_WHOSE = {ChoiceKind.LAUNCH: "the launch's", ChoiceKind.STOCK: "stock's", ChoiceKind.OURS: "bpipe's"}
 
 
 def _apart(one: Choice, other: Choice) -> str:
     percent = 100 * (one.iteration_s / other.iteration_s - 1)
-    return f"{abs(percent):.1f} % {'longer' if percent > 0 else 'shorter'}"
+    return f"{abs(percent):.1f} % {'more' if percent > 0 else 'less'} time"
 
 
 def _doubt(one: Choice) -> str:
     cluster, bars = one.prediction.setup.cluster, error_bars(one.prediction.setup)
     if bars is None:
-        return f"Never calibrated: of {cluster.device.name} no measured run is known, and times may be far off."
-    took = f"took {bars.low:+d} to {bars.high:+d} % longer than predicted"
-    never = " Never calibrated: constants are of A100s and H100s." if is_never_calibrated(cluster) else ""
-    return f"In brackets: {bars.num_runs} measured runs of {bars.kind} {took} (docs/validation.md).{never}"
+        return f"Never calibrated: no measured run on {cluster.device.name} is known, so times may be far off."
+    differed = f"differed from their prediction by {bars.low:+d} to {bars.high:+d} % (plus is slower)"
+    never = " Never calibrated: the constants come from A100s and H100s." if is_never_calibrated(cluster) else ""
+    return f"Ranges in brackets: {bars.num_runs} measured runs of {bars.kind} {differed}: docs/validation.md.{never}"
 
 
 def answer_document(found: Answer) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class OverBudget(ValueError):
     def __init__(self, smallest_bytes: tuple[int, ...], pair: Pair, budget_bytes: tuple[int, ...]) -> None:
         who = f"rank {pair[0]}" if pair[0] == pair[1] else f"ranks {pair[0]} and {pair[1]}"
         super().__init__(
-            f"no plan keeps {who} within {budget_text(budget_bytes)} GiB a device. The smallest budget that one keeps "
+            f"no plan keeps {who} within {budget_text(budget_bytes)} GiB per device. The smallest budget that one keeps "
             f"is "
             f"{budget_text(smallest_bytes)} GiB"
         )

@@ -84,7 +84,7 @@ def only_balanced(found: Candidate) -> str | None:
     if found.needs_bytes is None:
         return None
     limit = found.prediction.memory[0].limit_bytes
-    return f"fits only balanced: without, its fullest rank needs {gib_text(found.needs_bytes)} of {gib_text(limit)} GiB"
+    return f"fits only with balancing: without it, the fullest rank needs {gib_text(found.needs_bytes)} of {gib_text(limit)} GiB"
 
 
 def uneven_by_counts(setup: Setup) -> str | None:
@@ -121,26 +121,26 @@ def tightness_warning(prediction: SetupPrediction) -> str | None:
         return None
     share = f"{100 * worst.peak_bytes / worst.limit_bytes:.0f} %"
     return (
-        f"rank {worst.rank} needs {share} of its device: above {100 * TIGHT:.0f} % the allocator may give memory back "
-        f"and ask again; "
-        "published runs there lost 20 to 40 % of their time, which is not predicted"
+        f"rank {worst.rank} needs {share} of its device's memory: above {100 * TIGHT:.0f} % the allocator may have to free "
+        "cached blocks and allocate them again; published runs that full lost 20 to 40 % of their time, which is not in "
+        "the prediction"
     )
 
 
 def calibration_lines(cluster: Cluster) -> list[str]:
     """Return lines that say times are calibrated, or that they never were where others of their kind are."""
     lines = (
-        [] if cluster.factor == 1 else [f"calibrated: all times are {cluster.factor:.4f} times what the formulas say"]
+        [] if cluster.factor == 1 else [f"calibrated: all times are {cluster.factor:.4f} times those of the formulas"]
     )
     if is_never_calibrated(cluster):
         lines.append(
-            f"never calibrated: no run on a {cluster.device.name} decided a constant of these times; `bpipe calibrate` "
-            f"takes one of yours"
+            f"never calibrated: no constant of these times comes from a run on {cluster.device.name}; `bpipe calibrate` "
+            f"can use a run of yours"
         )
     return (
         lines
         if cluster.kernels is None
-        else [*lines, f"kernels that were measured on {cluster.kernels.device} take what they took there"]
+        else [*lines, f"kernels that were measured on {cluster.kernels.device} have the times measured there"]
     )
 
 
@@ -186,9 +186,8 @@ def replicas_apart(setup: Setup) -> str | None:
         for one in (setup, plain)
     )
     return (
-        f"balanced pairs share nodes, so that the replicas of a rank do not: to reduce gradients and update weights "
-        f"takes {mine:.3f} "
-        f"instead of {without:.3f} s"
+        f"balanced pairs share nodes, so the replicas of a rank do not: reducing gradients and updating weights takes "
+        f"{mine:.3f} instead of {without:.3f} s"
     )
 
 
@@ -211,17 +210,17 @@ def pairs_apart(prediction: SetupPrediction, profile: Profile | None = None) -> 
     )
     slow, fast, host = (float(link.bytes_per_s or 0) / 1e9 for link in (joined.between, joined.inside, joined.host))
     text = (
-        f"pairs lie on two nodes, as {why}: what moves passes each device's port of {slow:.0f} GB/s, where links "
-        f"inside have {fast:.0f}"
+        f"pairs span two nodes, because {why}: transfers go through each device's port of {slow:.0f} GB/s; links inside "
+        f"a node have {fast:.0f}"
     )
     plain = replace(setup, balance=None, budget_bytes=None)
     longer = prediction.timing.iteration_s / steady_timing(plain, costs_of(plain, profile)).iteration_s - 1
     if longer < NOTICED:
-        return f"{text}; that hides behind computations here"
+        return f"{text}; here computations hide them"
     *ways, last = _ways_together(setup, fills, host if host > slow else None)
     return (
-        f"{text}. An iteration takes {100 * longer:.0f} % longer than without balancing. Take {'; '.join(ways)}; "
-        f"or {last}"
+        f"{text}. An iteration takes {100 * longer:.0f} % longer than without balancing. Use {'; '.join(ways)}; or "
+        f"{last}"
     )
 
 
@@ -232,9 +231,9 @@ def _ways_together(setup: Setup, fills: bool, host: float | None) -> list[str]:
     """
     devices = setup.cluster.devices_per_domain
     fewer = max((one for one in divisors(setup.tensor) if 2 * one * setup.context <= devices), default=None)
-    ways = [f"--tp {fewer}, with which pairs share a node"] if fills and fewer else []
+    ways = [f"--tp {fewer}, so that pairs share a node"] if fills and fewer else []
     if host is not None:
-        ways.append(f"--hosts host, by {host:.0f} GB/s to each node's memory")
+        ways.append(f"--hosts host, which has {host:.0f} GB/s to CPU memory")
     return [
         *ways,
         "more --recompute, so that less moves",
@@ -253,22 +252,21 @@ def verdict(outcome: Outcome) -> Verdict:
     if balances == {"none"}:
         return Verdict(
             "not-compared",
-            "Only configurations without balancing were looked at: this says nothing of what it would gain.",
+            "Only configurations without balancing were searched: this does not show what balancing would gain.",
         )
     if balances == {"bpipe"}:
         return _only_balanced_looked_at(outcome)
     if outcome.balanced is None:
         return Verdict(
             "no-gain",
-            "Balancing does not help: no configuration fits only because of it. What does not fit as it is does not "
-            "fit with equal "
-            "shares either, or has no pair of ranks with anything to share.",
+            "Balancing does not help: no configuration fits only because of it. Those that do not fit would not fit with "
+            "equal shares either, or have no pair of ranks with anything to share.",
         )
-    count = f"{outcome.num_only_balanced} of {outcome.num_fitting} configurations that fit do so only balanced"
+    count = f"{outcome.num_only_balanced} of the {outcome.num_fitting} configurations that fit need it"
     balanced = outcome.balanced.prediction
     if outcome.plain is None:
         return Verdict(
-            "only-balanced", f"Balancing is what makes it fit at all: {count}, the best is {describe(balanced.setup)}."
+            "only-balanced", f"Nothing fits without balancing: {count}, and the best is {describe(balanced.setup)}."
         )
     plain = outcome.plain.prediction
     gain = plain.timing.iteration_s / balanced.timing.iteration_s
@@ -278,19 +276,18 @@ def verdict(outcome: Outcome) -> Verdict:
         f"{describe_change(plain, balanced)}."
     )
     if gain >= CLEARLY:
-        return Verdict("gain", f"Balancing gains {gain:.2f}x: {count}, the best of them takes {against}")
+        return Verdict("gain", f"Balancing gains {gain:.2f}x: {count}, and the best of them takes {against}")
     if gain > 1:
-        doubt = f"Balancing does not clearly help, {gain:.3f}x is less than predictions are worth"
-        return Verdict("no-clear-gain", f"{doubt}: {count}, the best of them takes {against}")
+        doubt = f"Balancing does not clearly help, as {gain:.3f}x is within the error of predictions"
+        return Verdict("no-clear-gain", f"{doubt}: {count}, and the best of them takes {against}")
     return Verdict("no-gain", f"Balancing does not help here: {count}, but the best of them takes {against}")
 
 
 def _only_balanced_looked_at(outcome: Outcome) -> Verdict:
     others = outcome.cuts.get("unneeded", 0)
     text = (
-        f"Only balanced configurations were looked at, and those listed do not fit otherwise; {others} more fit "
-        f"without balancing and are "
-        "neither listed nor timed: this says nothing of a gain."
+        f"Only balanced configurations were searched, and those listed do not fit without balancing; {others} more fit "
+        "without it and are neither listed nor timed: this does not show a gain."
     )
     return Verdict("not-compared", text)
 
@@ -299,12 +296,13 @@ def _nothing(outcome: Outcome) -> Verdict:
     """Return the verdict where there is no row, though there were configurations."""
     if outcome.closest is None:
         # Only where balanced ones alone were asked for.
-        text = (
-            "Nothing fits only because of balancing: what was looked at fits without it. Ask for --balance none bpipe."
-        )
+        text = "Nothing fits only because of balancing: what was searched fits without it. Give --balance none bpipe."
         return Verdict("not-needed", f"{text} {_what_cut(outcome)}")
-    asked = {"none": "without balancing (balanced was not looked at)", "bpipe": "balanced (without was not looked at)"}
-    looked = asked[outcome.space.balances[0]] if len(set(outcome.space.balances)) == 1 else "balanced or not"
+    asked = {
+        "none": "without balancing (with it was not searched)",
+        "bpipe": "with balancing (without it was not searched)",
+    }
+    looked = asked[outcome.space.balances[0]] if len(set(outcome.space.balances)) == 1 else "with balancing or without"
     return Verdict(
         "nothing-fits", f"Nothing fits, {looked}: {_closest(outcome.closest, outcome.space)}. {_what_cut(outcome)}"
     )
@@ -332,9 +330,9 @@ def _more_ranks(setup: Setup, space: Space) -> str:
     """What keeps the layers from being cut over more devices."""
     layers = setup.model.num_layers
     if setup.pipeline == layers:
-        return f"p is at its limit of {layers} layers, so take devices with more memory"
+        return f"p is at its limit of {layers} layers, so use devices with more memory"
     if setup.data == 1:
-        return "take more devices"
+        return "use more devices"
     devices = setup.cluster.num_devices // (setup.tensor * setup.context)
     larger = [one for one in divisors(devices) if setup.pipeline < one <= layers]
     if not larger:
@@ -347,24 +345,24 @@ def _more_ranks(setup: Setup, space: Space) -> str:
 def _fewer_activations(setup: Setup, space: Space) -> str:
     ways = []
     if "full" not in space.recompute:
-        ways.append("consider --recompute full too")
+        ways.append("allow --recompute full too")
     if "bpipe" not in space.balances and len(divisors(setup.cluster.num_devices)) > 2:
-        ways.append("consider --balance bpipe too")
+        ways.append("allow --balance bpipe too")
     if default_family(1) not in space.schedules:
-        ways.append(f"consider --schedule {default_family(1)} too")
-    return " or ".join(ways) or "take more devices, or a shorter sequence"
+        ways.append(f"allow --schedule {default_family(1)} too")
+    return " or ".join(ways) or "use more devices, or a shorter sequence"
 
 
 def describe_change(one: SetupPrediction, other: SetupPrediction) -> str:
     """Describe what the second setup changes: speed of a stage, bubble, and waiting."""
     bubbles = [100 * each.timing.bubble_of_makespan for each in (one, other)]
     parts = [
-        f"while it computes, a device is {_while_busy(other) / _while_busy(one):.2f} times as useful",
-        f"the bubble is {bubbles[1]:.1f} instead of {bubbles[0]:.1f} % of the iteration",
+        f"useful work per second of computing {_while_busy(other) / _while_busy(one):.2f}x",
+        f"bubble {bubbles[1]:.1f} instead of {bubbles[0]:.1f} % of the iteration",
     ]
     exposed = max(other.timing.exposed_s)
     if exposed > 0.01 * other.timing.iteration_s:
-        parts.append(f"and transfers are not hidden for {exposed:.2f} s")
+        parts.append(f"exposed transfers {exposed:.2f} s")
     return ", ".join(parts)
 
 

@@ -97,7 +97,7 @@ def plan_values(found: Fit) -> dict[str, Any]:
 def plan_lines(found: Fit, known: str = "by prediction") -> list[str]:
     """Return lines that say who hosts for whom, how much, and why."""
     schedule, budgets = found.schedule, found.budget_bytes
-    head = f"{known} within {budget_text(budgets)} GiB a device"
+    head = f"{known} within {budget_text(budgets)} GiB per device"
     senders = [rank for rank in range(schedule.num_ranks) if num_transfers(schedule, rank).evictions]
     if not senders:
         fullest = max(range(schedule.num_ranks), key=lambda rank: found.alone_bytes[rank] - budgets[rank])

@@ -127,7 +127,7 @@ def not_searched(space: Space) -> tuple[str, ...]:
             any(one.takes_delay or one.splits for one in families),
             "other groups than p / 2 and p, delays, and W at once (bpipe simulate)",
         ),
-        (space.max_chunks < space.model.num_layers, f"more than {space.max_chunks} chunks a rank (--max-chunks)"),
+        (space.max_chunks < space.model.num_layers, f"more than {space.max_chunks} chunks per rank (--max-chunks)"),
         (space.contexts == (1,), "sequences in parts (--cp 1 2 ...)"),
     )
     return tuple(text for is_left_out, text in every if is_left_out)
@@ -182,11 +182,11 @@ def front_lines(front: Front) -> list[str]:
     head = f"{front.num_configurations} configurations, {front.num_simulated} simulated"
     if not front.points:
         return [
-            f"{head}: none needs less than {gib_text(front.most_bytes)} GiB a device, {float(MOST_TIMES):g} times "
+            f"{head}: none needs less than {gib_text(front.most_bytes)} GiB per device, {float(MOST_TIMES):g} times "
             f"what one "
             f"has"
         ]
-    lines = [f"{head}: for every amount of memory the fastest, up to {gib_text(front.most_bytes)} GiB a device"]
+    lines = [f"{head}: for every amount of memory the fastest, up to {gib_text(front.most_bytes)} GiB per device"]
     lines += calibration_lines(front.points[0].prediction.setup.cluster)
     for place, point in enumerate(front.points):
         mark = "*" if place == front.winner else " " if point.peak_bytes <= front.limit_bytes else "-"

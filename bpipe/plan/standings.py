@@ -17,29 +17,28 @@ from bpipe.plan.search import Outcome
 
 # What the trainer cannot do, or has not done yet, with what a row's schedule needs (docs/supported.md).
 HALVES = (
-    "backwards in halves were never run with Transformer Engine's layers, which GPUs usually have: "
-    "scripts/gpu_check.py --only halves"
+    "split backward passes (dgrad and wgrad apart) have never run with Transformer Engine's layers, which runs on GPUs "
+    "usually have: check with scripts/gpu_check.py --only halves"
 )
-AS_A_V = "stages placed as a V take checkpoints in torch_dist only"
+AS_A_V = "stages placed as a V need checkpoints in the torch_dist format"
 
-GATED_GELU = "a gated GELU, for which Megatron has no flag: --swiglu, of the same sizes, stands in its place"
+GATED_GELU = "Megatron has no flag for a gated GELU: the rows have --swiglu instead, which has the same sizes"
 BEHIND_ATTENTION = (
-    "norms behind attention and MLP, and capped logits, for which Megatron has no flags: a launch trains without them"
+    "Megatron has no flags for norms after attention and MLP, nor for capped logits: a launch trains without them"
 )
 FP8 = (
-    "FP8 with transfers was never run on a GPU: the trainer checks in its first iterations that all that moves comes "
-    "back as it left (--bpipe-verify)"
+    "FP8 with transfers has never run on a GPU: in its first iterations the trainer checks that everything that moves "
+    "comes back unchanged (--bpipe-verify)"
 )
 SLICES = (
-    "slices by Transformer Engine's attention were never run on a GPU: the trainer asks its kernel for a mask of known "
-    "answer first"
+    "slices with Transformer Engine's attention have never run on a GPU: the trainer first checks its kernel on a mask "
+    "whose result is known"
 )
 HYBRID = (
-    "hybrid models are built by a script of their own, such as Megatron's pretrain_hybrid.py, started with -m "
-    "megatron.scheduling.launch; "
-    "with Mamba's own kernels the trainer was never run"
+    "hybrid models need a training script of their own, such as Megatron's pretrain_hybrid.py, started with -m "
+    "megatron.scheduling.launch; this has never run with Mamba's own kernels"
 )
-TWO_PIPES = "two pipes were trained on CPUs alone so far"
+TWO_PIPES = "bidirectional pipelines have run on CPUs only"
 
 # A bound that is hardly lower says nothing.
 _CLEARLY = 0.99
@@ -51,7 +50,11 @@ def family_lines(outcome: Outcome) -> list[str]:
         return []
     width = max(len(one.schedule) for one in outcome.families)
     found = [f"     {one.schedule:{width}}  {_words(one, outcome)}" for one in _ordered(outcome)]
-    return ["families, each by its fastest:", *found, *(f"     {need}" for need in trainer_needs(outcome))]
+    return [
+        "schedule families, each with its fastest configuration:",
+        *found,
+        *(f"     {need}" for need in trainer_needs(outcome)),
+    ]
 
 
 def trainer_needs(outcome: Outcome) -> list[str]:
@@ -112,7 +115,7 @@ def _words(one: FamilyResult, outcome: Outcome) -> str:
         others = (
             ""
             if bound is None or bound > _CLEARLY * seconds
-            else f"; others, not simulated, take {bound:.3f} s or more, by a lower bound"
+            else f"; the others were not simulated and take at least {bound:.3f} s"
         )
         return _beside(one.fastest, best) + others
     parts = []
@@ -125,7 +128,7 @@ def _words(one: FamilyResult, outcome: Outcome) -> str:
             else ""
         )
     if one.bound_s is not None:
-        parts.append(f"{'the others take' if parts else 'takes'} {one.bound_s:.3f} s or more, by a lower bound")
+        parts.append(f"{'the others take' if parts else 'takes'} at least {one.bound_s:.3f} s, by a lower bound")
     return "; ".join(parts) or "no configuration"
 
 

@@ -117,9 +117,8 @@ def instead_of_balancing(setup: Setup, profile: Profile | None = None, formula: 
 def describe_moves(found: StateHosts) -> str:
     """Describe what would make it fit and what it costs."""
     return (
-        f"Adam's moments on other ranks would let it fit without balancing: {FLAG} {write_moves(found.moves)}; "
-        f"{gib_text(found.moved_bytes)} "
-        f"GiB move in an iteration, which takes {found.iteration_s:.3f} s"
+        f"with Adam's moments on other ranks it would fit without balancing: {FLAG} {write_moves(found.moves)}; this "
+        f"moves {gib_text(found.moved_bytes)} GiB per iteration, which then takes {found.iteration_s:.3f} s"
     )
 
 

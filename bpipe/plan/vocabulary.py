@@ -95,7 +95,7 @@ def _within(setup: Setup, profile: Profile | None) -> Setup | None:
 
 
 def _redistributed(setup: Setup, profile: Profile | None) -> tuple[int, ...] | None:
-    """Only with one stage a rank: chunks of the other ranks would lie between.
+    """Only with one stage per rank: chunks of the other ranks would lie between.
 
     The trainer does not choose it for a pattern of layers.
     """

@@ -1,6 +1,7 @@
 """Say what else would make a configuration fit, and what that costs.
 
-In: a Setup. Out: `Way`s, each one change of it with its prediction, those that fit first and of these the fastest.
+In: a Setup. Out: `Way`s, each one change of it with its prediction: those that fit first, of these the fastest first,
+and those that fill a device behind the others.
 
 One change at a time, each as Megatron or this project has a flag for it: recomputation of parts or of as few layers as
 do, a smaller micro-batch, another cut, a layer moved, balancing over partners, a pool or host memory, schedules made for
@@ -31,7 +32,7 @@ from bpipe.plan.within_budget import within_budget
 Change = Callable[[], Setup]
 # What needs hardly less is no help.
 HELPFUL = 0.99
-# How many chunks a rank schedules are tried with that are made for a bound.
+# How many chunks per rank schedules are tried with that are made for a bound.
 _CHUNKS = range(2, 9)
 # With it the trainer's table refuses what is guarded, too.
 _STRICT = ("--bpipe-strict", "")
@@ -51,10 +52,18 @@ class Way:
     def fits(self) -> bool:
         return self.prediction.fits and not self.refused
 
+    @property
+    def is_tight(self) -> bool:
+        """Whether a device is so full that it may take longer than is predicted."""
+        return any(rank.is_tight for rank in self.prediction.memory)
+
 
 def ways_to_fit(setup: Setup, others: Others = (), profile: Profile | None = None) -> list[Way]:
-    """Return every way that needs clearly less than the setup: first those that fit, the fastest first, then the others
-    by what they need. Of ways that come to the same, as hosts do where pairs have room, the first stands for all."""
+    """Return every way that needs clearly less than the setup: first those that fit, the fastest first, those that are
+    tight behind the others, then what does not fit, by what it needs.
+
+    Of ways with the same figures, as hosts have where pairs have room, the first stands for all.
+    """
     most = HELPFUL * peak_bytes(setup)
     found: list[Way] = []
     for what, change in _changes(setup, profile):
@@ -66,16 +75,26 @@ def ways_to_fit(setup: Setup, others: Others = (), profile: Profile | None = Non
             continue
         reasons = refused(changed, others)
         way = Way(what, prediction, reasons, not reasons and bool(refused(changed, (*others, _STRICT))))
-        if way.prediction.peak_bytes <= most and _figures(way) not in map(_figures, found):
+        if way.prediction.peak_bytes <= most and not any(_stands_for(other, way) for other in found):
             found.append(way)
-    return sorted(
-        found,
-        key=lambda way: (not way.fits, way.prediction.timing.iteration_s if way.fits else way.prediction.peak_bytes),
+    return sorted(found, key=_place)
+
+
+def _place(way: Way) -> tuple[int, float]:
+    """Where it stands in the list. What a tight one loses is not predicted, so its time is not compared."""
+    if not way.fits:
+        return 2, way.prediction.peak_bytes
+    return int(way.is_tight), float(way.prediction.timing.iteration_s)
+
+
+def _stands_for(one: Way, other: Way) -> bool:
+    """Return whether one has the other's figures, or none worse where both balance over the same hosts."""
+    mine, its = (
+        (float(way.prediction.timing.iteration_s), way.prediction.peak_bytes, way.fits) for way in (one, other)
     )
-
-
-def _figures(way: Way) -> tuple[int, float, bool]:
-    return way.prediction.peak_bytes, float(way.prediction.timing.iteration_s), way.fits
+    setups = one.prediction.setup, other.prediction.setup
+    alike = all(setup.balance is not None for setup in setups) and setups[0].hosts == setups[1].hosts
+    return mine == its or (alike and one.fits and mine[0] <= its[0] and mine[1] <= its[1])
 
 
 def _changes(setup: Setup, profile: Profile | None) -> Iterator[tuple[str, Change]]:
@@ -92,7 +111,7 @@ def _changes(setup: Setup, profile: Profile | None) -> Iterator[tuple[str, Chang
     yield from _sharded(setup)
     for slices in (2, 4, 8):
         if slices > setup.slices:
-            yield f"{slices} slices a sequence", _with(setup, slices=slices)
+            yield f"{slices} slices per sequence", _with(setup, slices=slices)
 
 
 def _with(setup: Setup, **changes: object) -> Change:
@@ -176,13 +195,20 @@ def _bounded(setup: Setup) -> Iterator[tuple[str, Change]]:
 
 
 def _balanced(setup: Setup, profile: Profile | None) -> Iterator[tuple[str, Change]]:
-    """Balancing, with only what must leave."""
+    """Balancing: evenly, and with only what must leave."""
     if setup.balance is not None:
         return
-    names = {PAIR: "balance over pairs", POOL: "balance over a pool", HOST: "evict to host memory"}
-    for hosts, name in {**names, ALL: "balance over a pool and host memory"}.items():
+    names = {PAIR: "balance within pairs", POOL: "balance over a pool", HOST: "evict to CPU memory"}
+    for hosts, name in {**names, ALL: "balance over a pool and CPU memory"}.items():
         balanced = replace(setup, balance=BalanceConfig(hosts=hosts))
-        yield name, lambda balanced=balanced: within_budget(balanced, setup.limit_bytes, profile=profile)[0]  # type: ignore[misc]
+        if hosts in (PAIR, POOL):
+            yield name, lambda balanced=balanced: balanced  # type: ignore[misc]
+        yield (
+            f"{name}, only what must leave",
+            lambda balanced=balanced: within_budget(  # type: ignore[misc]
+                balanced, setup.limit_bytes, profile=profile
+            )[0],
+        )
 
 
 def _sharded(setup: Setup) -> Iterator[tuple[str, Change]]:

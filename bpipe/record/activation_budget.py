@@ -1,4 +1,4 @@
-"""Write down for which bytes a schedule was balanced, and for which seconds.
+"""Write down for which bytes per schedule was balanced, and for which seconds.
 
 In: `RankBudgets`, `Windows`. Out: JSON objects, and the same read strictly. Reads no file.
 """

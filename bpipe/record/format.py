@@ -58,7 +58,7 @@ MOST_RANKS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class PerRank:
-    """Files of one kind, one a rank."""
+    """Files of one kind, one per rank."""
 
     stem: str
     suffix: str

@@ -164,7 +164,7 @@ def _check_format(path: Path, found: object, expected: str) -> None:
 
 
 def _lines(path: Path, notes: list[str]) -> Iterator[tuple[int, Any]]:
-    """Read the values of a file with one a line, numbered from 1. A torn last line is left out and noted."""
+    """Read the values of a file with one per line, numbered from 1. A torn last line is left out and noted."""
     with path.open("rb") as file:
         for count, line in enumerate(file, 1):
             try:

@@ -1,6 +1,6 @@
 """Lay a recorded run beside its prediction.
 
-In: a `Measured` and its `Prediction`. Out: a `Comparison`: a row a stage, totals, differences.
+In: a `Measured` and its `Prediction`. Out: a `Comparison`: a row per stage, totals, differences.
 
 Where several iterations are shown, times are the median over them, a warm-up left out, and bytes the most. Knows no
 format and no words.

@@ -106,7 +106,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
 
         `stages` are this rank's, one or a list. `schedule`: a family of `bpipe schedule --list`, one of torch's names or
         classes, a file of `bpipe schedule --format csv`, or a Schedule. `balance`: "bpipe" or "none". `bounds`: most
-        micro-batches of a chunk that each rank may hold, one number for all or one a rank; by default the smallest that
+        micro-batches of a chunk that each rank may hold, one number for all or one per rank; by default the smallest that
         all keep. `hosts`: who keeps what leaves: "pair", "pool", "host" (the node's own memory) or "all". `memory`, in
         the place of bounds: bytes, or GiB as text, that each rank's micro-batches and host buffers may take; stages are
         weighed before the first step, by forwards of their own, and no more leaves than must.
@@ -199,7 +199,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
     def of(cls, other: Any, **options: Any) -> BalancedSchedule:
         """Return a balanced schedule of another's stages, loss, micro-batches and options of torch's.
 
-        `options` are those of `BalancedSchedule`; the schedule is by default "1f1b" for one stage a rank and
+        `options` are those of `BalancedSchedule`; the schedule is by default "1f1b" for one stage per rank and
         "interleaved-1f1b" for several.
         """
         stages = [other._stage] if isinstance(other, SingleStage) else other._stages

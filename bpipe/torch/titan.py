@@ -36,13 +36,13 @@ class Balance:
     """Whether activations move: bpipe or none."""
 
     bounds: list[int] = field(default_factory=list)
-    """Most micro-batches of a chunk that a rank may hold: one number, or one a rank. By default the smallest found."""
+    """Most micro-batches of a chunk that a rank may hold: one number, or one per rank. By default the smallest found."""
 
     hosts: str = "pair"
     """Who keeps what leaves a rank: pair, pool, host (the node's own memory) or all."""
 
     memory: str = ""
-    """In the place of bounds: GiB that each rank's micro-batches and host buffers may take, one number or one a rank."""
+    """In the place of bounds: GiB that each rank's micro-batches and host buffers may take, one number or one per rank."""
 
     group_size: int = 0
     """Micro-batches in a group of grouped-interleaved; 0: as the schedule has it."""

@@ -162,7 +162,7 @@ def predict_peaks(
     group_size: int | None = None,
 ) -> PredictedPeaks:
     """Return what every rank would hold of these stages; options are those of `BalancedSchedule`. By default the
-    schedule is 1F1B, of several stages a rank the interleaved one.
+    schedule is 1F1B, of several stages per rank the interleaved one.
 
     Raises ValueError as that does, and for split backwards, of which nobody knows what torch keeps between them.
     """

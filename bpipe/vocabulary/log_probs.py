@@ -1,7 +1,7 @@
 """Compute log-probabilities and entropies of tokens whose logits are in shards, as trainers by reinforcement need them.
 
 In: a shard's logits, labels, and how ranks gather each other's numbers. Out: values that every rank has alike, with
-their gradients for its own logits. No rank has all logits, and 4 numbers a token pass between ranks, once. Knows no
+their gradients for its own logits. No rank has all logits, and 4 numbers per token pass between ranks, once. Knows no
 group.
 
 Shapes as in `output`: logits [n, r], labels [n] (rows of the whole vocabulary).

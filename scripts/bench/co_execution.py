@@ -113,7 +113,7 @@ class Way:
         self.wall_s = self.processor_s = 0.0
 
     def run(self, steps: int, work: Work = text, count: int = 0) -> float:
-        """Return the seconds a step."""
+        """Return the seconds per step."""
         start, processor = time.perf_counter(), time.process_time()
         with self._session.ahead() if self._session else contextlib.nullcontext():
             for _ in range(steps):
@@ -198,7 +198,7 @@ def main() -> None:
         f"one for the plain side"
     )
     print("times as fast as plainly, median (quartiles)")
-    print("Python's work     plain ms a step        " + "".join(f"{name:23}" for name in WAYS))
+    print("Python's work     plain ms per step        " + "".join(f"{name:23}" for name in WAYS))
     for row in rows:
         words = (
             f"{middle:7.2f} ({first:.2f} to {third:.2f})"

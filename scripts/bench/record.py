@@ -165,7 +165,7 @@ def _report(found: Mapping[str, Mapping[str, list[float]]], device: torch.device
         f"{device}, torch {torch.__version__}, {platform.processor() or platform.machine()}; {rounds} rounds, medians "
         f"(quartiles)"
     )
-    print(f"{'':<22} {'iteration, ms':>13} {'calls, us a computation':>28} {'iteration to the engine alone':>32}")
+    print(f"{'':<22} {'iteration, ms':>13} {'calls, us per computation':>28} {'iteration to the engine alone':>32}")
     for name, row in found.items():
         iteration_ms = 1e3 * statistics.median(row["iteration_s"])
         print(

@@ -101,7 +101,7 @@ SHARDED = {
     "vocab-2": (Vocabulary.TWO, 2 / 3),
     "interlaced": (Vocabulary.INTERLACED, 1 / 3),
 }
-# Of redistributed layers, by vocabulary, as the forward times of the ranks show them: 2.65 ms a layer.
+# Of redistributed layers, by vocabulary, as the forward times of the ranks show them: 2.65 ms per layer.
 REDISTRIBUTED = {
     256000: (4, 4, 4, 5, 5, 5, 5, 0),
     128000: (4, 4, 4, 4, 4, 5, 5, 2),

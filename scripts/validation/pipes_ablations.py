@@ -5,7 +5,7 @@ In: nothing. Out: the table of docs/bidirectional.md, on standard output.
 A GPT of 96 layers with 3072 hidden units on 4 nodes of 8 A800s, sizes such as the paper's (Wu et al. 2024), in 4
 pipelines of 8 ranks. Simulated, on predicted seconds:
 
-    BitPipe               two Vs of two chunks a rank, reductions beside computations, all replicas of a rank on one node
+    BitPipe               two Vs of two chunks per rank, reductions beside computations, all replicas of a rank on one node
     without the V         the second chunk begins on the first rank again, so that the first's output travels back through all nodes
     without eager         gradients are reduced behind everything
     without the mapping   a pipeline lies on one node and replicas on four, in place of the other way around

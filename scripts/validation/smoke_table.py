@@ -1,8 +1,8 @@
 """Print what examples/smoke_8gpu.sh found, as one table.
 
-In: its folder. Out: a row a run; the exit status is 0 only if all are identical.
+In: its folder. Out: a row per run; the exit status is 0 only if all are identical.
 
-verdicts.tsv has a line a run (layout, run, verdict); where a run was compared, its folder also has its record and
+verdicts.tsv has a line per run (layout, run, verdict); where a run was compared, its folder also has its record and
 `bpipe compare`'s JSON, from which the transport that carried it, what its fullest stage held and its losses are read.
 Knows no tensors.
 """

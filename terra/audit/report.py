@@ -37,7 +37,7 @@ def _count(audit: Audit) -> str:
 
 
 def _line(found: Finding) -> str:
-    times = f", {found.times} times a step" if found.times > 1 else ""
+    times = f", {found.times} times per step" if found.times > 1 else ""
     where = _where(found.place)
     return f"  {found.kind.title}: {found.operation}{times}: {found.detail}{f' ({where})' if where else ''}"
 

@@ -38,7 +38,7 @@ _BASE: Any = torch._C.TensorBase
 # With tensors of other types than these, optimizers and the clipping of gradients go another way, one tensor at a time.
 _FOREACH_TYPES: tuple[list[Any], ...] = (_foreach_utils._foreach_supported_types, _optimizer._foreach_supported_types)
 # After this long Python that computes hands its lock to a runner that waits for it, as it does at each operation. With
-# the 5 ms that Python has of its own nothing was gained where both took 65 ms a step.
+# the 5 ms that Python has of its own nothing was gained where both took 65 ms per step.
 _SWITCH_S = 2e-4
 
 

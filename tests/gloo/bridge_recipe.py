@@ -2,7 +2,7 @@
 
 Exit code 0 where the bits are equal.
 
-In: the launcher's environment, and two free ports. Out: a line a rank. What of Bridge's imports needs a GPU or is not
+In: the launcher's environment, and two free ports. Out: a line per rank. What of Bridge's imports needs a GPU or is not
 installed is stood in for by names without anything behind them (`STOOD_IN_FOR`), and said; its training loop, its step,
 its model, its data and its optimizer are its own.
 """

@@ -23,7 +23,7 @@ from tests.gloo.test_parallelism import INPUT_BYTES
 from tests.gloo.test_placed import alike
 from tests.gloo.test_training import same
 
-# Several layers a stage, and so several parts.
+# Several layers per stage, and so several parts.
 SHAPES: dict[str, Sequence[str]] = {
     "plain": ("--num-layers", "12"),
     "chunks": ("--num-layers", "16", "--num-layers-per-virtual-pipeline-stage", "2"),

@@ -57,6 +57,6 @@ def test_a_budget_that_nothing_keeps_is_refused_everywhere_with_the_smallest(fou
     assert len(said) == 1
     text = said.pop()
     assert text.startswith(
-        "memory: no plan keeps ranks 0 and 3 within 0.000019 GiB a device. The smallest budget that one"
+        "memory: no plan keeps ranks 0 and 3 within 0.000019 GiB per device. The smallest budget that one"
     )
     assert 'hosts="host"' in text

@@ -1,7 +1,7 @@
 """A training whose stages are placed as a V equals stock Megatron's, weight by weight, and so do the checkpoints of
 both.
 
-"Stock" runs with no patch of ours in Megatron's scheduler, by its own loop for one stage a rank. Without dropout, whose
+"Stock" runs with no patch of ours in Megatron's scheduler, by its own loop for one stage per rank. Without dropout, whose
 numbers depend on the rank that draws them, and without clipping, whose norm adds up the same numbers in the order of
 the ranks.
 """

@@ -48,7 +48,7 @@ def rows(model: str, device: str) -> list[Setup]:
 
 
 def shrunk(setup: Setup) -> Setup:
-    """A layer a stage, of a small model, in 32 bit, on four ranks at most, as a machine without a GPU trains it.
+    """A layer per stage, of a small model, in 32 bit, on four ranks at most, as a machine without a GPU trains it.
 
     Groups shrink with the ranks.
     """

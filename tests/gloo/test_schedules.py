@@ -93,7 +93,7 @@ ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("grouped_balanced",),
     ),
     "quiet_predictions_tied": ((*INTERLEAVED, *QUIET, *AHEAD), ("grouped_balanced",)),
-    # Two virtual stages a rank, which the layout says.
+    # Two virtual stages per rank, which the layout says.
     "quiet_layout": (
         (
             *QUIET,

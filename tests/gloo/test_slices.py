@@ -77,7 +77,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         *(*BATCH, *LATENT, *TWO, "--tensor-model-parallel-size", "2", "--sequence-parallel"),
     ),
     "further_tokens_by_token": (*BATCH, *LLAMA, *FULL, *FURTHER, "--calculate-per-token-loss"),
-    # Of fewer micro-batches a token near the border between two experts goes to the other one.
+    # Of fewer micro-batches per token near the border between two experts goes to the other one.
     "experts": (
         *(*BATCH, "--global-batch-size", "16", "--num-layers", "8", "--num-experts", "4", "--moe-router-topk", "2"),
         *("--moe-aux-loss-coeff", "0.01"),

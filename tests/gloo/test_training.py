@@ -215,7 +215,7 @@ def test_megatrons_writers_are_told(four: Outcome) -> None:
     board = EventAccumulator(str(four.folder / "board")).Reload()
     for stage, report in enumerate(four.reports("m8_peer")):
         held = [event.value for event in board.Scalars(f"bpipe-activation-bytes/stage-{stage}")]
-        assert len(held) == 3, "one an iteration"
+        assert len(held) == 3, "one per iteration"
         assert held[-1] == report["peak_bytes"]
         assert [event.step for event in board.Scalars(f"bpipe-exposed-transfer-ms/stage-{stage}")] == [1, 2, 3]
 

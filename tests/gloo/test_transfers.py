@@ -47,7 +47,7 @@ SLICED_MOMENTS = {
     BETWEEN: ("sending", "1F6", "1B2"),
     ACCEPTOR: ("copying", "3F5", "3B3", "3B1"),
 }
-# Backwards in halves and two chunks a rank, in groups of two micro-batches: stage 3's rank hosts 0EVICT1 from before
+# Backwards in halves and two chunks per rank, in groups of two micro-batches: stage 3's rank hosts 0EVICT1 from before
 # 7F0 on.
 GROUPED = ("grouped-interleaved", 2, 2)
 GROUPED_MOMENTS = {EVICTOR: ("copying", "4I0"), BETWEEN: ("sending", "5W1"), ACCEPTOR: ("copying", "7F0")}
@@ -147,7 +147,7 @@ def test_a_long_soak_of_a_pool(transport: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("transport", ["gloo", "peer"])
 def test_a_long_soak_of_halves_in_groups(transport: str, tmp_path: Path) -> None:
-    """Backwards in halves, two chunks a rank in groups of two micro-batches, two pairs, freed memory poisoned."""
+    """Backwards in halves, two chunks per rank in groups of two micro-batches, two pairs, freed memory poisoned."""
     grouped = Scenario(
         transport, transport, 6, "grouped-interleaved", 2, 2, seconds=0.0, microbatches=4000, limit_s=800.0
     )

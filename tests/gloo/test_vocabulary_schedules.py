@@ -283,7 +283,7 @@ def test_a_v_half_holds_half_of_1f1b_and_two_micro_batches(four: Outcome, row: s
     assert [report["peak_microbatches"] for report in four.reports(f"{row}_one")] == [6, 5, 4, 3]
 
 
-# Other numbers of stages; of each from one to four micro-batches a stage, and by which algorithm.
+# Other numbers of stages; of each from one to four micro-batches per stage, and by which algorithm.
 SIZES: dict[int, dict[int, tuple[str, tuple[str, ...]]]] = {
     2: {1: ("2", TIED), 3: ("1", TIED), 8: ("2", UNTIED)},
     4: {1: ("1", UNTIED), 5: ("2", UNTIED), 16: ("1", TIED)},

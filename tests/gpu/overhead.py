@@ -145,7 +145,7 @@ def _case(
     transfers = num_transfers(plan, 0)
     result.row(
         title,
-        f"{wants.moved / 2**20:.4g} MiB a transfer, forward {wants.forward_s * 1e3:.4g} ms: needs "
+        f"{wants.moved / 2**20:.4g} MiB per transfer, forward {wants.forward_s * 1e3:.4g} ms: needs "
         f"{wants.bytes_per_s / 1e9:.4g} GB/s of "
         f"{link / 1e9:.4g}; {transfers.evictions} evictions and {transfers.loads} loads an iteration, "
         f"{num_host_buffers(plan, plan.partners[0] if plan.partners else 0)} host buffers",

@@ -161,7 +161,7 @@ class TrainedRank(Rank):
 
 
 class TrainedPipeline(LatePipeline):
-    """A pipeline, one stage a rank, that updates its weights. The first and the second rank's moments wait on the last
+    """A pipeline, one stage per rank, that updates its weights. The first and the second rank's moments wait on the last
     two while activations leave the same ranks."""
 
     model: TrainedModel

@@ -119,7 +119,7 @@ def test_a_schedule_is_trained_beside_megatrons_own(schedule: str, tmp_path: Pat
     (row,) = (line.split() for line in ended.stdout.splitlines() if line.startswith("    0 "))
     assert (row[1], row[5], row[-1]) == (str(first[0][0]), str(last[0][0]), str(last[0][1]))
     assert f"A trained by Megatron's own schedule, B by {schedule}, with --bpipe\n" in ended.stdout
-    assert ("2 virtual stages a rank" in ended.stdout) == bool(FLAGS[schedule])
+    assert ("2 virtual stages per rank" in ended.stdout) == bool(FLAGS[schedule])
     assert "identical: all numbers of" in ended.stdout
     assert ended.stdout.endswith(f"the report of {folder}/balanced\n")
     assert json.loads((folder / "summary.json").read_text())["equal"] is True

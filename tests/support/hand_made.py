@@ -1,6 +1,6 @@
 """Orders that no file of the product knows.
 
-In: sizes. Out: a layout and one order a rank. They show what a schedule can be said to be.
+In: sizes. Out: a layout and one order per rank. They show what a schedule can be said to be.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from torch.distributed.pipelining import schedules
 COUNTS = hasattr(schedules, "analyze_pipeline_activation_liveness")
 WAITS = hasattr(schedules._ComputationType, "WAIT_REDUCE_GRAD")
 
-# Class, and stages a rank; those with 2 in V shape have the first and the last stage on rank 0.
+# Class, and stages per rank; those with 2 in V shape have the first and the last stage on rank 0.
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
 LOOPED = ("ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble")
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")

@@ -29,7 +29,7 @@ FUSED_FORWARD, FUSED_BACKWARD = 4, 6
 SEPARATE_FORWARD, SEPARATE_BACKWARD = 33, 40
 DROPOUT_FORWARD, DROPOUT_BACKWARD = 5, 5
 PRODUCT_BYTES = 4
-# Flash attention keeps one 32-bit number a row and head.
+# Flash attention keeps one 32-bit number per row and head.
 FLASH_BYTES = 4
 # The kind of mask that Megatron hands to a recomputed attention core, as a tensor.
 MASK_KIND_BYTES = 4

@@ -35,7 +35,7 @@ def table(report: Report) -> str:
 
 
 def _stages(rows: Sequence[StageRow], num_pipelines: int) -> list[str]:
-    """One line a stage below two of titles.
+    """One line per stage below two of titles.
 
     A measured value has its prediction in brackets behind it, as in the quickstart's table.
     """

@@ -26,7 +26,7 @@ from megatron.scheduling.loop.halves import Halves
 class Call:
     """Arguments of a call of Megatron's pipelined loop; `config` is Megatron's, of the model.
 
-    `models` and `data` have an entry a chunk.
+    `models` and `data` have an entry per chunk.
 
     `losses` is what the loop returns, `num_tokens` what it tells whoever finalises gradients.
     """

@@ -76,7 +76,7 @@ def _by_action(chunks: Mapping[int, Action]) -> dict[Action, int]:
 class Syncing:
     """Gradient synchronisation of one iteration.
 
-    `config` is Megatron's: one function for all chunks, a list of one a chunk, or None.
+    `config` is Megatron's: one function for all chunks, a list of one per chunk, or None.
     """
 
     def __init__(self, marks: Marks, config: Any, models: Sequence[torch.nn.Module]) -> None:
@@ -87,7 +87,7 @@ class Syncing:
         self._inside: dict[int, Any] = {}
         self._grad_sync = _a_chunk(config.grad_sync_func, len(models))
         self._param_sync = _a_chunk(config.param_sync_func, len(models)) if len(models) > 1 else None
-        # In the order in which they are needed. Megatron's loop for one stage a rank leaves the gathering to the
+        # In the order in which they are needed. Megatron's loop for one stage per rank leaves the gathering to the
         # modules' hooks.
         self._to_gather = list(marks.first.values()) if self._param_sync is not None else []
 

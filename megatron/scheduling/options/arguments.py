@@ -56,7 +56,7 @@ BY_TRAINER = {
     "audit": f"stages are audited around Megatron's own training: {_BY_LAUNCHER} --terra-audit",
 }
 
-# Megatron's --timing-log-level from which on our timers run: the one for what happens many times an iteration.
+# Megatron's --timing-log-level from which on our timers run: the one for what happens many times per iteration.
 TIMERS_LEVEL = 2
 
 

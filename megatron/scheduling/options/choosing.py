@@ -299,7 +299,7 @@ def _unlike(args: Any, schedule: Schedule, sizes: Sizes) -> Iterator[str]:
             f"{schedule.num_ranks}"
         )
     elif schedule.num_chunks != sizes.num_chunks:
-        yield f"it has {schedule.num_chunks} stages a rank, and this run {sizes.num_chunks}: {_WAY_OUT}"
+        yield f"it has {schedule.num_chunks} stages per rank, and this run {sizes.num_chunks}: {_WAY_OUT}"
     if microbatches is not None and schedule.num_whole_microbatches != microbatches:
         size = schedule.num_whole_microbatches * args.micro_batch_size * sizes.num_replicas
         yield (
@@ -308,7 +308,7 @@ def _unlike(args: Any, schedule: Schedule, sizes: Sizes) -> Iterator[str]:
         )
     if args.bpipe_slices not in (None, schedule.layout.slices):
         yield (
-            f"it has {schedule.layout.slices} slices a micro-batch, and not {args.bpipe_slices}: leave "
+            f"it has {schedule.layout.slices} slices per micro-batch, and not {args.bpipe_slices}: leave "
             f"--bpipe-slices out"
         )
     yield from _not_for_a_file(args, schedule)

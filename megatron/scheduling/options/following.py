@@ -1,6 +1,6 @@
 """Let flags of Megatron's follow from the schedule that a run asks for.
 
-In: Megatron's parsed arguments, before it judges them. Out: the same, with as many virtual stages a rank as the
+In: Megatron's parsed arguments, before it judges them. Out: the same, with as many virtual stages per rank as the
 schedule has, and what else its stages and its pipes need. Raises ValueError for what is no schedule, and for stages
 that this model does not have. Imports no Megatron.
 """
@@ -27,7 +27,7 @@ from megatron.scheduling.placement.positions import Positions
 
 
 def complete(args: Any) -> None:
-    """Set what follows from the schedule asked for, where it can have only one number of stages a rank, or has two
+    """Set what follows from the schedule asked for, where it can have only one number of stages per rank, or has two
     pipes.
 
     Before Megatron's `validate_args`, and after it took arguments from a checkpoint.

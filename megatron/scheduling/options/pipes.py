@@ -2,7 +2,7 @@
 
 In: Megatron's parsed arguments, before it judges them, and the number of pipes. Out: the same with Megatron's sizes,
 and a line in the log; a ValueError for what cannot be cut so. Two pipes in opposite directions over p ranks, with v
-stages a rank each, are to Megatron pipelines of p/2 ranks with 2v virtual stages, and twice as many replicas: ranks i
+stages per rank each, are to Megatron pipelines of p/2 ranks with 2v virtual stages, and twice as many replicas: ranks i
 and p-1-i have the same stages and are neighbours in data parallelism, so gradients, norms, the optimizer, samples and
 checkpoints of both are Megatron's own affair. Imports no Megatron.
 """

@@ -86,7 +86,7 @@ def _in_the_way(args: Any) -> Iterator[str]:
     for flag, value in chunks.items():
         if value:
             yield (
-                f"{flag}: with several stages a rank those of other ranks lie between; drop one of them, or split "
+                f"{flag}: with several stages per rank those of other ranks lie between; drop one of them, or split "
                 f"the output layer"
             )
     if args.mtp_num_layers:
@@ -98,7 +98,7 @@ def _in_the_way(args: Any) -> Iterator[str]:
         yield "a pattern of layers says itself where stages begin: put the | further back in --hybrid-layer-pattern"
     family = FAMILIES.get(args.bpipe_schedule)
     if family is not None and (family.min_chunks > 1 or family.num_pipes > 1):
-        yield f"--bpipe-schedule {family.name} has several stages a rank, and a layout of its own: drop one of them"
+        yield f"--bpipe-schedule {family.name} has several stages per rank, and a layout of its own: drop one of them"
     missing = _not_told(args)
     if missing:
         yield (

@@ -83,7 +83,7 @@ class Placed:
             }
         return wraps
 
-    # -- which rank a chunk sees
+    # -- which rank per chunk sees
     # ---------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager

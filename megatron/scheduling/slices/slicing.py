@@ -22,7 +22,7 @@ from megatron.scheduling.slices.lengths import bounds_of
 
 
 class Slicing:
-    """Slices of one training: `number` slices a micro-batch, of these `lengths`."""
+    """Slices of one training: `number` slices per micro-batch, of these `lengths`."""
 
     def __init__(self, number: int, lengths: SliceLengths = EVEN) -> None:
         self.number, self._lengths = number, lengths

@@ -28,7 +28,7 @@ def even_loads(config: Any, tokens: int, experts: int) -> torch.Tensor:
 
 
 class _EvenLoads(TorchFunctionMode):
-    """Answers what is asked of a map of tokens and experts (one row a token): its sums, and what it selects."""
+    """Answers what is asked of a map of tokens and experts (one row per token): its sums, and what it selects."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

@@ -87,7 +87,7 @@ def _rms_norm(
 
 
 class _FlashAttention(torch.autograd.Function):
-    """The shape of flash attention: it saves what it is given, what it gives, and one 32-bit number a row and head."""
+    """The shape of flash attention: it saves what it is given, what it gives, and one 32-bit number per row and head."""
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -154,7 +154,7 @@ def test_simulate_groups(capsys: pytest.CaptureFixture[str]) -> None:
 def test_simulate_takes_the_fewest_chunks_that_a_schedule_has_as_schedule_does(
     schedule: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It asked for a flag that `bpipe schedule` did without: "schedule v-half needs at least 2 chunks a rank, not
+    """It asked for a flag that `bpipe schedule` did without: "schedule v-half needs at least 2 chunks per rank, not
     1"."""
     sizes = [
         "simulate",
@@ -200,10 +200,10 @@ def test_simulate_refuses_chunks_of_a_launch_that_the_trainer_refuses(capsys: py
     simulated = ["simulate", "--cluster", "a100-80g:1x4", "--", *launch]
     assert "v-half" in output(capsys, *simulated, "--bpipe-schedule", "v-half")
     for more, words in (
-        (["--bpipe-schedule", "interleaved-1f1b"], "interleaved-1f1b needs at least 2 chunks a rank, not 1"),
+        (["--bpipe-schedule", "interleaved-1f1b"], "interleaved-1f1b needs at least 2 chunks per rank, not 1"),
         (
             ["--bpipe-schedule", "v-half", "--num-virtual-stages-per-pipeline-rank", "5"],
-            "v-half takes at most 2 chunks a rank, not 5",
+            "v-half takes at most 2 chunks per rank, not 5",
         ),
     ):
         assert main([*simulated, *more]) == 2
@@ -262,7 +262,7 @@ def test_a_budget_sends_only_what_must_and_says_who_hosts_for_whom(capsys: pytes
     assert 0 == evictions[0] < evictions[1] < evictions[2]
     text = output(capsys, *BALANCED, "--memory", f"{most - 0.1:.2f}")
     assert re.search(
-        r"^by prediction within [\d.]+ GiB a device: [\d.]+ GiB leave in an iteration$", text, re.MULTILINE
+        r"^by prediction within [\d.]+ GiB per device: [\d.]+ GiB leave in an iteration$", text, re.MULTILINE
     )
     assert re.search(
         r"^rank 0 would need [\d.]+ GiB; rank 7 hosts [\d.]+ GiB of each of \d+ of its 64 micro-batches, in \d+ host buffers of",
@@ -316,7 +316,7 @@ def test_a_profile_of_several_sizes(capsys: pytest.CaptureFixture[str], tmp_path
         )
     )
     found = json.loads(output(capsys, *SIMULATE, "--profile", str(path), "--format", "json"))
-    # Ten layers a stage, 64 micro-batches and 7 more, and what the profile leaves out.
+    # Ten layers per stage, 64 micro-batches and 7 more, and what the profile leaves out.
     assert found["iteration_time_s"] == pytest.approx(71 * 10 * 0.06, rel=0.1)
     assert main([*SIMULATE[:-1], "unfused", "--mbs", "4", "--profile", str(path)]) == 2
     assert "no stage of micro-batch size 4, only of [1, 2]" in capsys.readouterr().err
@@ -446,7 +446,7 @@ def test_a_plan_compares_every_family_and_says_how_each_did(capsys: pytest.Captu
     ]
     small = ["plan", *sizes, "--cluster", "a100-80g:4", "--gbs", "16", "--max-micro-batch", "1", "--recompute", "none"]
     text = output(capsys, *small, "--rows", "3")
-    families = text.split("families, each by its fastest:\n")[1].splitlines()
+    families = text.split("schedule families, each with its fastest configuration:\n")[1].splitlines()
     named = [line.split()[0] for line in families[: len(SEARCHED)]]
     assert set(named) == set(SEARCHED)
     assert "the fastest: " in families[0]
@@ -676,6 +676,6 @@ def test_a_plan_within_a_budget_ranks_by_what_it_then_sends(tmp_path: Path, caps
     ],
 )
 def test_peaks_of_many_ranks_are_counted(gib: list[int], shown: str) -> None:
-    """Of 64 ranks a line held 64 numbers, of which 60 were the same."""
+    """Of 64 ranks per line held 64 numbers, of which 60 were the same."""
     memory = [RankMemory(rank, each * GIB, 0, 0, 0, 0, 0, 0, 0, 0, 80 * GIB) for rank, each in enumerate(gib)]
     assert peaks_text(memory) == shown

@@ -178,6 +178,6 @@ def test_a_simulations_words_and_shapes_are_inside(chunks: int) -> None:
         assert left + width <= picture.width
         assert 0 < word.y < picture.height
     assert {len(shape.points) for shape in picture.shapes if shape.style in ("away", "towards")} == {5}
-    # With several stages a rank `F0` alone would be two different forwards.
+    # With several stages per rank `F0` alone would be two different forwards.
     computed = {word.text for word in picture.words if re.fullmatch(r"\d?[FB]\d", word.text)}
     assert {len(text) for text in computed} == {2 if chunks == 1 else 3}

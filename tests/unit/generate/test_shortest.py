@@ -57,7 +57,7 @@ def merged(ways: list[list[Action]]) -> Iterator[list[Action]]:
 
 
 def held(order: list[Action], after_input: Fraction, halves: bool) -> Fraction:
-    """The most that one rank holds, one stage a rank."""
+    """The most that one rank holds, one stage per rank."""
     now = most = Fraction()
     for action in order:
         takes, gives = Fraction(0), Fraction(0)
@@ -74,7 +74,7 @@ def held(order: list[Action], after_input: Fraction, halves: bool) -> Fraction:
 
 
 def takes(orders: tuple[list[Action], ...], lasts: dict[Kind, Fraction], hop: Fraction) -> Fraction | None:
-    """Seconds of orders of one stage a rank, by going round until nothing is left; None where they wait for each
+    """Seconds of orders of one stage per rank, by going round until nothing is left; None where they wait for each
     other."""
     over: dict[Action, Fraction] = {}
     at, left = [0] * len(orders), sum(map(len, orders))

@@ -26,7 +26,7 @@ from bpipe.ir.schedule import Schedule
 
 # Families of two pipes, with the numbers of chunks that are looked at, and what a rank of p holds at most.
 CASES = [("chimera", 1), ("mixpipe", 1), ("bitpipe", 2), ("bitpipe", 3), ("bitpipe-early", 2)]
-# The last with two chunks a rank: more of them hold less.
+# The last with two chunks per rank: more of them hold less.
 MOST = {
     "chimera": lambda p: p,
     "mixpipe": lambda p: 3 * p // 2,
@@ -137,7 +137,7 @@ def test_bitpipe_takes_and_holds_what_its_formulas_say(p: int, v: int) -> None:
         assert held(schedule) == (tuple(least) if rounds == 1 else (p,) * p)
 
 
-# p, m: what two chunks a rank take, and how long the authors' public order takes: units, each begun before the one
+# p, m: what two chunks per rank take, and how long the authors' public order takes: units, each begun before the one
 # before is over.
 AGAINST_UNITS = {(8, 16): (54, 57), (8, 32): (102, 111), (16, 32): (110, 117), (16, 64): (206, 227)}
 

@@ -177,5 +177,5 @@ def test_the_command_knows_how_many_chunks_it_has(capfd: pytest.CaptureFixture[s
     assert out.startswith("# bpipe schedule=v-half microbatches=8 stage_to_rank=0,1,2,3,3,2,1,0\n")
     assert out.endswith("# peak=6,6,6,6 evictions=0,0,0,0 makespan=26.5 bubble_percent=9.434\n")
     assert main(["schedule", "--schedule", "v-half", *sizes, "--vp", "3"]) == 2
-    assert "schedule v-half takes at most 2 chunks a rank, not 3: leave it at 2" in capfd.readouterr().err
+    assert "schedule v-half takes at most 2 chunks per rank, not 3: leave it at 2" in capfd.readouterr().err
     assert build(ScheduleConfig("v-half", 4, 8, num_chunks=2)).layout == layout(4, 2)

@@ -68,7 +68,7 @@ def test_llama_405b_as_its_authors_laid_it() -> None:
 
 
 def test_llama_405b_with_ends_that_have_no_layers() -> None:
-    """As NVIDIA lays it over 16 ranks with 8 chunks: one layer a stage, the ends the embedding and the output layer
+    """As NVIDIA lays it over 16 ranks with 8 chunks: one layer per stage, the ends the embedding and the output layer
     alone."""
     layers = split_layers(126, 128, allow_uneven=True)
     assert layers == (0, *(1,) * 126, 0)

@@ -384,7 +384,7 @@ def test_a_plan_shows_the_launch_as_it_stands(capsys: pytest.CaptureFixture[str]
         0,
         3,
     )
-    assert "the launch as it stands: t*p = 4*8 = 32 does not divide the 24 devices" in capsys.readouterr().out
+    assert "the launch as it is: t*p = 4*8 = 32 does not divide the 24 devices" in capsys.readouterr().out
 
 
 # Every flag of the installed Megatron's parser, ours among them.

@@ -50,7 +50,7 @@ def uneven(layers: tuple[int, ...], pipeline: int) -> Setup:
     )
 
 
-# Every way Megatron can be told, with one stage a rank and with chunks.
+# Every way Megatron can be told, with one stage per rank and with chunks.
 UNEVEN = [
     uneven((3, 4, 4, 3), 4),
     uneven((5, 6), 2),

@@ -127,7 +127,7 @@ def experts() -> list[tuple[Setup, tuple[int, ...]]]:
 
 
 def recomputed() -> list[tuple[Setup, tuple[int, ...]]]:
-    """Of three layers a stage some, or some at once; of layers parts, one or several."""
+    """Of three layers per stage some, or some at once; of layers parts, one or several."""
     found = []
     for model, recompute in product(
         (GPT, LLAMA), ("full:block:1", "full:block:2", "full:block:5", "full:uniform:2", "full:uniform:3")

@@ -72,7 +72,7 @@ def test_flops_are_megatrons(
 
 
 def test_experts_are_divided_in_their_own_way() -> None:
-    """Of Mixtral's layers on p = 4: eight experts, over ep = 8 one a device, over etp = 2 a half."""
+    """Of Mixtral's layers on p = 4: eight experts, over ep = 8 one per device, over etp = 2 a half."""
     plain = setup_of(MIXTRAL_8X7B)
     expert = 3 * 4096 * 14336
     assert stage_experts(plain) == (8 * 8 * expert,) * 4

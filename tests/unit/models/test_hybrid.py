@@ -124,7 +124,7 @@ def test_apart_in_fp8_too() -> None:
 
 
 def test_what_a_mamba_layer_saves_by_hand() -> None:
-    """Values of 2 bytes a token: hidden before and behind the norm, 18560 of the first matrix, 8192 three times, and
+    """Values of 2 bytes per token: hidden before and behind the norm, 18560 of the first matrix, 8192 three times, and
     8 scales of 4."""
     setup = setup_of(NEMOTRON_H_8B)
     per_token = 2 * (2 * 4096 + 18560 + 3 * 8192) + 8 * 4

@@ -96,7 +96,7 @@ SWIGLU = replace(
 
 
 def units(setup: Setup) -> tuple[float, float]:
-    """What a layer saves and what it holds between the halves of its backward: in values a token and hidden unit."""
+    """What a layer saves and what it holds between the halves of its backward: in values per token and hidden unit."""
     value = setup.sequence * setup.micro_batch * setup.model.hidden_size * (4 if setup.precision == "fp32" else 2)
     return total(layer_saved(setup)) / value, total(layer_after_input(setup)) / value
 

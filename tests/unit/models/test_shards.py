@@ -127,7 +127,7 @@ def test_the_gradient_of_a_table_is_as_long_as_its_rows() -> None:
 
 
 def test_collectives_pay_by_what_they_carry() -> None:
-    """12.6 MB of hidden states at 231 GB/s; twice that in 32 bit; of the statistics 12 bytes a token from each."""
+    """12.6 MB of hidden states at 231 GB/s; twice that in 32 bit; of the statistics 12 bytes per token from each."""
     seconds = predict_costs(setup()).collectives
     hidden = 2 * 2048 * 3072 / 231e9
     assert seconds.broadcast_s == seconds.input_reduce_s == seconds.input_broadcast_s == pytest.approx(hidden)

@@ -34,7 +34,7 @@ from bpipe.models.working import working_bytes
 from bpipe.plan.options import setup_from
 from bpipe.plan.predict import predict, simulation_of
 
-# 64 heads and 8 groups of 128 channels, 8192 wide; 40 layers a stage.
+# 64 heads and 8 groups of 128 channels, 8192 wide; 40 layers per stage.
 WHOLE = Setup(PRESETS["llama3-70b"], parse_cluster("h100-80g:2x8"), 8, 2, 1, 4, 65536, (40, 40), recompute="none")
 SLICED = replace(WHOLE, slices=4)
 LENGTHS = (32768, 16384, 8192, 8192)

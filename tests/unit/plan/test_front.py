@@ -118,7 +118,7 @@ def test_it_says_what_was_not_searched() -> None:
         for line in front_lines(found)
         if line.startswith("Every row is the best of what was searched. Not searched: ")
     ]
-    assert "more than 2 chunks a rank (--max-chunks)" in line
+    assert "more than 2 chunks per rank (--max-chunks)" in line
     assert "shards of the vocabulary that save memory alone (--vocabulary none 1 2 interlaced)" in line
     assert "recomputation selective, full (--recompute)" in line
     assert f"other hosts of what leaves (--hosts {' '.join(ARRANGEMENTS[1:])})" in line

@@ -76,4 +76,4 @@ def test_plans_and_programs_are_told_too(capsys: pytest.CaptureFixture[str]) -> 
     ]
     plan += ["--tp", "8", "--pp", "8", "--mbs", "1", "--schedule", "1f1b", "--recompute", "none", "--precision", "fp16"]
     assert main([*plan, "--balance", "bpipe", "--vocabulary", "none"]) == 0
-    assert "     pairs lie on two nodes, as a rank has 8 of a node's 8 devices" in capsys.readouterr().out
+    assert "     pairs span two nodes, because a rank has 8 of a node's 8 devices" in capsys.readouterr().out

@@ -39,7 +39,7 @@ def rows_of(printed: str) -> list[Row]:
     found = []
     for block in re.split(r"^(?=[ \d]{3}\. )", printed, flags=re.MULTILINE)[1:]:
         seconds, mfu = re.findall(r"([\d.]+) s  MFU +([\d.]+) %", block)[0]
-        (peaks,) = re.findall(r"GiB a rank, of [\d.]+: (.*)", block)
+        (peaks,) = re.findall(r"GiB per rank, of [\d.]+: (.*)", block)
         (flags,) = re.findall(r"^     (--.*)$", block, re.MULTILINE)
         each = [peak for number, peak in re.findall(r"(?:(\d+) x )?([\d.]+)", peaks) for _ in range(int(number or 1))]
         found.append(Row(seconds, mfu, each, [*of_all_rows(printed), *shlex.split(flags)]))

@@ -57,7 +57,9 @@ def test_the_papers_case_gains_and_says_why(outcome: Outcome) -> None:
         "selective",
         EVENLY,
     )
-    assert "fits only balanced: without, its fullest rank needs 81.7 of 79.2 GiB" in (only_balanced(best) or "")
+    assert "fits only with balancing: without it, the fullest rank needs 81.7 of 79.2 GiB" in (
+        only_balanced(best) or ""
+    )
     assert verdict(outcome).text.startswith("Balancing gains 1.")
     assert outcome.plain is not None
     assert only_balanced(outcome.plain) is None

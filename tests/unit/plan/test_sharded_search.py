@@ -26,7 +26,7 @@ from bpipe.plan.shards import stands_still
 from bpipe.plan.space import VOCABULARIES, Space
 from bpipe.plan.timing import steady_timing
 
-# Two layers a rank and a vocabulary of many: the last rank computes several times as long as the others.
+# Two layers per rank and a vocabulary of many: the last rank computes several times as long as the others.
 WIDE = replace(gpt("wide", 8, 1024, 16), vocabulary=256_000)
 SMALL = Space(
     WIDE,

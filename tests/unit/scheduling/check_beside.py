@@ -241,7 +241,7 @@ def the_loop_that_is_called_says_which_schedule_it_runs() -> None:
     called: list[str] = []
     with driver_of(0, LateTransport()) as driver:
         loops = Hooks(driver, STAGES).wraps()
-        with pytest.raises(ValueError, match="schedule interleaved-1f1b needs at least 2 chunks a rank, not 1"):
+        with pytest.raises(ValueError, match="schedule interleaved-1f1b needs at least 2 chunks per rank, not 1"):
             loops[patches.INTERLEAVED](lambda **_: called.append("interleaved"))(
                 model=Stage(), num_microbatches=MICROBATCHES
             )

@@ -182,7 +182,7 @@ def plain_config() -> Any:
             "1.2",
             [],
             {},
-            "--bpipe-memory: by prediction no plan keeps ranks . and . within 1.2 GiB a device. The smallest budget "
+            "--bpipe-memory: by prediction no plan keeps ranks . and . within 1.2 GiB per device. The smallest budget "
             "that one keeps",
         ),
         ("1.2", [], {}, r"`bpipe fit` with the same launch lists .*With auto:GIB it is tried, and measured"),

@@ -284,7 +284,7 @@ REFUSED = [
     ({"bpipe_schedule": "1f1b", "virtual_pipeline_model_parallel_size": 2}, "1f1b takes at most 1 chunk a rank, not 2"),
     (
         {"bpipe_schedule": "interleaved-1f1b"},
-        "needs at least 2 chunks a rank, not 1\n  a rank's chunks are its virtual stages, --num-",
+        "needs at least 2 chunks per rank, not 1\n  a rank's chunks are its virtual stages, --num-",
     ),
     (
         {"bpipe_schedule": "gpipe", "bpipe_group": 2},
@@ -306,7 +306,7 @@ REFUSED = [
     ),
     (
         {"bpipe_schedule": "FILE", "virtual_pipeline_model_parallel_size": 2, "bpipe_slices": 2},
-        "it has 1 slices a micro-batch, and not 2: leave --bpipe-slices out",
+        "it has 1 slices per micro-batch, and not 2: leave --bpipe-slices out",
     ),
     ({"bpipe_bound": (3,)}, "--bpipe-bound 3 says how to balance: give --bpipe, too"),
     (
@@ -329,7 +329,7 @@ REFUSED = [
     ),
     (
         {**TWO_PIPES, "bpipe_schedule": "bitpipe"},
-        "bitpipe needs at least 2 chunks a rank, not 1\n  a rank's chunks are its virtual stages",
+        "bitpipe needs at least 2 chunks per rank, not 1\n  a rank's chunks are its virtual stages",
     ),
     ({**TWO_PIPES, "virtual_pipeline_model_parallel_size": 4}, "chimera takes at most 1 chunk a rank, not 2"),
     (
@@ -341,7 +341,7 @@ REFUSED = [
         "it has 4 ranks, and the pipeline 8: .*-parallel-size 4",
     ),
     ({"bpipe_schedule": "gpip"}, "did you mean .gpipe..*nor is there a file of that name"),
-    ({"bpipe_schedule": "FILE"}, "it has 2 stages a rank, and this run 1: a rank's chunks are its virtual stages"),
+    ({"bpipe_schedule": "FILE"}, "it has 2 stages per rank, and this run 1: a rank's chunks are its virtual stages"),
     (
         {"bpipe_schedule": "FILE", "pipeline_model_parallel_size": 8},
         "it has 4 ranks, and the pipeline 8: --pipeline-model-parallel-size 4",

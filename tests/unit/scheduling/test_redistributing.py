@@ -76,9 +76,9 @@ def test_a_small_vocabulary_moves_nothing() -> None:
         ({"account_for_loss_in_pipeline_split": True}, "--account-for-loss-in-pipeline-split says, too"),
         (
             {"num_virtual_stages_per_pipeline_rank": 2},
-            "--num-virtual-stages-per-pipeline-rank: with several stages a rank",
+            "--num-virtual-stages-per-pipeline-rank: with several stages per rank",
         ),
-        ({"bpipe_schedule": "v-half"}, "--bpipe-schedule v-half has several stages a rank"),
+        ({"bpipe_schedule": "v-half"}, "--bpipe-schedule v-half has several stages per rank"),
         ({"mtp_num_layers": 1}, "drop --mtp-num-layers, or give a layout"),
         ({"hybrid_layer_pattern": "M*M-"}, r"put the \| further back in --hybrid-layer-pattern"),
         ({"pipeline_model_parallel_layout": "Et*4|(t*4|)*6t*4L"}, "says where every layer is: drop one of them"),

@@ -51,7 +51,7 @@ LONG = (
     "--model llama3-405b --tp 8 --pp 9 --mbs 1 --seq 8192 --attention flash",
 )
 
-# Of every width two layers a stage: whether there are more changes nothing in one.
+# Of every width two layers per stage: whether there are more changes nothing in one.
 DENSE = ("gpt3-13b", "gpt3-175b", "llama-65b", "llama3-8b", "llama3-70b")
 ROUTED = {
     "mixtral": ("selective:moe",),

@@ -1,7 +1,7 @@
 """A 70B model on H100s by costs that were given, eight ranks, 32 micro-batches: every schedule's seconds, bubble and
 peak, and their order.
 
-F, I and W take 73, 75 and 66 ms a rank and micro-batch; nodes are apart and pairs together; a message has 33.5 MB at 45
+F, I and W take 73, 75 and 66 ms per rank and micro-batch; nodes are apart and pairs together; a message has 33.5 MB at 45
 GB/s, a micro-batch's activations 4 GB at 180 GB/s.
 """
 

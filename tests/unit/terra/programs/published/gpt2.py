@@ -1,4 +1,4 @@
-"""GPT2: a causal model whose output layer is its embedding, two micro-batches a step, decay for matrices only, a
+"""GPT2: a causal model whose output layer is its embedding, two micro-batches per step, decay for matrices only, a
 rate on a cosine."""
 
 from __future__ import annotations
