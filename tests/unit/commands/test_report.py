@@ -100,3 +100,14 @@ def test_every_option_is_on_the_page(capsys: pytest.CaptureFixture[str]) -> None
         main(["report", "--help"])
     options = set(re.findall(r"--\w+", capsys.readouterr().out)) - {"--help", "--bpipe"}
     assert options == set(re.findall(r"^\| `(--\w+)", DOCS.read_text(), re.MULTILINE))
+
+
+def test_the_page_shows_what_a_recorded_run_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its samples of the table and of a difference are those of a run that really took place."""
+    assert main(["report", str(DOCS.parents[1] / "tests" / "data" / "recorded_run")]) == 0
+    printed = capsys.readouterr().out
+    blocks = re.findall(r"^```\n(.*?)^```", DOCS.read_text(), re.DOTALL | re.MULTILINE)
+    (table,) = [block for block in blocks if "held activations" in block]
+    (difference,) = [block for block in blocks if "measured" in block]
+    assert table in printed
+    assert difference in printed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,9 @@ def test_it_says_what_would_have_fitted(tmp_path: Path) -> None:
         in said
     )
     assert "7 of 8 42.0 GiB" in " ".join(said.split())
+    page = (Path(__file__).resolve().parents[3] / "docs" / "report.md").read_text()
+    (shown,) = re.findall(r"^```\n( +held  activa-.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert set(shown.splitlines()) - {"..."} <= set(said.splitlines())
     assert "What fits: with --bpipe; with --micro-batch-size 1; with --micro-batch-size 1 and --bpipe." in said
     assert "note: stage 6, 7 ran no forward" in said
     assert all(len(line) <= 120 for line in said.splitlines())
