@@ -26,7 +26,7 @@ def held(schedule: Schedule) -> str:
 
 
 def test_the_table_says_what_the_families_are() -> None:
-    table = PAGE.partition("| name | at most a rank holds |")[2].partition("\n\n")[0]
+    table = PAGE.partition("| name | holds at most (micro-batches per rank) |")[2].partition("\n\n")[0]
     rows = [match for line in table.splitlines() if (match := ROW.match(line))]
     assert {row[1] for row in rows} == set(FAMILIES)
     assert len(rows) == table.count("\n| `")
