@@ -155,7 +155,7 @@ class ScheduleConfig(ScheduleSpec):
         if family.max_chunks is not None and self.num_chunks > family.max_chunks:
             most = f"{family.max_chunks} chunk{'s' * (family.max_chunks > 1)}"
             raise ValueError(
-                f"schedule {self.schedule} takes at most {most} a rank, not {self.num_chunks}: "
+                f"schedule {self.schedule} takes at most {most} per rank, not {self.num_chunks}: "
                 f"leave it at {family.max_chunks}, or choose a schedule with any number ({families_with_chunks()})"
             )
 

@@ -116,5 +116,6 @@ def _way_values(way: Way, launch: Reading) -> dict[str, Any]:
         **_values(way.prediction),
         "flags": difference(way.prediction.setup, launch)._asdict(),
         "guarded": way.guarded,
+        "tight": way.is_tight,
         "refused": list(way.refused),
     }

@@ -34,6 +34,8 @@ Change = Callable[[], Setup]
 HELPFUL = 0.99
 # How many chunks per rank schedules are tried with that are made for a bound.
 _CHUNKS = range(2, 9)
+# Who hosts where no memory of a node does.
+_DEVICES = (PAIR, POOL)
 # With it the trainer's table refuses what is guarded, too.
 _STRICT = ("--bpipe-strict", "")
 
@@ -88,12 +90,14 @@ def _place(way: Way) -> tuple[int, float]:
 
 
 def _stands_for(one: Way, other: Way) -> bool:
-    """Return whether one has the other's figures, or none worse where both balance over the same hosts."""
+    """Return whether one has the other's figures, or none worse where both balance over devices."""
     mine, its = (
         (float(way.prediction.timing.iteration_s), way.prediction.peak_bytes, way.fits) for way in (one, other)
     )
-    setups = one.prediction.setup, other.prediction.setup
-    alike = all(setup.balance is not None for setup in setups) and setups[0].hosts == setups[1].hosts
+    alike = all(
+        setup.balance is not None and setup.hosts in _DEVICES
+        for setup in (one.prediction.setup, other.prediction.setup)
+    )
     return mine == its or (alike and one.fits and mine[0] <= its[0] and mine[1] <= its[1])
 
 
@@ -201,7 +205,7 @@ def _balanced(setup: Setup, profile: Profile | None) -> Iterator[tuple[str, Chan
     names = {PAIR: "balance within pairs", POOL: "balance over a pool", HOST: "evict to CPU memory"}
     for hosts, name in {**names, ALL: "balance over a pool and CPU memory"}.items():
         balanced = replace(setup, balance=BalanceConfig(hosts=hosts))
-        if hosts in (PAIR, POOL):
+        if hosts in _DEVICES:
             yield name, lambda balanced=balanced: balanced  # type: ignore[misc]
         yield (
             f"{name}, only what must leave",

@@ -150,7 +150,7 @@ def test_simulate_and_plan_say_it(capsys: pytest.CaptureFixture[str]) -> None:
     one = [*("simulate", *sizes, "--pp", "8"), "--recompute", "none"]
     assert main(one) == 0
     assert (
-        "moments on other ranks would let it fit without balancing: --bpipe-optimizer-hosts 0:6:7."
+        "moments on other ranks it would fit without balancing: --bpipe-optimizer-hosts 0:6:7."
         in capsys.readouterr().out
     )
     assert main([*one, "--format", "json"]) == 0
@@ -163,5 +163,5 @@ def test_simulate_and_plan_say_it(capsys: pytest.CaptureFixture[str]) -> None:
         == 0
     )
     out = capsys.readouterr().out
-    assert "fits only balanced" in out
-    assert "moments on other ranks would let it fit without balancing" in out
+    assert "fits only with balancing" in out
+    assert "moments on other ranks it would fit without balancing" in out
