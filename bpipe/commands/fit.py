@@ -26,6 +26,7 @@ from bpipe.plan.explain import describe
 from bpipe.plan.options import filled, setup_of
 from bpipe.plan.predict import SetupPrediction, predict
 from bpipe.plan.ways import Way, ways_to_fit
+from bpipe.plan.within_budget import ELSEWHERE, within_budget
 
 # The exit status where nothing fits; 2 is an error in what was asked.
 NOTHING_FITS = 3
@@ -55,16 +56,25 @@ def run(asked: Options) -> int:
     setup = with_trace(setup_of(options, cluster_of(options, reading)), traced, options.profile)
     if options.memory is not None and options.memory.budget_bytes is not None:
         setup = replace(setup, budget_bytes=one_budget_a_rank(options.memory.budget_bytes, setup.pipeline))
+    others, unkept = () if reading is None else reading.others, None
+    keeps_budget = options.memory is not None and setup.balance is not None and options.bound is None
     with progress_of("fit"):
+        found = ways_to_fit(setup, others, profile, keeps_budget=keeps_budget)
+        if keeps_budget:
+            try:
+                setup, _ = within_budget(setup, setup.limit_bytes, options.min_bytes, profile)
+            except ValueError as error:
+                # What else there is, is in the table.
+                unkept = str(error).removesuffix(f". {ELSEWHERE}")
         now = predict(setup, profile, formula=options.flops_formula)
-        found = ways_to_fit(setup, () if reading is None else reading.others, profile)
     shown = found[: options.rows]
     # Where flags say it, what changes is said of the launch that they mean.
     launch = read_command(megatron_flags(setup)) if reading is None else reading
     if options.format == "json":
-        print_json({"now": _values(now), "ways": [_way_values(way, launch) for way in shown]})
+        now_values = {**_values(now), "unkept": unkept}
+        print_json({"now": now_values, "ways": [_way_values(way, launch) for way in shown]})
     else:
-        print("\n".join((*_lines(now, shown, launch), *lines(reading))))
+        print("\n".join((*([unkept] if unkept else []), *_lines(now, shown, launch), *lines(reading))))
     return 0 if now.fits or any(way.fits for way in found) else NOTHING_FITS
 
 
@@ -75,7 +85,7 @@ def _lines(now: SetupPrediction, ways: Sequence[Way], launch: Reading) -> list[s
         f"{seconds:.3f} s{range_text(now.setup, seconds)}"
     )
     if not ways:
-        return [head, "nothing that was tried needs less"]
+        return [head, "nothing that was tried helps"]
     rows: list[tuple[str, ...]] = [("", "GiB", "saved", "seconds", "ratio")]
     for number, way in enumerate(ways, 1):
         taken, need = way.prediction.timing.iteration_s, way.prediction.peak_bytes

@@ -68,7 +68,7 @@ class LaunchDifference(NamedTuple):
         parts = [
             f"{word} {shlex.join(flags)}" for word, flags in (("with", self.given), ("without", self.left_out)) if flags
         ]
-        return f"the launch {' and '.join(parts) or 'as it stands'}"
+        return f"the launch {' and '.join(parts) or 'as it is'}"
 
 
 def groups(flags: Sequence[str]) -> list[Group]:
@@ -102,10 +102,18 @@ def difference(setup: Setup, reading: Reading) -> LaunchDifference:
     same = _said_alike(setup, reading)
     before = {flag: values for flag, values in groups(reading.flags) if flag in CHOSEN and flag not in same}
     after = {flag: values for flag, values in groups(chosen_flags(setup)) if flag not in same}
-    given = [(flag, values) for flag, values in after.items() if before.get(flag, _default(flag)) != values]
+    given = [(flag, values) for flag, values in after.items() if not _means(before.get(flag, _default(flag)), values)]
     kept = (*_KEPT, *(("--bpipe-cluster",) if "--bpipe-memory" in after else ()))
     left_out = [flag for flag in before if flag not in after and flag not in kept]
     return LaunchDifference(_joined(given), tuple(left_out))
+
+
+def _means(said: tuple[str, ...] | None, values: tuple[str, ...]) -> bool:
+    """Return whether words say these values: 70 is 70.0."""
+    try:
+        return said == values or [float(word) for word in said or ()] == [float(value) for value in values] != []
+    except ValueError:
+        return False
 
 
 def _said_alike(setup: Setup, reading: Reading) -> frozenset[str]:

@@ -19,8 +19,8 @@ GIB = 2**30
 
 
 def gib_text(num_bytes: float) -> str:
-    """Return GiB as tables show them."""
-    return f"{num_bytes / GIB:.1f}"
+    """Return GiB as tables show them, without a sign before nothing."""
+    return f"{round(num_bytes / GIB, 1) + 0:.1f}"
 
 
 # What a message between stages takes beside its bytes, on an A100 and wherever nothing else is known: two processes

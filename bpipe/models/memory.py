@@ -40,7 +40,8 @@ TIGHT = 0.95
 class RankMemory:
     """One device of one pipeline rank at its fullest.
 
-    `peak_bytes` is the most of the pipeline's and of the update's.
+    `peak_bytes` is the most of the pipeline's and of the update's. `limit_bytes`: what it may hold, `device_bytes`: what
+    there is.
     """
 
     rank: int
@@ -54,6 +55,7 @@ class RankMemory:
     fragmentation_bytes: int
     overhead_bytes: int
     limit_bytes: int
+    device_bytes: int
 
     @property
     def state_bytes(self) -> int:
@@ -72,7 +74,7 @@ class RankMemory:
     @property
     def is_tight(self) -> bool:
         """Whether it fits with so little to spare that the allocator may have to give memory back and ask again."""
-        return TIGHT * self.limit_bytes < self.peak_bytes <= self.limit_bytes
+        return self.fits and self.peak_bytes > TIGHT * self.device_bytes
 
 
 def overhead_bytes(setup: Setup) -> int:
@@ -232,6 +234,7 @@ def predict_memory(setup: Setup) -> tuple[RankMemory, ...]:
                 fragmentation_bytes=int(_fragmentation(setup) * (own + hosted + working[rank])),
                 overhead_bytes=overhead,
                 limit_bytes=setup.limit_bytes[rank],
+                device_bytes=setup.cluster.device.memory_bytes,
             )
         )
     return tuple(rows)

@@ -116,10 +116,10 @@ def costly_halves(prediction: SetupPrediction) -> str | None:
 
 def tightness_warning(prediction: SetupPrediction) -> str | None:
     """Return a warning where all fits, and hardly."""
-    worst = max(prediction.memory, key=lambda rank: rank.peak_bytes / rank.limit_bytes)
+    worst = max(prediction.memory, key=lambda rank: rank.peak_bytes)
     if not prediction.fits or not worst.is_tight:
         return None
-    share = f"{100 * worst.peak_bytes / worst.limit_bytes:.0f} %"
+    share = f"{100 * worst.peak_bytes / worst.device_bytes:.0f} %"
     return (
         f"rank {worst.rank} needs {share} of its device's memory: above {100 * TIGHT:.0f} % the allocator may have to free "
         "cached blocks and allocate them again; published runs that full lost 20 to 40 % of their time, which is not in "

@@ -145,7 +145,7 @@ def _hosting(found: Fit, rank: int) -> str:
             where, count, taken = "its own node", num_host_memory_buffers(schedule, rank), found.own_bytes[rank]
         parts.append(
             f"{where} hosts {_part(found, residencies)}{len(residencies)} of its {every} {counted}, in "
-            f"{count} host buffers of {budget_text([taken])} GiB in all"
+            f"{count} host buffer{'s' * (count > 1)} of {budget_text([taken])} GiB in all"
         )
     needs = [budget_text([found.need_bytes[one]]) for one in (rank, *device_ranks(by_host))]
     then = f"they need {', '.join(needs[:-1])} and {needs[-1]} GiB" if len(needs) > 1 else f"it needs {needs[0]} GiB"

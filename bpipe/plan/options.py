@@ -237,10 +237,15 @@ def setup_of(options: Options, cluster: Cluster) -> Setup:
 def _balance_of(options: Options) -> BalanceConfig | None:
     """Raises ValueError for what says how to balance where nothing is balanced."""
     bounds, hosts = getattr(options, "bound", None), getattr(options, "hosts", PAIR)
-    said = [*(["--bound"] if bounds is not None else []), *([f"--hosts {hosts}"] if hosts != PAIR else [])]
+    said = [*(["--bound"] if bounds is not None else []), *([f"--hosts {_words(hosts)}"] if hosts != PAIR else [])]
     if said and options.balance == BALANCES[0]:
         raise ValueError(f"{said[0]} says how to balance: give --balance bpipe, too, or leave it out")
     return None if options.balance == BALANCES[0] else BalanceConfig(bounds, hosts=hosts)
+
+
+def _words(hosts: str | Sequence[str]) -> str:
+    """Return the hosts as they are typed: `plan` takes several."""
+    return hosts if isinstance(hosts, str) else " ".join(hosts)
 
 
 def setup_from(words: Sequence[str], cluster: str | Cluster, vocabulary: int, kernels: str) -> Setup:

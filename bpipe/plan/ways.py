@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.generate.families import FAMILIES, default_family
@@ -60,17 +61,21 @@ class Way:
         return any(rank.is_tight for rank in self.prediction.memory)
 
 
-def ways_to_fit(setup: Setup, others: Others = (), profile: Profile | None = None) -> list[Way]:
-    """Return every way that needs clearly less than the setup: first those that fit, the fastest first, those that are
-    tight behind the others, then what does not fit, by what it needs.
+def ways_to_fit(
+    setup: Setup, others: Others = (), profile: Profile | None = None, *, keeps_budget: bool = False
+) -> list[Way]:
+    """Return every way that needs clearly less than the setup, or keeps its budget: first those that fit, the fastest
+    first, those that are tight behind the others, then what does not fit, by what it needs.
 
-    Of ways with the same figures, as hosts have where pairs have room, the first stands for all.
+    Of ways with the same figures, as hosts have where pairs have room, the first stands for all. `keeps_budget`: the
+    launch plans what moves by a budget, and so does every way.
     """
-    most = HELPFUL * peak_bytes(setup)
+    # A plan fills its budget.
+    most = inf if keeps_budget else HELPFUL * peak_bytes(setup)
     found: list[Way] = []
     for what, change in _changes(setup, profile):
         try:
-            changed = change()
+            changed = _planned(change(), profile) if keeps_budget else change()
             prediction = predict(changed, profile)
         except ValueError:
             # Megatron's rules, what is modelled, or what was measured do not allow it.
@@ -87,6 +92,10 @@ def _place(way: Way) -> tuple[int, float]:
     if not way.fits:
         return 2, way.prediction.peak_bytes
     return int(way.is_tight), float(way.prediction.timing.iteration_s)
+
+
+def _planned(setup: Setup, profile: Profile | None) -> Setup:
+    return within_budget(setup, setup.limit_bytes, profile=profile)[0]
 
 
 def _stands_for(one: Way, other: Way) -> bool:
@@ -138,7 +147,7 @@ def _recomputed(setup: Setup) -> Iterator[tuple[str, Change]]:
 
     number = fewest_layers(max(setup.layers) - 1, is_enough)
     if number is not None:
-        yield f"recompute {number} layers of each stage", lambda: with_block(setup, number)
+        yield f"recompute {number} layer{'s' * (number > 1)} of each stage", lambda: with_block(setup, number)
     yield "recompute all layers", _with(setup, recompute="full")
 
 
@@ -199,11 +208,12 @@ def _bounded(setup: Setup) -> Iterator[tuple[str, Change]]:
 
 
 def _balanced(setup: Setup, profile: Profile | None) -> Iterator[tuple[str, Change]]:
-    """Balancing: evenly, and with only what must leave."""
-    if setup.balance is not None:
-        return
+    """Balancing: evenly, and with only what must leave. Of what is balanced, over further hosts."""
+    known = () if setup.balance is None else (PAIR, setup.hosts)
     names = {PAIR: "balance within pairs", POOL: "balance over a pool", HOST: "evict to CPU memory"}
     for hosts, name in {**names, ALL: "balance over a pool and CPU memory"}.items():
+        if hosts in known:
+            continue
         balanced = replace(setup, balance=BalanceConfig(hosts=hosts))
         if hosts in _DEVICES:
             yield name, lambda balanced=balanced: balanced  # type: ignore[misc]

@@ -48,11 +48,12 @@ ROWS = {
 }
 # Each of these has a share of the row `together`.
 ALONE = ("padded", "shared_experts", "further_tokens", "recomputed")
-# On 8 ranks, in pairs.
+# On 8 ranks, in pairs: of fewer than 8 micro-batches nothing would move.
+EIGHT = (*FOUR, "--global-batch-size", "32")
 WIDE_ROWS = {
-    "pairs": ((*FOUR, *CAPACITY), ()),
-    "pairs_no_overlap": ((*FOUR, *CAPACITY, "--no-overlap-p2p-communication"), ()),
-    "pairs_dropless": (FOUR, ("--bpipe-transport", "gloo")),
+    "pairs": ((*EIGHT, *CAPACITY), ()),
+    "pairs_no_overlap": ((*EIGHT, *CAPACITY, "--no-overlap-p2p-communication"), ()),
+    "pairs_dropless": (EIGHT, ("--bpipe-transport", "gloo")),
 }
 
 

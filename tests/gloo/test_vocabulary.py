@@ -143,7 +143,7 @@ ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Tolerance]] = {
         ("one", "two", "interlaced", "balanced", "two_balanced", "zb_h1"),
         FP32,
     ),
-    "vocabulary_further_two": (
+    "vocabulary_two_further": (
         ("--global-batch-size", "16", *AHEAD, "--mtp-num-layers", "2", "--calculate-per-token-loss"),
         ("one", "two"),
         FP32,
@@ -299,7 +299,7 @@ def test_shards_train_what_the_whole_layer_does(four: Outcome, row: str, ours: s
 @pytest.mark.timeout(960)
 @pytest.mark.parametrize(
     ("row", "ours"),
-    [("vocabulary_further", "one"), pytest.param("vocabulary_further_two", "two", marks=pytest.mark.slow)],
+    [("vocabulary_further", "one"), pytest.param("vocabulary_two_further", "two", marks=pytest.mark.slow)],
 )
 def test_losses_of_further_tokens_are_logged(four: Outcome, row: str, ours: str) -> None:
     """Zeros stand in for them in the last stage's forward; they are known, and logged, behind everybody's S."""

@@ -677,5 +677,5 @@ def test_a_plan_within_a_budget_ranks_by_what_it_then_sends(tmp_path: Path, caps
 )
 def test_peaks_of_many_ranks_are_counted(gib: list[int], shown: str) -> None:
     """Of 64 ranks per line held 64 numbers, of which 60 were the same."""
-    memory = [RankMemory(rank, each * GIB, 0, 0, 0, 0, 0, 0, 0, 0, 80 * GIB) for rank, each in enumerate(gib)]
+    memory = [RankMemory(rank, each * GIB, 0, 0, 0, 0, 0, 0, 0, 0, 80 * GIB, 80 * GIB) for rank, each in enumerate(gib)]
     assert peaks_text(memory) == shown

@@ -91,7 +91,7 @@ def test_a_launch_with_its_difference_is_the_row(name: str) -> None:
         assert again == as_run(setup)
         assert set(groups(chosen_flags(setup))) | set(groups(common_flags(setup))) == set(groups(megatron_flags(setup)))
     assert len({common_flags(setup) for setup in setups}) == 1
-    assert difference(given, read_command(words)).text == "the launch as it stands"
+    assert difference(given, read_command(words)).text == "the launch as it is"
 
 
 def test_what_cannot_differ_is_left_alone() -> None:

@@ -170,7 +170,7 @@ def test_simulate_and_plan_say_what_was_measured(tmp_path: Path, capsys: pytest.
     cut = ["--tp", "1", "--pp", "4"]
     assert main(["simulate", *asked, *cut]) == 0
     said = capsys.readouterr().out
-    assert "kernels that were measured on d take what they took there\n" in said
+    assert "kernels that were measured on d have the times measured there\n" in said
     assert (
         "measured kernels: of 6 products 1 as measured; of 1 attention cores 0 as measured; all else by formula\n"
         in said
@@ -178,6 +178,6 @@ def test_simulate_and_plan_say_what_was_measured(tmp_path: Path, capsys: pytest.
     assert main(["simulate", *asked, *cut, "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["configuration"]["kernel_times"] == "d"
     assert main(["plan", *asked, "--rows", "1"]) == 0
-    assert "kernels that were measured on d take" in capsys.readouterr().out
+    assert "kernels that were measured on d have" in capsys.readouterr().out
     assert main(["simulate", *asked, *cut, "--precision", "fp32"]) == 2
     assert "kernel times of bf16, the training has fp32: measure those, too" in capsys.readouterr().err

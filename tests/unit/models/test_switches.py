@@ -77,9 +77,13 @@ def test_a_rank_that_hardly_fits_is_warned_of() -> None:
     fullest = max(rank.peak_bytes for rank in plain.memory)
     assert not any(rank.is_tight for rank in plain.memory)
     assert tightness_warning(plain) is None
-    nearly = predict(setup(budget_bytes=(int(fullest / 0.97),) * 4))
+    device = int(fullest / 0.97)
+    rows = tuple(replace(rank, limit_bytes=device, device_bytes=device) for rank in plain.memory)
+    nearly = replace(plain, memory=rows)
     assert nearly.fits
-    assert "needs 97 % of its device: above 95 % the allocator may" in (tightness_warning(nearly) or "")
+    assert "needs 97 % of its device's memory: above 95 % the allocator may" in (tightness_warning(nearly) or "")
+    # A budget is not what the allocator lacks.
+    assert tightness_warning(predict(setup(budget_bytes=(fullest,) * 4))) is None
     # What does not fit at all is said elsewhere.
     assert tightness_warning(predict(setup(budget_bytes=(fullest - 1,) * 4))) is None
 

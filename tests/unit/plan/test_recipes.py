@@ -61,9 +61,7 @@ STATES = {name: states_of_launch(flags_of(recipe)) for name, recipe in RECIPES.i
 def test_the_readme_says_how_many_recipes_train() -> None:
     counts = Counter(worst(features) for features in STATES.values())
     print({state.value: number for state, number in counts.items()})
-    said = re.search(
-        r"Of\s+NVIDIA's\s+(\d+)\s+pretraining\s+recipes,\s+(\d+)\s+are", (ROOT / "README.md").read_text()
-    )
+    said = re.search(r"Of\s+NVIDIA's\s+(\d+)\s+pretraining\s+recipes,\s+(\d+)\s+are", (ROOT / "README.md").read_text())
     assert said is not None
     assert (int(said[2]), int(said[1])) == (counts[State.SUPPORTED] + counts[State.GUARDED], len(RECIPES))
 
