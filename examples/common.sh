@@ -1,8 +1,9 @@
-# shellcheck shell=bash disable=SC2034  # the arrays are used by who sources this
-# Sourced by the training scripts of this folder: where they stand, what they have in common, and how they start.
+# shellcheck shell=bash disable=SC2034  # the arrays are used by the scripts that source this file
+# Functions that the scripts of this folder source: common arguments, and how a run is started.
 #
-# In: DRY_RUN=1 prints a command in place of running it; DATA and TOKENIZER (without them: mock data), CHECKPOINTS, TRAIN_ITERS and, on
-# SLURM, CONTAINER_IMAGE, CONTAINER_MOUNTS, MASTER_PORT and EXIT_MINUTES. Out: the functions below, and the repository root as working directory.
+# In: DRY_RUN=1 prints a command instead of running it; DATA and TOKENIZER (without them: mock data), CHECKPOINTS, TRAIN_ITERS and, on
+# SLURM, CONTAINER_IMAGE, CONTAINER_MOUNTS, MASTER_PORT and EXIT_MINUTES. Out: the functions below, and the repository root
+# as the working directory.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 
@@ -18,7 +19,7 @@ run() {
     fi
 }
 
-# data_args VOCABULARY: set DATA_ARGS. Mock data costs as much to train on as any, which is enough to look at memory and speed.
+# data_args VOCABULARY: set DATA_ARGS. Training on mock data costs as much time and memory as training on real data.
 data_args() {
     if [[ -n "${DATA:-}" ]]; then
         DATA_ARGS=(
@@ -38,10 +39,10 @@ checkpoint_args() {
 
 # --- SLURM ------------------------------------------------------------------------------------------------------------------------------
 
-# slurm_args NODES: set SRUN_ARGS and DISTRIBUTED_ARGS, one torchrun a node. torchrun is what tells a process how many GPUs its node has,
-# and --bpipe lays pairs of stages on nodes by that.
+# slurm_args NODES: set SRUN_ARGS and DISTRIBUTED_ARGS, with one torchrun per node. torchrun tells each process how many GPUs its node has,
+# and --bpipe uses that number to place both stages of a pair on one node.
 slurm_args() {
-    # A port of the job's own: two jobs whose first nodes are one would meet at a fixed one.
+    # Each job has its own port: with a fixed one, two jobs that share their first node would join each other.
     local nodes="${SLURM_JOB_NUM_NODES:-$1}" head=localhost port="${MASTER_PORT:-$((20000 + ${SLURM_JOB_ID:-0} % 12000))}"
     if [[ -n "${SLURM_JOB_NODELIST:-}" ]]; then
         head="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
@@ -60,18 +61,18 @@ slurm_args() {
     )
 }
 
-# checkpointed: the last iteration that was saved, 0 before the first.
+# checkpointed: print the last iteration that was saved, or 0 if there is none.
 checkpointed() {
     local iteration=0
     if [[ -f "$CHECKPOINTS/latest_checkpointed_iteration.txt" ]]; then
         iteration="$(<"$CHECKPOINTS/latest_checkpointed_iteration.txt")"
     fi
-    # Anything else, such as Megatron's "release", is a model without a history.
+    # Anything else, such as Megatron's "release", marks a model that has no iteration number.
     if [[ "$iteration" =~ ^[0-9]+$ ]]; then echo "$iteration"; else echo 0; fi
 }
 
-# run_and_continue ITERATIONS COMMAND...: run; where training ended well but before ITERATIONS, the time was up (--exit-duration-in-mins),
-# and the job goes back into the queue. A run that got no further than the last one would do so for ever, and fails.
+# run_and_continue ITERATIONS COMMAND...: run the command. If it succeeds before ITERATIONS, its time was up (--exit-duration-in-mins), and
+# the job goes back into the queue. If it saved no further iteration, another job would get no further either, so this one fails.
 run_and_continue() {
     local iterations=$1 before after
     shift

@@ -1,8 +1,8 @@
-"""A balanced schedule in a script of torch.distributed.pipelining: four processes, a stage of a small model each.
+"""A balanced schedule in a torch.distributed.pipelining script: four processes with one stage of a small model each.
 
-In: nothing. Out: what each stage held under torch's own 1F1B's order and balanced, and whether both trainings computed
-the same bits (exit status 0) or not (1). Runs on the CPU: `python examples/pipelining.py`. The lines that balancing
-takes are those of `BalancedSchedule`; all else is torch's: docs/pipelining.md.
+In: nothing. Out: what each stage held under torch's own 1F1B and under a balanced schedule. The exit status is 0 if
+both runs are bit-identical, 1 if not. Runs on the CPU: `python examples/pipelining.py`. Balancing needs only the lines
+that name `BalancedSchedule`; everything else is plain torch (docs/pipelining.md).
 """
 
 from __future__ import annotations

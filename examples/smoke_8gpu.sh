@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# For continuous integration on one node of 8 GPUs: a small GPT on mock data, trained by stock Megatron and with --bpipe over every
-# transport, and once with Megatron's own timers running, in three layouts. Every run is compared with stock's, bit by bit. One that fails
-# or hangs is ended and reported, and the others go on; at the end one table has them all.
-# Exit status: 0 where every loss and every gradient norm is stock's to the last bit, 1 otherwise, 2 without 8 GPUs.
+# A check of --bpipe on one node of 8 GPUs, suitable for continuous integration. In each of three layouts it trains a small GPT on mock
+# data: with stock Megatron, with --bpipe over every transport, and once with Megatron's own timers. Every --bpipe run is compared with
+# the stock run, bit by bit. A run that fails or hangs is stopped and reported, and the others go on. A table at the end shows all runs.
+# Exit status: 0 if every loss and every gradient norm is bit-identical to stock Megatron's, 1 otherwise, 2 without 8 GPUs.
 # Usage: [DRY_RUN=1] [ON_CPU=1] [LAYOUTS=...] [RUNS_WITH=...] [LIMIT=...] [RUNS=...] [PYTHON=...]
-#        examples/smoke_8gpu.sh [more flags of Megatron, for all runs]
+#        examples/smoke_8gpu.sh [more Megatron flags, for all runs]
 #
-#   ON_CPU=1   run it on the CPU, one process a rank, where there are no 8 GPUs: a smaller model, the same comparison
-#   LAYOUTS    of pipeline, tensor and interleaved, those to try (default: all)
-#   RUNS_WITH  of auto, nccl, peer, host and timers, those to try (default: all; on the CPU gloo stands for nccl, and auto is left out)
-#   RUNS       where reports, logs and verdicts go (default runs/smoke)
-#   LIMIT      seconds after which a training is ended (default 900)
+#   ON_CPU=1   run on the CPU, if you do not have 8 GPUs: one process per rank, a smaller model, the same comparison
+#   LAYOUTS    layouts to try, out of pipeline, tensor and interleaved (default: all)
+#   RUNS_WITH  runs to try, out of auto, nccl, peer, host and timers (default: all; on the CPU gloo replaces nccl, and auto is left out)
+#   RUNS       folder for reports, logs and verdicts (default runs/smoke)
+#   LIMIT      seconds after which a run is stopped (default 900)
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -37,7 +37,7 @@ else
             exit 2
         fi
     fi
-    # Without these a GPU may add the same numbers in another order the second time, balanced or not.
+    # Without these settings a GPU may add the same numbers in a different order in every run, balanced or not.
     export CUBLAS_WORKSPACE_CONFIG=:4096:8 NCCL_ALGO=Ring CUDA_DEVICE_MAX_CONNECTIONS=1
     DEVICE_ARGS+=(--bf16 --deterministic-mode)
     if ! "$PYTHON" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("transformer_engine") is None)'; then
@@ -57,7 +57,7 @@ GPT_MODEL_ARGS=(
     --seq-length "$SEQUENCE" --max-position-embeddings "$SEQUENCE"
 )
 
-# 32 micro-batches: with half of them no plan of 8 stages stands where a wait in the wrong place could end in a deadlock.
+# 32 micro-batches: with only 16, plans for 8 stages have no point at which a misplaced wait could cause a deadlock.
 TRAINING_ARGS=(
     --micro-batch-size 2 --global-batch-size 64 --train-iters "$ITERATIONS"
     --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine
@@ -96,7 +96,7 @@ run_args() {
     esac
 }
 
-# train FOLDER FLAG...: one training, ended at its limit, with its log beside its report; its exit status.
+# train FOLDER FLAG...: train once, within the time limit, and write a log next to the report. Returns the run's exit status.
 train() {
     local folder=$1
     shift
@@ -117,7 +117,7 @@ train() {
     return "$status"
 }
 
-# verdict FOLDER STATUS: what became of a training that ended with this status, beside stock's.
+# verdict FOLDER STATUS: print the result of a run that ended with this exit status, compared with the stock run.
 verdict() {
     local compared=0
     if (($2 == 124 || $2 == 137)); then
@@ -136,7 +136,7 @@ verdict() {
     fi
 }
 
-# smoke LAYOUT FLAG...: stock's run and all others of one layout.
+# smoke LAYOUT FLAG...: the stock run of one layout, then all others.
 smoke() {
     local layout=$1 folder="$RUNS/$1" name status said
     shift
@@ -152,7 +152,7 @@ smoke() {
         said="$(verdict "$folder/$name" "$status")"
         say "$layout, $name: $said"
         printf '%s\t%s\t%s\n' "$layout" "$name" "$said" >>"$RUNS/verdicts.tsv"
-        # Without it there is nothing to compare with.
+        # Without the stock run there is nothing to compare with.
         if [[ "$name" == stock ]]; then return; fi
     done
 }

@@ -1,9 +1,9 @@
-"""BPipe without Megatron: four processes, a stage of a small torch model each, and the engine around every forward and
-backward.
+"""BPipe without Megatron: four processes with one stage of a small torch model each. The engine runs around every
+forward and backward.
 
-In: nothing. Out: a table of what each stage held without and with balancing, and whether both trainings computed the
-same bits (exit status 0) or not (1). Runs on the CPU: `python examples/toy.py`. What each part is for:
-docs/own_loop.md.
+In: nothing. Out: a table of the most micro-batches that each stage held with and without balancing. The exit status
+is 0 if both runs are bit-identical, 1 if not. Runs on the CPU: `python examples/toy.py`. docs/own_loop.md explains
+each part.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# GPT-3 13B on one node of 8 GPUs: 8 stages, micro-batches of 1 (Kim et al. 2023: 40 layers, hidden 5120, 40 heads, global batch 32).
-# Usage: [DRY_RUN=1] [DATA=...] [TOKENIZER=...] [CHECKPOINTS=...] [TRAIN_ITERS=...] examples/train_gpt3_13b.sh [more flags of Megatron]
+# GPT-3 13B on one node of 8 GPUs: 8 stages, micro-batch size 1 (Kim et al. 2023: 40 layers, hidden 5120, 40 heads, global batch 32).
+# Usage: [DRY_RUN=1] [DATA=...] [TOKENIZER=...] [CHECKPOINTS=...] [TRAIN_ITERS=...] examples/train_gpt3_13b.sh [more Megatron flags]
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -18,8 +18,8 @@ GPT_MODEL_ARGS=(
 
 MODEL_PARALLEL_ARGS=(--pipeline-model-parallel-size 8)
 
-# The paper recomputes attention. Where flash attention is at hand it saves about as much memory: drop the last line, and look whether
-# balancing still gains (README.md in this folder).
+# The paper recomputes attention. Flash attention saves about as much memory. If you have it, drop the last line of this block, and check
+# whether balancing still gains (README.md in this folder).
 BPIPE_ARGS=(--bpipe)
 RECOMPUTE_ARGS=(--recompute-granularity selective --attention-backend unfused)
 
