@@ -228,7 +228,7 @@ ROW = re.compile(r"\| `([^`]+)`(?: v=(\d+))?(?: g=\d+)? \| (\d+) \| (.+) \|$", r
 
 
 def table() -> list[tuple[str, int, int, list[str]]]:
-    part = PAGE.read_text().partition("## The shortest there is")[2].partition("\n## ")[0]
+    part = PAGE.read_text().partition("## The shortest possible order")[2].partition("\n## ")[0]
     return [(name, int(chunks or 1), int(most), cells.split(" | ")) for name, chunks, most, cells in ROW.findall(part)]
 
 
