@@ -47,28 +47,30 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "CUDA graphs of an iteration",
         _graphs_an_iteration,
-        "a graph repeats what was captured at the same addresses and asks no host, and transfers are started by the host "
-        "and give memory back in between",
-        "use --cuda-graph-impl transformer_engine with --cuda-graph-modules for a part of each layer, or none",
+        "a CUDA graph of a whole iteration replays fixed memory addresses without returning to the CPU, but the CPU "
+        "starts transfers and frees memory during the iteration",
+        "use --cuda-graph-impl transformer_engine with --cuda-graph-modules to graph a part of each layer, or use no "
+        "CUDA graphs",
     ),
     Feature(
         "CUDA graphs of whole layers",
         _graphs_whole_layers,
-        "graphs keep what whole layers save in static memory of their own, so nothing is left to move",
-        "name a part of each layer by --cuda-graph-modules, such as attn or moe_router",
+        "CUDA graphs of whole layers keep what these layers save in static memory of their own, so nothing is left to "
+        "move",
+        "name a part of each layer with --cuda-graph-modules, such as attn or moe_router",
     ),
     Feature(
         "local CUDA graphs",
         lambda s: (s.cuda_graph_impl == "local" and not _graphs_an_iteration(s)) or s.enable_cuda_graph,
-        "Megatron's own graphs of layers give the memory of one micro-batch to the next in the order in which they were "
-        "captured, and keep it in one pool with what is not captured",
+        "Megatron's local CUDA graphs pass the memory of one micro-batch to the next in the order of capture, and "
+        "share that memory's pool with tensors that are not captured",
         "use --cuda-graph-impl transformer_engine with --cuda-graph-modules, and drop --enable-cuda-graph",
     ),
     Feature(
         "CUDA graphs of parts of layers",
         lambda s: _graphs_layers(s) and not _graphs_whole_layers(s),
-        "what a graph captures stays in its static memory, and the rest of the layer moves: how much that is the log says "
-        "before the second iteration",
+        "what a graph captures stays in its static memory and the rest of the layer moves, and before the second "
+        "iteration the log shows how much that is",
         "drop --cuda-graph-impl",
         State.GUARDED,
         "test_a_static_pool_stays",
@@ -77,7 +79,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "FP8",
         lambda s: s.fp8 is not None,
-        "payloads and scales are storages like any others; the 8-bit copies of weights are their module's and stay",
+        "FP8 payloads and scales are ordinary storages and move, while the 8-bit copies of weights belong to their "
+        "modules and stay",
         "drop --fp8-format",
         State.GUARDED,
         "test_eight_bit_payloads_and_their_scales_come_back",
@@ -86,8 +89,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "FP4",
         lambda s: s.fp4 is not None,
-        "payloads and scales are storages like any others, two numbers a byte; copies of weights are their module's and "
-        "stay",
+        "FP4 payloads, two numbers per byte, and scales are ordinary storages and move, while FP4 copies of weights "
+        "belong to their modules and stay",
         "drop --fp4-format",
         State.GUARDED,
         "test_eight_bit_payloads_and_their_scales_come_back",
@@ -96,15 +99,15 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "activation offloading",
         lambda s: s.cpu_offloading or (s.cpu_offloading_num_layers or 0) > 0,
-        "activation offloading saves tensors of whole layers through hooks of autograd, and to look at one is to fetch "
-        "it: nothing of such a layer could move",
+        "activation offloading saves the tensors of whole layers through autograd hooks, and inspecting such a tensor "
+        "fetches it back, so nothing in these layers could move",
         "use --fine-grained-activation-offloading, or drop --cpu-offloading-num-layers",
     ),
     Feature(
         "fine-grained activation offloading",
         lambda s: s.fine_grained_activation_offloading,
-        "what it takes it saves through its own hooks and holds itself, on the device or the host: that is not looked at "
-        "and stays, and the rest of the layer moves",
+        "fine-grained offloading saves tensors through its own hooks and holds them itself, on the GPU or in CPU "
+        "memory, so they are not inspected and stay, while the rest of the layer moves",
         "drop --fine-grained-activation-offloading",
         State.GUARDED,
         "test_what_hooks_keep_elsewhere_stays_and_the_rest_moves",
@@ -113,17 +116,18 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "fine-grained offloading in our loop",
         lambda s: s.fine_grained_activation_offloading,
-        "Megatron's own loops tell it where an iteration ends, and ours does not",
-        "drop --fine-grained-activation-offloading, or leave the schedule to Megatron's loop",
+        "fine-grained offloading needs to know where an iteration ends, which Megatron's own loops tell it and "
+        "bpipe's own loop does not",
+        "drop --fine-grained-activation-offloading, or let Megatron's own loop run the schedule",
         own_loop=True,
     ),
     Feature(
         "combined 1F1B",
         # Megatron has --delay-wgrad-compute with it only.
         lambda s: s.overlap_moe_expert_parallel_comm,
-        "each part of a layer has a graph of its own, and what a stage saved is found in all of them; transfers begin "
-        "before a forward and a backward that run at once and end before the next, and what moves is marked as used on "
-        "the stream of exchanges",
+        "combined 1F1B gives each part of a layer its own autograd graph and runs a forward and a backward at once, "
+        "so saved tensors are collected from all of these graphs, transfers start before such a pair of steps and end "
+        "before the next, and moved memory is marked as used on the experts' communication stream",
         "drop --overlap-moe-expert-parallel-comm / --delay-wgrad-compute",
         State.GUARDED,
         "test_what_parts_of_layers_on_two_streams_saved_moves_in_its_order",
@@ -132,22 +136,28 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "combined 1F1B in our loop",
         lambda s: s.overlap_moe_expert_parallel_comm,
-        "our own loop runs a forward and a backward one after the other, so nothing hides the exchanges of experts",
-        "drop --overlap-moe-expert-parallel-comm / --delay-wgrad-compute, or leave the schedule to Megatron's loop",
+        "combined 1F1B hides the experts' communication behind a forward and a backward that run at once, but bpipe's "
+        "own loop runs them one after the other",
+        "drop --overlap-moe-expert-parallel-comm / --delay-wgrad-compute, or let Megatron's own loop run the schedule",
         own_loop=True,
     ),
     Feature(
         "combined 1F1B without a pipeline",
         lambda s: s.overlap_moe_expert_parallel_comm and s.pipeline_model_parallel_size in (None, 1),
-        "one pipeline rank has nobody to share memory with, and its loop of combined steps was never measured",
-        "drop --overlap-moe-expert-parallel-comm, or take two pipeline ranks or more",
+        "combined 1F1B on one pipeline rank has no other rank to share memory with, and its loop was never measured",
+        "drop --overlap-moe-expert-parallel-comm, or use at least two pipeline ranks",
     ),
-    Feature("paged stash", lambda s: s.moe_paged_stash, "paged stash runs a step again", "drop --moe-paged-stash"),
+    Feature(
+        "paged stash",
+        lambda s: s.moe_paged_stash,
+        "paged stash runs a step again when its buffers overflow",
+        "drop --moe-paged-stash",
+    ),
     Feature(
         "packed sequences on context-parallel ranks",
         lambda s: (s.context_parallel_size or 1) > 1 and (s.sft or s.dataloader_inter_document_masking),
-        "Transformer Engine deals out the parts of each packed sequence, which it does on GPUs alone; keys and values "
-        "that buffers of its ring hold stay, and the rest moves",
+        "Transformer Engine splits each packed sequence over the context-parallel ranks, which it does on GPUs only, "
+        "and keys and values held by the buffers of its ring stay, while the rest moves",
         "use --context-parallel-size 1, or drop --sft / --dataloader-inter-document-masking",
         State.GUARDED,
         "test_a_buffer_that_somebody_holds_stays",
@@ -156,8 +166,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "the flex dispatcher of experts",
         lambda s: has_experts(s) and s.moe_token_dispatcher_type == "flex",
-        "tokens in DeepEP's and HybridEP's communication buffers are held by these and stay; what experts make of them "
-        "moves",
+        "DeepEP and HybridEP hold tokens in their own communication buffers, which stay, while what the experts "
+        "compute from these tokens moves",
         "use --moe-token-dispatcher-type alltoall",
         State.GUARDED,
         "test_a_buffer_that_somebody_holds_stays",
@@ -168,8 +178,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "overlapped shared experts",
         lambda s: s.moe_shared_expert_overlap,
-        "what leaves and comes back is marked as used on the stream of shared experts too, so that nobody gets its "
-        "memory before that stream is done with it",
+        "memory that moves is also marked as used on the shared experts' stream, so that it is not reused before that "
+        "stream has finished with it",
         "drop --moe-shared-expert-overlap",
         State.GUARDED,
         "test_what_another_stream_computes_moves_in_its_order",
@@ -178,14 +188,15 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "hybrid context parallelism",
         lambda s: s.hybrid_context_parallel,
-        "with hybrid context parallelism the number of micro-batches follows from the data, and a program is made "
-        "before they are seen",
+        "with hybrid context parallelism the data determines the number of micro-batches, but bpipe plans an "
+        "iteration before it sees the data",
         "drop --hybrid-context-parallel",
     ),
     Feature(
         "distributed saved activations",
         lambda s: s.distribute_saved_activations,
-        "saved activations already distributed over tensor-parallel ranks live in a shared buffer",
+        "Megatron itself replaces the memory of distributed saved activations, in the forward and again in the "
+        "backward, which was never tried together with the transfers",
         "drop --distribute-saved-activations",
     ),
     Feature(
@@ -197,14 +208,15 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "partial recomputation of micro-batches",
         lambda s: s.num_microbatches_with_partial_activation_checkpoints is not None,
-        "our own loop tells no micro-batch to recompute otherwise than the others",
-        "leave num_microbatches_with_partial_activation_checkpoints unset, or leave the schedule to Megatron's loop",
+        "bpipe's own loop recomputes all micro-batches alike and cannot recompute some of them only",
+        "leave num_microbatches_with_partial_activation_checkpoints unset, or let Megatron's own loop run the schedule",
         own_loop=True,
     ),
     Feature(
         "overlapped tensor-parallel communication",
         lambda s: s.tp_comm_overlap,
-        "what is gathered into userbuffers is memory without an allocator of torch's, which cannot be given back and stays",
+        "overlapped tensor-parallel communication gathers into userbuffers, whose memory does not come from torch's "
+        "allocator, so it cannot be freed and stays",
         "drop --tp-comm-overlap",
         State.GUARDED,
         "test_memory_without_an_allocator_stays",
@@ -213,19 +225,19 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "weights sharded beyond tensor parallelism",
         lambda s: (s.gtp_weight_remat_size or 1) > 1 or (s.expert_gtp_weight_remat_size or 1) > 1,
-        "weights that are gathered for a step are saved like activations, and moving those was never tried",
+        "weights that are gathered for a step are saved like activations, and moving gathered weights was never tried",
         "drop --tensor-parallel-num-weight-shards / --expert-tensor-parallel-num-weight-shards",
     ),
     Feature(
         "ring exchange",
         lambda s: s.use_ring_exchange_p2p,
-        "the ring exchange of a custom torch was never tried beside the transfers",
+        "the ring exchange of a custom torch build was never tried together with the transfers",
         "drop --use-ring-exchange-p2p",
     ),
     Feature(
         "FSDP",
         lambda s: s.use_megatron_fsdp or s.use_torch_fsdp2,
-        "FSDP frees parameters that saved tensors share",
+        "FSDP frees parameters whose memory saved tensors share",
         "drop --use-megatron-fsdp / --use-torch-fsdp2",
     ),
     Feature(
@@ -237,19 +249,19 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "reinforcement learning",
         lambda s: s.perform_rl_step,
-        "reinforcement learning generates text between its iterations, which was never tried",
+        "reinforcement learning generates text between training iterations, which was never tried",
         "drop --perform-rl-step",
     ),
     Feature(
         "a fake process group",
         lambda s: s.fake_process_group,
-        "a fake process group sends nothing, so activations would not come back",
+        "a fake process group sends nothing, so activations that move would not come back",
         "drop --fake-process-group",
     ),
     Feature(
         "a YAML configuration",
         lambda s: s.yaml_cfg,
-        "Megatron reads the file in place of the command line, and drops the flags of this project with the rest",
+        "Megatron reads the YAML file instead of the command line, so it ignores this project's flags too",
         "give the flags on the command line instead of --yaml-cfg",
     ),
 )
@@ -268,27 +280,27 @@ PLACED: tuple[Feature, ...] = (
     Feature(
         "checkpoints by rank",
         lambda s: (s.save or s.load) and s.ckpt_format != "torch_dist",
-        "only checkpoints of the format torch_dist file weights by layer; others file them by rank, and ranks have "
-        "other layers here",
+        "only torch_dist checkpoints store weights by layer, other formats store them by rank, and here ranks have "
+        "other layers than in Megatron",
         "use --ckpt-format torch_dist",
     ),
     Feature(
         "local checkpoints",
         lambda s: s.non_persistent_ckpt_type == "local",
-        "local checkpoints file weights by rank, and ranks have other layers here",
+        "local checkpoints store weights by rank, and here ranks have other layers than in Megatron",
         "use --non-persistent-ckpt-type global",
     ),
     Feature(
         "further tokens apart from the loss",
         _predicts_apart,
-        "layers that predict further tokens on another stage than the loss read data that Megatron gives by pipeline "
-        "rank, and ranks have other layers here",
-        "put all m of --pipeline-model-parallel-layout on the stage of L, or drop --mtp-num-layers",
+        "multi-token prediction on a stage without the loss reads data that Megatron provides by pipeline rank, and "
+        "here ranks have other layers than in Megatron",
+        "put every m of --pipeline-model-parallel-layout on the stage with L, or drop --mtp-num-layers",
     ),
     Feature(
         "skipped iterations",
         lambda s: s.iterations_to_skip,
-        "Megatron skips iterations on one data iterator a rank, and here a rank has one per chunk",
+        "Megatron skips iterations on one data iterator per rank, but here a rank has one per chunk",
         "drop --iterations-to-skip",
     ),
 )

@@ -65,7 +65,7 @@ def test_every_refusal_is_in_the_table_as_it_is_said(heading: str, refusals: tup
 
 
 def test_what_is_refused_in_our_own_loop_only_is_said_to_be() -> None:
-    (named,) = re.findall(r"^These end the run .*? `--bpipe-report`; (.*?) with our own loop only", TEXT, re.MULTILINE)
+    (named,) = re.findall(r"Some are refused in our own loop only:\n(.*)\.$", TEXT, re.MULTILINE)
     assert named == ", ".join(one.name for one in FEATURES if one.own_loop)
 
 
