@@ -310,50 +310,53 @@ SHARDED: tuple[Feature, ...] = (
     Feature(
         "further tokens without a whole embedding",
         lambda s: s.mtp_num_layers and (s.untie_embeddings_and_output_weights is False or s.bpipe_vocabulary_input),
-        "the last stage looks further tokens up in the embedding, of whose weight every rank has some rows",
+        "multi-token prediction looks tokens up in the embedding on the last stage, but with shards every rank has "
+        "only some of its rows",
         "use --untie-embeddings-and-output-weights without --bpipe-vocabulary-input, or drop --mtp-num-layers",
     ),
     Feature(
         "heads of further tokens that train alone",
         lambda s: s.mtp_num_layers and s.mtp_detach_heads,
-        "one product makes the logits of all tokens, and gives the output layer the gradients of all",
+        "with shards one matrix product computes the logits of all tokens, so the output layer receives the gradients "
+        "of all of them",
         "drop --mtp-detach-heads",
     ),
     Feature(
         "further tokens in slices and shards",
         lambda s: s.mtp_num_layers and (s.bpipe_slices or 1) > 1,
-        "further tokens' losses become whole rows in the last stage's forward, and shards know them later",
+        "slices join the losses of multi-token prediction to whole rows in the last stage's forward, but with shards "
+        "these losses are known only later",
         "drop --bpipe-vocabulary, --bpipe-slices or --mtp-num-layers",
     ),
     Feature(
         "variable lengths in shards",
         lambda s: s.variable_seq_lengths,
-        "what shards make together tells its shape once, for all micro-batches",
+        "shards agree on the shape of their common results once, for all micro-batches",
         "leave variable_seq_lengths at False, or drop --bpipe-vocabulary",
     ),
     Feature(
         "deferred gradients of the output layer",
         lambda s: s.defer_embedding_wgrad_compute,
-        "Megatron defers the output layer's weight gradient on the last stage, where here is but a part of it",
+        "Megatron defers the output layer's weight gradient on the last stage, which with shards has only a part of "
+        "that layer",
         "drop --defer-embedding-wgrad-compute",
     ),
     Feature(
         "models without weights at first",
         lambda s: s.init_model_with_meta_device,
-        "rows are dealt out as soon as a model is built, and on the meta device it has none",
+        "the vocabulary's rows are divided as soon as a model is built, but on the meta device it has no weights yet",
         "drop --init-model-with-meta-device",
     ),
     Feature(
         "checkpoints by rank of shards",
         lambda s: (s.save or s.load) and s.ckpt_format not in (None, "torch_dist"),
-        "only checkpoints of the format torch_dist file rows by their place in the vocabulary; others file them by "
-        "rank",
+        "only torch_dist checkpoints store rows by their place in the vocabulary, other formats store them by rank",
         "use --ckpt-format torch_dist",
     ),
     Feature(
         "local checkpoints of shards",
         lambda s: s.non_persistent_ckpt_type == "local",
-        "local checkpoints file weights by rank",
+        "local checkpoints store weights by rank",
         "use --non-persistent-ckpt-type global",
     ),
 )

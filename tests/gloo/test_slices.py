@@ -275,7 +275,7 @@ def test_what_cannot_be_cut_ends_the_run_with_its_reasons(run_cases: Callable[..
     wanted = (*LLAMA, "--num-layers", "2", *SLICES, *FURTHER, "--mtp-use-repeated-layer")
     done = run_cases(2, [Case("further", wanted)], 120)
     assert 0 not in done.codes
-    said = "a layer keeps the keys of one pass, and this one runs once for each further token; drop --mtp-use-repeated"
+    said = "a layer keeps the keys of one pass, but a repeated layer runs once for each predicted token; drop --mtp-use-repeated"
     assert f"--bpipe-slices 4: {said}" in "".join(done.logs)
 
 

@@ -142,7 +142,7 @@ def test_slices_are_refused_with_what_the_trainer_refuses() -> None:
     sliced = replace(setup, slices=4)
     assert refused(sliced) == (), "a GPU's attention is guarded"
     (reason,) = refused(sliced, (("--sft", ""),))
-    assert reason.startswith("--bpipe-slices 4: where packed sequences begin is told of a whole row")
+    assert reason.startswith("--bpipe-slices 4: Megatron gives the boundaries of packed sequences for a whole row")
     assert refused(setup, (("--sft", ""),)) == ()
     (reason,) = refused(sliced, (("--bpipe-strict", ""),))
     assert reason.startswith("--bpipe-strict: Transformer Engine's attention is guarded: ")

@@ -168,8 +168,8 @@ def test_what_makes_sizes_differ_is_known_and_trains(settings: dict[str, Any], w
 @pytest.mark.parametrize(
     ("table", "flag", "reason"),
     [
-        (SHARDED, "--bpipe-vocabulary", "what shards make together tells its shape once"),
-        (SLICED, "--bpipe-slices", "where slices begin is one list"),
+        (SHARDED, "--bpipe-vocabulary", "shards agree on the shape of their common results once"),
+        (SLICED, "--bpipe-slices", "all micro-batches have one list of slice boundaries"),
     ],
 )
 def test_lengths_that_differ_train_but_where_a_micro_batch_or_its_logits_are_cut(
