@@ -153,9 +153,7 @@ def test_a_launch_with_a_budget_is_planned_by_it(capsys: pytest.CaptureFixture[s
     assert found["now"]["peak_bytes"] == max(rank["peak_bytes"] for rank in simulated["stages"])
     assert found["now"]["unkept"] is None
     assert all(way["peak_bytes"] <= 70 * GIB for way in found["ways"] if way["fits"])
-    assert {"evict to CPU memory, only what must leave", "recompute all layers"} <= {
-        way["what"] for way in found["ways"]
-    }
+    assert "recompute all layers" in {way["what"] for way in found["ways"]}
     assert main(["fit", *FLAGS, "--balance", "bpipe", "--memory", "20", "--format", "json"]) == 3
     less = json.loads(capsys.readouterr().out)
     assert less["now"]["unkept"].startswith("by prediction no plan keeps rank")
