@@ -144,7 +144,7 @@ REFUSED = {
         ["schedule", "--schedule", "1f1b", "--pp", "9999", "--microbatches", "9999"],
         "are more than 10000000: ask for fewer",
     ),
-    "chunks for 1f1b": ([*EXAMPLE, "--vp", "2"], "takes at most 1 chunk a rank, not 2"),
+    "chunks for 1f1b": ([*EXAMPLE, "--vp", "2"], "takes at most 1 chunk per rank, not 2"),
     "a format that is not written": (
         [*EXAMPLE, "--output", "x.pdf"],
         ".pdf is not written, only grid, csv, json, svg, png",

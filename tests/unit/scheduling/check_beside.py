@@ -246,7 +246,7 @@ def the_loop_that_is_called_says_which_schedule_it_runs() -> None:
                 model=Stage(), num_microbatches=MICROBATCHES
             )
         driver._config = replace(driver._config, num_chunks=2)
-        with pytest.raises(ValueError, match="schedule 1f1b takes at most 1 chunk a rank, not 2"):
+        with pytest.raises(ValueError, match="schedule 1f1b takes at most 1 chunk per rank, not 2"):
             wrapped(driver, lambda **_: called.append("1F1B"))(model=Stage(), num_microbatches=MICROBATCHES)
     assert not called
 

@@ -281,7 +281,10 @@ def test_what_slices_refuse_is_said_beside_what_others_do() -> None:
 
 
 REFUSED = [
-    ({"bpipe_schedule": "1f1b", "virtual_pipeline_model_parallel_size": 2}, "1f1b takes at most 1 chunk a rank, not 2"),
+    (
+        {"bpipe_schedule": "1f1b", "virtual_pipeline_model_parallel_size": 2},
+        "1f1b takes at most 1 chunk per rank, not 2",
+    ),
     (
         {"bpipe_schedule": "interleaved-1f1b"},
         "needs at least 2 chunks per rank, not 1\n  a rank's chunks are its virtual stages, --num-",
@@ -331,7 +334,7 @@ REFUSED = [
         {**TWO_PIPES, "bpipe_schedule": "bitpipe"},
         "bitpipe needs at least 2 chunks per rank, not 1\n  a rank's chunks are its virtual stages",
     ),
-    ({**TWO_PIPES, "virtual_pipeline_model_parallel_size": 4}, "chimera takes at most 1 chunk a rank, not 2"),
+    ({**TWO_PIPES, "virtual_pipeline_model_parallel_size": 4}, "chimera takes at most 1 chunk per rank, not 2"),
     (
         {**TWO_PIPES, "bpipe_schedule": "MIRROR", "global_batch_size": 24},
         "it has 8 micro-batches, and an iteration 4: --global-batch-size 48",
