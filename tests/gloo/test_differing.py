@@ -29,7 +29,7 @@ CONVERSATIONS = (
 COMMON = ("--global-batch-size", "16", "--train-iters", "3")
 POOL = ("--bpipe-hosts", "pool")
 OURS = (
-    *("--bpipe-executor", *POOL, "--bpipe-bound", "2,3,3,3", "3,2,2,6", "--bpipe-memory", "auto:0.016"),
+    *("--bpipe-executor", *POOL, "--bpipe-bound", "2,3,3,3", "3,2,2,6", "--bpipe-memory", "auto:0.0084"),
     *("--bpipe-schedule", "1f1b-split", "grouped-interleaved"),
 )
 INTERLEAVED = ("--num-layers", "8", "--num-layers-per-virtual-pipeline-stage", "1")
@@ -41,7 +41,7 @@ ROWS = {
     "dropless_by_our_loop": (*DROPLESS, "--moe-token-dispatcher-type", "alltoall", "--bpipe-executor"),
     "dropless_to_several": (*DROPLESS, "--moe-token-dispatcher-type", "alltoall", *POOL, "--bpipe-bound", "2,3,3,3"),
     "dropless_to_one": (*DROPLESS, "--moe-token-dispatcher-type", "alltoall", *POOL, "--bpipe-bound", "3,2,2,6"),
-    "dropless_learned": (*DROPLESS, "--moe-token-dispatcher-type", "alltoall", "--bpipe-memory", "auto:0.016"),
+    "dropless_learned": (*DROPLESS, "--moe-token-dispatcher-type", "alltoall", "--bpipe-memory", "auto:0.0084"),
     "packed": CONVERSATIONS,
     "packed_by_our_loop": (*CONVERSATIONS, "--bpipe-executor"),
     "packed_split_backwards": (*CONVERSATIONS, "--bpipe-schedule", "1f1b-split"),
