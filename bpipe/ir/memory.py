@@ -85,7 +85,7 @@ class Memory:
     kind. A place is a stage; where sizes are by slice, of `slices` a micro-batch, it is a slice of a stage: `place`. So
     are `stages`; `kept` is by stage. Sizes are whole numbers of 1/`parts` of a `unit`. `shard_bytes`: what each rank's
     shard of the vocabulary holds from S to T. `reserved`: micro-batches may differ in size, so host buffers have a
-    reserve.
+    reserve. `counts_hosted`: what a rank hosts is held, too.
     """
 
     stages: tuple[StageMemory, ...]
@@ -95,6 +95,7 @@ class Memory:
     reserved: bool = False
     slices: int = 1
     kept: tuple[KeptMemory, ...] = ()
+    counts_hosted: bool = True
     takes: Mapping[Kind, Sequence[int]] = field(init=False, repr=False, compare=False)
     gives: Mapping[Kind, Sequence[int]] = field(init=False, repr=False, compare=False)
     changes: Mapping[Kind, Sequence[tuple[int, int]]] = field(init=False, repr=False, compare=False)
@@ -103,8 +104,10 @@ class Memory:
         saved, moved, after = (
             [getattr(stage, name) for stage in self.stages] for name in StageMemory.__dataclass_fields__
         )
-        takes = {Kind.FORWARD: saved, Kind.LOAD: moved, Kind.HOST: moved}
-        gives = {Kind.BACKWARD: saved, Kind.BACKWARD_WEIGHT: after, Kind.EVICT: moved, Kind.RETURN: moved}
+        takes = {Kind.FORWARD: saved, Kind.LOAD: moved}
+        gives = {Kind.BACKWARD: saved, Kind.BACKWARD_WEIGHT: after, Kind.EVICT: moved}
+        if self.counts_hosted:
+            takes[Kind.HOST] = gives[Kind.RETURN] = moved
         if after != saved:
             takes[Kind.BACKWARD_INPUT] = [max(0, stage.after_input_bytes - stage.saved_bytes) for stage in self.stages]
             gives[Kind.BACKWARD_INPUT] = [max(0, stage.saved_bytes - stage.after_input_bytes) for stage in self.stages]

@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import mul, sub
+from operator import mul
+from typing import NamedTuple
 
 from bpipe.build import ScheduleConfig, orders_of, unchecked
 from bpipe.ir.action import READING, Action, Kind
 from bpipe.ir.host_buffers import host_buffers, num_buffers_for, stages_in_buffers
-from bpipe.ir.memory import KeptMemory, Memory, StageMemory, live_bytes, memory_of
+from bpipe.ir.memory import KeptMemory, Memory, StageMemory, live_bytes
 from bpipe.ir.schedule import Schedule
 
 # Of slices there are hundreds of moments, of which few exceed most others: to compare all took a sixth of a search.
@@ -54,9 +55,9 @@ class HeldCounts:
 def held_by(schedule: Schedule) -> tuple[HeldCounts, ...]:
     """Return the counts of each rank."""
     stages = [schedule.layout.stages_of(rank) for rank in range(schedule.num_ranks)]
-    splits = bool(schedule.split_stages)
+    digits = _digits_of(schedule, stages)
     return tuple(
-        HeldCounts(stages[rank], _moments(schedule, rank, stages[rank], splits), _buffers(schedule, rank, stages))
+        HeldCounts(stages[rank], _moments(schedule, rank, digits), _buffers(schedule, rank, stages))
         for rank in range(schedule.num_ranks)
     )
 
@@ -70,70 +71,85 @@ def _buffers(
     return tuple((count, tuple(sorted(held))) for held, count in each.items())
 
 
-def _moments(schedule: Schedule, rank: int, stages: tuple[int, ...], splits: bool) -> tuple[tuple[int, ...], ...]:
-    """Return the memory rule asked with sizes that are powers of one base, so that the digits of what is held count
-    micro-batches by stage.
+class _Digits(NamedTuple):
+    """Sizes that are each one digit of a number, so that the digits of what is held count micro-batches.
 
-    While an I runs, its micro-batch is held as the larger of both sizes: it is counted once as saved, once as between
-    the halves.
+    `width` bits each, of which the uppermost stays free; of a rank's stages, `num` at most, first those held as saved,
+    from `saved` on, and those between the halves of a backward, from `between` on; behind both, of slices, their keys
+    and then the gradients of these.
     """
-    base = schedule.num_microbatches + 1
-    zeros, ones = [0] * schedule.num_stages, [0] * schedule.num_stages
-    for place, stage in enumerate(stages):
-        ones[stage] = base**place
-    both, kept = live_bytes(schedule, rank, memory_of(ones)), _kept(schedule, rank, ones)
-    if splits:
-        saved = live_bytes(schedule, rank, memory_of(ones, None, zeros))
-        between = live_bytes(schedule, rank, memory_of(zeros, None, ones))
-        found = {
-            *zip(saved, map(sub, both, saved), *kept, strict=True),
-            *zip(map(sub, both, between), between, *kept, strict=True),
-        }
-    else:
-        found = set(zip(both, (0,) * len(both), *kept, strict=True))
-    moments = (tuple(digit for one in moment for digit in _digits(one, base, len(stages))) for moment in found)
-    return _highest(moments, _MOST_COMPARED if kept else None)
+
+    memory: Memory
+    width: int
+    num: int
+    saved: int
+    between: int
+
+    def read(self, held: int, count: int) -> tuple[int, ...]:
+        """Return the counts of a rank with `count` stages, in the order of `HeldCounts.moments`."""
+        firsts = (self.saved, self.between, *((2 * self.num, 3 * self.num) if self.memory.kept else ()))
+        ones = (1 << self.width) - 1
+        rows = [[held >> self.width * (first + place) & ones for place in range(count)] for first in firsts]
+        if self.between == self.saved:
+            rows[1] = [0] * count
+        return tuple(digit for row in rows for digit in row)
 
 
-def _kept(schedule: Schedule, rank: int, ones: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return in each slot of how many micro-batches, by stage, keys are kept, and of how many gradients."""
-    slices = schedule.layout.slices
-    if slices == 1:
-        return []
-    nothing = (StageMemory(0, 0, 0),) * (schedule.num_stages * slices)
-    sizes = (tuple(KeptMemory(*one) for one in of_all) for of_all in (((n, 0) for n in ones), ((0, n) for n in ones)))
-    return [live_bytes(schedule, rank, Memory(nothing, slices=slices, kept=kept)) for kept in sizes]
+def _digits_of(schedule: Schedule, stages: Sequence[tuple[int, ...]]) -> list[_Digits]:
+    """While an I runs, its micro-batch is held as the larger of both sizes: with split backwards there are two ways,
+    which count it once as saved, once as between the halves."""
+    num, width, slices = max(map(len, stages)), schedule.num_microbatches.bit_length() + 1, schedule.layout.slices
+    place_of = {stage: place for of_rank in stages for place, stage in enumerate(of_rank)}
+    found = []
+    for saved, between in ((num, 0), (0, num)) if schedule.split_stages else ((0, 0),):
+        ones = [
+            [1 << width * (first + place_of[stage]) for first in (saved, between, 2 * num, 3 * num)]
+            for stage in range(schedule.num_stages)
+        ]
+        sizes = tuple(StageMemory(one, one, after) for one, after, *_ in ones for _ in range(slices))
+        kept = tuple(KeptMemory(keys, gradients) for *_, keys, gradients in ones) if slices > 1 else ()
+        memory = Memory(sizes, slices=slices, kept=kept, counts_hosted=False)
+        found.append(_Digits(memory, width, num, saved, between))
+    return found
 
 
-def _digits(number: int, base: int, count: int) -> tuple[int, ...]:
-    return tuple(number // base**place % base for place in range(count))
+def _moments(schedule: Schedule, rank: int, digits: Sequence[_Digits]) -> tuple[tuple[int, ...], ...]:
+    """Return the memory rule asked with sizes of one digit each."""
+    count, most = len(schedule.layout.stages_of(rank)), _MOST_COMPARED if schedule.layout.slices > 1 else None
+    moments = set()
+    for one in digits:
+        held = set(live_bytes(schedule, rank, one.memory))
+        moments |= {one.read(number, count) for number in _unexceeded(held, one.width, 4 * one.num, most)}
+    return _highest(moments, most)
 
 
 def _highest(moments: Iterable[tuple[int, ...]], most: int | None = None) -> tuple[tuple[int, ...], ...]:
-    """Return all moments that no other exceeds, or none of `most`.
-
-    Each is packed into one number, with a bit above every count: of a difference these bits tell.
-    """
-    rows = sorted(moments, key=sum, reverse=True)
+    """Return all moments that no other exceeds, or none of `most`."""
+    rows = list(moments)
     width = max(map(max, rows)).bit_length() + 1
-    above = sum(1 << (place * width + width - 1) for place in range(len(rows[0])))
-    kept: list[tuple[int, ...]] = []
-    packed: list[int] = []
-    for moment in rows:
-        number = 0
-        for count in reversed(moment):
-            number = number << width | count
-        for place, other in enumerate(packed):
+    packed = {sum(count << width * place for place, count in enumerate(row)): row for row in rows}
+    return tuple(packed[number] for number in _unexceeded(packed, width, len(rows[0]), most))
+
+
+def _unexceeded(numbers: Iterable[int], width: int, num_digits: int, most: int | None) -> list[int]:
+    """Return the numbers of which no other has all digits as large, or none of `most`; the upper bit of every digit is
+    free: of a difference these bits tell."""
+    above = sum(1 << (place * width + width - 1) for place in range(num_digits))
+    kept: list[int] = []
+    compared: list[int] = []
+    # What exceeds another is larger as a number, too.
+    for number in sorted(numbers, reverse=True):
+        for place, other in enumerate(compared):
             if (other - number) & above == above:
                 # What exceeds one exceeds most of those behind it: it is asked first.
                 if place:
-                    packed[place], packed[0] = packed[0], other
+                    compared[place], compared[0] = compared[0], other
                 break
         else:
-            kept.append(moment)
-            if most is None or len(packed) < most:
-                packed.append(number | above)
-    return tuple(kept)
+            kept.append(number)
+            if most is None or len(compared) < most:
+                compared.append(number | above)
+    return kept
 
 
 def held_by_orders(config: ScheduleConfig) -> tuple[HeldCounts, ...]:
