@@ -112,7 +112,8 @@ class Family:
     between stages. `fill`: with that many micro-batches per rank the pipeline is full, and no rank holds more of them
     however many follow; None where every rank holds all, and has nothing to share. `ahead`: so many micro-batches of a
     chunk the first rank holds at least when it holds most, with equal costs, by numbers of ranks, micro-batches and
-    chunks and the group. None where nobody has said. `warm_up`, by the same: what all ranks hold at their first
+    chunks and the group; so many slices by the number of slices, where no `sliced_warm_up` says more. None where nobody
+    has said. `warm_up`, by the same: what all ranks hold at their first
     backward; `sliced_warm_up`, by the number of slices, too, and the group that is asked or None: what they hold of
     slices. `within`: orders for the room that is asked, fastest first, `sharded_within` with the vocabulary's layers
     split; whether pairs then keep the bound, balancing says. None where nobody has said how. `sharded`: the orders

@@ -16,6 +16,7 @@ from bpipe.ir.hosts import PAIR, POOL
 from bpipe.models.activations import activations
 from bpipe.models.layout import EVENLY, Setup
 from bpipe.models.saved import stage_bytes
+from bpipe.models.slices import slice_setups
 from bpipe.models.states import over_replicas, parameter_bytes, rank_experts, rank_parameters, weight_bytes
 from bpipe.models.working import working_bytes
 
@@ -160,10 +161,12 @@ def least_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> int:
     """
     states, family = states or rank_states(setup), FAMILIES[setup.schedule]
     least = max(states)
-    if family.ahead is None or setup.slices > 1:
+    if family.ahead is None or (setup.slices > 1 and family.sliced_warm_up is not None):
+        # Of slices in turns the warm-up says more (`models.warm_up`).
         return least
-    saved, working = stage_bytes(setup), working_bytes(setup)
-    held = family.ahead(setup.pipeline, setup.num_microbatches, setup.num_chunks, setup.turn_size)
+    saved = [min(of_stage) for of_stage in zip(*map(stage_bytes, slice_setups(setup)), strict=True)]
+    working, width = working_bytes(setup), setup.num_microbatches * setup.slices
+    held = family.ahead(setup.pipeline, width, setup.num_chunks, setup.turn_size)
     held *= min(saved[stage] for stage in setup.stages_of(0))
     if setup.balance is None:
         return max(least, with_state(setup, states[0], held + working[0]))

@@ -242,6 +242,20 @@ def test_the_first_rank_holds_at_its_most_as_many_as_is_said(name: str) -> None:
             assert most >= family.ahead(p, m, chunks, min(group, m)), (p, chunks, m, group)
 
 
+@pytest.mark.parametrize("name", ["v-half", "v-min", "zb-v"])
+@pytest.mark.parametrize("slices", [2, 3, 4, 8])
+def test_the_first_rank_holds_as_many_slices_as_is_said(name: str, slices: int) -> None:
+    """Searches count so many slices where a family says nothing of its warm-up in slices."""
+    family = FAMILIES[name]
+    assert family.ahead is not None
+    assert family.sliced_warm_up is None
+    for p in (2, 3, 4, 5, 8, 9):
+        for m in (1, -(-2 * p // slices), 3 * p):
+            width = m * slices
+            made = family.generate(p, m, 2, FamilyOptions(slices=slices))
+            assert peak_counts(made)[0] >= family.ahead(p, width, 2, 1), (p, m)
+
+
 def test_what_is_made_once_is_what_would_be_made_anew_and_grows_with_who_asks() -> None:
     """Tables of actions and slots outlive a schedule: a shorter one asked before a longer one must not cut that off."""
     for count in (3, 1, 7):
