@@ -29,24 +29,24 @@ ALL = "*"
 COMMANDS = {
     "schedule": "generate or read a schedule, balance it, check it, and print or draw it",
     "simulate": "predict one configuration's time, bubble and memory per stage",
-    "plan": "search a model's configurations on a cluster, and say whether balancing helps",
-    "fit": "say what else would make a launch fit, what each way saves and what it costs",
-    "estimate": "estimate what a micro-batch size gains from stage MFUs alone",
-    "trace": "build a launch's stages at true size without memory, and say what they hold",
+    "plan": "search a model's configurations on a cluster, and tell whether balancing helps",
+    "fit": "list what would make a launch fit in memory, with the savings and cost of each change",
+    "estimate": "estimate the gain of a larger micro-batch from stage MFUs alone",
+    "trace": "build a launch's stages at true size without a GPU, and show what they hold",
     "profile": "time one stage of a model on this machine's device",
-    "calibrate": "say how far a cluster is from predictions, by one run on it",
-    "check-launch": "say which features of a launch are supported, guarded or refused, and why",
-    "report": "lay a recorded run beside its prediction",
-    "compare": "lay two runs of one training side by side: do they compute the same, and what do they hold and take",
+    "calibrate": "find how far a cluster is from its predictions, from one run on it",
+    "check-launch": "list which features of a launch are supported, guarded or refused, and why",
+    "report": "compare a recorded run with its prediction",
+    "compare": "compare two runs of one training: whether they compute the same, and how memory and time differ",
 }
 
 # What stands in the way of a file, and what to do.
 _OF_FILES = {
-    errno.ENOENT: ("there is no such file", "look at the name"),
+    errno.ENOENT: ("there is no such file", "check the name"),
     errno.EISDIR: ("this is a folder", "name a file"),
-    errno.ENOTDIR: ("a part of its path is no folder", "look at the name"),
-    errno.EACCES: ("this user may not read or write it", "name another file, or change who may"),
-    errno.ENOSPC: ("the disk is full", "name a file on another, or make room"),
+    errno.ENOTDIR: ("part of its path is not a folder", "check the name"),
+    errno.EACCES: ("you have no permission to read or write it", "name another file, or change the permissions"),
+    errno.ENOSPC: ("the disk is full", "name a file on another disk, or free some space"),
 }
 
 
@@ -99,9 +99,9 @@ def _in_words(error: ValueError | OSError) -> str:
         return str(error)
     path = Path(os.fsdecode(error.filename))
     if error.errno == errno.ENOENT and not path.parent.is_dir():
-        return f"{path}: there is no folder {path.parent}: make it, or look at the name"
+        return f"{path}: there is no folder {path.parent}: create it, or check the name"
     wrong, remedy = _OF_FILES.get(
-        error.errno or 0, (str(error.strerror).lower(), "look at the name, and at what it is")
+        error.errno or 0, (str(error.strerror).lower(), "check the name, and what kind of file it is")
     )
     return f"{path}: {wrong}: {remedy}"
 
@@ -128,7 +128,10 @@ def command_of(name: str) -> Command:
 def parsers(called: str | None) -> tuple[Parser, dict[str, Parser]]:
     """Return the command's parser and those of its sub-commands; only that of the one that is called is complete,
     all where ALL is."""
-    parser = Parser(prog="bpipe", description="Look at pipeline schedules and what they cost before they run.")
+    parser = Parser(
+        prog="bpipe",
+        description="Generate pipeline schedules, predict their time and memory, and examine training runs.",
+    )
     parser.add_argument("--version", action="version", version=f"bpipe {__version__}")
     parser.add_argument("--completion", choices=SHELLS, help="print a script that completes this command in your shell")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -26,7 +26,7 @@ from bpipe.plan.options import filled, setup_of
 
 COMMAND = Command(
     (
-        Group("the run", (outputs.RUN, outputs.MEASURED, outputs.WARM_UP)),
+        Group("run", (outputs.RUN, outputs.MEASURED, outputs.WARM_UP)),
         *CONFIGURED,
         Group("output", (outputs.OUTPUT, outputs.FORMAT)),
     ),
@@ -37,7 +37,7 @@ COMMAND = Command(
             ("run_of", "cluster", "warm_up", "output"),
         ),
         Task(
-            "say what ran by flags",
+            "describe the run by flags",
             "bpipe calibrate --measured 12.5 --model gpt3-13b --cluster a100-80g:4 --pp 4 --gbs 8",
             ("measured", "model", "tensor", "pipeline", "micro_batch", "global_batch"),
         ),

@@ -16,7 +16,7 @@ COMMAND = Command(
     (configurations.LAUNCHED, Group("", (outputs.FORMAT,))),
     (
         Task(
-            "ask before a launch",
+            "check flags before a launch",
             "bpipe check-launch -- --fp8-format hybrid --tp-comm-overlap --pipeline-model-parallel-size 8",
             ("from_script", "set", "megatron", "format"),
         ),

@@ -27,7 +27,7 @@ COMMAND = Command(
                 outputs.TOLERANCE,
                 outputs.COMMON,
                 outputs.BALANCING,
-                replace(PIPELINE, help="pipeline ranks that must have reported"),
+                replace(PIPELINE, help="require that this many pipeline ranks reported"),
                 outputs.ITERATIONS,
                 outputs.rows(5, whole),
                 outputs.FORMAT,
@@ -42,11 +42,15 @@ COMMAND = Command(
             ("a", "b", "tolerance", "common"),
         ),
         Task(
-            "hold a balanced run to a plain one",
+            "compare a balanced run with an unbalanced one",
             "bpipe compare runs/stock runs/balanced --balancing --pp 8",
             ("balancing", "pipeline", "iterations"),
         ),
-        Task("read it by a program", "bpipe compare runs/stock runs/balanced --format json", ("format", "output")),
+        Task(
+            "print or write the result as JSON",
+            "bpipe compare runs/stock runs/balanced --format json",
+            ("format", "output"),
+        ),
     ),
 )
 

@@ -15,7 +15,7 @@ COMMAND = Command(
         Group(
             "",
             (
-                replace(GLOBAL_BATCH, required=True, help="sequences an iteration of one replica"),
+                replace(GLOBAL_BATCH, required=True, help="sequences per iteration of one replica"),
                 replace(PIPELINE, required=True),
                 outputs.TWO_SIZES,
                 outputs.STAGE_MFU,

@@ -40,7 +40,7 @@ COMMAND = Command(
             ("from_script", "megatron", "rows", "format"),
         ),
         Task(
-            "ask of a model's sizes",
+            "start from a model instead of a launch",
             "bpipe fit --model gpt3-96b --cluster a100-80g:4x8 --tp 4 --pp 8 --mbs 2 --gbs 128 --recompute selective "
             "--attention unfused --precision fp16",
             ("model", "cluster", "tensor", "pipeline", "micro_batch", "global_batch", "recompute"),

@@ -76,17 +76,17 @@ COMMAND = Command(
             ("model", "cluster", "global_batch", "schedule", "recompute", "balance", "rows"),
         ),
         Task(
-            "say what to change of a launch",
+            "find what to change in a launch",
             "bpipe plan --cluster h100-80g --from-script train.sh",
             ("from_script", "megatron", "emit_args"),
         ),
         Task(
-            "keep within a budget",
+            "keep within a memory budget",
             "bpipe plan --model llama3-70b --cluster h100-80g:8x8 --gbs 256 --memory 70",
             ("memory", "hosts"),
         ),
         Task(
-            "see what is fastest for every amount of memory",
+            "find the fastest configuration for every amount of memory",
             "bpipe plan --model gpt3-96b --cluster a100-80g:4x8 --gbs 128 --front --html front.html",
             ("front", "plot", "html"),
         ),

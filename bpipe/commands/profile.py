@@ -36,12 +36,18 @@ COMMAND = Command(
             (
                 replace(
                     configurations.TENSOR,
-                    help="time one rank of this tensor parallelism, without its collectives (default 1)",
+                    help="time one rank of this tensor-parallel size, without its collectives (default 1)",
                 ),
                 configurations.NO_SEQUENCE_PARALLEL,
-                configurations.MICRO_BATCH.several("sizes to time (default 1 2 4)", (1, 2, 4)),
+                configurations.MICRO_BATCH.several("micro-batch sizes to time (default 1 2 4)", (1, 2, 4)),
                 outputs.TIMED_LAYERS,
-                replace(configurations.RECOMPUTED, help="default none", value="", read=None, choices=RECOMPUTE),
+                replace(
+                    configurations.RECOMPUTED,
+                    help="what the backward computes again (default none)",
+                    value="",
+                    read=None,
+                    choices=RECOMPUTE,
+                ),
                 configurations.ATTENTION_KIND,
                 configurations.PRECISION,
                 outputs.DEVICE,

@@ -19,8 +19,12 @@ if TYPE_CHECKING:
 COMMAND = Command(
     (Group("", (outputs.FOLDER, outputs.ITERATION, outputs.FORMAT, outputs.HTML, outputs.TRACE)),),
     (
-        Task("read what a run held and where it waited", "bpipe report runs/first", ("folder", "iteration", "format")),
-        Task("look at it", "bpipe report runs/first --html report.html --trace trace.json", ("html", "trace")),
+        Task("show what a run held and where it waited", "bpipe report runs/first", ("folder", "iteration", "format")),
+        Task(
+            "write a page and a timeline",
+            "bpipe report runs/first --html report.html --trace trace.json",
+            ("html", "trace"),
+        ),
     ),
 )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -45,7 +46,7 @@ Times = tuple[tuple[Fraction, ...] | None, Fraction | None]
 
 # What makes a schedule, and has no meaning for one that is read.
 _MADE = (
-    schedules.SCHEDULE,
+    replace(schedules.SCHEDULE, help="family of schedules"),
     schedules.PIPELINE,
     schedules.MICROBATCHES,
     schedules.CHUNKS,
@@ -62,15 +63,15 @@ _NEEDED = _MADE[:3]
 _BALANCED = (schedules.BOUND, schedules.PARTNERS, schedules.HOSTS)
 COMMAND = Command(
     (
-        Group("what is made", (*_MADE, schedules.COSTS, schedules.KEPT)),
-        Group("what is read", (schedules.INPUT, schedules.ALIGN)),
-        Group("how it is balanced", (schedules.BALANCE, *_BALANCED)),
-        Group("the shortest order", (schedules.OPTIMAL, schedules.TIME_LIMIT)),
+        Group("generated schedule", (*_MADE, schedules.COSTS, schedules.KEPT)),
+        Group("schedule from a file", (schedules.INPUT, schedules.ALIGN)),
+        Group("balancing", (schedules.BALANCE, *_BALANCED)),
+        Group("shortest order", (schedules.OPTIMAL, schedules.TIME_LIMIT)),
         Group("output", (schedules.SCHEDULE_FORMAT, schedules.MESSAGES, schedules.EXCHANGE, outputs.OUTPUT)),
     ),
     (
         Task(
-            "make a schedule",
+            "generate a schedule",
             "bpipe schedule --schedule zb-h1 --pp 4 --microbatches 8",
             ("schedule", "pipeline", "microbatches", "chunks", "costs"),
         ),
@@ -80,13 +81,13 @@ COMMAND = Command(
             ("balance", "bound", "hosts"),
         ),
         Task(
-            "draw it, or write it for others",
+            "draw it, or write it to a file",
             "bpipe schedule --schedule 1f1b --pp 4 --microbatches 8 --output 1f1b.svg",
             ("output", "format"),
         ),
-        Task("check one of your own", "bpipe schedule --input mine.csv --align", ("input", "align")),
+        Task("check a schedule of your own", "bpipe schedule --input mine.csv --align", ("input", "align")),
         Task(
-            "see every message",
+            "list every message",
             "bpipe schedule --schedule 1f1b --pp 4 --microbatches 8 --messages",
             ("messages", "exchange"),
         ),

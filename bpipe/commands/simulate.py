@@ -77,7 +77,7 @@ COMMAND = Command(
             ("from_script", "megatron"),
         ),
         Task(
-            "balance it, within what a device has",
+            "balance it within a memory budget",
             "bpipe simulate --cluster h100-80g --from-script train.sh --balance bpipe --memory 75",
             ("balance", "memory"),
         ),
@@ -93,7 +93,7 @@ COMMAND = Command(
             ("compare",),
         ),
         Task(
-            "look at it",
+            "write a page with charts",
             "bpipe simulate --cluster h100-80g --from-script train.sh --html run.html",
             ("html",),
         ),

@@ -49,20 +49,21 @@ COMMAND = Command(
             for group in CONFIGURED
         ),
         Group(
-            "of stages of torch's",
+            "stages for torch.distributed.pipelining",
             (
                 Flag(
                     "module",
                     "--module",
-                    "a function that makes the stages of torch.distributed.pipelining: returns their modules in order, "
-                    "and one micro-batch's inputs of the first in a tuple; behind these the loss and its target",
+                    "function that makes the stages for torch.distributed.pipelining: it returns a list of "
+                    "their modules in order, and a tuple of the first stage's inputs for one micro-batch; "
+                    "after these optionally the loss function and its target",
                     "FILE:FUNCTION",
                 ),
                 schedules.MICROBATCHES,
                 Flag(
                     "device",
                     "--device",
-                    "whose kernels decide what is saved; it need not be there (default cuda)",
+                    "device whose kernels decide what is saved; it need not be present (default cuda)",
                     default="cuda",
                     choices=("cuda", "cpu"),
                 ),
@@ -72,17 +73,17 @@ COMMAND = Command(
     ),
     (
         Task(
-            "of a model for torch.distributed.pipelining",
+            "trace stages for torch.distributed.pipelining",
             "bpipe trace --module model.py:stages --pp 4 --microbatches 8",
             ("module", "pipeline", "microbatches", "schedule", "bound", "hosts", "device"),
         ),
         Task(
-            "see what a launch's stages hold",
+            "trace the stages of a launch",
             "bpipe trace --from-script train.sh --output traced.json",
             ("from_script", "megatron", "vocabulary", "attention", "output"),
         ),
         Task(
-            "of a configuration",
+            "trace a configuration of a model",
             "bpipe trace --model gpt3-96b --tp 8 --pp 8 --mbs 1",
             ("model", "tensor", "pipeline", "micro_batch", "recompute"),
         ),

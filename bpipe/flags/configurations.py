@@ -6,12 +6,15 @@ Names are Megatron's for what is Megatron's.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from bpipe.balance.config import BALANCES
 from bpipe.flags import schedules
 from bpipe.flags.budgets import MINIMUM_BYTES, read_budget
+from bpipe.flags.experts import EXPERTS
 from bpipe.flags.flag import APPENDED, Flag, Group, InLaunch
 from bpipe.flags.state_types import STATE_TYPES
-from bpipe.flags.values import factor, layers, positive, predicted_slice_lengths, slice_lengths, tokens
+from bpipe.flags.values import layers, positive, predicted_slice_lengths, slice_lengths, tokens
 from bpipe.generate.families import FAMILIES, SEARCHED
 from bpipe.ir.hosts import ARRANGEMENTS, PAIR
 from bpipe.ir.layout import EVEN, Vocabulary
@@ -20,7 +23,6 @@ from bpipe.models.cluster import DEVICES, RACKS
 from bpipe.models.flops import FORMULAS
 from bpipe.models.fp8 import FORMATS, RECIPES
 from bpipe.models.model import PRESETS
-from bpipe.models.parts import DISPATCHERS
 from bpipe.models.recompute import BLOCK, FORMS, RECOMPUTE, read_recompute, read_scope
 from bpipe.models.switches import HELP, flag_of
 
@@ -33,8 +35,9 @@ def recomputation(text: str) -> str:
     return read_recompute(text).text
 
 
-def _size(field: str, default: int | None = None) -> Flag:
-    return Flag(field, flag_of(field), "as Megatron's flag has it", "N", positive, launch=InLaunch(default=default))
+def _size(field: str, what: str, otherwise: str = "", default: int | None = None) -> Flag:
+    text = f"{what} (default: the model's{otherwise and f', or without a model {otherwise}'})"
+    return Flag(field, flag_of(field), text, "N", positive, launch=InLaunch(default=default))
 
 
 def _switch(field: str, text: str, *, megatrons: bool = True) -> Flag:
@@ -44,40 +47,47 @@ def _switch(field: str, text: str, *, megatrons: bool = True) -> Flag:
 # -- the model
 # ----------------------------------------------------------------------------------------------------------------------
 
-MODEL_NAME = Flag("model", "--model", f"{', '.join(PRESETS)}, or a config.json of Hugging Face on disk", "NAME|PATH")
+MODEL_NAME = Flag(
+    "model",
+    "--model",
+    f"a preset, or a config.json of Hugging Face on disk. Presets: {', '.join(PRESETS)}",
+    "NAME|PATH",
+)
 SEQUENCE = Flag(
     "sequence",
     "--seq-length --seq",
-    "sequence length, such as 8192 or 8k (default: the model's)",
+    "tokens per sequence, such as 8192 or 8k (default: the model's)",
     "N",
     tokens,
     launch=InLaunch(read=positive),
 )
 VOCABULARY_SIZE = Flag(
-    "vocabulary", "--vocab-size", "tokens of the vocabulary, padded as Megatron pads them (default: the "
-    "model's)", "N", positive,
+    "vocabulary", "--vocab-size", "tokens in the vocabulary, padded as Megatron pads it (default: the model's)", "N", positive,
     launch=InLaunch(),
 )  # fmt: skip
 SIZES = (
-    *map(_size, ("num_layers", "hidden_size", "num_attention_heads")),
-    _size("num_query_groups", 1),
-    *map(_size, ("kv_channels", "ffn_hidden_size")),
+    _size("num_layers", "number of layers"),
+    _size("hidden_size", "hidden size"),
+    _size("num_attention_heads", "number of attention heads"),
+    _size("num_query_groups", "number of groups of query heads", "the number of heads", 1),
+    _size("kv_channels", "size of an attention head", "hidden size / heads"),
+    _size("ffn_hidden_size", "hidden size of the MLP", "four times the hidden size"),
 )
 MODEL_SWITCHES = (
-    _switch("swiglu", "the MLP is a SwiGLU"),
-    _switch("rms_norm", "norms have a weight and no bias", megatrons=False),
+    _switch("swiglu", "the MLP uses SwiGLU"),
+    _switch("rms_norm", "norms have a weight and no bias, as in RMSNorm", megatrons=False),
     _switch("disable_bias_linear", "linear layers have no bias"),
-    _switch("squared_relu", "the MLP is a squared ReLU, without a gate"),
-    _switch("add_qkv_bias", "of linear layers those of Q, K and V have biases, with --disable-bias-linear"),
-    _switch("qk_layernorm", "every head's queries and keys are normed"),
-    _switch("rotary", "positions are not learned", megatrons=False),
-    _switch("untie_embeddings_and_output_weights", "the output layer has weights of its own"),
-    _switch("no_dropout", "no dropout, and so no masks to save", megatrons=False),
+    _switch("squared_relu", "the MLP uses squared ReLU, without a gate"),
+    _switch("add_qkv_bias", "with --disable-bias-linear: the projections to Q, K and V have biases"),
+    _switch("qk_layernorm", "normalise the queries and keys of every head"),
+    _switch("rotary", "positions are not learned, as with rotary embeddings", megatrons=False),
+    _switch("untie_embeddings_and_output_weights", "the output layer has its own weights"),
+    _switch("no_dropout", "no dropout, so no masks are saved", megatrons=False),
 )
 MODEL = Group(
     "model",
     (MODEL_NAME, SEQUENCE, VOCABULARY_SIZE, *SIZES, *MODEL_SWITCHES),
-    "a preset or a config.json; sizes given besides replace its own, and do without it",
+    "a preset or a config.json, with sizes replaced by other flags; or all sizes by flags, without --model",
 )
 
 # -- the training
@@ -85,23 +95,22 @@ MODEL = Group(
 CLUSTER = Flag(
     "cluster",
     "--cluster",
-    f"such as a100-80g:4x8, or a .json or .toml file; devices: {', '.join((*DEVICES, *RACKS))}; a launch with "
-    f"torchrun may say NODESxGPUS",
+    "device, nodes and GPUs per node, such as a100-80g:4x8, or a .json or .toml file; for a torchrun launch the "
+    f"device is enough. Devices: {', '.join((*DEVICES, *RACKS))}",
     "DEVICE:NODESxGPUS|FILE",
     required=True,
     launch=InLaunch(
         "--bpipe-cluster",
         value="DEVICE|FILE",
-        help="with --bpipe-memory: what `bpipe simulate --cluster` is told, such as h100-80g. By its links and "
-        "seconds, transfers that "
-        "would not end in time are issued earlier, as the command plans it, with auto by measured bytes. Without it "
-        "plans are by bytes",
+        help="with --bpipe-memory: the cluster, as for `bpipe simulate --cluster`, such as h100-80g "
+        "(default: plans count bytes only). Transfers that would end late, by its links and "
+        "predicted times, are issued earlier; with auto by measured bytes",
     ),
 )
 ATTENTION_KIND = Flag(
     "attention",
     "--attention",
-    "default flash; it needs a GPU and Transformer Engine",
+    "attention kernel (default flash, which needs a GPU and Transformer Engine)",
     default="flash",
     choices=ATTENTION,
 )
@@ -115,15 +124,19 @@ CP_COMM = Flag(
 PRECISION = Flag(
     "precision",
     "--precision",
-    "bf16 has 32-bit gradients, fp16 16-bit ones (default bf16)",
+    "training precision; gradients have 32 bits with bf16 and 16 bits with fp16 (default bf16)",
     default="bf16",
     choices=PRECISIONS,
 )
 NO_DISTRIBUTED_OPTIMIZER = _switch(
-    "no_distributed_optimizer", "every replica holds the whole optimizer state (default: ZeRO-1)", megatrons=False
+    "no_distributed_optimizer",
+    "every replica holds the whole optimizer state (default: sharded as in ZeRO-1)",
+    megatrons=False,
 )
 NO_SEQUENCE_PARALLEL = _switch(
-    "no_sequence_parallel", "tensor parallelism leaves norms and dropout whole", megatrons=False
+    "no_sequence_parallel",
+    "no sequence parallelism: every tensor-parallel rank has norms and dropout whole",
+    megatrons=False,
 )
 SWITCHES = tuple(
     Flag(field, flag_of(field), text, launch=InLaunch())
@@ -135,11 +148,10 @@ DIFFERING_SIZES = Flag(
     "--bpipe-differing-sizes",
     HELP["bpipe_differing_sizes"],
     launch=InLaunch(
-        help="micro-batches of one stage may save differing sizes: host buffers get a reserve and grow between "
-        "iterations, and a "
-        "micro-batch that is too large for its own stays where it is, which is reported. Follows from dropless "
-        "experts, packed sequences, "
-        "variable lengths and partial recomputation by itself; a model of one's own has to say so"
+        help="micro-batches of one stage may save differing sizes: host buffers get a reserve and "
+        "grow between iterations; a micro-batch too large for its buffer stays on its rank, and "
+        "the log says so. Only a model of your own needs this flag: it is set for dropless "
+        "experts, packed sequences, variable lengths and partial recomputation"
     ),
 )
 TRAINING = Group(
@@ -153,71 +165,37 @@ TRAINING = Group(
         Flag(
             "kernels",
             "--kernels",
-            "cpu: what Megatron saves without a GPU, where nothing is fused (default gpu)",
+            "kernels that decide what is saved; cpu: those of Megatron without a GPU, with nothing fused (default gpu)",
             default="gpu",
             choices=KERNELS,
         ),
         NO_DISTRIBUTED_OPTIMIZER,
         Flag(
-            "fp8_format", "--fp8-format", "products of the layers' matrices in FP8", choices=FORMATS, launch=InLaunch()
+            "fp8_format",
+            "--fp8-format",
+            "compute the layers' matrix products in FP8, in this format",
+            choices=FORMATS,
+            launch=InLaunch(),
         ),
         Flag(
             "fp8_recipe",
             "--fp8-recipe",
-            f"with --fp8-format: where scales come from (default {RECIPES[0]})",
+            f"with --fp8-format: how scales are chosen (default {RECIPES[0]})",
             choices=RECIPES,
             launch=InLaunch(default=RECIPES[0], choices=(*RECIPES, "custom")),
         ),
-        _switch("fp8_param_gather", "with --fp8-format: weights are kept and gathered in FP8 alone"),
+        _switch("fp8_param_gather", "with --fp8-format: keep and gather weights in FP8 only"),
         *STATE_TYPES,
         *SWITCHES,
         DIFFERING_SIZES,
         Flag(
             "flops_formula",
             "--flops-formula",
-            "whose FLOPs MFU counts (default megatron)",
+            "formula for the FLOPs that MFU counts (default megatron)",
             default="megatron",
             choices=FORMULAS,
         ),
     ),
-)
-EXPERTS = Group(
-    "experts",
-    (
-        Flag(
-            "expert",
-            "--expert-model-parallel-size --ep",
-            "expert parallel: so many devices share a layer's experts (default 1; plan tries all)",
-            "N",
-            positive,
-            launch=InLaunch(default=1),
-        ),
-        Flag(
-            "expert_tensor",
-            "--expert-tensor-parallel-size --etp",
-            "so many devices divide each expert (default: tensor parallel; plan 1)",
-            "N",
-            positive,
-            launch=InLaunch(),
-        ),
-        Flag(
-            "dispatcher",
-            "--moe-token-dispatcher-type",
-            "how tokens come to experts (default alltoall)",
-            choices=DISPATCHERS,
-            launch=InLaunch(default="allgather"),
-        ),
-        Flag(
-            "capacity_factor",
-            "--moe-expert-capacity-factor",
-            "no expert takes more than so many times its even share",
-            "X",
-            factor,
-            launch=InLaunch(),
-        ),
-        Flag("pad_to_capacity", "--moe-pad-expert-input-to-capacity", "and each takes as many", launch=InLaunch()),
-    ),
-    "of a model that has them; their loads are taken to be even",
 )
 
 # -- one configuration
@@ -226,7 +204,7 @@ EXPERTS = Group(
 TENSOR = Flag(
     "tensor",
     "--tensor-model-parallel-size --tp",
-    "tensor parallel (default 1)",
+    "tensor-parallel size (default 1)",
     "T",
     positive,
     default=1,
@@ -235,7 +213,7 @@ TENSOR = Flag(
 CONTEXT = Flag(
     "context",
     "--context-parallel-size --cp",
-    "context parallel: so many devices have a part of every sequence each (default 1)",
+    "context-parallel size: number of devices that share every sequence (default 1)",
     "C",
     positive,
     default=1,
@@ -244,7 +222,7 @@ CONTEXT = Flag(
 MICRO_BATCH = Flag(
     "micro_batch",
     "--micro-batch-size --mbs",
-    "sequences a micro-batch (default 1)",
+    "sequences per micro-batch (default 1)",
     "N",
     positive,
     default=1,
@@ -253,8 +231,7 @@ MICRO_BATCH = Flag(
 RECOMPUTED = Flag(
     "recompute",
     "--recompute",
-    f"{FORMS}: what is computed again in the backward. selective: the attention core; full: whole layers (default "
-    f"none)",
+    f"what the backward computes again (default none): {FORMS}. selective: the attention core; full: whole layers",
     "TEXT",
     recomputation,
     default="none",
@@ -262,8 +239,8 @@ RECOMPUTED = Flag(
 KEEP_WEIGHTS_HALVES = Flag(
     "keep_weights_halves",
     "--keep-weights-halves",
-    "where backwards are split, what is put off: the weights' gradients of linear layers, or none, so that W runs "
-    "with I (default linear)",
+    "with split backwards: the weight gradients that wait for the second half, W. linear: those of linear layers; "
+    "none: none, so the first half, I, is the whole backward (default linear)",
     default=KEPT_HALVES[0],
     choices=KEPT_HALVES,
     launch=InLaunch("--bpipe-keep-weights-halves", KEPT_HALVES[0]),
@@ -271,26 +248,24 @@ KEEP_WEIGHTS_HALVES = Flag(
 MEMORY = Flag(
     "memory",
     "--memory",
-    "with --balance bpipe: all that a device may hold, for all ranks or each; only what must leaves. auto: what the "
-    "device has",
+    "with --balance bpipe: memory budget of a device in GiB, all included, for all ranks or for each; only the "
+    "excess is evicted. auto: what the device has",
     "GIB|GIB,GIB,...|auto",
     read_budget,
     launch=InLaunch(
         "--bpipe-memory",
         value="GIB|GIB,GIB,...|auto[:GIB]",
-        help="with --bpipe: all that a device may hold, state, activations and what comes and goes, for all ranks or "
-        "each; only what must "
-        "leaves. By prediction; auto: the first iteration sends as much as helps, then bytes are measured and it is "
-        "planned anew. auto "
-        "alone: what the device has",
+        help="with --bpipe: memory budget of a device in GiB for state, activations and transfers, "
+        "for all ranks or for each; only the excess is evicted, by prediction. auto: evict as "
+        "much as helps in the first iteration, measure bytes, and plan again; without a number "
+        "the budget is what the device has",
     ),
 )
 SLICE_LENGTHS = Flag(
     "slice_lengths",
     "--slice-lengths",
-    "with --slices: how many tokens each slice has. even: as many as the others. work: ever fewer, so that all have as "
-    "many FLOPs, although later ones attend to more. time: so that all take as long, by prediction; what launches it "
-    "is a list. Or a list (default even)",
+    "with --slices: tokens of each slice (default even). even: equal lengths; work: equal FLOPs, so later slices "
+    "are shorter; time: equal predicted time, which is launched as a list; or a list",
     "even|work|time|N,N,...",
     predicted_slice_lengths,
     default=EVEN,
@@ -299,15 +274,15 @@ SLICE_LENGTHS = Flag(
         EVEN,
         read=slice_lengths,
         value="even|work|N,N,...",
-        help="with --bpipe-slices: how many tokens each slice has. even: as many as the others. work: ever fewer, so "
-        "that all compute as long, although later ones attend to more; for long sequences. Or a list, such as `bpipe "
-        "plan` writes",
+        help="with --bpipe-slices: tokens of each slice (default even). even: equal lengths; work: "
+        "equal FLOPs, so later slices are shorter, for long sequences; or a list, such as `bpipe "
+        "plan` prints",
     ),
 )
 LAYERS = Flag(
     "layers",
     "--layers",
-    "layers of every stage (default: equal, else one more on those before the last)",
+    "number of layers of every stage (default: equal, or one more on stages before the last)",
     "N,N,...",
     layers,
 )
@@ -337,49 +312,48 @@ CONFIGURATION = Group(
     ),
 )
 LAUNCHED = Group(
-    "from a launch of Megatron",
+    "from a Megatron launch",
     (
         Flag(
             "from_script",
             "--from-script",
-            "a bash script that starts the training, read without running it ('-': standard input)",
+            "bash script that starts the training; it is read, not run ('-': standard input)",
             "FILE",
         ),
         Flag(
             "set",
             "--set",
-            "a variable of that script, any number of times; the environment is not looked at",
+            "set a variable of that script, any number of times; the environment is not read",
             "NAME=VALUE",
             count=APPENDED,
         ),
         Flag(
             REST,
             "",
-            "after --: flags of pretrain_gpt.py, or a whole command: torchrun ... script.py ...",
+            "after --: flags of pretrain_gpt.py, or a whole command such as torchrun ... script.py ...",
             "FLAGS",
             default=(),
             count="*",
         ),
     ),
-    "what it says need not be said again; what is said here replaces it",
+    "its flags need not be repeated; flags given here replace them",
 )
-CALIBRATION = Flag(
-    "calibration", "--calibration", "how far this cluster is from predictions, as `bpipe calibrate` found it", "FILE"
-)
+CALIBRATION = Flag("calibration", "--calibration", "correction for this cluster, as `bpipe calibrate` found it", "FILE")
 KERNEL_TIMES = Flag(
     "kernel_times",
     "--kernel-times",
-    "seconds of single kernels, as `bpipe profile --time-kernels` measured them, in place of formulas",
+    "times of single kernels, as `bpipe profile --time-kernels` measured them, instead of formulas",
     "FILE",
     count="+",
 )
 PROFILE = Flag(
     "profile",
     "--profile",
-    "seconds measured by `bpipe profile` or given; simulate predicts the rest, plan considers only what it covers",
+    "times of stages from `bpipe profile` or your own, or sizes from `bpipe trace`; simulate predicts the rest, "
+    "plan considers only what the times cover",
     "FILE",
 )
-MEASURED = Group("measured", (CALIBRATION, KERNEL_TIMES, PROFILE))
+MEASURED = Group("measurements", (CALIBRATION, KERNEL_TIMES, PROFILE))
 
 # What is predicted where nobody says it.
 DEFAULTS: dict[str, object] = {
@@ -400,36 +374,34 @@ DEFAULTS: dict[str, object] = {
 # -- what a search chooses from
 
 SEARCHED_FLAGS = Group(
-    "search",
+    "search space",
     (
         RECOMPUTED.several(
-            f"what to recompute, each one of {FORMS}, or {BLOCK}: of every stage the fewest layers with which it fits "
-            f"(default "
-            f"{' '.join(RECOMPUTE)})",
+            f"what the backward may compute again: one or more of {FORMS}, or {BLOCK}, the fewest layers of every "
+            f"stage with which it fits (default {' '.join(RECOMPUTE)})",
             RECOMPUTE,
             read=read_scope,
         ),
-        TENSOR.several("tensor parallel, such as 4 8 or 4,8 (default: all that divide a node)"),
-        schedules.PIPELINE.several("pipeline ranks (default: all that divide the devices)"),
-        schedules.CHUNKS.several("model chunks per rank (default: all that the schedules take, up to --max-chunks)"),
-        MICRO_BATCH.several("sequences a micro-batch (default: all that divide the batch)"),
-        schedules.SCHEDULE.several(f"default {' '.join(SEARCHED)}", SEARCHED, choices=FAMILIES),
-        schedules.BALANCE.several("default both", BALANCES),
-        MEMORY,
+        TENSOR.several("tensor-parallel sizes, such as 4 8 or 4,8 (default: all that divide a node)"),
+        schedules.PIPELINE.several("numbers of pipeline ranks (default: all that divide the devices)"),
+        schedules.CHUNKS.several("model chunks per rank (default: all that the schedules allow, up to --max-chunks)"),
+        MICRO_BATCH.several("sequences per micro-batch (default: all that divide the batch)"),
+        schedules.SCHEDULE.several(f"schedules to try (default {' '.join(SEARCHED)})", SEARCHED, choices=FAMILIES),
+        schedules.BALANCE.several("try without balancing (none), with it (bpipe), or both (default both)", BALANCES),
+        replace(
+            MEMORY,
+            help="memory budget of a device in GiB; balanced rows evict only the excess (default: what the device has)",
+            value="GIB|auto",
+        ),
         schedules.HOSTS.several(
-            f"of balanced rows, where what leaves may go: {schedules.HOSTS_SAID}", choices=ARRANGEMENTS
+            f"where the evicted activations of balanced rows may go. {schedules.HOSTS_SAID}", choices=ARRANGEMENTS
         ),
-        CONTEXT.several(
-            "how many devices may have a part of a sequence each (default 1, of sequences from 32768 on more)"
-        ),
-        schedules.SLICES.several(
-            "into how many slices each sequence may be cut (default 1, of sequences from 8192 on 1 2 4 8)"
-        ),
+        CONTEXT.several("context-parallel sizes (default: 1, and larger ones from 32768 tokens on)"),
+        schedules.SLICES.several("numbers of slices per sequence (default: 1, and 2 4 8 from 8192 tokens on)"),
         schedules.VOCABULARY.several(
-            "whether the output layer is in shards on all pipeline ranks, and by which algorithm, with the embedding "
-            "and without where "
-            "that is trained (default: none, and each that lowers the bound of the time where the last rank computes "
-            "longer than others)",
+            "how to split the output layer over the pipeline ranks, with the embedding whole and, where that is "
+            "trained, in shards (default: none, and each that lowers the bound of the time where the output layer "
+            "makes the last rank slower)",
             choices=tuple(one.value for one in Vocabulary),
         ),
         Flag(
@@ -440,11 +412,18 @@ SEARCHED_FLAGS = Group(
             positive,
             default=64,
         ),
-        Flag("max_chunks", "--max-chunks", "most model chunks per rank (default 8)", "V", positive, default=8),
+        Flag(
+            "max_chunks",
+            "--max-chunks",
+            "largest number of model chunks per rank (default 8)",
+            "V",
+            positive,
+            default=8,
+        ),
         Flag(
             "even_layers",
             "--even-layers",
-            "no unequal stages where the layers do not divide (default: those before the last get one more)",
+            "no stages with unequal layers (default: where layers do not divide, stages before the last get one more)",
         ),
     ),
 )

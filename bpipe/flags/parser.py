@@ -103,9 +103,9 @@ class Parser(argparse.ArgumentParser):
             action=_FirstScreen,
             nargs=0,
             command=command,
-            help="what is most often asked, with examples",
+            help="the most common flags, with examples",
         )
-        self.add_argument("--help-all", action="help", help="every flag")
+        self.add_argument("--help-all", action="help", help="all flags")
         for group in command.groups:
             to = self.add_argument_group(group.title, group.text or None) if group.title else self
             for flag in group.flags:

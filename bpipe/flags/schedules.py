@@ -12,6 +12,7 @@ from bpipe.generate.families import (
     families_with_deferral,
     families_with_early_forwarding,
     families_with_groups,
+    families_with_interlacing,
     families_with_shards,
     families_with_slices,
 )
@@ -26,42 +27,47 @@ FORMATS = (*SUFFIXES, "runtime")
 TIME_LIMIT_S = 60.0
 
 HOSTS_SAID = (
-    "pair: to the other of its pair; pool: to any rank with room; host: into its own node's memory; all: to any rank "
-    "with room, and what "
-    f"none has room for into its own node's memory (default {PAIR})"
+    "pair: the other rank of its pair; pool: any rank with memory to spare; host: the CPU memory of its own node; "
+    f"all: any rank with memory to spare, and the CPU memory of its own node for the rest (default {PAIR})"
 )
 _SPLIT = (
-    "1 and 2: with everything else beside it, by algorithm 1 or 2; interlaced: all ranks at once with nothing beside it"
+    "1, 2: by algorithm 1 or 2, while other computations go on; interlaced: on all ranks at once, with nothing "
+    f"else meanwhile (only {families_with_interlacing()})"
 )
+
+_MEGATRONS = ", ".join(name for name, family in FAMILIES.items() if family.exchange is not Exchange.POSTED)
 
 SCHEDULE = Flag(
     "schedule",
     "--schedule",
-    f"the family of schedules (default {', with chunks '.join(DEFAULTS)})",
+    f"family of schedules (default {', or '.join(DEFAULTS)} with several chunks per rank)",
     # The table itself: a family of one's own may be added to it.
     choices=FAMILIES,
     launch=InLaunch(
         "--bpipe-schedule",
         choices=(),
         value="NAME|FILE",
-        help=f"the pipeline schedule: {', '.join(FAMILIES)}, or a file that `bpipe schedule --input` reads. By "
-        f"default what Megatron's own "
-        f"loop runs: {DEFAULTS[0]}, with virtual stages {DEFAULTS[1]}. These two it goes on running; any other is run "
-        f"by a loop of our "
-        "own. Works with and without --bpipe",
+        help=f"pipeline schedule: {', '.join(FAMILIES)}, or a file that `bpipe schedule --input` reads "
+        f"(default: {', or '.join(DEFAULTS)} with virtual stages). Megatron's own loops run "
+        f"{_MEGATRONS}; this project's own loop runs all others. Works with and without --bpipe",
     ),
 )
 PIPELINE = Flag(
-    "pipeline", "--pipeline-model-parallel-size --pp", "pipeline ranks", "P", positive, launch=InLaunch(default=1)
+    "pipeline",
+    "--pipeline-model-parallel-size --pp",
+    "number of pipeline ranks",
+    "P",
+    positive,
+    launch=InLaunch(default=1),
 )
 GLOBAL_BATCH = Flag(
-    "global_batch", "--global-batch-size --gbs", "sequences an iteration", "B", positive, launch=InLaunch()
+    "global_batch", "--global-batch-size --gbs", "sequences per iteration", "B", positive, launch=InLaunch()
 )
 MICROBATCHES = Flag("microbatches", "--microbatches", "micro-batches per iteration", "M", positive)
 CHUNKS = Flag(
     "chunks",
     "--num-virtual-stages-per-pipeline-rank --vp",
-    "model chunks per rank (default: the fewest that the schedule has, 1 or 2)",
+    "model chunks per rank (default: the fewest that the schedule allows, 1 or 2)",
     "V",
     positive,
     launch=InLaunch(),
@@ -69,9 +75,9 @@ CHUNKS = Flag(
 GROUP = Flag(
     "group",
     "--group",
-    f"of {families_with_groups()}: micro-batches that go through a chunk before the next (default: P, or P/2); auto: "
-    f"chosen with the rest of "
-    "the order for --bound",
+    "number of micro-batches that go through one chunk before the next chunk (default: as many as pipeline ranks, "
+    f"or half as many for {families_for_bounds()}). auto: chosen for --bound, with the rest of the order. For "
+    f"{families_with_groups()}",
     "G|auto",
     group_size,
     launch=InLaunch("--bpipe-group"),
@@ -79,8 +85,8 @@ GROUP = Flag(
 SLICES = Flag(
     "slices",
     "--slices",
-    f"of {families_with_slices()}: cut every micro-batch's sequence into K slices, which go through the pipeline one "
-    f"behind the other (default 1)",
+    "cut every micro-batch's sequence into K slices, which go through the pipeline one after the other (default "
+    f"1). For {families_with_slices()}",
     "K",
     positive,
     launch=InLaunch("--bpipe-slices"),
@@ -88,7 +94,8 @@ SLICES = Flag(
 DELAY = Flag(
     "delay",
     "--delay",
-    f"of {families_with_deferral()}: how many micro-batches' I stand before a W (default 0: W follows its I)",
+    "number of micro-batches by which the weight gradients (W) come later than the input gradient (I) (default 0: "
+    f"directly after it). For {families_with_deferral()}",
     "N",
     counted,
     launch=InLaunch("--bpipe-delay"),
@@ -96,28 +103,28 @@ DELAY = Flag(
 EARLY = Flag(
     "early",
     "--early",
-    f"of {families_with_early_forwarding()}: early forwarding, which lets more micro-batches in for less waiting",
+    f"early forwarding: admit more micro-batches, for shorter waits. For {families_with_early_forwarding()}",
 )
 COSTS = Flag(
     "costs",
     "--costs",
-    "what a rank's forward and backward, or its halves, of a micro-batch take, all chunks together (default 1,2 and "
-    "1,1,1)",
+    "relative durations of a rank's forward and backward per micro-batch, or of its forward, input gradient and "
+    "weight gradients, all chunks together (default 1,2 and 1,1,1)",
     "F,B|F,I,W",
     costs,
     launch=InLaunch(
         "--bpipe-costs",
         read=costs_in_training,
         value="F,I,W",
-        help="where a schedule splits backwards and is chosen among several: what a rank's forward and the halves of "
-        "its backward of a "
-        "micro-batch take, all its chunks together, such as 1,1.2,0.8; by default all alike",
+        help="relative durations of a rank's forward, input gradient and weight gradients per "
+        "micro-batch, all its chunks together, such as 1,1.2,0.8 (default: all equal). A "
+        "schedule with split backwards may choose its order by them",
     ),
 )
 HOP = Flag(
     "hop",
     "--hop",
-    "what a message from one rank to the next takes, in the unit of --costs (default 0)",
+    "time that a message takes from one rank to the next, in the unit of --costs (default 0)",
     "H",
     hop,
     launch=InLaunch("--bpipe-hop"),
@@ -125,50 +132,48 @@ HOP = Flag(
 KEPT = Flag(
     "kept",
     "--kept",
-    "where backwards are split: the share of a micro-batch that is held between I and W, such as 0.5 (default: the "
-    "file's, or 1)",
-    "W",
+    "with split backwards: share of a micro-batch's activations held between input gradient (I) and weight "
+    "gradients (W), such as 0.5 (default: the file's, or 1)",
+    "SHARE",
     share,
     launch=InLaunch("--bpipe-kept"),
 )
 VOCABULARY = Flag(
     "vocabulary_parallel",
     "--vocabulary",
-    f"of {families_with_shards()}: the output layer in shards on all pipeline ranks. {_SPLIT} (default none: it is "
-    f"whole)",
+    f"split the output layer into shards on all pipeline ranks (default none: it stays whole). {_SPLIT}. For "
+    f"{families_with_shards()}",
     choices=tuple(one.value for one in Vocabulary),
     launch=InLaunch(
         "--bpipe-vocabulary",
         choices=(*TRAINED_SHARDS, REDISTRIBUTE),
-        help="split the output layer over all ranks of the pipeline, which compute it between the last stage's "
-        "forward and its backward. "
-        f"{_SPLIT}. Of {families_with_shards()}, run by our own loop. {REDISTRIBUTE}: leave it whole, and give the "
-        f"last "
-        f"stage fewer layers, "
-        "chosen from the sizes. By default the last stage computes it, and layers are where they are",
+        help="split the output layer over all pipeline ranks, which compute it between the last "
+        f"stage's forward and backward (default: the last stage computes it whole). {_SPLIT}. For "
+        f"{families_with_shards()}, run by this project's own loop. {REDISTRIBUTE}: leave it "
+        "whole, and give the last stage fewer layers, chosen from the sizes",
     ),
 )
 VOCABULARY_INPUT = Flag(
     "input_shards",
     "--vocabulary-input",
-    "with --vocabulary 1, 2 or interlaced: the embedding in shards, too, where ranks look tokens up two micro-batches "
-    "ahead of the first "
-    "stage. A weight that it shares with the output layer is one shard on every rank",
+    "with --vocabulary 1, 2 or interlaced: split the embedding into shards, too; ranks look tokens up two "
+    "micro-batches ahead of the first stage. If it shares its weight with the output layer, every rank has one "
+    "shard for both",
     launch=InLaunch("--bpipe-vocabulary-input"),
 )
 BALANCE = Flag(
     "balance",
     "--balance",
-    "bpipe: keep every rank within its bound by moving activations (default none)",
+    "bpipe: keep every rank within its bound by moving activations to other memory (default none)",
     default=BALANCES[0],
     choices=BALANCES,
 )
 BOUND = Flag(
     "bound",
     "--bound",
-    "with --balance bpipe: most saved micro-batches of a chunk, for all ranks or each; only what must leaves "
-    "(default: the fewest that all "
-    f"pairs can keep). {families_for_bounds()} without --group has its order chosen for one that all have",
+    "with --balance bpipe: the most micro-batches of one chunk whose activations a rank may hold, for all ranks or "
+    "for each; only the excess is evicted (default: the smallest that all pairs can keep). Without --group, "
+    f"{families_for_bounds()} makes its order for a bound that is equal on all ranks",
     "N|N,N,...",
     numbers,
     launch=InLaunch("--bpipe-bound"),
@@ -176,49 +181,49 @@ BOUND = Flag(
 HOSTS = Flag(
     "hosts",
     "--hosts",
-    f"with --balance bpipe, where what leaves a rank goes. {HOSTS_SAID}. With any but {PAIR} by --memory or --bound; "
-    f"without, as much "
-    "leaves as can",
+    f"with --balance bpipe: where a rank's evicted activations go. {HOSTS_SAID}. All but {PAIR} evict as much as "
+    "possible unless a bound or a memory budget is given",
     choices=ARRANGEMENTS,
     launch=InLaunch("--bpipe-hosts", PAIR),
 )
 BUFFERS_STAY = Flag(
     "buffers_stay",
     "--buffers-stay",
-    "where an order is chosen for --bound: host buffers count always, as in a training",
+    "with an order that is chosen for --bound: count host buffers all the time, as a training run does",
 )
 PARTNERS = Flag(
     "partners",
     "--partners",
-    "for each rank the one that hosts for it (default: fullest with emptiest)",
+    "for each rank, the rank that hosts its activations (default: the fullest rank with the emptiest)",
     "N,N,...",
     numbers,
 )
 OPTIMAL = Flag(
     "optimal",
     "--optimal",
-    "of all orders of its computations the shortest in which no rank holds more than M chunk micro-batches, proved "
-    "(needs OR-tools)",
+    "find the shortest order of the same computations in which no rank holds more than M micro-batches of a chunk, "
+    "and prove it (needs OR-tools)",
     "M",
     positive,
 )
 TIME_LIMIT = Flag(
-    "time_limit", "--time-limit", f"with --optimal: seconds to look for it (default {TIME_LIMIT_S:g})", "S", seconds
+    "time_limit", "--time-limit", f"with --optimal: seconds to search (default {TIME_LIMIT_S:g})", "S", seconds
 )
-INPUT = Flag("input", "--input", "read the schedule from a CSV, JSON or grid file ('-' is standard input)", "FILE")
-ALIGN = Flag("align", "--align", "with --input: place each rank's order anew on the unit grid")
+INPUT = Flag("input", "--input", "read the schedule from a CSV, JSON or grid file ('-': standard input)", "FILE")
+ALIGN = Flag("align", "--align", "with --input: place computations on the unit grid anew, in each rank's order")
 SCHEDULE_FORMAT = Flag(
     "format",
     "--format",
-    "default: by the output file's name, else grid; runtime: csv with torch's messages",
+    "output format (default: by the output file's ending, else grid). runtime: CSV with messages, for torch's "
+    "pipelining",
     choices=FORMATS,
 )
 MESSAGES = Flag(
-    "messages", "--messages", "print what every rank does, messages included, as text or with --format json"
+    "messages", "--messages", "print what every rank does, with its messages, as text or with --format json"
 )
 EXCHANGE = Flag(
     "exchange",
     "--exchange",
-    "with --messages: when ranks send and receive (default: as the schedule is run)",
+    "with --messages: rule by which ranks send and receive (default: that of the loop which runs the schedule)",
     choices=tuple(one.value for one in Exchange),
 )

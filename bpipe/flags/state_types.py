@@ -8,7 +8,7 @@ from bpipe.models.switches import flag_of
 
 _TYPED = {
     "main_grads_dtype": "gradients",
-    "main_params_dtype": "main weights; fp32: the 16 bits that bf16 weights lack",
+    "main_params_dtype": "main weights; fp32 is stored as the 16 bits that bf16 weights lack",
     "exp_avg_dtype": "Adam's first moment",
     "exp_avg_sq_dtype": "Adam's second moment",
 }
@@ -16,14 +16,14 @@ STATE_TYPES = (
     Flag(
         "use_precision_aware_optimizer",
         flag_of("use_precision_aware_optimizer"),
-        "Transformer Engine's Adam keeps its state in types of its own",
+        "let Transformer Engine's Adam keep each part of its state in a type of its own",
         launch=InLaunch(),
     ),
     *(
         Flag(
             field,
             flag_of(field),
-            f"with --use-precision-aware-optimizer: {_TYPED[field]} (default {WHOLE})",
+            f"with --use-precision-aware-optimizer: type of {_TYPED[field]} (default {WHOLE})",
             choices=choices,
             launch=InLaunch(default=WHOLE),
         )

@@ -34,21 +34,20 @@ def _flag(
 
 BPIPE = _flag(
     "--bpipe",
-    "balance activation memory over the pipeline stages: early stages send activations of some micro-batches to their "
-    "partner stage and "
-    "take them back before their backward pass. Changes no result",
+    "balance activation memory over the pipeline stages: early stages send activations of some micro-batches to "
+    "their partner stage, and load them back before their backward. Changes no result",
 )
 OPTIMIZER_HOSTS = _flag(
     "--bpipe-optimizer-hosts",
-    "so much of the optimizer's moments on RANK's devices waits on HOST's while micro-batches are computed, and is "
-    "home for the update. "
-    "`bpipe simulate` says where that helps. Works with and without --bpipe",
+    "while micro-batches are computed, keep this much of the optimizer's moments from each of RANK's devices on "
+    "HOST's; they return for the update. `bpipe simulate` shows where that helps. Works with and without --bpipe",
     "RANK:HOST:GIB,...",
     read_moves,
 )
 MIN_BYTES = _flag(
     "--bpipe-min-bytes",
-    "saved tensors smaller than this stay where they are: moving them costs more than it frees",
+    "leave saved tensors smaller than this where they are: moving them costs more than it frees (default "
+    f"{MINIMUM_BYTES})",
     "BYTES",
     positive,
     MINIMUM_BYTES,
@@ -65,18 +64,17 @@ TRAINER = (
             OPTIMIZER_HOSTS,
             _flag(
                 "--bpipe-transport",
-                "how activations travel between the two ranks of a pair. nccl, gloo: both ranks send and receive. "
-                "peer: the evictor alone "
-                "copies, into memory of its partner on the same machine. host: into its own host memory. auto: "
-                "whichever the pair's link "
-                "measures best at the start",
+                f"how activations travel between the two ranks of a pair (default {AUTO}). nccl, gloo: both ranks "
+                "send and receive. peer: the evicting rank alone copies, into memory of its partner on the same "
+                "machine. host: it copies into its own node's CPU memory. auto: whichever is measured as the "
+                "fastest for the pair at the start",
                 default=AUTO,
                 choices=(AUTO, *NAMES),
             ),
             _flag(
                 "--bpipe-placement",
-                "adjacent: the two stages of a pair take GPUs of one node where they can. none: Megatron's own rank "
-                "order",
+                "adjacent: put the two stages of a pair on GPUs of one node where possible; none: keep Megatron's "
+                f"own rank order (default {PLACEMENTS[0]})",
                 default=PLACEMENTS[0],
                 choices=PLACEMENTS,
             ),
@@ -84,12 +82,10 @@ TRAINER = (
             configurations.DIFFERING_SIZES,
             _flag(
                 "--bpipe-timeout",
-                f"a transfer that has not ended after this time ({TIMEOUT_S:g} by default), or a message of our own "
-                f"loop (by default as "
-                "long as Megatron waits for its own, --distributed-timeout-minutes), ends the run with an error that "
-                "names it. On GPUs the "
-                "host waits for none: NCCL's watchdog ends the run, naming the process group, and copies of peer and "
-                "host are not timed",
+                f"seconds after which a transfer (default {TIMEOUT_S:g}) or a message of this project's own loop "
+                "(default: Megatron's --distributed-timeout-minutes) ends the run with an error that names it. Not "
+                "for transfers on GPUs: there NCCL's watchdog ends the run and names the process group, and copies "
+                "by peer and host have no limit",
                 "SECONDS",
                 seconds,
             ),
@@ -109,73 +105,71 @@ TRAINER = (
             configurations.KEEP_WEIGHTS_HALVES,
             schedules.VOCABULARY,
             schedules.VOCABULARY_INPUT,
-            _flag("--bpipe-executor", "run also what Megatron's own loop could by our loop. Changes no result"),
+            _flag(
+                "--bpipe-executor",
+                "use this project's own loop also for schedules that Megatron's own loops run. Changes no result",
+            ),
         ),
     ),
     Group(
-        "record",
+        "recording",
         (
             _flag(
                 "--bpipe-report",
-                "write what every stage really held, beside what the schedule predicted, each iteration's exact loss "
-                "and gradient norm, "
-                "and a record of some iterations for `bpipe report DIR`. Works with and without --bpipe",
+                "record the run in this folder, for `bpipe report DIR`: what every stage really held and what was "
+                "predicted, each iteration's exact loss and gradient norm, and some iterations action by action. "
+                "Works with and without --bpipe",
                 "DIR",
             ),
             _flag(
                 "--bpipe-report-iterations",
-                "the iterations to record action by action: a number, or two with a hyphen between. By default the "
-                "third to the fifth that "
-                "this program trains",
+                "iterations to record action by action: a number, or two with a hyphen between them (default: the "
+                "third to the fifth that this program trains)",
                 "FIRST-LAST",
             ),
             _flag(
                 "--bpipe-peak-tflops",
-                "what one device can do at most in dense 16-bit TFLOP/s, for the MFU. By default from a table of "
-                "devices",
+                "peak dense 16-bit TFLOP/s of one device, for the MFU (default: from a table of devices)",
                 "TFLOPS",
                 factor,
             ),
         ),
     ),
     Group(
-        "trying and mending",
+        "debugging and repairs",
         (
             _flag(
                 "--bpipe-strict",
-                "refuse also what is guarded: right by construction, never shown on this hardware, and checked in the "
-                "first iterations",
+                "also refuse guarded features: they should work by design, but never ran on this hardware, and are "
+                "checked in the first iterations",
             ),
             _flag(
                 "--bpipe-no-repairs",
-                "leave defects of the installed Megatron as they are. By default the log names each that is mended, "
-                "in memory only. Works "
-                "with and without --bpipe",
+                "leave defects of the installed Megatron as they are (default: each is repaired in memory only, "
+                "and named in the log). Works with and without --bpipe",
             ),
             _flag(
                 "--bpipe-verify",
-                "in the first N iterations compare checksums of everything that leaves a rank before it leaves, before "
-                "its memory is freed and before it is used again. What differs ends the run before weights are "
-                "updated, and is named. By default 2 where anything is guarded, else 0",
+                "in the first N iterations, compare checksums of everything that is evicted: before it is sent, "
+                "before its memory is freed, and before it is used again (default: 2 if anything is guarded, else "
+                "0). A difference is named, and ends the run before weights are updated",
                 "N|all",
                 iterations,
             ),
             _flag(
                 "--bpipe-poison",
-                "for debugging: fill memory with NaN before it is freed and before it is loaded into, so that a "
-                "missing wait shows",
+                "for debugging: fill memory with NaN before it is freed, and before activations are loaded into "
+                "it, so that a missing wait shows",
             ),
             _flag(
                 "--bpipe-sync-transfers",
-                "for measuring what overlap is worth: wait for every transfer where it is issued",
+                "for measuring what overlap gains: wait for every transfer where it is issued",
             ),
             _flag(
                 "--terra-audit",
-                "before a CUDA graph: compare what N micro-batches of each chunk issue in the second iteration, "
-                "forward and backward, and "
-                "say in the log, a source line each, what a capture of the stage would freeze, lose or break on. Of "
-                "Megatron's own loops. "
-                "Changes no result",
+                "before you use CUDA graphs: compare the operations of N micro-batches of each chunk in the second "
+                "iteration, forward and backward; the log names, by source line, what a capture of the stage would "
+                "freeze, lose or fail on. For Megatron's own loops only. Changes no result",
                 "N",
                 int,
             ),

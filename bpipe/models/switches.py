@@ -18,17 +18,15 @@ def _switch(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Switches:
-    overlap_grad_reduce: bool = _switch("gradients are reduced beside computations")
-    overlap_param_gather: bool = _switch("updated weights are gathered beside the next forwards")
-    no_overlap_p2p_communication: bool = _switch("Megatron's interleaved loop waits for its exchanges between stages")
+    overlap_grad_reduce: bool = _switch("overlap the reduction of gradients with computation")
+    overlap_param_gather: bool = _switch("overlap the gathering of updated weights with the next forwards")
+    no_overlap_p2p_communication: bool = _switch("Megatron's interleaved loop waits for its messages between stages")
     tp_comm_overlap: bool = _switch(
-        "with sequence parallelism: Transformer Engine gathers and scatters beside the products, part by part"
+        "with sequence parallelism: Transformer Engine overlaps gathers and scatters with matrix products, part by part"
     )
-    bpipe_differing_sizes: bool = _switch("micro-batches may differ in size: host buffers are an eighth larger")
-    accumulate_allreduce_grads_in_fp32: bool = _switch(
-        "with fp16: gradients are summed and reduced in 32 bit, not in 16"
-    )
-    grad_reduce_in_bf16: bool = _switch("with bf16: gradients are summed and reduced in 16 bit, not in 32")
+    bpipe_differing_sizes: bool = _switch("micro-batches may differ in size, so host buffers are an eighth larger")
+    accumulate_allreduce_grads_in_fp32: bool = _switch("with fp16: sum and reduce gradients in 32 bits instead of 16")
+    grad_reduce_in_bf16: bool = _switch("with bf16: sum and reduce gradients in 16 bits instead of 32")
 
     def __post_init__(self) -> None:
         if self.overlap_param_gather and not self.overlap_grad_reduce:

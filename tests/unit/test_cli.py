@@ -155,7 +155,7 @@ REFUSED = {
     ),
     "no such file": (
         ["schedule", "--input", "/nowhere/at-all.csv"],
-        "there is no folder /nowhere: make it, or look at the name",
+        "there is no folder /nowhere: create it, or check the name",
     ),
     "input and generate": (["schedule", "--input", "x", "--pp", "3"], "--pp is for generating"),
     "align what is generated": ([*EXAMPLE, "--align"], "--align is for a schedule read with --input"),

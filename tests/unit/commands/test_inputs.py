@@ -18,8 +18,8 @@ from tests.unit.report.recorded import write_run
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--from-script", "none.sh"], "none.sh: there is no such file: look at the name"),
-        (["--from-script", "no/such.sh"], "no/such.sh: there is no folder no: make it, or look at the name"),
+        (["--from-script", "none.sh"], "none.sh: there is no such file: check the name"),
+        (["--from-script", "no/such.sh"], "no/such.sh: there is no folder no: create it, or check the name"),
         (["--from-script", "."], ".: this is a folder: name a file"),
         (["--from-script", "latin.sh"], "latin.sh: byte 6 is no UTF-8 text: name the script itself, or convert it"),
         (["--from-script", "/dev/zero"], "/dev/zero: line 1: a zero byte: this is no script"),

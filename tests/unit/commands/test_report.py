@@ -53,7 +53,7 @@ def test_a_page_and_a_trace(folder: Path, tmp_path: Path, capsys: pytest.Capture
     [
         (["nowhere"], "nowhere is no folder: name the one that the run was given as --bpipe-report"),
         (["run", "--iteration", "9"], "run: iteration 9 is not recorded, only 5, 6, 7"),
-        (["run", "--trace", "no/such/folder/trace.json"], "there is no folder no/such/folder: make it"),
+        (["run", "--trace", "no/such/folder/trace.json"], "there is no folder no/such/folder: create it"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(
