@@ -47,7 +47,7 @@ COMMAND = Command(
 
 def run(options: Options) -> None:
     if (options.measured is None) == (options.run_of is None):
-        raise ValueError("name a run's folder or log, or give --measured SECONDS: one of them, the other says the same")
+        raise ValueError("give either a run's folder or log, or --measured SECONDS")
     # What is calibrated is the prediction as it stands.
     options.calibration = options.kernel_times = None
     reading = _reading(options)

@@ -146,7 +146,7 @@ def _format_of(output: Path | None) -> str:
         return "grid"
     if suffix not in SUFFIXES:
         raise ValueError(
-            f"--output {output}: .{suffix} is not written, only {', '.join(SUFFIXES)}: end the name so, or say --format"
+            f"--output {output}: .{suffix} cannot be written, only {', '.join(SUFFIXES)}: use one of these endings, or give --format"
         )
     return suffix
 
@@ -234,7 +234,7 @@ def _written(schedule: Schedule, form: str, given: Times, to_terminal: bool) -> 
         return write_svg(schedule).encode()
     if form == "png":
         if to_terminal:
-            raise ValueError("a png is not for the terminal: name a file with --output")
+            raise ValueError("a png cannot be printed on a terminal: name a file with --output")
         from bpipe.draw.png import write_png
 
         return write_png(schedule)

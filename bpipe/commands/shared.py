@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bpipe.flags.configurations import CONFIGURATION, EXPERTS, LAUNCHED, MODEL, TRAINING
+from bpipe.flags.configurations import CONFIGURATION, LAUNCHED, MODEL, TRAINING
+from bpipe.flags.experts import EXPERTS
 from bpipe.flags.flag import Group, Options
 from bpipe.launch.megatron_command import Reading
 from bpipe.models.calibration import read_calibration

@@ -53,13 +53,11 @@ def read_gib(text: str) -> tuple[int, ...]:
     if len(found) < len(parts):
         found = []
     if not found or min(found) < 1:
-        raise ValueError(
-            f"{text[:40]!r} is no number of GiB above 0, no list of them such as 70,70,75,79, and not {AUTO}"
-        )
+        raise ValueError(f"{text[:40]!r} must be a number of GiB above 0, a list such as 70,70,75,79, or {AUTO}")
     if max(found) > LARGEST_DEVICE_GIB * GIB:
         most = f"more than the {LARGEST_DEVICE_GIB} GiB of any device"
         raise ValueError(
-            f"{text[:40]!r} is {most}: it is in GiB, so {max(found) // GIB} MiB are {max(found) / GIB / 1024:g}"
+            f"{text[:40]!r} is {most}: the unit is GiB, and {max(found) // GIB} MiB are {max(found) / GIB / 1024:g}"
         )
     return tuple(found)
 
@@ -88,9 +86,9 @@ def read_moves(text: str) -> tuple[HostedState, ...]:
         moves.append(HostedState(int(match[1]), int(match[2]), int(float(match[3]) * GIB)))
     both = {move.giver for move in moves} & {move.host for move in moves}
     if both:
-        raise ValueError(f"rank {min(both)} keeps for another and lets another keep: it has room, or it has not")
+        raise ValueError(f"rank {min(both)} both hosts and sends optimizer state: let it do one of them")
     if len({move[:2] for move in moves}) < len(moves):
-        raise ValueError(f"{text[:80]!r} names a rank and its host twice: add up what is to be there")
+        raise ValueError(f"{text[:80]!r} names the same rank and host twice: add the sizes up")
     return tuple(moves)
 
 

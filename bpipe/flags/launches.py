@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from bpipe.flags.configurations import CONFIGURATION, EXPERTS, MODEL, TRAINING
+from bpipe.flags.configurations import CONFIGURATION, MODEL, TRAINING
+from bpipe.flags.experts import EXPERTS
 from bpipe.flags.flag import Flag
 from bpipe.flags.megatron import MEGATRON
 from bpipe.flags.trainer import BPIPE, MIN_BYTES, TRAINER

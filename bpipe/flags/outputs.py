@@ -92,7 +92,7 @@ MEASURED = Flag(
     seconds,
 )
 
-FOLDER = Flag("folder", "", "the folder that was given to the run as --bpipe-report", "DIR")
+FOLDER = Flag("folder", "", "the run's --bpipe-report folder", "DIR")
 ITERATION = Flag(
     "iteration", "--iteration", "show only this iteration (default: all that are recorded, with median times)", "N", int
 )

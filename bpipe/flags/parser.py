@@ -175,7 +175,9 @@ def _lines(flag: Flag, columns: int) -> list[str]:
     value = flag.value or "|".join(flag.choices or ())
     head = f"{flag.name} {value}" if flag.names else value
     head = head if len(head) < _NAME_COLUMNS - 4 else f"{flag.name} ..."
-    first, *others = textwrap.wrap(flag.help, max(20, columns - _NAME_COLUMNS), max_lines=2, placeholder=" ...")
+    first, *others = textwrap.wrap(
+        flag.help, max(20, columns - _NAME_COLUMNS), max_lines=2, placeholder=" ...", break_on_hyphens=False
+    )
     return [f"    {head:{_NAME_COLUMNS - 4}}{first}", *(" " * _NAME_COLUMNS + line for line in others)]
 
 

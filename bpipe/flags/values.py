@@ -124,7 +124,7 @@ def layers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(number) for number in text.split(","))
     except ValueError:
-        raise ValueError(f"{text!r} is no list of numbers such as 7,8,8,7") from None
+        raise ValueError(f"{text!r} must be a list of numbers such as 7,8,8,7") from None
 
 
 def tolerance(text: str) -> float:
@@ -155,8 +155,5 @@ def _slice_lengths(text: str, words: tuple[str, ...]) -> SliceLengths:
         return text
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) for part in parts):
-        *others, last = words
-        raise ValueError(
-            f"{text[:40]!r} is neither {', '.join(others)} nor {last}, and no list of lengths such as 1024,768,256"
-        )
+        raise ValueError(f"{text[:40]!r} must be {', '.join(words)} or a list of lengths such as 1024,768,256")
     return tuple(map(int, parts))

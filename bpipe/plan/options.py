@@ -11,7 +11,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from bpipe.balance.config import BALANCES, BalanceConfig
-from bpipe.flags.configurations import CONFIGURATION, DEFAULTS, EXPERTS, MODEL, SIZES, TRAINING
+from bpipe.flags.configurations import CONFIGURATION, DEFAULTS, MODEL, SIZES, TRAINING
+from bpipe.flags.experts import EXPERTS
 from bpipe.flags.flag import Options
 from bpipe.flags.values import AUTO, TIME
 from bpipe.generate.families import FAMILIES, default_family

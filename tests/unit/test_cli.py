@@ -147,7 +147,7 @@ REFUSED = {
     "chunks for 1f1b": ([*EXAMPLE, "--vp", "2"], "takes at most 1 chunk per rank, not 2"),
     "a format that is not written": (
         [*EXAMPLE, "--output", "x.pdf"],
-        ".pdf is not written, only grid, csv, json, svg, png",
+        ".pdf cannot be written, only grid, csv, json, svg, png",
     ),
     "one chunk for interleaved": (
         ["schedule", "--schedule", "interleaved-1f1b", "--pp", "2", "--microbatches", "2", "--vp", "1"],

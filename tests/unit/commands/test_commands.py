@@ -115,7 +115,7 @@ def test_simulate_slices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert "2 lengths for 4 slices: give one for each" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([*SLICED, "--slice-lengths", "long"])
-    assert "'long' is neither even, work nor time" in capsys.readouterr().err
+    assert "'long' must be even, work, time or a list of lengths" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("lengths", ["even", "time"])
@@ -285,7 +285,7 @@ def test_a_budget_that_nothing_keeps_is_refused_with_the_smallest_that_something
     assert main([*few, "--memory", f"{less:.1f}"]) == 2
     capsys.readouterr()
     for flags, reason in (
-        (["--memory", "0"], "'0' is no number of GiB above 0"),
+        (["--memory", "0"], "'0' must be a number of GiB above 0"),
         (["--memory", "40,50"], "2 budgets for 8 ranks: give one for all or one for each"),
         (["--memory", "40", "--bound", "5"], "--memory says how to balance, and so does --bound: give one of them"),
         (["--memory", "40", "--balance", "none"], "--memory says how to balance: give --balance bpipe, too"),

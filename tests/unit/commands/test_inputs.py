@@ -69,7 +69,7 @@ def test_a_file_that_cannot_be_used_is_named_with_what_to_do(
                 "gpt3-13b",
                 *["--pp", "8", "--gbs", "8", "--memory", "81920"],
             ],
-            "'81920' is more than the 4096 GiB of any device: it is in GiB, so 81920 MiB are 80",
+            "'81920' is more than the 4096 GiB of any device: the unit is GiB, and 81920 MiB are 80",
         ),
         (
             ["estimate", *["--gbs", "128", "--pp", "8", "--mbs", "1", "2", "--stage-mfu", "0.378", "0.476"]],

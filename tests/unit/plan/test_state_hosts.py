@@ -135,9 +135,9 @@ def test_what_is_printed_is_read_and_is_enough() -> None:
         ("0:3:0", "must be RANK:HOST:GIB"),
         ("0:3:-1", "must be RANK:HOST:GIB"),
         ("0:3:1,", "'' must be RANK:HOST:GIB"),
-        ("0:0:1", "rank 0 keeps for another and lets another keep"),
-        ("0:3:1,3:2:1", "rank 3 keeps for another"),
-        ("0:3:1,0:3:2", "names a rank and its host twice"),
+        ("0:0:1", "rank 0 both hosts and sends optimizer state"),
+        ("0:3:1,3:2:1", "rank 3 both hosts and sends"),
+        ("0:3:1,0:3:2", "names the same rank and host twice"),
     ],
 )
 def test_what_cannot_be_is_refused(text: str, reason: str) -> None:

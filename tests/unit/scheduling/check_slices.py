@@ -669,7 +669,7 @@ def lengths_of_equal_work_take_as_long() -> None:
 def lengths_are_read_and_must_be_all_of_the_sequence() -> None:
     assert [slice_lengths(text) for text in ("even", "work", "3,2,1")] == [EVEN, WORK, (3, 2, 1)]
     for text in ("", "3,0", "3,,1", "long", "-1"):
-        with pytest.raises(ValueError, match="is neither even nor work, and no list of lengths"):
+        with pytest.raises(ValueError, match="must be even, work or a list of lengths"):
             slice_lengths(text)
     assert bounds_of((40, 32, 24), 96, 3, 8, None) == (0, 40, 72, 96)
     for lengths, unit, message in (

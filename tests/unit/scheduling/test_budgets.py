@@ -229,7 +229,7 @@ def test_before_there_is_a_tokenizer_pairs_are_the_usual(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "1e3", "70;80", "auto:", "auto:x", "70,", "0.0000000001"])
 def test_no_budget(text: str) -> None:
-    with pytest.raises(ValueError, match="is no number of GiB above 0"):
+    with pytest.raises(ValueError, match="must be a number of GiB above 0"):
         read_budget(text)
 
 
