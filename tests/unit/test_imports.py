@@ -187,7 +187,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "flags": (
         "flag values",
-        "budgets megatron outputs parser schedules state_types",
+        "budgets experts megatron outputs parser schedules state_types",
         "configurations",
         "trainer",
         "launches",
