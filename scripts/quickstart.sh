@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Set up if needed, train a small GPT on real text twice through Megatron's own trainer - first without, then with --bpipe - and show what
+# Set up if needed, train a small GPT on real text twice with Megatron's own trainer, first without and then with --bpipe, and show what
 # balancing did and that it changed no result.
 # Usage: scripts/quickstart.sh [--schedule NAME | --slices K] [more flags of pretrain_gpt.py, for both runs]
 #
-# With --schedule grouped-interleaved, zb-h1, 1f1b-split or interleaved-1f1b the second run trains by that schedule, and the first by
-# Megatron's own loop for as many virtual stages, on the same text and to the same bits: without dropout, which follows the order.
-# With --slices K both runs train every sequence in K slices, and the second balances them.
+# With --schedule grouped-interleaved, zb-h1, 1f1b-split or interleaved-1f1b, the second run uses that schedule. The first uses Megatron's
+# own loop with as many virtual stages, on the same text and bit-identical. Both run without dropout, which depends on the order.
+# With --slices K, both runs train every sequence in K slices, and the second balances them.
 #
-# With 8 GPUs or more it runs one rank a GPU; otherwise on the CPU. Everything it leaves is in runs/quickstart, or in the folder that RUNS
-# names: the corpus, a log of each run, what each stage measured, summary.json, and the balanced run to look at: report.html and trace.json.
-# What a schedule of its own leaves lies in a folder of its name there.
+# With 8 GPUs or more it runs one rank per GPU, otherwise on the CPU. All its files are in runs/quickstart, or in the folder that RUNS
+# names: the corpus, a log of each run, what each stage measured, summary.json, and report.html and trace.json of the balanced run.
+# With --schedule or --slices, the results are in a subfolder there, such as zb-h1 or slices-4.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -43,20 +43,20 @@ if [[ "${1:-}" == --schedule ]]; then
             ;;
         1f1b-split | zb-h1) ;;
         zb-v | v-half | v-min)
-            die "--schedule $2: there each rank has other layers, whose weights begin otherwise, so nothing could be compared with Megatron's" \
-                "own loop. Remedy: --schedule grouped-interleaved; docs/placed.md says how to train by $2."
+            die "--schedule $2 gives ranks other layers, with other initial weights, so the runs could not be compared with Megatron's" \
+                "own loop. Remedy: --schedule grouped-interleaved; docs/placed.md shows how to train with $2."
             ;;
-        *) die "--schedule '${2:-}' is none of these: grouped-interleaved, zb-h1, 1f1b-split, interleaved-1f1b. Remedy: name one of them." ;;
+        *) die "--schedule '${2:-}' is not grouped-interleaved, zb-h1, 1f1b-split or interleaved-1f1b. Remedy: give one of these." ;;
     esac
     RESULTS="$RUNS/$2"
-    PLAIN="by Megatron's own schedule"
-    BALANCED="by $2, with --bpipe"
+    PLAIN="with Megatron's own schedule"
+    BALANCED="with $2 and --bpipe"
     BOTH_ARGS+=(--attention-dropout 0 --hidden-dropout 0)
     SCHEDULE_ARGS+=(--bpipe-schedule "$2")
     shift 2
 fi
 if [[ "${1:-}" == --slices ]]; then
-    [[ "${2:-}" =~ ^[1-9][0-9]*$ ]] || die "--slices '${2:-}' is no number of slices. Remedy: --slices 4."
+    [[ "${2:-}" =~ ^[1-9][0-9]*$ ]] || die "--slices '${2:-}' is not a number of slices. Remedy: --slices 4."
     RESULTS="$RUNS/slices-$2"
     PLAIN="in $2 slices, without balancing"
     BALANCED="in $2 slices, with --bpipe"
@@ -67,7 +67,7 @@ fi
 # In the middle, when everything has been allocated and touched.
 RECORDED=$((ITERATIONS / 2))-$((ITERATIONS / 2 + 2))
 
-set_up megatron "then training twice on Python's own source and comparing (about 5 minutes on 2 cores)"
+set_up megatron "then training twice on Python's own source and comparing (4 to 8 minutes on 2 cores)"
 cd "$ROOT"
 
 # Two of these at once would write into each other's folders.
@@ -86,7 +86,7 @@ if [[ ! -f "$DATA.bin" || ! "$DATA.idx" -nt "$CORPUS" || scripts/data/preprocess
     run_logged "$RUNS/preprocess.log" '^(Processed|/.*documents|preprocess_data)' "$PYTHON" scripts/data/preprocess_data.py \
         --input "$CORPUS" --json-keys text --output-prefix "$RUNS/data/stdlib" --overwrite \
         --tokenizer-type ByteLevelTokenizer --vocab-size "$VOCABULARY" --append-eod ||
-        die "the corpus could not be tokenized; everything it said: $RUNS/preprocess.log"
+        die "the corpus could not be tokenized; whole log: $RUNS/preprocess.log"
 fi
 
 # --- The device -------------------------------------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ num_gpus() {
 DEVICE_ARGS=()
 GPUS="$(num_gpus)"
 if ((GPUS >= STAGES)); then
-    say "$GPUS GPUs: one rank a GPU, NCCL"
+    say "$GPUS GPUs: one rank per GPU, NCCL"
     # Without these a GPU may add the same numbers in another order the second time, balanced or not.
     export CUBLAS_WORKSPACE_CONFIG=:4096:8 NCCL_ALGO=Ring CUDA_DEVICE_MAX_CONNECTIONS=1
     DEVICE_ARGS+=(--deterministic-mode)
@@ -113,7 +113,7 @@ if ((GPUS >= STAGES)); then
     fi
 else
     # A pipeline stage needs a device of its own: NCCL refuses two ranks on one GPU. The CPU shows the same schedule and the same peaks.
-    if ((GPUS > 0)); then say "$GPUS GPUs are fewer than the $STAGES stages: leaving them alone and using the CPU"; fi
+    if ((GPUS > 0)); then say "$GPUS GPUs are fewer than the $STAGES stages: using the CPU instead"; fi
     # Eight processes of one thread each, and no name look-up of this host, which a machine without a network may not know.
     export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"
 fi
@@ -136,7 +136,7 @@ DATA_ARGS=(
 )
 LOGGING_ARGS=(--log-interval 1 --eval-interval 1000 --eval-iters 0 --distributed-timeout-minutes 10)
 
-# train NAME DESCRIPTION FLAG...: one training, its iteration lines shown as they come.
+# train NAME DESCRIPTION FLAG...: one training run, its iteration lines shown as they come.
 train() {
     local name=$1 description=$2
     shift 2
@@ -148,7 +148,7 @@ train() {
         "${MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${LOGGING_ARGS[@]}" "${DEVICE_ARGS[@]}" \
         "${BOTH_ARGS[@]}" --bpipe-report "$RESULTS/$name" --bpipe-report-iterations "$RECORDED" "$@" || {
         local status=$?
-        ((status > 128)) || say "training $description failed; its whole log: $RESULTS/$name.log"
+        ((status > 128)) || say "training $description failed; whole log: $RESULTS/$name.log"
         exit "$status"
     }
 }
@@ -160,7 +160,7 @@ train balanced "$BALANCED" --bpipe "${SCHEDULE_ARGS[@]}" "$@"
 echo
 if ((${#SCHEDULE_ARGS[@]} > 0)); then
     echo "A trained $PLAIN, B $BALANCED"
-    if ((LAYERS > STAGES)); then echo "2 virtual stages a rank: a stage below is a rank, and a micro-batch one of one virtual stage"; fi
+    if ((LAYERS > STAGES)); then echo "2 virtual stages per rank: below, a stage is a rank, and a micro-batch one of one virtual stage"; fi
 fi
 bpipe compare "$RESULTS/plain" "$RESULTS/balanced" --balancing --pp "$STAGES" --iterations "$ITERATIONS" --rows 0 \
     --output "$RESULTS/summary.json"

@@ -64,7 +64,7 @@ def run(options: Options) -> None:
         return
     print("\n".join([*lines(reading), *_said(setup, found, calibration)]))
     if options.output is None:
-        print("give --output FILE to keep it for --calibration of bpipe simulate and bpipe plan")
+        print("to keep this for --calibration of bpipe simulate and bpipe plan, give --output FILE")
 
 
 def _reading(options: Options) -> Reading | None:
@@ -83,13 +83,13 @@ def _said(setup: Setup, found: Steady | None, calibration: Calibration) -> list[
     median = ""
     if found is not None:
         median = (
-            f", the median of {found.num} behind the warm-up; the middle half took {found.low_s:.3f} to "
+            f", the median of {found.num} after the warm-up; the middle half took {found.low_s:.3f} to "
             f"{found.high_s:.3f} s"
         )
     factor, devices = calibration.factor, f"{setup.cluster.num_devices} {setup.cluster.device.name}"
-    slower = f"{abs(100 * (factor - 1)):.1f} % {'more' if factor >= 1 else 'less'}"
+    slower = f"{abs(100 * (factor - 1)):.1f} % {'longer' if factor >= 1 else 'less time'}"
     return [
-        f"measured   {calibration.measured_s:.3f} s an iteration{median}",
+        f"measured   {calibration.measured_s:.3f} s per iteration{median}",
         f"predicted  {calibration.predicted_s:.3f} s: {describe(setup)}, batch {setup.global_batch} on {devices}",
         f"factor     {factor:.4f}: this cluster takes {slower} than predicted",
     ]
@@ -149,4 +149,6 @@ def _check_recorded(folder: Path, setup: Setup) -> None:
     }
     for name, (theirs, mine) in pairs.items():
         if theirs != mine:
-            raise ValueError(f"{name} of the run: {theirs}, of what is to be predicted: {mine}; say what ran")
+            raise ValueError(
+                f"{name} of the run: {theirs}, of the given configuration: {mine}; give the configuration that ran"
+            )

@@ -69,7 +69,7 @@ def _shortage(options: Options, held: Held) -> None:
     for flag in ("html", "trace", "iteration"):
         if getattr(options, flag) is not None:
             raise ValueError(
-                f"--{flag}: {options.folder} has no recorded iteration; the table and --format json say what was held"
+                f"--{flag}: {options.folder} has no recorded iteration; the table and --format json show what was held"
             )
     if options.format == "json":
         print_json(document(held))

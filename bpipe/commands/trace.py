@@ -118,9 +118,13 @@ def _run_module(options: Options) -> None:
     """Print what stages of torch's hold, and every rank by the schedule, as it is and balanced."""
     require("torch", "bpipe trace --module")
     if options.pipeline is None or options.microbatches is None:
-        raise ValueError("--module: what ranks hold depends on how many there are: give --pp and --microbatches, too")
+        raise ValueError(
+            "--module: what ranks hold depends on their number and the micro-batches: give --pp and --microbatches"
+        )
     if options.output is not None:
-        raise ValueError("--output: simulate and plan read a profile of Megatron's stages, and --module has others")
+        raise ValueError(
+            "--output: simulate and plan read only profiles of Megatron's stages: leave it out with --module"
+        )
     asked = {
         "module": options.module,
         "device": options.device,
@@ -135,28 +139,24 @@ def _run_module(options: Options) -> None:
     if options.format == "json":
         print_json(found)
         return
-    stages: list[tuple[str, ...]] = [("stage", "parameters", "saved MiB", "may leave MiB")]
+    stages: list[tuple[str, ...]] = [("stage", "parameters", "saved MiB", "movable MiB")]
     for number, stage in enumerate(found["stages"]):
         sizes = (f"{stage[name] / MIB:.1f}" for name in ("saved_bytes", "moved_bytes"))
         stages.append((str(number), f"{stage['parameters']:,}", *sizes))
     ranks: list[tuple[str, ...]] = [("rank", "peak MiB", "balanced MiB")]
     for number, both in enumerate(zip(found["alone_bytes"], found["balanced_bytes"], strict=True)):
         ranks.append((str(number), *(f"{nbytes / MIB:.1f}" for nbytes in both)))
-    print(
-        "\n".join([*columns(stages), "", *columns(ranks), "peak: of micro-batches and host buffers, without weights"])
-    )
+    print("\n".join([*columns(stages), "", *columns(ranks), "peak: micro-batches and host buffers, without weights"]))
 
 
 def write_profile(file: str, traced: Mapping[str, Any], subject: TracedLaunch) -> None:
     """Write what `simulate` and `plan` read with --profile. What is saved depends on how layers are cut and on what is
     computed again, which the setup says. Raises ValueError where there is none."""
     if subject.setup is None:
-        raise ValueError(
-            f"--output: simulate and plan read a trace of what they know, and of this launch they say: {subject.unknown}"
-        )
+        raise ValueError(f"--output: simulate and plan cannot use a trace of this launch: {subject.unknown}")
     for name in beyond_traces(subject.setup):
         raise ValueError(
-            f"--output: a file says nothing of {name}, so it would be taken for other launches: leave it out"
+            f"--output: a profile does not record {name}, so it could be taken for another launch's: leave it out"
         )
     measured = {**traced["measured"], **{name: getattr(subject.setup, name) for name in _OF_SETUP}}
     stages = [{name: stage[name] for name in _OF_PROFILE} for stage in traced["stages"]]
@@ -201,7 +201,7 @@ def _setup(options: Options, reading: Reading | None) -> Setup:
 
 def _traced(flags: Sequence[str]) -> dict[str, Any]:
     """Return the program's answer on a launch."""
-    return _ended(PROGRAM, flags, "building Megatron's stages without memory, some ten seconds")
+    return _ended(PROGRAM, flags, "building Megatron's stages without memory, about ten seconds")
 
 
 def _ended(program: str, words: Sequence[str], doing: str) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def _table(stages: Sequence[dict[str, Any]], subject: TracedLaunch) -> list[str]
         "parameters",
         "saved MiB",
         "by formula",
-        "apart",
+        "off by",
         "stays MiB",
         "held MiB",
         "peak MiB",
@@ -254,13 +254,13 @@ def _table(stages: Sequence[dict[str, Any]], subject: TracedLaunch) -> list[str]
 
 def _remarks(stages: Sequence[dict[str, Any]], subject: TracedLaunch) -> list[str]:
     lines = [
-        "saved: what one micro-batch keeps for its backward and may leave; stays: what others hold, too; held: all that",
-        "its forward made and left; peak: the most at once, its backward included. Transformer Engine's modules are",
-        "replaced by Megatron's own, with the shapes of memory of fused kernels.",
+        "saved: what one micro-batch keeps for its backward and can be moved; stays: what other code holds, too; held: all",
+        "that its forward allocated and kept; peak: the most at once, its backward included. Megatron's own modules stand in",
+        "for Transformer Engine's, and save as much as fused kernels do.",
     ]
     if subject.unknown is not None:
-        lines.append(f"the formulas do not know this launch: {subject.unknown}")
+        lines.append(f"the formulas do not cover this launch: {subject.unknown}")
     hidden = sorted({kind for stage in stages for kind in stage["hidden"]})
     if hidden:
-        lines.append(f"what these nodes saved cannot be seen, and stays: {', '.join(hidden)}")
+        lines.append(f"what these autograd nodes saved cannot be seen, and stays: {', '.join(hidden)}")
     return lines

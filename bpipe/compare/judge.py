@@ -84,12 +84,12 @@ def compare(one: Training, other: Training, tolerance: float = 0.0, only_common:
     if one.exact != other.exact:
         report, log = (one, other) if one.exact else (other, one)
         raise ValueError(
-            f"{log.path} is a log, whose numbers are rounded, and {report.path} a report: compare two of a kind"
+            f"{log.path} is a log, whose numbers are rounded, and {report.path} is a report: compare two of the same kind"
         )
     common = tuple(sorted(one.iterations.keys() & other.iterations.keys()))
     if not common:
         raise ValueError(
-            f"{one.path} and {other.path} have no iteration in common: {one.extent()} and {other.extent()}"
+            f"{one.path} and {other.path} have no iteration in common: A has {one.extent()}, B has {other.extent()}"
         )
     mismatches = tuple(
         Mismatch(iteration, name, one.iterations[iteration].get(name), other.iterations[iteration].get(name))
@@ -100,8 +100,8 @@ def compare(one: Training, other: Training, tolerance: float = 0.0, only_common:
     alone = len(one.iterations.keys() ^ other.iterations.keys())
     if alone and not mismatches and not only_common:
         raise ValueError(
-            f"{alone} iterations are in one run only ({one.extent()} and {other.extent()}); "
-            f"the {len(common)} that both have do not differ. If that is what you mean to compare, add --common"
+            f"{alone} iterations are in one run only: A has {one.extent()}, B has {other.extent()}; "
+            f"the {len(common)} that both have are equal: to compare only these, add --common"
         )
     return SideBySide(one, other, tolerance, common, alone, mismatches)
 

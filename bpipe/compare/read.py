@@ -61,7 +61,7 @@ class Training:
     balanced: bool | None = None
 
     def extent(self) -> str:
-        return f"{len(self.iterations)} from {min(self.iterations)} to {max(self.iterations)}"
+        return f"{len(self.iterations)} ({min(self.iterations)} to {max(self.iterations)})"
 
 
 def read_training(
@@ -75,7 +75,7 @@ def read_training(
     iterations, seconds = _read_iterations(path / STEPS if path.is_dir() else path) if exact else _read_log(path)
     if not iterations:
         raise ValueError(
-            f"{path}: no iteration in it; is this {'the report' if exact else 'a log of Megatron with --log-interval'}?"
+            f"{path}: no iteration in it; is it {'a report' if exact else 'a log of Megatron with --log-interval'}?"
         )
     if num_iterations is not None:
         _check_iterations(path, iterations, num_iterations)
@@ -102,7 +102,7 @@ def read_stages(
             swapped = (
                 "are the two folders swapped?"
                 if balanced is not None
-                else "its other ranks were otherwise. Are they of one run?"
+                else "other ranks say the opposite: are they of one run?"
             )
             raise ValueError(f"{path}: this run was {'' if is_balanced else 'not '}balanced; {swapped}")
         was_balanced = is_balanced
@@ -111,10 +111,10 @@ def read_stages(
     if runs:
         refuse_two_runs(folder, runs)
     if num_ranks is None and balanced is not None and not stages:
-        raise ValueError(f"{folder}: no rank_*.json there, so nothing says whether this run was balanced")
+        raise ValueError(f"{folder}: no rank_*.json, so it is not known whether this run was balanced")
     if num_ranks is not None and sorted(stages) != list(range(num_ranks)):
         raise ValueError(
-            f"{folder}: reports for stages {sorted(stages)}, expected 0 to {num_ranks - 1}; did every rank end well?"
+            f"{folder}: has reports of stages {sorted(stages)}, not of 0 to {num_ranks - 1}; did every rank finish?"
         )
     return stages, was_balanced
 
@@ -127,7 +127,7 @@ def _read_rank(path: Path) -> tuple[int, StageNumbers, bool, str | None]:
             raise ValueError(f"{absent!r} is missing")
         return found["stage"], StageNumbers(*(found[name] for name in _NUMBERS)), found["balanced"], found.get("run")
     except ValueError as error:
-        raise ValueError(f"{path}: no row of a stage, so the run was perhaps cut off: {error}") from None
+        raise ValueError(f"{path}: not a complete report of a stage; was the run cut off? {error}") from None
 
 
 def _check_iterations(path: Path, iterations: Mapping[int, Values], wanted: int) -> None:
@@ -138,7 +138,7 @@ def _check_iterations(path: Path, iterations: Mapping[int, Values], wanted: int)
             if missing
             else "there are more"
         )
-        raise ValueError(f"{path}: {len(iterations)} iterations where {wanted} were asked for; {detail}")
+        raise ValueError(f"{path}: {len(iterations)} iterations instead of {wanted}; {detail}")
 
 
 def _read_iterations(path: Path) -> tuple[dict[int, Values], dict[int, float]]:
@@ -165,9 +165,7 @@ def _read_iterations(path: Path) -> tuple[dict[int, Values], dict[int, float]]:
             if elapsed_s is not None:
                 seconds[iteration] = a_number(elapsed_s, "elapsed_s")
         except ValueError as error:
-            raise ValueError(
-                f"{path}, line {number}: no line of an iteration, so the run was perhaps cut off: {error}"
-            ) from None
+            raise ValueError(f"{path}, line {number}: not a complete iteration; was the run cut off? {error}") from None
     return iterations, seconds
 
 
@@ -176,11 +174,11 @@ def _exact(name: str, value: object) -> float | None:
     if value is None:
         return None
     if not isinstance(value, str) or not _EXACT.fullmatch(value):
-        raise ValueError(f"{name} is {value!r:.40}, no number with all its bits as float.hex writes it")
+        raise ValueError(f"{name} is {value!r:.40}, not a number as float.hex writes it")
     try:
         return float.fromhex(value)
     except OverflowError:
-        raise ValueError(f"{name} is {value}, which no number can be") from None
+        raise ValueError(f"{name} is {value}, which is too large") from None
 
 
 def _read_log(path: Path) -> tuple[dict[int, Values], dict[int, float]]:
@@ -196,7 +194,7 @@ def _read_log(path: Path) -> tuple[dict[int, Values], dict[int, float]]:
             elapsed_s = a_number(values[_LOG_TIME] / 1e3, _LOG_TIME) if _LOG_TIME in values else None
         except ValueError as error:
             raise ValueError(
-                f"{path}, line {number}: not one of Megatron's iteration lines, or two in one: {error}"
+                f"{path}, line {number}: not one of Megatron's iteration lines, or two of them in one: {error}"
             ) from None
         seconds.pop(iteration, None)
         if elapsed_s is not None:
@@ -210,7 +208,7 @@ def _read_fields(text: str) -> dict[str, float]:
     for one in text.split("|"):
         name, colon, value = one.rpartition(":")
         if not colon:
-            raise ValueError(f"{one.strip()!r:.60} is no field with a value")
+            raise ValueError(f"{one.strip()!r:.60} is not a field with a value")
         if _LOG_TIME in name or not _MACHINE.search(name):
             values[printable(name.strip())] = float(value)
     return values
@@ -221,4 +219,4 @@ def _read_text(path: Path) -> str:
         # A log may hold anything; where it matters, what was replaced is no number any more.
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; did the run end well? Its log says more") from None
+        raise ValueError(f"{path}: {error.strerror}; did the run finish? See its log") from None

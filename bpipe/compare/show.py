@@ -40,7 +40,7 @@ def _peaks(one: Training, other: Training) -> list[str]:
         first += f"  {name + (', with --bpipe' if run.balanced else ', without balancing'):^27}"
         second += f"  {'micro-batches':>13} {'MiB':>13}"
         if run.balanced:
-            first += f"  {'an iteration':^16}"
+            first += f"  {'per iteration':^16}"
             second += f"  {'evictions':>9} {'loads':>6}"
     rows = []
     for stage in sorted(one.stages.keys() | other.stages.keys()):
@@ -114,7 +114,7 @@ def _seconds(pair: SideBySide) -> list[str]:
     if one is None or other is None or ratio is None:
         return []
     times = ", ".join(f"{name} {_between(spread)} s" for name, spread in (("A", one), ("B", other)))
-    return [f"time of an iteration, median (quartiles): {times}; B by A {_between(ratio)}"]
+    return [f"time per iteration, median (quartiles): {times}; B/A {_between(ratio)}"]
 
 
 def _spread(pair: SideBySide, run: Training) -> Quartiles | None:
@@ -130,15 +130,15 @@ def _verdict(pair: SideBySide) -> str:
     within = f"within {pair.tolerance:g}"
     if pair.mismatches:
         first, others = pair.mismatches[0], len(pair.mismatches) - 1
-        more = f"; {others} more differ in what follows" if others else ""
+        more = f"; {others} more differ after it" if others else ""
         return f"NOT {'equal ' + within if pair.tolerance else 'identical'}: {_difference(first)}{more}"
     if pair.exact:
         return f"identical: all numbers of {num} iterations agree to the last bit"
     if pair.tolerance:
-        return f"equal {within}: no two numbers of {num} iterations are further apart, as a part of the larger"
+        return f"equal {within}: no two numbers of {num} iterations differ by more, relative to the larger one"
     return (
-        f"no difference in {num} iterations as far as logs tell, which Megatron rounds; "
-        "run with --bpipe-report DIR and compare the folders to see every bit"
+        f"no difference in {num} iterations, but Megatron rounds the numbers in its logs; "
+        "to compare every bit, run with --bpipe-report DIR and compare the folders"
     )
 
 

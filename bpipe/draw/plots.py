@@ -150,7 +150,7 @@ def overhead_chart(lines: Sequence[Overhead], title: str, batch: str) -> Figure:
     sizes = sorted({size for line in lines for size in line.batch_sizes})
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.minorticks_off()
-    axes.set(xlabel=batch, ylabel="longer iteration, %")
+    axes.set(xlabel=batch, ylabel="increase in iteration time, %")
     axes.set_ylim(bottom=0)
     axes.grid(axis="y", color="#dddddd", linewidth=0.7)
     axes.legend(frameon=False, fontsize=9)
@@ -242,7 +242,7 @@ def front_chart(points: Sequence[FrontPoint], limit_bytes: int, winner: int | No
     axes.axvline(limit_bytes / 2**30, color=BLACK, linestyle="--", linewidth=1, gid="limit")
     axes.annotate(f"{limit_bytes / 2**30:.1f} GiB per device", (limit_bytes / 2**30, 1), (4, -4), xycoords=("data", "axes fraction"),
                   textcoords="offset points", va="top", fontsize=8.5)  # fmt: skip
-    axes.set(xlabel="what the fullest rank needs, GiB per device", ylabel="iteration, s")
+    axes.set(xlabel="memory of the fullest rank, GiB per device", ylabel="iteration, s")
     axes.grid(color="#dddddd", linewidth=0.7)
     figure.legend(frameon=False, fontsize=9, loc="outside lower center", ncols=3)
     return figure

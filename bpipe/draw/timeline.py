@@ -88,7 +88,7 @@ def _summary(simulation: Simulation) -> str:
     schedule = simulation.schedule
     chunks = f", {schedule.num_chunks} chunks per rank" if schedule.num_chunks > 1 else ""
     exposed = float(simulation.exposed_transfer_s)
-    waits = f", transfers exposed {_seconds(exposed)}" if exposed else ""
+    waits = f", exposed transfer time {_seconds(exposed)}" if exposed else ""
     return (
         f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_whole_microbatches} micro-batches{chunks}; "
         f"iteration "

@@ -85,13 +85,13 @@ RECORD, MEMORY, SUMMARY = PerRank("record", ".jsonl"), PerRank("memory", ".jsonl
 def _by_stage(found: Any, name: str) -> dict[int, int]:
     sizes = an_object(found, name)
     if not all(re.fullmatch("[0-9]{1,9}", stage) for stage in sizes):
-        raise ValueError(f"{name} has {next(iter(sizes))!r:.40}: keys are stages")
+        raise ValueError(f"{name} has {next(iter(sizes))!r:.40}: its keys must be stages")
     return {int(stage): a_whole(size, f"{name} of stage {stage}", 0, LARGEST_BYTES) for stage, size in sizes.items()}
 
 
 def _microbatch(found: Any, _: str) -> tuple[int, int, int]:
     if not isinstance(found, list) or len(found) != 3:
-        raise ValueError(f"{str(found)[:40]} is no stage, micro-batch and bytes")
+        raise ValueError(f"{str(found)[:40]} is not a stage, a micro-batch and bytes")
     stage, microbatch, num_bytes = found
     return (
         a_whole(stage, "a stage"),

@@ -15,7 +15,7 @@ from bpipe.build import ScheduleConfig
 from bpipe.models.flops import mfu
 from bpipe.record.format import CLOCK_ERROR_S, MOST_RANKS, RankRecord, RunInfo
 
-_EMPTY_IT = "Records of two runs lie in one folder: give every run a folder of its own"
+_EMPTY_IT = "The folder has files of two runs: delete those of the older one, and give every run its own folder"
 
 
 def refuse_two_runs(folder: Path, runs: Sequence[tuple[str, str | None]]) -> None:
@@ -42,8 +42,7 @@ def check_one_run(folder: Path, info: RunInfo, ranks: Sequence[RankRecord]) -> N
     widest = max((one.program.num_ranks for record in ranks for one in record.iterations.values()), default=0)
     if widest > (info.world_size or MOST_RANKS):
         raise ValueError(
-            f"{folder}: {widest} stages were run, but run.json says {info.world_size or 'no number of'} ranks. "
-            f"{_EMPTY_IT}"
+            f"{folder}: {widest} stages ran, but run.json has {info.world_size or 'no number of'} ranks. {_EMPTY_IT}"
         )
     for number in sorted({number for record in ranks for number in record.iterations}):
         _check_iteration(folder, [record for record in ranks if number in record.iterations], number)
@@ -55,7 +54,7 @@ def _check_ranks(folder: Path, world_size: int | None, ranks: Sequence[RankRecor
     for record in ranks:
         if world_size is not None and record.rank >= world_size:
             raise ValueError(
-                f"{folder}: a record of rank {record.rank}, but run.json says {world_size} ranks. {_EMPTY_IT}"
+                f"{folder}: there is a record of rank {record.rank}, but run.json has {world_size} ranks. {_EMPTY_IT}"
             )
         other = taken.setdefault((record.pipeline, record.place), record.rank)
         if other != record.rank:
@@ -84,8 +83,8 @@ def _check_iteration(folder: Path, ranks: Sequence[RankRecord], number: int) -> 
         # The rows are compared one by one later; a program of another size altogether is not even built for that.
         if needed > 2 * rows:
             raise ValueError(
-                f"{folder}: iteration {number} of rank {record.rank} has {rows} actions, but its program {needed} "
-                f"computations"
+                f"{folder}: iteration {number} of rank {record.rank} has {rows} actions, but its program has "
+                f"{needed} computations"
             )
         if not 0 <= record.place < program.num_ranks:
             raise ValueError(
@@ -123,8 +122,7 @@ def missing(info: RunInfo, ranks: Sequence[RankRecord]) -> list[str]:
     num_places = max(iteration.program.num_ranks for record in ranks for iteration in record.iterations.values())
     if num_pipelines * num_places > MOST_RANKS:
         raise ValueError(
-            f"a rank says that it is of pipeline {num_pipelines - 1}, of {num_places} stages: that many ranks there "
-            f"are not"
+            f"a rank says that it is of pipeline {num_pipelines - 1}, of {num_places} stages: no run has so many ranks"
         )
     missing = set(product(range(num_pipelines), range(num_places))) - {
         (record.pipeline, record.place) for record in ranks
@@ -148,6 +146,6 @@ def check_speed(path: Path, info: RunInfo, step_s: Mapping[int, float]) -> None:
                 f"{path}: iteration {iteration} would have an MFU of {100 * reached:.4g} %: "
                 f"{info.flops_per_iteration:g} FLOPs in "
                 f"{elapsed_s} s on {info.world_size} devices of {info.peak_flops:g} FLOP/s "
-                f"({info.peak_source or 'source not said'}). "
-                "Correct peak_flops there, or make it null"
+                f"({info.peak_source or 'source not given'}). "
+                "Correct peak_flops there, or set it to null"
             )

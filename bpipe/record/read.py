@@ -50,18 +50,18 @@ def read_run(folder: str | Path) -> Run:
     """Read everything that a run recorded of its iterations."""
     path = Path(folder)
     if not path.is_dir():
-        raise ValueError(f"{path} is no folder: name the one that the run was given as --bpipe-report")
+        raise ValueError(f"{path} is not a folder: give the one that was the run's --bpipe-report")
     files = RECORD.files(path)
     if not files:
         raise ValueError(
-            f"{path} holds no record_*.jsonl: was it the --bpipe-report of a run, and did that record an iteration?"
+            f"{path} has no record_*.jsonl: was it a run's --bpipe-report, and did the run record an iteration?"
         )
     notes: list[str] = []
     info = _read_info(path / RUN, notes)
     ranks = tuple(record for record in (_read_record(file, notes) for file in files) if record is not None)
     if not any(record.iterations for record in ranks):
         raise ValueError(
-            f"{path}: no iteration is recorded in it. Choose some that the run reaches with --bpipe-report-iterations"
+            f"{path}: no iteration is recorded in it: give --bpipe-report-iterations some that the run reaches"
         )
     check_one_run(path, info, ranks)
     notes += missing(info, ranks)
@@ -71,7 +71,7 @@ def read_run(folder: str | Path) -> Run:
     others = [one.rank for one in summaries if one.run != ranks[0].run]
     if others:
         notes.append(
-            f"{len(others)} of the files rank_*.json are another run's and left out: a rank that was killed leaves none"
+            f"left out {len(others)} of the files rank_*.json, which are of another run: a killed rank writes none"
         )
     peaks = {one.rank: one.peak_bytes for one in summaries if one.rank not in others}
     verified = _verified([one for one in summaries if one.rank not in others])
@@ -155,11 +155,11 @@ def _read_failure(path: Path) -> FirstFailure | None:
 
 def _check_format(path: Path, found: object, expected: str) -> None:
     if not isinstance(found, dict) or found.get("format") != expected:
-        raise ValueError(f"{path}: it does not say that it is {expected}, so it is no file of bpipe's --bpipe-report")
+        raise ValueError(f"{path}: its format is not {expected}, so it is not a file of a --bpipe-report")
     if found.get("version") != VERSION:
         raise ValueError(
-            f"{path}: {expected} version {found.get('version')}, this bpipe reads version {VERSION}: use the one that "
-            f"wrote it"
+            f"{path}: {expected} version {found.get('version')}, but this bpipe reads version {VERSION}: use the bpipe "
+            f"that wrote it"
         )
 
 
@@ -172,9 +172,9 @@ def _lines(path: Path, notes: list[str]) -> Iterator[tuple[int, Any]]:
             except ValueError as error:
                 if line.endswith(b"\n"):
                     raise ValueError(
-                        f"{path}, line {count}: no JSON ({error}), though the line is whole. Is the file damaged?"
+                        f"{path}, line {count}: not JSON ({error}), although the line is complete. Is the file damaged?"
                     ) from None
-                notes.append(f"{path.name} ends in a torn line, which is left out: the run was killed while it wrote")
+                notes.append(f"{path.name} ends in a torn line, which is left out: the run was killed while writing it")
 
 
 def _of_a_rank(
@@ -190,14 +190,14 @@ def _of_a_rank(
     try:
         values = values_of(kind, header, "the header")
         if files.rank(path) != values["rank"]:
-            raise ValueError(f"the file says that it is of rank {values['rank']}. Was it renamed?")
+            raise ValueError(f"the file says that it is of rank {values['rank']}: was it renamed?")
     except ValueError as error:
         raise ValueError(f"{path}, line 1: {error}") from None
     yield 1, values
     for count, line in lines:
         if isinstance(line, dict) and "format" in line:
             _check_format(path, line, kind.FORMAT)
-            again = "a second header: two runs wrote into this file. Give every run a folder of its own"
+            again = "a second header: two runs wrote into this file. Give every run its own folder"
             raise ValueError(f"{path}, line {count}: {again}")
         yield count, line
 
@@ -215,8 +215,7 @@ def _read_record(path: Path, notes: list[str]) -> RankRecord | None:
             raise ValueError(f"{path}, line {count}: {error}") from None
         if iteration.iteration in iterations:
             raise ValueError(
-                f"{path}, line {count}: iteration {iteration.iteration} stands there twice: two runs wrote into this "
-                f"file"
+                f"{path}, line {count}: iteration {iteration.iteration} appears twice: two runs wrote into this file"
             )
         iterations[iteration.iteration] = iteration
     return RankRecord(**header, iterations=iterations)
@@ -254,10 +253,10 @@ def _check_columns(columns: Sequence[object]) -> None:
     if absent:
         raise ValueError(f"columns {', '.join(absent)} are missing")
     if len(columns) > MOST_COLUMNS:
-        raise ValueError(f"it has {len(columns)} columns, and none has more than {MOST_COLUMNS}")
+        raise ValueError(f"it has {len(columns)} columns, more than {MOST_COLUMNS}")
     doubled = next((name for name in columns if columns.count(name) > 1), None)
     if doubled is not None:
-        raise ValueError(f"column {doubled!r:.40} stands there twice")
+        raise ValueError(f"column {doubled!r:.40} appears twice")
 
 
 def _rows(columns: Sequence[object], actions: Sequence[object], elapsed_s: float) -> tuple[Row, ...]:

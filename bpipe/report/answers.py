@@ -39,7 +39,7 @@ def bottleneck(comparison: Comparison) -> StageRow | None:
 
 
 def longest_wait(comparison: Comparison) -> StageRow | None:
-    """Return the stage that stood still for transfers longest; None where no rank recorded it."""
+    """Return the stage with the longest exposed time; None where no rank recorded it."""
     known = [row for row in comparison.stages if row.exposed_s is not None]
     return max(known, key=lambda row: row.exposed_s or 0.0, default=None)
 
@@ -47,7 +47,7 @@ def longest_wait(comparison: Comparison) -> StageRow | None:
 def _bottleneck(comparison: Comparison) -> str:
     row = bottleneck(comparison)
     if row is None or row.all_measured_bytes is None or row.held_bytes is None:
-        return "Which stage is the memory bottleneck cannot be said: no rank recorded what it held."
+        return "The memory bottleneck is not known: no rank recorded what it held."
     rank = "" if row.rank is None else f" (rank {row.rank})"
     text = f"Stage {row.stage}{rank} is the memory bottleneck: {bytes_text(row.all_measured_bytes)} of activations"
     if row.bound_bytes is not None:
@@ -59,7 +59,7 @@ def _bottleneck(comparison: Comparison) -> str:
     if row.limit_bytes:
         free = row.limit_bytes - row.held_bytes
         text += (
-            f": {bytes_text(row.held_bytes)} of {bytes_text(row.limit_bytes)}, {bytes_text(abs(free))} "
+            f", together {bytes_text(row.held_bytes)} of {bytes_text(row.limit_bytes)}: {bytes_text(abs(free))} "
             f"{'free' if free >= 0 else 'over'}"
         )
     return f"{text}."
@@ -87,23 +87,30 @@ def _hosting(comparison: Comparison) -> str:
     schedule = comparison.measured.schedule
     senders = [rank for rank in range(schedule.num_ranks) if num_transfers(schedule, rank).evictions]
     told = [
-        ". ".join(_hosted(comparison, rank, host) for host in residencies_by_host(schedule, rank))
+        text
         for rank in senders[:MOST_TOLD]
+        for text in (
+            *(_where(comparison, rank, host) for host in residencies_by_host(schedule, rank)),
+            *_limits(comparison, rank),
+        )
     ]
     if len(senders) > MOST_TOLD:
-        told.append(f"And so for {counted(len(senders) - MOST_TOLD, 'stage')} more")
+        told.append(f"The same holds for {counted(len(senders) - MOST_TOLD, 'more stage')}")
     return f"{'. '.join(told)}." if told else ""
 
 
-def _hosted(comparison: Comparison, rank: int, host: Host) -> str:
-    """Of one stage that sends, and one that hosts for it."""
+def _limits(comparison: Comparison, rank: int) -> list[str]:
+    """What one stage that sends would hold without that, and what it may hold."""
     schedule, row = comparison.measured.schedule, comparison.stages[rank]
-    how, where = comparison.measured.program.balance, _where(comparison, rank, host)
-    alone = "" if row.unbalanced_bytes is None else f", which would hold {bytes_text(row.unbalanced_bytes)} alone"
+    how = comparison.measured.program.balance
+    limits = []
+    if row.unbalanced_bytes is not None:
+        limits.append(f"would hold {bytes_text(row.unbalanced_bytes)} without balancing")
     if how is not None and how.activation_budget is not None:
-        return f"{where}{alone} and has room for {bytes_text(how.activation_budget.room_bytes[rank])}"
-    bound = None if schedule.bounds is None else counted(schedule.bounds[rank], "micro-batch", "es")
-    return f"{where}{alone}" + ("" if bound is None else f" and is to hold {bound} at most")
+        limits.append(f"has room for {bytes_text(how.activation_budget.room_bytes[rank])}")
+    elif schedule.bounds is not None:
+        limits.append(f"may hold at most {counted(schedule.bounds[rank], 'micro-batch', 'es')}")
+    return [f"Stage {rank} {' and '.join(limits)}"] if limits else []
 
 
 def _where(comparison: Comparison, rank: int, host: Host) -> str:
@@ -114,14 +121,16 @@ def _where(comparison: Comparison, rank: int, host: Host) -> str:
     if not host.on_device:
         in_all = "" if sizes is None else f" of {bytes_text(sizes.own_bytes)} in all"
         places = counted(num_host_memory_buffers(schedule, rank), "host buffer")
-        return f"Stage {rank} keeps {count} of its {own} micro-batches in its own node's memory, in {places}{in_all}"
+        return (
+            f"Stage {rank} keeps {count} of its {own} micro-batches in its own node's CPU memory, in {places}{in_all}"
+        )
     where = f"Stage {host.rank} hosts {count} of {own} micro-batches of stage {rank}"
     if sizes is None:
         return where
     if not sizes.host_bytes:
-        return f"Stage {rank} keeps {count} of its {own} micro-batches in its host's memory"
+        return f"Stage {rank} keeps {count} of its {own} micro-batches in its own CPU memory"
     buffers = num_buffers_for(schedule, host.rank)
-    others = "" if len(buffers) == 1 else ", others' included"
+    others = "" if len(buffers) == 1 else ", including those for other stages"
     return f"{where} in {counted(buffers[rank], 'host buffer')} of {bytes_text(sizes.host_bytes)} in all{others}"
 
 
@@ -138,11 +147,9 @@ def _too_large(comparison: Comparison) -> str:
         return ""
     number, place, most = max(stayed, key=lambda each: each[2].passed_bytes)
     return (
-        f"Micro-batches differ in size: {sum(one.stayed_microbatches for _, _, one in stayed)} that were to leave "
-        f"stayed, being too "
-        f"large for their host buffers; the bound was passed by {bytes_text(most.passed_bytes)} at most, on stage "
-        f"{place} in "
-        f"iteration {number}. What is predicted takes each for as large as the largest."
+        f"Micro-batches differ in size: {sum(one.stayed_microbatches for _, _, one in stayed)} were too large for "
+        f"their host buffers and were not evicted; the bound was exceeded by at most {bytes_text(most.passed_bytes)}, "
+        f"on stage {place} in iteration {number}. The prediction assumes that each is as large as the largest."
     )
 
 
@@ -157,9 +164,8 @@ def _staying(comparison: Comparison) -> str:
         return ""
     stages = ", ".join(f"stage {stage} {percent_text(fraction)}" for stage, fraction in little.items())
     return (
-        f"Less memory is freed than could be: of what a forward keeps for its backward only a part moves with its "
-        f"micro-batch ({stages}). "
-        f"The run's log names what holds the rest."
+        f"Less memory is freed than possible: an eviction moves only a part of what a forward keeps for its backward "
+        f"({stages}). The run's log names what holds the rest."
     )
 
 
@@ -169,15 +175,14 @@ def _cost(comparison: Comparison) -> str:
         return "what balancing cost was not recorded"
     shared = shared_cores(comparison)
     if shared is not None:
-        return f"what balancing cost in time cannot be told here: {shared}, so transfers take time from computations"
+        return f"the time it cost cannot be measured here: {shared}, so transfers take time from computations"
     pipeline_s = comparison.totals.pipeline_s
     share = worst.exposed_s / pipeline_s if pipeline_s else 0.0
     if share < NOTHING:
-        return "balancing cost no time: no stage stood still for transfers"
+        return "balancing cost no time: no transfer time was exposed"
     return (
-        f"balancing cost {percent_text(share)} of an iteration's pipeline time: stage {worst.stage} stood still for "
-        f"transfers for "
-        f"{seconds_text(worst.exposed_s)} of {seconds_text(pipeline_s)}"
+        f"balancing cost {percent_text(share)} of an iteration's pipeline time: stage {worst.stage} had "
+        f"{seconds_text(worst.exposed_s)} of exposed transfer time in {seconds_text(pipeline_s)}"
     )
 
 

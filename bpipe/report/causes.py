@@ -6,9 +6,9 @@ Every cause is a condition on recorded numbers, and its sentence names them. Tri
   an iteration      it was the first recorded, and most stages computed slower than later; one computation; one stage; transfers;
                     computations and hand-overs vary
   a computation     a few of them; those beside a transfer; all of them spread
-  standing still    transfers slower than probed; transfers longer than what they run beside
+  exposed time      transfers slower than probed; transfers longer than what they run beside
   one transfer      slower than probed
-  waiting           another stage computed longer, or stood still longer, than predicted; hand-overs took longer than predicted; times of
+  waiting           another stage computed longer, or had more exposed time, than predicted; hand-overs took longer than predicted; times of
                     other stages vary
   a peak            more or fewer micro-batches at once; micro-batches of differing size; what is left after the last backward; what cannot
                     move; a received input
@@ -87,9 +87,9 @@ def _varies(comparison: Comparison, timelines: Sequence[Timeline], places: Seque
         return None
     slow, late = losses[worst]
     return (
-        f"Times vary: on stage {worst} computations above the median add up to {seconds_text(slow)} beyond it, and "
-        f"hand-overs from its "
-        f"neighbours to {seconds_text(late)} more than predicted. In a pipeline the slower neighbour sets the pace."
+        f"Times vary: on stage {worst}, slow computations took {seconds_text(slow)} longer than the median in total, "
+        f"and messages from its neighbours {seconds_text(late)} longer than predicted. In a pipeline the slower "
+        f"neighbour sets the pace."
         f"{_on_shared_cores(comparison)}"
     )
 
@@ -120,9 +120,8 @@ class IterationCauses:
         ratios = warm_up_ratios(comparison.measured.timelines)
         slower = sum(ratio > SLOWER for ratio in ratios)
         return (
-            f"Warm-up: it is the first that was recorded, and {slower} of {len(ratios)} stages computed "
-            f"{median(ratios):.2f} times as long "
-            f"as later. It is in no median."
+            f"Warm-up: this is the first recorded iteration, and {slower} of {len(ratios)} stages computed "
+            f"{median(ratios):.2f} times as long as later. Medians leave it out."
         )
 
     def _one(self, comparison: Comparison, over: float) -> str | None:
@@ -131,8 +130,8 @@ class IterationCauses:
         if _excess(comparison, slowest) < MOST_OF_IT * over:
             return None
         return (
-            f"One computation: {_against_median(comparison, slowest)}. Another process on that machine, or its "
-            f"first use of something?"
+            f"One computation: {_against_median(comparison, slowest)}. Did another process run on that machine, "
+            f"or was something used for the first time?"
         )
 
     def _stage(self, comparison: Comparison, over: float) -> str | None:
@@ -142,7 +141,7 @@ class IterationCauses:
         worst = max(excess, key=lambda place: excess[place])
         if excess[worst] >= MOST_OF_IT * over:
             return (
-                f"Stage {worst} computed {seconds_text(excess[worst])} longer than its medians, over all of its "
+                f"Stage {worst} computed {seconds_text(excess[worst])} longer than its medians, summed over its "
                 f"micro-batches."
             )
         exposed = {
@@ -152,7 +151,7 @@ class IterationCauses:
         }
         worst = max(exposed, key=lambda place: exposed[place])
         if exposed[worst] >= MOST_OF_IT * over:
-            return f"Stage {worst} stood still for transfers {seconds_text(exposed[worst])} longer than predicted."
+            return f"The exposed time of stage {worst} was {seconds_text(exposed[worst])} longer than predicted."
         return None
 
     def _all(self, comparison: Comparison, over: float) -> str | None:
@@ -163,14 +162,14 @@ class IterationCauses:
         if -least < MOST_OF_IT * under:
             return None
         return (
-            f"Its computations took up to {seconds_text(-least)} a stage less than the medians over all recorded "
+            f"Its computations took up to {seconds_text(-least)} less per stage than the medians over all recorded "
             f"iterations."
         )
 
 
 def _against_median(comparison: Comparison, row: Row) -> str:
     typical = comparison.prediction.basis.seconds[row.action.stage, row.action.kind]
-    return f"{row.action} took {seconds_text(row.seconds)}, its stage's median is {seconds_text(typical)}"
+    return f"{row.action} took {seconds_text(row.seconds)}; the median of its stage is {seconds_text(typical)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +220,7 @@ class ComputationCauses:
         if ratio < SLOWER or (mean(beside) - mean(alone)) * len(beside) < MOST_OF_IT * over:
             return None
         return (
-            f"Those beside a transfer took {ratio:.2f} times as long as those alone: they share cores or memory "
+            f"Those during a transfer took {ratio:.2f} times as long as the others: both share cores or memory "
             f"bandwidth."
         )
 
@@ -261,9 +260,8 @@ def _slower_than_probed(comparison: Comparison, place: int, stage: int) -> str |
     if probed < SLOWER * reached:
         return None
     return (
-        f"Contention: transfers reached {rate_text(reached)}, and the same link {rate_text(probed)} when it was "
-        f"probed with nothing else "
-        f"running"
+        f"Contention: transfers reached {rate_text(reached)}; the same link reached {rate_text(probed)} when it was "
+        f"probed with nothing else running"
     )
 
 
@@ -316,9 +314,9 @@ class TransferCauses:
         exposed = comparison.stages[self.place].exposed_s or 0.0
         share = exposed / comparison.totals.pipeline_s if comparison.totals.pipeline_s else 0.0
         return (
-            f"{slower}. It cost {percent_text(share)} of the pipeline time."
+            f"{slower}. This cost {percent_text(share)} of the pipeline time."
             if share
-            else f"{slower}. It cost no time: all are hidden."
+            else f"{slower}. This cost no time: all transfers are hidden."
         )
 
 
@@ -348,8 +346,8 @@ class WaitingCauses:
         worst = max(stood, key=lambda place: stood[place], default=None)
         if worst is not None and stood[worst] >= MOST_OF_IT * over:
             return (
-                f"It waited for stage {worst}, which stood still for transfers {seconds_text(stood[worst])} longer "
-                f"than predicted."
+                f"It waited for stage {worst}, whose exposed time was {seconds_text(stood[worst])} longer than "
+                f"predicted."
             )
         return None
 
@@ -372,14 +370,14 @@ class WaitingCauses:
             ((number, late) for number, one in found for late in one), key=lambda pair: pair[1][0]
         )
         missing = (
-            " Messages are not in the prediction: too few could be told from waiting."
+            " The prediction has no messages: too few could be told from waiting."
             if comparison.prediction.basis.message_s is None
             else ""
         )
         return (
-            f"Hand-overs from its neighbours took longer than predicted: {seconds_text(lost)} in all, with the input "
-            f"computed and nothing "
-            f"else to wait for; the longest, {seconds_text(longest)}, before {action} in iteration {number}.{missing}"
+            f"Messages from its neighbours took {seconds_text(lost)} longer than predicted in total, while the "
+            f"input was ready and there was nothing else to wait for; the longest delay, {seconds_text(longest)}, was "
+            f"before {action} in iteration {number}.{missing}"
         )
 
 
@@ -395,9 +393,7 @@ class PeakCauses:
         held = row.measured_microbatches
         if held is not None and (held - row.predicted_microbatches) * over > 0:
             word = "more" if over > 0 else "fewer"
-            return (
-                f"It held {held} micro-batches at once, {word} than the {row.predicted_microbatches} of the schedule."
-            )
+            return f"It held {held} micro-batches at once, {word} than the schedule's {row.predicted_microbatches}."
         sizes = [
             other.bytes
             for _, lane in lanes_of(comparison.measured.typical, self.place)
@@ -418,16 +414,14 @@ class PeakCauses:
         left = self._left(comparison)
         if left > size.received_bytes and over <= SLOWER * left:
             return (
-                f"After its last backward {bytes_text(left)} of saved activations were still there: something in the "
-                f"model refers to them "
-                f"longer than their backward needs, as caches do."
+                f"After its last backward, {bytes_text(left)} of saved activations were still in memory: something in "
+                f"the model, such as a cache, refers to them longer than their backward needs."
             )
         stays = max((size.saved_bytes.get(stage, 0) - moved for stage, moved in size.moved_bytes.items()), default=0)
         if stays > 0 and over <= stays * (row.evictions or 0):
             return (
-                f"Storages that could not move: of every micro-batch that is away {bytes_text(stays)} stay, and the "
-                f"difference is at most "
-                f"those of its {row.evictions} evictions."
+                f"Storages that could not move: {bytes_text(stays)} of every evicted micro-batch stays; for all "
+                f"{row.evictions} evictions that is at least the difference."
             )
         if (
             size.received_bytes
@@ -435,9 +429,9 @@ class PeakCauses:
             and over >= size.received_bytes / SLOWER
         ):
             return (
-                f"About {over / size.received_bytes:.1f} times the {bytes_text(size.received_bytes)} that it receives "
-                f"for a micro-batch: "
-                f"Megatron's loop may hold inputs longer than their backward."
+                f"The difference is about {over / size.received_bytes:.1f} times the "
+                f"{bytes_text(size.received_bytes)} that the stage receives per micro-batch: Megatron's loop may hold "
+                f"inputs longer than their backward needs."
             )
         return None
 

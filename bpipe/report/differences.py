@@ -2,8 +2,8 @@
 
 In: a `Comparison`. Out: at most three `Difference`s, the largest first.
 
-What is compared, one candidate of each: an iteration's pipeline time, a forward, a backward, standing still for
-transfers, one transfer, waiting for neighbours, a peak. The size of a difference in time is its share of the predicted
+What is compared, one candidate of each: an iteration's pipeline time, a forward, a backward, exposed transfer
+time, one transfer, waiting for neighbours, a peak. The size of a difference in time is its share of the predicted
 pipeline time, where a computation counts as often as it runs; that of bytes its share of the predicted peak. `causes`
 says why.
 """
@@ -78,7 +78,7 @@ def differences(comparison: Comparison) -> tuple[Difference, ...]:
 
 
 def _explained(found: Difference, cause: str | None) -> Difference:
-    text = cause or "No likely cause found in what was recorded."
+    text = cause or "No likely cause was found in the record."
     return replace(found, cause=text)
 
 
@@ -145,7 +145,7 @@ def _transfers(comparison: Comparison) -> Iterator[tuple[Difference, causes.Find
     costs = comparison.prediction.report.costs.stages
     for row in comparison.stages:
         if row.exposed_s is not None:
-            what = f"stage {row.stage}, standing still for transfers"
+            what = f"stage {row.stage}, exposed transfer time"
             found = _seconds(comparison, "exposed", row.stage, what, row.exposed_s, row.predicted_exposed_s)
             yield found, causes.ExposedCauses(row.stage)
     for stage in comparison.prediction.basis.bytes_per_s:

@@ -144,14 +144,16 @@ def choose(run: Run, iteration: int | None = None) -> Measured:
     """Return the part of a run to report on: `iteration`, or all that ran the program of the last one."""
     programs = {number: found.program for record in run.ranks for number, found in record.iterations.items()}
     if iteration is not None and iteration not in programs:
-        raise ValueError(f"{run.folder}: iteration {iteration} is not recorded, only {_listed(sorted(programs))}")
+        raise ValueError(
+            f"{run.folder}: iteration {iteration} is not recorded; recorded are {_listed(sorted(programs))}"
+        )
     program = programs[max(programs) if iteration is None else iteration]
     numbers = sorted(number for number, other in programs.items() if other == program)
     schedule = build(program)
     notes = list(run.notes)
     if len(numbers) < len(programs):
         left_out = _listed(sorted(set(programs) - set(numbers)))
-        notes.append(f"left out iterations {left_out}: they ran another number of micro-batches or another schedule")
+        notes.append(f"left out iterations {left_out}: they had another number of micro-batches or another schedule")
     pipeline, records = _pipeline(run, schedule.num_ranks, notes)
     timelines = tuple(_timeline(run, schedule, records, number, notes) for number in numbers)
     timelines = tuple(timeline for timeline in timelines if timeline.present)
@@ -177,7 +179,7 @@ def _higher_peaks(run: Run, shown: Sequence[Timeline], records: Sequence[RankRec
         peaks = [lane.peak_bytes for _, lane in lanes_of(shown, place) if lane.peak_bytes is not None]
         if record is not None and peaks and run.run_peak_bytes.get(record.rank, 0) > max(peaks):
             higher.append(f"rank {record.rank} {run.run_peak_bytes[record.rank]} bytes")
-    return [f"more was held in iterations that are not shown: {', '.join(higher)}"] if higher else []
+    return [f"iterations that are not shown held more: {', '.join(higher)}"] if higher else []
 
 
 def _without(timelines: tuple[Timeline, ...], warm_up: int | None) -> tuple[Timeline, ...]:
@@ -212,7 +214,7 @@ def _pipeline(run: Run, num_places: int, notes: list[str]) -> tuple[int, tuple[R
         by_pipeline.setdefault(record.pipeline, {})[record.place] = record
     shown = min(by_pipeline, key=lambda number: (-len(by_pipeline[number]), number))
     if shown:
-        notes.append(f"shown is pipeline {shown}: more of its ranks left a record than of those before it")
+        notes.append(f"pipeline {shown} is shown: it has records of more ranks than the pipelines before it")
     return shown, tuple(by_pipeline[shown].get(place) for place in range(num_places))
 
 

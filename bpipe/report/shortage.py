@@ -117,11 +117,11 @@ def _last_program(ranks: Iterable[RankHeld]) -> tuple[ScheduleConfig, int]:
 def _notes(assumed: Sequence[int], logits_known: bool) -> Iterator[str]:
     if assumed:
         yield (
-            f"stage {', '.join(map(str, assumed))} ran no forward: its micro-batches are taken to be as large as "
-            f"the largest"
+            f"no forward ran on stage {', '.join(map(str, assumed))}: micro-batches there are assumed to be as large "
+            f"as the largest seen"
         )
     if not logits_known:
-        yield "no rank had computed its shard of the output layer: the logits that each will hold are not counted"
+        yield "no rank had computed its shard of the output layer: the logits that each rank will hold are not counted"
 
 
 def _failed(held: Held) -> RankHeld | None:
@@ -248,13 +248,13 @@ def _ending(held: Held) -> str:
     if held.failure is not None:
         return f"rank {held.failure.rank}{place} failed first: {held.failure.cause}"
     if failed is not None and failed.end is not None:
-        return f"rank {failed.rank}{place} had no memory left: {failed.end.error}"
+        return f"rank {failed.rank}{place} ran out of memory: {failed.end.error}"
     without = [str(rank.rank) for rank in held.ranks if rank.end is None]
     with_error = next((rank for rank in held.ranks if rank.end is not None), None)
     if with_error is not None and with_error.end is not None:
-        silent = f"; of ranks {', '.join(without[:8])} no error is written down: were they killed?" if without else ""
+        silent = f"; ranks {', '.join(without[:8])} recorded no error: were they killed?" if without else ""
         return f"rank {with_error.rank} ended with {with_error.end.error}{silent}"
-    return "no error is written down: the run goes on, or it was killed"
+    return "no error was recorded: the run is still going, or it was killed"
 
 
 def _answers(
@@ -267,31 +267,30 @@ def _answers(
         answers.append(_what_it_held(held, stage))
     fitting = [way.name for way in ways if way.fits]
     if any(way.fits is None for way in ways):
-        answers.append("Which way fits is not known, for no device's limit is.")
+        answers.append("Which of these fits is not known: no limit of the device was recorded.")
     elif fitting:
         answers.append(f"What fits: {'; '.join(fitting)}.")
     else:
         answers.append(
-            "None of these fits: recompute more, or split the model further. `bpipe plan` compares such ways."
+            "None of these fits: recompute more, or split the model further. `bpipe plan` compares such configurations."
         )
     return tuple(answers)
 
 
 def _what_it_held(held: Held, stage: StageNeed) -> str:
     mark = _fullest(next(rank for rank in held.ranks if rank.rank == stage.rank))
-    when = "outside of the loop" if mark.action is None else f"{'after' if mark.error is None else 'in'} {mark.action}"
+    when = "outside the loop" if mark.action is None else f"{'after' if mark.error is None else 'during'} {mark.action}"
     there = counted(stage.microbatches_held, "micro-batch", "es")
     text = (
         f"Stage {stage.stage} held {bytes_text(stage.held_bytes)} of activations ({there} of "
-        f"{bytes_text(stage.microbatch_bytes)} each) {when}, iteration {mark.iteration}, and would have come to "
-        f"{stage.peak_microbatches}; beside "
-        f"{bytes_text(stage.weights_bytes)} of weights, {bytes_text(stage.gradients_bytes)} of gradients and "
-        f"{bytes_text(stage.optimizer_bytes)} of optimizer state"
+        f"{bytes_text(stage.microbatch_bytes)} each) {when}, iteration {mark.iteration}; by the schedule it "
+        f"has to hold up to {stage.peak_microbatches}. Its weights take {bytes_text(stage.weights_bytes)}, gradients "
+        f"{bytes_text(stage.gradients_bytes)} and optimizer state {bytes_text(stage.optimizer_bytes)}"
     )
     if stage.logits_bytes:
-        text += f"; {bytes_text(stage.logits_bytes)} of each micro-batch are logits, which balancing does not divide"
+        text += f". {bytes_text(stage.logits_bytes)} of each micro-batch are logits, which balancing does not divide"
     if stage.shard_bytes:
         text += (
-            f"; its shard of the output layer holds {bytes_text(stage.shard_bytes)} of a micro-batch between its passes"
+            f". Its shard of the output layer holds {bytes_text(stage.shard_bytes)} of a micro-batch between its passes"
         )
     return f"{text}."

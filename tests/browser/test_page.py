@@ -181,7 +181,7 @@ def test_the_bars_are_as_high_as_the_stages_are_full(page: Page, view: dict[str,
 
 
 def test_a_rank_without_a_record_is_named(page: Page) -> None:
-    assert page.text("#missing") == f"Simulated only, for want of a record: stage {MISSING} (no record)."
+    assert page.text("#missing") == f"Simulated only, because there is no record: stage {MISSING} (no record)."
     assert page.hover(*page.place(MISSING, "measured", "compute", 0.1)) == f"stage {MISSING}: no record of this rank"
     assert "simulated" in page.hover(*page.place(MISSING, "simulated", "compute", 0.25))
 
@@ -388,7 +388,7 @@ def test_hovering_tells_the_action(page: Page, view: dict[str, Any], text: str, 
 def test_hovering_a_wait_tells_for_what(page: Page, view: dict[str, Any]) -> None:
     text, end, waited = longest_wait(view)
     told = page.hover(*page.place(0, "measured", "compute", end - waited / 2))
-    assert told.splitlines()[0] == f"computation stands still for {text}"
+    assert told.splitlines()[0] == f"exposed: computation waits for {text}"
     assert ms(facts(told)["wait"]) == pytest.approx(1e3 * waited, rel=1e-3)
     transfer = page.hover(*at(page, view, text, 0))
     assert transfer.startswith(f"{text}: ")

@@ -141,7 +141,7 @@ def test_what_is_checked_and_as_it_was_is_said_and_recorded(tmp_path: Path, caps
     assert main(["report", str(report)]) == 0
     # The paragraph is wrapped, and where depends on the seconds that it tells.
     text = " ".join(capsys.readouterr().out.split())
-    assert "3 iterations: all that left came back as it left (" in text
+    assert "3 iterations: everything evicted came back unchanged (" in text
 
 
 # No expert has a capacity: each takes the tokens that the router sends, and sizes travel in front of what they are of.

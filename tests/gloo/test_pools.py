@@ -160,4 +160,4 @@ def test_the_report_says_who_hosts_for_whom(four: Outcome, capsys: pytest.Captur
     assert "Stage 3 hosts 5 of 8 micro-batches of stage 0 in 2 host buffers of " in text
     assert main(["report", str(four.report_folder("to_one"))]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "in all, others' included" in text
+    assert "in all, including those for other stages" in text

@@ -163,4 +163,4 @@ def test_two_are_held_where_pairs_hold_three(
     assert "placement adjacent" not in said
     assert main(["report", plain.report_folder(name)]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "Stage 0 keeps 7 of its 8 micro-batches in its own node's memory, in 3 host buffers of " in text
+    assert "Stage 0 keeps 7 of its 8 micro-batches in its own node's CPU memory, in 3 host buffers of " in text

@@ -69,7 +69,7 @@ def test_memory_is_read_from_both_runs(make_figures: ModuleType, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"), [("plain", "no rank_.*json there"), ("balanced/rank_00002.json", "did every rank end well")]
+    ("damage", "message"), [("plain", "no rank_.*json there"), ("balanced/rank_00002.json", "did every rank finish")]
 )
 def test_incomplete_runs_are_refused(
     make_figures: ModuleType,

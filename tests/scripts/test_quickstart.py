@@ -118,7 +118,7 @@ def test_a_schedule_is_trained_beside_megatrons_own(schedule: str, tmp_path: Pat
     first, last = held(schedule)
     (row,) = (line.split() for line in ended.stdout.splitlines() if line.startswith("    0 "))
     assert (row[1], row[5], row[-1]) == (str(first[0][0]), str(last[0][0]), str(last[0][1]))
-    assert f"A trained by Megatron's own schedule, B by {schedule}, with --bpipe\n" in ended.stdout
+    assert f"A trained with Megatron's own schedule, B with {schedule} and --bpipe\n" in ended.stdout
     assert ("2 virtual stages per rank" in ended.stdout) == bool(FLAGS[schedule])
     assert "identical: all numbers of" in ended.stdout
     assert ended.stdout.endswith(f"the report of {folder}/balanced\n")
@@ -147,7 +147,7 @@ def test_slices_are_trained_twice_and_balanced_once(tmp_path: Path, environment:
     assert "identical: all numbers of 40 iterations" in ended.stdout
     refused = quickstart(tmp_path, environment, "--slices", "many")
     assert refused.returncode == 1
-    assert "--slices 'many' is no number of slices. Remedy: --slices 4." in refused.stderr
+    assert "--slices 'many' is not a number of slices. Remedy: --slices 4." in refused.stderr
 
 
 def test_one_bit_is_enough_to_fail(tmp_path: Path, environment: Path) -> None:
@@ -160,9 +160,9 @@ def test_one_bit_is_enough_to_fail(tmp_path: Path, environment: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("v-half", "--schedule v-half: there each rank has other layers"),
-        ("gpipe", "--schedule 'gpipe' is none of these: grouped-interleaved, "),
-        ("", "--schedule '' is none of these: "),
+        ("v-half", "--schedule v-half gives ranks other layers"),
+        ("gpipe", "--schedule 'gpipe' is not grouped-interleaved, "),
+        ("", "--schedule '' is not grouped-interleaved, "),
     ],
 )
 def test_what_cannot_be_compared_is_refused_before_anything_runs(
@@ -180,4 +180,4 @@ def test_its_usage_is_its_head() -> None:
         ["bash", str(ROOT / "scripts/quickstart.sh"), "--help"], capture_output=True, text=True, timeout=20, check=True
     )
     assert "Usage: scripts/quickstart.sh [--schedule NAME | --slices K]" in ended.stdout
-    assert ended.stdout.endswith("in a folder of its name there.\n")
+    assert ended.stdout.endswith("in a subfolder there, such as zb-h1 or slices-4.\n")

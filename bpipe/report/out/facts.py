@@ -82,13 +82,13 @@ def facts(comparison: Comparison, beside_figures: bool = False) -> list[tuple[st
         *((name.replace("_", "-"), version) for name, version in info.versions),
     ]
     if info.num_pipelines is not None and info.num_pipelines > 1:
-        found.append(("pipelines", f"{info.num_pipelines}, shown is {measured.pipeline}"))
+        found.append(("pipelines", f"{info.num_pipelines}, number {measured.pipeline} is shown"))
     found.append(_iterations(measured))
     if not beside_figures:
         found += _times(comparison.totals)
     found.append(("MFU", _mfu(comparison)))
     found.append(
-        ("message", "not measurable, predicted without" if basis.message_s is None else seconds_text(basis.message_s))
+        ("message", "not measurable, so not predicted" if basis.message_s is None else seconds_text(basis.message_s))
     )
     return [*found, *_link(basis), *_verified(measured)]
 
@@ -113,7 +113,9 @@ def _verified(measured: Measured) -> list[tuple[str, str]]:
     if verified is None:
         return []
     much = f"{counted(verified.microbatches, 'micro-batch', 'es')}, {bytes_text(verified.nbytes)}"
-    return [("verified", f"{counted(verified.iterations, 'iteration')}: all that left came back as it left ({much})")]
+    return [
+        ("verified", f"{counted(verified.iterations, 'iteration')}: everything evicted came back unchanged ({much})")
+    ]
 
 
 def _vocabulary(measured: Measured) -> list[tuple[str, str]]:
@@ -127,7 +129,7 @@ def _pipes(measured: Measured) -> list[tuple[str, str]]:
     """Where there are several a place in the pipeline has two stages of a chunk, and a row of the table is named by
     the first pipe's."""
     pipes = measured.schedule.layout.num_pipes
-    return [("pipes", f"{pipes}, rows in the order of the first one's stages")] if pipes > 1 else []
+    return [("pipes", f"{pipes}, rows in the order of the first pipe's stages")] if pipes > 1 else []
 
 
 def run_name(measured: Measured) -> str:
@@ -148,7 +150,7 @@ def _iterations(measured: Measured) -> tuple[str, str]:
     shown = [timeline.iteration for timeline in measured.shown]
     if len(shown) == 1:
         return "iteration", str(shown[0])
-    warm_up = f" ({measured.warm_up} warmed up)" if measured.warm_up in shown else ""
+    warm_up = f" ({measured.warm_up} is a warm-up)" if measured.warm_up in shown else ""
     return "iterations", ", ".join(map(str, shown)) + warm_up
 
 
@@ -156,8 +158,8 @@ def _mfu(comparison: Comparison) -> str:
     info, totals = comparison.measured.run.info, comparison.totals
     if totals.mfu is not None and info.peak_flops is not None:
         return (
-            f"{percent_text(totals.mfu)} of {info.peak_flops / 1e12:g} TFLOP/s a device "
-            f"({info.peak_source or 'source not said'})"
+            f"{percent_text(totals.mfu)} of {info.peak_flops / 1e12:g} TFLOP/s per device "
+            f"({info.peak_source or 'source not given'})"
         )
     missing = [
         name

@@ -28,10 +28,10 @@ def text(held: Held) -> str:
     lines = wrapped(
         f"{program.schedule}, {counted(program.num_ranks, 'stage')}, "
         f"{counted(program.num_microbatches, 'micro-batch', 'es')}; balance "
-        f"{program.balance_name}{split}; what was held until iteration {found.iteration}",
+        f"{program.balance_name}{split}; memory held up to iteration {found.iteration}",
         "",
     )
-    lines += ["", *_table(found.stages), "", "needed at the fullest, by the schedule's peak of such micro-batches:"]
+    lines += ["", *_table(found.stages), "", "needed at the fullest point, with micro-batches of these sizes:"]
     lines += [f"  {line}" for line in _ways(found)]
     lines.append("")
     for answer in found.answers:
@@ -43,7 +43,7 @@ def text(held: Held) -> str:
 
 def _table(stages: tuple[StageNeed, ...]) -> list[str]:
     # Where the output layer is in shards no stage has logits.
-    above, below = ("shard,", "S to T") if any(row.shard_bytes for row in stages) else ("of it", "logits")
+    above, below = ("shard,", "S to T") if any(row.shard_bytes for row in stages) else ("of which", "logits")
     titles = [
         ["", "", "held", "activa-", "one micro-", above, "", "", "", "", "device's", ""],
         [

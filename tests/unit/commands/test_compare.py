@@ -121,7 +121,7 @@ def test_the_first_flipped_bit_is_named(tmp_path: Path, capsys: pytest.CaptureFi
     assert last == (
         "NOT identical: lm loss of iteration 2: 4.25 (0x1.1000000000000p+2) in A, 4.250000000000001 "
         "(0x1.1000000000001p+2) in B; "
-        "1 more differ in what follows"
+        "1 more differ after it"
     )
 
 
@@ -169,9 +169,9 @@ def test_logs_are_compared_without_their_times(tmp_path: Path, capsys: pytest.Ca
     one, other = log(tmp_path / "one.log"), log(tmp_path / "other.log", milliseconds=99.0, prefix="31: ")
     assert compare(one, other) == 0
     *_, times, last = capsys.readouterr().out.splitlines()
-    assert last.startswith("no difference in 3 iterations as far as logs tell, which Megatron rounds")
+    assert last.startswith("no difference in 3 iterations, but Megatron rounds the numbers in its logs")
     assert "identical" not in last
-    assert "A 0.02 (0.01 to 0.03) s, B 0.198 (0.099 to 0.297) s; B by A 9.9 (9.9 to 9.9)" in times
+    assert "A 0.02 (0.01 to 0.03) s, B 0.198 (0.099 to 0.297) s; B/A 9.9 (9.9 to 9.9)" in times
 
 
 def test_logs_that_differ_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,7 +184,7 @@ def test_a_restarted_run_is_compared_where_both_have_iterations(
 ) -> None:
     whole, restarted = iterations(tmp_path / "whole"), iterations(tmp_path / "restarted", LOSSES[1:], first=2)
     assert compare(whole, restarted) == 2
-    assert "1 iterations are in one run only (3 from 1 to 3 and 2 from 2 to 3)" in capsys.readouterr().err
+    assert "1 iterations are in one run only: A has 3 (1 to 3), B has 2 (2 to 3); " in capsys.readouterr().err
     assert compare(whole, restarted, "--common") == 0
     said = capsys.readouterr().out.splitlines()
     assert "note: 1 iterations are in one run only and were not compared" in said
@@ -210,11 +210,11 @@ def test_what_cannot_be_compared_says_why(tmp_path: Path, capsys: pytest.Capture
     (tmp_path / "empty").mkdir()
     refused = {
         tmp_path / "missing": "missing: No such file or directory",
-        tmp_path / "no.log": "no iteration in it; is this a log of Megatron",
-        tmp_path / "torn.log": "line 1: not one of Megatron's iteration lines, or two in one",
+        tmp_path / "no.log": "no iteration in it; is it a log of Megatron",
+        tmp_path / "torn.log": "line 1: not one of Megatron's iteration lines, or two of them in one",
         tmp_path / "empty": "iterations.jsonl: No such file or directory",
         log(tmp_path / "good.log"): "good.log is a log, whose numbers are rounded",
-        iterations(tmp_path / "later", first=9): "no iteration in common: 3 from 1 to 3 and 3 from 9 to 11",
+        iterations(tmp_path / "later", first=9): "no iteration in common: A has 3 (1 to 3), B has 3 (9 to 11)",
     }
     for path, message in refused.items():
         assert compare(good, path) == 2
@@ -230,14 +230,14 @@ def test_table_times_and_verdict(pair: tuple[Path, Path], capsys: pytest.Capture
     assert compare(*pair, *WANTED, "--rows", 0) == 0
     assert capsys.readouterr().out.splitlines()[2:] == [
         "peak of saved activations on each stage: measured (predicted from the schedule)",
-        "          A, without balancing            B, with --bpipe          an iteration",
+        "          A, without balancing            B, with --bpipe         per iteration",
         "stage  micro-batches           MiB  micro-batches           MiB  evictions  loads",
         "    0          4 (4)   3.00 (3.00)          3 (3)   2.25 (2.25)          5      5",
         "    1          3 (3)   2.25 (2.25)          3 (3)   2.25 (2.25)          0      0",
         "    2          2 (2)   1.50 (1.50)          3 (3)   2.25 (2.25)          0      0",
         "    3          1 (1)   0.75 (0.75)          2 (2)   1.50 (1.50)          0      0",
         "loss: 5.500 at iteration 1, 0.100 at iteration 3",
-        "time of an iteration, median (quartiles): A 1 (1 to 8) s, B 1.25 (1 to 9) s; B by A 1.125 (1 to 1.25)",
+        "time per iteration, median (quartiles): A 1 (1 to 8) s, B 1.25 (1 to 9) s; B/A 1.125 (1 to 1.25)",
         "identical: all numbers of 3 iterations agree to the last bit",
     ]
 
@@ -366,24 +366,23 @@ def swap(plain: Path, balanced: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (drop_rank, "reports for stages [0, 1, 2], expected 0 to 3; did every rank end well?"),
-        (cut_rank, "rank_00001.json: no row of a stage, so the run was perhaps cut off: line 1"),
+        (drop_rank, "has reports of stages [0, 1, 2], not of 0 to 3; did every rank finish?"),
+        (cut_rank, "rank_00001.json: not a complete report of a stage; was the run cut off? line 1"),
         (
             drop_key,
-            "rank_00001.json: no row of a stage, so the run was perhaps cut off: 'peak_microbatches' is missing",
+            "rank_00001.json: not a complete report of a stage; was the run cut off? 'peak_microbatches' is missing",
         ),
         (mix_runs, "rank_00003.json: this run was balanced; are the two folders swapped?"),
-        (drop_iterations, "iterations.jsonl: No such file or directory; did the run end well?"),
-        (cut_iterations, "2 iterations where 3 were asked for; iterations [3] are missing"),
-        (cut_line, "line 3: no line of an iteration, so the run was perhaps cut off: line 1"),
-        (add_iteration, "4 iterations where 3 were asked for; there are more"),
+        (drop_iterations, "iterations.jsonl: No such file or directory; did the run finish?"),
+        (cut_iterations, "2 iterations instead of 3; iterations [3] are missing"),
+        (cut_line, "line 3: not a complete iteration; was the run cut off? line 1"),
+        (add_iteration, "4 iterations instead of 3; there are more"),
         (
             rounded_loss,
-            "line 1: no line of an iteration, so the run was perhaps cut off: lm loss is 5.5, no number with all its "
-            "bits",
+            "line 1: not a complete iteration; was the run cut off? lm loss is 5.5, not a number as float.hex writes it",
         ),
-        (endless_loss, "lm loss is 0x1.0p+5000, which no number can be"),
-        (no_loss, "line 1: no line of an iteration, so the run was perhaps cut off: lm loss or grad_norm is missing"),
+        (endless_loss, "lm loss is 0x1.0p+5000, which is too large"),
+        (no_loss, "line 1: not a complete iteration; was the run cut off? lm loss or grad_norm is missing"),
         (swap, "are the two folders swapped?"),
     ],
 )
@@ -405,7 +404,7 @@ def test_without_being_asked_ranks_of_two_runs_are_refused_too(
 ) -> None:
     mix_runs(*pair)
     assert compare(*pair) == 2
-    assert "rank_00003.json: this run was balanced; its other ranks were otherwise" in capsys.readouterr().err
+    assert "rank_00003.json: this run was balanced; other ranks say the opposite" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

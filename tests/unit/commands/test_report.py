@@ -51,8 +51,8 @@ def test_a_page_and_a_trace(folder: Path, tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "nowhere is no folder: name the one that the run was given as --bpipe-report"),
-        (["run", "--iteration", "9"], "run: iteration 9 is not recorded, only 5, 6, 7"),
+        (["nowhere"], "nowhere is not a folder: give the one that was the run's --bpipe-report"),
+        (["run", "--iteration", "9"], "run: iteration 9 is not recorded; recorded are 5, 6, 7"),
         (["run", "--trace", "no/such/folder/trace.json"], "there is no folder no/such/folder: create it"),
     ],
 )

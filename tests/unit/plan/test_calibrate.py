@@ -164,7 +164,7 @@ def test_seconds_for_a_configuration(predicted: float, capsys: pytest.CaptureFix
     assert output(capsys, *words, "--format", "json", "--", *TRAINED)["factor"] == pytest.approx(1.1)
     assert main([*words, "--", *TRAINED]) == 0
     said = capsys.readouterr().out
-    assert "this cluster takes 10.0 % more than predicted" in said
+    assert "this cluster takes 10.0 % longer than predicted" in said
     assert "--output" in said
 
 
@@ -191,8 +191,8 @@ def test_what_says_nothing_is_refused(
 
 def test_a_run_or_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     both = ("--pp", "4", "--gbs", "8", "--model", "gpt3-13b", *CLUSTER)
-    assert "one of them" in refused(capsys, "calibrate", *both)
-    assert "one of them" in refused(capsys, "calibrate", "run.log", "--measured", "3", *both)
+    assert "give either a run's folder" in refused(capsys, "calibrate", *both)
+    assert "give either a run's folder" in refused(capsys, "calibrate", "run.log", "--measured", "3", *both)
 
 
 def test_what_is_not_modelled_is_refused_from_a_log(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_a_recorded_run_has_to_be_the_configuration(capsys: pytest.CaptureFixtur
     words = ["calibrate", folder, "--cluster", "a100-80g:4", "--vocab-size", "1000", "--warm-up", "0"]
     small = ["--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "128", "--bpipe"]
     small += ["--pipeline-model-parallel-size", "4", "--global-batch-size"]
-    assert "micro-batches of the run: 8, of what is to be predicted: 5; say what ran" in refused(
+    assert "micro-batches of the run: 8, of the given configuration: 5; give the configuration that ran" in refused(
         capsys, *words, "--", *small, "5"
     )
     # It was a CPU, and three iterations.

@@ -61,7 +61,7 @@ def test_a_killed_run(folder: Path) -> None:
     run = read_run(folder)
     assert set(run.ranks[1].iterations) == {5}
     assert run.notes == (
-        "record_00001.jsonl ends in a torn line, which is left out: the run was killed while it wrote",
+        "record_00001.jsonl ends in a torn line, which is left out: the run was killed while writing it",
         "record_00003.jsonl is empty",
         "no record of ranks 2, 3 (of 4)",
     )
@@ -95,12 +95,12 @@ PROGRAM = {"schedule": "1f1b", "num_stages": 4, "num_microbatches": 8, "num_chun
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (header(format="csv"), "record_00001.jsonl: it does not say that it is bpipe-record"),
-        (header(version=2), "version 2, this bpipe reads version 1"),
-        (header(rank=7), "the file says that it is of rank 7. Was it renamed?"),
+        (header(format="csv"), "record_00001.jsonl: its format is not bpipe-record"),
+        (header(version=2), "version 2, but this bpipe reads version 1"),
+        (header(rank=7), "the file says that it is of rank 7: was it renamed?"),
         (header(place=0), "ranks 0 and 1 both say they are at place 0 of pipeline 0"),
         (header(place=9), "rank 1 is at place 9 of a pipeline of 4"),
-        (line(iteration=6), "line 3: iteration 6 stands there twice"),
+        (line(iteration=6), "line 3: iteration 6 appears twice"),
         (
             line(program=PROGRAM),
             "in iteration 5 rank 0 ran 1f1b of 4 stages, 4 micro-batches, 1 chunks, balance bpipe, rank 1 ran",
@@ -142,15 +142,15 @@ def cell(column: str, value: Any) -> Callable[[list[dict[str, Any]]], None]:
         (header(host=3), "line 1: host is 3, but must be text"),
         (line(iteration=1e300), "line 2: iteration is 1e+300, but must be a whole number"),
         (line(elapsed_s=-1.0), "line 2: elapsed_s is -1.0, but must be a number from 0"),
-        (line(begin_s=float("nan")), "line 2: no JSON (NaN is no number"),
+        (line(begin_s=float("nan")), "line 2: not JSON (NaN is no number"),
         (line(saved_bytes={"0": "many"}), "line 2: saved_bytes of stage 0 is 'many', but must be a whole number"),
         (line(saved_bytes={"0": 10**30}), "line 2: saved_bytes of stage 0 is 1000000000000000000000000000000, but"),
-        (line(moved_bytes={"first": 1}), "line 2: moved_bytes has 'first': keys are stages"),
+        (line(moved_bytes={"first": 1}), "line 2: moved_bytes has 'first': its keys must be stages"),
         (line(program=[]), "line 2: program is [], but must be an object"),
         (line(program=PROGRAM | {"partners": 3}), "line 2: program.partners is 3, but must be a list"),
         (line(program=PROGRAM | {"num_microbatches": 400}), "in iteration 5 rank 0 ran"),
         (line(actions={}), "line 2: actions is {}, but must be a list"),
-        (line(columns=["action", "start_s", "end_s", "end_s"]), "line 2: column 'end_s' stands there twice"),
+        (line(columns=["action", "start_s", "end_s", "end_s"]), "line 2: column 'end_s' appears twice"),
         (cell("wait_s", [0.0]), "wait_s is [0.0], but must be a number"),
         (cell("wait_s", -5.0), "wait_s is -5.0, but must be a number"),
         (cell("start_s", None), "start_s is None, but must be a number"),
@@ -216,7 +216,9 @@ def test_a_value_beside_the_records_that_no_run_has_is_refused(
 def test_a_record_of_another_size_is_refused_before_its_program_is_built(folder: Path) -> None:
     for path in folder.glob("record_*.jsonl"):
         edit(path, line(program=PROGRAM | {"num_microbatches": 100_000}))
-    with pytest.raises(ValueError, match="iteration 5 of rank 0 has 10 actions, but its program 200000 computations"):
+    with pytest.raises(
+        ValueError, match="iteration 5 of rank 0 has 10 actions, but its program has 200000 computations"
+    ):
         read_run(folder)
 
 
@@ -227,9 +229,9 @@ def test_a_file_nested_without_end(folder: Path) -> None:
 
 
 def test_folders_without_a_record(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is no folder: name the one that the run was given"):
+    with pytest.raises(ValueError, match="is not a folder: give the one that was the run's --bpipe-report"):
         read_run(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"holds no record_\*\.jsonl"):
+    with pytest.raises(ValueError, match=r"has no record_\*\.jsonl"):
         read_run(tmp_path)
     write_run(tmp_path, num_stages=4, num_microbatches=4, iterations=())
     with pytest.raises(ValueError, match="no iteration is recorded in it"):
@@ -240,20 +242,20 @@ def test_a_damaged_file_is_not_a_torn_one(folder: Path) -> None:
     path = folder / "record_00002.jsonl"
     first, second, third = path.read_text().splitlines(keepends=True)
     path.write_text(first + second[:50] + "\n" + third)
-    with pytest.raises(ValueError, match="line 2: no JSON"):
+    with pytest.raises(ValueError, match="line 2: not JSON"):
         read_run(folder)
 
 
 def test_a_rank_that_the_run_does_not_have(folder: Path) -> None:
     path = folder / "run.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"world_size": 3}))
-    with pytest.raises(ValueError, match=r"a record of rank 3, but run.json says 3 ranks.*a folder of its own"):
+    with pytest.raises(ValueError, match=r"a record of rank 3, but run.json has 3 ranks.*every run its own folder"):
         read_run(folder)
 
 
 def test_run_json_of_something_else(folder: Path) -> None:
     (folder / "run.json").write_text("{}")
-    with pytest.raises(ValueError, match="does not say that it is bpipe-run"):
+    with pytest.raises(ValueError, match="its format is not bpipe-run"):
         read_run(folder)
     (folder / "run.json").write_text("{")
     with pytest.raises(ValueError, match="not the description of a run"):
@@ -276,9 +278,7 @@ def test_a_record_of_thousands_of_columns_is_refused(folder: Path) -> None:
         lines[1]["columns"] += [f"column {number}" for number in range(20_000)]
 
     edit(folder / "record_00001.jsonl", widen)
-    with pytest.raises(
-        ValueError, match=r"record_00001.jsonl, line 2: it has 200[0-9]+ columns, and none has more than 200"
-    ):
+    with pytest.raises(ValueError, match=r"record_00001.jsonl, line 2: it has 200[0-9]+ columns, more than 200"):
         read_run(folder)
 
 
@@ -305,10 +305,16 @@ def test_records_of_one_run_are_read(folder: Path) -> None:
     [
         (
             {**RECORDS, "record_00002.jsonl": "beef"},
-            "the record of rank 0 is of run cafe, the record of rank 2 is of run beef. Records",
+            "the record of rank 0 is of run cafe, the record of rank 2 is of run beef. The folder has files of two runs",
         ),
-        ({"record_00002.jsonl": "beef"}, "rank 0 is of an older run, the record of rank 2 is of run beef. Records"),
-        ({**RECORDS, "run.json": "beef"}, "run.json is of run beef, the record of rank 0 is of run cafe. Records"),
+        (
+            {"record_00002.jsonl": "beef"},
+            "rank 0 is of an older run, the record of rank 2 is of run beef. The folder has files of two runs",
+        ),
+        (
+            {**RECORDS, "run.json": "beef"},
+            "run.json is of run beef, the record of rank 0 is of run cafe. The folder has files of two runs",
+        ),
     ],
 )
 def test_records_of_two_runs_are_not_one(folder: Path, names: dict[str, str], message: str) -> None:
@@ -327,6 +333,4 @@ def test_a_summary_that_an_earlier_run_left_is_left_out(folder: Path) -> None:
     name_runs(folder, {**RECORDS, "run.json": "cafe"})
     run = read_run(folder)
     assert run.run_peak_bytes == {1: 33, 2: 33, 3: 33}
-    assert run.notes == (
-        "1 of the files rank_*.json are another run's and left out: a rank that was killed leaves none",
-    )
+    assert run.notes == ("left out 1 of the files rank_*.json, which are of another run: a killed rank writes none",)

@@ -29,7 +29,7 @@ def test_a_warm_up(tmp_path: Path) -> None:
     assert one.measured == pytest.approx(1.5 * one.predicted)
     assert one.share == pytest.approx(0.5)
     assert one.cause.startswith(
-        "Warm-up: it is the first that was recorded, and 8 of 8 stages computed 1.50 times as long as later"
+        "Warm-up: this is the first recorded iteration, and 8 of 8 stages computed 1.50 times as long as later"
     )
 
 
@@ -43,7 +43,7 @@ def test_a_slow_iteration_that_is_not_the_first_is_no_warm_up(tmp_path: Path) ->
 def test_one_slow_micro_batch(tmp_path: Path) -> None:
     """It shows in the iteration, in its stage's mean, and in what another stage waits."""
     changes = found(tmp_path, 6, slow={(6, "3B7"): 0.06})
-    assert changes["iteration"].cause.startswith("One computation: 3B7 took 80 ms, its stage's median is 20 ms.")
+    assert changes["iteration"].cause.startswith("One computation: 3B7 took 80 ms; the median of its stage is 20 ms.")
     assert changes["backward"].what == "stage 3, backward (mean)"
     assert changes["backward"].cause.startswith(
         "1 of 16 took more than 1.5 times the median, the slowest in iteration 6: 3B7"
@@ -65,10 +65,12 @@ def test_transfers_slower_than_the_probe(tmp_path: Path) -> None:
     changes = found(tmp_path, probe=4e9, speed=0.4e9)
     one = changes["exposed"]
     assert (one.stage, one.predicted) == (0, 0.0)
-    assert one.cause.startswith("Contention: transfers reached 0.4 GB/s, and the same link 4 GB/s when it was probed")
+    assert one.cause.startswith(
+        "Contention: transfers reached 0.4 GB/s; the same link reached 4 GB/s when it was probed"
+    )
     hidden = found(tmp_path / "hidden", probe=4e9, speed=1.2e9)
     assert hidden["transfer"].measured == pytest.approx(MOVED / 1.2e9)
-    assert hidden["transfer"].cause.endswith("It cost no time: all are hidden.")
+    assert hidden["transfer"].cause.endswith("This cost no time: all transfers are hidden.")
     crowded = found(tmp_path / "crowded", probe=4e9, speed=1.2e9, cores=2)
     assert "cost" not in crowded["transfer"].cause
 
@@ -90,7 +92,7 @@ def test_a_cause_is_not_claimed_where_nothing_shows_it(tmp_path: Path) -> None:
     """Transfers are as fast as the probe and shorter than a forward, and no wait stands out."""
     one = edited(tmp_path, 0, waits(0.004, "0EVICT3", "0EVICT4", "0LOAD3", "0LOAD4"))["exposed"]
     assert (one.stage, one.measured) == (0, pytest.approx(0.016))
-    assert one.cause == "No likely cause found in what was recorded."
+    assert one.cause == "No likely cause was found in the record."
 
 
 def test_one_long_wait(tmp_path: Path) -> None:
@@ -120,7 +122,7 @@ def test_computations_beside_a_transfer_are_slower(tmp_path: Path) -> None:
     one = found(
         tmp_path / "slow", iterations=(5,), speed=1.2e9, probe=None, slow={(5, str(action)): 0.004 for action in beside}
     )["forward"]
-    assert one.cause.startswith("Those beside a transfer took 1.4")
+    assert one.cause.startswith("Those during a transfer took 1.4")
 
 
 def test_hand_overs_that_take_longer_than_predicted(tmp_path: Path) -> None:
@@ -140,8 +142,8 @@ def test_hand_overs_that_take_longer_than_predicted(tmp_path: Path) -> None:
     comparison = report_of(tmp_path).comparison
     cause = WaitingCauses(0)(comparison)
     assert cause is not None
-    assert cause.startswith("Hand-overs from its neighbours took longer than predicted: 100 ms in all")
-    assert cause.endswith("the longest, 100 ms, before 0B0 in iteration 5.")
+    assert cause.startswith("Messages from its neighbours took 100 ms longer than predicted in total")
+    assert cause.endswith("the longest delay, 100 ms, was before 0B0 in iteration 5.")
 
 
 def test_micro_batches_that_differ_in_size(tmp_path: Path) -> None:
@@ -159,15 +161,15 @@ def test_an_eviction_that_was_not_over_in_time(tmp_path: Path) -> None:
             row["end_s"] += 0.012
 
     one = edited(tmp_path, 0, late, extra_bytes={0: MOVED})["peak"]
-    assert one.cause == "It held 6 micro-batches at once, more than the 5 of the schedule."
+    assert one.cause == "It held 6 micro-batches at once, more than the schedule's 5."
 
 
 @pytest.mark.parametrize(
     ("place", "extra", "cause"),
     [
-        (0, 6 * (SAVED - MOVED), "Storages that could not move: of every micro-batch that is away 488.3 KiB stay"),
-        (4, 40 * RECEIVED, "No likely cause found in what was recorded."),
-        (5, 10_000_000, "No likely cause found in what was recorded."),
+        (0, 6 * (SAVED - MOVED), "Storages that could not move: 488.3 KiB of every evicted micro-batch stays"),
+        (4, 40 * RECEIVED, "No likely cause was found in the record."),
+        (5, 10_000_000, "No likely cause was found in the record."),
     ],
 )
 def test_a_peak_above_its_prediction(tmp_path: Path, place: int, extra: int, cause: str) -> None:
@@ -185,12 +187,14 @@ def test_what_the_model_still_refers_to(tmp_path: Path) -> None:
             row["left_bytes"] += 3_000_000
 
     one = edited(tmp_path, 4, kept, extra_bytes={4: 2_500_000})["peak"]
-    assert one.cause.startswith("After its last backward 2.9 MiB of saved activations were still there")
+    assert one.cause.startswith("After its last backward, 2.9 MiB of saved activations were still in memory")
 
 
 def test_inputs_that_are_held_longer(tmp_path: Path) -> None:
     one = found(tmp_path, received_bytes=1_000_000, extra_bytes={4: 2_000_000})["peak"]
-    assert one.cause.startswith("About 2.0 times the 976.6 KiB that it receives for a micro-batch")
+    assert one.cause.startswith(
+        "The difference is about 2.0 times the 976.6 KiB that the stage receives per micro-batch"
+    )
 
 
 def test_three_at_most_and_the_largest_first(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_it_says_what_would_have_fitted(tmp_path: Path) -> None:
     }
     said = text(held(tmp_path / "run"))
     assert (
-        "Rank 0 (stage 0 of pipeline 0, node1) had no memory left: OutOfMemoryError: CUDA out of memory (rank 0)."
+        "Rank 0 (stage 0 of pipeline 0, node1) ran out of memory: OutOfMemoryError: CUDA out of memory (rank 0)."
         in said
     )
     assert "7 of 8 42.0 GiB" in " ".join(said.split())
@@ -84,7 +84,7 @@ def test_it_says_what_would_have_fitted(tmp_path: Path) -> None:
     (shown,) = re.findall(r"^```\n( +held  activa-.*?)^```", page, re.DOTALL | re.MULTILINE)
     assert set(shown.splitlines()) - {"..."} <= set(said.splitlines())
     assert "What fits: with --bpipe; with --micro-batch-size 1; with --micro-batch-size 1 and --bpipe." in said
-    assert "note: stage 6, 7 ran no forward" in said
+    assert "note: no forward ran on stage 6, 7:" in said
     assert all(len(line) <= 120 for line in said.splitlines())
 
 
@@ -148,8 +148,8 @@ def test_what_shards_hold_is_needed_too(tmp_path: Path) -> None:
     assert ways["with --micro-batch-size 1"] == (28 + 1 + 6 * 3) * GIB + 3 * GIB // 2
     said = text(held(tmp_path / "run"))
     in_one_line = " ".join(said.split())
-    assert "its shard of the output layer holds 3.0 GiB of a micro-batch between its passes" in in_one_line
-    assert "balance none; vocabulary 1; what" in in_one_line
+    assert "Its shard of the output layer holds 3.0 GiB of a micro-batch between its passes" in in_one_line
+    assert "balance none; vocabulary 1; memory held up to" in in_one_line
     assert "S to T" in said
     assert "not counted" not in said
     assert all(len(line) <= 120 for line in said.splitlines())
@@ -160,7 +160,7 @@ def test_shards_that_no_rank_had_computed_are_said_not_to_count(tmp_path: Path) 
     assert found.stages[0].need_bytes == (28 + 2 + 6 * 6) * GIB
     assert (
         found.notes[-1]
-        == "no rank had computed its shard of the output layer: the logits that each will hold are not counted"
+        == "no rank had computed its shard of the output layer: the logits that each rank will hold are not counted"
     )
 
 
@@ -171,7 +171,7 @@ def test_where_nothing_fits_it_says_so(tmp_path: Path) -> None:
 def test_without_a_limit_it_promises_nothing(tmp_path: Path) -> None:
     assert (
         shortage_of(held(write(tmp_path / "run", None))).answers[-1]
-        == "Which way fits is not known, for no device's limit is."
+        == "Which of these fits is not known: no limit of the device was recorded."
     )
 
 
@@ -193,7 +193,7 @@ def test_a_killed_rank_leaves_a_torn_line(tmp_path: Path) -> None:
     [
         ({"iteration": None}, "line 9: 'iteration' is missing"),
         ({"saved_bytes": [1]}, "line 9: saved_bytes is [1], but must be an object"),
-        ({"microbatches": [[0, 0]]}, "line 9: [0, 0] is no stage, micro-batch and bytes"),
+        ({"microbatches": [[0, 0]]}, "line 9: [0, 0] is not a stage, a micro-batch and bytes"),
         ({"microbatches": 7}, "line 9: microbatches is 7, but must be a list"),
         (
             {"program": {"schedule": "1f1b", "num_stages": 1e300, "num_microbatches": 8}},
@@ -201,7 +201,7 @@ def test_a_killed_rank_leaves_a_torn_line(tmp_path: Path) -> None:
         ),
         ({"program": "1f1b"}, "line 9: program is '1f1b', but must be an object"),
         ({"saved_bytes": {"0": -5}}, "line 9: saved_bytes of stage 0 is -5, but"),
-        ({"allocated_bytes": float("inf")}, "line 9: no JSON (Infinity is no number"),
+        ({"allocated_bytes": float("inf")}, "line 9: not JSON (Infinity is no number"),
     ],
 )
 def test_what_no_run_writes_is_refused_in_one_line(

@@ -243,12 +243,14 @@ def test_a_trace_is_refused_for_another_cut(tmp_path: Path, capsys: pytest.Captu
 
 def test_a_trace_of_what_the_formulas_do_not_know_is_not_written(tmp_path: Path) -> None:
     flags = FURTHER["further tokens"]
-    with pytest.raises(ValueError, match=r"--output: simulate and plan read a trace of what they know.*mtp-num-layers"):
+    with pytest.raises(
+        ValueError, match=r"--output: simulate and plan cannot use a trace of this launch: .*mtp-num-layers"
+    ):
         trace.write_profile(str(tmp_path / "traced.json"), traced(flags), launch_of(flags))
 
 
 @pytest.mark.parametrize(("flags", "what"), [(QUICK[6], "context parallelism"), (QUICK[7], "experts")])
 def test_a_trace_that_a_file_cannot_tell_from_others_is_not_written(tmp_path: Path, flags: str, what: str) -> None:
     """A file names no expert parallelism: it was taken for a launch with another."""
-    with pytest.raises(ValueError, match=f"--output: a file says nothing of {what}"):
+    with pytest.raises(ValueError, match=f"--output: a profile does not record {what}"):
         trace.write_profile(str(tmp_path / "traced.json"), traced(flags), launch_of(flags))

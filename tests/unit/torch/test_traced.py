@@ -115,7 +115,7 @@ def test_the_command_says_it_of_a_file(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--module", "nothing.py:stages"], "give --pp and --microbatches, too"),
+        (["--module", "nothing.py:stages"], "give --pp and --microbatches"),
         (["--module", "nothing.py:stages", "--pp", "4", "--microbatches", "8"], "no such file"),
         (["--module", "x:y", "--pp", "4", "--microbatches", "8", "--output", "a.json"], "--output: simulate and plan"),
     ],

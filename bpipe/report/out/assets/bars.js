@@ -106,10 +106,10 @@ function fillBars(stages) {
   const y = (bytes) => height - bottom - (bytes / top) * (height - bottom - BARS.top - legend.lines * BARS.line);
   const size = (stage) => (stacked ? total(stage) : stage?.measured_bytes ?? 0);
   const most = stages.reduce((found, stage) => (size(stage) > (found ? size(found) : 0) ? stage : found), null);
-  const what = stacked ? "of all that devices hold at their fullest, predicted, " : "of saved activations, ";
+  const what = stacked ? "of everything that devices hold at their fullest, predicted, " : "of saved activations, ";
   const each = stacked ? "rank" : "stage";
   const summary = `Bars ${what}${stages.length} ${each}s${stacked ? "" : ", without balancing and in this run"}.`
-    + (most ? ` Most, ${bytesText(size(most))}, on ${each} ${most.stage}.` : "") + ` The same numbers are in the table of ${each}s.`;
+    + (most ? ` The most, ${bytesText(size(most))}, is on ${each} ${most.stage}.` : "") + ` The same numbers are in the table of ${each}s.`;
   const stripes = drawing("pattern", { id: "stripes", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
     drawing("line", { class: "stripes", x1: 0, y1: 0, x2: 0, y2: 6 }));
   const picture = drawing("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": summary }, drawing("defs", {}, stripes));

@@ -83,7 +83,7 @@ function unpackTrack(packed, kinds, tick) {
     if (columns.wait[place] > 0) waits.push(place);
   }
   const lanes = { compute: makeLane(columns, places.compute), away: makeLane(columns, places.away), towards: makeLane(columns, places.towards) };
-  // A wait ends when its transfer does: that is what the computation stood still for.
+  // A wait ends when its transfer does: that is what the computation waited for.
   const waiting = { ...columns, start: columns.end.map((end, place) => end - columns.wait[place]) };
   lanes.waits = makeLane(waiting, waits);
   const times = unpackColumn(packed.memory_time).map((time) => time * tick);

@@ -52,7 +52,7 @@ function findTwin(side, name) {
 
 function describeWait(track, band, columns, place) {
   const facts = [[track.label, band.side], ["until", secondsText(columns.end[place], 1e-6)], ["wait", secondsText(columns.wait[place])]];
-  return { title: `computation stands still for ${columns.name(place)}`, facts };
+  return { title: `exposed: computation waits for ${columns.name(place)}`, facts };
 }
 
 function describeMemory(timeline, track, time) {

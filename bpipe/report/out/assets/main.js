@@ -21,7 +21,7 @@ function drawLegend({ colours, ratio, data }) {
     ["backward", (g) => box(g, 1)],
     ["eviction, return", (g) => paintPointed(g, 0, 28, area, 3, colours)],
     ["load, hosting", (g) => paintPointed(g, 0, 28, area, 4, colours)],
-    ["computation stands still", (g) => fill(g, colours.barrier, 0, 0, 28, 13)],
+    ["exposed transfer time", (g) => fill(g, colours.barrier, 0, 0, 28, 13)],
     ...(data.is_run ? [["measured memory", (g) => { fill(g, colours.held, 0, 3, 28, 10); fill(g, colours["held-line"], 0, 3, 28, 1); }]] : []),
     ["simulated memory", (g) => fill(g, colours.predicted, 0, 6, 28, 2)],
     [data.is_run ? "bound" : "limit of the device", (g) => { fill(g, colours.bound, 0, 6, 11, 2); fill(g, colours.bound, 16, 6, 12, 2); }],

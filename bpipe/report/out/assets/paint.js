@@ -53,7 +53,7 @@ function stripes(background, line, { size, thickness, alpha }, ratio) {
   return pattern;
 }
 
-// Where computation stands still: stripes across the lane in the gap (`band` 0), and a band along its foot over whatever is there.
+// Exposed time, in which computation waits: stripes across the lane in the gap (`band` 0), and a band along its foot over whatever is there.
 function paintWaits(g, lane, area, view, look, band) {
   const scale = (area.right - area.left) / (view.end - view.start);
   const last = firstBeyond(lane.start, view.end);

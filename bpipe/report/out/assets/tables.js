@@ -9,7 +9,7 @@ function fillHead(data) {
   if (missing.size) {
     const names = [...missing];
     const shown = names.slice(0, 8).join(", ") + (names.length > 8 ? ` and ${names.length - 8} more` : "");
-    byId("missing").textContent = `Simulated only, for want of a record: ${shown}.`;
+    byId("missing").textContent = `Simulated only, because there is no record: ${shown}.`;
     byId("missing").hidden = false;
   }
 }
@@ -28,7 +28,7 @@ function makeTable(caption, titles, rows) {
 
 const STAGE_TITLES = [
   "Stage", "Rank", "Micro-batches held (predicted)", "Activations", "predicted", "bound", "without balancing", "Weights and optimizer",
-  "Bubble", "Stood still for transfers", "Evictions", "Loads", "Bandwidth",
+  "Bubble", "Exposed transfers", "Evictions", "Loads", "Bandwidth",
 ];
 
 function fillStages(stages) {
@@ -66,7 +66,7 @@ function fillParts(stages) {
     const whole = cell(bytesText(total(stage)));
     if (total(stage) > stage.bound_bytes) {
       whole.classList.add("over");
-      whole.title = "more than a device has";
+      whole.title = "more than the device has";
     }
     const row = element("tr", {},
       element("th", { scope: "row" }, String(stage.stage)),
@@ -76,13 +76,13 @@ function fillParts(stages) {
     if (total(stage) === most) row.className = "peak";
     return row;
   });
-  const titles = ["Rank", ...stages[0].parts.map(([text]) => text), "Peak", "Limit", "Bubble", "Stands still for transfers", "Evictions"];
+  const titles = ["Rank", ...stages[0].parts.map(([text]) => text), "Peak", "Limit", "Bubble", "Exposed transfers", "Evictions"];
   byId("stages").append(makeTable("Predicted, at each rank's fullest. Bold: the rank that holds most.", titles.map((title) => [title, ""]), rows));
 }
 
 function fillDifferences(differences) {
   if (!differences.length) {
-    byId("differences").append(element("p", {}, "None: nothing was measured that the prediction does not say."));
+    byId("differences").append(element("p", {}, "None of more than half a percent."));
     return;
   }
   // The cause is a sentence: below its numbers there is room for it.
@@ -90,5 +90,5 @@ function fillDifferences(differences) {
     element("tr", { class: "led" }, element("th", { scope: "row" }, difference.what), cell(difference.measured), cell(difference.predicted)),
     element("tr", {}, element("td", { class: "text", colspan: "3" }, difference.cause)),
   ]);
-  byId("differences").append(makeTable("Below each: its likely cause.", [["What", "text"], ["Measured", ""], ["Predicted", ""]], rows));
+  byId("differences").append(makeTable("The likely cause is below each.", [["What", "text"], ["Measured", ""], ["Predicted", ""]], rows));
 }
