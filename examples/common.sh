@@ -86,11 +86,11 @@ run_and_continue() {
     if ((after >= iterations)); then
         say "all $iterations iterations are done"
     elif ((after > before)); then
-        say "iterations $((before + 1)) to $after of $iterations are done; going on in a next job"
-        scontrol requeue "${SLURM_JOB_ID:?only a job of SLURM can be put back into its queue}"
+        say "iterations $((before + 1)) to $after of $iterations are done; the next job continues"
+        scontrol requeue "${SLURM_JOB_ID:?only a SLURM job can be requeued}"
     else
-        say "no iteration after $before was saved in $CHECKPOINTS, so another job would get no further. Remedy: a shorter --save-interval," \
-            "or more time (sbatch --time, EXIT_MINUTES)"
+        say "no iteration after $before was saved in $CHECKPOINTS, so another job would get no further. Use a shorter --save-interval," \
+            "or give the job more time (sbatch --time, EXIT_MINUTES)"
         return 1
     fi
 }

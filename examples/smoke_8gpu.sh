@@ -33,7 +33,7 @@ else
     if [[ -z "${DRY_RUN:-}" ]]; then
         gpus="$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')"
         if ((gpus < 8)); then
-            say "needs 8 GPUs, and torch sees $gpus. Remedy: another machine, or ON_CPU=1"
+            say "8 GPUs are needed, but torch sees $gpus: use another machine, or ON_CPU=1"
             exit 2
         fi
     fi
@@ -77,7 +77,7 @@ layout_args() {
             LAYOUT_ARGS=(--tensor-model-parallel-size 2 --sequence-parallel --num-virtual-stages-per-pipeline-rank 2)
             ;;
         *)
-            say "LAYOUTS names $1. Remedy: pipeline, tensor, interleaved"
+            say "LAYOUTS: unknown layout $1: choose from pipeline, tensor, interleaved"
             exit 2
             ;;
     esac
@@ -90,7 +90,7 @@ run_args() {
         auto | nccl | gloo | peer | host) RUN_ARGS=(--bpipe --bpipe-transport "$1") ;;
         timers) RUN_ARGS=(--bpipe --bpipe-transport "$TWO_SIDED" --timing-log-level 2) ;;
         *)
-            say "RUNS_WITH names $1. Remedy: auto, $TWO_SIDED, peer, host, timers"
+            say "RUNS_WITH: unknown run $1: choose from auto, $TWO_SIDED, peer, host, timers"
             exit 2
             ;;
     esac
@@ -121,9 +121,9 @@ train() {
 verdict() {
     local compared=0
     if (($2 == 124 || $2 == 137)); then
-        echo "ended at $LIMIT s"
+        echo "stopped after $LIMIT s"
     elif (($2)); then
-        echo "failed with $2"
+        echo "failed with status $2"
     else
         "$PYTHON" -m bpipe compare "$(dirname "$1")/stock" "$1" --balancing --pp "$STAGES" --iterations "$ITERATIONS" --rows 0 \
             --output "$1/summary.json" >"$1.compared" 2>&1 || compared=$?

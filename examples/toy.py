@@ -104,7 +104,7 @@ def run(rank: int, folder: str) -> None:
 
 
 def report(everyone: list[tuple[int, int, int, bool, list[str]]]) -> None:
-    print("most micro-batches held on each stage\nstage  without  with  evictions an iteration")
+    print("most micro-batches held on each stage\nstage  without  with  evictions per iteration")
     for stage, (plain, balanced, evictions, _, _) in enumerate(everyone):
         print(f"{stage:>5}  {plain:>7}  {balanced:>4}  {evictions:>9}")
     print("losses:", ", ".join(f"{float.fromhex(loss):.6f}" for loss in everyone[-1][4]))

@@ -35,7 +35,7 @@ from tests.gpu.accelerators import CUDA, LATE, NAMES
 from tests.gpu.cases import CASES
 from tests.gpu.common import FULL, SMALL, Result, say
 
-ON_LATE = "on late devices: right or wrong means the same there, a time nothing"
+ON_LATE = "on late devices: right or wrong means the same as on a GPU, times mean nothing"
 # A full CPU of two cores starts torch more slowly than any machine with a GPU.
 LATE_S = 120.0
 CONNECTIONS, ALLOCATOR = "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF"
@@ -83,7 +83,7 @@ STEPS: dict[str, Step] = {
     "memory": Step(1, 90),
     "halves": Step(1, 50),
     "overhead": Step(2, 140),
-    "overhead_one_queue": Step(2, 120, (ONE_QUEUE,), "the same where all streams share one queue"),
+    "overhead_one_queue": Step(2, 120, (ONE_QUEUE,), "the same with all streams in one queue"),
     "nccl": Step(2, 60, (Under("", {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}),)),
     "megatron": Step(2, 160),
     "nearly_full": Step(3, 60),
@@ -104,7 +104,7 @@ def shows(name: str) -> str:
 def needs_gpu(name: str) -> str:
     """Return why a late device cannot answer a step; nothing where it can."""
     if name == "allocators":
-        return "it has one allocator"
+        return "a late device has only one allocator"
     cases = {case for _, case in STEPS[name].runs(name)}
     return "; ".join(sorted({CASES[case].needs_gpu for case in cases} - {""}))
 
@@ -206,33 +206,38 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         names = text.split(",")
         unknown = [name for name in names if name not in STEPS]
         if unknown:
-            raise argparse.ArgumentTypeError(f"no step {', '.join(unknown)}: choose from {', '.join(STEPS)}")
+            raise argparse.ArgumentTypeError(f"unknown step {', '.join(unknown)}: choose from {', '.join(STEPS)}")
         return names
 
     def minutes(text: str) -> float:
         value = float(text)
         if not 0 < value < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text} is no time: give a number above 0")
+            raise argparse.ArgumentTypeError(f"{text} is not a time in minutes: give a number above 0")
         return value
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     chosen = parser.add_mutually_exclusive_group()
-    chosen.add_argument("--only", type=steps, metavar="STEP,STEP", help=f"these steps, of {', '.join(STEPS)}")
-    chosen.add_argument("--part", type=int, choices=(1, 2, 3), help="a third of them (default: all)")
-    parser.add_argument("--device", choices=NAMES, default=CUDA, help="what they run on (default: %(default)s)")
+    chosen.add_argument(
+        "--only", type=steps, metavar="STEP,STEP", help=f"run only these steps, from {', '.join(STEPS)}"
+    )
+    chosen.add_argument("--part", type=int, choices=(1, 2, 3), help="run one third of the steps (default: all)")
     parser.add_argument(
-        "--minutes", type=minutes, metavar="N", help="all that is chosen ends within N (default: the steps' own limits)"
+        "--device", choices=NAMES, default=CUDA, help="device to run the steps on (default: %(default)s)"
     )
     parser.add_argument(
-        "--list", action="store_true", help="name the steps that are chosen, with their limits, and run nothing"
+        "--minutes",
+        type=minutes,
+        metavar="N",
+        help="end all chosen steps within N minutes (default: each step's own limit)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, after every step")
+    parser.add_argument("--list", action="store_true", help="list the chosen steps with their limits, and run nothing")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to FILE, updated after every step")
     parser.add_argument(
         "--table",
         type=Path,
         nargs="*",
         metavar="FILE",
-        help="write what such files say into docs/gpu.md, and run nothing",
+        help="write the results of such files into docs/gpu.md, and run nothing",
     )
     return parser.parse_args(arguments)
 
@@ -257,7 +262,7 @@ def _header(device: str, arguments: Sequence[str] | None) -> dict[str, str]:
         "cuda": str(torch.version.cuda),
         "python": platform.python_version(),
         "cpus": str(os.cpu_count()),
-        "set here and not for the steps": ", ".join(ignored) or "nothing",
+        "set here but ignored by the steps": ", ".join(ignored) or "nothing",
     }
 
 
@@ -268,7 +273,7 @@ def _gpu() -> str:
     try:
         said = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        return f"unknown, nvidia-smi does not answer ({error})"
+        return f"unknown, nvidia-smi failed ({error})"
     return said.strip().replace("\n", "; ")
 
 
@@ -301,7 +306,7 @@ def with_results(text: str, files: Sequence[Mapping[str, Any]]) -> str:
     for file in files:
         header = file["header"]
         if header["device"] != CUDA:
-            raise ValueError(f"{header['command']} ran {header['gpu']}: the table is of GPUs")
+            raise ValueError(f"{header['command']} ran {header['gpu']}: the table is only for GPUs")
         where = _cell(f"{header['gpu']}, {header['date']}, `{header['command']}`")
         rows |= {name: (where, _cell(_told(Result(**found)))) for name, found in file["steps"].items()}
     return f"{before}{RESULTS}\n" + "\n".join([*_on_late_devices(), "", *_on_gpus(rows)]) + "\n"
@@ -313,7 +318,7 @@ def _on_late_devices() -> list[str]:
         by_reason.setdefault(needs_gpu(name), []).append(f"`{name}`")
     right = by_reason.pop("")
     return [
-        f"Right on late devices: {', '.join(right)}. Of the others their code runs there, and says nothing:",
+        f"Right on late devices: {', '.join(right)}. The code of the other steps runs there too, but proves nothing:",
         "",
         *(f"- {', '.join(names)}: {reason}." for reason, names in by_reason.items()),
     ]

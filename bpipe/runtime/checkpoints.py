@@ -58,8 +58,9 @@ class Regions:
         if frame is None:
             raise ValueError(
                 f"{node.name() if node is not None else 'a checkpointed region'} saved a tensor through a hook of "
-                f"{hook.__module__} ({getattr(hook, '__qualname__', hook)}): looking at what was saved would run it. "
-                f"Leave such hooks out (save_on_cpu, saved_tensors_hooks), or train without balancing and without a report"
+                f"{hook.__module__} ({getattr(hook, '__qualname__', hook)}): reading the saved tensor would run the "
+                "hook. Remove such hooks (save_on_cpu, saved_tensors_hooks), or train without balancing and without "
+                "a report"
             )
         self._frames.setdefault(id(frame), frame)
         return True

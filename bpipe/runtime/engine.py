@@ -178,7 +178,9 @@ class Engine:
     def begin(self) -> None:
         """Begin an iteration, before its first communication."""
         if self._position:
-            raise RuntimeFault(f"{self._config.name}: a new iteration starts, but the last one stopped {self._where()}")
+            raise RuntimeFault(
+                f"{self._config.name}: a new iteration starts, but the previous one has not finished ({self._where()})"
+            )
         self._partners.gather(next(step.compute for step in self._steps if step.compute))
         self._residencies = Residencies()
         if self._meter:
@@ -217,14 +219,15 @@ class Engine:
         step = self._steps[self._position] if self._position < len(self._steps) else Step(None)
         if self._unsent is not None:
             raise RuntimeFault(
-                f"{self._config.name}: {op} is about to run, but nobody said that what {self._unsent} made has been "
-                f"sent"
+                f"{self._config.name}: {op} is about to run, but sent() was not called for the outputs of "
+                f"{self._unsent}"
             )
         if step.compute != op or step.overlapped != beside:
             raise RuntimeFault(
-                f"{self._config.name}: the program says {_together(step.computations) or 'the iteration is over'}, the "
-                f"pipeline loop runs {_together(computed_together(op, beside))}, "
-                f"{self._where()}. The schedule {self.schedule.name} is not the one this loop runs"
+                f"{self._config.name}: the program expects "
+                f"{_together(step.computations) or 'the end of the iteration'}, but the pipeline loop runs "
+                f"{_together(computed_together(op, beside))} ({self._where()}). The schedule {self.schedule.name} is "
+                "not the one this loop runs"
             )
         return step
 
@@ -300,8 +303,8 @@ class Engine:
         left = len(self._steps) - 1 - self._position
         if left > 0:
             raise RuntimeFault(
-                f"{self._config.name}: the pipeline loop is over {self._where()}, next is "
-                f"{self._steps[self._position].compute}"
+                f"{self._config.name}: the pipeline loop ended before {self._steps[self._position].compute} "
+                f"({self._where()})"
             )
         if left == 0:
             self._start_after(self._steps[-1])
@@ -416,8 +419,7 @@ class Engine:
     def _failure(self, action: Action, what: str, error: Exception) -> TransferError:
         return TransferError(
             f"{self._config.name}, stage {self._rank}: {action} with {self._partners.named(action)} {what}; the "
-            f"time-out is "
-            f"{self._config.timeout_s:g} s, --bpipe-timeout: {error}"
+            f"time-out is {self._config.timeout_s:g} s, --bpipe-timeout: {error}"
         )
 
 

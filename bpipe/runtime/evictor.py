@@ -265,14 +265,14 @@ class Evictor:
         hidden = ", ".join(f"{kind} ({number})" for kind, number in hiding(roots).items())
         if hidden:
             why += (
-                f"; hidden is what was saved by {hidden}, as TorchScript's functions hide it from their second call on"
+                f"; tensors saved by {hidden} are hidden, as TorchScript's functions hide theirs from the second "
+                "call on"
             )
         return RuntimeFault(
-            f"{action}: this micro-batch saved {len(movable)} movable storages of {sum(now.values())} bytes, but the "
-            f"partner's host "
-            f"buffers were sized for {len(announced)} of {sum(announced)} ({why or 'in another order'}). If "
-            f"micro-batches "
-            f"are to differ in size, say so: --bpipe-differing-sizes"
+            f"{action}: this micro-batch saved {len(movable)} movable storages ({sum(now.values())} bytes), but the "
+            f"partner's host buffers were sized for {len(announced)} ({sum(announced)} bytes): "
+            f"{why or 'in a different order'}. If micro-batches are meant to differ in size, use "
+            "--bpipe-differing-sizes"
         )
 
     def finish_evictions(self) -> None:

@@ -93,7 +93,7 @@ class Executor:
             self._compute |= {Kind.INPUT_FORWARD: inputs.forward, Kind.INPUT_BACKWARD: inputs.backward}
         for each in self._instructions:
             if isinstance(each.operand, Action) and each.operand.kind not in self._compute:
-                raise ValueError(f"rank {rank}: {each.operand} is no computation of a stage: nothing here computes it")
+                raise ValueError(f"rank {rank}: {each.operand} is not a computation of a stage, so nothing can run it")
         # What was made or received and is not used yet, by its number; how often this rank computes with each value,
         # and how often still.
         self._values: dict[int, Tensors] = {}
@@ -163,9 +163,7 @@ class Executor:
             raise
         except (OSError, RuntimeError) as error:
             others = " and ".join(f"rank {rank}" for rank in message.parties if rank != self.rank)
-            raise TransferError(
-                f"rank {self.rank}: {message} {operand}, at its other end is {others}: {error}"
-            ) from error
+            raise TransferError(f"rank {self.rank}: {message} {operand}; the other end is {others}: {error}") from error
 
     def _run(self, action: Action, calls: ComputationHooks | None) -> None:
         needed = self._dependencies.operand_of(action)
@@ -193,7 +191,7 @@ class Executor:
     def _take(self, value: int, operand: object) -> Tensors:
         """For a computation, or to be sent: what is needed again stays."""
         if value not in self._values:
-            raise RuntimeFault(f"rank {self.rank}: {self._dependencies.describe(value)} is not here for {operand}")
+            raise RuntimeFault(f"rank {self.rank}: {self._dependencies.describe(value)} has not arrived for {operand}")
         if isinstance(operand, Action):
             self._left[value] -= 1
             if self._left[value]:

@@ -113,9 +113,7 @@ class Watch:
             pass
         if self._first is None:
             # Whoever keeps the store, rank 0 or the launcher, is gone.
-            self._say_at_the_end(
-                "who keeps the store of this run does not answer: rank 0 or its launcher has ended", lambda: None
-            )
+            self._say_at_the_end("this run's store does not answer: rank 0 or its launcher has ended", lambda: None)
             return None
         self._say_at_the_end(str(self._first), lambda: self._linger(board))
         return self._first if told else None
@@ -164,7 +162,7 @@ class Watch:
         """Another rank has failed: this one follows, at the latest when it should have noticed by itself."""
         if first.rank == self._rank or self._over.wait(_OWN_END_S):
             return
-        print(f"bpipe: rank {self._rank} is ended where it waits:", file=sys.stderr)
+        print(f"bpipe: rank {self._rank} is stopped here, where it waits:", file=sys.stderr)
         faulthandler.dump_traceback()
         print(f"bpipe: {first}", file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
@@ -197,10 +195,10 @@ class Watch:
         silent = [rank for rank in range(self._world) if not board.check([f"here/{rank}"])]
         if not silent or self._rank in silent:
             return None
-        others = f", nor do ranks {', '.join(map(str, silent[1:9]))}" if silent[1:] else ""
+        others = f"; ranks {', '.join(map(str, silent[1:9]))} do not answer either" if silent[1:] else ""
         return Failure(
             silent[0],
-            f"it does not answer, so it was killed, was stopped or has left{others}; rank {self._rank} noticed: "
+            f"it does not answer, so it was killed, was stopped or has exited{others}; rank {self._rank} noticed: "
             f"{mine.cause}",
         )
 

@@ -59,13 +59,17 @@ class Share:
     @property
     def sentence(self) -> str:
         """One sentence: what was measured and, if it is not enough, who is likely to hold the rest."""
-        who = "by the device's allocator" if self.counted_by == ALLOCATOR else "of the storages that its graph shows"
+        who = (
+            "counted by the device's allocator"
+            if self.counted_by == ALLOCATOR
+            else "counted over the storages that its graph shows"
+        )
         text = (
             f"stage {self.stage} moves {self.fraction:.2f} of what a forward keeps for its backward "
             f"({self.moved_bytes / 1e6:.4g} of {self.kept_bytes / 1e6:.4g} MB, {who})"
         )
         if self.by_plan_bytes:
-            text += f"; {self.by_plan_bytes / 1e6:.4g} MB need not, by plan"
+            text += f"; by plan {self.by_plan_bytes / 1e6:.4g} MB stay"
         if self.enough:
             return text
         holders = [f"{nbytes / 1e6:.4g} MB {holder}" for holder, nbytes in Counter(self.staying).most_common(3)]
@@ -74,9 +78,9 @@ class Share:
             hidden = ", ".join(f"{kind} ({number})" for kind, number in self.hiding.items())
             holders.append(
                 f"{unseen / 1e6:.4g} MB not shown by the graph"
-                + (f", which hides what was saved by {hidden}" if hidden else "")
+                + (f", which hides what {hidden} saved" if hidden else "")
             )
-        return f"{text}: little memory is freed. What stays: {'; '.join(holders) or 'not known'}"
+        return f"{text}: little memory is freed. What stays: {'; '.join(holders) or 'unknown'}"
 
 
 class Kept:

@@ -88,7 +88,7 @@ class Partners:
         others = sorted({*guests, *(host.rank for host in hosts.values())})
         if any(other not in self._transports for other in others):
             raise ValueError(
-                f"{moving.name}: the schedule has transfers for rank {rank} but there is no transport to make them"
+                f"{moving.name}: the schedule has transfers for rank {rank}, but there is no transport for them"
             )
         here, there = (
             host_buffers(schedule, rank),
@@ -215,9 +215,8 @@ class Partners:
             there = partner.acceptor.hear_growth()
         except Exception as error:
             raise TransferError(
-                f"{self._moving.name}, stage {self._rank}: at the begin of an iteration stage {other} did not say how "
-                f"much "
-                f"what it sends takes; the time-out is {self._moving.timeout_s:g} s, --bpipe-timeout: {error}"
+                f"{self._moving.name}, stage {self._rank}: at the start of an iteration stage {other} did not send "
+                f"the sizes of its transfers; the time-out is {self._moving.timeout_s:g} s, --bpipe-timeout: {error}"
             ) from error
         return here or there
 
@@ -249,8 +248,8 @@ def _only_hosts(hosts: Mapping[Residency, Host], name: str) -> dict[Key, int]:
         before = found.setdefault(residency.key, host.rank)
         if before != host.rank:
             what = (
-                f"micro-batch {residency.microbatch} of stage {residency.stage} leaves to rank {before} and to rank "
-                f"{host.rank} in one iteration"
+                f"micro-batch {residency.microbatch} of stage {residency.stage} is evicted both to rank {before} and "
+                f"to rank {host.rank} in one iteration"
             )
-            raise ValueError(f"{name}: {what}: let it leave to one")
+            raise ValueError(f"{name}: {what}: evict it to only one of them")
     return found

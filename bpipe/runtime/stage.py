@@ -109,8 +109,7 @@ class TorchStages:
 def _gradient(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.grad is None:
         raise ValueError(
-            f"a part made nothing of a tensor {tuple(tensor.shape)} that it received: whoever sent it waits for its "
-            f"gradient"
+            f"a part did not use a tensor {tuple(tensor.shape)} that it received, but the sender waits for its gradient"
         )
     return tensor.grad
 

@@ -183,13 +183,13 @@ class Verifier:
         return RuntimeFault(
             f"{self._name}: {what.format(link=checked.link)}: iteration {self._number} since the start, micro-batch "
             f"{action.microbatch} of stage {action.stage}, storage {number + 1} of {len(checked.lengths)} "
-            f"({checked.described[number]}, {checked.lengths[number]} bytes). Weights were not updated with it. Train "
-            f"without --bpipe, or try another --bpipe-transport: where the same storage differs again it is not the "
-            f"link"
+            f"({checked.described[number]}, {checked.lengths[number]} bytes). Weights were not updated with it. "
+            "Train without --bpipe, or try another --bpipe-transport: if the same storage differs again, the link "
+            "is not the cause"
         )
 
 
 _CHANGES = (
-    "what leaves for {link} changed while it left, so somebody else writes its memory",
-    "what came back from {link} is not what left",
+    "memory being evicted to {link} changed during the transfer, so something else writes to it",
+    "data that came back from {link} differs from what was evicted",
 )

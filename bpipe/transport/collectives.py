@@ -195,7 +195,7 @@ class Collectives:
             return ()
         if message.value not in self._passing and self._receives(message):
             if message.value not in self._posted:
-                raise ValueError(f"rank {self._rank}: waits for {message}, which it never posted")
+                raise ValueError(f"rank {self._rank} waits for {message}, which it never posted")
             self._posted.remove(message.value)
             if self._sort(message) not in self._shapes:
                 return self._take_first(message)

@@ -87,7 +87,7 @@ def obstacle(name: str, mine: Location, theirs: Location) -> str | None:
     if name != "peer":
         return None
     if mine.boot != theirs.boot:
-        return f"{mine.host} and {theirs.host} are two machines"
+        return f"{mine.host} and {theirs.host} are different machines"
     if mine.namespace != theirs.namespace:
         return "the two processes are in different containers (process namespaces)"
     return None
@@ -185,7 +185,7 @@ class OwnMemory:
     def _host(self) -> HostMemory:
         wanted, way_out = (
             "--bpipe-hosts",
-            "Let less leave (a larger --bpipe-bound or --bpipe-memory, other --bpipe-hosts)",
+            "Evict less (a larger --bpipe-bound or --bpipe-memory, other --bpipe-hosts)",
         )
         return HostMemory(self._device, self._budget, wanted, way_out)
 
@@ -216,8 +216,8 @@ def connect(
     connections, links = connect_all(pairs, wanted, timeout_s, device, buffers)
     if len(connections) > 1:
         raise ValueError(
-            f"rank {dist.get_rank()} is in pairs with ranks {', '.join(map(str, connections))}: connect_all knows "
-            f"several"
+            f"rank {dist.get_rank()} is in several pairs (with ranks {', '.join(map(str, connections))}): use "
+            "connect_all"
         )
     return next(iter(connections.values()), None), links
 
@@ -299,7 +299,7 @@ def _refuse_without_transport(links: Sequence[MeasuredLink], connections: Iterab
     if lines:
         for connection in connections:
             connection.close()
-        raise RuntimeError("no transport joins every pair of ranks, see --bpipe-transport:\n  " + "\n  ".join(lines))
+        raise RuntimeError("no transport connects every pair of ranks, see --bpipe-transport:\n  " + "\n  ".join(lines))
 
 
 def _find_link(

@@ -91,7 +91,7 @@ class CudaRuntime:
             self._functions = {name: self._bound(name, types) for name, types in SIGNATURES.items()}
             self._name_of = library.cudaGetErrorName
         except AttributeError as error:
-            raise RuntimeError(f"this torch ({torch.__version__}) brings no CUDA runtime: {error}") from error
+            raise RuntimeError(f"this torch ({torch.__version__}) includes no CUDA runtime: {error}") from error
         self._name_of.argtypes, self._name_of.restype = (ctypes.c_int,), ctypes.c_char_p
         self._batch = self._batch_call()
 

@@ -118,11 +118,10 @@ class DeviceMemory:
                 raise
             free, total = _runtime_of(self._device).memory()
             raise RuntimeError(
-                f"the partner's host buffers take {_gib(nbytes)} of {self._device.device}, which has {_gib(free)} of "
-                f"{_gib(total)} free "
-                f"after torch gave back what it did not use ({error}). Let this stage hold less (a smaller "
-                f"--micro-batch-size, "
-                f"recomputation), or keep them in the host's memory: --bpipe-transport host"
+                f"the partner's host buffers need {_gib(nbytes)} of {self._device.device}, which has {_gib(free)} of "
+                f"{_gib(total)} free after torch released unused memory ({error}). Make this stage hold less (a "
+                "smaller --micro-batch-size, recomputation), or keep the buffers in CPU memory: --bpipe-transport "
+                "host"
             ) from error
 
 

@@ -112,9 +112,8 @@ def nccl_options(timeout: timedelta, few_units: bool = True) -> Any:
         missing.append("config.max_ctas")
     if missing and dist.get_rank() == 0:
         warnings.warn(
-            f"bpipe: the NCCL options of this torch ({torch.__version__}) have no {' and no '.join(missing)}: "
-            f"transfers may start later or "
-            f"take more of the GPU from the computation than they need",
+            f"bpipe: the NCCL options of this torch ({torch.__version__}) lack {' and '.join(missing)}: transfers "
+            "may start later than necessary or slow down the computation more",
             stacklevel=2,
         )
     return options

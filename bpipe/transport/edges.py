@@ -146,8 +146,8 @@ class Edges:
     def _neighbour(self, message: Message) -> int:
         if message.is_collective:
             raise ValueError(
-                f"{message} is of {len(message.parties)} ranks together and an edge has two ends: carry it by "
-                f"`transport.collectives`"
+                f"{message} involves {len(message.parties)} ranks, but an edge has two ends: use "
+                "`transport.collectives` for it"
             )
         maker, taker = message.parties
         return taker if maker == self._rank else maker
@@ -175,7 +175,7 @@ class Edges:
         """
         inbound, edge = self._inbound[neighbour], self._edges[neighbour]
         if not inbound.posted:
-            raise ValueError(f"rank {self._rank}: waits for {needed}, which it never posted")
+            raise ValueError(f"rank {self._rank} waits for {needed}, which it never posted")
         message = inbound.posted.popleft()
         with name_timeout(edge.groups.timeout_s):
             tensors = edge.control.receive_tensors(Subject.FIRST)

@@ -89,9 +89,8 @@ class Budget:
             if nbytes > (1 - KEPT_FREE) * room.available_bytes:
                 ranks = max(len(self._sharing[room]), 1)
                 return (
-                    f"the host buffers of {ranks} rank{'s' if ranks > 1 else ''} would take {_gib(nbytes)}, and of "
-                    f"{room.name} "
-                    f"{_gib(room.available_bytes)} are available, a tenth of which stays free"
+                    f"the host buffers of {ranks} rank{'s' if ranks > 1 else ''} need {_gib(nbytes)}, but "
+                    f"{room.name} has {_gib(room.available_bytes)} available, of which a tenth must stay free"
                 )
         return None
 

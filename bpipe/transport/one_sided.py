@@ -97,7 +97,7 @@ class Peer:
         while len(self._opened) <= piece:
             handle = self._control.receive(Subject.MEMORY)
             if "error" in handle:
-                raise RuntimeError(f"the partner could not make the host buffers it lends: {handle['error']}")
+                raise RuntimeError(f"the partner could not allocate the host buffers that it lends: {handle['error']}")
             self._opened.append(self._lender.open(handle))
         return self._opened[piece]
 
@@ -130,7 +130,7 @@ class Peer:
         return known
 
 
-_TRANSPORT, _ANOTHER = "--bpipe-transport host", "Use another (auto finds it)"
+_TRANSPORT, _ANOTHER = "--bpipe-transport host", "Use another transport (auto finds one)"
 
 
 class HostMemory:
@@ -163,8 +163,8 @@ class HostMemory:
         if lacking is not None:
             wanted, way_out = self._refusal
             raise RuntimeError(
-                f"{wanted}: {lacking}. {way_out}, move less (a smaller --micro-batch-size, recomputation), "
-                f"or give the job more of the host's memory"
+                f"{wanted}: {lacking}. {way_out}, save less per micro-batch (a smaller --micro-batch-size, "
+                "recomputation), or give the job more CPU memory"
             )
         self._regions.append(own_memory(nbytes, self._device))
         self._nbytes += nbytes

@@ -52,7 +52,7 @@ class _Trial:
         if self._thread.is_alive():
             abort()
             self._thread.join(GRACE_S)
-            return [], f"nothing came through within {within_s:g} s, half of --bpipe-timeout, and it was given up"
+            return [], f"nothing arrived within {within_s:g} s (half of --bpipe-timeout)"
         return self._seconds, self._why
 
 
@@ -107,7 +107,7 @@ def _rounds(transport: Transport, device: Device, evictor: bool) -> list[float]:
         device.synchronize(device.device)
         seconds.append(time.perf_counter() - begin)
     if evictor and not torch.equal(buffer, back):
-        raise RuntimeError("what came back is not what was sent")
+        raise RuntimeError("received data differs from the data sent")
     return seconds
 
 

@@ -27,9 +27,8 @@ def check_alike(rank: int, what: object, shapes: Shapes, first: Shapes) -> None:
     """Raises ValueError where a message carries something else than the first of its sort."""
     if shapes != first:
         raise ValueError(
-            f"rank {rank}: {what} carries {words(shapes)}, the first of its sort carried {words(first)}: "
-            f"micro-batches of "
-            f"differing size are not supported, pad to one length"
+            f"rank {rank}: {what} carries {words(shapes)}, but the first such message carried {words(first)}: "
+            "micro-batches of different sizes are not supported here; pad them to one length"
         )
 
 

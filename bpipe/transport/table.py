@@ -19,9 +19,9 @@ def describe(links: Iterable[MeasuredLink], stages: Mapping[Pair, Pair]) -> str:
     for link in links:
         low, high = sorted(stages[link.ranks])
         of_stages[low, high].append(link)
-    lines = ["links, measured there and back:"]
+    lines = ["links, measured in both directions:"]
     for pair, same in sorted(of_stages.items()):
-        who = f"stages {pair[0]} and {pair[1]}" if pair[0] != pair[1] else f"stage {pair[0]} and its node's memory"
+        who = f"stages {pair[0]} and {pair[1]}" if pair[0] != pair[1] else f"stage {pair[0]} and its node's CPU memory"
         for name in sorted({link.transport for link in same}):
             lines.append(f"  {who}{_chosen(name, [link for link in same if link.transport == name])}")
     return "\nbpipe: ".join(lines)
@@ -36,7 +36,7 @@ def _chosen(name: str, links: Sequence[MeasuredLink]) -> str:
     tried = [
         f"{other} {_range(link.bytes_per_s[other] for link in links if other in link.bytes_per_s)}" for other in others
     ]
-    tried += [f"{other} not: {why}" for other, why in links[0].refused.items()]
+    tried += [f"{other} not usable: {why}" for other, why in links[0].refused.items()]
     also = f" ({'; '.join(tried)})" if tried else ""
     return f"{count}: {name} {_range(link.bytes_per_s[name] for link in links)}{also}"
 
@@ -57,8 +57,8 @@ def sufficiency(stage: int, partner: int, moved_bytes: int, window_s: float, byt
     enough = needed <= bytes_per_s
     own = stage == partner
     verdict = (
-        f"NOT enough: transfers will hold the computation up. "
-        f"{'Let less leave' if own else 'Put the pair on one node'}, or move less"
+        "NOT enough: transfers will delay the computation. "
+        f"{'Evict less' if own else 'Put the pair on one node, or evict less'}"
     )
     where = "its node's memory" if own else f"stage {partner}"
     return enough, (

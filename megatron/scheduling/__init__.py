@@ -32,9 +32,9 @@ def install(config: SchedulingConfig, *, samples_by_chunk: bool = False) -> Inst
     config.refuse_what_needs_the_trainer()
     if config.positions.num_pipes > 1 and not samples_by_chunk:
         raise ValueError(
-            "of two pipes each chunk reads the samples of the one that it serves, and a loop of your own feeds it: "
-            "give chunk c's iterator "
-            "the samples of the data-parallel replica samples_of(config, c), and install(config, samples_by_chunk=True)"
+            "with two pipes each chunk reads the samples of its own pipe, and your own loop must supply them: give "
+            "chunk c's iterator the samples of the data-parallel replica samples_of(config, c), and call "
+            "install(config, samples_by_chunk=True)"
         )
     # Not at the top: importing this package must not import Megatron, which the CPU stand-in has to precede.
     from megatron.scheduling.composing import compose

@@ -32,7 +32,7 @@ def prepare() -> None:
     Repairs follow when the arguments are parsed, because a flag leaves them.
     """
     with _or_end():
-        extras.require("megatron", "a training")
+        extras.require("megatron", "training")
     startup.prepare(repairing=False)
     from megatron.scheduling.hooks import patches
 
@@ -69,8 +69,8 @@ def refuse_packed_batches(args: Any) -> None:
     ):
         if wanted:
             starting.end(
-                f"--{name.replace('_', '-')}: Megatron joins the {rows} packed rows of a micro-batch to one, and its "
-                f"pipeline receives them as {rows}, in another order; use --micro-batch-size 1, with a longer "
+                f"--{name.replace('_', '-')}: Megatron joins the {rows} packed rows of a micro-batch into one, but "
+                f"its pipeline receives them as {rows}, in a different order; use --micro-batch-size 1 with a longer "
                 "--seq-length"
             )
 

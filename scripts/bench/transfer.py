@@ -176,7 +176,7 @@ def there_and_back(name: str, end: Transport | None, buffers: Buffers) -> dict[s
     sent, between, back = buffers
     there_s, back_s = copied(sent, between, back) if end is None else evicted(end, sent, back)
     dist.barrier()
-    assert all(map(torch.equal, sent, back)), f"{name}: what came back is not what was sent"
+    assert all(map(torch.equal, sent, back)), f"{name}: received data differs from the data sent"
     for buffer in back:
         buffer.zero_()
     return {"there_s": there_s, "back_s": back_s}

@@ -129,7 +129,7 @@ def test_what_is_learned_changes_the_plan_and_no_bit(four: Outcome, shape: str, 
     """
     same(four, shape, name, 4)
     log = said(four, name)
-    assert "bpipe: the first iteration sends as much as helps, until bytes are measured:" in log
+    assert "bpipe: the first iteration moves as much as helps, until bytes are measured:" in log
     assert log.count("changing over:") == 1
     budget = budgets("plain", 2)[0] if shape == "plain" else budgets("chunks", 3)[1]
     check_kept(four, name, budget)

@@ -157,7 +157,7 @@ def test_megatron_understands_the_configuration(parsed: dict[str, list[dict[str,
     assert args["save"] == args["load"] is not None
     assert (args["exit_duration_in_mins"] is not None) is script.endswith(".sbatch")
     assert "bpipe: placement adjacent" in args["said"]
-    assert "stand on two nodes" not in args["said"], "a pair's transfers would use the network"
+    assert "span two nodes" not in args["said"], "a pair's transfers would use the network"
 
 
 @pytest.mark.timeout(300)

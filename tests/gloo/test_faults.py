@@ -112,7 +112,7 @@ def test_a_flipped_bit_ends_the_run_with_its_name(
     """In shared memory, in a host's own, and in a host buffer that is sent back: before weights are updated."""
     outcome = run(tmp_path, [*BPIPE, *flags, "--bpipe-verify", "1"], fault=f"{rank} {transport} FLIP")
     assert all(outcome.codes), [log[-500:] for log in outcome.logs]
-    error, *_ = re.findall(r"RuntimeFault: rank 0: what came back from .*", outcome.logs[0])
+    error, *_ = re.findall(r"RuntimeFault: rank 0: data that came back from .*", outcome.logs[0])
     expected = (
         rf"{re.escape(link)} is not what left: iteration 1 since the start, micro-batch \d of stage 0, storage \d+ of "
         r"\d+ \((float32|bool|int64) \[[\d, ]+\], saved by \w+Backward\w*, \d+ bytes\)\. Weights were not updated"
@@ -129,7 +129,8 @@ def test_what_is_checked_and_as_it_was_is_said_and_recorded(tmp_path: Path, caps
     outcome = run(tmp_path, [*BPIPE, "--bpipe-verify", "all", "--bpipe-report", str(report)])
     assert outcome.codes == [0] * 4
     said = re.findall(
-        r"bpipe: verified 2 iterations: all that rank (\d) sent away, (\d+) micro-batches", "".join(outcome.logs)
+        r"bpipe: verified 2 iterations: everything that rank (\d) evicted came back unchanged \((\d+) micro-batches",
+        "".join(outcome.logs),
     )
     # Of four stages only the first sends anything away.
     assert sorted(rank for rank, _ in said) == ["0"]
@@ -193,7 +194,7 @@ def test_whoever_dies_where_sizes_differ_ends_the_others(
         said = (
             f"rank {dead} failed first: it does not answer, so it was killed,"
             if dead
-            else "who keeps the store of this run does not answer"
+            else "this run's store does not answer"
         )
         assert f"\nbpipe: {said}" in outcome.logs[rank]
     assert outcome.seconds < 60
@@ -246,7 +247,7 @@ def test_whoever_dies_between_slices_ends_the_others(tmp_path: Path, fault: str)
         said = (
             f"rank {dead} failed first: it does not answer, so it was killed,"
             if dead
-            else "who keeps the store of this run does not answer"
+            else "this run's store does not answer"
         )
         assert last_line(outcome, rank).startswith(f"bpipe: {said}"), outcome.logs[rank][-2000:]
     assert outcome.seconds < 60
@@ -274,7 +275,7 @@ def test_a_neighbour_of_our_own_loop_that_dies_ends_the_others(tmp_path: Path) -
         assert outcome.codes[rank] not in (0, None), f"rank {rank} did not notice"
         assert last_line(outcome, rank).startswith("bpipe: rank 2 failed first: it does not answer, so it was killed,")
     for rank in (1, 3):
-        edge = rf"TransferError: rank {rank}: \S+>\S+ (did not pass|could not be sent|could not be posted), at its other end is rank 2: "
+        edge = rf"TransferError: rank {rank}: \S+>\S+ (did not pass|could not be sent|could not be posted); the other end is rank 2: "
         assert re.search(edge, outcome.logs[rank]), outcome.logs[rank][-2000:]
     assert outcome.seconds < 60
 
@@ -284,9 +285,9 @@ def test_a_neighbour_of_our_own_loop_that_stops_ends_its_receiver_within_the_tim
     """Its connections stay open, so only the time-out can tell."""
     outcome = run(tmp_path, OWN, fault="2 2F2 SIGSTOP", only=3)
     assert outcome.codes[3] not in (0, None)
-    assert "TransferError: rank 3: 2F2>3F2 did not pass, at its other end is rank 2: " in outcome.logs[3], outcome.logs[
-        3
-    ][-2000:]
+    assert "TransferError: rank 3: 2F2>3F2 did not pass; the other end is rank 2: " in outcome.logs[3], outcome.logs[3][
+        -2000:
+    ]
     assert "5000ms" in outcome.logs[3]
     assert "bpipe: rank 3, stage 3, after 3I1, at 3F2" in outcome.logs[3]
 
@@ -360,12 +361,12 @@ REFUSED = [
     ),
     (
         ["--sft"],
-        "error: --sft: Megatron joins the 2 packed rows of a micro-batch to one, and its pipeline receives them as 2, in "
-        "another order; use --micro-batch-size 1",
+        "error: --sft: Megatron joins the 2 packed rows of a micro-batch into one, but its pipeline receives them as 2, in a "
+        "different order; use --micro-batch-size 1",
     ),
     (
         ["--bpipe-report-iterations", "5-3"],
-        "--bpipe-report-iterations 5-3: must be a number or two with a hyphen, such as 3-5",
+        "--bpipe-report-iterations 5-3: must be one number, or two with a hyphen, such as 3-5",
     ),
     (
         ["--bpipe-report-iterations", "3-5"],

@@ -86,7 +86,7 @@ def test_without_repairs_megatron_ends_at_its_own_defect(tmp_path: Path) -> None
     )
     assert outcome.codes == [1]
     assert (
-        "bpipe: --bpipe-no-repairs: Megatron is left as it is, and it alone sees to it that dataset helpers"
+        "bpipe: --bpipe-no-repairs: Megatron is left unrepaired; without repairs it must itself ensure that dataset helpers"
         in outcome.logs[0]
     )
     assert "bpipe: repaired" not in outcome.logs[0]
@@ -156,8 +156,8 @@ def test_an_unmodified_script_is_balanced(tmp_path: Path, name: str, flags: tupl
             ["2"],
             [
                 "interleaved-1f1b, 4 stages, 8 micro-batches: at most 9 held; evicting 0 -> 3",
-                "interleaved-1f1b, 4 stages, 4 micro-batches: stages in pairs cannot all keep less than the 8 "
-                "micro-batches of a chunk",
+                "interleaved-1f1b, 4 stages, 4 micro-batches: pairing stages cannot get all of them below "
+                "the 8 micro-batches of a chunk",
             ],
             id="interleaved",
         ),

@@ -36,8 +36,8 @@ def test_a_full_disk_ends_no_training(lost: Outcome) -> None:
     same(lost, "stock", "full", 4)
     (line,) = said(lost, "full")
     assert re.fullmatch(
-        r"bpipe: rank [12]: /.*/full/record_0000[12]\.jsonl: No space left on device; recording stops on ranks that meet this, "
-        r"training goes on",
+        r"bpipe: rank [12]: /.*/full/record_0000[12]\.jsonl: No space left on device; recording stops on ranks with this error, "
+        r"training continues",
         line,
     )
     for rank in (1, 2):

@@ -21,7 +21,7 @@ def test_one_stage_says_so_and_is_recorded(run_cases: Callable[..., Outcome]) ->
     cases = [Case("stock", ONE), Case("asked", [*ONE, *BPIPE, "--bpipe-report", "{folder}/asked"])]
     outcome = run_cases(2, cases, 200)
     same(outcome, "stock", "asked", 2)
-    said = "bpipe: 1f1b, 1 stage, 4 micro-batches: one stage has no other to share with; training as usual"
+    said = "bpipe: 1f1b, 1 stage, 4 micro-batches: a single stage has no other to share with; training as usual"
     assert sum(log.count(said) for log in outcome.logs) == 1
     for row in outcome.reports("asked"):
         assert (row["peak_microbatches"], row["evictions"]) == (1, 0)

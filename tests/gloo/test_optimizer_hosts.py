@@ -86,8 +86,8 @@ def test_more_than_there_is_ends_every_rank_and_says_how_much_there_is(run_cases
     outcome = run_cases(2, [Case("much", ("--global-batch-size", "8", FLAG, "0:1:3"))], timeout_s=200)
     assert all(code not in (0, None) for code in outcome.codes)
     asked = f"{FLAG} 0:1: 3.000 GiB of rank 0's moments are to wait on rank 1"
-    assert f"{asked}, but there are 0.00" in outcome.logs[0]
-    assert f"{asked}, and it has less" in outcome.logs[1]
+    assert f"{asked}, but only 0.00" in outcome.logs[0]
+    assert f"{asked}, but it has less" in outcome.logs[1]
 
 
 @pytest.mark.slow
@@ -95,10 +95,10 @@ def test_more_than_there_is_ends_every_rank_and_says_how_much_there_is(run_cases
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ((FLAG, "0:4:1"), f"{FLAG} names rank 4, but a pipeline has the ranks 0 to 3"),
+        ((FLAG, "0:4:1"), f"{FLAG} names rank 4, but a pipeline has ranks 0 to 3"),
         (
             (FLAG, "0:3:1", *BPIPE, "--bpipe-memory", "1"),
-            f"{FLAG} beside --bpipe-memory, whose plan counts on all of it at home",
+            f"{FLAG} with --bpipe-memory, whose plan assumes that all state stays on its rank",
         ),
     ],
 )

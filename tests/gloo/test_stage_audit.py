@@ -115,4 +115,4 @@ def test_what_we_move_is_not_taken_for_the_stages(tmp_path: Path) -> None:
     (process,) = start(1, command, tmp_path, free_ports(1)[0], {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"})
     outcome = finish([process], tmp_path, 80)
     assert outcome.codes == [2]
-    assert "--terra-audit with --bpipe: what we issue around a stage" in outcome.logs[0]
+    assert "--terra-audit with --bpipe: our own operations around a stage" in outcome.logs[0]

@@ -159,7 +159,7 @@ def test_two_are_held_where_pairs_hold_three(
         "at most 2 held; evicting 0 -> its own memory (7 of 8, 3 host buffers), 1 -> its own memory (6 of 8, 2 host "
         "buffers)" in said
     )
-    assert "stage 0 and its node's memory: host " in said
+    assert "stage 0 and its node's CPU memory: host " in said
     assert "placement adjacent" not in said
     assert main(["report", plain.report_folder(name)]) == 0
     text = " ".join(capsys.readouterr().out.split())

@@ -253,7 +253,9 @@ def assert_the_others_end_and_say_where(outcome: Outcome) -> None:
         # One error, with its action, what it waited for and how long at most: a transfer, or a message of a neighbour.
         # And how far it was.
         transfer = rf"rank {rank}, stage {rank}: \d(EVICT|LOAD|HOST|RETURN)\d+ with stage \d did not (end \(it was \w+\)|start)"
-        message = rf"rank {rank}: \d[FBI]\d+>\d[FBI]\d+ (did not pass|could not be (sent|posted)), at its other end is rank \d"
+        message = (
+            rf"rank {rank}: \d[FBI]\d+>\d[FBI]\d+ (did not pass|could not be (sent|posted)); the other end is rank \d"
+        )
         found = re.findall(
             rf"TransferError: ({transfer}|{message})[;:] the time-out is {outcome.scenario.timeout_s:g} s, --bpipe-timeout: ",
             log,
@@ -336,6 +338,4 @@ def test_a_link_that_carries_nothing_is_given_up_and_another_taken(tmp_path: Pat
     for rank in range(2):
         left = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert left["transport"] == "peer"
-        assert left["refused"] == {
-            "gloo": "nothing came through within 3 s, half of --bpipe-timeout, and it was given up"
-        }
+        assert left["refused"] == {"gloo": "nothing arrived within 3 s (half of --bpipe-timeout)"}

@@ -89,9 +89,8 @@ def test_a_choice_that_is_not_megatrons_is_refused_in_a_v(tmp_path: Path) -> Non
     )
     assert outcome.codes == [2] * 4, outcome.logs[0][-3000:]
     said = (
-        "bpipe: error: get_embedding_ranks: of the pipeline of ranks 0, 1, 2, 3 the script chooses 1, 2, 3, where "
-        "Megatron's own chooses "
-        "0, 3. In this schedule rank 3 has the first stage and the last"
+        "bpipe: error: get_embedding_ranks: in the pipeline of ranks 0, 1, 2, 3 the script chooses 1, 2, 3, where "
+        "Megatron's own function chooses 0, 3. In this schedule rank 3 has both the first and the last stage"
     )
     assert said in outcome.logs[0]
     assert "Traceback" not in "".join(outcome.logs)

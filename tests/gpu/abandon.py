@@ -101,7 +101,7 @@ def _let_go(on: Accelerator, rank: int, transport: Transport, sizes: Sizes, name
         taken_s = time.perf_counter() - begin
     assert breaking.busy is not None, f"{at} of stage {rank} did not come"
     is_over = breaking.busy.is_over()
-    text = f"abandon after {taken_s * 1e3:.3g} ms at {at}; the device then: {'over' if is_over else 'still busy'}"
+    text = f"abandon after {taken_s * 1e3:.3g} ms at {at}; the device then: {'idle' if is_over else 'still busy'}"
     result.check(name, taken_s < AT_ONCE_S and not is_over, text)
     breaking.busy.let_go()
     synchronize(on.device)

@@ -37,22 +37,22 @@ class Case:
         return importlib.import_module(f"tests.gpu.{self.module}")
 
 
-NO_TIME = "its times are declared, not measured"
+NO_TIME = "a late device's times are declared, not measured"
 CASES: Mapping[str, Case] = {
     "versions": Case(
         "versions",
-        "what is installed, and that torch and the CUDA runtime mean one device",
-        "CUDA may have two runtimes in a process",
+        "what is installed, and whether torch and the CUDA runtime use the same device",
+        "a process with CUDA may load two CUDA runtimes",
     ),
     "counts": Case(
         "counts",
         "the runtime's own tests: reference counts differ between versions of torch",
-        "it is about the torch of a GPU's machine",
+        "it tests the torch that is installed on the GPU's machine",
     ),
     "queues": Case(
         "queues",
         "whether streams wait for each other in the device's queues",
-        "its queues are those that its draw says",
+        "a late device's queues follow its draw",
     ),
     "peer": Case("peer", "one-sided copies between two processes are right"),
     "streams": Case("streams", "the order of streams is right, and each wait is needed"),
@@ -60,20 +60,20 @@ CASES: Mapping[str, Case] = {
     "memory": Case("memory", "what each stage allocates, against the prediction"),
     "halves": Case(
         "halves",
-        "backwards of Megatron's own stage in halves, also Transformer Engine's: right or wrong",
+        "whether split backwards of Megatron's own stage are right, also with Transformer Engine",
         own_process=True,
     ),
-    "overhead": Case("overhead", "what balancing costs one stage, beside copy engines", NO_TIME),
-    "nccl": Case("nccl", "the nccl transport with two ranks on one device, right or wrong"),
+    "overhead": Case("overhead", "what balancing costs one stage, with copy engines", NO_TIME),
+    "nccl": Case("nccl", "whether the nccl transport is right with two ranks on one device"),
     "megatron": Case("megatron_stage", "Megatron's own stage: what moves, and that nothing differs", own_process=True),
-    "nearly_full": Case("nearly_full", "a balanced program with no room to spare, and lending beside it"),
-    "side_stream": Case("side_stream", "activations of a stream beside compute's, noted and not"),
+    "nearly_full": Case("nearly_full", "a balanced program with no room to spare, and lending memory at the same time"),
+    "side_stream": Case("side_stream", "activations of a side stream, with and without the engine knowing of it"),
     "combined": Case("combined", "activations of parts of layers on two streams, of two micro-batches at once"),
-    "abandon": Case("abandon", "after an error a rank lets go at once, however busy its device is"),
+    "abandon": Case("abandon", "after an error a rank stops at once, however busy its device is"),
     "limits": Case("limits", "what copies and matrix products reach here", NO_TIME),
     "compute_units": Case(
         "units",
         "what copies that occupy compute units cost",
-        "it has no compute units",
+        "a late device has no compute units",
     ),
 }

@@ -125,7 +125,7 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
         wrong = sum(_wrong(found, expected) for found in _iterations(chunks, engine, sizes, until))
         moved = sum(engine.moved_bytes.values())
         result.facts |= {f"{name}: wrong": wrong, "moved_bytes": moved}
-        text = f"{wrong} sums differ, with {num_transfers(plan, 0).evictions} evictions an iteration"
+        text = f"{wrong} sums differ, with {num_transfers(plan, 0).evictions} evictions per iteration"
         if moved < sizes.rows * sizes.width * 4:
             result.check(f"the stream of exchanges {name}", False, "what parts saved was not moved: nothing was tried")
         elif noted:

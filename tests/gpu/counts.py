@@ -46,7 +46,7 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", sizes.place]
     left_s = max(until - time.monotonic(), 10.0)
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=left_s, check=False)
-    lines = ended.stdout.strip().splitlines() or ended.stderr.strip().splitlines() or ["pytest said nothing"]
+    lines = ended.stdout.strip().splitlines() or ended.stderr.strip().splitlines() or ["pytest printed nothing"]
     result = Result()
     result.check(sizes.place, ended.returncode == 0, f"{lines[-1].strip('= ')}, torch {torch.__version__}")
     wrong = [line for line in lines if re.match(r"(FAILED|ERROR) ", line)]

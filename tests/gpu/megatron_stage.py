@@ -180,8 +180,8 @@ def _look(device: torch.device, stage: MegatronStage, sizes: Sizes, until: float
         wrong += bool(differing(stage.gradients_of(loop, engine), expected))
         reserved.append(int(torch.accelerator.memory_reserved(device)))
     text = (
-        f"{wrong} of {len(reserved)} iterations differ, {engine.moved_bytes.get(0, 0) / 2**20:.4g} MiB moved a "
-        f"micro-batch"
+        f"{wrong} of {len(reserved)} iterations differ, {engine.moved_bytes.get(0, 0) / 2**20:.4g} MiB moved per "
+        "micro-batch"
     )
     result.check(f"{name}: gradients after evicting and loading", wrong == 0 and engine.moved_bytes.get(0, 0) > 0, text)
     flat = len(set(reserved[1:])) == 1
@@ -200,7 +200,7 @@ def _fraction(device: torch.device, stage: MegatronStage, sizes: Sizes, name: st
     moved = moved_bytes(device, end, received, sizes.minimum_bytes)
     end.backward()
     text = f"{moved / left:.3f}, {moved / 2**20:.4g} of {left / 2**20:.4g} MiB"
-    result.check(f"{name}: part of what a forward leaves that moves", moved >= ENOUGH * left, text)
+    result.check(f"{name}: moved part of what a forward leaves", moved >= ENOUGH * left, text)
     result.facts[name] = {"moved_bytes": moved, "left_bytes": left}
 
 

@@ -83,7 +83,7 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
     result.check("balanced, where there is no room to spare", wrong == 0, text)
     # Or the limit was none, and the line above says nothing.
     tidy(device)
-    fits, text = True, f"fits into {room} B: the program above was not short of anything"
+    fits, text = True, f"fits into {room} B: the program above had memory to spare"
     try:
         gradient("without")
     except torch.OutOfMemoryError as error:
@@ -111,5 +111,5 @@ def _lend_beside_a_full_cache(device: torch.device, sizes: Sizes, result: Result
         lender_on(device).make(sizes.lent_bytes)[1].close()
     except RuntimeError as error:
         refused = f": {error}"
-    result.check("memory for host buffers beside a full cache", not refused, text + refused)
+    result.check("memory for host buffers next to a full cache", not refused, text + refused)
     tidy(device)

@@ -146,9 +146,9 @@ def _case(
     result.row(
         title,
         f"{wants.moved / 2**20:.4g} MiB per transfer, forward {wants.forward_s * 1e3:.4g} ms: needs "
-        f"{wants.bytes_per_s / 1e9:.4g} GB/s of "
-        f"{link / 1e9:.4g}; {transfers.evictions} evictions and {transfers.loads} loads an iteration, "
-        f"{num_host_buffers(plan, plan.partners[0] if plan.partners else 0)} host buffers",
+        f"{wants.bytes_per_s / 1e9:.4g} GB/s of {link / 1e9:.4g}; {transfers.evictions} evictions and "
+        f"{transfers.loads} loads per iteration, {num_host_buffers(plan, plan.partners[0] if plan.partners else 0)} "
+        "host buffers",
     )
     found = {name: ratios(taken[name], taken["without"]) for name in ("with", "synchronous")}
     result.row(f"{title}: iteration without", f"s {Spread.of(taken['without']).text()}")

@@ -126,6 +126,6 @@ def judge_engines(evicting: Mapping[str, Any], hosting: Mapping[str, Any], sizes
         result.check(
             f"engine, p={sizes.stages} m={sizes.microbatches}, {name}", one["wrong"] == 0 and one["reference"], text
         )
-    result.check("transfers took place", evicting["evictions"] > 0, f"{evicting['evictions']} evictions an iteration")
+    result.check("transfers took place", evicting["evictions"] > 0, f"{evicting['evictions']} evictions per iteration")
     nbytes = hosting["host_buffer_bytes"]
     result.check("host buffers on the acceptor", nbytes > 0, f"{nbytes} B")

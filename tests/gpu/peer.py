@@ -62,7 +62,7 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
         f"{rounds['wrong']} of {rounds['count']} rounds differ, {sizes.num_buffers} buffers reused",
     )
     result.check(
-        "what lies in the lender's memory",
+        "contents of the lender's memory",
         lender["wrong"] == 0,
         f"{lender['wrong']} of {sizes.num_buffers} buffers differ, seen by its owner",
     )

@@ -177,7 +177,7 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
         wrong = [where for where, one in found.items() if one is None or not torch.equal(one, expected[where])]
         moved = sum(sum(rank.engine.moved_bytes.values()) for rank in ranks)
         text = f"{len(wrong)} of {len(found)} gradients differ after {count} iterations"
-        result.check(name, not wrong and moved > 0, f"{text}, {moved} B move a micro-batch")
+        result.check(name, not wrong and moved > 0, f"{text}, {moved} B move per micro-batch")
         for rank in ranks:
             rank.engine.release()
     return result

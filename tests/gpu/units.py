@@ -117,9 +117,7 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
         result.facts[f"{work} beside {name}"] = found.facts()
     if not torch.equal(source, target):
         result.check("what the copy kernel copied", False, "differs from its source")
-    result.row(
-        "what this is", "copies inside the device's memory, only to occupy units; no transfer, and no rate of a link"
-    )
+    result.row("note", "copies inside the device's memory, only to occupy units; no transfer, and no rate of a link")
     for region in (out, home):
         region.close()
     return result

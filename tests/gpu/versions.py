@@ -105,4 +105,4 @@ def _compiler() -> str:
         said = subprocess.run(["cc", "--version"], capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
         return f"none: {error}"
-    return said.splitlines()[0] if said else "says nothing of itself"
+    return said.splitlines()[0] if said else "gives no version"

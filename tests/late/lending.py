@@ -12,7 +12,7 @@ from tests.late.cases import SCHEDULES
 from tests.late.devices import Draw
 from tests.late.pipeline import LatePipeline
 
-SAID = "the partner could not make the host buffers it lends"
+SAID = "the partner could not allocate the host buffers that it lends"
 
 
 def fails_to_lend(draw: Draw) -> str:

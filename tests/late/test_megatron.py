@@ -121,7 +121,7 @@ def test_transports_carry_what_they_are_to(on_late_devices: Outcome) -> None:
     for transport in ("nccl", "peer"):
         assert f"bpipe:   stages 0 and 3: {transport} " in said_by(on_late_devices.logs[0], transport)
     tiers = said_by(on_late_devices.logs[0], "all_hosts")
-    for link in ("stages 0 and 3: peer ", *(f"stage {stage} and its node's memory: host " for stage in range(3))):
+    for link in ("stages 0 and 3: peer ", *(f"stage {stage} and its node's CPU memory: host " for stage in range(3))):
         assert f"bpipe:   {link}" in tiers
 
 

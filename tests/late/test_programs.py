@@ -78,10 +78,10 @@ def with_halves_that_do_not_wait() -> AbstractContextManager[Any]:
 
 
 BROKEN: dict[str, tuple[str, Broken, str]] = {
-    "a receive is missing": ("split", without_one("post 1F1>2F1"), "nobody can go on|is not here for|never posted"),
-    "a wait is missing": ("grouped", without_one("wait 1F1>2F1"), "the output of 1F1 is not here for 2F1"),
+    "a receive is missing": ("split", without_one("post 1F1>2F1"), "nobody can go on|has not arrived for|never posted"),
+    "a wait is missing": ("grouped", without_one("wait 1F1>2F1"), "the output of 1F1 has not arrived for 2F1"),
     "a send is missing": ("v-half", without_one("send 1F1>2F1"), "nobody can go on|bytes are sent"),
-    "a hand-over is missing": ("v-half", without_handing_over, "the output of 3F0 is not here for 4F0"),
+    "a hand-over is missing": ("v-half", without_handing_over, "the output of 3F0 has not arrived for 4F0"),
     "two receives are swapped": ("split", with_receives_swapped, "waits for 0F0>1F0, which it never posted"),
     "the inputs' half does not wait for its load": (
         "split",

@@ -60,7 +60,9 @@ def test_a_flipped_bit_is_named(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(OneSidedCopies, "get", get)
     # A copy's end is that of the copy, and damage comes behind it: let the device come so far at once.
     draw = Draw(1, eagerness=1.0)
-    with pytest.raises(RuntimeError, match=rf"what came back from .* over {kind} is not what left: .* storage 2 of "):
+    with pytest.raises(
+        RuntimeError, match=rf"data that came back from .* over {kind} differs from what was evicted: .* storage 2 of "
+    ):
         LatePipeline(SCHEDULES["1f1b"](), kind, verify=True).run(draw)
 
 

@@ -211,7 +211,7 @@ def test_a_wrong_step_is_the_exit_status(
 def test_an_unknown_step_is_refused(check: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         check.main(["--only", "limits,warmth"])
-    assert "no step warmth: choose from versions, counts" in capsys.readouterr().err
+    assert "unknown step warmth: choose from versions, counts" in capsys.readouterr().err
 
 
 def test_without_a_gpu_it_says_so(
@@ -262,5 +262,5 @@ def test_results_are_written_into_the_document(
     before = document.read_text()
     assert check.main(["--table"]) == 0
     assert document.read_text() == before, "what stood there stays"
-    with pytest.raises(ValueError, match="the table is of GPUs"):
+    with pytest.raises(ValueError, match="the table is only for GPUs"):
         check.main(["--table", str(of("third", "late", limits=measured))])

@@ -155,7 +155,7 @@ def job(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 @pytest.mark.parametrize(
     ("saved", "saves", "ends", "status", "requeued", "says"),
     [
-        ("", "40", "0", 0, True, "iterations 1 to 40 of 100 are done; going on in a next job"),
+        ("", "40", "0", 0, True, "iterations 1 to 40 of 100 are done; the next job continues"),
         ("40", "80", "0", 0, True, "iterations 41 to 80 of 100 are done"),
         ("80", "100", "0", 0, False, "all 100 iterations are done"),
         ("80", "", "0", 1, False, "no iteration after 80 was saved"),

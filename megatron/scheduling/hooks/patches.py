@@ -385,7 +385,7 @@ def differences(patch: Patch) -> list[str]:
         owner, name = _place(patch.module, patch.name)
         function = getattr(owner, name)
     except AttributeError:
-        return [f"{where} is gone"]
+        return [f"{where} is missing"]
     signature = inspect.signature(function).parameters
     found = tuple(name for name in signature if not (patch.hands_on and is_further(signature[name], patch)))
     if found == patch.parameters:
@@ -397,4 +397,4 @@ def differences(patch: Patch) -> list[str]:
     what = [f"new parameters {', '.join(new)}"] * bool(new) + [f"missing parameters {', '.join(missing)}"] * bool(
         missing
     )
-    return [f"{where}: {' and '.join(what) or 'parameters in another order'}"]
+    return [f"{where}: {' and '.join(what) or 'parameters in a different order'}"]

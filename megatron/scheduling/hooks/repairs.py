@@ -45,13 +45,12 @@ def apply() -> list[str]:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             lines.append(
-                f"left out, because it cannot be tried on this Megatron ({reason}): the repair of "
-                f"{', '.join(repair.names)}, by which "
+                f"repair skipped, because it cannot be tried on this Megatron ({reason}): {', '.join(repair.names)}: "
                 f"{repair.mends}"
             )
             continue
         if made:
-            lines.append(f"repaired in memory, no file is edited: {', '.join(repair.names)}: {repair.mends}")
+            lines.append(f"repaired in memory, without editing files: {', '.join(repair.names)}: {repair.mends}")
     return lines
 
 
@@ -247,19 +246,19 @@ _RANDOM = "megatron.core.tensor_parallel.random"
 REPAIRS = (
     Repair(
         ("megatron.core.datasets.utils.compile_helpers",),
-        "dataset helpers that are shipped compiled are not built again",
+        "dataset helpers that come compiled are not rebuilt",
         _skip_compiling_helpers,
     ),
     Repair(
         ("megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",),
-        "torch's norm takes part in sequence parallelism",
+        "torch's norm supports sequence parallelism",
         _torch_norm_with_sequence_parallelism,
     ),
     Repair(
         tuple(
             f"{_RANDOM}.{name}" for name in ("FP8GlobalStateManager", "activation_recompute_forward", "fp8_autocast")
         ),
-        "norms are recomputed without asking Transformer Engine for FP8",
+        "norms are recomputed without Transformer Engine's FP8 functions",
         _recompute_norms_without_transformer_engine,
     ),
     Repair(
@@ -272,12 +271,12 @@ REPAIRS = (
     ),
     Repair(
         ("megatron.training.training._seqlen_stats_in_iteration",),
-        "packed sequences are counted where no GPU is",
+        "packed sequences are counted without a GPU",
         _count_packed_tokens_on_what_stands_in,
     ),
     Repair(
         (f"{_DISTRIBUTED}.sharded_param_state_fully_reshardable",),
-        "the distributed optimizer's state is saved by layer also behind padded buckets",
+        "the distributed optimizer's state is saved by layer even with padded buckets",
         _save_padded_buckets_by_layer,
     ),
 )

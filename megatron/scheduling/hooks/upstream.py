@@ -59,21 +59,20 @@ def describe(found: Running) -> list[str]:
     """Return the lines for the log: version and place, and what is unusual about them."""
     wheel = _installed()
     shadowed = (
-        f", not the installed wheel's {wheel[0]}: it comes first on sys.path"
+        f", not the installed wheel ({wheel[0]}), because it comes first on sys.path"
         if wheel and wheel[1] != found.place
         else ""
     )
     lines = [f"megatron-core {found.version} from {found.place}{shadowed}"]
     if not found.tried:
         lines.append(
-            f"megatron-core {found.release} is not among the versions tried ({', '.join(TRIED_VERSIONS)}); what is "
-            f"replaced has the "
-            "parameters that are relied on"
+            f"megatron-core {found.release} is not among the tested versions ({', '.join(TRIED_VERSIONS)}); the "
+            "functions that bpipe replaces have the expected parameters"
         )
     training = importlib.util.find_spec("megatron.training")
     origin = Path(training.origin).resolve().parent if training is not None and training.origin is not None else None
     if origin is not None and origin.parent != found.place.parent:
-        lines.append(f"megatron.training is another copy's, from {origin}: two versions may be mixed here")
+        lines.append(f"megatron.training comes from another copy, {origin}: two versions may be mixed")
     return lines
 
 
@@ -311,22 +310,22 @@ _NO_RECOMPUTATION, _NO_FURTHER = "no recomputation", "no multi-token prediction"
 # What is read through `bpipe.features.Settings`, for which a missing setting is None, and what that is taken for.
 OPTIONAL: dict[str, str] = {
     "add_bias_linear": "linear layers without biases",
-    "apply_rope_fusion": "rotary positions are not fused",
-    "async_save": "checkpoints are written before training goes on",
+    "apply_rope_fusion": "rotary embeddings are not fused",
+    "async_save": "checkpoints are written before training continues",
     "bf16": "32 bits",
     "ckpt_format": "checkpoints by rank",
     "context_parallel_size": "no context parallelism",
-    "calculate_per_token_loss": "losses are averages of a micro-batch",
+    "calculate_per_token_loss": "losses are averaged per micro-batch",
     "cpu_offloading": _NO_OFFLOADING,
     "cpu_offloading_num_layers": _NO_OFFLOADING,
     "cuda_graph_impl": _NO_CUDA_GRAPHS,
     "cuda_graph_modules": "CUDA graphs of whole layers",
     "cuda_graph_scope": "CUDA graphs of whole layers",
     "dataloader_inter_document_masking": _NO_PACKING,
-    "defer_embedding_wgrad_compute": "no gradients put off",
+    "defer_embedding_wgrad_compute": "no deferred gradients",
     "distribute_saved_activations": "saved activations stay whole",
     "enable_cuda_graph": _NO_CUDA_GRAPHS,
-    "experimental_attention_variant": "attention of the usual kind",
+    "experimental_attention_variant": "standard attention",
     "expert_gtp_weight_remat_size": _NO_SHARDS,
     "external_cuda_graph": _NO_CUDA_GRAPHS,
     "fake_process_group": "real process groups",
@@ -357,28 +356,28 @@ OPTIONAL: dict[str, str] = {
     "multi_latent_attention": "no latent attention",
     "non_persistent_ckpt_type": "checkpoints for all",
     "num_experts": _NO_EXPERTS,
-    "num_microbatches_with_partial_activation_checkpoints": "all micro-batches recompute alike",
+    "num_microbatches_with_partial_activation_checkpoints": "all micro-batches recompute the same",
     "num_moe_experts": _NO_EXPERTS,
     "optimizer_cpu_offload": "the optimizer's state is on the device",
     "overlap_moe_expert_parallel_comm": _NO_COMBINED,
     "perform_rl_step": "no reinforcement learning",
-    "pipeline_model_parallel_layout": "no layout of layers",
+    "pipeline_model_parallel_layout": "no layer layout",
     "pipeline_model_parallel_size": "no pipeline",
     "recompute_granularity": _NO_RECOMPUTATION,
     "recompute_modules": _NO_RECOMPUTATION,
     "save": "nothing is saved",
-    "seq_length": "slices of one length",
+    "seq_length": "slices of equal length",
     "sequence_parallel": "no sequence parallelism",
     "sft": _NO_PACKING,
     "tensor_model_parallel_size": "no tensor parallelism",
     "tensor_parallel_num_weight_shards": _NO_SHARDS,
     "tp_comm_overlap": "tensor-parallel communication is not overlapped",
-    "transformer_impl": "layers of neither kind",
-    "untie_embeddings_and_output_weights": "whether weights are tied is the model's",
+    "transformer_impl": "neither local nor Transformer Engine layers",
+    "untie_embeddings_and_output_weights": "the model says whether weights are tied",
     "use_megatron_fsdp": "no FSDP",
     "use_ring_exchange_p2p": "no ring exchange",
     "use_torch_fsdp2": "no FSDP",
-    "variable_seq_lengths": "sequences of one length",
+    "variable_seq_lengths": "sequences of equal length",
     "yaml_cfg": "no YAML configuration",
 }
 # 0.19.2 has these in one of the two only.
@@ -443,5 +442,5 @@ def say_absent(source: object, *, configuration: bool) -> None:
         f"{name} ({taken})" for name, taken in OPTIONAL.items() if name not in elsewhere and not hasattr(source, name)
     ]
     if absent:
-        kind = "model's configuration" if configuration else "arguments"
-        remark(f"megatron-core {found.release} lacks in its {kind}, and bpipe takes for: {'; '.join(absent)}")
+        kind = "model configuration" if configuration else "arguments"
+        remark(f"megatron-core {found.release} lacks these settings in its {kind}; bpipe assumes: {'; '.join(absent)}")

@@ -37,21 +37,21 @@ def ask(args: Any) -> dict[patches.Patch, patches.Wrap]:
     if args.transformer_impl != "transformer_engine":
         return {}
     needed = [
-        (_ANY, "at all", True),
-        (_NOT_FUSED, "without --gradient-accumulation-fusion", not args.gradient_accumulation_fusion),
-        (_OVERLAPPED, "with --overlap-grad-reduce", args.overlap_grad_reduce),
+        (_ANY, "", True),
+        (_NOT_FUSED, " without --gradient-accumulation-fusion", not args.gradient_accumulation_fusion),
+        (_OVERLAPPED, " with --overlap-grad-reduce", args.overlap_grad_reduce),
     ]
     problems = [
-        f"Transformer Engine puts weights' gradients off {when} from version {version} on; use "
-        f"--bpipe-keep-weights-halves none"
+        f"Transformer Engine defers weight gradients{when} only from version {version} on; use "
+        "--bpipe-keep-weights-halves none"
         for version, when, applies in needed
         if applies and not is_te_min_version(version)
     ]
     if args.overlap_grad_reduce and args.add_bias_linear:
         problems.append(
-            "Transformer Engine puts a bias's gradient off with its weight's, and an overlapped reduction would be "
-            "told of it too early; "
-            "use --disable-bias-linear, drop --overlap-grad-reduce, or use --bpipe-keep-weights-halves none"
+            "Transformer Engine defers a bias's gradient together with its weight's, and an overlapped reduction "
+            "would start too early; use --disable-bias-linear, drop --overlap-grad-reduce, or use "
+            "--bpipe-keep-weights-halves none"
         )
     end_where(problems)
     args.delay_wgrad_compute = True

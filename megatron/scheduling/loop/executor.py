@@ -148,8 +148,8 @@ class Loop:
         """
         if further:
             raise ValueError(
-                f"our own loop does not know {', '.join(further)}, which this Megatron's loops are called with; train "
-                f"without --bpipe-schedule"
+                f"our own loop does not support {', '.join(further)}, which this Megatron passes to its loops; train "
+                "without --bpipe-schedule"
             )
         models = as_list(model)
         config = get_model_config(models[0])
@@ -159,9 +159,8 @@ class Loop:
             pg_collection is not None and not isinstance(pg_collection, ProcessGroupCollection)
         ):
             raise ValueError(
-                "our own loop passes what stages make as it is, between stages of one model: it knows neither "
-                "adjust_tensor_shapes_fn "
-                "nor a pipeline of several modules; train without --bpipe-schedule"
+                "our own loop passes stage outputs unchanged, between stages of one model: it supports neither "
+                "adjust_tensor_shapes_fn nor a pipeline of several modules; train without --bpipe-schedule"
             )
         self._refuse_lengths(config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(_GROUPS)

@@ -167,7 +167,7 @@ class Halves:
         """
         if self._now is not None:
             raise RuntimeFault(
-                f"{_named(key)}: a pass begins inside of another one, and what the two put off could not be told apart"
+                f"{_named(key)}: one pass begins inside another, so their deferred gradients could not be told apart"
             )
         kept = self._kept.setdefault(key, _Kept())
         kept.passes += 1
@@ -184,8 +184,8 @@ class Halves:
         kept = self._kept.pop(key, _Kept())
         if kept.passes != 2:
             raise RuntimeFault(
-                f"{_named(key)}: W runs after {kept.passes} passes of it, not after its forward and its I: did it run "
-                f"before?"
+                f"{_named(key)}: W runs after {kept.passes} passes, not after its forward and its I: has it "
+                "already run?"
             )
         _run(kept.halves)
         self._run_delaying(key)
@@ -195,9 +195,9 @@ class Halves:
         waiting, modules = self._next[stage], self._delaying.get(stage, ())
         if modules and waiting[0] != microbatch:
             raise RuntimeFault(
-                f"{_named(key)}: its W comes before that of micro-batch {waiting[0]}, whose I came first; Transformer "
-                f"Engine's layers keep "
-                f"what they put off in that order. Take another schedule, or {_WAY_OUT}"
+                f"{_named(key)}: its W comes before that of micro-batch {waiting[0]}, whose I came first; "
+                "Transformer Engine's layers keep deferred gradients in the order of I. Use another schedule, or "
+                f"{_WAY_OUT}"
             )
         waiting.remove(microbatch)
         for module in modules:
@@ -220,8 +220,7 @@ class Halves:
         if self._kept:
             left = ", ".join(map(_named, self._kept))
             raise RuntimeFault(
-                f"weights' halves of {left} are left over from the last iteration: their gradients are missing in its "
-                f"weights"
+                f"the W halves of {left} are left over from the last iteration: its weights lack their gradients"
             )
         self._delaying = delaying or {}
         self._next.clear()
@@ -255,8 +254,8 @@ class Halves:
             node: Any = output.grad_fn
             if getattr(node, "_forward_cls", None) is not layers.LinearWithGradAccumulationAndAsyncCommunication:
                 raise RuntimeFault(
-                    f"a linear layer's output comes of {node}, not of Megatron's own backward, which is split: "
-                    f"{_WAY_OUT}"
+                    f"a linear layer's output comes from {node}, not from Megatron's own backward, which is the one "
+                    f"that is split: {_WAY_OUT}"
                 )
             setattr(node, _CUT_OFF, (weight, bias))
             for parameter in (weight, bias):
@@ -290,13 +289,13 @@ class Halves:
                 return backward(ctx, gradient)
             if self._now is None:
                 raise RuntimeFault(
-                    "a backward runs whole whose forward was split: the gradients of its weights would be lost"
+                    "a whole backward runs for a forward that was split: its weight gradients would be lost"
                 )
             for_inputs = _ForInputs(ctx)
             gradients = backward(for_inputs, gradient)  # [2]
             if len(for_inputs.grad_output_buffer) != 1:
                 raise RuntimeFault(
-                    f"Megatron's linear layer no longer puts a weight's gradient off as it did: {_WAY_OUT}"
+                    f"Megatron's linear layer no longer defers a weight's gradient the way it did: {_WAY_OUT}"
                 )
             # Cut off too: what the input was made from has been through its backward, and would stay until W.
             inputs = ctx.saved_tensors[0].detach()
@@ -316,9 +315,8 @@ class Halves:
         if self._now is not None:
             raise RuntimeFault(
                 f"a weight of {tuple(parameter.shape)} is used by a linear layer, whose part of its gradient waits "
-                f"for W, and by something "
-                f"else, whose part does not: they would be added up apart, in another order and told of twice; "
-                f"{_WAY_OUT}"
+                "for W, and by something else, whose part does not: they would be added separately, in a different "
+                f"order, and reported twice; {_WAY_OUT}"
             )
 
 

@@ -47,8 +47,8 @@ def make_communicators(config: Any, communicator: Any, is_ring: bool) -> None:
         communicator = P2PCommunicator(pp_group=parallel_state.get_pipeline_model_parallel_group(), config=config)
     elif not isinstance(communicator, P2PCommunicator):
         raise ValueError(
-            f"--bpipe balances the stages of one module; messages go through a {type(communicator).__name__}: train "
-            f"without it"
+            f"--bpipe balances the stages of one module, but messages go through a {type(communicator).__name__}: "
+            "train without --bpipe"
         )
     number = torch.zeros((1, 1, 1), dtype=config.pipeline_dtype, device=torch.cuda.current_device())
     has_before, has_after = is_ring or not communicator.is_pp_first_stage, is_ring or not communicator.is_pp_last_stage

@@ -74,15 +74,15 @@ def refuse_standstill(
         check_waits(schedule if meets else without_transfers(schedule), waits, exchange, differing and meets)
     except ScheduleError as error:
         ways = ", or ".join(_ways_out(waits, config, meets, exchange))
-        raise ValueError(f"with {cause} ranks can wait for each other for ever: {ways}. {error}") from None
+        raise ValueError(f"with {cause}, ranks can wait for each other for ever: {ways}. {error}") from None
 
 
 def _refuse_second_step(schedule: Schedule, waits: WaitLevel, cause: str) -> None:
     """In one queue what goes on beside the computation goes on in front of it: slow, whether or not it blocks."""
     if waits is WaitLevel.ONE_QUEUE and schedule.layout.vocabulary is Vocabulary.TWO:
         raise ValueError(
-            f"with {cause} every rank would wait behind its S for all others', because what follows it waits in the "
-            f"one queue that there is: drop it, or take --bpipe-vocabulary 1"
+            f"with {cause}, every rank would wait after its S for that of all other ranks, because there is only one "
+            "queue: drop it, or use --bpipe-vocabulary 1"
         )
 
 
@@ -91,9 +91,9 @@ def _ways_out(waits: WaitLevel, config: SchedulingConfig, meets: bool, exchange:
         yield "drop it"
     if waits is WaitLevel.BLOCKING_LAUNCHES:
         one_by_one = exchange is Exchange.MEGATRON_INTERLEAVED
-        yield "add --no-overlap-p2p-communication" if one_by_one else "take a schedule that Megatron's own loops run"
+        yield "add --no-overlap-p2p-communication" if one_by_one else "use a schedule that Megatron's own loops run"
     else:
-        yield f"take {'--bpipe-transport peer' if meets else 'another schedule'}"
+        yield f"use {'--bpipe-transport peer' if meets else 'another schedule'}"
 
 
 def without_p2p_sync(config: Any) -> str:
@@ -104,7 +104,6 @@ def without_p2p_sync(config: Any) -> str:
     """
     config.batch_p2p_sync = False
     return (
-        "Megatron's wait for the whole device after every message between stages (batch_p2p_sync) is off in this run; "
-        "to compare speed, "
-        "give the run without --bpipe the same"
+        "batch_p2p_sync is off in this run: Megatron does not wait for the whole device after every message between "
+        "stages; to compare speed, turn it off in the run without --bpipe too"
     )

@@ -31,12 +31,11 @@ class Differing:
         self.sums.add(engine)
         if stayed.microbatches and self._told < MOST_TOLD and pipeline_begins_with_rank_0():
             self._told += 1
-            last = "; further ones only in the report" if self._told == MOST_TOLD else ""
+            last = "; the report lists further ones" if self._told == MOST_TOLD else ""
             say(
-                f"stage {rank}: {stayed.microbatches} micro-batches of {stayed.nbytes / 1e6:.4g} MB in all were too "
-                f"large for their host "
-                f"buffers and stayed here; the bound was passed by {stayed.passed_microbatches} of "
-                f"{stayed.passed_bytes / 1e6:.4g} MB at "
-                f"most, and the next iteration has room for them{last}",
+                f"stage {rank}: {stayed.microbatches} micro-batches ({stayed.nbytes / 1e6:.4g} MB in all) were too "
+                "large for their host buffers and stayed here; the next iteration has room for them. The bound was "
+                f"exceeded by at most {stayed.passed_microbatches} "
+                f"micro-batch{'es' * (stayed.passed_microbatches != 1)} ({stayed.passed_bytes / 1e6:.4g} MB){last}",
                 everywhere=True,
             )

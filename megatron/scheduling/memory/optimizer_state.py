@@ -141,9 +141,7 @@ class OptimizerState:
         most, left = sum(part.num_bytes for part in free), stay.move.num_bytes
         if most < left:
             self._tell([-1], host)
-            raise ValueError(
-                f"{_asked(stay.move)}, but there are {most / GIB:.3f} GiB that could leave: ask for that or less"
-            )
+            raise ValueError(f"{_asked(stay.move)}, but only {most / GIB:.3f} GiB can move: give that or less")
         kept: list[_Part] = []
         for part in free:
             if part.num_bytes <= left:
@@ -166,7 +164,7 @@ class OptimizerState:
         """Buffers for what the giver has chosen. Raises ValueError where it has not enough."""
         (count,) = self._told(1, giver)
         if count < 0:
-            raise ValueError(f"{_asked(stay.move)}, and it has less: its own error says how much")
+            raise ValueError(f"{_asked(stay.move)}, but it has less: that rank's error says how much")
         sizes = self._told(count, giver) if count else []
         return [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
 

@@ -53,10 +53,10 @@ class Weighing:
             return []
         saved = self._meter.saved_bytes
         return [
-            f"stage {stage}: between the halves of its backward a micro-batch holds {after / 1e6:.4g} MB, and its "
-            f"forward saved "
-            f"{saved[stage] / 1e6:.4g} MB: putting the weights' half off costs more memory than it frees. With "
-            f"--bpipe-keep-weights-halves none the whole backward runs at once, and nothing is held between"
+            f"stage {stage}: between the halves of its backward a micro-batch holds {after / 1e6:.4g} MB, but its "
+            f"forward saved only {saved[stage] / 1e6:.4g} MB: deferring the weight half costs more memory than it "
+            "frees. With --bpipe-keep-weights-halves none the whole backward runs at once and holds nothing in "
+            "between"
             for stage, after in sorted(self._meter.after_input_bytes.items())
             if after >= saved[stage]
         ]

@@ -40,18 +40,16 @@ from megatron.scheduling.start.refusals import differ, end_where, refuse, slices
 
 # What Megatron's trainer alone can be given, by the field that asks for it: what it is made of, and what to do in a
 # loop of one's own.
-_BY_LAUNCHER = "launch a script that calls Megatron's pretrain by python -m megatron.scheduling.launch, with"
+_BY_LAUNCHER = "launch a script that calls Megatron's pretrain with python -m megatron.scheduling.launch and"
 _OF_REPORT = f"a record is written around Megatron's train_step: {_BY_LAUNCHER} --bpipe-report"
 BY_TRAINER = {
     "report": _OF_REPORT,
     "report_iterations": _OF_REPORT,
     "peak_tflops": _OF_REPORT,
     "metrics_interval": _OF_REPORT,
-    "memory": "a budget is planned by Megatron's arguments, and learned around its train_step: give "
-    "balance=BalanceConfig(...), as `bpipe "
-    f"simulate --memory` plans it, or {_BY_LAUNCHER} --bpipe-memory",
-    "costs": f"they are for a budget that is learned: leave them out, or {_BY_LAUNCHER} --bpipe-memory and "
-    f"--bpipe-cluster",
+    "memory": "a budget is planned from Megatron's arguments and learned around its train_step: give "
+    f"balance=BalanceConfig(...), as planned by `bpipe simulate --memory`, or {_BY_LAUNCHER} --bpipe-memory",
+    "costs": f"they are for a learned budget: leave them out, or {_BY_LAUNCHER} --bpipe-memory --bpipe-cluster",
     "optimizer_hosts": f"moments leave and come back around Megatron's train_step: {_BY_LAUNCHER} {FLAG}",
     "audit": f"stages are audited around Megatron's own training: {_BY_LAUNCHER} --terra-audit",
 }
@@ -118,12 +116,13 @@ class SchedulingConfig:
         for name in ("num_ranks", "num_chunks") if self.own is not None else ():
             if getattr(self, name) != getattr(self.own, name):
                 raise ValueError(
-                    f"{name} is {getattr(self, name)}, but of the schedule in own {getattr(self.own, name)}: give "
-                    f"both the same"
+                    f"{name} is {getattr(self, name)}, but {getattr(self.own, name)} in the schedule given as own: "
+                    "give both the same"
                 )
         if self.own is not None and self.balance not in (None, self.own.balance):
             raise ValueError(
-                "balance stands in the configuration, and own is a schedule with another or none: give it to own alone"
+                "balance is given in the configuration, but own is a schedule with another balance or none: give it "
+                "in own only"
             )
         if self.own is not None:
             object.__setattr__(self, "balance", self.own.balance)
@@ -248,13 +247,12 @@ def _audited(args: Any, own: bool) -> Iterator[str]:
     if args.terra_audit is None:
         return
     if args.terra_audit < 2:
-        yield f"--terra-audit {args.terra_audit}: what changes from micro-batch to micro-batch needs 2 or more"
+        yield f"--terra-audit {args.terra_audit}: comparing micro-batches needs 2 or more"
     ours = {"--bpipe": args.bpipe, "--bpipe-schedule": own, "--bpipe-report": args.bpipe_report is not None}
     for flag in (flag for flag, given in ours.items() if given):
         yield (
-            f"--terra-audit with {flag}: what we issue around a stage would be taken for the stage's own; audit it in "
-            f"a run of one or two "
-            f"iterations without {flag}, which computes the same"
+            f"--terra-audit with {flag}: our own operations around a stage would count as the stage's; audit a run "
+            f"of one or two iterations without {flag}, which computes the same"
         )
 
 
@@ -266,18 +264,21 @@ def _hosting(args: Any, own: ScheduleConfig | None) -> Iterator[str]:
     settings, ranks = Settings(args), args.pipeline_model_parallel_size
     highest = max(max(move.giver, move.host) for move in moves)
     if highest >= ranks:
-        yield f"{FLAG} names rank {highest}, but a pipeline has the ranks 0 to {ranks - 1}"
+        yield f"{FLAG} names rank {highest}, but a pipeline has ranks 0 to {ranks - 1}"
     if own is not None and own.layout.num_pipes > 1:
-        yield f"{FLAG}: two pipes have other ranks in Megatron than in the schedule; leave it out, or take one pipe"
+        yield (
+            f"{FLAG}: with two pipes, Megatron numbers ranks differently from the schedule; leave it out, or use one "
+            "pipe"
+        )
     for given, flag in (
         (settings.optimizer_cpu_offload, "--optimizer-cpu-offload, which moves the same tensors"),
         (settings.use_megatron_fsdp or settings.use_torch_fsdp2, "FSDP, which keeps state elsewhere"),
-        (settings.async_save, "--async-save, which may still read what has left"),
-        (args.terra_audit is not None, "--terra-audit, for which nothing of ours is to run"),
-        (args.bpipe_memory is not None, "--bpipe-memory, whose plan counts on all of it at home"),
+        (settings.async_save, "--async-save, which may still read state that has moved"),
+        (args.terra_audit is not None, "--terra-audit, which needs a run without our own operations"),
+        (args.bpipe_memory is not None, "--bpipe-memory, whose plan assumes that all state stays on its rank"),
     ):
         if given:
-            yield f"{FLAG} beside {flag}: leave one of them out"
+            yield f"{FLAG} with {flag}: leave one of them out"
 
 
 def _out_of_range(args: Any) -> Iterator[str]:
@@ -294,8 +295,8 @@ def _out_of_range(args: Any) -> Iterator[str]:
     chosen, end = _iterations(args), _last_iteration(args)
     if chosen is not None and not 1 <= chosen[0] <= chosen[1]:
         yield (
-            f"--bpipe-report-iterations {args.bpipe_report_iterations}: must be a number or two with a hyphen, such "
-            f"as 3-5"
+            f"--bpipe-report-iterations {args.bpipe_report_iterations}: must be one number, or two with a hyphen, "
+            "such as 3-5"
         )
     elif chosen is not None and end is not None and chosen[1] > end:
         yield (

@@ -60,7 +60,7 @@ def _planned(args: Any, config: ScheduleConfig) -> _Plan:
     upstream.require(args, "budgets")
     asked: MemoryBudget = args.bpipe_memory
     if args.bpipe_bound is not None:
-        raise ValueError("--bpipe-memory says how to balance, and so does --bpipe-bound: give one of them")
+        raise ValueError("--bpipe-memory and --bpipe-bound both say how to balance: give only one of them")
     budgets = budget_of(asked)
     if args.padded_vocab_size is None and args.vocab_size is None:
         # The tokenizer says it later, and nothing trains before.
@@ -90,9 +90,8 @@ def budget_of(asked: MemoryBudget) -> tuple[int, ...]:
         return asked.budget_bytes
     if _on_cpu():
         raise ValueError(
-            f"--bpipe-memory {AUTO}: a CPU has no memory of a device that could be asked for its size: say how much "
-            f"each rank may hold, "
-            f"--bpipe-memory {AUTO}:GIB"
+            f"--bpipe-memory {AUTO}: a CPU has no device memory whose size could be read: say how much each rank may "
+            f"hold, --bpipe-memory {AUTO}:GIB"
         )
     import torch
 
@@ -128,15 +127,16 @@ def _plan(
     except ValueError as error:
         if not learns:
             raise ValueError(
-                f"--bpipe-memory: nothing predicts what this training holds ({error}): let it be measured, {AUTO}:GIB"
+                f"--bpipe-memory: the memory of this run cannot be predicted ({error}): let it be measured with "
+                f"{AUTO}:GIB"
             ) from None
-        told = f"nothing predicts what this training holds ({error}): the first iteration keeps the smallest bound"
+        told = f"the memory of this run cannot be predicted ({error}): the first iteration keeps the smallest bound"
         return _Plan(
-            BalanceConfig(hosts=hosts), (told if cluster is None else f"{told}, and plans are by bytes alone",)
+            BalanceConfig(hosts=hosts), (told if cluster is None else f"{told}, and plans are made from bytes alone",)
         )
     if learns:
         found = tightest_plan(devices)
-        told = "the first iteration sends as much as helps, until bytes are measured:"
+        told = "the first iteration moves as much as helps, until bytes are measured:"
         return _Plan(
             found.how, (told, *plan_lines(found)), None if cluster is None else balanced_costs(setup, devices, found)
         )
@@ -145,7 +145,7 @@ def _plan(
         if cluster is not None:
             found = plan_in_time(setup, devices, found)
     except ValueError as error:
-        raise ValueError(f"--bpipe-memory: {error}. With {AUTO}:GIB it is tried, and measured") from None
+        raise ValueError(f"--bpipe-memory: {error}. With {AUTO}:GIB the run starts anyway and measures") from None
     return _Plan(found.how, tuple(plan_lines(found)))
 
 
@@ -153,7 +153,7 @@ def _devices(setup: Setup, config: ScheduleConfig, budgets: tuple[int, ...], min
     """What is predicted, with the very schedule that this run has."""
     if (setup.pipeline, setup.num_stages) != (config.num_ranks, config.num_ranks * config.num_chunks):
         raise ValueError(
-            f"{setup.num_stages} stages on {setup.pipeline} ranks are predicted, and the schedule has "
+            f"the prediction has {setup.num_stages} stages on {setup.pipeline} ranks, but the schedule has "
             f"{config.num_ranks} ranks"
         )
     return replace(predicted_devices(setup, budgets, minimum_bytes), schedule=build(config))

@@ -88,15 +88,15 @@ def _asked_for(args: Any) -> tuple[ScheduleConfig, bool]:
         if args.bpipe_cluster is not None:
             raise ValueError(
                 f"--bpipe-cluster {args.bpipe_cluster} says how long transfers take within a budget: give "
-                f"--bpipe-memory, too"
+                "--bpipe-memory too"
             )
         return config, ours
     if config.balance is None:
-        raise ValueError("--bpipe-memory says how to balance: give --bpipe, too, or leave it out")
+        raise ValueError("--bpipe-memory says how to balance: give --bpipe too, or leave it out")
     if config.slices > 1 and config.vocabulary is not Vocabulary.WHOLE:
         raise ValueError(
-            f"--bpipe-memory: what {config.slices} slices and shards of the vocabulary hold together is not planned in "
-            f"bytes yet: give --bpipe-bound, which counts slices of a chunk, or leave one of the three out"
+            f"--bpipe-memory: budgets in bytes do not yet support {config.slices} slices together with vocabulary "
+            "shards: use --bpipe-bound, which counts slices of a chunk, or leave out one of the three"
         )
     return budgets.budgeted(args, config), ours
 
@@ -107,7 +107,7 @@ def _as_named(args: Any) -> tuple[ScheduleConfig, bool]:
     balance = balance_of(args.bpipe, args.bpipe_bound, args.bpipe_hosts)
     if args.bpipe_bound is not None and balance is None:
         raise ValueError(
-            f"--bpipe-bound {_listed(args.bpipe_bound)} says how to balance: give --bpipe, too, or leave it out"
+            f"--bpipe-bound {_listed(args.bpipe_bound)} says how to balance: give --bpipe too, or leave it out"
         )
     if args.bpipe_hosts != PAIR:
         _check_hosts(args, balance)
@@ -166,7 +166,7 @@ def balance_of(balance: bool, bounds: tuple[int, ...] | None, hosts: str = PAIR)
 def _check_hosts(args: Any, balance: BalanceConfig | None) -> None:
     wanted = f"--bpipe-hosts {args.bpipe_hosts}"
     if balance is None:
-        raise ValueError(f"{wanted} says how to balance: give --bpipe, too, or leave it out")
+        raise ValueError(f"{wanted} says how to balance: give --bpipe too, or leave it out")
     if args.bpipe_hosts == HOST:
         if args.bpipe_transport not in (AUTO, HOST):
             raise ValueError(
@@ -175,8 +175,8 @@ def _check_hosts(args: Any, balance: BalanceConfig | None) -> None:
             )
     elif args.bpipe_transport == "host":
         raise ValueError(
-            f"{wanted}: with --bpipe-transport host each rank keeps what leaves in its host's memory: leave one of "
-            f"them out"
+            f"{wanted}: with --bpipe-transport host each rank keeps evicted activations in its own CPU memory: leave "
+            "one of them out"
         )
 
 
@@ -198,7 +198,7 @@ def unplaced(args: Any, own: ScheduleConfig) -> list[str]:
         found += reasons_of(SHARDED, args, f"--bpipe-vocabulary {args.bpipe_vocabulary}")
         found += _unequal_shards(args)
     if own.slices == 1 and args.bpipe_slice_lengths != EVEN:
-        found.append("--bpipe-slice-lengths says how long slices are: give --bpipe-slices, too, or leave it out")
+        found.append("--bpipe-slice-lengths says how long slices are: give --bpipe-slices too, or leave it out")
     if own.slices > 1:
         found += sliced_reasons(args, own.slices, args.bpipe_strict)
     return found
@@ -229,13 +229,13 @@ def _costs_of(args: Any) -> UnitCosts:
 
 def _check_asked(args: Any, family: Family) -> None:
     if _is_megatrons(family) and family.overlaps is not _combines(args):
-        way_out = "give that, or leave" if family.overlaps else "drop that, or leave"
+        way_out = "give that flag, or leave" if family.overlaps else "drop that flag, or leave"
         raise ValueError(
             f"--bpipe-schedule {family.name}: Megatron's loop runs it {'with' if family.overlaps else 'without'} "
             f"--overlap-moe-expert-parallel-comm only: {way_out} --bpipe-schedule out"
         )
     if args.bpipe_group not in (None, AUTO) and (not family.takes_groups or _is_megatrons(family)):
-        own = "the group of Megatron's own schedule is --microbatch-group-size-per-virtual-pipeline-stage"
+        own = "for Megatron's own schedule, use --microbatch-group-size-per-virtual-pipeline-stage"
         reason = (
             own
             if family.takes_groups
@@ -244,22 +244,22 @@ def _check_asked(args: Any, family: Family) -> None:
         raise ValueError(f"--bpipe-group {args.bpipe_group}: {reason}")
     if args.bpipe_delay is not None and not family.takes_delay:
         raise ValueError(
-            f"--bpipe-delay {args.bpipe_delay}: {family.name} takes none: choose from {families_with_deferral()}"
+            f"--bpipe-delay {args.bpipe_delay}: {family.name} has no delay: choose from {families_with_deferral()}"
         )
     _check_halves(args, family)
 
 
 def _check_halves(args: Any, family: Family) -> None:
     if args.bpipe_costs is not None and not family.splits:
-        raise ValueError(f"--bpipe-costs: {family.name} has the same order at any: leave it out")
+        raise ValueError(f"--bpipe-costs: {family.name} has the same order at any costs: leave it out")
     if args.bpipe_hop is not None and args.bpipe_costs is None:
         raise ValueError(
-            f"--bpipe-hop {plain(args.bpipe_hop)} is in the unit of --bpipe-costs: give that, too, or leave it out"
+            f"--bpipe-hop {plain(args.bpipe_hop)} is in the unit of --bpipe-costs: give --bpipe-costs too, or leave "
+            "it out"
         )
     if args.bpipe_kept is not None and not family.splits:
         raise ValueError(
-            f"--bpipe-kept {plain(args.bpipe_kept)}: {family.name} computes whole backwards, which have no halves: "
-            f"leave it out"
+            f"--bpipe-kept {plain(args.bpipe_kept)}: {family.name} does not split backwards into halves: leave it out"
         )
 
 
@@ -269,7 +269,8 @@ def _check_inputs(args: Any) -> None:
     wanted = "--bpipe-vocabulary-input"
     if args.bpipe_vocabulary in (None, REDISTRIBUTE):
         raise ValueError(
-            f"{wanted} splits the embedding beside the output layer: give --bpipe-vocabulary 1, 2 or interlaced, too"
+            f"{wanted} splits the embedding in addition to the output layer: give --bpipe-vocabulary 1, 2 or "
+            "interlaced too"
         )
 
 
@@ -295,25 +296,24 @@ def _unlike(args: Any, schedule: Schedule, sizes: Sizes) -> Iterator[str]:
     microbatches = sizes.num_microbatches
     if schedule.num_ranks != sizes.num_ranks:
         yield (
-            f"it has {schedule.num_ranks} ranks, and the pipeline {sizes.num_ranks}: --pipeline-model-parallel-size "
-            f"{schedule.num_ranks}"
+            f"it has {schedule.num_ranks} ranks, but the pipeline has {sizes.num_ranks}: use "
+            f"--pipeline-model-parallel-size {schedule.num_ranks}"
         )
     elif schedule.num_chunks != sizes.num_chunks:
-        yield f"it has {schedule.num_chunks} stages per rank, and this run {sizes.num_chunks}: {_WAY_OUT}"
+        yield f"it has {schedule.num_chunks} stages per rank, but this run has {sizes.num_chunks}: {_WAY_OUT}"
     if microbatches is not None and schedule.num_whole_microbatches != microbatches:
         size = schedule.num_whole_microbatches * args.micro_batch_size * sizes.num_replicas
         yield (
-            f"it has {schedule.num_whole_microbatches} micro-batches, and an iteration {microbatches}: "
+            f"it has {schedule.num_whole_microbatches} micro-batches, but an iteration has {microbatches}: use "
             f"--global-batch-size {size}"
         )
     if args.bpipe_slices not in (None, schedule.layout.slices):
         yield (
-            f"it has {schedule.layout.slices} slices per micro-batch, and not {args.bpipe_slices}: leave "
-            f"--bpipe-slices out"
+            f"it has {schedule.layout.slices} slices per micro-batch, not {args.bpipe_slices}: leave --bpipe-slices out"
         )
     yield from _not_for_a_file(args, schedule)
     if schedule.layout.shard_kinds:
-        yield "shards of the vocabulary in a file are not trained yet: take the vocabulary whole"
+        yield "schedule files with vocabulary shards cannot be trained yet: use one without shards"
 
 
 def _not_for_a_file(args: Any, schedule: Schedule) -> Iterator[str]:
@@ -327,10 +327,10 @@ def _not_for_a_file(args: Any, schedule: Schedule) -> Iterator[str]:
     }
     for flag, value in asked.items():
         if value is not None:
-            yield f"--bpipe-{flag} is for schedules that are generated: leave it out"
+            yield f"--bpipe-{flag} applies only to generated schedules: leave it out"
     if schedule.hosts is not None:
         for flag, value in {"bound": args.bpipe_bound, "memory": args.bpipe_memory}.items():
             if value is not None:
                 yield f"it moves activations itself, within its own bounds: leave --bpipe-{flag} out"
         if not args.bpipe:
-            yield "it moves activations: give --bpipe, too"
+            yield "it moves activations: give --bpipe too"

@@ -72,7 +72,9 @@ def follow(args: Any, positions: Positions) -> None:
     num_ranks, num_chunks = args.pipeline_model_parallel_size, len(positions.mirrored)
     if num_chunks > 1:
         if num_ranks < 2:
-            raise ValueError("one rank passes nothing to another: take --pipeline-model-parallel-size 2 or more")
+            raise ValueError(
+                "a pipeline of one rank has nothing to pass on: use --pipeline-model-parallel-size 2 or more"
+            )
         # What a checkpoint says of virtual stages is of the run that saved it.
         if args.use_mp_args_from_checkpoint_args:
             args.num_layers_per_virtual_pipeline_stage = None
@@ -95,7 +97,7 @@ def _file_by_layer(args: Any) -> None:
     if args.use_distributed_optimizer and not args.dist_ckpt_optim_fully_reshardable:
         args.dist_ckpt_optim_fully_reshardable = True
         upstream.remark(
-            "the distributed optimizer's state is saved by layer, as --dist-ckpt-optim-fully-reshardable says"
+            "the distributed optimizer's state is saved by layer, as with --dist-ckpt-optim-fully-reshardable"
         )
 
 
@@ -105,8 +107,8 @@ def _need_segments(pattern: str, num_stages: int) -> None:
     segments = pattern.split("/")[0].split("|")
     if len(segments) != num_stages:
         raise ValueError(
-            f"--hybrid-layer-pattern {pattern} has {len(segments)} stages, and the schedule {num_stages}: part the "
-            f"layers by {num_stages - 1} |"
+            f"--hybrid-layer-pattern {pattern} has {len(segments)} stages, but the schedule has {num_stages}: "
+            f"separate the layers with {num_stages - 1} |"
         )
 
 
@@ -120,8 +122,8 @@ def _need_equal_stages(args: Any, num_stages: int) -> None:
     if rest:
         nearest = " or ".join(str(count * num_stages - extra) for count in (whole, whole + 1) if count)
         raise ValueError(
-            f"{args.num_layers} layers do not make {num_stages} equal stages: take --num-layers {nearest}, or say with "
-            "--pipeline-model-parallel-layout which layers each stage has"
+            f"{args.num_layers} layers cannot be divided into {num_stages} equal stages: use --num-layers {nearest}, "
+            "or assign layers to stages with --pipeline-model-parallel-layout"
         )
 
 

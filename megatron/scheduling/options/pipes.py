@@ -33,10 +33,9 @@ def share(args: Any, num_pipes: int) -> None:
     if chunks is not None:
         args.num_virtual_stages_per_pipeline_rank = chunks * num_pipes
     upstream.remark(
-        f"{num_pipes} pipes over the same {num_ranks} ranks are to Megatron pipelines of {num_ranks // num_pipes} "
-        f"ranks, with {num_pipes} "
-        f"times as many virtual stages on each, and {num_pipes} times as many data-parallel replicas: so it counts "
-        f"them from here on"
+        f"Megatron counts {num_pipes} pipes over the same {num_ranks} ranks as pipelines of {num_ranks // num_pipes} "
+        f"ranks, with {num_pipes} times as many virtual stages per rank and {num_pipes} times as many data-parallel "
+        "replicas; its lines below use these numbers"
     )
 
 
@@ -46,35 +45,32 @@ def _unfit(args: Any, num_pipes: int) -> Iterator[str]:
     if num_ranks < 2 * num_pipes:
         # Megatron knows virtual stages only where a pipeline has two ranks or more.
         yield (
-            f"{num_pipes} pipes need {2 * num_pipes} ranks or more, not {num_ranks}: take "
+            f"{num_pipes} pipes need {2 * num_pipes} ranks or more, not {num_ranks}: use "
             f"--pipeline-model-parallel-size {2 * num_pipes}"
         )
     elif num_ranks % num_pipes:
         yield (
-            f"{num_pipes} pipes need an even number of ranks, not {num_ranks}: take --pipeline-model-parallel-size "
-            f"{num_ranks - 1} "
-            f"or {num_ranks + 1}"
+            f"{num_pipes} pipes need an even number of ranks, not {num_ranks}: use --pipeline-model-parallel-size "
+            f"{num_ranks - 1} or {num_ranks + 1}"
         )
     block = args.tensor_model_parallel_size * args.context_parallel_size * num_ranks
     if args.world_size % block:
         yield (
-            f"{args.world_size} processes are no multiple of {block}, as tensor {args.tensor_model_parallel_size} "
-            f"times context "
-            f"{args.context_parallel_size} times pipeline {num_ranks} take: launch {block}, or a multiple of it"
+            f"{args.world_size} processes are not a multiple of {block} (tensor {args.tensor_model_parallel_size} "
+            f"times context {args.context_parallel_size} times pipeline {num_ranks}): launch {block}, or a multiple "
+            "of it"
         )
     else:
         yield from _uneven_batch(args, num_pipes, args.world_size // block)
     if args.use_tp_pp_dp_mapping:
         yield (
-            "replicas of the two pipes are neighbours in data parallelism, and the order of ranks that was asked for "
-            "parts these: drop "
-            "--use-tp-pp-dp-mapping"
+            "replicas of the two pipes must be neighbours in data parallelism, and this rank order separates them: "
+            "drop --use-tp-pp-dp-mapping"
         )
     if args.use_mp_args_from_checkpoint_args:
         yield (
-            "a checkpoint has Megatron's sizes, which are not those of its pipes: drop "
-            "--use-mp-args-from-checkpoint-args, and give "
-            "--pipeline-model-parallel-size and the other sizes"
+            "a checkpoint stores Megatron's sizes, which differ from the sizes of its pipes: drop "
+            "--use-mp-args-from-checkpoint-args and give --pipeline-model-parallel-size and the other sizes"
         )
 
 
@@ -86,8 +82,7 @@ def _uneven_batch(args: Any, num_pipes: int, replicas: int) -> Iterator[str]:
     if rest:
         nearest = " or ".join(str(count * together) for count in (below, below + 1) if count)
         yield (
-            f"pipes take equally many micro-batches, and {args.global_batch_size} samples are no multiple of "
-            f"{together}, {num_pipes} "
-            f"micro-batches of {args.micro_batch_size} on each of {replicas} replicas: take --global-batch-size "
-            f"{nearest}"
+            f"all pipes need the same number of micro-batches, but {args.global_batch_size} samples are not a "
+            f"multiple of {together} ({num_pipes} micro-batches of {args.micro_batch_size} on each of {replicas} "
+            f"replicas): use --global-batch-size {nearest}"
         )

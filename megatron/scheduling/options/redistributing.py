@@ -40,7 +40,7 @@ def redistribute(args: Any) -> None:
     if layers is None:
         raise ValueError(
             f"{_WANTED}: {args.num_layers} layers are fewer than the {num_stages - 1} stages that would share them: "
-            f"drop it"
+            "drop the flag"
         )
     said = f"{_WANTED}: the output layer takes as long as {worth:.1f} layers"
     if len(set(layers)) == 1:
@@ -50,7 +50,7 @@ def redistribute(args: Any) -> None:
     # What a checkpoint of such a run says of itself is the same.
     if args.pipeline_model_parallel_layout not in (None, layout):
         raise ValueError(
-            f"{_WANTED}: {LAYOUT} {args.pipeline_model_parallel_layout} says where every layer is: drop one of them"
+            f"{_WANTED}: {LAYOUT} {args.pipeline_model_parallel_layout} already places every layer: drop one of them"
         )
     args.pipeline_model_parallel_layout = layout
     upstream.remark(f"{said}, so stages have {', '.join(map(str, layers))}: {LAYOUT} {layout}")
@@ -69,7 +69,7 @@ def _not_told(args: Any) -> list[str]:
 
 def _in_the_way(args: Any) -> Iterator[str]:
     if args.pipeline_model_parallel_size < 2:
-        yield "a pipeline of one rank has no other to take layers: drop it"
+        yield "a pipeline of one rank has no other rank to take layers: drop the flag"
     uneven = {
         FIRST: args.decoder_first_pipeline_num_layers,
         LAST: args.decoder_last_pipeline_num_layers,
@@ -78,7 +78,7 @@ def _in_the_way(args: Any) -> Iterator[str]:
     }
     for flag, value in uneven.items():
         if value:
-            yield f"{flag} says, too, how many layers a stage has: drop one of them"
+            yield f"{flag} also sets how many layers a stage has: drop one of them"
     chunks = {
         LAYERS_OF_A_CHUNK: args.num_layers_per_virtual_pipeline_stage,
         CHUNKS: args.num_virtual_stages_per_pipeline_rank,
@@ -86,25 +86,21 @@ def _in_the_way(args: Any) -> Iterator[str]:
     for flag, value in chunks.items():
         if value:
             yield (
-                f"{flag}: with several stages per rank those of other ranks lie between; drop one of them, or split "
-                f"the output layer"
+                f"{flag}: it does not work with several stages per rank; drop one of them, or split the output layer"
             )
     if args.mtp_num_layers:
         yield (
-            "layers that predict further tokens are of the last stage, too, and are not counted: drop "
+            "the last stage also has the layers that predict further tokens, which are not counted: drop "
             "--mtp-num-layers, or give a layout"
         )
     if args.hybrid_layer_pattern:
-        yield "a pattern of layers says itself where stages begin: put the | further back in --hybrid-layer-pattern"
+        yield "--hybrid-layer-pattern itself says where stages begin: move its | further back instead"
     family = FAMILIES.get(args.bpipe_schedule)
     if family is not None and (family.min_chunks > 1 or family.num_pipes > 1):
-        yield f"--bpipe-schedule {family.name} has several stages per rank, and a layout of its own: drop one of them"
+        yield f"--bpipe-schedule {family.name} has several stages per rank and its own layout: drop one of them"
     missing = _not_told(args)
     if missing:
-        yield (
-            f"how much the output layer computes follows from {', '.join(missing)}, which Megatron is not told yet: "
-            f"give it"
-        )
+        yield (f"the cost of the output layer depends on {', '.join(missing)}, which is not given: add it")
 
 
 def _vocabulary(args: Any) -> int:

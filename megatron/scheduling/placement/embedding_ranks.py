@@ -18,7 +18,7 @@ from megatron.scheduling.placement.positions import Positions
 EMBEDDINGS = "get_embedding_ranks"
 CHOICES = (EMBEDDINGS, "get_position_embedding_ranks")
 Choose = Callable[[list[int]], list[int]]
-_WAY_OUT = "or take a schedule whose stages go round the ranks, such as --bpipe-schedule grouped-interleaved"
+_WAY_OUT = "or use a schedule whose stages go round the ranks, such as --bpipe-schedule grouped-interleaved"
 
 
 class Refused(ValueError):
@@ -59,11 +59,10 @@ class Script:
                 self._leaves_out_copy = True
             elif said not in (usual, set(here)):
                 raise Refused(
-                    f"{name}: of the pipeline of ranks {_listed(pp_ranks)} the script chooses {_listed(said)}, where "
-                    f"Megatron's own "
-                    f"chooses {_listed(usual)}. In this schedule rank {here[0]} has the first stage and the last, and "
-                    f"takes the place of "
-                    f"Megatron's own choice, but of no other: leave {name} out, {_WAY_OUT}"
+                    f"{name}: in the pipeline of ranks {_listed(pp_ranks)} the script chooses {_listed(said)}, where "
+                    f"Megatron's own function chooses {_listed(usual)}. In this schedule rank {here[0]} has both the "
+                    f"first and the last stage and replaces Megatron's own choice, but no other: leave {name} out, "
+                    f"{_WAY_OUT}"
                 )
             return here
 
@@ -75,10 +74,9 @@ class Script:
         ahead = getattr(getattr(model, "config", None), "mtp_num_layers", None)
         if self._leaves_out_copy and (getattr(model, "share_embeddings_and_output_weights", False) or ahead):
             raise Refused(
-                f"{EMBEDDINGS}: the script chooses the first stage's rank alone, but the model has the embedding's "
-                f"weight in its last "
-                "stage, too: give the ranks of both, as Megatron's own function does, or untie them "
-                "(--untie-embeddings-and-output-weights)"
+                f"{EMBEDDINGS}: the script chooses only the first stage's rank, but the model has the embedding's "
+                "weight in its last stage too: give the ranks of both, as Megatron's own function does, or untie "
+                "them (--untie-embeddings-and-output-weights)"
             )
 
 
@@ -92,11 +90,10 @@ def refuse_group(positions: Positions, groups: Any) -> None:
     size = group.size() if hasattr(group, "size") else 1
     if positions.folded and size > 1:
         raise ValueError(
-            f"pg_collection.embd: the script lets {size} ranks add up the weight of the embedding and of the output "
-            f"layer, but where the "
-            "first stage and the last are of one rank, as in a V, that one has both copies: make it a group of the "
-            "pipeline's last rank "
-            f"alone, or None (Megatron's own is, where install() comes before process groups), {_WAY_OUT}"
+            f"pg_collection.embd: the script has {size} ranks sum the gradients of the embedding and the output "
+            "layer, but where one rank has both the first and the last stage, as in a V, it has both copies: make "
+            "it a group of the pipeline's last rank only, or None (as Megatron's own is if install() runs before "
+            f"process groups are made), {_WAY_OUT}"
         )
 
 

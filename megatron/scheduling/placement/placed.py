@@ -41,8 +41,8 @@ class View:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
-            f"a view of the pipeline has no {name}: it is for counting layers; communicate in the model's own "
-            f"pg_collection.pp"
+            f"a view of the pipeline has no {name}: it only counts layers; communicate through the model's own "
+            "pg_collection.pp"
         )
 
 
@@ -243,7 +243,7 @@ class Placed:
         chunk = getattr(provider, "keywords", {}).get("vp_stage")
         if chunk is None:
             raise ValueError(
-                "of two pipes each chunk reads other samples: ask for the data of every chunk, by its vp_stage"
+                "with two pipes each chunk reads different samples: request the data of every chunk, by its vp_stage"
             )
         parallel_state.set_data_parallel_rank(
             self._positions.replica_of(parallel_state.get_data_parallel_rank(), chunk)
@@ -274,11 +274,10 @@ def require_built_here(positions: Positions, models: Sequence[Any]) -> None:
             inner = inner.module
         if not hasattr(inner, _BUILT_HERE):
             raise ValueError(
-                f"chunk {chunk} of the model has the layers that Megatron's own placement gives this rank, and the "
-                f"schedule has others "
-                "there: build it by megatron.training.training.get_model or megatron.training.models, after "
-                "install(), or take a schedule "
-                "whose stages go round the ranks, such as grouped-interleaved"
+                f"chunk {chunk} of the model has the layers that Megatron's own placement gives this rank, but the "
+                "schedule places others there: build it with megatron.training.training.get_model or "
+                "megatron.training.models, after install(), or use a schedule whose stages go round the ranks, such "
+                "as grouped-interleaved"
             )
 
 
@@ -350,9 +349,9 @@ def _refuse_files_by_rank(get_format: Callable[..., str]) -> Callable[..., str]:
         found = get_format(checkpoint_name, args)
         if found != "torch_dist":
             raise ValueError(
-                f"{checkpoint_name} is of the format {found}, which files weights by rank, and here ranks have other "
-                f"weights than where "
-                "it was saved: convert it there with --ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
+                f"{checkpoint_name} has the format {found}, which stores weights by rank, but here ranks have "
+                "different weights from the run that saved it: convert it there with --ckpt-convert-format "
+                "torch_dist --ckpt-convert-save FOLDER"
             )
         return found
 
@@ -366,10 +365,9 @@ def _refuse_state(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise ValueError(
-            "this checkpoint files the distributed optimizer's state by the buffers of each rank, and here ranks have "
-            "other weights than "
-            "where it was saved: save it there with --dist-ckpt-optim-fully-reshardable, or go on without it by "
-            "--no-load-optim"
+            "this checkpoint stores the distributed optimizer's state by the buffers of each rank, but here ranks "
+            "have different weights from the run that saved it: save it there with "
+            "--dist-ckpt-optim-fully-reshardable, or continue without it with --no-load-optim"
         )
 
     return refuse

@@ -50,8 +50,8 @@ class Positions:
                 last = first + len(ranks) - 1
                 raise ValueError(
                     f"stages {first} to {last} are on ranks {', '.join(map(str, ranks))}: Megatron cuts a model into "
-                    f"chunks, each of which "
-                    f"goes through ranks 0 to {num_ranks - 1} in order, one way or the other; place the stages so"
+                    f"chunks, each of which goes through ranks 0 to {num_ranks - 1} in ascending or descending "
+                    "order; place the stages that way"
                 )
             ways.append(ranks == up)
         if layout.num_pipes > 1:
@@ -65,9 +65,9 @@ class Positions:
         first, *others = layout.placements
         if others != [tuple(num_ranks - 1 - rank for rank in first)] or num_ranks % 2 or num_ranks < 4:
             raise ValueError(
-                f"{layout.num_pipes} pipes over {num_ranks} ranks: trained are two in opposite directions, over 4 "
-                f"ranks or more, an even "
-                "number, where rank p-1-i has the stages of rank i; place the second pipe's stages so"
+                f"{layout.num_pipes} pipes over {num_ranks} ranks: only two pipes in opposite directions can be "
+                "trained, over an even number of 4 or more ranks, where rank p-1-i has the stages of rank i; place "
+                "the second pipe's stages that way"
             )
         # A half of the ranks has a chunk's lower half of stages in one pipe and the upper half in the other, so a wave
         # of these halves has each of them in the order of the positions and then the other way round.

@@ -77,17 +77,17 @@ def _check_in_time() -> None:
 
     if dist.is_initialized():
         raise RuntimeError(
-            "place() comes too late: the process group exists, and ranks cannot change any more. Call it before"
+            "place() was called too late: the process group exists, and ranks cannot change any more. Call it earlier"
         )
     if _PLACED in os.environ:
         raise RuntimeError(
-            f"place() was called before in this process, whose rank was {os.environ[_PLACED]}: call it once"
+            f"place() was already called in this process, whose rank was {os.environ[_PLACED]}: call it only once"
         )
     for name in ("RANK", "WORLD_SIZE"):
         if name not in os.environ:
             raise RuntimeError(
-                f"place() reads {name} from the environment, where it is not: launch with torchrun, or set it as "
-                f"torchrun does"
+                f"place() reads {name} from the environment, where it is not set: launch with torchrun, or set it as "
+                "torchrun does"
             )
 
 
@@ -118,14 +118,14 @@ def place(
     )
     if min(sizes.values()) < 1 or world % (tensor * context * pipeline):
         raise ValueError(
-            f"{' times '.join(f'{name} {size}' for name, size in sizes.items())} does not divide a world of {world} "
-            f"processes"
+            f"{' times '.join(f'{name} {size}' for name, size in sizes.items())} does not divide the world size of "
+            f"{world} processes"
         )
     pipes = 1 if config is None else config.positions.num_pipes
     if pipes > 1 and pipeline_before_data:
         raise ValueError(
-            "replicas of the two pipes are neighbours in data parallelism, and pipeline_before_data parts these: "
-            "leave it out"
+            "replicas of the two pipes must be neighbours in data parallelism, and pipeline_before_data separates "
+            "them: leave it out"
         )
     topology = Topology(
         tensor=tensor,
@@ -146,7 +146,8 @@ def _usual_pairs(pipeline: int) -> _Pairs | None:
 def _configured_pairs(pipeline: int, config: SchedulingConfig) -> _Pairs | None:
     if pipeline != config.num_ranks:
         raise ValueError(
-            f"pipeline {pipeline} is not the num_ranks {config.num_ranks} of the configuration: give place() the same"
+            f"pipeline {pipeline} differs from num_ranks {config.num_ranks} of the configuration: give place() the "
+            "same number"
         )
     return _pairs_in(config.first_schedule())
 
@@ -212,7 +213,7 @@ def describe(topology: Topology, parts: tuple[Part, ...], partners: tuple[int, .
         return positions.position_of(part.stage, part.context * positions.num_pipes // topology.context)
 
     stage_of = positions.position_of
-    lines = [f"bpipe: placement adjacent: {topology.world} ranks on nodes of {topology.gpus_per_node}"]
+    lines = [f"bpipe: placement adjacent: {topology.world} ranks, {topology.gpus_per_node} per node"]
     for first in range(0, topology.world, topology.gpus_per_node):
         held = [str(place_of(part)) for part in parts[first : first + topology.gpus_per_node]]
         lines.append(f"bpipe:   node {first // topology.gpus_per_node}: stages {' '.join(held)}")
@@ -220,8 +221,7 @@ def describe(topology: Topology, parts: tuple[Part, ...], partners: tuple[int, .
     if apart:
         named = ", ".join(f"{a}-{b}" for a, b in sorted(tuple(sorted(map(stage_of, both))) for both in apart))
         lines.append(
-            f"bpipe:   pairs {named} stand on two nodes and will use the network: a pair needs {2 * topology.block} "
-            f"GPUs "
-            f"of one node, and a node has {topology.gpus_per_node}"
+            f"bpipe:   pairs {named} span two nodes and will use the network: a pair needs {2 * topology.block} GPUs "
+            f"on one node, but a node has {topology.gpus_per_node}"
         )
     return "\n".join(lines)

@@ -63,7 +63,7 @@ class StageAudit:
                     everywhere=True,
                 )
         if self._num_iterations <= _WARM_UP_ITERATIONS:
-            say("--terra-audit looks at micro-batches of the second iteration, and there was none")
+            say("--terra-audit compares micro-batches of the second iteration, but there was none")
 
     def _count(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(train_step)

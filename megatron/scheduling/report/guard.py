@@ -38,7 +38,7 @@ class Guard:
                     else f"{type(error).__name__}: {error}"
                 )
                 print(
-                    f"bpipe: rank {dist.get_rank()}: {place}: {said}; {self._purpose} stops on ranks that meet this, "
-                    f"training goes on",
+                    f"bpipe: rank {dist.get_rank()}: {place}: {said}; {self._purpose} stops on ranks with this "
+                    "error, training continues",
                     flush=True,
                 )

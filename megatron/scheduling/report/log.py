@@ -67,9 +67,8 @@ def microbatch_s(schedule: Schedule, rank: int, iteration_s: float) -> float:
 def nothing_moves(stage: int, minimum_bytes: int) -> str:
     """Return a line for a stage whose activations were to leave, and are too small for it, or not its own."""
     return (
-        f"stage {stage} moves nothing: of what a forward saves no storage of at least {minimum_bytes} bytes "
-        f"(--bpipe-min-bytes) is its "
-        f"micro-batch's alone; training as usual"
+        f"stage {stage} moves nothing: no storage that a forward saves is both at least {minimum_bytes} bytes "
+        "(--bpipe-min-bytes) and its micro-batch's alone; training as usual"
     )
 
 
@@ -84,9 +83,9 @@ def verified(certificate: Certificate, engine: Engine, rank: int) -> Iterator[st
         for share in engine.shares.values()
     )
     yield (
-        f"verified {certificate.iterations} iterations: all that rank {rank} sent away, {certificate.microbatches} "
-        f"micro-batches in {certificate.storages} storages, {certificate.nbytes / 1e6:.4g} MB, came back as it left"
-        + (f"; {moves}" if moves else "")
+        f"verified {certificate.iterations} iterations: everything that rank {rank} evicted came back unchanged "
+        f"({certificate.microbatches} micro-batches in {certificate.storages} storages, "
+        f"{certificate.nbytes / 1e6:.4g} MB)" + (f"; {moves}" if moves else "")
     )
 
 

@@ -31,7 +31,7 @@ class Writers:
 
     def __init__(self, positions: Positions, interval: int | None) -> None:
         self._positions, self._interval = positions, interval
-        self._guard = Guard("what TensorBoard, Weights & Biases and MLflow are told")
+        self._guard = Guard("logging to TensorBoard, Weights & Biases and MLflow")
         self._mlflow: Any = None
 
     def look(self) -> bool:

@@ -49,16 +49,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=_positive,
         default=1,
         metavar="N",
-        help="layers to time; readers scale to a stage's own",
+        help="layers to time; commands that read the profile scale it to a stage's layers",
     )
-    group.add_argument("--profile-repeats", type=_positive, default=5, metavar="N", help="the median of N runs counts")
-    group.add_argument("--profile-output", metavar="FILE", help="write there instead of to standard output")
+    group.add_argument("--profile-repeats", type=_positive, default=5, metavar="N", help="take the median of N runs")
+    group.add_argument("--profile-output", metavar="FILE", help="write to FILE instead of standard output")
     return parser
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
@@ -206,7 +206,7 @@ def main(flags: Sequence[str]) -> None:
         startup.prepare()
         args = _parse(flags)
         if _backend(args) == "flash" and args.transformer_impl == "local":
-            raise ValueError("flash attention needs a GPU and Transformer Engine: choose attention unfused here")
+            raise ValueError("flash attention needs a GPU and Transformer Engine: use --attention-backend unfused here")
         entries = measure(args)
     for entry in entries:
         print(

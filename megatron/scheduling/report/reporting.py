@@ -137,8 +137,8 @@ class Reporter:
         self._first, self._last = self._config.report_iterations or default
         if iteration > self._last:
             say(
-                f"nothing will be recorded: --bpipe-report-iterations ends with {self._last}, and the first to be "
-                f"trained is {iteration}"
+                f"nothing will be recorded: --bpipe-report-iterations ends with iteration {self._last}, but the run "
+                f"starts at iteration {iteration}"
             )
 
     def _append(self, iteration: int, result: Sequence[Any], elapsed_s: float) -> None:

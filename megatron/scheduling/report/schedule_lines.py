@@ -50,7 +50,7 @@ def _buffers(schedule: Schedule, host: Host, rank: int) -> str:
 def why_nothing_moves(schedule: Schedule) -> str:
     """Return why a balanced schedule without transfers has nothing to move."""
     if schedule.num_ranks == 1:
-        return "one stage has no other to share with"
+        return "a single stage has no other to share with"
     peaks = peak_counts(schedule)
     fullest = f"{plain(max(peaks))} micro-batches{' of a chunk' * (schedule.num_chunks > 1)}"
     if min(peaks) == max(peaks):
@@ -58,7 +58,7 @@ def why_nothing_moves(schedule: Schedule) -> str:
     # A bound may have been given that is above what pairs can keep.
     if max(balance(without_transfers(schedule)).bounds or ()) < max(peaks):
         return "no stage holds more than its bound"
-    return f"stages in pairs cannot all keep less than the {fullest} that the fullest holds alone"
+    return f"pairing stages cannot get all of them below the {fullest} that the fullest stage holds alone"
 
 
 def grouped(program: ScheduleConfig, schedule: Schedule) -> list[str]:
@@ -75,8 +75,8 @@ def grouped(program: ScheduleConfig, schedule: Schedule) -> list[str]:
     if choice is None:
         usual = min(family.usual_group(program.num_ranks), program.num_microbatches)
         return [
-            f"{schedule.name}: groups of {usual} micro-batches, the usual ones; with --bpipe and --bpipe-bound N they "
-            f"are chosen"
+            f"{schedule.name}: groups of {usual} micro-batches (the default); --bpipe with --bpipe-bound N chooses "
+            "them for the bound"
         ]
     assert program.limit is not None
     groups = ", ".join(f"{len(list(same))} of {size}" for size, same in groupby(choice.groups))

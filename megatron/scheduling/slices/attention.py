@@ -98,7 +98,8 @@ def _engines_attention(kept: KeptKeys, forward: Callable[..., Any]) -> Callable[
             return forward(module, query, key, value, attention_mask, attn_mask_type, *args, **kwargs)
         if attn_mask_type is not AttnMaskType.causal:
             raise ValueError(
-                f"slices attend causally, and this layer masks {attn_mask_type.name}: train without --bpipe-slices"
+                f"slices need causal attention, but this layer's mask is {attn_mask_type.name}: train without "
+                "--bpipe-slices"
             )
         key, value = kept.join(module, key, value)
         begin = kept.cutting.span[0]
@@ -142,10 +143,10 @@ def check_mask(attend: Callable[..., Any], module: Any, query: Any, key: Any, va
     if not torch.allclose(row, share.expand_as(row), rtol=0.02, atol=0.0):
         found = ", ".join(f"{number:.3g}" for number in row.mean((0, 1)).tolist())
         raise RuntimeFault(
-            f"the first token of a slice behind {begin} tokens does not see the keys 0 to {begin} and no other: it "
-            f"weighs the last of them, the first and those beyond by {found} instead of {1 / (begin + 1):.3g} twice and "
-            f"0, so this attention's mask is not causal from the bottom right: use --transformer-impl local, or train "
-            f"without --bpipe-slices"
+            f"the first token of a slice that follows {begin} tokens must see exactly keys 0 to {begin}: it gives "
+            f"the last of them, the first and the later keys the weights {found} instead of {1 / (begin + 1):.3g} "
+            "twice and 0, so this attention's causal mask is not aligned to the bottom right: use "
+            "--transformer-impl local, or train without --bpipe-slices"
         )
 
 
@@ -174,8 +175,8 @@ def _rotary(cutting: Cutting, forward: Callable[..., Any]) -> Callable[..., Any]
         begin, end = cutting.span
         if max_seq_len != end - begin:
             raise ValueError(
-                f"positions of {max_seq_len} tokens are asked for in a slice of {end - begin}: train without "
-                f"--bpipe-slices"
+                f"the model requests positions of {max_seq_len} tokens in a slice of {end - begin}: train without "
+                "--bpipe-slices"
             )
         made = forward(module, cutting.length, *args, **kwargs)
         return (made[0][begin:end], *made[1:]) if isinstance(made, tuple) else made[begin:end]

@@ -87,9 +87,8 @@ class Cutting:
         found = self._rows.get(id(own))
         if found is None:
             raise RuntimeFault(
-                f"a tensor of {tuple(own.shape)} was not cut from a row, so the tokens behind this slice's end are "
-                f"not known: give the model its tokens, labels and loss mask as they are, or train without "
-                f"--bpipe-slices"
+                f"a tensor of {tuple(own.shape)} was not cut from a row, so the tokens after this slice are not "
+                "known: pass the model its tokens, labels and loss mask unchanged, or train without --bpipe-slices"
             )
         return found[1]
 
@@ -102,8 +101,7 @@ class Cutting:
         begin, end = self.span
         if losses.dim() != 2 or losses.size(1) != end - begin:
             raise RuntimeFault(
-                f"the last stage made {tuple(losses.shape)}, but of slices it has to make losses by token, (batch, "
-                f"{end - begin}): "
-                "give the model its labels, or train without --bpipe-slices"
+                f"the last stage returned {tuple(losses.shape)}, but with slices it must return losses per token, "
+                f"(batch, {end - begin}): pass the model its labels, or train without --bpipe-slices"
             )
         return torch.nn.functional.pad(losses, (begin, self.length - end))

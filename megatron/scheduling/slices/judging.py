@@ -36,8 +36,8 @@ def _problems(model: torch.nn.Module) -> Iterator[str]:
         if isinstance(module, TransformerLayer):
             if not isinstance(module.self_attention, (Attention, IdentityOp)):
                 yield (
-                    f"{type(module.self_attention).__name__} is no attention of Megatron's, and sees its own slice "
-                    f"alone: {_WAY_OUT}"
+                    f"{type(module.self_attention).__name__} is not one of Megatron's attention classes and sees "
+                    f"only its own slice: {_WAY_OUT}"
                 )
             if not isinstance(module.cross_attention, IdentityOp):
                 yield f"{name} attends to another sequence, which has no slices: {_WAY_OUT}"
@@ -45,10 +45,13 @@ def _problems(model: torch.nn.Module) -> Iterator[str]:
             core: Any = module.core_attention
             if not sees_slices(core):
                 yield (
-                    f"{type(core).__name__} sees the keys of its own slice alone: take Megatron's core attention, "
-                    f"or {_WAY_OUT}"
+                    f"{type(core).__name__} sees only the keys of its own slice: use Megatron's core attention, or "
+                    f"{_WAY_OUT}"
                 )
             elif module.attn_mask_type is not AttnMaskType.causal:
-                yield f"{name} masks {module.attn_mask_type.name}, and earlier slices cannot see later ones: {_WAY_OUT}"
+                yield (
+                    f"{name} has the mask {module.attn_mask_type.name}, but earlier slices cannot see later ones: "
+                    f"{_WAY_OUT}"
+                )
         if type(module).__module__.startswith("megatron.core.ssm."):
-            yield f"{name} carries a state from token to token, which slices do not: {_WAY_OUT}"
+            yield f"{name} carries a state from token to token, but slices do not pass it on: {_WAY_OUT}"

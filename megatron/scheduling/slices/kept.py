@@ -87,11 +87,12 @@ class KeptKeys:
             return key, value
         begin, end = self.cutting.span
         if key.size(0) != end - begin:
-            raise RuntimeFault(f"slice {now.number} has the tokens {begin} to {end - 1}, but {key.size(0)} keys")
+            raise RuntimeFault(f"slice {now.number} has tokens {begin} to {end - 1}, but {key.size(0)} keys")
         if both is None:
             if now.number:
                 raise RuntimeFault(
-                    f"slice {now.number} of micro-batch {now.microbatch} is in a layer that knows no slice before it"
+                    f"slice {now.number} of micro-batch {now.microbatch} reached a layer that has not seen the slice "
+                    "before it"
                 )
             both = layers[layer] = self._room(key), self._room(value)
             self._count(sum(one.nbytes for one in both))

@@ -78,7 +78,7 @@ class Sliced(ChunkStages):
     def _enter(self, call: Call) -> None:
         if call.collect_non_loss_data:
             raise ValueError(
-                "data that is no loss is of a whole sequence, and each forward is of a slice: train without "
+                "non-loss data is for a whole sequence, but each forward computes one slice: train without "
                 "--bpipe-slices"
             )
         call.data = [None if data is None else RepeatedRows(data, self._cutting) for data in call.data]

@@ -58,9 +58,8 @@ def _of_sessions() -> Iterator[str]:
     guards = sys.modules.get("terra.run.guards")
     if guards is not None and guards.is_any_open():
         yield (
-            "a terra.Session is open: under it a stage saves placeholders, whose memory is not there when --bpipe "
-            "looks for it; close the "
-            "session, or train without --bpipe"
+            "a terra.Session is open: under it a stage saves placeholders without the memory that --bpipe would "
+            "move; close the session, or train without --bpipe"
         )
 
 

@@ -54,10 +54,10 @@ def leave_unrepaired() -> None:
 
     if repair.cache_info().currsize:
         raise ValueError(
-            "--bpipe-no-repairs: this process has mended Megatron before these arguments were parsed; start another one"
+            "--bpipe-no-repairs: this process repaired Megatron before these arguments were parsed; start a new process"
         )
     left = "; ".join(repair.mends for repair in repairs.REPAIRS)
-    _say(f"--bpipe-no-repairs: Megatron is left as it is, and it alone sees to it that {left}")
+    _say(f"--bpipe-no-repairs: Megatron is left unrepaired; without repairs it must itself ensure that {left}")
 
 
 def device_type() -> str:

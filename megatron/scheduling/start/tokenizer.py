@@ -29,7 +29,7 @@ def install_byte_level_tokenizer() -> str | None:
         builder = importlib.import_module("megatron.core.tokenizers.utils.build_tokenizer")
         supported = builder.SUPPORTED_TOKENIZERS
     except (ImportError, AttributeError) as error:
-        return f"{NAME} is not offered, for this Megatron has its tokenizers elsewhere ({error})"
+        return f"{NAME} is not available, because this Megatron has its tokenizers elsewhere ({error})"
     if NAME in supported:
         return None
     field = next(field for field in dataclasses.fields(TokenizerConfig) if field.name == "tokenizer_type")

@@ -76,17 +76,17 @@ def _fit(args: Any) -> None:
         (
             "--hybrid-layer-pattern",
             args.hybrid_layer_pattern,
-            "Mamba layers run by kernels of a GPU alone, mamba_ssm's",
+            "Mamba layers run only with mamba_ssm's GPU kernels",
         ),
         ("--fp8-format", args.fp8, "FP8 needs Transformer Engine"),
         ("--fp4-format", args.fp4, "FP4 needs Transformer Engine"),
-        ("--bpipe-vocabulary", args.bpipe_vocabulary, "shards of the output layer have passes of their own"),
+        ("--bpipe-vocabulary", args.bpipe_vocabulary, "shards of the output layer have their own passes"),
         *_of_layers(args),
         *_of_experts(args),
         *_of_context(args),
     ):
         if value:
-            raise ValueError(f"{name} {value}: {why}: use `bpipe simulate`, whose formulas know it")
+            raise ValueError(f"{name} {value}: {why}: use `bpipe simulate`, whose formulas cover it")
     # Kernels of Transformer Engine's; torch's lists of who goes where are as large.
     args.moe_permute_fusion = args.moe_router_fusion = False
     # One replica is enough, and its micro-batches need not fill the pipeline.
@@ -102,12 +102,12 @@ def _of_layers(args: Any) -> tuple[tuple[str, object, str], ...]:
         (
             "--recompute-modules",
             " ".join(again),
-            "Transformer Engine has a norm and the matrix behind it in one layer, Megatron in two",
+            "Transformer Engine has a norm and the matrix after it in one layer, Megatron in two",
         ),
         (
             "--v-head-dim",
             (unlike and args.trace_attention == "unfused") * args.v_head_dim,
-            "Megatron's own attention has values as wide as keys",
+            "Megatron's own attention needs values as wide as keys",
         ),
     )
 
@@ -116,16 +116,20 @@ def _of_experts(args: Any) -> tuple[tuple[str, object, str], ...]:
     """Return what experts cannot have here: flag, value, why."""
     dispatcher, again = args.moe_token_dispatcher_type, args.recompute_modules or ()
     return (
-        ("--moe-token-dispatcher-type", dispatcher * (dispatcher == "flex"), "its kernels are DeepEP's or HybridEP's"),
+        (
+            "--moe-token-dispatcher-type",
+            dispatcher * (dispatcher == "flex"),
+            "its kernels come from DeepEP or HybridEP",
+        ),
         (
             "--recompute-modules",
             "moe_act" * ("moe_act" in again),
-            "that is in Transformer Engine's grouped experts alone",
+            "only Transformer Engine's grouped experts have it",
         ),
         (
             "--moe-router-load-balancing-type",
             "sinkhorn" * ("sinkhorn" in args.moe_router_load_balancing_type),
-            "it goes on until scores agree, and there are none",
+            "it iterates until scores agree, and a trace has no scores",
         ),
     )
 
@@ -137,8 +141,8 @@ def _of_context(args: Any) -> tuple[tuple[str, object, str], ...]:
     kinds = " ".join(sorted({*args.cp_comm_type} - {"p2p"}))
     unfused = args.context_parallel_size * (args.trace_attention == "unfused")
     return (
-        ("--cp-comm-type", kinds, "which copies attention keeps is Transformer Engine's choice"),
-        ("--context-parallel-size", unfused, "Megatron's own attention takes no part of a sequence"),
+        ("--cp-comm-type", kinds, "Transformer Engine chooses which copies attention keeps"),
+        ("--context-parallel-size", unfused, "Megatron's own attention does not take parts of a sequence"),
     )
 
 

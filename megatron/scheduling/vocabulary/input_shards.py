@@ -53,8 +53,8 @@ class GivenEmbeddings(torch.nn.Module):
         given, self._given = self._given, None
         if given is None:
             raise ValueError(
-                f"with --bpipe-vocabulary-input a model embeds what its pipeline's ranks have looked up, and nothing "
-                f"else: {_DROP}"
+                "with --bpipe-vocabulary-input a model can embed only what its pipeline's ranks have looked up: "
+                f"{_DROP}"
             )
         if self._scatters:
             return reduce_scatter_to_sequence_parallel_region(  # type: ignore[no-any-return]
@@ -179,8 +179,8 @@ class NotedStep:
         tokens = self.named.get("input_ids", self.given[0] if self.given else None)
         if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2 or self.named.get("decoder_input") is not None:
             raise ValueError(
-                f"--bpipe-vocabulary-input: this script calls its model without tokens [b, s], which all ranks look "
-                f"up: {_DROP}"
+                "--bpipe-vocabulary-input: this script calls its model without tokens [b, s], which all ranks must "
+                f"look up: {_DROP}"
             )
         return tokens
 
@@ -204,9 +204,8 @@ def _noted_step(call: Call, chunk: int) -> NotedStep:
         output, loss_function = call.forward_step_func(call.data[chunk], model)
     if output is not nothing or len(seen) != 1:
         raise ValueError(
-            "--bpipe-vocabulary-input: this script's step does not call its model once and hand on what that returns, "
-            "and it is called "
-            f"before there is anything to return: {_DROP}"
+            "--bpipe-vocabulary-input: this script's step must call its model exactly once and return the model's "
+            f"output unchanged, because it is called before there is an output: {_DROP}"
         )
     ((given, named),) = seen
     return NotedStep(given, named, loss_function)

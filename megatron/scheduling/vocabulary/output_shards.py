@@ -158,9 +158,8 @@ class OutputLayerShard(ColumnParallelLinear):  # type: ignore[misc]
         self._noted, self._hidden, self._log = [], None, None
         if len(each) != 1 + (self.config.mtp_num_layers or 0):
             raise ValueError(
-                "with --bpipe-vocabulary no rank has all logits of a micro-batch, and this script asked its model for "
-                "them: call the model "
-                "with labels, or train without --bpipe-vocabulary"
+                "with --bpipe-vocabulary no rank has all logits of a micro-batch, but this script requests them "
+                "from its model: call the model with labels, or train without --bpipe-vocabulary"
             )
         # Megatron computes those of further tokens first.
         return Noted((each[-1], *each[:-1]), log)
@@ -242,9 +241,8 @@ def output_shard(model: Any) -> OutputLayerShard:
     layer = getattr(inner, "output_layer", None)
     if not isinstance(layer, OutputLayerShard):
         raise ValueError(
-            f"--bpipe-vocabulary splits the output layer of a GPTModel or HybridModel when that is built, and this is "
-            f"a "
-            f"{type(inner).__name__}: train without --bpipe-vocabulary"
+            "--bpipe-vocabulary splits the output layer of a GPTModel or HybridModel when it is built, but this is "
+            f"a {type(inner).__name__}: train without --bpipe-vocabulary"
         )
     return layer
 
@@ -303,7 +301,7 @@ def _split_embedding(first: Any, model: Any, output: OutputLayerShard, embeds: i
 def _of_model(model: Any, inputs: bool) -> Iterator[str]:
     """What only a model says; flags say the same where the model is made of them."""
     if not model.parallel_output:
-        yield "--bpipe-vocabulary: this model gathers its logits, and shards never do; build it with parallel_output"
+        yield "--bpipe-vocabulary: this model gathers its logits, but shards never do; build it with parallel_output"
     ahead = Settings(model.config).mtp_num_layers
     if ahead:
         said = SimpleNamespace(

@@ -142,11 +142,9 @@ class ShardedStages(ChunkStages):
         """Raise ValueError, behind the last computation, for a loss that shards cannot compute."""
         if self._differs is not None and bool(self._differs):
             raise ValueError(
-                "--bpipe-vocabulary: how much each token's loss counts must not depend on the losses, because shards "
-                "go back before these "
-                "are known, and with this script's loss function it does: make the loss a sum of tokens' losses with "
-                "weights of their own, "
-                "or train without --bpipe-vocabulary"
+                "--bpipe-vocabulary: with this script's loss function the weight of each token depends on the "
+                "losses, but backwards of shards run before the losses are known: make the loss a sum of token "
+                "losses with fixed weights, or train without --bpipe-vocabulary"
             )
 
     def _tell(self, microbatch: int, found: torch.Tensor, largest: torch.Tensor) -> None:
@@ -189,8 +187,7 @@ class ShardedStages(ChunkStages):
         found = schedules.backward_step(losses, loss, None, self._call.config)
         if found is None:
             raise ValueError(
-                "--bpipe-vocabulary: this script's loss does not depend on what its model returned: hand the model's "
-                "output on as it is, "
-                "or train without --bpipe-vocabulary"
+                "--bpipe-vocabulary: this script's loss does not depend on what its model returned: pass the "
+                "model's output on unchanged, or train without --bpipe-vocabulary"
             )
         return found  # type: ignore[no-any-return]

@@ -215,7 +215,7 @@ def test_a_partner_that_does_not_begin_is_named() -> None:
     pipeline.run(release=False)
     with pytest.raises(
         TransferError,
-        match=r"rank 3, stage 3: at the begin .* stage 0 did not say how much .*0\.5 s, --bpipe-timeout: no message",
+        match=r"rank 3, stage 3: at the start .* stage 0 did not send the sizes .*0\.5 s, --bpipe-timeout: no message",
     ):
         pipeline.engines[3].begin()
     pipeline.close()

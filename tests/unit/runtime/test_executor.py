@@ -224,7 +224,7 @@ def run_alone(plan: Schedule, rank: int) -> None:
 
 def test_a_program_that_does_not_wait_for_what_it_needs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     dropping(monkeypatch, "wait 0F1>1F1")
-    with pytest.raises(RuntimeFault, match="rank 1: the output of 0F1 is not here for 1F1"):
+    with pytest.raises(RuntimeFault, match="rank 1: the output of 0F1 has not arrived for 1F1"):
         run_alone(balanced(), 1)
 
 
@@ -238,7 +238,7 @@ def test_what_no_stage_computes_is_refused_before_anything_runs(monkeypatch: pyt
     plan = balanced()
     shard = Instruction(Op.RUN, Action(0, Kind.SHARD_FORWARD, 0))
     monkeypatch.setattr(executor_module, "lower_as_run", lambda *given: [SimpleNamespace(instructions=[shard])])
-    with pytest.raises(ValueError, match="rank 0: 0S0 is no computation of a stage"):
+    with pytest.raises(ValueError, match="rank 0: 0S0 is not a computation of a stage"):
         Executor(plan, 0, TorchStages({}), Alone())
 
 
@@ -260,16 +260,16 @@ def test_a_part_that_makes_nothing_of_what_it_receives_is_refused() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     stages = TorchStages({1: lambda microbatch, x: weight * 2})
     stages.forward(FORWARD, (torch.ones(2),))
-    with pytest.raises(ValueError, match=r"a part made nothing of a tensor \(2,\) that it received"):
+    with pytest.raises(ValueError, match=r"a part did not use a tensor \(2,\) that it received"):
         stages.backward(BACKWARD, (torch.ones(2),))
 
 
 @pytest.mark.parametrize(
     ("failing", "message"),
     [
-        ("post", "rank 1: 0F0>1F0 could not be posted, at its other end is rank 0: it is gone"),
-        ("wait", "rank 1: 0F0>1F0 did not pass, at its other end is rank 0: it is gone"),
-        ("send", "rank 1: 1F0>2F0 could not be sent, at its other end is rank 2: it is gone"),
+        ("post", "rank 1: 0F0>1F0 could not be posted; the other end is rank 0: it is gone"),
+        ("wait", "rank 1: 0F0>1F0 did not pass; the other end is rank 0: it is gone"),
+        ("send", "rank 1: 1F0>2F0 could not be sent; the other end is rank 2: it is gone"),
     ],
 )
 def test_a_message_that_does_not_pass_is_named_with_its_edge(

@@ -61,7 +61,7 @@ def test_who_is_stuck_is_ended_with_the_cause(capfd: pytest.CaptureFixture[str])
     assert ranks.left == {0: 1, 2: 1}
     said = capfd.readouterr().err
     assert said.count(f"bpipe: {told}\n") == 2
-    assert "is ended where it waits" in said
+    assert "is stopped here, where it waits" in said
     assert "test_who_is_stuck_is_ended_with_the_cause" in said, "it does not show where the process waits"
 
 

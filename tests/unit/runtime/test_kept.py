@@ -135,7 +135,7 @@ def test_what_no_node_shows_only_the_allocator_counts() -> None:
 
 def test_nodes_that_hide_are_named_beside_what_the_graph_does_not_show() -> None:
     hidden = Share(0, 600, 1000, ALLOCATOR, {}, {"torch::jit::DifferentiableGraphBackward": 2})
-    assert "which hides what was saved by torch::jit::DifferentiableGraphBackward (2)" in hidden.sentence
+    assert "which hides what torch::jit::DifferentiableGraphBackward (2) saved" in hidden.sentence
 
 
 def test_one_number_from_two_sources() -> None:

@@ -82,6 +82,6 @@ def test_a_micro_batch_goes_to_one_host_only() -> None:
     schedule = replace(plain, ranks=tuple(map(tuple, rows)), hosts=read_hosts("2+3,none,none,none"))
     check(schedule)
     with pytest.raises(
-        ValueError, match=r"rank 0: micro-batch 1 of stage 0 leaves to rank 2 and to rank 3 in one iteration"
+        ValueError, match=r"rank 0: micro-batch 1 of stage 0 is evicted both to rank 2 and to rank 3 in one iteration"
     ):
         Engine(schedule, 0, {}, EngineConfig("rank 0", CPU, 1, 1.0))

@@ -81,7 +81,7 @@ def test_a_barrier_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         executor_module, "lower_as_run", lambda *given: [without(program) for program in lower_as_run(*given)]
     )
-    with pytest.raises(RuntimeFault, match="rank 1: the statistics of micro-batch 0 is not here for 1T0"):
+    with pytest.raises(RuntimeFault, match="rank 1: the statistics of micro-batch 0 has not arrived for 1T0"):
         in_shards(build(schedule(3, 2, Vocabulary.ONE)))
 
 

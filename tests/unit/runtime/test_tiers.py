@@ -86,14 +86,14 @@ def test_a_node_without_room_for_all_its_ranks_is_refused_with_the_numbers() -> 
     schedule = tiered("1f1b", 4, 8)
     room = MemoryLimit("machine", "the machine's memory (MemAvailable)", 100)
     neighbours = [LocalRank(Buffers(num_host_memory_buffers(schedule, rank)), (room,)) for rank in range(4)]
-    host = HostMemory(COPYING, Budget(neighbours[0], neighbours), "--bpipe-hosts", "Let less leave")
+    host = HostMemory(COPYING, Budget(neighbours[0], neighbours), "--bpipe-hosts", "Evict less")
     pipeline = Pipeline(schedule, "peer", timeout_s=2.0)
     transports = {0: OneSidedCopies(host, AtOnce(), AtOnce())}
     pipeline.engines[0] = Engine(schedule, 0, transports, EngineConfig("rank 0", CPU, 1, 2.0, poison=True))
     pattern = (
-        r"rank 0, stage 0: 0EVICT0 with its own node's memory did not start; .*--bpipe-hosts: the host buffers of 2 ranks would take "
-        r".* GiB, and of the machine's memory \(MemAvailable\) .* GiB are available, a tenth of which stays free\. "
-        r"Let less leave, move less"
+        r"rank 0, stage 0: 0EVICT0 with its own node's memory did not start; .*--bpipe-hosts: the host buffers of 2 ranks need "
+        r".* GiB, but the machine's memory \(MemAvailable\) has .* GiB available, of which a tenth must stay free\. "
+        r"Evict less, save less"
     )
     with pytest.raises((TransferError, RuntimeFault, TimeoutError)) as error:
         pipeline.run(1)

@@ -133,9 +133,21 @@ def test_all_goes_on() -> None:
 @pytest.mark.parametrize(
     ("damage", "source", "message"),
     [
-        (flipped, False, "what came back from stage 3 over gloo is not what left: iteration 1 since the start, "),
-        (exchanged, False, "what came back from stage 3 over gloo is not what left: iteration 1 since the start, "),
-        (flipped, True, "what leaves for stage 3 over gloo changed while it left, so somebody else writes its memory"),
+        (
+            flipped,
+            False,
+            "data that came back from stage 3 over gloo differs from what was evicted: iteration 1 since the start, ",
+        ),
+        (
+            exchanged,
+            False,
+            "data that came back from stage 3 over gloo differs from what was evicted: iteration 1 since the start, ",
+        ),
+        (
+            flipped,
+            True,
+            "memory being evicted to stage 3 over gloo changed during the transfer, so something else writes to it",
+        ),
     ],
 )
 def test_what_differs_ends_the_iteration_with_its_name(damage: Damage, source: bool, message: str) -> None:

@@ -119,7 +119,7 @@ def a_training_too_short_says_so() -> None:
         == "bpipe: terra: rank 0, chunk 0: 3 micro-batches were trained after the first iteration, too few to compare\n"
     )
     said = said_of(Stage(), 3, StageAudit(4), iterations=1)
-    assert said == "bpipe: --terra-audit looks at micro-batches of the second iteration, and there was none\n"
+    assert said == "bpipe: --terra-audit compares micro-batches of the second iteration, but there was none\n"
 
 
 def what_stands_in_for_a_gpu_is_looked_at_unchanged() -> None:

@@ -141,7 +141,7 @@ def a_loop_that_finalises_in_the_middle_is_refused_and_its_function_put_back() -
         assert model.config.finalize_model_grads_func is not None
         model.config.finalize_model_grads_func([model], None)
 
-    over = "the pipeline loop is over stage 5, after the start, at 5F0"
+    over = r"the pipeline loop ended before 5F0 \(stage 5, after the start, at 5F0\)"
     with driver_of(5, Told(log)) as driver, pytest.raises(RuntimeFault, match=over):
         wrapped(driver, loop)(model=model, num_microbatches=MICROBATCHES)
     assert log == []
@@ -201,7 +201,7 @@ def a_run_that_would_stand_still_is_refused() -> None:
         mock.patch("torch.distributed.get_rank", return_value=0),
         pytest.raises(
             ValueError,
-            match="with --bpipe-sync-transfers ranks can wait for each other for ever: drop it, or take "
+            match="with --bpipe-sync-transfers, ranks can wait for each other for ever: drop it, or use "
             "--bpipe-transport peer",
         ),
     ):

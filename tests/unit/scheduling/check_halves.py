@@ -415,10 +415,10 @@ def what_waits_is_freed_as_it_is_done() -> None:
 
 def halves_out_of_turn_are_refused() -> None:
     for order, what in {
-        "F0 I0 W0 W0": "stage 0, micro-batch 0: W runs after 0 passes of it",
+        "F0 I0 W0 W0": "stage 0, micro-batch 0: W runs after 0 passes",
         "F0 W0": "W runs after 1 passes",
         "W0": "W runs after 0 passes",
-        "F0 I0": "weights' halves of stage 0, micro-batch 0 are left over from the last iteration",
+        "F0 I0": "the W halves of stage 0, micro-batch 0 are left over from the last iteration",
     }.items():
         with pytest.raises(RuntimeFault, match=what):
             split(CASES["gpt"], order)
@@ -426,11 +426,11 @@ def halves_out_of_turn_are_refused() -> None:
     stage = Stage(CASES["gpt"].make(), halves)
     with installed(halves):
         stage.run("F0")
-        with pytest.raises(RuntimeFault, match="a backward runs whole whose forward was split"):
+        with pytest.raises(RuntimeFault, match="a whole backward runs for a forward that was split"):
             stage.backward(0)
     with (
         halves.deferring((0, 0)),
-        pytest.raises(RuntimeFault, match="begins inside of another one"),
+        pytest.raises(RuntimeFault, match="one pass begins inside another"),
         halves.deferring((0, 1)),
     ):
         pass
@@ -488,16 +488,16 @@ def transformer_engine_is_asked_to_delay_where_it_can() -> None:
     args = asked("2.3.0")
     assert args.delay_wgrad_compute
     for version, given, what in (
-        ("2.2.0", {}, "off at all from version 2.3.0 on; use --bpipe-keep-weights-halves none"),
+        ("2.2.0", {}, "defers weight gradients only from version 2.3.0 on; use --bpipe-keep-weights-halves none"),
         (
             "2.6.0",
             {"gradient_accumulation_fusion": False},
-            "without --gradient-accumulation-fusion from version 2.7.0 on",
+            "without --gradient-accumulation-fusion only from version 2.7.0 on",
         ),
         (
             "2.7.0",
             {"overlap_grad_reduce": True, "add_bias_linear": False},
-            "with --overlap-grad-reduce from version 2.8.0 on",
+            "with --overlap-grad-reduce only from version 2.8.0 on",
         ),
         ("2.8.0", {"overlap_grad_reduce": True}, "use --disable-bias-linear"),
     ):

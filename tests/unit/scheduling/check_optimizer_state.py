@@ -137,8 +137,8 @@ def check_what_is_not_there_is_said_on_both() -> None:
     both = trained((HostedState(1, 0, 801),))
     assert [type(one.failed) for one in both] == [ValueError, ValueError]
     assert "801" not in str(both[1].failed)
-    assert "but there are 0.000 GiB that could leave: ask for that or less" in str(both[1].failed)
-    assert "and it has less" in str(both[0].failed)
+    assert "but only 0.000 GiB can move: give that or less" in str(both[1].failed)
+    assert "but it has less" in str(both[0].failed)
     assert trained((HostedState(1, 0, 800),))[1].failed is None
 
 

@@ -56,7 +56,7 @@ def a_class_gets_back_what_it_had() -> None:
     installed.remove()
     assert inspect.getattr_static(kind, "backward") is before
     gone = replace(patches.LINEAR_BACKWARD, name="LinearWithout.backward")
-    assert patches.differences(gone) == ["megatron.core.tensor_parallel.layers.LinearWithout.backward is gone"]
+    assert patches.differences(gone) == ["megatron.core.tensor_parallel.layers.LinearWithout.backward is missing"]
 
 
 def removing_restores_megatrons_own() -> None:
@@ -82,7 +82,7 @@ def another_signature_is_refused_with_nothing_replaced() -> None:
         message = str(error)
     assert f"is not the one bpipe was written against ({upstream.TRIED_VERSIONS[0]})" in message
     assert "schedules.backward_step: new parameters output_tensor_grad and missing parameters gradient" in message
-    assert "schedules.forward_leap is gone" in message
+    assert "schedules.forward_leap is missing" in message
     assert functions() == before
 
 
@@ -106,8 +106,8 @@ def the_megatron_that_runs_is_named_once() -> None:
     )
     assert said_with_version("0.20.0+a1b2c3d") == (
         f"bpipe: megatron-core 0.20.0+a1b2c3d from {place}\n"
-        "bpipe: megatron-core 0.20.0 is not among the versions tried (0.19.2); what is replaced has the parameters "
-        "that are relied on\n"
+        "bpipe: megatron-core 0.20.0 is not among the tested versions (0.19.2); the functions that bpipe replaces "
+        "have the expected parameters\n"
     )
 
 

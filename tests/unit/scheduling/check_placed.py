@@ -184,7 +184,8 @@ def a_model_that_nobody_placed_is_refused() -> None:
     for models in (chunks, wrapped):
         require_built_here(Positions.of(V), models)
     with pytest.raises(
-        ValueError, match=r"^chunk 1 of the model has the layers .* build it by megatron.training.training.get_model or"
+        ValueError,
+        match=r"^chunk 1 of the model has the layers .* build it with megatron.training.training.get_model or",
     ):
         require_built_here(Positions.of(V), [wrapped[0], SimpleNamespace(module=Chunk(False, True))])
     require_built_here(Positions.of(LOOPS), [Chunk(True, False), Chunk(False, True)])
@@ -195,7 +196,7 @@ def nothing_can_be_sent_in_a_view() -> None:
     assert (view.rank(), view.size()) == (1, RANKS)
     with pytest.raises(
         AttributeError,
-        match=r"a view of the pipeline has no allreduce: .* communicate in the model's own pg_collection.pp",
+        match=r"a view of the pipeline has no allreduce: .* communicate through the model's own pg_collection.pp",
     ):
         view.allreduce()  # type: ignore[operator]
 
@@ -253,7 +254,7 @@ def two_pipes_read_each_their_samples() -> None:
             for chunk, replica in enumerate(read):
                 assert training.build_train_valid_test_data_iterators(partial(provider, vp_stage=chunk)) == replica
                 assert parallel_state.get_data_parallel_rank() == own
-            with pytest.raises(ValueError, match="ask for the data of every chunk, by its vp_stage"):
+            with pytest.raises(ValueError, match="request the data of every chunk, by its vp_stage"):
                 training.build_train_valid_test_data_iterators(provider)
 
 
@@ -299,15 +300,16 @@ def it_takes_the_place_of_what_megatron_would_choose() -> None:
 
 def another_choice_than_megatrons_is_refused_with_the_difference() -> None:
     refusal = (
-        r"^get_embedding_ranks: of the pipeline of ranks 2, 6, 10, 14 the script chooses 6, 14, where Megatron's own chooses 2, 14\. In "
-        r"this schedule rank 14 has .* leave get_embedding_ranks out, or take a schedule whose stages go round"
+        r"^get_embedding_ranks: in the pipeline of ranks 2, 6, 10, 14 the script chooses 6, 14, "
+        r"where Megatron's own function chooses 2, 14\. In "
+        r"this schedule rank 14 has .* leave get_embedding_ranks out, or use a schedule whose stages go round"
     )
     with pytest.raises(Refused, match=refusal):
         chosen(get_embedding_ranks=lambda ranks: ranks[1::2])
     with pytest.raises(Refused, match=r"chooses none, where"):
         chosen(get_embedding_ranks=lambda ranks: [])
     with pytest.raises(
-        Refused, match=r"^get_position_embedding_ranks: .* chooses 2, 14, where Megatron's own chooses 2\."
+        Refused, match=r"^get_position_embedding_ranks: .* chooses 2, 14, where Megatron's own function chooses 2\."
     ):
         chosen(get_position_embedding_ranks=first_and_last)
 
@@ -327,7 +329,7 @@ def a_copy_that_the_script_leaves_out_must_not_be_there() -> None:
     with mock.patch.object(parallel_state, "initialize_model_parallel", initialize), of_rank(V, 3) as groups:
         parallel_state.initialize_model_parallel(get_embedding_ranks=lambda ranks: ranks[:1])
         dist_utils.build_virtual_pipeline_stages(provide(shared=False), groups, 2)
-        with pytest.raises(Refused, match=r"^get_embedding_ranks: .* first stage's rank alone, .* or untie them"):
+        with pytest.raises(Refused, match=r"^get_embedding_ranks: .* only the first stage's rank, .* or untie them"):
             dist_utils.build_virtual_pipeline_stages(provide(shared=True), groups, 2)
 
 
@@ -339,9 +341,7 @@ def two_ranks_that_add_up_one_weight_are_refused() -> None:
     both, alone, outside = (
         SimpleNamespace(pp=Ranks(3), tp=Ranks(0, 1), embd=embd) for embd in (Ranks(0, 2), Ranks(0, 1), -100)
     )
-    refusal = (
-        r"^pg_collection\.embd: the script lets 2 ranks add up .* last rank alone, or None \(.*, or take a schedule"
-    )
+    refusal = r"^pg_collection\.embd: the script has 2 ranks sum .* last rank only, or None \(.*, or use a schedule"
     with pytest.raises(ValueError, match=refusal) as refused:
         refuse_group(Positions.of(V), both)
     assert not isinstance(refused.value, Refused), "ranks outside of the group do not see it, and go on"
@@ -421,14 +421,14 @@ def a_repair_whose_stand_in_lacks_what_a_newer_megatron_reads_is_left_out() -> N
     ):
         (said,) = repairs.apply()
         assert DistributedOptimizer.sharded_param_state_fully_reshardable is newer
-    assert said.startswith("left out, because it cannot be tried on this Megatron (AttributeError: "), said
+    assert said.startswith("repair skipped, because it cannot be tried on this Megatron (AttributeError: "), said
     assert "'grad_data'" in said
 
 
 def state_that_is_filed_by_rank_is_refused() -> None:
     wraps = wraps_of(Positions.of(V))
     known = {
-        "torch": pytest.raises(ValueError, match="is of the format torch, which files weights by rank"),
+        "torch": pytest.raises(ValueError, match="has the format torch, which stores weights by rank"),
         "torch_dist": contextlib.nullcontext(),
     }
     for form, outcome in known.items():
@@ -437,7 +437,7 @@ def state_that_is_filed_by_rank_is_refused() -> None:
     for patch in (patches.STATE_BY_BUFFER, patches.STATE_BY_RANK):
         with pytest.raises(
             ValueError,
-            match="save it there with --dist-ckpt-optim-fully-reshardable, or go on without it by --no-load-optim",
+            match="save it there with --dist-ckpt-optim-fully-reshardable, or continue without it with --no-load-optim",
         ):
             wraps[patch](print)("self", {}, True)
 

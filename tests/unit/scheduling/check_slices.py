@@ -514,10 +514,12 @@ def what_is_out_of_order_is_refused() -> None:
         at, cut = slicing.cutting.at, slicing.cutting.cut
         with (
             at(1),
-            pytest.raises(RuntimeFault, match="slice 1 of micro-batch 0 is in a layer that knows no slice before it"),
+            pytest.raises(
+                RuntimeFault, match="slice 1 of micro-batch 0 reached a layer that has not seen the slice before it"
+            ),
         ):
             losses_of(model, {name: cut(one) for name, one in row.items()})
-        with at(0), pytest.raises(ValueError, match=r"positions of 96 tokens are asked for in a slice of 48"):
+        with at(0), pytest.raises(ValueError, match=r"the model requests positions of 96 tokens in a slice of 48"):
             losses_of(model, row)
         with at(0):
             first = part_of(slicing.cutting.pad(losses_of(model, {name: cut(one) for name, one in row.items()})), row)
@@ -526,7 +528,8 @@ def what_is_out_of_order_is_refused() -> None:
         with (
             at(1),
             pytest.raises(
-                RuntimeFault, match=r"the last stage made \(2, 96\), but of slices .* \(batch, 48\): give the model"
+                RuntimeFault,
+                match=r"the last stage returned \(2, 96\), but with slices .* \(batch, 48\): pass the model",
             ),
         ):
             slicing.cutting.pad(torch.zeros(2, 96))
@@ -568,20 +571,24 @@ def layers_that_see_their_own_slice_alone_are_refused() -> None:
         model.decoder.layers[1].self_attention.core_attention = _Alone()
         with pytest.raises(
             ValueError,
-            match="this model cannot be cut:\n  _Alone sees the keys of its own slice alone: take Megatron's",
+            match="this model cannot be cut:\n  _Alone sees only the keys of its own slice: use Megatron's",
         ):
             judging.judge([model])
         model.decoder.layers[1].self_attention = _Alone()
-        with pytest.raises(ValueError, match="_Alone is no attention of Megatron's, and sees its own slice alone"):
+        with pytest.raises(
+            ValueError, match="_Alone is not one of Megatron's attention classes and sees only its own slice"
+        ):
             judging.judge([model])
         model = model_of(USUAL, torch.float32)
         model.decoder.layers[0].self_attention.attn_mask_type = AttnMaskType.padding
-        with pytest.raises(ValueError, match="SelfAttention masks padding, and earlier slices cannot see later ones"):
+        with pytest.raises(
+            ValueError, match="SelfAttention has the mask padding, but earlier slices cannot see later ones"
+        ):
             judging.judge([model])
         model.decoder.layers[0].cross_attention = _Alone()
         with pytest.raises(ValueError, match="TransformerLayer attends to another sequence"):
             judging.judge([model])
-    with pytest.raises(ValueError, match="DotProductAttention sees the keys of its own slice alone"):
+    with pytest.raises(ValueError, match="DotProductAttention sees only the keys of its own slice"):
         judging.judge([model_of(USUAL, torch.float32)])
 
 
@@ -600,7 +607,7 @@ def transformer_engine_is_asked_for_a_mask_that_ends_bottom_right() -> None:
         with of_cutting.at(number):
             run(layer, own, own, own, None, AttnMaskType.causal)
             if not number:
-                with pytest.raises(ValueError, match="slices attend causally, and this layer masks no_mask"):
+                with pytest.raises(ValueError, match="slices need causal attention, but this layer's mask is no_mask"):
                     run(layer, own, own, own, None, AttnMaskType.no_mask)
     run(layer, own, own, own, None, AttnMaskType.no_mask)
     with of_cutting.at(1):

@@ -158,13 +158,13 @@ def test_where_links_are_said_what_is_learned_is_planned_by_their_seconds(monkey
     how, told = requested_balance(asked(monkeypatch, "auto:2.6", bpipe_cluster="h100-80g"))
     assert (how, told) == requested_balance(asked(monkeypatch, "auto:2.6"))
     _, told = requested_balance(asked(monkeypatch, "auto:2", "--moe-latent-size", "8", bpipe_cluster="h100-80g"))
-    assert told[0].endswith("keeps the smallest bound, and plans are by bytes alone")
+    assert told[0].endswith("keeps the smallest bound, and plans are made from bytes alone")
 
 
 def test_links_are_said_for_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ValueError,
-        match="--bpipe-cluster h100-80g says how long transfers take within a budget: give --bpipe-memory, too",
+        match="--bpipe-cluster h100-80g says how long transfers take within a budget: give --bpipe-memory too",
     ):
         requested_balance(args(bpipe=True, bpipe_cluster="h100-80g"))
 
@@ -185,21 +185,21 @@ def plain_config() -> Any:
             "--bpipe-memory: by prediction no plan keeps ranks . and . within 1.2 GiB per device. The smallest budget "
             "that one keeps",
         ),
-        ("1.2", [], {}, r"`bpipe fit` with the same launch lists .*With auto:GIB it is tried, and measured"),
+        ("1.2", [], {}, r"`bpipe fit` with the same launch lists .*With auto:GIB the run starts anyway and measures"),
         (
             "2",
             [],
             {"bpipe_bound": (3,)},
-            "--bpipe-memory says how to balance, and so does --bpipe-bound: give one of them",
+            "--bpipe-memory and --bpipe-bound both say how to balance: give only one of them",
         ),
         ("2,2", [], {}, "2 budgets for 4 ranks: give one for all or one for each"),
         (
             "2",
             ["--moe-latent-size", "8"],
             {},
-            r"nothing predicts what this training holds \(--moe-latent-size 8: experts of a smaller.*\): let it be measured, auto",
+            r"the memory of this run cannot be predicted \(--moe-latent-size 8: experts of a smaller.*\): let it be measured with auto",
         ),
-        ("auto", [], {}, "--bpipe-memory auto: a CPU has no memory of a device .* --bpipe-memory auto:GIB"),
+        ("auto", [], {}, "--bpipe-memory auto: a CPU has no device memory .* --bpipe-memory auto:GIB"),
     ],
 )
 def test_what_cannot_be_kept_is_said_before_training(
@@ -217,7 +217,7 @@ def test_learning_begins_with_what_helps_most_or_where_nothing_predicts_with_the
     assert how.activation_budget is not None
     schedule = build(replace(plain_config(), balance=how))
     assert num_transfers(schedule, 0).evictions > 0, "even a budget that is too small by prediction is tried"
-    assert told[0] == "the first iteration sends as much as helps, until bytes are measured:"
+    assert told[0] == "the first iteration moves as much as helps, until bytes are measured:"
     how, told = requested_balance(asked(monkeypatch, "auto:2", "--moe-latent-size", "8"))
     assert how == BalanceConfig()
     assert told[0].endswith(": the first iteration keeps the smallest bound")

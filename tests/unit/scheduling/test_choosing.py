@@ -238,7 +238,7 @@ def test_a_file_that_moves_activations_stays_as_it_is(tmp_path: Path) -> None:
     found = own_schedule(args(bpipe_schedule=str(file), bpipe=True))
     assert found is not None
     assert build(found) == balanced
-    with pytest.raises(ValueError, match="it moves activations: give --bpipe, too"):
+    with pytest.raises(ValueError, match="it moves activations: give --bpipe too"):
         own_schedule(args(bpipe_schedule=str(file)))
 
 
@@ -267,7 +267,7 @@ def test_a_file_of_slices_has_the_micro_batches_of_the_run(tmp_path: Path) -> No
         found = own_schedule(args(bpipe_schedule=str(file), bpipe_slices=slices))
         assert found is not None
         assert (found.num_microbatches, found.slices) == (8, 4)
-    with pytest.raises(ValueError, match="it has 8 micro-batches, and an iteration 16: --global-batch-size 48"):
+    with pytest.raises(ValueError, match="it has 8 micro-batches, but an iteration has 16: use --global-batch-size 48"):
         own_schedule(args(bpipe_schedule=str(file), global_batch_size=96))
 
 
@@ -295,13 +295,13 @@ REFUSED = [
     ),
     (
         {"bpipe_schedule": "interleaved-1f1b", "virtual_pipeline_model_parallel_size": 2, "bpipe_group": 2},
-        "is --microbatch-group-size-per-virtual-pipeline-stage",
+        "own schedule, use --microbatch-group-size-per-virtual-pipeline-stage",
     ),
-    ({"bpipe_schedule": "gpipe", "bpipe_delay": 2}, "--bpipe-delay 2: gpipe takes none: choose from 1f1b-split"),
+    ({"bpipe_schedule": "gpipe", "bpipe_delay": 2}, "--bpipe-delay 2: gpipe has no delay: choose from 1f1b-split"),
     ({**TWO_PIPES, "bpipe_slices": 2}, "schedule chimera cuts no micro-batches into slices, its two pipes fill"),
     (
         {"bpipe_slices": 2, "bpipe_vocabulary": "1", "bpipe": True, "bpipe_memory": MemoryBudget((2**30,), False)},
-        "--bpipe-memory: what 2 slices and shards of the vocabulary hold together is not planned in bytes yet",
+        "--bpipe-memory: budgets in bytes do not yet support 2 slices together with vocabulary shards",
     ),
     (
         {"bpipe_slices": 2, "bpipe_vocabulary": "interlaced"},
@@ -309,9 +309,9 @@ REFUSED = [
     ),
     (
         {"bpipe_schedule": "FILE", "virtual_pipeline_model_parallel_size": 2, "bpipe_slices": 2},
-        "it has 1 slices per micro-batch, and not 2: leave --bpipe-slices out",
+        "it has 1 slices per micro-batch, not 2: leave --bpipe-slices out",
     ),
-    ({"bpipe_bound": (3,)}, "--bpipe-bound 3 says how to balance: give --bpipe, too"),
+    ({"bpipe_bound": (3,)}, "--bpipe-bound 3 says how to balance: give --bpipe too"),
     (
         {"bpipe_bound": (2,), "bpipe": True},
         "--bpipe-schedule 1f1b: .*The smallest bound found that ranks 0 and 3 can both keep is 3 micro-batches",
@@ -324,11 +324,17 @@ REFUSED = [
         {**GROUPED, "bpipe_bound": (1,), "bpipe_vocabulary": "1"},
         "no order of grouped-interleaved was found that keeps every rank within 1 .* its groups of 2 keep 6",
     ),
-    ({"bpipe_schedule": "1f1b", "bpipe_kept": Fraction(1, 2)}, "--bpipe-kept 0.5: 1f1b computes whole backwards"),
-    ({"bpipe_schedule": "gpipe", "bpipe_costs": COSTS}, "--bpipe-costs: gpipe has the same order at any: leave it out"),
+    (
+        {"bpipe_schedule": "1f1b", "bpipe_kept": Fraction(1, 2)},
+        "--bpipe-kept 0.5: 1f1b does not split backwards into halves",
+    ),
+    (
+        {"bpipe_schedule": "gpipe", "bpipe_costs": COSTS},
+        "--bpipe-costs: gpipe has the same order at any costs: leave it out",
+    ),
     (
         {"bpipe_schedule": "zb-h1", "bpipe_hop": Fraction(1, 20)},
-        "--bpipe-hop 0.05 is in the unit of --bpipe-costs: give that, too",
+        "--bpipe-hop 0.05 is in the unit of --bpipe-costs: give --bpipe-costs too",
     ),
     (
         {**TWO_PIPES, "bpipe_schedule": "bitpipe"},
@@ -337,33 +343,36 @@ REFUSED = [
     ({**TWO_PIPES, "virtual_pipeline_model_parallel_size": 4}, "chimera takes at most 1 chunk per rank, not 2"),
     (
         {**TWO_PIPES, "bpipe_schedule": "MIRROR", "global_batch_size": 24},
-        "it has 8 micro-batches, and an iteration 4: --global-batch-size 48",
+        "it has 8 micro-batches, but an iteration has 4: use --global-batch-size 48",
     ),
     (
         {**TWO_PIPES, "bpipe_schedule": "MIRROR", "pipeline_model_parallel_size": 4},
-        "it has 4 ranks, and the pipeline 8: .*-parallel-size 4",
+        "it has 4 ranks, but the pipeline has 8: use .*-parallel-size 4",
     ),
     ({"bpipe_schedule": "gpip"}, "did you mean .gpipe..*nor is there a file of that name"),
-    ({"bpipe_schedule": "FILE"}, "it has 2 stages per rank, and this run 1: a rank's chunks are its virtual stages"),
+    (
+        {"bpipe_schedule": "FILE"},
+        "it has 2 stages per rank, but this run has 1: a rank's chunks are its virtual stages",
+    ),
     (
         {"bpipe_schedule": "FILE", "pipeline_model_parallel_size": 8},
-        "it has 4 ranks, and the pipeline 8: --pipeline-model-parallel-size 4",
+        "it has 4 ranks, but the pipeline has 8: use --pipeline-model-parallel-size 4",
     ),
     (
         {"bpipe_schedule": "FILE", "virtual_pipeline_model_parallel_size": 2, "global_batch_size": 96},
-        "it has 8 micro-batches, and an iteration 16: --global-batch-size 48",
+        "it has 8 micro-batches, but an iteration has 16: use --global-batch-size 48",
     ),
     (
         {"bpipe_schedule": "FILE", "virtual_pipeline_model_parallel_size": 2, "bpipe_group": 4},
-        "--bpipe-group is for schedules that are generated",
+        "--bpipe-group applies only to generated schedules",
     ),
     (
         {"bpipe_schedule": "FILE", "virtual_pipeline_model_parallel_size": 2, "bpipe_kept": Fraction(1, 2)},
-        "--bpipe-kept is for schedules that are generated",
+        "--bpipe-kept applies only to generated schedules",
     ),
     (
         {"bpipe_schedule": "FILE", "virtual_pipeline_model_parallel_size": 2, "bpipe_costs": COSTS},
-        "--bpipe-costs is for schedules that are generated",
+        "--bpipe-costs applies only to generated schedules",
     ),
     (
         {"bpipe_schedule": "BALANCED", "bpipe": True, "bpipe_bound": (3,)},
@@ -375,7 +384,7 @@ REFUSED = [
     ),
     (
         {"bpipe_memory": MemoryBudget((2**30,), False)},
-        "--bpipe-memory says how to balance: give --bpipe, too, or leave it out",
+        "--bpipe-memory says how to balance: give --bpipe too, or leave it out",
     ),
     (
         {"bpipe_schedule": "BROKEN", "virtual_pipeline_model_parallel_size": 2},
@@ -425,7 +434,7 @@ def test_an_embedding_in_shards_stands_beside_the_output_layer() -> None:
     assert found == ScheduleConfig("1f1b", 4, 8, vocabulary=Vocabulary.TWO, input_shards=True, exchange=Exchange.POSTED)
     for vocabulary in (None, "redistribute"):
         with pytest.raises(
-            ValueError, match=r"--bpipe-vocabulary-input splits .* give --bpipe-vocabulary 1, 2 or interlaced, too"
+            ValueError, match=r"--bpipe-vocabulary-input splits .* give --bpipe-vocabulary 1, 2 or interlaced too"
         ):
             own_schedule(args(bpipe_vocabulary_input=True, bpipe_vocabulary=vocabulary))
     chunks = own_schedule(

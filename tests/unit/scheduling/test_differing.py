@@ -33,9 +33,8 @@ def test_what_stayed_is_told_and_added_up(lines: list[str]) -> None:
     found.ended(engine(Unmoved()), 0)
     found.ended(engine(Unmoved(1, 2_000_000, 2, 2_000_000)), 0)
     assert lines[0] == (
-        "stage 0: 2 micro-batches of 5 MB in all were too large for their host buffers and stayed here; the bound was "
-        "passed by 1 of 3 MB "
-        "at most, and the next iteration has room for them"
+        "stage 0: 2 micro-batches (5 MB in all) were too large for their host buffers and stayed here; the next "
+        "iteration has room for them. The bound was exceeded by at most 1 micro-batch (3 MB)"
     )
     assert len(lines) == 2
     assert (found.sums.microbatches, found.sums.nbytes, found.sums.passed_microbatches, found.sums.passed_bytes) == (
@@ -52,7 +51,7 @@ def test_not_every_iteration_is_told(lines: list[str]) -> None:
     for _ in range(MOST_TOLD + 3):
         found.ended(engine(Unmoved(1, 10, 1, 10)), 2)
     assert len(lines) == MOST_TOLD
-    assert lines[-1].endswith("; further ones only in the report")
+    assert lines[-1].endswith("; the report lists further ones")
     assert found.sums.microbatches == MOST_TOLD + 3
 
 

@@ -73,7 +73,7 @@ def test_a_pattern_of_layers_says_the_stages_itself() -> None:
     follow(args, V)
     assert args.num_virtual_stages_per_pipeline_rank is None
     with pytest.raises(
-        ValueError, match=r"--hybrid-layer-pattern M\*M- has 1 stages, and the schedule 8: part .* by 7 \|"
+        ValueError, match=r"--hybrid-layer-pattern M\*M- has 1 stages, but the schedule has 8: separate .* with 7 \|"
     ):
         follow(parsed(hybrid_layer_pattern="M*M-"), V)
 
@@ -101,7 +101,7 @@ def test_the_optimizers_state_is_saved_by_layer(
     follow(rounds, ROUNDS)
     assert (args.dist_ckpt_optim_fully_reshardable, rounds.dist_ckpt_optim_fully_reshardable) == (True, None)
     assert capsys.readouterr().out == (
-        "bpipe: the distributed optimizer's state is saved by layer, as --dist-ckpt-optim-fully-reshardable says\n"
+        "bpipe: the distributed optimizer's state is saved by layer, as with --dist-ckpt-optim-fully-reshardable\n"
     )
 
 
@@ -122,7 +122,8 @@ def test_the_optimizers_state_is_saved_by_layer(
 )
 def test_layers_that_make_no_equal_stages_are_refused_with_the_nearest(given: dict[str, Any], nearest: str) -> None:
     with pytest.raises(
-        ValueError, match=f"^{given['num_layers']} layers do not make 8 equal stages: take --num-layers {nearest}, "
+        ValueError,
+        match=f"^{given['num_layers']} layers cannot be divided into 8 equal stages: use --num-layers {nearest}, ",
     ):
         follow(parsed(**given), V)
 
@@ -180,9 +181,8 @@ def test_two_pipes_halve_the_pipeline_once(
     assert (args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank) == (2, chunks)
     assert args.overlap_p2p_comm, "Megatron needs it of two ranks"
     assert capsys.readouterr().out == (
-        "bpipe: 2 pipes over the same 4 ranks are to Megatron pipelines of 2 ranks, with 2 times as many virtual "
-        "stages on each, and 2 "
-        "times as many data-parallel replicas: so it counts them from here on\n"
+        "bpipe: Megatron counts 2 pipes over the same 4 ranks as pipelines of 2 ranks, with 2 times as many virtual "
+        "stages per rank and 2 times as many data-parallel replicas; its lines below use these numbers\n"
     )
 
 
@@ -191,28 +191,27 @@ def test_two_pipes_halve_the_pipeline_once(
     [
         (
             {"pipeline_model_parallel_size": 2},
-            "2 pipes need 4 ranks or more, not 2: take --pipeline-model-parallel-size 4",
+            "2 pipes need 4 ranks or more, not 2: use --pipeline-model-parallel-size 4",
         ),
         (
             {"pipeline_model_parallel_size": 5, "world_size": 10},
-            "an even number of ranks, not 5: take --pipeline-model-parallel-size 4 or 6",
+            "an even number of ranks, not 5: use --pipeline-model-parallel-size 4 or 6",
         ),
         (
             {"world_size": 6},
-            "6 processes are no multiple of 4, as tensor 1 times context 1 times pipeline 4 take: launch 4, or a "
-            "multiple",
+            "6 processes are not a multiple of 4 \\(tensor 1 times context 1 times pipeline 4\\): launch 4, or a multiple",
         ),
         (
             {"global_batch_size": 20},
-            "20 samples are no multiple of 8, 2 micro-batches of 2 on each of 2 replicas: .*-size 16 or 24",
+            "20 samples are not a multiple of 8 \\(2 micro-batches of 2 on each of 2 replicas\\): .*-size 16 or 24",
         ),
-        ({"global_batch_size": 4}, "take --global-batch-size 8$"),
+        ({"global_batch_size": 4}, "use --global-batch-size 8$"),
         ({"use_tp_pp_dp_mapping": True}, "drop --use-tp-pp-dp-mapping"),
         (
             {"use_mp_args_from_checkpoint_args": True},
-            "drop --use-mp-args-from-checkpoint-args, and give --pipeline-model-parallel-size",
+            "drop --use-mp-args-from-checkpoint-args and give --pipeline-model-parallel-size",
         ),
-        ({"num_layers": 6}, "6 layers do not make 4 equal stages: take --num-layers 4 or 8"),
+        ({"num_layers": 6}, "6 layers cannot be divided into 4 equal stages: use --num-layers 4 or 8"),
     ],
 )
 def test_what_two_pipes_cannot_be_is_refused_before_megatron_judges(given: dict[str, Any], reason: str) -> None:
@@ -221,7 +220,7 @@ def test_what_two_pipes_cannot_be_is_refused_before_megatron_judges(given: dict[
 
 
 def test_one_rank_is_refused() -> None:
-    with pytest.raises(ValueError, match="take --pipeline-model-parallel-size 2 or more"):
+    with pytest.raises(ValueError, match="use --pipeline-model-parallel-size 2 or more"):
         follow(parsed(pipeline_model_parallel_size=1), Positions(1, mirrored=(False, False)))
 
 

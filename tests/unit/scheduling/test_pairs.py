@@ -150,11 +150,11 @@ def test_three_ranks_are_enough_where_chunks_hold_more_than_one_apart() -> None:
 
 
 WHY = [
-    (("1f1b", 1, 4, 1), None, "1 stage, 4 micro-batches: one stage has no other to share with; training as usual"),
+    (("1f1b", 1, 4, 1), None, "1 stage, 4 micro-batches: a single stage has no other to share with; training as usual"),
     (
         ("1f1b", 3, 8, 1),
         None,
-        "stages in pairs cannot all keep less than the 3 micro-batches that the fullest holds alone; training as usual",
+        "pairing stages cannot get all of them below the 3 micro-batches that the fullest stage holds alone; training as usual",
     ),
     (
         ("v-half", 4, 8, 2),
@@ -193,7 +193,7 @@ def test_what_was_chosen_is_said() -> None:
     assert line.startswith("grouped-interleaved-vocabulary-1, chosen for a bound of 6 micro-batches of a chunk")
     assert line.endswith("at most 6 held")
     (usual,) = grouped(ScheduleConfig("grouped-interleaved", 4, 8, num_chunks=2), build(config))
-    assert "groups of 2 micro-batches, the usual ones" in usual
+    assert "groups of 2 micro-batches (the default)" in usual
     for other in (
         ScheduleConfig("grouped-interleaved", 4, 8, num_chunks=2, group_size=2),
         ScheduleConfig("1f1b", 4, 8),

@@ -45,7 +45,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch, **sizes: int | bool | SchedulingConfi
 def test_partners_are_neighbours(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert ranks(monkeypatch, pipeline=8) == [0, 7, 1, 6, 2, 5, 3, 4]
     said = capsys.readouterr().out
-    assert said.count("bpipe: placement adjacent: 8 ranks on nodes of 4") == 1, (
+    assert said.count("bpipe: placement adjacent: 8 ranks, 4 per node") == 1, (
         "the table comes from the first process alone"
     )
     assert "bpipe:   node 0: stages 0 7 1 6" in said
@@ -91,7 +91,7 @@ def test_two_pipes_are_placed_and_ask_whose_samples_a_chunk_reads(
     config = SchedulingConfig(8, 1, own=ScheduleConfig("chimera", 8, 8, balance=BalanceConfig()))
     with pytest.raises(
         ValueError,
-        match=r"samples of the data-parallel replica samples_of\(config, c\), and install\(config, samples_by",
+        match=r"samples of the data-parallel replica samples_of\(config, c\), and call install\(config, samples_by",
     ):
         install(config)
     # Mirror images are neighbours, as of Megatron's replicas 0 and 1; partners are of a half, and each pair of pairs is
@@ -100,19 +100,19 @@ def test_two_pipes_are_placed_and_ask_whose_samples_a_chunk_reads(
     assert sorted(found) == list(range(8))
     assert [rank // 2 for rank in found[::2]] == [rank // 2 for rank in found[1::2]]
     assert "bpipe:   node 0: stages 3 4 0 7\nbpipe:   node 1: stages 2 5 1 6" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="pipeline_before_data parts these: leave it out"):
+    with pytest.raises(ValueError, match="pipeline_before_data separates them: leave it out"):
         place(pipeline=8, config=config, pipeline_before_data=True)
 
 
 def test_what_is_not_the_configurations_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"pipeline 8 is not the num_ranks 4 of the configuration: give place\(\) the same"
+        ValueError, match=r"pipeline 8 differs from num_ranks 4 of the configuration: give place\(\) the same number"
     ):
         place(pipeline=8, config=SchedulingConfig(4, 1, BalanceConfig()))
     assert os.environ["RANK"] == "1"
-    with pytest.raises(ValueError, match="num_chunks is 1, but of the schedule in own 2: give both the same"):
+    with pytest.raises(ValueError, match="num_chunks is 1, but 2 in the schedule given as own: give both the same"):
         SchedulingConfig(8, 1, own=ScheduleConfig("v-half", 8, 16, num_chunks=2, balance=BalanceConfig()))
-    with pytest.raises(ValueError, match="own is a schedule with another or none: give it to own alone"):
+    with pytest.raises(ValueError, match="own is a schedule with another balance or none: give it in own only"):
         SchedulingConfig(8, 2, BalanceConfig(), own=ScheduleConfig("v-half", 8, 16, num_chunks=2))
 
 
@@ -132,7 +132,7 @@ def test_without_pairs_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sizes_must_divide_the_world() -> None:
     with pytest.raises(
-        ValueError, match="tensor 1 times context 1 times pipeline 5 does not divide a world of 8 processes"
+        ValueError, match="tensor 1 times context 1 times pipeline 5 does not divide the world size of 8 processes"
     ):
         place(pipeline=5)
     with pytest.raises(ValueError, match="context 0"):
@@ -143,7 +143,7 @@ def test_sizes_must_divide_the_world() -> None:
 def test_a_second_call_would_move_the_rank_again() -> None:
     place(pipeline=8)
     with pytest.raises(
-        RuntimeError, match=r"place\(\) was called before in this process, whose rank was 1: call it once"
+        RuntimeError, match=r"place\(\) was already called in this process, whose rank was 1: call it only once"
     ):
         place(pipeline=8)
     assert os.environ["RANK"] == "7"
@@ -151,7 +151,7 @@ def test_a_second_call_would_move_the_rank_again() -> None:
 
 def test_after_the_process_group_it_is_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    with pytest.raises(RuntimeError, match="comes too late: the process group exists"):
+    with pytest.raises(RuntimeError, match="was called too late: the process group exists"):
         place(pipeline=8)
 
 

@@ -66,7 +66,7 @@ def test_one_rank_has_one_way() -> None:
 @pytest.mark.parametrize("placement", [(0, 0, 1, 1), (0, 2, 1, 3), (0, 1, 2, 0, 2, 1)])
 def test_a_chunk_that_jumps_is_refused(placement: tuple[int, ...]) -> None:
     with pytest.raises(
-        ValueError, match=r"stages \d to \d are on ranks .* goes through ranks 0 to \d in order, one way or the other"
+        ValueError, match=r"stages \d to \d are on ranks .* goes through ranks 0 to \d in ascending or descending order"
     ):
         Positions.of(one_pipe(placement))
 
@@ -120,6 +120,7 @@ def test_both_halves_are_put_in_order() -> None:
 )
 def test_other_pipes_are_refused(layout: Layout) -> None:
     with pytest.raises(
-        ValueError, match=r"[23] pipes over \d ranks: trained are two in opposite directions, over 4 ranks or more"
+        ValueError,
+        match=r"[23] pipes over \d ranks: only two pipes in opposite directions can be trained, over an even number of 4 or more",
     ):
         Positions.of(layout)

@@ -32,11 +32,10 @@ def test_a_repair_that_cannot_be_tried_is_left_out_and_said() -> None:
     """Megatron 0.20's own function reads a bucket's grad_data, which our stand-in has not: every run ended there,
     also without --bpipe."""
     assert repairs.apply() == [
-        "repaired in memory, no file is edited: megatron.core.made: what was broken works",
-        "left out, because it cannot be tried on this Megatron (AttributeError: 'types.SimpleNamespace' object has no "
-        "attribute "
-        "'grad_data'): the repair of megatron.core.changed, megatron.core.other, by which state is saved",
-        "repaired in memory, no file is edited: megatron.core.last: the last works",
+        "repaired in memory, without editing files: megatron.core.made: what was broken works",
+        "repair skipped, because it cannot be tried on this Megatron (AttributeError: 'types.SimpleNamespace' object "
+        "has no attribute 'grad_data'): megatron.core.changed, megatron.core.other: state is saved",
+        "repaired in memory, without editing files: megatron.core.last: the last works",
     ]
 
 
@@ -45,14 +44,16 @@ def test_each_repair_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
     startup.repair()
     startup.repair()
     said = capsys.readouterr().out
-    assert said.count("bpipe: repaired in memory, no file is edited: megatron.core.made: what was broken works\n") == 1
+    assert (
+        said.count("bpipe: repaired in memory, without editing files: megatron.core.made: what was broken works\n") == 1
+    )
     assert "megatron.core.sound" not in said
 
 
 def test_without_repairs_none_is_made(capsys: pytest.CaptureFixture[str]) -> None:
     startup.leave_unrepaired()
     assert capsys.readouterr().out == (
-        "bpipe: --bpipe-no-repairs: Megatron is left as it is, and it alone sees to it that what was broken works; "
+        "bpipe: --bpipe-no-repairs: Megatron is left unrepaired; without repairs it must itself ensure that what was broken works; "
         "nothing was broken; "
         "state is saved; the last works\n"
     )
@@ -60,5 +61,5 @@ def test_without_repairs_none_is_made(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_repairs_that_were_made_cannot_be_left_out_any_more() -> None:
     startup.repair()
-    with pytest.raises(ValueError, match=r"^--bpipe-no-repairs: this process has mended Megatron before"):
+    with pytest.raises(ValueError, match=r"^--bpipe-no-repairs: this process repaired Megatron before"):
         startup.leave_unrepaired()

@@ -100,27 +100,27 @@ EXPERTS = f"{LAUNCH} --num-experts 8 --moe-router-topk 2 --disable-bias-linear -
 REFUSED = {
     "tokens sent by DeepEP": (
         f"{EXPERTS} --moe-token-dispatcher-type flex --moe-router-dtype fp32",
-        "--moe-token-dispatcher-type flex: its kernels are DeepEP's",
+        "--moe-token-dispatcher-type flex: its kernels come from DeepEP",
     ),
     "experts' activation functions recomputed": (
         f"{EXPERTS} --recompute-granularity selective --recompute-modules moe_act",
-        "--recompute-modules moe_act: that is in Transformer Engine's grouped experts alone",
+        "--recompute-modules moe_act: only Transformer Engine's grouped experts have it",
     ),
     "what begins behind a norm recomputed": (
         f"{LAUNCH} --recompute-granularity selective --recompute-modules core_attn mlp",
-        "--recompute-modules mlp: Transformer Engine has a norm and the matrix behind it in one layer",
+        "--recompute-modules mlp: Transformer Engine has a norm and the matrix after it in one layer",
     ),
     "values of a width of their own in a core that is not fused": (
         f"{LAUNCH} --multi-latent-attention --attention-dropout 0 --qk-head-dim 128 --v-head-dim 64 --trace-attention unfused",
-        "--v-head-dim 64: Megatron's own attention has values as wide as keys",
+        "--v-head-dim 64: Megatron's own attention needs values as wide as keys",
     ),
     "scores that have to agree": (
         f"{EXPERTS} --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0",
-        "--moe-router-load-balancing-type sinkhorn: it goes on until scores agree",
+        "--moe-router-load-balancing-type sinkhorn: it iterates until scores agree",
     ),
     "copies of attention over ranks": (
         f"{LAUNCH} --context-parallel-size 2 --cp-comm-type a2a",
-        "--cp-comm-type a2a: which copies attention keeps",
+        "--cp-comm-type a2a: Transformer Engine chooses which copies attention keeps",
     ),
     "Mamba layers": (f"{LAUNCH} --hybrid-layer-pattern M*-M*-M*", "--hybrid-layer-pattern M*-M*-M*: Mamba layers"),
     "shards of the vocabulary": (f"{LAUNCH} --bpipe-vocabulary 1", "--bpipe-vocabulary 1: shards of the output layer"),

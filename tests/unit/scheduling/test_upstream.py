@@ -166,7 +166,7 @@ def test_absent_settings_of_an_untried_version_are_said_once(
     for _ in range(2):
         upstream.say_absent(args, configuration=False)
     assert capsys.readouterr().out == (
-        "bpipe: megatron-core 0.20.0rc0 lacks in its arguments, and bpipe takes for: "
+        "bpipe: megatron-core 0.20.0rc0 lacks these settings in its arguments; bpipe assumes: "
         "tensor_parallel_num_weight_shards (weights sharded by tensor parallelism alone); yaml_cfg (no YAML "
         "configuration)\n"
     )
@@ -183,7 +183,7 @@ def test_a_model_is_not_asked_for_what_only_arguments_have(
     upstream.say_absent(SimpleNamespace(**dict.fromkeys(names)), configuration=True)
     assert capsys.readouterr().out == ""
     upstream.say_absent(SimpleNamespace(**dict.fromkeys(names - {"fp8"})), configuration=True)
-    assert "model's configuration, and bpipe takes for: fp8 (no FP8)" in capsys.readouterr().out
+    assert "lacks these settings in its model configuration; bpipe assumes: fp8 (no FP8)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", upstream.REQUIRED["rank_order"])

@@ -62,7 +62,7 @@ def test_a_run_that_would_stand_still_is_refused_with_what_makes_it_so(monkeypat
         [MeasuredLink((0, 9), "peer", {}), MeasuredLink((1, 8), "host", {})],
     )
     message = (
-        r"with transfers over NCCL .* ranks can wait for each other for ever: take --bpipe-transport peer\. no deadlock"
+        r"with transfers over NCCL .* ranks can wait for each other for ever: use --bpipe-transport peer\. no deadlock"
     )
     with pytest.raises(ValueError, match=message):
         refuse_standstill(STILL, INTERLEAVED, PLAIN, CUDA, over_nccl)
@@ -85,7 +85,7 @@ def test_messages_that_run_ahead_of_their_receivers_are_refused_with_one_queue(m
     refuse_standstill(far_ahead(), posted, small, CPU, [])
     refuse_standstill(build(ScheduleConfig("1f1b", 3, 8)), posted, small, CUDA, [])
     message = (
-        r"for ever: drop it, or take another schedule\. no deadlock: rank 0, slot 3, 0F3: waits for the output of 0F2"
+        r"for ever: drop it, or use another schedule\. no deadlock: rank 0, slot 3, 0F3: waits for the output of 0F2"
     )
     with pytest.raises(ValueError, match=message):
         refuse_standstill(far_ahead(), posted, small, CUDA, [])
@@ -126,7 +126,7 @@ def test_ranks_that_wait_for_each_others_lengths_are_refused() -> None:
     refuse_standstill(schedule, Exchange.POSTED, small, CPU, [MeasuredLink((0, 1), "peer", {})], differing=True)
     with pytest.raises(
         ValueError,
-        match="with micro-batches that differ in size ranks can wait for each other for ever: take --bpipe-trans",
+        match="with micro-batches that differ in size, ranks can wait for each other for ever: use --bpipe-trans",
     ):
         refuse_standstill(schedule, Exchange.POSTED, small, CPU, links, differing=True)
 
@@ -140,7 +140,7 @@ def test_what_goes_on_beside_the_computation_is_refused_in_one_queue(monkeypatch
     refuse_standstill(two, posted, small, CPU, [])
     refuse_standstill(one, posted, small, CUDA, [])
     with pytest.raises(
-        ValueError, match=r"with CUDA_DEVICE_MAX_CONNECTIONS=1 .*: drop it, or take --bpipe-vocabulary 1"
+        ValueError, match=r"with CUDA_DEVICE_MAX_CONNECTIONS=1, .*: drop it, or use --bpipe-vocabulary 1"
     ):
         refuse_standstill(two, posted, small, CUDA, [])
 
@@ -152,7 +152,7 @@ def test_launches_that_block_are_judged_by_the_checker(monkeypatch: pytest.Monke
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     assert wait_level(PLAIN, CUDA) == (WaitLevel.BLOCKING_LAUNCHES, "CUDA_LAUNCH_BLOCKING=1")
     message = (
-        r"with CUDA_LAUNCH_BLOCKING=1 ranks can wait for each other for ever: drop it, or take a schedule that "
+        r"with CUDA_LAUNCH_BLOCKING=1, ranks can wait for each other for ever: drop it, or use a schedule that "
         r"Megatron's own loops run\. no deadlock: rank \d, slot \d"
     )
     for link in (links, []):

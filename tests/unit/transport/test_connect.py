@@ -52,9 +52,9 @@ def test_what_cannot_reach_the_memory_is_refused_with_the_way_out() -> None:
     ("theirs", "why"),
     [
         (Location("boot-1", "pid:[1]", "node-a"), None),
-        (Location("boot-2", "pid:[1]", "node-b"), "node-a and node-b are two machines"),
+        (Location("boot-2", "pid:[1]", "node-b"), "node-a and node-b are different machines"),
         # Container images often give every machine one name.
-        (Location("boot-2", "pid:[1]", "node-a"), "node-a and node-a are two machines"),
+        (Location("boot-2", "pid:[1]", "node-a"), "node-a and node-a are different machines"),
         (Location("boot-1", "pid:[2]", "node-a"), "the two processes are in different containers (process namespaces)"),
     ],
 )

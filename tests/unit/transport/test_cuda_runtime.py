@@ -43,5 +43,5 @@ def test_an_error_has_cudas_name() -> None:
 
 
 def test_a_torch_without_cuda_says_so() -> None:
-    with pytest.raises(RuntimeError, match=r"this torch \(.*\) brings no CUDA runtime"):
+    with pytest.raises(RuntimeError, match=r"this torch \(.*\) includes no CUDA runtime"):
         CudaRuntime(SimpleNamespace())

@@ -183,7 +183,7 @@ def test_what_fits_at_once_empties_no_cache(cuda: FakeCuda) -> None:
 def test_memory_that_is_not_there_is_an_error_with_both_numbers_and_the_way_out(cuda: FakeCuda) -> None:
     cuda.free_bytes, cuda.cached_bytes = GIB // 2, GIB // 4
     expected = (
-        r"host buffers take 1\.5 GiB of cuda:2, which has 0\.75 GiB of 80 GiB free.*cudaMalloc failed: cudaErrorMemoryAllocation.*"
+        r"host buffers need 1\.5 GiB of cuda:2, which has 0\.75 GiB of 80 GiB free.*cudaMalloc failed: cudaErrorMemoryAllocation.*"
         r"--micro-batch-size.*--bpipe-transport host"
     )
     with pytest.raises(RuntimeError, match=expected):

@@ -249,7 +249,7 @@ def test_a_torch_without_a_setting_gets_the_other_and_rank_0_says_so(
     assert len(warned) == (dist.rank == 0)
     for one in warned:
         assert re.search(
-            rf"bpipe: the NCCL options of this torch \(.*\) have no {missing}: transfers may", str(one.message)
+            rf"bpipe: the NCCL options of this torch \(.*\) lack {missing}: transfers may", str(one.message)
         )
     made = dist.options[0]
     assert getattr(made, "is_high_priority_stream", True)

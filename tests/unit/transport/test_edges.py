@@ -171,9 +171,7 @@ def test_a_message_keeps_its_types_and_its_bits(ends: tuple[Edges, Edges]) -> No
 def test_a_micro_batch_of_another_shape_is_refused(ends: tuple[Edges, Edges]) -> None:
     low, _ = ends
     low.send(forward(0), (made(0),))
-    refused = (
-        r"rank 0: 0F1>1F1 carries float32 \[4\], the first of its sort carried float32 \[2, 3\]: .* pad to one length"
-    )
+    refused = r"rank 0: 0F1>1F1 carries float32 \[4\], but the first such message carried float32 \[2, 3\]: .* pad them to one length"
     with pytest.raises(ValueError, match=refused):
         low.send(forward(1), (made(1, 4),))
 
@@ -196,13 +194,13 @@ def test_where_shapes_may_differ_every_message_tells_its_own_and_stands_in_no_ed
 
 
 def test_what_was_not_posted_is_not_waited_for(ends: tuple[Edges, Edges]) -> None:
-    with pytest.raises(ValueError, match="rank 1: waits for 0F0>1F0, which it never posted"):
+    with pytest.raises(ValueError, match="rank 1 waits for 0F0>1F0, which it never posted"):
         ends[1].wait(forward(0))
 
 
 def test_an_edge_has_two_ends(ends: tuple[Edges, Edges]) -> None:
     message = forward(0)._replace(parties=(0, 1, 2))
-    with pytest.raises(ValueError, match="0F0>1F0 is of 3 ranks together and an edge has two ends"):
+    with pytest.raises(ValueError, match="0F0>1F0 involves 3 ranks, but an edge has two ends"):
         ends[0].send(message, (made(0),))
 
 

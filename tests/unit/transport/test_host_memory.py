@@ -133,39 +133,35 @@ def test_the_buffers_of_all_ranks_of_a_node_count() -> None:
     assert Budget(everyone[0], everyone).of(9 * GIB) is None, "36 GiB of 40"
     why = Budget(everyone[0], everyone).of(10 * GIB)
     assert why == (
-        "the host buffers of 4 ranks would take 40 GiB, and of node-a's memory (MemAvailable) 40 GiB are available, "
-        "a tenth of which stays free"
+        "the host buffers of 4 ranks need 40 GiB, but node-a's memory (MemAvailable) has 40 GiB available, "
+        "of which a tenth must stay free"
     )
 
 
 def test_ranks_of_other_nodes_do_not_count() -> None:
     everyone = [*neighbours(3), *neighbours(3, 3, 3, node=OTHER)]
     assert Budget(everyone[0], everyone).of(30 * GIB) is None
-    assert "1 rank would take 37 GiB" in (Budget(everyone[0], everyone).of(37 * GIB) or "")
+    assert "1 rank need 37 GiB" in (Budget(everyone[0], everyone).of(37 * GIB) or "")
 
 
 def test_others_take_as_much_a_buffer_as_this_rank() -> None:
     """Stage 0 of 8 has more buffers at its partner than stage 2."""
     everyone = neighbours(3, 2, 1)
     assert Budget(everyone[0], everyone).of(18 * GIB) is None, "36 GiB of 40"
-    assert "would take 38 GiB" in (Budget(everyone[0], everyone).of(19 * GIB) or "")
-    assert "would take 42 GiB" in (Budget(everyone[2], everyone).of(7 * GIB) or "")
+    assert "need 38 GiB" in (Budget(everyone[0], everyone).of(19 * GIB) or "")
+    assert "need 42 GiB" in (Budget(everyone[2], everyone).of(7 * GIB) or "")
 
 
 def test_a_group_of_ones_own_limits_only_ones_own() -> None:
     own = [MemoryLimit(f"task {rank}", f"the 10 GiB of cgroup /task{rank} (memory.max)", 10 * GIB) for rank in range(4)]
     everyone = [LocalRank(Buffers(1), (MemoryLimit("boot-1", "the node", 400 * GIB), room)) for room in own]
     assert Budget(everyone[0], everyone).of(9 * GIB) is None
-    assert "would take 9.5 GiB, and of the 10 GiB of cgroup /task0" in (
-        Budget(everyone[0], everyone).of(19 * GIB // 2) or ""
-    )
+    assert "need 9.5 GiB, but the 10 GiB of cgroup /task0" in (Budget(everyone[0], everyone).of(19 * GIB // 2) or "")
 
 
 def test_nobody_is_given_host_memory_that_might_not_suffice() -> None:
     everyone = neighbours(3, 0, 2, most_gib=10)
-    assert re.search(
-        "2 ranks would take 50 GiB, .* 40 GiB are available", Budget(everyone[1], everyone).at_most() or ""
-    )
+    assert re.search("2 ranks need 50 GiB, .* 40 GiB available", Budget(everyone[1], everyone).at_most() or "")
     everyone = neighbours(2, 0, 1, most_gib=10)
     assert Budget(everyone[1], everyone).at_most() is None
 
@@ -175,12 +171,12 @@ def test_buffers_that_do_not_fit_are_refused_with_both_numbers_and_the_way_out()
     host = HostMemory(CPU, Budget(everyone[0], everyone))
     with pytest.raises(
         RuntimeError,
-        match=r"--bpipe-transport host: the host buffers of 2 ranks would take 60 GiB, and .* 40 GiB are available.*Use another",
+        match=r"--bpipe-transport host: the host buffers of 2 ranks need 60 GiB, but .* 40 GiB available.*Use another",
     ):
         host.grow(30 * GIB)
     for _ in range(2):
         host.grow(512)
     assert host.region(0) is not host.region(1)
-    with pytest.raises(RuntimeError, match="host buffers of 2 ranks would take 60 GiB"):
+    with pytest.raises(RuntimeError, match="host buffers of 2 ranks need 60 GiB"):
         host.grow(30 * GIB - 1024)
     host.release()

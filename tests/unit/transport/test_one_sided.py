@@ -268,7 +268,8 @@ def test_an_acceptor_without_memory_tells_its_evictor(lanes: tuple[ThreadLane, T
     with pytest.raises(OSError, match="Cannot allocate memory"):
         lend(acceptor)
     with pytest.raises(
-        RuntimeError, match=r"the partner could not make the host buffers it lends: OSError: .* Cannot allocate memory"
+        RuntimeError,
+        match=r"the partner could not allocate the host buffers that it lends: OSError: .* Cannot allocate memory",
     ):
         evictor.put(0, tensors(1)).wait()
 

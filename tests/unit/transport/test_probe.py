@@ -124,4 +124,4 @@ def test_a_trial_that_hangs_is_given_up_and_the_run_goes_on(
     assert len(emptied) == 2
     for speed, why in found.values():
         assert speed == 0.0
-        assert why == "nothing came through within 0.2 s, half of --bpipe-timeout, and it was given up"
+        assert why == "nothing arrived within 0.2 s (half of --bpipe-timeout)"

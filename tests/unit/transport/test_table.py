@@ -13,14 +13,14 @@ def test_pairs_of_the_same_stages_share_a_line() -> None:
     links = [
         MeasuredLink((0, 6), "peer", {"nccl": 200e9, "peer": 180e9}, {"host": "RuntimeError: no pinned memory"}),
         MeasuredLink((1, 7), "peer", {"nccl": 210e9, "peer": 190e9}, {"host": "RuntimeError: no pinned memory"}),
-        MeasuredLink((2, 4), "nccl", {"nccl": 20e9}, {"peer": "a and b are two machines"}),
+        MeasuredLink((2, 4), "nccl", {"nccl": 20e9}, {"peer": "a and b are different machines"}),
     ]
     stages = {(0, 6): (0, 3), (1, 7): (0, 3), (2, 4): (2, 1)}
     assert describe(links, stages).split("\nbpipe: ") == [
-        "links, measured there and back:",
-        "  stages 0 and 3, 2 pairs of ranks: peer 180 to 190 GB/s (nccl 200 to 210 GB/s; host not: RuntimeError: no "
+        "links, measured in both directions:",
+        "  stages 0 and 3, 2 pairs of ranks: peer 180 to 190 GB/s (nccl 200 to 210 GB/s; host not usable: RuntimeError: no "
         "pinned memory)",
-        "  stages 1 and 2: nccl 20 GB/s (peer not: a and b are two machines)",
+        "  stages 1 and 2: nccl 20 GB/s (peer not usable: a and b are different machines)",
     ]
 
 
@@ -39,4 +39,4 @@ def test_a_link_that_keeps_up_and_one_that_does_not() -> None:
     )
     enough, sentence = sufficiency(0, 7, 3_000_000_000, 0.3, 12.5e9)
     assert not enough
-    assert "20 GB/s of the link's 12.5 GB/s, NOT enough: transfers will hold the computation up" in sentence
+    assert "20 GB/s of the link's 12.5 GB/s, NOT enough: transfers will delay the computation" in sentence
