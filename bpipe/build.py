@@ -91,7 +91,7 @@ class ScheduleConfig(ScheduleSpec):
             raise ValueError(unknown("schedule", self.schedule, FAMILIES))
         for name in ("num_ranks", "num_microbatches", "num_chunks", "slices"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, but there must be at least 1")
+                raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
         family = FAMILIES[self.schedule]
         shards = 2 * (self.vocabulary is not Vocabulary.WHOLE) + 2 * self.input_shards
         computations = (
@@ -102,7 +102,7 @@ class ScheduleConfig(ScheduleSpec):
         )
         if computations > MAX_COMPUTATIONS:
             raise ValueError(
-                f"{computations} computations are more than {MAX_COMPUTATIONS}: ask for fewer stages or micro-batches"
+                f"{computations} computations are more than {MAX_COMPUTATIONS}: use fewer stages or micro-batches"
             )
         self._check_slices(family)
         self._check_chunks(family)
@@ -117,35 +117,34 @@ class ScheduleConfig(ScheduleSpec):
             return
         if not family.takes_slices:
             why = (
-                "its two pipes fill each other's gaps in an order that is known of whole ones only"
+                "its two pipes fill each other's gaps in an order that is known for whole micro-batches only"
                 if family.num_pipes > 1
-                else "its order is known of whole ones"
+                else "its order is known for whole micro-batches only"
             )
             raise ValueError(
-                f"schedule {self.schedule} cuts no micro-batches into slices, {why}: leave slices out, or choose from "
+                f"schedule {self.schedule} does not cut micro-batches into slices, because {why}: leave slices out, "
+                "or choose from "
                 f"{families_with_slices()}"
             )
         if self.vocabulary is Vocabulary.INTERLACED:
             raise ValueError(
                 f"slices {self.slices} and vocabulary interlaced: all ranks compute a shard at one point of an "
-                f"interval, and a backward of slices waits for those of later ones: take vocabulary 1 or 2"
+                f"interval, and the backward of a slice waits for those of later slices: use vocabulary 1 or 2"
             )
         if self.input_shards:
             raise ValueError(
-                f"slices {self.slices} and shards of the embedding: these are given the tokens of whole micro-batches "
-                f"before the iteration: leave the embedding whole"
+                f"slices {self.slices} and shards of the embedding: the shards receive the tokens of whole "
+                "micro-batches before the iteration, so leave the embedding whole"
             )
 
     def _check_delay(self, family: Family) -> None:
         if self.delay and not family.takes_delay:
             others = f"leave the delay out, or choose from {families_with_deferral()}"
             raise ValueError(
-                f"schedule {self.schedule} puts no weights' halves off by a number of micro-batches: {others}"
+                f"schedule {self.schedule} does not delay weights' halves by a number of micro-batches: {others}"
             )
         if self.delay < 0:
-            raise ValueError(
-                f"delay is {self.delay}, but a weights' half cannot stand before its own I: give 0 or more"
-            )
+            raise ValueError(f"delay is {self.delay}, but a weights' half cannot come before its own I: give 0 or more")
 
     def _check_chunks(self, family: Family) -> None:
         if self.num_chunks < family.min_chunks:
@@ -163,8 +162,7 @@ class ScheduleConfig(ScheduleSpec):
         if self.vocabulary is Vocabulary.WHOLE:
             if self.input_shards:
                 raise ValueError(
-                    "shards of the embedding stand beside those of the output layer: choose a vocabulary 1, 2 or "
-                    "interlaced, too"
+                    "shards of the embedding need shards of the output layer: choose vocabulary 1, 2 or interlaced, too"
                 )
         elif family.sharded is None:
             raise ValueError(
@@ -174,12 +172,12 @@ class ScheduleConfig(ScheduleSpec):
             )
         elif self.vocabulary is Vocabulary.INTERLACED and not family.interlaces:
             raise ValueError(
-                f"schedule {self.schedule} has no place where all ranks compute shards at the same time: take "
-                f"vocabulary 1 or 2, or choose "
+                f"schedule {self.schedule} has no place where all ranks compute shards at the same time: use "
+                "vocabulary 1 or 2, or choose "
                 f"from {families_with_interlacing()}"
             )
         elif self.num_ranks < 2:
-            raise ValueError("1 rank has nobody to share the vocabulary with: leave it whole, or take more ranks")
+            raise ValueError("1 rank cannot share the vocabulary: leave it whole, or use more ranks")
 
     @property
     def family_options(self) -> FamilyOptions:
@@ -344,7 +342,7 @@ def _made_for(config: ScheduleConfig, limit: RankLimit) -> tuple[OrderChoice, Sc
     raise ValueError(
         f"no order of {config.schedule} was found that keeps every rank within {limit.bound} micro-batches of a chunk"
         f"{', host buffers included' if staying else ''}: "
-        f"its groups of {family.usual_group(config.num_ranks)} keep {kept}; raise the bound, or take more chunks"
+        f"its groups of {family.usual_group(config.num_ranks)} keep {kept}; raise the bound, or use more chunks"
     )
 
 
@@ -383,7 +381,7 @@ def _adopted(config: ScheduleConfig, written: str) -> tuple[Schedule, tuple[Pass
     }
     for name, size in own.items():
         if getattr(config, name) != size:
-            raise ValueError(f"schedule {schedule.name} has {name} {size}, and not {getattr(config, name)}")
+            raise ValueError(f"schedule {schedule.name} has {name} {size}, not {getattr(config, name)}")
     return schedule, passes(config.balance) if schedule.hosts is None else (), config.passing
 
 

@@ -30,7 +30,7 @@ class Topology:
     def __post_init__(self) -> None:
         for name in ("tensor", "context", "pipeline", "data", "gpus_per_node"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, but there must be at least 1")
+                raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
 
     @property
     def world(self) -> int:

@@ -27,23 +27,23 @@ def load_json(text: str | bytes) -> object:
         decoded = text if isinstance(text, str) else text.decode("utf-8")
         return json.loads(decoded, object_pairs_hook=_unique, parse_constant=_no_constant)
     except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start} is no UTF-8 text") from None
+        raise ValueError(f"byte {error.start} is not UTF-8 text") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"line {error.lineno}, column {error.colno}: {error.msg}") from None
     except RecursionError:
-        raise ValueError("nested deeper than anything that is meant") from None
+        raise ValueError("it is nested too deeply") from None
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"{twice[:40]!r} stands there twice")
+        raise ValueError(f"{twice[:40]!r} appears twice")
     return found
 
 
 def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number that can be meant")
+    raise ValueError(f"{text} is not a finite number")
 
 
 def an_object(value: object, name: str) -> Mapping[str, Any]:

@@ -15,15 +15,15 @@ from terra.audit.run import STEPS, WARM_UP, audit_script
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m terra", description="Look at what a PyTorch program issues, step by step."
+        prog="python -m terra", description="Inspect the operations that a PyTorch program issues, step by step."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     audit = commands.add_parser(
         "audit",
-        help="say what a CUDA graph would freeze, lose or break on",
-        description="Run a script until its first optimizer has stepped a few times, and say a source line each what "
-        "a CUDA graph or "
-        "torch.compile would freeze, lose or break on. The script does what it would do; its arguments come last.",
+        help="list what a CUDA graph would freeze, lose or break on",
+        description="Run a script until its first optimizer has stepped a few times, and list by source "
+        "line what a CUDA graph or torch.compile would freeze, lose or break on. "
+        "The script runs as usual; its arguments come last.",
     )
     audit.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"steps to compare (default {STEPS})")
     audit.add_argument(
@@ -32,15 +32,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     audit.add_argument(
         "--json",
         metavar="FILE",
-        help="write there what was found, as JSON ('-': to standard output, in place of the text)",
+        help="write the findings to this file as JSON ('-': to standard output, instead of the text)",
     )
     audit.add_argument("script", type=Path)
     audit.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
     if options.steps < 2 or options.warm_up < 1:
-        parser.error(f"--steps {options.steps} --warm-up {options.warm_up}: needs 2 steps or more, after 1 or more")
+        parser.error(f"--steps {options.steps} --warm-up {options.warm_up}: give at least 2 steps, after at least 1")
     if not options.script.is_file():
-        parser.error(f"{options.script} is no file")
+        parser.error(f"{options.script} is not a file")
     try:
         found = audit_script(options.script, options.arguments, options.steps, options.warm_up)
     except ValueError as error:

@@ -66,7 +66,7 @@ def check_rooms(schedule: Schedule, activation_budget: ActivationBudget) -> None
     if min(rooms, default=1) < 1:
         rank = rooms.index(min(rooms))
         raise BudgetTooSmall(
-            (rank, rank), f"rank {rank} has no room for any micro-batch, and what is computed on must be held"
+            (rank, rank), f"rank {rank} has no room for even one micro-batch, but the one being computed must be held"
         )
     check_input(schedule, rooms, activation_budget.memory)
 
@@ -194,7 +194,7 @@ def _pair_fitted(schedule: Schedule, pair: Pair, activation_budget: ActivationBu
         if max(live_bytes(schedule, rank, memory), default=0) > activation_budget.room_bytes[rank]
     ]
     if over and pair[0] == pair[1]:
-        raise BudgetTooSmall(pair, f"rank {pair[0]} has no partner, and no room for its own micro-batches")
+        raise BudgetTooSmall(pair, f"rank {pair[0]} has no partner and no room for its own micro-batches")
     if len(over) == 2:
         raise BudgetTooSmall(pair, f"ranks {pair[0]} and {pair[1]} both have no room for their own micro-batches")
     for sender in over:
@@ -211,6 +211,7 @@ def _pair_fitted(schedule: Schedule, pair: Pair, activation_budget: ActivationBu
             room = memory.with_unit(activation_budget.room_bytes[host])
             raise BudgetTooSmall(
                 pair,
-                f"rank {host}, hosting for rank {over[0]}, needs {memory.with_unit(needed)}, and has room for {room}",
+                f"rank {host}, which hosts for rank {over[0]}, needs {memory.with_unit(needed)} but has room for "
+                f"{room}",
             )
     return schedule

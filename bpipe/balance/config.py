@@ -45,17 +45,17 @@ class BalanceConfig:
 
     def __post_init__(self) -> None:
         if self.activation_budget is not None and self.bounds is not None:
-            raise ValueError("bounds and rooms both say how to balance: give one of them")
+            raise ValueError("bounds and activation_budget exclude each other: give one of them")
         if self.windows is not None and self.activation_budget is None:
-            raise ValueError("windows say where transfers of a plan within rooms end in time: give rooms, too")
+            raise ValueError(
+                "windows move the transfers of a plan made for activation_budget: give activation_budget, too"
+            )
         if self.parts and self.activation_budget is None:
-            raise ValueError("parts of micro-batches leave as rooms say: give rooms, too")
+            raise ValueError("parts of micro-batches are evicted only within activation_budget: give it, too")
         if self.hosts not in ARRANGEMENTS:
             raise ValueError(unknown("hosts", self.hosts, ARRANGEMENTS))
         if self.hosts != PAIR and self.partners is not None:
-            raise ValueError(
-                f"partners are pairs, and hosts {self.hosts} are others: give partners, or hosts {self.hosts}"
-            )
+            raise ValueError(f"partners define pairs, but hosts is {self.hosts!r}: give one of the two")
 
     @property
     def part_bytes(self) -> dict[int, int]:
@@ -87,7 +87,7 @@ def named_balance(
         return BalanceConfig(*given, buffers_stay, hosts=hosts or PAIR)
     if hosts is not None:
         raise ValueError(
-            f'hosts {hosts} says how to balance, but balance is "none": choose balance "bpipe" or leave it out'
+            f'hosts {hosts} says how to balance, but balance is "none": choose balance "bpipe" or leave hosts out'
         )
     if bounds is not None or partners is not None:
         raise ValueError(

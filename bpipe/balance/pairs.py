@@ -180,7 +180,7 @@ def share(
         return Shared(tuple(rows), peaks)
     if pair[0] == pair[1]:
         return Shared(
-            refusal=f"rank {pair[0]} has no partner and holds up to {memory.with_unit(peaks[0])}, its bound is "
+            refusal=f"rank {pair[0]} has no partner and holds up to {memory.with_unit(peaks[0])}, but its bound is "
             f"{memory.text(bounds[0])}"
         )
     late = _shared(schedule, pair, bounds, memory, over, early=False)
@@ -208,7 +208,7 @@ def _shared(
     for rank, other, bound, peak in zip(pair, reversed(pair), bounds, peaks, strict=True):
         if peak > bound:
             text = (
-                f"rank {rank}, hosting for rank {other}, holds up to {memory.with_unit(peak)}, its bound is "
+                f"rank {rank}, which hosts for rank {other}, holds up to {memory.with_unit(peak)}, but its bound is "
                 f"{memory.text(bound)}"
             )
             return Shared(peaks=peaks, refusal=text)
@@ -220,9 +220,9 @@ def plan_rank(schedule: Schedule, rank: int, bound: int, memory: Memory, early: 
     try:
         return plan_evictions(schedule, rank, bound, memory, early)
     except OverBound as over:
-        place = f"in slot {over.slot} it needs {memory.text(over.needed)} at once"
+        place = f"it needs {memory.text(over.needed)} at once in slot {over.slot}"
         least = memory.text(_least(schedule, rank, over.needed, memory))
-        return f"rank {rank} cannot keep to {memory.with_unit(bound)}: {place}, {least} over all slots"
+        return f"rank {rank} cannot keep to {memory.with_unit(bound)}: {place}, and at least {least} over all slots"
 
 
 def smallest_bound(schedule: Schedule, pair: Pair, memory: Memory) -> int:
@@ -301,14 +301,11 @@ def check_input(schedule: Schedule, bounds: Sequence[int], memory: Memory) -> No
         raise ValueError(f"{len(bounds)} bounds for {schedule.num_ranks} ranks: give one for all or one for each")
     for rank, bound in enumerate(bounds):
         if bound < 1:
-            raise ValueError(f"rank {rank}: bound {bound} is below 1, and what is computed on must be held")
+            raise ValueError(f"rank {rank}: bound {bound} is below 1, but the micro-batch being computed must be held")
     moved = next((slot.transfers[0] for row in schedule.ranks for slot in row if slot.transfers), None)
     if moved is not None:
-        raise ValueError(f"the schedule already has transfers ({moved}): balance it as it was before")
+        raise ValueError(f"the schedule already has transfers ({moved}): balance the schedule without them")
     memory.check(schedule.num_stages)
     for place, size in enumerate(memory.stages):
         if size.saved_bytes < 1:
-            raise ValueError(
-                f"stage {place // memory.slices}: saved_bytes is {size.saved_bytes}, but a forward saves more than "
-                f"nothing"
-            )
+            raise ValueError(f"stage {place // memory.slices}: saved_bytes is {size.saved_bytes}, but must be above 0")

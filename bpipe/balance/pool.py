@@ -37,7 +37,7 @@ def balance_over_pool(schedule: Schedule, activation_budget: ActivationBudget, n
     memory = activation_budget.memory
     plans, spare = plan_overfull_ranks(schedule, activation_budget)
     if plans and schedule.num_ranks == 1:
-        raise BudgetTooSmall((0, 0), "rank 0 has nobody who could host for it, and no room for its own micro-batches")
+        raise BudgetTooSmall((0, 0), "rank 0 has no room for its own micro-batches, and no other rank to host them")
     return with_hosts(schedule, plans, _hosted(schedule, plans, spare, nodes, memory), activation_budget)
 
 
@@ -166,10 +166,13 @@ def _no_room(items: Sequence[Item], spare: Sequence[int], memory: Memory) -> Bud
     needs = {rank: sum(item.num_bytes for item in items if item.owner == rank) for rank in ranks}
     most = max(needs, key=lambda rank: needs[rank])
     asked = ", ".join(f"rank {rank} {memory.text(size)}" for rank, size in needs.items())
-    there = ", ".join(f"rank {rank} {memory.text(left)}" for rank, left in enumerate(spare) if left > 0) or "nobody any"
+    there = (
+        ", ".join(f"rank {rank} {memory.text(left)}" for rank, left in enumerate(spare) if left > 0)
+        or "no rank has any"
+    )
     return BudgetTooSmall(
         (most, most),
-        f"what leaves needs host buffers ({asked} {memory.unit}) for which the others have no room ({there})",
+        f"evicted memory needs host buffers ({asked} {memory.unit}), more than the other ranks have room for ({there})",
     )
 
 
@@ -209,10 +212,10 @@ def _check_room(schedule: Schedule, activation_budget: ActivationBudget) -> None
         needed = sum(allocated_bytes(schedule, rank, activation_budget.memory))
         if needed > activation_budget.room_bytes[rank]:
             words = (
-                f"needs {activation_budget.memory.with_unit(needed)}, and has room for "
+                f"needs {activation_budget.memory.with_unit(needed)} but has room for "
                 f"{activation_budget.memory.with_unit(activation_budget.room_bytes[rank])}"
             )
-            raise BudgetTooSmall((rank, rank), f"rank {rank}, hosting for others, {words}")
+            raise BudgetTooSmall((rank, rank), f"rank {rank}, which hosts for others, {words}")
 
 
 def _hosts(used: Sequence[set[Host]]) -> Hosts:

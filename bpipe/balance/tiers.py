@@ -107,8 +107,8 @@ _ARRANGED: Mapping[str, Callable[[Schedule, ActivationBudget, Sequence[int]], Sc
 }
 _NAMES = {
     POOL: "a pool",
-    HOST: "a node's own memory",
-    ALL: "a pool with a node's own memory behind it",
+    HOST: "CPU memory",
+    ALL: "a pool backed by CPU memory",
 }
 
 

@@ -356,6 +356,6 @@ class _RankWalk:
                 )
         for (evictor, host), word in self.board.words.items():
             if number == word:
-                return Blocked(own, slot, f"the word with which rank {evictor} begins for rank {host}", evictor)
+                return Blocked(own, slot, f"the word that rank {evictor} starts with rank {host}", evictor)
         evictor = next(rank for (rank, _), numbers in self.board.told.items() if number in numbers)
-        return Blocked(own, slot, f"the sizes of what {self.program.operands[self.index]} brings", evictor)
+        return Blocked(own, slot, f"the sizes of what {self.program.operands[self.index]} carries", evictor)

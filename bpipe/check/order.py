@@ -42,9 +42,9 @@ def check_microbatch_order(schedule: Schedule) -> None:
                     before = latest.setdefault((action.stage, kinds), action)
                     if _turn(before, slices) > _turn(action, slices):
                         reason = (
-                            f"comes behind {before}, but Megatron's own schedules take a stage's micro-batches in "
-                            f"order: sums of gradients "
-                            f"would differ in their last bits. Reorder the file; it can be shown and simulated as it is"
+                            f"comes after {before}, but Megatron's own schedules compute a stage's micro-batches in "
+                            "order, so gradient sums would differ in their last bits. Reorder the file; it can be "
+                            "shown and simulated as it is"
                         )
                         raise Case(schedule).error(RULE, rank, slot, action, reason)
                     latest[action.stage, kinds] = action

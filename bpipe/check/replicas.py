@@ -34,7 +34,7 @@ def check_sum_order(case: Case) -> None:
                 reason = (
                     f"adds to the gradients of stage {stage} where its other replica, on rank {rank}, adds those of "
                     f"micro-batch {one}: "
-                    f"here it must be {one + 1}, for both replicas add in one order"
+                    f"here it must be {one + 1}, because both replicas must add in the same order"
                 )
                 raise case.error(
                     "order of gradient sums",
@@ -57,7 +57,8 @@ def check_reduction_order(case: Case) -> None:
         for (slot, stage, microbatch), (_, expected, _) in zip(mine, theirs, strict=True):
             if stage != expected:
                 reason = (
-                    f"completes the gradients of stage {stage} where rank {other}, which has the other replica, "
+                    f"completes the gradients of stage {stage} at the point where rank {other}, which has the other "
+                    "replica, "
                     f"completes those of stage "
                     f"{expected}: reductions between the two would not meet"
                 )
@@ -100,8 +101,8 @@ def check_mirror_images(case: Case) -> None:
             if (one.kind, one.stage, one.microbatch ^ 1) != (expected.kind, expected.stage, expected.microbatch):
                 image = Action(expected.stage, expected.kind, expected.microbatch ^ 1)
                 reason = (
-                    f"stands where rank {rank} has {expected}: here it must be {image}, for the two ranks are "
-                    f"mirror images"
+                    f"is where rank {rank} has {expected}: here it must be {image}, because the two ranks are mirror "
+                    "images"
                 )
                 raise case.error(rule, other, slot, one, reason, (rank,))
 

@@ -61,13 +61,15 @@ def check_shape(case: Case) -> None:
     if len(set(lengths)) != 1:
         shorter = lengths.index(min(lengths))
         raise ScheduleError(
-            rule, f"rank {shorter} has {min(lengths)} slots, others {max(lengths)}: fill up with bubbles", shorter
+            rule,
+            f"rank {shorter} has {min(lengths)} slots, but others have {max(lengths)}: fill it up with bubbles",
+            shorter,
         )
     # Tables of this size follow: a file must not make them larger than itself.
     if schedule.num_stages * schedule.num_microbatches > ranks * lengths[0]:
         raise ScheduleError(
             rule,
-            f"{schedule.num_stages} stages of {schedule.num_microbatches} micro-batches cannot be in {ranks} x "
+            f"{schedule.num_stages} stages of {schedule.num_microbatches} micro-batches do not fit into {ranks} x "
             f"{lengths[0]} slots",
         )
 
@@ -87,7 +89,7 @@ def check_head(case: Case) -> None:
     share = schedule.after_input
     if share < 0 or (share * 10**SHARE_DECIMALS).denominator != 1:
         raise ScheduleError(
-            rule, f"after_input {share} is no share of at least 0 with at most {SHARE_DECIMALS} decimals"
+            rule, f"after_input {share} must be a share of at least 0 with at most {SHARE_DECIMALS} decimals"
         )
 
 
@@ -107,12 +109,16 @@ def check_once(case: Case) -> None:
     for rank, slot, compute in _computations(case):
         kind, stage, microbatch = compute.kind, compute.stage, compute.microbatch
         if kind not in filled:
-            what = "belongs to a split vocabulary, and here it is whole" if kind in COMPUTE else "is no computation"
+            what = "belongs to a split vocabulary, but here it is whole" if kind in COMPUTE else "is not a computation"
             raise case.error(_ONCE, rank, slot, compute, f"{kind.value} {what}")
         num_stages = limits[kind]
         if not 0 <= stage < num_stages or not 0 <= microbatch < width:
             raise case.error(
-                _ONCE, rank, slot, compute, f"there are stages 0 to {num_stages - 1}, micro-batches 0 to {width - 1}"
+                _ONCE,
+                rank,
+                slot,
+                compute,
+                f"there are only stages 0 to {num_stages - 1} and micro-batches 0 to {width - 1}",
             )
         if (owner := rank_of(compute)) != rank:
             raise case.error(_ONCE, rank, slot, compute, f"stage {stage} belongs to rank {owner}", (owner,))
@@ -160,7 +166,7 @@ def _check_complete(case: Case, spots: Spots) -> None:
 def _check_pair(case: Case, rank: int, slot: int, cell: Slot) -> None:
     first, second = cell.compute, cell.overlapped
     if first is None or first.kind is not _FORWARD or second is None or second.kind not in (_BACKWARD, _INPUT):
-        what = f"{first or 'nothing'} and {second} cannot overlap: it takes a forward and a backward, in this order"
+        what = f"{first or 'nothing'} and {second} cannot overlap: only a forward and a backward can, in this order"
         raise case.error(_ONCE, rank, slot, second, what)
 
 
@@ -231,7 +237,7 @@ def check_shard_order(case: Case) -> None:
         first = first or outputs
         for (_, expected), (slot, one) in zip(first, outputs, strict=True):
             if (one.kind, one.microbatch) != (expected.kind, expected.microbatch):
-                reason = f"rank 0 has {expected} in its place: all ranks need one order"
+                reason = f"rank 0 has {expected} there: all ranks need the same order"
                 raise case.error(_SHARD_ORDER, rank, slot, one, reason, (0,))
 
 
@@ -239,7 +245,11 @@ def _check_by_microbatch(case: Case, rank: int, of_kind: Sequence[tuple[int, Act
     for (_, before), (slot, after) in pairwise(of_kind):
         if after.microbatch < before.microbatch:
             raise case.error(
-                _SHARD_ORDER, rank, slot, after, f"stands behind {before}: {after.kind.value} goes by micro-batch"
+                _SHARD_ORDER,
+                rank,
+                slot,
+                after,
+                f"comes after {before}: {after.kind.value} must follow the order of micro-batches",
             )
 
 

@@ -25,13 +25,12 @@ def check_slices(case: Case) -> None:
         rank = schedule.layout.rank_of(stage, number)
         if spots.forward[key] <= spots.forward[key - 1]:
             slot = spots.forward[key]
-            reason = f"attends to the slice before, whose forward comes only in slot {spots.forward[key - 1]}"
+            reason = f"attends to the previous slice, whose forward comes only in slot {spots.forward[key - 1]}"
             raise case.error(_RULE, rank, slot, case.at(rank, slot, key), reason)
         if spots.need[key - 1] <= spots.need[key]:
             slot = spots.need[key - 1]
             reason = (
-                f"takes gradients of its keys from the slice behind, whose backward comes only in slot "
-                f"{spots.need[key]}"
+                f"needs gradients of its keys from the next slice, whose backward comes only in slot {spots.need[key]}"
             )
             raise case.error(_RULE, rank, slot, case.at(rank, slot, key - 1), reason)
 
@@ -39,10 +38,12 @@ def check_slices(case: Case) -> None:
 def _check_sizes(case: Case) -> None:
     schedule, slices = case.schedule, case.schedule.layout.slices
     if slices < 1 or schedule.num_microbatches % slices:
-        raise ScheduleError(_RULE, f"{schedule.num_microbatches} slices are no whole micro-batches of {slices}")
+        raise ScheduleError(
+            _RULE, f"{schedule.num_microbatches} slices do not make whole micro-batches of {slices} slices"
+        )
     if schedule.layout.num_pipes > 1:
         raise ScheduleError(
             _RULE,
-            f"{slices} slices on {schedule.layout.num_pipes} pipes: their order is known of one pipe only, take "
-            f"slices=1",
+            f"{slices} slices on {schedule.layout.num_pipes} pipes: slices are supported on one pipe only, use "
+            "slices=1",
         )

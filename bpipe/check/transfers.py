@@ -20,17 +20,19 @@ def check_hosts(case: Case) -> None:
     """Check that every host is another rank or the rank's own host memory."""
     rule, num_ranks, hosts = "hosts", case.schedule.num_ranks, case.schedule.hosts
     if hosts is not None and len(hosts) != num_ranks:
-        raise ScheduleError(rule, f"hosts of {len(hosts)} ranks for {num_ranks}: say where each may evict to")
+        raise ScheduleError(
+            rule, f"hosts are given for {len(hosts)} of {num_ranks} ranks: say where each rank may evict to"
+        )
     for rank, of_rank in enumerate(hosts or ()):
         for host in of_rank:
             if host.on_device and not (0 <= host.rank < num_ranks and host.rank != rank):
                 raise ScheduleError(
-                    rule, f"rank {rank}: host {write_host(host)} is no other rank of 0 to {num_ranks - 1}", rank
+                    rule, f"rank {rank}: host {write_host(host)} is not another rank from 0 to {num_ranks - 1}", rank
                 )
             if not host.on_device and host.rank != rank:
                 raise ScheduleError(
                     rule,
-                    f"rank {rank}: host memory of rank {host.rank} is not its own: only that can take what it evicts",
+                    f"rank {rank}: it cannot evict to the CPU memory of rank {host.rank}, only to its own",
                     rank,
                 )
 
@@ -73,14 +75,14 @@ def _unfit(schedule: Schedule, rank: int, transfer: Action, others: Sequence[Hos
     """Return why an action cannot be a transfer between this rank and one of `others`, or None."""
     kind, stage, microbatch = transfer.kind, transfer.stage, transfer.microbatch
     if kind not in TRANSFER:
-        return f"{kind.value} is no transfer"
+        return f"{kind.value} is not a transfer"
     if not others:
         return f"rank {rank} has no partner"
     owners = (rank,) if kind is _EVICT or kind is _LOAD else device_ranks(others)
     if not 0 <= stage < schedule.num_stages or schedule.layout.rank_of(stage, microbatch) not in owners:
-        return f"stage {stage} is none of rank {' or '.join(map(str, owners))}'s"
+        return f"stage {stage} is not on rank {' or '.join(map(str, owners))}"
     if not 0 <= microbatch < schedule.num_microbatches:
-        return f"there are micro-batches 0 to {schedule.num_microbatches - 1}"
+        return f"there are only micro-batches 0 to {schedule.num_microbatches - 1}"
     return None
 
 
@@ -98,7 +100,7 @@ def _other_end(rows: Sequence[Sequence[Slot]], others: Sequence[Host], slot: int
 
 
 def _place(host: Host) -> str:
-    return f"rank {host.rank}" if host.on_device else "the rank's own host memory"
+    return f"rank {host.rank}" if host.on_device else "the rank's own CPU memory"
 
 
 def check_residency(case: Case) -> None:
@@ -121,23 +123,23 @@ def check_residency(case: Case) -> None:
     for key, slot in away.items():
         stage, microbatch = divmod(key, schedule.num_microbatches)
         rank, need = schedule.layout.rank_of(stage, microbatch), spots.need[key]
-        reason = f"micro-batch {microbatch} left in slot {slot} and is not loaded before this"
+        reason = f"micro-batch {microbatch} was evicted in slot {slot} and is not loaded before this"
         raise case.error("activations present", rank, need, case.at(rank, need, key), reason)
 
 
 def _cannot_leave(slot: int, forward: int, need: int, left: int | None, returned: int) -> str | None:
     if left is not None:
-        return f"already sent away in slot {left}"
+        return f"it was already evicted in slot {left}"
     if slot <= forward:
-        return f"its forward ends with slot {forward}, evict later"
+        return f"its forward ends in slot {forward}, evict it later"
     if slot <= returned:
-        return f"it is still coming back in slot {returned}"
+        return f"it is still being loaded in slot {returned}"
     return f"its backward is in slot {need}, evict before" if slot >= need else None
 
 
 def _cannot_return(slot: int, need: int, left: int) -> str | None:
     if left >= slot:
-        return "it is not away"
+        return "it is not evicted"
     return f"its backward is in slot {need}, load before" if slot >= need else None
 
 
@@ -153,11 +155,11 @@ def check_host_buffers(case: Case, assigned: Assigned | None = None, own: Assign
             _check_buffers(case, rank, residencies, (_HOST, _RETURN), "host buffer")
         residencies = host_memory_buffers(schedule, rank) if own is None else own.get(rank, {})
         if residencies:
-            most = _check_buffers(case, rank, residencies, (_EVICT, _LOAD), "host buffer in own memory")
+            most = _check_buffers(case, rank, residencies, (_EVICT, _LOAD), "host buffer in CPU memory")
             if max(residencies.values()) >= most:
                 reason = (
-                    f"own memory has {max(residencies.values()) + 1} host buffers, and no more than {most} are ever "
-                    f"full at once"
+                    f"CPU memory has {max(residencies.values()) + 1} host buffers, but at most {most} are ever full "
+                    "at once"
                 )
                 raise case.error("host buffers", rank, 0, None, reason)
 
@@ -197,7 +199,7 @@ def check_bounds(case: Case) -> None:
             slot = next(slot for slot, count in enumerate(counts) if count > bound)
             action = schedule.ranks[rank][slot].compute
             raise case.error(
-                "bound", rank, slot, action, f"holds {plain(counts[slot])} micro-batches, its bound is {bound}"
+                "bound", rank, slot, action, f"holds {plain(counts[slot])} micro-batches, but its bound is {bound}"
             )
 
 

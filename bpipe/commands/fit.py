@@ -105,7 +105,7 @@ def _lines(now: SetupPrediction, ways: Sequence[Way], launch: Reading) -> list[s
 
 def _state(way: Way) -> str:
     if way.refused:
-        return " (the trainer refuses it)"
+        return " (refused by the trainer)"
     words = {"guarded": way.guarded, "tight": way.is_tight and way.fits, "does not fit": not way.fits}
     said = [word for word, holds in words.items() if holds]
     return f" ({', '.join(said)})" if said else ""

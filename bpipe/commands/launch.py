@@ -34,7 +34,7 @@ def launch_of(options: Options) -> Launch | None:
         try:
             return read_launch(data.decode("utf-8"), given)
         except UnicodeDecodeError as error:
-            raise ValueError(f"byte {error.start} is no UTF-8 text: name the script itself, or convert it") from None
+            raise ValueError(f"byte {error.start} is not UTF-8 text: name the script itself, or convert it") from None
 
 
 def reading_of(options: Options) -> Reading | None:

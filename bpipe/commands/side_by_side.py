@@ -58,7 +58,7 @@ def lines_of(sides: Sequence[Compared]) -> list[str]:
     said = [
         f"{name}: {text}"
         for name, one in zip(NAMES, sides, strict=True)
-        for text in (*([one.apart] if one.apart else ()), *(f"the trainer refuses it: {why}" for why in one.refused))
+        for text in (*([one.apart] if one.apart else ()), *(f"the trainer refuses this: {why}" for why in one.refused))
     ]
     return [*_table([("", *NAMES), *rows]), *said, verdict_of(sides)]
 

@@ -111,13 +111,13 @@ def read_json(text: str) -> Schedule:
     fields = _object(document, "the document", _KEYS, (*_USUAL, *_TIMES))
     name = fields["schedule"]
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise TextError(f"schedule: {repr(name)[:40]} is no name: use letters, digits, '.', '_' and '-'")
+        raise TextError(f"schedule: {repr(name)[:40]} is not a valid name: use letters, digits, '.', '_' and '-'")
     num_ranks, num_chunks, num_microbatches = (
         _number(fields[key], key, 1) for key in ("stages", "chunks", "microbatches")
     )
     entries = _list(fields["ranks"], "ranks")
     if len(entries) != num_ranks:
-        raise TextError(f"ranks has {len(entries)} entries, stages is {num_ranks}")
+        raise TextError(f"ranks has {len(entries)} entries, but stages is {num_ranks}")
     ranks = tuple(_read_rank(entry, rank) for rank, entry in enumerate(entries))
     layout = _read_layout(fields, ranks)
     for placement in layout.placements:
@@ -134,7 +134,7 @@ def read_json(text: str) -> Schedule:
 def _read_layout(fields: dict[str, object], ranks: Sequence[Sequence[Slot]]) -> Layout:
     vocabulary, inputs = fields.get("vocabulary", "none"), fields.get("input", "shards")
     if inputs != "shards":
-        raise TextError(f"input: {inputs!r:.40} is not shards")
+        raise TextError(f"input: {inputs!r:.40} must be 'shards'")
     if "stage_to_rank" not in fields:
         placements: list[list[object]] = [list(describe(ranks)[1])]
     else:
@@ -172,7 +172,7 @@ def _read_rank(entry: object, rank: int) -> tuple[Slot, ...]:
     place = f"ranks[{rank}]"
     fields = _object(entry, place, ("rank", "peak", "evictions", "slots"))
     if _number(fields["rank"], f"{place}.rank", 0) != rank:
-        raise TextError(f"{place}.rank is {fields['rank']!r}: ranks stand in order")
+        raise TextError(f"{place}.rank is {fields['rank']!r}: ranks must be in order")
     return tuple(
         _read_slot(slot, f"{place}.slots[{index}]")
         for index, slot in enumerate(_list(fields["slots"], f"{place}.slots"))
@@ -198,7 +198,7 @@ def _compare(schedule: Schedule, entries: Sequence[object]) -> None:
     """What is said twice must be the same."""
     widest = max((action.stage for row in schedule.ranks for slot in row for action in _actions(slot)), default=-1)
     if widest >= schedule.num_stages:
-        raise TextError(f"an action names stage {widest}, there are {schedule.num_stages}")
+        raise TextError(f"an action names stage {widest}, but there are {schedule.num_stages} stages")
     for rank, (entry, peak) in enumerate(zip(entries, peak_counts(schedule), strict=True)):
         fields = _object(entry, f"ranks[{rank}]", ("rank", "peak", "evictions", "slots"))
         for key, found in (("peak", plain(peak)), ("evictions", num_transfers(schedule, rank).evictions)):
@@ -208,7 +208,7 @@ def _compare(schedule: Schedule, entries: Sequence[object]) -> None:
                 if isinstance(said, float) and schedule.after_input != 1
                 else _number(said, f"ranks[{rank}].{key}", 0)
             ) != found:
-                raise TextError(f"ranks[{rank}].{key} is {said!r}, its slots say {found}")
+                raise TextError(f"ranks[{rank}].{key} is {said!r}, but its slots give {found}")
 
 
 def _actions(slot: Slot) -> tuple[Action, ...]:

@@ -139,13 +139,13 @@ class _Reader:
         self.columns = len(slots)
         self.rank = -1
         if slots != [str(slot) for slot in range(self.start, self.start + self.columns)]:
-            raise TextError(f"line {number}: a block's slots are numbered on from {self.start}")
+            raise TextError(f"line {number}: the slot numbers of a block must continue from {self.start}")
 
     def schedule(self, fields: dict[str, str]) -> Schedule:
         """What was read, once the header says which stages the lanes imply."""
         computed = self.computed
         if sorted(computed) != list(range(len(computed))) or len({len(cells) for cells in computed.values()}) != 1:
-            raise TextError("every rank needs a lane, and all of them equally many slots")
+            raise TextError("every rank needs a lane, and all lanes the same number of slots")
         head = assemble([[] for _ in computed], fields, "")
         own, hosted = _implied(head.layout, len(computed), head.hosts)
         return assemble([self._lane(rank, own[rank], hosted[rank]) for rank in range(len(computed))], fields, "")
@@ -173,10 +173,10 @@ def _slot(cell: str, parts: Sequence[Action], moved: Sequence[Action]) -> Slot:
     """
     overlaps = len(parts) == 2 and parts[0].kind is Kind.FORWARD and parts[1].kind in _BACKWARDS
     if len(parts) > 1 and not overlaps:
-        raise TextError(f"{cell[:40]!r} overlaps other than a forward and a backward, in this order")
+        raise TextError(f"{cell[:40]!r} overlaps something other than a forward and a backward, in this order")
     found = slot_of([*([tuple(parts)] if parts else []), *((action,) for action in moved)])
     if (found.compute is None) != (cell == BUBBLE):
-        raise TextError("what is computed stands on line C, what is moved on line T")
+        raise TextError("computations go on line C, transfers on line T")
     return found
 
 
@@ -241,7 +241,7 @@ def _short(action: Action, own: int, hosted: int) -> str:
 def _long(cell: str, own: int, hosted: int, line: int, slot: int) -> Action:
     match = _CELL.fullmatch(cell)
     if match is None:
-        raise TextError(f"line {line}, slot {slot}: {cell[:40]!r} is no cell such as F3, 4B0 or E1, and no '.'")
+        raise TextError(f"line {line}, slot {slot}: {cell[:40]!r} is neither a cell such as F3, 4B0 or E1, nor '.'")
     stage, letter, microbatch = match.groups()
     kind = _KINDS[letter]
     implied = hosted if kind in _PARTNERS_KINDS else own

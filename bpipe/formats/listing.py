@@ -122,7 +122,7 @@ def _explained(program: Program, instruction: Instruction, elsewhere: Mapping[in
     if isinstance(operand, Transfer):
         way = "to" if operand.is_outbound else "from"
         if operand.sender == operand.receiver:
-            return f"activations {way} its own host memory"
+            return f"activations {way} its own CPU memory"
         sends, carries = operand.is_outbound, "activations"
     elif isinstance(operand, Message):
         carries, sends = program.messages.dependencies.sort(operand.value), operand.parties[0] == program.rank

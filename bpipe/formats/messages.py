@@ -115,7 +115,7 @@ def _read_cell(text: str, place: str) -> _Cell:
             raise TextError("an empty cell, but in the runtime's form every cell is an operation")
         slot = slot_of([read_computation(text)])
         if slot.transfers:
-            raise TextError(f"{text} is no computation, and torch's runtime moves no activations")
+            raise TextError(f"{text} is not a computation, and torch's runtime cannot move activations")
         return _Cell(text, place, slot)
     except TextError as error:
         raise TextError(f"{place}: {error}") from None
@@ -155,19 +155,21 @@ class _Walk:
     def _check_passed(self) -> None:
         """Raises TextError for a message that never leaves, that nothing needs, or whose sending nobody waits for."""
         for message, maker in self.unsent.items():
-            raise TextError(f"{maker.place}: what {maker.text} makes never leaves: {message.send} is missing behind it")
+            raise TextError(
+                f"{maker.place}: the result of {maker.text} is never sent: {message.send} is missing after it"
+            )
         for message, cell in self.received.items():
             if message not in self.consumed:
-                raise TextError(f"{cell.place}: nothing behind it needs what {cell.text} receives")
+                raise TextError(f"{cell.place}: nothing after it needs what {cell.text} receives")
         for message, cell in self.sent.items() if self.waited else ():
             if message not in self.waited:
-                raise TextError(f"{cell.place}: nobody waits for {cell.text}: {message.wait} is missing behind it")
+                raise TextError(f"{cell.place}: nothing waits for {cell.text}: {message.wait} is missing after it")
 
     def _check_closed(self) -> None:
         """Raises TextError for parameters that are not let go, or not reduced, at the end."""
         for (word, stage), place in self.words.items():
             if word == "UNSHARD" or (word == "REDUCE_GRAD" and self.reducing):
-                raise TextError(f"{place}: {stage}{word} has no {stage}{_CLOSING[word]} behind it")
+                raise TextError(f"{place}: {stage}{word} has no {stage}{_CLOSING[word]} after it")
 
     def _compute(self, cell: _Cell, slot: Slot) -> None:
         for action in slot.computations:
@@ -180,12 +182,12 @@ class _Walk:
                     f"stages 0 to {self.dependencies.num_stages - 1}, micro-batches 0 to "
                     f"{self.dependencies.num_microbatches - 1}"
                 )
-                raise TextError(f"{cell.place}: {action} cannot be placed: there are {there}, and no shards")
+                raise TextError(f"{cell.place}: {action} cannot be placed: there are only {there}, and no shards")
             needed = self._carrier(self.dependencies.operand_of(action))
             if needed is not None:
                 if needed not in self.received:
                     raise TextError(
-                        f"{cell.place}: {action} needs what comes from another rank: {needed.receive} is missing "
+                        f"{cell.place}: {action} needs a message from another rank: {needed.receive} is missing "
                         f"before it"
                     )
                 self.consumed.add(needed)
@@ -204,9 +206,11 @@ class _Walk:
         """A stage computes while its parameters are there, and before its gradients are reduced."""
         stage, words = action.stage, self.words
         if ("RESHARD", stage) in words and ("UNSHARD", stage) not in words:
-            raise TextError(f"{cell.place}: {action} computes with parameters that {stage}RESHARD has let go")
+            raise TextError(f"{cell.place}: {action} computes with parameters that {stage}RESHARD has freed")
         if ("WAIT_REDUCE_GRAD", stage) in words or ("REDUCE_GRAD", stage) in words:
-            raise TextError(f"{cell.place}: {action} comes behind {stage}REDUCE_GRAD, and what it adds is not reduced")
+            raise TextError(
+                f"{cell.place}: {action} comes after {stage}REDUCE_GRAD, so what it adds would not be reduced"
+            )
 
     def _pass(self, cell: _Cell, message: _Message) -> None:
         owner = self.schedule.layout.only_placement
@@ -219,11 +223,11 @@ class _Walk:
             raise TextError(f"{cell.place}: {cell.text} passes nothing: there is no other rank on that side")
         taken = {"SEND": self.sent, "RECV": self.received, "WAIT_SEND": self.waited}[cell.word]
         if message in taken:
-            raise TextError(f"{cell.place}: {cell.text} stands there twice")
+            raise TextError(f"{cell.place}: {cell.text} appears twice")
         if cell.word == "SEND":
             if message not in self.unsent:
                 raise TextError(
-                    f"{cell.place}: {cell.text} comes before what it sends is computed, or nothing makes that"
+                    f"{cell.place}: {cell.text} comes before what it sends is computed, or nothing computes it"
                 )
             del self.unsent[message]
             self.sent[message] = cell
@@ -231,7 +235,7 @@ class _Walk:
             self.received[message] = cell
         else:
             if message not in self.sent:
-                raise TextError(f"{cell.place}: {cell.text} waits for what is not sent before it")
+                raise TextError(f"{cell.place}: {cell.text} waits for something that is not sent before it")
             self.waited.add(message)
 
     def _parameters(self, cell: _Cell) -> None:
@@ -240,12 +244,12 @@ class _Walk:
         if not 0 <= stage < len(owner) or owner[stage] != self.rank:
             raise TextError(f"{cell.place}: {cell.text} is of a stage that rank {self.rank} does not compute")
         if any((word, stage) in self.words for word in _AT_MOST_ONCE[cell.word]):
-            raise TextError(f"{cell.place}: {cell.text} stands there twice")
+            raise TextError(f"{cell.place}: {cell.text} appears twice")
         opening = _OPENING.get(cell.word)
         if opening is not None and self.words.pop((opening, stage), None) is None:
             raise TextError(f"{cell.place}: {cell.text} has no {stage}{opening} before it")
         if cell.word == "UNSHARD" and stage in self.computed and ("RESHARD", stage) not in self.words:
-            raise TextError(f"{cell.place}: {cell.text} comes behind a computation of its stage")
+            raise TextError(f"{cell.place}: {cell.text} comes after a computation of its stage")
         if cell.word == "REDUCE_GRAD" and self.reducing:
             self._check_alone(cell)
         self.words[cell.word, stage] = cell.place
@@ -255,7 +259,8 @@ class _Walk:
         for word, other in self.words:
             if word == "REDUCE_GRAD":
                 raise TextError(
-                    f"{cell.place}: {cell.text} starts while stage {other} is still reduced: {other}WAIT_REDUCE_GRAD "
+                    f"{cell.place}: {cell.text} starts while stage {other} is still being reduced: "
+                    f"{other}WAIT_REDUCE_GRAD "
                     f"is missing"
                 )
 
@@ -283,7 +288,7 @@ def _check_order(schedule: Schedule, rows: Sequence[Sequence[_Cell]]) -> None:
         sender = owner[message.stage]
         queue = sent.get((sender, owner[message.to_stage]))
         if not queue or queue[0] != message:
-            found = f"{queue[0].send} is what comes next" if queue else f"{message.send} is missing"
+            found = f"{queue[0].send} comes next" if queue else f"{message.send} is missing"
             raise TextError(f"{cell.place}: {cell.text} is out of order: from rank {sender}, {found}")
         queue.popleft()
     for message in chain.from_iterable(sent.values()):
@@ -349,7 +354,7 @@ def _check_known(schedule: Schedule) -> None:
             f"{moving} moves activations, for which torch's runtime has no operation: write csv, or do not balance"
         )
     if schedule.layout != one_pipe(schedule.layout.placements[0]):
-        raise ValueError("torch's runtime knows one pipe and no shards of the vocabulary: write csv")
+        raise ValueError("torch's runtime supports one pipe, and no shards of the vocabulary: write csv")
 
 
 class _Writing:

@@ -42,7 +42,7 @@ def read_file(name: str) -> Schedule:
         data = sys.stdin.buffer.read() if name == STANDARD_INPUT else Path(name).read_bytes()
         return read(data.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise TextError(f"{source}: byte {error.start} is no UTF-8 text") from None
+        raise TextError(f"{source}: byte {error.start} is not UTF-8 text") from None
     except ValueError as error:
         raise TextError(f"{source}: {error}") from None
 

@@ -59,7 +59,8 @@ def read_action(text: str) -> Action:
     match = _CELL.fullmatch(text)
     if match is None:
         raise TextError(
-            f"{text[:40]!r} is no action: expected <stage><kind><microbatch> with a kind of {', '.join(_KINDS)}, such "
+            f"{text[:40]!r} is not an action: expected <stage><kind><microbatch> with a kind of {', '.join(_KINDS)}, "
+            "such "
             f"as 2F0"
         )
     stage, kind, microbatch = match.groups()
@@ -73,7 +74,7 @@ def read_computation(text: str) -> tuple[Action, ...]:
         return (read_action(text),)
     forward, backward = (read_action(part) for part in match.groups())
     if forward.kind is not Kind.FORWARD or backward.kind not in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-        raise TextError(f"{text[:40]!r} overlaps other than a forward and a backward, in this order")
+        raise TextError(f"{text[:40]!r} overlaps something other than a forward and a backward, in this order")
     return forward, backward
 
 
@@ -147,7 +148,8 @@ def slot_of(cells: Sequence[tuple[Action, ...]]) -> Slot:
     for action in transfers:
         if action.kind in COMPUTE:
             raise TextError(
-                f"{action} is a second computation or stands behind a transfer: a slot has one, and it comes first"
+                f"{action} is a second computation or comes after a transfer: a slot has one computation, and it "
+                "comes first"
             )
     return Slot(compute, transfers, overlapped)
 
@@ -183,7 +185,7 @@ def read_header(line: str) -> dict[str, str]:
     for field in line.removeprefix(_HEADER + " ").split(" "):
         name, sign, value = field.partition("=")
         if not sign or name in fields or name not in _FIELDS:
-            raise TextError(f"line 1: {field[:40]!r} is no header field, or stands there twice")
+            raise TextError(f"line 1: {field[:40]!r} is not a header field, or appears twice")
         fields[name] = value
     for name in ("schedule", "microbatches", "stage_to_rank"):
         if name not in fields:
@@ -195,11 +197,11 @@ def assemble(rows: Sequence[Sequence[Slot]], fields: dict[str, str], name: str) 
     """Return the schedule of these rows: from the header where there is one, else from the computations."""
     length = max((len(row) for row in rows), default=0)
     if length * len(rows) > MAX_SLOTS:
-        raise TextError(f"{len(rows)} ranks of up to {length} slots: more than {MAX_SLOTS} are not read")
+        raise TextError(f"{len(rows)} ranks of up to {length} slots: more than {MAX_SLOTS} slots in all are not read")
     ranks = tuple((*row, *[_EMPTY] * (length - len(row))) for row in rows)
     if fields:
         if not NAME.fullmatch(fields["schedule"]):
-            raise TextError(f"line 1: schedule={fields['schedule'][:40]!r} is no name")
+            raise TextError(f"line 1: schedule={fields['schedule'][:40]!r} is not a valid name")
         layout = _read_layout(fields)
         bounds = _numbers(fields["bounds"], "bounds") if "bounds" in fields else None
         num_microbatches = _number(fields, "microbatches") * layout.slices
@@ -254,13 +256,13 @@ def read_vocabulary(text: str, place: str) -> Vocabulary:
         return Vocabulary(text)
     except ValueError:
         names = ", ".join(one.value for one in Vocabulary)
-        raise TextError(f"{place}: vocabulary {text[:40]!r} is none of {names}") from None
+        raise TextError(f"{place}: vocabulary {text[:40]!r} is not one of {names}") from None
 
 
 def check_slices(slices: int, place: str) -> int:
     """Return a number of slices. Raises TextError for none of a micro-batch."""
     if slices < 1:
-        raise TextError(f"{place}slices={slices} cuts a micro-batch into nothing: give 1 or more")
+        raise TextError(f"{place}slices={slices} must be at least 1")
     return slices
 
 
@@ -277,7 +279,7 @@ def read_costs(text: str, least: int, most: int) -> tuple[Fraction, ...]:
 def read_numbers(text: str) -> tuple[int, ...]:
     """Read `3` or `3,3,2,1`: one number for all ranks, or one for each."""
     if not re.fullmatch("[0-9]{1,9}(,[0-9]{1,9})*", text):
-        raise TextError(f"{text[:40]!r} is no number and no list of numbers such as 3,3,2,1")
+        raise TextError(f"{text[:40]!r} is neither a number nor a list of numbers such as 3,3,2,1")
     return tuple(map(int, text.split(",")))
 
 
@@ -285,7 +287,8 @@ def read_share(text: str, place: str) -> Fraction:
     """Return a share of a micro-batch such as `0.5`, exactly."""
     if not _SHARE.fullmatch(text):
         raise TextError(
-            f"{place}: {text[:40]!r} is no share such as 0.5, at least 0, with at most {SHARE_DECIMALS} decimals"
+            f"{place}: {text[:40]!r} is not a share such as 0.5: give at least 0, with at most {SHARE_DECIMALS} "
+            "decimals"
         )
     return Fraction(text)
 
@@ -299,15 +302,15 @@ def describe(ranks: Sequence[Sequence[Slot]]) -> tuple[int, tuple[int, ...]]:
             for action in slot.computations:
                 last = max(last, action.microbatch)
                 if owners.setdefault(action.stage, rank) != rank:
-                    way_out = "several pipes are read with a header that places each, such as stage_to_rank=0,1/1,0"
+                    way_out = "for several pipes, give a header that places each, such as stage_to_rank=0,1/1,0"
                     raise TextError(
                         f"{action} is on rank {rank}, but rank {owners[action.stage]} computes the stage too; {way_out}"
                     )
     if not owners:
-        raise TextError("there is no computation in it")
+        raise TextError("it has no computations")
     missing = next((stage for stage in range(len(owners)) if stage not in owners), None)
     if missing is not None:
-        raise TextError(f"nobody computes stage {missing}, and there is a stage {max(owners)}")
+        raise TextError(f"no rank computes stage {missing}, but there is a stage {max(owners)}")
     return last + 1, tuple(owners[stage] for stage in range(len(owners)))
 
 
@@ -324,5 +327,5 @@ def _number(fields: Mapping[str, str], name: str) -> int:
 
 def _numbers(text: str, name: str) -> tuple[int, ...]:
     if not re.fullmatch(f"{NUMBER}(,{NUMBER})*", text):
-        raise TextError(f"line 1: {name}={text[:40]!r} is no list of numbers such as 3,2,1,0")
+        raise TextError(f"line 1: {name}={text[:40]!r} is not a list of numbers such as 3,2,1,0")
     return tuple(int(number) for number in text.split(","))

@@ -65,7 +65,7 @@ def layout(num_ranks: int, num_chunks: int) -> Layout:
     if num_ranks % 2:
         nearest = " or ".join(str(even) for even in (num_ranks - 1, num_ranks + 1) if even)
         reason = "the one in the middle would have both replicas of its stages"
-        raise ValueError(f"two pipes need an even number of ranks, not {num_ranks}, of which {reason}: take {nearest}")
+        raise ValueError(f"two pipes need an even number of ranks, not {num_ranks}, because {reason}: use {nearest}")
     up = tuple(range(num_ranks))
     first = tuple(rank for chunk in range(num_chunks) for rank in (reversed(up) if chunk % 2 else up))
     return Layout((first, tuple(num_ranks - 1 - rank for rank in first)))

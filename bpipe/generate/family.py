@@ -37,7 +37,7 @@ class UnitCosts:
         if self.forward <= 0 or self.backward_input <= 0 or min(self.backward_weight, self.hop) < 0:
             costs = f"{self.forward}, {self.backward_input}, {self.backward_weight} and a hop of {self.hop}"
             raise ValueError(
-                f"costs {costs}: a forward and a backward take some time, the weights' half and a hop no less than none"
+                f"costs {costs}: a forward and a backward must cost more than 0, the weights' half and a hop at least 0"
             )
 
     @property

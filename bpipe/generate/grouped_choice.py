@@ -62,8 +62,8 @@ class OrderHeuristic:
             self.discipline
         ]
         if self.spare is None:
-            return f"ranks hold what is published, {turns}"
-        return f"pairs share one room, {turns}"
+            return f"ranks keep the published limits, {turns}"
+        return f"pairs share one limit, {turns}"
 
 
 PUBLISHED = tuple(OrderHeuristic(0, discipline, "none", None) for discipline in Discipline)

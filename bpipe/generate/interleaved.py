@@ -56,11 +56,12 @@ def group_sizes(num_ranks: int, num_microbatches: int, options: FamilyOptions) -
     least = microbatches_of(num_ranks, slices)
     group = least if options.group_size is None else options.group_size
     if options.group_size is not None and not least <= group <= num_microbatches:
-        ranks = "pipeline ranks" if slices == 1 else f"pipeline ranks, {num_ranks}, in slices of {slices} a micro-batch"
+        ranks = (
+            "pipeline ranks" if slices == 1 else f"pipeline ranks, {num_ranks}, with {slices} slices per micro-batch"
+        )
         raise ValueError(
-            f"a group of {group} micro-batches is outside {least} to {num_microbatches}: interleaved 1F1B takes at "
-            f"least "
-            f"as many as there are {ranks}, and at most as many as an iteration has"
+            f"a group of {group} micro-batches is outside {least} to {num_microbatches}: in interleaved 1F1B a group "
+            f"has at least as many as there are {ranks}, and at most as many as an iteration has"
         )
     left = num_microbatches % group
     missing = least - left if 0 < left < least else 0

@@ -61,8 +61,7 @@ def shortest(schedule: Schedule, costs: UnitCosts, most: int, limit_s: float) ->
     orders = _orders(schedule)
     if sum(map(len, orders)) > MAX_COMPUTATIONS:
         raise ValueError(
-            f"{sum(map(len, orders))} computations are more than {MAX_COMPUTATIONS}: ask for fewer stages or "
-            f"micro-batches"
+            f"{sum(map(len, orders))} computations are more than {MAX_COMPUTATIONS}: use fewer stages or micro-batches"
         )
     at = stage_ticks(costs, schedule.num_chunks * schedule.layout.slices)
     work = work_of(schedule.layout, schedule.num_microbatches, orders, at)
@@ -84,11 +83,9 @@ def _orders(schedule: Schedule) -> list[list[Action]]:
     for row in schedule.ranks:
         for slot in row:
             if slot.overlapped is not None:
-                raise ValueError(
-                    f"{slot.compute} runs together with {slot.overlapped}: such pairs are not ordered anew"
-                )
+                raise ValueError(f"{slot.compute} runs together with {slot.overlapped}: such pairs cannot be reordered")
             if slot.transfers:
-                raise ValueError(f"{slot.transfers[0]} moves memory between ranks: only computations are ordered anew")
+                raise ValueError(f"{slot.transfers[0]} moves memory between ranks: only computations can be reordered")
     return [[slot.compute for slot in row if slot.compute is not None] for row in schedule.ranks]
 
 
@@ -195,8 +192,8 @@ class _Model:
         if status not in (self._cp.OPTIMAL, self._cp.FEASIBLE):
             raise ValueError(
                 f"within {limit_s:g} s no order of {self._name}'s computations was found that holds at most "
-                f"{self._most} chunk "
-                "micro-batches, nor was it proven that there is none: give more time, or fewer micro-batches"
+                f"{self._most} chunk micro-batches, nor was it proven that none exists: give more time, or use fewer "
+                "micro-batches"
             )
         length = solver.value(self._length)
         proven = length if status == self._cp.OPTIMAL else min(length, _rounded_up(solver.best_objective_bound))
@@ -230,7 +227,7 @@ def _solver() -> Any:
     try:
         from ortools.sat.python import cp_model
     except ImportError as error:
-        raise ValueError(f"the shortest order is found by OR-tools: {install_command('optimal')} ({error})") from None
+        raise ValueError(f"finding the shortest order needs OR-tools: {install_command('optimal')} ({error})") from None
     return cp_model
 
 

@@ -71,9 +71,7 @@ def work_at(layout: Layout, num_microbatches: int, orders: Sequence[Order], cost
 def _ticks(actions: Sequence[Action], at: StageTicks) -> int:
     for action in actions:
         if action.kind not in at.lasts:
-            raise ValueError(
-                f"{action} has no cost: the costs of a forward and of a backward are all that is known here"
-            )
+            raise ValueError(f"{action} has no cost: only forwards and backwards have costs here")
     return sum(at.lasts[action.kind] for action in actions)
 
 

@@ -151,7 +151,7 @@ def read_hosts(text: str) -> Hosts:
             for rank, word in enumerate(text.split(","))
         )
     except ValueError:
-        raise ValueError(f"{text[:40]!r} is no list of hosts such as 1+2,{_OWN},{_NOBODY}") from None
+        raise ValueError(f"{text[:40]!r} is not a list of hosts such as 1+2,{_OWN},{_NOBODY}") from None
     return hosts
 
 

@@ -20,7 +20,7 @@ from bpipe.ir.action import SHARDS, Action, Kind
 
 # What replicas of a stage must keep among each other is known of two (`check.replicas`).
 MOST_PIPES = 2
-TWO_PIPES = "rules for replicas are known of two in opposite directions, so give no more"
+TWO_PIPES = "at most two are supported, in opposite directions"
 
 
 class Vocabulary(enum.Enum):
@@ -106,7 +106,7 @@ class Layout:
         """
         if len(self.placements) > 1:
             raise ValueError(
-                f"{len(self.placements)} pipes compute every stage on several ranks: this knows one pipe only"
+                f"{len(self.placements)} pipes compute every stage on several ranks: only one pipe is supported here"
             )
         return self.placements[0]
 

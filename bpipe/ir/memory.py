@@ -167,10 +167,10 @@ class Memory:
         """Raise ValueError where these are not sizes of so many stages, or a transfer moves more than there is."""
         if len(self.stages) != num_stages * self.slices:
             found = len(self.stages) // self.slices
-            raise ValueError(f"sizes of {found} stages, the schedule has {num_stages}: give one for each stage")
+            raise ValueError(f"sizes of {found} stages, but the schedule has {num_stages}: give one for each stage")
         if len(self.kept) not in (0, num_stages):
             raise ValueError(
-                f"{len(self.kept)} stages keep keys and values, the schedule has {num_stages}: give one for each "
+                f"{len(self.kept)} stages keep keys and values, but the schedule has {num_stages}: give one for each "
                 f"stage, or none"
             )
         for place, size in enumerate(self.stages):
@@ -182,10 +182,10 @@ class Memory:
                 )
             if size.after_input_bytes < 0:
                 raise ValueError(
-                    f"stage {stage}: after_input_bytes is {size.after_input_bytes}, but nothing holds less than nothing"
+                    f"stage {stage}: after_input_bytes is {size.after_input_bytes}, but must be at least 0"
                 )
         if self.shard_bytes < 0:
-            raise ValueError(f"shard_bytes is {self.shard_bytes}, but nothing holds less than nothing")
+            raise ValueError(f"shard_bytes is {self.shard_bytes}, but must be at least 0")
 
 
 def _add(changes: dict[Kind, list[int]], kind: Kind, place: int, more: int, zeros: Sequence[int]) -> None:
@@ -242,7 +242,7 @@ def with_after_input(schedule: Schedule, share: Fraction) -> Schedule:
     Raises ValueError where no backward is split.
     """
     if not schedule.split_stages:
-        raise ValueError("no backward of it has halves (I and W) between which a share could be held: leave --kept out")
+        raise ValueError("its backwards are not split into I and W, so no share is held between them: leave --kept out")
     return replace(schedule, after_input=share)
 
 

@@ -84,8 +84,8 @@ class Schedule:
         partners = partners_of(self.hosts)
         if partners is None:
             raise ValueError(
-                f"ranks host as {write_hosts(self.hosts)}: only pairs are known here, in which each is the other's "
-                f"one host"
+                f"hosts are {write_hosts(self.hosts)}: only pairs are supported here, in which each rank is the "
+                "other's only host"
             )
         return partners
 

@@ -88,7 +88,7 @@ class Commands:
         elif literal is not None and self._compound(scanner, literal):
             at.closed = literal in ("fi", "done", "esac", "}", "]]", "[[")
         elif at.closed:
-            scanner.fail(f"{literal or 'a word'} stands behind the end of a condition, a loop or a group")
+            scanner.fail(f"{literal or 'a word'} follows the end of a condition, a loop or a group")
         else:
             at.words.append(token)
 
@@ -106,7 +106,7 @@ class Commands:
         """Return whether it closed a bracket."""
         if token.text in _CASE_ENDS:
             if not self.open or self.open[-1][0] != "esac":
-                scanner.fail(f"{token.text} stands outside of a case")
+                scanner.fail(f"{token.text} is outside of a case")
             self._pattern(scanner)
         elif token.text == ")":
             self._close(scanner, ")")
@@ -137,9 +137,9 @@ class Commands:
 
     def _push(self, scanner: Scanner, closer: str, kind: str) -> None:
         if self._defines and closer not in ("}", ")"):
-            scanner.fail("a function's commands must stand in { }")
+            scanner.fail("a function's commands must be in { }")
         if len(self.open) > _DEEPEST:
-            scanner.fail(f"conditions and loops are inside of each other more than {_DEEPEST} times")
+            scanner.fail(f"conditions and loops are nested more than {_DEEPEST} deep")
         self.open.append((closer, "function" if self._defines else kind))
         self._defines = False
         self.variables.in_function = self.is_inside("function")
@@ -223,7 +223,7 @@ class Commands:
             if isinstance(token, ShellWord):
                 self.variables.fields(token)
             elif not isinstance(token, Operator) or token.text not in ("\n", "(", "|"):
-                scanner.fail("a pattern of a case is not closed")
+                scanner.fail("the pattern of a case is not closed")
             first = first and isinstance(token, Operator) and token.text == "\n"
 
     def _condition(self, scanner: Scanner) -> None:

@@ -202,7 +202,7 @@ class Variables:
     def fields(self, word: ShellWord, split: bool = True) -> list[str]:
         """Return the words of a command that one word becomes; with `split=False` the one value of an assignment."""
         if word.elements is not None:
-            raise ValueError(f"line {word.line}: an array is set where nothing can be set: put the bracket in quotes")
+            raise ValueError(f"line {word.line}: an array cannot be set here: put the bracket in quotes")
         state = _Fields(split, lambda text, why: self.mark(f"{text[:40]!r} on line {word.line} {why}"))
         self._expand(word.line, word.parts, state, inside=False)
         state.end()
@@ -214,9 +214,7 @@ class Variables:
         if changes(text):
             raise ValueError(f"line {line}: {shown} may change a variable, which is not read: assign it, NAME=$((...))")
         if any(found[0] in self._text_marks for found in MARK.finditer(text)):
-            raise ValueError(
-                f"line {line}: {shown} computes what may be another text than a number: give whole numbers"
-            )
+            raise ValueError(f"line {line}: {shown} computes with a text that may not be a number: give whole numbers")
         for name in _NAMES.findall(text):
             held = _first(self._value(name, line)) or ""
             if held in self._text_marks or not (held == "" or MARK.search(held) or is_number(held)):
@@ -227,7 +225,8 @@ class Variables:
         self._expanded += num_characters + 1
         if self._expanded > MOST_EXPANDED:
             raise ValueError(
-                f"line {line}: the script's variables come to more than {MOST_EXPANDED} characters, which no launch has"
+                f"line {line}: the script's variables have more than {MOST_EXPANDED} characters in all, more than "
+                "any launch"
             )
 
     def _expand(self, line: int, parts: Sequence[Part], state: _Fields, inside: bool) -> None:
@@ -252,7 +251,7 @@ class Variables:
         else:
             state.add(text, text if text != "[" else "")
         if re.search(r"[=:]~", text) or (first and text.startswith("~")):
-            state.odd = "has a ~, which is somebody's home: write the folder"
+            state.odd = "has a ~, which is a home folder: write the folder"
         elif state.split and ("{" in text or "}" in text):
             state.odd = "has braces, which bash may expand: put it in quotes"
 
@@ -301,7 +300,7 @@ class Variables:
             return found[0]
         # Whether such an array is empty is decided otherwise by bash's versions.
         return (
-            self.mark(f"{part.name} has an empty word")
+            self.mark(f"{part.name} has an empty element")
             if part.every and part.operator[0] == ":" and "" in values
             else ""
         )

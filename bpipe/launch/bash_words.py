@@ -60,8 +60,8 @@ class Scanner:
     def __init__(self, text: str, line: int | None = None, depth: int = 0) -> None:
         if len(text) > MOST_CHARACTERS:
             raise ValueError(
-                f"it has more than {MOST_CHARACTERS} characters, and no launch has: name the script that starts the "
-                f"training"
+                f"it has more than {MOST_CHARACTERS} characters, more than any launch: name the script that starts "
+                "the training"
             )
         self._text, self._line, self._depth = text, line, depth
         self._at = 0
@@ -99,7 +99,7 @@ class Scanner:
                 assert match is not None
                 return self._redirection(match[0])
             if re.fullmatch(rf"\{{{NAME}\}}", name):
-                self.fail(f"{name}{after} sets a variable to a number of a file: leave it out")
+                self.fail(f"{name}{after} sets a variable to a file descriptor: leave it out")
         return word
 
     def next_is(self, text: str) -> bool:
@@ -111,7 +111,7 @@ class Scanner:
         start = self._at
         end = self._closing(start)
         if self._text[end + 1 : end + 2] != ")":
-            self.fail("(( is not closed by )), so bash reads brackets in brackets: put a blank between them", start)
+            self.fail("(( is not closed by )), so bash reads it as nested brackets: put a space between them", start)
         self._at = end + 2
         return self._text[start + 1 : end]
 
@@ -143,7 +143,7 @@ class Scanner:
 
     def _refuse_split_operator(self) -> None:
         if self._text.startswith("\\\n", self._at) and self._text[self._at + 2 : self._at + 3] in tuple("&|;<>()"):
-            self.fail("an operator goes on behind a continued line: write it in one")
+            self.fail("an operator continues on the next line: write it on one line")
 
     def _redirection(self, operator: str) -> Redirection:
         line = self.line()
@@ -161,7 +161,7 @@ class Scanner:
         if self._at >= len(self._text) or (
             self._text[self._at] in _ENDS and not self._text.startswith(("<(", ">("), self._at)
         ):
-            self.fail(f"nothing stands behind {operator}")
+            self.fail(f"nothing follows {operator}")
         return Redirection(line, self._word())
 
     def _skip_here_documents(self) -> None:
@@ -172,7 +172,7 @@ class Scanner:
                 row = self._text[self._at : len(self._text) if stop < 0 else stop]
                 if (row.lstrip("\t") if stripped else row) == end:
                     if before.endswith("\\") and not quoted:
-                        self.fail("a here-document's last line goes on into its end: put the end in quotes")
+                        self.fail("a here-document's last line continues into its end: put the end in quotes")
                     break
                 if stop < 0:
                     self.fail(f"the here-document up to {end} has no end", start)
@@ -229,7 +229,7 @@ class Scanner:
     def _deepen(self) -> None:
         self._depth += 1
         if self._depth > _DEEPEST:
-            self.fail(f"quotes and brackets are inside of each other more than {_DEEPEST} times")
+            self.fail(f"quotes and brackets are nested more than {_DEEPEST} deep")
 
     def _goes_on(self, closing: str) -> bool:
         """Return whether the word goes on, or what stands before `closing`."""
@@ -284,7 +284,7 @@ class Scanner:
         """Return what stands next, in quotes."""
         text, at = self._text, self._at
         if char == '"':
-            self.fail('quotes inside of "${...}" are not read: leave the inner ones out')
+            self.fail('quotes inside "${...}" are not read: leave the inner ones out')
         if char in "$`":
             return (self._expansion(True),)
         if char == "\\":
@@ -317,7 +317,7 @@ class Scanner:
         match = _SHORT.match(text, at + 1)
         self._at = at + 1 if match is None else match.end()
         if text.startswith("\\\n", self._at) and re.match("[A-Za-z0-9_{('\"]", text[self._at + 2 : self._at + 3]):
-            self.fail("a name goes on behind a continued line: write it in one")
+            self.fail("a name continues on the next line: write it on one line")
         if match is None:
             if not quoted:
                 self.fail("a lone $ is not read: put it in quotes")
@@ -336,7 +336,7 @@ class Scanner:
         end = self._closing(at + 1)
         inner = text[at + 2 : end]
         if not _PASSIVE.fullmatch(inner) or _CHANGES.search(inner):
-            self.fail(f"${{{inner[:40]}}} is not understood: say what it is, or --set the variable that takes it")
+            self.fail(f"${{{inner[:40]}}} is not understood: write its value, or --set the variable that takes it")
         self._at = end + 1
         return Opaque(text[at : end + 1], quoted)
 
@@ -355,7 +355,7 @@ class Scanner:
         while at < len(text):
             top, char = stack[-1], text[at]
             if len(stack) > _DEEPEST:
-                self.fail(f"quotes and brackets are inside of each other more than {_DEEPEST} times", begin)
+                self.fail(f"quotes and brackets are nested more than {_DEEPEST} deep", begin)
             if char == top[0]:
                 stack.pop()
                 if not stack:
@@ -394,7 +394,7 @@ class Scanner:
             end = self._text.find("\n", at)
             return len(self._text) if end < 0 else end
         elif self._is_intricate(at):
-            self.fail("a case or a here-document inside of $(...) is not read", at)
+            self.fail("a case or a here-document inside $(...) is not read", at)
         return at + 1
 
     def _is_intricate(self, at: int) -> bool:

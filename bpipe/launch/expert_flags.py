@@ -72,7 +72,7 @@ def parts_of_flags(found: Options, ffn_hidden_size: int, notes: list[str]) -> di
         options["qk_layernorm"] = False
         if not found.qk_layernorm:
             notes.append(
-                "--multi-latent-attention without --qk-layernorm: predicted with the norms of what is projected down"
+                "--multi-latent-attention without --qk-layernorm: predicted with norms after the down-projections"
             )
     if found.window_size is not None:
         options["window"], options["window_pattern"] = _window(found.window_size), _skipped(found.window_attn_skip_freq)
@@ -89,7 +89,7 @@ def parts_of_flags(found: Options, ffn_hidden_size: int, notes: list[str]) -> di
     )
     parallel = (found.expert_model_parallel_size, found.expert_tensor_parallel_size, found.moe_token_dispatcher_type)
     options["routing"] = Routing(*parallel, found.moe_expert_capacity_factor, found.moe_pad_expert_input_to_capacity)
-    notes.append("experts' loads are taken to be even")
+    notes.append("experts' loads are assumed to be even")
     return options
 
 
@@ -97,7 +97,7 @@ def _window(text: str) -> int:
     """How many tokens one attends to, itself included: of `127,0`."""
     parts = text.strip("()").replace(" ", "").split(",")
     if len(parts) != 2 or not all(re.fullmatch("[0-9]{1,12}", part) for part in parts) or int(parts[1]):
-        raise ValueError(f"--window-size {text[:40]} is no window of tokens before a token, such as 127,0")
+        raise ValueError(f"--window-size {text[:40]} is not a window of tokens before a token, such as 127,0")
     return int(parts[0]) + 1
 
 

@@ -59,24 +59,29 @@ def settle_pattern(found: Options, notes: list[str]) -> None:
     if found.spec is not None and (tuple(found.spec) not in _STACKS or found.hybrid_layer_pattern is None):
         said = " ".join(found.spec)[:80]
         raise ValueError(
-            f"--spec {said}: layers by a specification of one's own: not modelled; leave the flag out to predict the "
-            f"training without"
+            f"--spec {said}: layers of a custom specification are not modelled; leave the flag out to predict the "
+            "run without it"
         )
     if found.hybrid_layer_pattern is None:
         if found.is_hybrid_model:
-            raise ValueError(f"--is-hybrid-model does not say which layers it has: give {PATTERN}, or leave it out")
+            raise ValueError(
+                f"--is-hybrid-model does not say which layers the model has: give {PATTERN}, or leave it out"
+            )
         return
     if found.transformer_impl == "inference_optimized":
         raise ValueError(
-            "--transformer-impl inference_optimized is a hybrid model's for inference: not modelled; leave the flag out"
+            "--transformer-impl inference_optimized is for inference of hybrid models and not modelled; leave the "
+            "flag out"
         )
     if not isinstance(found.hybrid_layer_pattern, str):
         # What argparse makes of the word that ends flags; Megatron's does the same.
-        raise ValueError(f"{PATTERN} --: two MLPs alone cannot be said, for -- ends flags: give another pattern")
+        raise ValueError(
+            f"{PATTERN} --: two MLPs alone cannot be given, because -- ends the flags: give another pattern"
+        )
     symbols, _ = split_text(found.hybrid_layer_pattern)
     if found.num_layers not in (None, len(symbols)):
         notes.append(
-            f"{PATTERN} has {len(symbols)} layers, and Megatron takes those, not --num-layers {found.num_layers}"
+            f"{PATTERN} has {len(symbols)} layers, and Megatron uses those instead of --num-layers {found.num_layers}"
         )
     found.num_layers = len(symbols)
     if found.num_experts is not None and EXPERTS not in symbols:
@@ -135,7 +140,7 @@ def layers_of(found: Options, split: Split) -> tuple[int, ...]:
         return read_split(Split(first=split.first, last=split.last), len(symbols), pipeline)
     if len(stages) % pipeline:
         raise ValueError(
-            f"{PATTERN} has {len(stages)} stages, no multiple of --pipeline-model-parallel-size {pipeline}"
+            f"{PATTERN} has {len(stages)} stages, not a multiple of --pipeline-model-parallel-size {pipeline}"
         )
     refuse_empty(stages)
     return stages

@@ -73,7 +73,7 @@ def read_launch(text: str, given: Mapping[str, str] | None = None) -> Launch:
     `given` replaces what the script assigns. Raises ValueError where there is none or more than one.
     """
     for char, what in (
-        ("\0", "a zero byte: this is no script"),
+        ("\0", "a zero byte: this is not a script"),
         ("\r\n", "Windows line ends, which bash reads as part of a word: convert it"),
     ):
         if char in text:
@@ -89,11 +89,14 @@ def read_launch(text: str, given: Mapping[str, str] | None = None) -> Launch:
         )
     if len({one.words for one in found}) > 1:
         lines = ", ".join(str(one.line) for one in found)
-        raise ValueError(f"there are {len(found)} trainings, on lines {lines}: keep one, or give its flags after --")
+        raise ValueError(
+            f"it starts {len(found)} training runs, on lines {lines}: keep one, or give its flags after --"
+        )
     hidden = next((one for one in found if one.hidden), None)
     if hidden is not None:
         raise ValueError(
-            f"line {hidden.line}: the training {hidden.hidden}. Print its command with echo, and give that after --"
+            f"line {hidden.line}: the training command {hidden.hidden}. Print the command with echo, and give it "
+            "after --"
         )
     return Launch(found[0].line, found[0].words, tuple(reader.variables.reasons))
 
@@ -147,7 +150,8 @@ class _ScriptReader(Commands):
         fields = tuple(one for word in command for one in self.variables.fields(word))
         if command and not fields and prefixed:
             raise ValueError(
-                f"line {line}: what stands behind the assignment is nothing, so it is one for the script: leave it out"
+                f"line {line}: the assignment is followed by an empty command, so it is one for the whole script: "
+                "leave it out"
             )
         if fields:
             training, vague = _is_training(fields)
@@ -158,9 +162,9 @@ class _ScriptReader(Commands):
     def _hidden(self, fields: tuple[str, ...]) -> str:
         inside = next((kind for kind in ("function", "loop") if self.is_inside(kind)), None)
         if inside is not None:
-            return f"stands in a {inside}, where its words are not known"
+            return f"is in a {inside}, where its words are not known"
         return (
-            f"is handed to the function {fields[0]}, which may change its words" if fields[0] in self.functions else ""
+            f"is passed to the function {fields[0]}, which may change its words" if fields[0] in self.functions else ""
         )
 
     def _assign(self, said: Assigned, definite: bool) -> None:
@@ -170,7 +174,7 @@ class _ScriptReader(Commands):
     def _declare(self, words: Sequence[ShellWord], definite: bool) -> None:
         line, name = words[0].line, words[0].literal or ""
         if name == "local" and not self.variables.in_function:
-            raise ValueError(f"line {line}: local outside of a function sets nothing: leave it out")
+            raise ValueError(f"line {line}: local outside a function sets nothing: leave it out")
         read_only = name == "readonly"
         for word in words[1:]:
             literal, said = word.literal or "", assigned(word)
@@ -196,7 +200,7 @@ class _ScriptReader(Commands):
         """What a command changes beside what it does."""
         line, fields, name = command.line, command.fields, command.fields[0]
         if name in _DECLARE:
-            raise ValueError(f"line {line}: {name} by another spelling is not read: write {name} NAME=VALUE")
+            raise ValueError(f"line {line}: {name} in this form is not read: write {name} NAME=VALUE")
         effect = _EFFECTS.get(name)
         if effect is not None:
             effect(self, command)
@@ -242,7 +246,7 @@ class _ScriptReader(Commands):
 
     def _nested(self, scanner: Scanner, reader: _ScriptReader) -> None:
         if reader._depth >= _DEEPEST:
-            scanner.fail(f"commands are in strings of each other more than {_DEEPEST} times")
+            scanner.fail(f"commands in strings are nested more than {_DEEPEST} deep")
         reader._depth += 1
         reader.read(scanner)
         reader._depth -= 1

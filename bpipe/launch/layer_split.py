@@ -61,7 +61,7 @@ class Split:
                 f"{LAYOUT} says where every layer is: drop {FIRST}, {LAST}, {COUNT_EMBEDDING} and {COUNT_LOSS}"
             )
         if ends and self.layers_of_a_chunk is not None:
-            raise ValueError(f"beside {FIRST} / {LAST} Megatron wants {CHUNKS} in place of {LAYERS_OF_A_CHUNK}")
+            raise ValueError(f"with {FIRST} / {LAST} Megatron needs {CHUNKS} instead of {LAYERS_OF_A_CHUNK}")
 
 
 def split_flags(layers: tuple[int, ...], pipeline: int) -> list[str]:
@@ -141,7 +141,7 @@ def _rank_layers(split: Split, num_layers: int, pipeline: int) -> list[int]:
         given = _given(split)
         besides = f" with {given}" if given else f": say how with {FIRST} and {LAST}, or {LAYOUT}"
         raise ValueError(
-            f"--num-layers {num_layers} does not go over --pipeline-model-parallel-size {pipeline}{besides}"
+            f"--num-layers {num_layers} cannot be divided evenly over --pipeline-model-parallel-size {pipeline}{besides}"
         )
     return [*first, *([left // ranks] * ranks if ranks else []), *last]
 
@@ -159,7 +159,7 @@ def _given(split: Split) -> str:
 
 def _read_layout(text: str, num_layers: int, pipeline: int) -> tuple[int, ...]:
     if len(text) > MOST_LAYERS:
-        raise ValueError(f"{LAYOUT} {text[:40]}... has {len(text)} characters, and no layout more than {MOST_LAYERS}")
+        raise ValueError(f"{LAYOUT} {text[:40]}... has {len(text)} characters, but a layout has at most {MOST_LAYERS}")
     spelled = text.replace(",", "")
     for repeated in (r"\(([^()]+)\)\*([0-9]+)", r"(.)\*([0-9]+)"):
         times = [
@@ -167,21 +167,24 @@ def _read_layout(text: str, num_layers: int, pipeline: int) -> tuple[int, ...]:
         ]
         # Beside every layer of any model there may be a |.
         if sum(times) > 2 * MOST_LAYERS:
-            raise ValueError(f"{LAYOUT} {text[:40]} repeats more than the {MOST_LAYERS} layers of any model")
+            raise ValueError(
+                f"{LAYOUT} {text[:40]} repeats more than {MOST_LAYERS} layers, the most that a model may have"
+            )
         spelled = re.sub(repeated, lambda found: found[1] * int(found[2]), spelled)
     if "m" in spelled:
         raise ValueError(f"{LAYOUT} {text[:60]}: multi-token prediction (m) is not modelled")
     if set(spelled) - set("EtL|") or not re.fullmatch("E[t|]*L", spelled):
         raise ValueError(
-            f"{LAYOUT} {text[:60]}: one E first, then t for every layer with | between stages, and one L last"
+            f"{LAYOUT} {text[:60]}: give one E first, then t for every layer with | between stages, and one L last"
         )
     layers = [stage.count("t") for stage in spelled.split("|")]
     if len(layers) % pipeline:
         raise ValueError(
-            f"{LAYOUT} {text[:60]} has {len(layers)} stages, no multiple of --pipeline-model-parallel-size {pipeline}"
+            f"{LAYOUT} {text[:60]} has {len(layers)} stages, not a multiple of --pipeline-model-parallel-size "
+            f"{pipeline}"
         )
     if sum(layers) != num_layers:
-        raise ValueError(f"{LAYOUT} {text[:60]} has {sum(layers)} layers, --num-layers is {num_layers}")
+        raise ValueError(f"{LAYOUT} {text[:60]} has {sum(layers)} layers, but --num-layers is {num_layers}")
     refuse_empty(layers)
     return tuple(layers)
 
@@ -191,5 +194,5 @@ def refuse_empty(layers: Sequence[int]) -> None:
     empty = without_layers(layers)
     if empty is not None:
         raise ValueError(
-            f"stage {empty} has no layer: stages without one are not modelled, but for the first and the last"
+            f"stage {empty} has no layer: stages without one are not modelled, except for the first and the last"
         )

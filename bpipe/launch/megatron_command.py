@@ -84,7 +84,7 @@ def read_command(words: Sequence[str], unknown: Callable[[str], str | None] = la
         reason = refused_for(flag, value, str(found.pipeline_model_parallel_size))
         if reason is not None:
             said = f"{flag} {value}".rstrip()
-            raise ValueError(f"{said}: {reason}: not modelled; leave the flag out to predict the training without")
+            raise ValueError(f"{said} is not modelled: {reason}; leave the flag out to predict the run without it")
     notes: list[str] = []
     settle_pattern(found, notes)
     options = {**_model(found, notes), **_parallel(found), **_training(found, notes)}
@@ -120,7 +120,8 @@ def _without_launcher(words: Sequence[str], unknown: Callable[[str], str | None]
             return list(words[:place]), [one for one in words[place + 1 :] if one != ""]
     if words and not words[0].startswith("-") and unknown(words[0]) is None:
         raise ValueError(
-            f"{words[0]!r} is no flag, and no script (.py) follows: give a whole command line, or flags alone"
+            f"{words[0]!r} is not a flag, and no training script (.py) follows: give a whole command line, flags "
+            "alone, or --from-script FILE"
         )
     return [], list(words)
 
@@ -135,7 +136,7 @@ def _refuse_unknown(flags: Sequence[str], unknown: Callable[[str], str | None]) 
             reasons.append(reason)
     if reasons:
         known = "; ".join(dict.fromkeys(reasons))
-        raise ValueError(f"{known}: say what it holds with --set NAME=VALUE (--set NAME= for nothing)")
+        raise ValueError(f"{known}: give its value with --set NAME=VALUE (--set NAME= for an empty one)")
 
 
 def _others(rest: Sequence[str]) -> list[tuple[str, str]]:
@@ -146,7 +147,7 @@ def _others(rest: Sequence[str]) -> list[tuple[str, str]]:
             flag, _, value = word.partition("=")
             found.append((flag, value))
         elif not found:
-            raise ValueError(f"{word!r} stands before any flag")
+            raise ValueError(f"{word!r} comes before any flag")
         elif not found[-1][1]:
             found[-1] = (found[-1][0], word)
     return found
@@ -164,8 +165,7 @@ def _devices(launcher: Sequence[str]) -> tuple[int, int] | None:
         return None
     if any(len(value) > 5 for value in values.values()):
         raise ValueError(
-            f"{values['nnodes'][:40]} nodes of {values['nproc_per_node'][:40]} processes: there are at most 99999 of "
-            f"each"
+            f"{values['nnodes'][:40]} nodes of {values['nproc_per_node'][:40]} processes: give at most 99999 of each"
         )
     nodes, each = int(values["nnodes"]), int(values["nproc_per_node"])
     return (nodes, each) if nodes and each else None
@@ -209,7 +209,7 @@ def _position(found: Options, notes: list[str]) -> str:
 def _has_dropout(found: Options, notes: list[str]) -> bool:
     dropouts = {found.attention_dropout > 0, found.hidden_dropout > 0}
     if len(dropouts) > 1:
-        notes.append("one of --attention-dropout and --hidden-dropout is 0: predicted as if neither was")
+        notes.append("one of --attention-dropout and --hidden-dropout is 0: predicted as if neither were")
     return True in dropouts
 
 
@@ -256,8 +256,8 @@ def _context(found: Options) -> dict[str, Any]:
     if len(ways) > 1 or not ways <= set(CP_COMM_TYPES):
         said = " ".join(found.cp_comm_type)[:60]
         raise ValueError(
-            f"--cp-comm-type {said}: modelled is one of {', '.join(CP_COMM_TYPES)} for all layers; give one to "
-            f"predict that"
+            f"--cp-comm-type {said}: only one of {', '.join(CP_COMM_TYPES)} for all layers is modelled; give one of "
+            "them"
         )
     return {"context": found.context_parallel_size, "cp_comm_type": ways.pop()}
 
@@ -273,7 +273,9 @@ def _redistributed(found: Options, split: Split) -> tuple[int, ...]:
     worth = output_in_layers(padded, found.hidden_size, found.seq_length)
     layers = redistribute_layers(found.num_layers, found.pipeline_model_parallel_size, worth)
     if layers is None:
-        raise ValueError(f"{wanted}: --num-layers {found.num_layers} is fewer than the other stages, or there are none")
+        raise ValueError(
+            f"{wanted}: --num-layers {found.num_layers} is fewer than the other stages, or there are no other stages"
+        )
     return layers
 
 
@@ -286,7 +288,7 @@ def _own_chunks(schedule: str | None) -> int | None:
         return None
     if schedule not in FAMILIES:
         raise ValueError(
-            f"--bpipe-schedule {schedule}: only {', '.join(FAMILIES)} are predicted, and no schedule of a file"
+            f"--bpipe-schedule {schedule}: only {', '.join(FAMILIES)} can be predicted, not a schedule from a file"
         )
     family = FAMILIES[schedule]
     return family.min_chunks if 1 < family.min_chunks == family.max_chunks else None
@@ -297,9 +299,7 @@ def _training(found: Options, notes: list[str]) -> dict[str, Any]:
         raise ValueError("--fp16 and --bf16 exclude each other: give one of them")
     switches = {name: getattr(found, name) for name in SWITCHES}
     if switches["tp_comm_overlap"] and found.transformer_impl == "local":
-        notes.append(
-            "--tp-comm-overlap is Transformer Engine's: nothing of --transformer-impl local is overlapped by it"
-        )
+        notes.append("--tp-comm-overlap is for Transformer Engine and overlaps nothing with --transformer-impl local")
         switches["tp_comm_overlap"] = False
     return {
         "attention": _attention(found, notes),
@@ -316,7 +316,7 @@ def _fp8(found: Options) -> dict[str, Any]:
     if found.fp8_format is None:
         return {}
     if found.fp8_recipe == "custom":
-        raise ValueError(f"--fp8-recipe custom is not modelled: give one of {', '.join(RECIPES)} to predict that")
+        raise ValueError(f"--fp8-recipe custom is not modelled: give one of {', '.join(RECIPES)}")
     return {"fp8_format": found.fp8_format, "fp8_recipe": found.fp8_recipe, "fp8_param_gather": found.fp8_param_gather}
 
 

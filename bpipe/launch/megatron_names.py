@@ -30,7 +30,7 @@ def refuse_mistyped(flags: Sequence[str]) -> None:
     unknown = [flag for flag in flags if flag not in known]
     if len(unknown) > MOST_OWN_FLAGS:
         raise ValueError(
-            f"{len(unknown)} flags that Megatron does not have: no script has more than {MOST_OWN_FLAGS} of its own"
+            f"{len(unknown)} flags that Megatron does not have: a script may have at most {MOST_OWN_FLAGS} of its own"
         )
     for flag in unknown:
         ours = flag.startswith("--bpipe-")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 _OFFLOAD, _FSDP = "offloading", "sharding by FSDP"
-_LOW = "4-bit training, and 8-bit training of some layers or of more than matrices"
+_LOW = "4-bit training, or 8-bit training of only some layers or of more than matrices"
 GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 _GRAPHS = "CUDA graphs, which keep what they capture in memory of their own"
 # Flags that take a value are refused where it is none of these, or of what stands here for a flag.
@@ -23,7 +23,7 @@ _NEUTRAL_OF = {
     "--cross-entropy-fusion-impl": "native",
 }
 REFUSED = {
-    "--moe-layer-recompute": "an old name of --recompute-granularity selective --recompute-modules moe, which is read",
+    "--moe-layer-recompute": "an old name of the supported --recompute-granularity selective --recompute-modules moe",
     "--moe-latent-size": "experts of a smaller hidden size",
     "--expert-tensor-parallel-num-weight-shards": "weights sharded beyond tensor parallelism",
     **dict.fromkeys(
@@ -31,7 +31,7 @@ REFUSED = {
     ),
     **dict.fromkeys(("--use-megatron-fsdp", "--use-torch-fsdp2"), _FSDP),
     **dict.fromkeys(("--fp4-format", "--first-last-layers-bf16", "--fp8-output-proj"), _LOW),
-    "--hybrid-context-parallel": "context parallelism of each sequence's own size",
+    "--hybrid-context-parallel": "context parallelism whose size differs by sequence",
     "--tensor-parallel-num-weight-shards": "weights sharded beyond tensor parallelism",
     "--distribute-saved-activations": "distributed saved activations",
     "--experimental-attention-variant": "another attention",
@@ -40,13 +40,13 @@ REFUSED = {
         ("--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json"),
         "layers of different kinds",
     ),
-    "--disable-mamba-mem-eff-path": "Mamba layers by kernels that keep more",
-    "--attention-output-gate": "a gate behind attention",
+    "--disable-mamba-mem-eff-path": "kernels of Mamba layers that keep more",
+    "--attention-output-gate": "a gate after attention",
     "--quick-geglu": "this activation function",
-    "--use-checkpoint-args": "sizes that stand in a checkpoint",
-    "--yaml-cfg": "flags that stand in a file",
+    "--use-checkpoint-args": "sizes from a checkpoint",
+    "--yaml-cfg": "flags from a file",
     GROUP: "larger groups of micro-batches",
-    "--optimizer": "another optimizer than Adam, whose state has another size",
+    "--optimizer": "an optimizer other than Adam, whose state has another size",
     "--muon-scalar-optimizer": "Muon, whose state has another size",
     **dict.fromkeys(
         ("--cuda-graph-impl", "--enable-cuda-graph", "--external-cuda-graph", "--optimizer-cuda-graph"), _GRAPHS
@@ -54,18 +54,18 @@ REFUSED = {
     "--cross-entropy-fusion-impl": "another loss, which keeps no softmax in 32 bit",
     "--fp16-lm-cross-entropy": "a loss in 16 bit",
     # `MLP.forward` adds an offset to the one half, which makes a tensor of it, too.
-    "--no-bias-swiglu-fusion": "a SwiGLU of separate kernels, which keep two tensors more of an MLP's inside",
-    "--fp32-residual-connection": "what passes between layers in 32 bit",
-    "--defer-embedding-wgrad-compute": "an output layer that keeps logits' gradients of several micro-batches",
+    "--no-bias-swiglu-fusion": "a SwiGLU of separate kernels, which keep two more tensors inside the MLP",
+    "--fp32-residual-connection": "activations between layers in 32 bit",
+    "--defer-embedding-wgrad-compute": "an output layer that keeps the logits' gradients of several micro-batches",
     "--overlap-moe-expert-parallel-comm": "forwards and backwards of two micro-batches at once",
     "--moe-paged-stash": "experts' inputs in pages",
-    "--num-distributed-optimizer-instances": "optimizer state on a part of the replicas",
+    "--num-distributed-optimizer-instances": "optimizer state on only some of the replicas",
     "--ddp-param-name-patterns-for-fp32-local-accumulation": "gradients of some weights in 32 bit",
     "--use-transformer-engine-op-fuser": "an MLP of fused operations",
-    "--te-precision-config-file": "precisions that stand in a file",
+    "--te-precision-config-file": "precisions from a file",
     "--freeze-all-layers": "layers that are not trained",
     "--perform-rl-step": "reinforcement learning",
-    "--bpipe-kept": "another share of a micro-batch than the model's",
+    "--bpipe-kept": "a share of a micro-batch other than the model's",
 }
 
 # Of these, what kernels `cpu` are: a setup with those holds what such a training does.
@@ -73,12 +73,12 @@ OF_A_CPU = ("--no-bias-swiglu-fusion",)
 
 # Flags that are predicted as if they were not given, and why.
 PREDICTED_WITHOUT = {
-    "--cross-entropy-loss-fusion": "keeps the same softmax in 32 bit: predicted as without it",
+    "--cross-entropy-loss-fusion": "keeps the same softmax in 32 bit: predicted as without the flag",
     # By reading Megatron's modules: what is fused keeps its input, what is not the sum of input and bias.
-    "--no-bias-gelu-fusion": "keeps one input of the GELU, as with it: gigabytes are the same, and it takes longer",
-    "--no-bias-dropout-fusion": "keeps the same mask of a byte a value: gigabytes are the same, and it takes longer",
-    "--no-masked-softmax-fusion": "keeps the same probabilities in 16 bit: gigabytes are the same, and attention without "
-    "flash takes longer",
+    "--no-bias-gelu-fusion": "keeps one input of the GELU, as without the flag: same memory, but it takes longer",
+    "--no-bias-dropout-fusion": "keeps the same mask of one byte per value: same memory, but it takes longer",
+    "--no-masked-softmax-fusion": "keeps the same probabilities in 16 bit: same memory, but attention without flash "
+    "takes longer",
 }
 
 # Patterns of flags.

@@ -57,7 +57,7 @@ def read_log(text: str) -> LoggedLaunch:
         elif match := _PADDED.search(line):
             vocabulary = min(int(match[1]), LARGEST)
     if any(one != blocks[0] for one in blocks):
-        raise ValueError("it has the arguments of several trainings, which differ: give the part of one")
+        raise ValueError("it has the arguments of several training runs, which differ: give the part of one run")
     return LoggedLaunch(blocks[0] if blocks else (), vocabulary)
 
 

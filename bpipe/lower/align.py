@@ -23,7 +23,7 @@ def align(schedule: Schedule) -> Schedule:
         len(slot.computations) for row in schedule.ranks for slot in row
     ):
         raise ValueError(
-            f"{schedule.num_stages} stages of {schedule.num_microbatches} micro-batches are more than what stands in it"
+            f"{schedule.num_stages} stages of {schedule.num_microbatches} micro-batches are more than its computations"
         )
     for row in schedule.ranks:
         for slot in row:
@@ -56,4 +56,4 @@ def _check_range(schedule: Schedule, action: Action) -> None:
     num_stages = schedule.num_ranks if action.kind in SHARDS else schedule.num_stages
     if not 0 <= action.stage < num_stages or not 0 <= action.microbatch < schedule.num_microbatches:
         there = f"stages 0 to {num_stages - 1}, micro-batches 0 to {schedule.num_microbatches - 1}"
-        raise ValueError(f"{action} cannot be placed: there are {there}")
+        raise ValueError(f"{action} cannot be placed: there are only {there}")

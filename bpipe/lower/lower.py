@@ -88,12 +88,12 @@ def _check_runnable(schedule: Schedule, exchange: Exchange) -> None:
     overlapped = next((cell for row in schedule.ranks for cell in row if cell.overlapped is not None), None)
     if overlapped is not None and exchange is Exchange.MEGATRON_1F1B:
         raise ValueError(
-            f"{overlapped.compute} and {overlapped.overlapped} overlap: the exchanges of {exchange.value} know one at "
-            f"a time"
+            f"{overlapped.compute} and {overlapped.overlapped} overlap, but the exchanges of {exchange.value} handle "
+            "one at a time"
         )
     if schedule.layout.shard_kinds:
         raise ValueError(
-            f"the exchanges of {exchange.value} are between two ranks: shards of the vocabulary need "
+            f"the exchanges of {exchange.value} are between two ranks, but shards of the vocabulary need "
             f"{Exchange.POSTED.value}"
         )
 

@@ -40,16 +40,16 @@ class Calibration:
         if not 1 / SLOWEST <= self.factor <= SLOWEST:
             raise ValueError(
                 f"{self.source}: {self.measured_s:.4g} s measured are {self.factor:.3g} times the "
-                f"{self.predicted_s:.4g} s predicted: no "
-                f"cluster is so far from it (at most {SLOWEST:g} times either way); is this the configuration that "
-                f"ran, and its device?"
+                f"{self.predicted_s:.4g} s predicted, more than a cluster can differ (at most {SLOWEST:g} times "
+                "either way); is this the configuration and the device of the run?"
             )
 
     def of(self, cluster: Cluster) -> Cluster:
         """Return the cluster, calibrated. Raises ValueError for another device than the one that was measured."""
         if cluster.device.name != self.device:
             raise ValueError(
-                f"it is of {self.device}, the cluster has {cluster.device.name}: calibrate with a run on that"
+                f"it is for {self.device}, but the cluster has {cluster.device.name}: calibrate with a run on that "
+                "device"
             )
         return replace(cluster, factor=self.factor)
 
@@ -69,14 +69,12 @@ def read_calibration(path: str) -> Calibration:
     try:
         found = an_object(load_json(Path(path).read_bytes()), "a calibration")
         if found.get("format") != FORMAT or found.get("version") != VERSION:
-            raise ValueError(
-                f"it does not say that it is {FORMAT}, version {VERSION}: bpipe calibrate writes such files"
-            )
+            raise ValueError(f"it is not marked as {FORMAT}, version {VERSION}: use a file that bpipe calibrate wrote")
         measured, predicted = (a_number(found.get(key), key) for key in ("measured_s", "predicted_s"))
         factor = a_number(found.get("factor"), "factor")
         if abs(factor * predicted - measured) > 1e-3 * measured:
             raise ValueError(
-                f"factor is {factor:g}, but {measured:g} s measured and {predicted:g} s predicted give another"
+                f"factor is {factor:g}, but {measured:g} s measured and {predicted:g} s predicted give another one"
             )
         names = (a_text(found.get(key), key) for key in ("device", "source"))
         device, source = names

@@ -211,7 +211,7 @@ class Cluster:
     @property
     def domain(self) -> str:
         """The domain in words."""
-        return "a node" if self.nodes_per_domain == 1 else "nodes that NVLink joins"
+        return "a node" if self.nodes_per_domain == 1 else "a group of nodes on one NVLink"
 
     @property
     def devices_per_domain(self) -> int:
@@ -253,7 +253,7 @@ def _with_port(device: DeviceKind, port: str | None, text: str) -> DeviceKind:
     if port is None:
         return device
     if not float(port):
-        raise ValueError(f"cluster {text!r}: a port of {port} GB/s carries nothing: give more, or leave @ out")
+        raise ValueError(f"cluster {text!r}: a port of {port} GB/s must be above 0: give more, or leave @ out")
     return replace(device, between_bytes_per_s=float(port) * 1e9)
 
 

@@ -63,21 +63,22 @@ def read_cluster(path: Path, devices: tuple[int, int] | None = None) -> Cluster:
     try:
         document = load_json(data) if path.suffix == ".json" else tomllib.loads(data.decode("utf-8"))
     except RecursionError:
-        raise ValueError(f"{path}: nested deeper than any cluster") from None
+        raise ValueError(f"{path}: it is nested too deeply") from None
     except ValueError as error:
-        raise ValueError(f"{path}: no {path.suffix[1:].upper()}: {error}") from None
+        raise ValueError(f"{path}: not valid {path.suffix[1:].upper()}: {error}") from None
     if not isinstance(document, dict):
-        raise ValueError(f"{path}: a cluster is an object with nodes, gpus_per_node and device")
+        raise ValueError(f"{path}: a cluster must be an object with nodes, gpus_per_node and device")
     _refuse_unknown(path, "", document, ("nodes", "gpus_per_node", "gpus_per_domain", "device"))
     nodes, each = devices or (None, None)
     sizes = [_size(path, document, key, default) for key, default in (("nodes", nodes), ("gpus_per_node", each))]
     if "device" not in document:
-        raise ValueError(f"{path}: device is missing: one of {', '.join(DEVICES)}, or an object with its numbers")
+        raise ValueError(f"{path}: device is missing: give one of {', '.join(DEVICES)}, or an object with its numbers")
     num_nodes, devices_per_node = sizes
     joined, rest = divmod(_size(path, document, "gpus_per_domain", devices_per_node), devices_per_node)
     if rest:
         raise ValueError(
-            f"{path}: gpus_per_domain is {document['gpus_per_domain']}, but must be whole nodes of {devices_per_node}"
+            f"{path}: gpus_per_domain is {document['gpus_per_domain']}, but must be a multiple of the "
+            f"{devices_per_node} per node"
         )
     return Cluster(_device(path, document["device"]), num_nodes, devices_per_node, nodes_per_domain=joined)
 
@@ -109,7 +110,7 @@ def _device(path: Path, said: object) -> DeviceKind:
         return replace(_known(path, "device.like", said["like"]), name=name, source=str(path), **numbers)
     missing = [f"device.{key}" for key in NUMBERS if key not in said]
     if missing:
-        raise ValueError(f"{path}: {', '.join(missing)} missing: give all, or device.like")
+        raise ValueError(f"{path}: {', '.join(missing)} missing: give all of them, or device.like")
     return DeviceKind(name=name, source=str(path), **numbers)
 
 

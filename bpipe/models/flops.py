@@ -38,7 +38,8 @@ def training_flops(
     hidden, layers = model.hidden_size, model.num_layers
     if model.experts or model.latent or model.hybrid or layer_parameters(model).matrices != 12 * hidden**2:
         raise ValueError(
-            f"the papers' formula is for layers of 12 h^2 parameters; {model.name} has others: use the formula megatron"
+            f"the papers' formula is for layers of 12 h^2 parameters, but {model.name} has other layers: use the "
+            "formula megatron"
         )
     return (
         batch * sequence * (72 * layers * hidden**2 + 12 * layers * hidden * sequence)

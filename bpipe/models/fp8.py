@@ -44,8 +44,7 @@ class Fp8:
         """
         if device.fp8_flops_per_s is None:
             raise ValueError(
-                f"{device.name} multiplies no FP8 as far as is known: choose another device, or give fp8_tflops in a "
-                f"cluster file"
+                f"{device.name} has no known FP8 support: choose another device, or give fp8_tflops in a cluster file"
             )
         if self.recipe == "mxfp8" and not device.fp8_blocks:
             raise ValueError(
@@ -53,7 +52,7 @@ class Fp8:
                 f"blockwise"
             )
         if not on_gpu:
-            raise ValueError("FP8 is for trainings in bf16 or fp16, on GPUs: give --precision bf16 and kernels gpu")
+            raise ValueError("FP8 is for training in bf16 or fp16 on GPUs: give --precision bf16 and kernels gpu")
         if self.param_gather and not distributed_optimizer:
             raise ValueError("--fp8-param-gather is for the distributed optimizer: leave one of the two out")
 

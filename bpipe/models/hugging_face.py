@@ -108,8 +108,8 @@ _KINDS = {
 _WITH_TEXT = {"llama4": "text_config", "gemma3": "text_config"}
 # Of kinds that are asked for often, what keeps them out.
 _MISSING = {
-    "gpt_oss": "sinks of attention and biases of experts are not modelled",
-    "dbrx": "its own names of sizes are not read",
+    "gpt_oss": "attention sinks and biases of experts are not modelled",
+    "dbrx": "its own names for sizes are not read",
     "qwen3_next": "linear attention is not modelled",
 }
 _GPT2 = {
@@ -145,9 +145,9 @@ def read_hugging_face(path: Path) -> Model:
     try:
         config: Any = load_json(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path}: no JSON: {error}") from None
+        raise ValueError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(config, dict):
-        raise ValueError(f"{path}: a config.json holds one object, not {type(config).__name__}")
+        raise ValueError(f"{path}: a config.json must hold one object, not {type(config).__name__}")
     try:
         return _model(config, str(path))
     except ValueError as error:
@@ -249,7 +249,7 @@ def _is_windowed(kind: object, layer: int) -> int:
     """Raises ValueError for a layer that is neither."""
     if kind not in ("sliding_attention", "full_attention"):
         shown = f"layer_types[{layer}] is {str(kind)[:40]!r}"
-        raise ValueError(f"{shown}: modelled are full_attention and sliding_attention alone")
+        raise ValueError(f"{shown}: only full_attention and sliding_attention are modelled")
     return int(kind == "sliding_attention")
 
 
@@ -268,7 +268,8 @@ def _experts(config: dict[str, Any], keys: _ExpertKeys, number: Callable[..., in
     """Raises ValueError where single layers are named that have none."""
     if config.get("mlp_only_layers"):
         raise ValueError(
-            f"mlp_only_layers is {str(config['mlp_only_layers'])[:40]}: single layers without experts are not modelled"
+            f"mlp_only_layers is {str(config['mlp_only_layers'])[:40]}: single layers without experts cannot be "
+            "modelled"
         )
     step = number(keys.step, 1, MOST_LAYERS) if keys.step else 1
     pattern = (1, *(0,) * (step - 1)) if keys.step_begins else (*(0,) * (step - 1), 1)
@@ -291,6 +292,6 @@ def _has_biases(config: dict[str, Any]) -> bool:
     attention, mlp = (_flag(config, key, False) for key in ("attention_bias", "mlp_bias"))
     if attention != mlp:
         raise ValueError(
-            f"attention_bias is {attention} and mlp_bias {mlp}: biases of one of the two alone are not modelled"
+            f"attention_bias is {attention} and mlp_bias {mlp}: biases in only one of the two are not modelled"
         )
     return mlp

@@ -43,10 +43,12 @@ class Hybrid:
         for symbol in self.pattern:
             if symbol in _OTHERS:
                 raise ValueError(
-                    f"the pattern of layers has {symbol!r}: {_OTHERS[symbol]} are not modelled, only {_known()}"
+                    f"the pattern of layers has {symbol!r}: {_OTHERS[symbol]} cannot be modelled, only {_known()}"
                 )
             if symbol not in (MAMBA, ATTENTION, MLP, EXPERTS):
-                raise ValueError(f"the pattern of layers has {symbol!r}, which is no layer: known are {_known()}")
+                raise ValueError(
+                    f"the pattern of layers has {symbol!r}, which is not a layer: known layers are {_known()}"
+                )
         if not 1 <= len(self.pattern) <= MOST_LAYERS:
             raise ValueError(f"the pattern has {len(self.pattern)} layers, but must have 1 to {MOST_LAYERS}")
         for name in ("num_heads", "state_dim", "head_dim", "num_groups"):
@@ -88,7 +90,7 @@ class Hybrid:
         if MAMBA not in self.pattern:
             return None
         if on_cpu:
-            return "Mamba layers have no kernels of a CPU: choose kernels gpu"
+            return "Mamba layers have no CPU kernels: choose kernels gpu"
         if context > 1:
             return (
                 f"Mamba layers over several context-parallel ranks are not modelled: give context parallel 1, not "

@@ -60,7 +60,9 @@ class KernelTimes:
     def check(self, precision: str) -> None:
         """Raise ValueError where a training in this precision uses other kernels."""
         if (self.precision == "fp32") != (precision == "fp32"):
-            raise ValueError(f"kernel times of {self.precision}, the training has {precision}: measure those, too")
+            raise ValueError(
+                f"the kernel times are for {self.precision}, but the training run is in {precision}: measure that, too"
+            )
 
 
 def _nearest(measured: Mapping[Sizes, float], wanted: Sizes, squared: int | None = None) -> float | None:
@@ -92,9 +94,8 @@ def read_kernel_times(paths: Sequence[str]) -> KernelTimes:
     for path, other in zip(paths, found, strict=True):
         if (other.device, other.precision) != (first.device, first.precision):
             raise ValueError(
-                f"{path}: measured on {other.device} with {other.precision}, {paths[0]} on {first.device} with "
-                f"{first.precision}: "
-                "give files of one device and precision"
+                f"{path}: measured on {other.device} with {other.precision}, but {paths[0]} on {first.device} with "
+                f"{first.precision}: give files of one device and precision"
             )
     kinds = sorted({kind for one in found for kind in one.attention})
     return KernelTimes(
@@ -118,8 +119,7 @@ def _read(path: str) -> KernelTimes:
         found = an_object(load_json(Path(path).read_bytes()), "kernel times")
         if found.get("format") != FORMAT or found.get("version") != VERSION:
             raise ValueError(
-                f"it does not say that it is {FORMAT}, version {VERSION}: bpipe profile --time-kernels writes such "
-                f"files"
+                f"it is not marked as {FORMAT}, version {VERSION}: use a file that bpipe profile --time-kernels wrote"
             )
         attention: dict[str, dict[Sizes, tuple[float, float]]] = {}
         for row in a_list(found.get("attention"), "attention"):
@@ -158,5 +158,5 @@ def _numbers(row: Sequence[Any], name: str, num_sizes: int) -> list[float]:
     sizes = [a_whole(value, f"a size of {name}") for value in row[:num_sizes]]
     seconds = [a_number(value, f"seconds of {name}") for value in row[num_sizes:]]
     if min(*sizes, *seconds) <= 0:
-        raise ValueError(f"a row of {name} is {list(row)}, but sizes and seconds are above 0")
+        raise ValueError(f"a row of {name} is {list(row)}, but sizes and seconds must be above 0")
     return [*sizes, *seconds]

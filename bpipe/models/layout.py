@@ -97,7 +97,7 @@ class Setup(ScheduleSpec):
             self, "recompute", self.recomputed.checked(self.model, self.kernels, self.fp8 is not None).text
         )
         if self.kernels == "cpu" and self.attention == "flash":
-            raise ValueError("kernels cpu compute attention unfused: choose attention unfused")
+            raise ValueError("CPU kernels compute attention unfused: choose attention unfused")
         for name in ("tensor", "pipeline", "micro_batch", "global_batch", "sequence", "num_chunks", "context"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
@@ -106,7 +106,8 @@ class Setup(ScheduleSpec):
         whole = len(self.layers) == self.pipeline * self.num_chunks and sum(self.layers) == self.model.num_layers
         if not whole or without_layers(self.layers) is not None:
             raise ValueError(
-                f"layers {self.layers} must give {self.pipeline * self.num_chunks} stages {self.model.num_layers} layers "
+                f"layers {self.layers} must give {self.pipeline * self.num_chunks} stages {self.model.num_layers} "
+                "layers "
                 f"in all"
             )
         gathered = self.tensor == 1 or self.sequence_parallel
@@ -125,13 +126,11 @@ class Setup(ScheduleSpec):
         others = "qk_norm squared_relu gated_gelu post_norms capped_logits capped_attention latent"
         if cpu and any(getattr(model, name) for name in others.split()):
             raise ValueError(
-                "what kernels of a CPU save of norms of queries and keys, squared ReLUs, gated GELUs, norms behind "
-                "attention, capped logits and latent attention is not modelled"
+                "CPU kernels are not modelled with norms of queries and keys, squared ReLUs, gated GELUs, norms "
+                "after attention, capped logits or latent attention"
             )
         if cpu and model.experts and (self.tensor > 1 or self.routing.expert > 1):
-            raise ValueError(
-                "what kernels of a CPU save of experts is modelled without tensor and expert parallelism alone"
-            )
+            raise ValueError("CPU kernels with experts are modelled only without tensor and expert parallelism")
         model.check_mambas(self.tensor, self.context, cpu)
         model.check_attention(self.attention == "flash", self.sequence)
 
@@ -140,7 +139,7 @@ class Setup(ScheduleSpec):
         experts, routing = self.model.experts, self.routing
         if experts is None:
             if routing != Routing():
-                raise ValueError(f"{self.model.name} has no experts: leave out what says how tokens come to them")
+                raise ValueError(f"{self.model.name} has no experts: leave out the settings of their dispatcher")
             return
         ep, each, block = routing.expert, self.expert_tensor, self.tensor * self.context * self.data
         if experts.num_experts % ep:
@@ -151,12 +150,10 @@ class Setup(ScheduleSpec):
                 f"= {block}"
             )
         if self.tensor > 1 and not self.sequence_parallel:
-            raise ValueError(
-                "experts with tensor parallelism are trained with sequence parallelism alone: give --sequence-parallel"
-            )
+            raise ValueError("experts with tensor parallelism need sequence parallelism: give --sequence-parallel")
         if self.num_pipes > 1:
             raise ValueError(
-                f"{self.schedule} has two pipes, in which experts are not modelled: choose another schedule"
+                f"{self.schedule} has two pipes, for which experts are not modelled: choose another schedule"
             )
 
     def _check_division(self) -> None:
@@ -168,7 +165,7 @@ class Setup(ScheduleSpec):
                 raise ValueError(f"tensor parallel {t} does not divide {value} ({name})")
         groups = self.model.num_query_groups
         if groups % t and t % groups:
-            raise ValueError(f"tensor parallel {t} and {groups} query groups: one must divide the other")
+            raise ValueError(f"tensor parallel {t} and {groups} query groups: one number must divide the other")
         if self.cluster.devices_per_domain % t:
             raise ValueError(
                 f"tensor parallel {t} does not divide the {self.cluster.devices_per_domain} devices of "
@@ -177,8 +174,8 @@ class Setup(ScheduleSpec):
         if self.global_batch % (self.micro_batch * self.data):
             each = self.micro_batch * self.data
             raise ValueError(
-                f"global batch {self.global_batch} is no multiple of micro-batch {self.micro_batch} * data parallel "
-                f"{self.data}: the nearest is {max(1, round(self.global_batch / each)) * each}"
+                f"global batch {self.global_batch} is not a multiple of micro-batch {self.micro_batch} * data "
+                f"parallel {self.data}: the nearest is {max(1, round(self.global_batch / each)) * each}"
             )
 
     def _check_schedule(self) -> None:
@@ -189,24 +186,26 @@ class Setup(ScheduleSpec):
         pipes = program.layout.num_pipes
         if program.limit is not None:
             raise ValueError(
-                f"{self.schedule} without a group has its order chosen for a bound, which is not modelled: give the "
-                f"group, or a bound for each rank"
+                f"{self.schedule} without a group chooses its order for a bound, which is not modelled: give the "
+                "group, or a bound for each rank"
             )
         if self.num_microbatches % pipes:
             raise ValueError(
-                f"{self.schedule} has {pipes} pipes that take equally many of the {self.num_microbatches} micro-batches: "
-                f"take a global batch that is a multiple of micro-batch {self.micro_batch} * data parallel {self.data} "
+                f"{self.schedule} has {pipes} pipes, which need equal shares of the {self.num_microbatches} "
+                f"micro-batches: use a global batch that is a multiple of micro-batch {self.micro_batch} * data "
+                f"parallel {self.data} "
                 f"* {pipes}"
             )
         looped = FAMILIES[self.schedule].exchange is Exchange.MEGATRON_INTERLEAVED
         if looped and self.switches.no_overlap_p2p_communication and p < 3:
             raise ValueError(
-                f"--no-overlap-p2p-communication with chunks is for 3 or more pipeline ranks in Megatron, there are {p}"
+                "--no-overlap-p2p-communication with chunks needs 3 or more pipeline ranks in Megatron, but there "
+                f"are {p}"
             )
         if looped and self.num_microbatches % p:
             raise ValueError(
-                f"with chunks Megatron wants micro-batches ({self.num_microbatches}) in multiples of the {p} pipeline "
-                f"ranks"
+                f"with chunks Megatron needs the number of micro-batches ({self.num_microbatches}) to be a multiple "
+                f"of the {p} pipeline ranks"
             )
 
     def _cut(self) -> str:
@@ -223,9 +222,8 @@ class Setup(ScheduleSpec):
             raise ValueError(f"context parallel {c}: the sequence, {self.sequence}, must be a multiple of {parts}")
         if self.kernels == "cpu" or self.attention == "unfused":
             raise ValueError(
-                f"context parallel {c} is for flash attention on GPUs, which alone Transformer Engine computes over "
-                f"several ranks: choose "
-                "attention flash and kernels gpu"
+                f"context parallel {c} needs flash attention on GPUs, the only kind that Transformer Engine computes "
+                "over several ranks: choose attention flash and kernels gpu"
             )
         refused = model.no_context(self.sequence, how)
         if refused is not None:
@@ -242,17 +240,18 @@ class Setup(ScheduleSpec):
         """What is not modelled of them; their lengths `models.slices` judges."""
         if self.slices == 1:
             if self.slice_lengths != EVEN:
-                raise ValueError("slice lengths say how a sequence is cut: give slices, too, or leave them out")
+                raise ValueError("slice lengths need slices: give slices, too, or leave the lengths out")
             return
         if self.context > 1:
             raise ValueError(
-                f"slices {self.slices} and context parallel {self.context}: a ring of ranks exchanges parts of equal "
-                f"length, and slices attend to ever more keys: leave one of them out"
+                f"slices {self.slices} and context parallel {self.context}: a ring of context-parallel ranks "
+                "exchanges parts of equal length, but each slice attends to more keys than the one before: leave "
+                "one of the two out"
             )
         if self.model.hybrid is not None:
             raise ValueError(
-                f"{self.model.name}: Mamba layers carry a state from token to token, which slices do not: leave slices "
-                f"out"
+                f"{self.model.name}: Mamba layers carry a state from token to token, but slices do not pass it on: "
+                "leave slices out"
             )
 
     def _check_fp8(self) -> None:
@@ -262,8 +261,7 @@ class Setup(ScheduleSpec):
         self.fp8.check(self.cluster.device, on_gpu=on_gpu, distributed_optimizer=self.distributed_optimizer)
         if self.splits:
             raise ValueError(
-                f"{self.schedule} splits backwards, and what its halves hold in FP8 is not modelled: choose another "
-                f"schedule"
+                f"{self.schedule} splits backwards, whose memory in FP8 is not modelled: choose another schedule"
             )
 
     @property

@@ -69,18 +69,18 @@ class Model:
             if type(value) is int and value < 1:
                 raise ValueError(f"model {self.name}: {name} is {value}, but must be at least 1")
         if self.num_layers > MOST_LAYERS:
-            raise ValueError(
-                f"model {self.name}: num_layers is {self.num_layers}, and no model has more than {MOST_LAYERS}"
-            )
+            raise ValueError(f"model {self.name}: num_layers is {self.num_layers}, but must be at most {MOST_LAYERS}")
         if self.num_attention_heads % self.num_query_groups:
             raise ValueError(
                 f"model {self.name}: {self.num_query_groups} query groups do not divide {self.num_attention_heads} "
                 f"heads"
             )
         if self.squared_relu and self.gated:
-            raise ValueError(f"model {self.name}: a SwiGLU is no squared ReLU: leave one of the two out")
+            raise ValueError(f"model {self.name}: SwiGLU and squared ReLU exclude each other: leave one of the two out")
         if self.no_positions and self.learned_positions:
-            raise ValueError(f"model {self.name}: positions are learned, or there are none: leave one of the two out")
+            raise ValueError(
+                f"model {self.name}: learned positions and no positions exclude each other: leave one of the two out"
+            )
         object.__setattr__(self, "window_pattern", shortest(self.window_pattern))
         self._check_parts()
         self._check_hybrid()
@@ -90,7 +90,7 @@ class Model:
         for what, pattern in patterns.items():
             if len(pattern) > self.num_layers:
                 raise ValueError(
-                    f"model {self.name}: {what} are said of {len(pattern)} layers, there are {self.num_layers}"
+                    f"model {self.name}: {what} are given for {len(pattern)} layers, but there are {self.num_layers}"
                 )
         if self.latent and (
             self.num_query_groups != self.num_attention_heads or self.qk_norm or self.qkv_bias or self.window
@@ -114,14 +114,13 @@ class Model:
             raise ValueError(f"model {self.name}: the pattern has {len(pattern)} layers, not {self.num_layers}")
         if (self.experts is not None) != (EXPERTS in pattern):
             raise ValueError(
-                f"model {self.name}: layers with experts are {EXPERTS} in the pattern, and have sizes: give both or "
-                f"neither (--num-experts)"
+                f"model {self.name}: layers with experts need {EXPERTS} in the pattern and their sizes: give both or "
+                "neither (--num-experts)"
             )
         if self.latent or self.post_norms or (self.experts and self.experts.pattern != EVERY_LAYER):
             raise ValueError(
-                f"model {self.name}: hybrid layers have no latent attention, norms behind attention and further "
-                f"pattern of experts: "
-                "leave one of them out"
+                f"model {self.name}: hybrid layers have no latent attention, norms after attention or separate "
+                "pattern of experts: leave one of them out"
             )
 
     @property
@@ -164,7 +163,7 @@ class Model:
     def check_attention(self, is_fused: bool, sequence: int) -> None:
         """Raise ValueError where attention over a sequence is not modelled."""
         if not is_fused and (self.capped_attention or (self.window is not None and sequence > self.window)):
-            raise ValueError(f"{self.name}: windows and capped attention are modelled with attention flash alone")
+            raise ValueError(f"{self.name}: windows and capped attention are modelled with attention flash only")
         if self.chunk is not None and sequence > self.chunk:
             raise ValueError(
                 f"{self.name} attends within chunks of {self.chunk} tokens, which is not modelled where the sequence, "
@@ -177,12 +176,12 @@ class Model:
         way out. None: it does."""
         if cp_comm_type == "p2p" and self.window is not None and sequence > self.window:
             return (
-                f"{self.name} has windows, which no ring of context-parallel ranks computes: give --cp-comm-type "
+                f"{self.name} has windows, which a ring of context-parallel ranks cannot compute: give --cp-comm-type "
                 f"all_gather or a2a"
             )
         if cp_comm_type != "p2p" and self.latent is not None:
             return (
-                f"{self.name} has latent attention, which context-parallel ranks compute in a ring alone: give "
+                f"{self.name} has latent attention, which context-parallel ranks compute only in a ring: give "
                 f"--cp-comm-type p2p"
             )
         return None

@@ -69,14 +69,14 @@ class Experts:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} of experts is {getattr(self, name)}, but must be at least 1")
         if self.top_k > self.num_experts:
-            raise ValueError(f"tokens go to {self.top_k} experts each (top-k), there are {self.num_experts}")
+            raise ValueError(f"each token goes to {self.top_k} experts (top-k), but there are only {self.num_experts}")
         if self.shared_size < 0 or (self.shared_gate and not self.shared_size):
             raise ValueError(
                 f"a shared expert of size {self.shared_size}{' with a gate' * self.shared_gate}: give its size"
             )
         object.__setattr__(self, "pattern", shortest(self.pattern))
         if not any(self.pattern):
-            raise ValueError("no layer has experts: leave them out")
+            raise ValueError("no layer has experts: leave the experts out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Latent:
 def shortest(pattern: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shortest pattern that repeats to this one."""
     if not pattern or any(one not in (0, 1) for one in pattern):
-        raise ValueError(f"a pattern of layers holds ones and zeros, and at least one of them, not {str(pattern)[:40]}")
+        raise ValueError(f"a pattern of layers must be one or more ones and zeros, not {str(pattern)[:40]}")
     for length in range(1, len(pattern)):
         if len(pattern) % length == 0 and pattern[:length] * (len(pattern) // length) == pattern:
             return pattern[:length]
@@ -127,7 +127,7 @@ def read_pattern(text: str) -> tuple[int, ...]:
     # Deeper, or longer than with every layer by itself, nobody means.
     found = _sum(plain) if len(plain) <= 4 * MOST_LAYERS and plain.count("(") <= 100 else None
     if found is None or not 1 <= len(found) <= MOST_LAYERS:
-        raise ValueError(f"{text[:60]!r} is no pattern of layers, such as 2 or [0]*3+[1]*58")
+        raise ValueError(f"{text[:60]!r} is not a pattern of layers, such as 2 or [0]*3+[1]*58")
     return shortest(found)
 
 
@@ -228,7 +228,7 @@ class Routing:
                 raise ValueError(f"{name} is {value}, but must be at least 1")
         if self.capacity is not None and self.capacity <= 0:
             raise ValueError(
-                f"the capacity of experts is {self.capacity:g} times their even share, but must lie above 0"
+                f"the capacity of experts is {self.capacity:g} times their even share, but must be above 0"
             )
         if self.padded and self.capacity is None:
             raise ValueError("experts are padded to a capacity: give the capacity factor, too")

@@ -65,13 +65,13 @@ class Profile:
         None: it does.
         """
         if self.measured and setup.context > 1:
-            return f"measured without context parallelism, the setup has {setup.context}: leave one of the two out"
+            return f"measured without context parallelism, but the setup has {setup.context}: leave one of the two out"
         if setup.model.hybrid is not None:
-            return f"measured of layers that are alike, those of {setup.model.name} are not: leave it out"
+            return f"measured for equal layers, but those of {setup.model.name} differ: leave it out"
         for name, value in self.measured:
             mine = getattr(setup.model if name in _SIZES else setup, name)
             if mine != value:
-                return f"measured with {name} {value}, the setup has {mine}: profile that, too"
+                return f"measured with {name} {value}, but the setup has {mine}: profile that, too"
         if any(entry.micro_batch in (None, setup.micro_batch) for entry in self.entries):
             return None
         sizes = sorted({entry.micro_batch for entry in self.entries if entry.micro_batch is not None})
@@ -85,9 +85,9 @@ class Profile:
         mine = [entry for entry in self.entries if entry.micro_batch in (None, setup.micro_batch)]
         if len(mine) not in (1, setup.num_stages):
             raise ValueError(
-                f"{self.source}: {len(mine)} stages for micro-batch size {setup.micro_batch}, the setup has "
+                f"{self.source}: {len(mine)} stages for micro-batch size {setup.micro_batch}, but the setup has "
                 f"{setup.num_stages}: "
-                "give one for all alike, or one for each"
+                "give one for all, or one for each"
             )
         return tuple(mine * setup.num_stages if len(mine) == 1 else mine)
 
@@ -104,8 +104,8 @@ class Profile:
         """
         if setup.slices > 1:
             raise ValueError(
-                f"{self.source}: whole sequences were measured, and slices {setup.slices} of them take other shares: "
-                f"leave the profile out, or slices"
+                f"{self.source}: whole sequences were measured, but slices {setup.slices} take other shares: leave "
+                "out the profile or the slices"
             )
         entries = self.entries_for(setup)
         missing = collectives if self.is_of_one_rank else NONE
@@ -201,7 +201,7 @@ def read_profile(path: str) -> Profile:
     try:
         document: Any = load_json(Path(path).read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path}: no JSON: {error}") from None
+        raise ValueError(f"{path}: not valid JSON: {error}") from None
     stages = document.get("stages") if isinstance(document, dict) else None
     if not isinstance(stages, list) or not stages:
         raise ValueError(f'{path}: a profile is {{"stages": [{{"forward_s": ...}}]}}, with at least one stage')
@@ -220,7 +220,7 @@ def _traced(path: str, entries: Sequence[Entry], measured: Mapping[str, object])
     missing = [name for name in (*OF_MODEL, *OF_SETUP[:-1]) if name not in measured]
     if missing or any(None in one for one in sizes) or len({one[-1] for one in sizes}) > 1:
         lacks = f"measured lacks {', '.join(missing)}" if missing else "saved_bytes, parameters and one micro_batch"
-        raise ValueError(f"{path}: a trace says of every stage what it saves and has: {lacks}")
+        raise ValueError(f"{path}: a trace must give the sizes of every stage: {lacks}")
     facts = [(name, _frozen(measured[name])) for name in (*OF_MODEL, *OF_SETUP[:-1])]
     saved, parameters = (tuple(one[place] or 0 for one in sizes) for place in (0, 1))
     return Traced((*facts, ("micro_batch", sizes[0][-1])), saved, parameters)
@@ -244,7 +244,7 @@ def _entry(path: str, index: int, stage: object) -> Entry:
     unknown = sorted(set(stage) - _KEYS)
     if unknown:
         raise ValueError(
-            f"{path}: stage {index} has unknown {', '.join(unknown)}: known are {', '.join(sorted(_KEYS))}"
+            f"{path}: stage {index} has unknown keys {', '.join(unknown)}: choose from {', '.join(sorted(_KEYS))}"
         )
     for key, value in stage.items():
         if key in _WHOLE:
@@ -253,6 +253,6 @@ def _entry(path: str, index: int, stage: object) -> Entry:
             a_number(value, f"{path}: stage {index}: {key}")
     if ("input_s" in stage) != ("weight_s" in stage):
         raise ValueError(
-            f"{path}: stage {index} has one half of a backward alone: give both input_s and weight_s, or neither"
+            f"{path}: stage {index} has only one half of a backward: give both input_s and weight_s, or neither"
         )
     return Entry(**stage)

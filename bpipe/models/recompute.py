@@ -60,16 +60,14 @@ class Recompute:
         for name in self.modules:
             if name not in MODULES:
                 raise ValueError(
-                    f"no part of a layer that is recomputed is called {name[:40]!r}: choose from {', '.join(MODULES)}"
+                    f"unknown part of a layer to recompute {name[:40]!r}: choose from {', '.join(MODULES)}"
                 )
         if self.method not in (None, *METHODS):
-            raise ValueError(f"layers are not recomputed by {self.method[:40]!r}: choose from {', '.join(METHODS)}")
+            raise ValueError(f"unknown method of recomputation {self.method[:40]!r}: choose from {', '.join(METHODS)}")
         if self.modules and self.method:
-            raise ValueError("parts of layers and whole layers are not recomputed together: leave one of the two out")
+            raise ValueError("parts of layers and whole layers cannot both be recomputed: leave one of the two out")
         if not 1 <= self.num_layers <= MOST_LAYERS:
-            raise ValueError(
-                f"{self.num_layers} layers are recomputed, but must be 1 to {MOST_LAYERS}: for none of them say none"
-            )
+            raise ValueError(f"{self.num_layers} layers to recompute: give 1 to {MOST_LAYERS}, or none for no layer")
         object.__setattr__(self, "modules", tuple(name for name in MODULES if name in self.modules))
 
     @property
@@ -113,13 +111,13 @@ class Recompute:
             "shared_experts": (shares, f"{model.name} has no shared experts"),
             "moe_act": (
                 model.experts is not None and grouped,
-                "activations of experts are recomputed in grouped products alone",
+                "activations of experts are recomputed only in grouped products",
             ),
-            "mlp": (not model.linear_bias, "Megatron hangs where an MLP with biases is recomputed"),
+            "mlp": (not model.linear_bias, "Megatron hangs when an MLP with biases is recomputed"),
         }
         if in_fp8 and self.modules != MODULES[:1]:
             raise ValueError(
-                f"recompute {self.text}: parts but {MODULES[0]} are not modelled in FP8: leave them out, or FP8"
+                f"recompute {self.text}: in FP8 only {MODULES[0]} is modelled: leave out the other parts, or FP8"
             )
         for name in self.modules:
             met, why = needs.get(name, (True, ""))

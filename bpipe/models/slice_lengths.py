@@ -32,10 +32,11 @@ def even_bounds(length: int, slices: int, unit: int = 1) -> tuple[int, ...]:
     """
     units, left = divmod(length, unit)
     if left:
-        raise ValueError(f"a sequence of {length} tokens is no multiple of {unit}, and each slice of it has to be one")
+        raise ValueError(f"a sequence of {length} tokens is not a multiple of {unit}, but each slice must be one")
     if units < slices:
         raise ValueError(
-            f"a sequence of {length} tokens has no {slices} slices of {unit} or more: take {units} at most"
+            f"a sequence of {length} tokens cannot be cut into {slices} slices of {unit} or more: use at most "
+            f"{units} slices"
         )
     return tuple(units * number // slices * unit for number in range(slices + 1))
 
@@ -46,12 +47,12 @@ def listed_bounds(lengths: Sequence[int], length: int, slices: int, unit: int = 
         raise ValueError(f"{len(lengths)} lengths for {slices} slices: give one for each")
     if sum(lengths) != length:
         raise ValueError(
-            f"the lengths add up to {sum(lengths)} tokens, and a sequence has {length}: they have to be all of it"
+            f"the lengths add up to {sum(lengths)} tokens, but a sequence has {length}: give lengths that add up to it"
         )
     wrong = next((one for one in lengths if one % unit), None)
     if wrong is not None:
         raise ValueError(
-            f"a slice of {wrong} tokens is no multiple of {unit}, which the tensor-parallel ranks have parts of"
+            f"a slice of {wrong} tokens is not a multiple of {unit}, which tensor-parallel ranks need to share it"
         )
     return (0, *accumulate(lengths))
 

@@ -42,8 +42,8 @@ class StateTypes:
                 raise ValueError(f"--{name.replace('_', '-')} {value} is unknown: choose from {', '.join(choices)}")
             if value != WHOLE and not self.use_precision_aware_optimizer:
                 raise ValueError(
-                    f"--{name.replace('_', '-')} {value} is for --use-precision-aware-optimizer: give it, too, or leave "
-                    f"the type out"
+                    f"--{name.replace('_', '-')} {value} needs --use-precision-aware-optimizer: give that, too, or "
+                    "leave the type out"
                 )
 
     def check(self, precision: str, *, distributed_optimizer: bool, accumulates_in_fp32: bool) -> None:
@@ -52,8 +52,8 @@ class StateTypes:
             return
         if not distributed_optimizer:
             raise ValueError(
-                "--use-precision-aware-optimizer is for the distributed optimizer: give --use-distributed-optimizer, or "
-                "leave it out"
+                "--use-precision-aware-optimizer needs the distributed optimizer: give --use-distributed-optimizer, "
+                "or leave it out"
             )
         if precision == "fp32":
             raise ValueError("--use-precision-aware-optimizer is for bf16 and fp16: give another precision")

@@ -39,8 +39,8 @@ class Switches:
         """
         if self.overlap_param_gather and not distributed_optimizer:
             raise ValueError(
-                "--overlap-param-gather is for the distributed optimizer, which gathers weights: leave one of the two "
-                "out"
+                "--overlap-param-gather needs the distributed optimizer, which gathers weights: give that, too, or "
+                "leave this out"
             )
         if self.grad_reduce_in_bf16 and precision != "bf16":
             raise ValueError(f"--grad-reduce-in-bf16 is for bf16, the precision is {precision}: leave it out")

@@ -30,9 +30,9 @@ class Traced:
         for name, value in self.facts:
             mine = getattr(setup.model if name in OF_MODEL else setup, name)
             if mine != value:
-                return f"traced with {name} {_text(value)}, the setup has {_text(mine)}: trace that, too"
+                return f"traced with {name} {_text(value)}, but the setup has {_text(mine)}: trace that, too"
         for name in beyond_traces(setup):
-            return f"traced without {name}, the setup has some: leave one of the two out"
+            return f"traced without {name}, but the setup has them: leave one of the two out"
         return None
 
 

@@ -75,7 +75,7 @@ def answer_lines(found: Answer) -> list[str]:
     for one in found.choices:
         lines.append(_line(one, found.choices[0]))
         lines += [f"        {one.flags}"] if one.flags else []
-        lines += [f"        the trainer refuses it: {reason}" for reason in one.refused[:2]]
+        lines += [f"        the trainer refuses this: {reason}" for reason in one.refused[:2]]
     lines.append(_advice(found))
     if found.choices:
         lines.append(_doubt(found.choices[-1]))
@@ -89,7 +89,8 @@ def _line(one: Choice, first: Choice) -> str:
     tight = ", tight" if any(rank.is_tight for rank in one.prediction.memory) else ""
     fits = tight if one.prediction.fits else ", does not fit"
     return (
-        f"{one.kind.capitalize():6}  {one.iteration_s:.3f} s{seconds}{beside}  {gib_text(one.prediction.peak_bytes)} of "
+        f"{one.kind.capitalize():6}  {one.iteration_s:.3f} s{seconds}{beside}  {gib_text(one.prediction.peak_bytes)} "
+        "of "
         f"{gib_text(limit)} GiB{fits}  {describe(one.prediction.setup)}"
     )
 

@@ -98,7 +98,8 @@ class OverBudget(ValueError):
     def __init__(self, smallest_bytes: tuple[int, ...], pair: Pair, budget_bytes: tuple[int, ...]) -> None:
         who = f"rank {pair[0]}" if pair[0] == pair[1] else f"ranks {pair[0]} and {pair[1]}"
         super().__init__(
-            f"no plan keeps {who} within {budget_text(budget_bytes)} GiB per device. The smallest budget that one keeps "
+            f"no plan keeps {who} within {budget_text(budget_bytes)} GiB per device. The smallest budget that one "
+            "keeps "
             f"is "
             f"{budget_text(smallest_bytes)} GiB"
         )
@@ -281,29 +282,27 @@ def better_plan(devices: Devices, now: Schedule, costs: Costs | None = None) -> 
     try:
         found = within(devices, now.partners if devices.hosts == PAIR else None)
     except OverBudget as error:
-        return None, [
-            f"{holds}; {error}: the plan stays, and recomputing more, or fewer layers where it is fullest, would help"
-        ]
+        return None, [f"{holds}; {error}: the plan stays; recompute more, or put fewer layers on the fullest rank"]
     unknown = sorted(_sent_stages(found.schedule) - _sent_stages(now))
     if unknown:
         stages = " and ".join(map(str, unknown))
         return None, [
-            f"{holds}; what would keep the budget sends of stage {stages}, of which nobody knows yet what moves: the "
-            f"plan stays"
+            f"{holds}; a plan that keeps the budget would send from stage {stages}, whose sizes are not measured "
+            "yet: the plan stays"
         ]
     running = replace(found, schedule=now, memory=devices.memory)
     sent = running.moved_bytes
     if costs is not None:
         found = in_time(found, devices.schedule, costs.holding(found.memory))
-    holds = f"{holds}, and {budget_text([sent])} GiB leave in an iteration"
+    holds = f"{holds}, and {budget_text([sent])} GiB are evicted per iteration"
     if not fits or found.moved_bytes < sent:
-        return found, [f"{holds}; changing over:", *plan_lines(found, "as measured")]
+        return found, [f"{holds}; changing the plan:", *plan_lines(found, "as measured")]
     if costs is not None and found.moved_bytes == sent and waits_less(found, running, costs):
         return found, [
-            f"{holds}, and a plan that sends as much waits less for it; changing over:",
+            f"{holds}, and a plan that sends as much waits less for it; changing the plan:",
             *plan_lines(found, "as measured"),
         ]
-    return None, [f"{holds}: no plan does with less, so it stays"]
+    return None, [f"{holds}: no plan needs less, so this one stays"]
 
 
 def _sent_stages(schedule: Schedule) -> set[int]:

@@ -46,16 +46,15 @@ def steady(ran: Sequence[Ran], warm_up: int = WARM_UP_ITERATIONS) -> Steady:
     kept = [one.seconds for one in ran if one.first >= ran[0].first + warm_up]
     if len(kept) < FEWEST:
         raise ValueError(
-            f"{len(kept)} of {len(ran)} measured times are left behind {warm_up} iterations of warm-up: a median "
-            f"wants {FEWEST}; "
-            "train longer, log more often, or give another --warm-up"
+            f"{len(kept)} of {len(ran)} measured times are left after {warm_up} iterations of warm-up: a median "
+            f"needs {FEWEST}; train longer, log more often, or give another --warm-up"
         )
     low, median, high = statistics.quantiles(kept, n=4, method="inclusive")
     if high - low > LARGEST_SPREAD * median:
         raise ValueError(
             f"the middle half of {len(kept)} iterations took {low:.4g} to {high:.4g} s, more than "
-            f"{100 * LARGEST_SPREAD:.0f} % apart: that "
-            "is no steady training. Give a part of the log that is, or a longer --warm-up"
+            f"{100 * LARGEST_SPREAD:.0f} % apart: the run is not steady. Give a steady part of the log, or a longer "
+            "--warm-up"
         )
     return Steady(len(kept), len(ran) - len(kept), median, low, high)
 
@@ -63,15 +62,14 @@ def steady(ran: Sequence[Ran], warm_up: int = WARM_UP_ITERATIONS) -> Steady:
 def calibrate(setup: Setup, measured_s: float, source: str) -> Calibration:
     """Return how far the prediction of the setup is from `measured_s`, seconds of one iteration."""
     if not measured_s > 0:
-        raise ValueError(f"{source}: an iteration took {measured_s:g} s, but none takes no time")
+        raise ValueError(f"{source}: an iteration took {measured_s:g} s, but must take more than 0")
     device, count = setup.cluster.device, setup.cluster.num_devices
     flops = training_flops(setup.model, setup.global_batch, setup.sequence, vocabulary=setup.padded_vocabulary)
     reached = mfu(flops, measured_s, count, setup.peak_flops_per_s)
     if reached >= 1:
         raise ValueError(
             f"{source}: {measured_s:.4g} s would be {100 * reached:.0f} % of what {count} {device.name} can compute: "
-            f"is this the "
-            "configuration that ran, and its device?"
+            f"is this the configuration and the device of the run?"
         )
     predicted = steady_timing(setup, costs_of(setup)).iteration_s
     return Calibration(device.name, measured_s / predicted, measured_s, predicted, source, configuration(setup))

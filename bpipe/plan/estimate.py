@@ -31,7 +31,7 @@ class Estimate:
 def iteration_seconds(batch: int, pipeline: int, micro_batch: int, stage_seconds: float) -> float:
     """Return (B/b + p - 1) T(b), the seconds of an iteration."""
     if not 0 < stage_seconds < math.inf:
-        raise ValueError(f"stage seconds are {stage_seconds}, but must lie above 0")
+        raise ValueError(f"stage seconds are {stage_seconds}, but must be above 0")
     return (batch / micro_batch + pipeline - 1) * stage_seconds
 
 
@@ -45,7 +45,7 @@ def estimate(batch: int, pipeline: int, x: int, y: int, stage_mfu_x: float, stag
             raise ValueError(f"micro-batch {size} does not divide the global batch {batch} of one replica")
     for stage_mfu in (stage_mfu_x, stage_mfu_y):
         if not 0 < stage_mfu <= 1:
-            raise ValueError(f"a stage MFU is {100 * stage_mfu:g} %, but must lie above 0 and not above 100")
+            raise ValueError(f"a stage MFU is {100 * stage_mfu:g} %, but must be above 0 and at most 100")
     full_x, full_y = batch + x * (pipeline - 1), batch + y * (pipeline - 1)
     return Estimate(
         ratio=full_y / full_x * stage_mfu_x / stage_mfu_y,

@@ -105,7 +105,7 @@ def plan_lines(found: Fit, known: str = "by prediction") -> list[str]:
             f"{head}: nothing has to leave, rank {fullest} is the fullest with "
             f"{budget_text([found.alone_bytes[fullest]])} GiB"
         ]
-    told = [f"{head}: {budget_text([found.moved_bytes])} GiB leave in an iteration"]
+    told = [f"{head}: {budget_text([found.moved_bytes])} GiB are evicted per iteration"]
     return [*told, *(_hosting(found, rank) for rank in senders), *_waiting(found)]
 
 

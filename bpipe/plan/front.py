@@ -76,7 +76,7 @@ def find_front(space: Space, progress: Progress = lambda what, done, total: None
     """
     if BLOCK in space.recompute:
         raise ValueError(
-            f"{BLOCK} chooses a number of layers for one amount of memory: give numbers, such as {BLOCK}:2 {BLOCK}:4"
+            f"{BLOCK} chooses the number of layers for one amount of memory: give numbers, such as {BLOCK}:2 {BLOCK}:4"
         )
     limit = space.cluster.device.memory_bytes
     most = int(MOST_TIMES * limit)
@@ -105,7 +105,7 @@ def not_searched(space: Space) -> tuple[str, ...]:
     every = (
         (
             space.vocabulary_parallel is None,
-            f"shards of the vocabulary that save memory alone ({_SHARDS} {' '.join(VOCABULARIES)})",
+            f"shards of the vocabulary that save only memory ({_SHARDS} {' '.join(VOCABULARIES)})",
         ),
         (shards, f"other shards of the vocabulary ({_SHARDS} {' '.join(shards)})"),
         (
@@ -119,8 +119,8 @@ def not_searched(space: Space) -> tuple[str, ...]:
         ),
         (max(space.slices) > 1 and moves, "balanced slices of differing lengths (--memory, without --front)"),
         (not moves, "balanced rows (--balance)"),
-        (moves and hosts, f"other hosts of what leaves (--hosts {' '.join(hosts)})"),
-        (moves, "balanced rows that send only what a budget demands (--memory, without --front)"),
+        (moves and hosts, f"other hosts of evicted activations (--hosts {' '.join(hosts)})"),
+        (moves, "balanced rows that send only what a budget needs (--memory, without --front)"),
         (BALANCES[0] not in space.balances, "rows without balancing (--balance)"),
         (others, f"other schedules (--schedule {' '.join(others)})"),
         (
@@ -179,14 +179,13 @@ class _Unbeaten:
 
 def front_lines(front: Front) -> list[str]:
     """Return the table, which point wins, how far those beside it are, and what lies outside."""
-    head = f"{front.num_configurations} configurations, {front.num_simulated} simulated"
+    head = f"{front.num_configurations} configurations, of which {front.num_simulated} were simulated"
     if not front.points:
         return [
             f"{head}: none needs less than {gib_text(front.most_bytes)} GiB per device, {float(MOST_TIMES):g} times "
-            f"what one "
-            f"has"
+            "its memory"
         ]
-    lines = [f"{head}: for every amount of memory the fastest, up to {gib_text(front.most_bytes)} GiB per device"]
+    lines = [f"{head}: the fastest for every amount of memory up to {gib_text(front.most_bytes)} GiB per device"]
     lines += calibration_lines(front.points[0].prediction.setup.cluster)
     for place, point in enumerate(front.points):
         mark = "*" if place == front.winner else " " if point.peak_bytes <= front.limit_bytes else "-"
@@ -222,7 +221,7 @@ def standing(front: Front) -> str:
     if winner is None:
         first = front.points[0]
         return (
-            f"Nothing fits into {has}: the least that is needed is {gib_text(first.peak_bytes)} GiB, "
+            f"Nothing fits into {has}: the smallest configuration needs {gib_text(first.peak_bytes)} GiB, "
             f"{_apart(first, front.limit_bytes)} more."
         )
     mine = front.points[winner]
@@ -231,16 +230,16 @@ def standing(front: Front) -> str:
         above = front.points[winner + 1]
         gain = 100 * (1 - above.iteration_s / mine.iteration_s)
         parts.append(
-            f"The next needs {_apart(above, front.limit_bytes)} more than there is, and takes {gain:.1f} % less time."
+            f"The next needs {_apart(above, front.limit_bytes)} more than there is and takes {gain:.1f} % less time."
         )
     else:
-        parts.append("Of what was searched nothing with more memory is faster.")
+        parts.append("Nothing that was searched with more memory is faster.")
     if winner:
         below = front.points[winner - 1]
         more = 100 * (below.iteration_s / mine.iteration_s - 1)
         parts.append(
-            f"The one before needs {gib_text(mine.peak_bytes - below.peak_bytes)} GiB less, and takes {more:.1f} % "
-            f"more."
+            f"The one before needs {gib_text(mine.peak_bytes - below.peak_bytes)} GiB less and takes {more:.1f} % "
+            "more time."
         )
     return " ".join(parts)
 

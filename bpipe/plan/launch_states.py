@@ -26,7 +26,7 @@ SUPPORTED: tuple[Feature, ...] = tuple(
         (
             "virtual stages",
             lambda s: s.num_layers_per_virtual_pipeline_stage or s.num_virtual_stages_per_pipeline_rank,
-            "every chunk's activations leave for the same partner",
+            "every chunk's activations move to the same partner",
             "interleaved_m8",
         ),
         (
@@ -94,7 +94,7 @@ SUPPORTED: tuple[Feature, ...] = tuple(
         (
             "variable sequence lengths",
             lambda s: s.variable_seq_lengths,
-            "every message between stages tells its shape, and every transfer its size",
+            "every message between stages carries its shape, and every transfer its size",
             "lengths",
         ),
     )
@@ -146,7 +146,7 @@ def _loop_of(settings: Settings) -> tuple[bool, bool]:
     name = settings.bpipe_schedule or default_family(chunks)
     if name not in FAMILIES:
         raise ValueError(
-            f"--bpipe-schedule {name}: what is refused depends on where its stages are, and a schedule's file is not "
-            f"read here: name a family, or start the training"
+            f"--bpipe-schedule {name}: what is refused depends on where its stages are, but a schedule file is not "
+            "read here: name a family, or start the training run"
         )
     return not is_in_order(name, ranks, FAMILIES[name].min_chunks), FAMILIES[name].exchange is Exchange.POSTED

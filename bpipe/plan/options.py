@@ -78,11 +78,11 @@ def model_of(options: Options) -> Model:
     needed = ("num_layers", "hidden_size", "num_attention_heads", "sequence", "vocabulary")
     missing = [_name(name) for name in needed if name not in changes]
     if missing:
-        raise ValueError(f"no --model, and {', '.join(missing)} missing: name a model, or give all of its sizes")
+        raise ValueError(f"no --model, and {', '.join(missing)} missing: name a model, or give all its sizes")
     heads, hidden = changes["num_attention_heads"], changes["hidden_size"]
     if hidden % heads and "kv_channels" not in changes:
         raise ValueError(
-            f"--num-attention-heads {heads} do not divide --hidden-size {hidden}: give other numbers, or "
+            f"--num-attention-heads {heads} does not divide --hidden-size {hidden}: give other numbers, or "
             f"--kv-channels, the size of a head"
         )
     sizes = {
@@ -112,21 +112,22 @@ def filled(options: Options, reading: Reading | None, needed: tuple[str, ...]) -
         **{name: value for name, value in given.items() if value is not None and value is not False},
     }
     if reading and options.model is None and "vocabulary" not in every:
-        raise ValueError("the launch does not say how large the vocabulary is, its tokenizer does: give --vocab-size N")
+        raise ValueError("only the tokenizer of the launch knows the size of the vocabulary: give --vocab-size N")
     return Options(**{**given, **every})
 
 
 def _refuse_missing(missing: Sequence[str]) -> None:
     if missing:
         raise ValueError(
-            f"{', '.join(missing)} missing: give it, or a launch of Megatron after -- or with --from-script"
+            f"{', '.join(missing)} missing: give {'them' if missing[1:] else 'it'}, or a launch of Megatron after -- "
+            "or with --from-script"
         )
 
 
 def _refuse_unmodelled(given: Mapping[str, object], reading: Reading) -> None:
     for name, what in reading.unmodelled.items():
         if given.get(name) is None:
-            raise ValueError(f"{what} is not modelled: say what to predict in its place with {_name(name)}")
+            raise ValueError(f"{what} is not modelled: choose what to predict instead with {_name(name)}")
 
 
 def _said(given: Mapping[str, Any], launch: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,9 +183,7 @@ def fp8_of(options: Options) -> Fp8 | None:
     recipe, gathers = getattr(options, "fp8_recipe", None), getattr(options, "fp8_param_gather", False)
     if getattr(options, "fp8_format", None) is None:
         if gathers:
-            raise ValueError(
-                "--fp8-param-gather says how weights are kept in FP8: give --fp8-format, too, or leave it out"
-            )
+            raise ValueError("--fp8-param-gather needs FP8: give --fp8-format, too, or leave it out")
         return None
     return Fp8(options.fp8_format, recipe or RECIPES[0], bool(gathers))
 
@@ -203,7 +202,7 @@ def setup_of(options: Options, cluster: Cluster) -> Setup:
     layers = options.layers or split_layers(model.num_layers, stages, allow_uneven=True)
     if layers is None:
         of = f"--pp {options.pipeline} with {options.chunks} chunks"
-        raise ValueError(f"{of} are {stages} stages for {model.num_layers} layers: every stage needs one")
+        raise ValueError(f"{of} makes {stages} stages for {model.num_layers} layers: every stage needs one")
     replicas = max(1, cluster.num_devices // (options.tensor * options.context * options.pipeline))
     # By the names of a setup's fields; what the options call otherwise comes behind. A launch as it stands splits
     # nothing.

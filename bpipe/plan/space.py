@@ -117,27 +117,27 @@ LONG_SEQUENCE, LEAST_PART = 32768, 8192
 
 # What can cut candidates, in the order in which it is asked, and what it counts: of grids a whole t*p*d at once.
 CUTS = {
-    "asked": "grids, micro-batch sizes and numbers of chunks: not those asked for (--tp, --pp, --mbs, --vp)",
+    "asked": "grids, micro-batch sizes and numbers of chunks: excluded by flags (--tp, --pp, --mbs, --vp)",
     "mamba": "grids: t does not divide heads or groups of Mamba layers, or c is more than 1",
     "tensor": "grids: t does not divide heads, query groups or sequence",
-    "context": "grids: the sequence is no multiple of 2*c and t*c, or a2a has too few heads, or the devices no "
-    "multiple of t*c",
+    "context": "grids: the sequence is not a multiple of 2*c and t*c, or a2a has too few heads, or the number of "
+    "devices is not a multiple of t*c",
     "ranks": "grids: p is more than the layers",
     "uneven": "grids: p does not divide the layers (--even-layers)",
     "batch": "grids: d does not divide the global batch",
-    "micro_batches": "micro-batch sizes: interleaving and two pipes want their number in multiples of p",
-    "chunks": "numbers of chunks: the layers do not go over so many stages",
-    "pipes": "micro-batch sizes: two pipes want at least four ranks, and an even number of them",
+    "micro_batches": "micro-batch sizes: interleaving and two pipes need a number of micro-batches that p divides",
+    "chunks": "numbers of chunks: the layers cannot be divided over so many stages",
+    "pipes": "micro-batch sizes: two pipes need at least four ranks, and an even number of them",
     "experts": "micro-batch sizes: experts in two pipes are not modelled",
     "pairs": "choices of balancing: no pair of ranks has anything to share",
     "profile": "configurations: the profile does not cover them",
-    "layers": "choices of how many layers to recompute: it fits with none, or takes all of a stage",
+    "layers": "choices of how many layers to recompute: it fits with none, or needs all layers of a stage",
     "memory": "configurations: more memory than a device has",
     "queues": "configurations with shards: ranks would wait for each other in the one queue of a device",
     "unneeded": "balanced configurations: they fit without balancing too",
-    "refused": "configurations: the trainer refuses them with what the launch says",
-    "slower": "configurations with split backwards, two pipes, slices or shards: slower than every row, by a bound, so nobody "
-    "asked if they fit",
+    "refused": "configurations: the trainer refuses them with the flags of the launch",
+    "slower": "configurations with split backwards, two pipes, slices or shards: slower than every row by a lower bound, "
+    "so whether they fit was not checked",
 }
 
 

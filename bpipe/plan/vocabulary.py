@@ -112,8 +112,7 @@ def burden_lines(found: Burden, row: int) -> list[str]:
     setup = found.prediction.setup
     lines = [
         f"The vocabulary hurts in row {row}: with {setup.padded_vocabulary} tokens the last stage's rank computes "
-        f"{found.load:.2f} times as long "
-        "as the others, and all wait for it. Remedies:"
+        f"{found.load:.2f} times as long as the others, which wait for it. Remedies:"
     ]
     for name in sorted(found.remedies, key=lambda one: (one != found.best, -found.gain(one))):
         remedy = found.remedies[name]

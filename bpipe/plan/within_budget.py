@@ -19,7 +19,7 @@ from bpipe.models.profile import Profile
 from bpipe.plan.budget import Devices, OverBudget, one_budget_a_rank, plan_in_time, within
 from bpipe.plan.fit import Fit
 
-ELSEWHERE = "`bpipe fit` with the same launch lists what else makes it fit, and what that costs"
+ELSEWHERE = "`bpipe fit` with the same launch lists other ways to make it fit, and what they cost"
 
 
 def predicted_devices(setup: Setup, budget_bytes: Sequence[int], minimum_bytes: int = MINIMUM_BYTES) -> Devices:

@@ -55,7 +55,7 @@ class StageCost:
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None and not (value >= 0 and math.isfinite(value)):
-                raise ValueError(f"{field.name} is {value}, but no cost is negative or endless")
+                raise ValueError(f"{field.name} is {value}, but a cost must be finite and at least 0")
         if self.weight_s is not None and self.input_s is None and self.weight_s > self.backward_s:
             raise ValueError(
                 f"weight_s {self.weight_s} is a part of backward_s {self.backward_s}, so it cannot be more"
@@ -123,12 +123,10 @@ class Link:
 
     def __post_init__(self) -> None:
         if self.bytes_per_s is not None and not self.bytes_per_s > 0:
-            raise ValueError(
-                f"bytes_per_s is {self.bytes_per_s}, but a link carries more than nothing; None is a link without limit"
-            )
+            raise ValueError(f"bytes_per_s is {self.bytes_per_s}, but must be above 0; None is a link without limit")
         for name in ("latency_s", "gap_s"):
             if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, but nothing arrives before it left")
+                raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 0")
 
     def scaled(self, factor: Number) -> Link:
         """Return a link that takes `factor` times as long."""
@@ -282,19 +280,21 @@ def check_fits(costs: Costs, num_stages: int, num_ranks: int, split_backward: Se
         )
     if costs.slices > 1 and costs.shards:
         raise ValueError(
-            f"costs of {costs.slices} slices and of shards of the vocabulary: what a shard takes is known of whole "
-            f"micro-batches only, so leave the slices out, or the vocabulary whole"
+            f"costs of {costs.slices} slices together with shards of the vocabulary: the cost of a shard is known for "
+            "whole micro-batches only, so leave the slices out, or the vocabulary whole"
         )
     if len(costs.stages) != num_stages * costs.slices:
         raise ValueError(f"costs of {costs.num_stages} stages for a schedule of {num_stages}: give one for each stage")
     if costs.links.nodes and len(costs.links.nodes) != num_ranks:
         raise ValueError(
-            f"links name the nodes of {len(costs.links.nodes)} ranks, the schedule has {num_ranks}: give one for each "
+            f"links name the nodes of {len(costs.links.nodes)} ranks, but the schedule has {num_ranks}: give one for "
+            "each "
             f"rank"
         )
     if len(costs.shards) not in (0, 1, num_ranks):
         raise ValueError(
-            f"costs of {len(costs.shards)} shards, the schedule has {num_ranks} ranks: give one for each, or one for "
+            f"costs of {len(costs.shards)} shards, but the schedule has {num_ranks} ranks: give one for each, or one "
+            "for "
             f"all alike"
         )
     for stage in split_backward:

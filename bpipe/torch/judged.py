@@ -47,8 +47,9 @@ def received_in(order: Mapping[int, Sequence[Any]], schedule: Schedule) -> list[
                 rows[-1].append(dependencies.operand_of(Action(action.stage_index, kind, action.microbatch_index)))
             elif action.computation_type in _SENDS and not _follows(before):
                 raise ValueError(
-                    f"torch {torch.__version__} lists {action} on rank {rank} behind {before}, not behind what makes it: "
-                    f"bpipe knows another order. Use torch's own schedules, or one of torch 2.11 to 2.14"
+                    f"torch {torch.__version__} lists {action} on rank {rank} after {before}, not after the action "
+                    "whose result it sends: bpipe expects another order. Use torch's own schedules, or torch 2.11 to "
+                    "2.14"
                 )
             before = action
         received.append(rows)
@@ -95,7 +96,7 @@ def refuse_standstill(
     if stuck:
         first = stuck[0]
         others = ", ".join(f"rank {each.rank} for rank {each.peer}" for each in stuck[:8])
-        way = 'Take transport="peer"' if meets else "Take another schedule"
+        way = 'Use transport="peer"' if meets else "Use another schedule"
         if waits is WaitLevel.BLOCKING_LAUNCHES:
             way += f", or unset {BLOCKING}"
         raise ValueError(

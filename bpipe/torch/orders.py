@@ -57,7 +57,7 @@ def config_of(
     num_ranks, num_stages = int(stages[0].group_size), int(stages[0].num_stages)
     if num_stages % num_ranks:
         raise ValueError(
-            f"{num_stages} stages on {num_ranks} ranks: every rank computes equally many, so take a multiple of "
+            f"{num_stages} stages on {num_ranks} ranks: every rank computes equally many, so use a multiple of "
             f"{num_ranks}"
         )
     name = _family_named(source)
@@ -72,16 +72,16 @@ def config_of(
             exchange=Exchange.TORCH,
         )
     if group_size is not None:
-        raise ValueError(f"group_size {group_size} is of bpipe's own families, and {source} is none: leave it out")
+        raise ValueError(f"group_size {group_size} is for bpipe's own families, and {source} is not one: leave it out")
     schedule = _schedule_of(source, stages, num_microbatches)
     given, wanted = (schedule.num_ranks, schedule.num_microbatches), (num_ranks, num_microbatches)
     if given != wanted:
         raise ValueError(
-            f"schedule {schedule.name} is of {given[0]} ranks and {given[1]} micro-batches, and this pipeline has "
+            f"schedule {schedule.name} is for {given[0]} ranks and {given[1]} micro-batches, but this pipeline has "
             f"{wanted[0]} and {wanted[1]}: make it for these"
         )
     if schedule.hosts is not None and balance is not None and balance != BalanceConfig():
-        raise ValueError(f"schedule {schedule.name} is balanced as it stands: leave bounds, memory and hosts out")
+        raise ValueError(f"schedule {schedule.name} is already balanced: leave bounds, memory and hosts out")
     return replace(config_of_schedule(schedule, balance), exchange=Exchange.TORCH)
 
 
@@ -114,13 +114,14 @@ def schedule_of_class(made_by: Any, stages: Sequence[Any], num_microbatches: int
     """Return the order of one of torch's classes on the unit grid."""
     if issubclass(made_by, SingleStage):
         raise ValueError(
-            f"{made_by.__name__} is none of torch's that bpipe knows: give one of {', '.join(TORCH_NAMES)}"
+            f"{made_by.__name__} is not a torch schedule that bpipe knows: give one of {', '.join(TORCH_NAMES)}"
         )
     order = made_by(list(stages), num_microbatches).pipeline_order
     if not any(order.values()):
         raise ValueError(
-            f"{made_by.__name__} lists its messages itself (pipeline_order_with_comms), and no computations without them "
-            f"(pipeline_order): bpipe lets torch place messages, so give it the computations alone"
+            f"{made_by.__name__} lists its messages itself (pipeline_order_with_comms), and has no list of "
+            "computations without them (pipeline_order): bpipe lets torch place the messages, so give it the "
+            "computations alone"
         )
     rows = (",".join("" if action is None else str(action) for action in order[rank]) for rank in sorted(order))
     return replace(align(read("\n".join(rows) + "\n")), name=made_by.__name__.removeprefix("Schedule"))
@@ -129,14 +130,14 @@ def schedule_of_class(made_by: Any, stages: Sequence[Any], num_microbatches: int
 def refuse_unrunnable(schedule: Schedule) -> None:
     """Raise ValueError for a schedule that torch's runtime cannot run."""
     if schedule.layout.num_pipes > 1:
-        raise ValueError(f"{schedule.name} has {schedule.layout.num_pipes} pipes: torch's runtime knows one")
+        raise ValueError(f"{schedule.name} has {schedule.layout.num_pipes} pipes: torch's runtime supports one")
     if schedule.layout.slices > 1:
-        raise ValueError(f"{schedule.name} cuts micro-batches into slices: torch's runtime knows whole ones")
+        raise ValueError(f"{schedule.name} cuts micro-batches into slices: torch's runtime supports whole ones only")
     last = schedule.num_stages - 1
     for rank, row in enumerate(schedule.ranks):
         for action in (one for slot in row for one in slot.computations):
             if action.kind in SHARDS:
-                raise ValueError(f"{action} on rank {rank} is a shard of the vocabulary: torch's runtime knows none")
+                raise ValueError(f"{action} on rank {rank} is a shard of the vocabulary: torch's runtime supports none")
         losses = [
             one.microbatch
             for slot in row
@@ -145,8 +146,8 @@ def refuse_unrunnable(schedule: Schedule) -> None:
         ]
         if losses != sorted(losses):
             raise ValueError(
-                f"{schedule.name} computes the losses of micro-batches in the order {losses}: torch's runtime finds each "
-                f"by how many came before, so they have to come in their own order"
+                f"{schedule.name} computes the losses of micro-batches in the order {losses}: torch's runtime "
+                "identifies each by how many came before it, so they must be in ascending order"
             )
 
 
@@ -156,8 +157,8 @@ def refuse_other_places(schedule: Schedule, stages: Sequence[Any]) -> None:
     there = schedule.layout.stages_of(rank)
     if here != there:
         raise ValueError(
-            f"rank {rank} of the pipeline has stages {_listed(here)}, and {schedule.name} computes {_listed(there)} "
-            f"there: make those stages on this rank, or take a schedule that places them so"
+            f"rank {rank} of the pipeline has stages {_listed(here)}, but {schedule.name} computes {_listed(there)} "
+            "there: make those stages on this rank, or use a schedule that places them so"
         )
 
 

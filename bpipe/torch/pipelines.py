@@ -37,7 +37,8 @@ def pipelines_of(group: Any, schedule: Schedule) -> tuple[list[tuple[int, ...]],
     others = [rank for rank, (_, other, _) in enumerate(everyone) if other != everyone[0][1]]
     if others:
         raise ValueError(
-            f"ranks {', '.join(map(str, others))} make another schedule than rank 0: give every rank of the world the same "
+            f"ranks {', '.join(map(str, others))} made a different schedule from rank 0: give every rank of the "
+            "world the same "
             f"micro-batches, schedule, balance, bounds and hosts"
         )
     return sorted({ranks for ranks, *_ in everyone}), [machine for *_, machine in everyone]
@@ -50,7 +51,7 @@ def pairs_placed(schedule: Schedule, pipelines: Sequence[Sequence[int]], machine
     """
     links = sorted({(min(link), max(link)) for link in links_of(schedule) if link[0] != link[1]})
     if not links:
-        return "what leaves a rank stays in its own node's memory"
+        return "evicted activations stay in the CPU memory of a rank's own node"
     apart = [
         (ranks[low], ranks[high])
         for ranks in pipelines
@@ -58,13 +59,14 @@ def pairs_placed(schedule: Schedule, pipelines: Sequence[Sequence[int]], machine
         if machines[ranks[low]] != machines[ranks[high]]
     ]
     if not apart:
-        return f"all {len(links) * len(pipelines)} pairs of ranks share a machine each"
+        return f"all {len(links) * len(pipelines)} pairs of ranks are on one machine each"
     (low, high), *more = apart
     others = f" (and {len(more)} more)" if more else ""
     return (
-        f"ranks {low} and {high} move activations between the machines {machines[low]} and {machines[high]}{others}: put "
-        f"the ranks of a pipeline on one machine, by the order of the mesh's dimensions, or let what leaves stay in its "
-        f'own node\'s memory by hosts="host"'
+        f"ranks {low} and {high} move activations between the machines {machines[low]} and {machines[high]}{others}: "
+        "put "
+        "the ranks of a pipeline on one machine, by the order of the mesh's dimensions, or evict to CPU "
+        'memory with hosts="host"'
     )
 
 

@@ -35,7 +35,9 @@ def budget_bytes(memory: Memory, num_ranks: int) -> tuple[int, ...]:
     for each in given:
         found += read_gib(each) if isinstance(each, str) else [each]
     if not found or min(found) < 1:
-        raise ValueError(f"memory {memory!r} is no number of bytes above 0: give bytes, or GiB as text such as '70GiB'")
+        raise ValueError(
+            f"memory {memory!r} is not a number of bytes above 0: give bytes, or GiB as text such as '70GiB'"
+        )
     return one_budget_a_rank(found, num_ranks)
 
 
@@ -55,17 +57,17 @@ class RankBudgets:
         """
         refused = None
         if how is None:
-            refused = 'balance "none" lets nothing leave: choose balance "bpipe", or leave memory out'
+            refused = 'balance "none" evicts nothing: choose balance "bpipe", or leave memory out'
         elif how.bounds is not None:
-            refused = "bounds say how to balance, too: give one of them"
+            refused = "bounds and memory exclude each other: give one of them"
         elif differing:
-            refused = "micro-batches that differ in size are not weighed by one: give bounds"
+            refused = "it assumes micro-batches of one size, but these differ in size: give bounds"
         elif moves_anything(plain):
-            refused = f"schedule {plain.name} is balanced as it stands: leave memory out"
+            refused = f"schedule {plain.name} is already balanced: leave memory out"
         elif plain.split_stages:
             refused = (
-                f"{plain.name} splits backwards, and what torch keeps from dgrad to wgrad is known once they have run: "
-                f"give bounds, or take whole backwards (1f1b, interleaved-1f1b)"
+                f"{plain.name} splits backwards, and what torch keeps from dgrad to wgrad is known only once they "
+                "have run: give bounds, or use whole backwards (1f1b, interleaved-1f1b)"
             )
         if how is None or refused is not None:
             raise ValueError(f"memory {memory!r}: {refused}")
@@ -102,8 +104,8 @@ def plan_within(
             found = within(replace(devices, besides=_besides(padding)), partners)
         except OverBudget as error:
             raise ValueError(
-                f"memory: {error}. Counted are micro-batches and host buffers. Let less be saved (recomputation, smaller "
-                f'micro-batches), or let it leave for more hosts: hosts="pool", hosts="host"'
+                f"memory: {error}. Micro-batches and host buffers are counted. Save less (recomputation, "
+                'smaller micro-batches), or allow more hosts: hosts="pool", hosts="host"'
             ) from None
         needed = [
             max(before, _padding(found.schedule, found.memory, sizes, rank)) for rank, before in enumerate(padding)

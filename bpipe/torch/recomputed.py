@@ -26,7 +26,8 @@ def refuse_split_recomputation(stage: Any, outputs: Sequence[torch.Tensor], name
     roots = [output.grad_fn for output in outputs]
     if any(regions.recomputes(node, attribute) for node in nodes_of(roots) for attribute in saved_names(type(node))):
         raise ValueError(
-            f"stage {stage.stage_index} recomputes (torch.utils.checkpoint) and {name} splits its backward, which torch's "
-            f"own dgrad and wgrad cannot: take a schedule with whole backwards (1f1b, interleaved-1f1b), leave "
+            f"stage {stage.stage_index} recomputes (torch.utils.checkpoint) and {name} splits its backward, which "
+            "torch's own dgrad and wgrad do not support together: use a schedule with whole backwards (1f1b, "
+            "interleaved-1f1b), leave "
             f"recomputation out, or let the stage defer its wgrad itself (PipelineStage's dw_builder)"
         )

@@ -46,7 +46,7 @@ class StepRecord:
         first, last = steps
         if not 1 <= first <= last:
             raise ValueError(
-                f"report_steps {first} to {last} are no steps: give the first and the last, counted from 1"
+                f"report_steps {first} to {last} is not a range of steps: give the first and the last, counted from 1"
             )
         self._folder, self._steps, self._program = Path(folder), range(first, last + 1), program
         self._device, self._parts = device, [stage.submod for stage in stages]

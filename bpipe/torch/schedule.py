@@ -57,8 +57,8 @@ _DEFAULT = default_family(1)
 def _refuse_late_receives(torch_options: dict[str, Any]) -> None:
     if torch_options.pop("defer_pp_recv", False):
         raise ValueError(
-            "defer_pp_recv receives as late as it can, and by that order pipelines wait for themselves even where "
-            "nothing is balanced: leave it out"
+            "defer_pp_recv receives as late as possible, and in that order pipelines deadlock even without "
+            "balancing: leave it out"
         )
 
 
@@ -217,7 +217,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         stands around torch's own."""
         if computation_type in _OURS:
             raise ValueError(
-                f"a function of its own for {computation_type.name} computes where bpipe does not see it: use torch's own "
+                f"a custom function for {computation_type.name} computes where bpipe cannot see it: use torch's own "
                 f"schedules with it, or leave it out"
             )
         super().register_custom_function(computation_type, custom_function)

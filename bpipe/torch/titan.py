@@ -103,7 +103,7 @@ def balanced_config(base: Any) -> Any:
     `base` is a `Trainer.Config`, of any trainer. Raises TypeError for anything else.
     """
     if not isinstance(base, Trainer.Config):
-        raise TypeError(f"a configuration of torchtitan's Trainer is balanced, and this is a {type(base).__name__}")
+        raise TypeError(f"only a configuration of torchtitan's Trainer can be balanced, not a {type(base).__name__}")
     owner: Any = type(base)._owner
 
     @dataclass(kw_only=True, slots=True)

@@ -98,7 +98,7 @@ def _checked(made: Made) -> Made:
     if not stages or not all(isinstance(stage, nn.Module) for stage in stages) or not isinstance(made[1], tuple):
         raise ValueError(
             "the function returns no stages: let it return (modules of all stages in order, inputs of the first in a "
-            "tuple), and behind these loss and target where there is a loss"
+            "tuple), followed by loss and target where there is a loss"
         )
     return made
 
@@ -178,8 +178,8 @@ def predict_peaks(
     refuse_unrunnable(found)
     if found.split_stages:
         raise ValueError(
-            f"{found.name} splits backwards, and what torch keeps from dgrad to wgrad is known once they have run: take "
-            f"whole backwards (1f1b, interleaved-1f1b)"
+            f"{found.name} splits backwards, and what torch keeps from dgrad to wgrad is known only once they have "
+            "run: use whole backwards (1f1b, interleaved-1f1b)"
         )
     return PredictedPeaks(found, need_bytes(found, sizes))
 

@@ -81,15 +81,18 @@ NAMES = (
         ("stages", "schedule_name"),
         "split backwards of compiled stages",
     ),
-    TorchName(_STAGE, "_PipelineStageBase.forward_one_chunk", ("self", "fwd_chunk_id"), "the begin of a forward"),
+    TorchName(_STAGE, "_PipelineStageBase.forward_one_chunk", ("self", "fwd_chunk_id"), "the beginning of a forward"),
     TorchName(
         _STAGE,
         "_PipelineStageBase.backward_one_chunk",
         ("self", "bwd_chunk_id", "loss", "full_backward"),
-        "the begin and end of a backward",
+        "the beginning and end of a backward",
     ),
     TorchName(
-        _STAGE, "_PipelineStageBase.backward_weight_one_chunk", ("self", "bwd_chunk_id"), "the begin and end of a wgrad"
+        _STAGE,
+        "_PipelineStageBase.backward_weight_one_chunk",
+        ("self", "bwd_chunk_id"),
+        "the beginning and end of a wgrad",
     ),
 )
 KINDS = (
@@ -129,7 +132,8 @@ def _require(missing: list[str]) -> None:
     if missing:
         raise UnfitTorch(
             f"torch {torch.__version__} cannot be used by bpipe.torch: torch.distributed.pipelining has no "
-            f"{', '.join(missing)}. Install one of torch {', '.join(READ_VERSIONS)} (run was {RUN_VERSION}), or use its "
+            f"{', '.join(missing)}. Install one of torch {', '.join(READ_VERSIONS)} ({RUN_VERSION} is tested), or "
+            "use its "
             f"own schedules"
         )
 

@@ -39,7 +39,7 @@ POISON = "Previous test failed"
 # What bpipe says of schedules that it does not take, by what of the message tells it. Anything else is a failure.
 REFUSALS = {
     "every rank computes equally many": "ranks have different numbers of stages",
-    "computes where bpipe does not see it": "functions of one's own for computations",
+    "computes where bpipe cannot see it": "functions of one's own for computations",
     "lists its messages itself": "a list of messages of its own",
 }
 

@@ -76,7 +76,7 @@ class Kind(enum.Enum):
     FROM_PYTHON = "values from Python", "a replay repeats the captured numbers"
     GENERATOR = (
         "generator of its own",
-        "a capture ends with an error where the graph was not told of it: CUDAGraph.register_generator_state",
+        "a capture ends with an error unless it is registered with the graph: CUDAGraph.register_generator_state",
     )
     SEED = "random state set", "a replay sets nothing: its random numbers go on"
     COLLECTIVE = (
@@ -117,7 +117,9 @@ class Audit:
 def compare(steps: Sequence[Step], unseen: Sequence[str] = ()) -> Audit:
     """Compare recorded steps. Raises ValueError for fewer than two: nothing could be said of what changes."""
     if len(steps) < 2:
-        raise ValueError(f"{len(steps)} steps were recorded, and what changes from step to step needs 2 or more")
+        raise ValueError(
+            f"{len(steps)} steps were recorded, but finding what changes from step to step needs 2 or more"
+        )
     found = [*_across(steps), *_of_one_step(steps)]
     order = {id(operation): number for step in steps for number, operation in enumerate(step.operations)}
     found.sort(key=lambda each: order[id(each[1])])
@@ -176,7 +178,7 @@ def _alone(operation: Operation, step: Step) -> tuple[Kind | None, str]:
     if read := _read_by_host(operation):
         return Kind.HOST_READ, read
     if short in _SIZED_BY_DATA or (short in _INDEXING and _is_sized_by_mask(operation, step)):
-        return Kind.SIZE, f"of what {short} makes"
+        return Kind.SIZE, f"the result of {short}"
     if any(each.value == OWN_GENERATOR for each in operation.arguments):
         return Kind.GENERATOR, f"{short} draws from it"
     return None, ""
@@ -187,7 +189,7 @@ def _read_by_host(operation: Operation) -> str:
     if operation.short in _HOST_READS:
         return f"a value of {_words(operation.arguments[0])}"
     if operation.short in _CHECKS:
-        return "whether it went well"
+        return "whether it succeeded"
     if operation.short == "_to_copy" and _leaves_device(operation):
         return f"a copy of {_words(operation.arguments[0])} to the host"
     return ""
@@ -313,7 +315,7 @@ class _Nodes:
             if found is None or self._is_known(number, argument, found[0]):
                 continue
             if found[0] is Kind.REPLACED and operation.short == LIFT:
-                found = Kind.FROM_PYTHON, f"{_words(argument)} is made of numbers that Python holds"
+                found = Kind.FROM_PYTHON, f"{_words(argument)} is made from numbers that Python holds"
             yield found[0], operation, found[1]
 
     def _is_known(self, number: int, argument: Argument, kind: Kind) -> bool:
@@ -338,7 +340,7 @@ def _argument(argument: Argument, of_steps: Sequence[tuple[Argument, _Match]]) -
         return said
     if all(isinstance(each.memory, Fixed) for each in seen):
         return Kind.REPLACED, f"{argument.name}, {_words(argument)}, is another tensor"
-    return Kind.SOURCE, f"{argument.name}, {_words(argument)}, comes from elsewhere"
+    return Kind.SOURCE, f"{argument.name}, {_words(argument)}, comes from a different source"
 
 
 def _setting(argument: Argument, seen: Sequence[Argument]) -> tuple[Kind, str] | None:

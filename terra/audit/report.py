@@ -24,8 +24,8 @@ def text(audit: Audit, steps: str = "steps") -> str:
         lines += ["", _short(line), *map(_line, findings)]
     if audit.findings:
         kinds = dict.fromkeys(found.kind for found in audit.findings)
-        lines += ["", "what comes of it:", *(f"  {kind.title}: {kind.consequence}" for kind in kinds)]
-    lines += ["", "not looked at:", *(f"  {each}" for each in audit.unseen)]
+        lines += ["", "consequences:", *(f"  {kind.title}: {kind.consequence}" for kind in kinds)]
+    lines += ["", "not checked:", *(f"  {each}" for each in audit.unseen)]
     return "\n".join(lines) + "\n"
 
 

@@ -31,8 +31,8 @@ def audit(step: Callable[[], Any], num_steps: int = STEPS, warm_up: int = WARM_U
     """
     if num_steps < 2 or warm_up < 0:
         raise ValueError(
-            f"{num_steps} steps after {warm_up} of warm-up: what changes from step to step needs 2 or more, after 0 "
-            f"or more"
+            f"{num_steps} steps after {warm_up} of warm-up: finding what changes from step to step needs 2 or more, "
+            "after 0 or more"
         )
     for _ in range(warm_up):
         step()
@@ -101,7 +101,8 @@ def audit_script(script: Path, arguments: Sequence[str] = (), num_steps: int = S
         )
     if len(recorder.steps) < 2:
         raise ValueError(
-            f"{script}: its first optimizer stepped {steps.num_ended} times, and what changes from step to step needs "
+            f"{script}: its first optimizer stepped {steps.num_ended} times, but finding what changes from step to "
+            "step needs "
             f"{warm_up + 2} or "
             "more; let it train longer"
         )
@@ -114,6 +115,6 @@ def unseen() -> tuple[str, ...]:
     beside = f" (loaded here: {', '.join(loaded)})" if loaded else ""
     return (
         f"kernels that do not pass torch's dispatcher{beside}",
-        "what Python does besides torch, and numbers that it writes into a tensor's memory through an array",
+        "what Python does outside torch, and numbers that it writes into a tensor's memory through an array",
         "states of random generators that the program sets by methods of the generator itself",
     )

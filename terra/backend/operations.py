@@ -87,8 +87,8 @@ def differs(found: Any, form: Form) -> None:
     raise RuntimeError(
         f"terra: an operation made {tuple(found.shape)} with strides {found.stride()} where it made {form.shape} with "
         f"{form.stride} of "
-        "the same arguments before: its result depends on something that terra does not know; run this part outside "
-        "of the session"
+        "the same arguments before: its result depends on something that terra cannot see; run this part outside the "
+        "session"
     )
 
 

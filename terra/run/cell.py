@@ -65,7 +65,7 @@ class Cell:
         """Return the value, waited for. It is what all operations issued so far have made of it."""
         self.owner.drain()
         if self.value is None:
-            raise RuntimeError("terra: this value was never computed, for an operation before it failed")
+            raise RuntimeError("terra: this value was never computed, because an earlier operation failed")
         return self.value
 
 

@@ -193,7 +193,7 @@ def refuse_duals() -> None:
     raise RuntimeError(
         "terra: forward-mode derivatives (torch.autograd.forward_ad, torch.func.jvp) are computed by other formulas "
         "under a session, "
-        "and would differ in their last digits: take them outside of `with session:`"
+        "and would differ in their last digits: compute them outside of `with session:`"
     )
 
 

@@ -97,20 +97,21 @@ def refuse_other_gradient(call: Call) -> None:
         words = (
             "prod(): multiply the numbers one by one"
             if place == 0
-            else "what masked_fill() fills in: take torch.where()"
+            else "the value that masked_fill() fills in: use torch.where()"
         )
-        raise RuntimeError(f"{_OTHER_DIGITS} the gradient of {words}, or go without the session here")
+        raise RuntimeError(f"{_OTHER_DIGITS} the gradient of {words}, or run this part outside the session")
 
 
 def refuse_other_higher_derivatives() -> None:
     node: Any = torch._C._current_autograd_node()
     if node is not None and node.name() == _OTHER_HIGHER and torch.is_grad_enabled():
         raise RuntimeError(
-            f"{_OTHER_DIGITS} derivatives of cumprod() of higher order (create_graph=True): go without the session here"
+            f"{_OTHER_DIGITS} higher-order derivatives of cumprod() (create_graph=True): run this part outside the "
+            "session"
         )
 
 
-_OTHER_DIGITS = "terra: under a session torch computes by another formula, which would differ in its last digits,"
+_OTHER_DIGITS = "terra: a session would compute by another formula, with different last digits,"
 
 
 def are_sizes(function: Function, kwargs: Mapping[str, Any]) -> bool:

@@ -54,10 +54,9 @@ _MOST_KNOWN = 20_000
 # What torch says of code that takes a placeholder for a tensor with memory, and what we add to it.
 _OF_PLACEHOLDERS = ("data is not allocated yet", "python object of type Placeholder")
 _NO_MEMORY = (
-    "terra: what a session's step makes are placeholders, without memory and of a class of their own. What looks at "
-    "memory past torch's "
-    "dispatcher, or makes a subclass of Tensor without a __torch_dispatch__ of its own, has to run outside of `with "
-    "session:`"
+    "terra: a session's step makes placeholders, which have no memory and a class of their own. Code that reads "
+    "memory without torch's dispatcher, or makes a subclass of Tensor without its own __torch_dispatch__, must run "
+    "outside of `with session:`"
 )
 _BACKENDS: dict[str, Compiler] = {"operations": operations.compile_block, "script": script.compile_block}
 
@@ -86,11 +85,10 @@ class Session:
     ) -> None:
         if runner not in ("threaded", "lazy") or warm_up < 0:
             raise ValueError(
-                f"runner={runner!r}, warm_up={warm_up}: the runner is 'threaded' or 'lazy', after 0 steps of warm-up "
-                f"or more"
+                f"runner={runner!r}, warm_up={warm_up}: the runner must be 'threaded' or 'lazy', and warm_up at least 0"
             )
         if backend not in _BACKENDS:
-            raise ValueError(f"backend={backend!r} is none of {', '.join(map(repr, _BACKENDS))}")
+            raise ValueError(f"backend={backend!r} is not one of {', '.join(map(repr, _BACKENDS))}")
         self.graph = TraceGraph()
         self.traces = self.fallbacks = self.co_executed = self.at_once = 0
         self._left_to_warm_up = warm_up
@@ -125,7 +123,7 @@ class Session:
 
     def __enter__(self) -> Session:
         if self.in_step:
-            raise RuntimeError("terra: a step is under way, and holds no other: leave it first")
+            raise RuntimeError("terra: a step is under way, and cannot contain another: leave it first")
         if forward_ad._current_level >= 0:
             guards.refuse_duals()
         self.in_step, self._thread = True, threading.get_ident()
@@ -189,7 +187,7 @@ class Session:
         """Run steps inside without waiting at their end; operations between them, in this thread, wait, and so does
         the end of all."""
         if self._is_ahead or self.in_step:
-            raise RuntimeError("terra: ahead() holds steps, and stands in no step and in no other")
+            raise RuntimeError("terra: ahead() contains steps, so it cannot be used inside a step or another ahead()")
         self._is_ahead = True
         try:
             with _Between(self):

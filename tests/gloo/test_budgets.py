@@ -130,7 +130,7 @@ def test_what_is_learned_changes_the_plan_and_no_bit(four: Outcome, shape: str, 
     same(four, shape, name, 4)
     log = said(four, name)
     assert "bpipe: the first iteration moves as much as helps, until bytes are measured:" in log
-    assert log.count("changing over:") == 1
+    assert log.count("changing the plan:") == 1
     budget = budgets("plain", 2)[0] if shape == "plain" else budgets("chunks", 3)[1]
     check_kept(four, name, budget)
     if name == "auto_nothing":
@@ -138,7 +138,7 @@ def test_what_is_learned_changes_the_plan_and_no_bit(four: Outcome, shape: str, 
         assert "as measured within " in log
         assert "nothing has to leave" in log
     else:
-        first = log.split("until bytes are measured:")[1].split("changing over:")[0]
+        first = log.split("until bytes are measured:")[1].split("changing the plan:")[0]
         assert 0 < sum(evictions(four, name)) < sum(hosted(first))
 
 
@@ -147,7 +147,7 @@ def test_what_is_learned_takes_links_that_the_first_plan_had_not(four: Outcome) 
     """With devices first, the tightest plan has no device with room, so all go to nodes' memory: it stayed, whatever
     the budget was."""
     same(four, "chunks", "auto_all", 4)
-    first, last = said(four, "auto_all").split("changing over:")
+    first, last = said(four, "auto_all").split("changing the plan:")
     assert "its own node hosts" in first
     assert "stages 0 and 3" not in first
     assert "its own node hosts" not in last
@@ -161,11 +161,11 @@ def test_what_is_learned_is_in_time_by_a_clusters_seconds_and_no_bit_changes(fou
     """By one whose links are slow."""
     same(four, "chunks", "auto_in_time", 4)
     log = said(four, "auto_in_time")
-    assert log.count("changing over:") == 1
-    assert "issued earlier where there is room" not in log.split("changing over:")[0], "the first plan is by bytes"
+    assert log.count("changing the plan:") == 1
+    assert "issued earlier where there is room" not in log.split("changing the plan:")[0], "the first plan is by bytes"
     assert (
         "not every transfer ends before it is needed, issued earlier where there is room: waits in"
-        in log.split("changing over:")[1]
+        in log.split("changing the plan:")[1]
     )
     check_kept(four, "auto_in_time", budgets("chunks", 3)[1])
     assert sum(evictions(four, "auto_in_time")) > 0

@@ -141,9 +141,9 @@ def test_what_was_measured_says_which_part_is_enough(four: Outcome, shape: str, 
     """All of a micro-batch leaves in the first iteration; from the second on a part, by how its storages lie."""
     same(four, f"{shape}_{transport}", "learned", 4)
     log = four.logs[0].split("=== learned\n")[1].split("===")[0]
-    changed = log.split("changing over:")[1]
+    changed = log.split("changing the plan:")[1]
     assert "GiB of each of" in changed
-    assert "GiB of each of" not in log.split("changing over:")[0]
+    assert "GiB of each of" not in log.split("changing the plan:")[0]
     whole_bytes = devices_of(shape).memory.stages[0].moved_bytes
     (left,) = moved_of(four, "learned", 0).values()
     assert 0 < left < whole_bytes

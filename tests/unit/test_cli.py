@@ -88,12 +88,12 @@ def test_a_listing_from_elsewhere_is_aligned_and_balanced(capfd: pytest.CaptureF
     [
         (
             "# bpipe schedule=x microbatches=1 stage_to_rank=0\n0F5,0B5\n",
-            "0F5 cannot be placed: there are stages 0 to 0, micro-batches 0 to 0",
+            "0F5 cannot be placed: there are only stages 0 to 0, micro-batches 0 to 0",
         ),
         ("# bpipe schedule=x microbatches=1 stage_to_rank=0\n3F0,0B0\n", "3F0 cannot be placed"),
         (
             "# bpipe schedule=x microbatches=999999999 stage_to_rank=0\n0F0,0B0\n",
-            "1 stages of 999999999 micro-batches are more than what",
+            "1 stages of 999999999 micro-batches are more than its computations",
         ),
     ],
 )
@@ -131,18 +131,19 @@ REFUSED = {
     ),
     "a pool with partners": (
         [*EXAMPLE, "--hosts", "pool", "--partners", "3,2,1,0"],
-        "partners are pairs, and hosts pool are others",
+        "partners define pairs, but hosts is 'pool': give one of the two",
     ),
     "a pool without room": (
         [*EXAMPLE, "--hosts", "pool", "--bound", "2"],
-        "for which the others have no room (rank 3 1). The smallest bound found that a pool keeps for all ranks is 3 "
+        "more than the other ranks have room for (rank 3 1). The smallest bound found that a pool keeps for all "
+        "ranks is 3 "
         "micro-batches",
     ),
     "partners one-sided": ([*EXAMPLE, "--partners", "1,2,3,0"], "pair them both ways"),
     "nothing to do": (["schedule", "--schedule", "1f1b"], "--pp, --microbatches missing"),
     "too many": (
         ["schedule", "--schedule", "1f1b", "--pp", "9999", "--microbatches", "9999"],
-        "are more than 10000000: ask for fewer",
+        "are more than 10000000: use fewer",
     ),
     "chunks for 1f1b": ([*EXAMPLE, "--vp", "2"], "takes at most 1 chunk per rank, not 2"),
     "a format that is not written": (
@@ -194,7 +195,7 @@ MISUSED = {
         ["estimate", "--global-bach-size=8"],
         "bpipe estimate: error: unknown flag --global-bach-size, did you mean '--global-batch-size'?",
     ),
-    "no list": (["schedule", "--bound", "3;3"], "argument --bound: '3;3' is no number"),
+    "no list": (["schedule", "--bound", "3;3"], "argument --bound: '3;3' is neither a number nor a list"),
     "format": (["schedule", "--format", "pdf"], "argument --format: unknown choice 'pdf'"),
     "no stages": (
         ["schedule", "--pp", "0"],
@@ -272,8 +273,8 @@ def test_output_files_say_their_format(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"0F0,0B0\n,1F0,1Q0\n", "line 2, cell 3: '1Q0' is no action"),
-        (b"\xff\xfe0", "byte 0 is no UTF-8 text"),
+        (b"0F0,0B0\n,1F0,1Q0\n", "line 2, cell 3: '1Q0' is not an action"),
+        (b"\xff\xfe0", "byte 0 is not UTF-8 text"),
         (b"{", "line 1, column 2"),
     ],
 )

@@ -88,12 +88,12 @@ def test_report_and_compare_load_without_any_package(tmp_path: Path) -> None:
         ),
         (
             launched("megatron.scheduling.launch", str(ROOT / "pretrain_gpt.py"), "--bpipe"),
-            "a training needs torch and megatron.core, which are not installed",
+            "training needs torch and megatron.core, which are not installed",
             "megatron",
         ),
         (
             f"import runpy; runpy.run_path({str(ROOT / 'pretrain_gpt.py')!r}, run_name='__main__')",
-            "a training needs torch and megatron.core, which are not installed",
+            "training needs torch and megatron.core, which are not installed",
             "megatron",
         ),
     ],

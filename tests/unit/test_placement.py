@@ -37,7 +37,7 @@ def test_tensor_parallelism_that_fills_a_node_parts_the_pairs() -> None:
 
 
 def test_bad_sizes_are_refused() -> None:
-    with pytest.raises(ValueError, match="gpus_per_node is 0, but there must be at least 1"):
+    with pytest.raises(ValueError, match="gpus_per_node is 0, but must be at least 1"):
         Topology(tensor=1, context=1, pipeline=4, data=1, gpus_per_node=0)
 
 

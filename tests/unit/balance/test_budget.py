@@ -88,10 +88,10 @@ def test_part_of_a_microbatch() -> None:
 def test_whom_it_refuses() -> None:
     plain, memory = generate("1f1b", 4, 8), memory_of([100] * 4)
     cases = {
-        (0, 400, 400, 400): "rank 0 has no room for any micro-batch",
+        (0, 400, 400, 400): "rank 0 has no room for even one micro-batch",
         (399, 400, 400, 99): "ranks 0 and 3 both have no room for their own micro-batches",
         (150, 400, 400, 800): "rank 0 cannot keep to 150 bytes",
-        (300, 300, 300, 150): "rank 3, hosting for rank 0, needs 300 bytes, and has room for 150 bytes",
+        (300, 300, 300, 150): "rank 3, which hosts for rank 0, needs 300 bytes but has room for 150 bytes",
     }
     for activation_budget, reason in cases.items():
         with pytest.raises(BudgetTooSmall, match=reason):
@@ -278,7 +278,7 @@ def test_host_buffers_with_a_reserve_take_room() -> None:
     activation_budget = ActivationBudget((2400, 3200, 3200, 800 + 2 * 800), memory)
     assert sent_bytes(balance_within(plain, activation_budget, (3, 2, 1, 0)), 0, memory) == 3 * 800
     reserved = replace(memory, reserved=True)
-    with pytest.raises(BudgetTooSmall, match="needs 2600 bytes, and has room for 2400"):
+    with pytest.raises(BudgetTooSmall, match="needs 2600 bytes but has room for 2400"):
         balance_within(plain, ActivationBudget(activation_budget.room_bytes, reserved), (3, 2, 1, 0))
     enough = ActivationBudget((*activation_budget.room_bytes[:3], 800 + 2 * 900), reserved)
     assert held(balance_within(plain, enough, (3, 2, 1, 0)), enough) == (2400, 2400, 1600, 2600)

@@ -205,5 +205,5 @@ def test_what_is_waited_for_all_the_same_is_said() -> None:
 
 def test_windows_are_of_plans_within_rooms() -> None:
     case = next(iter(CASES.values()))
-    with pytest.raises(ValueError, match="give rooms, too"):
+    with pytest.raises(ValueError, match="give activation_budget, too"):
         BalanceConfig(windows=windows.windows_of(case.costs, case.plain.num_ranks))

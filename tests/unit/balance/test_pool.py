@@ -209,7 +209,7 @@ def test_one_sends_to_several_and_several_to_one() -> None:
     check(gathered)
     assert write_hosts(gathered.hosts or ()) == "3,3,none,none"
     assert allocated_bytes(gathered, 3, memory) == (100, 400)
-    with pytest.raises(BudgetTooSmall, match="rank 2, hosting for rank 1, needs 400 bytes"):
+    with pytest.raises(BudgetTooSmall, match="rank 2, which hosts for rank 1, needs 400 bytes"):
         balance_within(plain, ActivationBudget((300, 200, 200, 600), memory), (3, 2, 1, 0))
 
 
@@ -226,19 +226,21 @@ def test_no_host_buffer_serves_two_ranks() -> None:
 def test_whom_it_refuses() -> None:
     plain, memory = generate("1f1b", 4, 8), memory_of([100] * 4)
     cases = {
-        (0, 400, 400, 400): "rank 0 has no room for any micro-batch",
+        (0, 400, 400, 400): "rank 0 has no room for even one micro-batch",
         (150, 400, 400, 800): "rank 0 cannot keep to 150 bytes",
         (
             200,
             300,
             200,
             200,
-        ): r"what leaves needs host buffers \(rank 0 300 bytes\) for which the others have no room \(rank 3 100\)",
+        ): r"evicted memory needs host buffers \(rank 0 300 bytes\), more than the other ranks have room for \(rank 3 100\)",
     }
     for activation_budget, reason in cases.items():
         with pytest.raises(BudgetTooSmall, match=reason):
             balance_over_pool(plain, ActivationBudget(activation_budget, memory))
-    with pytest.raises(BudgetTooSmall, match="rank 0 has nobody who could host for it"):
+    with pytest.raises(
+        BudgetTooSmall, match="rank 0 has no room for its own micro-batches, and no other rank to host them"
+    ):
         balance_over_pool(generate("gpipe", 1, 4), ActivationBudget((399,), memory_of([100])))
     with pytest.raises(
         ValueError, match=r"The smallest bound found that a pool keeps for all ranks is 3 micro-batches"

@@ -71,13 +71,11 @@ def test_two_are_held_where_pairs_hold_three_and_none_can_hold_one() -> None:
     assert write_hosts(schedule.hosts or ()) == "own,own,none,none"
     assert peak_counts(schedule) == (2, 2, 2, 1)
     assert [num_host_memory_buffers(schedule, rank) for rank in range(4)] == [3, 2, 0, 0]
-    with pytest.raises(
-        ValueError, match=r"rank 0 cannot keep to 1 micro-batches.*a node's own memory keeps for all ranks is 2"
-    ):
+    with pytest.raises(ValueError, match=r"rank 0 cannot keep to 1 micro-batches.*CPU memory keeps for all ranks is 2"):
         balanced("1f1b", 4, 8, bounds=(1,))
     # With a rank of its own each does what it can.
     assert peak_counts(balanced("1f1b", 4, 8, bounds=(2, 4, 4, 4))) == (2, 3, 2, 1)
-    with pytest.raises(BudgetTooSmall, match="rank 0 has no room for any micro-batch"):
+    with pytest.raises(BudgetTooSmall, match="rank 0 has no room for even one micro-batch"):
         balance_over_hosts(generate("1f1b", 4, 8), HOST, ActivationBudget((0, 1, 1, 1), memory_of([1] * 4)))
 
 
@@ -100,7 +98,7 @@ def test_what_an_arrangement_is_called() -> None:
     assert ARRANGEMENTS == ("pair", "pool", "host", "all")
     with pytest.raises(ValueError, match="unknown hosts 'own'"):
         BalanceConfig(hosts="own")
-    with pytest.raises(ValueError, match="partners are pairs, and hosts all are others"):
+    with pytest.raises(ValueError, match="partners define pairs, but hosts is 'all'"):
         BalanceConfig(partners=(3, 2, 1, 0), hosts=ALL)
 
 
@@ -134,7 +132,7 @@ def test_a_buffer_used_again_too_early_is_refused() -> None:
     check_host_buffers(Case(schedule), None, own)
     wrong = {**own[0], Residency(0, 1, 0): own[0][Residency(0, 0, 0)]}
     with pytest.raises(
-        ScheduleError, match="host buffers: rank 0, slot 2, 0EVICT1: host buffer in own memory 0 still holds 0EVICT0"
+        ScheduleError, match="host buffers: rank 0, slot 2, 0EVICT1: host buffer in CPU memory 0 still holds 0EVICT0"
     ):
         check_host_buffers(Case(schedule), None, {**own, 0: wrong})
     # A buffer is free in the slot after its load, not beside it: micro-batch 2 leaves where 0 has just come back, 3
@@ -152,7 +150,7 @@ def test_more_buffers_than_are_ever_full_are_refused() -> None:
     schedule = balanced("1f1b", 4, 8)
     own = {rank: host_memory_buffers(schedule, rank) for rank in range(4)}
     spread = {stay: number for number, stay in enumerate(own[0])}
-    with pytest.raises(ScheduleError, match="own memory has 7 host buffers, and no more than 3 are ever full at once"):
+    with pytest.raises(ScheduleError, match="CPU memory has 7 host buffers, but at most 3 are ever full at once"):
         check_host_buffers(Case(schedule), None, {**own, 0: spread})
 
 

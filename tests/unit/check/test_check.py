@@ -126,7 +126,7 @@ BROKEN = {
         0,
         4,
         "3EVICT0",
-        "none of rank 0's",
+        "not on rank 0",
     ),
     "a transfer of no micro-batch": (
         changed(BALANCED, (0, 4, "0EVICT9")),
@@ -148,7 +148,7 @@ BROKEN = {
         0,
         0,
         "0F0",
-        "F is no transfer",
+        "F is not a transfer",
     ),
     "a transfer of a rank without partner": (
         replace(BALANCED, hosts=in_pairs((0, 2, 1, 3))),
@@ -164,7 +164,7 @@ BROKEN = {
         0,
         2,
         "0EVICT2",
-        "its forward ends with slot 2",
+        "its forward ends in slot 2",
     ),
     "evicted after its backward": (
         changed(BALANCED, (0, 9, "0B1 0EVICT0"), (3, 9, "3F3 0HOST0")),
@@ -180,7 +180,7 @@ BROKEN = {
         0,
         4,
         "0EVICT1",
-        "already sent away in slot 2",
+        "already evicted in slot 2",
     ),
     "loaded though present": (
         changed(BALANCED, (0, 1, "0F1 0LOAD0"), (3, 1, "0RETURN0")),
@@ -188,7 +188,7 @@ BROKEN = {
         0,
         1,
         "0LOAD0",
-        "it is not away",
+        "it is not evicted",
     ),
     "never loaded": (
         changed(BALANCED, (0, 12, "0F6"), (3, 12, "3B4")),
@@ -196,7 +196,7 @@ BROKEN = {
         0,
         13,
         "0B3",
-        "left in slot 7 and is not loaded before this",
+        "was evicted in slot 7 and is not loaded before this",
     ),
     "loaded beside its backward": (
         changed(BALANCED, (0, 12, "0F6"), (3, 12, "3B4"), (0, 13, "0B3 0LOAD3"), (3, 13, "3F5 0RETURN3")),
@@ -212,7 +212,7 @@ BROKEN = {
         1,
         3,
         "1F2",
-        "holds 3 micro-batches, its bound is 2",
+        "holds 3 micro-batches, but its bound is 2",
     ),
     "acceptor over its bound": (
         replace(BALANCED, bounds=(3, 3, 3, 2)),
@@ -220,7 +220,7 @@ BROKEN = {
         3,
         7,
         "3F2",
-        "holds 3 micro-batches, its bound is 2",
+        "holds 3 micro-batches, but its bound is 2",
     ),
 }
 
@@ -243,7 +243,7 @@ def test_a_broken_rule_is_named_with_its_place(case: str) -> None:
 def test_an_error_shows_the_grid_with_the_spot_marked() -> None:
     error = refused(changed(BALANCED, (0, 12, "0F6"), (3, 12, "3B4")))
     assert str(error).split("\n") == [
-        "activations present: rank 0, slot 13, 0B3: micro-batch 3 left in slot 7 and is not loaded before this",
+        "activations present: rank 0, slot 13, 0B3: micro-batch 3 was evicted in slot 7 and is not loaded before this",
         "  slot    9 10 11 12  13  14 15 16 17",
         "rank 0 C B1 F5 B2 F6 [B3] F7 B4  . B5",
         "       T       E5    [  ]       L5",
@@ -254,20 +254,23 @@ def test_an_error_shows_the_grid_with_the_spot_marked() -> None:
 
 SHAPES: dict[str, tuple[Callable[[Schedule], Schedule], str]] = {
     "nothing": (lambda one: replace(one, ranks=()), "0 ranks"),
-    "ragged": (lambda one: replace(one, ranks=(one.ranks[0][:-1], *one.ranks[1:])), "rank 0 has 21 slots, others 22"),
+    "ragged": (
+        lambda one: replace(one, ranks=(one.ranks[0][:-1], *one.ranks[1:])),
+        "rank 0 has 21 slots, but others have 22",
+    ),
     "more than its slots": (
         lambda one: replace(one, num_microbatches=999_999_999),
-        "999999999 micro-batches cannot be in 4 x 22 slots",
+        "999999999 micro-batches do not fit into 4 x 22 slots",
     ),
     "uneven": (lambda one: replace(one, layout=one_pipe((0, 1, 2, 2))), "equally many stages"),
     "bounds": (lambda one: replace(one, bounds=(3,)), "1 bounds for 4 ranks"),
-    "host": (lambda one: replace(one, hosts=in_pairs((4, 2, 1, 0))), "rank 0: host 4 is no other rank of 0 to 3"),
-    "itself": (lambda one: replace(one, hosts=read_hosts("3,1,1,0")), "rank 1: host 1 is no other rank"),
+    "host": (lambda one: replace(one, hosts=in_pairs((4, 2, 1, 0))), "rank 0: host 4 is not another rank from 0 to 3"),
+    "itself": (lambda one: replace(one, hosts=read_hosts("3,1,1,0")), "rank 1: host 1 is not another rank"),
     "another's host memory": (
         lambda one: replace(one, hosts=((host_memory_of(1),), (), (), ())),
-        "rank 0: host memory of rank 1 is not its own",
+        "rank 0: it cannot evict to the CPU memory of rank 1, only to its own",
     ),
-    "too few partners": (lambda one: replace(one, hosts=in_pairs((3, 2, 1))), "hosts of 3 ranks for 4"),
+    "too few partners": (lambda one: replace(one, hosts=in_pairs((3, 2, 1))), "hosts are given for 3 of 4 ranks"),
 }
 
 

@@ -130,7 +130,7 @@ def test_in_megatrons_1f1b_ranks_cannot_wait_for_sizes_before_there_is_a_communi
         told = {blocked.message for blocked in found[stuck_from]}
         assert "the communicator of all ranks to be made" in told
         if p == 8:
-            assert "the sizes of what 1HOST3 brings" in told
+            assert "the sizes of what 1HOST3 carries" in told
             assert {blocked.peer for blocked in found[stuck_from]} == {1, 6}
 
 
@@ -278,5 +278,5 @@ def test_words_with_which_iterations_begin_go_round_in_no_ring(
     blocked = blocked_ranks(plain)
     # Whoever has nobody at its words waits for their messages.
     assert {one.rank for one in blocked} == {0, 1, 2}
-    assert blocked[0].message == f"the word with which rank {blocked[0].peer} begins for rank {blocked[0].rank}"
+    assert blocked[0].message == f"the word that rank {blocked[0].peer} starts with rank {blocked[0].rank}"
     assert blocked[0].slot == 0

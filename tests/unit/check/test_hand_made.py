@@ -88,5 +88,5 @@ def test_it_is_simulated_on_its_own_grid_and_drawn(schedule: Schedule) -> None:
 
 
 def test_a_shard_is_refused_where_the_vocabulary_is_whole() -> None:
-    with pytest.raises(ScheduleError, match="S belongs to a split vocabulary, and here it is whole"):
+    with pytest.raises(ScheduleError, match="S belongs to a split vocabulary, but here it is whole"):
         check(read_csv("# bpipe schedule=a microbatches=1 stage_to_rank=0\n0F0,0S0,0B0\n"))

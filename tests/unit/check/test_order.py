@@ -50,11 +50,11 @@ rank 1 C  . F0 F1 I0 B1 W0  .
 @pytest.mark.parametrize(
     ("text", "place"),
     [
-        (FORWARDS, r"rank 0, slot 1, 0F0: comes behind 0F1"),
-        (BACKWARDS, r"rank 0, slot 6, 0B0: comes behind 0B1"),
-        (INPUTS, r"rank 0, slot 5, 0I0: comes behind 0I1"),
-        (WEIGHTS, r"rank 1, slot 6, 1W0: comes behind 1W1"),
-        (MIXED, r"rank 1, slot 5, 1W0: comes behind 1B1"),
+        (FORWARDS, r"rank 0, slot 1, 0F0: comes after 0F1"),
+        (BACKWARDS, r"rank 0, slot 6, 0B0: comes after 0B1"),
+        (INPUTS, r"rank 0, slot 5, 0I0: comes after 0I1"),
+        (WEIGHTS, r"rank 1, slot 6, 1W0: comes after 1W1"),
+        (MIXED, r"rank 1, slot 5, 1W0: comes after 1B1"),
     ],
     ids=["forwards", "backwards", "inputs", "weights", "whole and in halves"],
 )
@@ -62,7 +62,7 @@ def test_a_pass_out_of_order_is_sound_and_refused_for_training(text: str, place:
     schedule = read_grid(text)
     check(schedule)
     with pytest.raises(
-        ScheduleError, match=f"order of micro-batches: {place}, but Megatron's own schedules take"
+        ScheduleError, match=f"order of micro-batches: {place}, but Megatron's own schedules compute"
     ) as refused:
         check_microbatch_order(schedule)
     assert "[" in str(refused.value), "the grid shows the spot"

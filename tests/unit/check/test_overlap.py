@@ -60,17 +60,17 @@ def test_it_goes_both_ways_in_every_format() -> None:
 @pytest.mark.parametrize(
     ("cell", "reason"),
     [
-        ("(0B0;0F1)OVERLAP_F_B", "overlaps other than a forward and a backward, in this order"),
-        ("(0F1;0F2)OVERLAP_F_B", "overlaps other than a forward and a backward"),
-        ("(0F1;0W0)OVERLAP_F_B", "overlaps other than a forward and a backward"),
-        ("(0F1)OVERLAP_F_B", "is no action"),
-        ("(0F1;0B0;0F2)OVERLAP_F_B", "is no action"),
-        ("(0F1; 0B0)OVERLAP_F_B", "is no action"),
-        ("(0F1;0B0)OVERLAP", "is no action"),
-        ("(0F1;)OVERLAP_F_B", "is no action"),
-        ("((0F1;0B0)OVERLAP_F_B;0B0)OVERLAP_F_B", "is no action"),
-        ("0F0 (0F1;0B0)OVERLAP_F_B", "0F1 is a second computation or stands behind a transfer"),
-        ("OVERLAP_F_B", "is no action"),
+        ("(0B0;0F1)OVERLAP_F_B", "overlaps something other than a forward and a backward, in this order"),
+        ("(0F1;0F2)OVERLAP_F_B", "overlaps something other than a forward and a backward"),
+        ("(0F1;0W0)OVERLAP_F_B", "overlaps something other than a forward and a backward"),
+        ("(0F1)OVERLAP_F_B", "is not an action"),
+        ("(0F1;0B0;0F2)OVERLAP_F_B", "is not an action"),
+        ("(0F1; 0B0)OVERLAP_F_B", "is not an action"),
+        ("(0F1;0B0)OVERLAP", "is not an action"),
+        ("(0F1;)OVERLAP_F_B", "is not an action"),
+        ("((0F1;0B0)OVERLAP_F_B;0B0)OVERLAP_F_B", "is not an action"),
+        ("0F0 (0F1;0B0)OVERLAP_F_B", "0F1 is a second computation or comes after a transfer"),
+        ("OVERLAP_F_B", "is not an action"),
     ],
 )
 def test_what_is_no_pair_is_refused_with_its_place(cell: str, reason: str) -> None:
@@ -231,7 +231,9 @@ def test_balancing_keeps_pairs_together_and_counts_both_of_one(hosts: str) -> No
 
 
 def test_a_loop_of_one_stage_a_rank_knows_no_pairs() -> None:
-    with pytest.raises(ValueError, match="0F3 and 3B1 overlap: the exchanges of megatron-1f1b know one at a time"):
+    with pytest.raises(
+        ValueError, match="0F3 and 3B1 overlap, but the exchanges of megatron-1f1b handle one at a time"
+    ):
         lower(OVERLAPPED, Exchange.MEGATRON_1F1B)
 
 

@@ -38,20 +38,20 @@ BROKEN = {
         "0F0 0F2 1F1 1F3 1B3 1B1 0B0 0B2",
         RANK_1,
         ("order of gradient sums", 0, "1B3"),
-        "its other replica, on rank 1, adds those of micro-batch 0: here it must be 1, for both replicas add in one "
-        "order",
+        "its other replica, on rank 1, adds those of micro-batch 0: here it must be 1, because both replicas must add "
+        "in the same order",
     ),
     "reductions in another order": (
         "0F0 0F2 1F1 1F3 0B0 0B2 1B1 1B3",
         RANK_1,
         ("order of reductions", 1, "1B2"),
-        "completes the gradients of stage 1 where rank 0, which has the other replica, completes those of stage 0",
+        "completes the gradients of stage 1 at the point where rank 0, which has the other replica, completes those of stage 0",
     ),
     "no mirror image, though sums and reductions meet": (
         "0F0 1F1 0F2 1F3 1B1 1B3 0B0 0B2",
         RANK_1,
         ("mirror images", 1, "0F3"),
-        "stands where rank 0 has 1F1: here it must be 1F0",
+        "is where rank 0 has 1F1: here it must be 1F0",
     ),
 }
 
@@ -111,5 +111,5 @@ def test_three_pipes_are_refused() -> None:
     error = refused(schedule_of("0F0 1F1 0F2 1B1 0B0 0B2", "1F0 1B0 0F1 0B1 1F2 1B2", layout=three, num_microbatches=3))
     assert (error.rule, str(error)) == (
         "shape",
-        "shape: there are 3 pipes: rules for replicas are known of two in opposite directions, so give no more",
+        "shape: there are 3 pipes: at most two are supported, in opposite directions",
     )

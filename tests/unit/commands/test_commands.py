@@ -238,10 +238,10 @@ def test_simulate_takes_a_bound_for_each_rank_from_its_flag_or_from_a_launch(
     assert main([*SIMULATE, "--bound", "4"]) == 2
     assert "--bound says how to balance: give --balance bpipe, too" in capsys.readouterr().err
     assert main([*sizes, "--", *launch, "--bpipe-bound", "3,x"]) == 2
-    assert "'3,x' is no number and no list of numbers such as 3,3,2,1" in capsys.readouterr().err
+    assert "'3,x' is neither a number nor a list of numbers such as 3,3,2,1" in capsys.readouterr().err
     grouped = ["--schedule", "grouped-interleaved", "--vp", "2", "--bound", "8"]
     assert main([*sizes, *grouped, "--", *launch]) == 2
-    assert "has its order chosen for a bound, which is not modelled: give the group" in capsys.readouterr().err
+    assert "chooses its order for a bound, which is not modelled: give the group" in capsys.readouterr().err
 
 
 def test_a_budget_sends_only_what_must_and_says_who_hosts_for_whom(capsys: pytest.CaptureFixture[str]) -> None:
@@ -262,7 +262,7 @@ def test_a_budget_sends_only_what_must_and_says_who_hosts_for_whom(capsys: pytes
     assert 0 == evictions[0] < evictions[1] < evictions[2]
     text = output(capsys, *BALANCED, "--memory", f"{most - 0.1:.2f}")
     assert re.search(
-        r"^by prediction within [\d.]+ GiB per device: [\d.]+ GiB leave in an iteration$", text, re.MULTILINE
+        r"^by prediction within [\d.]+ GiB per device: [\d.]+ GiB are evicted per iteration$", text, re.MULTILINE
     )
     assert re.search(
         r"^rank 0 would need [\d.]+ GiB; rank 7 hosts [\d.]+ GiB of each of \d+ of its 64 micro-batches, in \d+ host buffers of",
@@ -326,12 +326,12 @@ def test_a_profile_of_several_sizes(capsys: pytest.CaptureFixture[str], tmp_path
     ("content", "message"),
     [
         ("[]", "a profile is"),
-        ('{"stages": [{"forward": 1}]}', "unknown forward: known are"),
+        ('{"stages": [{"forward": 1}]}', "unknown keys forward: choose from"),
         ('{"stages": [{"forward_s": -1}]}', "forward_s is -1"),
-        ('{"stages": [{"forward_s": 1}, {"forward_s": 1}]}', "2 stages for micro-batch size 2, the setup has 8"),
-        ("{", "no JSON"),
-        ("[" * 100_000, "nested deeper"),
-        ('{"stages": [{"forward_s": NaN}]}', "NaN is no number"),
+        ('{"stages": [{"forward_s": 1}, {"forward_s": 1}]}', "2 stages for micro-batch size 2, but the setup has 8"),
+        ("{", "not valid JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"stages": [{"forward_s": NaN}]}', "NaN is not a finite number"),
         ('{"stages": [{"forward_s": 1e999}]}', "forward_s is inf, but must be a number from 0"),
         ('{"stages": [{"forward_s": 1%s}]}' % ("0" * 400), "but must be a number from 0"),
         ('{"stages": [{"forward_s": 1, "layers": 0}]}', "layers is 0, but must be a whole number from 1"),
@@ -516,7 +516,7 @@ def test_heads_that_do_not_divide_the_hidden_size_are_refused(capsys: pytest.Cap
     ]
     run = ["simulate", *sizes, "--cluster", "h100-80g:8", "--gbs", "8", "--pp", "4"]
     assert main(run) == 2
-    assert "--num-attention-heads 7 do not divide --hidden-size 1000" in capsys.readouterr().err
+    assert "--num-attention-heads 7 does not divide --hidden-size 1000" in capsys.readouterr().err
     assert main([*run, "--kv-channels", "128"]) == 0
 
 
@@ -636,9 +636,9 @@ def test_profile_writes_what_simulate_reads(
     found = json.loads(output(capsys, "simulate", *model, *rest, "--profile", str(path), "--format", "json"))
     assert found["iteration_time_s"] > 16 * 2 * (stages[1]["forward_s"] + stages[1]["backward_s"])
     assert main(["simulate", *model, *rest, "--profile", str(path), "--recompute", "full"]) == 2
-    assert "measured with recompute none, the setup has full" in capsys.readouterr().err
+    assert "measured with recompute none, but the setup has full" in capsys.readouterr().err
     assert main(["simulate", *model, *rest, "--profile", str(path), "--hidden-size", "128"]) == 2
-    assert "measured with hidden_size 64, the setup has 128" in capsys.readouterr().err
+    assert "measured with hidden_size 64, but the setup has 128" in capsys.readouterr().err
 
 
 @pytest.mark.slow

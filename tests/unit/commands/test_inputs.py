@@ -21,8 +21,8 @@ from tests.unit.report.recorded import write_run
         (["--from-script", "none.sh"], "none.sh: there is no such file: check the name"),
         (["--from-script", "no/such.sh"], "no/such.sh: there is no folder no: create it, or check the name"),
         (["--from-script", "."], ".: this is a folder: name a file"),
-        (["--from-script", "latin.sh"], "latin.sh: byte 6 is no UTF-8 text: name the script itself, or convert it"),
-        (["--from-script", "/dev/zero"], "/dev/zero: line 1: a zero byte: this is no script"),
+        (["--from-script", "latin.sh"], "latin.sh: byte 6 is not UTF-8 text: name the script itself, or convert it"),
+        (["--from-script", "/dev/zero"], "/dev/zero: line 1: a zero byte: this is not a script"),
         (["--from-script", "-"], "--from-script -: standard input is closed: pipe the script into it, or name a file"),
         (
             ["--model", "gpt3-13b", "--pp", "8", "--gbs", "8", "--trace", "no/a.json"],
@@ -138,14 +138,14 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     [
         (
             [LAYOUT, "Et*99999999999999999999L"],
-            f"{LAYOUT} Et*99999999999999999999L repeats more than the 10000 layers of any model",
+            f"{LAYOUT} Et*99999999999999999999L repeats more than 10000 layers, the most that a model may have",
         ),
-        ([LAYOUT, "Et*1000000000L"], "repeats more than the 10000 layers of any model"),
-        ([LAYOUT, "E" + "t*9999" * 99 + "L"], "repeats more than the 10000 layers of any model"),
-        ([LAYOUT, "(" * 100_000], "has 100000 characters, and no layout more than 10000"),
-        (["--num-layers", "1000000000"], "num_layers is 1000000000, and no model has more than 10000"),
-        (["--num-experts", "4", "--moe-layer-freq", "(" * 50_000 + "[1]" + ")" * 50_000], "is no pattern of layers"),
-        (["--window-size", "9" * 400 + ",0"], f"--window-size {'9' * 40} is no window of tokens before a token"),
+        ([LAYOUT, "Et*1000000000L"], "repeats more than 10000 layers, the most that a model may have"),
+        ([LAYOUT, "E" + "t*9999" * 99 + "L"], "repeats more than 10000 layers, the most that a model may have"),
+        ([LAYOUT, "(" * 100_000], "has 100000 characters, but a layout has at most 10000"),
+        (["--num-layers", "1000000000"], "num_layers is 1000000000, but must be at most 10000"),
+        (["--num-experts", "4", "--moe-layer-freq", "(" * 50_000 + "[1]" + ")" * 50_000], "is not a pattern of layers"),
+        (["--window-size", "9" * 400 + ",0"], f"--window-size {'9' * 40} is not a window of tokens before a token"),
         ([f"--own-{number}" for number in range(5000)], "5000 flags that Megatron does not have"),
     ],
 )
@@ -177,7 +177,7 @@ def test_a_launch_beyond_any_model_is_a_limit_in_words(
         ({**GEMMA, "tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', but must be true or false"),
         (
             {**GEMMA, "layer_types": ["full_attention", "linear_attention"] * 4},
-            "layer_types[1] is 'linear_attention': modelled are",
+            "layer_types[1] is 'linear_attention': only full_attention and sliding_attention are modelled",
         ),
         ({**GEMMA, "use_sliding_window": "no"}, "use_sliding_window is 'no', but must be true or false"),
         ({**GEMMA, "attention_bias": 1}, "attention_bias is 1, but must be true or false"),
@@ -195,7 +195,7 @@ def test_a_config_that_says_what_no_model_has_is_refused(
 def test_json_of_many_keys_takes_linear_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = ",".join(f'"k{number}":1' for number in range(60_000))
     (tmp_path / "config.json").write_text(f'{{{keys},"k59999":1}}')
-    assert "'k59999' stands there twice" in refused([*SIMULATE, "--model", str(tmp_path)], capsys)
+    assert "'k59999' appears twice" in refused([*SIMULATE, "--model", str(tmp_path)], capsys)
 
 
 @pytest.mark.parametrize("number", [3, 500_000])
@@ -207,7 +207,7 @@ def test_more_pipes_than_rules_know_are_refused(
     document |= {"stage_to_rank": [[0]] * number, "ranks": [{"rank": 0, "peak": 1, "evictions": 0, "slots": slots}]}
     path = tmp_path / "schedule.json"
     path.write_text(json.dumps(document))
-    message = f"places {number} pipes: rules for replicas are known of two in opposite directions, so give no more"
+    message = f"places {number} pipes: at most two are supported, in opposite directions"
     assert f"{path}: stage_to_rank {message}" in refused(["schedule", "--input", str(path)], capsys)
     head = f"# bpipe schedule=x microbatches=1 stage_to_rank={'/'.join(['0'] * number)}"
     path.write_text(f"{head}\n0F0,0B0\n")
@@ -220,7 +220,7 @@ def test_more_pipes_than_rules_know_are_refused(
 def test_long_lines_of_a_log_take_linear_time(row: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.log"
     path.write_text(f"{'-' * 24} arguments {'-' * 24}\n{row}\n" * 2)
-    assert "missing: give it" in refused(["calibrate", str(path), "--cluster", "a100-80g:4"], capsys)
+    assert "missing: give them" in refused(["calibrate", str(path), "--cluster", "a100-80g:4"], capsys)
 
 
 def test_a_log_of_many_lines_takes_linear_time(tmp_path: Path) -> None:

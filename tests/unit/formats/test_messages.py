@@ -81,37 +81,37 @@ def test_a_message_moved_past_its_computation_is_refused() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ("0SEND_F0,", "", "line 1, cell 1: what 0F0 makes never leaves: 0SEND_F0 is missing behind it"),
-        ("1RECV_F0,", "", "line 2, cell 1: 1F0 needs what comes from another rank: 1RECV_F0 is missing before it"),
+        ("0SEND_F0,", "", "line 1, cell 1: the result of 0F0 is never sent: 0SEND_F0 is missing after it"),
+        ("1RECV_F0,", "", "line 2, cell 1: 1F0 needs a message from another rank: 1RECV_F0 is missing before it"),
         ("0F0,0SEND_F0", "0SEND_F0,0F0", "line 1, cell 1: 0SEND_F0 comes before what it sends is computed"),
-        ("0SEND_F0,", "0SEND_F0,0SEND_F0,", "line 1, cell 3: 0SEND_F0 stands there twice"),
+        ("0SEND_F0,", "0SEND_F0,0SEND_F0,", "line 1, cell 3: 0SEND_F0 appears twice"),
         ("1RECV_F0,1F0", "1F0,1RECV_F0", "line 2, cell 1: 1F0 needs"),
-        ("1RECV_F0,", "1RECV_F0,1RECV_F0,", "line 2, cell 2: 1RECV_F0 stands there twice"),
+        ("1RECV_F0,", "1RECV_F0,1RECV_F0,", "line 2, cell 2: 1RECV_F0 appears twice"),
         (
             "1RECV_F0,1F0,1RECV_F1",
             "1RECV_F1,1RECV_F0,1F0",
-            "line 2, cell 1: 1RECV_F1 is out of order: from rank 0, 0SEND_F0 is what comes next",
+            "line 2, cell 1: 1RECV_F1 is out of order: from rank 0, 0SEND_F0 comes next",
         ),
         ("0F0,", "0F0,0RECV_F0,", "line 1, cell 2: 0RECV_F0 passes nothing: there is no other rank on that side"),
         ("1F0,", "1F0,1SEND_F0,", "line 2, cell 3: 1SEND_F0 passes nothing"),
         ("0F0,", "0F0,1SEND_F0,", "line 1, cell 2: 1SEND_F0 is of stage 1, which rank 0 does not compute"),
         ("0F0,", "0F0,7RECV_F0,", "line 1, cell 2: 7RECV_F0 is of stage 7"),
-        ("0F0,", "0F0,0RECV_B7,", "line 1, cell 2: nothing behind it needs what 0RECV_B7 receives"),
-        ("0F0,", "0F0,0WAIT_SEND_F0,", "line 1, cell 2: 0WAIT_SEND_F0 waits for what is not sent before it"),
+        ("0F0,", "0F0,0RECV_B7,", "line 1, cell 2: nothing after it needs what 0RECV_B7 receives"),
+        ("0F0,", "0F0,0WAIT_SEND_F0,", "line 1, cell 2: 0WAIT_SEND_F0 waits for something that is not sent before it"),
         (
             "0SEND_F0,",
             "0SEND_F0,0WAIT_SEND_F0,",
-            "line 1, cell 5: nobody waits for 0SEND_F1: 0WAIT_SEND_F1 is missing behind it",
+            "line 1, cell 5: nothing waits for 0SEND_F1: 0WAIT_SEND_F1 is missing after it",
         ),
         ("0F0,", "0F0,,", "line 1, cell 2: an empty cell, but in the runtime's form every cell is an operation"),
-        ("0F0,", "0F0,0UNSHARD,", "line 1, cell 2: 0UNSHARD comes behind a computation of its stage"),
-        ("0F0,", "0UNSHARD,0F0,", "line 1, cell 1: 0UNSHARD has no 0RESHARD behind it"),
-        ("0F0,", "0UNSHARD,0RESHARD,0F0,", "line 1, cell 3: 0F0 computes with parameters that 0RESHARD has let go"),
+        ("0F0,", "0F0,0UNSHARD,", "line 1, cell 2: 0UNSHARD comes after a computation of its stage"),
+        ("0F0,", "0UNSHARD,0F0,", "line 1, cell 1: 0UNSHARD has no 0RESHARD after it"),
+        ("0F0,", "0UNSHARD,0RESHARD,0F0,", "line 1, cell 3: 0F0 computes with parameters that 0RESHARD has freed"),
         ("0F0,", "1UNSHARD,0F0,", "line 1, cell 1: 1UNSHARD is of a stage that rank 0 does not compute"),
-        ("0F0,", "0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0F0,", "line 1, cell 3: 0F0 comes behind 0REDUCE_GRAD"),
-        ("0F0,", "0F0,0EVICT0,", "line 1, cell 2: 0EVICT0 is no computation"),
-        ("0F0,", "0F0,0SEND_F,", "line 1, cell 2: '0SEND_F' is no action"),
-        ("0F0,", "0F0,0SEND_F00,", "line 1, cell 2: '0SEND_F00' is no action"),
+        ("0F0,", "0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0F0,", "line 1, cell 3: 0F0 comes after 0REDUCE_GRAD"),
+        ("0F0,", "0F0,0EVICT0,", "line 1, cell 2: 0EVICT0 is not a computation"),
+        ("0F0,", "0F0,0SEND_F,", "line 1, cell 2: '0SEND_F' is not an action"),
+        ("0F0,", "0F0,0SEND_F00,", "line 1, cell 2: '0SEND_F00' is not an action"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_cell(old: str, new: str, reason: str) -> None:
@@ -131,7 +131,7 @@ def test_ranks_that_wait_for_each_other_are_refused() -> None:
 
 
 def test_computations_alone_decide_what_is_missing() -> None:
-    with pytest.raises(TextError, match="line 1, cell 1: what 0F0 makes never leaves: 0SEND_F0 is missing"):
+    with pytest.raises(TextError, match="line 1, cell 1: the result of 0F0 is never sent: 0SEND_F0 is missing"):
         read_runtime("0F0,0RECV_B0,0B0\n1F0,1B0,1SEND_B0\n")
     # No message at all, but reductions: torch lists single-stage schedules so.
     schedule = read(

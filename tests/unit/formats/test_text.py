@@ -126,53 +126,57 @@ def test_a_grid_names_the_stage_where_the_lane_does_not() -> None:
     ],
 )
 def test_a_cell_is_read_to_its_last_character_or_not_at_all(cell: str) -> None:
-    with pytest.raises(TextError, match="is no action"):
+    with pytest.raises(TextError, match="is not an action"):
         read_action(cell)
 
 
 @pytest.mark.parametrize(
     ("reader", "text", "reason"),
     [
-        (read_csv, "", "there is no computation in it"),
-        (read_csv, "0F0,0B0\n,1F0,2Q0\n", "line 2, cell 3: '2Q0' is no action"),
-        (read_csv, "0F0,0SEND_F0\n", "line 1, cell 2: '0SEND_F0' is no action"),
+        (read_csv, "", "it has no computations"),
+        (read_csv, "0F0,0B0\n,1F0,2Q0\n", "line 2, cell 3: '2Q0' is not an action"),
+        (read_csv, "0F0,0SEND_F0\n", "line 1, cell 2: '0SEND_F0' is not an action"),
         (read_csv, "0F0 0F1\n", "line 1, cell 1: 0F1 is a second computation"),
         (read_csv, "0F0,0B0\n0F1\n", "0F1 is on rank 1, but rank 0 computes the stage too"),
-        (read_csv, "0F0\n3F0\n", "nobody computes stage 1"),
+        (read_csv, "0F0\n3F0\n", "no rank computes stage 1"),
         (read_csv, '"0F0","0B0"\n', "line 1, cell 1"),
         (read_csv, "# bpipe schedule=a microbatches=1\n0F0\n", "line 1: the header lacks stage_to_rank="),
         (
             read_csv,
             "# bpipe schedule=a microbatches=1 stage_to_rank=0 colour=red\n0F0\n",
-            "'colour=red' is no header field",
+            "'colour=red' is not a header field",
         ),
-        (read_csv, "# bpipe schedule=a microbatches=1 stage_to_rank=0 bounds=1, 2\n0F0\n", "'2' is no header field"),
+        (read_csv, "# bpipe schedule=a microbatches=1 stage_to_rank=0 bounds=1, 2\n0F0\n", "'2' is not a header field"),
         (read_csv, "# a remark\n0F0\n", "a header starts with '# bpipe'"),
         (read_json, "{", "line 1, column 2"),
         (read_json, "[]", "the document must be an object"),
-        (read_json, "[" * 100_000, "nested deeper"),
-        (read_json, '{"schedule": NaN}', "NaN is no number"),
-        (read_json, '{"a": 1, "a": 2}', "'a' stands there twice"),
+        (read_json, "[" * 100_000, "nested too deeply"),
+        (read_json, '{"schedule": NaN}', "NaN is not a finite number"),
+        (read_json, '{"a": 1, "a": 2}', "'a' appears twice"),
         (read_json, JSON.replace('"chunks"', '"chonks"'), "lacks 'chunks'"),
         (read_json, JSON.replace('"stages": 2', '"stages": true'), "stages: True must be a whole number"),
-        (read_json, JSON.replace('"stages": 2', '"stages": 3'), "ranks has 2 entries, stages is 3"),
+        (read_json, JSON.replace('"stages": 2', '"stages": 3'), "ranks has 2 entries, but stages is 3"),
         (read_json, JSON.replace('"chunks": 1', '"chunks": 2'), "stages times chunks is 4"),
-        (read_json, JSON.replace('"peak": 1', '"peak": 2', 1), r"ranks\[0\].peak is 2, its slots say 1"),
-        (read_json, JSON.replace('"evictions": 0', '"evictions": 1', 1), r"ranks\[0\].evictions is 1, its slots say 0"),
-        (read_json, JSON.replace('"rank": 1', '"rank": 0'), r"ranks\[1\].rank is 0: ranks stand in order"),
+        (read_json, JSON.replace('"peak": 1', '"peak": 2', 1), r"ranks\[0\].peak is 2, but its slots give 1"),
+        (
+            read_json,
+            JSON.replace('"evictions": 0', '"evictions": 1', 1),
+            r"ranks\[0\].evictions is 1, but its slots give 0",
+        ),
+        (read_json, JSON.replace('"rank": 1', '"rank": 0'), r"ranks\[1\].rank is 0: ranks must be in order"),
         (read_json, JSON.replace('"none"', '"bpipe"'), "balance is 'bpipe', but partners is None"),
         (read_json, JSON.replace('"none"', '"maybe"'), "neither"),
         (read_json, JSON.replace('"0F0"', "7"), r"ranks\[0\].slots\[0\]"),
         (read_json, JSON.replace('"0F0"', '"0EVICT0"'), "write transfers under transfers"),
-        (read_json, JSON.replace('"1F0"', '"9F0"'), "an action names stage 9, there are 2"),
-        (read_json, JSON.replace('"schedule": "1f1b"', '"schedule": 3'), "schedule: 3 is no name"),
-        (read_json, JSON.replace('"schedule": "1f1b"', '"schedule": ""'), "schedule: '' is no name"),
+        (read_json, JSON.replace('"1F0"', '"9F0"'), "an action names stage 9, but there are 2 stages"),
+        (read_json, JSON.replace('"schedule": "1f1b"', '"schedule": 3'), "schedule: 3 is not a valid name"),
+        (read_json, JSON.replace('"schedule": "1f1b"', '"schedule": ""'), "schedule: '' is not a valid name"),
         (read_json, JSON.replace('"rank": 1', '"extra": 1, "rank": 1'), "unknown 'extra'"),
         (read_grid, "slot 0\n", "line 1: a header starts with '# bpipe'"),
         (
             read_grid,
             "# bpipe schedule=a microbatches=1 stage_to_rank=0\nslot 1\n",
-            "line 2: a block's slots are numbered on from 0",
+            "line 2: the slot numbers of a block must continue from 0",
         ),
         (
             read_grid,
@@ -182,7 +186,7 @@ def test_a_cell_is_read_to_its_last_character_or_not_at_all(cell: str) -> None:
         (
             read_grid,
             "# bpipe schedule=a microbatches=1 stage_to_rank=0\nslot 0\nrank 0 C X0\n",
-            "line 3, slot 0: 'X0' is no cell",
+            "line 3, slot 0: 'X0' is neither a cell",
         ),
         (
             read_grid,
@@ -192,12 +196,12 @@ def test_a_cell_is_read_to_its_last_character_or_not_at_all(cell: str) -> None:
         (
             read_grid,
             "# bpipe schedule=a microbatches=1 stage_to_rank=0\nslot 0\nrank 0 C E0\n",
-            "what is moved on line T",
+            "transfers on line T",
         ),
         (
             read_grid,
             "# bpipe schedule=a microbatches=1 stage_to_rank=0\nslot 0\nrank 0 C .\nT F0\n",
-            "what is computed stands on line C",
+            "computations go on line C",
         ),
         (
             read_grid,

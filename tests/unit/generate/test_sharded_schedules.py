@@ -360,9 +360,9 @@ def test_what_cannot_be_is_refused_with_the_way_out() -> None:
         ValueError, match=r"v-half has no place where all ranks compute shards at the same time: .* choose from 1f1b"
     ):
         ScheduleConfig("v-half", 4, 8, num_chunks=2, vocabulary=INTERLACED)
-    with pytest.raises(ValueError, match="choose a vocabulary 1, 2 or interlaced, too"):
+    with pytest.raises(ValueError, match="choose vocabulary 1, 2 or interlaced, too"):
         ScheduleConfig("1f1b", 4, 8, input_shards=True)
-    with pytest.raises(ValueError, match="nobody to share the vocabulary with"):
+    with pytest.raises(ValueError, match="1 rank cannot share the vocabulary"):
         ScheduleConfig("1f1b", 1, 8, vocabulary=ONE)
     with pytest.raises(ValueError, match="computations are more than"):
         ScheduleConfig("1f1b", 1024, 2000, vocabulary=ONE, input_shards=True)

@@ -151,9 +151,13 @@ def test_one_slice_is_the_whole_micro_batch(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in SLICED])
 def test_other_families_refuse_slices_with_the_reason(name: str) -> None:
-    why = "its two pipes" if FAMILIES[name].num_pipes > 1 else "its order is known of whole ones"
+    why = (
+        "because its two pipes"
+        if FAMILIES[name].num_pipes > 1
+        else "because its order is known for whole micro-batches only"
+    )
     with pytest.raises(
-        ValueError, match=f"schedule {name} cuts no micro-batches into slices, {why}.* choose from gpipe, 1f1b"
+        ValueError, match=f"schedule {name} does not cut micro-batches into slices, {why}.* choose from gpipe, 1f1b"
     ):
         sliced(name, 4, 4, 2)
 
@@ -203,7 +207,7 @@ def test_shards_that_know_no_slices_are_refused(asked: dict[str, object], reason
 
 
 def test_no_micro_batch_is_cut_into_nothing() -> None:
-    with pytest.raises(ValueError, match="slices is 0, but there must be at least 1"):
+    with pytest.raises(ValueError, match="slices is 0, but must be at least 1"):
         sliced("1f1b", 4, 4, 0)
 
 
@@ -212,7 +216,7 @@ def test_groups_of_interleaved_slices_are_whole_micro_batches() -> None:
     assert check_microbatch_order(sliced("interleaved-1f1b", 3, 5, 2, 2)) is None
     with pytest.raises(
         ValueError,
-        match=r"a group of 1 micro-batches is outside 2 to 5: .* as there are pipeline ranks, 3, in slices of 2",
+        match=r"a group of 1 micro-batches is outside 2 to 5: .* as there are pipeline ranks, 3, with 2 slices",
     ):
         sliced("interleaved-1f1b", 3, 5, 2, 2, group_size=1)
 
@@ -225,7 +229,7 @@ def test_backwards_in_the_order_of_forwards_are_refused() -> None:
     """What 1F1B's own order gives, if its micro-batches are taken for slices."""
     orders = in_turn(4, 4, 2)
     with pytest.raises(
-        ScheduleError, match=r"order of slices: rank 0, slot .*, 0B0: takes gradients of its keys from the slice behind"
+        ScheduleError, match=r"order of slices: rank 0, slot .*, 0B0: needs gradients of its keys from the next slice"
     ) as error:
         check(place("wrong", 8, replace(one_pipe(range(4)), slices=2), orders))
     assert error.value.action == Action(0, Kind.BACKWARD, 0)
@@ -261,7 +265,7 @@ def test_every_pair_of_slices_that_changes_places_is_refused(name: str) -> None:
 def test_the_last_stage_alone_may_not_swap_slices_either() -> None:
     """Nothing that comes from another rank is too early there: the rule of slices is what refuses it."""
     schedule = sliced("gpipe", 1, 1, 3)
-    for kind, why in ((Kind.FORWARD, "attends to the slice before"), (Kind.BACKWARD, "takes gradients of its keys")):
+    for kind, why in ((Kind.FORWARD, "attends to the previous slice"), (Kind.BACKWARD, "needs gradients of its keys")):
         with pytest.raises(ScheduleError, match=f"order of slices: .*: {why}"):
             check(_swapped(schedule, kind, 1, 0))
 
@@ -270,15 +274,15 @@ def test_weights_halves_out_of_order_are_sound_but_train_other_bits() -> None:
     schedule = sliced("zb-h1", 2, 2, 2)
     swapped = _swapped(schedule, Kind.BACKWARD_WEIGHT, 2, 1)
     check(swapped)
-    with pytest.raises(ScheduleError, match="1W3: comes behind 1W2, but Megatron's own schedules"):
+    with pytest.raises(ScheduleError, match="1W3: comes after 1W2, but Megatron's own schedules"):
         check_microbatch_order(swapped)
 
 
 def test_slices_are_whole_micro_batches_on_one_pipe() -> None:
-    with pytest.raises(ScheduleError, match="order of slices: 8 slices are no whole micro-batches of 3"):
+    with pytest.raises(ScheduleError, match="order of slices: 8 slices do not make whole micro-batches of 3"):
         check(place("wrong", 8, replace(one_pipe(range(2)), slices=3), in_turn(2, 8, 1)))
     chimera = build(ScheduleConfig("chimera", 4, 4))
-    with pytest.raises(ScheduleError, match="2 slices on 2 pipes: their order is known of one pipe only"):
+    with pytest.raises(ScheduleError, match="2 slices on 2 pipes: slices are supported on one pipe only"):
         check(replace(chimera, layout=replace(chimera.layout, slices=2)))
 
 
@@ -359,10 +363,10 @@ def test_slices_and_seconds_hold_the_same() -> None:
 
 def test_sizes_of_slices_and_of_what_is_kept_must_cover_the_stages() -> None:
     size = StageMemory(10, 10, 10)
-    with pytest.raises(ValueError, match="sizes of 1 stages, the schedule has 2"):
+    with pytest.raises(ValueError, match="sizes of 1 stages, but the schedule has 2"):
         Memory((size, size), slices=2).check(2)
     with pytest.raises(
-        ValueError, match="1 stages keep keys and values, the schedule has 2: give one for each stage, or none"
+        ValueError, match="1 stages keep keys and values, but the schedule has 2: give one for each stage, or none"
     ):
         Memory((size,) * 4, slices=2, kept=(KeptMemory(1, 1),)).check(2)
 

@@ -79,7 +79,7 @@ def test_orders_that_wait_for_each_other_are_named() -> None:
 
 @pytest.mark.parametrize("costs", [(0, 1, 1), (1, 0, 1), (1, 1, -1), (-1, 2, 2), (1, 1, 1, -1)])
 def test_costs_below_nothing_are_refused(costs: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"costs .*: a forward and a backward take some time"):
+    with pytest.raises(ValueError, match=r"costs .*: a forward and a backward must cost more than 0"):
         UnitCosts(*costs)
 
 
@@ -116,7 +116,7 @@ def test_costs_that_do_not_fit_are_refused(capfd: pytest.CaptureFixture[str], tm
     for path, costs, reason in (
         (split, "1,2", "its backwards are computed in halves, I and W: give three costs, F,I,W"),
         (shards, "1,2", "shards of the vocabulary take part in it, and have no cost here: leave it out"),
-        (split, "0,1,1", "costs 0, 1, 1 and a hop of 0: a forward and a backward take some time"),
+        (split, "0,1,1", "costs 0, 1, 1 and a hop of 0: a forward and a backward must cost more than 0"),
     ):
         assert main(["schedule", "--input", str(path), "--costs", costs, "--format", "json"]) == 2
         assert reason in capfd.readouterr().err

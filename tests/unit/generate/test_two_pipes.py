@@ -315,9 +315,9 @@ def test_whatever_the_sizes_and_costs_it_keeps_its_rules_and_its_room(
 
 @pytest.mark.parametrize(("name", "v"), CASES)
 def test_an_odd_number_of_ranks_is_refused(name: str, v: int) -> None:
-    with pytest.raises(ValueError, match=r"two pipes need an even number of ranks, not 5, .*: take 4 or 6"):
+    with pytest.raises(ValueError, match=r"two pipes need an even number of ranks, not 5, .*: use 4 or 6"):
         build(ScheduleConfig(name, 5, 8, num_chunks=v))
-    with pytest.raises(ValueError, match=r"not 1, .*: take 2$"):
+    with pytest.raises(ValueError, match=r"not 1, .*: use 2$"):
         build(ScheduleConfig(name, 1, 8, num_chunks=v))
 
 
@@ -328,15 +328,13 @@ def test_it_is_read_back_balanced_with_its_pipes(name: str, v: int) -> None:
     assert read_json(write_json(schedule)) == schedule
     text = write_csv(schedule)
     assert read_csv(text) == schedule
-    with pytest.raises(
-        TextError, match=r"is on rank .*; several pipes are read with a header that places each, such as"
-    ):
+    with pytest.raises(TextError, match=r"is on rank .*; for several pipes, give a header that places each, such as"):
         read_csv(text.partition("\n")[2])
 
 
 def test_formats_that_know_one_pipe_say_so(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", "--schedule", "chimera", "--pp", "4", "--microbatches", "4", "--format", "runtime"]) == 2
-    assert "torch's runtime knows one pipe and no shards of the vocabulary: write csv" in capfd.readouterr().err
+    assert "torch's runtime supports one pipe, and no shards of the vocabulary: write csv" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "v"), CASES)

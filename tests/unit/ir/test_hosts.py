@@ -142,13 +142,13 @@ def test_two_hosts_of_one_micro_batch_are_refused() -> None:
 
 def test_what_knows_pairs_only_says_so() -> None:
     assert PAIRS.partners == (3, 2, 1, 0)
-    with pytest.raises(ValueError, match=r"ranks host as 3\+2,none,none,none: only pairs are known here"):
+    with pytest.raises(ValueError, match=r"hosts are 3\+2,none,none,none: only pairs are supported here"):
         _ = in_a_pool().partners
 
 
 @pytest.mark.parametrize("text", ["", "1+", "1,,2", "own+x", "01", "-1", "None", "1 ,2"])
 def test_other_text_is_no_list_of_hosts(text: str) -> None:
-    with pytest.raises(ValueError, match="is no list of hosts"):
+    with pytest.raises(ValueError, match="is not a list of hosts"):
         read_hosts(text)
     with pytest.raises(TextError, match="line 1: hosts="):
         read_csv(f"# bpipe schedule=a microbatches=1 stage_to_rank=0 hosts={text.replace(' ', '_')}\n0F0,0B0\n")

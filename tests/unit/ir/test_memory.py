@@ -271,7 +271,7 @@ def test_whoever_takes_more_for_w_takes_it_when_i_starts() -> None:
 @pytest.mark.parametrize(
     ("memory", "reason"),
     [
-        (memory_of([10] * 3), "sizes of 3 stages, the schedule has 2"),
+        (memory_of([10] * 3), "sizes of 3 stages, but the schedule has 2"),
         (memory_of([10, 10], [10, 11]), "stage 1: moved_bytes 11 must lie between 0 and saved_bytes 10"),
         (memory_of([10, 10], None, [10, -1]), "stage 1: after_input_bytes is -1"),
         (memory_of([10, 0]), "stage 1: saved_bytes is 0"),
@@ -386,26 +386,26 @@ def test_bounds_are_kept_by_shares(capfd: pytest.CaptureFixture[str], tmp_path: 
     assert bounds == {"0": "3,3,3,3 after_input=0", "0.5": "4,4,4,4 after_input=0.5", "1": "4,4,4,4"}
     balanced = read_grid(run(capfd, *common, "0"))
     assert num_transfers(balanced, 0).evictions > 0
-    with pytest.raises(ScheduleError, match=r"holds 4 micro-batches, its bound is 3"):
+    with pytest.raises(ScheduleError, match=r"holds 4 micro-batches, but its bound is 3"):
         check(replace(balanced, after_input=Fraction(1)))
-    with pytest.raises(ScheduleError, match=r"holds 3\.25 micro-batches, its bound is 3"):
+    with pytest.raises(ScheduleError, match=r"holds 3\.25 micro-batches, but its bound is 3"):
         check(replace(balanced, after_input=Fraction(1, 4)))
     assert main(["schedule", *common, "0.5", "--bound", "3"]) == 2
     assert (
-        "holds up to 4.5 micro-batches, its bound is 3. The smallest bound found that ranks 0 and 3 can both keep is 4 "
+        "holds up to 4.5 micro-batches, but its bound is 3. The smallest bound found that ranks 0 and 3 can both keep is 4 "
         in capfd.readouterr().err
     )
 
 
 REFUSED = {
-    "generated": (["--schedule", "1f1b", "--pp", "4", "--microbatches", "4"], "no backward of it has halves"),
+    "generated": (["--schedule", "1f1b", "--pp", "4", "--microbatches", "4"], "its backwards are not split"),
     "negative": (
         ["--input", "FILE", "--kept=-1"],
-        "share: '-1' is no share such as 0.5, at least 0, with at most 4 decimals",
+        "share: '-1' is not a share such as 0.5: give at least 0, with at most 4 decimals",
     ),
-    "endless": (["--input", "FILE", "--kept", "1/3"], "'1/3' is no share"),
-    "too fine": (["--input", "FILE", "--kept", "0.00001"], "'0.00001' is no share"),
-    "whole backwards": (["--input", "WHOLE"], "no backward of it has halves (I and W)"),
+    "endless": (["--input", "FILE", "--kept", "1/3"], "'1/3' is not a share"),
+    "too fine": (["--input", "FILE", "--kept", "0.00001"], "'0.00001' is not a share"),
+    "whole backwards": (["--input", "WHOLE"], "its backwards are not split into I and W"),
 }
 
 
@@ -425,17 +425,17 @@ def test_what_is_refused(case: str, capfd: pytest.CaptureFixture[str], file: Pat
 def test_files_that_say_it_wrongly() -> None:
     more = with_after_input(V_HALF, Fraction(3, 2))
     grid, document = write_grid(more), write_json(more)
-    with pytest.raises(TextError, match="line 1: after_input: 'half' is no share"):
+    with pytest.raises(TextError, match="line 1: after_input: 'half' is not a share"):
         read_grid(grid.replace("after_input=1.5", "after_input=half"))
     for wrong in ('"0.5"', "true", "-0.5", "1e-05", "[]"):
-        with pytest.raises(TextError, match=r"after_input: .* is no share"):
+        with pytest.raises(TextError, match=r"after_input: .* is not a share"):
             read_json(document.replace('"after_input": 1.5', f'"after_input": {wrong}'))
-    with pytest.raises(TextError, match=r"peak is 7, its slots say 6\.8"):
+    with pytest.raises(TextError, match=r"peak is 7, but its slots give 6\.8"):
         read_json(document.replace('"after_input": 1.5', '"after_input": 1.4'))
     with pytest.raises(TextError, match=r"peak: 6\.5 must be a whole number"):
         read_json(document.replace(', "after_input": 1.5', "").replace('"peak": 7', '"peak": 6.5'))
     for share in (Fraction(-1, 2), Fraction(1, 3)):
-        with pytest.raises(ScheduleError, match=f"after_input {share} is no share"):
+        with pytest.raises(ScheduleError, match=f"after_input {share} must be a share"):
             check(replace(V_HALF, after_input=share))
 
 

@@ -139,7 +139,7 @@ def test_what_megatron_takes_for_granted() -> None:
     assert found.options["hybrid"] == Hybrid("M-M*", 8, 128, 128, 8)
     assert found.options["num_layers"] == 4
     assert found.options["no_positions"] is True
-    assert any("has 4 layers, and Megatron takes those, not --num-layers 8" in note for note in found.notes)
+    assert any("has 4 layers, and Megatron uses those instead of --num-layers 8" in note for note in found.notes)
 
 
 def test_a_logs_arguments_are_a_launch() -> None:
@@ -162,19 +162,22 @@ def test_a_logs_arguments_are_a_launch() -> None:
     [
         (
             "--hybrid-layer-pattern M*/M/M",
-            r"--hybrid-layer-pattern M\*/M/M: .* prediction of further tokens \(/\) are not modelled",
+            r"--hybrid-layer-pattern M\*/M/M: .* prediction of further tokens \(/\) cannot be modelled",
         ),
         ("--hybrid-layer-pattern MG", "gated delta nets"),
-        ("--hybrid-layer-pattern=--", "two MLPs alone cannot be said"),
+        ("--hybrid-layer-pattern=--", "two MLPs alone cannot be given"),
         ("--hybrid-layer-pattern M --hybrid-override-pattern M", "exclude each other"),
         ("--hybrid-layer-pattern M* --mtp-num-layers 2", "multi-token prediction"),
         (
             "--hybrid-layer-pattern M* --spec megatron.core.models.hybrid.hybrid_layer_specs "
             "hybrid_inference_stack_spec",
-            "of one's own",
+            "of a custom specification",
         ),
-        ("--num-layers 2 --spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec", "of one's own"),
-        ("--num-layers 2 --is-hybrid-model", "--is-hybrid-model does not say which layers it has"),
+        (
+            "--num-layers 2 --spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec",
+            "of a custom specification",
+        ),
+        ("--num-layers 2 --is-hybrid-model", "--is-hybrid-model does not say which layers the model has"),
         ("--hybrid-layer-pattern M* --transformer-impl inference_optimized", "for inference"),
         ("--hybrid-layer-pattern M*M* --num-virtual-stages-per-pipeline-rank 2", "stages begin where it has a |"),
         (
@@ -183,12 +186,12 @@ def test_a_logs_arguments_are_a_launch() -> None:
         ),
         (
             "--hybrid-layer-pattern M|*|M --pipeline-model-parallel-size 2",
-            "has 3 stages, no multiple of --pipeline-model-parallel-size 2",
+            "has 3 stages, not a multiple of --pipeline-model-parallel-size 2",
         ),
         ("--hybrid-layer-pattern M||* --pipeline-model-parallel-size 3", "stage 1 has no layer"),
         (
             "--hybrid-layer-pattern M*M --pipeline-model-parallel-size 2",
-            "does not go over --pipeline-model-parallel-size 2",
+            "cannot be divided evenly over --pipeline-model-parallel-size 2",
         ),
         ("--hybrid-layer-pattern M* --num-experts 8", r"no layer of --hybrid-layer-pattern has experts \(E\)"),
         ("--hybrid-layer-pattern M* --mamba-head-dim 48", "--mamba-head-dim 48 does not divide"),
@@ -196,7 +199,7 @@ def test_a_logs_arguments_are_a_launch() -> None:
             "--hybrid-layer-pattern M*M* --pipeline-model-parallel-size 2 --bpipe-vocabulary redistribute",
             "says where every layer is",
         ),
-        ("--hybrid-layer-pattern M* --disable-mamba-mem-eff-path", "kernels that keep more"),
+        ("--hybrid-layer-pattern M* --disable-mamba-mem-eff-path", "kernels of Mamba layers that keep more"),
     ],
 )
 def test_what_is_not_modelled_or_not_megatrons_is_refused(flags: str, message: str) -> None:

@@ -133,7 +133,7 @@ def test_our_examples_name_what_another_file_sets(name: str) -> None:
     ("script", "message"),
     [
         ("echo hello", "no command with a script"),
-        ("python a.py --num-layers 2\npython b.py --num-layers 3", "2 trainings, on lines 1, 2"),
+        ("python a.py --num-layers 2\npython b.py --num-layers 3", "2 training runs, on lines 1, 2"),
         ('A="x\npython a.py --num-layers 2', "line 1: .* is not closed"),
         ("cat <<END\nx\npython a.py --num-layers 2", "here-document up to END has no end"),
     ],
@@ -291,33 +291,33 @@ LAUNCH = f"torchrun pretrain_gpt.py {REST} --num-layers"
     [
         (
             f"X={'$(' * 3000}{')' * 3000}\n{LAUNCH} 2",
-            "line 1: quotes and brackets are inside of each other more than 40 times",
+            "line 1: quotes and brackets are nested more than 40 deep",
         ),
         (
             f"X={'${X:-' * 3000}{'}' * 3000}\n{LAUNCH} 2",
-            "line 1: quotes and brackets are inside of each other more than 40 times",
+            "line 1: quotes and brackets are nested more than 40 deep",
         ),
         (
             f"X=$(({'$((' * 3000}{'))' * 3000}))\n{LAUNCH} 2",
-            "line 1: quotes and brackets are inside of each other more than 40 times",
+            "line 1: quotes and brackets are nested more than 40 deep",
         ),
-        ("eval " * 3000 + f"{LAUNCH} 2", "line 1: commands are in strings of each other more than 10 times"),
+        ("eval " * 3000 + f"{LAUNCH} 2", "line 1: commands in strings are nested more than 10 deep"),
         (
             "A=xy\n" + 'A="$A$A"\n' * 100 + f"{LAUNCH} 2",
-            "line 2[0-9]: the script's variables come to more than 20000000 characters",
+            "line 2[0-9]: the script's variables have more than 20000000 characters",
         ),
         (
             "A=(x y)\n" + 'A+=("${A[@]}")\n' * 100 + f"{LAUNCH} 2",
-            "line 2[0-9]: the script's variables come to more than",
+            "line 2[0-9]: the script's variables have more than",
         ),
-        (f"A=x\nA={'$A' * 1000}\nB={'$A' * 100_000}\n{LAUNCH} 2", "line 3: the script's variables come to more than"),
+        (f"A=x\nA={'$A' * 1000}\nB={'$A' * 100_000}\n{LAUNCH} 2", "line 3: the script's variables have more than"),
         (f"N=2\r\n{LAUNCH} $N\r\n", "line 1: Windows line ends"),
         (f"N=2\n{LAUNCH} \0000\0", "line 2: a zero byte"),
-        ("#" * 1_000_001, "it has more than 1000000 characters, and no launch has"),
-        (f"cat <<END\na\\\nEND\n{LAUNCH} 2\nEND", "line 3: a here-document's last line goes on into its end"),
+        ("#" * 1_000_001, "it has more than 1000000 characters, more than any launch"),
+        (f"cat <<END\na\\\nEND\n{LAUNCH} 2\nEND", "line 3: a here-document's last line continues into its end"),
         (
             f"f() {{ {LAUNCH} 2; }}\nf",
-            "line 1: the training stands in a function, .* Print its command with echo, and give that after --",
+            "line 1: the training command is in a function, .* Print the command with echo, and give it after --",
         ),
         (f"{{ if true; then\n{LAUNCH} 2\n", "line 3: the script ends before fi"),
         (f"fi\n{LAUNCH} 2", "line 1: fi is unexpected"),

@@ -24,7 +24,7 @@ def read(script: str) -> Launch | None:
         return read_launch(script)
     except ValueError as error:
         message = str(error)
-    assert re.match("line [0-9]+: |there are [0-9]+ trainings, on lines|no command with a script", message), (
+    assert re.match("line [0-9]+: |it starts [0-9]+ training runs, on lines|no command with a script", message), (
         f"{script}\n{message}"
     )
     return None

@@ -240,30 +240,36 @@ def test_what_is_not_considered_is_listed_and_what_does_not_matter_is_not() -> N
             "--recompute-activations and --recompute-granularity full",
         ),
         ("--recompute-granularity full", "needs --recompute-method"),
-        ("--moe-latent-size 8", "--moe-latent-size 8: experts of a smaller hidden size: not modelled"),
-        ("--num-experts 8 --moe-layer-freq [2]", "is no pattern of layers"),
-        ("--num-experts 8 --moe-router-topk 9", "tokens go to 9 experts each"),
-        ("--window-size 127", "--window-size 127 is no window"),
-        ("--spec my_layers stack", "--spec my_layers stack: layers by a specification of one's own"),
+        ("--moe-latent-size 8", "--moe-latent-size 8 is not modelled: experts of a smaller hidden size"),
+        ("--num-experts 8 --moe-layer-freq [2]", "is not a pattern of layers"),
+        ("--num-experts 8 --moe-router-topk 9", "each token goes to 9 experts"),
+        ("--window-size 127", "--window-size 127 is not a window"),
+        ("--spec my_layers stack", "--spec my_layers stack: layers of a custom specification"),
         ("--mtp-hybrid-override-pattern M*", "multi-token prediction"),
         ("--heterogeneous-layers-config-encoded-json {}", "layers of different kinds"),
-        ("--attention-output-gate", "--attention-output-gate: a gate behind attention"),
-        ("--fp4-format e2m1", "--fp4-format e2m1: 4-bit training"),
+        ("--attention-output-gate", "--attention-output-gate is not modelled: a gate after attention"),
+        ("--fp4-format e2m1", "--fp4-format e2m1 is not modelled: 4-bit training"),
         (
             "--fp8-format hybrid --first-last-layers-bf16",
-            "--first-last-layers-bf16: 4-bit training, and 8-bit training of some layers",
+            "--first-last-layers-bf16 is not modelled: 4-bit training, or 8-bit training of only some layers",
         ),
         ("--fp8-format hybrid --fp8-recipe custom", "--fp8-recipe custom is not modelled"),
         ("--fp8-format e5m2", "argument --fp8-format"),
         (
             "--context-parallel-size 2 --cp-comm-type a2a+p2p",
-            "--cp-comm-type a2a.p2p: modelled is one of p2p, all_gather, a2a",
+            "--cp-comm-type a2a.p2p: only one of p2p, all_gather, a2a",
         ),
-        ("--context-parallel-size 2 --cp-comm-type p2p a2a p2p", "--cp-comm-type p2p a2a p2p: modelled is one of"),
-        ("--hybrid-context-parallel", "--hybrid-context-parallel: context parallelism of each sequence's own size"),
-        ("--use-megatron-fsdp", "--use-megatron-fsdp: sharding by FSDP"),
+        ("--context-parallel-size 2 --cp-comm-type p2p a2a p2p", "--cp-comm-type p2p a2a p2p: only one of"),
+        (
+            "--hybrid-context-parallel",
+            "--hybrid-context-parallel is not modelled: context parallelism whose size differs by sequence",
+        ),
+        ("--use-megatron-fsdp", "--use-megatron-fsdp is not modelled: sharding by FSDP"),
         ("--num-layers-per-virtual-pipeline-stage 1 --num-virtual-stages-per-pipeline-rank 2", "exclude each other"),
-        ("--pipeline-model-parallel-size 3", "--num-layers 8 does not go over --pipeline-model-parallel-size 3"),
+        (
+            "--pipeline-model-parallel-size 3",
+            "--num-layers 8 cannot be divided evenly over --pipeline-model-parallel-size 3",
+        ),
         ("--pipeline-model-parallel-size 0", "--pipeline-model-parallel-size: '0' must be"),
         ("--hidden-size x", "argument --hidden-size: 'x' must be a whole number"),
         ("--normalization Batch", "argument --normalization"),
@@ -322,7 +328,7 @@ def test_the_command_line_replaces_the_launch(capsys: pytest.CaptureFixture[str]
     assert main(["simulate", "--cluster", "a100-80g", *launch, "--recompute-method", "block"]) == 2
     error = capsys.readouterr().err
     assert (
-        "--recompute-method block without --recompute-num-layers is not modelled: say what to predict in its place"
+        "--recompute-method block without --recompute-num-layers is not modelled: choose what to predict instead"
         in error
     )
     said = ["simulate", "--cluster", "a100-80g", "--recompute", "none", "--format", "json"]
@@ -354,7 +360,10 @@ def test_what_nobody_says_is_asked_for(capsys: pytest.CaptureFixture[str]) -> No
         (["simulate", "--cluster", "a100-80g:8", "--", *SMALL[:-2]], "give --vocab-size N"),
         (["simulate", "--cluster", "a100-80g", "--", *SMALL], "is not DEVICE:NODESxDEVICES"),
         (["simulate", "--cluster", "a100-80g:8", "--", *SMALL[2:]], "Megatron's flags lack --num-layers"),
-        (["simulate", "--cluster", "a100-80g:8", "--", "bash", "run.sh"], "'bash' is no flag, and no script"),
+        (
+            ["simulate", "--cluster", "a100-80g:8", "--", "bash", "run.sh"],
+            "'bash' is not a flag, and no training script",
+        ),
         (["simulate", "--cluster", "a100-80g:8", "--set", "A=1"], "--set is for a script's variables"),
         (["simulate", "--cluster", "a100-80g:8", "--from-script", "run.sh", "--", *SMALL], "say the same"),
     ):
@@ -490,8 +499,8 @@ def test_the_names_are_those_of_the_installed_megatron_and_ours(megatrons: dict[
         ("--num_layers 4", "unknown flag --num_layers, did you mean '--num-layers'?"),
         ("--bpipe-reprot x", "unknown flag --bpipe-reprot, did you mean '--bpipe-report'?"),
         ("--bpipe-xyzzy", "unknown flag --bpipe-xyzzy: leave it out"),
-        ("--mtp-num-layers 1", "--mtp-num-layers 1: multi-token prediction: not modelled"),
-        ("--cpu-offloading-num-layers 1", "--cpu-offloading-num-layers 1: offloading: not modelled"),
+        ("--mtp-num-layers 1", "--mtp-num-layers 1 is not modelled: multi-token prediction"),
+        ("--cpu-offloading-num-layers 1", "--cpu-offloading-num-layers 1 is not modelled: offloading"),
         (" ".join(f"--own-{number}" for number in range(101)), "101 flags that Megatron does not have"),
     ],
 )
@@ -513,7 +522,7 @@ def test_flags_of_a_scripts_own_and_one_shard_are_no_typos() -> None:
 def test_absurd_numbers_are_refused() -> None:
     """Ranks were listed one by one: 10^30 nodes never came to an end."""
     sizes = ["--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64"]
-    with pytest.raises(ValueError, match="nodes of 8 processes: there are at most 99999 of each"):
+    with pytest.raises(ValueError, match="nodes of 8 processes: give at most 99999 of each"):
         read_command(["torchrun", "--nproc_per_node", "8", "--nnodes", "1" * 30, "pretrain_gpt.py", *sizes])
     with pytest.raises(
         ValueError, match=r"--num-layers: '1+' must be a whole number, at least 1 and at most 1000000000000"
@@ -540,7 +549,7 @@ LARGE = (
 
 @pytest.mark.parametrize("flag", LARGE)
 def test_a_flag_of_gigabytes_is_never_left_out_silently(flag: str) -> None:
-    with pytest.raises(ValueError, match=f"{flag}.*: not modelled; leave the flag out"):
+    with pytest.raises(ValueError, match=f"{flag}.* is not modelled: .*; leave the flag out"):
         read_command([*SMALL, *flag.split()])
 
 

@@ -65,7 +65,7 @@ def test_what_a_port_carries_and_what_a_message_takes_besides_may_be_said(tmp_pa
     assert (read_cluster(path).device.inside_gap_s, read_cluster(path).device.between_gap_s) == pytest.approx(
         (300e-6, 400e-6)
     )
-    with pytest.raises(ValueError, match=r"a port of 0\.0 GB/s carries nothing"):
+    with pytest.raises(ValueError, match=r"a port of 0\.0 GB/s must be above 0"):
         parse_cluster("a100-80g:4x8@0.0")
 
 
@@ -128,7 +128,7 @@ def test_what_a_rack_joins_takes_its_links_and_memory_stays_the_nodes() -> None:
     with pytest.raises(ValueError, match="tensor parallel 8 does not divide the 4 devices of a node"):
         setup_on("gb200-186g:16x4", tensor=8, pipeline=4)
     with pytest.raises(
-        ValueError, match="tensor parallel 64 does not divide the 72 devices of nodes that NVLink joins"
+        ValueError, match="tensor parallel 64 does not divide the 72 devices of a group of nodes on one NVLink"
     ):
         setup_on("gb200-nvl72:128x4", tensor=64, pipeline=4)
     assert set(rank_domains(setup_on("gb200-nvl72:2", tensor=4, pipeline=4, global_batch=63))) == {0, 1}
@@ -243,10 +243,10 @@ def test_a_file_changes_a_known_device(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nodes = ", "no TOML"),
+        ("nodes = ", "not valid TOML"),
         ("nodes = 2", "gpus_per_node is missing"),
         ("nodes = 0\ngpus_per_node = 8", "nodes is 0, but must be a whole number"),
-        ("nodes = 1\ngpus_per_node = 8", "device is missing: one of a100-40g"),
+        ("nodes = 1\ngpus_per_node = 8", "device is missing: give one of a100-40g"),
         ("nodes = 1\ngpus_per_node = 8\ndevice = 3", "device is 3, but must be a name or an object"),
         ('nodes = 1\ngpus_per_node = 8\ndevice = "h100"', "device: unknown device 'h100'"),
         ("nodes = 1\ngpu_per_node = 8", "unknown key 'gpu_per_node', did you mean 'gpus_per_node'"),
@@ -258,8 +258,8 @@ def test_a_file_changes_a_known_device(tmp_path: Path) -> None:
         (OWN.replace("60.5", "nan"), "device.memory_gib is nan"),
         (OWN + "multiprocessors = 0.5\n", "device.multiprocessors is 0.5, but must be a whole number above 0"),
         (OWN.replace("60.5", "64e9"), "device.memory_gib is 64000000000.0, but must be a number above 0 and at most"),
-        (OWN.replace("peak_tflops = 500\n", ""), "device.peak_tflops missing: give all, or device.like"),
-        ("gpus_per_domain = 6\n" + OWN, "gpus_per_domain is 6, but must be whole nodes of 4"),
+        (OWN.replace("peak_tflops = 500\n", ""), "device.peak_tflops missing: give all of them, or device.like"),
+        ("gpus_per_domain = 6\n" + OWN, "gpus_per_domain is 6, but must be a multiple of the 4 per node"),
         ("gpus_per_domain = 0\n" + OWN, "gpus_per_domain is 0, but must be a whole number"),
         (
             OWN.replace("peak_tflops", "peak_flops"),

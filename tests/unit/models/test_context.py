@@ -212,8 +212,8 @@ def test_experts_are_spread_over_context_parallel_ranks_too() -> None:
         ({"context": 0}, "context is 0, but must be at least 1"),
         ({"context": 2, "cp_comm_type": "ring"}, "unknown cp_comm_type 'ring'"),
         ({"context": 4, "sequence": 2 * 4 * 1000 + 4}, r"must be a multiple of 2\*c and t\*c = 8"),
-        ({"context": 4, "attention": "unfused"}, "is for flash attention on GPUs"),
-        ({"context": 2, "attention": "unfused", "kernels": "cpu"}, "is for flash attention on GPUs"),
+        ({"context": 4, "attention": "unfused"}, "needs flash attention on GPUs"),
+        ({"context": 2, "attention": "unfused", "kernels": "cpu"}, "needs flash attention on GPUs"),
         ({"context": 8, "cp_comm_type": "a2a"}, r"t\*c = 16 does not divide the 32 heads and 8 query groups"),
         ({"context": 2, "model": replace(PRESETS["llama3-8b"], window=4096)}, "give --cp-comm-type all_gather or a2a"),
         (

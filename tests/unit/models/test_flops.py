@@ -93,7 +93,7 @@ def test_a_hugging_face_config_is_the_preset(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"config.json: {key} is .*, but must be a whole number from 1 to"):
             find_model(str(path))
     path.write_text("[" * 100_000)
-    with pytest.raises(ValueError, match=r"config\.json: no JSON: nested deeper"):
+    with pytest.raises(ValueError, match=r"config\.json: not valid JSON: it is nested too deeply"):
         find_model(str(path))
     with pytest.raises(ValueError, match="unknown model"):
         find_model("gpt5")

@@ -138,14 +138,14 @@ def test_what_is_gathered_after_an_update() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"cluster": parse_cluster("a100-80g:8x8")}, "a100-80g multiplies no FP8"),
+        ({"cluster": parse_cluster("a100-80g:8x8")}, "a100-80g has no known FP8 support"),
         ({"fp8": Fp8(recipe="mxfp8")}, "h100-80g has no mxfp8, which came with Blackwell"),
-        ({"precision": "fp32"}, "FP8 is for trainings in bf16 or fp16"),
+        ({"precision": "fp32"}, "FP8 is for training in bf16 or fp16"),
         (
             {"fp8": Fp8(param_gather=True), "distributed_optimizer": False},
             "--fp8-param-gather is for the distributed optimizer",
         ),
-        ({"schedule": "zb-h1"}, "zb-h1 splits backwards, and what its halves hold in FP8 is not modelled"),
+        ({"schedule": "zb-h1"}, "zb-h1 splits backwards, whose memory in FP8 is not modelled"),
     ],
 )
 def test_what_is_not_modelled_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -112,7 +112,7 @@ def test_measured_seconds(tmp_path: Path) -> None:
     at_once = replace(LLAMA, keep_weights_halves="none")
     assert read_profile(str(path)).apply(at_once, predict_costs(at_once)).stages[3].weight_s == 0
     path.write_text(json.dumps({"stages": [{"weight_s": 0.009}]}))
-    with pytest.raises(ValueError, match="stage 0 has one half of a backward alone: give both input_s and weight_s"):
+    with pytest.raises(ValueError, match="stage 0 has only one half of a backward: give both input_s and weight_s"):
         read_profile(str(path))
 
 

@@ -191,7 +191,7 @@ def test_a_pattern_and_its_stages() -> None:
         ("M+", {}, "latent attention"),
         ("MD", {}, "sparse attention"),
         ("M*/M", {}, "prediction of further tokens"),
-        ("MX", {}, "'X', which is no layer: known are M"),
+        ("MX", {}, "'X', which is not a layer: known layers are M"),
         ("", {}, "has 0 layers, but must have 1"),
         ("M", {"state_dim": 0}, "state_dim of Mamba layers is 0, but must be at least 1"),
         ("M", {"num_groups": 3}, "the 3 groups of Mamba layers do not divide their 16 heads"),
@@ -208,8 +208,8 @@ def test_what_is_no_hybrid(pattern: str, changes: dict[str, int], message: str) 
         ({"hybrid": Hybrid("*-", 16)}, "the pattern has 2 layers, not 8"),
         ({"hybrid": Hybrid("*E" * 4, 16)}, "give both or neither"),
         ({"experts": Experts(8, 2, 512)}, "give both or neither"),
-        ({"post_norms": True}, "norms behind attention"),
-        ({"no_positions": True}, "positions are learned, or there are none"),
+        ({"post_norms": True}, "norms after attention"),
+        ({"no_positions": True}, "learned positions and no positions exclude each other"),
     ],
 )
 def test_what_is_no_hybrid_model(changes: dict[str, Any], message: str) -> None:

@@ -135,11 +135,11 @@ def test_files_are_joined(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"version": 2}, "it does not say that it is bpipe-kernel-times, version 1"),
+        ({"version": 2}, "it is not marked as bpipe-kernel-times, version 1"),
         ({"products": [[1, 2, 0.5]]}, "a row of products has 3 values, but must have 4"),
         ({"products": [[1, 2.5, 3, 0.5]]}, "a size of products"),
-        ({"products": [[1, 0, 3, 0.5]]}, "sizes and seconds are above 0"),
-        ({"gathers": [[4, 1000, 0]]}, "sizes and seconds are above 0"),
+        ({"products": [[1, 0, 3, 0.5]]}, "sizes and seconds must be above 0"),
+        ({"gathers": [[4, 1000, 0]]}, "sizes and seconds must be above 0"),
         ({"attention": [[8, 8, 1024, 64, 1.0, 2.0]]}, "attention's kind"),
         ({"attention": [["flash", 8, 1024, 64, 1.0, -2.0]]}, "seconds of attention"),
         ({"gathers": None}, "gathers"),
@@ -180,4 +180,6 @@ def test_simulate_and_plan_say_what_was_measured(tmp_path: Path, capsys: pytest.
     assert main(["plan", *asked, "--rows", "1"]) == 0
     assert "kernels that were measured on d have" in capsys.readouterr().out
     assert main(["simulate", *asked, *cut, "--precision", "fp32"]) == 2
-    assert "kernel times of bf16, the training has fp32: measure those, too" in capsys.readouterr().err
+    assert (
+        "the kernel times are for bf16, but the training run is in fp32: measure that, too" in capsys.readouterr().err
+    )

@@ -211,7 +211,7 @@ def test_activations_are_the_schedules_own_peak() -> None:
 def test_what_does_not_divide_is_refused_with_the_numbers() -> None:
     with pytest.raises(ValueError, match=r"t\*p = 4\*16 = 64 does not divide the 32 devices"):
         setup(t=4, p=16)
-    with pytest.raises(ValueError, match="global batch 100 is no multiple of micro-batch 8"):
+    with pytest.raises(ValueError, match="global batch 100 is not a multiple of micro-batch 8"):
         setup(b=8, global_batch=100)
     with pytest.raises(ValueError, match="does not divide 40"):
         setup("gpt3-13b", t=16, p=1, cluster="a100-80g:1x16")

@@ -89,7 +89,7 @@ def test_mirror_images_lie_beside_each_other() -> None:
 def test_what_two_pipes_cannot_take_is_refused() -> None:
     with pytest.raises(
         ValueError,
-        match=r"chimera has 2 pipes that take equally many of the 15 micro-batches: take a global batch that is",
+        match=r"chimera has 2 pipes, which need equal shares of the 15 micro-batches: use a global batch that is",
     ):
         setup(global_batch=15)
     with pytest.raises(ValueError, match=r"two pipes need an even number of ranks, not 1"):

@@ -98,9 +98,9 @@ def test_of_several_texts_the_shortest_is_kept(text: str, short: str) -> None:
         ("full:block", "unknown recompute"),
         ("full:block:-1", "unknown recompute"),
         ("selective:", "unknown recompute"),
-        ("full:uniform:0", "0 layers are recomputed, but must be 1 to 10000: for none of them say none"),
-        ("full:every:2", "layers are not recomputed by 'every': choose from uniform, block"),
-        ("selective:norms", "no part of a layer that is recomputed is called 'norms': choose from core_attn, mlp"),
+        ("full:uniform:0", "0 layers to recompute: give 1 to 10000, or none for no layer"),
+        ("full:every:2", "unknown method of recomputation 'every': choose from uniform, block"),
+        ("selective:norms", "unknown part of a layer to recompute 'norms': choose from core_attn, mlp"),
         ("selective:moe", "llama3-70b has no experts: leave moe out"),
         ("selective:mla_up_proj", "llama3-70b has no latent attention"),
     ],
@@ -112,10 +112,10 @@ def test_what_is_none_is_refused(text: str, message: str) -> None:
 
 def test_what_megatron_cannot_is_refused() -> None:
     with pytest.raises(
-        ValueError, match="Megatron hangs where an MLP with biases is recomputed: leave mlp out or the biases"
+        ValueError, match="Megatron hangs when an MLP with biases is recomputed: leave mlp out or the biases"
     ):
         replace(BIASED, recompute="selective:mlp")
-    with pytest.raises(ValueError, match="parts of layers and whole layers are not recomputed together"):
+    with pytest.raises(ValueError, match="parts of layers and whole layers cannot both be recomputed"):
         Recompute(("mlp",), "block", 2)
     small = replace(
         LLAMA,
@@ -125,7 +125,7 @@ def test_what_megatron_cannot_is_refused() -> None:
         attention="unfused",
         model=replace(LLAMA.model, experts=Experts(8, 2, 96)),
     )
-    with pytest.raises(ValueError, match="in grouped products alone: leave moe_act out"):
+    with pytest.raises(ValueError, match="only in grouped products: leave moe_act out"):
         replace(small, kernels="cpu", recompute="selective:moe_act")
 
 
@@ -198,7 +198,7 @@ def test_many_layers_are_counted(model: Model, text: str) -> None:
     many = replace(model, num_layers=10**4)
     (stage,) = stage_layers(many, read_recompute(text), (10**4,))
     assert sum(count for _, _, count in stage) == 10**4
-    with pytest.raises(ValueError, match="num_layers is 10001, and no model has more than 10000"):
+    with pytest.raises(ValueError, match="num_layers is 10001, but must be at most 10000"):
         replace(model, num_layers=10**4 + 1)
 
 
@@ -304,6 +304,6 @@ def test_in_fp8_whole_layers_and_the_attention_core_are_modelled() -> None:
     for text in ("selective", "full", "full:uniform:2", "full:block:3"):
         assert stage_bytes(replace(low, recompute=text))[1] <= stage_bytes(replace(LLAMA, recompute=text))[1]
     with pytest.raises(
-        ValueError, match="selective:mlp: parts but core_attn are not modelled in FP8: leave them out, or FP8"
+        ValueError, match="selective:mlp: in FP8 only core_attn is modelled: leave out the other parts, or FP8"
     ):
         replace(low, recompute="selective:mlp")

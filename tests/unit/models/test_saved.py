@@ -72,7 +72,7 @@ def test_a_cpus_rms_norm_keeps_a_copy_of_its_input() -> None:
 
 
 def test_a_cpu_has_no_flash_attention() -> None:
-    with pytest.raises(ValueError, match="kernels cpu compute attention unfused"):
+    with pytest.raises(ValueError, match="CPU kernels compute attention unfused"):
         replace(SMALL, attention="flash")
     with pytest.raises(ValueError, match="unknown kernels 'tpu'"):
         replace(SMALL, kernels="tpu")

@@ -59,7 +59,7 @@ def test_slices_are_cut_as_the_trainer_cuts_them() -> None:
 def test_lengths_that_are_no_sequence_are_refused() -> None:
     with pytest.raises(ValueError, match="3 lengths for 4 slices: give one for each"):
         slice_bounds(replace(SLICED, slice_lengths=(32768, 16384, 16384)))
-    with pytest.raises(ValueError, match="a slice of 8193 tokens is no multiple of 8"):
+    with pytest.raises(ValueError, match="a slice of 8193 tokens is not a multiple of 8"):
         slice_bounds(replace(SLICED, slice_lengths=(32768, 16384, 8193, 8191)))
 
 
@@ -190,19 +190,21 @@ def test_sizes_are_by_slice_and_host_buffers_have_a_reserve_where_they_differ() 
 
 
 def test_what_is_not_modelled_is_refused_with_the_way_out() -> None:
-    with pytest.raises(ValueError, match="slice lengths say how a sequence is cut: give slices, too"):
+    with pytest.raises(ValueError, match="slice lengths need slices: give slices, too"):
         replace(WHOLE, slice_lengths=WORK)
-    with pytest.raises(ValueError, match="slices 4 and context parallel 2: a ring of ranks"):
+    with pytest.raises(ValueError, match="slices 4 and context parallel 2: a ring of context-parallel ranks"):
         replace(SLICED, cluster=parse_cluster("h100-80g:4x8"), context=2)
-    with pytest.raises(ValueError, match="cuts no micro-batches into slices, its two pipes"):
+    with pytest.raises(ValueError, match="does not cut micro-batches into slices, because its two pipes"):
         replace(SLICED, schedule="chimera", cluster=parse_cluster("h100-80g:4x8"), pipeline=4, layers=(20,) * 4)
     mamba = replace(
         WHOLE.model, num_layers=4, hybrid=Hybrid("M*-M", 128, 64, 8, 128), tied_embedding=False, linear_bias=False
     )
-    with pytest.raises(ValueError, match="Mamba layers carry a state from token to token, which slices do not"):
+    with pytest.raises(
+        ValueError, match="Mamba layers carry a state from token to token, but slices do not pass it on"
+    ):
         replace(WHOLE, model=mamba, layers=(2, 2), slices=2)
     profile = Profile("p.json", (Entry(forward_s=1.0),))
-    with pytest.raises(ValueError, match=r"p\.json: whole sequences were measured, and slices 4 of them take other"):
+    with pytest.raises(ValueError, match=r"p\.json: whole sequences were measured, but slices 4 take other"):
         profile.apply(SLICED, predict_costs(SLICED))
 
 
@@ -221,7 +223,7 @@ def test_a_launch_says_its_slices() -> None:
     work = read("--bpipe-slices", "4", "--bpipe-slice-lengths", "work")
     assert work == replace(read(), slices=4, slice_lengths=WORK)
     assert read("--bpipe-slices", "1") == read()
-    with pytest.raises(ValueError, match="the lengths add up to 4095 tokens, and a sequence has 4096"):
+    with pytest.raises(ValueError, match="the lengths add up to 4095 tokens, but a sequence has 4096"):
         read("--bpipe-slices", "2", "--bpipe-slice-lengths", "2048,2047")
 
 

@@ -78,7 +78,7 @@ def test_what_megatron_refuses_is_refused(changes: dict[str, Any], message: str)
 
 
 def test_types_are_of_the_precision_aware_optimizer_alone() -> None:
-    with pytest.raises(ValueError, match="--exp-avg-dtype fp8 is for --use-precision-aware-optimizer"):
+    with pytest.raises(ValueError, match="--exp-avg-dtype fp8 needs --use-precision-aware-optimizer"):
         StateTypes(exp_avg_dtype="fp8")
     with pytest.raises(ValueError, match="--main-grads-dtype fp16 is unknown: choose from fp32, bf16"):
         StateTypes(True, main_grads_dtype="fp16")

@@ -110,13 +110,13 @@ def test_replicas_in_one_node_reduce_over_all_of_its_ports() -> None:
         (
             ("no_overlap_p2p_communication",),
             {"pipeline": 2, "num_chunks": 2, "layers": (10,) * 4, "schedule": "interleaved-1f1b"},
-            "is for 3 or more pipeline ranks",
+            "needs 3 or more pipeline ranks",
         ),
         (("overlap_param_gather",), {}, "--overlap-param-gather needs --overlap-grad-reduce"),
         (
             ("overlap_grad_reduce", "overlap_param_gather"),
             {"distributed_optimizer": False},
-            "is for the distributed optimizer",
+            "needs the distributed optimizer",
         ),
         (("tp_comm_overlap",), {"sequence_parallel": False}, "--tp-comm-overlap is for sequence parallelism"),
         (("grad_reduce_in_bf16",), {"precision": "fp16"}, "--grad-reduce-in-bf16 is for bf16, the precision is fp16"),

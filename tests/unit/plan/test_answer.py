@@ -66,7 +66,7 @@ def test_what_does_not_fit_or_is_refused_is_never_taken(prediction: SetupPredict
     assert found.taken is stock
     lines = answer_lines(found)
     assert "does not fit" in lines[0]
-    assert any("the trainer refuses it: a reason" in line for line in lines)
+    assert any("the trainer refuses this: a reason" in line for line in lines)
     assert answer([launch]).taken is None
     assert "None of these can run." in answer_lines(answer([launch]))
 

@@ -171,10 +171,10 @@ def test_seconds_for_a_configuration(predicted: float, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [
-        ([1.0] * 6, "1 of 6 measured times are left behind 5 iterations of warm-up"),
-        ([1.0, 1.3] * 10, "that is no steady training"),
-        ([3.0] * 20, "is this the configuration that ran, and its device?"),
-        ([0.0] * 20, "none takes no time"),
+        ([1.0] * 6, "1 of 6 measured times are left after 5 iterations of warm-up"),
+        ([1.0, 1.3] * 10, "the run is not steady"),
+        ([3.0] * 20, "is this the configuration and the device of the run?"),
+        ([0.0] * 20, "but must take more than 0"),
         ([0.01] * 20, "what 16 h100-80g can compute"),
     ],
 )
@@ -206,7 +206,7 @@ def test_what_is_not_modelled_is_refused_from_a_log(capsys: pytest.CaptureFixtur
         path.write_text(log([1.0] * 20, {**ARGUMENTS, **changes}))
         assert words in refused(capsys, "calibrate", str(path), *CLUSTER)
     path.write_text(log([1.0] * 20) + log([1.0] * 20, {**ARGUMENTS, "micro_batch_size": "2"}))
-    assert "several trainings" in refused(capsys, "calibrate", str(path), *CLUSTER)
+    assert "several training runs" in refused(capsys, "calibrate", str(path), *CLUSTER)
 
 
 def test_the_arguments_of_a_log_are_the_launch() -> None:
@@ -242,7 +242,7 @@ def test_a_recorded_run_has_to_be_the_configuration(capsys: pytest.CaptureFixtur
         capsys, *words, "--", *small, "5"
     )
     # It was a CPU, and three iterations.
-    assert "no steady training" in refused(capsys, *words, "--", *small, "8")
+    assert "the run is not steady" in refused(capsys, *words, "--", *small, "8")
 
 
 def test_a_file_that_is_none_is_refused(predicted: float, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_a_file_that_is_none_is_refused(predicted: float, capsys: pytest.Capture
         ({"factor": "1.1"}, "factor is '1.1'"),
         ({"format": "bpipe-run"}, "bpipe-calibration"),
         ({"device": "a100-80g"}, "the cluster has h100-80g"),
-        ({"factor": 3.3, "measured_s": 3 * right["measured_s"]}, "no cluster is so far from it"),
+        ({"factor": 3.3, "measured_s": 3 * right["measured_s"]}, "more than a cluster can differ"),
     ):
         file.write_text(json.dumps({**right, **changes}))
         said = refused(capsys, "simulate", *given, "--calibration", str(file), "--", *TRAINED)

@@ -73,7 +73,7 @@ def test_where_nothing_else_is_asked_for_one_layer_is_the_least() -> None:
 
 def test_a_front_has_no_one_amount_of_memory_to_choose_for() -> None:
     with pytest.raises(
-        ValueError, match="full:block chooses a number of layers for one amount of memory: give numbers"
+        ValueError, match="full:block chooses the number of layers for one amount of memory: give numbers"
     ):
         find_front(SMALL)
 

@@ -87,8 +87,10 @@ def test_it_says_which_wins_and_how_far_the_others_are(front: Front) -> None:
     lines = front_lines(between)
     assert [line[0] for line in lines[1 : 1 + len(peaks)]] == [" "] * middle + ["*"] + ["-"] * (len(peaks) - middle - 1)
     assert "sequences in slices (--slices 1 2 4 8)" in lines[-1]
-    assert "Of what was searched nothing with more memory is faster" in standing(replace(front, limit_bytes=peaks[-1]))
-    assert standing(replace(front, limit_bytes=1)).startswith("Nothing fits into 0.0 GiB: the least that is needed is")
+    assert "Nothing that was searched with more memory is faster" in standing(replace(front, limit_bytes=peaks[-1]))
+    assert standing(replace(front, limit_bytes=1)).startswith(
+        "Nothing fits into 0.0 GiB: the smallest configuration needs"
+    )
 
 
 def test_it_says_what_was_not_searched() -> None:
@@ -119,9 +121,9 @@ def test_it_says_what_was_not_searched() -> None:
         if line.startswith("Every row is the best of what was searched. Not searched: ")
     ]
     assert "more than 2 chunks per rank (--max-chunks)" in line
-    assert "shards of the vocabulary that save memory alone (--vocabulary none 1 2 interlaced)" in line
+    assert "shards of the vocabulary that save only memory (--vocabulary none 1 2 interlaced)" in line
     assert "recomputation selective, full (--recompute)" in line
-    assert f"other hosts of what leaves (--hosts {' '.join(ARRANGEMENTS[1:])})" in line
+    assert f"other hosts of evicted activations (--hosts {' '.join(ARRANGEMENTS[1:])})" in line
     everything = replace(
         few, max_chunks=32, schedules=("1f1b",), balances=("none",), vocabulary_parallel=VOCABULARIES, contexts=(1, 2)
     )

@@ -226,5 +226,5 @@ def test_an_exchange_that_there_is_not_is_refused() -> None:
 
 def test_a_schedule_of_other_sizes_than_its_program_is_refused() -> None:
     keys = write_program(PROGRAMS[3]) | {"num_microbatches": 9}
-    with pytest.raises(ValueError, match="schedule zb-h1 has num_microbatches 8, and not 9"):
+    with pytest.raises(ValueError, match="schedule zb-h1 has num_microbatches 8, not 9"):
         build(read_program(keys))

@@ -109,7 +109,7 @@ PROGRAM = {"schedule": "1f1b", "num_stages": 4, "num_microbatches": 8, "num_chun
         (line(begin_s=0.0), "began iteration 5 1763721600 s after rank 1 had ended it"),
         (line(columns=["action"]), "line 2: columns start_s, end_s are missing"),
         (line(actions=[["0F0", 1.0]]), "has 2 values for 11 columns"),
-        (line(actions=[["0X0", *[0.0] * 10]]), "'0X0' is no action"),
+        (line(actions=[["0X0", *[0.0] * 10]]), "'0X0' is not an action"),
         (ends_early, "1F0 ends at -1.0 s, before it starts"),
         (lambda lines: lines[1].pop("saved_bytes"), "line 2: 'saved_bytes' is missing"),
         (lambda lines: lines.insert(2, lines[0]), "line 3: a second header: two runs wrote into this file"),
@@ -142,7 +142,7 @@ def cell(column: str, value: Any) -> Callable[[list[dict[str, Any]]], None]:
         (header(host=3), "line 1: host is 3, but must be text"),
         (line(iteration=1e300), "line 2: iteration is 1e+300, but must be a whole number"),
         (line(elapsed_s=-1.0), "line 2: elapsed_s is -1.0, but must be a number from 0"),
-        (line(begin_s=float("nan")), "line 2: not JSON (NaN is no number"),
+        (line(begin_s=float("nan")), "line 2: not JSON (NaN is not a finite number"),
         (line(saved_bytes={"0": "many"}), "line 2: saved_bytes of stage 0 is 'many', but must be a whole number"),
         (line(saved_bytes={"0": 10**30}), "line 2: saved_bytes of stage 0 is 1000000000000000000000000000000, but"),
         (line(moved_bytes={"first": 1}), "line 2: moved_bytes has 'first': its keys must be stages"),
@@ -194,7 +194,7 @@ def test_a_value_that_no_run_has_is_refused(
         ("run.json", "peak_flops", 1e9, "an MFU of"),
         ("iterations.jsonl", "elapsed_s", -1, "line 1: elapsed_s is -1, but must be a number from 0"),
         ("iterations.jsonl", "iteration", 1e300, "line 1: iteration is 1e+300, but must be a whole number"),
-        ("rank_00000.json", "peak_bytes", float("1e999"), "no number that can be meant"),
+        ("rank_00000.json", "peak_bytes", float("1e999"), "not a finite number"),
         ("rank_00000.json", "rank", None, "'rank' is missing"),
     ],
 )
@@ -224,7 +224,7 @@ def test_a_record_of_another_size_is_refused_before_its_program_is_built(folder:
 
 def test_a_file_nested_without_end(folder: Path) -> None:
     (folder / "run.json").write_text("[" * 100_000)
-    with pytest.raises(ValueError, match="nested deeper"):
+    with pytest.raises(ValueError, match="nested too deeply"):
         read_run(folder)
 
 

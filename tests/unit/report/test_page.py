@@ -194,7 +194,7 @@ def test_what_is_no_view_is_refused_with_its_place(view: dict[str, Any]) -> None
     with pytest.raises(ValueError, match=r"iteration 5, rank 1, measured: .* has 2 entries"):
         render(broken)
     broken["iterations"][0]["ranks"][1]["measured"]["actions"][3] = ["1X3", 0.0, 0.0, 0.0, None, None]
-    with pytest.raises(ValueError, match="iteration 5, rank 1, measured: '1X3' is no action"):
+    with pytest.raises(ValueError, match="iteration 5, rank 1, measured: '1X3' is not an action"):
         render(broken)
     with pytest.raises(ValueError, match="not finite"):
         render({**view, "stages": [{**view["stages"][0], "bubble": float("nan")}]})

@@ -201,7 +201,7 @@ def test_a_killed_rank_leaves_a_torn_line(tmp_path: Path) -> None:
         ),
         ({"program": "1f1b"}, "line 9: program is '1f1b', but must be an object"),
         ({"saved_bytes": {"0": -5}}, "line 9: saved_bytes of stage 0 is -5, but"),
-        ({"allocated_bytes": float("inf")}, "line 9: not JSON (Infinity is no number"),
+        ({"allocated_bytes": float("inf")}, "line 9: not JSON (Infinity is not a finite number"),
     ],
 )
 def test_what_no_run_writes_is_refused_in_one_line(

@@ -79,7 +79,7 @@ def test_the_checker_sees_a_host_that_waits_for_what_needs_it(monkeypatch: pytes
     assert not any(blocked_ranks(FLAT, waits) for waits in STOOD)
     monkeypatch.setattr(board, "num_measured", all_at_once)
     blocked = {one.rank: (one.message, one.peer) for one in blocked_ranks(FLAT, WaitLevel.ASYNCHRONOUS)}
-    assert blocked[1] == ("the sizes of what 0HOST1 brings", 0)
+    assert blocked[1] == ("the sizes of what 0HOST1 carries", 0)
     with pytest.raises(ScheduleError, match=r"no deadlock: rank 0, slot 2, 0F2: .* rank 1 for rank 0 at slot 2"):
         check(FLAT)
 

@@ -548,9 +548,11 @@ def lengths_are_whole_units() -> None:
     assert even_bounds(64, 4) == (0, 16, 32, 48, 64)
     assert even_bounds(63, 4) == (0, 15, 31, 47, 63)
     assert even_bounds(20, 3, 4) == (0, 4, 12, 20)
-    with pytest.raises(ValueError, match="a sequence of 63 tokens is no multiple of 2"):
+    with pytest.raises(ValueError, match="a sequence of 63 tokens is not a multiple of 2"):
         even_bounds(63, 4, 2)
-    with pytest.raises(ValueError, match="a sequence of 8 tokens has no 4 slices of 4 or more: take 2 at most"):
+    with pytest.raises(
+        ValueError, match="a sequence of 8 tokens cannot be cut into 4 slices of 4 or more: use at most 2 slices"
+    ):
         even_bounds(8, 4, 4)
 
 
@@ -681,8 +683,8 @@ def lengths_are_read_and_must_be_all_of_the_sequence() -> None:
     assert bounds_of((40, 32, 24), 96, 3, 8, None) == (0, 40, 72, 96)
     for lengths, unit, message in (
         ((48, 48), 1, "2 lengths for 3 slices"),
-        ((40, 32, 23), 1, "add up to 95 tokens, and a sequence has 96"),
-        ((40, 33, 23), 8, "a slice of 33 tokens is no multiple of 8"),
+        ((40, 32, 23), 1, "add up to 95 tokens, but a sequence has 96"),
+        ((40, 33, 23), 8, "a slice of 33 tokens is not a multiple of 8"),
     ):
         with pytest.raises(ValueError, match=message):
             bounds_of(lengths, 96, 3, unit, None)

@@ -298,7 +298,10 @@ REFUSED = [
         "own schedule, use --microbatch-group-size-per-virtual-pipeline-stage",
     ),
     ({"bpipe_schedule": "gpipe", "bpipe_delay": 2}, "--bpipe-delay 2: gpipe has no delay: choose from 1f1b-split"),
-    ({**TWO_PIPES, "bpipe_slices": 2}, "schedule chimera cuts no micro-batches into slices, its two pipes fill"),
+    (
+        {**TWO_PIPES, "bpipe_slices": 2},
+        "schedule chimera does not cut micro-batches into slices, because its two pipes fill",
+    ),
     (
         {"bpipe_slices": 2, "bpipe_vocabulary": "1", "bpipe": True, "bpipe_memory": MemoryBudget((2**30,), False)},
         "--bpipe-memory: budgets in bytes do not yet support 2 slices together with vocabulary shards",
@@ -392,13 +395,13 @@ REFUSED = [
     ),
     (
         {"bpipe_schedule": "DISORDERED", "global_batch_size": 12},
-        "order of micro-batches: rank 0, slot 9, 0B0: comes behind 0B1",
+        "order of micro-batches: rank 0, slot 9, 0B0: comes after 0B1",
     ),
     (
         {"bpipe_schedule": "WAITING", "pipeline_model_parallel_size": 2},
         "waiting.csv: .*wait for each other: rank 0 at 0B0, rank 1 at 1B0",
     ),
-    ({"bpipe_schedule": "GARBLED"}, "garbled.csv: line 1, cell 1: 'what' is no action"),
+    ({"bpipe_schedule": "GARBLED"}, "garbled.csv: line 1, cell 1: 'what' is not an action"),
 ]
 
 

@@ -232,9 +232,9 @@ def test_a_trace_is_refused_for_another_cut(tmp_path: Path, capsys: pytest.Captu
     trace.write_profile(file, traced(flags), launch_of(flags))
     command = ["simulate", "--cluster", "a100-80g:8x8", "--gbs", "128", "--profile", file, *flags.split()]
     for more, message in (
-        (["--mbs", "1"], "traced with micro_batch 2, the setup has 1: trace that, too"),
+        (["--mbs", "1"], "traced with micro_batch 2, but the setup has 1: trace that, too"),
         (["--vp", "2"], "traced with layers 2,2,2"),
-        (["--recompute", "full"], "traced with recompute none, the setup has full: trace that, too"),
+        (["--recompute", "full"], "traced with recompute none, but the setup has full: trace that, too"),
         (["--slices", "2"], "traced without slices"),
     ):
         assert cli.main([*command, *more]) == 2

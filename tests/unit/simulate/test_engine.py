@@ -258,7 +258,7 @@ def test_costs_that_do_not_cover_the_schedule_are_refused() -> None:
     schedule = build(ScheduleConfig("1f1b", 4, 8))
     with pytest.raises(ValueError, match="costs of 3 stages for a schedule of 4"):
         simulate(schedule, uniform(3, UNIT))
-    with pytest.raises(ValueError, match="nodes of 2 ranks, the schedule has 4"):
+    with pytest.raises(ValueError, match="nodes of 2 ranks, but the schedule has 4"):
         simulate(schedule, uniform(4, UNIT, Links(nodes=(0, 1))))
     with pytest.raises(ValueError, match="forward_s is -1"):
         StageCost(-1, 1)

@@ -88,7 +88,7 @@ def test_each_rank_may_have_a_cost_of_its_own() -> None:
     shards = tuple(ShardCost(1 + rank, 2) for rank in range(3))
     simulation = simulate(schedule, Costs((StageCost(1, 2),) * 3, shards=shards))
     assert [end - start for start, end in times(simulation, Kind.SHARD_FORWARD, 2)] == [1, 2, 3]
-    with pytest.raises(ValueError, match="costs of 2 shards, the schedule has 3 ranks"):
+    with pytest.raises(ValueError, match="costs of 2 shards, but the schedule has 3 ranks"):
         simulate(schedule, Costs((StageCost(1, 2),) * 3, shards=shards[:2]))
     with pytest.raises(ValueError, match="give the costs of its shards"):
         simulate(schedule, Costs((StageCost(1, 2),) * 3))

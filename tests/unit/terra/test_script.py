@@ -73,7 +73,7 @@ def test_a_script_that_ends_by_itself_is_judged_by_what_it_did(tmp_path: Path) -
     ("content", "words"),
     [
         ("import torch\ntorch.ones(3)\n", "no torch.optim optimizer stepped in it"),
-        (TRAINING, "stepped 2 times, and what changes"),
+        (TRAINING, "stepped 2 times, but finding what changes"),
     ],
     ids=["none", "too few"],
 )

@@ -47,7 +47,7 @@ def test_launches_that_block_are_judged_by_the_checker(monkeypatch: pytest.Monke
     monkeypatch.setenv(BLOCKING, "1")
     message = (
         r"with CUDA_LAUNCH_BLOCKING=1 ranks of .* can wait for each other for ever: rank \d waits for .*\. "
-        r'Take transport="peer", or unset CUDA_LAUNCH_BLOCKING'
+        r'Use transport="peer", or unset CUDA_LAUNCH_BLOCKING'
     )
     with pytest.raises(ValueError, match=message):
         refuse_standstill(schedule, order, CUDA, nccl, differing=False)
@@ -73,5 +73,7 @@ def test_a_send_that_does_not_follow_what_makes_it_is_refused() -> None:
     order = torchs(schedule)
     place = next(place for place, action in enumerate(order[0]) if action.computation_type is Computation.SEND_F)
     order[0].insert(place, TorchAction.from_str("0RECV_B0"))
-    with pytest.raises(ValueError, match=r"lists 0SEND_F0 on rank 0 behind 0RECV_B0, not behind what makes it"):
+    with pytest.raises(
+        ValueError, match=r"lists 0SEND_F0 on rank 0 after 0RECV_B0, not after the action whose result it sends"
+    ):
         received_in(order, schedule)

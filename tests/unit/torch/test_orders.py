@@ -101,9 +101,9 @@ def test_a_file_is_read_and_balanced_or_taken_as_it_stands(tmp_path: Path) -> No
     path.write_text(write_csv(balanced))
     found = build(config_of(str(path), stages_on(1), M, BalanceConfig(), None))
     assert (found.ranks, found.hosts) == (balanced.ranks, balanced.hosts)
-    with pytest.raises(ValueError, match="schedule 1f1b is balanced as it stands: leave bounds, memory and hosts out"):
+    with pytest.raises(ValueError, match="schedule 1f1b is already balanced: leave bounds, memory and hosts out"):
         config_of(path, stages_on(1), M, BalanceConfig(bounds=(3,)), None)
-    with pytest.raises(ValueError, match="is of 4 ranks and 8 micro-batches, and this pipeline has 4 and 16"):
+    with pytest.raises(ValueError, match="is for 4 ranks and 8 micro-batches, but this pipeline has 4 and 16"):
         config_of(path, stages_on(1), 16, None, None)
 
 
@@ -123,7 +123,7 @@ def test_a_class_that_lists_its_messages_itself_is_refused_with_that() -> None:
 def test_what_is_no_schedule_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown schedule 'Interleave1F1B', did you mean 'Interleaved1F1B'"):
         config_of("Interleave1F1B", stages_on(0, 2), M, None, None)
-    with pytest.raises(ValueError, match="group_size 4 is of bpipe's own families, and ZBVZeroBubble is none"):
+    with pytest.raises(ValueError, match="group_size 4 is for bpipe's own families, and ZBVZeroBubble is not one"):
         config_of("ZBVZeroBubble", stages_on(0, 2, True), M, None, 4)
     with pytest.raises(ValueError, match="6 stages on 4 ranks: every rank computes equally many"):
         config_of("1f1b", [SimpleNamespace(group_size=4, num_stages=6)], M, None, None)
@@ -133,15 +133,15 @@ def test_stages_elsewhere_are_refused() -> None:
     schedule = build(ScheduleConfig("v-half", P, M, num_chunks=2))
     refuse_other_places(schedule, stages_on(1, 2, v_shaped=True))
     with pytest.raises(
-        ValueError, match="rank 1 of the pipeline has stages 1 and 5, and v-half computes 1 and 6 there: make those"
+        ValueError, match="rank 1 of the pipeline has stages 1 and 5, but v-half computes 1 and 6 there: make those"
     ):
         refuse_other_places(schedule, stages_on(1, 2))
 
 
 def test_what_torchs_runtime_does_not_know_is_refused() -> None:
-    with pytest.raises(ValueError, match="chimera has 2 pipes: torch's runtime knows one"):
+    with pytest.raises(ValueError, match="chimera has 2 pipes: torch's runtime supports one"):
         refuse_unrunnable(build(ScheduleConfig("chimera", P, M)))
-    with pytest.raises(ValueError, match="cuts micro-batches into slices: torch's runtime knows whole ones"):
+    with pytest.raises(ValueError, match="cuts micro-batches into slices: torch's runtime supports whole ones only"):
         refuse_unrunnable(build(ScheduleConfig("1f1b", P, M, slices=2)))
 
 

@@ -12,7 +12,7 @@ OWN = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig(hosts="host")))
 
 def test_pairs_on_one_machine_are_counted() -> None:
     pipelines = [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert pairs_placed(PAIRS, pipelines, ["a"] * 4 + ["b"] * 4) == "all 2 pairs of ranks share a machine each"
+    assert pairs_placed(PAIRS, pipelines, ["a"] * 4 + ["b"] * 4) == "all 2 pairs of ranks are on one machine each"
 
 
 def test_pairs_on_two_machines_are_named_with_a_way_out() -> None:
@@ -24,5 +24,6 @@ def test_pairs_on_two_machines_are_named_with_a_way_out() -> None:
 
 def test_what_stays_on_its_node_has_no_pairs() -> None:
     assert (
-        pairs_placed(OWN, [(0, 1, 2, 3)], ["a", "a", "b", "b"]) == "what leaves a rank stays in its own node's memory"
+        pairs_placed(OWN, [(0, 1, 2, 3)], ["a", "a", "b", "b"])
+        == "evicted activations stay in the CPU memory of a rank's own node"
     )

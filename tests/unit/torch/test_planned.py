@@ -41,10 +41,10 @@ def test_what_is_no_budget_is_refused(given: Any) -> None:
 @pytest.mark.parametrize(
     ("schedule", "how", "differing", "why"),
     [
-        (PLAIN, None, False, 'balance "none" lets nothing leave'),
-        (PLAIN, BalanceConfig((3,)), False, "bounds say how to balance, too"),
-        (PLAIN, BalanceConfig(), True, "micro-batches that differ in size"),
-        (build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig())), BalanceConfig(), False, "as it stands"),
+        (PLAIN, None, False, 'balance "none" evicts nothing'),
+        (PLAIN, BalanceConfig((3,)), False, "bounds and memory exclude each other"),
+        (PLAIN, BalanceConfig(), True, "it assumes micro-batches of one size"),
+        (build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig())), BalanceConfig(), False, "is already balanced"),
         (build(ScheduleConfig("zb-h1", 4, 8)), BalanceConfig(), False, "zb-h1 splits backwards"),
     ],
 )
@@ -74,5 +74,5 @@ def test_what_host_buffers_take_to_begin_where_copies_like_it_keeps_the_budget_t
     assert num_transfers(found.schedule, 0).evictions
     hosted = stages_in_buffers(host_buffers(found.schedule, 3))
     assert BufferLayout.of(hosted, dict.fromkeys(sizes, lengths)).nbytes + 8000 == found.need_bytes[3] == held
-    with pytest.raises(ValueError, match=r"^memory: no plan keeps .* Counted are micro-batches and host buffers"):
+    with pytest.raises(ValueError, match=r"^memory: no plan keeps .* Micro-batches and host buffers are counted"):
         plan_within(PLAIN, (held - 1,) * 4, sizes)
