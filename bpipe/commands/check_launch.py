@@ -37,10 +37,11 @@ def run(options: Options) -> int:
     else:
         for one in features:
             print(_line(one))
-        print(f"this launch is {state.value}{_MEANS[state]}")
+        print(f"this launch is {state.value}{_MEANS[state] if features else _NOTHING}")
     return 2 if state is State.REFUSED else 0
 
 
+_NOTHING = ": none of its flags needs anything of this project"
 _MEANS = {
     State.SUPPORTED: ": every feature above was trained bit by bit as stock Megatron trains it",
     State.GUARDED: ": in the first iterations all that moves is checked, and the run ends at the first wrong byte",

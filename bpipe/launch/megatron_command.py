@@ -104,12 +104,13 @@ def read_command(words: Sequence[str], unknown: Callable[[str], str | None] = la
 
 
 def flags_of_command(words: Sequence[str], unknown: Callable[[str], str | None] = lambda word: None) -> list[str]:
-    """Return the flags of `torchrun ... script.py FLAGS`, or of the flags alone; nothing of them is judged.
+    """Return the flags of `torchrun ... script.py FLAGS`, or of the flags alone; their values are not judged.
 
-    Raises ValueError where only running the script would tell which there are.
+    Raises ValueError where only running the script would tell which there are, and for a name that is mistyped.
     """
     _, flags = _without_launcher(words, unknown)
     _refuse_unknown(flags, unknown)
+    refuse_mistyped([word.partition("=")[0] for word in flags if word.startswith("--")])
     return flags
 
 

@@ -218,3 +218,11 @@ def test_a_script_is_read_as_for_a_plan(tmp_path: Path, capsys: pytest.CaptureFi
     assert "name the launch" in capsys.readouterr().err
     assert main(["check-launch", "--", "--bpipe-schedule", "mine.csv"]) == 2
     assert "name a family" in capsys.readouterr().err
+
+
+def test_check_launch_refuses_a_mistyped_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    """It said "supported: every feature above" of `--num-layerz 8`, with no feature above."""
+    assert main(["check-launch", "--", "--num-layerz", "8"]) == 2
+    assert "unknown flag --num-layerz, did you mean '--num-layers'?" in capsys.readouterr().err
+    assert main(["check-launch", "--", "--num-layers", "8"]) == 0
+    assert capsys.readouterr().out == "this launch is supported: none of its flags needs anything of this project\n"
