@@ -21,6 +21,8 @@ from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.launch.row_flags import difference
 from bpipe.models.cluster import gib_text
 from bpipe.models.error_bars import range_text
+from bpipe.models.layout import Setup
+from bpipe.models.profile import Profile
 from bpipe.plan.budget import one_budget_a_rank
 from bpipe.plan.explain import describe
 from bpipe.plan.options import filled, setup_of
@@ -56,16 +58,11 @@ def run(asked: Options) -> int:
     setup = with_trace(setup_of(options, cluster_of(options, reading)), traced, options.profile)
     if options.memory is not None and options.memory.budget_bytes is not None:
         setup = replace(setup, budget_bytes=one_budget_a_rank(options.memory.budget_bytes, setup.pipeline))
-    others, unkept = () if reading is None else reading.others, None
+    others = () if reading is None else reading.others
     keeps_budget = options.memory is not None and setup.balance is not None and options.bound is None
     with progress_of("fit"):
         found = ways_to_fit(setup, others, profile, keeps_budget=keeps_budget)
-        if keeps_budget:
-            try:
-                setup, _ = within_budget(setup, setup.limit_bytes, options.min_bytes, profile)
-            except ValueError as error:
-                # What else there is, is in the table.
-                unkept = str(error).removesuffix(f". {ELSEWHERE}")
+        setup, unkept = _planned(setup, options, profile) if keeps_budget else (setup, None)
         now = predict(setup, profile, formula=options.flops_formula)
     shown = found[: options.rows]
     # Where flags say it, what changes is said of the launch that they mean.
@@ -76,6 +73,15 @@ def run(asked: Options) -> int:
     else:
         print("\n".join((*([unkept] if unkept else []), *_lines(now, shown, launch), *lines(reading))))
     return 0 if now.fits or any(way.fits for way in found) else NOTHING_FITS
+
+
+def _planned(setup: Setup, options: Options, profile: Profile | None) -> tuple[Setup, str | None]:
+    """Return the setup as its budget plans it, or as it is and why no plan keeps the budget."""
+    try:
+        return within_budget(setup, setup.limit_bytes, options.min_bytes, profile)[0], None
+    except ValueError as error:
+        # What else there is, is in the table.
+        return setup, str(error).removesuffix(f". {ELSEWHERE}")
 
 
 def _lines(now: SetupPrediction, ways: Sequence[Way], launch: Reading) -> list[str]:
