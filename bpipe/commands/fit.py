@@ -59,7 +59,7 @@ def run(asked: Options) -> int:
     if options.memory is not None and options.memory.budget_bytes is not None:
         setup = replace(setup, budget_bytes=one_budget_a_rank(options.memory.budget_bytes, setup.pipeline))
     others = () if reading is None else reading.others
-    keeps_budget = options.memory is not None and setup.balance is not None and options.bound is None
+    keeps_budget = _keeps_budget(setup, options)
     with progress_of("fit"):
         found = ways_to_fit(setup, others, profile, keeps_budget=keeps_budget)
         setup, unkept = _planned(setup, options, profile) if keeps_budget else (setup, None)
@@ -73,6 +73,11 @@ def run(asked: Options) -> int:
     else:
         print("\n".join((*([unkept] if unkept else []), *_lines(now, shown, launch), *lines(reading))))
     return 0 if now.fits or any(way.fits for way in found) else NOTHING_FITS
+
+
+def _keeps_budget(setup: Setup, options: Options) -> bool:
+    """Return whether the launch plans what moves by a budget."""
+    return options.memory is not None and setup.balance is not None and options.bound is None
 
 
 def _planned(setup: Setup, options: Options, profile: Profile | None) -> tuple[Setup, str | None]:
