@@ -83,7 +83,7 @@ class Placed:
             }
         return wraps
 
-    # -- which rank per chunk sees
+    # -- which rank a chunk sees
     # ---------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
