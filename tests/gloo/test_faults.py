@@ -114,12 +114,14 @@ def test_a_flipped_bit_ends_the_run_with_its_name(
     assert all(outcome.codes), [log[-500:] for log in outcome.logs]
     error, *_ = re.findall(r"RuntimeFault: rank 0: data that came back from .*", outcome.logs[0])
     expected = (
-        rf"{re.escape(link)} is not what left: iteration 1 since the start, micro-batch \d of stage 0, storage \d+ of "
-        r"\d+ \((float32|bool|int64) \[[\d, ]+\], saved by \w+Backward\w*, \d+ bytes\)\. Weights were not updated"
+        rf"{re.escape(link)} differs from what was evicted: iteration 1 since the start, micro-batch \d of stage 0, "
+        r"storage \d+ of \d+ \((float32|bool|int64) \[[\d, ]+\], saved by \w+Backward\w*, \d+ bytes\)\. Weights were not updated"
     )
     assert re.search(expected, error), error
     for other in range(4):
-        assert last_line(outcome, other).startswith("bpipe: rank 0 failed first: RuntimeFault: rank 0: what came back")
+        assert last_line(outcome, other).startswith(
+            "bpipe: rank 0 failed first: RuntimeFault: rank 0: data that came back"
+        )
         assert " iteration        1/" not in outcome.logs[other]
 
 
@@ -316,7 +318,7 @@ def test_an_out_of_memory_in_the_first_iteration_leaves_what_was_held(
     # four stages' worth.
     assert (first["microbatches_held"], first["peak_microbatches"]) == (2, 3 if balance else 4)
     assert first["held_bytes"] == 2 * first["microbatch_bytes"] > 1_000_000
-    assert "in 0F2, iteration 1" in found["answers"][1]
+    assert "during 0F2, iteration 1" in found["answers"][1]
     assert [bool(stage["logits_bytes"]) for stage in found["stages"]] == [False, False, False, True]
     # Adam's two moments are not there yet; every parameter is 4 bytes here, and so are its gradient and each moment.
     assert first["optimizer_bytes"] == pytest.approx(2 * first["weights_bytes"], rel=0.01)

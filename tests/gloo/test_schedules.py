@@ -255,7 +255,7 @@ def test_an_order_chosen_for_a_bound_keeps_it_and_is_named(four: Outcome, row: s
     assert "at most 8 held, bubble 5.9 %" in "".join(four.logs)
     said = (
         "bpipe: grouped-interleaved, chosen for a bound of 8 micro-batches of a chunk: groups: 2 of 4; pairs share "
-        "one room"
+        "one limit"
     )
     assert "".join(four.logs).count(said) == 1
 
