@@ -372,7 +372,9 @@ def eight(run_cases: Callable[..., Outcome]) -> Outcome:
         "balanced": (*SLICES, *BPIPE),
         "all_forwards_first": (*SLICES, "--bpipe-schedule", "gpipe"),
     }
-    return run_cases(8, [Case(name, (*BATCH, *LLAMA, *more)) for name, more in cases.items()], 900)
+    # Of 4 micro-batches rounding grows to twice what is allowed by the third iteration; the first is equal to the bit.
+    batch = (*BATCH, "--global-batch-size", "16")
+    return run_cases(8, [Case(name, (*batch, *LLAMA, *more)) for name, more in cases.items()], 900)
 
 
 @pytest.mark.slow
