@@ -153,6 +153,11 @@ def rank_states(setup: Setup) -> tuple[int, ...]:
     )
 
 
+def least_saved_bytes(setup: Setup) -> list[int]:
+    """Return, for every stage, what a forward of one micro-batch, or slice, saves at least."""
+    return [min(of_stage) for of_stage in zip(*map(stage_bytes, slice_setups(setup)), strict=True)]
+
+
 def least_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> int:
     """Return a lower bound for the fullest rank, without making a schedule.
 
@@ -164,7 +169,7 @@ def least_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> int:
     if family.ahead is None or (setup.slices > 1 and family.sliced_warm_up is not None):
         # Of slices in turns the warm-up says more (`models.warm_up`).
         return least
-    saved = [min(of_stage) for of_stage in zip(*map(stage_bytes, slice_setups(setup)), strict=True)]
+    saved = least_saved_bytes(setup)
     working, width = working_bytes(setup), setup.num_microbatches * setup.slices
     held = family.ahead(setup.pipeline, width, setup.num_chunks, setup.turn_size)
     held *= min(saved[stage] for stage in setup.stages_of(0))

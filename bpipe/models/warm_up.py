@@ -17,9 +17,8 @@ from bpipe.generate.families import FAMILIES
 from bpipe.generate.turns import WarmUp
 from bpipe.ir.hosts import PAIR
 from bpipe.models.layout import Setup
-from bpipe.models.memory import part_of_held, rank_states, with_state
-from bpipe.models.saved import stage_bytes
-from bpipe.models.slices import kept_memory, slice_setups
+from bpipe.models.memory import least_saved_bytes, part_of_held, rank_states, with_state
+from bpipe.models.slices import kept_memory
 from bpipe.models.working import working_bytes
 
 
@@ -61,7 +60,7 @@ class _Size(NamedTuple):
 
 def _sizes(setup: Setup) -> list[list[_Size]]:
     """By rank, of each of its chunks."""
-    saved = [min(of_stage) for of_stage in zip(*map(stage_bytes, slice_setups(setup)), strict=True)]
+    saved = least_saved_bytes(setup)
     kept = [one.keys_bytes for one in kept_memory(setup)] or [0] * setup.num_stages
     every = [_Size(*both, setup.slices) for both in zip(saved, kept, strict=True)]
     return [every[rank :: setup.pipeline] for rank in range(setup.pipeline)]
