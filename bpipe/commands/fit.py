@@ -5,7 +5,7 @@ In: a launch, or flags. Out: a table or JSON. The exit status is 3 where nothing
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,10 +59,10 @@ def run(asked: Options) -> int:
     if options.memory is not None and options.memory.budget_bytes is not None:
         setup = replace(setup, budget_bytes=one_budget_a_rank(options.memory.budget_bytes, setup.pipeline))
     others = () if reading is None else reading.others
-    keeps_budget = _keeps_budget(setup, options)
+    planned = _planning(setup, options, profile)
     with progress_of("fit"):
-        found = ways_to_fit(setup, others, profile, keeps_budget=keeps_budget)
-        setup, unkept = _planned(setup, options, profile) if keeps_budget else (setup, None)
+        found = ways_to_fit(setup, others, profile, planned)
+        setup, unkept = (setup, None) if planned is None else _planned(setup, planned)
         now = predict(setup, profile, formula=options.flops_formula)
     shown = found[: options.rows]
     # Where flags say it, what changes is said of the launch that they mean.
@@ -75,15 +75,17 @@ def run(asked: Options) -> int:
     return 0 if now.fits or any(way.fits for way in found) else NOTHING_FITS
 
 
-def _keeps_budget(setup: Setup, options: Options) -> bool:
-    """Return whether the launch plans what moves by a budget."""
-    return options.memory is not None and setup.balance is not None and options.bound is None
+def _planning(setup: Setup, options: Options, profile: Profile | None) -> Callable[[Setup], Setup] | None:
+    """Return how the launch plans what moves by its budget; None where it does not."""
+    if options.memory is None or setup.balance is None or options.bound is not None:
+        return None
+    return lambda changed: within_budget(changed, changed.limit_bytes, options.min_bytes, profile)[0]
 
 
-def _planned(setup: Setup, options: Options, profile: Profile | None) -> tuple[Setup, str | None]:
+def _planned(setup: Setup, planned: Callable[[Setup], Setup]) -> tuple[Setup, str | None]:
     """Return the setup as its budget plans it, or as it is and why no plan keeps the budget."""
     try:
-        return within_budget(setup, setup.limit_bytes, options.min_bytes, profile)[0], None
+        return planned(setup), None
     except ValueError as error:
         # What else there is, is in the table.
         return setup, str(error).removesuffix(f". {ELSEWHERE}")
@@ -117,7 +119,7 @@ def _lines(now: SetupPrediction, ways: Sequence[Way], launch: Reading) -> list[s
 def _state(way: Way) -> str:
     if way.refused:
         return " (refused by the trainer)"
-    words = {"guarded": way.guarded, "tight": way.is_tight and way.fits, "does not fit": not way.fits}
+    words = {"guarded": way.guarded, "tight": way.is_tight, "does not fit": not way.fits}
     said = [word for word, holds in words.items() if holds]
     return f" ({', '.join(said)})" if said else ""
 

@@ -73,7 +73,7 @@ def _cells(one: Compared) -> dict[str, str]:
     """Return the values of one side by their titles."""
     prediction, timing = one.prediction, one.prediction.timing
     setup, limit = prediction.setup, prediction.memory[0].limit_bytes
-    tight = ", tight" if any(rank.is_tight for rank in prediction.memory) else ""
+    tight = ", tight" if prediction.is_tight else ""
     return {
         "settings": _short(one.settings or "as it stands"),
         "configuration": _short(describe(setup)),

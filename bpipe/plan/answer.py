@@ -86,7 +86,7 @@ def _line(one: Choice, first: Choice) -> str:
     seconds = range_text(one.prediction.setup, one.iteration_s)
     limit = one.prediction.memory[0].limit_bytes
     beside = "" if one is first else f"  {first.iteration_s / one.iteration_s:.2f}x"
-    tight = ", tight" if any(rank.is_tight for rank in one.prediction.memory) else ""
+    tight = ", tight" if one.prediction.is_tight else ""
     fits = tight if one.prediction.fits else ", does not fit"
     return (
         f"{one.kind.capitalize():6}  {one.iteration_s:.3f} s{seconds}{beside}  {gib_text(one.prediction.peak_bytes)} "

@@ -117,7 +117,7 @@ def costly_halves(prediction: SetupPrediction) -> str | None:
 def tightness_warning(prediction: SetupPrediction) -> str | None:
     """Return a warning where all fits, and hardly."""
     worst = max(prediction.memory, key=lambda rank: rank.peak_bytes)
-    if not prediction.fits or not worst.is_tight:
+    if not prediction.is_tight:
         return None
     share = f"{100 * worst.peak_bytes / worst.device_bytes:.0f} %"
     return (

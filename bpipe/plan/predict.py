@@ -76,6 +76,11 @@ class SetupPrediction:
         return all(rank.fits for rank in self.memory)
 
     @property
+    def is_tight(self) -> bool:
+        """Whether it fits, and a device has so little to spare that the allocator may have to ask again."""
+        return self.fits and any(rank.is_tight for rank in self.memory)
+
+    @property
     def peak_bytes(self) -> int:
         """Bytes of the fullest rank."""
         return max(rank.peak_bytes for rank in self.memory)

@@ -58,24 +58,24 @@ class Way:
     @property
     def is_tight(self) -> bool:
         """Whether a device is so full that it may take longer than is predicted."""
-        return any(rank.is_tight for rank in self.prediction.memory)
+        return self.fits and self.prediction.is_tight
 
 
 def ways_to_fit(
-    setup: Setup, others: Others = (), profile: Profile | None = None, *, keeps_budget: bool = False
+    setup: Setup, others: Others = (), profile: Profile | None = None, planned: Callable[[Setup], Setup] | None = None
 ) -> list[Way]:
     """Return every way that needs clearly less than the setup, or keeps its budget: first those that fit, the fastest
     first, those that are tight behind the others, then what does not fit, by what it needs.
 
-    Of ways with the same figures, as hosts have where pairs have room, the first stands for all. `keeps_budget`: the
-    launch plans what moves by a budget, and so does every way.
+    Of ways with the same figures, as hosts have where pairs have room, the first stands for all. `planned`: how
+    the launch plans what moves by its budget, which every way does, too.
     """
     # A plan fills its budget.
-    most = inf if keeps_budget else HELPFUL * peak_bytes(setup)
+    most = HELPFUL * peak_bytes(setup) if planned is None else inf
     found: list[Way] = []
     for what, change in _changes(setup, profile):
         try:
-            changed = _planned(change(), profile) if keeps_budget else change()
+            changed = change() if planned is None else planned(change())
             prediction = predict(changed, profile)
         except ValueError:
             # Megatron's rules, what is modelled, or what was measured do not allow it.
@@ -94,19 +94,14 @@ def _place(way: Way) -> tuple[int, float]:
     return int(way.is_tight), float(way.prediction.timing.iteration_s)
 
 
-def _planned(setup: Setup, profile: Profile | None) -> Setup:
-    return within_budget(setup, setup.limit_bytes, profile=profile)[0]
-
-
 def _stands_for(one: Way, other: Way) -> bool:
-    """Return whether one has the other's figures, or none worse where both balance over devices."""
+    """Return whether one has the other's figures, or none worse where they differ in how devices share alone."""
     mine, its = (
         (float(way.prediction.timing.iteration_s), way.prediction.peak_bytes, way.fits) for way in (one, other)
     )
-    alike = all(
-        setup.balance is not None and setup.hosts in _DEVICES
-        for setup in (one.prediction.setup, other.prediction.setup)
-    )
+    setups = one.prediction.setup, other.prediction.setup
+    plain = {replace(setup, balance=None, budget_bytes=None) for setup in setups}
+    alike = len(plain) == 1 and all(setup.balance is not None and setup.hosts in _DEVICES for setup in setups)
     return mine == its or (alike and one.fits and mine[0] <= its[0] and mine[1] <= its[1])
 
 

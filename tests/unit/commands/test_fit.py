@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bpipe.balance.config import BalanceConfig
 from bpipe.cli import main
 from bpipe.generate.families import FAMILIES
 from bpipe.launch.megatron_flags import megatron_flags
@@ -164,3 +165,10 @@ def test_a_budget_below_the_device_is_not_tight(capsys: pytest.CaptureFixture[st
     """A plan fills its budget; what the allocator lacks is the device's memory, not the budget's."""
     assert main(["simulate", *FLAGS, "--balance", "bpipe", "--memory", "70", "--hosts", "all"]) == 0
     assert "allocator" not in capsys.readouterr().out
+
+
+def test_balancing_stands_for_balancing_alone() -> None:
+    """Of a launch that is balanced every way is: whatever was slower and held more than one before it was left out."""
+    balanced = replace(SETUP, micro_batch=4, balance=BalanceConfig())
+    names = {way.what for way in ways_to_fit(balanced)}
+    assert {"recompute all layers", "micro-batch 2", "2 slices per sequence", "8 slices per sequence"} <= names
