@@ -88,7 +88,10 @@ def facts(comparison: Comparison, beside_figures: bool = False) -> list[tuple[st
         found += _times(comparison.totals)
     found.append(("MFU", _mfu(comparison)))
     found.append(
-        ("message", "not measurable, so not predicted" if basis.message_s is None else seconds_text(basis.message_s))
+        (
+            "message",
+            "not measurable, so the prediction has none" if basis.message_s is None else seconds_text(basis.message_s),
+        )
     )
     return [*found, *_link(basis), *_verified(measured)]
 

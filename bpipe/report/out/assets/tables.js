@@ -82,7 +82,7 @@ function fillParts(stages) {
 
 function fillDifferences(differences) {
   if (!differences.length) {
-    byId("differences").append(element("p", {}, "None of more than half a percent."));
+    byId("differences").append(element("p", {}, "None is large enough to list."));
     return;
   }
   // The cause is a sentence: below its numbers there is room for it.
