@@ -4,7 +4,9 @@ shared."""
 from __future__ import annotations
 
 import ast
+import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -119,34 +121,35 @@ def test_nothing_says_to_install_bpipe_from_pypi() -> None:
             assert not re.search(r"pip install [^`\n]*\bbpipe(\[|\b(?!-))", path.read_text()), path
 
 
-def test_the_wheel_says_that_it_is_typed(tmp_path: Path) -> None:
-    """pyproject.toml asked for py.typed from the first day on, and there was none: type checkers took everything for
-    Any."""
-    source = tmp_path / "source"
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.Path:
+    """The wheel of a release of github.com/owner/name."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
     source.mkdir()
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in ("bpipe", "megatron", "terra"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        "--wheel-dir",
-        ".",
-    ]
+    command = "-m pip wheel --quiet --no-deps --no-build-isolation --no-index --wheel-dir ."
     built = subprocess.run(
-        [*command, str(source)], cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, *command.split(), str(source)],
+        cwd=folder,
+        env=os.environ | {"BPIPE_REPOSITORY": "https://github.com/owner/name"},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
     )
     assert built.returncode == 0, built.stderr
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as found:
-        names = set(found.namelist())
+    (path,) = folder.glob("*.whl")
+    return zipfile.Path(path)
+
+
+def test_the_wheel_says_that_it_is_typed(wheel: zipfile.Path) -> None:
+    """pyproject.toml asked for py.typed from the first day on, and there was none: type checkers took everything for
+    Any."""
+    names = set(wheel.root.namelist())
     assert {
         "bpipe/py.typed",
         "megatron/scheduling/py.typed",
@@ -155,6 +158,25 @@ def test_the_wheel_says_that_it_is_typed(tmp_path: Path) -> None:
     } <= names
     # Either would hide the installed Megatron.
     assert not {"megatron/__init__.py", "megatron/py.typed"} & names
+
+
+def test_a_release_links_to_the_repository(wheel: zipfile.Path) -> None:
+    """PyPI shows the README without the files beside it."""
+    shown = (wheel / f"torch_bpipe-{__version__}.dist-info/METADATA").read_text()
+    assert "\nProject-URL: Source, https://github.com/owner/name\n" in shown
+    links = re.findall(r"\]\(([^)]+)\)", shown)
+    written = re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text())
+    at = f"https://github.com/owner/name/blob/v{__version__}/"
+    expected = [link if re.match("https:|#", link) else at + link for link in written]
+    images = {link for link in expected if link.endswith(".svg")}
+    assert links == [link.replace("/blob/", "/raw/") if link in images else link for link in expected]
+    assert len(images) == 1
+
+
+def test_a_build_without_a_release_leaves_the_readme_as_it_is() -> None:
+    described = runpy.run_path(str(ROOT / "setup.py"))["described"]("")
+    assert described["long_description"] == (ROOT / "README.md").read_text()
+    assert described["project_urls"] == {}
 
 
 def test_what_tokenizers_need_can_be_asked_for() -> None:
