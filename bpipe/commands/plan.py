@@ -40,6 +40,7 @@ from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.models.cluster import Cluster
 from bpipe.models.fp8 import Fp8
 from bpipe.models.layout import Setup
+from bpipe.models.memory import roomy_bytes
 from bpipe.plan.answer import answer_document, answer_lines
 from bpipe.plan.explain import verdict
 from bpipe.plan.options import filled, fp8_of, model_of, routing_of, setup_of, state_types_of, switches_of
@@ -133,7 +134,7 @@ def _searched(space: Space, options: Options, bar: _Bar) -> Outcome:
     with _seldom_collected():
         if options.memory is None and not set(space.hosts) & set(IN_NODES):
             return search(space, num_rows, bar.show)
-        return search(space, num_rows, bar.show, _sending_what_must(space, space.cluster.device.memory_bytes))
+        return search(space, num_rows, bar.show, _sending_what_must(space, space.cluster.limit_bytes))
 
 
 def _flags_of_row(outcome: Outcome, row: int) -> str:
@@ -181,6 +182,8 @@ def _is_as_launched(asked: Options, reading: Reading) -> bool:
 def _space(asked: Options, options: Options, contexts: tuple[int, ...], reading: Reading | None) -> Space:
     """What to search."""
     model, cluster = model_of(options), _budgeted(cluster_of(options, reading), options.memory)
+    if cluster.budget_bytes is None:
+        cluster = replace(cluster, budget_bytes=roomy_bytes(cluster, options.kernels))
     profile, traced = measured_of(options)
     return Space(
         model=model,
@@ -272,12 +275,12 @@ def _contexts(asked: Options, every: Options, reading: Reading | None) -> tuple[
 
 
 def _budgeted(cluster: Cluster, asked: MemoryBudget | None) -> Cluster:
-    """With devices of as much memory as the budget."""
+    """With as much of every device as the budget."""
     if asked is None or asked.budget_bytes is None:
         return cluster
     if len(asked.budget_bytes) > 1:
         raise ValueError("--memory: the search has pipelines of different lengths, so give one number for all ranks")
-    return replace(cluster, device=replace(cluster.device, memory_bytes=asked.budget_bytes[0]))
+    return replace(cluster, budget_bytes=asked.budget_bytes[0])
 
 
 def _sending_what_must(space: Space, budget_bytes: int) -> Callable[[Setup], Setup]:

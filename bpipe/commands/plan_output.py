@@ -156,10 +156,13 @@ def _row(found: Candidate, launch: Reading | None) -> dict[str, Any]:
 
 def table(outcome: Outcome, beside: PlanNotes) -> str:
     """Return the rows, what each holds in every rank, where the vocabulary hurts, and what balancing buys."""
-    head = f"{outcome.num_fitting} of {outcome.num_configurations} configurations fit"
+    cluster = outcome.space.cluster
+    share = f"{100 * cluster.limit_bytes / cluster.device.memory_bytes:.0f} % of a device"
+    limit = f"{gib_text(cluster.limit_bytes)} GiB ({share})"
+    head = f"{outcome.num_fitting} of {outcome.num_configurations} configurations fit into {limit}"
     if outcome.rows:
         head += f", {outcome.num_simulated} were simulated; the {len(outcome.rows)} fastest:"
-    lines = [head, *calibration_lines(outcome.space.cluster)]
+    lines = [head, *calibration_lines(cluster)]
     num_level = _num_level(outcome)
     for number, found in enumerate(outcome.rows, 1):
         if number == num_level + 1:

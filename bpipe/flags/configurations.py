@@ -390,7 +390,8 @@ SEARCHED_FLAGS = Group(
         schedules.BALANCE.several("try without balancing (none), with it (bpipe), or both (default both)", BALANCES),
         replace(
             MEMORY,
-            help="memory budget of a device in GiB; balanced rows evict only the excess (default: what the device has)",
+            help="memory budget of a device in GiB; balanced rows evict only the excess (default: 95 % of the "
+            "device, as a fuller one may be slower than predicted)",
             value="GIB|auto",
         ),
         schedules.HOSTS.several(

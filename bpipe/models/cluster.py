@@ -194,7 +194,7 @@ class Cluster:
     `factor`: measured seconds for one predicted second (`bpipe calibrate`). `kernels`: measured kernel times, if any.
 
     `nodes_per_domain`: so many nodes have the links between them that the devices of one have. Memory of nodes stays
-    apart.
+    apart. `budget_bytes`: what may be used of a device's memory, if that is not all of it.
     """
 
     device: DeviceKind
@@ -203,6 +203,12 @@ class Cluster:
     factor: float = 1.0
     kernels: KernelTimes | None = None
     nodes_per_domain: int = 1
+    budget_bytes: int | None = None
+
+    @property
+    def limit_bytes(self) -> int:
+        """Bytes of a device that may be used."""
+        return self.budget_bytes or self.device.memory_bytes
 
     @property
     def num_devices(self) -> int:

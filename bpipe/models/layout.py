@@ -281,7 +281,7 @@ class Setup(ScheduleSpec):
     @property
     def limit_bytes(self) -> tuple[int, ...]:
         """Bytes that a device of each rank may hold."""
-        return self.budget_bytes or (self.cluster.device.memory_bytes,) * self.pipeline
+        return self.budget_bytes or (self.cluster.limit_bytes,) * self.pipeline
 
     @property
     def padded_vocabulary(self) -> int:

@@ -14,6 +14,7 @@ from fractions import Fraction
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.hosts import PAIR, POOL
 from bpipe.models.activations import activations
+from bpipe.models.cluster import GIB, Cluster
 from bpipe.models.layout import EVENLY, Setup
 from bpipe.models.saved import stage_bytes
 from bpipe.models.slices import slice_setups
@@ -31,9 +32,9 @@ COMMUNICATOR_BYTES = 688 * MIB
 # memory): weights are allocated once and do not fragment. Runs that failed report up to 20 % of all memory (Vad-R1
 # issue 11 on GitHub: 14.15 of 70.85 GiB).
 FRAGMENTATION = Fraction(3, 20)
-# Above this share of a device's memory torch's allocator may give back and ask again in every iteration. Three
-# configurations of GPT-3 96B took 1.3 to 1.6 times as long as with half the micro-batch (Kim et al. 2023, table 7), and
-# their devices must have been nearly full.
+# Above this share of a device's memory torch's allocator may give back and ask again in every iteration, and the
+# prediction's own error may be what does not fit. What that costs nobody measured: three configurations of GPT-3 96B took
+# 1.3 to 1.6 times as long as with half the micro-batch (Kim et al. 2023, table 7), perhaps for that reason.
 TIGHT = 0.95
 
 
@@ -76,6 +77,12 @@ class RankMemory:
     def is_tight(self) -> bool:
         """Whether it fits with so little to spare that the allocator may have to give memory back and ask again."""
         return self.fits and self.peak_bytes > TIGHT * self.device_bytes
+
+
+def roomy_bytes(cluster: Cluster, kernels: str) -> int:
+    """Return the bytes of a device up to which it is not tight, in whole tenths of a GiB; a CPU's are never."""
+    device = cluster.device.memory_bytes
+    return int(10 * TIGHT * device / GIB) * GIB // 10 if kernels == "gpu" else device
 
 
 def overhead_bytes(setup: Setup) -> int:

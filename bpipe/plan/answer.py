@@ -104,7 +104,8 @@ def _advice(found: Answer) -> str:
     reason = f": its iteration takes {beside}" if beside else ""
     level = [one for one in others if one.iteration_s < taken.iteration_s]
     doubt = f"; predictions cannot tell apart what differs by less than {100 * (CLEARLY - 1):.0f} %" if level else ""
-    return f"{_TAKE[taken.kind]}{reason}{doubt}."
+    tight = "; it is tight, and what that costs is not predicted" if taken.prediction.is_tight else ""
+    return f"{_TAKE[taken.kind]}{reason}{doubt}{tight}."
 
 
 _TAKE = {ChoiceKind.LAUNCH: "Keep the launch", ChoiceKind.STOCK: "Take stock", ChoiceKind.OURS: "Take bpipe"}

@@ -122,8 +122,7 @@ def tightness_warning(prediction: SetupPrediction) -> str | None:
     share = f"{100 * worst.peak_bytes / worst.device_bytes:.0f} %"
     return (
         f"rank {worst.rank} needs {share} of its device's memory: above {100 * TIGHT:.0f} % the allocator may have to free "
-        "cached blocks and allocate them again; published runs that full lost 20 to 40 % of their time, which is not in "
-        "the prediction"
+        "cached blocks and allocate them again, which takes time that is not predicted"
     )
 
 
@@ -318,8 +317,11 @@ def _what_cut(outcome: Outcome) -> str:
 
 
 def _closest(closest: Closest, space: Space) -> str:
-    setup, limit = closest.setup, closest.setup.cluster.device.memory_bytes
+    setup, limit = closest.setup, closest.setup.cluster.limit_bytes
     needs = f"{gib_text(closest.needs_bytes)} of {gib_text(limit)} GiB"
+    device = setup.cluster.device.memory_bytes
+    if limit < closest.needs_bytes <= device:
+        return f"the least is {describe(setup)}, which needs {needs}; with --memory {gib_text(device)} it fits, barely"
     if closest.is_state:
         cut = f"{needs} of a device ({grid_of(setup)})"
         return f"weights, gradients and optimizer state alone need at least {cut}: {_more_ranks(setup, space)}"

@@ -78,7 +78,7 @@ def find_front(space: Space, progress: Progress = lambda what, done, total: None
         raise ValueError(
             f"{BLOCK} chooses the number of layers for one amount of memory: give numbers, such as {BLOCK}:2 {BLOCK}:4"
         )
-    limit = space.cluster.device.memory_bytes
+    limit = space.cluster.limit_bytes
     most = int(MOST_TIMES * limit)
     candidates = by_bound(space)
     known = _Unbeaten()
