@@ -22,7 +22,7 @@ from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
 from bpipe.ir.layout import Vocabulary
 from bpipe.models.layer_counts import split_layers
 from bpipe.models.layout import Setup
-from bpipe.models.memory import peak_bytes, predict_memory
+from bpipe.models.memory import peak_bytes, predict_memory, roomy_bytes
 from bpipe.models.profile import Profile
 from bpipe.models.recompute import MODULES
 from bpipe.plan.fewest_layers import fewest_layers, with_block
@@ -135,15 +135,16 @@ def _recomputed(setup: Setup) -> Iterator[tuple[str, Change]]:
         if module not in recomputed.modules:
             text = "selective:" + "+".join(one for one in MODULES if one in (*recomputed.modules, module))
             yield f"recompute {module}", _with(setup, recompute=text)
-    limit = min(setup.limit_bytes)
-
-    def is_enough(number: int) -> bool:
-        return peak_bytes(with_block(setup, number)) <= limit
-
-    number = fewest_layers(max(setup.layers) - 1, is_enough)
+    numbers = (_enough_layers(setup, min(limits)) for limits in _limits(setup))
+    number = next(filter(None, numbers), None)
     if number is not None:
         yield f"recompute {number} layer{'s' * (number > 1)} of each stage", lambda: with_block(setup, number)
     yield "recompute all layers", _with(setup, recompute="full")
+
+
+def _enough_layers(setup: Setup, limit: int) -> int | None:
+    """The fewest layers of each stage, but not all, whose recomputation is enough."""
+    return fewest_layers(max(setup.layers) - 1, lambda number: peak_bytes(with_block(setup, number)) <= limit)
 
 
 def _cut(setup: Setup) -> Iterator[tuple[str, Change]]:
@@ -214,10 +215,24 @@ def _balanced(setup: Setup, profile: Profile | None) -> Iterator[tuple[str, Chan
             yield name, lambda balanced=balanced: balanced  # type: ignore[misc]
         yield (
             f"{name}, only what must leave",
-            lambda balanced=balanced: within_budget(  # type: ignore[misc]
-                balanced, setup.limit_bytes, profile=profile
-            )[0],
+            lambda balanced=balanced: _planned(balanced, profile),  # type: ignore[misc]
         )
+
+
+def _limits(setup: Setup) -> Iterator[tuple[int, ...]]:
+    """What its ranks may hold: its budgets; without them as much as leaves room, and then all there is."""
+    if setup.budget_bytes is None:
+        yield (roomy_bytes(setup.cluster, setup.kernels),) * setup.pipeline
+    yield setup.limit_bytes
+
+
+def _planned(setup: Setup, profile: Profile | None) -> Setup:
+    """Balanced with what must leave. Raises ValueError where no plan keeps the limits."""
+    *roomy, most = _limits(setup)
+    for limits in roomy:
+        with suppress(ValueError):
+            return within_budget(setup, limits, profile=profile)[0]
+    return within_budget(setup, most, profile=profile)[0]
 
 
 def _sharded(setup: Setup) -> Iterator[tuple[str, Change]]:

@@ -172,3 +172,23 @@ def test_balancing_stands_for_balancing_alone() -> None:
     balanced = replace(SETUP, micro_batch=4, balance=BalanceConfig())
     names = {way.what for way in ways_to_fit(balanced)}
     assert {"recompute all layers", "micro-batch 2", "2 slices per sequence", "8 slices per sequence"} <= names
+
+
+NODES = Setup(PRESETS["llama3-70b"], parse_cluster("h100-80g:4x8"), 4, 8, 1, 64, 8192, LAYERS, "none", "flash")
+SENT = "balance within pairs, only what must leave"
+
+
+def test_what_a_way_plans_for_leaves_a_device_room() -> None:
+    """`fit` offered --bpipe-memory 79.1 of 79.1 GiB and recomputed as few layers as filled a device to the last byte:
+    all tight, where 75.1 and one layer more are not."""
+    ways = {way.what: way for way in ways_to_fit(NODES)}
+    assert {what for what, way in ways.items() if way.is_tight} == {"balance within pairs"}
+    assert ways[SENT].fits
+    assert ways[SENT].prediction.setup.budget_bytes == (int(75.1 * GIB),) * 8
+    assert "recompute 4 layers of each stage" in ways
+
+
+def test_where_no_plan_leaves_room_one_that_fills_the_device_is_offered() -> None:
+    device = replace(NODES.cluster.device, memory_bytes=int(75.5 * GIB))
+    ways = {way.what: way for way in ways_to_fit(replace(NODES, cluster=replace(NODES.cluster, device=device)))}
+    assert ways[SENT].is_tight
