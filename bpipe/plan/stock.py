@@ -23,6 +23,9 @@ from bpipe.plan.refused import refused, runs_ours, without_overlap
 from bpipe.plan.search import search
 from bpipe.plan.space import Space
 
+# Of rows this near to each other the one that asks less of the trainer is the better advice.
+_AS_FAST = 1.01
+
 
 @dataclass(frozen=True, slots=True)
 class Stock:
@@ -30,8 +33,8 @@ class Stock:
 
     `free`: its flags that cost nothing and were not asked for.
 
-    `row`: number of the first row that is not stock, or None; `ours` is that row with as many of those flags as the
-    trainer takes.
+    `row`: number of the row of ours that stands beside it, or None; `ours` is that row with as many of those flags as
+    the trainer takes.
     """
 
     found: Candidate | None
@@ -56,12 +59,23 @@ def stock_of(space: Space, rows: Sequence[Candidate]) -> Stock:
     )
     alone = replace(alone, slices=(1,))
     found = next(iter(search(alone, 1).rows), None)
-    number, ours = next(
-        ((number, row) for number, row in enumerate(rows, 1) if runs_ours(row.prediction.setup)), (None, None)
-    )
+    number, ours = _plainest(rows)
     made = None if ours is None else _with(ours.prediction, switches, space)
     said = () if found is None else found.prediction.setup.switches.flags
     return Stock(found, tuple(flag for flag in said if flag not in space.switches.flags), number, made)
+
+
+def _plainest(rows: Sequence[Candidate]) -> tuple[int | None, Candidate | None]:
+    """Of the rows that are not stock, the one with fewest flags of ours among those as fast as the first; its
+    number."""
+    ours = [(number, row) for number, row in enumerate(rows, 1) if runs_ours(row.prediction.setup)]
+    if not ours:
+        return None, None
+    most_s = _AS_FAST * ours[0][1].prediction.timing.iteration_s
+    as_fast = [one for one in ours if one[1].prediction.timing.iteration_s <= most_s]
+    return min(
+        as_fast, key=lambda one: sum(flag.startswith("--bpipe") for flag in megatron_flags(one[1].prediction.setup))
+    )
 
 
 def _with(ours: SetupPrediction, switches: Switches, space: Space) -> SetupPrediction:
