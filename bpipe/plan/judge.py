@@ -22,6 +22,10 @@ from bpipe.plan.fewest_layers import OPEN, fewest_layers, with_block
 from bpipe.plan.predict import SetupPrediction
 from bpipe.plan.shards import stands_still
 from bpipe.plan.space import Space
+from bpipe.plan.within_budget import within_budget_or_none
+
+# A plan by a budget takes a second for so many forwards.
+_FORWARDS_PLANNED = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +87,8 @@ class Judge:
     """
 
     def __init__(self, space: Space, cuts: Counter[str]) -> None:
-        self._recompute = space.recompute
-        self._limit, self.cuts = space.cluster.device.memory_bytes, cuts
+        self._recompute, self._profile = space.recompute, space.profile
+        self._limit, self.cuts = space.cluster.limit_bytes, cuts
         self.families = {name: FamilyResult(name) for name in dict.fromkeys(space.schedules)}
         self.needs_bytes: int | None = None
         self.num_only_balanced = 0
@@ -134,7 +138,7 @@ class Judge:
         """Return the setup if it fits; where the number of layers that it recomputes is open, with as few as that
         takes. None: it does not."""
         if BLOCK not in self._recompute or setup.recompute != OPEN:
-            return setup if self.fits(setup) else None
+            return self._fitted(setup)
         most, self.needs_bytes = max(setup.layers), None
         if "none" in self._recompute and self._is_enough(replace(setup, recompute="none")):
             self.cuts["layers"] += 1
@@ -143,35 +147,35 @@ class Judge:
         if number == most and "full" in self._recompute:
             self.cuts["layers"] += 1
             return None
-        chosen = with_block(setup, number or most)
-        return chosen if self.fits(chosen) else None
+        return self._fitted(with_block(setup, number or most))
 
     def _is_enough(self, setup: Setup) -> bool:
         return self._known(setup)[0] <= self._limit
 
-    def fits(self, setup: Setup) -> bool:
+    def _fitted(self, setup: Setup) -> Setup | None:
+        """The setup if it fits, balanced by a budget where sharing evenly is not enough."""
         self.needs_bytes = None
         peak, is_bound = self._known(setup if setup.balance is None else replace(setup, balance=None))
         if setup.balance is not None:
             # What fits without balancing gains nothing from it.
             if peak <= self._limit:
                 self.cuts["unneeded"] += 1
-                return False
+                return None
             needs, known = peak, self._balanced(setup)
             if known is None:
                 self.cuts["pairs"] += 1
-                return False
-            peak, is_bound = known
+                return None
+            peak, is_bound, setup = known
             self.needs_bytes = needs
         if peak <= self._limit and stands_still(setup):
             self.cuts["queues"] += 1
-            return False
+            return None
         if peak <= self._limit:
             self.families[setup.schedule].num_fitting += 1
             self.num_only_balanced += self.needs_bytes is not None
-            return True
+            return setup
         self._is_large(setup, peak, is_bound)
-        return False
+        return None
 
     def _known(self, setup: Setup) -> tuple[int, bool]:
         """What it needs; where less than that is too much, that, and whether it is a bound to be asked for more."""
@@ -203,20 +207,31 @@ class Judge:
         warm = least_warm_bytes(setup, states)
         return (warm, True) if warm > self._limit else (peak_bytes(setup), False)
 
-    def _balanced(self, setup: Setup) -> tuple[int, bool] | None:
-        """The same of a balanced one. None where nothing of it would move: then it gains nothing either."""
+    def _balanced(self, setup: Setup) -> tuple[int, bool, Setup] | None:
+        """The same of a balanced one, and how it is balanced. None where nothing of it would move: then it gains nothing
+        either."""
         states = self._states_of(setup)
         least = least_bytes(setup, states)
         if least > self._limit:
-            return least, False
+            return least, False, setup
         # Nothing has to be balanced to say that half of it is too much.
         warm = least_warm_bytes(setup, states)
         if warm > self._limit:
-            return warm, True
+            return warm, True, setup
         shared = least_shared_bytes(setup, states)
         if shared > self._limit:
-            return shared, False
-        return (peak_bytes(setup), False) if moves_anything(setup) else None
+            return shared, False, setup
+        if not moves_anything(setup):
+            return None
+        even = peak_bytes(setup)
+        planned = self._by_budget(setup) if even > self._limit else None
+        return (even, False, setup) if planned is None else (peak_bytes(planned), False, planned)
+
+    def _by_budget(self, setup: Setup) -> Setup | None:
+        """The same balanced by bytes: even shares of micro-batches are no even shares of memory, as the last rank has
+        logits beside them."""
+        forwards = setup.num_stages * setup.num_microbatches * setup.slices
+        return within_budget_or_none(setup, self._limit, self._profile) if forwards <= _FORWARDS_PLANNED else None
 
     def _is_large(self, setup: Setup, peak: int, is_bound: bool) -> None:
         family = self.families[setup.schedule]

@@ -16,7 +16,7 @@ from bpipe.models.layout import EVENLY, Setup
 from bpipe.models.memory import besides_of, link_bytes
 from bpipe.models.on_nodes import rank_nodes
 from bpipe.models.profile import Profile
-from bpipe.plan.budget import Devices, OverBudget, one_budget_a_rank, plan_in_time, within
+from bpipe.plan.budget import Devices, OverBudget, one_budget_a_rank, plan_in_time, within, within_or_none
 from bpipe.plan.fit import Fit
 
 ELSEWHERE = "`bpipe fit` with the same launch lists other ways to make it fit, and what they cost"
@@ -48,7 +48,18 @@ def within_budget(
     Raises ValueError where no plan keeps them.
     """
     devices = predicted_devices(setup, budget_bytes, minimum_bytes)
-    found = within_prediction(devices)
+    return _in_time(setup, devices, within_prediction(devices), profile)
+
+
+def within_budget_or_none(setup: Setup, budget_bytes: int, profile: Profile | None = None) -> Setup | None:
+    """Return the setup balanced within one budget for all ranks, None where no plan keeps it."""
+    devices = predicted_devices(setup, (budget_bytes,))
+    found = within_or_none(devices)
+    return None if found is None else _in_time(setup, devices, found, profile)[0]
+
+
+def _in_time(setup: Setup, devices: Devices, found: Fit, profile: Profile | None) -> tuple[Setup, Fit]:
+    """The setup as the plan balances it, with transfers where they end in time."""
     if not found.moved_bytes:
         return replace(setup, balance=None, budget_bytes=devices.budget_bytes), found
     found = plan_in_time(setup, devices, found, profile)

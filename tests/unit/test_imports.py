@@ -201,10 +201,11 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "plan": (
         "estimate fewest_layers fit shards timing",
         "predict space",
-        "bounds judge slices windows",
+        "bounds slices windows",
         "budget document",
         "refused within_budget",
-        "calibrate launch_states search",
+        "calibrate judge launch_states",
+        "search",
         "explain options state_hosts vocabulary",
         "answer standings stock ways",
         "front",

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from bpipe.balance.config import named_balance
+from bpipe.balance.config import BalanceConfig, named_balance
 from bpipe.build import ScheduleConfig, build
 from bpipe.cli import main
 from bpipe.generate.families import FAMILIES, SEARCHED, default_family
@@ -19,10 +19,10 @@ from bpipe.ir.program import Exchange
 from bpipe.launch.megatron_command import read_command
 from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.models.activations import activations, moves_anything
-from bpipe.models.cluster import parse_cluster
+from bpipe.models.cluster import GIB, parse_cluster
 from bpipe.models.held import held_by
 from bpipe.models.layout import EVENLY, Setup
-from bpipe.models.memory import least_bytes, least_shared_bytes, predict_memory, state_bytes
+from bpipe.models.memory import least_bytes, least_shared_bytes, peak_bytes, predict_memory, state_bytes
 from bpipe.models.model import PRESETS, gpt
 from bpipe.models.parts import Routing
 from bpipe.models.saved import after_input_bytes, stage_bytes
@@ -34,6 +34,7 @@ from bpipe.plan.predict import costs_of, predict, simulation_of
 from bpipe.plan.search import Outcome, search
 from bpipe.plan.space import CUTS, Space, divisors, enumerate_setups, num_grids, usual_contexts
 from bpipe.plan.timing import steady_timing, whole_timing
+from bpipe.plan.within_budget import within_budget_or_none
 from tests.unit.models.published import MIXTRAL_8X7B
 
 A100 = parse_cluster("a100-80g:4x8")
@@ -77,7 +78,7 @@ def test_with_flash_attention_it_does_not_help(name: str) -> None:
 
 def test_the_first_rows_are_those_of_simulating_everything(outcome: Outcome) -> None:
     """Without the lower bound: predict all that fits."""
-    fitting = [setup for setup in enumerate_setups(UNFUSED) if all(rank.fits for rank in predict_memory(setup))]
+    fitting = [one for setup in enumerate_setups(UNFUSED) if (one := as_it_fits(setup)) is not None]
     unbalanced = {key(setup) for setup in fitting if setup.balance is None}
     wanted = [setup for setup in fitting if setup.balance is None or key(setup) not in unbalanced]
     assert len(wanted) == outcome.num_fitting
@@ -108,6 +109,15 @@ def test_of_a_family_that_was_not_simulated_to_its_end_it_is_said(outcome: Outco
     slow = replace(one, bound_s=0.5 * one.fastest.prediction.timing.iteration_s if one.fastest else 0.0)
     text = standings.family_values(replace(outcome, families=(slow,)))[0]["why"]
     assert text.endswith(f"; the others were not simulated and take at least {slow.bound_s:.3f} s")
+
+
+def as_it_fits(setup: Setup) -> Setup | None:
+    """A balanced one by a budget, where even shares are not enough."""
+    if all(rank.fits for rank in predict_memory(setup)):
+        return setup
+    limit = setup.cluster.device.memory_bytes
+    can_be_enough = setup.balance is not None and least_shared_bytes(setup) <= limit and moves_anything(setup)
+    return within_budget_or_none(setup, limit) if can_be_enough else None
 
 
 def key(setup: Setup) -> tuple[object, ...]:
@@ -597,3 +607,26 @@ def test_cuts_are_asked_for_as_lists(capsys: pytest.CaptureFixture[str]) -> None
     # More chunks than are tried where nobody asks.
     assert main([*plan, "--pp", "2", "--vp", "8", "--max-chunks", "2"]) == 0
     assert {row["configuration"]["chunks"] for row in json.loads(capsys.readouterr().out)["rows"]} == {8}
+
+
+def test_what_fits_only_by_a_budget_is_found() -> None:
+    """Even shares of micro-batches are no even shares of memory: rank 7 needed 76.9 of 75.1 GiB, and balanced by that
+    budget 74.5."""
+    cluster = replace(parse_cluster("h100-80g:4x8"), budget_bytes=int(75.1 * GIB))
+    space = Space(
+        PRESETS["llama3-70b"],
+        cluster,
+        64,
+        8192,
+        recompute=("none",),
+        schedules=("1f1b",),
+        tensors=(4,),
+        pipelines=(8,),
+        micro_batches=(1,),
+    )
+    (row,) = search(space).rows
+    assert row.prediction.setup.activation_budget is not None
+    assert "--bpipe-memory" in megatron_flags(row.prediction.setup)
+    assert row.prediction.fits
+    even = replace(row.prediction.setup, balance=BalanceConfig(), budget_bytes=None)
+    assert peak_bytes(even) > cluster.limit_bytes
