@@ -454,7 +454,7 @@ def test_each_remedy_needs_and_takes_what_the_table_says(
     monkeypatch.chdir(tmp_path)
     write_files(OOM, tmp_path)
     command = next(command for command, _ in SHOWN[OOM] if command.startswith("bpipe simulate"))
-    remedies = re.findall(r"^\| ([\w ,]+) \| (.*) \| ([\d.]+) \| ([\d.]+) \| \d \|$", OOM.read_text(), re.MULTILINE)
+    remedies = re.findall(r"^\| ([\w ,().]+) \| (.*) \| ([\d.]+) \| ([\d.]+) \| \d \|$", OOM.read_text(), re.MULTILINE)
     assert len(remedies) >= 10
     for name, flags, gib, seconds in remedies:
         assert cli.main([*shlex.split(command)[1:], *shlex.split(flags.strip("`")), "--format", "json"]) == 0
