@@ -16,15 +16,18 @@ from bpipe.flags.trainer import TRAINER
 _MADE = "Generated from the table in `bpipe/flags` by `python -m bpipe.reference docs`: make changes there."
 _TRAINING = f"""# Flags in training
 
-{_MADE}
-These flags are added to Megatron's own. If a `bpipe` command has the same flag without `bpipe-`, it means the same.
+This page is the reference for the flags that are added to Megatron's own. If a `bpipe` command has the same flag without
+`bpipe-`, it means the same. {_MADE}
 """
-_COMMANDS = f"""# Flags of commands
-
-{_MADE}
-`bpipe COMMAND --help` shows the most common flags, `--help-all` all of them. A flag means the same in every command. If
-it has two names, the longer is Megatron's. [Flags in training](flags_training.md) lists the flags of a training run.
+_COMMANDS = f"""`bpipe COMMAND --help` shows the most common flags, `--help-all` all of them. A flag means the same in every command. If
+it has two names, the longer is Megatron's. {_MADE}
 """
+# By its file, a page's title and its commands, in the order in which a group of flags is first shown.
+_PAGES = {
+    "flags.md": ("Flags for schedules and runs", ("schedule", "check-launch", "report", "compare")),
+    "flags_planning.md": ("Flags for plans", ("simulate", "plan")),
+    "flags_measuring.md": ("Flags for remedies and measurements", ("fit", "estimate", "trace", "profile", "calibrate")),
+}
 
 
 def pages() -> dict[str, str]:
@@ -32,21 +35,34 @@ def pages() -> dict[str, str]:
     training = [_TRAINING]
     for group in TRAINER:
         training += [f"## {_capital(group.title)}", "", *_table(flag.of_launch for flag in group.flags), ""]
-    commands, shown = [_COMMANDS], dict[tuple[str, ...], str]()
-    for name, text in COMMANDS.items():
+    shown = dict[tuple[str, ...], str]()
+    found = {file: _page(file, shown) for file in _PAGES} | {"flags_training.md": training}
+    return {name: "\n".join(lines).rstrip() + "\n" for name, lines in found.items()}
+
+
+def _page(file: str, shown: dict[tuple[str, ...], str]) -> list[str]:
+    """A page's lines. `shown`: by a group of flags, where it stands already."""
+    title, names = _PAGES[file]
+    asked = ", ".join(f"`{name}`" for name in names[:-1])
+    lines = [
+        f"# {title}",
+        "",
+        f"This page is the reference for the flags of `bpipe` {asked} and `{names[-1]}`.",
+        _COMMANDS,
+    ]
+    for name in names:
         command = command_of(name)
-        commands += [f"## bpipe {name}", "", f"{_capital(text)}.", "", "```"]
-        commands += [*(task.example for task in command.tasks), "```", ""]
+        lines += [f"## bpipe {name}", "", f"{_capital(COMMANDS[name])}.", "", "```"]
+        lines += [*(task.example for task in command.tasks), "```", ""]
         for group in command.groups:
-            first = shown.setdefault((group.title, *(flag.help for flag in group.flags)), name)
-            if first != name:
-                commands += [f"{_capital(group.title)}: the same as for [bpipe {first}](#bpipe-{first}).", ""]
+            place = f"{file}#bpipe-{name}"
+            first = shown.setdefault((group.title, *(flag.help for flag in group.flags)), place)
+            if first != place:
+                of_command = first.partition("#bpipe-")[2]
+                lines += [f"{_capital(group.title)}: the same as for [bpipe {of_command}]({first}).", ""]
                 continue
-            commands += [*_titled(group), *_table(group.flags), ""]
-    return {
-        name: "\n".join(lines).rstrip() + "\n"
-        for name, lines in (("flags.md", commands), ("flags_training.md", training))
-    }
+            lines += [*_titled(group), *_table(group.flags), ""]
+    return lines
 
 
 def _titled(group: Group) -> list[str]:

@@ -29,7 +29,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 # Made of the table of flags, whose examples tests/unit/flags parses.
-MADE = ("flags.md", "flags_training.md")
+MADE = ("flags.md", "flags_planning.md", "flags_measuring.md", "flags_training.md")
 
 # Longer than a page may be: made by a program, or a list of checks with their results.
 LONG = (*MADE, "validation.md")

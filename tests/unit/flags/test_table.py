@@ -205,3 +205,8 @@ def test_all_parsers_are_complete_where_all_are_asked_for() -> None:
 def test_the_pages_are_written_where_they_are_asked_for(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "bpipe.reference", tmp_path], check=True, timeout=60, cwd=ROOT)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(pages())
+
+
+def test_every_command_has_its_place_in_the_reference() -> None:
+    shown = [line.removeprefix("## bpipe ") for text in pages().values() for line in text.splitlines()]
+    assert sorted(name for name in shown if name in COMMANDS) == sorted(COMMANDS)
