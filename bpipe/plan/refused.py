@@ -22,6 +22,8 @@ from bpipe.plan.space import is_in_order
 
 # Flags of a launch that no option says, each with its first value or ``.
 Others = Sequence[tuple[str, str]]
+# With it the trainer's table refuses what is guarded, too.
+_STRICT = ("--bpipe-strict", "")
 
 
 def runs_ours(setup: Setup) -> bool:
@@ -49,6 +51,11 @@ def refused(setup: Setup, others: Others = ()) -> tuple[str, ...]:
     if setup.slices > 1:
         found += sliced_reasons(settings, setup.slices, bool(settings.bpipe_strict))
     return tuple(found)
+
+
+def guarded(setup: Setup, others: Others = ()) -> bool:
+    """Return whether the trainer takes it and checks it as it runs, because it never ran on a GPU."""
+    return not refused(setup, others) and bool(refused(setup, (*others, _STRICT)))
 
 
 def has_transformer_engine(flags: Sequence[str]) -> bool:

@@ -17,9 +17,10 @@ from bpipe.ir.layout import Vocabulary
 from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.models.switches import Switches
 from bpipe.plan.document import document
+from bpipe.plan.explain import CLEARLY
 from bpipe.plan.judge import Candidate
 from bpipe.plan.predict import SetupPrediction, predict
-from bpipe.plan.refused import refused, runs_ours, without_overlap
+from bpipe.plan.refused import guarded, refused, runs_ours, without_overlap
 from bpipe.plan.search import search
 from bpipe.plan.space import Space
 
@@ -59,23 +60,31 @@ def stock_of(space: Space, rows: Sequence[Candidate]) -> Stock:
     )
     alone = replace(alone, slices=(1,))
     found = next(iter(search(alone, 1).rows), None)
-    number, ours = _plainest(rows)
+    number, ours = _plainest(rows, space)
     made = None if ours is None else _with(ours.prediction, switches, space)
     said = () if found is None else found.prediction.setup.switches.flags
     return Stock(found, tuple(flag for flag in said if flag not in space.switches.flags), number, made)
 
 
-def _plainest(rows: Sequence[Candidate]) -> tuple[int | None, Candidate | None]:
-    """Of the rows that are not stock, the one with fewest flags of ours among those as fast as the first; its
-    number."""
+def _plainest(rows: Sequence[Candidate], space: Space) -> tuple[int | None, Candidate | None]:
+    """The row of ours to recommend, and its number: of those level with the first one that is not guarded, and of those
+    as fast as that the one with fewest flags of ours."""
     ours = [(number, row) for number, row in enumerate(rows, 1) if runs_ours(row.prediction.setup)]
     if not ours:
         return None, None
-    most_s = _AS_FAST * ours[0][1].prediction.timing.iteration_s
-    as_fast = [one for one in ours if one[1].prediction.timing.iteration_s <= most_s]
-    return min(
-        as_fast, key=lambda one: sum(flag.startswith("--bpipe") for flag in megatron_flags(one[1].prediction.setup))
-    )
+    level = _within(ours, CLEARLY)
+    supported = [one for one in level if not guarded(one[1].prediction.setup, space.others)]
+    return min(_within(supported or level, _AS_FAST), key=_num_flags)
+
+
+def _within(rows: Sequence[tuple[int, Candidate]], share: float) -> list[tuple[int, Candidate]]:
+    """Those that take at most so many times as long as the first."""
+    first_s = rows[0][1].prediction.timing.iteration_s
+    return [one for one in rows if one[1].prediction.timing.iteration_s <= share * first_s]
+
+
+def _num_flags(row: tuple[int, Candidate]) -> int:
+    return sum(flag.startswith("--bpipe") for flag in megatron_flags(row[1].prediction.setup))
 
 
 def _with(ours: SetupPrediction, switches: Switches, space: Space) -> SetupPrediction:

@@ -27,7 +27,7 @@ from bpipe.models.profile import Profile
 from bpipe.models.recompute import MODULES
 from bpipe.plan.fewest_layers import fewest_layers, with_block
 from bpipe.plan.predict import SetupPrediction, predict
-from bpipe.plan.refused import Others, refused
+from bpipe.plan.refused import Others, guarded, refused
 from bpipe.plan.within_budget import within_budget
 
 Change = Callable[[], Setup]
@@ -37,8 +37,6 @@ HELPFUL = 0.99
 _CHUNKS = range(2, 9)
 # Who hosts where no memory of a node does.
 _DEVICES = (PAIR, POOL)
-# With it the trainer's table refuses what is guarded, too.
-_STRICT = ("--bpipe-strict", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +78,7 @@ def ways_to_fit(
         except ValueError:
             # Megatron's rules, what is modelled, or what was measured do not allow it.
             continue
-        reasons = refused(changed, others)
-        way = Way(what, prediction, reasons, not reasons and bool(refused(changed, (*others, _STRICT))))
+        way = Way(what, prediction, refused(changed, others), guarded(changed, others))
         if way.prediction.peak_bytes <= most and not any(_stands_for(other, way) for other in found):
             found.append(way)
     return sorted(found, key=_place)

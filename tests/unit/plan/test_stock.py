@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 
+from bpipe.balance.config import BalanceConfig
 from bpipe.cli import main
 from bpipe.commands.plan_output import answer_of
 from bpipe.generate.families import DEFAULTS
 from bpipe.models.cluster import GIB, parse_cluster
+from bpipe.models.layout import Setup
 from bpipe.models.memory import predict_memory
 from bpipe.models.model import PRESETS
 from bpipe.models.switches import Switches
 from bpipe.plan.explain import CLEARLY
+from bpipe.plan.judge import Candidate
 from bpipe.plan.predict import predict
 from bpipe.plan.refused import runs_ours
 from bpipe.plan.search import search
@@ -147,3 +150,34 @@ def test_the_answer_never_loses_to_a_stock_row_that_it_does_not_show(number: int
         taken = answer_of(beside).taken
         assert taken is not None
         assert taken.iteration_s < CLEARLY * min(rivals)
+
+
+SIZES = Setup(PRESETS["llama3-8b"], parse_cluster("h100-80g:8"), 2, 4, 1, 16, 8192, (8,) * 4, "none", "flash")
+SLICED, BALANCED, SPLIT = (
+    replace(SIZES, slices=2),
+    replace(SIZES, balance=BalanceConfig()),
+    replace(SIZES, balance=BalanceConfig(), schedule="1f1b-split"),
+)
+
+
+@pytest.mark.parametrize(
+    ("rows", "taken"),
+    [
+        # Slices are guarded: what is not, and level with them, comes before.
+        ([(SLICED, 1.0), (BALANCED, 1.04)], 2),
+        ([(SLICED, 1.0), (BALANCED, 1.06)], 1),
+        # Of what is as fast the one with fewer flags.
+        ([(SPLIT, 1.0), (BALANCED, 1.009)], 2),
+        ([(SPLIT, 1.0), (BALANCED, 1.02)], 1),
+        ([(SIZES, 1.0), (SPLIT, 1.01), (BALANCED, 1.015)], 3),
+    ],
+)
+def test_ours_is_what_is_supported_and_plain_where_level(rows: list[tuple[Setup, float]], taken: int) -> None:
+    """It was the first row, whatever it asked of the trainer for a thousandth of its time."""
+
+    def row(setup: Setup, seconds: float) -> Candidate:
+        prediction = predict(setup)
+        return Candidate(replace(prediction, timing=replace(prediction.timing, iteration_s=seconds)), None)
+
+    space = Space(SIZES.model, SIZES.cluster, 16, 8192, max_micro_batch=1, max_chunks=1)
+    assert stock_of(space, [row(*one) for one in rows]).row == taken
