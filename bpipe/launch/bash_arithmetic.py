@@ -9,6 +9,7 @@ Knows no script.
 from __future__ import annotations
 
 import ast
+import operator
 import re
 from collections.abc import Callable
 
@@ -43,35 +44,34 @@ def compute(text: str, value: Callable[[str], str | None]) -> int | None:
         return None
 
 
+def _quotient(left: int, right: int) -> int:
+    """Divide towards zero, where Python goes down."""
+    return abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
+
+
+_OPERATIONS: dict[type[ast.operator | ast.unaryop], Callable[..., int]] = {
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: _quotient,
+    # What is left has the sign of the dividend.
+    ast.Mod: lambda left, right: left - _quotient(left, right) * right,
+}
+
+
 def _computed(node: ast.expr) -> int:
     """Raises ValueError for what is none of it, and beyond 64 bits, where bash goes on below zero."""
     match node:
         case ast.Constant(value=int() as number):
             pass
-        case ast.UnaryOp(op=ast.USub(), operand=one):
-            number = -_computed(one)
-        case ast.UnaryOp(op=ast.UAdd(), operand=one):
-            number = _computed(one)
-        case ast.BinOp(left=left, op=operation, right=right):
-            number = _combined(_computed(left), operation, _computed(right))
+        case ast.UnaryOp(op=operation, operand=one) if type(operation) in _OPERATIONS:
+            number = _OPERATIONS[type(operation)](_computed(one))
+        case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _OPERATIONS:
+            number = _OPERATIONS[type(operation)](_computed(left), _computed(right))
         case _:
             raise ValueError
     if abs(number) > _LARGEST:
         raise ValueError
     return number
-
-
-def _combined(left: int, operation: ast.operator, right: int) -> int:
-    match operation:
-        case ast.Add():
-            return left + right
-        case ast.Sub():
-            return left - right
-        case ast.Mult():
-            return left * right
-        case ast.Div() | ast.Mod():
-            # Towards zero, where Python's goes down; what is left has the sign of the dividend.
-            quotient = abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
-            return quotient if isinstance(operation, ast.Div) else left - quotient * right
-        case _:
-            raise ValueError

@@ -1,252 +1,278 @@
 """Walk a script's commands: through conditions, loops, functions and groups.
 
-In: a scanner. Out: each simple command, with what is open.
+In: its text. Out: each simple command's words, and what else may change a variable, with what is open.
 
 Bash's grammar as far as it tells one command from the next, and whether one is run, once, by this shell; what is not
-understood is an error at its line. Says of no command what it does: that is for who derives from it.
+understood is an error at its line. Says of no command what it does.
 """
 
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 
-from bpipe.launch.bash_parts import NAME, Operator, Redirection, ShellWord
-from bpipe.launch.bash_values import Variables
-from bpipe.launch.bash_words import Scanner
+from bpipe.launch.bash_words import NAME, ShellWord, Text, Words
 
-_OPENS = {"if": "fi", "while": "done", "until": "done", "{": "}"}
-_INSIDE = {"then": "fi", "elif": "fi", "else": "fi", "do": "done"}
+# What stands where a command may begin, and is none; nothing at the script's end.
+_TOKEN = re.compile(
+    r"(?:if|then|elif|else|fi|while|until|do|done|for|case|esac|function|time|[{}!]|\[\[)(?=[ \t\n;|&<>()]|\Z)|"
+    r";;&|;;|;&|&&|\|\||&(?!>)|[;|()]|\Z"
+)
+_RESERVED = frozenset(["if", "then", "elif", "else", "fi", "while", "until", "do", "done", "for", "case", "esac"])
+_RESERVED |= {"function", "time", "{", "}", "!", "[["}
+_SEPARATOR = re.compile(r"&&|\|\||\|&|[\n;|]|&|\Z")
+_JOINS = ("&&", "||", "|", "|&")
 _CASE_ENDS = (";;", ";&", ";;&")
+_END = re.compile(r"[\n;|)]|&(?!>)|\Z")
+_IN = re.compile(r"in(?=[ \t\n;])")
+_NO_ARGUMENTS = re.compile(r"\([ \t]*\)")
+_CLOSES = (*_CASE_ENDS, ")", "then", "elif", "else", "fi", "do", "done", "esac", "}")
+_DESCRIPTOR = re.compile(r"[0-9]+(?=[<>](?!\())")
+_OPERATORS = re.compile("[;|&<>()]+")
 _DEEPEST = 100
 
 
-@dataclass(slots=True)
-class _Place:
-    """Where reading is: behind the operator `before` and `words`.
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is found: a "command", a "word" of none, a "sum" or a "test", a "loop" by its variable, or a "function".
 
-    `closed`: behind what ends a condition, a loop or a group. `odd`: behind `!` or `time`.
+    `inside` are what is open, each a loop, a function or another. `once`: it is run, once, by this shell.
     """
 
-    before: str = "\n"
-    words: list[ShellWord] = field(default_factory=list)
-    closed: bool = False
-    odd: bool = False
-    is_over: bool = False
+    kind: str
+    line: int
+    words: Sequence[ShellWord] = ()
+    text: str = ""
+    inside: tuple[str, ...] = ()
+    once: bool = False
 
 
-class Commands:
-    """Reads commands. `open` holds the words that close what is open, each with what it is: a loop, a function, or
-    another."""
+Finds = Iterator[Found]
 
-    def __init__(self, variables: Variables) -> None:
-        self.variables = variables
-        self.open: list[tuple[str, str]] = []
-        self.functions: set[str] = set()
-        self.ended = False
-        self._defines = False
 
-    def simple(self, words: Sequence[ShellWord], definite: bool) -> None:
-        """Handle one command. `definite`: it runs, once, in this shell."""
-        raise NotImplementedError
+class Commands(Words):
+    """Reads the commands of a text, which stands `inside` of what is open already."""
 
-    def is_inside(self, kind: str) -> bool:
-        return any(one == kind for _, one in self.open)
+    def __init__(self, text: str, line: int | None = None, inside: tuple[str, ...] = ()) -> None:
+        super().__init__(text, line)
+        self._inside, self._ended_by = inside, ""
 
-    @contextmanager
-    def opened(self, what: str) -> Iterator[None]:
-        """Mark what is read meanwhile as part of something that may not run."""
-        self.open.append((what, ""))
-        yield
-        self.open.pop()
+    def read(self) -> Finds:
+        """Find every command, in order."""
+        return self._block("")
 
-    def read(self, scanner: Scanner) -> None:
-        """Read every command of a text, while assignments take effect."""
-        base, at = len(self.open), _Place()
-        while not self.ended and not at.is_over:
-            token = scanner.next()
-            if isinstance(token, Redirection):
-                self.variables.fields(token.target)
-            elif isinstance(token, ShellWord):
-                self._word(scanner, token, at)
-            elif token is not None and token.text == "(":
-                at.closed = self._bracket(scanner, at.words, token)
-                at.words = []
+    def pass_commands(self) -> None:
+        if self._here:
+            self.fail("a command in brackets behind a here-document in one line is not read")
+        self.passed += 1
+        deque(self._block(")"), maxlen=0)
+        self.passed -= 1
+
+    def _found(self, kind: str, words: Sequence[ShellWord] = (), text: str = "", line: int = 0) -> Found:
+        return Found(kind, line or self.line(), words, text, self._inside)
+
+    def _block(self, *ends: str, kind: str | None = None) -> Finds:
+        """Read commands up to what is one of `ends`, and pass it. `kind`: what they stand in."""
+        before, self._inside = self._inside, self._inside if kind is None else (*self._inside, kind)
+        if len(self._inside) > _DEEPEST:
+            self.fail(f"conditions and loops are nested more than {_DEEPEST} deep")
+        while True:
+            token = self._next_token()
+            if token is not None and token in ends:
+                break
+            if token == "":
+                self.fail(f"the script ends before {ends[-1]}")
+            yield from self._list()
+        if not token and self._here:
+            self.fail(f"the here-document up to {self._here[0][0]} has no end")
+        self.at += len(token)
+        self._inside, self._ended_by = before, token
+
+    def _next_token(self) -> str | None:
+        self.skip(lines=True)
+        return self._token()
+
+    def _pass(self, char: str) -> None:
+        """Pass a character, if it is the next."""
+        if self.skip() == char:
+            self.at += 1
+
+    def _token(self) -> str | None:
+        match = _TOKEN.match(self.text, self.at)
+        return None if match is None else match[0]
+
+    def _list(self) -> Finds:
+        """Read commands that are joined, up to the end of a line or a ;."""
+        once, separator = not self._inside, _JOINS[0]
+        while separator in _JOINS:
+            token = self._next_token()
+            while token is not None and token in ("!", "time"):
+                once, self.at = False, self.at + len(token)
+                if self.skip() == "-":
+                    self.fail("time with an option is not read: leave the option out")
+                token = self._token()
+            words, line = list[ShellWord](), self.line()
+            yield from self._simple(words) if token is None else self._compound(token)
+            self.skip()
+            is_last = self._token() in _CLOSES
+            found = "" if is_last else self.pass_operator(_SEPARATOR)
+            if found is None:
+                self.fail(f"{self.shown()} follows the end of a condition, a loop or a group")
+            separator = found
+            once = once and separator in ("\n", ";", "")
+            if words:
+                yield Found("command", line, words, inside=self._inside, once=once)
+            if separator == "\n":
+                self.pass_here_documents()
+
+    def _simple(self, words: list[ShellWord]) -> Finds:
+        """Read a simple command's words, or the function that they name."""
+        while True:
+            char = self.skip()
+            if _END.match(self.text, self.at):
+                break
+            self.pass_operator(_DESCRIPTOR)
+            if (target := self.redirection()) is not None:
+                yield self._found("word", [target])
+            elif char == "(":
+                if len(words) != 1 or not self.pass_operator(_NO_ARGUMENTS):
+                    self.fail("a bracket must be quoted")
+                yield from self._function(words.pop().literal)
+                return
             else:
-                self._command_ends(scanner, token, at)
-        if not self.ended and len(self.open) > base:
-            scanner.fail(f"the script ends before {self.open[-1][0]}")
+                words.append(self.word())
+                literal = words[-1].literal or ""
+                if self.text.startswith(("<", ">"), self.at) and re.fullmatch(rf"[0-9]+|\{{{NAME}\}}", literal):
+                    self.fail(f"{literal} before a redirection may set a variable: leave it out")
+        if words and words[0].literal in _RESERVED:
+            self.fail(f"{words[0].literal} is unexpected")
 
-    def _word(self, scanner: Scanner, token: ShellWord, at: _Place) -> None:
-        literal = token.literal
-        if at.words:
-            at.words.append(token)
-        elif literal in ("!", "time"):
-            at.odd = True
-        elif literal is not None and self._compound(scanner, literal):
-            at.closed = literal in ("fi", "done", "esac", "}", "]]", "[[")
-        elif at.closed:
-            scanner.fail(f"{literal or 'a word'} follows the end of a condition, a loop or a group")
-        else:
-            at.words.append(token)
-
-    def _command_ends(self, scanner: Scanner, token: Operator | None, at: _Place) -> None:
-        after = "\n" if token is None else token.text
-        joins = after == "\n" and at.before in ("&&", "||", "|", "|&") and not (at.closed or at.words)
-        if at.words:
-            runs_once = at.before in ("\n", ";", "&") and after in ("\n", ";")
-            self.simple(at.words, runs_once and not self.open and not at.odd)
-        at.words, at.odd, at.is_over = [], False, token is None
-        at.closed = token is not None and self._separator(scanner, token)
-        at.before = at.before if joins else after
-
-    def _separator(self, scanner: Scanner, token: Operator) -> bool:
-        """Return whether it closed a bracket."""
-        if token.text in _CASE_ENDS:
-            if not self.open or self.open[-1][0] != "esac":
-                scanner.fail(f"{token.text} is outside of a case")
-            self._pattern(scanner)
-        elif token.text == ")":
-            self._close(scanner, ")")
-            return True
-        return False
-
-    def _compound(self, scanner: Scanner, literal: str) -> bool:
-        """Return whether the word that begins a command opens, divides or closes something; what belongs to it is
-        read."""
-        if literal in _OPENS:
-            self._push(scanner, _OPENS[literal], "loop" if _OPENS[literal] == "done" else "")
-        elif literal in ("fi", "done", "esac", "}"):
-            self._close(scanner, literal)
-        elif literal in _INSIDE:
-            if not self.open or self.open[-1][0] != _INSIDE[literal]:
-                scanner.fail(f"{literal} is unexpected")
-        elif literal in _COMPOUNDS:
-            _COMPOUNDS[literal](self, scanner)
-        else:
-            return False
-        return True
-
-    def _function(self, scanner: Scanner) -> None:
-        name = scanner.next()
-        if not isinstance(name, ShellWord) or name.literal is None:
-            scanner.fail("function without a name")
-        self._define(scanner, name.literal)
-
-    def _push(self, scanner: Scanner, closer: str, kind: str) -> None:
-        if self._defines and closer not in ("}", ")"):
-            scanner.fail("a function's commands must be in { }")
-        if len(self.open) > _DEEPEST:
-            scanner.fail(f"conditions and loops are nested more than {_DEEPEST} deep")
-        self.open.append((closer, "function" if self._defines else kind))
-        self._defines = False
-        self.variables.in_function = self.is_inside("function")
-
-    def _close(self, scanner: Scanner, literal: str) -> None:
-        if not self.open or self.open[-1][0] != literal:
-            scanner.fail(f"{literal} is unexpected")
-        self.open.pop()
-        self.variables.in_function = self.is_inside("function")
-
-    def _bracket(self, scanner: Scanner, words: list[ShellWord], token: Operator) -> bool:
-        """Return a subshell, `((...))`, or a function by its name; whether something was closed by it."""
-        name = words[0].literal if len(words) == 1 else None
-        if name is not None:
-            closing = scanner.next()
-            if not isinstance(closing, Operator) or closing.text != ")":
-                scanner.fail("a bracket must be quoted")
-            self._define(scanner, name)
-            return False
-        if words:
-            scanner.fail("a bracket must be quoted")
-        if not scanner.next_is("("):
-            self._push(scanner, ")", "")
-            return False
-        self.variables.judge_sum(scanner.arithmetic_command(), token.line, "((...))")
-        return True
-
-    def _define(self, scanner: Scanner, name: str) -> None:
-        self.functions.add(name)
+    def _compound(self, token: str) -> Finds:
+        """Read what begins with a reserved word or a bracket, and the redirections behind it."""
+        if token not in _COMPOUNDS:
+            self.fail(f"{token or 'the end'} is unexpected")
+        self.at += len(token)
+        yield from _COMPOUNDS[token](self)
         while True:
-            token = scanner.next()
-            if isinstance(token, Operator) and token.text in ("\n", "(", ")"):
-                if token.text == "(" and not scanner.next_is(")"):
-                    self._defines = True
-                    return self._push(scanner, ")", "")
-                continue
-            if isinstance(token, ShellWord) and token.literal == "{":
-                self._defines = True
-                return self._push(scanner, "}", "")
-            scanner.fail(f"the function {name} must have its commands in {{ }}")
+            self.skip()
+            self.pass_operator(_DESCRIPTOR)
+            if (target := self.redirection()) is None:
+                break
+            yield self._found("word", [target])
 
-    def _for(self, scanner: Scanner) -> None:
-        name = scanner.next()
-        if isinstance(name, Operator) and name.text == "(" and scanner.next_is("("):
-            for one in re.findall(NAME, scanner.arithmetic_command()):
-                self.variables.judge_sum(one, name.line, "for ((...))")
-                self.variables.forget(one, f"{one} runs through a loop on line {name.line}")
-        elif isinstance(name, ShellWord) and name.literal is not None and re.fullmatch(NAME, name.literal):
-            self.variables.forget(name.literal, f"{name.literal} runs through a loop on line {name.line}")
+    def _if(self) -> Finds:
+        self._ended_by = "elif"
+        while self._ended_by == "elif":
+            yield from self._block("then", kind="")
+            yield from self._block("elif", "else", "fi", kind="")
+        if self._ended_by == "else":
+            yield from self._block("fi", kind="")
+
+    def _while(self) -> Finds:
+        return self._twice(chain(self._block("do", kind="loop"), self._block("done", kind="loop")))
+
+    def _twice(self, rounds: Finds) -> Finds:
+        """Find what stands in a loop twice: in the next round its variables may hold what is set behind."""
+        found = list(rounds)
+        yield from found
+        if "loop" not in self._inside:
+            yield from found
+
+    def _for(self) -> Finds:
+        if self.skip() == "(":
+            for name in re.findall(NAME, self._sum("for ((...))")):
+                yield self._found("sum", text=name)
+                yield self._found("loop", text=name)
         else:
-            scanner.fail("for without a name")
-        while True:
-            token = scanner.next()
-            if isinstance(token, ShellWord) and token.literal == "do":
-                return self._push(scanner, "done", "loop")
-            if isinstance(token, ShellWord):
-                self.variables.fields(token)
-            elif not isinstance(token, Operator) or token.text not in (";", "\n"):
-                scanner.fail("for without do")
+            name = self.word().literal or ""
+            if not re.fullmatch(NAME, name):
+                self.fail("for without a name")
+            words, line = list[ShellWord](), self.line()
+            self.skip(lines=True)
+            if self.pass_operator(_IN):
+                while self.skip() not in ("", *"\n;"):
+                    words.append(self.word())
+            yield self._found("loop", words, name, line)
+        self._pass(";")
+        if self._next_token() != "do":
+            self.fail(f"{self.shown()!r} stands where do must")
+        self.at += 2
+        yield from self._twice(self._block("done", kind="loop"))
 
-    def _case(self, scanner: Scanner) -> None:
-        token = scanner.next()
-        while not (isinstance(token, ShellWord) and token.literal == "in"):
-            if isinstance(token, ShellWord):
-                self.variables.fields(token)
-            elif not isinstance(token, Operator) or token.text != "\n":
-                scanner.fail("case without in")
-            token = scanner.next()
-        self._push(scanner, "esac", "")
-        self._pattern(scanner)
+    def _case(self) -> Finds:
+        self.skip()
+        yield self._found("word", [self.word()])
+        self.skip(lines=True)
+        if not self.pass_operator(_IN):
+            self.fail("case without in")
+        self._ended_by = ";;"
+        while self._ended_by != "esac":
+            if self._next_token() == "esac":
+                self.at += len("esac")
+                return
+            self._pass("(")
+            while self.skip() not in ("", ")"):
+                yield self._found("word", [self.word()])
+                self._pass("|")
+            self.at += 1
+            yield from self._block(*_CASE_ENDS, "esac", kind="")
 
-    def _pattern(self, scanner: Scanner) -> None:
-        """Up to the bracket behind a pattern, or the end of the case."""
-        first = True
-        while True:
-            token = scanner.next()
-            if first and isinstance(token, ShellWord) and token.literal == "esac":
-                return self._close(scanner, "esac")
-            if isinstance(token, Operator) and token.text == ")":
-                return None
-            if isinstance(token, ShellWord):
-                self.variables.fields(token)
-            elif not isinstance(token, Operator) or token.text not in ("\n", "(", "|"):
-                scanner.fail("the pattern of a case is not closed")
-            first = first and isinstance(token, Operator) and token.text == "\n"
+    def _condition(self) -> Finds:
+        words = list[ShellWord]()
+        while not words or words[-1].literal != "]]":
+            if not self.skip(lines=True):
+                self.fail("[[ is not closed")
+            operator = self.pass_operator(_OPERATORS)
+            words.append(ShellWord(self.line(), (Text(operator, False),)) if operator else self.word())
+        yield self._found("test", words[:-1])
 
-    def _condition(self, scanner: Scanner) -> None:
-        words = []
-        while (word := scanner.condition_word()).literal != "]]":
-            words.append(word)
-        self.judge_test(
-            scanner.line(), [" ".join(self.variables.fields(word, split=False)) for word in words], arithmetic=True
-        )
+    def _bracket(self) -> Finds:
+        if self.text.startswith("(", self.at):
+            self.at -= 1
+            yield self._found("sum", text=self._sum("((...))"))
+        else:
+            yield from self._block(")", kind="")
 
-    def judge_test(self, line: int, fields: list[str], arithmetic: bool) -> None:
-        """Refuse a test that may compute: operands of `[[ ... ]]` may be arithmetic, and names may have subscripts."""
-        for place, word in enumerate(fields):
-            if word in ("-v", "-R") and "[" in "".join(fields[place + 1 : place + 2]):
-                raise ValueError(f"line {line}: {word} with a subscript is not read")
-            if arithmetic and re.fullmatch("-(eq|ne|lt|le|gt|ge)", word):
-                for operand in fields[max(0, place - 1) : place + 2 : 2]:
-                    self.variables.judge_sum(operand, line, "[[ ]]")
+    def _group(self) -> Finds:
+        return self._block("}", kind="")
+
+    def _sum(self, shown: str) -> str:
+        """Return the text of arithmetic that begins here."""
+        start = self.at + 2
+        if not self.text.startswith("((", self.at):
+            self.fail(f"{shown} is not understood")
+        self.sum_of(start)
+        return self.text[start : self.at - 2]
+
+    def _named(self) -> Finds:
+        self.skip()
+        name = self.word().literal
+        self.skip()
+        self.pass_operator(_NO_ARGUMENTS)
+        return self._function(name)
+
+    def _function(self, name: str | None) -> Finds:
+        """Read a function, from what follows its name and brackets."""
+        token = self._next_token()
+        if name is None or token not in ("{", "(") or self.text.startswith("((", self.at):
+            self.fail(f"the function {name or 'without a plain name'} must have its commands in {{ }}")
+        yield self._found("function", text=name)
+        self._inside, before = (*self._inside, "function"), self._inside
+        yield from self._compound(token)
+        self._inside = before
 
 
-_COMPOUNDS: dict[str, Callable[[Commands, Scanner], None]] = {
+_COMPOUNDS: dict[str, Callable[[Commands], Finds]] = {
+    "if": Commands._if,
+    "while": Commands._while,
+    "until": Commands._while,
     "for": Commands._for,
     "case": Commands._case,
+    "function": Commands._named,
     "[[": Commands._condition,
-    "function": Commands._function,
+    "(": Commands._bracket,
+    "{": Commands._group,
 }

@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import PurePath
 
-from bpipe.launch.bash_commands import Commands
-from bpipe.launch.bash_parts import NAME, Assigned, ShellWord, Text, assigned
+from bpipe.launch.bash_commands import Commands, Found
 from bpipe.launch.bash_values import MARK, Variables
-from bpipe.launch.bash_words import Scanner
+from bpipe.launch.bash_words import NAME, Assigned, ShellWord, Text, assigned
 
 _DECLARE = ("export", "declare", "local", "readonly", "typeset")
 # Options of declarations, and those of export, that change no value.
@@ -79,15 +77,22 @@ def read_launch(text: str, given: Mapping[str, str] | None = None) -> Launch:
         if char in text:
             raise ValueError(f"line {text.count(chr(10), 0, text.index(char)) + 1}: {what}")
     reader = _ScriptReader(Variables(dict(given or {})))
-    reader.read(Scanner(text))
-    found = [one for one in reader.trainings if not one.vague] or reader.trainings
+    try:
+        reader.read(text)
+    except RecursionError:
+        raise ValueError("line 1: conditions, loops and commands in strings are nested too deep") from None
+    found = _only(reader.trainings)
+    return Launch(found.line, found.words, tuple(reader.variables.reasons))
+
+
+def _only(trainings: list[_Training]) -> _Training:
+    found = [one for one in trainings if not one.vague] or trainings
     if not found:
         raise ValueError(
             "no command with a script (.py) and --num-layers or --hidden-size was found: name the script that starts "
-            "the training, or "
-            "give its flags after --"
+            "the training, or give its flags after --"
         )
-    if len({one.words for one in found}) > 1:
+    if len({one.words for one in found}) > 1 and not all(one.hidden for one in found):
         lines = ", ".join(str(one.line) for one in found)
         raise ValueError(
             f"it starts {len(found)} training runs, on lines {lines}: keep one, or give its flags after --"
@@ -98,7 +103,7 @@ def read_launch(text: str, given: Mapping[str, str] | None = None) -> Launch:
             f"line {hidden.line}: the training command {hidden.hidden}. Print the command with echo, and give it "
             "after --"
         )
-    return Launch(found[0].line, found[0].words, tuple(reader.variables.reasons))
+    return found[0]
 
 
 def _is_training(words: tuple[str, ...]) -> tuple[bool, bool]:
@@ -123,26 +128,61 @@ class _Command:
     trains: bool
 
 
-class _ScriptReader(Commands):
+class _ScriptReader:
     """What every command of a script changes, and which of them are trainings."""
 
     def __init__(self, variables: Variables, depth: int = 0) -> None:
-        super().__init__(variables)
+        self.variables = variables
+        self.functions = set[str]()
         self.trainings = list[_Training]()
-        self._sourced = False
+        self._sourced = self._ended = False
+        self._inside: tuple[str, ...] = ()
         self._depth = depth
 
-    def simple(self, words: Sequence[ShellWord], definite: bool) -> None:
-        """One command. `definite`: it is run, once, by this shell."""
+    def read(self, text: str, line: int | None = None, inside: tuple[str, ...] = ()) -> None:
+        """Read every command of a text, which stands on a script's `line`, `inside` of what is open there."""
+        if self._depth > _DEEPEST:
+            raise ValueError(f"line {line}: commands in strings are nested more than {_DEEPEST} deep")
+        self._depth += 1
+        for found in Commands(text, line, inside).read():
+            self._enter(found.inside)
+            self._handle(found)
+            if self._ended:
+                break
+        self._depth -= 1
+
+    def _enter(self, inside: tuple[str, ...]) -> None:
+        self._inside, self.variables.in_function = inside, "function" in inside
+
+    def _handle(self, found: Found) -> None:
+        variables, line = self.variables, found.line
+        match found.kind:
+            case "command":
+                self._simple(found.words, found.once)
+            case "word":
+                variables.fields(found.words[0])
+            case "sum":
+                variables.set_by_sum(found.text, line, "((...))")
+            case "test":
+                fields = [" ".join(variables.fields(word, split=False)) for word in found.words]
+                self._judge_test(line, fields, arithmetic=True)
+            case "loop":
+                fields = [one for word in found.words for one in variables.fields(word)]
+                is_text = not all(map(variables.may_be_number, fields))
+                variables.forget(found.text, f"{found.text} runs through a loop on line {line}", is_text)
+            case "function":
+                self.functions.add(found.text)
+
+    def _simple(self, words: Sequence[ShellWord], definite: bool) -> None:
         line, self.variables.definite = words[0].line, definite
         said = list(takewhile(bool, map(assigned, words)))
         command = words[len(said) :]
         if command and command[0].literal in _DECLARE and not said:
-            self._declare(command, definite)
+            self._declare(command)
         else:
             for one in filter(None, said):
                 # Before a command it is for this alone; what it says is looked at, since it may change something.
-                self.variables.look_at(one) if command else self._assign(one, definite)
+                self.variables.look_at(one) if command else self.variables.assign(one)
             self._run(line, command, definite, bool(said))
         self.variables.definite = False
 
@@ -160,18 +200,14 @@ class _ScriptReader(Commands):
             self._effects(_Command(line, fields, definite, prefixed, training))
 
     def _hidden(self, fields: tuple[str, ...]) -> str:
-        inside = next((kind for kind in ("function", "loop") if self.is_inside(kind)), None)
+        inside = next((kind for kind in ("function", "loop") if kind in self._inside), None)
         if inside is not None:
             return f"is in a {inside}, where its words are not known"
         return (
             f"is passed to the function {fields[0]}, which may change its words" if fields[0] in self.functions else ""
         )
 
-    def _assign(self, said: Assigned, definite: bool) -> None:
-        where = f"is set on line {said.value.line}, under a condition, in a loop or in a function"
-        self.variables.assign(said, "" if definite else where)
-
-    def _declare(self, words: Sequence[ShellWord], definite: bool) -> None:
+    def _declare(self, words: Sequence[ShellWord]) -> None:
         line, name = words[0].line, words[0].literal or ""
         if name == "local" and not self.variables.in_function:
             raise ValueError(f"line {line}: local outside a function sets nothing: leave it out")
@@ -181,15 +217,15 @@ class _ScriptReader(Commands):
             if said is None and re.fullmatch(_OPTIONS[name == "export"], literal):
                 read_only = read_only or (name != "export" and "r" in literal)
             else:
-                self._declare_one(name, line, literal, said, definite)
+                self._declare_one(name, line, literal, said)
                 if read_only:
                     self.variables.keep(literal if said is None else said.name)
 
-    def _declare_one(self, command: str, line: int, literal: str, said: Assigned | None, definite: bool) -> None:
+    def _declare_one(self, command: str, line: int, literal: str, said: Assigned | None) -> None:
         if said is not None:
             if any(isinstance(part, Text) and not part.quoted and "{" in part.text for part in said.value.parts):
                 raise ValueError(f"line {line}: {command} with braces, which bash may expand: put them in quotes")
-            self._assign(said, definite)
+            self.variables.assign(said)
         elif not re.fullmatch(NAME, literal):
             shown = literal or "a word that is quoted or expanded"
             raise ValueError(f"line {line}: {command} with {shown} is not read: write {command} NAME=VALUE")
@@ -227,9 +263,9 @@ class _ScriptReader(Commands):
     def _eval(self, command: _Command) -> None:
         if command.prefixed:
             self._refuse(command)
-        text = " ".join(command.fields[1:])
-        with nullcontext() if command.definite else self.opened("eval"):
-            self._nested(Scanner(text, command.line), self)
+        text, inside = " ".join(command.fields[1:]), self._inside
+        self.read(text, command.line, inside if command.definite else (*inside, "eval"))
+        self._enter(inside)
         if MARK.search(text):
             self.variables.forget_all(f"may be set on line {command.line} by eval")
 
@@ -237,19 +273,11 @@ class _ScriptReader(Commands):
         """A command in a string, `bash -c "$RUN"`: another shell's, which has only what is exported to it."""
         for before, option, text in zip(fields, fields[1:], fields[2:], strict=False):
             if PurePath(before).name in _SHELLS and re.fullmatch("-[a-z]*c", option):
-                inner = _ScriptReader(
-                    self.variables.other_shell(f"on line {line}, in a string for {before}"), self._depth
-                )
-                self._nested(Scanner(text, line), inner)
+                variables = self.variables.other_shell(f"on line {line}, in a string for {before}")
+                inner = _ScriptReader(variables, self._depth)
+                inner.read(text, line)
                 hidden = self._hidden(fields)
                 self.trainings += [replace(one, hidden=hidden or one.hidden) for one in inner.trainings]
-
-    def _nested(self, scanner: Scanner, reader: _ScriptReader) -> None:
-        if reader._depth >= _DEEPEST:
-            scanner.fail(f"commands in strings are nested more than {_DEEPEST} deep")
-        reader._depth += 1
-        reader.read(scanner)
-        reader._depth -= 1
 
     def _source(self, command: _Command) -> None:
         file = MARK.sub("...", "".join(command.fields[1:2]))
@@ -259,20 +287,29 @@ class _ScriptReader(Commands):
         )
 
     def _end(self, command: _Command) -> None:
-        self.ended = self.ended or (command.definite and (command.fields[0] == "exit" or len(command.fields) > 1))
+        self._ended = self._ended or (command.definite and (command.fields[0] == "exit" or len(command.fields) > 1))
 
     def _set_by(self, command: _Command) -> None:
         name, others, line = command.fields[0], command.fields[1:], command.line
-        option = {"printf": "-v", "wait": "-p"}.get(name)
-        if option is not None and not (others and (others[0].startswith(option) or MARK.search(others[0]))):
-            return
+        is_array = name in ("mapfile", "readarray") or "-a" in others
         for one in others:
             if MARK.search(one) or ("[" in one and name != "read"):
                 self.variables.forget_all(f"may be set on line {line} by {name}")
             elif match := re.fullmatch(f"(?:-[a-z]+)?({NAME})", one):
-                for found in {match[1], re.sub("^-[a-z]", "", one)}:
-                    if re.fullmatch(NAME, found):
-                        self.variables.forget(found, f"{found} is set on line {line} by {name}")
+                for found in filter(re.compile(NAME).fullmatch, {match[1], re.sub("^-[a-z]", "", one)}):
+                    self.variables.arrays.update([found] if is_array else [])
+                    self.variables.forget(found, f"{found} is set on line {line} by {name}")
+
+    def _set_by_option(self, command: _Command) -> None:
+        """Of printf -v and wait -p."""
+        first = "".join(command.fields[1:2])
+        if first.startswith(("-v", "-p")) or MARK.search(first):
+            self._set_by(command)
+
+    def _unset(self, command: _Command) -> None:
+        self._set_by(command)
+        if command.definite:
+            self.variables.arrays.difference_update(command.fields[1:])
 
     def _options(self, command: _Command) -> None:
         for one in command.fields[1:]:
@@ -289,12 +326,22 @@ class _ScriptReader(Commands):
             )
 
     def _test(self, command: _Command) -> None:
-        self.judge_test(command.line, list(command.fields), arithmetic=False)
+        self._judge_test(command.line, list(command.fields), arithmetic=False)
+
+    def _judge_test(self, line: int, fields: list[str], arithmetic: bool) -> None:
+        """Refuse a test that may compute: operands of `[[ ... ]]` may be arithmetic, and names may have subscripts."""
+        for place, word in enumerate(fields):
+            if word in ("-v", "-R") and "[" in "".join(fields[place + 1 : place + 2]):
+                raise ValueError(f"line {line}: {word} with a subscript is not read")
+            if arithmetic and re.fullmatch("-(eq|ne|lt|le|gt|ge)", word):
+                for operand in fields[max(0, place - 1) : place + 2 : 2]:
+                    self.variables.judge_sum(operand, line, "[[ ]]")
 
 
 _EFFECTS: dict[str, Callable[[_ScriptReader, _Command], None]] = {
     **dict.fromkeys(("let", "shopt", "enable", "coproc", "select", "builtin"), _ScriptReader._refuse),
-    **dict.fromkeys(("read", "unset", "mapfile", "readarray", "getopts", "printf", "wait"), _ScriptReader._set_by),
+    **dict.fromkeys(("read", "mapfile", "readarray", "getopts"), _ScriptReader._set_by),
+    **dict.fromkeys(("printf", "wait"), _ScriptReader._set_by_option),
     **dict.fromkeys(("source", "."), _ScriptReader._source),
     **dict.fromkeys(("exit", "exec"), _ScriptReader._end),
     **dict.fromkeys(("test", "["), _ScriptReader._test),
@@ -302,4 +349,5 @@ _EFFECTS: dict[str, Callable[[_ScriptReader, _Command], None]] = {
     "eval": _ScriptReader._eval,
     "set": _ScriptReader._options,
     "trap": _ScriptReader._trap,
+    "unset": _ScriptReader._unset,
 }

@@ -86,6 +86,12 @@ N=44; { N=45; } | cat
 [[ $N -eq 8 ]] && M=1
 (( N > 3 )) && M=2
 if ((N > 3)); then M=2; fi
+[ -n "$A" ] && L+=(§w)
+if false; then L+=(§w §w); fi; K=("${L[@]}" §w)
+if true; then L=("${L[@]}" §w); fi; B="${L[*]}"
+for i in 1 2; do L+=($i §w); done; K=("${L[@]}"§w)
+if true; then §s+=" §t"; fi; K=($A "$B")
+if false; then §s="$§s §w"; fi; A="$B"§w
 """
 _ODD = r"""
 ((§s*=2))

@@ -193,9 +193,9 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "launches",
     ),
     "launch": (
-        "bash_arithmetic bash_parts expert_flags layer_split megatron_names other_flags recompute_flags",
-        "bash_values bash_words hybrid_flags training_log",
-        "bash_commands megatron_command megatron_flags",
+        "bash_arithmetic bash_words expert_flags layer_split megatron_names other_flags recompute_flags",
+        "bash_commands bash_values hybrid_flags training_log",
+        "megatron_command megatron_flags",
         "launch_script row_flags",
     ),
     "plan": (

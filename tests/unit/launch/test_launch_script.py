@@ -190,6 +190,34 @@ def test_what_is_unknown_and_does_not_matter_is_no_obstacle() -> None:
     assert read_command(launch.words, launch.unknown).options["num_layers"] == 2
 
 
+@pytest.mark.parametrize(
+    ("before", "words"),
+    [
+        ('L=(--lr 1)\nif [ -n "$BIG" ]; then L+=(--bf16); fi\nL+=(--clip-grad 1)', '"${L[@]}"'),
+        ('L="--lr 1"\nfor i in 1 2; do L="$L --tag $i"; done\nL+=" --clip-grad 1"', "$L"),
+    ],
+)
+def test_of_what_may_have_more_words_those_before_and_behind_are_known(before: str, words: str) -> None:
+    launch = read_launch(f"{before}\n{LAUNCH} 2 {words}")
+    *_, flag, value, more, last, _ = launch.words
+    assert (flag, value, last) == ("--lr", "1", "--clip-grad")
+    assert re.match("L is set on line 2, under a condition", str(launch.unknown(more)))
+
+
+def test_an_element_or_a_sum_makes_unknown_what_it_sets_alone() -> None:
+    launch = read_launch(f"N=2 M=3 L=(x y)\nL[1]=z; ((M++))\n{LAUNCH} $N $M ${{L[@]}}")
+    assert launch.words[-3] == "2"
+    assert [launch.unknown(word) for word in launch.words[-2:]] == [
+        "M may be set on line 2 by ((...))",
+        "L has an element that is set on line 2",
+    ]
+
+
+def test_commands_in_brackets_may_hold_what_a_script_may() -> None:
+    inner = "case x in a) b ;; esac # )\ncat <<END\n)\nEND\n"
+    assert read_launch(f"A=$({inner})\n{LAUNCH} 2").words[-1] == "2"
+
+
 def test_what_is_given_replaces_what_the_script_says() -> None:
     script = f"LAYERS=4\nif true; then LAYERS=6; fi\ntorchrun pretrain_gpt.py {REST} --num-layers $LAYERS ${{MORE}}"
     launch = read_launch(script, {"LAYERS": "8", "MORE": "--bf16 --swiglu"})
