@@ -96,11 +96,12 @@ def shortage_of(held: Held) -> Shortage:
         raise ValueError(f"{held.folder}: the run ended before any stage had run a forward: {_ending(held)}")
     failed = _failed(held)
     pipeline = failed.pipeline if failed is not None and failed in known else min(rank.pipeline for rank in known)
-    ranks = {rank.place: rank for rank in known if rank.pipeline == pipeline}
+    # One that ran no forward hosts for others all the same.
+    ranks = {rank.place: rank for rank in held.ranks if rank.pipeline == pipeline}
     program, iteration = _last_program(ranks.values())
     schedule = build(program)
     sizes, assumed = _sizes(ranks, schedule)
-    stages = tuple(_need(rank, schedule, sizes) for _, rank in sorted(ranks.items()))
+    stages = tuple(_need(rank, schedule, sizes) for _, rank in sorted(ranks.items()) if rank in known)
     ways = _ways(program, ranks, sizes)
     logits_known = program.vocabulary is Vocabulary.WHOLE or bool(sizes.shard_bytes)
     return Shortage(
@@ -166,7 +167,7 @@ def _activations(rank: RankHeld, schedule: Schedule, sizes: _Sizes, parts: int =
         count * max(sizes.saved_bytes[stage] for stage in schedule.layout.stages_of(guest))
         for guest, count in buffers.items()
     )
-    received = max(mark.received_bytes for mark in rank.marks)
+    received = max((mark.received_bytes for mark in rank.marks), default=0)
     ran = [mark.after_input_bytes for mark in rank.marks]
     between = {stage: max(one.get(stage, 0) for one in ran) // parts for stage in set().union(*ran)}
     num_bytes = own_peak(schedule, rank.place, own, own, received, between, sizes.shard_bytes) + hosted

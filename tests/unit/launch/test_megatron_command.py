@@ -380,7 +380,7 @@ def test_a_plan_shows_the_launch_as_it_stands(capsys: pytest.CaptureFixture[str]
         " --tensor-model-parallel-size 4 --pipeline-model-parallel-size 8 --micro-batch-size 2 --global-batch-size 128"
     )
     launch += " --attention-backend unfused --use-distributed-optimizer --recompute-activations"
-    arguments = ["plan", "--cluster", "a100-80g:4x8", "--rows", "1", "--schedule", "1f1b", "interleaved-1f1b"]
+    arguments = ["plan", "--cluster", "a100-80g:4x8", "--rows", "2", "--schedule", "1f1b", "interleaved-1f1b"]
     assert main([*arguments, "--", *launch.split()]) == 0
     text = capsys.readouterr().out
     assert "does not fit: rank 0 needs 81.7" in text

@@ -84,7 +84,8 @@ def test_a_launch_with_its_difference_is_the_row(name: str) -> None:
     )
     device = replace(space.cluster.device, memory_bytes=MEMORY_GIB * GIB)
     rows = search(replace(space, cluster=replace(space.cluster, device=device)), 400).rows
-    setups = [row.prediction.setup for row in rows]
+    # What a budget plans the trainer plans anew.
+    setups = [row.prediction.setup for row in rows if row.prediction.setup.activation_budget is None]
     assert any(setup.balance is not None for setup in setups)
     for setup in setups:
         again = setup_from(changed(words, setup), setup.cluster, 51200, "gpu")

@@ -88,6 +88,18 @@ def test_it_says_what_would_have_fitted(tmp_path: Path) -> None:
     assert all(len(line) <= 120 for line in said.splitlines())
 
 
+def test_a_rank_that_ran_no_forward_hosts_too(tmp_path: Path) -> None:
+    """`with --bpipe: fits` was said of what only the stages that had begun need: stage 7 hosts what stage 0 evicts."""
+    folder = write(tmp_path / "run", 70)
+    for place in (6, 7):
+        line = json.dumps(header(place, 70) | {"weights_bytes": 30 * GIB * (place == 7)})
+        (folder / f"memory_{place:05d}.jsonl").write_text(line + "\n")
+    ways = {way.name: (way.stage, way.need_bytes // GIB, way.fits) for way in shortage_of(held(folder)).ways}
+    # 8 + 12 GiB of gradients and moments, and 5 micro-batches of 6 GiB as on every stage.
+    assert ways["with --bpipe"] == (7, 30 + 20 + 5 * 6, False)
+    assert ways["as it was run"] == (0, 78, False)
+
+
 def test_two_pipes_hold_stages_of_both(tmp_path: Path) -> None:
     """A rank's stages were looked for in one pipe.
 
