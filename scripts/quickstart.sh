@@ -44,9 +44,9 @@ if [[ "${1:-}" == --schedule ]]; then
         1f1b-split | zb-h1) ;;
         zb-v | v-half | v-min)
             die "--schedule $2 gives ranks other layers, with other initial weights, so the runs could not be compared with Megatron's" \
-                "own loop. Remedy: --schedule grouped-interleaved; docs/placed.md shows how to train with $2."
+                "own loop. Give --schedule grouped-interleaved; docs/placed.md shows how to train with $2."
             ;;
-        *) die "--schedule '${2:-}' is not grouped-interleaved, zb-h1, 1f1b-split or interleaved-1f1b. Remedy: give one of these." ;;
+        *) die "--schedule '${2:-}' is not grouped-interleaved, zb-h1, 1f1b-split or interleaved-1f1b. Give one of these." ;;
     esac
     RESULTS="$RUNS/$2"
     PLAIN="with Megatron's own schedule"
@@ -56,7 +56,7 @@ if [[ "${1:-}" == --schedule ]]; then
     shift 2
 fi
 if [[ "${1:-}" == --slices ]]; then
-    [[ "${2:-}" =~ ^[1-9][0-9]*$ ]] || die "--slices '${2:-}' is not a number of slices. Remedy: --slices 4."
+    [[ "${2:-}" =~ ^[1-9][0-9]*$ ]] || die "--slices '${2:-}' is not a number of slices. Give --slices 4."
     RESULTS="$RUNS/slices-$2"
     PLAIN="in $2 slices, without balancing"
     BALANCED="in $2 slices, with --bpipe"
@@ -74,7 +74,7 @@ cd "$ROOT"
 mkdir -p "$RUNS"
 if command -v flock >/dev/null; then
     exec 8<"$RUNS"
-    flock -n 8 || die "another quickstart is running in $RUNS. Remedy: wait for it, or stop it."
+    flock -n 8 || die "another quickstart is running in $RUNS. Wait for it, or stop it."
 fi
 
 # --- The data ---------------------------------------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ find_python() {
             return
         fi
     done
-    die "no Python 3.12 or newer found. Remedy: install it (Debian/Ubuntu: apt install python3.12 python3.12-venv; pyenv: pyenv install" \
+    die "no Python 3.12 or newer found. Install it (Debian/Ubuntu: apt install python3.12 python3.12-venv; pyenv: pyenv install" \
         "3.12), or name an environment that has it: VENV=<folder> $0"
 }
 
@@ -90,7 +90,7 @@ choose_environment() {
         [[ -n "$folder" ]] || continue
         # Named, but not there yet: made there, in place of .venv.
         if [[ "$folder" == "${VENV:-}" && -z "$(ls -A "$folder" 2>/dev/null)" && (! -e "$folder" || -d "$folder") ]]; then
-            mkdir -p "$folder" || die "VENV=$folder cannot be made. Remedy: name a folder that can be written to."
+            mkdir -p "$folder" || die "VENV=$folder cannot be made. Name a folder that can be written to."
             ENVIRONMENT="$(cd "$folder" && pwd -P)"
             return
         fi
@@ -99,6 +99,7 @@ choose_environment() {
             ENVIRONMENT="$(cd "$folder" && pwd -P)"
             return
         fi
+        [[ "$folder" != "${VENV:-}" ]] || die "VENV=$folder $reason. Name another folder, or leave VENV out."
         [[ "$folder" -ef "$ROOT/.venv" ]] || say "$folder $reason; using $ROOT/.venv instead"
     done
     ENVIRONMENT="$ROOT/.venv"
@@ -117,7 +118,7 @@ create_environment() {
     local base
     base="$(find_python)" || exit 1
     # --clear: what an interrupted run left there is not worth keeping.
-    "$base" -I -m venv --clear "$ENVIRONMENT" || die "$base cannot make an environment in $ENVIRONMENT. Remedy: install its venv module" \
+    "$base" -I -m venv --clear "$ENVIRONMENT" || die "$base cannot make an environment in $ENVIRONMENT. Install its venv module" \
         "(Debian/Ubuntu: apt install python3.12-venv), or free space there."
 }
 
@@ -125,7 +126,7 @@ check_disk() {
     local free_kib
     free_kib="$(df -Pk "$ENVIRONMENT" | awk 'NR == 2 { print $4 }')"
     if ((free_kib < NEEDED_GIB * 1024 * 1024)); then
-        die "$((free_kib / 1024 / 1024)) GiB free at $ENVIRONMENT; torch and its libraries need about $NEEDED_GIB. Remedy: free some space, or" \
+        die "$((free_kib / 1024 / 1024)) GiB free at $ENVIRONMENT; torch and its libraries need about $NEEDED_GIB. Free some space, or" \
             "put the environment on another disk: VENV=<folder there> $0"
     fi
 }
@@ -141,9 +142,9 @@ pip_install() {
     if ((status == 0)); then return; fi
     if ((status > 128)); then exit "$status"; fi
     if grep -qiE 'no space left|errno 28' "$log"; then
-        die "the disk is full. Remedy: free $NEEDED_GIB GiB at $ENVIRONMENT (and where pip keeps its cache), then run this again."
+        die "the disk is full. Free $NEEDED_GIB GiB at $ENVIRONMENT (and where pip keeps its cache), then run this again."
     elif grep -qiE 'connection|resolution|timed out|proxy|could not find a version|no matching distribution|SSL' "$log"; then
-        die "pip could not fetch a package. Remedy: check the network (PyPI must be reachable; behind a proxy set HTTPS_PROXY, for a mirror" \
+        die "pip could not fetch a package. Check the network (PyPI must be reachable; behind a proxy set HTTPS_PROXY, for a mirror" \
             "PIP_INDEX_URL), then run this again; what is there already is kept. Everything pip said: $log"
     fi
     die "pip failed. Everything it said: $log"
@@ -169,7 +170,7 @@ install() {
     rm -f "$ENVIRONMENT/.bpipe-installed"
     pip_install
     if ! imports_work; then
-        [[ -n "$own" ]] || die "the packages in $ENVIRONMENT do not import ($(tail -n 1 "$ENVIRONMENT/bpipe-import.log")). Remedy: repair it," \
+        [[ -n "$own" ]] || die "the packages in $ENVIRONMENT do not import ($(tail -n 1 "$ENVIRONMENT/bpipe-import.log")). Repair it," \
             "or leave it (deactivate; unset VENV) and this script makes its own."
         say "the packages in $ENVIRONMENT do not import; making it anew"
         create_environment
