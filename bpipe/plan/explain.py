@@ -29,7 +29,7 @@ from bpipe.plan.space import CUTS, Space, divisors, num_grids
 from bpipe.plan.timing import steady_timing
 
 # Half of the published runs of one model are further from their prediction than this, in either direction
-# (docs/validation.md).
+# (docs/validation_throughput.md).
 CLEARLY = 1.05
 # A share of an iteration that is worth a word.
 NOTICED = 0.01

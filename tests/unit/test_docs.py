@@ -31,11 +31,9 @@ PAGES = [
 # Made of the table of flags, whose examples tests/unit/flags parses.
 MADE = ("flags.md", "flags_planning.md", "flags_measuring.md", "flags_training.md")
 
-# Longer than a page may be: made by a program, or a list of checks with their results.
-LONG = (*MADE, "validation.md")
 MOST_WORDS = 2500
 MOST_WORDS_A_SENTENCE = 30
-SHORT = [page for page in PAGES if page.name not in LONG]
+WRITTEN = [page for page in PAGES if page.name not in MADE]
 # What is run by another test, because it needs more than a command line: by the words it begins with, the test that
 # runs it.
 ELSEWHERE = {
@@ -184,20 +182,20 @@ def test_sentences_are_told_apart() -> None:
     assert [len(sentence.split()) for sentence in sentences(text) if sentence] == [3, 3, 1, 2]
 
 
-@pytest.mark.parametrize("page", SHORT, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
 def test_sentences_are_short(page: Path) -> None:
     long = [part for part in sentences(page.read_text()) if len(part.split()) > MOST_WORDS_A_SENTENCE]
     assert not long, "\n".join(long)
 
 
-@pytest.mark.parametrize("page", SHORT, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_is_short(page: Path) -> None:
     """One page had 12,000 words, and nobody who looked for one answer read them."""
     assert len(page.read_text().split()) <= MOST_WORDS
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in SHORT if page.is_relative_to(ROOT / "docs")], ids=lambda page: page.stem
+    "page", [page for page in PAGES if page.is_relative_to(ROOT / "docs")], ids=lambda page: page.stem
 )
 def test_a_page_begins_with_its_reader(page: Path) -> None:
     """One sentence says for whom the page is, and what it has."""
