@@ -230,7 +230,7 @@ def standing(front: Front) -> str:
         above = front.points[winner + 1]
         gain = 100 * (1 - above.iteration_s / mine.iteration_s)
         parts.append(
-            f"The next needs {_apart(above, front.limit_bytes)} more than there is and takes {gain:.1f} % less time."
+            f"The next needs {_apart(above, front.limit_bytes)} more than that and takes {gain:.1f} % less time."
         )
     else:
         parts.append("Nothing that was searched with more memory is faster.")

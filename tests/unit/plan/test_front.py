@@ -83,7 +83,7 @@ def test_it_says_which_wins_and_how_far_the_others_are(front: Front) -> None:
     assert between.winner == middle
     said = standing(between)
     assert f"row {middle + 1} wins (*): {front.points[middle].iteration_s:.3f} s" in said
-    assert f"The next needs {(peaks[middle + 1] - between.limit_bytes) / 2**30:.1f} GiB more than there is" in said
+    assert f"The next needs {(peaks[middle + 1] - between.limit_bytes) / 2**30:.1f} GiB more than that" in said
     lines = front_lines(between)
     assert [line[0] for line in lines[1 : 1 + len(peaks)]] == [" "] * middle + ["*"] + ["-"] * (len(peaks) - middle - 1)
     assert "sequences in slices (--slices 1 2 4 8)" in lines[-1]
