@@ -37,7 +37,7 @@ _DEEPEST = 100
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What is found: a "command", a "word" of none, a "sum" or a "test", a "loop" by its variable, or a "function".
+    """Find in a script: a "command", a "word" of none, a "sum" or a "test", a "loop" by its variable, or a "function".
 
     `inside` are what is open, each a loop, a function or another. `once`: it is run, once, by this shell.
     """

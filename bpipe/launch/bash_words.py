@@ -81,7 +81,7 @@ class Arithmetic:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """What cannot be evaluated; `text` is its source."""
+    """Expansion that cannot be evaluated; `text` is its source."""
 
     text: str
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig
 from bpipe.features.feature import Feature, State
 from bpipe.features.sliced import SLICED
 from bpipe.features.table import FEATURES, PLACED, SHARDED
@@ -207,7 +208,7 @@ def test_the_example_gives_the_configuration_all_it_needs() -> None:
         for node in ast.walk(ast.parse(block))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == SchedulingConfig.__name__
     ]
-    config = eval(ast.unparse(call), {one.__name__: one for one in (SchedulingConfig, BalanceConfig)})
+    config = eval(ast.unparse(call), {one.__name__: one for one in (SchedulingConfig, ScheduleConfig, BalanceConfig)})
     assert config.active
 
 
