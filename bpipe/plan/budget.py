@@ -107,36 +107,36 @@ class OverBudget(ValueError):
 
 
 def within(devices: Devices, partners: Sequence[int] | None = None) -> Fit:
-    """Return the plan that sends only what must leave. Raises OverBudget.
+    """Return the plan of `within_or_none`. Raises OverBudget, which says what budget would be enough."""
+    found = within_or_none(devices, partners)
+    if found is not None:
+        return found
+    _, choices = _possible(devices, partners)
+    more, worst = min(_more(devices, chosen) for chosen in choices)
+    raise OverBudget(tuple(budget + more for budget in devices.budget_bytes), worst, devices.budget_bytes)
+
+
+def within_or_none(devices: Devices, partners: Sequence[int] | None = None) -> Fit | None:
+    """Return the plan that sends only what must leave; None where there is none.
 
     By default between the schedule's usual partners, which lie beside each other, or else, where these have no room
     enough, between the device that lacks most and the one that has most to spare, and so on; in a pool, from any to
     any, or else in such pairs.
     """
-    alone = devices.need_bytes(devices.schedule, moving=False)
-    activation_budget = devices.activation_budget(
-        moving=any(need > budget for need, budget in zip(alone, devices.budget_bytes, strict=True))
-    )
-    choices: list[Partners] = [tuple(partners)] if partners else _choices(devices, activation_budget)
-    found = _first_fit(devices, activation_budget, choices)
-    if found is not None:
-        return found
-    more, worst = min(_more(devices, chosen) for chosen in choices)
-    raise OverBudget(tuple(budget + more for budget in devices.budget_bytes), worst, devices.budget_bytes)
-
-
-def within_or_none(devices: Devices) -> Fit | None:
-    """Return the plan of `within`, or None, without asking which budget would be enough: that takes ten times as
-    long."""
-    activation_budget = devices.activation_budget()
-    return _first_fit(devices, activation_budget, _choices(devices, activation_budget))
-
-
-def _first_fit(devices: Devices, activation_budget: ActivationBudget, choices: Sequence[Partners]) -> Fit | None:
+    activation_budget, choices = _possible(devices, partners)
     for chosen in choices:
         with suppress(BudgetTooSmall):
             return _fit(devices, activation_budget, chosen)
     return None
+
+
+def _possible(devices: Devices, partners: Sequence[int] | None) -> tuple[ActivationBudget, list[Partners]]:
+    """What activations may take, and who may be partners, to try one after the other."""
+    alone = devices.need_bytes(devices.schedule, moving=False)
+    activation_budget = devices.activation_budget(
+        moving=any(need > budget for need, budget in zip(alone, devices.budget_bytes, strict=True))
+    )
+    return activation_budget, [tuple(partners)] if partners else _choices(devices, activation_budget)
 
 
 # The other of each one's pair; None: other hosts than pairs.

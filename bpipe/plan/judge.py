@@ -231,7 +231,7 @@ class Judge:
         """The same balanced by bytes: even shares of micro-batches are no even shares of memory, as the last rank has
         logits beside them."""
         forwards = setup.num_stages * setup.num_microbatches * setup.slices
-        return within_budget_or_none(setup, self._limit, self._profile) if forwards <= _FORWARDS_PLANNED else None
+        return within_budget_or_none(setup, (self._limit,), self._profile) if forwards <= _FORWARDS_PLANNED else None
 
     def _is_large(self, setup: Setup, peak: int, is_bound: bool) -> None:
         family = self.families[setup.schedule]

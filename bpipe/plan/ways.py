@@ -28,7 +28,7 @@ from bpipe.models.recompute import MODULES
 from bpipe.plan.fewest_layers import fewest_layers, with_block
 from bpipe.plan.predict import SetupPrediction, predict
 from bpipe.plan.refused import Others, guarded, refused
-from bpipe.plan.within_budget import within_budget
+from bpipe.plan.within_budget import within_budget_or_none
 
 Change = Callable[[], Setup]
 # What needs hardly less is no help.
@@ -225,11 +225,11 @@ def _limits(setup: Setup) -> Iterator[tuple[int, ...]]:
 
 def _planned(setup: Setup, profile: Profile | None) -> Setup:
     """Balanced with what must leave. Raises ValueError where no plan keeps the limits."""
-    *roomy, most = _limits(setup)
-    for limits in roomy:
-        with suppress(ValueError):
-            return within_budget(setup, limits, profile=profile)[0]
-    return within_budget(setup, most, profile=profile)[0]
+    plans = (within_budget_or_none(setup, limits, profile) for limits in _limits(setup))
+    found = next(filter(None, plans), None)
+    if found is None:
+        raise ValueError("no plan keeps the limits")
+    return found
 
 
 def _sharded(setup: Setup) -> Iterator[tuple[str, Change]]:

@@ -51,9 +51,10 @@ def within_budget(
     return _in_time(setup, devices, within_prediction(devices), profile)
 
 
-def within_budget_or_none(setup: Setup, budget_bytes: int, profile: Profile | None = None) -> Setup | None:
-    """Return the setup balanced within one budget for all ranks, None where no plan keeps it."""
-    devices = predicted_devices(setup, (budget_bytes,))
+def within_budget_or_none(setup: Setup, budget_bytes: Sequence[int], profile: Profile | None = None) -> Setup | None:
+    """Return the setup balanced within budgets, None where no plan keeps them: which budget would be enough takes ten
+    times as long to say."""
+    devices = predicted_devices(setup, budget_bytes)
     found = within_or_none(devices)
     return None if found is None else _in_time(setup, devices, found, profile)[0]
 

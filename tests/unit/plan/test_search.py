@@ -117,7 +117,7 @@ def as_it_fits(setup: Setup) -> Setup | None:
         return setup
     limit = setup.cluster.device.memory_bytes
     can_be_enough = setup.balance is not None and least_shared_bytes(setup) <= limit and moves_anything(setup)
-    return within_budget_or_none(setup, limit) if can_be_enough else None
+    return within_budget_or_none(setup, (limit,)) if can_be_enough else None
 
 
 def key(setup: Setup) -> tuple[object, ...]:
