@@ -29,6 +29,7 @@ from bpipe.plan.explain import (
     calibration_lines,
     costly_halves,
     describe,
+    is_level,
     only_balanced,
     pairs_apart,
     replicas_apart,
@@ -186,7 +187,7 @@ def table(outcome: Outcome, beside: PlanNotes) -> str:
 def _num_level(outcome: Outcome) -> int:
     """Return how many rows are not clearly slower than the first."""
     seconds = [one.prediction.timing.iteration_s for one in outcome.rows]
-    return sum(each < CLEARLY * seconds[0] for each in seconds)
+    return sum(is_level(each, seconds[0]) for each in seconds)
 
 
 def _lines(number: int, found: Candidate) -> list[str]:

@@ -15,7 +15,7 @@ from bpipe.flags.flag import Command, Options
 from bpipe.flags.parser import Parser
 from bpipe.models.cluster import gib_text
 from bpipe.models.error_bars import range_text
-from bpipe.plan.explain import CLEARLY, describe
+from bpipe.plan.explain import CLEARLY, describe, is_level
 from bpipe.plan.predict import SetupPrediction
 
 NAMES = ("A", "B")
@@ -98,7 +98,7 @@ def verdict_of(sides: Sequence[Compared]) -> str:
     first, second = (float(one.prediction.timing.iteration_s) for one in sides)
     percent = 100 * (second / first - 1)
     apart = f"B takes {abs(percent):.1f} % {'longer' if percent > 0 else 'less'} than A"
-    if max(first, second) < CLEARLY * min(first, second):
+    if is_level(max(first, second), min(first, second)):
         apart += f", which is level: predictions tell no less than {100 * (CLEARLY - 1):.0f} % apart"
     return f"{apart}; {' and '.join(unable)} cannot run." if unable else f"{apart}."
 

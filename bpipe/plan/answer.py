@@ -13,7 +13,7 @@ from typing import Any
 
 from bpipe.models.cluster import gib_text
 from bpipe.models.error_bars import error_bars, is_never_calibrated, range_text
-from bpipe.plan.explain import CLEARLY, describe
+from bpipe.plan.explain import CLEARLY, describe, is_level
 from bpipe.plan.predict import SetupPrediction
 
 
@@ -65,7 +65,7 @@ def answer(choices: Sequence[Choice]) -> Answer:
     ordered = tuple(sorted(choices, key=lambda one: list(ChoiceKind).index(one.kind)))
     able = [one for one in ordered if one.can_run]
     least = min((one.iteration_s for one in able), default=0.0)
-    return Answer(ordered, next((one for one in able if one.iteration_s < CLEARLY * least), None))
+    return Answer(ordered, next((one for one in able if is_level(one.iteration_s, least)), None))
 
 
 def answer_lines(found: Answer) -> list[str]:

@@ -35,6 +35,11 @@ CLEARLY = 1.05
 NOTICED = 0.01
 
 
+def is_level(seconds: float, other: float) -> bool:
+    """Return whether predictions cannot tell that it takes longer than the other."""
+    return seconds < CLEARLY * other
+
+
 class Verdict(NamedTuple):
     """Verdict on a search. `kind` is for programs: docs/predictions.md lists them."""
 

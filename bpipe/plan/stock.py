@@ -17,7 +17,7 @@ from bpipe.ir.layout import Vocabulary
 from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.models.switches import Switches
 from bpipe.plan.document import document
-from bpipe.plan.explain import CLEARLY
+from bpipe.plan.explain import is_level
 from bpipe.plan.judge import Candidate
 from bpipe.plan.predict import SetupPrediction, predict
 from bpipe.plan.refused import guarded, refused, runs_ours, without_overlap
@@ -72,15 +72,13 @@ def _plainest(rows: Sequence[Candidate], space: Space) -> tuple[int | None, Cand
     ours = [(number, row) for number, row in enumerate(rows, 1) if runs_ours(row.prediction.setup)]
     if not ours:
         return None, None
-    level = _within(ours, CLEARLY)
-    supported = [one for one in level if not guarded(one[1].prediction.setup, space.others)]
-    return min(_within(supported or level, _AS_FAST), key=_num_flags)
+    level = [one for one in ours if is_level(_seconds(one), _seconds(ours[0]))]
+    near = [one for one in level if not guarded(one[1].prediction.setup, space.others)] or level
+    return min((one for one in near if _seconds(one) <= _AS_FAST * _seconds(near[0])), key=_num_flags)
 
 
-def _within(rows: Sequence[tuple[int, Candidate]], share: float) -> list[tuple[int, Candidate]]:
-    """Those that take at most so many times as long as the first."""
-    first_s = rows[0][1].prediction.timing.iteration_s
-    return [one for one in rows if one[1].prediction.timing.iteration_s <= share * first_s]
+def _seconds(row: tuple[int, Candidate]) -> float:
+    return float(row[1].prediction.timing.iteration_s)
 
 
 def _num_flags(row: tuple[int, Candidate]) -> int:
