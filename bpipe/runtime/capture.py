@@ -37,7 +37,8 @@ class SavedStorage(NamedTuple):
 
     `alone` is False where somebody else holds it too, by [1] or [2], or it is not the device's to move.
 
-    `kind` is the kind of the node that saved it, `tensor` the tensor; of several, the first that the walk came to.
+    `kind` is the kind of the node that saved it as its own output, or else of the first that the walk came to; `tensor`
+    is the first tensor.
     """
 
     storage: torch.UntypedStorage
@@ -178,9 +179,9 @@ def collect(roots: Sequence[Any]) -> tuple[dict[int, Uses], dict[int, torch.Tens
                     use = uses[storage._cdata] = Uses(storage, node.name(), tensor)
                 place = Place(number, name, position)
                 if tensor is not again[position]:
-                    use.copies.append(
-                        place
-                    )  # saved as the node's own output: every unpacking makes a new tensor, the graph holds one
+                    # Saved as the node's own output: every unpacking makes a new tensor, the graph holds one.
+                    use.copies.append(place)
+                    use.kind = node.name()
                 else:
                     use.add(tensor, name == STASH, place)
                     # A view keeps the tensor it is a view of alive, and that one uses the storage too.

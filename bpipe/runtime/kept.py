@@ -24,6 +24,8 @@ from bpipe.runtime.graph import plain_tensors
 
 # Below this share it is worth knowing what stays: the peak is planned as if all of it left.
 ENOUGH = 0.9
+# A router of experts has a softmax, too, but saves far less than this share of a micro-batch.
+SCORES = 0.05
 ALLOCATOR, STORAGES = "allocator", "storages"
 
 Counted = Callable[[], int]
@@ -35,7 +37,8 @@ class Share:
     those.
 
     `staying`: bytes that the graph shows and that stay, by what holds them. `hiding`: nodes that do not show what they
-    saved. `by_plan_bytes`: bytes that could leave and need not.
+    saved. `by_plan_bytes`: bytes that could leave and need not. `softmax_bytes`: bytes that softmax nodes saved, which
+    are attention scores if they are many.
     """
 
     stage: int
@@ -45,6 +48,7 @@ class Share:
     staying: Mapping[str, int]
     hiding: Mapping[str, int]
     by_plan_bytes: int = 0
+    softmax_bytes: int = 0
 
     @property
     def fraction(self) -> float:
@@ -70,6 +74,8 @@ class Share:
         )
         if self.by_plan_bytes:
             text += f"; by plan {self.by_plan_bytes / 1e6:.4g} MB stay"
+        if self.softmax_bytes > SCORES * self.kept_bytes:
+            text += f"; {self.softmax_bytes / 1e6:.4g} MB are attention scores: attention runs unfused"
         if self.enough:
             return text
         holders = [f"{nbytes / 1e6:.4g} MB {holder}" for holder, nbytes in Counter(self.staying).most_common(3)]
@@ -104,6 +110,7 @@ class Kept:
         self._first: dict[int, int] = {}
         self._kept: dict[int, list[int]] = {}
         self._seen: dict[int, tuple[int, Mapping[str, int], Mapping[str, int]]] = {}
+        self._softmax: dict[int, int] = {}
         self._by_plan: dict[int, int] = {}
 
     def starts(self) -> None:
@@ -138,6 +145,7 @@ class Kept:
             elif found.nbytes < self._minimum_bytes:
                 staying["in storages below --bpipe-min-bytes"] += found.nbytes
         self._seen[stage] = sum(found.nbytes for found in own), staying, hiding
+        self._softmax[stage] = sum(found.nbytes for found in own if _is_softmax(found.kind))
 
     def shares(self, moved_bytes: Mapping[int, int]) -> dict[int, Share]:
         """Return the shares by stage, for stages of which `moved_bytes` leave, without those never seen.
@@ -152,5 +160,11 @@ class Kept:
             kept = median_low(counted) if counted else seen
             if kept > 0:
                 who = ALLOCATOR if counted else STORAGES
-                shares[stage] = Share(stage, moved, kept, who, staying, hiding, self._by_plan.get(stage, 0))
+                by_plan, softmax = self._by_plan.get(stage, 0), self._softmax.get(stage, 0)
+                shares[stage] = Share(stage, moved, kept, who, staying, hiding, by_plan, softmax)
         return shares
+
+
+def _is_softmax(kind: str) -> bool:
+    """Whether a kind of node is a softmax, torch's or a fused masked one; a loss has a log-softmax."""
+    return "softmax" in kind.lower() and "logsoftmax" not in kind.lower()

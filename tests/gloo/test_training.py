@@ -278,6 +278,7 @@ def test_what_part_of_a_micro_batch_moves_is_said_and_recorded(four: Outcome) ->
     fraction = float(line.split()[4])
     assert line.startswith("bpipe: stage 0 ")
     assert "MB, counted over the storages that its graph shows)" in line
+    assert line.endswith(" MB are attention scores: attention runs unfused"), "the local layers run it so"
     assert fraction > 0.9, "dropout masks and scores move; some small norms' means stay"
     fractions = [report["moved_fraction"] for report in four.reports("m8_gloo")]
     assert [None if each is None else round(each, 2) for each in fractions] == [fraction, None, None, None]

@@ -90,10 +90,10 @@ def test_what_somebody_else_holds_stays_and_is_named(counted_by: str) -> None:
 
     found = share(forward, counted_by)
     assert found.kept_bytes == found.moved_bytes + A_TENSOR
-    assert found.staying == {"saved by SinBackward0 and held elsewhere too": A_TENSOR}
+    assert found.staying == {"saved by ExpBackward0 and held elsewhere too": A_TENSOR}
     assert not found.enough
     assert "stage 0 moves 0.67 of what a forward keeps for its backward" in found.sentence
-    assert found.sentence.endswith("What stays: 0.002048 MB saved by SinBackward0 and held elsewhere too")
+    assert found.sentence.endswith("What stays: 0.002048 MB saved by ExpBackward0 and held elsewhere too")
 
 
 @pytest.mark.parametrize("counted_by", [ALLOCATOR, STORAGES])
@@ -189,3 +189,17 @@ def test_what_slices_share_is_none_of_ones_own() -> None:
         share = kept.shares({0: own.nbytes()})[0]
         assert share.fraction == fraction
         assert ("little memory is freed" in share.sentence) is (fraction < 1)
+
+
+def test_attention_that_runs_unfused_is_named() -> None:
+    """Transformer Engine fell back to unfused attention on a GPU. Only the bytes of a micro-batch showed it."""
+
+    def unfused(weight: torch.nn.Parameter, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x @ weight, dim=-1).cos()
+
+    scores = share(unfused, STORAGES)
+    assert scores.softmax_bytes == A_TENSOR
+    assert scores.sentence.endswith("; 0.002048 MB are attention scores: attention runs unfused")
+    router = Share(0, 1000, 1000, ALLOCATOR, {}, {}, softmax_bytes=10)
+    assert "unfused" not in router.sentence
+    assert not share(lambda weight, x: torch.log_softmax(x @ weight, dim=-1).cos(), STORAGES).softmax_bytes
