@@ -3,9 +3,10 @@
 # data: with stock Megatron, with --bpipe over every transport, and once with Megatron's own timers. Every --bpipe run is compared with
 # the stock run, bit by bit. A run that fails or hangs is stopped and reported, and the others go on. A table at the end shows all runs.
 # Exit status: 0 if every loss and every gradient norm is bit-identical to stock Megatron's, 1 otherwise, 2 without 8 GPUs.
-# Usage: [DRY_RUN=1] [ON_CPU=1] [LAYOUTS=...] [RUNS_WITH=...] [LIMIT=...] [RUNS=...] [PYTHON=...]
+# Usage: [DRY_RUN=1] [ONE_GPU=1] [ON_CPU=1] [LAYOUTS=...] [RUNS_WITH=...] [LIMIT=...] [RUNS=...] [PYTHON=...]
 #        examples/smoke_8gpu.sh [more Megatron flags, for all runs]
 #
+#   ONE_GPU=1  share the GPUs there are (one is enough) among the 8 ranks: the same comparison, but no time means anything
 #   ON_CPU=1   run on the CPU, if you do not have 8 GPUs: one process per rank, a smaller model, the same comparison
 #   LAYOUTS    layouts to try, out of pipeline, tensor and interleaved (default: all)
 #   RUNS_WITH  runs to try, out of auto, nccl, peer, host and timers (default: all; on the CPU gloo replaces nccl, and auto is left out)
@@ -32,8 +33,9 @@ if [[ -n "${ON_CPU:-}" ]]; then
 else
     if [[ -z "${DRY_RUN:-}" ]]; then
         gpus="$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')"
-        if ((gpus < 8)); then
-            say "8 GPUs are needed, but torch sees $gpus: use another machine, or ON_CPU=1"
+        needed="${ONE_GPU:+1}"
+        if ((gpus < ${needed:=8})); then
+            say "$needed GPUs are needed, but torch sees $gpus: use another machine, ONE_GPU=1 to share one, or ON_CPU=1"
             exit 2
         fi
     fi
@@ -45,6 +47,8 @@ else
         DEVICE_ARGS+=(--no-masked-softmax-fusion --no-rope-fusion)
     fi
 fi
+
+if [[ -n "${ONE_GPU:-}" ]]; then DEVICE_ARGS+=(--bpipe-share-gpus); fi
 
 read -r -a layouts <<<"${LAYOUTS:-pipeline tensor interleaved}"
 if [[ -n "${ON_CPU:-}" ]]; then RUNS_WITH="${RUNS_WITH:-gloo peer host timers}"; fi

@@ -7,15 +7,16 @@
 # own loop with as many virtual stages, on the same text and bit-identical. Both run without dropout, which depends on the order.
 # With --slices K, both runs train every sequence in K slices, and the second balances them.
 #
-# With 8 GPUs or more it runs one rank per GPU, otherwise on the CPU. All its files are in runs/quickstart, or in the folder that RUNS
-# names: the corpus, a log of each run, what each stage measured, summary.json, and report.html and trace.json of the balanced run.
+# With 8 GPUs or more it runs one rank per GPU. With 1 to 7 the ranks share them: right, but slow, so it trains 10 iterations. Without GPUs it
+# runs on the CPU. All its files are in runs/quickstart, or in the folder that RUNS names: the corpus, a log of each run, what each stage
+# measured, summary.json, and report.html and trace.json of the balanced run.
 # With --schedule or --slices, the results are in a subfolder there, such as zb-h1 or slices-4.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
-    sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    sed -n '2,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     exit 0
 fi
 
@@ -64,8 +65,6 @@ if [[ "${1:-}" == --slices ]]; then
     BOTH_ARGS+=(--bpipe-slices "$2" --recompute-granularity selective --recompute-modules core_attn)
     shift 2
 fi
-# In the middle, when everything has been allocated and touched.
-RECORDED=$((ITERATIONS / 2))-$((ITERATIONS / 2 + 2))
 
 set_up megatron "then training twice on Python's own source and comparing (4 to 8 minutes on 2 cores)"
 cd "$ROOT"
@@ -102,21 +101,28 @@ num_gpus() {
 
 DEVICE_ARGS=()
 GPUS="$(num_gpus)"
-if ((GPUS >= STAGES)); then
-    say "$GPUS GPUs: one rank per GPU, NCCL"
+if ((GPUS > 0)); then
     # Without these a GPU may add the same numbers in another order the second time, balanced or not.
-    export CUBLAS_WORKSPACE_CONFIG=:4096:8 NCCL_ALGO=Ring CUDA_DEVICE_MAX_CONNECTIONS=1
+    export CUBLAS_WORKSPACE_CONFIG=:4096:8 NCCL_ALGO=Ring
     DEVICE_ARGS+=(--deterministic-mode)
     if ! "$PYTHON" -c 'import transformer_engine' 2>/dev/null; then
         DEVICE_ARGS+=(--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion)
         DEVICE_ARGS+=(--no-masked-softmax-fusion --no-rope-fusion)
     fi
+    if ((GPUS >= STAGES)); then
+        say "$GPUS GPUs: one rank per GPU, NCCL"
+        export CUDA_DEVICE_MAX_CONNECTIONS=1
+    else
+        say "$GPUS GPUs for $STAGES stages: the ranks share them, so times mean nothing (CUDA_VISIBLE_DEVICES= for the CPU)"
+        ITERATIONS=10
+        DEVICE_ARGS+=(--bpipe-share-gpus)
+    fi
 else
-    # A pipeline stage needs a device of its own: NCCL refuses two ranks on one GPU. The CPU shows the same schedule and the same peaks.
-    if ((GPUS > 0)); then say "$GPUS GPUs are fewer than the $STAGES stages: using the CPU instead"; fi
     # Eight processes of one thread each, and no name look-up of this host, which a machine without a network may not know.
     export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"
 fi
+# In the middle, when everything has been allocated and touched.
+RECORDED=$((ITERATIONS / 2))-$((ITERATIONS / 2 + 2))
 
 # --- The two runs -----------------------------------------------------------------------------------------------------------------------
 

@@ -149,6 +149,12 @@ TRAINER = (
                 "and named in the log). Works with and without --bpipe",
             ),
             _flag(
+                "--bpipe-share-gpus",
+                "to try everything on fewer GPUs than ranks: the ranks of one node share its GPUs, round robin, and "
+                "NCCL talks through loopback sockets. Results are as with a GPU each; no time means anything. Works "
+                "with and without --bpipe",
+            ),
+            _flag(
                 "--bpipe-verify",
                 "in the first N iterations, compare checksums of everything that is evicted: before it is sent, "
                 "before its memory is freed, and before it is used again (default: 2 if anything is guarded, else "

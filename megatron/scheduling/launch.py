@@ -98,6 +98,7 @@ def _wrap_parse_args(parse_args: Callable[..., Any]) -> Callable[..., Any]:
         with _or_end():
             # A YAML configuration replaces the command line, and ours with it; it is refused later.
             startup.leave_unrepaired() if getattr(args, "bpipe_no_repairs", False) else startup.repair()
+            startup.share_gpus(args)
         return args
 
     return parse

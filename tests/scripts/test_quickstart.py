@@ -31,6 +31,8 @@ if "scripts/environment.py" in " ".join(arguments):
     sys.exit()
 if arguments[0].startswith("scripts/data/"):
     sys.exit()
+if "device_count" in arguments[1]:
+    sys.exit(print(os.environ["GPUS"]))
 if "torch.distributed.run" not in arguments:
     os.execv(sys.executable, [sys.executable, *arguments])
 after = lambda flag: arguments[arguments.index(flag) + 1]
@@ -86,10 +88,15 @@ def held(schedule: str) -> list[list[tuple[int, int]]]:
 
 
 def quickstart(
-    tmp_path: Path, environment: Path, *arguments: str, goes: str = "well"
+    tmp_path: Path, environment: Path, *arguments: str, goes: str = "well", gpus: int = 0
 ) -> subprocess.CompletedProcess[str]:
     schedule = arguments[1] if len(arguments) > 1 and arguments[1] in FLAGS else "zb-h1"
     given = {"VENV": str(environment), "RUNS": str(tmp_path / "runs"), "HELD": json.dumps(held(schedule)), "GOES": goes}
+    if gpus:
+        driver = environment / "bin" / "nvidia-smi"
+        driver.write_text("#!/bin/sh\n")
+        driver.chmod(0o755)
+        given["GPUS"] = str(gpus)
     env = {**os.environ, **given, "PYTHONPATH": f"{ROOT}{os.pathsep}{sysconfig.get_path('purelib')}"}
     script = ["bash", str(ROOT / "scripts/quickstart.sh"), *arguments]
     return subprocess.run(script, env=env, capture_output=True, text=True, timeout=55, check=False)
@@ -134,6 +141,19 @@ def test_without_one_it_is_the_table_of_the_readme(tmp_path: Path, environment: 
     assert not any("dropout" in flag or "virtual" in flag for flag in plain)
     assert "A trained" not in ended.stdout
     assert "identical: all numbers of 40 iterations" in ended.stdout
+
+
+@pytest.mark.parametrize(("gpus", "iterations"), [(1, 10), (7, 10), (8, 40)])
+def test_fewer_gpus_than_stages_are_shared(gpus: int, iterations: int, tmp_path: Path, environment: Path) -> None:
+    """They were left alone, and the CPU used."""
+    ended = quickstart(tmp_path, environment, gpus=gpus)
+    assert ended.returncode == 0, ended.stderr + ended.stdout
+    for name in ("plain", "balanced"):
+        flags = trained(tmp_path / "runs", name)
+        assert ("--bpipe-share-gpus" in flags) == (gpus < 8)
+        assert "--deterministic-mode" in flags
+    assert f"identical: all numbers of {iterations} iterations" in ended.stdout
+    assert ("the ranks share them, so times mean nothing" in ended.stderr) == (gpus < 8)
 
 
 def test_slices_are_trained_twice_and_balanced_once(tmp_path: Path, environment: Path) -> None:

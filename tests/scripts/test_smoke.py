@@ -20,9 +20,12 @@ import json, os, sys, time
 from pathlib import Path
 
 arguments = sys.argv[1:]
+if "device_count" in arguments[1]:
+    sys.exit(print(os.environ.get("GPUS", "0")))
 if "torch.distributed.run" not in arguments:
     os.execv(sys.executable, [sys.executable, *arguments])
 folder = Path(arguments[arguments.index("--bpipe-report") + 1])
+(folder / "arguments.txt").write_text(" ".join(arguments))
 goes = dict(one.split("=") for one in os.environ["GOES"].split()).get(folder.name, "well")
 if goes == "hangs":
     time.sleep(60)
@@ -111,6 +114,27 @@ def test_without_stock_there_is_nothing_to_compare_with(tmp_path: Path) -> None:
     ended = smoke(tmp_path, "stock=fails", LAYOUTS="pipeline tensor")
     assert ended.returncode == 1
     assert list(table(ended)) == ["pipeline stock", "tensor stock"]
+
+
+@pytest.mark.parametrize("on_cpu", ["1", ""])
+def test_one_gpu_is_shared_by_all_ranks(tmp_path: Path, on_cpu: str) -> None:
+    """On the CPU it is a rehearsal: the flag is there, and has nothing to share."""
+    ended = smoke(tmp_path, ONE_GPU="1", ON_CPU=on_cpu, GPUS="1")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1].endswith(" runs train as stock Megatron does, to the last bit")
+    commands = [path.read_text() for path in (tmp_path / "runs").rglob("arguments.txt")]
+    assert len(commands) == (5 if on_cpu else 6)
+    assert all("--bpipe-share-gpus" in command for command in commands)
+
+
+def test_without_enough_gpus_nothing_runs(tmp_path: Path) -> None:
+    ended = smoke(tmp_path, ON_CPU="", GPUS="7")
+    assert ended.returncode == 2
+    assert (
+        "8 GPUs are needed, but torch sees 7: use another machine, ONE_GPU=1 to share one, or ON_CPU=1" in ended.stderr
+    )
+    assert smoke(tmp_path, ON_CPU="", ONE_GPU="1").returncode == 2
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(("name", "value"), [("LAYOUTS", "diagonal"), ("RUNS_WITH", "pigeon")])

@@ -80,6 +80,20 @@ def complete_arguments() -> None:
         _say(f"no CUDA device: running on {where} with {' '.join(stand_in.ARGUMENTS)}")
 
 
+def share_gpus(args: Any) -> None:
+    """Give this rank a GPU that others may have, too, if the arguments ask for it.
+
+    Raises ValueError if there are fewer GPUs than ranks and they do not.
+    """
+    import torch
+
+    from megatron.scheduling.start import sharing
+
+    line = sharing.apply(args, None if _stand_in() is not None else torch.cuda.device_count())
+    if line is not None:
+        _say(line)
+
+
 def _stand_in() -> Any:
     """The module that answers for the CUDA runtime, where one does."""
     module = sys.modules.get("megatron.scheduling.cpu")
