@@ -94,15 +94,16 @@ def _of_parts(setup: Setup, warm_up: WarmUp, sizes: Sequence[Sequence[_Size]], s
 
 
 def _of_pairs(setup: Setup, warm_up: WarmUp, sizes: Sequence[Sequence[_Size]], states: Sequence[int]) -> int:
-    """Of the first two pairs: who has the first stage and who the last may hold less than others.
+    """Of the first two ranks, whichever partner each has: by a budget they need not be mirror images.
 
     One of two has half of what both hold.
     """
     working, found = working_bytes(setup), 0
     for rank in (0, 1):
-        partner = setup.pipeline - 1 - rank
-        own = _held(sizes[rank], warm_up.at_first_backward(rank))
-        others = min(_held(sizes[partner], counts) for counts in warm_up.meanwhile(rank, partner))
-        half = (own + others) // 2 + min(working[rank], working[partner])
-        found = max(found, with_state(setup, min(states[rank], states[partner]), half))
+        own, least = _held(sizes[rank], warm_up.at_first_backward(rank)), []
+        for partner in range(rank + 1, setup.pipeline):
+            others = min(_held(sizes[partner], counts) for counts in warm_up.meanwhile(rank, partner))
+            half = (own + others) // 2 + min(working[rank], working[partner])
+            least.append(with_state(setup, min(states[rank], states[partner]), half))
+        found = max(found, min(least))
     return found
