@@ -79,6 +79,7 @@ finish() {
 step "formatting (ruff format)" ruff format --check .
 step "lint (ruff check)" ruff check .
 step "types (mypy)" mypy
+step "size (scripts/size.py)" scripts.size
 test_step "unit tests" "${UNIT_WORKERS[@]}" tests/unit
 finish
 if [[ -z "$CHECKS_ONLY" ]]; then
