@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from bpipe.models.context_parallel import exchange_bytes
-from bpipe.models.layers.attention import core_working_bytes
-from bpipe.models.layers.ends import loss_working_bytes, shard_bytes, shard_working_bytes
+from bpipe.models.layers.ends import last_saved, loss_working_bytes, shard_bytes, shard_working_bytes
 from bpipe.models.layers.layer import layer_working_bytes
 from bpipe.models.layout import Setup
 from bpipe.models.saved import again_bytes
-from bpipe.models.sizes import element_bytes, num_tokens, sent_bytes
+from bpipe.models.sizes import element_bytes, num_tokens, sent_bytes, total
 from bpipe.models.slices import slice_setups
 
 
@@ -19,15 +18,16 @@ def working_bytes(setup: Setup) -> tuple[int, ...]:
 
 
 def _working_bytes(setup: Setup) -> tuple[int, ...]:
-    model, element, tokens = setup.model, element_bytes(setup), num_tokens(setup)
-    # A layer's backward: gradients of a matrix's input and output over the whole sequence, and of the MLP's inside.
-    layer = 2 * element * tokens * model.hidden_size
-    layer += max(layer_working_bytes(setup, kind) for kind, _ in model.kinds())
-    layer = max(layer + core_working_bytes(setup) + again_bytes(setup), exchange_bytes(setup))
+    # A layer's backward: gradients of a matrix's input and output over the whole sequence, and what a part makes.
+    around = 2 * element_bytes(setup) * num_tokens(setup) * setup.model.hidden_size
+    inside = max(layer_working_bytes(setup, kind) for kind, _ in setup.model.kinds())
+    layer = max(around + inside + again_bytes(setup), exchange_bytes(setup))
     loss = loss_working_bytes(setup)
     buffers = 2 * sent_bytes(setup) if setup.pipeline > 1 else 0
     if setup.is_sharded:
         # A layer's backward may run between S and T.
         return (shard_bytes(setup) + max(layer, shard_working_bytes(setup)) + buffers,) * setup.pipeline
+    # By then the loss has freed what it saved.
+    behind_loss = max(loss, layer - total(last_saved(setup)))
     last = {placement[-1] for placement in setup.placements}
-    return tuple((max(layer, loss) if rank in last else layer) + buffers for rank in range(setup.pipeline))
+    return tuple((behind_loss if rank in last else layer) + buffers for rank in range(setup.pipeline))

@@ -12,6 +12,7 @@ from bpipe.models.layers.attention import (
     attention_working_bytes,
     core_saved,
     core_seconds,
+    core_working_bytes,
     local_attention_saved,
     query_norms_bytes,
     up_projections_s,
@@ -226,13 +227,16 @@ def layer_after_input(setup: Setup, kind: LayerKind | None = None) -> tuple[Save
 
 
 def layer_working_bytes(setup: Setup, kind: LayerKind) -> int:
-    """Return temporaries of a layer's backward inside its part: of a Mamba layer what its scan takes, of an MLP or
-    experts gradients of their inside, of attention alone those of queries, keys and values."""
+    """Return the most that a layer's backward makes inside a part: in a Mamba layer what its scan takes; in an MLP or
+    experts gradients of their inside; in attention those of queries, keys, values and scores, when what the MLP saved
+    is free again."""
     if kind.is_mamba:
         return mamba.scan_working_bytes(setup)
+    attention = attention_working_bytes(setup) + core_working_bytes(setup) if kind.attends else 0
     if not kind.has_mlp:
-        return attention_working_bytes(setup)
-    return experts_working_bytes(setup) if kind.experts else mlp_working_bytes(setup)
+        return attention
+    freed = total(_mlp_saved(setup, kind, setup.recomputed.scope(0).modules, mlp_saved))
+    return max(experts_working_bytes(setup) if kind.experts else mlp_working_bytes(setup), attention - freed)
 
 
 def layer_bytes(setup: Setup, recompute: str | None = None) -> int:

@@ -466,7 +466,7 @@ def test_a_plan_compares_every_family_and_says_how_each_did(capsys: pytest.Captu
 def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys, *PLAN)
     assert any(line.endswith("the 10 fastest:") for line in text.splitlines())
-    assert "\n     1f1b              31.9" in text
+    assert "\n     1f1b              31.8" in text
     assert "\n     interleaved-1f1b  " in text
     assert "fits only with balancing" in text
     assert text.splitlines()[-1].startswith("Balancing gains 1.")

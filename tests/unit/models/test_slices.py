@@ -167,11 +167,12 @@ def test_memory_of_1f1b_by_hand() -> None:
     assert [found.peak_bytes(rank) for rank in range(2)] == [rank_0, rank_1]
 
 
-def test_what_comes_and_goes_is_that_of_the_largest_slice_and_gradients_of_all_keys() -> None:
+def test_what_comes_and_goes_is_that_of_the_largest_slice() -> None:
+    """The gradients of all keys come when those of the MLP's inside, which are more, are gone."""
     alone = replace(WHOLE, sequence=32768)
     keys = 2 * 65536 * 256
-    assert working_bytes(LISTED)[0] <= working_bytes(alone)[0] + keys
-    assert working_bytes(LISTED)[0] > working_bytes(alone)[0]
+    assert keys < working_bytes(alone)[0]
+    assert working_bytes(LISTED)[0] == working_bytes(alone)[0]
 
 
 def test_sizes_are_by_slice_and_host_buffers_have_a_reserve_where_they_differ() -> None:
