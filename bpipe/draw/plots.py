@@ -21,7 +21,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 BLUE, SKY, VERMILION, GREEN, BLACK = "#0072B2", "#56B4E9", "#D55E00", "#009E73", "#000000"
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 _PNG_DOTS_PER_INCH = 160
 # Text stays text, ids do not change from one drawing to the next.
 _STYLE = {
@@ -76,6 +76,8 @@ def memory_chart(stages: Sequence[StagePeaks], title: str) -> Figure:
     if not stages:
         raise ValueError("there is no stage to draw")
     figure, axes = _figure(8, 3.9, title)
+    highest = max(max(stage.plain_bytes, stage.balanced_bytes) for stage in stages)
+    unit, unit_name = (GIB, "GiB") if highest > GIB else (MIB, "MiB")
     width = 0.4
     sides = (
         (
@@ -89,7 +91,7 @@ def memory_chart(stages: Sequence[StagePeaks], title: str) -> Figure:
     predicted = None
     for name, label, shift, look in sides:
         places = [stage.stage + shift for stage in stages]
-        heights = [getattr(stage, f"{name}_bytes") / MIB for stage in stages]
+        heights = [getattr(stage, f"{name}_bytes") / unit for stage in stages]
         bars = axes.bar(places, heights, width, label=label, **look)
         for stage, bar in zip(stages, bars, strict=True):
             bar.set_gid(f"{name}-{stage.stage}")
@@ -102,14 +104,14 @@ def memory_chart(stages: Sequence[StagePeaks], title: str) -> Figure:
                 ha="center",
                 fontsize=8.5,
             )
-        ends = [getattr(stage, f"{name}_predicted_bytes") / MIB for stage in stages]
+        ends = [getattr(stage, f"{name}_predicted_bytes") / unit for stage in stages]
         predicted = axes.hlines(ends, [place - width / 2 for place in places], [place + width / 2 for place in places])
         predicted.set(color=VERMILION, linewidth=2.2, gid=f"{name}-predicted")
     if predicted is not None:
         predicted.set_label("predicted from the schedule")
-    axes.set(xlabel="stage (above each bar: micro-batches held)", ylabel="peak of saved activations, MiB")
+    axes.set(xlabel="stage (above each bar: micro-batches held)", ylabel=f"peak of saved activations, {unit_name}")
     axes.set_xticks([stage.stage for stage in stages])
-    axes.set_ylim(0, 1.1 * max(max(stage.plain_bytes, stage.balanced_bytes) for stage in stages) / MIB)
+    axes.set_ylim(0, 1.1 * highest / unit)
     axes.grid(axis="y", color="#dddddd", linewidth=0.7)
     axes.legend(frameon=False, fontsize=9, loc="upper right")
     return figure

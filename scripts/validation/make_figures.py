@@ -9,6 +9,7 @@ Usage: scripts/validation/make_figures.py [--runs runs/quickstart] [--output doc
     families   1F1B, V-Half, balanced grouped interleaving and 1F1B in slices of 4 ranks, simulated, to one scale
     every      every family of schedules at 4 ranks and 8 micro-batches, on the unit grid
     memory     measured peaks of both runs' stages beside the predicted ones (figure 8); needs --runs, with plain/ and balanced/ in it
+    gpu_memory the same of four ranks on one H200, from the records in tests/data/h200
     overhead   predicted from the stage times that the paper measured: how much longer an iteration is, by batch size (figure 9)
     ranking    `bpipe plan`'s ten fastest configurations of GPT-3 96B on 32 A100s (figure 7)
 
@@ -31,7 +32,7 @@ from bpipe.balance.config import BalanceConfig, named_balance
 from bpipe.build import ScheduleConfig, build
 from bpipe.compare.read import read_stages
 from bpipe.draw.picture import Picture, lay_out, stack
-from bpipe.draw.plots import Overhead, Ranked, StagePeaks, memory_chart, overhead_chart, ranking_chart, write
+from bpipe.draw.plots import Overhead, Ranked, StagePeaks, memory_chart, overhead_chart, ranking_chart, to_svg, write
 from bpipe.draw.png import render_png
 from bpipe.draw.svg import render_svg
 from bpipe.draw.timeline import lay_out_simulation
@@ -43,6 +44,7 @@ from bpipe.models.cluster import parse_cluster
 from bpipe.models.model import PRESETS
 from bpipe.plan.search import search
 from bpipe.plan.space import Space
+from bpipe.report.report import report_of
 from bpipe.simulate.cost import Link, Links, StageCost, uniform
 from bpipe.simulate.engine import simulate
 from validation.measurements import STAGE_TIMES, StageTimes
@@ -144,6 +146,30 @@ def draw_memory(stem: Path, runs: Path) -> list[Path]:
     )
 
 
+def read_records(runs: Path) -> list[StagePeaks]:
+    """Read the peaks of both runs from what their ranks recorded."""
+    stages = [report_of(runs / name).comparison.stages for name in ("plain", "balanced")]
+    return [
+        StagePeaks(
+            plain.stage,
+            plain.measured_bytes or 0,
+            plain.predicted_bytes or 0,
+            plain.measured_microbatches or 0,
+            balanced.measured_bytes or 0,
+            balanced.predicted_bytes or 0,
+            balanced.measured_microbatches or 0,
+        )
+        for plain, balanced in zip(*stages, strict=True)
+    ]
+
+
+def draw_gpu_memory(stem: Path) -> list[Path]:
+    title = "Four ranks on one H200: most memory of saved activations on each stage"
+    file = stem.with_suffix(".svg")
+    file.write_text(to_svg(memory_chart(read_records(ROOT / "tests" / "data" / "h200"), title)), encoding="utf-8")
+    return [file]
+
+
 def overheads(times: StageTimes, batch_sizes: tuple[int, ...] = BATCH_SIZES) -> list[Overhead]:
     """Return overheads of both kinds of transfer at one stage's times.
 
@@ -203,6 +229,7 @@ def main() -> int:
             *draw_every_family(folder / "every"),
         ]
         files += [*draw_overhead(folder / "overhead"), *draw_ranking(folder / "ranking")]
+        files += draw_gpu_memory(folder / "gpu_memory")
         if options.runs is None:
             print(
                 "memory: not made, it needs measurements: run scripts/quickstart.sh, then this with --runs "

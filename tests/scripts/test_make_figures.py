@@ -53,7 +53,7 @@ def test_without_runs_it_says_which_figure_is_missing(
     monkeypatch.setattr(sys, "argv", ["make_figures.py", "--output", str(tmp_path)])
     assert make_figures.main() == 0
     assert "memory: not made, it needs measurements" in capsys.readouterr().out
-    files = ["every.svg", "families.png", "families.svg", "schedule.png", "schedule.svg"]
+    files = ["every.svg", "families.png", "families.svg", "gpu_memory.svg", "schedule.png", "schedule.svg"]
     assert sorted(path.name for path in tmp_path.iterdir()) == files
     committed = (Path(__file__).parents[2] / "docs/figures/every.svg").read_text()
     assert (tmp_path / "every.svg").read_text() == committed, "run scripts/validation/make_figures.py"
