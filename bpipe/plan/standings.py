@@ -31,7 +31,7 @@ FP8 = (
     "comes back unchanged (--bpipe-verify)"
 )
 SLICES = (
-    "slices with Transformer Engine's attention have never run on a GPU: the trainer first checks its kernel on a mask "
+    "slices with Transformer Engine's attention have run on one GPU only: the trainer first checks its kernel on a mask "
     "whose result is known"
 )
 HYBRID = (
