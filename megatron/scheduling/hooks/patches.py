@@ -26,8 +26,9 @@ class Patch:
     import its name.
 
     `name` may be that of a class's attribute, with a dot. A wrapper that `observes` hands on whatever it is given: of
-    it only the parameters that are read stand here, and others do not matter. One that `hands_on` is called by us, too:
-    further parameters have to have defaults.
+    it only the parameters that are read stand here, and others do not matter. Further parameters of any other function
+    have to have defaults: one that `hands_on` passes their values to Megatron, and any other is never given a value
+    that is not the default.
     """
 
     module: str
@@ -197,7 +198,7 @@ BALANCING_LOSS = Patch(
 Z_LOSS = Patch(_ROUTER, "z_loss_func", ("logits", "z_loss_coeff", "padding_mask"))
 # Whose further tokens stand behind a slice's end.
 _FURTHER = "megatron.core.transformer.multi_token_prediction"
-ROLL = Patch(_FURTHER, "roll_tensor", ("tensor", "shifts", "dims", "cp_group", "packed_seq_params"))
+ROLL = Patch(_FURTHER, "roll_tensor", ("tensor", "shifts", "dims", "cp_group", "packed_seq_params"), hands_on=True)
 FURTHER_LOSSES = Patch(
     _FURTHER,
     "process_mtp_loss",
@@ -318,7 +319,8 @@ class Installed:
 
     def add(self, patch: Patch, wrap: Wrap) -> None:
         owner, name = _place(patch.module, patch.name)
-        replacement: Any = wrap(getattr(owner, name))
+        original = getattr(owner, name)
+        replacement: Any = _of_known_parameters(patch, original, wrap(original))
         if isinstance(inspect.getattr_static(owner, name), staticmethod):
             replacement = staticmethod(replacement)
         for module in (patch.module, *patch.bound_in):
@@ -345,6 +347,31 @@ def _place(module: str, name: str) -> tuple[Any, str]:
     """
     *owners, last = name.split(".")
     return functools.reduce(getattr, owners, importlib.import_module(module)), last
+
+
+def _of_known_parameters(patch: Patch, function: Callable[..., Any], replacement: Any) -> Any:
+    """Return the replacement, which a call reaches with no parameter that is later than the patch.
+
+    Such a call raises Unfit where it gives one a value other than its default: what that changes is not known here.
+    """
+    signature = inspect.signature(function)
+    further = {name: one.default for name, one in signature.parameters.items() if is_further(one, patch)}
+    if not further or patch.observes or patch.hands_on:
+        return replacement
+
+    @functools.wraps(replacement)
+    def known(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        for name, default in further.items():
+            value = call.arguments.pop(name, default)
+            if value is not default and value != default:
+                raise upstream.Unfit(
+                    f"{patch.name}: bpipe does not know its parameter {name}, which this Megatron sets: install "
+                    f"megatron-core=={upstream.TRIED_VERSIONS[-1]}, or train without the feature that sets it"
+                )
+        return replacement(*call.args, **call.kwargs)
+
+    return known
 
 
 def install(wraps: Mapping[Patch, Wrap]) -> Installed:
@@ -387,7 +414,7 @@ def differences(patch: Patch) -> list[str]:
     except AttributeError:
         return [f"{where} is missing"]
     signature = inspect.signature(function).parameters
-    found = tuple(name for name in signature if not (patch.hands_on and is_further(signature[name], patch)))
+    found = tuple(name for name in signature if patch.observes or not is_further(signature[name], patch))
     if found == patch.parameters:
         return []
     new = [name for name in found if name not in patch.parameters and not patch.observes]
