@@ -12,10 +12,12 @@ import contextlib
 import inspect
 import io
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from fnmatch import fnmatch
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -25,6 +27,7 @@ startup.prepare()
 
 # isort: split
 import pytest
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import multi_token_prediction
@@ -180,6 +183,18 @@ def a_roll_may_be_asked_for_no_sum() -> None:
         installed.remove()
 
 
+def a_script_that_imported_a_name_asks_the_replacement() -> None:
+    """Public scripts import `is_pipeline_last_stage` by its name, before anything is replaced."""
+    own = parallel_state.is_pipeline_last_stage
+    script = ModuleType("a_script")
+    vars(script)["is_pipeline_last_stage"] = own
+    with mock.patch.dict(sys.modules, {"a_script": script}):
+        installed = patches.install({patches.LAST_STAGE: lambda ask: lambda **given: "ours"})
+        assert script.is_pipeline_last_stage() == parallel_state.is_pipeline_last_stage() == "ours"
+        installed.remove()
+    assert script.is_pipeline_last_stage is parallel_state.is_pipeline_last_stage is own
+
+
 # What a flag's name has in it if it may touch the pipeline, or what a micro-batch's forward leaves for its backward.
 NEAR = re.compile(
     "pipeline|virtual|micro-?batch|(global|rampup|^-)-batch-size|step-batch|activation|recompute|offload|p2p|overlap|(context|tensor|sequence)-.*parallel|cuda-graph|fsdp"
@@ -245,5 +260,6 @@ if __name__ == "__main__":
     further_parameters_need_defaults()
     a_further_parameter_is_handed_on_or_has_its_default()
     a_roll_may_be_asked_for_no_sum()
+    a_script_that_imported_a_name_asks_the_replacement()
     every_flag_near_the_pipeline_is_in_a_table()
     what_may_be_missing_is_there()
