@@ -383,7 +383,7 @@ def _of_known_parameters(patch: Patch, function: Callable[..., Any], replacement
         call = signature.bind(*args, **kwargs)
         for name, default in further.items():
             value = call.arguments.pop(name, default)
-            if value is not default and value != default:
+            if value is not default and not (isinstance(value, type(default)) and value == default):
                 raise upstream.Unfit(
                     f"{patch.name}: bpipe does not know its parameter {name}, which this Megatron sets: install "
                     f"megatron-core=={upstream.TRIED_VERSIONS[-1]}, or train without the feature that sets it"

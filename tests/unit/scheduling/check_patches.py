@@ -27,6 +27,7 @@ startup.prepare()
 
 # isort: split
 import pytest
+import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import layers
@@ -159,8 +160,9 @@ def a_further_parameter_is_handed_on_or_has_its_default() -> None:
         installed = patches.install({strictly: lambda step: lambda a, b, c, config: step(a, b, c, config)})
         for default in ((), (1,)):
             assert schedules.backward_step("in", "out", "gradient", "config", *default) == "in config 1"
-        with pytest.raises(upstream.Unfit, match=r"^backward_step: bpipe does not know its parameter scale, which"):
-            schedules.backward_step("in", "out", "gradient", config="config", scale=2)
+        for value in (2, None, torch.ones(2)):
+            with pytest.raises(upstream.Unfit, match=r"^backward_step: bpipe does not know its parameter scale, which"):
+                schedules.backward_step("in", "out", "gradient", config="config", scale=value)
         installed.remove()
 
 
