@@ -103,7 +103,7 @@ judge() {
 # try FOLDER NAME: all kinds with one Megatron; adds their lines to `table`, and its verdict.
 table=() status=0
 try() {
-    local folder=$1 name=$2 kind which file version result failed=0 kinds=("${KINDS[@]}")
+    local folder=$1 name=$2 kind which file version result tried=0 failed=0 kinds=("${KINDS[@]}")
     LOGS="$ROOT/runs/upstream/$name"
     mkdir -p "$LOGS"
     # Ours first: it holds megatron/scheduling alone, and hides nothing of the checkout.
@@ -121,14 +121,16 @@ try() {
     for kind in "${kinds[@]}"; do
         IFS='|' read -r kind file which <<<"$kind"
         if [[ ! "$kind" =~ ${ONLY:-.} ]]; then continue; fi
+        tried=$((tried + 1))
         judge "$kind" "$file" "$which" || failed=$((failed + 1))
         table+=("$name: $kind: $result")
     done
+    ((tried)) || refuse "ONLY=${ONLY:-} is the name of no kind; they are ${kinds[*]%%|*}"
     if ((failed)); then
-        table+=("verdict: with megatron-core $version $failed kinds do not train as with the one that was tried. Everything that was said: $LOGS")
+        table+=("verdict: with megatron-core $version $failed of $tried kinds do not train as with the one that was tried. Everything that was said: $LOGS")
         status=1
     else
-        table+=("verdict: with megatron-core $version training equals its own, bit by bit; shards and slices to rounding")
+        table+=("verdict: with megatron-core $version training of $tried kinds equals its own, bit by bit; shards and slices to rounding")
     fi
 }
 # unpacked REF: unpack it, and print where.
