@@ -209,6 +209,7 @@ class Placed:
     # -------------------------------------------------------------------------------------------------------------
 
     def _compute(self, arguments: Mapping[str, Any], run: Callable[[], Any]) -> Any:
+        """Remember the chunk while its forward or its loss is computed."""
         kept, self._computing = self._computing, arguments["vp_stage"]
         try:
             return run()
@@ -218,7 +219,7 @@ class Placed:
     def _of_chunk(self, is_end: Callable[..., bool]) -> Callable[..., bool]:
         """Answer a question that names no stage for the chunk that computes.
 
-        Megatron answers it for the rank, of which in its own placements no two chunks are ends of the pipeline.
+        Megatron answers it for the rank: in its own placements no rank has both ends of the pipeline.
         """
 
         @functools.wraps(is_end)
