@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
 # Train with a megatron-core that is not the installed one, balanced and as it is by itself, and say whether the bits are equal.
-# Usage: scripts/test_upstream.sh CHECKOUT [pytest options]
+# Usage: scripts/test_upstream.sh CHECKOUT [REF...] [pytest options]
 #
-# CHECKOUT is a checkout of Megatron-LM or an unpacked wheel: the folder that holds megatron/core. It is put before what is installed, so
-# it shadows the installed megatron-core, and nothing is installed or changed. First a run without any flag of bpipe. Then one schedule of
-# each kind on the CPU: by Megatron's loops, by ours, with split backwards, in a V, in both directions, with vocabulary shards, in slices.
-# Ends with a line for each kind, and why it fails, with one verdict, and with 0, 1 (some kind differs, ends with an error or is refused)
-# or 2 (CHECKOUT cannot be used).
+# CHECKOUT is a checkout of Megatron-LM or an unpacked wheel: the folder that holds megatron/core. With REFs, a tag, branch or commit each,
+# CHECKOUT is any git directory of Megatron-LM, and each REF is unpacked into runs/upstream. The Megatron tried is put before what is
+# installed, so it shadows the installed megatron-core, and nothing is installed or changed. First a run without any flag of bpipe. Then
+# Megatron-LM's own pretrain_gpt.py, where it is there: by itself, in two Vs, in both directions and interleaved in groups. Then one schedule
+# of each kind on the CPU: by Megatron's loops, by ours, with split backwards, in a V, in both directions, with vocabulary shards, in slices.
+# ONLY=REGEX tries only the kinds whose names match. Ends with a line for each Megatron and kind, and why it fails, with one verdict each,
+# and with 0, 1 (some kind differs, ends with an error or is refused) or 2 (CHECKOUT cannot be used).
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
-usage() { sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+usage() { sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
 refuse() {
     say "$@"
     exit 2
@@ -25,36 +27,46 @@ if (($# == 0)); then
     usage >&2
     exit 2
 fi
-[[ -f "$1/megatron/core/__init__.py" ]] || refuse "$1 holds no megatron/core: give the folder of a checkout of Megatron-LM, or of an unpacked wheel"
-CHECKOUT="$(cd "$1" && pwd -P)"
+CHECKOUT=$1 REFS=()
 shift
-# A package of that name is taken whole, and our megatron/scheduling would not be found beside it.
-[[ ! -e "$CHECKOUT/megatron/__init__.py" ]] || refuse "$CHECKOUT/megatron has an __init__.py and so is no namespace: too old for bpipe"
+while (($#)) && [[ "$1" != -* ]]; do
+    REFS+=("$1")
+    shift
+done
+OPTIONS=("$@")
 
-set_up dev "then short trainings with $CHECKOUT, balanced and not (about 6 minutes on 2 cores)"
+# check FOLDER WHAT: refuse a folder, called WHAT, whose Megatron cannot be put before the installed one.
+check() {
+    [[ -f "$1/megatron/core/__init__.py" ]] ||
+        refuse "$2 holds no megatron/core: give the folder of a checkout of Megatron-LM, or of an unpacked wheel"
+    # A package of that name is taken whole, and our megatron/scheduling would not be found beside it.
+    [[ ! -e "$1/megatron/__init__.py" ]] || refuse "$2/megatron has an __init__.py and so is no namespace: too old for bpipe"
+}
+if ((${#REFS[@]})); then
+    for ref in "${REFS[@]}"; do
+        git -C "$CHECKOUT" rev-parse --quiet --verify "$ref^{commit}" >/dev/null 2>&1 ||
+            refuse "$CHECKOUT has no commit $ref: fetch it there, or give another (git -C $CHECKOUT branch -a)"
+    done
+else
+    check "$CHECKOUT" "$CHECKOUT"
+fi
+CHECKOUT="$(cd "$CHECKOUT" && pwd -P)"
+
+set_up dev "then short trainings with $CHECKOUT, balanced and not (about 10 minutes each on 2 cores)"
 cd "$ROOT"
-# Ours first: it holds megatron/scheduling alone, and hides nothing of the checkout.
-export PYTHONPATH="$ROOT:$CHECKOUT" NO_VCS_VERSION=1 CUDA_VISIBLE_DEVICES=""
+export NO_VCS_VERSION=1 CUDA_VISIBLE_DEVICES=""
 # Each rank imports for itself: another Megatron may want another order.
 export COLD_RANKS=1
-VERSION="$("$PYTHON" -c 'import megatron.core as core; print(core.__version__, "from", core.__path__[0])' 2>/dev/null | tail -n 1)" ||
-    refuse "$CHECKOUT cannot be imported: PYTHONPATH=$PYTHONPATH $PYTHON -c 'import megatron.core' says why"
-say "megatron-core $VERSION"
-
-LOGS="$ROOT/runs/upstream/$(basename "$CHECKOUT")"
-mkdir -p "$LOGS"
 # What a refusal or a failure ends with, in whichever rank's log pytest repeats.
 CAUSES='bpipe: error: |^E +([A-Za-z_.]+\.)?(Unfit|[A-Za-z]+Error): |^E +\[rank[0-9]+\]: [A-Za-z_.]+: '
-# tests KIND FILE TESTS [pytest options]: run those tests of a file whose names match.
-tests() {
-    local kind=$1 file=$2 which=$3 status=0
-    shift 3
-    run_logged "$LOGS/$kind.log" '::test_' "$PYTHON" -m pytest -v --tb=short --timeout 600 -p no:cacheprovider -k "$which" "$@" \
-        "tests/gloo/$file" || status=$?
-    if ((status > 128)); then exit "$status"; fi
-    return "$status"
-}
 # A kind, its tests' file, and which of them.
+OWN_SCRIPT=(
+    "upstreams_script_stock|test_upstream_script.py|[stock]"
+    "upstreams_script_v_half|test_upstream_script.py|[v-half]"
+    "upstreams_script_zb_v_of_torch|test_upstream_script.py|[zb-v_of_torch]"
+    "upstreams_script_bitpipe|test_upstream_script.py|[bitpipe]"
+    "upstreams_script_grouped|test_upstream_script.py|[grouped]"
+)
 KINDS=(
     "megatrons_loops|test_launch.py|loop_of_ones_own or (unmodified_script and gpt)"
     "our_loop|test_schedules.py|m8-own"
@@ -64,26 +76,83 @@ KINDS=(
     "vocabulary_shards|test_vocabulary.py|vocabulary_m8-one"
     "slices|test_slices.py|train_what_stock_megatron_trains and uneven"
 )
-if ! tests without_bpipe test_launch.py "without_our_flags" "$@"; then
-    say "verdict: with megatron-core $VERSION a launched script does not train, even without any flag of bpipe. Everything that was said: $LOGS"
-    exit 1
-fi
-table=() failed=0
-for kind in "${KINDS[@]}"; do
-    IFS='|' read -r name file which <<<"$kind"
-    if tests "$name" "$file" "$which" "$@"; then
-        table+=("$name: equal")
-    else
-        failed=$((failed + 1))
-        # What ends with a colon says in the next line what it is.
-        cause="$(grep -m 1 -A 1 -E "$CAUSES" "$LOGS/$name.log" | sed -E 's/^E +//' |
-            awk 'NR == 1 { printf "%s", $0; if (!/:$/) exit } NR == 2 { printf " %s", $0 }' || true)"
-        table+=("$name: fails: ${cause:-see $LOGS/$name.log}")
+# tests KIND FILE TESTS: run those tests of a file whose names match.
+tests() {
+    local kind=$1 file=$2 which=$3 status=0
+    run_logged "$LOGS/$kind.log" '::test_' "$PYTHON" -m pytest -v --tb=short --timeout 600 -p no:cacheprovider -k "$which" \
+        "${OPTIONS[@]}" "tests/gloo/$file" || status=$?
+    if ((status > 128)); then exit "$status"; fi
+    return "$status"
+}
+# judge KIND FILE TESTS: run them, and set `result` to what that shows.
+judge() {
+    local cause
+    if tests "$@"; then
+        result="equal"
+        return
     fi
+    # What ends with a colon says in the next line what it is.
+    cause="$(grep -m 1 -A 1 -E "$CAUSES" "$LOGS/$1.log" | sed -E 's/^E +//' |
+        awk 'NR == 1 { printf "%s", $0; if (!/:$/) exit } NR == 2 { printf " %s", $0 }' || true)"
+    case "$cause" in
+        AssertionError*) result="differs: $cause" ;;
+        *) result="fails: ${cause:-see $LOGS/$1.log}" ;;
+    esac
+    return 1
+}
+# try FOLDER NAME: all kinds with one Megatron; adds their lines to `table`, and its verdict.
+table=() status=0
+try() {
+    local folder=$1 name=$2 kind which file version result tried=0 failed=0 kinds=("${KINDS[@]}")
+    LOGS="$ROOT/runs/upstream/$name"
+    mkdir -p "$LOGS"
+    # Ours first: it holds megatron/scheduling alone, and hides nothing of the checkout.
+    export PYTHONPATH="$ROOT:$folder" UPSTREAM_SCRIPT="$folder/pretrain_gpt.py"
+    version="$("$PYTHON" -c 'import megatron.core as core; print(core.__version__, "from", core.__path__[0])' 2>/dev/null | tail -n 1)" ||
+        refuse "$folder cannot be imported: PYTHONPATH=$PYTHONPATH $PYTHON -c 'import megatron.core' says why"
+    say "megatron-core $version"
+    if [[ -f "$UPSTREAM_SCRIPT" ]]; then kinds=("${OWN_SCRIPT[@]}" "${KINDS[@]}"); fi
+    if ! judge without_bpipe test_launch.py "without_our_flags"; then
+        table+=("$name: without_bpipe: $result")
+        table+=("verdict: with megatron-core $version a launched script does not train, even without any flag of bpipe. Everything that was said: $LOGS")
+        status=1
+        return
+    fi
+    for kind in "${kinds[@]}"; do
+        IFS='|' read -r kind file which <<<"$kind"
+        if [[ ! "$kind" =~ ${ONLY:-.} ]]; then continue; fi
+        tried=$((tried + 1))
+        judge "$kind" "$file" "$which" || failed=$((failed + 1))
+        table+=("$name: $kind: $result")
+    done
+    ((tried)) || refuse "ONLY=${ONLY:-} is the name of no kind; they are ${kinds[*]%%|*}"
+    if ((failed)); then
+        table+=("verdict: with megatron-core $version $failed of $tried kinds do not train as with the one that was tried. Everything that was said: $LOGS")
+        status=1
+    else
+        table+=("verdict: with megatron-core $version training of $tried kinds equals its own, bit by bit; shards and slices to rounding")
+    fi
+}
+# unpacked REF: unpack it, and print where.
+unpacked() {
+    local folder="$ROOT/runs/upstream/${1//\//_}/unpacked" data="megatron/core/datasets" installed
+    rm -rf "$folder"
+    mkdir -p "$folder"
+    git -C "$CHECKOUT" archive "$1" | tar -x -C "$folder"
+    # Megatron compiles its helpers where it finds a Makefile, for which pybind11 has to be there; the wheel has the same compiled.
+    installed="$("$PYTHON" -I -c "import importlib.util as u; print(u.find_spec('megatron.core').submodule_search_locations[0])")/datasets"
+    if cmp -s "$installed/helpers.cpp" "$folder/$data/helpers.cpp"; then
+        cp "$installed"/helpers_cpp*.so "$folder/$data"
+        rm -f "$folder/$data/Makefile"
+    fi
+    echo "$folder"
+}
+for ref in "${REFS[@]}"; do
+    folder="$(unpacked "$ref")"
+    check "$folder" "$ref"
+    say "$ref is $(git -C "$CHECKOUT" log -1 --format='%h of %cs' "$ref")"
+    try "$folder" "${ref//\//_}"
 done
+if ((${#REFS[@]} == 0)); then try "$CHECKOUT" "$(basename "$CHECKOUT")"; fi
 for line in "${table[@]}"; do say "$line"; done
-if ((failed)); then
-    say "verdict: with megatron-core $VERSION $failed of ${#KINDS[@]} kinds do not train as with the one that was tried. Everything that was said: $LOGS"
-    exit 1
-fi
-say "verdict: with megatron-core $VERSION training equals its own, bit by bit; shards and slices to rounding"
+exit "$status"

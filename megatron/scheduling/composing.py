@@ -49,7 +49,10 @@ def compose(config: SchedulingConfig, args: Any = None) -> Composition:
     """
     driver = Driver(config)
     loop = Loop(driver, config) if config.own is not None else Hooks(driver, config.num_ranks)
-    wraps = wraps_of(config.positions) | loop.wraps()
+    placed = wraps_of(config.positions)
+    # Of the functions that it calls the loop only checks the signature.
+    called = {patch: placed[patch] for patch in patches.LEAVES if patch in placed}
+    wraps = placed | loop.wraps() | called
     if args is not None and patches.LINEAR in wraps:
         wraps |= ask(args)
     reporter = Reporter(config, driver) if config.report is not None else None

@@ -167,7 +167,7 @@ for case in worker.cases_of(cases):
     main = worker.pretrain_gpt.main
     if "--script" in case["arguments"]:
         at = case["arguments"].index("--script")
-        script = Path(__file__).with_name(case["arguments"][at + 1])
+        script = Path(__file__).parent / case["arguments"][at + 1]
         case["arguments"][at : at + 2] = []
         main = functools.partial(runpy.run_path, str(script), run_name="__main__")
     own = {flag: flag in case["arguments"] for flag in ("--gradients", "--one-pipes-samples", "--exact-sums")}

@@ -40,6 +40,13 @@ def test_a_megatron_that_is_no_namespace_is_refused(scripts: Path, tmp_path: Pat
     assert "has an __init__.py and so is no namespace" in done.stderr
 
 
+def test_a_commit_that_is_not_there_is_refused(scripts: Path, tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    done = run(scripts, str(tmp_path), "core_v0.19.0")
+    assert done.returncode == 2
+    assert f"{tmp_path} has no commit core_v0.19.0: fetch it there" in done.stderr
+
+
 @pytest.mark.parametrize(("arguments", "status"), [((), 2), (("--help",), 0)])
 def test_usage(scripts: Path, arguments: tuple[str, ...], status: int) -> None:
     done = run(scripts, *arguments)
@@ -52,11 +59,11 @@ def test_usage(scripts: Path, arguments: tuple[str, ...], status: int) -> None:
 def test_the_tests_it_chooses_exist(scripts: Path) -> None:
     """A choice that matches nothing would be a verdict on nothing."""
     said = (scripts / "test_upstream.sh").read_text()
-    assert said.index("tests without_bpipe") < said.index('for kind in "${KINDS[@]}"'), (
+    assert said.index("judge without_bpipe") < said.index('for kind in "${kinds[@]}"'), (
         "0.20 ended at start without our flags, too, and every run that it was tried with had some"
     )
     kinds = re.findall(r'^    "(\w+)\|(\w+\.py)\|(.+)"$', said, re.MULTILINE)
-    assert len(kinds) == 7
+    assert len(kinds) == 5 + 7
     chosen = [(file, which) for _, file, which in (*kinds, ("", "test_launch.py", "without_our_flags"))]
     command = [sys.executable, "-m", "pytest", "-n", "0", "--co", "-q", *{f"tests/gloo/{file}" for file, _ in chosen}]
     done = subprocess.run(command, cwd=scripts.parent, capture_output=True, text=True, timeout=280, check=False)

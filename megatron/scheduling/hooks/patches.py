@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +27,9 @@ class Patch:
     import its name.
 
     `name` may be that of a class's attribute, with a dot. A wrapper that `observes` hands on whatever it is given: of
-    it only the parameters that are read stand here, and others do not matter. One that `hands_on` is called by us, too:
-    further parameters have to have defaults.
+    it only the parameters that are read stand here, and others do not matter. Further parameters of any other function
+    have to have defaults: one that `hands_on` passes their values to Megatron, and any other is never given a value
+    that is not the default. One that is `asked_by_scripts` is replaced in every module that has imported its name.
     """
 
     module: str
@@ -36,6 +38,7 @@ class Patch:
     bound_in: tuple[str, ...] = ()
     observes: bool = False
     hands_on: bool = False
+    asked_by_scripts: bool = False
 
 
 FORWARD_STEP = Patch(
@@ -58,6 +61,15 @@ FORWARD_STEP = Patch(
 )
 BACKWARD_STEP = Patch(
     _SCHEDULES, "backward_step", ("input_tensor", "output_tensor", "output_tensor_grad", "config"), hands_on=True
+)
+CALCULATE_LOSS = Patch(
+    _SCHEDULES,
+    "forward_step_calc_loss",
+    (
+        *("model", "output_tensor", "loss_func", "config", "vp_stage", "collect_non_loss_data", "num_microbatches"),
+        *("forward_data_store", "cp_group_size", "is_last_stage"),
+    ),
+    hands_on=True,
 )
 COMBINED_STEP = Patch(
     "megatron.core.pipeline_parallel.combined_1f1b",
@@ -111,7 +123,9 @@ _STATE = "megatron.core.parallel_state"
 _CHECKPOINT = "megatron.core.dist_checkpointing"
 PIPELINE_GROUP = Patch(_STATE, "get_pipeline_model_parallel_group", ("check_initialized",))
 PIPELINE_RANK = Patch(_STATE, "get_pipeline_model_parallel_rank", ())
-FIRST_STAGE = Patch(_STATE, "is_pipeline_first_stage", ("ignore_virtual", "vp_stage"))
+_STAGE = ("ignore_virtual", "vp_stage")
+FIRST_STAGE = Patch(_STATE, "is_pipeline_first_stage", _STAGE, asked_by_scripts=True)
+LAST_STAGE = Patch(_STATE, "is_pipeline_last_stage", _STAGE, asked_by_scripts=True)
 EMBEDDING_RANKS = Patch(_STATE, "default_embedding_ranks", ("pp_ranks",))
 INITIALIZE = Patch(
     _STATE, "initialize_model_parallel", ("get_embedding_ranks", "get_position_embedding_ranks"), observes=True
@@ -197,7 +211,7 @@ BALANCING_LOSS = Patch(
 Z_LOSS = Patch(_ROUTER, "z_loss_func", ("logits", "z_loss_coeff", "padding_mask"))
 # Whose further tokens stand behind a slice's end.
 _FURTHER = "megatron.core.transformer.multi_token_prediction"
-ROLL = Patch(_FURTHER, "roll_tensor", ("tensor", "shifts", "dims", "cp_group", "packed_seq_params"))
+ROLL = Patch(_FURTHER, "roll_tensor", ("tensor", "shifts", "dims", "cp_group", "packed_seq_params"), hands_on=True)
 FURTHER_LOSSES = Patch(
     _FURTHER,
     "process_mtp_loss",
@@ -217,6 +231,7 @@ ACCEPTED = Patch(
 PATCHES = (
     *(
         FORWARD_STEP,
+        CALCULATE_LOSS,
         BACKWARD_STEP,
         COMBINED_STEP,
         ONE_F_ONE_B,
@@ -234,6 +249,7 @@ PATCHES = (
         PIPELINE_GROUP,
         PIPELINE_RANK,
         FIRST_STAGE,
+        LAST_STAGE,
         INITIALIZE,
         EMBEDDING_RANKS,
         POSITION_EMBEDDING_RANKS,
@@ -261,15 +277,7 @@ PATCHES = (
 LEAVES = (
     FORWARD_STEP,
     BACKWARD_STEP,
-    Patch(
-        _SCHEDULES,
-        "forward_step_calc_loss",
-        (
-            *("model", "output_tensor", "loss_func", "config", "vp_stage", "collect_non_loss_data", "num_microbatches"),
-            *("forward_data_store", "cp_group_size", "is_last_stage"),
-        ),
-        hands_on=True,
-    ),
+    CALCULATE_LOSS,
     Patch(_SCHEDULES, "deallocate_output_tensor", ("out", "deallocate_pipeline_outputs"), hands_on=True),
     Patch(_SCHEDULES, "check_first_val_step", ("first_val_step", "forward_only", "cond"), hands_on=True),
     Patch(_SCHEDULES, "clear_embedding_activation_buffer", ("config", "model", "is_last_stage"), hands_on=True),
@@ -318,10 +326,11 @@ class Installed:
 
     def add(self, patch: Patch, wrap: Wrap) -> None:
         owner, name = _place(patch.module, patch.name)
-        replacement: Any = wrap(getattr(owner, name))
+        original = getattr(owner, name)
+        replacement: Any = _of_known_parameters(patch, original, wrap(original))
         if isinstance(inspect.getattr_static(owner, name), staticmethod):
             replacement = staticmethod(replacement)
-        for module in (patch.module, *patch.bound_in):
+        for module in (patch.module, *patch.bound_in, *_importers(patch, original)):
             owner, name = _place(module, patch.name)
             self._originals.append((owner, name, inspect.getattr_static(owner, name)))
             setattr(owner, name, replacement)
@@ -345,6 +354,43 @@ def _place(module: str, name: str) -> tuple[Any, str]:
     """
     *owners, last = name.split(".")
     return functools.reduce(getattr, owners, importlib.import_module(module)), last
+
+
+def _importers(patch: Patch, function: object) -> list[str]:
+    """Return other modules that have the function by its name, a script's among them, where scripts ask it."""
+    if not patch.asked_by_scripts:
+        return []
+    known = (patch.module, *patch.bound_in)
+    return [
+        name
+        for name, module in list(sys.modules.items())
+        if name not in known and getattr(module, "__dict__", {}).get(patch.name) is function
+    ]
+
+
+def _of_known_parameters(patch: Patch, function: Callable[..., Any], replacement: Any) -> Any:
+    """Return the replacement, which a call reaches with no parameter that is later than the patch.
+
+    Such a call raises Unfit where it gives one a value other than its default: what that changes is not known here.
+    """
+    signature = inspect.signature(function)
+    further = {name: one.default for name, one in signature.parameters.items() if is_further(one, patch)}
+    if not further or patch.observes or patch.hands_on:
+        return replacement
+
+    @functools.wraps(replacement)
+    def known(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        for name, default in further.items():
+            value = call.arguments.pop(name, default)
+            if value is not default and not (isinstance(value, type(default)) and value == default):
+                raise upstream.Unfit(
+                    f"{patch.name}: bpipe does not know its parameter {name}, which this Megatron sets: install "
+                    f"megatron-core=={upstream.TRIED_VERSIONS[-1]}, or train without the feature that sets it"
+                )
+        return replacement(*call.args, **call.kwargs)
+
+    return known
 
 
 def install(wraps: Mapping[Patch, Wrap]) -> Installed:
@@ -387,7 +433,7 @@ def differences(patch: Patch) -> list[str]:
     except AttributeError:
         return [f"{where} is missing"]
     signature = inspect.signature(function).parameters
-    found = tuple(name for name in signature if not (patch.hands_on and is_further(signature[name], patch)))
+    found = tuple(name for name in signature if patch.observes or not is_further(signature[name], patch))
     if found == patch.parameters:
         return []
     new = [name for name in found if name not in patch.parameters and not patch.observes]

@@ -13,7 +13,7 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 from unittest.mock import patch
 
@@ -53,6 +53,8 @@ class Placed:
         self._positions = positions
         # The chunk that is being built, or asked about: as which Megatron sees this rank.
         self._chunk: int | None = None
+        # The chunk that computes.
+        self._computing: int | None = None
         self._indexing = False
         self._first: Any = None
         self._script = embedding_ranks.Script()
@@ -69,6 +71,10 @@ class Placed:
             patches.LAYERS_BEFORE: self._wrap_layers,
             patches.LAYERS_TO_BUILD: self._wrap_layers,
             patches.SEGMENT: _wrap_segment,
+            patches.FORWARD_STEP: patches.by_name(self._compute),
+            patches.CALCULATE_LOSS: patches.by_name(self._compute),
+            patches.FIRST_STAGE: self._wrap_first_stage,
+            patches.LAST_STAGE: self._of_chunk,
             **BY_LAYER,
         }
         if self._positions.folded:
@@ -76,7 +82,6 @@ class Placed:
                 patches.INITIALIZE: self._wrap_initialize,
                 patches.EMBEDDING_RANKS: functools.partial(self._wrap_own_choice, embedding_ranks.CHOICES[0]),
                 patches.POSITION_EMBEDDING_RANKS: functools.partial(self._wrap_own_choice, embedding_ranks.CHOICES[1]),
-                patches.FIRST_STAGE: self._wrap_first_stage,
                 patches.DATA_ITERATORS: self._wrap_data_iterators,
                 patches.TIED_GRADIENTS: _wrap_tied_gradients,
                 **ONCE,
@@ -200,10 +205,36 @@ class Placed:
             self._first = None
         return model
 
+    # -- computing
+    # -------------------------------------------------------------------------------------------------------------
+
+    def _compute(self, arguments: Mapping[str, Any], run: Callable[[], Any]) -> Any:
+        """Remember the chunk while its forward or its loss is computed."""
+        kept, self._computing = self._computing, arguments["vp_stage"]
+        try:
+            return run()
+        finally:
+            self._computing = kept
+
+    def _of_chunk(self, is_end: Callable[..., bool]) -> Callable[..., bool]:
+        """Answer a question that names no stage for the chunk that computes.
+
+        Megatron answers it for the rank: in its own placements no rank has both ends of the pipeline.
+        """
+
+        @functools.wraps(is_end)
+        def asked(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+            if vp_stage is None and self._computing is not None:
+                ignore_virtual, vp_stage = False, self._computing
+            return is_end(ignore_virtual, vp_stage)
+
+        return asked
+
     # -- data
     # ------------------------------------------------------------------------------------------------------------------
 
     def _wrap_first_stage(self, is_first: Callable[..., bool]) -> Callable[..., bool]:
+        @self._of_chunk
         @functools.wraps(is_first)
         def first(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
             with self._seen_by(0):

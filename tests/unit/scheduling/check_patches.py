@@ -12,9 +12,13 @@ import contextlib
 import inspect
 import io
 import re
+import sys
+from collections.abc import Callable
 from dataclasses import fields, replace
 from fnmatch import fnmatch
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 from unittest import mock
 
 from megatron.scheduling.start import startup
@@ -22,8 +26,12 @@ from megatron.scheduling.start import startup
 startup.prepare()
 
 # isort: split
+import pytest
+import torch
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import layers
+from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import training
 from megatron.training.arguments import add_megatron_arguments
@@ -118,19 +126,75 @@ def what_is_only_observed_may_have_other_parameters() -> None:
     assert "missing parameters grad" in patches.differences(replace(fewer, parameters=("config", "grad")))[0]
 
 
-def what_is_handed_on_may_have_further_parameters_with_defaults() -> None:
+def further_parameters_need_defaults() -> None:
     """Megatron's main adds some, each with a default, and every call of ours leaves them out."""
 
     def later(input_tensor, output_tensor, output_tensor_grad, config, scale=None): ...  # type: ignore[no-untyped-def]
 
     def needed(input_tensor, output_tensor, output_tensor_grad, config, scale): ...  # type: ignore[no-untyped-def]
 
+    for patch in (patches.BACKWARD_STEP, replace(patches.BACKWARD_STEP, hands_on=False)):
+        with mock.patch.object(schedules, "backward_step", later):
+            assert patches.differences(patch) == []
+        with mock.patch.object(schedules, "backward_step", needed):
+            assert patches.differences(patch)[0].endswith("backward_step: new parameters scale")
+
+
+def a_further_parameter_is_handed_on_or_has_its_default() -> None:
+    """What a wrapper of a fixed signature does not know it must not ignore, and what Megatron gives it is no error of
+    Python's."""
+
+    def later(input_tensor: str, output_tensor: str, output_tensor_grad: str, config: str, scale: int = 1) -> str:
+        return f"{input_tensor} {config} {scale}"
+
+    def wrap(step: Callable[..., str]) -> Callable[..., str]:
+        return lambda input_tensor, output_tensor, output_tensor_grad, config, **more: step(
+            input_tensor, output_tensor, output_tensor_grad, config, **more
+        )
+
     with mock.patch.object(schedules, "backward_step", later):
-        assert patches.differences(patches.BACKWARD_STEP) == []
+        installed = patches.install({patches.BACKWARD_STEP: wrap})
+        assert schedules.backward_step("in", "out", "gradient", "config", scale=2) == "in config 2"
+        installed.remove()
         strictly = replace(patches.BACKWARD_STEP, hands_on=False)
-        assert patches.differences(strictly)[0].endswith("backward_step: new parameters scale")
-    with mock.patch.object(schedules, "backward_step", needed):
-        assert patches.differences(patches.BACKWARD_STEP)[0].endswith("backward_step: new parameters scale")
+        installed = patches.install({strictly: lambda step: lambda a, b, c, config: step(a, b, c, config)})
+        for default in ((), (1,)):
+            assert schedules.backward_step("in", "out", "gradient", "config", *default) == "in config 1"
+        for value in (2, None, torch.ones(2)):
+            with pytest.raises(upstream.Unfit, match=r"^backward_step: bpipe does not know its parameter scale, which"):
+                schedules.backward_step("in", "out", "gradient", config="config", scale=value)
+        installed.remove()
+
+
+def a_roll_may_be_asked_for_no_sum() -> None:
+    """Megatron's main of 2026-08-22 has `return_sum`: slices ended there as unfit."""
+
+    def roll_tensor(
+        tensor: str,
+        shifts: int = -1,
+        dims: int = -1,
+        cp_group: Any = None,
+        packed_seq_params: Any = None,
+        return_sum: bool = True,
+    ) -> tuple[str, int | None]:
+        return tensor, 1 if return_sum else None
+
+    with mock.patch.object(multi_token_prediction, "roll_tensor", roll_tensor):
+        installed = patches.install({patches.ROLL: lambda roll: lambda tensor, **more: roll(tensor, **more)})
+        assert multi_token_prediction.roll_tensor("row", return_sum=False) == ("row", None)
+        installed.remove()
+
+
+def a_script_that_imported_a_name_asks_the_replacement() -> None:
+    """Public scripts import `is_pipeline_last_stage` by its name, before anything is replaced."""
+    own = parallel_state.is_pipeline_last_stage
+    script = ModuleType("a_script")
+    vars(script)["is_pipeline_last_stage"] = own
+    with mock.patch.dict(sys.modules, {"a_script": script}):
+        installed = patches.install({patches.LAST_STAGE: lambda ask: lambda **given: "ours"})
+        assert script.is_pipeline_last_stage() == parallel_state.is_pipeline_last_stage() == "ours"
+        installed.remove()
+    assert script.is_pipeline_last_stage is parallel_state.is_pipeline_last_stage is own
 
 
 # What a flag's name has in it if it may touch the pipeline, or what a micro-batch's forward leaves for its backward.
@@ -195,6 +259,9 @@ if __name__ == "__main__":
     another_signature_is_refused_with_nothing_replaced()
     the_megatron_that_runs_is_named_once()
     what_is_only_observed_may_have_other_parameters()
-    what_is_handed_on_may_have_further_parameters_with_defaults()
+    further_parameters_need_defaults()
+    a_further_parameter_is_handed_on_or_has_its_default()
+    a_roll_may_be_asked_for_no_sum()
+    a_script_that_imported_a_name_asks_the_replacement()
     every_flag_near_the_pipeline_is_in_a_table()
     what_may_be_missing_is_there()

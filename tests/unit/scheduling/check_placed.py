@@ -7,8 +7,8 @@ was built as. Ends with 0 when all is well."""
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -26,11 +26,13 @@ import pytest
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.training import training
 from megatron.training.models import dist_utils
+from megatron.training.utils import is_first_or_last_pipeline_stage
 
 from bpipe.ir.layout import Layout, one_pipe
 from megatron.scheduling.hooks import patches, repairs
@@ -207,9 +209,7 @@ def megatrons_own_placement_is_left_alone() -> None:
     # them.
     of_a_wave = wraps_of(Positions.of(WAVE))
     assert patches.BUILD_CHUNKS in of_a_wave
-    assert not {patches.EMBEDDING_RANKS, patches.FIRST_STAGE, patches.TIED_GRADIENTS, patches.INITIALIZE} & set(
-        of_a_wave
-    )
+    assert not {patches.EMBEDDING_RANKS, patches.TIED_GRADIENTS, patches.INITIALIZE} & set(of_a_wave)
 
 
 def the_last_rank_has_the_first_stages_data() -> None:
@@ -239,6 +239,43 @@ def the_last_rank_has_the_first_stages_data() -> None:
         assert found == (([None, None], None) if none else (["of a chunk", "of another"], "one"))
 
 
+def a_chunk_that_computes_is_first_or_last_itself() -> None:
+    """Upstream's pretrain_gpt.py asks so, without a stage, in its forward step: the last stage of a V, on the rank of
+    the first, was given tokens and no labels."""
+
+    def ends(**stage: Any) -> tuple[bool, bool]:
+        return parallel_state.is_pipeline_first_stage(**stage), parallel_state.is_pipeline_last_stage(**stage)
+
+    def step(vp_stage: int | None) -> None:
+        told.append((ends(), is_first_or_last_pipeline_stage(vp_stage)))
+        assert ends(ignore_virtual=False, vp_stage=last[1]) == (False, rank == 3), "the stage that is named"
+
+    def compute(*given: Any, vp_stage: int | None, **_: Any) -> None:
+        step(vp_stage)
+        # The loss is computed inside of a step, and behind it where shards are.
+        schedules.forward_step_calc_loss(*["given"] * 4, vp_stage, *["given"] * 3)
+
+    def calculate_loss(*given: Any) -> None:
+        step(given[4])
+
+    for layout, last in ((V, (3, 1)), (WAVE, (3, 2)), (BOTH, (3, 1))):
+        first = (0 if layout is WAVE else 3, 0)
+        for rank in range(RANKS):
+            replaced = mock.patch.multiple(
+                schedules,
+                forward_step=functools.wraps(schedules.forward_step)(compute),
+                forward_step_calc_loss=functools.wraps(schedules.forward_step_calc_loss)(calculate_loss),
+            )
+            with replaced, of_rank(layout, rank):
+                outside = ends()
+                for chunk in range(layout.num_stages // RANKS):
+                    told: list[tuple[tuple[bool, bool], bool]] = []
+                    schedules.forward_step(*["given"] * 8, vp_stage=chunk)
+                    end = (rank, chunk) == first, (rank, chunk) == last
+                    assert told == [(end, any(end))] * 2, (layout, rank, chunk)
+                    assert ends() == outside == (rank == first[0], rank == last[0]), "the rank's again"
+
+
 def two_pipes_read_each_their_samples() -> None:
     """The last of an odd number of chunks serves the other's pipe, and so reads what the other half's first does."""
 
@@ -252,7 +289,10 @@ def two_pipes_read_each_their_samples() -> None:
         replicas = mock.patch.object(parallel_state, "get_data_parallel_group", return_value=Ranks(own))
         with mock.patch.object(training, "build_train_valid_test_data_iterators", build), of_rank(BOTH, 1), replicas:
             for chunk, replica in enumerate(read):
-                assert training.build_train_valid_test_data_iterators(partial(provider, vp_stage=chunk)) == replica
+                assert (
+                    training.build_train_valid_test_data_iterators(functools.partial(provider, vp_stage=chunk))
+                    == replica
+                )
                 assert parallel_state.get_data_parallel_rank() == own
             with pytest.raises(ValueError, match="request the data of every chunk, by its vp_stage"):
                 training.build_train_valid_test_data_iterators(provider)
@@ -451,6 +491,7 @@ if __name__ == "__main__":
     nothing_can_be_sent_in_a_view()
     megatrons_own_placement_is_left_alone()
     the_last_rank_has_the_first_stages_data()
+    a_chunk_that_computes_is_first_or_last_itself()
     two_pipes_read_each_their_samples()
     one_rank_has_both_embeddings()
     it_takes_the_place_of_what_megatron_would_choose()
