@@ -19,16 +19,18 @@ class Case:
     """`module` of this folder has `run` and `SIZES`.
 
     `needs_gpu`: why the answer of a late device means nothing; its code runs there all the same. `own_process`: it
-    changes the process that it runs in.
+    changes the process that it runs in. `group`: of a module with several, which it is.
     """
 
     module: str
     shows: str
     needs_gpu: str = ""
     own_process: bool = False
+    group: str = ""
 
     def run(self, on: Accelerator, size: str, until: float) -> Result:
-        return self._module().run(on, self.sizes(size), until)  # type: ignore[no-any-return]
+        group = (self.group,) if self.group else ()
+        return self._module().run(on, self.sizes(size), until, *group)  # type: ignore[no-any-return]
 
     def sizes(self, size: str) -> Any:
         return self._module().SIZES[size]
@@ -75,5 +77,26 @@ CASES: Mapping[str, Case] = {
         "units",
         "what copies that occupy compute units cost",
         "a late device has no compute units",
+    ),
+    "trainer": Case("trainings", "Megatron's trainer over every transport", own_process=True, group="trainer"),
+    "trainer_te": Case(
+        "trainings",
+        "the same with Transformer Engine's layers, split backwards and FP8",
+        "Transformer Engine has no kernels for it",
+        own_process=True,
+        group="trainer_te",
+    ),
+    "trainer_8": Case("trainings", "the same with 8 ranks and 32 micro-batches", own_process=True, group="trainer_8"),
+    "schedules": Case(
+        "trainings",
+        "V-Half from stock's checkpoint, both directions, vocabulary, slices, CPU memory, interleaving",
+        own_process=True,
+        group="schedules",
+    ),
+    "true_size": Case(
+        "trainings",
+        "peaks of the trainer against the prediction, and an out of memory that balancing cures",
+        own_process=True,
+        group="true_size",
     ),
 }
