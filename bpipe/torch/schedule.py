@@ -238,7 +238,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
             return
         self._is_closed = True
         reason = disconnect(self.engine, self._connections.connections.values(), failed)
-        if reason is not None:
+        if reason is not None and not failed:
             logger.warning("bpipe: memory that ranks lend to each other stays until this process ends: %s", reason)
 
     def __enter__(self) -> BalancedSchedule:

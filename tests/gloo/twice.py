@@ -50,9 +50,9 @@ def trained(rank: int, transport: str, wanted: Any) -> dict[str, Any]:
     schedule, stages = balanced(rank, transport)
     with schedule:
         is_same = same(wanted, steps_of(schedule, stages, MICROBATCHES))
-        held = holding()
+        moved, held = sum(schedule.engine.moved_bytes.values()), holding()
     dist.barrier()
-    return {"same": is_same, "moved": sum(schedule.engine.moved_bytes.values()), "held": held, "left": holding()}
+    return {"same": is_same, "moved": moved, "held": held, "left": holding()}
 
 
 def refusal(rank: int) -> str:
