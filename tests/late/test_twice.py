@@ -40,11 +40,14 @@ def trained(folder: Path, device: str, transports: tuple[str, ...], further: tup
         first, *later = [outcome.record(case.name, rank) for case in cases]
         assert len(first["iterations"]) == 2
         assert later == [first] * len(later)
-        left = [
+        first_left, *later_left = [
             json.loads(said_by(outcome.logs[rank], case.name).partition("holding: ")[2].splitlines()[0])
             for case in cases
         ]
-        assert left == [dict.fromkeys(left[0], 0)] * len(cases)
+        assert later_left == [first_left] * len(later_left)
+        # What Megatron itself leaves on a device is not ours.
+        del first_left["device_bytes" if device == "late" else "groups"]
+        assert not any(first_left.values()), first_left
     return outcome
 
 
