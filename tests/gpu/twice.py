@@ -12,18 +12,17 @@ import torch.distributed as dist
 
 from bpipe.runtime.links import disconnect
 from bpipe.runtime.streams import synchronize
+from tests.gpu import peer
 from tests.gpu.accelerators import Accelerator
-from tests.gpu.common import FULL, MODERATE, SMALL, Result, drawn, repeats
+from tests.gpu.common import Result, drawn, repeats
 from tests.gpu.pair import Found, Member, run_engine, run_pair
-from tests.gpu.peer import SIZES as PEER_SIZES
-from tests.gpu.peer import Sizes
 
 TRAININGS = 3
 ITERATIONS = 2
-SIZES = {size: PEER_SIZES[size] for size in (FULL, MODERATE, SMALL)}
+SIZES = peer.SIZES
 
 
-def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
+def run(on: Accelerator, sizes: peer.Sizes, until: float) -> Result:
     result = Result(ok=True)
     evictor, lender = run_pair(_part, on, "peer", sizes, until)
     judge(evictor, lender, result)
@@ -34,20 +33,25 @@ def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
 def judge(evictor: Found, lender: Found, result: Result) -> None:
     """Judge what the two processes found."""
     result.check("transport chosen for the pair", evictor["transport"] == "peer", evictor["transport"])
+    lent_bytes = lender["trainings"][0]["host_buffer_bytes"]
     for name, found in (("evictor", evictor), ("lender", lender)):
         wrong = [one["wrong"] for one in found["trainings"]]
         result.check(
             f"gradients, {name}", not any(wrong), f"{wrong} of {ITERATIONS} iterations of each training differ"
         )
         first, *later = found["free_bytes"]
-        fell = [(first - now) >> 20 for now in later]
-        result.check(f"device memory, {name}", all(now >= first for now in later), f"free MiB fell by {fell}")
+        fell = [first - now for now in later]
+        # A library may take a little for itself, but not what was lent.
+        result.check(
+            f"device memory, {name}",
+            all(nbytes < lent_bytes / 2 for nbytes in fell),
+            f"free bytes fell by {fell} since the first training, which lent {lent_bytes}",
+        )
         result.check(f"torch afterwards, {name}", found["computes"], "the same product and softmax as before")
-    lent = lender["trainings"][0]["host_buffer_bytes"]
-    result.check("memory was lent", lent > 0, f"{lent} B")
+    result.check("memory was lent", lent_bytes > 0, f"{lent_bytes} B")
 
 
-def _part(member: Member, sizes: Sizes, until: float) -> Found:
+def _part(member: Member, sizes: peer.Sizes, until: float) -> Found:
     device = member.on.device
     expected = _computed(device)
     trainings, free_bytes, connection = [], [], member.connection
