@@ -23,10 +23,11 @@ from bpipe.ir.memory import num_transfers
 from bpipe.ir.schedule import Schedule
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor, neighbours
+from bpipe.runtime.links import disconnect
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.stage import TorchStages
 from bpipe.runtime.streams import copying_on
-from bpipe.transport.connect import connect
+from bpipe.transport.connect import Connection, connect
 from bpipe.transport.edges import Edges, connect_edges
 
 STAGES, MICROBATCHES, ITERATIONS = 4, 8, 3
@@ -54,14 +55,14 @@ class StageModel(nn.Module):
         return output
 
 
-def engine_of(schedule: Schedule, rank: int, meter: Meter) -> Engine:
+def engine_of(schedule: Schedule, rank: int, meter: Meter) -> tuple[Engine, Connection | None]:
     """Moves this rank's activations to its partner and back, or lends its partner memory, as the schedule says."""
     evictors = [stage for stage in range(STAGES) if num_transfers(schedule, stage).evictions]
     # Connecting is collective, so every rank names the same pairs in the same order.
     pairs = [(stage, schedule.partners[stage]) for stage in evictors] if schedule.partners else []
     connection, _ = connect(pairs, "auto", TIMEOUT_S, copying_on(CPU))
     config = EngineConfig(name=f"rank {rank}", device=CPU, minimum_bytes=1024, timeout_s=TIMEOUT_S, poison=True)
-    return Engine(schedule, rank, connection.transport() if connection else None, config, meter)
+    return Engine(schedule, rank, connection.transport() if connection else None, config, meter), connection
 
 
 def train(rank: int, balance: str) -> tuple[list[str], list[torch.Tensor], int, int]:
@@ -72,9 +73,9 @@ def train(rank: int, balance: str) -> tuple[list[str], list[torch.Tensor], int, 
     )
     model, meter = StageModel(rank), Meter()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = engine_of(schedule, rank, meter)
-    edges = Edges(rank, connect_edges(neighbours(schedule), "gloo", TIMEOUT_S, CPU), CPU)
-    loop = Executor(schedule, rank, TorchStages({rank: model}), edges)
+    engine, connection = engine_of(schedule, rank, meter)
+    edges = connect_edges(neighbours(schedule), "gloo", TIMEOUT_S, CPU)
+    loop = Executor(schedule, rank, TorchStages({rank: model}), Edges(rank, edges, CPU))
     losses = []
     for _ in range(ITERATIONS):
         model.loss = 0.0
@@ -82,6 +83,7 @@ def train(rank: int, balance: str) -> tuple[list[str], list[torch.Tensor], int, 
         optimizer.step()
         optimizer.zero_grad()
         losses.append(model.loss.hex())
+    disconnect(engine, [connection, *edges.values()])
     weights = [parameter.detach() for parameter in model.parameters()]
     return losses, weights, meter.peak_microbatches, num_transfers(schedule, rank).evictions
 

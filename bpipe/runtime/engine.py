@@ -29,7 +29,7 @@ from bpipe.runtime.ranges import Ranges
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.several import SeveralHosts
 from bpipe.runtime.sizing import Sizing
-from bpipe.runtime.streams import Streams
+from bpipe.runtime.streams import Streams, synchronize
 from bpipe.runtime.verifying import Verifier
 from bpipe.transport.base import Pending, Transport
 
@@ -99,6 +99,8 @@ class Engine:
         self._position = 0
         # The computation that has run and whose output nobody has said to be sent.
         self._unsent: Action | None = None
+        # Whether the last iteration came to its end, if there was one.
+        self.ended_well = True
         self._residencies = Residencies()
         self._leaving = {a.key for a in self._all_transfers() if a.kind is Kind.EVICT}
         self._unmeasured: Action | None = None
@@ -181,6 +183,7 @@ class Engine:
             raise RuntimeFault(
                 f"{self._config.name}: a new iteration starts, but the previous one has not finished ({self._where()})"
             )
+        self.ended_well = False
         self._partners.gather(next(step.compute for step in self._steps if step.compute))
         self._residencies = Residencies()
         if self._meter:
@@ -321,20 +324,24 @@ class Engine:
             self._first_iteration = False
             self.shares = self._kept.shares(self.moved_bytes)
         self._position = 0
+        self.ended_well = True
 
     def stop_measuring(self) -> None:
         """Stop measuring between two iterations: what the meter showed is enough."""
         self._meter = None
 
     def release(self) -> None:
-        """Give the host buffers back: another program takes over.
+        """Wait for the device and give the host buffers back: another program takes over, or the run is over.
 
-        Both ends of a transfer call this; the next `begin` measures anew.
+        Both ends of a transfer call this, and each waits for the other, no longer than the transports' time-out. The
+        next `begin` measures anew.
         """
+        synchronize(self._config.device)
         self._partners.release()
 
     def abandon(self) -> None:
         """Drop every reference after an error; the run is over."""
+        self.ended_well = False
         self._ranges.end()
         self._partners.abandon()
 

@@ -1,12 +1,14 @@
 """Connect the pairs of every pipeline of the world that move anything.
 
 In: a schedule, the global ranks of every pipeline, and the wanted transport. Out: this rank's connections, every pair's
-link, and a table for the log. Knows neither who runs the schedule nor how its processes are arranged.
+link, and a table for the log; and at the end of the run nothing of them. Knows neither who runs the schedule nor how
+its processes are arranged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from bpipe.ir.host_buffers import links_of, num_buffers_for, num_host_memory_buf
 from bpipe.ir.hosts import Pair, device_ranks, uses_host_memory
 from bpipe.ir.memory import peak_counts
 from bpipe.ir.schedule import Schedule
+from bpipe.runtime.engine import Engine
 from bpipe.runtime.streams import copying_on, total_bytes
 from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory, connect_all, connect_own
 from bpipe.transport.host_memory import Buffers
@@ -54,6 +57,49 @@ def connect_pairs(
         links = links + owns
         connections |= {} if memory is None else {here: memory}
     return connections, links, describe(links, stages)
+
+
+class Closable(Protocol):
+    """Groups and threads of one run: a connection, an edge, or what ranks that share a vocabulary have."""
+
+    def close(self) -> None:
+        """End them, together with the other ranks that have them."""
+
+    def abandon(self) -> None:
+        """End what waits for nobody."""
+
+
+def disconnect(engine: Engine | None, connections: Iterable[Closable | None], failed: bool = False) -> str | None:
+    """Give back what a run has on this rank and on others: host buffers, mappings, groups and threads.
+
+    After a run that ended well all ranks call it, with `connections` in the order in which they were made. CUDA needs
+    that order: a mapping that its opener never closed spoils later ones of both processes, and memory must not be freed
+    while another process has it open.
+
+    Args:
+        engine: The engine whose program ran last; those of earlier programs have released theirs.
+        connections: What the run was connected by; None is what `connect` returns to a rank in no pair.
+        failed: Whether the run failed, even if its last iteration did not.
+
+    Returns:
+        None if everything was given back. Otherwise why it was not: then it stays until the process ends, and no rank
+        is waited for.
+    """
+    parts, reason = [connection for connection in connections if connection is not None], "the run failed"
+    if not failed and (engine is None or engine.ended_well):
+        try:
+            if engine is not None:
+                engine.release()
+            for part in parts:
+                part.close()
+            return None
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+    if engine is not None:
+        engine.abandon()
+    for part in parts:
+        part.abandon()
+    return reason
 
 
 def host_buffers(schedule: Schedule, rank: int, device_bytes: int) -> Buffers:

@@ -85,11 +85,6 @@ class Connected:
         """Return transports for one schedule."""
         return {place: each.transport(differing=differing) for place, each in self.connections.items()}
 
-    def close(self) -> None:
-        """End the threads that copy."""
-        for connection in self.connections.values():
-            connection.close()
-
 
 def connected(
     group: Any, schedule: Schedule, wanted: str, timeout_s: float, device: torch.device, known: Sequence[Any] = ()

@@ -23,6 +23,7 @@ from bpipe.generate.families import default_family
 from bpipe.ir.action import Action
 from bpipe.plan.fit import Fit, plan_lines
 from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.links import disconnect
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.streams import allocated_on
 from bpipe.runtime.verifying import Verifier
@@ -74,7 +75,8 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
     `step`, `eval`, targets, losses and keywords are those of torch's schedules. `config` and `schedule` say what is run,
     `engine` moves activations, `verifier` checks them where that is asked. `links` are the measured links of all pairs,
     `buffers` torch's for what it receives, where they are kept lean. `plan` is that of a memory budget, from the first
-    step on; before that the schedule moves nothing.
+    step on; before that the schedule moves nothing. After the last step call `close`, or use the schedule as a context
+    manager: until then ranks lend memory to each other.
     """
 
     def __init__(
@@ -155,6 +157,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
             verifier=self.verifier,
         )
         self._report: StepRecord | None = None
+        self._is_closed = False
         self._adopt(self.config, final=self._budget is None)
 
     def _adopt(self, config: ScheduleConfig, final: bool) -> None:
@@ -164,7 +167,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         self._prepare_schedule_with_comms(self.pipeline_order)
         require_attributes(self, self._stages)
         settings = self._engine_config
-        connections = self._connected(settings)
+        connections = self._connections = self._connected(settings)
         self.links = connections.links
         order = self.pipeline_order_with_comms
         refuse_standstill(self.schedule, order, settings.device, self.links, settings.differing)
@@ -222,12 +225,36 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
             )
         super().register_custom_function(computation_type, custom_function)
 
+    def close(self, *, failed: bool = False) -> None:
+        """Give back what the schedule has on this rank and on others: host buffers, process groups and threads.
+
+        After the last step all ranks call it. No step can follow. A second call does nothing.
+
+        Args:
+            failed: Whether the training failed. Then no rank is waited for, and memory that ranks lend to each other
+                stays until the process ends. A step that failed need not be told.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        reason = disconnect(self.engine, self._connections.connections.values(), failed)
+        if reason is not None and not failed:
+            logger.warning("bpipe: memory that ranks lend to each other stays until this process ends: %s", reason)
+
+    def __enter__(self) -> BalancedSchedule:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.close(failed=kind is not None)
+
     # -- a step, as torch's runtime takes it
     # -----------------------------------------------------------------------------------------------------------------
 
     def _step_microbatches(self, *args: Any, **kwargs: Any) -> Any:
         if not (self._has_backward and torch.is_grad_enabled()):
             return super()._step_microbatches(*args, **kwargs)
+        if self._is_closed:
+            raise RuntimeError("this BalancedSchedule is closed: call close() after the last step, or make a new one")
         if self._budget is not None and self.plan is None:
             self._plan(self._budget, *args, **kwargs)
         with self._recorded(), self._called():

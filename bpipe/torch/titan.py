@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import importlib
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,6 +120,13 @@ def balanced_config(base: Any) -> Any:
                 pipelining_fn = pipelining_with(spec.pipelining_fn, config.balance, named)
                 config.model_spec = dataclasses.replace(spec, pipelining_fn=pipelining_fn)
             super().__init__(config)
+
+        def close(self) -> None:
+            schedule = getattr(self, "pp_schedule", None)
+            if isinstance(schedule, BalancedSchedule):
+                # torchtitan's main closes its trainer in the handler of an error, too.
+                schedule.close(failed=sys.exception() is not None)
+            super().close()
 
     # What torchtitan's Configurable wires by a nested class.
     Config._owner = BalancedTrainer

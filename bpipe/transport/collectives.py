@@ -71,6 +71,20 @@ class SharedGroups:
     of: Mapping[Kind, dist.ProcessGroup]
     hosts: Mapping[int, Control]
     timeout_s: float | None = None
+    # The group of `hosts`.
+    control: dist.ProcessGroup | None = None
+
+    def close(self) -> None:
+        """Destroy the groups after a run that ended well. Every rank that shares them calls it.
+
+        The device must have done what it was given: a destroyed communicator ends the rest.
+        """
+        dist.barrier(self.control)
+        for group in (*self.of.values(), self.control):
+            dist.destroy_process_group(group)
+
+    def abandon(self) -> None:
+        """Do nothing: the groups stay."""
 
 
 def connect_shared(
@@ -95,11 +109,12 @@ def connect_shared(
             if rank in ranks:
                 found[kind] = group
     hosts: dict[int, Control] = {}
+    control = None
     for ranks in pipelines:
         group = new_group(ranks, "gloo", timeout_s, f"SHARDS_CONTROL_{ranks[0]}_{ranks[-1]}")
         if rank in ranks:
-            hosts = {place: Control(other, group) for place, other in enumerate(ranks) if other != rank}
-    groups = SharedGroups(next(ranks for ranks in pipelines if rank in ranks), found, hosts, timeout_s)
+            control, hosts = group, {place: Control(other, group) for place, other in enumerate(ranks) if other != rank}
+    groups = SharedGroups(next(ranks for ranks in pipelines if rank in ranks), found, hosts, timeout_s, control)
     # A network that does not connect fails here and not in the middle of a step.
     for group in found.values():
         dist.all_reduce(torch.zeros(1, device=device), group=group)

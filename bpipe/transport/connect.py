@@ -21,7 +21,15 @@ from bpipe.transport.base import Transport
 from bpipe.transport.control import Control, Subject
 from bpipe.transport.device import Device
 from bpipe.transport.device_memory import DeviceMemory
-from bpipe.transport.distributed import Distributed, PairGroups, abort_groups, destroy_groups, pair_control, pair_groups
+from bpipe.transport.distributed import (
+    Distributed,
+    PairGroups,
+    abort_groups,
+    destroy_groups,
+    pair_control,
+    pair_groups,
+    part,
+)
 from bpipe.transport.headed import Headed
 from bpipe.transport.host_memory import Budget, Buffers, LocalRank, MemoryLimit, memory_limits
 from bpipe.transport.lanes import CopyLane
@@ -162,8 +170,22 @@ class Connection:
             abort_groups(self._groups[name])
 
     def close(self) -> None:
+        """End the connection after a run that ended well: both ranks call it, after their engines' `release`.
+
+        The transports' threads and process groups end. Raises what the control group raises where the partner does not
+        come within the time-out.
+        """
         for lane in self._lanes:
             lane.close()
+        used = self._groups if self.link is None else {self.link.transport: self._groups.get(self.link.transport)}
+        # One that failed while it was tried stays: to destroy it may take for ever.
+        part(self.control, [groups for groups in used.values() if groups is not None])
+        self._groups.clear()
+
+    def abandon(self) -> None:
+        """End the threads after an error, and wait for nobody; the groups stay."""
+        for lane in self._lanes:
+            lane.close(wait=False)
 
 
 class OwnMemory:
@@ -190,8 +212,14 @@ class OwnMemory:
         return HostMemory(self._device, self._budget, wanted, way_out)
 
     def close(self) -> None:
+        """End the threads that copy."""
         for lane in self._lanes:
             lane.close()
+
+    def abandon(self) -> None:
+        """End them, and wait for nobody."""
+        for lane in self._lanes:
+            lane.close(wait=False)
 
 
 def connect_own(buffers: Buffers, timeout_s: float, device: Device) -> tuple[OwnMemory | None, list[MeasuredLink]]:
@@ -298,7 +326,7 @@ def _refuse_without_transport(links: Sequence[MeasuredLink], connections: Iterab
     ]
     if lines:
         for connection in connections:
-            connection.close()
+            connection.abandon()
         raise RuntimeError("no transport connects every pair of ranks, see --bpipe-transport:\n  " + "\n  ".join(lines))
 
 

@@ -31,6 +31,8 @@ class Subject(enum.IntEnum):
     FIRST_OUTPUT = 7
     FIRST_GRADIENT = 8
     FIRST_SPLIT_GRADIENT = 9
+    # Nothing follows.
+    END = 10
 
 
 class SentMessage:
@@ -99,6 +101,10 @@ class Control:
         heard = self.receive(about)
         sent.wait()
         return heard
+
+    def destroy(self) -> None:
+        """Destroy the group, after the last message on both ranks."""
+        dist.destroy_process_group(self._group)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

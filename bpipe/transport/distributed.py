@@ -11,7 +11,7 @@ directions in one communicator would wait for each other.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -127,6 +127,18 @@ def destroy_groups(groups: PairGroups) -> None:
     upward_first = dist.get_rank() < groups.partner
     for group in (groups.sending, groups.receiving) if upward_first else (groups.receiving, groups.sending):
         dist.destroy_process_group(group)
+
+
+def part(control: Control, groups: Iterable[PairGroups]) -> None:
+    """Destroy what two ranks have together, once both have come here.
+
+    Both ranks call it, when their devices have done what they were given: a destroyed communicator ends the rest.
+    Raises what the control group raises where the partner does not come within the time-out.
+    """
+    control.exchange(Subject.END, None)
+    for each in groups:
+        destroy_groups(each)
+    control.destroy()
 
 
 def abort_groups(groups: PairGroups) -> None:

@@ -30,7 +30,16 @@ from bpipe.ir.action import Kind
 from bpipe.ir.hosts import Pair
 from bpipe.ir.program import Message
 from bpipe.transport.control import Control, SentMessage, Subject
-from bpipe.transport.distributed import PairGroups, Works, batched, name_timeout, pair_control, pair_groups, try_out
+from bpipe.transport.distributed import (
+    PairGroups,
+    Works,
+    batched,
+    name_timeout,
+    pair_control,
+    pair_groups,
+    part,
+    try_out,
+)
 from bpipe.transport.shapes import Shapes, check_alike, empty, shapes_of
 
 # What a stage makes in its forward, or in its backward, of one slice: the same for every micro-batch.
@@ -43,6 +52,17 @@ class Edge:
 
     groups: PairGroups
     control: Control
+
+    def close(self) -> None:
+        """Destroy the groups after a run that ended well.
+
+        Both ranks call it, each for its edges in the order in which they were connected, when their devices have done
+        what they were given.
+        """
+        part(self.control, [self.groups])
+
+    def abandon(self) -> None:
+        """Do nothing: the groups stay."""
 
 
 def connect_edges(

@@ -18,7 +18,8 @@ __all__ = ["install", "place", "samples_of"]
 
 
 def install(config: SchedulingConfig, *, samples_by_chunk: bool = False) -> Installed:
-    """Balance every pipelined iteration from now on. `.remove()` of the result puts Megatron's own functions back.
+    """Balance every pipelined iteration from now on. `.remove()` of the result puts Megatron's own functions back
+    and gives memory back: all ranks call it, with `failed=True` where an error ends the training.
 
     Call it before `pretrain`, which looks the pipelined loop up once, and for a schedule whose stages are not where
     Megatron has them before process groups and models are made. Raises RuntimeError where the installed Megatron

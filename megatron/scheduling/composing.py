@@ -34,7 +34,7 @@ class Composition:
     def install(self) -> patches.Installed:
         """Replace Megatron's functions.
 
-        Taking them out ends the loop and the driver, too. Raises Unfit for another Megatron.
+        Taking them out ends the loop and the driver, too, which is collective. Raises Unfit for another Megatron.
         """
         installed = patches.install(self.wraps)
         installed.closing(self.driver.close)

@@ -182,6 +182,7 @@ def scheduling(args: Any, given: Mapping[str, Any]) -> Iterator[None]:
         yield
         if reporter is not None:
             reporter.finish()
+        installed.remove()
     except Refused as error:
         # Every rank sees it alike, and nobody has waited for anybody yet.
         _leave_process_groups()
@@ -193,7 +194,8 @@ def scheduling(args: Any, given: Mapping[str, Any]) -> Iterator[None]:
         raise
     finally:
         watch.end()
-        installed.remove()
+        # Or the process ends, by an error or by one of Megatron's own exits, and gives everything back itself.
+        installed.remove(failed=True)
 
 
 @contextlib.contextmanager

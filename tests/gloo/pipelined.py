@@ -167,7 +167,7 @@ def facts(balanced: BalancedSchedule, meter: Meter, is_same: bool, place: int) -
     }
     if balanced.verifier is not None:
         result["verified"] = balanced.verifier.certificate.iterations
-    engine.release()
+    balanced.close()
     return result
 
 

@@ -75,6 +75,16 @@ def test_the_first_failure_is_everybodys_last_line(tmp_path: Path, rank: int) ->
 
 
 @pytest.mark.timeout(120)
+def test_megatrons_own_exit_waits_for_nobody(tmp_path: Path) -> None:
+    """It leaves the trainer by SystemExit, with host buffers lent and opened."""
+    outcome = run(tmp_path, [*BPIPE, "--bpipe-transport", "peer", "--exit-interval", "2"])
+    assert outcome.codes == [0] * 4, [log[-1000:] for log in outcome.logs]
+    assert " iteration        2/" in outcome.logs[3]
+    assert " iteration        3/" not in outcome.logs[3]
+    assert outcome.seconds < 60
+
+
+@pytest.mark.timeout(120)
 def test_a_partner_that_stops_ends_its_evictor_within_the_time_out(tmp_path: Path) -> None:
     """Stage 3 freezes: its connections stay open, so only the time-out can tell.
 

@@ -57,6 +57,7 @@ CASES: Mapping[str, Case] = {
         "a late device's queues follow its draw",
     ),
     "peer": Case("peer", "one-sided copies between two processes are right"),
+    "twice": Case("twice", "several trainings in one process over peer, each of which gives its memory back"),
     "streams": Case("streams", "the order of streams is right, and each wait is needed"),
     "pipelines": Case("pipelines", "whole pipelines, each rank on a stream of the one device"),
     "memory": Case("memory", "what each stage allocates, against the prediction"),

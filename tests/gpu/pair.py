@@ -35,13 +35,14 @@ EVICTOR, LENDER = 0, 1
 Found = dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Member:
-    """One process of the pair."""
+    """One process of the pair. `connection` is the one that ends with the process; `connect` makes another."""
 
     rank: int
     on: Accelerator
     connection: Connection
+    connect: Callable[[], Connection]
 
 
 Part = Callable[[Member, Any, float], Found]
@@ -73,11 +74,17 @@ def _process(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT_S)
     )
     here = replace(copying_on(on.device), lanes=lambda device, timeout_s: late_lanes(on, timeout_s))
-    connection, links = connect([(EVICTOR, LENDER)], transport, TIMEOUT_S, here)
-    assert connection is not None
-    found = {"transport": links[0].transport, **part(Member(rank, on, connection), sizes, until)}
+
+    def connected() -> Connection:
+        connection, _ = connect([(EVICTOR, LENDER)], transport, TIMEOUT_S, here)
+        assert connection is not None
+        return connection
+
+    member = Member(rank, on, connected(), connected)
+    assert member.connection.link is not None
+    found = {"transport": member.connection.link.transport, **part(member, sizes, until)}
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
-    connection.close()
+    member.connection.close()
     dist.barrier()
     dist.destroy_process_group()
 

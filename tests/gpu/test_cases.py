@@ -19,7 +19,7 @@ from bpipe.build import ScheduleConfig, build
 from bpipe.ir.action import Kind
 from bpipe.ir.memory import memory_of, peak_bytes
 from bpipe.runtime.engine import Engine
-from tests.gpu import abandon, memory, nccl, pipelines, side_stream, streams
+from tests.gpu import abandon, memory, nccl, pipelines, side_stream, streams, twice
 from tests.gpu.accelerators import CUDA, LATE, Accelerator, Held, accelerator
 from tests.gpu.cases import CASES
 from tests.gpu.common import MODERATE, SMALL, Result
@@ -192,6 +192,28 @@ def test_side_stream_says_when_nothing_was_tried(on: Accelerator, monkeypatch: p
     result = run_case("side_stream", on, SMALL, LONGEST_S)
     assert result.ok is False
     assert "was not moved: nothing was tried" in values(result)["the side stream noted"]
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "wrong", "computes", "named"),
+    [
+        ([9 << 20, 9 << 20, 9 << 20], 0, True, []),
+        # A first training that gave back more later is no leak.
+        ([8 << 20, 9 << 20, 9 << 20], 0, True, []),
+        ([9 << 20, 9 << 20, 5 << 20], 0, True, ["device memory, lender"]),
+        ([9 << 20, 9 << 20, 9 << 20], 1, True, ["gradients, lender"]),
+        ([9 << 20, 9 << 20, 9 << 20], 0, False, ["torch afterwards, lender"]),
+    ],
+)
+def test_twice_notices_what_a_training_left(
+    free_bytes: list[int], wrong: int, computes: bool, named: list[str]
+) -> None:
+    trainings = [{"wrong": 0, "host_buffer_bytes": 4 << 20}, {"wrong": wrong}, {"wrong": 0}]
+    good = {"transport": "peer", "trainings": [{"wrong": 0}] * 3, "free_bytes": [9 << 20] * 3, "computes": True}
+    result = Result(ok=True)
+    twice.judge(good, {"trainings": trainings, "free_bytes": free_bytes, "computes": computes}, result)
+    assert [what for what, value in result.rows if value.startswith("FAILED")] == named
+    assert result.ok is not bool(named)
 
 
 def test_an_nccl_that_takes_no_two_ranks_on_one_gpu_is_named() -> None:

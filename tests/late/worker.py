@@ -27,8 +27,9 @@ from megatron.core import parallel_state
 from megatron.scheduling import cpu as cpu_runtime
 from tests.gloo import worker
 from tests.late import sums
-from tests.late.devices import Draw
+from tests.late.devices import Draw, extension
 from tests.late.processes import begin_process
+from tests.support.holding import holding as shared_holding
 
 
 class Recorder(worker.Recorder):
@@ -80,6 +81,18 @@ def on_device(arguments: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(argument for argument in arguments if argument != "--use-cpu-initialization")
 
 
+def holding(device: str) -> dict[str, int]:
+    """Return what this process still has of its trainings, on a late device, too. The boards of late groups are not
+    counted: they stand for NCCL's memory."""
+    found = shared_holding()
+    if device == "late":
+        torch.accelerator.empty_cache()
+        free, total = torch.accelerator.get_memory_info()
+        lent, opened = extension().holding()
+        found |= {"device_bytes": total - free, "lent": lent, "opened": opened}
+    return found
+
+
 def main(device: str, cases: str, folder: str) -> None:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
@@ -94,6 +107,7 @@ def main(device: str, cases: str, folder: str) -> None:
             gc.disable()
         worker.run(case, Path(folder), MemoryRecorder if case["memory"] else Recorder)
         gc.enable()
+        print(f"holding: {json.dumps(holding(device))}", flush=True)
 
 
 if __name__ == "__main__":

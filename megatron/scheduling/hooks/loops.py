@@ -58,7 +58,7 @@ class Hooks:
             patches.COMBINED_STEP: functools.partial(wrap_combined, self._driver, self._num_ranks, self._forward_of),
         }
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         """Do nothing: nothing of ours is left when the functions are put back."""
 
     def _wrap_loop(self, family: Family, loop: Callable[..., Any]) -> Callable[..., Any]:

@@ -322,7 +322,7 @@ class Installed:
     def __init__(self) -> None:
         # Whose attribute, its name, and what was there: a function, or what a class has instead of one.
         self._originals: list[tuple[object, str, Any]] = []
-        self._closing: list[Callable[[], None]] = []
+        self._closing: list[Callable[[bool], None]] = []
 
     def add(self, patch: Patch, wrap: Wrap) -> None:
         owner, name = _place(patch.module, patch.name)
@@ -335,16 +335,25 @@ class Installed:
             self._originals.append((owner, name, inspect.getattr_static(owner, name)))
             setattr(owner, name, replacement)
 
-    def closing(self, close: Callable[[], None]) -> None:
-        """Call this when the patches have been taken out."""
+    def closing(self, close: Callable[[bool], None]) -> None:
+        """Call `close(failed)` when the patches have been taken out."""
         self._closing.append(close)
 
-    def remove(self) -> None:
+    def remove(self, *, failed: bool = False) -> None:
+        """Put every function back, and give back what the training has on this rank and on others.
+
+        After a training that ended well all ranks call it, because they free the memory that they lend to each other
+        together. A second call does nothing.
+
+        Args:
+            failed: Whether the training failed. Then no rank is waited for, and that memory stays until the process
+                ends. An iteration that failed need not be told.
+        """
         while self._originals:
             owner, name, original = self._originals.pop()
             setattr(owner, name, original)
         while self._closing:
-            self._closing.pop()()
+            self._closing.pop()(failed)
 
 
 def _place(module: str, name: str) -> tuple[Any, str]:

@@ -33,7 +33,7 @@ from bpipe.recording.measured import KeptBySlices, iteration_of, summary_of
 from bpipe.report.memory import kept_peak, rule_by_slice
 from bpipe.runtime.engine import TIMERS, Engine, EngineConfig
 from bpipe.runtime.kept import Share
-from bpipe.runtime.links import connect_pairs
+from bpipe.runtime.links import Closable, connect_pairs, disconnect
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.pieces import Pieces
 from bpipe.runtime.recorder import Recorder
@@ -73,6 +73,7 @@ class Driver:
     `iteration`. `recording`, `watermark`: what a report wants to be noted; `recorded` is the last iteration's note.
     `changed_over`: this iteration is the first of its program since another one's, and every rank's is. `how`: how what
     runs is balanced, if at all. `differing`: micro-batches may differ in size; known from the first iteration on.
+    `further`: what whoever computes is connected by, in the order in which that was made.
     """
 
     def __init__(self, config: SchedulingConfig) -> None:
@@ -85,6 +86,7 @@ class Driver:
         self._at: Action | None = None
         # By the place of the other rank.
         self._connections: dict[int, Connection | OwnMemory] = {}
+        self.further: list[Closable] = []
         self.balance = config.balance
         self._learns = config.memory is not None and config.memory.learns
         # What is held is measured for whoever reads it: a report, Megatron's writers, or a budget to be learned.
@@ -311,10 +313,12 @@ class Driver:
         mine = {place: one for place, one in self._connections.items() if frozenset((self.rank, place)) in used}
         return {place: one.transport(differing=differing) for place, one in mine.items()}
 
-    def close(self) -> None:
-        """End the threads that copy: training is over."""
-        for connection in self._connections.values():
-            connection.close()
+    def close(self, failed: bool) -> None:
+        """End the training: give back what it has on this rank and on others."""
+        engine = None if self._program is None else self._engines.get(self._program)
+        reason = disconnect(engine, [*self._connections.values(), *self.further], failed)
+        if reason is not None and not failed:
+            say(f"memory that ranks lend to each other stays until this process ends: {reason}", everywhere=True)
 
     # -- measuring
     # -----------------------------------------------------------------------------------------------------------------

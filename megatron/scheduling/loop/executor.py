@@ -109,8 +109,8 @@ class Loop:
             **slices,
         }
 
-    def close(self) -> None:
-        """End the loop: training is over, one way or the other."""
+    def close(self, failed: bool) -> None:
+        """End the loop: training is over, one way or the other. Its groups are the driver's to destroy."""
         self._halves.abandon()
         if self._lane is not None:
             # What was asked of it is over, or others are gone and it waits for them.
@@ -264,6 +264,7 @@ class Loop:
                 self._groups = connect_neighbours(
                     neighbours(schedule), self._config.positions, self._config.message_timeout_s, self._driver.device
                 )
+                self._driver.further += self._groups.values()
             own = schedule.layout.stages_of(rank)
             order = [action for slot in schedule.ranks[rank] for action in slot.computations]
             split = {action.key for action in order if action.kind is Kind.BACKWARD_WEIGHT}
@@ -303,6 +304,7 @@ class Loop:
         timeout_s, device = self._config.message_timeout_s, self._driver.device
         if self._shared is None:
             self._shared = connect_shards(self._config.positions, timeout_s, device, self._own.input_shards)
+            self._driver.further.append(self._shared)
         second = None
         if isinstance(shard, EarlyShard):
             self._lane = self._lane or beside(device, timeout_s)

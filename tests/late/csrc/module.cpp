@@ -8,6 +8,7 @@
 #include "hosts.h"
 #include "locked.h"
 #include "machine.h"
+#include "runtime.h"
 #include "wire.h"
 
 namespace py = pybind11;
@@ -27,6 +28,10 @@ void reset(int devices, int connections, size_t capacity, bool allocation_synchr
   Machine::get().allocation_synchronizes = allocation_synchronizes;
   Machine::get().lending_synchronizes = lending_synchronizes;
   Machine::get().launch_blocks = launch_blocks;
+  // A training of this process that left another one's memory open has spoiled the next. On an H200 (CUDA 13.0) the next mapping failed with
+  // cudaErrorAlreadyMapped, and where the next training opened nothing, a kernel did.
+  if (auto left = late::holding().opened; left && late::works_by_itself())
+    Machine::get().failed = "late: resource already mapped: this process left " + std::to_string(left) + " mappings of other processes' memory open";
 }
 
 // One message of an exchange: channel, whether it is sent, address and bytes.
@@ -114,6 +119,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("lending_synchronizes"), py::arg("launch_blocks"));
   m.def("limit", [](size_t capacity) { CachingAllocator::get().limit(capacity); });
   m.def("order", &order, py::arg("kind"), py::arg("seed"), py::arg("stream"), py::arg("eagerness"));
+  m.def("holding", [] {
+    auto holding = late::holding();
+    return std::pair{holding.made, holding.opened};
+  });
   m.def("devices", [] { return Machine::get().devices(); });
   m.def("counts", [] { return Machine::get().counts; });
   m.def("progress", [] { return Machine::get().progress.load(); });

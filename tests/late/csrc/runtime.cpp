@@ -1,10 +1,14 @@
 // The calls of CUDA's runtime that one-sided transports make, under CUDA's names, for late devices. Numbers are those of CUDA 13's headers
-// (driver_types.h). Memory of the driver's is shared memory, so that another process can open it by its handle.
+// (driver_types.h). Memory of the driver's is shared memory, so that another process can open it by its handle. It ends with a number that
+// CUDA does not show: how often the memory is open. See runtime.h.
+#include "runtime.h"
+
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstring>
 #include <map>
 
@@ -17,9 +21,10 @@ namespace late {
 namespace {
 
 constexpr int kSuccess = 0, kInvalidValue = 1, kMemoryAllocation = 2, kInvalidDevice = 101, kHostMemoryAlreadyRegistered = 712,
-              kHostMemoryNotRegistered = 713, kMapFailed = 205, kUnknown = 999;
+              kHostMemoryNotRegistered = 713, kMapFailed = 205, kIllegalState = 401, kUnknown = 999;
 constexpr int kVersion = 13000;
 constexpr int kNeverWritten = 0xFF;
+constexpr size_t kPageBytes = 4096;
 // What a copy engine moves in a microsecond of the device.
 constexpr double kBytesPerMicrosecond = 25000;
 
@@ -62,8 +67,17 @@ bool reachable(const void* address) {
   return within(made, address) || within(opened, address);
 }
 
+size_t whole_pages(size_t nbytes) { return (nbytes + kPageBytes - 1) / kPageBytes * kPageBytes; }
+
+size_t with_count(size_t nbytes) { return whole_pages(nbytes) + kPageBytes; }
+
+// In how many processes, or how often in one, the memory is open.
+std::atomic<int>& times_open(void* address, size_t nbytes) {
+  return *reinterpret_cast<std::atomic<int>*>(static_cast<char*>(address) + whole_pages(nbytes));
+}
+
 void* map(int descriptor, size_t nbytes) {
-  void* address = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+  void* address = mmap(nullptr, with_count(nbytes), PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
   return address == MAP_FAILED ? nullptr : address;
 }
 
@@ -94,6 +108,12 @@ int copy_all(void* const* targets, const void* const* sources, const size_t* len
 }
 
 }  // namespace
+
+Holding holding() {
+  std::lock_guard<std::mutex> guard(mutex);
+  return {made.size(), opened.size()};
+}
+
 }  // namespace late
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
@@ -121,6 +141,7 @@ EXPORTED const char* cudaGetErrorName(int status) {
       {kHostMemoryAlreadyRegistered, "cudaErrorHostMemoryAlreadyRegistered"},
       {kHostMemoryNotRegistered, "cudaErrorHostMemoryNotRegistered"},
       {kMapFailed, "cudaErrorMapBufferObjectFailed"},
+      {kIllegalState, "cudaErrorIllegalState"},
   };
   auto found = names.find(status);
   return found == names.end() ? "cudaErrorUnknown" : found->second;
@@ -155,7 +176,7 @@ EXPORTED int cudaMalloc(void** found, size_t nbytes) {
     if (Machine::get().lending_synchronizes) Machine::get().wait_device(device);
     if (!CachingAllocator::get().reserve(device, nbytes)) return kMemoryAllocation;
     int descriptor = memfd_create("late", MFD_CLOEXEC);
-    void* address = descriptor >= 0 && !ftruncate(descriptor, static_cast<off_t>(nbytes)) ? map(descriptor, nbytes) : nullptr;
+    void* address = descriptor >= 0 && !ftruncate(descriptor, static_cast<off_t>(with_count(nbytes))) ? map(descriptor, nbytes) : nullptr;
     if (!address) return kMemoryAllocation;
     std::memset(address, kNeverWritten, nbytes);
     std::lock_guard<std::mutex> guard(mutex);
@@ -171,11 +192,14 @@ EXPORTED int cudaFree(void* address) {
     auto found = made.find(address);
     if (found == made.end()) return kInvalidValue;
     Shared shared = found->second;
+    // "Calling cudaFree on an exported memory region before calling cudaIpcCloseMemHandle in the importing context will result in undefined
+    // behavior": cudaIpcOpenMemHandle, CUDA Runtime API.
+    if (times_open(address, shared.nbytes) > 0) return kIllegalState;
     made.erase(found);
     guard.unlock();
     Machine::get().wait_device(shared.device);
     CachingAllocator::get().unreserve(shared.device, shared.nbytes);
-    munmap(address, shared.nbytes);
+    munmap(address, with_count(shared.nbytes));
     close(shared.descriptor);
     return kSuccess;
   });
@@ -198,6 +222,7 @@ EXPORTED int cudaIpcOpenMemHandle(void** found, Handle handle, unsigned) {
   int descriptor = open(path.c_str(), O_RDWR | O_CLOEXEC);
   void* address = descriptor < 0 ? nullptr : map(descriptor, meaning.nbytes);
   if (!address) return result(kMapFailed);
+  ++times_open(address, meaning.nbytes);
   std::lock_guard<std::mutex> guard(mutex);
   opened[address] = {current_device(), descriptor, meaning.nbytes};
   *found = address;
@@ -208,7 +233,8 @@ EXPORTED int cudaIpcCloseMemHandle(void* address) {
   std::lock_guard<std::mutex> guard(mutex);
   auto found = opened.find(address);
   if (found == opened.end()) return result(kInvalidValue);
-  munmap(address, found->second.nbytes);
+  --times_open(address, found->second.nbytes);
+  munmap(address, with_count(found->second.nbytes));
   close(found->second.descriptor);
   opened.erase(found);
   return kSuccess;

@@ -106,6 +106,24 @@ def test_gradients_equal_to_the_last_bit(p: int, m: int) -> None:
     assert torch.equal(gradient(engine_for(plan), plan, 2), gradient(None, plan, 2))
 
 
+def test_an_engine_knows_whether_its_last_iteration_ended_well() -> None:
+    """Only then may a rank wait for its partner at the end of the run: after an error that one does not come."""
+    plan, engine = schedule(), engine_for(schedule())
+    assert engine.ended_well
+    gradient(engine, plan)
+    assert engine.ended_well
+    engine.begin()
+    assert not engine.ended_well
+    engine.abandon()
+    assert not engine.ended_well
+
+
+def test_an_engine_that_was_dropped_between_iterations_has_not_ended_well() -> None:
+    engine = engine_for(schedule())
+    engine.abandon()
+    assert not engine.ended_well
+
+
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (6, 12), (8, 16)])
 @pytest.mark.parametrize("balance", ["none", "bpipe"])
 def test_measured_peak_is_the_scheduled_one(p: int, m: int, balance: str) -> None:

@@ -76,6 +76,15 @@ def removing_restores_megatrons_own() -> None:
     assert functions() == before
 
 
+def what_a_training_has_is_given_back_once_and_told_how_it_ended() -> None:
+    for failed in (False, True):
+        installed, ended = patches.install({}), []
+        installed.closing(ended.append)
+        installed.remove(failed=failed)
+        installed.remove(failed=True)
+        assert ended == [failed]
+
+
 def signatures_are_those_that_were_read() -> None:
     assert [problem for patch in (*patches.PATCHES, *patches.LEAVES) for problem in patches.differences(patch)] == []
 
@@ -254,6 +263,7 @@ def what_may_be_missing_is_there() -> None:
 
 if __name__ == "__main__":
     removing_restores_megatrons_own()
+    what_a_training_has_is_given_back_once_and_told_how_it_ended()
     a_class_gets_back_what_it_had()
     signatures_are_those_that_were_read()
     another_signature_is_refused_with_nothing_replaced()

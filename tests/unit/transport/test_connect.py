@@ -123,7 +123,27 @@ def test_a_connection_makes_the_transport_its_link_chose() -> None:
     assert isinstance(host, OneSidedCopies)
     assert isinstance(host._access, HostMemory)
     assert isinstance(connection.transport("gloo"), Distributed)
+    for lane in lanes:
+        lane.close()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "tried", "gone"),
+    [("gloo", ["gloo"], ["gloo"]), ("peer", ["nccl"], []), ("nccl", ["nccl", "gloo"], ["nccl"])],
+)
+def test_a_connection_that_ends_destroys_what_its_link_used(
+    chosen: str, tried: list[str], gone: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And never a group that failed when it was tried: that may take for ever."""
+    device, (control, _) = copying_on(torch.device("cpu")), controls()
+    lanes = device.lanes(device.device, 1.0)
+    groups = {name: PairGroups(1, None, None) for name in tried}  # type: ignore[arg-type]
+    parted: list[Any] = []
+    monkeypatch.setattr(connect, "part", lambda control, groups: parted.append((control, groups)))
+    connection = Connection(1, control, groups, device, lanes, 1.0)  # type: ignore[arg-type]
+    connection.link = MeasuredLink((0, 1), chosen, {})
     connection.close()
+    assert parted == [(control, [groups[name] for name in gone])]
     assert not any(lane._thread.is_alive() for lane in lanes)  # type: ignore[attr-defined]
 
 

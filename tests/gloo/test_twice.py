@@ -1,0 +1,68 @@
+"""Several trainings in one process without Megatron: each gives back what it had, and none waits for a rank that will
+not come."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.gloo import twice
+from tests.gloo.conftest import ROOT
+
+NOTHING = {"files": 0, "mappings": 0, "groups": 0, "threads": 0}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("twice")
+    command = [sys.executable, "-W", "ignore", "-m", "tests.gloo.twice", str(folder)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(twice.RANKS)]
+
+
+@pytest.mark.timeout(120)
+def test_every_training_has_torchs_bits_and_leaves_nothing(found: list[dict[str, Any]]) -> None:
+    """Two threads, three groups and a shared piece of memory of each stayed."""
+    for rank in found:
+        assert [one["same"] for one in rank["trainings"]] == [True] * len(twice.TRANSPORTS)
+        assert [one["left"] for one in rank["trainings"]] == [NOTHING] * len(twice.TRANSPORTS)
+    for number, transport in enumerate(twice.TRANSPORTS):
+        evictor, lender = (found[rank]["trainings"][number] for rank in (0, 3))
+        assert evictor["moved"] > 0
+        for one in (evictor, lender):
+            assert (one["held"]["files"] > 0) is (one["held"]["mappings"] > 0) is (transport == "peer")
+            assert one["held"]["groups"] == (3 if transport == "gloo" else 1)
+            assert one["held"]["threads"] == 2
+
+
+@pytest.mark.timeout(120)
+def test_a_loop_of_ones_own_leaves_nothing(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        first, second = rank["own loop"]
+        assert first == second
+        assert first[-1] == NOTHING
+
+
+@pytest.mark.timeout(120)
+def test_a_closed_schedule_takes_no_step(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert rank["refusal"].startswith("this BalancedSchedule is closed: ")
+
+
+@pytest.mark.timeout(120)
+def test_an_error_between_two_steps_waits_for_nobody(found: list[dict[str, Any]]) -> None:
+    assert all(rank["raised_s"] < 1.0 for rank in found), [rank["raised_s"] for rank in found]
+
+
+@pytest.mark.timeout(120)
+def test_a_partner_that_left_is_named_and_not_waited_for(found: list[dict[str, Any]]) -> None:
+    """Rank 3 lends to rank 0. The others have no partner."""
+    (line,) = found[0]["alone"]
+    assert line.startswith("bpipe: memory that ranks lend to each other stays until this process ends: ")
+    assert found[1]["alone"] == found[2]["alone"] == []
+    assert all(rank["alone_s"] < twice.TIMEOUT_S for rank in found[:3])

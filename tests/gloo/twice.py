@@ -1,0 +1,115 @@
+"""Ranks that train several times in one process without Megatron, and what is left of each training.
+
+In: a folder. Out: `<folder>/rank<r>.json`: by training, whether its bits are those of torch's own class, and what the
+process has afterwards; how a closed schedule refuses another step; and how long `close` took, and what it said, after
+this rank's partner had left without it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import Schedule1F1B
+from torch.multiprocessing import start_processes
+
+from bpipe.torch import BalancedSchedule
+from examples import toy
+from tests.gloo.pipelined_stages import loss_of, same, stages_of, steps_of
+from tests.support.holding import holding
+
+RANKS, MICROBATCHES, TIMEOUT_S = 4, 8, 20.0
+TRANSPORTS = ("peer", "gloo", "host", "peer", "peer")
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def balanced(rank: int, transport: str) -> tuple[BalancedSchedule, Any]:
+    stages = stages_of([rank], RANKS)
+    options: dict[str, Any] = {"minimum_bytes": 256, "timeout_s": TIMEOUT_S, "poison": True, "transport": transport}
+    return BalancedSchedule(stages, MICROBATCHES, loss_of, schedule="1f1b", **options), stages
+
+
+def trained(rank: int, transport: str, wanted: Any) -> dict[str, Any]:
+    schedule, stages = balanced(rank, transport)
+    with schedule:
+        is_same = same(wanted, steps_of(schedule, stages, MICROBATCHES))
+        moved, held = sum(schedule.engine.moved_bytes.values()), holding()
+    dist.barrier()
+    return {"same": is_same, "moved": moved, "held": held, "left": holding()}
+
+
+def refusal(rank: int) -> str:
+    """What a schedule says that is closed."""
+    schedule, stages = balanced(rank, "peer")
+    schedule.close()
+    schedule.close()
+    try:
+        steps_of(schedule, stages, MICROBATCHES, num_steps=1)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def raised(rank: int) -> float:
+    """How long a schedule takes to end on one rank alone, by an error between two steps."""
+    schedule, stages = balanced(rank, "peer")
+    begin_s = 0.0
+    try:
+        with schedule:
+            steps_of(schedule, stages, MICROBATCHES, num_steps=1)
+            dist.barrier()
+            if rank:
+                # Nobody who would be waited for comes.
+                time.sleep(2.0)
+            begin_s = time.perf_counter()
+            raise ArithmeticError
+    except ArithmeticError:
+        return time.perf_counter() - begin_s
+
+
+def one_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    lines = Lines()
+    logging.getLogger("bpipe").addHandler(lines)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS)
+    stages = stages_of([rank], RANKS)
+    wanted = steps_of(Schedule1F1B(stages[0], MICROBATCHES, loss_fn=loss_of), stages, MICROBATCHES)
+    found: dict[str, Any] = {"trainings": [trained(rank, transport, wanted) for transport in TRANSPORTS]}
+    found["own loop"] = [[*toy.train(rank, "bpipe")[0], holding()] for _ in range(2)]
+    found["refusal"] = refusal(rank)
+    found["raised_s"] = raised(rank)
+    dist.barrier()
+    schedule, stages = balanced(rank, "peer")
+    steps_of(schedule, stages, MICROBATCHES, num_steps=1)
+    dist.barrier()
+    if rank != RANKS - 1:
+        begin_s = time.perf_counter()
+        lines.lines.clear()
+        schedule.close()
+        found |= {"alone_s": time.perf_counter() - begin_s, "alone": lines.lines}
+    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(found))
+    sys.stdout.flush()
+    # Without its part in what the others end.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    start_processes(one_rank, args=(sys.argv[1],), nprocs=RANKS, start_method="fork")

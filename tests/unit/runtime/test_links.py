@@ -1,0 +1,70 @@
+"""How a run ends: what is given back in which order, and that nobody is waited for once something failed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bpipe.runtime.links import disconnect
+
+
+class Noted:
+    """An engine, or what a run is connected by: notes what it is asked to do."""
+
+    ended_well = True
+
+    def __init__(self, name: str, notes: list[str], error: Exception | None = None) -> None:
+        self._name, self._notes, self._error = name, notes, error
+
+    def release(self) -> None:
+        self._notes.append(f"{self._name} gives back")
+        if self._error is not None:
+            raise self._error
+
+    close = release
+
+    def abandon(self) -> None:
+        self._notes.append(f"{self._name} is dropped")
+
+
+def parts(notes: list[str], error: Exception | None = None) -> tuple[Any, list[Noted]]:
+    return Noted("engine", notes), [Noted("first", notes, error), Noted("second", notes)]
+
+
+DROPPED = ["engine is dropped", "first is dropped", "second is dropped"]
+
+
+def test_after_a_run_that_ended_well_host_buffers_go_before_what_they_are_reached_by() -> None:
+    notes: list[str] = []
+    assert disconnect(*parts(notes)) is None
+    assert notes == ["engine gives back", "first gives back", "second gives back"]
+
+
+def test_a_run_whose_iteration_failed_waits_for_nobody() -> None:
+    notes: list[str] = []
+    engine, connections = parts(notes)
+    engine.ended_well = False
+    assert disconnect(engine, connections) == "the run failed"
+    assert notes == DROPPED
+
+
+def test_a_run_that_failed_between_iterations_waits_for_nobody() -> None:
+    notes: list[str] = []
+    assert disconnect(*parts(notes), failed=True) == "the run failed"
+    assert notes == DROPPED
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Connection closed by peer"), TimeoutError("no copy within 5 s")])
+def test_where_the_partner_is_gone_everything_is_dropped_and_the_reason_is_told(error: Exception) -> None:
+    """The run is over and its result is there: it does not fail any more."""
+    notes: list[str] = []
+    assert disconnect(*parts(notes, error)) == f"{type(error).__name__}: {error}"
+    assert notes == ["engine gives back", "first gives back", *DROPPED]
+
+
+def test_a_run_without_an_iteration_ends_what_it_was_connected_by() -> None:
+    notes: list[str] = []
+    _, connections = parts(notes)
+    assert disconnect(None, connections) is None
+    assert notes == ["first gives back", "second gives back"]
