@@ -114,9 +114,12 @@ def test_1f1b_takes_as_few_evictions_as_trying_all(p: int, m: int) -> None:
 @pytest.mark.parametrize(
     ("name", "chunks"), [("1f1b", 1), ("interleaved-1f1b", 2), ("grouped-interleaved", 2), ("v-half", 2), ("zb-h1", 1)]
 )
-def test_no_load_could_come_earlier_within_the_bound(name: str, chunks: int, hosts: str) -> None:
+def test_no_load_could_come_earlier_and_no_eviction_later(name: str, chunks: int, hosts: str) -> None:
     """Right before its backward a load had only that slot to come back in: three of 1F1B's cool-down stood in bubbles,
-    and a stage without bubbles waited for each of them."""
+    and a stage without bubbles waited for each of them.
+
+    What leaves is needed in the next slot: so a run waits there for the end of an eviction, and no earlier.
+    """
     for p, m in ((4, 8), (6, 6), (8, 16)):
         schedule = build(ScheduleConfig(name, p, m, num_chunks=chunks, balance=BalanceConfig(hosts=hosts)))
         memory = counts_of(schedule)
@@ -127,6 +130,7 @@ def test_no_load_could_come_earlier_within_the_bound(name: str, chunks: int, hos
             transfers = ((slot, cell.transfers) for slot, cell in enumerate(schedule.ranks[rank]))
             for slots in slots_away(transfers).values():
                 earlier = slots[-1] - 1
+                assert held[slots[0] + 1] + memory.parts > bound * memory.parts
                 assert earlier == slots[0] or held[earlier] + memory.parts > bound * memory.parts
 
 
