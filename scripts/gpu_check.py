@@ -2,12 +2,12 @@
 """Check on one GPU what can be checked there of moving activations, and measure what can be measured.
 
 In: a machine with a GPU and torch; some cases want Megatron or pytest, and are skipped without. --device late runs the
-same on the late devices of the tests, with small sizes: right and wrong mean the same there, times mean nothing. Out: a
-line for everything found, a summary, and with --json a file of all of it, written after every step. The cases are those
-of tests/gpu; here they are chosen, ordered and limited. Each runs in a process of its own: one that fails or hangs is
-ended at its limit and reported, and the others go on. All of it takes less than 25 minutes, each of the three parts less
-than 9. Exit status 1 if a step found something wrong or did not come to its end, 2 without a GPU. docs/gpu.md says what
-each step shows; --table writes its table of results.
+same on the late devices of the tests, with small sizes: right and wrong mean the same there, and which transfers are
+waited for; how long anything takes is declared. Out: a line for everything found, a summary, and with --json a file of
+all of it, written after every step. The cases are those of tests/gpu; here they are chosen, ordered and limited. Each
+runs in a process of its own: one that fails or hangs is ended at its limit and reported, and the others go on. All of it
+takes less than 25 minutes, each of the three parts less than 9. Exit status 1 if a step found something wrong or did not
+come to its end, 2 without a GPU. docs/gpu.md says what each step shows; --table writes its table of results.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.gpu.accelerators import CUDA, LATE, NAMES
 from tests.gpu.cases import CASES
 from tests.gpu.common import FULL, SMALL, Result, say
 
-ON_LATE = "on late devices: right or wrong means the same as on a GPU, times mean nothing"
+ON_LATE = "on late devices: right, wrong and which waits are exposed mean the same as on a GPU, times are declared"
 # A full CPU of two cores starts torch more slowly than any machine with a GPU.
 LATE_S = 120.0
 CONNECTIONS, ALLOCATOR = "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF"
@@ -319,7 +319,7 @@ def _on_late_devices() -> list[str]:
         by_reason.setdefault(needs_gpu(name), []).append(f"`{name}`")
     right = by_reason.pop("")
     return [
-        f"Right on late devices: {', '.join(right)}. The code of the other steps runs there too, but proves nothing:",
+        f"Right on late devices: {', '.join(right)}. The others run there, but prove nothing:",
         "",
         *(f"- {', '.join(names)}: {reason}." for reason, names in by_reason.items()),
     ]

@@ -3,12 +3,12 @@
 In: a Schedule balanced within rooms, those rooms, and what computations and transfers take. Out: a Schedule.
 
 A transfer's window is the time from where it is issued to where the rank needs it to be over: an eviction's to the next
-computation, which takes its memory, a load's to the backward of its micro-batch. What does not end within it is issued
-earlier, where there is room for that: an eviction beside an earlier computation that lasts long enough, a load as much
-earlier as the transfers behind it on its way leave time for. What leaves and comes back is what it was, and every rank
-keeps its room. Another micro-batch in the place of one that cannot end in time would not either: the one that is needed
-last has left, and any other has less time to come back in. What goes to a rank's own node's memory takes its own link,
-beside all that goes to other ranks; that memory is not counted, and may be asked for another buffer.
+computation, which takes its memory, a load's to the backward of its micro-batch. An eviction that does not end within it
+is issued earlier, where there is room for that, beside a computation that lasts long enough. Loads come as soon as there
+is room for them anyway, and sooner where an eviction has made some. What leaves and comes back is what it was, and every
+rank keeps its room. Another micro-batch in the place of one that cannot end in time would not either: the one that is
+needed last has left, and any other has less time to come back in. What goes to a rank's own node's memory takes its own
+link, beside all that goes to other ranks; that memory is not counted, and may be asked for another buffer.
 
 The clock is that of a run in which nobody waits for a transfer. Whoever knows better (the simulator, which also knows
 who shares a port) judges whether the result helps. Knows no tensors and no device.
@@ -22,6 +22,7 @@ from fractions import Fraction
 from math import ceil
 
 from bpipe.balance.budget import ActivationBudget
+from bpipe.balance.evict import earliest_load
 from bpipe.balance.pairs import allocated_bytes, own_bytes
 from bpipe.ir.action import OTHER_END, READING, Action, Key, Kind
 from bpipe.ir.clock import jobs_of, starts
@@ -199,11 +200,10 @@ class _Sender:
     def changed(self) -> Iterator[tuple[Residency, range, range]]:
         """What moves, with the slots in which it was away and is then."""
         earlier = {residency: self._evict_earlier(residency, slots) for residency, slots in self.away.items()}
-        # From the last that is needed on: the way back is free until the one behind it has to begin.
-        free: dict[Tier, Seconds | None] = dict.fromkeys(Tier)
-        for residency in sorted(earlier, key=lambda one: -self.need[one[:2]]):
-            tier = self.hosts[residency].tier
-            after, free[tier] = self._load_earlier(residency, earlier[residency], free[tier])
+        for residency in sorted(earlier, key=lambda one: self.need[one[:2]]):
+            slots = earlier[residency]
+            load = earliest_load(self.curve, self.room, self._moved(residency), slots)
+            after = range(slots.start, load + 1)
             if after != self.away[residency]:
                 yield residency, self.away[residency], after
 
@@ -232,20 +232,3 @@ class _Sender:
                         there[earlier] += 1
                 return range(slot, slots.stop)
         return slots
-
-    def _load_earlier(self, residency: Residency, slots: range, free: Seconds | None) -> tuple[range, Seconds]:
-        """Bring it back early enough to be over by `free`, if anything, or as early as there is room.
-
-        And when it begins at the latest.
-        """
-        need = self.clock.issued[self.need[residency[:2]]]
-        begin = (need if free is None else min(need, free)) - self._seconds(residency)
-        slot = slots[-1]
-        while (
-            self.clock.issued[slot] > begin
-            and slot - 1 > slots[0]
-            and self.curve[slot - 1] + self._moved(residency) <= self.room
-        ):
-            slot -= 1
-            self.curve[slot] += self._moved(residency)
-        return range(slots[0], slot + 1), max(begin, self.clock.issued[slot])

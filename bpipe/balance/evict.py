@@ -4,10 +4,9 @@ In: a Schedule, a rank, its bound and what its stages hold. Out: evictions and l
 
 Walk the rank's slots; two computations that overlap stand in one, and both are held during it. When what starts in the
 next slot would exceed the bound, send away, beside this slot, the finished micro-batch needed furthest in the future;
-load it beside the slot before its backward, or as soon as there is room for it again. Each micro-batch is needed once
-more, so where all are of one size furthest-first (Belady's rule) takes the fewest evictions there can be. Where sizes
-differ it finds a plan whenever there is one, and no eviction of it can be left out. Knows no partner, no tensors, no
-clock.
+load it as soon as there is room for it again. Each micro-batch is needed once more, so where all are of one size
+furthest-first (Belady's rule) takes the fewest evictions there can be. Where sizes differ it finds a plan whenever there
+is one, and no eviction of it can be left out. Knows no partner, no tensors, no clock.
 """
 
 from __future__ import annotations
@@ -33,12 +32,11 @@ class OverBound(ValueError):
         self.slot, self.needed = slot, needed
 
 
-def plan_evictions(schedule: Schedule, rank: int, bound: int, memory: Memory, early: bool = False) -> Plan:
+def plan_evictions(schedule: Schedule, rank: int, bound: int, memory: Memory) -> Plan:
     """Return the evictions that keep what the rank itself saves within `bound`, each as late as can be, and their
-    loads.
+    loads, each as early as the bound has room for it.
 
-    Loads are as late as can be, too, or `early`: as soon as the bound has room for them, so that the partner hosts for
-    less long. `bound` is of the same unit and parts as `memory`. Raises OverBound where no plan can keep it.
+    `bound` is of the same unit and parts as `memory`. Raises OverBound where no plan can keep it.
     """
     walk = _EvictionWalk(schedule.ranks[rank], bound, memory)
     for slot in range(len(schedule.ranks[rank])):
@@ -46,13 +44,29 @@ def plan_evictions(schedule: Schedule, rank: int, bound: int, memory: Memory, ea
     own = {size for stage in schedule.layout.stages_of(rank) for size in memory.sizes(stage)}
     if len({size.saved_bytes for size in own}) > 1 or len({size.moved_bytes for size in own}) > 1:
         walk.leave_out()
-    if early:
-        walk.load_early()
     plan: Plan = {}
-    for evicted, (loaded, stage, microbatch) in walk.stays:
+    # What is needed first has the first choice, and comes first where several come in one slot.
+    for evicted, (loaded, stage, microbatch) in sorted(walk.stays, key=lambda stay: stay[1]):
+        moved = memory.size(stage, microbatch).moved_bytes
+        slot = earliest_load(walk.curve, bound, moved, range(evicted, loaded + 1))
+        plan.setdefault(slot, []).append(Action(stage, Kind.LOAD, microbatch))
+    for evicted, (_, stage, microbatch) in walk.stays:
         plan.setdefault(evicted, []).append(Action(stage, Kind.EVICT, microbatch))
-        plan.setdefault(loaded, []).append(Action(stage, Kind.LOAD, microbatch))
     return plan
+
+
+def earliest_load(curve: list[int], room: int, moved: int, away: range) -> int:
+    """Return the first slot from which on a rank has room for what it loads, and count it in `curve` from there.
+
+    `away`: from the slot of its EVICT to the last in which its LOAD may stand, both among them. `curve`: what the rank
+    holds during each slot. Loaded right before its backward, it would have only that slot to come back in, often a
+    bubble, and its host would keep it for longer.
+    """
+    slot = away[-1]
+    while slot - 1 > away[0] and curve[slot - 1] + moved <= room:
+        slot -= 1
+        curve[slot] += moved
+    return slot
 
 
 class _EvictionWalk:
@@ -110,15 +124,6 @@ class _EvictionWalk:
         self.stays.append((slot, (-needed - 1, stage, microbatch)))
         moved = self.loads[-needed - 1] = self._moved(stage, microbatch)
         self.held -= moved
-
-    def load_early(self) -> None:
-        """Move every load to the first slot from which on the bound has room for it."""
-        for place, (evicted, (loaded, stage, microbatch)) in enumerate(self.stays):
-            moved = self._moved(stage, microbatch)
-            while loaded - 1 > evicted and self.curve[loaded - 1] + moved <= self.bound:
-                loaded -= 1
-                self.curve[loaded] += moved
-            self.stays[place] = evicted, (loaded, stage, microbatch)
 
     def leave_out(self) -> None:
         """Drop every eviction without which the bound holds all the same, the smallest first."""

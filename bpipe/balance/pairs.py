@@ -183,24 +183,8 @@ def share(
             refusal=f"rank {pair[0]} has no partner and holds up to {memory.with_unit(peaks[0])}, but its bound is "
             f"{memory.text(bounds[0])}"
         )
-    late = _shared(schedule, pair, bounds, memory, over, early=False)
-    if late.refusal is None or not late.peaks:
-        return late
-    # Only what is hosted is too much, so it may help to host it for less long.
-    early = _shared(schedule, pair, bounds, memory, over, early=True)
-    return early if early.refusal is None else late
-
-
-def _shared(
-    schedule: Schedule, pair: Pair, bounds: Sequence[int], memory: Memory, over: Sequence[int], early: bool
-) -> Shared:
-    """Balance the ranks of a pair that are `over`.
-
-    A refusal with peaks says that a plan was there and that hosting is too much.
-    """
-    rows = [schedule.ranks[rank] for rank in pair]
     for index in over:
-        plan = plan_rank(schedule, pair[index], bounds[index], memory, early)
+        plan = plan_rank(schedule, pair[index], bounds[index], memory)
         if isinstance(plan, str):
             return Shared(refusal=plan)
         rows = [with_transfers(row, plan, own=side == index) for side, row in enumerate(rows)]
@@ -211,14 +195,14 @@ def _shared(
                 f"rank {rank}, which hosts for rank {other}, holds up to {memory.with_unit(peak)}, but its bound is "
                 f"{memory.text(bound)}"
             )
-            return Shared(peaks=peaks, refusal=text)
+            return Shared(refusal=text)
     return Shared(tuple(rows), peaks)
 
 
-def plan_rank(schedule: Schedule, rank: int, bound: int, memory: Memory, early: bool = False) -> Plan | str:
+def plan_rank(schedule: Schedule, rank: int, bound: int, memory: Memory) -> Plan | str:
     """Return the rank's plan of evictions, or why no plan keeps the bound."""
     try:
-        return plan_evictions(schedule, rank, bound, memory, early)
+        return plan_evictions(schedule, rank, bound, memory)
     except OverBound as over:
         place = f"it needs {memory.text(over.needed)} at once in slot {over.slot}"
         least = memory.text(_least(schedule, rank, over.needed, memory))

@@ -337,11 +337,10 @@ class _Lowering:
         for value in sent:
             self.ops.append(_SEND)
             self.operands.append(value)
-        if after:
-            if self.leaving and any(action.kind is _LOAD for action in after):
+        for action in after:
+            if action.kind is _LOAD:
                 self._finish_evictions()
-            for action in after:
-                self._start(action)
+            self._start(action)
 
     def _finish_loads(self, needed_by: Sequence[Action]) -> None:
         for one in needed_by:

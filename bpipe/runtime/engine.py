@@ -291,9 +291,6 @@ class Engine:
         self._unsent = None
         step = self._steps[self._position]
         self._measure()
-        if self._evictor and any(action.kind is Kind.LOAD for action in step.after):
-            # A load in the bubble takes memory too, and no computation comes first.
-            self._evictor.finish_evictions()
         self._start_after(step)
 
     def communicated(self) -> None:
@@ -383,11 +380,15 @@ class Engine:
                 self._evictor.forget(forward)
 
     def _start_after(self, step: Step) -> None:
-        self._transfers(step.after)
+        self._transfers(step.after, in_bubbles=True)
         self._position += 1
 
-    def _transfers(self, actions: Sequence[Action]) -> None:
+    def _transfers(self, actions: Sequence[Action], in_bubbles: bool = False) -> None:
         for action in actions:
+            if in_bubbles and action.kind is Kind.LOAD and self._evictor:
+                # It takes the memory of what left beside the computation, or in a bubble before, and no computation
+                # comes first.
+                self._evictor.finish_evictions()
             residency = self._residencies.of(action)
             if self.recorder and self._partners.sees(action):
                 self.recorder.started(action, self._partners.buffer_of[residency])

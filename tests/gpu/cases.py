@@ -39,7 +39,6 @@ class Case:
         return importlib.import_module(f"tests.gpu.{self.module}")
 
 
-NO_TIME = "a late device's times are declared, not measured"
 CASES: Mapping[str, Case] = {
     "versions": Case(
         "versions",
@@ -66,14 +65,18 @@ CASES: Mapping[str, Case] = {
         "whether split backwards of Megatron's own stage are right, also with Transformer Engine",
         own_process=True,
     ),
-    "overhead": Case("overhead", "what balancing costs one stage, with copy engines", NO_TIME),
+    "overhead": Case("overhead", "what balancing costs one stage, with copy engines, and which waits are exposed"),
     "nccl": Case("nccl", "whether the nccl transport is right with two ranks on one device"),
     "megatron": Case("megatron_stage", "Megatron's own stage: what moves, and that nothing differs", own_process=True),
     "nearly_full": Case("nearly_full", "a balanced program with no room to spare, and lending memory at the same time"),
     "side_stream": Case("side_stream", "activations of a side stream, with and without the engine knowing of it"),
     "combined": Case("combined", "activations of parts of layers on two streams, of two micro-batches at once"),
     "abandon": Case("abandon", "after an error a rank stops at once, however busy its device is"),
-    "limits": Case("limits", "what copies and matrix products reach here", NO_TIME),
+    "limits": Case(
+        "limits",
+        "what copies and matrix products reach here",
+        "a late device's times are declared, not measured",
+    ),
     "compute_units": Case(
         "units",
         "what copies that occupy compute units cost",

@@ -1,7 +1,7 @@
 """Every case, on the device that was asked for.
 
 On late devices with small sizes, most in this process. On a GPU as scripts/gpu_check.py runs its steps, with moderate
-sizes. What they say of speed is not judged here, only that they work.
+sizes. What they say of speed is not judged here, only that they work, and on late devices which waits are exposed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from bpipe.build import ScheduleConfig, build
 from bpipe.ir.action import Kind
 from bpipe.ir.memory import memory_of, peak_bytes
 from bpipe.runtime.engine import Engine
-from tests.gpu import abandon, memory, nccl, pipelines, side_stream, streams, twice
+from tests.gpu import abandon, memory, nccl, overhead, pipelines, side_stream, streams, twice
 from tests.gpu.accelerators import CUDA, LATE, Accelerator, Held, accelerator
 from tests.gpu.cases import CASES
 from tests.gpu.common import MODERATE, SMALL, Result
 from tests.gpu.isolate import isolated, run_case
 from tests.gpu.waits import Wait
+from tests.support.late_loads import with_late_loads
 
 pytestmark = pytest.mark.timeout(600)
 # A GPU's steps start processes and contexts of their own.
@@ -50,13 +51,15 @@ def found(name: str) -> Result:
 
 
 JUDGED = [name for name, case in CASES.items() if not case.needs_gpu]
+# A late device's times are declared: which waits they expose is judged.
+TIMED = ("overhead",)
 
 
 @pytest.mark.parametrize("name", JUDGED)
 def test_a_case_is_right(name: str) -> None:
     result = found(name)
     assert result.ok is True, (result.rows, result.failure, result.skipped)
-    assert not any("/s" in value or " GB" in value for value in values(result).values())
+    assert name in TIMED or not any("/s" in value or " GB" in value for value in values(result).values())
     if name in EXPECTED:
         EXPECTED[name](result)
 
@@ -87,6 +90,14 @@ def _halves(result: Result) -> None:
     assert facts["waiting_bytes"] == 16 * 16 * 32 * 2
 
 
+def _overhead(result: Result) -> None:
+    """Three loads of the cool-down stood in bubbles, which a stage alone has not: each was exposed for its whole
+    length."""
+    (case,) = result.facts["cases"]
+    assert case["waits"] == []
+    assert case["ratios"]["with"]["high"] == 1.0 < case["ratios"]["synchronous"]["low"]
+
+
 def _side_stream(result: Result) -> None:
     """A late device shows what a GPU may happen not to."""
     assert result.facts["not noted: wrong"] == result.facts["moved"] > 0
@@ -97,6 +108,7 @@ EXPECTED: dict[str, Callable[[Result], None]] = {
     "peer": _peer,
     "memory": _memory,
     "halves": _halves,
+    "overhead": _overhead,
     "side_stream": _side_stream,
 }
 
@@ -164,6 +176,20 @@ def test_one_queue_is_only_counted(on: Accelerator, monkeypatch: pytest.MonkeyPa
 def test_memory_notices_a_wrong_prediction(on: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "predicted_bytes", lambda *arguments: 1)
     assert run_case("memory", on, SMALL, 0.0).ok is False
+
+
+def test_overhead_names_each_wait_that_is_exposed(on: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    balanced = overhead.balanced
+    monkeypatch.setattr(overhead, "balanced", lambda *sizes: with_late_loads(balanced(*sizes)))
+    result = run_case("overhead", on, SMALL, LONGEST_S)
+    assert result.ok is False
+    (case,) = result.facts["cases"]
+    assert [wait["action"] for wait in case["waits"]] == ["0LOAD9", "0LOAD10", "0LOAD11"]
+    said = values(result)
+    assert [what.split(": ")[1] for what in said if "waited for" in what] == [
+        f"{wait['action']} is waited for" for wait in case["waits"]
+    ]
+    assert any(value.startswith("FAILED") and value.endswith("in 3 waits") for value in said.values())
 
 
 def test_abandon_notices_a_host_that_waits_for_its_device(on: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:

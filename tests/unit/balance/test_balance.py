@@ -10,17 +10,17 @@ import pytest
 from bpipe.balance.budget import ActivationBudget, balance_within
 from bpipe.balance.config import BalanceConfig
 from bpipe.balance.evict import OverBound, plan_evictions
-from bpipe.balance.pairs import balance
+from bpipe.balance.pairs import balance, own_bytes
 from bpipe.build import ScheduleConfig, build
 from bpipe.check.rules import check
 from bpipe.generate.families import FAMILIES
 from bpipe.generate.family import FamilyOptions
 from bpipe.generate.place import place
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.host_buffers import Residency, host_buffers, num_host_buffers
+from bpipe.ir.host_buffers import Residency, host_buffers, num_host_buffers, slots_away
 from bpipe.ir.hosts import default_partners, mirrored_pairs, pairing
 from bpipe.ir.layout import one_pipe
-from bpipe.ir.memory import live_counts, memory_of, num_transfers, peak_bytes, peak_counts
+from bpipe.ir.memory import counts_of, live_counts, memory_of, num_transfers, peak_bytes, peak_counts
 from bpipe.ir.schedule import Schedule
 
 
@@ -108,6 +108,30 @@ def test_1f1b_takes_as_few_evictions_as_trying_all(p: int, m: int) -> None:
     assert [fewest_evictions(plain, rank, bound) for rank in range(len(FEWEST[p, m]))] == FEWEST[p, m]
     balanced = balance(plain, [bound] * p)
     assert [num_transfers(balanced, rank).evictions for rank in range(len(FEWEST[p, m]))] == FEWEST[p, m]
+
+
+@pytest.mark.parametrize("hosts", ["pair", "pool", "host"])
+@pytest.mark.parametrize(
+    ("name", "chunks"), [("1f1b", 1), ("interleaved-1f1b", 2), ("grouped-interleaved", 2), ("v-half", 2), ("zb-h1", 1)]
+)
+def test_no_load_could_come_earlier_and_no_eviction_later(name: str, chunks: int, hosts: str) -> None:
+    """Right before its backward a load had only that slot to come back in: three of 1F1B's cool-down stood in bubbles,
+    and a stage without bubbles waited for each of them.
+
+    What leaves is needed in the next slot: so a run waits there for the end of an eviction, and no earlier.
+    """
+    for p, m in ((4, 8), (6, 6), (8, 16)):
+        schedule = build(ScheduleConfig(name, p, m, num_chunks=chunks, balance=BalanceConfig(hosts=hosts)))
+        memory = counts_of(schedule)
+        assert schedule.bounds is not None
+        for rank, bound in enumerate(schedule.bounds):
+            held = own_bytes(schedule, rank, memory)
+            assert max(held) <= bound * memory.parts
+            transfers = ((slot, cell.transfers) for slot, cell in enumerate(schedule.ranks[rank]))
+            for slots in slots_away(transfers).values():
+                earlier = slots[-1] - 1
+                assert held[slots[0] + 1] + memory.parts > bound * memory.parts
+                assert earlier == slots[0] or held[earlier] + memory.parts > bound * memory.parts
 
 
 def test_interleaved_evicts_the_furthest_needed() -> None:

@@ -69,8 +69,9 @@ def drawn(seed: int, arrangements: tuple[str, ...] = (PAIR, POOL)) -> Drawn | No
         return None
 
 
-BEHIND = {seed: case for seed in range(60) if (case := drawn(seed, (HOST, ALL))) is not None}
-CASES = {seed: case for seed in range(150) if (case := drawn(seed)) is not None}
+BEHIND = {seed: case for seed in range(120) if (case := drawn(seed, (HOST, ALL))) is not None}
+# In the last nobody waits any more afterwards.
+CASES = {seed: case for seed in (*range(200), 437) if (case := drawn(seed)) is not None}
 
 
 def evictions(schedule: Schedule) -> set[tuple[int, int]]:
@@ -162,7 +163,7 @@ def test_with_fast_links_the_plan_is_the_very_same(links: Links) -> None:
         assert found.how == case.how
 
 
-def test_a_load_comes_as_much_earlier_as_it_needs_and_has_room() -> None:
+def test_a_load_comes_as_early_as_there_is_room_and_no_window_moves_it() -> None:
     """One half micro-batch of stage 0 leaves, beside a long forward; between two backwards, of a second each, is a
     bubble of a second.
 
@@ -174,20 +175,18 @@ def test_a_load_comes_as_much_earlier_as_it_needs_and_has_room() -> None:
     planned = balanced(plain, BalanceConfig(activation_budget=activation_budget))
     ((stage, microbatch),) = evictions(planned)
     need = [cell.compute for cell in plain.ranks[0]].index(Action(stage, Kind.BACKWARD, microbatch))
+    (slot,) = (place for place, cell in enumerate(planned.ranks[0]) for one in cell.transfers if one.kind is Kind.LOAD)
+    assert need - slot == 5
 
-    def earlier(seconds: int) -> tuple[int, int]:
-        """How many slots before its backward it comes back, and how long is waited for it, where a transfer takes so
-        long."""
+    def exposed(seconds: int) -> int:
+        """How long is waited for it, where a transfer takes so long."""
         links = Links(Link(Fraction(50, seconds)))
         stages = [StageCost(10 if rank == 0 else 1, 1, moved_bytes=50, saved_bytes=100) for rank in range(6)]
         costs = Costs(tuple(stages), links)
-        changed = balance_in_time(planned, activation_budget, windows.windows_of(costs, 6))
-        (slot,) = (
-            place for place, cell in enumerate(changed.ranks[0]) for one in cell.transfers if one.kind is Kind.LOAD
-        )
-        return need - slot, int(max(simulate(changed, costs).exposed_s))
+        assert balance_in_time(planned, activation_budget, windows.windows_of(costs, 6)) is planned
+        return int(max(simulate(planned, costs).exposed_s))
 
-    assert [earlier(seconds) for seconds in (1, 2, 3, 5, 6)] == [(1, 0), (2, 0), (3, 0), (5, 0), (5, 1)]
+    assert [exposed(seconds) for seconds in (1, 2, 3, 5, 6)] == [0, 0, 0, 0, 1]
 
 
 def test_what_is_waited_for_all_the_same_is_said() -> None:

@@ -21,6 +21,7 @@ from bpipe.ir.schedule import Schedule
 from bpipe.ir.steps import Step, steps
 from bpipe.lower import lower
 from tests.support.hand_made import far_ahead, host_first
+from tests.support.late_loads import with_late_loads
 from tests.support.levels import STOOD
 
 
@@ -92,12 +93,12 @@ def steps_without_end(schedule: Schedule, rank: int) -> Iterator[Step]:
 def test_last_transfers_before_the_last_message_are_noticed(
     p: int, m: int, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank p-1 gives back twice at its end.
+    """Rank p-1 gives back twice at its end, in schedules whose loads come late.
 
     The second waits for the first, which rank 0 takes with the gradients yet to be sent.
     """
     monkeypatch.setattr(lower, "each_step", steps_without_end)
-    (schedule,) = default_plans((p,), chunks, (m // p,))
+    (schedule,) = map(with_late_loads, default_plans((p,), chunks, (m // p,)))
     assert [bool(blocked_ranks(schedule, level)) for level in WaitLevel] == [
         level >= WaitLevel.AT_ISSUE for level in WaitLevel
     ]

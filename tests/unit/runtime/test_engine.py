@@ -17,6 +17,8 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import live_bytes, memory_of, num_transfers, peak_counts
 from bpipe.ir.program import Message
@@ -34,6 +36,7 @@ from bpipe.runtime.stage import Tensors
 from bpipe.runtime.streams import Clock
 from bpipe.transport.layout import Sizes
 from tests.support.alone import Alone
+from tests.support.late_loads import with_late_loads
 from tests.unit.runtime.loop import WIDTH, Small, drawn, gradient, inputs_of, new_weight, run_iteration, schedule, stage
 
 CPU = torch.device("cpu")
@@ -416,8 +419,7 @@ def into_the_bubble_before(patch: pytest.MonkeyPatch, found: Callable[[set[Kind]
 
 
 def test_an_eviction_in_a_bubble_ends_before_the_next_computation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No generator makes such a schedule today, and the grid allows it: an eviction that has a bubble's place to
-    itself."""
+    """An eviction that has a bubble's place to itself."""
     into_the_bubble_before(monkeypatch, lambda before, step: Kind.EVICT in step)
     plan = schedule()
     engine = engine_for(plan)
@@ -483,6 +485,25 @@ def test_an_eviction_ends_before_a_load_in_the_bubble_behind_it(monkeypatch: pyt
         return get(host_buffer, tensors)
 
     transport.get = watched  # type: ignore[method-assign]
+    assert torch.equal(gradient(engine, plan), gradient(None, plan))
+    assert leaving == [0] * num_transfers(plan, 0).loads
+
+
+def test_an_eviction_in_a_bubble_ends_before_a_load_in_the_next() -> None:
+    """Both start behind one computation: in its own node's memory, at the lowest bound, a rank held one micro-batch
+    more than that."""
+    plan = build(ScheduleConfig("1f1b", 4, 6, balance=BalanceConfig(hosts="host")))
+    both = [[action.kind for action in step.after] for step in steps(plan, 0)]
+    assert [Kind.EVICT, Kind.LOAD] in both
+    config = EngineConfig("rank 0", CPU, minimum_bytes=1, timeout_s=1.0, poison=True)
+    engine, leaving = Engine(plan, 0, {0: LateTransport()}, config), []
+    load = engine._start[Kind.LOAD]
+
+    def watched(action: Action, host_buffer: int) -> None:
+        leaving.append(leaving_in(engine))
+        load(action, host_buffer)
+
+    engine._start[Kind.LOAD] = watched
     assert torch.equal(gradient(engine, plan), gradient(None, plan))
     assert leaving == [0] * num_transfers(plan, 0).loads
 
@@ -578,7 +599,7 @@ def test_what_stands_behind_the_last_computation_starts_when_the_loop_has_sent_i
             returned.append(host_buffer)
             return Late(lambda: None)
 
-    plan, transport = schedule(6, 12), Watched()
+    plan, transport = with_late_loads(schedule(6, 12)), Watched()
     transport.sizes = {0: (64,)}
     end = steps(plan, 5)[-1]
     assert [str(action) for action in end.after] == ["0RETURN10"]

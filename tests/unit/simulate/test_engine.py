@@ -13,13 +13,16 @@ from hypothesis import strategies as st
 
 from bpipe.balance.config import BalanceConfig, named_balance
 from bpipe.build import ScheduleConfig, build
+from bpipe.generate.families import exchange_of
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.memory import live_counts
+from bpipe.ir.hosts import ARRANGEMENTS
+from bpipe.ir.memory import live_counts, peak_bytes
 from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
 from bpipe.simulate.cost import Costs, Link, Links, StageCost, uniform
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Simulation, Timed
+from tests.support.late_loads import with_late_loads
 
 EXCHANGES = [Exchange.POSTED, Exchange.MEGATRON_1F1B]
 UNIT = StageCost(1, 1, moved_bytes=1, saved_bytes=1)
@@ -115,7 +118,7 @@ def test_an_eviction_holds_up_the_next_computation_and_not_the_output(exchange: 
 def test_what_stands_behind_the_last_computation_waits_for_its_message() -> None:
     """Stage 5 is on another node: its last gradient is on the way for longer than stage 0 takes to ask for
     micro-batch 10."""
-    schedule = build(ScheduleConfig("1f1b", 6, 12, balance=BalanceConfig()))
+    schedule = with_late_loads(build(ScheduleConfig("1f1b", 6, 12, balance=BalanceConfig())))
     links = Links(Link(2, 1), Link(2, 20), (0, 0, 0, 0, 0, 1))
     costs = Costs(
         (StageCost(1, 4, sent_bytes=2, moved_bytes=1, saved_bytes=1, transfer_s=1),) * 6,
@@ -124,6 +127,18 @@ def test_what_stands_behind_the_last_computation_waits_for_its_message() -> None
     )
     report = simulate(schedule, costs)
     assert when(report, 5, "0RETURN10").start_s == when(report, 4, "4B11").start_s > when(report, 5, "5B11").end_s + 20
+
+
+@pytest.mark.parametrize("hosts", ARRANGEMENTS)
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved-1f1b", 2), ("zb-h1", 1)])
+def test_memory_in_time_is_that_of_the_slots(name: str, chunks: int, hosts: str) -> None:
+    """An eviction in a bubble did not end before the load in the bubble behind it: into its own node's memory a rank
+    of 1F1B held one micro-batch more than its bound."""
+    schedule = build(ScheduleConfig(name, 4, 8, num_chunks=chunks, balance=BalanceConfig(hosts=hosts)))
+    stage = StageCost(1, 2, weight_s=1, transfer_s=Fraction(1, 2), saved_bytes=1, moved_bytes=1)
+    costs = replace(uniform(4 * chunks, stage), exchange=exchange_of(name))
+    report = simulate(schedule, costs)
+    assert tuple(map(report.peak_bytes, range(4))) == peak_bytes(schedule, costs.memory)
 
 
 def test_the_last_stages_output_layer_the_reduction_and_the_update_count() -> None:
