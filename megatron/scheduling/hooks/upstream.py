@@ -102,6 +102,7 @@ OF_CONFIGURATION = ("beside", "driver", "executor", "lengths", "links", "loops",
 # What is read as an attribute of Megatron's arguments, or of a model's configuration, by the module that reads it. It
 # cannot work without. A test holds this to the code.
 REQUIRED: dict[str, tuple[str, ...]] = {
+    "sharing": ("local_rank",),
     "rank_order": (
         *(
             "context_parallel_size",

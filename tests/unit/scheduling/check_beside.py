@@ -27,6 +27,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.generate import one_f_one_b
+from bpipe.ir.action import Action, Kind
+from bpipe.ir.schedule import Schedule
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.transport.connect import MeasuredLink
 from megatron.scheduling.hooks import beside, patches
@@ -38,9 +40,30 @@ from tests.unit.runtime.loop import new_weight, run_iteration, schedule
 from tests.unit.runtime.test_engine import LateTransport
 from tests.unit.scheduling.test_waiting import STILL
 
-# Stage 5's last RETURN stands behind its last backward.
 STAGES, MICROBATCHES = 6, 12
-PLAN = schedule(STAGES, MICROBATCHES)
+
+
+def with_a_late_return(plan: Schedule) -> Schedule:
+    """The plan, but the last activations that stage 5 hosts go back as late as stage 0 can take them, which is after
+    stage 5's last backward. Our own plans let them go back earlier."""
+    rows = [list(row) for row in plan.ranks]
+    *_, late = (action for slot in rows[-1] for action in slot.transfers if action.kind is Kind.RETURN)
+    backward = next(
+        index
+        for index, slot in enumerate(rows[0])
+        for action in slot.computations
+        if action.kind is Kind.BACKWARD and action.microbatch == late.microbatch
+    )
+    for row in (rows[0], rows[-1]):
+        ends = {late, Action(late.stage, Kind.LOAD, late.microbatch)}
+        (moved,) = (action for slot in row for action in slot.transfers if action in ends)
+        for index, slot in enumerate(row):
+            row[index] = replace(slot, transfers=tuple(action for action in slot.transfers if action != moved))
+        row[backward - 1] = replace(row[backward - 1], transfers=(*row[backward - 1].transfers, moved))
+    return replace(plan, ranks=tuple(map(tuple, rows)))
+
+
+PLAN = with_a_late_return(schedule(STAGES, MICROBATCHES))
 
 
 class Told(LateTransport):
@@ -74,6 +97,7 @@ def driver_of(rank: int, transport: LateTransport) -> Iterator[Driver]:
         mock.patch.object(Driver, "device", mock.PropertyMock(return_value=torch.device("cpu"))),
         mock.patch.object(Driver, "_transports", return_value={STAGES - 1 - rank: transport}),
         mock.patch.object(FirstIterations, "ended"),
+        mock.patch("megatron.scheduling.loop.driver.built", return_value=PLAN),
         mock.patch("torch.distributed.get_rank", return_value=rank),
     ):
         yield Driver(config)

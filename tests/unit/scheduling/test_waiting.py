@@ -22,7 +22,7 @@ SYNCHRONOUS = SchedulingConfig(num_ranks=10, num_chunks=2, balance=BalanceConfig
 TIMED = SchedulingConfig(num_ranks=10, num_chunks=2, balance=BalanceConfig(), timers_interval=100)
 # One micro-batch is left for the last group. Megatron refuses that, so no training has this schedule; it stands still
 # all the same.
-STILL = build(ScheduleConfig("interleaved-1f1b", 10, 21, num_chunks=2, balance=BalanceConfig()))
+STILL = build(ScheduleConfig("interleaved-1f1b", 10, 11, num_chunks=2, balance=BalanceConfig()))
 
 
 @pytest.mark.parametrize(
