@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Check on one GPU what can be checked there of moving activations, and measure what can be measured.
 
-In: a machine with a GPU and torch; some cases want Megatron or pytest, and are skipped without. --device late runs the
+In: a machine with a GPU and torch; some cases want Megatron, and are skipped without. --device late runs the
 same on the late devices of the tests, with small sizes: right and wrong mean the same there, times mean nothing. Out: a
 line for everything found, a summary, and with --json a file of all of it, written after every step. The cases are those
 of tests/gpu; here they are chosen, ordered and limited. Each runs in a process of its own: one that fails or hangs is
@@ -75,7 +75,6 @@ OTHER_ALLOCATORS = (
 # In the order in which a first half hour on a GPU wants them: what everything else stands on comes first.
 STEPS: dict[str, Step] = {
     "versions": Step(1, 40),
-    "counts": Step(1, 70),
     "queues": Step(1, 75, (Under("unset", {}), *(Under(number, {CONNECTIONS: number}) for number in "18"))),
     "peer": Step(1, 75),
     "streams": Step(1, 90),
