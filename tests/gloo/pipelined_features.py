@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from bpipe.runtime.meter import Meter
 from bpipe.torch import BalancedSchedule
+from bpipe.torch.upstream import receive_buffers
 from tests.gloo.pipelined import MICROBATCHES, OPTIONS, PLACES, facts, run_cases
 from tests.gloo.pipelined_stages import (
     LENGTH,
@@ -308,11 +309,10 @@ def lean_and_not(rank: int, world: int) -> dict[str, Any]:
         )
         bits.append(steps_of(balanced, stages, MICROBATCHES, 3))
         sizes = [
-            info.buffer.untyped_storage().nbytes()
+            buffer.untyped_storage().nbytes()
             for stage in stages
             for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values())
-            for info in infos
-            if info.buffer is not None
+            for buffer in receive_buffers(infos)
         ]
         found |= {f"between, {lean}": sum(sizes), f"peak, {lean}": meter.peak_bytes}
         balanced.engine.release()
