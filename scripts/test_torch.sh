@@ -50,7 +50,7 @@ LINES=() ROW="" FAILED=0
 part() {
     local name=$1 status=0 result
     shift
-    run_logged "$LOGS/$name.log" '' "$@" || status=$?
+    run_logged "$LOGS/$name.log" '^(FAILED|ERROR) |(passed|failed).* in [0-9]' "$@" || status=$?
     if ((status > 128)); then exit "$status"; fi
     if ((status > 0)); then FAILED=$((FAILED + 1)); fi
     # pytest counts, in its last line; a library may say more behind that.
