@@ -54,6 +54,12 @@ PLACES: dict[str, Callable[[int, int], tuple[list[int], int]]] = {
 }
 
 
+def lacks_before(major: int, minor: int) -> str:
+    """Why what torch's own class trains from this version on is left out; empty where the installed torch has it."""
+    is_old = tuple(map(int, torch.__version__.split(".")[:2])) < (major, minor)
+    return f"torch's own class trains it over gloo from {major}.{minor} on" if is_old else ""
+
+
 @dataclass(frozen=True)
 class Case:
     """One schedule beside torch's own class of the same stages.
@@ -80,9 +86,7 @@ class Case:
     def lacks(self) -> str:
         """Why this case is left out with the installed torch; empty where it is not."""
         # 2.11's handshake sends from a V's lowest rank to itself, which gloo cannot.
-        first = max(self.since, (2, 12) if self.places == "v" else self.since)
-        is_old = tuple(map(int, torch.__version__.split(".")[:2])) < first
-        return f"torch's own class trains it over gloo from {first[0]}.{first[1]} on" if is_old else ""
+        return lacks_before(*max(self.since, (2, 12) if self.places == "v" else self.since))
 
 
 ONE, LOOP, ZBV = schedules.Schedule1F1B, schedules.ScheduleInterleaved1F1B, schedules.ScheduleZBVZeroBubble

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +13,20 @@ import pytest
 
 from bpipe.cli import main
 from tests.gloo.conftest import ROOT
-from tests.gloo.pipelined import CASES, Case
+from tests.gloo.pipelined import CASES
 
 Found = list[dict[str, Any]]
 
 
-def cases(chosen: Callable[[Case], bool] = lambda case: True) -> list[Any]:
+def parameters(named: Mapping[str, Any]) -> list[Any]:
     """Names as parameters; those that the installed torch's own class cannot train are skipped."""
     return [
         pytest.param(name, marks=[pytest.mark.skip(reason=case.lacks)] if case.lacks else [])
-        for name, case in CASES.items()
-        if chosen(case)
+        for name, case in named.items()
     ]
 
 
-ALL = cases()
+ALL = parameters(CASES)
 
 
 def ran(
@@ -85,7 +84,7 @@ def test_every_step_is_verified_where_that_is_asked(found: Found) -> None:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("case", cases(lambda case: case.is_reported))
+@pytest.mark.parametrize("case", parameters({name: case for name, case in CASES.items() if case.is_reported}))
 def test_a_report_of_a_run_judges_it(case: str, folder: Path, found: Found, capsys: pytest.CaptureFixture[str]) -> None:
     """What `bpipe report` says of a run under Megatron it says of this one."""
     assert main(["report", str(folder / case), "--format", "json"]) == 0

@@ -9,7 +9,7 @@ import pytest
 
 from bpipe.torch.upstream import KEEPS_BUFFERS
 from tests.gloo.pipelined_features import FEATURES, RANKS, SLOW
-from tests.gloo.test_pipelined import Found, ran
+from tests.gloo.test_pipelined import Found, parameters, ran
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return ran(RANKS, folder, "tests.gloo.pipelined_features")
 
 
-DAILY = [name for name in FEATURES if name not in SLOW]
+DAILY = parameters({name: feature for name, feature in FEATURES.items() if name not in SLOW})
 
 
 @pytest.mark.slow
