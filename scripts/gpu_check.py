@@ -75,7 +75,6 @@ OTHER_ALLOCATORS = (
 # In the order in which a first half hour on a GPU wants them: what everything else stands on comes first.
 STEPS: dict[str, Step] = {
     "versions": Step(1, 40),
-    "counts": Step(1, 70),
     "queues": Step(1, 75, (Under("unset", {}), *(Under(number, {CONNECTIONS: number}) for number in "18"))),
     "peer": Step(1, 75),
     "streams": Step(1, 90),

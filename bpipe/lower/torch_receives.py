@@ -5,7 +5,7 @@ stand before its first cell and behind each, a cell being one computation or two
 
 Ranks come in turn, each with its next cell if all that it needs from others has been posted to it. With the cell its
 sends are listed on the rank, and their receives at once on the other: so each two ranks have their messages in one
-order. Source: `_add_send_recv` in torch.distributed.pipelining.schedules, 2.11 to 2.14, which a test compares.
+order. Source: `_add_send_recv` in torch.distributed.pipelining.schedules, 2.11 to 2.15, which a test compares.
 """
 
 from __future__ import annotations

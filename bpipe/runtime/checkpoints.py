@@ -4,9 +4,10 @@ In: the nodes of an autograd graph, by the attributes that hold what they saved.
 the hooks lead to: its arguments, and what selective checkpointing keeps in its cache.
 
 A region's tensors are saved through a hook that computes the region again when it is asked: it is not asked. What is
-read of torch instead (2.12 to 2.14; a test holds it to the installed torch): the hook's closure names its `frame`; that
-has `saved_args` and `recompute_fn`, whose closure names `recompute_context`; of selective checkpointing that has
-`storage`, of `_VersionWrapper`s with a `val`. Torch 2.11 keeps arguments at a node, `input_saver.grad_fn`.
+read of torch instead (a test holds it to the installed torch): the hook's closure names its `frame`; that has
+`saved_args` and `recompute_fn`, whose closure names `recompute_context`; of selective checkpointing that has `storage`,
+of `_VersionWrapper`s with a `val`. Torch 2.11 keeps arguments at a node, `input_saver.grad_fn`, behind a tensor of its
+own that stands first.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Regions:
         saver = getattr(frame, "input_saver", None)
         if saver is not None:
             if not self.recomputes(saver.grad_fn, "saved_tensors"):
-                yield from saver.grad_fn.saved_tensors
+                yield from saver.grad_fn.saved_tensors[1:]
             return
         for saved in getattr(frame, "saved_args", ()):
             if not self._meets(saved, None) and hasattr(saved, "unpack"):

@@ -1,10 +1,12 @@
 """Give the buffers into which torch receives memory only from their RECV to their last use.
 
-In: a rank's stages once their handshake is over, what torch is about to receive, and each backward that is over. Out:
-the same buffers, emptied in between. Knows no schedule and no engine.
+In: a rank's stages once their handshake is over, what torch is about to receive, what a forward took, and each backward
+that is over. Out: the same buffers, emptied in between. Knows no schedule and no engine.
 
 Torch up to 2.14 makes a buffer for every micro-batch's input and gradient when it first runs and keeps them for ever
 (`_setup_forward_recv_info`, `_setup_backward_recv_info`): 2 m elements of what passes between stages, for each stage.
+Later versions make one at each RECV and let go of it behind its forward (`KEEPS_BUFFERS`). What the last stage received
+stays all the same until the end of the step: losses are kept until then, and their graphs hold it.
 Somebody may hold what lies in one longer: a gradient that is a view of it and is still to be sent, an output that the
 last stage returns. Such a buffer is left until the end of the step, and for ever where it is held then.
 """
@@ -18,7 +20,8 @@ import torch
 
 from bpipe.ir.action import Action, Kind
 from bpipe.runtime.capture import num_storage_uses
-from bpipe.torch.upstream import Computation
+from bpipe.runtime.graph import plain_tensors
+from bpipe.torch.upstream import KEEPS_BUFFERS, Computation, receive_buffers
 
 # By what is received: whether it is a gradient.
 _RECEIVES = {Computation.RECV_F: False, Computation.RECV_B: True}
@@ -36,9 +39,12 @@ class ReceiveBuffers:
         self._stages = {int(stage.stage_index): stage for stage in stages}
         self._is_here = is_here
         self._full_bytes: dict[Key, list[int]] = {}
+        self._taken: dict[Key, list[torch.Tensor]] = {}
 
     def begin(self) -> None:
         """Empty all, before anything is received."""
+        # A step that was broken off leaves some.
+        self._taken = {}
         for key in self._keys():
             buffers = self._buffers(key)
             # Torch makes new ones behind an evaluation; others are as empty as the last step left them.
@@ -59,12 +65,19 @@ class ReceiveBuffers:
             for buffer, nbytes in zip(self._buffers(key), self._full_bytes[key], strict=True):
                 buffer.untyped_storage().resize_(nbytes)
 
+    def took(self, stage: int, microbatch: int, received: Sequence[torch.Tensor]) -> None:
+        """Note what a stage received for a forward that has run."""
+        if not KEEPS_BUFFERS:
+            self._taken[stage, False, microbatch] = list(plain_tensors(received))
+
     def used(self, backward: Action) -> None:
         """Empty the buffers of a micro-batch whose last backward has run. Torch's dgrad of a stage may leave all to
         wgrad."""
         if backward.kind is not Kind.BACKWARD_INPUT:
             for of_gradients in (False, True):
-                self._empty((backward.stage, of_gradients, backward.microbatch))
+                key = backward.stage, of_gradients, backward.microbatch
+                self._empty(key)
+                self._taken.pop(key, None)
 
     @property
     def nbytes(self) -> int:
@@ -82,7 +95,7 @@ class ReceiveBuffers:
             return []
         stage = self._stages[index]
         infos = (stage.grad_recv_info if of_gradients else stage.args_recv_info).get(microbatch, ())
-        return [info.buffer for info in infos if not info.is_root_arg and info.buffer is not None]
+        return [*receive_buffers(infos), *self._taken.get(key, ())]
 
     def _empty(self, key: Key) -> None:
         for buffer in self._buffers(key):

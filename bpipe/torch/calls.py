@@ -24,7 +24,7 @@ import torch
 
 from bpipe.ir.action import Action, Kind
 from bpipe.runtime.executor import ComputationHooks
-from bpipe.torch.upstream import Computation
+from bpipe.torch.upstream import SEND_WAITS, Computation
 
 _SENDS = (Computation.SEND_F, Computation.SEND_B)
 
@@ -80,12 +80,15 @@ class StepCalls:
         return WatchedList(self._actions, self._receives, self._behind)
 
     def _behind(self, index: int) -> None:
-        following = self._actions[index + 1] if index + 1 < len(self._actions) else None
-        # Torch puts a computation's SENDs right behind it.
-        if self._unsent is not None and (following is None or following.computation_type not in _SENDS):
+        if self._unsent is not None and not self._is_followed_by_send(index):
             self._sent()
         if index == self._last:
             self._hooks.communicated()
+
+    def _is_followed_by_send(self, index: int) -> bool:
+        """Whether more of what was computed is to be sent. Torch puts SENDs right behind it, or behind waits for others."""
+        later = (self._actions[place].computation_type for place in range(index + 1, len(self._actions)))
+        return next((kind for kind in later if kind not in SEND_WAITS), None) in _SENDS
 
     def _sent(self) -> None:
         assert self._unsent is not None

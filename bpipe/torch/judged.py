@@ -20,7 +20,7 @@ from bpipe.ir.schedule import Schedule
 from bpipe.lower.lower import lower_received
 from bpipe.record.format import ONE_SIDED
 from bpipe.report.memory import without_transfers
-from bpipe.torch.upstream import Computation
+from bpipe.torch.upstream import RUN_VERSIONS, SEND_WAITS, Computation
 from bpipe.transport.connect import MeasuredLink
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -48,10 +48,11 @@ def received_in(order: Mapping[int, Sequence[Any]], schedule: Schedule) -> list[
             elif action.computation_type in _SENDS and not _follows(before):
                 raise ValueError(
                     f"torch {torch.__version__} lists {action} on rank {rank} after {before}, not after the action "
-                    "whose result it sends: bpipe expects another order. Use torch's own schedules, or torch 2.11 to "
-                    "2.14"
+                    "whose result it sends: bpipe expects another order. Use torch's own schedules, or one of torch "
+                    f"{', '.join(RUN_VERSIONS)}"
                 )
-            before = action
+            if action.computation_type not in SEND_WAITS:
+                before = action
         received.append(rows)
     return received
 

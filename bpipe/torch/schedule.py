@@ -43,7 +43,15 @@ from bpipe.torch.pipelines import Connected, connected, pipelines_of
 from bpipe.torch.planned import Memory, RankBudgets
 from bpipe.torch.recomputed import refuse_split_recomputation
 from bpipe.torch.recorded import StepRecord
-from bpipe.torch.upstream import Computation, Runtime, SingleStage, refuse_compiled, require_attributes
+from bpipe.torch.upstream import (
+    Computation,
+    Runtime,
+    SingleStage,
+    ran_forward,
+    refuse_compiled,
+    refuse_sends_to_itself,
+    require_attributes,
+)
 from bpipe.torch.weighed import clear_received, everywhere, hand_over, weigh
 
 logger = logging.getLogger(__name__)
@@ -55,11 +63,16 @@ _OURS = (*KIND_OF.values(), Computation.OVERLAP_F_B)
 _DEFAULT = default_family(1)
 
 
-def _refuse_late_receives(torch_options: dict[str, Any]) -> None:
+def _refuse_other_messages(torch_options: dict[str, Any]) -> None:
     if torch_options.pop("defer_pp_recv", False):
         raise ValueError(
             "defer_pp_recv receives as late as possible, and in that order pipelines deadlock even without "
             "balancing: leave it out"
+        )
+    if torch_options.get("max_outstanding_sends") is not None:
+        raise ValueError(
+            f"max_outstanding_sends={torch_options['max_outstanding_sends']} makes ranks wait for sends, which bpipe does "
+            "not consider where it looks for deadlocks: leave it out"
         )
 
 
@@ -121,7 +134,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         what cannot be built or run.
         """
         stages = list(stages) if isinstance(stages, (list, tuple)) else [stages]
-        _refuse_late_receives(torch_options)
+        _refuse_other_messages(torch_options)
         bounds = (bounds,) if isinstance(bounds, int) else bounds
         how = named_balance(balance, bounds, partners, hosts=hosts)
         self.config = config_of(schedule, stages, n_microbatches, how, group_size)
@@ -133,6 +146,8 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         self.schedule = build(self.config)
         refuse_unrunnable(self.schedule)
         refuse_other_places(self.schedule, stages)
+        device = _device_of(stages)
+        refuse_sends_to_itself(stages, device)
         # Stages with split backwards whose graph nobody has looked at yet.
         self._unseen_split = set(self.schedule.split_stages)
         if self._unseen_split:
@@ -142,7 +157,6 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         own = {stage.stage_index for stage in stages}
         self.buffers = ReceiveBuffers(stages, own.__contains__) if lean_buffers else None
         self._calls: StepCalls | None = None
-        device = _device_of(stages)
         self.verifier = Verifier(f"rank {dist.get_rank()}", device, verify) if verify else None
         self._transport, self._report_to = transport, (report, report_steps)
         self._engine_config = EngineConfig(
@@ -338,11 +352,13 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         if stage.stage_index in self._unseen_split:
             self._unseen_split.remove(stage.stage_index)
             refuse_split_recomputation(stage, made, self.schedule.name)
+        if self.buffers is not None:
+            self.buffers.took(stage.stage_index, mb_index, received)
         self._calls.forward_ran(made, received)
 
     def _ran(self, stage: Any, mb_index: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the roots of the graph of the last forward, and what its stage received for it."""
-        outputs, taken = stage.fwd_cache[mb_index]
+        outputs, taken = ran_forward(stage, mb_index)
         roots = (self._internal_losses[-1],) if stage.is_last else outputs
         # What the caller gives, to the first stage and as keywords, is the caller's.
         num_received = 0 if stage.is_first else len(stage.args_recv_info[mb_index])

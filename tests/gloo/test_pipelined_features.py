@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from bpipe.torch.upstream import KEEPS_BUFFERS
 from tests.gloo.pipelined_features import FEATURES, RANKS, SLOW
-from tests.gloo.test_pipelined import Found, ran
+from tests.gloo.test_pipelined import Found, parameters, ran
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +18,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return ran(RANKS, folder, "tests.gloo.pipelined_features")
 
 
-DAILY = [name for name in FEATURES if name not in SLOW]
+DAILY = parameters({name: feature for name, feature in FEATURES.items() if name not in SLOW})
 
 
 @pytest.mark.slow
@@ -67,6 +68,8 @@ def test_receive_buffers_hold_nothing_between_steps(feature: str, found: Found) 
 def test_lean_buffers_hold_less_at_the_peak_and_nothing_between_steps(found: Found) -> None:
     for rank in (each["lean buffers"] for each in found):
         assert rank["same"]
-        assert rank["between, False"] > 0
+        assert (rank["between, False"] > 0) is KEEPS_BUFFERS
         assert rank["between, True"] == 0
-        assert rank["peak, True"] < rank["peak, False"]
+    peaks = [(rank["peak, True"], rank["peak, False"]) for rank in (each["lean buffers"] for each in found)]
+    # Later versions of torch let go of all but what the last stage received.
+    assert [lean < kept for lean, kept in peaks] == [KEEPS_BUFFERS] * (RANKS - 1) + [True], peaks

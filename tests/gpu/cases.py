@@ -45,11 +45,6 @@ CASES: Mapping[str, Case] = {
         "what is installed, and whether torch and the CUDA runtime use the same device",
         "a process with CUDA may load two CUDA runtimes",
     ),
-    "counts": Case(
-        "counts",
-        "the runtime's own tests: reference counts differ between versions of torch",
-        "it tests the torch that is installed on the GPU's machine",
-    ),
     "queues": Case(
         "queues",
         "whether streams wait for each other in the device's queues",

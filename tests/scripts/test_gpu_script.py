@@ -211,7 +211,7 @@ def test_a_wrong_step_is_the_exit_status(
 def test_an_unknown_step_is_refused(check: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         check.main(["--only", "limits,warmth"])
-    assert "unknown step warmth: choose from versions, counts" in capsys.readouterr().err
+    assert "unknown step warmth: choose from versions, queues" in capsys.readouterr().err
 
 
 def test_without_a_gpu_it_says_so(

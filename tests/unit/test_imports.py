@@ -246,8 +246,9 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "links",
     ),
     "torch": (
-        "option_names pipelines recomputed recorded upstream weighed",
-        "buffers calls judged orders planned",
+        "option_names pipelines recomputed recorded upstream",
+        "buffers calls judged orders weighed",
+        "planned",
         "schedule traced",
         "titan",
     ),

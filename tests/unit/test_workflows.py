@@ -26,8 +26,8 @@ def jobs(path: Path) -> dict[str, dict[str, Any]]:
     return read(path)["jobs"]
 
 
-def test_the_workflows_are_ci_docs_and_release() -> None:
-    assert [path.stem for path in WORKFLOWS] == ["ci", "docs", "release"]
+def test_the_workflows_are_ci_docs_release_and_torch() -> None:
+    assert [path.stem for path in WORKFLOWS] == ["ci", "docs", "release", "torch"]
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -160,3 +161,21 @@ def test_the_installed_torch_has_the_names_that_are_read(context: Any) -> None:
     hooked = [regions.recomputes(node, name) for node in nodes_of([out.grad_fn]) for name in saved_names(type(node))]
     assert any(hooked)
     assert len(list(regions.tensors())) == (1 if context is None else 3)
+
+
+def test_what_an_older_torch_saves_with_the_arguments_is_none_of_them() -> None:
+    """Torch 2.11 keeps arguments at a node, behind a tensor of no bytes: that was taken for a storage that may leave."""
+
+    class Saver(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, own: torch.Tensor, argument: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(own, argument)
+            return torch.empty(0)
+
+    x = received()
+    regions = Regions()
+    body = partial(Body(), x)
+    regions._frames[0] = SimpleNamespace(
+        input_saver=Saver.apply(torch.empty(0, requires_grad=True), x), recompute_fn=body
+    )
+    assert [id(tensor) for tensor, _ in regions.tensors()] == [id(x)]

@@ -20,8 +20,8 @@ def calls(line: str, instead: str, nth: int = 0) -> Mutation:
     return Mutation("bpipe/torch/calls.py", line, instead, (CALLS,), nth)
 
 
-def buffers(line: str, instead: str) -> Mutation:
-    return Mutation("bpipe/torch/buffers.py", line, instead, (BUFFERS,))
+def buffers(line: str, instead: str, nth: int = 0) -> Mutation:
+    return Mutation("bpipe/torch/buffers.py", line, instead, (BUFFERS,), nth)
 
 
 TABLE = (
@@ -37,8 +37,13 @@ TABLE = (
     calls("if index == self._last:", "if index == len(self._actions) - 1:"),
     # Before the message that others wait for.
     calls(
-        "if self._unsent is not None and (following is None or following.computation_type not in _SENDS):",
+        "if self._unsent is not None and not self._is_followed_by_send(index):",
         "if self._unsent is not None:",
+    ),
+    # Before the message, where a wait for another stands between.
+    calls(
+        "return next((kind for kind in later if kind not in SEND_WAITS), None) in _SENDS",
+        "return next(later, None) in _SENDS",
     ),
     calls("self._sent()", "pass"),
     calls("self._sent()", "pass", 1),
@@ -56,7 +61,10 @@ TABLE = (
     buffers("storage.resize_(0)", "pass"),
     calls("undo.callback(_replace(stage, name, wrapper))", "_replace(stage, name, wrapper)"),
     buffers("buffer.untyped_storage().resize_(nbytes)", "pass"),
-    buffers("self._empty((backward.stage, of_gradients, backward.microbatch))", "pass"),
+    buffers("self._empty(key)", "pass", 1),
+    buffers("self._taken = {}", "pass"),
+    buffers("self._taken.pop(key, None)", "pass"),
+    buffers("if not KEEPS_BUFFERS:", "if False:"),
     buffers(
         "if storage.nbytes() and storage.resizable() and num_storage_uses(storage) == _ONLY_THE_BUFFER:",
         "if storage.nbytes():",
@@ -69,6 +77,7 @@ TABLE = (
     buffers("if self._is_here(index + (1 if of_gradients else -1)):", "if False:"),
     Mutation("bpipe/torch/judged.py", "rows.append([])", "pass", (JUDGED,)),
     Mutation("bpipe/torch/judged.py", "before = action", "pass", (JUDGED,)),
+    Mutation("bpipe/torch/judged.py", "if action.computation_type not in SEND_WAITS:", "if True:", (EXCHANGE,)),
     Mutation(
         "bpipe/torch/judged.py",
         "elif action.computation_type in _SENDS and not _follows(before):",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from bpipe.ir.action import Action, Kind
@@ -96,3 +97,38 @@ def test_what_stays_on_the_rank_is_nobodys_buffer() -> None:
     here = stage(1)
     ReceiveBuffers([here], {0, 1, 2}.__contains__).begin()
     assert here.args_recv_info[0][0].buffer.untyped_storage().nbytes() == BYTES
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_what_the_losses_hold_of_later_versions_is_emptied(monkeypatch: pytest.MonkeyPatch, is_held: bool) -> None:
+    """Torch 2.15 makes a buffer at its RECV and lets go of it, but the graphs of the losses, which it keeps until the end
+    of the step, hold what the last stage received: m of them."""
+    monkeypatch.setattr("bpipe.torch.buffers.KEEPS_BUFFERS", False)
+    here = stage(1)
+    here.args_recv_info = here.grad_recv_info = {mb: (info(None),) for mb in range(MICROBATCHES)}
+    buffers = ReceiveBuffers([here], {1}.__contains__)
+    buffers.begin()
+    buffers.receives(received(Computation.RECV_F, 0))
+    taken = torch.ones(8, requires_grad=True)
+    storage = taken.untyped_storage()._weak_ref()
+    loss = taken.exp().sum()
+    buffers.took(1, 0, [taken])
+    view = taken.detach() if is_held else None
+    loss.backward()
+    del taken
+    buffers.used(Action(1, Kind.BACKWARD, 0))
+    assert torch.UntypedStorage._new_with_weak_ptr(storage).nbytes() == (BYTES if is_held else 0)
+    assert buffers.nbytes == 0
+    assert loss.grad_fn is not None
+    assert view is None or view.sum() == 8
+
+
+def test_what_a_broken_off_step_took_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bpipe.torch.buffers.KEEPS_BUFFERS", False)
+    here = stage(1)
+    here.args_recv_info = here.grad_recv_info = {0: (info(None),)}
+    buffers = ReceiveBuffers([here], {1}.__contains__)
+    buffers.begin()
+    buffers.took(1, 0, [torch.ones(8)])
+    buffers.begin()
+    assert buffers.nbytes == 0

@@ -10,6 +10,7 @@ import pytest
 
 from bpipe.build import ScheduleConfig, build
 from bpipe.ir.action import Action, Kind
+from bpipe.torch import calls
 from bpipe.torch.calls import StepCalls, WatchedList
 from bpipe.torch.orders import torch_orders
 from bpipe.torch.upstream import Computation, TorchAction
@@ -37,15 +38,15 @@ def stage(index: int) -> Any:
 def run(actions: list[Any], index: int = 1) -> list[str]:
     """What torch's loop does with its list, as far as it concerns us."""
     notes, here = Notes(), stage(index)
-    calls = StepCalls(notes, actions)
+    step = StepCalls(notes, actions)
     before = dict(vars(here))
-    with calls.around([here]):
-        calls.begin()
-        for action in calls.watched():
+    with step.around([here]):
+        step.begin()
+        for action in step.watched():
             for one in action.sub_actions or (action,):
                 if one.computation_type is Computation.FORWARD:
                     assert here.forward_one_chunk(one.microbatch_index) == f"F{one.microbatch_index}"
-                    calls.forward_ran((), ())
+                    step.forward_ran((), ())
                 elif one.computation_type is Computation.FULL_BACKWARD:
                     here.backward_one_chunk(one.microbatch_index)
                 elif one.computation_type is Computation.BACKWARD_INPUT:
@@ -73,6 +74,17 @@ def test_a_computation_is_sent_behind_its_send_or_at_once() -> None:
         # Before gradients are reduced, which all ranks do together.
         *("before 1B1", "after 1B1", "sent 1B1", "communicated"),
         *("1REDUCE_GRAD", "1RESHARD"),
+    ]
+
+
+def test_waits_for_others_may_stand_between_a_computation_and_its_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.15 lists WAIT_SEND_F behind a backward, and what it made was called sent before its SEND_B."""
+    # Before 2.15 there is no such word.
+    monkeypatch.setattr(calls, "SEND_WAITS", (Computation.UNSHARD,))
+    assert run(parsed("1F0 1SEND_F0 1B0 1UNSHARD 1SEND_B0 1F1 1B1 1UNSHARD")) == [
+        *("begin", "before 1F0", "after 1F0", "1SEND_F0", "sent 1F0"),
+        *("before 1B0", "after 1B0", "1UNSHARD", "1SEND_B0", "sent 1B0"),
+        *("before 1F1", "after 1F1", "sent 1F1", "before 1B1", "after 1B1", "sent 1B1", "communicated", "1UNSHARD"),
     ]
 
 

@@ -15,6 +15,7 @@ from bpipe.formats.text import write_csv
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import Kind
 from bpipe.ir.schedule import Schedule
+from bpipe.torch import BalancedSchedule
 from bpipe.torch.orders import (
     TORCH_NAMES,
     config_of,
@@ -160,3 +161,10 @@ def test_losses_in_another_order_are_refused() -> None:
     assert {one.kind for row in swapped for slot in row for one in slot.computations} == {Kind.FORWARD, Kind.BACKWARD}
     with pytest.raises(ValueError, match=r"computes the losses of micro-batches in the order \[1, 0\]"):
         refuse_unrunnable(Schedule(schedule.name, 2, schedule.layout, swapped))
+
+
+@pytest.mark.parametrize("option", [{"defer_pp_recv": True}, {"max_outstanding_sends": 2}])
+def test_options_that_put_messages_or_waits_elsewhere_are_refused(option: dict[str, Any]) -> None:
+    """What is judged before the first step has neither."""
+    with pytest.raises(ValueError, match=f"^{next(iter(option))}.* leave it out$"):
+        BalancedSchedule([], M, **option)

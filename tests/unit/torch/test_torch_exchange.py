@@ -21,8 +21,10 @@ from bpipe.ir.memory import moves_anything, peak_counts
 from bpipe.ir.program import Exchange, MessageTable, Op, Program
 from bpipe.ir.schedule import Schedule
 from bpipe.lower.lower import lower, lower_received
+from bpipe.torch import judged
 from bpipe.torch.judged import received_in
 from bpipe.torch.orders import schedule_of_class, torch_orders
+from bpipe.torch.upstream import Computation
 from tests.support.levels import STOOD
 from tests.unit.torch.test_orders import stages_on
 
@@ -143,6 +145,10 @@ def as_listed(schedule: Schedule, order: dict[int, list[Any]]) -> tuple[Program,
     return tuple(programs)
 
 
+defers = pytest.mark.skipif(not hasattr(schedules, "_defer_recv_ops"), reason="torch before 2.13 defers no receives")
+
+
+@defers
 def test_receives_that_are_deferred_stand_still() -> None:
     """Torch's `defer_pp_recv` alone, with nothing that moves: what refuses it."""
     stuck = 0
@@ -159,6 +165,27 @@ def test_receives_that_are_deferred_stand_still() -> None:
     assert stuck > len(some) // 2, f"{stuck} of {len(some)}"
 
 
+def test_waits_for_sends_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.15 lists them between a backward and its SEND_B, and every schedule was refused."""
+    schedule = build(ScheduleConfig("interleaved-1f1b", 3, 3, num_chunks=2))
+    listed = torchs(schedule)
+    # Before 2.15 there is no such word.
+    waiting = {
+        rank: [
+            one
+            for action in row
+            for one in (action, action._replace(computation_type=Computation.UNSHARD))
+            if one is action or action.computation_type is Computation.FULL_BACKWARD
+        ]
+        for rank, row in listed.items()
+    }
+    with pytest.raises(ValueError, match="after the action"):
+        received_in(waiting, schedule)
+    monkeypatch.setattr(judged, "SEND_WAITS", (Computation.UNSHARD,))
+    assert received_in(waiting, schedule) == received_in(listed, schedule)
+
+
+@defers
 def test_lists_that_send_elsewhere_are_refused() -> None:
     """The engine's `sent` comes behind the last SEND of a computation, and a receive before it would be behind it."""
     schedule = build(ScheduleConfig("interleaved-1f1b", 3, 3, num_chunks=2))
