@@ -1,30 +1,36 @@
 #!/usr/bin/env python3
 """Check on one GPU what can be checked there of moving activations, and measure what can be measured.
 
-In: a machine with a GPU and torch; some cases want Megatron or pytest, and are skipped without. --device late runs the
-same on the late devices of the tests, with small sizes: right and wrong mean the same there, and which transfers are
-waited for; how long anything takes is declared. Out: a line for everything found, a summary, and with --json a file of
-all of it, written after every step. The cases are those of tests/gpu; here they are chosen, ordered and limited. Each
-runs in a process of its own: one that fails or hangs is ended at its limit and reported, and the others go on. All of it
-takes less than 25 minutes, each of the three parts less than 9. Exit status 1 if a step found something wrong or did not
-come to its end, 2 without a GPU. docs/gpu.md says what each step shows; --table writes its table of results.
+In: a machine with a GPU and torch; some cases want Megatron or Transformer Engine, and are skipped without. --device
+late runs the same on the late devices of the tests, with small sizes: right and wrong mean the same there, and which
+transfers are waited for; how long anything takes is declared. Out: a line for everything found, a summary, and with
+--json a file of all of it, written after every step.
+
+--minutes 12 runs the whole programme within 12 minutes. Steps that are right or wrong run side by side, timed ones alone.
+Each case runs in a process of its own: one that fails or hangs is ended at its limit and reported, and the others go on.
+Exit status 1 if a step found something wrong or did not come to its end, 2 without a GPU. docs/gpu.md says what each step
+shows; --table writes its table of results.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
+import itertools
 import json
 import os
 import platform
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -33,11 +39,11 @@ import torch
 from tests.gpu import isolate
 from tests.gpu.accelerators import CUDA, LATE, NAMES
 from tests.gpu.cases import CASES
-from tests.gpu.common import FULL, SMALL, Result, say
+from tests.gpu.common import FULL, SMALL, Result
 
 ON_LATE = "on late devices: right, wrong and which waits are exposed mean the same as on a GPU, times are declared"
-# A full CPU of two cores starts torch more slowly than any machine with a GPU.
-LATE_S = 120.0
+# A step that has less than this left is not begun.
+LEAST_S = 10.0
 CONNECTIONS, ALLOCATOR = "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF"
 DOCUMENT = isolate.ROOT / "docs" / "gpu.md"
 
@@ -53,15 +59,22 @@ class Under:
 
 @dataclass(frozen=True)
 class Step:
-    """`part`: the third of everything it belongs to. `limit_s`: when it is ended."""
+    """Cases that run one after the other.
 
-    part: int
+    Attributes:
+        limit_s: seconds after which the step is ended.
+        under: environments in which its cases run.
+        alone: whether nothing may run beside it, because it is timed, or takes or reads all of the device's memory.
+        title: what it shows, if its case does not say so.
+    """
+
     limit_s: float
     under: tuple[Under, ...] = (Under("", {}),)
+    alone: bool = False
     title: str = ""
 
     def runs(self, name: str) -> list[tuple[Under, str]]:
-        """What has to be started for it."""
+        """Return what has to be started for it."""
         return [(under, case) for under in self.under for case in under.cases or (name,)]
 
 
@@ -72,29 +85,36 @@ OTHER_ALLOCATORS = (
     Under("expandable segments", {ALLOCATOR: "expandable_segments:True"}, ("versions", *RIGHT, "memory")),
     Under("cudaMallocAsync", {ALLOCATOR: "backend:cudaMallocAsync"}, ("versions", "streams")),
 )
-# In the order in which a first half hour on a GPU wants them: what everything else stands on comes first.
+# Most wanted first: what is not reached within --minutes is at the end. Steps between two that run alone run side by side.
 STEPS: dict[str, Step] = {
-    "versions": Step(1, 40),
-    "queues": Step(1, 75, (Under("unset", {}), *(Under(number, {CONNECTIONS: number}) for number in "18"))),
-    "peer": Step(1, 75),
-    "streams": Step(1, 90),
-    "pipelines": Step(1, 45),
-    "memory": Step(1, 90),
-    "halves": Step(1, 50),
-    "overhead": Step(2, 140),
-    "overhead_one_queue": Step(2, 120, (ONE_QUEUE,), "the same with all streams in one queue"),
-    "nccl": Step(2, 60, (Under("", {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}),)),
-    "megatron": Step(2, 160),
-    "twice": Step(3, 45),
-    "nearly_full": Step(3, 45),
-    "side_stream": Step(3, 25),
-    "combined": Step(3, 25),
-    "abandon": Step(3, 45),
-    "connections": Step(3, 105, (*QUEUES,), f"peer and streams again with {CONNECTIONS} 1 and 8"),
-    "allocators": Step(3, 105, OTHER_ALLOCATORS, "the order of streams again under torch's other allocators"),
-    "limits": Step(3, 30),
-    "compute_units": Step(3, 60),
+    "versions": Step(40),
+    "twice": Step(60),
+    "peer": Step(75),
+    "nccl": Step(60),
+    "streams": Step(90),
+    "pipelines": Step(60),
+    "overhead": Step(80, alone=True),
+    "trainer": Step(120),
+    "trainer_te": Step(150),
+    "halves": Step(60),
+    "megatron": Step(120),
+    "schedules": Step(150),
+    "trainer_8": Step(120),
+    "true_size": Step(160, alone=True),
+    "memory": Step(50, alone=True),
+    "limits": Step(25, alone=True),
+    "nearly_full": Step(30, alone=True),
+    "compute_units": Step(45, alone=True),
+    "queues": Step(60, (Under("unset", {}), *(Under(number, {CONNECTIONS: number}) for number in "18")), alone=True),
+    "side_stream": Step(40),
+    "combined": Step(40),
+    "abandon": Step(45),
+    "connections": Step(105, (*QUEUES,), title=f"peer and streams again with {CONNECTIONS} 1 and 8"),
+    "allocators": Step(105, OTHER_ALLOCATORS, title="the order of streams again under torch's other allocators"),
+    "overhead_one_queue": Step(80, (ONE_QUEUE,), alone=True, title="the same with all streams in one queue"),
 }
+# On a GPU's machine most of a step is starting Python and torch, and kernels of several processes take turns.
+SIDE_BY_SIDE = {CUDA: 4, LATE: 2}
 
 
 def shows(name: str) -> str:
@@ -111,7 +131,7 @@ def needs_gpu(name: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
-    names = options.only or [name for name, step in STEPS.items() if options.part in (None, step.part)]
+    names = options.only or [*STEPS]
     if options.list:
         _list(names)
         return 0
@@ -136,35 +156,56 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _find_out(
     names: Sequence[str], device: str, minutes: float | None, header: Mapping[str, Any], path: Path | None
 ) -> dict[str, Result]:
-    """Run the steps, one after the other, within so many minutes in all."""
-    scale = 60 * minutes / sum(STEPS[name].limit_s for name in names) if minutes else 1.0
+    """Run the steps, within so many minutes in all. What is not reached by then is said to be skipped."""
+    until = time.monotonic() + 60 * minutes if minutes else float("inf")
     results: dict[str, Result] = {}
-    for name in names:
-        print(f"--- {name}: {shows(name)}", flush=True)
-        results[name] = find_out(name, device, FULL if device == CUDA else SMALL, scale * STEPS[name].limit_s)
-        if path:
-            # After every step: what has been found is kept, whatever happens later.
-            found = {one: asdict(result) for one, result in results.items()}
-            isolate.write(path, {"header": header, "asked": names, "steps": found})
-    return results
+    writing = threading.Lock()
+
+    def run(name: str) -> None:
+        left_s = until - time.monotonic()
+        lines = io.StringIO()
+        if left_s < LEAST_S:
+            result = Result(skipped=f"the {minutes:g} minutes were over")
+        else:
+            result = find_out(name, device, FULL if device == CUDA else SMALL, min(STEPS[name].limit_s, left_s), lines)
+        with writing:
+            print(f"--- {name}: {shows(name)}\n{lines.getvalue()}", end="", flush=True)
+            results[name] = result
+            if path:
+                # After every step: what has been found is kept, whatever happens later.
+                found = {done: asdict(results[done]) for done in names if done in results}
+                isolate.write(path, {"header": header, "asked": names, "steps": found})
+
+    for alone, together in itertools.groupby(names, key=lambda name: STEPS[name].alone):
+        if alone:
+            for name in together:
+                run(name)
+            continue
+        with ThreadPoolExecutor(SIDE_BY_SIDE[device]) as pool:
+            running = [pool.submit(run, name) for name in together]
+            try:
+                for step in running:
+                    step.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+    return {name: results[name] for name in names}
 
 
-def find_out(name: str, device: str, size: str, limit_s: float) -> Result:
-    """Run a step, or what it consists of, in processes of their own.
+def find_out(name: str, device: str, size: str, limit_s: float, lines: TextIO = sys.stdout) -> Result:
+    """Run a step, or what it consists of, in processes of their own, and write to `lines` what they say.
 
     What one of them leaves of the time, the next ones have.
     """
     runs = STEPS[name].runs(name)
-    if device == LATE:
-        limit_s = max(limit_s, LATE_S * len(runs))
     until = time.monotonic() + limit_s
     found = []
     for number, (under, case) in enumerate(runs):
         if under.label:
-            say(f"{case}, {under.label}:")
+            print(f"  {case}, {under.label}:", file=lines)
         # Never nothing: a case that is ended at once says so, and no time-out is below zero.
         left_s = max((until - time.monotonic()) / (len(runs) - number), 1.0)
-        found.append((under.label, case, isolate.isolated(case, device, size, left_s, under.environment)))
+        found.append((under.label, case, isolate.isolated(case, device, size, left_s, under.environment, lines)))
     return merged(found) if any(label for label, _, _ in found) else found[0][2]
 
 
@@ -216,11 +257,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         return value
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    chosen = parser.add_mutually_exclusive_group()
-    chosen.add_argument(
+    parser.add_argument(
         "--only", type=steps, metavar="STEP,STEP", help=f"run only these steps, from {', '.join(STEPS)}"
     )
-    chosen.add_argument("--part", type=int, choices=(1, 2, 3), help="run one third of the steps (default: all)")
     parser.add_argument(
         "--device", choices=NAMES, default=CUDA, help="device to run the steps on (default: %(default)s)"
     )
@@ -228,7 +267,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--minutes",
         type=minutes,
         metavar="N",
-        help="end all chosen steps within N minutes (default: each step's own limit)",
+        help="end within N minutes, and skip what is not reached by then (default: each step's own limit)",
     )
     parser.add_argument("--list", action="store_true", help="list the chosen steps with their limits, and run nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to FILE, updated after every step")
@@ -246,8 +285,7 @@ def _list(names: Sequence[str]) -> None:
     width = max(map(len, names))
     for name in names:
         step = STEPS[name]
-        print(f"{name:<{width}}  part {step.part}  at most {step.limit_s:4.0f} s  {shows(name)}")
-    print(f"{'together':<{width}}          at most {sum(STEPS[name].limit_s for name in names) / 60:4.1f} min")
+        print(f"{name:<{width}}  {'alone' if step.alone else '     '}  at most {step.limit_s:4.0f} s  {shows(name)}")
 
 
 def _header(device: str, arguments: Sequence[str] | None) -> dict[str, str]:

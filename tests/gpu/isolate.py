@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tests.gpu.accelerators import Accelerator, accelerator
 from tests.gpu.cases import CASES
@@ -34,22 +34,33 @@ STARTING_S = 20.0
 # comes next.
 DYING_S = 10.0
 # A case runs under these as it says itself, whatever the shell that starts it has set for trainings.
-OURS = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "NCCL_MULTI_RANK_GPU_ENABLE")
+OURS = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "NCCL_HOSTID")
 
 
-def isolated(name: str, device: str, size: str, limit_s: float, environment: Mapping[str, str]) -> Result:
-    """What the case found. It ends by itself some time before the limit, and is ended at it."""
+def isolated(
+    name: str,
+    device: str,
+    size: str,
+    limit_s: float,
+    environment: Mapping[str, str],
+    lines: TextIO = sys.stdout,
+) -> Result:
+    """Return what the case found, and write it to `lines`, with all that its process said if something was wrong. It
+    ends by itself some time before the limit, and is ended at it."""
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "result.json")
+        file, log = Path(folder, "result.json"), Path(folder, "log.txt")
         soft_s = max(limit_s / 2, limit_s - STARTING_S)
         inherited = {variable: value for variable, value in os.environ.items() if variable not in OURS}
         path = os.pathsep.join(filter(None, [str(ROOT), inherited.get("PYTHONPATH")]))
-        process = subprocess.Popen(
-            [sys.executable, *PROGRAM, name, device, size, str(soft_s), str(file)],
-            cwd=ROOT,
-            env={**inherited, "PYTHONPATH": path, **environment},
-            start_new_session=True,
-        )
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, *PROGRAM, name, device, size, str(soft_s), str(file)],
+                cwd=ROOT,
+                env={**inherited, "PYTHONPATH": path, **environment},
+                start_new_session=True,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
         try:
             ended = f"its process ended with status {process.wait(limit_s)}"
         except subprocess.TimeoutExpired:
@@ -57,7 +68,14 @@ def isolated(name: str, device: str, size: str, limit_s: float, environment: Map
         finally:
             # Its children too: a process group of its own.
             _end(process)
-        return Result(**json.loads(file.read_text())) if file.exists() else Result(ok=False, failure=ended)
+        result = Result(**json.loads(file.read_text())) if file.exists() else Result(ok=False, failure=ended)
+        if result.ok is False:
+            lines.write(log.read_text(errors="replace"))
+        elif result.skipped:
+            lines.write(f"  skipped: {result.skipped}\n")
+        else:
+            lines.writelines(f"  {what}: {value}\n" for what, value in result.rows)
+        return result
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

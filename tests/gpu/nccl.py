@@ -1,8 +1,8 @@
 """The `nccl` transport with both ranks of a pair on one device: are the bytes and the gradients right?
 
-In: a device; of GPUs, NCCL 2.30 or newer, which allows two ranks on one where NCCL_MULTI_RANK_GPU_ENABLE is 1. Out:
-right or wrong. Nothing here is timed: two processes on one GPU take turns, and their messages use no link. Rank 0 runs
-the program of the first stage and evicts, rank 1 that of the last one and hosts. The middle stages are not there.
+In: a device. Out: right or wrong. Nothing here is timed: two processes on one GPU take turns, and their messages go
+through loopback sockets, because each is a node of its own for NCCL. Rank 0 runs the program of the first stage and
+evicts, rank 1 that of the last one and hosts. The middle stages are not there.
 """
 
 from __future__ import annotations
@@ -14,13 +14,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from tests.gpu.accelerators import CUDA, Accelerator
+from tests.gpu.accelerators import Accelerator
 from tests.gpu.common import FULL, MODERATE, SMALL, Result
 from tests.gpu.pair import EVICTOR, Found, Member, judge_engines, run_engine, run_pair
 from tests.gpu.streams import MODES
-
-# The first NCCL that has NCCL_MULTI_RANK_GPU_ENABLE; older ones end with "Duplicate GPU detected".
-NEEDED = (2, 30)
 
 
 @dataclass(frozen=True)
@@ -36,23 +33,12 @@ SIZES = {FULL: Sizes(1024, 1024, 100), MODERATE: Sizes(512, 512, 12), SMALL: Siz
 
 
 def run(on: Accelerator, sizes: Sizes, until: float) -> Result:
-    why_not = refused(torch.cuda.nccl.version()) if on.name == CUDA else None
-    if why_not is not None:
-        return Result(skipped=why_not)
     result = Result()
     evictor, lender = run_pair(_part, on, "nccl", sizes, until)
     result.check("transport of the pair, probed with 16 MiB", evictor["transport"] == "nccl", evictor["transport"])
     judge_engines(evictor["engine"], lender["engine"], sizes, result)
     result.facts = {"evictor": evictor, "lender": lender}
     return result
-
-
-def refused(version: tuple[int, ...]) -> str | None:
-    """Return why this NCCL takes no two ranks on one GPU."""
-    if version[:2] >= NEEDED:
-        return None
-    said, wanted = (".".join(map(str, one)) for one in (version, NEEDED))
-    return f"torch {torch.__version__} brings NCCL {said}, which refuses two ranks on one GPU; {wanted} does not"
 
 
 def _part(member: Member, sizes: Sizes, until: float) -> Found:

@@ -25,6 +25,7 @@ from bpipe.ir.memory import num_transfers
 from bpipe.runtime.streams import copying_on
 from bpipe.transport.base import Transport
 from bpipe.transport.connect import Connection, connect
+from megatron.scheduling.start.sharing import make_node_of_its_own
 from tests.gpu.accelerators import Accelerator
 from tests.gpu.common import Result
 from tests.gpu.one_stage import TIMEOUT_S, SmallStage, balanced, engine_of, loop_of
@@ -69,6 +70,7 @@ def _process(
     sizes: Any,
     until: float,
 ) -> None:
+    make_node_of_its_own(rank)
     on = made(rank)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT_S)

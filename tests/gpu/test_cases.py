@@ -19,7 +19,7 @@ from bpipe.build import ScheduleConfig, build
 from bpipe.ir.action import Kind
 from bpipe.ir.memory import memory_of, peak_bytes
 from bpipe.runtime.engine import Engine
-from tests.gpu import abandon, memory, nccl, overhead, pipelines, side_stream, streams, twice
+from tests.gpu import abandon, memory, overhead, pipelines, side_stream, streams, twice
 from tests.gpu.accelerators import CUDA, LATE, Accelerator, Held, accelerator
 from tests.gpu.cases import CASES
 from tests.gpu.common import MODERATE, SMALL, Result
@@ -240,11 +240,6 @@ def test_twice_notices_what_a_training_left(
     twice.judge(good, {"trainings": trainings, "free_bytes": free_bytes, "computes": computes}, result)
     assert [what for what, value in result.rows if value.startswith("FAILED")] == named
     assert result.ok is not bool(named)
-
-
-def test_an_nccl_that_takes_no_two_ranks_on_one_gpu_is_named() -> None:
-    assert nccl.refused((2, 30, 7)) is None
-    assert "brings NCCL 2.28.9, which refuses two ranks on one GPU; 2.30 does not" in str(nccl.refused((2, 28, 9)))
 
 
 # -- the prediction

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import time
@@ -81,11 +82,9 @@ def test_a_hung_step_is_ended_with_its_children_and_the_next_one_runs(
         f"    open({str(child)!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid)); time.sleep(60)\n"
         "json.dump({'ok': True, 'rows': [['all', 'ok: well']]}, open(file, 'w'))"
     )
-    monkeypatch.setattr(check, "LATE_S", 0.0)
-    # Of six seconds the first step has four.
-    monkeypatch.setattr(check, "STEPS", {"limits": check.Step(1, 40), "streams": check.Step(1, 20)})
+    monkeypatch.setattr(check, "STEPS", {"limits": check.Step(4), "streams": check.Step(20, alone=True)})
     begin = time.monotonic()
-    assert check.main(["--device", "late", "--minutes", "0.1", "--json", str(found)]) == 1
+    assert check.main(["--device", "late", "--minutes", "0.5", "--json", str(found)]) == 1
     assert time.monotonic() - begin < 30
     said = json.loads(found.read_text())["steps"]
     assert said["limits"]["failure"] == "it did not end within 4 s"
@@ -99,6 +98,39 @@ def test_a_hung_step_is_ended_with_its_children_and_the_next_one_runs(
     assert "it did not end within 4 s" in capsys.readouterr().out
 
 
+def test_what_is_not_reached_in_time_is_skipped(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch, instead: Callable[[str], None], tmp_path: Path
+) -> None:
+    found = tmp_path / "found.json"
+    instead("json.dump({'ok': True}, open(file, 'w'))")
+    monkeypatch.setattr(check, "STEPS", {name: check.Step(20, alone=True) for name in ("limits", "streams")})
+    monkeypatch.setattr(check, "LEAST_S", 60.0)
+    assert check.main(["--device", "late", "--minutes", "0.5", "--json", str(found)]) == 0
+    steps = json.loads(found.read_text())["steps"]
+    assert {step["skipped"] for step in steps.values()} == {"the 0.5 minutes were over"}
+
+
+def test_only_steps_that_are_not_alone_run_side_by_side(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running: list[str] = []
+    beside: dict[str, set[str]] = {}
+
+    def run(name: str, *rest: Any) -> Any:
+        running.append(name)
+        time.sleep(0.2)
+        beside[name] = set(running) - {name}
+        time.sleep(0.2)
+        running.remove(name)
+        return check.Result(ok=True)
+
+    monkeypatch.setattr(check, "find_out", run)
+    assert check.main(["--device", "late", "--only", "peer,streams,overhead,limits,abandon"]) == 0
+    assert beside == {"peer": {"streams"}, "streams": {"peer"}, "overhead": set(), "limits": set(), "abandon": set()}
+    printed = re.findall(r"^--- (\w+):", capsys.readouterr().out, re.MULTILINE)
+    assert printed[2:] == ["overhead", "limits", "abandon"]
+
+
 def test_a_cut_run_leaves_what_it_had(check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def cut(name: str, *rest: Any) -> Any:
         if name == "memory":
@@ -108,17 +140,18 @@ def test_a_cut_run_leaves_what_it_had(check: ModuleType, monkeypatch: pytest.Mon
     monkeypatch.setattr(check.isolate, "isolated", cut)
     found = tmp_path / "found.json"
     with pytest.raises(KeyboardInterrupt):
-        check.main(["--device", "late", "--part", "1", "--json", str(found)])
+        check.main(["--device", "late", "--only", "overhead,limits,memory,queues", "--json", str(found)])
     said = json.loads(found.read_text())
     assert list(said["steps"]) == said["asked"][: said["asked"].index("memory")]
 
 
 def test_everything_ends_in_time(check: ModuleType) -> None:
-    """25 minutes in all, and a part in one sitting of ten with some to spare for starting the machine's first
-    process."""
-    limits = {part: sum(step.limit_s for step in check.STEPS.values() if step.part == part) / 60 for part in (1, 2, 3)}
-    assert all(minutes <= 9 for minutes in limits.values())
-    assert sum(limits.values()) <= 25
+    """If every step took all that it may take, a quarter of an hour of one GPU would be enough."""
+    total_s = 0.0
+    for alone, names in itertools.groupby(check.STEPS, key=lambda name: check.STEPS[name].alone):
+        limits = [check.STEPS[name].limit_s for name in names]
+        total_s += sum(limits) if alone else max(sum(limits) / check.SIDE_BY_SIDE["cuda"], *limits)
+    assert total_s <= 15.5 * 60
 
 
 def test_every_case_is_a_step(check: ModuleType) -> None:
@@ -127,9 +160,9 @@ def test_every_case_is_a_step(check: ModuleType) -> None:
 
 def test_the_list(check: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert check.main(["--list"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*check.STEPS, "together"]
-    assert check.main(["--list", "--part", "2"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()][:2] == ["overhead", "overhead_one_queue"]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*check.STEPS]
+    assert check.main(["--list", "--only", "overhead,peer"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["overhead", "peer"]
 
 
 def test_what_a_shell_has_set_for_trainings_does_not_reach_a_case(
@@ -161,7 +194,7 @@ def test_a_step_of_several_runs(check: ModuleType, monkeypatch: pytest.MonkeyPat
     """What went wrong is named, and what is only measured keeps its lines."""
     asked: list[tuple[Any, ...]] = []
 
-    def answered(case: str, device: str, size: str, limit_s: float, environment: Mapping[str, str]) -> Any:
+    def answered(case: str, device: str, size: str, limit_s: float, environment: Mapping[str, str], lines: Any) -> Any:
         asked.append((case, tuple(environment.values())))
         if case == "streams":
             return check.Result(ok=False, rows=[("gradients", "FAILED: 3 of 4"), ("other", "ok: yes")])
@@ -211,7 +244,7 @@ def test_a_wrong_step_is_the_exit_status(
 def test_an_unknown_step_is_refused(check: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         check.main(["--only", "limits,warmth"])
-    assert "unknown step warmth: choose from versions, queues" in capsys.readouterr().err
+    assert "unknown step warmth: choose from versions, twice" in capsys.readouterr().err
 
 
 def test_without_a_gpu_it_says_so(
@@ -253,7 +286,7 @@ def test_results_are_written_into_the_document(
     first = of("first", streams=right, peer=right, overhead=measured, nccl=skipped)
     assert check.main(["--table", str(first), str(of("second", peer=wrong))]) == 0
     rows = {name: (where.strip(), said.strip()) for name, where, said in check.ROW.findall(document.read_text())}
-    assert list(rows) == ["peer", "streams", "overhead", "nccl"]
+    assert list(rows) == ["peer", "nccl", "streams", "overhead"]
     assert rows["streams"] == ("H100 / 80 GB, 2026-01-02, `first`", "right: 1 lines as expected")
     assert rows["peer"] == ("H100 / 80 GB, 2026-01-02, `second`", "WRONG: not right: put")
     assert rows["overhead"][1] == "with / without: 1.002<br>exposed: 3 ms"

@@ -47,10 +47,15 @@ def apply(args: Any, num_gpus: int | None, environment: MutableMapping[str, str]
         )
     local_rank = int(environment.get("LOCAL_RANK", "0"))
     args.local_rank = local_rank % num_gpus
-    environment["NCCL_HOSTID"] = f"bpipe-{local_rank}"
-    environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    environment.setdefault("NCCL_IB_DISABLE", "1")
+    make_node_of_its_own(local_rank, environment)
     return (
         f"WARNING: {num_ranks} ranks share {num_gpus} GPU{'s' if num_gpus > 1 else ''} ({FLAG}): results are as with a "
         "GPU each, but no time or bandwidth of this run means anything"
     )
+
+
+def make_node_of_its_own(local_rank: int, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let NCCL take this process for a node, so that it may share its GPU with others. What the user set stays."""
+    environment["NCCL_HOSTID"] = f"bpipe-{local_rank}"
+    environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    environment.setdefault("NCCL_IB_DISABLE", "1")
