@@ -50,8 +50,7 @@ def main() -> int:
     reason = parser.parse_args().write
     sizes = measure()
     if reason is not None:
-        rows = (f"{size:7} {room}\n" for room, size in sizes.items())
-        TABLE.write_text(f"# {reason}\n{''.join(rows)}")
+        TABLE.write_text(f"# {reason}\n" + "".join(f"{size:7} {room}\n" for room, size in sizes.items()))
         return 0
     rows = (line.split() for line in TABLE.read_text().splitlines() if not line.startswith("#"))
     allowed = {room: int(size) for size, room in rows}
