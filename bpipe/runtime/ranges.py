@@ -2,8 +2,7 @@
 
 In: computations and transfers as they begin and end. Out: ranges such as `bpipe forward stage 0 micro-batch 3`, which
 `torch.profiler` records and `torch.autograd.profiler.emit_nvtx` passes on to NVTX (Megatron's `--profile` enters one of
-the two). Knows no schedule and no device. Where no profiler runs there are no ranges, for each would cost about 30 us
-(scripts/bench/ranges.py).
+the two). Knows no schedule and no device. Where no profiler runs there are no ranges, for each would cost about 30 us.
 """
 
 from __future__ import annotations

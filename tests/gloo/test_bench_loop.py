@@ -1,5 +1,4 @@
-"""scripts/bench/loop.py measures both loops on every rank, and says so in a table and nothing else; scripts/bench/ranges.py
-measures ranges for profilers the same way."""
+"""scripts/bench/loop.py measures both loops on every rank, and says so in a table and nothing else."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ from tests.gloo.conftest import ROOT
 SMALL = ("--stages", "2", "--microbatches", "4", "--hidden", "64", "--sequence", "32", "--rounds", "3")
 
 
-def measure(*arguments: str, script: str = "loop.py") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts/bench" / script), *SMALL, *arguments]
+def measure(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts/bench/loop.py"), *SMALL, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
@@ -42,15 +41,3 @@ def test_an_error_of_a_rank_is_shown() -> None:
     ended = measure("--sequence", "0")
     assert ended.returncode != 0
     assert "RuntimeError: cannot reshape tensor of 0 elements" in ended.stderr
-
-
-@pytest.mark.timeout(120)
-def test_ranges_are_measured_on_every_rank(tmp_path: Path) -> None:
-    written = tmp_path / "ranges.json"
-    ended = measure("--json", str(written), script="ranges.py")
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    _, *rows = ended.stdout.splitlines()
-    assert [row.split()[0] for row in rows] == ["0", "1", "all"]
-    for entry in json.loads(written.read_text()):
-        assert len(entry["without"]) == len(entry["with"]) == 3
-        assert min(*entry["without"], *entry["with"]) > 0
