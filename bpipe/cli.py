@@ -76,6 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     parser, commands = parsers(arguments[0] if arguments else None)
+    if not arguments:
+        parser.print_help()
+        return 0
     if list(arguments[:1]) == ["--completion"] and arguments[1:] and arguments[1] in SHELLS:
         _print_completion(arguments[1])
         return 0

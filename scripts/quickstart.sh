@@ -175,3 +175,17 @@ bpipe compare "$RESULTS/plain" "$RESULTS/balanced" --balancing --pp "$STAGES" --
 
 echo
 bpipe report "$RESULTS/balanced" --html "$RESULTS/report.html" --trace "$RESULTS/trace.json"
+
+# The answer once more, where a terminal shows it: fullest stage, before and after.
+echo
+"$PYTHON" - "$RESULTS" "$ITERATIONS" <<'PROGRAM'
+import json, sys
+from pathlib import Path
+
+folder = Path(sys.argv[1])
+fullest = [
+    max(json.loads(file.read_text())["peak_bytes"] for file in (folder / name).glob("rank_*.json")) / 2**20
+    for name in ("plain", "balanced")
+]
+print(f"fullest stage {fullest[0]:.1f} -> {fullest[1]:.1f} MiB, {sys.argv[2]} iterations identical; open {folder}/report.html")
+PROGRAM

@@ -128,7 +128,9 @@ def test_a_schedule_is_trained_beside_megatrons_own(schedule: str, tmp_path: Pat
     assert f"A trained with Megatron's own schedule, B with {schedule} and --bpipe\n" in ended.stdout
     assert ("2 virtual stages per rank" in ended.stdout) == bool(FLAGS[schedule])
     assert "identical: all numbers of" in ended.stdout
-    assert ended.stdout.endswith(f"the report of {folder}/balanced\n")
+    peaks = " -> ".join(f"{max(peak for peak, _ in run):.1f}" for run in (first, last))
+    verdict = f"fullest stage {peaks} MiB, {20 if FLAGS[schedule] else 40} iterations identical"
+    assert ended.stdout.endswith(f"the report of {folder}/balanced\n\n{verdict}; open {folder}/report.html\n")
     assert json.loads((folder / "summary.json").read_text())["equal"] is True
 
 

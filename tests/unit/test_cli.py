@@ -176,7 +176,6 @@ def test_a_refusal_is_one_message_with_the_way_out(case: str, capfd: pytest.Capt
 
 ESTIMATE = ["estimate", "--gbs", "8", "--pp", "2", "--mbs", "1", "2", "--stage-mfu", "30", "40"]
 MISUSED = {
-    "nothing": ([], "bpipe: error: the following arguments are required: COMMAND"),
     "command": (["simulte"], "unknown command 'simulte', did you mean 'simulate'?"),
     "schedule": (
         ["schedule", "--schedule", "1fb1"],
@@ -247,6 +246,11 @@ def test_names_inside_values_suggest_the_nearest(capfd: pytest.CaptureFixture[st
     ):
         assert main(["simulate", *changed, *rest]) == 2
         assert reason in capfd.readouterr().err
+
+
+def test_alone_it_shows_its_help(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert capfd.readouterr().out.startswith("usage: bpipe ")
 
 
 def test_the_version(capfd: pytest.CaptureFixture[str]) -> None:
