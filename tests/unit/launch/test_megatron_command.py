@@ -383,7 +383,7 @@ def test_a_plan_shows_the_launch_as_it_stands(capsys: pytest.CaptureFixture[str]
     arguments = ["plan", "--cluster", "a100-80g:4x8", "--rows", "2", "--schedule", "1f1b", "interleaved-1f1b"]
     assert main([*arguments, "--", *launch.split()]) == 0
     text = capsys.readouterr().out
-    assert "does not fit: rank 0 needs 81.7" in text
+    assert "does not fit: rank 0 needs 81.4" in text
     assert "t=4 p=8 d=1 b=2 recompute selective 1f1b balanced" in text
     assert main([*arguments, "--format", "json", "--", *launch.split()]) == 0
     found = json.loads(capsys.readouterr().out)
