@@ -41,7 +41,7 @@ def test_both_say_the_same(name: str, p: int) -> None:
 def test_both_say_the_same_of_a_plan_that_was_moved(name: str, exchange: Exchange) -> None:
     schedule = plan_of(name, 4, 8, exchange)
     assert schedule is not None
-    other = moved(schedule, Kind.HOST, 3)
+    other = moved(schedule, Kind.HOST, 2)
     assert other is not None
     wrong, still = disagreements(other, exchange, everything=False, in_one_slot=False)
     assert wrong == []

@@ -15,7 +15,7 @@ from bpipe.runtime.activations import ActivationsState
 from bpipe.runtime.streams import current
 from tests.gpu.waits import without_compute, without_the_end_of
 from tests.late.cases import SCHEDULES, balanced
-from tests.late.devices import AS_LATE, COMPUTE_LAST, DRAWN, STREAM_LAST, Draw
+from tests.late.devices import AS_LATE, COMPUTE_LAST, COPIES_LAST, DRAWN, STREAM_LAST, Draw
 from tests.late.in_pieces import PiecesPipeline
 from tests.late.model import LateModel
 from tests.late.pipeline import LatePipeline
@@ -60,7 +60,11 @@ class Overlapped(LateModel):
 
 def draws() -> list[Draw]:
     lasts = [Draw(1, STREAM_LAST, stream) for stream in range(1, 6)]
-    return [Draw(1, AS_LATE), Draw(1, COMPUTE_LAST), *lasts, *(Draw(seed, DRAWN) for seed in range(3))]
+    return [
+        *(Draw(1, order) for order in (AS_LATE, COMPUTE_LAST, COPIES_LAST)),
+        *lasts,
+        *(Draw(seed, DRAWN) for seed in range(3)),
+    ]
 
 
 def is_right(draw: Draw, kind: str, engines: bool = True, noted: bool = True) -> bool:
