@@ -117,7 +117,7 @@ EXPECTED: dict[str, Callable[[Result], None]] = {
 def test_a_case_of_a_gpu_runs_to_its_end(name: str) -> None:
     """A slip in one of its lines must not cost a GPU's time."""
     result = found(name)
-    assert result.rows
+    assert result.rows or result.skipped
     assert result.ok is not False, (result.rows, result.failure)
 
 
