@@ -206,7 +206,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "refused within_budget",
         "calibrate judge launch_states",
         "search",
-        "explain options state_hosts vocabulary",
+        "explain options vocabulary",
         "answer standings stock ways",
         "front",
     ),
