@@ -29,7 +29,6 @@ from bpipe.plan import fit
 from bpipe.plan.document import document
 from bpipe.plan.explain import (
     HOSTS,
-    by_kernel_times,
     calibration_lines,
     costly_halves,
     describe,
@@ -256,7 +255,7 @@ def table(prediction: SetupPrediction) -> str:
         f"bubble {100 * timing.bubble_of_pipeline:.1f} % of the pipeline, {100 * timing.bubble_of_span:.1f} % of the "
         f"ranks' spans   exposed transfers {max(timing.exposed_s):.3f} s",
     ]
-    lines += [*calibration_lines(setup.cluster), *by_kernel_times(setup)]
+    lines += calibration_lines(setup.cluster)
     if bandwidth:
         lines.append(
             f"each transfer moves {bandwidth.transfer_bytes / 1e9:.2f} GB: to hide behind one forward it needs "

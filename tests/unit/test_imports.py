@@ -167,7 +167,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "check": ("board case", "deadlock", "replicas slices transfers", "rules", "order"),
     "simulate": ("bandwidth cost", "durations paths report", "host_buffers reductions", "engine trace"),
     "models": (
-        "choices held hybrid kernel_times layer_counts places slice_lengths switches traced",
+        "choices held hybrid layer_counts places slice_lengths switches traced",
         "parts",
         "cluster model",
         "fp8",
@@ -183,7 +183,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "saved",
         "activations costs working",
         "memory",
-        "kernel_shapes profile warm_up",
+        "profile warm_up",
     ),
     "flags": (
         "flag values",
@@ -235,7 +235,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "runtime": (
         "board checkpoints cuda errors graph ranges sizing stage",
         "pieces",
-        "kernel_times streams verifying",
+        "streams verifying",
         "capture failures messages recorder states",
         "activations kept meter retrace",
         "evictor executor host_buffers shards",
