@@ -49,7 +49,7 @@ def run(options: Options) -> None:
     if (options.measured is None) == (options.run_of is None):
         raise ValueError("give either a run's folder or log, or --measured SECONDS")
     # What is calibrated is the prediction as it stands.
-    options.calibration = options.kernel_times = None
+    options.calibration = None
     reading = _reading(options)
     every = filled(options, reading, ("pipeline", "global_batch"))
     setup, _ = budgeted(every, setup_of(every, cluster_of(every, reading)))

@@ -40,8 +40,6 @@ from bpipe.plan.predict import SetupPrediction
 from bpipe.plan.refused import refused
 from bpipe.plan.search import Outcome
 from bpipe.plan.space import CUTS, VOCABULARIES, Space, num_grids
-from bpipe.plan.state_hosts import StateHosts, instead_of_balancing, moves_values
-from bpipe.plan.state_hosts import describe_moves as words_on_state
 from bpipe.plan.stock import Stock
 from bpipe.plan.vocabulary import Burden, burden, burden_document, burden_lines
 
@@ -50,8 +48,7 @@ _ALL_SHOWN = 16
 
 
 class PlanNotes(NamedTuple):
-    """Facts shown beside the rows: Megatron's own best, the first row that the vocabulary hurts, and the first row that
-    fits only balanced.
+    """Facts shown beside the rows: Megatron's own best, and the first row that the vocabulary hurts.
 
     `launch`: the launch from which the rows' flags differ, if one is given.
     """
@@ -59,20 +56,17 @@ class PlanNotes(NamedTuple):
     stock: Stock
     launch: Reading | None
     hurts: tuple[Burden, int] | None = None
-    hosts: tuple[StateHosts, int] | None = None
 
 
 def plan_notes(outcome: Outcome, launch: Reading | None) -> PlanNotes:
     beside = PlanNotes(stock.stock_of(outcome.space, outcome.rows), launch)
-    profile, formula = outcome.space.profile, outcome.space.formula
     # Of shards that were searched the rows say what they gain.
     others = [name for name in VOCABULARIES if name not in outcome.space.vocabularies]
-    every = ((burden(found.prediction, profile, others), number) for number, found in enumerate(outcome.rows, 1))
+    every = (
+        (burden(found.prediction, outcome.space.profile, others), number)
+        for number, found in enumerate(outcome.rows, 1)
+    )
     hurts = next(((one, number) for one, number in every if one is not None), None)
-    for number, found in enumerate(outcome.rows, 1):
-        if found.needs_bytes is not None:
-            hosts = instead_of_balancing(found.prediction.setup, profile, formula)
-            return beside._replace(hurts=hurts, hosts=None if hosts is None else (hosts, number))
     return beside._replace(hurts=hurts)
 
 
@@ -139,9 +133,6 @@ def plan_document(outcome: Outcome, beside: PlanNotes) -> dict[str, Any]:
         "families": standings.family_values(outcome),
         "needs": standings.trainer_needs(outcome),
         "vocabulary": None if beside.hurts is None else burden_document(*beside.hurts),
-        "optimizer_state_hosts": None
-        if beside.hosts is None
-        else {"row": beside.hosts[1], **moves_values(beside.hosts[0])},
     }
 
 
@@ -180,8 +171,7 @@ def table(outcome: Outcome, beside: PlanNotes) -> str:
         lines.append(f"all rows: {shlex.join(common_flags(outcome.rows[0].prediction.setup))}")
     standing = standings.family_lines(outcome)
     hurts = burden_lines(*beside.hurts) if beside.hurts else ()
-    hosts = [f"Row {beside.hosts[1]}: {words_on_state(beside.hosts[0])}."] if beside.hosts else ()
-    return "\n".join((*lines, *standing, *hurts, *hosts, verdict(outcome).text)) + "\n"
+    return "\n".join((*lines, *standing, *hurts, verdict(outcome).text)) + "\n"
 
 
 def _num_level(outcome: Outcome) -> int:

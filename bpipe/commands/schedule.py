@@ -17,7 +17,6 @@ from pathlib import Path
 from bpipe.balance.config import BALANCES, named_balance
 from bpipe.build import ScheduleConfig, adopt, build
 from bpipe.check.deadlock import WaitLevel, blocked_ranks
-from bpipe.commands import shortest
 from bpipe.commands.terminal import has_colours, is_terminal
 from bpipe.commands.times import times_of, unit_costs
 from bpipe.flags import outputs, schedules
@@ -66,7 +65,6 @@ COMMAND = Command(
         Group("generated schedule", (*_MADE, schedules.COSTS, schedules.KEPT)),
         Group("schedule from a file", (schedules.INPUT, schedules.ALIGN)),
         Group("balancing", (schedules.BALANCE, *_BALANCED)),
-        Group("shortest order", (schedules.OPTIMAL, schedules.TIME_LIMIT)),
         Group("output", (schedules.SCHEDULE_FORMAT, schedules.MESSAGES, schedules.EXCHANGE, outputs.OUTPUT)),
     ),
     (
@@ -112,8 +110,7 @@ def run(options: Options) -> None:
     output = None if options.output is None else Path(options.output)
     form = options.format or _format_of(output)
     _refuse_unused(options, form)
-    shortest.check(options)
-    schedule = shortest.changed(_generated(options) if options.input is None else _imported(options), options)
+    schedule = _generated(options) if options.input is None else _imported(options)
     if options.messages:
         content = _listed(
             schedule, form, Exchange(options.exchange) if options.exchange else exchange_of(schedule.name)

@@ -18,7 +18,6 @@ from bpipe.launch.megatron_command import Reading
 from bpipe.models.calibration import read_calibration
 from bpipe.models.cluster import Cluster
 from bpipe.models.cluster_file import cluster_named
-from bpipe.models.kernel_times import read_kernel_times
 from bpipe.models.layout import Setup
 from bpipe.models.profile import Profile, read_profile
 from bpipe.models.traced import Traced
@@ -35,8 +34,6 @@ CONFIGURED: tuple[Group, ...] = (*TRAINED, LAUNCHED)
 def cluster_of(options: Options, reading: Reading | None = None) -> Cluster:
     """Return the cluster; what its text does not say of nodes and their devices, the launch says."""
     cluster = cluster_named(options.cluster, None if reading is None else reading.devices)
-    if options.kernel_times is not None:
-        cluster = replace(cluster, kernels=read_kernel_times(options.kernel_times))
     if options.calibration is None:
         return cluster
     calibration = read_calibration(options.calibration)

@@ -29,7 +29,6 @@ from bpipe.plan import fit
 from bpipe.plan.document import document
 from bpipe.plan.explain import (
     HOSTS,
-    by_kernel_times,
     calibration_lines,
     costly_halves,
     describe,
@@ -42,7 +41,6 @@ from bpipe.plan.options import filled, setup_of
 from bpipe.plan.predict import SetupPrediction, predict, simulation_of
 from bpipe.plan.refused import refused
 from bpipe.plan.standings import FP8, SLICES, needs_of_setup
-from bpipe.plan.state_hosts import StateHosts, describe_moves, moves_values, state_hosts
 from bpipe.plan.within_budget import within_budget
 from bpipe.simulate.report import Simulation
 
@@ -107,7 +105,6 @@ class _Answer(NamedTuple):
     prediction: SetupPrediction
     reading: Reading | None
     plan: fit.Fit | None
-    hosted: StateHosts | None
     apart: str | None
     reasons: Sequence[str]
 
@@ -161,15 +158,13 @@ def _answer(options: Options) -> _Answer:
 
             Path(options.html).write_bytes(page(prediction, simulation))
     reasons = refused(setup, () if reading is None else reading.others)
-    return _Answer(prediction, reading, plan, state_hosts(prediction), pairs_apart(prediction, profile), reasons)
+    return _Answer(prediction, reading, plan, pairs_apart(prediction, profile), reasons)
 
 
 def _answer_document(answer: _Answer) -> dict[str, Any]:
     found = {**document(answer.prediction), "pairs_apart": answer.apart, "refused": list(answer.reasons)}
     if answer.plan is not None:
         found["plan"] = fit.plan_values(answer.plan)
-    if answer.hosted is not None:
-        found["optimizer_state_hosts"] = moves_values(answer.hosted)
     if answer.reading is not None:
         found["launch"] = launch_document(answer.reading)
     return found
@@ -182,7 +177,6 @@ def _answer_lines(answer: _Answer) -> list[str]:
         table(answer.prediction).removesuffix("\n"),
         *([answer.apart] if answer.apart else ()),
         *(f"the trainer refuses this: {reason}" for reason in answer.reasons),
-        *(() if answer.hosted is None else [describe_moves(answer.hosted)]),
     ]
 
 
@@ -261,7 +255,7 @@ def table(prediction: SetupPrediction) -> str:
         f"bubble {100 * timing.bubble_of_pipeline:.1f} % of the pipeline, {100 * timing.bubble_of_span:.1f} % of the "
         f"ranks' spans   exposed transfers {max(timing.exposed_s):.3f} s",
     ]
-    lines += [*calibration_lines(setup.cluster), *by_kernel_times(setup)]
+    lines += calibration_lines(setup.cluster)
     if bandwidth:
         lines.append(
             f"each transfer moves {bandwidth.transfer_bytes / 1e9:.2f} GB: to hide behind one forward it needs "

@@ -40,7 +40,7 @@ _OF_PROFILE = ("micro_batch", "saved_bytes", "parameters")
 _OF_SETUP = ("recompute", "sequence_parallel", "layers")
 
 # Nothing of the devices goes into what is held.
-_OF_DEVICES = ("cluster", "calibration", "kernel_times", "memory")
+_OF_DEVICES = ("cluster", "calibration", "memory")
 
 COMMAND = Command(
     (

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
-from typing import NamedTuple
 
 from bpipe.flags.values import AUTO
 from bpipe.models.cluster import GIB
@@ -60,36 +59,6 @@ def read_gib(text: str) -> tuple[int, ...]:
             f"{text[:40]!r} is {most}: the unit is GiB, and {max(found) // GIB} MiB are {max(found) / GIB / 1024:g}"
         )
     return tuple(found)
-
-
-class HostedState(NamedTuple):
-    """Move of optimizer state: `num_bytes` of each device of rank `giver` wait on the device of rank `host` with the
-    same place in other dimensions."""
-
-    giver: int
-    host: int
-    num_bytes: int
-
-
-def write_moves(moves: Sequence[HostedState]) -> str:
-    """Write what `read_moves` reads, in GiB, rounded up."""
-    return ",".join(f"{giver}:{host}:{ceil(100 * num_bytes / GIB) / 100:.2f}" for giver, host, num_bytes in moves)
-
-
-def read_moves(text: str) -> tuple[HostedState, ...]:
-    """Read `RANK:HOST:GIB`, with commas between. Raises ValueError for anything else."""
-    moves = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d{1,6}):(\d{1,6}):(\d{1,6}(?:\.\d{1,9})?)", part)
-        if match is None or not float(match[3]):
-            raise ValueError(f"{part[:40]!r} must be RANK:HOST:GIB, such as 0:6:7.9, with commas between several")
-        moves.append(HostedState(int(match[1]), int(match[2]), int(float(match[3]) * GIB)))
-    both = {move.giver for move in moves} & {move.host for move in moves}
-    if both:
-        raise ValueError(f"rank {min(both)} both hosts and sends optimizer state: let it do one of them")
-    if len({move[:2] for move in moves}) < len(moves):
-        raise ValueError(f"{text[:80]!r} names the same rank and host twice: add the sizes up")
-    return tuple(moves)
 
 
 def budget_text(num_bytes: Sequence[int]) -> str:

@@ -339,13 +339,6 @@ LAUNCHED = Group(
     "its flags need not be repeated; flags given here replace them",
 )
 CALIBRATION = Flag("calibration", "--calibration", "correction for this cluster, as `bpipe calibrate` found it", "FILE")
-KERNEL_TIMES = Flag(
-    "kernel_times",
-    "--kernel-times",
-    "times of single kernels, as `bpipe profile --time-kernels` measured them, instead of formulas",
-    "FILE",
-    count="+",
-)
 PROFILE = Flag(
     "profile",
     "--profile",
@@ -353,7 +346,7 @@ PROFILE = Flag(
     "plan considers only what the times cover",
     "FILE",
 )
-MEASURED = Group("measurements", (CALIBRATION, KERNEL_TIMES, PROFILE))
+MEASURED = Group("measurements", (CALIBRATION, PROFILE))
 
 # What is predicted where nobody says it.
 DEFAULTS: dict[str, object] = {

@@ -125,8 +125,3 @@ DEVICE = Flag(
 REPEATS = Flag(
     "repeats", "--repeats", "number of runs, of which the median counts (default 5)", "N", positive, default=5
 )
-TIME_KERNELS = Flag(
-    "time_kernels",
-    "--time-kernels",
-    "time matrix products, the attention core and gathers over T processes instead of a stage",
-)

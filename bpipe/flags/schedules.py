@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bpipe.balance.config import BALANCES
 from bpipe.flags.flag import Flag, InLaunch
-from bpipe.flags.values import costs, costs_in_training, counted, group_size, hop, numbers, positive, seconds, share
+from bpipe.flags.values import costs, costs_in_training, counted, group_size, hop, numbers, positive, share
 from bpipe.generate.families import (
     DEFAULTS,
     FAMILIES,
@@ -23,8 +23,6 @@ from bpipe.ir.program import Exchange
 # A file's suffix says its format, but for the last, which is CSV, too.
 SUFFIXES = ("grid", "csv", "json", "svg", "png")
 FORMATS = (*SUFFIXES, "runtime")
-# Seconds in which a shortest order is looked for.
-TIME_LIMIT_S = 60.0
 
 HOSTS_SAID = (
     "pair: the other rank of its pair; pool: any rank with memory to spare; host: the CPU memory of its own node; "
@@ -197,17 +195,6 @@ PARTNERS = Flag(
     "for each rank, the rank that hosts its activations (default: the fullest rank with the emptiest)",
     "N,N,...",
     numbers,
-)
-OPTIMAL = Flag(
-    "optimal",
-    "--optimal",
-    "find the shortest order of the same computations in which no rank holds more than M micro-batches of a chunk, "
-    "and prove it (needs OR-tools)",
-    "M",
-    positive,
-)
-TIME_LIMIT = Flag(
-    "time_limit", "--time-limit", f"with --optimal: seconds to search (default {TIME_LIMIT_S:g})", "S", seconds
 )
 INPUT = Flag("input", "--input", "read the schedule from a CSV, JSON or grid file ('-': standard input)", "FILE")
 ALIGN = Flag("align", "--align", "with --input: place computations on the unit grid anew, in each rank's order")

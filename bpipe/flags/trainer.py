@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from bpipe.flags import configurations, schedules
-from bpipe.flags.budgets import MINIMUM_BYTES, read_moves
+from bpipe.flags.budgets import MINIMUM_BYTES
 from bpipe.flags.flag import Flag, Group, InLaunch
 from bpipe.flags.values import factor, iterations, positive, seconds
 from bpipe.placement import PLACEMENTS
@@ -37,13 +37,6 @@ BPIPE = _flag(
     "balance activation memory over the pipeline stages: early stages send activations of some micro-batches to "
     "their partner stage, and load them back before their backward. Changes no result",
 )
-OPTIMIZER_HOSTS = _flag(
-    "--bpipe-optimizer-hosts",
-    "while micro-batches are computed, keep this much of the optimizer's moments from each of RANK's devices on "
-    "HOST's; they return for the update. `bpipe simulate` shows where that helps. Works with and without --bpipe",
-    "RANK:HOST:GIB,...",
-    read_moves,
-)
 MIN_BYTES = _flag(
     "--bpipe-min-bytes",
     "leave saved tensors smaller than this where they are: moving them costs more than it frees (default "
@@ -61,7 +54,6 @@ TRAINER = (
             configurations.CLUSTER,
             schedules.BOUND,
             schedules.HOSTS,
-            OPTIMIZER_HOSTS,
             _flag(
                 "--bpipe-transport",
                 f"how activations travel between the two ranks of a pair (default {AUTO}). nccl, gloo: both ranks "

@@ -12,7 +12,6 @@ import re
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from bpipe.models.kernel_times import KernelTimes
 from bpipe.names import unknown
 
 GIB = 2**30
@@ -191,17 +190,15 @@ MOST_OF_A_NODE = 16
 class Cluster:
     """Devices of a training.
 
-    `factor`: measured seconds for one predicted second (`bpipe calibrate`). `kernels`: measured kernel times, if any.
-
-    `nodes_per_domain`: so many nodes have the links between them that the devices of one have. Memory of nodes stays
-    apart. `budget_bytes`: what may be used of a device's memory, if that is not all of it.
+    `factor`: measured seconds for one predicted second (`bpipe calibrate`). `nodes_per_domain`: so many nodes have the
+    links between them that the devices of one have. Memory of nodes stays apart. `budget_bytes`: what may be used of a
+    device's memory, if that is not all of it.
     """
 
     device: DeviceKind
     num_nodes: int
     devices_per_node: int
     factor: float = 1.0
-    kernels: KernelTimes | None = None
     nodes_per_domain: int = 1
     budget_bytes: int | None = None
 

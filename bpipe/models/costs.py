@@ -57,12 +57,7 @@ class PartSeconds(NamedTuple):
 
 
 def part_seconds(setup: Setup) -> PartSeconds:
-    """Return seconds of the parts of every stage.
-
-    Raises ValueError where kernels were measured in another precision.
-    """
-    if setup.cluster.kernels is not None:
-        setup.cluster.kernels.check(setup.precision)
+    """Return seconds of the parts of every stage."""
     each = dict.fromkeys((kind, scope) for layers in setup.stage_layers for kind, scope, _ in layers)
     layers = {one: (*layer_seconds(setup, *one), *halves_seconds(setup, *one)) for one in each}
     return PartSeconds(layers, output_seconds(setup), embedding_seconds(setup))
@@ -87,7 +82,7 @@ def stage_cost(parts: PartSeconds, layers: StageLayers, first: bool, last: bool)
 
 
 def predict_costs(setup: Setup) -> Costs:
-    """Return the costs of all stages. Raises ValueError where kernels were measured in another precision."""
+    """Return the costs of all stages."""
     updates = update_seconds(setup)
     of_slices = [_stage_costs(one, updates) for one in slice_setups(setup)]
     costs = Costs(

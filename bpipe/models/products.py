@@ -40,29 +40,16 @@ def matrix_products(
     FP8.
     """
     tokens, written = num_tokens(setup) if tokens is None else tokens, element_bytes(setup)
-    rates, kernels = Rates.of(setup), setup.cluster.kernels
+    rates = Rates.of(setup)
     if in_layer and setup.fp8 is not None:
-        # Kernels are measured in 16 bit.
-        rates, kernels = replace(rates, products=rates.low), None
+        rates = replace(rates, products=rates.low)
     processors = setup.cluster.device.num_processors
-    found = []
-    for rows, columns, terms, ends_here in product_sizes(tokens, inputs, outputs):
-        measured = None if kernels is None or number > 1 else kernels.product_s(rows, columns, terms)
-        if measured is None:
-            found.append(_seconds(rates, processors, rows, columns, terms, written * ends_here, number))
-        else:
-            # It was written down when it was measured.
-            found.append(measured if ends_here else max(0.0, measured - rows * columns * written / rates.memory))
-    return Products(*found)
-
-
-def product_sizes(tokens: float, inputs: float, outputs: float) -> tuple[tuple[float, float, float, bool], ...]:
-    """Return the rows, columns and terms of a matrix's three products, as `Products` has them; and whether the result
-    is written down by itself.
-
-    Gradients of weights are added to what there is.
-    """
-    return (tokens, outputs, inputs, True), (tokens, inputs, outputs, True), (inputs, outputs, tokens, False)
+    # Gradients of weights are added to what there is.
+    return Products(
+        _seconds(rates, processors, tokens, outputs, inputs, written, number),
+        _seconds(rates, processors, tokens, inputs, outputs, written, number),
+        _seconds(rates, processors, inputs, outputs, tokens, 0, number),
+    )
 
 
 class Layer(NamedTuple):
@@ -75,7 +62,7 @@ class Layer(NamedTuple):
         return _added(*(one for part in zip(self.entering, self.returning, strict=True) for one in part))
 
 
-def layer_matrices(setup: Setup, kind: LayerKind | None = None) -> tuple[tuple[float, float], ...]:
+def _layer_matrices(setup: Setup, kind: LayerKind) -> tuple[tuple[float, float], ...]:
     """Return features in and out of this rank's part of a layer's matrices: for each part the one behind the norm, and
     the one that returns.
 
@@ -83,7 +70,7 @@ def layer_matrices(setup: Setup, kind: LayerKind | None = None) -> tuple[tuple[f
     experts.
     """
     model, t = setup.model, setup.tensor
-    kind, hidden = model.kind(0) if kind is None else kind, model.hidden_size
+    hidden = model.hidden_size
     if kind.is_mamba and model.hybrid is not None:
         return (hidden, model.hybrid.projected_size / t), (model.hybrid.inner_size / t, hidden)
     attention = (hidden, (model.query_size + model.key_value_size) / t), (model.value_size / t, hidden)
@@ -97,7 +84,7 @@ def layer_products(setup: Setup, kind: LayerKind | None = None) -> Layer:
     Those of experts stand for the MLP's, all of a device at once, with those of shared experts.
     """
     kind = setup.model.kind(0) if kind is None else kind
-    made = [_of_layer(setup, inputs, outputs) for inputs, outputs in layer_matrices(setup, kind)]
+    made = [_of_layer(setup, inputs, outputs) for inputs, outputs in _layer_matrices(setup, kind)]
     if kind.experts:
         made[-2:] = _experts(setup)
     if setup.model.latent is not None:

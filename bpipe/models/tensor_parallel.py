@@ -52,20 +52,10 @@ def gather_s(setup: Setup, low: bool = False) -> float:
     """
     if setup.tensor == 1:
         return 0.0
-    gathered = gathered_bytes(setup)
+    gathered = element_bytes(setup) * num_tokens(setup) * setup.model.hidden_size
     if low and setup.fp8 is not None:
         gathered = ceil(gathered * setup.fp8.value_bytes / element_bytes(setup))
-    measured = None if setup.cluster.kernels is None else setup.cluster.kernels.gather_s(setup.tensor, gathered)
-    return (
-        gathered * (setup.tensor - 1) / setup.tensor / Rates.of(setup).link + LINK_LATENCY_S
-        if measured is None
-        else measured
-    )
-
-
-def gathered_bytes(setup: Setup) -> int:
-    """Return bytes that each rank has after a gather."""
-    return element_bytes(setup) * num_tokens(setup) * setup.model.hidden_size
+    return gathered * (setup.tensor - 1) / setup.tensor / Rates.of(setup).link + LINK_LATENCY_S
 
 
 def exposed(setup: Setup, kind: LayerKind | None = None, scope: LayerScope | None = None) -> Exposed:

@@ -50,7 +50,6 @@ def configuration(setup: Setup) -> dict[str, Any]:
         "sequence_parallel": setup.sequence_parallel,
         "kernels": setup.kernels,
         **({"calibration_factor": setup.cluster.factor} if setup.cluster.factor != 1 else {}),
-        **({"kernel_times": setup.cluster.kernels.device} if setup.cluster.kernels is not None else {}),
         **asdict(setup.switches),
         **_order(setup),
     }

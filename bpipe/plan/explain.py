@@ -5,7 +5,6 @@ In: the Outcome of a search. Out: a `Verdict`. Predicts nothing itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,7 +13,6 @@ from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
 from bpipe.ir.layout import EVEN
 from bpipe.models.cluster import Cluster, gib_text
 from bpipe.models.error_bars import is_never_calibrated
-from bpipe.models.kernel_shapes import kernel_shapes
 from bpipe.models.layout import Setup
 from bpipe.models.links import hosts_of, links
 from bpipe.models.memory import TIGHT
@@ -141,39 +139,7 @@ def calibration_lines(cluster: Cluster) -> list[str]:
             f"never calibrated: no constant of these times comes from a run on {cluster.device.name}; `bpipe calibrate` "
             f"can use a run of yours"
         )
-    return (
-        lines
-        if cluster.kernels is None
-        else [*lines, f"kernels that were measured on {cluster.kernels.device} have the times measured there"]
-    )
-
-
-def by_kernel_times(setup: Setup) -> list[str]:
-    """Return lines that say how many of this setup's kernels were measured, where some were."""
-    times = setup.cluster.kernels
-    if times is None:
-        return []
-    shapes = kernel_shapes([setup])
-    products = [(sizes in times.products, times.product_s(*sizes)) for sizes in shapes.products]
-    cores = [
-        ((heads, *size) in times.attention.get(kind, {}), times.attention_s(kind, heads, *size))
-        for kind, heads, *size in shapes.attention
-    ]
-    gathers = [(sizes in times.gathers, times.gather_s(*sizes)) for sizes in shapes.gathers]
-    words = [
-        _counted("products", products),
-        _counted("attention cores", cores),
-        *([_counted("gathers", gathers)] if gathers else []),
-    ]
-    return [f"measured kernels: {'; '.join(words)}; all else by formula"]
-
-
-def _counted(name: str, known: Sequence[tuple[bool, object]]) -> str:
-    measured, near = (
-        sum(exact for exact, _ in known),
-        sum(not exact and seconds is not None for exact, seconds in known),
-    )
-    return f"of {len(known)} {name} {measured} as measured" + (f", {near} by the nearest" if near else "")
+    return lines
 
 
 def replicas_apart(setup: Setup) -> str | None:

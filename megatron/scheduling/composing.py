@@ -16,7 +16,6 @@ from megatron.scheduling.loop.delaying import ask
 from megatron.scheduling.loop.driver import Driver
 from megatron.scheduling.loop.executor import Loop
 from megatron.scheduling.memory.learning import Learner
-from megatron.scheduling.memory.optimizer_state import OptimizerState
 from megatron.scheduling.options.arguments import SchedulingConfig
 from megatron.scheduling.placement.placed import wraps_of
 from megatron.scheduling.report.reporting import Monitor, Reporter
@@ -62,6 +61,4 @@ def compose(config: SchedulingConfig, args: Any = None) -> Composition:
         wraps |= Monitor(config, driver).wraps()
     if config.memory is not None and config.memory.learns:
         wraps |= Learner(config, driver).wraps(wraps)
-    if config.optimizer_hosts:
-        wraps |= OptimizerState(config.optimizer_hosts).wraps(wraps)
     return Composition(driver, loop, reporter, wraps)

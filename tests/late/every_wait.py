@@ -24,38 +24,13 @@ if TYPE_CHECKING:
 # What runs on late devices: no thread copies there (`lanes`).
 MODULES = (
     *("evictor", "acceptor", "engine", "streams", "executor", "one_sided", "distributed", "headed", "edges"),
-    *("collectives", "shards", "optimizer_state"),
+    *("collectives", "shards"),
 )
-STATE = "megatron/scheduling/memory/optimizer_state.py"
 
 
-def _given(file: str, line: str, instead: str = "pass", nth: int = 0) -> Mutation:
-    return Mutation(file, line, instead, (), nth)
-
-
-# Hand-overs of memory, and messages that torch waits for by itself: no line of these reads as a wait. What a layer's
-# own streams use is noticed in test_stand_ins.py.
-FURTHER = (
-    _given(STATE, "dist.recv(kept, other, group=self._group)", "dist.irecv(kept, other, group=self._group)"),
-    _given(STATE, "dist.send(kept, other, group=self._group)", "dist.isend(kept, other, group=self._group)"),
-    _given("bpipe/runtime/shards.py", "used_here(gathered, *early)"),
-    _given(
-        STATE,
-        "dist.send(_bytes(part.tensor), other, group=self._group)",
-        "dist.isend(_bytes(part.tensor), other, group=self._group)",
-    ),
-    _given(
-        STATE,
-        "dist.recv(_bytes(part.tensor), other, group=self._group)",
-        "dist.irecv(_bytes(part.tensor), other, group=self._group)",
-    ),
-    _given(STATE, "dist.recv(numbers, other, group=self._group)", "dist.irecv(numbers, other, group=self._group)"),
-    _given(
-        STATE,
-        "dist.send(torch.tensor(numbers, dtype=torch.int64, device=self._device), other, group=self._group)",
-        "dist.isend(torch.tensor(numbers, dtype=torch.int64, device=self._device), other, group=self._group)",
-    ),
-)
+# A hand-over of memory: the line does not read as a wait. What a layer's own streams use is noticed in
+# test_stand_ins.py.
+FURTHER = (Mutation("bpipe/runtime/shards.py", "used_here(gathered, *early)", "pass", ()),)
 # Waits that a device orders anyway, with what they are for and who notices elsewhere.
 ORDERED_ANYWAY = {
     (
@@ -73,13 +48,6 @@ ORDERED_ANYWAY = {
         "pending.wait()",
         0,
     ): "threads that copy on a CPU: a device is idle when its memory is closed; test_one_sided.py",
-    **dict.fromkeys(
-        (
-            ("optimizer_state", "dist.recv(kept, other, group=self._group)", 0),
-            ("optimizer_state", "dist.send(kept, other, group=self._group)", 0),
-        ),
-        "one stream carries all between two ranks, and what a host keeps is never freed: a CPU needs them",
-    ),
     **dict.fromkeys(
         (
             ("evictor", "self.finish_evictions()", 0),
@@ -127,7 +95,6 @@ NEAREST = {
     "shards": "vocabulary",
     "streams": "vocabulary 2",
     "headed": "differ",
-    "optimizer_state": "moments",
     "one_sided": "lender",
 }
 
@@ -149,12 +116,11 @@ def noticed_by(nearest: str) -> str:
     error. `nearest`: a word of the paths that are tried first."""
     from tests.late.devices import DIRECTED, DRAWN, Draw
     from tests.late.lending import fails_to_lend
-    from tests.late.moments import wrong_moments
     from tests.late.test_streams import lane_is_wrong
 
     draws = (*reversed(DIRECTED[:5]), *(Draw(seed, DRAWN) for seed in range(2)))
     paths: dict[str, Callable[[Draw], str]] = {str(case): functools.partial(wrong_in, case) for case in CASES}
-    paths |= {"a lender that fails": fails_to_lend, "moments that leave": wrong_moments}
+    paths["a lender that fails"] = fails_to_lend
     paths["a lane"] = lambda draw: "wrong" if lane_is_wrong(draw) else ""
     for name in sorted(paths, key=lambda name: nearest not in name):
         for draw in draws:

@@ -30,7 +30,6 @@ from tests.late import devices
 from tests.late.cases import SCHEDULES
 from tests.late.devices import DIRECTED, Draw, draws
 from tests.late.hosts import Hangs
-from tests.late.moments import TrainedPipeline
 from tests.late.pipeline import KINDS, LatePipeline
 from tests.late.pipelined import LISTED, TorchPipeline, kinds_of
 from tests.late.sharded import SHARDED, ShardedPipeline
@@ -54,7 +53,7 @@ FIRST = (
     "vocabulary 1",
     "vocabulary 2",
 )
-DIFFERING, STATE = ", sizes that differ", "optimizer state"
+DIFFERING = ", sizes that differ"
 # Whose activations all stay in the rank's own node, whatever carries them between ranks: one kind runs all that differs.
 OWN = ("own memory", "slices in own memory")
 # Whose sizes cannot differ: only first slices leave there, and these attend to equally many keys.
@@ -68,8 +67,6 @@ def cases() -> dict[str, Made]:
     """Return what makes each case."""
 
     def made(name: str, kind: str, differing: bool) -> Made:
-        if name == STATE:
-            return lambda: TrainedPipeline(SCHEDULES["1f1b"](), kind, differing=differing)
         if name in SHARDED:
             return lambda: ShardedPipeline(SHARDED[name](), kind, differing=differing)
         return lambda: LatePipeline(SCHEDULES[name](), kind, differing=differing)
@@ -79,7 +76,7 @@ def cases() -> dict[str, Made]:
 
     found = {
         f"{name}, {kind}{DIFFERING * differing}": made(name, kind, differing)
-        for name in (*SCHEDULES, *SHARDED, STATE)
+        for name in (*SCHEDULES, *SHARDED)
         for differing in (False, True)
         if not (differing and name in ALIKE)
         for kind in (KINDS if name not in OWN else ("host",))
@@ -90,7 +87,7 @@ def cases() -> dict[str, Made]:
 def turn_of(name: str) -> int:
     """Return when a case has its turn: all draws of those before it come first."""
     path = name.removesuffix(DIFFERING).rpartition(", ")[0]
-    return 2 if path not in (*FIRST, STATE) else int(name.endswith(DIFFERING))
+    return 2 if path not in FIRST else int(name.endswith(DIFFERING))
 
 
 def outcome(pipeline: LatePipeline, draw: Draw) -> tuple[str, str]:
@@ -254,8 +251,6 @@ def main() -> int:
     given = parser.parse_args()
     torch.set_num_threads(1)
     devices.extension()
-    import megatron.scheduling.memory.optimizer_state  # noqa: F401  Loaded once, not in each fork.
-
     # What is here now is no garbage: forks need not look through it.
     gc.freeze()
     made = cases()

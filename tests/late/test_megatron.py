@@ -53,11 +53,6 @@ CASES: dict[str, tuple[str, tuple[str, ...], Draw]] = {
     "timers_2": ("1f1b", (*BPIPE, "nccl", "--timing-log-level", "2"), Draw(6, COMPUTE_LAST)),
     "own_loop": ("1f1b", (*BPIPE, "nccl", "--bpipe-executor"), Draw(7)),
     "own_loop_split": ("1f1b", (*BPIPE, "peer", "--bpipe-schedule", "1f1b-split"), Draw(8, COPIES_LAST)),
-    "optimizer_state": (
-        "1f1b",
-        ("--bpipe-timeout", "60", "--bpipe-optimizer-hosts", "0:3:0.0004,1:2:0.0001"),
-        Draw(1, COPIES_LAST),
-    ),
     "interleaved_stock": ("interleaved", (), Draw(9)),
     "interleaved_nccl": ("interleaved", (*BPIPE, "nccl"), Draw(10, COMPUTE_LAST)),
     "interleaved_peer": ("interleaved", (*BPIPE, "peer"), Draw(11, COPIES_LAST)),

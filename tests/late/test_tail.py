@@ -29,7 +29,6 @@ from tests.late.tail import (
     RIGHT,
     ROOT,
     SEEDS,
-    STATE,
     WRONG,
     Counts,
     Tail,
@@ -104,7 +103,7 @@ def test_who_was_interrupted_goes_on_where_the_file_ends(tmp_path: Path) -> None
 
 def test_every_path_is_a_case_over_every_transport() -> None:
     names = cases()
-    for name in (*FIRST, STATE):
+    for name in FIRST:
         for kind in KINDS if name not in OWN else ("host",):
             assert f"{name}, {kind}" in names
             assert f"{name}, {kind}{DIFFERING}" in names
@@ -113,7 +112,7 @@ def test_every_path_is_a_case_over_every_transport() -> None:
 def test_what_is_called_differing_differs() -> None:
     """Three paths had a case of differing sizes of which none differed."""
     made = cases()
-    for name in ("interleaved", "vocabulary 1", STATE):
+    for name in ("interleaved", "vocabulary 1"):
         assert outcome(made[f"{name}, host{DIFFERING}"](), Draw(1)) == (RIGHT, "")
     alike = LatePipeline(SCHEDULES["slices"](), "host", differing=True)
     assert outcome(alike, Draw(1)) == (FAILED, "no sizes differed")
@@ -128,9 +127,7 @@ def table_of(*arguments: str) -> list[list[int]]:
     return [[*map(int, line.split()[-6:])] for line in ended.stdout.splitlines()[1:]]
 
 
-@pytest.mark.parametrize(
-    "word", ["optimizer state, host, sizes", "vocabulary 1, peer, sizes", "interleaved, host, sizes"]
-)
+@pytest.mark.parametrize("word", ["vocabulary 1, peer, sizes", "interleaved, host, sizes"])
 def test_directed_orders_of_a_case_are_right(word: str, tmp_path: Path) -> None:
     table = table_of("500", word, "--seeds", "1", "--counts", str(tmp_path / "counts"))
     assert table
@@ -139,7 +136,7 @@ def test_directed_orders_of_a_case_are_right(word: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("path", [*SCHEDULES, *SHARDED, STATE, *LISTED])
+@pytest.mark.parametrize("path", [*SCHEDULES, *SHARDED, *LISTED])
 def test_two_hundred_seeds_of_a_path_are_right(path: str) -> None:
     """What was counted stays in runs/late, so an interrupted test goes on there."""
     table = table_of("7000", f"{path}, ")

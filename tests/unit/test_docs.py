@@ -37,7 +37,6 @@ ELSEWHERE = {
     "bpipe calibrate train.log": "tests/unit/plan/test_calibrate.py",
     "bpipe compare": "tests/unit/commands/test_compare.py",
     "bpipe profile": "tests/unit/commands",
-    "bpipe schedule --schedule 1f1b-split --pp 4 --microbatches 8 --optimal": "tests/unit/generate/test_shortest.py",
     "bpipe report": "tests/unit/commands/test_report.py",
     "torchrun --nproc-per-node 8 pretrain_gpt.py": "tests/gloo/test_training.py",
     "torchrun --nproc-per-node 8 -m megatron.scheduling.launch": "tests/gloo/test_launch.py",

@@ -84,7 +84,7 @@ def test_project_alone_needs_no_other_package() -> None:
 
 
 def test_extras_are_those_that_pages_and_commands_name() -> None:
-    assert set(EXTRAS) == {"torch", "megatron", "gpu", "dev", "hf", "optimal", "completion"}
+    assert set(EXTRAS) == {"torch", "megatron", "gpu", "dev", "hf", "completion"}
     assert set(MODULES) <= set(EXTRAS)
     assert PROJECT["name"] == DISTRIBUTION
 
@@ -107,7 +107,7 @@ def test_what_is_cited_is_this_version() -> None:
 
 
 def test_nothing_says_to_install_bpipe_from_pypi() -> None:
-    """A page said `pip install "bpipe[optimal]"`: PyPI's bpipe, of 2018, is somebody else's.
+    """A page said so, with an extra: PyPI's bpipe, of 2018, is somebody else's.
 
     Ours, torch-bpipe, is not there yet.
     """

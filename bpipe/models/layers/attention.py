@@ -63,24 +63,13 @@ def _with_kept(setup: Setup, rates: Rates, forward_s: float, backward_s: float) 
 
 def _core_alone(setup: Setup, rates: Rates, window: int | None) -> tuple[float, float]:
     """Of a window flash attention computes no more than lies in it; context-parallel ranks have as much each."""
-    model, s, c = setup.model, setup.sequence, setup.context
-    kernels, narrow = setup.cluster.kernels, window is not None and window < num_keys(setup)
-    queries = num_tokens(setup) * c / setup.micro_batch
-    # Of a sequence in parts no kernel was measured but where each rank has all of some heads.
-    in_parts = c > 1 and setup.cp_comm_type != "a2a"
-    heads = setup.micro_batch * model.num_attention_heads / (setup.tensor * c)
-    if kernels is None or narrow or in_parts or model.latent is not None:
-        measured = None
-    else:
-        measured = kernels.attention_s(setup.attention, heads, s, model.kv_channels)
-    if measured is not None:
-        # A slice's kernel is taken to be as fast as the whole's.
-        share = _attended(setup, None) / (s * s / 2)
-        return share * measured[0], share * measured[1]
+    model, c = setup.model, setup.context
     if setup.attention == "flash":
         product_flops = 4 * setup.micro_batch * _attended(setup, window) * model.core_size / (setup.tensor * c)
         forward = product_flops / rates.flash
         return forward, FLASH_BACKWARD * forward
+    queries = num_tokens(setup) * c / setup.micro_batch
+    heads = setup.micro_batch * model.num_attention_heads / (setup.tensor * c)
     product_flops = 4 * setup.micro_batch * queries * num_keys(setup) * model.core_size / (setup.tensor * c)
     scores = heads * queries * num_keys(setup)
     softmax = (FUSED_FORWARD, FUSED_BACKWARD) if is_softmax_fused(setup) else (SEPARATE_FORWARD, SEPARATE_BACKWARD)

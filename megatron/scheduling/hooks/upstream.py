@@ -312,7 +312,6 @@ _NO_RECOMPUTATION, _NO_FURTHER = "no recomputation", "no multi-token prediction"
 OPTIONAL: dict[str, str] = {
     "add_bias_linear": "linear layers without biases",
     "apply_rope_fusion": "rotary embeddings are not fused",
-    "async_save": "checkpoints are written before training continues",
     "bf16": "32 bits",
     "ckpt_format": "checkpoints by rank",
     "context_parallel_size": "no context parallelism",
@@ -359,7 +358,6 @@ OPTIONAL: dict[str, str] = {
     "num_experts": _NO_EXPERTS,
     "num_microbatches_with_partial_activation_checkpoints": "all micro-batches recompute the same",
     "num_moe_experts": _NO_EXPERTS,
-    "optimizer_cpu_offload": "the optimizer's state is on the device",
     "overlap_moe_expert_parallel_comm": _NO_COMBINED,
     "perform_rl_step": "no reinforcement learning",
     "pipeline_model_parallel_layout": "no layer layout",
@@ -401,7 +399,7 @@ _NOT_IN_CONFIGURATION = frozenset(
             "perform_rl_step",
             "sft",
         ),
-        *("async_save", "optimizer_cpu_offload", "use_megatron_fsdp", "use_torch_fsdp2", "yaml_cfg"),
+        *("use_megatron_fsdp", "use_torch_fsdp2", "yaml_cfg"),
         *(
             "ckpt_format",
             "hybrid_layer_pattern",

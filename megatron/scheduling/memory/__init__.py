@@ -1,1 +1,1 @@
-"""Measure what a rank holds, plan anew from it, and move optimizer state."""
+"""Measure what a rank holds, and plan anew from it."""

@@ -14,8 +14,7 @@ from typing import Any
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, built
 from bpipe.features.asked import guarded, reasons
-from bpipe.features.feature import Settings
-from bpipe.flags.budgets import MINIMUM_BYTES, HostedState, MemoryBudget
+from bpipe.flags.budgets import MINIMUM_BYTES, MemoryBudget
 from bpipe.flags.trainer import TIMEOUT_S
 from bpipe.generate.families import (
     FAMILIES,
@@ -23,7 +22,6 @@ from bpipe.generate.families import (
 )
 from bpipe.ir.layout import EVEN, SliceLengths, Vocabulary
 from bpipe.ir.schedule import Schedule
-from bpipe.plan.state_hosts import FLAG
 from bpipe.simulate.cost import Costs
 from bpipe.transport import AUTO
 from megatron.scheduling.hooks import upstream
@@ -50,7 +48,6 @@ BY_TRAINER = {
     "memory": "a budget is planned from Megatron's arguments and learned around its train_step: give "
     f"balance=BalanceConfig(...), as planned by `bpipe simulate --memory`, or {_BY_LAUNCHER} --bpipe-memory",
     "costs": f"they are for a learned budget: leave them out, or {_BY_LAUNCHER} --bpipe-memory --bpipe-cluster",
-    "optimizer_hosts": f"moments leave and come back around Megatron's train_step: {_BY_LAUNCHER} {FLAG}",
     "audit": f"stages are audited around Megatron's own training: {_BY_LAUNCHER} --terra-audit",
 }
 
@@ -76,8 +73,7 @@ class SchedulingConfig:
     Megatron prints its own. `verify`: in so many first iterations what moves is checked; by default in two where
     anything is `guarded`, by these arguments or a model's configuration. `flops_per_microbatch` are the model's FLOPs
     of one micro-batch on every pipeline, by Megatron's own count; `logits_per_microbatch` are those of one rank's part
-    of the vocabulary and of the sequence. `audit`: so many micro-batches of each chunk are compared. `optimizer_hosts`:
-    whose optimizer's moments wait where while micro-batches are computed.
+    of the vocabulary and of the sequence. `audit`: so many micro-batches of each chunk are compared.
     """
 
     num_ranks: int
@@ -109,7 +105,6 @@ class SchedulingConfig:
     micro_batch_size: int | None = None
     logits_per_microbatch: int | None = None
     audit: int | None = None
-    optimizer_hosts: tuple[HostedState, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises ValueError where `own` says otherwise."""
@@ -130,7 +125,7 @@ class SchedulingConfig:
     @property
     def active(self) -> bool:
         """Whether anything of Megatron is to be hooked at all."""
-        return any((self.balance, self.own, self.report is not None, self.optimizer_hosts))
+        return any((self.balance, self.own, self.report is not None))
 
     @property
     def positions(self) -> Positions:
@@ -204,7 +199,6 @@ def config_from_args(args: Any) -> SchedulingConfig:
         micro_batch_size=args.micro_batch_size,
         logits_per_microbatch=_logits_per_microbatch(args),
         audit=args.terra_audit,
-        optimizer_hosts=args.bpipe_optimizer_hosts or (),
     )
 
 
@@ -237,7 +231,6 @@ def _asked(args: Any) -> tuple[ScheduleConfig | None, BalanceConfig | None, tupl
     if args.bpipe or own is not None or args.bpipe_report is not None:
         problems += reasons(args, args.bpipe, own is not None, args.bpipe_strict)
     problems += _audited(args, own is not None)
-    problems += _hosting(args, own)
     end_where(problems)
     return own, balance, plan
 
@@ -254,31 +247,6 @@ def _audited(args: Any, own: bool) -> Iterator[str]:
             f"--terra-audit with {flag}: our own operations around a stage would count as the stage's; audit a run "
             f"of one or two iterations without {flag}, which computes the same"
         )
-
-
-def _hosting(args: Any, own: ScheduleConfig | None) -> Iterator[str]:
-    """Return a line for everything that stands in the way of optimizer state on other ranks."""
-    moves = args.bpipe_optimizer_hosts
-    if not moves:
-        return
-    settings, ranks = Settings(args), args.pipeline_model_parallel_size
-    highest = max(max(move.giver, move.host) for move in moves)
-    if highest >= ranks:
-        yield f"{FLAG} names rank {highest}, but a pipeline has ranks 0 to {ranks - 1}"
-    if own is not None and own.layout.num_pipes > 1:
-        yield (
-            f"{FLAG}: with two pipes, Megatron numbers ranks differently from the schedule; leave it out, or use one "
-            "pipe"
-        )
-    for given, flag in (
-        (settings.optimizer_cpu_offload, "--optimizer-cpu-offload, which moves the same tensors"),
-        (settings.use_megatron_fsdp or settings.use_torch_fsdp2, "FSDP, which keeps state elsewhere"),
-        (settings.async_save, "--async-save, which may still read state that has moved"),
-        (args.terra_audit is not None, "--terra-audit, which needs a run without our own operations"),
-        (args.bpipe_memory is not None, "--bpipe-memory, whose plan assumes that all state stays on its rank"),
-    ):
-        if given:
-            yield f"{FLAG} with {flag}: leave one of them out"
 
 
 def _out_of_range(args: Any) -> Iterator[str]:

@@ -39,9 +39,6 @@ READERS = {
     "config": Reader(predictions.config_texts, damaged_json, predictions.judge_config),
     "cluster": Reader(predictions.cluster_texts, predictions.damaged_cluster, predictions.judge_cluster),
     "calibration": Reader(lambda _: [json.dumps(predictions.CALIBRATION)], damaged_json, predictions.judge_calibration),
-    "kernel-times": Reader(
-        lambda _: [json.dumps(predictions.KERNEL_TIMES)], damaged_json, predictions.judge_kernel_times
-    ),
     "trained": Reader(lambda _: [launches.TRAINED], damaged_text, launches.judge_trained),
     "script": Reader(lambda _: [launches.SCRIPT], damaged_text, launches.judge_script),
     "launch": Reader(lambda _: [launches.LAUNCH], damaged_text, launches.judge_launch),

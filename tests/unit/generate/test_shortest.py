@@ -4,7 +4,6 @@ it."""
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from fractions import Fraction
 from itertools import pairwise, product
@@ -14,28 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.cli import main
-from bpipe.formats.text import read_csv, write_csv
 from bpipe.generate.families import FAMILIES
 from bpipe.generate.family import ALIKE, UnitCosts
-from bpipe.generate.shortest import shortest
 from bpipe.generate.timing import iteration_time
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.memory import peak_counts, with_after_input
 from bpipe.ir.schedule import Schedule
+from tests.support.shortest import shortest
 
 PAGE = Path(__file__).parents[3] / "docs/orders.md"
 LIMIT_S = 60.0
-
-
-@pytest.fixture
-def _solver() -> None:
-    pytest.importorskip("ortools")
-
-
-with_solver = pytest.mark.usefixtures("_solver")
 
 
 def made(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
@@ -117,7 +105,6 @@ numbers = st.integers(1, 5)
 CASES = {"1f1b": (2, 3), "gpipe": (3, 2), "zb-h1": (2, 2), "1f1b-split": (2, 2)}
 
 
-@with_solver
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=8, deadline=None)
 @given(
@@ -139,7 +126,7 @@ def test_it_is_as_short_as_the_best_of_all_orders(
         schedule = with_after_input(schedule, after_input)
     expected = best(num_ranks, num_microbatches, kinds, costs, after_input, most)
     if expected is None:
-        with pytest.raises(ValueError, match="raise the memory"):
+        with pytest.raises(ValueError, match="no order holds at most"):
             shortest(schedule, costs, most, LIMIT_S)
         return
     found = shortest(schedule, costs, most, LIMIT_S)
@@ -148,7 +135,6 @@ def test_it_is_as_short_as_the_best_of_all_orders(
     assert max(peak_counts(found.schedule)) <= most
 
 
-@with_solver
 @pytest.mark.parametrize("name", ["interleaved-1f1b", "zb-v", "chimera", "grouped-interleaved"])
 def test_all_is_computed_where_it_was(name: str) -> None:
     schedule = made(name, 4, 4)
@@ -164,60 +150,12 @@ def test_all_is_computed_where_it_was(name: str) -> None:
     assert iteration_time(schedule, ALIKE).makespan >= lengths[0] >= lengths[1]
 
 
-@with_solver
 def test_where_time_ends_first_it_says_how_far_it_may_be() -> None:
     schedule = made("v-half", 8, 16)
     most = int(max(peak_counts(schedule)))
     found = shortest(schedule, UnitCosts(5, 6, 4), most, 2.0)
     assert not found.is_proven
     assert 16 * 15 <= found.proven < found.makespan <= iteration_time(schedule, UnitCosts(5, 6, 4)).makespan
-
-
-# -- the command
-# ----------------------------------------------------------------------------------------------------------------------
-
-COMMAND = ("schedule", "--schedule", "1f1b-split", "--pp", "4", "--microbatches", "8")
-
-
-@with_solver
-def test_it_is_written_as_any_other_with_what_is_known_of_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*COMMAND, "--optimal", "3", "--format", "csv"]) == 0
-    written, said = capsys.readouterr()
-    schedule = read_csv(written)
-    assert write_csv(schedule) == written
-    assert iteration_time(schedule, ALIKE).makespan == 31
-    assert f"bpipe {' '.join(COMMAND)} --optimal 3\n{said}" in PAGE.read_text()
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--time-limit", "3"), "--time-limit is for --optimal"),
-        (("--optimal", "3", "--balance", "bpipe"), "leave --balance out"),
-        (("--optimal", "3", "--vocabulary", "1"), "leave --vocabulary out"),
-        (("--optimal", "3", "--costs", "1,2"), "give three costs"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(
-    flags: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*COMMAND, *flags]) == 2
-    assert words in capsys.readouterr().err
-
-
-def test_without_the_solver_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
-    assert main([*COMMAND, "--optimal", "2"]) == 2
-    assert 'pip install -e ".[optimal]"' in capsys.readouterr().err
-
-
-def test_what_is_too_large_or_moves_memory_is_refused() -> None:
-    with pytest.raises(ValueError, match="more than 2000"):
-        shortest(made("1f1b", 8, 200), ALIKE, 8, LIMIT_S)
-    with pytest.raises(ValueError, match="only computations can be reordered"):
-        shortest(build(ScheduleConfig("1f1b", 8, 16, balance=BalanceConfig())), ALIKE, 8, LIMIT_S)
 
 
 # -- the table
@@ -228,7 +166,7 @@ ROW = re.compile(r"\| `([^`]+)`(?: v=(\d+))?(?: g=\d+)? \| (\d+) \| (.+) \|$", r
 
 
 def table() -> list[tuple[str, int, int, list[str]]]:
-    part = PAGE.read_text().partition("## The shortest possible order")[2].partition("\n## ")[0]
+    part = PAGE.read_text().partition("## Families beside the shortest order")[2].partition("\n## ")[0]
     return [(name, int(chunks or 1), int(most), cells.split(" | ")) for name, chunks, most, cells in ROW.findall(part)]
 
 
@@ -242,7 +180,6 @@ def test_the_table_has_every_family_and_its_own_lengths() -> None:
             assert Fraction(re.match(r"[\d.]+", cell)[0]) == iteration_time(schedule, costs).makespan, name  # type: ignore[index]
 
 
-@with_solver
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_table_is_what_the_solver_finds() -> None:

@@ -115,7 +115,6 @@ def setups(draw: st.DrawFn) -> Setup:
 
 
 OPTIONS = argparse.Namespace(
-    kernel_times=None,
     cluster="h100-80g:1x8",
     model=None,
     schedule=None,

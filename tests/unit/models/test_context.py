@@ -17,7 +17,6 @@ from bpipe.models.choices import CP_COMM_TYPES
 from bpipe.models.cluster import Cluster, parse_cluster
 from bpipe.models.context_parallel import exchange_bytes
 from bpipe.models.costs import predict_costs
-from bpipe.models.kernel_shapes import kernel_shapes
 from bpipe.models.layers.attention import core_seconds
 from bpipe.models.layers.layer import layer_saved, layer_seconds
 from bpipe.models.layout import Setup
@@ -230,9 +229,6 @@ def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str) -> Non
 def test_what_was_measured_without_says_nothing_of_parts() -> None:
     two = replace(LLAMA, context=2)
     assert "measured without context parallelism" in str(Profile("file", (), (("tensor", 2),)).conflict(two))
-    assert kernel_shapes([LLAMA]).attention == (("flash", 16, 131072, 128),)
-    assert kernel_shapes([two]).attention == ()
-    assert kernel_shapes([replace(two, cp_comm_type="a2a")]).attention == (("flash", 8, 131072, 128),)
     # What attention gives before it is exchanged is kept beside what the projection reads.
     rows = {how: total(layer_saved(replace(two, cp_comm_type=how))) for how in CP_COMM_TYPES}
     assert rows["all_gather"] == rows["a2a"] == rows["p2p"] + 2 * 65536 * 4096 // 2

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bpipe.balance.config import BalanceConfig
-from bpipe.flags.budgets import MemoryBudget, read_moves
+from bpipe.flags.budgets import MemoryBudget
 from bpipe.simulate.cost import Costs
 from megatron.scheduling import install
 from megatron.scheduling.options.arguments import BY_TRAINER, SchedulingConfig
@@ -24,14 +24,13 @@ ASKED: dict[str, Any] = {
     "metrics_interval": 10,
     "memory": MemoryBudget((None,), True),
     "costs": Costs(()),
-    "optimizer_hosts": read_moves("0:3:2"),
     "audit": 2,
 }
 
 
 @pytest.mark.parametrize("name", BY_TRAINER)
 def test_what_needs_megatrons_trainer_is_refused_by_its_name(name: str) -> None:
-    """It was ignored: a run ended without its report, and with moments where they had been."""
+    """It was ignored: a run ended without its report."""
     with pytest.raises(
         ValueError, match=rf"\n  {name} in the configuration: .* python -m megatron.scheduling.launch"
     ) as refused:
@@ -41,7 +40,7 @@ def test_what_needs_megatrons_trainer_is_refused_by_its_name(name: str) -> None:
 
 def test_all_of_it_is_said_at_once() -> None:
     with pytest.raises(
-        ValueError, match=r"^this run cannot start:\n  report in (?s:.*)\n  memory in (?s:.*)\n  optimizer_hosts in "
+        ValueError, match=r"^this run cannot start:\n  report in (?s:.*)\n  memory in (?s:.*)\n  audit in "
     ):
         install(SchedulingConfig(num_ranks=4, num_chunks=1, balance=BalanceConfig(), **ASKED))
 
@@ -65,7 +64,7 @@ def test_what_is_not_refused_is_read_by_a_part_that_installs() -> None:
 
 def test_parts_are_put_together_in_one_place() -> None:
     """Two places had two lists of parts: what one of them lacked was ignored there."""
-    for part in ("Driver", "Loop", "Hooks", "Reporter", "Learner", "OptimizerState"):
+    for part in ("Driver", "Loop", "Hooks", "Reporter", "Learner"):
         made = [
             path.name for path in sorted(FOLDER.glob("*.py")) if re.search(rf"(?<!class ){part}\(", path.read_text())
         ]

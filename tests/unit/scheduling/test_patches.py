@@ -14,15 +14,12 @@ import pytest
 # importing it takes.
 ALONE = (
     (
-        *(
-            "check_patches.py",
-            "check_beside.py",
-            "check_shards.py",
-            "check_placed.py",
-            "check_audit.py",
-            "check_sessions.py",
-        ),
-        "check_optimizer_state.py",
+        "check_patches.py",
+        "check_beside.py",
+        "check_shards.py",
+        "check_placed.py",
+        "check_audit.py",
+        "check_sessions.py",
     ),
     ("check_halves.py",),
     ("check_slices.py",),

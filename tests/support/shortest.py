@@ -3,8 +3,8 @@
 In: a Schedule, UnitCosts, a bound. Out: `Shortest`.
 
 The computations stay on their ranks; which comes first is open. Times, dependencies and memory are those of `timing`,
-`ir.dependencies` and `ir.memory`, written as constraints for OR-tools' CP-SAT, which is imported only here. It ends
-with a proof, or, where time ends first, with the best order found and what no order can go below.
+`ir.dependencies` and `ir.memory`, written as constraints for OR-tools' CP-SAT. It ends with a proof, or, where time ends
+first, with the best order found and what no order can go below.
 
 Micro-batches that take the same way are alike. Where a stage does not take them in their order, sort the times at which
 it starts its computations of a kind, and give each its micro-batch's: the k-th of them still comes after the k-th of
@@ -19,21 +19,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
+from math import ceil
 from typing import Any
 
-from bpipe.extras import install_command
+from ortools.sat.python import cp_model
+
 from bpipe.generate.family import UnitCosts
 from bpipe.generate.place import place
 from bpipe.generate.timing import stage_ticks, work_of
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.clock import Work, starts
-from bpipe.ir.memory import counts_of, peak_counts, plain
+from bpipe.ir.memory import counts_of, peak_counts
 from bpipe.ir.schedule import Schedule
-
-# More are not ordered in a time that anybody waits for.
-MAX_COMPUTATIONS = 2000
-# Before the name of what it was: it is no family's.
-_PREFIX = "shortest-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +52,11 @@ class Shortest:
 def shortest(schedule: Schedule, costs: UnitCosts, most: int, limit_s: float) -> Shortest:
     """Return the shortest order that holds at most `most` chunk micro-batches on any rank.
 
-    `limit_s`: seconds to search. Raises ValueError where there is none, none was found in time, the schedule cannot be
-    ordered so, or OR-tools is missing.
+    `limit_s`: seconds to search. Raises ValueError where there is none.
     """
-    orders = _orders(schedule)
-    if sum(map(len, orders)) > MAX_COMPUTATIONS:
-        raise ValueError(
-            f"{sum(map(len, orders))} computations are more than {MAX_COMPUTATIONS}: use fewer stages or micro-batches"
-        )
+    slots = [slot for row in schedule.ranks for slot in row]
+    assert not any(slot.overlapped or slot.transfers for slot in slots), "only single computations can be reordered"
+    orders = [[slot.compute for slot in row if slot.compute is not None] for row in schedule.ranks]
     at = stage_ticks(costs, schedule.num_chunks * schedule.layout.slices)
     work = work_of(schedule.layout, schedule.num_microbatches, orders, at)
     options = _Model(schedule, work, most)
@@ -73,29 +67,18 @@ def shortest(schedule: Schedule, costs: UnitCosts, most: int, limit_s: float) ->
         [work.actions[job][0] for job in sorted(row, key=lambda job: (begun[job], begun[job] + work.lasts[job]))]
         for row in work.rows
     ]
-    placed = place(f"{_PREFIX}{schedule.name}", schedule.num_microbatches, schedule.layout, found)
+    placed = place("shortest", schedule.num_microbatches, schedule.layout, found)
     placed = replace(placed, after_input=schedule.after_input)
     assert max(peak_counts(placed)) <= most, "the solver counts memory otherwise than the rule"
     return Shortest(placed, Fraction(ticks, at.per_unit), Fraction(proven, at.per_unit))
-
-
-def _orders(schedule: Schedule) -> list[list[Action]]:
-    for row in schedule.ranks:
-        for slot in row:
-            if slot.overlapped is not None:
-                raise ValueError(f"{slot.compute} runs together with {slot.overlapped}: such pairs cannot be reordered")
-            if slot.transfers:
-                raise ValueError(f"{slot.transfers[0]} moves memory between ranks: only computations can be reordered")
-    return [[slot.compute for slot in row if slot.compute is not None] for row in schedule.ranks]
 
 
 class _Model:
     """The question in CP-SAT's words; `jobs` are those of a `Work`."""
 
     def __init__(self, schedule: Schedule, work: Work[int], most: int) -> None:
-        self._cp = _solver()
-        self._name, self._most, self._work = schedule.name, most, work
-        self._model = model = self._cp.CpModel()
+        self._most, self._work = most, work
+        self._model = model = cp_model.CpModel()
         # One after the other, with every message on its way: no order takes longer.
         self._horizon = sum(work.lasts) + sum(max((lag for _, lag in needed), default=0) for needed in work.needed)
         self._starts = [model.new_int_var(0, self._horizon, "") for _ in work.actions]
@@ -180,23 +163,16 @@ class _Model:
 
     def solve(self, limit_s: float) -> tuple[list[int], int, int]:
         """When each starts, how long all take, and what none is below, in ticks."""
-        solver = self._cp.CpSolver()
+        solver = cp_model.CpSolver()
         solver.parameters.max_time_in_seconds = limit_s
         solver.parameters.num_workers = os.cpu_count() or 1
         status = solver.solve(self._model)
-        if status == self._cp.INFEASIBLE:
-            raise ValueError(
-                f"no order of {self._name}'s computations holds at most {self._most} chunk micro-batches on every "
-                f"rank: raise the memory"
-            )
-        if status not in (self._cp.OPTIMAL, self._cp.FEASIBLE):
-            raise ValueError(
-                f"within {limit_s:g} s no order of {self._name}'s computations was found that holds at most "
-                f"{self._most} chunk micro-batches, nor was it proven that none exists: give more time, or use fewer "
-                "micro-batches"
-            )
+        if status == cp_model.INFEASIBLE:
+            raise ValueError(f"no order holds at most {self._most} chunk micro-batches on every rank")
+        assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE), f"nothing was found in {limit_s:g} s"
         length = solver.value(self._length)
-        proven = length if status == self._cp.OPTIMAL else min(length, _rounded_up(solver.best_objective_bound))
+        # Times are whole ticks, so the bound is rounded up.
+        proven = length if status == cp_model.OPTIMAL else min(length, ceil(solver.best_objective_bound))
         return [solver.value(start) for start in self._starts], length, proven
 
 
@@ -216,28 +192,3 @@ def _ways(edges: Sequence[Sequence[tuple[int, int]]], lasts: Sequence[int]) -> l
         left.pop()
         found[job] = max((found[other] + lasts[other] + lag for other, lag in edges[job]), default=0)
     return [found[job] for job in range(len(edges))]
-
-
-def _rounded_up(bound: float) -> int:
-    """Round times up to whole ticks."""
-    return -int(-bound // 1)
-
-
-def _solver() -> Any:
-    try:
-        from ortools.sat.python import cp_model
-    except ImportError as error:
-        raise ValueError(f"finding the shortest order needs OR-tools: {install_command('optimal')} ({error})") from None
-    return cp_model
-
-
-def describe_result(found: Shortest, most: int) -> str:
-    """Return one line that says what is known of the result."""
-    name, takes = found.schedule.name.removeprefix(_PREFIX), plain(found.makespan)
-    of = f"order of {name}'s computations that holds at most {most} chunk micro-batch{'es' * (most > 1)} on every rank"
-    if found.is_proven:
-        return f"no {of} takes less than {takes}"
-    return (
-        f"the shortest {of} found so far takes {takes}, and none takes less than {plain(found.proven)}: give more "
-        f"time to know"
-    )
