@@ -29,7 +29,7 @@ MAY: dict[str, set[str]] = {
     "generate": {"extras", "ir"},
     "lower": {"ir", "generate.place"},
     "balance": {"names", "ir"},
-    "formats": {"values", "ir", "lower.align"},
+    "formats": {"values", "ir"},
     "check": {"ir", "formats.grid", "lower.lower"},
     "build": {"names", "ir", "generate", "balance", "formats.text", "check"},
     "simulate": {"ir", "lower.lower"},
@@ -145,7 +145,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "dependencies schedule",
         "clock host_buffers memory program steps",
     ),
-    "formats": ("text", "document grid listing messages", "read"),
+    "formats": ("text", "document grid listing", "read"),
     "generate": (
         "place slices turns",
         "family",
