@@ -216,7 +216,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "replay shortage",
         "compare",
         "answers handover",
-        "causes",
+        "beside",
         "differences",
         "report",
     ),
