@@ -21,12 +21,11 @@ from bpipe.commands.terminal import has_colours, is_terminal
 from bpipe.commands.times import times_of, unit_costs
 from bpipe.flags import outputs, schedules
 from bpipe.flags.flag import Command, Group, Options, Task
-from bpipe.flags.schedules import SUFFIXES
+from bpipe.flags.schedules import FORMATS
 from bpipe.flags.values import AUTO
 from bpipe.formats.document import write_json
 from bpipe.formats.grid import write_grid
-from bpipe.formats.listing import write_listing, write_listing_json
-from bpipe.formats.messages import write_runtime
+from bpipe.formats.listing import write_listing
 from bpipe.formats.read import read_file, source_of
 from bpipe.formats.text import write_csv
 from bpipe.generate.families import FAMILIES, exchange_of, families_for_bounds, families_with_early_forwarding
@@ -112,9 +111,8 @@ def run(options: Options) -> None:
     _refuse_unused(options, form)
     schedule = _generated(options) if options.input is None else _imported(options)
     if options.messages:
-        content = _listed(
-            schedule, form, Exchange(options.exchange) if options.exchange else exchange_of(schedule.name)
-        ).encode()
+        exchange = Exchange(options.exchange) if options.exchange else exchange_of(schedule.name)
+        content = _listed(schedule, exchange).encode()
     else:
         content = _written(schedule, form, (options.costs, options.hop), to_terminal=output is None and is_terminal())
     if output is not None:
@@ -128,9 +126,8 @@ def _refuse_unused(options: Options, form: str) -> None:
     """Raises ValueError for a flag that says how to do what is not asked for."""
     if options.exchange is not None and not options.messages:
         raise ValueError("--exchange says when messages pass: give --messages, too, or leave it out")
-    if options.messages and (form not in ("grid", "json") or options.format == "grid"):
-        own = "runtime writes torch's messages itself" if form == "runtime" else f"a {form} has no room for messages"
-        raise ValueError(f"--messages is written as text, or with --format json: {own}, leave one of them out")
+    if options.messages and (form != "grid" or options.format is not None):
+        raise ValueError(f"--messages is written as text: a {form} has no room for messages, leave one of them out")
     said = next((flag.name for flag in _BALANCED if getattr(options, flag.field)), None)
     if options.balance == BALANCES[0] and said:
         raise ValueError(f"{said} says how to balance: give --balance bpipe, too, or leave it out")
@@ -141,9 +138,9 @@ def _format_of(output: Path | None) -> str:
     suffix = "" if output is None else output.suffix.removeprefix(".").lower()
     if suffix in ("", "txt"):
         return "grid"
-    if suffix not in SUFFIXES:
+    if suffix not in FORMATS:
         raise ValueError(
-            f"--output {output}: .{suffix} cannot be written, only {', '.join(SUFFIXES)}: use one of these endings, or give --format"
+            f"--output {output}: .{suffix} cannot be written, only {', '.join(FORMATS)}: use one of these endings, or give --format"
         )
     return suffix
 
@@ -221,8 +218,6 @@ def _imported(options: Options) -> Schedule:
 def _written(schedule: Schedule, form: str, given: Times, to_terminal: bool) -> bytes:
     if form == "csv":
         return write_csv(schedule).encode()
-    if form == "runtime":
-        return write_runtime(schedule).encode()
     if form == "json":
         return write_json(schedule, times_of(schedule, *given)).encode()
     if form == "svg":
@@ -241,7 +236,7 @@ def _written(schedule: Schedule, form: str, given: Times, to_terminal: bool) -> 
     ).encode()
 
 
-def _listed(schedule: Schedule, form: str, exchange: Exchange) -> str:
+def _listed(schedule: Schedule, exchange: Exchange) -> str:
     """What every rank does. The exchange may be one that nobody runs the schedule with: where that blocks, it is
     said beside it."""
     programs = lower_as_run(schedule, exchange)
@@ -250,7 +245,7 @@ def _listed(schedule: Schedule, form: str, exchange: Exchange) -> str:
             f"rank {one.rank}, slot {one.slot}: waits for ever for {one.message}, the other end is on rank {one.peer}"
         )
         print(f"bpipe: with --exchange {exchange.value} {place}", file=sys.stderr)
-    return (write_listing_json if form == "json" else write_listing)(programs, exchange)
+    return write_listing(programs, exchange)
 
 
 def _paint(text: str, action: Action | None) -> str:
@@ -258,8 +253,7 @@ def _paint(text: str, action: Action | None) -> str:
 
 
 def _remarks(schedule: Schedule, given: Times) -> str:
-    """What the grid shows, in numbers, as lines its reader passes over; how long it takes where its slots do not say
-    that."""
+    """What the grid shows, in numbers; how long it takes where its slots do not say that."""
     evictions = ",".join(str(num_transfers(schedule, rank).evictions) for rank in range(schedule.num_ranks))
     remark = f"# peak={','.join(str(plain(peak)) for peak in peak_counts(schedule))} evictions={evictions}"
     if uses_host_memory(schedule.hosts):

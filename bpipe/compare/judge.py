@@ -27,6 +27,14 @@ class Mismatch:
     one: float | None
     other: float | None
 
+    @property
+    def share(self) -> float:
+        """The difference as a part of the larger number; infinite where a number is missing or not finite."""
+        if self.one is None or self.other is None or not (math.isfinite(self.one) and math.isfinite(self.other)):
+            return math.inf
+        largest = max(abs(self.one), abs(self.other))
+        return abs(self.one - self.other) / largest if largest else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class Quartiles:

@@ -18,6 +18,8 @@ from bpipe.compare.read import LOSS, StageNumbers, Training
 # Beside the loss, what to show of each iteration; a report and a log spell it differently.
 _SHOWN = (LOSS, "grad_norm", "grad norm")
 _WIDTH = 24
+# The largest differences that are listed.
+_MOST = 3
 _MIB = 2**20
 
 
@@ -29,7 +31,7 @@ def text(pair: SideBySide, num_rows: int) -> str:
     lines += _numbers(pair, num_rows)
     if pair.alone:
         lines.append(f"note: {pair.alone} iterations are in one run only and were not compared")
-    lines += [*_losses(pair), *_seconds(pair), _verdict(pair)]
+    lines += [*_losses(pair), *_seconds(pair), *_largest(pair), _verdict(pair)]
     return "".join(f"{line.rstrip()}\n" for line in lines)
 
 
@@ -50,9 +52,7 @@ def _peaks(one: Training, other: Training) -> list[str]:
         if wrong := [
             stage for stage, row in sorted(run.stages.items()) if row.peak_microbatches != row.predicted_microbatches
         ]:
-            notes.append(
-                f"note: in {name}, the measured peak of stages {wrong} is not the predicted one; please report this"
-            )
+            notes.append(f"note: in {name}, the measured peak of stages {wrong} is not the predicted one")
     return [
         "peak of saved activations on each stage: measured (predicted from the schedule)",
         first,
@@ -105,7 +105,7 @@ def _losses(pair: SideBySide) -> list[str]:
         return []
     lines = [f"loss: {said[0]}"] if said[0] == said[1] else [f"loss: A {said[0]}; B {said[1]}"]
     if any(not math.isfinite(run.iterations[pair.common[-1]].get(LOSS) or 0.0) for run in (pair.one, pair.other)):
-        lines.append("note: the loss is not finite, so this comparison shows little")
+        lines.append("note: the loss is not finite")
     return lines
 
 
@@ -123,6 +123,14 @@ def _spread(pair: SideBySide, run: Training) -> Quartiles | None:
 
 def _between(spread: Quartiles) -> str:
     return f"{spread.median:.4g} ({spread.low:.4g} to {spread.high:.4g})"
+
+
+def _largest(pair: SideBySide) -> list[str]:
+    """Return the largest differences, where there is more than the one that the verdict names."""
+    if len(pair.mismatches) == 1:
+        return []
+    largest = sorted(pair.mismatches, key=lambda mismatch: -mismatch.share)[:_MOST]
+    return [f"difference of {mismatch.share:.3g}, {_difference(mismatch)}" for mismatch in largest]
 
 
 def _verdict(pair: SideBySide) -> str:

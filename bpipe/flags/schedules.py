@@ -20,9 +20,8 @@ from bpipe.ir.hosts import ARRANGEMENTS, PAIR
 from bpipe.ir.layout import REDISTRIBUTE, TRAINED_SHARDS, Vocabulary
 from bpipe.ir.program import Exchange
 
-# A file's suffix says its format, but for the last, which is CSV, too.
-SUFFIXES = ("grid", "csv", "json", "svg", "png")
-FORMATS = (*SUFFIXES, "runtime")
+# A file's suffix says its format.
+FORMATS = ("grid", "csv", "json", "svg", "png")
 
 HOSTS_SAID = (
     "pair: the other rank of its pair; pool: any rank with memory to spare; host: the CPU memory of its own node; "
@@ -196,18 +195,15 @@ PARTNERS = Flag(
     "N,N,...",
     numbers,
 )
-INPUT = Flag("input", "--input", "read the schedule from a CSV, JSON or grid file ('-': standard input)", "FILE")
+INPUT = Flag("input", "--input", "read the schedule from a CSV or JSON file ('-': standard input)", "FILE")
 ALIGN = Flag("align", "--align", "with --input: place computations on the unit grid anew, in each rank's order")
 SCHEDULE_FORMAT = Flag(
     "format",
     "--format",
-    "output format (default: by the output file's ending, else grid). runtime: CSV with messages, for torch's "
-    "pipelining",
+    "output format (default: by the output file's ending, else grid)",
     choices=FORMATS,
 )
-MESSAGES = Flag(
-    "messages", "--messages", "print what every rank does, with its messages, as text or with --format json"
-)
+MESSAGES = Flag("messages", "--messages", "print what every rank does, with its messages")
 EXCHANGE = Flag(
     "exchange",
     "--exchange",

@@ -1,1 +1,1 @@
-"""Read and write schedules: CSV, grid, JSON, listing, and the form of torch's runtime."""
+"""Read and write schedules as CSV and JSON; print grids and listings of messages."""

@@ -1,4 +1,4 @@
-"""Write a schedule as a grid for people, and read it back exactly. In: a Schedule or such text. Out: the other.
+"""Print a schedule as a grid for people. In: a Schedule. Out: text that nothing reads back.
 
     # bpipe schedule=1f1b microbatches=8 stage_to_rank=0,1,2,3 partners=3,2,1,0 bounds=3,3,3,3
     slot      0  1  2  3  4  5  6  7  8  9
@@ -9,16 +9,15 @@ A lane is a rank: on its line C what it computes (`.` is a bubble), on line T, i
 beside that. A cell is the kind's initial and the micro-batch: F forward, B backward, I and W its halves, E evict, H
 host, R return, L load. With several stages per rank, or where the stage is not the one the lane implies, its number
 stands in front. `0F5&7B2` are a forward and a backward that run together. A grid wider than the page goes on in blocks.
-`after_input=0.5` in the header: of a micro-batch whose backward is split, half is counted between its halves. Further
-lines that start with `#` are remarks. Knows no terminal: width and paint come from the caller.
+`after_input=0.5` in the header: of a micro-batch whose backward is split, half is counted between its halves. Knows no
+terminal: width and paint come from the caller.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 
-from bpipe.formats.text import NUMBER, TextError, assemble, header, read_header, slot_of
+from bpipe.formats.text import header
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.hosts import Hosts, device_ranks, partners_of
 from bpipe.ir.layout import Layout
@@ -44,10 +43,6 @@ _LETTERS = {
     Kind.RETURN: "R",
     Kind.LOAD: "L",
 }
-_KINDS = {letter: kind for kind, letter in _LETTERS.items()}
-_CELL = re.compile(f"{NUMBER}?(IF|IB|[FBIWSTEHRL]){NUMBER}")
-_LANE = re.compile(f"rank {NUMBER} C (.*)")
-_BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 _PARTNERS_KINDS = (Kind.HOST, Kind.RETURN)
 
 # Colours a cell: the padded text and the slot it belongs to.
@@ -89,95 +84,6 @@ def _lines(schedule: Schedule) -> list[tuple[str, list[str], list[Action | None]
             ]
             lines.append(("T", moved, [slot.transfers[0] if slot.transfers else None for slot in row]))
     return lines
-
-
-def read_grid(text: str) -> Schedule:
-    """Read a schedule from its grid. Raises TextError with line and cell for whatever is not exactly one."""
-    first, *lines = text.split("\n")
-    fields = read_header(first)
-    reader = _Reader()
-    for number, line in enumerate(lines, 2):
-        if line.split() and not line.startswith("#"):
-            reader.take(line, number)
-    return reader.schedule(fields)
-
-
-class _Reader:
-    """The cells read so far, with the lines they stand on, and the block that is being read."""
-
-    def __init__(self) -> None:
-        self.computed: dict[int, list[tuple[str, int]]] = {}
-        self.moved: dict[int, dict[int, tuple[str, int]]] = {}
-        self.start = self.columns = 0
-        self.rank = -1
-
-    def take(self, line: str, number: int) -> None:
-        """One line: the slots of a block, what a rank computes in it, or what it moves."""
-        words = line.split()
-        lane = _LANE.fullmatch(re.sub(" +", " ", line))
-        if words[0] == "slot":
-            self._open_block(words[1:], number)
-        elif lane is not None:
-            self.rank = int(lane[1])
-            cells = self.computed.setdefault(self.rank, [])
-            cells.extend((cell, number) for cell in words[3:])
-            if len(cells) != self.start + self.columns:
-                raise TextError(
-                    f"line {number}: {len(words) - 3} cells under {self.columns} slots, or rank {self.rank} twice in "
-                    f"a block"
-                )
-        elif words[0] == "T" and self.rank >= 0 and len(words) == self.columns + 1:
-            before = self.moved.setdefault(self.rank, {})
-            if self.start in before:
-                raise TextError(f"line {number}: rank {self.rank} has a second line of transfers")
-            before.update({self.start + index: (cell, number) for index, cell in enumerate(words[1:])})
-        else:
-            raise TextError(f"line {number}: expected 'rank N C' or, under it, 'T', each with {self.columns} cells")
-
-    def _open_block(self, slots: list[str], number: int) -> None:
-        self.start += self.columns
-        self.columns = len(slots)
-        self.rank = -1
-        if slots != [str(slot) for slot in range(self.start, self.start + self.columns)]:
-            raise TextError(f"line {number}: the slot numbers of a block must continue from {self.start}")
-
-    def schedule(self, fields: dict[str, str]) -> Schedule:
-        """What was read, once the header says which stages the lanes imply."""
-        computed = self.computed
-        if sorted(computed) != list(range(len(computed))) or len({len(cells) for cells in computed.values()}) != 1:
-            raise TextError("every rank needs a lane, and all lanes the same number of slots")
-        head = assemble([[] for _ in computed], fields, "")
-        own, hosted = _implied(head.layout, len(computed), head.hosts)
-        return assemble([self._lane(rank, own[rank], hosted[rank]) for rank in range(len(computed))], fields, "")
-
-    def _lane(self, rank: int, own: int, hosted: int) -> list[Slot]:
-        lane = []
-        for slot, (cell, number) in enumerate(self.computed[rank]):
-            transfers, below = self.moved.get(rank, {}).get(slot, (BUBBLE, number))
-            parts = [] if cell == BUBBLE else [_long(one, own, hosted, number, slot) for one in cell.split(BESIDE)]
-            moved = (
-                [] if transfers == BUBBLE else [_long(one, own, hosted, below, slot) for one in transfers.split(JOIN)]
-            )
-            try:
-                found = _slot(cell, parts, moved)
-            except TextError as error:
-                raise TextError(f"line {number}, slot {slot}: {error}") from None
-            lane.append(found)
-        return lane
-
-
-def _slot(cell: str, parts: Sequence[Action], moved: Sequence[Action]) -> Slot:
-    """Return the slot of what `cell`, on line C, and the one below it name.
-
-    Raises TextError for what cannot stand so.
-    """
-    overlaps = len(parts) == 2 and parts[0].kind is Kind.FORWARD and parts[1].kind in _BACKWARDS
-    if len(parts) > 1 and not overlaps:
-        raise TextError(f"{cell[:40]!r} overlaps something other than a forward and a backward, in this order")
-    found = slot_of([*([tuple(parts)] if parts else []), *((action,) for action in moved)])
-    if (found.compute is None) != (cell == BUBBLE):
-        raise TextError("computations go on line C, transfers on line T")
-    return found
 
 
 def window(schedule: Schedule, rank: int, slot: int, ranks: Sequence[int] = (), radius: int = 4) -> str:
@@ -236,18 +142,6 @@ def _short(action: Action, own: int, hosted: int) -> str:
     text = f"{_LETTERS.get(action.kind, action.kind.value)}{action.microbatch}"
     implied = hosted if action.kind in _PARTNERS_KINDS else own
     return text if action.stage == implied else f"{action.stage}{text}"
-
-
-def _long(cell: str, own: int, hosted: int, line: int, slot: int) -> Action:
-    match = _CELL.fullmatch(cell)
-    if match is None:
-        raise TextError(f"line {line}, slot {slot}: {cell[:40]!r} is neither a cell such as F3, 4B0 or E1, nor '.'")
-    stage, letter, microbatch = match.groups()
-    kind = _KINDS[letter]
-    implied = hosted if kind in _PARTNERS_KINDS else own
-    if stage is None and implied < 0:
-        raise TextError(f"line {line}, slot {slot}: {cell} must name its stage")
-    return Action(implied if stage is None else int(stage), kind, int(microbatch))
 
 
 def _pages(widths: Sequence[int], room: int | None) -> list[list[int]]:

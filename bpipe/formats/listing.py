@@ -1,6 +1,6 @@
-"""Write programs out, for people and for other programs.
+"""Write programs out for people.
 
-In: every rank's `Program`. Out: text, or JSON. Knows not how programs are made.
+In: every rank's `Program`. Out: text. Knows not how programs are made.
 
 The text has a line an instruction, so that whoever knows where a run hangs finds the other end of what it waits for:
 
@@ -8,14 +8,12 @@ The text has a line an instruction, so that whoever knows where a run hangs find
     0:1   1     send 0F0>1F0 output to rank 1, posted at 1:0
 
 `0:1` is instruction 1 of rank 0. `start` and `end` are the slots of what is done before a rank's first computation and
-behind its last. The JSON says the same, every message once; only where the other end stands is left to be found.
+behind its last: that belongs to no column of the grid.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from bpipe.formats.text import header
 from bpipe.ir.program import Exchange, Instruction, Message, Numbering, Op, Program, Transfer
@@ -63,33 +61,9 @@ def _begun(programs: Sequence[Program], keys: Sequence[Sequence[_Key | None]]) -
 
 
 def _when(program: Program, index: int) -> str:
-    slot = _slot(program, index)
-    if slot is not None:
-        return str(slot)
-    return "start" if index < _first_computed(program) else "end"
-
-
-def write_listing_json(programs: Sequence[Program], exchange: Exchange) -> str:
-    """Write a line for each message, then a line for each instruction, as docs/formats.md says."""
-    table = programs[0].messages
-    placements = table.schedule.layout.placements
-    head = {
-        "schedule": table.schedule.name,
-        "exchange": exchange.value,
-        "microbatches": table.schedule.num_whole_microbatches,
-        **({"slices": table.schedule.layout.slices} if table.schedule.layout.slices > 1 else {}),
-        "stage_to_rank": placements[0] if len(placements) == 1 else placements,
-    }
-    values = sorted({operand for program in programs for operand in program.operands if isinstance(operand, int)})
-    messages = ",\n  ".join(json.dumps(_message(table[value], table.dependencies.sort(value))) for value in values)
-    ranks = []
-    for program in programs:
-        instructions = (
-            json.dumps({"slot": _slot(program, index), **_document(one)})
-            for index, one in enumerate(program.instructions)
-        )
-        ranks.append(f'{{"rank": {program.rank}, "instructions": [\n   ' + ",\n   ".join(instructions) + "]}")
-    return f'{json.dumps(head)[:-1]},\n "messages": [\n  {messages}],\n "ranks": [\n  ' + ",\n  ".join(ranks) + "]}\n"
+    if index < program.starts[1]:
+        return "start"
+    return "end" if index >= program.starts[-1] else str(program.slot_of(index))
 
 
 def _passing(program: Program) -> list[_Key | None]:
@@ -102,18 +76,6 @@ def _passing(program: Program) -> list[_Key | None]:
         else:
             passing.append(operand if isinstance(operand, int) else None)
     return passing
-
-
-def _slot(program: Program, index: int) -> int | None:
-    """None before the first computation and behind the last: what is done there belongs to no column of the grid."""
-    if index < _first_computed(program) or index >= program.starts[-1]:
-        return None
-    return program.slot_of(index)
-
-
-def _first_computed(program: Program) -> int:
-    """Return the first instruction that belongs to a computation."""
-    return program.starts[1]
 
 
 def _explained(program: Program, instruction: Instruction, elsewhere: Mapping[int, int]) -> str:
@@ -139,25 +101,6 @@ def _explained(program: Program, instruction: Instruction, elsewhere: Mapping[in
         if sends
         else f"{carries} from rank {other}, sent at {other}:{at}"
     )
-
-
-def _document(instruction: Instruction) -> dict[str, Any]:
-    operand = instruction.operand
-    op, name = str(instruction).split(" ", 1)
-    if isinstance(operand, Transfer):
-        return {"do": op, "transfer": name, "sender": operand.sender, "receiver": operand.receiver}
-    return {"do": op, "message" if isinstance(operand, Message) else "action": name}
-
-
-def _message(message: Message, carries: str) -> dict[str, Any]:
-    made_by, needed_by = ([str(action) for action in actions] for actions in (message.made_by, message.needed_by))
-    return {
-        "message": str(message),
-        "carries": carries,
-        "made_by": made_by,
-        "needed_by": needed_by,
-        "ranks": message.parties,
-    }
 
 
 def _join(words: Iterable[object]) -> str:

@@ -1,4 +1,4 @@
-"""Read a schedule from any of the text formats.
+"""Read a schedule from CSV or JSON.
 
 In: text, or a file's name. Out: a Schedule, or a TextError with the place.
 
@@ -11,23 +11,20 @@ import sys
 from pathlib import Path
 
 from bpipe.formats.document import read_json
-from bpipe.formats.grid import read_grid
-from bpipe.formats.messages import has_messages, read_runtime
 from bpipe.formats.text import TextError, read_csv
 from bpipe.ir.schedule import Schedule
-from bpipe.lower.align import align
 
 STANDARD_INPUT = "-"
 
 
 def read(text: str) -> Schedule:
-    """Read a schedule from any of the text formats, told apart by how they begin."""
+    """Read a schedule from CSV or JSON, told apart by how they begin."""
     if text.lstrip(" \n\r\t").startswith("{"):
         return read_json(text)
     first, _, rest = text.partition("\n")
     if first.startswith("#") and rest.startswith("slot"):
-        return read_grid(text)
-    return align(read_runtime(text)) if has_messages(text) else read_csv(text)
+        raise TextError("line 2: 'slot' begins a grid, which is not read: write the schedule with --format csv or json")
+    return read_csv(text)
 
 
 def read_file(name: str) -> Schedule:

@@ -6,9 +6,8 @@ A cell is `<stage><KIND><microbatch>`, as in torch.distributed.pipelining's CSV:
 `(0F5;7B2)OVERLAP_F_B` is a forward and a backward that run together. CSV has a row per rank and a column per slot; a slot
 with several actions separates them by spaces, computation first, and an empty cell is a bubble. A schedule that knows
 partners or bounds starts with one line of header; without them the file is what torch's own reader takes, and names
-itself nowhere. Torch's runtime form, which has messages between the computations, is read through `messages`, which
-checks and drops them. Whatever is not understood to the last character is refused. Knows no rule a schedule must keep:
-that is `check`.
+itself nowhere. Torch's runtime form, which has messages between the computations, is refused, and so is whatever is not
+understood to the last character. Knows no rule a schedule must keep: that is `check`.
 """
 
 from __future__ import annotations
@@ -23,8 +22,9 @@ from bpipe.ir.layout import MOST_PIPES, TWO_PIPES, Layout, Vocabulary, one_pipe
 from bpipe.ir.memory import SHARE_DECIMALS, plain
 from bpipe.ir.schedule import Schedule, Slot
 
-NUMBER = "(0|[1-9][0-9]{0,8})"
-_CELL = re.compile(f"{NUMBER}({'|'.join(kind.value for kind in Kind)}){NUMBER}")
+_NUMBER = "(0|[1-9][0-9]{0,8})"
+_CELL = re.compile(f"{_NUMBER}({'|'.join(kind.value for kind in Kind)}){_NUMBER}")
+_RUNTIME = re.compile("[0-9]+((WAIT_)?SEND_|RECV_|UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD).*")
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _KINDS = {kind.value: kind for kind in Kind}
@@ -58,6 +58,11 @@ def read_action(text: str) -> Action:
     """Read `2F0` as an Action. Raises TextError for anything that is not exactly a cell."""
     match = _CELL.fullmatch(text)
     if match is None:
+        if _RUNTIME.fullmatch(text):
+            raise TextError(
+                f"{text[:40]!r} belongs to torch's runtime form, which is not read: give the computations alone "
+                "(pipeline_order, `_dump_csv(file, 'compute_only')`)"
+            )
         raise TextError(
             f"{text[:40]!r} is not an action: expected <stage><kind><microbatch> with a kind of {', '.join(_KINDS)}, "
             "such "
@@ -107,23 +112,20 @@ def _shows(layout: Layout) -> bool:
 
 def read_csv(text: str, name: str = "csv") -> Schedule:
     """Return a schedule from CSV; `name` is that of one that does not say. Shorter rows end in bubbles."""
-    fields, rows = read_rows(text)
-    return assemble([[_read_csv_cell(cell, place) for cell, place in row] for row in rows], fields, name)
-
-
-def read_rows(text: str) -> tuple[dict[str, str], list[list[tuple[str, str]]]]:
-    """Return the fields of a CSV's header, if it has one, and its cells, each with the words for its place."""
     lines = text.removesuffix("\n").split("\n")
     fields: dict[str, str] = {}
     first = 1
     if lines[0].startswith("#"):
-        fields = read_header(lines[0].rstrip("\r"))
+        fields = _read_header(lines[0].rstrip("\r"))
         lines, first = lines[1:], 2
     rows = [
-        [(cell, f"line {number}, cell {column}") for column, cell in enumerate(line.removesuffix("\r").split(","), 1)]
+        [
+            _read_csv_cell(cell, f"line {number}, cell {column}")
+            for column, cell in enumerate(line.removesuffix("\r").split(","), 1)
+        ]
         for number, line in enumerate(lines, first)
     ]
-    return fields, rows
+    return _assemble(rows, fields, name)
 
 
 def _csv_cell(slot: Slot) -> str:
@@ -177,7 +179,7 @@ def header(schedule: Schedule) -> str:
     return " ".join([_HEADER, *fields])
 
 
-def read_header(line: str) -> dict[str, str]:
+def _read_header(line: str) -> dict[str, str]:
     """Return the fields of a header line, not yet understood."""
     if not line.startswith(_HEADER + " "):
         raise TextError(f"line 1: a header starts with {_HEADER!r}, not with {line[:20]!r}")
@@ -193,7 +195,7 @@ def read_header(line: str) -> dict[str, str]:
     return fields
 
 
-def assemble(rows: Sequence[Sequence[Slot]], fields: dict[str, str], name: str) -> Schedule:
+def _assemble(rows: Sequence[Sequence[Slot]], fields: dict[str, str], name: str) -> Schedule:
     """Return the schedule of these rows: from the header where there is one, else from the computations."""
     length = max((len(row) for row in rows), default=0)
     if length * len(rows) > MAX_SLOTS:
@@ -326,6 +328,6 @@ def _number(fields: Mapping[str, str], name: str) -> int:
 
 
 def _numbers(text: str, name: str) -> tuple[int, ...]:
-    if not re.fullmatch(f"{NUMBER}(,{NUMBER})*", text):
+    if not re.fullmatch(f"{_NUMBER}(,{_NUMBER})*", text):
         raise TextError(f"line 1: {name}={text[:40]!r} is not a list of numbers such as 3,2,1,0")
     return tuple(int(number) for number in text.split(","))

@@ -98,18 +98,6 @@ class Layout:
         """Return the ranks that compute a stage, one a pipe."""
         return tuple(placement[stage] for placement in self.placements)
 
-    @property
-    def only_placement(self) -> tuple[int, ...]:
-        """The placement of a layout with one pipe: `placement[stage]` is a rank.
-
-        Raises ValueError for several pipes.
-        """
-        if len(self.placements) > 1:
-            raise ValueError(
-                f"{len(self.placements)} pipes compute every stage on several ranks: only one pipe is supported here"
-            )
-        return self.placements[0]
-
 
 @lru_cache(maxsize=1024)
 def _stages_by_rank(placements: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:

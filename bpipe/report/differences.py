@@ -4,8 +4,8 @@ In: a `Comparison`. Out: at most three `Difference`s, the largest first.
 
 What is compared, one candidate of each: an iteration's pipeline time, a forward, a backward, exposed transfer
 time, one transfer, waiting for neighbours, a peak. The size of a difference in time is its share of the predicted
-pipeline time, where a computation counts as often as it runs; that of bytes its share of the predicted peak. `causes`
-says why.
+pipeline time, where a computation counts as often as it runs; that of bytes its share of the predicted peak. `beside`
+says what was measured beside it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,22 @@ from dataclasses import dataclass, replace
 from statistics import mean, median
 
 from bpipe.ir.action import Action, Kind
-from bpipe.report import causes
+from bpipe.report.beside import (
+    SMALLEST_SHARE,
+    beside_computation,
+    beside_exposed,
+    beside_iteration,
+    beside_peak,
+    beside_transfer,
+    beside_waiting,
+    idle_seconds,
+    transfer_seconds,
+)
 from bpipe.report.compare import Comparison
 from bpipe.report.measured import Timeline
 from bpipe.report.units import bytes_text, seconds_text
 
 MOST = 3
-
-# What differs by less is no difference worth a reader's time.
-SMALLEST_SHARE = 0.005
 
 NAMES = {
     Kind.FORWARD: "forward",
@@ -42,7 +49,7 @@ class Difference:
     """A difference of measured and predicted.
 
     `share` is its size, `unit` is "s" or "bytes"; `stage` is None for a whole iteration, `iteration` for the median of
-    all.
+    all; `beside` are facts that were measured beside it.
     """
 
     kind: str
@@ -52,7 +59,7 @@ class Difference:
     predicted: float
     unit: str
     share: float
-    cause: str
+    beside: tuple[str, ...] = ()
     iteration: int | None = None
 
     @property
@@ -68,21 +75,16 @@ class Difference:
 
 
 def differences(comparison: Comparison) -> tuple[Difference, ...]:
-    """Return the largest differences. A cause is looked for only in those that are shown."""
-    largest: dict[str, tuple[Difference, causes.Finder]] = {}
-    for found, finder in _candidates(comparison):
+    """Return the largest differences, each with what was measured beside it."""
+    largest: dict[str, tuple[Difference, Iterator[str]]] = {}
+    for found, facts in _candidates(comparison):
         if found.share >= SMALLEST_SHARE and (found.kind not in largest or found.share > largest[found.kind][0].share):
-            largest[found.kind] = found, finder
+            largest[found.kind] = found, facts
     chosen = sorted(largest.values(), key=lambda pair: -pair[0].share)[:MOST]
-    return tuple(_explained(found, finder(comparison)) for found, finder in chosen)
+    return tuple(replace(found, beside=tuple(facts)) for found, facts in chosen)
 
 
-def _explained(found: Difference, cause: str | None) -> Difference:
-    text = cause or "No likely cause was found in the record."
-    return replace(found, cause=text)
-
-
-def _candidates(comparison: Comparison) -> Iterator[tuple[Difference, causes.Finder]]:
+def _candidates(comparison: Comparison) -> Iterator[tuple[Difference, Iterator[str]]]:
     yield from _iterations(comparison)
     yield from _computations(comparison)
     yield from _transfers(comparison)
@@ -95,18 +97,18 @@ def _seconds(
 ) -> Difference:
     span = comparison.totals.predicted_pipeline_s
     share = abs(measured - predicted) * times / span if span else 0.0
-    return Difference(kind, stage, what, measured, predicted, "s", share, "")
+    return Difference(kind, stage, what, measured, predicted, "s", share)
 
 
-def _iterations(comparison: Comparison) -> Iterator[tuple[Difference, causes.Finder]]:
+def _iterations(comparison: Comparison) -> Iterator[tuple[Difference, Iterator[str]]]:
     predicted = comparison.totals.predicted_pipeline_s
     for timeline in comparison.measured.shown:
         what = f"iteration {timeline.iteration}, pipeline time"
         found = _seconds(comparison, "iteration", None, what, timeline.span_s, predicted)
-        yield replace(found, iteration=timeline.iteration), causes.IterationCauses(timeline)
+        yield replace(found, iteration=timeline.iteration), beside_iteration(comparison, timeline)
 
 
-def _computations(comparison: Comparison) -> Iterator[tuple[Difference, causes.Finder]]:
+def _computations(comparison: Comparison) -> Iterator[tuple[Difference, Iterator[str]]]:
     """Return the mean of an iteration, the median over iterations, against the median of all: they differ by what is
     rare and slow."""
     layout = comparison.measured.schedule.layout
@@ -121,7 +123,7 @@ def _computations(comparison: Comparison) -> Iterator[tuple[Difference, causes.F
                 what = f"{_named(comparison, stage, place)}, {NAMES[kind]} (mean)"
                 yield (
                     _seconds(comparison, kind.name.lower(), stage, what, measured, predicted, len(present[0])),
-                    causes.ComputationCauses(stage, kind, place),
+                    beside_computation(comparison, stage, kind, place),
                 )
 
 
@@ -140,40 +142,40 @@ def _durations(timeline: Timeline, place: int, stage: int, kind: Kind) -> list[f
     )
 
 
-def _transfers(comparison: Comparison) -> Iterator[tuple[Difference, causes.Finder]]:
+def _transfers(comparison: Comparison) -> Iterator[tuple[Difference, Iterator[str]]]:
     measured = comparison.measured
     costs = comparison.prediction.report.costs.stages
     for row in comparison.stages:
         if row.exposed_s is not None:
             what = f"stage {row.stage}, exposed transfer time"
             found = _seconds(comparison, "exposed", row.stage, what, row.exposed_s, row.predicted_exposed_s)
-            yield found, causes.ExposedCauses(row.stage)
+            yield found, beside_exposed(comparison, row.stage)
     for stage in comparison.prediction.basis.bytes_per_s:
         for place in dict.fromkeys(measured.schedule.layout.replicas(stage)):
-            seconds = causes.transfer_seconds(measured, place, stage)
+            seconds = transfer_seconds(measured, place, stage)
             if seconds:
                 what = f"{_named(comparison, stage, place)}, one transfer (median)"
                 found = _seconds(
                     comparison, "transfer", stage, what, median(seconds), float(costs[stage].transfer_s or 0)
                 )
-                yield found, causes.TransferCauses(stage, place)
+                yield found, beside_transfer(comparison, stage, place)
 
 
-def _waiting(comparison: Comparison) -> Iterator[tuple[Difference, causes.Finder]]:
+def _waiting(comparison: Comparison) -> Iterator[tuple[Difference, Iterator[str]]]:
     for row in comparison.stages:
-        idle = causes.idle_seconds(comparison, row.stage)
+        idle = idle_seconds(comparison, row.stage)
         if idle is not None:
             what = f"stage {row.stage}, waiting for its neighbours"
             found = _seconds(comparison, "waiting", row.stage, what, idle, comparison.prediction.idle_s(row.stage))
-            yield found, causes.WaitingCauses(row.stage)
+            yield found, beside_waiting(comparison, row.stage)
 
 
-def _peaks(comparison: Comparison) -> Iterator[tuple[Difference, causes.Finder]]:
+def _peaks(comparison: Comparison) -> Iterator[tuple[Difference, Iterator[str]]]:
     for row in comparison.stages:
         if row.measured_bytes is not None and row.predicted_bytes:
             share = abs(row.measured_bytes - row.predicted_bytes) / row.predicted_bytes
             what = f"stage {row.stage}, peak of activations"
             yield (
-                Difference("peak", row.stage, what, row.measured_bytes, row.predicted_bytes, "bytes", share, ""),
-                causes.PeakCauses(row.stage),
+                Difference("peak", row.stage, what, row.measured_bytes, row.predicted_bytes, "bytes", share),
+                beside_peak(comparison, row.stage),
             )

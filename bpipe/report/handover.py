@@ -4,8 +4,8 @@ In: a timeline and its prediction. Out: seconds by computation.
 
 A computation can start when the one before it is over, its neighbour has computed its input, and the transfers that its
 rank waited for have ended. What passes from then on is the hand-over: the message, and with exchanges that block also
-whoever it is exchanged with. A prediction has hand-overs, too, so only what is more than predicted is late. Knows no
-cause.
+whoever it is exchanged with. A prediction has hand-overs, too, so only what is more than predicted is late. Judges
+nothing.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from bpipe.ir.schedule import Schedule
 from bpipe.record.format import Iteration, RankRecord, Row, Run
 
 # Slower by less than this is not called slower; an iteration is a warm-up if this share of its stages were.
-SLOWER = 1.1
+_SLOWER = 1.1
 MOST_STAGES = 0.75
 
 # The halves of transfers that a rank has of its own activations.
@@ -199,7 +199,7 @@ def warm_up_ratios(timelines: Sequence[Timeline]) -> list[float]:
 
 def _warm_up(timelines: Sequence[Timeline]) -> int | None:
     ratios = warm_up_ratios(timelines)
-    slower = sum(ratio > SLOWER for ratio in ratios)
+    slower = sum(ratio > _SLOWER for ratio in ratios)
     return timelines[0].iteration if ratios and slower >= MOST_STAGES * len(ratios) else None
 
 

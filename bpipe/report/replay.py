@@ -5,7 +5,7 @@ In: a `Measured`. Out: a `Prediction`: the schedule simulated, and peaks from it
 Seconds of a computation are the median over all recorded iterations but a warm-up. A transfer takes what the link's
 probe says, or the median of the measured ones if there was no probe or they were far faster, and waits for its partner
 if the transport does. A message between stages takes the median gap between a computation and the one that was waiting
-for it. `Basis` says which. Knows no difference and no cause.
+for it. `Basis` says which. Knows no difference.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Measure what co-execution gains and costs: steps of one network plainly, beside Python with each backend, and lazily,
-taking turns.
+"""Measure what co-execution gains and costs: steps of one network plainly, beside Python, and lazily, taking turns.
 
 In: sizes. Out: a table, and JSON with --json: for each kind and share of Python's work in a step, as part of the plain
 step's time without any, the medians and quartiles over rounds of how many times as fast a step is co-executed, and
@@ -37,8 +36,8 @@ import torch
 import terra
 
 SHARES = (0.5, 1.0)
-# Runner and backend.
-WAYS = {"operations": ("threaded", "operations"), "script": ("threaded", "script"), "lazily": ("lazy", "script")}
+# Runner of each way.
+WAYS = {"beside": "threaded", "lazily": "lazy"}
 # Warm-up and traces, and blocks' programs are made in the first co-executed one.
 FIRST = 5
 
@@ -138,8 +137,8 @@ def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], float]:
     """Return the rows, and the plain side's share of a core."""
     with contextlib.ExitStack() as stack:
         sessions = {
-            name: stack.enter_context(contextlib.closing(terra.Session(runner, backend=backend)))  # type: ignore[arg-type]
-            for name, (runner, backend) in WAYS.items()
+            name: stack.enter_context(contextlib.closing(terra.Session(runner)))  # type: ignore[arg-type]
+            for name, runner in WAYS.items()
         }
         plain = Way(options, None)
         beside = {name: Way(options, session) for name, session in sessions.items()}

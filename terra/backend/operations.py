@@ -7,7 +7,7 @@ The program is one straight Python function, compiled once a variant; a value is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -30,15 +30,11 @@ class Outputs(NamedTuple):
 
 
 class Input(NamedTuple):
-    """A value by its source: `fed` by the message, or made in the block; `in_cell`: the feed is a cell.
-
-    `kind`: a number's type.
-    """
+    """A value by its source: `fed` by the message, or made in the block; `in_cell`: the feed is a cell."""
 
     number: int
     is_fed: bool
     in_cell: bool = False
-    kind: type = object
 
 
 class Step(NamedTuple):
@@ -54,9 +50,8 @@ class Step(NamedTuple):
     place: str
 
 
-def compile_block(steps: Sequence[Step], blamed: Callable[[int, BaseException], Step] | None = None) -> Program:
-    """Compile a block as a function whose lines tell, of an error, which operation it was; `blamed` may say so more
-    closely."""
+def compile_block(steps: Sequence[Step]) -> Program:
+    """Compile a block as a function whose lines tell, of an error, which operation it was."""
     text, names = _Text(steps).write()
     exec(compile(text, _FILE, "exec"), names)
     block = names["block"]
@@ -67,8 +62,7 @@ def compile_block(steps: Sequence[Step], blamed: Callable[[int, BaseException], 
             block(fed, made.pop)
         except BaseException as error:
             line = _line(error.__traceback__)
-            place = sum(each <= line for each in calls) - 1
-            step = steps[place] if blamed is None else blamed(place, error)
+            step = steps[sum(each <= line for each in calls) - 1]
             error.add_note(f"terra: {step.operation} was issued at {step.place}")
             raise
 

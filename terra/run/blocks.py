@@ -9,19 +9,18 @@ else y) + 1` would take what it took the first time. Numbers are fed each time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from terra.backend.operations import Input, Outputs, Step
+from terra.backend.operations import Input, Outputs, Step, compile_block
 from terra.run.cell import Cell, Form, below_autograd, undispatched
 from terra.run.issue import Call, Outer, Outers, Source
 from terra.run.runner import Block, Program
 from terra.run.state import State
 from terra.trace.graph import Node
 
-Compiler = Callable[[Sequence[Step]], Program]
 # What a value's source is, in a signature: three times its number and one of these.
 _MADE, _CELL, _FED = 0, 1, 2
 
@@ -98,8 +97,8 @@ def _copy(value: torch.Tensor) -> torch.Tensor:
 class Variants:
     """Programs of the blocks that were gathered, of one session."""
 
-    def __init__(self, compiler: Compiler, place: Callable[[Node], str]) -> None:
-        self._compiler, self._place = compiler, place
+    def __init__(self, place: Callable[[Node], str]) -> None:
+        self._place = place
         # A signature names a `Made` by its identity: whoever owns these must keep them as long.
         self._programs: dict[tuple[Any, ...], Program] = {}
 
@@ -117,7 +116,7 @@ class Variants:
                 self._step(call, node, made, iter(sources))
                 for (call, node, made), sources in zip(gathered.calls, gathered.signature[3::3], strict=True)
             ]
-            program = self._programs[signature] = self._compiler(steps)
+            program = self._programs[signature] = compile_block(steps)
         gathered.made.reverse()
         # They hold what was issued, which Python may have let go: the block must not keep it while it runs.
         gathered.calls.clear()
@@ -136,5 +135,5 @@ def _filled(part: Any, sources: Iterator[int]) -> Any:
         return [_filled(each, sources) for each in part[1:]]
     if isinstance(part, type):
         number, kind = divmod(next(sources), 3)
-        return Input(number, kind != _MADE, kind == _CELL, part)
+        return Input(number, kind != _MADE, kind == _CELL)
     return part

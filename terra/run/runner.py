@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from terra.run.cell import Cell, below_autograd
-from terra.run.state import State, apply, begin
+from terra.run.state import State, apply
 
 # Runs a block: takes what it is fed and the cells of what it makes, the last first, and empties both.
 Program = Callable[[list[Any], list[Cell]], None]
@@ -89,7 +89,6 @@ class Runner:
 
     @staticmethod
     def _loop(messages: queue.SimpleQueue[Any], failed: list[BaseException]) -> None:
-        begin()
         with below_autograd():
             while (message := messages.get()) is not None:
                 if isinstance(message, threading.Event):

@@ -26,10 +26,9 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from terra.backend import operations, script
 from terra.backend.operations import Outputs
 from terra.run import guards
-from terra.run.blocks import Compiler, Gathering, Variants
+from terra.run.blocks import Gathering, Variants
 from terra.run.cell import Placeholder
 from terra.run.issue import Call, Function, Outers, are_sizes, refuse_other_gradient, refuse_other_higher_derivatives
 from terra.run.results import Results, run_below, values
@@ -58,7 +57,6 @@ _NO_MEMORY = (
     "memory without torch's dispatcher, or makes a subclass of Tensor without its own __torch_dispatch__, must run "
     "outside of `with session:`"
 )
-_BACKENDS: dict[str, Compiler] = {"operations": operations.compile_block, "script": script.compile_block}
 
 
 class Phase(enum.Enum):
@@ -70,25 +68,17 @@ class Phase(enum.Enum):
 class Session:
     """Runs one step of one program, in one thread: `with session:`.
 
-    `backend`: "operations" calls a block's operations one after the other from Python, "script" in rows from
-    TorchScript, without the interpreter's lock. `runner="lazy"` runs operations only when somebody waits, at a step's
-    end at the latest: serial, for comparison. `traces`, `fallbacks` and `co_executed` count steps; `at_once` counts
-    those that were known and still ran in Python's thread, because another thread could look on, or denormal numbers
-    are flushed. Within `ahead()` a step's end does not wait.
+    `runner="lazy"` runs operations only when somebody waits, at a step's end at the latest: serial, for comparison.
+    `traces`, `fallbacks` and `co_executed` count steps; `at_once` counts those that were known and still ran in
+    Python's thread, because another thread could look on, or denormal numbers are flushed. Within `ahead()` a step's
+    end does not wait.
     """
 
-    def __init__(
-        self,
-        runner: Literal["threaded", "lazy"] = "threaded",
-        warm_up: int = 1,
-        backend: Literal["operations", "script"] = "operations",
-    ) -> None:
+    def __init__(self, runner: Literal["threaded", "lazy"] = "threaded", warm_up: int = 1) -> None:
         if runner not in ("threaded", "lazy") or warm_up < 0:
             raise ValueError(
                 f"runner={runner!r}, warm_up={warm_up}: the runner must be 'threaded' or 'lazy', and warm_up at least 0"
             )
-        if backend not in _BACKENDS:
-            raise ValueError(f"backend={backend!r} is not one of {', '.join(map(repr, _BACKENDS))}")
         self.graph = TraceGraph()
         self.traces = self.fallbacks = self.co_executed = self.at_once = 0
         self._left_to_warm_up = warm_up
@@ -102,7 +92,7 @@ class Session:
         self._functions: dict[int, Function] = {}
         self._outers = Outers(self)
         self._results = Results(self, self._outers)
-        self._variants = Variants(_BACKENDS[backend], lambda node: str(self._sites.places[_site(node)]))
+        self._variants = Variants(lambda node: str(self._sites.places[_site(node)]))
         self._trace: list[Key] = []
         self._node = self.graph.start
         self._gathered: Gathering | None = None

@@ -26,11 +26,6 @@ def current() -> tuple[bool, int]:
     return torch.is_grad_enabled(), torch.get_num_threads()
 
 
-def begin() -> None:
-    """Switch TorchScript's passes off, before the first operation of a thread: functions run as they are written."""
-    torch._C._set_graph_executor_optimize(False)
-
-
 def apply(state: State) -> None:
     """Apply a state in the thread that runs operations."""
     if torch.is_grad_enabled() is not state.with_gradients:

@@ -151,7 +151,7 @@ def test_the_tables_say_what_the_view_says(page: Page, view: dict[str, Any]) -> 
     assert rows[0][2:4] == ["5 (5)", f"{5 * SAVED / MIB:.2f} MiB"]
     assert rows[MISSING][2:4] == ["– (5)", "–"]
     assert page.run("return [...document.querySelectorAll('th')].every((cell) => cell.scope)")
-    assert view["differences"][0]["cause"] in page.text("#differences")
+    assert view["differences"][0]["beside"] in page.text("#differences")
     assert (
         page.run("return [...document.querySelectorAll('#answers li')].map((item) => item.textContent)")
         == view["answers"]

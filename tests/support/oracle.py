@@ -36,6 +36,7 @@ class State:
 
 def is_sound(schedule: Schedule) -> bool:
     """All ranks in step; anything that cannot be done, or is left undone, makes the schedule unsound."""
+    assert schedule.layout.num_pipes == 1, "only one pipe is judged"
     now = State()
     # What cannot be done in so few slots need not be tried.
     if schedule.num_stages * schedule.num_microbatches > sum(map(len, schedule.ranks)):
@@ -46,11 +47,11 @@ def is_sound(schedule: Schedule) -> bool:
     for column in zip(*schedule.ranks, strict=True):
         began = now.copy()
         holding = [
-            sum(schedule.layout.only_placement[stage] == rank for stage, _ in now.present)
+            sum(schedule.layout.placements[0][stage] == rank for stage, _ in now.present)
             for rank in range(schedule.num_ranks)
         ]
         for stage, _ in now.away:
-            holding[schedule.partners[schedule.layout.only_placement[stage]] if schedule.partners else 0] += 1
+            holding[schedule.partners[schedule.layout.placements[0][stage]] if schedule.partners else 0] += 1
         for rank, cell in enumerate(column):
             if cell.overlapped is not None and (cell.compute is None or not overlaps(cell.compute, cell.overlapped)):
                 return False
@@ -77,7 +78,7 @@ def computes(
 ) -> bool:
     """Compute, if what is needed was there when the slot began."""
     key = (one.stage, one.microbatch)
-    if key not in every or schedule.layout.only_placement[one.stage] != rank:
+    if key not in every or schedule.layout.placements[0][one.stage] != rank:
         return False
     if one.kind is Kind.FORWARD:
         if key in now.forwarded or (one.stage and (one.stage - 1, one.microbatch) not in began.forwarded):
@@ -109,7 +110,7 @@ def moves(
     if Action(moved.stage, OTHER_END[moved.kind], moved.microbatch) not in column[partner].transfers:
         return False
     evictor = rank if moved.kind in (Kind.EVICT, Kind.LOAD) else partner
-    if moved.stage not in range(schedule.num_stages) or schedule.layout.only_placement[moved.stage] != evictor:
+    if moved.stage not in range(schedule.num_stages) or schedule.layout.placements[0][moved.stage] != evictor:
         return False
     if key in [
         (one.stage, one.microbatch) for one in (column[evictor].compute, column[evictor].overlapped) if one is not None

@@ -14,10 +14,8 @@ from typing import Any
 
 from torch.distributed.pipelining import schedules
 
-# Torch 2.15 counts what a schedule holds, and waits for sends and reductions in the form that its runtime loads; before
-# it did neither.
+# Torch 2.15 counts what a schedule holds; before it did not.
 COUNTS = hasattr(schedules, "analyze_pipeline_activation_liveness")
-WAITS = hasattr(schedules._ComputationType, "WAIT_REDUCE_GRAD")
 
 # Class, and stages per rank; those with 2 in V shape have the first and the last stage on rank 0.
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
@@ -48,12 +46,10 @@ def _stage(index: int, num_ranks: int, num_stages: int) -> Any:
     )
 
 
-def rows(schedule: Any, with_messages: bool = False) -> dict[int, list[Any]]:
+def rows(schedule: Any) -> dict[int, list[Any]]:
     """Every rank's order, as torch holds it."""
-    if with_messages:
-        found: dict[int, list[Any]] = schedule.pipeline_order_with_comms
-    elif isinstance(schedule, schedules.PipelineScheduleMulti):
-        found = schedule.pipeline_order
+    if isinstance(schedule, schedules.PipelineScheduleMulti):
+        found: dict[int, list[Any]] = schedule.pipeline_order
     else:
         found = schedule._get_pipeline_order()
         if isinstance(schedule, schedules.Schedule1F1B):
@@ -69,10 +65,10 @@ def rows(schedule: Any, with_messages: bool = False) -> dict[int, list[Any]]:
     return found
 
 
-def as_csv(schedule: Any, with_messages: bool = False) -> str:
+def as_csv(schedule: Any) -> str:
     """What torch's own `_dump_csv` writes."""
     file = io.StringIO(newline="")
-    csv.writer(file).writerows(rows(schedule, with_messages).values())
+    csv.writer(file).writerows(rows(schedule).values())
     return file.getvalue()
 
 

@@ -21,8 +21,8 @@ from bpipe.build import ScheduleConfig, build
 from bpipe.cli import COMMANDS, command_of, main
 from bpipe.flags.values import positive
 from bpipe.formats.document import read_json
-from bpipe.formats.grid import read_grid
-from bpipe.formats.text import read_csv
+from bpipe.formats.grid import write_grid
+from bpipe.formats.text import read_csv, write_csv
 
 EXAMPLE = ["schedule", "--schedule", "1f1b", "--pp", "4", "--microbatches", "8", "--balance", "bpipe"]
 SCHEDULE = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
@@ -43,7 +43,6 @@ rank 3 C  .  .  . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7  .  .  .
 def test_the_worked_example(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(EXAMPLE) == 0
     assert capfd.readouterr().out == GRID
-    assert read_grid(GRID) == SCHEDULE
 
 
 def test_formats_and_output_files(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -56,7 +55,7 @@ def test_formats_and_output_files(capfd: pytest.CaptureFixture[str], tmp_path: P
     assert capfd.readouterr().out == ""
 
 
-@pytest.mark.parametrize("form", ["grid", "csv", "json"])
+@pytest.mark.parametrize("form", ["csv", "json"])
 def test_a_file_comes_back_as_it_went(form: str, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = str(tmp_path / "file")
     assert main([*EXAMPLE, "--format", form, "--output", path]) == 0
@@ -65,7 +64,7 @@ def test_a_file_comes_back_as_it_went(form: str, capfd: pytest.CaptureFixture[st
 
 
 def test_standard_input(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(GRID.encode())))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(write_csv(SCHEDULE).encode())))
     assert main(["schedule", "--input", "-"]) == 0
     assert capfd.readouterr().out == GRID
 
@@ -379,7 +378,7 @@ def test_a_terminal_gets_colours_and_its_width() -> None:
         text = text.replace(f"\x1b[{code}m", "")
     text = text.replace("\x1b[0m", "")
     assert max(len(line) for line in text.split("\n")[1:]) <= 60
-    assert read_grid(text) == SCHEDULE
+    assert text.startswith(write_grid(SCHEDULE, 60))
 
 
 def test_the_command_loads_only_what_it_needs() -> None:

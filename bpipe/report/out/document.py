@@ -10,7 +10,7 @@ from typing import Any
 
 from bpipe.report.report import Report
 
-VERSION = 1
+VERSION = 2
 
 
 def document(report: Report) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def document(report: Report) -> dict[str, Any]:
             "peak_source": info.peak_source,
         },
         "stages": [asdict(row) for row in comparison.stages],
-        "differences": [asdict(one) for one in report.differences],
+        "differences": [{**asdict(one), "beside": list(one.beside)} for one in report.differences],
         "answers": list(report.answers),
         "basis": {
             "seconds": {f"{stage}{kind.value}": value for (stage, kind), value in basis.seconds.items()},

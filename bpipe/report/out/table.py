@@ -21,9 +21,8 @@ def table(report: Report) -> str:
     lines += ["", *_stages(comparison.stages, report.num_pipelines)]
     lines += ["", "largest differences between measurement and prediction:"]
     for number, one in enumerate(report.differences, 1):
-        lines += wrapped(
-            f"{number}. {one.what}: measured {one.measured_text}, predicted {one.predicted_text}. {one.cause}", "   "
-        )
+        numbers = f"measured {one.measured_text}, predicted {one.predicted_text}"
+        lines += wrapped(f"{number}. {one.what}: {'; '.join([numbers, *one.beside])}", "   ")
     if not report.differences:
         lines.append("   none of more than half a percent")
     lines.append("")

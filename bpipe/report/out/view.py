@@ -55,7 +55,7 @@ def view(report: Report) -> dict[str, Any]:
                 "what": one.what,
                 "measured": one.measured_text,
                 "predicted": one.predicted_text,
-                "cause": one.cause,
+                "beside": "; ".join(one.beside),
                 "iteration": one.iteration,
             }
             for one in report.differences

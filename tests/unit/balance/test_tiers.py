@@ -19,7 +19,6 @@ from bpipe.check.case import Case, ScheduleError
 from bpipe.check.rules import check
 from bpipe.check.transfers import check_host_buffers
 from bpipe.formats.document import read_json, write_json
-from bpipe.formats.grid import read_grid, write_grid
 from bpipe.formats.text import read_csv, write_csv
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import Kind
@@ -60,7 +59,7 @@ def test_every_family_keeps_less_than_pairs_and_every_rule(name: str, hosts: str
     assert schedule.bounds is not None
     assert max(schedule.bounds) <= max(paired.bounds or ())
     assert max(peak_counts(schedule)) <= max(schedule.bounds)
-    for reading, writing in ((read_csv, write_csv), (read_json, write_json), (read_grid, write_grid)):
+    for reading, writing in ((read_csv, write_csv), (read_json, write_json)):
         assert reading(writing(schedule)) == schedule
 
 

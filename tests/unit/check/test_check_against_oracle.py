@@ -40,7 +40,7 @@ def damaged(schedule: Schedule, rng: random.Random) -> Schedule:
             row[one] = Slot(row[one].compute, (), row[one].overlapped if rng.random() < 0.5 else None)
         elif change == 3:
             partner = schedule.partners[rank] if schedule.partners else rank
-            stage = schedule.layout.only_placement.index(rank)
+            stage = schedule.layout.placements[0].index(rank)
             kind = rng.choice([Kind.EVICT, Kind.LOAD])
             added = Action(stage, kind, rng.randrange(schedule.num_microbatches))
             row[one] = Slot(row[one].compute, (*row[one].transfers, added))

@@ -12,7 +12,6 @@ from bpipe.check.case import ScheduleError
 from bpipe.check.rules import check
 from bpipe.draw.svg import write_svg
 from bpipe.formats.document import read_json, write_json
-from bpipe.formats.grid import read_grid, write_grid
 from bpipe.formats.text import read_csv, write_csv
 from bpipe.ir.action import Kind
 from bpipe.ir.program import Exchange, Op
@@ -53,7 +52,6 @@ def test_it_keeps_every_rule(schedule: Schedule) -> None:
 
 def test_it_is_read_as_it_is_written(schedule: Schedule) -> None:
     assert read_json(write_json(schedule)) == schedule
-    assert read_grid(write_grid(schedule)) == schedule
     again = read_csv(write_csv(schedule), schedule.name)
     assert again == schedule
 

@@ -9,41 +9,31 @@ from bpipe.build import ScheduleConfig, build
 from bpipe.check.case import ScheduleError
 from bpipe.check.order import check_microbatch_order
 from bpipe.check.rules import check
-from bpipe.formats.grid import read_grid
+from bpipe.formats.text import read_csv
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.schedule import Schedule
 from tests.support.hand_made import v_flat
 
 # Each is sound; in each one pass of one stage takes micro-batch 1 before 0.
 FORWARDS = """\
-# bpipe schedule=hand-made microbatches=2 stage_to_rank=0,1
-slot      0  1  2  3  4  5  6
-rank 0 C F1 F0  .  . B0  . B1
-rank 1 C  . F1 F0 B0  . B1  .
+0F1,0F0,,,0B0,,0B1
+,1F1,1F0,1B0,,1B1,
 """
 BACKWARDS = """\
-# bpipe schedule=hand-made microbatches=2 stage_to_rank=0,1
-slot      0  1  2  3  4  5  6
-rank 0 C F0 F1  .  . B1  . B0
-rank 1 C  . F0 F1 B1  . B0  .
+0F0,0F1,,,0B1,,0B0
+,1F0,1F1,1B1,,1B0,
 """
 INPUTS = """\
-# bpipe schedule=hand-made microbatches=2 stage_to_rank=0,1
-slot      0  1  2  3  4  5  6  7
-rank 0 C F0 F1  .  . I1 I0 W0 W1
-rank 1 C  . F0 F1 I1 I0 W0 W1  .
+0F0,0F1,,,0I1,0I0,0W0,0W1
+,1F0,1F1,1I1,1I0,1W0,1W1,
 """
 WEIGHTS = """\
-# bpipe schedule=hand-made microbatches=2 stage_to_rank=0,1
-slot      0  1  2  3  4  5  6
-rank 0 C F0 F1  .  . B0 B1  .
-rank 1 C  . F0 F1 I0 I1 W1 W0
+0F0,0F1,,,0B0,0B1,
+,1F0,1F1,1I0,1I1,1W1,1W0
 """
 MIXED = """\
-# bpipe schedule=hand-made microbatches=2 stage_to_rank=0,1
-slot      0  1  2  3  4  5  6
-rank 0 C F0 F1  .  . B0 B1  .
-rank 1 C  . F0 F1 I0 B1 W0  .
+0F0,0F1,,,0B0,0B1,
+,1F0,1F1,1I0,1B1,1W0,
 """
 
 
@@ -59,7 +49,7 @@ rank 1 C  . F0 F1 I0 B1 W0  .
     ids=["forwards", "backwards", "inputs", "weights", "whole and in halves"],
 )
 def test_a_pass_out_of_order_is_sound_and_refused_for_training(text: str, place: str) -> None:
-    schedule = read_grid(text)
+    schedule = read_csv(text)
     check(schedule)
     with pytest.raises(
         ScheduleError, match=f"order of micro-batches: {place}, but Megatron's own schedules compute"

@@ -13,7 +13,6 @@ from bpipe.balance.pairs import balance, smallest_bound
 from bpipe.build import ScheduleConfig, build
 from bpipe.check.rules import check
 from bpipe.formats.document import read_json, write_json
-from bpipe.formats.grid import read_grid, write_grid
 from bpipe.formats.text import read_csv, write_csv
 from bpipe.generate.families import FAMILIES
 from bpipe.ir.action import Action, Kind
@@ -76,7 +75,6 @@ def holds_what_must(config: ScheduleConfig) -> Schedule:
 def comes_back(schedule: Schedule) -> None:
     assert read_csv(write_csv(schedule), schedule.name) == schedule
     assert read_json(write_json(schedule)) == schedule
-    assert read_grid(write_grid(schedule, 79)) == schedule
 
 
 @settings(max_examples=40)

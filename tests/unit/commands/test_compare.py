@@ -113,7 +113,11 @@ def test_equal_reports_are_shown_side_by_side(tmp_path: Path, capsys: pytest.Cap
 def test_the_first_flipped_bit_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changed = [5.5, math.nextafter(4.25, 5), 0.2]
     assert compare(iterations(tmp_path / "one"), iterations(tmp_path / "other", changed)) == 1
-    *rows, losses, last = capsys.readouterr().out.splitlines()
+    *rows, losses, largest, smaller, last = capsys.readouterr().out.splitlines()
+    assert largest == (
+        "difference of 0.5, lm loss of iteration 3: 0.1 (0x1.999999999999ap-4) in A, 0.2 (0x1.999999999999ap-3) in B"
+    )
+    assert smaller.startswith("difference of 2.09e-16, lm loss of iteration 2: 4.25 ")
     assert rows[-1].split()[:3] == ["2", "0x1.1000000000000p+2", "0x1.1000000000001p+2"], (
         "shown as far as the first difference"
     )

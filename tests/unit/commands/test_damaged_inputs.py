@@ -1,8 +1,8 @@
 """Give every reader of `bpipe` damaged files: each is refused in one message, or rightly taken.
 
 A reader fails where it ends in a traceback, hangs, refuses without naming the file, or takes what it must not: a
-schedule that cannot be walked slot by slot or is not what the file says, messages that do not arrive, a record with a
-value that no run can have. The judges are slow, and share no code with the readers.
+schedule that cannot be walked slot by slot or is not what the file says, a record with a value that no run can have. The
+judges are slow, and share no code with the readers.
 """
 
 from __future__ import annotations
@@ -16,21 +16,15 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
-from bpipe.build import build
 from bpipe.formats.document import write_json
-from bpipe.formats.grid import write_grid
-from bpipe.formats.messages import write_runtime
 from bpipe.formats.text import write_csv
 from tests.support.readers import launches, predictions, records, runs
 from tests.support.readers.damage import damaged_json, damaged_text
 from tests.support.readers.outcome import Reader, Wrong
-from tests.support.readers.schedules import PLAIN, balanced_texts, judge_schedule
-from tests.unit.formats.test_messages import TORCH
+from tests.support.readers.schedules import balanced_texts, judge_schedule
 
 READERS = {
     "csv": Reader(balanced_texts(write_csv), damaged_text, judge_schedule),
-    "runtime": Reader(lambda _: [TORCH, *(write_runtime(build(one)) for one in PLAIN)], damaged_text, judge_schedule),
-    "grid": Reader(balanced_texts(write_grid), damaged_text, judge_schedule),
     "json": Reader(balanced_texts(write_json), damaged_json, judge_schedule),
     "record": Reader(records.texts, records.damaged, records.judge),
     "iterations": Reader(runs.report_texts, damaged_json, runs.judge_report),
@@ -100,15 +94,11 @@ def test_sound_inputs_are_taken(name: str, tmp_path: Path) -> None:
         assert any(reader.judge(path, text, random.Random(draw)) for draw in range(8)), text
 
 
-@pytest.mark.parametrize("name", ["csv", "grid", "json", "runtime"])
+@pytest.mark.parametrize("name", ["csv", "json"])
 def test_a_judge_that_is_deceived_says_so(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a checker that takes everything, and messages that nobody holds to anything, the judges object."""
+    """With a checker that takes everything, the judges object."""
     from bpipe.check import rules
-    from bpipe.formats import messages
 
     monkeypatch.setattr(rules, "RULES", ())
-    monkeypatch.setattr(messages._Walk, "take", lambda *_: None)
-    monkeypatch.setattr(messages, "_check_order", lambda *_: None)
-    monkeypatch.setattr(messages, "_check_progress", lambda *_: None)
     with pytest.raises(Wrong):
         _judge_damaged(name, tmp_path, 2000, derandomize=True)

@@ -28,7 +28,7 @@ def test_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(capsys.readouterr().out.split())
     assert "schedule 1f1b, 8 stages, 16 micro-batches; balance bpipe; device cpu; torch 2.15.0; " in text
     assert "0 0 5 (5) 53.91 (53.91) 53.91 83.95 28.6 MiB" in text
-    assert "1. iteration 5, pipeline time: measured 1.04 s, predicted 690 ms. Warm-up:" in text
+    assert "1. iteration 5, pipeline time: measured 1.04 s, predicted 690 ms; the first recorded iteration" in text
     assert "Stage 0 (rank 0) is the memory bottleneck" in text
 
 

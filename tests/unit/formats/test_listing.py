@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.cli import main
-from bpipe.formats.listing import write_listing, write_listing_json
+from bpipe.formats.listing import write_listing
 from bpipe.formats.text import read_csv
 from bpipe.ir.layout import Vocabulary
-from bpipe.ir.program import Exchange, Instruction, Message, Op, Transfer
-from bpipe.ir.schedule import Schedule
+from bpipe.ir.program import Exchange, Message, Op, Transfer
 from bpipe.lower.lower import lower
 from tests.unit.check.test_overlap import OVERLAPPED
 from tests.unit.generate.test_sharded_schedules import sharded
@@ -56,42 +53,6 @@ place slot does
 1:11  end  wait 1B1>0B1 gradient to rank 0, posted at 0:9
 """
 
-POSTED = """\
-{"schedule": "1f1b", "exchange": "posted", "microbatches": 2, "stage_to_rank": [0, 1],
- "messages": [
-  {"message": "0F0>1F0", "carries": "output", "made_by": ["0F0"], "needed_by": ["1F0"], "ranks": [0, 1]},
-  {"message": "0F1>1F1", "carries": "output", "made_by": ["0F1"], "needed_by": ["1F1"], "ranks": [0, 1]},
-  {"message": "1B0>0B0", "carries": "gradient", "made_by": ["1B0"], "needed_by": ["0B0"], "ranks": [1, 0]},
-  {"message": "1B1>0B1", "carries": "gradient", "made_by": ["1B1"], "needed_by": ["0B1"], "ranks": [1, 0]}],
- "ranks": [
-  {"rank": 0, "instructions": [
-   {"slot": null, "do": "post", "message": "1B0>0B0"},
-   {"slot": 0, "do": "run", "action": "0F0"},
-   {"slot": 0, "do": "send", "message": "0F0>1F0"},
-   {"slot": 1, "do": "run", "action": "0F1"},
-   {"slot": 1, "do": "send", "message": "0F1>1F1"},
-   {"slot": 3, "do": "wait", "message": "1B0>0B0"},
-   {"slot": 3, "do": "wait", "message": "0F0>1F0"},
-   {"slot": 3, "do": "post", "message": "1B1>0B1"},
-   {"slot": 3, "do": "run", "action": "0B0"},
-   {"slot": 5, "do": "wait", "message": "1B1>0B1"},
-   {"slot": 5, "do": "wait", "message": "0F1>1F1"},
-   {"slot": 5, "do": "run", "action": "0B1"}]},
-  {"rank": 1, "instructions": [
-   {"slot": null, "do": "post", "message": "0F0>1F0"},
-   {"slot": 1, "do": "wait", "message": "0F0>1F0"},
-   {"slot": 1, "do": "post", "message": "0F1>1F1"},
-   {"slot": 1, "do": "run", "action": "1F0"},
-   {"slot": 2, "do": "run", "action": "1B0"},
-   {"slot": 2, "do": "send", "message": "1B0>0B0"},
-   {"slot": 3, "do": "wait", "message": "0F1>1F1"},
-   {"slot": 3, "do": "run", "action": "1F1"},
-   {"slot": 4, "do": "run", "action": "1B1"},
-   {"slot": 4, "do": "send", "message": "1B1>0B1"},
-   {"slot": null, "do": "wait", "message": "1B0>0B0"},
-   {"slot": null, "do": "wait", "message": "1B1>0B1"}]}]}
-"""
-
 SCHEDULES = {
     "balanced": partial(build, ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig())),
     "chunks": partial(build, ScheduleConfig("interleaved-1f1b", 4, 8, num_chunks=2, balance=BalanceConfig())),
@@ -109,15 +70,11 @@ SCHEDULES = {
 def test_a_program_is_printed_a_line_an_instruction(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(MESSAGES) == 0
     assert capfd.readouterr() == (TEXT, "")
-    assert main([*MESSAGES, "--exchange", "posted", "--format", "json"]) == 0
-    assert capfd.readouterr() == (POSTED, "")
 
 
 def test_a_file_says_by_its_name_how_it_is_written(tmp_path: Path) -> None:
     assert main([*MESSAGES, "--output", str(tmp_path / "a.txt")]) == 0
     assert (tmp_path / "a.txt").read_text() == TEXT
-    assert main([*MESSAGES, "--exchange", "posted", "--output", str(tmp_path / "a.json")]) == 0
-    assert (tmp_path / "a.json").read_text() == POSTED
 
 
 def test_a_schedule_from_a_file_is_lowered_as_its_own_loop_would(
@@ -136,10 +93,10 @@ def test_a_schedule_from_a_file_is_lowered_as_its_own_loop_would(
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        (["--format", "grid"], "--messages is written as text, or with --format json: a grid has no room for messages"),
+        (["--format", "grid"], "--messages is written as text: a grid has no room for messages"),
+        (["--format", "json"], "a json has no room for messages"),
         (["--format", "png"], "a png has no room for messages"),
         (["--output", "a.csv"], "a csv has no room for messages"),
-        (["--format", "runtime"], "runtime writes torch's messages itself"),
     ],
 )
 def test_other_formats_are_refused(more: list[str], reason: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -200,47 +157,3 @@ def test_each_end_names_the_other(name: str) -> None:
             assert programs[other].ops[there] in (Op.POST, Op.SEND, Op.START)
             if instruction.op not in (Op.WAIT, Op.FINISH):
                 assert f"{rank}:{at}" in table[other, there][6]
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_the_json_holds_the_programs(name: str) -> None:
-    """Read back by no code of the product: messages by their names, halves of transfers by their kinds."""
-    schedule: Schedule = SCHEDULES[name]()
-    for exchange in (Exchange.POSTED, Exchange.MEGATRON_1F1B) if name == "balanced" else (Exchange.POSTED,):
-        programs = lower(schedule, exchange)
-        document = json.loads(write_listing_json(programs, exchange))
-        named = {one["message"]: one for one in document["messages"]}
-        assert len(named) == len(document["messages"])
-        for entry, program in zip(document["ranks"], programs, strict=True):
-            assert [plain(one) for one in program.instructions] == [
-                without_slot(one, named) for one in entry["instructions"]
-            ]
-
-
-def plain(instruction: Instruction) -> tuple[Any, ...]:
-    operand = instruction.operand
-    if isinstance(operand, Message):
-        return (
-            instruction.op.name,
-            [str(one) for one in operand.made_by],
-            [str(one) for one in operand.needed_by],
-            list(operand.parties),
-        )
-    return (
-        (instruction.op.name, str(operand.action), *operand[1:])
-        if isinstance(operand, Transfer)
-        else (instruction.op.name, str(operand))
-    )
-
-
-def without_slot(entry: dict[str, Any], named: dict[str, Any]) -> tuple[Any, ...]:
-    if "message" in entry:
-        message = named[entry["message"]]
-        return entry["do"].upper(), message["made_by"], message["needed_by"], message["ranks"]
-    if "transfer" in entry:
-        op = "FINISH" if entry["do"] == "wait" else "START"
-        assert entry["do"] == "wait" or (entry["do"] == "send") == (
-            "EVICT" in entry["transfer"] or "RETURN" in entry["transfer"]
-        )
-        return op, entry["transfer"], entry["sender"], entry["receiver"]
-    return entry["do"].upper(), entry["action"]

@@ -1,4 +1,4 @@
-"""Grid, CSV and JSON: exact both ways, and nothing that is no schedule is taken for one."""
+"""CSV and JSON: exact both ways, and nothing that is no schedule is taken for one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bpipe.build import ScheduleConfig, build
 from bpipe.check.case import ScheduleError
 from bpipe.check.rules import check
 from bpipe.formats.document import read_json, write_json
-from bpipe.formats.grid import read_grid, write_grid
+from bpipe.formats.grid import write_grid
 from bpipe.formats.read import read
 from bpipe.formats.text import TextError, read_action, read_csv, write_csv
 from bpipe.ir.action import Action, Kind
@@ -61,10 +61,8 @@ def test_every_format_is_exact_both_ways(config: ScheduleConfig) -> None:
     assert read_csv(write_csv(schedule), schedule.name) == schedule
     assert read_json(write_json(schedule)) == schedule
     for width in (None, 20, 80):
-        assert read_grid(write_grid(schedule, width)) == schedule
         assert max(map(len, write_grid(schedule, width).split("\n")[1:])) <= (width or 10**6)
-    for text in (write_json(schedule), write_grid(schedule)):
-        assert read(text) == schedule
+    assert read(write_json(schedule)) == schedule
 
 
 def test_csv() -> None:
@@ -103,7 +101,6 @@ def test_a_grid_names_the_stage_where_the_lane_does_not() -> None:
         ranks=((Slot(None, (Action(0, Kind.HOST, 3), Action(3, Kind.HOST, 1))),), (Slot(),), (Slot(),), (Slot(),)),
     )
     assert "T 0H3+H1" in write_grid(odd)
-    assert read_grid(write_grid(odd)) == odd
 
 
 @pytest.mark.parametrize(
@@ -122,7 +119,6 @@ def test_a_grid_names_the_stage_where_the_lane_does_not() -> None:
         "٣F0",
         "0F0\n",
         "0F9999999999",
-        "0UNSHARD",
     ],
 )
 def test_a_cell_is_read_to_its_last_character_or_not_at_all(cell: str) -> None:
@@ -135,7 +131,14 @@ def test_a_cell_is_read_to_its_last_character_or_not_at_all(cell: str) -> None:
     [
         (read_csv, "", "it has no computations"),
         (read_csv, "0F0,0B0\n,1F0,2Q0\n", "line 2, cell 3: '2Q0' is not an action"),
-        (read_csv, "0F0,0SEND_F0\n", "line 1, cell 2: '0SEND_F0' is not an action"),
+        (
+            read_csv,
+            "0F0,0SEND_F0\n",
+            "line 1, cell 2: '0SEND_F0' belongs to torch's runtime form, which is not read: give the computations alone",
+        ),
+        (read_csv, "0UNSHARD,0F0\n", "line 1, cell 1: '0UNSHARD' belongs to torch's runtime form"),
+        (read_csv, "0F0,0B0\n1F0,1B0,1WAIT_SEND_B0\n", "line 2, cell 3: '1WAIT_SEND_B0' belongs to torch's"),
+        (read_csv, "0F0,0B0,0WAIT_REDUCE_GRAD\n", "'0WAIT_REDUCE_GRAD' belongs to torch's"),
         (read_csv, "0F0 0F1\n", "line 1, cell 1: 0F1 is a second computation"),
         (read_csv, "0F0,0B0\n0F1\n", "0F1 is on rank 1, but rank 0 computes the stage too"),
         (read_csv, "0F0\n3F0\n", "no rank computes stage 1"),
@@ -172,51 +175,10 @@ def test_a_cell_is_read_to_its_last_character_or_not_at_all(cell: str) -> None:
         (read_json, JSON.replace('"schedule": "1f1b"', '"schedule": 3'), "schedule: 3 is not a valid name"),
         (read_json, JSON.replace('"schedule": "1f1b"', '"schedule": ""'), "schedule: '' is not a valid name"),
         (read_json, JSON.replace('"rank": 1', '"extra": 1, "rank": 1'), "unknown 'extra'"),
-        (read_grid, "slot 0\n", "line 1: a header starts with '# bpipe'"),
         (
-            read_grid,
-            "# bpipe schedule=a microbatches=1 stage_to_rank=0\nslot 1\n",
-            "line 2: the slot numbers of a block must continue from 0",
-        ),
-        (
-            read_grid,
-            "# bpipe schedule=a microbatches=1 stage_to_rank=0\nslot 0 1\nrank 0 C F0\n",
-            "line 3: 1 cells under 2 slots",
-        ),
-        (
-            read_grid,
-            "# bpipe schedule=a microbatches=1 stage_to_rank=0\nslot 0\nrank 0 C X0\n",
-            "line 3, slot 0: 'X0' is neither a cell",
-        ),
-        (
-            read_grid,
-            "# bpipe schedule=a microbatches=1 stage_to_rank=0\nslot 0\nrank 0 C H0\n",
-            "H0 must name its stage",
-        ),
-        (
-            read_grid,
-            "# bpipe schedule=a microbatches=1 stage_to_rank=0\nslot 0\nrank 0 C E0\n",
-            "transfers on line T",
-        ),
-        (
-            read_grid,
-            "# bpipe schedule=a microbatches=1 stage_to_rank=0\nslot 0\nrank 0 C .\nT F0\n",
-            "computations go on line C",
-        ),
-        (
-            read_grid,
-            "# bpipe schedule=a microbatches=1 stage_to_rank=0\nslot 0\nrank 1 C F0\n",
-            "every rank needs a lane",
-        ),
-        (
-            read_grid,
-            "# bpipe schedule=a microbatches=1 stage_to_rank=0\nslot 0\nnonsense\n",
-            "line 3: expected 'rank N C'",
-        ),
-        (
-            read_grid,
-            "# bpipe schedule=a microbatches=1 stage_to_rank=0 partners=5\nslot 0\nrank 0 C F0\n",
-            "partner 5 is not a rank, ranks are 0 to 0",
+            read,
+            "# bpipe schedule=a microbatches=1 stage_to_rank=0\nslot 0\nrank 0 C F0\n",
+            "line 2: 'slot' begins a grid",
         ),
     ],
 )
@@ -225,7 +187,7 @@ def test_a_broken_file_is_refused_with_its_place(reader: Callable[[str], Schedul
         reader(text)
 
 
-TEXTS = [writer(build(config)) for config in CONFIGS[:6] for writer in (write_csv, write_json, write_grid)]
+TEXTS = [writer(build(config)) for config in CONFIGS[:6] for writer in (write_csv, write_json)]
 
 
 def survives(reader: Callable[[str], Schedule], writer: Callable[[Schedule], str], text: str) -> None:
@@ -240,9 +202,7 @@ def survives(reader: Callable[[str], Schedule], writer: Callable[[Schedule], str
         check(schedule)
 
 
-@pytest.mark.parametrize(
-    ("reader", "writer"), [(read_csv, write_csv), (read_json, write_json), (read_grid, write_grid)]
-)
+@pytest.mark.parametrize(("reader", "writer"), [(read_csv, write_csv), (read_json, write_json)])
 @settings(max_examples=60)
 @given(text=st.one_of(st.text(max_size=80), st.text("0123456789FBIW,. \n#rankslotC", max_size=120)))
 @example("\x00")
@@ -253,9 +213,7 @@ def test_any_text_is_read_or_refused(
     survives(reader, writer, text)
 
 
-@pytest.mark.parametrize(
-    ("reader", "writer"), [(read_csv, write_csv), (read_json, write_json), (read_grid, write_grid)]
-)
+@pytest.mark.parametrize(("reader", "writer"), [(read_csv, write_csv), (read_json, write_json)])
 @settings(max_examples=60)
 @given(data=st.data())
 def test_damaged_files_are_read_or_refused(
@@ -331,4 +289,4 @@ def test_torchs_own_reader_takes_our_files(tmp_path: Path) -> None:
         owners = schedules._validate_schedule(
             dict(enumerate(rows)), schedule.num_ranks, schedule.num_stages, schedule.num_microbatches
         )
-        assert tuple(owners[stage] for stage in range(schedule.num_stages)) == schedule.layout.only_placement
+        assert tuple(owners[stage] for stage in range(schedule.num_stages)) == schedule.layout.placements[0]

@@ -1,9 +1,7 @@
-"""Torch's own pipeline schedules: read in both of its forms, written back, and their peaks counted as torch counts
-them."""
+"""Torch's own pipeline schedules: read, written back, and their peaks counted as torch counts them."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +9,8 @@ import pytest
 from bpipe.build import ScheduleConfig, build
 from bpipe.check.deadlock import blocked_ranks
 from bpipe.check.rules import check
-from bpipe.formats.messages import read_runtime, write_runtime
 from bpipe.formats.read import read
-from bpipe.formats.text import TextError, read_csv, write_csv
+from bpipe.formats.text import read_csv, write_csv
 from bpipe.generate.families import FAMILIES
 from bpipe.generate.family import UnitCosts
 from bpipe.generate.timing import iteration_time
@@ -28,7 +25,6 @@ from tests.support.torch_schedules import (
     LOOPED,
     MULTIPLE,
     SINGLE,
-    WAITS,
     as_csv,
     parsed,
     peak,
@@ -37,7 +33,6 @@ from tests.support.torch_schedules import (
 )
 
 counts = pytest.mark.skipif(not COUNTS, reason="torch before 2.15 does not count what a schedule holds")
-waits = pytest.mark.skipif(not WAITS, reason="torch before 2.15 has no words for waits in its runtime's form")
 
 CASES = [
     *(
@@ -57,11 +52,6 @@ CASES = [
 ]
 
 
-SETTINGS: list[dict[str, Any]] = [{}]
-if WAITS:
-    SETTINGS += [{"max_outstanding_sends": 2}, {"defer_reduce_grad_wait": True}, {"max_active_stages": 2}]
-
-
 def of(schedule: Any) -> Schedule:
     """Read as a user would: the file, on the unit grid."""
     return align(read(as_csv(schedule)))
@@ -74,7 +64,7 @@ def test_peaks_are_those_that_torch_counts(name: str, p: int, m: int, v: int) ->
     ours = of(theirs)
     check(ours)
     assert is_sound(ours)
-    mine = [[stage for stage, rank in enumerate(ours.layout.only_placement) if rank == at] for at in range(p)]
+    mine = [[stage for stage, rank in enumerate(ours.layout.placements[0]) if rank == at] for at in range(p)]
     assert list(peak_counts(ours)) == [peak(theirs, rank, mine[rank]) for rank in range(p)]
 
 
@@ -111,62 +101,3 @@ def test_compute_only_files_go_both_ways(name: str) -> None:
     assert {rank: [one for one in row if one is not None] for rank, row in parsed(written).items()} == {
         rank: [one for one in row if one is not None] for rank, row in rows(theirs).items()
     }
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        *([{"max_outstanding_sends": 2}, {"defer_reduce_grad_wait": True}, {"max_active_stages": 2}] if WAITS else []),
-    ],
-)
-@pytest.mark.parametrize("name", MULTIPLE)
-@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (3, 6)])
-def test_runtime_files_are_read_and_what_we_write_torch_takes(
-    name: str, p: int, m: int, settings: dict[str, Any]
-) -> None:
-    theirs = torch_schedule(name, p, m, 2, **settings)
-    schedule = read(as_csv(theirs, with_messages=True))
-    assert schedule == of(theirs)
-    check(schedule)
-    written = write_runtime(schedule)
-    assert align(read_runtime(written)) == schedule
-    if not WAITS:
-        return
-    # Its own checks: each send waited for once, reductions in turn, computations in an order that can be.
-    theirs._prepare_schedule_with_comms(parsed(written), format="compute_comms")
-    from torch.distributed.pipelining import schedules
-
-    silent = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD")
-    flat = {
-        rank: [part for one in row if one.computation_type.name not in silent for part in (one.sub_actions or (one,))]
-        for rank, row in parsed(written).items()
-    }
-    # Raises where a rank waits for ever. It looks computations of an overlapped pair up one by one, as they are written
-    # here.
-    schedules._simulate_comms_compute(flat, lambda stage: schedule.layout.only_placement[stage], schedule.num_stages)
-
-
-@waits
-def test_our_schedules_in_the_runtimes_form() -> None:
-    for config in (
-        ScheduleConfig("1f1b", 4, 8),
-        ScheduleConfig("gpipe", 3, 4),
-        ScheduleConfig("interleaved-1f1b", 4, 8, num_chunks=2),
-    ):
-        schedule = build(config)
-        written = write_runtime(schedule)
-        assert read(written) == replace(schedule, name="csv")
-        theirs = torch_schedule("ScheduleInterleaved1F1B", config.num_ranks, config.num_microbatches, config.num_chunks)
-        theirs._prepare_schedule_with_comms(parsed(written), format="compute_comms")
-
-
-@waits
-def test_messages_that_torch_itself_puts_out_of_order_are_refused() -> None:
-    """With deferred receives of a V-shaped schedule, outputs and gradients from one rank to another are received in
-    another order than they are sent, and nothing names them: torch 2.15 would take one for the other."""
-    theirs = torch_schedule("ScheduleDualPipeV", 4, 8, 2, defer_pp_recv=True)
-    with pytest.raises(TextError, match="line 2, cell 27: 6RECV_B0 is out of order: from rank 0, 0SEND_F6 comes next"):
-        read(as_csv(theirs, with_messages=True))
-    looped = torch_schedule("ScheduleInterleaved1F1B", 4, 8, 2, defer_pp_recv=True)
-    assert read(as_csv(looped, with_messages=True)) == of(looped)

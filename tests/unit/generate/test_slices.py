@@ -17,8 +17,7 @@ from bpipe.check.case import ScheduleError
 from bpipe.check.order import check_microbatch_order
 from bpipe.check.rules import check
 from bpipe.formats.document import read_json, write_json
-from bpipe.formats.grid import read_grid, write_grid
-from bpipe.formats.listing import write_listing_json
+from bpipe.formats.grid import write_grid
 from bpipe.formats.text import TextError, read_csv, write_csv
 from bpipe.generate.families import FAMILIES
 from bpipe.generate.family import ALIKE, UnitCosts
@@ -29,9 +28,7 @@ from bpipe.generate.timing import iteration_time
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.layout import Vocabulary, one_pipe, reversed_slice
 from bpipe.ir.memory import KeptMemory, Memory, StageMemory, changes_in_time, live_bytes, peak_bytes, peak_counts
-from bpipe.ir.program import Exchange
 from bpipe.ir.schedule import Schedule
-from bpipe.lower.answered import lower_as_run
 
 SLICED = tuple(name for name, family in FAMILIES.items() if family.takes_slices)
 
@@ -52,8 +49,7 @@ def sliced(name: str, p: int, m: int, k: int, v: int = 1, **asked: object) -> Sc
 
 def test_slices_of_1f1b_stand_as_drawn() -> None:
     """A rank runs one slice further ahead than 1F1B, and a micro-batch's backwards are reversed."""
-    drawn = read_grid(ONE_F_ONE_B)
-    assert drawn == sliced("1f1b", 4, 3, 2)
+    drawn = sliced("1f1b", 4, 3, 2)
     assert write_grid(drawn) == ONE_F_ONE_B
     assert (drawn.num_microbatches, drawn.num_whole_microbatches, drawn.layout.slices) == (6, 3, 2)
 
@@ -134,12 +130,7 @@ def test_every_family_that_takes_slices_keeps_all_rules(name: str, k: int) -> No
             schedule = sliced(name, p, m, k)
             check_microbatch_order(schedule)
             assert schedule.num_microbatches == m * k
-            assert (
-                read_csv(write_csv(schedule))
-                == read_json(write_json(schedule))
-                == read_grid(write_grid(schedule))
-                == schedule
-            )
+            assert read_csv(write_csv(schedule)) == read_json(write_json(schedule)) == schedule
             if name != "gpipe":
                 check(balance(schedule))
 
@@ -302,16 +293,10 @@ def test_a_file_says_how_many_slices_there_are() -> None:
     assert build(config_of_schedule(schedule)) == schedule
 
 
-def test_a_listing_of_messages_says_how_many_slices_there_are() -> None:
-    schedule = sliced("1f1b", 4, 3, 2)
-    head = json.loads(write_listing_json(lower_as_run(schedule, Exchange.POSTED), Exchange.POSTED))
-    assert (head["microbatches"], head["slices"]) == (3, 2)
-
-
 @pytest.mark.parametrize("value", ["0", "x", "2,3", ""])
 def test_a_header_with_no_number_of_slices_is_refused(value: str) -> None:
     with pytest.raises(TextError, match="slices"):
-        read_grid(ONE_F_ONE_B.replace("slices=2", f"slices={value}"))
+        read_csv(write_csv(sliced("1f1b", 4, 3, 2)).replace("slices=2", f"slices={value}"))
 
 
 def test_a_document_with_no_number_of_slices_is_refused() -> None:

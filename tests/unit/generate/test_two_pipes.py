@@ -332,11 +332,6 @@ def test_it_is_read_back_balanced_with_its_pipes(name: str, v: int) -> None:
         read_csv(text.partition("\n")[2])
 
 
-def test_formats_that_know_one_pipe_say_so(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["schedule", "--schedule", "chimera", "--pp", "4", "--microbatches", "4", "--format", "runtime"]) == 2
-    assert "torch's runtime supports one pipe, and no shards of the vocabulary: write csv" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize(("name", "v"), CASES)
 def test_it_is_predicted(name: str, v: int, capfd: pytest.CaptureFixture[str]) -> None:
     sizes = ["--model", "gpt3-13b", "--cluster", "a100-80g:1x8", "--gbs", "32", "--schedule", name]

@@ -15,7 +15,6 @@ from bpipe.build import ScheduleConfig, build
 from bpipe.check.case import ScheduleError
 from bpipe.check.rules import check
 from bpipe.formats.document import read_json, write_json
-from bpipe.formats.grid import read_grid, write_grid
 from bpipe.formats.text import TextError, read_csv, write_csv
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.hosts import Host, Tier, host_memory_of, in_pairs, partners_of, read_hosts, write_hosts
@@ -64,7 +63,6 @@ def test_it_keeps_every_rule_and_runs(schedule: Schedule) -> None:
 def test_it_is_read_as_it_is_written(schedule: Schedule) -> None:
     assert read_csv(write_csv(schedule)) == schedule
     assert read_json(write_json(schedule)) == schedule
-    assert read_grid(write_grid(schedule)) == schedule
 
 
 def test_what_comes_to_one_host_from_two_comes_one_after_the_other() -> None:

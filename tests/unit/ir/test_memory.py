@@ -22,7 +22,6 @@ from bpipe.check.rules import check
 from bpipe.cli import main
 from bpipe.draw.svg import write_svg
 from bpipe.formats.document import read_json, write_json
-from bpipe.formats.grid import read_grid, write_grid
 from bpipe.formats.text import TextError, read_csv, write_csv
 from bpipe.generate.families import FAMILIES
 from bpipe.generate.place import place
@@ -255,8 +254,7 @@ def test_counts_are_bytes_with_ones_and_bounds_are_whole(seed: int, share: Fract
     if min(least) > 1:
         with pytest.raises(ValueError, match=f"can both keep is {least[0]} micro-batches"):
             balance(plain, [bound - 1 for bound in least])
-    for text in (write_json(balanced), write_csv(balanced), write_grid(balanced, 79)):
-        assert (read_json if text.startswith("{") else read_grid if "slot" in text else read_csv)(text) == balanced
+    assert read_json(write_json(balanced)) == read_csv(write_csv(balanced)) == balanced
 
 
 def test_whoever_takes_more_for_w_takes_it_when_i_starts() -> None:
@@ -328,8 +326,8 @@ def test_v_half_holds_what_is_published_and_less_where_w_needs_less() -> None:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    path = tmp_path / "v_half.grid"
-    path.write_text(write_grid(V_HALF))
+    path = tmp_path / "v_half.csv"
+    path.write_text(write_csv(V_HALF))
     return path
 
 
@@ -348,7 +346,7 @@ def test_the_command_shows_shares(capfd: pytest.CaptureFixture[str], file: Path,
     assert document["after_input"] == 1.5
     assert ">peak 6.5<" in write_svg(with_after_input(V_HALF, Fraction(3, 2)))
     # What was written says it itself, in every format; said anew, it is replaced.
-    for form in ("grid", "csv", "json"):
+    for form in ("csv", "json"):
         path = tmp_path / f"again.{form}"
         run(capfd, "--input", str(file), "--kept", "1.5", "--output", str(path))
         assert run(capfd, "--input", str(path)) == more
@@ -384,7 +382,7 @@ def test_bounds_are_kept_by_shares(capfd: pytest.CaptureFixture[str], tmp_path: 
     common = ("--input", str(path), "--balance", "bpipe", "--kept")
     bounds = {share: run(capfd, *common, share).splitlines()[0].split("bounds=")[1] for share in ("0", "0.5", "1")}
     assert bounds == {"0": "3,3,3,3 after_input=0", "0.5": "4,4,4,4 after_input=0.5", "1": "4,4,4,4"}
-    balanced = read_grid(run(capfd, *common, "0"))
+    balanced = read_csv(run(capfd, *common, "0", "--format", "csv"))
     assert num_transfers(balanced, 0).evictions > 0
     with pytest.raises(ScheduleError, match=r"holds 4 micro-batches, but its bound is 3"):
         check(replace(balanced, after_input=Fraction(1)))
@@ -424,9 +422,9 @@ def test_what_is_refused(case: str, capfd: pytest.CaptureFixture[str], file: Pat
 
 def test_files_that_say_it_wrongly() -> None:
     more = with_after_input(V_HALF, Fraction(3, 2))
-    grid, document = write_grid(more), write_json(more)
+    text, document = write_csv(more), write_json(more)
     with pytest.raises(TextError, match="line 1: after_input: 'half' is not a share"):
-        read_grid(grid.replace("after_input=1.5", "after_input=half"))
+        read_csv(text.replace("after_input=1.5", "after_input=half"))
     for wrong in ('"0.5"', "true", "-0.5", "1e-05", "[]"):
         with pytest.raises(TextError, match=r"after_input: .* is not a share"):
             read_json(document.replace('"after_input": 1.5', f'"after_input": {wrong}'))

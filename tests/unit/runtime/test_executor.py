@@ -9,7 +9,7 @@ import torch
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.formats.grid import read_grid
+from bpipe.formats.text import read_csv
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.program import Instruction, Message, Op, Program, Transfer
 from bpipe.ir.schedule import Schedule
@@ -28,17 +28,15 @@ from tests.unit.runtime.test_engine import engine_for
 # The halves of a backward apart.
 SPLIT = """\
 # bpipe schedule=hand-made microbatches=3 stage_to_rank=0,1,2
-slot      0  1  2  3  4  5  6  7  8  9 10 11 12 13
-rank 0 C F0 F1 F2  .  . I0 W0  . I1 W1  . I2 W2  .
-rank 1 C  . F0 F1  . I0 F2  . I1 W0  . I2 W1 W2  .
-rank 2 C  .  . F0 I0 F1  . I1 W0 F2 I2 W1 W2  .  .
+0F0,0F1,0F2,,,0I0,0W0,,0I1,0W1,,0I2,0W2,
+,1F0,1F1,,1I0,1F2,,1I1,1W0,,1I2,1W1,1W2,
+,,2F0,2I0,2F1,,2I1,2W0,2F2,2I2,2W1,2W2,,
 """
 # Stages 1 and 2 are neighbours on one rank, so what passes between them is no message.
 FOLDED = """\
 # bpipe schedule=hand-made microbatches=2 stage_to_rank=0,1,1,0
-slot     0   1   2   3   4   5   6   7   8   9
-rank 0 C 0F0 0F1   . 3F0 3B0 3F1 3B1 0B0   . 0B1
-rank 1 C   . 1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1   .
+0F0,0F1,,3F0,3B0,3F1,3B1,0B0,,0B1
+,1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1,
 """
 
 
@@ -70,7 +68,7 @@ def test_every_family_computes_what_the_model_in_one_piece_does(config: Schedule
 
 
 def test_a_backward_in_halves_gives_the_same_gradients() -> None:
-    assert same(in_a_pipeline(read_grid(SPLIT)), in_one_piece(3, 3))
+    assert same(in_a_pipeline(read_csv(SPLIT)), in_one_piece(3, 3))
 
 
 def test_a_forward_and_a_backward_in_one_place_are_computed_one_after_the_other() -> None:
@@ -92,7 +90,7 @@ def test_an_engine_stands_around_each_of_the_two() -> None:
 
 
 def test_what_stays_on_its_rank_is_handed_over_without_a_message() -> None:
-    schedule = read_grid(FOLDED)
+    schedule = read_csv(FOLDED)
     sent = [
         each.operand
         for each in Executor(schedule, 1, TorchStages({}), Alone()).program.instructions
@@ -173,7 +171,7 @@ def test_each_call_has_its_place() -> None:
 
 
 def test_what_nobody_else_needs_counts_as_sent_when_it_was_made() -> None:
-    plan, log = read_grid(FOLDED), Log(WIDTH)
+    plan, log = read_csv(FOLDED), Log(WIDTH)
     model = Model(4)
     Executor(plan, 1, model.parts(plan, 1), log).run(log)
     calls = [entry for entry in log.entries if entry.startswith(("after", "send", "sent"))]

@@ -152,7 +152,7 @@ def every_stage_is_built_as_what_it_is() -> None:
         chunks = [built(layout, rank, config(layout, **settings)) for rank in range(RANKS)]
         last = layout.num_stages - 1
         by_stage = [
-            chunks[positions.rank_at(position)][stage // RANKS] for stage, position in enumerate(layout.only_placement)
+            chunks[positions.rank_at(position)][stage // RANKS] for stage, position in enumerate(layout.placements[0])
         ]
         assert [chunk.built.stage for chunk in by_stage] == list(range(layout.num_stages))
         assert [(chunk.pre_process, chunk.post_process) for chunk in by_stage] == [

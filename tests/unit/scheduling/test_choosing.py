@@ -18,7 +18,6 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build, choice_for_bound
 from bpipe.flags.budgets import MemoryBudget
 from bpipe.formats.document import write_json
-from bpipe.formats.grid import write_grid
 from bpipe.formats.text import write_csv
 from bpipe.generate.family import ALIKE, UnitCosts
 from bpipe.generate.timing import iteration_time
@@ -199,7 +198,7 @@ def test_a_batch_that_grows_has_no_first_size() -> None:
     assert found.num_microbatches == 1
 
 
-@pytest.mark.parametrize("write", [write_csv, write_json, write_grid])
+@pytest.mark.parametrize("write", [write_csv, write_json])
 def test_a_file_is_read_and_says_how_many_stages_a_rank_has(write: Any, tmp_path: Path) -> None:
     file = tmp_path / "mine.txt"
     file.write_text(write(INTERLEAVED))

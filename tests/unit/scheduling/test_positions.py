@@ -27,7 +27,7 @@ def test_every_stage_is_built_where_the_schedule_computes_it(
     layout = rounds(num_ranks, *ways)
     positions = Positions.of(layout)
     assert positions.backwards is backwards
-    for stage, position in enumerate(layout.only_placement):
+    for stage, position in enumerate(layout.placements[0]):
         rank, chunk = positions.rank_at(position), stage // num_ranks
         assert positions.position_of(rank) == position
         assert chunk * num_ranks + positions.seen(rank, chunk) == stage
@@ -37,8 +37,8 @@ def test_every_stage_is_built_where_the_schedule_computes_it(
 def test_megatrons_last_rank_has_the_last_stage(ways: tuple[int, ...]) -> None:
     layout = rounds(4, *ways)
     positions = Positions.of(layout)
-    assert positions.rank_at(layout.only_placement[-1]) == 3
-    assert positions.folded is (layout.only_placement[0] == layout.only_placement[-1])
+    assert positions.rank_at(layout.placements[0][-1]) == 3
+    assert positions.folded is (layout.placements[0][0] == layout.placements[0][-1])
 
 
 def test_a_v_counts_backwards() -> None:

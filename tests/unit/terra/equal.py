@@ -12,11 +12,11 @@ import terra
 
 Step = Callable[[], Any]
 STEPS = 6
-KINDS = ("threaded", "lazy", "script")
+KINDS = ("threaded", "lazy")
 
 
 def opened(kind: str) -> contextlib.closing[terra.Session]:
-    return contextlib.closing(terra.Session(backend="script") if kind == "script" else terra.Session(kind))  # type: ignore[arg-type]
+    return contextlib.closing(terra.Session(kind))  # type: ignore[arg-type]
 
 
 def bits(made: Any) -> Any:

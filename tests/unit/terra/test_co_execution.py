@@ -35,15 +35,10 @@ pytestmark = [
 
 
 def co_executed(
-    build: Build,
-    kind: Any = "threaded",
-    steps: int = STEPS,
-    seed: int = 0,
-    ahead: bool = True,
-    backend: Any = "operations",
+    build: Build, kind: Any = "threaded", steps: int = STEPS, seed: int = 0, ahead: bool = True
 ) -> tuple[Difference | None, terra.Session]:
     with (
-        contextlib.closing(terra.Session(kind, backend=backend)) as beside,
+        contextlib.closing(terra.Session(kind)) as beside,
         beside.ahead() if ahead else contextlib.nullcontext(),
     ):
 
@@ -59,17 +54,9 @@ def co_executed(
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize(
-    ("kind", "backend"),
-    [
-        ("threaded", "script"),
-        ("lazy", "operations"),
-        pytest.param("threaded", "operations", marks=pytest.mark.slow),
-        pytest.param("lazy", "script", marks=pytest.mark.slow),
-    ],
-)
-def test_a_program_is_computed_to_the_bit_and_traced_as_often_as_it_must_be(name: str, kind: str, backend: str) -> None:
-    difference, beside = co_executed(PROGRAMS[name], kind, ahead=kind == "threaded", backend=backend)
+@pytest.mark.parametrize("kind", ["threaded", "lazy"])
+def test_a_program_is_computed_to_the_bit_and_traced_as_often_as_it_must_be(name: str, kind: str) -> None:
+    difference, beside = co_executed(PROGRAMS[name], kind, ahead=kind == "threaded")
     assert difference is None
     assert beside.co_executed > 0
     assert (beside.traces, beside.fallbacks) == counts(paths(PROGRAMS[name], STEPS))
@@ -87,11 +74,11 @@ def test_eight_programs_are_fixed() -> None:
 
 @pytest.mark.parametrize("seed", FEW)
 def test_a_drawn_program_is_computed_to_the_bit(seed: int) -> None:
-    is_drawn_program_right(seed, "threaded", ("operations", "script")[seed // 20 % 2], 10)
+    is_drawn_program_right(seed, "threaded", 10)
 
 
-def is_drawn_program_right(seed: int, kind: str, backend: str, steps: int) -> None:
-    difference, beside = co_executed(grammar.build, kind, steps, seed, backend=backend)
+def is_drawn_program_right(seed: int, kind: str, steps: int) -> None:
+    difference, beside = co_executed(grammar.build, kind, steps, seed)
     assert difference is None, f"program {seed}: {difference}"
     assert beside.co_executed > 0, f"program {seed} was never co-executed"
     assert (beside.traces, beside.fallbacks) == counts(paths(grammar.build, steps, seed)), f"program {seed}"
@@ -101,10 +88,9 @@ def is_drawn_program_right(seed: int, kind: str, backend: str, steps: int) -> No
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("kind", ["threaded", "lazy"])
-@pytest.mark.parametrize("backend", ["operations", "script"])
-def test_all_drawn_programs(backend: str, kind: str, part: int) -> None:
+def test_all_drawn_programs(kind: str, part: int) -> None:
     for seed in GRAMMAR[part::4]:
-        is_drawn_program_right(seed, kind, backend, 12)
+        is_drawn_program_right(seed, kind, 12)
 
 
 @pytest.mark.slow
@@ -148,19 +134,16 @@ def test_with_delays_on_both_sides(name: str, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", range(5))
-@pytest.mark.parametrize("backend", ["operations", "script"])
-def test_stress(backend: str, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """500 runs in all, with each backend half of them."""
+def test_stress(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """250 runs in all."""
     names = list(PROGRAMS)
     for number in range(part, 250, 5):
         with monkeypatch.context() as patching:
             Delays(patching, number)
             if number % 2:
-                difference, _ = co_executed(grammar.build, steps=6, seed=number % len(GRAMMAR), backend=backend)
+                difference, _ = co_executed(grammar.build, steps=6, seed=number % len(GRAMMAR))
             else:
-                difference, _ = co_executed(
-                    PROGRAMS[names[number // 2 % len(names)]], steps=6, seed=number, backend=backend
-                )
+                difference, _ = co_executed(PROGRAMS[names[number // 2 % len(names)]], steps=6, seed=number)
         assert difference is None, f"run {number}: {difference}"
 
 

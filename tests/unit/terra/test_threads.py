@@ -150,10 +150,10 @@ def undeclared(name: str, seen: Seen) -> set[str]:
     return inside | (seen.past - NOTHING - PAST.get(name, frozenset()))
 
 
-def steps(name: str, backend: Any) -> Iterator[tuple[bool, bool, Seen]]:
+def steps(name: str) -> Iterator[tuple[bool, bool, Seen]]:
     """Of each step after the warm-up: whether it was co-executed, whether it met sizes for the first time, and what
     was seen."""
-    with random_states_kept(), contextlib.closing(terra.Session(backend=backend)) as session:
+    with random_states_kept(), contextlib.closing(terra.Session()) as session:
         program = PROGRAMS[name](0)
 
         def step() -> None:
@@ -170,10 +170,9 @@ def steps(name: str, backend: Any) -> Iterator[tuple[bool, bool, Seen]]:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("backend", ["operations", "script"])
-def test_in_co_executed_steps_the_runner_alone_computes(name: str, backend: str) -> None:
+def test_in_co_executed_steps_the_runner_alone_computes(name: str) -> None:
     looked_at = 0
-    for is_co_executed, is_new, seen in steps(name, backend):
+    for is_co_executed, is_new, seen in steps(name):
         # An operation on sizes that were never met runs at once, to learn what it makes: that is declared too.
         if is_co_executed and (not is_new or name in NEVER_THE_SAME):
             looked_at += 1
@@ -184,7 +183,7 @@ def test_in_co_executed_steps_the_runner_alone_computes(name: str, backend: str)
 
 def test_a_kernel_in_pythons_thread_would_be_seen() -> None:
     """Traced steps have all of them there."""
-    is_co_executed, _, seen = next(steps("ResNet50", "operations"))
+    is_co_executed, _, seen = next(steps("ResNet50"))
     assert not is_co_executed
     assert {"convolution", "native_batch_norm", "addmm"} <= undeclared("ResNet50", seen)
     assert not seen.beside
@@ -193,10 +192,8 @@ def test_a_kernel_in_pythons_thread_would_be_seen() -> None:
 def test_what_is_declared_is_there() -> None:
     """And nothing is declared that no step needs."""
     for name, declared in DECLARED.items():
-        found = {
-            each for is_co_executed, _, seen in steps(name, "operations") if is_co_executed for each, _ in seen.inside
-        }
+        found = {each for is_co_executed, _, seen in steps(name) if is_co_executed for each, _ in seen.inside}
         assert declared <= found, name
     for name, declared in PAST.items():
-        found = {each for is_co_executed, _, seen in steps(name, "operations") if is_co_executed for each in seen.past}
+        found = {each for is_co_executed, _, seen in steps(name) if is_co_executed for each in seen.past}
         assert declared <= found, name

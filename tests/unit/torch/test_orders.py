@@ -62,7 +62,7 @@ def test_every_family_is_lowered_by_torch_and_computes_the_same(name: str) -> No
     assert flat == computations(schedule)
     lowered = schedules._add_send_recv(
         {rank: list(row) for rank, row in order.items()},
-        schedule.layout.only_placement.__getitem__,
+        schedule.layout.placements[0].__getitem__,
         schedule.num_stages,
     )
     assert all(len(lowered[rank]) > len(order[rank]) for rank in range(P))

@@ -41,7 +41,7 @@ def plain_schedules() -> Iterator[Schedule]:
 def torchs(schedule: Schedule, defer: bool = False) -> dict[int, list[Any]]:
     """Torch's own lists, messages among the computations."""
     order = {rank: list(row) for rank, row in torch_orders(schedule).items()}
-    owner = schedule.layout.only_placement.__getitem__
+    owner = schedule.layout.placements[0].__getitem__
     listed = schedules._add_send_recv(order, owner, schedule.num_stages)
     return schedules._defer_recv_ops(listed, owner) if defer else listed
 

@@ -85,10 +85,10 @@ function fillDifferences(differences) {
     byId("differences").append(element("p", {}, "None is large enough to list."));
     return;
   }
-  // The cause is a sentence: below its numbers there is room for it.
+  // What was measured beside it is long: below its numbers there is room for it.
   const rows = differences.flatMap((difference) => [
     element("tr", { class: "led" }, element("th", { scope: "row" }, difference.what), cell(difference.measured), cell(difference.predicted)),
-    element("tr", {}, element("td", { class: "text", colspan: "3" }, difference.cause)),
+    element("tr", {}, element("td", { class: "text", colspan: "3" }, difference.beside)),
   ]);
-  byId("differences").append(makeTable("The likely cause is below each.", [["What", "text"], ["Measured", ""], ["Predicted", ""]], rows));
+  byId("differences").append(makeTable("What was measured beside it is below each.", [["What", "text"], ["Measured", ""], ["Predicted", ""]], rows));
 }
