@@ -43,7 +43,7 @@ READERS = {
         lambda _: [json.dumps(predictions.KERNEL_TIMES)], damaged_json, predictions.judge_kernel_times
     ),
     "trained": Reader(lambda _: [launches.TRAINED], damaged_text, launches.judge_trained),
-    "script": Reader(lambda _: [launches.SCRIPT], damaged_text, launches.judge_script),
+    "captured": Reader(lambda _: [launches.CAPTURED], damaged_json, launches.judge_captured),
     "launch": Reader(lambda _: [launches.LAUNCH], damaged_text, launches.judge_launch),
 }
 
