@@ -6,12 +6,11 @@ The exit status is 2 where it is refused.
 
 from __future__ import annotations
 
-from bpipe.commands.launch import words_of
+from bpipe.commands.launch import flags_of, words_of
 from bpipe.commands.shared import print_json
 from bpipe.features.feature import Feature, State
 from bpipe.flags import configurations, outputs
 from bpipe.flags.flag import Command, Group, Options, Task
-from bpipe.launch.megatron_command import flags_of_command
 
 COMMAND = Command(
     (configurations.LAUNCHED, Group("", (outputs.FORMAT,))),
@@ -31,7 +30,7 @@ def run(options: Options) -> int:
     words = words_of(options)
     if words is None:
         raise ValueError("name the launch: --launch FILE, or its flags after --")
-    flags = flags_of_command(words, is_captured=options.launch is not None)
+    flags = flags_of(words, options)
     features = states_of_launch(flags)
     state = worst(features)
     if options.format == "json":

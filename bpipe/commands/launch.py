@@ -13,7 +13,8 @@ from typing import Any
 
 from bpipe.flags.flag import Options
 from bpipe.launch.capture import read_launches
-from bpipe.launch.megatron_command import Reading, read_command
+from bpipe.launch.megatron_command import Reading, flags_of_command, read_command
+from bpipe.launch.megatron_names import without_own
 from bpipe.values import printable
 
 # More than the launches of any script.
@@ -46,6 +47,16 @@ def reading_of(options: Options) -> Reading | None:
     """Return what the launch says, or None if no launch is given."""
     words = words_of(options)
     return None if words is None else read_command(words, is_captured=options.launch is not None)
+
+
+def flags_of(words: list[str], options: Options) -> list[str]:
+    """Return Megatron's flags in a launch. Those that only its script has are named on stderr."""
+    if options.launch is None:
+        return flags_of_command(words)
+    flags, own = without_own(flags_of_command(words, is_captured=True))
+    for name in own:
+        print(f"from the launch: Megatron has no {printable(name)}: not considered", file=sys.stderr)
+    return flags
 
 
 def _content(name: str) -> bytes:

@@ -16,13 +16,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bpipe.commands.launch import words_of
+from bpipe.commands.launch import flags_of, words_of
 from bpipe.commands.shared import CONFIGURED, print_json
 from bpipe.commands.terminal import columns, progress_of
 from bpipe.extras import require
 from bpipe.flags import outputs, schedules
 from bpipe.flags.flag import Command, Flag, Group, Options, Task
-from bpipe.launch.megatron_command import Reading, flags_of_command, read_command
+from bpipe.launch.megatron_command import Reading, read_command
 from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.models.cluster import DEVICES, Cluster
 from bpipe.models.layout import Setup
@@ -168,10 +168,9 @@ def _subject(options: Options) -> TracedLaunch:
     if words is None:
         setup = _setup(filled(options, None, ("pipeline",)), None)
         return TracedLaunch([*megatron_flags(setup), *_assumed(setup)], setup)
-    is_captured = options.launch is not None
-    flags = flags_of_command(words, is_captured)
+    flags = flags_of(words, options)
     try:
-        reading = read_command(words, is_captured)
+        reading = read_command(words, is_captured=options.launch is not None)
         setup = _setup(filled(options, reading, ("pipeline",)), reading)
     except ValueError as error:
         return TracedLaunch([*flags, *_vocabulary(options.vocabulary)], None, str(error))

@@ -120,12 +120,14 @@ def flags_of_command(words: Sequence[str], is_captured: bool = False) -> list[st
 
 def _without_launcher(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """What stands before the script, and the script's own flags."""
-    for place, word in enumerate(words):
-        if word.endswith(".py") and not word.startswith("-"):
-            return list(words[:place]), [one for one in words[place + 1 :] if one != ""]
+    scripts = [place for place, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")]
+    modules = [place + 1 for place, word in enumerate(words) if word == "-m"]
+    places = [*scripts[:1], *modules[-1:]]
+    if places:
+        return list(words[: places[0]]), [word for word in words[places[0] + 1 :] if word != ""]
     if words and not words[0].startswith("-"):
         raise ValueError(
-            f"{words[0]!r} is not a flag, and no training script (.py) follows: give a whole command line, flags "
+            f"{words[0]!r} is not a flag, and no training script (.py, -m) follows: give a whole command line, flags "
             "alone, or --launch FILE as bpipe capture writes it"
         )
     return [], list(words)

@@ -29,6 +29,20 @@ def refuse_mistyped(flags: Sequence[str]) -> None:
         raise ValueError(message)
 
 
+def without_own(flags: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the flags that Megatron has, with their values, and the names of those that only a script has."""
+    kept: list[str] = []
+    own: list[str] = []
+    is_known = True
+    for word in flags:
+        if word.startswith("--"):
+            name = word.partition("=")[0]
+            is_known = name in names()
+            own += [] if is_known else [name]
+        kept += [word] if is_known else []
+    return kept, own
+
+
 def mistyped(flags: Sequence[str]) -> list[str]:
     """Return a message for each flag that nobody knows and that is near a known one."""
     known = names()

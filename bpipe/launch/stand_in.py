@@ -22,12 +22,12 @@ import sys
 FOLDER = "BPIPE_CAPTURE"
 TRAINERS = ("torchrun", "deepspeed", "accelerate", "msrun", "horovodrun")
 # These start whatever program follows; the others below only programs that are stood in for, or a shell.
-STARTERS = ("srun", "salloc", "mpirun", "mpiexec", "mpiexec.hydra", "numactl", "sudo")
+STARTERS = ("srun", "salloc", "mpirun", "mpiexec", "mpiexec.hydra", "jsrun", "aprun", "numactl", "sudo")
 WRAPPERS = (*STARTERS, "singularity", "apptainer", "docker", "podman", "enroot", "nsys", "ncu", "ray", "uv", "conda")
 REMOTE = ("ssh", "pdsh")
 TRANSPARENT = ("env", "nohup", "timeout", "nice", "setsid", "stdbuf", "taskset", "xargs")
-# The last four do nothing: packages are not installed, and modules only set where libraries are.
-OTHERS = ("sbatch", "scontrol", "nvidia-smi", "sh", "pip", "pip3", "module", "ml")
+# Those behind `sh` do nothing: packages are not installed, and modules only set where libraries are.
+OTHERS = ("sbatch", "scontrol", "nvidia-smi", "sh", "qsub", "bsub", "kubectl", "pip", "pip3", "module", "ml")
 PYTHONS = ("python", "python3", *(f"python3.{minor}" for minor in range(7, 16)))
 NAMES = (*TRAINERS, *WRAPPERS, *REMOTE, *TRANSPARENT, *OTHERS, *PYTHONS)
 MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "deepspeed")
@@ -141,6 +141,8 @@ def stand_in(program: str, words: list[str]) -> None:
         listed = any(word in ("-L", "--list-gpus") for word in words)
         rows = [f"GPU {gpu}: NVIDIA H100 80GB HBM3" if listed else "NVIDIA H100 80GB HBM3" for gpu in range(count)]
         print("\n".join([str(count)] * count if "--query-gpu=count" in words else rows))
+    else:
+        print("not started:", name, *words, file=sys.stderr)
 
 
 def _stands_for(word: str) -> bool:

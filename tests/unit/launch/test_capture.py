@@ -6,6 +6,7 @@ A script in a case may call the real launchers of its machine: `real/NAME` there
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import os
@@ -19,7 +20,9 @@ from typing import Any
 import pytest
 
 from bpipe.cli import main
+from bpipe.launch import stand_in
 from bpipe.launch.capture import capture
+from bpipe.launch.megatron_command import read_command
 from bpipe.launch.stand_in import launch_of_python, slurm_variables
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -100,6 +103,11 @@ SCRIPTS: dict[str, tuple[str, list[str]]] = {
     "absolute behind others": (f"A=1 $PWD/real/{TRAIN}\ntimeout 9 $PWD/real/srun {TRAIN} --x", [TRAIN, f"{TRAIN} --x"]),
     "absolute exec": (f"exec $PWD/real/srun {TRAIN}", [TRAIN]),
     "python by its path": (f"{sys.executable} pretrain_gpt.py {SIZES}", [f"python pretrain_gpt.py {SIZES}"]),
+    "shim": (
+        "echo 'exec $(command -v python3) \"$@\"' > real/python3\nsed -i '1i #!/bin/bash' real/python3\n"
+        f"PATH=$PATH:/usr/bin\nexport PATH=$PWD/real:$PATH\nN=$(python3 -c 'print(5)')\n{TRAIN} --x $N",
+        [f"{TRAIN} --x 5"],
+    ),
     "own shell": (f"sh -c 'export PATH=/usr/bin:/bin:$PATH; {TRAIN}'", [TRAIN]),
     "what the guard must not change": (
         "set -eux\nmkdir -p a/b && cd $_\n[[ x7 =~ ([0-9]) ]]\ntrue\nfalse || S=$?\ntrap 'echo bye' EXIT\n"
@@ -296,3 +304,12 @@ def test_options_set_the_variables_of_slurm(options: str, wanted: str, place: Pa
 )
 def test_a_training_is_told_from_other_programs(words: str, is_launch: bool) -> None:
     assert (launch_of_python(shlex.split(words)) is not None) == is_launch
+
+
+def test_any_python_of_a_user_can_import_the_stand_in() -> None:
+    ast.parse(Path(stand_in.__file__).read_text(), feature_version=(3, 7))
+
+
+def test_a_launch_of_a_module_is_read() -> None:
+    words = ["python", "-m", "torch.distributed.run", "--nproc-per-node", "4", "-m", "our.train", *SIZES.split()]
+    assert read_command(words).options == read_command(SIZES.split()).options

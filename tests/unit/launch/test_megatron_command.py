@@ -362,7 +362,7 @@ def test_what_nobody_says_is_asked_for(capsys: pytest.CaptureFixture[str]) -> No
         (["simulate", "--cluster", "a100-80g:8", "--", *SMALL[2:]], "Megatron's flags lack --num-layers"),
         (
             ["simulate", "--cluster", "a100-80g:8", "--", "bash", "run.sh"],
-            "'bash' is not a flag, and no training script",
+            "'bash' is not a flag, and no training script (.py, -m) follows",
         ),
         (["simulate", "--cluster", "a100-80g:8", "--launch", "launch.json", "--", *SMALL], "say the same"),
     ):

@@ -208,11 +208,12 @@ ORDER = ("supported", "guarded", "refused")
 def test_a_captured_launch_is_checked_and_may_have_flags_of_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    launch = "torchrun pretrain_gpt.py --num-layers 32 --tp-comm-overlap --fp8-format hybrid --num-layerz 8"
+    launch = "torchrun pretrain_gpt.py --num-layers 32 --tp-comm-overlap --fp8-format hybrid --my-own 8"
     file = tmp_path / "launch.json"
     file.write_text(write_launches([{"words": launch.split(), "environment": {}}]))
     assert main(["check-launch", "--launch", str(file)]) == 0
-    said = capsys.readouterr().out
+    said, warned = capsys.readouterr()
+    assert warned == "from the launch: Megatron has no --my-own: not considered\n"
     assert "guarded    FP8: " in said
     assert "guarded    overlapped tensor-parallel communication: " in said
     assert main(["check-launch"]) == 2
