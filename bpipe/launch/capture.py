@@ -44,7 +44,7 @@ __bpipe_capture() {
     word=${word%%[[:space:]]*}
     [[ $word == */* && $word != "$BPIPE_CAPTURE/"* && -x $BPIPE_CAPTURE/bin/${word##*/} ]] || return 0
     [[ ${word##*/} != python* ]] || return 0
-    eval "function $word { $BPIPE_CAPTURE/bin/${word##*/} \"\$@\"; }"
+    eval "function $word { \"$BPIPE_CAPTURE/bin/${word##*/}\" \"\$@\"; }"
     [[ $1 != exec\ * ]] || { eval "$text"; exit; }
 }
 set -o functrace
@@ -57,10 +57,12 @@ _MOST_LINES = 10
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """Attributes:
-    launches: each launch once, as it stands in a file of launches.
-    last_lines: what the script printed last.
-    status: its exit status, or None if its time ran out.
+    """What a script launched.
+
+    Attributes:
+        launches: each launch once, as it stands in a file of launches.
+        last_lines: what the script printed last.
+        status: its exit status, or None if its time ran out.
     """
 
     launches: list[dict[str, Any]]
@@ -100,8 +102,8 @@ def _install(folder: Path) -> dict[str, str]:
     """Write the stand-ins; return the variables by which they are found."""
     shutil.copy(stand_in.__file__, folder / "sitecustomize.py")
     runner, stand_ins = folder / "stand_in", folder / "bin"
-    program = f'{shlex.quote(sys.executable)} -I -S {folder}/sitecustomize.py "$0" "$@"'
-    runner.write_text(f"#!/bin/sh\nexec {program}\n")
+    program = shlex.join([sys.executable, "-I", "-S", str(folder / "sitecustomize.py")])
+    runner.write_text(f'#!/bin/sh\nexec {program} "$0" "$@"\n')
     runner.chmod(0o700)
     if not os.access(runner, os.X_OK):
         raise ValueError(f"{folder}: programs cannot be run from here: set TMPDIR to a folder where they can")

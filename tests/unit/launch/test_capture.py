@@ -14,6 +14,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +120,10 @@ SCRIPTS: dict[str, tuple[str, list[str]]] = {
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with what the scripts name, and without SLURM or GPUs."""
+    """A folder with what the scripts name, without SLURM, and with a folder for stand-ins that has to be quoted."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "it's").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "it's"))
     for name in os.environ:
         if name.startswith("SLURM"):
             monkeypatch.delenv(name)
