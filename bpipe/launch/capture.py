@@ -43,7 +43,7 @@ __bpipe_capture() {
     eval "word=$word" || return 0
     word=${word%%[[:space:]]*}
     [[ $word == */* && $word != "$BPIPE_CAPTURE/"* && -x $BPIPE_CAPTURE/bin/${word##*/} ]] || return 0
-    [[ ${word##*/} != python* ]] || return 0
+    [[ ${word##*/} != @(python*|conda) ]] || return 0
     eval "function $word { \"$BPIPE_CAPTURE/bin/${word##*/}\" \"\$@\"; }"
     [[ $1 != exec\ * ]] || { eval "$text"; exit; }
 }

@@ -188,7 +188,8 @@ def run_inner(name: str, words: list[str]) -> None:
         free = [place for place in programs if not place or not re.match(r"-[^=]*$", words[place - 1])]
         for place in free or programs:
             start(name, words[:place], words[place:])
-    if name == "conda" and real(name):
+    # Activating an environment needs conda itself.
+    if name == "conda" and real(name) and words[:1] not in (["install"], ["create"], ["update"]):
         run(name, words)
     print("not started:", name, *words, file=sys.stderr)
 

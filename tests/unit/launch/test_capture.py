@@ -109,6 +109,11 @@ SCRIPTS: dict[str, tuple[str, list[str]]] = {
         f"PATH=$PATH:/usr/bin\nexport PATH=$PWD/real:$PATH\nN=$(python3 -c 'print(5)')\n{TRAIN} --x $N",
         [f"{TRAIN} --x 5"],
     ),
+    "conda": (
+        "echo 'echo export $1=5' > real/conda; sed -i '1i #!/bin/bash' real/conda; chmod +x real/conda\n"
+        f"eval $($PWD/real/conda A); conda install x; PATH=$PATH:$PWD/real\neval $(conda B); {TRAIN} --x $A $B",
+        [f"{TRAIN} --x 5 5"],
+    ),
     "own shell": (f"sh -c 'export PATH=/usr/bin:/bin:$PATH; {TRAIN}'", [TRAIN]),
     "what the guard must not change": (
         "set -eux\nmkdir -p a/b && cd $_\n[[ x7 =~ ([0-9]) ]]\ntrue\nfalse || S=$?\ntrap 'echo bye' EXIT\n"
