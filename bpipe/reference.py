@@ -24,7 +24,7 @@ it has two names, the longer is Megatron's. {_MADE}
 """
 # By its file, a page's title and its commands, in the order in which a group of flags is first shown.
 _PAGES = {
-    "flags.md": ("Flags for schedules and runs", ("schedule", "check-launch", "report", "compare")),
+    "flags.md": ("Flags for schedules and runs", ("schedule", "capture", "check-launch", "report", "compare")),
     "flags_planning.md": ("Flags for plans", ("simulate", "plan")),
     "flags_measuring.md": ("Flags for remedies and measurements", ("fit", "estimate", "trace", "profile", "calibrate")),
 }

@@ -6,7 +6,7 @@ The exit status is 2 where it is refused.
 
 from __future__ import annotations
 
-from bpipe.commands.launch import flags_of
+from bpipe.commands.launch import flags_of, words_of
 from bpipe.commands.shared import print_json
 from bpipe.features.feature import Feature, State
 from bpipe.flags import configurations, outputs
@@ -18,7 +18,7 @@ COMMAND = Command(
         Task(
             "check flags before a launch",
             "bpipe check-launch -- --fp8-format hybrid --tp-comm-overlap --pipeline-model-parallel-size 8",
-            ("from_script", "set", "megatron", "format"),
+            ("launch", "megatron", "format"),
         ),
     ),
 )
@@ -27,9 +27,10 @@ COMMAND = Command(
 def run(options: Options) -> int:
     from bpipe.plan.launch_states import states_of_launch, worst
 
-    flags = flags_of(options)
-    if flags is None:
-        raise ValueError("name the launch: --from-script FILE, or its flags after --")
+    words = words_of(options)
+    if words is None:
+        raise ValueError("name the launch: --launch FILE, or its flags after --")
+    flags = flags_of(words, options)
     features = states_of_launch(flags)
     state = worst(features)
     if options.format == "json":

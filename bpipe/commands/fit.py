@@ -38,8 +38,8 @@ COMMAND = Command(
     (
         Task(
             "find what makes a launch fit",
-            "bpipe fit --cluster h100-80g --from-script train.sh",
-            ("from_script", "megatron", "rows", "format"),
+            "bpipe fit --cluster h100-80g --launch launch.json",
+            ("launch", "megatron", "rows", "format"),
         ),
         Task(
             "start from a model instead of a launch",

@@ -1,86 +1,72 @@
 """Let a Megatron launch say what other commands ask flags for.
 
-In: `-- FLAGS` or `--from-script FILE`. Out: options, filled in.
+In: `-- FLAGS` or `--launch FILE`. Out: options, filled in.
 
 An option that was given on the command line itself stands. Knows no flag of Megatron's.
 """
 
 from __future__ import annotations
 
-import contextlib
-import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from bpipe.flags.flag import Options
-from bpipe.launch.bash_words import MOST_CHARACTERS
-from bpipe.launch.launch_script import Launch, read_launch
+from bpipe.launch.capture import read_launches
 from bpipe.launch.megatron_command import Reading, flags_of_command, read_command
+from bpipe.launch.megatron_names import without_own
 from bpipe.values import printable
 
+# More than the launches of any script.
+_MOST_BYTES = 4_000_000
 
-def launch_of(options: Options) -> Launch | None:
-    """Return the launch that is given, word for word, or None."""
-    if options.from_script is None:
-        if options.set:
-            raise ValueError("--set is for a script's variables: name the script with --from-script")
-        return Launch(0, tuple(options.megatron), ()) if options.megatron else None
+
+def words_of(options: Options) -> list[str] | None:
+    """Return the words of the launch that is given, or None."""
+    if options.launch is None:
+        return list(options.megatron) or None
     if options.megatron:
-        raise ValueError("--from-script and flags after -- say the same: give one of them")
-    given, data = dict(map(_assignment, options.set or ())), _script(options.from_script)
-    with _naming(options):
-        try:
-            return read_launch(data.decode("utf-8"), given)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"byte {error.start} is not UTF-8 text: name the script itself, or convert it") from None
+        raise ValueError("--launch and flags after -- say the same: give one of them")
+    name, colon, number = options.launch.rpartition(":")
+    if not colon or not number.isdecimal():
+        name, number = options.launch, ""
+    text = _content(name)
+    try:
+        launches = read_launches(text)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}: write it with bpipe capture --output FILE -- bash SCRIPT") from None
+    if not number and len(launches) > 1:
+        raise ValueError(f"{name} has {len(launches)} launches: choose one, such as the first with --launch {name}:1")
+    place = int(number[:9] or 1)
+    if not 1 <= place <= len(launches):
+        raise ValueError(f"--launch {options.launch}: the last launch in the file is {len(launches)}")
+    return launches[place - 1]
 
 
 def reading_of(options: Options) -> Reading | None:
-    """Return what the launch says, or None where no launch is given."""
-    launch = launch_of(options)
-    if launch is None:
-        return None
-    with _naming(options):
-        return read_command(launch.words, launch.unknown)
+    """Return what the launch says, or None if no launch is given."""
+    words = words_of(options)
+    return None if words is None else read_command(words, is_captured=options.launch is not None)
 
 
-def flags_of(options: Options) -> list[str] | None:
-    """Return the flags of the training's script, or None where no launch is given."""
-    launch = launch_of(options)
-    if launch is None:
-        return None
-    with _naming(options):
-        return flags_of_command(launch.words, launch.unknown)
+def flags_of(words: list[str], options: Options) -> list[str]:
+    """Return Megatron's flags in a launch. Those that only its script has are named on stderr."""
+    if options.launch is None:
+        return flags_of_command(words)
+    flags, own = without_own(flags_of_command(words, is_captured=True))
+    for name in own:
+        print(f"from the launch: Megatron has no {printable(name)}: not considered", file=sys.stderr)
+    return flags
 
 
-@contextlib.contextmanager
-def _naming(options: Options) -> Iterator[None]:
-    """Put the script's name, if there is one, in front of errors."""
-    try:
-        yield
-    except ValueError as error:
-        if options.from_script is None:
-            raise
-        raise ValueError(f"{options.from_script}: {error}") from None
-
-
-def _script(name: str) -> bytes:
-    """Read no more of a file than shows that it is too long; some have no end."""
+def _content(name: str) -> bytes:
+    """Read a file, but not one without an end."""
     if name != "-":
         with Path(name).open("rb") as file:
-            return file.read(4 * MOST_CHARACTERS)
+            return file.read(_MOST_BYTES)
     if sys.stdin is None:
-        raise ValueError("--from-script -: standard input is closed: pipe the script into it, or name a file")
-    return sys.stdin.buffer.read(4 * MOST_CHARACTERS)
-
-
-def _assignment(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
-        raise ValueError(f"--set {text} is not NAME=VALUE")
-    return name, value
+        raise ValueError("--launch -: standard input is closed: pipe a capture into it, or name a file")
+    return sys.stdin.buffer.read(_MOST_BYTES)
 
 
 def lines(reading: Reading | None) -> list[str]:

@@ -78,8 +78,8 @@ COMMAND = Command(
         ),
         Task(
             "find what to change in a launch",
-            "bpipe plan --cluster h100-80g --from-script train.sh",
-            ("from_script", "megatron", "emit_args"),
+            "bpipe plan --cluster h100-80g --launch launch.json",
+            ("launch", "megatron", "emit_args"),
         ),
         Task(
             "keep within a memory budget",

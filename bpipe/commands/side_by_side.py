@@ -35,13 +35,13 @@ class Compared(NamedTuple):
 
 def laid_over(options: Options, settings: str, command: Command) -> Options:
     """Return the options with settings in their place; a launch among these is in place of the other. The name of a
-    script alone is that launch."""
+    file alone is that launch."""
     words = shlex.split(settings)
     if len(words) == 1 and not words[0].startswith("-"):
-        words = ["--from-script", *words]
+        words = ["--launch", *words]
     base = Options(**{**vars(options), "compare": None})
-    if {"--", "--from-script"} & set(words):
-        base = Options(**{**vars(base), "megatron": [], "from_script": None, "set": None})
+    if {"--", "--launch"} & set(words):
+        base = Options(**{**vars(base), "megatron": [], "launch": None})
     groups = (
         group._replace(flags=tuple(replace(flag, required=False) for flag in group.flags)) for group in command[0]
     )

@@ -71,12 +71,12 @@ COMMAND = Command(
         ),
         Task(
             "predict a launch as it stands",
-            "bpipe simulate --cluster h100-80g --from-script train.sh",
-            ("from_script", "megatron"),
+            "bpipe simulate --cluster h100-80g --launch launch.json",
+            ("launch", "megatron"),
         ),
         Task(
             "balance it within a memory budget",
-            "bpipe simulate --cluster h100-80g --from-script train.sh --balance bpipe --memory 75",
+            "bpipe simulate --cluster h100-80g --launch launch.json --balance bpipe --memory 75",
             ("balance", "memory"),
         ),
         Task(
@@ -87,12 +87,12 @@ COMMAND = Command(
         ),
         Task(
             "compare two settings, or two launches",
-            "bpipe simulate --cluster h100-80g --from-script train.sh --compare '' '--tp 8 --pp 4'",
+            "bpipe simulate --cluster h100-80g --launch launch.json --compare '' '--tp 8 --pp 4'",
             ("compare",),
         ),
         Task(
             "write a page with charts",
-            "bpipe simulate --cluster h100-80g --from-script train.sh --html run.html",
+            "bpipe simulate --cluster h100-80g --launch launch.json --html run.html",
             ("html",),
         ),
     ),

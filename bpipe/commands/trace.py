@@ -16,13 +16,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bpipe.commands.launch import launch_of
+from bpipe.commands.launch import flags_of, words_of
 from bpipe.commands.shared import CONFIGURED, print_json
 from bpipe.commands.terminal import columns, progress_of
 from bpipe.extras import require
 from bpipe.flags import outputs, schedules
 from bpipe.flags.flag import Command, Flag, Group, Options, Task
-from bpipe.launch.megatron_command import Reading, flags_of_command, read_command
+from bpipe.launch.megatron_command import Reading, read_command
 from bpipe.launch.megatron_flags import megatron_flags
 from bpipe.models.cluster import DEVICES, Cluster
 from bpipe.models.layout import Setup
@@ -79,8 +79,8 @@ COMMAND = Command(
         ),
         Task(
             "trace the stages of a launch",
-            "bpipe trace --from-script train.sh --output traced.json",
-            ("from_script", "megatron", "vocabulary", "attention", "output"),
+            "bpipe trace --launch launch.json --output traced.json",
+            ("launch", "megatron", "vocabulary", "attention", "output"),
         ),
         Task(
             "trace a configuration of a model",
@@ -164,13 +164,13 @@ def write_profile(file: str, traced: Mapping[str, Any], subject: TracedLaunch) -
 
 
 def _subject(options: Options) -> TracedLaunch:
-    given = launch_of(options)
-    if given is None:
+    words = words_of(options)
+    if words is None:
         setup = _setup(filled(options, None, ("pipeline",)), None)
         return TracedLaunch([*megatron_flags(setup), *_assumed(setup)], setup)
-    flags = flags_of_command(given.words, given.unknown)
+    flags = flags_of(words, options)
     try:
-        reading = read_command(given.words, given.unknown)
+        reading = read_command(words, is_captured=options.launch is not None)
         setup = _setup(filled(options, reading, ("pipeline",)), reading)
     except ValueError as error:
         return TracedLaunch([*flags, *_vocabulary(options.vocabulary)], None, str(error))

@@ -12,7 +12,7 @@ from bpipe.balance.config import BALANCES
 from bpipe.flags import schedules
 from bpipe.flags.budgets import MINIMUM_BYTES, read_budget
 from bpipe.flags.experts import EXPERTS
-from bpipe.flags.flag import APPENDED, Flag, Group, InLaunch
+from bpipe.flags.flag import Flag, Group, InLaunch
 from bpipe.flags.state_types import STATE_TYPES
 from bpipe.flags.values import layers, positive, predicted_slice_lengths, slice_lengths, tokens
 from bpipe.generate.families import FAMILIES, SEARCHED
@@ -315,17 +315,10 @@ LAUNCHED = Group(
     "from a Megatron launch",
     (
         Flag(
-            "from_script",
-            "--from-script",
-            "bash script that starts the training; it is read, not run ('-': standard input)",
+            "launch",
+            "--launch",
+            "file of a launch, as `bpipe capture` writes it ('-': standard input); of several, FILE:2 is the second",
             "FILE",
-        ),
-        Flag(
-            "set",
-            "--set",
-            "set a variable of that script, any number of times; the environment is not read",
-            "NAME=VALUE",
-            count=APPENDED,
         ),
         Flag(
             REST,

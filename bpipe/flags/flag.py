@@ -17,10 +17,6 @@ from typing import NamedTuple
 Read = Callable[[str], object]
 
 
-# A `count`: the flag may stand any number of times, with a value each.
-APPENDED = "append"
-
-
 class Options(Namespace):
     """The values that were given, by the fields of their flags."""
 

@@ -15,7 +15,7 @@ FORMAT = Flag("format", "--format", "output format (default table)", default="ta
 OUTPUT = Flag(
     "output",
     "--output",
-    "write the result to this file: a schedule, a profile, a calibration or a comparison",
+    "write the result to this file: a schedule, launches, a profile, a calibration or a comparison",
     "FILE",
 )
 PLOT = Flag("plot", "--plot", "draw a picture as .svg or .png", "FILE")
@@ -42,7 +42,7 @@ COMPARED = Flag(
     "compare",
     "--compare",
     "predict twice, and print both predictions side by side. Each of the two is one word: flags that are added to "
-    "the command or replace its own, '' for the command as it stands, or the name of a launch script; put a space "
+    "the command or replace its own, '' for the command as it stands, or the name of a file of a launch; put a space "
     "before a single flag",
     "FLAGS",
     count=2,

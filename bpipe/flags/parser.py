@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import Any, NoReturn
 
-from bpipe.flags.flag import APPENDED, Command, Flag, Options, Read
+from bpipe.flags.flag import Command, Flag, Options, Read
 from bpipe.names import nearest, unknown
 
 # Where a command that takes a launch keeps its words.
@@ -36,9 +36,7 @@ def declare(to: Any, flag: Flag, commas: bool = True) -> None:
         return
     if flag.required and flag.names:
         told["required"] = flag.required
-    if flag.count == APPENDED:
-        told["action"] = APPENDED
-    elif flag.count is not None:
+    if flag.count is not None:
         told["nargs"] = flag.count
     read = {} if flag.read is None else {"type": _with_reason(flag.read)}
     if commas and flag.is_listed and flag.read is not None:

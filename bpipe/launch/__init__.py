@@ -1,1 +1,1 @@
-"""Read launches of Megatron's trainer, from command lines, scripts and logs, and write them."""
+"""Read launches of Megatron's trainer, from command lines and logs, capture those of scripts, and write them."""

@@ -9,9 +9,8 @@ the tables to the parser of the installed one. Knows no cluster.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from bpipe.balance.config import BALANCES
@@ -25,8 +24,8 @@ from bpipe.ir.layout import REDISTRIBUTE
 from bpipe.launch.expert_flags import parts_of_flags
 from bpipe.launch.hybrid_flags import hybrid_of_flags, layers_of, settle_pattern
 from bpipe.launch.layer_split import Split
-from bpipe.launch.megatron_names import refuse_mistyped
-from bpipe.launch.other_flags import PREDICTED_WITHOUT, REFUSED, is_without_influence, refused_for, takes_any_value
+from bpipe.launch.megatron_names import mistyped, refuse_mistyped
+from bpipe.launch.other_flags import PREDICTED_WITHOUT, REFUSED, is_without_influence, refused_for
 from bpipe.launch.recompute_flags import scope_of_flags
 from bpipe.models.choices import CP_COMM_TYPES
 from bpipe.models.fp8 import RECIPES
@@ -71,13 +70,15 @@ class Reading:
     flags: tuple[str, ...] = ()
 
 
-def read_command(words: Sequence[str], unknown: Callable[[str], str | None] = lambda word: None) -> Reading:
+def read_command(words: Sequence[str], is_captured: bool = False) -> Reading:
     """Read `torchrun ... script.py FLAGS`, or the flags alone.
 
-    `unknown` returns why a word is not known, as a script's reader may.
+    Args:
+        words: the command line.
+        is_captured: whether a script launches this, which may have flags of its own: those are noted. Of flags that
+            somebody typed, an unknown one is an error.
     """
-    launcher, flags = _without_launcher(words, unknown)
-    _refuse_unknown(flags, unknown)
+    launcher, flags = _without_launcher(words)
     found, rest = parser_of_launch(READ.values()).parse_known_args(flags, Options())
     others = _others(rest)
     for flag, value in others:
@@ -98,46 +99,38 @@ def read_command(words: Sequence[str], unknown: Callable[[str], str | None] = la
     notes += [f"{flag} {PREDICTED_WITHOUT[flag]}" for flag in named if flag in PREDICTED_WITHOUT]
     known = (*REFUSED, *PREDICTED_WITHOUT)
     left = [flag for flag in named if flag not in known and not is_without_influence(flag)]
-    refuse_mistyped(left)
+    if is_captured:
+        notes += mistyped(left)
+    else:
+        refuse_mistyped(left)
     options["recompute"] = scope
     return Reading(options, unmodelled, tuple(left), tuple(notes), _devices(launcher), tuple(others), tuple(flags))
 
 
-def flags_of_command(words: Sequence[str], unknown: Callable[[str], str | None] = lambda word: None) -> list[str]:
+def flags_of_command(words: Sequence[str], is_captured: bool = False) -> list[str]:
     """Return the flags of `torchrun ... script.py FLAGS`, or of the flags alone; their values are not judged.
 
-    Raises ValueError where only running the script would tell which there are, and for a name that is mistyped.
+    Raises ValueError for a name that is mistyped, unless a script launches this (`is_captured`).
     """
-    _, flags = _without_launcher(words, unknown)
-    _refuse_unknown(flags, unknown)
-    refuse_mistyped([word.partition("=")[0] for word in flags if word.startswith("--")])
+    _, flags = _without_launcher(words)
+    if not is_captured:
+        refuse_mistyped([word.partition("=")[0] for word in flags if word.startswith("--")])
     return flags
 
 
-def _without_launcher(words: Sequence[str], unknown: Callable[[str], str | None]) -> tuple[list[str], list[str]]:
+def _without_launcher(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """What stands before the script, and the script's own flags."""
-    for place, word in enumerate(words):
-        if word.endswith(".py") and not word.startswith("-"):
-            return list(words[:place]), [one for one in words[place + 1 :] if one != ""]
-    if words and not words[0].startswith("-") and unknown(words[0]) is None:
+    scripts = [place for place, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")]
+    modules = [place + 1 for place, word in enumerate(words) if word == "-m"]
+    places = [*scripts[:1], *modules[-1:]]
+    if places:
+        return list(words[: places[0]]), [word for word in words[places[0] + 1 :] if word != ""]
+    if words and not words[0].startswith("-"):
         raise ValueError(
-            f"{words[0]!r} is not a flag, and no training script (.py) follows: give a whole command line, flags "
-            "alone, or --from-script FILE"
+            f"{words[0]!r} is not a flag, and no training script (.py, -m) follows: give a whole command line, flags "
+            "alone, or --launch FILE as bpipe capture writes it"
         )
     return [], list(words)
-
-
-def _refuse_unknown(flags: Sequence[str], unknown: Callable[[str], str | None]) -> None:
-    """Raise ValueError for every word that only running the script would tell, unless it is the value of a flag that
-    does not matter."""
-    reasons = []
-    for before, word in pairwise(("", *flags)):
-        reason = unknown(word)
-        if reason is not None and not takes_any_value(before):
-            reasons.append(reason)
-    if reasons:
-        known = "; ".join(dict.fromkeys(reasons))
-        raise ValueError(f"{known}: give its value with --set NAME=VALUE (--set NAME= for an empty one)")
 
 
 def _others(rest: Sequence[str]) -> list[tuple[str, str]]:

@@ -170,38 +170,6 @@ WITHOUT_INFLUENCE = [
     "--bpipe-no-repairs",
     "--mamba-inference-*",
 ]
-# Of these, flags whose one value may even be unknown.
-ANY_VALUE = [
-    "--save",
-    "--load",
-    "--save-interval",
-    "--data-path",
-    "--*-data-path",
-    "--data-args-path",
-    "--data-cache-path",
-    "--split",
-    "--seed",
-    "--tokenizer-model",
-    "--vocab-file",
-    "--merge-file",
-    "--tensorboard-dir",
-    "--wandb-project",
-    "--wandb-exp-name",
-    "--wandb-save-dir",
-    "--lr",
-    "--min-lr",
-    "--lr-*-iters",
-    "--lr-*-samples",
-    "--lr-warmup-fraction",
-    "--train-iters",
-    "--train-samples",
-    "--eval-i*",
-    "--exit-interval",
-    "--exit-duration-in-mins",
-    "--log-interval",
-    "--bpipe-report",
-    "--num-workers",
-]
 
 
 def refused_for(flag: str, value: str, own_group: str) -> str | None:
@@ -216,8 +184,3 @@ def refused_for(flag: str, value: str, own_group: str) -> str | None:
 def is_without_influence(flag: str) -> bool:
     """Return whether a flag changes neither memory nor time."""
     return any(fnmatchcase(flag, pattern) for pattern in WITHOUT_INFLUENCE)
-
-
-def takes_any_value(flag: str) -> bool:
-    """Return whether the value of a flag may be one that only running its script would tell."""
-    return any(fnmatchcase(flag, pattern) for pattern in ANY_VALUE)

@@ -120,7 +120,7 @@ def _refuse_missing(missing: Sequence[str]) -> None:
     if missing:
         raise ValueError(
             f"{', '.join(missing)} missing: give {'them' if missing[1:] else 'it'}, or a launch of Megatron after -- "
-            "or with --from-script"
+            "or with --launch"
         )
 
 

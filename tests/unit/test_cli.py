@@ -222,7 +222,7 @@ def test_what_was_mistyped_is_named_in_one_line(case: str, capfd: pytest.Capture
     assert reason in captured.err
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("report", "check-launch")])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("report", "capture", "check-launch")])
 def test_a_number_that_must_be_positive_is_refused_by_its_flag(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     """It once took `--pp 0` and complained of num_stages, and `estimate --gbs 0` gained 1.333x."""
     flags = [flag for flag in command_of(name).flags if flag.read is positive]

@@ -35,9 +35,11 @@ MADE = ("flags.md", "flags_planning.md", "flags_measuring.md", "flags_training.m
 # runs it.
 ELSEWHERE = {
     "bpipe calibrate train.log": "tests/unit/plan/test_calibrate.py",
+    "bpipe capture": "tests/unit/launch/test_capture.py",
     "bpipe compare": "tests/unit/commands/test_compare.py",
     "bpipe profile": "tests/unit/commands",
     "bpipe report": "tests/unit/commands/test_report.py",
+    "torchrun --nnodes 4 --nproc-per-node 8 pretrain_gpt.py": "tests/unit/test_docs.py",
     "torchrun --nproc-per-node 8 pretrain_gpt.py": "tests/gloo/test_training.py",
     "torchrun --nproc-per-node 8 -m megatron.scheduling.launch": "tests/gloo/test_launch.py",
     "torchrun --nproc-per-node 4 -m torchtitan.train": "tests/gloo/test_titan.py",
@@ -387,6 +389,8 @@ def test_each_remedy_needs_and_takes_what_the_table_says(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_files(OOM, tmp_path)
+    assert cli.main(["capture", "--output", "launch.json", "--", "bash", "run.sh"]) == 0
+    capsys.readouterr()
     command = next(command for command, _ in SHOWN[OOM] if command.startswith("bpipe simulate"))
     remedies = re.findall(r"^\| ([\w ,().]+) \| (.*) \| ([\d.]+) \| ([\d.]+) \| \d \|$", OOM.read_text(), re.MULTILINE)
     assert len(remedies) >= 10

@@ -192,10 +192,10 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "launches",
     ),
     "launch": (
-        "bash_arithmetic bash_words expert_flags layer_split megatron_names other_flags recompute_flags",
-        "bash_commands bash_values hybrid_flags training_log",
+        "expert_flags layer_split megatron_names other_flags recompute_flags stand_in",
+        "capture hybrid_flags training_log",
         "megatron_command megatron_flags",
-        "launch_script row_flags",
+        "row_flags",
     ),
     "plan": (
         "estimate fewest_layers fit shards timing",

@@ -1,34 +1,25 @@
-"""Launches: bash scripts, Megatron's flags, and the log of a training.
+"""Launches: captured ones, Megatron's flags, and the log of a training.
 
 In: text. Out: whether it was taken, or Wrong. Where nobody can say what a damaged one means, only that it ends, and how.
 """
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
 from tests.support.readers.outcome import judge_answer
 
-SCRIPT = """\
-#!/bin/bash
-GPUS=4
-NODES=${NODES:-1}
-ARGS=(
-    --num-layers 8 --hidden-size 1024 # deep
-    --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024
-)
-ARGS+=(--vocab-size "51200")
-BATCH="--micro-batch-size 1 --global-batch-size $((GPUS * 4)) --bf16"
-torchrun --nproc_per_node $GPUS --nnodes $NODES pretrain_gpt.py ${ARGS[@]} \\
-    $BATCH --pipeline-model-parallel-size 4 --bpipe 2>&1 | tee train.log
-"""
 LAUNCH = (
     "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 51200 "
     "--micro-batch-size 1 --global-batch-size 16 --pipeline-model-parallel-size 4 "
     "--pipeline-model-parallel-layout E(tt|)*3ttL --num-experts 4 --moe-layer-freq [0]*2+[1]*6 "
     "--moe-ffn-hidden-size 512 --window-size 127,0 --window-attn-skip-freq 4 --bf16 "
     "--recompute-granularity selective --recompute-modules core_attn --bpipe --bpipe-bound 3"
+)
+CAPTURED = json.dumps(
+    {"launches": [{"words": ["torchrun", "pretrain_gpt.py", *LAUNCH.split()], "environment": {"NCCL_X": "1"}}]}
 )
 ARGUMENTS: dict[str, object] = {"num_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 1024}
 ARGUMENTS |= {"micro_batch_size": 1, "bf16": True, "global_batch_size": 16, "pipeline_model_parallel_size": 4}
@@ -54,9 +45,9 @@ def judge_trained(path: Path, text: str, _: random.Random) -> bool:
     return judge_answer(["calibrate", str(path), "--cluster", "a100-80g:4", "--format", "json"])
 
 
-def judge_script(path: Path, text: str, _: random.Random) -> bool:
+def judge_captured(path: Path, text: str, _: random.Random) -> bool:
     path.write_text(text, encoding="utf-8", errors="surrogatepass")
-    return judge_answer(["simulate", "--cluster", "a100-80g", "--from-script", str(path), "--format", "json"])
+    return judge_answer(["simulate", "--cluster", "a100-80g:4", "--launch", str(path), "--format", "json"])
 
 
 def judge_launch(_: Path, text: str, __: random.Random) -> bool:

@@ -34,7 +34,7 @@ READERS = {
     "cluster": Reader(predictions.cluster_texts, predictions.damaged_cluster, predictions.judge_cluster),
     "calibration": Reader(lambda _: [json.dumps(predictions.CALIBRATION)], damaged_json, predictions.judge_calibration),
     "trained": Reader(lambda _: [launches.TRAINED], damaged_text, launches.judge_trained),
-    "script": Reader(lambda _: [launches.SCRIPT], damaged_text, launches.judge_script),
+    "captured": Reader(lambda _: [launches.CAPTURED], damaged_json, launches.judge_captured),
     "launch": Reader(lambda _: [launches.LAUNCH], damaged_text, launches.judge_launch),
 }
 

@@ -12,18 +12,25 @@ from typing import Any
 import pytest
 
 from bpipe.cli import main
+from bpipe.launch.capture import write_launches
 from tests.unit.report.recorded import write_run
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--from-script", "none.sh"], "none.sh: there is no such file: check the name"),
-        (["--from-script", "no/such.sh"], "no/such.sh: there is no folder no: create it, or check the name"),
-        (["--from-script", "."], ".: this is a folder: name a file"),
-        (["--from-script", "latin.sh"], "latin.sh: byte 6 is not UTF-8 text: name the script itself, or convert it"),
-        (["--from-script", "/dev/zero"], "/dev/zero: line 1: a zero byte: this is not a script"),
-        (["--from-script", "-"], "--from-script -: standard input is closed: pipe the script into it, or name a file"),
+        (["--launch", "none.json"], "none.json: there is no such file: check the name"),
+        (["--launch", "no/such.json"], "no/such.json: there is no folder no: create it, or check the name"),
+        (["--launch", "."], ".: this is a folder: name a file"),
+        (["--launch", "latin.json"], "latin.json: byte 4 is not UTF-8 text: write it with bpipe capture --output FILE"),
+        (
+            ["--launch", "run.sh"],
+            "run.sh: line 1, column 1: Expecting value: write it with bpipe capture --output FILE",
+        ),
+        (["--launch", "/dev/zero"], "/dev/zero: line 1, column 1: Expecting value: write it with bpipe capture"),
+        (["--launch", "two.json"], "two.json has 2 launches: choose one, such as the first with --launch two.json:1"),
+        (["--launch", "two.json:3"], "--launch two.json:3: the last launch in the file is 2"),
+        (["--launch", "-"], "--launch -: standard input is closed: pipe a capture into it, or name a file"),
         (
             ["--model", "gpt3-13b", "--pp", "8", "--gbs", "8", "--trace", "no/a.json"],
             "no/a.json: there is no folder no",
@@ -40,7 +47,9 @@ def test_a_file_that_cannot_be_used_is_named_with_what_to_do(
     """Once a number of the operating system, a codec's words, or a traceback."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", None)
-    (tmp_path / "latin.sh").write_bytes(b"# Ma\xdfe\n".replace(b"Ma", b"Maas"))
+    (tmp_path / "latin.json").write_bytes(b'{"Ma\xdfe": 1}')
+    (tmp_path / "run.sh").write_text("torchrun pretrain_gpt.py\n")
+    (tmp_path / "two.json").write_text(write_launches([{"words": ["a"]}, {"words": ["b"]}]))
     assert main(["simulate", "--cluster", "a100-80g:8", *arguments]) == 2
     assert message in capsys.readouterr().err
 
@@ -80,8 +89,7 @@ def test_a_file_that_cannot_be_used_is_named_with_what_to_do(
 def test_what_was_meant_is_said_and_nothing_absurd(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`--zp` was once to be `--set`, and `--html` `--help`; units and a node of 128 devices were taken as they
-    stood."""
+    """`--html` was once to be `--help`; units and a node of 128 devices were taken as they stood."""
     try:
         status = main(arguments)
     except SystemExit as ended:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bpipe.cli import main
+from bpipe.launch.capture import write_launches
 
 PLAIN = ["simulate", "--model", "llama3-70b", "--cluster", "h100-80g:8x8", "--gbs", "64", "--tp", "4", "--pp", "8"]
 LAUNCH = "--num-layers 16 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048"
@@ -31,14 +32,15 @@ def test_each_side_is_the_command_with_its_settings(capsys: pytest.CaptureFixtur
     assert both["B"] == document([*PLAIN, "--tp", "8", "--pp", "4", "--recompute", "full"], capsys)
 
 
-def test_launches_are_compared_by_their_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, more in (("one.sh", ""), ("two.sh", " --recompute-granularity full --recompute-method uniform")):
-        (tmp_path / name).write_text(f"torchrun --nproc-per-node 4 pretrain_gpt.py {LAUNCH}{more}\n")
-    one, two = (str(tmp_path / name) for name in ("one.sh", "two.sh"))
+def test_launches_are_compared_by_their_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, more in (("one", ""), ("two", " --recompute-granularity full --recompute-method uniform")):
+        words = f"torchrun --nproc-per-node 4 pretrain_gpt.py {LAUNCH}{more}".split()
+        (tmp_path / name).write_text(write_launches([{"words": words}]))
+    one, two = (str(tmp_path / name) for name in ("one", "two"))
     command = ["simulate", "--cluster", "a100-80g"]
-    both = document([*command, "--compare", one, f"--from-script {two}"], capsys)
-    assert both["A"] == document([*command, "--from-script", one], capsys)
-    assert both["B"] == document([*command, "--from-script", two], capsys)
+    both = document([*command, "--compare", one, f"--launch {two}"], capsys)
+    assert both["A"] == document([*command, "--launch", one], capsys)
+    assert both["B"] == document([*command, "--launch", two], capsys)
     # The launch of the command is laid aside, too.
     assert both == document([*command, "--compare", one, two, "--", *LAUNCH.split()], capsys)
 

@@ -17,6 +17,7 @@ import pytest
 
 from bpipe.cli import main
 from bpipe.features.feature import State
+from bpipe.launch.capture import write_launches
 from bpipe.plan.launch_states import states_of_launch, worst
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -204,14 +205,15 @@ def test_launches_are_told_before_they_start(launch: str, capsys: pytest.Capture
 ORDER = ("supported", "guarded", "refused")
 
 
-def test_a_script_is_read_as_for_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = tmp_path / "run.sh"
-    script.write_text(
-        'LAYERS="--num-layers 32 --hidden-size 4096"\nMORE=(--tp-comm-overlap --fp8-format hybrid)\n'
-        'torchrun --nproc-per-node 8 pretrain_gpt.py $LAYERS --seq-length 4096 "${MORE[@]}"\n'
-    )
-    assert main(["check-launch", "--from-script", str(script)]) == 0
-    said = capsys.readouterr().out
+def test_a_captured_launch_is_checked_and_may_have_flags_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch = "torchrun pretrain_gpt.py --num-layers 32 --tp-comm-overlap --fp8-format hybrid --my-own 8"
+    file = tmp_path / "launch.json"
+    file.write_text(write_launches([{"words": launch.split(), "environment": {}}]))
+    assert main(["check-launch", "--launch", str(file)]) == 0
+    said, warned = capsys.readouterr()
+    assert warned == "from the launch: Megatron has no --my-own: not considered\n"
     assert "guarded    FP8: " in said
     assert "guarded    overlapped tensor-parallel communication: " in said
     assert main(["check-launch"]) == 2
