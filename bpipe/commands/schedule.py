@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import textwrap
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -28,7 +29,13 @@ from bpipe.formats.grid import write_grid
 from bpipe.formats.listing import write_listing
 from bpipe.formats.read import read_file, source_of
 from bpipe.formats.text import write_csv
-from bpipe.generate.families import FAMILIES, exchange_of, families_for_bounds, families_with_early_forwarding
+from bpipe.generate.families import (
+    FAMILIES,
+    SUMMARIES,
+    exchange_of,
+    families_for_bounds,
+    families_with_early_forwarding,
+)
 from bpipe.ir.action import SHARDS, Action, Kind
 from bpipe.ir.host_buffers import num_host_memory_buffers
 from bpipe.ir.hosts import uses_host_memory
@@ -105,7 +112,12 @@ _COLOURS = {
 
 
 def run(options: Options) -> None:
-    """Make or read it, then write it."""
+    """Make or read it, then write it. Without a word of which, list the families."""
+    if options.input is None and all(getattr(options, flag.field) is None for flag in _NEEDED):
+        width = max(map(len, SUMMARIES))
+        for name, summary in SUMMARIES.items():
+            print(textwrap.fill(f"{name:<{width}}  {summary}", 120, subsequent_indent=" " * (width + 2)))
+        return
     output = None if options.output is None else Path(options.output)
     form = options.format or _format_of(output)
     _refuse_unused(options, form)

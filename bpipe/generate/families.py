@@ -26,7 +26,10 @@ from bpipe.ir.program import Exchange
 _WHOLE = (gpipe, one_f_one_b, interleaved, combined)
 _IN_HALVES = (one_f_one_b_split, zb_h1, zb_v, v_half, v_min, grouped_interleaved)
 _IN_TWO_PIPES = (chimera, mixpipe, bitpipe, bitpipe_early)
-FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (*_WHOLE, *_IN_HALVES, *_IN_TWO_PIPES)}
+_MODULES = (*_WHOLE, *_IN_HALVES, *_IN_TWO_PIPES)
+FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}
+# By name, what a family is, in one sentence: the first of its module.
+SUMMARIES = {module.FAMILY.name: " ".join((module.__doc__ or "").partition(".")[0].split()) for module in _MODULES}
 
 # What Megatron's own loops run, without and with chunks. No other family here holds less.
 DEFAULTS = (one_f_one_b.FAMILY.name, interleaved.FAMILY.name)

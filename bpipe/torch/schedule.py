@@ -119,7 +119,7 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
     ) -> None:
         """Build the schedule and connect its pairs. Collective over the world where anything moves.
 
-        `stages` are this rank's, one or a list. `schedule`: a family of `bpipe schedule --list`, one of torch's names or
+        `stages` are this rank's, one or a list. `schedule`: a family that `bpipe schedule` lists, one of torch's names or
         classes, a file of `bpipe schedule --format csv`, or a Schedule. `balance`: "bpipe" or "none". `bounds`: most
         micro-batches of a chunk that each rank may hold, one number for all or one per rank; by default the smallest that
         all keep. `hosts`: who keeps what leaves: "pair", "pool", "host" (the node's own memory) or "all". `memory`, in
