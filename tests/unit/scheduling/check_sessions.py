@@ -7,7 +7,6 @@ well."""
 from __future__ import annotations
 
 import contextlib
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -30,7 +29,6 @@ import terra
 HIDDEN, LENGTH, BATCH, TOKENS = 32, 8, 2, 64
 ORDER = "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4"
 ITERATIONS = 5
-BACKENDS: tuple[Literal["operations", "script"], ...] = ("operations", "script")
 STAGES = {"first": (True, False), "middle": (False, False), "last": (False, True)}
 
 
@@ -122,11 +120,10 @@ def stages_compute_the_same_under_a_session() -> None:
     for name, kind in STAGES.items():
         for dropout in (0.0, 0.1):
             expected = trained(kind, dropout, None)
-            for backend in BACKENDS:
-                said = f"{name} stage, dropout {dropout}, {backend}"
-                with contextlib.closing(terra.Session(backend=backend)) as session:
-                    same(expected, trained(kind, dropout, session), said)
-                    assert (session.traces, session.fallbacks, session.co_executed) == (2, 0, ITERATIONS - 3), said
+            said = f"{name} stage, dropout {dropout}"
+            with contextlib.closing(terra.Session()) as session:
+                same(expected, trained(kind, dropout, session), said)
+                assert (session.traces, session.fallbacks, session.co_executed) == (2, 0, ITERATIONS - 3), said
 
 
 def same(expected: list[dict[str, torch.Tensor]], found: list[dict[str, torch.Tensor]], name: str) -> None:
