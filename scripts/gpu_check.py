@@ -210,7 +210,7 @@ def find_out(name: str, device: str, size: str, limit_s: float, lines: TextIO = 
 
 
 def merged(found: Sequence[tuple[str, str, Result]]) -> Result:
-    """One result of several: what they run under, what ran, and what came of it.
+    """Return one result of several: what they run under, what ran, and what came of it. Prints nothing.
 
     What a case judged becomes a line that says whether it was right; what it only measured keeps its lines.
     """
@@ -219,12 +219,12 @@ def merged(found: Sequence[tuple[str, str, Result]]) -> Result:
         title = f"{name}, {label}"
         result.facts[title] = {"rows": one.rows, "facts": one.facts, "skipped": one.skipped, "failure": one.failure}
         if one.failure is None and one.skipped is None and one.ok is None:
-            for what, value in one.rows:
-                result.row(f"{label}: {what}", value)
+            result.rows += [(f"{label}: {what}", value) for what, value in one.rows]
         elif one.skipped is not None:
-            result.row(title, f"skipped: {one.skipped}")
+            result.rows.append((title, f"skipped: {one.skipped}"))
         else:
-            result.check(title, one.ok is True, judged(one))
+            result.ok = one.ok is True and result.ok is not False
+            result.rows.append((title, f"{'ok' if one.ok is True else 'FAILED'}: {judged(one)}"))
     if all(one.skipped is not None for _, _, one in found):
         result.skipped = found[0][2].skipped
     return result
