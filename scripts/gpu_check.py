@@ -198,6 +198,8 @@ def find_out(name: str, device: str, size: str, limit_s: float, lines: TextIO = 
     What one of them leaves of the time, the next ones have.
     """
     runs = STEPS[name].runs(name)
+    if device == LATE and any(ALLOCATOR in under.environment for under, _ in runs):
+        return Result(skipped=needs_gpu(name))
     until = time.monotonic() + limit_s
     found = []
     for number, (under, case) in enumerate(runs):

@@ -19,7 +19,7 @@ from bpipe.runtime.streams import lanes
 from bpipe.transport.base import Pending
 from bpipe.transport.lanes import CopyLane, Job
 from bpipe.transport.one_sided import OneSidedCopies
-from tests.gpu.accelerators import Accelerator
+from tests.gpu.accelerators import LATE, Accelerator
 from tests.gpu.common import FULL, MODERATE, SMALL, Result, in_host_memory, repeats
 from tests.gpu.one_stage import TIMEOUT_S, SmallStage, balanced, engine_of, loop_of
 from tests.gpu.waits import WAITS, Wait
@@ -135,8 +135,10 @@ def _without(wait: Wait, stage: Stage0, on: Accelerator, sizes: Sizes, result: R
             on.come_late(not wait.late_copies, wait.late_copies, number)
             caught += not stage.right()
     name, text = f"without {wait.number} ({wait.what})", f"caught in {caught} of {count} iterations"
-    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        # One queue for all streams can order by chance what the code does not.
+    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    if connections == "1" or (connections and on.name == LATE):
+        # Streams that share a queue can be ordered by chance where the code orders nothing: one queue for all, or a late
+        # device's, which has no more of them than this.
         result.row(name, text)
     else:
         result.check(name, 2 * caught > count, text)

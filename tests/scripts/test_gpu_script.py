@@ -203,7 +203,7 @@ def test_a_step_of_several_runs(check: ModuleType, monkeypatch: pytest.MonkeyPat
         return check.Result(rows=[("with / without", "1.01")])
 
     monkeypatch.setattr(check.isolate, "isolated", answered)
-    result = check.find_out(name, "late", "small", 1.0)
+    result = check.find_out(name, "cuda", "small", 1.0)
     assert asked == SEVERAL[name]
     said = dict(result.rows)
     if name == "connections":
