@@ -115,7 +115,7 @@ def test_nothing_is_supported_and_refused_at_once() -> None:
 
 
 def test_every_repair_is_in_the_table() -> None:
-    documented = [(tuple(re.findall(r"`([\w.]+)`", row[0])), row[1]) for row in table("Checkpoints")]
+    documented = [(tuple(re.findall(r"`([\w.]+)`", row[0])), row[1]) for row in table("Repaired defects")]
     assert documented == [(repair.names, repair.mends) for repair in REPAIRS]
 
 
