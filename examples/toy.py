@@ -2,7 +2,7 @@
 forward and backward.
 
 In: nothing. Out: a table of the most micro-batches that each stage held with and without balancing. The exit status
-is 0 if both runs are bit-identical, 1 if not. Runs on the CPU: `python examples/toy.py`. docs/own_loop.md explains
+is 0 if both runs are bit-identical, 1 if not. Runs on the CPU: `python examples/toy.py`. docs/pipelining.md explains
 each part.
 """
 

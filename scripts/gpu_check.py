@@ -8,8 +8,8 @@ transfers are waited for; how long anything takes is declared. Out: a line for e
 
 --minutes 12 runs the whole programme within 12 minutes. Steps that are right or wrong run side by side, timed ones alone.
 Each case runs in a process of its own: one that fails or hangs is ended at its limit and reported, and the others go on.
-Exit status 1 if a step found something wrong or did not come to its end, 2 without a GPU. docs/gpu.md says what each step
-shows; --table writes its table of results.
+Exit status 1 if a step found something wrong or did not come to its end, 2 without a GPU. --list says what each step
+shows; --table writes the table of results of docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -347,7 +347,7 @@ def with_results(text: str, files: Sequence[Mapping[str, Any]]) -> str:
         header = file["header"]
         if header["device"] != CUDA:
             raise ValueError(f"{header['command']} ran {header['gpu']}: the table is only for GPUs")
-        where = _cell(f"{header['gpu']}, {header['date']}, `{header['command']}`")
+        where = _cell(f"{header['gpu'].split(',')[0]}, {header['date'].split()[0]}")
         rows |= {name: (where, _cell(_told(Result(**found)))) for name, found in file["steps"].items()}
     return f"{before}{RESULTS}\n" + "\n".join([*_on_late_devices(), "", *_on_gpus(rows)]) + "\n"
 
@@ -369,7 +369,7 @@ def _on_gpus(rows: Mapping[str, tuple[str, str]]) -> list[str]:
     if not rows:
         return ["Nothing has been run on a GPU yet."]
     lines = [f"Not run on a GPU yet: {', '.join(missing)}.", ""] if missing else []
-    lines += ["| what | GPU, date, command | result |", "|---|---|---|"]
+    lines += ["| step | GPU, date | result |", "|---|---|---|"]
     return lines + [f"| `{name}` | {' | '.join(rows[name])} |" for name in STEPS if name in rows]
 
 

@@ -45,7 +45,7 @@ if [[ "${1:-}" == --schedule ]]; then
         1f1b-split | zb-h1) ;;
         zb-v | v-half | v-min)
             die "--schedule $2 gives ranks other layers, with other initial weights, so the runs could not be compared with Megatron's" \
-                "own loop. Give --schedule grouped-interleaved; docs/placed.md shows how to train with $2."
+                "own loop. Give --schedule grouped-interleaved; docs/megatron.md shows how to train with $2."
             ;;
         *) die "--schedule '${2:-}' is not grouped-interleaved, zb-h1, 1f1b-split or interleaved-1f1b. Give one of these." ;;
     esac

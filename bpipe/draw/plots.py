@@ -51,16 +51,6 @@ class StagePeaks:
 
 
 @dataclass(frozen=True, slots=True)
-class Overhead:
-    """One line: by how many percent an iteration is longer, for each batch size."""
-
-    label: str
-    batch_sizes: tuple[int, ...]
-    percents: tuple[float, ...]
-    is_synchronous: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Ranked:
     """One configuration: its place is that in the list. `note` stands behind the bar."""
 
@@ -114,48 +104,6 @@ def memory_chart(stages: Sequence[StagePeaks], title: str) -> Figure:
     axes.set_ylim(0, 1.1 * highest / unit)
     axes.grid(axis="y", color="#dddddd", linewidth=0.7)
     axes.legend(frameon=False, fontsize=9, loc="upper right")
-    return figure
-
-
-def overhead_chart(lines: Sequence[Overhead], title: str, batch: str) -> Figure:
-    """Return a chart with one line each: synchronous ones solid, asynchronous ones dashed."""
-    if not lines:
-        raise ValueError("there is no line to draw")
-    figure, axes = _figure(8, 3.9, title)
-    looks = ((VERMILION, "o"), (BLUE, "s"), (GREEN, "^"), (BLACK, "D"))
-    names = list(dict.fromkeys(line.label for line in lines))
-    top = max(max(line.percents) for line in lines)
-    # Ends that lie upon each other get one number.
-    named: list[float] = []
-    for line in lines:
-        colour, marker = looks[names.index(line.label) % len(looks)]
-        kind, inside, dashes = ("synchronous", colour, "-") if line.is_synchronous else ("asynchronous", "white", "--")
-        (drawn,) = axes.plot(
-            line.batch_sizes,
-            line.percents,
-            color=colour,
-            marker=marker,
-            markerfacecolor=inside,
-            linestyle=dashes,
-            label=f"{line.label}, {kind}",
-            clip_on=False,
-        )
-        drawn.set_gid(f"{kind}-{names.index(line.label)}")
-        last = line.percents[-1]
-        if all(abs(last - other) > 0.04 * top for other in named):
-            named.append(last)
-            # What ends on the axis is named above it.
-            lift = 7 if last < 0.04 * top else 0
-            end = (line.batch_sizes[-1], last)
-            axes.annotate(f"{last:.1f} %", end, (8, lift), textcoords="offset points", va="center", fontsize=8.5)
-    axes.set_xscale("log", base=2)
-    sizes = sorted({size for line in lines for size in line.batch_sizes})
-    axes.set_xticks(sizes, [str(size) for size in sizes])
-    axes.minorticks_off()
-    axes.set(xlabel=batch, ylabel="increase in iteration time, %")
-    axes.set_ylim(bottom=0)
-    axes.grid(axis="y", color="#dddddd", linewidth=0.7)
-    axes.legend(frameon=False, fontsize=9)
     return figure
 
 

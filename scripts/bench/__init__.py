@@ -1,1 +1,1 @@
-"""Measurements of what this library costs, on any machine: a script each. `docs/performance.md` has what they found."""
+"""Measurements of what this library costs, on any machine: a script each. `docs/gpu.md` has what they found."""

@@ -10,18 +10,15 @@ Usage: scripts/validation/make_figures.py [--runs runs/quickstart] [--output doc
     every      every family of schedules at 4 ranks and 8 micro-batches, on the unit grid
     memory     measured peaks of both runs' stages beside the predicted ones (figure 8); needs --runs, with plain/ and balanced/ in it
     gpu_memory the same of four ranks on one H200, from the records in tests/data/h200
-    overhead   predicted from the stage times that the paper measured: how much longer an iteration is, by batch size (figure 9)
     ranking    `bpipe plan`'s ten fastest configurations of GPT-3 96B on 32 A100s (figure 7)
 
-Draws nothing by hand and knows no numbers of its own: stage times are those of scripts/validation/measurements.py.
-Needs no torch.
+Draws nothing by hand, knows no numbers of its own, and needs no torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -32,7 +29,7 @@ from bpipe.balance.config import BalanceConfig, named_balance
 from bpipe.build import ScheduleConfig, build
 from bpipe.compare.read import read_stages
 from bpipe.draw.picture import Picture, lay_out, stack
-from bpipe.draw.plots import Overhead, Ranked, StagePeaks, memory_chart, overhead_chart, ranking_chart, to_svg, write
+from bpipe.draw.plots import Ranked, StagePeaks, memory_chart, ranking_chart, to_svg, write
 from bpipe.draw.png import render_png
 from bpipe.draw.svg import render_svg
 from bpipe.draw.timeline import lay_out_simulation
@@ -47,12 +44,10 @@ from bpipe.plan.space import Space
 from bpipe.report.report import report_of
 from bpipe.simulate.cost import Link, Links, StageCost, uniform
 from bpipe.simulate.engine import simulate
-from validation.measurements import STAGE_TIMES, StageTimes
 
 ROOT = Path(__file__).resolve().parents[2]
 # Pixels of a picture that a page shows beside its text in the size in which it was drawn.
 PAGE = 650
-BATCH_SIZES = (16, 32, 64, 128, 256)
 SCOPES = {"none": "nothing recomputed", "selective": "attention recomputed", "full": "layers recomputed"}
 
 
@@ -170,33 +165,6 @@ def draw_gpu_memory(stem: Path) -> list[Path]:
     return [file]
 
 
-def overheads(times: StageTimes, batch_sizes: tuple[int, ...] = BATCH_SIZES) -> list[Overhead]:
-    """Return overheads of both kinds of transfer at one stage's times.
-
-    Raises ValueError for a batch that is no multiple of the micro-batch.
-    """
-    costs = uniform(times.pipeline, StageCost(times.forward_ms, times.backward_ms, transfer_s=times.transfer_ms))
-    percents: dict[bool, list[float]] = {True: [], False: []}
-    for size in batch_sizes:
-        if size % times.micro_batch:
-            raise ValueError(f"batch size {size} is no multiple of the micro-batch size {times.micro_batch}")
-        config = ScheduleConfig("1f1b", times.pipeline, size // times.micro_batch)
-        plain = simulate(build(config), costs).makespan_s
-        balanced = build(replace(config, balance=BalanceConfig()))
-        for kind, found in percents.items():
-            report = simulate(balanced, replace(costs, synchronous=kind))
-            found.append(100 * (float(report.makespan_s / plain) - 1))
-    return [Overhead(SCOPES[times.recompute], batch_sizes, tuple(percents[kind]), kind) for kind in (True, False)]
-
-
-def draw_overhead(stem: Path) -> list[Path]:
-    # With whole layers recomputed a transfer is a fiftieth of a forward: nothing to see.
-    measured = [times for times in STAGE_TIMES if times.model == "gpt3-13b" and times.recompute != "full"]
-    lines = [line for times in measured for line in overheads(times)]
-    title = "Predicted cost of balancing: GPT-3 13B in 8 stages, at the stage times of Kim et al. 2023"
-    return write(overhead_chart(lines, title, "batch size (micro-batches of 1)"), stem)
-
-
 def draw_ranking(stem: Path) -> list[Path]:
     cluster = parse_cluster("a100-80g:4x8")
     space = Space(PRESETS["gpt3-96b"], cluster, global_batch=128, sequence=2048, attention="unfused", precision="fp16")
@@ -228,8 +196,7 @@ def main() -> int:
             *draw_families(folder / "families"),
             *draw_every_family(folder / "every"),
         ]
-        files += [*draw_overhead(folder / "overhead"), *draw_ranking(folder / "ranking")]
-        files += draw_gpu_memory(folder / "gpu_memory")
+        files += [*draw_ranking(folder / "ranking"), *draw_gpu_memory(folder / "gpu_memory")]
         if options.runs is None:
             print(
                 "memory: not made, it needs measurements: run scripts/quickstart.sh, then this with --runs "

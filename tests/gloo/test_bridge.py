@@ -1,5 +1,17 @@
-"""Megatron-Bridge's own training, balanced by `install` and placed by `place`, where Bridge is installed; see
-docs/bridge.md."""
+"""Megatron-Bridge's own training, balanced by `install` and placed by `place`, where Bridge is installed.
+
+Bridge pins many packages. To install it without a GPU, apart from the environment:
+
+    pip install --target /tmp/bridge "transformers>=5.8,<=5.12.1" omegaconf "hydra-core<1.4" einops "pulp<4.0" \\
+        nvidia-ml-py requests datasets
+    pip install --target /tmp/bridge --no-deps megatron-bridge==0.6.2 nvidia-modelopt peft accelerate diffusers scipy \\
+        ninja importlib_metadata
+    rm -rf /tmp/bridge/numpy*      # the environment's own numpy goes with its torch
+    PYTHONPATH=/tmp/bridge python -m pytest --slow tests/gloo/test_bridge.py
+
+`transformer_engine`, `nvidia_resiliency_ext` and `megatron.energon` are replaced by empty modules: they need a GPU, or
+PyPI does not have all of them, and the recipe uses none of them.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +32,7 @@ def missing() -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-@pytest.mark.skipif(
-    bool(missing()), reason=f"{', '.join(missing())} not installed: docs/bridge.md says how, without a GPU"
-)
+@pytest.mark.skipif(bool(missing()), reason=f"{', '.join(missing())} not installed: this file's docstring says how")
 def test_bridges_own_steps_are_balanced(tmp_path: Path) -> None:
     """Bridge's `pretrain` from its configuration: its loop, step, model, data and optimizer; the recipe compares the
     bits itself."""

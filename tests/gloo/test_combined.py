@@ -85,7 +85,7 @@ def moved_and_was_checked(outcome: Outcome, row: str) -> None:
     assert first["evictions"] > 0, "nothing was moved, so nothing was tested"
     assert first["verified_iterations"] == 2
     said = outcome.logs[0].split(f"=== {row}_balanced")[1].split("===")[0]
-    assert "guarded (see docs/refused.md): combined 1F1B" in said
+    assert "guarded (see docs/supported.md): combined 1F1B" in said
     share = re.search(r"stage 0 moves (\d\.\d+) of what a forward keeps for its backward", said)
     assert share is not None
     assert float(share[1]) > 0.9, "parts of a graph in pieces were not found"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -311,12 +312,14 @@ def test_the_table_runs_one_way() -> None:
             assert place_of(other) in places[:number], f"{place} may import {other}, which does not stand before it"
 
 
-def test_the_page_shows_the_table() -> None:
+def test_the_page_shows_the_places_in_their_order() -> None:
     page = (
-        (ROOT / "docs/architecture.md").read_text().partition("| may import |\n|---|---|---|\n")[2].partition("\n\n")[0]
+        (ROOT / "docs/architecture.md")
+        .read_text()
+        .partition("| part of `bpipe` | what it does |\n")[2]
+        .partition("\n\n")[0]
     )
-    rows = [[cell.split("`")[1::2] for cell in (row.split("|")[1], row.split("|")[3])] for row in page.splitlines()]
-    assert [(place, set(others)) for (place,), others in rows] == list(MAY.items())
+    assert re.findall(r"^\| `(\S+)` \|", page, re.MULTILINE) == list(MAY)
 
 
 @pytest.mark.parametrize("place", MAY)

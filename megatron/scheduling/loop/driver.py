@@ -289,7 +289,7 @@ class Driver:
         if names:
             checked = f"in the first {iterations:g} iterations" if math.isfinite(iterations) else "in all iterations"
             say(
-                f"guarded (see docs/refused.md): {', '.join(names)}. Moved activations are checked {checked} "
+                f"guarded (see docs/supported.md): {', '.join(names)}. Moved activations are checked {checked} "
                 "(--bpipe-verify); --bpipe-strict refuses such a run"
             )
         return Verifier(name, self.device, iterations) if iterations else None
