@@ -10,7 +10,7 @@ import pytest
 from bpipe.balance.config import named_balance
 from bpipe.build import ScheduleConfig, build
 from bpipe.draw.picture import lay_out, stack
-from bpipe.draw.plots import Overhead, Ranked, StagePeaks, memory_chart, overhead_chart, ranking_chart, to_png, to_svg
+from bpipe.draw.plots import StagePeaks, memory_chart, to_png, to_svg
 from bpipe.draw.svg import render_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -29,16 +29,6 @@ STAGES = tuple(
         5 - (stage == 4),
     )
     for stage, (one, other) in enumerate(zip(PLAIN, BALANCED, strict=True))
-)
-LINES = (
-    Overhead("nothing recomputed", (16, 32, 64), (5.0, 10.0, 12.0), True),
-    Overhead("nothing recomputed", (16, 32, 64), (0.0, 0.0, 0.1), False),
-    Overhead("attention recomputed", (16, 32, 64), (2.0, 3.0, 4.0), True),
-)
-RANKED = (
-    Ranked("t=4 p=8", 46.5, True, "without: 81.7 GiB"),
-    Ranked("t=2 p=8", 40.6, False),
-    Ranked("t=4 p=4", 40.1, False),
 )
 
 
@@ -88,58 +78,9 @@ def test_memory_bars_say_how_many_microbatches() -> None:
     assert {"without balancing, measured", "with balancing, measured", "predicted from the schedule"} <= set(said)
 
 
-def test_lines_rise_as_the_numbers_do() -> None:
-    svg = to_svg(overhead_chart(LINES, "title", "batch size"))
-    parts = groups(svg)
-    lines = [parts[name][0] for name in ("synchronous-0", "asynchronous-0", "synchronous-1")]
-    zero = lines[1][0][1]
-    unit = (zero - lines[0][1][1]) / 10
-    for drawn, line in zip(lines, LINES, strict=True):
-        assert [(zero - y) / unit for _, y in drawn] == pytest.approx(line.percents, abs=1e-3)
-    gaps = [lines[0][place + 1][0] - lines[0][place][0] for place in range(2)]
-    assert gaps[0] == pytest.approx(gaps[1]), "doublings are equally far apart"
-    said = words(svg)
-    assert {
-        "16",
-        "32",
-        "64",
-        "12.0 %",
-        "0.1 %",
-        "nothing recomputed, synchronous",
-        "nothing recomputed, asynchronous",
-    } <= set(said)
-
-
-def test_ends_upon_each_other_get_one_number() -> None:
-    same = Overhead("attention recomputed", (16, 32, 64), (0.0, 0.0, 0.1), False)
-    assert words(to_svg(overhead_chart((*LINES, same), "title", "batch size"))).count("0.1 %") == 1
-
-
-def test_the_best_configuration_is_on_top_and_longest() -> None:
-    svg = to_svg(ranking_chart(RANKED, "title"))
-    parts = groups(svg)
-    bars = [parts[name][0] for name in ("balanced-0", "plain-1", "plain-2")]
-    unit = extent(bars[0], 0) / RANKED[0].mfu_percent
-    assert [extent(bar, 0) / unit for bar in bars] == pytest.approx([row.mfu_percent for row in RANKED])
-    assert [bar[0][1] for bar in bars] == sorted(bar[0][1] for bar in bars), "down is further"
-    said = words(svg)
-    assert {
-        "1. t=4 p=8",
-        "3. t=4 p=4",
-        "46.5 %  (without: 81.7 GiB)",
-        "fits only with balancing",
-        "fits without balancing",
-    } <= set(said)
-
-
 def test_bars_differ_without_colours() -> None:
-    for chart in (memory_chart(STAGES, "title"), ranking_chart(RANKED, "title")):
-        patterns = {bool(bar.get_hatch()) for bar in chart.axes[0].patches}
-        assert patterns == {True, False}
-    looks = {
-        (line.get_linestyle(), line.get_marker()) for line in overhead_chart(LINES, "title", "batch size").axes[0].lines
-    }
-    assert len(looks) == len(LINES)
+    patterns = {bool(bar.get_hatch()) for bar in memory_chart(STAGES, "title").axes[0].patches}
+    assert patterns == {True, False}
 
 
 def test_the_same_numbers_are_the_same_files() -> None:
@@ -149,10 +90,9 @@ def test_the_same_numbers_are_the_same_files() -> None:
     assert drawn[0][1].startswith(b"\x89PNG\r\n")
 
 
-@pytest.mark.parametrize("draw", [memory_chart, ranking_chart])
-def test_nothing_to_draw_is_said(draw: object) -> None:
+def test_nothing_to_draw_is_said() -> None:
     with pytest.raises(ValueError, match="there is no"):
-        draw((), "title")  # type: ignore[operator]
+        memory_chart((), "title")
 
 
 def test_halves_lie_below_each_other() -> None:
