@@ -645,7 +645,7 @@ def h200_table() -> str:
         )
         for stage in range(setup.pipeline)
     ]
-    return table("stage|activations, GiB|balanced|most allocated", body)
+    return table("stage|activations, GiB|the same, balanced|most allocated", body)
 
 
 def _both(measured: float | None, predicted: float) -> str:
