@@ -288,9 +288,9 @@ def stage_mfu() -> Iterator[Row]:
 
 def gains() -> Iterator[Row]:
     """Compare `bpipe estimate` with what a micro-batch of 2 instead of 1 gained."""
-    for (attention, _), (one, two) in STAGE_MFU.items():
+    for (attention, _), (small, large) in STAGE_MFU.items():
         before, after = WHOLE_MFU[attention]
-        yield Row(HUANG, attention, "gain", after / before, estimate(128, 8, 2, 1, two / 100, one / 100).ratio)
+        yield Row(HUANG, attention, "gain", after / before, estimate(128, 8, 2, 1, large / 100, small / 100).ratio)
 
 
 @dataclass(frozen=True)
@@ -320,7 +320,7 @@ class GridRow:
 
 @cache
 def grid() -> tuple[GridRow, ...]:
-    found = []
+    compared = []
     for row in read_rows("bpipe_gpt3_96b.csv"):
         scope, balanced = KIM_SCOPES[row["recompute"]], row["balanced"] == "yes"
         t, p, b = (int(row[name]) for name in ("tensor", "pipeline", "micro_batch"))
@@ -332,8 +332,8 @@ def grid() -> tuple[GridRow, ...]:
         percent = Row(KIM, name, "% MFU", float(row["mfu_percent"]), predicted)
         limit = setup.cluster.device.memory_bytes / GIB
         gib = (fullest_gib(setup), fullest_gib(less), limit)
-        found.append(GridRow(name, row["recompute"], row["balanced"], *gib, percent))
-    return tuple(found)
+        compared.append(GridRow(name, row["recompute"], row["balanced"], *gib, percent))
+    return tuple(compared)
 
 
 def grid_mfu() -> Iterator[Row]:
@@ -506,7 +506,7 @@ EXPERT_MODELS = {
 
 @cache
 def before_bloom() -> tuple[Row, ...]:
-    found = []
+    compared = []
     for row in read_rows("kept_back_throughput.csv"):
         names = ("layers", "hidden", "heads", "tensor", "pipeline", "micro_batch")
         layers, hidden, heads, tensor, pipeline, micro_batch = (int(row[name]) for name in names)
@@ -526,8 +526,8 @@ def before_bloom() -> tuple[Row, ...]:
             sequence_parallel=False,
         )
         run = f"{setup.model.name}, t/p/b {tensor}/{pipeline}/{micro_batch}"
-        found.append(Row(BIG_SCIENCE, run, SECONDS, float(row["iteration_s"]), _iteration_s(setup), setup))
-    return tuple(found)
+        compared.append(Row(BIG_SCIENCE, run, SECONDS, float(row["iteration_s"]), _iteration_s(setup), setup))
+    return tuple(compared)
 
 
 @cache
@@ -539,15 +539,15 @@ def with_experts() -> tuple[Row, ...]:
 @cache
 def in_fp8() -> tuple[Row, ...]:
     """Dense models ran as in scripts/performance/configs/llama of the same repository."""
-    found = []
+    compared = []
     for row in read_rows("fp8_throughput.csv"):
         sizes = {name: int(row[name]) for name in ("context", "sequence")}
         setup = _bridge_setup(row, "flex", fp8=Fp8("hybrid", row["recipe"], param_gather=True), **sizes)
         if not setup.model.experts:
             switches = replace(setup.switches, tp_comm_overlap=setup.tensor > 1, grad_reduce_in_bf16=True)
             setup = replace(setup, switches=switches)
-        found.append(_bridge_row(row, setup))
-    return tuple(found)
+        compared.append(_bridge_row(row, setup))
+    return tuple(compared)
 
 
 def _bridge_setup(row: dict[str, str], dispatcher: str, **others: Any) -> Setup:
@@ -597,7 +597,7 @@ class CpuRun:
 def cpu_runs() -> tuple[CpuRun, ...]:
     recorded = json.loads((DATA / "cpu_runs.json").read_text())
     models = {name: Model(name=name, **sizes) for name, sizes in recorded["models"].items()}
-    found = []
+    compared = []
     for run in recorded["runs"]:
         choices = dict(run["setup"])
         model = models[choices.pop("model")]
@@ -608,8 +608,8 @@ def cpu_runs() -> tuple[CpuRun, ...]:
         setup = Setup(
             model, cluster, sequence=model.sequence, layers=layers, attention="unfused", kernels="cpu", **choices
         )
-        found.append(CpuRun(run["name"], setup, tuple(run["peak_bytes"]), _peaks_as_recorded(setup)))
-    return tuple(found)
+        compared.append(CpuRun(run["name"], setup, tuple(run["peak_bytes"]), _peaks_as_recorded(setup)))
+    return tuple(compared)
 
 
 def _peaks_as_recorded(setup: Setup) -> tuple[int, ...]:
@@ -634,13 +634,15 @@ def h200_table() -> str:
     setup = Setup(model, cluster, 1, 4, 1, 16, 4096, (2, 2, 2, 2), "none", "unfused", sequence_parallel=False)
     plain, balanced = (report_of(DATA / "h200" / name).comparison.stages for name in ("plain", "balanced"))
     # A balanced rank's activations include those that it hosts.
-    even = [rank.activations_bytes + rank.hosted_bytes for rank in predict_memory(replace(setup, balance=EVENLY))]
+    with_hosted = [
+        rank.activations_bytes + rank.hosted_bytes for rank in predict_memory(replace(setup, balance=EVENLY))
+    ]
     predicted, allocated = predict_memory(setup), allocated_bytes(setup)
     body = [
         (
             stage,
             _both(plain[stage].measured_bytes, predicted[stage].activations_bytes),
-            _both(balanced[stage].measured_bytes, even[stage]),
+            _both(balanced[stage].measured_bytes, with_hosted[stage]),
             _both(plain[stage].device_peak_bytes, allocated[stage]),
         )
         for stage in range(setup.pipeline)
@@ -665,10 +667,10 @@ def measured_bars() -> list[ErrorBars]:
             ratios[kind.kind].append(1 / row.seconds_ratio)
     ratios[CALIBRATED.kind] = [
         other / first
-        for found in times_by_source().values()
-        for first, other in permutations([1 / row.seconds_ratio for row in found], 2)
+        for rows in times_by_source().values()
+        for first, other in permutations([1 / row.seconds_ratio for row in rows], 2)
     ]
-    return [_bars(kind, found) for kind, found in ratios.items()]
+    return [_bars(kind, of_kind) for kind, of_kind in ratios.items()]
 
 
 def _bars(kind: str, ratios: Sequence[float]) -> ErrorBars:
@@ -681,11 +683,11 @@ def _bars(kind: str, ratios: Sequence[float]) -> ErrorBars:
 
 def times_by_source() -> dict[str, list[Row]]:
     """Return the published times and throughputs, without memory."""
-    found: dict[str, list[Row]] = {}
+    by_source: dict[str, list[Row]] = {}
     for row in published():
         if row.quantity != PEAK_GB:
-            found.setdefault(row.source, []).append(row)
-    return found
+            by_source.setdefault(row.source, []).append(row)
+    return by_source
 
 
 def calibrated_errors(rows: Sequence[Row], num_calibrating: int) -> list[float]:
