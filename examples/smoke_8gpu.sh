@@ -168,4 +168,4 @@ if [[ -z "${DRY_RUN:-}" ]]; then
     : >"$RUNS/verdicts.tsv"
 fi
 for layout in "${layouts[@]}"; do smoke "$layout" "$@"; done
-if [[ -z "${DRY_RUN:-}" ]]; then "$PYTHON" scripts/validation/smoke_table.py "$RUNS"; fi
+if [[ -z "${DRY_RUN:-}" ]]; then "$PYTHON" scripts/smoke_table.py "$RUNS"; fi

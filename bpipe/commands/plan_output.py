@@ -116,7 +116,7 @@ def _unasked(space: Space) -> tuple[str, ...]:
 
 
 def plan_document(outcome: Outcome, beside: PlanNotes) -> dict[str, Any]:
-    """Return the document that `--format json` promises (docs/predictions.md)."""
+    """Return the document that `--format json` promises (docs/planning.md)."""
     return {
         "verdict": verdict(outcome)._asdict(),
         "searched": {

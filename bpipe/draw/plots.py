@@ -9,10 +9,8 @@ colour alone. Every bar and point has an id in the svg that names it. Knows no s
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context
@@ -48,16 +46,6 @@ class StagePeaks:
     balanced_bytes: int
     balanced_predicted_bytes: int
     balanced_microbatches: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ranked:
-    """One configuration: its place is that in the list. `note` stands behind the bar."""
-
-    label: str
-    mfu_percent: float
-    is_balanced: bool
-    note: str = ""
 
 
 def memory_chart(stages: Sequence[StagePeaks], title: str) -> Figure:
@@ -104,32 +92,6 @@ def memory_chart(stages: Sequence[StagePeaks], title: str) -> Figure:
     axes.set_ylim(0, 1.1 * highest / unit)
     axes.grid(axis="y", color="#dddddd", linewidth=0.7)
     axes.legend(frameon=False, fontsize=9, loc="upper right")
-    return figure
-
-
-def ranking_chart(rows: Sequence[Ranked], title: str) -> Figure:
-    """Return a chart with one bar each, the best on top; balanced configurations are solid, others hatched."""
-    if not rows:
-        raise ValueError("there is no configuration to draw")
-    figure, axes = _figure(9, 1.2 + 0.32 * len(rows), title)
-    seen: set[bool] = set()
-    for place, row in enumerate(rows):
-        look: dict[str, Any] = {"color": BLUE} if row.is_balanced else {"color": SKY, "hatch": "///"}
-        if row.is_balanced not in seen:
-            look["label"] = "fits only with balancing" if row.is_balanced else "fits without balancing"
-            seen.add(row.is_balanced)
-        (bar,) = axes.barh([place], [row.mfu_percent], 0.72, edgecolor=BLACK, linewidth=0.7, **look)
-        bar.set_gid(f"{'balanced' if row.is_balanced else 'plain'}-{place}")
-        text = f"{row.mfu_percent:.1f} %" + (f"  ({row.note})" if row.note else "")
-        axes.annotate(text, (row.mfu_percent, place), (4, 0), textcoords="offset points", va="center", fontsize=8.5)
-    axes.set_yticks(range(len(rows)), [f"{place}. {row.label}" for place, row in enumerate(rows, 1)], fontsize=9)
-    axes.invert_yaxis()
-    axes.set_xlim(
-        0, 10 * math.ceil(max(row.mfu_percent for row in rows) / 10 + (1.5 if any(row.note for row in rows) else 0.5))
-    )
-    axes.set_xlabel("predicted MFU, %")
-    axes.grid(axis="x", color="#dddddd", linewidth=0.7)
-    figure.legend(frameon=False, fontsize=9, loc="outside lower center", ncols=2)
     return figure
 
 
@@ -211,14 +173,6 @@ def to_png(figure: Figure) -> bytes:
     with rc_context(_STYLE):  # type: ignore[arg-type]
         figure.savefig(image, format="png", dpi=_PNG_DOTS_PER_INCH, metadata={"Software": None})
     return image.getvalue()
-
-
-def write(figure: Figure, stem: Path) -> list[Path]:
-    """Write `stem`.svg and `stem`.png and return both paths."""
-    files = [stem.with_suffix(".svg"), stem.with_suffix(".png")]
-    files[0].write_text(to_svg(figure), encoding="utf-8")
-    files[1].write_bytes(to_png(figure))
-    return files
 
 
 def _figure(width: float, height: float, title: str) -> tuple[Figure, Any]:

@@ -29,7 +29,7 @@ from bpipe.models.sizes import element_bytes, num_tokens
 # Compute-Communication Overlap, arXiv 2507.03114) trained models of five sizes on A100s, H100s, MI210s and MI250s: on
 # average computations were 18.9 % slower while they were overlapped, and a run without overlap 10.2 % longer. So what
 # was hidden took 1.189 * 1.102 - 1 = 31 % of the computations' own time, and cost 0.189 / 0.310 of that. The published
-# runs of docs/validation_throughput.md agree: of 0.4 to 0.75 their mean error is least from 0.5 to 0.65.
+# runs of docs/validation.md agree: of 0.4 to 0.75 their mean error is least from 0.5 to 0.65.
 HIDDEN_SHARE = 0.60
 
 

@@ -34,7 +34,7 @@ from bpipe.plan.windows import in_time, waits_less
 from bpipe.simulate.cost import Costs
 
 # Where a node's memory takes what leaves, a first plan keeps such a part of the budget free for what prediction does
-# not know: what was measured is within 3 % of it (docs/validation_memory.md). With as much as can leaving, a node would
+# not know: what was measured is within 3 % of it (docs/validation.md). With as much as can leaving, a node would
 # need memory that no later plan asks for.
 _CUSHION = Fraction(1, 8)
 

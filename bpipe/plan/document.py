@@ -1,4 +1,4 @@
-"""Write predictions as the JSON that `bpipe simulate` and `bpipe plan` promise (docs/predictions.md).
+"""Write predictions as the JSON that `bpipe simulate` and `bpipe plan` promise (docs/planning.md).
 
 In: a prediction. Out: plain values.
 """

@@ -27,7 +27,7 @@ from bpipe.plan.space import CUTS, Space, divisors, num_grids
 from bpipe.plan.timing import steady_timing
 
 # Half of the published runs of one model are further from their prediction than this, in either direction
-# (docs/validation_throughput.md).
+# (docs/validation.md).
 CLEARLY = 1.05
 # A share of an iteration that is worth a word.
 NOTICED = 0.01
@@ -39,7 +39,7 @@ def is_level(seconds: float, other: float) -> bool:
 
 
 class Verdict(NamedTuple):
-    """Verdict on a search. `kind` is for programs: docs/predictions.md lists them."""
+    """Verdict on a search. `kind` is for programs: docs/planning.md lists them."""
 
     kind: str
     text: str

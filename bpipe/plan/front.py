@@ -256,7 +256,7 @@ def _moved(prediction: SetupPrediction) -> str:
 
 
 def front_document(front: Front) -> dict[str, Any]:
-    """Return the document that `--front --format json` promises (docs/predictions.md)."""
+    """Return the document that `--front --format json` promises (docs/planning.md)."""
     return {
         "limit_bytes": front.limit_bytes,
         "most_bytes": front.most_bytes,

@@ -1,4 +1,4 @@
-"""scripts/validation/make_figures.py: what the figures are made of, and what it says where it cannot make one."""
+"""scripts/make_figures.py: what the figures are made of, and what it says where it cannot make one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 @pytest.fixture
 def make_figures(load_script: Callable[[str], ModuleType]) -> ModuleType:
-    return load_script("validation.make_figures")
+    return load_script("make_figures")
 
 
 def write_runs(folder: Path, ranks: int = 4) -> Path:
@@ -33,26 +33,23 @@ def write_runs(folder: Path, ranks: int = 4) -> Path:
     return folder
 
 
-def test_without_runs_it_says_which_figure_is_missing(
+def test_the_figures_of_schedules_are_current(
     make_figures: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(make_figures, "draw_ranking", lambda stem: [])
     monkeypatch.setattr(sys, "argv", ["make_figures.py", "--output", str(tmp_path)])
     assert make_figures.main() == 0
-    assert "memory: not made, it needs measurements" in capsys.readouterr().out
-    files = ["every.svg", "families.png", "families.svg", "gpu_memory.svg", "schedule.png", "schedule.svg"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == files
-    committed = (Path(__file__).parents[2] / "docs/figures/every.svg").read_text()
-    assert (tmp_path / "every.svg").read_text() == committed, "run scripts/validation/make_figures.py"
+    assert "memory: not made" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["every.svg", "schedule.svg"]
+    for path in tmp_path.iterdir():
+        committed = Path(__file__).parents[2] / "docs/figures" / path.name
+        assert path.read_text() == committed.read_text(), "run scripts/make_figures.py"
 
 
 def test_memory_is_read_from_both_runs(make_figures: ModuleType, tmp_path: Path) -> None:
     rows = make_figures.read_memory(write_runs(tmp_path / "runs"))
     assert [row.plain_microbatches for row in rows] == [4, 3, 2, 1]
     assert [row.balanced_bytes for row in rows] == [3 * 2**20] * 4
-    files = make_figures.draw_memory(tmp_path / "memory", tmp_path / "runs")
-    assert [file.name for file in files] == ["memory.svg", "memory.png"]
-    assert all(file.stat().st_size > 1000 for file in files)
+    assert make_figures.memory_svg(tmp_path / "runs").startswith("<?xml")
 
 
 @pytest.mark.parametrize(

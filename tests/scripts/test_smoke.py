@@ -146,7 +146,7 @@ def test_a_name_that_is_none_is_refused_before_anything_runs(tmp_path: Path, nam
 
 
 def test_a_folder_that_is_none_is_said(tmp_path: Path) -> None:
-    script = [sys.executable, str(ROOT / "scripts/validation/smoke_table.py")]
+    script = [sys.executable, str(ROOT / "scripts/smoke_table.py")]
     assert (
         subprocess.run([*script, str(tmp_path)], capture_output=True, text=True, timeout=50, check=False).returncode
         == 2

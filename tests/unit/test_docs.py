@@ -45,7 +45,6 @@ ELSEWHERE = {
     "torchrun --nproc-per-node 4 -m torchtitan.train": "tests/gloo/test_titan.py",
     "python scripts/data/preprocess_data.py": "tests/scripts/test_preprocess_data.py",
     "python scripts/gpu_check.py": "tests/scripts/test_gpu_script.py",
-    "python scripts/validation/validate.py": "tests/scripts/test_validate.py",
     "python -m terra audit": "tests/unit/terra/test_script.py",
 }
 
@@ -411,7 +410,7 @@ def test_a_family_of_ones_own_is_one_short_file(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And an entry in the table is all that the command asks for."""
-    page = ROOT / "docs/write_a_schedule.md"
+    page = ROOT / "docs/schedules.md"
     write_files(page, tmp_path)
     assert len((tmp_path / "eager.py").read_text().splitlines()) <= 60
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,6 +1,6 @@
 """Write a report as JSON.
 
-In: a `Report`. Out: plain values whose keys docs/record.md lists: added to, never renamed. Computes nothing.
+In: a `Report`. Out: plain values whose keys docs/report.md lists: added to, never renamed. Computes nothing.
 """
 
 from __future__ import annotations

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bpipe.cli import command_of, main
+from bpipe.cli import main
 
 LOSSES = [5.5, 4.25, 0.1]
 PEAKS = {False: [4, 3, 2, 1], True: [3, 3, 3, 2]}
@@ -427,9 +426,3 @@ def test_what_only_a_report_can_show_is_not_taken_from_a_log(
 ) -> None:
     assert compare(log(tmp_path / "one.log"), log(tmp_path / "other.log"), flag) == 2
     assert "one.log: " in capsys.readouterr().err
-
-
-def test_every_option_is_on_the_page() -> None:
-    options = {flag.name for flag in command_of("compare").flags if flag.names}
-    page = (Path(__file__).resolve().parents[3] / "docs/compare.md").read_text()
-    assert options == set(re.findall(r"`(--\w+)", page)) - {"--bpipe"}

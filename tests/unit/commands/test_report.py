@@ -95,13 +95,6 @@ def test_every_command_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monk
     assert (tmp_path / "trace.json").exists()
 
 
-def test_every_option_is_on_the_page(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["report", "--help"])
-    options = set(re.findall(r"--\w+", capsys.readouterr().out)) - {"--help", "--bpipe"}
-    assert options == set(re.findall(r"^\| `(--\w+)", DOCS.read_text(), re.MULTILINE))
-
-
 def test_the_page_shows_what_a_recorded_run_prints(capsys: pytest.CaptureFixture[str]) -> None:
     """Its samples of the table and of a difference are those of a run that really took place."""
     assert main(["report", str(DOCS.parents[1] / "tests" / "data" / "recorded_run")]) == 0

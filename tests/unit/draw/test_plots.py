@@ -10,7 +10,7 @@ import pytest
 from bpipe.balance.config import named_balance
 from bpipe.build import ScheduleConfig, build
 from bpipe.draw.picture import lay_out, stack
-from bpipe.draw.plots import Ranked, StagePeaks, memory_chart, ranking_chart, to_png, to_svg
+from bpipe.draw.plots import StagePeaks, memory_chart, to_png, to_svg
 from bpipe.draw.svg import render_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -29,11 +29,6 @@ STAGES = tuple(
         5 - (stage == 4),
     )
     for stage, (one, other) in enumerate(zip(PLAIN, BALANCED, strict=True))
-)
-RANKED = (
-    Ranked("t=4 p=8", 46.5, True, "without: 81.7 GiB"),
-    Ranked("t=2 p=8", 40.6, False),
-    Ranked("t=4 p=4", 40.1, False),
 )
 
 
@@ -83,27 +78,9 @@ def test_memory_bars_say_how_many_microbatches() -> None:
     assert {"without balancing, measured", "with balancing, measured", "predicted from the schedule"} <= set(said)
 
 
-def test_the_best_configuration_is_on_top_and_longest() -> None:
-    svg = to_svg(ranking_chart(RANKED, "title"))
-    parts = groups(svg)
-    bars = [parts[name][0] for name in ("balanced-0", "plain-1", "plain-2")]
-    unit = extent(bars[0], 0) / RANKED[0].mfu_percent
-    assert [extent(bar, 0) / unit for bar in bars] == pytest.approx([row.mfu_percent for row in RANKED])
-    assert [bar[0][1] for bar in bars] == sorted(bar[0][1] for bar in bars), "down is further"
-    said = words(svg)
-    assert {
-        "1. t=4 p=8",
-        "3. t=4 p=4",
-        "46.5 %  (without: 81.7 GiB)",
-        "fits only with balancing",
-        "fits without balancing",
-    } <= set(said)
-
-
 def test_bars_differ_without_colours() -> None:
-    for chart in (memory_chart(STAGES, "title"), ranking_chart(RANKED, "title")):
-        patterns = {bool(bar.get_hatch()) for bar in chart.axes[0].patches}
-        assert patterns == {True, False}
+    patterns = {bool(bar.get_hatch()) for bar in memory_chart(STAGES, "title").axes[0].patches}
+    assert patterns == {True, False}
 
 
 def test_the_same_numbers_are_the_same_files() -> None:
@@ -113,10 +90,9 @@ def test_the_same_numbers_are_the_same_files() -> None:
     assert drawn[0][1].startswith(b"\x89PNG\r\n")
 
 
-@pytest.mark.parametrize("draw", [memory_chart, ranking_chart])
-def test_nothing_to_draw_is_said(draw: object) -> None:
+def test_nothing_to_draw_is_said() -> None:
     with pytest.raises(ValueError, match="there is no"):
-        draw((), "title")  # type: ignore[operator]
+        memory_chart((), "title")
 
 
 def test_halves_lie_below_each_other() -> None:

@@ -123,7 +123,7 @@ def test_a_loss_keeps_every_bit(tmp_path: Path, number: float | None) -> None:
     ],
 )
 def test_every_key_is_documented(heading: str, kinds: tuple[type, ...]) -> None:
-    section = (ROOT / "docs" / "record.md").read_text().split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    section = (ROOT / "docs" / "report.md").read_text().split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
     named = {
         key
         for line in section.splitlines()

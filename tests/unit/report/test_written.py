@@ -18,7 +18,7 @@ from bpipe.report.report import Report, report_of
 from bpipe.report.units import bytes_text, seconds_text
 from tests.unit.report.recorded import MOVED, edit_rows, write_run
 
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "record.md"
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "report.md"
 
 
 def report(folder: Path, **changes: Any) -> Report:

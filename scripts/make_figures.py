@@ -1,0 +1,115 @@
+#!/usr/bin/env python3
+"""Draw the figures of the documentation.
+
+In: the repository, and the folder of a quickstart's two runs. Out: svg files in docs/figures.
+
+Usage: scripts/make_figures.py [--runs runs/quickstart] [--output docs/figures]
+
+    schedule   1F1B of 4 stages and 8 micro-batches, without balancing and with it (Kim et al. 2023, figure 4)
+    every      every family of schedules at 4 ranks and 8 micro-batches, on the unit grid
+    memory     peaks of both runs' stages, measured and predicted; needs --runs, with plain/ and balanced/ in it
+
+Needs no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bpipe.balance.config import named_balance
+from bpipe.build import ScheduleConfig, build
+from bpipe.compare.read import read_stages
+from bpipe.draw.picture import lay_out, stack
+from bpipe.draw.plots import StagePeaks, memory_chart, to_svg
+from bpipe.draw.svg import render_svg
+from bpipe.generate.families import FAMILIES
+from bpipe.generate.family import ALIKE
+from bpipe.generate.timing import iteration_time
+from bpipe.ir.memory import peak_counts, plain
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def schedule_svg() -> str:
+    """Return 1F1B in the project's own picture of a schedule, once without balancing and once with it."""
+    subtitles = {"none": "without balancing", "bpipe": "with balancing"}
+    halves = [
+        lay_out(build(ScheduleConfig("1f1b", 4, 8, balance=named_balance(balance))), text)
+        for balance, text in subtitles.items()
+    ]
+    return render_svg(stack(halves))
+
+
+def every_svg() -> str:
+    """Return all families, one below the other."""
+    pictures = []
+    for name, family in FAMILIES.items():
+        config = ScheduleConfig(name, 4, 8, num_chunks=family.chunks(2)[-1])
+        schedule = build(config)
+        peak = plain(Fraction(max(peak_counts(schedule)), config.num_chunks))
+        bubble = float(iteration_time(schedule, ALIKE).bubble_percent)
+        pictures.append(lay_out(schedule, f"at most {peak} micro-batches held, bubble {bubble:.1f} %"))
+    return render_svg(stack(pictures))
+
+
+def read_memory(runs: Path) -> list[StagePeaks]:
+    """Read both runs of a quickstart.
+
+    Raises:
+        ValueError: a rank's file is missing, or the folders are swapped.
+    """
+    ranks, _ = read_stages(runs / "plain")
+    if not ranks:
+        raise ValueError(
+            f"{runs / 'plain'}: no rank_*.json there; --runs takes the folder that scripts/quickstart.sh fills"
+        )
+    plain, balanced = (
+        read_stages(runs / name, 1 + max(ranks), name == "balanced")[0] for name in ("plain", "balanced")
+    )
+    return [
+        StagePeaks(
+            stage,
+            plain[stage].peak_bytes,
+            plain[stage].predicted_bytes,
+            plain[stage].peak_microbatches,
+            balanced[stage].peak_bytes,
+            balanced[stage].predicted_bytes,
+            balanced[stage].peak_microbatches,
+        )
+        for stage in sorted(plain)
+    ]
+
+
+def memory_svg(runs: Path) -> str:
+    return to_svg(memory_chart(read_memory(runs), "The quickstart: most memory of saved activations on each stage"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--runs", type=Path, help="folder of a quickstart's two runs, such as runs/quickstart")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "figures", help="default docs/figures")
+    options = parser.parse_args()
+    try:
+        figures = {"schedule": schedule_svg(), "every": every_svg()}
+        if options.runs is None:
+            print("memory: not made, it needs the runs of scripts/quickstart.sh: give --runs runs/quickstart")
+        else:
+            figures["memory"] = memory_svg(options.runs)
+        options.output.mkdir(parents=True, exist_ok=True)
+        for name, svg in figures.items():
+            file = options.output / f"{name}.svg"
+            file.write_text(svg, encoding="utf-8")
+            print(file)
+    except (ValueError, OSError) as error:
+        print(f"make_figures.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""What shows that the library is right: predictions beside measurements, figures, readers given damaged files."""

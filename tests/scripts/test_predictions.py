@@ -1,0 +1,113 @@
+"""scripts/bench/predictions.py: how far predictions are from measurements, and that docs/validation.md says so."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from bpipe.models import error_bars
+from bpipe.models.layout import EVENLY
+
+# Some of the published runs are predicted in forty configurations, which takes a quarter of a minute.
+pytestmark = pytest.mark.timeout(180)
+PAGE = Path(__file__).resolve().parents[2] / "docs/validation.md"
+
+
+@pytest.fixture
+def predictions(load_script: Callable[[str], ModuleType]) -> ModuleType:
+    return load_script("bench.predictions")
+
+
+def test_the_page_has_the_tables_that_the_script_makes(predictions: ModuleType) -> None:
+    assert predictions.rewritten(PAGE.read_text()) == PAGE.read_text(), (
+        "run python scripts/bench/predictions.py --write docs/validation.md"
+    )
+
+
+# Number of values, and the largest mean and single error in percent, by what is compared and what is given.
+LIMITS = [
+    ("iteration times, Yeung 2024", 20, 1, 2),
+    ("MFU of GPT-3 96B, balanced, Kim 2023", 1, 2.5, 2.5),
+    ("gain of a larger micro-batch, Huang 2024", 2, 4, 4),
+    ("stage times, Kim 2023 and Yeung 2024", 16, 4, 10),
+    ("MFU of one stage, Huang 2024", 4, 9, 14),
+    ("MFU of GPT-3 96B, Kim 2023", 19, 8, 41),
+    ("Narayanan 2021 table 1", 10, 3, 8),
+    ("Narayanan 2021 table 2", 6, 3, 6),
+    ("Korthikanti 2022 table 5", 8, 4.5, 7),
+    ("Qi 2024 table 4", 24, 2.5, 6),
+    ("NVIDIA DGX Cloud benchmarking recipes 24.09", 5, 1.5, 3),
+    ("BigScience 2022, before BLOOM", 17, 10, 22),
+    ("experts in bf16, Megatron Core 0.9 and Bridge 25.11", 3, 11, 22),
+    ("dense in FP8, Bridge 25.11", 2, 8, 10),
+    ("dense in FP8, Bridge 25.11", 7, 20, 27),
+    ("experts in FP8, Bridge 25.11", 3, 44, 69),
+    ("allocated memory, Qi 2024 table 4", 8, 3, 3),
+    ("allocated memory, Yeung 2024", 20, 3, 3),
+]
+
+
+def test_no_error_grows(predictions: ModuleType) -> None:
+    """Some sources miss the target of 4 and 10 %; the page says so, and here they must not drift further away."""
+    found = predictions.comparisons()
+    assert [(name, len(rows)) for name, _, _, rows in found] == [(name, number) for name, number, _, _ in LIMITS]
+    for (name, _, _, rows), (_, _, mean, largest) in zip(found, LIMITS, strict=True):
+        errors = [abs(row.error_percent) for row in rows]
+        assert statistics.mean(errors) <= mean, name
+        assert max(errors) <= largest, name
+
+
+def test_runs_are_predicted_in_their_measured_order(predictions: ModuleType) -> None:
+    assert predictions.agreement(predictions.published()) >= 0.8
+    assert predictions.agreement(predictions.before_bloom()) >= 0.75
+
+
+def test_the_grid_of_gpt3_96b(predictions: ModuleType) -> None:
+    """One row at most is missed, and the two balanced rows are the fastest, in their measured order."""
+    found = predictions.grid()
+    assert sum(not row.agrees for row in found) <= 1
+    for column in ("measured", "predicted"):
+        fastest = sorted(found, key=lambda row: -getattr(row.mfu, column))[:2]
+        assert [(row.name, row.balanced) for row in fastest] == [("4/8/2", "yes"), ("2/16/1", "yes")], column
+
+
+def test_nvidias_runs_are_predicted_with_the_overlap_of_their_recipe(predictions: ModuleType) -> None:
+    found = [row for row in predictions.published() if row.source.startswith("NVIDIA")]
+    assert [row.setup.switches.tp_comm_overlap for row in found] == [True] * 5
+
+
+def test_one_run_calibrates_the_others(predictions: ModuleType) -> None:
+    found = predictions.times_by_source()
+    assert len(found) == 5
+    for source, rows in found.items():
+        by_first = predictions.calibrated_errors(rows, 1)
+        by_any = predictions.calibrated_errors(rows, len(rows))
+        assert len(by_any) == len(rows) * (len(rows) - 1)
+        assert by_any[: len(rows) - 1] == by_first
+        assert statistics.mean(by_first) <= (2.5 if source.startswith("NVIDIA") else 5), source
+        assert max(by_first) <= (6 if source.startswith("NVIDIA") else 9), source
+        assert max(by_any) <= 10.1, source
+
+
+def test_our_own_runs_are_predicted_to_the_byte(predictions: ModuleType) -> None:
+    """GPT and LLaMA, both precisions, every recomputation, tensor and sequence parallelism, plain and balanced."""
+    found = predictions.cpu_runs()
+    assert sum(len(run.measured) for run in found) == 64
+    for run in found:
+        assert run.predicted == run.measured, run.name
+    assert {run.setup.balance for run in found} == {None, EVENLY}
+    assert {run.setup.precision for run in found} == {"fp32", "bf16"}
+    assert {run.setup.recompute for run in found} == {
+        *("none", "selective", "full", "full:block:1", "full:uniform:2"),
+        *("selective:core_attn+mlp", "selective:layernorm"),
+    }
+    assert {run.setup.sequence_shards for run in found if run.setup.tensor == 2} == {1, 2}
+
+
+def test_error_bars_are_those_of_the_runs(predictions: ModuleType) -> None:
+    kinds = (error_bars.AMPERE, error_bars.HOPPER, error_bars.BLACKWELL, error_bars.EXPERTS, error_bars.CALIBRATED)
+    assert predictions.measured_bars() == list(kinds)
