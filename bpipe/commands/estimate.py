@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bpipe.commands.shared import print_json
-from bpipe.flags import outputs
-from bpipe.flags.flag import Command, Group, Options, Task
-from bpipe.flags.schedules import GLOBAL_BATCH, PIPELINE
+from bpipe.config.flags import outputs
+from bpipe.config.flags.flag import Command, Group, Options, Task
+from bpipe.config.flags.schedules import GLOBAL_BATCH, PIPELINE
 from bpipe.plan.estimate import estimate, iteration_seconds, verdict
 
 COMMAND = Command(

@@ -13,14 +13,14 @@ from pathlib import Path
 
 from bpipe.commands.plan_output import answer_of
 from bpipe.commands.shared import print_json
-from bpipe.flags.flag import Options
-from bpipe.launch.megatron_flags import megatron_flags
-from bpipe.models.cluster import gib_text
+from bpipe.config.flags.flag import Options
+from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.plan import stock
 from bpipe.plan.answer import answer_document, answer_lines
 from bpipe.plan.front import Front, Point, describe_point, find_front, front_document, front_lines, remarks
 from bpipe.plan.judge import Candidate
 from bpipe.plan.space import Space
+from bpipe.predict.cluster import gib_text
 
 
 def show(space: Space, options: Options, plot: Path | None, progress: Callable[[str, int, int], None]) -> Front:

@@ -14,13 +14,9 @@ from typing import Any, NamedTuple
 
 from bpipe.commands.launch import launch_document
 from bpipe.commands.terminal import BOLD, paint
-from bpipe.launch.megatron_command import Reading
-from bpipe.launch.megatron_flags import megatron_flags
-from bpipe.launch.row_flags import chosen_flags, common_flags, difference
-from bpipe.models.cluster import gib_text
-from bpipe.models.layout import Setup
-from bpipe.models.memory import RankMemory
-from bpipe.models.recompute import BLOCK
+from bpipe.config.launch.megatron_command import Reading
+from bpipe.config.launch.megatron_flags import megatron_flags
+from bpipe.config.launch.row_flags import chosen_flags, common_flags, difference
 from bpipe.plan import standings, stock
 from bpipe.plan.answer import Answer, Choice, ChoiceKind, answer
 from bpipe.plan.document import document
@@ -37,11 +33,15 @@ from bpipe.plan.explain import (
 )
 from bpipe.plan.judge import Candidate
 from bpipe.plan.predict import SetupPrediction
-from bpipe.plan.refused import refused
+from bpipe.plan.refusals import refused
 from bpipe.plan.search import Outcome
 from bpipe.plan.space import CUTS, VOCABULARIES, Space, num_grids
 from bpipe.plan.stock import Stock
 from bpipe.plan.vocabulary import Burden, burden, burden_document, burden_lines
+from bpipe.predict.cluster import gib_text
+from bpipe.predict.layout import Setup
+from bpipe.predict.memory import RankMemory
+from bpipe.predict.recompute import BLOCK
 
 # Ranks whose peaks fit into one line.
 _ALL_SHOWN = 16

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from bpipe.flags.flag import Command, Options
-from bpipe.flags.parser import Parser
-from bpipe.models.cluster import gib_text
-from bpipe.models.error_bars import range_text
+from bpipe.config.flags.flag import Command, Options
+from bpipe.config.flags.parser import Parser
 from bpipe.plan.explain import CLEARLY, describe, is_level
 from bpipe.plan.predict import SetupPrediction
+from bpipe.predict.cluster import gib_text
+from bpipe.predict.error_bars import range_text
 
 NAMES = ("A", "B")
 # Most characters of a cell: two of them and a title stand in a line.

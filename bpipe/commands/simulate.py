@@ -14,18 +14,12 @@ from bpipe.commands.launch import launch_document, lines, reading_of
 from bpipe.commands.shared import CONFIGURED, cluster_of, measured_of, picture_file, print_json, with_trace
 from bpipe.commands.side_by_side import Compared, laid_over, lines_of, values_of
 from bpipe.commands.terminal import BOLD, RED, columns, paint, progress_of
-from bpipe.flags import outputs
-from bpipe.flags.configurations import MEASURED
-from bpipe.flags.flag import Command, Group, Options, Task
-from bpipe.launch.megatron_command import Reading
-from bpipe.models.cluster import gib_text
-from bpipe.models.error_bars import range_text
-from bpipe.models.layout import Setup
-from bpipe.models.memory import RankMemory
-from bpipe.models.profile import Profile
-from bpipe.models.slice_lengths import lengths_of
-from bpipe.models.slices import slice_bounds
+from bpipe.config.flags import outputs
+from bpipe.config.flags.configurations import MEASURED
+from bpipe.config.flags.flag import Command, Group, Options, Task
+from bpipe.config.launch.megatron_command import Reading
 from bpipe.plan import fit
+from bpipe.plan.budget_fit import within_budget
 from bpipe.plan.document import document
 from bpipe.plan.explain import (
     HOSTS,
@@ -39,9 +33,15 @@ from bpipe.plan.explain import (
 )
 from bpipe.plan.options import filled, setup_of
 from bpipe.plan.predict import SetupPrediction, predict, simulation_of
-from bpipe.plan.refused import refused
+from bpipe.plan.refusals import refused
 from bpipe.plan.standings import FP8, SLICES, needs_of_setup
-from bpipe.plan.within_budget import within_budget
+from bpipe.predict.cluster import gib_text
+from bpipe.predict.error_bars import range_text
+from bpipe.predict.layout import Setup
+from bpipe.predict.memory import RankMemory
+from bpipe.predict.profile import Profile
+from bpipe.predict.slice_lengths import lengths_of
+from bpipe.predict.slices import slice_bounds
 from bpipe.simulate.report import Simulation
 
 SUFFIXES = (".svg", ".png")

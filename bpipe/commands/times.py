@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 from fractions import Fraction
 
-from bpipe.generate.family import ALIKE, UnitCosts
-from bpipe.generate.timing import iteration_time
-from bpipe.ir.memory import plain
-from bpipe.ir.schedule import Schedule
+from bpipe.schedule.families.family import ALIKE, UnitCosts
+from bpipe.schedule.families.timing import iteration_time
+from bpipe.schedule.memory import plain
+from bpipe.schedule.schedule import Schedule
 
 # Of a percentage.
 _DECIMALS = 3

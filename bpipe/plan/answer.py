@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from bpipe.models.cluster import gib_text
-from bpipe.models.error_bars import error_bars, is_never_calibrated, range_text
 from bpipe.plan.explain import CLEARLY, describe, is_level
 from bpipe.plan.predict import SetupPrediction
+from bpipe.predict.cluster import gib_text
+from bpipe.predict.error_bars import error_bars, is_never_calibrated, range_text
 
 
 class ChoiceKind(StrEnum):

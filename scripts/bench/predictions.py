@@ -5,7 +5,7 @@ In: the measurements in tests/data. Out: the tables of docs/validation.md.
 
 Usage: scripts/bench/predictions.py [--rows] [--write docs/validation.md]
 
-Nothing is fitted: every constant is that of bpipe.models, the same for all runs. Needs no torch.
+Nothing is fitted: every constant is that of bpipe.predict, the same for all runs. Needs no torch.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bpipe.balance.config import BALANCES, BalanceConfig, named_balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.generate.families import default_family
-from bpipe.ir.host_buffers import num_host_buffers
-from bpipe.ir.layout import Vocabulary
-from bpipe.ir.program import Exchange
-from bpipe.models.cluster import GIB, parse_cluster
-from bpipe.models.costs import predict_costs
-from bpipe.models.error_bars import AMPERE, BLACKWELL, CALIBRATED, EXPERTS, HOPPER, MANY_RUNS, ErrorBars, error_bars
-from bpipe.models.flops import mfu, training_flops
-from bpipe.models.fp8 import Fp8
-from bpipe.models.layer_counts import split_layers
-from bpipe.models.layers.ends import output_seconds
-from bpipe.models.layout import EVENLY, Setup
-from bpipe.models.links import links
-from bpipe.models.memory import predict_memory
-from bpipe.models.model import PRESETS, Model, gpt, llama
-from bpipe.models.parts import Experts, Latent, Routing
-from bpipe.models.rates import LINK_EFFICIENCY, LINK_LATENCY_S
-from bpipe.models.replicas import update_seconds
-from bpipe.models.saved import moved_bytes, saves_input
-from bpipe.models.sizes import sent_bytes
-from bpipe.models.switches import Switches
-from bpipe.models.tensor_parallel import exposed
 from bpipe.plan.estimate import estimate
 from bpipe.plan.predict import costs_of, predict, simulation_of
 from bpipe.plan.timing import steady_timing
-from bpipe.report.memory import RankSizes, rank_peaks
-from bpipe.report.report import report_of
+from bpipe.predict.cluster import GIB, parse_cluster
+from bpipe.predict.costs import predict_costs
+from bpipe.predict.error_bars import AMPERE, BLACKWELL, CALIBRATED, EXPERTS, HOPPER, MANY_RUNS, ErrorBars, error_bars
+from bpipe.predict.flops import mfu, training_flops
+from bpipe.predict.fp8 import Fp8
+from bpipe.predict.layer_counts import split_layers
+from bpipe.predict.layer_variants import Experts, Latent, Routing
+from bpipe.predict.layers.ends import output_seconds
+from bpipe.predict.layout import EVENLY, Setup
+from bpipe.predict.links import links
+from bpipe.predict.memory import predict_memory
+from bpipe.predict.model import PRESETS, Model, gpt, llama
+from bpipe.predict.rates import LINK_EFFICIENCY, LINK_LATENCY_S
+from bpipe.predict.replicas import update_seconds
+from bpipe.predict.saved_tensors import moved_bytes, saves_input
+from bpipe.predict.sizes import sent_bytes
+from bpipe.predict.switches import Switches
+from bpipe.predict.tensor_parallel import exposed
+from bpipe.record.report.memory import RankSizes, rank_peaks
+from bpipe.record.report.report import report_of
+from bpipe.schedule.families.families import default_family
+from bpipe.schedule.host_buffers import num_host_buffers
+from bpipe.schedule.layout import Vocabulary
+from bpipe.schedule.program import Exchange
 from bpipe.simulate.cost import CollectiveCost, Costs, ShardCost, StageCost
 from bpipe.simulate.engine import simulate
 

@@ -9,8 +9,8 @@ from types import ModuleType
 
 import pytest
 
-from bpipe.models import error_bars
-from bpipe.models.layout import EVENLY
+from bpipe.predict import error_bars
+from bpipe.predict.layout import EVENLY
 
 # Some of the published runs are predicted in forty configurations, which takes a quarter of a minute.
 pytestmark = pytest.mark.timeout(180)

@@ -15,11 +15,11 @@ from types import SimpleNamespace
 import pytest
 
 from bpipe.balance.config import BalanceConfig
-from bpipe.features.feature import Feature, State
-from bpipe.features.sliced import SLICED
-from bpipe.features.table import FEATURES, PLACED, SHARDED
-from bpipe.generate.families import FAMILIES
+from bpipe.config.features.feature import Feature, State
+from bpipe.config.features.slices import SLICED
+from bpipe.config.features.table import FEATURES, PLACED, SHARDED
 from bpipe.plan.launch_states import SUPPORTED
+from bpipe.schedule.families.families import FAMILIES
 from megatron.scheduling.hooks.repairs import REPAIRS
 from megatron.scheduling.hooks.upstream import TRIED_VERSIONS
 from megatron.scheduling.options.arguments import SchedulingConfig
@@ -160,7 +160,7 @@ def test_reading_the_table_of_refusals_loads_nothing_heavy() -> None:
 
 
 def test_every_scalar_that_is_written_is_explained() -> None:
-    source = (ROOT / "megatron/scheduling/report/metrics.py").read_text()
+    source = (ROOT / "megatron/scheduling/record/metrics.py").read_text()
     by_stage = {f"{name}/stage-{{stage}}" for name in re.findall(r'^    "(bpipe-[\w-]+)": ', source, re.MULTILINE)}
     by_stage |= {f"{name}/stage-{{stage}}" for name in re.findall(r'mine\["(bpipe-[^"]+)"\]', source)}
     written = by_stage | set(re.findall(r'scalars\["(bpipe-[^"]+)"\]', source))
