@@ -13,6 +13,7 @@ from pathlib import Path
 from bpipe.commands.launch import lines, reading_of
 from bpipe.commands.shared import CONFIGURED, cluster_of, print_json
 from bpipe.commands.simulate import budgeted
+from bpipe.commands.terminal import tell
 from bpipe.compare.read import read_training
 from bpipe.flags import outputs
 from bpipe.flags.flag import Command, Group, Options, Task
@@ -21,7 +22,7 @@ from bpipe.launch.training_log import read_log
 from bpipe.models.calibration import Calibration
 from bpipe.models.layout import Setup
 from bpipe.plan.calibrate import Ran, Steady, calibrate, steady
-from bpipe.plan.explain import describe
+from bpipe.plan.candidates import describe
 from bpipe.plan.options import filled, setup_of
 
 COMMAND = Command(
@@ -62,9 +63,9 @@ def run(options: Options) -> None:
     if options.format == "json":
         print_json({**calibration.document(), "iterations": None if found is None else found._asdict()})
         return
-    print("\n".join([*lines(reading), *_said(setup, found, calibration)]))
+    tell(*lines(reading), *_said(setup, found, calibration))
     if options.output is None:
-        print("to keep this for --calibration of bpipe simulate and bpipe plan, give --output FILE")
+        tell("to keep this for --calibration of bpipe simulate and bpipe plan, give --output FILE")
 
 
 def _reading(options: Options) -> Reading | None:

@@ -14,7 +14,8 @@ from bpipe.balance.config import name_of
 from bpipe.models.cluster import gib_text
 from bpipe.models.error_bars import range_words
 from bpipe.models.memory import RankMemory
-from bpipe.plan.explain import calibration_lines, describe, tightness_warning
+from bpipe.plan.candidates import describe
+from bpipe.plan.explain import calibration_lines, tightness_warning
 from bpipe.plan.predict import SetupPrediction
 from bpipe.report.out.page import render
 from bpipe.report.out.view import simulated_track

@@ -18,26 +18,14 @@ from bpipe.models.layout import Setup
 from bpipe.models.memory import least_bytes, least_shared_bytes, peak_bytes, rank_states
 from bpipe.models.recompute import BLOCK
 from bpipe.models.warm_up import least_warm_bytes
+from bpipe.plan.candidates import Candidate
 from bpipe.plan.fewest_layers import OPEN, fewest_layers, with_block
-from bpipe.plan.predict import SetupPrediction
 from bpipe.plan.shards import stands_still
 from bpipe.plan.space import Space
 from bpipe.plan.within_budget import within_budget_or_none
 
 # A plan by a budget takes a second for so many forwards.
 _FORWARDS_PLANNED = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A prediction of a row.
-
-    `needs_bytes`: what the fullest rank of a balanced setup would need without balancing; None where it is not
-    balanced.
-    """
-
-    prediction: SetupPrediction
-    needs_bytes: int | None
 
 
 class Closest(NamedTuple):

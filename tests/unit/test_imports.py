@@ -200,13 +200,13 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "plan": (
         "estimate fewest_layers fit shards timing",
         "predict space",
-        "bounds slices windows",
+        "bounds candidates slices windows",
         "budget document",
         "refused within_budget",
         "calibrate judge launch_states",
         "search",
         "explain options vocabulary",
-        "answer standings stock ways",
+        "answer standings ways",
         "front",
     ),
     "record": ("keys", "activation_budget", "program", "format", "one_run write", "read"),
@@ -260,6 +260,7 @@ FOREIGN = {
     "torch": {"transport", "recording", "runtime", "torch", "vocabulary"},
     "numpy": set[str](),
     "matplotlib": {"draw"},
+    "rich": {"commands"},
     "megatron": set[str](),
     "torchtitan": {"torch"},
 }

@@ -93,7 +93,7 @@ def test_the_command_reads_what_it_may_recompute(capsys: pytest.CaptureFixture[s
         "1",
     ]
     assert main([*small, "--schedule", "1f1b", "--recompute", "full:block", "selective:mlp", "--rows", "20"]) == 0
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
     assert "recompute selective:mlp 1f1b" in text
     assert "recompute full:block:" in text
     for recompute, counted in (("full:block", True), ("full", False)):

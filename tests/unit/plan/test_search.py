@@ -29,7 +29,8 @@ from bpipe.models.saved import after_input_bytes, stage_bytes
 from bpipe.models.warm_up import least_warm_bytes
 from bpipe.plan import standings
 from bpipe.plan.bounds import Bounds, lower_bound_s
-from bpipe.plan.explain import describe, only_balanced, verdict
+from bpipe.plan.candidates import describe
+from bpipe.plan.explain import only_balanced, verdict
 from bpipe.plan.predict import costs_of, predict, simulation_of
 from bpipe.plan.search import Outcome, search
 from bpipe.plan.space import CUTS, Space, divisors, enumerate_setups, num_grids, usual_contexts
@@ -73,7 +74,7 @@ def test_with_flash_attention_it_does_not_help(name: str) -> None:
     text = verdict(found).text
     assert text.startswith("Balancing does not help here")
     assert "bubble" in text
-    assert found.rows[0].needs_bytes is None
+    assert found.rows[0].unbalanced_bytes is None
 
 
 def test_the_first_rows_are_those_of_simulating_everything(outcome: Outcome) -> None:
@@ -455,7 +456,7 @@ def test_a_search_of_one_kind_claims_nothing_of_the_other() -> None:
     balanced = search(
         Space(model, A100, 128, 2048, "unfused", precision="fp16", balances=("bpipe",), max_micro_batch=2), num_rows=1
     )
-    assert balanced.rows[0].needs_bytes is not None
+    assert balanced.rows[0].unbalanced_bytes is not None
     assert verdict(balanced).kind == "not-compared"
     assert f"{balanced.cuts['unneeded']} more fit without it" in verdict(balanced).text
     roomy = search(
@@ -486,7 +487,7 @@ def test_a_gain_within_the_error_of_predictions_is_no_clear_gain() -> None:
         Space(PRESETS["gpt3-175b"], parse_cluster("h100-80g:8x8"), 256, 2048, max_chunks=2, max_micro_batch=2),
         num_rows=1,
     )
-    assert found.rows[0].needs_bytes is not None
+    assert found.rows[0].unbalanced_bytes is not None
     assert verdict(found).text.startswith("Balancing does not clearly help, as 1.0")
 
 

@@ -18,7 +18,7 @@ from bpipe.models.memory import least_bytes, least_shared_bytes, peak_bytes
 from bpipe.models.model import gpt
 from bpipe.models.warm_up import least_warm_bytes
 from bpipe.plan.bounds import Bounds, last_load, lower_bound_s
-from bpipe.plan.explain import describe
+from bpipe.plan.candidates import describe
 from bpipe.plan.front import find_front
 from bpipe.plan.predict import costs_of
 from bpipe.plan.search import every_setup, search

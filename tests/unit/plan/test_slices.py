@@ -21,7 +21,7 @@ from bpipe.models.model import PRESETS, llama
 from bpipe.models.profile import Entry, Profile
 from bpipe.models.warm_up import least_warm_bytes
 from bpipe.plan.bounds import Bounds, lower_bound_s
-from bpipe.plan.explain import describe
+from bpipe.plan.candidates import describe
 from bpipe.plan.front import find_front, not_searched
 from bpipe.plan.predict import costs_of, predict, simulation_of
 from bpipe.plan.refused import refused

@@ -93,10 +93,10 @@ def test_the_plan_says_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     ]
     asked += ["--vocabulary", "none"]
     assert main([*asked, "--untie-embeddings-and-output-weights", "--max-micro-batch", "1"]) == 0
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
     said = re.search(r"The vocabulary hurts in row (\d): with 128000 tokens the last stage's rank computes", text)
     assert said is not None
-    assert "     vocabulary 1: " in text
+    assert " vocabulary 1 " in text
     assert main([*asked, "--untie-embeddings-and-output-weights", "--max-micro-batch", "1", "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)["vocabulary"]
     assert found["row"] == int(said[1])
