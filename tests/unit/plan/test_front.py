@@ -28,32 +28,9 @@ SPACE = Space(
     max_chunks=2,
     max_micro_batch=2,
 )
-MODEL = [
-    "--num-layers",
-    "16",
-    "--hidden-size",
-    "4096",
-    "--num-attention-heads",
-    "32",
-    "--seq",
-    "2048",
-    "--vocab-size",
-    "50304",
-]
+MODEL = "--num-layers 16 --hidden-size 4096 --num-attention-heads 32 --seq 2048 --vocab-size 50304".split()
 FLAGS = ["plan", *MODEL, "--cluster", "a100-80g:4"]
-FEW = [
-    "--gbs",
-    "8",
-    "--schedule",
-    "1f1b",
-    "zb-h1",
-    "--max-micro-batch",
-    "1",
-    "--max-chunks",
-    "1",
-    "--recompute",
-    "none",
-]
+FEW = "--gbs 8 --schedule 1f1b zb-h1 --max-micro-batch 1 --max-chunks 1 --recompute none".split()
 
 
 @pytest.fixture(scope="module")

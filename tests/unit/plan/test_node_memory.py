@@ -27,33 +27,11 @@ MODEL = ("--model", "llama3-8b", "--pp", "4", "--seq", "8192", "--gbs", "16")
 
 def setup(hosts: str) -> Setup:
     words = ["--num-layers", "32", "--hidden-size", "4096", "--ffn-hidden-size", "14336", "--num-attention-heads", "32"]
-    words += [
-        "--group-query-attention",
-        "--num-query-groups",
-        "8",
-        "--seq-length",
-        "8192",
-        "--max-position-embeddings",
-        "8192",
-    ]
-    words += [
-        "--swiglu",
-        "--disable-bias-linear",
-        "--position-embedding-type",
-        "rope",
-        "--normalization",
-        "RMSNorm",
-        "--bf16",
-    ]
-    words += [
-        "--untie-embeddings-and-output-weights",
-        "--attention-dropout",
-        "0",
-        "--hidden-dropout",
-        "0",
-        "--attention-backend",
-        "flash",
-    ]
+    words += "--group-query-attention --num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192".split()
+    words += "--swiglu --disable-bias-linear --position-embedding-type rope --normalization RMSNorm --bf16".split()
+    words += (
+        "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --attention-backend flash"
+    ).split()
     words += ["--pipeline-model-parallel-size", "4", "--micro-batch-size", "1", "--global-batch-size", "16"]
     words += ["--use-distributed-optimizer", "--bpipe", "--bpipe-hosts", hosts]
     return setup_from(words, "h100-80g:1x4", 128256, "gpu")

@@ -546,19 +546,7 @@ def test_experts_are_spread_over_every_number_of_devices() -> None:
 
 def test_a_cut_of_ones_own_can_be_asked(capsys: pytest.CaptureFixture[str]) -> None:
     """A plan chose t, p and the micro-batch, and nobody could ask it for theirs."""
-    plan = [
-        "plan",
-        "--model",
-        "gpt3-13b",
-        "--cluster",
-        "a100-80g:2x8",
-        "--gbs",
-        "32",
-        "--schedule",
-        "1f1b",
-        "--format",
-        "json",
-    ]
+    plan = "plan --model gpt3-13b --cluster a100-80g:2x8 --gbs 32 --schedule 1f1b --format json".split()
     plan += ["--vocabulary", "none"]
     assert main([*plan, "--tp", "2", "4", "--pp", "4", "--mbs", "1", "2", "--rows", "100"]) == 0
     found = json.loads(capsys.readouterr().out)
