@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import gc
 import shlex
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from bpipe.balance.config import BALANCES
@@ -46,8 +46,6 @@ from bpipe.plan.within_budget import within_budget
 NO_ROWS = 3
 # How a model is cut: the search chooses, but among what is asked for.
 CUT = ("tensor", "pipeline", "micro_batch", "chunks")
-# As `gc.set_threshold` takes them.
-_SELDOM = (200_000, 20, 100)
 
 
 COMMAND = Command(
@@ -97,16 +95,18 @@ def run(asked: Options) -> int:
     if options.global_batch is None:
         raise ValueError("the launch does not say --global-batch-size: give --gbs")
     space = _space(asked, options, _contexts(asked, every, reading), reading)
+    # A search makes millions of small values, hardly any of them in a cycle: looking for those took a fifth of its time.
+    gc.set_threshold(200_000, 20, 100)
     if options.front:
         plot = picture_file(options.plot, SUFFIXES)
-        with _seldom_collected(), progress_of("front") as progress:
+        with progress_of("front") as progress:
             front = find_front(space, progress)
         print_front(front, space, options, plot)
         return NO_ROWS if front.winner is None else 0
     drawn = next((flag.name for flag in (outputs.PLOT, outputs.HTML) if getattr(options, flag.field) is not None), None)
     if drawn is not None:
         raise ValueError(f"{drawn} draws a front: give --front, too, or leave it out")
-    with _seldom_collected(), progress_of("plan") as progress:
+    with progress_of("plan") as progress:
         outcome = _searched(space, options, progress)
         differs_from = reading if reading is None or _is_as_launched(asked, reading) else None
         beside = None if options.emit_args is not None else plan_notes(outcome, differs_from)
@@ -213,21 +213,6 @@ def _one_of(asked: Sequence[int] | None, possible: Sequence[int], flag: str, wha
         if number not in possible:
             raise ValueError(f"{flag} {number} does not divide {what}: choose from {', '.join(map(str, possible))}")
     return None if asked is None else tuple(asked)
-
-
-@contextmanager
-def _seldom_collected() -> Iterator[None]:
-    """Switch cyclic garbage collection off during a search.
-
-    A search makes millions of small values, and hardly any is part of a cycle: to look for some took a fifth of its
-    time.
-    """
-    before = gc.get_threshold()
-    gc.set_threshold(*_SELDOM)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def _schedules(asked: Options, fp8: Fp8 | None) -> tuple[str, ...]:
