@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 DISTRIBUTION = "torch-bpipe"
 # The modules that each extra of pyproject.toml brings, and those that are installed without any, as far as a command of
 # ours cannot do without them.
-MODULES = {"": ("rich",), "completion": ("shtab",), "torch": ("torch",), "megatron": ("torch", "megatron.core")}
+MODULES = {"": ("numpy", "rich"), "completion": ("shtab",), "torch": ("torch",), "megatron": ("torch", "megatron.core")}
 
 
 def require(extra: str, for_what: str) -> None:

@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from itertools import zip_longest
 from typing import TYPE_CHECKING, TextIO
 
-from bpipe.extras import require
-
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -46,7 +44,6 @@ def has_colours(stream: TextIO | None = None) -> bool:
 
 
 def _console(stream: TextIO) -> Console:
-    require("", "this text")
     from rich.console import Console
 
     is_tty = stream.isatty()
@@ -65,7 +62,6 @@ def _console(stream: TextIO) -> Console:
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]], styles: Sequence[str] = ()) -> Table:
     """Return a table of cells, without columns that are empty. Columns of numbers are right-aligned and never broken,
     long texts go on in the next line."""
-    require("", "a table")
     from rich.table import Table
 
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
@@ -118,7 +114,6 @@ def progress_of(what: str) -> Iterator[Progress]:
     if not sys.stderr.isatty():
         yield lambda what, done, total: None
         return
-    require("", "progress")
     from rich.progress import Progress, TimeElapsedColumn
 
     with Progress(

@@ -208,8 +208,8 @@ def draw_ranking(stem: Path) -> list[Path]:
             f"t={setup.tensor} p={setup.pipeline} d={setup.data} b={setup.micro_batch}, {form}, "
             f"{SCOPES[setup.recompute]}"
         )
-        note = "" if found.needs_bytes is None else f"without: {found.needs_bytes / 2**30:.1f} GiB"
-        rows.append(Ranked(label, 100 * found.prediction.mfu, found.needs_bytes is not None, note))
+        note = "" if found.unbalanced_bytes is None else f"without: {found.unbalanced_bytes / 2**30:.1f} GiB"
+        rows.append(Ranked(label, 100 * found.prediction.mfu, found.unbalanced_bytes is not None, note))
     limit = cluster.device.memory_bytes / 2**30
     title = f"bpipe plan: GPT-3 96B on 32 A100s of {limit:.1f} GiB, batch 128, unfused attention"
     return write(ranking_chart(rows, title), stem)

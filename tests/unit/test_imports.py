@@ -258,7 +258,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
 # Who may load what is not Python's own: any place of these, and no other.
 FOREIGN = {
     "torch": {"transport", "recording", "runtime", "torch", "vocabulary"},
-    "numpy": set[str](),
+    "numpy": {"models"},
     "matplotlib": {"draw"},
     "rich": {"commands"},
     "megatron": set[str](),
