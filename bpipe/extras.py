@@ -2,7 +2,7 @@
 
 In: an extra of the distribution. Out: nothing, or one line of error.
 
-Schedules and the training itself need no package that is looked for here. Imports none of the packages it looks for.
+Schedules and reports need nothing but Python. Imports none of the packages it looks for.
 """
 
 from __future__ import annotations
