@@ -13,9 +13,10 @@ from functools import lru_cache
 
 from bpipe.balance.config import BalanceConfig, balanced, name_of
 from bpipe.balance.pairs import allocated_counts, balance, keeps_bound
-from bpipe.check.rules import check
-from bpipe.formats.text import header, read_csv, write_rows
-from bpipe.generate.families import (
+from bpipe.names import unknown
+from bpipe.schedule.action import Action
+from bpipe.schedule.check.rules import check
+from bpipe.schedule.families.families import (
     FAMILIES,
     exchange_of,
     families_with_chunks,
@@ -25,17 +26,16 @@ from bpipe.generate.families import (
     families_with_shards,
     families_with_slices,
 )
-from bpipe.generate.family import ALIKE, Family, FamilyOptions, OrderChoice, RankLimit, UnitCosts
-from bpipe.generate.place import Order, place
-from bpipe.generate.remembered import RememberedOrders
-from bpipe.generate.turns import groups_of
-from bpipe.ir.action import Action
-from bpipe.ir.hosts import PAIR
-from bpipe.ir.layout import Layout, Vocabulary
-from bpipe.ir.memory import with_after_input
-from bpipe.ir.program import Exchange
-from bpipe.ir.schedule import Schedule, Slot
-from bpipe.names import unknown
+from bpipe.schedule.families.family import ALIKE, Family, FamilyOptions, OrderChoice, RankLimit, UnitCosts
+from bpipe.schedule.families.order_cache import RememberedOrders
+from bpipe.schedule.families.turns import groups_of
+from bpipe.schedule.families.unit_grid import Order, place
+from bpipe.schedule.files.text import header, read_csv, write_rows
+from bpipe.schedule.hosts import PAIR
+from bpipe.schedule.layout import Layout, Vocabulary
+from bpipe.schedule.memory import with_after_input
+from bpipe.schedule.program import Exchange
+from bpipe.schedule.schedule import Schedule, Slot
 
 # About a gigabyte and a half of schedule, and a minute and a half to build it.
 MAX_COMPUTATIONS = 10_000_000

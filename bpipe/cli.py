@@ -16,9 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from bpipe import __version__
+from bpipe.config.flags.flag import Command
+from bpipe.config.flags.parser import Parser, options_of
 from bpipe.extras import require
-from bpipe.flags.flag import Command
-from bpipe.flags.parser import Parser, options_of
 from bpipe.values import printable
 
 # Shells for which completion is written.

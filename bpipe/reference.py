@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from bpipe.cli import COMMANDS, command_of
-from bpipe.flags.flag import Flag, Group
-from bpipe.flags.trainer import TRAINER
+from bpipe.config.flags.flag import Flag, Group
+from bpipe.config.flags.trainer import TRAINER
 
-_MADE = "Generated from the table in `bpipe/flags` by `python -m bpipe.reference docs`: make changes there."
+_MADE = "Generated from the table in `bpipe/config/flags` by `python -m bpipe.reference docs`: make changes there."
 _TRAINING = f"""# Flags in training
 
 This page is the reference for the flags that are added to Megatron's own. If a `bpipe` command has the same flag without

@@ -19,14 +19,14 @@ from torch.multiprocessing import ProcessExitedException, start_processes
 
 from bpipe.balance.config import named_balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.ir.memory import num_transfers
-from bpipe.ir.schedule import Schedule
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.links import disconnect
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.stage import TorchStages
 from bpipe.runtime.streams import copying_on
+from bpipe.schedule.memory import num_transfers
+from bpipe.schedule.schedule import Schedule
 from bpipe.transport.connect import Connection, connect
 from bpipe.transport.edges import Edges, connect_edges
 

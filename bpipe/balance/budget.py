@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from bpipe.balance.pairs import allocated_bytes, check_input, own_bytes, pairs_of, plan_rank, with_transfers
-from bpipe.ir.action import Kind
-from bpipe.ir.hosts import Pair, default_partners, in_pairs, pairing
-from bpipe.ir.memory import Memory, live_bytes, peak_counts
-from bpipe.ir.schedule import Schedule
+from bpipe.schedule.action import Kind
+from bpipe.schedule.hosts import Pair, default_partners, in_pairs, pairing
+from bpipe.schedule.memory import Memory, live_bytes, peak_counts
+from bpipe.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)

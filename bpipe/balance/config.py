@@ -12,9 +12,9 @@ from bpipe.balance.budget import ActivationBudget, balance_within
 from bpipe.balance.deadlines import Windows, balance_in_time
 from bpipe.balance.pairs import balance
 from bpipe.balance.tiers import balance_over_hosts, balance_over_hosts_within
-from bpipe.ir.hosts import ARRANGEMENTS, PAIR
-from bpipe.ir.schedule import Schedule
 from bpipe.names import unknown
+from bpipe.schedule.hosts import ARRANGEMENTS, PAIR
+from bpipe.schedule.schedule import Schedule
 
 # What commands and files call no `BalanceConfig`, and one.
 BALANCES = ("none", "bpipe")
@@ -27,7 +27,7 @@ class BalanceConfig:
 
     `partners[rank]`: the rank that hosts for it; by default the heaviest rank and the lightest are a pair, and so on.
     `buffers_stay`: where an order is chosen for a bound, host buffers count all the time, as in a run, not only while
-    they are full. `rooms`: bytes of each rank, in place of bounds. `hosts` (`ir.hosts`): "pair"; "pool": any rank with
+    they are full. `rooms`: bytes of each rank, in place of bounds. `hosts` (`schedule.hosts`): "pair"; "pool": any rank with
     room hosts for any other; "host": all that leaves goes to its own node's memory; "all": the pool first, then that
     memory. With any but pairs host buffers count all the time, and `nodes[rank]` says which ranks share a node, where
     not all do. `windows`: beside rooms, durations of computations and transfers, for transfers that end in time.

@@ -24,12 +24,12 @@ from math import ceil
 from bpipe.balance.budget import ActivationBudget
 from bpipe.balance.evict import earliest_load
 from bpipe.balance.pairs import allocated_bytes, own_bytes
-from bpipe.ir.action import OTHER_END, READING, Action, Key, Kind
-from bpipe.ir.clock import jobs_of, starts
-from bpipe.ir.host_buffers import Residency, hosts_of, slots_away
-from bpipe.ir.hosts import Host, Tier, device_ranks
-from bpipe.ir.memory import Memory, peak_counts
-from bpipe.ir.schedule import Schedule, Slot
+from bpipe.schedule.action import OTHER_END, READING, Action, Key, Kind
+from bpipe.schedule.clock import jobs_of, starts
+from bpipe.schedule.host_buffers import Residency, hosts_of, slots_away
+from bpipe.schedule.hosts import Host, Tier, device_ranks
+from bpipe.schedule.memory import Memory, peak_counts
+from bpipe.schedule.schedule import Schedule, Slot
 
 Seconds = int | float | Fraction
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from bpipe.ir.action import Action, Key, Kind
-from bpipe.ir.memory import Memory
-from bpipe.ir.schedule import Schedule, Slot
+from bpipe.schedule.action import Action, Key, Kind
+from bpipe.schedule.memory import Memory
+from bpipe.schedule.schedule import Schedule, Slot
 
 _FORWARD, _BACKWARD, _INPUT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT
 

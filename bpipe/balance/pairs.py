@@ -18,11 +18,11 @@ from math import ceil
 from operator import add
 
 from bpipe.balance.evict import OverBound, Plan, plan_evictions
-from bpipe.ir.action import OTHER_END, Action
-from bpipe.ir.host_buffers import Residency, host_buffers, stages_in_buffers
-from bpipe.ir.hosts import Pair, default_partners, halved_pairs, in_pairs, pairing
-from bpipe.ir.memory import Count, Memory, StageMemory, counts_of, live_bytes, peak_counts
-from bpipe.ir.schedule import Schedule, Slot
+from bpipe.schedule.action import OTHER_END, Action
+from bpipe.schedule.host_buffers import Residency, host_buffers, stages_in_buffers
+from bpipe.schedule.hosts import Pair, default_partners, halved_pairs, in_pairs, pairing
+from bpipe.schedule.memory import Count, Memory, StageMemory, counts_of, live_bytes, peak_counts
+from bpipe.schedule.schedule import Schedule, Slot
 
 
 def balance(schedule: Schedule, bounds: Sequence[int] | None = None, partners: Sequence[int] | None = None) -> Schedule:

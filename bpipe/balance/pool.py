@@ -22,11 +22,11 @@ from bpipe.balance.budget import ActivationBudget, BudgetTooSmall, Parts, check_
 from bpipe.balance.evict import Plan
 from bpipe.balance.packing import Cost, Item, pack
 from bpipe.balance.pairs import allocated_bytes, choose_partners, moved_bytes, plan_rank, with_transfers
-from bpipe.ir.action import OTHER_END, Action, Kind
-from bpipe.ir.host_buffers import Residencies, Residency, host_buffers
-from bpipe.ir.hosts import Host, Hosts, Pair, in_pairs
-from bpipe.ir.memory import Memory, live_bytes, peak_counts
-from bpipe.ir.schedule import Schedule
+from bpipe.schedule.action import OTHER_END, Action, Kind
+from bpipe.schedule.host_buffers import Residencies, Residency, host_buffers
+from bpipe.schedule.hosts import Host, Hosts, Pair, in_pairs
+from bpipe.schedule.memory import Memory, live_bytes, peak_counts
+from bpipe.schedule.schedule import Schedule
 
 
 def balance_over_pool(schedule: Schedule, activation_budget: ActivationBudget, nodes: Sequence[int] = ()) -> Schedule:

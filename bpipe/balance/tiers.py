@@ -19,10 +19,10 @@ from bpipe.balance.evict import Plan
 from bpipe.balance.packing import Item, pack
 from bpipe.balance.pairs import check_input, moved_bytes
 from bpipe.balance.pool import balance_over_pool, distances, plan_overfull_ranks, smallest_level, with_hosts
-from bpipe.ir.host_buffers import Residency, slots_away
-from bpipe.ir.hosts import ALL, HOST, POOL, Host, host_memory_of
-from bpipe.ir.memory import Memory, counts_of, peak_counts
-from bpipe.ir.schedule import Schedule
+from bpipe.schedule.host_buffers import Residency, slots_away
+from bpipe.schedule.hosts import ALL, HOST, POOL, Host, host_memory_of
+from bpipe.schedule.memory import Memory, counts_of, peak_counts
+from bpipe.schedule.schedule import Schedule
 
 
 def balance_over_hosts(

@@ -14,16 +14,16 @@ from bpipe.commands.launch import lines, reading_of
 from bpipe.commands.shared import CONFIGURED, cluster_of, print_json
 from bpipe.commands.simulate import budgeted
 from bpipe.commands.terminal import tell
-from bpipe.compare.read import read_training
-from bpipe.flags import outputs
-from bpipe.flags.flag import Command, Group, Options, Task
-from bpipe.launch.megatron_command import Reading, read_command
-from bpipe.launch.training_log import read_log
-from bpipe.models.calibration import Calibration
-from bpipe.models.layout import Setup
+from bpipe.config.flags import outputs
+from bpipe.config.flags.flag import Command, Group, Options, Task
+from bpipe.config.launch.megatron_command import Reading, read_command
+from bpipe.config.launch.training_log import read_log
 from bpipe.plan.calibrate import Ran, Steady, calibrate, steady
 from bpipe.plan.candidates import describe
 from bpipe.plan.options import filled, setup_of
+from bpipe.predict.calibration import Calibration
+from bpipe.predict.layout import Setup
+from bpipe.record.compare.read import read_training
 
 COMMAND = Command(
     (

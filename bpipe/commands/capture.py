@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 from bpipe.commands.shared import print_json
-from bpipe.flags import outputs
-from bpipe.flags.flag import Command, Flag, Group, Options, Task
-from bpipe.flags.parser import REST
-from bpipe.flags.values import seconds
-from bpipe.launch.capture import capture, command_line, write_launches
+from bpipe.config.flags import outputs
+from bpipe.config.flags.flag import Command, Flag, Group, Options, Task
+from bpipe.config.flags.parser import REST
+from bpipe.config.flags.values import seconds
+from bpipe.config.launch.capture import capture, command_line, write_launches
 from bpipe.values import printable
 
 COMMAND = Command(

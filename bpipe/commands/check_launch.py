@@ -9,9 +9,9 @@ from __future__ import annotations
 from bpipe.commands.launch import flags_of, words_of
 from bpipe.commands.shared import print_json
 from bpipe.commands.terminal import table, tell
-from bpipe.features.feature import Feature, State
-from bpipe.flags import configurations, outputs
-from bpipe.flags.flag import Command, Group, Options, Task
+from bpipe.config.features.feature import Feature, State
+from bpipe.config.flags import configurations, outputs
+from bpipe.config.flags.flag import Command, Group, Options, Task
 
 COMMAND = Command(
     (configurations.LAUNCHED, Group("", (outputs.FORMAT,))),

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from bpipe.commands.shared import print_json
-from bpipe.flags import outputs
-from bpipe.flags.flag import Command, Group, Options, Task
-from bpipe.flags.schedules import PIPELINE
-from bpipe.flags.values import whole
+from bpipe.config.flags import outputs
+from bpipe.config.flags.flag import Command, Group, Options, Task
+from bpipe.config.flags.schedules import PIPELINE
+from bpipe.config.flags.values import whole
 
 COMMAND = Command(
     (
@@ -56,9 +56,9 @@ COMMAND = Command(
 
 
 def run(options: Options) -> int:
-    from bpipe.compare.judge import compare
-    from bpipe.compare.read import read_training
-    from bpipe.compare.show import document, text
+    from bpipe.record.compare.judge import compare
+    from bpipe.record.compare.read import read_training
+    from bpipe.record.compare.show import document, text
 
     balanced = (False, True) if options.balancing else (None, None)
     one, other = (

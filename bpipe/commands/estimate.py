@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from bpipe.commands.shared import print_json
 from bpipe.commands.terminal import table, tell
-from bpipe.flags import outputs
-from bpipe.flags.flag import Command, Group, Options, Task
-from bpipe.flags.schedules import GLOBAL_BATCH, PIPELINE
+from bpipe.config.flags import outputs
+from bpipe.config.flags.flag import Command, Group, Options, Task
+from bpipe.config.flags.schedules import GLOBAL_BATCH, PIPELINE
 from bpipe.plan.estimate import estimate, iteration_seconds, verdict
 
 COMMAND = Command(

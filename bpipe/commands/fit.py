@@ -12,23 +12,23 @@ from typing import Any
 from bpipe.commands.launch import lines, reading_of
 from bpipe.commands.shared import CONFIGURED, cluster_of, measured_of, print_json, with_trace
 from bpipe.commands.terminal import Verbatim, progress_of, table, tell
-from bpipe.flags import outputs
-from bpipe.flags.configurations import MEASURED
-from bpipe.flags.flag import Command, Group, Options, Task
-from bpipe.flags.values import positive
-from bpipe.launch.megatron_command import Reading, read_command
-from bpipe.launch.megatron_flags import megatron_flags
-from bpipe.launch.row_flags import difference
-from bpipe.models.cluster import gib_text
-from bpipe.models.error_bars import range_text
-from bpipe.models.layout import Setup
-from bpipe.models.profile import Profile
+from bpipe.config.flags import outputs
+from bpipe.config.flags.configurations import MEASURED
+from bpipe.config.flags.flag import Command, Group, Options, Task
+from bpipe.config.flags.values import positive
+from bpipe.config.launch.megatron_command import Reading, read_command
+from bpipe.config.launch.megatron_flags import megatron_flags
+from bpipe.config.launch.row_flags import difference
 from bpipe.plan.budget import one_budget_a_rank
+from bpipe.plan.budget_fit import ELSEWHERE, within_budget
 from bpipe.plan.candidates import Candidate, cells, describe
 from bpipe.plan.options import filled, setup_of
 from bpipe.plan.predict import predict
 from bpipe.plan.ways import ways_to_fit
-from bpipe.plan.within_budget import ELSEWHERE, within_budget
+from bpipe.predict.cluster import gib_text
+from bpipe.predict.error_bars import range_text
+from bpipe.predict.layout import Setup
+from bpipe.predict.profile import Profile
 
 # The exit status where nothing fits; 2 is an error in what was asked.
 NOTHING_FITS = 3

@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bpipe.flags.flag import Options
-from bpipe.launch.capture import read_launches
-from bpipe.launch.megatron_command import Reading, flags_of_command, read_command
-from bpipe.launch.megatron_names import without_own
+from bpipe.config.flags.flag import Options
+from bpipe.config.launch.capture import read_launches
+from bpipe.config.launch.megatron_command import Reading, flags_of_command, read_command
+from bpipe.config.launch.megatron_names import without_own
 from bpipe.values import printable
 
 # More than the launches of any script.

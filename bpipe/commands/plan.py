@@ -17,30 +17,30 @@ from bpipe.commands.plan_output import plan_notes, print_front, print_plan
 from bpipe.commands.shared import TRAINED, cluster_of, measured_of, picture_file
 from bpipe.commands.simulate import SUFFIXES, budgeted
 from bpipe.commands.terminal import Progress, progress_of
-from bpipe.flags import outputs
-from bpipe.flags.budgets import MemoryBudget
-from bpipe.flags.configurations import LAUNCHED, MEASURED, SEARCHED_FLAGS
-from bpipe.flags.flag import Command, Group, Options, Task
-from bpipe.flags.values import positive
-from bpipe.generate.families import FAMILIES, SEARCHED
-from bpipe.ir.hosts import IN_NODES
-from bpipe.launch.megatron_command import Reading
-from bpipe.launch.megatron_flags import megatron_flags
-from bpipe.models.cluster import Cluster
-from bpipe.models.fp8 import Fp8
-from bpipe.models.layout import Setup
-from bpipe.models.memory import roomy_bytes
+from bpipe.config.flags import outputs
+from bpipe.config.flags.budgets import MemoryBudget
+from bpipe.config.flags.configurations import LAUNCHED, MEASURED, SEARCHED_FLAGS
+from bpipe.config.flags.flag import Command, Group, Options, Task
+from bpipe.config.flags.values import positive
+from bpipe.config.launch.megatron_command import Reading
+from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.plan.answer import LAUNCH
+from bpipe.plan.budget_fit import within_budget
 from bpipe.plan.candidates import Candidate
 from bpipe.plan.explain import verdict
 from bpipe.plan.front import find_front
 from bpipe.plan.options import filled, fp8_of, model_of, routing_of, setup_of, state_types_of, switches_of
 from bpipe.plan.predict import predict
-from bpipe.plan.refused import has_transformer_engine, refused
+from bpipe.plan.refusals import has_transformer_engine, refused
 from bpipe.plan.search import Outcome, search
 from bpipe.plan.slices import usual_slices
 from bpipe.plan.space import Space, divisors, usual_contexts
-from bpipe.plan.within_budget import within_budget
+from bpipe.predict.cluster import Cluster
+from bpipe.predict.fp8 import Fp8
+from bpipe.predict.layout import Setup
+from bpipe.predict.memory import roomy_bytes
+from bpipe.schedule.families.families import FAMILIES, SEARCHED
+from bpipe.schedule.hosts import IN_NODES
 
 # The exit status where nothing was found; 2 is an error in what was asked.
 NO_ROWS = 3

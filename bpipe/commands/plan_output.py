@@ -18,13 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from bpipe.commands.launch import launch_document, lines
 from bpipe.commands.shared import print_json
 from bpipe.commands.terminal import Verbatim, table, tell
-from bpipe.flags.flag import Options
-from bpipe.launch.megatron_command import Reading
-from bpipe.launch.megatron_flags import megatron_flags
-from bpipe.launch.row_flags import common_flags, difference
-from bpipe.models.cluster import gib_text
-from bpipe.models.memory import RankMemory
-from bpipe.models.recompute import BLOCK
+from bpipe.config.flags.flag import Options
+from bpipe.config.launch.megatron_command import Reading
+from bpipe.config.launch.megatron_flags import megatron_flags
+from bpipe.config.launch.row_flags import common_flags, difference
 from bpipe.plan.answer import (
     Answer,
     Stock,
@@ -44,6 +41,9 @@ from bpipe.plan.search import Outcome
 from bpipe.plan.space import CUTS, VOCABULARIES, Space, num_grids
 from bpipe.plan.standings import family_rows, family_values, needs_of_setup, trainer_needs
 from bpipe.plan.vocabulary import Burden, burden, burden_document, burden_text, remedy_rows
+from bpipe.predict.cluster import gib_text
+from bpipe.predict.memory import RankMemory
+from bpipe.predict.recompute import BLOCK
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -2,7 +2,7 @@
 
 In: flags. Out: JSON that other commands read.
 
-A stage is Megatron's own model, timed by `megatron.scheduling.report.profile` in a process of its own, which gets
+A stage is Megatron's own model, timed by `megatron.scheduling.record.profile` in a process of its own, which gets
 Megatron's flags; `--profile` reads it. Imports neither torch nor Megatron.
 """
 
@@ -13,16 +13,16 @@ import subprocess
 import sys
 from dataclasses import replace
 
+from bpipe.config.flags import configurations, outputs
+from bpipe.config.flags.flag import Command, Group, Options, Task
+from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.extras import require
-from bpipe.flags import configurations, outputs
-from bpipe.flags.flag import Command, Group, Options, Task
-from bpipe.launch.megatron_flags import megatron_flags
-from bpipe.models.cluster import DEVICES, Cluster
-from bpipe.models.layout import Setup
-from bpipe.models.recompute import RECOMPUTE
 from bpipe.plan.options import model_of
+from bpipe.predict.cluster import DEVICES, Cluster
+from bpipe.predict.layout import Setup
+from bpipe.predict.recompute import RECOMPUTE
 
-PROGRAM = "megatron.scheduling.report.profile"
+PROGRAM = "megatron.scheduling.record.profile"
 
 
 COMMAND = Command(

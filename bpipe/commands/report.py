@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bpipe.commands.shared import print_json
-from bpipe.flags import outputs
-from bpipe.flags.flag import Command, Group, Options, Task
+from bpipe.config.flags import outputs
+from bpipe.config.flags.flag import Command, Group, Options, Task
 
 if TYPE_CHECKING:
     from bpipe.record.format import Held
@@ -31,7 +31,7 @@ COMMAND = Command(
 
 def run(options: Options) -> None:
     from bpipe.record.read import has_iterations, read_held
-    from bpipe.report.report import report_of
+    from bpipe.record.report.report import report_of
 
     held = read_held(options.folder)
     if held is not None and not has_iterations(options.folder):
@@ -39,32 +39,32 @@ def run(options: Options) -> None:
         return
     report = report_of(options.folder, options.iteration)
     if options.html is not None:
-        from bpipe.report.out.page import render
-        from bpipe.report.out.view import view
+        from bpipe.record.report.output.page import render
+        from bpipe.record.report.output.view import view
 
         # Encoded before anything is written: what cannot be would leave an empty page.
         Path(options.html).write_bytes(render(view(report)).encode("utf-8", "backslashreplace"))
     if options.trace is not None:
-        from bpipe.report.out.trace import write_trace
+        from bpipe.record.report.output.trace import write_trace
 
         Path(options.trace).write_text(write_trace(report.comparison.measured), encoding="utf-8")
     if options.format == "json":
-        from bpipe.report.out.document import document
+        from bpipe.record.report.output.document import document
 
         print_json(document(report))
     else:
-        from bpipe.report.out.table import table
+        from bpipe.record.report.output.table import table
 
         print(table(report), end="")
         if held is not None and held.failure is not None:
-            from bpipe.report.out.shortage_text import text
+            from bpipe.record.report.output.shortage_text import text
 
             print(f"\n{text(held)}", end="")
 
 
 def _shortage(options: Options, held: Held) -> None:
     """Of a run that ended before it recorded an iteration: what was held, and what would have fitted."""
-    from bpipe.report.out.shortage_text import document, text
+    from bpipe.record.report.output.shortage_text import document, text
 
     for flag in ("html", "trace", "iteration"):
         if getattr(options, flag) is not None:

@@ -17,35 +17,35 @@ from pathlib import Path
 
 from bpipe.balance.config import BALANCES, named_balance
 from bpipe.build import ScheduleConfig, adopt, build
-from bpipe.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.commands.terminal import has_colours, is_terminal
-from bpipe.flags import outputs, schedules
-from bpipe.flags.flag import Command, Group, Options, Task
-from bpipe.flags.schedules import FORMATS
-from bpipe.flags.values import AUTO
-from bpipe.formats.document import write_json
-from bpipe.formats.grid import write_grid
-from bpipe.formats.listing import write_listing
-from bpipe.formats.read import read_file, source_of
-from bpipe.formats.text import write_csv
-from bpipe.generate.families import (
+from bpipe.config.flags import outputs, schedules
+from bpipe.config.flags.flag import Command, Group, Options, Task
+from bpipe.config.flags.schedules import FORMATS
+from bpipe.config.flags.values import AUTO
+from bpipe.schedule.action import SHARDS, Action, Kind
+from bpipe.schedule.check.deadlock import WaitLevel, blocked_ranks
+from bpipe.schedule.families.families import (
     FAMILIES,
     SUMMARIES,
     exchange_of,
     families_for_bounds,
     families_with_early_forwarding,
 )
-from bpipe.generate.family import ALIKE, UnitCosts
-from bpipe.generate.timing import iteration_time
-from bpipe.ir.action import SHARDS, Action, Kind
-from bpipe.ir.host_buffers import num_host_memory_buffers
-from bpipe.ir.hosts import uses_host_memory
-from bpipe.ir.layout import Vocabulary
-from bpipe.ir.memory import num_transfers, peak_counts, plain, with_after_input
-from bpipe.ir.program import Exchange
-from bpipe.ir.schedule import Schedule
-from bpipe.lower.align import align
-from bpipe.lower.answered import lower_as_run
+from bpipe.schedule.families.family import ALIKE, UnitCosts
+from bpipe.schedule.families.timing import iteration_time
+from bpipe.schedule.files.document import write_json
+from bpipe.schedule.files.grid import write_grid
+from bpipe.schedule.files.listing import write_listing
+from bpipe.schedule.files.read import read_file, source_of
+from bpipe.schedule.files.text import write_csv
+from bpipe.schedule.host_buffers import num_host_memory_buffers
+from bpipe.schedule.hosts import uses_host_memory
+from bpipe.schedule.layout import Vocabulary
+from bpipe.schedule.lowering.align import align
+from bpipe.schedule.lowering.confirmed_sends import lower_as_run
+from bpipe.schedule.memory import num_transfers, peak_counts, plain, with_after_input
+from bpipe.schedule.program import Exchange
+from bpipe.schedule.schedule import Schedule
 
 # A forward and a backward, or a forward and the halves of a backward; None where nothing was said.
 TimeOptions = tuple[Fraction, ...] | None

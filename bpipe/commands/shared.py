@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bpipe.flags.configurations import CONFIGURATION, LAUNCHED, MODEL, TRAINING
-from bpipe.flags.experts import EXPERTS
-from bpipe.flags.flag import Group, Options
-from bpipe.launch.megatron_command import Reading
-from bpipe.models.calibration import read_calibration
-from bpipe.models.cluster import Cluster
-from bpipe.models.cluster_file import cluster_named
-from bpipe.models.layout import Setup
-from bpipe.models.profile import Profile, read_profile
-from bpipe.models.traced import Traced
+from bpipe.config.flags.configurations import CONFIGURATION, LAUNCHED, MODEL, TRAINING
+from bpipe.config.flags.experts import EXPERTS
+from bpipe.config.flags.flag import Group, Options
+from bpipe.config.launch.megatron_command import Reading
+from bpipe.predict.calibration import read_calibration
+from bpipe.predict.cluster import Cluster
+from bpipe.predict.cluster_file import cluster_named
+from bpipe.predict.layout import Setup
+from bpipe.predict.profile import Profile, read_profile
+from bpipe.predict.trace import Traced
 
 # What a launch may say: its defaults are filled in once it was read.
 TRAINED = tuple(

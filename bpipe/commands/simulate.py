@@ -15,26 +15,26 @@ from bpipe.balance.config import BALANCES, name_of
 from bpipe.commands.launch import launch_document, lines, reading_of
 from bpipe.commands.shared import CONFIGURED, cluster_of, measured_of, picture_file, print_json, with_trace
 from bpipe.commands.terminal import progress_of, table, tell
-from bpipe.flags import outputs
-from bpipe.flags.configurations import MEASURED
-from bpipe.flags.flag import Command, Group, Options, Task
-from bpipe.flags.parser import Parser
-from bpipe.launch.megatron_command import Reading
-from bpipe.models.cluster import gib_text
-from bpipe.models.layout import Setup
-from bpipe.models.memory import RankMemory
-from bpipe.models.profile import Profile
-from bpipe.models.slice_lengths import lengths_of
-from bpipe.models.slices import slice_bounds
+from bpipe.config.flags import outputs
+from bpipe.config.flags.configurations import MEASURED
+from bpipe.config.flags.flag import Command, Group, Options, Task
+from bpipe.config.flags.parser import Parser
+from bpipe.config.launch.megatron_command import Reading
 from bpipe.plan import fit
+from bpipe.plan.budget_fit import within_budget
 from bpipe.plan.candidates import CLEARLY, HOSTS, Candidate, cells, describe, is_level
 from bpipe.plan.document import document
 from bpipe.plan.explain import calibration_lines, pairs_apart, refusals, remarks
 from bpipe.plan.options import filled, setup_of
 from bpipe.plan.predict import SetupPrediction, predict, simulation_of
-from bpipe.plan.refused import refused
+from bpipe.plan.refusals import refused
 from bpipe.plan.standings import FP8, SLICES, needs_of_setup
-from bpipe.plan.within_budget import within_budget
+from bpipe.predict.cluster import gib_text
+from bpipe.predict.layout import Setup
+from bpipe.predict.memory import RankMemory
+from bpipe.predict.profile import Profile
+from bpipe.predict.slice_lengths import lengths_of
+from bpipe.predict.slices import slice_bounds
 from bpipe.simulate.report import Simulation
 
 if TYPE_CHECKING:

@@ -11,14 +11,14 @@ from __future__ import annotations
 from typing import Any
 
 from bpipe.balance.config import name_of
-from bpipe.models.cluster import gib_text
-from bpipe.models.error_bars import range_words
-from bpipe.models.memory import RankMemory
 from bpipe.plan.candidates import describe
 from bpipe.plan.explain import calibration_lines, tightness_warning
 from bpipe.plan.predict import SetupPrediction
-from bpipe.report.out.page import render
-from bpipe.report.out.view import simulated_track
+from bpipe.predict.cluster import gib_text
+from bpipe.predict.error_bars import range_words
+from bpipe.predict.memory import RankMemory
+from bpipe.record.report.output.page import render
+from bpipe.record.report.output.view import simulated_track
 from bpipe.simulate.report import Simulation
 
 
@@ -28,7 +28,7 @@ def page(prediction: SetupPrediction, simulation: Simulation) -> bytes:
 
 
 def page_view(prediction: SetupPrediction, simulation: Simulation) -> dict[str, Any]:
-    """Return what the page draws, in the form of `bpipe.report.out.page`."""
+    """Return what the page draws, in the form of `bpipe.record.report.output.page`."""
     ranks = range(prediction.setup.pipeline)
     fullest = max(prediction.memory, key=lambda row: row.peak_bytes - row.limit_bytes)
     return {

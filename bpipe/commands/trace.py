@@ -1,7 +1,7 @@
 """`bpipe trace`: what every stage of a launch holds, by Megatron's own model at true size, without a GPU or its memory.
 
 In: flags, or a launch. Out: a table or JSON, and a profile that `simulate` and `plan` read. The model is built by
-`megatron.scheduling.trace.tracing` in a process of its own, which gets the launch's flags. Imports neither torch nor
+`megatron.scheduling.trace.stages` in a process of its own, which gets the launch's flags. Imports neither torch nor
 Megatron.
 """
 
@@ -19,20 +19,20 @@ from typing import Any, NamedTuple
 from bpipe.commands.launch import flags_of, words_of
 from bpipe.commands.shared import CONFIGURED, print_json
 from bpipe.commands.terminal import progress_of, table, tell
+from bpipe.config.flags import outputs, schedules
+from bpipe.config.flags.flag import Command, Flag, Group, Options, Task
+from bpipe.config.launch.megatron_command import Reading, read_command
+from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.extras import require
-from bpipe.flags import outputs, schedules
-from bpipe.flags.flag import Command, Flag, Group, Options, Task
-from bpipe.launch.megatron_command import Reading, read_command
-from bpipe.launch.megatron_flags import megatron_flags
-from bpipe.models.cluster import DEVICES, Cluster
-from bpipe.models.layout import Setup
-from bpipe.models.saved import stage_bytes
-from bpipe.models.states import stage_parameters
-from bpipe.models.traced import beyond_traces
 from bpipe.plan.options import filled, routing_of, setup_of
+from bpipe.predict.cluster import DEVICES, Cluster
+from bpipe.predict.layout import Setup
+from bpipe.predict.saved_tensors import stage_bytes
+from bpipe.predict.states import stage_parameters
+from bpipe.predict.trace import beyond_traces
 
-PROGRAM = "megatron.scheduling.trace.tracing"
-OF_TORCH = "bpipe.torch.traced"
+PROGRAM = "megatron.scheduling.trace.stages"
+OF_TORCH = "bpipe.torch.trace"
 MIB = 2**20
 # What simulate and plan read of a stage's entry.
 _OF_PROFILE = ("micro_batch", "saved_bytes", "parameters")

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from bpipe.ir.action import SHARDS, Action, Kind
-from bpipe.ir.host_buffers import guests_of
-from bpipe.ir.hosts import write_host
-from bpipe.ir.memory import Count, live_counts, plain
-from bpipe.ir.schedule import Schedule, Slot
+from bpipe.schedule.action import SHARDS, Action, Kind
+from bpipe.schedule.host_buffers import guests_of
+from bpipe.schedule.hosts import write_host
+from bpipe.schedule.memory import Count, live_counts, plain
+from bpipe.schedule.schedule import Schedule, Slot
 
 SLOT_WIDTH = 30
 BOX_HEIGHT = 24

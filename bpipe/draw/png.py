@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 
 from bpipe.draw.picture import STYLES, Picture, lay_out
-from bpipe.ir.schedule import Schedule
+from bpipe.schedule.schedule import Schedule
 
 DOTS_PER_INCH = 100
 # What the renderer can make in one direction.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from html import escape
 
 from bpipe.draw.picture import RARE, STYLES, Picture, Shape, Style, Word, lay_out
-from bpipe.ir.schedule import Schedule
+from bpipe.schedule.schedule import Schedule
 
 
 def write_svg(schedule: Schedule) -> str:

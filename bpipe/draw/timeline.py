@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 
 from bpipe.draw.picture import Picture, Shape, Word, draw_legend, pointed
-from bpipe.ir.action import SHARDS, Kind
-from bpipe.ir.host_buffers import guests_of
+from bpipe.schedule.action import SHARDS, Kind
+from bpipe.schedule.host_buffers import guests_of
 from bpipe.simulate.report import Simulation, Timed
 
 WIDTH = 1600

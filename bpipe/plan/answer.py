@@ -14,21 +14,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bpipe.balance.config import BALANCES
-from bpipe.generate.families import DEFAULTS
-from bpipe.ir.hosts import PAIR
-from bpipe.ir.layout import Vocabulary
-from bpipe.launch.megatron_command import Reading
-from bpipe.launch.megatron_flags import megatron_flags
-from bpipe.launch.row_flags import chosen_flags, difference
-from bpipe.models.error_bars import error_bars, is_never_calibrated
-from bpipe.models.layout import Setup
-from bpipe.models.switches import Switches
+from bpipe.config.launch.megatron_command import Reading
+from bpipe.config.launch.megatron_flags import megatron_flags
+from bpipe.config.launch.row_flags import chosen_flags, difference
 from bpipe.plan.candidates import CLEARLY, Candidate, is_level
 from bpipe.plan.document import document
 from bpipe.plan.predict import predict
-from bpipe.plan.refused import guarded, refused, runs_ours, without_overlap
+from bpipe.plan.refusals import guarded, refused, runs_ours, without_overlap
 from bpipe.plan.search import search
 from bpipe.plan.space import Space
+from bpipe.predict.error_bars import error_bars, is_never_calibrated
+from bpipe.predict.layout import Setup
+from bpipe.predict.switches import Switches
+from bpipe.schedule.families.families import DEFAULTS
+from bpipe.schedule.hosts import PAIR
+from bpipe.schedule.layout import Vocabulary
 
 # Of rows this near to each other the one that asks less of the trainer is the better advice.
 _AS_FAST = 1.01

@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from bpipe.ir.layout import Vocabulary
-from bpipe.models.costs import PartSeconds, part_seconds, stage_cost
-from bpipe.models.layers.ends import shard_seconds
-from bpipe.models.layout import Setup
-from bpipe.models.profile import Profile
-from bpipe.models.recompute import StageLayers
-from bpipe.models.replicas import update_seconds
-from bpipe.models.slices import slice_setups
 from bpipe.plan.predict import costs_of
+from bpipe.predict.costs import PartSeconds, part_seconds, stage_cost
+from bpipe.predict.layers.ends import shard_seconds
+from bpipe.predict.layout import Setup
+from bpipe.predict.profile import Profile
+from bpipe.predict.recompute import StageLayers
+from bpipe.predict.replicas import update_seconds
+from bpipe.predict.slices import slice_setups
+from bpipe.schedule.layout import Vocabulary
 from bpipe.simulate.cost import ShardCost, StageCost, scaled
 
 _NO_SHARDS = ShardCost()

@@ -20,17 +20,17 @@ from bpipe.balance.config import BalanceConfig, balanced
 from bpipe.balance.pairs import allocated_bytes, choose_partners, pairs_of
 from bpipe.balance.pool import fewest_sent, smallest_level
 from bpipe.balance.tiers import balance_over_hosts
-from bpipe.flags.budgets import budget_text
-from bpipe.ir.host_buffers import guests_of, hosts_of
-from bpipe.ir.hosts import IN_NODES, PAIR, POOL, Pair, device_ranks
-from bpipe.ir.memory import Memory, num_transfers
-from bpipe.ir.schedule import Schedule
-from bpipe.models.layout import Setup
-from bpipe.models.memory import DeviceBesides
-from bpipe.models.profile import Profile
+from bpipe.config.flags.budgets import budget_text
 from bpipe.plan.fit import Fit, plan_lines
 from bpipe.plan.predict import costs_of
-from bpipe.plan.windows import in_time, waits_less
+from bpipe.plan.transfer_windows import in_time, waits_less
+from bpipe.predict.layout import Setup
+from bpipe.predict.memory import DeviceBesides
+from bpipe.predict.profile import Profile
+from bpipe.schedule.host_buffers import guests_of, hosts_of
+from bpipe.schedule.hosts import IN_NODES, PAIR, POOL, Pair, device_ranks
+from bpipe.schedule.memory import Memory, num_transfers
+from bpipe.schedule.schedule import Schedule
 from bpipe.simulate.cost import Costs
 
 # Where a node's memory takes what leaves, a first plan keeps such a part of the budget free for what prediction does
@@ -45,7 +45,7 @@ class Devices:
     their budgets.
 
     `moving`: other memory once anything moves, as groups for transfers take memory, too. `hosts`: who may host
-    (`ir.hosts`). `nodes[rank]`: where there are several. Each rank of another node with which one transfers takes
+    (`schedule.hosts`). `nodes[rank]`: where there are several. Each rank of another node with which one transfers takes
     `link_bytes`, but for the first. Measured memory includes that of all `linked` ranks; others take `link_bytes`.
     `parts`: by stage, the bytes of a micro-batch that may leave, ascending, the last all; empty: all leave.
     """

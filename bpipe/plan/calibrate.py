@@ -10,13 +10,13 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from bpipe.flags.outputs import WARM_UP_ITERATIONS
-from bpipe.models.calibration import Calibration
-from bpipe.models.flops import mfu, training_flops
-from bpipe.models.layout import Setup
+from bpipe.config.flags.outputs import WARM_UP_ITERATIONS
 from bpipe.plan.document import configuration
 from bpipe.plan.predict import costs_of
 from bpipe.plan.timing import steady_timing
+from bpipe.predict.calibration import Calibration
+from bpipe.predict.flops import mfu, training_flops
+from bpipe.predict.layout import Setup
 
 FEWEST = 3
 # Where the middle half of the iterations is wider apart, something else took the time.

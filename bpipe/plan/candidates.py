@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
-from bpipe.ir.layout import EVEN
-from bpipe.models.cluster import gib_text
-from bpipe.models.error_bars import error_bars, range_words
-from bpipe.models.layout import Setup
 from bpipe.plan.predict import SetupPrediction
+from bpipe.predict.cluster import gib_text
+from bpipe.predict.error_bars import error_bars, range_words
+from bpipe.predict.layout import Setup
+from bpipe.schedule.hosts import ALL, HOST, PAIR, POOL
+from bpipe.schedule.layout import EVEN
 
 # Half of the published runs of one model are further from their prediction than this, in either direction
 # (docs/validation_throughput.md).

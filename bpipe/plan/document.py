@@ -9,13 +9,13 @@ from dataclasses import asdict
 from typing import Any
 
 from bpipe.balance.config import name_of
-from bpipe.generate.families import FAMILIES
-from bpipe.ir.hosts import PAIR
-from bpipe.models.layout import Setup
-from bpipe.models.memory import RankMemory
-from bpipe.models.slice_lengths import lengths_of
-from bpipe.models.slices import slice_bounds
 from bpipe.plan.predict import SetupPrediction
+from bpipe.predict.layout import Setup
+from bpipe.predict.memory import RankMemory
+from bpipe.predict.slice_lengths import lengths_of
+from bpipe.predict.slices import slice_bounds
+from bpipe.schedule.families.families import FAMILIES
+from bpipe.schedule.hosts import PAIR
 
 # What is said of every rank's memory.
 _OF_MEMORY = (

@@ -8,24 +8,24 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from bpipe.generate.families import default_family
-from bpipe.ir.hosts import PAIR
-from bpipe.ir.layout import EVEN
-from bpipe.models.cluster import Cluster, gib_text
-from bpipe.models.error_bars import is_never_calibrated
-from bpipe.models.layout import Setup
-from bpipe.models.links import hosts_of, links
-from bpipe.models.memory import TIGHT
-from bpipe.models.on_nodes import replicas_share_nodes
-from bpipe.models.profile import Profile
-from bpipe.models.replicas import update_seconds
-from bpipe.models.saved import kept_share
 from bpipe.plan.candidates import CLEARLY, Candidate, describe, grid_of
 from bpipe.plan.judge import Closest
 from bpipe.plan.predict import SetupPrediction, costs_of
 from bpipe.plan.search import Outcome
 from bpipe.plan.space import CUTS, Space, divisors, num_grids
 from bpipe.plan.timing import steady_timing
+from bpipe.predict.cluster import Cluster, gib_text
+from bpipe.predict.error_bars import is_never_calibrated
+from bpipe.predict.layout import Setup
+from bpipe.predict.links import hosts_of, links
+from bpipe.predict.memory import TIGHT
+from bpipe.predict.nodes import replicas_share_nodes
+from bpipe.predict.profile import Profile
+from bpipe.predict.replicas import update_seconds
+from bpipe.predict.saved_tensors import kept_share
+from bpipe.schedule.families.families import default_family
+from bpipe.schedule.hosts import PAIR
+from bpipe.schedule.layout import EVEN
 
 # A share of an iteration that is worth a word.
 NOTICED = 0.01

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from bpipe.models.layout import Setup
-from bpipe.models.recompute import BLOCK, Recompute
+from bpipe.predict.layout import Setup
+from bpipe.predict.recompute import BLOCK, Recompute
 
 # A setup of which nobody has asked yet how many.
 OPEN = f"{BLOCK}:1"

@@ -13,8 +13,8 @@ from typing import Any
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import buffer_bytes, moved_bytes
-from bpipe.flags.budgets import budget_text
-from bpipe.ir.host_buffers import (
+from bpipe.config.flags.budgets import budget_text
+from bpipe.schedule.host_buffers import (
     Residency,
     host_buffers,
     host_memory_buffers,
@@ -23,9 +23,9 @@ from bpipe.ir.host_buffers import (
     num_host_memory_buffers,
     residencies_by_host,
 )
-from bpipe.ir.hosts import device_ranks, uses_host_memory
-from bpipe.ir.memory import Memory, num_transfers
-from bpipe.ir.schedule import Schedule
+from bpipe.schedule.hosts import device_ranks, uses_host_memory
+from bpipe.schedule.memory import Memory, num_transfers
+from bpipe.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,7 @@ from fractions import Fraction
 from typing import Any
 
 from bpipe.balance.config import BALANCES
-from bpipe.generate.families import FAMILIES, SEARCHED
-from bpipe.ir.hosts import ARRANGEMENTS
-from bpipe.launch.megatron_flags import megatron_flags
-from bpipe.models.cluster import gib_text
-from bpipe.models.layout import Setup
-from bpipe.models.memory import least_bytes, least_shared_bytes, peak_bytes
-from bpipe.models.recompute import BLOCK
+from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.plan.candidates import Candidate
 from bpipe.plan.document import document
 from bpipe.plan.predict import costs_of, predict
@@ -32,6 +26,12 @@ from bpipe.plan.slices import NUMBERS
 from bpipe.plan.space import SEARCHED_SCOPES, VOCABULARIES, Space
 from bpipe.plan.standings import needs_of_setup
 from bpipe.plan.timing import Timing, steady_timing
+from bpipe.predict.cluster import gib_text
+from bpipe.predict.layout import Setup
+from bpipe.predict.memory import least_bytes, least_shared_bytes, peak_bytes
+from bpipe.predict.recompute import BLOCK
+from bpipe.schedule.families.families import FAMILIES, SEARCHED
+from bpipe.schedule.hosts import ARRANGEMENTS
 
 # Up to so many times the device's memory: beyond, nobody could give it.
 MOST_TIMES = Fraction(2)

@@ -1,6 +1,6 @@
 """Say in which state every feature of a launch is: supported, guarded or refused.
 
-In: a launch's flags. Out: the rows of the trainer's own table (`bpipe.features`) that apply, the worst first, and of
+In: a launch's flags. Out: the rows of the trainer's own table (`bpipe.config.features`) that apply, the worst first, and of
 what was trained the commonest. A launch
 without any flag of this project's is judged as with `--bpipe`. Predicts nothing, and imports no Megatron.
 """
@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bpipe.features.asked import by_state, features_of, settings_of
-from bpipe.features.feature import Feature, Settings, State, has_experts
-from bpipe.features.sliced import SLICED
-from bpipe.features.table import PLACED, SHARDED
-from bpipe.generate.families import FAMILIES, default_family
-from bpipe.ir.layout import REDISTRIBUTE
-from bpipe.ir.program import Exchange
+from bpipe.config.features.feature import Feature, Settings, State, has_experts
+from bpipe.config.features.queries import by_state, features_of, settings_of
+from bpipe.config.features.slices import SLICED
+from bpipe.config.features.table import PLACED, SHARDED
 from bpipe.plan.space import is_in_order
+from bpipe.schedule.families.families import FAMILIES, default_family
+from bpipe.schedule.layout import REDISTRIBUTE
+from bpipe.schedule.program import Exchange
 
 # What was trained by stock Megatron and with this project, bit by bit: tests/gloo has the proof.
 SUPPORTED: tuple[Feature, ...] = tuple(

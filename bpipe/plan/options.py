@@ -11,28 +11,28 @@ from dataclasses import fields, replace
 from typing import Any
 
 from bpipe.balance.config import BALANCES, BalanceConfig
-from bpipe.flags.configurations import CONFIGURATION, DEFAULTS, MODEL, SIZES, TRAINING
-from bpipe.flags.experts import EXPERTS
-from bpipe.flags.flag import Options
-from bpipe.flags.values import AUTO, TIME
-from bpipe.generate.families import FAMILIES, default_family
-from bpipe.ir.hosts import PAIR
-from bpipe.ir.layout import EVEN, Vocabulary
-from bpipe.ir.program import Exchange
-from bpipe.launch.megatron_command import Reading, read_command
-from bpipe.launch.other_flags import OF_A_CPU
-from bpipe.models.cluster import Cluster, parse_cluster
-from bpipe.models.costs import lengths_of_equal_seconds
-from bpipe.models.fp8 import RECIPES, Fp8
-from bpipe.models.hugging_face import find_model
-from bpipe.models.layer_counts import split_layers
-from bpipe.models.layout import Setup, setup_from_values
-from bpipe.models.model import Model
-from bpipe.models.parts import Routing
-from bpipe.models.slices import slice_bounds
-from bpipe.models.state_types import FIELDS as STATE_FIELDS
-from bpipe.models.state_types import StateTypes
-from bpipe.models.switches import SWITCHES, Switches
+from bpipe.config.flags.configurations import CONFIGURATION, DEFAULTS, MODEL, SIZES, TRAINING
+from bpipe.config.flags.experts import EXPERTS
+from bpipe.config.flags.flag import Options
+from bpipe.config.flags.values import AUTO, TIME
+from bpipe.config.launch.megatron_command import Reading, read_command
+from bpipe.config.launch.other_flags import OF_A_CPU
+from bpipe.predict.cluster import Cluster, parse_cluster
+from bpipe.predict.costs import lengths_of_equal_seconds
+from bpipe.predict.fp8 import RECIPES, Fp8
+from bpipe.predict.hugging_face import find_model
+from bpipe.predict.layer_counts import split_layers
+from bpipe.predict.layer_variants import Routing
+from bpipe.predict.layout import Setup, setup_from_values
+from bpipe.predict.model import Model
+from bpipe.predict.slices import slice_bounds
+from bpipe.predict.state_types import FIELDS as STATE_FIELDS
+from bpipe.predict.state_types import StateTypes
+from bpipe.predict.switches import SWITCHES, Switches
+from bpipe.schedule.families.families import FAMILIES, default_family
+from bpipe.schedule.hosts import PAIR
+from bpipe.schedule.layout import EVEN, Vocabulary
+from bpipe.schedule.program import Exchange
 
 # Fields of a Model, and what a switch makes of them.
 MODEL_SWITCHES = {

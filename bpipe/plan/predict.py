@@ -12,17 +12,17 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from bpipe.build import built, unchecked
-from bpipe.generate.families import FAMILIES
-from bpipe.ir.hosts import Host
-from bpipe.ir.memory import num_transfers
-from bpipe.models.activations import keeps_own
-from bpipe.models.costs import predict_costs
-from bpipe.models.flops import mfu, training_flops
-from bpipe.models.layout import Setup
-from bpipe.models.memory import RankMemory, predict_memory
-from bpipe.models.profile import Profile
-from bpipe.models.tensor_parallel import Exposed, exposed
 from bpipe.plan.timing import Timing, steady_timing, whole_timing
+from bpipe.predict.activations import keeps_own
+from bpipe.predict.costs import predict_costs
+from bpipe.predict.flops import mfu, training_flops
+from bpipe.predict.layout import Setup
+from bpipe.predict.memory import RankMemory, predict_memory
+from bpipe.predict.profile import Profile
+from bpipe.predict.tensor_parallel import Exposed, exposed
+from bpipe.schedule.families.families import FAMILIES
+from bpipe.schedule.hosts import Host
+from bpipe.schedule.memory import num_transfers
 from bpipe.simulate.bandwidth import required_bytes_per_s, steady_bytes_per_s
 from bpipe.simulate.cost import Costs, StageCost
 from bpipe.simulate.engine import simulate

@@ -18,18 +18,18 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
-from bpipe.ir.layout import Vocabulary
-from bpipe.models.layout import Setup
-from bpipe.models.memory import peak_bytes
 from bpipe.plan.bounds import Bounds
 from bpipe.plan.candidates import Candidate
 from bpipe.plan.judge import Closest, FamilyResult, Judge
 from bpipe.plan.predict import costs_of, predict
-from bpipe.plan.refused import Launchable
+from bpipe.plan.refusals import Launchable
 from bpipe.plan.shards import with_shards
 from bpipe.plan.slices import Slicer
 from bpipe.plan.space import Space, enumerate_setups
 from bpipe.plan.timing import timing_within
+from bpipe.predict.layout import Setup
+from bpipe.predict.memory import peak_bytes
+from bpipe.schedule.layout import Vocabulary
 
 Progress = Callable[[str, int, int], None]
 

@@ -13,12 +13,12 @@ from dataclasses import replace
 from functools import lru_cache
 
 from bpipe.build import ScheduleConfig, unchecked
-from bpipe.check.case import ScheduleError
-from bpipe.check.deadlock import WaitLevel
-from bpipe.check.rules import check_waits
-from bpipe.generate.families import FAMILIES
-from bpipe.ir.layout import Vocabulary
-from bpipe.models.layout import Setup
+from bpipe.predict.layout import Setup
+from bpipe.schedule.check.case import ScheduleError
+from bpipe.schedule.check.deadlock import WaitLevel
+from bpipe.schedule.check.rules import check_waits
+from bpipe.schedule.families.families import FAMILIES
+from bpipe.schedule.layout import Vocabulary
 
 # With so many times as many micro-batches as are a step of the steady phase, ranks that ever wait for each other do.
 _STEPS = 4

@@ -4,7 +4,7 @@ In: a Setup of whole sequences, numbers of slices. Out: Setups in slices.
 
 Slices of one length are tried, and from long sequences on those that take as long as each other, which are a list to
 the trainer. Of differing lengths what leaves a rank is not counted well by their number, so those are tried without
-balancing (`--memory` balances bytes). What the trainer refuses is asked elsewhere (`plan.refused`). Predicts no
+balancing (`--memory` balances bytes). What the trainer refuses is asked elsewhere (`plan.refusals`). Predicts no
 iteration.
 """
 
@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from bpipe.generate.families import FAMILIES
-from bpipe.models.costs import lengths_of_equal_seconds
-from bpipe.models.layout import Setup
-from bpipe.models.slice_lengths import even_bounds
 from bpipe.plan.space import groups
+from bpipe.predict.costs import lengths_of_equal_seconds
+from bpipe.predict.layout import Setup
+from bpipe.predict.slice_lengths import even_bounds
+from bpipe.schedule.families.families import FAMILIES
 
 # From so many tokens on slices are searched by default, and no shorter ones.
 SLICED_SEQUENCE, SHORTEST = 8192, 1024

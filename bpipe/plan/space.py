@@ -15,24 +15,24 @@ from itertools import product
 from typing import NamedTuple
 
 from bpipe.balance.config import BALANCES, BalanceConfig
-from bpipe.generate.families import DEFAULTS, FAMILIES
-from bpipe.generate.family import Family
-from bpipe.ir.hosts import PAIR
-from bpipe.ir.layout import Vocabulary, microbatches_of
-from bpipe.ir.program import Exchange
-from bpipe.models.choices import ATTENTION, CP_COMM_TYPES
-from bpipe.models.cluster import Cluster
-from bpipe.models.fp8 import Fp8
-from bpipe.models.layer_counts import split_layers
-from bpipe.models.layout import Setup, setup_from_values
-from bpipe.models.model import Model
-from bpipe.models.parts import Routing
-from bpipe.models.profile import Profile
-from bpipe.models.recompute import BLOCK, RECOMPUTE, read_scope
-from bpipe.models.state_types import StateTypes
-from bpipe.models.switches import Switches
-from bpipe.models.traced import Traced
 from bpipe.plan.fewest_layers import OPEN
+from bpipe.predict.choices import ATTENTION, CP_COMM_TYPES
+from bpipe.predict.cluster import Cluster
+from bpipe.predict.fp8 import Fp8
+from bpipe.predict.layer_counts import split_layers
+from bpipe.predict.layer_variants import Routing
+from bpipe.predict.layout import Setup, setup_from_values
+from bpipe.predict.model import Model
+from bpipe.predict.profile import Profile
+from bpipe.predict.recompute import BLOCK, RECOMPUTE, read_scope
+from bpipe.predict.state_types import StateTypes
+from bpipe.predict.switches import Switches
+from bpipe.predict.trace import Traced
+from bpipe.schedule.families.families import DEFAULTS, FAMILIES
+from bpipe.schedule.families.family import Family
+from bpipe.schedule.hosts import PAIR
+from bpipe.schedule.layout import Vocabulary, microbatches_of
+from bpipe.schedule.program import Exchange
 
 SEARCHED_SCOPES = RECOMPUTE
 VOCABULARIES = tuple(one.value for one in Vocabulary)
@@ -43,8 +43,8 @@ class Space:
     """Space to search. Lists hold the choices; `max_micro_batch` ends micro-batch sizes; `uneven` admits unequal stages
     where layers do not divide.
 
-    `recompute`: texts of `bpipe.models.recompute`, and `BLOCK`. `hosts`: where balanced setups send what leaves
-    (`ir.hosts`). `routing`: how tokens come to experts; without `expert` every number of devices is tried that can
+    `recompute`: texts of `bpipe.predict.recompute`, and `BLOCK`. `hosts`: where balanced setups send what leaves
+    (`schedule.hosts`). `routing`: how tokens come to experts; without `expert` every number of devices is tried that can
     share them. `contexts`: over how many devices a sequence may be spread. `vocabulary_parallel`: algorithms of the
     output layer's shards; None: whole, and each that lowers the time's bound where the last rank computes longer than
     others. `tensors`, `pipelines`,

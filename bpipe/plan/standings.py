@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from bpipe.generate.families import FAMILIES
-from bpipe.models.layout import Setup
 from bpipe.plan.candidates import Candidate, describe
 from bpipe.plan.explain import describe_change
 from bpipe.plan.judge import FamilyResult
 from bpipe.plan.search import Outcome
+from bpipe.predict.layout import Setup
+from bpipe.schedule.families.families import FAMILIES
 
 # What the trainer cannot do, or has not done yet, with what a row's schedule needs (docs/supported.md).
 HALVES = (

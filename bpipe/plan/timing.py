@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 from bpipe.balance.budget import BudgetTooSmall
 from bpipe.build import unchecked
-from bpipe.generate.families import FAMILIES
-from bpipe.ir.action import of_microbatch
-from bpipe.models.layout import Setup
+from bpipe.predict.layout import Setup
+from bpipe.schedule.action import of_microbatch
+from bpipe.schedule.families.families import FAMILIES
 from bpipe.simulate.cost import Costs, Number
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Simulation, Timed, bubble

@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bpipe.balance.config import BalanceConfig
-from bpipe.ir.layout import REDISTRIBUTE, TRAINED_SHARDS
-from bpipe.models.layer_counts import redistribute_layers
-from bpipe.models.layout import Setup
-from bpipe.models.profile import Profile
 from bpipe.plan.bounds import last_load
+from bpipe.plan.budget_fit import within_budget
 from bpipe.plan.candidates import Candidate
 from bpipe.plan.document import document
 from bpipe.plan.predict import SetupPrediction, costs_of, predict
 from bpipe.plan.shards import stands_still, with_shards
-from bpipe.plan.within_budget import within_budget
+from bpipe.predict.layer_counts import redistribute_layers
+from bpipe.predict.layout import Setup
+from bpipe.predict.profile import Profile
+from bpipe.schedule.layout import REDISTRIBUTE, TRAINED_SHARDS
 
 # Below, what the last rank computes longer, or what a remedy gains, is lost among what predictions are worth.
 HURTS = 1.05

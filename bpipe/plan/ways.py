@@ -17,19 +17,19 @@ from dataclasses import replace
 from math import inf
 
 from bpipe.balance.config import BalanceConfig
-from bpipe.generate.families import FAMILIES, default_family
-from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
-from bpipe.ir.layout import Vocabulary
-from bpipe.models.layer_counts import split_layers
-from bpipe.models.layout import Setup
-from bpipe.models.memory import peak_bytes, predict_memory, roomy_bytes
-from bpipe.models.profile import Profile
-from bpipe.models.recompute import MODULES
+from bpipe.plan.budget_fit import within_budget_or_none
 from bpipe.plan.candidates import Candidate
 from bpipe.plan.fewest_layers import fewest_layers, with_block
 from bpipe.plan.predict import predict
-from bpipe.plan.refused import Others, guarded, refused
-from bpipe.plan.within_budget import within_budget_or_none
+from bpipe.plan.refusals import Others, guarded, refused
+from bpipe.predict.layer_counts import split_layers
+from bpipe.predict.layout import Setup
+from bpipe.predict.memory import peak_bytes, predict_memory, roomy_bytes
+from bpipe.predict.profile import Profile
+from bpipe.predict.recompute import MODULES
+from bpipe.schedule.families.families import FAMILIES, default_family
+from bpipe.schedule.hosts import ALL, HOST, PAIR, POOL
+from bpipe.schedule.layout import Vocabulary
 
 Change = Callable[[], Setup]
 # What needs hardly less is no help.

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 from bpipe.balance.budget import ActivationBudget
 from bpipe.balance.deadlines import Windows
-from bpipe.ir.action import Kind
-from bpipe.ir.memory import KeptMemory, memory_of
 from bpipe.record.keys import Rule, by_name, each, number, values_of, whole, written
+from bpipe.schedule.action import Kind
+from bpipe.schedule.memory import KeptMemory, memory_of
 from bpipe.values import a_flag
 
 _Flag = Annotated[bool, Rule(a_flag)]

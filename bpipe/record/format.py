@@ -26,8 +26,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 
-from bpipe.formats.text import read_action
-from bpipe.ir.action import Action
 from bpipe.record.keys import (
     Flag,
     Rule,
@@ -40,6 +38,8 @@ from bpipe.record.keys import (
     whole,
 )
 from bpipe.record.program import Program
+from bpipe.schedule.action import Action
+from bpipe.schedule.files.text import read_action
 from bpipe.values import LARGEST, LARGEST_BYTES, a_number, a_text, a_whole, an_object
 
 VERSION = 1

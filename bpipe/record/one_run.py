@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 
 from bpipe.build import ScheduleConfig
-from bpipe.models.flops import mfu
+from bpipe.predict.flops import mfu
 from bpipe.record.format import CLOCK_ERROR_S, MOST_RANKS, RankRecord, RunInfo
 
 _EMPTY_IT = "The folder has files of two runs: delete those of the older one, and give every run its own folder"

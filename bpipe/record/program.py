@@ -11,14 +11,14 @@ from typing import Annotated, Any
 
 from bpipe.balance.config import BalanceConfig, named_balance
 from bpipe.build import ScheduleConfig
-from bpipe.formats.text import read_costs, read_share
-from bpipe.generate.family import ALIKE, UnitCosts
-from bpipe.ir.hosts import PAIR
-from bpipe.ir.layout import Vocabulary
-from bpipe.ir.memory import plain
-from bpipe.ir.program import Exchange
 from bpipe.record.activation_budget import ActivationBudgetKeys, WindowsKeys
 from bpipe.record.keys import Count, Counts, Flag, Rule, Text, values_of, written
+from bpipe.schedule.families.family import ALIKE, UnitCosts
+from bpipe.schedule.files.text import read_costs, read_share
+from bpipe.schedule.hosts import PAIR
+from bpipe.schedule.layout import Vocabulary
+from bpipe.schedule.memory import plain
+from bpipe.schedule.program import Exchange
 from bpipe.values import a_text
 
 ExchangeName = Annotated[

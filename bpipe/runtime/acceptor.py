@@ -16,10 +16,10 @@ from typing import Protocol
 
 import torch
 
-from bpipe.ir.action import Action
 from bpipe.runtime.errors import TransferError
 from bpipe.runtime.host_buffers import HostBuffer, HostBuffers, HostBufferState
 from bpipe.runtime.streams import Streams
+from bpipe.schedule.action import Action
 from bpipe.transport.base import Done, OneSided, Pending, Transport, TwoSided
 from bpipe.transport.layout import BufferLayout
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from bpipe.ir.action import Action
 from bpipe.runtime.states import advance
+from bpipe.schedule.action import Action
 from bpipe.transport.base import Pending
 
 

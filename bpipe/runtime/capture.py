@@ -29,7 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bpipe.runtime.checkpoints import Regions
 from bpipe.runtime.graph import STASH, is_plain, nodes_of, payloads_of, saved_names, saved_tensors
-from bpipe.runtime.pieces import Holders
+from bpipe.runtime.graph_pieces import Holders
 
 
 class SavedStorage(NamedTuple):

@@ -14,23 +14,23 @@ from typing import Any
 
 import torch
 
-from bpipe.ir.action import READING, TRANSFER, Action, Kind
-from bpipe.ir.host_buffers import Residencies, Residency
-from bpipe.ir.schedule import Schedule, computed_together
-from bpipe.ir.steps import Step, one_by_one, steps
 from bpipe.runtime.capture import find
+from bpipe.runtime.checksums import Verifier
 from bpipe.runtime.errors import RuntimeFault, TransferError
 from bpipe.runtime.evictor import Evictor
-from bpipe.runtime.kept import Kept, Share
+from bpipe.runtime.graph_pieces import Pieces
 from bpipe.runtime.meter import Meter
+from bpipe.runtime.multi_host import SeveralHosts
 from bpipe.runtime.partners import Moving, Partners
-from bpipe.runtime.pieces import Pieces
 from bpipe.runtime.ranges import Ranges
 from bpipe.runtime.recorder import Recorder
-from bpipe.runtime.several import SeveralHosts
+from bpipe.runtime.retention import Kept, Share
 from bpipe.runtime.sizing import Sizing
 from bpipe.runtime.streams import Streams, synchronize
-from bpipe.runtime.verifying import Verifier
+from bpipe.schedule.action import READING, TRANSFER, Action, Kind
+from bpipe.schedule.host_buffers import Residencies, Residency
+from bpipe.schedule.schedule import Schedule, computed_together
+from bpipe.schedule.steps import Step, one_by_one, steps
 from bpipe.transport.base import Pending, Transport
 
 # The names under which an engine's own time is taken: issuing each kind of transfer, and waiting for one.

@@ -27,16 +27,16 @@ from typing import Any, cast
 
 import torch
 
-from bpipe.ir.action import Action, Key
 from bpipe.runtime.activations import POISON, Activations, ActivationsState
 from bpipe.runtime.capture import Claims, SavedStorage, find
+from bpipe.runtime.checksums import Verifier
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.runtime.graph import hiding, plain_tensors
-from bpipe.runtime.kept import Kept
+from bpipe.runtime.retention import Kept
 from bpipe.runtime.retrace import Retrace
 from bpipe.runtime.sizing import Sizing
 from bpipe.runtime.streams import Streams, used_here, used_on
-from bpipe.runtime.verifying import Verifier
+from bpipe.schedule.action import Action, Key
 from bpipe.transport.base import Done, Pending, Transport
 from bpipe.transport.layout import BufferLayout
 

@@ -21,15 +21,15 @@ from typing import Protocol
 
 import torch
 
-from bpipe.ir.action import SHARDS, Action, Kind
-from bpipe.ir.dependencies import NOTHING, Dependencies
-from bpipe.ir.hosts import Pair
-from bpipe.ir.program import Exchange, Instruction, Message, Op
-from bpipe.ir.schedule import Schedule
-from bpipe.lower.answered import lower_as_run
 from bpipe.runtime.errors import RuntimeFault, TransferError
 from bpipe.runtime.messages import Messages
 from bpipe.runtime.stage import Shards, Stage, Tensors
+from bpipe.schedule.action import SHARDS, Action, Kind
+from bpipe.schedule.dependencies import NOTHING, Dependencies
+from bpipe.schedule.hosts import Pair
+from bpipe.schedule.lowering.confirmed_sends import lower_as_run
+from bpipe.schedule.program import Exchange, Instruction, Message, Op
+from bpipe.schedule.schedule import Schedule
 
 
 class ComputationHooks(Protocol):

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
-from bpipe.ir.action import Action
 from bpipe.runtime.states import advance
+from bpipe.schedule.action import Action
 from bpipe.transport.layout import BufferLayout, Sizes
 
 

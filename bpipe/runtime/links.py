@@ -13,12 +13,12 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from bpipe.ir.host_buffers import links_of, num_buffers_for, num_host_memory_buffers, residencies_by_host
-from bpipe.ir.hosts import Pair, device_ranks, uses_host_memory
-from bpipe.ir.memory import peak_counts
-from bpipe.ir.schedule import Schedule
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.streams import copying_on, total_bytes
+from bpipe.schedule.host_buffers import links_of, num_buffers_for, num_host_memory_buffers, residencies_by_host
+from bpipe.schedule.hosts import Pair, device_ranks, uses_host_memory
+from bpipe.schedule.memory import peak_counts
+from bpipe.schedule.schedule import Schedule
 from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory, connect_all, connect_own
 from bpipe.transport.host_memory import Buffers
 from bpipe.transport.table import describe

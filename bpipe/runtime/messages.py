@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from bpipe.ir.program import Message
 from bpipe.runtime.stage import Tensors
+from bpipe.schedule.program import Message
 
 
 class Messages(Protocol):

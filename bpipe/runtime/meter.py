@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bpipe.ir.action import Action, Key, Kind
 from bpipe.runtime.capture import SavedStorage
 from bpipe.runtime.graph import plain_tensors
+from bpipe.schedule.action import Action, Key, Kind
 
 # Looks until all that follows from an action was seen. An eviction issued before a computation still has its storages
 # when that one starts and ends, and has emptied them when the next one starts. A load has filled them at once, and the

@@ -14,8 +14,16 @@ from types import MappingProxyType
 
 import torch
 
-from bpipe.ir.action import TRANSFER, Action, Key, Kind
-from bpipe.ir.host_buffers import (
+from bpipe.runtime.acceptor import Acceptor, LendingAcceptor, ReceivingAcceptor
+from bpipe.runtime.capture import Claims
+from bpipe.runtime.checksums import Verifier
+from bpipe.runtime.errors import TransferError
+from bpipe.runtime.evictor import Evictor
+from bpipe.runtime.multi_host import SeveralGuests, SeveralHosts
+from bpipe.runtime.retention import Kept
+from bpipe.runtime.streams import Streams
+from bpipe.schedule.action import TRANSFER, Action, Key, Kind
+from bpipe.schedule.host_buffers import (
     Residency,
     buffers_at,
     guests_of,
@@ -24,16 +32,8 @@ from bpipe.ir.host_buffers import (
     num_measured,
     stages_in_buffers,
 )
-from bpipe.ir.hosts import Host
-from bpipe.ir.schedule import Schedule
-from bpipe.runtime.acceptor import Acceptor, LendingAcceptor, ReceivingAcceptor
-from bpipe.runtime.capture import Claims
-from bpipe.runtime.errors import TransferError
-from bpipe.runtime.evictor import Evictor
-from bpipe.runtime.kept import Kept
-from bpipe.runtime.several import SeveralGuests, SeveralHosts
-from bpipe.runtime.streams import Streams
-from bpipe.runtime.verifying import Verifier
+from bpipe.schedule.hosts import Host
+from bpipe.schedule.schedule import Schedule
 from bpipe.transport.base import Pending, Transport
 
 

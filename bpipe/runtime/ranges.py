@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch.profiler import record_function
 
-from bpipe.ir.action import SHARDS, Action, Kind
+from bpipe.schedule.action import SHARDS, Action, Kind
 
 _NAMES = {
     Kind.FORWARD: "forward",

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from bpipe.ir.action import TRANSFER, Action, Key, Kind
 from bpipe.record.format import Row
 from bpipe.runtime.streams import Clock, Mark, span_s
+from bpipe.schedule.action import TRANSFER, Action, Key, Kind
 from bpipe.transport.base import Pending
 
 

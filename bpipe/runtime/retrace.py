@@ -20,7 +20,7 @@ import torch
 
 from bpipe.runtime.capture import Uses, collect, num_python_holders, num_storage_uses
 from bpipe.runtime.graph import PLAIN, nodes_of
-from bpipe.runtime.pieces import Holders
+from bpipe.runtime.graph_pieces import Holders
 
 # A tensor that every look makes anew has no holders to count.
 _MADE_ANEW = 1 << 30

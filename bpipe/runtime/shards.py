@@ -19,10 +19,18 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from bpipe.ir.action import Action
 from bpipe.runtime.stage import Tensors
 from bpipe.runtime.streams import used_here
-from bpipe.vocabulary.output import SoftmaxTotals, early_part, late_part, logits_gradient, losses, statistics, totals
+from bpipe.runtime.vocabulary.output import (
+    SoftmaxTotals,
+    early_part,
+    late_part,
+    logits_gradient,
+    losses,
+    statistics,
+    totals,
+)
+from bpipe.schedule.action import Action
 
 
 class _BetweenPasses(NamedTuple):

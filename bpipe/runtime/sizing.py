@@ -14,8 +14,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from bpipe.ir.action import Key
-from bpipe.ir.memory import RESERVE
+from bpipe.schedule.action import Key
+from bpipe.schedule.memory import RESERVE
 from bpipe.transport.layout import aligned, allocated_bytes
 
 # In so many steps what leaves of a micro-batch is tried to be less.

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from bpipe.ir.action import Action, Key
+from bpipe.schedule.action import Action, Key
 
 Tensors = tuple[torch.Tensor, ...]
 # A stage's model: the micro-batch's number and what the stage before it made, to what it makes. The first stage

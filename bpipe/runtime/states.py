@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum
 
-from bpipe.ir.action import Action
 from bpipe.runtime.errors import RuntimeFault
+from bpipe.schedule.action import Action
 
 
 def advance[S: Enum](now: S, wanted: S, following: Mapping[S, S], what: str, cause: Action) -> S:

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 
-from bpipe.ir.memory import KeptMemory, Memory, memory_of
-from bpipe.ir.program import Exchange
+from bpipe.schedule.memory import KeptMemory, Memory, memory_of
+from bpipe.schedule.program import Exchange
 
 Number = int | float | Fraction
 

@@ -5,7 +5,7 @@ In: costs. Out: seconds by kind and stage. Knows no schedule and no clock.
 
 from __future__ import annotations
 
-from bpipe.ir.action import Kind
+from bpipe.schedule.action import Kind
 from bpipe.simulate.cost import Costs, Number, ShardCost
 
 

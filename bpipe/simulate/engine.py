@@ -2,7 +2,7 @@
 
 In: a checked Schedule and `Costs`. Out: a `Simulation` with the time of every action.
 
-Every rank follows its program (`lower.lower`) and waits as the runtime does; the numbers are those of the code:
+Every rank follows its program (`schedule.lowering.lower`) and waits as the runtime does; the numbers are those of the code:
   [1] a computation starts when the one before it is over and what it needs from its neighbouring stage has arrived; two that overlap
       start when what both need has arrived, take as long as one after the other, and pass on what they made when both are over
   [2] an eviction ends before the next computation on its rank, and before a load that comes earlier: they take its memory
@@ -28,11 +28,11 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from bpipe.ir.action import Action, Key, Kind
-from bpipe.ir.dependencies import Dependencies
-from bpipe.ir.program import Exchange, Op, Program, Transfer
-from bpipe.ir.schedule import Schedule
-from bpipe.lower.lower import lower
+from bpipe.schedule.action import Action, Key, Kind
+from bpipe.schedule.dependencies import Dependencies
+from bpipe.schedule.lowering.lower import lower
+from bpipe.schedule.program import Exchange, Op, Program, Transfer
+from bpipe.schedule.schedule import Schedule
 from bpipe.simulate.cost import Costs, Number, check_fits
 from bpipe.simulate.durations import durations
 from bpipe.simulate.paths import paths, ports_between
@@ -177,7 +177,7 @@ class _Run:
             stuck = ", ".join(sorted(self._where(event) for event in waiting))
             raise ValueError(
                 f"schedule {self.schedule.name}: the ranks wait for each other: {stuck}. Does it pass "
-                f"bpipe.check.rules?"
+                f"bpipe.schedule.check.rules?"
             )
 
     def _pass(self, at: Number, event: int, port_out: int, port_in: int, seconds: Number) -> None:

@@ -1,6 +1,6 @@
 """Say which host buffer each transfer of a simulation takes.
 
-In: a Simulation and a rank. Out: its transfers, each with its buffer. The buffers are those of `ir.host_buffers`, which
+In: a Simulation and a rank. Out: its transfers, each with its buffer. The buffers are those of `schedule.host_buffers`, which
 both ends of a pair compute from the schedule. Knows no time of its own.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bpipe.ir.host_buffers import Residencies, all_buffers
+from bpipe.schedule.host_buffers import Residencies, all_buffers
 from bpipe.simulate.report import Simulation, Timed
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from bpipe.ir.dependencies import Dependencies
-from bpipe.ir.layout import Vocabulary
+from bpipe.schedule.dependencies import Dependencies
+from bpipe.schedule.layout import Vocabulary
 from bpipe.simulate.cost import Costs, Links, Number, host_port, ports
 
 

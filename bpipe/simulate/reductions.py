@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from bpipe.ir.action import OF_THE_WEIGHTS
-from bpipe.ir.schedule import Schedule
+from bpipe.schedule.action import OF_THE_WEIGHTS
+from bpipe.schedule.schedule import Schedule
 from bpipe.simulate.cost import Costs, Number, StageCost, ports
 from bpipe.simulate.report import Reduced, Timed
 

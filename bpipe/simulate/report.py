@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from bpipe.ir.action import Action
-from bpipe.ir.memory import changes_in_time
-from bpipe.ir.schedule import Schedule
+from bpipe.schedule.action import Action
+from bpipe.schedule.memory import changes_in_time
+from bpipe.schedule.schedule import Schedule
 from bpipe.simulate.cost import Costs, Number
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from bpipe.ir.action import COMPUTE, Action, Kind
+from bpipe.schedule.action import COMPUTE, Action, Kind
 from bpipe.simulate.host_buffers import with_host_buffers
 from bpipe.simulate.report import Simulation
 

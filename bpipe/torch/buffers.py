@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from bpipe.ir.action import Action, Kind
 from bpipe.runtime.capture import num_storage_uses
 from bpipe.runtime.graph import plain_tensors
+from bpipe.schedule.action import Action, Kind
 from bpipe.torch.upstream import KEEPS_BUFFERS, Computation, receive_buffers
 
 # By what is received: whether it is a gradient.

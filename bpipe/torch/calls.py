@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from bpipe.ir.action import Action, Kind
 from bpipe.runtime.executor import ComputationHooks
+from bpipe.schedule.action import Action, Kind
 from bpipe.torch.upstream import SEND_WAITS, Computation
 
 _SENDS = (Computation.SEND_F, Computation.SEND_B)

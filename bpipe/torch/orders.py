@@ -13,13 +13,13 @@ from typing import Any
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, config_of_schedule
-from bpipe.formats.read import read, read_file
-from bpipe.generate.families import FAMILIES
-from bpipe.ir.action import SHARDS, Kind
-from bpipe.ir.program import Exchange
-from bpipe.ir.schedule import Schedule, Slot
-from bpipe.lower.align import align, is_listing
 from bpipe.names import unknown
+from bpipe.schedule.action import SHARDS, Kind
+from bpipe.schedule.families.families import FAMILIES
+from bpipe.schedule.files.read import read, read_file
+from bpipe.schedule.lowering.align import align, is_listing
+from bpipe.schedule.program import Exchange
+from bpipe.schedule.schedule import Schedule, Slot
 from bpipe.torch.upstream import Computation, SingleStage, TorchAction, schedule_class
 
 KIND_OF = {

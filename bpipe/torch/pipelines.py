@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bpipe.formats.text import write_csv
-from bpipe.ir.host_buffers import links_of
-from bpipe.ir.memory import moves_anything
-from bpipe.ir.schedule import Schedule
 from bpipe.runtime.links import connect_pairs
+from bpipe.schedule.files.text import write_csv
+from bpipe.schedule.host_buffers import links_of
+from bpipe.schedule.memory import moves_anything
+from bpipe.schedule.schedule import Schedule
 from bpipe.transport.base import Transport
 from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory
 

@@ -19,17 +19,18 @@ import torch.distributed as dist
 
 from bpipe.balance.config import named_balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.generate.families import default_family
-from bpipe.ir.action import Action
 from bpipe.plan.fit import Fit, plan_lines
+from bpipe.runtime.checksums import Verifier
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.links import disconnect
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.streams import allocated_on
-from bpipe.runtime.verifying import Verifier
+from bpipe.schedule.action import Action
+from bpipe.schedule.families.families import default_family
 from bpipe.torch.buffers import ReceiveBuffers
 from bpipe.torch.calls import StepCalls
-from bpipe.torch.judged import refuse_standstill
+from bpipe.torch.checks import refuse_standstill
+from bpipe.torch.memory_budget import Memory, RankBudgets
 from bpipe.torch.option_names import name_arguments
 from bpipe.torch.orders import (
     KIND_OF,
@@ -40,9 +41,9 @@ from bpipe.torch.orders import (
     torch_orders,
 )
 from bpipe.torch.pipelines import Connected, connected, pipelines_of
-from bpipe.torch.planned import Memory, RankBudgets
-from bpipe.torch.recomputed import refuse_split_recomputation
-from bpipe.torch.recorded import StepRecord
+from bpipe.torch.recompute import refuse_split_recomputation
+from bpipe.torch.record import StepRecord
+from bpipe.torch.sizes import clear_received, everywhere, hand_over, weigh
 from bpipe.torch.upstream import (
     Computation,
     Runtime,
@@ -52,7 +53,6 @@ from bpipe.torch.upstream import (
     refuse_sends_to_itself,
     require_attributes,
 )
-from bpipe.torch.weighed import clear_received, everywhere, hand_over, weigh
 
 logger = logging.getLogger(__name__)
 

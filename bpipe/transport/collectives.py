@@ -20,7 +20,7 @@ waits for a collective but who needs what comes of it.
 Of those in two steps (algorithm 2) the second begins when the first is over, on a lane beside the computation. It
 cannot block: a lane waits for first steps alone, and for the lanes of other ranks, all in one order, and no first step
 waits for a lane. Where streams share a queue it holds up what was issued behind it, as if S waited for those of all
-ranks: slow, and `check.deadlock` sees whether it blocks. Were the second step left to T, which waits for the first
+ranks: slow, and `schedule.check.deadlock` sees whether it blocks. Were the second step left to T, which waits for the first
 anyway, the last stage would wait until every rank has come to its T: in 1F1B with p = 8, m = 64 that is 11 % of an
 iteration with short shards, 3 % with S and T of a quarter of a forward, nothing from half a forward on.
 """
@@ -34,8 +34,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from bpipe.ir.action import SHARDS, Action, Kind
-from bpipe.ir.program import Message
+from bpipe.schedule.action import SHARDS, Action, Kind
+from bpipe.schedule.program import Message
 from bpipe.transport.base import Pending
 from bpipe.transport.control import Control, SentMessage, Subject
 from bpipe.transport.distributed import Works, gather_into, in_one_call, name_timeout, new_group

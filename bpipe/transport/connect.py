@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from bpipe.ir.hosts import Pair
+from bpipe.schedule.hosts import Pair
 from bpipe.transport import AUTO
 from bpipe.transport.base import Transport
 from bpipe.transport.control import Control, Subject

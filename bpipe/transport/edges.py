@@ -26,9 +26,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from bpipe.ir.action import Kind
-from bpipe.ir.hosts import Pair
-from bpipe.ir.program import Message
+from bpipe.schedule.action import Kind
+from bpipe.schedule.hosts import Pair
+from bpipe.schedule.program import Message
 from bpipe.transport.control import Control, SentMessage, Subject
 from bpipe.transport.distributed import (
     PairGroups,

@@ -9,7 +9,7 @@ a host buffer and need not know what comes into it. Knows no schedule.
 The host that issues everything else of its rank posts a HOST, too, where the program has it, and waits there until the
 evictor's host has come to its EVICT. A thread that posted it once the lengths are there would post it behind what the
 host issued meanwhile. In a hardware queue that streams share it could stand behind a wait for a message that the
-evictor sends only once this very transfer has passed. `check.deadlock` judges this wait.
+evictor sends only once this very transfer has passed. `schedule.check.deadlock` judges this wait.
 """
 
 from __future__ import annotations

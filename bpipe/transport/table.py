@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from bpipe.ir.hosts import Pair
+from bpipe.schedule.hosts import Pair
 from bpipe.simulate.bandwidth import steady_bytes_per_s
 from bpipe.transport.connect import MeasuredLink
 

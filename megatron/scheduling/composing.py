@@ -12,13 +12,13 @@ from typing import Any
 
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.hooks.loops import Hooks
-from megatron.scheduling.loop.delaying import ask
+from megatron.scheduling.loop.delayed_wgrad import ask
 from megatron.scheduling.loop.driver import Driver
 from megatron.scheduling.loop.executor import Loop
-from megatron.scheduling.memory.learning import Learner
+from megatron.scheduling.memory.replanning import Learner
 from megatron.scheduling.options.arguments import SchedulingConfig
-from megatron.scheduling.placement.placed import wraps_of
-from megatron.scheduling.report.reporting import Monitor, Reporter
+from megatron.scheduling.placement.chunks import wraps_of
+from megatron.scheduling.record.run_report import Monitor, Reporter
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import Any
 
 from bpipe import extras
 from megatron.scheduling.hooks import upstream
-from megatron.scheduling.start import starting, startup
+from megatron.scheduling.start import exits, startup
 
 
 def prepare() -> None:
@@ -57,7 +57,7 @@ def refuse_packed_batches(args: Any) -> None:
     Megatron joins a micro-batch of them to one row before the first layer, and its stages receive it as so many
     rows of a row's length: of the same number of elements, in another order.
     """
-    from bpipe.features.feature import Settings
+    from bpipe.config.features.feature import Settings
 
     given = Settings(args)
     rows = max(given.micro_batch_size or 1, given.eval_micro_batch_size or 1)
@@ -68,7 +68,7 @@ def refuse_packed_batches(args: Any) -> None:
         ("dataloader_inter_document_masking", given.dataloader_inter_document_masking),
     ):
         if wanted:
-            starting.end(
+            exits.end(
                 f"--{name.replace('_', '-')}: Megatron joins the {rows} packed rows of a micro-batch into one, but "
                 f"its pipeline receives them as {rows}, in a different order; use --micro-batch-size 1 with a longer "
                 "--seq-length"
@@ -81,7 +81,7 @@ def _or_end() -> Iterator[None]:
     try:
         yield
     except (ValueError, upstream.Unfit) as error:
-        starting.end(error)
+        exits.end(error)
 
 
 def _wrap_parse_args(parse_args: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,7 +90,7 @@ def _wrap_parse_args(parse_args: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.scheduling.options.flags import add_arguments
 
         def provider(parser: Any) -> Any:
-            starting.refuse_once(parser)
+            exits.refuse_once(parser)
             return add_arguments(extra_args_provider(parser) if extra_args_provider else parser)
 
         startup.complete_arguments()
@@ -107,11 +107,11 @@ def _wrap_parse_args(parse_args: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_validate_args(validate_args: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(validate_args)
     def validated(args: Any, *defaults: Any, **named: Any) -> Any:
-        from megatron.scheduling.options import following
+        from megatron.scheduling.options import derived_flags
         from megatron.scheduling.placement import rank_order as placement
 
         with _or_end():
-            following.complete(args)
+            derived_flags.complete(args)
         result = validate_args(args, *defaults, **named)
         # Only now it is known which schedule this is, and so who is paired with whom; nobody has asked for a rank yet.
         with _or_end():
@@ -165,7 +165,7 @@ def scheduling(args: Any, given: Mapping[str, Any]) -> Iterator[None]:
         yield
         return
     if config.report is not None:
-        starting.need_folder(config.report)
+        exits.need_folder(config.report)
     upstream.say_absent(args, configuration=False)
     from bpipe.runtime.failures import Watch
     from megatron.scheduling.composing import compose
@@ -186,7 +186,7 @@ def scheduling(args: Any, given: Mapping[str, Any]) -> Iterator[None]:
     except Refused as error:
         # Every rank sees it alike, and nobody has waited for anybody yet.
         _leave_process_groups()
-        starting.end(error)
+        exits.end(error)
     except Exception as error:
         first = watch.failed(error)
         if reporter is not None and first is not None:
@@ -202,7 +202,7 @@ def scheduling(args: Any, given: Mapping[str, Any]) -> Iterator[None]:
 def _audited(num_microbatches: int) -> Iterator[None]:
     # Not at the top: nobody else loads it.
     from megatron.scheduling.hooks.patches import install
-    from megatron.scheduling.report.audit import StageAudit
+    from megatron.scheduling.record.audit import StageAudit
 
     audit = StageAudit(num_microbatches)
     installed = install(audit.wraps())

@@ -50,7 +50,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bench.turns import add_sizes, on_ranks, processor_seconds, quotients, spread
 from bpipe.build import ScheduleConfig
-from bpipe.ir.program import Exchange
+from bpipe.schedule.program import Exchange
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.loop.driver import Driver
 from megatron.scheduling.loop.executor import Loop

@@ -38,16 +38,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.turns import WARM_UP, in_turn, on_ranks, quotients, spread
 from bpipe.balance.config import named_balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.ir.action import Action, Kind
-from bpipe.ir.memory import num_transfers
-from bpipe.ir.schedule import Schedule
 from bpipe.runtime import evictor
 from bpipe.runtime.acceptor import Acceptor, LendingAcceptor, ReceivingAcceptor
+from bpipe.runtime.checksums import Verifier
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.stage import Stage, Tensors, TorchStages
 from bpipe.runtime.streams import Streams, copying_on
-from bpipe.runtime.verifying import Verifier
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.memory import num_transfers
+from bpipe.schedule.schedule import Schedule
 from bpipe.transport.base import Pending, Transport
 from bpipe.transport.connect import Connection, connect
 from bpipe.transport.edges import Edges, connect_edges

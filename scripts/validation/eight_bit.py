@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from bpipe.models.cluster import GIB
-from bpipe.models.fp8 import Fp8
-from bpipe.models.model import PRESETS
+from bpipe.predict.cluster import GIB
+from bpipe.predict.fp8 import Fp8
+from bpipe.predict.model import PRESETS
 from validation.experts import MODELS, needed_gib, reached, setup_of_row
 from validation.measurements import rows
 from validation.throughput import Throughput

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import permutations
 
-from bpipe.models.error_bars import AMPERE, BLACKWELL, CALIBRATED, EXPERTS, HOPPER, MANY_RUNS, ErrorBars, error_bars
+from bpipe.predict.error_bars import AMPERE, BLACKWELL, CALIBRATED, EXPERTS, HOPPER, MANY_RUNS, ErrorBars, error_bars
 from validation.eight_bit import of_fp8
 from validation.experts import of_experts
 from validation.throughput import PEAK, kept_back, throughputs

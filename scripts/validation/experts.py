@@ -12,17 +12,17 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from bpipe.generate.families import default_family
-from bpipe.models.cluster import GIB, parse_cluster
-from bpipe.models.flops import training_flops
-from bpipe.models.layer_counts import split_layers
-from bpipe.models.layout import Setup
-from bpipe.models.memory import predict_memory
-from bpipe.models.model import Model, llama
-from bpipe.models.parts import Experts, Latent, Routing
-from bpipe.models.switches import Switches
 from bpipe.plan.predict import costs_of
 from bpipe.plan.timing import steady_timing
+from bpipe.predict.cluster import GIB, parse_cluster
+from bpipe.predict.flops import training_flops
+from bpipe.predict.layer_counts import split_layers
+from bpipe.predict.layer_variants import Experts, Latent, Routing
+from bpipe.predict.layout import Setup
+from bpipe.predict.memory import predict_memory
+from bpipe.predict.model import Model, llama
+from bpipe.predict.switches import Switches
+from bpipe.schedule.families.families import default_family
 from validation.measurements import rows
 from validation.throughput import Throughput
 

@@ -30,21 +30,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bpipe.balance.config import BalanceConfig, named_balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.compare.read import read_stages
 from bpipe.draw.picture import Picture, lay_out, stack
 from bpipe.draw.plots import Overhead, Ranked, StagePeaks, memory_chart, overhead_chart, ranking_chart, to_svg, write
 from bpipe.draw.png import render_png
 from bpipe.draw.svg import render_svg
 from bpipe.draw.timeline import lay_out_simulation
-from bpipe.generate.families import FAMILIES
-from bpipe.generate.family import ALIKE
-from bpipe.generate.timing import iteration_time
-from bpipe.ir.memory import peak_counts, plain
-from bpipe.models.cluster import parse_cluster
-from bpipe.models.model import PRESETS
 from bpipe.plan.search import search
 from bpipe.plan.space import Space
-from bpipe.report.report import report_of
+from bpipe.predict.cluster import parse_cluster
+from bpipe.predict.model import PRESETS
+from bpipe.record.compare.read import read_stages
+from bpipe.record.report.report import report_of
+from bpipe.schedule.families.families import FAMILIES
+from bpipe.schedule.families.family import ALIKE
+from bpipe.schedule.families.timing import iteration_time
+from bpipe.schedule.memory import peak_counts, plain
 from bpipe.simulate.cost import Link, Links, StageCost, uniform
 from bpipe.simulate.engine import simulate
 from validation.measurements import STAGE_TIMES, StageTimes

@@ -2,7 +2,7 @@
 
 In: tests/data. Out: rows with both.
 
-Published runs, and this project's own on CPUs. Fits nothing: every constant is that of bpipe.models, the same for all
+Published runs, and this project's own on CPUs. Fits nothing: every constant is that of bpipe.predict, the same for all
 rows. Needs no torch, writes nothing; `validate` makes the document of it.
 """
 
@@ -15,21 +15,21 @@ from pathlib import Path
 
 from bpipe.balance.config import BALANCES, BalanceConfig, named_balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.ir.host_buffers import num_host_buffers
-from bpipe.ir.layout import Vocabulary
-from bpipe.ir.program import Exchange
-from bpipe.models.cluster import parse_cluster
-from bpipe.models.flops import mfu, training_flops
-from bpipe.models.layer_counts import split_layers
-from bpipe.models.layout import EVENLY, Setup
-from bpipe.models.links import links
-from bpipe.models.memory import predict_memory
-from bpipe.models.model import PRESETS, Model, gpt
-from bpipe.models.replicas import update_seconds
-from bpipe.models.saved import moved_bytes, saves_input
-from bpipe.models.sizes import sent_bytes
 from bpipe.plan.predict import predict, simulation_of
-from bpipe.report.memory import RankSizes, rank_peaks
+from bpipe.predict.cluster import parse_cluster
+from bpipe.predict.flops import mfu, training_flops
+from bpipe.predict.layer_counts import split_layers
+from bpipe.predict.layout import EVENLY, Setup
+from bpipe.predict.links import links
+from bpipe.predict.memory import predict_memory
+from bpipe.predict.model import PRESETS, Model, gpt
+from bpipe.predict.replicas import update_seconds
+from bpipe.predict.saved_tensors import moved_bytes, saves_input
+from bpipe.predict.sizes import sent_bytes
+from bpipe.record.report.memory import RankSizes, rank_peaks
+from bpipe.schedule.host_buffers import num_host_buffers
+from bpipe.schedule.layout import Vocabulary
+from bpipe.schedule.program import Exchange
 from bpipe.simulate.cost import CollectiveCost, Costs, ShardCost, StageCost
 from bpipe.simulate.engine import simulate
 

@@ -14,17 +14,17 @@ from functools import cache
 from itertools import combinations
 from typing import NamedTuple
 
-from bpipe.models.cluster import parse_cluster
-from bpipe.models.layer_counts import split_layers
-from bpipe.models.layout import Setup
-from bpipe.models.memory import predict_memory
-from bpipe.models.model import gpt
-from bpipe.models.rates import LINK_EFFICIENCY, LINK_LATENCY_S
-from bpipe.models.sizes import sent_bytes
-from bpipe.models.switches import Switches
-from bpipe.models.tensor_parallel import exposed
 from bpipe.plan.predict import costs_of
 from bpipe.plan.timing import steady_timing
+from bpipe.predict.cluster import parse_cluster
+from bpipe.predict.layer_counts import split_layers
+from bpipe.predict.layout import Setup
+from bpipe.predict.memory import predict_memory
+from bpipe.predict.model import gpt
+from bpipe.predict.rates import LINK_EFFICIENCY, LINK_LATENCY_S
+from bpipe.predict.sizes import sent_bytes
+from bpipe.predict.switches import Switches
+from bpipe.predict.tensor_parallel import exposed
 from bpipe.simulate.cost import Costs
 from validation.measurements import rows
 

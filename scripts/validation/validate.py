@@ -6,7 +6,7 @@ documentation for every template, under its name.
 
 Usage: scripts/validation/validate.py [--output docs]
 
-Without --output it prints the pages. Fits nothing: every constant is that of bpipe.models, the same for all rows. Needs no torch.
+Without --output it prints the pages. Fits nothing: every constant is that of bpipe.predict, the same for all rows. Needs no torch.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bpipe.models.cluster import GIB
-from bpipe.models.costs import predict_costs
-from bpipe.models.error_bars import MANY_RUNS
-from bpipe.models.flops import training_flops
-from bpipe.models.layers.ends import output_seconds
-from bpipe.models.model import PRESETS
-from bpipe.models.saved import stage_bytes
 from bpipe.plan.estimate import estimate
+from bpipe.predict.cluster import GIB
+from bpipe.predict.costs import predict_costs
+from bpipe.predict.error_bars import MANY_RUNS
+from bpipe.predict.flops import training_flops
+from bpipe.predict.layers.ends import output_seconds
+from bpipe.predict.model import PRESETS
+from bpipe.predict.saved_tensors import stage_bytes
 from bpipe.simulate.cost import Number
 from validation.eight_bit import of_fp8, parts_of_fp8, row_of_fp8
 from validation.error_bars import measured_bars

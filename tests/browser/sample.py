@@ -17,9 +17,9 @@ from typing import Any
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.ir.action import COMPUTE, Action
-from bpipe.ir.memory import num_transfers, peak_counts
-from bpipe.ir.program import Exchange
+from bpipe.schedule.action import COMPUTE, Action
+from bpipe.schedule.memory import num_transfers, peak_counts
+from bpipe.schedule.program import Exchange
 from bpipe.simulate.cost import Costs, Link, Links, StageCost, uniform
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Simulation, Timed

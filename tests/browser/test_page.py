@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from bpipe.formats.text import read_action
-from bpipe.report.out.page import render
+from bpipe.record.report.output.page import render
+from bpipe.schedule.files.text import read_action
 from tests.browser.conftest import Page
 from tests.browser.sample import SAVED, action_row, make_view
 

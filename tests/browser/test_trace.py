@@ -21,12 +21,12 @@ import pytest
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.report.out.trace import write_trace
-from bpipe.report.report import report_of
+from bpipe.record.report.output.trace import write_trace
+from bpipe.record.report.report import report_of
 from bpipe.simulate import trace as simulated
 from bpipe.simulate.cost import StageCost, uniform
 from bpipe.simulate.engine import simulate
-from tests.unit.report.recorded import write_run
+from tests.unit.record.report.recorded import write_run
 
 Rows = list[list[Any]]
 Query = Callable[[str], Rows]

@@ -24,14 +24,14 @@ from torch.multiprocessing import start_processes
 from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.check.rules import check
-from bpipe.ir.layout import Vocabulary
-from bpipe.ir.memory import num_transfers
-from bpipe.ir.schedule import Schedule
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.shards import EarlyShard
 from bpipe.runtime.streams import beside, copying_on
+from bpipe.schedule.check.rules import check
+from bpipe.schedule.layout import Vocabulary
+from bpipe.schedule.memory import num_transfers
+from bpipe.schedule.schedule import Schedule
 from bpipe.transport.collectives import Collectives, EdgesAndCollectives, SecondStep, SharedGroups, connect_shared
 from bpipe.transport.connect import connect
 from bpipe.transport.distributed import PairGroups

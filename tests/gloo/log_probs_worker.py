@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from bpipe.runtime.vocabulary.log_probs import vocabulary_parallel_log_probs
 from bpipe.transport.distributed import gather_into
-from bpipe.vocabulary.log_probs import vocabulary_parallel_log_probs
 
 TOKENS, HIDDEN, ROWS = 32, 16, 96
 

@@ -26,10 +26,10 @@ from torch.multiprocessing import start_processes
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.formats.text import write_csv
-from bpipe.ir.memory import num_transfers, peak_counts
-from bpipe.ir.schedule import Schedule
 from bpipe.runtime.meter import Meter
+from bpipe.schedule.files.text import write_csv
+from bpipe.schedule.memory import num_transfers, peak_counts
+from bpipe.schedule.schedule import Schedule
 from bpipe.torch import BalancedSchedule
 from tests.gloo.pipelined_stages import (
     Pair,

@@ -19,10 +19,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import schedules
 from torch.multiprocessing import start_processes
 
-from bpipe.ir.memory import num_transfers
 from bpipe.runtime.meter import Meter
+from bpipe.schedule.memory import num_transfers
 from bpipe.torch import BalancedSchedule
-from bpipe.torch.traced import predict_peaks, trace_stages
+from bpipe.torch.trace import predict_peaks, trace_stages
 from tests.gloo.pipelined import MICROBATCHES, OPTIONS, PLACES, run_cases
 from tests.gloo.pipelined_stages import (
     LENGTH,

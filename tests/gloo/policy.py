@@ -18,8 +18,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 
+from bpipe.runtime.vocabulary.log_probs import TokenLogProbs, vocabulary_parallel_log_probs
 from bpipe.transport.distributed import gather_into
-from bpipe.vocabulary.log_probs import TokenLogProbs, vocabulary_parallel_log_probs
 
 # A micro-batch's tokens, labels, loss mask, attention mask and positions, cut to its length.
 Cut = Callable[[Any, Any], tuple[torch.Tensor | None, ...]]

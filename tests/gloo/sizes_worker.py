@@ -23,12 +23,12 @@ import torch.distributed as dist
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.ir.memory import num_transfers
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.messages import Messages
 from bpipe.runtime.stage import TorchStages
 from bpipe.runtime.streams import copying_on
+from bpipe.schedule.memory import num_transfers
 from bpipe.transport.connect import connect
 from bpipe.transport.edges import Edges, connect_edges
 from tests.support.alone import Alone

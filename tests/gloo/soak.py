@@ -32,14 +32,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.ir.action import Action
-from bpipe.ir.host_buffers import links_of
-from bpipe.ir.memory import num_transfers
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.messages import Messages
 from bpipe.runtime.stage import TorchStages
 from bpipe.runtime.streams import copying_on
+from bpipe.schedule.action import Action
+from bpipe.schedule.host_buffers import links_of
+from bpipe.schedule.memory import num_transfers
 from bpipe.transport.connect import connect_all
 from bpipe.transport.distributed import Distributed
 from bpipe.transport.edges import Edges, connect_edges

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from bpipe.plan.budget import Devices, OverBudget, smallest_bytes, within
+from bpipe.plan.budget_fit import predicted_devices
 from bpipe.plan.fit import budget_text
 from bpipe.plan.options import setup_from
-from bpipe.plan.within_budget import predicted_devices
 from megatron.scheduling.cpu import ARGUMENTS
 from tests.gloo.conftest import BPIPE, TINY, Case, Outcome, asked_for
 from tests.gloo.test_parallelism import INPUT_BYTES, INTERLEAVED

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bpipe.ir.layout import Vocabulary
+from bpipe.schedule.layout import Vocabulary
 from tests.gloo.conftest import ROOT
 from tests.gloo.executors import CASES, RANKS, SPLIT
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from bpipe.report.report import report_of
+from bpipe.record.report.report import report_of
 from tests.gloo.conftest import BPIPE, Case, Outcome, asked_for
 from tests.gloo.test_fused_gradients import DEFERRED
 from tests.gloo.test_parallelism import EXPERTS, FP16, INTERLEAVED, LLAMA, OVERLAPS, PLAIN_ATTENTION

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from bpipe.report.report import report_of
+from bpipe.record.report.report import report_of
 from tests.gloo.conftest import BPIPE, Case, Outcome
 from tests.gloo.test_training import same
 

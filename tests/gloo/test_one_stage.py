@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from bpipe.report.out.table import table
-from bpipe.report.report import report_of
+from bpipe.record.report.output.table import table
+from bpipe.record.report.report import report_of
 from tests.gloo.conftest import BPIPE, Case, Outcome
 from tests.gloo.test_training import same
 

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from bpipe.build import ScheduleConfig, build
-from bpipe.formats.text import write_csv
-from bpipe.generate.place import place
-from bpipe.ir.action import Action, Kind
-from bpipe.ir.schedule import Schedule
-from bpipe.report.report import report_of
+from bpipe.record.report.report import report_of
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.families.unit_grid import place
+from bpipe.schedule.files.text import write_csv
+from bpipe.schedule.schedule import Schedule
 from tests.gloo.conftest import BPIPE, ROOT, Case, Outcome, asked_for
 from tests.gloo.test_fused_gradients import DEFERRED
 from tests.gloo.test_parallelism import EXPERTS, FP16, LLAMA, OVERLAPS, PLAIN_ATTENTION

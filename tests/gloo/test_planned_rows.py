@@ -11,14 +11,14 @@ from dataclasses import replace
 import pytest
 
 from bpipe.cli import main
-from bpipe.launch.megatron_flags import megatron_flags
-from bpipe.models.cluster import parse_cluster
-from bpipe.models.layout import Setup
-from bpipe.models.model import PRESETS
-from bpipe.models.switches import Switches
+from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.plan.options import setup_from
 from bpipe.plan.search import search
 from bpipe.plan.space import Space
+from bpipe.predict.cluster import parse_cluster
+from bpipe.predict.layout import Setup
+from bpipe.predict.model import PRESETS
+from bpipe.predict.switches import Switches
 from tests.gloo.conftest import Case, Outcome
 from tests.unit.plan.test_printed_rows import DEVICES, MODELS, of_all_rows, rows_of
 

@@ -14,9 +14,9 @@ import pytest
 
 from bpipe.cli import main
 from bpipe.plan.budget import Devices, smallest_bytes, within
+from bpipe.plan.budget_fit import predicted_devices
 from bpipe.plan.fit import budget_text
 from bpipe.plan.options import setup_from
-from bpipe.plan.within_budget import predicted_devices
 from megatron.scheduling.cpu import ARGUMENTS
 from tests.gloo.conftest import BPIPE, TINY, Case, Outcome
 from tests.gloo.test_parallelism import INPUT_BYTES

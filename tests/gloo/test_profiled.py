@@ -11,8 +11,8 @@ import pytest
 
 from bpipe.balance.config import named_balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.ir.schedule import Schedule
 from bpipe.runtime.ranges import name_of
+from bpipe.schedule.schedule import Schedule
 from tests.gloo.conftest import BPIPE, Case, Outcome
 
 PROFILE = (

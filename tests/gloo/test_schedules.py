@@ -15,7 +15,7 @@ import pytest
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.formats.text import write_csv
+from bpipe.schedule.files.text import write_csv
 from tests.gloo.conftest import BPIPE, Case, Outcome, asked_for
 from tests.gloo.test_parallelism import (
     EXPERTS,

@@ -11,14 +11,14 @@ import pytest
 from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import allocated_bytes
 from bpipe.build import ScheduleConfig, build, orders_of
-from bpipe.ir.host_buffers import host_memory_buffers
-from bpipe.ir.memory import StageMemory, peak_of_order
-from bpipe.models.activations import memory_of_setup
 from bpipe.plan.budget import Devices, smallest_bytes, within
+from bpipe.plan.budget_fit import predicted_devices
 from bpipe.plan.fit import budget_text
 from bpipe.plan.options import setup_from
-from bpipe.plan.within_budget import predicted_devices
+from bpipe.predict.activations import memory_of_setup
 from bpipe.record.read import read_run
+from bpipe.schedule.host_buffers import host_memory_buffers
+from bpipe.schedule.memory import StageMemory, peak_of_order
 from bpipe.transport.layout import ALIGNMENT_BYTES
 from megatron.scheduling.cpu import ARGUMENTS
 from tests.gloo.conftest import BPIPE, TINY, Case, Outcome, asked_for, slow_but

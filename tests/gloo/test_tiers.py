@@ -14,7 +14,7 @@ import pytest
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.cli import main
-from bpipe.ir.host_buffers import num_host_memory_buffers
+from bpipe.schedule.host_buffers import num_host_memory_buffers
 from tests.gloo.conftest import BPIPE, Case, Outcome, asked_for
 from tests.gloo.test_parallelism import INPUT_BYTES, INTERLEAVED
 from tests.gloo.test_placed import ALIKE, CHUNKS, FOUR, alike, as_predicted

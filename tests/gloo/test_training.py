@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from bpipe.build import build
 from bpipe.record.program import read_program
-from bpipe.report.report import report_of
+from bpipe.record.report.report import report_of
 from tests.gloo.conftest import BPIPE, Case, Outcome
 
 FOUR_STAGES = [

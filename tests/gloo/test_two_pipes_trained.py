@@ -17,7 +17,7 @@ import torch
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.formats.text import write_csv
+from bpipe.schedule.files.text import write_csv
 from tests.gloo.conftest import BPIPE, Case, Outcome, asked_for
 from tests.gloo.test_parallelism import EXPERTS, FP16, LLAMA, OVERLAPS, PLAIN_ATTENTION
 from tests.gloo.test_placed import BY_LAYER, MEASURED, RESUMED, SEEDED, alike, as_predicted

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from bpipe.ir.layout import Vocabulary
-from bpipe.models.cluster import parse_cluster
-from bpipe.models.layers.ends import shard_bytes
-from bpipe.models.layout import Setup
-from bpipe.models.model import gpt
+from bpipe.predict.cluster import parse_cluster
+from bpipe.predict.layers.ends import shard_bytes
+from bpipe.predict.layout import Setup
+from bpipe.predict.model import gpt
 from bpipe.record.read import read_held
+from bpipe.schedule.layout import Vocabulary
 from tests.gloo.conftest import BPIPE, ITERATIONS, ROOT, Case, Outcome, asked_for, finish, free_ports, start
 from tests.gloo.test_launch import FOUR, iterations
 from tests.gloo.test_parallelism import LLAMA, OVERLAPS, PLAIN_ATTENTION

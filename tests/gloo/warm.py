@@ -45,7 +45,7 @@ PRELOADED = (
         "megatron.scheduling.loop.driver",
         "megatron.scheduling.loop.executor",
         "megatron.scheduling.hooks.loops",
-        "megatron.scheduling.report.reporting",
+        "megatron.scheduling.record.run_report",
     ),
 )
 

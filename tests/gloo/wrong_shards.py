@@ -25,9 +25,9 @@ if __name__ == "__main__":
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
     from bpipe.build import ScheduleConfig
-    from bpipe.ir.action import Action, Kind
-    from bpipe.ir.schedule import Schedule
     from bpipe.runtime.shards import EarlyShard, InputShard, OutputShard
+    from bpipe.schedule.action import Action, Kind
+    from bpipe.schedule.schedule import Schedule
     from bpipe.transport import collectives
     from bpipe.transport.collectives import Collectives
     from megatron.scheduling.loop import driver

@@ -10,10 +10,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from bpipe.ir.action import Action, Kind
-from bpipe.ir.steps import steps
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.streams import synchronize
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.steps import steps
 from bpipe.transport.base import Transport
 from tests.gpu.accelerators import Accelerator, Held
 from tests.gpu.common import FULL, MODERATE, SMALL, Result, lender_on

@@ -152,7 +152,7 @@ def _half(until: float) -> float:
 @contextmanager
 def _stage(flags: list[str], device: torch.device) -> Iterator[MegatronStage]:
     from megatron.scheduling.options import flags as ours
-    from megatron.scheduling.report import one_stage
+    from megatron.scheduling.record import one_stage
 
     args = one_stage.parse(flags, ours.add_arguments)
     # The second of three: no embedding, no loss. Gradients are summed and not reduced, there is nobody to reduce them

@@ -17,11 +17,11 @@ import torch
 
 from bpipe.balance.config import named_balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.ir.action import Action, Kind
-from bpipe.ir.memory import live_bytes, memory_of, num_transfers
-from bpipe.ir.schedule import Schedule
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.executor import Executor
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.memory import live_bytes, memory_of, num_transfers
+from bpipe.schedule.schedule import Schedule
 from tests.gpu.accelerators import Accelerator
 from tests.gpu.common import FULL, MODERATE, SMALL, Result, lender_on, repeats, say, tidy
 from tests.gpu.one_stage import GptStage, KeptLender, Shape, engine_of, lending, loop_of, to_host

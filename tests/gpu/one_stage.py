@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.ir.schedule import Schedule
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.stage import TorchStages
 from bpipe.runtime.streams import copying_on, lanes, synchronize
+from bpipe.schedule.schedule import Schedule
 from bpipe.transport.base import Done, Pending
 from bpipe.transport.control import Subject
 from bpipe.transport.memory import Lender, Region

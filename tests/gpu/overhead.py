@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
-from bpipe.ir.host_buffers import num_host_buffers
-from bpipe.ir.memory import num_transfers
 from bpipe.record.format import Row
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.streams import Clock
+from bpipe.schedule.host_buffers import num_host_buffers
+from bpipe.schedule.memory import num_transfers
 from bpipe.simulate.bandwidth import required_bytes_per_s
 from tests.gpu.accelerators import LATE, Accelerator
 from tests.gpu.common import (

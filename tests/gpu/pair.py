@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from bpipe.ir.memory import num_transfers
 from bpipe.runtime.streams import copying_on
+from bpipe.schedule.memory import num_transfers
 from bpipe.transport.base import Transport
 from bpipe.transport.connect import Connection, connect
-from megatron.scheduling.start.sharing import make_node_of_its_own
+from megatron.scheduling.start.gpu_sharing import make_node_of_its_own
 from tests.gpu.accelerators import Accelerator
 from tests.gpu.common import Result
 from tests.gpu.one_stage import TIMEOUT_S, SmallStage, balanced, engine_of, loop_of

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from bpipe.ir.action import Kind
-from bpipe.ir.host_buffers import links_of
-from bpipe.ir.program import Instruction, Message, Op
-from bpipe.ir.schedule import Schedule
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.stage import Tensors, TorchStages
 from bpipe.runtime.streams import current, synchronize, used_here
+from bpipe.schedule.action import Kind
+from bpipe.schedule.host_buffers import links_of
+from bpipe.schedule.program import Instruction, Message, Op
+from bpipe.schedule.schedule import Schedule
 from tests.gpu.accelerators import Accelerator
 from tests.gpu.common import FULL, MODERATE, SMALL, Result, drawn, repeats
 from tests.gpu.one_stage import engine_of

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from bpipe.ir.memory import num_transfers
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.streams import lanes
+from bpipe.schedule.memory import num_transfers
 from bpipe.transport.base import Pending
 from bpipe.transport.lanes import CopyLane, Job
 from bpipe.transport.one_sided import OneSidedCopies

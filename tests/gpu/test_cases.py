@@ -16,9 +16,9 @@ import pytest
 
 from bpipe.balance.config import named_balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.ir.action import Kind
-from bpipe.ir.memory import memory_of, peak_bytes
 from bpipe.runtime.engine import Engine
+from bpipe.schedule.action import Kind
+from bpipe.schedule.memory import memory_of, peak_bytes
 from tests.gpu import abandon, memory, overhead, pipelines, side_stream, streams, twice
 from tests.gpu.accelerators import CUDA, LATE, Accelerator, Held, accelerator
 from tests.gpu.cases import CASES

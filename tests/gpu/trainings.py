@@ -304,7 +304,7 @@ class Launch:
 
     def judge_memory(self, result: Result) -> None:
         """Check recorded peaks of activations against the schedule, then cure an out of memory by balancing."""
-        from bpipe.report.report import report_of
+        from bpipe.record.report.report import report_of
 
         for name in ("stock", "peer"):
             stages = report_of(self.folder / f"report-{name}").comparison.stages

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.ir.schedule import Schedule
+from bpipe.schedule.schedule import Schedule
 
 
 def balanced(

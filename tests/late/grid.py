@@ -28,16 +28,16 @@ from torch.distributed.pipelining import schedules
 from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.check.case import Case, ScheduleError
-from bpipe.check.deadlock import WaitLevel, blocked_ranks
-from bpipe.check.rules import RULES, check_no_deadlock, check_other_ends
-from bpipe.generate.families import FAMILIES
-from bpipe.ir.action import Action, Kind
-from bpipe.ir.memory import peak_counts
-from bpipe.ir.program import Exchange
-from bpipe.ir.schedule import Schedule
-from bpipe.report.memory import without_transfers
+from bpipe.record.report.memory import without_transfers
 from bpipe.runtime.engine import Engine
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.check.case import Case, ScheduleError
+from bpipe.schedule.check.deadlock import WaitLevel, blocked_ranks
+from bpipe.schedule.check.rules import RULES, check_no_deadlock, check_other_ends
+from bpipe.schedule.families.families import FAMILIES
+from bpipe.schedule.memory import peak_counts
+from bpipe.schedule.program import Exchange
+from bpipe.schedule.schedule import Schedule
 from bpipe.transport.distributed import Distributed, Works
 from bpipe.transport.edges import Edges
 from tests.late.devices import Draw, extension

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from bpipe.ir.action import Action, Kind
-from bpipe.ir.schedule import Schedule
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.executor import ComputationHooks, Executor
 from bpipe.runtime.messages import Messages
 from bpipe.runtime.stage import TorchStages
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.schedule import Schedule
 from tests.gpu.parts import LayerPlan, Steps, Tensors, one_piece, run_at_once
 from tests.late.devices import device
 from tests.late.model import LateModel

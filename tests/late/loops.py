@@ -1,7 +1,7 @@
 """Run a schedule on late devices as Megatron's own loops pass messages: its exchanges, its groups, its order of calls.
 
 In: a schedule and an `Exchange` of Megatron's. Out: what `LatePipeline` gives. Computations, engines and transports are
-the real ones, and the program is the one that `check.deadlock` judges; what stands here is how an exchange of it
+the real ones, and the program is the one that `schedule.check.deadlock` judges; what stands here is how an exchange of it
 becomes operations of torch.distributed.
 
 Source: megatron-core 0.19.2, `p2p_communication.py`. Where messages pass in batches, `_batched_p2p_ops` gives all of an
@@ -21,15 +21,15 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from bpipe.ir.action import Action
-from bpipe.ir.program import Exchange, Message, Program
-from bpipe.ir.schedule import Schedule
-from bpipe.lower.lower import lower
 from bpipe.runtime import executor
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.executor import ComputationHooks
 from bpipe.runtime.messages import Messages
 from bpipe.runtime.stage import Tensors
+from bpipe.schedule.action import Action
+from bpipe.schedule.lowering.lower import lower
+from bpipe.schedule.program import Exchange, Message, Program
+from bpipe.schedule.schedule import Schedule
 from tests.late.devices import Draw
 from tests.late.group import LateGroup
 from tests.late.model import Place

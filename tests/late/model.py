@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from bpipe.ir.schedule import Schedule
 from bpipe.runtime.stage import TorchStages
+from bpipe.schedule.schedule import Schedule
 from tests.gpu.pipelines import Place, summed
 from tests.late.devices import device
 from tests.unit.runtime.pipeline import WIDTH, inputs_of

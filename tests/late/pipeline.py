@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from bpipe.ir.host_buffers import links_of
-from bpipe.ir.schedule import Schedule
+from bpipe.runtime.checksums import Verifier
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import ComputationHooks, Executor, neighbours
 from bpipe.runtime.messages import Messages
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.stage import TorchStages
 from bpipe.runtime.streams import allocated_on, copying_on
-from bpipe.runtime.verifying import Verifier
+from bpipe.schedule.host_buffers import links_of
+from bpipe.schedule.schedule import Schedule
 from bpipe.transport.base import Transport
 from bpipe.transport.device_memory import DeviceMemory
 from bpipe.transport.distributed import Distributed, pair_groups, try_out

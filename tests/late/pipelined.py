@@ -18,9 +18,9 @@ from torch.distributed.pipelining import PipelineStage
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.ir.action import Kind
-from bpipe.ir.host_buffers import links_of
-from bpipe.ir.schedule import Schedule
+from bpipe.schedule.action import Kind
+from bpipe.schedule.host_buffers import links_of
+from bpipe.schedule.schedule import Schedule
 from bpipe.torch import BalancedSchedule
 from bpipe.torch import schedule as torch_schedule
 from bpipe.torch.orders import config_of

@@ -15,17 +15,17 @@ import torch.distributed as dist
 
 from bpipe.balance.pairs import balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.ir.layout import Vocabulary
-from bpipe.ir.schedule import Schedule
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.messages import Messages
 from bpipe.runtime.shards import EarlyShard, InputShard, OutputShard
 from bpipe.runtime.stage import Part, Shards, TorchStages
 from bpipe.runtime.streams import beside
+from bpipe.runtime.vocabulary.embedding import embedded
+from bpipe.schedule.layout import Vocabulary
+from bpipe.schedule.schedule import Schedule
 from bpipe.transport.collectives import INPUT_SORTS, SORTS, Collectives, EdgesAndCollectives, SecondStep, SharedGroups
 from bpipe.transport.distributed import new_group
 from bpipe.transport.edges import Edges
-from bpipe.vocabulary.embedding import embedded
 from tests.late.control import controls
 from tests.late.devices import TYPE, device
 from tests.late.model import Extra, LateModel, Place, nothing

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 
 import torch
 
-from bpipe.ir.action import Action, Kind
-from bpipe.ir.schedule import Schedule
 from bpipe.runtime.stage import Part, Tensors, TorchStages
-from megatron.scheduling.slices.kept import KeptKeys
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.schedule import Schedule
+from megatron.scheduling.slices.key_value_cache import KeptKeys
 from tests.late.devices import device
 from tests.late.model import LateModel, Place
 from tests.unit.runtime.pipeline import ROWS, inputs_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bpipe.check.deadlock import WaitLevel, blocked_ranks
+from bpipe.schedule.check.deadlock import WaitLevel, blocked_ranks
 from tests.late.cases import SCHEDULES
 from tests.late.devices import Draw
 from tests.late.pipeline import LatePipeline

@@ -18,13 +18,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from bpipe.ir.memory import num_transfers
-from bpipe.ir.program import Exchange
 from bpipe.runtime import evictor, graph
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.streams import Streams
-from megatron.scheduling.loop.measured import FirstMeasured
-from megatron.scheduling.memory.learning import ProcessMemory, measure_process
+from bpipe.schedule.memory import num_transfers
+from bpipe.schedule.program import Exchange
+from megatron.scheduling.loop.measurements import FirstMeasured
+from megatron.scheduling.memory.replanning import ProcessMemory, measure_process
 from megatron.scheduling.memory.watermark import Besides
 from tests.late.cases import SCHEDULES
 from tests.late.devices import Draw, begin, device

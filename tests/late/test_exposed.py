@@ -16,10 +16,10 @@ import torch
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.ir.schedule import Schedule
 from bpipe.record.format import Row
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.streams import Clock, current
+from bpipe.schedule.schedule import Schedule
 from tests.gpu import pipelines
 from tests.gpu.accelerators import LATE, Accelerator, accelerator
 from tests.gpu.common import seconds

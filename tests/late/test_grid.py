@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import pytest
 
-from bpipe.check.deadlock import WaitLevel
-from bpipe.generate.families import FAMILIES
-from bpipe.ir.action import Kind
-from bpipe.ir.program import Exchange
-from bpipe.lower.lower import lower
+from bpipe.schedule.action import Kind
+from bpipe.schedule.check.deadlock import WaitLevel
+from bpipe.schedule.families.families import FAMILIES
+from bpipe.schedule.lowering.lower import lower
+from bpipe.schedule.program import Exchange
 from tests.late.grid import (
     EXCHANGES,
     MOVES,

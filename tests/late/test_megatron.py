@@ -15,7 +15,7 @@ import pytest
 from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import allocated_bytes
 from bpipe.build import ScheduleConfig, build
-from bpipe.ir.memory import memory_of, peak_counts
+from bpipe.schedule.memory import memory_of, peak_counts
 from tests.gloo.conftest import Outcome
 from tests.late.devices import AS_LATE, COMPUTE_LAST, COPIES_LAST, Draw
 from tests.late.training import LateCase, close_parents, train

@@ -11,8 +11,8 @@ import torch
 
 from bpipe.balance.pairs import allocated_bytes
 from bpipe.build import ScheduleConfig, build
-from bpipe.ir.memory import memory_of, num_transfers, peak_counts
-from megatron.scheduling.slices.kept import KeptKeys
+from bpipe.schedule.memory import memory_of, num_transfers, peak_counts
+from megatron.scheduling.slices.key_value_cache import KeptKeys
 from tests.late.cases import SCHEDULES
 from tests.late.devices import DIRECTED, DRAWN, Draw, draws
 from tests.late.pipeline import KINDS, LatePipeline

@@ -10,11 +10,11 @@ from unittest.mock import patch
 
 import pytest
 
-from bpipe.ir.action import Action, Kind
-from bpipe.ir.program import Instruction, Op
 from bpipe.runtime import executor as executor_module
 from bpipe.runtime.evictor import Evictor
 from bpipe.runtime.executor import Executor
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.program import Instruction, Op
 from tests.late.cases import SCHEDULES
 from tests.late.devices import DIRECTED
 from tests.late.pipeline import LatePipeline

@@ -9,11 +9,11 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from bpipe.ir.action import Action, Kind
-from bpipe.ir.memory import num_transfers
 from bpipe.runtime import streams
 from bpipe.runtime.acceptor import ReceivingAcceptor
 from bpipe.runtime.recorder import Recorder
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.memory import num_transfers
 from bpipe.transport.base import Done
 from tests.gpu.accelerators import LATE, accelerator
 from tests.gpu.common import SMALL

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from bpipe.ir.memory import num_transfers
+from bpipe.schedule.memory import num_transfers
 from bpipe.transport.distributed import Distributed, Works
 from bpipe.transport.one_sided import OneSidedCopies
 from tests.late.cases import SCHEDULES

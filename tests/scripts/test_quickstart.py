@@ -14,7 +14,7 @@ import pytest
 
 from bpipe.balance.config import named_balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.ir.memory import num_transfers, peak_counts
+from bpipe.schedule.memory import num_transfers, peak_counts
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = {"grouped-interleaved": ["--num-virtual-stages-per-pipeline-rank", "2"], "zb-h1": []}

@@ -26,7 +26,7 @@ def test_a_sum_may_only_fall(
         return size.main()
 
     assert status("--write", "the beginning") == 0
-    assert size.TABLE.read_text() == "# the beginning\n      2 bpipe/ir\n      2 product\n      0 words\n"
+    assert size.TABLE.read_text() == "# the beginning\n      2 bpipe/schedule\n      2 product\n      0 words\n"
     assert status() == 0
     module.write_text("one\ntwo\nthree\n")
     assert status() == 1

@@ -10,8 +10,8 @@ from types import ModuleType
 
 import pytest
 
-from bpipe.models import error_bars
-from bpipe.models.layout import EVENLY
+from bpipe.predict import error_bars
+from bpipe.predict.layout import EVENLY
 
 # Of 61 rows some look at forty configurations: a quarter of a minute where nothing else runs.
 pytestmark = pytest.mark.timeout(180)

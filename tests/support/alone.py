@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bpipe.ir.program import Message
 from bpipe.runtime.messages import Tensors
+from bpipe.schedule.program import Message
 
 
 class Alone:

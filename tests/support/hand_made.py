@@ -5,11 +5,11 @@ In: sizes. Out: a layout and one order per rank. They show what a schedule can b
 
 from __future__ import annotations
 
-from bpipe.formats.text import read_csv
-from bpipe.generate.place import place
-from bpipe.ir.action import Action, Kind
-from bpipe.ir.layout import one_pipe
-from bpipe.ir.schedule import Schedule
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.families.unit_grid import place
+from bpipe.schedule.files.text import read_csv
+from bpipe.schedule.layout import one_pipe
+from bpipe.schedule.schedule import Schedule
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from bpipe.ir.action import Action, Kind
-from bpipe.ir.dependencies import NOTHING, Dependencies
-from bpipe.ir.host_buffers import num_host_buffers
-from bpipe.ir.program import Instruction, Message, Op, Transfer
-from bpipe.ir.schedule import Schedule
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.dependencies import NOTHING, Dependencies
+from bpipe.schedule.host_buffers import num_host_buffers
+from bpipe.schedule.program import Instruction, Message, Op, Transfer
+from bpipe.schedule.schedule import Schedule
 
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bpipe.ir.action import READING, Action, Key, Kind
-from bpipe.ir.schedule import Schedule, Slot
+from bpipe.schedule.action import READING, Action, Key, Kind
+from bpipe.schedule.schedule import Schedule, Slot
 
 BACK = (Kind.LOAD, Kind.RETURN)
 

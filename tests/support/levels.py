@@ -5,6 +5,6 @@ In: nothing. Out: all but that of CUDA_LAUNCH_BLOCKING=1, under which our own lo
 
 from __future__ import annotations
 
-from bpipe.check.deadlock import WaitLevel
+from bpipe.schedule.check.deadlock import WaitLevel
 
 STOOD = tuple(waits for waits in WaitLevel if waits <= WaitLevel.ONE_QUEUE)

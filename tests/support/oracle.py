@@ -2,7 +2,7 @@
 
 In: a Schedule. Out: whether that could be done.
 
-Shares no code with `bpipe.check.rules`, and judges all of its rules but deadlocks. Knows nothing that the grid does not
+Shares no code with `bpipe.schedule.check.rules`, and judges all of its rules but deadlocks. Knows nothing that the grid does not
 say.
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from bpipe.ir.action import OTHER_END, TRANSFER, Action, Kind
-from bpipe.ir.schedule import Schedule, Slot
+from bpipe.schedule.action import OTHER_END, TRANSFER, Action, Kind
+from bpipe.schedule.schedule import Schedule, Slot
 
 Key = tuple[int, int]
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)

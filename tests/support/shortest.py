@@ -3,7 +3,7 @@
 In: a Schedule, UnitCosts, a bound. Out: `Shortest`.
 
 The computations stay on their ranks; which comes first is open. Times, dependencies and memory are those of `timing`,
-`ir.dependencies` and `ir.memory`, written as constraints for OR-tools' CP-SAT. It ends with a proof, or, where time ends
+`schedule.dependencies` and `schedule.memory`, written as constraints for OR-tools' CP-SAT. It ends with a proof, or, where time ends
 first, with the best order found and what no order can go below.
 
 Micro-batches that take the same way are alike. Where a stage does not take them in their order, sort the times at which
@@ -24,13 +24,13 @@ from typing import Any
 
 from ortools.sat.python import cp_model
 
-from bpipe.generate.family import UnitCosts
-from bpipe.generate.place import place
-from bpipe.generate.timing import stage_ticks, work_of
-from bpipe.ir.action import Action, Kind
-from bpipe.ir.clock import Work, starts
-from bpipe.ir.memory import counts_of, peak_counts
-from bpipe.ir.schedule import Schedule
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.clock import Work, starts
+from bpipe.schedule.families.family import UnitCosts
+from bpipe.schedule.families.timing import stage_ticks, work_of
+from bpipe.schedule.families.unit_grid import place
+from bpipe.schedule.memory import counts_of, peak_counts
+from bpipe.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)

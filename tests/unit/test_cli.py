@@ -19,10 +19,10 @@ import bpipe
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.cli import COMMANDS, command_of, main
-from bpipe.flags.values import positive
-from bpipe.formats.document import read_json
-from bpipe.formats.grid import write_grid
-from bpipe.formats.text import read_csv, write_csv
+from bpipe.config.flags.values import positive
+from bpipe.schedule.files.document import read_json
+from bpipe.schedule.files.grid import write_grid
+from bpipe.schedule.files.text import read_csv, write_csv
 
 EXAMPLE = ["schedule", "--schedule", "1f1b", "--pp", "4", "--microbatches", "8", "--balance", "bpipe"]
 SCHEDULE = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
@@ -386,7 +386,7 @@ def test_the_command_loads_only_what_it_needs() -> None:
     program = (
         "import sys; from bpipe.cli import main; status = main(sys.argv[1:]); "
         "print(*(name for name in sys.modules if name.split('.')[0] in ('torch', 'megatron', 'matplotlib', 'numpy') "
-        "or name.startswith(('bpipe.plan', 'bpipe.models', 'bpipe.report', 'bpipe.simulate', 'bpipe.draw'))), "
+        "or name.startswith(('bpipe.plan', 'bpipe.predict', 'bpipe.record.report', 'bpipe.simulate', 'bpipe.draw'))), "
         "file=sys.stderr); "
         "sys.exit(status)"
     )

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from bpipe import cli
-from bpipe.features.feature import State
-from bpipe.features.table import FEATURES
-from bpipe.generate.families import FAMILIES
+from bpipe.config.features.feature import State
+from bpipe.config.features.table import FEATURES
+from bpipe.schedule.families.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -28,14 +28,14 @@ PAGES = [
     ROOT / "examples/README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-# Made of the table of flags, whose examples tests/unit/flags parses.
+# Made of the table of flags, whose examples tests/unit/config/flags parses.
 MADE = ("flags.md", "flags_planning.md", "flags_measuring.md", "flags_training.md")
 
 # What is run by another test, because it needs more than a command line: by the words it begins with, the test that
 # runs it.
 ELSEWHERE = {
     "bpipe calibrate train.log": "tests/unit/plan/test_calibrate.py",
-    "bpipe capture": "tests/unit/launch/test_capture.py",
+    "bpipe capture": "tests/unit/config/launch/test_capture.py",
     "bpipe compare": "tests/unit/commands/test_compare.py",
     "bpipe profile": "tests/unit/commands",
     "bpipe report": "tests/unit/commands/test_report.py",
@@ -187,7 +187,7 @@ def test_every_file_that_a_page_names_exists(page: Path, files: tuple[str, ...])
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_name_of_ours_that_a_page_names_exists(page: Path) -> None:
-    """As `bpipe.ir.memory.memory_of`: a module, what stands in it, or an attribute of that."""
+    """As `bpipe.schedule.memory.memory_of`: a module, what stands in it, or an attribute of that."""
     for span in spans(page):
         for name in re.findall(r"(?<![\w./-])((?:bpipe|terra|megatron\.scheduling)(?:\.\w+)+)", span):
             if not name.endswith((".py", ".json")):
@@ -245,10 +245,10 @@ def exists(name: str) -> bool:
 
 
 def test_a_name_that_is_gone_is_missed() -> None:
-    assert exists("bpipe.ir.memory.memory_of")
+    assert exists("bpipe.schedule.memory.memory_of")
     assert exists("bpipe.build")
     assert exists("terra.audit")
-    assert not exists("bpipe.ir.memory.gone")
+    assert not exists("bpipe.schedule.memory.gone")
     assert not exists("bpipe.passes.levels")
     assert not exists("bpipe.program")
 

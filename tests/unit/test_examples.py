@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from bpipe.balance.config import named_balance
-from bpipe.models.cluster import parse_cluster
-from bpipe.models.hugging_face import find_model
-from bpipe.models.layout import Setup
-from bpipe.models.memory import predict_memory
+from bpipe.predict.cluster import parse_cluster
+from bpipe.predict.hugging_face import find_model
+from bpipe.predict.layout import Setup
+from bpipe.predict.memory import predict_memory
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPTS = sorted([*EXAMPLES.glob("*.sh"), *EXAMPLES.glob("*.sbatch")])

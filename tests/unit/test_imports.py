@@ -267,7 +267,7 @@ FOREIGN = {
 
 
 def name_of(path: Path) -> str:
-    """`ir.action`; a package's own file is named by the package, the outermost by nothing."""
+    """`schedule.action`; a package's own file is named by the package, the outermost by nothing."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -409,7 +409,7 @@ def test_terra_stands_alone() -> None:
         assert not wrong, f"{path} imports {wrong}"
     for folder in ("bpipe", "megatron"):
         for path in (ROOT / folder).rglob("*.py"):
-            if path != ROOT / "megatron/scheduling/report/audit.py":
+            if path != ROOT / "megatron/scheduling/record/audit.py":
                 assert not any(name.split(".")[0] == "terra" for name in imported(path)), f"{path} imports terra"
 
 

@@ -154,7 +154,7 @@ def test_the_wheel_says_that_it_is_typed(wheel: zipfile.Path) -> None:
         "bpipe/py.typed",
         "megatron/scheduling/py.typed",
         "terra/py.typed",
-        "bpipe/report/out/assets/page.html",
+        "bpipe/record/report/output/assets/page.html",
     } <= names
     # Either would hide the installed Megatron.
     assert not {"megatron/__init__.py", "megatron/py.typed"} & names

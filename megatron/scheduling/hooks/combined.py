@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from bpipe.ir.action import Action, Kind
-from bpipe.runtime.pieces import Pieces
+from bpipe.runtime.graph_pieces import Pieces
+from bpipe.schedule.action import Action, Kind
 from megatron.scheduling.loop.driver import Driver
 
 

@@ -16,14 +16,14 @@ from typing import Any
 from megatron.core.utils import get_model_config
 
 from bpipe.build import ScheduleConfig
-from bpipe.features.feature import Settings
-from bpipe.generate import combined, interleaved, one_f_one_b
-from bpipe.generate.family import Family
-from bpipe.ir.action import Action, Kind
+from bpipe.config.features.feature import Settings
 from bpipe.runtime.checkpoints import leave_aside
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.families import combined, interleaved, one_f_one_b
+from bpipe.schedule.families.family import Family
 from megatron.scheduling.hooks import patches, upstream
-from megatron.scheduling.hooks.beside import call_before_finalizing, no_barrier
 from megatron.scheduling.hooks.combined import wrap_combined
+from megatron.scheduling.hooks.loop_config import call_before_finalizing, no_barrier
 from megatron.scheduling.loop.driver import Driver
 from megatron.scheduling.loop.links import make_communicators
 

@@ -308,7 +308,7 @@ _NO_EXPERTS, _NO_SHARDS, _NO_PACKING = (
 )
 _NO_RECOMPUTATION, _NO_FURTHER = "no recomputation", "no multi-token prediction"
 
-# What is read through `bpipe.features.Settings`, for which a missing setting is None, and what that is taken for.
+# What is read through `bpipe.config.features.Settings`, for which a missing setting is None, and what that is taken for.
 OPTIONAL: dict[str, str] = {
     "add_bias_linear": "linear layers without biases",
     "apply_rope_fusion": "rotary embeddings are not fused",

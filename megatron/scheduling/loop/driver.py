@@ -21,39 +21,39 @@ import torch.distributed as dist
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, built
-from bpipe.features.asked import guarded
-from bpipe.generate.family import Family
-from bpipe.ir.action import Action, Key, Kind
-from bpipe.ir.host_buffers import links_of
-from bpipe.ir.memory import KeptMemory, Memory, moves_anything
-from bpipe.ir.program import Exchange
-from bpipe.ir.schedule import Schedule
+from bpipe.config.features.queries import guarded
 from bpipe.record.format import Iteration, RankSummary
-from bpipe.recording.measured import KeptBySlices, iteration_of, summary_of
-from bpipe.report.memory import kept_peak, rule_by_slice
+from bpipe.record.report.memory import kept_peak, rule_by_slice
+from bpipe.runtime.checksums import Certificate, Verifier
 from bpipe.runtime.engine import TIMERS, Engine, EngineConfig
-from bpipe.runtime.kept import Share
+from bpipe.runtime.graph_pieces import Pieces
 from bpipe.runtime.links import Closable, connect_pairs, disconnect
+from bpipe.runtime.measurements import KeptBySlices, iteration_of, summary_of
 from bpipe.runtime.meter import Meter
-from bpipe.runtime.pieces import Pieces
 from bpipe.runtime.recorder import Recorder
+from bpipe.runtime.retention import Share
 from bpipe.runtime.streams import Clock, Streams, allocated_on
-from bpipe.runtime.verifying import Certificate, Verifier
+from bpipe.schedule.action import Action, Key, Kind
+from bpipe.schedule.families.family import Family
+from bpipe.schedule.host_buffers import links_of
+from bpipe.schedule.memory import KeptMemory, Memory, moves_anything
+from bpipe.schedule.program import Exchange
+from bpipe.schedule.schedule import Schedule
 from bpipe.transport.base import Transport
 from bpipe.transport.connect import Connection, MeasuredLink, OwnMemory
 from megatron.scheduling.hooks import upstream
-from megatron.scheduling.hooks.beside import OwnTime, streams_of_layers
-from megatron.scheduling.loop.directory import pipelines
-from megatron.scheduling.loop.measured import FirstMeasured
-from megatron.scheduling.loop.waiting import refuse_standstill, without_p2p_sync
-from megatron.scheduling.memory.by_slice import kept_at_peak, latest_by_place, most_by_place, moved_by_place
-from megatron.scheduling.memory.differing import Differing
+from megatron.scheduling.hooks.loop_config import OwnTime, streams_of_layers
+from megatron.scheduling.loop.measurements import FirstMeasured
+from megatron.scheduling.loop.pipelines import pipelines
+from megatron.scheduling.loop.transfer_waits import refuse_standstill, without_p2p_sync
+from megatron.scheduling.memory.slice_sizes import kept_at_peak, latest_by_place, most_by_place, moved_by_place
+from megatron.scheduling.memory.split_backward import Waiting, Weighing
+from megatron.scheduling.memory.varying_sizes import Differing
 from megatron.scheduling.memory.watermark import Watermark
-from megatron.scheduling.memory.weighing import Waiting, Weighing
 from megatron.scheduling.options.arguments import SchedulingConfig
-from megatron.scheduling.report.log import FirstIterations, pipeline_begins_with_rank_0, say, verified
-from megatron.scheduling.report.schedule_lines import describe, grouped
-from megatron.scheduling.slices.slicing import Slicing
+from megatron.scheduling.record.log import FirstIterations, pipeline_begins_with_rank_0, say, verified
+from megatron.scheduling.record.schedule_lines import describe, grouped
+from megatron.scheduling.slices.state import Slicing
 from megatron.scheduling.start.refusals import differ, refuse
 
 # In so many first iterations what moves is checked where anything is guarded, unless a flag says otherwise.

@@ -20,39 +20,39 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from bpipe.build import ScheduleConfig
-from bpipe.features.asked import reasons_of
-from bpipe.features.feature import Settings
-from bpipe.features.sliced import SLICED
-from bpipe.features.table import SHARDED
-from bpipe.generate.families import FAMILIES
-from bpipe.ir.action import Action, Key, Kind
-from bpipe.ir.layout import Vocabulary
-from bpipe.ir.program import Exchange
-from bpipe.ir.schedule import Schedule
-from bpipe.lower.forwards import forwards_only
+from bpipe.config.features.feature import Settings
+from bpipe.config.features.queries import reasons_of
+from bpipe.config.features.slices import SLICED
+from bpipe.config.features.table import SHARDED
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.shards import EarlyShard, OutputShard
 from bpipe.runtime.streams import beside
+from bpipe.schedule.action import Action, Key, Kind
+from bpipe.schedule.families.families import FAMILIES
+from bpipe.schedule.layout import Vocabulary
+from bpipe.schedule.lowering.forward_only import forwards_only
+from bpipe.schedule.program import Exchange
+from bpipe.schedule.schedule import Schedule
 from bpipe.transport.collectives import Collectives, EdgesAndCollectives, SecondStep, SharedGroups
 from bpipe.transport.edges import Edges
 from bpipe.transport.lanes import CopyLane
 from megatron.scheduling.hooks import patches, upstream
-from megatron.scheduling.hooks.beside import no_barrier
+from megatron.scheduling.hooks.loop_config import no_barrier
 from megatron.scheduling.hooks.loops import as_list, group_of
 from megatron.scheduling.loop.chunks import Call, ChunkStages
-from megatron.scheduling.loop.delaying import delaying
+from megatron.scheduling.loop.delayed_wgrad import delaying
 from megatron.scheduling.loop.driver import Driver
+from megatron.scheduling.loop.grad_sync import Marks, Syncing
 from megatron.scheduling.loop.halves import Halves, Keep
 from megatron.scheduling.loop.links import connect_neighbours, connect_shards
-from megatron.scheduling.loop.syncing import Marks, Syncing
 from megatron.scheduling.options.arguments import SchedulingConfig
+from megatron.scheduling.placement.chunks import require_built_here
 from megatron.scheduling.placement.embedding_ranks import refuse_group
-from megatron.scheduling.placement.placed import require_built_here
-from megatron.scheduling.slices.slicing import Slicing
 from megatron.scheduling.slices.stages import SlicedShardedStages, SlicedStages
+from megatron.scheduling.slices.state import Slicing
 from megatron.scheduling.start.refusals import end_where
 from megatron.scheduling.vocabulary import output_shards as vocabulary
-from megatron.scheduling.vocabulary.further import FurtherLosses
+from megatron.scheduling.vocabulary.mtp import FurtherLosses
 from megatron.scheduling.vocabulary.output_shards import input_shard, output_shard
 from megatron.scheduling.vocabulary.sharded_stages import ShardedStages
 

@@ -29,8 +29,8 @@ from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.tensor_parallel import layers
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
-from bpipe.ir.action import Key
 from bpipe.runtime.errors import RuntimeFault
+from bpipe.schedule.action import Key
 from megatron.scheduling.hooks import patches
 
 # Under what name an autograd node of a linear layer has the parameters that its forward did not see.

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from bpipe.ir.hosts import Pair
+from bpipe.schedule.hosts import Pair
 from bpipe.transport.collectives import INPUT_SORTS, SORTS, SharedGroups, connect_shared
 from bpipe.transport.edges import Edge, connect_edges
-from megatron.scheduling.loop.directory import pipelines
+from megatron.scheduling.loop.pipelines import pipelines
 from megatron.scheduling.placement.positions import Positions
 
 

@@ -19,14 +19,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from bpipe.build import ScheduleConfig
-from bpipe.ir.action import Action
 from bpipe.record.format import MEMORY, MemoryHeader, MemoryMark
 from bpipe.record.write import append, begin
 from bpipe.runtime.engine import Engine
 from bpipe.runtime.failures import cause_of
 from bpipe.runtime.meter import Meter
+from bpipe.schedule.action import Action
 from megatron.scheduling.options.arguments import SchedulingConfig
-from megatron.scheduling.report.guard import Guard
+from megatron.scheduling.record.guard import Guard
 
 # An Adam keeps two moments of each parameter, in 32 bit; SGD one if it has a momentum.
 _MOMENTS = {"Adam": 2, "AdamW": 2, "FusedAdam": 2, "CPUAdam": 2}

@@ -13,19 +13,19 @@ from typing import Any
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, built
-from bpipe.features.asked import guarded, reasons
-from bpipe.flags.budgets import MINIMUM_BYTES, MemoryBudget
-from bpipe.flags.trainer import TIMEOUT_S
-from bpipe.generate.families import (
+from bpipe.config.features.queries import guarded, reasons
+from bpipe.config.flags.budgets import MINIMUM_BYTES, MemoryBudget
+from bpipe.config.flags.trainer import TIMEOUT_S
+from bpipe.schedule.families.families import (
     FAMILIES,
     default_family,
 )
-from bpipe.ir.layout import EVEN, SliceLengths, Vocabulary
-from bpipe.ir.schedule import Schedule
+from bpipe.schedule.layout import EVEN, SliceLengths, Vocabulary
+from bpipe.schedule.schedule import Schedule
 from bpipe.simulate.cost import Costs
 from bpipe.transport import AUTO
 from megatron.scheduling.hooks import upstream
-from megatron.scheduling.options.choosing import (
+from megatron.scheduling.options.schedule_choice import (
     own_schedule,
     requested_balance,
     requested_costs,

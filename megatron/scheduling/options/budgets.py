@@ -16,15 +16,15 @@ from typing import Any, NamedTuple
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.flags.budgets import MemoryBudget
-from bpipe.flags.values import AUTO
-from bpipe.generate.families import FAMILIES
-from bpipe.models.cluster_file import cluster_named
-from bpipe.models.layout import Setup
+from bpipe.config.flags.budgets import MemoryBudget
+from bpipe.config.flags.values import AUTO
 from bpipe.plan.budget import Devices, balanced_costs, plan_in_time, tightest_plan
+from bpipe.plan.budget_fit import predicted_devices, within_prediction
 from bpipe.plan.fit import plan_lines
 from bpipe.plan.options import setup_from
-from bpipe.plan.within_budget import predicted_devices, within_prediction
+from bpipe.predict.cluster_file import cluster_named
+from bpipe.predict.layout import Setup
+from bpipe.schedule.families.families import FAMILIES
 from bpipe.simulate.cost import Costs
 from megatron.scheduling.hooks import upstream
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import argparse
 
-from bpipe.flags.parser import declare
-from bpipe.flags.trainer import TRAINER
+from bpipe.config.flags.parser import declare
+from bpipe.config.flags.trainer import TRAINER
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

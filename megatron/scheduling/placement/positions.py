@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bpipe.ir.layout import Layout
+from bpipe.schedule.layout import Layout
 
 
 @dataclass(frozen=True)

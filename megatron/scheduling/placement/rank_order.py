@@ -13,14 +13,14 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from bpipe.balance.pairs import choose_partners
-from bpipe.features.feature import Settings
-from bpipe.ir.host_buffers import links_of
-from bpipe.ir.hosts import mirrored_pairs
-from bpipe.ir.schedule import Schedule
+from bpipe.config.features.feature import Settings
 from bpipe.placement import Part, Topology, pair_adjacent, pairs
-from bpipe.report.memory import without_transfers
+from bpipe.record.report.memory import without_transfers
+from bpipe.schedule.host_buffers import links_of
+from bpipe.schedule.hosts import mirrored_pairs
+from bpipe.schedule.schedule import Schedule
 from megatron.scheduling.hooks import upstream
-from megatron.scheduling.options.choosing import first_schedule
+from megatron.scheduling.options.schedule_choice import first_schedule
 from megatron.scheduling.placement.positions import Positions
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ import torch
 
 from bpipe.runtime.errors import RuntimeFault
 from megatron.scheduling.hooks import patches
-from megatron.scheduling.slices.cutting import Cutting
-from megatron.scheduling.slices.kept import KeptKeys
+from megatron.scheduling.slices.cuts import Cutting
+from megatron.scheduling.slices.key_value_cache import KeptKeys
 
 
 def wraps(kept: KeptKeys) -> dict[patches.Patch, patches.Wrap]:

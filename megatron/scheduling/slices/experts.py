@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from bpipe.ir.action import Key
+from bpipe.schedule.action import Key
 from megatron.scheduling.hooks import patches
-from megatron.scheduling.slices.cutting import Cutting
+from megatron.scheduling.slices.cuts import Cutting
 
 
 @dataclass

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from bpipe.ir.layout import EVEN, SliceLengths
-from bpipe.models import slice_lengths
-from bpipe.models.slice_lengths import equal_bounds, even_bounds, listed_bounds, work_of
+from bpipe.predict import slice_lengths
+from bpipe.predict.slice_lengths import equal_bounds, even_bounds, listed_bounds, work_of
+from bpipe.schedule.layout import EVEN, SliceLengths
 from megatron.scheduling.hooks import upstream
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron.scheduling.slices.cutting import Cutting, SequenceSlice
+from megatron.scheduling.slices.cuts import Cutting, SequenceSlice
 
 
 class RepeatedRows:

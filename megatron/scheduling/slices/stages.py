@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from bpipe.ir.action import Action, Key
 from bpipe.runtime.stage import Tensors
+from bpipe.schedule.action import Action, Key
 from megatron.scheduling.loop.chunks import Call, ChunkStages
 from megatron.scheduling.loop.halves import Halves
-from megatron.scheduling.slices.cutting import Cutting, SequenceSlice
+from megatron.scheduling.slices.cuts import Cutting, SequenceSlice
 from megatron.scheduling.slices.rows import RepeatedRows, Reports
-from megatron.scheduling.slices.slicing import Slicing
+from megatron.scheduling.slices.state import Slicing
 from megatron.scheduling.vocabulary.output_shards import OutputLayerShard
 from megatron.scheduling.vocabulary.sharded_stages import ShardedStages
 

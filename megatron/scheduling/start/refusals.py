@@ -1,4 +1,4 @@
-"""Refuse what `--bpipe` cannot do, before or while a training starts. The table is `bpipe.features`.
+"""Refuse what `--bpipe` cannot do, before or while a training starts. The table is `bpipe.config.features`.
 
 In: Megatron's parsed arguments, or the configuration of a model that is about to train. Out: nothing, or a ValueError
 with a line a reason. Knows no tensors and imports no Megatron.
@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from bpipe.features.asked import reasons
-from bpipe.features.feature import Settings, has_experts
-from bpipe.ir.layout import EVEN
+from bpipe.config.features.feature import Settings, has_experts
+from bpipe.config.features.queries import reasons
+from bpipe.schedule.layout import EVEN
 
 # What makes micro-batches of one stage save differing sizes: where the router sends tokens, what was packed together,
 # how long sequences are, which micro-batches recompute, and what of them is offloaded.

@@ -87,9 +87,9 @@ def share_gpus(args: Any) -> None:
     """
     import torch
 
-    from megatron.scheduling.start import sharing
+    from megatron.scheduling.start import gpu_sharing
 
-    line = sharing.apply(args, None if _stand_in() is not None else torch.cuda.device_count())
+    line = gpu_sharing.apply(args, None if _stand_in() is not None else torch.cuda.device_count())
     if line is not None:
         _say(line)
 

@@ -1,4 +1,4 @@
-"""Route tokens on a device whose scores have no values: loads are even, as the formulas of `bpipe.models` take them.
+"""Route tokens on a device whose scores have no values: loads are even, as the formulas of `bpipe.predict` take them.
 
 In: Megatron's dispatchers, imported. Out: the same dispatchers, with every expert given its share of the tokens. How
 many tokens go where is the only thing that a dispatcher asks of the scores' values: these numbers are real, and on the

@@ -29,8 +29,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.module import MegatronModule
 
-from bpipe.vocabulary.embedding import embedded, rows_gradient
-from bpipe.vocabulary.rows import Rows
+from bpipe.runtime.vocabulary.embedding import embedded, rows_gradient
+from bpipe.runtime.vocabulary.rows import Rows
 from megatron.scheduling.loop.chunks import Call
 
 _DROP = "train without --bpipe-vocabulary-input"

@@ -26,14 +26,14 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.utils import unwrap_model
 
-from bpipe.features.asked import reasons_of
-from bpipe.features.feature import Settings
-from bpipe.features.table import SHARDED
-from bpipe.vocabulary.rows import Rows
+from bpipe.config.features.feature import Settings
+from bpipe.config.features.queries import reasons_of
+from bpipe.config.features.table import SHARDED
+from bpipe.runtime.vocabulary.rows import Rows
 from megatron.scheduling.hooks import patches
 from megatron.scheduling.loop.halves import backward_of_weight
-from megatron.scheduling.placement import tied
-from megatron.scheduling.placement.placed import BY_LAYER, ONCE
+from megatron.scheduling.placement import tied_weights
+from megatron.scheduling.placement.chunks import BY_LAYER, ONCE
 from megatron.scheduling.placement.positions import Positions
 from megatron.scheduling.start.refusals import end_where
 from megatron.scheduling.vocabulary import input_shards, tied_shards
@@ -228,7 +228,7 @@ class Splitting:
                 all_reduce(model, *args, **kwargs)
                 if self._positions.folded:
                     # What predicts further tokens has a copy of the embedding.
-                    tied.add_up(model[0], model[-1])
+                    tied_weights.add_up(model[0], model[-1])
                 return
             tied_shards.add_up(model, layer.weight, embeds)
 

@@ -22,13 +22,13 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import unwrap_model
 
-from bpipe.ir.action import Action, Key
 from bpipe.runtime.shards import EarlyShard, InputShard, OutputShard
 from bpipe.runtime.stage import Tensors
+from bpipe.schedule.action import Action, Key
 from megatron.scheduling.loop.chunks import Call, ChunkStages
 from megatron.scheduling.loop.halves import Halves
-from megatron.scheduling.vocabulary.further import apart, counts_of_further, in_order, joined
 from megatron.scheduling.vocabulary.input_shards import Inputs, NotedStep, gather_tokens, noted_steps
+from megatron.scheduling.vocabulary.mtp import apart, counts_of_further, in_order, joined
 from megatron.scheduling.vocabulary.output_shards import Log, OutputLayerShard
 
 # A script's loss function of one micro-batch.

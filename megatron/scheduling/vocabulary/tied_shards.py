@@ -17,8 +17,8 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.utils import unwrap_model
 
+from bpipe.runtime.vocabulary.rows import Rows
 from bpipe.transport.distributed import gather_into
-from bpipe.vocabulary.rows import Rows
 
 _OUTPUT, _EMBEDDING = "output_layer.", "embedding.word_embeddings."
 # Rows on other ranks than the first are copies of its own.

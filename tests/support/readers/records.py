@@ -13,7 +13,7 @@ from typing import Any
 from bpipe.record.format import Row
 from tests.support.readers.damage import damaged_json
 from tests.support.readers.outcome import Wrong, is_number, judge_numbers, outcome
-from tests.unit.report.recorded import write_run
+from tests.unit.record.report.recorded import write_run
 
 # Numbers that a report is made of: text, lists or negative ones in their place must be refused.
 NAMES_OF_NUMBERS = """

@@ -15,12 +15,12 @@ from typing import Any
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.formats.read import read
-from bpipe.ir.schedule import Schedule
-from bpipe.lower.align import align
+from bpipe.schedule.files.read import read
+from bpipe.schedule.lowering.align import align
+from bpipe.schedule.schedule import Schedule
 from tests.support.oracle import is_sound
 from tests.support.readers.outcome import Wrong, outcome
-from tests.unit.check.test_overlap import OVERLAPPED
+from tests.unit.schedule.check.test_overlap import OVERLAPPED
 
 SMALL = (
     ScheduleConfig("1f1b", 3, 4, balance=BalanceConfig()),

@@ -12,16 +12,16 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.balance.evict import OverBound, plan_evictions
 from bpipe.balance.pairs import balance, own_bytes
 from bpipe.build import ScheduleConfig, build
-from bpipe.check.rules import check
-from bpipe.generate.families import FAMILIES
-from bpipe.generate.family import FamilyOptions
-from bpipe.generate.place import place
-from bpipe.ir.action import Action, Kind
-from bpipe.ir.host_buffers import Residency, host_buffers, num_host_buffers, slots_away
-from bpipe.ir.hosts import default_partners, mirrored_pairs, pairing
-from bpipe.ir.layout import one_pipe
-from bpipe.ir.memory import counts_of, live_counts, memory_of, num_transfers, peak_bytes, peak_counts
-from bpipe.ir.schedule import Schedule
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.check.rules import check
+from bpipe.schedule.families.families import FAMILIES
+from bpipe.schedule.families.family import FamilyOptions
+from bpipe.schedule.families.unit_grid import place
+from bpipe.schedule.host_buffers import Residency, host_buffers, num_host_buffers, slots_away
+from bpipe.schedule.hosts import default_partners, mirrored_pairs, pairing
+from bpipe.schedule.layout import one_pipe
+from bpipe.schedule.memory import counts_of, live_counts, memory_of, num_transfers, peak_bytes, peak_counts
+from bpipe.schedule.schedule import Schedule
 
 
 def generate(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:

@@ -7,12 +7,12 @@ import pytest
 from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.check.rules import check
-from bpipe.generate.families import FAMILIES
-from bpipe.ir.action import Action, Kind
-from bpipe.ir.host_buffers import num_host_buffers
-from bpipe.ir.memory import live_counts, num_transfers, peak_counts
-from bpipe.ir.schedule import Schedule
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.check.rules import check
+from bpipe.schedule.families.families import FAMILIES
+from bpipe.schedule.host_buffers import num_host_buffers
+from bpipe.schedule.memory import live_counts, num_transfers, peak_counts
+from bpipe.schedule.schedule import Schedule
 
 SIZES = [(p, m) for p in range(2, 17) for m in sorted({1, 2, p - 1, p, p + 1, 2 * p, 3 * p + 1, 6 * p})]
 LARGE = [pytest.param(p, m, marks=pytest.mark.slow) for p in range(17, 33) for m in (p - 1, p, p + 1, 3 * p, 6 * p)]

@@ -21,18 +21,18 @@ from bpipe.balance.budget import (
 )
 from bpipe.balance.pairs import allocated_bytes, balance
 from bpipe.balance.pool import balance_over_pool
-from bpipe.check.rules import check
-from bpipe.generate.families import FAMILIES
-from bpipe.ir.action import Action, Kind
-from bpipe.ir.hosts import in_pairs
-from bpipe.ir.memory import live_bytes, memory_of, num_transfers, peak_bytes
-from bpipe.ir.schedule import Schedule, Slot
-from bpipe.models.cluster import parse_cluster
-from bpipe.models.layout import setup_from_values
-from bpipe.models.model import PRESETS
 from bpipe.plan.budget import smallest_bytes, within
+from bpipe.plan.budget_fit import predicted_devices
 from bpipe.plan.fit import plan_lines
-from bpipe.plan.within_budget import predicted_devices
+from bpipe.predict.cluster import parse_cluster
+from bpipe.predict.layout import setup_from_values
+from bpipe.predict.model import PRESETS
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.check.rules import check
+from bpipe.schedule.families.families import FAMILIES
+from bpipe.schedule.hosts import in_pairs
+from bpipe.schedule.memory import live_bytes, memory_of, num_transfers, peak_bytes
+from bpipe.schedule.schedule import Schedule, Slot
 
 
 def generate(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:

@@ -12,10 +12,10 @@ import pytest
 
 from bpipe.balance.budget import less_moved
 from bpipe.balance.pairs import plan_rank
-from bpipe.generate.families import FAMILIES
-from bpipe.ir.action import READING, Kind
-from bpipe.ir.memory import Memory, live_bytes, memory_of
-from bpipe.ir.schedule import Schedule
+from bpipe.schedule.action import READING, Kind
+from bpipe.schedule.families.families import FAMILIES
+from bpipe.schedule.memory import Memory, live_bytes, memory_of
+from bpipe.schedule.schedule import Schedule
 
 
 def absences(schedule: Schedule, rank: int) -> dict[tuple[int, int], range]:

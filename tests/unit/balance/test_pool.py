@@ -14,13 +14,13 @@ from bpipe.balance.packing import Cost, Item, pack
 from bpipe.balance.pairs import allocated_bytes, balance
 from bpipe.balance.pool import balance_over_pool, smallest_level
 from bpipe.balance.tiers import balance_over_hosts_within
-from bpipe.check.rules import check
-from bpipe.generate.families import FAMILIES
-from bpipe.ir.action import Kind
-from bpipe.ir.host_buffers import host_buffers, num_buffers_for
-from bpipe.ir.hosts import POOL, write_hosts
-from bpipe.ir.memory import live_bytes, memory_of
-from bpipe.ir.schedule import Schedule
+from bpipe.schedule.action import Kind
+from bpipe.schedule.check.rules import check
+from bpipe.schedule.families.families import FAMILIES
+from bpipe.schedule.host_buffers import host_buffers, num_buffers_for
+from bpipe.schedule.hosts import POOL, write_hosts
+from bpipe.schedule.memory import live_bytes, memory_of
+from bpipe.schedule.schedule import Schedule
 
 
 def generate(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:

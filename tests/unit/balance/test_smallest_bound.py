@@ -13,13 +13,13 @@ from itertools import combinations, product
 import pytest
 
 from bpipe.balance.pairs import balance, choose_partners, pairs_of, smallest_bound
-from bpipe.check.rules import check
-from bpipe.generate.families import FAMILIES
-from bpipe.generate.place import place
-from bpipe.ir.action import Action, Kind
-from bpipe.ir.layout import one_pipe
-from bpipe.ir.memory import counts_of, peak_counts
-from bpipe.ir.schedule import Schedule
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.check.rules import check
+from bpipe.schedule.families.families import FAMILIES
+from bpipe.schedule.families.unit_grid import place
+from bpipe.schedule.layout import one_pipe
+from bpipe.schedule.memory import counts_of, peak_counts
+from bpipe.schedule.schedule import Schedule
 
 F, B = Kind.FORWARD, Kind.BACKWARD
 

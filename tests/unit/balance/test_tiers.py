@@ -15,17 +15,23 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import allocated_bytes
 from bpipe.balance.tiers import balance_over_hosts
 from bpipe.build import ScheduleConfig, build
-from bpipe.check.case import Case, ScheduleError
-from bpipe.check.rules import check
-from bpipe.check.transfers import check_host_buffers
-from bpipe.formats.document import read_json, write_json
-from bpipe.formats.text import read_csv, write_csv
-from bpipe.generate.families import FAMILIES
-from bpipe.ir.action import Kind
-from bpipe.ir.host_buffers import Residency, host_memory_buffers, hosts_of, num_buffers_for, num_host_memory_buffers
-from bpipe.ir.hosts import ALL, ARRANGEMENTS, HOST, PAIR, POOL, write_hosts
-from bpipe.ir.memory import live_bytes, memory_of, peak_counts
-from bpipe.ir.schedule import Schedule
+from bpipe.schedule.action import Kind
+from bpipe.schedule.check.case import Case, ScheduleError
+from bpipe.schedule.check.rules import check
+from bpipe.schedule.check.transfers import check_host_buffers
+from bpipe.schedule.families.families import FAMILIES
+from bpipe.schedule.files.document import read_json, write_json
+from bpipe.schedule.files.text import read_csv, write_csv
+from bpipe.schedule.host_buffers import (
+    Residency,
+    host_memory_buffers,
+    hosts_of,
+    num_buffers_for,
+    num_host_memory_buffers,
+)
+from bpipe.schedule.hosts import ALL, ARRANGEMENTS, HOST, PAIR, POOL, write_hosts
+from bpipe.schedule.memory import live_bytes, memory_of, peak_counts
+from bpipe.schedule.schedule import Schedule
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.host_buffers import with_host_buffers

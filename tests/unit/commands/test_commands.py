@@ -14,9 +14,9 @@ import pytest
 
 from bpipe.cli import main
 from bpipe.commands.plan_output import peaks_text
-from bpipe.generate.families import FAMILIES, SEARCHED
-from bpipe.models.cluster import GIB
-from bpipe.models.memory import RankMemory
+from bpipe.predict.cluster import GIB
+from bpipe.predict.memory import RankMemory
+from bpipe.schedule.families.families import FAMILIES, SEARCHED
 
 SIMULATE = ["simulate", "--model", "gpt3-96b", "--cluster", "a100-80g:4x8", "--tp", "4", "--pp", "8", "--mbs", "2"]
 SIMULATE += ["--gbs", "128", "--recompute", "selective", "--attention", "unfused"]
@@ -480,7 +480,7 @@ def test_profile_starts_megatron_with_its_own_flags(
             ]
         )
     text = " ".join(started[0])
-    assert "-m megatron.scheduling.report.profile --num-layers 4 --hidden-size 64" in text
+    assert "-m megatron.scheduling.record.profile --num-layers 4 --hidden-size 64" in text
     assert "--tensor-model-parallel-size 2" in text
     assert "--recompute-granularity full" in text
     assert "--vocab-size 128" in text

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
-from bpipe.formats.document import write_json
-from bpipe.formats.text import write_csv
+from bpipe.schedule.files.document import write_json
+from bpipe.schedule.files.text import write_csv
 from tests.support.readers import launches, predictions, records, runs
 from tests.support.readers.damage import damaged_json, damaged_text
 from tests.support.readers.outcome import Reader, Wrong
@@ -97,7 +97,7 @@ def test_sound_inputs_are_taken(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["csv", "json"])
 def test_a_judge_that_is_deceived_says_so(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a checker that takes everything, the judges object."""
-    from bpipe.check import rules
+    from bpipe.schedule.check import rules
 
     monkeypatch.setattr(rules, "RULES", ())
     with pytest.raises(Wrong):

@@ -12,16 +12,16 @@ import pytest
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.cli import main
-from bpipe.generate.families import FAMILIES
-from bpipe.launch.megatron_flags import megatron_flags
-from bpipe.launch.row_flags import CHOSEN, groups
-from bpipe.models.cluster import GIB, parse_cluster
-from bpipe.models.layout import Setup
-from bpipe.models.memory import peak_bytes
-from bpipe.models.model import PRESETS
+from bpipe.config.launch.megatron_flags import megatron_flags
+from bpipe.config.launch.row_flags import CHOSEN, groups
 from bpipe.plan.options import setup_from
 from bpipe.plan.predict import predict
 from bpipe.plan.ways import ways_to_fit
+from bpipe.predict.cluster import GIB, parse_cluster
+from bpipe.predict.layout import Setup
+from bpipe.predict.memory import peak_bytes
+from bpipe.predict.model import PRESETS
+from bpipe.schedule.families.families import FAMILIES
 
 FLAGS = ["--model", "gpt3-96b", "--cluster", "a100-80g:4x8", "--tp", "4", "--pp", "8", "--mbs", "2", "--gbs", "128"]
 FLAGS += ["--recompute", "selective", "--attention", "unfused", "--precision", "fp16"]

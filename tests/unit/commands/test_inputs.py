@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from bpipe.cli import main
-from bpipe.launch.capture import write_launches
-from tests.unit.report.recorded import write_run
+from bpipe.config.launch.capture import write_launches
+from tests.unit.record.report.recorded import write_run
 
 
 @pytest.mark.parametrize(

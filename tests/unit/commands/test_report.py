@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bpipe.cli import main
-from tests.unit.report.recorded import write_run
+from tests.unit.record.report.recorded import write_run
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "report.md"
 

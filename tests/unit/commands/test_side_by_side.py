@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bpipe.cli import main
-from bpipe.launch.capture import write_launches
+from bpipe.config.launch.capture import write_launches
 
 PLAIN = ["simulate", "--model", "llama3-70b", "--cluster", "h100-80g:8x8", "--gbs", "64", "--tp", "4", "--pp", "8"]
 LAUNCH = "--num-layers 16 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048"

@@ -9,11 +9,11 @@ import pytest
 
 from bpipe.cli import main
 from bpipe.commands.simulate_page import page_view
-from bpipe.models.cluster import parse_cluster
-from bpipe.models.layout import EVENLY, Setup
-from bpipe.models.model import PRESETS
 from bpipe.plan.predict import predict, simulation_of
-from bpipe.report.out.page import render
+from bpipe.predict.cluster import parse_cluster
+from bpipe.predict.layout import EVENLY, Setup
+from bpipe.predict.model import PRESETS
+from bpipe.record.report.output.page import render
 
 SIMULATE = ["simulate", "--model", "gpt3-13b", "--cluster", "a100-80g:1x8", "--pp", "4", "--gbs", "16"]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.readers.outcome import run_command
-from tests.unit.report.recorded import write_run
+from tests.unit.record.report.recorded import write_run
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 SNAPSHOTS = DATA / "snapshots"

@@ -15,7 +15,7 @@ from bpipe.draw import png
 from bpipe.draw.picture import STYLES, lay_out
 from bpipe.draw.svg import render_svg, write_svg
 from bpipe.draw.timeline import MARGIN, WIDTH, lay_out_simulation
-from bpipe.ir.memory import live_counts
+from bpipe.schedule.memory import live_counts
 from bpipe.simulate.cost import StageCost, uniform
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Simulation

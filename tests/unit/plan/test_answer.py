@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from bpipe.models.cluster import parse_cluster
-from bpipe.models.error_bars import AMPERE, BLACKWELL, CALIBRATED, EXPERTS, HOPPER, error_bars, is_never_calibrated
-from bpipe.models.layout import Setup
-from bpipe.models.model import PRESETS
-from bpipe.models.parts import Experts
 from bpipe.plan.answer import LAUNCH, OURS, STOCK, accuracy, advice, answer, answer_document
 from bpipe.plan.candidates import CLEARLY, Candidate
 from bpipe.plan.explain import calibration_lines
 from bpipe.plan.predict import SetupPrediction, predict
+from bpipe.predict.cluster import parse_cluster
+from bpipe.predict.error_bars import AMPERE, BLACKWELL, CALIBRATED, EXPERTS, HOPPER, error_bars, is_never_calibrated
+from bpipe.predict.layer_variants import Experts
+from bpipe.predict.layout import Setup
+from bpipe.predict.model import PRESETS
 
 SETUP = Setup(PRESETS["gpt3-13b"], parse_cluster("a100-80g:1x8"), 1, 8, 1, 64, 2048, (5,) * 8, "none")
 

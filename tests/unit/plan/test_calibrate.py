@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bpipe.cli import main
-from bpipe.launch.training_log import read_log
+from bpipe.config.launch.training_log import read_log
 from bpipe.plan.calibrate import Ran, steady
 from bpipe.simulate.cost import CollectiveCost, Costs, Link, Links, ShardCost, StageCost
 

@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bpipe.cli import main
-from bpipe.generate.families import SEARCHED
-from bpipe.models.cluster import parse_cluster
-from bpipe.models.memory import predict_memory
-from bpipe.models.model import gpt
-from bpipe.models.recompute import BLOCK
 from bpipe.plan.fewest_layers import fewest_layers, with_block
 from bpipe.plan.front import find_front
 from bpipe.plan.search import search
 from bpipe.plan.space import Space, enumerate_setups
+from bpipe.predict.cluster import parse_cluster
+from bpipe.predict.memory import predict_memory
+from bpipe.predict.model import gpt
+from bpipe.predict.recompute import BLOCK
+from bpipe.schedule.families.families import SEARCHED
 
 SMALL = Space(
     gpt("small", 16, 8192, 64, sequence=4096), parse_cluster("a100-80g:8"), 32, 4096, recompute=("none", "full", BLOCK), max_chunks=4,

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from bpipe.cli import main
-from bpipe.ir.hosts import ARRANGEMENTS
-from bpipe.models.cluster import parse_cluster
-from bpipe.models.layout import EVENLY
-from bpipe.models.model import gpt
 from bpipe.plan.front import Front, find_front, not_searched, standing
 from bpipe.plan.predict import predict
 from bpipe.plan.space import VOCABULARIES, Space, enumerate_setups
+from bpipe.predict.cluster import parse_cluster
+from bpipe.predict.layout import EVENLY
+from bpipe.predict.model import gpt
+from bpipe.schedule.hosts import ARRANGEMENTS
 
 # One head, so nothing is tensor parallel, and too many weights for one rank: pairs have something to share.
 SPACE = Space(

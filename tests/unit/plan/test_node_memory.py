@@ -13,13 +13,13 @@ import pytest
 from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import allocated_bytes
 from bpipe.cli import main
-from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
-from bpipe.models.layout import Setup
-from bpipe.models.links import links
 from bpipe.plan.budget import OverBudget, smallest_bytes, within
+from bpipe.plan.budget_fit import predicted_devices, within_budget
 from bpipe.plan.fit import plan_lines, plan_values
 from bpipe.plan.options import setup_from
-from bpipe.plan.within_budget import predicted_devices, within_budget
+from bpipe.predict.layout import Setup
+from bpipe.predict.links import links
+from bpipe.schedule.hosts import ALL, HOST, PAIR, POOL
 
 GIB = 2**30
 MODEL = ("--model", "llama3-8b", "--pp", "4", "--seq", "8192", "--gbs", "16")
@@ -95,7 +95,7 @@ def test_gpipe_is_balanced_with_own_memory_and_predicted_so() -> None:
     """All of its ranks hold every micro-batch, so none could host for another."""
     plain = replace(setup(HOST), schedule="gpipe", balance=BalanceConfig(hosts=HOST))
     bounded = replace(plain, balance=BalanceConfig((4,), hosts=HOST))
-    from bpipe.models.activations import activations, moves_anything
+    from bpipe.predict.activations import activations, moves_anything
 
     assert moves_anything(plain)
     ((own, hosted), *_) = activations(bounded)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from bpipe.cli import main
-from tests.unit.launch.megatron_parser import parsed
+from tests.unit.config.launch.megatron_parser import parsed
 
 DEVICES = ("a100-80g:4x8", "h100-80g:8x8", "h200-141g:4x8", "b200-180g:2x8", "mi300x-192g:4x8")
 MODELS = ("gpt3-13b", "gpt3-96b", "gpt3-134b", "llama-65b", "llama3-8b", "llama3-70b", "llama3-405b")

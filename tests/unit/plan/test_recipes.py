@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from bpipe.cli import main
-from bpipe.features.feature import State
-from bpipe.launch.capture import write_launches
+from bpipe.config.features.feature import State
+from bpipe.config.launch.capture import write_launches
 from bpipe.plan.launch_states import states_of_launch, worst
 
 ROOT = Path(__file__).resolve().parents[3]

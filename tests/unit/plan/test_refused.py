@@ -10,17 +10,17 @@ from types import SimpleNamespace
 import pytest
 
 from bpipe.cli import main
-from bpipe.features.asked import reasons, settings_of
-from bpipe.features.feature import Settings
-from bpipe.features.sliced import SLICED
-from bpipe.features.table import FEATURES, PLACED, SHARDED
-from bpipe.models.cluster import parse_cluster
-from bpipe.models.layout import EVENLY
-from bpipe.models.model import gpt
-from bpipe.models.switches import Switches
-from bpipe.plan.refused import Launchable, refused, runs_ours, without_overlap
+from bpipe.config.features.feature import Settings
+from bpipe.config.features.queries import reasons, settings_of
+from bpipe.config.features.slices import SLICED
+from bpipe.config.features.table import FEATURES, PLACED, SHARDED
+from bpipe.plan.refusals import Launchable, refused, runs_ours, without_overlap
 from bpipe.plan.search import search
 from bpipe.plan.space import Space, enumerate_setups
+from bpipe.predict.cluster import parse_cluster
+from bpipe.predict.layout import EVENLY
+from bpipe.predict.model import gpt
+from bpipe.predict.switches import Switches
 
 # A launch's flags that are refused, by feature. What only a model's configuration says has none.
 FLAGS = {

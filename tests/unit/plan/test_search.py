@@ -12,31 +12,31 @@ import pytest
 from bpipe.balance.config import BalanceConfig, named_balance
 from bpipe.build import ScheduleConfig, build
 from bpipe.cli import main
-from bpipe.generate.families import FAMILIES, SEARCHED, default_family
-from bpipe.generate.family import Family
-from bpipe.ir.hosts import HOST, PAIR
-from bpipe.ir.program import Exchange
-from bpipe.launch.megatron_command import read_command
-from bpipe.launch.megatron_flags import megatron_flags
-from bpipe.models.activations import activations, moves_anything
-from bpipe.models.cluster import GIB, parse_cluster
-from bpipe.models.held import held_by
-from bpipe.models.layout import EVENLY, Setup
-from bpipe.models.memory import least_bytes, least_shared_bytes, peak_bytes, predict_memory, state_bytes
-from bpipe.models.model import PRESETS, gpt
-from bpipe.models.parts import Routing
-from bpipe.models.saved import after_input_bytes, stage_bytes
-from bpipe.models.warm_up import least_warm_bytes
+from bpipe.config.launch.megatron_command import read_command
+from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.plan import standings
 from bpipe.plan.bounds import Bounds, lower_bound_s
+from bpipe.plan.budget_fit import within_budget_or_none
 from bpipe.plan.candidates import describe
 from bpipe.plan.explain import only_balanced, verdict
 from bpipe.plan.predict import costs_of, predict, simulation_of
 from bpipe.plan.search import Outcome, search
 from bpipe.plan.space import CUTS, Space, divisors, enumerate_setups, num_grids, usual_contexts
 from bpipe.plan.timing import steady_timing, whole_timing
-from bpipe.plan.within_budget import within_budget_or_none
-from tests.unit.models.published import MIXTRAL_8X7B
+from bpipe.predict.activations import activations, moves_anything
+from bpipe.predict.cluster import GIB, parse_cluster
+from bpipe.predict.layer_variants import Routing
+from bpipe.predict.layout import EVENLY, Setup
+from bpipe.predict.memory import least_bytes, least_shared_bytes, peak_bytes, predict_memory, state_bytes
+from bpipe.predict.model import PRESETS, gpt
+from bpipe.predict.peak_counts import held_by
+from bpipe.predict.saved_tensors import after_input_bytes, stage_bytes
+from bpipe.predict.warm_up import least_warm_bytes
+from bpipe.schedule.families.families import FAMILIES, SEARCHED, default_family
+from bpipe.schedule.families.family import Family
+from bpipe.schedule.hosts import HOST, PAIR
+from bpipe.schedule.program import Exchange
+from tests.unit.predict.published import MIXTRAL_8X7B
 
 A100 = parse_cluster("a100-80g:4x8")
 UNFUSED = Space(PRESETS["gpt3-96b"], A100, 128, 2048, "unfused", precision="fp16")

@@ -8,15 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from bpipe.generate.families import FAMILIES, SEARCHED
-from bpipe.ir.layout import Vocabulary
-from bpipe.launch.megatron_command import read_command
-from bpipe.launch.megatron_flags import megatron_flags
-from bpipe.models.cluster import parse_cluster
-from bpipe.models.layout import Setup
-from bpipe.models.memory import least_bytes, least_shared_bytes, peak_bytes
-from bpipe.models.model import gpt
-from bpipe.models.warm_up import least_warm_bytes
+from bpipe.config.launch.megatron_command import read_command
+from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.plan.bounds import Bounds, last_load, lower_bound_s
 from bpipe.plan.candidates import describe
 from bpipe.plan.front import find_front
@@ -25,6 +18,13 @@ from bpipe.plan.search import every_setup, search
 from bpipe.plan.shards import stands_still
 from bpipe.plan.space import VOCABULARIES, Space
 from bpipe.plan.timing import steady_timing
+from bpipe.predict.cluster import parse_cluster
+from bpipe.predict.layout import Setup
+from bpipe.predict.memory import least_bytes, least_shared_bytes, peak_bytes
+from bpipe.predict.model import gpt
+from bpipe.predict.warm_up import least_warm_bytes
+from bpipe.schedule.families.families import FAMILIES, SEARCHED
+from bpipe.schedule.layout import Vocabulary
 
 # Two layers per rank and a vocabulary of many: the last rank computes several times as long as the others.
 WIDE = replace(gpt("wide", 8, 1024, 16), vocabulary=256_000)

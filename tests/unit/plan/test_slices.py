@@ -10,26 +10,26 @@ import pytest
 
 from bpipe.balance.config import named_balance
 from bpipe.cli import main
-from bpipe.generate.families import FAMILIES
-from bpipe.launch.megatron_flags import megatron_flags
-from bpipe.models.activations import activations
-from bpipe.models.cluster import GIB, parse_cluster
-from bpipe.models.costs import lengths_of_equal_seconds
-from bpipe.models.layout import EVENLY, Setup
-from bpipe.models.memory import least_bytes, least_shared_bytes, peak_bytes
-from bpipe.models.model import PRESETS, llama
-from bpipe.models.profile import Entry, Profile
-from bpipe.models.warm_up import least_warm_bytes
+from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.plan.bounds import Bounds, lower_bound_s
+from bpipe.plan.budget_fit import within_budget
 from bpipe.plan.candidates import describe
 from bpipe.plan.front import find_front, not_searched
 from bpipe.plan.predict import costs_of, predict, simulation_of
-from bpipe.plan.refused import refused
+from bpipe.plan.refusals import refused
 from bpipe.plan.search import every_setup, search
 from bpipe.plan.slices import usual_slices
 from bpipe.plan.space import Space, enumerate_setups
 from bpipe.plan.timing import steady_timing, whole_timing
-from bpipe.plan.within_budget import within_budget
+from bpipe.predict.activations import activations
+from bpipe.predict.cluster import GIB, parse_cluster
+from bpipe.predict.costs import lengths_of_equal_seconds
+from bpipe.predict.layout import EVENLY, Setup
+from bpipe.predict.memory import least_bytes, least_shared_bytes, peak_bytes
+from bpipe.predict.model import PRESETS, llama
+from bpipe.predict.profile import Entry, Profile
+from bpipe.predict.warm_up import least_warm_bytes
+from bpipe.schedule.families.families import FAMILIES
 
 MODEL = llama("long", 16, 4096, 32, 8, 14336, 32000, 65536)
 SPACE = Space(
@@ -159,7 +159,7 @@ def test_few_micro_batches_tell_of_all(schedule: str, p: int, slices: int, balan
         assert steady.simulated < 24
     few = activations(setup)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("bpipe.models.activations._num_filling", lambda setup: setup.num_microbatches)
+        patched.setattr("bpipe.predict.activations._num_filling", lambda setup: setup.num_microbatches)
         many = activations(setup)
     # Of host buffers a rank that is not the fullest may need one more or fewer.
     assert max(map(sum, few)) == pytest.approx(max(map(sum, many)), rel=0.004)

@@ -13,18 +13,18 @@ import pytest
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.cli import main
-from bpipe.generate.families import DEFAULTS
-from bpipe.models.cluster import GIB, parse_cluster
-from bpipe.models.layout import Setup
-from bpipe.models.memory import predict_memory
-from bpipe.models.model import PRESETS
-from bpipe.models.switches import Switches
 from bpipe.plan.answer import Stock, answer_of, stock_of
 from bpipe.plan.candidates import CLEARLY, Candidate
 from bpipe.plan.predict import predict
-from bpipe.plan.refused import runs_ours
+from bpipe.plan.refusals import runs_ours
 from bpipe.plan.search import search
 from bpipe.plan.space import Space, enumerate_setups
+from bpipe.predict.cluster import GIB, parse_cluster
+from bpipe.predict.layout import Setup
+from bpipe.predict.memory import predict_memory
+from bpipe.predict.model import PRESETS
+from bpipe.predict.switches import Switches
+from bpipe.schedule.families.families import DEFAULTS
 from tests.unit.plan.test_refused import SPACE
 
 FREE = Switches(overlap_grad_reduce=True, overlap_param_gather=True, tp_comm_overlap=True)

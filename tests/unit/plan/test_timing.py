@@ -8,12 +8,12 @@ import pytest
 
 from bpipe.balance.config import BalanceConfig, named_balance
 from bpipe.build import built
-from bpipe.ir.memory import num_transfers
-from bpipe.models.cluster import parse_cluster
-from bpipe.models.layout import Setup
-from bpipe.models.model import PRESETS
 from bpipe.plan.predict import costs_of, predict, simulation_of
 from bpipe.plan.timing import Timing, steady_timing, timing_within, whole_timing
+from bpipe.predict.cluster import parse_cluster
+from bpipe.predict.layout import Setup
+from bpipe.predict.model import PRESETS
+from bpipe.schedule.memory import num_transfers
 
 
 def assert_alike(found: Timing, whole: Timing) -> None:

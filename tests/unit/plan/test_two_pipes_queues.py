@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from bpipe.build import unchecked
-from bpipe.ir.program import Exchange
-from bpipe.models.cluster import parse_cluster
-from bpipe.models.layout import Setup
-from bpipe.models.model import gpt
 from bpipe.plan.bounds import Bounds
 from bpipe.plan.search import every_setup
 from bpipe.plan.shards import has_one_queue, stands_still
 from bpipe.plan.space import Space
-from megatron.scheduling.loop.waiting import refuse_standstill
+from bpipe.predict.cluster import parse_cluster
+from bpipe.predict.layout import Setup
+from bpipe.predict.model import gpt
+from bpipe.schedule.program import Exchange
+from megatron.scheduling.loop.transfer_waits import refuse_standstill
 from megatron.scheduling.options.arguments import SchedulingConfig
 
 FAMILIES = ("chimera", "mixpipe", "bitpipe", "bitpipe-early")

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from bpipe.cli import main
-from bpipe.ir.layout import Vocabulary
-from bpipe.models.profile import Entry, Profile
 from bpipe.plan.predict import predict
 from bpipe.plan.vocabulary import Burden, burden
-from tests.unit.models.test_shards import UNTIED, setup
+from bpipe.predict.profile import Entry, Profile
+from bpipe.schedule.layout import Vocabulary
+from tests.unit.predict.test_shards import UNTIED, setup
 
 # Published with Yeung et al. 2024, 256000 tokens on 8 A100s: seconds an iteration of 128 micro-batches.
 MEASURED = {"redistribute": 7.5992, "1": 5.9003, "2": 5.9511, "interlaced": 5.8076}

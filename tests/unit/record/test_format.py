@@ -15,15 +15,15 @@ from bpipe.balance.budget import ActivationBudget
 from bpipe.balance.config import BalanceConfig
 from bpipe.balance.deadlines import Windows
 from bpipe.build import ScheduleConfig, build, config_of_schedule
-from bpipe.generate.family import UnitCosts
-from bpipe.ir.action import Action, Kind
-from bpipe.ir.memory import KeptMemory, memory_of
-from bpipe.ir.program import Exchange
 from bpipe.record import format as form
 from bpipe.record.keys import keys_of
 from bpipe.record.program import read_program, write_program
 from bpipe.record.read import read_held, read_run, read_steps, read_summaries
 from bpipe.record.write import append, begin, write_whole
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.families.family import UnitCosts
+from bpipe.schedule.memory import KeptMemory, memory_of
+from bpipe.schedule.program import Exchange
 
 ROOT = Path(__file__).resolve().parents[3]
 # Four stages, eight micro-batches, balanced over shared memory; iterations 2 and 3 of 3. Written before `bpipe.record`

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bpipe.record.read import read_run
-from tests.unit.report.recorded import write_run
+from tests.unit.record.report.recorded import write_run
 
 
 @pytest.fixture

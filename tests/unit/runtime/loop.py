@@ -13,11 +13,11 @@ import torch
 
 from bpipe.balance.config import named_balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.ir.action import Action, Kind
-from bpipe.ir.program import Message
-from bpipe.ir.schedule import Schedule
 from bpipe.runtime.executor import ComputationHooks, Executor
 from bpipe.runtime.stage import Tensors, TorchStages
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.program import Message
+from bpipe.schedule.schedule import Schedule
 from tests.support.alone import Alone
 
 WIDTH = 32

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import torch
 
-from bpipe.ir.program import Instruction, Message, Op
-from bpipe.ir.schedule import Schedule
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.stage import Tensors, TorchStages
+from bpipe.schedule.program import Instruction, Message, Op
+from bpipe.schedule.schedule import Schedule
 
 ROWS, WIDTH = 4, 8
 Edge = tuple[int, int]

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from bpipe.ir.action import SHARDS, Kind
-from bpipe.ir.layout import Vocabulary
-from bpipe.ir.program import Instruction, Message, Op
-from bpipe.ir.schedule import Schedule
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.shards import EarlyShard, OutputShard
 from bpipe.runtime.stage import Tensors, TorchStages
+from bpipe.schedule.action import SHARDS, Kind
+from bpipe.schedule.layout import Vocabulary
+from bpipe.schedule.program import Instruction, Message, Op
+from bpipe.schedule.schedule import Schedule
 from tests.unit.runtime.pipeline import ROWS, WIDTH, Mail, Post, inputs_of, take_turns
 
 # Of each rank.

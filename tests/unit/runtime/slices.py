@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from bpipe.ir.action import Action
 from bpipe.runtime.stage import Part, Tensors, TorchStages
-from megatron.scheduling.slices.cutting import Cutting
-from megatron.scheduling.slices.kept import KeptKeys
+from bpipe.schedule.action import Action
+from megatron.scheduling.slices.cuts import Cutting
+from megatron.scheduling.slices.key_value_cache import KeptKeys
 
 
 def new_keys(rows: int, slices: int) -> KeptKeys:

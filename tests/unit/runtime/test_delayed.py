@@ -15,8 +15,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from bpipe.ir.schedule import Schedule
 from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.schedule.schedule import Schedule
 from bpipe.transport import one_sided
 from bpipe.transport.base import Transport
 from tests.unit.runtime.held import TIMEOUT_S, HeldLane, HeldMemory, HeldTwoSided, Point, held_host_memory

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from bpipe.balance.config import BalanceConfig, named_balance
 from bpipe.balance.pairs import balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.ir.memory import RESERVE, num_transfers
-from bpipe.ir.schedule import Schedule
 from bpipe.runtime.errors import TransferError
 from bpipe.runtime.sizing import Sizing, Unmoved
+from bpipe.schedule.memory import RESERVE, num_transfers
+from bpipe.schedule.schedule import Schedule
 from bpipe.transport.layout import aligned, allocated_bytes
 from tests.support.hand_made import v_flat
 from tests.unit.runtime.keeping import Keeping

@@ -19,11 +19,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.ir.action import Action, Kind
-from bpipe.ir.memory import live_bytes, memory_of, num_transfers, peak_counts
-from bpipe.ir.program import Message
-from bpipe.ir.schedule import Schedule
-from bpipe.ir.steps import Step, steps
 from bpipe.runtime import engine as engine_module
 from bpipe.runtime import evictor
 from bpipe.runtime.capture import SavedStorage, find
@@ -34,6 +29,11 @@ from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.stage import Tensors
 from bpipe.runtime.streams import Clock
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.memory import live_bytes, memory_of, num_transfers, peak_counts
+from bpipe.schedule.program import Message
+from bpipe.schedule.schedule import Schedule
+from bpipe.schedule.steps import Step, steps
 from bpipe.transport.layout import Sizes
 from tests.support.alone import Alone
 from tests.support.late_loads import with_late_loads

@@ -9,21 +9,21 @@ import torch
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.formats.text import read_csv
-from bpipe.ir.action import Action, Kind
-from bpipe.ir.program import Instruction, Message, Op, Program, Transfer
-from bpipe.ir.schedule import Schedule
-from bpipe.ir.steps import steps
 from bpipe.runtime import executor as executor_module
 from bpipe.runtime.errors import RuntimeFault, TransferError
 from bpipe.runtime.executor import Executor, neighbours
 from bpipe.runtime.stage import Tensors, TorchStages
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.files.text import read_csv
+from bpipe.schedule.program import Instruction, Message, Op, Program, Transfer
+from bpipe.schedule.schedule import Schedule
+from bpipe.schedule.steps import steps
 from tests.support.alone import Alone
-from tests.unit.check.test_overlap import OVERLAPPED
 from tests.unit.runtime.loop import Small, drawn, new_weight
 from tests.unit.runtime.loop import schedule as balanced
 from tests.unit.runtime.pipeline import WIDTH, Model, in_a_pipeline, in_one_piece
 from tests.unit.runtime.test_engine import engine_for
+from tests.unit.schedule.check.test_overlap import OVERLAPPED
 
 # The halves of a backward apart.
 SPLIT = """\

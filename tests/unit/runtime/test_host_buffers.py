@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bpipe.ir.action import Action, Kind
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.runtime.host_buffers import HostBuffer, HostBuffers, HostBufferState
+from bpipe.schedule.action import Action, Kind
 from bpipe.transport.layout import ALIGNMENT_BYTES, BufferLayout, Sizes
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bpipe.runtime.capture import SavedStorage
 from bpipe.runtime.engine import Engine, EngineConfig
-from bpipe.runtime.kept import ALLOCATOR, STORAGES, Kept, Share
+from bpipe.runtime.retention import ALLOCATOR, STORAGES, Kept, Share
 from tests.unit.runtime.loop import WIDTH, new_weight, run_iteration, schedule
 from tests.unit.runtime.loop import stage as plain_stage
 from tests.unit.runtime.test_engine import CPU, LateTransport, engine_for

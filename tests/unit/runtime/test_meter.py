@@ -8,9 +8,6 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bpipe.ir.action import Action, Kind
-from bpipe.ir.memory import live_counts
-from bpipe.ir.schedule import Schedule
 from bpipe.runtime import meter as meter_module
 from bpipe.runtime.capture import SavedStorage
 from bpipe.runtime.executor import Executor
@@ -18,6 +15,9 @@ from bpipe.runtime.meter import Meter
 from bpipe.runtime.recorder import Recorder
 from bpipe.runtime.stage import Tensors
 from bpipe.runtime.streams import Clock
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.memory import live_counts
+from bpipe.schedule.schedule import Schedule
 from bpipe.transport.base import Done
 from tests.unit.runtime.loop import Layer, Small, drawn, gradient, inputs_of, new_weight, schedule, stage
 from tests.unit.runtime.test_engine import engine_for

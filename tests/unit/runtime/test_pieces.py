@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from bpipe.runtime.capture import SavedStorage, find
-from bpipe.runtime.pieces import Holders, Pieces
+from bpipe.runtime.graph_pieces import Holders, Pieces
 from bpipe.runtime.retrace import Retrace
 
 CPU = torch.device("cpu")

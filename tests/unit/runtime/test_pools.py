@@ -17,14 +17,14 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import allocated_bytes
 from bpipe.balance.pool import balance_over_pool
 from bpipe.build import ScheduleConfig, build
-from bpipe.check.rules import check
-from bpipe.generate.families import FAMILIES
-from bpipe.ir.action import Action, Kind
-from bpipe.ir.host_buffers import guests_of
-from bpipe.ir.hosts import device_ranks, read_hosts
-from bpipe.ir.memory import memory_of
-from bpipe.ir.schedule import Schedule, Slot
 from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.check.rules import check
+from bpipe.schedule.families.families import FAMILIES
+from bpipe.schedule.host_buffers import guests_of
+from bpipe.schedule.hosts import device_ranks, read_hosts
+from bpipe.schedule.memory import memory_of
+from bpipe.schedule.schedule import Schedule, Slot
 from tests.unit.runtime.pipeline import in_one_piece
 from tests.unit.runtime.threaded import CPU, KINDS, Pipeline
 

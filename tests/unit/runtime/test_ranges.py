@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bpipe.ir.action import Action, Kind
-from bpipe.ir.schedule import Schedule
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.ranges import Ranges, name_of
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.schedule import Schedule
 from tests.unit.runtime.loop import new_weight, run_iteration, schedule
 from tests.unit.runtime.test_engine import CPU, LateTransport
 

@@ -11,16 +11,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bpipe.balance.pairs import balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.ir.action import Action, Kind
-from bpipe.ir.layout import Vocabulary
-from bpipe.ir.program import Message, Op, Program
-from bpipe.lower.forwards import forwards_only
 from bpipe.runtime import executor as executor_module
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.shards import InputShard, OutputShard
 from bpipe.runtime.stage import TorchStages
-from bpipe.vocabulary.embedding import embedded, rows_gradient
+from bpipe.runtime.vocabulary.embedding import embedded, rows_gradient
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.layout import Vocabulary
+from bpipe.schedule.lowering.forward_only import forwards_only
+from bpipe.schedule.program import Message, Op, Program
 from tests.support.alone import Alone
 from tests.unit.runtime.pipeline import ROWS, WIDTH
 from tests.unit.runtime.sharded import VOCABULARY, ShardedModel, in_one_piece, in_shards

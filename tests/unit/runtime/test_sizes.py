@@ -10,17 +10,17 @@ import torch
 
 from bpipe.balance.pairs import balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.check import board
-from bpipe.check.case import ScheduleError
-from bpipe.check.deadlock import WaitLevel, blocked_ranks
-from bpipe.check.rules import check
-from bpipe.formats.text import read_csv
-from bpipe.ir.host_buffers import Residency, host_buffers, num_measured, stages_in_buffers
-from bpipe.ir.hosts import Host
-from bpipe.ir.memory import num_transfers, peak_counts
-from bpipe.ir.schedule import Schedule
 from bpipe.runtime import partners as partners_module
 from bpipe.runtime.errors import TransferError
+from bpipe.schedule.check import board
+from bpipe.schedule.check.case import ScheduleError
+from bpipe.schedule.check.deadlock import WaitLevel, blocked_ranks
+from bpipe.schedule.check.rules import check
+from bpipe.schedule.files.text import read_csv
+from bpipe.schedule.host_buffers import Residency, host_buffers, num_measured, stages_in_buffers
+from bpipe.schedule.hosts import Host
+from bpipe.schedule.memory import num_transfers, peak_counts
+from bpipe.schedule.schedule import Schedule
 from bpipe.transport.layout import aligned
 from tests.support.hand_made import v_flat
 from tests.support.levels import STOOD

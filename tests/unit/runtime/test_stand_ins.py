@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from bpipe.runtime import checkpoints
+from bpipe.runtime.checksums import Verifier
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.errors import RuntimeFault
-from bpipe.runtime.verifying import Verifier
 from tests.unit.runtime.loop import WIDTH, Layer, new_weight, run_iteration, schedule, stage
 from tests.unit.runtime.test_engine import Late, LateTransport
 

@@ -14,11 +14,11 @@ import torch
 from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import allocated_bytes
 from bpipe.build import ScheduleConfig, build
-from bpipe.ir.host_buffers import num_host_buffers, num_host_memory_buffers
-from bpipe.ir.memory import memory_of
-from bpipe.ir.schedule import Schedule
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.errors import RuntimeFault, TransferError
+from bpipe.schedule.host_buffers import num_host_buffers, num_host_memory_buffers
+from bpipe.schedule.memory import memory_of
+from bpipe.schedule.schedule import Schedule
 from bpipe.transport.host_memory import Budget, Buffers, LocalRank, MemoryLimit
 from bpipe.transport.one_sided import HostMemory, OneSidedCopies
 from tests.unit.runtime.pipeline import in_one_piece

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from bpipe.ir.action import Action, Kind
 from bpipe.runtime import evictor
+from bpipe.runtime.checksums import SENDING, Certificate, Checksums, Verifier, weights
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.errors import RuntimeFault
-from bpipe.runtime.verifying import SENDING, Certificate, Checksums, Verifier, weights
+from bpipe.schedule.action import Action, Kind
 from tests.unit.runtime.loop import gradient, new_weight, run_iteration, schedule
 from tests.unit.runtime.test_engine import Late, LateTransport
 

@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from bpipe.ir.host_buffers import links_of
-from bpipe.ir.program import Message
-from bpipe.ir.schedule import Schedule
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.stage import Tensors
+from bpipe.schedule.host_buffers import links_of
+from bpipe.schedule.program import Message
+from bpipe.schedule.schedule import Schedule
 from bpipe.transport.base import Transport
 from bpipe.transport.headed import Headed
 from tests.unit.runtime.held import HeldLane, HeldMemory, HeldTwoSided

@@ -21,8 +21,8 @@ import torch
 from torch.autograd import Variable
 
 from megatron.scheduling import cpu as cpu_runtime
-from megatron.scheduling.report import audit
-from megatron.scheduling.report.audit import StageAudit
+from megatron.scheduling.record import audit
+from megatron.scheduling.record.audit import StageAudit
 from terra import Recorder
 
 

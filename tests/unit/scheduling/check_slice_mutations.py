@@ -28,7 +28,7 @@ startup.prepare()
 from megatron.core import parallel_state
 
 from megatron.scheduling.hooks import patches
-from megatron.scheduling.slices.slicing import Slicing
+from megatron.scheduling.slices.state import Slicing
 from tests.unit.scheduling import check_slices as whole_and_sliced
 from tests.unit.scheduling.slice_mutations import MUTATIONS, ORDERS, USUAL, Mutation
 

@@ -36,15 +36,15 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from bpipe.flags.values import slice_lengths
-from bpipe.ir.layout import EVEN, WORK
-from bpipe.ir.memory import KeptMemory
-from bpipe.models.slice_lengths import even_bounds
+from bpipe.config.flags.values import slice_lengths
+from bpipe.predict.slice_lengths import even_bounds
 from bpipe.runtime.errors import RuntimeFault
+from bpipe.schedule.layout import EVEN, WORK
+from bpipe.schedule.memory import KeptMemory
 from megatron.scheduling.hooks import patches
-from megatron.scheduling.slices import attention, cutting, judging, kept
+from megatron.scheduling.slices import attention, cuts, key_value_cache, support
 from megatron.scheduling.slices.lengths import attention_share, bounds_of
-from megatron.scheduling.slices.slicing import Slicing
+from megatron.scheduling.slices.state import Slicing
 
 LENGTH, ROWS, VOCABULARY = 96, 2, 128
 # What may be between the losses, and between the worst gradients of any parameter, relative to its largest value.
@@ -569,29 +569,29 @@ class _Alone(torch.nn.Module):
 def layers_that_see_their_own_slice_alone_are_refused() -> None:
     with sliced(even_bounds(LENGTH, 2)):
         model = model_of(USUAL, torch.float32)
-        judging.judge([model])
+        support.judge([model])
         model.decoder.layers[1].self_attention.core_attention = _Alone()
         with pytest.raises(
             ValueError,
             match="this model cannot be cut:\n  _Alone sees only the keys of its own slice: use Megatron's",
         ):
-            judging.judge([model])
+            support.judge([model])
         model.decoder.layers[1].self_attention = _Alone()
         with pytest.raises(
             ValueError, match="_Alone is not one of Megatron's attention classes and sees only its own slice"
         ):
-            judging.judge([model])
+            support.judge([model])
         model = model_of(USUAL, torch.float32)
         model.decoder.layers[0].self_attention.attn_mask_type = AttnMaskType.padding
         with pytest.raises(
             ValueError, match="SelfAttention has the mask padding, but earlier slices cannot see later ones"
         ):
-            judging.judge([model])
+            support.judge([model])
         model.decoder.layers[0].cross_attention = _Alone()
         with pytest.raises(ValueError, match="TransformerLayer attends to another sequence"):
-            judging.judge([model])
+            support.judge([model])
     with pytest.raises(ValueError, match="DotProductAttention sees only the keys of its own slice"):
-        judging.judge([model_of(USUAL, torch.float32)])
+        support.judge([model_of(USUAL, torch.float32)])
 
 
 def transformer_engine_is_asked_for_a_mask_that_ends_bottom_right() -> None:
@@ -602,8 +602,8 @@ def transformer_engine_is_asked_for_a_mask_that_ends_bottom_right() -> None:
         told.append((kind.name, key.size(0)))
         return _attended(query, key, value)
 
-    of_cutting = cutting.Cutting(even_bounds(LENGTH, 2))
-    run, layer = attention._engines_attention(kept.KeptKeys(of_cutting), stand_in), torch.nn.Identity()
+    of_cutting = cuts.Cutting(even_bounds(LENGTH, 2))
+    run, layer = attention._engines_attention(key_value_cache.KeptKeys(of_cutting), stand_in), torch.nn.Identity()
     own = torch.ones(48, 1, 2, 8)
     for number in (0, 1):
         with of_cutting.at(number):

@@ -14,21 +14,21 @@ import pytest
 from bpipe import cli
 from bpipe.balance.config import BalanceConfig, balanced
 from bpipe.build import build
-from bpipe.flags.budgets import MemoryBudget, read_budget
-from bpipe.generate.families import FAMILIES
-from bpipe.ir.host_buffers import links_of
-from bpipe.ir.hosts import ALL, HOST, PAIR, POOL
-from bpipe.ir.memory import memory_of, num_transfers
-from bpipe.ir.program import Exchange
-from bpipe.models.cluster_file import cluster_named
-from bpipe.models.memory import DeviceBesides
+from bpipe.config.flags.budgets import MemoryBudget, read_budget
 from bpipe.plan.budget import Devices, better_plan, smallest_bytes, tightest_plan, within
+from bpipe.plan.budget_fit import predicted_devices
 from bpipe.plan.fit import budget_text
 from bpipe.plan.options import setup_from
-from bpipe.plan.within_budget import predicted_devices
+from bpipe.predict.cluster_file import cluster_named
+from bpipe.predict.memory import DeviceBesides
+from bpipe.schedule.families.families import FAMILIES
+from bpipe.schedule.host_buffers import links_of
+from bpipe.schedule.hosts import ALL, HOST, PAIR, POOL
+from bpipe.schedule.memory import memory_of, num_transfers
+from bpipe.schedule.program import Exchange
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 from bpipe.simulate.engine import simulate
-from megatron.scheduling.options.choosing import own_schedule, requested_balance, requested_costs
+from megatron.scheduling.options.schedule_choice import own_schedule, requested_balance, requested_costs
 from tests.unit.scheduling.test_choosing import args
 
 # What `args` stand for.

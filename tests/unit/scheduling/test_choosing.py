@@ -16,17 +16,17 @@ import pytest
 from bpipe import cli
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build, choice_for_bound
-from bpipe.flags.budgets import MemoryBudget
-from bpipe.formats.document import write_json
-from bpipe.formats.text import write_csv
-from bpipe.generate.family import ALIKE, UnitCosts
-from bpipe.generate.timing import iteration_time
-from bpipe.ir.layout import Vocabulary
-from bpipe.ir.program import Exchange
-from bpipe.ir.schedule import Schedule
+from bpipe.config.flags.budgets import MemoryBudget
+from bpipe.schedule.families.family import ALIKE, UnitCosts
+from bpipe.schedule.families.timing import iteration_time
+from bpipe.schedule.files.document import write_json
+from bpipe.schedule.files.text import write_csv
+from bpipe.schedule.layout import Vocabulary
+from bpipe.schedule.program import Exchange
+from bpipe.schedule.schedule import Schedule
 from megatron.scheduling.hooks import upstream
-from megatron.scheduling.options.choosing import own_schedule, unplaced
-from megatron.scheduling.options.following import complete
+from megatron.scheduling.options.derived_flags import complete
+from megatron.scheduling.options.schedule_choice import own_schedule, unplaced
 
 # Sound, but sums of gradients come out otherwise.
 LATE_FIRST = "0F0,0F1,,,,,,,0B1,0B0\n,1F0,1F1,,,,,1B1,1B0,\n,,2F0,2F1,,,2B1,2B0,,\n,,,3F0,3F1,3B1,3B0,,,\n"
@@ -175,7 +175,7 @@ def test_a_group_that_is_given_stays_and_is_balanced_to_the_bound() -> None:
 def test_every_process_chooses_the_same() -> None:
     """Ranks do not agree on an order, each computes it: so it may not hang on how a process hashes."""
     program = (
-        "from bpipe.build import *; import hashlib; from bpipe.formats.text import write_csv;"
+        "from bpipe.build import *; import hashlib; from bpipe.schedule.files.text import write_csv;"
         "print(hashlib.sha256(write_csv(build(ScheduleConfig('grouped-interleaved', 4, 8, num_chunks=2, balance="
         "BalanceConfig((6,))))).encode()).hexdigest())"
     )

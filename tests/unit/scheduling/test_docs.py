@@ -16,11 +16,11 @@ import pytest
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig
-from bpipe.features.feature import Feature, State
-from bpipe.features.sliced import SLICED
-from bpipe.features.table import FEATURES, PLACED, SHARDED
-from bpipe.generate.families import FAMILIES
+from bpipe.config.features.feature import Feature, State
+from bpipe.config.features.slices import SLICED
+from bpipe.config.features.table import FEATURES, PLACED, SHARDED
 from bpipe.plan.launch_states import SUPPORTED
+from bpipe.schedule.families.families import FAMILIES
 from megatron.scheduling.hooks.patches import PATCHES
 from megatron.scheduling.hooks.repairs import REPAIRS
 from megatron.scheduling.hooks.upstream import TRIED_VERSIONS
@@ -168,7 +168,7 @@ def test_what_two_pipes_train_is_what_their_test_compares() -> None:
 def test_what_our_own_loop_says_is_in_the_code() -> None:
     """Across the pieces of its messages, whatever stands in their places."""
     said = []
-    for path in (*(ROOT / "megatron/scheduling").rglob("*.py"), ROOT / "bpipe/check/order.py"):
+    for path in (*(ROOT / "megatron/scheduling").rglob("*.py"), ROOT / "bpipe/schedule/check/order.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             parts = node.values if isinstance(node, ast.JoinedStr) else [node]
             said.append("".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in parts))
@@ -225,7 +225,7 @@ def test_reading_the_table_of_refusals_loads_nothing_heavy() -> None:
 
 
 def test_every_scalar_that_is_written_is_explained() -> None:
-    source = (ROOT / "megatron/scheduling/report/metrics.py").read_text()
+    source = (ROOT / "megatron/scheduling/record/metrics.py").read_text()
     by_stage = {f"{name}/stage-{{stage}}" for name in re.findall(r'^    "(bpipe-[\w-]+)": ', source, re.MULTILINE)}
     by_stage |= {f"{name}/stage-{{stage}}" for name in re.findall(r'mine\["(bpipe-[^"]+)"\]', source)}
     written = by_stage | set(re.findall(r'scalars\["(bpipe-[^"]+)"\]', source))

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from bpipe.features.asked import reasons_of
-from bpipe.features.table import PLACED, SHARDED
+from bpipe.config.features.queries import reasons_of
+from bpipe.config.features.table import PLACED, SHARDED
 from megatron.scheduling.hooks import upstream
-from megatron.scheduling.options.following import complete, follow
+from megatron.scheduling.options.derived_flags import complete, follow
 from megatron.scheduling.placement.positions import Positions
 
 V = Positions(4, backwards=True, mirrored=(True, False))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bpipe.balance.config import BalanceConfig
-from bpipe.flags.budgets import MemoryBudget
+from bpipe.config.flags.budgets import MemoryBudget
 from bpipe.simulate.cost import Costs
 from megatron.scheduling import install
 from megatron.scheduling.options.arguments import BY_TRAINER, SchedulingConfig

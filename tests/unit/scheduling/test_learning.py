@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.scheduling.loop.measured import FirstMeasured
-from megatron.scheduling.memory.learning import ProcessMemory, measure_process
+from megatron.scheduling.loop.measurements import FirstMeasured
+from megatron.scheduling.memory.replanning import ProcessMemory, measure_process
 from megatron.scheduling.memory.watermark import Besides
 
 GIB = 1 << 30

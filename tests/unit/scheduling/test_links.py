@@ -6,8 +6,8 @@ import pytest
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.ir.memory import peak_counts
 from bpipe.runtime.links import host_buffers
+from bpipe.schedule.memory import peak_counts
 from bpipe.transport.host_memory import Buffers
 
 GIB = 1 << 30

@@ -14,12 +14,12 @@ import pytest
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.formats.text import write_csv
-from bpipe.generate.family import UnitCosts
-from bpipe.ir.layout import Vocabulary
-from bpipe.ir.memory import moves_anything
+from bpipe.schedule.families.family import UnitCosts
+from bpipe.schedule.files.text import write_csv
+from bpipe.schedule.layout import Vocabulary
+from bpipe.schedule.memory import moves_anything
 from megatron.scheduling.placement import rank_order as placement
-from megatron.scheduling.report.schedule_lines import describe, grouped
+from megatron.scheduling.record.schedule_lines import describe, grouped
 from tests.unit.scheduling.test_choosing import args as megatrons
 
 

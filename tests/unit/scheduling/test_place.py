@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build, config_of_schedule
-from bpipe.generate.place import place as on_the_grid
-from bpipe.ir.action import Kind
-from bpipe.ir.schedule import Schedule
+from bpipe.schedule.action import Kind
+from bpipe.schedule.families.unit_grid import place as on_the_grid
+from bpipe.schedule.schedule import Schedule
 from megatron.scheduling import install, place
 from megatron.scheduling.options.arguments import SchedulingConfig
 

@@ -7,7 +7,7 @@ import pytest
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig
-from bpipe.ir.layout import Layout, one_pipe
+from bpipe.schedule.layout import Layout, one_pipe
 from megatron.scheduling.options.arguments import SchedulingConfig
 from megatron.scheduling.placement.positions import Positions
 

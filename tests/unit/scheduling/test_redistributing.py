@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from bpipe.models.layer_counts import output_in_layers
+from bpipe.predict.layer_counts import output_in_layers
 from megatron.scheduling.hooks import upstream
-from megatron.scheduling.options.following import complete
+from megatron.scheduling.options.derived_flags import complete
 
 
 def parsed(**more: Any) -> SimpleNamespace:

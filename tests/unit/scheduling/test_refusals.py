@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import terra
-from bpipe.features.asked import features_of, guarded, reasons, reasons_of, sliced_reasons
-from bpipe.features.feature import Feature, State
-from bpipe.features.sliced import SLICED
-from bpipe.features.table import FEATURES, SHARDED
+from bpipe.config.features.feature import Feature, State
+from bpipe.config.features.queries import features_of, guarded, reasons, reasons_of, sliced_reasons
+from bpipe.config.features.slices import SLICED
+from bpipe.config.features.table import FEATURES, SHARDED
 from megatron.scheduling.start.refusals import differ, refuse, slices_differ
 
 COMBINED: dict[str, Any] = {"overlap_moe_expert_parallel_comm": True, "pipeline_model_parallel_size": 2}

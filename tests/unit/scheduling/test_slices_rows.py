@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bpipe.runtime.errors import RuntimeFault
-from megatron.scheduling.slices.cutting import Cutting
+from megatron.scheduling.slices.cuts import Cutting
 from megatron.scheduling.slices.rows import RepeatedRows, Reports
 
 BOUNDS = (0, 3, 5)

@@ -10,13 +10,13 @@ import pytest
 
 from megatron.scheduling import launch
 from megatron.scheduling.options.flags import add_arguments
-from megatron.scheduling.start import starting
+from megatron.scheduling.start import exits
 
 
 def parser() -> argparse.ArgumentParser:
     made = add_arguments(argparse.ArgumentParser(prog="pretrain.py", allow_abbrev=False))
     made.add_argument("--num-layers", type=int)
-    starting.refuse_once(made)
+    exits.refuse_once(made)
     return made
 
 
@@ -60,7 +60,7 @@ def test_a_folder_that_cannot_be_written_is_named_once_a_node(
         monkeypatch.setenv("LOCAL_RANK", str(rank % 2))
         monkeypatch.setenv("GROUP_RANK", str(rank // 2))
         with pytest.raises(SystemExit) as ended:
-            starting.need_folder(str(tmp_path / "file/report"))
+            exits.need_folder(str(tmp_path / "file/report"))
         assert ended.value.code == 2
     first, second = capsys.readouterr().err.splitlines()
     assert first == f"bpipe: error: --bpipe-report {tmp_path}/file/report: Not a directory"
@@ -68,7 +68,7 @@ def test_a_folder_that_cannot_be_written_is_named_once_a_node(
 
 
 def test_a_folder_is_made_and_left_empty(tmp_path: Path) -> None:
-    starting.need_folder(str(tmp_path / "runs/mine"))
+    exits.need_folder(str(tmp_path / "runs/mine"))
     assert list((tmp_path / "runs/mine").iterdir()) == []
 
 

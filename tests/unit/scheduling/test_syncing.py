@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from bpipe.build import ScheduleConfig, build
-from bpipe.formats.text import read_action
-from bpipe.ir.action import Action
-from megatron.scheduling.loop.syncing import Marks, Syncing
+from bpipe.schedule.action import Action
+from bpipe.schedule.files.text import read_action
+from megatron.scheduling.loop.grad_sync import Marks, Syncing
 
 
 class Log(list[str]):

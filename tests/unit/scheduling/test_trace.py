@@ -16,9 +16,9 @@ import pytest
 from bpipe import cli
 from bpipe.cli import parsers
 from bpipe.commands import trace
-from bpipe.flags.parser import options_of
-from bpipe.models.saved import stage_bytes
-from bpipe.models.states import stage_parameters
+from bpipe.config.flags.parser import options_of
+from bpipe.predict.saved_tensors import stage_bytes
+from bpipe.predict.states import stage_parameters
 
 ROOT = Path(__file__).parents[3]
 # At most so far may a formula be from what is there.

@@ -23,7 +23,7 @@ from megatron.scheduling.placement import rank_order as placement
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = [
     *sorted((ROOT / "megatron/scheduling").rglob("*.py")),
-    *(ROOT / "bpipe/features").glob("*.py"),
+    *(ROOT / "bpipe/config/features").glob("*.py"),
     ROOT / "pretrain_gpt.py",
 ]
 OURS = ("bpipe", "profile_", "terra_", "trace_")

@@ -7,11 +7,11 @@ import torch
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.check.deadlock import WaitLevel, blocked_ranks
-from bpipe.ir.layout import Vocabulary
-from bpipe.ir.program import Exchange
+from bpipe.schedule.check.deadlock import WaitLevel, blocked_ranks
+from bpipe.schedule.layout import Vocabulary
+from bpipe.schedule.program import Exchange
 from bpipe.transport.connect import MeasuredLink
-from megatron.scheduling.loop.waiting import refuse_standstill, wait_level
+from megatron.scheduling.loop.transfer_waits import refuse_standstill, wait_level
 from megatron.scheduling.options.arguments import SchedulingConfig
 from tests.support.hand_made import far_ahead, host_first
 

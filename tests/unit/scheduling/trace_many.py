@@ -7,19 +7,19 @@ import io
 import json
 import sys
 
-from megatron.scheduling.trace import tracing
+from megatron.scheduling.trace import stages
 
 
 def main() -> None:
     with contextlib.redirect_stdout(io.StringIO()):
-        tracing.prepare()
+        stages.prepare()
         traces = [_trace(flags) for flags in json.load(sys.stdin)]
     print(json.dumps(traces))
 
 
 def _trace(flags: list[str]) -> object:
     try:
-        return tracing.trace(flags)
+        return stages.trace(flags)
     except ValueError as error:
         return str(error)
 

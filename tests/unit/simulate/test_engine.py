@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from bpipe.balance.config import BalanceConfig, named_balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.generate.families import exchange_of
-from bpipe.ir.action import Action, Kind
-from bpipe.ir.hosts import ARRANGEMENTS
-from bpipe.ir.memory import live_counts, peak_bytes
-from bpipe.ir.program import Exchange
-from bpipe.ir.schedule import Schedule
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.families.families import exchange_of
+from bpipe.schedule.hosts import ARRANGEMENTS
+from bpipe.schedule.memory import live_counts, peak_bytes
+from bpipe.schedule.program import Exchange
+from bpipe.schedule.schedule import Schedule
 from bpipe.simulate.cost import Costs, Link, Links, StageCost, uniform
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Simulation, Timed

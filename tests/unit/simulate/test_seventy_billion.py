@@ -14,9 +14,9 @@ import pytest
 
 from bpipe.balance.config import named_balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.generate.families import FAMILIES, exchange_of
-from bpipe.generate.family import ALIKE, UnitCosts
-from bpipe.ir.memory import peak_counts
+from bpipe.schedule.families.families import FAMILIES, exchange_of
+from bpipe.schedule.families.family import ALIKE, UnitCosts
+from bpipe.schedule.memory import peak_counts
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 from bpipe.simulate.engine import simulate
 

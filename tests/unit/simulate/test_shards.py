@@ -8,14 +8,14 @@ from itertools import pairwise
 import pytest
 
 from bpipe.balance.budget import ActivationBudget, balance_within
-from bpipe.check.rules import check
-from bpipe.ir.action import Kind
-from bpipe.ir.layout import Vocabulary
-from bpipe.ir.memory import live_bytes, memory_of, peak_bytes
+from bpipe.schedule.action import Kind
+from bpipe.schedule.check.rules import check
+from bpipe.schedule.layout import Vocabulary
+from bpipe.schedule.memory import live_bytes, memory_of, peak_bytes
 from bpipe.simulate.cost import CollectiveCost, Costs, Link, Links, Number, ShardCost, StageCost
 from bpipe.simulate.engine import simulate
 from bpipe.simulate.report import Simulation
-from tests.unit.generate.test_sharded_schedules import ONE, SPLIT, TWO, sharded
+from tests.unit.schedule.families.test_sharded_schedules import ONE, SPLIT, TWO, sharded
 
 COLLECTIVES = CollectiveCost(broadcast_s=1, gather_s=2, reduce_s=3, input_reduce_s=4, input_broadcast_s=5)
 ALL_ONE = ShardCost(1, 1, 1, 1)

@@ -10,10 +10,10 @@ import pytest
 from bpipe.balance.budget import ActivationBudget
 from bpipe.balance.config import BalanceConfig, balanced
 from bpipe.build import ScheduleConfig, build
-from bpipe.ir.hosts import Host
-from bpipe.ir.layout import Vocabulary
-from bpipe.ir.memory import KeptMemory
-from bpipe.plan.windows import windows_of
+from bpipe.plan.transfer_windows import windows_of
+from bpipe.schedule.hosts import Host
+from bpipe.schedule.layout import Vocabulary
+from bpipe.schedule.memory import KeptMemory
 from bpipe.simulate.cost import Costs, Link, Links, ShardCost, StageCost, uniform
 from bpipe.simulate.engine import simulate
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from bpipe.ir.action import Action, Kind
+from bpipe.schedule.action import Action, Kind
 from bpipe.torch.buffers import ReceiveBuffers
 from bpipe.torch.upstream import Computation, TorchAction
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bpipe.build import ScheduleConfig, build
-from bpipe.ir.action import Action, Kind
+from bpipe.schedule.action import Action, Kind
 from bpipe.torch import calls
 from bpipe.torch.calls import StepCalls, WatchedList
 from bpipe.torch.orders import torch_orders

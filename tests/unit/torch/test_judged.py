@@ -7,10 +7,10 @@ import torch
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.check.deadlock import WaitLevel, blocked_ranks
-from bpipe.ir.program import Exchange
-from bpipe.report.memory import without_transfers
-from bpipe.torch.judged import received_in, refuse_standstill, wait_level
+from bpipe.record.report.memory import without_transfers
+from bpipe.schedule.check.deadlock import WaitLevel, blocked_ranks
+from bpipe.schedule.program import Exchange
+from bpipe.torch.checks import received_in, refuse_standstill, wait_level
 from bpipe.torch.orders import torch_orders
 from bpipe.torch.upstream import Computation, TorchAction
 from bpipe.transport.connect import MeasuredLink

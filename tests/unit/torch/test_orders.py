@@ -11,10 +11,10 @@ from torch.distributed.pipelining import schedules
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.formats.text import write_csv
-from bpipe.generate.families import FAMILIES
-from bpipe.ir.action import Kind
-from bpipe.ir.schedule import Schedule
+from bpipe.schedule.action import Kind
+from bpipe.schedule.families.families import FAMILIES
+from bpipe.schedule.files.text import write_csv
+from bpipe.schedule.schedule import Schedule
 from bpipe.torch import BalancedSchedule
 from bpipe.torch.orders import (
     TORCH_NAMES,

@@ -1,4 +1,4 @@
-"""`bpipe.torch.planned`: budgets as they are given, what they are refused beside, and plans of weighed stages."""
+"""`bpipe.torch.memory_budget`: budgets as they are given, what they are refused beside, and plans of weighed stages."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.ir.host_buffers import host_buffers, stages_in_buffers
-from bpipe.ir.memory import num_transfers
-from bpipe.torch.planned import RankBudgets, budget_bytes, plan_within
-from bpipe.torch.weighed import StageSizes
+from bpipe.schedule.host_buffers import host_buffers, stages_in_buffers
+from bpipe.schedule.memory import num_transfers
+from bpipe.torch.memory_budget import RankBudgets, budget_bytes, plan_within
+from bpipe.torch.sizes import StageSizes
 from bpipe.transport.layout import BufferLayout
 
 GIB = 2**30

@@ -1,4 +1,4 @@
-"""`bpipe.torch.recorded`: a rank's summary is written where it says something new."""
+"""`bpipe.torch.record`: a rank's summary is written where it says something new."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bpipe.build import ScheduleConfig, build
 from bpipe.record.format import SUMMARY
 from bpipe.runtime.engine import Engine, EngineConfig
 from bpipe.runtime.meter import Meter
-from bpipe.torch.recorded import StepRecord
+from bpipe.torch.record import StepRecord
 
 CPU = torch.device("cpu")
 

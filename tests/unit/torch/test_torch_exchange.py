@@ -13,16 +13,16 @@ from torch.distributed.pipelining import schedules
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.check.deadlock import WaitLevel, blocked_ranks
-from bpipe.generate.families import FAMILIES
-from bpipe.ir.action import Action, Kind
-from bpipe.ir.dependencies import NOTHING
-from bpipe.ir.memory import moves_anything, peak_counts
-from bpipe.ir.program import Exchange, MessageTable, Op, Program
-from bpipe.ir.schedule import Schedule
-from bpipe.lower.lower import lower, lower_received
-from bpipe.torch import judged
-from bpipe.torch.judged import received_in
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.check.deadlock import WaitLevel, blocked_ranks
+from bpipe.schedule.dependencies import NOTHING
+from bpipe.schedule.families.families import FAMILIES
+from bpipe.schedule.lowering.lower import lower, lower_received
+from bpipe.schedule.memory import moves_anything, peak_counts
+from bpipe.schedule.program import Exchange, MessageTable, Op, Program
+from bpipe.schedule.schedule import Schedule
+from bpipe.torch import checks
+from bpipe.torch.checks import received_in
 from bpipe.torch.orders import schedule_of_class, torch_orders
 from bpipe.torch.upstream import Computation
 from tests.support.levels import STOOD
@@ -181,7 +181,7 @@ def test_waits_for_sends_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> Non
     }
     with pytest.raises(ValueError, match="after the action"):
         received_in(waiting, schedule)
-    monkeypatch.setattr(judged, "SEND_WAITS", (Computation.UNSHARD,))
+    monkeypatch.setattr(checks, "SEND_WAITS", (Computation.UNSHARD,))
     assert received_in(waiting, schedule) == received_in(listed, schedule)
 
 

@@ -1,4 +1,4 @@
-"""`bpipe.torch.traced`: what stages would hold, on fake tensors; `tests.gloo.test_pipelined_budget` lays it beside
+"""`bpipe.torch.trace`: what stages would hold, on fake tensors; `tests.gloo.test_pipelined_budget` lays it beside
 what is measured."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bpipe.cli import main
 from bpipe.commands import trace
-from bpipe.torch.traced import predict_peaks, trace_stages
+from bpipe.torch.trace import predict_peaks, trace_stages
 
 WIDTH, ROWS = 64, 16
 MAT = 4 * ROWS * WIDTH

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from bpipe.ir.action import Action, Kind
-from bpipe.ir.program import Message
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.program import Message
 from bpipe.transport import collectives
 from bpipe.transport.collectives import SORTS, Collectives, EdgesAndCollectives, SharedGroups
 from tests.unit.transport.loopback import controls

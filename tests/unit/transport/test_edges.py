@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from bpipe.ir.action import Action, Kind
-from bpipe.ir.program import Message
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.program import Message
 from bpipe.transport import edges
 from bpipe.transport.control import Control, Subject
 from bpipe.transport.distributed import PairGroups

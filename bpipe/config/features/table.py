@@ -1,0 +1,362 @@
+"""Say in which state this project's use of a feature of Megatron's is, and why: the table that the trainer, plans and
+`bpipe check-launch` ask.
+
+In: Megatron's arguments, the configuration of a model that is about to train, or a launch's flags. Out: features, each
+supported, guarded or refused. What the settings do not have does not apply: a model's configuration says nothing of
+FSDP. Imports nothing, so that a plan asks it as the trainer does.
+
+`supported`: trained by stock Megatron and with this project, and equal in every bit. `guarded`: right by construction
+as far as can be said without the hardware, and checked where it runs: what moves in the first iterations has to come
+back as it left (`--bpipe-verify`). `refused`: known to go wrong, or to be worth nothing, and the run does not start.
+
+What holds for all that is guarded: a storage leaves only if it is counted to be this micro-batch's alone, so what
+somebody's buffer holds stays there. What an owner writes without holding it is not a storage of torch's allocator, and
+stays too. Were one of this wrong, a byte would change while its storage leaves or is away.
+"""
+
+from __future__ import annotations
+
+from bpipe.config.features.feature import Feature, Settings, State, has_experts
+
+
+def _modules(settings: Settings) -> frozenset[str]:
+    """Parts of a layer that CUDA graphs capture; none for whole layers."""
+    given = settings.cuda_graph_modules or settings.cuda_graph_scope or ()
+    names = given.replace(",", " ").split() if isinstance(given, str) else [getattr(one, "name", one) for one in given]
+    return frozenset(str(name) for name in names) - {"full"}
+
+
+def _graphs_an_iteration(settings: Settings) -> bool:
+    return settings.cuda_graph_impl == "full_iteration" or (
+        settings.cuda_graph_impl == "local" and "full_iteration" in _modules(settings)
+    )
+
+
+def _graphs_layers(settings: Settings) -> bool:
+    """Whether Transformer Engine captures layers, or parts of them."""
+    return settings.cuda_graph_impl == "transformer_engine" or bool(settings.external_cuda_graph)
+
+
+def _graphs_whole_layers(settings: Settings) -> bool:
+    modules = _modules(settings)
+    rest = {"moe"} if has_experts(settings) else {"mlp"}
+    return _graphs_layers(settings) and (not modules or {"attn"} | rest <= modules)
+
+
+FEATURES: tuple[Feature, ...] = (
+    Feature(
+        "CUDA graphs of an iteration",
+        _graphs_an_iteration,
+        "a CUDA graph of a whole iteration replays fixed memory addresses without returning to the CPU, but the CPU "
+        "starts transfers and frees memory during the iteration",
+        "use --cuda-graph-impl transformer_engine with --cuda-graph-modules to graph a part of each layer, or use no "
+        "CUDA graphs",
+    ),
+    Feature(
+        "CUDA graphs of whole layers",
+        _graphs_whole_layers,
+        "CUDA graphs of whole layers keep what these layers save in static memory of their own, so nothing is left to "
+        "move",
+        "name a part of each layer with --cuda-graph-modules, such as attn or moe_router",
+    ),
+    Feature(
+        "local CUDA graphs",
+        lambda s: (s.cuda_graph_impl == "local" and not _graphs_an_iteration(s)) or s.enable_cuda_graph,
+        "Megatron's local CUDA graphs pass the memory of one micro-batch to the next in the order of capture, and "
+        "share that memory's pool with tensors that are not captured",
+        "use --cuda-graph-impl transformer_engine with --cuda-graph-modules, and drop --enable-cuda-graph",
+    ),
+    Feature(
+        "CUDA graphs of parts of layers",
+        lambda s: _graphs_layers(s) and not _graphs_whole_layers(s),
+        "what a graph captures stays in its static memory and the rest of the layer moves, and before the second "
+        "iteration the log shows how much that is",
+        "drop --cuda-graph-impl",
+        State.GUARDED,
+        "test_a_static_pool_stays",
+        moving=True,
+    ),
+    Feature(
+        "FP8",
+        lambda s: s.fp8 is not None,
+        "FP8 payloads and scales are ordinary storages and move, while the 8-bit copies of weights belong to their "
+        "modules and stay",
+        "drop --fp8-format",
+        State.GUARDED,
+        "test_eight_bit_payloads_and_their_scales_come_back",
+        moving=True,
+    ),
+    Feature(
+        "FP4",
+        lambda s: s.fp4 is not None,
+        "FP4 payloads, two numbers per byte, and scales are ordinary storages and move, while FP4 copies of weights "
+        "belong to their modules and stay",
+        "drop --fp4-format",
+        State.GUARDED,
+        "test_eight_bit_payloads_and_their_scales_come_back",
+        moving=True,
+    ),
+    Feature(
+        "activation offloading",
+        lambda s: s.cpu_offloading or (s.cpu_offloading_num_layers or 0) > 0,
+        "activation offloading saves the tensors of whole layers through autograd hooks, and inspecting such a tensor "
+        "fetches it back, so nothing in these layers could move",
+        "use --fine-grained-activation-offloading, or drop --cpu-offloading-num-layers",
+    ),
+    Feature(
+        "fine-grained activation offloading",
+        lambda s: s.fine_grained_activation_offloading,
+        "fine-grained offloading saves tensors through its own hooks and holds them itself, on the GPU or in CPU "
+        "memory, so they are not inspected and stay, while the rest of the layer moves",
+        "drop --fine-grained-activation-offloading",
+        State.GUARDED,
+        "test_what_hooks_keep_elsewhere_stays_and_the_rest_moves",
+        moving=True,
+    ),
+    Feature(
+        "fine-grained offloading in our loop",
+        lambda s: s.fine_grained_activation_offloading,
+        "fine-grained offloading needs to know where an iteration ends, which Megatron's own loops tell it and "
+        "bpipe's own loop does not",
+        "drop --fine-grained-activation-offloading, or let Megatron's own loop run the schedule",
+        own_loop=True,
+    ),
+    Feature(
+        "combined 1F1B",
+        # Megatron has --delay-wgrad-compute with it only.
+        lambda s: s.overlap_moe_expert_parallel_comm,
+        "combined 1F1B gives each part of a layer its own autograd graph and runs a forward and a backward at once, "
+        "so saved tensors are collected from all of these graphs, transfers start before such a pair of steps and end "
+        "before the next, and moved memory is marked as used on the experts' communication stream",
+        "drop --overlap-moe-expert-parallel-comm / --delay-wgrad-compute",
+        State.GUARDED,
+        "test_what_parts_of_layers_on_two_streams_saved_moves_in_its_order",
+        moving=True,
+    ),
+    Feature(
+        "combined 1F1B in our loop",
+        lambda s: s.overlap_moe_expert_parallel_comm,
+        "combined 1F1B hides the experts' communication behind a forward and a backward that run at once, but bpipe's "
+        "own loop runs them one after the other",
+        "drop --overlap-moe-expert-parallel-comm / --delay-wgrad-compute, or let Megatron's own loop run the schedule",
+        own_loop=True,
+    ),
+    Feature(
+        "combined 1F1B without a pipeline",
+        lambda s: s.overlap_moe_expert_parallel_comm and s.pipeline_model_parallel_size in (None, 1),
+        "combined 1F1B on one pipeline rank has no other rank to share memory with, and its loop was never measured",
+        "drop --overlap-moe-expert-parallel-comm, or use at least two pipeline ranks",
+    ),
+    Feature(
+        "paged stash",
+        lambda s: s.moe_paged_stash,
+        "paged stash runs a step again when its buffers overflow",
+        "drop --moe-paged-stash",
+    ),
+    Feature(
+        "packed sequences on context-parallel ranks",
+        lambda s: (s.context_parallel_size or 1) > 1 and (s.sft or s.dataloader_inter_document_masking),
+        "Transformer Engine splits each packed sequence over the context-parallel ranks, which it does on GPUs only, "
+        "and keys and values held by the buffers of its ring stay, while the rest moves",
+        "use --context-parallel-size 1, or drop --sft / --dataloader-inter-document-masking",
+        State.GUARDED,
+        "test_a_buffer_that_somebody_holds_stays",
+        moving=True,
+    ),
+    Feature(
+        "the flex dispatcher of experts",
+        lambda s: has_experts(s) and s.moe_token_dispatcher_type == "flex",
+        "DeepEP and HybridEP hold tokens in their own communication buffers, which stay, while what the experts "
+        "compute from these tokens moves",
+        "use --moe-token-dispatcher-type alltoall",
+        State.GUARDED,
+        "test_a_buffer_that_somebody_holds_stays",
+        moving=True,
+    ),
+    # Autograd runs a node's backward on the stream of its forward, and there the memory that a load filled belongs to
+    # another stream's pool: it would be given out again while the node still reads it, unless that stream is noted.
+    Feature(
+        "overlapped shared experts",
+        lambda s: s.moe_shared_expert_overlap,
+        "memory that moves is also marked as used on the shared experts' stream, so that it is not reused before that "
+        "stream has finished with it",
+        "drop --moe-shared-expert-overlap",
+        State.GUARDED,
+        "test_what_another_stream_computes_moves_in_its_order",
+        moving=True,
+    ),
+    Feature(
+        "hybrid context parallelism",
+        lambda s: s.hybrid_context_parallel,
+        "with hybrid context parallelism the data determines the number of micro-batches, but bpipe plans an "
+        "iteration before it sees the data",
+        "drop --hybrid-context-parallel",
+    ),
+    Feature(
+        "distributed saved activations",
+        lambda s: s.distribute_saved_activations,
+        "Megatron itself replaces the memory of distributed saved activations, in the forward and again in the "
+        "backward, which was never tried together with the transfers",
+        "drop --distribute-saved-activations",
+    ),
+    Feature(
+        "recomputation of the MLP with biases",
+        lambda s: s.recompute_granularity == "selective" and "mlp" in (s.recompute_modules or ()) and s.add_bias_linear,
+        "Megatron's own recomputation of the MLP hangs when its linear layers have biases",
+        "use --disable-bias-linear, or drop mlp from --recompute-modules",
+    ),
+    Feature(
+        "partial recomputation of micro-batches",
+        lambda s: s.num_microbatches_with_partial_activation_checkpoints is not None,
+        "bpipe's own loop recomputes all micro-batches alike and cannot recompute some of them only",
+        "leave num_microbatches_with_partial_activation_checkpoints unset, or let Megatron's own loop run the schedule",
+        own_loop=True,
+    ),
+    Feature(
+        "overlapped tensor-parallel communication",
+        lambda s: s.tp_comm_overlap,
+        "overlapped tensor-parallel communication gathers into userbuffers, whose memory does not come from torch's "
+        "allocator, so it cannot be freed and stays",
+        "drop --tp-comm-overlap",
+        State.GUARDED,
+        "test_memory_without_an_allocator_stays",
+        moving=True,
+    ),
+    Feature(
+        "weights sharded beyond tensor parallelism",
+        lambda s: (s.gtp_weight_remat_size or 1) > 1 or (s.expert_gtp_weight_remat_size or 1) > 1,
+        "weights that are gathered for a step are saved like activations, and moving gathered weights was never tried",
+        "drop --tensor-parallel-num-weight-shards / --expert-tensor-parallel-num-weight-shards",
+    ),
+    Feature(
+        "ring exchange",
+        lambda s: s.use_ring_exchange_p2p,
+        "the ring exchange of a custom torch build was never tried together with the transfers",
+        "drop --use-ring-exchange-p2p",
+    ),
+    Feature(
+        "FSDP",
+        lambda s: s.use_megatron_fsdp or s.use_torch_fsdp2,
+        "FSDP frees parameters whose memory saved tensors share",
+        "drop --use-megatron-fsdp / --use-torch-fsdp2",
+    ),
+    Feature(
+        "in-process restart",
+        lambda s: s.inprocess_restart,
+        "an in-process restart cannot rebuild the pairs' process groups",
+        "drop --inprocess-restart",
+    ),
+    Feature(
+        "reinforcement learning",
+        lambda s: s.perform_rl_step,
+        "reinforcement learning generates text between training iterations, which was never tried",
+        "drop --perform-rl-step",
+    ),
+    Feature(
+        "a fake process group",
+        lambda s: s.fake_process_group,
+        "a fake process group sends nothing, so activations that move would not come back",
+        "drop --fake-process-group",
+    ),
+    Feature(
+        "a YAML configuration",
+        lambda s: s.yaml_cfg,
+        "Megatron reads the YAML file instead of the command line, so it ignores this project's flags too",
+        "give the flags on the command line instead of --yaml-cfg",
+    ),
+)
+
+
+def _predicts_apart(settings: Settings) -> bool:
+    """Whether a layout has layers that predict further tokens on another stage than the loss."""
+    layout = settings.pipeline_model_parallel_layout
+    stages = layout.split("|") if isinstance(layout, str) else []
+    return bool(settings.mtp_num_layers) and any("m" in stage and "L" not in stage for stage in stages)
+
+
+# What a placement that is not Megatron's own cannot do besides: ranks have other layers there, and one has the first
+# stage and the last.
+PLACED: tuple[Feature, ...] = (
+    Feature(
+        "checkpoints by rank",
+        lambda s: (s.save or s.load) and s.ckpt_format != "torch_dist",
+        "only torch_dist checkpoints store weights by layer, other formats store them by rank, and here ranks have "
+        "other layers than in Megatron",
+        "use --ckpt-format torch_dist",
+    ),
+    Feature(
+        "local checkpoints",
+        lambda s: s.non_persistent_ckpt_type == "local",
+        "local checkpoints store weights by rank, and here ranks have other layers than in Megatron",
+        "use --non-persistent-ckpt-type global",
+    ),
+    Feature(
+        "further tokens apart from the loss",
+        _predicts_apart,
+        "multi-token prediction on a stage without the loss reads data that Megatron provides by pipeline rank, and "
+        "here ranks have other layers than in Megatron",
+        "put every m of --pipeline-model-parallel-layout on the stage with L, or drop --mtp-num-layers",
+    ),
+    Feature(
+        "skipped iterations",
+        lambda s: s.iterations_to_skip,
+        "Megatron skips iterations on one data iterator per rank, but here a rank has one per chunk",
+        "drop --iterations-to-skip",
+    ),
+)
+# What shards of the vocabulary cannot do besides: no rank has all logits, and every rank has other rows than it has
+# without.
+SHARDED: tuple[Feature, ...] = (
+    Feature(
+        "further tokens without a whole embedding",
+        lambda s: s.mtp_num_layers and (s.untie_embeddings_and_output_weights is False or s.bpipe_vocabulary_input),
+        "multi-token prediction looks tokens up in the embedding on the last stage, but with shards every rank has "
+        "only some of its rows",
+        "use --untie-embeddings-and-output-weights without --bpipe-vocabulary-input, or drop --mtp-num-layers",
+    ),
+    Feature(
+        "heads of further tokens that train alone",
+        lambda s: s.mtp_num_layers and s.mtp_detach_heads,
+        "with shards one matrix product computes the logits of all tokens, so the output layer receives the gradients "
+        "of all of them",
+        "drop --mtp-detach-heads",
+    ),
+    Feature(
+        "further tokens in slices and shards",
+        lambda s: s.mtp_num_layers and (s.bpipe_slices or 1) > 1,
+        "slices join the losses of multi-token prediction to whole rows in the last stage's forward, but with shards "
+        "these losses are known only later",
+        "drop --bpipe-vocabulary, --bpipe-slices or --mtp-num-layers",
+    ),
+    Feature(
+        "variable lengths in shards",
+        lambda s: s.variable_seq_lengths,
+        "shards agree on the shape of their common results once, for all micro-batches",
+        "leave variable_seq_lengths at False, or drop --bpipe-vocabulary",
+    ),
+    Feature(
+        "deferred gradients of the output layer",
+        lambda s: s.defer_embedding_wgrad_compute,
+        "Megatron defers the output layer's weight gradient on the last stage, which with shards has only a part of "
+        "that layer",
+        "drop --defer-embedding-wgrad-compute",
+    ),
+    Feature(
+        "models without weights at first",
+        lambda s: s.init_model_with_meta_device,
+        "the vocabulary's rows are divided as soon as a model is built, but on the meta device it has no weights yet",
+        "drop --init-model-with-meta-device",
+    ),
+    Feature(
+        "checkpoints by rank of shards",
+        lambda s: (s.save or s.load) and s.ckpt_format not in (None, "torch_dist"),
+        "only torch_dist checkpoints store rows by their place in the vocabulary, other formats store them by rank",
+        "use --ckpt-format torch_dist",
+    ),
+    Feature(
+        "local checkpoints of shards",
+        lambda s: s.non_persistent_ckpt_type == "local",
+        "local checkpoints store weights by rank",
+        "use --non-persistent-ckpt-type global",
+    ),
+)

@@ -1,0 +1,127 @@
+"""The table's rows on what commands write, and those that one command alone has. Imports no model."""
+
+from __future__ import annotations
+
+from bpipe.config.flags.flag import Flag, Read
+from bpipe.config.flags.values import counted, positive, seconds, tolerance
+
+# After a start so many iterations are no steady ones: libraries load, communicators form and the allocator grows.
+WARM_UP_ITERATIONS = 5
+
+# -- what is written
+# -------------------------------------------------------------------------------------------------------------------
+
+FORMAT = Flag("format", "--format", "output format (default table)", default="table", choices=("table", "json"))
+OUTPUT = Flag(
+    "output",
+    "--output",
+    "write the result to this file: a schedule, launches, a profile, a calibration or a comparison",
+    "FILE",
+)
+PLOT = Flag("plot", "--plot", "draw a picture as .svg or .png", "FILE")
+HTML = Flag("html", "--html", "write a self-contained HTML page", "FILE")
+TRACE = Flag("trace", "--trace", "write a timeline as Chrome trace JSON, for ui.perfetto.dev", "FILE")
+
+
+def rows(default: int, read: Read) -> Flag:
+    """Return the flag that says how many rows are printed."""
+    return Flag("rows", "--rows", f"number of rows to show (default {default})", "N", read, default=default)
+
+
+# -- one command's own
+# -----------------------------------------------------------------------------------------------------------------
+
+FRONT = Flag(
+    "front", "--front", "show the fastest configuration for every amount of memory, up to twice what a device has"
+)
+EMIT_ARGS = Flag(
+    "emit_args", "--emit-args", "print only the Megatron flags of this row; the first row is 1", "ROW", positive
+)
+
+COMPARED = Flag(
+    "compare",
+    "--compare",
+    "predict twice, and print both predictions side by side. Each of the two is one word: flags that are added to "
+    "the command or replace its own, '' for the command as it stands, or the name of a file of a launch; put a space "
+    "before a single flag",
+    "FLAGS",
+    count=2,
+)
+
+TWO_SIZES = Flag(
+    "micro_batch",
+    "--micro-batch-size --mbs",
+    "the micro-batch size that fits, and the one that balancing makes fit",
+    "N",
+    positive,
+    count=2,
+    required=True,
+)
+STAGE_MFU = Flag(
+    "stage_mfu",
+    "--stage-mfu",
+    "MFU of one stage alone at each size, in percent",
+    "PERCENT",
+    float,
+    count=2,
+    required=True,
+)
+STAGE_SECONDS = Flag(
+    "stage_seconds",
+    "--stage-seconds",
+    "seconds of one stage's forward plus backward at each size: adds iteration times to the output",
+    "S",
+    seconds,
+    count=2,
+)
+
+RUN = Flag("run_of", "", "the run's --bpipe-report folder, or the log that Megatron printed", "RUN", count="?")
+WARM_UP = Flag(
+    "warm_up",
+    "--warm-up",
+    f"iterations to leave out after a start (default {WARM_UP_ITERATIONS})",
+    "N",
+    counted,
+    default=WARM_UP_ITERATIONS,
+)
+MEASURED = Flag(
+    "measured",
+    "--measured",
+    "instead of a run: seconds that an iteration of this configuration takes",
+    "SECONDS",
+    seconds,
+)
+
+FOLDER = Flag("folder", "", "the run's --bpipe-report folder", "DIR")
+ITERATION = Flag(
+    "iteration", "--iteration", "show only this iteration (default: all that are recorded, with median times)", "N", int
+)
+
+ONE_RUN = Flag("a", "", "first run: its --bpipe-report folder, the iterations.jsonl in it, or its log", "A")
+OTHER_RUN = Flag("b", "", "second run, given in the same way", "B")
+TOLERANCE = Flag(
+    "tolerance",
+    "--tolerance",
+    "how far two numbers may differ, relative to the larger (default 0)",
+    "R",
+    tolerance,
+    default=0.0,
+)
+COMMON = Flag("common", "--common", "compare only the iterations that both runs have, as after a restart")
+BALANCING = Flag("balancing", "--balancing", "require that A ran without balancing and B with it")
+ITERATIONS = Flag("iterations", "--iterations", "require the iterations 1 to N, and no others", "N", positive)
+
+TIMED_LAYERS = Flag(
+    "timed_layers",
+    "--timed-layers",
+    "number of layers to time; predictions scale this to a stage's own number (default 1)",
+    "N",
+    positive,
+    default=1,
+)
+DEVICE = Flag(
+    "device", "--device", "device to measure (default: cuda if there is one, else cpu)", choices=("cuda", "cpu")
+)
+REPEATS = Flag(
+    "repeats", "--repeats", "number of runs, of which the median counts (default 5)", "N", positive, default=5
+)

@@ -1,0 +1,184 @@
+"""Make parsers of the table, and name what was mistyped.
+
+In: rows, arguments. Out: options, or one line of error on stderr.
+
+Knows no command and no flag.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from typing import Any, NoReturn
+
+from bpipe.config.flags.flag import Command, Flag, Options, Read
+from bpipe.names import nearest, unknown
+
+# Where a command that takes a launch keeps its words.
+REST = "megatron"
+_HELP = ("-h", "--help", "--help-all")
+# Columns of a flag's name on the first screen, and the most of one line there.
+_NAME_COLUMNS, _MOST_COLUMNS = 30, 120
+
+
+def declare(to: Any, flag: Flag, commas: bool = True) -> None:
+    """Add a row to a parser or to a group of one. `commas`: they part the values of a list, too, not spaces alone."""
+    names: list[str] = flag.names.split() or [flag.field]
+    told: dict[str, Any] = {"help": flag.help.replace("%", "%%")}
+    if flag.names:
+        told["dest"] = flag.field
+    if flag.is_switch:
+        to.add_argument(*names, action="store_true", **told)
+        return
+    if flag.required and flag.names:
+        told["required"] = flag.required
+    if flag.count is not None:
+        told["nargs"] = flag.count
+    read = {} if flag.read is None else {"type": _with_reason(flag.read)}
+    if commas and flag.is_listed and flag.read is not None:
+        read, told["action"] = {"type": _with_reason(_each(flag.read))}, _Flat
+    to.add_argument(*names, default=flag.default, choices=flag.choices, metavar=flag.value or None, **read, **told)
+
+
+class _LaunchParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"Megatron's flags: {message}")
+
+
+def parser_of_launch(rows: Iterable[Flag]) -> argparse.ArgumentParser:
+    """Make a parser of Megatron's flags that raises ValueError for what is wrong."""
+    made = _LaunchParser(prog="pretrain_gpt.py", allow_abbrev=False, add_help=False)
+    for flag in rows:
+        # Megatron's own parser parts no value at a comma.
+        declare(made, flag, commas=False)
+    return made
+
+
+class _Flat(argparse.Action):
+    """Takes lists that stand behind each other as one."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, [one for several in values for one in several])
+
+
+def _each(read: Read) -> Read:
+    """Read several values with commas between them."""
+    return lambda text: [read(one) for one in text.split(",")]
+
+
+def _with_reason(read: Read) -> Read:
+    """Read so that argparse says the reason: of a ValueError it says only that the value is invalid."""
+    if isinstance(read, type):
+        return read
+
+    def checked(text: str) -> object:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    checked.__name__ = getattr(read, "__name__", "value")
+    return checked
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that takes no abbreviations and says which flag or choice was probably meant."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **settings})
+
+    def declare(self, command: Command) -> None:
+        """Add a command's flags, and its two pages of help: one screen by task, and all."""
+        self.add_argument(
+            "-h",
+            "--help",
+            action=_FirstScreen,
+            nargs=0,
+            command=command,
+            help="the most common flags, with examples",
+        )
+        self.add_argument("--help-all", action="help", help="all flags")
+        for group in command.groups:
+            to = self.add_argument_group(group.title, group.text or None) if group.title else self
+            for flag in group.flags:
+                declare(to, flag)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse what stands behind `--` as a launch where one is taken; argparse fails there if another positional
+        precedes a flag."""
+        if args is None or "--" not in args or self.get_default(REST) is None:
+            return super().parse_known_args(args, namespace)
+        place = args.index("--")
+        found, unknown_words = super().parse_known_args(args[:place], namespace)
+        setattr(found, REST, [*getattr(found, REST), *args[place + 1 :]])
+        return found, unknown_words
+
+    def check_flags(self, arguments: Sequence[str]) -> None:
+        """End with the nearest flag for the first that is unknown: argparse itself would first ask for the one that
+        was mistyped."""
+        known = self._option_string_actions
+        # A word with a space is a value that holds flags, as argparse takes it.
+        words = (one for one in takewhile(lambda one: one != "--", arguments) if " " not in one)
+        flags = [one.partition("=")[0] for one in words if one.startswith("--")]
+        wrong = next((flag for flag in flags if flag not in known), None)
+        if wrong is not None and not {*_HELP} & set(arguments):
+            meant = nearest(wrong, (flag for flag in known if flag.startswith("--")))
+            self.error(f"unknown flag {wrong}{meant and ','}{meant}")
+
+    def error(self, message: str) -> NoReturn:
+        """Print an error as one line: the usage of a command with thirty flags would push it off the screen."""
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            raise argparse.ArgumentError(
+                action, unknown("command" if action.dest == "command" else "choice", str(value), action.choices)
+            )
+
+
+class _FirstScreen(argparse.Action):
+    """Print what a command is for, an example of each task with its flags, and where the rest is."""
+
+    def __init__(self, *, command: Command, **settings: Any) -> None:
+        super().__init__(default=argparse.SUPPRESS, **settings)
+        self.command = command
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None
+    ) -> NoReturn:
+        columns = min(shutil.get_terminal_size().columns, _MOST_COLUMNS)
+        print("\n".join(first_screen(parser, self.command, columns)), file=sys.stdout)
+        parser.exit()
+
+
+def first_screen(parser: argparse.ArgumentParser, command: Command, columns: int) -> list[str]:
+    """Return the lines of `--help`."""
+    lines = textwrap.wrap(parser.description or "", columns)
+    flags = {flag.field: flag for flag in command.flags}
+    for title, example, fields in command.tasks:
+        lines += ["", f"{title}:", f"  {example}"]
+        for field in fields:
+            lines += _lines(flags[field], columns)
+    return [*lines, "", f"All {len(flags)} flags: {parser.prog} --help-all"]
+
+
+def _lines(flag: Flag, columns: int) -> list[str]:
+    """Write a flag in a line or two: its shortest name, and of its help as much as there is room for."""
+    value = flag.value or "|".join(flag.choices or ())
+    head = f"{flag.name} {value}" if flag.names else value
+    head = head if len(head) < _NAME_COLUMNS - 4 else f"{flag.name} ..."
+    first, *others = textwrap.wrap(
+        flag.help, max(20, columns - _NAME_COLUMNS), max_lines=2, placeholder=" ...", break_on_hyphens=False
+    )
+    return [f"    {head:{_NAME_COLUMNS - 4}}{first}", *(" " * _NAME_COLUMNS + line for line in others)]
+
+
+def options_of(parser: Parser, arguments: Sequence[str]) -> Options:
+    """Return what was given, by the fields of the table."""
+    return parser.parse_args(arguments, Options())

@@ -1,0 +1,212 @@
+"""The table's rows on schedules: what `bpipe schedule`, predictions and the trainer have alike. Imports no model."""
+
+from __future__ import annotations
+
+from bpipe.balance.config import BALANCES
+from bpipe.config.flags.flag import Flag, InLaunch
+from bpipe.config.flags.values import costs, costs_in_training, counted, group_size, hop, numbers, positive, share
+from bpipe.schedule.families.families import (
+    DEFAULTS,
+    FAMILIES,
+    families_for_bounds,
+    families_with_deferral,
+    families_with_early_forwarding,
+    families_with_groups,
+    families_with_interlacing,
+    families_with_shards,
+    families_with_slices,
+)
+from bpipe.schedule.hosts import ARRANGEMENTS, PAIR
+from bpipe.schedule.layout import REDISTRIBUTE, TRAINED_SHARDS, Vocabulary
+from bpipe.schedule.program import Exchange
+
+# A file's suffix says its format.
+FORMATS = ("grid", "csv", "json", "svg", "png")
+
+HOSTS_SAID = (
+    "pair: the other rank of its pair; pool: any rank with memory to spare; host: the CPU memory of its own node; "
+    f"all: any rank with memory to spare, and the CPU memory of its own node for the rest (default {PAIR})"
+)
+_SPLIT = (
+    "1, 2: by algorithm 1 or 2, while other computations go on; interlaced: on all ranks at once, with nothing "
+    f"else meanwhile (only {families_with_interlacing()})"
+)
+
+_MEGATRONS = ", ".join(name for name, family in FAMILIES.items() if family.exchange is not Exchange.POSTED)
+
+SCHEDULE = Flag(
+    "schedule",
+    "--schedule",
+    f"family of schedules (default {', or '.join(DEFAULTS)} with several chunks per rank)",
+    # The table itself: a family of one's own may be added to it.
+    choices=FAMILIES,
+    launch=InLaunch(
+        "--bpipe-schedule",
+        choices=(),
+        value="NAME|FILE",
+        help=f"pipeline schedule: {', '.join(FAMILIES)}, or a file that `bpipe schedule --input` reads "
+        f"(default: {', or '.join(DEFAULTS)} with virtual stages). Megatron's own loops run "
+        f"{_MEGATRONS}; this project's own loop runs all others. Works with and without --bpipe",
+    ),
+)
+PIPELINE = Flag(
+    "pipeline",
+    "--pipeline-model-parallel-size --pp",
+    "number of pipeline ranks",
+    "P",
+    positive,
+    launch=InLaunch(default=1),
+)
+GLOBAL_BATCH = Flag(
+    "global_batch", "--global-batch-size --gbs", "sequences per iteration", "B", positive, launch=InLaunch()
+)
+MICROBATCHES = Flag("microbatches", "--microbatches", "micro-batches per iteration", "M", positive)
+CHUNKS = Flag(
+    "chunks",
+    "--num-virtual-stages-per-pipeline-rank --vp",
+    "model chunks per rank (default: the fewest that the schedule allows, 1 or 2)",
+    "V",
+    positive,
+    launch=InLaunch(),
+)
+GROUP = Flag(
+    "group",
+    "--group",
+    "number of micro-batches that go through one chunk before the next chunk (default: as many as pipeline ranks, "
+    f"or half as many for {families_for_bounds()}). auto: chosen for --bound, with the rest of the order. For "
+    f"{families_with_groups()}",
+    "G|auto",
+    group_size,
+    launch=InLaunch("--bpipe-group"),
+)
+SLICES = Flag(
+    "slices",
+    "--slices",
+    "cut every micro-batch's sequence into K slices, which go through the pipeline one after the other (default "
+    f"1). For {families_with_slices()}",
+    "K",
+    positive,
+    launch=InLaunch("--bpipe-slices"),
+)
+DELAY = Flag(
+    "delay",
+    "--delay",
+    "number of micro-batches by which the weight gradients (W) come later than the input gradient (I) (default 0: "
+    f"directly after it). For {families_with_deferral()}",
+    "N",
+    counted,
+    launch=InLaunch("--bpipe-delay"),
+)
+EARLY = Flag(
+    "early",
+    "--early",
+    f"early forwarding: admit more micro-batches, for shorter waits. For {families_with_early_forwarding()}",
+)
+COSTS = Flag(
+    "costs",
+    "--costs",
+    "relative durations of a rank's forward and backward per micro-batch, or of its forward, input gradient and "
+    "weight gradients, all chunks together (default 1,2 and 1,1,1)",
+    "F,B|F,I,W",
+    costs,
+    launch=InLaunch(
+        "--bpipe-costs",
+        read=costs_in_training,
+        value="F,I,W",
+        help="relative durations of a rank's forward, input gradient and weight gradients per "
+        "micro-batch, all its chunks together, such as 1,1.2,0.8 (default: all equal). A "
+        "schedule with split backwards may choose its order by them",
+    ),
+)
+HOP = Flag(
+    "hop",
+    "--hop",
+    "time that a message takes from one rank to the next, in the unit of --costs (default 0)",
+    "H",
+    hop,
+    launch=InLaunch("--bpipe-hop"),
+)
+KEPT = Flag(
+    "kept",
+    "--kept",
+    "with split backwards: share of a micro-batch's activations held between input gradient (I) and weight "
+    "gradients (W), such as 0.5 (default: the file's, or 1)",
+    "SHARE",
+    share,
+    launch=InLaunch("--bpipe-kept"),
+)
+VOCABULARY = Flag(
+    "vocabulary_parallel",
+    "--vocabulary",
+    f"split the output layer into shards on all pipeline ranks (default none: it stays whole). {_SPLIT}. For "
+    f"{families_with_shards()}",
+    choices=tuple(one.value for one in Vocabulary),
+    launch=InLaunch(
+        "--bpipe-vocabulary",
+        choices=(*TRAINED_SHARDS, REDISTRIBUTE),
+        help="split the output layer over all pipeline ranks, which compute it between the last "
+        f"stage's forward and backward (default: the last stage computes it whole). {_SPLIT}. For "
+        f"{families_with_shards()}, run by this project's own loop. {REDISTRIBUTE}: leave it "
+        "whole, and give the last stage fewer layers, chosen from the sizes",
+    ),
+)
+VOCABULARY_INPUT = Flag(
+    "input_shards",
+    "--vocabulary-input",
+    "with --vocabulary 1, 2 or interlaced: split the embedding into shards, too; ranks look tokens up two "
+    "micro-batches ahead of the first stage. If it shares its weight with the output layer, every rank has one "
+    "shard for both",
+    launch=InLaunch("--bpipe-vocabulary-input"),
+)
+BALANCE = Flag(
+    "balance",
+    "--balance",
+    "bpipe: keep every rank within its bound by moving activations to other memory (default none)",
+    default=BALANCES[0],
+    choices=BALANCES,
+)
+BOUND = Flag(
+    "bound",
+    "--bound",
+    "with --balance bpipe: the most micro-batches of one chunk whose activations a rank may hold, for all ranks or "
+    "for each; only the excess is evicted (default: the smallest that all pairs can keep). Without --group, "
+    f"{families_for_bounds()} makes its order for a bound that is equal on all ranks",
+    "N|N,N,...",
+    numbers,
+    launch=InLaunch("--bpipe-bound"),
+)
+HOSTS = Flag(
+    "hosts",
+    "--hosts",
+    f"with --balance bpipe: where a rank's evicted activations go. {HOSTS_SAID}. All but {PAIR} evict as much as "
+    "possible unless a bound or a memory budget is given",
+    choices=ARRANGEMENTS,
+    launch=InLaunch("--bpipe-hosts", PAIR),
+)
+BUFFERS_STAY = Flag(
+    "buffers_stay",
+    "--buffers-stay",
+    "with an order that is chosen for --bound: count host buffers all the time, as a training run does",
+)
+PARTNERS = Flag(
+    "partners",
+    "--partners",
+    "for each rank, the rank that hosts its activations (default: the fullest rank with the emptiest)",
+    "N,N,...",
+    numbers,
+)
+INPUT = Flag("input", "--input", "read the schedule from a CSV or JSON file ('-': standard input)", "FILE")
+ALIGN = Flag("align", "--align", "with --input: place computations on the unit grid anew, in each rank's order")
+SCHEDULE_FORMAT = Flag(
+    "format",
+    "--format",
+    "output format (default: by the output file's ending, else grid)",
+    choices=FORMATS,
+)
+MESSAGES = Flag("messages", "--messages", "print what every rank does, with its messages")
+EXCHANGE = Flag(
+    "exchange",
+    "--exchange",
+    "with --messages: rule by which ranks send and receive (default: that of the loop which runs the schedule)",
+    choices=tuple(one.value for one in Exchange),
+)

@@ -1,0 +1,159 @@
+"""Read the values of flags.
+
+In: what stands on a command line. Out: numbers within what anybody can use, exactly, or a ValueError.
+
+Commands, the trainer and the reader of launches read them alike. Knows no flag.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+
+from bpipe.schedule.families.family import UnitCosts
+from bpipe.schedule.files.text import read_costs, read_numbers, read_share
+from bpipe.schedule.layout import EVEN, WORK, SliceLengths
+
+# Beyond every batch and every cluster, and far below where numbers stop being exact.
+LARGEST = 10**12
+
+# What is chosen, and not given.
+AUTO = "auto"
+
+# Slices that take as long as each other by prediction: a list, once what is predicted is known.
+TIME = "time"
+
+
+def positive(text: str) -> int:
+    """Read a whole number from 1 on."""
+    number = int(text) if re.fullmatch("[+-]?[0-9]{1,40}", text) else None
+    if number is None or not 1 <= number <= LARGEST:
+        raise ValueError(
+            f"{text[:40]!r} must be a whole number, at least 1" + (f" and at most {LARGEST}" if number else "")
+        )
+    return number
+
+
+def tokens(text: str) -> int:
+    """Read a whole number of tokens from 1 on, or of 1,024 tokens: `8192` or `8k`."""
+    thousands = re.fullmatch("([0-9]{1,6})[kK]", text)
+    return positive(text if thousands is None else str(1024 * int(thousands[1])))
+
+
+def group_size(text: str) -> int | str:
+    """Read a whole number from 1 on, or `auto`."""
+    return text if text == AUTO else positive(text)
+
+
+def _real(text: str) -> float:
+    """Read a number; what is none is not a number, which lies within no limits."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def seconds(text: str) -> float:
+    """Read a duration above 0."""
+    number = _real(text)
+    if not 0 < number <= LARGEST:
+        raise ValueError(f"{text[:40]!r} must be a number of seconds above 0")
+    return number
+
+
+def factor(text: str) -> float:
+    """Read a number above 0."""
+    number = _real(text)
+    if not 0 < number < 1e6:
+        raise ValueError(f"{text!r} must be a number above 0, such as 1.25")
+    return number
+
+
+def share(text: str) -> Fraction:
+    """Read a share of a micro-batch, exactly: `0.5`, and above 1 where more is held than was saved."""
+    return read_share(text, "share")
+
+
+def counted(text: str) -> int:
+    """Read a whole number from 0 on."""
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise ValueError(f"{text[:40]!r} must be a whole number, at least 0")
+    return int(text)
+
+
+# Every iteration, however many there are.
+ALL = "all"
+
+
+def iterations(text: str) -> float:
+    """Read a whole number from 0 on, or `all`: infinitely many."""
+    return math.inf if text == ALL else counted(text)
+
+
+def costs(text: str) -> tuple[Fraction, ...]:
+    """Read `1,2` or `1,1.5,1/2`: a forward and a backward, or a forward and the halves of a backward, exactly."""
+    return read_costs(text, 2, 3)
+
+
+def costs_of_halves(text: str) -> tuple[Fraction, ...]:
+    """Read `1,1.5,1/2`: a forward and the halves of a backward, exactly."""
+    return read_costs(text, 3, 3)
+
+
+def costs_in_training(text: str) -> UnitCosts:
+    """Read `1,1.5,1/2`: what a schedule that splits backwards is chosen by."""
+    try:
+        return UnitCosts(*costs_of_halves(text))
+    except ValueError as error:
+        raise ValueError(f"{error}, a forward and the halves of a backward, F,I,W") from None
+
+
+def hop(text: str) -> Fraction:
+    """Read `0.05` or `1/20`: what a message takes, exactly."""
+    return read_costs(text, 1, 1)[0]
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Read `3` or `3,3,2,1`."""
+    return read_numbers(text)
+
+
+def layers(text: str) -> tuple[int, ...]:
+    """Read `7,8,8,7`, of every stage, where the last may have none."""
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise ValueError(f"{text!r} must be a list of numbers such as 7,8,8,7") from None
+
+
+def tolerance(text: str) -> float:
+    """Read a part of a number: `1e-6`."""
+    number = _real(text)
+    if not 0 <= number < 1:
+        raise ValueError(f"{text[:40]!r} must be a number from 0 to below 1, such as 1e-6")
+    return number
+
+
+def whole(text: str) -> int:
+    """Read a whole number from 0 on, however large."""
+    return 0 if text == "0" else positive(text)
+
+
+def slice_lengths(text: str) -> SliceLengths:
+    """Read `even`, `work`, or the tokens of each slice, such as 1024,768,256. Raises ValueError for anything else."""
+    return _slice_lengths(text, (EVEN, WORK))
+
+
+def predicted_slice_lengths(text: str) -> SliceLengths:
+    """Read what `slice_lengths` reads, or `time`. Raises ValueError for anything else."""
+    return _slice_lengths(text, (EVEN, WORK, TIME))
+
+
+def _slice_lengths(text: str, words: tuple[str, ...]) -> SliceLengths:
+    if text in words:
+        return text
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(f"{text[:40]!r} must be {', '.join(words)} or a list of lengths such as 1024,768,256")
+    return tuple(map(int, parts))

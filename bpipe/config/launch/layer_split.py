@@ -1,0 +1,198 @@
+"""Translate how layers lie on stages to Megatron's flags and back.
+
+In: layers of every stage, or the values of the flags. Out: the other.
+
+Megatron has four ways to say it: equal chunks, numbers for the first and the last rank, the embedding and the loss
+counted as layers, and a layout that lists every stage. Knows no other flag and imports no Megatron; a test holds both
+directions to Megatron's own layers.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from bpipe.predict.hybrid import MOST_LAYERS
+from bpipe.predict.layer_counts import without_layers
+
+LAYERS_OF_A_CHUNK = "--num-layers-per-virtual-pipeline-stage"
+CHUNKS = "--num-virtual-stages-per-pipeline-rank"
+FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
+COUNT_EMBEDDING, COUNT_LOSS = "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"
+LAYOUT = "--pipeline-model-parallel-layout"
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The values of Megatron's flags, None or False where one is not given."""
+
+    layers_of_a_chunk: int | None = None
+    chunks: int | None = None
+    first: int | None = None
+    last: int | None = None
+    count_embedding: bool = False
+    count_loss: bool = False
+    layout: str | None = None
+
+    def __post_init__(self) -> None:
+        for flag, value in (
+            (LAYERS_OF_A_CHUNK, self.layers_of_a_chunk),
+            (CHUNKS, self.chunks),
+            (FIRST, self.first),
+            (LAST, self.last),
+        ):
+            if value is not None and value < 1:
+                raise ValueError(f"{flag} is {value}, but must be at least 1")
+        named = self.layers_of_a_chunk, self.chunks, self.layout
+        if sum(value is not None for value in named) > 1:
+            raise ValueError(f"{LAYERS_OF_A_CHUNK}, {CHUNKS} and {LAYOUT} exclude each other: give one of them")
+        self._check_ends()
+
+    def _check_ends(self) -> None:
+        ends = self.first is not None or self.last is not None
+        counted = self.count_embedding or self.count_loss
+        if ends and counted:
+            raise ValueError(f"{FIRST} / {LAST} and {COUNT_EMBEDDING} / {COUNT_LOSS} exclude each other: give either")
+        if self.layout is not None and (ends or counted):
+            raise ValueError(
+                f"{LAYOUT} says where every layer is: drop {FIRST}, {LAST}, {COUNT_EMBEDDING} and {COUNT_LOSS}"
+            )
+        if ends and self.layers_of_a_chunk is not None:
+            raise ValueError(f"with {FIRST} / {LAST} Megatron needs {CHUNKS} instead of {LAYERS_OF_A_CHUNK}")
+
+
+def split_flags(layers: tuple[int, ...], pipeline: int) -> list[str]:
+    """Return the shortest way to tell Megatron; nothing for equal layers of one stage per rank.
+
+    Stage s is on rank s % p.
+    """
+    chunks = len(layers) // pipeline
+    if not layers[-1]:
+        return [LAYOUT, layout_text(layers)]
+    if len(set(layers)) == 1:
+        return [LAYERS_OF_A_CHUNK, str(layers[0])] if chunks > 1 else []
+    ends = _first_and_last(layers, pipeline)
+    if ends is not None and chunks == 1:
+        return ends
+    for embedding, loss in ((1, 1), (1, 0), (0, 1)):
+        whole = (layers[0] + embedding, *layers[1:-1], layers[-1] + loss)
+        if len(set(whole)) == 1:
+            # Not at one stage per rank, whose ends two numbers say.
+            return [LAYERS_OF_A_CHUNK, str(whole[0]), *[COUNT_EMBEDDING] * embedding, *[COUNT_LOSS] * loss]
+    return ends or [LAYOUT, layout_text(layers)]
+
+
+def _first_and_last(layers: tuple[int, ...], pipeline: int) -> list[str] | None:
+    """Return two numbers, where every rank's chunks are alike and so are the ranks between the ends."""
+    if (
+        pipeline < 2
+        or any(len(set(layers[rank::pipeline])) > 1 for rank in range(pipeline))
+        or len(set(layers[1 : pipeline - 1])) > 1
+    ):
+        return None
+    chunks = len(layers) // pipeline
+    first, last = layers[0] * chunks, layers[pipeline - 1] * chunks
+    return [*([CHUNKS, str(chunks)] if chunks > 1 else []), FIRST, str(first), LAST, str(last)]
+
+
+def layout_text(layers: tuple[int, ...]) -> str:
+    """Write a layout such as `Et*3|(t*4|)*6t*3L`. The last stage may have only the output layer."""
+    stages = ["t" if num == 1 else f"t*{num}" if num else "" for num in layers]
+    if len(stages) == 1:
+        return f"E{stages[0]}L"
+    inner = ""
+    for stage, run in groupby(stages[1:-1]):
+        count = len(list(run))
+        inner += f"{stage}|" * count if count < 3 else f"({stage}|)*{count}"
+    return f"E{stages[0]}|{inner}{stages[-1]}L"
+
+
+def read_split(split: Split, num_layers: int, pipeline: int) -> tuple[int, ...]:
+    """Return the layers of every stage as Megatron would lay them. Raises ValueError where it would refuse."""
+    if split.layout is not None:
+        return _read_layout(split.layout, num_layers, pipeline)
+    ranks = _rank_layers(split, num_layers, pipeline)
+    chunks = split.chunks or 1
+    if split.layers_of_a_chunk is not None:
+        if ranks[0] % split.layers_of_a_chunk:
+            raise ValueError(
+                f"{LAYERS_OF_A_CHUNK} {split.layers_of_a_chunk} does not divide the {ranks[0]} layers of a rank"
+            )
+        chunks = ranks[0] // split.layers_of_a_chunk
+    for rank, num in enumerate(ranks):
+        if num % chunks:
+            raise ValueError(f"{CHUNKS} {chunks} does not divide the {num} layers of rank {rank}")
+    layers = [num // chunks for num in ranks] * chunks
+    layers[0] -= split.count_embedding
+    layers[-1] -= split.count_loss
+    refuse_empty(layers)
+    return tuple(layers)
+
+
+def _rank_layers(split: Split, num_layers: int, pipeline: int) -> list[int]:
+    """Of every rank, with embedding and loss where they count."""
+    first, last = ([] if end is None else [end] for end in (split.first, split.last))
+    left = num_layers - sum(first) - sum(last) + split.count_embedding + split.count_loss
+    ranks = pipeline - len(first) - len(last)
+    if ranks < 0 or left < 0 or (not ranks and left) or (ranks and left % ranks):
+        given = _given(split)
+        besides = f" with {given}" if given else f": say how with {FIRST} and {LAST}, or {LAYOUT}"
+        raise ValueError(
+            f"--num-layers {num_layers} cannot be divided evenly over --pipeline-model-parallel-size {pipeline}{besides}"
+        )
+    return [*first, *([left // ranks] * ranks if ranks else []), *last]
+
+
+def _given(split: Split) -> str:
+    """Return the flags of uneven ranks, as they were given."""
+    ends = [f"{flag} {value}" for flag, value in ((FIRST, split.first), (LAST, split.last)) if value is not None]
+    return " ".join(
+        [
+            *ends,
+            *(flag for flag, on in ((COUNT_EMBEDDING, split.count_embedding), (COUNT_LOSS, split.count_loss)) if on),
+        ]
+    )
+
+
+def _read_layout(text: str, num_layers: int, pipeline: int) -> tuple[int, ...]:
+    if len(text) > MOST_LAYERS:
+        raise ValueError(f"{LAYOUT} {text[:40]}... has {len(text)} characters, but a layout has at most {MOST_LAYERS}")
+    spelled = text.replace(",", "")
+    for repeated in (r"\(([^()]+)\)\*([0-9]+)", r"(.)\*([0-9]+)"):
+        times = [
+            len(found[1]) * int(found[2]) if len(found[2]) < 6 else math.inf for found in re.finditer(repeated, spelled)
+        ]
+        # Beside every layer of any model there may be a |.
+        if sum(times) > 2 * MOST_LAYERS:
+            raise ValueError(
+                f"{LAYOUT} {text[:40]} repeats more than {MOST_LAYERS} layers, the most that a model may have"
+            )
+        spelled = re.sub(repeated, lambda found: found[1] * int(found[2]), spelled)
+    if "m" in spelled:
+        raise ValueError(f"{LAYOUT} {text[:60]}: multi-token prediction (m) is not modelled")
+    if set(spelled) - set("EtL|") or not re.fullmatch("E[t|]*L", spelled):
+        raise ValueError(
+            f"{LAYOUT} {text[:60]}: give one E first, then t for every layer with | between stages, and one L last"
+        )
+    layers = [stage.count("t") for stage in spelled.split("|")]
+    if len(layers) % pipeline:
+        raise ValueError(
+            f"{LAYOUT} {text[:60]} has {len(layers)} stages, not a multiple of --pipeline-model-parallel-size "
+            f"{pipeline}"
+        )
+    if sum(layers) != num_layers:
+        raise ValueError(f"{LAYOUT} {text[:60]} has {sum(layers)} layers, but --num-layers is {num_layers}")
+    refuse_empty(layers)
+    return tuple(layers)
+
+
+def refuse_empty(layers: Sequence[int]) -> None:
+    """Raise ValueError for a stage without a layer that needs one."""
+    empty = without_layers(layers)
+    if empty is not None:
+        raise ValueError(
+            f"stage {empty} has no layer: stages without one are not modelled, except for the first and the last"
+        )

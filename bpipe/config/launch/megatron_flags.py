@@ -1,0 +1,149 @@
+"""Write a configuration as Megatron's flags, those of 0.19 and this project's own.
+
+In: a Setup. Out: a list of arguments.
+
+The vocabulary's size is there for a tokenizer that has no other. Says nothing of data, learning rate or iterations:
+those are the user's. Imports no Megatron; a test holds the flags to the real parser.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+
+from bpipe.config.flags.budgets import budget_text
+from bpipe.config.flags.launches import words
+from bpipe.config.launch.expert_flags import flags_of_parts
+from bpipe.config.launch.hybrid_flags import flags_of_hybrid
+from bpipe.config.launch.layer_split import split_flags
+from bpipe.config.launch.recompute_flags import recompute_flags
+from bpipe.predict.layout import Setup
+from bpipe.predict.state_types import WHOLE
+from bpipe.predict.switches import SWITCHES
+from bpipe.schedule.families.families import default_family
+from bpipe.schedule.hosts import PAIR
+from bpipe.schedule.layout import EVEN
+
+# Megatron's --make-vocab-size-divisible-by where nobody says another.
+_PADDED = 128
+
+
+def megatron_flags(setup: Setup) -> list[str]:
+    """Return the flags to add to the launch of `pretrain_gpt.py`."""
+    return [*_model(setup), *flags_of_parts(setup), *flags_of_hybrid(setup), *_parallel(setup), *_memory(setup)]
+
+
+def _model(setup: Setup) -> list[str]:
+    model = setup.model
+    grouped = model.num_query_groups != model.num_attention_heads
+    dropout = None if model.dropout else 0.0
+    return words(
+        {
+            **{
+                name: getattr(model, name)
+                for name in ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels")
+            },
+            "group_query_attention": grouped,
+            "num_query_groups": model.num_query_groups if grouped else None,
+            "vocabulary": model.vocabulary,
+            "sequence": setup.sequence,
+            "max_position_embeddings": setup.sequence,
+            "normalization": "RMSNorm" if model.rms_norm else "LayerNorm",
+            "position_embedding_type": "learned_absolute"
+            if model.learned_positions
+            else "none"
+            if model.no_positions
+            else "rope",
+            "swiglu": model.gated,
+            "squared_relu": model.squared_relu,
+            "disable_bias_linear": not model.linear_bias,
+            "add_qkv_bias": model.qkv_bias,
+            "qk_layernorm": model.qk_norm,
+            "untie_embeddings_and_output_weights": not model.tied_embedding,
+            "attention_dropout": dropout,
+            "hidden_dropout": dropout,
+        }
+    )
+
+
+def _parallel(setup: Setup) -> list[str]:
+    cut = {
+        "tensor": setup.tensor,
+        "pipeline": setup.pipeline,
+        "context": setup.context if setup.context > 1 else None,
+        "cp_comm_type": setup.cp_comm_type if setup.context > 1 else None,
+        "micro_batch": setup.micro_batch,
+        "global_batch": setup.global_batch,
+        "sequence_parallel": setup.tensor > 1 and setup.sequence_parallel,
+    }
+    # A hybrid model's pattern says it.
+    layers = split_flags(setup.layers, setup.pipeline) if setup.model.hybrid is None else []
+    return [
+        *words(cut),
+        *layers,
+        *words({"bpipe": setup.balance is not None}),
+        *hosts_flags(setup),
+        *schedule_flags(setup),
+    ]
+
+
+def hosts_flags(setup: Setup) -> list[str]:
+    """Return flags of hosts and bounds; none for pairs that hold as little as they can."""
+    if setup.balance is None:
+        return []
+    how = setup.balance
+    return words(
+        {
+            "hosts": None if how.hosts == PAIR else how.hosts,
+            "bound": None if how.bounds is None else ",".join(map(str, how.bounds)),
+            "memory": None if how.activation_budget is None else budget_text(setup.limit_bytes),
+        }
+    )
+
+
+def schedule_flags(setup: Setup) -> list[str]:
+    """Return flags of a schedule that Megatron's own loops do not run, and of what the trainer must be told; none
+    otherwise."""
+    of_its_own = setup.schedule != default_family(setup.num_chunks)
+    return words(
+        {
+            "slices": setup.slices if setup.slices > 1 else None,
+            "slice_lengths": _lengths(setup),
+            "vocabulary_parallel": setup.vocabulary.value if setup.is_sharded else None,
+            "input_shards": setup.is_sharded and setup.input_shards,
+            # Megatron pads to a multiple of 128 a tensor-parallel rank, of which not every number of ranks has equal
+            # parts.
+            "make_vocab_size_divisible_by": math.lcm(_PADDED, setup.pipeline)
+            if setup.is_sharded and _PADDED % setup.pipeline
+            else None,
+            "schedule": setup.schedule if of_its_own else None,
+            "group": setup.group_size if of_its_own else None,
+            "delay": setup.delay or None if of_its_own else None,
+            "keep_weights_halves": setup.keep_weights_halves
+            if of_its_own and setup.splits and not setup.keeps_halves
+            else None,
+        }
+    )
+
+
+def _lengths(setup: Setup) -> str | None:
+    lengths = setup.slice_lengths
+    return None if lengths == EVEN else lengths if isinstance(lengths, str) else ",".join(map(str, lengths))
+
+
+def _memory(setup: Setup) -> list[str]:
+    fp8 = setup.fp8
+    values = {
+        "attention_backend": "flash" if setup.attention == "flash" else "unfused",
+        **{name: setup.precision == name for name in ("bf16", "fp16")},
+        "fp8_format": None if fp8 is None else fp8.format,
+        "fp8_recipe": None if fp8 is None else fp8.recipe,
+        "fp8_param_gather": fp8 is not None and fp8.param_gather,
+        "use_distributed_optimizer": setup.distributed_optimizer,
+        **{name: None if value == WHOLE else value for name, value in asdict(setup.state_types).items()},
+        # Of one tensor-parallel rank there is nothing to overlap, and Megatron refuses to.
+        **{
+            name: getattr(setup.switches, name) and (setup.tensor > 1 or name != "tp_comm_overlap") for name in SWITCHES
+        },
+    }
+    return [*recompute_flags(setup.recomputed), *words(values)]

@@ -1,0 +1,101 @@
+"""Say what of configurations the trainer refuses, before they are predicted.
+
+In: a Setup, what else its launch says. Out: reasons.
+
+Asks the trainer's own table (`bpipe.config.features`) with the flags that would launch the setup. What it refuses beside a
+product's overlapped gathers trains without them, and is predicted so. Predicts nothing, and imports no Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from bpipe.config.features.feature import Settings
+from bpipe.config.features.queries import asked_by, reasons, reasons_of, settings_of, sliced_reasons
+from bpipe.config.features.table import PLACED, SHARDED
+from bpipe.config.launch.megatron_flags import megatron_flags
+from bpipe.plan.space import is_in_order
+from bpipe.predict.layout import Setup
+from bpipe.schedule.families.families import FAMILIES
+from bpipe.schedule.program import Exchange
+
+# Flags of a launch that no option says, each with its first value or ``.
+Others = Sequence[tuple[str, str]]
+# With it the trainer's table refuses what is guarded, too.
+_STRICT = ("--bpipe-strict", "")
+
+
+def runs_ours(setup: Setup) -> bool:
+    """Return whether anything but Megatron's own loops and nothing else would run."""
+    return setup.balance is not None or _has_own_loop(setup)
+
+
+def _has_own_loop(setup: Setup) -> bool:
+    return setup.is_sharded or setup.slices > 1 or FAMILIES[setup.schedule].exchange is Exchange.POSTED
+
+
+def refused(setup: Setup, others: Others = ()) -> tuple[str, ...]:
+    """Return the trainer's reasons against this setup, a line each; none for what Megatron's own loops run without
+    balancing."""
+    if not runs_ours(setup):
+        return ()
+    flags = [word for pair in others for word in pair if word]
+    settings = Settings(settings_of([*flags, *megatron_flags(setup)]))
+    own = _has_own_loop(setup)
+    found = reasons(settings, setup.balance is not None, own, bool(settings.bpipe_strict))
+    if own and not is_in_order(setup.schedule, setup.pipeline, setup.num_chunks):
+        found += reasons_of(PLACED, settings, asked_by(settings))
+    if setup.is_sharded:
+        found += reasons_of(SHARDED, settings, f"--bpipe-vocabulary {setup.vocabulary.value}")
+    if setup.slices > 1:
+        found += sliced_reasons(settings, setup.slices, bool(settings.bpipe_strict))
+    return tuple(found)
+
+
+def guarded(setup: Setup, others: Others = ()) -> bool:
+    """Return whether the trainer takes it and checks it as it runs, because it never ran on a GPU."""
+    return not refused(setup, others) and bool(refused(setup, (*others, _STRICT)))
+
+
+def has_transformer_engine(flags: Sequence[str]) -> bool:
+    """Return whether a launch trains with Transformer Engine's layers, as Megatron does where nobody says otherwise."""
+    return bool(Settings(settings_of(flags)).transformer_impl != "local")
+
+
+def without_overlap(setup: Setup) -> Setup:
+    """Return the setup without `--tp-comm-overlap`."""
+    return replace(setup, switches=replace(setup.switches, tp_comm_overlap=False))
+
+
+class Launchable:
+    """Setups of one space as the trainer takes them."""
+
+    def __init__(self, others: Others) -> None:
+        self._others = others
+        # By all that the table asks for and setups of one space differ in: whether it is refused as it is, and without
+        # the overlap.
+        self._refused: dict[object, tuple[bool, bool]] = {}
+
+    def of(self, setup: Setup) -> Setup | None:
+        """Return the setup, without `--tp-comm-overlap` where it is refused with that alone; None where it is
+        refused at all."""
+        if not runs_ours(setup):
+            return setup
+        runs = (
+            setup.balance,
+            setup.schedule,
+            setup.num_chunks,
+            setup.pipeline,
+            setup.vocabulary,
+            setup.input_shards,
+            setup.slices,
+        )
+        key = runs, setup.tensor > 1, setup.recompute, setup.routing.dispatcher, setup.fp8
+        if key not in self._refused:
+            others = self._others
+            self._refused[key] = bool(refused(setup, others)), bool(refused(without_overlap(setup), others))
+        as_it_is, without = self._refused[key]
+        if not as_it_is:
+            return setup
+        return None if without else without_overlap(setup)

@@ -1,0 +1,161 @@
+"""Predict what ranks hold of micro-batches, own and hosted.
+
+In: a Setup. Out: bytes of one device, and the `Memory` that schedules are balanced by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from operator import gt
+
+from bpipe.balance.pairs import allocated_bytes
+from bpipe.build import orders_of, unchecked
+from bpipe.predict.layers.layer import saved_within
+from bpipe.predict.layout import EVENLY, Setup
+from bpipe.predict.peak_counts import HeldCounts, held_within
+from bpipe.predict.saved_tensors import after_input_bytes, moved_bytes, stage_bytes
+from bpipe.predict.sizes import total
+from bpipe.predict.slices import kept_memory, slice_setups
+from bpipe.schedule.families.families import FAMILIES
+from bpipe.schedule.hosts import ALL, HOST
+from bpipe.schedule.memory import RESERVE, Memory, StageMemory, peak_of_order
+
+# In so many steps what leaves of a micro-batch grows, where a stage has more layers: each is tried.
+_MOST_PARTS = 8
+
+
+def activations(setup: Setup) -> tuple[tuple[int, int], ...]:
+    """Return, for every rank, the peak bytes of its own micro-batches and the bytes of its host buffers.
+
+    No more micro-batches are looked at than fill the pipeline. Balanced interleaved schedules need, with some other
+    numbers of micro-batches, one host buffer fewer, or in slices one more on a rank that is not the fullest.
+    """
+    if setup.activation_budget is not None:
+        return _allocated(setup, setup.num_microbatches, setup.activation_budget.memory)
+    if setup.slices > 1:
+        return _of_slices(setup)
+    saved, after_input = stage_bytes(setup), after_input_bytes(setup)
+    if FAMILIES[setup.schedule].fill is None and not keeps_own(setup):
+        m = setup.num_microbatches
+        return tuple((m * sum(saved[stage] for stage in setup.stages_of(rank)), 0) for rank in range(setup.pipeline))
+    held = [one.num_bytes(saved, after_input) for one in held_of(setup)]
+    reserve = RESERVE if setup.differs and FAMILIES[setup.schedule].fill is not None else 0
+    return tuple((own, hosted + int(hosted * reserve)) for own, hosted in held)
+
+
+def _of_slices(setup: Setup) -> tuple[tuple[int, int], ...]:
+    """The same of slices, whose sizes may differ, and of what is kept beside them.
+
+    Bubbles change nothing that is held, so without transfers the orders tell. Of slices of one size counts tell, which
+    are the same whatever a micro-batch and its layers are.
+    """
+    memory = memory_of_setup(setup)
+    count = setup.num_microbatches if keeps_own(setup) else _num_filling(setup)
+    rows = _alike(memory, setup.num_stages)
+    if rows is not None:
+        return tuple(one.num_bytes(*rows) for one in held_within(setup.program(count)))
+    if setup.balance is not None:
+        return _allocated(setup, count, memory)
+    return tuple((peak_of_order(order, memory), 0) for order in orders_of(setup.program(count)))
+
+
+def _alike(memory: Memory, num_stages: int) -> tuple[Sequence[int], ...] | None:
+    """Return by stage what a slice saves, has after its input, and keeps of keys and gradients; None where slices of a
+    stage differ."""
+    sizes = [set(memory.sizes(stage)) for stage in range(num_stages)]
+    if memory.reserved or max(map(len, sizes)) > 1:
+        return None
+    saved, after_input = zip(*((size.saved_bytes, size.after_input_bytes) for (size,) in sizes), strict=True)
+    keys, gradients = zip(*((one.keys_bytes, one.gradients_bytes) for one in memory.kept), strict=True)
+    return saved, after_input, keys, gradients
+
+
+def _allocated(setup: Setup, num_microbatches: int, memory: Memory) -> tuple[tuple[int, int], ...]:
+    schedule = unchecked(setup.program(num_microbatches))
+    return tuple(allocated_bytes(schedule, rank, memory) for rank in range(setup.pipeline))
+
+
+def held_of(setup: Setup) -> tuple[HeldCounts, ...]:
+    """Return what ranks hold with no more micro-batches than fill the pipeline."""
+    return held_within(setup.program(_num_filling(setup)))
+
+
+def _num_filling(setup: Setup) -> int:
+    """Return how many micro-batches fill the pipeline, or all where ranks never stop holding more."""
+    fill = FAMILIES[setup.schedule].fill
+    if fill is None:
+        return setup.num_microbatches
+    # Shards lengthen a micro-batch's way, by up to half of the pipeline. All slices of a micro-batch run forward before the
+    # first runs backward, on the rank that hosts some, too. Groups stay whole.
+    further = 0 if setup.slices == 1 else -(-2 // setup.turn_size) * setup.turn_size
+    return min(setup.num_microbatches, (fill + setup.is_sharded) * setup.stride + further + setup.delay)
+
+
+def keeps_own(setup: Setup) -> bool:
+    """Return whether ranks may keep what leaves in their own nodes' memory: then a schedule is balanced in which all
+    ranks hold alike, too."""
+    return setup.hosts in (HOST, ALL)
+
+
+def moves_anything(setup: Setup) -> bool:
+    """Return whether balancing would move any of this setup's activations: not where all ranks hold alike, or no
+    pair can keep less together."""
+    plain, balanced = replace(setup, balance=None), replace(setup, balance=setup.balance or EVENLY)
+    if keeps_own(balanced):
+        return any(map(gt, (own for own, _ in activations(plain)), (own for own, _ in activations(balanced))))
+    if setup.slices > 1:
+        return FAMILIES[setup.schedule].fill is not None and any(hosted for _, hosted in activations(balanced))
+    if (
+        setup.pipeline == 1
+        or FAMILIES[setup.schedule].fill is None
+        or len({max(map(sum, one.moments)) for one in held_of(plain)}) == 1
+    ):
+        return False
+    return any(one.num_buffers for one in held_of(balanced))
+
+
+def sizes_of(setup: Setup, minimum_bytes: int) -> Memory:
+    """Return what one micro-batch, or slice, of each stage holds; storages below `minimum_bytes` stay where they
+    are."""
+    stages = range(setup.num_stages)
+    moved = [[moved_bytes(one, stage, minimum_bytes) for stage in stages] for one in slice_setups(setup)]
+    return _memory(setup, moved)
+
+
+def memory_of_setup(setup: Setup) -> Memory:
+    """Return what one micro-batch, or slice, of each stage holds, where a transfer moves all that is saved."""
+    return _memory(setup, [stage_bytes(one) for one in slice_setups(setup)])
+
+
+def _memory(setup: Setup, moved: Sequence[Sequence[int]]) -> Memory:
+    """`moved[slice][stage]`."""
+    slices = slice_setups(setup)
+    saved, after = ([of(one) for one in slices] for of in (stage_bytes, after_input_bytes))
+    places = [(part, stage) for stage in range(setup.num_stages) for part in range(setup.slices)]
+    sizes = tuple(StageMemory(saved[part][stage], moved[part][stage], after[part][stage]) for part, stage in places)
+    return Memory(sizes, reserved=setup.differs, slices=setup.slices, kept=kept_memory(setup))
+
+
+def parts_of(setup: Setup, minimum_bytes: int) -> tuple[tuple[int, ...], ...]:
+    """Return, by stage, the sizes that may leave in place of a whole micro-batch: some of its layers.
+
+    Ascending; the last is all.
+
+    There are as many steps as layers, at most `_MOST_PARTS`.
+    """
+    if len(set(slice_setups(setup))) > 1 and setup.differs:
+        # Every transfer of a stage moves the same part, and of slices of other sizes there is none.
+        return ()
+    found = []
+    setup = slice_setups(setup)[0]
+    for stage, layers in enumerate(setup.layers):
+        rows = (saved_within(setup, kind, scope) for kind, scope, _ in setup.stage_layers[stage])
+        layer = max(
+            (total(tuple(row for row in of_layer if row.nbytes >= minimum_bytes)) for of_layer in rows), default=0
+        )
+        whole, steps = moved_bytes(setup, stage, minimum_bytes), min(layers, _MOST_PARTS)
+        some = (min(whole, layer * (layers * step // steps)) for step in range(1, steps) if layer)
+        # Where layers differ so many of the largest may be more than all.
+        found.append(tuple(dict.fromkeys((*some, whole))))
+    return tuple(found)

@@ -1,0 +1,152 @@
+"""Predict seconds of every stage from sizes.
+
+In: a Setup. Out: `Costs` for the simulator. A roofline: products at a share of the peak, all else at a share of the
+memory's bandwidth, tensor-parallel collectives at a share of the links'. Knows no schedule.
+
+How far the result is from measurements is in docs/validation.md. Where a measured profile is given, it replaces what it
+measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import lcm
+from typing import NamedTuple
+
+from bpipe.predict.layer_variants import LayerKind
+from bpipe.predict.layers.ends import embedding_seconds, output_seconds, shard_seconds
+from bpipe.predict.layers.layer import halves_seconds, layer_seconds
+from bpipe.predict.layout import Setup
+from bpipe.predict.links import collective_seconds, hosts_of, links, one_sided
+from bpipe.predict.nodes import rank_nodes, replicas_share_nodes
+from bpipe.predict.recompute import LayerScope, StageLayers
+from bpipe.predict.replicas import stage_buckets, update_seconds
+from bpipe.predict.saved_tensors import after_input_bytes, stage_bytes
+from bpipe.predict.sizes import sent_bytes
+from bpipe.predict.slice_lengths import Growth, equal_bounds, lengths_of
+from bpipe.predict.slices import kept_memory, slice_setups
+from bpipe.schedule.families.families import exchange_of
+from bpipe.schedule.layout import EVEN
+from bpipe.schedule.program import Exchange
+from bpipe.simulate.cost import Costs, StageCost
+
+# Slices that a device computes well are multiples of the tiles of its products (`predict.matmul`).
+_TILE = 256
+
+
+def _exchange(setup: Setup) -> Exchange:
+    if setup.slices > 1:
+        # No loop of Megatron's runs slices.
+        return Exchange.POSTED
+    exchange = exchange_of(setup.schedule)
+    blocks = exchange is Exchange.MEGATRON_INTERLEAVED and setup.switches.no_overlap_p2p_communication
+    return Exchange.MEGATRON_TURNS if blocks else exchange.predicted
+
+
+class PartSeconds(NamedTuple):
+    """One micro-batch: of every kind and scope of a layer its forward, its backward and the halves of that; output
+    layer; embedding.
+
+    How layers are cut into stages, and in which order these are computed, changes none of it.
+    """
+
+    layers: dict[tuple[LayerKind, LayerScope], tuple[float, float, float, float]]
+    output: tuple[float, float]
+    embedding: tuple[float, float]
+
+
+def part_seconds(setup: Setup) -> PartSeconds:
+    """Return seconds of the parts of every stage."""
+    each = dict.fromkeys((kind, scope) for layers in setup.stage_layers for kind, scope, _ in layers)
+    layers = {one: (*layer_seconds(setup, *one), *halves_seconds(setup, *one)) for one in each}
+    return PartSeconds(layers, output_seconds(setup), embedding_seconds(setup))
+
+
+def stage_cost(parts: PartSeconds, layers: StageLayers, first: bool, last: bool) -> StageCost:
+    """Return the seconds of a stage of these layers, with the embedding if it is the first, and the output layer if
+    it is the last."""
+    forward, backward, input_half, weight_half = (
+        sum(number * parts.layers[kind, scope][one] for kind, scope, number in layers) for one in range(4)
+    )
+    return StageCost(
+        forward_s=forward,
+        backward_s=backward,
+        weight_s=weight_half,
+        input_s=input_half,
+        output_forward_s=parts.output[0] if last else 0.0,
+        output_backward_s=parts.output[1] if last else 0.0,
+        embedding_forward_s=parts.embedding[0] if first else 0.0,
+        embedding_backward_s=parts.embedding[1] if first else 0.0,
+    )
+
+
+def predict_costs(setup: Setup) -> Costs:
+    """Return the costs of all stages."""
+    updates = update_seconds(setup)
+    of_slices = [_stage_costs(one, updates) for one in slice_setups(setup)]
+    costs = Costs(
+        tuple(cost for of_stage in zip(*of_slices, strict=True) for cost in of_stage),
+        links(setup),
+        _exchange(setup),
+        one_sided(rank_nodes(setup), hosts_of(setup)),
+        eager=setup.switches.overlap_grad_reduce,
+        replicas_apart=not replicas_share_nodes(setup),
+        slices=setup.slices,
+        kept=kept_memory(setup),
+    )
+    if setup.is_sharded:
+        # No loop of Megatron's runs shards.
+        costs = replace(
+            costs, exchange=Exchange.POSTED, shards=(shard_seconds(setup),), collectives=collective_seconds(setup)
+        )
+    return costs if setup.cluster.factor == 1 else costs.scaled(setup.cluster.factor)
+
+
+def _stage_costs(setup: Setup, updates: Sequence[tuple[float, float]]) -> list[StageCost]:
+    """Costs of every stage for a micro-batch, or for one slice."""
+    every, parts = setup.stage_layers, part_seconds(setup)
+    saved, sent = stage_bytes(setup), sent_bytes(setup)
+    after_input, buckets = after_input_bytes(setup), stage_buckets(setup)
+    stages = []
+    # Of hundreds of stages nearly all are alike.
+    made: dict[tuple[object, ...], StageCost] = {}
+    for stage, layers in enumerate(every):
+        first = stage == 0 and not setup.input_shards
+        last = stage == setup.num_stages - 1 and not setup.is_sharded
+        reduction, update = updates[stage]
+        moved = saved[stage] if setup.balance is None else setup.balance.part_bytes.get(stage, saved[stage])
+        known = (layers, first, last, reduction, update, saved[stage], moved, after_input[stage], buckets[stage])
+        if known not in made:
+            made[known] = replace(
+                stage_cost(parts, layers, first, last),
+                reduction_s=reduction,
+                optimizer_s=update,
+                buckets=buckets[stage],
+                sent_bytes=sent,
+                moved_bytes=moved,
+                saved_bytes=saved[stage],
+                after_input_bytes=after_input[stage],
+            )
+        stages.append(made[known])
+    return stages
+
+
+def lengths_of_equal_seconds(setup: Setup) -> tuple[int, ...]:
+    """Return lengths of slices that a stage's layers take as long for, by prediction.
+
+    Of slices of one length the last takes so much longer than the first as its tokens attend to more. Raises ValueError
+    for a sequence too short for so many.
+    """
+    unit, slices = setup.sequence_shards, setup.slices
+    if setup.sequence % lcm(unit, _TILE) == 0 and setup.sequence >= 8 * _TILE * slices:
+        unit = lcm(unit, _TILE)
+    even = slice_setups(replace(setup, slice_lengths=EVEN))
+    layers = [one for of_stage in setup.stage_layers for one in of_stage]
+    first, last = (
+        sum(number * sum(layer_seconds(part, kind, scope)) for kind, scope, number in layers)
+        for part in (even[0], even[-1])
+    )
+    square = (last - first) * slices**2 / (2 * (slices - 1)) if slices > 1 else 0.0
+    growth = Growth(slices * first - square / slices, square)
+    return lengths_of(equal_bounds(setup.sequence, slices, unit, growth))

@@ -1,0 +1,60 @@
+"""Count the FLOPs of training.
+
+In: a Model, a batch, a sequence. Out: FLOPs of one iteration, and MFU. Knows no device but its peak.
+
+Two formulas are in use and differ, so every figure says which it is:
+  megatron  `num_floating_point_operations` of Megatron 0.19: every matrix product three times, attention's two products over the causal
+            half, the output layer over the whole vocabulary. Of experts those that a token is routed to; windows are not looked at.
+            Of a Mamba layer both matrices and 7 FLOPs a value of its states, with as many values as twice the hidden size gives.
+  papers    Narayanan et al. 2021 as Kim et al. 2023 and Huang et al. 2024 use it, without recomputation: attention over the full square,
+            and the output layer's term as printed, V / (16 L h). For models with GQA or SwiGLU it is no longer right and is refused.
+"""
+
+from __future__ import annotations
+
+from bpipe.predict.model import Model
+from bpipe.predict.parameters import layer_parameters, product_parameters
+
+FORMULAS = ("megatron", "papers")
+
+
+def training_flops(
+    model: Model, batch: int, sequence: int, formula: str = "megatron", vocabulary: int | None = None
+) -> int:
+    """Return the FLOPs of one iteration over `batch` sequences; recomputation is not counted.
+
+    `vocabulary`: the padded one, default the model's.
+    """
+    vocabulary = model.vocabulary if vocabulary is None else vocabulary
+    if formula == "megatron":
+        matrices = (
+            sum(number * product_parameters(model, kind) for kind, number in model.kinds())
+            + model.hidden_size * vocabulary
+        )
+        attending = sum(number for kind, number in model.kinds() if kind.attends)
+        return batch * sequence * (6 * (matrices + attending * model.core_size * sequence) + _scans(model))
+    if formula != "papers":
+        raise ValueError(f"unknown formula {formula!r}: choose from {', '.join(FORMULAS)}")
+    hidden, layers = model.hidden_size, model.num_layers
+    if model.experts or model.latent or model.hybrid or layer_parameters(model).matrices != 12 * hidden**2:
+        raise ValueError(
+            f"the papers' formula is for layers of 12 h^2 parameters, but {model.name} has other layers: use the "
+            "formula megatron"
+        )
+    return (
+        batch * sequence * (72 * layers * hidden**2 + 12 * layers * hidden * sequence)
+        + 9 * batch * sequence * vocabulary * hidden // 2
+    )
+
+
+def _scans(model: Model) -> int:
+    """Of a token, what goes through the states of all Mamba layers, forward and twice as much backward."""
+    if model.hybrid is None:
+        return 0
+    mambas = sum(number for kind, number in model.kinds() if kind.is_mamba)
+    return 3 * 7 * 2 * model.hidden_size * model.hybrid.state_dim * mambas
+
+
+def mfu(flops: float, seconds: float, num_devices: int, peak_flops_per_s: float) -> float:
+    """Return model FLOPs utilization, from 0 to 1."""
+    return flops / (seconds * num_devices * peak_flops_per_s)

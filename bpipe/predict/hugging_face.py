@@ -1,0 +1,297 @@
+"""Read a model that Hugging Face's transformers describe. In: a preset's name, or a config.json. Out: a `Model`.
+
+What a kind has that is not modelled is refused with its name, and so is a key whose value would make it another model.
+Of models that see, too, it is the part that reads and writes text. Defaults of keys that a file leaves out are those of
+transformers' own classes. Knows no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from bpipe.names import unknown
+from bpipe.predict.hybrid import MOST_LAYERS
+from bpipe.predict.layer_variants import EVERY_LAYER, Experts, Latent
+from bpipe.predict.model import PRESETS, Model
+from bpipe.values import a_flag, a_list, a_number, a_whole, an_object, load_json
+
+
+@dataclass(frozen=True, slots=True)
+class _ExpertKeys:
+    """Under which keys experts stand: how many, their size, that of shared ones (`num_shared` says how many of the
+    size of one), and the size of the MLP of layers without. Layers have experts from `first` on, one in `step`: the
+    last of each, or the first."""
+
+    number: str
+    size: str
+    shared: str | None = None
+    num_shared: str | None = None
+    dense: str = "intermediate_size"
+    first: str | None = None
+    step: str | None = None
+    step_begins: bool = False
+    shared_gate: bool = False
+    sigmoid: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A `model_type`: which activations its MLP may have by its own name, whether embeddings are tied where nothing
+    says so, and what of a `Model` differs from LLaMA's."""
+
+    activations: tuple[str, ...] = ("silu", "swish")
+    tied: bool = False
+    differs: Mapping[str, Any] = field(default_factory=dict)
+    experts: _ExpertKeys | None = None
+    latent: bool = False
+    windows: tuple[int, ...] = EVERY_LAYER
+    defaults: Mapping[str, int] = field(default_factory=dict)
+
+
+_DEEPSEEK = _ExpertKeys(
+    "n_routed_experts",
+    "moe_intermediate_size",
+    "moe_intermediate_size",
+    "n_shared_experts",
+    first="first_k_dense_replace",
+    step="moe_layer_freq",
+    step_begins=True,
+)
+# Files of Gemma 3 leave most of it to its class.
+_GEMMA3 = {
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+    "head_dim": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+_GEMMA3 |= {"sliding_window": 4096}
+_GEMMA = {"gated_gelu": True, "post_norms": True}
+_QWEN = _ExpertKeys("num_experts", "moe_intermediate_size", step="decoder_sparse_step")
+_LLAMA4 = _ExpertKeys(
+    "num_local_experts",
+    "intermediate_size",
+    "intermediate_size",
+    dense="intermediate_size_mlp",
+    step="interleave_moe_layer_step",
+    sigmoid=True,
+)
+_GELU = ("gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast")
+_KINDS = {
+    "gpt2": _Kind(_GELU, tied=True),
+    "llama": _Kind(),
+    "mistral": _Kind(),
+    "qwen2": _Kind(differs={"qkv_bias": True}),
+    "qwen3": _Kind(differs={"qk_norm": True}),
+    "gemma": _Kind(_GELU, tied=True, differs={"gated_gelu": True}),
+    "gemma2": _Kind(
+        _GELU, tied=True, differs=_GEMMA, windows=(1, 0), defaults={"head_dim": 256, "sliding_window": 4096}
+    ),
+    "gemma3_text": _Kind(
+        _GELU, tied=True, differs={**_GEMMA, "qk_norm": True}, windows=(1, 1, 1, 1, 1, 0), defaults=_GEMMA3
+    ),
+    "mixtral": _Kind(experts=_ExpertKeys("num_local_experts", "intermediate_size")),
+    "qwen2_moe": _Kind(
+        differs={"qkv_bias": True}, experts=replace(_QWEN, shared="shared_expert_intermediate_size", shared_gate=True)
+    ),
+    "qwen3_moe": _Kind(differs={"qk_norm": True}, experts=_QWEN),
+    "deepseek_v2": _Kind(experts=_DEEPSEEK, latent=True),
+    "deepseek_v3": _Kind(experts=replace(_DEEPSEEK, sigmoid=True), latent=True),
+    "llama4_text": _Kind(differs={"qk_norm": True}, experts=_LLAMA4),
+    "phi3": _Kind(),
+    "nemotron": _Kind(("relu2",), differs={"gated": False, "rms_norm": False, "squared_relu": True}),
+}
+# Kinds that see, too, and the key of what they read and write.
+_WITH_TEXT = {"llama4": "text_config", "gemma3": "text_config"}
+# Of kinds that are asked for often, what keeps them out.
+_MISSING = {
+    "gpt_oss": "attention sinks and biases of experts are not modelled",
+    "dbrx": "its own names for sizes are not read",
+    "qwen3_next": "linear attention is not modelled",
+}
+_GPT2 = {
+    "num_hidden_layers": "n_layer",
+    "hidden_size": "n_embd",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+    "hidden_act": "activation_function",
+    "intermediate_size": "n_inner",
+}
+# Beyond any layer and any vocabulary.
+_LARGEST_SIZE = 10**9
+_EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def find_model(name: str) -> Model:
+    """Return a preset, or a Hugging Face config.json (the file or the folder it is in)."""
+    if name in PRESETS:
+        return PRESETS[name]
+    path = Path(name)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.is_file():
+        return read_hugging_face(path)
+    raise ValueError(f"{unknown('model', name, PRESETS)}, or name a config.json of Hugging Face on disk")
+
+
+def read_hugging_face(path: Path) -> Model:
+    """Return the model of a config.json.
+
+    Raises ValueError for a kind that is not modelled, and names the key that is missing.
+    """
+    try:
+        config: Any = load_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: a config.json must hold one object, not {type(config).__name__}")
+    try:
+        return _model(config, str(path))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _model(config: dict[str, Any], name: str) -> Model:
+    said = config.get("model_type")
+    if isinstance(said, str) and said in _WITH_TEXT:
+        return _model({"model_type": f"{said}_text", **an_object(config.get(_WITH_TEXT[said]), _WITH_TEXT[said])}, name)
+    kind = _kind_of(config, said)
+    names = _GPT2 if said == "gpt2" else {}
+
+    def number(key: str, default: int | None = None, most: int = _LARGEST_SIZE) -> int:
+        key = names.get(key, key)
+        value = config.get(key)
+        return a_whole(kind.defaults.get(key, default) if value is None else value, key, 1, most)
+
+    activation = config.get("hidden_activation") or config.get(names.get("hidden_act", "hidden_act"))
+    if activation is not None and activation not in kind.activations:
+        raise ValueError(
+            f"the activation {str(activation)[:40]!r} is not modelled in a {said}, only {', '.join(kind.activations)}"
+        )
+    shape = _like_gpt2(number) if said == "gpt2" else _like_llama(config, kind, number)
+    return Model(
+        name=name,
+        num_layers=number("num_hidden_layers", most=MOST_LAYERS),
+        hidden_size=number("hidden_size"),
+        num_attention_heads=number("num_attention_heads"),
+        vocabulary=number("vocab_size"),
+        sequence=number("max_position_embeddings"),
+        tied_embedding=_flag(config, "tie_word_embeddings", kind.tied),
+        **shape,
+    )
+
+
+def _kind_of(config: dict[str, Any], said: object) -> _Kind:
+    """Raises ValueError for a kind that is not modelled, or not with experts."""
+    kind = _KINDS.get(said) if isinstance(said, str) else None
+    key = next((key for key in _EXPERT_KEYS if config.get(key)), None)
+    if key is not None and (kind is None or kind.experts is None):
+        raise ValueError(f"{key} is {str(config[key])[:40]}: experts are not modelled in a {str(said)[:40]}")
+    if kind is None:
+        why = _MISSING.get(str(said), "give the sizes as flags")
+        raise ValueError(f"model_type {str(said)[:40]!r} is not modelled, only {', '.join(_KINDS)}: {why}")
+    return kind
+
+
+def _like_gpt2(number: Callable[..., int]) -> dict[str, Any]:
+    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    inner = number("intermediate_size", 4 * hidden)
+    return {"num_query_groups": heads, "kv_channels": hidden // heads, "ffn_hidden_size": inner}
+
+
+def _like_llama(config: dict[str, Any], kind: _Kind, number: Callable[..., int]) -> dict[str, Any]:
+    """Return what a model of this kind has besides its name and main sizes, by the fields of `Model`."""
+    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    shape = {
+        "num_query_groups": number("num_key_value_heads", heads),
+        "kv_channels": number("head_dim", hidden // heads),
+        "ffn_hidden_size": number(kind.experts.dense if kind.experts else "intermediate_size"),
+        **_windows(config, kind, number),
+        "chunk": number("attention_chunk_size") if config.get("attention_chunk_size") else None,
+        "capped_attention": _is_capped(config, "attn_logit_softcapping"),
+        "capped_logits": _is_capped(config, "final_logit_softcapping"),
+        "experts": _experts(config, kind.experts, number) if kind.experts else None,
+        "gated": True,
+        "rms_norm": True,
+        "linear_bias": _has_biases(config),
+        "learned_positions": False,
+        "dropout": False,
+        **kind.differs,
+    }
+    if kind.latent:
+        rank = number("q_lora_rank") if config.get("q_lora_rank") else None
+        sizes = map(number, ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+        shape |= {"latent": Latent(rank, *sizes), "num_query_groups": heads}
+    return shape
+
+
+def _windows(config: dict[str, Any], kind: _Kind, number: Callable[..., int]) -> dict[str, Any]:
+    """Whose layers alternate say it by layer or by a number, of which the last has none; of others all or none have
+    one."""
+    if not config.get("sliding_window", kind.defaults.get("sliding_window")) or not _flag(
+        config, "use_sliding_window", True
+    ):
+        return {}
+    types = config.get("layer_types")
+    if types is not None:
+        pattern = tuple(_is_windowed(one, place) for place, one in enumerate(a_list(types, "layer_types")))
+    elif config.get("sliding_window_pattern"):
+        pattern = (*(1,) * (number("sliding_window_pattern", most=MOST_LAYERS) - 1), 0)
+    else:
+        pattern = kind.windows
+    return {"window": number("sliding_window"), "window_pattern": pattern} if any(pattern) else {}
+
+
+def _is_windowed(kind: object, layer: int) -> int:
+    """Raises ValueError for a layer that is neither."""
+    if kind not in ("sliding_attention", "full_attention"):
+        shown = f"layer_types[{layer}] is {str(kind)[:40]!r}"
+        raise ValueError(f"{shown}: only full_attention and sliding_attention are modelled")
+    return int(kind == "sliding_attention")
+
+
+def _flag(config: dict[str, Any], key: str, default: bool) -> bool:
+    """Read a flag: a text such as "false" would be true."""
+    value = config.get(key)
+    return default if value is None else a_flag(value, key)
+
+
+def _is_capped(config: dict[str, Any], key: str) -> bool:
+    value = config.get(key)
+    return value is not None and a_number(value, key) > 0
+
+
+def _experts(config: dict[str, Any], keys: _ExpertKeys, number: Callable[..., int]) -> Experts:
+    """Raises ValueError where single layers are named that have none."""
+    if config.get("mlp_only_layers"):
+        raise ValueError(
+            f"mlp_only_layers is {str(config['mlp_only_layers'])[:40]}: single layers without experts cannot be "
+            "modelled"
+        )
+    step = number(keys.step, 1, MOST_LAYERS) if keys.step else 1
+    pattern = (1, *(0,) * (step - 1)) if keys.step_begins else (*(0,) * (step - 1), 1)
+    first = a_whole(config.get(keys.first) or 0, keys.first, 0, MOST_LAYERS) if keys.first else 0
+    if first:
+        layers = number("num_hidden_layers", most=MOST_LAYERS)
+        pattern = tuple(int(layer >= first and pattern[layer % step]) for layer in range(layers))
+    shared = number(keys.shared) if keys.shared else 0
+    if keys.num_shared:
+        shared *= a_whole(config.get(keys.num_shared) or 0, keys.num_shared, 0, 1000)
+    top_k = number("num_experts_per_tok")
+    return Experts(number(keys.number), top_k, number(keys.size), shared, keys.shared_gate, pattern, keys.sigmoid)
+
+
+def _has_biases(config: dict[str, Any]) -> bool:
+    """Return whether all linear layers of a layer have one.
+
+    Raises ValueError where some do, other than a kind always has.
+    """
+    attention, mlp = (_flag(config, key, False) for key in ("attention_bias", "mlp_bias"))
+    if attention != mlp:
+        raise ValueError(
+            f"attention_bias is {attention} and mlp_bias {mlp}: biases in only one of the two are not modelled"
+        )
+    return mlp

@@ -1,0 +1,234 @@
+"""Describe what a transformer's layers may have in place of GPT's: experts, latent attention, windows; or be alone, in
+hybrid models. In: numbers. Out: frozen values.
+
+Which layers have it says a pattern of ones and zeros, which repeats: Megatron's --moe-layer-freq and
+--window-attn-skip-freq. Knows no model.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+from bpipe.predict.hybrid import ATTENTION, EXPERTS, MAMBA, MLP, MOST_LAYERS
+
+# One for every layer.
+EVERY_LAYER = (1,)
+
+
+class LayerKind(NamedTuple):
+    """Kind of a layer where layers differ: whether it has experts, and how many tokens it attends to at most.
+
+    `symbol`: that of a hybrid model's layer, which is one part only; others are attention with an MLP or experts.
+    """
+
+    experts: bool = False
+    window: int | None = None
+    symbol: str | None = None
+
+    @property
+    def is_mamba(self) -> bool:
+        return self.symbol == MAMBA
+
+    @property
+    def attends(self) -> bool:
+        return self.symbol in (None, ATTENTION)
+
+    @property
+    def has_mlp(self) -> bool:
+        """Whether the layer has an MLP, or experts in its place."""
+        return self.symbol in (None, MLP, EXPERTS)
+
+    @property
+    def num_parts(self) -> int:
+        """Each has a norm, a matrix behind it and one that returns, and is added to what entered."""
+        return 2 if self.symbol is None else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A layer's MLP in `num_experts` experts of `ffn_hidden_size`, of which every token goes to `top_k`.
+
+    `shared_size`: of the experts that all tokens go to, together; 0 without. `shared_gate`: a sigmoid weighs what these
+    give. `pattern` says which layers have experts. `sigmoid`: scores are sigmoids, and a bias that no gradient trains
+    balances loads.
+    """
+
+    num_experts: int
+    top_k: int
+    ffn_hidden_size: int
+    shared_size: int = 0
+    shared_gate: bool = False
+    pattern: tuple[int, ...] = EVERY_LAYER
+    sigmoid: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "top_k", "ffn_hidden_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} of experts is {getattr(self, name)}, but must be at least 1")
+        if self.top_k > self.num_experts:
+            raise ValueError(f"each token goes to {self.top_k} experts (top-k), but there are only {self.num_experts}")
+        if self.shared_size < 0 or (self.shared_gate and not self.shared_size):
+            raise ValueError(
+                f"a shared expert of size {self.shared_size}{' with a gate' * self.shared_gate}: give its size"
+            )
+        object.__setattr__(self, "pattern", shortest(self.pattern))
+        if not any(self.pattern):
+            raise ValueError("no layer has experts: leave the experts out")
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2"): keys and values come from `kv_lora_rank` values
+    a token, queries from `q_lora_rank`, or from the hidden ones where that is None. A head's query and key are
+    `qk_head_dim` and `qk_pos_emb_head_dim` that rotate, of the latter one key for all heads."""
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_head_dim: int
+    qk_pos_emb_head_dim: int
+    v_head_dim: int
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} of latent attention is {value}, but must be at least 1")
+
+    @property
+    def query_head(self) -> int:
+        """Size of a head's query, and of its key."""
+        return self.qk_head_dim + self.qk_pos_emb_head_dim
+
+    @property
+    def down_size(self) -> int:
+        """Values that the down projections make of a token; every tensor-parallel rank has all of them."""
+        return (self.q_lora_rank or 0) + self.kv_lora_rank + self.qk_pos_emb_head_dim
+
+
+def shortest(pattern: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shortest pattern that repeats to this one."""
+    if not pattern or any(one not in (0, 1) for one in pattern):
+        raise ValueError(f"a pattern of layers must be one or more ones and zeros, not {str(pattern)[:40]}")
+    for length in range(1, len(pattern)):
+        if len(pattern) % length == 0 and pattern[:length] * (len(pattern) // length) == pattern:
+            return pattern[:length]
+    return pattern
+
+
+def read_pattern(text: str) -> tuple[int, ...]:
+    """Read Megatron's pattern: a number N is one layer with experts, then N - 1 without; a list is `[0]*3+[1]*58`,
+    `([0]+[1]*3)*4`."""
+    plain = text.replace(" ", "")
+    if re.fullmatch("[0-9]{1,5}", plain) and 1 <= int(plain) <= MOST_LAYERS:
+        return shortest((1, *(0,) * (int(plain) - 1)))
+    # Deeper, or longer than with every layer by itself, nobody means.
+    found = _sum(plain) if len(plain) <= 4 * MOST_LAYERS and plain.count("(") <= 100 else None
+    if found is None or not 1 <= len(found) <= MOST_LAYERS:
+        raise ValueError(f"{text[:60]!r} is not a pattern of layers, such as 2 or [0]*3+[1]*58")
+    return shortest(found)
+
+
+def _sum(text: str) -> tuple[int, ...] | None:
+    """Parts with `+` between them, each a list or a bracket, and how often. Nothing is evaluated."""
+    found: tuple[int, ...] = ()
+    while text:
+        part, text = _part(text)
+        times = re.match(r"\*([0-9]{1,5})", text)
+        number = 1
+        if times is not None:
+            number, text = int(times[1]), text[times.end() :]
+        if not part or len(part) * number > MOST_LAYERS:
+            return None
+        found += part * number
+        if text and (text[0] != "+" or len(text) == 1):
+            return None
+        text = text[1:]
+    return found
+
+
+def _part(text: str) -> tuple[tuple[int, ...] | None, str]:
+    """Return the list or the bracket that the text begins with, and what stands behind it.
+
+    None: it begins with neither.
+    """
+    listed = re.match(r"\[([01](?:,[01])*)\]", text)
+    if listed is not None:
+        return tuple(int(one) for one in listed[1].split(",")), text[listed.end() :]
+    end = _closing(text) if text[0] == "(" else len(text)
+    if end == len(text):
+        return None, ""
+    return _sum(text[1:end]), text[end + 1 :]
+
+
+def _closing(text: str) -> int:
+    """Where the bracket closes with which the text begins, or its end."""
+    depth = 0
+    for place, char in enumerate(text):
+        depth += (char == "(") - (char == ")")
+        if not depth:
+            return place
+    return len(text)
+
+
+def write_pattern(pattern: tuple[int, ...], num_layers: int) -> str:
+    """Write a pattern of layers with experts as Megatron reads it: a number where that says it, else a list."""
+    whole = tuple(pattern[layer % len(pattern)] for layer in range(num_layers))
+    every = next(
+        (
+            step
+            for step in range(1, len(whole) + 1)
+            if whole == tuple(int(layer % step == 0) for layer in range(num_layers))
+        ),
+        None,
+    )
+    if every is not None:
+        return str(every)
+    return write_list(pattern, num_layers)
+
+
+def write_list(pattern: tuple[int, ...], num_layers: int) -> str:
+    """Return a list for all layers."""
+    whole = tuple(pattern[layer % len(pattern)] for layer in range(num_layers))
+    if len(pattern) < num_layers and num_layers % len(pattern) == 0:
+        return f"({_runs(pattern)})*{num_layers // len(pattern)}"
+    return f"({_runs(whole)})"
+
+
+def _runs(values: tuple[int, ...]) -> str:
+    return "+".join(f"[{value}]*{len(tuple(run))}" for value, run in groupby(values))
+
+
+DISPATCHERS = ("alltoall", "allgather", "flex")
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Routing of tokens to experts.
+
+    `expert` devices share a layer's experts; `expert_tensor` divide each of these, as many as tensor parallelism by
+    default. `expert` devices share a layer's experts among them, `expert_tensor` divide each of these: None is as many
+    as tensor parallelism. `capacity`: no expert takes more than so many times its even share, and with `padded` each as
+    many.
+    """
+
+    expert: int = 1
+    expert_tensor: int | None = None
+    dispatcher: str = DISPATCHERS[0]
+    capacity: float | None = None
+    padded: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dispatcher not in DISPATCHERS:
+            raise ValueError(f"unknown dispatcher {self.dispatcher!r}: choose from {', '.join(DISPATCHERS)}")
+        for name, value in (("expert parallel", self.expert), ("expert tensor parallel", self.expert_tensor)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}, but must be at least 1")
+        if self.capacity is not None and self.capacity <= 0:
+            raise ValueError(
+                f"the capacity of experts is {self.capacity:g} times their even share, but must be above 0"
+            )
+        if self.padded and self.capacity is None:
+            raise ValueError("experts are padded to a capacity: give the capacity factor, too")

@@ -1,0 +1,244 @@
+"""Put a layer together from its parts. In: a Setup, a kind of layer, what of it is recomputed. Out: `Saved` rows, seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bpipe.predict.fp8_casts import cast_seconds
+from bpipe.predict.layer_variants import LayerKind
+from bpipe.predict.layers import mamba
+from bpipe.predict.layers.attention import (
+    attention_after_input,
+    attention_saved,
+    attention_working_bytes,
+    core_saved,
+    core_seconds,
+    core_working_bytes,
+    local_attention_saved,
+    query_norms_bytes,
+    up_projections_s,
+)
+from bpipe.predict.layers.experts import (
+    experts_after_input,
+    experts_again,
+    experts_saved,
+    experts_touched_bytes,
+    experts_way_s,
+    experts_working_bytes,
+)
+from bpipe.predict.layers.mlp import (
+    local_mlp_saved,
+    mlp_after_input,
+    mlp_forward_s,
+    mlp_saved,
+    mlp_touched_bytes,
+    mlp_working_bytes,
+)
+from bpipe.predict.layers.norms import dropout_saved, local_norms_saved, norm_seconds, norms_alone, norms_saved
+from bpipe.predict.layout import Setup
+from bpipe.predict.matmul import layer_products
+from bpipe.predict.parameters import layer_parameters
+from bpipe.predict.rates import KERNEL_S, Rates
+from bpipe.predict.recompute import LayerScope, read_recompute
+from bpipe.predict.sizes import Saved, element_bytes, num_tokens, sent_bytes, total
+from bpipe.predict.states import parameter_bytes
+from bpipe.predict.tensor_parallel import exposed, gather_s
+
+# In a layer of two parts; of a hybrid model's layers, which are one, half as many.
+FORWARD_KERNELS, BACKWARD_KERNELS = 20, 35
+# Of these the products for weights, in a layer of four matrices.
+WEIGHT_KERNELS = 4
+
+
+def layer_seconds(setup: Setup, kind: LayerKind | None = None, scope: LayerScope | None = None) -> tuple[float, float]:
+    """Return seconds of one layer and micro-batch, forward and backward with its recomputation.
+
+    Default: the first layer.
+    """
+    kind = setup.model.kind(0) if kind is None else kind
+    scope = setup.recomputed.scope(0) if scope is None else scope
+    forward, backward = _between_matrices(setup, kind)
+    casts, casts_back = cast_seconds(setup, kind)
+    way = experts_way_s(setup) if kind.experts else 0.0
+    core_forward, core_backward = _core_seconds(setup, kind)
+    waits = exposed(setup, kind, scope)
+    forward += casts + way + core_forward
+    backward += casts_back + way + core_backward + waits.backward_s
+    if scope.whole:
+        backward += forward
+    elif scope.modules:
+        backward += core_forward if "core_attn" in scope.modules and kind.attends else 0.0
+        backward += _parts_again_s(setup, kind, scope.modules)
+    return forward + waits.forward_s, backward
+
+
+def _between_matrices(setup: Setup, kind: LayerKind) -> tuple[float, float]:
+    """Return seconds of a layer's products, norms, sums and activation functions, forward and backward."""
+    rates, model, products = Rates.of(setup), setup.model, layer_products(setup, kind).total()
+    per_width = element_bytes(setup) * num_tokens(setup)
+    between, inside = per_width * model.hidden_size / setup.sequence_shards, _touched_bytes(setup, kind)
+    # Norms of queries and keys read and write, as those behind attention and MLP; backward they read what went in and
+    # out, and write.
+    normed = query_norms_bytes(setup) if kind.attends else 0.0
+    normed += 2 * between * model.post_norms + per_width * model.latent_ranks / setup.sequence_shards
+    kernels, kernels_back = _num_kernels(kind)
+    # In each part a norm reads and writes; a residual sum reads twice and writes, with dropout a mask too.
+    moved = 5.25 * kind.num_parts * between + inside + 2 * normed
+    moved_back = 7 * kind.num_parts * between + 1.5 * inside + 3 * normed + _accumulated(setup, kind)
+    return (
+        products.forward_s + moved / rates.memory + kernels * KERNEL_S,
+        products.input_s + products.weight_s + kernels_back * KERNEL_S + moved_back / rates.memory,
+    )
+
+
+def _num_kernels(kind: LayerKind) -> tuple[float, float]:
+    """Return the kernels of a layer's forward and backward."""
+    if kind.is_mamba:
+        return mamba.FORWARD_KERNELS, mamba.BACKWARD_KERNELS
+    return FORWARD_KERNELS * kind.num_parts / 2, BACKWARD_KERNELS * kind.num_parts / 2
+
+
+def _core_seconds(setup: Setup, kind: LayerKind) -> tuple[float, float]:
+    """Return seconds between a part's two matrices of what is neither of an MLP nor of experts."""
+    if kind.is_mamba:
+        return mamba.scan_seconds(setup)
+    return core_seconds(setup, Rates.of(setup), kind.window) if kind.attends else (0.0, 0.0)
+
+
+def _touched_bytes(setup: Setup, kind: LayerKind) -> float:
+    """Return bytes read and written between the matrices of a layer's MLP or experts; 0 without either."""
+    if kind.experts:
+        return experts_touched_bytes(setup)
+    return mlp_touched_bytes(setup) if kind.has_mlp else 0.0
+
+
+def _parts_again_s(setup: Setup, kind: LayerKind, modules: frozenset[str]) -> float:
+    """Return the forwards of a layer's parts beside the attention core that are computed again in its backward; what
+    of them is waited for on links is in `exposed`."""
+    is_gpu, found = setup.kernels == "gpu", 0.0
+    if "layernorm" in modules:
+        found += norm_seconds(setup) * (norms_alone(setup, kind) if is_gpu else kind.num_parts)
+    if kind.experts:
+        found += experts_again(setup, kind, modules)
+    elif "mlp" in modules and kind.has_mlp:
+        # Transformer Engine's has the norm in it.
+        found += mlp_forward_s(setup, kind) + (norm_seconds(setup) if is_gpu else 0.0)
+    if setup.model.latent is not None and "mla_up_proj" in modules:
+        found += up_projections_s(setup)
+    return found
+
+
+def _accumulated(setup: Setup, kind: LayerKind) -> float:
+    """Return the bytes of a layer's backward: every weight's gradient is read and written once a micro-batch."""
+    found = layer_parameters(setup.model, kind)
+    return (
+        2
+        * parameter_bytes(setup)[1]
+        * (found.matrices / setup.tensor + found.experts / (setup.routing.expert * setup.expert_tensor))
+    )
+
+
+def halves_seconds(setup: Setup, kind: LayerKind | None = None, scope: LayerScope | None = None) -> tuple[float, float]:
+    """Return seconds of the two parts of one layer's backward, dgrad and wgrad. Attention's core has no weights.
+
+    Together they take as long as the whole, and longer under tensor parallelism: no product for weights hides what is
+    scattered or summed, and with sequence parallelism the inputs of the matrices behind the norms are gathered again
+    before it.
+    """
+    rates = Rates.of(setup)
+    kind = setup.model.kind(0) if kind is None else kind
+    _, backward = layer_seconds(setup, kind, scope)
+    if not setup.keeps_halves:
+        return backward, 0.0
+    weight = (
+        layer_products(setup, kind).total().weight_s
+        + _accumulated(setup, kind) / rates.memory
+        + WEIGHT_KERNELS * kind.num_parts / 2 * KERNEL_S
+    )
+    gathers = kind.num_parts * gather_s(setup) if setup.sequence_shards > 1 else 0.0
+    waits = exposed(setup, kind, scope)
+    return backward - waits.backward_s + waits.input_half_s - weight, weight + gathers
+
+
+def layer_saved(setup: Setup, recompute: str | None = None, kind: LayerKind | None = None) -> tuple[Saved, ...]:
+    """Return what one layer saves for one micro-batch, under the setup's recomputation or another.
+
+    Default: the first layer's kind.
+    """
+    recomputed = setup.recomputed if recompute is None else read_recompute(recompute)
+    return saved_within(setup, setup.model.kind(0) if kind is None else kind, recomputed.scope(0))
+
+
+def saved_within(setup: Setup, kind: LayerKind, scope: LayerScope) -> tuple[Saved, ...]:
+    """Return what a layer of this kind saves under this scope of recomputation."""
+    if scope.whole:
+        return (Saved("layer input", sent_bytes(setup)),) if scope.keeps_input else ()
+    core = core_saved(setup) if kind.attends and "core_attn" not in scope.modules else ()
+    return (_fused_saved if setup.kernels == "gpu" else _local_saved)(setup, kind, scope.modules, core)
+
+
+def _fused_saved(setup: Setup, kind: LayerKind, modules: frozenset[str], core: tuple[Saved, ...]) -> tuple[Saved, ...]:
+    """As Transformer Engine's layers keep it."""
+    again = "mlp" in modules and kind.has_mlp and not kind.experts
+    norms = 2 * kind.num_parts - again - norms_alone(setup, kind) * ("layernorm" in modules)
+    behind = (Saved("inputs of the norms behind attention and MLP", sent_bytes(setup), 2),) * setup.model.post_norms
+    around = (*norms_saved(setup, kind, norms), *behind, *dropout_saved(setup, kind.num_parts))
+    if kind.is_mamba:
+        return (*around, *mamba.scan_saved(setup), *core)
+    attention = attention_saved(setup, modules) if kind.attends else ()
+    return (*around, *attention, *_mlp_saved(setup, kind, modules, mlp_saved), *core)
+
+
+def _local_saved(setup: Setup, kind: LayerKind, modules: frozenset[str], core: tuple[Saved, ...]) -> tuple[Saved, ...]:
+    """As torch's own kernels keep it. Of a norm that is recomputed the input remains: its output is let go once what
+    reads it is computed."""
+    parts = kind.num_parts
+    inputs = (Saved("norm input", sent_bytes(setup), parts),)
+    norms = inputs if "layernorm" in modules else local_norms_saved(setup, parts)
+    attention = local_attention_saved(setup, "core_attn" in modules) if kind.attends else ()
+    mlp = _mlp_saved(setup, kind, modules, local_mlp_saved)
+    return (*norms, *attention, *core, *dropout_saved(setup, parts), *mlp)
+
+
+def _mlp_saved(
+    setup: Setup, kind: LayerKind, modules: frozenset[str], dense: Callable[[Setup], tuple[Saved, ...]]
+) -> tuple[Saved, ...]:
+    """Return what a layer's experts save, or its MLP, as `dense` lists it; nothing where it has neither."""
+    if kind.experts:
+        return experts_saved(setup, modules)
+    return dense(setup) if kind.has_mlp and "mlp" not in modules else ()
+
+
+def layer_after_input(setup: Setup, kind: LayerKind | None = None) -> tuple[Saved, ...]:
+    """Return what one layer holds between dgrad and wgrad: the input of every matrix and the gradient of its output.
+
+    Inputs are among what the forward saved, unless recomputed; gradients are new. Sequence parallelism divides what
+    lies between layers, yet the gradients that enter there are whole: they were gathered.
+    """
+    kind = setup.model.kind(0) if kind is None else kind
+    rows: tuple[Saved, ...] = (Saved("inputs of the matrices behind the norms", sent_bytes(setup), kind.num_parts),)
+    if kind.is_mamba:
+        rows += mamba.scan_after_input(setup)
+    elif kind.attends:
+        rows += attention_after_input(setup)
+    if kind.has_mlp:
+        rows += experts_after_input(setup) if kind.experts else mlp_after_input(setup)
+    return rows
+
+
+def layer_working_bytes(setup: Setup, kind: LayerKind) -> int:
+    """Return the most that a layer's backward makes inside a part: in a Mamba layer what its scan takes; in an MLP or
+    experts gradients of their inside; in attention those of queries, keys, values and scores, when what the MLP saved
+    is free again."""
+    if kind.is_mamba:
+        return mamba.scan_working_bytes(setup)
+    attention = attention_working_bytes(setup) + core_working_bytes(setup) if kind.attends else 0
+    if not kind.has_mlp:
+        return attention
+    freed = total(_mlp_saved(setup, kind, setup.recomputed.scope(0).modules, mlp_saved))
+    return max(experts_working_bytes(setup) if kind.experts else mlp_working_bytes(setup), attention - freed)
+
+
+def layer_bytes(setup: Setup, recompute: str | None = None) -> int:
+    """Return bytes saved by the kind of layer that saves most."""
+    return max(total(layer_saved(setup, recompute, kind)) for kind, _ in setup.model.kinds())

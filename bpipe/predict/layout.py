@@ -1,0 +1,427 @@
+"""Say how a model is trained: how it is cut over devices, and what is recomputed and balanced.
+
+In: numbers. Out: a checked `Setup`. Knows bytes and seconds of nothing. Legend of the messages: t tensor, c context, d
+data parallel, p pipeline, G devices, B global batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from typing import Any
+
+from bpipe.balance.budget import ActivationBudget
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, ScheduleSpec, sized
+from bpipe.predict.choices import CHOICES, CP_COMM_TYPES, KEPT_HALVES
+from bpipe.predict.cluster import Cluster
+from bpipe.predict.fp8 import Fp8
+from bpipe.predict.layer_counts import without_layers
+from bpipe.predict.layer_variants import LayerKind, Routing
+from bpipe.predict.model import Model
+from bpipe.predict.recompute import Recompute, StageLayers, read_recompute, stage_layers
+from bpipe.predict.state_types import StateTypes
+from bpipe.predict.switches import Switches
+from bpipe.predict.trace import Traced
+from bpipe.schedule.families.families import FAMILIES, default_family
+from bpipe.schedule.hosts import PAIR
+from bpipe.schedule.layout import EVEN, Layout, SliceLengths, Vocabulary, microbatches_of
+from bpipe.schedule.program import Exchange
+
+# To the fewest micro-batches that all pairs can keep.
+EVENLY = BalanceConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class Setup(ScheduleSpec):
+    """One configuration, with what is asked of its schedule. `layers[stage]` for every stage, chunks included;
+    `placement` says which rank computes it.
+
+    `sequence_parallel` follows from tensor parallelism unless it is switched off; `distributed_optimizer` is ZeRO-1.
+    `kernels` decides what a forward saves: fused ones of a GPU, or plain torch's, with which Megatron runs on a CPU.
+    `keep_weights_halves`: where backwards are split, those of linear layers wait for their place, or none do. Of several
+    stages the first may have the embedding and no layer, the last the output layer and none. `recompute` is a text of
+    `bpipe.predict.recompute`. `routing`: how tokens come to experts, whose loads are taken to be even. `fp8`: products of
+    the layers' matrices are of 8-bit values. `context` devices have a part of every sequence each; `cp_comm_type` says
+    how attention reaches the others' parts. `budget_bytes[rank]`: what a device may hold, by default all that it has.
+
+    A schedule with two pipes has two copies of every stage in each pipeline: `data` counts pipelines, `replicas` copies
+    of the weights.
+
+    `traced`: sizes of stages as Megatron's own model has them, of the setup that was traced.
+
+    Slices are as long as `slice_lengths` says. Of one of them `span` has the first token and the one behind its last:
+    sizes and seconds are then those of its tokens (`predict.slices`).
+    """
+
+    model: Model
+    cluster: Cluster
+    tensor: int
+    pipeline: int
+    micro_batch: int
+    global_batch: int
+    sequence: int
+    layers: tuple[int, ...]
+    recompute: str = "selective"
+    attention: str = "flash"
+    schedule: str = default_family(1)
+    precision: str = "bf16"
+    distributed_optimizer: bool = True
+    sequence_parallel: bool = True
+    kernels: str = "gpu"
+    keep_weights_halves: str = KEPT_HALVES[0]
+    switches: Switches = field(default_factory=Switches)
+    routing: Routing = Routing()  # noqa: RUF009  (a frozen value)
+    budget_bytes: tuple[int, ...] | None = None
+    context: int = 1
+    cp_comm_type: str = CP_COMM_TYPES[0]
+    fp8: Fp8 | None = None
+    slice_lengths: SliceLengths = EVEN
+    span: tuple[int, int] | None = None
+    state_types: StateTypes = StateTypes()  # noqa: RUF009  (a frozen value)
+    traced: Traced | None = None
+
+    def __post_init__(self) -> None:
+        rules = (self._check_choices, self._check_layers, self._check_model, self._check_division, self._check_schedule)
+        for check in (*rules, self._check_context, self._check_fp8, self._check_routing, self._check_slices):
+            check()
+
+    def _check_choices(self) -> None:
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"unknown {name} {getattr(self, name)!r}: choose from {', '.join(choices)}")
+        # Of one recomputation there is one text, so that setups that are alike are equal.
+        object.__setattr__(
+            self, "recompute", self.recomputed.checked(self.model, self.kernels, self.fp8 is not None).text
+        )
+        if self.kernels == "cpu" and self.attention == "flash":
+            raise ValueError("CPU kernels compute attention unfused: choose attention unfused")
+        for name in ("tensor", "pipeline", "micro_batch", "global_batch", "sequence", "num_chunks", "context"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
+
+    def _check_layers(self) -> None:
+        whole = len(self.layers) == self.pipeline * self.num_chunks and sum(self.layers) == self.model.num_layers
+        if not whole or without_layers(self.layers) is not None:
+            raise ValueError(
+                f"layers {self.layers} must give {self.pipeline * self.num_chunks} stages {self.model.num_layers} "
+                "layers "
+                f"in all"
+            )
+        gathered = self.tensor == 1 or self.sequence_parallel
+        self.switches.check(
+            self.precision, distributed_optimizer=self.distributed_optimizer, sequence_parallel=gathered
+        )
+        self.state_types.check(
+            self.precision,
+            distributed_optimizer=self.distributed_optimizer,
+            accumulates_in_fp32=self.switches.accumulate_allreduce_grads_in_fp32,
+        )
+
+    def _check_model(self) -> None:
+        """What is not modelled of it."""
+        model, cpu = self.model, self.kernels == "cpu"
+        others = "qk_norm squared_relu gated_gelu post_norms capped_logits capped_attention latent"
+        if cpu and any(getattr(model, name) for name in others.split()):
+            raise ValueError(
+                "CPU kernels are not modelled with norms of queries and keys, squared ReLUs, gated GELUs, norms "
+                "after attention, capped logits or latent attention"
+            )
+        if cpu and model.experts and (self.tensor > 1 or self.routing.expert > 1):
+            raise ValueError("CPU kernels with experts are modelled only without tensor and expert parallelism")
+        model.check_mambas(self.tensor, self.context, cpu)
+        model.check_attention(self.attention == "flash", self.sequence)
+
+    def _check_routing(self) -> None:
+        """Megatron's rules for experts."""
+        experts, routing = self.model.experts, self.routing
+        if experts is None:
+            if routing != Routing():
+                raise ValueError(f"{self.model.name} has no experts: leave out the settings of their dispatcher")
+            return
+        ep, each, block = routing.expert, self.expert_tensor, self.tensor * self.context * self.data
+        if experts.num_experts % ep:
+            raise ValueError(f"expert parallel {ep} does not divide the {experts.num_experts} experts")
+        if block % (ep * each):
+            raise ValueError(
+                f"expert parallel {ep} * expert tensor parallel {each} does not divide t*{'c*' * (self.context > 1)}d "
+                f"= {block}"
+            )
+        if self.tensor > 1 and not self.sequence_parallel:
+            raise ValueError("experts with tensor parallelism need sequence parallelism: give --sequence-parallel")
+        if self.num_pipes > 1:
+            raise ValueError(
+                f"{self.schedule} has two pipes, for which experts are not modelled: choose another schedule"
+            )
+
+    def _check_division(self) -> None:
+        t, p, devices = self.tensor, self.pipeline, self.cluster.num_devices
+        if devices % (t * p * self.context):
+            raise ValueError(f"{self._cut()} does not divide the {devices} devices of the cluster")
+        for name, value in (("attention heads", self.model.num_attention_heads), ("sequence", self.sequence)):
+            if value % t:
+                raise ValueError(f"tensor parallel {t} does not divide {value} ({name})")
+        groups = self.model.num_query_groups
+        if groups % t and t % groups:
+            raise ValueError(f"tensor parallel {t} and {groups} query groups: one number must divide the other")
+        if self.cluster.devices_per_domain % t:
+            raise ValueError(
+                f"tensor parallel {t} does not divide the {self.cluster.devices_per_domain} devices of "
+                f"{self.cluster.domain}"
+            )
+        if self.global_batch % (self.micro_batch * self.data):
+            each = self.micro_batch * self.data
+            raise ValueError(
+                f"global batch {self.global_batch} is not a multiple of micro-batch {self.micro_batch} * data "
+                f"parallel {self.data}: the nearest is {max(1, round(self.global_batch / each)) * each}"
+            )
+
+    def _check_schedule(self) -> None:
+        p = self.pipeline
+        # Raises for a schedule that does not exist, or not with so many chunks, or ranks, or takes no group, or no
+        # shards.
+        program = self.program(1)
+        pipes = program.layout.num_pipes
+        if program.limit is not None:
+            raise ValueError(
+                f"{self.schedule} without a group chooses its order for a bound, which is not modelled: give the "
+                "group, or a bound for each rank"
+            )
+        if self.num_microbatches % pipes:
+            raise ValueError(
+                f"{self.schedule} has {pipes} pipes, which need equal shares of the {self.num_microbatches} "
+                f"micro-batches: use a global batch that is a multiple of micro-batch {self.micro_batch} * data "
+                f"parallel {self.data} "
+                f"* {pipes}"
+            )
+        looped = FAMILIES[self.schedule].exchange is Exchange.MEGATRON_INTERLEAVED
+        if looped and self.switches.no_overlap_p2p_communication and p < 3:
+            raise ValueError(
+                "--no-overlap-p2p-communication with chunks needs 3 or more pipeline ranks in Megatron, but there "
+                f"are {p}"
+            )
+        if looped and self.num_microbatches % p:
+            raise ValueError(
+                f"with chunks Megatron needs the number of micro-batches ({self.num_microbatches}) to be a multiple "
+                f"of the {p} pipeline ranks"
+            )
+
+    def _cut(self) -> str:
+        sizes = (self.tensor, self.pipeline) if self.context == 1 else (self.tensor, self.pipeline, self.context)
+        return f"{'*'.join('tpc'[: len(sizes)])} = {'*'.join(map(str, sizes))} = {math.prod(sizes)}"
+
+    def _check_context(self) -> None:
+        """Megatron's and Transformer Engine's rules for a sequence in parts, and what is not modelled of it."""
+        c, model, how = self.context, self.model, self.cp_comm_type
+        if c == 1:
+            return
+        if self.sequence % math.lcm(2 * c, self.sequence_shards * c):
+            parts = f"2*c{f' and t*c = {self.tensor * c}' if self.sequence_shards > 1 else ''}"
+            raise ValueError(f"context parallel {c}: the sequence, {self.sequence}, must be a multiple of {parts}")
+        if self.kernels == "cpu" or self.attention == "unfused":
+            raise ValueError(
+                f"context parallel {c} needs flash attention on GPUs, the only kind that Transformer Engine computes "
+                "over several ranks: choose attention flash and kernels gpu"
+            )
+        refused = model.no_context(self.sequence, how)
+        if refused is not None:
+            raise ValueError(refused)
+        if how == "a2a" and (
+            model.num_attention_heads % (self.tensor * c) or model.num_query_groups % (self.tensor * c)
+        ):
+            raise ValueError(
+                f"a2a gives every context-parallel rank other heads: t*c = {self.tensor * c} does not divide the "
+                f"{model.num_attention_heads} heads and {model.num_query_groups} query groups"
+            )
+
+    def _check_slices(self) -> None:
+        """What is not modelled of them; their lengths `predict.slices` judges."""
+        if self.slices == 1:
+            if self.slice_lengths != EVEN:
+                raise ValueError("slice lengths need slices: give slices, too, or leave the lengths out")
+            return
+        if self.context > 1:
+            raise ValueError(
+                f"slices {self.slices} and context parallel {self.context}: a ring of context-parallel ranks "
+                "exchanges parts of equal length, but each slice attends to more keys than the one before: leave "
+                "one of the two out"
+            )
+        if self.model.hybrid is not None:
+            raise ValueError(
+                f"{self.model.name}: Mamba layers carry a state from token to token, but slices do not pass it on: "
+                "leave slices out"
+            )
+
+    def _check_fp8(self) -> None:
+        if self.fp8 is None:
+            return
+        on_gpu = self.precision != "fp32" and self.kernels != "cpu"
+        self.fp8.check(self.cluster.device, on_gpu=on_gpu, distributed_optimizer=self.distributed_optimizer)
+        if self.splits:
+            raise ValueError(
+                f"{self.schedule} splits backwards, whose memory in FP8 is not modelled: choose another schedule"
+            )
+
+    @property
+    def peak_flops_per_s(self) -> float:
+        """Peak FLOP/s of a device by which MFU is counted: with FP8, that of 8-bit products."""
+        device = self.cluster.device
+        return device.peak_flops_per_s if self.fp8 is None or device.fp8_flops_per_s is None else device.fp8_flops_per_s
+
+    @property
+    def data(self) -> int:
+        return self.cluster.num_devices // (self.tensor * self.context * self.pipeline)
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.global_batch // (self.micro_batch * self.data)
+
+    @property
+    def limit_bytes(self) -> tuple[int, ...]:
+        """Bytes that a device of each rank may hold."""
+        return self.budget_bytes or (self.cluster.limit_bytes,) * self.pipeline
+
+    @property
+    def padded_vocabulary(self) -> int:
+        """Vocabulary size, padded as Megatron does to a multiple of 128 on every tensor-parallel rank; in shards, so
+        that every rank has a part."""
+        multiple = math.lcm(128, self.pipeline if self.is_sharded else 1) * self.tensor
+        return -(-self.model.vocabulary // multiple) * multiple
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the vocabulary's layers are split over the pipeline's ranks."""
+        return self.vocabulary is not Vocabulary.WHOLE
+
+    @property
+    def vocabulary_shards(self) -> int:
+        """Number of devices over which the rows of the output layer are divided."""
+        return self.tensor * (self.pipeline if self.is_sharded else 1)
+
+    @property
+    def num_stages(self) -> int:
+        return self.pipeline * self.num_chunks
+
+    @property
+    def placements(self) -> tuple[tuple[int, ...], ...]:
+        """Placement of each pipe: the rank of every stage."""
+        return _layout(self.schedule, self.pipeline, self.num_chunks).placements
+
+    @property
+    def num_pipes(self) -> int:
+        return len(self.placements)
+
+    @property
+    def replicas(self) -> int:
+        """How many devices have the same weights."""
+        return self.data * self.context * self.num_pipes
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages that a rank computes, in any pipe, ascending."""
+        return _layout(self.schedule, self.pipeline, self.num_chunks).stages_of(rank)
+
+    @property
+    def stage_kinds(self) -> tuple[tuple[tuple[LayerKind, int], ...], ...]:
+        """Number of layers of each kind in every stage."""
+        return self.model.stage_kinds(self.layers)
+
+    @property
+    def recomputed(self) -> Recompute:
+        """The parsed value of `recompute`."""
+        return read_recompute(self.recompute)
+
+    @property
+    def stage_layers(self) -> tuple[StageLayers, ...]:
+        """Number of layers of each kind in every stage, by what of them is recomputed."""
+        return stage_layers(self.model, self.recomputed, self.layers)
+
+    @property
+    def differs(self) -> bool:
+        """Whether micro-batches of a stage may differ in size, so that host buffers have a reserve: experts that are
+        not padded take what comes, and slices are of other lengths or save scores of ever more keys."""
+        experts = self.model.experts is not None and not self.routing.padded
+        return self.switches.bpipe_differing_sizes or experts or self._slices_differ
+
+    @property
+    def _slices_differ(self) -> bool:
+        if self.slices == 1:
+            return False
+        recomputed = self.recomputed
+        again = recomputed.method is not None or "core_attn" in recomputed.modules
+        is_even = self.slice_lengths == EVEN and self.sequence % (self.slices * self.sequence_shards) == 0
+        return not is_even or (self.attention == "unfused" and not again)
+
+    @property
+    def expert_tensor(self) -> int:
+        """Number of devices over which each expert is divided."""
+        return self.routing.expert_tensor or self.tensor
+
+    @property
+    def expert_replicas(self) -> int:
+        """How many devices have the same part of the same experts."""
+        return self.tensor * self.context * self.data // (self.routing.expert * self.expert_tensor)
+
+    @property
+    def splits(self) -> bool:
+        """Whether backwards are computed in halves."""
+        return FAMILIES[self.schedule].splits
+
+    @property
+    def turn_size(self) -> int:
+        """How many micro-batches go through a chunk before the next: 1 where there are no groups."""
+        return self.group_size or FAMILIES[self.schedule].usual_group(self._one_a_rank)
+
+    @property
+    def _one_a_rank(self) -> int:
+        """Micro-batches of which there is one for each rank, or one slice."""
+        return microbatches_of(self.pipeline, self.slices)
+
+    @property
+    def stride(self) -> int:
+        """Micro-batches in whole groups, at least as many as ranks, or as many slices: after each so many the steady
+        phase repeats."""
+        return -(-self._one_a_rank // self.turn_size) * self.turn_size
+
+    @property
+    def keeps_halves(self) -> bool:
+        """Whether weights' halves wait for their place, and hold what they need."""
+        return self.keep_weights_halves != "none"
+
+    @property
+    def sequence_shards(self) -> int:
+        """Number of devices over which a layer's parts between its matrices are divided."""
+        return self.tensor if self.sequence_parallel else 1
+
+    @property
+    def hosts(self) -> str:
+        """Kind of hosts to which activations leave (`schedule.hosts`)."""
+        return PAIR if self.balance is None else self.balance.hosts
+
+    @property
+    def partners(self) -> tuple[int, ...] | None:
+        """Rank that hosts for each, where that is given."""
+        return None if self.balance is None else self.balance.partners
+
+    @property
+    def activation_budget(self) -> ActivationBudget | None:
+        """Rooms within which it is balanced, where bytes say what leaves."""
+        return None if self.balance is None else self.balance.activation_budget
+
+    def program(self, num_microbatches: int | None = None) -> ScheduleConfig:
+        """Return the schedule configuration of this setup."""
+        return sized(self, self.schedule, self.pipeline, num_microbatches or self.num_microbatches)
+
+
+_FIELDS = tuple(one.name for one in fields(Setup))
+
+
+def setup_from_values(values: Mapping[str, Any]) -> Setup:
+    """Return a setup from values by the names of its fields; ignore others."""
+    return Setup(**{name: values[name] for name in _FIELDS if name in values})
+
+
+@lru_cache(maxsize=1024)
+def _layout(schedule: str, pipeline: int, chunks: int) -> Layout:
+    return FAMILIES[schedule].layout(pipeline, chunks)

@@ -1,0 +1,159 @@
+"""Predict how long a product of matrices takes. In: a Setup and sizes. Out: seconds. Knows no layer.
+
+A device computes a product in tiles of its result, one a multiprocessor, in waves of as many as there are multiprocessors; the last wave
+takes as long as a full one. A tile's time is that of its sum, and of writing it down, while nothing else is computed there. This is why
+products of one shape reach much less of the peak than those of another [1], and why wide models train at more FLOP/s than narrow ones.
+  [1] NVIDIA, Matrix Multiplication Background User's Guide, 2.3 and 3
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+from bpipe.predict.expert_parallel import routed_tokens
+from bpipe.predict.layer_variants import Latent, LayerKind
+from bpipe.predict.layout import Setup
+from bpipe.predict.rates import Rates
+from bpipe.predict.sizes import element_bytes, num_tokens
+
+# Rows and columns, and what it reaches of the largest's rate: the smaller reads more for every result it computes.
+# cuBLAS has smaller ones still, for products that do not fill a device.
+TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.9))
+
+
+class Products(NamedTuple):
+    """Seconds of one matrix's products: with its input, and backward the gradients of its input and of its weights."""
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+
+
+def matrix_products(
+    setup: Setup, inputs: float, outputs: float, tokens: float | None = None, number: int = 1, in_layer: bool = False
+) -> Products:
+    """Return the products of a micro-batch's tokens, or of so many, with a matrix of this rank; `number` alike at once.
+
+    Reads and writes of the weights' gradients are not included. `in_layer`: the matrix is a layer's, which may be in
+    FP8.
+    """
+    tokens, written = num_tokens(setup) if tokens is None else tokens, element_bytes(setup)
+    rates = Rates.of(setup)
+    if in_layer and setup.fp8 is not None:
+        rates = replace(rates, products=rates.low)
+    processors = setup.cluster.device.num_processors
+    # Gradients of weights are added to what there is.
+    return Products(
+        _seconds(rates, processors, tokens, outputs, inputs, written, number),
+        _seconds(rates, processors, tokens, inputs, outputs, written, number),
+        _seconds(rates, processors, inputs, outputs, tokens, 0, number),
+    )
+
+
+class Layer(NamedTuple):
+    """The products of a layer's matrices: of each part one behind a norm, and one that returns."""
+
+    entering: tuple[Products, ...]
+    returning: tuple[Products, ...]
+
+    def total(self) -> Products:
+        return _added(*(one for part in zip(self.entering, self.returning, strict=True) for one in part))
+
+
+def _layer_matrices(setup: Setup, kind: LayerKind) -> tuple[tuple[float, float], ...]:
+    """Return features in and out of this rank's part of a layer's matrices: for each part the one behind the norm, and
+    the one that returns.
+
+    Of the former outputs are split over tensor-parallel ranks, of the latter inputs are. Those of an MLP stand for
+    experts.
+    """
+    model, t = setup.model, setup.tensor
+    hidden = model.hidden_size
+    if kind.is_mamba and model.hybrid is not None:
+        return (hidden, model.hybrid.projected_size / t), (model.hybrid.inner_size / t, hidden)
+    attention = (hidden, (model.query_size + model.key_value_size) / t), (model.value_size / t, hidden)
+    mlp = (hidden, model.first_mlp_size / t), (model.ffn_hidden_size / t, hidden)
+    return (*(attention if kind.attends else ()), *(mlp if kind.has_mlp else ()))
+
+
+def layer_products(setup: Setup, kind: LayerKind | None = None) -> Layer:
+    """Return a layer's products.
+
+    Those of experts stand for the MLP's, all of a device at once, with those of shared experts.
+    """
+    kind = setup.model.kind(0) if kind is None else kind
+    made = [_of_layer(setup, inputs, outputs) for inputs, outputs in _layer_matrices(setup, kind)]
+    if kind.experts:
+        made[-2:] = _experts(setup)
+    if setup.model.latent is not None:
+        made[0] = _latent(setup, setup.model.latent)
+    return Layer(tuple(made[::2]), tuple(made[1::2]))
+
+
+def _latent(setup: Setup, latent: Latent) -> Products:
+    """Down, whole on every tensor-parallel rank for its part of the sequence, and up."""
+    down = _of_layer(setup, setup.model.hidden_size, latent.down_size, num_tokens(setup) / setup.sequence_shards)
+    return _added(down, *latent_up_products(setup, latent))
+
+
+def latent_up_products(setup: Setup, latent: Latent) -> tuple[Products, Products]:
+    """Return the products of the up projections: to queries, and to keys and values."""
+    model, t = setup.model, setup.tensor
+    keys_and_values = model.num_attention_heads * (latent.qk_head_dim + latent.v_head_dim)
+    return (
+        _of_layer(setup, latent.q_lora_rank or model.hidden_size, model.query_size / t),
+        _of_layer(setup, latent.kv_lora_rank, keys_and_values / t),
+    )
+
+
+def _experts(setup: Setup) -> tuple[Products, Products]:
+    """Of even loads: the tiles of all experts of a device share its waves."""
+    model, experts = setup.model, setup.model.experts
+    assert experts is not None
+    number = experts.num_experts // setup.routing.expert
+    tokens, size = routed_tokens(setup) / number, experts.ffn_hidden_size / setup.expert_tensor
+    gates = 2 if model.gated else 1
+    first = _of_layer(setup, model.hidden_size, gates * size, tokens, number)
+    second = _of_layer(setup, size, model.hidden_size, tokens, number)
+    if not experts.shared_size:
+        return first, second
+    beside = shared_products(setup)
+    return _added(first, beside[0]), _added(second, beside[1])
+
+
+def shared_products(setup: Setup) -> tuple[Products, Products]:
+    """Return the products of the shared experts, which must exist."""
+    model, experts = setup.model, setup.model.experts
+    assert experts is not None
+    size = experts.shared_size / setup.tensor
+    return _of_layer(setup, model.hidden_size, (2 if model.gated else 1) * size), _of_layer(
+        setup, size, model.hidden_size
+    )
+
+
+def _of_layer(setup: Setup, inputs: float, outputs: float, tokens: float | None = None, number: int = 1) -> Products:
+    return matrix_products(setup, inputs, outputs, tokens, number, in_layer=True)
+
+
+def _added(*several: Products) -> Products:
+    return Products(*map(sum, zip(*several, strict=True)))
+
+
+@cache
+def _seconds(
+    rates: Rates, processors: int | None, rows: float, columns: float, inner: float, written_bytes: int, number: int
+) -> float:
+    """Products with results of rows and columns, each a sum of `inner` products; `written_bytes` for each."""
+    written = written_bytes / rates.memory
+    if processors is None:
+        return number * rows * columns * (2 * inner / rates.products + written)
+    return min(
+        -(-(number * -(-rows // high) * -(-columns // wide)) // processors)
+        * processors
+        * high
+        * wide
+        * (2 * inner / (share * rates.products) + written)
+        for high, wide, share in TILES
+    )

@@ -1,0 +1,255 @@
+"""Predict what every pipeline rank holds in memory.
+
+In: a Setup. Out: one `RankMemory` a rank, by parts, in bytes of one device.
+
+Weights, gradients and optimizer state by Megatron's byte counts; what a forward saves from `saved`; how many
+micro-batches are held, own and hosted, from the very schedule that runs. Knows no tensors and no clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from bpipe.predict.activations import activations
+from bpipe.predict.cluster import GIB, Cluster
+from bpipe.predict.layout import EVENLY, Setup
+from bpipe.predict.saved_tensors import stage_bytes
+from bpipe.predict.slices import slice_setups
+from bpipe.predict.states import over_replicas, parameter_bytes, rank_experts, rank_parameters, weight_bytes
+from bpipe.predict.temporaries import working_bytes
+from bpipe.schedule.families.families import FAMILIES
+from bpipe.schedule.hosts import PAIR, POOL
+
+MIB = 2**20
+# What a process takes before the first tensor: context, kernels, library workspaces. About 0.5 GiB on data-centre GPUs.
+CONTEXT_BYTES = 512 * MIB
+# Buffers of one NCCL communicator on A100s with NVLink, measured by a user in NVIDIA/nccl issue 964: 544 MB between two
+# devices, 688 MB among more.
+COMMUNICATOR_OF_TWO_BYTES = 544 * MIB
+COMMUNICATOR_BYTES = 688 * MIB
+# What the caching allocator has reserved and cannot use, as a share of what comes and goes (activations and working
+# memory): weights are allocated once and do not fragment. Runs that failed report up to 20 % of all memory (Vad-R1
+# issue 11 on GitHub: 14.15 of 70.85 GiB).
+FRAGMENTATION = Fraction(3, 20)
+# Above this share of a device's memory torch's allocator may give back and ask again in every iteration, and the
+# prediction's own error may be what does not fit. What that costs nobody measured: three configurations of GPT-3 96B took
+# 1.3 to 1.6 times as long as with half the micro-batch (Kim et al. 2023, table 7), perhaps for that reason.
+TIGHT = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """One device of one pipeline rank at its fullest.
+
+    `peak_bytes` is the most of the pipeline's and of the update's. `limit_bytes`: what it may hold, `device_bytes`: what
+    there is.
+    """
+
+    rank: int
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    update_bytes: int
+    activations_bytes: int
+    hosted_bytes: int
+    working_bytes: int
+    fragmentation_bytes: int
+    overhead_bytes: int
+    limit_bytes: int
+    device_bytes: int
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that stay throughout: weights, gradients, optimizer state."""
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        pipeline = self.activations_bytes + self.hosted_bytes + self.working_bytes + self.fragmentation_bytes
+        return self.state_bytes + self.overhead_bytes + max(pipeline, self.update_bytes)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.limit_bytes
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether it fits with so little to spare that the allocator may have to give memory back and ask again."""
+        return self.fits and self.peak_bytes > TIGHT * self.device_bytes
+
+
+def roomy_bytes(cluster: Cluster, kernels: str) -> int:
+    """Return the bytes of a device up to which it is not tight, in whole tenths of a GiB; a CPU's are never."""
+    device = cluster.device.memory_bytes
+    return int(10 * TIGHT * device / GIB) * GIB // 10 if kernels == "gpu" else device
+
+
+def overhead_bytes(setup: Setup) -> int:
+    """Return bytes of the CUDA context and communicators: tensor, context, pipeline, data and model parallel, and a
+    pair's. A CPU has none."""
+    if setup.kernels == "cpu":
+        return 0
+    t, p, d = setup.tensor, setup.pipeline, setup.replicas
+    groups = [t, setup.context, p, d]
+    if t > 1 and p > 1:
+        groups.append(t * p)
+    if setup.is_sharded:
+        # Messages of both directions apart, and each sort of collectives.
+        groups += [p] * (4 if setup.input_shards else 3)
+    if setup.balance is not None:
+        # One communicator for each direction.
+        groups += [2, 2]
+    sizes = [COMMUNICATOR_BYTES if size > 2 else COMMUNICATOR_OF_TWO_BYTES for size in groups if size > 1]
+    return CONTEXT_BYTES + sum(sizes)
+
+
+def link_bytes(setup: Setup) -> int:
+    """Return bytes of a rank's communicators with one more rank of another node, one for each direction; inside a
+    node peer copies need none."""
+    return 0 if setup.kernels == "cpu" else 2 * COMMUNICATOR_OF_TWO_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBesides:
+    """Memory of one device of every rank besides activations of micro-batches, predicted or measured, in bytes.
+
+    `fixed_bytes` all the time; `working_bytes` beside micro-batches; `update_bytes` while weights are updated, when
+    there are none. Of what comes and goes the share `fragmentation` is lost on top.
+    """
+
+    fixed_bytes: tuple[int, ...]
+    working_bytes: tuple[int, ...]
+    update_bytes: tuple[int, ...]
+    fragmentation: Fraction = Fraction(0)
+
+    def activation_bytes(self, rank: int, budget_bytes: int) -> int:
+        """Return bytes for micro-batches and host buffers; 0 where nothing is left."""
+        rest = budget_bytes - self.fixed_bytes[rank]
+        if rest < self.update_bytes[rank]:
+            return 0
+        return max(0, int(rest / (1 + self.fragmentation)) - self.working_bytes[rank])
+
+    def need_bytes(self, rank: int, held_bytes: int) -> int:
+        """Return bytes of the device where micro-batches and host buffers take `held_bytes`."""
+        going = held_bytes + self.working_bytes[rank]
+        return self.fixed_bytes[rank] + max(self.update_bytes[rank], going + int(self.fragmentation * going))
+
+
+def peak_bytes(setup: Setup) -> int:
+    """Return the peak of the fullest rank."""
+    return max(rank.peak_bytes for rank in predict_memory(setup))
+
+
+def state_bytes(setup: Setup) -> int:
+    """Return the weights, gradients, optimizer state and overhead of the rank with most parameters: it holds no less
+    than this."""
+    return max(rank_states(setup))
+
+
+def rank_states(setup: Setup) -> tuple[int, ...]:
+    """Return the state bytes of every rank."""
+    _, gradient, state, _ = parameter_bytes(setup)
+    overhead, parameters = (
+        overhead_bytes(setup),
+        zip(weight_bytes(setup), rank_parameters(setup), rank_experts(setup), strict=True),
+    )
+    return tuple(
+        weights + gradient * count + over_replicas(setup, state, count, experts) + overhead
+        for weights, count, experts in parameters
+    )
+
+
+def least_saved_bytes(setup: Setup) -> list[int]:
+    """Return, for every stage, what a forward of one micro-batch, or slice, saves at least."""
+    return [min(of_stage) for of_stage in zip(*map(stage_bytes, slice_setups(setup)), strict=True)]
+
+
+def least_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> int:
+    """Return a lower bound for the fullest rank, without making a schedule.
+
+    It is the state alone, or the first rank's with its activations at their most, or its pair's mean. `states`: those
+    of all ranks, if known.
+    """
+    states, family = states or rank_states(setup), FAMILIES[setup.schedule]
+    least = max(states)
+    if family.ahead is None or (setup.slices > 1 and family.sliced_warm_up is not None):
+        # Of slices in turns the warm-up says more (`predict.warm_up`).
+        return least
+    saved = least_saved_bytes(setup)
+    working, width = working_bytes(setup), setup.num_microbatches * setup.slices
+    held = family.ahead(setup.pipeline, width, setup.num_chunks, setup.turn_size)
+    held *= min(saved[stage] for stage in setup.stages_of(0))
+    if setup.balance is None:
+        return max(least, with_state(setup, states[0], held + working[0]))
+    return max(least, with_state(setup, min(states), part_of_held(setup, held) + min(working)))
+
+
+def least_shared_bytes(setup: Setup, states: tuple[int, ...] | None = None) -> int:
+    """Return a lower bound for the fullest rank of a balanced setup, without balancing.
+
+    Wherever a rank's micro-batches are at its peak, it or its partner has half; of a pool one rank has as large a part.
+    """
+    states = states or rank_states(setup)
+    if FAMILIES[setup.schedule].fill is None:
+        return least_bytes(setup, states)
+    working = working_bytes(setup)
+    held = max(own for own, _ in activations(replace(setup, balance=None)))
+    return max(least_bytes(setup, states), with_state(setup, min(states), part_of_held(setup, held) + min(working)))
+
+
+def part_of_held(setup: Setup, held: int) -> int:
+    """Return the part of what a rank holds that it, or one of those who host for it, holds at least; a node's memory
+    may have all of it."""
+    return {PAIR: held // 2, POOL: held // setup.pipeline}.get(setup.hosts, 0)
+
+
+def with_state(setup: Setup, state: int, going: int) -> int:
+    """Return state plus temporaries plus what the allocator loses of these."""
+    return state + going + int(_fragmentation(setup) * going)
+
+
+def besides_of(setup: Setup) -> DeviceBesides:
+    """Return the predicted memory besides activations."""
+    rows = predict_memory(replace(setup, balance=None if setup.balance is None else EVENLY, budget_bytes=None))
+    return DeviceBesides(
+        tuple(row.state_bytes + row.overhead_bytes for row in rows),
+        tuple(row.working_bytes for row in rows),
+        tuple(row.update_bytes for row in rows),
+        _fragmentation(setup),
+    )
+
+
+def _fragmentation(setup: Setup) -> Fraction:
+    """Of a CPU's memory nobody says what is lost."""
+    return FRAGMENTATION if setup.kernels == "gpu" else Fraction(0)
+
+
+def predict_memory(setup: Setup) -> tuple[RankMemory, ...]:
+    """Return the memory of each rank.
+
+    A transfer is taken to move all that a micro-batch saves, unless another size is given.
+    """
+    held_by_rank, weights = activations(setup), weight_bytes(setup)
+    _, gradient, state, update = parameter_bytes(setup)
+    working, overhead = working_bytes(setup), overhead_bytes(setup)
+    rows = []
+    for rank, (count, experts) in enumerate(zip(rank_parameters(setup), rank_experts(setup), strict=True)):
+        own, hosted = held_by_rank[rank]
+        rows.append(
+            RankMemory(
+                rank=rank,
+                weights_bytes=weights[rank],
+                gradients_bytes=gradient * count,
+                optimizer_bytes=over_replicas(setup, state, count, experts),
+                update_bytes=over_replicas(setup, update, count, experts),
+                activations_bytes=own,
+                hosted_bytes=hosted,
+                working_bytes=working[rank],
+                fragmentation_bytes=int(_fragmentation(setup) * (own + hosted + working[rank])),
+                overhead_bytes=overhead,
+                limit_bytes=setup.limit_bytes[rank],
+                device_bytes=setup.cluster.device.memory_bytes,
+            )
+        )
+    return tuple(rows)

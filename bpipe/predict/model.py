@@ -1,0 +1,289 @@
+"""Describe a transformer by its sizes.
+
+In: numbers. Out: a frozen `Model`. Knows no parallelism, no device, no weights and no file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+from bpipe.predict.hybrid import ATTENTION, EXPERTS, MOST_LAYERS, Hybrid
+from bpipe.predict.layer_variants import EVERY_LAYER, Experts, Latent, LayerKind, shortest
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A decoder with `num_layers` layers. The names are Megatron's flags where it has one.
+
+    `num_query_groups` key and value heads serve `num_attention_heads` heads of `kv_channels` each. `gated` is a SwiGLU
+    MLP: the first projection is twice as wide; `gated_gelu`: its gate is a GELU. `squared_relu` is an MLP's without a
+    gate. `rms_norm` has a weight and no bias. `learned_positions` adds an embedding of the sequence's length; without,
+    positions rotate queries and keys, or with `no_positions` nothing knows them. `qkv_bias`: of linear layers only
+    those of Q, K and V have biases. `qk_norm`: every head's queries and keys are normed, by one norm each. `window`: no
+    token attends to more than so many, in the layers that `window_pattern` says. `chunk`: tokens attend within their
+    own so many alone, which is not modelled. `post_norms`: what attention and MLP give is normed, too.
+    `capped_attention` and `capped_logits` are squeezed by a tanh.
+
+    `experts`: some layers or all have them in place of the MLP, which `ffn_hidden_size` is of the others. `latent`:
+    attention is latent. `hybrid`: every layer is one part alone.
+    """
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    ffn_hidden_size: int
+    vocabulary: int
+    sequence: int
+    gated: bool = False
+    rms_norm: bool = False
+    linear_bias: bool = True
+    learned_positions: bool = True
+    tied_embedding: bool = True
+    dropout: bool = True
+    squared_relu: bool = False
+    gated_gelu: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    window: int | None = None
+    window_pattern: tuple[int, ...] = EVERY_LAYER
+    chunk: int | None = None
+    post_norms: bool = False
+    capped_attention: bool = False
+    capped_logits: bool = False
+    experts: Experts | None = None
+    latent: Latent | None = None
+    hybrid: Hybrid | None = None
+    no_positions: bool = False
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if type(value) is int and value < 1:
+                raise ValueError(f"model {self.name}: {name} is {value}, but must be at least 1")
+        if self.num_layers > MOST_LAYERS:
+            raise ValueError(f"model {self.name}: num_layers is {self.num_layers}, but must be at most {MOST_LAYERS}")
+        if self.num_attention_heads % self.num_query_groups:
+            raise ValueError(
+                f"model {self.name}: {self.num_query_groups} query groups do not divide {self.num_attention_heads} "
+                f"heads"
+            )
+        if self.squared_relu and self.gated:
+            raise ValueError(f"model {self.name}: SwiGLU and squared ReLU exclude each other: leave one of the two out")
+        if self.no_positions and self.learned_positions:
+            raise ValueError(
+                f"model {self.name}: learned positions and no positions exclude each other: leave one of the two out"
+            )
+        object.__setattr__(self, "window_pattern", shortest(self.window_pattern))
+        self._check_parts()
+        self._check_hybrid()
+
+    def _check_parts(self) -> None:
+        patterns = {"experts": self.experts.pattern if self.experts else EVERY_LAYER, "windows": self.window_pattern}
+        for what, pattern in patterns.items():
+            if len(pattern) > self.num_layers:
+                raise ValueError(
+                    f"model {self.name}: {what} are given for {len(pattern)} layers, but there are {self.num_layers}"
+                )
+        if self.latent and (
+            self.num_query_groups != self.num_attention_heads or self.qk_norm or self.qkv_bias or self.window
+        ):
+            raise ValueError(
+                f"model {self.name}: latent attention has no query groups, windows, norms of heads or biases: leave "
+                f"one of them out"
+            )
+        if self.linear_bias and (self.latent or (self.experts and self.experts.shared_size)):
+            raise ValueError(
+                f"model {self.name}: with latent attention or shared experts no linear layer has a bias: leave one of "
+                f"them out"
+            )
+
+    def _check_hybrid(self) -> None:
+        """What Megatron's hybrid layers do not have, too."""
+        if self.hybrid is None:
+            return
+        pattern = self.hybrid.pattern
+        if len(pattern) != self.num_layers:
+            raise ValueError(f"model {self.name}: the pattern has {len(pattern)} layers, not {self.num_layers}")
+        if (self.experts is not None) != (EXPERTS in pattern):
+            raise ValueError(
+                f"model {self.name}: layers with experts need {EXPERTS} in the pattern and their sizes: give both or "
+                "neither (--num-experts)"
+            )
+        if self.latent or self.post_norms or (self.experts and self.experts.pattern != EVERY_LAYER):
+            raise ValueError(
+                f"model {self.name}: hybrid layers have no latent attention, norms after attention or separate "
+                "pattern of experts: leave one of them out"
+            )
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers are alike."""
+        if self.hybrid is not None:
+            return False
+        return (self.experts is None or self.experts.pattern == EVERY_LAYER) and (
+            self.window is None or self.window_pattern == EVERY_LAYER
+        )
+
+    @property
+    def period(self) -> int:
+        """Number of layers after which the kinds repeat."""
+        if self.hybrid is not None:
+            return self.num_layers
+        return math.lcm(len(self.window_pattern), 1 if self.experts is None else len(self.experts.pattern))
+
+    def kind(self, layer: int) -> LayerKind:
+        windowed = self.window if self.window_pattern[layer % len(self.window_pattern)] else None
+        if self.hybrid is not None:
+            symbol = self.hybrid.pattern[layer]
+            return LayerKind(symbol == EXPERTS, windowed if symbol == ATTENTION else None, symbol)
+        experts = self.experts is not None and bool(self.experts.pattern[layer % len(self.experts.pattern)])
+        return LayerKind(experts, windowed)
+
+    def kinds(self, first: int = 0, number: int | None = None) -> tuple[tuple[LayerKind, int], ...]:
+        """Return how many of each kind the first `number` layers have; without a number, all layers."""
+        number = self.num_layers - first if number is None else number
+        if self.is_uniform:
+            return ((self.kind(0), number),)
+        return _counted(self, first, number)
+
+    def check_mambas(self, tensor: int, context: int, on_cpu: bool) -> None:
+        """Raise ValueError where Mamba layers are not cut so by Megatron, or not predicted so."""
+        refused = None if self.hybrid is None else self.hybrid.refused(tensor, context, on_cpu)
+        if refused is not None:
+            raise ValueError(f"{self.name}: {refused}")
+
+    def check_attention(self, is_fused: bool, sequence: int) -> None:
+        """Raise ValueError where attention over a sequence is not modelled."""
+        if not is_fused and (self.capped_attention or (self.window is not None and sequence > self.window)):
+            raise ValueError(f"{self.name}: windows and capped attention are modelled with attention flash only")
+        if self.chunk is not None and sequence > self.chunk:
+            raise ValueError(
+                f"{self.name} attends within chunks of {self.chunk} tokens, which is not modelled where the sequence, "
+                f"{sequence}, is "
+                f"longer: give --seq {self.chunk} or less"
+            )
+
+    def no_context(self, sequence: int, cp_comm_type: str) -> str | None:
+        """Return why Transformer Engine does not compute attention over context-parallel ranks in this way, and the
+        way out. None: it does."""
+        if cp_comm_type == "p2p" and self.window is not None and sequence > self.window:
+            return (
+                f"{self.name} has windows, which a ring of context-parallel ranks cannot compute: give --cp-comm-type "
+                f"all_gather or a2a"
+            )
+        if cp_comm_type != "p2p" and self.latent is not None:
+            return (
+                f"{self.name} has latent attention, which context-parallel ranks compute only in a ring: give "
+                f"--cp-comm-type p2p"
+            )
+        return None
+
+    def stage_kinds(self, layers: Sequence[int]) -> tuple[tuple[tuple[LayerKind, int], ...], ...]:
+        """Return the kinds of layers of stages with so many layers each."""
+        if self.is_uniform:
+            kind = self.kind(0)
+            return tuple(((kind, number),) for number in layers)
+        firsts = accumulate(layers, initial=0)
+        return tuple(self.kinds(first, number) for first, number in zip(firsts, layers, strict=False))
+
+    @property
+    def query_size(self) -> int:
+        return self.num_attention_heads * (self.latent.query_head if self.latent else self.kv_channels)
+
+    @property
+    def value_size(self) -> int:
+        """Size of attention's output: a value for every head."""
+        return self.num_attention_heads * (self.latent.v_head_dim if self.latent else self.kv_channels)
+
+    @property
+    def key_value_size(self) -> int:
+        """Size of keys and values together."""
+        return self.query_size + self.value_size if self.latent else 2 * self.num_query_groups * self.kv_channels
+
+    @property
+    def latent_ranks(self) -> int:
+        """Values of a token that latent attention projects down and norms; 0 for other attention."""
+        return 0 if self.latent is None else (self.latent.q_lora_rank or 0) + self.latent.kv_lora_rank
+
+    @property
+    def core_size(self) -> int:
+        """Multiplications of a query with a key over both products, halved for the causal half of the square."""
+        return (self.query_size + self.value_size) // 2
+
+    @property
+    def first_mlp_size(self) -> int:
+        """Outputs of the MLP's first projection."""
+        return self.ffn_hidden_size * (2 if self.gated else 1)
+
+    @property
+    def norm_parameters(self) -> int:
+        return self.hidden_size * (1 if self.rms_norm else 2)
+
+
+@lru_cache(maxsize=4096)
+def _counted(model: Model, first: int, number: int) -> tuple[tuple[LayerKind, int], ...]:
+    return tuple(counted(model.kind, first, number, model.period).items())
+
+
+def counted[Sort: Hashable](sort_of: Callable[[int], Sort], first: int, number: int, period: int) -> dict[Sort, int]:
+    """Return how many of each sort the first so many layers have, which repeat after a period.
+
+    A file may say thousands of them.
+    """
+    periods, rest = divmod(number, period)
+    counts = Counter(sort_of(first + place) for place in range(min(number, period)))
+    beyond = Counter(sort_of(first + place) for place in range(rest if periods else 0))
+    return {sort: count * max(periods, 1) + beyond[sort] for sort, count in counts.items()}
+
+
+def gpt(
+    name: str, num_layers: int, hidden_size: int, heads: int, vocabulary: int = 51200, sequence: int = 2048
+) -> Model:
+    """Return a model as in the GPT-3 papers: full attention, MLP of four times the hidden size, biases, dropout,
+    tied embedding."""
+    return Model(
+        name, num_layers, hidden_size, heads, heads, hidden_size // heads, 4 * hidden_size, vocabulary, sequence
+    )
+
+
+def llama(
+    name: str,
+    num_layers: int,
+    hidden_size: int,
+    heads: int,
+    groups: int,
+    ffn: int,
+    vocabulary: int,
+    sequence: int,
+    kv_channels: int = 128,
+) -> Model:
+    """Return a model as in the LLaMA papers: SwiGLU, RMSNorm, rotary positions, no biases, no dropout, untied
+    embedding."""
+    sizes = (num_layers, hidden_size, heads, groups, kv_channels, ffn, vocabulary, sequence)
+    return Model(name, *sizes, True, True, False, False, False, False)
+
+
+# GPT-3 13B, 96B, 134B: Kim et al. 2023 (BPipe), table of models; GPT-3 175B: Brown et al. 2020, vocabulary padded as
+# Megatron pads it. LLaMA 65B: Touvron et al. 2023; sequence 2048 as trained. LLaMA 3: Grattafiori et al. 2024, table 3;
+# sequence 8192.
+PRESETS = {
+    model.name: model
+    for model in (
+        gpt("gpt3-13b", 40, 5120, 40),
+        gpt("gpt3-96b", 80, 9984, 104),
+        gpt("gpt3-134b", 84, 11520, 120),
+        gpt("gpt3-175b", 96, 12288, 96),
+        llama("llama-65b", 80, 8192, 64, 64, 22016, 32000, 2048),
+        llama("llama3-8b", 32, 4096, 32, 8, 14336, 128256, 8192),
+        llama("llama3-70b", 80, 8192, 64, 8, 28672, 128256, 8192),
+        llama("llama3-405b", 126, 16384, 128, 8, 53248, 128256, 8192),
+    )
+}

@@ -1,0 +1,258 @@
+"""Read measured or given seconds.
+
+In: a JSON file. Out: the entries for one micro-batch size, laid over predicted `Costs`.
+
+    {"stages": [{"forward_s": 0.143, "backward_s": 0.288, "transfer_s": 0.0156, "output_s": 0, "micro_batch": 2, "layers": 10}]}
+
+`bpipe profile` adds what it `measured` and how, and such a file is refused for setups that differ in it. One entry for
+all stages alike, or one for each; entries with `micro_batch` count only for setups of that size, so one file holds
+several sizes. Where an entry says how many `layers` it measured, seconds of the layers follow the stage's own number.
+`bpipe trace` writes sizes alone: what a forward of each stage saves, and its `parameters`, in place of formulas. Anything
+left out comes from the cost model; halves of a split backward (`input_s` and `weight_s`) are then the predicted shares of
+`backward_s`. Knows no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from bpipe.predict.layout import Setup
+from bpipe.predict.tensor_parallel import Exposed
+from bpipe.predict.trace import OF_MODEL, OF_SETUP, Traced
+from bpipe.simulate.cost import Costs, ShardCost, StageCost
+from bpipe.values import LARGEST_BYTES, a_number, a_whole, load_json
+
+NONE = Exposed(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Measured facts of a stage; None: not given.
+
+    `output_s` is the output layer and the loss, forward and backward together.
+    """
+
+    forward_s: float | None = None
+    backward_s: float | None = None
+    input_s: float | None = None
+    weight_s: float | None = None
+    transfer_s: float | None = None
+    output_s: float | None = None
+    embedding_s: float | None = None
+    reduction_s: float | None = None
+    optimizer_s: float | None = None
+    saved_bytes: int | None = None
+    parameters: int | None = None
+    micro_batch: int | None = None
+    layers: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """All entries of a file, in its order. `traced`: the file is a trace's, which has sizes and no seconds."""
+
+    source: str
+    entries: tuple[Entry, ...]
+    measured: tuple[tuple[str, object], ...] = ()
+    traced: Traced | None = None
+
+    def conflict(self, setup: Setup) -> str | None:
+        """Return why the file says nothing of this setup: other micro-batch sizes, or measured with other choices.
+
+        None: it does.
+        """
+        if self.measured and setup.context > 1:
+            return f"measured without context parallelism, but the setup has {setup.context}: leave one of the two out"
+        if setup.model.hybrid is not None:
+            return f"measured for equal layers, but those of {setup.model.name} differ: leave it out"
+        for name, value in self.measured:
+            mine = getattr(setup.model if name in _SIZES else setup, name)
+            if mine != value:
+                return f"measured with {name} {value}, but the setup has {mine}: profile that, too"
+        if any(entry.micro_batch in (None, setup.micro_batch) for entry in self.entries):
+            return None
+        sizes = sorted({entry.micro_batch for entry in self.entries if entry.micro_batch is not None})
+        return f"no stage of micro-batch size {setup.micro_batch}, only of {sizes}: profile that size, too"
+
+    def entries_for(self, setup: Setup) -> tuple[Entry, ...]:
+        """Return the entry of each stage of the setup."""
+        conflict = self.conflict(setup)
+        if conflict:
+            raise ValueError(f"{self.source}: {conflict}")
+        mine = [entry for entry in self.entries if entry.micro_batch in (None, setup.micro_batch)]
+        if len(mine) not in (1, setup.num_stages):
+            raise ValueError(
+                f"{self.source}: {len(mine)} stages for micro-batch size {setup.micro_batch}, but the setup has "
+                f"{setup.num_stages}: "
+                "give one for all, or one for each"
+            )
+        return tuple(mine * setup.num_stages if len(mine) == 1 else mine)
+
+    @property
+    def is_of_one_rank(self) -> bool:
+        """Whether a tensor-parallel rank was measured alone, which `bpipe profile` says by naming how many there
+        are."""
+        return "tensor" in dict(self.measured)
+
+    def apply(self, setup: Setup, costs: Costs, collectives: Exposed = NONE) -> Costs:
+        """Return the costs with what was measured in place of what was predicted.
+
+        `collectives` are seconds of a layer's tensor-parallel ones: what was measured of one rank alone lacks them.
+        """
+        if setup.slices > 1:
+            raise ValueError(
+                f"{self.source}: whole sequences were measured, but slices {setup.slices} take other shares: leave "
+                "out the profile or the slices"
+            )
+        entries = self.entries_for(setup)
+        missing = collectives if self.is_of_one_rank else NONE
+        first = None if setup.input_shards else 0
+        last = None if setup.is_sharded else setup.num_stages - 1
+        return replace(
+            costs,
+            stages=tuple(
+                _with_collectives(
+                    _with_entry(
+                        _with_halves(cost, entry, num_layers, setup.keeps_halves),
+                        entry,
+                        num_layers,
+                        stage == first,
+                        stage == last,
+                    ),
+                    entry,
+                    Exposed(*(num_layers * seconds for seconds in missing)),
+                )
+                for stage, (cost, entry, num_layers) in enumerate(zip(costs.stages, entries, setup.layers, strict=True))
+            ),
+            shards=tuple(
+                _shard_with(shard, entries[0].embedding_s, entries[-1].output_s, setup) for shard in costs.shards
+            ),
+        )
+
+
+def _shard_with(shard: ShardCost, embedding_s: float | None, output_s: float | None, setup: Setup) -> ShardCost:
+    """Of a measured output layer a shard takes a part for each rank, S and T as predicted beside each other; of the
+    embedding a look-up."""
+    if output_s is not None:
+        scale = output_s / setup.pipeline / (shard.forward_s + shard.backward_s)
+        shard = replace(shard, forward_s=shard.forward_s * scale, backward_s=shard.backward_s * scale)
+    if embedding_s is not None and setup.input_shards:
+        shard = replace(shard, input_forward_s=embedding_s / 3, input_backward_s=embedding_s * 2 / 3)
+    return shard
+
+
+def _scale(entry: Entry, num_layers: int) -> float:
+    """What was measured of so many layers, for a stage's own number."""
+    return 1 if entry.layers is None else num_layers / entry.layers
+
+
+def _with_halves(cost: StageCost, entry: Entry, num_layers: int, keep_halves: bool) -> StageCost:
+    """Measured halves of a backward, or the predicted ones as shares of a measured whole."""
+    if entry.input_s is not None and entry.weight_s is not None and keep_halves:
+        scale = _scale(entry, num_layers)
+        return replace(cost, input_s=entry.input_s * scale, weight_s=entry.weight_s * scale)
+    if entry.backward_s is None or cost.input_s is None or cost.weight_s is None or not cost.backward_s:
+        return cost
+    share = entry.backward_s * _scale(entry, num_layers) / cost.backward_s
+    return replace(cost, input_s=cost.input_s * share, weight_s=cost.weight_s * share)
+
+
+def _with_collectives(cost: StageCost, entry: Entry, missing: Exposed) -> StageCost:
+    """On top of what the entry gives; what is predicted has them."""
+    changes: dict[str, Any] = {}
+    if entry.forward_s is not None:
+        changes["forward_s"] = cost.forward_s + missing.forward_s
+    if entry.backward_s is not None:
+        changes["backward_s"] = cost.backward_s + missing.backward_s
+    if cost.input_s is not None and (entry.input_s is not None or entry.backward_s is not None):
+        # Gradients of inputs are what goes round.
+        changes["input_s"] = cost.input_s + missing.input_half_s
+    return replace(cost, **changes)
+
+
+def _with_entry(cost: StageCost, entry: Entry, num_layers: int, first: bool, last: bool) -> StageCost:
+    changes: dict[str, Any] = {}
+    scale = _scale(entry, num_layers)
+    # What was measured moved all that was saved.
+    part = cost.moved_bytes / cost.saved_bytes if cost.saved_bytes else 1
+    for name in ("forward_s", "backward_s", "transfer_s"):
+        value = getattr(entry, name)
+        if value is not None:
+            changes[name] = value * scale * (part if name == "transfer_s" else 1)
+    for name in ("reduction_s", "optimizer_s"):
+        if getattr(entry, name) is not None:
+            changes[name] = getattr(entry, name)
+    # Two of three products are backward ones.
+    for name, here in (("output", last), ("embedding", first)):
+        value = getattr(entry, f"{name}_s")
+        if value is not None and here:
+            changes |= {f"{name}_forward_s": value / 3, f"{name}_backward_s": value * 2 / 3}
+    if entry.saved_bytes is not None:
+        changes["saved_bytes"] = round(entry.saved_bytes * scale)
+        changes["moved_bytes"] = round(entry.saved_bytes * scale * part)
+    return replace(cost, **changes)
+
+
+def read_profile(path: str) -> Profile:
+    """Read a profile. Raises ValueError naming the entry and the key that is wrong."""
+    try:
+        document: Any = load_json(Path(path).read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid JSON: {error}") from None
+    stages = document.get("stages") if isinstance(document, dict) else None
+    if not isinstance(stages, list) or not stages:
+        raise ValueError(f'{path}: a profile is {{"stages": [{{"forward_s": ...}}]}}, with at least one stage')
+    measured = document.get("measured", {})
+    if not isinstance(measured, dict):
+        raise ValueError(f"{path}: measured is {measured!r}, but must be an object")
+    entries = tuple(_entry(path, index, stage) for index, stage in enumerate(stages))
+    if any(entry.parameters is not None for entry in entries):
+        return Profile(path, entries, traced=_traced(path, entries, measured))
+    return Profile(path, entries, tuple((name, measured[name]) for name in (*_SIZES, *_CHOICES) if name in measured))
+
+
+def _traced(path: str, entries: Sequence[Entry], measured: Mapping[str, object]) -> Traced:
+    """Return what a trace saw of every stage. Raises ValueError where a stage or a fact is missing."""
+    sizes = [(entry.saved_bytes, entry.parameters, entry.micro_batch) for entry in entries]
+    missing = [name for name in (*OF_MODEL, *OF_SETUP[:-1]) if name not in measured]
+    if missing or any(None in one for one in sizes) or len({one[-1] for one in sizes}) > 1:
+        lacks = f"measured lacks {', '.join(missing)}" if missing else "saved_bytes, parameters and one micro_batch"
+        raise ValueError(f"{path}: a trace must give the sizes of every stage: {lacks}")
+    facts = [(name, _frozen(measured[name])) for name in (*OF_MODEL, *OF_SETUP[:-1])]
+    saved, parameters = (tuple(one[place] or 0 for one in sizes) for place in (0, 1))
+    return Traced((*facts, ("micro_batch", sizes[0][-1])), saved, parameters)
+
+
+def _frozen(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+# What else decides how long a stage takes, of the model and of how it is trained: `measured` of a file may name them,
+# and then the file is for such setups only.
+_SIZES = ("hidden_size", "ffn_hidden_size", "num_attention_heads")
+_CHOICES = ("tensor", "sequence", "recompute", "attention", "precision")
+_KEYS = {field.name for field in fields(Entry)}
+_WHOLE = ("saved_bytes", "parameters", "micro_batch", "layers")
+
+
+def _entry(path: str, index: int, stage: object) -> Entry:
+    if not isinstance(stage, dict):
+        raise ValueError(f"{path}: stage {index} is {stage!r}, but must be an object")
+    unknown = sorted(set(stage) - _KEYS)
+    if unknown:
+        raise ValueError(
+            f"{path}: stage {index} has unknown keys {', '.join(unknown)}: choose from {', '.join(sorted(_KEYS))}"
+        )
+    for key, value in stage.items():
+        if key in _WHOLE:
+            a_whole(value, f"{path}: stage {index}: {key}", int(key != "saved_bytes"), LARGEST_BYTES)
+        else:
+            a_number(value, f"{path}: stage {index}: {key}")
+    if ("input_s" in stage) != ("weight_s" in stage):
+        raise ValueError(
+            f"{path}: stage {index} has only one half of a backward: give both input_s and weight_s, or neither"
+        )
+    return Entry(**stage)

@@ -1,0 +1,127 @@
+"""List what a forward saves for its backward, storage by storage, and what of a split backward its second half needs.
+
+In: a Setup. Out: `Saved` rows and their sums, bytes of one device.
+
+With kernels `gpu` a layer is that of Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer
+Models", table 2), taken apart so that GQA, SwiGLU, flash attention and missing sequence parallelism come out too. With
+kernels `cpu` it is what Megatron's local layers keep on a machine without a GPU, where nothing is fused: exact to the
+byte, for the first tensor-parallel rank (a test lays every storage beside Megatron's own layers). Knows no schedule and
+no weights.
+"""
+
+from __future__ import annotations
+
+from bpipe.predict.layer_variants import LayerKind
+from bpipe.predict.layers.attention import core_bytes
+from bpipe.predict.layers.ends import embedding_saved, last_saved
+from bpipe.predict.layers.layer import layer_after_input, layer_bytes, saved_within
+from bpipe.predict.layout import Setup
+from bpipe.predict.recompute import NO_RECOMPUTATION, LayerScope
+from bpipe.predict.sizes import Saved, sent_bytes, total
+from bpipe.predict.trace import traced_sizes
+
+# Parts of a layer that are recomputed before the backward of its attention; of norms one is.
+_BEHIND_ATTENTION = frozenset(("mlp", "layernorm", "moe_act", "moe", "shared_experts"))
+
+
+def stage_saved(setup: Setup, stage: int) -> tuple[Saved, ...]:
+    """Return what a forward of one micro-batch saves on a stage."""
+    layers = setup.stage_layers[stage]
+    rows = [
+        Saved(name, nbytes, num * number)
+        for kind, scope, number in layers
+        for name, nbytes, num in saved_within(setup, kind, scope)
+    ]
+    if stage == 0:
+        rows += embedding_saved(setup)
+    if stage == setup.num_stages - 1:
+        rows += last_saved(setup)
+    return tuple(rows)
+
+
+def stage_bytes(setup: Setup) -> tuple[int, ...]:
+    """Return bytes saved of one micro-batch by every stage, as traced or by formula."""
+    traced = traced_sizes(setup)
+    if traced is not None:
+        return traced.saved_bytes
+    stages = setup.stage_layers
+    each = {
+        one: total(saved_within(setup, *one))
+        for one in dict.fromkeys((kind, scope) for layers in stages for kind, scope, _ in layers)
+    }
+    saved = [sum(number * each[kind, scope] for kind, scope, number in layers) for layers in stages]
+    saved[0] += total(embedding_saved(setup))
+    saved[-1] += total(last_saved(setup))
+    return tuple(saved)
+
+
+def after_input_bytes(setup: Setup) -> tuple[int, ...]:
+    """Return, for every stage, bytes of a micro-batch held between dgrad and wgrad; 0 where no wgrad is deferred.
+
+    The output layer's wgrad is never deferred, as the gradients of its logits would be held; the embedding holds
+    nothing there.
+    """
+    if not setup.keeps_halves:
+        return (0,) * setup.num_stages
+    of_kind = {kind: total(layer_after_input(setup, kind)) for kind, _ in setup.model.kinds()}
+    return tuple(sum(number * of_kind[kind] for kind, number in kinds) for kinds in setup.stage_kinds)
+
+
+def kept_share(setup: Setup) -> float:
+    """Return what layers hold between dgrad and wgrad as a share of what their forwards saved."""
+    layers = [one for of_stage in setup.stage_layers for one in of_stage]
+    kept = sum(number * total(layer_after_input(setup, kind)) for kind, _, number in layers)
+    return kept / sum(number * total(saved_within(setup, kind, scope)) for kind, scope, number in layers)
+
+
+def moved_bytes(setup: Setup, stage: int, minimum_bytes: int) -> int:
+    """Return bytes that a transfer of one micro-batch moves.
+
+    Storages below `minimum_bytes` stay, and so does what the pipeline's loop holds.
+    """
+    received = sent_bytes(setup) if stage and setup.layers[stage] and _shares_input(setup) else 0
+    moved = total(tuple(row for row in stage_saved(setup, stage) if row.nbytes >= minimum_bytes))
+    return moved - (received if received >= minimum_bytes else 0)
+
+
+def _shares_input(setup: Setup) -> bool:
+    """Return whether what a stage receives is saved as another tensor of the same storage, as Megatron does for
+    recomputation."""
+    alone = setup.kernels == "cpu" or setup.model.latent is not None
+    return alone and "layernorm" in setup.recomputed.modules
+
+
+def saves_input(setup: Setup) -> bool:
+    """Return whether what a stage receives is itself among what it saves: torch's RMSNorm keeps a 32-bit copy
+    instead, a norm that is recomputed another tensor of the same storage."""
+    copied = setup.kernels == "cpu" and setup.model.rms_norm and setup.precision != "fp32"
+    scope = setup.recomputed.scope(0)
+    return scope.whole or not (copied or _shares_input(setup))
+
+
+def again_bytes(setup: Setup) -> int:
+    """Return the peak bytes that recomputation makes at once.
+
+    Of layers recomputed together that is all but their input; of one layer, the parts around attention, then those
+    around the MLP.
+    """
+    together = setup.recomputed.together
+    if together:
+        number = min(together, max(setup.layers))
+        return number * layer_bytes(setup, "none") - layer_bytes(setup, "full")
+    modules = setup.recomputed.scope(0).modules
+    core = core_bytes(setup) if "core_attn" in modules else 0
+    kinds = [kind for kind, _ in setup.model.kinds()]
+    return max(
+        core + max(_freed(setup, kind, modules & {"mla_up_proj"}) for kind in kinds),
+        *(_freed(setup, kind, modules & _BEHIND_ATTENTION) for kind in kinds),
+    )
+
+
+def _freed(setup: Setup, kind: LayerKind, modules: frozenset[str]) -> int:
+    """What a layer saves less where these parts are recomputed."""
+    return (
+        total(saved_within(setup, kind, NO_RECOMPUTATION)) - total(saved_within(setup, kind, LayerScope(modules)))
+        if modules
+        else 0
+    )

@@ -1,0 +1,130 @@
+"""Count parameters of stages and ranks, and the bytes of their weights and optimizer state.
+
+In: a Setup. Out: numbers, and bytes of one device.
+"""
+
+from __future__ import annotations
+
+from bpipe.predict.layer_variants import LayerKind
+from bpipe.predict.layout import Setup
+from bpipe.predict.parameters import layer_parameters
+from bpipe.predict.sizes import shard_size
+from bpipe.predict.state_types import WHOLE
+from bpipe.predict.trace import traced_sizes
+
+# Bytes a parameter: weight, gradient, optimizer state (main weights and two moments), and what exists only while
+# weights are updated: a copy of 16-bit gradients in 32 bit. They add up to Megatron's 18, 20 and 16 (its guide to the
+# distributed optimizer), which divides the last two by the data-parallel size.
+PARAMETER_BYTES = {"bf16": (2, 4, 12, 0), "fp16": (2, 2, 12, 4), "fp32": (4, 4, 8, 0)}
+
+
+def parameter_bytes(setup: Setup) -> tuple[int, int, int, int]:
+    """Return a row of `PARAMETER_BYTES`, as flags on gradients and on the optimizer's state change it."""
+    if setup.precision == "fp32":
+        return PARAMETER_BYTES["fp32"]
+    types, switches = setup.state_types, setup.switches
+    has_short_gradients = (
+        not switches.accumulate_allreduce_grads_in_fp32
+        if setup.precision == "fp16"
+        else switches.grad_reduce_in_bf16 or types.main_grads_dtype != WHOLE
+    )
+    weight, gradient, _, copy = PARAMETER_BYTES["fp16" if has_short_gradients else "bf16"]
+    state = sum(types.state_bytes(setup.precision, setup.fp8))
+    return weight, gradient, state, min(copy, types.gradient_copy_bytes(setup.fp8))
+
+
+def stage_parameters(setup: Setup) -> tuple[int, ...]:
+    """Return the parameters of every stage on one device, as traced or by formula."""
+    traced = traced_sizes(setup)
+    if traced is not None:
+        return traced.parameters
+    model, t = setup.model, setup.tensor
+    embedding = shard_size(setup.padded_vocabulary * model.hidden_size, t)
+    layer = {
+        kind: _layer_parameters(setup, kind)
+        for kind in dict.fromkeys(kind for kinds in setup.stage_kinds for kind, _ in kinds)
+    }
+    counts = [sum(number * layer[kind] for kind, number in kinds) for kinds in setup.stage_kinds]
+    counts[0] += setup.sequence * model.hidden_size * model.learned_positions
+    counts[-1] += model.norm_parameters
+    if not setup.input_shards:
+        counts[0] += embedding
+    # A tied output layer in another stage's chunk than the embedding is a copy of it.
+    if not setup.is_sharded and (not model.tied_embedding or setup.pipeline > 1):
+        counts[-1] += embedding
+    return tuple(counts)
+
+
+def _layer_parameters(setup: Setup, kind: LayerKind) -> int:
+    """Of a layer on one device, its experts included."""
+    found = layer_parameters(setup.model, kind)
+    return shard_size(found.matrices + found.biases, setup.tensor) + found.replicated + _of_experts(setup, kind)
+
+
+def _of_experts(setup: Setup, kind: LayerKind) -> int:
+    """Of the experts of a layer, on one device."""
+    return shard_size(layer_parameters(setup.model, kind).experts, setup.routing.expert * setup.expert_tensor)
+
+
+def stage_experts(setup: Setup) -> tuple[int, ...]:
+    """Return how many parameters of every stage on one device are experts'."""
+    if setup.model.experts is None:
+        return (0,) * setup.num_stages
+    return tuple(sum(number * _of_experts(setup, kind) for kind, number in kinds) for kinds in setup.stage_kinds)
+
+
+def shard_parameters(setup: Setup) -> int:
+    """Return the parameters of the shards of the vocabulary's layers on one device of any rank."""
+    if not setup.is_sharded:
+        return 0
+    # A tied shard is one for both layers, and beside a whole embedding a copy of some of its rows.
+    num_shards = 1 if setup.model.tied_embedding or not setup.input_shards else 2
+    return num_shards * shard_size(
+        shard_size(setup.padded_vocabulary * setup.model.hidden_size, setup.tensor), setup.pipeline
+    )
+
+
+def stage_matrices(setup: Setup) -> tuple[int, ...]:
+    """Return how many parameters of every stage on one device belong to matrices that FP8 multiplies; none without
+    FP8."""
+    if setup.fp8 is None:
+        return (0,) * setup.num_stages
+    model = setup.model
+    down = 0 if model.latent is None else model.hidden_size * model.latent.down_size
+    of_kind = {
+        kind: shard_size(layer_parameters(model, kind).matrices, setup.tensor) + down + _of_experts(setup, kind)
+        for kind, _ in model.kinds()
+    }
+    return tuple(sum(number * of_kind[kind] for kind, number in kinds) for kinds in setup.stage_kinds)
+
+
+def weight_bytes(setup: Setup) -> tuple[int, ...]:
+    """Return the weights one device of every rank holds. In FP8 those of matrices are there in 8 bit, too, or alone."""
+    weight, *_ = parameter_bytes(setup)
+    counts = rank_parameters(setup)
+    if setup.fp8 is None:
+        return tuple(weight * count for count in counts)
+    matrices = stage_matrices(setup)
+    each = setup.fp8.copies(setup.cluster.device.fp8_blocks) * setup.fp8.value_bytes - weight * setup.fp8.param_gather
+    low = (sum(matrices[stage] for stage in setup.stages_of(rank)) for rank in range(setup.pipeline))
+    return tuple(weight * count + int(each * part) for count, part in zip(counts, low, strict=True))
+
+
+def rank_parameters(setup: Setup) -> tuple[int, ...]:
+    """Return the parameters one device of every rank holds: with two pipes those of both."""
+    counts, shards = stage_parameters(setup), shard_parameters(setup)
+    return tuple(sum(counts[stage] for stage in setup.stages_of(rank)) + shards for rank in range(setup.pipeline))
+
+
+def rank_experts(setup: Setup) -> tuple[int, ...]:
+    """Return how many parameters of every rank on one device are experts'."""
+    experts = stage_experts(setup)
+    return tuple(sum(experts[stage] for stage in setup.stages_of(rank)) for rank in range(setup.pipeline))
+
+
+def over_replicas(setup: Setup, each: int, count: int, experts: int) -> int:
+    """Return so many bytes of every parameter; where the optimizer is distributed replicas have a part each, and of experts
+    there are fewer."""
+    if not setup.distributed_optimizer:
+        return each * count
+    return shard_size(each * (count - experts), setup.replicas) + shard_size(each * experts, setup.expert_replicas)

@@ -1,0 +1,131 @@
+"""Predict what tensor-parallel collectives add to a layer: what of them no product hides.
+
+In: a Setup. Out: `Exposed` seconds.
+
+What Megatron and Transformer Engine do without being asked [1], and with `--tp-comm-overlap` [2]:
+  [1] in a backward, the gradient of what enters a matrix behind a norm is scattered (without sequence parallelism: summed) while the
+      product for that matrix's weights runs; with sequence parallelism that matrix's input is gathered again beside the product before.
+      Everything else is waited for
+  [2] what is gathered before a product or scattered behind it is cut into as many parts as there are ranks, and goes round part by part
+      beside the product of the part before: one part's product hides nothing
+What is hidden is not free: while both run, a product loses `HIDDEN_SHARE` of its speed to the collective. Products are taken to be as
+fast in parts as whole. Knows no schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+from typing import NamedTuple
+
+from bpipe.predict.layer_variants import LayerKind
+from bpipe.predict.layout import Setup
+from bpipe.predict.matmul import Layer, Products, layer_products
+from bpipe.predict.rates import LINK_LATENCY_S, Rates
+from bpipe.predict.recompute import LayerScope
+from bpipe.predict.sizes import element_bytes, num_tokens
+
+# Collectives take multiprocessors and bandwidth of memory from the products beside them. Lee et al. 2025 (Characterizing
+# Compute-Communication Overlap, arXiv 2507.03114) trained models of five sizes on A100s, H100s, MI210s and MI250s: on
+# average computations were 18.9 % slower while they were overlapped, and a run without overlap 10.2 % longer. So what
+# was hidden took 1.189 * 1.102 - 1 = 31 % of the computations' own time, and cost 0.189 / 0.310 of that. The published
+# runs of docs/validation_throughput.md agree: of 0.4 to 0.75 their mean error is least from 0.5 to 0.65.
+HIDDEN_SHARE = 0.60
+
+
+class Exposed(NamedTuple):
+    """Exposed tensor-parallel seconds of one layer and micro-batch: of a forward, a whole backward, and the dgrad of a
+    split one.
+
+    A backward that recomputes its layer has a forward's in it, too.
+    """
+
+    forward_s: float
+    backward_s: float
+    input_half_s: float
+
+
+def gather_s(setup: Setup, low: bool = False) -> float:
+    """Return seconds to gather over tensor-parallel ranks, or to scatter a sum; an all-reduce takes twice as long.
+
+    `low`: for the input of a layer's matrix, which may be in FP8.
+    """
+    if setup.tensor == 1:
+        return 0.0
+    gathered = element_bytes(setup) * num_tokens(setup) * setup.model.hidden_size
+    if low and setup.fp8 is not None:
+        gathered = ceil(gathered * setup.fp8.value_bytes / element_bytes(setup))
+    return gathered * (setup.tensor - 1) / setup.tensor / Rates.of(setup).link + LINK_LATENCY_S
+
+
+def exposed(setup: Setup, kind: LayerKind | None = None, scope: LayerScope | None = None) -> Exposed:
+    """Return exposed seconds of the first layer, or of another kind and scope.
+
+    Experts without shared ones gather nothing over tensor-parallel ranks but what `expert_parallel` counts.
+    """
+    if setup.tensor == 1:
+        return Exposed(0.0, 0.0, 0.0)
+    kind = setup.model.kind(0) if kind is None else kind
+    scope = setup.recomputed.scope(0) if scope is None else scope
+    one, gather, layer = gather_s(setup), gather_s(setup, low=True), layer_products(setup, kind)
+    behind_norms, returning = list(layer.entering), list(layer.returning)
+    if kind.experts and setup.model.experts and not setup.model.experts.shared_size:
+        del behind_norms[-1], returning[-1]
+    if setup.sequence_parallel:
+        found = _of_gathers(setup, behind_norms, returning, one, gather)
+    else:
+        # Of each part a sum each way.
+        sums_s = 2 * kind.num_parts * one
+        found = Exposed(sums_s, sum(_beside(2 * one, product.weight_s) for product in behind_norms), sums_s)
+    again = _again_s(setup, kind, scope, one, gather, layer, found.forward_s)
+    return Exposed(found.forward_s, found.backward_s + again, found.input_half_s + again)
+
+
+def _of_gathers(
+    setup: Setup, behind_norms: Sequence[Products], returning: Sequence[Products], one: float, gather: float
+) -> Exposed:
+    """What is waited for with sequence parallelism, where nothing is computed again."""
+    # [2] of all products, and in a backward of those whose gradients are gathered first.
+    entering = [(gather, product.forward_s) for product in behind_norms]
+    leaving = [(one, product.forward_s) for product in returning]
+    gathered = _passing(setup, [(gather, product.input_s) for product in returning])
+    # [1] beside the product for the weights, and beside the one for the input.
+    beside = [pair for product in behind_norms for pair in ((one, product.weight_s), (gather, product.input_s))]
+    backward = gathered + sum(_beside(seconds, product_s) for seconds, product_s in beside)
+    return Exposed(_passing(setup, [*entering, *leaving]), backward, gathered + len(behind_norms) * one)
+
+
+def _again_s(
+    setup: Setup, kind: LayerKind, scope: LayerScope, one: float, gather: float, layer: Layer, forward: float
+) -> float:
+    """Of the forwards of parts that are computed again in the backward: what is gathered before a product and
+    scattered behind it."""
+    if scope.whole:
+        return forward
+    shares = kind.experts and setup.model.experts is not None and setup.model.experts.shared_size
+    mlp = kind.has_mlp and scope.modules & ({"moe", "shared_experts"} if kind.experts else {"mlp"})
+    products = [layer.entering[-1], layer.returning[-1]] if mlp and (shares or not kind.experts) else []
+    if not setup.sequence_parallel:
+        # One sum behind the second product, which takes as long as a gather and a scatter.
+        return one * len(products)
+    pairs = list(zip((gather, one), (product.forward_s for product in products), strict=False))
+    pairs += [(gather, layer.entering[0].forward_s)] if "mla_up_proj" in scope.modules else []
+    return _passing(setup, pairs)
+
+
+def _passing(setup: Setup, pairs: Sequence[tuple[float, float]]) -> float:
+    """Of collectives and the products that they are before or behind: [2] of all products, where it was asked for."""
+    cut = setup.switches.tp_comm_overlap
+    return sum(_beside_parts(seconds, product_s, setup.tensor) if cut else seconds for seconds, product_s in pairs)
+
+
+def _beside_parts(collective_s: float, product_s: float, parts: int) -> float:
+    """What a collective in a ring adds to a product that is cut into as many parts: each but one part's passes
+    beside a part's product."""
+    return _beside(collective_s, product_s * (parts - 1) / parts)
+
+
+def _beside(collective_s: float, product_s: float) -> float:
+    """Return what a collective adds to a product that runs at the same time: what the product loses to it, or what
+    outlasts the product."""
+    return max(HIDDEN_SHARE * collective_s, collective_s - product_s)

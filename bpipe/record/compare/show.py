@@ -1,0 +1,197 @@
+"""Tell how two runs compare.
+
+In: a `SideBySide`. Out: its text, its last line the verdict, or the same as values for JSON.
+
+The runs are called A and B. Reads nothing and judges nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from bpipe.record.compare.judge import Mismatch, Quartiles, SideBySide
+from bpipe.record.compare.read import LOSS, StageNumbers, Training
+
+# Beside the loss, what to show of each iteration; a report and a log spell it differently.
+_SHOWN = (LOSS, "grad_norm", "grad norm")
+_WIDTH = 24
+# The largest differences that are listed.
+_MOST = 3
+_MIB = 2**20
+
+
+def text(pair: SideBySide, num_rows: int) -> str:
+    """Return the comparison as text, with the last `num_rows` iterations up to the first difference side by side."""
+    lines = [f"A: {pair.one.path}", f"B: {pair.other.path}"]
+    if pair.one.stages and pair.other.stages:
+        lines += _peaks(pair.one, pair.other)
+    lines += _numbers(pair, num_rows)
+    if pair.alone:
+        lines.append(f"note: {pair.alone} iterations are in one run only and were not compared")
+    lines += [*_losses(pair), *_seconds(pair), *_largest(pair), _verdict(pair)]
+    return "".join(f"{line.rstrip()}\n" for line in lines)
+
+
+def _peaks(one: Training, other: Training) -> list[str]:
+    """Measured beside (predicted), in micro-batches and MiB, one row per stage; transfers of a run that was balanced."""
+    first, second = f"{'':5}", f"{'stage':>5}"
+    for name, run in (("A", one), ("B", other)):
+        first += f"  {name + (', with --bpipe' if run.balanced else ', without balancing'):^27}"
+        second += f"  {'micro-batches':>13} {'MiB':>13}"
+        if run.balanced:
+            first += f"  {'per iteration':^16}"
+            second += f"  {'evictions':>9} {'loads':>6}"
+    rows = []
+    for stage in sorted(one.stages.keys() | other.stages.keys()):
+        rows.append(f"{stage:>5}" + "".join(_cells(run.stages.get(stage), bool(run.balanced)) for run in (one, other)))
+    notes = []
+    for name, run in (("A", one), ("B", other)):
+        if wrong := [
+            stage for stage, row in sorted(run.stages.items()) if row.peak_microbatches != row.predicted_microbatches
+        ]:
+            notes.append(f"note: in {name}, the measured peak of stages {wrong} is not the predicted one")
+    return [
+        "peak of saved activations on each stage: measured (predicted from the schedule)",
+        first,
+        second,
+        *rows,
+        *notes,
+    ]
+
+
+def _cells(row: StageNumbers | None, balanced: bool) -> str:
+    if row is None:
+        return f"  {'-':>13} {'-':>13}" + f"  {'-':>9} {'-':>6}" * balanced
+    counts = f"{row.peak_microbatches} ({row.predicted_microbatches})"
+    sizes = f"{row.peak_bytes / _MIB:.2f} ({row.predicted_bytes / _MIB:.2f})"
+    return f"  {counts:>13} {sizes:>13}" + f"  {row.evictions:>9} {row.loads:>6}" * balanced
+
+
+def _numbers(pair: SideBySide, num_rows: int) -> list[str]:
+    """One row per iteration: each value of the first run, then of the second."""
+    if num_rows == 0:
+        return []
+    until = pair.common.index(pair.mismatches[0].iteration) + 1 if pair.mismatches else len(pair.common)
+    iterations = pair.common[max(0, until - num_rows) : until]
+    mine, theirs = pair.one.iterations, pair.other.iterations
+    present = mine[iterations[0]].keys() | theirs[iterations[0]].keys()
+    names = [name for name in _SHOWN if name in present]
+    rows = [f"{'':>9}" + "".join(f"  {name:^{2 * _WIDTH + 2}}" for name in names)]
+    rows.append(f"{'iteration':>9}" + "".join(f"  {letter:>{_WIDTH}}" for _ in names for letter in "AB"))
+    for iteration in iterations:
+        values = (run[iteration].get(name) for name in names for run in (mine, theirs))
+        rows.append(f"{iteration:>9}" + "".join(f"  {_cell(value, pair.one.exact):>{_WIDTH}}" for value in values))
+    return rows
+
+
+def _cell(value: float | None, exact: bool) -> str:
+    if value is None:
+        return "none"
+    return value.hex() if exact else f"{value!r}"
+
+
+def _losses(pair: SideBySide) -> list[str]:
+    """Return the first and the last loss; of both runs where they are not the same as far as is shown."""
+    said = []
+    for run in (pair.one, pair.other):
+        ends = [(iteration, run.iterations[iteration].get(LOSS)) for iteration in (pair.common[0], pair.common[-1])]
+        said.append(
+            ", ".join(f"{value:.3f} at iteration {iteration}" for iteration, value in ends if value is not None)
+        )
+    if not said[0] or not said[1]:
+        return []
+    lines = [f"loss: {said[0]}"] if said[0] == said[1] else [f"loss: A {said[0]}; B {said[1]}"]
+    if any(not math.isfinite(run.iterations[pair.common[-1]].get(LOSS) or 0.0) for run in (pair.one, pair.other)):
+        lines.append("note: the loss is not finite")
+    return lines
+
+
+def _seconds(pair: SideBySide) -> list[str]:
+    one, other, ratio = _spread(pair, pair.one), _spread(pair, pair.other), pair.seconds_ratio()
+    if one is None or other is None or ratio is None:
+        return []
+    times = ", ".join(f"{name} {_between(spread)} s" for name, spread in (("A", one), ("B", other)))
+    return [f"time per iteration, median (quartiles): {times}; B/A {_between(ratio)}"]
+
+
+def _spread(pair: SideBySide, run: Training) -> Quartiles | None:
+    return Quartiles.of([run.seconds[iteration] for iteration in pair.common if iteration in run.seconds])
+
+
+def _between(spread: Quartiles) -> str:
+    return f"{spread.median:.4g} ({spread.low:.4g} to {spread.high:.4g})"
+
+
+def _largest(pair: SideBySide) -> list[str]:
+    """Return the largest differences, where there is more than the one that the verdict names."""
+    if len(pair.mismatches) == 1:
+        return []
+    largest = sorted(pair.mismatches, key=lambda mismatch: -mismatch.share)[:_MOST]
+    return [f"difference of {mismatch.share:.3g}, {_difference(mismatch)}" for mismatch in largest]
+
+
+def _verdict(pair: SideBySide) -> str:
+    num = len(pair.common)
+    within = f"within {pair.tolerance:g}"
+    if pair.mismatches:
+        first, others = pair.mismatches[0], len(pair.mismatches) - 1
+        more = f"; {others} more differ after it" if others else ""
+        return f"NOT {'equal ' + within if pair.tolerance else 'identical'}: {_difference(first)}{more}"
+    if pair.exact:
+        return f"identical: all numbers of {num} iterations agree to the last bit"
+    if pair.tolerance:
+        return f"equal {within}: no two numbers of {num} iterations differ by more, relative to the larger one"
+    return (
+        f"no difference in {num} iterations, but Megatron rounds the numbers in its logs; "
+        "to compare every bit, run with --bpipe-report DIR and compare the folders"
+    )
+
+
+def _difference(one: Mismatch) -> str:
+    return f"{one.name} of iteration {one.iteration}: {_number(one.one)} in A, {_number(one.other)} in B"
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value!r} ({value.hex()})"
+
+
+def document(pair: SideBySide) -> dict[str, Any]:
+    """Return the comparison as JSON values. Numbers without a JSON form stand there as text: nan, inf, -inf."""
+    ratio = pair.seconds_ratio()
+    return {
+        "equal": pair.equal,
+        "exact": pair.exact,
+        "tolerance": pair.tolerance,
+        "iterations": len(pair.common),
+        "in_one_only": pair.alone,
+        "differences": [
+            {"iteration": one.iteration, "name": one.name, "a": _plain(one.one), "b": _plain(one.other)}
+            for one in pair.mismatches
+        ],
+        "a": _run(pair, pair.one),
+        "b": _run(pair, pair.other),
+        "iteration_s_ratio": None if ratio is None else asdict(ratio),
+    }
+
+
+def _run(pair: SideBySide, run: Training) -> dict[str, Any]:
+    spread = _spread(pair, run)
+    return {
+        "path": str(run.path),
+        "balanced": run.balanced,
+        "first_loss": _plain(_loss(run.iterations, pair.common[0])),
+        "last_loss": _plain(_loss(run.iterations, pair.common[-1])),
+        "iteration_s": None if spread is None else asdict(spread),
+        "stages": [{"stage": stage, **asdict(row)} for stage, row in sorted(run.stages.items())],
+    }
+
+
+def _loss(iterations: Mapping[int, dict[str, float | None]], iteration: int) -> float | None:
+    return iterations[iteration].get(LOSS)
+
+
+def _plain(value: float | None) -> float | str | None:
+    return value if value is None or math.isfinite(value) else repr(value)

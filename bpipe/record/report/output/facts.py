@@ -1,0 +1,177 @@
+"""Say what a report is about and its totals, as label and value.
+
+In: a `Comparison`. Out: pairs of text, for table and page; the four figures at the page's head.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from bpipe.record.report.answers import bottleneck, longest_wait
+from bpipe.record.report.compare import Comparison, Totals
+from bpipe.record.report.replay import Basis
+from bpipe.record.report.selection import Measured
+from bpipe.record.report.units import bytes_text, counted, percent_text, rate_text, seconds_text
+from bpipe.schedule.layout import Vocabulary
+
+# Of a large run no more of its machines are named.
+MOST_HOSTS = 4
+
+
+class Figure(NamedTuple):
+    """One of the figures at the head of a page, and what stands small beneath it."""
+
+    label: str
+    value: str
+    beside: str
+
+
+def figures(comparison: Comparison) -> list[Figure]:
+    """Return the peak, what ranks waited for transfers, the time of an iteration and the bubble."""
+    totals = comparison.totals
+    pipeline = f"{seconds_text(totals.predicted_pipeline_s)} predicted"
+    if totals.step_s is not None:
+        pipeline = f"pipeline {seconds_text(totals.pipeline_s)}, {pipeline}"
+    return [
+        _peak(comparison),
+        _exposed(comparison),
+        Figure("iteration", seconds_text(totals.step_s or totals.pipeline_s), pipeline),
+        Figure("bubble", percent_text(totals.bubble), f"{percent_text(totals.predicted_bubble)} predicted"),
+    ]
+
+
+def _peak(comparison: Comparison) -> Figure:
+    row, label = bottleneck(comparison), "peak of activations"
+    if row is None or row.all_measured_bytes is None:
+        return Figure(label, "not known", "no rank recorded it")
+    bound = "" if row.bound_bytes is None else f", bound {bytes_text(row.bound_bytes)}"
+    return Figure(label, bytes_text(row.all_measured_bytes), f"stage {row.stage}{bound}")
+
+
+def _exposed(comparison: Comparison) -> Figure:
+    row, label = longest_wait(comparison), "exposed transfers"
+    if row is None or row.exposed_s is None:
+        return Figure(label, "not known", "no rank recorded them")
+    if not any(one.evictions for one in comparison.stages):
+        return Figure(label, "none", "nothing is evicted")
+    predicted = seconds_text(row.predicted_exposed_s)
+    return Figure(label, seconds_text(row.exposed_s), f"stage {row.stage}, {predicted} predicted")
+
+
+def facts(comparison: Comparison, beside_figures: bool = False) -> list[tuple[str, str]]:
+    """Return them; beside `figures` without what these say."""
+    measured, basis = comparison.measured, comparison.prediction.basis
+    program, info = measured.program, measured.run.info
+    chunks = f", {program.num_chunks} chunks" if program.num_chunks > 1 else ""
+    parts = f" in {program.slices} slices each" if program.slices > 1 else ""
+    schedule = (
+        f"{program.schedule}, {counted(program.num_ranks, 'stage')}{chunks}, {program.num_microbatches} "
+        f"micro-batches{parts}"
+    )
+    device = info.device or next((record.device for record in measured.records if record is not None), "not known")
+    found = [
+        ("run", run_name(measured)),
+        ("started", info.started or "not known"),
+        ("host", hosts(measured)),
+        ("schedule", schedule),
+        *_pipes(measured),
+        ("balance", program.balance_name + (", synchronous transfers" if info.synchronous else "")),
+        *_vocabulary(measured),
+        ("device", device),
+        *((name.replace("_", "-"), version) for name, version in info.versions),
+    ]
+    if info.num_pipelines is not None and info.num_pipelines > 1:
+        found.append(("pipelines", f"{info.num_pipelines}, number {measured.pipeline} is shown"))
+    found.append(_iterations(measured))
+    if not beside_figures:
+        found += _times(comparison.totals)
+    found.append(("MFU", _mfu(comparison)))
+    found.append(
+        (
+            "message",
+            "not measurable, so the prediction has none" if basis.message_s is None else seconds_text(basis.message_s),
+        )
+    )
+    return [*found, *_link(basis), *_verified(measured)]
+
+
+def _times(totals: Totals) -> list[tuple[str, str]]:
+    found = [
+        ("pipeline", f"{seconds_text(totals.pipeline_s)} (predicted {seconds_text(totals.predicted_pipeline_s)})"),
+        ("bubble", f"{percent_text(totals.bubble)} (predicted {percent_text(totals.predicted_bubble)})"),
+    ]
+    return found if totals.step_s is None else [*found, ("training step", seconds_text(totals.step_s))]
+
+
+def _link(basis: Basis) -> list[tuple[str, str]]:
+    if not basis.bytes_per_s:
+        return []
+    sources = {basis.bytes_source[stage] for stage in basis.bytes_per_s}
+    return [("link", f"{rate_text(min(basis.bytes_per_s.values()))} ({', '.join(sorted(sources))})")]
+
+
+def _verified(measured: Measured) -> list[tuple[str, str]]:
+    verified = measured.run.verified
+    if verified is None:
+        return []
+    much = f"{counted(verified.microbatches, 'micro-batch', 'es')}, {bytes_text(verified.nbytes)}"
+    return [
+        ("verified", f"{counted(verified.iterations, 'iteration')}: everything evicted came back unchanged ({much})")
+    ]
+
+
+def _vocabulary(measured: Measured) -> list[tuple[str, str]]:
+    program = measured.program
+    if program.vocabulary is Vocabulary.WHOLE:
+        return []
+    return [("vocabulary", program.vocabulary.value + ", and the embedding" * program.input_shards)]
+
+
+def _pipes(measured: Measured) -> list[tuple[str, str]]:
+    """Where there are several a place in the pipeline has two stages of a chunk, and a row of the table is named by
+    the first pipe's."""
+    pipes = measured.schedule.layout.num_pipes
+    return [("pipes", f"{pipes}, rows in the order of the first pipe's stages")] if pipes > 1 else []
+
+
+def run_name(measured: Measured) -> str:
+    """Return the name of the run's folder: the user's own name for it."""
+    return measured.run.folder.resolve().name
+
+
+def hosts(measured: Measured) -> str:
+    """Return the machines that left a record, with the number of their ranks where there are several."""
+    ranks = Counter(record.host for record in measured.run.ranks)
+    if len(ranks) == 1:
+        return next(iter(ranks))
+    named = [f"{host} ({number} ranks)" for host, number in sorted(ranks.items())]
+    return ", ".join(named[:MOST_HOSTS]) + (f" and {len(named) - MOST_HOSTS} more" if len(named) > MOST_HOSTS else "")
+
+
+def _iterations(measured: Measured) -> tuple[str, str]:
+    shown = [timeline.iteration for timeline in measured.shown]
+    if len(shown) == 1:
+        return "iteration", str(shown[0])
+    warm_up = f" ({measured.warm_up} is a warm-up)" if measured.warm_up in shown else ""
+    return "iterations", ", ".join(map(str, shown)) + warm_up
+
+
+def _mfu(comparison: Comparison) -> str:
+    info, totals = comparison.measured.run.info, comparison.totals
+    if totals.mfu is not None and info.peak_flops is not None:
+        return (
+            f"{percent_text(totals.mfu)} of {info.peak_flops / 1e12:g} TFLOP/s per device "
+            f"({info.peak_source or 'source not given'})"
+        )
+    missing = [
+        name
+        for name, value in (
+            ("the device's peak (--bpipe-peak-tflops)", info.peak_flops),
+            ("the FLOPs of an iteration", info.flops_per_iteration),
+            ("the number of ranks", info.world_size),
+            ("the time of a step", totals.step_s),
+        )
+        if not value
+    ]
+    return f"not known, missing: {', '.join(missing)}"

@@ -1,0 +1,195 @@
+"""Write the report as one HTML file.
+
+In: the view, plain JSON values as `bpipe report` prints them. Out: the text of the page.
+
+Of a run that has not been (`is_run` false) there is no measured side: ranks say by name what lies `under` their
+activations, and stages what they hold in `parts`. The page asks the network for nothing: styles, scripts and data stand
+in it. Actions travel as columns of whole numbers (ticks of 0.1 microseconds, each column in the shortest of four
+spellings), because the timeline of a large pipeline has a hundred thousand of them. Knows no record, no schedule and no
+simulation: whatever is drawn, counted or concluded was said by the view.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib import resources
+from typing import Any, NamedTuple
+
+from bpipe.schedule.action import Kind
+from bpipe.schedule.files.text import TextError, read_action
+
+TICK_S = 1e-7
+# What no action has: a host buffer, or bytes, where there are none.
+NOTHING = -1
+
+SCRIPTS = (
+    "data.js",
+    "format.js",
+    "tables.js",
+    "bars.js",
+    "paint.js",
+    "lanes.js",
+    "layout.js",
+    "timeline.js",
+    "input.js",
+    "main.js",
+)
+_KINDS = tuple(kind.value for kind in Kind)
+_COLUMNS = 6
+# A table of distinct values pays only while its indices are shorter than what they stand for.
+_MOST_DISTINCT = 1000
+
+
+def render(view: Mapping[str, Any]) -> str:
+    """Return the page. Raises ValueError, with its place, for a view that is not of the agreed form."""
+    tracks = _Tracks()
+    iterations = [_iteration(iteration, tracks) for iteration in _of(view, "iterations", "the view")]
+    data = {
+        "title": str(_of(view, "title", "the view")),
+        "is_run": view.get("is_run", True),
+        "figures": _of(view, "figures", "the view"),
+        "facts": _of(view, "facts", "the view"),
+        "answers": _of(view, "answers", "the view"),
+        "bottleneck": _of(view, "bottleneck", "the view"),
+        "stages": _of(view, "stages", "the view"),
+        "differences": _of(view, "differences", "the view"),
+        "tick_s": TICK_S,
+        "kinds": _KINDS,
+        "tracks": tracks.packed,
+        "iterations": iterations,
+    }
+    parts = {
+        "TITLE": escape(data["title"]),
+        "STYLE": _asset("page.css"),
+        "DATA": embed(data),
+        "SCRIPT": "\n".join(_asset(name) for name in SCRIPTS),
+    }
+    page = _asset("page.html")
+    # One pass, so that nothing in a title can name another part.
+    pieces = page.split("@@")
+    return "".join(parts[piece] if index % 2 else piece for index, piece in enumerate(pieces))
+
+
+def embed(value: object) -> str:
+    """Write JSON that may stand in a script element: no `<` that could end it, and no number that JSON lacks."""
+    try:
+        text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+    except ValueError:
+        raise ValueError("the view holds a number that is not finite: leave it out, or say null") from None
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def column(values: Sequence[int]) -> dict[str, Any]:
+    """Write whole numbers in the shortest form: as they are, as differences, or either as indices into their
+    distinct values."""
+    differences = [value - before for before, value in zip([0, *values], values, strict=False)]
+    candidates: list[dict[str, Any]] = []
+    for name, numbers in (("values", list(values)), ("differences", differences)):
+        candidates.append({name: numbers})
+        distinct = sorted(set(numbers))
+        if len(distinct) == 1:
+            candidates.append({name: distinct, "times": len(numbers)})
+        elif len(distinct) <= _MOST_DISTINCT:
+            places = {value: place for place, value in enumerate(distinct)}
+            candidates.append({name: distinct, "of": [places[number] for number in numbers]})
+    return min(candidates, key=lambda candidate: len(json.dumps(candidate, separators=(",", ":"))))
+
+
+def _of(part: Mapping[str, Any], name: str, place: str) -> Any:
+    if name not in part:
+        raise ValueError(f"{place} has no {name!r}: it has {', '.join(part) or 'nothing'}")
+    return part[name]
+
+
+class _Tracks:
+    """Every track once: all iterations have the same simulation, and it is half of all there is."""
+
+    def __init__(self) -> None:
+        self.packed: list[dict[str, Any]] = []
+        self._places: dict[int, int] = {}
+
+    def place(self, track: Mapping[str, Any], where: str) -> int:
+        """Where the track stands in `packed`."""
+        if id(track) not in self._places:
+            self._places[id(track)] = len(self.packed)
+            self.packed.append(_track(track, where))
+        return self._places[id(track)]
+
+
+def _iteration(iteration: Mapping[str, Any], tracks: _Tracks) -> dict[str, Any]:
+    place = f"iteration {iteration.get('iteration', '?')}"
+    return {
+        "iteration": _of(iteration, "iteration", place),
+        "end_s": _of(iteration, "end_s", place),
+        "ranks": [_rank(rank, place, tracks) for rank in _of(iteration, "ranks", place)],
+    }
+
+
+def _rank(rank: Mapping[str, Any], place: str, tracks: _Tracks) -> dict[str, Any]:
+    place = f"{place}, rank {rank.get('rank', '?')}"
+    packed = {name: _of(rank, name, place) for name in ("rank", "label", "bound_bytes")}
+    packed["under"] = rank.get("under", [])
+    for side in ("measured", "simulated"):
+        track = _of(rank, side, place)
+        packed[side] = None if track is None else tracks.place(track, f"{place}, {side}")
+    return packed
+
+
+def _track(track: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """One side of one rank as columns."""
+    actions = _of(track, "actions", place)
+    for row in actions:
+        if len(row) != _COLUMNS:
+            raise ValueError(
+                f"{place}: {row!r} has {len(row)} entries, an action has 6: text, start, end, wait, bytes, slot"
+            )
+    rows = [_packed(row, place) for row in actions]
+    memory = _of(track, "memory", place)
+    return {
+        **{name: column([getattr(row, name) for row in rows]) for name in _Packed._fields},
+        "memory_time": column([_ticks(time) for time, _ in memory]),
+        "memory_held": column([int(held) for _, held in memory]),
+    }
+
+
+class _Packed(NamedTuple):
+    """An action as whole numbers, each of which is a column of its track: the kind's place in `_KINDS`, times in
+    ticks."""
+
+    kind: int
+    stage: int
+    microbatch: int
+    start: int
+    length: int
+    wait: int
+    bytes: int
+    slot: int
+
+
+def _packed(row: Sequence[Any], place: str) -> _Packed:
+    text, start_s, end_s, wait_s, num_bytes, slot = row
+    try:
+        action = read_action(text)
+    except TextError as error:
+        raise ValueError(f"{place}: {error}") from None
+    start = _ticks(start_s)
+    return _Packed(
+        kind=_KINDS.index(action.kind.value),
+        stage=action.stage,
+        microbatch=action.microbatch,
+        start=start,
+        length=_ticks(end_s) - start,
+        wait=_ticks(wait_s),
+        bytes=NOTHING if num_bytes is None else int(num_bytes),
+        slot=NOTHING if slot is None else int(slot),
+    )
+
+
+def _ticks(seconds: float) -> int:
+    return round(seconds / TICK_S)
+
+
+def _asset(name: str) -> str:
+    return resources.files("bpipe.record.report.output").joinpath("assets", name).read_text(encoding="utf-8")

@@ -1,0 +1,359 @@
+"""Choose what a report is about, on one clock.
+
+In: a Run, perhaps an iteration's number. Out: one pipeline's places and their iterations.
+
+Shown is one pipeline: pipeline 0, or the first of which most ranks left a record. Of the others only maxima are asked
+for. Knows no prediction; refuses rows that the program they name does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from bpipe.build import ScheduleConfig, build
+from bpipe.record.format import Iteration, RankRecord, Row, Run
+from bpipe.schedule.action import COMPUTE, OTHER_END, Action, Kind
+from bpipe.schedule.host_buffers import guests_of, num_host_buffers, residencies_by_host
+from bpipe.schedule.hosts import Host
+from bpipe.schedule.memory import changes_in_time, counting
+from bpipe.schedule.schedule import Schedule
+
+# Slower by less than this is not called slower; an iteration is a warm-up if this share of its stages were.
+_SLOWER = 1.1
+MOST_STAGES = 0.75
+
+# The halves of transfers that a rank has of its own activations.
+OWN_TRANSFERS = {Kind.EVICT, Kind.LOAD}
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One place in one iteration: rows by start in seconds of the common clock, with those that a one-sided partner
+    made for it."""
+
+    source: Iteration
+    computations: tuple[Row, ...]
+    transfers: tuple[Row, ...]
+
+    @property
+    def busy_s(self) -> float:
+        return sum(row.seconds for row in self.computations)
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds in which the rank waited for transfers."""
+        return sum(row.wait_s for row in self.transfers)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most that was seen during a computation."""
+        return max((row.live_bytes for row in self.computations if row.live_bytes is not None), default=None)
+
+    @property
+    def levels(self) -> list[tuple[float, int]]:
+        """Held bytes over time: the peak during each computation, then what it left. Nothing is known in between."""
+        levels: list[tuple[float, int]] = []
+        for row in self.computations:
+            if row.live_bytes is not None:
+                levels.append((row.start_s, row.live_bytes))
+            if row.left_bytes is not None:
+                levels.append((row.end_s, row.left_bytes))
+        if levels:
+            # Every micro-batch is over then; host buffers stay.
+            levels.append((self.computations[-1].end_s, self.source.host_bytes))
+        return levels
+
+    def count(self, kind: Kind) -> int:
+        return sum(row.action.kind is kind for row in self.transfers)
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One iteration of all places, `lanes[place]` None without a record.
+
+    Time 0 is when the first rank began its loop.
+    """
+
+    iteration: int
+    lanes: tuple[Lane | None, ...]
+
+    @property
+    def present(self) -> list[Lane]:
+        return [lane for lane in self.lanes if lane is not None]
+
+    @property
+    def begin_s(self) -> float:
+        """The first computation's start."""
+        return min(lane.computations[0].start_s for lane in self.present)
+
+    @property
+    def end_s(self) -> float:
+        """The last computation's end."""
+        return max(lane.computations[-1].end_s for lane in self.present)
+
+    @property
+    def span_s(self) -> float:
+        return self.end_s - self.begin_s
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Subject of a report. `records[place]` and `ranks[place]` (None where unknown) are of the pipeline shown.
+
+    `timelines` are all recorded iterations of this program, `shown` those that the report measures: all of them, or
+    one. `warm_up` is the number of the first iteration, where most stages computed slower in it: no typical time is
+    taken from it if there are others.
+    """
+
+    run: Run
+    program: ScheduleConfig
+    schedule: Schedule
+    pipeline: int
+    records: tuple[RankRecord | None, ...]
+    ranks: tuple[int | None, ...]
+    timelines: tuple[Timeline, ...]
+    shown: tuple[Timeline, ...]
+    warm_up: int | None
+    notes: tuple[str, ...]
+
+    @property
+    def steady(self) -> tuple[Timeline, ...]:
+        """All recorded iterations but a warm-up."""
+        return _without(self.timelines, self.warm_up)
+
+    @property
+    def typical(self) -> tuple[Timeline, ...]:
+        """The iterations shown but a warm-up."""
+        return _without(self.shown, self.warm_up)
+
+    def others(self, place: int) -> list[Iteration]:
+        """Return the shown iterations of this place in all pipelines, the shown one too."""
+        numbers = {timeline.iteration for timeline in self.shown}
+        return [
+            iteration
+            for record in self.run.ranks
+            if record.place == place
+            for number, iteration in record.iterations.items()
+            if number in numbers
+        ]
+
+
+def choose(run: Run, iteration: int | None = None) -> Measured:
+    """Return the part of a run to report on: `iteration`, or all that ran the program of the last one."""
+    programs = {number: found.program for record in run.ranks for number, found in record.iterations.items()}
+    if iteration is not None and iteration not in programs:
+        raise ValueError(
+            f"{run.folder}: iteration {iteration} is not recorded; recorded are {_listed(sorted(programs))}"
+        )
+    program = programs[max(programs) if iteration is None else iteration]
+    numbers = sorted(number for number, other in programs.items() if other == program)
+    schedule = build(program)
+    notes = list(run.notes)
+    if len(numbers) < len(programs):
+        left_out = _listed(sorted(set(programs) - set(numbers)))
+        notes.append(f"left out iterations {left_out}: they had another number of micro-batches or another schedule")
+    pipeline, records = _pipeline(run, schedule.num_ranks, notes)
+    timelines = tuple(_timeline(run, schedule, records, number, notes) for number in numbers)
+    timelines = tuple(timeline for timeline in timelines if timeline.present)
+    shown = tuple(timeline for timeline in timelines if iteration in (None, timeline.iteration))
+    if not shown:
+        raise ValueError(f"{run.folder}: no rank of pipeline {pipeline} recorded iteration {iteration}")
+    ranks = _ranks(run, schedule, records)
+    notes += _higher_peaks(run, shown, records)
+    return Measured(
+        run, program, schedule, pipeline, records, ranks, timelines, shown, _warm_up(timelines), tuple(notes)
+    )
+
+
+def lanes_of(timelines: Sequence[Timeline], place: int) -> list[tuple[Timeline, Lane]]:
+    """Return one place's part of every iteration in which it has a record."""
+    return [(timeline, lane) for timeline in timelines if (lane := timeline.lanes[place]) is not None]
+
+
+def _higher_peaks(run: Run, shown: Sequence[Timeline], records: Sequence[RankRecord | None]) -> list[str]:
+    """Return the ranks that held more in an iteration that is not shown than in those that are."""
+    higher = []
+    for place, record in enumerate(records):
+        peaks = [lane.peak_bytes for _, lane in lanes_of(shown, place) if lane.peak_bytes is not None]
+        if record is not None and peaks and run.run_peak_bytes.get(record.rank, 0) > max(peaks):
+            higher.append(f"rank {record.rank} {run.run_peak_bytes[record.rank]} bytes")
+    return [f"iterations that are not shown held more: {', '.join(higher)}"] if higher else []
+
+
+def _without(timelines: tuple[Timeline, ...], warm_up: int | None) -> tuple[Timeline, ...]:
+    return tuple(timeline for timeline in timelines if timeline.iteration != warm_up) or timelines
+
+
+def warm_up_ratios(timelines: Sequence[Timeline]) -> list[float]:
+    """Return how many times as long as later, by the median, each stage computed in the first iteration."""
+    ratios = []
+    for place, lane in enumerate(timelines[0].lanes):
+        later = [other.lanes[place] for other in timelines[1:]]
+        busy = [one.busy_s for one in later if one is not None]
+        if lane is not None and busy and median(busy) > 0:
+            ratios.append(lane.busy_s / median(busy))
+    return ratios
+
+
+def _warm_up(timelines: Sequence[Timeline]) -> int | None:
+    ratios = warm_up_ratios(timelines)
+    slower = sum(ratio > _SLOWER for ratio in ratios)
+    return timelines[0].iteration if ratios and slower >= MOST_STAGES * len(ratios) else None
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers)) if len(numbers) < 9 else f"{', '.join(map(str, numbers[:8]))} ... {numbers[-1]}"
+
+
+def _pipeline(run: Run, num_places: int, notes: list[str]) -> tuple[int, tuple[RankRecord | None, ...]]:
+    """Return the pipeline shown: of those with the most records the first."""
+    by_pipeline: dict[int, dict[int, RankRecord]] = {}
+    for record in run.ranks:
+        by_pipeline.setdefault(record.pipeline, {})[record.place] = record
+    shown = min(by_pipeline, key=lambda number: (-len(by_pipeline[number]), number))
+    if shown:
+        notes.append(f"pipeline {shown} is shown: it has records of more ranks than the pipelines before it")
+    return shown, tuple(by_pipeline[shown].get(place) for place in range(num_places))
+
+
+def _ranks(run: Run, schedule: Schedule, records: Sequence[RankRecord | None]) -> tuple[int | None, ...]:
+    """Return the rank of every place; of one without a record it is what its partner calls it, or the only rank that
+    is left."""
+    ranks = [None if record is None else record.rank for record in records]
+    # Of a pool a record names no partner.
+    for place, partner in enumerate(() if schedule.is_pooled else schedule.partners or ()):
+        other = records[partner]
+        if ranks[place] is None and other is not None:
+            ranks[place] = other.partner
+    world = run.info.world_size
+    if ranks.count(None) == 1 and world == len(ranks):
+        (left,) = set(range(world)) - set(ranks)
+        assert left is not None
+        ranks[ranks.index(None)] = left
+    return tuple(ranks)
+
+
+def _timeline(
+    run: Run, schedule: Schedule, records: Sequence[RankRecord | None], number: int, notes: list[str]
+) -> Timeline:
+    found = [None if record is None else record.iterations.get(number) for record in records]
+    begin_s = min((one.begin_s for one in found if one is not None), default=0.0)
+    lanes: list[Lane | None] = []
+    for place, (record, one) in enumerate(zip(records, found, strict=True)):
+        if one is None:
+            if record is not None:
+                notes.append(f"rank {record.rank} did not record iteration {number}: was the run killed?")
+            lanes.append(None)
+            continue
+        _check_rows(run, schedule, place, one)
+        shift = one.begin_s - begin_s
+        rows = [_shifted(row, shift) for row in one.rows]
+        lanes.append(
+            Lane(
+                one,
+                tuple(row for row in rows if row.action.kind in COMPUTE),
+                tuple(row for row in rows if row.action.kind not in COMPUTE),
+            )
+        )
+    return Timeline(number, _with_other_ends(schedule, lanes))
+
+
+def _shifted(row: Row, shift: float) -> Row:
+    host_start_s = None if row.host_start_s is None else row.host_start_s + shift
+    host_end_s = None if row.host_end_s is None else row.host_end_s + shift
+    return row._replace(
+        start_s=row.start_s + shift, end_s=row.end_s + shift, host_start_s=host_start_s, host_end_s=host_end_s
+    )
+
+
+def _check_rows(run: Run, schedule: Schedule, place: int, one: Iteration) -> None:
+    """The rows must be those of the program, in its order."""
+    expected = [action for slot in schedule.ranks[place] for action in slot.computations]
+    actual = [row.action for row in one.rows if row.action.kind in COMPUTE]
+    if actual == expected:
+        return
+    index = next(
+        (index for index, pair in enumerate(zip(actual, expected, strict=False)) if pair[0] != pair[1]),
+        min(map(len, (actual, expected))),
+    )
+    has, wants = (str(row[index]) if index < len(row) else "nothing" for row in (actual, expected))
+    raise ValueError(
+        f"{run.folder}: in iteration {one.iteration}, computation {index} of stage {place} is {has}, but its program "
+        f"says {wants}. "
+        f"Was it recorded by another version of bpipe?"
+    )
+
+
+def _with_other_ends(schedule: Schedule, lanes: Sequence[Lane | None]) -> tuple[Lane | None, ...]:
+    """Add the host's ends of transfers: a host that takes no part in transfers has no rows of them."""
+    completed = list(lanes)
+    for place, lane in enumerate(lanes):
+        if lane is None:
+            continue
+        written = {row.action.stage for row in lane.transfers if row.action.kind not in OWN_TRANSFERS}
+        ends = [
+            _other_end(row)
+            for guest in guests_of(schedule, place)
+            for row in _sent_to(schedule, guest, place, lanes[guest])
+            if row.action.stage not in written
+        ]
+        if ends:
+            transfers = sorted((*lane.transfers, *ends), key=lambda row: row.start_s)
+            completed[place] = Lane(lane.source, lane.computations, tuple(transfers))
+    return tuple(completed)
+
+
+def _sent_to(schedule: Schedule, guest: int, host: int, lane: Lane | None) -> Iterator[Row]:
+    """What a rank recorded of its transfers to and from one host."""
+    of_host = {stay.key for stay in residencies_by_host(schedule, guest).get(Host(host), ())}
+    for row in lane.transfers if lane is not None else ():
+        if row.action.kind in OWN_TRANSFERS and row.action.key in of_host:
+            yield row
+
+
+def _other_end(row: Row) -> Row:
+    action = Action(row.action.stage, OTHER_END[row.action.kind], row.action.microbatch)
+    return Row(action, row.start_s, row.end_s, bytes=row.bytes, slot=row.slot)
+
+
+def peak_microbatches(schedule: Schedule, place: int, lane: Lane) -> int:
+    """Return the most micro-batches the rank held at once, by the times of its rows, with the host buffers for its
+    partner.
+
+    As in the schedule's own count, whole micro-batches only: none is away between the halves of its backward.
+    """
+    rows = (*lane.computations, *(row for row in lane.transfers if row.action.kind in OWN_TRANSFERS))
+    held = most = 0
+    for _, change in changes_in_time(rows, counting(schedule.num_stages)):
+        held += change
+        most = max(most, held)
+    # Where the partner keeps its activations itself, or moves none, no host buffer was made here.
+    return most + (num_host_buffers(schedule, place) if lane.source.host_bytes else 0)
+
+
+def ended_transfers(
+    measured: Measured, timelines: Sequence[Timeline], place: int, stage: int | None = None
+) -> list[Row]:
+    """Return the evictions and loads that a place made, of one stage or all, whose duration is known."""
+    record = measured.records[place]
+    return [
+        row
+        for _, lane in lanes_of(timelines, place)
+        if record is not None
+        for row in lane.transfers
+        if row.action.kind in OWN_TRANSFERS
+        and stage in (None, row.action.stage)
+        and row.seconds > 0
+        and record.ended(row)
+    ]
+
+
+def steps_of(measured: Measured) -> Mapping[int, float]:
+    """Return the seconds of a whole training step, by iteration that is typical."""
+    return {
+        timeline.iteration: measured.run.step_s[timeline.iteration]
+        for timeline in measured.typical
+        if timeline.iteration in measured.run.step_s
+    }

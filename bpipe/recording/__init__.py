@@ -1,1 +1,0 @@
-"""Fill a run's record from what an engine measured, whoever runs the loop."""

@@ -1,1 +1,0 @@
-"""What a report is printed as: a table, JSON, a page, a trace. Draws and words only what `bpipe.report` has judged."""

@@ -1,0 +1,160 @@
+"""Say what one rank measured, as the record has it.
+
+In: an engine with its meter, after an iteration. Out: an `Iteration`, and a `RankSummary` that lays what was measured
+beside what the schedule predicts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from bpipe.build import ScheduleConfig
+from bpipe.record.format import Iteration, RankSummary
+from bpipe.record.report.memory import own_peak, peak_of_rule
+from bpipe.runtime.checksums import Certificate
+from bpipe.runtime.engine import Engine
+from bpipe.runtime.meter import Meter
+from bpipe.runtime.recorder import ExactBytes, Recorder
+from bpipe.runtime.sizing import Unmoved
+from bpipe.schedule.action import Kind
+from bpipe.schedule.memory import Memory
+
+
+def iteration_of(
+    engine: Engine, meter: Meter, recorder: Recorder, program: ScheduleConfig, number: int, begin_s: float
+) -> Iteration:
+    """Return what the recorder noted of an iteration. `begin_s`: unix time on this rank's clock. Waits for the device.
+
+    `device_peak_bytes` is left to whoever knows the device's allocator.
+    """
+    sizing = engine.sizing if engine.sizing is not None and engine.sizing.differing else None
+    # What a host buffer takes at most is not what came into it.
+    exact = None if sizing is None else ExactBytes(meter.each_bytes, sizing.moved_each)
+    hosted = engine.hosted_bytes if sizing is None else {}
+    rows, elapsed_s = recorder.rows(meter.saved_bytes, {**hosted, **engine.moved_bytes}, exact)
+    stayed, shares = Unmoved() if sizing is None else sizing.stayed, engine.shares
+    return Iteration(
+        iteration=number,
+        program=program,
+        begin_s=begin_s,
+        elapsed_s=elapsed_s,
+        saved_bytes=meter.saved_bytes,
+        moved_bytes=engine.moved_bytes,
+        after_input_bytes=meter.after_input_bytes,
+        shard_bytes=meter.shard_bytes,
+        kept_bytes={stage: share.kept_bytes for stage, share in shares.items()},
+        kept_counted_by=next((share.counted_by for share in shares.values()), None),
+        received_bytes=meter.received_bytes,
+        host_bytes=engine.host_bytes,
+        own_bytes=engine.own_memory[1],
+        stayed_microbatches=stayed.microbatches,
+        stayed_bytes=stayed.nbytes,
+        passed_microbatches=stayed.passed_microbatches,
+        passed_bytes=stayed.passed_bytes,
+        rows=rows,
+    )
+
+
+@dataclass
+class DifferingSums:
+    """Sums over all iterations of one rank whose micro-batches differ in size: what stayed, the most by which the
+    bound was exceeded, and the largest micro-batch by stage."""
+
+    microbatches: int = 0
+    nbytes: int = 0
+    passed_microbatches: int = 0
+    passed_bytes: int = 0
+    num_grown: int = 0
+    largest_bytes: Mapping[int, int] = field(default_factory=dict)
+
+    def add(self, engine: Engine) -> None:
+        """Add what an iteration left to say."""
+        sizing = engine.sizing
+        if sizing is None or not sizing.differing:
+            return
+        stayed = sizing.stayed
+        self.microbatches += stayed.microbatches
+        self.nbytes += stayed.nbytes
+        self.passed_microbatches = max(self.passed_microbatches, stayed.passed_microbatches)
+        self.passed_bytes = max(self.passed_bytes, stayed.passed_bytes)
+        self.num_grown = sizing.num_grown
+        self.largest_bytes = dict(sizing.most_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptBySlices:
+    """Bytes kept of micro-batches cut into slices, measured and predicted, and the rule for slices that differ."""
+
+    peak_bytes: int
+    predicted_bytes: int
+    memory: Memory
+
+
+def summary_of(
+    engine: Engine,
+    meter: Meter,
+    place: int,
+    *,
+    rank: int,
+    pipeline: int,
+    balanced: bool,
+    peaks: Sequence[tuple[int, int]],
+    differing: DifferingSums,
+    certificate: Certificate,
+    slices: KeptBySlices | None = None,
+) -> RankSummary:
+    """Lay what a rank measured beside what its schedule says for micro-batches of this size.
+
+    `place`: of this `rank` of the world in its pipeline. `peaks`: of each iteration, micro-batches and bytes; the first
+    does not count when there are others, as what micro-batches share is known only after two of them. Host buffers are
+    preallocated, so a rank holds all of them from the first HOST on: predicted is the most that its own micro-batches
+    occupy in any slot, and its buffers.
+    """
+    schedule, saved, moved = engine.schedule, meter.saved_bytes, engine.moved_bytes
+    # As the meter counts: a micro-batch of which less than half has left is still here.
+    leaves = {
+        stage: int(moved.get(stage, nbytes) > 0 and 2 * moved.get(stage, nbytes) >= nbytes)
+        for stage, nbytes in saved.items()
+    }
+    # Evictions and loads of a stage of which nothing can move were none.
+    transfers = Counter(
+        action.kind for slot in schedule.ranks[place] for action in slot.transfers if moved.get(action.stage)
+    )
+    counted = list(peaks[1:] or peaks)
+    if slices is None:
+        sizes = (meter.received_bytes, meter.after_input_bytes, meter.shard_bytes)
+        predicted_bytes = own_peak(schedule, place, saved, moved, *sizes)
+    else:
+        predicted_bytes = peak_of_rule(schedule, place, slices.memory, meter.received_bytes)
+    own_buffers, own_bytes = engine.own_memory
+    return RankSummary(
+        rank=rank,
+        stage=place,
+        pipeline=pipeline,
+        balanced=balanced,
+        num_microbatches=schedule.num_whole_microbatches,
+        peak_microbatches=max(peak[0] for peak in counted),
+        peak_bytes=max(peak[1] for peak in counted),
+        predicted_microbatches=own_peak(schedule, place, dict.fromkeys(saved, 1), leaves, 0, {})
+        + engine.num_host_buffers,
+        predicted_bytes=engine.host_bytes + predicted_bytes,
+        evictions=transfers[Kind.EVICT],
+        loads=transfers[Kind.LOAD],
+        own_buffers=own_buffers,
+        own_bytes=own_bytes,
+        moved_fraction=min((share.fraction for share in engine.shares.values()), default=None),
+        stayed_microbatches=differing.microbatches,
+        stayed_bytes=differing.nbytes,
+        passed_microbatches=differing.passed_microbatches,
+        passed_bytes=differing.passed_bytes,
+        largest_bytes=differing.largest_bytes,
+        times_grown=differing.num_grown,
+        keys_bytes=0 if slices is None else slices.peak_bytes,
+        predicted_keys_bytes=0 if slices is None else slices.predicted_bytes,
+        verified_iterations=certificate.iterations,
+        verified_microbatches=certificate.microbatches,
+        verified_storages=certificate.storages,
+        verified_bytes=certificate.nbytes,
+    )

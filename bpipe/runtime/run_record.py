@@ -1,0 +1,168 @@
+"""Write one rank's part of a run's record, with the facts of the whole run.
+
+In: what every rank knows before its first iteration, then iterations. Out: files in a folder, as `bpipe.record.format`
+defines them. Knows no schedule and no loop.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from bpipe.predict.cluster import DEVICES
+from bpipe.record.format import (
+    FAILURE,
+    RECORD,
+    RUN,
+    SUMMARY,
+    Iteration,
+    LinkSpeed,
+    RankHeader,
+    RankSummary,
+    RunInfo,
+)
+from bpipe.record.write import append, write_whole
+from bpipe.transport.connect import Location, MeasuredLink
+
+
+@dataclass(frozen=True)
+class PeakFlops:
+    """Dense 16-bit FLOP/s of one device, for the MFU, and who says so."""
+
+    flops_per_s: float
+    source: str
+
+
+def peak_of(device_name: str, given_tflops: float | None) -> PeakFlops | None:
+    """Return the peak the user gave, or the one of the device table; None where neither knows."""
+    if given_tflops is not None:
+        return PeakFlops(given_tflops * 1e12, "--bpipe-peak-tflops")
+    for device in DEVICES.values():
+        if device.name.split("-")[0] in device_name.lower():
+            return PeakFlops(device.peak_flops_per_s, f"{device.source}, dense 16-bit")
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFacts:
+    """Facts of a run that a rank knows before its first iteration.
+
+    `info` says what the run is; its name, start, world and links are filled in here. `pipelines`: global ranks of every
+    pipeline, equal on every rank. `place`: this rank's, in its own. `limit_bytes`: memory of its device.
+    """
+
+    info: RunInfo
+    pipelines: Sequence[Sequence[int]]
+    place: int
+    device: str
+    limit_bytes: int | None
+
+
+class RunRecord:
+    """This rank's record in a folder."""
+
+    def __init__(self, folder: Path, facts: RankFacts) -> None:
+        """Before the first iteration. Collective over the world: the clocks are compared."""
+        self._folder, self._facts = folder, facts
+        self.rank = dist.get_rank()
+        self.path = RECORD.path(folder, self.rank)
+        self._started = False
+        self._clock_ahead_s = _clock_ahead_s()
+        self.run = _name_of_run()
+        ordered = sorted(facts.pipelines, key=min)
+        self.pipeline = next(index for index, ranks in enumerate(ordered) if self.rank in ranks)
+
+    def clear(self) -> None:
+        """Take away another run's record, or this run's before it was resumed: one record is one run."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self.path.unlink(missing_ok=True)
+        SUMMARY.path(self._folder, self.rank).unlink(missing_ok=True)
+        if self.rank == 0:
+            (self._folder / FAILURE).unlink(missing_ok=True)
+
+    def add(
+        self,
+        iteration: Iteration,
+        flops: float | None,
+        links: Sequence[MeasuredLink],
+        weights_bytes: Callable[[], int | None],
+    ) -> None:
+        """Add a recorded iteration, once its weights are updated. `flops`: of one iteration of all ranks."""
+        headers = [] if self._started else [self._begin(flops, links, weights_bytes())]
+        begin_s = round(iteration.begin_s - self._clock_ahead_s, 6)
+        append(self.path, *headers, replace(iteration, begin_s=begin_s, elapsed_s=round(iteration.elapsed_s, 9)))
+
+    def summarize(self, summary: RankSummary) -> None:
+        """Write this rank's row, whole or not at all, in place of the one before."""
+        write_whole(SUMMARY.path(self._folder, self.rank), replace(summary, run=self.run))
+
+    def _begin(self, flops: float | None, links: Sequence[MeasuredLink], weights_bytes: int | None) -> RankHeader:
+        """Say, on rank 0, what run this is; return this rank's header."""
+        self._started = True
+        facts, world = self._facts, dist.get_world_size()
+        if self.rank == 0:
+            info = replace(
+                facts.info,
+                run=self.run,
+                started=datetime.now(UTC).isoformat(timespec="seconds"),
+                world_size=world,
+                num_pipelines=len(facts.pipelines),
+                device=facts.device,
+                flops_per_iteration=flops,
+                links=tuple(map(_link_speed, links)),
+            )
+            write_whole(self._folder / RUN, info)
+        mine = [link for link in links if self.rank in link.ranks]
+        transports = {link.transport for link in mine}
+        return RankHeader(
+            run=self.run,
+            rank=self.rank,
+            pipeline=self.pipeline,
+            place=facts.place,
+            host=socket.gethostname(),
+            device=facts.device,
+            cores=len(os.sched_getaffinity(0)),
+            transport=transports.pop() if len(transports) == 1 else None,
+            partner=sum(mine[0].ranks) - self.rank if len(mine) == 1 else None,
+            weights_bytes=weights_bytes,
+            limit_bytes=facts.limit_bytes,
+        )
+
+
+def _link_speed(link: MeasuredLink) -> LinkSpeed:
+    return LinkSpeed(
+        ranks=frozenset(link.ranks),
+        transport=link.transport,
+        bytes_per_s=dict(link.bytes_per_s),
+        refused=dict(link.refused),
+    )
+
+
+def _name_of_run() -> str:
+    """Return one name for all files of this run, so that nobody takes another's for them. Collective over the world."""
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, uuid.uuid4().hex[:12] if dist.get_rank() == 0 else None)
+    return str(names[0])
+
+
+def _clock_ahead_s() -> float:
+    """Return how far this machine's clock is ahead of rank 0's, to a fraction of a millisecond, as well as leaving a
+    barrier together tells.
+
+    Collective over the world.
+    """
+    dist.barrier()
+    boot = Location.here().boot
+    stamps: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(stamps, (boot, time.time()))
+    first_boot, first_s = stamps[0]
+    return 0.0 if boot == first_boot else float(stamps[dist.get_rank()][1] - first_s)

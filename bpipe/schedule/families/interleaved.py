@@ -1,0 +1,120 @@
+"""Interleaved 1F1B: several chunks per rank. In: number of ranks, micro-batches, chunks. Out: every rank's order.
+
+Stage s is on rank s % p. Forwards go through the chunks in groups of g micro-batches, by default of p: a group through
+the first chunk, the same group through the second, and so on, then the next group. Backwards follow the same list with
+the chunks reversed. Warm-up runs 2 * (p - rank - 1) + (v - 1) * g forwards ahead, then a forward and a backward
+alternate, then the backwards left over: Megatron's order. Groups larger than p hold more and send a chunk's outputs
+longer before they are needed. Smaller ones would starve the pipeline. Where fewer than p micro-batches are left for the
+last group, Megatron refuses, and its formula can make ranks wait for each other (p=8, v=2, m=10). Here the last group
+is filled up to p, ordered, and the micro-batches that do not exist are left out: what is left waits for nothing it did
+not wait for before. Cut into k slices, a group is of whole micro-batches and has p slices at least: 1 micro-batch where
+k is p or more. Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+Megatron-LM", 2021.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bpipe.schedule.action import Action, Kind, by_microbatch
+from bpipe.schedule.families.family import Family, FamilyOptions
+from bpipe.schedule.families.run_ahead import BESIDE_WHOLE, further_forwards
+from bpipe.schedule.families.slices import in_slices
+from bpipe.schedule.families.turns import WarmUp, chunk_turns, groups_of, warm_up
+from bpipe.schedule.families.unit_grid import alternate
+from bpipe.schedule.layout import Layout, microbatches_of, one_pipe
+from bpipe.schedule.program import Exchange
+
+
+def layout(num_ranks: int, num_chunks: int) -> Layout:
+    return one_pipe([stage % num_ranks for stage in range(num_ranks * num_chunks)])
+
+
+def orders(num_ranks: int, num_microbatches: int, num_chunks: int, options: FamilyOptions) -> list[list[Action]]:
+    """Return interleaved 1F1B: `num_chunks` v >= 2 stages per rank, groups of the size asked, p by default.
+
+    Raises ValueError for a group of fewer micro-batches than ranks, or of more than there are.
+    """
+    slices = options.slices
+    sizes = [size * slices for size in group_sizes(num_ranks, num_microbatches, options)]
+    group = options.group_size or microbatches_of(num_ranks, slices)
+    turns = chunk_turns(sizes, num_chunks)
+    ahead = [2 * (num_ranks - rank - 1) + (num_chunks - 1) * group * slices + slices - 1 for rank in range(num_ranks)]
+    filled = in_slices([_order(rank, num_ranks, num_chunks, turns, ahead[rank]) for rank in range(num_ranks)], slices)
+    width = num_microbatches * slices
+    if sum(sizes) == width:
+        return filled
+    return [[action for action in order if action.microbatch < width] for order in filled]
+
+
+def group_sizes(num_ranks: int, num_microbatches: int, options: FamilyOptions) -> tuple[int, ...]:
+    """Return the sizes of the groups of whole micro-batches; the last one may be filled up with some that do not exist.
+
+    Raises ValueError for a group of fewer micro-batches than ranks, or of more than there are.
+    """
+    slices = options.slices
+    least = microbatches_of(num_ranks, slices)
+    group = least if options.group_size is None else options.group_size
+    if options.group_size is not None and not least <= group <= num_microbatches:
+        ranks = (
+            "pipeline ranks" if slices == 1 else f"pipeline ranks, {num_ranks}, with {slices} slices per micro-batch"
+        )
+        raise ValueError(
+            f"a group of {group} micro-batches is outside {least} to {num_microbatches}: in interleaved 1F1B a group "
+            f"has at least as many as there are {ranks}, and at most as many as an iteration has"
+        )
+    left = num_microbatches % group
+    missing = least - left if 0 < left < least else 0
+    return groups_of(num_microbatches + missing, group)
+
+
+def passes(
+    rank: int, num_ranks: int, num_chunks: int, turns: Sequence[tuple[int, int]]
+) -> tuple[list[Action], list[Action]]:
+    """Return a rank's forwards in the order of `turns`, and its backwards, which go through the chunks in reverse."""
+    num_microbatches = max(microbatch for _, microbatch in turns) + 1
+    stages = range(rank, num_chunks * num_ranks, num_ranks)
+    there, back = (
+        [by_microbatch(stage, kind, num_microbatches) for stage in stages] for kind in (Kind.FORWARD, Kind.BACKWARD)
+    )
+    forwards = [there[chunk][microbatch] for chunk, microbatch in turns]
+    backwards = [back[num_chunks - 1 - chunk][microbatch] for chunk, microbatch in turns]
+    return forwards, backwards
+
+
+def _order(
+    rank: int, num_ranks: int, num_chunks: int, turns: list[tuple[int, int]], warm_up_forwards: int
+) -> list[Action]:
+    forwards, backwards = passes(rank, num_ranks, num_chunks, turns)
+    ahead = min(warm_up_forwards, len(turns))
+    warm_up, cool_down = forwards[:ahead], backwards[len(turns) - ahead :]
+    return warm_up + alternate(forwards[ahead:], backwards) + cool_down
+
+
+def _warm_up(num_ranks: int, num_microbatches: int, num_chunks: int, group: int) -> WarmUp:
+    """With the forward that stands before the first backward."""
+    return _sliced_warm_up(num_ranks, num_microbatches, num_chunks, group, 1)
+
+
+def _sliced_warm_up(num_ranks: int, num_microbatches: int, num_chunks: int, group: int | None, slices: int) -> WarmUp:
+    together = (group or microbatches_of(num_ranks, slices)) * slices
+    lengths = [(num_chunks - 1) * together + 2 * (num_ranks - rank) - 1 + slices - 1 for rank in range(num_ranks)]
+    return warm_up(lengths, num_microbatches * slices, num_chunks, together)
+
+
+FAMILY = Family(
+    "interleaved-1f1b",
+    layout,
+    orders,
+    Exchange.MEGATRON_INTERLEAVED,
+    min_chunks=2,
+    max_chunks=None,
+    takes_groups=True,
+    takes_slices=True,
+    usual_group=lambda num_ranks: num_ranks,
+    fill=3,
+    ahead=lambda p, m, v, g: min(2 * p - 1 + (v - 1) * g, v * (m - m % g)),
+    warm_up=_warm_up,
+    sliced_warm_up=_sliced_warm_up,
+    sharded=further_forwards(orders, BESIDE_WHOLE),
+)

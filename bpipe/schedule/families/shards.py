@@ -1,0 +1,161 @@
+"""Fit shards of the vocabulary between what ranks compute anyway.
+
+In: a layout, every rank's own order, costs. Out: orders with shards.
+
+Each rank keeps its own order, and beside it S0 T0 S1 T1 ..., IF0 IF1 ... and IB0 IB1 ...; which of the four comes next
+is found by simulated execution: whenever a rank is free it takes the first, of IF, S or T, IB and its own, whose inputs
+have arrived. So all ranks have one order of S and T and one of every sort of input shards, which is the order of their
+collectives, and nobody can wait for ever: what was executed once completes again. Taking S and T at some fixed place of
+a rank's own order would block while the pipeline fills.
+
+An input shard's pass is of use only to micro-batch 0's first stage and on: it is let go two forwards of that stage
+ahead, so that no more than two embeddings wait. Shards are taken to be short and collectives shorter: an order made so
+is as long as the pipeline needs it to be with shards of any length, where one made with long shards is not with short
+ones. Source of the problem: Yeung et al., "Balancing Pipeline Parallelism with Vocabulary Parallelism", 2024. Knows no
+schedule by name.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from fractions import Fraction
+from math import lcm
+
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.dependencies import NOTHING, Dependencies
+from bpipe.schedule.families.family import UnitCosts
+from bpipe.schedule.families.timing import stage_ticks
+from bpipe.schedule.layout import Layout, Vocabulary
+
+_FORWARD, _BACKWARD, _INPUT, _WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+_S, _T, _IF, _IB = Kind.SHARD_FORWARD, Kind.SHARD_BACKWARD, Kind.INPUT_FORWARD, Kind.INPUT_BACKWARD
+
+# Of a rank's forward.
+_SHARES = {_S: Fraction(1, 20), _T: Fraction(1, 10), _IF: Fraction(1, 40), _IB: Fraction(1, 20)}
+_COLLECTIVE = Fraction(1, 40)
+# Embeddings are made while the first stage is at most so many micro-batches before theirs.
+_AHEAD = 2
+
+_UNMADE = 1 << 62
+
+
+def fit_shards(
+    layout: Layout, num_microbatches: int, own: Sequence[Sequence[Action]], costs: UnitCosts
+) -> list[list[Action]]:
+    """Return every rank's order with its shards.
+
+    `own[rank]` has everything else, and where nothing may run beside them S and T too.
+
+    Raises ValueError where the ranks' own orders wait for each other.
+    """
+    return fit_with_ticks(layout, num_microbatches, own, costs)[1]
+
+
+def fit_with_ticks(
+    layout: Layout, num_microbatches: int, own: Sequence[Sequence[Action]], costs: UnitCosts
+) -> tuple[int, list[list[Action]]]:
+    """Return ticks until all is over and the orders with shards fitted in; ticks are equally long for the same costs
+    and chunks."""
+    run = _SimulatedRanks(layout, num_microbatches, own, costs)
+    run.go()
+    return max(run.free), run.orders
+
+
+class _SimulatedRanks:
+    """The ranks while they compute.
+
+    `over[value]`: when what passes between them is there, _UNMADE before its last part has begun.
+    """
+
+    def __init__(
+        self, layout: Layout, num_microbatches: int, own: Sequence[Sequence[Action]], costs: UnitCosts
+    ) -> None:
+        ranks, everything = range(len(own)), range(num_microbatches)
+        self.dependencies = Dependencies(layout, num_microbatches)
+        self.ticks, self.collective = _ticks(costs, layout.num_stages // len(own))
+        together = layout.vocabulary is Vocabulary.INTERLACED
+        outputs = [] if together or layout.vocabulary is Vocabulary.WHOLE else [_S, _T]
+        sorts = ([_IF], outputs, [_IB]) if layout.input_shards else (outputs,)
+        # By rank what it has to compute, in order, the queues in the order in which it looks at them; where it is in
+        # each.
+        self.queues = [
+            [*([Action(rank, kind, k) for k in everything for kind in kinds] for kinds in sorts), own[rank]]
+            for rank in ranks
+        ]
+        self.next = [[0] * len(self.queues[rank]) for rank in ranks]
+        self.together = together
+        self.orders: list[list[Action]] = [[] for _ in ranks]
+        self.free = [0] * len(own)
+        self.over = [_UNMADE] * self.dependencies.num_values
+        self.parts: dict[int, tuple[int, int]] = {}
+        # When the first stage has begun each micro-batch, in order.
+        self.begun: list[int] = []
+        self.events = [(0, rank) for rank in ranks]
+
+    def go(self) -> None:
+        while self.events:
+            now, rank = heapq.heappop(self.events)
+            if self.free[rank] <= now:
+                self._choose(rank, now)
+        for rank, queues in enumerate(self.queues):
+            for queue, position in zip(queues, self.next[rank], strict=True):
+                if position < len(queue):
+                    raise ValueError(f"the orders of the ranks wait for each other: rank {rank} at {queue[position]}")
+
+    def _choose(self, rank: int, now: int) -> None:
+        """Begin the first that can, if there is one; else what it waits for will wake the rank."""
+        positions, queues = self.next[rank], self.queues[rank]
+        order = self.orders[rank]
+        between = self.together and order and order[-1].kind is _S
+        for number in range(len(queues) - 1 if between else 0, len(queues)):
+            position = positions[number]
+            if position < len(queues[number]) and self._ready(queues[number][position]) <= now:
+                positions[number] = position + 1
+                self._begin(rank, queues[number][position], now)
+                return
+
+    def _ready(self, action: Action) -> int:
+        if action.kind is _IF:
+            waits_for = action.microbatch - _AHEAD
+            if waits_for < 0:
+                return 0
+            return self.begun[waits_for] if waits_for < len(self.begun) else _UNMADE
+        value = self.dependencies.operand_of(action)
+        return 0 if value == NOTHING else self.over[value]
+
+    def _begin(self, rank: int, action: Action, now: int) -> None:
+        end = self.free[rank] = now + self.ticks[action.kind]
+        self.orders[rank].append(action)
+        heapq.heappush(self.events, (end, rank))
+        if action.kind is _FORWARD and action.stage == 0:
+            self.begun.append(now)
+            if self.dependencies.layout.input_shards:
+                self.events += [(now, other) for other in range(len(self.free))]
+                heapq.heapify(self.events)
+        value = self.dependencies.value_of(action)
+        if value == NOTHING:
+            return
+        makers, takers = self.dependencies.route(value)
+        missing, latest = self.parts.pop(value, (len(makers), 0))
+        latest = max(latest, end)
+        if missing > 1:
+            self.parts[value] = missing - 1, latest
+            return
+        self.over[value] = latest + (self.collective if len(makers) > 1 or len(takers) > 1 else 0)
+        for taker in takers:
+            heapq.heappush(self.events, (self.over[value], taker))
+
+
+def _ticks(costs: UnitCosts, num_chunks: int) -> tuple[dict[Kind, int], int]:
+    """How long everything takes, in whole numbers of the same part: computations of one chunk by kind, and a
+    collective."""
+    at = stage_ticks(costs, num_chunks)
+    whole = Fraction(costs.forward) * at.per_unit
+    exact = {
+        **{kind: Fraction(ticks) for kind, ticks in at.lasts.items()},
+        **{kind: share * whole for kind, share in _SHARES.items()},
+    }
+    collective = _COLLECTIVE * whole
+    scale = lcm(*(one.denominator for one in exact.values()), collective.denominator)
+    return {kind: int(one * scale) for kind, one in exact.items()}, int(collective * scale)

@@ -1,0 +1,85 @@
+"""Time the orders of all ranks at given costs.
+
+In: a Layout, one order per rank, UnitCosts. Out: `Work` (`schedule.clock`), an `IterationTime`.
+
+Two computations that overlap take as long as both. Times are whole numbers of ticks, as many to a unit of
+the costs as make every duration whole. Knows no memory, no transfers and no bandwidth: who wants these asks `simulate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from math import lcm
+from typing import NamedTuple
+
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.clock import Work, jobs_of, length
+from bpipe.schedule.families.family import UnitCosts
+from bpipe.schedule.families.unit_grid import Order
+from bpipe.schedule.layout import Layout
+from bpipe.schedule.schedule import Schedule
+
+# Beyond any time: ticks are as fine as all costs together ask for, and a float may have 1074 binary places.
+NEVER = 1 << 4096
+
+
+class StageTicks(NamedTuple):
+    """Durations in ticks: of each kind of computation of one stage, and of a message; `per_unit` ticks are one unit
+    of the costs."""
+
+    lasts: Mapping[Kind, int]
+    hop: int
+    per_unit: int
+
+
+class IterationTime(NamedTuple):
+    """Duration of an iteration, in units of the costs, and the bubble of the busiest rank in percent."""
+
+    makespan: Fraction
+    bubble_percent: Fraction
+
+
+def stage_ticks(costs: UnitCosts, num_chunks: int) -> StageTicks:
+    """Return the durations of one stage where a rank has `num_chunks`; costs are of all its chunks together.
+
+    With slices a stage computes so many parts of a rank's work.
+    """
+    halves = (Fraction(costs.backward_input), Fraction(costs.backward_weight))
+    of_a_rank = (Fraction(costs.forward), *halves, sum(halves, Fraction()))
+    of_a_stage = [one / num_chunks for one in of_a_rank]
+    per_unit = lcm(*(one.denominator for one in (*of_a_stage, Fraction(costs.hop))))
+    kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.BACKWARD)
+    return StageTicks(
+        {kind: int(one * per_unit) for kind, one in zip(kinds, of_a_stage, strict=True)},
+        int(costs.hop * per_unit),
+        per_unit,
+    )
+
+
+def work_of(layout: Layout, num_microbatches: int, orders: Sequence[Order], at: StageTicks) -> Work[int]:
+    """Return the orders as jobs. Raises ValueError for a computation whose cost is not known."""
+    return jobs_of(layout, num_microbatches, orders, lambda actions: _ticks(actions, at), at.hop)
+
+
+def work_at(layout: Layout, num_microbatches: int, orders: Sequence[Order], costs: UnitCosts) -> Work[int]:
+    """Return the orders as jobs at the costs of a rank."""
+    at = stage_ticks(costs, layout.num_stages // len(orders) * layout.slices)
+    return work_of(layout, num_microbatches, orders, at)
+
+
+def _ticks(actions: Sequence[Action], at: StageTicks) -> int:
+    for action in actions:
+        if action.kind not in at.lasts:
+            raise ValueError(f"{action} has no cost: only forwards and backwards have costs here")
+    return sum(at.lasts[action.kind] for action in actions)
+
+
+def iteration_time(schedule: Schedule, costs: UnitCosts) -> IterationTime:
+    """Return how long the computations of a schedule take at these costs; its transfers take no time."""
+    at = stage_ticks(costs, schedule.num_chunks * schedule.layout.slices)
+    orders = [[slot for slot in row if slot.compute is not None] for row in schedule.ranks]
+    work = work_of(schedule.layout, schedule.num_microbatches, orders, at)
+    ticks = length(work)
+    busiest = max(sum(work.lasts[job] for job in row) for row in work.rows)
+    return IterationTime(Fraction(ticks, at.per_unit), 100 * (1 - Fraction(busiest, ticks)))

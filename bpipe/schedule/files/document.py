@@ -1,0 +1,243 @@
+"""Read and write a schedule as JSON, exactly both ways.
+
+In: text or a Schedule. Out: the other, or a `TextError` with the place.
+
+    {"schedule": "1f1b", "stages": 4, "microbatches": 8, "chunks": 1, "balance": "bpipe", "bounds": [3, 3, 3, 3],
+     "partners": [3, 2, 1, 0], "stage_to_rank": [0, 1, 2, 3],
+     "ranks": [{"rank": 0, "peak": 3, "evictions": 3, "slots": [{"compute": "0F0", "transfers": []}, ...]}, ...]}
+
+`stages` is the number of ranks p; with chunks the stage of a cell runs over p*v, and `stage_to_rank` places them.
+`peak` and `evictions` follow from the slots and must agree with them. Beside them may stand `costs`, `hop`, `makespan`
+and `bubble_percent`: how long whoever wrote it found that the computations take, for whoever reads it as data.
+`partners` and `stage_to_rank` may be left out where they are the usual ones; a schedule that counts only a share of a
+micro-batch between the halves of its backward says so in `after_input`. One whose micro-batches are cut says into how
+many `slices`; numbers in its slots are of slices then, and `peak` and `bounds` count slices of a chunk.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+
+from bpipe.schedule.action import Action
+from bpipe.schedule.files.text import (
+    NAME,
+    TextError,
+    check_slices,
+    describe,
+    read_computation,
+    read_partners,
+    read_share,
+    read_vocabulary,
+    slot_of,
+    write_computation,
+)
+from bpipe.schedule.hosts import Hosts, mirrored_pairs, read_hosts, write_hosts
+from bpipe.schedule.layout import MOST_PIPES, TWO_PIPES, Layout, Vocabulary
+from bpipe.schedule.memory import Count, num_transfers, peak_counts, plain
+from bpipe.schedule.schedule import Schedule, Slot
+from bpipe.values import load_json
+
+_KEYS = ("schedule", "stages", "microbatches", "chunks", "balance", "bounds", "ranks")
+_USUAL = ("partners", "hosts", "stage_to_rank", "vocabulary", "input", "after_input", "slices")
+# What durations say, of which slots know nothing.
+_TIMES = ("costs", "hop", "makespan", "bubble_percent")
+
+
+def write_json(schedule: Schedule, times: Mapping[str, object] | None = None) -> str:
+    """Write a schedule as JSON, one line per rank, keys in the order above.
+
+    `times`: values of the keys about durations.
+    """
+    said = times or {}
+    head = {**_usual_head(schedule), **_special_head(schedule), **{key: said[key] for key in _TIMES if key in said}}
+    lines = ",\n  ".join(json.dumps(_rank(schedule, rank, peak)) for rank, peak in enumerate(peak_counts(schedule)))
+    return f'{json.dumps(head)[:-1]},\n "ranks": [\n  {lines}]}}\n'
+
+
+def _usual_head(schedule: Schedule) -> dict[str, object]:
+    """What every document says first."""
+    placements = schedule.layout.placements
+    return {
+        "schedule": schedule.name,
+        "stages": schedule.num_ranks,
+        "microbatches": schedule.num_whole_microbatches,
+        "chunks": schedule.num_chunks,
+        "balance": "none" if schedule.hosts is None else "bpipe",
+        "bounds": schedule.bounds,
+        "partners": None if schedule.is_pooled else schedule.partners,
+        "stage_to_rank": placements[0] if len(placements) == 1 else placements,
+    }
+
+
+def _special_head(schedule: Schedule) -> dict[str, object]:
+    """What a document says only where it is not the usual."""
+    special: dict[str, object] = {}
+    if schedule.layout.slices > 1:
+        special["slices"] = schedule.layout.slices
+    if schedule.layout.vocabulary is not Vocabulary.WHOLE:
+        special["vocabulary"] = schedule.layout.vocabulary.value
+    if schedule.layout.input_shards:
+        special["input"] = "shards"
+    if schedule.hosts is not None and schedule.is_pooled:
+        special["hosts"] = write_hosts(schedule.hosts)
+    if schedule.after_input != 1:
+        special["after_input"] = plain(schedule.after_input)
+    return special
+
+
+def _rank(schedule: Schedule, rank: int, peak: Count) -> dict[str, object]:
+    return {
+        "rank": rank,
+        "peak": plain(peak),
+        "evictions": num_transfers(schedule, rank).evictions,
+        "slots": [
+            {"compute": write_computation(slot) or None, "transfers": [str(action) for action in slot.transfers]}
+            for slot in schedule.ranks[rank]
+        ],
+    }
+
+
+def read_json(text: str) -> Schedule:
+    """Read a schedule from JSON.
+
+    Raises TextError for what is missing, unknown, of the wrong type, or does not agree.
+    """
+    try:
+        document = load_json(text)
+    except ValueError as error:
+        raise TextError(f"{error}") from None
+    fields = _object(document, "the document", _KEYS, (*_USUAL, *_TIMES))
+    name = fields["schedule"]
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise TextError(f"schedule: {repr(name)[:40]} is not a valid name: use letters, digits, '.', '_' and '-'")
+    num_ranks, num_chunks, num_microbatches = (
+        _number(fields[key], key, 1) for key in ("stages", "chunks", "microbatches")
+    )
+    entries = _list(fields["ranks"], "ranks")
+    if len(entries) != num_ranks:
+        raise TextError(f"ranks has {len(entries)} entries, but stages is {num_ranks}")
+    ranks = tuple(_read_rank(entry, rank) for rank, entry in enumerate(entries))
+    layout = _read_layout(fields, ranks)
+    for placement in layout.placements:
+        if len(placement) != num_ranks * num_chunks:
+            raise TextError(f"there are {len(placement)} stages, but stages times chunks is {num_ranks * num_chunks}")
+    bounds = None if fields["bounds"] is None else _numbers(fields["bounds"], "bounds")
+    schedule = Schedule(
+        name, num_microbatches * layout.slices, layout, ranks, _hosts(fields, num_ranks), bounds, _after_input(fields)
+    )
+    _compare(schedule, entries)
+    return schedule
+
+
+def _read_layout(fields: dict[str, object], ranks: Sequence[Sequence[Slot]]) -> Layout:
+    vocabulary, inputs = fields.get("vocabulary", "none"), fields.get("input", "shards")
+    if inputs != "shards":
+        raise TextError(f"input: {inputs!r:.40} must be 'shards'")
+    if "stage_to_rank" not in fields:
+        placements: list[list[object]] = [list(describe(ranks)[1])]
+    else:
+        given = _list(fields["stage_to_rank"], "stage_to_rank")
+        placements = [_list(one, "stage_to_rank") for one in given] if given and isinstance(given[0], list) else [given]
+    if len(placements) > MOST_PIPES:
+        raise TextError(f"stage_to_rank places {len(placements)} pipes: {TWO_PIPES}")
+    pipes = tuple(_numbers(one, "stage_to_rank") for one in placements)
+    slices = check_slices(_number(fields.get("slices", 1), "slices", 1), "")
+    return Layout(pipes, read_vocabulary(str(vocabulary), "vocabulary"), "input" in fields, slices)
+
+
+def _hosts(fields: dict[str, object], num_ranks: int) -> Hosts | None:
+    if "hosts" in fields:
+        try:
+            return read_hosts(str(fields["hosts"]))
+        except ValueError as error:
+            raise TextError(f"hosts: {error}") from None
+    balance = fields["balance"]
+    if balance not in ("none", "bpipe"):
+        raise TextError(f'balance: {balance!r} is neither "none" nor "bpipe"')
+    usual = None if balance == "none" else list(mirrored_pairs(num_ranks))
+    partners = fields.get("partners", usual)
+    if (partners is None) != (balance == "none"):
+        raise TextError(f"balance is {balance!r}, but partners is {partners!r}")
+    return None if partners is None else read_partners(_numbers(partners, "partners"), num_ranks)
+
+
+def _after_input(fields: dict[str, object]) -> Fraction:
+    value = fields.get("after_input", 1)
+    return read_share(str(value) if type(value) in (int, float) else repr(value), "after_input")
+
+
+def _read_rank(entry: object, rank: int) -> tuple[Slot, ...]:
+    place = f"ranks[{rank}]"
+    fields = _object(entry, place, ("rank", "peak", "evictions", "slots"))
+    if _number(fields["rank"], f"{place}.rank", 0) != rank:
+        raise TextError(f"{place}.rank is {fields['rank']!r}: ranks must be in order")
+    return tuple(
+        _read_slot(slot, f"{place}.slots[{index}]")
+        for index, slot in enumerate(_list(fields["slots"], f"{place}.slots"))
+    )
+
+
+def _read_slot(entry: object, place: str) -> Slot:
+    fields = _object(entry, place, ("compute", "transfers"))
+    compute, transfers = fields["compute"], _list(fields["transfers"], f"{place}.transfers")
+    cells = transfers if compute is None else [compute, *transfers]
+    try:
+        if not all(isinstance(cell, str) for cell in cells):
+            raise TextError(f"{cells!r:.60} must be actions as text")
+        slot = slot_of([read_computation(str(cell)) for cell in cells])
+        if (slot.compute is None) != (compute is None):
+            raise TextError(f"compute is {compute!r}: write transfers under transfers, computations under compute")
+        return slot
+    except TextError as error:
+        raise TextError(f"{place}: {error}") from None
+
+
+def _compare(schedule: Schedule, entries: Sequence[object]) -> None:
+    """What is said twice must be the same."""
+    widest = max((action.stage for row in schedule.ranks for slot in row for action in _actions(slot)), default=-1)
+    if widest >= schedule.num_stages:
+        raise TextError(f"an action names stage {widest}, but there are {schedule.num_stages} stages")
+    for rank, (entry, peak) in enumerate(zip(entries, peak_counts(schedule), strict=True)):
+        fields = _object(entry, f"ranks[{rank}]", ("rank", "peak", "evictions", "slots"))
+        for key, found in (("peak", plain(peak)), ("evictions", num_transfers(schedule, rank).evictions)):
+            said = fields[key]
+            if (
+                said
+                if isinstance(said, float) and schedule.after_input != 1
+                else _number(said, f"ranks[{rank}].{key}", 0)
+            ) != found:
+                raise TextError(f"ranks[{rank}].{key} is {said!r}, but its slots give {found}")
+
+
+def _actions(slot: Slot) -> tuple[Action, ...]:
+    return (*slot.computations, *slot.transfers)
+
+
+def _object(value: object, place: str, keys: Sequence[str], optional: Sequence[str] = ()) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise TextError(f"{place} must be an object with {', '.join(keys)}")
+    for key in keys:
+        if key not in value:
+            raise TextError(f"{place} lacks {key!r}")
+    for key in value:
+        if key not in keys and key not in optional:
+            raise TextError(f"{place} has an unknown {str(key)[:40]!r}")
+    return value
+
+
+def _list(value: object, place: str) -> list[object]:
+    if not isinstance(value, list):
+        raise TextError(f"{place} must be a list")
+    return value
+
+
+def _number(value: object, place: str, least: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 10**9:
+        raise TextError(f"{place}: {value!r:.40} must be a whole number from {least} to 999999999")
+    return value
+
+
+def _numbers(value: object, place: str) -> tuple[int, ...]:
+    return tuple(_number(one, f"{place}[{index}]", 0) for index, one in enumerate(_list(value, place)))

@@ -1,0 +1,333 @@
+"""Read and write actions and schedules as text, exactly both ways.
+
+In: text or a Schedule. Out: the other, or a `TextError` with the place.
+
+A cell is `<stage><KIND><microbatch>`, as in torch.distributed.pipelining's CSV: `2F0`, `0EVICT1`;
+`(0F5;7B2)OVERLAP_F_B` is a forward and a backward that run together. CSV has a row per rank and a column per slot; a slot
+with several actions separates them by spaces, computation first, and an empty cell is a bubble. A schedule that knows
+partners or bounds starts with one line of header; without them the file is what torch's own reader takes, and names
+itself nowhere. Torch's runtime form, which has messages between the computations, is refused, and so is whatever is not
+understood to the last character. Knows no rule a schedule must keep: that is `check`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+
+from bpipe.schedule.action import COMPUTE, Action, Kind
+from bpipe.schedule.hosts import Hosts, in_pairs, pairing, partners_of, read_hosts, write_hosts
+from bpipe.schedule.layout import MOST_PIPES, TWO_PIPES, Layout, Vocabulary, one_pipe
+from bpipe.schedule.memory import SHARE_DECIMALS, plain
+from bpipe.schedule.schedule import Schedule, Slot
+
+_NUMBER = "(0|[1-9][0-9]{0,8})"
+_CELL = re.compile(f"{_NUMBER}({'|'.join(kind.value for kind in Kind)}){_NUMBER}")
+_RUNTIME = re.compile("[0-9]+((WAIT_)?SEND_|RECV_|UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD).*")
+_PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_KINDS = {kind.value: kind for kind in Kind}
+_EMPTY = Slot()
+_HEADER = "# bpipe"
+_FIELDS = (
+    "schedule",
+    "microbatches",
+    "stage_to_rank",
+    "vocabulary",
+    "input",
+    "partners",
+    "hosts",
+    "bounds",
+    "after_input",
+    "slices",
+)
+# Parts the placements of several pipes.
+PIPES = "/"
+_SHARE = re.compile(rf"(0|[1-9][0-9]{{0,3}})(\.[0-9]{{1,{SHARE_DECIMALS}}})?")
+
+# A file may not make us allocate what it does not contain.
+MAX_SLOTS = 10_000_000
+
+
+class TextError(ValueError):
+    """Text that is no schedule: the message names line and cell, what stands there, and what may."""
+
+
+def read_action(text: str) -> Action:
+    """Read `2F0` as an Action. Raises TextError for anything that is not exactly a cell."""
+    match = _CELL.fullmatch(text)
+    if match is None:
+        if _RUNTIME.fullmatch(text):
+            raise TextError(
+                f"{text[:40]!r} belongs to torch's runtime form, which is not read: give the computations alone "
+                "(pipeline_order, `_dump_csv(file, 'compute_only')`)"
+            )
+        raise TextError(
+            f"{text[:40]!r} is not an action: expected <stage><kind><microbatch> with a kind of {', '.join(_KINDS)}, "
+            "such "
+            f"as 2F0"
+        )
+    stage, kind, microbatch = match.groups()
+    return Action(int(stage), _KINDS[kind], int(microbatch))
+
+
+def read_computation(text: str) -> tuple[Action, ...]:
+    """Read one action, or the forward and the backward of an overlapped cell."""
+    match = _PAIR.fullmatch(text)
+    if match is None:
+        return (read_action(text),)
+    forward, backward = (read_action(part) for part in match.groups())
+    if forward.kind is not Kind.FORWARD or backward.kind not in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+        raise TextError(f"{text[:40]!r} overlaps something other than a forward and a backward, in this order")
+    return forward, backward
+
+
+def write_computation(slot: Slot) -> str:
+    """Write what the slot computes, empty for a bubble."""
+    if slot.overlapped is not None:
+        return f"({slot.compute};{slot.overlapped})OVERLAP_F_B"
+    return "" if slot.compute is None else str(slot.compute)
+
+
+def write_csv(schedule: Schedule) -> str:
+    """Write a schedule as CSV, one line per rank.
+
+    Compute-only schedules are written as torch.distributed.pipelining writes its own.
+    """
+    shown = _shows(schedule.layout) and schedule.after_input == 1
+    told = schedule.hosts is None and schedule.bounds is None and shown
+    return write_rows(schedule) if told else f"{header(schedule)}\n{write_rows(schedule)}"
+
+
+def write_rows(schedule: Schedule) -> str:
+    """Return the lines of a CSV, without what a header says."""
+    return "".join(",".join(_csv_cell(slot) for slot in row) + "\n" for row in schedule.ranks)
+
+
+def _shows(layout: Layout) -> bool:
+    """Return whether the computations show the layout."""
+    return layout == one_pipe(layout.placements[0])
+
+
+def read_csv(text: str, name: str = "csv") -> Schedule:
+    """Return a schedule from CSV; `name` is that of one that does not say. Shorter rows end in bubbles."""
+    lines = text.removesuffix("\n").split("\n")
+    fields: dict[str, str] = {}
+    first = 1
+    if lines[0].startswith("#"):
+        fields = _read_header(lines[0].rstrip("\r"))
+        lines, first = lines[1:], 2
+    rows = [
+        [
+            _read_csv_cell(cell, f"line {number}, cell {column}")
+            for column, cell in enumerate(line.removesuffix("\r").split(","), 1)
+        ]
+        for number, line in enumerate(lines, first)
+    ]
+    return _assemble(rows, fields, name)
+
+
+def _csv_cell(slot: Slot) -> str:
+    return " ".join([*filter(None, [write_computation(slot)]), *map(str, slot.transfers)])
+
+
+def _read_csv_cell(text: str, place: str) -> Slot:
+    try:
+        return slot_of([read_computation(cell) for cell in text.strip(" ").split(" ") if cell])
+    except TextError as error:
+        raise TextError(f"{place}: {error}") from None
+
+
+def slot_of(cells: Sequence[tuple[Action, ...]]) -> Slot:
+    """Return the slot of a computation, if there is one, or of two that overlap, and transfers after it."""
+    if not cells:
+        return _EMPTY
+    compute, overlapped = (
+        (cells[0] if len(cells[0]) == 2 else (cells[0][0], None)) if cells[0][0].kind in COMPUTE else (None, None)
+    )
+    transfers = tuple(action for cell in (cells if compute is None else cells[1:]) for action in cell)
+    for action in transfers:
+        if action.kind in COMPUTE:
+            raise TextError(
+                f"{action} is a second computation or comes after a transfer: a slot has one computation, and it "
+                "comes first"
+            )
+    return Slot(compute, transfers, overlapped)
+
+
+def header(schedule: Schedule) -> str:
+    """Write the header line: what the cells do not tell."""
+    if not NAME.fullmatch(schedule.name):
+        raise ValueError(f"schedule name {schedule.name!r} cannot be written: use letters, digits, '.', '_' and '-'")
+    layout = schedule.layout
+    fields = [f"schedule={schedule.name}", f"microbatches={schedule.num_whole_microbatches}"]
+    if layout.slices > 1:
+        fields.append(f"slices={layout.slices}")
+    fields.append(f"stage_to_rank={PIPES.join(map(_join, layout.placements))}")
+    if layout.vocabulary is not Vocabulary.WHOLE:
+        fields.append(f"vocabulary={layout.vocabulary.value}")
+    if layout.input_shards:
+        fields.append("input=shards")
+    if schedule.hosts is not None:
+        partners = partners_of(schedule.hosts)
+        fields.append(f"hosts={write_hosts(schedule.hosts)}" if partners is None else f"partners={_join(partners)}")
+    if schedule.bounds is not None:
+        fields.append(f"bounds={_join(schedule.bounds)}")
+    if schedule.after_input != 1:
+        fields.append(f"after_input={plain(schedule.after_input)}")
+    return " ".join([_HEADER, *fields])
+
+
+def _read_header(line: str) -> dict[str, str]:
+    """Return the fields of a header line, not yet understood."""
+    if not line.startswith(_HEADER + " "):
+        raise TextError(f"line 1: a header starts with {_HEADER!r}, not with {line[:20]!r}")
+    fields: dict[str, str] = {}
+    for field in line.removeprefix(_HEADER + " ").split(" "):
+        name, sign, value = field.partition("=")
+        if not sign or name in fields or name not in _FIELDS:
+            raise TextError(f"line 1: {field[:40]!r} is not a header field, or appears twice")
+        fields[name] = value
+    for name in ("schedule", "microbatches", "stage_to_rank"):
+        if name not in fields:
+            raise TextError(f"line 1: the header lacks {name}=")
+    return fields
+
+
+def _assemble(rows: Sequence[Sequence[Slot]], fields: dict[str, str], name: str) -> Schedule:
+    """Return the schedule of these rows: from the header where there is one, else from the computations."""
+    length = max((len(row) for row in rows), default=0)
+    if length * len(rows) > MAX_SLOTS:
+        raise TextError(f"{len(rows)} ranks of up to {length} slots: more than {MAX_SLOTS} slots in all are not read")
+    ranks = tuple((*row, *[_EMPTY] * (length - len(row))) for row in rows)
+    if fields:
+        if not NAME.fullmatch(fields["schedule"]):
+            raise TextError(f"line 1: schedule={fields['schedule'][:40]!r} is not a valid name")
+        layout = _read_layout(fields)
+        bounds = _numbers(fields["bounds"], "bounds") if "bounds" in fields else None
+        num_microbatches = _number(fields, "microbatches") * layout.slices
+        share = read_share(fields.get("after_input", "1"), "line 1: after_input")
+        return Schedule(
+            fields["schedule"], num_microbatches, layout, ranks, _read_hosts(fields, len(ranks)), bounds, share
+        )
+    num_microbatches, stage_to_rank = describe(ranks)
+    return Schedule(name, num_microbatches, one_pipe(stage_to_rank), ranks)
+
+
+def _read_layout(fields: Mapping[str, str]) -> Layout:
+    pipes = fields["stage_to_rank"].split(PIPES)
+    if len(pipes) > MOST_PIPES:
+        raise TextError(f"line 1: stage_to_rank= places {len(pipes)} pipes: {TWO_PIPES}")
+    placements = tuple(_numbers(one, "stage_to_rank") for one in pipes)
+    if len({len(one) for one in placements}) > 1:
+        raise TextError(
+            f"line 1: stage_to_rank={fields['stage_to_rank'][:40]} has pipes of different numbers of stages"
+        )
+    if fields.get("input", "shards") != "shards":
+        raise TextError(f"line 1: input={fields['input'][:40]!r} is not shards")
+    slices = _number(fields, "slices") if "slices" in fields else 1
+    return Layout(
+        placements,
+        read_vocabulary(fields.get("vocabulary", "none"), "line 1"),
+        "input" in fields,
+        check_slices(slices, "line 1: "),
+    )
+
+
+def _read_hosts(fields: Mapping[str, str], num_ranks: int) -> Hosts | None:
+    if "partners" in fields:
+        return read_partners(_numbers(fields["partners"], "partners"), num_ranks)
+    try:
+        return read_hosts(fields["hosts"]) if "hosts" in fields else None
+    except ValueError as error:
+        raise TextError(f"line 1: hosts={error}") from None
+
+
+def read_partners(partners: Sequence[int], num_ranks: int) -> Hosts:
+    """Return the hosts of ranks in these pairs. Raises TextError unless each is its partner's."""
+    try:
+        return in_pairs(pairing(num_ranks, partners))
+    except ValueError as error:
+        raise TextError(f"partners: {error}") from None
+
+
+def read_vocabulary(text: str, place: str) -> Vocabulary:
+    """Return how the vocabulary is split, from its name."""
+    try:
+        return Vocabulary(text)
+    except ValueError:
+        names = ", ".join(one.value for one in Vocabulary)
+        raise TextError(f"{place}: vocabulary {text[:40]!r} is not one of {names}") from None
+
+
+def check_slices(slices: int, place: str) -> int:
+    """Return a number of slices. Raises TextError for none of a micro-batch."""
+    if slices < 1:
+        raise TextError(f"{place}slices={slices} must be at least 1")
+    return slices
+
+
+def read_costs(text: str, least: int, most: int) -> tuple[Fraction, ...]:
+    """Read between `least` and `most` durations, such as `1,1.5,1/2`, exactly."""
+    one = r"([0-9]{1,9}(\.[0-9]{1,9})?|[0-9]{1,18}/0*[1-9][0-9]{0,17})"
+    if not re.fullmatch(f"{one}(,{one}){{{least - 1},{most - 1}}}", text):
+        raise TextError(
+            f"{text[:40]!r} is not {' or '.join(map(str, sorted({least, most})))} numbers such as 1, 1.5 or 1/2"
+        )
+    return tuple(map(Fraction, text.split(",")))
+
+
+def read_numbers(text: str) -> tuple[int, ...]:
+    """Read `3` or `3,3,2,1`: one number for all ranks, or one for each."""
+    if not re.fullmatch("[0-9]{1,9}(,[0-9]{1,9})*", text):
+        raise TextError(f"{text[:40]!r} is neither a number nor a list of numbers such as 3,3,2,1")
+    return tuple(map(int, text.split(",")))
+
+
+def read_share(text: str, place: str) -> Fraction:
+    """Return a share of a micro-batch such as `0.5`, exactly."""
+    if not _SHARE.fullmatch(text):
+        raise TextError(
+            f"{place}: {text[:40]!r} is not a share such as 0.5: give at least 0, with at most {SHARE_DECIMALS} "
+            "decimals"
+        )
+    return Fraction(text)
+
+
+def describe(ranks: Sequence[Sequence[Slot]]) -> tuple[int, tuple[int, ...]]:
+    """Return the number of micro-batches and the rank of every stage, as the computations show them."""
+    owners: dict[int, int] = {}
+    last = -1
+    for rank, row in enumerate(ranks):
+        for slot in row:
+            for action in slot.computations:
+                last = max(last, action.microbatch)
+                if owners.setdefault(action.stage, rank) != rank:
+                    way_out = "for several pipes, give a header that places each, such as stage_to_rank=0,1/1,0"
+                    raise TextError(
+                        f"{action} is on rank {rank}, but rank {owners[action.stage]} computes the stage too; {way_out}"
+                    )
+    if not owners:
+        raise TextError("it has no computations")
+    missing = next((stage for stage in range(len(owners)) if stage not in owners), None)
+    if missing is not None:
+        raise TextError(f"no rank computes stage {missing}, but there is a stage {max(owners)}")
+    return last + 1, tuple(owners[stage] for stage in range(len(owners)))
+
+
+def _join(values: Sequence[int]) -> str:
+    return ",".join(map(str, values))
+
+
+def _number(fields: Mapping[str, str], name: str) -> int:
+    numbers = _numbers(fields[name], name)
+    if len(numbers) != 1:
+        raise TextError(f"line 1: {name}= takes one number")
+    return numbers[0]
+
+
+def _numbers(text: str, name: str) -> tuple[int, ...]:
+    if not re.fullmatch(f"{_NUMBER}(,{_NUMBER})*", text):
+        raise TextError(f"line 1: {name}={text[:40]!r} is not a list of numbers such as 3,2,1,0")
+    return tuple(int(number) for number in text.split(","))

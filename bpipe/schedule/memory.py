@@ -1,0 +1,340 @@
+"""Say what an action holds and gives back: THE memory rule.
+
+In: bytes per stage, or none, and a Schedule. Out: a table, curves, peaks.
+
+    F           takes what it saves                   B           gives all of it back
+    I           gives back what W does not need,      W           gives back what is left
+                or takes what W needs beyond it
+    LOAD, HOST  take what a transfer moves            EVICT, RETURN  give it back (HOST and RETURN not where the device only passes it on)
+    S           takes what a shard of the vocabulary holds of a micro-batch, its logits above all;  T gives it back
+
+Where micro-batches are cut into slices, a stage's slices may differ in size. Beside what each saves a stage keeps the
+keys and values of the whole micro-batch, of which every slice writes a part that later ones read:
+
+    F of the first slice     takes room for all keys and values
+    B, I of the last slice   takes room for all their gradients
+    B, I of the first slice  gives both back; neither moves in a transfer
+
+What an action takes it takes when it starts, what it gives back it gives when it is over: in slots of the grid as in
+seconds. Other actions hold nothing. Counts of micro-batches are the same rule with ones for bytes, and none for shards.
+Knows no tensors and no device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.schedule import Schedule
+
+# A number of micro-batches: whole, unless a part of one is held between the halves of a split backward.
+Count = int | Fraction
+
+# Host buffers for micro-batches that differ in size are so much larger than the most that was seen. What a router sends
+# to an expert changes from step to step, and to grow costs an iteration's room.
+RESERVE = Fraction(1, 8)
+
+# A share of a micro-batch has no more decimals, so every count is written exactly.
+SHARE_DECIMALS = 4
+
+
+class Transfers(NamedTuple):
+    """Counts of the transfers of one rank: the first two as evictor, the others as acceptor."""
+
+    evictions: int
+    loads: int
+    hosts: int
+    returns: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Memory of one micro-batch, or slice, of a stage: `saved_bytes` from its forward on, of which `moved_bytes` move
+    in a transfer.
+
+    `after_input_bytes` are held from the end of a backward's first half, I, to the end of its second, W. They may be
+    more than were saved: W also needs the gradients of outputs, which tensor parallelism may have gathered.
+    """
+
+    saved_bytes: int
+    moved_bytes: int
+    after_input_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeptMemory:
+    """Memory that a stage keeps of a micro-batch cut into slices: all keys and values and, while its backwards run,
+    their gradients."""
+
+    keys_bytes: int
+    gradients_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The rule for stages of these sizes.
+
+    `takes[kind][place]` at the start of an action, `gives[kind][place]` at its end.
+
+    A kind that never takes, or gives, anything has no entry there; `changes[kind][place]` has both numbers for every
+    kind. A place is a stage; where sizes are by slice, of `slices` a micro-batch, it is a slice of a stage: `place`. So
+    are `stages`; `kept` is by stage. Sizes are whole numbers of 1/`parts` of a `unit`. `shard_bytes`: what each rank's
+    shard of the vocabulary holds from S to T. `reserved`: micro-batches may differ in size, so host buffers have a
+    reserve. `counts_hosted`: what a rank hosts is held, too.
+    """
+
+    stages: tuple[StageMemory, ...]
+    unit: str = "bytes"
+    parts: int = 1
+    shard_bytes: int = 0
+    reserved: bool = False
+    slices: int = 1
+    kept: tuple[KeptMemory, ...] = ()
+    counts_hosted: bool = True
+    takes: Mapping[Kind, Sequence[int]] = field(init=False, repr=False, compare=False)
+    gives: Mapping[Kind, Sequence[int]] = field(init=False, repr=False, compare=False)
+    changes: Mapping[Kind, Sequence[tuple[int, int]]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        saved, moved, after = (
+            [getattr(stage, name) for stage in self.stages] for name in StageMemory.__dataclass_fields__
+        )
+        takes = {Kind.FORWARD: saved, Kind.LOAD: moved}
+        gives = {Kind.BACKWARD: saved, Kind.BACKWARD_WEIGHT: after, Kind.EVICT: moved}
+        if self.counts_hosted:
+            takes[Kind.HOST] = gives[Kind.RETURN] = moved
+        if after != saved:
+            takes[Kind.BACKWARD_INPUT] = [max(0, stage.after_input_bytes - stage.saved_bytes) for stage in self.stages]
+            gives[Kind.BACKWARD_INPUT] = [max(0, stage.saved_bytes - stage.after_input_bytes) for stage in self.stages]
+        for stage, kept in enumerate(self.kept):
+            self._keep(kept, stage * self.slices, takes, gives)
+        if self.shard_bytes:
+            # There are no more ranks than stages.
+            takes[Kind.SHARD_FORWARD] = gives[Kind.SHARD_BACKWARD] = [self.shard_bytes] * len(self.stages)
+        zeros = [0] * len(self.stages)
+        changes = {
+            kind: list(zip(takes.get(kind, zeros), gives.get(kind, zeros), strict=True)) for kind in {**takes, **gives}
+        }
+        nothing = list(zip(zeros, zeros, strict=True))
+        object.__setattr__(self, "takes", takes)
+        object.__setattr__(self, "gives", gives)
+        object.__setattr__(self, "changes", {kind: changes.get(kind, nothing) for kind in Kind})
+
+    def _keep(self, kept: KeptMemory, first: int, takes: dict[Kind, list[int]], gives: dict[Kind, list[int]]) -> None:
+        """Add what a stage keeps whose first slice's place is `first`."""
+        zeros = [0] * len(self.stages)
+        last = first + self.slices - 1
+        _add(takes, Kind.FORWARD, first, kept.keys_bytes, zeros)
+        for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            _add(takes, kind, last, kept.gradients_bytes, zeros)
+            _add(gives, kind, first, kept.keys_bytes + kept.gradients_bytes, zeros)
+
+    def place(self, action: Action) -> int:
+        """Return where the tables have an action's sizes."""
+        return action.stage * self.slices + action.microbatch % self.slices
+
+    def size(self, stage: int, microbatch: int) -> StageMemory:
+        """Return the sizes of a stage's micro-batch, or slice."""
+        return self.stages[stage * self.slices + microbatch % self.slices]
+
+    def sizes(self, stage: int) -> tuple[StageMemory, ...]:
+        """Return the sizes that a stage's micro-batches, or slices, have."""
+        return self.stages[stage * self.slices : (stage + 1) * self.slices]
+
+    def buffer_bytes(self, stages: Iterable[int]) -> int:
+        """Return the size of a host buffer for transfers of these stages."""
+        most = max((size.moved_bytes for stage in stages for size in self.sizes(stage)), default=0)
+        return most + int(most * RESERVE) if self.reserved else most
+
+    def amount(self, size: int) -> Count:
+        """Return a size in units."""
+        return size if self.parts == 1 else Fraction(size, self.parts)
+
+    def text(self, size: int) -> str:
+        """Return a size in units, without their name."""
+        return str(plain(self.amount(size)))
+
+    def with_unit(self, size: int) -> str:
+        """Return a size as text with its unit."""
+        return f"{self.text(size)} {self.unit}"
+
+    def check(self, num_stages: int) -> None:
+        """Raise ValueError where these are not sizes of so many stages, or a transfer moves more than there is."""
+        if len(self.stages) != num_stages * self.slices:
+            found = len(self.stages) // self.slices
+            raise ValueError(f"sizes of {found} stages, but the schedule has {num_stages}: give one for each stage")
+        if len(self.kept) not in (0, num_stages):
+            raise ValueError(
+                f"{len(self.kept)} stages keep keys and values, but the schedule has {num_stages}: give one for each "
+                f"stage, or none"
+            )
+        for place, size in enumerate(self.stages):
+            stage = place // self.slices
+            if not 0 <= size.moved_bytes <= size.saved_bytes:
+                raise ValueError(
+                    f"stage {stage}: moved_bytes {size.moved_bytes} must lie between 0 and saved_bytes "
+                    f"{size.saved_bytes}"
+                )
+            if size.after_input_bytes < 0:
+                raise ValueError(
+                    f"stage {stage}: after_input_bytes is {size.after_input_bytes}, but must be at least 0"
+                )
+        if self.shard_bytes < 0:
+            raise ValueError(f"shard_bytes is {self.shard_bytes}, but must be at least 0")
+
+
+def _add(changes: dict[Kind, list[int]], kind: Kind, place: int, more: int, zeros: Sequence[int]) -> None:
+    """Add to a table's entry; what stands under several kinds as one list is copied."""
+    row = changes[kind] = list(changes.get(kind, zeros))
+    row[place] += more
+
+
+def memory_of(
+    saved_bytes: Sequence[int],
+    moved_bytes: Sequence[int] | None = None,
+    after_input_bytes: Sequence[int] | None = None,
+    shard_bytes: int = 0,
+) -> Memory:
+    """Return the rule for sizes by stage.
+
+    By default a transfer moves all that is saved, W needs all of it, and shards hold nothing.
+
+    What is not moved stays on its own rank while the micro-batch is away; the acceptor holds the moved part only.
+    """
+    moved = saved_bytes if moved_bytes is None else moved_bytes
+    after = saved_bytes if after_input_bytes is None else after_input_bytes
+    for name, sizes in (("moved_bytes", moved), ("after_input_bytes", after)):
+        if len(sizes) != len(saved_bytes):
+            raise ValueError(
+                f"{name} has {len(sizes)} entries, saved_bytes {len(saved_bytes)}: give one for each stage"
+            )
+    return Memory(tuple(map(StageMemory, saved_bytes, moved, after)), shard_bytes=shard_bytes)
+
+
+@lru_cache(maxsize=16)
+def counting(num_stages: int, after_input: Fraction = Fraction(1)) -> Memory:
+    """Return the rule that counts micro-batches, of which the share `after_input` is held between I and W."""
+    whole, part = after_input.denominator, after_input.numerator
+    return Memory((StageMemory(whole, whole, part),) * num_stages, "micro-batches", whole)
+
+
+def counts_of(schedule: Schedule) -> Memory:
+    """Return the rule by which a schedule's own counts, peaks and bounds are meant."""
+    return counting(schedule.num_stages, schedule.after_input)
+
+
+def plain(count: Count) -> int | float:
+    """Return a count as it is written: without a point where it is whole.
+
+    Exact, as the shares that a schedule may have are.
+    """
+    return int(count) if count == int(count) else float(count)
+
+
+def with_after_input(schedule: Schedule, share: Fraction) -> Schedule:
+    """Return the schedule with `share` of a micro-batch counted between I and W.
+
+    Raises ValueError where no backward is split.
+    """
+    if not schedule.split_stages:
+        raise ValueError("its backwards are not split into I and W, so no share is held between them: leave --kept out")
+    return replace(schedule, after_input=share)
+
+
+def live_counts(schedule: Schedule, rank: int) -> tuple[Count, ...]:
+    """Return how many chunk micro-batches the rank holds during each slot, its own and hosted ones."""
+    memory = counts_of(schedule)
+    held = live_bytes(schedule, rank, memory)
+    return held if memory.parts == 1 else tuple(map(memory.amount, held))
+
+
+def live_bytes(schedule: Schedule, rank: int, memory: Memory) -> tuple[int, ...]:
+    """Return the bytes of activations the rank holds during each slot."""
+    changes, slices = memory.changes, memory.slices
+    held = 0
+    curve = []
+    for slot in schedule.ranks[rank]:
+        freed = 0
+        compute = slot.compute
+        if compute is not None:
+            takes, freed = changes[compute.kind][compute.stage * slices + compute.microbatch % slices]
+            held += takes
+            beside = slot.overlapped
+            if beside is not None:
+                takes, gives = changes[beside.kind][memory.place(beside)]
+                held += takes
+                freed += gives
+        for transfer in slot.transfers:
+            takes, gives = changes[transfer.kind][memory.place(transfer)]
+            held += takes
+            freed += gives
+        curve.append(held)
+        held -= freed
+    return tuple(curve)
+
+
+class TimedAction(Protocol):
+    """An action and when it ran, by anybody's clock."""
+
+    @property
+    def action(self) -> Action: ...
+    @property
+    def start_s(self) -> int | float | Fraction: ...
+    @property
+    def end_s(self) -> int | float | Fraction: ...
+
+
+def changes_in_time(rows: Iterable[TimedAction], memory: Memory) -> list[tuple[int | float | Fraction, int]]:
+    """Return the changes of one rank's memory in order of time: (instant, change), above 0 where it takes memory.
+
+    At one instant giving back comes first: what starts there waited for it.
+    """
+    changes: list[tuple[int | float | Fraction, int]] = []
+    takes, gives = memory.takes, memory.gives
+    for row in rows:
+        action = row.action
+        if action.kind in takes:
+            changes.append((row.start_s, takes[action.kind][memory.place(action)]))
+        if action.kind in gives:
+            changes.append((row.end_s, -gives[action.kind][memory.place(action)]))
+    return sorted(changes)
+
+
+def peak_of_order(order: Iterable[Action], memory: Memory) -> int:
+    """Return the most bytes that one rank's computations hold, in this order and without transfers."""
+    held = most = 0
+    for action in order:
+        takes, gives = memory.changes[action.kind][memory.place(action)]
+        most = max(most, held + takes)
+        held += takes - gives
+    return most
+
+
+def peak_counts(schedule: Schedule) -> tuple[Count, ...]:
+    """Return the most chunk micro-batches each rank ever holds."""
+    memory = counts_of(schedule)
+    return tuple(
+        memory.amount(max(live_bytes(schedule, rank, memory), default=0)) for rank in range(schedule.num_ranks)
+    )
+
+
+def peak_bytes(schedule: Schedule, memory: Memory) -> tuple[int, ...]:
+    """Return the most bytes of activations each rank ever holds."""
+    memory.check(schedule.num_stages)
+    return tuple(max(live_bytes(schedule, rank, memory)) for rank in range(schedule.num_ranks))
+
+
+def num_transfers(schedule: Schedule, rank: int) -> Transfers:
+    """Return how many evictions and loads the rank makes, and how many it answers."""
+    kinds = Counter(transfer.kind for slot in schedule.ranks[rank] for transfer in slot.transfers)
+    return Transfers(kinds[Kind.EVICT], kinds[Kind.LOAD], kinds[Kind.HOST], kinds[Kind.RETURN])
+
+
+def moves_anything(schedule: Schedule) -> bool:
+    """Return whether any rank evicts."""
+    return any(num_transfers(schedule, rank).evictions for rank in range(schedule.num_ranks))

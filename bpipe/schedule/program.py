@@ -1,0 +1,203 @@
+"""Hold what each rank does, instruction by instruction, messages included.
+
+In: nothing. Out: frozen `Program` values and their parts.
+
+`schedule.lowering.lower` makes programs from a schedule; the deadlock check and the simulator interpret them, the executor runs
+them. Knows no tensors and no time.
+"""
+
+from __future__ import annotations
+
+import enum
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.dependencies import Dependencies
+from bpipe.schedule.hosts import Pair
+from bpipe.schedule.schedule import Schedule
+
+
+class Exchange(enum.Enum):
+    """Exchange order: when a rank sends and receives what passes between stages, and what it waits for.
+
+    Whoever runs the schedule sets it.
+    """
+
+    # Megatron's loop for one stage per rank: between two computations it sends what the first made and receives what the
+    # second needs, in one operation where one neighbour is both, and goes on when that is over. A message passes when
+    # both ends are there.
+    MEGATRON_1F1B = "megatron-1f1b"
+    # Megatron's loop for several: right behind a computation it sends what that made, in one operation with all that
+    # its neighbours send before its next. The ring of neighbours would block itself with the rule above.
+    MEGATRON_INTERLEAVED = "megatron-interleaved"
+    # The same loop with `--no-overlap-p2p-communication` (`schedule.lowering.turns`): between two turns it sends what the first
+    # made and receives what the second needs, in one operation, and goes on when that is over.
+    MEGATRON_TURNS = "megatron-turns"
+    # Our executor: a send is on its way at once, and later let go, never waited for; receives are posted one ahead, in
+    # the sender's order, and only what needs them waits.
+    POSTED = "posted"
+    # torch.distributed.pipelining's runtime (`schedule.lowering.torch_receives`): a send is on its way at once, a receive is posted
+    # where torch lists it, and only what needs it waits. The messages of each two ranks, both directions, stand in one
+    # queue.
+    TORCH = "torch"
+
+    __hash__ = object.__hash__
+
+    @property
+    def is_megatron(self) -> bool:
+        """Whether messages pass as one of Megatron's own loops exchanges them."""
+        return self not in (Exchange.POSTED, Exchange.TORCH)
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether messages pass in batches, in one communicator of all ranks.
+
+        Otherwise each two ranks have one of their own.
+        """
+        return self in (Exchange.MEGATRON_1F1B, Exchange.MEGATRON_TURNS)
+
+    @property
+    def predicted(self) -> Exchange:
+        """The exchange order that a prediction assumes: by default Megatron's interleaved loop waits for a message
+        only where it needs it, and so does torch's runtime."""
+        return Exchange.POSTED if self in (Exchange.MEGATRON_INTERLEAVED, Exchange.TORCH) else self
+
+
+class Message(NamedTuple):
+    """A message between ranks: `value` is its number (`schedule.dependencies`), `made_by` and `needed_by` the computations at
+    its ends.
+
+    `parties` are the ranks that have a part in it, those that make it first; more than two, or several that make it: a
+    collective.
+    """
+
+    value: int
+    made_by: tuple[Action, ...]
+    needed_by: tuple[Action, ...]
+    parties: tuple[int, ...]
+
+    @property
+    def is_collective(self) -> bool:
+        return len(self.parties) > 2 or len(self.made_by) > 1
+
+    def __str__(self) -> str:
+        made, needed = ("+".join(map(str, actions)) for actions in (self.made_by, self.needed_by))
+        return f"{made}>{needed}"
+
+
+class Transfer(NamedTuple):
+    """One end of a move of a micro-batch's activations: the half that this rank does, and the ranks at both ends.
+
+    Where a rank keeps what it evicts in its own host memory, both are the same, and there is no other half.
+    """
+
+    action: Action
+    sender: int
+    receiver: int
+
+    @property
+    def is_outbound(self) -> bool:
+        """Whether this half sends."""
+        return self.action.kind is Kind.EVICT or self.action.kind is Kind.RETURN
+
+    def __str__(self) -> str:
+        return str(self.action)
+
+
+class Numbering:
+    """Numbers transfers: the n-th from one rank to another, as both ends start those of a direction in one order."""
+
+    def __init__(self) -> None:
+        self._started: dict[Pair, int] = {}
+        # By half, told apart as objects: what leaves a second time is the same to read. Only its number, as there may
+        # be millions.
+        self._halves: dict[int, int] = {}
+
+    def start(self, half: Transfer) -> tuple[int, int, int]:
+        """Return sender, receiver and how many passed between them before.
+
+        Halves are started in the program's order.
+        """
+        _, sender, receiver = half
+        nth = self._halves[id(half)] = self._started.get((sender, receiver), 0)
+        self._started[sender, receiver] = nth + 1
+        return sender, receiver, nth
+
+    def of(self, half: Transfer) -> tuple[int, int, int]:
+        """Return the number of a half that has been started."""
+        return half.sender, half.receiver, self._halves[id(half)]
+
+
+class Op(enum.IntEnum):
+    """Operation of an instruction. Each kind of transfer has its own: interpreters meet millions of instructions."""
+
+    RUN = 0  # compute
+    POST = 1  # be ready to receive a message
+    SEND = 2  # let a message go, or this rank's part of one
+    WAIT = 3  # go on when it has passed: what was posted has arrived, what was sent need not be kept
+    START = 4  # post or send this rank's half of a transfer
+    FINISH = 5  # wait for it
+
+
+class Instruction(NamedTuple):
+    """An operation and its operand: a computation to run, a message to post, send or wait for, or half of a transfer
+    to start or finish."""
+
+    op: Op
+    operand: Action | Message | Transfer
+
+    def __str__(self) -> str:
+        if isinstance(self.operand, Transfer):
+            words = {Op.START: "send" if self.operand.is_outbound else "post", Op.FINISH: "wait"}
+            return f"{words[self.op]} {self.operand}"
+        return f"{self.op.name.lower()} {self.operand}"
+
+
+class MessageTable:
+    """The messages of a schedule's values, made when somebody asks: running millions needs only their numbers."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule, self.dependencies = schedule, Dependencies(schedule.layout, schedule.num_microbatches)
+        self._ends: tuple[dict[int, list[Action]], dict[int, list[Action]]] | None = None
+
+    def __getitem__(self, value: int) -> Message:
+        if self._ends is None:
+            self._ends = {}, {}
+            for action in (one for row in self.schedule.ranks for cell in row for one in cell.computations):
+                for ends, end in zip(
+                    self._ends, (self.dependencies.value_of(action), self.dependencies.operand_of(action)), strict=True
+                ):
+                    ends.setdefault(end, []).append(action)
+        made_by, needed_by = (tuple(ends.get(value, ())) for ends in self._ends)
+        return Message(value, made_by, needed_by, self.dependencies.route(value).parties)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One rank's instructions, in order, packed: the i-th does `dos[i]` with `whats[i]`, a message being its value.
+
+    `starts[k]` is the first instruction of the k-th step, which belongs to column `slots[k]` of the grid. Computations
+    right behind each other, with nothing between, may overlap: what each needs is there.
+    """
+
+    rank: int
+    ops: bytes
+    operands: Sequence[Action | int | Transfer]
+    starts: Sequence[int]
+    slots: Sequence[int]
+    messages: MessageTable
+
+    @property
+    def instructions(self) -> tuple[Instruction, ...]:
+        """Instructions with messages as values, not numbers."""
+        pairs = zip(map(Op, self.ops), self.operands, strict=True)
+        return tuple(
+            Instruction(op, self.messages[operand] if isinstance(operand, int) else operand) for op, operand in pairs
+        )
+
+    def slot_of(self, index: int) -> int:
+        """Return the column of the grid to which an instruction belongs."""
+        return self.slots[bisect_right(self.starts, index) - 1]

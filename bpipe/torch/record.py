@@ -1,0 +1,134 @@
+"""Record chosen steps of a balanced schedule for `bpipe report`.
+
+In: a folder, the steps to record, and what an engine measured. Out: the record's files, as `bpipe.record.format` defines
+them. Knows nothing of torch's runtime.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bpipe.build import ScheduleConfig
+from bpipe.record.format import STEPS, RunInfo, TrainingStep
+from bpipe.record.write import append, begin
+from bpipe.runtime.checksums import Certificate, Verifier
+from bpipe.runtime.engine import Engine
+from bpipe.runtime.measurements import DifferingSums, iteration_of, summary_of
+from bpipe.runtime.meter import Meter
+from bpipe.runtime.recorder import Recorder
+from bpipe.runtime.run_record import RankFacts, RunRecord, peak_of
+from bpipe.runtime.streams import Clock, peak_allocated_on, total_bytes
+from bpipe.transport.connect import MeasuredLink
+
+
+class StepRecord:
+    """This rank's record. Steps count from 1."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        steps: tuple[int, int],
+        program: ScheduleConfig,
+        pipelines: Sequence[Sequence[int]],
+        stages: Sequence[Any],
+        device: torch.device,
+    ) -> None:
+        """`steps`: the first and the last to record. Collective over the world. Raises ValueError for steps that are
+        none."""
+        first, last = steps
+        if not 1 <= first <= last:
+            raise ValueError(
+                f"report_steps {first} to {last} is not a range of steps: give the first and the last, counted from 1"
+            )
+        self._folder, self._steps, self._program = Path(folder), range(first, last + 1), program
+        self._device, self._parts = device, [stage.submod for stage in stages]
+        name = "cpu" if device.type == "cpu" else str(torch.get_device_module(device).get_device_name(device))
+        peak = peak_of(name, None)
+        info = RunInfo(
+            balanced=program.balance is not None,
+            torch=str(torch.__version__),
+            peak_flops=None if peak is None else peak.flops_per_s,
+            peak_source=None if peak is None else peak.source,
+        )
+        place = int(stages[0].group_rank)
+        facts = RankFacts(
+            info=info, pipelines=pipelines, place=place, device=name, limit_bytes=total_bytes(device) or None
+        )
+        self._record, self._place = RunRecord(self._folder, facts), place
+        self._record.clear()
+        # One rank of the first pipeline tells the losses: that of the last stage.
+        self._tells = self._record.pipeline == 0 and any(stage.is_last for stage in stages)
+        if self._tells:
+            begin(self._folder / STEPS)
+        self._number = 0
+        # Of the first step, and the most of all others: micro-batches and bytes.
+        self._peaks: list[tuple[int, int]] = []
+        self._differing = DifferingSums()
+        # What the summary that was written last says, but for what follows from the schedule.
+        self._summarized: object = None
+        self.losses: list[torch.Tensor] = []
+
+    @contextmanager
+    def step(
+        self, engine: Engine, meter: Meter, links: Sequence[MeasuredLink], verifier: Verifier | None
+    ) -> Iterator[None]:
+        """Enter around one step of training; `losses` are those of its micro-batches by its end."""
+        self._number += 1
+        self.losses = []
+        recorder = engine.recorder = Recorder(Clock(self._device)) if self._number in self._steps else None
+        begin_s, since = time.time(), time.perf_counter()
+        yield
+        elapsed_s = time.perf_counter() - since
+        self._add_peak(meter)
+        self._differing.add(engine)
+        if recorder is not None:
+            noted = iteration_of(engine, meter, recorder, self._program, self._number, begin_s)
+            noted = replace(noted, device_peak_bytes=peak_allocated_on(self._device))
+            self._record.add(noted, None, links, self._weights_bytes)
+        if self._tells:
+            self._tell(elapsed_s)
+        certificate = Certificate() if verifier is None else replace(verifier.certificate)
+        says = (*self._peaks, replace(self._differing), certificate)
+        # To compute what a schedule predicts and to write it takes longer than what is measured.
+        if recorder is not None or says != self._summarized:
+            self._summarized = says
+            self._summarize(engine, meter, certificate)
+
+    def _add_peak(self, meter: Meter) -> None:
+        now = (meter.peak_microbatches, meter.peak_bytes)
+        first, *others = [*self._peaks, now]
+        self._peaks = [first, *([tuple(map(max, zip(*others, strict=True)))] if others else [])]
+
+    def _summarize(self, engine: Engine, meter: Meter, certificate: Certificate) -> None:
+        summary = summary_of(
+            engine,
+            meter,
+            self._place,
+            rank=dist.get_rank(),
+            pipeline=self._record.pipeline,
+            balanced=self._program.balance is not None,
+            peaks=self._peaks,
+            differing=self._differing,
+            certificate=certificate,
+        )
+        self._record.summarize(summary)
+
+    def _tell(self, elapsed_s: float) -> None:
+        losses = [float(loss) for loss in self.losses]
+        numbers = {"loss": sum(losses) / len(losses)} if losses else {}
+        step = TrainingStep(iteration=self._number, numbers=numbers, elapsed_s=round(elapsed_s, 6))
+        append(self._folder / STEPS, step)
+
+    def _weights_bytes(self) -> int:
+        """Return bytes of this rank's own parameters: of a sharded one its own shard."""
+        parameters = (each for part in self._parts for each in part.parameters())
+        local = (each.to_local() if hasattr(each, "to_local") else each for each in parameters)
+        return sum(each.untyped_storage().nbytes() for each in local)

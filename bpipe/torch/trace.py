@@ -1,0 +1,228 @@
+"""Say what every stage of a model would hold, and every rank at its peak, without its memory and without a group.
+
+In: a function that makes the stages. Out: sizes and peaks; as a program, JSON on stdout, for `bpipe trace --module`.
+
+    python -m bpipe.torch.trace '{"module": "FILE:FUNCTION", ...}'
+
+The function is called on torch's fake tensors, which have shapes and a device and no bytes, so that each device's own
+kernels decide what is saved. Nobody else holds a fake tensor, so what is a micro-batch's own is told by what it is not:
+no parameter, buffer or other tensor of a module, nothing that the caller gives, and no output of a stage.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from bpipe.balance.config import named_balance
+from bpipe.build import build
+from bpipe.runtime.checkpoints import Regions
+from bpipe.runtime.graph import nodes_of, saved_names, saved_tensors
+from bpipe.schedule.families.families import default_family
+from bpipe.schedule.schedule import Schedule
+from bpipe.torch.memory_budget import Memory, RankBudgets, need_bytes
+from bpipe.torch.orders import Source, config_of, refuse_unrunnable
+from bpipe.torch.sizes import StageSizes, sizes_of
+
+# What two micro-batches both save is neither's own.
+_MICROBATCHES = 2
+# All stages' modules in order, a micro-batch's inputs of the first, and, where there is a loss, that and its target.
+Made = Sequence[Any]
+
+
+@dataclass(frozen=True)
+class TracedStage:
+    """One stage: what a micro-batch of it saves, and how many parameters it has."""
+
+    sizes: StageSizes
+    parameters: int
+
+
+@dataclass(frozen=True)
+class PredictedPeaks:
+    """A schedule that would run, and the most bytes of micro-batches and host buffers on each rank."""
+
+    schedule: Schedule
+    need_bytes: tuple[int, ...]
+
+
+def trace_stages(
+    make: Callable[[], Made], device: str | torch.device = "cpu", minimum_bytes: int = 65536
+) -> list[TracedStage]:
+    """Return what each stage would save on this device, which need not be there.
+
+    `make()`, called on fake tensors, returns all stages' modules in order and the inputs of the first, one micro-batch's
+    in a tuple; and, where there is one, the loss and its target. Raises ValueError for what is none of that, and for
+    tensors of other kinds (DTensors).
+    """
+    with FakeTensorMode() as mode, torch.device(device):
+        stages, inputs, *of_loss = _checked(make())
+        given = [tuple(_received(each, mode) for each in inputs) for _ in range(_MICROBATCHES)]
+        traced = []
+        for index, module in enumerate(stages):
+            loss = of_loss if index == len(stages) - 1 else []
+            # A stage keeps what it received; the first one's inputs are the user's.
+            theirs = (*loss[1:], *(given[1] if not index else ()))
+            ran = [_forward(module, each, loss) for each in given]
+            own = _own_bytes(module, ran, theirs)
+            moved = [nbytes for nbytes in own if nbytes >= minimum_bytes]
+            parameters = sum(each.numel() for each in module.parameters())
+            traced.append(TracedStage(sizes_of(index, sum(own), moved), parameters))
+            given = [tuple(_received(output, mode) for output in outputs) for outputs, _ in ran]
+    return traced
+
+
+def _own_bytes(
+    stage: nn.Module, ran: Sequence[tuple[list[torch.Tensor], list[Any]]], theirs: Sequence[torch.Tensor]
+) -> list[int]:
+    """Return the bytes of every storage that one micro-batch saved and nobody else holds."""
+    outputs = [output for of_one, _ in ran for output in of_one]
+    first, second = (_saved(roots) for _, roots in ran)
+    aside = {*_of_module(stage), *map(_address, (*theirs, *outputs)), *first.keys()}
+    return [nbytes for address, nbytes in second.items() if address not in aside]
+
+
+def _checked(made: Made) -> Made:
+    """Return what was made. Raises ValueError where it is not stages, inputs, and a loss with its target or none."""
+    stages = made[0] if isinstance(made, tuple) and len(made) in (2, 4) else ()
+    if not stages or not all(isinstance(stage, nn.Module) for stage in stages) or not isinstance(made[1], tuple):
+        raise ValueError(
+            "the function returns no stages: let it return (modules of all stages in order, inputs of the first in a "
+            "tuple), followed by loss and target where there is a loss"
+        )
+    return made
+
+
+def _received(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """Return a tensor as a stage receives it: with memory of its own."""
+    if type(tensor) not in (FakeTensor, nn.Parameter, torch.Tensor):
+        raise ValueError(
+            f"a {type(tensor).__name__} between stages cannot be traced: trace what stages are before that"
+        )
+    found = torch.empty_like(tensor)
+    return found.requires_grad_() if found.is_floating_point() else found
+
+
+def _forward(stage: nn.Module, inputs: Sequence[Any], loss: Sequence[Any]) -> tuple[list[torch.Tensor], list[Any]]:
+    """Return a stage's outputs, and the roots of its graph."""
+    made = stage(*inputs)
+    outputs = list(made) if isinstance(made, (tuple, list)) else [made]
+    roots = [loss[0](made, loss[1])] if loss else outputs
+    return outputs, [root.grad_fn for root in roots]
+
+
+def _saved(roots: Sequence[Any]) -> dict[int, int]:
+    """Return the bytes of every storage that the graph saved, by its address, in the order of the walk."""
+    found: dict[int, int] = {}
+    regions = Regions()
+    for node in nodes_of(roots):
+        for name in saved_names(type(node)):
+            if not regions.recomputes(node, name):
+                _add(found, saved_tensors(node, name))
+    _add(found, (tensor for tensor, _ in regions.tensors()))
+    return found
+
+
+def _add(found: dict[int, int], tensors: Iterator[torch.Tensor]) -> None:
+    for tensor in tensors:
+        found.setdefault(_address(tensor), tensor.untyped_storage().nbytes())
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _of_module(module: nn.Module) -> Iterator[int]:
+    """Yield the storages of a module's parameters, buffers and other tensors."""
+    for each in (*module.parameters(), *module.buffers()):
+        yield _address(each)
+    for part in module.modules():
+        yield from (_address(value) for value in vars(part).values() if isinstance(value, torch.Tensor))
+
+
+def predict_peaks(
+    traced: Sequence[TracedStage],
+    num_ranks: int,
+    num_microbatches: int,
+    schedule: Source | None = None,
+    balance: str = "bpipe",
+    bounds: Sequence[int] | None = None,
+    memory: Memory | None = None,
+    hosts: str | None = None,
+    group_size: int | None = None,
+) -> PredictedPeaks:
+    """Return what every rank would hold of these stages; options are those of `BalancedSchedule`. By default the
+    schedule is 1F1B, of several stages per rank the interleaved one.
+
+    Raises ValueError as that does, and for split backwards, of which nobody knows what torch keeps between them.
+    """
+    sizes = {each.sizes.stage: each.sizes for each in traced}
+    stages: Any = [SimpleNamespace(group_size=num_ranks, num_stages=len(traced))]
+    how = named_balance(balance, bounds, hosts=hosts)
+    schedule = default_family(max(1, len(traced) // num_ranks)) if schedule is None else schedule
+    if memory is not None:
+        plain = build(config_of(schedule, stages, num_microbatches, None, group_size))
+        plan = RankBudgets.of(memory, plain, how, differing=False).plan(plain, sizes)
+        return PredictedPeaks(plan.schedule, plan.need_bytes)
+    found = build(config_of(schedule, stages, num_microbatches, how, group_size))
+    refuse_unrunnable(found)
+    if found.split_stages:
+        raise ValueError(
+            f"{found.name} splits backwards, and what torch keeps from dgrad to wgrad is known only once they have "
+            "run: use whole backwards (1f1b, interleaved-1f1b)"
+        )
+    return PredictedPeaks(found, need_bytes(found, sizes))
+
+
+def _function(name: str) -> Callable[[], Made]:
+    """Return the function that FILE:FUNCTION names."""
+    file, colon, function = name.rpartition(":")
+    path = Path(file)
+    if not colon or not path.is_file():
+        raise ValueError(f"--module {name}: there is no such file: give FILE:FUNCTION, such as model.py:stages")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))
+    spec.loader.exec_module(module)
+    found: Callable[[], Made] | None = getattr(module, function, None)
+    if found is None:
+        raise ValueError(f"--module {name}: {file} has no {function}")
+    return found
+
+
+def answer(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sizes of every stage, and peaks of every rank as it is and balanced."""
+    traced = trace_stages(_function(options["module"]), options["device"])
+    stages = [
+        {
+            "parameters": each.parameters,
+            "saved_bytes": each.sizes.saved_bytes,
+            "moved_bytes": each.sizes.moved_bytes,
+        }
+        for each in traced
+    ]
+    settings = {name: options[name] for name in ("schedule", "group_size")}
+    sizes = (traced, options["ranks"], options["microbatches"])
+    alone = predict_peaks(*sizes, balance="none", **settings)
+    balanced = predict_peaks(*sizes, bounds=options["bounds"], hosts=options["hosts"], **settings)
+    return {"stages": stages, "alone_bytes": alone.need_bytes, "balanced_bytes": balanced.need_bytes}
+
+
+if __name__ == "__main__":
+    try:
+        print(json.dumps(answer(json.loads(sys.argv[1]))))
+    except (ValueError, OSError) as error:
+        print(f"bpipe: error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,130 @@
+"""Give the writers of TensorBoard, Weights & Biases and MLflow what balancing did, under names in Megatron's style.
+
+In: what each stage measured in an iteration. Out: scalars, where there are writers: Megatron's on the last rank of the
+world, MLflow's where a run is active, as Megatron-Bridge and scripts start it; `megatron.training` starts none.
+docs/report.md says what each means.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+from bpipe.record.format import Iteration, Row
+from bpipe.runtime.retention import Share
+from bpipe.schedule.action import TRANSFER, Kind
+from megatron.scheduling.loop.pipelines import gathered
+from megatron.scheduling.placement.positions import Positions
+from megatron.scheduling.record.guard import Guard
+
+
+class Writers:
+    """The writers of a training, on whichever rank they are.
+
+    Which there are is asked once, before the first iteration: an MLflow run that is started later is told nothing.
+    """
+
+    def __init__(self, positions: Positions, interval: int | None) -> None:
+        self._positions, self._interval = positions, interval
+        self._guard = Guard("logging to TensorBoard, Weights & Biases and MLflow")
+        self._mlflow: Any = None
+
+    def look(self) -> bool:
+        """Return whether there are any. Collective over the world, where there may be."""
+        if self._interval is None:
+            return False
+        mlflow: Any = sys.modules.get("mlflow")
+        runs = hasattr(mlflow, "active_run") and mlflow.active_run() is not None
+        boards = get_tensorboard_writer() is not None or get_wandb_writer() is not None
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, (boards, runs))
+        # Ranks may have the same run: one of them tells it.
+        if runs and not any(later for _, later in everywhere[dist.get_rank() + 1 :]):
+            self._mlflow = mlflow
+        if not any(any(found) for found in everywhere):
+            self._interval = None
+        return self._interval is not None
+
+    def due(self, iteration: int) -> bool:
+        """Return whether this iteration is told of."""
+        return self._interval is not None and iteration % self._interval == 0
+
+    def write(self, notes: Iteration, peak_bytes: int, shares: Iterable[Share], mfu: float | None) -> None:
+        """Write the metrics of an iteration: what it noted, the most this rank held, and the share of each stage that
+        leaves.
+
+        Collective as `gathered`: every rank gives its own numbers; the one with the writers writes.
+        """
+        mine = {name: number for name, measure in _BY_STAGE.items() if (number := measure(notes)) is not None}
+        mine["bpipe-activation-bytes"] = float(peak_bytes)
+        fractions = [one.fraction for one in shares]
+        if fractions:
+            mine["bpipe-moved-fraction"] = min(fractions)
+        scalars = {
+            f"{name}/stage-{stage}": number
+            for stage, numbers in enumerate(gathered(self._positions, mine))
+            for name, number in numbers.items()
+        }
+        if mfu is not None:
+            scalars["bpipe-mfu"] = mfu
+        self._guard.run(lambda: self._tell(scalars, notes.iteration), "the writers")
+
+    def _tell(self, scalars: dict[str, float], iteration: int) -> None:
+        board, wandb = get_tensorboard_writer(), get_wandb_writer()
+        if board:
+            for name, value in scalars.items():
+                board.add_scalar(name, value, iteration)
+        if wandb:
+            wandb.log(scalars, iteration)
+        if self._mlflow is not None:
+            self._mlflow.log_metrics(scalars, step=iteration)
+
+
+def _kind(row: Row) -> Kind:
+    return row.action.kind
+
+
+def _evictions(notes: Iteration) -> list[Row]:
+    """Those that moved anything."""
+    return [row for row in notes.rows if _kind(row) is Kind.EVICT and row.bytes]
+
+
+def _link_speed(notes: Iteration) -> float | None:
+    """GB/s of what the stage sent and took back; None where it did not, or nobody knows when it ended."""
+    moved = [row for row in notes.rows if _kind(row) in (Kind.EVICT, Kind.LOAD) and row.bytes and row.seconds > 0]
+    seconds = sum(row.seconds for row in moved)
+    return sum(row.bytes or 0 for row in moved) / seconds / 1e9 if seconds else None
+
+
+def _bubble(notes: Iteration) -> float | None:
+    if not notes.elapsed_s:
+        return None
+    busy_s = sum(row.seconds for row in notes.rows if _kind(row) not in TRANSFER)
+    return max(0.0, 1 - busy_s / notes.elapsed_s)
+
+
+def _counter(name: str) -> Callable[[Iteration], float | None]:
+    """Return what reads a counter of the device's allocator; None on a CPU, where nobody counts."""
+
+    def read(notes: Iteration) -> float | None:
+        device = torch.device(torch.cuda.current_device())
+        return None if device.type == "cpu" else float(torch.cuda.memory_stats(device).get(name, 0))
+
+    return read
+
+
+_BY_STAGE: dict[str, Callable[[Iteration], float | None]] = {
+    "bpipe-exposed-transfer-ms": lambda notes: 1e3 * sum(row.wait_s for row in notes.rows),
+    "bpipe-evictions": lambda notes: float(len(_evictions(notes))),
+    "bpipe-moved-bytes": lambda notes: float(sum(row.bytes or 0 for row in _evictions(notes))),
+    "bpipe-link-gb-per-s": _link_speed,
+    "bpipe-stayed-bytes": lambda notes: float(notes.stayed_bytes),
+    "bpipe-bubble": _bubble,
+    "bpipe-allocator-peak-bytes": _counter("allocated_bytes.all.peak"),
+    "bpipe-allocator-retries": _counter("num_alloc_retries"),
+}

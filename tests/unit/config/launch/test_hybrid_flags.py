@@ -1,0 +1,277 @@
+"""A hybrid model's launch, read and written: patterns and stages as Megatron deals them out, what is refused, and
+what a plan searches."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from bpipe.cli import main
+from bpipe.config.launch.hybrid_flags import flags_of_hybrid
+from bpipe.config.launch.megatron_command import Reading, read_command
+from bpipe.config.launch.megatron_flags import megatron_flags
+from bpipe.config.launch.training_log import read_log
+from bpipe.plan.options import setup_from
+from bpipe.plan.space import CUTS, Space, enumerate_setups
+from bpipe.predict.cluster import parse_cluster
+from bpipe.predict.hybrid import Hybrid
+from bpipe.predict.layer_variants import Experts
+from bpipe.predict.layout import EVENLY, Setup
+from bpipe.predict.model import Model
+from bpipe.schedule.families.families import FAMILIES
+from tests.unit.predict.published import NEMOTRON_3_NANO, NEMOTRON_H_8B
+
+SIZES = ["--hidden-size", "512", "--num-attention-heads", "8", "--seq-length", "128", "--vocab-size", "1000"]
+STACK = ("megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec")
+
+
+def read(*flags: str) -> Reading:
+    return read_command([*SIZES, *flags])
+
+
+@st.composite
+def setups(draw: st.DrawFn) -> Setup:
+    pipeline, chunks = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2]))
+    chunks = chunks if pipeline > 1 else 1
+    stages = draw(
+        st.lists(st.text("M*-E", min_size=1, max_size=4), min_size=pipeline * chunks, max_size=pipeline * chunks)
+    )
+    pattern = "".join(stages)
+    hybrid = Hybrid(pattern, draw(st.sampled_from([8, 16])), 64, 32, draw(st.sampled_from([4, 8])))
+    tensor, squared, learned = draw(st.sampled_from([1, 2])), draw(st.booleans()), draw(st.booleans())
+    model = Model(
+        "custom",
+        len(pattern),
+        512,
+        8,
+        8,
+        64,
+        2048,
+        1000,
+        256,
+        False,
+        draw(st.booleans()),
+        False,
+        learned,
+        draw(st.booleans()),
+    )
+    return Setup(
+        model=replace(
+            model,
+            squared_relu=squared,
+            hybrid=hybrid,
+            no_positions=not learned and draw(st.booleans()),
+            experts=Experts(8, 2, 256) if "E" in pattern else None,
+        ),
+        cluster=parse_cluster("h100-80g:1x8"),
+        tensor=tensor,
+        sequence_parallel=tensor > 1,
+        pipeline=pipeline,
+        micro_batch=1,
+        global_batch=64,
+        sequence=256,
+        layers=tuple(map(len, stages)),
+        recompute=draw(st.sampled_from(["none", "full"])),
+        schedule="interleaved-1f1b" if chunks > 1 else "1f1b",
+        num_chunks=chunks,
+        balance=draw(st.sampled_from([None, EVENLY])),
+    )
+
+
+@settings(deadline=None, max_examples=100)
+@given(setups())
+def test_what_we_write_we_read(setup: Setup) -> None:
+    """A device computes experts whole where tensor parallelism does not divide them: the launch says as much as the
+    setup does."""
+    # Of all patterns the one that Megatron cannot be told.
+    assume(setup.model.hybrid is None or setup.model.hybrid.pattern != "--")
+    flags = megatron_flags(setup)
+    found = setup_from(flags, setup.cluster, 1000, "gpu")
+    if setup.model.experts is not None:
+        setup = replace(setup, routing=replace(setup.routing, expert_tensor=setup.expert_tensor))
+    assert found == setup
+    assert read_command([*flags, "--vocab-size", "1000"]).not_considered == ()
+
+
+@pytest.mark.parametrize("model", [NEMOTRON_H_8B, NEMOTRON_3_NANO], ids=lambda one: one.name)
+def test_published_models_come_back(model: Model) -> None:
+    setup = Setup(model, parse_cluster("h100-80g:1x4"), 1, 4, 1, 8, 8192, (13,) * 4, "none")
+    assert replace(setup_from(megatron_flags(setup), setup.cluster, 131072, "gpu").model, name=model.name) == model
+
+
+def test_stages_begin_where_the_pattern_says() -> None:
+    found = read("--hybrid-layer-pattern", "M*-|M*M-|*M|M-", "--pipeline-model-parallel-size", "2", "--spec", *STACK)
+    assert found.options["layers"] == (3, 4, 2, 2)
+    assert (found.options["num_layers"], found.options["chunks"]) == (11, 2)
+    # The embedding or the output layer may be alone.
+    assert read("--hybrid-layer-pattern", "|M*|-|", "--pipeline-model-parallel-size", "4").options["layers"] == (
+        0,
+        2,
+        1,
+        0,
+    )
+
+
+def test_without_stages_a_pattern_is_dealt_out_evenly_or_by_its_ends() -> None:
+    pipeline = ("--pipeline-model-parallel-size", "4")
+    assert read("--hybrid-layer-pattern", "M*M-" * 2, *pipeline).options["layers"] == (2,) * 4
+    ends = ("--decoder-first-pipeline-num-layers", "1", "--decoder-last-pipeline-num-layers", "3")
+    assert read("--hybrid-layer-pattern", "M*M-" * 2, *pipeline, *ends).options["layers"] == (1, 2, 2, 3)
+
+
+def test_what_megatron_takes_for_granted() -> None:
+    """The old flag, the old stack, a number of layers that the pattern overrides, and as many heads as twice the
+    hidden size has."""
+    words = ("--hybrid-override-pattern", "M-M*", "--is-hybrid-model", "--num-layers", "8", "--mamba-head-dim", "128")
+    found = read(
+        *words,
+        "--spec",
+        "megatron.core.models.mamba.mamba_layer_specs",
+        "mamba_stack_spec",
+        "--position-embedding-type",
+        "none",
+    )
+    assert found.options["hybrid"] == Hybrid("M-M*", 8, 128, 128, 8)
+    assert found.options["num_layers"] == 4
+    assert found.options["no_positions"] is True
+    assert any("has 4 layers, and Megatron uses those instead of --num-layers 8" in note for note in found.notes)
+
+
+def test_a_logs_arguments_are_a_launch() -> None:
+    said = {
+        "hybrid_layer_pattern": "M*|M-",
+        "spec": list(STACK),
+        "hidden_size": 512,
+        "mamba_num_heads": None,
+        "mamba_state_dim": 64,
+    }
+    rows = "\n".join(
+        f"  {name} ......... {value}" for name, value in {**said, "seq_length": 64, "num_attention_heads": 8}.items()
+    )
+    log = f"-------- arguments --------\n{rows}\n-------- end of arguments --------\n"
+    assert read_command(read_log(log).words).options["hybrid"] == Hybrid("M*M-", 16, 64)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--hybrid-layer-pattern M*/M/M",
+            r"--hybrid-layer-pattern M\*/M/M: .* prediction of further tokens \(/\) cannot be modelled",
+        ),
+        ("--hybrid-layer-pattern MG", "gated delta nets"),
+        ("--hybrid-layer-pattern=--", "two MLPs alone cannot be given"),
+        ("--hybrid-layer-pattern M --hybrid-override-pattern M", "exclude each other"),
+        ("--hybrid-layer-pattern M* --mtp-num-layers 2", "multi-token prediction"),
+        (
+            "--hybrid-layer-pattern M* --spec megatron.core.models.hybrid.hybrid_layer_specs "
+            "hybrid_inference_stack_spec",
+            "of a custom specification",
+        ),
+        (
+            "--num-layers 2 --spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec",
+            "of a custom specification",
+        ),
+        ("--num-layers 2 --is-hybrid-model", "--is-hybrid-model does not say which layers the model has"),
+        ("--hybrid-layer-pattern M* --transformer-impl inference_optimized", "for inference"),
+        ("--hybrid-layer-pattern M*M* --num-virtual-stages-per-pipeline-rank 2", "stages begin where it has a |"),
+        (
+            "--hybrid-layer-pattern M|* --decoder-first-pipeline-num-layers 1 --pipeline-model-parallel-size 2",
+            "drop the other flags",
+        ),
+        (
+            "--hybrid-layer-pattern M|*|M --pipeline-model-parallel-size 2",
+            "has 3 stages, not a multiple of --pipeline-model-parallel-size 2",
+        ),
+        ("--hybrid-layer-pattern M||* --pipeline-model-parallel-size 3", "stage 1 has no layer"),
+        (
+            "--hybrid-layer-pattern M*M --pipeline-model-parallel-size 2",
+            "cannot be divided evenly over --pipeline-model-parallel-size 2",
+        ),
+        ("--hybrid-layer-pattern M* --num-experts 8", r"no layer of --hybrid-layer-pattern has experts \(E\)"),
+        ("--hybrid-layer-pattern M* --mamba-head-dim 48", "--mamba-head-dim 48 does not divide"),
+        (
+            "--hybrid-layer-pattern M*M* --pipeline-model-parallel-size 2 --bpipe-vocabulary redistribute",
+            "says where every layer is",
+        ),
+        ("--hybrid-layer-pattern M* --disable-mamba-mem-eff-path", "kernels of Mamba layers that keep more"),
+    ],
+)
+def test_what_is_not_modelled_or_not_megatrons_is_refused(flags: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(*flags.split())
+
+
+def test_inference_flags_do_not_matter() -> None:
+    assert read("--hybrid-layer-pattern", "M*", "--mamba-inference-ssm-states-dtype", "fp32").not_considered == ()
+
+
+def test_every_schedule_is_searched_with_the_pattern_of_its_stages() -> None:
+    """Megatron takes the number of stages from the pattern, and the trainer deals it out by stage."""
+    model = replace(NEMOTRON_H_8B, num_layers=8, hybrid=Hybrid("M*M-" * 2, 128))
+    space = Space(
+        model, parse_cluster("h100-80g:1x8"), 64, 8192, schedules=tuple(FAMILIES), max_micro_batch=1, max_chunks=2
+    )
+    found = list(enumerate_setups(space))
+    assert {"1f1b", "interleaved-1f1b", "zb-h1", "v-half", "zb-v"} <= {setup.schedule for setup in found}
+    for setup in (one for one in found if one.schedule == "v-half"):
+        flags = flags_of_hybrid(setup)
+        assert flags[flags.index("--hybrid-layer-pattern") + 1].count("|") + 1 == 2 * setup.pipeline
+
+
+def test_no_cut_is_searched_that_mamba_layers_do_not_take() -> None:
+    """Two groups of heads, and a sequence so long that it would be tried in parts."""
+    model = replace(NEMOTRON_H_8B, num_layers=4, hybrid=Hybrid("M*M-", 128, num_groups=2), sequence=65536)
+    space = Space(
+        model, parse_cluster("h100-80g:1x8"), 64, 65536, max_micro_batch=1, schedules=("1f1b",), contexts=(1, 2, 4)
+    )
+    cuts: Counter[str] = Counter()
+    assert {(setup.tensor, setup.context) for setup in enumerate_setups(space, cuts)} == {(1, 1), (2, 1)}
+    assert cuts["mamba"] > 0
+    assert set(cuts) <= set(CUTS)
+
+
+def test_simulate_and_plan_of_a_launch(capsys: pytest.CaptureFixture[str]) -> None:
+    launch = [
+        "--",
+        *SIZES,
+        "--hybrid-layer-pattern",
+        "M-M*|M-M-",
+        "--pipeline-model-parallel-size",
+        "2",
+        "--bf16",
+        "--spec",
+        *STACK,
+    ]
+    assert main(["simulate", "--cluster", "h100-80g:1x2", "--format", "json", *launch]) == 0
+    assert json.loads(capsys.readouterr().out)["configuration"]["pattern"] == "M-M*|M-M-"
+    assert main(["plan", "--cluster", "h100-80g:1x2", "--rows", "1", "--emit-args", "1", "--gbs", "8", *launch]) == 0
+    assert "--hybrid-layer-pattern" in capsys.readouterr().out
+    assert (
+        main(
+            [
+                "plan",
+                "--cluster",
+                "h100-80g:1x2",
+                "--rows",
+                "50",
+                "--schedule",
+                "interleaved-1f1b",
+                "--gbs",
+                "8",
+                *launch,
+            ]
+        )
+        == 0
+    )
+    found = capsys.readouterr().out
+    assert "--hybrid-layer-pattern 'M-|M*|M-|M-'" in found
+    assert "--num-layers-per-virtual-pipeline-stage" not in found
+    v = ["simulate", "--cluster", "h100-80g:1x2", "--schedule", "zb-v", "--format", "json", *launch]
+    assert main(v) == 0
+    assert json.loads(capsys.readouterr().out)["configuration"]["pattern"] == "M-|M*|M-|M-"

@@ -1,0 +1,107 @@
+"""Layers on stages and Megatron's flags for them: there and back, and what Megatron would refuse is refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bpipe.config.launch.layer_split import Split, layout_text, read_split, split_flags
+from bpipe.predict.layer_counts import split_layers
+
+
+def parsed(flags: list[str]) -> Split:
+    """The values, as the command line's reader would hand them over."""
+    names = {
+        "--num-layers-per-virtual-pipeline-stage": ("layers_of_a_chunk", int),
+        "--num-virtual-stages-per-pipeline-rank": ("chunks", int),
+        "--decoder-first-pipeline-num-layers": ("first", int),
+        "--decoder-last-pipeline-num-layers": ("last", int),
+        "--pipeline-model-parallel-layout": ("layout", str),
+    }
+    switches = {
+        "--account-for-embedding-in-pipeline-split": "count_embedding",
+        "--account-for-loss-in-pipeline-split": "count_loss",
+    }
+    values: dict[str, object] = {}
+    rest = list(flags)
+    while rest:
+        flag = rest.pop(0)
+        if flag in switches:
+            values[switches[flag]] = True
+        else:
+            name, kind = names[flag]
+            values[name] = kind(rest.pop(0))
+    return Split(**values)  # type: ignore[arg-type]
+
+
+@given(st.integers(1, 8), st.integers(1, 4), st.data())
+def test_there_and_back(pipeline: int, chunks: int, data: st.DataObject) -> None:
+    """The last of several stages may have the output layer alone."""
+    layers = tuple(data.draw(st.lists(st.integers(1, 3), min_size=pipeline * chunks, max_size=pipeline * chunks)))
+    if len(layers) > 1 and data.draw(st.booleans()):
+        layers = (*layers[:-1], 0)
+    assert read_split(parsed(split_flags(layers, pipeline)), sum(layers), pipeline) == layers
+    assert read_split(Split(layout=layout_text(layers)), sum(layers), pipeline) == layers
+
+
+@given(st.integers(1, 200), st.integers(1, 200))
+def test_a_split_gives_every_layer_once(num_layers: int, num_stages: int) -> None:
+    layers = split_layers(num_layers, num_stages, allow_uneven=True)
+    # Two stages can do without layers.
+    if num_stages > num_layers + 2:
+        assert layers is None
+        return
+    assert layers is not None
+    assert (len(layers), sum(layers)) == (num_stages, num_layers)
+    assert max(layers) - min(layers) <= 1
+    assert layers[-1] == min(layers), "the last stage has the output layer besides"
+    assert list(layers[:-1]) == sorted(layers[:-1]), "early stages hold most micro-batches"
+
+
+def test_llama_405b_as_its_authors_laid_it() -> None:
+    """One layer less on the first and on the last stage."""
+    layers = split_layers(126, 64, allow_uneven=True)
+    assert layers == (1, *(2,) * 62, 1)
+    wanted = ["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"]
+    assert split_flags(layers, 16) == ["--num-layers-per-virtual-pipeline-stage", "2", *wanted]
+
+
+def test_llama_405b_with_ends_that_have_no_layers() -> None:
+    """As NVIDIA lays it over 16 ranks with 8 chunks: one layer per stage, the ends the embedding and the output layer
+    alone."""
+    layers = split_layers(126, 128, allow_uneven=True)
+    assert layers == (0, *(1,) * 126, 0)
+    assert read_split(parsed(split_flags(layers, 16)), 126, 16) == layers
+
+
+def test_a_layout_of_the_documentation() -> None:
+    """Commas are decoration, an expression in brackets comes first."""
+    assert read_split(Split(layout="Ettt|(tt|)*6,tt|tL"), 18, 3) == (3, *(2,) * 7, 1)
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        ({"layers_of_a_chunk": 2, "chunks": 2}, "exclude each other"),
+        ({"first": 3, "count_loss": True}, "exclude each other"),
+        ({"layout": "Et|tL", "first": 1}, "says where every layer is"),
+        ({"first": 3, "layers_of_a_chunk": 1}, "Megatron needs --num-virtual-stages-per-pipeline-rank"),
+        ({"last": 0}, "--decoder-last-pipeline-num-layers is 0"),
+        ({}, r"--num-layers 10 cannot be divided evenly over --pipeline-model-parallel-size 4: say how with"),
+        ({"first": 2}, "with --decoder-first-pipeline-num-layers 2"),
+        ({"first": 1, "chunks": 2}, "does not divide the 1 layers of rank 0"),
+        (
+            {"count_embedding": True, "count_loss": True, "layers_of_a_chunk": 2},
+            "does not divide the 3 layers of a rank",
+        ),
+        ({"layout": "Et|t|t|t*3L"}, "has 6 layers, but --num-layers is 10"),
+        ({"layout": "Et*5|t*5L|"}, "one E first"),
+        ({"layout": "Et*5|t*4mL"}, "multi-token prediction"),
+        ({"layout": "Et*5|t*5L"}, "has 2 stages, not a multiple of"),
+        ({"layout": "Et*5||t*4|tL"}, "stage 1 has no layer"),
+    ],
+)
+def test_what_megatron_would_refuse_or_nobody_models(split: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_split(Split(**split), 10, 4)  # type: ignore[arg-type]

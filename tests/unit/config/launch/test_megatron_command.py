@@ -1,0 +1,569 @@
+"""Megatron's command line, read as our options: there and back for every setup, contradictions refused, and the
+tables held to Megatron."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bpipe.cli import main
+from bpipe.commands.shared import cluster_of
+from bpipe.config.flags.launches import READ
+from bpipe.config.flags.parser import parser_of_launch
+from bpipe.config.launch.megatron_command import Reading, read_command
+from bpipe.config.launch.megatron_flags import megatron_flags
+from bpipe.config.launch.megatron_names import names
+from bpipe.config.launch.other_flags import OF_A_CPU, PREDICTED_WITHOUT, REFUSED, WITHOUT_INFLUENCE
+from bpipe.plan.options import filled, setup_from, setup_of
+from bpipe.predict.cluster import parse_cluster
+from bpipe.predict.fp8 import FORMATS, RECIPES, Fp8
+from bpipe.predict.layer_counts import split_layers
+from bpipe.predict.layout import EVENLY, Setup
+from bpipe.predict.model import PRESETS, Model
+from megatron.scheduling.cpu import ARGUMENTS
+
+SMALL = [
+    "--num-layers",
+    "8",
+    "--hidden-size",
+    "64",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "128",
+    "--vocab-size",
+    "1000",
+]
+
+
+def read(*flags: str) -> Reading:
+    return read_command([*SMALL, *flags])
+
+
+@st.composite
+def setups(draw: st.DrawFn) -> Setup:
+    """Any that Megatron's flags can say: without selective recomputation of flash attention's module, everything
+    can."""
+    pipeline, chunks, tensor = (
+        draw(st.sampled_from([1, 2, 4])),
+        draw(st.sampled_from([1, 2])),
+        draw(st.sampled_from([1, 2])),
+    )
+    chunks = chunks if pipeline > 1 else 1
+    heads, groups = 8, draw(st.sampled_from([2, 8]))
+    gated, rotary, dropout = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
+    layers = draw(st.lists(st.integers(1, 3), min_size=pipeline * chunks, max_size=pipeline * chunks))
+    attention = draw(st.sampled_from(["flash", "unfused"]))
+    precision, distributed = draw(st.sampled_from(["bf16", "fp16", "fp32"])), draw(st.booleans())
+    recipes = st.builds(
+        Fp8, st.sampled_from(FORMATS), st.sampled_from(RECIPES[:3]), st.booleans() if distributed else st.just(False)
+    )
+    # Of eight devices, and of no more than two query groups.
+    context = draw(st.sampled_from([1, 2])) if attention == "flash" and pipeline * tensor < 8 else 1
+    ways = ["p2p", "all_gather", *(["a2a"] if groups % (tensor * context) == 0 else [])]
+    sizes = (
+        sum(layers),
+        512,
+        heads,
+        groups,
+        draw(st.sampled_from([32, 64])),
+        draw(st.sampled_from([1024, 2048])),
+        1000,
+        256,
+    )
+    switches = (gated, draw(st.booleans()), draw(st.booleans()), not rotary, draw(st.booleans()), dropout)
+    fp8 = draw(st.none() | recipes) if precision != "fp32" else None
+    scopes = [
+        "none",
+        "selective",
+        "full",
+        "full:uniform:2",
+        "full:block:3",
+        *(["selective:core_attn+layernorm"] if fp8 is None else []),
+    ]
+    return Setup(
+        model=Model("custom", *sizes, *switches),
+        cluster=parse_cluster("h100-80g:1x8"),
+        fp8=fp8,
+        tensor=tensor,
+        pipeline=pipeline,
+        micro_batch=draw(st.sampled_from([1, 2])),
+        global_batch=64,
+        sequence=256,
+        layers=tuple(layers),
+        recompute=draw(st.sampled_from(scopes)),
+        attention=attention,
+        context=context,
+        cp_comm_type=draw(st.sampled_from(ways)) if context > 1 else "p2p",
+        schedule="interleaved-1f1b" if chunks > 1 else "1f1b",
+        num_chunks=chunks,
+        balance=draw(st.sampled_from([None, EVENLY])),
+        precision=precision,
+        distributed_optimizer=distributed,
+        sequence_parallel=tensor > 1 and draw(st.booleans()),
+    )
+
+
+OPTIONS = argparse.Namespace(
+    cluster="h100-80g:1x8",
+    model=None,
+    schedule=None,
+    kernels="gpu",
+    flops_formula="megatron",
+    profile=None,
+    calibration=None,
+)
+NOT_GIVEN = (
+    *(
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "kv_channels",
+        "ffn_hidden_size",
+        "sequence",
+        "vocabulary",
+    ),
+    *(
+        "swiglu",
+        "rms_norm",
+        "disable_bias_linear",
+        "rotary",
+        "untie_embeddings_and_output_weights",
+        "no_dropout",
+        "layers",
+        "chunks",
+    ),
+    *("tensor", "pipeline", "micro_batch", "global_batch", "recompute", "balance", "attention", "precision"),
+    *(
+        "no_distributed_optimizer",
+        "no_sequence_parallel",
+        "context",
+        "cp_comm_type",
+        "fp8_format",
+        "fp8_recipe",
+        "fp8_param_gather",
+    ),
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(setups())
+def test_what_we_write_we_read(setup: Setup) -> None:
+    """The flags of a setup, read again, are the same setup."""
+    words = ["torchrun", "--nproc-per-node", "8", "pretrain_gpt.py", *megatron_flags(setup), "--vocab-size", "1000"]
+    reading = read_command(words)
+    assert (reading.not_considered, reading.devices) == ((), (1, 8))
+    options = filled(argparse.Namespace(**{**dict.fromkeys(NOT_GIVEN), **vars(OPTIONS)}), reading, ())
+    assert setup_of(options, cluster_of(options)) == setup
+
+
+def test_the_rows_of_the_presets_come_back() -> None:
+    model = PRESETS["llama3-405b"]
+    layers = split_layers(126, 64, allow_uneven=True)
+    assert layers is not None
+    setup = Setup(
+        model,
+        parse_cluster("h100-80g:16x8"),
+        8,
+        16,
+        1,
+        64,
+        8192,
+        layers,
+        "full",
+        schedule="interleaved-1f1b",
+        num_chunks=4,
+    )
+    options = read_command([*megatron_flags(setup), "--vocab-size", "128256"]).options
+    assert options["layers"] == layers
+    assert (options["chunks"], options["num_query_groups"], options["ffn_hidden_size"]) == (4, 8, 53248)
+
+
+def test_shards_of_the_output_layer_are_read() -> None:
+    assert read("--bpipe-vocabulary", "interlaced").options["vocabulary_parallel"] == "interlaced"
+    assert "input_shards" not in read("--bpipe-vocabulary", "1").options
+    assert read("--bpipe-vocabulary", "1", "--bpipe-vocabulary-input").options["input_shards"] is True
+    assert "vocabulary_parallel" not in read().options
+    moved = read(
+        "--bpipe-vocabulary", "redistribute", "--vocab-size", "3000", "--pipeline-model-parallel-size", "4"
+    ).options
+    assert "vocabulary_parallel" not in moved
+    assert moved["layers"] == (2, 3, 3, 0)
+    with pytest.raises(ValueError, match="--bpipe-vocabulary"):
+        read("--bpipe-vocabulary", "3")
+
+
+def test_megatrons_defaults() -> None:
+    options = read().options
+    assert (options["ffn_hidden_size"], options["kv_channels"], options["num_query_groups"]) == (256, 16, 4)
+    assert (options["precision"], options["attention"], options["recompute"]) == ("fp32", "flash", "none")
+    assert (options["rotary"], options["no_dropout"], options["no_distributed_optimizer"]) == (False, False, True)
+    assert "global_batch" not in options
+    assert read("--group-query-attention").options["num_query_groups"] == 1
+    assert read("--transformer-impl", "local").options["attention"] == "unfused"
+    assert read("--use-rotary-position-embeddings").options["rotary"] is True
+    assert read("--recompute-activations").options["recompute"] == "selective"
+    # A layer of Megatron's, as where the number is left out.
+    assert read("--recompute-granularity", "full", "--recompute-method", "uniform").options["recompute"] == "full"
+    # Of a model without experts Megatron takes the name, and nothing is recomputed.
+    dense = read("--recompute-granularity", "selective", "--recompute-modules", "moe", "mlp", "core_attn")
+    assert dense.options["recompute"] == "selective:core_attn+mlp"
+    assert "--recompute-modules moe recomputes nothing in a model without experts" in dense.notes
+    assert read_command([*SMALL[:-2], "--tokenizer-type", "GPT2BPETokenizer"]).options["vocabulary"] == 50257
+
+
+def test_what_is_not_considered_is_listed_and_what_does_not_matter_is_not() -> None:
+    early = "--overlap-param-gather-with-optimizer-step"
+    reading = read(early, "--lr", "1e-4", "--log-interval", "10", "--my-own-flag", "3", "--save", "x", "--mock-data")
+    assert reading.not_considered == ("--my-own-flag", early)
+    assert read("--attention-backend", "auto").notes == ("--attention-backend auto is predicted as flash",)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--fp16 --bf16", "--fp16 and --bf16 exclude each other"),
+        (
+            "--recompute-activations --recompute-granularity full",
+            "--recompute-activations and --recompute-granularity full",
+        ),
+        ("--recompute-granularity full", "needs --recompute-method"),
+        ("--moe-latent-size 8", "--moe-latent-size 8 is not modelled: experts of a smaller hidden size"),
+        ("--num-experts 8 --moe-layer-freq [2]", "is not a pattern of layers"),
+        ("--num-experts 8 --moe-router-topk 9", "each token goes to 9 experts"),
+        ("--window-size 127", "--window-size 127 is not a window"),
+        ("--spec my_layers stack", "--spec my_layers stack: layers of a custom specification"),
+        ("--mtp-hybrid-override-pattern M*", "multi-token prediction"),
+        ("--heterogeneous-layers-config-encoded-json {}", "layers of different kinds"),
+        ("--attention-output-gate", "--attention-output-gate is not modelled: a gate after attention"),
+        ("--fp4-format e2m1", "--fp4-format e2m1 is not modelled: 4-bit training"),
+        (
+            "--fp8-format hybrid --first-last-layers-bf16",
+            "--first-last-layers-bf16 is not modelled: 4-bit training, or 8-bit training of only some layers",
+        ),
+        ("--fp8-format hybrid --fp8-recipe custom", "--fp8-recipe custom is not modelled"),
+        ("--fp8-format e5m2", "argument --fp8-format"),
+        (
+            "--context-parallel-size 2 --cp-comm-type a2a+p2p",
+            "--cp-comm-type a2a.p2p: only one of p2p, all_gather, a2a",
+        ),
+        ("--context-parallel-size 2 --cp-comm-type p2p a2a p2p", "--cp-comm-type p2p a2a p2p: only one of"),
+        (
+            "--hybrid-context-parallel",
+            "--hybrid-context-parallel is not modelled: context parallelism whose size differs by sequence",
+        ),
+        ("--use-megatron-fsdp", "--use-megatron-fsdp is not modelled: sharding by FSDP"),
+        ("--num-layers-per-virtual-pipeline-stage 1 --num-virtual-stages-per-pipeline-rank 2", "exclude each other"),
+        (
+            "--pipeline-model-parallel-size 3",
+            "--num-layers 8 cannot be divided evenly over --pipeline-model-parallel-size 3",
+        ),
+        ("--pipeline-model-parallel-size 0", "--pipeline-model-parallel-size: '0' must be"),
+        ("--hidden-size x", "argument --hidden-size: 'x' must be a whole number"),
+        ("--normalization Batch", "argument --normalization"),
+        ("--num-attention-heads 5", "--num-attention-heads 5 does not divide --hidden-size 64"),
+        ("--num-layers 0", "--num-layers: '0' must be a whole number, at least 1"),
+        ("--micro-batch-size -1", "--micro-batch-size: '-1' must be a whole number, at least 1"),
+        ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size: '0' must be"),
+    ],
+)
+def test_contradictions_and_what_is_not_modelled_are_refused(flags: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(*flags.split())
+
+
+def test_neutral_values_of_refused_flags_are_none() -> None:
+    assert (
+        read(
+            "--context-parallel-size", "1", "--expert-model-parallel-size=1", "--cpu-offloading-num-layers", "0"
+        ).not_considered
+        == ()
+    )
+    pipeline = ("--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "2")
+    assert read(*pipeline, "--microbatch-group-size-per-virtual-pipeline-stage", "2").options["chunks"] == 2
+    with pytest.raises(ValueError, match="larger groups of micro-batches"):
+        read(*pipeline, "--microbatch-group-size-per-virtual-pipeline-stage", "4")
+
+
+def test_a_sequence_in_parts_is_read() -> None:
+    assert read("--context-parallel-size", "4").options["context"] == 4
+    assert read("--context-parallel-size", "4", "--cp-comm-type", "a2a", "a2a").options["cp_comm_type"] == "a2a"
+    # Without parts nobody exchanges anything.
+    assert "context" not in read("--cp-comm-type", "a2a+p2p").options
+
+
+def test_what_is_in_8_bit_is_read() -> None:
+    read_so = read(
+        "--fp8-format", "hybrid", "--fp8-param-gather", "--fp8-amax-history-len", "1024", "--bpipe-verify", "2"
+    )
+    assert {
+        "fp8_format": "hybrid",
+        "fp8_recipe": "delayed",
+        "fp8_param_gather": True,
+    }.items() <= read_so.options.items()
+    assert read_so.not_considered == ()
+    assert read("--fp8-format", "e4m3", "--fp8-recipe", "mxfp8").options["fp8_recipe"] == "mxfp8"
+    # Without a format a recipe is of nothing.
+    assert not {"fp8_format", "fp8_recipe"} & read("--fp8-recipe", "mxfp8").options.keys()
+
+
+def test_the_command_line_replaces_the_launch(capsys: pytest.CaptureFixture[str]) -> None:
+    launch = ["--", "torchrun", "--nproc-per-node=8", "train.py", *SMALL, "--pipeline-model-parallel-size", "4"]
+    launch += ["--micro-batch-size", "2", "--global-batch-size", "32", "--recompute-granularity", "full"]
+    uniform = ["--recompute-method", "uniform", "--recompute-num-layers", "2"]
+    assert main(["simulate", "--cluster", "a100-80g", "--format", "json", *launch, *uniform]) == 0
+    assert json.loads(capsys.readouterr().out)["configuration"]["recompute"] == "full:uniform:2"
+    assert main(["simulate", "--cluster", "a100-80g", *launch, "--recompute-method", "block"]) == 2
+    error = capsys.readouterr().err
+    assert (
+        "--recompute-method block without --recompute-num-layers is not modelled: choose what to predict instead"
+        in error
+    )
+    said = ["simulate", "--cluster", "a100-80g", "--recompute", "none", "--format", "json"]
+    assert main([*said, *launch, *uniform, "--my-own-flag"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    wanted = {
+        "recompute": "none",
+        "micro_batch": 2,
+        "pipeline": 4,
+        "data": 2,
+        "layers": [2, 2, 2, 2],
+        "precision": "fp32",
+    }
+    assert wanted.items() <= found["configuration"].items()
+    assert found["launch"] == {
+        "notes": ["--attention-backend auto is predicted as flash"],
+        "not_considered": ["--my-own-flag"],
+    }
+    assert main([*said, "--pp", "8", *launch, *uniform]) == 0
+    assert json.loads(capsys.readouterr().out)["configuration"]["layers"] == [1] * 8, (
+        "layers of 4 stages say nothing of 8"
+    )
+
+
+def test_what_nobody_says_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        (["simulate", "--cluster", "a100-80g:8", "--model", "gpt3-13b"], "--pp, --gbs missing"),
+        (["plan", "--cluster", "a100-80g:8", "--model", "gpt3-13b"], "--gbs missing"),
+        (["simulate", "--cluster", "a100-80g:8", "--", *SMALL[:-2]], "give --vocab-size N"),
+        (["simulate", "--cluster", "a100-80g", "--", *SMALL], "is not DEVICE:NODESxDEVICES"),
+        (["simulate", "--cluster", "a100-80g:8", "--", *SMALL[2:]], "Megatron's flags lack --num-layers"),
+        (
+            ["simulate", "--cluster", "a100-80g:8", "--", "bash", "run.sh"],
+            "'bash' is not a flag, and no training script (.py, -m) follows",
+        ),
+        (["simulate", "--cluster", "a100-80g:8", "--launch", "launch.json", "--", *SMALL], "say the same"),
+    ):
+        assert main(arguments) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_plan_shows_the_launch_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    launch = (
+        "--num-layers 80 --hidden-size 9984 --num-attention-heads 104 --seq-length 2048 --vocab-size 51200 "
+        "--fp16 --sequence-parallel"
+    )
+    launch += (
+        " --tensor-model-parallel-size 4 --pipeline-model-parallel-size 8 --micro-batch-size 2 --global-batch-size 128"
+    )
+    launch += " --attention-backend unfused --use-distributed-optimizer --recompute-activations"
+    arguments = ["plan", "--cluster", "a100-80g:4x8", "--rows", "2", "--schedule", "1f1b", "interleaved-1f1b"]
+    assert main([*arguments, "--", *launch.split()]) == 0
+    text = capsys.readouterr().out
+    assert "does not fit: rank 0 needs 81.4" in text
+    assert "t=4 p=8 d=1 b=2 recompute selective 1f1b balanced" in text
+    assert main([*arguments, "--format", "json", "--", *launch.split()]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["launch"]["as_it_stands"]["fits"] is False
+    assert found["rows"][0]["fits"] is True
+    assert main(["plan", "--cluster", "a100-80g:3x8", "--rows", "1", "--schedule", "1f1b", "--", *launch.split()]) in (
+        0,
+        3,
+    )
+    assert "the launch as it is: t*p = 4*8 = 32 does not divide the 24 devices" in capsys.readouterr().out
+
+
+# Every flag of the installed Megatron's parser, ours among them.
+FLAGS = """
+import argparse, contextlib, io, json
+with contextlib.redirect_stdout(io.StringIO()):
+    from megatron.scheduling import launch
+    launch.prepare()
+    from megatron.scheduling.options.flags import add_arguments
+    from megatron.training.arguments import add_megatron_arguments
+    parser = add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+def plain(value):
+    return getattr(value, "name", value)
+print("FLAGS", json.dumps({
+    flag: {
+        "nargs": action.nargs,
+        "type": getattr(action.type, "__name__", None),
+        "default": plain(action.default),
+        "choices": action.choices and sorted(str(plain(choice)) for choice in action.choices),
+        "switch": type(action).__name__,
+    }
+    for action in parser._actions for flag in action.option_strings
+}, default=str))
+"""
+
+
+@pytest.fixture(scope="module")
+def megatrons() -> dict[str, dict[str, Any]]:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run(
+        [sys.executable, "-c", FLAGS], capture_output=True, text=True, timeout=100, env=environment, check=False
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    line = next(line for line in ended.stdout.splitlines() if line.startswith("FLAGS "))
+    found: dict[str, dict[str, Any]] = json.loads(line.removeprefix("FLAGS "))
+    return found
+
+
+@pytest.mark.timeout(120)
+def test_every_flag_is_megatrons_with_its_type_and_default(megatrons: dict[str, dict[str, Any]]) -> None:
+    ours = {flag: action for action in parser_of_launch(READ.values())._actions for flag in action.option_strings}
+    assert set(ours) == set(READ)
+    for flag, action in ours.items():
+        theirs = megatrons[flag]
+        assert action.nargs == theirs["nargs"], flag
+        if theirs["nargs"] == 0:
+            # A switch that Megatron turns off by giving it is on by default there.
+            assert theirs["default"] is (theirs["switch"] == "_StoreFalseAction"), flag
+            continue
+        assert action.default == theirs["default"], flag
+        assert (action.choices and sorted(action.choices)) == theirs["choices"], flag
+        # Ours say of a number also how large it can be.
+        kind = getattr(action.type, "__name__", None)
+        assert kind == "str" or theirs["type"] in (
+            kind,
+            {"positive": "int", "factor": "float", None: "str"}.get(kind),
+        ), flag
+
+
+@pytest.mark.timeout(120)
+def test_the_other_tables_name_flags_that_exist(megatrons: dict[str, dict[str, Any]]) -> None:
+    assert set(REFUSED) <= set(megatrons)
+    for pattern in WITHOUT_INFLUENCE:
+        assert any(fnmatchcase(flag, pattern) for flag in megatrons), pattern
+    without = {flag for flag in megatrons if any(fnmatchcase(flag, pattern) for pattern in WITHOUT_INFLUENCE)}
+    assert not without & (set(READ) | set(REFUSED))
+    words = (
+        "recompute",
+        "offload",
+        "fp8",
+        "fp4",
+        "moe",
+        "expert",
+        "fsdp",
+        "shard",
+        "dtype",
+        "fusion",
+        "overlap",
+        "cuda-graph",
+        "mtp",
+    )
+    # What only says how a scale comes from past values is done either way, and no training generates text.
+    scales = {"--fp8-margin", "--fp8-amax-history-len", "--fp8-amax-compute-algo"}
+    inference = {flag for flag in without if flag.startswith("--mamba-inference-")}
+    assert [
+        flag for flag in without - scales - inference if any(word in flag for word in words) and "ckpt" not in flag
+    ] == []
+
+
+@pytest.mark.timeout(120)
+def test_the_names_are_those_of_the_installed_megatron_and_ours(megatrons: dict[str, dict[str, Any]]) -> None:
+    assert names() == {flag for flag in megatrons if flag.startswith("--")}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--sequence-paralel", "unknown flag --sequence-paralel, did you mean '--sequence-parallel'?"),
+        ("--bpip", "unknown flag --bpip, did you mean '--bpipe'?"),
+        ("--num_layers 4", "unknown flag --num_layers, did you mean '--num-layers'?"),
+        ("--bpipe-reprot x", "unknown flag --bpipe-reprot, did you mean '--bpipe-report'?"),
+        ("--bpipe-xyzzy", "unknown flag --bpipe-xyzzy: leave it out"),
+        ("--mtp-num-layers 1", "--mtp-num-layers 1 is not modelled: multi-token prediction"),
+        ("--cpu-offloading-num-layers 1", "--cpu-offloading-num-layers 1 is not modelled: offloading"),
+        (" ".join(f"--own-{number}" for number in range(101)), "101 flags that Megatron does not have"),
+    ],
+)
+def test_a_mistyped_or_unmodelled_flag_is_no_silent_one(flags: str, message: str) -> None:
+    """Listed as not considered, a typo was predicted as if the flag was not there; 1 passed for nothing of every
+    flag."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read(*flags.split())
+
+
+def test_flags_of_a_scripts_own_and_one_shard_are_no_typos() -> None:
+    assert read("--my-own-flag", "--num-layers-of-teacher", "3").not_considered == (
+        "--my-own-flag",
+        "--num-layers-of-teacher",
+    )
+    assert read("--tensor-parallel-num-weight-shards", "1", "--mtp-num-layers", "0").not_considered == ()
+
+
+def test_absurd_numbers_are_refused() -> None:
+    """Ranks were listed one by one: 10^30 nodes never came to an end."""
+    sizes = ["--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64"]
+    with pytest.raises(ValueError, match="nodes of 8 processes: give at most 99999 of each"):
+        read_command(["torchrun", "--nproc_per_node", "8", "--nnodes", "1" * 30, "pretrain_gpt.py", *sizes])
+    with pytest.raises(
+        ValueError, match=r"--num-layers: '1+' must be a whole number, at least 1 and at most 1000000000000"
+    ):
+        read_command([*sizes, "--num-layers", "1" * 30])
+
+
+@pytest.mark.parametrize("flag", ["--sft", "--dataloader-inter-document-masking", "--bpipe-differing-sizes"])
+def test_what_is_assumed_of_sizes_that_differ_is_said(flag: str) -> None:
+    (note,) = (note for note in read(flag).notes if "differ in size" in note)
+    assert note.startswith(f"{flag}: micro-batches may differ in size; each is predicted as one full sequence")
+
+
+# What each of these takes or saves is gigabytes of a large model.
+LARGE = (
+    *("--optimizer muon", "--optimizer sgd", "--cuda-graph-impl local", "--cuda-graph-impl transformer_engine"),
+    *("--enable-cuda-graph", "--external-cuda-graph", "--mtp-num-layers 1", "--cpu-offloading-num-layers 1"),
+    *("--optimizer-cpu-offload", "--fine-grained-activation-offloading", "--cross-entropy-fusion-impl te"),
+    *("--fp32-residual-connection", "--defer-embedding-wgrad-compute", "--num-distributed-optimizer-instances 2"),
+    *("--overlap-moe-expert-parallel-comm", "--use-megatron-fsdp", "--distribute-saved-activations"),
+    *("--use-transformer-engine-op-fuser", "--no-bias-swiglu-fusion"),
+)
+
+
+@pytest.mark.parametrize("flag", LARGE)
+def test_a_flag_of_gigabytes_is_never_left_out_silently(flag: str) -> None:
+    with pytest.raises(ValueError, match=f"{flag}.* is not modelled: .*; leave the flag out"):
+        read_command([*SMALL, *flag.split()])
+
+
+def test_what_kernels_of_a_cpu_are_is_no_flag_of_gigabytes_there() -> None:
+    """The trainer's stand-in for a device gives all of these: when the unfused SwiGLU was refused, no training on a CPU
+    was predicted any more."""
+    words = [*SMALL, *("--vocab-size", "128", "--micro-batch-size", "2", "--global-batch-size", "8")]
+    words += [*("--pipeline-model-parallel-size", "4"), "--swiglu"]
+    without = [flag for flag in ARGUMENTS if flag not in OF_A_CPU]
+    setup = setup_from([*words, *without], "h100-80g:1x4", 128, "cpu")
+    assert setup_from([*words, *ARGUMENTS], "h100-80g:1x4", 128, "cpu") == setup
+    with pytest.raises(ValueError, match="--no-bias-swiglu-fusion"):
+        setup_from([*words, *ARGUMENTS], "h100-80g:1x4", 128, "gpu")
+
+
+def test_a_flag_that_leaves_them_as_they_are_is_taken() -> None:
+    taken = ("--optimizer adam", "--cuda-graph-impl none", "--num-distributed-optimizer-instances 1")
+    taken += ("--cross-entropy-fusion-impl native", "--mtp-num-layers 0")
+    found = read_command([*SMALL, *" ".join(taken).split(), *PREDICTED_WITHOUT])
+    assert found.not_considered == ()
+    for flag in PREDICTED_WITHOUT:
+        assert [note for note in found.notes if note.startswith(flag)], flag

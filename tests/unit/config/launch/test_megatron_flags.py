@@ -1,0 +1,201 @@
+"""The flags of a configuration: each once, with its values; and Megatron's own parser and validation take them and
+mean the same."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from bpipe.config.launch.megatron_command import read_command
+from bpipe.config.launch.megatron_flags import megatron_flags
+from bpipe.plan.search import search
+from bpipe.plan.space import Space
+from bpipe.predict.cluster import parse_cluster
+from bpipe.predict.layer_counts import split_layers
+from bpipe.predict.layout import EVENLY, Setup
+from bpipe.predict.model import PRESETS
+from bpipe.schedule.layout import TRAINED_SHARDS, Vocabulary
+from megatron.scheduling.options.flags import add_arguments
+from tests.unit.config.launch.megatron_parser import parsed
+
+
+def setup(name: str, t: int, p: int, chunks: int = 1, **changes: Any) -> Setup:
+    model = PRESETS[name]
+    layers = split_layers(model.num_layers, p * chunks, allow_uneven=True)
+    assert layers is not None
+    schedule = "interleaved-1f1b" if chunks > 1 else "1f1b"
+    cluster = parse_cluster(f"a100-80g:{t * p // 8 or 1}x{min(8, t * p)}")
+    return Setup(model, cluster, t, p, 1, 32, model.sequence, layers, schedule=schedule, num_chunks=chunks, **changes)
+
+
+def uneven(layers: tuple[int, ...], pipeline: int) -> Setup:
+    """A small model with these layers, in chunks where there are more stages than ranks."""
+    model = replace(PRESETS["gpt3-13b"], num_layers=sum(layers))
+    chunks = len(layers) // pipeline
+    schedule = "interleaved-1f1b" if chunks > 1 else "1f1b"
+    return Setup(
+        model,
+        parse_cluster(f"a100-80g:{pipeline}"),
+        1,
+        pipeline,
+        1,
+        32,
+        2048,
+        layers,
+        schedule=schedule,
+        num_chunks=chunks,
+    )
+
+
+# Every way Megatron can be told, with one stage per rank and with chunks.
+UNEVEN = [
+    uneven((3, 4, 4, 3), 4),
+    uneven((5, 6), 2),
+    uneven((3, 4, 5, 3), 4),
+    uneven((1, *(2,) * 6, 1), 4),
+    uneven((1, *(2,) * 7), 4),
+    uneven((*(2,) * 7, 1), 4),
+    uneven((1, 2, 2, 3) * 2, 4),
+    uneven((1, 1, 1, 2, 2, 2, 2, 1), 4),
+    uneven((1, 2, 1, 1, 1, 1, 1, 1), 4),
+]
+
+SETUPS = [
+    setup("gpt3-96b", 4, 8, recompute="selective", attention="unfused", balance=EVENLY, precision="fp16"),
+    setup("llama3-8b", 2, 4, chunks=2, recompute="none"),
+    setup("llama3-8b", 2, 4, recompute="none", vocabulary=Vocabulary.ONE, balance=EVENLY),
+    setup("llama3-405b", 8, 16, recompute="full", distributed_optimizer=False),
+    setup("llama3-8b", 2, 4, recompute="full:block:3"),
+    setup("llama3-8b", 2, 4, chunks=2, recompute="full:uniform:2"),
+    setup("llama3-8b", 2, 4, recompute="selective:mlp+layernorm"),
+    setup("llama3-8b", 2, 4, slices=4),
+    setup("llama3-8b", 2, 4, chunks=2, slices=2, slice_lengths=(4608, 3584), balance=EVENLY),
+]
+
+
+def test_flags_of_the_papers_case() -> None:
+    text = " ".join(megatron_flags(SETUPS[0]))
+    assert "--num-layers 80 --hidden-size 9984 --num-attention-heads 104" in text
+    assert "--sequence-parallel --bpipe --recompute-granularity selective --recompute-modules core_attn" in text
+    assert "--attention-backend unfused --fp16 --use-distributed-optimizer" in text
+
+
+def test_shards_are_said_as_the_trainer_has_them() -> None:
+    trainer = add_arguments(argparse.ArgumentParser())
+    for split in TRAINED_SHARDS:
+        found = trainer.parse_args(["--bpipe-vocabulary", split, "--bpipe-vocabulary-input"])
+        assert (found.bpipe_vocabulary, found.bpipe_vocabulary_input) == (split, True)
+    sharded = setup("llama3-8b", 2, 4, vocabulary=Vocabulary.INTERLACED)
+    assert "--bpipe-vocabulary interlaced" in " ".join(megatron_flags(sharded))
+    assert "--bpipe-vocabulary interlaced --bpipe-vocabulary-input" in " ".join(
+        megatron_flags(replace(sharded, input_shards=True))
+    )
+    chunks = replace(setup("llama3-8b", 2, 4, 2), schedule="v-half", vocabulary=Vocabulary.ONE, input_shards=True)
+    assert "--bpipe-vocabulary 1 --bpipe-vocabulary-input --bpipe-schedule v-half" in " ".join(megatron_flags(chunks))
+
+
+def test_slices_are_said_as_the_trainer_has_them() -> None:
+    even, listed = SETUPS[-2:]
+    assert "--bpipe-slices 4 --" in " ".join(megatron_flags(even))
+    assert "--bpipe-slices 2 --bpipe-slice-lengths 4608,3584" in " ".join(megatron_flags(listed))
+    assert "slice" not in " ".join(megatron_flags(replace(even, slices=1)))
+    found = read_command([*megatron_flags(listed), "--vocab-size", "128256"]).options
+    assert (found["slices"], found["slice_lengths"]) == (2, (4608, 3584))
+    trainer = add_arguments(argparse.ArgumentParser()).parse_args(
+        ["--bpipe-slices", "2", "--bpipe-slice-lengths", "4608,3584"]
+    )
+    assert (trainer.bpipe_slices, trainer.bpipe_slice_lengths) == (2, (4608, 3584))
+
+
+def test_uneven_layers_are_said_with_two_flags() -> None:
+    text = " ".join(megatron_flags(SETUPS[3]))
+    assert "--decoder-first-pipeline-num-layers 7 --decoder-last-pipeline-num-layers 7" in text
+    odd = replace(setup("gpt3-13b", 1, 4), layers=(10, 11, 9, 10))
+    assert "--pipeline-model-parallel-layout Et*10|t*11|t*9|t*10L" in " ".join(megatron_flags(odd))
+
+
+def rows_of_plans() -> list[Setup]:
+    """The first rows of real searches: GPT and LLaMA, old and new attention, even and uneven layers, and balanced
+    ones of their own."""
+    spaces = [
+        Space(PRESETS["gpt3-96b"], parse_cluster("a100-80g:4x8"), 128, 2048, "unfused", precision="fp16"),
+        Space(
+            PRESETS["gpt3-13b"],
+            parse_cluster("a100-40g:1x8"),
+            32,
+            2048,
+            "unfused",
+            balances=("bpipe",),
+            precision="fp32",
+        ),
+        Space(PRESETS["llama3-70b"], parse_cluster("h100-80g:8x8"), 256, 8192, max_micro_batch=4),
+        Space(PRESETS["llama-65b"], parse_cluster("a100-80g:4x8"), 128, 2048, balances=("bpipe",), max_micro_batch=4),
+        Space(
+            PRESETS["llama3-405b"],
+            parse_cluster("h100-80g:32x8"),
+            256,
+            8192,
+            max_micro_batch=2,
+            distributed_optimizer=False,
+        ),
+    ]
+    return [found.prediction.setup for space in spaces for found in search(space, num_rows=4).rows]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_megatron_validates_them_and_means_the_same() -> None:
+    rows = SETUPS + UNEVEN + rows_of_plans()
+    assert len(rows) >= 15
+    # Beside what a budget balances.
+    assert {row.balance for row in rows if row.activation_budget is None} == {None, EVENLY}
+    assert any(row.num_chunks > 1 for row in rows)
+    found = parsed([(row.cluster.num_devices, megatron_flags(row)) for row in rows])
+    for row, args in zip(rows, found, strict=True):
+        assert args == expected(row), " ".join(megatron_flags(row))
+
+
+def expected(setup: Setup) -> dict[str, Any]:
+    model = setup.model
+    return {
+        "layers": list(setup.layers),
+        "balanced": setup.balance is not None,
+        "num_layers": model.num_layers,
+        "tensor_model_parallel_size": setup.tensor,
+        "pipeline_model_parallel_size": setup.pipeline,
+        "data_parallel_size": setup.data,
+        "micro_batch_size": setup.micro_batch,
+        "global_batch_size": setup.global_batch,
+        "seq_length": setup.sequence,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "kv_channels": model.kv_channels,
+        "num_query_groups": model.num_query_groups if model.num_query_groups != model.num_attention_heads else 1,
+        "recompute_granularity": None if setup.recompute == "none" else setup.recompute.split(":")[0],
+        "recompute_method": setup.recomputed.method,
+        "recompute_num_layers": setup.recomputed.num_layers if setup.recomputed.method else None,
+        "recompute_modules": list(setup.recomputed.modules) or None,
+        "virtual_pipeline_model_parallel_size": setup.num_chunks if setup.num_chunks > 1 else None,
+        "fp16": setup.precision == "fp16",
+        "bf16": setup.precision == "bf16",
+        "sequence_parallel": setup.tensor > 1,
+        "use_distributed_optimizer": setup.distributed_optimizer,
+        "swiglu": model.gated,
+        "normalization": "RMSNorm" if model.rms_norm else "LayerNorm",
+        "add_bias_linear": model.linear_bias,
+        "untie_embeddings_and_output_weights": not model.tied_embedding,
+        "position_embedding_type": "learned_absolute" if model.learned_positions else "rope",
+        "attention_dropout": 0.1 if model.dropout else 0.0,
+        "vocab_size": model.vocabulary,
+    }
+
+
+def test_the_first_of_several_stages_may_have_the_embedding_alone() -> None:
+    """As in the interleaved runs of Qi et al. 2024; a stage between that has no layers stays refused."""
+    ends = (0, 1, 1, 1, 1, 1, 1, 0)
+    mine = Setup(replace(PRESETS["gpt3-13b"], num_layers=6), parse_cluster("a100-80g:8"), 1, 8, 1, 8, 2048, ends)
+    assert read_command([*megatron_flags(mine), "--vocab-size", "51200"]).options["layers"] == ends
+    with pytest.raises(ValueError, match="must give 8 stages 6 layers"):
+        replace(mine, layers=(1, 0, 1, 1, 1, 1, 1, 0))

@@ -1,0 +1,211 @@
+"""Megatron's own hybrid layers on a CPU, beside what the model says of them: parameters of every kind of layer, and
+every storage that layers of attention, of an MLP and of experts save.
+
+In a process of its own, because importing Megatron takes seconds. Mamba's kernels need a GPU, and its layer is only
+built: by Megatron's `MambaMixer`, with a stand-in for the norm that mamba_ssm has. Prints the number of cases; ends
+with 0 when all is well.
+"""
+
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import warnings
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+warnings.filterwarnings("ignore")
+
+import torch
+
+from bpipe.config.launch.megatron_flags import megatron_flags
+from bpipe.predict.cluster import parse_cluster
+from bpipe.predict.hybrid import Hybrid
+from bpipe.predict.layer_variants import Experts
+from bpipe.predict.layers.layer import layer_saved
+from bpipe.predict.layout import Setup
+from bpipe.predict.model import Model, gpt
+from bpipe.predict.parameters import layer_parameters
+from bpipe.predict.sizes import total
+from bpipe.runtime import capture
+from megatron.scheduling.record import one_stage
+from megatron.scheduling.start import startup
+
+with contextlib.redirect_stdout(io.StringIO()):
+    startup.prepare()
+
+from megatron.scheduling.options.flags import add_arguments
+
+GPT = replace(gpt("gpt", 3, 64, 4, 256, 32), hybrid=Hybrid("*-M", 8, 16, 16, 4))
+LLAMA = replace(
+    GPT,
+    name="llama",
+    num_query_groups=2,
+    ffn_hidden_size=160,
+    gated=True,
+    rms_norm=True,
+    linear_bias=False,
+    tied_embedding=False,
+    dropout=False,
+)
+MIXTURE = replace(LLAMA, name="mixture", hybrid=Hybrid("*EM", 8, 16, 16, 4), experts=Experts(8, 3, 96, 128))
+
+
+class Norm(torch.nn.Module):
+    """As wide as mamba_ssm's, whose kernels are not here."""
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype, **_: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=dtype))
+
+
+def setup(model: Model, precision: str, recompute: str, tensor: int) -> Setup:
+    """Kernels of a CPU are modelled of all layers but Mamba's, which are not run here either."""
+    return Setup(
+        model=replace(
+            model,
+            hybrid=replace(model.hybrid, pattern=model.hybrid.pattern.replace("M", "*")) if model.hybrid else None,
+        ),
+        cluster=parse_cluster(f"a100-80g:{tensor}"),
+        tensor=tensor,
+        pipeline=1,
+        micro_batch=2,
+        global_batch=2,
+        sequence=model.sequence,
+        layers=(model.num_layers,),
+        recompute=recompute,
+        attention="unfused",
+        precision=precision,
+        kernels="cpu",
+    )
+
+
+def stack(model: Model) -> Any:
+    """Megatron's hybrid stack of its local parts."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
+    from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
+    from megatron.core.ssm import mamba_context_parallel, mamba_mixer
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    mamba_mixer.HAVE_MAMBA_SSM = mamba_mixer.HAVE_EINOPS = mamba_context_parallel.HAVE_EINOPS = True
+    mamba_mixer.ExtendedRMSNorm = Norm
+    layer = get_gpt_layer_local_submodules(num_experts=model.experts and model.experts.num_experts)
+    without_attention = {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp}
+    mixer = ModuleSpec(
+        module=mamba_mixer.MambaMixer,
+        submodules=mamba_mixer.MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
+    )
+    mamba = MambaLayerSubmodules(norm=layer.input_layernorm, mixer=mixer, mamba_bda=get_bias_dropout_add)
+    attention = replace(layer, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp)
+    mlp = replace(layer, **without_attention)
+    return HybridStackSubmodules(
+        mamba_layer=ModuleSpec(module=MambaLayer, submodules=mamba),
+        attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+        mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
+        moe_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
+    )
+
+
+@contextlib.contextmanager
+def layers(args: Any, model: Model) -> Any:
+    """Those of the first tensor-parallel rank, built by Megatron's stack."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.models.hybrid.hybrid_block import HybridStack
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.argument_utils import core_transformer_config_from_args
+    from torch._C._distributed_c10d import HashStore
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
+
+    torch.distributed.init_process_group("fake", store=HashStore(), rank=0, world_size=args.world_size)
+    try:
+        parallel_state.initialize_model_parallel(args.tensor_model_parallel_size)
+        tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
+        assert model.hybrid is not None
+        yield (
+            HybridStack(
+                core_transformer_config_from_args(args),
+                stack(model),
+                layer_type_list=list(model.hybrid.pattern),
+                post_layer_norm=False,
+                pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+            )
+            .to(args.params_dtype)
+            .layers
+        )
+    finally:
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+def saved_by(args: Any, layer: torch.nn.Module) -> Counter[int]:
+    """How many storages of each size a forward saves."""
+    shards = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    received = torch.randn(
+        args.seq_length // shards, args.micro_batch_size, args.hidden_size, dtype=args.params_dtype, requires_grad=True
+    )
+    output = layer(hidden_states=received, attention_mask=None)
+    output = output[0] if isinstance(output, tuple) else output
+    return Counter(
+        found.nbytes for found in capture.find([output.grad_fn], [received], torch.device("cpu")) if found.alone
+    )
+
+
+def differences(args: Any, one: Setup, model: Model) -> tuple[int, list[str]]:
+    """How many things were laid beside each other, and what differs."""
+    num, wrong = 0, []
+    with contextlib.redirect_stdout(io.StringIO()), layers(args, model) as built:
+        for place, layer in enumerate(built):
+            kind = model.kind(place)
+            parameters = layer_parameters(model, kind)
+            mine = (parameters.matrices + parameters.biases + parameters.experts) // one.tensor + parameters.replicated
+            theirs = sum(parameter.numel() for parameter in layer.parameters())
+            num += 1
+            wrong += [] if mine == theirs else [f"{kind.symbol}: {theirs} parameters, not {mine}"]
+            if kind.is_mamba or (kind.experts and one.tensor > 1):
+                continue
+            found, said = saved_by(args, layer), Counter[int]()
+            rows = layer_saved(one, None, kind)
+            for row in rows:
+                said[row.nbytes] += row.num
+            num += 1
+            # Of experts in the sum, for how many tokens each gets is the router's choice.
+            alike = sum(size * times for size, times in found.items()) == total(rows) if kind.experts else found == said
+            wrong += [] if alike else [f"{kind.symbol}: besides {dict(found - said)}, missing {dict(said - found)}"]
+    return num, wrong
+
+
+def main() -> int:
+    num_cases, every = 0, []
+    for model, precision, recompute, tensor in product(
+        (GPT, LLAMA, MIXTURE), ("fp32", "bf16"), ("none", "selective"), (1, 2)
+    ):
+        one = setup(model, precision, recompute, tensor) if model.experts is None or tensor == 1 else None
+        if one is None:
+            continue
+        flags = [*megatron_flags(one), "--vocab-size", str(model.vocabulary)]
+        with contextlib.redirect_stdout(io.StringIO()):
+            args = one_stage.parse(flags, add_arguments)
+        num, wrong = differences(args, one, model)
+        num_cases += num
+        every += [f"{model.name} {precision} {recompute} t={tensor} {words}" for words in wrong]
+    for line in every:
+        print(line)
+    print(f"{num_cases} cases, {len(every)} differ")
+    return 1 if every or not num_cases else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

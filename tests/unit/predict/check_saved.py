@@ -1,0 +1,207 @@
+"""What Megatron's own layers save on a CPU, beside what the model says of kernels `cpu`: every storage of every case
+must agree.
+
+In a process of its own, because importing Megatron takes seconds. Tensor parallel ranks that are not there are fake
+ones. Prints the number of cases; ends with 0 when all is well.
+"""
+
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import warnings
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+warnings.filterwarnings("ignore")
+
+import torch
+
+from bpipe.config.launch.megatron_flags import megatron_flags
+from bpipe.predict.cluster import parse_cluster
+from bpipe.predict.layer_variants import Experts, Routing
+from bpipe.predict.layout import Setup
+from bpipe.predict.model import Model, gpt
+from bpipe.predict.saved_tensors import moved_bytes, stage_saved
+from bpipe.runtime import capture
+from megatron.scheduling.record import one_stage
+from megatron.scheduling.start import startup
+
+with contextlib.redirect_stdout(io.StringIO()):
+    startup.prepare()
+
+from megatron.scheduling.options.flags import add_arguments
+
+GPT = gpt("gpt", 4, 64, 4, 256, 32)
+LLAMA = replace(
+    GPT,
+    name="llama",
+    num_query_groups=2,
+    ffn_hidden_size=160,
+    gated=True,
+    rms_norm=True,
+    linear_bias=False,
+    learned_positions=False,
+    tied_embedding=False,
+    dropout=False,
+)
+GROUPED = replace(GPT, name="grouped", num_attention_heads=8, num_query_groups=4, kv_channels=16)
+ONE_GROUP = replace(GROUPED, name="one group", num_query_groups=1)
+ROTARY = replace(GPT, name="rotary", learned_positions=False)
+
+FIRST, INNER, LAST = 0, 1, 3
+
+
+def setup(
+    model: Model,
+    precision: str,
+    recompute: str,
+    tensor: int,
+    sequence_parallel: bool,
+    micro_batch: int,
+    pipeline: int = 4,
+) -> Setup:
+    return Setup(
+        model=model,
+        cluster=parse_cluster(f"a100-80g:{pipeline * tensor}"),
+        tensor=tensor,
+        pipeline=pipeline,
+        micro_batch=micro_batch,
+        global_batch=12,
+        sequence=model.sequence,
+        layers=(model.num_layers // pipeline,) * pipeline,
+        recompute=recompute,
+        attention="unfused",
+        precision=precision,
+        sequence_parallel=sequence_parallel,
+        kernels="cpu",
+    )
+
+
+def cases() -> list[tuple[Setup, tuple[int, ...]]]:
+    """Setups, and the stages of each to look at."""
+    cuts = ((1, True), (2, True), (2, False))
+    found = [
+        (setup(GPT, precision, recompute, t, sp, 2), (FIRST, INNER, LAST))
+        for precision, recompute, (t, sp) in product(("fp32", "bf16"), ("none", "selective", "full"), cuts)
+    ]
+    for precision, recompute, (t, sp) in product(("fp32", "bf16"), ("none", "selective"), cuts[:2]):
+        found.append((setup(LLAMA, precision, recompute, t, sp, 1), (FIRST, INNER, LAST)))
+    for model, recompute, micro_batch in product((GROUPED, ONE_GROUP, ROTARY), ("none", "selective"), (1, 2)):
+        found.append((setup(model, "fp32", recompute, 1, True, micro_batch), (INNER,)))
+    found += experts()
+    found += recomputed()
+    found.append((setup(replace(LLAMA, dropout=True), "bf16", "full", 1, True, 2), (FIRST, LAST)))
+    found.append((setup(replace(GPT, gated=True, rms_norm=True), "bf16", "none", 1, True, 3, pipeline=1), (0,)))
+    return found
+
+
+def experts() -> list[tuple[Setup, tuple[int, ...]]]:
+    """Each way of routing, and of layers with and without experts some of each.
+
+    Eight experts of another size than the MLP.
+    """
+    made = Experts(8, 3, 96)
+    every = [(made, Routing()), (made, Routing(dispatcher="allgather")), (replace(made, sigmoid=True), Routing())]
+    every += [(replace(made, top_k=1, sigmoid=True), Routing()), (made, Routing(capacity=1.0, padded=True))]
+    every += [
+        (replace(made, shared_size=128), Routing()),
+        (replace(made, shared_size=128, shared_gate=True), Routing()),
+    ]
+    found = []
+    for (one, routing), precision in product(every, ("fp32", "bf16")):
+        made_setup = setup(LLAMA, precision, "none", 1, True, 2)
+        found.append((replace(made_setup, model=replace(LLAMA, name=f"{one}", experts=one), routing=routing), (INNER,)))
+    some = replace(LLAMA, name="some with experts", num_layers=8, experts=replace(made, pattern=(0, 1)))
+    found += [
+        (setup(some, "bf16", recompute, 1, True, 1), (FIRST, LAST)) for recompute in ("none", "selective", "full")
+    ]
+    return found
+
+
+def recomputed() -> list[tuple[Setup, tuple[int, ...]]]:
+    """Of three layers per stage some, or some at once; of layers parts, one or several."""
+    found = []
+    for model, recompute in product(
+        (GPT, LLAMA), ("full:block:1", "full:block:2", "full:block:5", "full:uniform:2", "full:uniform:3")
+    ):
+        deep = replace(model, name=f"{model.name} of 12", num_layers=12)
+        found.append((setup(deep, "bf16", recompute, 1, True, 2), (FIRST, INNER, LAST)))
+    found.append((setup(replace(GPT, num_layers=12), "fp32", "full:block:1", 2, True, 1), (FIRST, LAST)))
+    plain, parts = (
+        replace(GPT, name="gpt without biases", linear_bias=False),
+        ("mlp", "layernorm", "core_attn+mlp+layernorm"),
+    )
+    for precision, part, (t, sp) in product(("fp32", "bf16"), parts, ((1, True), (2, True), (2, False))):
+        found.append((setup(plain, precision, f"selective:{part}", t, sp, 2), (INNER,)))
+    for precision, part in product(("fp32", "bf16"), parts):
+        found.append((setup(LLAMA, precision, f"selective:{part}", 1, True, 2), (FIRST, LAST)))
+    found += [(setup(GPT, "bf16", "selective:layernorm", 2, True, 1), (FIRST, LAST))]
+    made = Experts(8, 3, 96, shared_size=128, shared_gate=True)
+    of_experts = ("moe", "shared_experts", "layernorm", "moe+layernorm", "core_attn+mlp+layernorm+shared_experts")
+    for part, pattern in product(of_experts, ((1,), (0, 1))):
+        model = replace(LLAMA, name=f"experts {pattern}", num_layers=8, experts=replace(made, pattern=pattern))
+        found.append((setup(model, "bf16", f"selective:{part}", 1, True, 2), (INNER,)))
+    some = replace(LLAMA, name="some with experts", num_layers=12, experts=Experts(8, 3, 96, pattern=(0, 1)))
+    return [
+        *found,
+        *(
+            (setup(some, "bf16", recompute, 1, True, 1), (FIRST, INNER))
+            for recompute in ("full:block:1", "full:uniform:2")
+        ),
+    ]
+
+
+def agree(setup: Setup, found: Counter[int], said: Counter[int]) -> bool:
+    """Storage by storage; of experts one after the other in the sum, for how many tokens each gets is the router's
+    choice."""
+    if setup.model.experts is None:
+        return found == said
+    return sum(size * num for size, num in found.items()) == sum(size * num for size, num in said.items())
+
+
+def saved_by_megatron(args: Any, stage: int) -> tuple[Counter[int], int]:
+    """How many storages of each size, and how many bytes of them may leave.
+
+    What is received may be held by the loop, too.
+    """
+    with one_stage.stage(args, stage) as model:
+        runner = one_stage.Runner(args, model, args.micro_batch_size)
+        output = runner.forward()
+        found = capture.find([output.grad_fn], runner.inputs, torch.device("cpu"))
+        received = {one.untyped_storage().data_ptr() for one in runner.inputs if one is not None}
+        saved = Counter(one.nbytes for one in found if one.alone or one.storage.data_ptr() in received)
+        return saved, sum(one.nbytes for one in found if one.alone)
+
+
+def main() -> int:
+    num_cases = num_wrong = 0
+    for one, stages in cases():
+        with contextlib.redirect_stdout(io.StringIO()):
+            args = one_stage.parse([*megatron_flags(one), "--vocab-size", str(one.model.vocabulary)], add_arguments)
+        for stage in stages:
+            with contextlib.redirect_stdout(io.StringIO()):
+                found, movable = saved_by_megatron(args, stage)
+            said: Counter[int] = Counter()
+            for row in stage_saved(one, stage):
+                said[row.nbytes] += row.num
+            num_cases += 1
+            if not agree(one, found, said) or movable != moved_bytes(one, stage, 1):
+                num_wrong += 1
+                described = (
+                    f"{one.model.name} {one.precision} {one.recompute} t={one.tensor} b={one.micro_batch} stage {stage}"
+                )
+                print(f"{described}: besides {dict(found - said)}, missing {dict(said - found)}, {movable} move")
+    print(f"{num_cases} cases, {num_wrong} differ")
+    return 1 if num_wrong or not num_cases else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,234 @@
+"""Context parallelism: what is divided, who waits for whom beside a clock, where parts lie beside Megatron's own
+ranks, what is refused."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bpipe.plan.predict import predict
+from bpipe.predict.choices import CP_COMM_TYPES
+from bpipe.predict.cluster import Cluster, parse_cluster
+from bpipe.predict.context_parallel import exchange_bytes
+from bpipe.predict.costs import predict_costs
+from bpipe.predict.layer_variants import Routing
+from bpipe.predict.layers.attention import core_seconds
+from bpipe.predict.layers.layer import layer_saved, layer_seconds
+from bpipe.predict.layout import Setup
+from bpipe.predict.memory import overhead_bytes, predict_memory
+from bpipe.predict.model import PRESETS
+from bpipe.predict.places import Grid, nodes_of_copies, paired_places, places
+from bpipe.predict.profile import Profile
+from bpipe.predict.rates import LINK_EFFICIENCY, LINK_LATENCY_S, Rates
+from bpipe.predict.saved_tensors import stage_bytes
+from bpipe.predict.sizes import sent_bytes, total
+from bpipe.predict.states import parameter_bytes, rank_parameters
+from bpipe.predict.temporaries import working_bytes
+from tests.unit.predict.published import DEEPSEEK_V3, MIXTRAL_8X7B
+
+LLAMA = Setup(PRESETS["llama3-8b"], parse_cluster("h100-80g:4x8"), 2, 2, 1, 32, 131072, (16, 16), recompute="none")
+
+
+def over(context: int, setup: Setup = LLAMA, **changes: Any) -> Setup:
+    """On as many more devices, so that everything else stays."""
+    cluster = replace(setup.cluster, num_nodes=setup.cluster.num_nodes * context)
+    return replace(setup, context=context, cluster=cluster, **changes)
+
+
+def test_activations_are_divided_and_weights_are_not() -> None:
+    for context in (1, 2, 4):
+        one, two = over(context), over(2 * context)
+        assert (one.data, one.num_microbatches) == (two.data, two.num_microbatches)
+        assert total(layer_saved(one)) == 2 * total(layer_saved(two))
+        assert stage_bytes(one) == tuple(2 * each for each in stage_bytes(two))
+        assert sent_bytes(one) == 2 * sent_bytes(two)
+        assert working_bytes(one) == tuple(2 * each for each in working_bytes(two))
+        assert rank_parameters(one) == rank_parameters(two)
+        rows = [predict_memory(each) for each in (one, two)]
+        for mine, other in zip(*rows, strict=True):
+            assert mine.activations_bytes == 2 * other.activations_bytes
+            assert (mine.weights_bytes, mine.gradients_bytes) == (other.weights_bytes, other.gradients_bytes)
+            assert mine.optimizer_bytes == pytest.approx(2 * other.optimizer_bytes, abs=2), "over d*c"
+
+
+def test_optimizer_state_is_of_every_copy_where_it_is_not_distributed() -> None:
+    state = parameter_bytes(LLAMA)[2]
+    for context in (1, 4):
+        setup = over(context, distributed_optimizer=False)
+        assert [row.optimizer_bytes for row in predict_memory(setup)] == [
+            state * count for count in rank_parameters(setup)
+        ]
+
+
+def test_gradients_are_reduced_over_all_copies() -> None:
+    """One replica of two parts of a sequence reduces what two replicas do, and one part alone reduces nothing."""
+    alone = replace(LLAMA, cluster=parse_cluster("h100-80g:4"), global_batch=8)
+    parts, replicas = (replace(alone, cluster=parse_cluster("h100-80g:8"), context=context) for context in (2, 1))
+    assert (parts.data, replicas.data) == (1, 2)
+    assert predict_costs(alone).stages[0].reduction_s == 0
+    assert predict_costs(parts).stages[0].reduction_s == predict_costs(replicas).stages[0].reduction_s > 0
+    assert overhead_bytes(parts) > overhead_bytes(replicas), "a communicator more"
+
+
+@pytest.mark.parametrize("context", [2, 4, 8])
+def test_steps_of_a_ring_are_of_equal_work(context: int) -> None:
+    """Of 2c parts a rank has one from the front and one from the back; pairs of tokens are counted one by one, half
+    of the diagonal's."""
+    size = 4
+    mine = [[one, 2 * context - 1 - one] for one in range(context)]
+
+    def pairs(query: int, key: int) -> float:
+        return size * size if key < query else size * size / 2 if key == query else 0
+
+    work = {
+        (rank, step): sum(pairs(query, key) for query in mine[rank] for key in mine[(rank - step) % context])
+        for rank in range(context)
+        for step in range(context)
+    }
+    assert set(work.values()) == {(2 * context * size) ** 2 / 2 / context**2}
+
+
+def clocked(hops: list[float], step: float) -> float:
+    """Before step i is computed its neighbour's part has to be there, and the next one starts on its way."""
+    clock = arrived = 0.0
+    for hop in hops:
+        clock = max(clock, arrived)
+        arrived = clock + hop
+        clock += step
+    return max(clock, arrived)
+
+
+@pytest.mark.parametrize("speed", [1e8, 1e9, 1e10, 1e11, 1e12])
+@pytest.mark.parametrize("context", [2, 4, 8])
+def test_a_ring_hides_what_is_shorter_than_a_step(context: int, speed: float) -> None:
+    device = replace(LLAMA.cluster.device, inside_bytes_per_s=speed, memory_bytes_per_s=1e30)
+    alone = replace(LLAMA, cluster=Cluster(device, 1, 64))
+    # A quarter of the queries' heads have keys and values.
+    core = [seconds / context for seconds in core_seconds(alone, Rates.of(alone))]
+    found = core_seconds(replace(alone, context=context), Rates.of(alone))
+    tokens = 131072 / context
+    hop = 2 * 2 * tokens * 8 * 128 / 2 / (speed * LINK_EFFICIENCY)
+    one, two = hop + LINK_LATENCY_S, 2 * hop + LINK_LATENCY_S
+    steps = [seconds / context for seconds in core]
+    assert found[0] == pytest.approx(clocked([one] * (context - 1) + [0.0], steps[0]))
+    assert found[1] == pytest.approx(clocked([one, *[two] * (context - 2), one], steps[1]))
+
+
+def test_what_is_gathered_is_waited_for() -> None:
+    fast = replace(LLAMA, cluster=Cluster(replace(LLAMA.cluster.device, memory_bytes_per_s=1e30), 1, 64), context=4)
+    core = core_seconds(replace(fast, context=1), Rates.of(fast))[0] / 4
+    both, query = 2 * 2 * 32768 * 1024 // 2, 2 * 32768 * 4096 // 2
+    link = fast.cluster.device.inside_bytes_per_s * LINK_EFFICIENCY
+    found = {how: core_seconds(replace(fast, cp_comm_type=how), Rates.of(fast))[0] - core for how in CP_COMM_TYPES}
+    assert found["all_gather"] == pytest.approx(3 * both / link + LINK_LATENCY_S)
+    assert found["a2a"] == pytest.approx(3 / 4 * (2 * query + both) / link + 2 * LINK_LATENCY_S)
+    assert found["p2p"] == pytest.approx(0.0, abs=1e-12)
+    # Two of four on another node: half of what leaves takes the port, and of what is gathered two parts come over two.
+    apart = replace(fast, cluster=Cluster(fast.cluster.device, 16, 4))
+    port = fast.cluster.device.between_bytes_per_s * LINK_EFFICIENCY
+    found = {how: core_seconds(replace(apart, cp_comm_type=how), Rates.of(apart))[0] - core for how in CP_COMM_TYPES}
+    assert found["all_gather"] == pytest.approx(both / port + LINK_LATENCY_S)
+    assert found["a2a"] == pytest.approx((2 * query + both) / 2 / port + 2 * LINK_LATENCY_S)
+
+
+def test_recomputation_exchanges_again() -> None:
+    """A backward that computes its layer anew waits for what a forward waits for."""
+    slow = replace(LLAMA, cluster=Cluster(replace(LLAMA.cluster.device, inside_bytes_per_s=1e8), 1, 64), context=2)
+    forward = layer_seconds(slow)[0]
+    assert layer_seconds(replace(slow, recompute="full"))[1] - layer_seconds(slow)[1] > 0.9 * forward
+    core = core_seconds(slow, Rates.of(slow))[0]
+    assert layer_seconds(replace(slow, recompute="selective"))[1] - layer_seconds(slow)[1] == pytest.approx(core)
+
+
+@pytest.mark.parametrize("how", CP_COMM_TYPES)
+def test_an_iteration_on_the_same_devices_is_hardly_slower_over_fast_links(how: str) -> None:
+    one = replace(LLAMA, global_batch=512)
+    two = replace(one, context=4, cp_comm_type=how)
+    assert predict(two).mfu == pytest.approx(predict(one).mfu, rel=0.06)
+    assert predict(two).setup.data * 4 == one.data
+    assert exchange_bytes(two) > 0 == exchange_bytes(one)
+
+
+def _megatrons_groups(tensor: int, context: int, pipeline: int, data: int, token: str) -> list[list[int]]:
+    """`RankGenerator` of Megatron's parallel_state.py, without the rest of it."""
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    source = (Path(next(iter(spec.submodule_search_locations))) / "parallel_state.py").read_text()
+    wanted = ("RankGenerator", "generate_masked_orthogonal_rank_groups", "_inject_gtp_remat_axis")
+    nodes = [node for node in ast.parse(source).body if getattr(node, "name", "") in wanted]
+    future = ast.parse("from __future__ import annotations").body
+    namespace: dict[str, Any] = {"List": list, "Optional": Any}
+    exec(compile(ast.Module([*future, *nodes], []), "parallel_state.py", "exec"), namespace)
+    made = namespace["RankGenerator"](
+        tp=tensor, ep=1, dp=data, pp=pipeline, cp=context, order="tp-cp-ep-dp-pp", rank_offset=0
+    )
+    groups: list[list[int]] = made.get_ranks(token)
+    return groups
+
+
+@given(*(st.sampled_from([1, 2, 4]) for _ in range(4)), st.sampled_from([2, 4, 8]))
+def test_parts_lie_where_megatron_puts_them(tensor: int, context: int, pipeline: int, data: int, each: int) -> None:
+    nodes = nodes_of_copies(Grid(tensor, context, pipeline, data, each, each), False, None)
+    # The first tensor-parallel rank's: data-parallel and context-parallel ranks together reduce gradients.
+    for number, group in enumerate(_megatrons_groups(tensor, context, pipeline, data, "dp-cp")[::tensor]):
+        assert [nodes[number, copy] for copy in range(data * context)] == [rank // each for rank in group]
+    rings = _megatrons_groups(tensor, context, pipeline, data, "cp")[::tensor]
+    for number, ring in enumerate(rings):
+        rank, replica = divmod(number, data)
+        assert [nodes[rank, replica * context + part] for part in range(context)] == [one // each for one in ring]
+
+
+def test_a_pairs_blocks_stay_whole() -> None:
+    """Tensor and context parallelism are innermost in a balanced layout, too."""
+    found = places(Grid(2, 2, 4, 1, 8, 8), True, None)
+    assert (found.first, found.share_node) == ((0, 1, 1, 0), True)
+    assert places(Grid(2, 2, 4, 1, 8, 8), False, None).first == (0, 0, 1, 1)
+    pipes = paired_places(Grid(1, 2, 4, 1, 4, 4))
+    assert (pipes.share_node, pipes.ports) == (True, 4), "both pipes' parts of a stage are on one node"
+
+
+def test_experts_are_spread_over_context_parallel_ranks_too() -> None:
+    setup = Setup(
+        MIXTRAL_8X7B, parse_cluster("h100-80g:4x8"), 1, 4, 1, 64, 32768, (8,) * 4, context=8, routing=Routing(8)
+    )
+    assert (setup.data, setup.expert_replicas) == (1, 1)
+    with pytest.raises(ValueError, match=r"does not divide t\*c\*d = 4"):
+        replace(setup, context=2, cluster=parse_cluster("h100-80g:2x8"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context": 3}, "does not divide the 32 devices"),
+        ({"context": 0}, "context is 0, but must be at least 1"),
+        ({"context": 2, "cp_comm_type": "ring"}, "unknown cp_comm_type 'ring'"),
+        ({"context": 4, "sequence": 2 * 4 * 1000 + 4}, r"must be a multiple of 2\*c and t\*c = 8"),
+        ({"context": 4, "attention": "unfused"}, "needs flash attention on GPUs"),
+        ({"context": 2, "attention": "unfused", "kernels": "cpu"}, "needs flash attention on GPUs"),
+        ({"context": 8, "cp_comm_type": "a2a"}, r"t\*c = 16 does not divide the 32 heads and 8 query groups"),
+        ({"context": 2, "model": replace(PRESETS["llama3-8b"], window=4096)}, "give --cp-comm-type all_gather or a2a"),
+        (
+            {"context": 2, "model": replace(DEEPSEEK_V3, num_layers=32, experts=None), "cp_comm_type": "a2a"},
+            "give --cp-comm-type p2p",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(LLAMA, **changes)
+
+
+def test_what_was_measured_without_says_nothing_of_parts() -> None:
+    two = replace(LLAMA, context=2)
+    assert "measured without context parallelism" in str(Profile("file", (), (("tensor", 2),)).conflict(two))
+    # What attention gives before it is exchanged is kept beside what the projection reads.
+    rows = {how: total(layer_saved(replace(two, cp_comm_type=how))) for how in CP_COMM_TYPES}
+    assert rows["all_gather"] == rows["a2a"] == rows["p2p"] + 2 * 65536 * 4096 // 2

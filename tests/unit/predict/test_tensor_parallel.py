@@ -1,0 +1,129 @@
+"""What of tensor-parallel collectives is waited for, beside a clock that goes through a layer's products and
+collectives one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product as every
+
+import pytest
+
+from bpipe.predict.cluster import Cluster, parse_cluster
+from bpipe.predict.layers.layer import layer_seconds
+from bpipe.predict.layout import Setup
+from bpipe.predict.matmul import layer_products
+from bpipe.predict.model import PRESETS
+from bpipe.predict.switches import Switches
+from bpipe.predict.tensor_parallel import HIDDEN_SHARE, exposed, gather_s
+
+LLAMA = Setup(PRESETS["llama3-70b"], parse_cluster("h100-80g:8x8"), 8, 8, 1, 32, 8192, (10,) * 8, recompute="none")
+OVERLAP = replace(LLAMA, switches=Switches(tp_comm_overlap=True))
+
+
+def with_link(setup: Setup, bytes_per_s: float) -> Setup:
+    """A link so slow that products do not hide it, or so fast that they do."""
+    cluster = setup.cluster
+    return replace(
+        setup,
+        cluster=Cluster(
+            replace(cluster.device, inside_bytes_per_s=bytes_per_s), cluster.num_nodes, cluster.devices_per_node
+        ),
+    )
+
+
+def together(collective_s: float, product_s: float) -> float:
+    """Both start at once, and while the collective runs the product does only a share of its work."""
+    slowed = 1 - HIDDEN_SHARE
+    if product_s <= slowed * collective_s:
+        return collective_s
+    return collective_s + product_s - slowed * collective_s
+
+
+def ring(collective_s: float, product_s: float, parts: int) -> float:
+    """Step by step: a part comes while the product of the one before runs; all but the first have to come."""
+    clock = 0.0
+    for part in range(parts):
+        clock += together(collective_s / (parts - 1) if part < parts - 1 else 0.0, product_s / parts)
+    return clock
+
+
+def clocked(setup: Setup) -> tuple[float, float]:
+    """A layer's four matrices forward and backward, two streams: when everything is over, less the products alone."""
+    one, parts, cut = gather_s(setup), setup.tensor, setup.switches.tp_comm_overlap
+    layer = layer_products(setup)
+    forward = backward = 0.0
+    for matrix in (*layer.entering, *layer.returning):
+        seconds = matrix.forward_s
+        forward += (ring(one, seconds, parts) if cut else one + seconds) if setup.sequence_parallel else seconds
+    if not setup.sequence_parallel:
+        # A sum behind the projection and behind the MLP.
+        forward += 2 * 2 * one
+    for matrix in reversed(layer.returning):
+        # The gradient is gathered, then goes through both products.
+        seconds = matrix.input_s
+        backward += (ring(one, seconds, parts) if cut else one + seconds) if setup.sequence_parallel else seconds
+        backward += matrix.weight_s
+    for matrix in reversed(layer.entering):
+        if setup.sequence_parallel:
+            # The input is gathered beside the first product, its gradient scattered beside the second.
+            backward += together(one, matrix.input_s) + together(one, matrix.weight_s)
+        else:
+            backward += matrix.input_s + together(2 * one, matrix.weight_s)
+    alone = layer.total()
+    return forward - alone.forward_s, backward - alone.input_s - alone.weight_s
+
+
+@pytest.mark.parametrize(
+    ("overlap", "sequence_parallel", "speed", "tensor"),
+    [
+        case
+        for case in every((False, True), (False, True), (1e9, 3e10, 1e11, 4.5e11, 1e13), (2, 4, 8))
+        if not (case[0] and not case[1])
+    ],
+)
+def test_as_a_clock_has_it(overlap: bool, sequence_parallel: bool, speed: float, tensor: int) -> None:
+    setup = with_link(replace(OVERLAP if overlap else LLAMA, sequence_parallel=sequence_parallel, tensor=tensor), speed)
+    assert exposed(setup)[:2] == pytest.approx(clocked(setup))
+
+
+def test_one_rank_waits_for_nobody() -> None:
+    assert exposed(replace(LLAMA, tensor=1, cluster=parse_cluster("h100-80g:8x1"))) == (0, 0, 0)
+
+
+def test_a_layer_is_longer_by_what_is_waited_for() -> None:
+    """With all that is recomputed; without a link's time the rest is the same."""
+    for setup in (
+        LLAMA,
+        OVERLAP,
+        replace(LLAMA, recompute="full"),
+        replace(OVERLAP, recompute="full"),
+        replace(LLAMA, sequence_parallel=False),
+    ):
+        free = with_link(setup, 1e30)
+        for mine, without, waits in zip(
+            layer_seconds(setup),
+            layer_seconds(free),
+            map(float.__sub__, exposed(setup)[:2], exposed(free)[:2]),
+            strict=True,
+        ):
+            assert mine - without == pytest.approx(waits)
+    full, none = exposed(replace(LLAMA, recompute="full")), exposed(LLAMA)
+    assert full[:2] == pytest.approx((none.forward_s, none.backward_s + none.forward_s))
+
+
+def test_overlap_never_costs_and_needs_products() -> None:
+    """Where links are as fast as NVLink it hides all but the share that products pay; where they are slow, a product's
+    time at most."""
+    for speed in (1e9, 3e10, 1e11, 4.5e11):
+        with_it, without = exposed(with_link(OVERLAP, speed)), exposed(with_link(LLAMA, speed))
+        assert with_it.forward_s <= without.forward_s
+        assert without.forward_s - with_it.forward_s <= layer_products(LLAMA).total().forward_s * 7 / 8 + 1e-12
+    assert exposed(OVERLAP).forward_s == pytest.approx(HIDDEN_SHARE * exposed(LLAMA).forward_s)
+
+
+def test_what_is_hidden_is_not_free() -> None:
+    """However fast the link, a backward without anything to wait for pays the share of each hidden message."""
+    fast = with_link(LLAMA, 1e13)
+    hidden = 2 * len(layer_products(fast).entering) * gather_s(fast)
+    waited = len(layer_products(fast).returning) * gather_s(fast)
+    assert exposed(fast).backward_s == pytest.approx(waited + HIDDEN_SHARE * hidden)

@@ -1,0 +1,315 @@
+"""What a report is written as: the answers, the table, JSON, and the view that the page takes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bpipe.record.report.output.document import document
+from bpipe.record.report.output.facts import facts
+from bpipe.record.report.output.page import render
+from bpipe.record.report.output.table import table
+from bpipe.record.report.output.view import view
+from bpipe.record.report.report import Report, report_of
+from bpipe.record.report.units import bytes_text, seconds_text
+from tests.unit.record.report.recorded import MOVED, edit_rows, write_run
+
+DOCS = Path(__file__).resolve().parents[4] / "docs" / "record.md"
+
+
+def report(folder: Path, **changes: Any) -> Report:
+    return report_of(write_run(folder, **changes))
+
+
+def test_the_answers_of_a_balanced_run(tmp_path: Path) -> None:
+    balancing, bottleneck, hosting = report(tmp_path, speed=0.4e9).answers
+    assert bottleneck == (
+        "Stage 0 (rank 0) is the memory bottleneck: 53.9 MiB of activations (exactly its bound) and 28.6 MiB of "
+        "weights, gradients and "
+        "optimizer state."
+    )
+    first, second, *_, last = hosting[:-1].split(". ")
+    assert re.fullmatch(
+        r"Stage 7 hosts \d+ of \d+ micro-batches of stage 0 in 4 host buffers of [\d.]+ MiB in all",
+        first,
+    )
+    assert second == "Stage 0 would hold 84.0 MiB without balancing and may hold at most 5 micro-batches"
+    assert last == "Stage 2 would hold 63.0 MiB without balancing and may hold at most 5 micro-batches"
+    bought, cost = balancing.split("; ")
+    assert bought == "With balancing the fullest stage holds 53.9 MiB of activations instead of 84.0 MiB, 35.8 % less"
+    share = re.fullmatch(
+        r"balancing cost (\d+\.\d) % of an iteration's pipeline time: stage 0 had .* of exposed transfer time in .*\.",
+        cost,
+    )
+    assert share is not None
+    assert float(share.group(1)) > 5
+
+
+def test_hidden_transfers_cost_nothing(tmp_path: Path) -> None:
+    assert report(tmp_path).answers[0].endswith("; balancing cost no time: no transfer time was exposed.")
+
+
+@pytest.mark.parametrize("speed", [None, 0.4e9], ids=["hidden", "exposed"])
+def test_where_ranks_outnumber_cores_no_time_is_judged(speed: float | None, tmp_path: Path) -> None:
+    """The quickstart on two cores printed that B took 1.252 times as long as A, and below that balancing had cost no
+    time."""
+    changes = {} if speed is None else {"speed": speed}
+    cost = report(tmp_path, cores=2, **changes).answers[0].split("; ")[1]
+    assert cost == (
+        "the time it cost cannot be measured here: 8 ranks share 2 cores on node-0, so transfers take time "
+        "from computations."
+    )
+
+
+def test_the_bottleneck_is_nearest_to_its_limit(tmp_path: Path) -> None:
+    fits = report(tmp_path / "a", limit_bytes=100_000_000).answers[1]
+    assert fits.endswith("optimizer state, together 82.5 MiB of 95.4 MiB: 12.8 MiB free.")
+    over = report(tmp_path / "b", limit_bytes=100_000_000, extra_bytes={2: 30_000_000}).answers[1]
+    assert over.startswith(
+        "Stage 2 (rank 2) is the memory bottleneck: 81.6 MiB of activations (28.6 MiB above its bound of 53.0 MiB)"
+    )
+    assert over.endswith("together 110.2 MiB of 95.4 MiB: 14.8 MiB over.")
+    assert "weights not recorded" in report(tmp_path / "d", weights_bytes=None).answers[1]
+
+
+def test_where_much_stays_the_answers_say_so(tmp_path: Path) -> None:
+    """Nobody said what part of a micro-batch moves: a run that freed nothing looked like one that had."""
+    found = report(tmp_path / "a", kept_bytes=2 * MOVED)
+    assert [row.moved_fraction for row in found.comparison.stages][:1] == [0.5]
+    assert found.comparison.stages[-1].moved_fraction is None
+    assert "moves only a part of what a forward keeps for its backward (stage 0 50.0 %" in found.answers[-1]
+    lines = table(found).splitlines()
+    assert any(" moved " in line for line in lines)
+    assert max(map(len, lines)) <= 120
+    assert len(report(tmp_path / "b", kept_bytes=MOVED * 10 // 9).answers) == 3
+    unknown = report(tmp_path / "c", kept_bytes=0)
+    assert unknown.comparison.stages[0].moved_fraction is None
+
+
+def test_the_answers_say_what_found_too_little_room(tmp_path: Path) -> None:
+    """A peak above the bound would look like a fault of the schedule's."""
+    write_run(tmp_path)
+    path = tmp_path / "record_00000.jsonl"
+    head, *lines = map(json.loads, path.read_text().splitlines())
+    lines[1] |= {"stayed_microbatches": 3, "stayed_bytes": 3 << 20, "passed_microbatches": 2, "passed_bytes": 2 << 20}
+    path.write_text("".join(json.dumps(line) + "\n" for line in (head, *lines)))
+    assert report_of(tmp_path).answers[-1] == (
+        "Micro-batches differ in size: 3 were too large for their host buffers and were not evicted; the bound was "
+        f"exceeded by at most 2.0 MiB, on stage 0 in iteration {lines[1]['iteration']}. The prediction assumes that each "
+        f"is as large as the largest."
+    )
+
+
+def test_the_answers_of_a_run_without_balancing(tmp_path: Path) -> None:
+    answers = report(tmp_path / "a", balance="none").answers
+    assert answers[1].startswith("Stage 0 (rank 0) is the memory bottleneck: 84.0 MiB of activations")
+    assert answers[0] == (
+        "Balancing was off: with --bpipe the fullest stage would hold about 52.5 MiB of activations instead of 84.0 "
+        "MiB."
+    )
+    small = report(tmp_path / "b", balance="none", num_stages=2).answers[0]
+    assert small == "Balancing was off, and with 2 stages there is nothing to balance."
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"warm_up": 5, "noise": 0.3, "speed": 0.4e9},
+        {"num_stages": 64, "num_microbatches": 64, "iterations": (5,)},
+        {"balance": "none"},
+        {"num_stages": 4, "num_microbatches": 8, "vocabulary": "1", "noise": 0.3},
+        {"num_pipelines": 2, "num_stages": 4},
+        {"iterations": tuple(range(100, 130)), "num_stages": 4, "num_microbatches": 4},
+    ],
+)
+def test_the_table_fits_a_terminal_and_lines_up(tmp_path: Path, changes: dict[str, Any]) -> None:
+    lines = table(report(tmp_path, **changes)).splitlines()
+    assert max(map(len, lines)) <= 120
+    head = next(index for index, line in enumerate(lines) if line.startswith("stage rank"))
+    rows = [line for line in lines[head + 1 :] if re.match(r" *\d+ +\d+ ", line)]
+    assert len(rows) == changes.get("num_stages", 8)
+    # Every column ends where its title does.
+    ends = {match.end() for match in re.finditer(r"stage|rank|bound|balancing|/load", lines[head])}
+    assert all(row[end - 1] != " " and row[end : end + 1] in ("", " ") for row in rows for end in ends)
+
+
+def test_table_and_page_say_which_run_this_is(tmp_path: Path) -> None:
+    """Two open pages were both called "bpipe report", and neither said of which day, machine or version it was."""
+    run = write_run(tmp_path / "lr_3e-4")
+    head = " ".join(table(report_of(run)).split("\n\n")[0].split())
+    assert head.startswith("run lr_3e-4; started 2025-11-21T10:40:00+00:00; host node-0; ")
+    assert "torch 2.15.0; megatron-core 0.19.2" in head
+    assert view(report_of(run))["title"] == "bpipe report: lr_3e-4, 2025-11-21, node-0"
+    (run / "run.json").unlink()
+    assert view(report_of(run))["title"] == "bpipe report: lr_3e-4, node-0"
+
+
+def test_two_pipes_are_reported(tmp_path: Path) -> None:
+    """Their reports were refused: a stage was looked for on one rank.
+
+    The slow replica is named, and rows say in which order they are.
+    """
+    sizes = {"schedule": "chimera", "num_microbatches": 8, "probe": None}
+    slow = {(iteration, f"2B{microbatch}"): 0.004 for iteration in (5, 6, 7) for microbatch in (1, 3, 5)}
+    found = report(tmp_path, slow=slow, **sizes)
+    assert [row.evictions for row in found.comparison.stages] == [0, 0, 0, 1, 1, 0, 0, 0]
+    assert [row.measured_bytes for row in found.comparison.stages] == [
+        row.predicted_bytes for row in found.comparison.stages
+    ]
+    text = table(found)
+    assert "pipes 2, rows in the order of the first pipe's stages" in text
+    assert "stage 2 of pipe 1, backward (mean): measured 23 ms, predicted 20 ms" in text
+    assert "pipes" not in table(report(tmp_path / "one"))
+    render(view(found))
+
+
+def test_machines_are_counted(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    for path in sorted(run.glob("record_*.jsonl"))[2:]:
+        path.write_text(path.read_text().replace('"node-0"', '"node-1"'))
+    assert dict(facts(report_of(run).comparison))["host"] == "node-0 (2 ranks), node-1 (6 ranks)"
+
+
+def test_four_figures_stand_at_the_head(tmp_path: Path) -> None:
+    """Peak, exposed transfers, iteration and bubble, which the page then does not say a second time."""
+    shown = view(report(tmp_path / "run", iterations=(5, 6, 7), speed=0.4e9, slow={(6, "2F3"): 0.1}))
+    figures = {label: (value, beside) for label, value, beside in shown["figures"]}
+    assert list(figures) == ["peak of activations", "exposed transfers", "iteration", "bubble"]
+    fullest = max(shown["stages"], key=lambda row: row["measured_bytes"] or 0)
+    assert figures["peak of activations"][0] == bytes_text(fullest["measured_bytes"])
+    assert figures["bubble"][1].endswith("% predicted")
+    # The same as the table and the sentences say.
+    assert figures["exposed transfers"][0] == seconds_text(max(row["exposed_s"] or 0 for row in shown["stages"]))
+    assert not {label for label, _ in shown["facts"]} & {"pipeline", "bubble", "training step"}
+    plain = view(report_of(write_run(tmp_path / "plain", balance="none")))["figures"]
+    assert ["exposed transfers", "none", "nothing is evicted"] in plain
+
+
+def test_the_view_names_the_iteration_of_a_difference(tmp_path: Path) -> None:
+    differences = view(report(tmp_path, warm_up=5, iterations=(5, 6, 7)))["differences"]
+    named = [one["iteration"] for one in differences if one["what"].startswith("iteration ")]
+    assert named == [5]
+    assert all(one["iteration"] is None for one in differences if not one["what"].startswith("iteration "))
+
+
+def test_the_table_names_what_is_not_known(tmp_path: Path) -> None:
+    write_run(tmp_path, num_stages=4, flops=1e12, peak_flops=1e13)
+    assert re.search(
+        r"MFU 4\.\d % of 10 TFLOP/s per device \(--bpipe-peak-tflops\)", " ".join(table(report_of(tmp_path)).split())
+    )
+    (tmp_path / "run.json").unlink()
+    (tmp_path / "record_00001.jsonl").unlink()
+    (tmp_path / "iterations.jsonl").unlink()
+    text = table(report_of(tmp_path))
+    assert "MFU not known, missing: the device's peak (--bpipe-peak-tflops), " in " ".join(text.split())
+    assert ", the time of a step; message" in " ".join(text.split())
+    assert "note: no record of stage 1 of pipeline 0" in text
+    assert re.search(r"^ +1 +1 +- \(3\) +- \(-\)", text, re.MULTILINE)
+
+
+def test_mfu_is_of_all_ranks_and_whole_steps(tmp_path: Path) -> None:
+    totals = report(tmp_path, flops=1e12, peak_flops=1e13, iterations=(5,)).comparison.totals
+    assert totals.step_s == pytest.approx(totals.pipeline_s + 0.05)
+    assert totals.mfu == pytest.approx(1e12 / (8 * 1e13 * totals.step_s))
+
+
+def test_all_pipelines_count_for_the_maxima(tmp_path: Path) -> None:
+    write_run(tmp_path, num_pipelines=2, num_stages=4)
+
+    def more(row: dict[str, Any]) -> None:
+        if row["action"] == "2F3":
+            row["live_bytes"], row["wait_s"] = 90_000_000, 0.01
+
+    edit_rows(tmp_path, 6, more)
+    row = report_of(tmp_path).comparison.stages[2]
+    assert (row.rank, row.all_measured_bytes, row.all_exposed_s) == (2, 90_000_000, 0.01)
+    assert (row.measured_bytes, row.exposed_s) == (22_036_768, 0)
+
+
+def keys(value: Any, prefix: str = "") -> set[str]:
+    """Every key with its path; those of a list once, and those that are data (stages, actions) not at all."""
+    found: set[str] = set()
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not re.match(r"\d", key):
+                found |= {f"{prefix}{key}"} | keys(inner, f"{prefix}{key}.")
+    elif isinstance(value, list):
+        for inner in value:
+            found |= keys(inner, prefix)
+    return found
+
+
+def documented(heading: str) -> set[str]:
+    """The keys in the first column of the table under a heading."""
+    section = DOCS.read_text().split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    return {
+        key
+        for line in section.splitlines()
+        if line.startswith("| `")
+        for key in re.findall(r"`([^`]+)`", line.split("|")[1])
+    }
+
+
+def test_every_key_of_the_json_is_documented(tmp_path: Path) -> None:
+    written = document(report(tmp_path, warm_up=5, flops=1.0, peak_flops=1.0))
+    assert json.loads(json.dumps(written, allow_nan=False)) == written
+    # Nothing of this run was checked.
+    assert written["verified"] is None
+    verified = {"verified.iterations", "verified.microbatches", "verified.nbytes"}
+    assert keys(written) | verified == documented("JSON")
+
+
+def test_what_was_checked_is_said_where_every_rank_checked(tmp_path: Path) -> None:
+    """A rank that ended without a summary, or checked fewer iterations, counts."""
+    write_run(tmp_path, num_stages=4)
+    for rank, number in enumerate((3, 2, 3, 2)):
+        path, summary = tmp_path / f"rank_{rank:05}.json", {"rank": rank, "peak_bytes": 1}
+        checked = {"verified_iterations": number, "verified_microbatches": 5, "verified_bytes": 1 << 30}
+        path.write_text(json.dumps(summary | checked))
+    found = report_of(tmp_path)
+    text = "2 iterations: everything evicted came back unchanged (20 micro-batches, 4.0 GiB)"
+    assert ("verified", text) in facts(found.comparison)
+    assert document(found)["verified"] == {"iterations": 2, "microbatches": 20, "nbytes": 4 << 30}
+    path.write_text(json.dumps(summary))
+    assert document(report_of(tmp_path))["verified"] is None
+
+
+def test_every_key_of_a_record_is_documented(tmp_path: Path) -> None:
+    write_run(tmp_path, iterations=(5,), num_stages=4)
+    head, line = (json.loads(text) for text in (tmp_path / "record_00000.jsonl").read_text().splitlines())
+    columns = set(line["columns"]) - {"unknown"}
+    differing = {"stayed_microbatches", "stayed_bytes", "passed_microbatches", "passed_bytes"}
+    # What is written is an older record, which does not name its run.
+    of_some = {"after_input_bytes", "shard_bytes", "own_bytes", "run"} | differing
+    assert keys(head) | keys(line) | columns | of_some == documented("The record of a rank")
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert {"run"} | keys(run) - {"unknown", "links.bytes_per_s.peer", "links.bytes_per_s.nccl"} == documented(
+        "The run"
+    )
+
+
+def test_the_view_is_what_the_page_takes(tmp_path: Path) -> None:
+    write_run(tmp_path, iterations=(5, 6))
+    (tmp_path / "record_00003.jsonl").unlink()
+    shown = view(report_of(tmp_path))
+    assert json.loads(json.dumps(shown, allow_nan=False)) == shown
+    assert render(shown).startswith("<!doctype html>") or render(shown).startswith("<!DOCTYPE html>")
+    assert [iteration["iteration"] for iteration in shown["iterations"]] == [5, 6]
+    for iteration in shown["iterations"]:
+        assert [rank["measured"] is None for rank in iteration["ranks"]] == [place == 3 for place in range(8)]
+        for rank in iteration["ranks"]:
+            for side in filter(None, (rank["measured"], rank["simulated"])):
+                actions = side["actions"]
+                assert len(actions) >= 32
+                assert all(0 <= start <= end <= iteration["end_s"] + 1e-9 for _, start, end, *_ in actions)
+                assert [row[1] for row in actions] == sorted(row[1] for row in actions)
+                assert [time for time, _ in side["memory"]] == sorted(time for time, _ in side["memory"])
+    acceptor = shown["iterations"][0]["ranks"][7]
+    for side in (acceptor["measured"], acceptor["simulated"]):
+        hosted = {(row[0], row[5]) for row in side["actions"] if "HOST" in row[0]}
+        assert hosted >= {("0HOST3", 0), ("0HOST4", 1)}
+        assert side["memory"][-1][1] == 4 * 10_500_000

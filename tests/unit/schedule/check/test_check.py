@@ -1,0 +1,322 @@
+"""Every rule of the checker has a schedule that breaks just it, and the error shows where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.check.case import Case, ScheduleError
+from bpipe.schedule.check.rules import RULES, check, check_no_deadlock
+from bpipe.schedule.check.transfers import check_host_buffers
+from bpipe.schedule.families.unit_grid import place
+from bpipe.schedule.files.text import read_action
+from bpipe.schedule.host_buffers import Residency, host_buffers
+from bpipe.schedule.hosts import host_memory_of, in_pairs, read_hosts
+from bpipe.schedule.layout import one_pipe
+from bpipe.schedule.program import Exchange
+from bpipe.schedule.schedule import Schedule, Slot
+
+# rank 0 C  F0 F1 F2 F3  .  .  . B0 F4 B1 F5 B2 F6 B3 F7 B4  . B5  . B6  . B7
+# rank 3 C   .  .  . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7  .  .  .
+BALANCED = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
+
+
+def changed(schedule: Schedule, *cells: tuple[int, int, str]) -> Schedule:
+    """The schedule with some slots rewritten: (rank, slot, "0F2 0EVICT1")."""
+    rows = [list(row) for row in schedule.ranks]
+    for rank, slot, text in cells:
+        actions = [read_action(cell) for cell in text.split()]
+        compute = actions[0] if actions and actions[0].kind.value in "FBIW" else None
+        rows[rank][slot] = Slot(compute, tuple(actions[1:] if compute else actions))
+    return replace(schedule, ranks=tuple(tuple(row) for row in rows))
+
+
+def listing(text: str) -> list[Action]:
+    return [read_action(cell) for cell in text.split()]
+
+
+def refused(schedule: Schedule, exchange: Exchange = Exchange.MEGATRON_1F1B) -> ScheduleError:
+    with pytest.raises(ScheduleError) as raised:
+        check(schedule, exchange)
+    return raised.value
+
+
+BROKEN = {
+    # rule, rank, slot, action, part of the reason
+    "a computation twice": (
+        changed(BALANCED, (0, 4, "0F3")),
+        "each computation once",
+        0,
+        4,
+        "0F3",
+        "already computed in slot 3",
+    ),
+    "a computation missing": (
+        changed(BALANCED, (2, 2, "")),
+        "each computation once",
+        2,
+        21,
+        "",
+        "stage 2 has no F of micro-batch 0",
+    ),
+    "another rank's stage": (
+        changed(BALANCED, (1, 4, "2F0")),
+        "each computation once",
+        1,
+        4,
+        "2F0",
+        "stage 2 belongs to rank 2",
+    ),
+    "no such micro-batch": (
+        changed(BALANCED, (0, 4, "0F8")),
+        "each computation once",
+        0,
+        4,
+        "0F8",
+        "micro-batches 0 to 7",
+    ),
+    "backward before forward": (
+        changed(BALANCED, (3, 3, "3B0"), (3, 4, "3F0")),
+        "forward before backward",
+        3,
+        3,
+        "3B0",
+        "3F0 comes only in slot 4",
+    ),
+    "a stage ahead of the one before": (
+        changed(BALANCED, (2, 0, "2F0"), (2, 2, "")),
+        "stage order",
+        2,
+        0,
+        "2F0",
+        "needs 1F0",
+    ),
+    "a backward ahead of the next stage's": (
+        changed(BALANCED, (0, 5, "0B0"), (0, 7, "0EVICT3")),
+        "stage order",
+        0,
+        5,
+        "0B0",
+        "needs 1B0",
+    ),
+    "a transfer without its other end": (
+        changed(BALANCED, (3, 2, "")),
+        "other ends",
+        0,
+        2,
+        "0EVICT1",
+        "rank 3 has no 0HOST1",
+    ),
+    "an other end without its transfer": (
+        changed(BALANCED, (0, 8, "0F4")),
+        "other ends",
+        3,
+        8,
+        "0RETURN1",
+        "rank 0 has no 0LOAD1",
+    ),
+    "an eviction of another rank's stage": (
+        changed(BALANCED, (0, 4, "3EVICT0")),
+        "other ends",
+        0,
+        4,
+        "3EVICT0",
+        "not on rank 0",
+    ),
+    "a transfer of no micro-batch": (
+        changed(BALANCED, (0, 4, "0EVICT9")),
+        "other ends",
+        0,
+        4,
+        "0EVICT9",
+        "micro-batches 0 to 7",
+    ),
+    "a forward among the transfers": (
+        replace(
+            BALANCED,
+            ranks=(
+                (Slot(Action(0, Kind.FORWARD, 0), (Action(0, Kind.FORWARD, 0),)), *BALANCED.ranks[0][1:]),
+                *BALANCED.ranks[1:],
+            ),
+        ),
+        "other ends",
+        0,
+        0,
+        "0F0",
+        "F is not a transfer",
+    ),
+    "a transfer of a rank without partner": (
+        replace(BALANCED, hosts=in_pairs((0, 2, 1, 3))),
+        "other ends",
+        0,
+        2,
+        "0EVICT1",
+        "no partner",
+    ),
+    "evicted beside its own forward": (
+        changed(BALANCED, (0, 2, "0F2 0EVICT2"), (3, 2, "0HOST2")),
+        "activations present",
+        0,
+        2,
+        "0EVICT2",
+        "its forward ends in slot 2",
+    ),
+    "evicted after its backward": (
+        changed(BALANCED, (0, 9, "0B1 0EVICT0"), (3, 9, "3F3 0HOST0")),
+        "activations present",
+        0,
+        9,
+        "0EVICT0",
+        "its backward is in slot 7",
+    ),
+    "evicted twice": (
+        changed(BALANCED, (0, 4, "0EVICT1"), (3, 4, "3B0 0HOST1")),
+        "activations present",
+        0,
+        4,
+        "0EVICT1",
+        "already evicted in slot 2",
+    ),
+    "loaded though present": (
+        changed(BALANCED, (0, 1, "0F1 0LOAD0"), (3, 1, "0RETURN0")),
+        "activations present",
+        0,
+        1,
+        "0LOAD0",
+        "it is not evicted",
+    ),
+    "never loaded": (
+        changed(BALANCED, (0, 12, "0F6"), (3, 12, "3B4")),
+        "activations present",
+        0,
+        13,
+        "0B3",
+        "was evicted in slot 7 and is not loaded before this",
+    ),
+    "loaded beside its backward": (
+        changed(BALANCED, (0, 12, "0F6"), (3, 12, "3B4"), (0, 13, "0B3 0LOAD3"), (3, 13, "3F5 0RETURN3")),
+        "activations present",
+        0,
+        13,
+        "0LOAD3",
+        "its backward is in slot 13, load before",
+    ),
+    "over its bound": (
+        replace(BALANCED, bounds=(3, 2, 3, 3)),
+        "bound",
+        1,
+        3,
+        "1F2",
+        "holds 3 micro-batches, but its bound is 2",
+    ),
+    "acceptor over its bound": (
+        replace(BALANCED, bounds=(3, 3, 3, 2)),
+        "bound",
+        3,
+        7,
+        "3F2",
+        "holds 3 micro-batches, but its bound is 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_rule_is_named_with_its_place(case: str) -> None:
+    schedule, rule, rank, slot, action, reason = BROKEN[case]
+    error = refused(schedule)
+    assert (error.rule, error.rank, error.slot, "" if error.action is None else str(error.action)) == (
+        rule,
+        rank,
+        slot,
+        action,
+    )
+    assert reason in str(error)
+    marked = [line for line in str(error).split("\n") if "[" in line]
+    assert marked, "the grid shows the spot"
+
+
+def test_an_error_shows_the_grid_with_the_spot_marked() -> None:
+    error = refused(changed(BALANCED, (0, 12, "0F6"), (3, 12, "3B4")))
+    assert str(error).split("\n") == [
+        "activations present: rank 0, slot 13, 0B3: micro-batch 3 was evicted in slot 7 and is not loaded before this",
+        "  slot    9 10 11 12  13  14 15 16 17",
+        "rank 0 C B1 F5 B2 F6 [B3] F7 B4  . B5",
+        "       T       E5    [  ]       L5",
+        "rank 3 C F3 B3 F4 B4  F5  B5 F6 B6 F7",
+        "       T       H5               R5",
+    ]
+
+
+SHAPES: dict[str, tuple[Callable[[Schedule], Schedule], str]] = {
+    "nothing": (lambda one: replace(one, ranks=()), "0 ranks"),
+    "ragged": (
+        lambda one: replace(one, ranks=(one.ranks[0][:-1], *one.ranks[1:])),
+        "rank 0 has 21 slots, but others have 22",
+    ),
+    "more than its slots": (
+        lambda one: replace(one, num_microbatches=999_999_999),
+        "999999999 micro-batches do not fit into 4 x 22 slots",
+    ),
+    "uneven": (lambda one: replace(one, layout=one_pipe((0, 1, 2, 2))), "equally many stages"),
+    "bounds": (lambda one: replace(one, bounds=(3,)), "1 bounds for 4 ranks"),
+    "host": (lambda one: replace(one, hosts=in_pairs((4, 2, 1, 0))), "rank 0: host 4 is not another rank from 0 to 3"),
+    "itself": (lambda one: replace(one, hosts=read_hosts("3,1,1,0")), "rank 1: host 1 is not another rank"),
+    "another's host memory": (
+        lambda one: replace(one, hosts=((host_memory_of(1),), (), (), ())),
+        "rank 0: it cannot evict to the CPU memory of rank 1, only to its own",
+    ),
+    "too few partners": (lambda one: replace(one, hosts=in_pairs((3, 2, 1))), "hosts are given for 3 of 4 ranks"),
+}
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_a_broken_shape_is_refused(case: str) -> None:
+    change, reason = SHAPES[case]
+    with pytest.raises(ScheduleError, match=reason):
+        check(change(BALANCED))
+
+
+def test_a_split_backward_needs_its_input_half_first() -> None:
+    split = Schedule("split", 1, one_pipe((0,)), (tuple(Slot(read_action(cell)) for cell in ("0F0", "0I0", "0W0")),))
+    check(split)
+    error = refused(changed(split, (0, 1, "0W0"), (0, 2, "0I0")))
+    assert (error.rule, error.slot, str(error.action)) == ("forward before backward", 1, "0W0")
+
+
+def test_a_host_buffer_given_twice_is_refused() -> None:
+    assigned = {rank: dict(host_buffers(BALANCED, rank)) for rank in range(4)}
+    check_host_buffers(Case(BALANCED), assigned)
+    assigned[3][Residency(0, 3, 0)] = assigned[3][Residency(0, 1, 0)]
+    with pytest.raises(ScheduleError, match="host buffers: rank 3, slot 7, 0HOST3: host buffer 0 still holds 0HOST1"):
+        check_host_buffers(Case(BALANCED), assigned)
+
+
+def test_opposite_orders_on_a_pair_are_refused() -> None:
+    """Two transfers in one slot pass in the order in which each end lists them: here the ends disagree."""
+    schedule = changed(
+        BALANCED, (0, 2, "0F2 0EVICT1 0EVICT0"), (3, 2, "0HOST0 0HOST1"), (0, 6, "0LOAD0"), (3, 6, "3B1 0RETURN0")
+    )
+    error = refused(schedule)
+    assert (error.rule, error.rank, error.slot, str(error.action)) == ("order on a pair", 0, 2, "0EVICT1")
+    check(changed(schedule, (3, 2, "0HOST1 0HOST0")))
+
+
+def test_a_rank_that_runs_too_far_ahead_deadlocks_when_sends_block() -> None:
+    """Four forwards ahead of a stage that takes one: rank 0 sits in its send of F2, rank 1 in its send of B0.
+
+    Posted ones pass.
+    """
+    ahead = listing("0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3")
+    behind = listing("1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3")
+    schedule = place("ahead", 4, one_pipe((0, 1)), [ahead, behind])
+    check(schedule, Exchange.POSTED)
+    error = refused(schedule, Exchange.MEGATRON_1F1B)
+    assert error.rule == "no deadlock"
+    assert "waits for the output of 0F2, which rank 1 never reaches" in str(error)
+    assert "rank 0 for rank 1 at slot 3, rank 1 for rank 0 at slot 3" in str(error)
+    assert check_no_deadlock in RULES

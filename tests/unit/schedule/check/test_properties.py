@@ -1,0 +1,132 @@
+"""What holds for every schedule this package can build, tried on random ones."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bpipe.balance.config import BalanceConfig
+from bpipe.balance.pairs import balance, smallest_bound
+from bpipe.build import ScheduleConfig, build
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.check.rules import check
+from bpipe.schedule.families.families import FAMILIES
+from bpipe.schedule.files.document import read_json, write_json
+from bpipe.schedule.files.text import read_csv, write_csv
+from bpipe.schedule.host_buffers import host_buffers
+from bpipe.schedule.memory import counts_of, num_transfers
+from bpipe.schedule.schedule import Schedule
+from bpipe.schedule.steps import steps
+
+
+@st.composite
+def configs(draw: st.DrawFn, max_stages: int = 12) -> ScheduleConfig:
+    name = draw(st.sampled_from(sorted(FAMILIES)))
+    family = FAMILIES[name]
+    p = family.num_pipes * draw(st.integers(1, max_stages // family.num_pipes))
+    m = draw(st.integers(1, 6 * p))
+    chunks = draw(st.sampled_from(family.chunks(4)))
+    group = draw(st.none() | st.integers(p, m)) if family.takes_groups and p <= m else None
+    delay = draw(st.integers(0, 4)) if family.takes_delay else 0
+    return ScheduleConfig(
+        name,
+        p,
+        m,
+        num_chunks=chunks,
+        balance=draw(st.sampled_from([None, BalanceConfig()])),
+        group_size=group,
+        delay=delay,
+    )
+
+
+def holds_what_must(config: ScheduleConfig) -> Schedule:
+    schedule = build(config)
+    p, m, v = config.num_ranks, config.num_microbatches, config.num_chunks
+    check(schedule)
+    passes = 3 if FAMILIES[config.schedule].splits else 2
+    assert sum(len(slot.computations) for row in schedule.ranks for slot in row) == passes * p * v * m
+    if config.balance is not None:
+        plain = FAMILIES[config.schedule].generate(p, m, v, config.family_options)
+        (bound,) = set(schedule.bounds or ())
+        assert schedule == balance(plain, [bound] * p)
+        if bound > 1:
+            with pytest.raises(ValueError, match=r"cannot keep|has no partner|which hosts for"):
+                balance(plain, [bound - 1] * p)
+        for before, after in zip(plain.ranks, schedule.ranks, strict=True):
+            assert [slot.compute for slot in before] == [slot.compute for slot in after], (
+                "balancing moves no computation"
+            )
+    for rank in range(p):
+        moved = num_transfers(schedule, rank)
+        assert moved.evictions == moved.loads
+        assert moved.hosts == moved.returns == len(host_buffers(schedule, rank))
+        folded = steps(schedule, rank)
+        assert [step.compute for step in folded[1:-1]] == [
+            slot.compute for slot in schedule.ranks[rank] if slot.compute is not None
+        ]
+        flat: list[Action] = [action for step in folded for action in (*step.before, *step.after)]
+        assert flat == [action for slot in schedule.ranks[rank] for action in slot.transfers]
+    return schedule
+
+
+def comes_back(schedule: Schedule) -> None:
+    assert read_csv(write_csv(schedule), schedule.name) == schedule
+    assert read_json(write_json(schedule)) == schedule
+
+
+@settings(max_examples=40)
+@given(configs())
+def test_every_schedule_keeps_every_rule_and_comes_back_from_text(config: ScheduleConfig) -> None:
+    comes_back(holds_what_must(config))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@settings(max_examples=150)
+@given(configs(max_stages=32))
+def test_large_schedules_keep_every_rule(config: ScheduleConfig) -> None:
+    comes_back(holds_what_must(config))
+
+
+@settings(max_examples=30)
+@given(configs(max_stages=8), st.integers(0, 4), st.randoms(use_true_random=False))
+def test_any_pairing_and_any_bound_above_its_smallest(config: ScheduleConfig, above: int, rng: random.Random) -> None:
+    """Rank by rank its own bound: the pair's smallest and up to four more."""
+    plain = FAMILIES[config.schedule].generate(
+        config.num_ranks, config.num_microbatches, config.num_chunks, config.family_options
+    )
+    ranks = list(range(config.num_ranks))
+    rng.shuffle(ranks)
+    partners = list(range(config.num_ranks))
+    for one, other in zip(ranks[::2], ranks[1::2], strict=False):
+        partners[one], partners[other] = other, one
+    pairs = [(min(rank, partner), max(rank, partner)) for rank, partner in enumerate(partners)]
+    least = [smallest_bound(plain, pair, counts_of(plain)) for pair in pairs]
+    bounds = [bound + above for bound in least]
+    balanced = balance(plain, bounds, partners)
+    check(balanced)
+    assert balanced.bounds == tuple(bounds)
+    for rank in range(config.num_ranks):
+        tighter = [bound - (one in (rank, partners[rank])) for one, bound in enumerate(least)]
+        if min(tighter) >= 1:
+            with pytest.raises(ValueError, match=f"both keep is {least[rank]} |Give it {least[rank]},"):
+                balance(plain, tighter, partners)
+
+
+@settings(max_examples=60)
+@given(st.integers(4, 32), st.integers(1, 64))
+def test_evictions_of_1f1b(p: int, m: int) -> None:
+    """Warm-up sends min(p - s, m) - mu_opt ahead; every load that a forward precedes makes room by one more
+    eviction."""
+    bound = -(-(p + 2) // 2)
+    schedule = build(ScheduleConfig("1f1b", p, m, balance=BalanceConfig((bound,))))
+    for stage, row in enumerate(schedule.ranks[: p // 2]):
+        ahead = max(0, min(p - stage, m) - bound)
+        steady = 0
+        for cell in row:
+            if any(action.kind is Kind.LOAD for action in cell.transfers):
+                steady += cell.compute is not None and cell.compute.kind is Kind.FORWARD
+        assert num_transfers(schedule, stage).evictions == ahead + steady

@@ -1,0 +1,181 @@
+"""V-shaped families: what they hold, how long they take, at any sizes and costs."""
+
+from __future__ import annotations
+
+import time
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, adopt, build
+from bpipe.cli import main
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.check.deadlock import blocked_ranks
+from bpipe.schedule.check.rules import check
+from bpipe.schedule.clock import starts
+from bpipe.schedule.families.families import FAMILIES
+from bpipe.schedule.families.family import ALIKE, FamilyOptions, UnitCosts, one_stage_a_rank
+from bpipe.schedule.families.shift import shortened
+from bpipe.schedule.families.timing import iteration_time, stage_ticks, work_of
+from bpipe.schedule.families.v_shape import layout
+from bpipe.schedule.memory import peak_counts
+from bpipe.schedule.schedule import Schedule
+
+# Micro-batches of a rank's share that a rank of p holds.
+MOST = {"zb-v": lambda p: p, "v-half": lambda p: (p + 2) // 2, "v-min": lambda p: (p + 4) // 3}
+
+
+def generate(name: str, p: int, m: int, costs: UnitCosts = ALIKE) -> Schedule:
+    return FAMILIES[name].generate(p, m, 2, FamilyOptions(costs=costs))
+
+
+def more_slots(name: str, p: int) -> int:
+    """What an iteration takes beyond the six slots of every micro-batch, in slots of half a micro-batch; as the
+    files' docstrings say."""
+    if name == "zb-v" or p <= 2:
+        return p - 1
+    if name == "v-half":
+        return 3 * p - (4 if p % 2 else 7)
+    return 5 if p == 3 else 4 * p - {1: 5, 2: 9, 0: 7}[p % 3]
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 14, 16])
+@pytest.mark.parametrize("name", MOST)
+def test_it_holds_and_takes_what_its_formulas_say(name: str, p: int) -> None:
+    for m in (2 * p, 3 * p + 1):
+        schedule = generate(name, p, m)
+        check(schedule)
+        assert max(peak_counts(schedule)) == 2 * MOST[name](p)
+        assert iteration_time(schedule, ALIKE).makespan * 2 == 6 * m + more_slots(name, p)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("p", range(2, 33))
+@pytest.mark.parametrize("name", ["v-half", "v-min"])
+def test_up_to_32_ranks(name: str, p: int) -> None:
+    schedule = generate(name, p, 2 * p)
+    check(schedule)
+    assert max(peak_counts(schedule)) == 2 * MOST[name](p)
+    assert iteration_time(schedule, ALIKE).makespan * 2 == 12 * p + more_slots(name, p)
+
+
+@pytest.mark.parametrize("p", range(4, 17))
+def test_the_last_rank_of_zb_v_never_waits_between_its_first_computation_and_its_last(p: int) -> None:
+    """Nothing is shorter than its 6 m slots behind the p - 1 until it can begin; earlier ranks begin before it and
+    wait no longer."""
+    m = 2 * p
+    schedule = generate("zb-v", p, m)
+    assert max(peak_counts(schedule)) == 2 * p
+    orders = [[slot.compute for slot in row if slot.compute is not None] for row in schedule.ranks]
+    work = work_of(schedule.layout, m, orders, stage_ticks(ALIKE, 2))
+    begun = starts(work)
+    spans = [begun[row[-1]] + 1 - begun[row[0]] for row in work.rows]
+    assert spans[p - 1] == 6 * m
+    assert all(span <= 6 * m + p - 1 - rank for rank, span in enumerate(spans))
+
+
+# p, m, and for zb-v, v-half, v-min the slots that an iteration takes.
+MAKESPANS: list[Any] = [
+    *((4, 8, (51, 53, 59)), (4, 16, (99, 101, 107)), (4, 32, (195, 197, 203))),
+    *((8, 16, (103, 113, 119)), (8, 32, (199, 209, 215)), (8, 64, (391, 401, 407))),
+    *((16, 32, (207, 233, 251)), (16, 64, (399, 425, 443))),
+    pytest.param(16, 128, (783, 809, 827), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("p", "m", "slots"), MAKESPANS)
+def test_makespans_at_equal_durations(p: int, m: int, slots: tuple[int, ...]) -> None:
+    assert tuple(iteration_time(generate(name, p, m), ALIKE).makespan * 2 for name in MOST) == slots
+
+
+DURATION = st.fractions(Fraction(1, 4), 4, max_denominator=6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(sorted(MOST)),
+    st.integers(1, 7),
+    st.integers(1, 20),
+    st.builds(UnitCosts, *[DURATION] * 3, st.fractions(0, 1)),
+)
+def test_whatever_the_sizes_and_costs_it_keeps_its_peak_and_its_order(
+    name: str, p: int, m: int, costs: UnitCosts
+) -> None:
+    schedule = generate(name, p, m, costs)
+    check(schedule)
+    assert not blocked_ranks(schedule)
+    assert max(peak_counts(schedule)) <= 2 * MOST[name](p)
+    for row in schedule.ranks:
+        by_sort: dict[tuple[int, Kind], list[int]] = {}
+        for slot in row:
+            if slot.compute is not None:
+                by_sort.setdefault((slot.compute.stage, slot.compute.kind), []).append(slot.compute.microbatch)
+        assert all(found == list(range(m)) for found in by_sort.values()), "weights add up in micro-batch order"
+    assert iteration_time(schedule, costs).makespan <= iteration_time(generate(name, p, m), costs).makespan * Fraction(
+        21, 20
+    ), "costs are looked at"
+
+
+def test_costs_may_be_as_fine_as_numbers_are() -> None:
+    """Times in ticks of what all costs are multiples of went beyond a number that was taken for never."""
+    for hop in (Fraction(3, 63025129939556336), Fraction(5e-324)):
+        costs = UnitCosts(2, 2, Fraction(3, 4), hop)
+        schedule = generate("v-half", 5, 20, costs)
+        check(schedule)
+        assert (
+            iteration_time(schedule, costs).makespan
+            <= iteration_time(generate("v-half", 5, 20, UnitCosts(2, 2, Fraction(3, 4))), costs).makespan + 1
+        )
+
+
+# Costs of F, I, W and a hop, and the bubbles of zb-v, v-half, v-min at p = 8 and m = 32 in percent.
+BUBBLES = {
+    (1, Fraction(6, 5), Fraction(4, 5), 0): (4.2, 10.1, 19.8),
+    (1, Fraction(11, 10), Fraction(3, 5), 0): (4.4, 11.3, 19.5),
+    (1, 1, 1, Fraction(1, 20)): (4.8, 10.0, 16.1),
+    (1, Fraction(103, 100), Fraction(9, 10), Fraction(1, 20)): (5.0, 10.8, 19.5),
+    (1, 1, 1, Fraction(1, 10)): (5.9, 11.7, 20.4),
+}
+
+
+@pytest.mark.parametrize("costs", BUBBLES)
+def test_bubbles_at_durations_that_differ(costs: tuple[int | Fraction, ...]) -> None:
+    at = UnitCosts(*costs)
+    found = [float(iteration_time(generate(name, 8, 32, at), at).bubble_percent) for name in MOST]
+    assert all(bubble <= most for bubble, most in zip(found, BUBBLES[costs], strict=True)), found
+
+
+def test_shortening_keeps_orders_that_are_as_short_as_can_be() -> None:
+    orders = [[Action(0, Kind.FORWARD, 0), Action(0, Kind.BACKWARD_INPUT, 0), Action(0, Kind.BACKWARD_WEIGHT, 0)]]
+    assert shortened(one_stage_a_rank(1, 1), 1, orders, [1], UnitCosts(3, 2, 1)) is orders
+
+
+def test_uneven_ranks_of_a_v_are_balanced() -> None:
+    """Of few micro-batches the ranks hold unequally many."""
+    schedule = generate("zb-v", 4, 3)
+    balanced = adopt(schedule, BalanceConfig())
+    assert max(peak_counts(balanced)) <= max(peak_counts(schedule))
+
+
+@pytest.mark.slow
+def test_large_ones_are_made_in_seconds() -> None:
+    """In processor time: the machine may be busy."""
+    for name, costs in (("v-half", ALIKE), ("v-min", UnitCosts(1, Fraction(11, 10), Fraction(3, 5)))):
+        before = time.process_time()
+        generate(name, 32, 128, costs)
+        assert time.process_time() - before < 10, name
+
+
+def test_the_command_knows_how_many_chunks_it_has(capfd: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--pp", "4", "--microbatches", "8"]
+    assert main(["schedule", "--schedule", "v-half", *sizes]) == 0
+    out = capfd.readouterr().out
+    assert out.startswith("# bpipe schedule=v-half microbatches=8 stage_to_rank=0,1,2,3,3,2,1,0\n")
+    assert out.endswith("# peak=6,6,6,6 evictions=0,0,0,0 makespan=26.5 bubble_percent=9.434\n")
+    assert main(["schedule", "--schedule", "v-half", *sizes, "--vp", "3"]) == 2
+    assert "schedule v-half takes at most 2 chunks per rank, not 3: leave it at 2" in capfd.readouterr().err
+    assert build(ScheduleConfig("v-half", 4, 8, num_chunks=2)).layout == layout(4, 2)

@@ -1,0 +1,292 @@
+"""CSV and JSON: exact both ways, and nothing that is no schedule is taken for one."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from bpipe.balance.config import BalanceConfig
+from bpipe.build import ScheduleConfig, build
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.check.case import ScheduleError
+from bpipe.schedule.check.rules import check
+from bpipe.schedule.files.document import read_json, write_json
+from bpipe.schedule.files.grid import write_grid
+from bpipe.schedule.files.read import read
+from bpipe.schedule.files.text import TextError, read_action, read_csv, write_csv
+from bpipe.schedule.schedule import Schedule, Slot
+
+BALANCED = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
+CONFIGS = [
+    ScheduleConfig("1f1b", 1, 1),
+    ScheduleConfig("1f1b", 4, 8),
+    ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()),
+    ScheduleConfig("1f1b", 3, 2, balance=BalanceConfig()),
+    ScheduleConfig("gpipe", 3, 4),
+    ScheduleConfig("interleaved-1f1b", 4, 8, num_chunks=2, balance=BalanceConfig()),
+    ScheduleConfig("interleaved-1f1b", 12, 13, num_chunks=2, balance=BalanceConfig()),
+]
+
+CSV = """\
+# bpipe schedule=1f1b microbatches=4 stage_to_rank=0,1,2,3 partners=3,2,1,0 bounds=3,3,3,3
+0F0,0F1,0F2 0EVICT1,0F3,,,,0B0,0LOAD1,0B1,,0B2,,0B3
+,1F0,1F1,1F2,,,1B0,1F3,1B1,,1B2,,1B3,
+,,2F0,2F1,,2B0,2F2,2B1,2F3,2B2,,2B3,,
+,,0HOST1,3F0,3B0,3F1,3B1,3F2,3B2 0RETURN1,3F3,3B3,,,
+"""
+
+JSON = """\
+{"schedule": "1f1b", "stages": 2, "microbatches": 1, "chunks": 1, "balance": "none", "bounds": null, \
+"partners": null, "stage_to_rank": [0, 1],
+ "ranks": [
+  {"rank": 0, "peak": 1, "evictions": 0, "slots": [{"compute": "0F0", "transfers": []}, {"compute": null, "transfers": []}, \
+{"compute": null, "transfers": []}, {"compute": "0B0", "transfers": []}]},
+  {"rank": 1, "peak": 1, "evictions": 0, "slots": [{"compute": null, "transfers": []}, {"compute": "1F0", "transfers": []}, \
+{"compute": "1B0", "transfers": []}, {"compute": null, "transfers": []}]}]}
+"""
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_format_is_exact_both_ways(config: ScheduleConfig) -> None:
+    schedule = build(config)
+    assert read_csv(write_csv(schedule), schedule.name) == schedule
+    assert read_json(write_json(schedule)) == schedule
+    for width in (None, 20, 80):
+        assert max(map(len, write_grid(schedule, width).split("\n")[1:])) <= (width or 10**6)
+    assert read(write_json(schedule)) == schedule
+
+
+def test_csv() -> None:
+    assert write_csv(build(ScheduleConfig("1f1b", 4, 4, balance=BalanceConfig()))) == CSV
+
+
+def test_json() -> None:
+    assert write_json(build(ScheduleConfig("1f1b", 2, 1))) == JSON
+
+
+def test_json_is_what_the_manual_says() -> None:
+    document = json.loads(write_json(BALANCED))
+    head = {key: document[key] for key in ("schedule", "stages", "microbatches", "chunks", "balance", "bounds")}
+    assert head == {
+        "schedule": "1f1b",
+        "stages": 4,
+        "microbatches": 8,
+        "chunks": 1,
+        "balance": "bpipe",
+        "bounds": [3, 3, 3, 3],
+    }
+    assert [rank["peak"] for rank in document["ranks"]] == [3, 3, 2, 3]
+    assert [rank["evictions"] for rank in document["ranks"]] == [3, 0, 0, 0]
+    assert document["ranks"][0]["slots"][16] == {"compute": None, "transfers": ["0LOAD5"]}
+
+
+def test_json_may_leave_out_what_is_usual() -> None:
+    document = json.loads(write_json(BALANCED))
+    del document["partners"], document["stage_to_rank"]
+    assert read_json(json.dumps(document)) == BALANCED
+
+
+def test_a_grid_names_the_stage_where_the_lane_does_not() -> None:
+    odd = replace(
+        BALANCED,
+        ranks=((Slot(None, (Action(0, Kind.HOST, 3), Action(3, Kind.HOST, 1))),), (Slot(),), (Slot(),), (Slot(),)),
+    )
+    assert "T 0H3+H1" in write_grid(odd)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "",
+        "F0",
+        "0F",
+        "0F0junk",
+        "0Q0",
+        "-1F0",
+        "00F0",
+        "0F01",
+        "0f0",
+        " 0F0",
+        "٣F0",
+        "0F0\n",
+        "0F9999999999",
+    ],
+)
+def test_a_cell_is_read_to_its_last_character_or_not_at_all(cell: str) -> None:
+    with pytest.raises(TextError, match="is not an action"):
+        read_action(cell)
+
+
+@pytest.mark.parametrize(
+    ("reader", "text", "reason"),
+    [
+        (read_csv, "", "it has no computations"),
+        (read_csv, "0F0,0B0\n,1F0,2Q0\n", "line 2, cell 3: '2Q0' is not an action"),
+        (
+            read_csv,
+            "0F0,0SEND_F0\n",
+            "line 1, cell 2: '0SEND_F0' belongs to torch's runtime form, which is not read: give the computations alone",
+        ),
+        (read_csv, "0UNSHARD,0F0\n", "line 1, cell 1: '0UNSHARD' belongs to torch's runtime form"),
+        (read_csv, "0F0,0B0\n1F0,1B0,1WAIT_SEND_B0\n", "line 2, cell 3: '1WAIT_SEND_B0' belongs to torch's"),
+        (read_csv, "0F0,0B0,0WAIT_REDUCE_GRAD\n", "'0WAIT_REDUCE_GRAD' belongs to torch's"),
+        (read_csv, "0F0 0F1\n", "line 1, cell 1: 0F1 is a second computation"),
+        (read_csv, "0F0,0B0\n0F1\n", "0F1 is on rank 1, but rank 0 computes the stage too"),
+        (read_csv, "0F0\n3F0\n", "no rank computes stage 1"),
+        (read_csv, '"0F0","0B0"\n', "line 1, cell 1"),
+        (read_csv, "# bpipe schedule=a microbatches=1\n0F0\n", "line 1: the header lacks stage_to_rank="),
+        (
+            read_csv,
+            "# bpipe schedule=a microbatches=1 stage_to_rank=0 colour=red\n0F0\n",
+            "'colour=red' is not a header field",
+        ),
+        (read_csv, "# bpipe schedule=a microbatches=1 stage_to_rank=0 bounds=1, 2\n0F0\n", "'2' is not a header field"),
+        (read_csv, "# a remark\n0F0\n", "a header starts with '# bpipe'"),
+        (read_json, "{", "line 1, column 2"),
+        (read_json, "[]", "the document must be an object"),
+        (read_json, "[" * 100_000, "nested too deeply"),
+        (read_json, '{"schedule": NaN}', "NaN is not a finite number"),
+        (read_json, '{"a": 1, "a": 2}', "'a' appears twice"),
+        (read_json, JSON.replace('"chunks"', '"chonks"'), "lacks 'chunks'"),
+        (read_json, JSON.replace('"stages": 2', '"stages": true'), "stages: True must be a whole number"),
+        (read_json, JSON.replace('"stages": 2', '"stages": 3'), "ranks has 2 entries, but stages is 3"),
+        (read_json, JSON.replace('"chunks": 1', '"chunks": 2'), "stages times chunks is 4"),
+        (read_json, JSON.replace('"peak": 1', '"peak": 2', 1), r"ranks\[0\].peak is 2, but its slots give 1"),
+        (
+            read_json,
+            JSON.replace('"evictions": 0', '"evictions": 1', 1),
+            r"ranks\[0\].evictions is 1, but its slots give 0",
+        ),
+        (read_json, JSON.replace('"rank": 1', '"rank": 0'), r"ranks\[1\].rank is 0: ranks must be in order"),
+        (read_json, JSON.replace('"none"', '"bpipe"'), "balance is 'bpipe', but partners is None"),
+        (read_json, JSON.replace('"none"', '"maybe"'), "neither"),
+        (read_json, JSON.replace('"0F0"', "7"), r"ranks\[0\].slots\[0\]"),
+        (read_json, JSON.replace('"0F0"', '"0EVICT0"'), "write transfers under transfers"),
+        (read_json, JSON.replace('"1F0"', '"9F0"'), "an action names stage 9, but there are 2 stages"),
+        (read_json, JSON.replace('"schedule": "1f1b"', '"schedule": 3'), "schedule: 3 is not a valid name"),
+        (read_json, JSON.replace('"schedule": "1f1b"', '"schedule": ""'), "schedule: '' is not a valid name"),
+        (read_json, JSON.replace('"rank": 1', '"extra": 1, "rank": 1'), "unknown 'extra'"),
+        (
+            read,
+            "# bpipe schedule=a microbatches=1 stage_to_rank=0\nslot 0\nrank 0 C F0\n",
+            "line 2: 'slot' begins a grid",
+        ),
+    ],
+)
+def test_a_broken_file_is_refused_with_its_place(reader: Callable[[str], Schedule], text: str, reason: str) -> None:
+    with pytest.raises(TextError, match=reason):
+        reader(text)
+
+
+TEXTS = [writer(build(config)) for config in CONFIGS[:6] for writer in (write_csv, write_json)]
+
+
+def survives(reader: Callable[[str], Schedule], writer: Callable[[Schedule], str], text: str) -> None:
+    """What a reader takes must come out as a text that it reads as the same schedule, and be judged; everything else
+    is a TextError."""
+    try:
+        schedule = reader(text)
+    except TextError:
+        return
+    assert reader(writer(schedule)) == replace(schedule, name=reader(writer(schedule)).name)
+    with contextlib.suppress(ScheduleError):
+        check(schedule)
+
+
+@pytest.mark.parametrize(("reader", "writer"), [(read_csv, write_csv), (read_json, write_json)])
+@settings(max_examples=60)
+@given(text=st.one_of(st.text(max_size=80), st.text("0123456789FBIW,. \n#rankslotC", max_size=120)))
+@example("\x00")
+@example("0F0,\r\n,1F0\r\n")
+def test_any_text_is_read_or_refused(
+    reader: Callable[[str], Schedule], writer: Callable[[Schedule], str], text: str
+) -> None:
+    survives(reader, writer, text)
+
+
+@pytest.mark.parametrize(("reader", "writer"), [(read_csv, write_csv), (read_json, write_json)])
+@settings(max_examples=60)
+@given(data=st.data())
+def test_damaged_files_are_read_or_refused(
+    reader: Callable[[str], Schedule], writer: Callable[[Schedule], str], data: st.DataObject
+) -> None:
+    """Files of every format, cut, spliced, with characters swapped, given to every reader."""
+    rng = random.Random(data.draw(st.integers(0, 2**32)))
+    text = rng.choice(TEXTS)
+    for _ in range(rng.randint(1, 4)):
+        place = rng.randrange(len(text) + 1)
+        end = min(len(text), place + rng.randint(0, 12))
+        text = (
+            text[:place]
+            + rng.choice(["", "0F0", ",", " ", "\n", "9", '"', "null", "-1", "{}", "[", rng.choice(TEXTS)[:30]])
+            + text[end:]
+        )
+    survives(reader, writer, text)
+
+
+@settings(max_examples=60)
+@given(st.binary(max_size=60))
+def test_any_document_is_read_or_refused(data: bytes) -> None:
+    survives(read_json, write_json, data.decode("latin-1"))
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(max_size=5)
+    | st.sampled_from(["0F0", "0B0", "1EVICT0", "bpipe"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["rank", "slots", "compute", "transfers", "peak"]), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60)
+@given(value=VALUES, number=st.integers(0, 10**6))
+def test_any_value_anywhere_in_a_document_is_read_or_refused(value: object, number: int) -> None:
+    document = json.loads(JSON)
+    places: list[tuple[object, object]] = []
+    waiting: list[object] = [document]
+    while waiting:
+        at = waiting.pop()
+        inner = list(at.items()) if isinstance(at, dict) else list(enumerate(at)) if isinstance(at, list) else []
+        places += [(at, key) for key, _ in inner]
+        waiting += [one for _, one in inner]
+    holder, key = places[number % len(places)]
+    holder[key] = value  # type: ignore[index]
+    survives(read_json, write_json, json.dumps(document))
+
+
+@pytest.mark.slow
+def test_torchs_own_reader_takes_our_files(tmp_path: Path) -> None:
+    """Compute-only files go through torch.distributed.pipelining's parser, and come out as what we wrote."""
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    for config in (
+        ScheduleConfig("1f1b", 4, 8),
+        ScheduleConfig("gpipe", 3, 4),
+        ScheduleConfig("interleaved-1f1b", 4, 8, num_chunks=2),
+    ):
+        schedule = build(config)
+        path = tmp_path / "schedule.csv"
+        path.write_text(write_csv(schedule))
+        with path.open(newline="") as file:
+            rows = [[schedules._Action.from_str(cell) for cell in row] for row in csv.reader(file)]
+        ours = [["" if slot.compute is None else str(slot.compute) for slot in row] for row in schedule.ranks]
+        assert [["" if action is None else repr(action) for action in row] for row in rows] == ours
+        owners = schedules._validate_schedule(
+            dict(enumerate(rows)), schedule.num_ranks, schedule.num_stages, schedule.num_microbatches
+        )
+        assert tuple(owners[stage] for stage in range(schedule.num_stages)) == schedule.layout.placements[0]

@@ -1,0 +1,164 @@
+"""Who hosts is data: pairs, a pool, a rank's own host memory. Each is judged, lowered, simulated, written and read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pytest
+
+from bpipe.balance.budget import ActivationBudget, BudgetTooSmall
+from bpipe.balance.config import BalanceConfig
+from bpipe.balance.pairs import balance
+from bpipe.balance.pool import balance_over_pool
+from bpipe.build import ScheduleConfig, build
+from bpipe.schedule.action import Action, Kind
+from bpipe.schedule.check.case import ScheduleError
+from bpipe.schedule.check.rules import check
+from bpipe.schedule.files.document import read_json, write_json
+from bpipe.schedule.files.text import TextError, read_csv, write_csv
+from bpipe.schedule.hosts import Host, Tier, host_memory_of, in_pairs, partners_of, read_hosts, write_hosts
+from bpipe.schedule.lowering.lower import lower
+from bpipe.schedule.memory import memory_of, peak_counts
+from bpipe.schedule.program import Exchange, Transfer
+from bpipe.schedule.schedule import Schedule
+from bpipe.simulate.cost import Costs, Link, Links, StageCost
+from bpipe.simulate.engine import simulate
+
+PAIRS = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
+GUEST = (Kind.HOST, Kind.RETURN)
+
+
+def in_own_memory() -> Schedule:
+    """What was evicted to the partner stays with its own rank, and nobody hosts."""
+    rows = tuple(
+        tuple(replace(cell, transfers=tuple(one for one in cell.transfers if one.kind not in GUEST)) for cell in row)
+        for row in PAIRS.ranks
+    )
+    return replace(PAIRS, ranks=rows, hosts=tuple((host_memory_of(rank),) for rank in range(4)), bounds=None)
+
+
+def in_a_pool() -> Schedule:
+    """Micro-batch 3 of rank 0 goes to rank 2 instead of rank 3."""
+    rows = [list(row) for row in PAIRS.ranks]
+    for slot, cell in enumerate(rows[3]):
+        moved = tuple(one for one in cell.transfers if one.kind in GUEST and one.microbatch == 3)
+        rows[3][slot] = replace(cell, transfers=tuple(one for one in cell.transfers if one not in moved))
+        rows[2][slot] = replace(rows[2][slot], transfers=rows[2][slot].transfers + moved)
+    return replace(PAIRS, ranks=tuple(map(tuple, rows)), hosts=read_hosts("3+2,none,none,none"), bounds=None)
+
+
+SCHEDULES = {"pairs": PAIRS, "own memory": in_own_memory(), "pool": in_a_pool()}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_it_keeps_every_rule_and_runs(schedule: Schedule) -> None:
+    for exchange in (Exchange.POSTED, Exchange.MEGATRON_1F1B):
+        check(schedule, exchange)
+    report = simulate(schedule, Costs((StageCost(1, 1, transfer_s=1, moved_bytes=1, saved_bytes=1),) * 4))
+    assert report.pipeline_s == len(schedule.ranks[0])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_it_is_read_as_it_is_written(schedule: Schedule) -> None:
+    assert read_csv(write_csv(schedule)) == schedule
+    assert read_json(write_json(schedule)) == schedule
+
+
+def test_what_comes_to_one_host_from_two_comes_one_after_the_other() -> None:
+    """Each transfer takes as long as two computations, so those of ranks 0 and 1 would overlap on their way into
+    rank 3."""
+    plain = build(ScheduleConfig("1f1b", 4, 8))
+    gathered = balance_over_pool(plain, ActivationBudget((300, 200, 200, 600), memory_of([100] * 4)))
+    report = simulate(gathered, Costs((StageCost(1, 1, transfer_s=2, moved_bytes=1, saved_bytes=1),) * 4))
+    arriving = sorted((one.start_s, one.end_s) for one in report.transfers[3] if one.action.kind is Kind.HOST)
+    assert len({one.action.stage for one in report.transfers[3]}) == 2
+    assert all(before[1] <= after[0] for before, after in pairwise(arriving))
+
+
+@pytest.mark.parametrize("forwards", [(1, 1, 1, 1, 6), (6, 1, 1, 1, 1), (2, 5, 1, 3, 1)])
+def test_both_ends_of_a_transfer_are_one_whoever_is_there_first(forwards: tuple[int, ...]) -> None:
+    """Two hosts may both be there before their guest, and it sends first to the one that came last."""
+    plain = build(ScheduleConfig("1f1b", 5, 12))
+    for activation_budget in product((2, 3, 5, 8), repeat=5):
+        try:
+            pooled = balance_over_pool(plain, ActivationBudget(activation_budget, memory_of([1] * 5)))
+        except BudgetTooSmall:
+            continue
+        if all(len(of_rank) < 2 for of_rank in pooled.hosts or ()):
+            continue
+        stages = tuple(StageCost(seconds, 2, moved_bytes=3, saved_bytes=3) for seconds in forwards)
+        report = simulate(pooled, Costs(stages, Links(Link(1))))
+        spans: dict[tuple[int, int, bool], set[tuple[object, object]]] = {}
+        for one in (one for row in report.transfers for one in row):
+            leaves = one.action.kind in (Kind.EVICT, Kind.HOST)
+            spans.setdefault((one.action.stage, one.action.microbatch, leaves), set()).add((one.start_s, one.end_s))
+        assert all(len(same) == 1 for same in spans.values()), activation_budget
+
+
+def test_memory_is_where_the_hosts_are() -> None:
+    assert peak_counts(PAIRS) == (3, 3, 2, 3)
+    assert peak_counts(in_own_memory()) == (3, 3, 2, 1)
+    pool = peak_counts(in_a_pool())
+    assert pool[0] == 3
+    assert pool[2] > peak_counts(in_own_memory())[2]
+
+
+def test_a_transfer_names_both_of_its_ranks() -> None:
+    transfers = [
+        {(operand.sender, operand.receiver) for operand in program.operands if isinstance(operand, Transfer)}
+        for program in lower(in_a_pool(), Exchange.POSTED)
+    ]
+    assert transfers == [{(0, 3), (3, 0), (0, 2), (2, 0)}, set(), {(0, 2), (2, 0)}, {(0, 3), (3, 0)}]
+    alone = lower(in_own_memory(), Exchange.POSTED)[0]
+    assert {(operand.sender, operand.receiver) for operand in alone.operands if isinstance(operand, Transfer)} == {
+        (0, 0)
+    }
+
+
+def test_what_comes_back_from_elsewhere_is_refused() -> None:
+    """Micro-batch 3 goes to rank 2 and would come back from rank 3."""
+    schedule = in_a_pool()
+    rows = [list(row) for row in schedule.ranks]
+    back = Action(0, Kind.RETURN, 3)
+    slot = next(slot for slot, cell in enumerate(rows[2]) if back in cell.transfers)
+    rows[2][slot] = replace(rows[2][slot], transfers=tuple(one for one in rows[2][slot].transfers if one != back))
+    rows[3][slot] = replace(rows[3][slot], transfers=(*rows[3][slot].transfers, back))
+    with pytest.raises(ScheduleError, match="0LOAD3: it is with rank 2, not with rank 3"):
+        check(replace(schedule, ranks=tuple(map(tuple, rows))))
+
+
+def test_two_hosts_of_one_micro_batch_are_refused() -> None:
+    schedule = in_a_pool()
+    rows = [list(row) for row in schedule.ranks]
+    hosting = Action(0, Kind.HOST, 3)
+    slot = next(slot for slot, cell in enumerate(rows[2]) if hosting in cell.transfers)
+    rows[3][slot] = replace(rows[3][slot], transfers=(*rows[3][slot].transfers, hosting))
+    with pytest.raises(ScheduleError, match="0EVICT3: ranks 3 and 2 both have 0HOST3 in this slot"):
+        check(replace(schedule, ranks=tuple(map(tuple, rows))))
+
+
+def test_what_knows_pairs_only_says_so() -> None:
+    assert PAIRS.partners == (3, 2, 1, 0)
+    with pytest.raises(ValueError, match=r"hosts are 3\+2,none,none,none: only pairs are supported here"):
+        _ = in_a_pool().partners
+
+
+@pytest.mark.parametrize("text", ["", "1+", "1,,2", "own+x", "01", "-1", "None", "1 ,2"])
+def test_other_text_is_no_list_of_hosts(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a list of hosts"):
+        read_hosts(text)
+    with pytest.raises(TextError, match="line 1: hosts="):
+        read_csv(f"# bpipe schedule=a microbatches=1 stage_to_rank=0 hosts={text.replace(' ', '_')}\n0F0,0B0\n")
+
+
+def test_pairs_are_hosts_and_back() -> None:
+    hosts = in_pairs((2, 1, 0))
+    assert hosts == ((Host(2),), (), (Host(0),))
+    assert partners_of(hosts) == (2, 1, 0)
+    assert partners_of(read_hosts("1,2,0")) is None
+    hosts = ((Host(1), Host(0, Tier.HOST_MEMORY)), (), (Host(0),))
+    assert write_hosts(hosts) == "1+own,none,0"
+    assert read_hosts("1+own,none,0") == hosts
+    plain = build(ScheduleConfig("1f1b", 4, 8))
+    assert balance(plain, [3] * 4, (3, 2, 1, 0)).hosts == in_pairs((3, 2, 1, 0))

@@ -1,0 +1,446 @@
+"""The memory rule against sums that look at every micro-batch in every slot: overlapped cells, split backwards, and
+shares held after I."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bpipe.balance.budget import ActivationBudget, balance_within
+from bpipe.balance.evict import OverBound, plan_evictions
+from bpipe.balance.pairs import balance, smallest_bound
+from bpipe.cli import main
+from bpipe.draw.svg import write_svg
+from bpipe.schedule.action import COMPUTE, Action, Kind
+from bpipe.schedule.check.case import ScheduleError
+from bpipe.schedule.check.rules import check
+from bpipe.schedule.families.families import FAMILIES
+from bpipe.schedule.families.unit_grid import place
+from bpipe.schedule.files.document import read_json, write_json
+from bpipe.schedule.files.text import TextError, read_csv, write_csv
+from bpipe.schedule.layout import one_pipe
+from bpipe.schedule.memory import (
+    Memory,
+    StageMemory,
+    counts_of,
+    live_bytes,
+    live_counts,
+    memory_of,
+    num_transfers,
+    peak_counts,
+    with_after_input,
+)
+from bpipe.schedule.schedule import Schedule
+from bpipe.simulate.cost import Costs, StageCost
+from bpipe.simulate.engine import simulate
+
+Key = tuple[int, int]
+FORWARD, BACKWARD, INPUT, WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+
+
+@dataclass
+class Life:
+    """When each action of one micro-batch of a stage starts and ends, on one rank: slots are from n to n + 1."""
+
+    times: dict[Kind, list[tuple[Fraction, Fraction]]]
+
+    def held(self, at: Fraction, size: StageMemory) -> int:
+        """Bytes held at a time at which nothing starts or ends."""
+        if Kind.HOST in self.times:
+            stays = zip(self.times[Kind.HOST], self.times[Kind.RETURN], strict=True)
+            return sum(size.moved_bytes for host, back in stays if host[0] < at < back[1])
+        away = any(
+            evict[1] < at < load[0]
+            for evict, load in zip(self.times.get(Kind.EVICT, []), self.times.get(Kind.LOAD, []), strict=True)
+        )
+        (start, _) = self.times[FORWARD][0]
+        (_, end) = self.times[BACKWARD if BACKWARD in self.times else WEIGHT][0]
+        if not start < at < end:
+            return 0
+        here = size.saved_bytes
+        if INPUT in self.times:
+            first, last = self.times[INPUT][0]
+            if at > last:
+                here = size.after_input_bytes
+            elif at > first:
+                here = max(size.saved_bytes, size.after_input_bytes)
+        return here - size.moved_bytes * away
+
+
+def lives(rows: list[tuple[Action, Fraction, Fraction]]) -> dict[Key, Life]:
+    found: dict[Key, Life] = {}
+    for action, start, end in rows:
+        life = found.setdefault((action.stage, action.microbatch), Life({}))
+        life.times.setdefault(action.kind, []).append((start, end))
+    return found
+
+
+def slow_curve(schedule: Schedule, rank: int, memory: Memory) -> list[int]:
+    """What is held in the middle of each slot."""
+    rows = [
+        (action, Fraction(slot), Fraction(slot + 1))
+        for slot, cell in enumerate(schedule.ranks[rank])
+        for action in (*cell.computations, *cell.transfers)
+    ]
+    found = lives(rows)
+    middles = [slot + Fraction(1, 2) for slot in range(len(schedule.ranks[rank]))]
+    return [sum(life.held(at, memory.stages[stage]) for (stage, _), life in found.items()) for at in middles]
+
+
+def one_order(rng: random.Random, m: int, halves: float) -> tuple[list[Action], list[Action]]:
+    """What two stages do: the first in any order that the second can follow, of each backward whole or in halves."""
+    split = [rng.random() < halves for _ in range(m)]
+    order: list[Action] = []
+    done, waiting, left = 0, [], []
+    while done < m or waiting or left:
+        roll = rng.random()
+        if done < m and (roll < 0.5 or not (waiting or left)):
+            order.append(Action(0, FORWARD, done))
+            waiting.append(done)
+            done += 1
+        elif waiting and (roll < 0.8 or not left):
+            one = waiting.pop(rng.randrange(len(waiting)))
+            order.append(Action(0, INPUT if split[one] else BACKWARD, one))
+            left += [one] * split[one]
+        elif left:
+            order.append(Action(0, WEIGHT, left.pop(rng.randrange(len(left)))))
+    return order, [Action(1, action.kind, action.microbatch) for action in order]
+
+
+def random_schedule(seed: int, halves: float = 0.6) -> Schedule:
+    rng = random.Random(seed)
+    m = rng.randint(2, 8)
+    return place("random", m, one_pipe((0, 1)), one_order(rng, m, halves))
+
+
+def overlapping(schedule: Schedule, rng: random.Random) -> Schedule:
+    """Some forwards of rank 0 with the backward behind them in one slot, where those are of two micro-batches.
+
+    Only rank 0 is kept.
+    """
+    row = [cell for cell in schedule.ranks[0] if cell.compute is not None]
+    merged = []
+    while row:
+        cell, *row = row
+        one, other = cell.compute, row[0].compute if row else None
+        assert one is not None
+        if (
+            other is not None
+            and one.kind is FORWARD
+            and other.kind in (BACKWARD, INPUT)
+            and one.microbatch != other.microbatch
+            and rng.random() < 0.7
+        ):
+            cell, row = replace(cell, overlapped=other), row[1:]
+        merged.append(cell)
+    return Schedule("overlapping", schedule.num_microbatches, one_pipe((0,)), (tuple(merged),))
+
+
+@st.composite
+def sizes(draw: st.DrawFn, num_stages: int) -> Memory:
+    saved = draw(st.lists(st.integers(1, 9), min_size=num_stages, max_size=num_stages))
+    after = draw(st.lists(st.integers(0, 14), min_size=num_stages, max_size=num_stages))
+    return memory_of(saved, [draw(st.integers(0, size)) for size in saved], after)
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10**6), sizes(2), st.booleans())
+def test_slots_hold_what_looking_at_each_microbatch_says(seed: int, memory: Memory, overlap: bool) -> None:
+    schedule = random_schedule(seed)
+    if overlap:
+        schedule = overlapping(schedule, random.Random(seed))
+        memory = replace(memory, stages=memory.stages[:1])
+    check(schedule)
+    for rank in range(schedule.num_ranks):
+        assert list(live_bytes(schedule, rank, memory)) == slow_curve(schedule, rank, memory)
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10**6), sizes(2), st.integers(0, 8))
+def test_time_holds_it_too_and_balanced_schedules_keep_their_bounds(seed: int, memory: Memory, above: int) -> None:
+    plain = random_schedule(seed)
+    least = [0, 0]
+    for _ in range(200):  # bounds in bytes, up from the smallest: the first that can be kept
+        try:
+            schedule = balance_within(plain, ActivationBudget(tuple(max(1, bound + above) for bound in least), memory))
+            break
+        except ValueError:
+            least = [bound + 1 for bound in least]
+    check(schedule)
+    costs = Costs(
+        tuple(
+            StageCost(
+                2,
+                5,
+                weight_s=3,
+                saved_bytes=size.saved_bytes,
+                moved_bytes=size.moved_bytes,
+                after_input_bytes=size.after_input_bytes,
+            )
+            for size in memory.stages
+        )
+    )
+    report = simulate(schedule, costs)
+    for rank in range(2):
+        assert max(slow_curve(schedule, rank, memory)) <= max(1, least[rank] + above)
+        assert list(live_bytes(schedule, rank, memory)) == slow_curve(schedule, rank, memory)
+        rows = [
+            (one.action, Fraction(one.start_s), Fraction(one.end_s))
+            for one in (*report.computations[rank], *report.transfers[rank])
+        ]
+        levels = report.levels(rank)
+        for level, behind in pairwise(levels):
+            at = Fraction(level.start_s + behind.start_s) / 2
+            assert level.held_bytes == sum(
+                life.held(at, memory.stages[stage]) for (stage, _), life in lives(rows).items()
+            )
+        assert levels[-1].held_bytes == 0
+
+
+def fewest(schedule: Schedule, bound: int, memory: Memory) -> int | None:
+    """Try every set of micro-batches of rank 0, smallest first; each leaves right after its forward and stays away
+    as long as it can."""
+    slots = {kind: {} for kind in (FORWARD, INPUT)}
+    for slot, cell in enumerate(schedule.ranks[0]):
+        if cell.compute is not None and cell.compute.kind is not WEIGHT:
+            slots[FORWARD if cell.compute.kind is FORWARD else INPUT][cell.compute.microbatch] = slot
+    curve = slow_curve(schedule, 0, memory)
+    for size in range(schedule.num_microbatches + 1):
+        for chosen in combinations(range(schedule.num_microbatches), size):
+            left = list(curve)
+            for one in chosen:
+                for slot in range(slots[FORWARD][one] + 2, slots[INPUT][one] - 1):
+                    left[slot] -= memory.stages[0].moved_bytes
+            if max(left) <= bound and all(slots[INPUT][one] - slots[FORWARD][one] > 3 for one in chosen):
+                return size
+    return None
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 3])
+@pytest.mark.parametrize("seed", range(25))
+def test_a_plan_takes_as_few_evictions_as_trying_all(seed: int, after: int) -> None:
+    """In parts of a half: whatever W needs, less or more than F saved, what can leave is of one size."""
+    schedule, memory = random_schedule(seed, halves=0.8), memory_of([2, 2], [2, 2], [after, after])
+    for bound in range(2, max(slow_curve(schedule, 0, memory))):
+        expected = fewest(schedule, bound, memory)
+        try:
+            plan = plan_evictions(schedule, 0, bound, memory)
+        except OverBound:
+            assert expected is None
+            continue
+        assert sum(action.kind is Kind.EVICT for actions in plan.values() for action in actions) == expected
+
+
+@pytest.mark.parametrize("share", [Fraction(0), Fraction(1, 2), Fraction(7, 4)])
+@pytest.mark.parametrize("seed", range(10))
+def test_counts_are_bytes_with_ones_and_bounds_are_whole(seed: int, share: Fraction) -> None:
+    plain = replace(random_schedule(seed), after_input=share)
+    memory = memory_of([4, 4], None, [int(4 * share)] * 2)
+    for rank in range(2):
+        assert [4 * count for count in live_counts(plain, rank)] == slow_curve(plain, rank, memory)
+    least = (smallest_bound(plain, (0, 1), counts_of(plain)),) * 2
+    balanced = balance(plain)
+    check(balanced)
+    assert balanced.bounds == least
+    assert all(peak <= bound for peak, bound in zip(peak_counts(balanced), least, strict=True))
+    if min(least) > 1:
+        with pytest.raises(ValueError, match=f"can both keep is {least[0]} micro-batches"):
+            balance(plain, [bound - 1 for bound in least])
+    assert read_json(write_json(balanced)) == read_csv(write_csv(balanced)) == balanced
+
+
+def test_whoever_takes_more_for_w_takes_it_when_i_starts() -> None:
+    schedule = read_csv("0F0,0I0,0F1,0I1,0W0,0W1\n")
+    assert live_bytes(schedule, 0, memory_of([10], None, [4])) == (10, 10, 14, 14, 8, 4)
+    assert live_bytes(schedule, 0, memory_of([10], None, [12])) == (10, 12, 22, 24, 24, 12)
+    beside = read_csv("0F0,(0F1;0I0)OVERLAP_F_B,0W0,0B1\n")
+    assert live_bytes(beside, 0, memory_of([10], None, [4])) == (10, 20, 14, 10)
+    assert live_bytes(beside, 0, memory_of([10], None, [12])) == (10, 22, 22, 10)
+
+
+@pytest.mark.parametrize(
+    ("memory", "reason"),
+    [
+        (memory_of([10] * 3), "sizes of 3 stages, but the schedule has 2"),
+        (memory_of([10, 10], [10, 11]), "stage 1: moved_bytes 11 must lie between 0 and saved_bytes 10"),
+        (memory_of([10, 10], None, [10, -1]), "stage 1: after_input_bytes is -1"),
+        (memory_of([10, 0]), "stage 1: saved_bytes is 0"),
+    ],
+)
+def test_sizes_that_cannot_be(memory: Memory, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        balance_within(random_schedule(0), ActivationBudget((99, 99), memory))
+
+
+# -- V-Half of 4 ranks, by hand
+# -----------------------------------------------------------------------------------------------------------
+
+
+def v_half(num_microbatches: int = 8) -> Schedule:
+    """Rank i computes stages i and 7-i.
+
+    Its F, f, B, b start in slots 2i, 10-i, 14+2i, 25-i, every 6 anew; W fill the rest, in order.
+    """
+    orders = []
+    for rank in range(4):
+        row: dict[int, Action] = {}
+        for m in range(num_microbatches):
+            starts = {
+                (rank, FORWARD): 2 * rank,
+                (7 - rank, FORWARD): 10 - rank,
+                (7 - rank, INPUT): 14 + 2 * rank,
+                (rank, INPUT): 25 - rank,
+            }
+            row |= {start + 6 * m: Action(stage, kind, m) for (stage, kind), start in starts.items()}
+        halves = sorted((slot, action) for slot, action in row.items() if action.kind is INPUT)
+        for behind, action in halves:
+            slot = next(slot for slot in range(behind + 1, 10**4) if slot not in row)
+            row[slot] = Action(action.stage, WEIGHT, action.microbatch)
+        orders.append([row[slot] for slot in sorted(row)])
+    return place("v-half", num_microbatches, one_pipe((0, 1, 2, 3, 3, 2, 1, 0)), orders)
+
+
+V_HALF = v_half()
+
+
+def test_v_half_holds_what_is_published_and_less_where_w_needs_less() -> None:
+    """p/2 + 1 micro-batches of a rank's share, two chunks each, on every rank."""
+    check(V_HALF)
+    assert peak_counts(V_HALF) == (6, 6, 6, 6)
+    for share in (Fraction(1, 2), Fraction(9, 5)):
+        counted = with_after_input(V_HALF, share)
+        memory = memory_of([10] * 8, None, [int(10 * share)] * 8)
+        assert [10 * peak for peak in peak_counts(counted)] == [
+            max(slow_curve(V_HALF, rank, memory)) for rank in range(4)
+        ]
+    assert max(peak_counts(with_after_input(V_HALF, Fraction(9, 5)))) > 6
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "v_half.csv"
+    path.write_text(write_csv(V_HALF))
+    return path
+
+
+def run(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["schedule", *arguments]) == 0
+    return capfd.readouterr().out
+
+
+def test_the_command_shows_shares(capfd: pytest.CaptureFixture[str], file: Path, tmp_path: Path) -> None:
+    whole, more = run(capfd, "--input", str(file)), run(capfd, "--input", str(file), "--kept", "1.50")
+    assert "# peak=6,6,6,6 " in whole
+    assert "# peak=7,6.5,7,6.5 " in more
+    assert more.splitlines()[0] == whole.splitlines()[0] + " after_input=1.5"
+    document = json.loads(run(capfd, "--input", str(file), "--kept", "1.5", "--format", "json"))
+    assert [str(row["peak"]) for row in document["ranks"]] == ["7", "6.5", "7", "6.5"]
+    assert document["after_input"] == 1.5
+    assert ">peak 6.5<" in write_svg(with_after_input(V_HALF, Fraction(3, 2)))
+    # What was written says it itself, in every format; said anew, it is replaced.
+    for form in ("csv", "json"):
+        path = tmp_path / f"again.{form}"
+        run(capfd, "--input", str(file), "--kept", "1.5", "--output", str(path))
+        assert run(capfd, "--input", str(path)) == more
+        assert run(capfd, "--input", str(path), "--align") == more
+        assert run(capfd, "--input", str(path), "--kept", "1") == whole
+
+
+def late_weights(num_microbatches: int = 8) -> Schedule:
+    """1F1B on 4 ranks, every backward in halves, the second behind the next forward."""
+    orders = []
+    for rank in range(4):
+        order: list[Action] = []
+        late: list[Action] = []
+        for cell in FAMILIES["1f1b"].generate(4, num_microbatches, 1).ranks[rank]:
+            if cell.compute is None:
+                continue
+            if cell.compute.kind is FORWARD:
+                order += [cell.compute, *late]
+                late = []
+            else:
+                order.append(replace(cell.compute, kind=INPUT))
+                late.append(replace(cell.compute, kind=WEIGHT))
+        orders.append([*order, *late])
+    return place("late", num_microbatches, one_pipe((0, 1, 2, 3)), orders)
+
+
+def test_bounds_are_kept_by_shares(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Half of each micro-batch goes at I: what W keeps counts half, in the plan, in the check and in what is
+    refused."""
+    path = tmp_path / "late.csv"
+    path.write_text(write_csv(late_weights()))
+    assert "# peak=4.5,3.5,2.5,1.5 " in run(capfd, "--input", str(path), "--kept", "0.5")
+    common = ("--input", str(path), "--balance", "bpipe", "--kept")
+    bounds = {share: run(capfd, *common, share).splitlines()[0].split("bounds=")[1] for share in ("0", "0.5", "1")}
+    assert bounds == {"0": "3,3,3,3 after_input=0", "0.5": "4,4,4,4 after_input=0.5", "1": "4,4,4,4"}
+    balanced = read_csv(run(capfd, *common, "0", "--format", "csv"))
+    assert num_transfers(balanced, 0).evictions > 0
+    with pytest.raises(ScheduleError, match=r"holds 4 micro-batches, but its bound is 3"):
+        check(replace(balanced, after_input=Fraction(1)))
+    with pytest.raises(ScheduleError, match=r"holds 3\.25 micro-batches, but its bound is 3"):
+        check(replace(balanced, after_input=Fraction(1, 4)))
+    assert main(["schedule", *common, "0.5", "--bound", "3"]) == 2
+    assert (
+        "holds up to 4.5 micro-batches, but its bound is 3. The smallest bound found that ranks 0 and 3 can both keep is 4 "
+        in capfd.readouterr().err
+    )
+
+
+REFUSED = {
+    "generated": (["--schedule", "1f1b", "--pp", "4", "--microbatches", "4"], "its backwards are not split"),
+    "negative": (
+        ["--input", "FILE", "--kept=-1"],
+        "share: '-1' is not a share such as 0.5: give at least 0, with at most 4 decimals",
+    ),
+    "endless": (["--input", "FILE", "--kept", "1/3"], "'1/3' is not a share"),
+    "too fine": (["--input", "FILE", "--kept", "0.00001"], "'0.00001' is not a share"),
+    "whole backwards": (["--input", "WHOLE"], "its backwards are not split into I and W"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case: str, capfd: pytest.CaptureFixture[str], file: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "whole.csv"
+    whole.write_text("0F0,0B0\n")
+    arguments, reason = REFUSED[case]
+    arguments = [{"FILE": str(file), "WHOLE": str(whole)}.get(one, one) for one in arguments]
+    with pytest.raises(SystemExit) if "share" in reason else pytest.MonkeyPatch.context():
+        if not any(one.startswith("--kept") for one in arguments):
+            arguments += ["--kept", "0.5"]
+        assert main(["schedule", *arguments]) == 2
+    assert reason in capfd.readouterr().err
+
+
+def test_files_that_say_it_wrongly() -> None:
+    more = with_after_input(V_HALF, Fraction(3, 2))
+    text, document = write_csv(more), write_json(more)
+    with pytest.raises(TextError, match="line 1: after_input: 'half' is not a share"):
+        read_csv(text.replace("after_input=1.5", "after_input=half"))
+    for wrong in ('"0.5"', "true", "-0.5", "1e-05", "[]"):
+        with pytest.raises(TextError, match=r"after_input: .* is not a share"):
+            read_json(document.replace('"after_input": 1.5', f'"after_input": {wrong}'))
+    with pytest.raises(TextError, match=r"peak is 7, but its slots give 6\.8"):
+        read_json(document.replace('"after_input": 1.5', '"after_input": 1.4'))
+    with pytest.raises(TextError, match=r"peak: 6\.5 must be a whole number"):
+        read_json(document.replace(', "after_input": 1.5', "").replace('"peak": 7', '"peak": 6.5'))
+    for share in (Fraction(-1, 2), Fraction(1, 3)):
+        with pytest.raises(ScheduleError, match=f"after_input {share} must be a share"):
+            check(replace(V_HALF, after_input=share))
+
+
+def test_the_table_has_every_kind() -> None:
+    """A kind that nobody thought of holds nothing; of those that compute, today's take and give as much."""
+    memory = memory_of([10], [6], [4])
+    assert set(memory.changes) == set(Kind)
+    for kinds in ((FORWARD, BACKWARD), (FORWARD, INPUT, WEIGHT)):
+        assert sum(takes - gives for kind in kinds for takes, gives in memory.changes[kind]) == 0
+    assert {kind for kind in COMPUTE if memory.changes[kind] != [(0, 0)]} == {FORWARD, BACKWARD, INPUT, WEIGHT}
