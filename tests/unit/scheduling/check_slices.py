@@ -300,18 +300,16 @@ def in_slices(
     model: GPTModel,
     rows: Sequence[Row],
     slicing: Slicing,
-    forwards: Sequence[int] | None = None,
-    backwards: Sequence[int] | None = None,
 ) -> float:
-    """All forwards of a micro-batch, then its backwards reversed, or in other orders; two micro-batches are under way
-    at once, as in a pipeline."""
+    """All forwards of a micro-batch, then its backwards reversed; two micro-batches are under way at once, as in a
+    pipeline."""
     cutting_of, total = slicing.cutting, 0.0
     number = cutting_of.slices
-    back = backwards or tuple(reversed(range(number)))
+    back = tuple(reversed(range(number)))
     waiting: list[tuple[int, dict[int, torch.Tensor]]] = []
     for microbatch, row in enumerate(rows):
         made = {}
-        for each in forwards or range(number):
+        for each in range(number):
             with cutting_of.at(microbatch * number + each):
                 cut = {name: cutting_of.cut(value) for name, value in row.items()}
                 made[each] = part_of(cutting_of.pad(losses_of(model, cut)), row)

@@ -19,8 +19,6 @@ from bpipe.build import ScheduleConfig
 from bpipe.features.feature import Feature, State
 from bpipe.features.sliced import SLICED
 from bpipe.features.table import FEATURES, PLACED, SHARDED
-from bpipe.generate.families import FAMILIES
-from bpipe.plan.launch_states import SUPPORTED
 from megatron.scheduling.hooks.patches import PATCHES
 from megatron.scheduling.hooks.repairs import REPAIRS
 from megatron.scheduling.hooks.upstream import TRIED_VERSIONS
@@ -70,114 +68,6 @@ def test_what_is_refused_in_our_own_loop_only_is_said_to_be() -> None:
     assert named == ", ".join(one.name for one in FEATURES if one.own_loop)
 
 
-def functions_of(*paths: str) -> set[str]:
-    """The tests of files, where these are."""
-    sources = [(ROOT / path).read_text() for path in paths if (ROOT / path).exists()]
-    return {name for source in sources for name in re.findall(r"^def (test_\w+)", source, re.MULTILINE)}
-
-
-def test_what_is_supported_or_guarded_names_what_shows_it() -> None:
-    assert {one.proof for one in SUPPORTED} <= names_in_gloo_tests()
-    stand_ins = functions_of("tests/unit/runtime/test_stand_ins.py", "tests/late/test_stand_ins.py")
-    guarded = {one.name: one.proof for one in FEATURES if one.state is State.GUARDED}
-    assert set(guarded.values()) <= stand_ins
-    assert {row[0]: plain(row[3]) for row in table("What is guarded")} == guarded
-
-
-def names_in_gloo_tests() -> set[str]:
-    """Test functions, and the rows of the tables that they are parametrized with."""
-    names = set()
-    for path in (ROOT / "tests/gloo").glob("test_*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                names.add(node.name)
-            elif (
-                isinstance(node, ast.Assign)
-                and isinstance(node.value, ast.Dict)
-                and ast.unparse(node.targets[0]).endswith("ROWS")
-            ):
-                names.update(ast.literal_eval(key) for key in node.value.keys if key is not None)
-    return names
-
-
-def test_what_is_supported_names_its_test() -> None:
-    exists = names_in_gloo_tests()
-    assert {"tensor", "interleaved_m8"} <= exists
-    for feature, _, tests in table("By Megatron's loops"):
-        named = re.findall(r"`(\w+)`", tests)
-        assert named, f"{feature}: no test named"
-        assert set(named) <= exists, f"{feature}: {set(named) - exists} is no test and no row of one in tests/gloo"
-
-
-def tables_of(test: str) -> dict[str, list[str]]:
-    """The keys of every table of a test in tests/gloo, by its name."""
-    found = {}
-    for node in ast.parse((ROOT / f"tests/gloo/test_{test}.py").read_text()).body:
-        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict):
-            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
-            found[ast.unparse(target)] = [ast.literal_eval(key) for key in node.value.keys if key is not None]
-    return found
-
-
-def tables(heading: str) -> list[list[list[str]]]:
-    """The rows of every table of a section, without their heads."""
-    section = re.split(r"^##", TEXT.split(f"## {heading}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
-    blocks = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
-    return [[[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines()[2:]] for block in blocks]
-
-
-def test_what_our_own_loop_trains_is_what_its_tests_compare() -> None:
-    """Every row of theirs, and no other, under the test that has it."""
-    shown, _, _ = tables("By our own loop")
-    exists = names_in_gloo_tests()
-    elsewhere = {
-        (column, name)
-        for row in shown
-        for column in range(1, 5)
-        for name in re.findall(r"`(\w+)`, a row of `test_halves.py`", row[column])
-    }
-    for test, columns in {"schedules": (1, 3), "halves": (2,), "placed": (4,)}.items():
-        rows = {
-            row
-            for name, keys in tables_of(test).items()
-            if name.endswith("ROWS") or name == "FROM_STOCK"
-            for row in keys
-        }
-        named = {
-            (column, name) for row in shown for column in columns for name in re.findall(r"`(\w+)`", row[column])
-        } - elsewhere
-        found = {name for _, name in named} | ({name for _, name in elsewhere} if test == "halves" else set())
-        assert {name for name in found if not name.startswith("test_")} == rows, test
-        assert {name for name in found if name.startswith("test_")} <= exists
-
-
-def test_every_schedule_says_which_runs_show_it() -> None:
-    _, shown, _ = tables("By our own loop")
-    of_test = (("schedules", "OURS"), ("halves", "OURS"), ("placed", "FAMILIES"), ("two_pipes_trained", "EIGHT_RANKS"))
-    runs = {run for test, table in of_test for run in tables_of(test)[table]}
-    assert {name for row in shown for name in re.findall(r"`([a-z0-9][\w-]+)`", row[0])} == set(FAMILIES)
-    assert {name for row in shown for name in re.findall(r"`([\w-]+)`", row[1])} == runs
-
-
-def test_what_two_pipes_train_is_what_their_test_compares() -> None:
-    found = tables_of("two_pipes_trained")
-    rows = {row for name, keys in found.items() if name.endswith("ROWS") or name == "FROM_STOCK" for row in keys}
-    assert {name for row in table("Bidirectional pipelines") for name in re.findall(r"`(\w+)`", row[1])} == rows
-
-
-def test_what_our_own_loop_says_is_in_the_code() -> None:
-    """Across the pieces of its messages, whatever stands in their places."""
-    said = []
-    for path in (*(ROOT / "megatron/scheduling").rglob("*.py"), ROOT / "bpipe/check/order.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-            said.append("".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in parts))
-    _, _, shown = tables("By our own loop")
-    assert shown
-    for row in shown:
-        assert any(row[0] in message for message in said), row[0]
-
-
 def test_nothing_is_supported_and_refused_at_once() -> None:
     supported = {flag for row in table("By Megatron's loops") for flag in re.findall(r"`(--[\w-]+)", row[1])}
     # "drop X / Y" takes flags away; "use X" and "drop a value from X" leave them.
@@ -222,18 +112,3 @@ def test_reading_the_table_of_refusals_loads_nothing_heavy() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, cwd=ROOT, check=False
     )
     assert ended.returncode == 0, ended.stderr
-
-
-def test_every_scalar_that_is_written_is_explained() -> None:
-    source = (ROOT / "megatron/scheduling/report/metrics.py").read_text()
-    by_stage = {f"{name}/stage-{{stage}}" for name in re.findall(r'^    "(bpipe-[\w-]+)": ', source, re.MULTILINE)}
-    by_stage |= {f"{name}/stage-{{stage}}" for name in re.findall(r'mine\["(bpipe-[^"]+)"\]', source)}
-    written = by_stage | set(re.findall(r'scalars\["(bpipe-[^"]+)"\]', source))
-    section = (ROOT / "docs/report.md").read_text().split("## While it runs\n", 1)[1].split("\n## ")[0]
-    explained = {
-        name.replace("stage-0", "stage-{stage}")
-        for cell in re.findall(r"^\| (`bpipe-[^|]+) \|", section, re.MULTILINE)
-        for name in re.findall(r"`(bpipe-[^`]+)`", cell)
-    }
-    assert explained == written
-    assert len(written) == 11
