@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from fractions import Fraction
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from bpipe.generate.list_scheduler import ChoiceRule, Discipline, actions_of, sc
 from bpipe.generate.timing import iteration_time, stage_ticks
 from bpipe.generate.turns import groups_of, turns
 from bpipe.ir.action import Kind
-from bpipe.ir.memory import num_transfers, peak_counts
+from bpipe.ir.memory import peak_counts
 from bpipe.ir.schedule import Schedule
 from bpipe.report.memory import rank_peaks
 
@@ -204,46 +203,6 @@ def front() -> list[Any]:
 def test_the_front_is_reached(size: tuple[int, int, int, int]) -> None:
     for (name, costs), percent in zip(ALL.items(), FRONT[size], strict=True):
         assert chosen(*size, costs) <= percent + 0.02, name
-
-
-def front_on_the_page() -> dict[int, list[float]]:
-    page = (Path(__file__).parents[3] / "docs/orders.md").read_text()
-    rows = (
-        page.partition("| bound | F:I:W = 1:1:1 |")[2]
-        .partition("|---|---|---|---|---|\n")[2]
-        .partition("\n\n")[0]
-        .splitlines()
-    )
-    return {int(4 * float(row.split("|")[1])): [float(cell) for cell in row.split("|")[2:-1]] for row in rows}
-
-
-def test_the_page_shows_the_whole_front() -> None:
-    assert front_on_the_page().keys() == {size[3] for size in FRONT}
-
-
-@pytest.mark.parametrize("size", front())
-def test_the_page_shows_what_is_reached(size: tuple[int, int, int, int]) -> None:
-    for name, percent in zip(("1:1:1", "1:1.2:.8", "h=.05", "h=.1"), front_on_the_page()[size[3]], strict=True):
-        assert chosen(*size, ALL[name]) == pytest.approx(percent, abs=0.06), name
-
-
-def groups_on_the_page() -> list[list[float]]:
-    page = (Path(__file__).parents[3] / "docs/orders.md").read_text()
-    table = page.partition("| p | v | g | held | balanced | bubble | moved |\n|---|---|---|---|---|---|---|\n")[
-        2
-    ].partition("\n\n")[0]
-    return [[float(cell) for cell in row.split("|")[1:-1]] for row in table.splitlines()]
-
-
-@pytest.mark.parametrize("row", groups_on_the_page(), ids=str)
-def test_the_page_shows_what_groups_hold_and_move(row: list[float]) -> None:
-    p, v, g = map(int, row[:3])
-    plain = build(ScheduleConfig(NAME, p, 4 * p, num_chunks=v, group_size=g))
-    balanced = build(ScheduleConfig(NAME, p, 4 * p, num_chunks=v, balance=BalanceConfig(), group_size=g))
-    assert balanced.bounds is not None
-    moved = sum(num_transfers(balanced, rank).evictions for rank in range(p))
-    assert [max(peak_counts(plain)) / v, balanced.bounds[0] / v, moved / v] == [row[3], row[4], row[6]]
-    assert bubble_percent(balanced) == pytest.approx(row[5], abs=0.06)
 
 
 @pytest.mark.parametrize(("p", "m", "v", "bound", "costs", "percent"), MORE)

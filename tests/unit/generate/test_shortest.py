@@ -6,28 +6,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from fractions import Fraction
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from bpipe.build import ScheduleConfig, build
 from bpipe.generate.families import FAMILIES
 from bpipe.generate.family import ALIKE, UnitCosts
 from bpipe.generate.timing import iteration_time
 from bpipe.ir.action import Action, Kind
-from bpipe.ir.memory import peak_counts, with_after_input
-from bpipe.ir.schedule import Schedule
+from bpipe.ir.memory import peak_counts
 from tests.support.shortest import shortest
 
 PAGE = Path(__file__).parents[3] / "docs/orders.md"
 LIMIT_S = 60.0
-
-
-def made(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
-    return build(ScheduleConfig(name, num_ranks, num_microbatches, num_chunks=FAMILIES[name].min_chunks))
 
 
 # -- beside all orders that there are
@@ -101,63 +94,6 @@ def best(
     return min(lengths, default=None)
 
 
-numbers = st.integers(1, 5)
-CASES = {"1f1b": (2, 3), "gpipe": (3, 2), "zb-h1": (2, 2), "1f1b-split": (2, 2)}
-
-
-@pytest.mark.parametrize("name", CASES)
-@settings(max_examples=8, deadline=None)
-@given(
-    numbers,
-    numbers,
-    numbers,
-    st.integers(0, 2),
-    st.sampled_from([Fraction(1), Fraction(1, 2), Fraction(3, 2)]),
-    st.integers(1, 4),
-)
-def test_it_is_as_short_as_the_best_of_all_orders(
-    name: str, forward: int, first: int, second: int, hop: int, after_input: Fraction, most: int
-) -> None:
-    num_ranks, num_microbatches = CASES[name]
-    costs, schedule = UnitCosts(forward, first, second, hop), made(name, num_ranks, num_microbatches)
-    kinds = [Kind.FORWARD, Kind.BACKWARD]
-    if FAMILIES[name].splits:
-        kinds = [Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT]
-        schedule = with_after_input(schedule, after_input)
-    expected = best(num_ranks, num_microbatches, kinds, costs, after_input, most)
-    if expected is None:
-        with pytest.raises(ValueError, match="no order holds at most"):
-            shortest(schedule, costs, most, LIMIT_S)
-        return
-    found = shortest(schedule, costs, most, LIMIT_S)
-    assert (found.makespan, found.proven) == (expected, expected)
-    assert iteration_time(found.schedule, costs).makespan == expected
-    assert max(peak_counts(found.schedule)) <= most
-
-
-@pytest.mark.parametrize("name", ["interleaved-1f1b", "zb-v", "chimera", "grouped-interleaved"])
-def test_all_is_computed_where_it_was(name: str) -> None:
-    schedule = made(name, 4, 4)
-    most = int(max(peak_counts(schedule)))
-    lengths = []
-    for memory in (most, most + 3):
-        found = shortest(schedule, ALIKE, memory, LIMIT_S)
-        for row, other in zip(schedule.ranks, found.schedule.ranks, strict=True):
-            assert {slot.compute for slot in row} - {None} == {slot.compute for slot in other} - {None}
-        assert max(peak_counts(found.schedule)) <= memory
-        assert found.makespan == iteration_time(found.schedule, ALIKE).makespan
-        lengths.append(found.makespan)
-    assert iteration_time(schedule, ALIKE).makespan >= lengths[0] >= lengths[1]
-
-
-def test_where_time_ends_first_it_says_how_far_it_may_be() -> None:
-    schedule = made("v-half", 8, 16)
-    most = int(max(peak_counts(schedule)))
-    found = shortest(schedule, UnitCosts(5, 6, 4), most, 2.0)
-    assert not found.is_proven
-    assert 16 * 15 <= found.proven < found.makespan <= iteration_time(schedule, UnitCosts(5, 6, 4)).makespan
-
-
 # -- the table
 # ----------------------------------------------------------------------------------------------------------------------
 
@@ -193,24 +129,3 @@ def test_the_table_is_what_the_solver_finds() -> None:
             assert found.proven <= least <= found.makespan, (name, cell)
             num_proven += found.is_proven
     assert num_proven >= 22
-
-
-def test_the_oracle_knows_what_waits_for_itself() -> None:
-    """Else it would hold impossible orders for short."""
-    ordered = [
-        Action(0, Kind.FORWARD, 0),
-        Action(0, Kind.BACKWARD, 0),
-        Action(0, Kind.FORWARD, 1),
-        Action(0, Kind.BACKWARD, 1),
-    ]
-    behind = [
-        Action(1, Kind.FORWARD, 0),
-        Action(1, Kind.FORWARD, 1),
-        Action(1, Kind.BACKWARD, 1),
-        Action(1, Kind.BACKWARD, 0),
-    ]
-    lasts = dict.fromkeys(Kind, Fraction(1))
-    assert takes((ordered, behind), lasts, Fraction(0)) is None
-    behind.sort(key=lambda action: action.microbatch)
-    assert takes((ordered, behind), lasts, Fraction(0)) == 8
-    assert all(one.microbatch <= other.microbatch for one, other in pairwise(behind))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 
@@ -52,28 +51,6 @@ def test_slices_of_1f1b_stand_as_drawn() -> None:
     drawn = sliced("1f1b", 4, 3, 2)
     assert write_grid(drawn) == ONE_F_ONE_B
     assert (drawn.num_microbatches, drawn.num_whole_microbatches, drawn.layout.slices) == (6, 3, 2)
-
-
-def test_the_page_shows_what_the_command_prints_and_the_table_what_it_finds() -> None:
-    page = (
-        (Path(__file__).parents[3] / "docs/slices.md")
-        .read_text()
-        .partition("## What a slice is")[2]
-        .partition("\n## ")[0]
-    )
-    drawn = page.partition("--slices 2\n")[2].partition("```")[0]
-    assert drawn == ONE_F_ONE_B + "# peak=5,4,3,2 evictions=0,0,0,0\n"
-    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
-    assert len(rows) == 8
-    for called, slices, held, evened, waits in rows:
-        name, _, chunks = called.partition("`")[2].partition("`")
-        k, v = int(slices), int(chunks.partition("=")[2] or 2 if chunks or "v-" in name else 1)
-        schedule = sliced(name, 8, 32, k, v)
-        counts = max(peak_counts(schedule)), max(balance(schedule).bounds or ())
-        assert all(
-            abs(count / k / v - float(said)) < 0.0051 for count, said in zip(counts, (held, evened), strict=True)
-        )
-        assert f"{float(iteration_time(schedule, UnitCosts(1, 1, 1)).bubble_percent):.1f}" == waits
 
 
 def test_numbers_of_backwards_are_reversed_within_each_micro_batch() -> None:

@@ -3,8 +3,6 @@ schedule."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -13,10 +11,8 @@ from bpipe.balance.pairs import balance
 from bpipe.build import ScheduleConfig, build
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.layout import Vocabulary
-from bpipe.ir.program import Message, Op, Program
+from bpipe.ir.program import Message, Op
 from bpipe.lower.forwards import forwards_only
-from bpipe.runtime import executor as executor_module
-from bpipe.runtime.errors import RuntimeFault
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.shards import InputShard, OutputShard
 from bpipe.runtime.stage import TorchStages
@@ -66,23 +62,6 @@ def test_what_shards_compute_finishes_no_load() -> None:
         for at in finished:
             behind = next(operand for operand in program.operands[at:] if isinstance(operand, Action))
             assert behind.kind is Kind.BACKWARD
-
-
-def test_a_barrier_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever does not wait for the statistics of all has none."""
-    lower_as_run = executor_module.lower_as_run
-
-    def without(program: Program) -> SimpleNamespace:
-        barrier = "wait 0S0+1S0+2S0>0T0+1T0+2T0"
-        return SimpleNamespace(
-            instructions=[each for each in program.instructions if program.rank != 1 or str(each) != barrier]
-        )
-
-    monkeypatch.setattr(
-        executor_module, "lower_as_run", lambda *given: [without(program) for program in lower_as_run(*given)]
-    )
-    with pytest.raises(RuntimeFault, match="rank 1: the statistics of micro-batch 0 has not arrived for 1T0"):
-        in_shards(build(schedule(3, 2, Vocabulary.ONE)))
 
 
 class _Nothing:

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 import terra
-from terra.run import blocks, guards, issue, runner
+from terra.run import guards, runner
 from tests.support.threads import one_thread_a_rank as one_thread_a_rank
 from tests.unit.terra.programs import grammar
 from tests.unit.terra.programs.judge import Build, Difference, compare
 from tests.unit.terra.programs.oracle import counts
 from tests.unit.terra.programs.paths import paths
 from tests.unit.terra.programs.program import Counts, Program
-from tests.unit.terra.programs.registry import GRAMMAR, HARDER, PROGRAMS, PUBLISHED
+from tests.unit.terra.programs.registry import GRAMMAR, PROGRAMS, PUBLISHED
 
 STEPS = 8
 FIXED = [name for name, build in PUBLISHED.items() if build.expected == Counts(2, 0)]
@@ -66,10 +66,6 @@ def test_a_program_is_computed_to_the_bit_and_traced_as_often_as_it_must_be(name
 def test_a_fixed_program_is_traced_twice_and_never_falls_back(name: str) -> None:
     _, beside = co_executed(PUBLISHED[name], steps=5)
     assert (beside.traces, beside.fallbacks, beside.co_executed) == (2, 0, 2)
-
-
-def test_eight_programs_are_fixed() -> None:
-    assert len(FIXED) == 8
 
 
 @pytest.mark.parametrize("seed", FEW)
@@ -186,38 +182,6 @@ def _differs(build: Build) -> bool:
 def test_host_numbers_are_right() -> None:
     assert not _differs(HostNumbers)
     assert co_executed(HostNumbers)[0] is None
-
-
-def test_without_value_identity_in_the_signature_a_stale_operand_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a graph would whose nodes are equal as the paper has it."""
-
-    def key(self: blocks.Gathering) -> tuple[Any, ...]:
-        # Of every argument only whether it was fed or made.
-        return tuple(tuple(source % 3 for source in each) if type(each) is tuple else each for each in self.signature)
-
-    monkeypatch.setattr(blocks.Gathering, "key", key)
-    assert _differs(HARDER["identity"])
-
-
-def test_without_waiting_for_the_generator_its_state_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guards, "_wait", lambda: None)
-    assert _differs(HARDER["randoms"])
-
-
-def test_without_copies_of_host_numbers_a_later_one_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "_copy", lambda value: value)
-    assert _differs(HostNumbers)
-    assert _differs(HARDER["numpy memory"])
-
-
-def test_without_ownership_python_computes_with_what_is_not_there_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(issue.Outers, "own", lambda self, outer: None)
-    assert _differs(HostNumbers)
-
-
-def test_without_waiting_at_reads_memory_is_read_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guards, "_lend", lambda: None)
-    assert _differs(ReadsWeights)
 
 
 class ReadsWeights(Program):
