@@ -11,11 +11,9 @@ import argparse
 import contextlib
 import inspect
 import io
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
-from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,7 +38,6 @@ import megatron.scheduling
 from bpipe.balance.config import BalanceConfig
 from megatron.scheduling.hooks import patches, upstream
 from megatron.scheduling.options.arguments import SchedulingConfig
-from tests.unit.scheduling.test_docs import table
 
 CONFIG = SchedulingConfig(num_ranks=4, num_chunks=1, balance=BalanceConfig())
 
@@ -206,39 +203,6 @@ def a_script_that_imported_a_name_asks_the_replacement() -> None:
     assert script.is_pipeline_last_stage is parallel_state.is_pipeline_last_stage is own
 
 
-# What a flag's name has in it if it may touch the pipeline, or what a micro-batch's forward leaves for its backward.
-NEAR = re.compile(
-    "pipeline|virtual|micro-?batch|(global|rampup|^-)-batch-size|step-batch|activation|recompute|offload|p2p|overlap|(context|tensor|sequence)-.*parallel|cuda-graph|fsdp"
-    "|fp8|fp4|expert|moe|wgrad|dgrad|mtp|packing|inprocess|rerun|fake|perform-rl|sft|yaml|shards|ring-exchange|latent-attention|cp-comm"
-    "|grad-reduce|param-gather|parallel-layout|per-dp-cp-rank|inter-document"
-)
-
-
-def every_flag_near_the_pipeline_is_in_a_table() -> None:
-    """A flag that a new Megatron brings is read before it is taken for harmless."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_megatron_arguments(parser)
-    cells = [
-        *(cell for row in table("By Megatron's loops") for cell in row[1:2]),
-        *(row[2] for row in table("What is refused")),
-        *(row[0] for row in table("What makes no difference")),
-        *(row[0] for row in table("What costs overlap")),
-    ]
-    known = [flag for cell in cells for flag in re.findall(r"`(--[^ `]+)", cell)]
-    missing = []
-    for action in parser._actions:
-        near = [flag for flag in action.option_strings if NEAR.search(flag)]
-        if near and not any(fnmatch(flag, pattern) for flag in action.option_strings for pattern in known):
-            missing.append(near[0])
-    assert not missing, (
-        f"docs/supported.md and docs/refused.md say nothing of {missing}: are they supported, refused, or do they make no difference?"
-    )
-    flags = {flag for action in parser._actions for flag in action.option_strings}
-    of_others = {"--max-restarts", "--nnodes"}  # torchrun's
-    gone = [pattern for pattern in known if not any(fnmatch(flag, pattern) for flag in flags | of_others)]
-    assert not gone, f"docs/supported.md or docs/refused.md names flags that Megatron does not have: {gone}"
-
-
 def what_may_be_missing_is_there() -> None:
     """A setting that a new Megatron calls otherwise would never be refused again."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
@@ -273,5 +237,4 @@ if __name__ == "__main__":
     a_further_parameter_is_handed_on_or_has_its_default()
     a_roll_may_be_asked_for_no_sum()
     a_script_that_imported_a_name_asks_the_replacement()
-    every_flag_near_the_pipeline_is_in_a_table()
     what_may_be_missing_is_there()

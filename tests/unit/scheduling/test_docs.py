@@ -6,7 +6,6 @@ Nothing here imports Megatron, and neither may what it reads.
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
@@ -14,15 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from bpipe.balance.config import BalanceConfig
-from bpipe.build import ScheduleConfig
 from bpipe.features.feature import Feature, State
 from bpipe.features.sliced import SLICED
 from bpipe.features.table import FEATURES, PLACED, SHARDED
 from megatron.scheduling.hooks.patches import PATCHES
 from megatron.scheduling.hooks.repairs import REPAIRS
 from megatron.scheduling.hooks.upstream import TRIED_VERSIONS
-from megatron.scheduling.options.arguments import SchedulingConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 # Headings that stand in no two of these.
@@ -63,22 +59,6 @@ def test_every_refusal_is_in_the_table_as_it_is_said(heading: str, refusals: tup
     assert len(documented) == len(refusals), "two refusals have one name"
 
 
-def test_what_is_refused_in_our_own_loop_only_is_said_to_be() -> None:
-    (named,) = re.findall(r"Some are refused in our own loop only:\n(.*)\.$", TEXT, re.MULTILINE)
-    assert named == ", ".join(one.name for one in FEATURES if one.own_loop)
-
-
-def test_nothing_is_supported_and_refused_at_once() -> None:
-    supported = {flag for row in table("By Megatron's loops") for flag in re.findall(r"`(--[\w-]+)", row[1])}
-    # "drop X / Y" takes flags away; "use X" and "drop a value from X" leave them.
-    dropped = [
-        dropped for row in table("What is refused") for dropped in re.findall(r"drop ((?:`--[\w-]+`(?: / )?)+)", row[2])
-    ]
-    refused = {flag for flags in dropped for flag in re.findall(r"--[\w-]+", flags)}
-    assert "--use-megatron-fsdp" in refused
-    assert not supported & refused
-
-
 def test_every_replaced_function_is_in_the_table() -> None:
     assert {plain(row[0]) for row in table("Wrapped functions")} == {
         f"{patch.module}.{patch.name}" for patch in PATCHES
@@ -89,17 +69,6 @@ def test_every_replaced_function_is_in_the_table() -> None:
 def test_every_repair_is_in_the_table() -> None:
     documented = [(tuple(re.findall(r"`([\w.]+)`", row[0])), row[1]) for row in table("What is mended")]
     assert documented == [(repair.names, repair.mends) for repair in REPAIRS]
-
-
-def test_the_example_gives_the_configuration_all_it_needs() -> None:
-    block = next(block for block in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if "SchedulingConfig" in block)
-    (call,) = [
-        node
-        for node in ast.walk(ast.parse(block))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == SchedulingConfig.__name__
-    ]
-    config = eval(ast.unparse(call), {one.__name__: one for one in (SchedulingConfig, ScheduleConfig, BalanceConfig)})
-    assert config.active
 
 
 def test_reading_the_table_of_refusals_loads_nothing_heavy() -> None:

@@ -32,10 +32,3 @@ def test_what_needs_megatrons_trainer_is_refused_by_its_name(name: str) -> None:
     ) as refused:
         install(SchedulingConfig(num_ranks=4, num_chunks=1, balance=BalanceConfig(), **{name: ASKED[name]}))
     assert str(refused.value).count("in the configuration") == 1
-
-
-def test_all_of_it_is_said_at_once() -> None:
-    with pytest.raises(
-        ValueError, match=r"^this run cannot start:\n  report in (?s:.*)\n  memory in (?s:.*)\n  audit in "
-    ):
-        install(SchedulingConfig(num_ranks=4, num_chunks=1, balance=BalanceConfig(), **ASKED))

@@ -17,6 +17,7 @@ from megatron.scheduling.hooks import upstream
 from megatron.scheduling.options.arguments import config_from_args
 from megatron.scheduling.options.flags import add_arguments
 from megatron.scheduling.placement import rank_order as placement
+from tests.support.words import command_words
 
 
 @pytest.fixture
@@ -38,19 +39,7 @@ def parsed(**more: Any) -> SimpleNamespace:
     needed = (*upstream.REQUIRED["arguments"], *upstream.REQUIRED["choosing"], *upstream.REQUIRED["sizes"])
     ours = (
         f"bpipe_{name}"
-        for name in (
-            "schedule",
-            "group",
-            "bound",
-            "memory",
-            "cluster",
-            "kept",
-            "costs",
-            "hop",
-            "delay",
-            "vocabulary",
-            "executor",
-        )
+        for name in tuple(command_words("schedule group bound memory cluster kept costs hop delay vocabulary executor"))
     )
     names = dict.fromkeys((*upstream.OPTIONAL, *needed, *ours))
     for name in upstream._NOT_IN_ARGUMENTS:
