@@ -11,7 +11,6 @@ from bpipe.balance.pairs import balance
 from bpipe.build import ScheduleConfig, build
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.layout import Vocabulary
-from bpipe.ir.program import Message, Op
 from bpipe.lower.forwards import forwards_only
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.shards import InputShard, OutputShard
@@ -21,24 +20,9 @@ from tests.support.alone import Alone
 from tests.unit.runtime.pipeline import ROWS, WIDTH
 from tests.unit.runtime.sharded import VOCABULARY, ShardedModel, in_one_piece, in_shards
 
-SPLIT = (Vocabulary.ONE, Vocabulary.TWO, Vocabulary.INTERLACED)
-
 
 def schedule(p: int, m: int, vocabulary: Vocabulary) -> ScheduleConfig:
     return ScheduleConfig("1f1b", p, m, vocabulary=vocabulary)
-
-
-@pytest.mark.parametrize("vocabulary", SPLIT)
-@pytest.mark.parametrize(("p", "m"), [(2, 1), (2, 5), (3, 2), (4, 1), (4, 9)])
-def test_shards_compute_what_the_layer_in_one_piece_does(p: int, m: int, vocabulary: Vocabulary) -> None:
-    found, expected = in_shards(build(schedule(p, m, vocabulary))), in_one_piece(p, p, m)
-    assert found.losses.keys() == expected.losses.keys() == set(range(m))
-    for microbatch, losses in expected.losses.items():
-        torch.testing.assert_close(found.losses[microbatch], losses, rtol=1e-12, atol=1e-13)
-        assert torch.equal(found.largest[microbatch], expected.largest[microbatch])
-    assert any(largest.any() for largest in found.largest.values()) or m < 4
-    for gradient, other in zip(found.gradients(shards=True), expected.gradients(shards=False), strict=True):
-        torch.testing.assert_close(gradient, other, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("vocabulary", [Vocabulary.ONE, Vocabulary.TWO])
@@ -48,20 +32,6 @@ def test_balancing_changes_no_bit_and_no_order_of_collectives(vocabulary: Vocabu
     assert moved.hosts is not None
     pairs = zip(in_shards(plain).gradients(shards=True), in_shards(moved).gradients(shards=True), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
-
-
-def test_what_shards_compute_finishes_no_load() -> None:
-    """A shard's action names its rank, which is a stage's number too; its micro-batch may be on its way back then."""
-    moved = balance(build(schedule(4, 8, Vocabulary.ONE)))
-    for rank in range(4):
-        program = Executor(moved, rank, TorchStages({}), Alone(), _Nothing()).program
-        finished = [
-            at for at, op in enumerate(program.ops) if op == Op.FINISH and str(program.operands[at]).find("LOAD") > 0
-        ]
-        assert bool(finished) is (rank == 0)
-        for at in finished:
-            behind = next(operand for operand in program.operands[at:] if isinstance(operand, Action))
-            assert behind.kind is Kind.BACKWARD
 
 
 class _Nothing:
@@ -85,26 +55,6 @@ def test_what_the_last_stage_makes_stays_until_its_own_shard_has_used_it() -> No
         *("wait 0T0+1T0+2T0>2B0", "run 2B0", "send 2B0>1B0"),
         *("wait 0S0+1S0+2S0>0T0+1T0+2T0", "wait 0T0+1T0+2T0>2B0", "wait 2B0>1B0"),
     ]
-
-
-def test_each_collective_is_waited_for_once() -> None:
-    """Whoever needs what comes of it waits where that is used, and everybody who has a part in it at the end."""
-
-    class Waiting(Alone):
-        def __init__(self) -> None:
-            super().__init__()
-            self.waited: list[str] = []
-
-        def wait(self, message: Message) -> tuple[torch.Tensor, ...]:
-            self.waited.append(str(message))
-            if message.made_by[0].kind is Kind.SHARD_FORWARD:
-                return (torch.zeros(3, 3, 1),)
-            return (torch.zeros(1, 1),)
-
-    mail = Waiting()
-    last = TorchStages({2: lambda microbatch, x: (x * 2, torch.zeros(1, dtype=torch.long), torch.ones(1))})
-    Executor(build(schedule(3, 1, Vocabulary.ONE)), 2, last, mail, OutputShard(lambda x: x, 0, 3)).run()
-    assert len(mail.waited) == len(set(mail.waited)) == 5
 
 
 def test_nothing_of_an_iteration_that_broke_off_is_left() -> None:
