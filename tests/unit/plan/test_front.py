@@ -16,6 +16,7 @@ from bpipe.models.model import gpt
 from bpipe.plan.front import Front, find_front, front_lines, not_searched, standing
 from bpipe.plan.predict import predict
 from bpipe.plan.space import VOCABULARIES, Space, enumerate_setups
+from tests.support.words import command_words
 
 # One head, so nothing is tensor parallel, and too many weights for one rank: pairs have something to share.
 SPACE = Space(
@@ -28,32 +29,9 @@ SPACE = Space(
     max_chunks=2,
     max_micro_batch=2,
 )
-MODEL = [
-    "--num-layers",
-    "16",
-    "--hidden-size",
-    "4096",
-    "--num-attention-heads",
-    "32",
-    "--seq",
-    "2048",
-    "--vocab-size",
-    "50304",
-]
+MODEL = command_words("--num-layers 16 --hidden-size 4096 --num-attention-heads 32 --seq 2048 --vocab-size 50304")
 FLAGS = ["plan", *MODEL, "--cluster", "a100-80g:4"]
-FEW = [
-    "--gbs",
-    "8",
-    "--schedule",
-    "1f1b",
-    "zb-h1",
-    "--max-micro-batch",
-    "1",
-    "--max-chunks",
-    "1",
-    "--recompute",
-    "none",
-]
+FEW = command_words("--gbs 8 --schedule 1f1b zb-h1 --max-micro-batch 1 --max-chunks 1 --recompute none")
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import re
 import pytest
 
 from bpipe.cli import main
+from tests.support.words import command_words
 
 SIMULATE = ["simulate", "--model", "gpt3-175b", "--cluster", "a100-80g:64x8", "--pp", "8", "--gbs", "1536"]
 SIMULATE += ["--attention", "unfused", "--precision", "fp16"]
@@ -61,19 +62,7 @@ def test_what_hides_is_said_to(capsys: pytest.CaptureFixture[str]) -> None:
 def test_plans_and_programs_are_told_too(capsys: pytest.CaptureFixture[str]) -> None:
     document = json.loads(simulated(capsys, "--tp", "8", "--balance", "bpipe", "--format", "json"))
     assert document["pairs_apart"].startswith("pairs span two nodes")
-    plan = [
-        "plan",
-        "--model",
-        "gpt3-175b",
-        "--cluster",
-        "a100-80g:64x8",
-        "--gbs",
-        "1536",
-        "--attention",
-        "unfused",
-        "--memory",
-        "45",
-    ]
+    plan = command_words("plan --model gpt3-175b --cluster a100-80g:64x8 --gbs 1536 --attention unfused --memory 45")
     plan += ["--tp", "8", "--pp", "8", "--mbs", "1", "--schedule", "1f1b", "--recompute", "none", "--precision", "fp16"]
     assert main([*plan, "--balance", "bpipe", "--vocabulary", "none"]) == 0
     assert "     pairs span two nodes, because a rank has 8 of a node's 8 devices" in capsys.readouterr().out

@@ -14,6 +14,7 @@ from bpipe.ir.layout import Vocabulary
 from bpipe.models.profile import Entry, Profile
 from bpipe.plan.predict import predict
 from bpipe.plan.vocabulary import Burden, burden
+from tests.support.words import command_words
 from tests.unit.models.test_shards import UNTIED, setup
 
 # Published with Yeung et al. 2024, 256000 tokens on 8 A100s: seconds an iteration of 128 micro-batches.
@@ -65,18 +66,7 @@ def test_the_plan_says_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     cluster = tmp_path / "cluster.json"
     device = {"like": "a100-80g", "memory_gib": 24}
     cluster.write_text(json.dumps({"nodes": 1, "gpus_per_node": 8, "device": device}))
-    sizes = [
-        "--num-layers",
-        "32",
-        "--hidden-size",
-        "3072",
-        "--num-attention-heads",
-        "24",
-        "--seq",
-        "2048",
-        "--vocab-size",
-        "128000",
-    ]
+    sizes = command_words("--num-layers 32 --hidden-size 3072 --num-attention-heads 24 --seq 2048 --vocab-size 128000")
     asked = [
         "plan",
         *sizes,
@@ -108,18 +98,7 @@ def test_the_plan_says_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
 
 
 def test_simulate_predicts_shards(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = [
-        "--num-layers",
-        "32",
-        "--hidden-size",
-        "3072",
-        "--num-attention-heads",
-        "24",
-        "--seq",
-        "2048",
-        "--vocab-size",
-        "256000",
-    ]
+    sizes = command_words("--num-layers 32 --hidden-size 3072 --num-attention-heads 24 --seq 2048 --vocab-size 256000")
     asked = ["simulate", *sizes, "--untie-embeddings-and-output-weights", "--cluster", "a100-80g:1x8", "--pp", "8"]
     asked += ["--gbs", "128", "--precision", "fp16", "--format", "json"]
     seconds = {}
