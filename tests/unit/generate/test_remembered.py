@@ -34,10 +34,3 @@ def test_the_latest_are_remembered_by_their_size() -> None:
     assert remembered.of("a", making(4)) is first
     remembered.of("b", making(5))
     assert made == [4, 5, 6, 5]
-
-
-def test_two_are_remembered_however_large() -> None:
-    remembered = RememberedOrders(1)
-    one, other = remembered.of("a", lambda: orders(8)), remembered.of("b", lambda: orders(9))
-    assert remembered.of("a", lambda: orders(8)) is one
-    assert remembered.of("b", lambda: orders(9)) is other

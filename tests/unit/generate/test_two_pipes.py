@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from fractions import Fraction
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import balance
 from bpipe.build import ScheduleConfig, build
 from bpipe.check.order import check_microbatch_order
 from bpipe.check.rules import check
 from bpipe.cli import main
-from bpipe.formats.document import read_json, write_json
-from bpipe.formats.text import TextError, read_csv, write_csv
 from bpipe.generate.families import FAMILIES
 from bpipe.generate.family import ALIKE, FamilyOptions, UnitCosts
 from bpipe.generate.timing import iteration_time
@@ -227,31 +223,6 @@ def test_early_forwarding_of_up_to_16_ranks(p: int, v: int, rounds: int) -> None
     assert all(peak <= v * p + min(rank, p - 1 - rank) + 2 for rank, peak in enumerate(peak_counts(schedule)))
 
 
-def test_early_names_the_family_with_early_forwarding(capfd: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--pp", "4", "--microbatches", "8"]
-    for name, chunks, early in (("chimera", "1", "mixpipe"), ("bitpipe", "2", "bitpipe-early")):
-        assert main(["schedule", "--schedule", name, "--early", "--vp", chunks, *sizes]) == 0
-        assert f"schedule={early} " in capfd.readouterr().out
-    assert main(["schedule", "--schedule", "1f1b", "--early", *sizes]) == 2
-    assert (
-        "--early: 1f1b has no early forwarding: leave it out, or choose from chimera, bitpipe" in capfd.readouterr().err
-    )
-
-
-def test_the_middle_of_bitpipe_is_relieved_too() -> None:
-    for p, full, after in ((8, 8, Fraction(15, 2)), (16, 16, Fraction(29, 2))):
-        schedule = generate("bitpipe", p, p, 2)
-        balanced = balance(schedule)
-        check(balanced)
-        assert (max(held(schedule)), max(held(balanced))) == (full, after)
-    # With early forwarding 8 ranks hold alike, but for the ends, and 16 do not.
-    for p, m, before, after in ((8, 32, Fraction(19, 2), Fraction(19, 2)), (16, 32, Fraction(39, 2), Fraction(18))):
-        schedule = generate("bitpipe-early", p, m, 2)
-        balanced = balance(schedule)
-        check(balanced)
-        assert (max(held(schedule)), max(held(balanced))) == (before, after)
-
-
 @pytest.mark.parametrize(("name", "v"), CASES)
 @pytest.mark.parametrize(("p", "m"), [(4, 2), (4, 6), (6, 12), (8, 8), (8, 24), (12, 48)])
 def test_the_first_rank_holds_what_plans_count_on(name: str, v: int, p: int, m: int) -> None:
@@ -259,22 +230,6 @@ def test_the_first_rank_holds_what_plans_count_on(name: str, v: int, p: int, m: 
     ahead = FAMILIES[name].ahead
     assert ahead is not None
     assert peak_counts(generate(name, p, m, v))[0] >= ahead(p, m, v, 1)
-
-
-# p, m, and what 1F1B, interleaved 1F1B with two chunks, Chimera and BitPipe with two chunks take.
-TABLE = {
-    (4, 4): (21, Fraction(33, 2), 16, 14),
-    (4, 8): (33, Fraction(57, 2), 28, 26),
-    (8, 8): (45, Fraction(69, 2), 36, 30),
-    (8, 16): (69, Fraction(117, 2), 60, 54),
-    (8, 32): (117, Fraction(213, 2), 108, 102),
-}
-
-
-@pytest.mark.parametrize(("p", "m"), TABLE)
-def test_makespans_beside_each_other(p: int, m: int) -> None:
-    families = (("1f1b", 1), ("interleaved-1f1b", 2), ("chimera", 1), ("bitpipe", 2))
-    assert tuple(iteration_time(generate(name, p, m, v), ALIKE).makespan for name, v in families) == TABLE[p, m]
 
 
 @pytest.mark.parametrize(("name", "v"), CASES)
@@ -319,26 +274,3 @@ def test_an_odd_number_of_ranks_is_refused(name: str, v: int) -> None:
         build(ScheduleConfig(name, 5, 8, num_chunks=v))
     with pytest.raises(ValueError, match=r"not 1, .*: use 2$"):
         build(ScheduleConfig(name, 1, 8, num_chunks=v))
-
-
-@pytest.mark.parametrize(("name", "v"), CASES)
-def test_it_is_read_back_balanced_with_its_pipes(name: str, v: int) -> None:
-    schedule = build(ScheduleConfig(name, 8, 8, num_chunks=v, balance=BalanceConfig()))
-    assert any(num_transfers(schedule, rank).evictions for rank in range(8))
-    assert read_json(write_json(schedule)) == schedule
-    text = write_csv(schedule)
-    assert read_csv(text) == schedule
-    with pytest.raises(TextError, match=r"is on rank .*; for several pipes, give a header that places each, such as"):
-        read_csv(text.partition("\n")[2])
-
-
-@pytest.mark.parametrize(("name", "v"), CASES)
-def test_it_is_predicted(name: str, v: int, capfd: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--model", "gpt3-13b", "--cluster", "a100-80g:1x8", "--gbs", "32", "--schedule", name]
-    times = []
-    for overlap in ([], ["--overlap-grad-reduce"]):
-        assert main(["simulate", *sizes, "--pp", "8", "--vp", str(v), *overlap]) == 0
-        found = re.search(r"iteration ([0-9.]+) s", capfd.readouterr().out)
-        assert found is not None
-        times.append(float(found[1]))
-    assert times[1] < times[0]

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import time
 from fractions import Fraction
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpipe.balance.config import BalanceConfig
-from bpipe.build import ScheduleConfig, adopt, build
 from bpipe.check.deadlock import blocked_ranks
 from bpipe.check.rules import check
-from bpipe.cli import main
 from bpipe.generate.families import FAMILIES
 from bpipe.generate.family import ALIKE, FamilyOptions, UnitCosts, one_stage_a_rank
 from bpipe.generate.shift import shortened
 from bpipe.generate.timing import iteration_time, stage_ticks, work_of
-from bpipe.generate.v_shape import layout
 from bpipe.ir.action import Action, Kind
 from bpipe.ir.clock import starts
 from bpipe.ir.memory import peak_counts
@@ -76,20 +71,6 @@ def test_the_last_rank_of_zb_v_never_waits_between_its_first_computation_and_its
     spans = [begun[row[-1]] + 1 - begun[row[0]] for row in work.rows]
     assert spans[p - 1] == 6 * m
     assert all(span <= 6 * m + p - 1 - rank for rank, span in enumerate(spans))
-
-
-# p, m, and for zb-v, v-half, v-min the slots that an iteration takes.
-MAKESPANS: list[Any] = [
-    *((4, 8, (51, 53, 59)), (4, 16, (99, 101, 107)), (4, 32, (195, 197, 203))),
-    *((8, 16, (103, 113, 119)), (8, 32, (199, 209, 215)), (8, 64, (391, 401, 407))),
-    *((16, 32, (207, 233, 251)), (16, 64, (399, 425, 443))),
-    pytest.param(16, 128, (783, 809, 827), marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize(("p", "m", "slots"), MAKESPANS)
-def test_makespans_at_equal_durations(p: int, m: int, slots: tuple[int, ...]) -> None:
-    assert tuple(iteration_time(generate(name, p, m), ALIKE).makespan * 2 for name in MOST) == slots
 
 
 DURATION = st.fractions(Fraction(1, 4), 4, max_denominator=6)
@@ -154,13 +135,6 @@ def test_shortening_keeps_orders_that_are_as_short_as_can_be() -> None:
     assert shortened(one_stage_a_rank(1, 1), 1, orders, [1], UnitCosts(3, 2, 1)) is orders
 
 
-def test_uneven_ranks_of_a_v_are_balanced() -> None:
-    """Of few micro-batches the ranks hold unequally many."""
-    schedule = generate("zb-v", 4, 3)
-    balanced = adopt(schedule, BalanceConfig())
-    assert max(peak_counts(balanced)) <= max(peak_counts(schedule))
-
-
 @pytest.mark.slow
 def test_large_ones_are_made_in_seconds() -> None:
     """In processor time: the machine may be busy."""
@@ -168,14 +142,3 @@ def test_large_ones_are_made_in_seconds() -> None:
         before = time.process_time()
         generate(name, 32, 128, costs)
         assert time.process_time() - before < 10, name
-
-
-def test_the_command_knows_how_many_chunks_it_has(capfd: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--pp", "4", "--microbatches", "8"]
-    assert main(["schedule", "--schedule", "v-half", *sizes]) == 0
-    out = capfd.readouterr().out
-    assert out.startswith("# bpipe schedule=v-half microbatches=8 stage_to_rank=0,1,2,3,3,2,1,0\n")
-    assert out.endswith("# peak=6,6,6,6 evictions=0,0,0,0 makespan=26.5 bubble_percent=9.434\n")
-    assert main(["schedule", "--schedule", "v-half", *sizes, "--vp", "3"]) == 2
-    assert "schedule v-half takes at most 2 chunks per rank, not 3: leave it at 2" in capfd.readouterr().err
-    assert build(ScheduleConfig("v-half", 4, 8, num_chunks=2)).layout == layout(4, 2)
