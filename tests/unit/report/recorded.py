@@ -31,6 +31,7 @@ from bpipe.report.memory import own_peak
 from bpipe.simulate import engine
 from bpipe.simulate.cost import Costs, Link, Links, ShardCost, StageCost
 from bpipe.simulate.report import Simulation
+from tests.support.words import command_words
 
 SAVED, MOVED, RECEIVED = 11_000_000, 10_500_000, 32_768
 BEGIN_S = 1_763_721_600.0
@@ -91,18 +92,7 @@ class Truth:
         )
 
 
-COLUMNS = [
-    "action",
-    "start_s",
-    "end_s",
-    "wait_s",
-    "host_start_s",
-    "host_end_s",
-    "bytes",
-    "slot",
-    "live_bytes",
-    "left_bytes",
-]
+COLUMNS = command_words("action start_s end_s wait_s host_start_s host_end_s bytes slot live_bytes left_bytes")
 
 
 def write_run(folder: Path, truth: Truth | None = None, **changes: Any) -> Path:
