@@ -42,94 +42,13 @@ RANKED = (
 )
 
 
-def groups(svg: str) -> dict[str, list[list[tuple[float, float]]]]:
-    """The paths of every named part, as points."""
-    found: dict[str, list[list[tuple[float, float]]]] = {}
-    for group in ElementTree.fromstring(svg).iter(f"{SVG}g"):
-        paths = [path.attrib["d"] for path in group.findall(f"{SVG}path")]
-        points = [[(float(x), float(y)) for x, y in re.findall(r"[ML] (-?[\d.]+) (-?[\d.]+)", path)] for path in paths]
-        found[group.attrib.get("id", "")] = points
-    return found
-
-
 def words(svg: str) -> list[str]:
     return [text.text or "" for text in ElementTree.fromstring(svg).iter(f"{SVG}text")]
-
-
-def extent(points: list[tuple[float, float]], axis: int) -> float:
-    values = [point[axis] for point in points]
-    return max(values) - min(values)
-
-
-def test_memory_bars_are_as_high_as_the_bytes() -> None:
-    parts = groups(to_svg(memory_chart(STAGES, "title")))
-    heights = {
-        (name, stage): extent(parts[f"{name}-{stage}"][0], 1) for name in ("plain", "balanced") for stage in range(8)
-    }
-    unit = heights["plain", 0] / PLAIN[0]
-    for name, sizes in (("plain", PLAIN), ("balanced", BALANCED)):
-        assert [heights[name, stage] / unit for stage in range(8)] == pytest.approx(sizes, rel=1e-3)
-    for stage, (dash, bar) in enumerate(
-        zip(parts["balanced-predicted"], [parts[f"balanced-{stage}"][0] for stage in range(8)], strict=True)
-    ):
-        assert (min(y for _, y in bar) - dash[0][1]) / unit == pytest.approx(1, abs=0.01), (
-            f"stage {stage} is predicted 1 MiB higher"
-        )
-
-
-def test_memory_bars_say_how_many_microbatches() -> None:
-    said = words(to_svg(memory_chart(STAGES, "a title & more")))
-    assert "a title & more" in said
-    counts = [*range(8, 0, -1), 5, 5, 5, 5, 4, 5, 5, 5]
-    for number in range(9):
-        # The stages' own numbers are on the axis, and 0, 20, 40, ... MiB.
-        on_axes = (number < 8) + (number == 0)
-        assert said.count(str(number)) == counts.count(number) + on_axes
-    assert {"without balancing, measured", "with balancing, measured", "predicted from the schedule"} <= set(said)
-
-
-def test_lines_rise_as_the_numbers_do() -> None:
-    svg = to_svg(overhead_chart(LINES, "title", "batch size"))
-    parts = groups(svg)
-    lines = [parts[name][0] for name in ("synchronous-0", "asynchronous-0", "synchronous-1")]
-    zero = lines[1][0][1]
-    unit = (zero - lines[0][1][1]) / 10
-    for drawn, line in zip(lines, LINES, strict=True):
-        assert [(zero - y) / unit for _, y in drawn] == pytest.approx(line.percents, abs=1e-3)
-    gaps = [lines[0][place + 1][0] - lines[0][place][0] for place in range(2)]
-    assert gaps[0] == pytest.approx(gaps[1]), "doublings are equally far apart"
-    said = words(svg)
-    assert {
-        "16",
-        "32",
-        "64",
-        "12.0 %",
-        "0.1 %",
-        "nothing recomputed, synchronous",
-        "nothing recomputed, asynchronous",
-    } <= set(said)
 
 
 def test_ends_upon_each_other_get_one_number() -> None:
     same = Overhead("attention recomputed", (16, 32, 64), (0.0, 0.0, 0.1), False)
     assert words(to_svg(overhead_chart((*LINES, same), "title", "batch size"))).count("0.1 %") == 1
-
-
-def test_the_best_configuration_is_on_top_and_longest() -> None:
-    svg = to_svg(ranking_chart(RANKED, "title"))
-    parts = groups(svg)
-    bars = [parts[name][0] for name in ("balanced-0", "plain-1", "plain-2")]
-    unit = extent(bars[0], 0) / RANKED[0].mfu_percent
-    assert [extent(bar, 0) / unit for bar in bars] == pytest.approx([row.mfu_percent for row in RANKED])
-    assert [bar[0][1] for bar in bars] == sorted(bar[0][1] for bar in bars), "down is further"
-    said = words(svg)
-    assert {
-        "1. t=4 p=8",
-        "3. t=4 p=4",
-        "46.5 %  (without: 81.7 GiB)",
-        "fits only with balancing",
-        "fits without balancing",
-    } <= set(said)
 
 
 def test_bars_differ_without_colours() -> None:
