@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import pty
 import re
@@ -20,9 +19,9 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.cli import COMMANDS, command_of, main
 from bpipe.flags.values import positive
-from bpipe.formats.document import read_json
 from bpipe.formats.grid import write_grid
 from bpipe.formats.text import read_csv, write_csv
+from tests.support.words import command_words
 
 EXAMPLE = ["schedule", "--schedule", "1f1b", "--pp", "4", "--microbatches", "8", "--balance", "bpipe"]
 SCHEDULE = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
@@ -45,41 +44,10 @@ def test_the_worked_example(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().out == GRID
 
 
-def test_formats_and_output_files(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main([*EXAMPLE, "--format", "json"]) == 0
-    assert read_json(capfd.readouterr().out) == SCHEDULE
-    assert main([*EXAMPLE, "--output", str(tmp_path / "a.csv")]) == 0
-    assert read_csv((tmp_path / "a.csv").read_text()) == SCHEDULE
-    assert main([*EXAMPLE, "--output", str(tmp_path / "b.txt"), "--format", "csv"]) == 0
-    assert (tmp_path / "b.txt").read_text() == (tmp_path / "a.csv").read_text()
-    assert capfd.readouterr().out == ""
-
-
-@pytest.mark.parametrize("form", ["csv", "json"])
-def test_a_file_comes_back_as_it_went(form: str, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = str(tmp_path / "file")
-    assert main([*EXAMPLE, "--format", form, "--output", path]) == 0
-    assert main(["schedule", "--input", path, "--format", form]) == 0
-    assert capfd.readouterr().out == Path(path).read_text()
-
-
 def test_standard_input(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(write_csv(SCHEDULE).encode())))
     assert main(["schedule", "--input", "-"]) == 0
     assert capfd.readouterr().out == GRID
-
-
-def test_a_listing_from_elsewhere_is_aligned_and_balanced(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "listing.csv"
-    path.write_text(
-        "".join(",".join(str(slot.compute) for slot in row if slot.compute) + "\n" for row in SCHEDULE.ranks)
-    )
-    assert main(["schedule", "--input", str(path)]) == 2
-    assert "stage order: rank 1, slot 0, 1F0: needs 0F0, which rank 0 computes in slot 0" in capfd.readouterr().err
-    assert main(["schedule", "--input", str(path), "--align", "--balance", "bpipe", "--format", "json"]) == 0
-    document = json.loads(capfd.readouterr().out)
-    assert document["bounds"] == [3, 3, 3, 3]
-    assert read_json(json.dumps(document)).ranks == SCHEDULE.ranks
 
 
 @pytest.mark.parametrize(
@@ -106,11 +74,6 @@ def test_what_cannot_be_aligned_is_one_line(
     captured = capfd.readouterr()
     assert captured.err.startswith(f"bpipe: error: {path}: {reason}")
     assert captured.err.count("\n") == 1
-
-
-def test_bounds_and_partners(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main([*EXAMPLE, "--bound", "3,3,2,4", "--partners", "3,2,1,0", "--format", "json"]) == 0
-    assert json.loads(capfd.readouterr().out)["bounds"] == [3, 3, 2, 4]
 
 
 REFUSED = {
@@ -236,17 +199,6 @@ def test_a_number_that_must_be_positive_is_refused_by_its_flag(name: str, capfd:
     assert not [flag for flag in command_of(name).flags if flag.read in (int, float) and flag.field != "stage_mfu"]
 
 
-def test_names_inside_values_suggest_the_nearest(capfd: pytest.CaptureFixture[str]) -> None:
-    rest = ["--pp", "4", "--gbs", "8"]
-    for changed, reason in (
-        (["--model", "gpt3-13", "--cluster", "a100-80g:4"], "unknown model 'gpt3-13', did you mean 'gpt3-13b'?"),
-        (["--model", "gpt3-13b", "--cluster", "A100=4"], "is not DEVICE:NODESxDEVICES"),
-        (["--model", "gpt3-13b", "--cluster", "a100:4"], "unknown device 'a100', did you mean 'a100-80g'?"),
-    ):
-        assert main(["simulate", *changed, *rest]) == 2
-        assert reason in capfd.readouterr().err
-
-
 def test_alone_it_shows_its_help(capfd: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     assert capfd.readouterr().out.startswith("usage: bpipe ")
@@ -271,25 +223,6 @@ def test_output_files_say_their_format(tmp_path: Path) -> None:
     assert main([*EXAMPLE, "--output", str(tmp_path / "x.pdf")]) == 2
     assert not (tmp_path / "x.pdf").exists()
     assert main([*EXAMPLE, "--output", str(tmp_path / "x.pdf"), "--format", "csv"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b"0F0,0B0\n,1F0,1Q0\n", "line 2, cell 3: '1Q0' is not an action"),
-        (b"\xff\xfe0", "byte 0 is not UTF-8 text"),
-        (b"{", "line 1, column 2"),
-    ],
-)
-def test_a_broken_file_gets_its_name_and_place(
-    content: bytes, reason: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    path = tmp_path / "broken.csv"
-    path.write_bytes(content)
-    assert main(["schedule", "--input", str(path)]) == 2
-    error = capfd.readouterr().err
-    assert f"{path}: " in error
-    assert reason in error
 
 
 SHORT = {
@@ -398,21 +331,7 @@ def test_the_command_loads_only_what_it_needs() -> None:
 
 def test_a_terminal_gets_a_table_that_is_aligned_and_what_does_not_fit_in_red(monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere a column stays as wide as its title, and no byte is a colour's."""
-    asked = [
-        "simulate",
-        "--model",
-        "gpt3-96b",
-        "--cluster",
-        "a100-80g:4x8",
-        "--tp",
-        "4",
-        "--pp",
-        "8",
-        "--gbs",
-        "128",
-        "--mbs",
-        "4",
-    ]
+    asked = command_words("simulate --model gpt3-96b --cluster a100-80g:4x8 --tp 4 --pp 8 --gbs 128 --mbs 4")
     said = {}
     for is_terminal in (False, True):
         written = io.StringIO()

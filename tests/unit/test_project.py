@@ -72,21 +72,6 @@ def test_what_is_cited_is_this_version() -> None:
     assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
-def test_nothing_says_to_install_bpipe_from_pypi() -> None:
-    """A page said so, with an extra: PyPI's bpipe, of 2018, is somebody else's.
-
-    Ours, torch-bpipe, is not there yet.
-    """
-    texts = [
-        path
-        for folder in ("bpipe", "megatron", "terra", "scripts", "examples", "docs")
-        for path in (ROOT / folder).rglob("*")
-    ]
-    for path in (ROOT / "README.md", *texts):
-        if path.suffix in (".md", ".py", ".sh", ".toml"):
-            assert not re.search(r"pip install [^`\n]*\bbpipe(\[|\b(?!-))", path.read_text()), path
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.Path:
     """The wheel of a release of github.com/owner/name."""
