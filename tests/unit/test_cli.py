@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import os
-import pty
-import re
 import shlex
 import signal
 import subprocess
@@ -19,9 +16,7 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.cli import COMMANDS, command_of, main
 from bpipe.flags.values import positive
-from bpipe.formats.grid import write_grid
-from bpipe.formats.text import read_csv, write_csv
-from tests.support.words import command_words
+from bpipe.formats.text import read_csv
 
 EXAMPLE = ["schedule", "--schedule", "1f1b", "--pp", "4", "--microbatches", "8", "--balance", "bpipe"]
 SCHEDULE = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
@@ -41,12 +36,6 @@ rank 3 C  .  .  . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7  .  .  .
 
 def test_the_worked_example(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(EXAMPLE) == 0
-    assert capfd.readouterr().out == GRID
-
-
-def test_standard_input(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(write_csv(SCHEDULE).encode())))
-    assert main(["schedule", "--input", "-"]) == 0
     assert capfd.readouterr().out == GRID
 
 
@@ -288,32 +277,6 @@ def test_an_interrupted_command_ends_without_a_traceback() -> None:
         assert process.wait(30) == 130
 
 
-def test_a_terminal_gets_colours_and_its_width() -> None:
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "COLUMNS": "60", "TERM": "xterm"}
-    environment.pop("NO_COLOR", None)
-    with subprocess.Popen([sys.executable, "-m", "bpipe", *EXAMPLE], stdout=theirs, env=environment) as process:
-        os.close(theirs)
-        output = b""
-        while True:
-            try:
-                block = os.read(ours, 4096)
-            except OSError:
-                break
-            if not block:
-                break
-            output += block
-        assert process.wait(30) == 0
-    os.close(ours)
-    text = output.decode().replace("\r\n", "\n")
-    assert "\x1b[34mF0\x1b[0m" in text
-    for code in ("31", "32", "33", "34", "35"):
-        text = text.replace(f"\x1b[{code}m", "")
-    text = text.replace("\x1b[0m", "")
-    assert max(len(line) for line in text.split("\n")[1:]) <= 60
-    assert text.startswith(write_grid(SCHEDULE, 60))
-
-
 def test_the_command_loads_only_what_it_needs() -> None:
     """So that it starts at once: nobody waits for what other sub-commands, or pictures, import."""
     program = (
@@ -327,28 +290,3 @@ def test_the_command_loads_only_what_it_needs() -> None:
         [sys.executable, "-c", program, *EXAMPLE], capture_output=True, text=True, timeout=30, check=True
     )
     assert ended.stderr.split() == []
-
-
-def test_a_terminal_gets_a_table_that_is_aligned_and_what_does_not_fit_in_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elsewhere a column stays as wide as its title, and no byte is a colour's."""
-    asked = command_words("simulate --model gpt3-96b --cluster a100-80g:4x8 --tp 4 --pp 8 --gbs 128 --mbs 4")
-    said = {}
-    for is_terminal in (False, True):
-        written = io.StringIO()
-        monkeypatch.setattr(written, "isatty", lambda is_terminal=is_terminal: is_terminal)
-        monkeypatch.setattr(sys, "stdout", written)
-        monkeypatch.setenv("TERM", "xterm")
-        monkeypatch.delenv("NO_COLOR", raising=False)
-        assert main(asked) == 0
-        said[is_terminal] = written.getvalue()
-    assert "\x1b" not in said[False]
-    assert re.sub(r"\x1b\[\d+m", "", said[True]).split() == said[False].split()
-    rows = [line for line in said[True].splitlines() if line.startswith("\x1b[31m")]
-    assert rows
-    assert all(line.endswith("  does not fit\x1b[0m") for line in rows)
-    plain = [re.sub(r"\x1b\[\d+m", "", line) for line in said[True].splitlines()]
-    table = plain[next(number for number, line in enumerate(plain) if "rank  layers" in line) :][:9]
-    assert len({len(line.removesuffix("  does not fit").split("  GiB")[0]) for line in table}) == 1
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert main(asked) == 0
-    assert written.getvalue().count("\x1b") == said[True].count("\x1b")

@@ -64,15 +64,6 @@ def test_a_job_starts_one_torchrun_on_each_node_it_asks_for(job: Path) -> None:
     assert 10 <= 60 * hours + minutes - int(exit_minutes) <= 30, "time to start and to write the last checkpoint"
 
 
-def test_more_nodes_and_flags_can_be_given() -> None:
-    ended = bash(
-        EXAMPLES / "train_gpt3_96b.sbatch", "--seed", "7", DRY_RUN="1", SLURM_JOB_NUM_NODES="8", SLURM_JOB_ID="42"
-    )
-    assert "torchrun --nnodes 8 " in ended.stdout
-    assert "--rdzv-id 42 " in ended.stdout
-    assert ended.stdout.rstrip().endswith("--seed 7")
-
-
 def test_every_job_has_a_port_of_its_own() -> None:
     """At one fixed port, the second of two jobs with the same first node joined the first one's rendezvous, or did
     not start."""

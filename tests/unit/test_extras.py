@@ -3,10 +3,8 @@ installation."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -125,39 +123,3 @@ def test_install_command_of_a_copy_names_where_it_came_from(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(extras, "__file__", str(tmp_path / "bpipe/extras.py"))
     assert extras.install_command("torch") == f'pip install "{place}[torch]"'
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_plain_installation_takes_seconds_and_plans(tmp_path: Path) -> None:
-    """In a new virtual environment, with what pip fetches to build it."""
-    environment = tmp_path / "environment"
-    subprocess.run([sys.executable, "-m", "venv", environment], timeout=60, check=True)
-    begin = time.monotonic()
-    source = tmp_path / "source"
-    source.mkdir()
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "bpipe", "megatron", "terra"):
-        (source / name).symlink_to(ROOT / name)
-    pip = [environment / "bin/python", "-m", "pip", "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", "--quiet", source], timeout=200, check=True)
-    took = time.monotonic() - begin
-    listed = subprocess.run(
-        [*pip, "list", "--format=freeze"], capture_output=True, text=True, timeout=60, check=True
-    ).stdout.split()
-    assert {line.split("==")[0] for line in listed} <= {"torch-bpipe", "pip", "setuptools"}
-    # A fetch of torch takes minutes.
-    assert took < 120
-    env = {"PATH": os.environ["PATH"]}
-    for arguments in (
-        ("schedule", "--schedule", "1f1b", "--pp", "4", "--microbatches", "8"),
-        ("simulate", *MODEL, "--pp", "8"),
-        ("plan", *MODEL, "--pp", "8", "--rows", "1"),
-    ):
-        subprocess.run(
-            [environment / "bin/bpipe", *arguments],
-            cwd=tmp_path,
-            env=env,
-            stdout=subprocess.DEVNULL,
-            timeout=100,
-            check=True,
-        )

@@ -225,24 +225,6 @@ def test_a_library_stays_in_its_places(library: str) -> None:
             assert place_of(module) in FOREIGN[library], f"{path} imports {library}"
 
 
-def test_one_file_names_what_only_cuda_has() -> None:
-    """All else runs on whatever torch calls its accelerator: on a GPU, and every day on a device of the tests' own
-    (tests/late)."""
-    for module, path in MODULES.items():
-        named = {
-            node.lineno
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.Attribute)
-            and node.attr == "cuda"
-            and isinstance(node.value, ast.Name)
-            and node.value.id == "torch"
-        }
-        assert module == "runtime.cuda" or not named, (
-            f"{path} names torch.cuda in lines {sorted(named)}: see bpipe/runtime/cuda.py"
-        )
-        assert not any(name.startswith("torch.cuda") for name in imported(path)), f"{path} imports torch.cuda"
-
-
 def test_only_the_hooks_import_megatron() -> None:
     """Of what the trainer loads: its entry point and its hooks."""
     hooks = [path for path in (ROOT / "megatron").rglob("*.py") if ROOT / "megatron/scheduling" not in path.parents]

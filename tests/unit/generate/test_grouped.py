@@ -188,12 +188,6 @@ def test_a_choice_takes_costs_as_fine_as_numbers_are() -> None:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("bound", "percent"), [(33, 6.57), (36, 5.88), (48, 3.76), (58, 2.54)])
-def test_the_front_is_reached_on_sixteen_ranks(bound: int, percent: float) -> None:
-    assert chosen(16, 64, 4, bound, UnitCosts()) <= percent + 0.02
-
-
 def test_where_the_weights_half_holds_more_than_was_saved() -> None:
     kept = Fraction(9, 5)
     assert [round(chosen(8, 32, 4, bound, UnitCosts(), kept), 2) for bound in (19, 21, 26)] == [6.34, 5.65, 4.24]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from fractions import Fraction
 
 import pytest
@@ -46,16 +45,6 @@ def test_it_holds_and_takes_what_its_formulas_say(name: str, p: int) -> None:
         check(schedule)
         assert max(peak_counts(schedule)) == 2 * MOST[name](p)
         assert iteration_time(schedule, ALIKE).makespan * 2 == 6 * m + more_slots(name, p)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("p", range(2, 33))
-@pytest.mark.parametrize("name", ["v-half", "v-min"])
-def test_up_to_32_ranks(name: str, p: int) -> None:
-    schedule = generate(name, p, 2 * p)
-    check(schedule)
-    assert max(peak_counts(schedule)) == 2 * MOST[name](p)
-    assert iteration_time(schedule, ALIKE).makespan * 2 == 12 * p + more_slots(name, p)
 
 
 @pytest.mark.parametrize("p", range(4, 17))
@@ -133,12 +122,3 @@ def test_bubbles_at_durations_that_differ(costs: tuple[int | Fraction, ...]) -> 
 def test_shortening_keeps_orders_that_are_as_short_as_can_be() -> None:
     orders = [[Action(0, Kind.FORWARD, 0), Action(0, Kind.BACKWARD_INPUT, 0), Action(0, Kind.BACKWARD_WEIGHT, 0)]]
     assert shortened(one_stage_a_rank(1, 1), 1, orders, [1], UnitCosts(3, 2, 1)) is orders
-
-
-@pytest.mark.slow
-def test_large_ones_are_made_in_seconds() -> None:
-    """In processor time: the machine may be busy."""
-    for name, costs in (("v-half", ALIKE), ("v-min", UnitCosts(1, Fraction(11, 10), Fraction(3, 5)))):
-        before = time.process_time()
-        generate(name, 32, 128, costs)
-        assert time.process_time() - before < 10, name

@@ -14,13 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bpipe.models.choices import CP_COMM_TYPES
-from bpipe.models.cluster import parse_cluster
+from bpipe.models.cluster import Cluster, parse_cluster
 from bpipe.models.context_parallel import exchange_bytes
+from bpipe.models.layers.attention import core_seconds
 from bpipe.models.layers.layer import layer_saved
 from bpipe.models.layout import Setup
 from bpipe.models.model import PRESETS
 from bpipe.models.places import Grid, nodes_of_copies
 from bpipe.models.profile import Profile
+from bpipe.models.rates import LINK_EFFICIENCY, LINK_LATENCY_S, Rates
 from bpipe.models.sizes import total
 from bpipe.plan.predict import predict
 from tests.unit.models.published import DEEPSEEK_V3
@@ -44,6 +46,23 @@ def test_steps_of_a_ring_are_of_equal_work(context: int) -> None:
         for step in range(context)
     }
     assert set(work.values()) == {(2 * context * size) ** 2 / 2 / context**2}
+
+
+def test_what_is_gathered_is_waited_for() -> None:
+    fast = replace(LLAMA, cluster=Cluster(replace(LLAMA.cluster.device, memory_bytes_per_s=1e30), 1, 64), context=4)
+    core = core_seconds(replace(fast, context=1), Rates.of(fast))[0] / 4
+    both, query = 2 * 2 * 32768 * 1024 // 2, 2 * 32768 * 4096 // 2
+    link = fast.cluster.device.inside_bytes_per_s * LINK_EFFICIENCY
+    found = {how: core_seconds(replace(fast, cp_comm_type=how), Rates.of(fast))[0] - core for how in CP_COMM_TYPES}
+    assert found["all_gather"] == pytest.approx(3 * both / link + LINK_LATENCY_S)
+    assert found["a2a"] == pytest.approx(3 / 4 * (2 * query + both) / link + 2 * LINK_LATENCY_S)
+    assert found["p2p"] == pytest.approx(0.0, abs=1e-12)
+    # Two of four on another node: half of what leaves takes the port, and of what is gathered two parts come over two.
+    apart = replace(fast, cluster=Cluster(fast.cluster.device, 16, 4))
+    port = fast.cluster.device.between_bytes_per_s * LINK_EFFICIENCY
+    found = {how: core_seconds(replace(apart, cp_comm_type=how), Rates.of(apart))[0] - core for how in CP_COMM_TYPES}
+    assert found["all_gather"] == pytest.approx(both / port + LINK_LATENCY_S)
+    assert found["a2a"] == pytest.approx((2 * query + both) / 2 / port + 2 * LINK_LATENCY_S)
 
 
 @pytest.mark.parametrize("how", CP_COMM_TYPES)

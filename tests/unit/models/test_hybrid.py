@@ -18,13 +18,16 @@ from bpipe.models.flops import training_flops
 from bpipe.models.fp8 import Fp8
 from bpipe.models.hybrid import Hybrid
 from bpipe.models.layer_counts import split_layers
+from bpipe.models.layers.layer import halves_seconds, layer_bytes, layer_saved, layer_seconds
 from bpipe.models.layout import Setup
 from bpipe.models.memory import predict_memory
 from bpipe.models.model import Model, gpt
 from bpipe.models.parameters import layer_parameters, num_active_parameters, num_parameters
-from bpipe.models.parts import Experts, LayerKind
-from bpipe.models.saved import after_input_bytes, stage_bytes
+from bpipe.models.parts import Experts, LayerKind, Routing
+from bpipe.models.saved import after_input_bytes, stage_bytes, stage_saved
+from bpipe.models.sizes import total
 from bpipe.models.states import stage_parameters
+from bpipe.models.working import working_bytes
 from tests.unit.models.published import NEMOTRON_3_NANO, NEMOTRON_H_8B, NEMOTRON_NANO_9B
 
 MAMBA, ATTENTION, MLP = (LayerKind(symbol=symbol) for symbol in "M*-")
@@ -118,6 +121,41 @@ def test_apart_in_fp8_too() -> None:
     assert [row.weights_bytes for row in predict_memory(whole)] == [row.weights_bytes for row in predict_memory(apart)]
     for mine, other in zip(predict_costs(apart).stages, predict_costs(whole).stages, strict=True):
         assert (mine.forward_s, mine.backward_s) == pytest.approx((other.forward_s, other.backward_s))
+
+
+def test_stages_have_their_own_layers() -> None:
+    setup = setup_of(NEMOTRON_H_8B)
+    assert [dict(kinds) for kinds in setup.stage_kinds[:2]] == [
+        {MAMBA: 6, MLP: 6, ATTENTION: 1},
+        {MAMBA: 6, MLP: 6, ATTENTION: 1},
+    ]
+    assert tuple(total(stage_saved(setup, stage)) for stage in range(4)) == stage_bytes(setup)
+    seconds = {kind: layer_seconds(setup, kind) for kind in (MAMBA, ATTENTION, MLP)}
+    assert predict_costs(setup).stages[1].forward_s == pytest.approx(
+        6 * seconds[MAMBA][0] + 6 * seconds[MLP][0] + seconds[ATTENTION][0], rel=1e-12
+    )
+    assert sum(halves_seconds(setup, MAMBA)) == pytest.approx(seconds[MAMBA][1])
+    assert layer_bytes(setup) == total(layer_saved(setup, None, MAMBA))
+    assert working_bytes(replace(setup, recompute="full")) > working_bytes(setup)
+
+
+def test_a_mamba_layer_takes_its_scan_besides_its_matrices() -> None:
+    """A state twice as large has more to multiply and write, and hardly wider matrices."""
+    model = NEMOTRON_H_8B
+    assert model.hybrid is not None
+    wide = replace(model, hybrid=replace(model.hybrid, state_dim=256))
+    plain, wider = (layer_seconds(setup_of(one), MAMBA) for one in (model, wide))
+    assert 1.02 < wider[0] / plain[0] < 1.6
+    assert 2 < plain[1] / plain[0] < 4
+
+
+def test_experts_alone() -> None:
+    setup = setup_of(NEMOTRON_3_NANO, routing=Routing(4))
+    kind = LayerKind(True, None, "E")
+    assert kind in dict(setup.stage_kinds[0])
+    assert layer_parameters(NEMOTRON_3_NANO, kind).experts == 128 * 2 * 2688 * 1856
+    assert predict_memory(setup)[0].weights_bytes > 0
+    assert layer_seconds(setup, kind)[0] > 0
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from bpipe.models.model import PRESETS
 from bpipe.models.profile import Entry, Profile
 from bpipe.models.saved import stage_bytes
 from bpipe.models.sizes import sent_bytes
+from bpipe.models.slice_lengths import attention_share
 from bpipe.models.slices import kept_memory, slice_bounds, slice_setups
 from bpipe.plan.options import setup_from
 from bpipe.plan.predict import predict
@@ -27,6 +28,21 @@ WHOLE = Setup(PRESETS["llama3-70b"], parse_cluster("h100-80g:2x8"), 8, 2, 1, 4, 
 SLICED = replace(WHOLE, slices=4)
 LENGTHS = (32768, 16384, 8192, 8192)
 LISTED = replace(SLICED, slice_lengths=LENGTHS)
+
+
+def test_slices_are_cut_as_the_trainer_cuts_them() -> None:
+    assert slice_bounds(SLICED) == (0, 16384, 32768, 49152, 65536)
+    assert slice_bounds(LISTED) == (0, 32768, 49152, 57344, 65536)
+    work = slice_bounds(replace(SLICED, slice_lengths=WORK))
+    assert all(one % 8 == 0 for one in work)
+    # 2 * 8192 * (8192 + 1024) for Q, O, K, V and three matrices of 28672; scores and sums with 8192 channels.
+    share = attention_share(65536, 8192, 8192, 1024, 28672, 3)
+    assert share == 8192 * 65536 / (8192 * (2 * 8192 + 2 * 1024) + 3 * 8192 * 28672 + 8192 * 65536)
+    parts = [
+        3 * (1 - share) * (end - begin) / 65536 + 3.5 * share * (end**2 - begin**2) / 65536**2
+        for begin, end in pairwise(work)
+    ]
+    assert max(parts) - min(parts) < 1e-3
 
 
 def test_lengths_that_are_no_sequence_are_refused() -> None:

@@ -58,6 +58,13 @@ def test_a_killed_run(folder: Path) -> None:
     assert read_run(folder).notes[-1] == "no record of stage 2 of pipeline 0, 3 of pipeline 0"
 
 
+def test_a_torn_header_counts_as_no_record(folder: Path) -> None:
+    (folder / "record_00003.jsonl").write_text('{"format": "bpipe-rec')
+    run = read_run(folder)
+    assert len(run.ranks) == 3
+    assert "no record of rank 3 (of 4)" in run.notes
+
+
 def header(**changes: Any) -> Callable[[list[dict[str, Any]]], None]:
     return lambda lines: lines[0].update(changes)
 

@@ -96,6 +96,18 @@ def test_gradients_equal_to_the_last_bit(p: int, m: int) -> None:
     assert torch.equal(gradient(engine_for(plan), plan, 2), gradient(None, plan, 2))
 
 
+def test_an_engine_knows_whether_its_last_iteration_ended_well() -> None:
+    """Only then may a rank wait for its partner at the end of the run: after an error that one does not come."""
+    plan, engine = schedule(), engine_for(schedule())
+    assert engine.ended_well
+    gradient(engine, plan)
+    assert engine.ended_well
+    engine.begin()
+    assert not engine.ended_well
+    engine.abandon()
+    assert not engine.ended_well
+
+
 def test_an_engine_that_was_dropped_between_iterations_has_not_ended_well() -> None:
     engine = engine_for(schedule())
     engine.abandon()
@@ -247,6 +259,38 @@ def test_a_part_of_a_micro_batch_leaves(share: float) -> None:
     assert (" MB stay" in engine.shares[0].sentence) == (share < 1)
     memory = memory_of([meter.saved_bytes[0]] * 4, [left] * 4)
     assert meter.peak_bytes == max(live_bytes(plan, 0, memory))
+
+
+def test_synchronous_transfers_are_waited_for_where_they_are_issued() -> None:
+    """What they would cost can only be seen if nothing runs beside them; and an eviction has freed its memory by
+    then."""
+    log: list[str] = []
+
+    class Logged(LateTransport):
+        def put(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Late:
+            return self._logged("put", super().put(host_buffer, tensors))
+
+        def get(self, host_buffer: int, tensors: Sequence[torch.Tensor]) -> Late:
+            return self._logged("get", super().get(host_buffer, tensors))
+
+        def _logged(self, name: str, late: Late) -> Late:
+            log.append(name)
+
+            def copy() -> None:
+                late.wait()
+                log.append(f"{name} waited for")
+
+            return Late(copy)
+
+    plan = schedule()
+    engine = engine_for(plan, Logged(), synchronous=True)
+    assert torch.equal(gradient(engine, plan, computing=lambda: log.append("computing")), gradient(None, plan))
+    transfers = [position for position, entry in enumerate(log) if entry in ("put", "get")]
+    assert len(transfers) == 6
+    assert [log[position + 1] for position in transfers] == [f"{log[position]} waited for" for position in transfers]
+    log.clear()
+    gradient(engine_for(plan, Logged()), plan, computing=lambda: log.append("computing"))
+    assert [log[log.index(name) + 1] for name in ("put", "get")] == ["computing"] * 2
 
 
 def test_a_loop_that_does_not_say_what_was_sent_is_refused() -> None:

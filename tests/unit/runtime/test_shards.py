@@ -20,9 +20,24 @@ from tests.support.alone import Alone
 from tests.unit.runtime.pipeline import ROWS, WIDTH
 from tests.unit.runtime.sharded import VOCABULARY, ShardedModel, in_one_piece, in_shards
 
+SPLIT = (Vocabulary.ONE, Vocabulary.TWO, Vocabulary.INTERLACED)
+
 
 def schedule(p: int, m: int, vocabulary: Vocabulary) -> ScheduleConfig:
     return ScheduleConfig("1f1b", p, m, vocabulary=vocabulary)
+
+
+@pytest.mark.parametrize("vocabulary", SPLIT)
+@pytest.mark.parametrize(("p", "m"), [(2, 1), (2, 5), (3, 2), (4, 1), (4, 9)])
+def test_shards_compute_what_the_layer_in_one_piece_does(p: int, m: int, vocabulary: Vocabulary) -> None:
+    found, expected = in_shards(build(schedule(p, m, vocabulary))), in_one_piece(p, p, m)
+    assert found.losses.keys() == expected.losses.keys() == set(range(m))
+    for microbatch, losses in expected.losses.items():
+        torch.testing.assert_close(found.losses[microbatch], losses, rtol=1e-12, atol=1e-13)
+        assert torch.equal(found.largest[microbatch], expected.largest[microbatch])
+    assert any(largest.any() for largest in found.largest.values()) or m < 4
+    for gradient, other in zip(found.gradients(shards=True), expected.gradients(shards=False), strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("vocabulary", [Vocabulary.ONE, Vocabulary.TWO])

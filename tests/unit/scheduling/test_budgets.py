@@ -174,6 +174,20 @@ def test_what_cannot_be_kept_is_said_before_training(
         own_schedule(asked(monkeypatch, memory, *words, **more))
 
 
+def test_learning_begins_with_what_helps_most_or_where_nothing_predicts_with_the_smallest_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    how, told = requested_balance(asked(monkeypatch, "auto:1"))
+    assert how is not None
+    assert how.activation_budget is not None
+    schedule = build(replace(plain_config(), balance=how))
+    assert num_transfers(schedule, 0).evictions > 0, "even a budget that is too small by prediction is tried"
+    assert told[0] == "the first iteration moves as much as helps, until bytes are measured:"
+    how, told = requested_balance(asked(monkeypatch, "auto:2", "--moe-latent-size", "8"))
+    assert how == BalanceConfig()
+    assert told[0].endswith(": the first iteration keeps the smallest bound")
+
+
 def test_before_there_is_a_tokenizer_pairs_are_the_usual(monkeypatch: pytest.MonkeyPatch) -> None:
     assert requested_balance(asked(monkeypatch, "2", vocab_size=None, padded_vocab_size=None)) == (BalanceConfig(), ())
 

@@ -27,6 +27,25 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return said
 
 
+def test_what_stayed_is_told_and_added_up(lines: list[str]) -> None:
+    found = Differing()
+    found.ended(engine(Unmoved(2, 5_000_000, 1, 3_000_000)), 0)
+    found.ended(engine(Unmoved()), 0)
+    found.ended(engine(Unmoved(1, 2_000_000, 2, 2_000_000)), 0)
+    assert lines[0] == (
+        "stage 0: 2 micro-batches (5 MB in all) were too large for their host buffers and stayed here; the next "
+        "iteration has room for them. The bound was exceeded by at most 1 micro-batch (3 MB)"
+    )
+    assert len(lines) == 2
+    assert (found.sums.microbatches, found.sums.nbytes, found.sums.passed_microbatches, found.sums.passed_bytes) == (
+        3,
+        7_000_000,
+        2,
+        3_000_000,
+    )
+    assert (found.sums.largest_bytes, found.sums.num_grown) == ({0: 4096}, 1)
+
+
 def test_not_every_iteration_is_told(lines: list[str]) -> None:
     found = Differing()
     for _ in range(MOST_TOLD + 3):

@@ -28,6 +28,17 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     startup.repair.cache_clear()
 
 
+def test_each_repair_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """A script that prepares the process itself and is launched, too, wrapped the wrappers."""
+    startup.repair()
+    startup.repair()
+    said = capsys.readouterr().out
+    assert (
+        said.count("bpipe: repaired in memory, without editing files: megatron.core.made: what was broken works\n") == 1
+    )
+    assert "megatron.core.sound" not in said
+
+
 def test_without_repairs_none_is_made(capsys: pytest.CaptureFixture[str]) -> None:
     startup.leave_unrepaired()
     assert capsys.readouterr().out == (

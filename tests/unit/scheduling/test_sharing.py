@@ -17,6 +17,21 @@ def arguments(local_rank: int = 0, shares: bool = True) -> SimpleNamespace:
     return SimpleNamespace(local_rank=local_rank, bpipe_share_gpus=shares)
 
 
+def test_ranks_take_the_gpus_in_turn_and_are_nodes_of_their_own_for_nccl() -> None:
+    hosts, gpus = set(), []
+    for rank in range(8):
+        args, variables = arguments(rank), environment(rank)
+        line = sharing.apply(args, 3, variables)
+        assert line is not None
+        assert line.startswith("WARNING: 8 ranks share 3 GPUs (--bpipe-share-gpus)")
+        gpus.append(args.local_rank)
+        hosts.add(variables["NCCL_HOSTID"])
+        assert variables["NCCL_SOCKET_IFNAME"] == "lo"
+        assert variables["NCCL_IB_DISABLE"] == "1"
+    assert gpus == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert len(hosts) == 8, "NCCL refuses two ranks of one host on one GPU"
+
+
 def test_what_the_user_sets_for_nccl_stays() -> None:
     variables = environment() | {"NCCL_SOCKET_IFNAME": "eth0"}
     sharing.apply(arguments(), 1, variables)

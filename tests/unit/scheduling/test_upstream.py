@@ -6,6 +6,7 @@ Megatron is not imported: that 0.19.2 has these names is looked at in check_patc
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -137,3 +138,13 @@ def test_versions_are_compared_without_what_a_checkout_appends() -> None:
     assert not upstream.Running("0.19.2rc0", place).tried
     assert not upstream.Running("core_main_1a2b3c4", place).tried, "what is no version was never tried"
     assert upstream.Running("core_main_1a2b3c4", place).release == "core_main_1a2b3c4"
+
+
+def test_reading_the_table_of_refusals_loads_nothing_heavy() -> None:
+    """A fresh interpreter, because other tests may have loaded torch into this one."""
+    program = (
+        "import sys, megatron.scheduling.options.arguments; sys.exit(' '.join({'torch', 'megatron.core'} & "
+        "set(sys.modules)) or 0)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 0, ended.stderr

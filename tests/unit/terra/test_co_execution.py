@@ -73,15 +73,6 @@ def is_drawn_program_right(seed: int, kind: str, steps: int) -> None:
     assert (beside.traces, beside.fallbacks) == counts(paths(grammar.build, steps, seed)), f"program {seed}"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("part", range(4))
-@pytest.mark.parametrize("kind", ["threaded", "lazy"])
-def test_all_drawn_programs(kind: str, part: int) -> None:
-    for seed in GRAMMAR[part::4]:
-        is_drawn_program_right(seed, kind, 12)
-
-
 # -- delays
 # ----------------------------------------------------------------------------------------------------------------------
 

@@ -10,8 +10,9 @@ from bpipe.build import ScheduleConfig, build
 from bpipe.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.ir.program import Exchange
 from bpipe.report.memory import without_transfers
-from bpipe.torch.judged import refuse_standstill, wait_level
+from bpipe.torch.judged import received_in, refuse_standstill, wait_level
 from bpipe.torch.orders import torch_orders
+from bpipe.torch.upstream import Computation, TorchAction
 from bpipe.transport.connect import MeasuredLink
 from tests.unit.torch.test_torch_exchange import balanced_schedules, torchs
 
@@ -64,3 +65,15 @@ def test_torchs_messages_alone_stand_launches_that_block() -> None:
         assert not blocked_ranks(alone, WaitLevel.BLOCKING_LAUNCHES, Exchange.TORCH)
         stuck += bool(blocked_ranks(schedule, WaitLevel.BLOCKING_LAUNCHES, Exchange.TORCH))
     assert 0 < stuck < 30
+
+
+def test_a_send_that_does_not_follow_what_makes_it_is_refused() -> None:
+    """Deferred, its call of the engine would come behind other computations."""
+    schedule = build(ScheduleConfig("1f1b", 2, 2))
+    order = torchs(schedule)
+    place = next(place for place, action in enumerate(order[0]) if action.computation_type is Computation.SEND_F)
+    order[0].insert(place, TorchAction.from_str("0RECV_B0"))
+    with pytest.raises(
+        ValueError, match=r"lists 0SEND_F0 on rank 0 after 0RECV_B0, not after the action whose result it sends"
+    ):
+        received_in(order, schedule)

@@ -70,6 +70,9 @@ def test_no_balanced_schedule_stands_still() -> None:
             assert not stuck, (schedule.name, schedule.num_ranks, schedule.num_microbatches, waits, births, stuck)
 
 
+defers = pytest.mark.skipif(not hasattr(schedules, "_defer_recv_ops"), reason="torch before 2.13 defers no receives")
+
+
 def test_waits_for_sends_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch 2.15 lists them between a backward and its SEND_B, and every schedule was refused."""
     schedule = build(ScheduleConfig("interleaved-1f1b", 3, 3, num_chunks=2))
@@ -88,6 +91,15 @@ def test_waits_for_sends_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> Non
         received_in(waiting, schedule)
     monkeypatch.setattr(judged, "SEND_WAITS", (Computation.UNSHARD,))
     assert received_in(waiting, schedule) == received_in(listed, schedule)
+
+
+@defers
+def test_lists_that_send_elsewhere_are_refused() -> None:
+    """The engine's `sent` comes behind the last SEND of a computation, and a receive before it would be behind it."""
+    schedule = build(ScheduleConfig("interleaved-1f1b", 3, 3, num_chunks=2))
+    received_in(torchs(schedule), schedule)
+    with pytest.raises(ValueError, match=r"torch 2\.\S+ lists \dSEND_[FB]\d on rank \d after \dRECV_[FB]\d, not after"):
+        received_in(torchs(schedule, defer=True), schedule)
 
 
 @pytest.mark.parametrize(("late", "least"), [(2, 2), (8, 8)])

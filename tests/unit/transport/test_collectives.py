@@ -4,6 +4,7 @@ first passes."""
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -131,6 +132,18 @@ def test_all_get_what_one_makes(ranks: list[Collectives]) -> None:
         assert ranks[LAST].wait(output(microbatch)) == ()
     seat: Any = ranks[LAST]._groups.of[Kind.FORWARD]
     assert seat._next == 4, "two tensors of each but the first"
+
+
+def test_the_first_is_kept_until_everybody_has_it(ranks: list[Collectives]) -> None:
+    for rank in (0, 1):
+        ranks[rank].post(output(0))
+    ranks[LAST].send(output(0), (torch.ones(2),))
+    ended = threading.Event()
+    threading.Thread(target=lambda: (ranks[LAST].wait(output(0)), ended.set()), daemon=True).start()
+    assert len(ranks[0].wait(output(0))) == 1
+    assert not ended.wait(0.1)
+    ranks[1].wait(output(0))
+    assert ended.wait(5.0)
 
 
 def test_one_gets_the_sum_of_what_all_make(ranks: list[Collectives]) -> None:

@@ -39,6 +39,13 @@ def _allowed(name: str, device: str) -> bool:
         return False
 
 
+def test_what_cannot_reach_the_memory_is_refused_with_the_way_out() -> None:
+    with pytest.raises(
+        ValueError, match="--bpipe-transport nccl cannot move memory of device cpu: use gloo, peer, host or auto"
+    ):
+        candidates("nccl", "cpu")
+
+
 @pytest.mark.parametrize(
     ("theirs", "why"),
     [

@@ -44,6 +44,24 @@ def ends() -> tuple[Control, Control]:
     return Control(1, None), Control(0, None)  # type: ignore[arg-type]
 
 
+VALUES = [
+    None,
+    "",
+    "zu wenig Speicher: 17 €",
+    {"0": [1, 2]},
+    [[3, [10**12, 0]], [0, []]],
+    {"handle": "00" * 64},
+    ["x" * 100_000],
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:20])
+def test_values_arrive_as_they_were(wire: Wire, value: Any) -> None:
+    here, there = ends()
+    here.send(Subject.SIZES, value)
+    assert there.receive(Subject.SIZES) == value
+
+
 def test_an_exchange_tells_before_it_listens(wire: Wire) -> None:
     """Both ends call it at once: neither may wait for the other to begin."""
     here, there = ends()

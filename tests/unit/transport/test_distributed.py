@@ -18,6 +18,7 @@ import torch
 
 from bpipe.transport import distributed
 from bpipe.transport.distributed import (
+    MAX_BATCHED_OPERATIONS,
     MAX_CTAS,
     Distributed,
     PairGroups,
@@ -114,6 +115,14 @@ def test_each_direction_has_its_group_and_every_operation_is_waited_for(dist: Re
         assert dist.waited == []
         works.wait()
         assert dist.waited == [(operation, length, 5, group) for length in (3, 1, 2)]
+
+
+def test_no_group_call_is_larger_than_nccls_limit(dist: Recorded) -> None:
+    Distributed(None, PairGroups(5, "away", "here")).put(
+        0, [torch.zeros(1, dtype=torch.uint8)] * (2 * MAX_BATCHED_OPERATIONS + 3)
+    ).wait()  # type: ignore[arg-type]
+    assert dist.calls == [("batch", MAX_BATCHED_OPERATIONS), ("batch", MAX_BATCHED_OPERATIONS), ("batch", 3)]
+    assert len(dist.waited) == 2 * MAX_BATCHED_OPERATIONS + 3
 
 
 class Group:

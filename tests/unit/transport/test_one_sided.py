@@ -70,6 +70,18 @@ def test_what_was_put_comes_back(pair: tuple[OneSidedCopies, OneSidedCopies]) ->
     assert same(back[1], tensors(1))
 
 
+def test_a_host_buffer_that_is_taken_is_refused(pair: tuple[OneSidedCopies, OneSidedCopies]) -> None:
+    evictor, _ = pair
+    evictor.put(0, tensors(1)).wait()
+    with pytest.raises(
+        RuntimeError, match="host buffer 0 is holding, but must be free for this transfer: the program uses it twice"
+    ):
+        evictor.put(0, tensors(2))
+    back = tensors()
+    evictor.get(0, back).wait()
+    assert same(back, tensors(1)), "what was refused must not have moved"
+
+
 def test_a_host_buffer_that_holds_nothing_is_refused(pair: tuple[OneSidedCopies, OneSidedCopies]) -> None:
     evictor, _ = pair
     with pytest.raises(RuntimeError, match="host buffer 1 is free, but must be holding for this transfer"):
@@ -140,6 +152,23 @@ def test_memory_is_not_freed_while_the_partner_has_it_open(lanes: tuple[ThreadLa
     evictor.release()
     parting.join(5.0)
     assert closed == ["opened", "lent"]
+
+
+class Failing(SharedMemory):
+    def make(self, nbytes: int):  # type: ignore[no-untyped-def]
+        raise OSError(12, "Cannot allocate memory")
+
+
+def test_an_acceptor_without_memory_tells_its_evictor(lanes: tuple[ThreadLane, ThreadLane]) -> None:
+    evictor, acceptor = peers(*lanes, lender=Failing)
+    announce(evictor).wait()
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        lend(acceptor)
+    with pytest.raises(
+        RuntimeError,
+        match=r"the partner could not allocate the host buffers that it lends: OSError: .* Cannot allocate memory",
+    ):
+        evictor.put(0, tensors(1)).wait()
 
 
 def test_asking_never_waits_for_the_partner(lanes: tuple[ThreadLane, ThreadLane]) -> None:
