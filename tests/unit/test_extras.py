@@ -99,15 +99,6 @@ def test_terra_without_torch_says_in_one_line_what_to_install(tmp_path: Path) ->
     assert 'terra needs torch, which is not installed: pip install "torch>=2.11"' in ended.stderr
 
 
-def test_install_command_of_a_checkout_is_the_short_one_in_its_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(ROOT)
-    assert extras.install_command("torch") == 'pip install -e ".[torch]"'
-    monkeypatch.chdir(tmp_path)
-    assert extras.install_command("torch") == f'pip install -e "{ROOT}[torch]"'
-
-
 @pytest.mark.parametrize(
     ("record", "place"),
     [('{"url": "file:///of/this%20folder", "dir_info": {}}', "/of/this folder"), (None, "torch-bpipe")],

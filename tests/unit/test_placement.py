@@ -42,13 +42,3 @@ def test_any_placement(topology: Topology) -> None:
     assert parts[0] == (0, 0, 0, 0), "rank 0 stays where its store is"
     if 2 * topology.block <= topology.gpus_per_node:
         assert all(pair.nodes[0] == pair.nodes[1] for pair in pairs(topology, parts))
-
-
-def test_the_two_stages_of_any_pair_share_a_node() -> None:
-    """Partners as a schedule has them: here two pairs, and two stages that move nothing."""
-    topology, partners = Topology(tensor=2, context=1, pipeline=6, data=2, gpus_per_node=4), (2, 1, 0, 5, 4, 3)
-    parts = pair_adjacent(topology, partners)
-    found = pairs(topology, parts, partners)
-    assert {pair.stages for pair in found} == {(0, 2), (3, 5)}
-    assert all(pair.nodes[0] == pair.nodes[1] for pair in found)
-    assert len(set(parts)) == topology.world

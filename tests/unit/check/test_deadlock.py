@@ -59,14 +59,6 @@ def default_plans(
     return [build(ScheduleConfig(name, p, m, num_chunks=chunks, balance=BalanceConfig())) for p, m in sizes]
 
 
-@pytest.mark.parametrize("chunks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_no_default_plan_stands_still_however_strictly_it_waits(chunks: int) -> None:
-    """With one queue 13 of these 60 did, waiting at issue 23: a pair's last transfers stood in front of the last
-    gradient."""
-    for schedule in default_plans((4, 6, 8, 12, 16), chunks, (1, 2, 4, 8)):
-        assert not any(blocked_ranks(schedule, waits) for waits in STOOD)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4, 6])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
@@ -56,6 +57,8 @@ MORE = (
     (8, 32, 2, 12, "h=.1", 7.87),
     (8, 32, 2, 16, "h=.1", 6.52),
 )
+# Of V-Min, which holds 4 micro-batches.
+V_MIN = (12.3, 25.8, 19.3, 22.9, 25.2)
 
 
 def bubble_percent(schedule: Schedule) -> float:
@@ -188,6 +191,11 @@ def test_a_choice_takes_costs_as_fine_as_numbers_are() -> None:
     )
 
 
+def test_below_half_of_the_ranks_it_takes_less_time_than_v_min() -> None:
+    for costs, percent in zip(ALL.values(), V_MIN, strict=True):
+        assert chosen(8, 32, 2, 8, costs) < percent
+
+
 def test_where_the_weights_half_holds_more_than_was_saved() -> None:
     kept = Fraction(9, 5)
     assert [round(chosen(8, 32, 4, bound, UnitCosts(), kept), 2) for bound in (19, 21, 26)] == [6.34, 5.65, 4.24]
@@ -267,6 +275,20 @@ def test_with_host_buffers_that_stay_the_bound_is_of_all_that_a_run_allocates(si
         <= iteration_time(there, UnitCosts()).makespan
         < 1.03 * iteration_time(gone, UnitCosts()).makespan
     )
+
+
+def test_the_command_chooses_for_a_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["schedule", "--schedule", NAME, "--pp", "4", "--microbatches", "12", "--vp", "3", "--format", "json"]
+    bound = ["--balance", "bpipe", "--bound", "9", "--costs", "1,1.2,0.8", "--hop", "1/20", "--kept", "0.5"]
+    assert cli.main([*sizes, *bound]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert cli.main([*sizes, *bound, "--group", "auto"]) == 0
+    assert json.loads(capsys.readouterr().out) == alone
+    assert alone["hop"] == 0.05
+    assert alone["after_input"] == 0.5
+    assert max(rank["peak"] for rank in alone["ranks"]) <= 9
+    assert cli.main([*sizes, *bound, "--group", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["makespan"] >= alone["makespan"]
 
 
 @pytest.mark.parametrize(

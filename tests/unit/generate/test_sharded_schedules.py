@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from bpipe.check.order import check_microbatch_order
 from bpipe.check.rules import check
 from bpipe.formats.grid import write_grid
 from bpipe.formats.text import read_csv, write_csv
-from bpipe.generate.family import ALIKE, UnitCosts
+from bpipe.generate.ahead import further_forwards, later_microbatch
+from bpipe.generate.families import FAMILIES
+from bpipe.generate.family import ALIKE, FamilyOptions, UnitCosts
 from bpipe.generate.place import backwards, forwards
 from bpipe.generate.shards import fit_shards
 from bpipe.ir.action import SHARDS, Action, Kind
@@ -150,6 +153,15 @@ def test_groups_of_any_size_run_ahead(group: int) -> None:
     for m in (5, 12, 17):
         whole, shards = both("grouped-interleaved", 6, m, 3, ONE, group_size=min(group, m))
         assert max(peak_counts(shards)) <= max(peak_counts(whole)) + 3
+
+
+def test_one_forward_more_could_make_ranks_wait_for_each_other() -> None:
+    """Then every backward is that of the micro-batch before, whatever the order is."""
+    name, p, m = "zb-v", 8, 24
+    orders = FAMILIES[name].orders
+    layout = replace(FAMILIES[name].layout(p, 2), vocabulary=ONE)
+    alone = further_forwards(orders, {ONE: 3, TWO: 3})(p, m, 2, FamilyOptions(), layout)
+    assert alone == later_microbatch(orders)(p, m, 2, FamilyOptions(), layout)
 
 
 @pytest.mark.parametrize("vocabulary", [ONE, TWO])

@@ -80,13 +80,6 @@ def test_flags_of_the_papers_case() -> None:
     assert "--attention-backend unfused --fp16 --use-distributed-optimizer" in text
 
 
-def test_uneven_layers_are_said_with_two_flags() -> None:
-    text = " ".join(megatron_flags(SETUPS[3]))
-    assert "--decoder-first-pipeline-num-layers 7 --decoder-last-pipeline-num-layers 7" in text
-    odd = replace(setup("gpt3-13b", 1, 4), layers=(10, 11, 9, 10))
-    assert "--pipeline-model-parallel-layout Et*10|t*11|t*9|t*10L" in " ".join(megatron_flags(odd))
-
-
 def rows_of_plans() -> list[Setup]:
     """The first rows of real searches: GPT and LLaMA, old and new attention, even and uneven layers, and balanced
     ones of their own."""
