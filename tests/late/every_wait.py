@@ -1,6 +1,6 @@
 """Take every wait of the runtime out, one at a time, where late devices run it.
 
-In: the table of `tests.unit.runtime.mutations`, whose lines are all waits of the code. Out: by wait, the first case
+In: the table of `tests.late.mutations`, whose lines are all waits of the code. Out: by wait, the first case
 that noticed, or none. As a program: `python -m tests.late.every_wait FILE [WORD]` writes that, of the waits whose name
 contains the word. Each is taken out in a process of its own, from a copy of its module in memory.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.unit.runtime.mutations import TABLE, Mutated, Mutation
+from tests.late.mutations import TABLE, Mutated, Mutation
 
 if TYPE_CHECKING:
     from tests.late.devices import Draw
@@ -30,7 +30,7 @@ MODULES = (
 
 # A hand-over of memory: the line does not read as a wait. What a layer's own streams use is noticed in
 # test_stand_ins.py.
-FURTHER = (Mutation("bpipe/runtime/shards.py", "used_here(gathered, *early)", "pass", ()),)
+FURTHER = (Mutation("bpipe/runtime/shards.py", "used_here(gathered, *early)", "pass"),)
 # Waits that a device orders anyway, with what they are for and who notices elsewhere.
 ORDERED_ANYWAY = {
     (

@@ -15,9 +15,9 @@ import torch
 from tests.late.cases import SCHEDULES
 from tests.late.devices import DIRECTED, DRAWN, Draw
 from tests.late.every_wait import FURTHER, ORDERED_ANYWAY, late_waits
+from tests.late.mutations import ROOT, TABLE
 from tests.late.pipeline import LatePipeline
 from tests.late.waits import WAITS
-from tests.unit.runtime.mutations import ROOT, TABLE
 
 
 def test_each_wait_is_run_or_said_not_to_be() -> None:

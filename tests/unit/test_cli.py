@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import io
-import json
 import os
-import pty
-import re
 import shlex
 import signal
 import subprocess
@@ -20,9 +16,7 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.cli import COMMANDS, command_of, main
 from bpipe.config.flags.values import positive
-from bpipe.schedule.files.document import read_json
-from bpipe.schedule.files.grid import write_grid
-from bpipe.schedule.files.text import read_csv, write_csv
+from bpipe.schedule.files.text import read_csv
 
 EXAMPLE = ["schedule", "--schedule", "1f1b", "--pp", "4", "--microbatches", "8", "--balance", "bpipe"]
 SCHEDULE = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
@@ -43,43 +37,6 @@ rank 3 C  .  .  . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7  .  .  .
 def test_the_worked_example(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(EXAMPLE) == 0
     assert capfd.readouterr().out == GRID
-
-
-def test_formats_and_output_files(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main([*EXAMPLE, "--format", "json"]) == 0
-    assert read_json(capfd.readouterr().out) == SCHEDULE
-    assert main([*EXAMPLE, "--output", str(tmp_path / "a.csv")]) == 0
-    assert read_csv((tmp_path / "a.csv").read_text()) == SCHEDULE
-    assert main([*EXAMPLE, "--output", str(tmp_path / "b.txt"), "--format", "csv"]) == 0
-    assert (tmp_path / "b.txt").read_text() == (tmp_path / "a.csv").read_text()
-    assert capfd.readouterr().out == ""
-
-
-@pytest.mark.parametrize("form", ["csv", "json"])
-def test_a_file_comes_back_as_it_went(form: str, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = str(tmp_path / "file")
-    assert main([*EXAMPLE, "--format", form, "--output", path]) == 0
-    assert main(["schedule", "--input", path, "--format", form]) == 0
-    assert capfd.readouterr().out == Path(path).read_text()
-
-
-def test_standard_input(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(write_csv(SCHEDULE).encode())))
-    assert main(["schedule", "--input", "-"]) == 0
-    assert capfd.readouterr().out == GRID
-
-
-def test_a_listing_from_elsewhere_is_aligned_and_balanced(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "listing.csv"
-    path.write_text(
-        "".join(",".join(str(slot.compute) for slot in row if slot.compute) + "\n" for row in SCHEDULE.ranks)
-    )
-    assert main(["schedule", "--input", str(path)]) == 2
-    assert "stage order: rank 1, slot 0, 1F0: needs 0F0, which rank 0 computes in slot 0" in capfd.readouterr().err
-    assert main(["schedule", "--input", str(path), "--align", "--balance", "bpipe", "--format", "json"]) == 0
-    document = json.loads(capfd.readouterr().out)
-    assert document["bounds"] == [3, 3, 3, 3]
-    assert read_json(json.dumps(document)).ranks == SCHEDULE.ranks
 
 
 @pytest.mark.parametrize(
@@ -106,11 +63,6 @@ def test_what_cannot_be_aligned_is_one_line(
     captured = capfd.readouterr()
     assert captured.err.startswith(f"bpipe: error: {path}: {reason}")
     assert captured.err.count("\n") == 1
-
-
-def test_bounds_and_partners(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main([*EXAMPLE, "--bound", "3,3,2,4", "--partners", "3,2,1,0", "--format", "json"]) == 0
-    assert json.loads(capfd.readouterr().out)["bounds"] == [3, 3, 2, 4]
 
 
 REFUSED = {
@@ -236,17 +188,6 @@ def test_a_number_that_must_be_positive_is_refused_by_its_flag(name: str, capfd:
     assert not [flag for flag in command_of(name).flags if flag.read in (int, float) and flag.field != "stage_mfu"]
 
 
-def test_names_inside_values_suggest_the_nearest(capfd: pytest.CaptureFixture[str]) -> None:
-    rest = ["--pp", "4", "--gbs", "8"]
-    for changed, reason in (
-        (["--model", "gpt3-13", "--cluster", "a100-80g:4"], "unknown model 'gpt3-13', did you mean 'gpt3-13b'?"),
-        (["--model", "gpt3-13b", "--cluster", "A100=4"], "is not DEVICE:NODESxDEVICES"),
-        (["--model", "gpt3-13b", "--cluster", "a100:4"], "unknown device 'a100', did you mean 'a100-80g'?"),
-    ):
-        assert main(["simulate", *changed, *rest]) == 2
-        assert reason in capfd.readouterr().err
-
-
 def test_alone_it_shows_its_help(capfd: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     assert capfd.readouterr().out.startswith("usage: bpipe ")
@@ -271,25 +212,6 @@ def test_output_files_say_their_format(tmp_path: Path) -> None:
     assert main([*EXAMPLE, "--output", str(tmp_path / "x.pdf")]) == 2
     assert not (tmp_path / "x.pdf").exists()
     assert main([*EXAMPLE, "--output", str(tmp_path / "x.pdf"), "--format", "csv"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b"0F0,0B0\n,1F0,1Q0\n", "line 2, cell 3: '1Q0' is not an action"),
-        (b"\xff\xfe0", "byte 0 is not UTF-8 text"),
-        (b"{", "line 1, column 2"),
-    ],
-)
-def test_a_broken_file_gets_its_name_and_place(
-    content: bytes, reason: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    path = tmp_path / "broken.csv"
-    path.write_bytes(content)
-    assert main(["schedule", "--input", str(path)]) == 2
-    error = capfd.readouterr().err
-    assert f"{path}: " in error
-    assert reason in error
 
 
 SHORT = {
@@ -355,32 +277,6 @@ def test_an_interrupted_command_ends_without_a_traceback() -> None:
         assert process.wait(30) == 130
 
 
-def test_a_terminal_gets_colours_and_its_width() -> None:
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "COLUMNS": "60", "TERM": "xterm"}
-    environment.pop("NO_COLOR", None)
-    with subprocess.Popen([sys.executable, "-m", "bpipe", *EXAMPLE], stdout=theirs, env=environment) as process:
-        os.close(theirs)
-        output = b""
-        while True:
-            try:
-                block = os.read(ours, 4096)
-            except OSError:
-                break
-            if not block:
-                break
-            output += block
-        assert process.wait(30) == 0
-    os.close(ours)
-    text = output.decode().replace("\r\n", "\n")
-    assert "\x1b[34mF0\x1b[0m" in text
-    for code in ("31", "32", "33", "34", "35"):
-        text = text.replace(f"\x1b[{code}m", "")
-    text = text.replace("\x1b[0m", "")
-    assert max(len(line) for line in text.split("\n")[1:]) <= 60
-    assert text.startswith(write_grid(SCHEDULE, 60))
-
-
 def test_the_command_loads_only_what_it_needs() -> None:
     """So that it starts at once: nobody waits for what other sub-commands, or pictures, import."""
     program = (
@@ -394,38 +290,3 @@ def test_the_command_loads_only_what_it_needs() -> None:
         [sys.executable, "-c", program, *EXAMPLE], capture_output=True, text=True, timeout=30, check=True
     )
     assert ended.stderr.split() == []
-
-
-def test_a_terminal_gets_what_does_not_fit_in_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elsewhere no byte is a colour's."""
-    asked = [
-        "simulate",
-        "--model",
-        "gpt3-96b",
-        "--cluster",
-        "a100-80g:4x8",
-        "--tp",
-        "4",
-        "--pp",
-        "8",
-        "--gbs",
-        "128",
-        "--mbs",
-        "4",
-    ]
-    said = {}
-    for is_terminal in (False, True):
-        written = io.StringIO()
-        monkeypatch.setattr(written, "isatty", lambda is_terminal=is_terminal: is_terminal)
-        monkeypatch.setattr(sys, "stdout", written)
-        monkeypatch.setenv("TERM", "xterm")
-        monkeypatch.setenv("COLUMNS", "120")
-        monkeypatch.delenv("NO_COLOR", raising=False)
-        assert main(asked) == 0
-        said[is_terminal] = written.getvalue()
-    assert "\x1b" not in said[False]
-    assert re.sub(r"\x1b\[[\d;]*m", "", said[True]).split() == said[False].split()
-    assert sum(line.startswith("\x1b[31m") for line in said[True].splitlines()) == said[False].count("  no\n") > 0
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert main(asked) == 0
-    assert written.getvalue().count("\x1b") == said[True].count("\x1b")

@@ -16,12 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from bpipe.balance.config import named_balance
-from bpipe.predict.cluster import parse_cluster
-from bpipe.predict.hugging_face import find_model
-from bpipe.predict.layout import Setup
-from bpipe.predict.memory import predict_memory
-
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPTS = sorted([*EXAMPLES.glob("*.sh"), *EXAMPLES.glob("*.sbatch")])
 JOBS = sorted(EXAMPLES.glob("*.sbatch"))
@@ -41,21 +35,6 @@ def bash(script: Path, *arguments: str, **environment: str) -> subprocess.Comple
         env={**clean, **environment},
         check=False,
     )
-
-
-def test_the_examples_are_there() -> None:
-    assert {path.name for path in SCRIPTS} == {
-        *("common.sh", "smoke_8gpu.sh", "train_gpt3_13b.sh"),
-        *("train_gpt3_96b.sbatch", "train_gpt3_134b.sbatch", "train_llama_65b.sbatch"),
-    }
-    readme = (EXAMPLES / "README.md").read_text()
-    assert all(path.name in readme for path in SCRIPTS)
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=named)
-def test_bash_can_read_it(script: Path) -> None:
-    ended = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, timeout=30, check=False)
-    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
@@ -83,15 +62,6 @@ def test_a_job_starts_one_torchrun_on_each_node_it_asks_for(job: Path) -> None:
     hours, minutes = map(int, asked["time"].split(":")[:2])
     (exit_minutes,) = re.findall(r"--exit-duration-in-mins (\d+)", command)
     assert 10 <= 60 * hours + minutes - int(exit_minutes) <= 30, "time to start and to write the last checkpoint"
-
-
-def test_more_nodes_and_flags_can_be_given() -> None:
-    ended = bash(
-        EXAMPLES / "train_gpt3_96b.sbatch", "--seed", "7", DRY_RUN="1", SLURM_JOB_NUM_NODES="8", SLURM_JOB_ID="42"
-    )
-    assert "torchrun --nnodes 8 " in ended.stdout
-    assert "--rdzv-id 42 " in ended.stdout
-    assert ended.stdout.rstrip().endswith("--seed 7")
 
 
 def test_every_job_has_a_port_of_its_own() -> None:
@@ -179,36 +149,3 @@ def test_a_job_goes_on_only_where_its_time_was_up(
     assert says in ended.stderr
     asked = (tmp_path / "asked").read_text().splitlines()
     assert asked == ["show hostnames nodes", *["requeue 42"] * requeued]
-
-
-@pytest.mark.parametrize(
-    ("model", "nodes", "pipeline", "micro_batch", "batch", "recompute", "attention"),
-    [
-        ("gpt3-96b", 4, 8, 2, 128, "selective", "unfused"),
-        ("gpt3-134b", 6, 12, 2, 192, "selective", "unfused"),
-        ("llama-65b", 4, 8, 4, 128, "none", "flash"),
-    ],
-)
-def test_these_runs_need_balancing_to_fit(
-    model: str, nodes: int, pipeline: int, micro_batch: int, batch: int, recompute: str, attention: str
-) -> None:
-    """What the README says of them: by the memory model, the fullest device is above the limit without --bpipe and
-    below it with."""
-    found = find_model(model)
-    fits = {}
-    for balance in ("none", "bpipe"):
-        setup = Setup(
-            model=found,
-            cluster=parse_cluster(f"a100-80g:{nodes}x8"),
-            tensor=4,
-            pipeline=pipeline,
-            micro_batch=micro_batch,
-            global_batch=batch,
-            sequence=2048,
-            layers=(found.num_layers // pipeline,) * pipeline,
-            recompute=recompute,
-            attention=attention,
-            balance=named_balance(balance),
-        )
-        fits[balance] = all(rank.peak_bytes <= rank.limit_bytes for rank in predict_memory(setup))
-    assert fits == {"none": False, "bpipe": True}

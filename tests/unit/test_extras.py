@@ -36,16 +36,6 @@ def launched(module: str, *arguments: str) -> str:
     )
 
 
-def test_bare_python_has_no_packages(tmp_path: Path) -> None:
-    """Otherwise the tests below would show nothing."""
-    ended = bare(
-        "from importlib.util import find_spec; sys.exit(any(map(find_spec, ('torch', 'megatron.core', 'packaging', "
-        "'pip'))))",
-        tmp_path,
-    )
-    assert ended.returncode == 0, ended.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -109,19 +99,6 @@ def test_terra_without_torch_says_in_one_line_what_to_install(tmp_path: Path) ->
     assert ended.returncode == 1
     assert len(ended.stderr.splitlines()) == 1
     assert 'terra needs torch, which is not installed: pip install "torch>=2.11"' in ended.stderr
-
-
-def test_require_accepts_what_is_installed() -> None:
-    extras.require("megatron", "this test")
-
-
-def test_install_command_of_a_checkout_is_the_short_one_in_its_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(ROOT)
-    assert extras.install_command("torch") == 'pip install -e ".[torch]"'
-    monkeypatch.chdir(tmp_path)
-    assert extras.install_command("torch") == f'pip install -e "{ROOT}[torch]"'
 
 
 @pytest.mark.parametrize(

@@ -9,31 +9,11 @@ from hypothesis import strategies as st
 from bpipe.placement import Topology, pair_adjacent, pairs
 
 
-def stages(topology: Topology) -> list[int]:
-    return [part.stage for part in pair_adjacent(topology)]
-
-
-def test_sixteen_stages_on_two_nodes() -> None:
-    topology = Topology(tensor=1, context=1, pipeline=16, data=1, gpus_per_node=8)
-    assert stages(topology) == [0, 15, 1, 14, 2, 13, 3, 12, 4, 11, 5, 10, 6, 9, 7, 8]
-
-
-def test_tensor_2_pipeline_4_data_2_on_two_nodes() -> None:
-    topology = Topology(tensor=2, context=1, pipeline=4, data=2, gpus_per_node=8)
-    assert stages(topology) == [0, 0, 3, 3, 1, 1, 2, 2] * 2
-    assert [part.replica for part in pair_adjacent(topology)] == [0] * 8 + [1] * 8
-
-
 def test_middle_stages_do_not_push_pairs_apart() -> None:
     """Five stages on nodes of four: laid out replica by replica, the second replica's pair (1, 3) would stand on two
     nodes."""
     topology = Topology(tensor=1, context=1, pipeline=5, data=4, gpus_per_node=4)
     assert all(pair.nodes[0] == pair.nodes[1] for pair in pairs(topology, pair_adjacent(topology)))
-
-
-def test_tensor_parallelism_that_fills_a_node_parts_the_pairs() -> None:
-    topology = Topology(tensor=8, context=1, pipeline=4, data=1, gpus_per_node=8)
-    assert [pair.nodes for pair in pairs(topology, pair_adjacent(topology))] == [(0, 1)] * 8 + [(2, 3)] * 8
 
 
 def test_bad_sizes_are_refused() -> None:
@@ -62,13 +42,3 @@ def test_any_placement(topology: Topology) -> None:
     assert parts[0] == (0, 0, 0, 0), "rank 0 stays where its store is"
     if 2 * topology.block <= topology.gpus_per_node:
         assert all(pair.nodes[0] == pair.nodes[1] for pair in pairs(topology, parts))
-
-
-def test_the_two_stages_of_any_pair_share_a_node() -> None:
-    """Partners as a schedule has them: here two pairs, and two stages that move nothing."""
-    topology, partners = Topology(tensor=2, context=1, pipeline=6, data=2, gpus_per_node=4), (2, 1, 0, 5, 4, 3)
-    parts = pair_adjacent(topology, partners)
-    found = pairs(topology, parts, partners)
-    assert {pair.stages for pair in found} == {(0, 2), (3, 5)}
-    assert all(pair.nodes[0] == pair.nodes[1] for pair in found)
-    assert len(set(parts)) == topology.world

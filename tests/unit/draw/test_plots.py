@@ -32,50 +32,8 @@ STAGES = tuple(
 )
 
 
-def groups(svg: str) -> dict[str, list[list[tuple[float, float]]]]:
-    """The paths of every named part, as points."""
-    found: dict[str, list[list[tuple[float, float]]]] = {}
-    for group in ElementTree.fromstring(svg).iter(f"{SVG}g"):
-        paths = [path.attrib["d"] for path in group.findall(f"{SVG}path")]
-        points = [[(float(x), float(y)) for x, y in re.findall(r"[ML] (-?[\d.]+) (-?[\d.]+)", path)] for path in paths]
-        found[group.attrib.get("id", "")] = points
-    return found
-
-
 def words(svg: str) -> list[str]:
     return [text.text or "" for text in ElementTree.fromstring(svg).iter(f"{SVG}text")]
-
-
-def extent(points: list[tuple[float, float]], axis: int) -> float:
-    values = [point[axis] for point in points]
-    return max(values) - min(values)
-
-
-def test_memory_bars_are_as_high_as_the_bytes() -> None:
-    parts = groups(to_svg(memory_chart(STAGES, "title")))
-    heights = {
-        (name, stage): extent(parts[f"{name}-{stage}"][0], 1) for name in ("plain", "balanced") for stage in range(8)
-    }
-    unit = heights["plain", 0] / PLAIN[0]
-    for name, sizes in (("plain", PLAIN), ("balanced", BALANCED)):
-        assert [heights[name, stage] / unit for stage in range(8)] == pytest.approx(sizes, rel=1e-3)
-    for stage, (dash, bar) in enumerate(
-        zip(parts["balanced-predicted"], [parts[f"balanced-{stage}"][0] for stage in range(8)], strict=True)
-    ):
-        assert (min(y for _, y in bar) - dash[0][1]) / unit == pytest.approx(1, abs=0.01), (
-            f"stage {stage} is predicted 1 MiB higher"
-        )
-
-
-def test_memory_bars_say_how_many_microbatches() -> None:
-    said = words(to_svg(memory_chart(STAGES, "a title & more")))
-    assert "a title & more" in said
-    counts = [*range(8, 0, -1), 5, 5, 5, 5, 4, 5, 5, 5]
-    for number in range(9):
-        # The stages' own numbers are on the axis, and 0, 20, 40, ... MiB.
-        on_axes = (number < 8) + (number == 0)
-        assert said.count(str(number)) == counts.count(number) + on_axes
-    assert {"without balancing, measured", "with balancing, measured", "predicted from the schedule"} <= set(said)
 
 
 def test_bars_differ_without_colours() -> None:

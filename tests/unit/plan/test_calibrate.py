@@ -4,17 +4,12 @@ refused."""
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bpipe.cli import main
-from bpipe.config.launch.training_log import read_log
-from bpipe.plan.calibrate import Ran, steady
-from bpipe.simulate.cost import CollectiveCost, Costs, Link, Links, ShardCost, StageCost
 
 TRAINED = "--num-layers 16 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --swiglu --bf16".split()
 TRAINED += (
@@ -186,30 +181,6 @@ def test_what_is_not_modelled_is_refused_from_a_log(capsys: pytest.CaptureFixtur
     assert "several training runs" in refused(capsys, "calibrate", str(path), *CLUSTER)
 
 
-def test_the_arguments_of_a_log_are_the_launch() -> None:
-    words, vocabulary = read_log(log([1.0]))
-    assert vocabulary == 50257
-    launched = {*TRAINED, "--ffn-hidden-size", "5440", "--kv-channels", "128", "--recompute-modules", "core_attn"}
-    # What has its default is read all the same.
-    assert set(words) - launched == {"--expert-model-parallel-size"}
-    assert launched - set(words) == set()
-    in_parts = {"context_parallel_size": "2", "cp_comm_type": "['a2a']", "fp8": "hybrid", "fp8_recipe": "tensorwise"}
-    more, _ = read_log(log([1.0], {**ARGUMENTS, **in_parts}))
-    assert set(more) - set(words) == {
-        "--context-parallel-size",
-        "--cp-comm-type",
-        "a2a",
-        "--fp8-format",
-        "hybrid",
-        "--fp8-recipe",
-        "tensorwise",
-    }
-    # A rank's prefix, and a name longer than the dots.
-    long = "account_for_embedding_in_pipeline_split_and_what_else_there_may_be"
-    prefixed = "\n".join(f"[0]: {line}" for line in log([1.0], {**ARGUMENTS, long: "True"}).splitlines())
-    assert read_log(prefixed) == read_log(log([1.0]))
-
-
 def test_a_recorded_run_has_to_be_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(Path(__file__).parents[2] / "data/recorded_run")
     words = ["calibrate", folder, "--cluster", "a100-80g:4", "--vocab-size", "1000", "--warm-up", "0"]
@@ -239,31 +210,3 @@ def test_a_file_that_is_none_is_refused(predicted: float, capsys: pytest.Capture
         said = refused(capsys, "simulate", *given, "--calibration", str(file), "--", *TRAINED)
         assert words in said
         assert str(file) in said
-
-
-def test_everything_that_takes_time_is_scaled() -> None:
-    """Whatever costs get besides: each second times the factor, each speed divided by it, bytes as they are."""
-
-    def filled(kind: type) -> Any:
-        return kind(**{one.name: number for number, one in enumerate(fields(kind), 1)})
-
-    stage = replace(filled(StageCost), backward_s=50, moved_bytes=1, saved_bytes=2)
-    links = Links(Link(Fraction(10), 3, 5), Link(None, 7, 11), (0, 1))
-    costs = Costs((stage,), links, shards=(filled(ShardCost),), collectives=filled(CollectiveCost))
-    twice = costs.scaled(2)
-    for one, other in (
-        (costs.stages[0], twice.stages[0]),
-        (costs.shards[0], twice.shards[0]),
-        (costs.collectives, twice.collectives),
-    ):
-        for field in fields(one):
-            times = 2 if field.name.endswith("_s") else 1
-            assert getattr(other, field.name) == times * getattr(one, field.name), field.name
-    for mine, theirs in ((links.inside, twice.links.inside), (links.between, twice.links.between)):
-        assert (theirs.seconds(100), theirs.message_s(100)) == (2 * mine.seconds(100), 2 * mine.message_s(100))
-    assert costs.scaled(1) == costs
-
-
-def test_the_warm_up_is_counted_in_iterations() -> None:
-    found = steady([Ran(1, 4, 9.0), Ran(5, 8, 9.0), *(Ran(number, number, 1.0) for number in range(9, 13))])
-    assert (found.num, found.left_out, found.median_s) == (4, 2, 1.0)

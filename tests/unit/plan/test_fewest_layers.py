@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bpipe.cli import main
 from bpipe.plan.fewest_layers import fewest_layers, with_block
 from bpipe.plan.front import find_front
 from bpipe.plan.search import search
-from bpipe.plan.space import Space, enumerate_setups
+from bpipe.plan.space import Space
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.memory import predict_memory
 from bpipe.predict.model import gpt
@@ -64,29 +62,8 @@ def test_one_layer_fewer_would_not_fit() -> None:
         assert not all(rank.fits for rank in predict_memory(fewer))
 
 
-def test_where_nothing_else_is_asked_for_one_layer_is_the_least() -> None:
-    only = replace(SMALL, recompute=(BLOCK,))
-    assert {setup.recompute for setup in enumerate_setups(only)} == {"full:block:1"}
-    largest = replace(only, cluster=parse_cluster("h200-141g:8"))
-    assert {row.prediction.setup.recomputed.method for row in search(largest, num_rows=5).rows} == {"block"}
-
-
 def test_a_front_has_no_one_amount_of_memory_to_choose_for() -> None:
     with pytest.raises(
         ValueError, match="full:block chooses the number of layers for one amount of memory: give numbers"
     ):
         find_front(SMALL)
-
-
-def test_the_command_reads_what_it_may_recompute(capsys: pytest.CaptureFixture[str]) -> None:
-    small = "plan --model llama3-8b --cluster a100-80g:4 --gbs 16 --max-micro-batch 1 --max-chunks 1".split()
-    assert main([*small, "--schedule", "1f1b", "--recompute", "full:block", "selective:mlp", "--rows", "20"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "recompute selective:mlp 1f1b" in text
-    assert "recompute full:block:" in text
-    for recompute, counted in (("full:block", True), ("full", False)):
-        assert main([*small, "--schedule", "1f1b", "--recompute", recompute, "--format", "json"]) == 0
-        assert ("layers" in json.loads(capsys.readouterr().out)["searched"]["cut"]) == counted
-    with pytest.raises(SystemExit):
-        main([*small, "--recompute", "some"])
-    assert "unknown recompute 'some'" in capsys.readouterr().err

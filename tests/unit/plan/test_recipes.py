@@ -59,14 +59,6 @@ def flags_of(recipe: dict[str, str]) -> list[str]:
 STATES = {name: states_of_launch(flags_of(recipe)) for name, recipe in RECIPES.items()}
 
 
-def test_the_readme_says_how_many_recipes_train() -> None:
-    counts = Counter(worst(features) for features in STATES.values())
-    print({state.value: number for state, number in counts.items()})
-    said = re.search(r"Of\s+NVIDIA's\s+(\d+)\s+pretraining\s+recipes,\s+(\d+)\s+are", (ROOT / "README.md").read_text())
-    assert said is not None
-    assert (int(said[2]), int(said[1])) == (counts[State.SUPPORTED] + counts[State.GUARDED], len(RECIPES))
-
-
 def test_every_other_recipe_has_its_reason() -> None:
     """What keeps a recipe out: graphs of an iteration or of whole layers."""
     reasons = Counter(one.name for features in STATES.values() for one in features if one.state is State.REFUSED)
@@ -78,27 +70,6 @@ def test_every_other_recipe_has_its_reason() -> None:
         for one in features:
             assert one.state is State.SUPPORTED or (one.reason and one.remedy)
             assert "never tried" not in one.reason
-
-
-# Recipes that are another one in fewer bits: their source calls it and sets the precision, so they have its graphs.
-IN_FEWER_BITS = {
-    "deepseek_v3_pretrain_256gpu_b300_nvfp4": "deepseek_v3_pretrain_256gpu_b300_bf16",
-    "deepseek_v3_pretrain_256gpu_gb200_nvfp4": "deepseek_v3_pretrain_256gpu_gb200_bf16",
-    "qwen3_235b_a22b_pretrain_64gpu_gb300_nvfp4": "qwen3_235b_a22b_pretrain_64gpu_gb300_fp8cs",
-    "qwen3_next_80b_a3b_pretrain_64gpu_gb200_fp8mx": "qwen3_next_80b_a3b_pretrain_64gpu_gb200_bf16",
-    "qwen3_next_80b_a3b_pretrain_64gpu_gb300_fp8mx": "qwen3_next_80b_a3b_pretrain_64gpu_gb300_bf16",
-}
-
-
-def test_a_recipe_in_fewer_bits_keeps_the_graphs_of_the_one_that_it_calls() -> None:
-    """The table that was read by pattern had the implementation of these and not the scope, so that five recipes with
-    graphs of parts of layers were told that nothing of theirs could move. It also had the graphs of two recipes of
-    DeepSeek's before their last line, which graphs the whole iteration."""
-    graphs = ("cuda_graph_impl", "cuda_graph_scope")
-    for recipe, other in IN_FEWER_BITS.items():
-        assert [RECIPES[recipe][name] for name in graphs] == [RECIPES[other][name] for name in graphs]
-    for end in ("", "_large_scale"):
-        assert RECIPES[f"deepseek_v3_pretrain_256gpu_gb200_fp8mx{end}"]["cuda_graph_impl"] == "full_iteration"
 
 
 def test_without_what_is_refused_every_recipe_trains() -> None:

@@ -3,20 +3,16 @@ prints no row that is refused."""
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
 from bpipe.cli import main
-from bpipe.config.features.feature import Settings
-from bpipe.config.features.queries import reasons, settings_of
 from bpipe.config.features.slices import SLICED
 from bpipe.config.features.table import FEATURES, PLACED, SHARDED
 from bpipe.plan.refusals import Launchable, refused, runs_ours, without_overlap
 from bpipe.plan.search import search
-from bpipe.plan.space import Space, enumerate_setups
+from bpipe.plan.space import Space
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.layout import EVENLY
 from bpipe.predict.model import gpt
@@ -114,40 +110,6 @@ def test_every_refusal_has_its_flags() -> None:
     assert {one.name for one in EVERY} == FLAGS.keys() | WITHOUT_A_FLAG | UNLESS.keys()
 
 
-@pytest.mark.parametrize("feature", [*FLAGS, *UNLESS])
-def test_flags_are_read_as_megatrons_parser_reads_them(feature: str) -> None:
-    from megatron.training.arguments import add_megatron_arguments
-
-    (refusal,) = (one for one in EVERY if one.name == feature)
-    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    both = (((), True), (UNLESS[feature], False)) if feature in UNLESS else (((), False), (FLAGS[feature], True))
-    for flags, wanted in both:
-        assert bool(refusal.applies(Settings(parser.parse_args(list(flags))))) is wanted, "Megatron's parser"
-        assert bool(refusal.applies(Settings(settings_of(flags)))) is wanted, "the plan's"
-
-
-def test_a_reason_names_the_flag_that_was_typed() -> None:
-    """With --bpipe-vocabulary alone it named --bpipe-schedule, which nobody had given."""
-    for typed, wanted in (
-        ({"bpipe_vocabulary": "1"}, "--bpipe-vocabulary 1: "),
-        ({"bpipe_schedule": "v-half", "bpipe_vocabulary": "1"}, "--bpipe-schedule v-half: "),
-        ({"bpipe_executor": True}, "--bpipe-executor: "),
-    ):
-        (reason,) = reasons(SimpleNamespace(moe_paged_stash=True, **typed), balance=False, executor=True)
-        assert reason.startswith(wanted)
-
-
-def test_slices_are_refused_with_what_the_trainer_refuses() -> None:
-    setup = next(iter(enumerate_setups(replace(SPACE, schedules=("1f1b",), pipelines=(4,), tensors=(2,)))))
-    sliced = replace(setup, slices=4)
-    assert refused(sliced) == (), "a GPU's attention is guarded"
-    (reason,) = refused(sliced, (("--sft", ""),))
-    assert reason.startswith("--bpipe-slices 4: Megatron gives the boundaries of packed sequences for a whole row")
-    assert refused(setup, (("--sft", ""),)) == ()
-    (reason,) = refused(sliced, (("--bpipe-strict", ""),))
-    assert reason.startswith("--bpipe-strict: Transformer Engine's attention is guarded: ")
-
-
 def test_no_row_is_one_that_the_trainer_refuses() -> None:
     """Rows with shards, another schedule or balancing are launched with what is guarded, unless that is refused."""
     rows = [row.prediction.setup for row in search(replace(SPACE, switches=OVERLAP), 60).rows]
@@ -161,18 +123,6 @@ def test_no_row_is_one_that_the_trainer_refuses() -> None:
     assert Launchable(strict).of(balanced) == without_overlap(balanced)
     # Where nothing moves there is nothing to be wrong.
     assert Launchable(strict).of(replace(balanced, balance=None)) == replace(balanced, balance=None)
-
-
-def test_what_else_a_launch_says_is_asked_for_too() -> None:
-    outcome = search(replace(SPACE, others=(("--cuda-graph-impl", "local"), ("--save", "here"))), 60)
-    assert outcome.rows
-    assert not any(runs_ours(row.prediction.setup) for row in outcome.rows)
-    assert outcome.cuts["refused"] > 0
-    by_rank = search(replace(SPACE, others=(("--ckpt-format", "torch"), ("--save", "here"))), 200)
-    schedules = {row.prediction.setup.schedule for row in by_rank.rows}
-    assert "grouped-interleaved" in schedules
-    assert "v-half" not in schedules
-    assert not any(row.prediction.setup.is_sharded for row in by_rank.rows)
 
 
 LAUNCH = "--num-layers 16 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --vocab-size 131072".split()

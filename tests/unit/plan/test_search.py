@@ -3,18 +3,15 @@ balancing does not help."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 
-from bpipe.balance.config import BalanceConfig, named_balance
-from bpipe.build import ScheduleConfig, build
+from bpipe.balance.config import named_balance
+from bpipe.build import build
 from bpipe.cli import main
-from bpipe.config.launch.megatron_command import read_command
 from bpipe.config.launch.megatron_flags import megatron_flags
-from bpipe.plan import standings
 from bpipe.plan.bounds import Bounds, lower_bound_s
 from bpipe.plan.budget_fit import within_budget_or_none
 from bpipe.plan.candidates import describe
@@ -24,15 +21,15 @@ from bpipe.plan.search import Outcome, search
 from bpipe.plan.space import CUTS, Space, divisors, enumerate_setups, num_grids, usual_contexts
 from bpipe.plan.timing import steady_timing, whole_timing
 from bpipe.predict.activations import activations, moves_anything
-from bpipe.predict.cluster import GIB, parse_cluster
+from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.layer_variants import Routing
 from bpipe.predict.layout import EVENLY, Setup
-from bpipe.predict.memory import least_bytes, least_shared_bytes, peak_bytes, predict_memory, state_bytes
+from bpipe.predict.memory import least_shared_bytes, predict_memory, state_bytes
 from bpipe.predict.model import PRESETS, gpt
 from bpipe.predict.peak_counts import held_by
 from bpipe.predict.saved_tensors import after_input_bytes, stage_bytes
 from bpipe.predict.warm_up import least_warm_bytes
-from bpipe.schedule.families.families import FAMILIES, SEARCHED, default_family
+from bpipe.schedule.families.families import FAMILIES, SEARCHED
 from bpipe.schedule.families.family import Family
 from bpipe.schedule.hosts import HOST, PAIR
 from bpipe.schedule.program import Exchange
@@ -67,16 +64,6 @@ def test_the_papers_case_gains_and_says_why(outcome: Outcome) -> None:
     assert only_balanced(outcome.plain) is None
 
 
-@pytest.mark.parametrize("name", ["gpt3-96b", "llama-65b"])
-def test_with_flash_attention_it_does_not_help(name: str) -> None:
-    """Huang et al. 2024: no gain for GPT-3 96B with flash attention, none for LLaMA 65B."""
-    found = search(Space(PRESETS[name], A100, 128, 2048, "flash", max_micro_batch=2, max_chunks=2), num_rows=1)
-    text = verdict(found).text
-    assert text.startswith("Balancing does not help here")
-    assert "bubble" in text
-    assert found.rows[0].unbalanced_bytes is None
-
-
 def test_the_first_rows_are_those_of_simulating_everything(outcome: Outcome) -> None:
     """Without the lower bound: predict all that fits."""
     fitting = [one for setup in enumerate_setups(UNFUSED) if (one := as_it_fits(setup)) is not None]
@@ -101,15 +88,6 @@ def test_several_kinds_of_hosts_are_compared_in_one_search() -> None:
     assert {setup.hosts for setup in setups if setup.balance is not None} == {PAIR, HOST}
     assert ["--bpipe-hosts" in megatron_flags(setup) for setup in setups] == [setup.hosts == HOST for setup in setups]
     assert len(list(enumerate_setups(replace(space, hosts=(PAIR, HOST))))) < 2 * len(list(enumerate_setups(space)))
-
-
-def test_of_a_family_that_was_not_simulated_to_its_end_it_is_said(outcome: Outcome) -> None:
-    """Compared with hosts in nodes' memory, 1F1B was said to take 95.5 s: its pairs, too slow for a row, were not
-    simulated."""
-    (one, *_) = outcome.families
-    slow = replace(one, bound_s=0.5 * one.fastest.prediction.timing.iteration_s if one.fastest else 0.0)
-    text = standings.family_values(replace(outcome, families=(slow,)))[0]["why"]
-    assert text.endswith(f"; the others were not simulated and take at least {slow.bound_s:.3f} s")
 
 
 def as_it_fits(setup: Setup) -> Setup | None:
@@ -162,18 +140,6 @@ def test_the_papers_constraints() -> None:
         assert len(set(setup.layers)) == 1
 
 
-def test_layers_that_do_not_divide_are_split_unevenly_by_itself() -> None:
-    odd = Space(gpt("odd", 22, 1024, 16), parse_cluster("a100-80g:8"), 8, 1024)
-    splits = {setup.pipeline: setup.layers for setup in enumerate_setups(odd) if setup.num_chunks == 1}
-    assert splits == {1: (22,), 2: (11, 11), 4: (5, 6, 6, 5), 8: (2, *(3,) * 6, 2)}
-    # Two ranks divide the layers: there chunks have to, too.
-    assert not any(
-        setup.pipeline == 2 and setup.num_chunks > 1 and len(set(setup.layers)) > 1 for setup in enumerate_setups(odd)
-    )
-    even = list(enumerate_setups(replace(odd, uneven=False)))
-    assert {setup.pipeline for setup in even} == {1, 2}
-
-
 def test_405b_on_16384_gpus_fits_without_more_devices() -> None:
     """126 layers divide by none of 4, 8, 16, 32: it said `take more devices`, though Megatron takes 7 and 8 layers a
     stage."""
@@ -186,44 +152,6 @@ def test_405b_on_16384_gpus_fits_without_more_devices() -> None:
     assert megatron_flags(best)[megatron_flags(best).index("--pipeline-model-parallel-layout") + 1] == "E|(t|)*126L"
     # A rank with both ends would have no layer at all.
     assert not any(0 in one.layers for one in enumerate_setups(replace(found.space, schedules=("zb-v", "bitpipe"))))
-
-
-def test_schedules_of_our_executor_are_compared_with_their_flags() -> None:
-    """Small, so that all fit: split backwards are faster, and a row says how to launch it; reading that back gives
-    the row."""
-    space = Space(
-        gpt("small", 16, 1024, 16),
-        parse_cluster("h100-80g:1x4"),
-        16,
-        1024,
-        recompute=("none",),
-        max_micro_batch=1,
-        max_chunks=4,
-    )
-    base = search(space, num_rows=1)
-    found = search(replace(space, schedules=("1f1b", "zb-h1", "grouped-interleaved"), balances=("none",)), num_rows=200)
-    assert base.rows
-    setups = [row.prediction.setup for row in found.rows]
-    grouped = {
-        (setup.num_chunks, setup.group_size)
-        for setup in setups
-        if setup.pipeline == 4 and setup.schedule == "grouped-interleaved"
-    }
-    assert {(2, 2), (2, 4), (4, 2), (4, 4)} <= grouped
-    assert not any(setup.splits for setup in setups if setup.pipeline == 1)
-    of_four = {
-        setup.schedule: row.prediction.timing.iteration_s
-        for row, setup in zip(found.rows, setups, strict=True)
-        if cut_in_four(setup)
-    }
-    assert of_four["zb-h1"] < of_four["1f1b"]
-    for setup in setups:
-        said = read_command([*megatron_flags(setup), "--vocab-size", "512"]).options
-        assert (said.get("schedule") or default_family(setup.num_chunks), said.get("group")) == (
-            setup.schedule,
-            setup.group_size,
-        )
-        assert lower_bound_s(setup) <= steady_timing(setup, costs_of(setup)).iteration_s * (1 + 1e-9)
 
 
 SMALL = Space(
@@ -259,17 +187,6 @@ def test_the_first_rows_of_every_family_are_those_of_asking_everything() -> None
     assert sum(standing.num_slower for standing in found.families) == found.cuts["slower"]
 
 
-@pytest.mark.parametrize("balance", ["none", "bpipe"])
-@pytest.mark.parametrize("schedule", SEARCHED)
-def test_nothing_needs_less_than_the_least_that_is_said_without_a_schedule(schedule: str, balance: str) -> None:
-    space = replace(SMALL, schedules=(schedule,), balances=(balance,), recompute=("selective",))
-    for setup in list(enumerate_setups(space))[::7]:
-        needed = max(rank.peak_bytes for rank in predict_memory(setup))
-        assert state_bytes(setup) <= least_bytes(setup) <= needed, describe(setup)
-        if balance == "bpipe":
-            assert least_bytes(setup) <= least_shared_bytes(setup) <= needed, describe(setup)
-
-
 def test_what_balancing_moves_is_asked_of_the_pass() -> None:
     def moves(schedule: str, pipeline: int, chunks: int = 1) -> bool:
         layers = (2,) * pipeline * chunks
@@ -296,10 +213,6 @@ def test_what_balancing_moves_is_asked_of_the_pass() -> None:
     assert not any(moves(name, 4, 2) for name in ("zb-v", "v-half", "v-min"))
     assert not moves("zb-h1", 4)
     assert not moves("gpipe", 4)
-
-
-def cut_in_four(setup: Setup) -> bool:
-    return (setup.tensor, setup.pipeline, setup.data, setup.num_chunks) == (1, 4, 1, 1)
 
 
 def sizes_of(family: Family) -> list[tuple[int, int, int | None, int]]:
@@ -346,21 +259,6 @@ def test_the_steady_phase_of_our_executors_schedules_is_continued(
     saved, between = stage_bytes(setup), after_input_bytes(setup)
     for few, many in zip(activations(setup), held_by(build(setup.program())), strict=True):
         assert all(one >= other for one, other in zip(few, many.num_bytes(saved, between), strict=True))
-
-
-@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-1f1b", 3)])
-@pytest.mark.parametrize("balance", ["none", "bpipe"])
-def test_few_micro_batches_hold_as_much_as_many(schedule: str, chunks: int, balance: str) -> None:
-    for p in (4, 6):
-        few, many = (
-            build(ScheduleConfig(schedule, p, m, num_chunks=chunks, balance=named_balance(balance)))
-            for m in ((2 if chunks == 1 else 3) * p, 7 * p)
-        )
-        ones = (1,) * few.num_stages
-        for less, more in zip(held_by(few), held_by(many), strict=True):
-            assert all(
-                one >= other for one, other in zip(less.num_bytes(ones, ones), more.num_bytes(ones, ones), strict=True)
-            )
 
 
 def test_nothing_fits_is_said_with_the_least() -> None:
@@ -445,27 +343,6 @@ def test_no_configuration_names_what_cut_them_all() -> None:
     assert CUTS["pairs"] in verdict(few).text
 
 
-def test_a_search_of_one_kind_claims_nothing_of_the_other() -> None:
-    """`--balance bpipe` said "Balancing is what makes it fit at all", having never looked at anything else."""
-    model = PRESETS["gpt3-96b"]
-    plain = search(
-        Space(model, A100, 128, 2048, "unfused", precision="fp16", balances=("none",), max_micro_batch=2), num_rows=1
-    )
-    assert verdict(plain).kind == "not-compared"
-    assert "does not show" in verdict(plain).text
-    balanced = search(
-        Space(model, A100, 128, 2048, "unfused", precision="fp16", balances=("bpipe",), max_micro_batch=2), num_rows=1
-    )
-    assert balanced.rows[0].unbalanced_bytes is not None
-    assert verdict(balanced).kind == "not-compared"
-    assert f"{balanced.cuts['unneeded']} more fit without it" in verdict(balanced).text
-    roomy = search(
-        Space(PRESETS["gpt3-13b"], parse_cluster("a100-80g:8"), 16, 2048, balances=("bpipe",), max_micro_batch=1)
-    )
-    assert roomy.rows == ()
-    assert verdict(roomy).kind == "not-needed"
-
-
 def test_a_batch_with_a_huge_prime_is_answered() -> None:
     """All divisors were tried one by one: a batch of 10^9 + 7 took minutes, and one of 10^12 for ever.
 
@@ -480,40 +357,6 @@ def test_a_batch_with_a_huge_prime_is_answered() -> None:
             num_rows=1,
         )
         assert found.rows[0].prediction.setup.num_microbatches >= 65536 // 8 // 64
-
-
-def test_a_gain_within_the_error_of_predictions_is_no_clear_gain() -> None:
-    found = search(
-        Space(PRESETS["gpt3-175b"], parse_cluster("h100-80g:8x8"), 256, 2048, max_chunks=2, max_micro_batch=2),
-        num_rows=1,
-    )
-    assert found.rows[0].unbalanced_bytes is not None
-    assert verdict(found).text.startswith("Balancing does not clearly help, as 1.0")
-
-
-def test_without_enough_ranks_there_is_nothing_to_share() -> None:
-    found = search(Space(gpt("small", 4, 256, 8, sequence=256), parse_cluster("a100-80g:2"), 8, 256))
-    assert verdict(found).text.startswith("Balancing does not help: no configuration fits only because of it")
-
-
-def test_two_pipes_are_compared_and_wanted_to_be_even() -> None:
-    """Of p = 1, 2, 3 and 6 only the last is a pipeline of two pipes, and 24 micro-batches are a multiple of it."""
-    space = Space(
-        PRESETS["gpt3-13b"],
-        parse_cluster("a100-80g:1x6"),
-        24,
-        2048,
-        schedules=("1f1b", "chimera", "bitpipe"),
-        max_micro_batch=1,
-    )
-    found = search(space, num_rows=100)
-    assert found.cuts["pipes"] > 0
-    two = [setup for setup in enumerate_setups(space) if setup.num_pipes > 1]
-    assert {setup.pipeline for setup in two} == {6}
-    assert {one.schedule for one in found.families if one.fastest is not None} >= {"chimera", "bitpipe"}
-    best = next(one.fastest for one in found.families if one.schedule == "bitpipe")
-    assert best is not None
-    assert "bitpipe" in megatron_flags(best.prediction.setup)
 
 
 def test_experts_are_spread_over_every_number_of_devices() -> None:
@@ -544,25 +387,6 @@ def test_experts_are_spread_over_every_number_of_devices() -> None:
     assert cuts["experts"]
 
 
-def test_a_cut_of_ones_own_can_be_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    """A plan chose t, p and the micro-batch, and nobody could ask it for theirs."""
-    plan = "plan --model gpt3-13b --cluster a100-80g:2x8 --gbs 32 --schedule 1f1b --format json".split()
-    plan += ["--vocabulary", "none"]
-    assert main([*plan, "--tp", "2", "4", "--pp", "4", "--mbs", "1", "2", "--rows", "100"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    cuts = {
-        tuple(row["configuration"][name] for name in ("tensor", "pipeline", "micro_batch")) for row in found["rows"]
-    }
-    assert cuts == {(2, 4, 1), (2, 4, 2), (4, 4, 1), (4, 4, 2)}
-    assert found["searched"]["cut"]["asked"] > 0
-    assert main([*plan, "--rows", "400"]) == 0
-    every = json.loads(capsys.readouterr().out)
-    assert "asked" not in every["searched"]["cut"]
-    named = ("tensor", "pipeline", "micro_batch")
-    same = [row for row in every["rows"] if tuple(row["configuration"][name] for name in named) in cuts]
-    assert [row["iteration_time_s"] for row in same] == [row["iteration_time_s"] for row in found["rows"]]
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -573,47 +397,3 @@ def test_a_cut_of_ones_own_can_be_asked(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_cut_that_cannot_be_is_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "gpt3-13b", "--cluster", "a100-80g:2x8", "--gbs", "32", *flags]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_cuts_are_asked_for_as_lists(capsys: pytest.CaptureFixture[str]) -> None:
-    """With commas or behind each other, and chunks as all other sizes."""
-    small = ["--num-layers", "16", "--hidden-size", "2048", "--num-attention-heads", "16", "--seq", "2048"]
-    plan = ["plan", *small, "--vocab-size", "32000", "--cluster", "a100-80g:8", "--gbs", "16", "--rows", "400"]
-    plan += ["--schedule", "1f1b", "interleaved-1f1b", "v-half", "--format", "json"]
-    printed = []
-    for cut in ("--tp 1,2 --pp 2,4 --vp 1,2 --mbs 1,2", "--tp 1 2 --pp 2 4 --vp 1 2 --mbs 1 2"):
-        assert main([*plan, *cut.split()]) == 0
-        printed.append(capsys.readouterr().out)
-    assert printed[0] == printed[1]
-    found = [row["configuration"] for row in json.loads(printed[0])["rows"]]
-    tried = {"tensor": {1, 2}, "pipeline": {2, 4}, "chunks": {1, 2}, "micro_batch": {1, 2}}
-    assert {name: {one[name] for one in found} for name in tried} == tried
-    assert main([*plan, "--vp", "1"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    assert {row["configuration"]["schedule"] for row in rows} == {"1f1b"}
-    # More chunks than are tried where nobody asks.
-    assert main([*plan, "--pp", "2", "--vp", "8", "--max-chunks", "2"]) == 0
-    assert {row["configuration"]["chunks"] for row in json.loads(capsys.readouterr().out)["rows"]} == {8}
-
-
-def test_what_fits_only_by_a_budget_is_found() -> None:
-    """Even shares of micro-batches are no even shares of memory: rank 7 needed 76.9 of 75.1 GiB, and balanced by that
-    budget 74.5."""
-    cluster = replace(parse_cluster("h100-80g:4x8"), budget_bytes=int(75.1 * GIB))
-    space = Space(
-        PRESETS["llama3-70b"],
-        cluster,
-        64,
-        8192,
-        recompute=("none",),
-        schedules=("1f1b",),
-        tensors=(4,),
-        pipelines=(8,),
-        micro_batches=(1,),
-    )
-    (row,) = search(space).rows
-    assert row.prediction.setup.activation_budget is not None
-    assert "--bpipe-memory" in megatron_flags(row.prediction.setup)
-    assert row.prediction.fits
-    even = replace(row.prediction.setup, balance=BalanceConfig(), budget_bytes=None)
-    assert peak_bytes(even) > cluster.limit_bytes

@@ -10,20 +10,15 @@ import pytest
 
 from bpipe.balance.config import named_balance
 from bpipe.cli import main
-from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.plan.bounds import Bounds, lower_bound_s
 from bpipe.plan.budget_fit import within_budget
 from bpipe.plan.candidates import describe
-from bpipe.plan.front import find_front, not_searched
-from bpipe.plan.predict import costs_of, predict, simulation_of
-from bpipe.plan.refusals import refused
-from bpipe.plan.search import every_setup, search
-from bpipe.plan.slices import usual_slices
-from bpipe.plan.space import Space, enumerate_setups
+from bpipe.plan.predict import costs_of, simulation_of
+from bpipe.plan.search import every_setup
+from bpipe.plan.space import Space
 from bpipe.plan.timing import steady_timing, whole_timing
 from bpipe.predict.activations import activations
 from bpipe.predict.cluster import GIB, parse_cluster
-from bpipe.predict.costs import lengths_of_equal_seconds
 from bpipe.predict.layout import EVENLY, Setup
 from bpipe.predict.memory import least_bytes, least_shared_bytes, peak_bytes
 from bpipe.predict.model import PRESETS, llama
@@ -50,53 +45,6 @@ SPACE = Space(
 @pytest.fixture(scope="module")
 def every() -> list[Setup]:
     return list(every_setup(SPACE, Bounds(), Counter()))
-
-
-def test_from_which_sequences_on_slices_are_searched() -> None:
-    assert [usual_slices(sequence) for sequence in (2048, 8191, 8192, 131072)] == [
-        (1,),
-        (1,),
-        (1, 2, 4, 8),
-        (1, 2, 4, 8),
-    ]
-
-
-def test_every_schedule_that_takes_them_is_tried_in_slices(every: list[Setup]) -> None:
-    whole = list(enumerate_setups(replace(SPACE, slices=(1,))))
-    assert [setup for setup in every if setup.slices == 1] == whole
-    sliced = [setup for setup in whole if setup.schedule != "chimera"]
-    even = [one for one in every if one.slices > 1 and one.slice_lengths == "even"]
-    assert {(replace(one, slices=1, group_size=None), one.slices) for one in even} == {
-        (replace(setup, group_size=None), k) for setup in sliced for k in (2, 4)
-    }
-    uneven = [setup for setup in every if isinstance(setup.slice_lengths, tuple)]
-    # By their number what leaves of these is not counted well.
-    assert {setup.balance for setup in uneven} == {None}
-    assert len(uneven) == sum(setup.balance is None for setup in even)
-    for setup in uneven:
-        assert setup.slice_lengths == lengths_of_equal_seconds(setup)
-        assert refused(setup) == ()
-
-
-def test_groups_are_of_as_many_slices_too() -> None:
-    """They were of as many whole micro-batches alone, which k times as many slices are: so a search at 2,048 GPUs said
-    that the fastest schedule in slices fits only balanced, where one with shorter groups fits as it is."""
-    space = replace(SPACE, pipelines=(8,), tensors=(2,), global_batch=16, schedules=("grouped-interleaved", "v-half"))
-    every = list(every_setup(replace(space, slices=(1, 2, 4, 8)), Bounds(), Counter()))
-    found: dict[tuple[str, int], list[int | None]] = {}
-    for setup in every:
-        if setup.balance is None and setup.recompute == "full" and setup.slice_lengths == "even":
-            found.setdefault((setup.schedule, setup.slices), []).append(setup.group_size)
-    groups = {1: [4, 8], 2: [2, 4, 8], 4: [1, 2, 4, 8], 8: [1, 4, 8]}
-    assert found == {
-        **{("grouped-interleaved", k): sizes for k, sizes in groups.items()},
-        **{("v-half", k): [None] for k in groups},
-    }
-    few, many = (next(one for one in every if (one.slices, one.group_size) == (2, size)) for size in (2, 8))
-    held_by_few, held_by_many = (max(held for held, _ in activations(one)) for one in (few, many))
-    assert held_by_few < 0.8 * held_by_many
-    # Each has its use.
-    assert steady_timing(many, costs_of(many)).iteration_s < steady_timing(few, costs_of(few)).iteration_s
 
 
 def test_what_is_not_cut_is_not_tried() -> None:
@@ -165,36 +113,6 @@ def test_few_micro_batches_tell_of_all(schedule: str, p: int, slices: int, balan
     assert max(map(sum, few)) == pytest.approx(max(map(sum, many)), rel=0.004)
     for (own, _), (own_of_many, _) in zip(few, many, strict=True):
         assert own == pytest.approx(own_of_many, rel=0.004)
-
-
-def test_the_first_rows_are_those_of_simulating_everything(every: list[Setup]) -> None:
-    found = search(SPACE, 5)
-    times = []
-    for setup in every:
-        plain = replace(setup, balance=None)
-        needless = setup.balance is not None and predict(plain).fits
-        prediction = predict(setup)
-        if prediction.fits and not needless and prediction.setup.schedule != "chimera":
-            times.append(prediction.timing.iteration_s)
-    assert [row.prediction.timing.iteration_s for row in found.rows] == pytest.approx(sorted(times)[:5])
-    first = found.rows[0].prediction.setup
-    assert first.slices == 4
-    assert isinstance(first.slice_lengths, tuple)
-    assert " k=4 uneven" in describe(first)
-    flags = " ".join(megatron_flags(first))
-    assert f"--bpipe-slices 4 --bpipe-slice-lengths {','.join(map(str, first.slice_lengths))}" in flags
-
-
-def test_the_front_shows_slices_and_says_where_they_were_left_out() -> None:
-    few = replace(SPACE, schedules=("1f1b",), recompute=("full",))
-    front = find_front(few)
-    assert {1, 4} & {point.prediction.setup.slices for point in front.points} == {4}
-    without = find_front(replace(few, slices=(1,)))
-    assert front.points[0].peak_bytes < without.points[0].peak_bytes
-    assert front.points[-1].iteration_s < without.points[-1].iteration_s
-    said = " ".join(not_searched(replace(few, slices=(1,))))
-    assert "sequences in slices (--slices 1 2 4 8)" in said
-    assert "(--slices" not in " ".join(not_searched(few))
 
 
 def test_the_command_tries_them_on_long_sequences(capsys: pytest.CaptureFixture[str]) -> None:

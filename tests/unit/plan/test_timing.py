@@ -7,21 +7,11 @@ from typing import Any
 import pytest
 
 from bpipe.balance.config import BalanceConfig, named_balance
-from bpipe.build import built
-from bpipe.plan.predict import costs_of, predict, simulation_of
-from bpipe.plan.timing import Timing, steady_timing, timing_within, whole_timing
+from bpipe.plan.predict import costs_of, simulation_of
+from bpipe.plan.timing import steady_timing, timing_within, whole_timing
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import PRESETS
-from bpipe.schedule.memory import num_transfers
-
-
-def assert_alike(found: Timing, whole: Timing) -> None:
-    assert found.iteration_s == pytest.approx(whole.iteration_s, rel=1e-9)
-    assert found.pipeline_s == pytest.approx(whole.pipeline_s, rel=1e-9)
-    assert found.exposed_s == pytest.approx(whole.exposed_s, rel=1e-6, abs=1e-9)
-    assert found.bubble_of_makespan == pytest.approx(whole.bubble_of_makespan, rel=1e-6)
-    assert found.bubble_of_span == pytest.approx(whole.bubble_of_span, rel=1e-6)
 
 
 def large(schedule: str, chunks: int, pipeline: int = 4, **changes: Any) -> Setup:
@@ -68,14 +58,6 @@ def test_the_steady_phase_continued_is_the_whole(
     assert steady.bubble_of_span == pytest.approx(whole.bubble_of_span, rel=1e-6)
 
 
-def test_what_repeats_itself_late_is_simulated_as_long() -> None:
-    """One step further was 83 ms of computing and waiting, later ones up to 106: 120 micro-batches were predicted in 3.57 s,
-    and take 3.89."""
-    sizes = {"cluster": parse_cluster("h100-80g:8x8"), "global_batch": 120, "sequence": 8192}
-    setup = large("1f1b-split", 1, 8, **sizes, balance=BalanceConfig())
-    assert steady_timing(setup, costs_of(setup)) == whole_timing(simulation_of(setup))
-
-
 # Schedule, chunks, what else; how many of the micro-batches are simulated.
 REPEATED: list[Any] = [
     ("1f1b", 1, {}, 14),
@@ -88,20 +70,6 @@ REPEATED: list[Any] = [
     ("combined-1f1b", 4, {"global_batch": 168, "balance": BalanceConfig()}, 40),
     ("bitpipe", 2, {"global_batch": 168}, 36),
 ]
-
-
-@pytest.mark.parametrize(("schedule", "chunks", "changes", "simulated"), REPEATED)
-def test_as_many_are_simulated_as_show_that_they_repeat_themselves(
-    schedule: str, chunks: int, changes: dict[str, Any], simulated: int
-) -> None:
-    """It was one step of p micro-batches that was repeated, whatever it was: bidirectional pipelines of 512 micro-batches
-    came out up to 15 % too slow."""
-    setup = large(schedule, chunks, **changes)
-    found, whole = steady_timing(setup, costs_of(setup)), whole_timing(simulation_of(setup))
-    assert found.simulated == simulated
-    assert_alike(found, whole)
-    if setup.balance is not None:
-        assert max(whole.exposed_s) > 0.001 * whole.iteration_s, "transfers should be waited for"
 
 
 def test_what_never_repeats_exactly_is_continued_once_it_adds_evenly() -> None:
@@ -122,20 +90,3 @@ def test_what_the_first_simulation_tells_to_be_too_long_is_that() -> None:
         assert timing_within(setup, costs, whole.iteration_s) == whole
         told += timing_within(setup, costs, 0.9 * whole.iteration_s) is None
     assert told
-
-
-@pytest.mark.parametrize(
-    ("schedule", "chunks", "evictions"), [("1f1b", 1, (63, 0, 0, 0)), ("interleaved-1f1b", 4, (42, 0, 0, 0))]
-)
-def test_evictions_are_counted_where_they_repeat_later_than_times(
-    schedule: str, chunks: int, evictions: tuple[int, ...]
-) -> None:
-    """Every third micro-batch may leave, say: by a step of p in which fewer did, 63 evictions of 8 ranks were said to be
-    51."""
-    assert predict(large(schedule, chunks, global_batch=128, balance=BalanceConfig())).transfers == evictions
-
-
-def test_evictions_of_very_many_micro_batches_are_continued() -> None:
-    setup = large("interleaved-1f1b", 4, global_batch=8000, balance=BalanceConfig())
-    whole = [num_transfers(built(setup.program()), rank).evictions for rank in range(4)]
-    assert predict(setup).transfers == pytest.approx(whole, rel=0.02)

@@ -3,7 +3,6 @@ file."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,22 +13,12 @@ from bpipe.cli import main
 from bpipe.plan.document import configuration
 from bpipe.plan.predict import predict
 from bpipe.plan.space import Space, enumerate_setups
-from bpipe.predict.cluster import DEVICES, GIB, parse_cluster
+from bpipe.predict.cluster import DEVICES, parse_cluster
 from bpipe.predict.cluster_file import read_cluster
-from bpipe.predict.context_parallel import with_exchange
 from bpipe.predict.costs import predict_costs
-from bpipe.predict.expert_parallel import exchange
-from bpipe.predict.layer_variants import Routing
 from bpipe.predict.layout import EVENLY, Setup
-from bpipe.predict.links import collective_seconds
 from bpipe.predict.model import PRESETS
 from bpipe.predict.nodes import rank_domains, rank_nodes, replicas_share_nodes
-from bpipe.predict.rates import LINK_EFFICIENCY, LINK_LATENCY_S
-from bpipe.predict.replicas import update_seconds
-from bpipe.predict.switches import Switches
-from bpipe.predict.tensor_parallel import gather_s
-from bpipe.schedule.layout import Vocabulary
-from tests.unit.predict.published import MIXTRAL_8X7B
 
 OWN = """
 nodes = 16
@@ -43,17 +32,6 @@ memory_gb_per_s = 2000
 inside_gb_per_s = 200
 between_gb_per_s = 12.5
 """
-
-
-def test_a_file_says_everything_in_its_units(tmp_path: Path) -> None:
-    path = tmp_path / "cluster.toml"
-    path.write_text(OWN)
-    cluster = read_cluster(path)
-    device = cluster.device
-    assert (cluster.num_nodes, cluster.devices_per_node, cluster.num_devices) == (16, 4, 64)
-    assert (device.name, device.peak_flops_per_s, device.memory_bytes) == ("own", 500e12, int(60.5 * GIB))
-    assert (device.memory_bytes_per_s, device.inside_bytes_per_s, device.between_bytes_per_s) == (2e12, 200e9, 12.5e9)
-    assert device.source == str(path)
 
 
 def test_what_a_port_carries_and_what_a_message_takes_besides_may_be_said(tmp_path: Path) -> None:
@@ -148,98 +126,6 @@ def test_what_a_rack_joins_takes_its_links_and_memory_stays_the_nodes() -> None:
     assert "gpus_per_domain" not in configuration(trays)
 
 
-def test_experts_on_a_rack_reach_each_other_over_its_links() -> None:
-    many = {
-        "model": MIXTRAL_8X7B,
-        "tensor": 1,
-        "pipeline": 8,
-        "sequence": 4096,
-        "layers": (4,) * 8,
-        "routing": Routing(8),
-    }
-    rack, trays = (replace(setup_on(cluster), **many) for cluster in ("gb200-nvl72:16x4", "gb200-186g:16x4"))
-    assert exchange(rack).between_s == 0 < exchange(trays).between_s
-    assert exchange(rack).seconds < exchange(trays).seconds
-
-
-def switched(setup: Setup) -> Setup:
-    """On the device with a switch in place of its mesh."""
-    return replace(setup, cluster=replace(setup.cluster, device=replace(setup.cluster.device, mesh_links=None)))
-
-
-def test_of_a_mesh_devices_have_the_links_to_each_other_and_no_more() -> None:
-    """Any two MI300X were given all seven links, so t = 2 stood first: it gathers over one of them.
-
-    All eight of a node use all.
-    """
-    device = DEVICES["mi300x-192g"]
-    assert [device.among(number) / 64e9 for number in (1, 2, 4, 8)] == [1, 1, 3, 7]
-    assert {
-        one.among(number) == one.inside_bytes_per_s for one in DEVICES.values() if one != device for number in (2, 8)
-    } == {True}
-    for tensor, slower in ((2, 7), (4, 7 / 3), (8, 1)):
-        mesh = setup_on("mi300x-192g:8x8", tensor=tensor, pipeline=8)
-        latency = gather_s(replace(mesh, micro_batch=2)) - 2 * gather_s(mesh)
-        ratio = (gather_s(mesh) + latency) / (gather_s(switched(mesh)) + latency)
-        assert ratio == pytest.approx(slower)
-
-
-def test_of_a_mesh_a_message_and_a_transfer_take_one_link() -> None:
-    mesh = setup_on("mi300x-192g:1x8", tensor=1, balance=EVENLY)
-    pair, whole = (predict_costs(one).links.link(0, 7).bytes_per_s for one in (mesh, switched(mesh)))
-    assert pair is not None
-    assert whole == pytest.approx(7 * pair)
-
-
-def test_of_a_mesh_replicas_experts_and_parts_of_a_sequence_use_the_links_among_them() -> None:
-    replicas = setup_on(
-        "mi300x-192g:1x8", tensor=1, pipeline=4, switches=Switches(overlap_param_gather=True, overlap_grad_reduce=True)
-    )
-    assert update_seconds(replicas)[0][0] == pytest.approx(7 * update_seconds(switched(replicas))[0][0])
-    many = {
-        "model": MIXTRAL_8X7B,
-        "tensor": 1,
-        "pipeline": 4,
-        "sequence": 4096,
-        "layers": (8,) * 4,
-        "routing": Routing(2),
-    }
-    experts = replace(setup_on("mi300x-192g:1x8", tensor=1), **many)
-    assert exchange(experts).seconds - LINK_LATENCY_S == pytest.approx(
-        7 * (exchange(switched(experts)).seconds - LINK_LATENCY_S)
-    )
-    parts = setup_on("mi300x-192g:1x8", tensor=1, pipeline=2, context=4, cp_comm_type="all_gather")
-    waits, fewer = (with_exchange(one, 0.0, 0.0)[0] for one in (parts, switched(parts)))
-    # From three others keys and values of 2048 tokens each, in 16 bit.
-    gathered_s = 3 * 2 * 2048 * 2 * 8 * 128 / (448e9 * LINK_EFFICIENCY)
-    assert waits - fewer == pytest.approx((7 / 3 - 1) * gathered_s)
-    shards = setup_on("mi300x-192g:1x8", tensor=1, vocabulary=Vocabulary.ONE)
-    assert collective_seconds(shards) == collective_seconds(switched(shards)), "all eight"
-    few = setup_on("mi300x-192g:1x8", tensor=1, pipeline=4, vocabulary=Vocabulary.ONE)
-    assert collective_seconds(few).gather_s == pytest.approx(7 / 3 * float(collective_seconds(switched(few)).gather_s))
-
-
-def test_a_file_may_say_that_its_links_are_a_mesh(tmp_path: Path) -> None:
-    path = tmp_path / "cluster.toml"
-    path.write_text(OWN + "mesh_links = 3\n")
-    assert [read_cluster(path).device.among(number) for number in (2, 3, 4)] == pytest.approx(
-        [200e9 / 3, 400e9 / 3, 200e9]
-    )
-
-
-def test_a_file_changes_a_known_device(tmp_path: Path) -> None:
-    path = tmp_path / "half-the-ports.json"
-    path.write_text(
-        json.dumps({"nodes": 2, "gpus_per_node": 8, "device": {"like": "h100-80g", "between_gb_per_s": 25}})
-    )
-    device = read_cluster(path).device
-    assert device.between_bytes_per_s == 25e9
-    assert device.peak_flops_per_s == DEVICES["h100-80g"].peak_flops_per_s
-    assert device.name == "half-the-ports"
-    path.write_text(json.dumps({"device": "mi300x-192g"}))
-    assert read_cluster(path, (3, 8)).num_devices == 24
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -283,19 +169,3 @@ def test_errors_name_the_key_and_the_file(
 def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "gpt3-13b", "--cluster", "nowhere.toml", "--gbs", "32"]) == 2
     assert "nowhere.toml" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["gb200-186g", "h20-96g", "mi300x-192g", "a800-80g"])
-def test_newer_devices_are_known_with_their_source(name: str) -> None:
-    device = parse_cluster(f"{name}:2x8").device
-    assert device.source
-    # What the label says in GB, less some.
-    label = int(name.rpartition("-")[2].removesuffix("g"))
-    assert 0.95 * label < device.memory_bytes / GIB <= label
-
-
-def test_a_name_alone_takes_its_size_from_elsewhere() -> None:
-    assert parse_cluster("h100-80g", (4, 8)).num_devices == 32
-    assert parse_cluster("h100-80g:2", (4, 8)).num_devices == 2
-    with pytest.raises(ValueError, match="is not DEVICE:NODESxDEVICES"):
-        parse_cluster("h100-80g")

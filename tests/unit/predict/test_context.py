@@ -17,64 +17,17 @@ from bpipe.plan.predict import predict
 from bpipe.predict.choices import CP_COMM_TYPES
 from bpipe.predict.cluster import Cluster, parse_cluster
 from bpipe.predict.context_parallel import exchange_bytes
-from bpipe.predict.costs import predict_costs
-from bpipe.predict.layer_variants import Routing
 from bpipe.predict.layers.attention import core_seconds
-from bpipe.predict.layers.layer import layer_saved, layer_seconds
+from bpipe.predict.layers.layer import layer_saved
 from bpipe.predict.layout import Setup
-from bpipe.predict.memory import overhead_bytes, predict_memory
 from bpipe.predict.model import PRESETS
-from bpipe.predict.places import Grid, nodes_of_copies, paired_places, places
+from bpipe.predict.places import Grid, nodes_of_copies
 from bpipe.predict.profile import Profile
 from bpipe.predict.rates import LINK_EFFICIENCY, LINK_LATENCY_S, Rates
-from bpipe.predict.saved_tensors import stage_bytes
-from bpipe.predict.sizes import sent_bytes, total
-from bpipe.predict.states import parameter_bytes, rank_parameters
-from bpipe.predict.temporaries import working_bytes
-from tests.unit.predict.published import DEEPSEEK_V3, MIXTRAL_8X7B
+from bpipe.predict.sizes import total
+from tests.unit.predict.published import DEEPSEEK_V3
 
 LLAMA = Setup(PRESETS["llama3-8b"], parse_cluster("h100-80g:4x8"), 2, 2, 1, 32, 131072, (16, 16), recompute="none")
-
-
-def over(context: int, setup: Setup = LLAMA, **changes: Any) -> Setup:
-    """On as many more devices, so that everything else stays."""
-    cluster = replace(setup.cluster, num_nodes=setup.cluster.num_nodes * context)
-    return replace(setup, context=context, cluster=cluster, **changes)
-
-
-def test_activations_are_divided_and_weights_are_not() -> None:
-    for context in (1, 2, 4):
-        one, two = over(context), over(2 * context)
-        assert (one.data, one.num_microbatches) == (two.data, two.num_microbatches)
-        assert total(layer_saved(one)) == 2 * total(layer_saved(two))
-        assert stage_bytes(one) == tuple(2 * each for each in stage_bytes(two))
-        assert sent_bytes(one) == 2 * sent_bytes(two)
-        assert working_bytes(one) == tuple(2 * each for each in working_bytes(two))
-        assert rank_parameters(one) == rank_parameters(two)
-        rows = [predict_memory(each) for each in (one, two)]
-        for mine, other in zip(*rows, strict=True):
-            assert mine.activations_bytes == 2 * other.activations_bytes
-            assert (mine.weights_bytes, mine.gradients_bytes) == (other.weights_bytes, other.gradients_bytes)
-            assert mine.optimizer_bytes == pytest.approx(2 * other.optimizer_bytes, abs=2), "over d*c"
-
-
-def test_optimizer_state_is_of_every_copy_where_it_is_not_distributed() -> None:
-    state = parameter_bytes(LLAMA)[2]
-    for context in (1, 4):
-        setup = over(context, distributed_optimizer=False)
-        assert [row.optimizer_bytes for row in predict_memory(setup)] == [
-            state * count for count in rank_parameters(setup)
-        ]
-
-
-def test_gradients_are_reduced_over_all_copies() -> None:
-    """One replica of two parts of a sequence reduces what two replicas do, and one part alone reduces nothing."""
-    alone = replace(LLAMA, cluster=parse_cluster("h100-80g:4"), global_batch=8)
-    parts, replicas = (replace(alone, cluster=parse_cluster("h100-80g:8"), context=context) for context in (2, 1))
-    assert (parts.data, replicas.data) == (1, 2)
-    assert predict_costs(alone).stages[0].reduction_s == 0
-    assert predict_costs(parts).stages[0].reduction_s == predict_costs(replicas).stages[0].reduction_s > 0
-    assert overhead_bytes(parts) > overhead_bytes(replicas), "a communicator more"
 
 
 @pytest.mark.parametrize("context", [2, 4, 8])
@@ -95,32 +48,6 @@ def test_steps_of_a_ring_are_of_equal_work(context: int) -> None:
     assert set(work.values()) == {(2 * context * size) ** 2 / 2 / context**2}
 
 
-def clocked(hops: list[float], step: float) -> float:
-    """Before step i is computed its neighbour's part has to be there, and the next one starts on its way."""
-    clock = arrived = 0.0
-    for hop in hops:
-        clock = max(clock, arrived)
-        arrived = clock + hop
-        clock += step
-    return max(clock, arrived)
-
-
-@pytest.mark.parametrize("speed", [1e8, 1e9, 1e10, 1e11, 1e12])
-@pytest.mark.parametrize("context", [2, 4, 8])
-def test_a_ring_hides_what_is_shorter_than_a_step(context: int, speed: float) -> None:
-    device = replace(LLAMA.cluster.device, inside_bytes_per_s=speed, memory_bytes_per_s=1e30)
-    alone = replace(LLAMA, cluster=Cluster(device, 1, 64))
-    # A quarter of the queries' heads have keys and values.
-    core = [seconds / context for seconds in core_seconds(alone, Rates.of(alone))]
-    found = core_seconds(replace(alone, context=context), Rates.of(alone))
-    tokens = 131072 / context
-    hop = 2 * 2 * tokens * 8 * 128 / 2 / (speed * LINK_EFFICIENCY)
-    one, two = hop + LINK_LATENCY_S, 2 * hop + LINK_LATENCY_S
-    steps = [seconds / context for seconds in core]
-    assert found[0] == pytest.approx(clocked([one] * (context - 1) + [0.0], steps[0]))
-    assert found[1] == pytest.approx(clocked([one, *[two] * (context - 2), one], steps[1]))
-
-
 def test_what_is_gathered_is_waited_for() -> None:
     fast = replace(LLAMA, cluster=Cluster(replace(LLAMA.cluster.device, memory_bytes_per_s=1e30), 1, 64), context=4)
     core = core_seconds(replace(fast, context=1), Rates.of(fast))[0] / 4
@@ -136,15 +63,6 @@ def test_what_is_gathered_is_waited_for() -> None:
     found = {how: core_seconds(replace(apart, cp_comm_type=how), Rates.of(apart))[0] - core for how in CP_COMM_TYPES}
     assert found["all_gather"] == pytest.approx(both / port + LINK_LATENCY_S)
     assert found["a2a"] == pytest.approx((2 * query + both) / 2 / port + 2 * LINK_LATENCY_S)
-
-
-def test_recomputation_exchanges_again() -> None:
-    """A backward that computes its layer anew waits for what a forward waits for."""
-    slow = replace(LLAMA, cluster=Cluster(replace(LLAMA.cluster.device, inside_bytes_per_s=1e8), 1, 64), context=2)
-    forward = layer_seconds(slow)[0]
-    assert layer_seconds(replace(slow, recompute="full"))[1] - layer_seconds(slow)[1] > 0.9 * forward
-    core = core_seconds(slow, Rates.of(slow))[0]
-    assert layer_seconds(replace(slow, recompute="selective"))[1] - layer_seconds(slow)[1] == pytest.approx(core)
 
 
 @pytest.mark.parametrize("how", CP_COMM_TYPES)
@@ -184,24 +102,6 @@ def test_parts_lie_where_megatron_puts_them(tensor: int, context: int, pipeline:
     for number, ring in enumerate(rings):
         rank, replica = divmod(number, data)
         assert [nodes[rank, replica * context + part] for part in range(context)] == [one // each for one in ring]
-
-
-def test_a_pairs_blocks_stay_whole() -> None:
-    """Tensor and context parallelism are innermost in a balanced layout, too."""
-    found = places(Grid(2, 2, 4, 1, 8, 8), True, None)
-    assert (found.first, found.share_node) == ((0, 1, 1, 0), True)
-    assert places(Grid(2, 2, 4, 1, 8, 8), False, None).first == (0, 0, 1, 1)
-    pipes = paired_places(Grid(1, 2, 4, 1, 4, 4))
-    assert (pipes.share_node, pipes.ports) == (True, 4), "both pipes' parts of a stage are on one node"
-
-
-def test_experts_are_spread_over_context_parallel_ranks_too() -> None:
-    setup = Setup(
-        MIXTRAL_8X7B, parse_cluster("h100-80g:4x8"), 1, 4, 1, 64, 32768, (8,) * 4, context=8, routing=Routing(8)
-    )
-    assert (setup.data, setup.expert_replicas) == (1, 1)
-    with pytest.raises(ValueError, match=r"does not divide t\*c\*d = 4"):
-        replace(setup, context=2, cluster=parse_cluster("h100-80g:2x8"))
 
 
 @pytest.mark.parametrize(

@@ -10,18 +10,12 @@ from typing import Any
 import pytest
 
 from bpipe.predict.cluster import parse_cluster
-from bpipe.predict.costs import predict_costs
 from bpipe.predict.expert_parallel import exchange
 from bpipe.predict.flops import training_flops
-from bpipe.predict.layer_variants import EVERY_LAYER, Experts, Latent, LayerKind, Routing, read_pattern, write_pattern
-from bpipe.predict.layers.layer import layer_saved, layer_seconds
+from bpipe.predict.layer_variants import EVERY_LAYER, Experts, Latent, Routing, read_pattern, write_pattern
 from bpipe.predict.layout import Setup
-from bpipe.predict.memory import predict_memory
 from bpipe.predict.model import Model
 from bpipe.predict.parameters import num_active_parameters, num_parameters
-from bpipe.predict.saved_tensors import stage_bytes, stage_saved
-from bpipe.predict.sizes import total
-from bpipe.predict.states import rank_experts, rank_parameters, stage_experts
 from tests.unit.predict.published import DEEPSEEK_V2, DEEPSEEK_V3, MIXTRAL_8X7B, MIXTRAL_8X22B, QWEN3_30B, QWEN3_235B
 
 # Billions, of all and of those that a token meets.
@@ -43,17 +37,6 @@ def test_as_many_parameters_as_published(model: Model, every: float, active: flo
     assert active - 0.5 < num_active_parameters(model) / 1e9 < active + embedding + 0.5
 
 
-def test_deepseeks_parameters_by_hand() -> None:
-    """Shape by shape, as its safetensors have them."""
-    hidden, heads = 7168, 128
-    attention = (
-        hidden * 1536 + 1536 + 1536 * heads * 192 + hidden * (512 + 64) + 512 + 512 * heads * 256 + heads * 128 * hidden
-    )
-    dense, expert = 3 * hidden * 18432, 3 * hidden * 2048
-    layers = 61 * (attention + 2 * hidden) + 3 * dense + 58 * (257 * expert + 256 * hidden)
-    assert num_parameters(DEEPSEEK_V3) == layers + 2 * 129280 * hidden + hidden == 671_026_404_352
-
-
 def setup_of(model: Model, t: int = 1, p: int = 4, devices: str = "h100-80g:4x8", **changes: Any) -> Setup:
     each, rest = divmod(model.num_layers, p)
     layers = tuple(each + (place < rest) for place in range(p))
@@ -68,85 +51,6 @@ def test_flops_are_megatrons(
     args = megatron_args(setup_of(model))
     assert training_flops(model, 256, model.sequence, vocabulary=args.padded_vocab_size) == pytest.approx(
         megatron_flops(args, 256), rel=1e-12
-    )
-
-
-def test_experts_are_divided_in_their_own_way() -> None:
-    """Of Mixtral's layers on p = 4: eight experts, over ep = 8 one per device, over etp = 2 a half."""
-    plain = setup_of(MIXTRAL_8X7B)
-    expert = 3 * 4096 * 14336
-    assert stage_experts(plain) == (8 * 8 * expert,) * 4
-    assert stage_experts(replace(plain, routing=Routing(8))) == (8 * expert,) * 4
-    assert stage_experts(replace(plain, tensor=2, routing=Routing(4, 2))) == (8 * expert,) * 4
-    # Megatron divides each by tensor parallelism unless it is told otherwise.
-    assert stage_experts(replace(plain, tensor=2)) == (8 * 8 * expert // 2,) * 4
-    assert stage_experts(replace(plain, tensor=2, routing=Routing(1, 1))) == (8 * 8 * expert,) * 4
-
-
-def test_optimizer_shards_of_experts_are_fewer() -> None:
-    """d = 8 and ep = 8: every device has other experts, whose state nobody shares."""
-    setup = setup_of(MIXTRAL_8X7B, routing=Routing(8))
-    assert (setup.replicas, setup.expert_replicas) == (8, 1)
-    (row, *_), (count, *_), (experts, *_) = predict_memory(setup), rank_parameters(setup), rank_experts(setup)
-    assert row.optimizer_bytes == -(-12 * (count - experts) // 8) + 12 * experts
-    assert row.weights_bytes == 2 * count
-
-
-def test_saved_bytes_of_a_layer_by_hand() -> None:
-    """Two bytes a value: of 4096 tokens, each twice in experts, hidden, gate and up, and their product."""
-    rows = {row.name: row for row in layer_saved(setup_of(MIXTRAL_8X7B))}
-    copies = 4096 * 2
-    assert rows["inputs of experts"].nbytes == 2 * copies * 4096
-    assert rows["inputs of experts' activation functions"].nbytes == 2 * copies * 2 * 14336
-    assert rows["inputs of experts' second matrices"].nbytes == 2 * copies * 14336
-    assert "input of the second MLP matrix" not in rows
-    # Even loads: with experts elsewhere as many tokens come as leave. Divided experts see all tokens of those who share
-    # them.
-    assert total(layer_saved(setup_of(MIXTRAL_8X7B, routing=Routing(8)))) == total(tuple(rows.values()))
-    halved = {row.name: row for row in layer_saved(setup_of(MIXTRAL_8X7B, 2))}
-    assert halved["inputs of experts"].nbytes == rows["inputs of experts"].nbytes
-    assert halved["inputs of experts' second matrices"].nbytes == rows["inputs of experts' second matrices"].nbytes // 2
-
-
-def test_a_capacity_bounds_and_pads() -> None:
-    def inputs(routing: Routing) -> int:
-        return next(
-            row.nbytes
-            for row in layer_saved(setup_of(MIXTRAL_8X7B, routing=routing))
-            if row.name == "inputs of experts"
-        )
-
-    free = inputs(Routing())
-    assert inputs(Routing(capacity=1.5)) == free
-    assert inputs(Routing(capacity=0.5)) == free // 2
-    assert inputs(Routing(capacity=1.5, padded=True)) == free * 3 // 2
-
-
-def test_what_may_differ_has_a_reserve() -> None:
-    assert setup_of(MIXTRAL_8X7B).differs
-    assert not setup_of(MIXTRAL_8X7B, routing=Routing(capacity=1.0, padded=True)).differs
-    assert not setup_of(replace(MIXTRAL_8X7B, experts=None)).differs
-
-
-def test_latent_attention_by_hand() -> None:
-    """Queries and keys of 192 and values of 128 a head; both ranks twice; what attention gives."""
-    rows = {row.name: row for row in layer_saved(setup_of(DEEPSEEK_V3, devices="h100-80g:16x8"))}
-    assert rows["Q, K, V"].nbytes == 2 * 4096 * 128 * (192 + 192 + 128)
-    assert rows["input of the output projection"].nbytes == 2 * 4096 * 128 * 128
-    latent = rows["inputs of the norms of what is projected down, and of the matrices behind"]
-    assert (latent.nbytes, latent.num) == (2 * 4096 * (1536 + 512), 2)
-
-
-def test_stages_have_the_kinds_of_their_layers() -> None:
-    """DeepSeek's first three layers are dense, so its first stage saves less."""
-    setup = setup_of(DEEPSEEK_V3, p=4, devices="h100-80g:16x8", routing=Routing(32))
-    assert setup.stage_kinds[0] == ((LayerKind(False), 3), (LayerKind(True), 13))
-    assert setup.stage_kinds[1] == ((LayerKind(True), 15),)
-    assert tuple(total(stage_saved(setup, stage)) for stage in range(4)) == stage_bytes(setup)
-    seconds = [stage.forward_s for stage in predict_costs(setup).stages]
-    assert seconds[1] == pytest.approx(15 * layer_seconds(setup, LayerKind(True))[0])
-    assert seconds[0] == pytest.approx(
-        13 * layer_seconds(setup, LayerKind(True))[0] + 3 * layer_seconds(setup, LayerKind(False))[0]
     )
 
 

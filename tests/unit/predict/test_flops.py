@@ -3,9 +3,7 @@ times."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +12,9 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.flops import mfu, training_flops
-from bpipe.predict.hugging_face import find_model
 from bpipe.predict.layer_counts import split_layers
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import PRESETS
-from bpipe.predict.parameters import num_parameters
 from bpipe.simulate.cost import Costs, StageCost
 from bpipe.simulate.engine import simulate
 
@@ -51,49 +47,3 @@ def test_the_papers_mfu_from_the_papers_stage_times() -> None:
     assert report.exposed_transfer_s == 0
     flops = training_flops(PRESETS["gpt3-96b"], 128, 2048, "papers")
     assert 100 * mfu(flops, float(report.makespan_s), 32, 312e12) == pytest.approx(50.64, rel=0.025)
-
-
-def test_sizes_of_presets() -> None:
-    """In billions, as their papers call them."""
-    sizes = {name: round(num_parameters(model) / 1e9) for name, model in PRESETS.items()}
-    assert sizes == {
-        "gpt3-13b": 13,
-        "gpt3-96b": 96,
-        "gpt3-134b": 134,
-        "gpt3-175b": 175,
-        "llama-65b": 65,
-        "llama3-8b": 8,
-        "llama3-70b": 71,
-        "llama3-405b": 406,
-    }
-
-
-def test_a_hugging_face_config_is_the_preset(tmp_path: Path) -> None:
-    config = {
-        "model_type": "llama",
-        "num_hidden_layers": 32,
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "intermediate_size": 14336,
-        "vocab_size": 128256,
-        "max_position_embeddings": 8192,
-    }
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
-    assert num_parameters(find_model(str(tmp_path))) == num_parameters(PRESETS["llama3-8b"])
-    path.write_text(json.dumps({**config, "num_local_experts": 8}))
-    with pytest.raises(ValueError, match="experts are not modelled in a llama"):
-        find_model(str(path))
-    path.write_text(json.dumps({key: value for key, value in config.items() if key != "hidden_size"}))
-    with pytest.raises(ValueError, match="hidden_size is None"):
-        find_model(str(path))
-    for key, value in (("num_attention_heads", 0), ("head_dim", 1.5), ("hidden_size", 10**400)):
-        path.write_text(json.dumps({**config, key: value}))
-        with pytest.raises(ValueError, match=f"config.json: {key} is .*, but must be a whole number from 1 to"):
-            find_model(str(path))
-    path.write_text("[" * 100_000)
-    with pytest.raises(ValueError, match=r"config\.json: not valid JSON: it is nested too deeply"):
-        find_model(str(path))
-    with pytest.raises(ValueError, match="unknown model"):
-        find_model("gpt5")

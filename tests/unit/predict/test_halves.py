@@ -12,7 +12,6 @@ import pytest
 
 from bpipe.balance.pairs import balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.plan.predict import costs_of
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.costs import predict_costs
 from bpipe.predict.layers.layer import halves_seconds, layer_seconds
@@ -20,12 +19,11 @@ from bpipe.predict.layout import Setup
 from bpipe.predict.model import PRESETS
 from bpipe.predict.peak_counts import held_by
 from bpipe.predict.profile import read_profile
-from bpipe.predict.tensor_parallel import exposed, gather_s
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.families import one_f_one_b
 from bpipe.schedule.families.unit_grid import place
 from bpipe.schedule.layout import one_pipe
-from bpipe.schedule.memory import live_bytes, memory_of, num_transfers
+from bpipe.schedule.memory import live_bytes, memory_of
 from bpipe.schedule.schedule import Schedule
 from bpipe.simulate.cost import StageCost
 
@@ -39,55 +37,6 @@ def test_the_halves_are_the_whole() -> None:
     assert first + second == pytest.approx(backward)
     # Of a forward, W has the products alone; I has the attention's backward, two and a half times its forward, too.
     assert second < forward < first
-
-
-def test_a_longer_sequence_is_the_first_halfs() -> None:
-    longer = replace(ALONE, sequence=2 * ALONE.sequence)
-    (first, second), (first_longer, second_longer) = halves_seconds(ALONE), halves_seconds(longer)
-    assert second_longer < 2 * second
-    assert first_longer > 2 * first
-
-
-def test_under_sequence_parallelism_the_second_half_gathers_again() -> None:
-    plain, gathered = (halves_seconds(replace(LLAMA, sequence_parallel=on)) for on in (False, True))
-    assert gathered[1] > plain[1]
-    # No product for weights hides the sums of the first half.
-    whole = replace(LLAMA, sequence_parallel=False)
-    assert sum(plain) == pytest.approx(layer_seconds(whole)[1] + 4 * gather_s(whole) - exposed(whole).backward_s)
-
-
-def test_at_once_there_is_one_half() -> None:
-    at_once = predict_costs(replace(LLAMA, keep_weights_halves="none")).stages[1]
-    assert at_once.whole_input_s == at_once.whole_backward_s
-    assert at_once.weight_s == at_once.after_input_bytes == 0
-
-
-def test_the_output_layer_belongs_to_the_first_half() -> None:
-    inner, last = predict_costs(LLAMA).stages[-2:]
-    assert last.weight_s == inner.weight_s
-    assert last.whole_input_s - inner.whole_input_s == pytest.approx(last.output_backward_s)
-
-
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_one_rank_measured_alone_has_its_collectives_on_top(recompute: str, tmp_path: Path) -> None:
-    """What `bpipe profile --tp 8` times has none: predictions with it came out 5 to 15 % too fast."""
-    setup = replace(LLAMA, recompute=recompute)
-    path = tmp_path / "profile.json"
-    seconds = {"stages": [{"forward_s": 0.01, "backward_s": 0.02, "layers": 1}]}
-    path.write_text(json.dumps(seconds))
-    whole = costs_of(setup, read_profile(str(path))).stages[3]
-    assert (whole.forward_s, whole.backward_s) == pytest.approx((0.1, 0.2))
-    path.write_text(json.dumps({**seconds, "measured": {"tensor": 8}}))
-    alone = costs_of(setup, read_profile(str(path))).stages[3]
-    waits = exposed(setup)
-    assert waits.forward_s > 0
-    assert alone.forward_s - whole.forward_s == pytest.approx(10 * waits.forward_s)
-    assert alone.backward_s - whole.backward_s == pytest.approx(10 * waits.backward_s)
-    assert alone.whole_input_s + alone.weight_s - whole.whole_input_s - whole.weight_s == pytest.approx(
-        10 * waits.input_half_s
-    )
-    # What is predicted has them: of a device that computes in no time they are what is left.
-    assert layer_seconds(setup)[0] > waits.forward_s
 
 
 def test_measured_seconds(tmp_path: Path) -> None:
@@ -140,10 +89,6 @@ def split_1f1b(p: int, m: int) -> Schedule:
 
 
 BALANCED = balance(split_1f1b(6, 12))
-
-
-def test_the_balanced_one_below_moves() -> None:
-    assert num_transfers(BALANCED, 0).evictions > 0
 
 
 @pytest.mark.parametrize("share", [0, Fraction(1, 2), 1, Fraction(9, 5)])

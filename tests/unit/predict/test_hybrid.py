@@ -16,10 +16,10 @@ from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.costs import predict_costs
 from bpipe.predict.flops import training_flops
 from bpipe.predict.fp8 import Fp8
-from bpipe.predict.hybrid import Hybrid, split_text
+from bpipe.predict.hybrid import Hybrid
 from bpipe.predict.layer_counts import split_layers
 from bpipe.predict.layer_variants import Experts, LayerKind, Routing
-from bpipe.predict.layers.layer import halves_seconds, layer_after_input, layer_bytes, layer_saved, layer_seconds
+from bpipe.predict.layers.layer import halves_seconds, layer_bytes, layer_saved, layer_seconds
 from bpipe.predict.layout import Setup
 from bpipe.predict.memory import predict_memory
 from bpipe.predict.model import Model, gpt
@@ -123,19 +123,6 @@ def test_apart_in_fp8_too() -> None:
         assert (mine.forward_s, mine.backward_s) == pytest.approx((other.forward_s, other.backward_s))
 
 
-def test_what_a_mamba_layer_saves_by_hand() -> None:
-    """Values of 2 bytes per token: hidden before and behind the norm, 18560 of the first matrix, 8192 three times, and
-    8 scales of 4."""
-    setup = setup_of(NEMOTRON_H_8B)
-    per_token = 2 * (2 * 4096 + 18560 + 3 * 8192) + 8 * 4
-    assert total(layer_saved(setup, None, MAMBA)) == 8192 * per_token
-    halved = setup_of(NEMOTRON_H_8B, t=2)
-    assert total(layer_saved(halved, None, MAMBA)) == 8192 * per_token // 2
-    assert layer_saved(setup, "full", MAMBA) == layer_saved(setup, "full", MLP)
-    # Of both matrices what entered and the gradient of what left; that behind the second was gathered.
-    assert total(layer_after_input(setup, MAMBA)) == 8192 * 2 * (4096 + 8192 + 18560 + 4096)
-
-
 def test_stages_have_their_own_layers() -> None:
     setup = setup_of(NEMOTRON_H_8B)
     assert [dict(kinds) for kinds in setup.stage_kinds[:2]] == [
@@ -169,19 +156,6 @@ def test_experts_alone() -> None:
     assert layer_parameters(NEMOTRON_3_NANO, kind).experts == 128 * 2 * 2688 * 1856
     assert predict_memory(setup)[0].weights_bytes > 0
     assert layer_seconds(setup, kind)[0] > 0
-
-
-def test_windows_are_of_layers_that_attend() -> None:
-    model = replace(NEMOTRON_H_8B, window=1024)
-    assert {kind.window for kind, _ in model.kinds() if kind.attends} == {1024}
-    assert {kind.window for kind, _ in model.kinds() if not kind.attends} == {None}
-
-
-def test_a_pattern_and_its_stages() -> None:
-    assert split_text("M*|M-|*") == ("M*M-*", (2, 2, 1))
-    assert split_text("M*M-") == ("M*M-", None)
-    assert Hybrid("M*M-*", 8).with_stages((2, 2, 1)) == "M*|M-|*"
-    assert Hybrid("M*", 8).with_stages((0, 2, 0)) == "|M*|"
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,9 @@ from bpipe.predict.layout import Setup
 from bpipe.predict.memory import predict_memory
 from bpipe.predict.model import PRESETS, Model, gpt
 from bpipe.predict.peak_counts import held_by, held_by_orders
-from bpipe.predict.saved_tensors import stage_bytes
 from bpipe.predict.states import PARAMETER_BYTES
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.layout import Vocabulary
-from bpipe.schedule.memory import memory_of, peak_bytes
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 
@@ -116,24 +114,6 @@ def test_a_layer_by_the_papers_formulas() -> None:
     assert core_bytes(replace(mine, attention="flash")) == 4 * 104 * mine.sequence * mine.micro_batch // 4
 
 
-def test_transfer_sizes_and_bandwidths_of_the_paper() -> None:
-    """GPT-3 96B, t=4, p=8, b=2: 3.48 GB within a forward of 143.37 ms need 24.25 GB/s, without recomputation 100.31
-    GB/s."""
-    moved = stage_bytes(setup())[1]
-    assert moved == pytest.approx(3.48e9, rel=0.002)
-    assert moved / 0.14337 == pytest.approx(24.25e9, rel=0.002)
-    assert stage_bytes(setup(recompute="none"))[1] / 0.14337 == pytest.approx(100.31e9, rel=0.002)
-
-
-def test_gqa_and_swiglu() -> None:
-    llama = PRESETS["llama3-8b"]
-    mine = setup(llama, 1, 8, 1, recompute="none", attention="flash")
-    tokens = 2048
-    # Norm inputs and matrix inputs 8 h; Q and context 4 h, K and V 2 * 2 * 8 * 128; SwiGLU's two halves and their
-    # product 6 f.
-    assert layer_bytes(mine) == tokens * (8 * 4096 + 4 * 4096 + 4 * 8 * 128 + 6 * 14336 + 4 * 32)
-
-
 def test_bytes_a_parameter_add_up_to_megatrons() -> None:
     """18 for bf16 with 32-bit gradients, 20 for fp16, 16 for fp32: docs/user-guide/features/dist_optimizer.md of
     Megatron-LM."""
@@ -190,26 +170,6 @@ def test_real_runs_on_eight_a100(vocabulary: int) -> None:
     assert allocated == pytest.approx(float(measured["memory_max_mb"]) * 2**20, rel=0.03)
 
 
-def test_activations_are_the_schedules_own_peak() -> None:
-    for chunks, schedule in ((1, "1f1b"), (2, "interleaved-1f1b")):
-        for balance in ("none", "bpipe"):
-            mine = setup(
-                p=4,
-                t=2,
-                cluster="a100-80g:1x8",
-                schedule=schedule,
-                num_chunks=chunks,
-                balance=named_balance(balance),
-                global_batch=32,
-            )
-            exact = peak_bytes(build(mine.program()), memory_of(stage_bytes(mine)))
-            predicted = [rank.activations_bytes + rank.hosted_bytes for rank in predict_memory(mine)]
-            # Host buffers are there throughout, own micro-batches not always with them.
-            assert all(mine_bytes >= exact_bytes for mine_bytes, exact_bytes in zip(predicted, exact, strict=True))
-            if balance == "none":
-                assert tuple(predicted) == exact
-
-
 def test_what_does_not_divide_is_refused_with_the_numbers() -> None:
     with pytest.raises(ValueError, match=r"t\*p = 4\*16 = 64 does not divide the 32 devices"):
         setup(t=4, p=16)
@@ -217,17 +177,6 @@ def test_what_does_not_divide_is_refused_with_the_numbers() -> None:
         setup(b=8, global_batch=100)
     with pytest.raises(ValueError, match="does not divide 40"):
         setup("gpt3-13b", t=16, p=1, cluster="a100-80g:1x16")
-
-
-def test_uneven_splits_leave_less_to_the_ends() -> None:
-    assert split_layers(126, 16) is None
-    assert split_layers(126, 16, allow_uneven=True) == (7, *(8,) * 14, 7)
-    assert split_layers(80, 8, allow_uneven=True) == (10,) * 8
-    # NVIDIA's own layout of it: the ends have the embedding and the output layer alone.
-    assert split_layers(126, 128, allow_uneven=True) == (0, *(1,) * 126, 0)
-    assert split_layers(127, 128, allow_uneven=True) == (*(1,) * 127, 0)
-    assert split_layers(125, 128, allow_uneven=True) is None
-    assert split_layers(126, 128) is None
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -5,34 +5,28 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bpipe.predict.activations import parts_of
 from bpipe.predict.cluster import parse_cluster
-from bpipe.predict.costs import predict_costs
 from bpipe.predict.fp8 import Fp8
 from bpipe.predict.layer_variants import Experts, Latent, LayerKind
 from bpipe.predict.layers.layer import layer_bytes, layer_saved, layer_seconds
 from bpipe.predict.layout import Setup
-from bpipe.predict.memory import predict_memory
-from bpipe.predict.model import PRESETS, Model
+from bpipe.predict.model import PRESETS
 from bpipe.predict.recompute import (
     METHODS,
     MODULES,
     NO_RECOMPUTATION,
-    WHOLE_LAYER,
     LayerScope,
     Recompute,
     read_recompute,
     stage_layers,
 )
-from bpipe.predict.saved_tensors import again_bytes, moved_bytes, stage_bytes, stage_saved
+from bpipe.predict.saved_tensors import again_bytes, stage_bytes
 from bpipe.predict.sizes import sent_bytes, total
-from bpipe.predict.temporaries import working_bytes
 from bpipe.predict.tensor_parallel import exposed, gather_s
 
 LLAMA = Setup(PRESETS["llama3-70b"], parse_cluster("h100-80g:8x8"), 8, 8, 1, 32, 8192, (10,) * 8, recompute="none")
@@ -58,7 +52,6 @@ MIXED = replace(
         latent=Latent(1536, 512, 128, 64, 128),
     ),
 )
-BLOCKS = [f"full:block:{number}" for number in range(1, 11)]
 
 
 @st.composite
@@ -129,47 +122,6 @@ def test_what_megatron_cannot_is_refused() -> None:
         replace(small, kernels="cpu", recompute="selective:moe_act")
 
 
-@pytest.mark.parametrize("setup", [LLAMA, BIASED, MIXED], ids=lambda setup: setup.model.name)
-def test_block_goes_from_none_to_full_and_saves_less_with_every_layer(setup: Setup) -> None:
-    """And takes longer with every layer."""
-    every = [replace(setup, recompute=text) for text in ("none", *BLOCKS, "full")]
-    saved = [stage_bytes(one) for one in every]
-    assert stage_bytes(replace(setup, recompute="full:block:0")) == saved[0]
-    assert saved[-2] == saved[-1] == stage_bytes(replace(setup, recompute="full:block:99"))
-    assert predict_memory(every[-2]) == predict_memory(every[-1])
-    for more, less in pairwise(saved[:-1]):
-        assert all(one > other for one, other in zip(more, less, strict=True))
-    seconds = [predict_costs(one).stages for one in every]
-    for stage in range(setup.num_stages):
-        backwards = [of_stages[stage].backward_s for of_stages in seconds]
-        assert backwards[:-1] == sorted(set(backwards[:-1]))
-        assert backwards[-2] == pytest.approx(backwards[-1])
-        assert len({of_stages[stage].forward_s for of_stages in seconds}) <= 2, (
-            "forwards are the same, but for rounding"
-        )
-
-
-def test_a_block_is_so_many_layers_of_either_kind() -> None:
-    """Of each stage the first ones, whatever these are."""
-    block = replace(LLAMA, recompute="full:block:3")
-    none, full = layer_bytes(LLAMA, "none"), layer_bytes(LLAMA, "full")
-    assert stage_bytes(block)[1] == 3 * full + 7 * none
-    experts, dense = LayerKind(True), LayerKind(False)
-    assert replace(MIXED, recompute="full:block:3").stage_layers[0] == (
-        (dense, WHOLE_LAYER, 2),
-        (experts, WHOLE_LAYER, 1),
-        (dense, NO_RECOMPUTATION, 5),
-        (experts, NO_RECOMPUTATION, 2),
-    )
-    # The eleventh layer is the second of three.
-    assert replace(MIXED, recompute="full:block:2").stage_layers[1][:2] == (
-        (dense, WHOLE_LAYER, 1),
-        (experts, WHOLE_LAYER, 1),
-    )
-    chunked = replace(LLAMA, num_chunks=2, layers=(5,) * 16, schedule="interleaved-1f1b", recompute="full:block:3")
-    assert stage_bytes(chunked)[1] == 3 * full + 2 * none, "of every chunk"
-
-
 @given(
     recompute=st.one_of(values(), st.builds(Recompute, method=st.sampled_from(METHODS), num_layers=st.integers(1, 9))),
     patterns=st.tuples(*[st.lists(st.integers(0, 1), min_size=1, max_size=4)] * 2),
@@ -188,29 +140,6 @@ def test_layers_are_counted_as_one_after_the_other_would_be(
         every = Counter((model.kind(first + place), recompute.scope(place)) for place in range(number))
         assert {(kind, scope): count for kind, scope, count in of_stage if count} == every
         first += number
-
-
-@pytest.mark.parametrize("model", [LLAMA.model, MIXED.model], ids=["alike", "in a pattern"])
-@pytest.mark.parametrize("text", ["none", "full", "full:block:3", "full:uniform:4", "selective"])
-def test_many_layers_are_counted(model: Model, text: str) -> None:
-    """A damaged config.json said 300 million, and for a minute nothing was answered: no model has more than ten
-    thousand."""
-    many = replace(model, num_layers=10**4)
-    (stage,) = stage_layers(many, read_recompute(text), (10**4,))
-    assert sum(count for _, _, count in stage) == 10**4
-    with pytest.raises(ValueError, match="num_layers is 10001, but must be at most 10000"):
-        replace(model, num_layers=10**4 + 1)
-
-
-def test_uniform_keeps_an_input_of_every_group() -> None:
-    four, input_bytes = replace(LLAMA, recompute="full:uniform:4"), sent_bytes(LLAMA)
-    assert stage_bytes(four)[1] == 3 * input_bytes
-    assert again_bytes(four) == 4 * layer_bytes(LLAMA, "none") - input_bytes
-    assert again_bytes(replace(LLAMA, recompute="full:uniform:99")) == 10 * layer_bytes(LLAMA, "none") - input_bytes
-    # Larger groups need more at work than they spare, and take as long.
-    costs = predict_costs(four).stages[1], predict_costs(replace(LLAMA, recompute="full")).stages[1]
-    assert costs[0].backward_s == pytest.approx(costs[1].backward_s)
-    assert working_bytes(four)[0] - working_bytes(replace(LLAMA, recompute="full"))[0] == 3 * layer_bytes(LLAMA, "none")
 
 
 def test_parts_of_a_gpus_layer_by_hand() -> None:
@@ -281,22 +210,6 @@ def test_parts_take_their_forward_again() -> None:
     assert exposed(replace(apart, recompute="selective:mlp")).backward_s - exposed(apart).backward_s == pytest.approx(
         2 * gather_s(LLAMA)
     )
-
-
-def test_what_leaves_of_layers_that_differ_is_never_more_than_all() -> None:
-    for text in ("full:block:3", "full:uniform:3", "selective:mlp"):
-        setup = replace(LLAMA, recompute=text)
-        for stage, parts in enumerate(parts_of(setup, 1)):
-            assert list(parts) == sorted(set(parts))
-            assert parts[-1] == moved_bytes(setup, stage, 1)
-
-
-def test_a_received_input_that_the_loop_shares_stays() -> None:
-    """A norm that is recomputed keeps another tensor of what a stage has received."""
-    model: Model = replace(BIASED.model, linear_bias=False)
-    cpu = replace(BIASED, model=model, kernels="cpu", recompute="selective:layernorm")
-    stays = [total(stage_saved(cpu, stage)) - moved_bytes(cpu, stage, 1) for stage in range(8)]
-    assert stays == [0, *(sent_bytes(cpu),) * 7]
 
 
 def test_in_fp8_whole_layers_and_the_attention_core_are_modelled() -> None:

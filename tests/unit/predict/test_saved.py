@@ -14,7 +14,7 @@ from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.layers.layer import layer_after_input, layer_saved
 from bpipe.predict.layout import Setup
 from bpipe.predict.model import gpt
-from bpipe.predict.saved_tensors import after_input_bytes, moved_bytes, saves_input, stage_bytes, stage_saved
+from bpipe.predict.saved_tensors import saves_input, stage_bytes, stage_saved
 from bpipe.predict.sizes import total
 
 # That of the quickstart: 8 layers of 128, 4 heads, 256 tokens, a vocabulary of 512, 32 bit.
@@ -34,34 +34,12 @@ SMALL = Setup(
 )
 
 
-def test_a_layer_by_hand() -> None:
-    """In units of sequence * micro-batch * hidden size, 4 bytes each: two norms, two matrices, ctx, two masks; QKV;
-    GELU; three scores."""
-    sbh = 256 * 2 * 128
-    scores = 2 * 4 * 256 * 256
-    statistics = 2 * 2 * 256 * 2
-    assert total(layer_saved(SMALL)) == 4 * ((7 + 3 + 2 * 4) * sbh + 3 * scores + statistics) == 11018240
-
-
-def test_first_and_last_stage_by_hand() -> None:
-    saved = stage_bytes(SMALL)
-    assert saved[1:7] == (11018240,) * 6
-    assert saved[0] - saved[1] == 4 * 256 * 2 * 128, "the embedding's dropout mask; tokens are the data iterator's"
-    tokens = 256 * 2
-    assert saved[7] - saved[1] == tokens * (2 * 4 * 128 + 2 * 4 + 4 * 512 + 8 + 1) + 12
-
-
 def test_stages_are_the_sums_of_their_rows() -> None:
     for kernels, setup in (
         ("cpu", SMALL),
         ("gpu", replace(SMALL, kernels="gpu", precision="bf16", recompute="selective")),
     ):
         assert tuple(total(stage_saved(setup, stage)) for stage in range(8)) == stage_bytes(setup), kernels
-
-
-def test_small_storages_stay() -> None:
-    assert stage_bytes(SMALL)[1] - moved_bytes(SMALL, 1, 65536) == 4 * 2048, "means and scales of two norms"
-    assert moved_bytes(SMALL, 1, 1) == stage_bytes(SMALL)[1]
 
 
 def test_a_cpus_rms_norm_keeps_a_copy_of_its_input() -> None:
@@ -129,18 +107,6 @@ def test_between_the_halves_of_a_backward(setup: Setup, saved: float, after_inpu
     found = units(setup)
     assert found[0] == pytest.approx(saved, rel=0.025)
     assert found[1] == pytest.approx(after_input, rel=1e-3)
-
-
-def test_between_the_halves_with_grouped_queries_by_hand() -> None:
-    model = replace(SWIGLU, num_query_groups=2)
-    tokens = 2 * 128
-    inputs, gradients = (384 + 384 + 384 + 1024), (384 + 2 * 2 * 32 + 384 + 2 * 1024 + 384)
-    assert total(layer_after_input(replace(TWICE_FOUR, model=model))) == 4 * tokens * (inputs + gradients)
-
-
-def test_neither_the_embedding_nor_the_output_layer_puts_off_its_weights() -> None:
-    assert after_input_bytes(SMALL) == (total(layer_after_input(SMALL)),) * 8
-    assert after_input_bytes(replace(SMALL, keep_weights_halves="none")) == (0,) * 8
 
 
 @pytest.mark.slow

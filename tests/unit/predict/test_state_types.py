@@ -7,14 +7,10 @@ from typing import Any
 
 import pytest
 
-from bpipe.config.launch.megatron_flags import megatron_flags
-from bpipe.plan.options import setup_from
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.fp8 import Fp8
 from bpipe.predict.layout import Setup
-from bpipe.predict.memory import predict_memory
 from bpipe.predict.model import PRESETS
-from bpipe.predict.replicas import update_seconds
 from bpipe.predict.state_types import StateTypes
 from bpipe.predict.states import parameter_bytes
 from bpipe.predict.switches import Switches
@@ -50,17 +46,6 @@ def test_bytes_a_parameter(changes: dict[str, Any], expected: tuple[int, ...]) -
     assert parameter_bytes(replace(SETUP, **changes)) == expected
 
 
-def test_every_rank_holds_less_and_updates_sooner() -> None:
-    short = replace(SETUP, state_types=SHORT)
-    for one, other in zip(predict_memory(SETUP), predict_memory(short), strict=True):
-        assert other.gradients_bytes * 2 == one.gradients_bytes
-        assert other.optimizer_bytes * 2 == one.optimizer_bytes
-        assert other.weights_bytes == one.weights_bytes
-        assert other.activations_bytes == one.activations_bytes
-    for (_, update_s), (_, short_s) in zip(update_seconds(SETUP), update_seconds(short), strict=True):
-        assert short_s < update_s
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -82,10 +67,3 @@ def test_types_are_of_the_precision_aware_optimizer_alone() -> None:
         StateTypes(exp_avg_dtype="fp8")
     with pytest.raises(ValueError, match="--main-grads-dtype fp16 is unknown: choose from fp32, bf16"):
         StateTypes(True, main_grads_dtype="fp16")
-
-
-def test_a_launch_says_them_and_is_written_with_them() -> None:
-    setup = replace(SETUP, state_types=replace(SHORT, exp_avg_dtype="fp8"))
-    again = setup_from(megatron_flags(setup), setup.cluster, setup.padded_vocabulary, "gpu")
-    assert again.state_types == setup.state_types
-    assert [one.peak_bytes for one in predict_memory(again)] == [one.peak_bytes for one in predict_memory(setup)]

@@ -3,7 +3,6 @@ place."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,96 +11,17 @@ from bpipe.cli import main
 from bpipe.config.launch.megatron_command import read_command
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.plan.document import configuration
-from bpipe.plan.explain import tightness_warning
-from bpipe.plan.predict import predict, simulation_of
-from bpipe.plan.timing import steady_timing, whole_timing
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.costs import predict_costs
 from bpipe.predict.layout import Setup
-from bpipe.predict.memory import predict_memory
 from bpipe.predict.model import PRESETS
-from bpipe.predict.replicas import stage_buckets, update_seconds
-from bpipe.predict.states import stage_parameters
 from bpipe.predict.switches import SWITCHES, Switches
-from bpipe.schedule.program import Exchange
 
 
 def setup(*on: str, **changes: Any) -> Setup:
     sizes = {"tensor": 2, "pipeline": 4, "micro_batch": 1, "global_batch": 32, "sequence": 2048, "layers": (10,) * 4}
     switches = Switches(**dict.fromkeys(on, True))
     return Setup(PRESETS["gpt3-13b"], parse_cluster("a100-80g:4x8"), **{**sizes, "switches": switches, **changes})
-
-
-def test_gradients_in_16_bit_take_half_of_the_bytes_and_a_copy_at_the_update() -> None:
-    usual, halved = predict_memory(setup())[1], predict_memory(setup("grad_reduce_in_bf16"))[1]
-    assert 2 * halved.gradients_bytes == usual.gradients_bytes
-    # A 32-bit copy of this replica's quarter, beside 12 bytes a parameter of state.
-    assert (usual.update_bytes, 3 * halved.update_bytes) == (0, halved.optimizer_bytes)
-    assert halved.optimizer_bytes == usual.optimizer_bytes
-    assert halved == predict_memory(setup(precision="fp16"))[1]
-
-
-def test_gradients_in_16_bit_are_accumulated_and_reduced_in_half_the_time() -> None:
-    """Of 4-byte gradients and 2-byte weights two thirds of the reduction are gradients'."""
-    (usual, updated), *_ = update_seconds(setup())
-    (halved, again), *_ = update_seconds(setup("grad_reduce_in_bf16"))
-    assert halved == pytest.approx(usual * (2 + 2) / (4 + 2))
-    assert again == updated
-    assert (
-        predict_costs(setup("grad_reduce_in_bf16")).stages[1].backward_s < predict_costs(setup()).stages[1].backward_s
-    )
-
-
-def test_what_is_gathered_beside_forwards_takes_no_time_of_its_own() -> None:
-    (reduced, behind), *_ = update_seconds(setup("overlap_grad_reduce"))
-    (also_reduced, update), *_ = update_seconds(setup("overlap_grad_reduce", "overlap_param_gather"))
-    (serial, _), *_ = update_seconds(setup())
-    assert also_reduced == reduced
-    # What is left is the update alone; gathering was the serial sum's other part.
-    assert behind - update == pytest.approx(serial - reduced)
-
-
-def test_exchanges_that_block_cost_an_interleaved_pipeline_what_they_take() -> None:
-    chunks = {"num_chunks": 5, "layers": (2,) * 20, "schedule": "interleaved-1f1b", "global_batch": 64}
-    hidden, blocking = (predict(setup(*on, **chunks)) for on in ((), ("no_overlap_p2p_communication",)))
-    assert predict_costs(setup("no_overlap_p2p_communication", **chunks)).exchange is Exchange.MEGATRON_TURNS
-    # Five turns a micro-batch, two messages each, with a gap at least.
-    added = blocking.timing.pipeline_s - hidden.timing.pipeline_s
-    assert added > 5 * 2 * 300e-6 * blocking.setup.num_microbatches
-    # Without chunks Megatron's loop waits anyway.
-    assert predict_costs(setup("no_overlap_p2p_communication")) == predict_costs(setup())
-
-
-def test_a_rank_that_hardly_fits_is_warned_of() -> None:
-    plain = predict(setup())
-    fullest = max(rank.peak_bytes for rank in plain.memory)
-    assert not any(rank.is_tight for rank in plain.memory)
-    assert tightness_warning(plain) is None
-    device = int(fullest / 0.97)
-    rows = tuple(replace(rank, limit_bytes=device, device_bytes=device) for rank in plain.memory)
-    nearly = replace(plain, memory=rows)
-    assert nearly.fits
-    assert "needs 97 % of its device's memory: above 95 % the allocator may" in (tightness_warning(nearly) or "")
-    # A budget is not what the allocator lacks.
-    assert tightness_warning(predict(setup(budget_bytes=(fullest,) * 4))) is None
-    # What does not fit at all is said elsewhere.
-    assert tightness_warning(predict(setup(budget_bytes=(fullest - 1,) * 4))) is None
-
-
-def test_one_rank_alone_has_no_bubble_whatever_it_reduces() -> None:
-    alone = predict(setup(pipeline=1, tensor=1, layers=(40,), global_batch=64)).timing
-    assert alone.bubble_of_makespan > 0.05
-    assert alone.bubble_of_pipeline == pytest.approx(0, abs=1e-9)
-    eight = simulation_of(setup(), None)
-    busy = sum(eight.busy_s(rank) for rank in range(4))
-    assert whole_timing(eight).bubble_of_pipeline == pytest.approx(1 - float(busy / (4 * eight.pipeline_s)))
-
-
-def test_replicas_in_one_node_reduce_over_all_of_its_ports() -> None:
-    """8 devices of a node lead 8 rings through its 8 ports; t of them on the same replica leave 8 / t."""
-    model = {"pipeline": 1, "layers": (40,), "global_batch": 64}
-    reduced = {t: update_seconds(setup(tensor=t, **model))[0][0] * t * 32 / t / (32 / t - 1) for t in (1, 2, 4, 8)}
-    assert [reduced[t] / reduced[8] for t in (4, 2, 1)] == pytest.approx([1 / 2, 1 / 4, 1 / 8], rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -144,27 +64,3 @@ def test_every_switch_is_offered_read_written_and_told(capsys: pytest.CaptureFix
     reading = read_command([*flags, "--transformer-impl", "local"])
     assert reading.options["tp_comm_overlap"] is False
     assert any("--tp-comm-overlap" in note for note in reading.notes)
-
-
-def test_gradients_of_the_first_ranks_first_chunk_are_reduced_in_buckets() -> None:
-    """As Megatron cuts them (`DistributedDataParallel`): 40 million parameters, or a million a replica; of all other
-    ranks and chunks in one, for these have computed before the first. Without pipeline that was 318 TFLOP/s of a 32B
-    model in place of 460 measured."""
-    overlapped = Switches(overlap_grad_reduce=True)
-    model = PRESETS["gpt3-13b"]
-    alone = Setup(model, parse_cluster("a100-80g:2x8"), 8, 1, 1, 16, 2048, (40,), "full", switches=overlapped)
-    count = stage_parameters(alone)[0]
-    assert stage_buckets(alone) == (count // 40_000_000,)
-    assert stage_buckets(alone)[0] > 30
-    assert stage_buckets(replace(alone, switches=Switches())) == (1,)
-    many = replace(alone, cluster=parse_cluster("a100-80g:128x8"), global_batch=128)
-    assert stage_buckets(many) == (count // 128_000_000,)
-    chunks = replace(alone, pipeline=2, layers=(10,) * 4, num_chunks=2, schedule="interleaved-1f1b", global_batch=16)
-    assert stage_buckets(chunks)[0] > 1
-    assert stage_buckets(chunks)[1:] == (1, 1, 1)
-    # Its first stage is Megatron's last.
-    assert stage_buckets(replace(chunks, schedule="v-half")) == (1,) * 4
-    lumped = predict_costs(alone)
-    lumped = replace(lumped, stages=tuple(replace(cost, buckets=1) for cost in lumped.stages))
-    exposed = [steady_timing(alone, costs).iteration_s for costs in (predict_costs(alone), lumped)]
-    assert exposed[1] - exposed[0] > 0.8 * min(lumped.of(0).reduction_s, lumped.of(0).whole_backward_s)

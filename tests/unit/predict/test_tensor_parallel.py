@@ -9,7 +9,6 @@ from itertools import product as every
 import pytest
 
 from bpipe.predict.cluster import Cluster, parse_cluster
-from bpipe.predict.layers.layer import layer_seconds
 from bpipe.predict.layout import Setup
 from bpipe.predict.matmul import layer_products
 from bpipe.predict.model import PRESETS
@@ -84,46 +83,3 @@ def clocked(setup: Setup) -> tuple[float, float]:
 def test_as_a_clock_has_it(overlap: bool, sequence_parallel: bool, speed: float, tensor: int) -> None:
     setup = with_link(replace(OVERLAP if overlap else LLAMA, sequence_parallel=sequence_parallel, tensor=tensor), speed)
     assert exposed(setup)[:2] == pytest.approx(clocked(setup))
-
-
-def test_one_rank_waits_for_nobody() -> None:
-    assert exposed(replace(LLAMA, tensor=1, cluster=parse_cluster("h100-80g:8x1"))) == (0, 0, 0)
-
-
-def test_a_layer_is_longer_by_what_is_waited_for() -> None:
-    """With all that is recomputed; without a link's time the rest is the same."""
-    for setup in (
-        LLAMA,
-        OVERLAP,
-        replace(LLAMA, recompute="full"),
-        replace(OVERLAP, recompute="full"),
-        replace(LLAMA, sequence_parallel=False),
-    ):
-        free = with_link(setup, 1e30)
-        for mine, without, waits in zip(
-            layer_seconds(setup),
-            layer_seconds(free),
-            map(float.__sub__, exposed(setup)[:2], exposed(free)[:2]),
-            strict=True,
-        ):
-            assert mine - without == pytest.approx(waits)
-    full, none = exposed(replace(LLAMA, recompute="full")), exposed(LLAMA)
-    assert full[:2] == pytest.approx((none.forward_s, none.backward_s + none.forward_s))
-
-
-def test_overlap_never_costs_and_needs_products() -> None:
-    """Where links are as fast as NVLink it hides all but the share that products pay; where they are slow, a product's
-    time at most."""
-    for speed in (1e9, 3e10, 1e11, 4.5e11):
-        with_it, without = exposed(with_link(OVERLAP, speed)), exposed(with_link(LLAMA, speed))
-        assert with_it.forward_s <= without.forward_s
-        assert without.forward_s - with_it.forward_s <= layer_products(LLAMA).total().forward_s * 7 / 8 + 1e-12
-    assert exposed(OVERLAP).forward_s == pytest.approx(HIDDEN_SHARE * exposed(LLAMA).forward_s)
-
-
-def test_what_is_hidden_is_not_free() -> None:
-    """However fast the link, a backward without anything to wait for pays the share of each hidden message."""
-    fast = with_link(LLAMA, 1e13)
-    hidden = 2 * len(layer_products(fast).entering) * gather_s(fast)
-    waited = len(layer_products(fast).returning) * gather_s(fast)
-    assert exposed(fast).backward_s == pytest.approx(waited + HIDDEN_SHARE * hidden)

@@ -18,8 +18,8 @@ from bpipe.build import ScheduleConfig, build, config_of_schedule
 from bpipe.record import format as form
 from bpipe.record.keys import keys_of
 from bpipe.record.program import read_program, write_program
-from bpipe.record.read import read_held, read_run, read_steps, read_summaries
-from bpipe.record.write import append, begin, write_whole
+from bpipe.record.read import read_held, read_run, read_steps
+from bpipe.record.write import append, write_whole
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.families.family import UnitCosts
 from bpipe.schedule.memory import KeptMemory, memory_of
@@ -52,23 +52,6 @@ def test_a_run_of_before_is_read_whole() -> None:
     assert held.ranks[0].marks[1].microbatches == ((0, 0, 1017856), (0, 1, 1017856))
 
 
-def test_what_is_read_is_written_again_to_the_byte(tmp_path: Path) -> None:
-    """So nothing that a run says of itself is lost between the two, and files look as they did."""
-    run = read_run(BEFORE)
-    write_whole(tmp_path / form.RUN, run.info)
-    for record in run.ranks:
-        names = [key.name for key in keys_of(form.RankHeader)]
-        header = form.RankHeader(**{name: getattr(record, name) for name in names})
-        append(form.RECORD.path(tmp_path, record.rank), header, *record.iterations.values())
-    for summary in read_summaries(BEFORE):
-        write_whole(form.SUMMARY.path(tmp_path, summary.rank), summary)
-    begin(tmp_path / form.STEPS, *read_steps(BEFORE / form.STEPS, []))
-    written = sorted(tmp_path.iterdir())
-    assert len(written) == 1 + 4 + 4 + 1
-    for path in written:
-        assert path.read_bytes() == (BEFORE / path.name).read_bytes(), path.name
-
-
 def test_what_is_held_between_halves_and_of_shards_is_written_and_read(tmp_path: Path) -> None:
     (rank, *_) = read_run(BEFORE).ranks
     (one, *_) = rank.iterations.values()
@@ -77,21 +60,6 @@ def test_what_is_held_between_halves_and_of_shards_is_written_and_read(tmp_path:
     write_whole(tmp_path / form.RUN, read_run(BEFORE).info)
     append(form.RECORD.path(tmp_path, 0), header, split)
     assert read_run(tmp_path).ranks[0].iterations[one.iteration] == split
-
-
-def test_what_was_held_is_written_again(tmp_path: Path) -> None:
-    """A line now says of its error also that there was none."""
-    held = read_held(BEFORE)
-    assert held is not None
-    for rank in held.ranks:
-        path = form.MEMORY.path(tmp_path, rank.rank)
-        header = form.MemoryHeader(**{key.name: getattr(rank, key.name) for key in keys_of(form.MemoryHeader)})
-        begin(path, header, *rank.marks)
-        lines, before = (
-            [json.loads(line) for line in one.read_text().splitlines()] for one in (path, BEFORE / path.name)
-        )
-        assert lines == [before[0], *(line | {"error": None, "out_of_memory": False} for line in before[1:])]
-    assert read_held(tmp_path) == form.Held(tmp_path, held.ranks, None)
 
 
 def test_the_first_failure_is_written_and_read(tmp_path: Path) -> None:

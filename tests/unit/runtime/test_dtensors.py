@@ -52,43 +52,11 @@ def gradients(mesh: DeviceMesh, moving: bool, region: bool = False) -> tuple[lis
     return list(torch.autograd.grad(out.sum().to_local(), [received, weight])), *sizes
 
 
-def test_local_parts_move_although_some_are_views(mesh: DeviceMesh) -> None:
-    """A wrapper that is a view of another was held by that one, and one that was made of a plain tensor is a view of
-    it: a fifth to a half of what was saved stayed."""
-    wanted, _, _ = gradients(mesh, moving=False)
-    found, leaving, staying = gradients(mesh, moving=True)
-    # What was received, exp's output, the second product; the weight stays.
-    assert (leaving, staying) == ([BYTES, BYTES, 4 * WIDTH * WIDTH], [4 * WIDTH * WIDTH])
-    assert all(map(torch.equal, map(DTensor.to_local, wanted[1:]), map(DTensor.to_local, found[1:])))
-    assert torch.equal(wanted[0], found[0])
-
-
 def test_a_region_of_them_keeps_its_argument_and_no_more(mesh: DeviceMesh) -> None:
     wanted, _, _ = gradients(mesh, moving=False)
     found, leaving, staying = gradients(mesh, moving=True, region=True)
     assert (leaving, staying) == ([BYTES], [])
     assert torch.equal(wanted[0], found[0])
-
-
-def test_an_output_that_its_own_node_saved_stays_where_somebody_holds_it(mesh: DeviceMesh) -> None:
-    x = torch.randn(ROWS, WIDTH).requires_grad_()
-    hidden = torch.exp(DTensor.from_local(x, mesh, [Replicate()], run_check=False))
-    out = hidden.sum()
-    assert [item.alone for item in find([out.grad_fn], [x], CPU)] == [False]
-    local = hidden.to_local().detach()
-    del hidden
-    assert [item.alone for item in find([out.grad_fn], [x], CPU)] == [False]
-    del local
-    assert [item.alone for item in find([out.grad_fn], [x], CPU)] == [True]
-
-
-def test_one_that_somebody_holds_stays(mesh: DeviceMesh) -> None:
-    x = torch.randn(ROWS, WIDTH).requires_grad_()
-    table = distribute_tensor(torch.randn(ROWS, WIDTH), mesh, [Replicate()])
-    out = DTensor.from_local(x, mesh, [Replicate()], run_check=False) * table
-    assert [item.nbytes for item in find([out.grad_fn], [x], CPU) if item.alone] == []
-    del table
-    assert [item.nbytes for item in find([out.grad_fn], [x], CPU) if item.alone] == [BYTES]
 
 
 def test_a_mesh_gives_a_cpu_an_index_and_it_is_the_same_cpu() -> None:

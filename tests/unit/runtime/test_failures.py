@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from bpipe.runtime import failures
 from bpipe.runtime.errors import TransferError
-from bpipe.runtime.failures import Failure, Watch, cause_of, is_secondary
+from bpipe.runtime.failures import Failure, Watch
 
 
 class Ranks:
@@ -105,27 +105,3 @@ def test_the_last_line_comes_after_the_traceback(capsys: pytest.CaptureFixture[s
     # And nothing comes behind it, such as what modules in C say when the interpreter takes them apart.
     assert capsys.readouterr().err == "Traceback\nbpipe: rank 0 failed first: ValueError: no such token\nat exit\n"
     assert ranks.left == {0: 1}
-
-
-def test_a_training_that_ends_well_ends_nobody() -> None:
-    ranks = Ranks(2, [0, 1])
-    ranks.watches[0].end()
-    ranks.watches[1].failed(ValueError("afterwards"))
-    time.sleep(0.4)
-    assert ranks.left == {}
-
-
-@pytest.mark.parametrize(
-    ("error", "secondary"),
-    [
-        (RuntimeError("[/pytorch/third_party/gloo/...] Connection closed by peer [127.0.0.1]:1"), True),
-        (RuntimeError("Timed out waiting 300000ms for recv operation to complete"), True),
-        (dist.DistBackendError("NCCL error in: ... remote process exited or there was a network error"), True),
-        (TransferError("rank 0, stage 0: 0EVICT2 with stage 3 did not end"), True),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), False),
-        (ValueError("a timeout of -1"), False),
-    ],
-)
-def test_which_errors_only_say_that_another_is_gone(error: Exception, secondary: bool) -> None:
-    assert is_secondary(error) == secondary
-    assert cause_of(error).startswith(type(error).__name__)

@@ -35,20 +35,6 @@ def parts(notes: list[str], error: Exception | None = None) -> tuple[Any, list[N
 DROPPED = ["engine is dropped", "first is dropped", "second is dropped"]
 
 
-def test_after_a_run_that_ended_well_host_buffers_go_before_what_they_are_reached_by() -> None:
-    notes: list[str] = []
-    assert disconnect(*parts(notes)) is None
-    assert notes == ["engine gives back", "first gives back", "second gives back"]
-
-
-def test_a_run_whose_iteration_failed_waits_for_nobody() -> None:
-    notes: list[str] = []
-    engine, connections = parts(notes)
-    engine.ended_well = False
-    assert disconnect(engine, connections) == "the run failed"
-    assert notes == DROPPED
-
-
 def test_a_run_that_failed_between_iterations_waits_for_nobody() -> None:
     notes: list[str] = []
     assert disconnect(*parts(notes), failed=True) == "the run failed"

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from bpipe.runtime import meter as meter_module
 from bpipe.runtime.capture import SavedStorage
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.meter import Meter
@@ -19,42 +14,8 @@ from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.memory import live_counts
 from bpipe.schedule.schedule import Schedule
 from bpipe.transport.base import Done
-from tests.unit.runtime.loop import Layer, Small, drawn, gradient, inputs_of, new_weight, schedule, stage
+from tests.unit.runtime.loop import Layer, Small, drawn, inputs_of, new_weight, schedule, stage
 from tests.unit.runtime.test_engine import engine_for
-
-
-class Thorough(Meter):
-    """A meter that also looks at every storage, every time, and keeps what both found."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.every: list[StorageWeakRef] = []
-        self.pairs: list[tuple[int, int]] = []
-
-    def saved(self, forward: Action, found: Sequence[SavedStorage], inputs: Sequence[torch.Tensor | None] = ()) -> None:
-        super().saved(forward, found, inputs)
-        self.every.extend(StorageWeakRef(item.storage) for item in found if item.alone)
-
-    def sample(self, host_buffers: int, host_bytes: int, look: bool = True) -> int:
-        found = super().sample(host_buffers, host_bytes, look)
-        alive = [storage for reference in self.every if (storage := living(reference)) is not None]
-        self.pairs.append((found, sum(storage.nbytes() for storage in alive) + host_bytes))
-        return found
-
-
-def living(reference: StorageWeakRef) -> torch.UntypedStorage | None:
-    return None if reference.expired() else torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-
-
-@pytest.mark.parametrize("waiting", ["as late as it may", "synchronous"])
-@pytest.mark.parametrize(("p", "m"), [(4, 8), (4, 4), (5, 9), (8, 16), (12, 20)])
-@pytest.mark.parametrize("balance", ["none", "bpipe"])
-def test_looking_where_something_was_touched_finds_everything(p: int, m: int, balance: str, waiting: str) -> None:
-    plan, meter = schedule(p, m, balance), Thorough()
-    gradient(engine_for(plan, None, meter, synchronous=waiting == "synchronous"), plan, 2)
-    assert len(meter.pairs) == 2 * 2 * 2 * m
-    assert all(few == all_ for few, all_ in meter.pairs)
-    assert len({few for few, _ in meter.pairs}) > 2
 
 
 class Holding(Small):
@@ -75,14 +36,6 @@ def run_holding(meter: Meter, plan: Schedule, forward: Layer = stage) -> None:
         Executor(plan, 1, holding, drawn()).run(engine)
         assert holding.last
         holding.last = ()
-
-
-def test_what_the_loop_lets_go_of_late_is_seen_to_go() -> None:
-    plan, meter = schedule(8, 16), Thorough()
-    run_holding(meter, plan)
-    assert all(few == all_ for few, all_ in meter.pairs)
-    gone_late = [few for few, _ in meter.pairs]
-    assert gone_late[-1] == inputs_of(0).untyped_storage().nbytes()
 
 
 def test_what_is_left_after_its_backward_is_no_micro_batch() -> None:
@@ -166,31 +119,6 @@ def test_a_row_has_bytes_where_its_action_saves_or_moves_them() -> None:
     }
 
 
-@pytest.mark.parametrize("balance", ["none", "bpipe"])
-def test_looks_at_no_more_storages_for_more_micro_batches(balance: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It looked at every storage of the iteration, twice a computation: 1.5 ms each, and with the square of the
-    micro-batches."""
-    looks = 0
-    plain = meter_module._Storage.nbytes_now
-
-    def counted(storage: meter_module._Storage) -> int:
-        nonlocal looks
-        looks += 1
-        return plain(storage)
-
-    monkeypatch.setattr(meter_module._Storage, "nbytes_now", counted)
-
-    def looks_a_microbatch(m: int) -> float:
-        nonlocal looks
-        looks = 0
-        plan = schedule(4, m, balance)
-        gradient(engine_for(plan, None, Meter()), plan)
-        return looks / m
-
-    # None at all where all that a stage saves goes with its backward.
-    assert looks_a_microbatch(128) <= 1.25 * looks_a_microbatch(16)
-
-
 def test_what_a_shard_holds_counts_from_s_to_t() -> None:
     """In bytes, while the storages are there, and as no micro-batch; what T has handed on is on its way to others."""
     meter, first, second = Meter(), Action(1, Kind.SHARD_FORWARD, 0), Action(1, Kind.SHARD_FORWARD, 1)
@@ -207,23 +135,3 @@ def test_what_a_shard_holds_counts_from_s_to_t() -> None:
     assert (meter.peak_bytes, meter.peak_microbatches) == (150, 0)
     meter.begin()
     assert (meter.sample(0, 0), meter.shard_bytes) == (0, 0)
-
-
-def test_what_is_received_into_the_same_memory_again_is_a_micro_batchs_in_every_iteration() -> None:
-    """Torch's pipelining keeps a buffer a micro-batch for ever: what lay there was taken for everybody's from the second
-    iteration on, and a stage that keeps no more than its input held nothing at all."""
-    buffer, table = torch.ones(8, requires_grad=True), torch.ones(8)
-    meter = Meter()
-    for _ in range(3):
-        buffer.untyped_storage().resize_(32)
-        meter.begin()
-        found = [SavedStorage(each.untyped_storage(), 32, True) for each in (buffer, table)]
-        meter.saved(Action(1, Kind.FORWARD, 0), found, [buffer])
-        assert meter.sample(0, 0) == meter.saved_bytes[1]
-        # Emptied behind its backward, it is nobody's; what was never received stays everybody's.
-        buffer.untyped_storage().resize_(0)
-        meter.touched(Action(1, Kind.BACKWARD, 0))
-        table_bytes = meter.sample(0, 0)
-        assert meter.peak_microbatches == 1
-    assert meter.saved_bytes == {1: 32}
-    assert table_bytes == 0

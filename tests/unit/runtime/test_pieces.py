@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from bpipe.runtime.capture import SavedStorage, find
-from bpipe.runtime.graph_pieces import Holders, Pieces
-from bpipe.runtime.retrace import Retrace
+from bpipe.runtime.graph_pieces import Pieces
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 64, 32
@@ -45,36 +44,6 @@ def found_in(chain: Chain, pieces: Pieces) -> tuple[SavedStorage, ...]:
     return find(pieces.roots, [chain.received], CPU, pieces.held)
 
 
-def sizes(found: tuple[SavedStorage, ...]) -> list[tuple[int, bool]]:
-    return sorted((item.nbytes, item.alone) for item in found if item.nbytes >= NBYTES)
-
-
-def test_every_piece_is_looked_through_and_what_its_loop_holds_may_leave() -> None:
-    chain = Chain(0)
-    # tanh's, sin's own input, which is tanh's, exp's, which is the third part's input, and sigmoid's.
-    assert sizes(found_in(chain, chain.pieces())) == [(NBYTES, True)] * 3
-    behind_the_output = find([chain.outputs[-1].grad_fn], [chain.received], CPU)
-    assert sizes(behind_the_output) == [(NBYTES, True)], "the other pieces are not behind the output"
-
-
-def test_without_its_holders_what_is_cut_stays() -> None:
-    chain = Chain(0)
-    found = find(chain.pieces().roots, [chain.received], CPU)
-    assert sizes(found) == [(NBYTES, False)] * 2 + [(NBYTES, True)]
-
-
-def test_what_somebody_else_holds_too_stays() -> None:
-    """A module that keeps the tensor it was given last may read it again."""
-    chain = Chain(0)
-    elsewhere = chain.inputs[1]
-    assert sizes(found_in(chain, chain.pieces())) == [(NBYTES, False)] + [(NBYTES, True)] * 2
-    del elsewhere
-    view = chain.outputs[1].detach()
-    assert sizes(found_in(chain, chain.pieces())) == [(NBYTES, False)] + [(NBYTES, True)] * 2
-    del view
-    assert sizes(found_in(chain, chain.pieces())) == [(NBYTES, True)] * 3
-
-
 def test_a_backward_in_pieces_reads_what_was_emptied_and_filled_again() -> None:
     expected = Chain(1).backward()
     chain = Chain(1)
@@ -88,36 +57,3 @@ def test_a_backward_in_pieces_reads_what_was_emptied_and_filled_again() -> None:
         storage.resize_(copy.nbytes())
         storage.copy_(copy)
     assert torch.equal(chain.backward(), expected)
-
-
-def test_the_same_is_found_again_in_another_micro_batch_with_its_own_holders() -> None:
-    chain = Chain(0)
-    pieces = chain.pieces()
-    leaving = [item.storage for item in found_in(chain, pieces) if item.nbytes >= NBYTES]
-    retrace = Retrace.of(pieces.roots, leaving)
-    assert retrace is not None
-    other = Chain(2)
-    cut = other.pieces()
-    again = retrace.find(cut.roots, [other.received], cut.held)
-    assert again is not None
-    wanted = [item.storage for item in found_in(other, cut) if item.nbytes >= NBYTES]
-    assert {one._cdata for one in again} == {one._cdata for one in wanted}
-    del again, wanted
-    assert retrace.find(cut.roots, [other.received]) is None, "holders that nobody named count"
-    elsewhere = other.outputs[0]
-    assert retrace.find(cut.roots, [other.received], cut.held) is None
-    assert elsewhere is other.outputs[0]
-
-
-def test_holders_are_counted_by_tensor_and_by_storage() -> None:
-    loop = [torch.zeros(4)]
-    loop += [loop[0], loop[0].view(2, 2)]
-    twin = loop[0].detach()
-    holders = Holders(tuple(loop))
-    assert [holders.references(one) for one in (*loop, twin)] == [4, 4, 2, 0]
-    assert holders.num_others(twin.untyped_storage(), ()) == 2
-    assert holders.num_others(twin.untyped_storage(), [id(loop[0])]) == 1
-    assert holders.num_others(torch.zeros(4).untyped_storage(), ()) == 0
-    elsewhere = loop[0]
-    assert Holders(tuple(loop)).num_others(twin.untyped_storage(), ()) == 1
-    assert Holders(tuple(loop), [elsewhere]).num_others(twin.untyped_storage(), ()) == 2

@@ -3,16 +3,13 @@ all."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 
-import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from bpipe.runtime.capture import find
 from bpipe.runtime.retrace import Retrace
-from tests.unit.runtime.test_capture import CPU, Product, Stashing, Twice
+from tests.unit.runtime.test_capture import CPU, Stashing, Twice
 
 Stage = Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor]
 # Held by Python code all the time, as weights and a cached mask are.
@@ -42,19 +39,6 @@ def recorded(of: Stage = stage) -> Retrace | None:
     return Retrace.of([output.grad_fn], leaving)
 
 
-def test_what_leaves_of_another_micro_batch_is_what_a_look_at_all_finds() -> None:
-    retrace = recorded()
-    assert retrace is not None
-    for _ in range(3):
-        output, received, held = forward()
-        held.clear()
-        again = retrace.find([output.grad_fn], [received])
-        # What a look found is held by it, and would count.
-        there = None if again is None else [storage._cdata for storage in again]
-        del again
-        assert there == [item.storage._cdata for item in find([output.grad_fn], [received], CPU) if item.alone]
-
-
 def test_what_somebody_holds_is_not_found() -> None:
     """By the very tensor that was saved [2], and by a view of it [1]; then everything is looked at."""
     retrace = recorded()
@@ -71,14 +55,6 @@ def test_what_somebody_holds_is_not_found() -> None:
     assert retrace.find([output.grad_fn], []) is None, "the received input is the loop's"
 
 
-def test_other_nodes_are_not_looked_at() -> None:
-    retrace = recorded()
-    assert retrace is not None
-    output, received, held = forward(lambda x, held: torch.exp(stage(x, held)))
-    held.clear()
-    assert retrace.find([output.grad_fn], [received]) is None
-
-
 def test_tensors_that_share_a_storage_now_or_no_longer_are_not_found() -> None:
     def shared(x: torch.Tensor, held: list[torch.Tensor]) -> torch.Tensor:
         both = torch.rand(8, 8)
@@ -93,24 +69,3 @@ def test_tensors_that_share_a_storage_now_or_no_longer_are_not_found() -> None:
         for of, found in ((before, True), (then, False)):
             output, received, _ = forward(of)
             assert (retrace.find([output.grad_fn], [received]) is not None) == found
-
-
-@pytest.mark.parametrize("as_wrapper", [False, True], ids=["its parts", "a wrapper"])
-def test_what_is_wrapped_is_always_looked_at_as_a_whole(as_wrapper: bool) -> None:
-    def product(x: torch.Tensor, held: list[torch.Tensor]) -> torch.Tensor:
-        return Product.apply(torch.exp(x), WEIGHT, as_wrapper)  # type: ignore[no-any-return, no-untyped-call]
-
-    assert (recorded(product) is None) == as_wrapper
-
-
-def test_looking_keeps_nothing_alive() -> None:
-    retrace = recorded()
-    assert retrace is not None
-    output, received, held = forward()
-    held.clear()
-    found = retrace.find([output.grad_fn], [received])
-    assert found
-    storages = list(map(StorageWeakRef, found))
-    del found, output, received
-    gc.collect()
-    assert all(storage.expired() for storage in storages)

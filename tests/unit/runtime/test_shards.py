@@ -3,16 +3,12 @@ schedule."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bpipe.balance.pairs import balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.runtime import executor as executor_module
-from bpipe.runtime.errors import RuntimeFault
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.shards import InputShard, OutputShard
 from bpipe.runtime.stage import TorchStages
@@ -20,7 +16,6 @@ from bpipe.runtime.vocabulary.embedding import embedded, rows_gradient
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.layout import Vocabulary
 from bpipe.schedule.lowering.forward_only import forwards_only
-from bpipe.schedule.program import Message, Op, Program
 from tests.support.alone import Alone
 from tests.unit.runtime.pipeline import ROWS, WIDTH
 from tests.unit.runtime.sharded import VOCABULARY, ShardedModel, in_one_piece, in_shards
@@ -54,37 +49,6 @@ def test_balancing_changes_no_bit_and_no_order_of_collectives(vocabulary: Vocabu
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
-def test_what_shards_compute_finishes_no_load() -> None:
-    """A shard's action names its rank, which is a stage's number too; its micro-batch may be on its way back then."""
-    moved = balance(build(schedule(4, 8, Vocabulary.ONE)))
-    for rank in range(4):
-        program = Executor(moved, rank, TorchStages({}), Alone(), _Nothing()).program
-        finished = [
-            at for at, op in enumerate(program.ops) if op == Op.FINISH and str(program.operands[at]).find("LOAD") > 0
-        ]
-        assert bool(finished) is (rank == 0)
-        for at in finished:
-            behind = next(operand for operand in program.operands[at:] if isinstance(operand, Action))
-            assert behind.kind is Kind.BACKWARD
-
-
-def test_a_barrier_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever does not wait for the statistics of all has none."""
-    lower_as_run = executor_module.lower_as_run
-
-    def without(program: Program) -> SimpleNamespace:
-        barrier = "wait 0S0+1S0+2S0>0T0+1T0+2T0"
-        return SimpleNamespace(
-            instructions=[each for each in program.instructions if program.rank != 1 or str(each) != barrier]
-        )
-
-    monkeypatch.setattr(
-        executor_module, "lower_as_run", lambda *given: [without(program) for program in lower_as_run(*given)]
-    )
-    with pytest.raises(RuntimeFault, match="rank 1: the statistics of micro-batch 0 has not arrived for 1T0"):
-        in_shards(build(schedule(3, 2, Vocabulary.ONE)))
-
-
 class _Nothing:
     def forward(self, action: Action, received: object) -> tuple[torch.Tensor, ...]:
         raise AssertionError
@@ -106,26 +70,6 @@ def test_what_the_last_stage_makes_stays_until_its_own_shard_has_used_it() -> No
         *("wait 0T0+1T0+2T0>2B0", "run 2B0", "send 2B0>1B0"),
         *("wait 0S0+1S0+2S0>0T0+1T0+2T0", "wait 0T0+1T0+2T0>2B0", "wait 2B0>1B0"),
     ]
-
-
-def test_each_collective_is_waited_for_once() -> None:
-    """Whoever needs what comes of it waits where that is used, and everybody who has a part in it at the end."""
-
-    class Waiting(Alone):
-        def __init__(self) -> None:
-            super().__init__()
-            self.waited: list[str] = []
-
-        def wait(self, message: Message) -> tuple[torch.Tensor, ...]:
-            self.waited.append(str(message))
-            if message.made_by[0].kind is Kind.SHARD_FORWARD:
-                return (torch.zeros(3, 3, 1),)
-            return (torch.zeros(1, 1),)
-
-    mail = Waiting()
-    last = TorchStages({2: lambda microbatch, x: (x * 2, torch.zeros(1, dtype=torch.long), torch.ones(1))})
-    Executor(build(schedule(3, 1, Vocabulary.ONE)), 2, last, mail, OutputShard(lambda x: x, 0, 3)).run()
-    assert len(mail.waited) == len(set(mail.waited)) == 5
 
 
 def test_nothing_of_an_iteration_that_broke_off_is_left() -> None:

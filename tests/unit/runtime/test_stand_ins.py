@@ -349,15 +349,3 @@ def test_memory_that_is_saved_through_a_hook_is_refused() -> None:
 
     with pytest.raises(ValueError, match="saved a tensor through a hook"):
         trained(layer, Verifier("rank 0", CPU, 1))
-
-
-def test_a_micro_batch_of_another_size_is_refused() -> None:
-    """As where experts take as many tokens as they are sent and nobody said so."""
-    owners = Owner(empty, holds=False)
-
-    def layer(weight: torch.nn.Parameter, x: torch.Tensor) -> torch.Tensor:
-        made = owners.layer(weight, x)
-        return made + torch.ones(owners.lent, 1, requires_grad=True).exp().sum() * 0
-
-    with pytest.raises(RuntimeFault, match="--bpipe-differing-sizes"):
-        trained(layer, Verifier("rank 0", CPU, 1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 
@@ -15,27 +15,15 @@ from bpipe.build import ScheduleConfig, build
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.check.case import ScheduleError
 from bpipe.schedule.check.rules import check
-from bpipe.schedule.files.document import read_json, write_json
-from bpipe.schedule.files.text import TextError, read_csv, write_csv
-from bpipe.schedule.hosts import Host, Tier, host_memory_of, in_pairs, partners_of, read_hosts, write_hosts
-from bpipe.schedule.lowering.lower import lower
-from bpipe.schedule.memory import memory_of, peak_counts
-from bpipe.schedule.program import Exchange, Transfer
+from bpipe.schedule.files.text import TextError, read_csv
+from bpipe.schedule.hosts import Host, Tier, in_pairs, partners_of, read_hosts, write_hosts
+from bpipe.schedule.memory import memory_of
 from bpipe.schedule.schedule import Schedule
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
 from bpipe.simulate.engine import simulate
 
 PAIRS = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
 GUEST = (Kind.HOST, Kind.RETURN)
-
-
-def in_own_memory() -> Schedule:
-    """What was evicted to the partner stays with its own rank, and nobody hosts."""
-    rows = tuple(
-        tuple(replace(cell, transfers=tuple(one for one in cell.transfers if one.kind not in GUEST)) for cell in row)
-        for row in PAIRS.ranks
-    )
-    return replace(PAIRS, ranks=rows, hosts=tuple((host_memory_of(rank),) for rank in range(4)), bounds=None)
 
 
 def in_a_pool() -> Schedule:
@@ -46,34 +34,6 @@ def in_a_pool() -> Schedule:
         rows[3][slot] = replace(cell, transfers=tuple(one for one in cell.transfers if one not in moved))
         rows[2][slot] = replace(rows[2][slot], transfers=rows[2][slot].transfers + moved)
     return replace(PAIRS, ranks=tuple(map(tuple, rows)), hosts=read_hosts("3+2,none,none,none"), bounds=None)
-
-
-SCHEDULES = {"pairs": PAIRS, "own memory": in_own_memory(), "pool": in_a_pool()}
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-def test_it_keeps_every_rule_and_runs(schedule: Schedule) -> None:
-    for exchange in (Exchange.POSTED, Exchange.MEGATRON_1F1B):
-        check(schedule, exchange)
-    report = simulate(schedule, Costs((StageCost(1, 1, transfer_s=1, moved_bytes=1, saved_bytes=1),) * 4))
-    assert report.pipeline_s == len(schedule.ranks[0])
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-def test_it_is_read_as_it_is_written(schedule: Schedule) -> None:
-    assert read_csv(write_csv(schedule)) == schedule
-    assert read_json(write_json(schedule)) == schedule
-
-
-def test_what_comes_to_one_host_from_two_comes_one_after_the_other() -> None:
-    """Each transfer takes as long as two computations, so those of ranks 0 and 1 would overlap on their way into
-    rank 3."""
-    plain = build(ScheduleConfig("1f1b", 4, 8))
-    gathered = balance_over_pool(plain, ActivationBudget((300, 200, 200, 600), memory_of([100] * 4)))
-    report = simulate(gathered, Costs((StageCost(1, 1, transfer_s=2, moved_bytes=1, saved_bytes=1),) * 4))
-    arriving = sorted((one.start_s, one.end_s) for one in report.transfers[3] if one.action.kind is Kind.HOST)
-    assert len({one.action.stage for one in report.transfers[3]}) == 2
-    assert all(before[1] <= after[0] for before, after in pairwise(arriving))
 
 
 @pytest.mark.parametrize("forwards", [(1, 1, 1, 1, 6), (6, 1, 1, 1, 1), (2, 5, 1, 3, 1)])
@@ -94,26 +54,6 @@ def test_both_ends_of_a_transfer_are_one_whoever_is_there_first(forwards: tuple[
             leaves = one.action.kind in (Kind.EVICT, Kind.HOST)
             spans.setdefault((one.action.stage, one.action.microbatch, leaves), set()).add((one.start_s, one.end_s))
         assert all(len(same) == 1 for same in spans.values()), activation_budget
-
-
-def test_memory_is_where_the_hosts_are() -> None:
-    assert peak_counts(PAIRS) == (3, 3, 2, 3)
-    assert peak_counts(in_own_memory()) == (3, 3, 2, 1)
-    pool = peak_counts(in_a_pool())
-    assert pool[0] == 3
-    assert pool[2] > peak_counts(in_own_memory())[2]
-
-
-def test_a_transfer_names_both_of_its_ranks() -> None:
-    transfers = [
-        {(operand.sender, operand.receiver) for operand in program.operands if isinstance(operand, Transfer)}
-        for program in lower(in_a_pool(), Exchange.POSTED)
-    ]
-    assert transfers == [{(0, 3), (3, 0), (0, 2), (2, 0)}, set(), {(0, 2), (2, 0)}, {(0, 3), (3, 0)}]
-    alone = lower(in_own_memory(), Exchange.POSTED)[0]
-    assert {(operand.sender, operand.receiver) for operand in alone.operands if isinstance(operand, Transfer)} == {
-        (0, 0)
-    }
 
 
 def test_what_comes_back_from_elsewhere_is_refused() -> None:

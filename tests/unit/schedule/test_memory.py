@@ -16,13 +16,11 @@ from hypothesis import strategies as st
 
 from bpipe.balance.budget import ActivationBudget, balance_within
 from bpipe.balance.evict import OverBound, plan_evictions
-from bpipe.balance.pairs import balance, smallest_bound
 from bpipe.cli import main
 from bpipe.draw.svg import write_svg
-from bpipe.schedule.action import COMPUTE, Action, Kind
+from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.check.case import ScheduleError
 from bpipe.schedule.check.rules import check
-from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.families.unit_grid import place
 from bpipe.schedule.files.document import read_json, write_json
 from bpipe.schedule.files.text import TextError, read_csv, write_csv
@@ -30,11 +28,8 @@ from bpipe.schedule.layout import one_pipe
 from bpipe.schedule.memory import (
     Memory,
     StageMemory,
-    counts_of,
     live_bytes,
-    live_counts,
     memory_of,
-    num_transfers,
     peak_counts,
     with_after_input,
 )
@@ -239,33 +234,6 @@ def test_a_plan_takes_as_few_evictions_as_trying_all(seed: int, after: int) -> N
         assert sum(action.kind is Kind.EVICT for actions in plan.values() for action in actions) == expected
 
 
-@pytest.mark.parametrize("share", [Fraction(0), Fraction(1, 2), Fraction(7, 4)])
-@pytest.mark.parametrize("seed", range(10))
-def test_counts_are_bytes_with_ones_and_bounds_are_whole(seed: int, share: Fraction) -> None:
-    plain = replace(random_schedule(seed), after_input=share)
-    memory = memory_of([4, 4], None, [int(4 * share)] * 2)
-    for rank in range(2):
-        assert [4 * count for count in live_counts(plain, rank)] == slow_curve(plain, rank, memory)
-    least = (smallest_bound(plain, (0, 1), counts_of(plain)),) * 2
-    balanced = balance(plain)
-    check(balanced)
-    assert balanced.bounds == least
-    assert all(peak <= bound for peak, bound in zip(peak_counts(balanced), least, strict=True))
-    if min(least) > 1:
-        with pytest.raises(ValueError, match=f"can both keep is {least[0]} micro-batches"):
-            balance(plain, [bound - 1 for bound in least])
-    assert read_json(write_json(balanced)) == read_csv(write_csv(balanced)) == balanced
-
-
-def test_whoever_takes_more_for_w_takes_it_when_i_starts() -> None:
-    schedule = read_csv("0F0,0I0,0F1,0I1,0W0,0W1\n")
-    assert live_bytes(schedule, 0, memory_of([10], None, [4])) == (10, 10, 14, 14, 8, 4)
-    assert live_bytes(schedule, 0, memory_of([10], None, [12])) == (10, 12, 22, 24, 24, 12)
-    beside = read_csv("0F0,(0F1;0I0)OVERLAP_F_B,0W0,0B1\n")
-    assert live_bytes(beside, 0, memory_of([10], None, [4])) == (10, 20, 14, 10)
-    assert live_bytes(beside, 0, memory_of([10], None, [12])) == (10, 22, 22, 10)
-
-
 @pytest.mark.parametrize(
     ("memory", "reason"),
     [
@@ -354,47 +322,6 @@ def test_the_command_shows_shares(capfd: pytest.CaptureFixture[str], file: Path,
         assert run(capfd, "--input", str(path), "--kept", "1") == whole
 
 
-def late_weights(num_microbatches: int = 8) -> Schedule:
-    """1F1B on 4 ranks, every backward in halves, the second behind the next forward."""
-    orders = []
-    for rank in range(4):
-        order: list[Action] = []
-        late: list[Action] = []
-        for cell in FAMILIES["1f1b"].generate(4, num_microbatches, 1).ranks[rank]:
-            if cell.compute is None:
-                continue
-            if cell.compute.kind is FORWARD:
-                order += [cell.compute, *late]
-                late = []
-            else:
-                order.append(replace(cell.compute, kind=INPUT))
-                late.append(replace(cell.compute, kind=WEIGHT))
-        orders.append([*order, *late])
-    return place("late", num_microbatches, one_pipe((0, 1, 2, 3)), orders)
-
-
-def test_bounds_are_kept_by_shares(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Half of each micro-batch goes at I: what W keeps counts half, in the plan, in the check and in what is
-    refused."""
-    path = tmp_path / "late.csv"
-    path.write_text(write_csv(late_weights()))
-    assert "# peak=4.5,3.5,2.5,1.5 " in run(capfd, "--input", str(path), "--kept", "0.5")
-    common = ("--input", str(path), "--balance", "bpipe", "--kept")
-    bounds = {share: run(capfd, *common, share).splitlines()[0].split("bounds=")[1] for share in ("0", "0.5", "1")}
-    assert bounds == {"0": "3,3,3,3 after_input=0", "0.5": "4,4,4,4 after_input=0.5", "1": "4,4,4,4"}
-    balanced = read_csv(run(capfd, *common, "0", "--format", "csv"))
-    assert num_transfers(balanced, 0).evictions > 0
-    with pytest.raises(ScheduleError, match=r"holds 4 micro-batches, but its bound is 3"):
-        check(replace(balanced, after_input=Fraction(1)))
-    with pytest.raises(ScheduleError, match=r"holds 3\.25 micro-batches, but its bound is 3"):
-        check(replace(balanced, after_input=Fraction(1, 4)))
-    assert main(["schedule", *common, "0.5", "--bound", "3"]) == 2
-    assert (
-        "holds up to 4.5 micro-batches, but its bound is 3. The smallest bound found that ranks 0 and 3 can both keep is 4 "
-        in capfd.readouterr().err
-    )
-
-
 REFUSED = {
     "generated": (["--schedule", "1f1b", "--pp", "4", "--microbatches", "4"], "its backwards are not split"),
     "negative": (
@@ -435,12 +362,3 @@ def test_files_that_say_it_wrongly() -> None:
     for share in (Fraction(-1, 2), Fraction(1, 3)):
         with pytest.raises(ScheduleError, match=f"after_input {share} must be a share"):
             check(replace(V_HALF, after_input=share))
-
-
-def test_the_table_has_every_kind() -> None:
-    """A kind that nobody thought of holds nothing; of those that compute, today's take and give as much."""
-    memory = memory_of([10], [6], [4])
-    assert set(memory.changes) == set(Kind)
-    for kinds in ((FORWARD, BACKWARD), (FORWARD, INPUT, WEIGHT)):
-        assert sum(takes - gives for kind in kinds for takes, gives in memory.changes[kind]) == 0
-    assert {kind for kind in COMPUTE if memory.changes[kind] != [(0, 0)]} == {FORWARD, BACKWARD, INPUT, WEIGHT}

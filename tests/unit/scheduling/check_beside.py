@@ -25,7 +25,7 @@ from megatron.core import timers as megatron_timers
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bpipe.balance.config import BalanceConfig
-from bpipe.build import ScheduleConfig, build
+from bpipe.build import ScheduleConfig
 from bpipe.runtime.errors import RuntimeFault
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.families import one_f_one_b
@@ -35,7 +35,7 @@ from megatron.scheduling.hooks import loop_config, patches
 from megatron.scheduling.hooks.loops import Hooks
 from megatron.scheduling.loop.driver import Driver
 from megatron.scheduling.options.arguments import SchedulingConfig
-from megatron.scheduling.record.log import FirstIterations, microbatch_s
+from megatron.scheduling.record.log import FirstIterations
 from tests.unit.runtime.loop import new_weight, run_iteration, schedule
 from tests.unit.runtime.test_engine import LateTransport
 from tests.unit.scheduling.test_waiting import STILL
@@ -141,21 +141,6 @@ def last_transfers_start_before_gradients_are_finalised() -> None:
             assert model.config.finalize_model_grads_func is finalize
 
 
-def a_loop_that_finalises_nothing_starts_them_at_its_end() -> None:
-    log: list[str] = []
-    model = Stage()
-    assert model.config.finalize_model_grads_func is None
-
-    def loop(model: Stage, num_microbatches: int) -> None:
-        computing(driver, 5)
-        log.append("last message")
-
-    with driver_of(5, Told(log)) as driver:
-        wrapped(driver, loop)(model=model, num_microbatches=MICROBATCHES)
-    assert log == [*["RETURN"] * 4, "last message", "RETURN"]
-    assert model.config.finalize_model_grads_func is None
-
-
 def a_loop_that_finalises_in_the_middle_is_refused_and_its_function_put_back() -> None:
     log: list[str] = []
     model = Stage(finalize_model_grads_func=lambda *_: log.append("finalised"))
@@ -201,17 +186,6 @@ def megatrons_timers_never_run_around_a_transfer() -> None:
         )
         run(model=model, num_microbatches=MICROBATCHES)
         assert logged == {"bpipe-evict": 5, "bpipe-load": 5, "bpipe-wait": 5 + 5}
-
-
-def below_their_level_timers_are_told_nothing() -> None:
-    timers = megatron_timers.Timers(1, "max")
-    timers.log = lambda names, normalizer: None
-    model = Stage(timers=timers)
-    with driver_of(0, LateTransport()) as driver:
-        wrapped(driver, lambda model, num_microbatches: computing(driver, 0))(
-            model=model, num_microbatches=MICROBATCHES
-        )
-    assert not timers._timers
 
 
 def a_run_that_would_stand_still_is_refused() -> None:
@@ -275,22 +249,11 @@ def the_loop_that_is_called_says_which_schedule_it_runs() -> None:
     assert not called
 
 
-def a_micro_batch_takes_its_slots_of_an_iteration() -> None:
-    """A pipeline of p ranks is full but for p - 1 of a rank's forwards and backwards; with v chunks those are a
-    v-th."""
-    assert microbatch_s(PLAN, 0, 34.0) == pytest.approx(34.0 / (12 + 5))
-    interleaved = build(ScheduleConfig("interleaved-1f1b", 4, 8, num_chunks=2, balance=BalanceConfig()))
-    assert microbatch_s(interleaved, 0, 38.0) == pytest.approx(38.0 / (8 + 3 / 2))
-
-
 if __name__ == "__main__":
     a_run_that_would_stand_still_is_refused()
     last_transfers_start_before_gradients_are_finalised()
-    a_loop_that_finalises_nothing_starts_them_at_its_end()
     a_loop_that_finalises_in_the_middle_is_refused_and_its_function_put_back()
     megatrons_timers_never_run_around_a_transfer()
-    below_their_level_timers_are_told_nothing()
     a_loop_of_ones_own_drives_the_same_iteration()
     all_programs_share_their_streams()
     the_loop_that_is_called_says_which_schedule_it_runs()
-    a_micro_batch_takes_its_slots_of_an_iteration()

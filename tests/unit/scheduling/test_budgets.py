@@ -12,18 +12,14 @@ from typing import Any
 import pytest
 
 from bpipe import cli
-from bpipe.balance.config import BalanceConfig, balanced
+from bpipe.balance.config import BalanceConfig
 from bpipe.build import build
-from bpipe.config.flags.budgets import MemoryBudget, read_budget
-from bpipe.plan.budget import Devices, better_plan, smallest_bytes, tightest_plan, within
-from bpipe.plan.budget_fit import predicted_devices
-from bpipe.plan.fit import budget_text
-from bpipe.plan.options import setup_from
-from bpipe.predict.cluster_file import cluster_named
+from bpipe.config.flags.budgets import read_budget
+from bpipe.plan.budget import Devices, better_plan, tightest_plan, within
 from bpipe.predict.memory import DeviceBesides
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.host_buffers import links_of
-from bpipe.schedule.hosts import ALL, HOST, PAIR, POOL
+from bpipe.schedule.hosts import ALL, HOST
 from bpipe.schedule.memory import memory_of, num_transfers
 from bpipe.schedule.program import Exchange
 from bpipe.simulate.cost import Costs, Link, Links, StageCost
@@ -33,46 +29,11 @@ from tests.unit.scheduling.test_choosing import args
 
 # What `args` stand for.
 WORDS = [
+    *("--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --transformer-impl local").split(),
     *(
-        "--num-layers",
-        "8",
-        "--hidden-size",
-        "1024",
-        "--num-attention-heads",
-        "16",
-        "--seq-length",
-        "1024",
-        "--transformer-impl",
-        "local",
-    ),
-    *(
-        "--tensor-model-parallel-size",
-        "2",
-        "--pipeline-model-parallel-size",
-        "4",
-        "--micro-batch-size",
-        "2",
-        "--global-batch-size",
-        "48",
-    ),
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --micro-batch-size 2 --global-batch-size 48"
+    ).split(),
     *("--vocab-size", "1024", "--max-position-embeddings", "1024", "--bpipe"),
-]
-
-LLAMA_70B = [
-    *(
-        "--num-layers",
-        "80",
-        "--hidden-size",
-        "8192",
-        "--ffn-hidden-size",
-        "28672",
-        "--num-attention-heads",
-        "64",
-        "--swiglu",
-    ),
-    *("--group-query-attention", "--num-query-groups", "8", "--normalization", "RMSNorm", "--disable-bias-linear"),
-    *("--position-embedding-type", "rope", "--untie-embeddings-and-output-weights", "--attention-backend", "flash"),
-    *("--attention-dropout", "0", "--hidden-dropout", "0"),
 ]
 
 
@@ -232,14 +193,6 @@ def test_no_budget(text: str) -> None:
         read_budget(text)
 
 
-def test_budgets() -> None:
-    assert read_budget("auto") == MemoryBudget(None, True)
-    assert read_budget("auto:1.5,2") == MemoryBudget((3 * 2**29, 2**31), True)
-    assert read_budget("0.5") == MemoryBudget((2**29,), False)
-    assert budget_text([2**30, 2**30]) == "1.0"
-    assert budget_text([2**30 + 1]) == "1.1", "a budget that is read from it is not smaller"
-
-
 def devices(*budget: int) -> Devices:
     """1F1B of 4 ranks; of 1000 fixed and micro-batches of 100 the first needs 1400 alone."""
     besides = DeviceBesides((1000,) * 4, (0,) * 4, (0,) * 4)
@@ -283,50 +236,12 @@ def test_a_first_plan_asks_a_node_for_little_more_memory_than_the_last(hosts: st
     assert hosts == HOST or not links_of(within(room).schedule) <= links_of(all_leave.schedule)
 
 
-def test_a_pool_keeps_every_budget_that_pairs_keep() -> None:
-    """V-Half of a 70B model, each rank on a node of its own: links to several hosts made a pool need 0.8 GiB more."""
-    flags = (
-        "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 8 --bpipe-schedule "
-        "v-half --bpipe"
-    )
-    flags += (
-        " --seq-length 4096 --micro-batch-size 1 --global-batch-size 32 --bf16 --grad-reduce-in-bf16 "
-        "--use-distributed-optimizer"
-    )
-    setup = setup_from([*LLAMA_70B, *flags.split()], cluster_named("h100-80g", (8, 8)), 262144, "gpu")
-    paired, pool = (
-        predicted_devices(replace(setup, balance=BalanceConfig(hosts=hosts)), [1]) for hosts in (PAIR, POOL)
-    )
-    least = smallest_bytes(paired)
-    assert smallest_bytes(pool) <= least
-    assert max(within(replace(pool, budget_bytes=(least,) * 8)).need_bytes) <= least
-
-
 def costs_of(transfer_s: int) -> Costs:
     """With which a micro-batch as it is measured takes so long. Predicted were others, of which nothing would move."""
     cost = StageCost(1, 2, saved_bytes=1, moved_bytes=0)
     return Costs(
         (cost,) * 4, Links(Link(Fraction(100, transfer_s))), Exchange.MEGATRON_1F1B, one_sided=frozenset(range(4))
     )
-
-
-def test_a_plan_that_is_learned_has_its_transfers_end_in_time_by_measured_bytes() -> None:
-    room, less = devices(1300, 1400, 1400, 1400), devices(1200, 1400, 1400, 1400)
-    by_bytes, _ = better_plan(room, within(less).schedule)
-    found, told = better_plan(room, within(less).schedule, costs_of(3))
-    assert by_bytes is not None
-    assert found is not None
-    assert found.how == replace(by_bytes.how, windows=found.how.windows)
-    assert found.schedule == balanced(room.schedule, found.how)
-    before, after = (simulate(plan.schedule, costs_of(3).holding(room.memory)) for plan in (by_bytes, found))
-    assert sum(after.exposed_s) < sum(before.exposed_s)
-    assert after.makespan_s <= before.makespan_s
-    assert told[-1].startswith(
-        "not every transfer ends before it is needed, issued earlier where there is room: waits in an iteration rank 0 "
-    )
-    quick, _ = better_plan(room, within(less).schedule, costs_of(1))
-    assert quick is not None
-    assert quick.how == by_bytes.how
 
 
 def test_a_plan_that_sends_as_much_is_changed_to_where_less_is_waited_for() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from bpipe import cli
 from bpipe.balance.config import BalanceConfig
-from bpipe.build import ScheduleConfig, build, choice_for_bound
+from bpipe.build import ScheduleConfig, build
 from bpipe.config.flags.budgets import MemoryBudget
 from bpipe.schedule.families.family import ALIKE, UnitCosts
 from bpipe.schedule.families.timing import iteration_time
@@ -81,25 +81,6 @@ def args(**more: Any) -> SimpleNamespace:
     )
 
 
-@pytest.mark.parametrize("flags", [{}, {"bpipe_schedule": "1f1b"}, {"bpipe": True}])
-def test_megatrons_own_loop_runs_its_own_schedules(flags: dict[str, Any]) -> None:
-    assert own_schedule(args(**flags)) is None
-    with_chunks = {"virtual_pipeline_model_parallel_size": 2, "bpipe_schedule": "interleaved-1f1b" if flags else None}
-    assert own_schedule(args(**flags | with_chunks)) is None
-
-
-def test_ours_runs_them_where_it_is_asked_to() -> None:
-    found = own_schedule(args(bpipe_executor=True, bpipe=True))
-    assert found == ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig(), exchange=Exchange.POSTED)
-
-
-def test_ours_runs_what_megatrons_does_not() -> None:
-    assert own_schedule(args(bpipe_schedule="gpipe")) == ScheduleConfig("gpipe", 4, 8, exchange=Exchange.POSTED)
-    chunks = {"virtual_pipeline_model_parallel_size": 3}
-    found = own_schedule(args(bpipe_schedule="grouped-interleaved", bpipe_group=3, **chunks))
-    assert found == ScheduleConfig("grouped-interleaved", 4, 8, num_chunks=3, group_size=3, exchange=Exchange.POSTED)
-
-
 def test_two_pipes_are_counted_as_the_schedule_counts_them(tmp_path: Path) -> None:
     """Megatron has half as many ranks with twice as many virtual stages, in twice as many replicas."""
     assert own_schedule(args(**TWO_PIPES)) == ScheduleConfig("chimera", 4, 8, exchange=Exchange.POSTED)
@@ -116,18 +97,6 @@ def test_two_pipes_are_counted_as_the_schedule_counts_them(tmp_path: Path) -> No
     assert found is not None
     assert build(found) == chimera
     assert unplaced(args(), found) == []
-
-
-def test_a_bound_holds_for_every_schedule() -> None:
-    found = own_schedule(args(bpipe_executor=True, bpipe=True, bpipe_bound=(4,)))
-    assert found is not None
-    assert build(found).bounds == (4,) * 4
-    each = own_schedule(args(bpipe_executor=True, bpipe=True, bpipe_bound=(4, 3, 2, 1)))
-    assert each is not None
-    assert build(each).bounds == (4, 3, 2, 1)
-    assert own_schedule(args(bpipe=True, bpipe_bound=(4,))) is None, (
-        "Megatron's loop runs it, and the driver balances to the bound"
-    )
 
 
 COSTS = UnitCosts(1, Fraction(6, 5), Fraction(4, 5))
@@ -155,23 +124,6 @@ def test_an_order_is_chosen_for_a_bound_as_the_command_chooses_it(
     assert iteration_time(build(found), ALIKE).makespan < iteration_time(build(usual), ALIKE).makespan
 
 
-def test_a_group_that_is_given_stays_and_is_balanced_to_the_bound() -> None:
-    found = own_schedule(args(**GROUPED, bpipe_bound=(7,), bpipe_group=3))
-    assert found is not None
-    assert choice_for_bound(found) is None
-    assert build(found) == build(
-        ScheduleConfig(
-            "grouped-interleaved",
-            4,
-            8,
-            num_chunks=2,
-            balance=BalanceConfig((7,)),
-            group_size=3,
-            exchange=Exchange.POSTED,
-        )
-    )
-
-
 def test_every_process_chooses_the_same() -> None:
     """Ranks do not agree on an order, each computes it: so it may not hang on how a process hashes."""
     program = (
@@ -190,12 +142,6 @@ def test_every_process_chooses_the_same() -> None:
         for seed in "12"
     ]
     assert run[0].stdout == run[1].stdout
-
-
-def test_a_batch_that_grows_has_no_first_size() -> None:
-    found = own_schedule(args(bpipe_schedule="gpipe", step_batch_size_schedule="0:8 1024:16", global_batch_size=None))
-    assert found is not None
-    assert found.num_microbatches == 1
 
 
 @pytest.mark.parametrize("write", [write_csv, write_json])
@@ -250,13 +196,6 @@ def test_stages_that_somebody_asked_for_are_left() -> None:
         given = args(bpipe_schedule="gpipe", **{flag: 3})
         complete(given)
         assert {**vars(given)} == vars(args(bpipe_schedule="gpipe", **{flag: 3}))
-
-
-def test_slices_are_run_by_our_own_loop_whoever_has_the_schedule() -> None:
-    found = own_schedule(args(bpipe_slices=4))
-    assert found == ScheduleConfig("1f1b", 4, 8, exchange=Exchange.POSTED, slices=4)
-    assert (build(found).num_microbatches, build(found).num_whole_microbatches) == (32, 8)
-    assert own_schedule(args(bpipe_slices=1)) is None
 
 
 def test_a_file_of_slices_has_the_micro_batches_of_the_run(tmp_path: Path) -> None:

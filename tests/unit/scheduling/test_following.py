@@ -14,7 +14,6 @@ from megatron.scheduling.options.derived_flags import complete, follow
 from megatron.scheduling.placement.positions import Positions
 
 V = Positions(4, backwards=True, mirrored=(True, False))
-ROUNDS = Positions(4, mirrored=(False, False))
 WANTED = "--bpipe-schedule v-half"
 
 # Settings that a placement of its own refuses, by feature.
@@ -41,33 +40,6 @@ def parsed(**more: Any) -> SimpleNamespace:
     )
 
 
-def test_two_stages_a_rank_follow() -> None:
-    args = parsed()
-    follow(args, V)
-    assert args.num_virtual_stages_per_pipeline_rank == 2
-    assert not args.overlap_p2p_comm
-    assert args.dist_ckpt_optim_fully_reshardable is None
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"num_layers_per_virtual_pipeline_stage": 2},
-        {"pipeline_model_parallel_layout": "Et|t|t|t|t|t|t|tL"},
-        {"num_virtual_stages_per_pipeline_rank": 2},
-    ],
-)
-def test_what_was_given_stays(given: dict[str, Any]) -> None:
-    args = parsed(**given)
-    follow(args, V)
-    assert {name: value for name, value in vars(args).items() if value is not None} == {
-        "pipeline_model_parallel_size": 4,
-        "num_layers": 16,
-        "overlap_p2p_comm": False,
-        **given,
-    }
-
-
 def test_a_pattern_of_layers_says_the_stages_itself() -> None:
     args = parsed(hybrid_layer_pattern="M|*|-|M|*|-|M|*/M")
     follow(args, V)
@@ -83,58 +55,6 @@ def test_a_checkpoints_chunks_do_not_count() -> None:
     args = parsed(num_layers_per_virtual_pipeline_stage=1, use_mp_args_from_checkpoint_args=True)
     follow(args, V)
     assert (args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank) == (None, 2)
-
-
-def test_two_ranks_need_not_ask_for_overlap() -> None:
-    args = parsed(pipeline_model_parallel_size=2)
-    follow(args, Positions(2, backwards=True, mirrored=(True, False)))
-    assert args.overlap_p2p_comm
-
-
-def test_the_optimizers_state_is_saved_by_layer(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANK", "0")
-    upstream.remark.cache_clear()
-    args, rounds = parsed(use_distributed_optimizer=True), parsed(use_distributed_optimizer=True)
-    follow(args, V)
-    follow(rounds, ROUNDS)
-    assert (args.dist_ckpt_optim_fully_reshardable, rounds.dist_ckpt_optim_fully_reshardable) == (True, None)
-    assert capsys.readouterr().out == (
-        "bpipe: the distributed optimizer's state is saved by layer, as with --dist-ckpt-optim-fully-reshardable\n"
-    )
-
-
-@pytest.mark.parametrize(
-    ("given", "nearest"),
-    [
-        ({"num_layers": 12}, "8 or 16"),
-        ({"num_layers": 4}, "8"),
-        (
-            {
-                "num_layers": 16,
-                "account_for_embedding_in_pipeline_split": True,
-                "account_for_loss_in_pipeline_split": True,
-            },
-            "14 or 22",
-        ),
-    ],
-)
-def test_layers_that_make_no_equal_stages_are_refused_with_the_nearest(given: dict[str, Any], nearest: str) -> None:
-    with pytest.raises(
-        ValueError,
-        match=f"^{given['num_layers']} layers cannot be divided into 8 equal stages: use --num-layers {nearest}, ",
-    ):
-        follow(parsed(**given), V)
-
-
-@pytest.mark.parametrize(
-    "given", [{"decoder_first_pipeline_num_layers": 2}, {"decoder_last_pipeline_num_layers": 2}, {"num_layers": None}]
-)
-def test_uneven_stages_are_megatrons_to_judge(given: dict[str, Any]) -> None:
-    args = parsed(**{"num_layers": 12, **given})
-    follow(args, V)
-    assert args.num_virtual_stages_per_pipeline_rank == 2
 
 
 def of_two_pipes(**more: Any) -> SimpleNamespace:
@@ -222,10 +142,6 @@ def test_what_two_pipes_cannot_be_is_refused_before_megatron_judges(given: dict[
 def test_one_rank_is_refused() -> None:
     with pytest.raises(ValueError, match="use --pipeline-model-parallel-size 2 or more"):
         follow(parsed(pipeline_model_parallel_size=1), Positions(1, mirrored=(False, False)))
-
-
-def test_every_refusal_is_tried() -> None:
-    assert list(REFUSED) == [refusal.name for refusal in PLACED]
 
 
 @pytest.mark.parametrize(

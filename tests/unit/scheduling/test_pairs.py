@@ -30,26 +30,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
 
 
-def test_two_pipes_have_mirror_images_and_both_their_partners_on_one_node(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of 8 ranks hosts are within a half: 0 and 3, and their mirror images 7 and 4."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    two_pipes = {
-        "bpipe_schedule": "chimera",
-        "virtual_pipeline_model_parallel_size": 2,
-        "data_parallel_size": 2,
-        "world_size": 8,
-    }
-    found = placed(4, 8, processes=8, **two_pipes)
-    # Megatron's rank is its replica's number, and twice its pipeline rank.
-    assert found == [0, 1, 6, 7, 2, 3, 4, 5]
-    assert capsys.readouterr().out.splitlines()[1:] == [
-        "bpipe:   node 0: stages 3 4 0 7",
-        "bpipe:   node 1: stages 2 5 1 6",
-    ]
-
-
 def args(ranks: int, microbatches: int, rank: int = 0, **more: Any) -> SimpleNamespace:
     """One pipeline of so many ranks."""
     sizes = {
@@ -81,41 +61,6 @@ def placed(ranks: int, microbatches: int, processes: int | None = None, **more: 
     return found
 
 
-def test_pairs_are_first_and_last_where_ranks_hold_less_the_later_they_come(capsys: pytest.CaptureFixture[str]) -> None:
-    assert placed(6, 12) == [0, 5, 1, 4, 2, 3]
-    grouped_order = {"bpipe_schedule": "grouped-interleaved", "virtual_pipeline_model_parallel_size": 2}
-    assert placed(6, 12, **grouped_order) == placed(6, 12, **grouped_order, bpipe_bound=(9,)) == [0, 5, 1, 4, 2, 3]
-    assert placed(6, 12, step_batch_size_schedule="0:6 600:12", global_batch_size=None) == [0, 5, 1, 4, 2, 3]
-    assert "bpipe:   node 0: stages 0 5\n" in capsys.readouterr().out
-
-
-def test_a_v_is_named_by_its_positions_and_counts_backwards(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its first stage and its last are on Megatron's last rank."""
-    assert placed(6, 6, bpipe_schedule="zb-v", virtual_pipeline_model_parallel_size=2) == [0, 5, 1, 4, 2, 3]
-    assert capsys.readouterr().out.splitlines()[1:] == [
-        f"bpipe:   node {node}: stages {5 - node} {node}" for node in range(3)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("schedule", "chunks", "ranks"), [("1f1b", 1, [0, 4, 1, 3, 2, 5]), ("zb-v", 2, [0, 4, 1, 5, 2, 3])]
-)
-def test_other_pairs_are_taken_from_the_schedule(
-    schedule: str, chunks: int, ranks: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    partners = (4, 3, 5, 1, 0, 2) if chunks == 1 else (4, 5, 3, 2, 0, 1)
-    balanced = build(ScheduleConfig(schedule, 6, 6, num_chunks=chunks, balance=BalanceConfig(None, partners)))
-    assert moves_anything(balanced)
-    file = tmp_path / "mine.csv"
-    file.write_text(write_csv(balanced))
-    more = {"virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None}
-    assert placed(6, 6, bpipe_schedule=str(file), **more) == ranks
-    held = [line.partition("stages ")[2].split() for line in capsys.readouterr().out.splitlines()[1:]]
-    assert {frozenset(map(int, node)) for node in held} == {
-        frozenset((one, other)) for one, other in enumerate(partners)
-    }
-
-
 def test_a_rank_that_has_no_partner_and_is_the_first_stays_first(tmp_path: Path) -> None:
     file = tmp_path / "mine.csv"
     balanced = build(
@@ -143,10 +88,6 @@ def test_a_rank_that_has_no_partner_and_is_the_first_stays_first(tmp_path: Path)
 def test_where_nothing_moves_ranks_stay(ranks: int, more: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert placed(ranks, 8, **more) == list(range(ranks))
     assert capsys.readouterr().out == ""
-
-
-def test_three_ranks_are_enough_where_chunks_hold_more_than_one_apart() -> None:
-    assert placed(3, 6, bpipe_schedule="interleaved-1f1b", virtual_pipeline_model_parallel_size=2) == [0, 2, 1]
 
 
 WHY = [

@@ -42,15 +42,6 @@ def ranks(monkeypatch: pytest.MonkeyPatch, **sizes: int | bool | SchedulingConfi
     return found
 
 
-def test_partners_are_neighbours(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ranks(monkeypatch, pipeline=8) == [0, 7, 1, 6, 2, 5, 3, 4]
-    said = capsys.readouterr().out
-    assert said.count("bpipe: placement adjacent: 8 ranks, 4 per node") == 1, (
-        "the table comes from the first process alone"
-    )
-    assert "bpipe:   node 0: stages 0 7 1 6" in said
-
-
 def test_pairs_are_those_of_the_schedule(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Of the one that is installed: a V counts its positions from the other end, and what moves nothing has no
     pairs."""
@@ -114,20 +105,6 @@ def test_what_is_not_the_configurations_is_refused() -> None:
         SchedulingConfig(8, 1, own=ScheduleConfig("v-half", 8, 16, num_chunks=2, balance=BalanceConfig()))
     with pytest.raises(ValueError, match="own is a schedule with another balance or none: give it in own only"):
         SchedulingConfig(8, 2, BalanceConfig(), own=ScheduleConfig("v-half", 8, 16, num_chunks=2))
-
-
-def test_replicas_come_in_either_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two pipelines of four stages. Megatron numbers the replicas of a stage first, or one pipeline after the other."""
-    assert ranks(monkeypatch, pipeline=4) == [0, 6, 2, 4, 1, 7, 3, 5]
-    assert ranks(monkeypatch, pipeline=4, pipeline_before_data=True) == [0, 3, 1, 2, 4, 7, 5, 6]
-
-
-def test_tensor_parallel_ranks_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ranks(monkeypatch, pipeline=4, tensor=2) == [0, 1, 6, 7, 2, 3, 4, 5]
-
-
-def test_without_pairs_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ranks(monkeypatch, pipeline=2, tensor=4) == list(range(8))
 
 
 def test_sizes_must_divide_the_world() -> None:

@@ -33,22 +33,6 @@ def test_every_stage_is_built_where_the_schedule_computes_it(
         assert chunk * num_ranks + positions.seen(rank, chunk) == stage
 
 
-@pytest.mark.parametrize("ways", [(1,), (1, 1), (1, -1), (1, -1, 1), (-1, 1)])
-def test_megatrons_last_rank_has_the_last_stage(ways: tuple[int, ...]) -> None:
-    layout = rounds(4, *ways)
-    positions = Positions.of(layout)
-    assert positions.rank_at(layout.placements[0][-1]) == 3
-    assert positions.folded is (layout.placements[0][0] == layout.placements[0][-1])
-
-
-def test_a_v_counts_backwards() -> None:
-    positions = Positions.of(rounds(4, 1, -1))
-    assert positions == Positions(4, backwards=True, mirrored=(True, False))
-    assert positions.in_order(["last", "third", "second", "first"]) == ("first", "second", "third", "last")
-    assert positions.in_order([30, 20, 10, 0]) == (0, 10, 20, 30)
-    assert not positions.native
-
-
 @pytest.mark.parametrize("ways", [(1,), (1, 1, 1)])
 def test_megatrons_own_placement_is_left_as_it_is(ways: tuple[int, ...]) -> None:
     positions = Positions.of(rounds(4, *ways))
@@ -57,10 +41,6 @@ def test_megatrons_own_placement_is_left_as_it_is(ways: tuple[int, ...]) -> None
     assert positions == SchedulingConfig(num_ranks=4, num_chunks=len(ways), balance=BalanceConfig()).positions
     own = ScheduleConfig("interleaved-1f1b" if len(ways) > 1 else "gpipe", 4, 8, num_chunks=len(ways))
     assert positions == SchedulingConfig(num_ranks=4, num_chunks=len(ways), own=own).positions
-
-
-def test_one_rank_has_one_way() -> None:
-    assert Positions.of(one_pipe([0, 0])).native
 
 
 @pytest.mark.parametrize("placement", [(0, 0, 1, 1), (0, 2, 1, 3), (0, 1, 2, 0, 2, 1)])
@@ -102,16 +82,6 @@ def test_two_pipes_are_two_replicas_of_half_as_many_ranks(num_ranks: int, ways: 
     first, last = (layout.rank_of(stage, 0) for stage in (0, layout.num_stages - 1))
     assert positions.rank_at(first) == positions.rank_at(last) == num_ranks // 2 - 1, (
         "Megatron's last rank has the loss"
-    )
-
-
-def test_both_halves_are_put_in_order() -> None:
-    positions = Positions.of(opposite(4, 1))
-    assert positions.in_order(["1 of one", "0 of one"], ["1 of other", "0 of other"]) == (
-        "0 of one",
-        "1 of one",
-        "1 of other",
-        "0 of other",
     )
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import terra
-from bpipe.config.features.feature import Feature, State
-from bpipe.config.features.queries import features_of, guarded, reasons, reasons_of, sliced_reasons
+from bpipe.config.features.feature import State
+from bpipe.config.features.queries import features_of, guarded, reasons, sliced_reasons
 from bpipe.config.features.slices import SLICED
-from bpipe.config.features.table import FEATURES, SHARDED
+from bpipe.config.features.table import FEATURES
 from megatron.scheduling.start.refusals import differ, refuse, slices_differ
 
 COMBINED: dict[str, Any] = {"overlap_moe_expert_parallel_comm": True, "pipeline_model_parallel_size": 2}
@@ -103,10 +103,6 @@ ALLOWED: list[dict[str, Any]] = [
 ]
 
 
-def test_every_refusal_is_tried() -> None:
-    assert list(REFUSED) == [refusal.name for refusal in FEATURES]
-
-
 @pytest.mark.parametrize(
     ("feature", "settings"), [(feature, each) for feature, tried in REFUSED.items() for each in tried]
 )
@@ -128,24 +124,6 @@ def test_what_cannot_be_balanced_is_refused_for_its_own_reason(feature: str, set
     ]
 
 
-def test_what_is_guarded_trains_and_is_checked_only_where_something_moves() -> None:
-    both = SimpleNamespace(fp8="hybrid", tp_comm_overlap=True)
-    refuse(both, balance=True)
-    assert [one.name for one in guarded(both, balance=True)] == ["FP8", "overlapped tensor-parallel communication"]
-    assert guarded(both, balance=False, executor=True) == []
-    with pytest.raises(ValueError, match=r"--bpipe-strict: FP8 is guarded: .*\n.*--bpipe-strict: overlapped tensor"):
-        refuse(both, balance=True, strict=True)
-    refuse(both, balance=False, strict=True)
-    assert all(one.proof for one in FEATURES if one.state is State.GUARDED)
-    assert all(one.moving for one in FEATURES if one.state is State.GUARDED), "what does not move is not checked"
-
-
-def test_what_only_our_own_loop_cannot_do_trains_by_megatrons() -> None:
-    for refusal in (refusal for refusal in FEATURES if refusal.own_loop):
-        for settings in REFUSED[refusal.name]:
-            refuse(SimpleNamespace(**settings), balance=True)
-
-
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [
@@ -165,32 +143,9 @@ def test_what_makes_sizes_differ_is_known_and_trains(settings: dict[str, Any], w
     refuse(SimpleNamespace(**settings), balance=True)
 
 
-@pytest.mark.parametrize(
-    ("table", "flag", "reason"),
-    [
-        (SHARDED, "--bpipe-vocabulary", "shards agree on the shape of their common results once"),
-        (SLICED, "--bpipe-slices", "all micro-batches have one list of slice boundaries"),
-    ],
-)
-def test_lengths_that_differ_train_but_where_a_micro_batch_or_its_logits_are_cut(
-    table: tuple[Feature, ...], flag: str, reason: str
-) -> None:
-    lengths = SimpleNamespace(variable_seq_lengths=True)
-    assert reasons(lengths, True, executor=True, strict=True) == []
-    (line,) = reasons_of(table, lengths, flag)
-    assert line.startswith(f"{flag}: {reason}")
-
-
 @pytest.mark.parametrize("settings", ALLOWED)
 def test_nothing_else_is_refused(settings: dict[str, Any]) -> None:
     refuse(SimpleNamespace(**settings), balance=True)
-
-
-def test_all_reasons_come_at_once_and_name_what_was_asked_for() -> None:
-    with pytest.raises(
-        ValueError, match=r"^this run cannot start:\n  --bpipe-report: FSDP.*\n  --bpipe-report: an in-process"
-    ):
-        refuse(SimpleNamespace(inprocess_restart=True, use_torch_fsdp2=True), balance=False)
 
 
 def test_a_session_that_is_open_is_refused_with_the_reason() -> None:
@@ -257,10 +212,6 @@ UNSLICED: list[dict[str, Any]] = [
     {"mtp_num_layers": 2, "mtp_use_repeated_layer": False},
     {"mtp_use_repeated_layer": True, "pipeline_model_parallel_layout": "Et|tL"},
 ]
-
-
-def test_every_refusal_of_slices_is_tried() -> None:
-    assert list(SLICED_TOO) == [refusal.name for refusal in SLICED]
 
 
 @pytest.mark.parametrize(

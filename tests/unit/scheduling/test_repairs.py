@@ -28,17 +28,6 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     startup.repair.cache_clear()
 
 
-def test_a_repair_that_cannot_be_tried_is_left_out_and_said() -> None:
-    """Megatron 0.20's own function reads a bucket's grad_data, which our stand-in has not: every run ended there,
-    also without --bpipe."""
-    assert repairs.apply() == [
-        "repaired in memory, without editing files: megatron.core.made: what was broken works",
-        "repair skipped, because it cannot be tried on this Megatron (AttributeError: 'types.SimpleNamespace' object "
-        "has no attribute 'grad_data'): megatron.core.changed, megatron.core.other: state is saved",
-        "repaired in memory, without editing files: megatron.core.last: the last works",
-    ]
-
-
 def test_each_repair_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
     """A script that prepares the process itself and is launched, too, wrapped the wrappers."""
     startup.repair()

@@ -30,15 +30,6 @@ def test_every_slice_is_given_the_rows_of_the_first() -> None:
     assert taken == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
-def test_what_a_script_does_to_a_row_is_not_in_the_next_slices() -> None:
-    cutting = Cutting(BOUNDS)
-    again = RepeatedRows(rows(), cutting)
-    with cutting.at(0):
-        next(again)["row"] = 100
-    with cutting.at(1):
-        assert next(again) == {"row": 0}
-
-
 def test_the_end_of_the_data_and_what_an_iterator_has_besides_are_handed_on() -> None:
     class Counting:
         left = 0

@@ -189,21 +189,3 @@ def test_parameters_are_gathered_a_chunk_ahead(num_chunks: int, gathered: list[s
     assert log[: len(gathered[:2])] == gathered[:2]
     if num_chunks == 3:
         assert log.index("gather 2") == next(place for place, line in enumerate(log) if line.startswith("2F0")) - 1
-
-
-@pytest.mark.parametrize("name", ["begin", "_enter", "_leave", "_gather", "after", "before", "end"])
-def test_what_is_missing_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without any one step one of the tests above fails."""
-    monkeypatch.setattr(Syncing, name, lambda *_: None)
-    tests = (
-        test_one_chunk_reduces_in_its_last_backward,
-        test_an_aligned_reduction_starts_behind_the_last,
-        lambda: test_parameters_are_gathered_a_chunk_ahead(3, ["gather 0", "gather 1", "gather 2"]),
-    )
-    noticed = []
-    for test in tests:
-        try:
-            test()
-        except (AssertionError, KeyError, ValueError) as error:
-            noticed.append(error)
-    assert noticed

@@ -13,7 +13,6 @@ from bpipe.schedule.program import Exchange
 from bpipe.transport.connect import MeasuredLink
 from megatron.scheduling.loop.transfer_waits import refuse_standstill, wait_level
 from megatron.scheduling.options.arguments import SchedulingConfig
-from tests.support.hand_made import far_ahead, host_first
 
 INTERLEAVED = Exchange.MEGATRON_INTERLEAVED
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -77,20 +76,6 @@ def test_a_run_that_would_stand_still_is_refused_with_what_makes_it_so(monkeypat
     )
 
 
-def test_messages_that_run_ahead_of_their_receivers_are_refused_with_one_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of our own loop, and with no transfer at all."""
-    posted, small = Exchange.POSTED, SchedulingConfig(num_ranks=3, num_chunks=2)
-    refuse_standstill(far_ahead(), posted, small, CUDA, [])
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    refuse_standstill(far_ahead(), posted, small, CPU, [])
-    refuse_standstill(build(ScheduleConfig("1f1b", 3, 8)), posted, small, CUDA, [])
-    message = (
-        r"for ever: drop it, or use another schedule\. no deadlock: rank 0, slot 3, 0F3: waits for the output of 0F2"
-    )
-    with pytest.raises(ValueError, match=message):
-        refuse_standstill(far_ahead(), posted, small, CUDA, [])
-
-
 def test_first_messages_that_cross_are_trained_with_one_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two pipes stood still where the first messages stood in the queue, and were refused: these pass by way of the
     hosts."""
@@ -117,18 +102,6 @@ def test_sizes_that_differ_are_trained(
     refuse_standstill(
         schedule, Exchange.MEGATRON_1F1B, small, device, [MeasuredLink((0, 3), transport, {})], differing=True
     )
-
-
-def test_ranks_that_wait_for_each_others_lengths_are_refused() -> None:
-    schedule, small = host_first(), SchedulingConfig(num_ranks=2, num_chunks=1, balance=BalanceConfig())
-    links = [MeasuredLink((0, 1), "gloo", {})]
-    refuse_standstill(schedule, Exchange.POSTED, small, CPU, links)
-    refuse_standstill(schedule, Exchange.POSTED, small, CPU, [MeasuredLink((0, 1), "peer", {})], differing=True)
-    with pytest.raises(
-        ValueError,
-        match="with micro-batches that differ in size, ranks can wait for each other for ever: use --bpipe-trans",
-    ):
-        refuse_standstill(schedule, Exchange.POSTED, small, CPU, links, differing=True)
 
 
 def test_what_goes_on_beside_the_computation_is_refused_in_one_queue(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,14 +135,3 @@ def test_launches_that_block_are_judged_by_the_checker(monkeypatch: pytest.Monke
     refuse_standstill(schedule, Exchange.POSTED, PLAIN, CPU, links)
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
     refuse_standstill(schedule, Exchange.POSTED, PLAIN, CUDA, links)
-
-
-def test_the_interleaved_loop_is_shown_the_way_out_where_launches_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    refused, judged = (
-        build(ScheduleConfig("interleaved-1f1b", 4, 8, num_chunks=2, balance=BalanceConfig(), exchange=exchange))
-        for exchange in (INTERLEAVED, Exchange.MEGATRON_TURNS)
-    )
-    with pytest.raises(ValueError, match="for ever: drop it, or add --no-overlap-p2p-communication"):
-        refuse_standstill(refused, INTERLEAVED, PLAIN, CUDA, [MeasuredLink((0, 3), "peer", {})])
-    refuse_standstill(judged, Exchange.MEGATRON_TURNS, PLAIN, CUDA, [MeasuredLink((0, 3), "nccl", {})])

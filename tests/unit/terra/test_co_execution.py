@@ -13,17 +13,16 @@ import pytest
 import torch
 
 import terra
-from terra.run import blocks, guards, issue, runner
+from terra.run import guards, runner
 from tests.support.threads import one_thread_a_rank as one_thread_a_rank
 from tests.unit.terra.programs import grammar
 from tests.unit.terra.programs.judge import Build, Difference, compare
 from tests.unit.terra.programs.oracle import counts
 from tests.unit.terra.programs.paths import paths
-from tests.unit.terra.programs.program import Counts, Program
-from tests.unit.terra.programs.registry import GRAMMAR, HARDER, PROGRAMS, PUBLISHED
+from tests.unit.terra.programs.program import Program
+from tests.unit.terra.programs.registry import GRAMMAR, PROGRAMS
 
 STEPS = 8
-FIXED = [name for name, build in PUBLISHED.items() if build.expected == Counts(2, 0)]
 # A grammar's programs that are tried each time; all of them in the slow tests.
 FEW = GRAMMAR[::20]
 
@@ -62,16 +61,6 @@ def test_a_program_is_computed_to_the_bit_and_traced_as_often_as_it_must_be(name
     assert (beside.traces, beside.fallbacks) == counts(paths(PROGRAMS[name], STEPS))
 
 
-@pytest.mark.parametrize("name", FIXED)
-def test_a_fixed_program_is_traced_twice_and_never_falls_back(name: str) -> None:
-    _, beside = co_executed(PUBLISHED[name], steps=5)
-    assert (beside.traces, beside.fallbacks, beside.co_executed) == (2, 0, 2)
-
-
-def test_eight_programs_are_fixed() -> None:
-    assert len(FIXED) == 8
-
-
 @pytest.mark.parametrize("seed", FEW)
 def test_a_drawn_program_is_computed_to_the_bit(seed: int) -> None:
     is_drawn_program_right(seed, "threaded", 10)
@@ -82,25 +71,6 @@ def is_drawn_program_right(seed: int, kind: str, steps: int) -> None:
     assert difference is None, f"program {seed}: {difference}"
     assert beside.co_executed > 0, f"program {seed} was never co-executed"
     assert (beside.traces, beside.fallbacks) == counts(paths(grammar.build, steps, seed)), f"program {seed}"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("part", range(4))
-@pytest.mark.parametrize("kind", ["threaded", "lazy"])
-def test_all_drawn_programs(kind: str, part: int) -> None:
-    for seed in GRAMMAR[part::4]:
-        is_drawn_program_right(seed, kind, 12)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", range(1, 6))
-@pytest.mark.parametrize("name", ["SDPoint", "DropBlock", "branches", "identity", "hooks"])
-def test_other_draws_of_what_branches(name: str, seed: int) -> None:
-    difference, beside = co_executed(PROGRAMS[name], steps=30, seed=seed)
-    assert difference is None
-    assert (beside.traces, beside.fallbacks) == counts(paths(PROGRAMS[name], 30, seed))
 
 
 # -- delays
@@ -125,26 +95,10 @@ class Delays:
         monkeypatch.setattr(terra.Session, "issue", delayed(issued, 0.01))
 
 
-@pytest.mark.parametrize("name", ["DropBlock", "randoms", "numpy memory"])
+@pytest.mark.parametrize("name", ["branches", "randoms", "numpy memory"])
 def test_with_delays_on_both_sides(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Delays(monkeypatch, 1)
     assert co_executed(PROGRAMS[name])[0] is None
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("part", range(5))
-def test_stress(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """250 runs in all."""
-    names = list(PROGRAMS)
-    for number in range(part, 250, 5):
-        with monkeypatch.context() as patching:
-            Delays(patching, number)
-            if number % 2:
-                difference, _ = co_executed(grammar.build, steps=6, seed=number % len(GRAMMAR))
-            else:
-                difference, _ = co_executed(PROGRAMS[names[number // 2 % len(names)]], steps=6, seed=number)
-        assert difference is None, f"run {number}: {difference}"
 
 
 # -- what would be wrong is seen
@@ -188,38 +142,6 @@ def test_host_numbers_are_right() -> None:
     assert co_executed(HostNumbers)[0] is None
 
 
-def test_without_value_identity_in_the_signature_a_stale_operand_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a graph would whose nodes are equal as the paper has it."""
-
-    def key(self: blocks.Gathering) -> tuple[Any, ...]:
-        # Of every argument only whether it was fed or made.
-        return tuple(tuple(source % 3 for source in each) if type(each) is tuple else each for each in self.signature)
-
-    monkeypatch.setattr(blocks.Gathering, "key", key)
-    assert _differs(HARDER["identity"])
-
-
-def test_without_waiting_for_the_generator_its_state_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guards, "_wait", lambda: None)
-    assert _differs(HARDER["randoms"])
-
-
-def test_without_copies_of_host_numbers_a_later_one_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "_copy", lambda value: value)
-    assert _differs(HostNumbers)
-    assert _differs(HARDER["numpy memory"])
-
-
-def test_without_ownership_python_computes_with_what_is_not_there_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(issue.Outers, "own", lambda self, outer: None)
-    assert _differs(HostNumbers)
-
-
-def test_without_waiting_at_reads_memory_is_read_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guards, "_lend", lambda: None)
-    assert _differs(ReadsWeights)
-
-
 class ReadsWeights(Program):
     """Memory of a tensor from outside, as an array, while operations on it are pending."""
 
@@ -239,33 +161,6 @@ class ReadsWeights(Program):
 
 def test_reads_of_weights_are_right() -> None:
     assert not _differs(ReadsWeights)
-
-
-class WritesThenSaves(Program):
-    """A leaf is written, saved for a backward, and the write is waited for before that backward."""
-
-    name = "writes then saves"
-    features = frozenset()
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
-        self.tensors = {"weight": torch.randn(8, requires_grad=True)}
-
-    def step(self, i: int) -> torch.Tensor:
-        weight = self.tensors["weight"]
-        with torch.no_grad():
-            weight.mul_(0.9)
-        loss = weight.square().sum()
-        self.note(loss.item())
-        weight.grad = None
-        loss.backward()
-        return loss
-
-
-def test_if_the_runner_counted_its_writes_autograd_would_miss_what_it_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not _differs(WritesThenSaves)
-    monkeypatch.setattr(runner, "below_autograd", contextlib.nullcontext)
-    assert _differs(WritesThenSaves)
 
 
 def test_at_the_end_nothing_is_patched() -> None:

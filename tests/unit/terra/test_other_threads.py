@@ -9,8 +9,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -31,14 +30,6 @@ def trained(weight: torch.nn.Parameter) -> torch.Tensor:
         for _ in range(5):
             weight.mul_(1.5).add_(1)
         return weight.sum()
-
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(1) as workers:
-        # It starts its thread with the first task.
-        workers.submit(int).result()
-        yield workers
 
 
 def saved_beside(start: Callable[[Callable[[], None]], Callable[[], object]]) -> Step:
@@ -85,11 +76,6 @@ def test_a_thread_that_a_step_starts_reads_what_was_written_before(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_thread_from_before_reads_what_was_written_before(kind: str, pool: ThreadPoolExecutor) -> None:
-    is_equal(kind, partial(saved_beside, lambda save: pool.submit(save).result))
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_logger_reads_losses_while_steps_go_on(kind: str) -> None:
     """It took a block out of the hands of the thread that issued it: the run ended with an error, or with other
     numbers."""
@@ -118,22 +104,6 @@ def test_a_logger_reads_losses_while_steps_go_on(kind: str) -> None:
                 weight.fill_(number).add_(1)
             losses.put(weight.square().mean())
     assert logged == [(float((number + 1) ** 2), str(torch.tensor(2.0 * (number + 1) ** 2))) for number in range(40)]
-
-
-def test_a_step_is_co_executed_again_when_the_other_thread_has_ended() -> None:
-    weight, threads = torch.ones(3), iter([True] * 6 + [False] * 4)
-
-    def step() -> torch.Tensor:
-        made = weight * 2
-        if next(threads):
-            by_thread(lambda: None)()
-        return made + 1
-
-    with opened("threaded") as session:
-        for _ in range(10):
-            with session:
-                step()
-        assert (session.co_executed, session.at_once, session.fallbacks) == (4, 3, 0)
 
 
 # -- other processes

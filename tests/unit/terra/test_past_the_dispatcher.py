@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.autograd import forward_ad
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from tests.support.threads import one_thread_a_rank as one_thread_a_rank
-from tests.unit.terra.equal import KINDS, STEPS, Step, bits, in_session, is_equal, opened, plainly
+from tests.unit.terra.equal import KINDS, STEPS, Step, is_equal, opened
 
 # -- copies
 # ----------------------------------------------------------------------------------------------------------------------
@@ -396,36 +395,3 @@ def test_gradients_of_other_formulas_are_refused_in_steps(
             torch.stack([weight.prod(), weight.masked_fill(weight > 0, weight.sum()).sum()])
         with session:
             (weight.detach().prod(0) + weight.cumprod(0).sum() + weight.masked_fill(weight > 0, 0.0).sum()).backward()
-
-
-def test_denormal_numbers_are_flushed_where_the_program_has_them_flushed() -> None:
-    """The processor flushes for a thread: the runner's went on without."""
-    if not torch.set_flush_denormal(True):
-        pytest.skip("this processor cannot")
-    torch.set_flush_denormal(False)
-
-    def build() -> Step:
-        tiny, turns = torch.full((3,), 1e-38), count()
-
-        def step() -> Any:
-            torch.set_flush_denormal(next(turns) > 3)
-            return tiny * 1e-3, (tiny * 0.5).sum()
-
-        return step
-
-    try:
-        expected = plainly(build)
-        torch.set_flush_denormal(False)
-        with opened("threaded") as session:
-            assert in_session(session, build) == expected
-        torch.set_flush_denormal(True)
-        with opened("threaded") as session:
-            assert in_session(session, partial(flushed, torch.full((3,), 1e-38))) == [bits(torch.zeros(3))] * STEPS
-            assert (session.co_executed, session.at_once) == (0, 3)
-    finally:
-        torch.set_flush_denormal(False)
-    assert len(set(map(str, expected))) == 2
-
-
-def flushed(tiny: torch.Tensor) -> Step:
-    return lambda: tiny * 1e-3

@@ -40,34 +40,3 @@ def test_merging_says_what_is_new_and_takes_nothing_twice(traces: list[str]) -> 
     size = len(graph)
     assert not any(graph.merge(keys(trace)) for trace in traces)
     assert len(graph) == size
-
-
-def test_branches_meet_in_all_combinations() -> None:
-    graph = merged("abde", "acdf")
-    assert graph.covers(keys("abdf"))
-    assert graph.covers(keys("acde"))
-    assert not graph.covers(keys("ade"))
-
-
-def test_a_shorter_step_is_not_covered_by_a_longer_one() -> None:
-    graph = merged("abc")
-    assert not graph.covers(keys("ab"))
-    assert not graph.covers(())
-
-
-def test_a_loop_is_an_edge_back_and_covers_any_number_of_turns() -> None:
-    graph = merged("abcbcd")
-    assert graph.covers(keys("abcd"))
-    assert graph.covers(keys("abcbcbcbcd"))
-    assert not any(graph.covers(keys(other)) for other in ("abd", "abcbd", "acd", "abc"))
-
-
-def test_operands_are_no_part_of_a_node() -> None:
-    """The published equality leaves them out, and its graph takes a stale operand; here whoever runs the operations
-    has to look."""
-    one, other = ("add", (("T", 1),), "line 3"), ("add", (("T", 2),), "line 3")
-    graph = TraceGraph()
-    graph.merge([one])
-    assert graph.covers([("add", (("T", 1),), "line 3")])
-    assert not graph.covers([other]), "what never changes of the arguments is part of it"
-    assert not graph.covers([("add", (("T", 1),), "line 4")])

@@ -80,47 +80,11 @@ def test_what_somebody_holds_is_left_until_the_end_of_the_step() -> None:
     assert buffers.nbytes == 0
 
 
-def test_buffers_that_torch_made_anew_are_emptied_too() -> None:
-    """It makes them again where a training step follows an evaluation."""
-    here = stage(1)
-    buffers = ReceiveBuffers([here], {1}.__contains__)
-    buffers.begin()
-    here.args_recv_info = {mb: (info(torch.ones(16)), info(None, True)) for mb in range(MICROBATCHES)}
-    buffers.begin()
-    assert buffers.nbytes == 0
-    buffers.receives(received(Computation.RECV_F, 0))
-    assert held(buffers, here) == [2 * BYTES, 0, 0]
-
-
 def test_what_stays_on_the_rank_is_nobodys_buffer() -> None:
     """Torch puts the output of the other stage there, which is that one's."""
     here = stage(1)
     ReceiveBuffers([here], {0, 1, 2}.__contains__).begin()
     assert here.args_recv_info[0][0].buffer.untyped_storage().nbytes() == BYTES
-
-
-@pytest.mark.parametrize("is_held", [False, True])
-def test_what_the_losses_hold_of_later_versions_is_emptied(monkeypatch: pytest.MonkeyPatch, is_held: bool) -> None:
-    """Torch 2.15 makes a buffer at its RECV and lets go of it, but the graphs of the losses, which it keeps until the end
-    of the step, hold what the last stage received: m of them."""
-    monkeypatch.setattr("bpipe.torch.buffers.KEEPS_BUFFERS", False)
-    here = stage(1)
-    here.args_recv_info = here.grad_recv_info = {mb: (info(None),) for mb in range(MICROBATCHES)}
-    buffers = ReceiveBuffers([here], {1}.__contains__)
-    buffers.begin()
-    buffers.receives(received(Computation.RECV_F, 0))
-    taken = torch.ones(8, requires_grad=True)
-    storage = taken.untyped_storage()._weak_ref()
-    loss = taken.exp().sum()
-    buffers.took(1, 0, [taken])
-    view = taken.detach() if is_held else None
-    loss.backward()
-    del taken
-    buffers.used(Action(1, Kind.BACKWARD, 0))
-    assert torch.UntypedStorage._new_with_weak_ptr(storage).nbytes() == (BYTES if is_held else 0)
-    assert buffers.nbytes == 0
-    assert loss.grad_fn is not None
-    assert view is None or view.sum() == 8
 
 
 def test_what_a_broken_off_step_took_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,20 +63,6 @@ def parsed(words: str) -> list[Any]:
     return [TorchAction.from_str(word) for word in words.split()]
 
 
-def test_a_computation_is_sent_behind_its_send_or_at_once() -> None:
-    assert run(
-        parsed("1UNSHARD 1RECV_F0 1F0 1SEND_F0 1RECV_F1 1F1 1SEND_F1 1RECV_B0 1B0 1SEND_B0 1B1 1REDUCE_GRAD 1RESHARD")
-    ) == [
-        *("begin", "1UNSHARD", "1RECV_F0"),
-        *("before 1F0", "after 1F0", "1SEND_F0", "sent 1F0", "1RECV_F1"),
-        *("before 1F1", "after 1F1", "1SEND_F1", "sent 1F1", "1RECV_B0"),
-        *("before 1B0", "after 1B0", "1SEND_B0", "sent 1B0"),
-        # Before gradients are reduced, which all ranks do together.
-        *("before 1B1", "after 1B1", "sent 1B1", "communicated"),
-        *("1REDUCE_GRAD", "1RESHARD"),
-    ]
-
-
 def test_waits_for_others_may_stand_between_a_computation_and_its_send(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch 2.15 lists WAIT_SEND_F behind a backward, and what it made was called sent before its SEND_B."""
     # Before 2.15 there is no such word.
@@ -120,14 +106,6 @@ def test_a_list_that_is_watched_is_copied_as_a_list() -> None:
     assert seen == [0, 1]
 
 
-def test_a_stage_with_a_wrapper_of_its_owner_gets_it_back() -> None:
-    here = stage(0)
-    mine = here.forward_one_chunk
-    with StepCalls(Notes(), parsed("0F0")).around([here]):
-        assert here.forward_one_chunk is not mine
-    assert here.forward_one_chunk is mine
-
-
 def test_methods_of_a_class_are_its_again_behind_a_step() -> None:
     """As torch's stages have them."""
 
@@ -142,24 +120,6 @@ def test_methods_of_a_class_are_its_again_behind_a_step() -> None:
     with StepCalls(Notes(), parsed("0F0")).around([here]):
         assert len(vars(here)) == 3
     assert vars(here) == {}
-
-
-def test_buffers_are_asked_for_ahead_of_an_action_and_given_back_behind_a_backward() -> None:
-    said: list[str] = []
-    here = stage(1)
-    calls = StepCalls(
-        Notes(),
-        parsed("1RECV_B0 1B0 1I1 1W1"),
-        lambda theirs: said.append(f"ahead of {theirs}"),
-        lambda action: said.append(f"used {action}"),
-    )
-    with calls.around([here]):
-        watched = iter(calls.watched())
-        assert [str(next(watched)), said] == ["1RECV_B0", ["ahead of 1RECV_B0"]]
-        here.backward_one_chunk(0)
-        here.backward_one_chunk(1, full_backward=False)
-        here.backward_weight_one_chunk(1)
-    assert said[1:] == ["used 1B0", "used 1I1", "used 1W1"]
 
 
 def test_a_forward_without_its_begin_is_a_mistake() -> None:

@@ -84,16 +84,6 @@ def test_torchs_names_are_their_orders(name: str) -> None:
     assert torch_orders(schedule) == {rank: [one for one in row if one is not None] for rank, row in theirs.items()}
 
 
-def test_what_overlaps_stays_together_where_it_is_balanced() -> None:
-    stages = stages_on(0, 2, True)
-    overlapping = schedule_of_class(schedules.ScheduleDualPipeV, stages, M)
-    balanced = build(config_of("DualPipeV", stages, M, BalanceConfig(hosts="host"), None))
-    pairs = [[slot.computations for slot in row if slot.overlapped] for row in overlapping.ranks]
-    assert any(pairs)
-    assert [[slot.computations for slot in row if slot.overlapped] for row in balanced.ranks] == pairs
-    assert any(slot.transfers for row in balanced.ranks for slot in row)
-
-
 def test_a_file_is_read_and_balanced_or_taken_as_it_stands(tmp_path: Path) -> None:
     plain, path = build(ScheduleConfig("zb-h1", P, M)), tmp_path / "schedule.csv"
     path.write_text(write_csv(plain))

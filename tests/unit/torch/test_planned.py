@@ -14,22 +14,7 @@ from bpipe.torch.memory_budget import RankBudgets, budget_bytes, plan_within
 from bpipe.torch.sizes import StageSizes
 from bpipe.transport.layout import BufferLayout
 
-GIB = 2**30
 PLAIN = build(ScheduleConfig("1f1b", 4, 8))
-
-
-@pytest.mark.parametrize(
-    ("given", "wanted"),
-    [
-        (7, (7, 7)),
-        ("2GiB", (2 * GIB, 2 * GIB)),
-        ("2,3", (2 * GIB, 3 * GIB)),
-        ([7, "1"], (7, GIB)),
-        ([5, 6], (5, 6)),
-    ],
-)
-def test_a_budget_is_bytes_or_gib_for_all_or_each(given: Any, wanted: tuple[int, ...]) -> None:
-    assert budget_bytes(given, 2) == wanted
 
 
 @pytest.mark.parametrize("given", [0, -1, [], [1, 2, 3], "much", "0"])

@@ -15,27 +15,17 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.check.deadlock import WaitLevel, blocked_ranks
-from bpipe.schedule.dependencies import NOTHING
 from bpipe.schedule.families.families import FAMILIES
-from bpipe.schedule.lowering.lower import lower, lower_received
 from bpipe.schedule.memory import moves_anything, peak_counts
-from bpipe.schedule.program import Exchange, MessageTable, Op, Program
+from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule
 from bpipe.torch import checks
 from bpipe.torch.checks import received_in
-from bpipe.torch.orders import schedule_of_class, torch_orders
+from bpipe.torch.orders import torch_orders
 from bpipe.torch.upstream import Computation
 from tests.support.levels import STOOD
-from tests.unit.torch.test_orders import stages_on
 
 ONE_PIPE = [name for name, family in FAMILIES.items() if family.num_pipes == 1]
-
-
-def plain_schedules() -> Iterator[Schedule]:
-    for name, p, rounds in itertools.product(ONE_PIPE, (2, 3, 4, 6), (1, 2, 3)):
-        family = FAMILIES[name]
-        for chunks in {max(1, family.min_chunks), min(3, family.max_chunks or 3)}:
-            yield build(ScheduleConfig(name, p, p * rounds, num_chunks=chunks))
 
 
 def torchs(schedule: Schedule, defer: bool = False) -> dict[int, list[Any]]:
@@ -44,41 +34,6 @@ def torchs(schedule: Schedule, defer: bool = False) -> dict[int, list[Any]]:
     owner = schedule.layout.placements[0].__getitem__
     listed = schedules._add_send_recv(order, owner, schedule.num_stages)
     return schedules._defer_recv_ops(listed, owner) if defer else listed
-
-
-def messages_of(program: Program) -> list[str]:
-    """A program without waits and transfers, as torch writes it."""
-    words = []
-    names = {Op.SEND: ("SEND_F", "SEND_B"), Op.POST: ("RECV_F", "RECV_B")}
-    for op, operand in program.instructions:
-        if op is Op.RUN:
-            words.append(str(operand))
-        elif op in names:
-            made, needed = operand.made_by[0], operand.needed_by[0]  # type: ignore[union-attr]
-            word = names[op][made.kind is not Kind.FORWARD]
-            words.append(f"{(made if op is Op.SEND else needed).stage}{word}{made.microbatch}")
-    return words
-
-
-@pytest.mark.timeout(120)
-def test_receives_stand_where_torch_lists_them() -> None:
-    count = 0
-    for schedule in plain_schedules():
-        theirs = torchs(schedule)
-        for program in lower(schedule, Exchange.TORCH):
-            flat = [str(one) for action in theirs[program.rank] for one in action.sub_actions or (action,)]
-            assert messages_of(program) == flat, schedule.name
-            count += 1
-    assert count > 400
-
-
-def test_what_overlaps_is_lowered_as_torch_does() -> None:
-    schedule = schedule_of_class(schedules.ScheduleDualPipeV, stages_on(0, 2, True), 8)
-    theirs = torchs(schedule)
-    for program in lower(schedule, Exchange.TORCH):
-        flat = [str(one) for action in theirs[program.rank] for one in action.sub_actions or (action,)]
-        assert messages_of(program) == flat
-    assert not blocked_ranks(schedule, exchange=Exchange.TORCH)
 
 
 def balanced_schedules(seed: int, count: int) -> Iterator[Schedule]:
@@ -115,54 +70,7 @@ def test_no_balanced_schedule_stands_still() -> None:
             assert not stuck, (schedule.name, schedule.num_ranks, schedule.num_microbatches, waits, births, stuck)
 
 
-def as_listed(schedule: Schedule, order: dict[int, list[Any]]) -> tuple[Program, ...]:
-    """Torch's lists word by word, wherever they have their messages; nothing moves."""
-    messages, programs = MessageTable(schedule), []
-    dependencies = messages.dependencies
-    kinds = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.BACKWARD_INPUT, "W": Kind.BACKWARD_WEIGHT}
-    for rank, row in order.items():
-        ops, operands, sent, starts = [], [], [], []
-        for action in row:
-            word = action.computation_type.value
-            if action.is_compute_op:
-                ours = Action(action.stage_index, kinds[word], action.microbatch_index)
-                value = dependencies.operand_of(ours)
-                starts.append(len(ops))
-                if value != NOTHING and len(dependencies.route(value).parties) == 2:
-                    ops.append(Op.WAIT)
-                    operands.append(value)
-                ops.append(Op.RUN)
-                operands.append(ours)
-            else:
-                ours = Action(action.stage_index, kinds[word[-1]], action.microbatch_index)
-                is_send = word.startswith("SEND")
-                ops.append(Op.SEND if is_send else Op.POST)
-                operands.append(dependencies.value_of(ours) if is_send else dependencies.operand_of(ours))
-                sent += operands[-1:] if is_send else []
-        ops += [Op.WAIT] * len(sent)
-        operands += sent
-        programs.append(Program(rank, bytes(ops), operands, starts, range(len(starts)), messages))
-    return tuple(programs)
-
-
 defers = pytest.mark.skipif(not hasattr(schedules, "_defer_recv_ops"), reason="torch before 2.13 defers no receives")
-
-
-@defers
-def test_receives_that_are_deferred_stand_still() -> None:
-    """Torch's `defer_pp_recv` alone, with nothing that moves: what refuses it."""
-    stuck = 0
-    some = [
-        schedule for schedule in plain_schedules() if schedule.num_ranks > 2 and not FAMILIES[schedule.name].overlaps
-    ]
-    for schedule in some:
-        programs = as_listed(schedule, torchs(schedule))
-        assert not blocked_ranks(schedule, exchange=Exchange.TORCH, programs=programs)
-        programs = as_listed(schedule, torchs(schedule, defer=True))
-        stuck += bool(blocked_ranks(schedule, exchange=Exchange.TORCH, programs=programs))
-        # Without a queue for each two ranks nothing would be seen of it.
-        assert not blocked_ranks(schedule, exchange=Exchange.POSTED, programs=programs)
-    assert stuck > len(some) // 2, f"{stuck} of {len(some)}"
 
 
 def test_waits_for_sends_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,34 +100,6 @@ def test_lists_that_send_elsewhere_are_refused() -> None:
     received_in(torchs(schedule), schedule)
     with pytest.raises(ValueError, match=r"torch 2\.\S+ lists \dSEND_[FB]\d on rank \d after \dRECV_[FB]\d, not after"):
         received_in(torchs(schedule, defer=True), schedule)
-
-
-def test_one_queue_of_two_ranks_is_judged() -> None:
-    """Each of two ranks receives before it sends: in one queue both wait for ever, and with a queue a direction not."""
-    schedule = build(ScheduleConfig("interleaved-1f1b", 2, 4, num_chunks=2))
-    programs = lower_received(schedule)
-    assert not blocked_ranks(schedule, exchange=Exchange.TORCH, programs=programs)
-    rows = [list(row) for row in received_of(programs)]
-    # On rank 0 what comes first is received one cell earlier than torch does: before it has sent what that needs.
-    first = next(index for index, values in enumerate(rows[0]) if values)
-    rows[0][0].append(rows[0][first].pop(0))
-    moved = lower_received(schedule, rows)
-    assert {one.rank for one in blocked_ranks(schedule, exchange=Exchange.TORCH, programs=moved)} == {0, 1}
-    assert not blocked_ranks(schedule, exchange=Exchange.POSTED, programs=moved)
-
-
-def received_of(programs: tuple[Program, ...]) -> list[list[list[int]]]:
-    found = []
-    for program in programs:
-        rows: list[list[int]] = [[]]
-        for op, operand in zip(program.ops, program.operands, strict=True):
-            if op == Op.RUN:
-                rows.append([])
-            elif op == Op.POST:
-                assert isinstance(operand, int)
-                rows[-1].append(operand)
-        found.append(rows)
-    return found
 
 
 @pytest.mark.parametrize(("late", "least"), [(2, 2), (8, 8)])

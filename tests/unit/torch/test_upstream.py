@@ -3,18 +3,12 @@ refused in words."""
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-import bpipe.torch
 from bpipe.torch import upstream
-
-ROOM = Path(bpipe.torch.__file__).parent
-SOURCES = sorted(ROOM.glob("*.py"))
 
 
 def test_the_installed_torch_lacks_nothing() -> None:
@@ -78,25 +72,3 @@ def test_a_handshake_that_sends_from_a_rank_to_itself_is_refused(monkeypatch: py
     upstream.refuse_sends_to_itself(v, torch.device("cuda"))
     with pytest.raises(ValueError, match=r"stages 3 and 4 are on one rank: torch 2\.\S+ sends .* Use torch 2\.12"):
         upstream.refuse_sends_to_itself(v, cpu)
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
-def test_only_one_module_imports_torchs_pipelining(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        assert not any(name.startswith("torch.distributed.pipelining") for name in names), path
-
-
-def test_what_is_read_of_stages_stands_in_the_table() -> None:
-    """And nothing stands there that nobody reads."""
-    read = set()
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and (
-                (isinstance(node.value, ast.Name) and node.value.id == "stage")
-                or (isinstance(node.value, ast.Subscript) and ast.unparse(node.value.value) == "stages")
-            ):
-                read.add(node.attr)
-    methods = {name.name.split(".")[1] for name in upstream.NAMES if name.name.startswith("_PipelineStageBase.")}
-    assert read == {*upstream.OF_STAGE, *upstream.FORWARDS} | methods

@@ -146,14 +146,6 @@ def test_the_first_is_kept_until_everybody_has_it(ranks: list[Collectives]) -> N
     assert ended.wait(5.0)
 
 
-def test_all_get_what_all_make(ranks: list[Collectives]) -> None:
-    for rank in range(RANKS):
-        ranks[rank].send(statistics(0), (torch.tensor([rank, 10.0 * rank]),))
-    for rank in range(RANKS):
-        (whole,) = ranks[rank].wait(statistics(0))
-        assert whole.tolist() == [[0.0, 0.0], [1.0, 10.0], [2.0, 20.0]]
-
-
 def test_one_gets_the_sum_of_what_all_make(ranks: list[Collectives]) -> None:
     for rank in range(RANKS):
         ranks[rank].send(gradient(0), (torch.tensor([1.0, rank]),))

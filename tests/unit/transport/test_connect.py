@@ -12,13 +12,11 @@ import torch
 
 from bpipe.runtime.streams import copying_on
 from bpipe.transport import AUTO, NAMES, connect
-from bpipe.transport.connect import Connection, Location, MeasuredLink, candidates, choose, obstacle
+from bpipe.transport.connect import Connection, Location, MeasuredLink, candidates, obstacle
 from bpipe.transport.distributed import Distributed, PairGroups
-from bpipe.transport.host_memory import Buffers, LocalRank
 from bpipe.transport.one_sided import HostMemory, OneSidedCopies, Peer
 from tests.unit.transport.loopback import controls
 
-NOBODY = LocalRank(Buffers(), ())
 HERE = Location("boot-1", "pid:[1]", "node-a")
 
 
@@ -86,28 +84,6 @@ def test_a_pair_that_finds_no_room_in_host_memory_takes_another_and_says_why(mon
         == found[1]
         == {"ranks": (0, 1), "transport": "peer", "bytes_per_s": {"peer": 1e9}, "refused": {"host": "too little"}}
     )
-
-
-def test_facts_name_this_machine() -> None:
-    here = Location.here()
-    assert here == Location.here()
-    assert all((here.boot, here.namespace, here.host))
-
-
-@pytest.mark.parametrize(
-    ("measured", "taken"),
-    [
-        ({"gloo": 1e9, "peer": 5e9}, "peer"),
-        ({"nccl": 100e9, "peer": 81e9, "host": 20e9}, "peer"),  # no compute units taken: worth a quarter
-        ({"nccl": 100e9, "peer": 79e9}, "nccl"),
-        ({"nccl": 12e9, "host": 20e9}, "host"),
-        ({"gloo": 1e9}, "gloo"),
-    ],
-)
-def test_the_fastest_link_is_taken_and_one_sided_ones_may_be_a_little_slower(
-    measured: dict[str, float], taken: str
-) -> None:
-    assert choose(measured) == taken
 
 
 def test_a_connection_makes_the_transport_its_link_chose() -> None:

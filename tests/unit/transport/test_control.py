@@ -62,25 +62,6 @@ def test_values_arrive_as_they_were(wire: Wire, value: Any) -> None:
     assert there.receive(Subject.SIZES) == value
 
 
-def test_what_a_message_is_about_tells_it_from_the_others(wire: Wire) -> None:
-    """An acceptor may part from its memory before its evictor has asked for it."""
-    here, there = ends()
-    here.send(Subject.MEMORY, "memory")
-    here.send(Subject.SIZES, "sizes")
-    here.send(Subject.MEMORY, "closed")
-    assert there.receive(Subject.SIZES) == "sizes"
-    assert [there.receive(Subject.MEMORY), there.receive(Subject.MEMORY)] == ["memory", "closed"]
-
-
-def test_what_is_being_sent_lives_until_it_is_waited_for(wire: Wire) -> None:
-    """Until then gloo reads it."""
-    sent = ends()[0].send(Subject.FACTS, "kept")
-    assert len(sent._tensors) == len(sent._works) == 2
-    sent.wait()
-    assert wire.waited == 2
-    assert sent._tensors == sent._works == []
-
-
 def test_an_exchange_tells_before_it_listens(wire: Wire) -> None:
     """Both ends call it at once: neither may wait for the other to begin."""
     here, there = ends()

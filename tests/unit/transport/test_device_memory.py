@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -15,9 +14,7 @@ import torch
 from bpipe.transport import device_memory
 from bpipe.transport.device_memory import DeviceMemory
 from bpipe.transport.memory import own_memory
-from tests.unit.transport.fake_cuda import TOTAL_BYTES, Error, FakeCuda
-
-GIB = 1 << 30
+from tests.unit.transport.fake_cuda import Error, FakeCuda
 
 
 @pytest.fixture
@@ -69,15 +66,6 @@ def test_what_lies_beside_a_copy_is_not_touched(cuda: FakeCuda) -> None:
     assert (back[2000:] == 17).all()
 
 
-def test_copies_go_to_the_stream_that_is_current_then(cuda: FakeCuda) -> None:
-    current = [11]
-    _, lent = DeviceMemory(cuda.device(stream=lambda: current[0])).make(100)
-    lent.write(0, numbers(100))
-    current[0] = 22
-    lent.read(0, numbers(100))
-    assert cuda.streams == [11, 22]
-
-
 def test_nothing_is_copied_beyond_the_end(cuda: FakeCuda) -> None:
     _, lent = memory(cuda).make(100)
     with pytest.raises(AssertionError, match="50 bytes at 60 of a region of 100"):
@@ -85,16 +73,6 @@ def test_nothing_is_copied_beyond_the_end(cuda: FakeCuda) -> None:
     with pytest.raises(AssertionError, match="50 bytes at 60 of a region of 100"):
         lent.read(60, numbers(50))
     assert cuda.streams == []
-
-
-@pytest.mark.parametrize(("asked", "allocated"), [(1, 2 << 20), (2 << 20, 2 << 20), ((2 << 20) + 1, 4 << 20)])
-def test_what_is_lent_fills_whole_blocks(cuda: FakeCuda, asked: int, allocated: int) -> None:
-    """A handle opens the whole block of the driver's that an allocation lies in, and with it whatever else lies
-    there."""
-    _, lent = memory(cuda).make(asked)
-    assert [len(piece) for piece in cuda.allocated.values()] == [allocated]
-    with pytest.raises(AssertionError, match="of a region of"):
-        lent.write(0, numbers(asked + 1))
 
 
 @pytest.mark.parametrize(
@@ -122,28 +100,6 @@ def test_an_error_of_cudas_names_the_call(cuda: FakeCuda, call: str, error: Erro
         one_transfer()
 
 
-def test_memory_that_nobody_can_open_is_not_kept(cuda: FakeCuda) -> None:
-    """It used to stay allocated for as long as the process lived: no region owned it yet."""
-    cuda.failing["cudaIpcGetMemHandle"] = Error.cudaErrorMapBufferObjectFailed
-    with pytest.raises(RuntimeError, match="cudaIpcGetMemHandle failed"):
-        memory(cuda).make(100)
-    assert cuda.allocated == {}
-
-
-def test_pinned_buffers_take_what_they_need_and_no_more(cuda: FakeCuda) -> None:
-    """torch's own pinned memory comes in powers of two: 9 GiB of host buffers would take 16."""
-    region = own_memory(5000, cuda.device())
-    assert list(cuda.locked.values()) == [5000]
-    source = torch.arange(100, dtype=torch.uint8)
-    back = torch.zeros_like(source)
-    region.write(7, source)
-    region.read(7, back)
-    assert torch.equal(source, back)
-    cuda.under_way = True
-    region.close()
-    assert not cuda.locked
-
-
 def test_pages_that_cannot_be_locked_are_an_error(cuda: FakeCuda) -> None:
     cuda.failing["cudaHostRegister"] = Error.cudaErrorMemoryAllocation
     with pytest.raises(RuntimeError, match="cudaHostRegister failed: cudaErrorMemoryAllocation"):
@@ -164,39 +120,10 @@ def test_what_torch_keeps_unused_is_given_back_before_lending_fails(cuda: FakeCu
     """On a GPU that torch's cache fills, the driver has nothing left: this used to be the end of it."""
     cuda.free_bytes, cuda.cached_bytes = 1 << 20, 16 << 20
     _, lent = memory(cuda).make(8 << 20)
-    assert cuda.calls == [
-        "cudaSetDevice",
-        "cudaMalloc",
-        "cudaGetLastError",
-        "empty_cache",
-        "cudaMalloc",
-        "cudaIpcGetMemHandle",
-    ]
-    lent.close()
-
-
-def test_what_fits_at_once_empties_no_cache(cuda: FakeCuda) -> None:
-    memory(cuda).make(8 << 20)
-    assert "empty_cache" not in cuda.calls
-
-
-def test_memory_that_is_not_there_is_an_error_with_both_numbers_and_the_way_out(cuda: FakeCuda) -> None:
-    cuda.free_bytes, cuda.cached_bytes = GIB // 2, GIB // 4
-    expected = (
-        r"host buffers need 1\.5 GiB of cuda:2, which has 0\.75 GiB of 80 GiB free.*cudaMalloc failed: cudaErrorMemoryAllocation.*"
-        r"--micro-batch-size.*--bpipe-transport host"
+    assert (
+        cuda.calls == ("cudaSetDevice cudaMalloc cudaGetLastError empty_cache cudaMalloc cudaIpcGetMemHandle").split()
     )
-    with pytest.raises(RuntimeError, match=expected):
-        memory(cuda, 2).make(3 * GIB // 2)
-    assert cuda.calls.count("cudaMalloc") == 2
-    assert TOTAL_BYTES == 80 * GIB
-
-
-def test_another_failure_to_allocate_is_not_tried_twice(cuda: FakeCuda) -> None:
-    cuda.failing["cudaMalloc"] = Error.cudaErrorMapBufferObjectFailed
-    with pytest.raises(RuntimeError, match="cudaMalloc failed: cudaErrorMapBufferObjectFailed"):
-        memory(cuda).make(100)
-    assert "empty_cache" not in cuda.calls
+    lent.close()
 
 
 def test_an_error_is_taken_off_the_record(cuda: FakeCuda) -> None:
@@ -233,48 +160,11 @@ def test_a_transfer_is_one_call_where_cuda_has_one(
     assert cuda.streams == [7] * (2 if batched else 6)
 
 
-def test_the_default_stream_takes_no_batches(cuda: FakeCuda) -> None:
-    """CUDA refuses them there. Nothing in a step runs on it; the probe and a check at the start do."""
-    _, lent = DeviceMemory(cuda.device(stream=lambda: 0)).make(4096)
-    lent.write_all(pieces(10, 20))
-    assert (cuda.batches, cuda.streams) == ([], [0, 0])
-
-
 def test_a_batch_that_cuda_refuses_is_an_error(cuda: FakeCuda) -> None:
     _, lent = memory(cuda).make(4096)
     cuda.failing["cudaMemcpyBatchAsync"] = Error.cudaErrorMapBufferObjectFailed
     with pytest.raises(RuntimeError, match="cudaMemcpyBatchAsync failed: cudaErrorMapBufferObjectFailed"):
         lent.write_all(pieces(10, 20))
-
-
-def test_nothing_of_a_batch_is_copied_beyond_the_end(cuda: FakeCuda) -> None:
-    _, lent = memory(cuda).make(1000)
-    with pytest.raises(AssertionError, match="20 bytes at 1000 of a region of 1000"):
-        lent.write_all(pieces(10, 20))
-    assert cuda.batches == []
-
-
-def test_functions_are_looked_up_once(cuda: FakeCuda) -> None:
-    looked_up: list[str] = []
-
-    class Watched:
-        def __init__(self, library: Any) -> None:
-            self._library = library
-
-        def __getattr__(self, name: str) -> Any:
-            looked_up.append(name)
-            return getattr(self._library, name)
-
-    runtime = device_memory.runtime().__class__(Watched(cuda.library))
-    before = len(looked_up)
-    for _ in range(3):
-        runtime.set_device(0)
-        runtime.memory()
-    assert len(looked_up) == before
-
-
-# What waits for the device, and what takes memory away from whoever may be copying.
-FORBIDDEN = {"cudaDeviceSynchronize", "cudaFree", "cudaIpcCloseMemHandle", "cudaHostUnregister"}
 
 
 def test_after_an_error_nothing_waits_for_the_device_and_nothing_is_freed(cuda: FakeCuda) -> None:

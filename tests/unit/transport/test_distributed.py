@@ -10,7 +10,6 @@ import inspect
 import re
 import warnings
 from collections.abc import Iterator
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +23,6 @@ from bpipe.transport.distributed import (
     Distributed,
     PairGroups,
     destroy_groups,
-    nccl_options,
     new_group,
     pair_groups,
     try_out,
@@ -181,45 +179,11 @@ def test_this_torch_starts_several_operations_at_once() -> None:
     assert "supports_coalescing" in dir(torch._C._distributed_c10d.Backend)
 
 
-def test_what_is_under_way_is_kept_alive_until_it_is_waited_for(dist: Recorded) -> None:
-    import weakref
-
-    buffer = torch.zeros(4, dtype=torch.uint8)
-    gone = weakref.ref(buffer)
-    works = Distributed(None, PairGroups(5, "away", "here")).put(0, [buffer])  # type: ignore[arg-type]
-    del buffer
-    assert gone() is not None
-    works.wait()
-    assert gone() is None
-
-
-def test_groups_end_with_the_time_out(dist: Recorded) -> None:
-    new_group([0, 1], "gloo", 2.5, "CONTROL_0_1")
-    assert dist.calls == [("group", (0, 1), "gloo", 2.5, "BPIPE_CONTROL_0_1")]
-
-
-def test_nccl_carries_transfers_at_once_and_on_few_compute_units(dist: Recorded) -> None:
-    """By default its blocks queue behind a layer's, and then take up to 32 compute units from it."""
-    new_group([0, 1], "nccl", 2.5, "UP_0_1")
-    (options,) = dist.options
-    assert options.is_high_priority_stream
-    assert options.config.max_ctas == MAX_CTAS
-    assert options.config.min_ctas == -1
-    assert options._timeout.total_seconds() == 2.5
-    assert 2 <= MAX_CTAS <= 8
-    assert MAX_CTAS & (MAX_CTAS - 1) == 0, "NCCL rounds it up to a power of two"
-
-
 def test_nccl_carries_messages_at_once_and_on_as_many_units_as_it_likes(dist: Recorded) -> None:
     new_group([0, 1], "nccl", 2.5, "EDGE_UP_0_1", few_units=False)
     (options,) = dist.options
     assert options.is_high_priority_stream
     assert options.config.max_ctas == -1
-
-
-def test_gloo_has_no_such_options(dist: Recorded) -> None:
-    new_group([0, 1], "gloo", 2.5, "UP_0_1")
-    assert dist.options == [None]
 
 
 class WithoutPriority:
@@ -254,15 +218,6 @@ def test_a_torch_without_a_setting_gets_the_other_and_rank_0_says_so(
     made = dist.options[0]
     assert getattr(made, "is_high_priority_stream", True)
     assert not hasattr(made, "config") or made.config.max_ctas == MAX_CTAS
-
-
-@pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="torch was built without NCCL")
-def test_this_torch_has_all_settings() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        options = nccl_options(timedelta(seconds=3))
-    assert options.is_high_priority_stream
-    assert options.config.max_ctas == MAX_CTAS
 
 
 def test_both_ranks_destroy_their_groups_in_one_order(dist: Recorded) -> None:

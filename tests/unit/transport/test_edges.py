@@ -109,20 +109,6 @@ def made(microbatch: int, *shape: int) -> torch.Tensor:
     return torch.full(shape or (2, 3), 1.0 + microbatch)
 
 
-def test_the_first_message_tells_the_shape_and_receives_may_be_posted_before(ends: tuple[Edges, Edges]) -> None:
-    low, high = ends
-    for microbatch in range(2):
-        high.post(forward(microbatch))
-    for microbatch in range(3):
-        low.send(forward(microbatch), (made(microbatch), torch.tensor(microbatch)))
-    high.post(forward(2))
-    for microbatch in range(3):
-        tensor, number = high.wait(forward(microbatch))
-        assert torch.equal(tensor, made(microbatch))
-        assert number.dtype is torch.int64
-        assert number.item() == microbatch
-
-
 def test_what_different_stages_send_may_differ_in_shape(ends: tuple[Edges, Edges]) -> None:
     low, high = ends
     sent = [forward(0), forward(0, stage=2), forward(1), forward(1, stage=2)]
@@ -144,18 +130,6 @@ def test_what_is_sent_is_waited_for_also_by_way_of_the_hosts(ends: tuple[Edges, 
     assert wire.waited == [0]
     low.wait(forward(1))
     assert wire.waited == [0, 2]
-
-
-def test_the_first_message_of_each_sort_stands_in_no_edge(ends: tuple[Edges, Edges]) -> None:
-    """Its receiver cannot post it: in a hardware queue that streams share, what comes behind would wait for what
-    needs it."""
-    low, _ = ends
-    wire: Wire = low.wire  # type: ignore[attr-defined]
-    under_way = []
-    for message in (forward(0), forward(0, stage=2), forward(1), forward(1, stage=2)):
-        low.send(message, (made(0),))
-        under_way.append(len(wire.under_way))
-    assert under_way == [0, 0, 1, 2]
 
 
 def test_a_message_keeps_its_types_and_its_bits(ends: tuple[Edges, Edges]) -> None:
@@ -230,15 +204,3 @@ def test_what_fails_says_how_long_it_would_have_waited(step: str, ends: tuple[Ed
     ) as caught:
         calls[step]()
     assert str(caught.value).count("time-out") == 1
-
-
-def test_a_backend_that_never_knows_is_asked_of_the_oldest_send_only(
-    ends: tuple[Edges, Edges], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each send once asked all that were under way: an iteration of m micro-batches asked m * m / 2 times."""
-    asked = []
-    monkeypatch.setattr(Pending, "completed", property(lambda pending: asked.append(pending) or False))
-    for microbatch in range(40):
-        ends[0].send(forward(microbatch), (made(microbatch),))
-    # The first passes by way of the hosts, and when the second is sent none is under way.
-    assert len(asked) == 38

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
 
 from bpipe.transport.base import Pending
-from bpipe.transport.control import Subject
 from bpipe.transport.headed import Headed
 from bpipe.transport.layout import Sizes
 from tests.unit.transport.loopback import controls
@@ -76,33 +75,6 @@ def ends() -> tuple[Headed, Below, Headed, Below]:
     return Headed(below[0], here), below[0], Headed(below[1], there), below[1]  # type: ignore[arg-type]
 
 
-def test_a_room_takes_whatever_lengths_are_said_to_come(ends: tuple[Headed, Below, Headed, Below]) -> None:
-    evictor, sending, acceptor, receiving = ends
-    (room,) = bytes_of(4096)
-    for lengths in ([100, 700, 1], [], [4096]):
-        going, coming = evictor.put(3, bytes_of(*lengths)), acceptor.host(3, [room])
-        for pending in (coming, going):
-            pending.wait()
-        acceptor.give_back(3, [room]).wait()
-        evictor.get(3, bytes_of(*lengths)).wait()
-        assert [asked.said for asked in sending.asked] == [("put", 3, lengths), ("get", 3, lengths)]
-        assert [asked.said for asked in receiving.asked] == [("host", 3, lengths), ("give_back", 3, lengths)]
-        assert all(asked.waited for asked in (*sending.asked, *receiving.asked))
-        sending.asked.clear()
-        receiving.asked.clear()
-
-
-def test_parts_of_a_room_lie_apart(ends: tuple[Headed, Below, Headed, Below]) -> None:
-    evictor, _, acceptor, _ = ends
-    (room,) = bytes_of(4096)
-    going, coming = evictor.put(0, bytes_of(100, 700, 1)), acceptor.host(0, [room])
-    coming.wait()
-    going.wait()
-    parts = acceptor._held[0]
-    assert [(part.storage_offset(), part.numel()) for part in parts] == [(0, 100), (512, 700), (1536, 1)]
-    assert all(part.untyped_storage().data_ptr() == room.data_ptr() for part in parts)
-
-
 def test_a_host_posts_where_the_program_has_it(ends: tuple[Headed, Below, Headed, Below]) -> None:
     """A thread once posted it when the lengths had come, behind what the rank had issued meanwhile."""
     evictor, _, acceptor, receiving = ends
@@ -126,14 +98,3 @@ def test_lengths_that_never_come_are_an_error_where_they_are_waited_for(
     with pytest.raises(TimeoutError, match="no message about LENGTHS within 2 s"):
         acceptor.host(0, bytes_of(512))
     assert receiving.asked == []
-
-
-def test_a_put_ends_when_its_lengths_have_arrived_too() -> None:
-    here, there = controls(timeout_s=5.0, rendezvous=True)
-    going = Headed(Below(), here).put(0, bytes_of(7))  # type: ignore[arg-type]
-    ended = threading.Event()
-    threading.Thread(target=lambda: (going.wait(), ended.set()), daemon=True).start()
-    assert not ended.wait(0.1), "a message that nobody keeps may never arrive"
-    heard: Any = there.receive(Subject.LENGTHS)
-    assert heard == [7]
-    assert ended.wait(5.0)

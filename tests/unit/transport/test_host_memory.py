@@ -56,12 +56,6 @@ def version_1(limit: int, usage: int, inactive: int = 0) -> str:
     )
 
 
-def test_without_groups_the_machines_memory_is_the_limit(tmp_path: Path) -> None:
-    (room,) = memory_limits(machine(tmp_path))
-    assert room.available_bytes == 64 * GIB
-    assert room.name.endswith("'s memory (MemAvailable)")
-
-
 def test_a_group_of_version_2_and_its_parents_limit(tmp_path: Path) -> None:
     """What it keeps of files can be given up: a job that read its data looks full and is not."""
     files = {
@@ -85,41 +79,10 @@ def test_a_group_of_version_1_limits_and_no_limit_does_not(tmp_path: Path) -> No
     assert memory_limits(root)[1].name == "the 16 GiB of cgroup /slurm/job (memory.limit_in_bytes)"
 
 
-@pytest.mark.parametrize(
-    "path", ["/docker/abc", "/", "/../elsewhere"], ids=["named from outside", "own namespace", "outside its namespace"]
-)
-def test_in_a_container_its_own_part_of_the_tree_is_what_is_there(path: str, tmp_path: Path) -> None:
-    base = "/docker/abc" if path.startswith("/docker") else "/"
-    root = machine(tmp_path, f"0::{path}\n", V2_MOUNT.format(base=base), **{".": version_2(8 * GIB, GIB)})
-    assert available(root) == [64, 7]
-
-
-def test_containers_with_one_namespace_do_not_share_their_groups(tmp_path: Path) -> None:
-    first, second = (
-        memory_limits(
-            machine(
-                tmp_path / name,
-                f"0::/docker/{name}\n",
-                V2_MOUNT.format(base=f"/docker/{name}"),
-                **{".": version_2(8 * GIB, GIB)},
-            )
-        )
-        for name in ("abc", "def")
-    )
-    assert first[0].shared == second[0].shared, "the machine is one"
-    assert first[1].shared != second[1].shared
-
-
-def test_this_machine_can_be_read() -> None:
-    assert all(room.available_bytes > 0 for room in memory_limits())
-    assert len(memory_limits()) >= 1
-
-
 # -- what fits
 # ----------------------------------------------------------------------------------------------------------------------
 
 NODE = MemoryLimit("boot-1", "node-a's memory (MemAvailable)", 40 * GIB)
-OTHER = MemoryLimit("boot-2", "node-b's memory (MemAvailable)", 40 * GIB)
 
 
 def neighbours(*counts: int, most_gib: int = 0, node: MemoryLimit = NODE) -> list[LocalRank]:
@@ -136,27 +99,6 @@ def test_the_buffers_of_all_ranks_of_a_node_count() -> None:
         "the host buffers of 4 ranks need 40 GiB, but node-a's memory (MemAvailable) has 40 GiB available, "
         "of which a tenth must stay free"
     )
-
-
-def test_ranks_of_other_nodes_do_not_count() -> None:
-    everyone = [*neighbours(3), *neighbours(3, 3, 3, node=OTHER)]
-    assert Budget(everyone[0], everyone).of(30 * GIB) is None
-    assert "1 rank need 37 GiB" in (Budget(everyone[0], everyone).of(37 * GIB) or "")
-
-
-def test_others_take_as_much_a_buffer_as_this_rank() -> None:
-    """Stage 0 of 8 has more buffers at its partner than stage 2."""
-    everyone = neighbours(3, 2, 1)
-    assert Budget(everyone[0], everyone).of(18 * GIB) is None, "36 GiB of 40"
-    assert "need 38 GiB" in (Budget(everyone[0], everyone).of(19 * GIB) or "")
-    assert "need 42 GiB" in (Budget(everyone[2], everyone).of(7 * GIB) or "")
-
-
-def test_a_group_of_ones_own_limits_only_ones_own() -> None:
-    own = [MemoryLimit(f"task {rank}", f"the 10 GiB of cgroup /task{rank} (memory.max)", 10 * GIB) for rank in range(4)]
-    everyone = [LocalRank(Buffers(1), (MemoryLimit("boot-1", "the node", 400 * GIB), room)) for room in own]
-    assert Budget(everyone[0], everyone).of(9 * GIB) is None
-    assert "need 9.5 GiB, but the 10 GiB of cgroup /task0" in (Budget(everyone[0], everyone).of(19 * GIB // 2) or "")
 
 
 def test_nobody_is_given_host_memory_that_might_not_suffice() -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
-import weakref
 
 import pytest
-import torch
 
 from bpipe.transport.lanes import ThreadLane
 
@@ -48,25 +45,6 @@ def test_a_job_waits_for_those_of_the_other_lane_it_comes_after(lanes: tuple[Thr
     assert ran == ["put", "get"]
 
 
-def test_the_lanes_do_not_wait_for_each_other_otherwise(lanes: tuple[ThreadLane, ThreadLane]) -> None:
-    outbound, inbound = lanes
-    gate = Gate()
-    held = outbound.run(gate)
-    inbound.run(lambda: None).wait()
-    gate.open.set()
-    held.wait()
-
-
-def test_asking_for_a_job_does_not_wait(lanes: tuple[ThreadLane, ThreadLane]) -> None:
-    gate = Gate()
-    ticket = lanes[0].run(gate)
-    assert ticket.span_s is None
-    gate.open.set()
-    ticket.wait()
-    assert ticket.span_s is not None
-    assert ticket.span_s[0] <= ticket.span_s[1]
-
-
 def test_an_error_is_raised_where_somebody_waits_and_the_lane_lives_on(lanes: tuple[ThreadLane, ThreadLane]) -> None:
     def fail() -> None:
         raise OSError("no such memory")
@@ -90,35 +68,3 @@ def test_a_job_that_does_not_end_is_a_time_out() -> None:
         ticket.wait()
     gate.open.set()
     lane.close()
-
-
-def test_closing_ends_the_thread_when_its_jobs_are_done() -> None:
-    lane = ThreadLane("closing", 5.0)
-    ran: list[int] = []
-    for number in range(10):
-        lane.run(lambda number=number: ran.append(number))  # type: ignore[misc]
-    lane.close()
-    assert ran == list(range(10))
-    assert not any(thread.name == "bpipe-closing" for thread in threading.enumerate())
-
-
-def test_nothing_is_kept_alive_once_a_wait_has_returned(
-    lanes: tuple[ThreadLane, ThreadLane], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The worker used to let go of a job only after it had said that it was done: a backward that began at once
-    could then not free as it went. Here the worker is held up right after it said so."""
-    buffer = torch.empty(16)
-    gone = weakref.ref(buffer)
-    said = threading.Event.set
-
-    def say_and_rest(event: threading.Event) -> None:
-        said(event)
-        time.sleep(0.05)
-
-    earlier = lanes[1].run(lambda: None)
-    earlier.wait()
-    monkeypatch.setattr(threading.Event, "set", say_and_rest)
-    ticket = lanes[0].run(lambda buffer=buffer: buffer.zero_(), after=[earlier])  # type: ignore[misc]
-    del buffer
-    ticket.wait()
-    assert gone() is None

@@ -92,32 +92,3 @@ def test_a_buffer_that_may_hold_something_stays_where_it_is() -> None:
     assert (layout.place(0, [600]), layout.place(1, [2000])) == ((0, [0]), (1, [0]))
     assert layout.make_room(0, 3, {0: (600,), 3: (2000,)}) == 2048
     assert layout.place(0, [2000]) == (2, [0])
-
-
-def test_one_piece_holds_all_where_all_is_known_before_the_first_use() -> None:
-    layout = BufferLayout([{0, 3}, {3}])
-    sizes = {0: (100,), 3: (600,)}
-    assert layout.make_room(1, 3, sizes) == 2048
-    assert layout.make_room(0, 0, sizes) == 0
-    assert (layout.place(0, [100]), layout.place(1, [600]), layout.num_buffers) == ((0, [0]), (0, [1024]), 2)
-
-
-def test_a_buffer_grows_into_a_further_piece_and_only_where_it_lacks_room() -> None:
-    layout = BufferLayout([{0, 3}, {0}, {3}])
-    assert layout.make_room(0, 0, {0: (600,)}) == 2048
-    assert layout.make_room(0, 3, {0: (600,), 3: (2000,)}) == 2 * 2048
-    assert [layout.place(number, [1])[0] for number in range(3)] == [1, 0, 1]
-    assert layout.pieces == [2048, 4096]
-    layout.clear()
-    assert (layout.pieces, layout.num_buffers, layout.nbytes) == ([], 0, 0)
-
-
-def test_a_rank_that_hosts_nothing_needs_nothing() -> None:
-    layout = BufferLayout.of([], {})
-    assert (layout.nbytes, layout.num_buffers) == (0, 0)
-
-
-def test_a_stage_of_which_nothing_moves_needs_no_room() -> None:
-    layout = BufferLayout([{0}])
-    assert layout.make_room(0, 0, {0: ()}) == 0
-    assert layout.pieces == []

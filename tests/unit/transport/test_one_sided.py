@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -71,15 +70,6 @@ def test_what_was_put_comes_back(pair: tuple[OneSidedCopies, OneSidedCopies]) ->
     assert same(back[1], tensors(1))
 
 
-def test_a_host_buffer_can_be_used_again_and_again(pair: tuple[OneSidedCopies, OneSidedCopies]) -> None:
-    evictor, _ = pair
-    for seed in range(20):
-        back = tensors()
-        evictor.put(0, tensors(seed)).wait()
-        evictor.get(0, back).wait()
-        assert same(back, tensors(seed))
-
-
 def test_a_host_buffer_that_is_taken_is_refused(pair: tuple[OneSidedCopies, OneSidedCopies]) -> None:
     evictor, _ = pair
     evictor.put(0, tensors(1)).wait()
@@ -123,64 +113,6 @@ def test_what_touches_a_host_buffer_waits_for_what_touched_it_last() -> None:
     lane.close()
 
 
-def test_a_put_that_is_held_up_holds_up_its_get(lanes: tuple[ThreadLane, ThreadLane]) -> None:
-    evictor, _ = alone(*lanes)
-    announce(evictor).wait()
-    gate = threading.Event()
-    lanes[0].run(lambda: None if gate.wait(5.0) else pytest.fail("never opened"))
-    evictor.put(0, tensors(3))
-    back = tensors()
-    got = evictor.get(0, back)
-    assert same(back, tensors())
-    gate.set()
-    got.wait()
-    assert same(back, tensors(3))
-
-
-def test_a_layout_that_grows_is_lent_piece_by_piece(lanes: tuple[ThreadLane, ThreadLane]) -> None:
-    """A stage that was measured later is larger than the buffer: it moves into a further piece, and what was in the
-    first is not harmed."""
-    evictor, acceptor = peers(*lanes)
-    stages = (frozenset({0, 3}), frozenset({0}))
-    here, there = BufferLayout(stages), BufferLayout(stages)
-    evictor.reach(here)
-    known: dict[int, tuple[int, ...]] = {}
-    heard: dict[int, tuple[int, ...]] = {}
-    told = []
-    for stage, lengths, buffers in ((0, (1000, 24), (0, 1)), (3, (9000,), (0,))):
-        known[stage] = lengths
-        told.append(evictor.announce({stage: lengths}))
-        heard |= acceptor.learn()
-        for number in buffers:
-            put, back = [torch.full((length,), 10 * stage + number, dtype=torch.uint8) for length in lengths], []
-            here.make_room(number, stage, known)
-            nbytes = there.make_room(number, stage, heard)
-            if nbytes:
-                acceptor.lend(nbytes)
-            evictor.put(number, put).wait()
-            if (stage, number) != (0, 1):
-                back = [torch.zeros_like(tensor) for tensor in put]
-                evictor.get(number, back).wait()
-                assert same(put, back)
-    kept = [torch.zeros(length, dtype=torch.uint8) for length in (1000, 24)]
-    evictor.get(1, kept).wait()
-    assert [tensor.unique().tolist() for tensor in kept] == [[1], [1]]
-    assert heard == known
-    assert here.pieces == there.pieces == [2 * (1024 + 512), 9216]
-    parting = threading.Thread(target=acceptor.release)
-    parting.start()
-    evictor.release()
-    parting.join(5.0)
-    assert not parting.is_alive()
-    for message in told:
-        message.wait()
-
-
-def test_host_needs_no_memory_of_the_acceptors(lanes: tuple[ThreadLane, ThreadLane]) -> None:
-    assert not alone(*lanes)[1].lends
-    assert peers(*lanes)[1].lends
-
-
 class Watched(SharedMemory):
     """Notes which of the two ends lets go first."""
 
@@ -222,41 +154,6 @@ def test_memory_is_not_freed_while_the_partner_has_it_open(lanes: tuple[ThreadLa
     assert closed == ["opened", "lent"]
 
 
-def test_release_waits_for_what_is_under_way(lanes: tuple[ThreadLane, ThreadLane]) -> None:
-    evictor, _ = alone(*lanes)
-    announce(evictor).wait()
-    gate, begun = threading.Event(), threading.Event()
-
-    def held() -> None:
-        begun.set()
-        assert gate.wait(5.0)
-
-    lanes[0].run(held)
-    evictor.put(0, tensors(1))
-    releasing = threading.Thread(target=evictor.release)
-    releasing.start()
-    releasing.join(0.05)
-    assert releasing.is_alive(), "released while a copy into the memory was still to come"
-    gate.set()
-    releasing.join(5.0)
-    assert not releasing.is_alive()
-
-
-@pytest.mark.parametrize("part", ["release", "abandon"])
-def test_after_parting_the_host_buffers_are_free_and_nothing_is_open(
-    lanes: tuple[ThreadLane, ThreadLane], part: str
-) -> None:
-    opened = len(os.listdir("/proc/self/fd"))
-    evictor, acceptor = peers(*lanes)
-    for seed in range(3):
-        announce(evictor).wait()
-        lend(acceptor)
-        evictor.put(0, tensors(seed)).wait()
-        for end in (evictor, acceptor):
-            getattr(end, part)()
-        assert len(os.listdir("/proc/self/fd")) == opened
-
-
 class Failing(SharedMemory):
     def make(self, nbytes: int):  # type: ignore[no-untyped-def]
         raise OSError(12, "Cannot allocate memory")
@@ -271,13 +168,6 @@ def test_an_acceptor_without_memory_tells_its_evictor(lanes: tuple[ThreadLane, T
         RuntimeError,
         match=r"the partner could not allocate the host buffers that it lends: OSError: .* Cannot allocate memory",
     ):
-        evictor.put(0, tensors(1)).wait()
-
-
-def test_a_partner_that_lends_nothing_is_a_time_out(lanes: tuple[ThreadLane, ThreadLane]) -> None:
-    evictor, _ = peers(*lanes, timeout_s=0.05)
-    announce(evictor).wait()
-    with pytest.raises(TimeoutError, match=r"no message about MEMORY within 0\.05 s"):
         evictor.put(0, tensors(1)).wait()
 
 

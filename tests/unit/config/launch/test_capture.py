@@ -23,7 +23,6 @@ import pytest
 from bpipe.cli import main
 from bpipe.config.launch import stand_in
 from bpipe.config.launch.capture import capture
-from bpipe.config.launch.megatron_command import read_command
 from bpipe.config.launch.stand_in import launch_of_python, slurm_variables
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -246,19 +245,6 @@ def test_what_ran_too_long_keeps_what_it_launched(place: Path, capsys: pytest.Ca
     assert "it ran longer than 2 s and was ended: further launches are not known" in said.err
 
 
-def test_of_several_launches_one_is_chosen_by_its_number(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("run.sh").write_text(f"{TRAIN} --fp16\n{TRAIN}\n")
-    assert main(["capture", "--output", "launch.json", "--", "bash", "run.sh"]) == 0
-    command = ["simulate", "--cluster", "h100-80g", "--format", "json"]
-    capsys.readouterr()
-    assert main([*command, "--launch", "launch.json"]) == 2
-    assert "launch.json has 2 launches: choose one" in capsys.readouterr().err
-    assert main([*command, "--launch", "launch.json:2"]) == 0
-    chosen = capsys.readouterr().out
-    assert main([*command, "--", *TRAIN.split()]) == 0
-    assert json.loads(chosen) == json.loads(capsys.readouterr().out)
-
-
 def test_our_examples_are_captured_as_their_dry_run_prints_them(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     for script in ("train_gpt3_13b.sh", "train_gpt3_96b.sbatch"):
@@ -316,8 +302,3 @@ def test_a_training_is_told_from_other_programs(words: str, is_launch: bool) -> 
 
 def test_any_python_of_a_user_can_import_the_stand_in() -> None:
     ast.parse(Path(stand_in.__file__).read_text(), feature_version=(3, 7))
-
-
-def test_a_launch_of_a_module_is_read() -> None:
-    words = ["python", "-m", "torch.distributed.run", "--nproc-per-node", "4", "-m", "our.train", *SIZES.split()]
-    assert read_command(words).options == read_command(SIZES.split()).options

@@ -12,10 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from bpipe.cli import main
-from bpipe.config.launch.hybrid_flags import flags_of_hybrid
 from bpipe.config.launch.megatron_command import Reading, read_command
 from bpipe.config.launch.megatron_flags import megatron_flags
-from bpipe.config.launch.training_log import read_log
 from bpipe.plan.options import setup_from
 from bpipe.plan.space import CUTS, Space, enumerate_setups
 from bpipe.predict.cluster import parse_cluster
@@ -23,7 +21,6 @@ from bpipe.predict.hybrid import Hybrid
 from bpipe.predict.layer_variants import Experts
 from bpipe.predict.layout import EVENLY, Setup
 from bpipe.predict.model import Model
-from bpipe.schedule.families.families import FAMILIES
 from tests.unit.predict.published import NEMOTRON_3_NANO, NEMOTRON_H_8B
 
 SIZES = ["--hidden-size", "512", "--num-attention-heads", "8", "--seq-length", "128", "--vocab-size", "1000"]
@@ -104,26 +101,6 @@ def test_published_models_come_back(model: Model) -> None:
     assert replace(setup_from(megatron_flags(setup), setup.cluster, 131072, "gpu").model, name=model.name) == model
 
 
-def test_stages_begin_where_the_pattern_says() -> None:
-    found = read("--hybrid-layer-pattern", "M*-|M*M-|*M|M-", "--pipeline-model-parallel-size", "2", "--spec", *STACK)
-    assert found.options["layers"] == (3, 4, 2, 2)
-    assert (found.options["num_layers"], found.options["chunks"]) == (11, 2)
-    # The embedding or the output layer may be alone.
-    assert read("--hybrid-layer-pattern", "|M*|-|", "--pipeline-model-parallel-size", "4").options["layers"] == (
-        0,
-        2,
-        1,
-        0,
-    )
-
-
-def test_without_stages_a_pattern_is_dealt_out_evenly_or_by_its_ends() -> None:
-    pipeline = ("--pipeline-model-parallel-size", "4")
-    assert read("--hybrid-layer-pattern", "M*M-" * 2, *pipeline).options["layers"] == (2,) * 4
-    ends = ("--decoder-first-pipeline-num-layers", "1", "--decoder-last-pipeline-num-layers", "3")
-    assert read("--hybrid-layer-pattern", "M*M-" * 2, *pipeline, *ends).options["layers"] == (1, 2, 2, 3)
-
-
 def test_what_megatron_takes_for_granted() -> None:
     """The old flag, the old stack, a number of layers that the pattern overrides, and as many heads as twice the
     hidden size has."""
@@ -140,21 +117,6 @@ def test_what_megatron_takes_for_granted() -> None:
     assert found.options["num_layers"] == 4
     assert found.options["no_positions"] is True
     assert any("has 4 layers, and Megatron uses those instead of --num-layers 8" in note for note in found.notes)
-
-
-def test_a_logs_arguments_are_a_launch() -> None:
-    said = {
-        "hybrid_layer_pattern": "M*|M-",
-        "spec": list(STACK),
-        "hidden_size": 512,
-        "mamba_num_heads": None,
-        "mamba_state_dim": 64,
-    }
-    rows = "\n".join(
-        f"  {name} ......... {value}" for name, value in {**said, "seq_length": 64, "num_attention_heads": 8}.items()
-    )
-    log = f"-------- arguments --------\n{rows}\n-------- end of arguments --------\n"
-    assert read_command(read_log(log).words).options["hybrid"] == Hybrid("M*M-", 16, 64)
 
 
 @pytest.mark.parametrize(
@@ -205,23 +167,6 @@ def test_a_logs_arguments_are_a_launch() -> None:
 def test_what_is_not_modelled_or_not_megatrons_is_refused(flags: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read(*flags.split())
-
-
-def test_inference_flags_do_not_matter() -> None:
-    assert read("--hybrid-layer-pattern", "M*", "--mamba-inference-ssm-states-dtype", "fp32").not_considered == ()
-
-
-def test_every_schedule_is_searched_with_the_pattern_of_its_stages() -> None:
-    """Megatron takes the number of stages from the pattern, and the trainer deals it out by stage."""
-    model = replace(NEMOTRON_H_8B, num_layers=8, hybrid=Hybrid("M*M-" * 2, 128))
-    space = Space(
-        model, parse_cluster("h100-80g:1x8"), 64, 8192, schedules=tuple(FAMILIES), max_micro_batch=1, max_chunks=2
-    )
-    found = list(enumerate_setups(space))
-    assert {"1f1b", "interleaved-1f1b", "zb-h1", "v-half", "zb-v"} <= {setup.schedule for setup in found}
-    for setup in (one for one in found if one.schedule == "v-half"):
-        flags = flags_of_hybrid(setup)
-        assert flags[flags.index("--hybrid-layer-pattern") + 1].count("|") + 1 == 2 * setup.pipeline
 
 
 def test_no_cut_is_searched_that_mamba_layers_do_not_take() -> None:

@@ -67,19 +67,6 @@ def test_llama_405b_as_its_authors_laid_it() -> None:
     assert split_flags(layers, 16) == ["--num-layers-per-virtual-pipeline-stage", "2", *wanted]
 
 
-def test_llama_405b_with_ends_that_have_no_layers() -> None:
-    """As NVIDIA lays it over 16 ranks with 8 chunks: one layer per stage, the ends the embedding and the output layer
-    alone."""
-    layers = split_layers(126, 128, allow_uneven=True)
-    assert layers == (0, *(1,) * 126, 0)
-    assert read_split(parsed(split_flags(layers, 16)), 126, 16) == layers
-
-
-def test_a_layout_of_the_documentation() -> None:
-    """Commas are decoration, an expression in brackets comes first."""
-    assert read_split(Split(layout="Ettt|(tt|)*6,tt|tL"), 18, 3) == (3, *(2,) * 7, 1)
-
-
 @pytest.mark.parametrize(
     ("split", "message"),
     [

@@ -23,27 +23,15 @@ from bpipe.config.flags.parser import parser_of_launch
 from bpipe.config.launch.megatron_command import Reading, read_command
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.config.launch.megatron_names import names
-from bpipe.config.launch.other_flags import OF_A_CPU, PREDICTED_WITHOUT, REFUSED, WITHOUT_INFLUENCE
-from bpipe.plan.options import filled, setup_from, setup_of
+from bpipe.config.launch.other_flags import REFUSED, WITHOUT_INFLUENCE
+from bpipe.plan.options import filled, setup_of
 from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.fp8 import FORMATS, RECIPES, Fp8
 from bpipe.predict.layer_counts import split_layers
 from bpipe.predict.layout import EVENLY, Setup
 from bpipe.predict.model import PRESETS, Model
-from megatron.scheduling.cpu import ARGUMENTS
 
-SMALL = [
-    "--num-layers",
-    "8",
-    "--hidden-size",
-    "64",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "128",
-    "--vocab-size",
-    "1000",
-]
+SMALL = ("--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --vocab-size 1000").split()
 
 
 def read(*flags: str) -> Reading:
@@ -125,35 +113,15 @@ OPTIONS = argparse.Namespace(
 )
 NOT_GIVEN = (
     *(
-        "num_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "num_query_groups",
-        "kv_channels",
-        "ffn_hidden_size",
-        "sequence",
-        "vocabulary",
-    ),
+        "num_layers hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size sequence vocabulary"
+    ).split(),
     *(
-        "swiglu",
-        "rms_norm",
-        "disable_bias_linear",
-        "rotary",
-        "untie_embeddings_and_output_weights",
-        "no_dropout",
-        "layers",
-        "chunks",
-    ),
+        "swiglu rms_norm disable_bias_linear rotary untie_embeddings_and_output_weights no_dropout layers chunks"
+    ).split(),
     *("tensor", "pipeline", "micro_batch", "global_batch", "recompute", "balance", "attention", "precision"),
     *(
-        "no_distributed_optimizer",
-        "no_sequence_parallel",
-        "context",
-        "cp_comm_type",
-        "fp8_format",
-        "fp8_recipe",
-        "fp8_param_gather",
-    ),
+        "no_distributed_optimizer no_sequence_parallel context cp_comm_type fp8_format fp8_recipe fp8_param_gather"
+    ).split(),
 )
 
 
@@ -223,13 +191,6 @@ def test_megatrons_defaults() -> None:
     assert read_command([*SMALL[:-2], "--tokenizer-type", "GPT2BPETokenizer"]).options["vocabulary"] == 50257
 
 
-def test_what_is_not_considered_is_listed_and_what_does_not_matter_is_not() -> None:
-    early = "--overlap-param-gather-with-optimizer-step"
-    reading = read(early, "--lr", "1e-4", "--log-interval", "10", "--my-own-flag", "3", "--save", "x", "--mock-data")
-    assert reading.not_considered == ("--my-own-flag", early)
-    assert read("--attention-backend", "auto").notes == ("--attention-backend auto is predicted as flash",)
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -294,28 +255,6 @@ def test_neutral_values_of_refused_flags_are_none() -> None:
     assert read(*pipeline, "--microbatch-group-size-per-virtual-pipeline-stage", "2").options["chunks"] == 2
     with pytest.raises(ValueError, match="larger groups of micro-batches"):
         read(*pipeline, "--microbatch-group-size-per-virtual-pipeline-stage", "4")
-
-
-def test_a_sequence_in_parts_is_read() -> None:
-    assert read("--context-parallel-size", "4").options["context"] == 4
-    assert read("--context-parallel-size", "4", "--cp-comm-type", "a2a", "a2a").options["cp_comm_type"] == "a2a"
-    # Without parts nobody exchanges anything.
-    assert "context" not in read("--cp-comm-type", "a2a+p2p").options
-
-
-def test_what_is_in_8_bit_is_read() -> None:
-    read_so = read(
-        "--fp8-format", "hybrid", "--fp8-param-gather", "--fp8-amax-history-len", "1024", "--bpipe-verify", "2"
-    )
-    assert {
-        "fp8_format": "hybrid",
-        "fp8_recipe": "delayed",
-        "fp8_param_gather": True,
-    }.items() <= read_so.options.items()
-    assert read_so.not_considered == ()
-    assert read("--fp8-format", "e4m3", "--fp8-recipe", "mxfp8").options["fp8_recipe"] == "mxfp8"
-    # Without a format a recipe is of nothing.
-    assert not {"fp8_format", "fp8_recipe"} & read("--fp8-recipe", "mxfp8").options.keys()
 
 
 def test_the_command_line_replaces_the_launch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -458,21 +397,7 @@ def test_the_other_tables_name_flags_that_exist(megatrons: dict[str, dict[str, A
         assert any(fnmatchcase(flag, pattern) for flag in megatrons), pattern
     without = {flag for flag in megatrons if any(fnmatchcase(flag, pattern) for pattern in WITHOUT_INFLUENCE)}
     assert not without & (set(READ) | set(REFUSED))
-    words = (
-        "recompute",
-        "offload",
-        "fp8",
-        "fp4",
-        "moe",
-        "expert",
-        "fsdp",
-        "shard",
-        "dtype",
-        "fusion",
-        "overlap",
-        "cuda-graph",
-        "mtp",
-    )
+    words = tuple(("recompute offload fp8 fp4 moe expert fsdp shard dtype fusion overlap cuda-graph mtp").split())
     # What only says how a scale comes from past values is done either way, and no training generates text.
     scales = {"--fp8-margin", "--fp8-amax-history-len", "--fp8-amax-compute-algo"}
     inference = {flag for flag in without if flag.startswith("--mamba-inference-")}
@@ -506,14 +431,6 @@ def test_a_mistyped_or_unmodelled_flag_is_no_silent_one(flags: str, message: str
         read(*flags.split())
 
 
-def test_flags_of_a_scripts_own_and_one_shard_are_no_typos() -> None:
-    assert read("--my-own-flag", "--num-layers-of-teacher", "3").not_considered == (
-        "--my-own-flag",
-        "--num-layers-of-teacher",
-    )
-    assert read("--tensor-parallel-num-weight-shards", "1", "--mtp-num-layers", "0").not_considered == ()
-
-
 def test_absurd_numbers_are_refused() -> None:
     """Ranks were listed one by one: 10^30 nodes never came to an end."""
     sizes = ["--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64"]
@@ -523,12 +440,6 @@ def test_absurd_numbers_are_refused() -> None:
         ValueError, match=r"--num-layers: '1+' must be a whole number, at least 1 and at most 1000000000000"
     ):
         read_command([*sizes, "--num-layers", "1" * 30])
-
-
-@pytest.mark.parametrize("flag", ["--sft", "--dataloader-inter-document-masking", "--bpipe-differing-sizes"])
-def test_what_is_assumed_of_sizes_that_differ_is_said(flag: str) -> None:
-    (note,) = (note for note in read(flag).notes if "differ in size" in note)
-    assert note.startswith(f"{flag}: micro-batches may differ in size; each is predicted as one full sequence")
 
 
 # What each of these takes or saves is gigabytes of a large model.
@@ -546,24 +457,3 @@ LARGE = (
 def test_a_flag_of_gigabytes_is_never_left_out_silently(flag: str) -> None:
     with pytest.raises(ValueError, match=f"{flag}.* is not modelled: .*; leave the flag out"):
         read_command([*SMALL, *flag.split()])
-
-
-def test_what_kernels_of_a_cpu_are_is_no_flag_of_gigabytes_there() -> None:
-    """The trainer's stand-in for a device gives all of these: when the unfused SwiGLU was refused, no training on a CPU
-    was predicted any more."""
-    words = [*SMALL, *("--vocab-size", "128", "--micro-batch-size", "2", "--global-batch-size", "8")]
-    words += [*("--pipeline-model-parallel-size", "4"), "--swiglu"]
-    without = [flag for flag in ARGUMENTS if flag not in OF_A_CPU]
-    setup = setup_from([*words, *without], "h100-80g:1x4", 128, "cpu")
-    assert setup_from([*words, *ARGUMENTS], "h100-80g:1x4", 128, "cpu") == setup
-    with pytest.raises(ValueError, match="--no-bias-swiglu-fusion"):
-        setup_from([*words, *ARGUMENTS], "h100-80g:1x4", 128, "gpu")
-
-
-def test_a_flag_that_leaves_them_as_they_are_is_taken() -> None:
-    taken = ("--optimizer adam", "--cuda-graph-impl none", "--num-distributed-optimizer-instances 1")
-    taken += ("--cross-entropy-fusion-impl native", "--mtp-num-layers 0")
-    found = read_command([*SMALL, *" ".join(taken).split(), *PREDICTED_WITHOUT])
-    assert found.not_considered == ()
-    for flag in PREDICTED_WITHOUT:
-        assert [note for note in found.notes if note.startswith(flag)], flag

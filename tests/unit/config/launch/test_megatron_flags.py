@@ -3,13 +3,11 @@ mean the same."""
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from bpipe.config.launch.megatron_command import read_command
 from bpipe.config.launch.megatron_flags import megatron_flags
 from bpipe.plan.search import search
 from bpipe.plan.space import Space
@@ -17,8 +15,7 @@ from bpipe.predict.cluster import parse_cluster
 from bpipe.predict.layer_counts import split_layers
 from bpipe.predict.layout import EVENLY, Setup
 from bpipe.predict.model import PRESETS
-from bpipe.schedule.layout import TRAINED_SHARDS, Vocabulary
-from megatron.scheduling.options.flags import add_arguments
+from bpipe.schedule.layout import Vocabulary
 from tests.unit.config.launch.megatron_parser import parsed
 
 
@@ -81,40 +78,6 @@ def test_flags_of_the_papers_case() -> None:
     assert "--num-layers 80 --hidden-size 9984 --num-attention-heads 104" in text
     assert "--sequence-parallel --bpipe --recompute-granularity selective --recompute-modules core_attn" in text
     assert "--attention-backend unfused --fp16 --use-distributed-optimizer" in text
-
-
-def test_shards_are_said_as_the_trainer_has_them() -> None:
-    trainer = add_arguments(argparse.ArgumentParser())
-    for split in TRAINED_SHARDS:
-        found = trainer.parse_args(["--bpipe-vocabulary", split, "--bpipe-vocabulary-input"])
-        assert (found.bpipe_vocabulary, found.bpipe_vocabulary_input) == (split, True)
-    sharded = setup("llama3-8b", 2, 4, vocabulary=Vocabulary.INTERLACED)
-    assert "--bpipe-vocabulary interlaced" in " ".join(megatron_flags(sharded))
-    assert "--bpipe-vocabulary interlaced --bpipe-vocabulary-input" in " ".join(
-        megatron_flags(replace(sharded, input_shards=True))
-    )
-    chunks = replace(setup("llama3-8b", 2, 4, 2), schedule="v-half", vocabulary=Vocabulary.ONE, input_shards=True)
-    assert "--bpipe-vocabulary 1 --bpipe-vocabulary-input --bpipe-schedule v-half" in " ".join(megatron_flags(chunks))
-
-
-def test_slices_are_said_as_the_trainer_has_them() -> None:
-    even, listed = SETUPS[-2:]
-    assert "--bpipe-slices 4 --" in " ".join(megatron_flags(even))
-    assert "--bpipe-slices 2 --bpipe-slice-lengths 4608,3584" in " ".join(megatron_flags(listed))
-    assert "slice" not in " ".join(megatron_flags(replace(even, slices=1)))
-    found = read_command([*megatron_flags(listed), "--vocab-size", "128256"]).options
-    assert (found["slices"], found["slice_lengths"]) == (2, (4608, 3584))
-    trainer = add_arguments(argparse.ArgumentParser()).parse_args(
-        ["--bpipe-slices", "2", "--bpipe-slice-lengths", "4608,3584"]
-    )
-    assert (trainer.bpipe_slices, trainer.bpipe_slice_lengths) == (2, (4608, 3584))
-
-
-def test_uneven_layers_are_said_with_two_flags() -> None:
-    text = " ".join(megatron_flags(SETUPS[3]))
-    assert "--decoder-first-pipeline-num-layers 7 --decoder-last-pipeline-num-layers 7" in text
-    odd = replace(setup("gpt3-13b", 1, 4), layers=(10, 11, 9, 10))
-    assert "--pipeline-model-parallel-layout Et*10|t*11|t*9|t*10L" in " ".join(megatron_flags(odd))
 
 
 def rows_of_plans() -> list[Setup]:
@@ -190,12 +153,3 @@ def expected(setup: Setup) -> dict[str, Any]:
         "attention_dropout": 0.1 if model.dropout else 0.0,
         "vocab_size": model.vocabulary,
     }
-
-
-def test_the_first_of_several_stages_may_have_the_embedding_alone() -> None:
-    """As in the interleaved runs of Qi et al. 2024; a stage between that has no layers stays refused."""
-    ends = (0, 1, 1, 1, 1, 1, 1, 0)
-    mine = Setup(replace(PRESETS["gpt3-13b"], num_layers=6), parse_cluster("a100-80g:8"), 1, 8, 1, 8, 2048, ends)
-    assert read_command([*megatron_flags(mine), "--vocab-size", "51200"]).options["layers"] == ends
-    with pytest.raises(ValueError, match="must give 8 stages 6 layers"):
-        replace(mine, layers=(1, 0, 1, 1, 1, 1, 1, 0))

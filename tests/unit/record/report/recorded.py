@@ -91,18 +91,7 @@ class Truth:
         )
 
 
-COLUMNS = [
-    "action",
-    "start_s",
-    "end_s",
-    "wait_s",
-    "host_start_s",
-    "host_end_s",
-    "bytes",
-    "slot",
-    "live_bytes",
-    "left_bytes",
-]
+COLUMNS = ("action start_s end_s wait_s host_start_s host_end_s bytes slot live_bytes left_bytes").split()
 
 
 def write_run(folder: Path, truth: Truth | None = None, **changes: Any) -> Path:

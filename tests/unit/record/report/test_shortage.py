@@ -193,13 +193,6 @@ def held(folder: Path) -> Any:
     return found
 
 
-def test_a_killed_rank_leaves_a_torn_line(tmp_path: Path) -> None:
-    folder = write(tmp_path / "run")
-    with (folder / "memory_00003.jsonl").open("a") as file:
-        file.write('{"iteration": 1, "act')
-    assert len(held(folder).ranks[3].marks) == 4
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -15,15 +15,10 @@ from typing import Any
 
 import pytest
 
-from bpipe.balance.config import BalanceConfig
-from bpipe.build import ScheduleConfig, build
 from bpipe.record.report.output.trace import write_trace
 from bpipe.record.report.report import report_of
 from bpipe.schedule.action import Kind
 from bpipe.schedule.files.text import read_action
-from bpipe.simulate import trace as simulated
-from bpipe.simulate.cost import StageCost, uniform
-from bpipe.simulate.engine import simulate
 from tests.unit.record.report.recorded import edit_rows, write_run
 
 Event = dict[str, Any]
@@ -134,35 +129,6 @@ def test_a_measured_trace(tmp_path: Path, changes: dict[str, Any]) -> None:
         assert middle["pid"] == measured.records[(measured.schedule.partners or ())[touched[0]["pid"]]].rank  # type: ignore[union-attr]
 
 
-def test_computations_are_named_as_megatrons_timers(tmp_path: Path) -> None:
-    events = check(write_trace(report_of(write_run(tmp_path)).comparison.measured))
-    names = threads(events)
-    found = {
-        (names[event["pid"], event["tid"]], event["name"])
-        for event in events
-        if event["ph"] == "X" and event["cat"] not in ("hosted",)
-    }
-    assert {name for thread, name in found if thread == "compute"} == {"forward-compute", "backward-compute"}
-    assert {name for thread, name in found if thread == "host code"} == {"forward-backward"}
-    assert {thread for thread, _ in found} == {
-        "compute",
-        "evict",
-        "load",
-        "host code",
-        *(f"host buffer {slot}" for slot in range(4)),
-    }
-
-
-def test_iterations_follow_each_other_and_memory_is_counted(tmp_path: Path) -> None:
-    measured = report_of(write_run(tmp_path)).comparison.measured
-    events = check(write_trace(measured))
-    loops = [event for event in events if event["name"] == "forward-backward" and event["pid"] == 0]
-    assert [(event["args"]["iteration"], event["ts"]) for event in loops] == [(5, 0), (6, 10e6), (7, 20e6)]
-    for rank in range(8):
-        counted = [event["args"]["bytes"] for event in events if event["ph"] == "C" and event["pid"] == rank]
-        assert max(counted) == report_of(tmp_path).comparison.stages[rank].measured_bytes
-
-
 def test_host_code_that_runs_ahead_has_slices_of_its_own(tmp_path: Path) -> None:
     """On a GPU the host issues a computation long before the device ends it."""
 
@@ -186,14 +152,3 @@ def test_a_rank_without_a_record_leaves_out_its_end_of_the_arrow(tmp_path: Path)
     assert {len(touched) for touched in followed if touched[0]["pid"] == 0} == {2}
     assert {len(touched) for touched in followed if touched[0]["pid"] == 2} == {3}
     assert not any(touched[0]["pid"] == 1 for touched in followed)
-
-
-@pytest.mark.parametrize("config", [("1f1b", 8, 16, 1), ("interleaved-1f1b", 4, 8, 2), ("gpipe", 4, 8, 1)])
-@pytest.mark.parametrize("transfer_s", [1, 30])
-def test_a_simulated_trace_has_the_same_form(config: tuple[str, int, int, int], transfer_s: int) -> None:
-    """Transfers that take as long as many computations overlap each other; each still has its place and its arrow."""
-    name, p, m, v = config
-    schedule = build(ScheduleConfig(name, p, m, num_chunks=v, balance=BalanceConfig()))
-    costs = uniform(schedule.num_stages, StageCost(10, 20, transfer_s=transfer_s, moved_bytes=90, saved_bytes=100))
-    events = check(simulated.write_trace(simulate(schedule, costs)))
-    assert len(list(arrows(events))) == len([event for event in events if event.get("cat") == "evict"])

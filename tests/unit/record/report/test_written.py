@@ -16,7 +16,7 @@ from bpipe.record.report.output.table import table
 from bpipe.record.report.output.view import view
 from bpipe.record.report.report import Report, report_of
 from bpipe.record.report.units import bytes_text, seconds_text
-from tests.unit.record.report.recorded import MOVED, edit_rows, write_run
+from tests.unit.record.report.recorded import MOVED, write_run
 
 DOCS = Path(__file__).resolve().parents[4] / "docs" / "report.md"
 
@@ -47,10 +47,6 @@ def test_the_answers_of_a_balanced_run(tmp_path: Path) -> None:
     )
     assert share is not None
     assert float(share.group(1)) > 5
-
-
-def test_hidden_transfers_cost_nothing(tmp_path: Path) -> None:
-    assert report(tmp_path).answers[0].endswith("; balancing cost no time: no transfer time was exposed.")
 
 
 @pytest.mark.parametrize("speed", [None, 0.4e9], ids=["hidden", "exposed"])
@@ -189,47 +185,6 @@ def test_four_figures_stand_at_the_head(tmp_path: Path) -> None:
     assert ["exposed transfers", "none", "nothing is evicted"] in plain
 
 
-def test_the_view_names_the_iteration_of_a_difference(tmp_path: Path) -> None:
-    differences = view(report(tmp_path, warm_up=5, iterations=(5, 6, 7)))["differences"]
-    named = [one["iteration"] for one in differences if one["what"].startswith("iteration ")]
-    assert named == [5]
-    assert all(one["iteration"] is None for one in differences if not one["what"].startswith("iteration "))
-
-
-def test_the_table_names_what_is_not_known(tmp_path: Path) -> None:
-    write_run(tmp_path, num_stages=4, flops=1e12, peak_flops=1e13)
-    assert re.search(
-        r"MFU 4\.\d % of 10 TFLOP/s per device \(--bpipe-peak-tflops\)", " ".join(table(report_of(tmp_path)).split())
-    )
-    (tmp_path / "run.json").unlink()
-    (tmp_path / "record_00001.jsonl").unlink()
-    (tmp_path / "iterations.jsonl").unlink()
-    text = table(report_of(tmp_path))
-    assert "MFU not known, missing: the device's peak (--bpipe-peak-tflops), " in " ".join(text.split())
-    assert ", the time of a step; message" in " ".join(text.split())
-    assert "note: no record of stage 1 of pipeline 0" in text
-    assert re.search(r"^ +1 +1 +- \(3\) +- \(-\)", text, re.MULTILINE)
-
-
-def test_mfu_is_of_all_ranks_and_whole_steps(tmp_path: Path) -> None:
-    totals = report(tmp_path, flops=1e12, peak_flops=1e13, iterations=(5,)).comparison.totals
-    assert totals.step_s == pytest.approx(totals.pipeline_s + 0.05)
-    assert totals.mfu == pytest.approx(1e12 / (8 * 1e13 * totals.step_s))
-
-
-def test_all_pipelines_count_for_the_maxima(tmp_path: Path) -> None:
-    write_run(tmp_path, num_pipelines=2, num_stages=4)
-
-    def more(row: dict[str, Any]) -> None:
-        if row["action"] == "2F3":
-            row["live_bytes"], row["wait_s"] = 90_000_000, 0.01
-
-    edit_rows(tmp_path, 6, more)
-    row = report_of(tmp_path).comparison.stages[2]
-    assert (row.rank, row.all_measured_bytes, row.all_exposed_s) == (2, 90_000_000, 0.01)
-    assert (row.measured_bytes, row.exposed_s) == (22_036_768, 0)
-
-
 def keys(value: Any, prefix: str = "") -> set[str]:
     """Every key with its path; those of a list once, and those that are data (stages, actions) not at all."""
     found: set[str] = set()
@@ -276,20 +231,6 @@ def test_what_was_checked_is_said_where_every_rank_checked(tmp_path: Path) -> No
     assert document(found)["verified"] == {"iterations": 2, "microbatches": 20, "nbytes": 4 << 30}
     path.write_text(json.dumps(summary))
     assert document(report_of(tmp_path))["verified"] is None
-
-
-def test_every_key_of_a_record_is_documented(tmp_path: Path) -> None:
-    write_run(tmp_path, iterations=(5,), num_stages=4)
-    head, line = (json.loads(text) for text in (tmp_path / "record_00000.jsonl").read_text().splitlines())
-    columns = set(line["columns"]) - {"unknown"}
-    differing = {"stayed_microbatches", "stayed_bytes", "passed_microbatches", "passed_bytes"}
-    # What is written is an older record, which does not name its run.
-    of_some = {"after_input_bytes", "shard_bytes", "own_bytes", "run"} | differing
-    assert keys(head) | keys(line) | columns | of_some == documented("The record of a rank")
-    run = json.loads((tmp_path / "run.json").read_text())
-    assert {"run"} | keys(run) - {"unknown", "links.bytes_per_s.peer", "links.bytes_per_s.nccl"} == documented(
-        "The run"
-    )
 
 
 def test_the_view_is_what_the_page_takes(tmp_path: Path) -> None:

@@ -10,27 +10,16 @@ from bpipe.schedule.action import Kind
 from bpipe.schedule.check.rules import check
 from bpipe.schedule.families.combined import FAMILY
 from bpipe.schedule.families.family import FamilyOptions
-from bpipe.schedule.files.grid import write_grid
 from bpipe.schedule.lowering.lower import lower
 from bpipe.schedule.memory import num_transfers, peak_counts
 from bpipe.schedule.program import Exchange, Op
 from bpipe.schedule.schedule import Schedule
 
-GRID = """\
-# bpipe schedule=combined-1f1b microbatches=4 stage_to_rank=0,1,0,1
-slot       0   1   2   3       4       5       6       7       8   9  10  11  12
-rank 0 C 0F0 0F1 2F0 2F1     0F2 0F3&2B0 2F2&2B1 2F3&0B0     0B1 2B2 2B3 0B2 0B3
-rank 1 C   . 1F0 1F1 3F0 3F1&3B0 1F2&3B1 1F3&1B0 3F2&1B1 3F3&3B2 3B3 1B2 1B3   .
-"""
 EXCHANGES = (Exchange.MEGATRON_INTERLEAVED, Exchange.MEGATRON_TURNS, Exchange.POSTED)
 
 
 def made(p: int, m: int, v: int, group: int | None = None, balance: BalanceConfig | None = None) -> Schedule:
     return build(ScheduleConfig(FAMILY.name, p, m, num_chunks=v, balance=balance, group_size=group))
-
-
-def test_its_grid() -> None:
-    assert write_grid(made(2, 4, 2)) == GRID
 
 
 @pytest.mark.parametrize(

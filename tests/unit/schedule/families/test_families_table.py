@@ -9,7 +9,7 @@ from pathlib import Path
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.schedule.families.families import FAMILIES
-from bpipe.schedule.families.family import ALIKE, FamilyOptions, UnitCosts
+from bpipe.schedule.families.family import ALIKE
 from bpipe.schedule.families.timing import iteration_time
 from bpipe.schedule.memory import num_transfers, peak_counts, plain
 from bpipe.schedule.schedule import Schedule
@@ -43,14 +43,3 @@ def test_the_table_says_what_the_families_are() -> None:
         pipes = "bidirectional" if family.num_pipes > 1 else ""
         wanted = ["split" if family.splits else "", in_v or ("chunks" if v > 1 else ""), pipes]
         assert needs.strip() == ", ".join(filter(None, wanted)), name
-
-
-def test_the_sentence_on_costs_that_differ() -> None:
-    costs = UnitCosts(1, Fraction(6, 5), Fraction(4, 5))
-    found = [
-        iteration_time(FAMILIES[name].generate(P, M, 2, FamilyOptions(costs=costs)), costs).bubble_percent
-        for name in ("zb-v", "v-half", "v-min")
-    ]
-    said = re.search(r"become ([\d.]+) \(ZB-V\),\s([\d.]+) \(V-Half\) and ([\d.]+) % \(V-Min\)", PAGE)
-    assert said is not None
-    assert all(abs(float(bubble) - float(text)) < 0.1 for bubble, text in zip(found, said.groups(), strict=True))

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import random
 from collections import Counter
 from operator import add, mul
-from pathlib import Path
 
 import pytest
 
-import bpipe
 from bpipe.balance.config import BalanceConfig, named_balance
 from bpipe.build import ScheduleConfig, build
-from bpipe.schedule.action import Action, Kind, by_microbatch
+from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.check.deadlock import blocked_ranks
 from bpipe.schedule.check.rules import check
 from bpipe.schedule.families.families import FAMILIES
@@ -24,9 +21,7 @@ from bpipe.schedule.files.grid import write_grid
 from bpipe.schedule.layout import one_pipe
 from bpipe.schedule.lowering.align import align
 from bpipe.schedule.memory import live_bytes, memory_of, peak_counts
-from bpipe.schedule.schedule import Schedule, Slot, single_slots
-
-PACKAGE = Path(bpipe.__file__).parent
+from bpipe.schedule.schedule import Schedule
 
 GPIPE = """\
 # bpipe schedule=gpipe microbatches=4 stage_to_rank=0,1,2
@@ -100,10 +95,6 @@ def test_a_larger_group_saves_what_the_formula_says(p: int, m: int, v: int, g: i
     balanced = build(ScheduleConfig("interleaved-1f1b", p, m, num_chunks=v, balance=BalanceConfig(), group_size=g))
     assert max(peak_counts(balanced)) <= (v - 1) * g + p + 1
     assert not blocked_ranks(balanced)
-
-
-def test_a_group_of_as_many_as_there_are_ranks_is_the_default() -> None:
-    assert FAMILIES["interleaved-1f1b"].generate(4, 9, 3, FamilyOptions(4)) == generate("interleaved-1f1b", 4, 9, 3)
 
 
 @pytest.mark.parametrize("g", [3, 9])
@@ -206,16 +197,6 @@ def test_a_full_pipeline_holds_no_more_of_more_microbatches(name: str, v: int) -
             )
 
 
-def test_no_other_file_names_a_schedule() -> None:
-    """Only documentation may: a name compared elsewhere is a rule that the next family's author would have to find."""
-    generators = PACKAGE / "generate"
-    for path in sorted({*PACKAGE.rglob("*.py")} - {*generators.glob("*.py")}):
-        for node in ast.walk(ast.parse(path.read_text())):
-            assert not (isinstance(node, ast.Constant) and node.value in FAMILIES), (
-                f"{path}:{node.lineno} names {node.value}"
-            )
-
-
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.ahead is not None])
 def test_the_first_rank_holds_at_its_most_as_many_as_is_said(name: str) -> None:
     """Searches count with it before any schedule is made."""
@@ -254,20 +235,6 @@ def test_the_first_rank_holds_as_many_slices_as_is_said(name: str, slices: int) 
             width = m * slices
             made = family.generate(p, m, 2, FamilyOptions(slices=slices))
             assert peak_counts(made)[0] >= family.ahead(p, width, 2, 1), (p, m)
-
-
-def test_what_is_made_once_is_what_would_be_made_anew_and_grows_with_who_asks() -> None:
-    """Tables of actions and slots outlive a schedule: a shorter one asked before a longer one must not cut that off."""
-    for count in (3, 1, 7):
-        actions, slots = (
-            by_microbatch(10_001, Kind.BACKWARD_INPUT, count),
-            single_slots(10_001, Kind.BACKWARD_INPUT, count),
-        )
-        wanted = [Action(10_001, Kind.BACKWARD_INPUT, microbatch) for microbatch in range(count)]
-        assert list(actions[:count]) == wanted
-        assert list(slots[:count]) == [Slot(action) for action in wanted]
-    assert by_microbatch(10_001, Kind.FORWARD, 7)[6] != by_microbatch(10_001, Kind.BACKWARD_INPUT, 7)[6]
-    assert by_microbatch(10_001, Kind.FORWARD, 7)[6] is by_microbatch(10_001, Kind.FORWARD, 2)[6]
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.sliced_warm_up is not None])

@@ -21,7 +21,7 @@ from bpipe.schedule.action import Kind
 from bpipe.schedule.check.order import check_microbatch_order
 from bpipe.schedule.check.rules import check
 from bpipe.schedule.families.families import FAMILIES
-from bpipe.schedule.families.family import ALIKE, FamilyOptions, RankLimit, UnitCosts
+from bpipe.schedule.families.family import FamilyOptions, RankLimit, UnitCosts
 from bpipe.schedule.families.list_scheduler import ChoiceRule, Discipline, actions_of, schedule_list
 from bpipe.schedule.families.timing import iteration_time, stage_ticks
 from bpipe.schedule.families.turns import groups_of, turns
@@ -93,32 +93,6 @@ def test_a_group_of_half_as_many_as_there_are_ranks_is_the_default() -> None:
         assert build(ScheduleConfig(NAME, p, 11, num_chunks=3)) == build(
             ScheduleConfig(NAME, p, 11, num_chunks=3, group_size=g)
         )
-
-
-def test_from_half_as_many_as_ranks_on_the_pipeline_runs_at_its_full_rate() -> None:
-    """What more micro-batches add is their computing; in smaller groups it is more."""
-
-    def added(p: int, v: int, g: int) -> int:
-        few, many = (len(FAMILIES[NAME].generate(p, rounds * g, v, FamilyOptions(g)).ranks[0]) for rounds in (4, 6))
-        return many - few - 2 * g * 3 * v
-
-    for p, v in ((4, 2), (6, 3), (8, 4)):
-        assert added(p, v, p // 2) == added(p, v, p) == 0
-        assert added(p, v, p // 2 - 1) > 0
-
-
-def test_without_chunks_it_is_1f1b_in_halves() -> None:
-    """What is held, and the order of forwards and first halves, are 1F1B's; the second halves fill what would be
-    bubbles."""
-    schedule, other = build(ScheduleConfig(NAME, 6, 14)), build(ScheduleConfig("1f1b", 6, 14))
-    assert peak_counts(schedule) == peak_counts(other)
-    for mine, theirs in zip(schedule.ranks, other.ranks, strict=True):
-        order = [
-            (one.compute.kind is Kind.FORWARD, one.compute.microbatch)
-            for one in mine
-            if one.compute and one.compute.kind is not Kind.BACKWARD_WEIGHT
-        ]
-        assert order == [(one.compute.kind is Kind.FORWARD, one.compute.microbatch) for one in theirs if one.compute]
 
 
 sizes = st.tuples(st.integers(1, 8), st.integers(1, 20), st.integers(1, 4))
@@ -232,23 +206,11 @@ def test_the_front_is_reached_with_other_sizes(p: int, m: int, v: int, bound: in
     assert chosen(p, m, v, bound, ALL[costs]) <= percent + 0.02
 
 
-def test_caps_may_fall_by_less_than_one_a_rank() -> None:
-    """With published caps alone it took 4.71 here, and on sixteen ranks with nine micro-batches a quarter of a slot
-    too long."""
-    assert chosen(8, 32, 4, 22, UnitCosts()) <= 4.01
-
-
 def test_a_choice_takes_costs_as_fine_as_numbers_are() -> None:
     """And a hop that is next to nothing costs next to nothing."""
     assert chosen(4, 8, 2, 6, UnitCosts(hop=Fraction(5e-324))) == pytest.approx(
         chosen(4, 8, 2, 6, UnitCosts()), abs=0.06
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("bound", "percent"), [(33, 6.57), (36, 5.88), (48, 3.76), (58, 2.54)])
-def test_the_front_is_reached_on_sixteen_ranks(bound: int, percent: float) -> None:
-    assert chosen(16, 64, 4, bound, UnitCosts()) <= percent + 0.02
 
 
 def test_below_half_of_the_ranks_it_takes_less_time_than_v_min() -> None:
@@ -375,16 +337,3 @@ def test_a_group_that_cannot_be_chosen_is_refused(
 ) -> None:
     assert cli.main(["schedule", "--pp", "4", "--microbatches", "8", *flags]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_whole_groups_that_fill_the_pipeline_are_shortest_in_strict_turns() -> None:
-    """So no other discipline is tried for them at equal costs."""
-    for p, v in ((2, 2), (3, 4), (4, 3), (5, 2), (6, 5), (8, 3), (9, 2)):
-        for group in range(-(-p // 2), p + 2):
-            for m in (group, 2 * group, 3 * group, 5 * group):
-                taken, at = turns(groups_of(m, group), v), stage_ticks(ALIKE, v)
-                caps = tuple((v - 1) * group + p - rank for rank in range(p))
-                found = [schedule_list(taken, p, at, ChoiceRule(caps, (0,) * p, one)) for one in Discipline]
-                strict = found[0]
-                assert strict is not None, (p, v, group, m)
-                assert all(other is None or other.makespan >= strict.makespan for other in found), (p, v, group, m)

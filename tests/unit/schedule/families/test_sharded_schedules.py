@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -16,28 +15,21 @@ from bpipe.schedule.check.case import ScheduleError
 from bpipe.schedule.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.schedule.check.order import check_microbatch_order
 from bpipe.schedule.check.rules import check
-from bpipe.schedule.families.families import FAMILIES, exchange_of
+from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.families.family import ALIKE, FamilyOptions, UnitCosts
 from bpipe.schedule.families.run_ahead import further_forwards, later_microbatch
 from bpipe.schedule.families.shards import fit_shards
-from bpipe.schedule.families.unit_grid import backwards, forwards, place
+from bpipe.schedule.families.unit_grid import backwards, forwards
 from bpipe.schedule.files.grid import write_grid
 from bpipe.schedule.files.text import read_csv, write_csv
 from bpipe.schedule.layout import Layout, Vocabulary
 from bpipe.schedule.memory import peak_counts
 from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule
-from bpipe.simulate.cost import Costs, Link, Links, ShardCost, StageCost
-from bpipe.simulate.engine import simulate
 from tests.support.levels import STOOD
 
 ONE, TWO, INTERLACED = Vocabulary.ONE, Vocabulary.TWO, Vocabulary.INTERLACED
 SPLIT = (ONE, TWO, INTERLACED)
-# What a rank computes behind its S of the first of two micro-batches.
-BEHIND = (
-    *((Kind.SHARD_BACKWARD, 0), (Kind.BACKWARD, 0)),
-    *((Kind.SHARD_FORWARD, 1), (Kind.SHARD_BACKWARD, 1), (Kind.BACKWARD, 1)),
-)
 
 
 def sharded(
@@ -93,27 +85,6 @@ def test_in_one_queue_shards_of_the_embedding_are_seen_to_block() -> None:
     assert {"the embeddings", "the last gradient"} <= {one.message.partition(" of ")[0] for one in blocked}
 
 
-def test_in_one_queue_what_takes_up_the_statistics_is_seen_to_block() -> None:
-    """Behind its S rank 0 waits for rank 1's, which comes behind a forward that needs rank 0's next."""
-    own = [
-        [Action(0, Kind.FORWARD, 0), Action(0, Kind.SHARD_FORWARD, 0), Action(0, Kind.FORWARD, 1)],
-        [Action(1, Kind.FORWARD, 0), Action(1, Kind.FORWARD, 1), Action(1, Kind.SHARD_FORWARD, 0)],
-        [Action(2, Kind.FORWARD, 0), Action(2, Kind.SHARD_FORWARD, 0), Action(2, Kind.FORWARD, 1)],
-    ]
-    rest = [[Action(rank, kind, k) for kind, k in BEHIND] for rank in range(3)]
-    for vocabulary in (ONE, TWO):
-        schedule = place(
-            "late",
-            2,
-            Layout(((0, 1, 2),), vocabulary),
-            [before + behind for before, behind in zip(own, rest, strict=True)],
-        )
-        check(schedule)
-        blocked = {one.rank: one.message for one in blocked_ranks(schedule, WaitLevel.ONE_QUEUE)}
-        waiting = {0: "the statistics of micro-batch 0", 1: "the output of 0F1", 2: "the statistics of micro-batch 0"}
-        assert blocked == (waiting if vocabulary is TWO else {})
-
-
 @pytest.mark.parametrize("vocabulary", SPLIT)
 def test_all_ranks_have_one_order_of_every_sort_of_shards(vocabulary: Vocabulary) -> None:
     """It is the order of their collectives: where one rank has another, two groups wait for each other."""
@@ -124,15 +95,6 @@ def test_all_ranks_have_one_order_of_every_sort_of_shards(vocabulary: Vocabulary
         assert [(one.kind.value, one.microbatch) for one in outputs] == [(kind, k) for k in range(m) for kind in "ST"]
         for kind in (Kind.INPUT_FORWARD, Kind.INPUT_BACKWARD):
             assert [one.microbatch for one in order(schedule, rank, kind)] == list(range(m))
-
-
-def test_interlaced_nothing_stands_between_s_and_t() -> None:
-    schedule = sharded(8, 24, INTERLACED, input_shards=True)
-    for rank in range(8):
-        row = order(schedule, rank, *Kind)
-        assert all(
-            row[at + 1].kind is Kind.SHARD_BACKWARD for at, one in enumerate(row) if one.kind is Kind.SHARD_FORWARD
-        )
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 5, 8, 16])
@@ -175,37 +137,6 @@ def both(name: str, p: int, m: int, v: int, vocabulary: Vocabulary, **more: Any)
     return whole, build(ScheduleConfig(name, p, m, num_chunks=v, vocabulary=vocabulary, **more))
 
 
-@pytest.mark.parametrize("vocabulary", [ONE, TWO])
-@pytest.mark.parametrize(("name", "v"), OTHERS)
-def test_other_families_run_ahead_by_a_forward_or_two(name: str, v: int, vocabulary: Vocabulary) -> None:
-    """And are longer by their shards and less than two micro-batches' time."""
-    for p in (4, 8):
-        m = 4 * p
-        whole, shards = both(name, p, m, v, vocabulary)
-        more = OTHERS[name, v][vocabulary]
-        assert all(one <= other + more for one, other in zip(peak_counts(shards), peak_counts(whole), strict=True))
-        stage = StageCost(Fraction(1, v), Fraction(2, v), Fraction(1, v) if whole.split_stages else None)
-        for late, length in ((0, Fraction(1, 2)), (Fraction(1, 50), Fraction(1, 50))):
-            costs = Costs(
-                (stage,) * p * v, Links(Link(latency_s=late)), Exchange.POSTED, shards=(ShardCost(length, 2 * length),)
-            )
-            alone = Costs((stage,) * p * v, Links(Link(latency_s=late)), Exchange.POSTED)
-            longer = (
-                Fraction(simulate(shards, costs).pipeline_s)
-                - Fraction(simulate(whole, alone).pipeline_s)
-                - 3 * m * length
-            )
-            assert longer < 6, f"{p} ranks: {float(longer)}"
-
-
-@pytest.mark.parametrize("vocabulary", [ONE, TWO])
-@pytest.mark.parametrize("p", [2, 3, 4, 5, 8, 16])
-def test_a_v_half_holds_a_micro_batch_more_and_all_ranks_alike(p: int, vocabulary: Vocabulary) -> None:
-    """Of an even number of ranks each p / 2 + 2."""
-    _, shards = both("v-half", p, 3 * p, 2, vocabulary)
-    assert peak_counts(shards) == (2 * ((p + 2) // 2 + 1),) * p
-
-
 @pytest.mark.parametrize("input_shards", [False, True])
 @pytest.mark.parametrize(("name", "v"), OTHERS)
 def test_other_families_run_with_any_number_of_micro_batches(name: str, v: int, input_shards: bool) -> None:
@@ -233,16 +164,6 @@ def test_one_forward_more_could_make_ranks_wait_for_each_other() -> None:
     assert alone == later_microbatch(orders)(p, m, 2, FamilyOptions(), layout)
 
 
-@pytest.mark.parametrize(("p", "v"), [(4, 2), (8, 2), (8, 4)])
-def test_grouped_interleaving_is_balanced_around_shards(p: int, v: int) -> None:
-    whole, shards = (
-        build(ScheduleConfig("grouped-interleaved", p, 4 * p, num_chunks=v, balance=BalanceConfig(), vocabulary=one))
-        for one in (Vocabulary.WHOLE, ONE)
-    )
-    assert whole.bounds is not None
-    assert shards.bounds == tuple(bound + 1 for bound in whole.bounds)
-
-
 @pytest.mark.parametrize("vocabulary", [ONE, TWO])
 @pytest.mark.parametrize("input_shards", [False, True])
 @pytest.mark.parametrize(("p", "v", "m", "bound"), [(4, 2, 12, 5), (4, 2, 12, 7), (4, 3, 5, 9), (8, 2, 16, 12)])
@@ -264,28 +185,6 @@ def test_an_order_made_for_a_bound_keeps_it_around_shards(
     assert build(config) == schedule
 
 
-@pytest.mark.parametrize(
-    ("vocabulary", "bound", "most"),
-    [(ONE, 4, 60), (ONE, 5, 54), (ONE, 6, 42), (TWO, 4, 55), (TWO, 5, 48), (TWO, 6, 42)],
-)
-def test_the_order_for_a_bound_is_the_fastest_with_shards_in_it(vocabulary: Vocabulary, bound: int, most: int) -> None:
-    """It was the fastest without them: 64 forwards for a bound of 5, where 37.8 are computed, and for 4 by either
-    algorithm."""
-    config = ScheduleConfig(
-        "grouped-interleaved",
-        4,
-        12,
-        num_chunks=2,
-        balance=BalanceConfig((bound,), buffers_stay=True),
-        vocabulary=vocabulary,
-    )
-    half, shard = Fraction(1, 2), ShardCost(Fraction(1, 20), Fraction(1, 10))
-    costs = Costs(
-        (StageCost(half, 1, weight_s=half),) * 8, Links(Link(latency_s=Fraction(0))), Exchange.POSTED, shards=(shard,)
-    )
-    assert Fraction(simulate(build(config), costs).pipeline_s) <= most
-
-
 def test_a_bound_below_what_shards_need_is_refused_with_what_is_kept() -> None:
     with pytest.raises(
         ValueError, match=r"no order .* within 2 micro-batches of a chunk.* its groups of 2 keep 6; raise the bound"
@@ -300,57 +199,6 @@ def test_a_bound_below_what_shards_need_is_refused_with_what_is_kept() -> None:
                 vocabulary=ONE,
             )
         )
-
-
-def overhead(schedule: Schedule, shard: ShardCost, latency: Fraction, backward: int = 2) -> Fraction:
-    """What an iteration takes beyond m times a rank's own work, in units of a forward."""
-    links = Links(Link(latency_s=latency))
-    costs = Costs((StageCost(1, backward),) * schedule.num_stages, links, Exchange.POSTED, shards=(shard,))
-    interval = 1 + backward + sum((shard.forward_s, shard.backward_s, shard.input_forward_s, shard.input_backward_s))
-    return Fraction(simulate(schedule, costs).pipeline_s) - schedule.num_microbatches * Fraction(interval)
-
-
-@pytest.mark.parametrize("vocabulary", SPLIT)
-@pytest.mark.parametrize("p", [4, 8])
-@pytest.mark.parametrize("length", [Fraction(1, 50), Fraction(1, 4), Fraction(1)])
-def test_shards_of_any_length_cost_no_bubble(p: int, vocabulary: Vocabulary, length: Fraction) -> None:
-    """Beside their own work. 1F1B's own bubble is p - 1 forwards and backwards, as 1F1B's is without shards."""
-    schedule = sharded(p, 8 * p, vocabulary)
-    assert overhead(schedule, ShardCost(length, 2 * length), Fraction(0)) == 3 * (p - 1)
-
-
-@pytest.mark.parametrize("vocabulary", [ONE, TWO])
-def test_collectives_are_hidden_but_interlaced_they_are_not(vocabulary: Vocabulary) -> None:
-    """Each as long as a thirtieth of a forward: less than two micro-batches' worth over 64 of them."""
-    p, m, late = 8, 64, Fraction(1, 30)
-    shard = ShardCost(Fraction(1, 4), Fraction(1, 2), Fraction(1, 20), Fraction(1, 10))
-    assert overhead(sharded(p, m, vocabulary, True), shard, late) < 3 * (p - 1) + Fraction(5, 2)
-    assert overhead(sharded(p, m, INTERLACED, True), shard, late) > 3 * (p - 1) + m * late
-
-
-def test_costs_choose_the_order() -> None:
-    """Backwards of three forwards, as with full recomputation: the order for two of them waits longer."""
-    shard = ShardCost(Fraction(1, 20), Fraction(1, 10))
-    usual, fitted = (sharded(8, 64, ONE, costs=costs) for costs in (ALIKE, UnitCosts(1, 2, 1)))
-    assert overhead(fitted, shard, Fraction(0), backward=3) == 4 * 7
-    assert overhead(usual, shard, Fraction(0), backward=3) > 4 * 7 + 8
-
-
-def test_embeddings_are_made_two_micro_batches_ahead_and_no_more() -> None:
-    schedule = sharded(4, 12, ONE, input_shards=True)
-    slots = {one: slot for slot, cell in enumerate(schedule.ranks[0]) for one in cell.computations}
-    for k in range(12):
-        before = [j for j in range(12) if slots[Action(0, Kind.FORWARD, j)] < slots[Action(0, Kind.INPUT_FORWARD, k)]]
-        assert len(before) >= k - 1, "rank 0 itself is the one that waits for them"
-
-
-def test_it_is_run_by_our_executor() -> None:
-    schedule = sharded(4, 4, ONE)
-    assert schedule.name == "1f1b-vocabulary-1"
-    assert exchange_of(schedule.name) is Exchange.POSTED
-    check(schedule, Exchange.POSTED)
-    with pytest.raises(ValueError, match="shards of the vocabulary need posted"):
-        check(schedule, Exchange.MEGATRON_1F1B)
 
 
 def test_what_cannot_be_is_refused_with_the_way_out() -> None:

@@ -3,156 +3,17 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from fractions import Fraction
-from itertools import pairwise, product
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from bpipe.build import ScheduleConfig, build
-from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.families.family import ALIKE, UnitCosts
 from bpipe.schedule.families.timing import iteration_time
-from bpipe.schedule.memory import peak_counts, with_after_input
+from bpipe.schedule.memory import peak_counts
 from bpipe.schedule.schedule import Schedule
 from tests.support.shortest import shortest
 
 LIMIT_S = 60.0
-
-
-def made(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
-    return build(ScheduleConfig(name, num_ranks, num_microbatches, num_chunks=FAMILIES[name].min_chunks))
-
-
-# -- beside all orders that there are
-# ------------------------------------------------------------------------------------------------------
-
-
-def merged(ways: list[list[Action]]) -> Iterator[list[Action]]:
-    """All orders of one rank that keep each micro-batch's own."""
-    if not any(ways):
-        yield []
-    for place, way in enumerate(ways):
-        if way:
-            for rest in merged([*ways[:place], way[1:], *ways[place + 1 :]]):
-                yield [way[0], *rest]
-
-
-def held(order: list[Action], after_input: Fraction, halves: bool) -> Fraction:
-    """The most that one rank holds, one stage per rank."""
-    now = most = Fraction()
-    for action in order:
-        takes, gives = Fraction(0), Fraction(0)
-        if action.kind is Kind.FORWARD:
-            takes = Fraction(1)
-        elif action.kind is Kind.BACKWARD_INPUT:
-            takes, gives = max(Fraction(0), after_input - 1), max(Fraction(0), 1 - after_input)
-        else:
-            gives = after_input if halves else Fraction(1)
-        now += takes
-        most = max(most, now)
-        now -= gives
-    return most
-
-
-def takes(orders: tuple[list[Action], ...], lasts: dict[Kind, Fraction], hop: Fraction) -> Fraction | None:
-    """Seconds of orders of one stage per rank, by going round until nothing is left; None where they wait for each
-    other."""
-    over: dict[Action, Fraction] = {}
-    at, left = [0] * len(orders), sum(map(len, orders))
-    while left:
-        before = left
-        for rank, order in enumerate(orders):
-            while at[rank] < len(order):
-                action = order[at[rank]]
-                ready = [over[order[at[rank] - 1]]] if at[rank] else [Fraction(0)]
-                is_first, is_last = rank == 0, rank == len(orders) - 1
-                waits = {
-                    Kind.FORWARD: [] if is_first else [(Action(rank - 1, Kind.FORWARD, action.microbatch), hop)],
-                    Kind.BACKWARD_WEIGHT: [],
-                }.get(action.kind, [] if is_last else [(Action(rank + 1, action.kind, action.microbatch), hop)])
-                if any(other not in over for other, _ in waits):
-                    break
-                over[action] = max([*ready, *(over[other] + lag for other, lag in waits)]) + lasts[action.kind]
-                at[rank] += 1
-                left -= 1
-        if left == before:
-            return None
-    return max(over.values())
-
-
-def best(
-    num_ranks: int, num_microbatches: int, kinds: list[Kind], costs: UnitCosts, after_input: Fraction, most: int
-) -> Fraction | None:
-    halves = [Fraction(costs.backward_input), Fraction(costs.backward_weight)]
-    lasts = {Kind.FORWARD: Fraction(costs.forward), Kind.BACKWARD: sum(halves, Fraction())}
-    lasts |= dict(zip((Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT), halves, strict=True))
-    rows = []
-    for rank in range(num_ranks):
-        found = merged([[Action(rank, kind, microbatch) for kind in kinds] for microbatch in range(num_microbatches)])
-        rows.append([order for order in found if held(order, after_input, len(kinds) == 3) <= most])
-    lengths = [length for orders in product(*rows) if (length := takes(orders, lasts, Fraction(costs.hop))) is not None]
-    return min(lengths, default=None)
-
-
-numbers = st.integers(1, 5)
-CASES = {"1f1b": (2, 3), "gpipe": (3, 2), "zb-h1": (2, 2), "1f1b-split": (2, 2)}
-
-
-@pytest.mark.parametrize("name", CASES)
-@settings(max_examples=8, deadline=None)
-@given(
-    numbers,
-    numbers,
-    numbers,
-    st.integers(0, 2),
-    st.sampled_from([Fraction(1), Fraction(1, 2), Fraction(3, 2)]),
-    st.integers(1, 4),
-)
-def test_it_is_as_short_as_the_best_of_all_orders(
-    name: str, forward: int, first: int, second: int, hop: int, after_input: Fraction, most: int
-) -> None:
-    num_ranks, num_microbatches = CASES[name]
-    costs, schedule = UnitCosts(forward, first, second, hop), made(name, num_ranks, num_microbatches)
-    kinds = [Kind.FORWARD, Kind.BACKWARD]
-    if FAMILIES[name].splits:
-        kinds = [Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT]
-        schedule = with_after_input(schedule, after_input)
-    expected = best(num_ranks, num_microbatches, kinds, costs, after_input, most)
-    if expected is None:
-        with pytest.raises(ValueError, match="no order holds at most"):
-            shortest(schedule, costs, most, LIMIT_S)
-        return
-    found = shortest(schedule, costs, most, LIMIT_S)
-    assert (found.makespan, found.proven) == (expected, expected)
-    assert iteration_time(found.schedule, costs).makespan == expected
-    assert max(peak_counts(found.schedule)) <= most
-
-
-@pytest.mark.parametrize("name", ["interleaved-1f1b", "zb-v", "chimera", "grouped-interleaved"])
-def test_all_is_computed_where_it_was(name: str) -> None:
-    schedule = made(name, 4, 4)
-    most = int(max(peak_counts(schedule)))
-    lengths = []
-    for memory in (most, most + 3):
-        found = shortest(schedule, ALIKE, memory, LIMIT_S)
-        for row, other in zip(schedule.ranks, found.schedule.ranks, strict=True):
-            assert {slot.compute for slot in row} - {None} == {slot.compute for slot in other} - {None}
-        assert max(peak_counts(found.schedule)) <= memory
-        assert found.makespan == iteration_time(found.schedule, ALIKE).makespan
-        lengths.append(found.makespan)
-    assert iteration_time(schedule, ALIKE).makespan >= lengths[0] >= lengths[1]
-
-
-def test_where_time_ends_first_it_says_how_far_it_may_be() -> None:
-    schedule = made("v-half", 8, 16)
-    most = int(max(peak_counts(schedule)))
-    found = shortest(schedule, UnitCosts(5, 6, 4), most, 2.0)
-    assert not found.is_proven
-    assert 16 * 15 <= found.proven < found.makespan <= iteration_time(schedule, UnitCosts(5, 6, 4)).makespan
 
 
 # -- the table
@@ -205,24 +66,3 @@ def test_no_order_is_shorter_than_the_shortest() -> None:
             assert found.proven <= least <= found.makespan, (name, costs)
             num_proven += found.is_proven
     assert num_proven >= 22
-
-
-def test_the_oracle_knows_what_waits_for_itself() -> None:
-    """Else it would hold impossible orders for short."""
-    ordered = [
-        Action(0, Kind.FORWARD, 0),
-        Action(0, Kind.BACKWARD, 0),
-        Action(0, Kind.FORWARD, 1),
-        Action(0, Kind.BACKWARD, 1),
-    ]
-    behind = [
-        Action(1, Kind.FORWARD, 0),
-        Action(1, Kind.FORWARD, 1),
-        Action(1, Kind.BACKWARD, 1),
-        Action(1, Kind.BACKWARD, 0),
-    ]
-    lasts = dict.fromkeys(Kind, Fraction(1))
-    assert takes((ordered, behind), lasts, Fraction(0)) is None
-    behind.sort(key=lambda action: action.microbatch)
-    assert takes((ordered, behind), lasts, Fraction(0)) == 8
-    assert all(one.microbatch <= other.microbatch for one, other in pairwise(behind))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 
@@ -18,15 +17,14 @@ from bpipe.schedule.check.case import ScheduleError
 from bpipe.schedule.check.order import check_microbatch_order
 from bpipe.schedule.check.rules import check
 from bpipe.schedule.families.families import FAMILIES
-from bpipe.schedule.families.family import ALIKE, UnitCosts
+from bpipe.schedule.families.family import UnitCosts
 from bpipe.schedule.families.one_f_one_b import in_turn
-from bpipe.schedule.families.slices import in_slices
 from bpipe.schedule.families.timing import iteration_time
 from bpipe.schedule.families.unit_grid import place
 from bpipe.schedule.files.document import read_json, write_json
 from bpipe.schedule.files.grid import write_grid
 from bpipe.schedule.files.text import TextError, read_csv, write_csv
-from bpipe.schedule.layout import Vocabulary, one_pipe, reversed_slice
+from bpipe.schedule.layout import Vocabulary, one_pipe
 from bpipe.schedule.memory import KeptMemory, Memory, StageMemory, changes_in_time, live_bytes, peak_bytes, peak_counts
 from bpipe.schedule.schedule import Schedule
 
@@ -54,39 +52,6 @@ def test_slices_of_1f1b_stand_as_drawn() -> None:
     assert (drawn.num_microbatches, drawn.num_whole_microbatches, drawn.layout.slices) == (6, 3, 2)
 
 
-def test_the_page_shows_what_the_command_prints_and_the_table_what_it_finds() -> None:
-    page = (
-        (Path(__file__).parents[4] / "docs/slices.md")
-        .read_text()
-        .partition("## What a slice is")[2]
-        .partition("\n## ")[0]
-    )
-    drawn = page.partition("--slices 2\n")[2].partition("```")[0]
-    assert drawn == ONE_F_ONE_B + "# peak=5,4,3,2 evictions=0,0,0,0\n"
-    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
-    assert len(rows) == 8
-    for called, slices, held, evened, waits in rows:
-        name, _, chunks = called.partition("`")[2].partition("`")
-        k, v = int(slices), int(chunks.partition("=")[2] or 2 if chunks or "v-" in name else 1)
-        schedule = sliced(name, 8, 32, k, v)
-        counts = max(peak_counts(schedule)), max(balance(schedule).bounds or ())
-        assert all(
-            abs(count / k / v - float(said)) < 0.0051 for count, said in zip(counts, (held, evened), strict=True)
-        )
-        assert f"{float(iteration_time(schedule, UnitCosts(1, 1, 1)).bubble_percent):.1f}" == waits
-
-
-def test_numbers_of_backwards_are_reversed_within_each_micro_batch() -> None:
-    assert [reversed_slice(number, 4) for number in range(8)] == [3, 2, 1, 0, 7, 6, 5, 4]
-    order = [
-        Action(0, Kind.FORWARD, 0),
-        Action(0, Kind.FORWARD, 1),
-        Action(0, Kind.BACKWARD, 0),
-        Action(0, Kind.BACKWARD, 1),
-    ]
-    assert [str(action) for action in in_slices([order], 2)[0]] == ["0F0", "0F1", "0B1", "0B0"]
-
-
 # The table of the design (F = I = W, p = 8): most micro-batches that a rank holds, balanced, bubble at m = 32 and m =
 # 8.
 TABLE = [
@@ -112,14 +77,6 @@ def test_peaks_and_bubbles_are_those_of_the_design(
         evened = balance(schedule)
         check(evened)
         assert max(evened.bounds or ()) == balanced * k * v
-
-
-@pytest.mark.parametrize(("k", "peak", "bubble"), [(4, 2, 1.7), (8, 1.5, 0.8)])
-def test_v_half_in_slices_holds_what_the_design_found_for_less_waiting(k: int, peak: float, bubble: float) -> None:
-    """The design's greedy search waits 2.5 and 1.2 % at the same peaks."""
-    schedule = sliced("v-half", 8, 32, k, 2)
-    assert max(peak_counts(schedule)) == peak * k * 2
-    assert round(float(iteration_time(schedule, ALIKE).bubble_percent), 1) == bubble
 
 
 @pytest.mark.parametrize("name", SLICED)
@@ -253,30 +210,6 @@ def test_every_pair_of_slices_that_changes_places_is_refused(name: str) -> None:
                     check(_swapped(schedule, kind, number, stage))
 
 
-def test_the_last_stage_alone_may_not_swap_slices_either() -> None:
-    """Nothing that comes from another rank is too early there: the rule of slices is what refuses it."""
-    schedule = sliced("gpipe", 1, 1, 3)
-    for kind, why in ((Kind.FORWARD, "attends to the previous slice"), (Kind.BACKWARD, "needs gradients of its keys")):
-        with pytest.raises(ScheduleError, match=f"order of slices: .*: {why}"):
-            check(_swapped(schedule, kind, 1, 0))
-
-
-def test_weights_halves_out_of_order_are_sound_but_train_other_bits() -> None:
-    schedule = sliced("zb-h1", 2, 2, 2)
-    swapped = _swapped(schedule, Kind.BACKWARD_WEIGHT, 2, 1)
-    check(swapped)
-    with pytest.raises(ScheduleError, match="1W3: comes after 1W2, but Megatron's own schedules"):
-        check_microbatch_order(swapped)
-
-
-def test_slices_are_whole_micro_batches_on_one_pipe() -> None:
-    with pytest.raises(ScheduleError, match="order of slices: 8 slices do not make whole micro-batches of 3"):
-        check(place("wrong", 8, replace(one_pipe(range(2)), slices=3), in_turn(2, 8, 1)))
-    chimera = build(ScheduleConfig("chimera", 4, 4))
-    with pytest.raises(ScheduleError, match="2 slices on 2 pipes: slices are supported on one pipe only"):
-        check(replace(chimera, layout=replace(chimera.layout, slices=2)))
-
-
 # -- text
 # ----------------------------------------------------------------------------------------------------------------------
 
@@ -310,15 +243,6 @@ def test_a_document_with_no_number_of_slices_is_refused() -> None:
 
 # -- memory
 # ----------------------------------------------------------------------------------------------------------------------
-
-
-def test_memory_changes_by_stage_and_slice_and_keys_stay_from_the_first_forward_to_the_last_backward() -> None:
-    """One stage, two micro-batches in slices of 10 and 4 bytes; 100 bytes of keys and values, 50 of their gradients."""
-    memory = Memory((StageMemory(10, 10, 10), StageMemory(4, 4, 4)), slices=2, kept=(KeptMemory(100, 50),))
-    schedule = sliced("gpipe", 1, 2, 2)
-    assert [str(slot.compute) for slot in schedule.ranks[0]] == ["0F0", "0F1", "0F2", "0F3", "0B1", "0B0", "0B3", "0B2"]
-    assert live_bytes(schedule, 0, memory) == (110, 114, 224, 228, 278, 274, 164, 160)
-    assert peak_bytes(schedule, memory) == (278,)
 
 
 def test_memory_of_split_backwards_frees_keys_with_the_first_slices_input_half() -> None:

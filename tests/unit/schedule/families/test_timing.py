@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.cli import main
 from bpipe.schedule.clock import starts
@@ -18,7 +17,6 @@ from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.families.family import ALIKE, UnitCosts
 from bpipe.schedule.families.timing import iteration_time, stage_ticks, work_of
 from bpipe.schedule.families.unit_grid import backwards, forwards
-from bpipe.schedule.files.document import read_json
 from bpipe.schedule.files.text import read_csv
 from bpipe.schedule.layout import one_pipe
 from bpipe.schedule.lowering.align import align
@@ -84,22 +82,6 @@ def test_costs_below_nothing_are_refused(costs: tuple[int, ...]) -> None:
 
 
 EXAMPLE = ["schedule", "--schedule", "1f1b", "--pp", "4", "--microbatches", "8"]
-
-
-def test_the_command_says_how_long_it_takes(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main([*EXAMPLE, "--format", "json"]) == 0
-    text = capfd.readouterr().out
-    document = json.loads(text)
-    assert (document["costs"], document["makespan"], document["bubble_percent"]) == ([1, 2], 33, 27.273)
-    assert read_json(text) == build(ScheduleConfig("1f1b", 4, 8))
-    assert main([*EXAMPLE, "--costs", "1.5,1/4,1/4", "--balance", "bpipe", "--format", "json"]) == 0
-    document = json.loads(capfd.readouterr().out)
-    assert (document["costs"], document["makespan"]) == ([1.5, 0.5], 22)
-    assert read_json(json.dumps(document)) == build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
-    assert main(EXAMPLE) == 0
-    assert "makespan" not in capfd.readouterr().out
-    assert main([*EXAMPLE, "--costs", "1,2"]) == 0
-    assert capfd.readouterr().out.endswith("evictions=0,0,0,0 makespan=33 bubble_percent=27.273\n")
 
 
 @pytest.mark.parametrize("text", ["1", "1,2,3,4", "1,-2", "a,b", "1/0,2", "1,", "1.,2"])

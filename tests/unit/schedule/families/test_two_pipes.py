@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from fractions import Fraction
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import balance
 from bpipe.build import ScheduleConfig, build
 from bpipe.cli import main
@@ -19,8 +17,6 @@ from bpipe.schedule.check.rules import check
 from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.families.family import ALIKE, FamilyOptions, UnitCosts
 from bpipe.schedule.families.timing import iteration_time
-from bpipe.schedule.files.document import read_json, write_json
-from bpipe.schedule.files.text import TextError, read_csv, write_csv
 from bpipe.schedule.memory import num_transfers, peak_counts
 from bpipe.schedule.schedule import Schedule
 
@@ -74,13 +70,6 @@ def test_chimera_takes_and_holds_what_its_formulas_say(p: int) -> None:
         assert peak_counts(schedule) == (unit if rounds == 1 else (p,) * p)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("p", [20, 24, 32])
-def test_chimera_of_up_to_32_ranks(p: int) -> None:
-    for rounds in (1, 2, 4):
-        assert iteration_time(generate("chimera", p, rounds * p), ALIKE).makespan == 3 * rounds * p + 2 * (p - 2)
-
-
 def test_the_middle_of_chimera_is_relieved_by_its_ends_and_not_by_its_mirror_image() -> None:
     schedule = generate("chimera", 8, 8)
     balanced = balance(schedule)
@@ -102,15 +91,6 @@ def test_mixpipe_takes_and_holds_what_its_formulas_say(p: int) -> None:
         assert peak_counts(schedule) == (held if p > 2 else (2, 2))
     # A unit holds less, and its ends have room for its middle.
     assert peak_counts(generate("mixpipe", p, p)) == peak_counts(generate("chimera", p, p))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("p", [20, 24, 28, 32, 64])
-def test_mixpipe_of_up_to_64_ranks(p: int) -> None:
-    for rounds in (2, 3, 4):
-        schedule = generate("mixpipe", p, rounds * p)
-        assert 2 * iteration_time(schedule, ALIKE).makespan == 6 * rounds * p + 3 * (p - 2)
-        assert max(held(schedule)) <= 3 * p // 2
 
 
 def test_balancing_levels_mixpipe() -> None:
@@ -147,28 +127,6 @@ def test_bitpipe_takes_less_than_its_authors_order(p: int, m: int) -> None:
     takes, theirs = AGAINST_UNITS[p, m]
     assert theirs == 3 * m + (p - 2) * (m // p + 1) / 2
     assert iteration_time(generate("bitpipe", p, m, 2), ALIKE).makespan == takes < theirs
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rounds", [1, 2, 3, 4])
-@pytest.mark.parametrize("p", [18, 20, 24, 32])
-def test_bitpipe_of_more_ranks_takes_no_more_than_its_authors_order(p: int, rounds: int) -> None:
-    """Up to 16 it takes what its formula says."""
-    m = p * rounds
-    assert iteration_time(generate("bitpipe", p, m, 2), ALIKE).makespan <= 3 * m + Fraction((p - 2) * (rounds + 1), 2)
-
-
-# Rules alone left up to 4.5 forwards more: with three and four chunks everything is moved to and fro.
-@pytest.mark.slow
-@pytest.mark.parametrize("rounds", [2, 3, 4])
-@pytest.mark.parametrize("v", [2, 3, 4])
-@pytest.mark.parametrize("p", [10, 12, 14, 16])
-def test_bitpipe_of_up_to_16_ranks(p: int, v: int, rounds: int) -> None:
-    schedule = generate("bitpipe", p, p * rounds, v)
-    check(schedule)
-    over = Fraction(1, 3) if (p, v, rounds) == (16, 3, 4) else 0
-    assert iteration_time(schedule, ALIKE).makespan == 3 * p * rounds + Fraction(2 * (p - 2), v) + over
-    assert max(held(schedule)) <= p
 
 
 def test_what_rules_leave_is_gained_by_moving_everything_to_and_fro() -> None:
@@ -209,49 +167,6 @@ def test_early_forwarding_takes_and_holds_what_its_formulas_say(p: int, v: int, 
     assert peak_counts(unit) == peak_counts(generate("bitpipe", p, p, v))
 
 
-# By ranks, chunks and rounds: how many forwards' time over the bound, where it is not reached.
-EARLY_OVER = {(12, 3, 4): Fraction(1, 3), (14, 4, 4): Fraction(1, 4), (16, 4, 4): Fraction(1, 2)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rounds", [2, 3, 4])
-@pytest.mark.parametrize("v", [2, 3, 4])
-@pytest.mark.parametrize("p", [10, 12, 14, 16])
-def test_early_forwarding_of_up_to_16_ranks(p: int, v: int, rounds: int) -> None:
-    """By rules alone it was up to 7.5 forwards over, and let more in."""
-    schedule = generate("bitpipe-early", p, rounds * p, v)
-    check(schedule)
-    assert iteration_time(schedule, ALIKE).makespan == 3 * rounds * p + Fraction(3 * (p - 2), 2 * v) + EARLY_OVER.get(
-        (p, v, rounds), 0
-    )
-    assert all(peak <= v * p + min(rank, p - 1 - rank) + 2 for rank, peak in enumerate(peak_counts(schedule)))
-
-
-def test_early_names_the_family_with_early_forwarding(capfd: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--pp", "4", "--microbatches", "8"]
-    for name, chunks, early in (("chimera", "1", "mixpipe"), ("bitpipe", "2", "bitpipe-early")):
-        assert main(["schedule", "--schedule", name, "--early", "--vp", chunks, *sizes]) == 0
-        assert f"schedule={early} " in capfd.readouterr().out
-    assert main(["schedule", "--schedule", "1f1b", "--early", *sizes]) == 2
-    assert (
-        "--early: 1f1b has no early forwarding: leave it out, or choose from chimera, bitpipe" in capfd.readouterr().err
-    )
-
-
-def test_the_middle_of_bitpipe_is_relieved_too() -> None:
-    for p, full, after in ((8, 8, Fraction(15, 2)), (16, 16, Fraction(29, 2))):
-        schedule = generate("bitpipe", p, p, 2)
-        balanced = balance(schedule)
-        check(balanced)
-        assert (max(held(schedule)), max(held(balanced))) == (full, after)
-    # With early forwarding 8 ranks hold alike, but for the ends, and 16 do not.
-    for p, m, before, after in ((8, 32, Fraction(19, 2), Fraction(19, 2)), (16, 32, Fraction(39, 2), Fraction(18))):
-        schedule = generate("bitpipe-early", p, m, 2)
-        balanced = balance(schedule)
-        check(balanced)
-        assert (max(held(schedule)), max(held(balanced))) == (before, after)
-
-
 @pytest.mark.parametrize(("name", "v"), CASES)
 @pytest.mark.parametrize(("p", "m"), [(4, 2), (4, 6), (6, 12), (8, 8), (8, 24), (12, 48)])
 def test_the_first_rank_holds_what_plans_count_on(name: str, v: int, p: int, m: int) -> None:
@@ -259,22 +174,6 @@ def test_the_first_rank_holds_what_plans_count_on(name: str, v: int, p: int, m: 
     ahead = FAMILIES[name].ahead
     assert ahead is not None
     assert peak_counts(generate(name, p, m, v))[0] >= ahead(p, m, v, 1)
-
-
-# p, m, and what 1F1B, interleaved 1F1B with two chunks, Chimera and BitPipe with two chunks take.
-TABLE = {
-    (4, 4): (21, Fraction(33, 2), 16, 14),
-    (4, 8): (33, Fraction(57, 2), 28, 26),
-    (8, 8): (45, Fraction(69, 2), 36, 30),
-    (8, 16): (69, Fraction(117, 2), 60, 54),
-    (8, 32): (117, Fraction(213, 2), 108, 102),
-}
-
-
-@pytest.mark.parametrize(("p", "m"), TABLE)
-def test_makespans_beside_each_other(p: int, m: int) -> None:
-    families = (("1f1b", 1), ("interleaved-1f1b", 2), ("chimera", 1), ("bitpipe", 2))
-    assert tuple(iteration_time(generate(name, p, m, v), ALIKE).makespan for name, v in families) == TABLE[p, m]
 
 
 @pytest.mark.parametrize(("name", "v"), CASES)
@@ -319,24 +218,3 @@ def test_an_odd_number_of_ranks_is_refused(name: str, v: int) -> None:
         build(ScheduleConfig(name, 5, 8, num_chunks=v))
     with pytest.raises(ValueError, match=r"not 1, .*: use 2$"):
         build(ScheduleConfig(name, 1, 8, num_chunks=v))
-
-
-@pytest.mark.parametrize(("name", "v"), CASES)
-def test_it_is_read_back_balanced_with_its_pipes(name: str, v: int) -> None:
-    schedule = build(ScheduleConfig(name, 8, 8, num_chunks=v, balance=BalanceConfig()))
-    assert any(num_transfers(schedule, rank).evictions for rank in range(8))
-    assert read_json(write_json(schedule)) == schedule
-    text = write_csv(schedule)
-    assert read_csv(text) == schedule
-    with pytest.raises(TextError, match=r"is on rank .*; for several pipes, give a header that places each, such as"):
-        read_csv(text.partition("\n")[2])
-
-
-@pytest.mark.parametrize(("name", "v"), CASES)
-def test_it_is_predicted(name: str, v: int, capfd: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--model", "gpt3-13b", "--cluster", "a100-80g:1x8", "--gbs", "32", "--schedule", name]
-    times = []
-    for overlap in ([], ["--overlap-grad-reduce"]):
-        assert main(["simulate", *sizes, "--pp", "8", "--vp", str(v), *overlap, "--format", "json"]) == 0
-        times.append(json.loads(capfd.readouterr().out)["iteration_time_s"])
-    assert times[1] < times[0]

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from fractions import Fraction
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpipe.balance.config import BalanceConfig
-from bpipe.build import ScheduleConfig, adopt, build
-from bpipe.cli import main
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.check.deadlock import blocked_ranks
 from bpipe.schedule.check.rules import check
@@ -21,7 +16,6 @@ from bpipe.schedule.families.families import FAMILIES
 from bpipe.schedule.families.family import ALIKE, FamilyOptions, UnitCosts, one_stage_a_rank
 from bpipe.schedule.families.shift import shortened
 from bpipe.schedule.families.timing import iteration_time, stage_ticks, work_of
-from bpipe.schedule.families.v_shape import layout
 from bpipe.schedule.memory import peak_counts
 from bpipe.schedule.schedule import Schedule
 
@@ -53,16 +47,6 @@ def test_it_holds_and_takes_what_its_formulas_say(name: str, p: int) -> None:
         assert iteration_time(schedule, ALIKE).makespan * 2 == 6 * m + more_slots(name, p)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("p", range(2, 33))
-@pytest.mark.parametrize("name", ["v-half", "v-min"])
-def test_up_to_32_ranks(name: str, p: int) -> None:
-    schedule = generate(name, p, 2 * p)
-    check(schedule)
-    assert max(peak_counts(schedule)) == 2 * MOST[name](p)
-    assert iteration_time(schedule, ALIKE).makespan * 2 == 12 * p + more_slots(name, p)
-
-
 @pytest.mark.parametrize("p", range(4, 17))
 def test_the_last_rank_of_zb_v_never_waits_between_its_first_computation_and_its_last(p: int) -> None:
     """Nothing is shorter than its 6 m slots behind the p - 1 until it can begin; earlier ranks begin before it and
@@ -76,20 +60,6 @@ def test_the_last_rank_of_zb_v_never_waits_between_its_first_computation_and_its
     spans = [begun[row[-1]] + 1 - begun[row[0]] for row in work.rows]
     assert spans[p - 1] == 6 * m
     assert all(span <= 6 * m + p - 1 - rank for rank, span in enumerate(spans))
-
-
-# p, m, and for zb-v, v-half, v-min the slots that an iteration takes.
-MAKESPANS: list[Any] = [
-    *((4, 8, (51, 53, 59)), (4, 16, (99, 101, 107)), (4, 32, (195, 197, 203))),
-    *((8, 16, (103, 113, 119)), (8, 32, (199, 209, 215)), (8, 64, (391, 401, 407))),
-    *((16, 32, (207, 233, 251)), (16, 64, (399, 425, 443))),
-    pytest.param(16, 128, (783, 809, 827), marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize(("p", "m", "slots"), MAKESPANS)
-def test_makespans_at_equal_durations(p: int, m: int, slots: tuple[int, ...]) -> None:
-    assert tuple(iteration_time(generate(name, p, m), ALIKE).makespan * 2 for name in MOST) == slots
 
 
 DURATION = st.fractions(Fraction(1, 4), 4, max_denominator=6)
@@ -152,30 +122,3 @@ def test_bubbles_at_durations_that_differ(costs: tuple[int | Fraction, ...]) -> 
 def test_shortening_keeps_orders_that_are_as_short_as_can_be() -> None:
     orders = [[Action(0, Kind.FORWARD, 0), Action(0, Kind.BACKWARD_INPUT, 0), Action(0, Kind.BACKWARD_WEIGHT, 0)]]
     assert shortened(one_stage_a_rank(1, 1), 1, orders, [1], UnitCosts(3, 2, 1)) is orders
-
-
-def test_uneven_ranks_of_a_v_are_balanced() -> None:
-    """Of few micro-batches the ranks hold unequally many."""
-    schedule = generate("zb-v", 4, 3)
-    balanced = adopt(schedule, BalanceConfig())
-    assert max(peak_counts(balanced)) <= max(peak_counts(schedule))
-
-
-@pytest.mark.slow
-def test_large_ones_are_made_in_seconds() -> None:
-    """In processor time: the machine may be busy."""
-    for name, costs in (("v-half", ALIKE), ("v-min", UnitCosts(1, Fraction(11, 10), Fraction(3, 5)))):
-        before = time.process_time()
-        generate(name, 32, 128, costs)
-        assert time.process_time() - before < 10, name
-
-
-def test_the_command_knows_how_many_chunks_it_has(capfd: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--pp", "4", "--microbatches", "8"]
-    assert main(["schedule", "--schedule", "v-half", *sizes]) == 0
-    out = capfd.readouterr().out
-    assert out.startswith("# bpipe schedule=v-half microbatches=8 stage_to_rank=0,1,2,3,3,2,1,0\n")
-    assert out.endswith("# peak=6,6,6,6 evictions=0,0,0,0 makespan=26.5 bubble_percent=9.434\n")
-    assert main(["schedule", "--schedule", "v-half", *sizes, "--vp", "3"]) == 2
-    assert "schedule v-half takes at most 2 chunks per rank, not 3: leave it at 2" in capfd.readouterr().err
-    assert build(ScheduleConfig("v-half", 4, 8, num_chunks=2)).layout == layout(4, 2)

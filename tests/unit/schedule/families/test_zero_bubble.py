@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.cli import main
 from bpipe.schedule.families.family import UnitCosts
@@ -54,13 +53,6 @@ def test_1f1b_split_holds_and_takes_what_its_formulas_say(
     schedule = build(ScheduleConfig("1f1b-split", p, m, delay=delay))
     assert peak_counts(schedule) == tuple(min(p - rank + delay, m) for rank in range(p))
     assert iteration_time(schedule, UnitCosts(f, i, w)).makespan == m * (f + i + w) + (p - 1) * (f + i)
-
-
-def test_1f1b_split_is_balanced_as_1f1b_is() -> None:
-    for p in (2, 4, 7, 8):
-        for delay in (0, 1, 3):
-            balanced = build(ScheduleConfig("1f1b-split", p, 4 * p, balance=BalanceConfig(), delay=delay))
-            assert max(peak_counts(balanced)) <= (p + 3) // 2 + delay, (p, delay)
 
 
 def test_a_share_held_between_the_halves_is_counted(capfd: pytest.CaptureFixture[str]) -> None:

@@ -72,24 +72,6 @@ def test_a_program_is_printed_a_line_an_instruction(capfd: pytest.CaptureFixture
     assert capfd.readouterr() == (TEXT, "")
 
 
-def test_a_file_says_by_its_name_how_it_is_written(tmp_path: Path) -> None:
-    assert main([*MESSAGES, "--output", str(tmp_path / "a.txt")]) == 0
-    assert (tmp_path / "a.txt").read_text() == TEXT
-
-
-def test_a_schedule_from_a_file_is_lowered_as_its_own_loop_would(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    path = tmp_path / "a.csv"
-    path.write_text("# bpipe schedule=1f1b microbatches=2 stage_to_rank=0,1\n0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n")
-    assert main(["schedule", "--input", str(path), "--messages"]) == 0
-    assert capfd.readouterr().out == TEXT
-    # Nobody's name: our executor runs it.
-    path.write_text(path.read_text().replace("=1f1b", "=mine"))
-    assert main(["schedule", "--input", str(path), "--messages"]) == 0
-    assert "# exchange=posted\n" in capfd.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("more", "reason"),
     [

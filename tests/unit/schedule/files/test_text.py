@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
-from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.check.case import ScheduleError
 from bpipe.schedule.check.rules import check
 from bpipe.schedule.files.document import read_json, write_json
 from bpipe.schedule.files.grid import write_grid
 from bpipe.schedule.files.read import read
 from bpipe.schedule.files.text import TextError, read_action, read_csv, write_csv
-from bpipe.schedule.schedule import Schedule, Slot
+from bpipe.schedule.schedule import Schedule
 
 BALANCED = build(ScheduleConfig("1f1b", 4, 8, balance=BalanceConfig()))
 CONFIGS = [
@@ -73,34 +72,10 @@ def test_json() -> None:
     assert write_json(build(ScheduleConfig("1f1b", 2, 1))) == JSON
 
 
-def test_json_is_what_the_manual_says() -> None:
-    document = json.loads(write_json(BALANCED))
-    head = {key: document[key] for key in ("schedule", "stages", "microbatches", "chunks", "balance", "bounds")}
-    assert head == {
-        "schedule": "1f1b",
-        "stages": 4,
-        "microbatches": 8,
-        "chunks": 1,
-        "balance": "bpipe",
-        "bounds": [3, 3, 3, 3],
-    }
-    assert [rank["peak"] for rank in document["ranks"]] == [3, 3, 2, 3]
-    assert [rank["evictions"] for rank in document["ranks"]] == [3, 0, 0, 0]
-    assert document["ranks"][0]["slots"][16] == {"compute": None, "transfers": ["0LOAD5"]}
-
-
 def test_json_may_leave_out_what_is_usual() -> None:
     document = json.loads(write_json(BALANCED))
     del document["partners"], document["stage_to_rank"]
     assert read_json(json.dumps(document)) == BALANCED
-
-
-def test_a_grid_names_the_stage_where_the_lane_does_not() -> None:
-    odd = replace(
-        BALANCED,
-        ranks=((Slot(None, (Action(0, Kind.HOST, 3), Action(3, Kind.HOST, 1))),), (Slot(),), (Slot(),), (Slot(),)),
-    )
-    assert "T 0H3+H1" in write_grid(odd)
 
 
 @pytest.mark.parametrize(

@@ -7,18 +7,13 @@ from typing import Any
 import pytest
 
 from bpipe.build import ScheduleConfig, build
-from bpipe.schedule.check.deadlock import blocked_ranks
 from bpipe.schedule.check.rules import check
 from bpipe.schedule.families.families import FAMILIES
-from bpipe.schedule.families.family import UnitCosts
-from bpipe.schedule.families.timing import iteration_time
 from bpipe.schedule.files.read import read
 from bpipe.schedule.files.text import read_csv, write_csv
 from bpipe.schedule.lowering.align import align
 from bpipe.schedule.memory import peak_counts
 from bpipe.schedule.schedule import Schedule
-from bpipe.simulate.cost import StageCost, uniform
-from bpipe.simulate.engine import simulate
 from tests.support.oracle import is_sound
 from tests.support.torch_schedules import (
     COUNTS,
@@ -66,18 +61,6 @@ def test_peaks_are_those_that_torch_counts(name: str, p: int, m: int, v: int) ->
     assert is_sound(ours)
     mine = [[stage for stage, rank in enumerate(ours.layout.placements[0]) if rank == at] for at in range(p)]
     assert list(peak_counts(ours)) == [peak(theirs, rank, mine[rank]) for rank in range(p)]
-
-
-@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 13), (8, 16)])
-def test_dualpipev_is_read_checked_and_simulated(p: int, m: int) -> None:
-    """Of two that overlap the forward runs, then the backward, and what both made is passed on."""
-    schedule = of(torch_schedule("ScheduleDualPipeV", p, m, 2))
-    check(schedule)
-    assert not blocked_ranks(schedule)
-    assert any(slot.overlapped for row in schedule.ranks for slot in row)
-    report = simulate(schedule, uniform(2 * p, StageCost(1, 2, weight_s=1)))
-    assert report.pipeline_s == iteration_time(schedule, UnitCosts(2, 2, 2)).makespan
-    assert max(peak_counts(schedule)) <= 2 * p + 1
 
 
 @counts
