@@ -70,7 +70,7 @@ def _write(activation_budget: ActivationBudget) -> dict[str, Any]:
     )
 
 
-ActivationBudgetKeys = Annotated[ActivationBudget, Rule(_read, _write)]
+ACTIVATION_BUDGET = Rule(_read, _write)
 
 _Seconds = Annotated[float, number()]
 _SecondsByStage = Annotated[tuple[float, ...], each(number())]
@@ -104,4 +104,4 @@ def _write_windows(windows: Windows) -> dict[str, Any]:
     return written(_WindowsKeys(lasts, float(windows.hop_s), inside, between, windows.nodes, own, windows.slices))
 
 
-WindowsKeys = Annotated[Windows, Rule(_read_windows, _write_windows)]
+WINDOWS = Rule(_read_windows, _write_windows)
