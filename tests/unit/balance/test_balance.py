@@ -185,7 +185,9 @@ def test_the_smallest_bound_of_interleaved_is_the_formula_once_the_pipeline_is_f
     """A pair saves 2 * ((v - 1) * g + p) chunk micro-batches together, and one more place serves an eviction and a
     load at once."""
     for m, g in ((p, p), (p + 1, p), (2 * p, p), (3 * p + 1, p), (2 * p, 2 * p), (4 * p, 2 * p)):
-        (bound,) = set(balance(FAMILIES["interleaved-1f1b"].generate(p, m, v, FamilyOptions(g))).bounds or ())
+        (bound,) = set(
+            balance(FAMILIES["interleaved-1f1b"].generate(p, m, v, FamilyOptions(group_size=g))).bounds or ()
+        )
         formula = (v - 1) * g + p + 1
         assert bound == formula if m >= 2 * g else bound <= formula
 
@@ -235,7 +237,7 @@ def test_default_partners_are_opposite_ranks_in_every_family(name: str, v: int) 
     for p in (1, 2, 3, 4, 5, 8, 11):
         for m in sorted({1, 2, 3, p - 1, p, p + 1, 2 * p, 3 * p + 1} - {0}):
             for g in {None, m} if FAMILIES[name].takes_groups and m > p else {None}:
-                peaks = peak_counts(FAMILIES[name].generate(p, m, v, FamilyOptions(g)))
+                peaks = peak_counts(FAMILIES[name].generate(p, m, v, FamilyOptions(group_size=g)))
                 assert default_partners(peaks) == mirrored_pairs(p), peaks
 
 
