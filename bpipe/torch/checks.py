@@ -21,6 +21,7 @@ from bpipe.schedule.lowering.lower import lower_received
 from bpipe.schedule.program import Exchange
 from bpipe.schedule.schedule import Schedule
 from bpipe.torch.upstream import RUN_VERSIONS, SEND_WAITS, Computation
+from bpipe.transport.config import TransferConfig
 from bpipe.transport.connect import MeasuredLink
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -61,7 +62,7 @@ def _follows(before: Any) -> bool:
     return before is not None and (before.is_compute_op or before.computation_type in _SENDS)
 
 
-def wait_level(device: torch.device) -> tuple[WaitLevel, str]:
+def wait_level(transfers: TransferConfig, device: torch.device) -> tuple[WaitLevel, str]:
     """Return how strictly a rank may wait for transfers, and what makes it so.
 
     A GPU has fewer queues than a run has streams, and which of them share one is not known: there whatever was issued
@@ -69,6 +70,8 @@ def wait_level(device: torch.device) -> tuple[WaitLevel, str]:
     issued.
     """
     if device.type == "cpu":
+        if transfers.synchronous:
+            return WaitLevel.AT_ISSUE, "synchronous transfers"
         return WaitLevel.IN_EVERY_OPERATION, "messages over gloo"
     if os.environ.get(BLOCKING, "0") != "0":
         return WaitLevel.BLOCKING_LAUNCHES, f"{BLOCKING}=1"
@@ -80,9 +83,9 @@ def wait_level(device: torch.device) -> tuple[WaitLevel, str]:
 def refuse_standstill(
     schedule: Schedule,
     order: Mapping[int, Sequence[Any]],
+    transfers: TransferConfig,
     device: torch.device,
     links: Iterable[MeasuredLink],
-    differing: bool,
 ) -> None:
     """Raise ValueError where ranks of this schedule could wait for each other for ever.
 
@@ -92,8 +95,9 @@ def refuse_standstill(
     meets = any(link.transport not in ONE_SIDED for link in links)
     judged = schedule if meets else without_transfers(schedule)
     programs = lower_received(judged, received_in(order, schedule))
-    waits, cause = wait_level(device)
-    stuck = blocked_ranks(judged, waits, Exchange.TORCH, births=True, differing=differing and meets, programs=programs)
+    waits, cause = wait_level(transfers, device)
+    differing = transfers.differing and meets
+    stuck = blocked_ranks(judged, waits, Exchange.TORCH, births=True, differing=differing, programs=programs)
     if stuck:
         first = stuck[0]
         others = ", ".join(f"rank {each.rank} for rank {each.peer}" for each in stuck[:8])

@@ -57,7 +57,7 @@ class RankBudgets:
         """
         refused = None
         if how is None:
-            refused = 'balance "none" evicts nothing: choose balance "bpipe", or leave memory out'
+            refused = "balance None evicts nothing: give balance=BalanceConfig(), or leave memory out"
         elif how.bounds is not None:
             refused = "bounds and memory exclude each other: give one of them"
         elif differing:
@@ -105,7 +105,7 @@ def plan_within(
         except OverBudget as error:
             raise ValueError(
                 f"memory: {error}. Micro-batches and host buffers are counted. Save less (recomputation, "
-                'smaller micro-batches), or allow more hosts: hosts="pool", hosts="host"'
+                'smaller micro-batches), or allow more hosts: BalanceConfig(hosts="pool"), BalanceConfig(hosts="host")'
             ) from None
         needed = [
             max(before, _padding(found.schedule, found.memory, sizes, rank)) for rank, before in enumerate(padding)

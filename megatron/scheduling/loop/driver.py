@@ -25,7 +25,8 @@ from bpipe.config.features.queries import guarded
 from bpipe.record.format import Iteration, RankSummary
 from bpipe.record.report.memory import kept_peak, rule_by_slice
 from bpipe.runtime.checksums import Certificate, Verifier
-from bpipe.runtime.engine import TIMERS, Engine, EngineConfig
+from bpipe.runtime.config import EngineConfig
+from bpipe.runtime.engine import TIMERS, Engine
 from bpipe.runtime.graph_pieces import Pieces
 from bpipe.runtime.links import Closable, connect_pairs, disconnect
 from bpipe.runtime.measurements import KeptBySlices, iteration_of, summary_of
@@ -72,8 +73,7 @@ class Driver:
     sets it. `between`: the same of a shard of the vocabulary between S and T, by S. `running` is true inside of
     `iteration`. `recording`, `watermark`: what a report wants to be noted; `recorded` is the last iteration's note.
     `changed_over`: this iteration is the first of its program since another one's, and every rank's is. `how`: how what
-    runs is balanced, if at all. `differing`: micro-batches may differ in size; known from the first iteration on.
-    `further`: what whoever computes is connected by, in the order in which that was made.
+    runs is balanced, if at all. `further`: what whoever computes is connected by, in the order in which that was made.
     """
 
     def __init__(self, config: SchedulingConfig) -> None:
@@ -94,12 +94,12 @@ class Driver:
         self._meter = Meter(keeps_inputs=config.own is None) if self._tells or self._learns else None
         self._peaks: list[tuple[int, int]] = []
         self._most = 0, 0
-        self._first_iterations = FirstIterations(config.minimum_bytes)
+        self._first_iterations = FirstIterations(config.transfers.minimum_bytes)
         self._differing = Differing()
         self._own_time = OwnTime()
         self._num_iterations = 0
         self.changed_over = False
-        self.differing = False
+        self._transfers = config.transfers
         self.slicing: Slicing | None = None
         self.links: list[MeasuredLink] = []
         self.recording = False
@@ -227,6 +227,11 @@ class Driver:
         return self._config.positions.here()
 
     @property
+    def differing(self) -> bool:
+        """Whether micro-batches may differ in size; known from the first iteration on."""
+        return self._transfers.differing
+
+    @property
     def device(self) -> torch.device:
         return torch.device(torch.cuda.current_device())
 
@@ -246,27 +251,24 @@ class Driver:
                 for line in () if self._engines else self._config.plan:
                     say(line)
                 say(describe(schedule))
-            differing = self.differing = self._config.differing or differ(config)
-            transports = self._transports(schedule, self.device, config, differing)
-            refuse_standstill(schedule, program.passing, self._config, self.device, self.links, differing)
+            differing = self._transfers.differing or differ(config)
+            transfers = self._transfers = replace(self._transfers, differing=differing)
+            transports = self._transports(schedule, config)
+            refuse_standstill(schedule, program.passing, transfers, self.device, self.links)
             self._streams = self._streams or Streams(self.device)
-            engine_config = self._engine_config(config, differing, program)
+            engine_config = self._engine_config(config, program)
             engine = Engine(schedule, self.rank, transports, engine_config, self._meter, self._streams)
             self._engines[program] = engine
         return engine
 
-    def _engine_config(self, config: Any, differing: bool, program: ScheduleConfig) -> EngineConfig:
+    def _engine_config(self, config: Any, program: ScheduleConfig) -> EngineConfig:
         name = f"rank {dist.get_rank()}"
         if self._verifier is None:
             self._verifier = self._make_verifier(name, config)
         return EngineConfig(
             name=name,
             device=self.device,
-            minimum_bytes=self._config.minimum_bytes,
-            timeout_s=self._config.timeout_s,
-            poison=self._config.poison,
-            synchronous=self._config.synchronous,
-            differing=differing,
+            transfers=self._transfers,
             parts={} if program.balance is None else program.balance.part_bytes,
             at_once=program.passing.is_megatron,
             allocated=allocated_on(self.device),
@@ -283,7 +285,7 @@ class Driver:
         """Return what checks the first iterations, where it was asked for or anything is guarded, which is said."""
         found = guarded(config, self._config.balance is not None, self._config.own is not None)
         names = dict.fromkeys([*self._config.guarded, *(one.name for one in found)])
-        iterations = self._config.verify
+        iterations = self._config.transfers.verify
         if iterations is None:
             iterations = GUARDED_ITERATIONS if names else 0
         if names:
@@ -294,15 +296,13 @@ class Driver:
             )
         return Verifier(name, self.device, iterations) if iterations else None
 
-    def _transports(
-        self, schedule: Schedule, device: torch.device, config: Any, differing: bool
-    ) -> dict[int, Transport]:
+    def _transports(self, schedule: Schedule, config: Any) -> dict[int, Transport]:
         """By place, to all with whom this program moves anything; who was connected for another program stays so."""
         if not moves_anything(schedule):
             return {}
         known = {link.ranks for link in self.links}
-        asked = (pipelines(self._config.positions), self._config.transport, self._config.timeout_s, device)
-        connections, found, table = connect_pairs(schedule, *asked, known)
+        ways = pipelines(self._config.positions)
+        connections, found, table = connect_pairs(schedule, ways, self._transfers, self.device, known)
         self._connections |= connections
         if found:
             say(table)
@@ -311,7 +311,7 @@ class Driver:
         self.links += found
         used = {frozenset(pair) for pair in links_of(schedule)}
         mine = {place: one for place, one in self._connections.items() if frozenset((self.rank, place)) in used}
-        return {place: one.transport(differing=differing) for place, one in mine.items()}
+        return {place: one.transport(differing=self.differing) for place, one in mine.items()}
 
     def close(self, failed: bool) -> None:
         """End the training: give back what it has on this rank and on others."""

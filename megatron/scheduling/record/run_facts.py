@@ -21,7 +21,7 @@ def begin_record(folder: Path, config: SchedulingConfig, peak: PeakFlops | None)
     megatron = upstream.running()
     info = RunInfo(
         balanced=config.balance is not None,
-        synchronous=config.synchronous,
+        synchronous=config.transfers.synchronous,
         torch=str(torch.__version__),
         megatron_core=megatron.version,
         megatron_core_path=str(megatron.place),

@@ -15,10 +15,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.config import EngineConfig
+from bpipe.runtime.engine import Engine
 from bpipe.schedule.schedule import Schedule
 from bpipe.transport import one_sided
 from bpipe.transport.base import Transport
+from bpipe.transport.config import TransferConfig
 from tests.unit.runtime.held import TIMEOUT_S, HeldLane, HeldMemory, HeldTwoSided, Point, held_host_memory
 from tests.unit.runtime.loop import gradient, schedule
 from tests.unit.transport.loopback import alone, peers
@@ -39,7 +41,7 @@ def both(
     """Run the evictor's and the acceptor's engine beside each other and compare their gradients with those of plain
     loops."""
     ranks = 0, len(plan.ranks) - 1
-    config = EngineConfig("a test", CPU, minimum_bytes=minimum_bytes, timeout_s=TIMEOUT_S, poison=True)
+    config = EngineConfig("a test", CPU, TransferConfig(minimum_bytes=minimum_bytes, timeout_s=TIMEOUT_S, poison=True))
     engines = [Engine(plan, rank, transport, config) for rank, transport in zip(ranks, transports, strict=True)]
     found: dict[int, torch.Tensor] = {}
     errors: list[Exception] = []

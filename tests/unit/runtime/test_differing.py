@@ -7,6 +7,7 @@ seen.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -101,7 +102,9 @@ def test_a_stage_of_which_nothing_moves_at_first_moves_once_it_can(kind: str) ->
     for engine in pipeline.engines:
         if engine._evictor is not None:
             # The stages' own storages are smaller.
-            engine._evictor._minimum_bytes = 3000
+            config = engine._config
+            transfers = replace(config.transfers, minimum_bytes=3000)
+            engine._evictor._config = replace(config, transfers=transfers)
     found = pipeline.run(3)
     assert all(map(torch.equal, found, in_one_piece(4, 8, 3, Differing(4, pattern))))
     sizing = pipeline.engines[0].sizing

@@ -22,7 +22,8 @@ from bpipe.build import ScheduleConfig, build
 from bpipe.runtime import engine as engine_module
 from bpipe.runtime import evictor
 from bpipe.runtime.capture import SavedStorage, find
-from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.config import EngineConfig
+from bpipe.runtime.engine import Engine
 from bpipe.runtime.errors import RuntimeFault, TransferError
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.meter import Meter
@@ -34,6 +35,7 @@ from bpipe.schedule.memory import live_bytes, memory_of, num_transfers, peak_cou
 from bpipe.schedule.program import Message
 from bpipe.schedule.schedule import Schedule
 from bpipe.schedule.steps import Step, steps
+from bpipe.transport.config import TransferConfig
 from bpipe.transport.layout import Sizes
 from tests.support.alone import Alone
 from tests.support.late_loads import with_late_loads
@@ -98,7 +100,9 @@ def engine_for(
     rank: int = 0,
 ) -> Engine:
     config = EngineConfig(
-        f"rank {rank}", CPU, minimum_bytes=minimum_bytes, timeout_s=1.0, poison=True, synchronous=synchronous
+        f"rank {rank}",
+        CPU,
+        TransferConfig(minimum_bytes=minimum_bytes, timeout_s=1.0, poison=True, synchronous=synchronous),
     )
     return Engine(plan, rank, transport or LateTransport(), config, meter)
 
@@ -267,7 +271,7 @@ def test_a_failing_transfer_names_rank_stage_and_action() -> None:
 
 def test_a_schedule_with_transfers_needs_a_transport() -> None:
     with pytest.raises(ValueError, match="there is no transport for them"):
-        Engine(schedule(), 0, None, EngineConfig("rank 0", CPU, 1, 1.0))
+        Engine(schedule(), 0, None, EngineConfig("rank 0", CPU, TransferConfig(minimum_bytes=1, timeout_s=1.0)))
 
 
 def test_small_storages_stay() -> None:
@@ -287,7 +291,7 @@ def test_a_part_of_a_micro_batch_leaves(share: float) -> None:
     gradient(engine_for(plan, whole), plan)
     part = int(share * sum(whole.sizes[0]))
     transport = LateTransport()
-    config = EngineConfig("rank 0", CPU, minimum_bytes=1, timeout_s=1.0, poison=True, parts={0: part})
+    config = EngineConfig("rank 0", CPU, TransferConfig(minimum_bytes=1, timeout_s=1.0, poison=True), parts={0: part})
     engine = Engine(plan, 0, transport, config, meter)
     assert torch.equal(gradient(engine, plan, 2), gradient(None, plan, 2))
     left = sum(transport.sizes[0])
@@ -495,7 +499,7 @@ def test_an_eviction_in_a_bubble_ends_before_a_load_in_the_next() -> None:
     plan = build(ScheduleConfig("1f1b", 4, 6, balance=BalanceConfig(hosts="host")))
     both = [[action.kind for action in step.after] for step in steps(plan, 0)]
     assert [Kind.EVICT, Kind.LOAD] in both
-    config = EngineConfig("rank 0", CPU, minimum_bytes=1, timeout_s=1.0, poison=True)
+    config = EngineConfig("rank 0", CPU, TransferConfig(minimum_bytes=1, timeout_s=1.0, poison=True))
     engine, leaving = Engine(plan, 0, {0: LateTransport()}, config), []
     load = engine._start[Kind.LOAD]
 
@@ -603,7 +607,7 @@ def test_what_stands_behind_the_last_computation_starts_when_the_loop_has_sent_i
     transport.sizes = {0: (64,)}
     end = steps(plan, 5)[-1]
     assert [str(action) for action in end.after] == ["0RETURN10"]
-    engine = Engine(plan, 5, transport, EngineConfig("rank 5", CPU, minimum_bytes=1, timeout_s=1.0))
+    engine = Engine(plan, 5, transport, EngineConfig("rank 5", CPU, TransferConfig(minimum_bytes=1, timeout_s=1.0)))
     seen: list[int] = []
 
     def looking(does: Callable[[], None]) -> Callable[[], None]:

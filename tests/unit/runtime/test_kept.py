@@ -14,8 +14,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bpipe.runtime.capture import SavedStorage
-from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.config import EngineConfig
+from bpipe.runtime.engine import Engine
 from bpipe.runtime.retention import ALLOCATOR, STORAGES, Kept, Share
+from bpipe.transport.config import TransferConfig
 from tests.unit.runtime.loop import WIDTH, new_weight, run_iteration, schedule
 from tests.unit.runtime.loop import stage as plain_stage
 from tests.unit.runtime.test_engine import CPU, LateTransport, engine_for
@@ -52,7 +54,7 @@ def share(forward: Stage, counted_by: str, minimum_bytes: int = 1) -> Share:
     with Allocator() as allocator:
         allocated = allocator.allocated if counted_by == ALLOCATOR else None
         config = EngineConfig(
-            "rank 0", CPU, minimum_bytes=minimum_bytes, timeout_s=1.0, poison=True, allocated=allocated
+            "rank 0", CPU, TransferConfig(minimum_bytes=minimum_bytes, timeout_s=1.0, poison=True), allocated=allocated
         )
         engine = Engine(plan, 0, LateTransport(), config)
         run_iteration(engine, plan, new_weight(), forward=forward)
@@ -158,7 +160,7 @@ def test_it_is_measured_in_the_first_iteration_only() -> None:
         asked.append(1)
         return 0
 
-    config = EngineConfig("rank 0", CPU, minimum_bytes=1, timeout_s=1.0, allocated=allocated)
+    config = EngineConfig("rank 0", CPU, TransferConfig(minimum_bytes=1, timeout_s=1.0), allocated=allocated)
     engine = Engine(plan, 0, LateTransport(), config)
     run_iteration(engine, plan, new_weight())
     assert (first := len(asked)) > 0

@@ -17,7 +17,8 @@ from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import allocated_bytes
 from bpipe.balance.pool import balance_over_pool
 from bpipe.build import ScheduleConfig, build
-from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.config import EngineConfig
+from bpipe.runtime.engine import Engine
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.check.rules import check
 from bpipe.schedule.families.families import FAMILIES
@@ -25,6 +26,7 @@ from bpipe.schedule.host_buffers import guests_of
 from bpipe.schedule.hosts import device_ranks, read_hosts
 from bpipe.schedule.memory import memory_of
 from bpipe.schedule.schedule import Schedule, Slot
+from bpipe.transport.config import TransferConfig
 from tests.unit.runtime.pipeline import in_one_piece
 from tests.unit.runtime.threaded import CPU, KINDS, Pipeline
 
@@ -84,4 +86,4 @@ def test_a_micro_batch_goes_to_one_host_only() -> None:
     with pytest.raises(
         ValueError, match=r"rank 0: micro-batch 1 of stage 0 is evicted both to rank 2 and to rank 3 in one iteration"
     ):
-        Engine(schedule, 0, {}, EngineConfig("rank 0", CPU, 1, 1.0))
+        Engine(schedule, 0, {}, EngineConfig("rank 0", CPU, TransferConfig(minimum_bytes=1, timeout_s=1.0)))

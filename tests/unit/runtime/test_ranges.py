@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.config import EngineConfig
+from bpipe.runtime.engine import Engine
 from bpipe.runtime.ranges import Ranges, name_of
 from bpipe.schedule.action import Action, Kind
 from bpipe.schedule.schedule import Schedule
+from bpipe.transport.config import TransferConfig
 from tests.unit.runtime.loop import new_weight, run_iteration, schedule
 from tests.unit.runtime.test_engine import CPU, LateTransport
 
@@ -24,7 +26,9 @@ def ranges_of(engine: Engine, plan: Schedule) -> list[str]:
 
 def test_every_action_of_an_iteration_is_a_range() -> None:
     plan = schedule()
-    engine = Engine(plan, 0, LateTransport(), EngineConfig("rank 0", CPU, minimum_bytes=1, timeout_s=1.0))
+    engine = Engine(
+        plan, 0, LateTransport(), EngineConfig("rank 0", CPU, TransferConfig(minimum_bytes=1, timeout_s=1.0))
+    )
     found = ranges_of(engine, plan)
     assert [name for name in found if "forward" in name or "backward" in name] == [
         name_of(action) for slot in plan.ranks[0] for action in slot.computations
@@ -39,7 +43,7 @@ def test_every_action_of_an_iteration_is_a_range() -> None:
 def test_a_range_ends_with_the_error_of_its_computation() -> None:
     """Everything behind it would stand within it."""
     plan = schedule(balance="none")
-    engine = Engine(plan, 0, None, EngineConfig("rank 0", CPU, minimum_bytes=1, timeout_s=1.0))
+    engine = Engine(plan, 0, None, EngineConfig("rank 0", CPU, TransferConfig(minimum_bytes=1, timeout_s=1.0)))
 
     def failing(weight: torch.nn.Parameter, received: torch.Tensor) -> torch.Tensor:
         raise ValueError("no such token")

@@ -14,11 +14,13 @@ import torch
 from bpipe.balance.config import BalanceConfig
 from bpipe.balance.pairs import allocated_bytes
 from bpipe.build import ScheduleConfig, build
-from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.config import EngineConfig
+from bpipe.runtime.engine import Engine
 from bpipe.runtime.errors import RuntimeFault, TransferError
 from bpipe.schedule.host_buffers import num_host_buffers, num_host_memory_buffers
 from bpipe.schedule.memory import memory_of
 from bpipe.schedule.schedule import Schedule
+from bpipe.transport.config import TransferConfig
 from bpipe.transport.host_memory import Budget, Buffers, LocalRank, MemoryLimit
 from bpipe.transport.one_sided import HostMemory, OneSidedCopies
 from tests.unit.runtime.pipeline import in_one_piece
@@ -89,7 +91,12 @@ def test_a_node_without_room_for_all_its_ranks_is_refused_with_the_numbers() -> 
     host = HostMemory(COPYING, Budget(neighbours[0], neighbours), "--bpipe-hosts", "Evict less")
     pipeline = Pipeline(schedule, "peer", timeout_s=2.0)
     transports = {0: OneSidedCopies(host, AtOnce(), AtOnce())}
-    pipeline.engines[0] = Engine(schedule, 0, transports, EngineConfig("rank 0", CPU, 1, 2.0, poison=True))
+    pipeline.engines[0] = Engine(
+        schedule,
+        0,
+        transports,
+        EngineConfig("rank 0", CPU, TransferConfig(minimum_bytes=1, timeout_s=2.0, poison=True)),
+    )
     pattern = (
         r"rank 0, stage 0: 0EVICT0 with its own node's memory did not start; .*--bpipe-hosts: the host buffers of 2 ranks need "
         r".* GiB, but the machine's memory \(MemAvailable\) has .* GiB available, of which a tenth must stay free\. "
@@ -108,6 +115,8 @@ def test_a_failed_copy_names_the_nodes_memory() -> None:
     schedule = tiered("1f1b", 4, 8)
     pipeline = Pipeline(schedule, "peer", timeout_s=2.0)
     transports = {0: OneSidedCopies(HostMemory(COPYING), Failing(), Failing())}  # type: ignore[arg-type]
-    pipeline.engines[0] = Engine(schedule, 0, transports, EngineConfig("rank 0", CPU, 1, 2.0))
+    pipeline.engines[0] = Engine(
+        schedule, 0, transports, EngineConfig("rank 0", CPU, TransferConfig(minimum_bytes=1, timeout_s=2.0))
+    )
     with pytest.raises(TransferError, match=r"0EVICT0 with its own node's memory did not start; .*no such luck"):
         pipeline.run(1)

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from bpipe.runtime.engine import Engine, EngineConfig
+from bpipe.runtime.config import EngineConfig
+from bpipe.runtime.engine import Engine
 from bpipe.runtime.executor import Executor
 from bpipe.runtime.meter import Meter
 from bpipe.runtime.stage import Tensors
@@ -22,6 +23,7 @@ from bpipe.schedule.host_buffers import links_of
 from bpipe.schedule.program import Message
 from bpipe.schedule.schedule import Schedule
 from bpipe.transport.base import Transport
+from bpipe.transport.config import TransferConfig
 from bpipe.transport.headed import Headed
 from tests.unit.runtime.held import HeldLane, HeldMemory, HeldTwoSided
 from tests.unit.runtime.pipeline import Model
@@ -70,7 +72,9 @@ class Pipeline:
         self.engines, self._executors = [], []
         for rank, meter in enumerate(self.meters):
             config = EngineConfig(
-                f"rank {rank}", CPU, minimum_bytes=1, timeout_s=timeout_s, poison=True, differing=differing
+                f"rank {rank}",
+                CPU,
+                TransferConfig(minimum_bytes=1, timeout_s=timeout_s, poison=True, differing=differing),
             )
             self.engines.append(Engine(schedule, rank, transports.get(rank), config, meter))
             mail = Mail(rank, edges, timeout_s)

@@ -49,8 +49,8 @@ def test_all_of_it_is_said_at_once() -> None:
 FACTS = ("last_iteration", "flops_per_microbatch", "micro_batch_size", "logits_per_microbatch")
 # Parts that both have, launched or installed.
 PARTS = (
-    *("loop/driver", "loop/executor", "loop/links", "loop/waiting"),
-    *("hooks/loops", "placement/placed", "composing"),
+    *("loop/driver", "loop/executor", "loop/links", "loop/transfer_waits"),
+    *("hooks/loops", "placement/chunks", "composing"),
 )
 
 

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import bpipe.runtime
 import bpipe.transport
+from bpipe.balance.config import BalanceConfig
 from bpipe.torch import BalancedSchedule
 from bpipe.torch.option_names import ARGUMENTS, name_arguments
+from bpipe.transport.config import TransferConfig
 
 
 def test_an_error_that_names_flags_says_the_arguments() -> None:
@@ -17,20 +19,25 @@ def test_an_error_that_names_flags_says_the_arguments() -> None:
     name_arguments(error)
     name_arguments(other)
     assert error.__notes__ == [
-        "bpipe: under torch.distributed.pipelining --bpipe-timeout is timeout_s, --bpipe-transport is transport"
+        "bpipe: under torch.distributed.pipelining --bpipe-transport is transport of TransferConfig, "
+        "--bpipe-timeout is timeout_s of TransferConfig"
     ]
     assert not hasattr(other, "__notes__")
 
 
 def test_the_arguments_are_there_and_the_flags_are_all_that_errors_name() -> None:
-    known = inspect.signature(BalancedSchedule.__init__).parameters
-    assert all(argument.partition("=")[0] in known for argument in ARGUMENTS.values())
+    known = {
+        "": inspect.signature(BalancedSchedule.__init__).parameters,
+        **{kind.__name__: inspect.signature(kind).parameters for kind in (BalanceConfig, TransferConfig)},
+    }
+    named = [option.partition(" of ") for option in ARGUMENTS.values()]
+    assert all(name in known[owner] for name, _, owner in named)
     folders = [Path(next(iter(package.__path__))) for package in (bpipe.runtime, bpipe.transport)]
-    named = {
+    flags = {
         flag
         for folder in folders
         for path in folder.glob("*.py")
         for flag in re.findall(r"--bpipe-[a-z-]+\b", path.read_text())
     }
-    # A budget, and waits in place: neither is asked for here.
-    assert named - {"--bpipe-memory", "--bpipe-report", "--bpipe-sync-transfers"} <= ARGUMENTS.keys()
+    # A budget and a record: neither is asked for here.
+    assert flags - {"--bpipe-memory", "--bpipe-report", "--bpipe-peak-tflops"} <= ARGUMENTS.keys()
