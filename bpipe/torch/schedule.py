@@ -177,28 +177,24 @@ class BalancedSchedule(Runtime):  # type: ignore[misc]
         self.pipeline_order = torch_orders(self.schedule)
         self._prepare_schedule_with_comms(self.pipeline_order)
         require_attributes(self, self._stages)
-        settings = self._engine_config
-        connections = self._connections = self._connected(settings)
-        self.links, transfers = connections.links, settings.transfers
-        refuse_standstill(self.schedule, self.pipeline_order_with_comms, transfers, settings.device, self.links)
+        settings, transfers = self._engine_config, self._engine_config.transfers
+        try:
+            connections = self._connections = connected(
+                self._stages[0].group, self.schedule, transfers, settings.device
+            )
+            self.links = connections.links
+            for line in filter(None, (connections.table, connections.placed)):
+                logger.info("bpipe: %s", line)
+            refuse_standstill(self.schedule, self.pipeline_order_with_comms, transfers, settings.device, self.links)
+        except (ValueError, RuntimeError) as error:
+            name_arguments(error)
+            raise
         settings = replace(settings, parts={} if config.balance is None else config.balance.part_bytes)
         transports = connections.transports(transfers.differing) or None
         self.engine = Engine(self.schedule, self.rank, transports, settings, self.meter)
         folder, steps = self._report_to
         if final and folder is not None:
             self._report = self._recording(folder, steps, connections, settings.device)
-
-    def _connected(self, settings: EngineConfig) -> Connected:
-        try:
-            connections = connected(self._stages[0].group, self.schedule, settings.transfers, settings.device)
-        except (ValueError, RuntimeError) as error:
-            name_arguments(error)
-            raise
-        if connections.table:
-            logger.info("bpipe: %s", connections.table)
-        if connections.placed:
-            logger.info("bpipe: %s", connections.placed)
-        return connections
 
     def _recording(
         self, folder: str | Path, steps: tuple[int, int], connections: Connected, device: torch.device

@@ -8,9 +8,10 @@ import torch
 from bpipe.balance.config import BalanceConfig
 from bpipe.build import ScheduleConfig, build
 from bpipe.record.report.memory import without_transfers
+from bpipe.runtime.waits import wait_level
 from bpipe.schedule.check.deadlock import WaitLevel, blocked_ranks
 from bpipe.schedule.program import Exchange
-from bpipe.torch.checks import received_in, refuse_standstill, wait_level
+from bpipe.torch.checks import received_in, refuse_standstill
 from bpipe.torch.orders import torch_orders
 from bpipe.torch.upstream import Computation, TorchAction
 from bpipe.transport.config import TransferConfig
@@ -49,7 +50,7 @@ def test_launches_that_block_are_judged_by_the_checker(monkeypatch: pytest.Monke
     monkeypatch.setenv(BLOCKING, "1")
     message = (
         r"with CUDA_LAUNCH_BLOCKING=1 ranks of .* can wait for each other for ever: rank \d waits for .*\. "
-        r'Use transport="peer", or unset CUDA_LAUNCH_BLOCKING'
+        r'Use TransferConfig\(transport="peer"\), or unset CUDA_LAUNCH_BLOCKING'
     )
     with pytest.raises(ValueError, match=message):
         refuse_standstill(schedule, order, TRANSFERS, CUDA, nccl)
